@@ -1,0 +1,45 @@
+"""Errors that HolmesJAX raises on purpose.
+
+A mistake the user can repair is a `HolmesError`: the command line prints it as one paragraph,
+without a traceback, and exits with status 2. A broken invariant is an `assert`: our bug, and there
+the traceback is wanted.
+"""
+
+from collections.abc import Sequence
+
+
+class HolmesError(Exception):
+    """An error a user can cause and repair: where, what is wrong, what was found, what to do."""
+
+    def __init__(self, where: str, problem: str, *, found: object, fix: str):
+        self.where, self.problem, self.found, self.fix = where, problem, found, fix
+        super().__init__(f"{where}: {problem}\n  found: {found}\n  fix: {fix}")
+
+
+class ConfigError(HolmesError, ValueError):
+    """A setting of a run file that cannot work; `where` is its dotted path."""
+
+
+class TopologyError(HolmesError, ValueError):
+    """A description of machines that cannot be."""
+
+
+class PlanError(HolmesError, ValueError):
+    """No plan satisfies the settings on the given machines."""
+
+
+class DataError(HolmesError):
+    """A corpus that is missing, empty or too small."""
+
+
+class CheckpointError(HolmesError):
+    """A checkpoint that is missing, damaged, or of another model."""
+
+
+class Mistakes(HolmesError):
+    """Several mistakes of one file, reported together; `mistakes` holds each of them."""
+
+    def __init__(self, mistakes: Sequence[HolmesError]):
+        assert mistakes, "no mistakes to report"
+        self.mistakes = tuple(mistakes)
+        Exception.__init__(self, "\nerror: ".join(str(mistake) for mistake in mistakes))

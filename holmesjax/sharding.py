@@ -1,0 +1,89 @@
+"""From logical dims to mesh axes: where every dim of every array of a stage lives.
+
+A parameter's name ends in its dims (`query_DHK`), so its sharding follows from its name. Three
+layouts of the same parameter tree exist during a step:
+
+    master      float32, cut over `tensor` and, where a dim divides, over `data` (ZeRO-1); the
+                optimizer's moments and the reduced gradients lie the same way
+    replicas    compute dtype, one copy for each data replica, stacked along a leading dim R that is
+                cut over `data`; inside a replica, cut over `tensor`. What the forward pass reads
+    gradients   float32, like replicas: each replica's own sum, not yet reduced over `data`
+"""
+
+from typing import Any
+
+import jax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+
+from holmesjax.plan import Axis
+
+Tree = Any  # a nested dict of arrays, keyed by layer and parameter name
+
+# Megatron's cut (Shoeybi et al., arXiv:1909.08053): heads, feed-forward width and vocabulary.
+TENSOR_DIMS = "HGFV"
+
+
+def dims(name: str) -> str:
+    """Logical dims of a parameter, one letter each.
+
+    >>> dims("query_DHK")
+    'DHK'
+    """
+    suffix = name.rpartition("_")[2]
+    assert suffix.isupper() and suffix.isalpha(), f"{name}: a parameter's name ends in its dims"
+    return suffix
+
+
+def tensor_spec(name: str) -> P:
+    """How one replica of a parameter is cut over `tensor`.
+
+    >>> tensor_spec("query_DHK")
+    PartitionSpec(None, 'tensor', None)
+    """
+    return P(*(Axis.TENSOR.value if dim in TENSOR_DIMS else None for dim in dims(name)))
+
+
+def data_dim(name: str, shape: tuple[int, ...], data: int) -> int | None:
+    """The dim of a master parameter that is cut over `data`: the first free one that divides.
+
+    >>> data_dim("query_DHK", (192, 6, 32), 2)
+    0
+    >>> data_dim("scale_D", (191,), 2) is None
+    True
+    """
+    for i, (dim, size) in enumerate(zip(dims(name), shape, strict=True)):
+        if dim not in TENSOR_DIMS and size % data == 0:
+            return i
+    return None
+
+
+def master_spec(name: str, shape: tuple[int, ...], mesh: Mesh) -> P:
+    spec = list(tensor_spec(name))
+    if (dim := data_dim(name, shape, mesh.shape[Axis.DATA])) is not None:
+        spec[dim] = Axis.DATA.value
+    return P(*spec)
+
+
+def replica_spec(name: str) -> P:
+    return P(Axis.DATA.value, *tensor_spec(name))
+
+
+def name_of(path: tuple) -> str:
+    """The parameter's name: the last key of its path in the tree."""
+    return str(path[-1].key)
+
+
+def master_shardings(shapes: Tree, mesh: Mesh) -> Tree:
+    """The sharding of every leaf; `shapes` is a tree of arrays or of their shapes."""
+    return jax.tree_util.tree_map_with_path(
+        lambda path, x: NamedSharding(mesh, master_spec(name_of(path), x.shape, mesh)), shapes
+    )
+
+
+def batch_sharding(mesh: Mesh, num_leading: int = 0) -> NamedSharding:
+    """Of arrays whose first dim, after `num_leading` others, is the sequences of a microbatch."""
+    return NamedSharding(mesh, P(*(None,) * num_leading, Axis.DATA.value))
+
+
+def replicated(mesh: Mesh) -> NamedSharding:
+    return NamedSharding(mesh, P())

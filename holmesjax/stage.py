@@ -1,0 +1,340 @@
+"""One stage's compiled programs: init, gather, forward, backward, reduce, update.
+
+A stage holds consecutive layers on one mesh. Its programs are pure functions of arrays on that
+mesh; `pipeline` decides when they run and moves what crosses to other stages. Layouts of the
+parameters (master, replicas, gradients) are those of `sharding`.
+
+Dims besides those of the model: R data replicas of the stage, M microbatches. Arrays that come in
+or go out have their sequences merged, [B, ...] with B = R * b, so that a neighbour with another
+number of replicas can read them; inside, a leading R is split off and mapped over.
+"""
+
+import functools
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import Mesh
+
+from holmesjax import ops, sharding
+from holmesjax.config import ModelConfig
+from holmesjax.models import gpt
+from holmesjax.plan import EMBED, HEAD, Axis, Plan
+
+Tree = Any  # a nested dict of arrays, keyed by layer and parameter name
+Batch = dict[str, jax.Array]  # token_BL, target_BL, segment_BL: what the stage needs of them
+
+# `dots` keeps the results of matrix products and of attention, and recomputes the rest.
+CHECKPOINT_POLICIES = {
+    "dots": jax.checkpoint_policies.save_from_both_policies(
+        jax.checkpoint_policies.dots_saveable,
+        jax.checkpoint_policies.save_only_these_names("attention"),
+    ),
+    "full": jax.checkpoint_policies.nothing_saveable,
+}
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class StageState:
+    """All of a stage that changes from step to step, in the master layout."""
+
+    params: Tree
+    opt_state: optax.OptState
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["arrays"],
+    meta_fields=["pullback", "parameter_of"],
+)
+@dataclass(frozen=True)
+class Saved:
+    """What a microbatch's backward needs of its forward.
+
+    The pullback of `jax.vjp` holds parameters too; those are taken from the step's replicas again,
+    so that they are neither copied nor kept once per microbatch. `parameter_of[i]` is the number of
+    the parameter that stands at leaf i of the pullback, or None where `arrays` has the leaf.
+    """
+
+    arrays: tuple[jax.Array, ...]
+    pullback: jax.tree_util.PyTreeDef
+    parameter_of: tuple[int | None, ...]
+
+    @classmethod
+    def of(cls, pullback: Callable, replicas: Tree) -> "Saved":
+        leaves, structure = jax.tree.flatten(pullback)
+        number = {id(leaf): i for i, leaf in enumerate(jax.tree.leaves(replicas))}
+        parameter_of = tuple(number.get(id(leaf)) for leaf in leaves)
+        arrays = tuple(leaf for leaf in leaves if id(leaf) not in number)
+        return cls(arrays, structure, parameter_of)
+
+    def restore(self, replicas: Tree) -> Callable:
+        parameters, arrays = jax.tree.leaves(replicas), iter(self.arrays)
+        leaves = [next(arrays) if i is None else parameters[i] for i in self.parameter_of]
+        return jax.tree.unflatten(self.pullback, leaves)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stage:
+    """The functions of one stage. `programs` compiles them."""
+
+    model: ModelConfig
+    plan: Plan
+    index: int
+    mesh: Mesh
+    optimizer: optax.GradientTransformation
+    learning_rate: optax.Schedule
+    compute_dtype: str
+    clip_norm: float | None
+    mask_documents: bool
+
+    @property
+    def layers(self) -> tuple[str, ...]:
+        return self.plan.stages[self.index].layers
+
+    @property
+    def is_first(self) -> bool:
+        return self.index == 0
+
+    @property
+    def is_last(self) -> bool:
+        return self.index == len(self.plan.stages) - 1
+
+    @property
+    def borrows_table(self) -> bool:
+        """Whether this stage holds a copy of the token table, which the first stage owns."""
+        return self.model.tied_embeddings and self.is_last and not self.is_first
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        """What of a batch this stage reads."""
+        names = ["token_BL"] if self.is_first else []
+        names += ["target_BL"] if self.is_last else []
+        return (*names, "segment_BL") if self.mask_documents else tuple(names)
+
+    @property
+    def num_replicas(self) -> int:
+        return self.mesh.shape[Axis.DATA]
+
+    @property
+    def microbatch(self) -> int:
+        """Sequences in a microbatch, over all replicas."""
+        return self.plan.global_batch // self.plan.microbatches
+
+    # ---- state ---------------------------------------------------------------------------------
+
+    def init(self, seed: jax.Array) -> StageState:
+        """The state before the first step: a function of the seed alone, whatever the plan."""
+        key = jax.random.key(seed)
+
+        def init_layer(layer: str) -> Tree:
+            layer_key = jax.random.fold_in(key, zlib.crc32(layer.encode()))
+            return gpt.init_layer(layer, self.model, layer_key)
+
+        params = {layer: init_layer(layer) for layer in self.layers}
+        if self.borrows_table:
+            params[EMBED] = {"token_VD": init_layer(EMBED)["token_VD"]}
+        return StageState(params, self.optimizer.init(params))
+
+    @functools.cached_property
+    def state_shapes(self) -> StageState:
+        """Shape, dtype and sharding of every array of the state."""
+        shapes = jax.eval_shape(self.init, jax.ShapeDtypeStruct((), np.uint32))
+        shardings = sharding.master_shardings(shapes.params, self.mesh)
+        put = lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s)
+        opt_state = optax.tree_utils.tree_map_params(
+            self.optimizer,
+            put,
+            shapes.opt_state,
+            shardings,
+            transform_non_params=lambda x: put(x, sharding.replicated(self.mesh)),
+        )
+        return StageState(jax.tree.map(put, shapes.params, shardings), opt_state)
+
+    def _specs(self) -> tuple[Tree, Tree]:
+        """Partition specs of the replicas and of the masters."""
+        replica = jax.tree_util.tree_map_with_path(
+            lambda path, _: sharding.replica_spec(sharding.name_of(path)), self.state_shapes.params
+        )
+        return replica, jax.tree.map(lambda x: x.sharding.spec, self.state_shapes.params)
+
+    def _data_dim(self, path: tuple, shape: tuple[int, ...]) -> int | None:
+        return sharding.data_dim(sharding.name_of(path), shape, self.num_replicas)
+
+    def gather(self, params: Tree) -> Tree:
+        """Masters to replicas: cast to the compute dtype, then all-gathered over `data`."""
+        replica_specs, master_specs = self._specs()
+        dims = jax.tree_util.tree_map_with_path(
+            lambda path, x: self._data_dim(path, x.shape) if self.num_replicas > 1 else None, params
+        )
+
+        def gather_leaf(master: jax.Array, dim: int | None) -> jax.Array:
+            copy = master.astype(self.compute_dtype)
+            if dim is not None:
+                copy = jax.lax.all_gather(copy, Axis.DATA.value, axis=dim, tiled=True)
+            return copy[None]
+
+        gather_local = lambda local: _map_with_none(gather_leaf, local, dims)
+        return jax.shard_map(
+            gather_local, mesh=self.mesh, in_specs=(master_specs,), out_specs=replica_specs
+        )(params)
+
+    def reduce(self, gradients: Tree) -> Tree:
+        """Gradients of the replicas, summed over `data` by reduce-scatter into the master layout."""
+        replica_specs, master_specs = self._specs()
+        dims = jax.tree_util.tree_map_with_path(
+            lambda path, x: self._data_dim(path, x.shape[1:]), gradients
+        )
+
+        def reduce_leaf(gradient: jax.Array, dim: int | None) -> jax.Array:
+            if dim is None:
+                return jax.lax.psum(gradient[0], Axis.DATA.value)
+            return jax.lax.psum_scatter(
+                gradient[0], Axis.DATA.value, scatter_dimension=dim, tiled=True
+            )
+
+        reduce_local = lambda local: _map_with_none(reduce_leaf, local, dims)
+        return jax.shard_map(
+            reduce_local, mesh=self.mesh, in_specs=(replica_specs,), out_specs=master_specs
+        )(gradients)
+
+    def zero_gradients(self) -> Tree:
+        return jax.tree.map(
+            lambda x: jnp.zeros((self.num_replicas, *x.shape), jnp.float32),
+            self.state_shapes.params,
+        )
+
+    # ---- one microbatch ------------------------------------------------------------------------
+
+    def apply(self, params: Tree, x_BLD: jax.Array | None, batch: Batch) -> jax.Array:
+        """The layers of this stage on one replica: the boundary x_BLD, or the mean loss."""
+        position_L = jnp.arange(self.model.context_length)
+        segment_BL = batch.get("segment_BL")
+        for layer in self.layers:
+            run = functools.partial(_apply_layer, layer, self.model)
+            if layer == EMBED:
+                x_BLD = run(params[layer], batch["token_BL"], position_L)
+            elif layer == HEAD:
+                logits_BLV = run(params[layer], x_BLD, params.get(EMBED, {}).get("token_VD"))
+                return ops.cross_entropy(logits_BLV, batch["target_BL"])
+            else:
+                if policy := CHECKPOINT_POLICIES.get(self.plan.activation_checkpointing):
+                    run = jax.checkpoint(run, policy=policy)
+                x_BLD = run(params[layer], x_BLD, position_L, segment_BL)
+        assert x_BLD is not None
+        return x_BLD
+
+    def _split(self, array: jax.Array) -> jax.Array:
+        return array.reshape(self.num_replicas, -1, *array.shape[1:])
+
+    def _merge(self, array: jax.Array) -> jax.Array:
+        return array.reshape(-1, *array.shape[2:])
+
+    def forward(
+        self, replicas: Tree, x_BLD: jax.Array | None, batch: Batch
+    ) -> tuple[jax.Array, Saved]:
+        """One microbatch: the boundary, or the mean loss in nats per token; what backward needs."""
+        batch = jax.tree.map(self._split, batch)
+        if self.is_first:
+            apply = lambda replica, batch: self.apply(replica, None, batch)
+            out, pullback = jax.vjp(lambda r: self._map(apply)(r, batch), replicas)
+        else:
+            assert x_BLD is not None
+            x_RBLD = self._split(x_BLD)
+            out, pullback = jax.vjp(lambda r, x: self._map(self.apply)(r, x, batch), replicas, x_RBLD)
+        saved = Saved.of(pullback, replicas)
+        return (jnp.mean(out) if self.is_last else self._merge(out)), saved
+
+    def backward(
+        self, replicas: Tree, saved: Saved, gradients: Tree, dy_BLD: jax.Array | None
+    ) -> tuple[Tree, jax.Array]:
+        """Adds the microbatch's share to the gradients; the gradient of the stage's input.
+
+        On the first stage, which has no input to differentiate, the second result is a zero that
+        is ready when the gradients are.
+        """
+        if self.is_last:  # every token of the step counts alike
+            weight = 1.0 / (self.num_replicas * self.plan.microbatches)
+            dy: jax.Array = jnp.full((self.num_replicas,), weight, jnp.float32)
+        else:
+            assert dy_BLD is not None
+            dy = self._split(dy_BLD)
+        new, *dx = saved.restore(replicas)(dy)
+        gradients = jax.tree.map(lambda total, g: total + g.astype(total.dtype), gradients, new)
+        return gradients, self._merge(dx[0]) if dx else jnp.zeros(())
+
+    def _map(self, function: Callable) -> Callable:
+        return jax.vmap(function, spmd_axis_name=Axis.DATA.value)
+
+    # ---- the end of a step ---------------------------------------------------------------------
+
+    def square_norm(self, gradients: Tree) -> jax.Array:
+        """Sum of squares of the reduced gradients that this stage owns; a float32 scalar."""
+        if self.borrows_table:
+            gradients = {layer: gradients[layer] for layer in self.layers}
+        return sum((jnp.sum(jnp.square(g)) for g in jax.tree.leaves(gradients)), jnp.zeros(()))
+
+    def update(
+        self, state: StageState, gradients: Tree, square_norms: tuple[jax.Array, ...]
+    ) -> tuple[StageState, dict[str, jax.Array]]:
+        """Clips by the global norm and applies the optimizer; changes nothing if it is not finite.
+
+        `square_norms` are those of all stages, in order, so that every stage decides alike.
+        """
+        norm = jnp.sqrt(sum(square_norms, jnp.zeros(())))
+        finite = jnp.isfinite(norm)
+        if self.clip_norm is not None:
+            scale = jnp.minimum(1.0, self.clip_norm / jnp.maximum(norm, 1e-12))
+            gradients = jax.tree.map(lambda g: g * scale, gradients)
+        updates, opt_state = self.optimizer.update(gradients, state.opt_state, state.params)
+        new = StageState(optax.apply_updates(state.params, updates), opt_state)
+        num_updates = optax.tree_utils.tree_get(
+            state.opt_state, "count", filtering=_belongs_to_schedule
+        )
+        metrics = {
+            "grad_norm": norm,
+            "learning_rate": self.learning_rate(num_updates),
+            "skipped": ~finite,
+        }
+        return jax.tree.map(lambda a, b: jnp.where(finite, a, b), new, state), metrics
+
+    def step(
+        self, state: StageState, batch_M: Batch
+    ) -> tuple[StageState, dict[str, jax.Array]]:
+        """A whole optimizer step, for a plan with this stage only; batches have a leading M."""
+        replicas = self.gather(state.params)
+
+        def add_microbatch(gradients: Tree, batch: Batch) -> tuple[Tree, jax.Array]:
+            loss, saved = self.forward(replicas, None, batch)
+            gradients, _ = self.backward(replicas, saved, gradients, None)
+            return gradients, loss
+
+        if self.plan.microbatches == 1:
+            batch = jax.tree.map(lambda x: x[0], batch_M)
+            gradients, losses_M = add_microbatch(self.zero_gradients(), batch)
+        else:
+            gradients, losses_M = jax.lax.scan(add_microbatch, self.zero_gradients(), batch_M)
+        gradients = self.reduce(gradients)
+        state, metrics = self.update(state, gradients, (self.square_norm(gradients),))
+        return state, {"loss": jnp.mean(losses_M), **metrics}
+
+
+def _apply_layer(layer: str, model: ModelConfig, params: Tree, *args: Any) -> jax.Array:
+    return gpt.module(layer, model).apply({"params": params}, *args)
+
+
+def _map_with_none(function: Callable, tree: Tree, dims: Tree) -> Tree:
+    """`jax.tree.map` over two trees, where None is a leaf of the second."""
+    leaves, structure = jax.tree.flatten(tree)
+    others = jax.tree.leaves(dims, is_leaf=lambda x: x is None)
+    return jax.tree.unflatten(structure, map(function, leaves, others))
+
+
+def _belongs_to_schedule(path: tuple, _: Any) -> bool:
+    return getattr(path[-1], "tuple_name", None) == "ScaleByScheduleState"

@@ -1,0 +1,102 @@
+"""When each task of a step ran, seen from the host while the devices work.
+
+One thread per stage waits for the stage's tasks in the order in which they were dispatched. A task
+starts when the one before it on its stage has ended and what it reads has arrived; it ends when its
+result is ready.
+"""
+
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import NamedTuple
+
+import jax
+
+
+class Interval(NamedTuple):
+    """One task that ran; seconds on one clock for all stages."""
+
+    stage: int
+    kind: str  # F forward, B backward, R reduce, U update
+    microbatch: int | None
+    start_s: float
+    end_s: float
+
+
+class Clock:
+    """The waiting threads of all stages; makes a `Timeline` for each step."""
+
+    def __init__(self, num_stages: int):
+        self._threads = [ThreadPoolExecutor(1, f"clock-{s}") for s in range(num_stages)]
+        self._last_end_s = [0.0] * num_stages
+
+    def timeline(self) -> "Timeline":
+        return Timeline(self)
+
+    def close(self) -> None:
+        for thread in self._threads:
+            thread.shutdown()
+
+    def wait(
+        self,
+        stage: int,
+        kind: str,
+        microbatch: int | None,
+        dispatched_s: float,
+        arrived: jax.Array | None,
+        done: jax.Array,
+    ) -> "Future[Interval]":
+        def run() -> Interval:
+            if arrived is not None:
+                arrived.block_until_ready()
+                ready_s = max(dispatched_s, time.perf_counter())
+            else:
+                ready_s = dispatched_s
+            done.block_until_ready()
+            end_s = time.perf_counter()
+            start_s = min(max(self._last_end_s[stage], ready_s), end_s)
+            self._last_end_s[stage] = end_s
+            return Interval(stage, kind, microbatch, start_s, end_s)
+
+        return self._threads[stage].submit(run)
+
+
+class Timeline:
+    """The tasks of one step."""
+
+    def __init__(self, clock: Clock):
+        self._clock = clock
+        self._futures: list[Future[Interval]] = []
+
+    def watch(
+        self,
+        stage: int,
+        kind: str,
+        microbatch: int | None,
+        arrived: jax.Array | None,
+        done: jax.Array,
+    ) -> None:
+        """Notes a task just dispatched: `arrived` is what it waits for, `done` what it gives."""
+        now_s = time.perf_counter()
+        future = self._clock.wait(stage, kind, microbatch, now_s, arrived, done)
+        self._futures.append(future)
+
+    def intervals(self) -> list[Interval]:
+        """All tasks, once they have ended; seconds count from the first start."""
+        found = [future.result() for future in self._futures]
+        zero_s = min(interval.start_s for interval in found)
+        return [
+            interval._replace(start_s=interval.start_s - zero_s, end_s=interval.end_s - zero_s)
+            for interval in found
+        ]
+
+
+def bubble_share(intervals: list[Interval]) -> float:
+    """Share of the step in which a stage idles, mean over the stages.
+
+    >>> bubble_share([Interval(0, "F", 0, 0.0, 1.0), Interval(1, "F", 0, 1.0, 2.0)])
+    0.5
+    """
+    num_stages = 1 + max(interval.stage for interval in intervals)
+    span_s = max(i.end_s for i in intervals) - min(i.start_s for i in intervals)
+    busy_s = sum(interval.end_s - interval.start_s for interval in intervals)
+    return 1.0 - busy_s / (num_stages * span_s)
