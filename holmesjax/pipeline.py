@@ -40,6 +40,8 @@ class Pipeline:
     def __init__(self, plan: Plan, programs: Sequence[Programs], transport: Transport):
         self._plan, self._programs, self._transport = plan, programs, transport
         self._tasks = schedule(plan.schedule, len(plan.stages), plan.microbatches)
+        weight = np.float32(1.0 / plan.microbatches)  # of each microbatch in the step's loss
+        self._weight = jax.device_put(weight, sharding.replicated(programs[-1].stage.mesh))
 
     def init(self, seed: int) -> list[StageState]:
         return [programs.init(np.uint32(seed)) for programs in self._programs]
@@ -133,13 +135,16 @@ class Pipeline:
         forget: bool,
     ) -> tuple[jax.Array | None, jax.Array]:
         programs = self._programs[s]
-        dy_BLD = None if programs.stage.is_last else self._fetch(("B", s + 1, m), s + 1, s)
+        if programs.stage.is_last:
+            dy = self._weight
+        else:
+            dy = self._fetch(("B", s + 1, m), s + 1, s)
         flight.gradients, dx = programs.backward(
-            flight.replicas, flight.saved.pop(m), flight.gradients, dy_BLD
+            flight.replicas, flight.saved.pop(m), flight.gradients, dy
         )
         if s > 0:
             self._transport.offer(("B", s, m), dx)
-        return dy_BLD, dx
+        return dy, dx
 
     def _fetch(self, key: tuple, source: int, target: int) -> jax.Array:
         where = sharding.batch_sharding(self._programs[target].stage.mesh)

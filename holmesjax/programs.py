@@ -57,8 +57,8 @@ def compile_stages(stages: Sequence[Stage]) -> list[Programs]:
 def compile_stage(stage: Stage) -> Programs:
     state, replicas, gradients = stage.state_shapes, replica_shapes(stage), gradient_shapes(stage)
     x_BLD = None if stage.is_first else boundary_shape(stage)
-    dy_BLD = None if stage.is_last else boundary_shape(stage)
     scalar = jax.ShapeDtypeStruct((), jnp.float32, sharding=sharding.replicated(stage.mesh))
+    dy = scalar if stage.is_last else boundary_shape(stage)
     forward, saved = _compile_forward(stage, replicas, x_BLD)
     return Programs(
         stage=stage,
@@ -68,7 +68,7 @@ def compile_stage(stage: Stage) -> Programs:
         forward=forward,
         backward=_compile(
             stage.backward,
-            *(replicas, saved, gradients, dy_BLD),
+            *(replicas, saved, gradients, dy),
             out=(gradients, scalar if x_BLD is None else x_BLD),
             donate=(2,),
         ),

@@ -10,7 +10,6 @@ number of replicas can read them; inside, a leading R is split off and mapped ov
 """
 
 import functools
-import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -132,14 +131,10 @@ class Stage:
     def init(self, seed: jax.Array) -> StageState:
         """The state before the first step: a function of the seed alone, whatever the plan."""
         key = jax.random.key(seed)
-
-        def init_layer(layer: str) -> Tree:
-            layer_key = jax.random.fold_in(key, zlib.crc32(layer.encode()))
-            return gpt.init_layer(layer, self.model, layer_key)
-
-        params = {layer: init_layer(layer) for layer in self.layers}
+        params = gpt.init_params(self.model, key, self.layers)
         if self.borrows_table:
-            params[EMBED] = {"token_VD": init_layer(EMBED)["token_VD"]}
+            table = gpt.init_params(self.model, key, (EMBED,))[EMBED]["token_VD"]
+            params[EMBED] = {"token_VD": table}
         return StageState(params, self.optimizer.init(params))
 
     @functools.cached_property
@@ -252,19 +247,18 @@ class Stage:
         return (jnp.mean(out) if self.is_last else self._merge(out)), saved
 
     def backward(
-        self, replicas: Tree, saved: Saved, gradients: Tree, dy_BLD: jax.Array | None
+        self, replicas: Tree, saved: Saved, gradients: Tree, dy: jax.Array
     ) -> tuple[Tree, jax.Array]:
-        """Adds the microbatch's share to the gradients; the gradient of the stage's input.
+        """Adds the microbatch's share to the gradients; also the gradient of the stage's input.
 
-        On the first stage, which has no input to differentiate, the second result is a zero that
-        is ready when the gradients are.
+        `dy` is the gradient of the step's loss with respect to what `forward` returned: dy_BLD, or
+        on the last stage the weight of the microbatch, 1 / M. On the first stage, which has no
+        input to differentiate, the second result is a zero that is ready when the gradients are.
         """
-        if self.is_last:  # every token of the step counts alike
-            weight = 1.0 / (self.num_replicas * self.plan.microbatches)
-            dy: jax.Array = jnp.full((self.num_replicas,), weight, jnp.float32)
+        if self.is_last:
+            dy = jnp.full((self.num_replicas,), dy / self.num_replicas)
         else:
-            assert dy_BLD is not None
-            dy = self._split(dy_BLD)
+            dy = self._split(dy)
         new, *dx = saved.restore(replicas)(dy)
         gradients = jax.tree.map(lambda total, g: total + g.astype(total.dtype), gradients, new)
         return gradients, self._merge(dx[0]) if dx else jnp.zeros(())
@@ -309,10 +303,11 @@ class Stage:
     ) -> tuple[StageState, dict[str, jax.Array]]:
         """A whole optimizer step, for a plan with this stage only; batches have a leading M."""
         replicas = self.gather(state.params)
+        weight = jnp.float32(1.0 / self.plan.microbatches)
 
         def add_microbatch(gradients: Tree, batch: Batch) -> tuple[Tree, jax.Array]:
             loss, saved = self.forward(replicas, None, batch)
-            gradients, _ = self.backward(replicas, saved, gradients, None)
+            gradients, _ = self.backward(replicas, saved, gradients, weight)
             return gradients, loss
 
         if self.plan.microbatches == 1:

@@ -12,7 +12,8 @@ Matrix products run in the dtype of the parameters they are given; norms, softma
 compute in float32.
 """
 
-from collections.abc import Callable
+import zlib
+from collections.abc import Callable, Sequence
 
 import flax.linen as nn
 import jax
@@ -20,7 +21,7 @@ import jax.numpy as jnp
 
 from holmesjax import ops
 from holmesjax.config import ModelConfig
-from holmesjax.plan import EMBED, HEAD
+from holmesjax.plan import EMBED, HEAD, layer_names
 
 INIT_STD = 0.02  # Radford et al., "Language Models are Unsupervised Multitask Learners", 2019
 
@@ -149,8 +150,21 @@ def module(layer: str, config: ModelConfig) -> nn.Module:
     return {EMBED: Embed, HEAD: Head}.get(layer, Block)(config)
 
 
-def init_layer(layer: str, config: ModelConfig, key: jax.Array) -> dict[str, jax.Array]:
-    """The layer's parameters in float32, a function of the key alone (not of any plan)."""
+def init_params(
+    model: ModelConfig, key: jax.Array, layers: Sequence[str] | None = None
+) -> dict[str, dict]:
+    """Parameters in float32 by layer name: a function of the key alone, not of any plan.
+
+    Args:
+      layers: which of the model's layers; all if None.
+    """
+    return {
+        layer: _init_layer(layer, model, jax.random.fold_in(key, zlib.crc32(layer.encode())))
+        for layer in layers or layer_names(model.num_layers)
+    }
+
+
+def _init_layer(layer: str, config: ModelConfig, key: jax.Array) -> dict:
     position_L = jnp.zeros((1,), jnp.int32)
     x_BLD = jnp.zeros((1, 1, config.width))
     token_BL = jnp.zeros((1, 1), jnp.int32)

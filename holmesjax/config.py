@@ -1,0 +1,368 @@
+"""Every setting of a run, as frozen dataclasses. Does not import JAX.
+
+The dataclasses are the schema of `configs/runs/*.yaml`: a section of the file is a field of
+`Config`. Validation never changes a value, reads the environment or starts anything. What one
+setting may be stands beside it; what must hold between settings is in `CHECKS`, below.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import ConfigDict, Field
+from pydantic.dataclasses import dataclass
+
+from holmesjax import schema, yaml_files
+from holmesjax.errors import ConfigError, HolmesError, Mistakes
+
+CHECKOUT = Path(__file__).parent.parent
+STRICT = ConfigDict(extra="forbid")
+
+# Strict: a text is no number, and true is not 1. A list may stand for a tuple.
+Count = Annotated[int, Field(ge=1, strict=True)]
+Natural = Annotated[int, Field(ge=0, strict=True)]
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False, strict=True)]
+NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False, strict=True)]
+Fraction = Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False, strict=True)]
+Text = Annotated[str, Field(min_length=1, strict=True)]
+Flag = Annotated[bool, Field(strict=True)]
+LayersPerStage = Annotated[tuple[Count, ...], Field(min_length=1)]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, config=STRICT)
+class RunConfig:
+    """Where a run lives."""
+
+    dir: Text  # the run folder; made by the run
+    rehearse: Flag = False  # one virtual CPU device for every device of the topology
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, config=STRICT)
+class TrainConfig:
+    """How long, how much at a time, and in which numbers."""
+
+    steps: Count  # optimizer steps of the whole run
+    global_batch: Count  # sequences per step, over all replicas and microbatches
+    seed: Natural = 0  # of the initial parameters and of the order of the data
+    compute_dtype: Literal["float32", "bfloat16"] = "float32"  # parameters stay float32
+    log_every_s: NonNegative = 2.0  # seconds between step lines on the console
+    eval_every: Natural = 0  # steps between validations, and one at the end; 0: none
+    eval_batches: Count = 4  # global batches per validation
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, config=STRICT)
+class ModelConfig:
+    """A decoder-only Transformer."""
+
+    num_layers: Count
+    width: Count  # of the residual stream
+    num_heads: Count  # query heads
+    context_length: Count  # tokens in a sequence
+    vocab_size: Count = 256  # bytes
+    num_kv_heads: Count | None = None  # key and value heads; None: as many as num_heads
+    head_dim: Count | None = None  # None: width / num_heads
+    mlp_width: Count | None = None  # None: 4 * width
+    positions: Literal["learned", "rotary"] = "rotary"
+    rotary_base: Positive = 10_000.0
+    activation: Literal["gelu", "swiglu"] = "gelu"
+    norm: Literal["layer_norm", "rms_norm"] = "layer_norm"
+    tied_embeddings: Flag = False  # the output projection is the token table
+
+    def __post_init__(self) -> None:
+        _refuse_mistakes(model=self)
+
+    @property
+    def kv_heads(self) -> int:
+        return self.num_kv_heads or self.num_heads
+
+    @property
+    def head_width(self) -> int:
+        return self.head_dim or self.width // self.num_heads
+
+    @property
+    def feed_forward_width(self) -> int:
+        return self.mlp_width or 4 * self.width
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, config=STRICT)
+class DataConfig:
+    """The corpus and how documents become sequences."""
+
+    corpus: Text  # "python-stdlib", or a folder
+    pattern: Text = "**/*.py"  # files of the folder, as a glob
+    validation_fraction: Fraction = 0.05  # of the files, chosen by a hash of their path
+    documents: Literal["concatenate", "mask"] = "concatenate"  # mask: attention stays inside each
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, config=STRICT)
+class OptimizerConfig:
+    """AdamW with decoupled weight decay (Loshchilov and Hutter, arXiv:1711.05101)."""
+
+    learning_rate: Positive  # the peak
+    schedule: Literal["constant", "cosine", "linear", "wsd"] = "cosine"  # after the warm-up
+    warmup_steps: Natural = 0
+    decay_steps: Count | None = None  # wsd only: steps of the final decay
+    final_fraction: Fraction = 0.1  # of the peak, at the last step
+    beta1: Fraction = 0.9
+    beta2: Fraction = 0.95
+    epsilon: Positive = 1e-8
+    weight_decay: NonNegative = 0.1  # not on norms, biases and embeddings
+    clip_norm: Positive | None = 1.0  # global norm over all stages; None: no clipping
+
+    def __post_init__(self) -> None:
+        _refuse_mistakes(optimizer=self)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, config=STRICT)
+class ParallelConfig:
+    """How a step is cut over devices. None lets the planner choose."""
+
+    stages: Count | None = None  # None: one per cluster
+    layers: LayersPerStage | None = None  # Transformer layers of each stage; None: by speed
+    data: Count | None = None  # replicas inside a stage; None: all devices that are left
+    tensor: Count = 1  # devices that share each matrix product
+    microbatches: Count = 1  # per step, through each pipeline
+    schedule: Literal["gpipe", "1f1b"] = "1f1b"
+    activation_checkpointing: Literal["none", "dots", "full"] = "none"
+
+    def __post_init__(self) -> None:
+        _refuse_mistakes(parallel=self)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, config=STRICT)
+class CheckpointConfig:
+    """When the state is written, and how much of it is kept."""
+
+    every: Natural = 0  # steps between checkpoints, and one at the end; 0: only at the end
+    keep: Count = 2  # newest checkpoints
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, config=STRICT)
+class LogConfig:
+    """Where metrics go besides the console and metrics.jsonl."""
+
+    tensorboard: Flag = False  # needs the extra `tb`
+    wandb: Flag = False  # needs the extra `wandb`
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, config=STRICT)
+class Config:
+    """One run."""
+
+    topology: Text  # a file of configs/topologies/
+    run: RunConfig
+    train: TrainConfig
+    model: ModelConfig
+    data: DataConfig
+    optimizer: OptimizerConfig
+    parallel: ParallelConfig = dataclasses.field(default_factory=ParallelConfig)
+    checkpoint: CheckpointConfig = dataclasses.field(default_factory=CheckpointConfig)
+    log: LogConfig = dataclasses.field(default_factory=LogConfig)
+
+    def __post_init__(self) -> None:
+        _refuse_mistakes(**{name: getattr(self, name) for name in SECTIONS})
+
+
+SECTIONS = tuple(field.name for field in dataclasses.fields(Config) if field.name != "topology")
+
+
+def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
+    """Reads a run from a YAML file, with `"a.b=value"` overrides on top of it.
+
+    Raises `Mistakes` with every mistake of the file and of the overrides at once.
+    """
+    document = yaml_files.read(path, ConfigError, overrides)
+    known, mistakes = schema.read(Config, document)
+    for mistake in _mistakes(schema.known_values(known)):
+        keys = tuple(mistake.where.split("."))
+        mistakes.append(
+            document.mistake(keys, mistake.problem, found=mistake.found, fix=mistake.fix)
+        )
+    if mistakes:
+        raise Mistakes(mistakes)
+    config: Config = schema.build(known)
+    return config
+
+
+def topology_path(config: Config, run_file: str | Path) -> Path:
+    """The topology file of a run: from the current folder, the checkout, or beside the run file."""
+    folders = [Path.cwd(), CHECKOUT, Path(run_file).parent]
+    candidates = [folder / config.topology for folder in folders]  # an absolute path stays as it is
+    for candidate in candidates:
+        if candidate.is_file():
+            return candidate
+    known = {path.stem: path for path in sorted(CHECKOUT.glob("configs/topologies/*.yaml"))}
+    near = schema.near(Path(config.topology).stem, list(known))
+    found = f"{config.topology}, looked for in {', '.join(map(str, dict.fromkeys(folders)))}"
+    fix = f"{near} (in configs/topologies/)"
+    raise ConfigError("topology", "no such file", found=found, fix=fix)
+
+
+def to_yaml(config: Config) -> str:
+    """The file of a run with every default written out; `load` reads it back as equal."""
+    return yaml_files.to_text(dataclasses.asdict(config))
+
+
+def save(config: Config, path: str | Path) -> None:
+    """Writes the resolved run."""
+    Path(path).write_text(to_yaml(config), encoding="utf-8")
+
+
+# What must hold between settings. A check yields a mistake for each rule that is broken; `where` is
+# the dotted path of the setting to blame. `load` runs it on files with other mistakes too.
+
+
+def _wrong(where: str, problem: str, found: object, fix: str) -> ConfigError:
+    return ConfigError(where, problem, found=found, fix=fix)
+
+
+def _multiples(value: int, unit: int) -> str:
+    """The multiples of `unit` next to `value`: "60 or 66"."""
+    below = value // unit * unit
+    return f"{below} or {below + unit}" if below else f"{unit}"
+
+
+def _heads_share_width(model: ModelConfig) -> Iterator[ConfigError]:
+    if model.head_dim is None and model.width % model.num_heads:
+        problem = f"must be a multiple of model.num_heads = {model.num_heads}"
+        fix = f"use {_multiples(model.width, model.num_heads)}, or set model.head_dim"
+        yield _wrong("model.width", problem, model.width, fix)
+
+
+def _heads_share_keys(model: ModelConfig) -> Iterator[ConfigError]:
+    heads, kv_heads = model.num_heads, model.num_kv_heads
+    if kv_heads is not None and heads % kv_heads:
+        problem = f"must divide model.num_heads = {heads}: {heads} / {kv_heads} is not whole"
+        fix = f"use {math.gcd(heads, kv_heads)}, or change model.num_heads"
+        yield _wrong("model.num_kv_heads", problem, kv_heads, fix)
+
+
+def _rotary_turns_pairs(model: ModelConfig) -> Iterator[ConfigError]:
+    problem = "must be even for rotary positions, which turn pairs of numbers"
+    if model.positions != "rotary":
+        return
+    if model.head_dim is not None:
+        if model.head_dim % 2:
+            yield _wrong("model.head_dim", problem, model.head_dim, f"use {model.head_dim + 1}")
+    elif (head_width := model.width // model.num_heads) % 2 and not model.width % model.num_heads:
+        found = f"width / num_heads = {model.width} / {model.num_heads} = {head_width}"
+        fix = f"use model.width = {(head_width + 1) * model.num_heads}, or positions: learned"
+        yield _wrong("model.width", f"the width of a head {problem}", found, fix)
+
+
+def _vocabulary_holds_bytes(model: ModelConfig, data: DataConfig) -> Iterator[ConfigError]:
+    if model.vocab_size < 256:
+        problem = "must be at least 256: the tokens of the corpus are bytes"
+        yield _wrong("model.vocab_size", problem, model.vocab_size, "use 256, or a padded size")
+
+
+def _one_number_per_stage(parallel: ParallelConfig) -> Iterator[ConfigError]:
+    layers, stages = parallel.layers, parallel.stages
+    if layers is not None and stages is not None and len(layers) != stages:
+        problem = f"must have one number for each of parallel.stages = {stages} stages"
+        fix = f"give {stages} numbers, or set parallel.stages to {len(layers)}"
+        yield _wrong("parallel.layers", problem, f"{list(layers)}: {len(layers)} numbers", fix)
+
+
+def _every_layer_is_placed(model: ModelConfig, parallel: ParallelConfig) -> Iterator[ConfigError]:
+    if parallel.layers is not None and sum(parallel.layers) != model.num_layers:
+        problem = f"must sum to model.num_layers = {model.num_layers}"
+        found = f"{' + '.join(map(str, parallel.layers))} = {sum(parallel.layers)}"
+        fix = f"give numbers with sum {model.num_layers}, or leave the key out: the planner chooses"
+        yield _wrong("parallel.layers", problem, found, fix)
+
+
+def _every_stage_has_a_layer(model: ModelConfig, parallel: ParallelConfig) -> Iterator[ConfigError]:
+    if parallel.stages is not None and parallel.stages > model.num_layers:
+        problem = f"must be at most model.num_layers = {model.num_layers}: a layer for each stage"
+        fix = f"use {model.num_layers} or less, or more layers"
+        yield _wrong("parallel.stages", problem, parallel.stages, fix)
+
+
+def _tensor_cuts_evenly(
+    name: str, model: ModelConfig, parallel: ParallelConfig
+) -> Iterator[ConfigError]:
+    size = getattr(model, name)
+    if size is not None and size % parallel.tensor:
+        problem = f"must be a multiple of parallel.tensor = {parallel.tensor}"
+        fix = f"use {_multiples(size, parallel.tensor)}, or change parallel.tensor"
+        yield _wrong(f"model.{name}", problem, size, fix)
+
+
+def _microbatches_are_equal(train: TrainConfig, parallel: ParallelConfig) -> Iterator[ConfigError]:
+    parts, arithmetic = parallel.microbatches, f"parallel.microbatches = {parallel.microbatches}"
+    if parallel.data is not None:
+        parts *= parallel.data
+        arithmetic = (
+            "parallel.data * parallel.microbatches = "
+            f"{parallel.data} * {parallel.microbatches} = {parts}"
+        )
+    if train.global_batch % parts:
+        left = train.global_batch % parts
+        found = f"{train.global_batch} = {train.global_batch // parts} * {parts} + {left}"
+        fix = f"use {_multiples(train.global_batch, parts)}, or change the number of parts"
+        yield _wrong("train.global_batch", f"must be a multiple of {arithmetic}", found, fix)
+
+
+def _decay_is_for_wsd(optimizer: OptimizerConfig) -> Iterator[ConfigError]:
+    is_wsd, where = optimizer.schedule == "wsd", "optimizer.decay_steps"
+    if is_wsd and optimizer.decay_steps is None:
+        fix = "add the number of steps at the end in which the learning rate falls"
+        yield _wrong(where, "is missing: schedule wsd needs it", "nothing", fix)
+    if not is_wsd and optimizer.decay_steps is not None:
+        fix = "remove it, or set optimizer.schedule to wsd"
+        problem = f"is only for schedule wsd, not for {optimizer.schedule}"
+        yield _wrong(where, problem, optimizer.decay_steps, fix)
+
+
+def _schedule_fits_run(train: TrainConfig, optimizer: OptimizerConfig) -> Iterator[ConfigError]:
+    warmup, steps = optimizer.warmup_steps, train.steps
+    if warmup > steps:
+        fix = f"use {steps} or less, or more steps"
+        problem = f"must be at most train.steps = {steps}"
+        yield _wrong("optimizer.warmup_steps", problem, warmup, fix)
+    elif optimizer.schedule == "wsd" and warmup + (optimizer.decay_steps or 0) > steps:
+        problem = f"warmup_steps + decay_steps must be at most train.steps = {steps}"
+        found = f"{warmup} + {optimizer.decay_steps} = {warmup + (optimizer.decay_steps or 0)}"
+        fix = f"use {steps - warmup} or less, or more steps" if warmup < steps else "use more steps"
+        yield _wrong("optimizer.decay_steps", problem, found, fix)
+
+
+def _validation_has_data(train: TrainConfig, data: DataConfig) -> Iterator[ConfigError]:
+    if train.eval_every and not data.validation_fraction:
+        problem = f"must be more than 0: train.eval_every = {train.eval_every} asks for validation"
+        fix = "use 0.05, or set train.eval_every to 0"
+        yield _wrong("data.validation_fraction", problem, data.validation_fraction, fix)
+
+
+CUT_BY_TENSOR = ("num_heads", "num_kv_heads", "mlp_width", "vocab_size")
+CHECKS: dict[tuple[str, ...], tuple[Callable[..., Iterator[ConfigError]], ...]] = {
+    ("model",): (_heads_share_width, _heads_share_keys, _rotary_turns_pairs),
+    ("parallel",): (_one_number_per_stage,),
+    ("optimizer",): (_decay_is_for_wsd,),
+    ("model", "data"): (_vocabulary_holds_bytes,),
+    ("model", "parallel"): (
+        _every_layer_is_placed,
+        _every_stage_has_a_layer,
+        *(partial(_tensor_cuts_evenly, name) for name in CUT_BY_TENSOR),
+    ),
+    ("train", "parallel"): (_microbatches_are_equal,),
+    ("train", "optimizer"): (_schedule_fits_run,),
+    ("train", "data"): (_validation_has_data,),
+}
+
+
+def _mistakes(sections: Mapping[str, Any]) -> Iterator[HolmesError]:
+    """What the checks find that read only these sections."""
+    for names, checks in CHECKS.items():
+        if sections.keys() >= set(names):
+            for check in checks:
+                yield from schema.findings(check, *(sections[name] for name in names))
+
+
+def _refuse_mistakes(**sections: Any) -> None:
+    if mistakes := list(_mistakes(sections)):
+        raise Mistakes(mistakes)

@@ -1,0 +1,75 @@
+"""A run before it starts: its config, its machines and its plan, checked. Does not import JAX."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from holmesjax import config as configs, plan as plans, topology as topologies
+from holmesjax.config import Config
+from holmesjax.errors import ConfigError
+from holmesjax.plan import Plan
+from holmesjax.planner import make_plan
+from holmesjax.topology import Topology
+
+CONFIG, TOPOLOGY, PLAN = "config.yaml", "topology.yaml", "plan.yaml"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """What `launch plan` prints and `Trainer` runs."""
+
+    config: Config
+    topology: Topology
+    plan: Plan
+
+    @property
+    def run_dir(self) -> Path:
+        return Path(self.config.run.dir)
+
+    def describe(self) -> list[str]:
+        """The machines, the plan and the run folder, for the console."""
+        return [
+            *topologies.describe(self.topology),
+            *plans.describe(self.plan),
+            f"run folder  {self.run_dir}",
+        ]
+
+    def save(self) -> None:
+        """Writes the three files that describe the run into its folder."""
+        self.run_dir.mkdir(parents=True, exist_ok=True)
+        configs.save(self.config, self.run_dir / CONFIG)
+        topologies.save(self.topology, self.run_dir / TOPOLOGY)
+        self.plan.save(self.run_dir / PLAN)
+
+
+def load_config(run_dir: str | Path) -> Config:
+    """The resolved config of a run that was started before."""
+    path = Path(run_dir) / CONFIG
+    if not path.is_file():
+        fix = "name the folder of a run, such as runs/quickstart"
+        raise ConfigError(str(run_dir), "is no run folder", found=f"no {CONFIG} in it", fix=fix)
+    return configs.load(path)
+
+
+def load(target: str | Path, overrides: Sequence[str] = ()) -> Job:
+    """The job of a run file, or of the folder of a run that was started before.
+
+    Args:
+      target: a file of `configs/runs/`, or a run folder.
+      overrides: settings on top of it, `"train.steps=100"`.
+    """
+    target = Path(target)
+    if target.is_dir():
+        return _load_folder(target, overrides)
+    config = configs.load(target, overrides)
+    topology = topologies.load(configs.topology_path(config, target))
+    return Job(config=config, topology=topology, plan=make_plan(config, topology))
+
+
+def _load_folder(folder: Path, overrides: Sequence[str]) -> Job:
+    """A run folder is complete in itself, wherever it has been moved."""
+    load_config(folder)
+    here = [f"run.dir={folder}"]
+    if not any(override.startswith("topology=") for override in overrides):
+        here.append(f"topology={folder / TOPOLOGY}")
+    return load(folder / CONFIG, [*here, *overrides])

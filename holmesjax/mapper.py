@@ -1,0 +1,178 @@
+"""Which device sits where in a stage's mesh: the axis that moves most bytes gets the fastest links.
+
+A group is a line of the mesh along one axis: the devices that take part in one of its collectives.
+The price of a placement, in seconds, is the sum over axes of the bytes the axis moves times the
+seconds per byte of the slowest path between two devices of any of its groups.
+
+Inside a cluster, two nodes reach each other as fast as the slower of them allows. So the nodes that
+reach each other within a limit form blocks, and a slower limit only merges blocks. Take any
+placement, and its axes from the one with the fastest groups to the one with the slowest: the first
+i of them span boxes of the product of their sizes, and every box lies in one block of the i-th
+limit. So every such block holds a multiple of a box, and when the devices are sorted so that each
+block of each limit is a run, cutting them row-major puts every box into a block again. The cheapest
+order of the axes over that one order of the devices is therefore the cheapest placement of all.
+"""
+
+import itertools
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from holmesjax.errors import PlanError
+from holmesjax.topology import Fabric, Link, Topology
+
+A = TypeVar("A", bound=str)  # the name of an axis
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Placement(Generic[A]):
+    """The devices of one stage, laid out as a mesh."""
+
+    sizes: dict[A, int]  # axis -> size, in the order of the mesh: slowest link first
+    devices: tuple[int, ...]  # numbers of the topology, in row-major order of the mesh
+    links: dict[A, Link]  # axis -> the slowest link of its groups; none for an axis of size 1
+    rings: dict[A, int]  # axis -> most of its groups that leave one node and share its interfaces
+    price_s: float  # sum over axes of bytes times seconds per byte
+
+    @property
+    def fabrics(self) -> dict[A, Fabric]:
+        """The slowest fabric of each axis; `local` where a group is a single device."""
+        return {a: self.links[a].fabric if a in self.links else "local" for a in self.sizes}
+
+
+def place(
+    topology: Topology,
+    devices: Mapping[str, Sequence[int]],
+    sizes: Mapping[A, int],
+    traffic_bytes: Mapping[A, float],
+) -> Placement[A]:
+    """The cheapest placement of a stage's devices in its mesh.
+
+    Args:
+      topology: what the nodes belong to.
+      devices: node -> the numbers of its devices that the stage uses; all in one cluster.
+      sizes: axis -> size; their product is the number of devices. The axes come in the order that
+        is kept where prices are equal, slowest link first.
+      traffic_bytes: axis -> bytes that each device moves along it in a step.
+
+    Raises:
+      PlanError: two nodes lie in different clusters, so no fabric joins them.
+    """
+    assert math.prod(sizes.values()) == sum(map(len, devices.values())), (sizes, devices)
+    _refuse_two_clusters(topology, tuple(devices))
+    paths = _Paths.between(topology, tuple(devices))
+    nodes = _sorted_by_block(paths, {node: len(numbers) for node, numbers in devices.items()})
+    seats = tuple(node for node in nodes for _ in devices[node])  # the node of each device
+    best: tuple[float, tuple[A, ...]] | None = None
+    for axes in itertools.permutations(sizes):  # the given order comes first
+        slowest = _slowest_pairs(paths, seats, {axis: sizes[axis] for axis in axes})
+        price_s = sum(
+            traffic_bytes[a] * paths.s_per_byte[slowest[a]] for a in sizes if a in slowest
+        )
+        if best is None or price_s < best[0]:
+            best = price_s, axes
+    assert best is not None, "no axes"
+    price_s, axes = best
+    in_order = {axis: sizes[axis] for axis in axes}
+    slowest = _slowest_pairs(paths, seats, in_order)
+    return Placement(
+        sizes=in_order,
+        devices=tuple(number for node in nodes for number in devices[node]),
+        links={axis: paths.links[pair] for axis, pair in slowest.items()},
+        rings={axis: _rings(seats, in_order, axis) for axis in in_order},
+        price_s=price_s,
+    )
+
+
+def _refuse_two_clusters(topology: Topology, nodes: Sequence[str]) -> None:
+    cluster_of = {node.name: cluster for cluster in topology.clusters for node in cluster.nodes}
+    first = cluster_of[nodes[0]]
+    for node in nodes:
+        if (other := cluster_of[node]).name != first.name:
+            raise PlanError(
+                "mesh",
+                "the devices of one stage must share a fabric, but two of its nodes lie in the "
+                f"clusters {first.name!r} and {other.name!r}",
+                found=f"{nodes[0]} on {first.fabric}, {node} on {other.fabric}",
+                fix="give each cluster stages of its own: raise parallel.stages, or leave it out",
+            )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Paths:
+    """How fast nodes reach each other, and their own devices each other.
+
+    Bytes between nodes cross the network and both devices' own links; the slowest counts.
+    """
+
+    links: dict[tuple[str, str], Link]
+    s_per_byte: dict[tuple[str, str], float]
+
+    @classmethod
+    def between(cls, topology: Topology, nodes: Sequence[str]) -> "_Paths":
+        pairs = list(itertools.product(nodes, nodes))
+        links = {pair: topology.link(*pair) for pair in pairs}
+        cost = {pair: 1.0 / links[pair].bandwidth_bytes_per_s for pair in pairs}
+        s_per_byte = {(a, b): max(cost[a, a], cost[b, b], cost[a, b], cost[b, a]) for a, b in pairs}
+        return cls(links=links, s_per_byte=s_per_byte)
+
+
+def _sorted_by_block(paths: _Paths, num_devices: Mapping[str, int]) -> list[str]:
+    """The nodes, so that those within any limit of each other are a run; else as they come."""
+    nodes = list(num_devices)
+    limits = {s for (a, b), s in paths.s_per_byte.items() if a != b}
+    for limit in sorted(limits):  # a stable sort by the coarsest blocks last
+        blocks = _blocks(nodes, paths.s_per_byte, limit)
+        nodes = [node for block in blocks for node in block]
+    return nodes
+
+
+def _blocks(
+    nodes: Sequence[str], s_per_byte: Mapping[tuple[str, str], float], limit: float
+) -> list[list[str]]:
+    """Nodes joined by paths within the limit; blocks in the order of their first nodes."""
+    blocks: list[list[str]] = []
+    for node in nodes:
+        near = [block for block in blocks if any(s_per_byte[node, x] <= limit for x in block)]
+        if not near:
+            blocks.append([node])
+            continue
+        near[0].extend([*itertools.chain(*near[1:]), node])
+        blocks = [block for block in blocks if block not in near[1:]]
+    return blocks
+
+
+def _groups(seats: Sequence[str], sizes: Mapping[A, int], axis: A) -> Iterator[tuple[str, ...]]:
+    """The nodes of every group of an axis; `seats` are the nodes of the devices, row-major."""
+    names = list(sizes)
+    stride = math.prod(sizes[name] for name in names[names.index(axis) + 1 :])
+    span = stride * sizes[axis]
+    for start in range(0, len(seats), span):
+        for offset in range(start, start + stride):
+            yield tuple(seats[offset : start + span : stride])
+
+
+def _slowest_pairs(
+    paths: _Paths, seats: Sequence[str], sizes: Mapping[A, int]
+) -> dict[A, tuple[str, str]]:
+    """Axis -> the two nodes (or one, twice) whose devices are farthest apart in any group."""
+
+    def pairs(axis: A) -> Iterator[tuple[str, str]]:
+        for group in set(_groups(seats, sizes, axis)):
+            count = Counter(group)
+            yield from ((node, node) for node, num in count.items() if num > 1)
+            yield from itertools.combinations(count, 2)
+
+    # Equally slow pairs are told apart by name, so that the result does not depend on hashes.
+    key = lambda pair: (paths.s_per_byte[pair], pair[0] != pair[1], pair)
+    return {axis: max(pairs(axis), key=key) for axis in sizes if sizes[axis] > 1}
+
+
+def _rings(seats: Sequence[str], sizes: Mapping[A, int], axis: A) -> int:
+    """Most groups of an axis that leave any one node; at least 1."""
+    leaving = Counter(
+        node for group in _groups(seats, sizes, axis) if len(set(group)) > 1 for node in set(group)
+    )
+    return max(leaving.values(), default=1)

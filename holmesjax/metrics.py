@@ -1,0 +1,188 @@
+"""What a run measures, and where it is written.
+
+`metrics.jsonl` in the run folder is the record: one JSON object a step. TensorBoard and Weights &
+Biases get the same numbers when `log` of the run file asks for them; `console` prints them.
+
+JSON has no NaN and no infinity: a number that is not finite is written as `null` and read as NaN.
+"""
+
+import importlib
+import importlib.util
+import json
+import math
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from holmesjax.config import LogConfig
+from holmesjax.errors import ConfigError, DataError
+
+FILE = "metrics.jsonl"
+PACKAGES = {"tensorboard": ("tensorboardX", "tb"), "wandb": ("wandb", "wandb")}  # module, extra
+
+
+def read(run_dir: str | Path) -> list[dict[str, Any]]:
+    """The records of a run in the order of their steps; of two with one step, the later wins.
+
+    A last line that a crash has cut short is left out.
+    """
+    records = {record["step"]: record for _, record in _lines(Path(run_dir) / FILE)}
+    return [records[step] for step in sorted(records)]
+
+
+def check_installed(log: LogConfig) -> None:
+    """Raises if `log` asks for a package that is missing: call it before anything slow."""
+    for field, (module, extra) in PACKAGES.items():
+        if getattr(log, field) and importlib.util.find_spec(module) is None:
+            raise ConfigError(
+                f"log.{field}",
+                f"needs the package {module}, which is not installed",
+                found="true",
+                fix=f"pip install 'holmesjax[{extra}]', or set log.{field}=false",
+            )
+
+
+class _Sink(Protocol):
+    """Where scalars go besides the file."""
+
+    def write(self, step: int, scalars: Mapping[str, float]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class Metrics:
+    """Writes one record a step; a context manager.
+
+    A run that resumes from step n passes `done_steps=n`: what an earlier attempt wrote about later
+    steps is cut off, so the file keeps one object a step. Each line reaches the operating system
+    before `write` returns, so a crash of the process costs no finished step.
+    """
+
+    def __init__(self, run_dir: str | Path, log: LogConfig, *, done_steps: int = 0):
+        check_installed(log)
+        run_dir = Path(run_dir)
+        run_dir.mkdir(parents=True, exist_ok=True)
+        self._sinks: list[_Sink] = []
+        if log.wandb:  # the only one that can refuse, so nothing is open yet
+            self._sinks.append(_Wandb(run_dir))
+        if log.tensorboard:
+            self._sinks.append(_TensorBoard(run_dir, done_steps))
+        _cut(run_dir / FILE, done_steps)
+        self._file = (run_dir / FILE).open("a", encoding="utf-8", buffering=1)
+
+    def write(self, record: Mapping[str, Any]) -> None:
+        """Appends the record of one step: numbers, booleans, and dicts of them."""
+        self._file.write(json.dumps(_finite(record), allow_nan=False) + "\n")
+        scalars = _scalars(record)
+        for sink in self._sinks:
+            sink.write(record["step"], scalars)
+
+    def close(self) -> None:
+        self._file.close()
+        for sink in self._sinks:
+            sink.close()
+
+    def __enter__(self) -> "Metrics":
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+
+class _TensorBoard:
+    """Event files in `tensorboard/` of the run folder."""
+
+    def __init__(self, run_dir: Path, done_steps: int):
+        package = importlib.import_module("tensorboardX")
+        # TensorBoard hides what an earlier attempt wrote from step `purge_step` on.
+        path = str(run_dir / "tensorboard")
+        self._writer = package.SummaryWriter(path, purge_step=done_steps + 1, flush_secs=10)
+
+    def write(self, step: int, scalars: Mapping[str, float]) -> None:
+        for name, value in scalars.items():
+            self._writer.add_scalar(name, value, step)
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class _Wandb:
+    """A run of the project `holmesjax`; a resumed run continues the same one."""
+
+    def __init__(self, run_dir: Path):
+        package = importlib.import_module("wandb")
+        id_file = run_dir / "wandb_id"
+        run_id = id_file.read_text() if id_file.exists() else None
+        place = {"project": "holmesjax", "name": run_dir.resolve().name, "dir": str(run_dir)}
+        try:
+            self._run = package.init(**place, id=run_id, resume="allow")
+        except package.Error as error:
+            fix = "wandb login, or WANDB_MODE=offline in the environment, or log.wandb=false"
+            raise ConfigError("log.wandb", "wandb does not start", found=error, fix=fix) from None
+        id_file.write_text(self._run.id)
+        # Our own x axis: wandb's counter refuses the steps that a resumed run repeats.
+        self._run.define_metric("step")
+        self._run.define_metric("*", step_metric="step")
+
+    def write(self, step: int, scalars: Mapping[str, float]) -> None:
+        self._run.log({"step": step, **scalars})
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+def _finite(value: Any) -> Any:
+    """The same value, with None for every number that JSON cannot hold."""
+    if isinstance(value, Mapping):
+        return {key: _finite(item) for key, item in value.items()}
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _scalars(record: Mapping[str, Any]) -> dict[str, float]:
+    """One flat name per number.
+
+    >>> _scalars({"step": 3, "loss": 2.5, "link_bytes": {"stage 0 -> stage 1": 8}})
+    {'loss': 2.5, 'link_bytes/stage_0_to_stage_1': 8.0}
+    """
+    scalars = {}
+    for name, value in record.items():
+        if isinstance(value, Mapping):
+            for key, item in value.items():
+                scalars[f"{name}/{key.replace('->', 'to').replace(' ', '_')}"] = float(item)
+        elif name != "step":
+            scalars[name] = float(value)
+    return scalars
+
+
+def _lines(path: Path) -> list[tuple[bytes, dict[str, Any]]]:
+    """Every whole line of the file with its record; a torn last line is left out."""
+    lines = path.read_bytes().splitlines() if path.exists() else []
+    found = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            found.append((line, json.loads(line, object_hook=_nan_for_null)))
+        except ValueError:  # not JSON, or not UTF-8
+            if number < len(lines):
+                raise DataError(
+                    f"{path}, line {number}",
+                    "is not a JSON object",
+                    found=repr(line[:60].decode(errors="replace")),
+                    fix="delete the line; every step has its own",
+                ) from None
+    return found
+
+
+def _nan_for_null(record: dict[str, Any]) -> dict[str, Any]:
+    return {key: math.nan if value is None else value for key, value in record.items()}
+
+
+def _cut(path: Path, done_steps: int) -> None:
+    """Drops what is torn, repeated or after `done_steps`; the old file or the new, never half."""
+    kept = {record["step"]: line for line, record in _lines(path) if record["step"] <= done_steps}
+    partial = path.with_suffix(".partial")
+    with partial.open("wb") as file:
+        file.writelines(kept[step] + b"\n" for step in sorted(kept))
+        file.flush()
+        os.fsync(file.fileno())
+    partial.replace(path)

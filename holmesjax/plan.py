@@ -1,0 +1,246 @@
+"""The plan: everything decided before the first step, as data that can be printed and saved.
+
+`planner` makes it from a topology and a config; every other module only reads it. Layers have
+names, in model order: `embed`, `block_000`, `block_001`, ..., `head`.
+"""
+
+import hashlib
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import ConfigDict, TypeAdapter, ValidationError
+
+from holmesjax.errors import PlanError
+from holmesjax.units import show
+
+EMBED, HEAD = "embed", "head"  # the first and the last layer of every model
+
+
+def block_name(index: int) -> str:
+    """Name of a Transformer layer.
+
+    >>> block_name(7)
+    'block_007'
+    """
+    return f"block_{index:03d}"
+
+
+def layer_names(num_layers: int) -> tuple[str, ...]:
+    """Names of all layers of a model, in order.
+
+    >>> layer_names(2)
+    ('embed', 'block_000', 'block_001', 'head')
+    """
+    return (EMBED, *map(block_name, range(num_layers)), HEAD)
+
+
+class Axis(StrEnum):
+    """Mesh axes, slowest link first: neighbours along the last axis share the fastest link."""
+
+    DATA = "data"
+    FSDP = "fsdp"
+    CONTEXT = "context"
+    EXPERT = "expert"
+    TENSOR = "tensor"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StagePlan:
+    """One stage: a run of consecutive layers on the devices of one cluster."""
+
+    __pydantic_config__ = ConfigDict(extra="forbid")
+
+    cluster: str
+    nodes: tuple[str, ...]
+    layers: tuple[str, ...]  # names, consecutive
+    devices: tuple[int, ...]  # numbers of the topology, in row-major order of `mesh`
+    mesh: dict[Axis, int]  # axis -> size, slowest link first
+    fabrics: dict[Axis, str]  # axis -> the slowest fabric that its neighbours use
+    memory_bytes: dict[str, float]  # per device, itemised
+    seconds: dict[str, float]  # predicted, per step: "compute", "tensor", "data", "boundary"
+
+    @property
+    def num_blocks(self) -> int:
+        """Transformer layers of the stage."""
+        return sum(layer not in (EMBED, HEAD) for layer in self.layers)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Plan:
+    """How one model trains on one topology."""
+
+    __pydantic_config__ = ConfigDict(extra="forbid")
+
+    topology: str  # its name
+    topology_hash: str
+    stages: tuple[StagePlan, ...]
+    global_batch: int  # sequences per step
+    microbatches: int
+    schedule: str
+    activation_checkpointing: str
+    boundary_bytes: float  # per microbatch and direction, from one stage to the next
+    step_time_s: float  # predicted
+    shares: dict[str, float]  # of the predicted step time: compute, tensor, data, boundary, bubble
+    idle: dict[str, int] = field(default_factory=dict)  # node -> devices that no stage uses
+
+    @property
+    def num_layers(self) -> int:
+        """Transformer layers of the model."""
+        return sum(stage.num_blocks for stage in self.stages)
+
+    def hash(self) -> str:
+        """First 12 hex digits of the SHA-256 of the plan as JSON. The order of axes counts."""
+        text = json.dumps(_to_dict(self), separators=(",", ":"))
+        return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+    def to_json(self) -> str:
+        return json.dumps(self._content(), indent=2) + "\n"
+
+    def to_yaml(self) -> str:
+        return yaml.safe_dump(self._content(), sort_keys=False, default_flow_style=None, width=100)
+
+    def _content(self) -> dict[str, Any]:
+        return {"hash": self.hash(), **_to_dict(self)}
+
+    @classmethod
+    def from_json(cls, text: str, where: str = "plan") -> "Plan":
+        """The plan of `to_json`; `where` names the text in errors.
+
+        Raises:
+          PlanError: the text is no plan, contradicts itself, or differs from the hash it carries.
+        """
+        try:
+            return _from_content(json.loads(text), where)
+        except json.JSONDecodeError as error:
+            raise _damaged(where, "is not JSON", error) from None
+
+    @classmethod
+    def from_yaml(cls, text: str, where: str = "plan") -> "Plan":
+        """The plan of `to_yaml`; otherwise like `from_json`."""
+        try:
+            return _from_content(yaml.safe_load(text), where)
+        except yaml.YAMLError as error:
+            raise _damaged(where, "is not YAML", str(error).splitlines()[0]) from None
+
+    def save(self, path: str | Path) -> None:
+        """Writes JSON or YAML, by the file's suffix."""
+        Path(path).write_text(self.to_json() if Path(path).suffix == ".json" else self.to_yaml())
+
+    @classmethod
+    def load(cls, path: str | Path) -> "Plan":
+        """Reads what `save` wrote. Raises PlanError for a missing or damaged file."""
+        try:
+            text = Path(path).read_text()
+        except (OSError, UnicodeDecodeError) as error:
+            raise _damaged(str(path), "cannot be read", error) from None
+        parse = cls.from_json if Path(path).suffix == ".json" else cls.from_yaml
+        return parse(text, str(path))
+
+
+def _to_dict(plan: Plan) -> dict[str, Any]:
+    return TypeAdapter(Plan).dump_python(plan, mode="json")
+
+
+def _from_content(content: object, where: str) -> Plan:
+    if not isinstance(content, dict):
+        raise _damaged(where, "holds no plan", type(content).__name__)
+    expected = content.pop("hash", None)
+    try:
+        plan = TypeAdapter(Plan).validate_python(content)
+    except ValidationError as error:
+        first = error.errors()[0]
+        field_path = ".".join(map(str, first["loc"]))
+        raise _damaged(where, f"{field_path}: {first['msg']}", first["input"]) from None
+    _refuse_contradictions(plan, where)
+    if expected not in (None, plan.hash()):
+        problem = f"is not the plan with the hash {expected} that it carries"
+        raise _damaged(where, problem, f"hash {plan.hash()}")
+    return plan
+
+
+def _damaged(where: str, problem: str, found: object) -> PlanError:
+    fix = "make the plan again with `python -m launch plan`; to accept an edit, delete its hash"
+    return PlanError(where, problem, found=found, fix=fix)
+
+
+def _refuse_contradictions(plan: Plan, where: str) -> None:
+    layers = tuple(layer for stage in plan.stages for layer in stage.layers)
+    if layers != layer_names(len(layers) - 2):
+        raise _damaged(where, "the stages must hold every layer once, in model order", layers)
+    devices = [device for stage in plan.stages for device in stage.devices]
+    if len(set(devices)) < len(devices):
+        raise _damaged(where, "every device belongs to one stage only", devices)
+    for i, stage in enumerate(plan.stages):
+        if math.prod(stage.mesh.values()) != len(stage.devices):
+            sizes = " * ".join(map(str, stage.mesh.values()))
+            problem = f"stages.{i}: its mesh of {sizes} devices must hold its devices"
+            raise _damaged(where, problem, f"{len(stage.devices)} devices")
+
+
+def describe(plan: Plan) -> list[str]:
+    """The plan for the console: four lines for each stage, and three for the whole."""
+    num_devices = sum(len(stage.devices) for stage in plan.stages)
+    sequences = plan.global_batch // plan.microbatches
+    shares = ", ".join(f"{name} {share:.1%}" for name, share in plan.shares.items())
+    lines = [
+        f"plan {plan.hash()}: {_count(plan.num_layers, 'layer')} in "
+        f"{_count(len(plan.stages), 'stage')} on {_count(num_devices, 'device')} "
+        f"of topology {plan.topology}"
+    ]
+    cluster_width = max(len(stage.cluster) for stage in plan.stages)
+    nodes_width = max(len(_nodes(stage.nodes)) for stage in plan.stages)
+    for i, stage in enumerate(plan.stages):
+        place = f"{stage.cluster:{cluster_width}}  {_nodes(stage.nodes):{nodes_width}}"
+        lines += [f"  stage {i:<3} {place}  {_layers(stage)}", *_details(stage)]
+    if plan.idle:
+        idle = ", ".join(f"{node} {num_devices}" for node, num_devices in plan.idle.items())
+        lines.append(f"  idle      devices: {idle}")
+    boundary = f", {show(plan.boundary_bytes, 'B')} to the next stage and back for each"
+    return [
+        *lines,
+        f"  schedule  {plan.schedule}, {_count(plan.microbatches, 'microbatch', 'es')} of "
+        f"{_count(sequences, 'sequence')}{boundary if len(plan.stages) > 1 else ''}",
+        f"  step      {show(plan.step_time_s, 's')} predicted: {shares}",
+    ]
+
+
+def _details(stage: StagePlan) -> list[str]:
+    """Mesh, memory and time of a stage."""
+    axes = [f"{axis} {size} ({stage.fabrics[axis]})" for axis, size in stage.mesh.items()]
+    items = sorted(stage.memory_bytes.items(), key=lambda item: -item[1])[:3]
+    largest = ", ".join(f"{name} {show(num_bytes, 'B')}" for name, num_bytes in items)
+    total = show(sum(stage.memory_bytes.values()), "B")
+    seconds = ", ".join(f"{name} {show(s, 's')}" for name, s in stage.seconds.items())
+    details = {
+        "mesh": " x ".join(axes),
+        "memory": f"{total} a device: {largest}",
+        "time": seconds,
+    }
+    return [f"            {name:6}  {text}" for name, text in details.items()]
+
+
+def _nodes(nodes: Sequence[str]) -> str:
+    return ", ".join(nodes) if len(nodes) < 4 else f"{nodes[0]} to {nodes[-1]}, {len(nodes)} nodes"
+
+
+def _layers(stage: StagePlan) -> str:
+    """What the stage holds.
+
+    >>> stage = StagePlan(cluster="ib", nodes=("ib-0",), layers=("block_003", "head"), devices=(0,),
+    ...                   mesh={Axis.DATA: 1}, fabrics={}, memory_bytes={}, seconds={})
+    >>> _layers(stage)
+    '1 layer + head'
+    """
+    embed = [EMBED] if EMBED in stage.layers else []
+    head = [HEAD] if HEAD in stage.layers else []
+    return " + ".join([*embed, _count(stage.num_blocks, "layer"), *head])
+
+
+def _count(number: int, noun: str, plural: str = "s") -> str:
+    return f"{number} {noun}{plural if number != 1 else ''}"

@@ -1,0 +1,454 @@
+"""Topology + config -> plan: which devices hold which layers, and how long a step takes.
+
+    candidate   how many stages each cluster holds; the planner tries them all
+    site        the devices of one stage, as a mesh
+
+Each candidate gets the layer split whose slowest stage is fastest, compute and network counted; the
+candidate with the shortest simulated step wins. Stages follow the order of clusters and nodes in
+the topology.
+"""
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from holmesjax import costs, memory
+from holmesjax.config import Config
+from holmesjax.errors import PlanError
+from holmesjax.mapper import Placement, place
+from holmesjax.plan import Axis, Plan, StagePlan, layer_names
+from holmesjax.schedule import max_in_flight, schedule, simulate
+from holmesjax.topology import Cluster, DeviceKind, Link, Topology
+from holmesjax.units import show
+
+# Share of a device's memory that a plan may fill; the rest is for temporaries inside a layer,
+# collectives' buffers and the runtime.
+USABLE_MEMORY = 0.9
+
+CHECKPOINTING: tuple[costs.Checkpointing, ...] = ("none", "dots", "full")  # the last keeps least
+
+
+def make_plan(config: Config, topology: Topology) -> Plan:
+    """The fastest plan by prediction.
+
+    Raises:
+      PlanError: no plan satisfies the config on these machines; says what to change.
+    """
+    plans, errors = [], []
+    for counts in _stage_counts(config, topology):
+        try:
+            plans.append(_plan_candidate(config, topology, counts))
+        except PlanError as error:
+            errors.append(error)
+    if not plans:
+        raise errors[0]
+    return min(plans, key=lambda plan: plan.step_time_s)
+
+
+def split_layers(num_layers: int, seconds: Sequence[Callable[[int], float]]) -> tuple[int, ...]:
+    """Layers of each stage, at least one each, so that the slowest stage is as fast as can be.
+
+    `seconds[i](n)` is the time of stage i with n layers, and never falls with n. So giving each
+    next layer to the stage that is fastest with it is optimal: whichever stage ends up slowest, any
+    other split gives some stage at least as many layers as that one. Of equally fast stages the
+    last takes the layer, since it holds the fewest microbatches in flight.
+
+    >>> split_layers(8, [lambda n: n / 3, lambda n: n / 1])
+    (6, 2)
+    """
+    assert num_layers >= len(seconds), f"{num_layers} layers cannot fill {len(seconds)} stages"
+    layers = [1] * len(seconds)
+    for _ in range(num_layers - len(seconds)):
+        stage = min(range(len(seconds)), key=lambda s: (seconds[s](layers[s] + 1), -s))
+        layers[stage] += 1
+    assert sum(layers) == num_layers, f"{layers} drops layers of {num_layers}"
+    return tuple(layers)
+
+
+# ---- candidates: which devices each stage gets ---------------------------------------------------
+
+Devices = dict[str, tuple[int, ...]]  # node -> numbers of its devices in the topology
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Site:
+    """Where one stage runs."""
+
+    index: int
+    num_stages: int
+    cluster: str
+    kinds: tuple[DeviceKind, ...]  # of the nodes
+    nodes: tuple[str, ...]
+    placement: Placement[Axis]
+    in_flight: int  # microbatches that wait for their backward
+
+    def shape(self, config: Config, num_blocks: int) -> costs.StageShape:
+        data = self.placement.sizes[Axis.DATA]
+        return costs.StageShape(
+            num_blocks=num_blocks,
+            is_first=self.index == 0,
+            is_last=self.index == self.num_stages - 1,
+            data=data,
+            tensor=self.placement.sizes[Axis.TENSOR],
+            sequences=config.train.global_batch // (config.parallel.microbatches * data),
+            in_flight=self.in_flight,
+            dtype=config.train.compute_dtype,
+            checkpointing=config.parallel.activation_checkpointing,
+        )
+
+    def ring_link(self, axis: Axis) -> Link | None:
+        """What each ring of the axis has of its slowest link; None for an axis of size 1."""
+        if (link := self.placement.links.get(axis)) is None:
+            return None
+        share = link.bandwidth_bytes_per_s / self.placement.rings[axis]
+        return dataclasses.replace(link, bandwidth_bytes_per_s=share)
+
+    def times(self, config: Config, num_blocks: int) -> costs.StageTimes:
+        shape = self.shape(config, num_blocks)
+        links = self.ring_link(Axis.DATA), self.ring_link(Axis.TENSOR)
+        return costs.stage_times(config.model, shape, self.kinds, *links)
+
+    @property
+    def usable_bytes(self) -> float:
+        return USABLE_MEMORY * min(kind.memory_bytes for kind in self.kinds)
+
+
+def _stage_counts(config: Config, topology: Topology) -> Iterator[tuple[int, ...]]:
+    """Stages of every cluster, in all ways; a cluster with none stays idle."""
+    num_clusters = len(topology.clusters)
+    num_stages = config.parallel.stages or len(config.parallel.layers or topology.clusters)
+    _refuse_number_of_stages(config, topology, num_stages)
+    num_used = min(num_stages, num_clusters)
+    for used in itertools.combinations(range(num_clusters), num_used):
+        for cuts in itertools.combinations(range(1, num_stages), num_used - 1):
+            counts = [0] * num_clusters
+            for cluster, start, stop in zip(used, (0, *cuts), (*cuts, num_stages), strict=True):
+                counts[cluster] = stop - start
+            yield tuple(counts)
+
+
+def _sites(config: Config, topology: Topology, counts: Sequence[int]) -> list[_Site]:
+    """The devices and the mesh of every stage."""
+    parallel = config.parallel
+    numbers = itertools.count()
+    chosen: list[tuple[Cluster, Devices]] = []
+    for cluster, count in zip(topology.clusters, counts, strict=True):
+        devices = {n.name: tuple(itertools.islice(numbers, n.num_devices)) for n in cluster.nodes}
+        for share in _equal_shares(cluster, devices, count):
+            chosen.append((cluster, _choose(config, cluster, share, len(chosen))))
+    replicas = [sum(map(len, devices.values())) // parallel.tensor for _, devices in chosen]
+    _refuse_uneven_batch(config, replicas)
+    tasks = schedule(parallel.schedule, len(chosen), parallel.microbatches)
+    sites = []
+    for i, (cluster, devices) in enumerate(chosen):
+        sizes = {Axis.DATA: replicas[i], Axis.TENSOR: parallel.tensor}
+        traffic_bytes = _traffic_bytes(config, sizes, len(chosen))
+        sites.append(
+            _Site(
+                index=i,
+                num_stages=len(chosen),
+                cluster=cluster.name,
+                kinds=tuple(node.device for node in cluster.nodes if node.name in devices),
+                nodes=tuple(devices),
+                placement=place(topology, devices, sizes, traffic_bytes),
+                in_flight=max_in_flight(tasks[i]),
+            )
+        )
+    return sites
+
+
+def _equal_shares(cluster: Cluster, devices: Devices, count: int) -> list[Devices]:
+    """A cluster's devices, in order, cut into equal runs for its stages."""
+    if count == 0:
+        return []
+    seats = [(node, number) for node, numbers in devices.items() for number in numbers]
+    if len(seats) % count:
+        fits = [str(n) for n in range(1, len(seats) + 1) if len(seats) % n == 0]
+        raise PlanError(
+            "parallel.stages",
+            f"the {len(seats)} devices of cluster {cluster.name!r} cannot be shared equally: "
+            f"{len(seats)} / {count} stages leaves {len(seats) % count}",
+            found=f"{count} stages in cluster {cluster.name!r}",
+            fix=f"choose parallel.stages so that it holds {', '.join(fits)} of them",
+        )
+    size = len(seats) // count
+    return [_by_node(seats[i : i + size]) for i in range(0, len(seats), size)]
+
+
+def _by_node(seats: Sequence[tuple[str, int]]) -> Devices:
+    nodes = dict.fromkeys(node for node, _ in seats)
+    return {node: tuple(number for other, number in seats if other == node) for node in nodes}
+
+
+def _choose(config: Config, cluster: Cluster, devices: Devices, stage: int) -> Devices:
+    """The devices that a stage uses: all of them, or those of `parallel.data` replicas.
+
+    Of more than are needed, every node first gives whole tensor groups, so that few cross nodes.
+    """
+    tensor, data = config.parallel.tensor, config.parallel.data
+    num_devices = sum(map(len, devices.values()))
+    holds = f"stage {stage} has {num_devices} devices of cluster {cluster.name!r}"
+    if num_devices % tensor and data is None:
+        fits = [str(n) for n in range(1, num_devices + 1) if num_devices % n == 0]
+        raise PlanError(
+            "parallel.tensor",
+            f"{holds}, which are no multiple of parallel.tensor = {tensor}",
+            found=f"{num_devices} / {tensor} leaves {num_devices % tensor}",
+            fix=f"use parallel.tensor={' or '.join(fits)}, or set parallel.data to leave some idle",
+        )
+    if data is None or data * tensor == num_devices:
+        return devices
+    if data * tensor > num_devices:
+        most = num_devices // tensor
+        raise PlanError(
+            "parallel.data",
+            f"{holds}, and parallel.data * parallel.tensor needs {data * tensor}",
+            found=f"{data} * {tensor} = {data * tensor}",
+            fix=f"use parallel.data={most} or less"
+            if most
+            else f"use parallel.tensor={num_devices}",
+        )
+    whole = {node: len(numbers) // tensor * tensor for node, numbers in devices.items()}
+    grouped = [(node, n) for node, numbers in devices.items() for n in numbers[: whole[node]]]
+    rest = [(node, n) for node, numbers in devices.items() for n in numbers[whole[node] :]]
+    return _by_node((grouped + rest)[: data * tensor])
+
+
+def _traffic_bytes(config: Config, sizes: Mapping[Axis, int], num_stages: int) -> dict[Axis, float]:
+    """Bytes that a device sends along each axis in a step, for a stage of average length."""
+    model, parallel, dtype = config.model, config.parallel, config.train.compute_dtype
+    num_blocks = model.num_layers / num_stages
+    sent = {axis: (size - 1) / size for axis, size in sizes.items()}  # of a ring reduce-scatter
+    num_parameters = num_blocks * costs.block_parameters(model, parallel.tensor)
+    num_tokens = config.train.global_batch // sizes[Axis.DATA] * model.context_length
+    summed = costs.boundary_bytes(model, num_tokens, dtype)
+    num_sums = num_blocks * costs.block_all_reduces(parallel.activation_checkpointing)
+    return {
+        Axis.DATA: sent[Axis.DATA] * (4 + costs.DTYPE_BYTES[dtype]) * num_parameters,
+        Axis.TENSOR: sent[Axis.TENSOR] * 2 * summed * num_sums,
+    }
+
+
+# ---- one candidate: its split and its times ------------------------------------------------------
+
+
+def _plan_candidate(config: Config, topology: Topology, counts: Sequence[int]) -> Plan:
+    model, parallel = config.model, config.parallel
+    sites = _sites(config, topology, counts)
+    num_tokens = config.train.global_batch // parallel.microbatches * model.context_length
+    boundary = costs.boundary_bytes(model, num_tokens, config.train.compute_dtype)
+    transfer_s = [
+        (_link(topology, a, b).time_s(boundary), _link(topology, b, a).time_s(boundary))
+        for a, b in itertools.pairwise(sites)
+    ]
+    sends_s = [
+        sum(down for down, _ in transfer_s[i : i + 1]) + (transfer_s[i - 1][1] if i else 0.0)
+        for i in range(len(sites))
+    ]
+    num_blocks = parallel.layers or _split(config, sites, sends_s)
+    for site, n in zip(sites, num_blocks, strict=True):
+        _refuse_full_memory(config, site, n)
+    times = [site.times(config, n) for site, n in zip(sites, num_blocks, strict=True)]
+    table_s = _table_times(config, topology, sites)
+    step_time_s, shares = _step_time(config, times, transfer_s, sum(table_s))
+    ends = list(itertools.accumulate(num_blocks))
+    names = layer_names(ends[-1])
+    seconds = [
+        {
+            "compute": parallel.microbatches * (t.forward_s + t.backward_s) + t.update_s,
+            "tensor": parallel.microbatches * (t.forward_tensor_s + t.backward_tensor_s),
+            "data": t.reduce_s + t.gather_s,
+            "boundary": parallel.microbatches * sent_s + tied_s,
+        }
+        for t, sent_s, tied_s in zip(times, sends_s, table_s, strict=True)
+    ]
+    stages = tuple(
+        StagePlan(
+            cluster=site.cluster,
+            nodes=site.nodes,
+            layers=names[(0 if i == 0 else 1 + ends[i - 1]) : 1 + ends[i] + (i + 1 == len(sites))],
+            devices=site.placement.devices,
+            mesh=site.placement.sizes,
+            fabrics=dict(site.placement.fabrics),
+            memory_bytes=_memory_bytes(config, site, num_blocks[i]),
+            seconds=seconds[i],
+        )
+        for i, site in enumerate(sites)
+    )
+    assert sum(stage.num_blocks for stage in stages) == model.num_layers, "layers were dropped"
+    return Plan(
+        topology=topology.name,
+        topology_hash=topology.hash(),
+        stages=stages,
+        idle=_idle(topology, sites),
+        global_batch=config.train.global_batch,
+        microbatches=parallel.microbatches,
+        schedule=parallel.schedule,
+        activation_checkpointing=parallel.activation_checkpointing,
+        boundary_bytes=boundary if len(sites) > 1 else 0.0,
+        step_time_s=step_time_s,
+        shares=shares,
+    )
+
+
+def _link(topology: Topology, source: _Site, target: _Site) -> Link:
+    """The slowest link from a node of one stage to a node of the other."""
+    links = (topology.link(a, b) for a in source.nodes for b in target.nodes)
+    return min(links, key=lambda link: link.bandwidth_bytes_per_s)
+
+
+def _table_times(config: Config, topology: Topology, sites: Sequence[_Site]) -> list[float]:
+    """Seconds each stage sends the token table of tied embeddings in a step.
+
+    The last stage sends its gradient of the table to the first; the first, the sum of both back.
+    """
+    table_s = [0.0] * len(sites)
+    if config.model.tied_embeddings and len(sites) > 1:
+        table_bytes = 4 * costs.table_parameters(config.model)
+        table_s[0] = _link(topology, sites[0], sites[-1]).time_s(table_bytes)
+        table_s[-1] = _link(topology, sites[-1], sites[0]).time_s(table_bytes)
+    return table_s
+
+
+def _split(config: Config, sites: Sequence[_Site], sends_s: Sequence[float]) -> tuple[int, ...]:
+    """The layers of each stage by speed, inside its memory where that is possible at all."""
+
+    def seconds(site: _Site, num_blocks: int) -> float:
+        times = site.times(config, num_blocks)
+        once_s = times.once_s / config.parallel.microbatches
+        return times.microbatch_s + once_s + sends_s[site.index]
+
+    def seconds_in_memory(site: _Site, num_blocks: int) -> float:
+        fits = sum(_memory_bytes(config, site, num_blocks).values()) <= site.usable_bytes
+        return seconds(site, num_blocks) if fits else math.inf
+
+    num_layers = config.model.num_layers
+    layers = split_layers(num_layers, [partial(seconds_in_memory, site) for site in sites])
+    if math.inf in map(seconds_in_memory, sites, layers):
+        return split_layers(num_layers, [partial(seconds, site) for site in sites])
+    return layers
+
+
+def _memory_bytes(config: Config, site: _Site, num_blocks: int) -> dict[str, float]:
+    return memory.stage_memory_bytes(config.model, site.shape(config, num_blocks))
+
+
+def _step_time(
+    config: Config,
+    times: Sequence[costs.StageTimes],
+    transfer_s: Sequence[tuple[float, float]],
+    table_s: float,
+) -> tuple[float, dict[str, float]]:
+    """Predicted seconds of a step, and the shares of its parts, averaged over stages.
+
+    Every stage reduces its gradients after its last backward. All wait for the norm of the whole
+    gradient; then each updates and gathers its parameters. `boundary` is what a step would be
+    shorter if transfers took no time; `bubble` is the rest of the time without work.
+    """
+    num_stages, microbatches = len(times), config.parallel.microbatches
+    tasks = schedule(config.parallel.schedule, num_stages, microbatches)
+    forward_s = [t.forward_s + t.forward_tensor_s for t in times]
+    backward_s = [t.backward_s + t.backward_tensor_s for t in times]
+
+    def step_s(transfer_s: Sequence[tuple[float, float]]) -> float:
+        simulation = simulate(tasks, forward_s, backward_s, transfer_s)
+        reduced_s = max(simulation.finish_s(i) + t.reduce_s for i, t in enumerate(times))
+        return reduced_s + max(t.update_s + t.gather_s for t in times)
+
+    step_time_s = step_s(transfer_s) + table_s
+    part_s = {
+        "compute": [microbatches * (t.forward_s + t.backward_s) + t.update_s for t in times],
+        "tensor": [microbatches * (t.forward_tensor_s + t.backward_tensor_s) for t in times],
+        "data": [t.reduce_s + t.gather_s for t in times],
+    }
+    shares = {name: sum(s) / num_stages / step_time_s for name, s in part_s.items()}
+    shares["boundary"] = 1.0 - step_s([(0.0, 0.0)] * (num_stages - 1)) / step_time_s
+    shares["bubble"] = max(0.0, 1.0 - sum(shares.values()))
+    return step_time_s, shares
+
+
+def _idle(topology: Topology, sites: Sequence[_Site]) -> dict[str, int]:
+    """Devices of each node that no stage uses; nodes without any are left out."""
+    used = {device for site in sites for device in site.placement.devices}
+    numbers = itertools.count()
+    idle = {
+        node.name: sum(next(numbers) not in used for _ in range(node.num_devices))
+        for cluster in topology.clusters
+        for node in cluster.nodes
+    }
+    return {node: num_devices for node, num_devices in idle.items() if num_devices}
+
+
+# ---- refusals ------------------------------------------------------------------------------------
+
+
+def _refuse_number_of_stages(config: Config, topology: Topology, num_stages: int) -> None:
+    num_clusters, num_layers = len(topology.clusters), config.model.num_layers
+    num_devices = sum(n.num_devices for cluster in topology.clusters for n in cluster.nodes)
+    most, of = min((num_layers, "layers of the model"), (num_devices, "devices of the topology"))
+    if num_stages > most:
+        why = "" if config.parallel.stages else f", one for each of {num_clusters} clusters"
+        raise PlanError(
+            "parallel.stages",
+            f"must be at most {most}, the number of {of}",
+            found=f"{num_stages} stages{why}",
+            fix=f"set parallel.stages to {most} or less; clusters without a stage stay idle",
+        )
+
+
+def _refuse_uneven_batch(config: Config, replicas: Sequence[int]) -> None:
+    """Every replica of every stage must get the same number of sequences in every microbatch."""
+    global_batch, microbatches = config.train.global_batch, config.parallel.microbatches
+    parts = microbatches * math.lcm(*replicas)
+    if global_batch % parts:
+        stage, data = next(
+            (i, d) for i, d in enumerate(replicas) if global_batch % (microbatches * d)
+        )
+        below = global_batch // parts * parts
+        values = f"{below} or {below + parts}" if below else f"{parts}"
+        raise PlanError(
+            "train.global_batch",
+            f"must be a multiple of data * parallel.microbatches, on stage {stage} "
+            f"{data} * {microbatches} = {data * microbatches}",
+            found=f"{global_batch} / {data * microbatches} leaves "
+            f"{global_batch % (data * microbatches)} sequences; data is {_listed(replicas)} "
+            "on the stages",
+            fix=f"use train.global_batch={values}, or change parallel.microbatches",
+        )
+
+
+def _listed(numbers: Sequence[int]) -> str:
+    return ", ".join(map(str, numbers))
+
+
+def _refuse_full_memory(config: Config, site: _Site, num_blocks: int) -> None:
+    items = _memory_bytes(config, site, num_blocks)
+    excess = sum(items.values()) - site.usable_bytes
+    if excess <= 0:
+        return
+    kind = min(site.kinds, key=lambda kind: kind.memory_bytes)
+    largest = sorted(items, key=lambda name: -items[name])[:3]
+    raise PlanError(
+        f"stage {site.index}",
+        f"does not fit {kind.name} in cluster {site.cluster!r}: {show(excess, 'B')} more than "
+        f"{USABLE_MEMORY:.0%} of its {show(kind.memory_bytes, 'B')}",
+        found=f"{show(sum(items.values()), 'B')} per device for {num_blocks} Transformer layers: "
+        + ", ".join(f"{name} {show(items[name], 'B')}" for name in largest),
+        fix=_memory_remedy(config, site, num_blocks),
+    )
+
+
+def _memory_remedy(config: Config, site: _Site, num_blocks: int) -> str:
+    """The mildest change that makes the stage fit, or at least the one that helps most."""
+    shape = site.shape(config, num_blocks)
+    for policy in CHECKPOINTING[CHECKPOINTING.index(shape.checkpointing) + 1 :]:
+        changed = dataclasses.replace(shape, checkpointing=policy)
+        if sum(memory.stage_memory_bytes(config.model, changed).values()) <= site.usable_bytes:
+            return f"set parallel.activation_checkpointing={policy}"
+    items = _memory_bytes(config, site, num_blocks)
+    if sum(items[name] for name in memory.PER_PARAMETER) <= site.usable_bytes:
+        return "raise parallel.microbatches or lower train.global_batch: fewer sequences at a time"
+    return "raise parallel.tensor or parallel.stages, so that a device holds fewer parameters"

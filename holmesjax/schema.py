@@ -1,0 +1,230 @@
+"""Checks the values of a file against dataclasses, and says in plain words what does not fit.
+
+The fields of a dataclass are the keys that a section may have; their types, with pydantic's
+constraints, are what the values may be. All mistakes are found in one pass.
+"""
+
+import contextlib
+import dataclasses
+import difflib
+import functools
+import math
+import types
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from pydantic import TypeAdapter, ValidationError
+
+from holmesjax.errors import HolmesError
+from holmesjax.yaml_files import Document, Keys, shown
+
+# What pydantic calls a mistake -> what is wrong, and what to do. `{...}` is filled in from the
+# constraint; `{example}` is the default of the field, or a value of its type.
+WORDS = {
+    "int_type": ("must be a whole number", "write a number such as {example}"),
+    "float_type": ("must be a number", "write a number such as {example}"),
+    "bool_type": ("must be true or false", "write true or false"),
+    "string_type": ("must be a text", "write a text, in quotes if it looks like something else"),
+    "tuple_type": ("must be a list", "write it as [1, 2]"),
+    "finite_number": ("must be a finite number", "write a number such as {example}"),
+    "greater_than_equal": ("must be at least {ge}", "use {ge} or more"),
+    "greater_than": ("must be more than {gt}", "use a number above {gt}"),
+    "less_than_equal": ("must be at most {le}", "use {le} or less"),
+    "less_than": ("must be less than {lt}", "use a number below {lt}"),
+    "too_short": ("must not be empty", "give at least one, or leave the key out"),
+    "string_too_short": ("must not be empty", "write a text"),
+}
+EXAMPLES = {"int_type": 8, "float_type": 0.1, "finite_number": 0.1}
+
+
+class Unknown(Exception):
+    """A setting that a check needs is itself a mistake."""
+
+
+class Known:
+    """The values of one section that are right by themselves; reading another raises `Unknown`."""
+
+    def __init__(self, cls: type, values: dict[str, Any]):
+        self._cls, self._values = cls, values
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in self._values:
+            raise Unknown(name)
+        return self._values[name]
+
+
+def known_values(known: Known) -> dict[str, Any]:
+    """The values that are right by themselves, by key."""
+    return known._values
+
+
+def build(value: Any) -> Any:
+    """The dataclass of `Known` values, once nothing is unknown."""
+    if isinstance(value, Known):
+        return value._cls(**{name: build(inner) for name, inner in value._values.items()})
+    return tuple(map(build, value)) if isinstance(value, tuple) else value
+
+
+def findings(check: Callable[..., Iterable[HolmesError]], *args: Any) -> list[HolmesError]:
+    """What a check across settings finds before it needs one that is itself a mistake."""
+    found: list[HolmesError] = []
+    with contextlib.suppress(Unknown):
+        for mistake in check(*args):  # one by one, to keep those before `Unknown`
+            found.append(mistake)
+    return found
+
+
+def near(name: object, choices: Sequence[str]) -> str:
+    """What to do about a misspelt name.
+
+    >>> near("schedul", ["schedule", "stages"]), near("x", ["schedule", "stages"])
+    ("did you mean 'schedule'?", 'choose from: schedule, stages')
+    """
+    close = difflib.get_close_matches(str(name)[:100], choices, n=1)
+    return f"did you mean {close[0]!r}?" if close else f"choose from: {', '.join(choices)}"
+
+
+def read(cls: type, document: Document) -> tuple[Known, list[HolmesError]]:
+    """The values of a document that fit `cls`, and all mistakes, with those of the file first."""
+    reader = _Reader(cls, document)
+    known = reader.section(cls, document.values, ())
+    return known, [*document.mistakes, *reader.mistakes]
+
+
+@functools.cache
+def _hints(cls: type) -> dict[str, Any]:
+    return get_type_hints(cls, include_extras=True)
+
+
+@functools.cache
+def _adapter(hint: Any) -> TypeAdapter[Any]:
+    return TypeAdapter(hint)
+
+
+class _Reader:
+    """One pass over a document."""
+
+    def __init__(self, root: type, document: Document):
+        self.root, self.document = root, document
+        self.mistakes: list[HolmesError] = []
+
+    def refuse(self, keys: Keys, problem: str, *, found: object, fix: str) -> None:
+        self.mistakes.append(self.document.mistake(keys, problem, found=found, fix=fix))
+
+    def section(self, cls: Any, value: Any, keys: Keys) -> Known:
+        """A mapping for a dataclass. A section with nothing in it is a section of defaults."""
+        if not isinstance(value, dict | None):
+            fix = f"write keys below it: {', '.join(_hints(cls))}"
+            self.refuse(keys, "must be a section of keys", found=shown(value), fix=fix)
+            return Known(cls, {})
+        given = value or {}
+        for key in [key for key in given if key not in _hints(cls)]:
+            fix = self.suggestion(cls, key)
+            self.refuse((*keys, key), "no such setting", found=key, fix=fix)
+        values = {}
+        for field in dataclasses.fields(cls):
+            below = (*keys, field.name)
+            try:
+                if field.name in given:
+                    hint = _hints(cls)[field.name]
+                    values[field.name] = self.value(hint, given[field.name], below, field.default)
+                elif field.default is not dataclasses.MISSING:
+                    values[field.name] = field.default
+                elif field.default_factory is not dataclasses.MISSING:
+                    values[field.name] = field.default_factory()
+                else:
+                    fix = f"add `{field.name}:` to {_place(keys)}"
+                    self.refuse(below, "is missing", found="nothing", fix=fix)
+            except Unknown:
+                continue
+        return Known(cls, values)
+
+    def value(self, hint: Any, value: Any, keys: Keys, default: Any = dataclasses.MISSING) -> Any:
+        """The value for a type, or `Unknown` after a note of what is wrong with it."""
+        if get_origin(hint) in (Union, types.UnionType):
+            members = get_args(hint)
+            if value is None and type(None) in members:
+                return None
+            hint = _member(members, value)
+        if dataclasses.is_dataclass(hint):
+            return self.section(hint, value, keys)
+        if get_origin(hint) is tuple and dataclasses.is_dataclass(item := get_args(hint)[0]):
+            if not isinstance(value, list):
+                fix = "write a list: one line `- key: value` for each, keys below it"
+                self.refuse(keys, "must be a list of sections", found=shown(value), fix=fix)
+                raise Unknown
+            return tuple(self.section(item, v, (*keys, i)) for i, v in enumerate(value))
+        return self.leaf(hint, value, keys, default)
+
+    def leaf(self, hint: Any, value: Any, keys: Keys, default: Any) -> Any:
+        try:
+            return _adapter(hint).validate_python(value)
+        except HolmesError as quantity:  # refused by `units`
+            self.refuse(keys, quantity.problem, found=shown(value), fix=quantity.fix)
+        except ValidationError as failure:
+            for error in failure.errors(include_url=False):
+                found = error["input"] if error["loc"] else value
+                problem, fix = _words(error, hint, found, default)
+                self.refuse((*keys, *error["loc"]), problem, found=shown(found), fix=fix)
+        raise Unknown
+
+    def suggestion(self, cls: type, key: str) -> str:
+        """A near name in this section, else the same or a near name in any other."""
+        if difflib.get_close_matches(key[:100], list(_hints(cls)), n=1):
+            return near(key, list(_hints(cls)))
+        homes = {name: place for place, name in _settings(self.root) if place}
+        for close in difflib.get_close_matches(key.split(".")[-1][:100], list(homes), n=1):
+            return f"did you mean {close!r}, in section {homes[close]!r}?"
+        return near(key, list(_hints(cls)))
+
+
+def _member(members: Sequence[Any], value: Any) -> Any:
+    """The member of a union that a value is meant for: a list for a list, else the other one."""
+    members = [member for member in members if member is not type(None)]
+    is_list = [isinstance(value, list) == (get_origin(m) is tuple) for m in members]
+    return members[is_list.index(True)] if any(is_list) else members[0]
+
+
+def _settings(cls: Any, place: str = "") -> Iterator[tuple[str, str]]:
+    """Every key of a dataclass and of the dataclasses in it, as (section, key)."""
+    for name, hint in _hints(cls).items():
+        yield place, name
+        inner = [h for h in (hint, *get_args(hint)) if dataclasses.is_dataclass(h)]
+        for section in inner:
+            yield from _settings(section, f"{place}.{name}".removeprefix("."))
+
+
+def _place(keys: Keys) -> str:
+    return f"section {'.'.join(map(str, keys))!r}" if keys else "the file"
+
+
+def _words(error: Any, hint: Any, value: Any, default: Any) -> tuple[str, str]:
+    """What is wrong and what to do, for one of pydantic's errors."""
+    kind, limits = error["type"], error.get("ctx", {})
+    if kind == "literal_error":
+        choices = [str(choice) for choice in _choices(hint)]
+        return f"must be one of {', '.join(choices)}", near(value, choices)
+    problem, fix = WORDS[kind]
+    if (number := _number(value, kind)) is not None:
+        return problem, f"write {number}" + " without quotes" * isinstance(value, str)
+    example = EXAMPLES.get(kind) if default in (None, dataclasses.MISSING) else default
+    return problem.format(**limits), fix.format(example=example, **limits)
+
+
+def _choices(hint: Any) -> tuple[Any, ...]:
+    if get_origin(hint) is Literal:
+        return get_args(hint)
+    return next(filter(None, map(_choices, get_args(hint))), ())
+
+
+def _number(value: Any, kind: str) -> int | float | None:
+    """The number that was meant by "12" or 12.0 where a whole number or a number is wanted."""
+    if isinstance(value, bool) or kind not in ("int_type", "float_type"):
+        return None
+    try:
+        number = float(value)
+    except (TypeError, ValueError, OverflowError):
+        return None
+    if kind == "int_type":
+        return int(number) if number.is_integer() else None
+    return number if math.isfinite(number) else None

@@ -1,0 +1,107 @@
+"""Quantities with units: "25 Gb/s" to a number, and a number back to text.
+
+Inside the code every quantity is a float in a base unit: bytes, bytes per second, seconds, FLOP per
+second. Text has a unit, always: `b` is a bit and `B` a byte, `k M G T P` are powers of 1000,
+`Ki Mi Gi Ti Pi` powers of 1024.
+"""
+
+import math
+import re
+from typing import Literal
+
+from holmesjax.errors import HolmesError
+
+# How a quantity is written: memory as "B", memory bandwidth as "B/s", networks as "b/s". The
+# number is in bytes per second for both of the rates.
+Unit = Literal["B", "B/s", "b/s", "s", "FLOP/s"]
+
+DECIMAL = {"": 1.0, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15}
+BINARY = {"Ki": 2.0**10, "Mi": 2.0**20, "Gi": 2.0**30, "Ti": 2.0**40, "Pi": 2.0**50}
+SMALL = {"n": 1e-9, "u": 1e-6, "m": 1e-3, "": 1.0}
+
+
+def _scaled(prefixes: dict[str, float], base: str, factor: float = 1.0) -> dict[str, float]:
+    """Every prefix with one base unit: {"B": 1.0, "kB": 1e3, ...}."""
+    return {prefix + base: scale * factor for prefix, scale in prefixes.items()}
+
+
+BYTES = _scaled(DECIMAL | BINARY, "B") | _scaled(DECIMAL | BINARY, "b", 1 / 8)
+BYTES_PER_S = {f"{unit}/s": scale for unit, scale in BYTES.items()} | _scaled(DECIMAL, "bps", 1 / 8)
+SECONDS = _scaled(SMALL, "s") | {"µs": 1e-6, "μs": 1e-6, "min": 60.0, "h": 3600.0}
+FLOP_PER_S = _scaled(DECIMAL, "FLOP/s") | _scaled(DECIMAL, "FLOPS")
+
+# What each unit measures, an example that works, the units it may be read from, and those it is
+# printed in, smallest first.
+QUANTITY: dict[Unit, tuple[str, str, dict[str, float], dict[str, float]]] = {
+    "B": ("size", "80 GiB", BYTES, {"B": 1.0} | _scaled(BINARY, "B")),
+    "B/s": ("bandwidth", "3.35 TB/s", BYTES_PER_S, _scaled(DECIMAL, "B/s")),
+    "b/s": ("bandwidth", "25 Gb/s", BYTES_PER_S, _scaled(DECIMAL, "b/s", 1 / 8)),
+    "s": ("duration", "5 us", SECONDS, _scaled(SMALL, "s") | {"min": 60.0, "h": 3600.0}),
+    "FLOP/s": ("speed", "989 TFLOP/s", FLOP_PER_S, _scaled(DECIMAL, "FLOP/s")),
+}
+NUMBER = re.compile(r"\s*([-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?)\s*(.*?)\s*", re.DOTALL)
+
+
+def parse(text: object, unit: Unit) -> float:
+    """The quantity in base units: bytes, bytes/s, seconds or FLOP/s.
+
+    >>> parse("25 Gb/s", "b/s"), parse("3.35 TB/s", "B/s"), parse("5 us", "s")
+    (3125000000.0, 3350000000000.0, 5e-06)
+    >>> parse("80 GiB", "B"), parse("989 TFLOP/s", "FLOP/s")
+    (85899345920.0, 989000000000000.0)
+    """
+    measured, example, scales, _ = QUANTITY[unit]
+    fix = f"write a number and a unit, such as {example}"
+    match = NUMBER.fullmatch(text) if isinstance(text, str) else NUMBER.fullmatch(repr(text))
+    if match is None:
+        raise HolmesError(measured, f"must be a {measured}", found=repr(text), fix=fix)
+    number, suffix = match.groups()
+    if suffix not in scales:
+        problem = f"{suffix!r} is not a unit of {measured}" if suffix else "has no unit"
+        raise HolmesError(measured, problem, found=text, fix=_near(number, suffix, scales) or fix)
+    scale = scales[suffix]  # 5 / 1e6 is the float nearest to 5 us; 5 * 1e-6 is not
+    value = float(number) * scale if scale >= 1 else float(number) / round(1 / scale)
+    if not 0 <= value < math.inf:
+        problem = "must not be negative" if value < 0 else "is too large"
+        raise HolmesError(measured, problem, found=text, fix=fix)
+    return value
+
+
+def _near(number: str, suffix: str, scales: dict[str, float]) -> str:
+    """Suggests the units that differ only in case, such as "Gb/s" and "GB/s" for "gb/s"."""
+    same = [unit for unit in scales if unit.lower() == suffix.lower()]
+    return "did you mean " + " or ".join(f"{number} {unit}" for unit in same) + "?" if same else ""
+
+
+def show(value: float, unit: Unit) -> str:
+    """Readable text with three significant digits, for plans and logs.
+
+    >>> show(3.125e9, "b/s"), show(1.5 * 2**30, "B"), show(0.012, "s"), show(3.2e12, "FLOP/s")
+    ('25 Gb/s', '1.5 GiB', '12 ms', '3.2 TFLOP/s')
+    >>> show(0, "s"), show(999.9e-6, "s"), show(5400, "s")
+    ('0 s', '1 ms', '1.5 h')
+    """
+    return _text(value, QUANTITY[unit][3], digits=3)
+
+
+def exact(value: float, unit: Unit) -> str:
+    """The shortest text that `parse` reads back as the same number, for files.
+
+    >>> exact(3.125e9, "b/s"), exact(80e9, "B"), exact(80 * 2**30, "B"), exact(1 / 3, "s")
+    ('25 Gb/s', '80 GB', '80 GiB', '0.3333333333333333 s')
+    """
+    decimal = _scaled(DECIMAL, "B") if unit == "B" else {}
+    for digits in range(1, 7):
+        for scales in filter(None, (QUANTITY[unit][3], decimal)):
+            if parse(text := _text(value, scales, digits=digits), unit) == value:
+                return text
+    return f"{float(value)!r} {'B/s' if unit == 'b/s' else unit}"
+
+
+def _text(value: float, scales: dict[str, float], *, digits: int) -> str:
+    """`value` in the largest of the units that leaves at least 1 in front of it."""
+    scaled = {name: float(f"{value / scale:.{digits}g}") for name, scale in scales.items()}
+    large = [name for name, number in scaled.items() if abs(number) >= 1]
+    base = next(name for name, scale in scales.items() if scale in (1, 1 / 8))
+    name = large[-1] if large else next(iter(scales)) if value else base
+    return f"{scaled[name]:.15g} {name}"

@@ -1,0 +1,299 @@
+"""Reads a YAML file that people write, with the line of every key, and writes one back.
+
+A subset of YAML, so that a file means what it looks like: one mapping of keys to values, nested
+mappings and lists, texts, numbers (`3e-4` is one), `true`, `false`, `null`. No aliases, tags or
+dates, and `yes` and `no` are texts. `schema` turns the values into dataclasses.
+"""
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from holmesjax.errors import HolmesError, Mistakes
+
+Keys = tuple[str | int, ...]  # where a value is: ("clusters", 0, "name")
+
+MAX_BYTES = 2**20  # a run file has 2 kB; a topology that lists 10,000 unequal nodes about 800 kB
+MAX_DEPTH = 10
+LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # libyaml, ten times faster, if built in
+
+WORDS: dict[str, bool | None] = {"true": True, "false": False, "null": None, "~": None, "": None}
+INTEGER = re.compile(r"[-+]?\d{1,3}(?:_?\d){0,400}")
+FLOAT = re.compile(r"[-+]?(?:\d+(?:_\d+)*\.?\d*|\.\d+)(?:[eE][-+]?\d+)?")
+INFINITE = re.compile(r"[-+]?\.inf|\.nan", re.IGNORECASE)
+
+
+def scalar(text: str) -> str | int | float | bool | None:
+    """The value of an unquoted text.
+
+    >>> [scalar(text) for text in ("3e-4", "1_000", "true", "null", "yes", "25 Gb/s", ".inf")]
+    [0.0003, 1000, True, None, 'yes', '25 Gb/s', inf]
+    """
+    if text.lower() in WORDS:
+        return WORDS[text.lower()]
+    if INTEGER.fullmatch(text):
+        return int(text)
+    if FLOAT.fullmatch(text):
+        return float(text)
+    return float(text.replace(".", "", 1)) if INFINITE.fullmatch(text) else text
+
+
+def dotted(keys: Keys) -> str:
+    """Keys as people write them.
+
+    >>> dotted(("clusters", 0, "nics", 1, "kind"))
+    'clusters[0].nics[1].kind'
+    """
+    return "".join(f"[{k}]" if isinstance(k, int) else f".{k}" for k in keys).removeprefix(".")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Document:
+    """The values of a file and where each comes from, to say where a mistake is."""
+
+    file: str
+    error: type[HolmesError]  # raised for mistakes in such a file
+    values: dict[str, Any] = field(default_factory=dict)
+    lines: dict[Keys, int] = field(default_factory=dict)  # of each key and list item, from 1
+    overrides: dict[Keys, str] = field(default_factory=dict)  # "a.b=value" of the command line
+    mistakes: list[HolmesError] = field(default_factory=list)  # those of the file as YAML
+
+    def where(self, keys: Keys) -> str:
+        """The file, the line of the key or of the nearest section around it, and the key."""
+        for depth in range(len(keys), 0, -1):
+            if (near := keys[:depth]) in self.overrides:
+                override = f"override {self.overrides[near]}"
+                return override if near == keys else f"{override}: {dotted(keys)}"
+            if near in self.lines:
+                return f"{self.file}:{self.lines[near]}: {dotted(keys)}"
+        return f"{self.file}:1: {dotted(keys)}"
+
+    def mistake(self, keys: Keys, problem: str, *, found: object, fix: str) -> HolmesError:
+        return self.error(self.where(keys), problem, found=found, fix=fix)
+
+
+def read(path: str | Path, error: type[HolmesError], overrides: Sequence[str] = ()) -> Document:
+    """Reads a file, then puts `"a.b=value"` overrides on top. Raises `Mistakes` of `error`."""
+    text = _file_text(Path(path), error)
+    document = Document(file=str(path), error=error)
+    values = _parsed(text, document)
+    if values is None:
+        raise Mistakes([error(str(path), "is empty", found="no settings", fix=SEE_EXAMPLES)])
+    if not isinstance(values, dict):
+        problem = "must be settings, one `key: value` a line"
+        raise Mistakes([error(str(path), problem, found=shown(values), fix=SEE_EXAMPLES)])
+    document.values.update(values)
+    for override in overrides:
+        _apply(override, document)
+    return document
+
+
+SEE_EXAMPLES = "start from a file of configs/"
+
+
+def _file_text(path: Path, error: type[HolmesError]) -> str:
+    """The text of a file, refused if it cannot be one that people wrote."""
+
+    def refusal(problem: str, found: object, fix: str) -> Mistakes:
+        return Mistakes([error(str(path), problem, found=found, fix=fix)])
+
+    try:
+        if path.exists() and not path.is_file():
+            found = "a folder" if path.is_dir() else "a device or a pipe"
+            raise refusal("must be a file", found, "name a file in it, such as run.yaml")
+        if (size := path.stat().st_size) > MAX_BYTES:
+            found = f"{size:,} bytes"
+            raise refusal(f"must be at most {MAX_BYTES:,} bytes", found, "is this a YAML file?")
+        return path.read_bytes().decode("utf-8-sig")
+    except UnicodeDecodeError as failure:
+        found = f"bytes that are no UTF-8 at offset {failure.start:,}"
+        raise refusal("must be text", found, "save it as UTF-8; is this a YAML file?") from None
+    except FileNotFoundError:
+        found = f"nothing there; the current folder is {Path.cwd()}"
+        raise refusal("no such file", found, "check the path") from None
+    except (OSError, ValueError) as failure:  # ValueError: a zero byte in the path
+        raise refusal("cannot be read", failure, "check the path and its permissions") from None
+
+
+def _parsed(text: str, document: Document) -> Any:
+    """The value of a YAML text; fills `document.lines` and `document.mistakes`."""
+    try:
+        return _Parser(text, document).document_value()
+    except (yaml.YAMLError, UnicodeError) as failure:
+        mark = getattr(failure, "problem_mark", None)
+        where = f"{document.file}:{mark.line + 1}" if mark else document.file
+        lines = text.splitlines()
+        found = lines[mark.line].strip() if mark and mark.line < len(lines) else "the end of it"
+        problem = f"cannot be read as YAML: {getattr(failure, 'problem', None) or failure}"
+        fix = "indent with spaces; put quotes around a text that has `: ` or starts with a sign"
+        mistake = document.error(where, problem, found=shown(found), fix=fix)
+        raise Mistakes([*document.mistakes, mistake]) from None
+
+
+def _line(event: Any) -> int:
+    return int(event.start_mark.line) + 1
+
+
+class _Parser:
+    """Builds values from PyYAML's events, which unlike its loaders keep lines and duplicates."""
+
+    def __init__(self, text: str, document: Document):
+        self.document = document
+        self.events: Iterator[Any] = yaml.parse(text, Loader=LOADER)
+
+    def document_value(self) -> Any:
+        next(self.events)  # the stream starts
+        if isinstance(next(self.events), yaml.StreamEndEvent):
+            return None
+        value = self.value((), next(self.events))
+        next(self.events)  # the document ends
+        if not isinstance(event := next(self.events), yaml.StreamEndEvent):
+            fix = "remove the line `---` and what follows it"
+            self.refuse((), event, "must hold one document", found="two", fix=fix)
+        return value
+
+    def value(self, keys: Keys, event: Any) -> Any:
+        self.document.lines.setdefault(keys, _line(event))
+        if isinstance(event, yaml.AliasEvent):
+            fix = "write the value out, or put quotes around a text that starts with *"
+            self.refuse(keys, event, "aliases are not read", found=f"*{event.anchor}", fix=fix)
+            return None
+        if event.tag is not None or event.anchor is not None:
+            found = event.tag or f"&{event.anchor}"
+            fix = "remove it, or put quotes around a text that starts with ! or &"
+            self.refuse(keys, event, "tags and anchors are not read", found=found, fix=fix)
+        if isinstance(event, yaml.ScalarEvent):
+            return scalar(event.value) if event.implicit[0] else event.value
+        if len(keys) >= MAX_DEPTH:
+            found = f"more than {MAX_DEPTH} levels"
+            self.refuse(keys, event, "is nested too deep", found=found, fix=SEE_EXAMPLES)
+            raise Mistakes(self.document.mistakes)
+        return self.mapping(keys) if isinstance(event, yaml.MappingStartEvent) else self.items(keys)
+
+    def items(self, keys: Keys) -> list[Any]:
+        items: list[Any] = []
+        while not isinstance(event := next(self.events), yaml.SequenceEndEvent):
+            items.append(self.value((*keys, len(items)), event))
+        return items
+
+    def mapping(self, keys: Keys) -> dict[str, Any]:
+        values: dict[str, Any] = {}
+        while not isinstance(event := next(self.events), yaml.MappingEndEvent):
+            if not isinstance(event, yaml.ScalarEvent):
+                fix = "write `key: value`, with quotes around a text that starts with [, { or *"
+                self.refuse(keys, event, "a key must be a word", found="no word", fix=fix)
+                raise Mistakes(self.document.mistakes)
+            below, line = (*keys, event.value), _line(event)
+            if event.value in values:
+                found = f"lines {self.document.lines[below]} and {line}"
+                self.refuse(below, event, "is set twice", found=found, fix="remove one of them")
+            self.document.lines[below] = line
+            values[event.value] = self.value(below, next(self.events))
+        return values
+
+    def refuse(self, keys: Keys, event: Any, problem: str, *, found: str, fix: str) -> None:
+        where = f"{self.document.file}:{_line(event)}"
+        where = f"{where}: {dotted(keys)}" if keys else where
+        mistake = self.document.error(where, problem, found=found, fix=fix)
+        self.document.mistakes.append(mistake)
+
+
+def _apply(override: str, document: Document) -> None:
+    """Puts `"a.b=value"` on top of the values of a document."""
+
+    def refuse(problem: str, found: str, fix: str) -> None:
+        where = f"override {override}"
+        document.mistakes.append(document.error(where, problem, found=found, fix=fix))
+
+    name, equals, text = (part.strip() for part in override.partition("="))
+    keys = tuple(name.split("."))
+    if not equals or not all(keys):
+        return refuse("must be key=value", repr(override), "write it as train.steps=100")
+    if not text:
+        return refuse("has no value", repr(override), f"write {name}=null to set nothing")
+    section = document.values
+    for depth, key in enumerate(keys[:-1], start=1):
+        if section.get(key) is None:
+            section[key] = {}
+            document.overrides[keys[:depth]] = override
+        if not isinstance(section[key], dict):
+            before = dotted(keys[:depth])
+            return refuse(f"{before} is no section", shown(section[key]), f"set {before} itself")
+        section = section[key]
+    section[keys[-1]] = _override_value(text, override, document)
+    for inner in [k for k in (*document.lines, *document.overrides) if k[: len(keys)] == keys]:
+        document.lines.pop(inner, None)
+        document.overrides.pop(inner, None)
+    document.overrides[keys] = override
+    return None
+
+
+def _override_value(text: str, override: str, document: Document) -> Any:
+    """Lists, mappings and quoted texts are YAML; so that `data.pattern=**/*.py` works, no other."""
+    if text[0] not in "[{'\"":
+        return scalar(text)
+    file = f"override {override}"
+    return _parsed(text, Document(file=file, error=document.error, mistakes=document.mistakes))
+
+
+def shown(value: object) -> str:
+    """A value as the file shows it, shortened, for a message.
+
+    >>> [shown(value) for value in ("12", 12, True, None, [1, 2], {"a": 1})]
+    ["the text '12'", '12', 'true', 'nothing (null)', 'a list of 2', 'a section with a']
+    """
+    if isinstance(value, str):
+        return f"the text {value!r}" if len(value) <= 60 else f"the text {value[:60]!r}..."
+    if value is None:
+        return "nothing (null)"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, list | tuple):
+        return f"a list of {len(value)}" if value else "an empty list"
+    if isinstance(value, dict):
+        return f"a section with {', '.join(list(value)[:3])}" if value else "an empty section"
+    return str(value) if len(str(value)) <= 60 else f"{str(value)[:60]}..."
+
+
+class _Dumper(yaml.SafeDumper):
+    """Writes what `read` reads: short collections on one line, no aliases."""
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+    def represent_mapping(self, tag: str, mapping: Any, flow_style: bool | None = None) -> Any:
+        short = None if len(str(mapping)) <= 80 else False  # None: flow if nothing is nested
+        node = super().represent_mapping(tag, mapping, flow_style)
+        node.flow_style = node.flow_style if short is None else short
+        return node
+
+
+def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
+    style = None if scalar(text) == text else "'"
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
+
+
+_Dumper.add_representer(str, _represent_text)
+
+
+def to_text(values: dict[str, Any]) -> str:
+    """YAML text that `read` gives back as equal values.
+
+    >>> print(to_text({"model": {"width": 64}, "layers": [2, 2], "name": "1e3"}), end="")
+    model: {width: 64}
+    layers: [2, 2]
+    name: '1e3'
+    """
+    text: str = yaml.dump(
+        values,
+        Dumper=_Dumper,
+        sort_keys=False,
+        width=100,
+        allow_unicode=True,
+        default_flow_style=None,
+    )
+    return text

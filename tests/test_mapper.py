@@ -1,0 +1,212 @@
+"""No placement of the devices in the mesh is cheaper than the mapper's: every one is priced."""
+
+import itertools
+import math
+
+import pytest
+from hypothesis import given, settings, strategies as st
+
+from holmesjax.errors import PlanError
+from holmesjax.mapper import place
+from holmesjax.plan import Axis
+from holmesjax.topology import Cluster, DeviceKind, Link, Nic, Node, Topology
+
+TRAFFIC = {Axis.DATA: 1.0, Axis.FSDP: 3.0, Axis.CONTEXT: 10.0, Axis.EXPERT: 30.0, Axis.TENSOR: 99.0}
+
+
+def make_node(name, num_devices, *, nvlink=100.0, nic=10.0, fabric="infiniband", count=1):
+    link = Link(fabric="nvlink", bandwidth_bytes_per_s=nvlink, latency_s=1e-6)
+    device = DeviceKind(
+        name=f"gpu-{nvlink:g}",
+        peak_flop_per_s={"float32": 1e12},
+        memory_bytes=1e9,
+        memory_bandwidth_bytes_per_s=1e11,
+        link=link,
+    )
+    nics = (
+        Nic(name="nic", fabric=fabric, rate_bytes_per_s=nic, latency_s=1e-6, count=count),
+        Nic(name="eth", fabric="ethernet", rate_bytes_per_s=0.5, latency_s=1e-5, count=1),
+    )
+    return Node(name=name, device=device, num_devices=num_devices, nics=nics)
+
+
+def make_topology(*nodes):
+    cluster = Cluster(name="c", fabric=nodes[0].nics[0].fabric, nodes=nodes)
+    return Topology(name="test", clusters=(cluster,), links={})
+
+
+def uniform(*counts, **speeds):
+    return make_topology(*(make_node(f"n{i}", num, **speeds) for i, num in enumerate(counts)))
+
+
+def devices_of(topology):
+    numbers = itertools.count()
+    return {
+        node.name: tuple(itertools.islice(numbers, node.num_devices))
+        for cluster in topology.clusters
+        for node in cluster.nodes
+    }
+
+
+def price_of(topology, seats, shape, weights):
+    """The definition: every pair of devices of every group, for devices on nodes `seats`."""
+    own = lambda node: topology.link(node, node).bandwidth_bytes_per_s
+    total = 0.0
+    index = list(itertools.product(*map(range, shape)))
+    for axis, weight in enumerate(weights):
+        slowest = 0.0
+        for (i, a), (j, b) in itertools.combinations(zip(index, seats, strict=True), 2):
+            if all(x == y for k, (x, y) in enumerate(zip(i, j, strict=True)) if k != axis):
+                speed = min(topology.link(a, b).bandwidth_bytes_per_s, own(a), own(b))
+                slowest = max(slowest, 1.0 / speed)
+        total += weight * slowest
+    return total
+
+
+def distinct_orders(items):
+    """All orders of items of which some are equal, each once."""
+    if not items:
+        yield ()
+    for first in sorted(set(items)):
+        rest = list(items)
+        rest.remove(first)
+        yield from ((first, *order) for order in distinct_orders(rest))
+
+
+def cheapest(topology, sizes, traffic):
+    seats = [node.name for c in topology.clusters for node in c.nodes for _ in range(node.num_devices)]
+    shape, weights = tuple(sizes.values()), [traffic[axis] for axis in sizes]
+    return min(price_of(topology, order, shape, weights) for order in distinct_orders(seats))
+
+
+def check(topology, sizes, traffic=TRAFFIC):
+    """Places the stage, prices it by the definition, and compares with every other placement."""
+    devices = devices_of(topology)
+    placement = place(topology, devices, sizes, traffic)
+    node_of = {number: node for node, numbers in devices.items() for number in numbers}
+    assert sorted(placement.devices) == sorted(node_of)
+    assert dict(placement.sizes) == dict(sizes)
+    seats = [node_of[number] for number in placement.devices]
+    weights = [traffic[axis] for axis in placement.sizes]
+    price = price_of(topology, seats, tuple(placement.sizes.values()), weights)
+    # Sums of the same few numbers, in another order: a few roundings of float64.
+    assert placement.price_s == pytest.approx(price, rel=1e-12)
+    assert price == pytest.approx(cheapest(topology, sizes, traffic), rel=1e-12)
+    return placement
+
+
+MESHES = {
+    4: [{Axis.DATA: 4, Axis.TENSOR: 1}, {Axis.DATA: 2, Axis.TENSOR: 2}],
+    6: [{Axis.DATA: 3, Axis.TENSOR: 2}, {Axis.DATA: 2, Axis.TENSOR: 3}],
+    8: [{Axis.DATA: 2, Axis.FSDP: 2, Axis.TENSOR: 2}, {Axis.DATA: 2, Axis.TENSOR: 4}],
+}
+COUNTS = {
+    4: [(4,), (2, 2), (1, 1, 2), (3, 1), (1, 1, 1, 1)],
+    6: [(4, 2), (3, 3), (2, 2, 2), (1, 5), (1, 2, 3), (6,)],
+    8: [(4, 4), (2, 6), (2, 2, 4), (3, 5), (2, 2, 2, 2), (7, 1), (1, 3, 4)],
+}
+
+
+@pytest.mark.parametrize(
+    "counts, sizes",
+    [(counts, sizes) for n in MESHES for counts in COUNTS[n] for sizes in MESHES[n]],
+    ids=str,
+)
+def test_no_placement_is_cheaper_on_nodes_of_unequal_size(counts, sizes):
+    check(uniform(*counts), sizes)
+    check(uniform(*counts), sizes, {**TRAFFIC, Axis.DATA: 500.0})
+
+
+@settings(max_examples=120, deadline=None)
+@given(data=st.data())
+def test_no_placement_is_cheaper_on_any_cluster(data):
+    sizes = data.draw(
+        st.sampled_from(
+            [
+                {Axis.DATA: 2, Axis.TENSOR: 2},
+                {Axis.TENSOR: 2, Axis.DATA: 3},
+                {Axis.DATA: 6, Axis.TENSOR: 1},
+                {Axis.DATA: 2, Axis.EXPERT: 3},
+                {Axis.FSDP: 2, Axis.CONTEXT: 2, Axis.TENSOR: 2},
+            ]
+        )
+    )
+    left, nodes = math.prod(sizes.values()), []
+    while left:
+        num = data.draw(st.integers(1, min(left, 4)))
+        nvlink = data.draw(st.sampled_from([5.0, 50.0, 100.0]))  # 5: slower than the network
+        nic, count = data.draw(st.sampled_from([(10.0, 1), (10.0, 4), (20.0, 1), (2.0, 2)]))
+        nodes.append(make_node(f"n{len(nodes)}", num, nvlink=nvlink, nic=nic, count=count))
+        left -= num
+    weights = st.sampled_from([0.0, 1.0, 2.0, 7.0, 100.0])
+    check(make_topology(*nodes), sizes, {axis: data.draw(weights) for axis in sizes})
+
+
+def test_tensor_lies_inside_the_nodes_and_data_across_them():
+    placement = check(uniform(4, 4), {Axis.DATA: 4, Axis.TENSOR: 2})
+    assert list(placement.sizes) == [Axis.DATA, Axis.TENSOR]
+    assert placement.fabrics == {Axis.DATA: "infiniband", Axis.TENSOR: "nvlink"}
+    assert placement.devices == tuple(range(8))
+    # Data groups 0 2 4 6 and 1 3 5 7 both leave each node; tensor groups never do.
+    assert placement.rings == {Axis.DATA: 2, Axis.TENSOR: 1}
+
+
+def test_the_axis_order_is_turned_where_only_the_other_axis_fits_in_nodes():
+    # Nodes of 3: pairs cannot lie inside them, triples can.
+    placement = check(uniform(3, 3), {Axis.DATA: 3, Axis.TENSOR: 2})
+    assert list(placement.sizes) == [Axis.TENSOR, Axis.DATA]
+    assert placement.fabrics == {Axis.TENSOR: "infiniband", Axis.DATA: "nvlink"}
+
+
+def test_nodes_with_equally_fast_interfaces_are_neighbours():
+    nodes = [make_node(f"n{i}", 1, nic=nic) for i, nic in enumerate([10.0, 2.0, 10.0, 2.0])]
+    placement = check(make_topology(*nodes), {Axis.DATA: 2, Axis.TENSOR: 2})
+    assert placement.devices == (0, 2, 1, 3)
+
+
+def test_equal_prices_keep_the_given_order():
+    sizes = {Axis.DATA: 2, Axis.TENSOR: 2}
+    assert list(check(uniform(1, 1, 1, 1), sizes).sizes) == [Axis.DATA, Axis.TENSOR]
+    assert list(check(uniform(4), {Axis.DATA: 4, Axis.TENSOR: 1}).sizes) == [Axis.DATA, Axis.TENSOR]
+    turned = {Axis.TENSOR: 2, Axis.DATA: 2}
+    assert list(check(uniform(4), turned).sizes) == [Axis.TENSOR, Axis.DATA]
+
+
+def test_an_axis_of_one_device_has_no_link():
+    placement = place(uniform(1), {"n0": (0,)}, {Axis.DATA: 1, Axis.TENSOR: 1}, TRAFFIC)
+    assert placement.fabrics == {Axis.DATA: "local", Axis.TENSOR: "local"}
+    assert placement.links == {}
+    assert placement.price_s == 0.0
+
+
+def test_a_stage_may_use_some_devices_of_a_node():
+    topology = uniform(4, 4)
+    devices = {"n0": (2, 3), "n1": (4, 5)}
+    placement = place(topology, devices, {Axis.DATA: 2, Axis.TENSOR: 2}, TRAFFIC)
+    assert placement.devices == (2, 3, 4, 5)
+    assert placement.fabrics[Axis.TENSOR] == "nvlink"
+
+
+def test_a_mesh_across_two_fabrics_is_refused_by_name():
+    infiniband = Cluster(name="a", fabric="infiniband", nodes=(make_node("a-0", 2),))
+    roce = Cluster(name="b", fabric="roce", nodes=(make_node("b-0", 2, fabric="roce"),))
+    ethernet = Link(fabric="ethernet", bandwidth_bytes_per_s=1.0, latency_s=1e-4)
+    topology = Topology(
+        name="two",
+        clusters=(infiniband, roce),
+        links={("a", "b"): ethernet, ("b", "a"): ethernet},
+    )
+    with pytest.raises(PlanError) as raised:
+        place(topology, devices_of(topology), {Axis.DATA: 2, Axis.TENSOR: 2}, TRAFFIC)
+    error = raised.value
+    assert error.found == "a-0 on infiniband, b-0 on roce"
+    assert "'a' and 'b'" in error.problem
+    assert "parallel.stages" in error.fix
+
+
+def test_a_thousand_devices_are_placed_at_once():
+    topology = uniform(*[8] * 128)
+    sizes = {Axis.DATA: 8, Axis.FSDP: 4, Axis.CONTEXT: 2, Axis.EXPERT: 2, Axis.TENSOR: 8}
+    placement = place(topology, devices_of(topology), sizes, TRAFFIC)
+    assert placement.fabrics[Axis.TENSOR] == "nvlink"
+    assert [placement.fabrics[axis] for axis in list(sizes)[:-1]] == ["infiniband"] * 4

@@ -1,0 +1,333 @@
+"""A step equals one plain `jax.grad` step on one device, however it is cut over devices.
+
+With beta1 = 0 and no clipping, AdamW's first moment is the gradient, so the state after a step shows
+every gradient of it.
+"""
+
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from holmesjax.config import ModelConfig, OptimizerConfig
+from holmesjax.mesh import build_meshes
+from holmesjax.models import gpt
+from holmesjax.optimizer import learning_rate, make_optimizer
+from holmesjax.pipeline import OneStage, Pipeline
+from holmesjax.plan import EMBED, HEAD, Axis, Plan, StagePlan, block_name
+from holmesjax.programs import compile_stages, compile_whole_step
+from holmesjax.stage import Stage
+from holmesjax.timeline import Clock
+from holmesjax.transport import LocalTransport
+
+NUM_LAYERS, MICROBATCH, SEED, NUM_STEPS = 4, 4, 3, 3
+SPLITS = {1: [(4,)], 2: [(3, 1), (2, 2)], 3: [(2, 1, 1)], 4: [(1, 1, 1, 1)]}
+# A large epsilon: dividing by the root of a second moment near zero would magnify roundings.
+SMOOTH = OptimizerConfig(learning_rate=1e-2, beta1=0.0, epsilon=1e-3, clip_norm=None)
+RTOL = 1e-5  # of the norm of each array: sums in another order, in float32
+
+CASES = [
+    pytest.param(split, data, tensor, tied, id=f"{'+'.join(map(str, split))}-d{data}-t{tensor}-{tied}")
+    for splits in SPLITS.values()
+    for split, data, tensor, tied in itertools.product(splits, (1, 2), (1, 2), ("untied", "tied"))
+    if len(split) * data * tensor <= 8
+]
+
+
+def make_model(**changes) -> ModelConfig:
+    sizes = {"num_layers": NUM_LAYERS, "width": 32, "num_heads": 4, "context_length": 16}
+    return ModelConfig(**{**sizes, **changes})
+
+
+def hand_made_plan(split, data, tensor, *, schedule="1f1b", microbatches=1, remat="none") -> Plan:
+    """Stages on consecutive devices; `data` is one number, or one for each stage."""
+    blocks = iter(block_name(i) for i in range(sum(split)))
+    names = [[next(blocks) for _ in range(count)] for count in split]
+    names[0].insert(0, EMBED)
+    names[-1].append(HEAD)
+    replicas = [data] * len(split) if isinstance(data, int) else data
+    stages, start = [], 0
+    for i, layers in enumerate(names):
+        stop = start + replicas[i] * tensor
+        stages.append(
+            StagePlan(
+                cluster=f"c{i}",
+                nodes=(f"c{i}-0",),
+                layers=tuple(layers),
+                devices=tuple(range(start, stop)),
+                mesh={Axis.DATA: replicas[i], Axis.TENSOR: tensor},
+                fabrics={},
+                memory_bytes={},
+                seconds={},
+            )
+        )
+        start = stop
+    return Plan(
+        topology="test",
+        topology_hash="",
+        stages=tuple(stages),
+        global_batch=MICROBATCH * microbatches,
+        microbatches=microbatches,
+        schedule=schedule,
+        activation_checkpointing=remat,
+        boundary_bytes=0.0,
+        step_time_s=0.0,
+        shares={},
+    )
+
+
+def make_stages(model, plan, *, config=SMOOTH, dtype="float32", mask=False) -> list[Stage]:
+    return [
+        Stage(
+            model=model,
+            plan=plan,
+            index=i,
+            mesh=mesh,
+            optimizer=make_optimizer(config, 100),
+            learning_rate=learning_rate(config, 100),
+            compute_dtype=dtype,
+            clip_norm=config.clip_norm,
+            mask_documents=mask,
+        )
+        for i, mesh in enumerate(build_meshes(plan, jax.devices()))
+    ]
+
+
+@functools.cache
+def compiled_pipeline(split, data, tensor, tied):
+    """Programs do not depend on the schedule, nor on the number of microbatches."""
+    model = make_model(tied_embeddings=tied)
+    return compile_stages(make_stages(model, hand_made_plan(split, data, tensor)))
+
+
+def random_inputs(num_sequences, step) -> dict[str, np.ndarray]:
+    rows = np.random.default_rng([SEED, step]).integers(256, size=(num_sequences, 17), dtype=np.int32)
+    segment = np.repeat([[0, 1]], 8, axis=1) + np.zeros((num_sequences, 1), np.int32)
+    return {"token_BL": rows[:, :-1], "target_BL": rows[:, 1:], "segment_BL": np.int32(segment)}
+
+
+def plain_loss(params, model, inputs, mask=False):
+    """The whole model, one layer after the other, and the textbook cross-entropy."""
+    position_L = jnp.arange(model.context_length)
+    segment_BL = inputs["segment_BL"] if mask else None
+    x = gpt.Embed(model).apply({"params": params[EMBED]}, inputs["token_BL"], position_L)
+    for i in range(model.num_layers):
+        x = gpt.Block(model).apply({"params": params[block_name(i)]}, x, position_L, segment_BL)
+    logits = gpt.Head(model).apply({"params": params[HEAD]}, x, params[EMBED]["token_VD"])
+    log_p = logits - jax.nn.logsumexp(logits, axis=-1, keepdims=True)
+    return -jnp.take_along_axis(log_p, inputs["target_BL"][..., None], axis=-1).mean()
+
+
+@functools.cache
+def plain_steps(model, num_sequences, config=SMOOTH, mask=False):
+    """Losses, gradients and final parameters of NUM_STEPS steps on one device."""
+    [stage] = make_stages(model, hand_made_plan((model.num_layers,), 1, 1), config=config)
+    params = jax.tree.map(np.asarray, jax.jit(stage.init)(np.uint32(SEED)).params)
+    optimizer = make_optimizer(config, 100)
+    opt_state = optimizer.init(params)
+    losses, gradients = [], []
+    loss_and_gradient = jax.jit(jax.value_and_grad(plain_loss), static_argnums=(1, 3))
+    for step in range(NUM_STEPS):
+        loss, gradient = loss_and_gradient(params, model, random_inputs(num_sequences, step), mask)
+        updates, opt_state = optimizer.update(gradient, opt_state, params)
+        params = optax.apply_updates(params, updates)
+        losses.append(float(loss))
+        gradients.append(jax.tree.map(np.asarray, gradient))
+    return losses, gradients, params
+
+
+def assert_near(got, want, rtol=RTOL, where=""):
+    error = np.linalg.norm(np.asarray(got, np.float64) - want) / np.linalg.norm(want)
+    assert error <= rtol, f"{where}: relative error {error:.1e}"
+
+
+def run_steps(runner, states, num_sequences, num_stages):
+    """Yields the loss and the states after each step."""
+    clock = Clock(num_stages)
+    for step in range(NUM_STEPS):
+        states, metrics = runner.train_step(
+            states, random_inputs(num_sequences, step), clock.timeline()
+        )
+        yield float(np.mean(metrics["loss"])), states
+    clock.close()
+
+
+def check_against_plain(runner, model, plan, config=SMOOTH, mask=False, rtol=RTOL):
+    losses, gradients, params = plain_steps(model, plan.global_batch, config, mask)
+    steps = run_steps(runner, runner.init(SEED), plan.global_batch, len(plan.stages))
+    for step, (loss, states) in enumerate(steps):
+        assert abs(loss - losses[step]) <= rtol * losses[step]
+        for state in states:
+            for layer, moments in state.opt_state[0].mu.items():
+                for path, got in jax.tree_util.tree_leaves_with_path(moments):
+                    want = functools.reduce(lambda t, k: t[k.key], path, gradients[step][layer])
+                    assert_near(got, want, rtol, f"step {step} {layer} {path}")
+    for state in states:
+        for layer, arrays in state.params.items():
+            for path, got in jax.tree_util.tree_leaves_with_path(arrays):
+                want = functools.reduce(lambda t, k: t[k.key], path, params[layer])
+                assert_near(got, want, rtol, f"{layer} {path}")
+
+
+@pytest.mark.parametrize("split, data, tensor, tied", CASES)
+def test_every_cut_equals_one_device(split, data, tensor, tied):
+    model = make_model(tied_embeddings=tied == "tied")
+    programs = compiled_pipeline(split, data, tensor, tied == "tied")
+    for schedule, microbatches in itertools.product(("gpipe", "1f1b"), (1, 2, 4)):
+        plan = hand_made_plan(split, data, tensor, schedule=schedule, microbatches=microbatches)
+        check_against_plain(Pipeline(plan, programs, LocalTransport()), model, plan)
+
+
+VARIANTS = {
+    "gpt2": {"positions": "learned", "activation": "gelu", "norm": "layer_norm"},
+    "llama": {"num_kv_heads": 2, "activation": "swiglu", "norm": "rms_norm"},
+    "wide heads": {"head_dim": 16, "mlp_width": 40, "num_kv_heads": 2},
+}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_every_kind_of_model(variant):
+    model = make_model(**VARIANTS[variant], tied_embeddings=True)
+    plan = hand_made_plan((1, 3), 2, 2, microbatches=2)
+    programs = compile_stages(make_stages(model, plan))
+    check_against_plain(Pipeline(plan, programs, LocalTransport()), model, plan)
+
+
+@pytest.mark.parametrize("remat", ["dots", "full"])
+def test_activation_checkpointing_changes_memory_only(remat):
+    model, plan = make_model(), hand_made_plan((3, 1), 2, 1, microbatches=2, remat=remat)
+    programs = compile_stages(make_stages(model, plan))
+    check_against_plain(Pipeline(plan, programs, LocalTransport()), model, plan)
+
+
+def saved_bytes(remat):
+    [stage] = make_stages(make_model(), hand_made_plan((4,), 1, 1, remat=remat))
+    batch = {name: x for name, x in random_inputs(MICROBATCH, 0).items() if name in stage.inputs}
+    replicas = jax.eval_shape(lambda: stage.gather(stage.init(np.uint32(0)).params))
+    _, saved = jax.eval_shape(lambda r, b: stage.forward(r, None, b), replicas, batch)
+    return sum(x.size * x.dtype.itemsize for x in saved.arrays), saved, replicas
+
+
+def test_checkpointing_keeps_less_and_never_the_parameters():
+    none, dots, full = (saved_bytes(remat)[0] for remat in ("none", "dots", "full"))
+    assert full < dots < none
+    _, saved, replicas = saved_bytes("none")
+    parameter_shapes = {x.shape for x in jax.tree.leaves(replicas) if len(x.shape) > 2}
+    assert parameter_shapes.isdisjoint(x.shape for x in saved.arrays)
+    num_parameters = sum(number is not None for number in saved.parameter_of)
+    assert num_parameters >= 4 * 6  # six matrices a block
+
+
+@pytest.mark.parametrize("replicas", [(2, 1), (1, 2), (4, 2), (1, 4)])
+def test_stages_with_unequal_replicas(replicas):
+    plan = hand_made_plan((2, 2), replicas, 1, microbatches=2)
+    model = make_model(tied_embeddings=True)
+    programs = compile_stages(make_stages(model, plan))
+    check_against_plain(Pipeline(plan, programs, LocalTransport()), model, plan)
+
+
+@pytest.mark.parametrize("data, tensor, microbatches", [(1, 1, 1), (2, 2, 2), (2, 1, 4), (1, 4, 1)])
+def test_one_stage_in_one_program(data, tensor, microbatches):
+    model = make_model(tied_embeddings=True)
+    plan = hand_made_plan((4,), data, tensor, microbatches=microbatches)
+    [stage] = make_stages(model, plan)
+    check_against_plain(OneStage(plan, compile_whole_step(stage)), model, plan)
+
+
+def test_documents_are_masked_on_every_stage():
+    model, plan = make_model(), hand_made_plan((2, 2), 2, 1, microbatches=2)
+    programs = compile_stages(make_stages(model, plan, mask=True))
+    check_against_plain(Pipeline(plan, programs, LocalTransport()), model, plan, mask=True)
+    masked, open_ = (plain_steps(model, plan.global_batch, mask=mask)[0] for mask in (True, False))
+    assert abs(masked[0] - open_[0]) > 1e-4  # the mask does something
+
+
+def test_bfloat16_computes_near_and_accumulates_in_float32():
+    """bfloat16 has 8 bits: a product of depth 4 layers may be off by a few of its roundings."""
+    model, plan = make_model(), hand_made_plan((2, 2), 2, 2, microbatches=4)
+    programs = compile_stages(make_stages(model, plan, dtype="bfloat16"))
+    runner = Pipeline(plan, programs, LocalTransport())
+    [loss, *_], [gradient, *_], _ = plain_steps(model, plan.global_batch)
+    got, states = next(run_steps(runner, runner.init(SEED), plan.global_batch, 2))
+    assert abs(got - loss) < 2**-8 * loss
+    for state in states:
+        leaves = jax.tree_util.tree_leaves_with_path(state.opt_state[0].mu)
+        for path, moment in leaves:
+            assert moment.dtype == np.float32
+            want = functools.reduce(lambda tree, k: tree[k.key], path, gradient)
+            assert_near(moment, want, 2**-4, str(path))
+        assert all(x.dtype == np.float32 for x in jax.tree.leaves(state.params))
+
+
+@pytest.mark.parametrize("clip_norm", [0.1, 1e6])
+def test_clipping_by_the_norm_over_all_stages(clip_norm):
+    """Against optax's own clipping of the whole tree."""
+    config = OptimizerConfig(learning_rate=1e-2, beta1=0.0, epsilon=1e-3, clip_norm=clip_norm)
+    model, plan = make_model(tied_embeddings=True), hand_made_plan((3, 1), 2, 1, microbatches=2)
+    _, [gradient, *_], _ = plain_steps(model, plan.global_batch)
+    norm = float(optax.tree_utils.tree_norm(gradient))
+    clipped, _ = optax.clip_by_global_norm(clip_norm).update(gradient, optax.EmptyState())
+    runner = Pipeline(plan, compile_stages(make_stages(model, plan, config=config)), LocalTransport())
+    clock = Clock(2)
+    states, metrics = runner.train_step(
+        runner.init(SEED), random_inputs(plan.global_batch, 0), clock.timeline()
+    )
+    clock.close()
+    assert abs(float(metrics["grad_norm"]) - norm) < RTOL * norm
+    for state in states:
+        for path, moment in jax.tree_util.tree_leaves_with_path(state.opt_state[0].mu):
+            want = functools.reduce(lambda tree, k: tree[k.key], path, clipped)
+            assert_near(moment, want, RTOL, str(path))
+
+
+def test_a_step_that_is_not_finite_changes_nothing_on_any_stage():
+    model, plan = make_model(), hand_made_plan((3, 1), 2, 1)
+    runner = Pipeline(plan, compile_stages(make_stages(model, plan)), LocalTransport())
+    states = runner.init(SEED)
+    down = states[0].params["block_001"]["down_FD"]  # poison one stage; both must skip
+    poisoned = jax.device_put(np.full(down.shape, np.nan, np.float32), down.sharding)
+    states[0].params["block_001"]["down_FD"] = poisoned
+    before = jax.tree.map(np.asarray, states)
+    clock = Clock(2)
+    states, metrics = runner.train_step(
+        states, random_inputs(plan.global_batch, 0), clock.timeline()
+    )
+    clock.close()
+    assert bool(metrics["skipped"])
+    for old, new in zip(jax.tree.leaves(before), jax.tree.leaves(states), strict=True):
+        np.testing.assert_array_equal(old, np.asarray(new))
+
+
+def test_every_plan_starts_from_the_same_parameters():
+    model = make_model(tied_embeddings=True)
+    [whole] = make_stages(model, hand_made_plan((4,), 1, 1))
+    want = jax.jit(whole.init)(np.uint32(SEED)).params
+    plan = hand_made_plan((1, 2, 1), 1, 2)
+    for state in Pipeline(plan, compile_stages(make_stages(model, plan)), LocalTransport()).init(SEED):
+        for path, got in jax.tree_util.tree_leaves_with_path(state.params):
+            wanted = functools.reduce(lambda tree, k: tree[k.key], path, want)
+            np.testing.assert_array_equal(np.asarray(got), np.asarray(wanted))
+
+
+def test_evaluation_is_the_loss_and_changes_nothing():
+    model, plan = make_model(), hand_made_plan((3, 1), 2, 2, microbatches=2)
+    runner = Pipeline(plan, compile_stages(make_stages(model, plan)), LocalTransport())
+    states = runner.init(SEED)
+    [want, *_], _, _ = plain_steps(model, plan.global_batch)
+    for _ in range(2):
+        got = runner.evaluate(states, random_inputs(plan.global_batch, 0))
+        assert abs(np.mean([float(x) for x in got]) - want) < RTOL * want
+
+
+def test_what_crosses_the_link_is_counted():
+    model, plan = make_model(), hand_made_plan((3, 1), 2, 2, microbatches=2)
+    runner = Pipeline(plan, compile_stages(make_stages(model, plan)), LocalTransport())
+    clock = Clock(2)
+    runner.train_step(runner.init(SEED), random_inputs(plan.global_batch, 0), clock.timeline())
+    clock.close()
+    activations = plan.global_batch * model.context_length * model.width * 4
+    assert runner.take_link_bytes() == {"c0 -> c1": activations + 4, "c1 -> c0": activations + 4}
