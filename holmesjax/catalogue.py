@@ -1,7 +1,7 @@
 """Devices and NICs by name, so that a topology file need not repeat a data sheet.
 
 Written as in a topology file, which may override every number. The speeds are peaks: what the data
-sheet promises for dense matrices, and per direction for links. `launch probe` measures.
+sheet promises for dense matrices, and one way for links. `launch probe` measures.
 """
 
 from typing import Any
@@ -9,7 +9,7 @@ from typing import Any
 DTYPES = ("float32", "tf32", "float16", "bfloat16")
 
 
-def _device(peaks: str, memory: str, bandwidth: str, fabric: str, link: str) -> dict[str, Any]:
+def _row(peaks: str, memory: str, bandwidth: str, fabric: str, link: str) -> dict[str, Any]:
     tflop_per_s = dict(zip(DTYPES, peaks.split(), strict=True))
     return {
         "peak_flop_per_s": {dtype: f"{peak} TFLOP/s" for dtype, peak in tflop_per_s.items()},
@@ -23,9 +23,9 @@ def _nic(fabric: str, rate: str, latency: str) -> dict[str, str]:
     return {"fabric": fabric, "rate": rate, "latency": latency}
 
 
-# Memory is the data sheet's number, read as powers of 1000. A link is what one device sends to all
-# others of its node, one way: half of NVLink's "bidirectional" number. MI300X: seven xGMI links of
-# 64 GB/s. The latency of 5 us is a round number, not from a data sheet.
+# Memory: a data sheet's GB of HBM are GiB; the driver keeps up to 0.6% of it. A link is what one
+# device sends to all others of its node, one way: half of NVLink's "bidirectional" number. MI300X:
+# seven xGMI links of 64 GB/s. The latency of 5 us is a round number, not from a data sheet.
 #
 # NVIDIA A100 (nvidia-a100-datasheet-us, 2021), H100 and H200 (their product pages, SXM; halved
 # where the page gives "with sparsity"), B200 (Blackwell architecture technical brief, HGX B200 at
@@ -34,14 +34,14 @@ def _nic(fabric: str, rate: str, latency: str) -> dict[str, str]:
 # Rows stay on one line, so that a column can be read down.
 # fmt: off
 DEVICES: dict[str, dict[str, Any]] = {
-    # TFLOP/s: float32 tf32 float16 bfloat16       memory    its bandwidth  link, one way
-    "a100_40gb": _device("19.5 156 312 312",       "40 GB",  "1.555 TB/s", "nvlink", "300 GB/s"),
-    "a100_80gb": _device("19.5 156 312 312",       "80 GB",  "2.039 TB/s", "nvlink", "300 GB/s"),
-    "h100":      _device("67 494.5 989 989",       "80 GB",  "3.35 TB/s",  "nvlink", "450 GB/s"),
-    "h200":      _device("67 494.5 989 989",       "141 GB", "4.8 TB/s",   "nvlink", "450 GB/s"),
-    "b200":      _device("80 1100 2250 2250",      "180 GB", "8 TB/s",     "nvlink", "900 GB/s"),
-    "mi300x":    _device("163.4 653.7 1307 1307",  "192 GB", "5.3 TB/s",   "local",  "448 GB/s"),
-    "cpu":       _device("0.03 0.03 0.01 0.01",    "2 GB",   "10 GB/s",    "local",  "5 GB/s"),
+    # TFLOP/s: float32 tf32 float16 bfloat16          memory     its bandwidth  link, one way
+    "a100_40gb": _row("19.5 156 312 312",          "40 GiB",  "1.555 TB/s", "nvlink", "300 GB/s"),
+    "a100_80gb": _row("19.5 156 312 312",          "80 GiB",  "2.039 TB/s", "nvlink", "300 GB/s"),
+    "h100":      _row("67 494.5 989 989",          "80 GiB",  "3.35 TB/s",  "nvlink", "450 GB/s"),
+    "h200":      _row("67 494.5 989 989",          "141 GiB", "4.8 TB/s",   "nvlink", "450 GB/s"),
+    "b200":      _row("80 1100 2250 2250",         "180 GiB", "8 TB/s",     "nvlink", "900 GB/s"),
+    "mi300x":    _row("163.4 653.7 1307.4 1307.4", "192 GiB", "5.3 TB/s",   "local",  "448 GB/s"),
+    "cpu":       _row("0.03 0.03 0.01 0.01",       "2 GiB",   "10 GB/s",    "local",  "5 GB/s"),
 }
 
 # Rates are those of the standards. Latencies are of the order seen from process to process: about

@@ -27,7 +27,7 @@ import orbax.checkpoint as ocp
 from holmesjax.config import ModelConfig
 from holmesjax.errors import CheckpointError
 from holmesjax.models import gpt
-from holmesjax.plan import EMBED
+from holmesjax.plan import EMBED, layer_names
 from holmesjax.stage import Stage, StageState
 
 FOLDER, MANIFEST, FORMAT = "checkpoints", "manifest.json", 1
@@ -115,7 +115,7 @@ def restore(checkpoint: Checkpoint, stages: Sequence[Stage]) -> list[StageState]
 def restore_params(checkpoint: Checkpoint, model: ModelConfig) -> Any:
     """The parameters of all layers, on the first device. Verify first."""
     here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    params = jax.eval_shape(lambda: gpt.init_params(model, jax.random.key(0)))
+    params = {layer: gpt.param_shapes(layer, model) for layer in layer_names(model.num_layers)}
     shapes = {"params": jax.tree.map(lambda x: x.update(sharding=here), params)}
     return _restore_tree(checkpoint, shapes)["params"]
 

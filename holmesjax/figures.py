@@ -63,7 +63,8 @@ def loss_curve(records: Sequence[Record]) -> Figure:
     validated = [record for record in records if "val_loss" in record]
     if validated:
         at, value = zip(*((r["step"], r["val_loss"]) for r in validated), strict=True)
-        axes.plot(at, value, "o-", color=ORANGE, markersize=4.5, linewidth=1, label="validation")
+        style: dict[str, Any] = {"color": ORANGE, "markersize": 4.5, "linewidth": 1}
+        axes.plot(at, value, "o-", **style, clip_on=False, label="validation")
     bad = [r["step"] for r in records if r["skipped"] or not math.isfinite(r["loss"])]
     if bad:
         height = [0.03] * len(bad)
@@ -177,9 +178,8 @@ def link_traffic(records: Sequence[Record]) -> Figure:
 
 def mesh_picture(plan: Plan, topology: Topology) -> Figure:
     """Clusters, nodes and devices, what joins them, and which stage each device holds."""
-    figure = Figure()
+    figure, clusters = Figure(), topology.clusters
     axes = figure.add_axes((0, 0, 1, 1))
-    clusters = topology.clusters
     places = [place for c in clusters for row in _rows_of_nodes(c.nodes)[0] for place in row]
     rights = [left + max(_node_width(n) + 0.45, _node_width(n) / 2 + 4.5) for n, left in places]
     width = max(MIN_WIDTH, *rights)  # 4.5: for the name of the fabric, right of the last node
@@ -195,8 +195,7 @@ def mesh_picture(plan: Plan, topology: Topology) -> Figure:
         box.set(facecolor="none", edgecolor=MUTED)
         first_device += sum(node.num_devices for node in cluster.nodes)
     lines = ["In each square: the number of the device, and its place along the axes of its mesh."]
-    names = [cluster.name for cluster in clusters]
-    far = [(a, b) for i, a in enumerate(names) for b in names[i + 2 :]]
+    far = [(a.name, b.name) for i, a in enumerate(clusters) for b in clusters[i + 2 :]]
     lines += [f"{a} \u2194 {b}: {_link_text(topology, (a, b))}" for a, b in far]
     for line in lines:
         bottom += 0.42
@@ -212,9 +211,8 @@ def _draw_cluster(
     axes: Axes, cluster: Cluster, plan: Plan, first_device: int, *, top: float
 ) -> float:
     """Draws from `top` down and returns where it ends. One unit is the width of a device."""
-    title = f"cluster {cluster.name}"
-    _text(axes, 0.45, top + 0.45, title, fontsize=11.5, weight="bold")
     y = top + 0.45
+    _text(axes, 0.45, y, f"cluster {cluster.name}", fontsize=11.5, weight="bold")
     for number, stage in enumerate(plan.stages):
         if stage.cluster == cluster.name:
             y += 0.52
@@ -225,22 +223,17 @@ def _draw_cluster(
     rows, num_hidden = _rows_of_nodes(cluster.nodes)
     buses = []
     for row in rows:
-        height = max(_node_height(node) for node, _ in row)
         for node, left in row:
             _draw_node(axes, node, plan, first_device=first_device, left=left, top=y)
             first_device += node.num_devices
-        y += height + 0.2
         if len(cluster.nodes) > 1:
-            buses.append(y + 0.15)
-            _draw_bus(axes, cluster, row, top=y - height - 0.2, y=buses[-1])
-            y += 0.55
+            start = TRUNK if len(rows) > 1 else math.inf
+            buses.append(_draw_bus(axes, cluster, row, start=start, top=y))
+        y += max(_node_height(node) for node, _ in row) + (0.75 if len(cluster.nodes) > 1 else 0.2)
     if len(rows) > 1:  # one fabric: a trunk joins the rows
-        for bus, row in zip(buses, rows, strict=True):
-            end = row[0][1] + _node_width(row[0][0]) / 2
-            axes.plot((TRUNK, end), (bus, bus), color=INK, linewidth=2.5)
         axes.plot((TRUNK, TRUNK), (buses[0], buses[-1]), color=INK, linewidth=2.5)
     if num_hidden:
-        _text(axes, 0.45, y + 0.25, f"and {num_hidden} more nodes", fontsize=9.5, color=MUTED)
+        _text(axes, 0.45, y + 0.25, f"nodes not shown: {num_hidden}", fontsize=9.5, color=MUTED)
         y += 0.5
     return y + 0.15
 
@@ -272,8 +265,7 @@ def _draw_node(
     axes: Axes, node: Node, plan: Plan, *, first_device: int, left: float, top: float
 ) -> None:
     width, height = _node_width(node), _node_height(node)
-    box = FancyBboxPatch((left, top), width, height, boxstyle=ROUND)
-    box.set(facecolor=IDLE, edgecolor=GRID)
+    box = FancyBboxPatch((left, top), width, height, boxstyle=ROUND, fc=IDLE, ec=GRID)
     axes.add_patch(box)
     _text(axes, left + 0.25, top + 0.37, f"{node.name}: {node.num_devices} x {node.device.name}")
     for index in range(node.num_devices):
@@ -304,17 +296,19 @@ def _draw_device(axes: Axes, plan: Plan, device: int, left: float, top: float) -
 
 
 def _draw_bus(
-    axes: Axes, cluster: Cluster, row: Sequence[tuple[Node, float]], *, top: float, y: float
-) -> None:
-    """The fabric of a cluster, under a row of nodes whose upper edge is `top`."""
+    axes: Axes, cluster: Cluster, row: list[tuple[Node, float]], *, start: float, top: float
+) -> float:
+    """The fabric under a row of nodes whose upper edge is `top`; returns its height."""
+    y = top + max(_node_height(node) for node, _ in row) + 0.35
     middles = [left + _node_width(node) / 2 for node, left in row]
-    axes.plot((middles[0], middles[-1]), (y, y), color=INK, linewidth=2.5)
+    axes.plot((min(start, *middles), middles[-1]), (y, y), color=INK, linewidth=2.5)
     for (node, _), middle in zip(row, middles, strict=True):
         axes.plot((middle, middle), (top + _node_height(node), y), color=INK)
     nics = [nic for nic in row[0][0].nics if nic.fabric == cluster.fabric]
     rates = ", ".join(f"{nic.count} x {show(nic.rate_bytes_per_s, 'b/s')}" for nic in nics)
     label = f"{cluster.fabric}, {rates} a node" if nics else cluster.fabric
     _text(axes, middles[-1] + 0.2, y, label, fontsize=8.5, color=MUTED)
+    return y
 
 
 def _draw_link(axes: Axes, label: str, *, x: float, top: float) -> None:
@@ -377,7 +371,7 @@ def _centred_means(values: np.ndarray, window: int) -> np.ndarray:
 
 
 def _mean(values: np.ndarray) -> float:
-    known = values[~np.isnan(values)]
+    known = values
     return float(known.mean()) if len(known) else math.nan
 
 

@@ -17,7 +17,7 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Generic, TypeVar
 
 from holmesjax.errors import PlanError
@@ -32,8 +32,7 @@ class Placement(Generic[A]):
 
     sizes: dict[A, int]  # axis -> size, in the order of the mesh: slowest link first
     devices: tuple[int, ...]  # numbers of the topology, in row-major order of the mesh
-    links: dict[A, Link]  # axis -> the slowest link of its groups; none for an axis of size 1
-    rings: dict[A, int]  # axis -> most of its groups that leave one node and share its interfaces
+    links: dict[A, Link]  # axis -> what each group has of its slowest link; none for size 1
     price_s: float  # sum over axes of bytes times seconds per byte
 
     @property
@@ -76,21 +75,21 @@ def place(
     assert best is not None, "no axes"
     price_s, axes = best
     in_order = {axis: sizes[axis] for axis in axes}
-    slowest = _slowest_pairs(paths, seats, in_order)
     return Placement(
         sizes=in_order,
         devices=tuple(number for node in nodes for number in devices[node]),
-        links={axis: paths.links[pair] for axis, pair in slowest.items()},
-        rings={axis: _rings(seats, in_order, axis) for axis in in_order},
+        links={
+            axis: paths.shared_link(pair, _num_rings(seats, in_order, axis))
+            for axis, pair in _slowest_pairs(paths, seats, in_order).items()
+        },
         price_s=price_s,
     )
 
 
 def _refuse_two_clusters(topology: Topology, nodes: Sequence[str]) -> None:
-    cluster_of = {node.name: cluster for cluster in topology.clusters for node in cluster.nodes}
-    first = cluster_of[nodes[0]]
+    first = topology.cluster_of(nodes[0])
     for node in nodes:
-        if (other := cluster_of[node]).name != first.name:
+        if (other := topology.cluster_of(node)).name != first.name:
             raise PlanError(
                 "mesh",
                 "the devices of one stage must share a fabric, but two of its nodes lie in the "
@@ -117,6 +116,19 @@ class _Paths:
         cost = {pair: 1.0 / links[pair].bandwidth_bytes_per_s for pair in pairs}
         s_per_byte = {(a, b): max(cost[a, a], cost[b, b], cost[a, b], cost[b, a]) for a, b in pairs}
         return cls(links=links, s_per_byte=s_per_byte)
+
+    def shared_link(self, pair: tuple[str, str], num_rings: int) -> Link:
+        """What a group has of the path between two nodes when `num_rings` groups use it at once.
+
+        The groups share the network interfaces of a node, and each has its own devices' links.
+        """
+        a, b = pair
+        link = self.links[pair]
+        if a == b:
+            return link
+        own = [self.links[node, node].bandwidth_bytes_per_s for node in pair]
+        between = [self.links[way].bandwidth_bytes_per_s / num_rings for way in (pair, (b, a))]
+        return replace(link, bandwidth_bytes_per_s=min(*own, *between))
 
 
 def _sorted_by_block(paths: _Paths, num_devices: Mapping[str, int]) -> list[str]:
@@ -170,9 +182,8 @@ def _slowest_pairs(
     return {axis: max(pairs(axis), key=key) for axis in sizes if sizes[axis] > 1}
 
 
-def _rings(seats: Sequence[str], sizes: Mapping[A, int], axis: A) -> int:
+def _num_rings(seats: Sequence[str], sizes: Mapping[A, int], axis: A) -> int:
     """Most groups of an axis that leave any one node; at least 1."""
-    leaving = Counter(
-        node for group in _groups(seats, sizes, axis) if len(set(group)) > 1 for node in set(group)
-    )
+    groups = (set(group) for group in _groups(seats, sizes, axis))
+    leaving = Counter(node for nodes in groups if len(nodes) > 1 for node in nodes)
     return max(leaving.values(), default=1)

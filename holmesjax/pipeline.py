@@ -44,7 +44,7 @@ class Pipeline:
         self._weight = jax.device_put(weight, sharding.replicated(programs[-1].stage.mesh))
 
     def init(self, seed: int) -> list[StageState]:
-        return [programs.init(np.uint32(seed)) for programs in self._programs]
+        return [programs.stage.init(seed) for programs in self._programs]
 
     def train_step(
         self, states: Sequence[StageState], inputs: dict[str, np.ndarray], timeline: Timeline
@@ -203,7 +203,7 @@ class OneStage:
         self._plan, self._programs = plan, programs
 
     def init(self, seed: int) -> list[StageState]:
-        return [self._programs.init(np.uint32(seed))]
+        return [self._programs.stage.init(seed)]
 
     def train_step(
         self, states: Sequence[StageState], inputs: dict[str, np.ndarray], timeline: Timeline

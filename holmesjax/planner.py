@@ -99,17 +99,10 @@ class _Site:
             checkpointing=config.parallel.activation_checkpointing,
         )
 
-    def ring_link(self, axis: Axis) -> Link | None:
-        """What each ring of the axis has of its slowest link; None for an axis of size 1."""
-        if (link := self.placement.links.get(axis)) is None:
-            return None
-        share = link.bandwidth_bytes_per_s / self.placement.rings[axis]
-        return dataclasses.replace(link, bandwidth_bytes_per_s=share)
-
     def times(self, config: Config, num_blocks: int) -> costs.StageTimes:
         shape = self.shape(config, num_blocks)
-        links = self.ring_link(Axis.DATA), self.ring_link(Axis.TENSOR)
-        return costs.stage_times(config.model, shape, self.kinds, *links)
+        data_link, tensor_link = map(self.placement.links.get, (Axis.DATA, Axis.TENSOR))
+        return costs.stage_times(config.model, shape, self.kinds, data_link, tensor_link)
 
     @property
     def usable_bytes(self) -> float:
@@ -376,8 +369,7 @@ def _idle(topology: Topology, sites: Sequence[_Site]) -> dict[str, int]:
     numbers = itertools.count()
     idle = {
         node.name: sum(next(numbers) not in used for _ in range(node.num_devices))
-        for cluster in topology.clusters
-        for node in cluster.nodes
+        for node in topology.nodes
     }
     return {node: num_devices for node, num_devices in idle.items() if num_devices}
 
@@ -387,8 +379,8 @@ def _idle(topology: Topology, sites: Sequence[_Site]) -> dict[str, int]:
 
 def _refuse_number_of_stages(config: Config, topology: Topology, num_stages: int) -> None:
     num_clusters, num_layers = len(topology.clusters), config.model.num_layers
-    num_devices = sum(n.num_devices for cluster in topology.clusters for n in cluster.nodes)
-    most, of = min((num_layers, "layers of the model"), (num_devices, "devices of the topology"))
+    limits = (num_layers, "layers of the model"), (topology.num_devices, "devices of the topology")
+    most, of = min(limits)
     if num_stages > most:
         why = "" if config.parallel.stages else f", one for each of {num_clusters} clusters"
         raise PlanError(

@@ -27,7 +27,6 @@ class Programs:
     """
 
     stage: Stage
-    init: Compiled
     gather: Compiled
     zero_gradients: Compiled
     forward: Compiled
@@ -42,7 +41,6 @@ class WholeStep:
     """Compiled functions of a plan with one stage. `step` donates its state."""
 
     stage: Stage
-    init: Compiled
     step: Compiled
     gather: Compiled
     forward: Compiled
@@ -62,7 +60,6 @@ def compile_stage(stage: Stage) -> Programs:
     forward, saved = _compile_forward(stage, replicas, x_BLD)
     return Programs(
         stage=stage,
-        init=_compile_init(stage),
         gather=_compile(stage.gather, state.params, out=replicas),
         zero_gradients=_compile(stage.zero_gradients, out=gradients),
         forward=forward,
@@ -89,7 +86,6 @@ def compile_whole_step(stage: Stage) -> WholeStep:
     forward, _ = _compile_forward(stage, replicas, None)
     return WholeStep(
         stage=stage,
-        init=_compile_init(stage),
         step=_compile(
             stage.step,
             *(state, batch_shapes(stage, stage.plan.microbatches)),
@@ -131,10 +127,6 @@ def batch_shapes(stage: Stage, num_microbatches: int | None = None) -> Batch:
     where = sharding.batch_sharding(stage.mesh, num_leading=len(lead))
     shape = (*lead, stage.microbatch, stage.model.context_length)
     return {name: jax.ShapeDtypeStruct(shape, np.int32, sharding=where) for name in stage.inputs}
-
-
-def _compile_init(stage: Stage) -> Compiled:
-    return _compile(stage.init, jax.ShapeDtypeStruct((), np.uint32), out=stage.state_shapes)
 
 
 def _compile_forward(

@@ -16,7 +16,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from jax.sharding import Mesh
 
@@ -128,29 +127,33 @@ class Stage:
 
     # ---- state ---------------------------------------------------------------------------------
 
-    def init(self, seed: jax.Array) -> StageState:
-        """The state before the first step: a function of the seed alone, whatever the plan."""
-        key = jax.random.key(seed)
-        params = gpt.init_params(self.model, key, self.layers)
+    def init(self, seed: int) -> StageState:
+        """The state before the first step, on the mesh: a function of the seed, whatever the plan."""
+        params = gpt.init_params(self.model, seed, self.layers)
         if self.borrows_table:
-            table = gpt.init_params(self.model, key, (EMBED,))[EMBED]["token_VD"]
+            table = gpt.init_params(self.model, seed, (EMBED,))[EMBED]["token_VD"]
             params[EMBED] = {"token_VD": table}
-        return StageState(params, self.optimizer.init(params))
+        shardings = jax.tree.map(lambda x: x.sharding, self.state_shapes)
+        params = jax.tree.map(jax.device_put, params, shardings.params)
+        init_optimizer = jax.jit(self.optimizer.init, out_shardings=shardings.opt_state)
+        return StageState(params, init_optimizer(params))
 
     @functools.cached_property
     def state_shapes(self) -> StageState:
         """Shape, dtype and sharding of every array of the state."""
-        shapes = jax.eval_shape(self.init, jax.ShapeDtypeStruct((), np.uint32))
-        shardings = sharding.master_shardings(shapes.params, self.mesh)
-        put = lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s)
+        shapes = {layer: gpt.param_shapes(layer, self.model) for layer in self.layers}
+        if self.borrows_table:
+            shapes[EMBED] = {"token_VD": gpt.param_shapes(EMBED, self.model)["token_VD"]}
+        put = lambda x, where: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where)
+        shardings = sharding.master_shardings(shapes, self.mesh)
         opt_state = optax.tree_utils.tree_map_params(
             self.optimizer,
             put,
-            shapes.opt_state,
+            jax.eval_shape(self.optimizer.init, shapes),
             shardings,
             transform_non_params=lambda x: put(x, sharding.replicated(self.mesh)),
         )
-        return StageState(jax.tree.map(put, shapes.params, shardings), opt_state)
+        return StageState(jax.tree.map(put, shapes, shardings), opt_state)
 
     def _specs(self) -> tuple[Tree, Tree]:
         """Partition specs of the replicas and of the masters."""

@@ -15,8 +15,11 @@ The file that people write is described in `topology_file`.
 import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import combinations, groupby
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
+
+from holmesjax import catalogue, topology_file, units, yaml_files
 
 Fabric = Literal["local", "nvlink", "infiniband", "roce", "ethernet"]
 
@@ -81,3 +84,249 @@ class Topology:
     name: str
     clusters: tuple[Cluster, ...]
     links: dict[tuple[str, str], Link]  # between clusters, one entry each way
+    _homes: dict[str, tuple[Cluster, Node]] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        homes = {node.name: (cluster, node) for cluster in self.clusters for node in cluster.nodes}
+        object.__setattr__(self, "_homes", homes)
+
+    @property
+    def nodes(self) -> tuple[Node, ...]:
+        return tuple(node for cluster in self.clusters for node in cluster.nodes)
+
+    @property
+    def num_devices(self) -> int:
+        return sum(node.num_devices for node in self.nodes)
+
+    def node(self, name: str) -> Node:
+        return self._homes[name][1]
+
+    def cluster_of(self, node: str) -> Cluster:
+        return self._homes[node][0]
+
+    def devices(self, nodes: Sequence[str] | None = None) -> tuple[int, ...]:
+        """Numbers of the devices of some nodes, in the order of the topology; by default of all."""
+        chosen = self._homes.keys() if nodes is None else set(nodes)
+        assert chosen <= self._homes.keys(), f"no nodes {chosen - self._homes.keys()}"
+        return tuple(number for number, node in self._numbered() if node.name in chosen)
+
+    def node_of(self, device: int) -> Node:
+        """The node that holds a device, by its number."""
+        assert 0 <= device < self.num_devices, f"no device {device} of {self.num_devices}"
+        return next(node for number, node in self._numbered() if number == device)
+
+    def _numbered(self) -> Iterator[tuple[int, Node]]:
+        return enumerate(node for node in self.nodes for _ in range(node.num_devices))
+
+    def link(self, node_a: str, node_b: str) -> Link:
+        """The slowest part of the path from one node to another, which all their devices share.
+
+        Within a node it is the link of one device. Between nodes of a cluster it is all NICs of
+        its fabric together; between clusters their link, as far as the NICs of both ends can fill
+        it, where the nodes name NICs of its fabric.
+        """
+        if node_a == node_b:
+            return self.node(node_a).device.link
+        ends = self.node(node_a), self.node(node_b)
+        cluster_a, cluster_b = self.cluster_of(node_a), self.cluster_of(node_b)
+        if cluster_a.name == cluster_b.name:
+            nics = [[nic for nic in end.nics if nic.fabric == cluster_a.fabric] for end in ends]
+            assert all(nics), f"{node_a} and {node_b} have no common {cluster_a.fabric}"
+            return Link(
+                fabric=cluster_a.fabric,
+                bandwidth_bytes_per_s=min(map(_rate_bytes_per_s, nics)),
+                latency_s=max(nic.latency_s for end in nics for nic in end),
+            )
+        link = self.links[cluster_a.name, cluster_b.name]
+        nics = [[nic for nic in end.nics if nic.fabric == link.fabric] for end in ends]
+        rates = [_rate_bytes_per_s(end) for end in nics if end]
+        return replace(link, bandwidth_bytes_per_s=min([link.bandwidth_bytes_per_s, *rates]))
+
+    def hash(self) -> str:
+        """16 hex digits that change with anything in the topology.
+
+        >>> len(load("configs/topologies/ib_roce.yaml").hash())
+        16
+        """
+        return hashlib.sha256(to_yaml(self).encode()).hexdigest()[:16]
+
+
+def _rate_bytes_per_s(nics: Sequence[Nic]) -> float:
+    return sum(nic.rate_bytes_per_s * nic.count for nic in nics)
+
+
+def load(path: str | Path) -> Topology:
+    """Reads a topology from a YAML file. Raises `Mistakes` with all that is wrong with it."""
+    file = topology_file.read(path)
+    links = {(a, b): _link(entry) for entry in file.links for a, b in [entry.between]}
+    return Topology(
+        name=file.name,
+        clusters=tuple(_cluster(entry) for entry in file.clusters),
+        links={(b, a): link for (a, b), link in links.items()} | links,
+    )
+
+
+def _cluster(entry: topology_file.ClusterEntry) -> Cluster:
+    nodes = []
+    for node in topology_file.nodes_of(entry):
+        devices = node.devices or entry.devices
+        nics = entry.nics if node.nics is None else node.nics
+        assert devices is not None, f"{node.name} has no devices"
+        nodes.append(
+            Node(
+                name=node.name,
+                device=_device(devices),
+                num_devices=devices.count,
+                nics=tuple(_nic(nic) for nic in nics or ()),
+            )
+        )
+    return Cluster(name=entry.name, fabric=entry.fabric, nodes=tuple(nodes))
+
+
+def _device(entry: topology_file.DevicesEntry) -> DeviceKind:
+    entry = topology_file.filled(entry, catalogue.DEVICES)
+    peaks = {dtype: getattr(entry.peak_flop_per_s, dtype) for dtype in catalogue.DTYPES}
+    assert entry.memory is not None, entry
+    assert entry.memory_bandwidth is not None, entry
+    assert entry.link is not None, entry
+    return DeviceKind(
+        name=entry.kind,
+        peak_flop_per_s={dtype: peak for dtype, peak in peaks.items() if peak is not None},
+        memory_bytes=entry.memory,
+        memory_bandwidth_bytes_per_s=entry.memory_bandwidth,
+        link=_link(entry.link),
+    )
+
+
+def _nic(entry: topology_file.NicEntry) -> Nic:
+    entry = topology_file.filled(entry, catalogue.NICS)
+    assert entry.fabric is not None, entry
+    assert entry.rate is not None, entry
+    assert entry.latency is not None, entry
+    return Nic(
+        name=entry.kind,
+        fabric=entry.fabric,
+        rate_bytes_per_s=entry.rate,
+        latency_s=entry.latency,
+        count=entry.count,
+    )
+
+
+def _link(entry: topology_file.LinkEntry | topology_file.DeviceLinkEntry) -> Link:
+    return Link(fabric=entry.fabric, bandwidth_bytes_per_s=entry.bandwidth, latency_s=entry.latency)
+
+
+def to_yaml(topology: Topology) -> str:
+    """The file of a topology with every number written out; `load` reads it back as equal."""
+    order = [cluster.name for cluster in topology.clusters]
+    both_ways = [(a, b) for a in order for b in order if (a, b) in topology.links]
+    links = [
+        {"between": [a, b], **_link_values(topology.links[a, b], "b/s")}
+        for a, b in both_ways
+        if order.index(a) < order.index(b) or topology.links[a, b] != topology.links.get((b, a))
+    ]
+    clusters = [_cluster_values(cluster) for cluster in topology.clusters]
+    values = {"name": topology.name, "clusters": clusters} | ({"links": links} if links else {})
+    return yaml_files.to_text(values)
+
+
+def save(topology: Topology, path: str | Path) -> None:
+    """Writes the resolved topology."""
+    Path(path).write_text(to_yaml(topology), encoding="utf-8")
+
+
+def _cluster_values(cluster: Cluster) -> dict[str, Any]:
+    """As in the file: equal nodes with plain names are counted, others are listed."""
+    first, *_ = cluster.nodes
+    shared = _node_values(first)
+    plain = [replace(first, name=f"{cluster.name}-{i}") for i in range(len(cluster.nodes))]
+    nodes: int | list[dict[str, Any]] = len(plain)
+    if list(cluster.nodes) != plain:
+        nodes = [
+            {"name": node.name}
+            | ({} if replace(node, name=first.name) == first else _node_values(node))
+            for node in cluster.nodes
+        ]
+    return {"name": cluster.name, "fabric": cluster.fabric, "nodes": nodes, **shared}
+
+
+def _node_values(node: Node) -> dict[str, Any]:
+    device = node.device
+    peaks = {
+        dtype: units.exact(device.peak_flop_per_s[dtype], "FLOP/s")
+        for dtype in catalogue.DTYPES
+        if dtype in device.peak_flop_per_s
+    }
+    devices = {
+        "kind": device.name,
+        "count": node.num_devices,
+        "peak_flop_per_s": peaks,
+        "memory": units.exact(device.memory_bytes, "B"),
+        "memory_bandwidth": units.exact(device.memory_bandwidth_bytes_per_s, "B/s"),
+        "link": _link_values(device.link, "B/s"),
+    }
+    return {"devices": devices, "nics": [_nic_values(nic) for nic in node.nics]}
+
+
+def _nic_values(nic: Nic) -> dict[str, Any]:
+    return {
+        "kind": nic.name,
+        "count": nic.count,
+        "fabric": nic.fabric,
+        "rate": units.exact(nic.rate_bytes_per_s, "b/s"),
+        "latency": units.exact(nic.latency_s, "s"),
+    }
+
+
+def _link_values(link: Link, unit: units.Unit) -> dict[str, str]:
+    return {
+        "fabric": link.fabric,
+        "bandwidth": units.exact(link.bandwidth_bytes_per_s, unit),
+        "latency": units.exact(link.latency_s, "s"),
+    }
+
+
+def describe(topology: Topology) -> list[str]:
+    """Lines for the console: what there is, cluster by cluster, and the links between them."""
+    num_nodes, num_devices = len(topology.nodes), topology.num_devices
+    lines = [f"topology    {topology.name}: {_counted(num_nodes, 'node')}, {num_devices} devices"]
+    for cluster in topology.clusters:
+        groups = [list(g) for _, g in groupby(cluster.nodes, key=lambda n: replace(n, name=""))]
+        lines += [_group_line(cluster, nodes) for nodes in groups[:GROUPS_SHOWN]]
+        if rest := [node for nodes in groups[GROUPS_SHOWN:] for node in nodes]:
+            count = sum(node.num_devices for node in rest)
+            lines.append(f"  {cluster.name:<9} {_counted(len(rest), 'more node')}, {count} devices")
+    order = [cluster.name for cluster in topology.clusters]
+    for a, b in combinations(order, 2):
+        there, back = topology.links[a, b], topology.links[b, a]
+        if there == back:
+            lines.append(f"  {a} <-> {b}: {_link_text(there)} each way")
+        else:
+            lines += [f"  {a} -> {b}: {_link_text(there)}", f"  {b} -> {a}: {_link_text(back)}"]
+    return lines
+
+
+GROUPS_SHOWN = 2  # of unlike nodes in a cluster
+
+
+def _group_line(cluster: Cluster, nodes: Sequence[Node]) -> str:
+    """One line for equal nodes."""
+    device, nics = nodes[0].device, nodes[0].nics
+    dtype = max(("float32", "bfloat16"), key=lambda dtype: device.peak_flop_per_s.get(dtype, 0.0))
+    speed = units.show(device.peak_flop_per_s[dtype], "FLOP/s")
+    counted_nics = [f"{nic.count} x {nic.name}" if nic.count > 1 else nic.name for nic in nics]
+    num_nodes, num_devices = _counted(len(nodes), "node"), nodes[0].num_devices
+    return (
+        f"  {cluster.name:<9} {num_nodes} x {num_devices} {device.name} "
+        f"({speed} {dtype}, {units.show(device.memory_bytes, 'B')}), "
+        f"{cluster.fabric}: {', '.join(counted_nics) or 'no NICs'}"
+    )
+
+
+def _counted(count: int, noun: str) -> str:
+    return f"{count} {noun}" + "s" * (count != 1)
+
+
+def _link_text(link: Link) -> str:
+    rate, latency_s = link.bandwidth_bytes_per_s, link.latency_s
+    return f"{link.fabric}, {units.show(latency_s, 's')}, {units.show(rate, 'b/s')}"

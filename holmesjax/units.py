@@ -39,7 +39,7 @@ QUANTITY: dict[Unit, tuple[str, str, dict[str, float], dict[str, float]]] = {
     "s": ("duration", "5 us", SECONDS, _scaled(SMALL, "s") | {"min": 60.0, "h": 3600.0}),
     "FLOP/s": ("speed", "989 TFLOP/s", FLOP_PER_S, _scaled(DECIMAL, "FLOP/s")),
 }
-NUMBER = re.compile(r"\s*([-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?)\s*(.*?)\s*", re.DOTALL)
+NUMBER = re.compile(r"([-+]?(?:\d+(?:\.\d*)?|\.\d+)(?:[eE][-+]?\d+)?)\s*(.*)", re.DOTALL)
 
 
 def parse(text: object, unit: Unit) -> float:
@@ -52,7 +52,7 @@ def parse(text: object, unit: Unit) -> float:
     """
     measured, example, scales, _ = QUANTITY[unit]
     fix = f"write a number and a unit, such as {example}"
-    match = NUMBER.fullmatch(text) if isinstance(text, str) else NUMBER.fullmatch(repr(text))
+    match = NUMBER.fullmatch(text.strip() if isinstance(text, str) else repr(text))
     if match is None:
         raise HolmesError(measured, f"must be a {measured}", found=repr(text), fix=fix)
     number, suffix = match.groups()

@@ -23,7 +23,7 @@ LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # libyaml, ten times fas
 
 WORDS: dict[str, bool | None] = {"true": True, "false": False, "null": None, "~": None, "": None}
 INTEGER = re.compile(r"[-+]?\d{1,3}(?:_?\d){0,400}")
-FLOAT = re.compile(r"[-+]?(?:\d+(?:_\d+)*\.?\d*|\.\d+)(?:[eE][-+]?\d+)?")
+FLOAT = re.compile(r"[-+]?(?:\d+(?:_\d+)*(?:\.\d*)?|\.\d+)(?:[eE][-+]?\d+)?")
 INFINITE = re.compile(r"[-+]?\.inf|\.nan", re.IGNORECASE)
 
 
@@ -266,7 +266,7 @@ class _Dumper(yaml.SafeDumper):
         return True
 
     def represent_mapping(self, tag: str, mapping: Any, flow_style: bool | None = None) -> Any:
-        short = None if len(str(mapping)) <= 80 else False  # None: flow if nothing is nested
+        short = None if len(str(mapping)) <= 110 else False  # None: flow if nothing is nested
         node = super().represent_mapping(tag, mapping, flow_style)
         node.flow_style = node.flow_style if short is None else short
         return node

@@ -102,10 +102,11 @@ def test_the_longest_line_has_less_than_120_columns(skipped, grad_norm):
 
 
 def test_lines_come_at_a_steady_interval_and_at_both_ends():
-    lines = run(steps=range(1, 21), step_s=0.7, every_s=2.0, total=20)
-    # First at 0.7 s; then the first step at or after 2.7, 4.7, ... s: no drift from step times.
-    due_s = [0.7 + 2 * i for i in range(7)]
-    expected = [math.ceil(round(at / 0.7, 6)) for at in due_s]
+    lines = run(steps=range(1, 21), step_s=0.9, every_s=2.0, total=20)
+    # First at 0.9 s; then the first step at or after 2.9, 4.9, ... s: no drift from step times.
+    due_s = [0.9 + 2 * i for i in range(9)]
+    expected = [math.ceil(round(at / 0.9, 6)) for at in due_s]
+    assert expected[:4] == [1, 4, 6, 8]
     assert printed_steps(lines) == [*expected, 20]
 
 
@@ -141,6 +142,18 @@ def test_validation_is_printed_at_once():
     console.step(record(1))
     console.step(record(2, val_loss=3.5))
     assert stream.getvalue().splitlines()[1:] == ["step   2/400  val loss 3.500"]
+
+
+def test_the_last_step_comes_before_its_validation():
+    stream, clock = io.StringIO(), Clock()
+    console = Console(every_s=60.0, stream=stream, clock=clock)
+    console.start(2)
+    console.step(record(1))
+    console.step(record(2, val_loss=3.5))
+    assert stream.getvalue().splitlines()[1:] == [
+        step_line(record(2), 2),
+        "step 2/2  val loss 3.500",
+    ]
 
 
 def test_piped_output_has_no_control_characters(monkeypatch):

@@ -182,7 +182,9 @@ def run_ring(arrays, num_rounds, first_offset, adds, link):
 
 @pytest.mark.parametrize("n", [1, 2, 3, 8])
 def test_collectives_take_the_time_of_a_ring_that_gives_the_right_result(n):
-    arrays = [np.random.default_rng(r).integers(9, size=24 * 5).astype(np.float64) for r in range(n)]
+    arrays = [
+        np.random.default_rng(r).integers(9, size=24 * 5).astype(np.float64) for r in range(n)
+    ]
     num_bytes, total = arrays[0].nbytes, sum(arrays)
     chunks, scatter_s = run_ring([a.copy() for a in arrays], n - 1, 0, True, LINK)
     for r in range(n):
@@ -252,4 +254,3 @@ def test_bfloat16_halves_what_is_sent_and_gathered():
     assert costs.boundary_bytes(model, 7, "float32") == 2 * costs.boundary_bytes(
         model, 7, "bfloat16"
     )
-

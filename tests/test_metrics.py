@@ -103,7 +103,7 @@ def test_a_crash_while_cutting_keeps_the_old_file(tmp_path, monkeypatch):
 
 
 def test_of_two_records_of_one_step_the_later_wins(tmp_path):
-    lines = ['{"step": 2, "loss": 1}', '{"step": 3, "loss": 1}', '{"step": 2, "loss": 7}']
+    lines = ['{"step": 3, "loss": 1}', '{"step": 2, "loss": 1}', '{"step": 2, "loss": 7}']
     (tmp_path / FILE).write_text("\n".join(lines) + "\n")
     assert read(tmp_path) == [{"step": 2, "loss": 7}, {"step": 3, "loss": 1}]
 
@@ -129,15 +129,18 @@ def test_a_missing_package_is_refused_before_a_file_changes(log, field, fix, tmp
 
 def test_tensorboard_gets_every_number(tmp_path):
     proto = pytest.importorskip("tensorboardX.proto.event_pb2")
-    with Metrics(tmp_path, LogConfig(tensorboard=True)) as metrics:
+    with Metrics(tmp_path, LogConfig(tensorboard=True), done_steps=6) as metrics:
         metrics.write({"step": 7, "loss": 0.5, "link_bytes": {"stage 0 -> stage 1": 3}})
     [path] = (tmp_path / "tensorboard").iterdir()
-    content, found = path.read_bytes(), []
+    content, found, hidden_from = path.read_bytes(), [], []
     while content:  # a record: 8 bytes of length, 4 of checksum, the event, 4 of checksum
         size = int.from_bytes(content[:8], "little")
         event = proto.Event.FromString(content[12 : 12 + size])
         found += [(event.step, value.tag, value.simple_value) for value in event.summary.value]
+        if event.session_log.status == event.session_log.START:
+            hidden_from.append(event.step)
         content = content[16 + size :]
+    assert hidden_from == [7]  # of earlier attempts
     assert found == [(7, "loss", 0.5), (7, "link_bytes/stage_0_to_stage_1", 3.0)]
 
 

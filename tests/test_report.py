@@ -59,7 +59,7 @@ def machines(cluster_names: list[str]) -> tuple[Plan, Topology]:
     """One stage a cluster, two nodes of two devices each."""
     kind = DeviceKind(
         name="A100",
-        peak_flop_per_s={"bfloat16": 312e12},
+        peak_flop_per_s={"float32": 19.5e12, "bfloat16": 312e12},
         memory_bytes=80e9,
         memory_bandwidth_bytes_per_s=2e12,
         link=Link(fabric="nvlink", bandwidth_bytes_per_s=300e9, latency_s=2e-6),
@@ -126,7 +126,7 @@ TASKS = [task(0, "F", 0, 1), task(1, "F", 1, 2), task(1, "B", 2, 3), task(0, "B"
 
 
 @pytest.fixture
-def make_run(tmp_path, monkeypatch):
+def make_run(tmp_path):
     """Writes the files of a run as the trainer does, and returns its folder."""
 
     def make(
@@ -143,7 +143,7 @@ def make_run(tmp_path, monkeypatch):
             for written in records:
                 metrics.write(written)
         plan.save(run_dir / "plan.yaml")
-        monkeypatch.setattr(topologies, "load", lambda path: topology, raising=False)
+        topologies.save(topology, run_dir / "topology.yaml")
         if tasks is not None:
             (run_dir / "timeline.json").write_text(json.dumps({"step": 3, "tasks": tasks}))
         (run_dir / "config.yaml").write_text(config)
@@ -243,7 +243,7 @@ def test_a_run_without_steps_is_refused(make_run):
 
 def test_names_are_text(make_run):
     name = ATTACK.replace("/", "|")  # a folder's name holds no slash
-    clusters = [ATTACK, '$x_{&quot; id="a" href="#a"']
+    clusters = [ATTACK, '$x_{$&quot; id="a" href="#a"']
     page = read(make_run([record(1)], name=name, clusters=clusters, config=f"run: {ATTACK}\n"))
     assert page.tags["script"] == 0
     assert f"run: {ATTACK}" in page.texts

@@ -129,7 +129,9 @@ def test_simulation_agrees_with_a_ticking_clock(data):
     num_stages = data.draw(st.integers(1, 4))
     name = data.draw(st.sampled_from(NAMES))
     schedules = schedule(name, num_stages, data.draw(st.integers(1, 6)))
-    ticks = lambda low, count: data.draw(st.lists(st.integers(low, 5), min_size=count, max_size=count))
+    ticks = lambda low, count: data.draw(
+        st.lists(st.integers(low, 5), min_size=count, max_size=count)
+    )
     forward, backward = ticks(1, num_stages), ticks(1, num_stages)
     transfer = list(zip(ticks(0, num_stages - 1), ticks(0, num_stages - 1), strict=True))
     simulation = simulate(schedules, forward, backward, transfer)

@@ -12,24 +12,31 @@ Matrix products run in the dtype of the parameters they are given; norms, softma
 compute in float32.
 """
 
+import functools
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from holmesjax import ops
 from holmesjax.config import ModelConfig
 from holmesjax.plan import EMBED, HEAD, layer_names
 
-INIT_STD = 0.02  # Radford et al., "Language Models are Unsupervised Multitask Learners", 2019
+# Initial values. Radford et al., "Language Models are Unsupervised Multitask Learners", 2019: weights
+# that add to the residual stream start smaller, by the root of the number of such additions.
+INIT_STD = 0.02
+RESIDUAL = {"out_HKD", "down_FD"}
+CONSTANTS = {"scale_D": 1.0, "bias_D": 0.0}
 
 Cache = dict[str, jax.Array]  # key_BTGK, value_BTGK
 
 
-def normal(std: float) -> Callable[..., jax.Array]:
-    return nn.initializers.normal(std)
+def declare(layer: nn.Module, name: str, *shape: int) -> jax.Array:
+    """A parameter of a layer. flax wants an initial value; the real one is from `init_params`."""
+    return layer.param(name, nn.initializers.zeros, shape)
 
 
 class Norm(nn.Module):
@@ -39,10 +46,10 @@ class Norm(nn.Module):
 
     @nn.compact
     def __call__(self, x_BLD: jax.Array) -> jax.Array:
-        scale_D = self.param("scale_D", nn.initializers.ones, (self.config.width,))
+        scale_D = declare(self, "scale_D", self.config.width)
         if self.config.norm == "rms_norm":
             return ops.rms_norm(x_BLD, scale_D)
-        bias_D = self.param("bias_D", nn.initializers.zeros, (self.config.width,))
+        bias_D = declare(self, "bias_D", self.config.width)
         return ops.layer_norm(x_BLD, scale_D, bias_D)
 
 
@@ -54,11 +61,10 @@ class Embed(nn.Module):
     @nn.compact
     def __call__(self, token_BL: jax.Array, position_L: jax.Array) -> jax.Array:
         config = self.config
-        token_VD = self.param("token_VD", normal(INIT_STD), (config.vocab_size, config.width))
+        token_VD = declare(self, "token_VD", config.vocab_size, config.width)
         x_BLD = ops.lookup(token_VD, token_BL)
         if config.positions == "learned":
-            shape = (config.context_length, config.width)
-            position_PD = self.param("position_PD", normal(INIT_STD), shape)
+            position_PD = declare(self, "position_PD", config.context_length, config.width)
             x_BLD = x_BLD + position_PD[position_L][None]
         return x_BLD
 
@@ -70,21 +76,15 @@ class Block(nn.Module):
 
     def setup(self) -> None:
         c = self.config
-        residual_std = INIT_STD / (2 * c.num_layers) ** 0.5  # the same paper, section 2.3
         self.attention_norm, self.mlp_norm = Norm(c), Norm(c)
-        kv_shape = (c.width, c.kv_heads, c.head_width)
-        self.query_DHK = self.param(
-            "query_DHK", normal(INIT_STD), (c.width, c.num_heads, c.head_width)
-        )
-        self.key_DGK = self.param("key_DGK", normal(INIT_STD), kv_shape)
-        self.value_DGK = self.param("value_DGK", normal(INIT_STD), kv_shape)
-        self.out_HKD = self.param(
-            "out_HKD", normal(residual_std), (c.num_heads, c.head_width, c.width)
-        )
-        self.up_DF = self.param("up_DF", normal(INIT_STD), (c.width, c.feed_forward_width))
+        self.query_DHK = declare(self, "query_DHK", c.width, c.num_heads, c.head_width)
+        self.key_DGK = declare(self, "key_DGK", c.width, c.kv_heads, c.head_width)
+        self.value_DGK = declare(self, "value_DGK", c.width, c.kv_heads, c.head_width)
+        self.out_HKD = declare(self, "out_HKD", c.num_heads, c.head_width, c.width)
+        self.up_DF = declare(self, "up_DF", c.width, c.feed_forward_width)
         if c.activation == "swiglu":
-            self.gate_DF = self.param("gate_DF", normal(INIT_STD), (c.width, c.feed_forward_width))
-        self.down_FD = self.param("down_FD", normal(residual_std), (c.feed_forward_width, c.width))
+            self.gate_DF = declare(self, "gate_DF", c.width, c.feed_forward_width)
+        self.down_FD = declare(self, "down_FD", c.feed_forward_width, c.width)
 
     def __call__(
         self, x_BLD: jax.Array, position_L: jax.Array, segment_BL: jax.Array | None
@@ -140,8 +140,7 @@ class Head(nn.Module):
             assert token_VD is not None, "a tied head needs the token table"
             output_DV = token_VD.T
         else:
-            shape = (self.config.width, self.config.vocab_size)
-            output_DV = self.param("output_DV", normal(INIT_STD), shape)
+            output_DV = declare(self, "output_DV", self.config.width, self.config.vocab_size)
         return jnp.matmul(h_BLD, output_DV, preferred_element_type=jnp.float32)
 
 
@@ -150,28 +149,39 @@ def module(layer: str, config: ModelConfig) -> nn.Module:
     return {EMBED: Embed, HEAD: Head}.get(layer, Block)(config)
 
 
-def init_params(
-    model: ModelConfig, key: jax.Array, layers: Sequence[str] | None = None
-) -> dict[str, dict]:
-    """Parameters in float32 by layer name: a function of the key alone, not of any plan.
-
-    Args:
-      layers: which of the model's layers; all if None.
-    """
-    return {
-        layer: _init_layer(layer, model, jax.random.fold_in(key, zlib.crc32(layer.encode())))
-        for layer in layers or layer_names(model.num_layers)
-    }
-
-
-def _init_layer(layer: str, config: ModelConfig, key: jax.Array) -> dict:
+def param_shapes(layer: str, config: ModelConfig) -> dict:
+    """Shape and dtype of each of the layer's parameters."""
     position_L = jnp.zeros((1,), jnp.int32)
     x_BLD = jnp.zeros((1, 1, config.width))
-    token_BL = jnp.zeros((1, 1), jnp.int32)
     if layer == EMBED:
-        args: tuple = (token_BL, position_L)
+        args: tuple = (jnp.zeros((1, 1), jnp.int32), position_L)
     elif layer == HEAD:
         args = (x_BLD, jnp.zeros((config.vocab_size, config.width)))
     else:
         args = (x_BLD, position_L, None)
-    return module(layer, config).init(key, *args)["params"]
+    init = functools.partial(module(layer, config).init, jax.random.key(0))
+    return jax.eval_shape(init, *args)["params"]
+
+
+def init_params(
+    config: ModelConfig, seed: int, layers: Sequence[str] | None = None
+) -> dict[str, dict]:
+    """Parameters by layer name, float32 NumPy: a function of the seed, not of any plan.
+
+    They are drawn on the host: XLA takes seconds to compile the random numbers of one layer.
+
+    Args:
+      layers: which of the model's layers; all if None.
+    """
+
+    def draw(path: tuple, shape: jax.ShapeDtypeStruct) -> np.ndarray:
+        name = path[-1].key
+        if name in CONSTANTS:
+            return np.full(shape.shape, CONSTANTS[name], np.float32)
+        where = "/".join(key.key for key in path)
+        random = np.random.default_rng([seed, zlib.crc32(where.encode())])
+        shrink = (2 * config.num_layers) ** -0.5 if name in RESIDUAL else 1.0
+        return random.standard_normal(shape.shape, np.float32) * np.float32(INIT_STD * shrink)
+
+    shapes = {layer: param_shapes(layer, config) for layer in layers or layer_names(config.num_layers)}
+    return jax.tree_util.tree_map_with_path(draw, shapes)

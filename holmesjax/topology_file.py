@@ -1,0 +1,315 @@
+"""The topology file as people write it: its keys, the catalogue behind it, and what must hold.
+
+A file of ten lines describes a whole topology, because a device or a NIC is named by its `kind` in
+the catalogue and equal nodes are counted. `read` finds every mistake at once and fills the kinds
+in; `topology` makes its values of the result.
+"""
+
+import dataclasses
+import functools
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field
+
+from holmesjax import catalogue, schema, units, yaml_files
+from holmesjax.errors import HolmesError, Mistakes, TopologyError
+from holmesjax.yaml_files import Document, Keys
+
+
+def _quantity(unit: units.Unit) -> BeforeValidator:
+    return BeforeValidator(functools.partial(units.parse, unit=unit))
+
+
+Name = Annotated[str, Field(min_length=1, strict=True)]
+Count = Annotated[int, Field(ge=1, le=10_000, strict=True)]
+Size = Annotated[float, _quantity("B"), Field(gt=0)]
+NetworkRate = Annotated[float, _quantity("b/s"), Field(gt=0)]
+MemoryRate = Annotated[float, _quantity("B/s"), Field(gt=0)]
+Speed = Annotated[float, _quantity("FLOP/s"), Field(gt=0)]
+Latency = Annotated[float, _quantity("s")]
+Network = Literal["infiniband", "roce", "ethernet"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PeakEntry:
+    """Dense, by dtype."""
+
+    float32: Speed | None = None
+    tf32: Speed | None = None
+    float16: Speed | None = None
+    bfloat16: Speed | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DeviceLinkEntry:
+    """From one device to the others of its node, one way."""
+
+    fabric: Literal["local", "nvlink"]
+    bandwidth: MemoryRate
+    latency: Latency
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DevicesEntry:
+    """Equal devices of a node: a kind of the catalogue, with whatever differs from it."""
+
+    kind: Name
+    count: Count
+    peak_flop_per_s: PeakEntry = PeakEntry()
+    memory: Size | None = None
+    memory_bandwidth: MemoryRate | None = None
+    link: DeviceLinkEntry | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NicEntry:
+    """Equal NICs of a node: a kind of the catalogue, with whatever differs from it."""
+
+    kind: Name
+    count: Count = 1
+    fabric: Network | None = None
+    rate: NetworkRate | None = None
+    latency: Latency | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NodeEntry:
+    """One node of a cluster with unequal nodes; what it leaves out is the cluster's."""
+
+    name: Name
+    devices: DevicesEntry | None = None
+    nics: tuple[NicEntry, ...] | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ClusterEntry:
+    """Nodes joined by one fabric; `local` is a single node."""
+
+    name: Name
+    fabric: Literal["local", "infiniband", "roce", "ethernet"]
+    nodes: Count | tuple[NodeEntry, ...]
+    devices: DevicesEntry | None = None  # of each node
+    nics: tuple[NicEntry, ...] | None = None  # of each node
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LinkEntry:
+    """Between two clusters: both ways, unless another entry names them in the other order."""
+
+    between: tuple[Name, ...]
+    fabric: Network
+    bandwidth: NetworkRate  # one way
+    latency: Latency
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TopologyEntry:
+    """The file."""
+
+    name: Name
+    clusters: tuple[ClusterEntry, ...]
+    links: tuple[LinkEntry, ...] = ()
+
+
+def read(path: str | Path) -> TopologyEntry:
+    """Reads a topology file. Raises `Mistakes` with all that is wrong with it."""
+    document = yaml_files.read(path, TopologyError)
+    file, mistakes = schema.read(TopologyEntry, document)
+    mistakes += schema.findings(_clusters_make_sense, document, file)
+    mistakes += schema.findings(_links_join_clusters, document, file)
+    if mistakes:
+        raise Mistakes(mistakes)
+    entry: TopologyEntry = schema.build(file)
+    return entry
+
+
+def nodes_of(cluster: ClusterEntry) -> list[NodeEntry]:
+    """Every node of a cluster with a name; counted nodes are called `<cluster>-<i>`."""
+    if isinstance(cluster.nodes, int):
+        return [NodeEntry(name=f"{cluster.name}-{i}") for i in range(cluster.nodes)]
+    return list(cluster.nodes)
+
+
+def filled(entry: Any, kinds: dict[str, dict[str, Any]]) -> Any:
+    """A `DevicesEntry` or `NicEntry` with what it leaves out taken from the catalogue.
+
+    >>> filled(NicEntry(kind="roce_100", count=4), catalogue.NICS).rate
+    12500000000.0
+    """
+    if entry.kind not in kinds or not _gaps(entry, isinstance(entry, DevicesEntry)):
+        return entry
+    values = {"kind": entry.kind, "count": entry.count, **kinds[entry.kind]}
+    document = Document(file="holmesjax/catalogue.py", error=TopologyError, values=values)
+    known, mistakes = schema.read(type(entry), document)
+    assert not mistakes, mistakes
+    return _merged(entry, schema.build(known))
+
+
+def _merged(entry: Any, kind: Any) -> Any:
+    """`entry`, with the values of `kind` where it has none; peaks dtype by dtype."""
+    if entry is None or not isinstance(entry, NicEntry | DevicesEntry | PeakEntry):
+        return kind if entry is None else entry
+    names = [field.name for field in dataclasses.fields(entry)]
+    values = {name: _merged(getattr(entry, name), getattr(kind, name)) for name in names}
+    return type(entry)(**values)
+
+
+def _gaps(entry: Any, is_device: bool) -> list[str]:
+    """What an entry must still say to be complete, with the peaks of the dtypes we compute in."""
+    if not is_device:
+        return [name for name in ("fabric", "rate", "latency") if getattr(entry, name) is None]
+    names = ("memory", "memory_bandwidth", "link")
+    peaks = entry.peak_flop_per_s
+    missing = [dtype for dtype in ("float32", "bfloat16") if getattr(peaks, dtype) is None]
+    gaps = [name for name in names if getattr(entry, name) is None]
+    return [*gaps, *(f"peak_flop_per_s.{dtype}" for dtype in missing)]
+
+
+# What must hold in a file, beyond the type of each value. A check reads `schema.Known` entries, so
+# that it can run on a file with other mistakes.
+
+
+def _clusters_make_sense(document: Document, file: TopologyEntry) -> Iterator[HolmesError]:
+    if not file.clusters:
+        fix = "describe at least one cluster"
+        yield document.mistake(("clusters",), "must not be empty", found="an empty list", fix=fix)
+    yield from schema.findings(_cluster_names_differ, document, file)
+    yield from schema.findings(_node_names_differ, document, file)
+    for i, cluster in enumerate(file.clusters):
+        for check in (_kinds_exist, _nodes_have_devices, _fabric_has_nics):
+            yield from schema.findings(check, document, ("clusters", i), cluster)
+
+
+def _cluster_names_differ(document: Document, file: TopologyEntry) -> Iterator[HolmesError]:
+    seen: set[str] = set()
+    for i, cluster in enumerate(file.clusters):
+        if cluster.name in seen:
+            keys = ("clusters", i, "name")
+            fix = f"call it {cluster.name}_{i}, say"
+            yield document.mistake(keys, "is the name of two clusters", found=cluster.name, fix=fix)
+        seen.add(cluster.name)
+
+
+def _node_names_differ(document: Document, file: TopologyEntry) -> Iterator[HolmesError]:
+    seen: set[str] = set()
+    for i, cluster in enumerate(file.clusters):
+        for j, node in enumerate(nodes_of(cluster)):
+            if node.name in seen and not isinstance(cluster.nodes, int):
+                keys = ("clusters", i, "nodes", j, "name")
+                fix = f"call it {cluster.name}-{j}, say"
+                yield document.mistake(keys, "is the name of two nodes", found=node.name, fix=fix)
+            seen.add(node.name)
+
+
+def _entries(cluster: ClusterEntry, keys: Keys) -> Iterator[tuple[Keys, DevicesEntry | NicEntry]]:
+    """Every description of devices or NICs in a cluster, and where it is."""
+    owners: list[tuple[Keys, Any]] = [(keys, cluster)]
+    if isinstance(cluster.nodes, tuple):
+        owners += [((*keys, "nodes", j), node) for j, node in enumerate(cluster.nodes)]
+    for place, owner in owners:
+        if owner.devices is not None:
+            yield (*place, "devices"), owner.devices
+        for j, nic in enumerate(owner.nics or ()):
+            yield (*place, "nics", j), nic
+
+
+def _kinds_exist(document: Document, keys: Keys, cluster: ClusterEntry) -> Iterator[HolmesError]:
+    for place, entry in _entries(cluster, keys):
+        yield from schema.findings(_kind_exists, document, place, entry)
+
+
+def _kind_exists(document: Document, keys: Keys, known: Any) -> Iterator[HolmesError]:
+    is_device = keys[-1] == "devices"
+    kinds = catalogue.DEVICES if is_device else catalogue.NICS
+    if known.kind not in kinds and (gaps := _gaps(known, is_device)):
+        fix = f"{schema.near(known.kind, list(kinds))} Or add {', '.join(gaps)}"
+        problem = "is not in the catalogue"
+        yield document.mistake((*keys, "kind"), problem, found=known.kind, fix=fix)
+
+
+def _nodes_have_devices(
+    document: Document, keys: Keys, cluster: ClusterEntry
+) -> Iterator[HolmesError]:
+    fix = "add devices: {kind: h100, count: 8}, say"
+    if cluster.nodes == ():
+        fix = "give a number, or a list of nodes"
+        yield document.mistake((*keys, "nodes"), "must not be empty", found="[]", fix=fix)
+    elif isinstance(cluster.nodes, int) and cluster.devices is None:
+        yield document.mistake((*keys, "devices"), "is missing", found="nothing", fix=fix)
+    elif not isinstance(cluster.nodes, int) and cluster.devices is None:
+        for j, node in enumerate(cluster.nodes):
+            if node.devices is None:
+                place = (*keys, "nodes", j, "devices")
+                yield document.mistake(place, "is missing", found="nothing", fix=fix)
+
+
+def _fabric_has_nics(
+    document: Document, keys: Keys, cluster: ClusterEntry
+) -> Iterator[HolmesError]:
+    if cluster.fabric == "local":
+        num_nodes = len(nodes_of(cluster))
+        if num_nodes > 1:
+            problem = "must be infiniband, roce or ethernet: local is the inside of one node"
+            fix = "name the network between the nodes, or set nodes to 1"
+            found = f"local, with {num_nodes} nodes"
+            yield document.mistake((*keys, "fabric"), problem, found=found, fix=fix)
+        return
+    owners: list[tuple[Keys, Any]] = [(keys, cluster)]
+    if not isinstance(cluster.nodes, int):
+        owners = [((*keys, "nodes", j), node) for j, node in enumerate(cluster.nodes)]
+    for place, owner in owners:
+        nics = cluster.nics if owner.nics is None else owner.nics
+        fabrics = {_nic_fabric(nic) for nic in nics or ()}
+        if not fabrics & {cluster.fabric, None}:
+            problem = f"none is on the fabric {cluster.fabric} of the cluster"
+            found = ", ".join(nic.kind for nic in nics or ()) or "no NICs"
+            offers = catalogue.NICS.items()
+            kinds = ", ".join(kind for kind, nic in offers if nic["fabric"] == cluster.fabric)
+            fix = f"add one of {kinds}, or correct the fabric"
+            yield document.mistake((*place, "nics"), problem, found=found, fix=fix)
+
+
+def _nic_fabric(nic: NicEntry) -> str | None:
+    """None if it is not known, because the kind is a mistake."""
+    return nic.fabric or catalogue.NICS.get(nic.kind, {}).get("fabric")
+
+
+def _links_join_clusters(document: Document, file: TopologyEntry) -> Iterator[HolmesError]:
+    names = [cluster.name for cluster in file.clusters]
+    wrong = [
+        mistake
+        for i, link in enumerate(file.links)
+        for mistake in schema.findings(_ends_exist, document, ("links", i), link, names)
+    ]
+    yield from wrong
+    pairs = [tuple(link.between) for link in file.links]
+    for i, pair in enumerate(pairs):
+        if pair in pairs[:i]:
+            fix = f"remove one, or write [{', '.join(reversed(pair))}] for the other way"
+            found = f"[{', '.join(pair)}] again"
+            yield document.mistake(("links", i, "between"), "is given twice", found=found, fix=fix)
+    for a, b in itertools.combinations(dict.fromkeys(names), 2):
+        if not wrong and not {(a, b), (b, a)} & set(pairs):
+            fix = (
+                f"add {{between: [{a}, {b}], fabric: ethernet, bandwidth: 25 Gb/s, latency: 50 us}}"
+            )
+            problem = f"no link joins the clusters {a!r} and {b!r}"
+            yield document.mistake(("links",), problem, found="no link", fix=fix)
+
+
+def _ends_exist(
+    document: Document, keys: Keys, link: LinkEntry, names: list[str]
+) -> Iterator[HolmesError]:
+    place, ends = (*keys, "between"), link.between
+    if len(ends) != 2 or ends[0] == ends[1]:
+        found = f"[{', '.join(ends)}]"
+        fix = f"write two of {', '.join(names)}, the first one as the sender"
+        yield document.mistake(place, "must be two clusters", found=found, fix=fix)
+    for i, name in enumerate(ends):
+        if name not in names:
+            fix = schema.near(name, names)
+            yield document.mistake((*place, i), "no such cluster", found=name, fix=fix)

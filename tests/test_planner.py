@@ -1,0 +1,512 @@
+"""Plans are data: checked against brute force, then pinned in files a reviewer can read."""
+
+import dataclasses
+import itertools
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings, strategies as st
+
+from holmesjax.config import (
+    Config,
+    DataConfig,
+    ModelConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    RunConfig,
+    TrainConfig,
+)
+from holmesjax.errors import PlanError
+from holmesjax.plan import Axis, Plan, describe, layer_names
+from holmesjax.planner import USABLE_MEMORY, make_plan, split_layers
+from holmesjax.topology import Cluster, DeviceKind, Link, Nic, Node, Topology
+
+GIB = 2.0**30
+NIC = {"infiniband": (50e9, 8), "roce": (25e9, 4), "ethernet": (3e9, 1)}
+
+
+def make_cluster(name, fabric, counts, *, speed=1.0, memory_gib=80.0):
+    """`speed` 1 is about an H100."""
+    device = DeviceKind(
+        name=f"gpu-{speed:g}",
+        peak_flop_per_s={"float32": 67e12 * speed, "bfloat16": 989e12 * speed},
+        memory_bytes=memory_gib * GIB,
+        memory_bandwidth_bytes_per_s=3.35e12 * speed,
+        link=Link(fabric="nvlink", bandwidth_bytes_per_s=450e9, latency_s=2e-6),
+    )
+    rate, count = NIC[fabric]
+    nic = Nic(name=fabric, fabric=fabric, rate_bytes_per_s=rate, latency_s=3e-6, count=count)
+    nodes = tuple(
+        Node(name=f"{name}-{i}", device=device, num_devices=num, nics=(nic,))
+        for i, num in enumerate(counts)
+    )
+    return Cluster(name=name, fabric=fabric, nodes=nodes)
+
+
+def make_topology(*clusters, ethernet_bytes_per_s=3e9):
+    link = Link(fabric="ethernet", bandwidth_bytes_per_s=ethernet_bytes_per_s, latency_s=1e-4)
+    names = [cluster.name for cluster in clusters]
+    return Topology(
+        name="test",
+        clusters=clusters,
+        links={pair: link for pair in itertools.permutations(names, 2)},
+    )
+
+
+def two_clusters(*, slow=0.5, **link):
+    return make_topology(
+        make_cluster("ib", "infiniband", (8, 8)),
+        make_cluster("roce", "roce", (8, 8), speed=slow),
+        **link,
+    )
+
+
+def make_config(*, model=None, train=None, **parallel):
+    sizes = {"num_layers": 12, "width": 1024, "num_heads": 16, "context_length": 1024}
+    return Config(
+        topology="test.yaml",
+        run=RunConfig(dir="run"),
+        train=TrainConfig(
+            **{"steps": 1, "global_batch": 64, "compute_dtype": "bfloat16", **(train or {})}
+        ),
+        model=ModelConfig(**{**sizes, "vocab_size": 32000, **(model or {})}),
+        data=DataConfig(corpus="x"),
+        optimizer=OptimizerConfig(learning_rate=1e-3),
+        parallel=ParallelConfig(**{"tensor": 8, "microbatches": 8, **parallel}),
+    )
+
+
+def compositions(total, parts):
+    """All ways to write a number as an ordered sum of positive numbers."""
+    for cuts in itertools.combinations(range(1, total), parts - 1):
+        edges = (0, *cuts, total)
+        yield tuple(b - a for a, b in itertools.pairwise(edges))
+
+
+def split_of(plan):
+    return tuple(stage.num_blocks for stage in plan.stages)
+
+
+def slowest_stage_s(plan):
+    """Per step, everything that a stage does, compute and network."""
+    return max(sum(stage.seconds.values()) for stage in plan.stages)
+
+
+# ---- the layer split -----------------------------------------------------------------------------
+
+SPEEDS = {"equal": [1, 1, 1], "two_speeds": [3, 3, 1], "steep": [5, 2, 1], "single": [4]}
+
+
+@pytest.mark.parametrize("speeds", SPEEDS.values(), ids=SPEEDS)
+@pytest.mark.parametrize("num_layers", [4, 5, 10])
+def test_no_split_has_a_faster_slowest_stage(num_layers, speeds):
+    seconds = [lambda n, v=v: n / v for v in speeds]
+    slowest = lambda layers: max(s(n) for s, n in zip(seconds, layers, strict=True))
+    split = split_layers(num_layers, seconds)
+    assert sum(split) == num_layers
+    assert min(split) >= 1
+    assert slowest(split) == min(map(slowest, compositions(num_layers, len(speeds))))
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    stages=st.lists(
+        st.tuples(st.integers(1, 20), st.integers(0, 50), st.integers(1, 9)), min_size=1, max_size=4
+    ),
+    extra=st.integers(0, 7),
+)
+def test_no_split_is_faster_whatever_the_stages_cost(stages, extra):
+    """Each stage: seconds per layer, seconds besides, and the layers that its memory holds."""
+    num_layers = len(stages) + extra
+    seconds = [
+        lambda n, a=a, b=b, most=most: a * n + b if n <= most else float("inf")
+        for a, b, most in stages
+    ]
+    slowest = lambda layers: max(s(n) for s, n in zip(seconds, layers, strict=True))
+    best = min(map(slowest, compositions(num_layers, len(stages))))
+    assert slowest(split_layers(num_layers, seconds)) == best
+
+
+def test_ties_go_to_the_stage_with_the_fewest_microbatches_in_flight():
+    assert split_layers(4, [lambda n: n] * 3) == (1, 1, 2)
+
+
+@pytest.mark.parametrize("slow", [0.1, 0.5, 1.0, 3.0])
+@pytest.mark.parametrize("microbatches", [1, 8])
+@pytest.mark.parametrize("stages", [2, 3, 4])
+def test_no_plan_has_a_faster_slowest_stage(slow, microbatches, stages):
+    topology = two_clusters(slow=slow)
+    if stages == 3:
+        topology = make_topology(*topology.clusters, make_cluster("eth", "ethernet", (8,)))
+    plan = make_plan(make_config(microbatches=microbatches, stages=stages), topology)
+    clusters = [stage.cluster for stage in plan.stages]
+    for layers in compositions(12, stages):
+        config = make_config(microbatches=microbatches, stages=stages, layers=layers)
+        other = make_plan(config, topology)
+        assert split_of(other) == layers
+        if [stage.cluster for stage in other.stages] == clusters:
+            assert slowest_stage_s(plan) <= slowest_stage_s(other)
+
+
+def test_the_slow_cluster_gets_fewer_layers():
+    splits = [split_of(make_plan(make_config(), two_clusters(slow=s))) for s in (0.25, 0.5, 1.0)]
+    assert [first for first, _ in splits] == sorted((first for first, _ in splits), reverse=True)
+    assert splits[0][0] > splits[0][1]
+    # Of equal clusters, the one with the head, which costs as much as layers, holds fewer.
+    assert splits[2][0] > splits[2][1]
+
+
+# ---- the whole plan ------------------------------------------------------------------------------
+
+
+def two_uneven():
+    return make_topology(
+        make_cluster("ib", "infiniband", (4, 2)), make_cluster("roce", "roce", (3,), speed=0.7)
+    )
+
+
+PLANS = {
+    "two_clusters": lambda: make_plan(make_config(), two_clusters()),
+    "uneven_nodes": lambda: make_plan(
+        make_config(tensor=1, microbatches=2, train={"global_batch": 48}), two_uneven()
+    ),
+    "one_stage": lambda: make_plan(
+        make_config(stages=1, tensor=2, microbatches=1, schedule="gpipe"),
+        make_topology(make_cluster("only", "ethernet", (4,))),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_plan_matches_golden(name, request):
+    """To accept a change on purpose: pytest --update-golden, then read the diff."""
+    path = Path(__file__).parent / "golden" / f"plan_{name}.json"
+    text = dataclasses.replace(PLANS[name](), topology_hash="-").to_json()
+    if request.config.getoption("--update-golden"):
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text)
+    assert path.read_text() == text
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_every_plan_holds_every_layer_and_adds_up(name):
+    plan = PLANS[name]()
+    layers = [layer for stage in plan.stages for layer in stage.layers]
+    assert tuple(layers) == layer_names(12)
+    assert plan.num_layers == 12
+    assert sum(plan.shares.values()) == pytest.approx(1.0, abs=1e-12)
+    assert min(plan.shares.values()) >= 0.0
+    assert list(plan.shares) == ["compute", "tensor", "data", "boundary", "bubble"]
+    devices = [device for stage in plan.stages for device in stage.devices]
+    assert len(set(devices)) == len(devices)
+    for stage in plan.stages:
+        assert plan.global_batch % (stage.mesh[Axis.DATA] * plan.microbatches) == 0
+
+
+def test_two_clusters_become_two_stages_with_data_on_rdma_and_tensor_on_nvlink():
+    plan = PLANS["two_clusters"]()
+    assert [stage.cluster for stage in plan.stages] == ["ib", "roce"]
+    assert [stage.nodes for stage in plan.stages] == [("ib-0", "ib-1"), ("roce-0", "roce-1")]
+    for stage, fabric in zip(plan.stages, ("infiniband", "roce"), strict=True):
+        assert stage.mesh == {Axis.DATA: 2, Axis.TENSOR: 8}
+        assert stage.fabrics == {Axis.DATA: fabric, Axis.TENSOR: "nvlink"}
+    assert plan.stages[1].devices == tuple(range(16, 32))
+    # 8 sequences of 1024 tokens of width 1024, in two bytes.
+    assert plan.boundary_bytes == 8 * 1024 * 1024 * 2
+
+
+def test_one_stage_takes_the_sum_of_its_parts():
+    plan = PLANS["one_stage"]()
+    [stage] = plan.stages
+    assert stage.seconds["boundary"] == plan.boundary_bytes == plan.shares["boundary"] == 0.0
+    assert plan.step_time_s == pytest.approx(sum(stage.seconds.values()))
+    assert plan.shares["bubble"] == pytest.approx(0.0, abs=1e-12)
+    assert plan.shares["compute"] == pytest.approx(stage.seconds["compute"] / plan.step_time_s)
+
+
+def test_the_bubble_of_even_stages_is_near_the_closed_form():
+    """(p - 1) / (m + p - 1), when layers are all there is: a tiny vocabulary, no network."""
+    model = {"vocab_size": 256, "num_layers": 64}
+    cluster = make_cluster("ib", "infiniband", (1,) * 4)
+    parallel = {"tensor": 1, "microbatches": 8, "activation_checkpointing": "full"}
+    plan = make_plan(make_config(stages=4, model=model, **parallel), make_topology(cluster))
+    assert split_of(plan) == (16, 16, 16, 16)
+    assert plan.shares["bubble"] == pytest.approx(3 / 11 * (1 - plan.shares["boundary"]), rel=0.02)
+
+
+def test_tied_embeddings_send_the_table_once_a_step():
+    topology = two_clusters()
+    plans = [make_plan(make_config(model={"tied_embeddings": t}), topology) for t in (False, True)]
+    table_s = 4 * 32000 * 1024 / 3e9 + 1e-4
+    untied, tied = plans
+    assert tied.step_time_s >= untied.step_time_s + 2 * table_s - 1e-9
+    for before, after in zip(untied.stages, tied.stages, strict=True):
+        sent_s = after.seconds["boundary"] - before.seconds["boundary"]
+        assert sent_s == pytest.approx(table_s)
+
+
+def test_a_slower_ethernet_makes_a_slower_plan():
+    steps = [
+        make_plan(make_config(), two_clusters(ethernet_bytes_per_s=rate)).step_time_s
+        for rate in (1e8, 1e9, 1e10, 1e11)
+    ]
+    assert steps == sorted(steps, reverse=True)
+    assert len(set(steps)) == 4
+
+
+# ---- clusters, stages and idle devices -----------------------------------------------------------
+
+
+def three_clusters():
+    return make_topology(
+        make_cluster("slow", "ethernet", (8,), speed=0.2),
+        make_cluster("ib", "infiniband", (8, 8)),
+        make_cluster("roce", "roce", (8, 8), speed=0.9),
+    )
+
+
+def test_fewer_stages_than_clusters_use_the_best_and_name_the_idle():
+    plan = make_plan(make_config(stages=2), three_clusters())
+    assert [stage.cluster for stage in plan.stages] == ["ib", "roce"]
+    assert plan.idle == {"slow-0": 8}
+    assert any("idle" in line and "slow-0 8" in line for line in describe(plan))
+    one = make_plan(make_config(stages=1), three_clusters())
+    assert [stage.cluster for stage in one.stages] == ["ib"]
+    assert one.idle == {"slow-0": 8, "roce-0": 8, "roce-1": 8}
+
+
+def test_more_stages_than_clusters_are_shared_out_and_take_whole_nodes():
+    plan = make_plan(make_config(stages=4), two_clusters())
+    assert [stage.nodes for stage in plan.stages] == [
+        ("ib-0",),
+        ("ib-1",),
+        ("roce-0",),
+        ("roce-1",),
+    ]
+    assert plan.idle == {}
+    # Three stages: the fast cluster may hold one or two; no other split is faster.
+    three = make_plan(make_config(stages=3), two_clusters())
+    assert {stage.cluster for stage in three.stages} == {"ib", "roce"}
+    assert sum(len(stage.devices) for stage in three.stages) == 32
+
+
+def test_the_layers_of_the_run_decide_the_number_of_stages():
+    plan = make_plan(make_config(layers=(3, 4, 5)), two_clusters())
+    assert split_of(plan) == (3, 4, 5)
+
+
+def test_asked_for_fewer_replicas_the_rest_stays_idle_in_whole_groups():
+    topology = make_topology(make_cluster("ib", "infiniband", (3, 3)))
+    plan = make_plan(make_config(tensor=2, data=2), topology)
+    [stage] = plan.stages
+    assert stage.devices == (0, 1, 3, 4)  # a pair from each node, not a pair across both
+    assert stage.fabrics[Axis.TENSOR] == "nvlink"
+    assert plan.idle == {"ib-0": 1, "ib-1": 1}
+
+
+def test_stages_may_have_different_numbers_of_replicas():
+    plan = PLANS["uneven_nodes"]()
+    assert [stage.mesh[Axis.DATA] for stage in plan.stages] == [6, 3]
+
+
+# ---- refusals ------------------------------------------------------------------------------------
+
+
+def refusal(config, topology):
+    with pytest.raises(PlanError) as raised:
+        make_plan(config, topology)
+    return raised.value
+
+
+def test_a_batch_that_does_not_divide_is_refused_with_a_value_that_works():
+    config = make_config(tensor=1, microbatches=2, train={"global_batch": 20})
+    error = refusal(config, two_uneven())
+    assert error.where == "train.global_batch"
+    assert "on stage 0 6 * 2 = 12" in error.problem
+    assert "20 / 12 leaves 8" in error.found
+    assert "train.global_batch=12 or 24" in error.fix
+    for batch in (12, 24):
+        make_plan(
+            make_config(tensor=1, microbatches=2, train={"global_batch": batch}), two_uneven()
+        )
+
+
+def test_devices_that_tensor_does_not_divide_are_refused():
+    error = refusal(make_config(tensor=4), two_uneven())
+    assert error.where == "parallel.tensor"
+    assert "stage 0 has 6 devices of cluster 'ib'" in error.problem
+    assert error.found == "6 / 4 leaves 2"
+    assert "parallel.tensor=1 or 2 or 3 or 6" in error.fix
+
+
+def test_more_replicas_than_devices_are_refused():
+    error = refusal(make_config(tensor=2, data=4), make_topology(make_cluster("a", "roce", (6,))))
+    assert error.where == "parallel.data"
+    assert error.found == "4 * 2 = 8"
+    assert "parallel.data=3 or less" in error.fix
+
+
+def test_devices_that_stages_cannot_share_are_refused():
+    error = refusal(make_config(tensor=1, stages=4), make_topology(make_cluster("a", "roce", (6,))))
+    assert error.where == "parallel.stages"
+    assert "6 / 4 stages leaves 2" in error.problem
+    assert "1, 2, 3, 6" in error.fix
+
+
+def test_more_stages_than_layers_or_devices_are_refused():
+    error = refusal(make_config(model={"num_layers": 2}), three_clusters())
+    assert "at most 2, the number of layers" in error.problem
+    assert "3 stages, one for each of 3 clusters" in error.found
+    assert split_of(make_plan(make_config(model={"num_layers": 2}, stages=2), three_clusters()))
+    small = make_topology(make_cluster("a", "roce", (2,)))
+    assert "2, the number of devices" in refusal(make_config(tensor=1, stages=3), small).problem
+
+
+def test_a_stage_that_does_not_fit_is_refused_with_a_remedy_that_works():
+    topology = make_topology(make_cluster("a", "roce", (2,), memory_gib=16))
+    config = make_config(tensor=2, microbatches=1, train={"global_batch": 8})
+    error = refusal(config, topology)
+    assert error.where == "stage 0"
+    assert "does not fit gpu-1 in cluster 'a'" in error.problem
+    assert "GiB more than 90% of its 16 GiB" in error.problem
+    assert "activations" in error.found
+    assert "activation_checkpointing=dots" in error.fix
+    changed = make_config(
+        tensor=2, microbatches=1, train={"global_batch": 8}, activation_checkpointing="dots"
+    )
+    [stage] = make_plan(changed, topology).stages
+    assert sum(stage.memory_bytes.values()) <= USABLE_MEMORY * 16 * GIB
+
+
+@pytest.mark.parametrize(
+    "memory_gib, num_layers, fix",
+    [(1.0, 12, "parallel.tensor or parallel.stages"), (5.0, 12, "raise parallel.microbatches")],
+)
+def test_the_remedy_follows_from_what_fills_the_memory(memory_gib, num_layers, fix):
+    topology = make_topology(make_cluster("a", "roce", (1,), memory_gib=memory_gib))
+    config = make_config(
+        tensor=1,
+        microbatches=1,
+        model={"num_layers": num_layers},
+        train={"global_batch": 64},
+        activation_checkpointing="full",
+    )
+    assert fix in refusal(config, topology).fix
+
+
+def test_layers_move_to_where_they_fit():
+    """The fast cluster has little memory: it holds what fits, and the plan is not refused."""
+    roomy = make_topology(
+        make_cluster("fast", "infiniband", (8,)), make_cluster("slow", "roce", (8,), speed=0.3)
+    )
+    tight = make_topology(
+        make_cluster("fast", "infiniband", (8,), memory_gib=2.5),
+        make_cluster("slow", "roce", (8,), speed=0.3),
+    )
+    assert (
+        split_of(make_plan(make_config(), roomy))[0] > split_of(make_plan(make_config(), tight))[0]
+    )
+
+
+# ---- the plan's file and its text ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", PLANS)
+@pytest.mark.parametrize("suffix", ["json", "yaml"])
+def test_a_saved_plan_is_read_back_equal(name, suffix, tmp_path):
+    plan, path = PLANS[name](), tmp_path / f"plan.{suffix}"
+    plan.save(path)
+    again = Plan.load(path)
+    assert again == plan
+    assert [list(stage.mesh) for stage in again.stages] == [list(s.mesh) for s in plan.stages]
+    assert again.hash() == plan.hash()
+    assert Plan.from_json(plan.to_json()) == Plan.from_yaml(plan.to_yaml()) == plan
+
+
+def test_the_hash_changes_with_the_plan_and_with_the_order_of_axes():
+    plan = PLANS["two_clusters"]()
+    assert len(plan.hash()) == 12
+    assert plan.hash() == PLANS["two_clusters"]().hash()
+    stage = plan.stages[0]
+    turned = dataclasses.replace(stage, mesh=dict(reversed(stage.mesh.items())))
+    others = [
+        dataclasses.replace(plan, microbatches=4),
+        dataclasses.replace(plan, stages=(turned, *plan.stages[1:])),
+    ]
+    assert len({plan.hash(), *(other.hash() for other in others)}) == 3
+
+
+DAMAGE = {
+    "not a mapping": (lambda c: [1], "holds no plan"),
+    "a missing field": (lambda c: {k: v for k, v in c.items() if k != "stages"}, "stages"),
+    "an unknown field": (lambda c: c | {"stage": 1}, "stage"),
+    "a wrong type": (lambda c: c | {"microbatches": "many"}, "microbatches"),
+    "a changed number": (lambda c: c | {"microbatches": 9}, "hash"),
+    "a dropped layer": (
+        lambda c: (
+            c
+            | {
+                "stages": [
+                    c["stages"][0],
+                    c["stages"][1] | {"layers": c["stages"][1]["layers"][1:]},
+                ]
+            }
+        ),
+        "every layer once",
+    ),
+    "a device twice": (
+        lambda c: c | {"stages": [c["stages"][0], c["stages"][1] | {"devices": list(range(16))}]},
+        "one stage only",
+    ),
+    "a mesh of another size": (
+        lambda c: c | {"stages": [c["stages"][0] | {"mesh": {"data": 3}}, c["stages"][1]]},
+        "stages.0: its mesh of 3 devices",
+    ),
+}
+
+
+@pytest.mark.parametrize("damage, problem", DAMAGE.values(), ids=DAMAGE)
+def test_a_damaged_plan_is_refused(damage, problem, tmp_path):
+    content = json.loads(PLANS["two_clusters"]().to_json())
+    path = tmp_path / "plan.json"
+    path.write_text(json.dumps(damage(content)))
+    with pytest.raises(PlanError, match=problem) as raised:
+        Plan.load(path)
+    assert raised.value.where == str(path)
+    assert "launch plan" in raised.value.fix
+
+
+def test_text_that_is_no_plan_at_all_is_refused(tmp_path):
+    with pytest.raises(PlanError, match="cannot be read"):
+        Plan.load(tmp_path / "none.yaml")
+    with pytest.raises(PlanError, match="is not YAML"):
+        Plan.from_yaml("a: [1")
+    with pytest.raises(PlanError, match="is not JSON"):
+        Plan.from_json(PLANS["one_stage"]().to_json()[:-9])
+
+
+def test_an_edit_is_accepted_without_the_hash():
+    content = json.loads(PLANS["two_clusters"]().to_json())
+    del content["hash"]
+    assert Plan.from_json(json.dumps(content | {"microbatches": 4})).microbatches == 4
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_the_description_fits_the_console(name):
+    lines = describe(PLANS[name]())
+    assert max(map(len, lines)) <= 100
+    assert len(lines) == 3 + 4 * len(PLANS[name]().stages)
+
+
+def test_the_description_says_what_goes_where():
+    text = "\n".join(describe(PLANS["two_clusters"]()))
+    for part in (
+        "12 layers in 2 stages on 32 devices",
+        "ib-0, ib-1      embed + ",
+        "layers + head",
+        "data 2 (roce) x tensor 8 (nvlink)",
+        "1f1b, 8 microbatches of 8 sequences, 16 MiB",
+        "bubble",
+    ):
+        assert part in text
