@@ -144,7 +144,7 @@ class CheckpointConfig:
 class LogConfig:
     """Where metrics go besides the console and metrics.jsonl."""
 
-    tensorboard: Flag = False  # needs the extra `tb`
+    tensorboard: Flag | None = None  # needs the extra `tb`; None: if that is installed
     wandb: Flag = False  # needs the extra `wandb`
 
 

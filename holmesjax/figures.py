@@ -371,7 +371,7 @@ def _centred_means(values: np.ndarray, window: int) -> np.ndarray:
 
 
 def _mean(values: np.ndarray) -> float:
-    known = values
+    known = values[~np.isnan(values)]
     return float(known.mean()) if len(known) else math.nan
 
 

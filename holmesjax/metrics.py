@@ -34,13 +34,17 @@ def read(run_dir: str | Path) -> list[dict[str, Any]]:
 def check_installed(log: LogConfig) -> None:
     """Raises if `log` asks for a package that is missing: call it before anything slow."""
     for field, (module, extra) in PACKAGES.items():
-        if getattr(log, field) and importlib.util.find_spec(module) is None:
+        if getattr(log, field) and not _is_installed(field):
             raise ConfigError(
                 f"log.{field}",
                 f"needs the package {module}, which is not installed",
                 found="true",
                 fix=f"pip install 'holmesjax[{extra}]', or set log.{field}=false",
             )
+
+
+def _is_installed(field: str) -> bool:
+    return importlib.util.find_spec(PACKAGES[field][0]) is not None
 
 
 class _Sink(Protocol):
@@ -66,7 +70,7 @@ class Metrics:
         self._sinks: list[_Sink] = []
         if log.wandb:  # the only one that can refuse, so nothing is open yet
             self._sinks.append(_Wandb(run_dir))
-        if log.tensorboard:
+        if log.tensorboard or (log.tensorboard is None and _is_installed("tensorboard")):
             self._sinks.append(_TensorBoard(run_dir, done_steps))
         _cut(run_dir / FILE, done_steps)
         self._file = (run_dir / FILE).open("a", encoding="utf-8", buffering=1)

@@ -16,7 +16,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 from pydantic import TypeAdapter, ValidationError
 
 from holmesjax.errors import HolmesError
-from holmesjax.yaml_files import Document, Keys, shown
+from holmesjax.yaml_files import Document, Keys, dotted, shown
 
 # What pydantic calls a mistake -> what is wrong, and what to do. `{...}` is filled in from the
 # constraint; `{example}` is the default of the field, or a value of its type.
@@ -25,6 +25,7 @@ WORDS = {
     "float_type": ("must be a number", "write a number such as {example}"),
     "bool_type": ("must be true or false", "write true or false"),
     "string_type": ("must be a text", "write a text, in quotes if it looks like something else"),
+    "string_unicode": ("must be readable text", "type the text again; save the file as UTF-8"),
     "tuple_type": ("must be a list", "write it as [1, 2]"),
     "finite_number": ("must be a finite number", "write a number such as {example}"),
     "greater_than_equal": ("must be at least {ge}", "use {ge} or more"),
@@ -189,13 +190,20 @@ def _settings(cls: Any, place: str = "") -> Iterator[tuple[str, str]]:
     """Every key of a dataclass and of the dataclasses in it, as (section, key)."""
     for name, hint in _hints(cls).items():
         yield place, name
-        inner = [h for h in (hint, *get_args(hint)) if dataclasses.is_dataclass(h)]
-        for section in inner:
+        for section in _sections(hint):
             yield from _settings(section, f"{place}.{name}".removeprefix("."))
 
 
+def _sections(hint: Any) -> Iterator[type]:
+    """The dataclasses in a type: those of unions and tuples too."""
+    if isinstance(hint, type) and dataclasses.is_dataclass(hint):
+        yield hint
+    for inner in get_args(hint):
+        yield from _sections(inner)
+
+
 def _place(keys: Keys) -> str:
-    return f"section {'.'.join(map(str, keys))!r}" if keys else "the file"
+    return f"section {dotted(keys)!r}" if keys else "the file"
 
 
 def _words(error: Any, hint: Any, value: Any, default: Any) -> tuple[str, str]:

@@ -98,7 +98,7 @@ class Trainer:
             writer = checkpoint.Writer(
                 self.run_dir,
                 model=config.model,
-                plan_hash=plan.hash,
+                plan_hash=plan.hash(),
                 keep=config.checkpoint.keep,
                 num_parts=len(stages),
             )
@@ -201,16 +201,17 @@ class _Session:
             states, metrics = self._runner.train_step(states, inputs, timeline)
             done += 1
             if unread:
-                self._record(*unread)
+                self._write(self._read(*unread))
             unread = done, metrics, timeline, self._runner.take_link_bytes()
             if self._is_due(done, self._train.eval_every):
-                self._record(*unread, val_loss=self._evaluate(states))
+                record = self._read(*unread)
+                self._write({**record, "val_loss": self._evaluate(states)})
                 unread, self._last_s = None, time.perf_counter()
             if self._is_due(done, self._every):
                 self._writer.save(done, self._stages, states)
                 saved = done
         if unread:
-            self._record(*unread)
+            self._write(self._read(*unread))
         if saved != done:
             self._writer.save(done, self._stages, states)
         return done
@@ -218,37 +219,31 @@ class _Session:
     def _is_due(self, done: int, every: int) -> bool:
         return every > 0 and (done % every == 0 or done == self._train.steps)
 
-    def _record(
-        self,
-        step: int,
-        metrics: dict[str, Any],
-        timeline: Timeline,
-        link_bytes: dict[str, int],
-        val_loss: float | None = None,
-    ) -> None:
-        """Waits for the step's numbers and writes them everywhere."""
+    def _read(
+        self, step: int, metrics: dict[str, Any], timeline: Timeline, link_bytes: dict[str, int]
+    ) -> dict[str, Any]:
+        """Waits for the numbers of a step; its record."""
         loss = float(np.mean([float(x) for x in jax.tree.leaves(metrics["loss"])]))
-        intervals = timeline.intervals()
+        self.last_step, self.last_intervals = step, timeline.intervals()
         now_s = time.perf_counter()
         step_time_s, self._last_s = now_s - self._last_s, now_s
         num_tokens = self._train.global_batch * self._trainer.job.config.model.context_length
-        record = {
+        return {
             "step": step,
             "loss": loss,
             "grad_norm": float(metrics["grad_norm"]),
             "learning_rate": float(metrics["learning_rate"]),
             "tokens_per_s": num_tokens / step_time_s,
             "step_time_s": step_time_s,
-            "bubble_share": bubble_share(intervals),
+            "bubble_share": bubble_share(self.last_intervals),
             "skipped": bool(metrics["skipped"]),
             "link_bytes": link_bytes,
         }
-        if val_loss is not None:
-            record["val_loss"] = val_loss
+
+    def _write(self, record: dict[str, Any]) -> None:
         self._metrics.write(record)
         self._console.step(record)
         self._trainer.history.append(record)
-        self.last_step, self.last_intervals = step, intervals
 
     def _evaluate(self, states: list[StageState]) -> float:
         """Mean loss over the validation batches, nats per token."""

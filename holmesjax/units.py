@@ -39,7 +39,7 @@ QUANTITY: dict[Unit, tuple[str, str, dict[str, float], dict[str, float]]] = {
     "s": ("duration", "5 us", SECONDS, _scaled(SMALL, "s") | {"min": 60.0, "h": 3600.0}),
     "FLOP/s": ("speed", "989 TFLOP/s", FLOP_PER_S, _scaled(DECIMAL, "FLOP/s")),
 }
-NUMBER = re.compile(r"([-+]?(?:\d+(?:\.\d*)?|\.\d+)(?:[eE][-+]?\d+)?)\s*(.*)", re.DOTALL)
+NUMBER = re.compile(r"([-+]?(?:\d+(?:\.\d*)?|\.\d+)(?:[eE][-+]?\d+)?)\s*(.*)", re.DOTALL | re.ASCII)
 
 
 def parse(text: object, unit: Unit) -> float:

@@ -22,8 +22,8 @@ MAX_DEPTH = 10
 LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # libyaml, ten times faster, if built in
 
 WORDS: dict[str, bool | None] = {"true": True, "false": False, "null": None, "~": None, "": None}
-INTEGER = re.compile(r"[-+]?\d{1,3}(?:_?\d){0,400}")
-FLOAT = re.compile(r"[-+]?(?:\d+(?:_\d+)*(?:\.\d*)?|\.\d+)(?:[eE][-+]?\d+)?")
+INTEGER = re.compile(r"[-+]?\d{1,3}(?:_?\d){0,300}", re.ASCII)
+FLOAT = re.compile(r"[-+]?(?:\d+(?:_\d+)*(?:\.\d*)?|\.\d+)(?:[eE][-+]?\d+)?", re.ASCII)
 INFINITE = re.compile(r"[-+]?\.inf|\.nan", re.IGNORECASE)
 
 
@@ -273,7 +273,7 @@ class _Dumper(yaml.SafeDumper):
 
 
 def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
-    style = None if scalar(text) == text else "'"
+    style = '"' if not text.isprintable() else None if scalar(text) == text else "'"
     return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
 
 

@@ -16,32 +16,50 @@ from collections.abc import Sequence
 from holmesjax.errors import HolmesError
 
 
-def make_parser() -> argparse.ArgumentParser:
-    raw = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser("python -m launch", description=__doc__, formatter_class=raw)
-    verbs = parser.add_subparsers(dest="verb", metavar="verb", required=True)
+VERBS = {
+    "train": "start a run, or resume one from its folder",
+    "plan": "print the plan of a run and start nothing",
+    "generate": "sample text from a run's newest checkpoint",
+}
 
-    train = verbs.add_parser("train", help="start a run, or resume one from its folder")
-    plan = verbs.add_parser("plan", help="print the plan of a run and start nothing")
-    for verb in (train, plan):
-        verb.add_argument("target", help="a file of configs/runs/, or a run folder")
-        verb.add_argument("overrides", nargs="*", metavar="key=value", help="dotted if nested")
-    plan.add_argument("--json", action="store_true", help="for programs")
 
-    generate = verbs.add_parser("generate", help="sample text from a run's newest checkpoint")
-    generate.add_argument("run_dir", help="a run folder")
-    generate.add_argument("--prompt", default="", help="text to continue")
-    generate.add_argument("--max-tokens", type=int, default=256, help="tokens to add (256)")
-    generate.add_argument("--temperature", type=float, default=0.8, help="0: the likeliest (0.8)")
-    generate.add_argument("--top-k", type=int, default=0, help="of the k likeliest only; 0: all (0)")
-    generate.add_argument("--top-p", type=float, default=1.0, help="of the likeliest share (1.0)")
-    generate.add_argument("--seed", type=int, default=0, help="of the samples (0)")
+def verb_parser(verb: str) -> argparse.ArgumentParser:
+    """The arguments of one verb; here, so that they can be checked without importing JAX."""
+    parser = argparse.ArgumentParser(f"python -m launch {verb}", description=VERBS[verb])
+    if verb == "generate":
+        add = parser.add_argument
+        add("run_dir", help="a run folder")
+        add("--prompt", default="", help="text to continue")
+        add("--max-tokens", type=int, default=256, help="tokens to add (256)")
+        add("--temperature", type=float, default=0.8, help="0 takes the likeliest token (0.8)")
+        add("--top-k", type=int, default=0, help="only of the k likeliest; 0: of all (0)")
+        add("--top-p", type=float, default=1.0, help="only of the likeliest share (1.0)")
+        add("--seed", type=int, default=0, help="of the samples (0)")
+        return parser
+    parser.add_argument("target", help="a file of configs/runs/, or a run folder")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="dotted if nested")
+    if verb == "plan":
+        parser.add_argument("--json", action="store_true", help="for programs")
     return parser
+
+
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+    raw = argparse.RawDescriptionHelpFormatter
+    verbs = "\n".join(f"  {verb:<10} {text}" for verb, text in VERBS.items())
+    parser = argparse.ArgumentParser(
+        "python -m launch", description=f"{__doc__}\nverbs:\n{verbs}", formatter_class=raw
+    )
+    parser.add_argument("verb", choices=VERBS)
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="see <verb> --help")
+    top = parser.parse_args(argv)
+    args = verb_parser(top.verb).parse_intermixed_args(top.arguments)
+    args.verb = top.verb
+    return args
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit status: 0 done, 2 a mistake of the user, 75 asked to be started again."""
-    args = make_parser().parse_intermixed_args(argv)
+    args = parse(sys.argv[1:] if argv is None else argv)
     try:
         # The verb's module is imported last: a mistake in a run file needs no JAX to be found.
         if args.verb in ("train", "plan"):

@@ -1,5 +1,6 @@
 """Units: against a table of values worked out by hand, and there and back again."""
 
+import contextlib
 import math
 
 import pytest
@@ -93,7 +94,7 @@ def test_show(value, unit, text):
     assert units.show(value, unit) == text
 
 
-@given(st.floats(min_value=0, allow_infinity=False), st.sampled_from(list(units.QUANTITY)))
+@given(st.floats(min_value=0, max_value=1e290), st.sampled_from(list(units.QUANTITY)))
 def test_exact_reads_back_as_the_same_number(value, unit):
     assert units.parse(units.exact(value, unit), unit) == value
 
@@ -106,7 +107,5 @@ def test_show_is_right_to_three_digits(value, unit):
 
 @given(st.text(), st.sampled_from(list(units.QUANTITY)))
 def test_any_text_is_a_quantity_or_a_mistake(text, unit):
-    try:
+    with contextlib.suppress(HolmesError):
         assert 0 <= units.parse(text, unit) < math.inf
-    except HolmesError:
-        pass

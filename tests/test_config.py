@@ -1,0 +1,372 @@
+"""Run files: what they load as, and how every mistake in one is reported."""
+
+import dataclasses
+import time
+
+import pytest
+from hypothesis import given, settings, strategies as st
+
+from holmesjax import config as configs
+from holmesjax.config import ModelConfig, OptimizerConfig, ParallelConfig
+from holmesjax.errors import ConfigError, Mistakes
+
+RUN = """\
+topology: configs/topologies/ib_roce.yaml
+run:
+  dir: runs/test
+train:
+  steps: 100
+  global_batch: 32
+model:
+  num_layers: 6
+  width: 64
+  num_heads: 4
+  context_length: 128
+data:
+  corpus: python-stdlib
+optimizer:
+  learning_rate: 3e-4
+parallel:
+  microbatches: 4
+"""
+
+
+@pytest.fixture
+def run_file(tmp_path):
+    """Writes a run file; returns its path."""
+
+    def write(text=RUN):
+        path = tmp_path / "run.yaml"
+        path.write_bytes(text if isinstance(text, bytes) else text.encode())
+        return path
+
+    return write
+
+
+def refused(path, overrides=()):
+    """The mistakes that `load` reports, as (where, problem, found, fix)."""
+    with pytest.raises(Mistakes) as error:
+        configs.load(path, overrides)
+    mistakes = error.value.mistakes
+    assert all(type(mistake) is ConfigError for mistake in mistakes)
+    for mistake in mistakes:
+        text = str(mistake)
+        assert text in str(error.value)
+        assert not any(jargon in text for jargon in ("pydantic", "Input should", "<class", "type="))
+    return [(m.where, m.problem, str(m.found), m.fix) for m in mistakes]
+
+
+def test_load_reads_values_and_defaults(run_file):
+    config = configs.load(run_file())
+    assert config.topology == "configs/topologies/ib_roce.yaml"
+    assert config.optimizer.learning_rate == 3e-4
+    assert config.model == ModelConfig(num_layers=6, width=64, num_heads=4, context_length=128)
+    assert config.parallel == ParallelConfig(microbatches=4)
+    assert config.checkpoint.keep == 2
+
+
+def test_resolved_sizes():
+    model = ModelConfig(num_layers=1, width=64, num_heads=4, context_length=8)
+    assert (model.kv_heads, model.head_width, model.feed_forward_width) == (4, 16, 256)
+    model = dataclasses.replace(model, num_kv_heads=2, head_dim=8, mlp_width=96)
+    assert (model.kv_heads, model.head_width, model.feed_forward_width) == (2, 8, 96)
+
+
+OVERRIDES = [
+    ("train.steps=7", lambda c: c.train.steps, 7),
+    ("optimizer.learning_rate=1e-3", lambda c: c.optimizer.learning_rate, 1e-3),
+    ("optimizer.clip_norm=null", lambda c: c.optimizer.clip_norm, None),
+    ("parallel.layers=[4, 2]", lambda c: c.parallel.layers, (4, 2)),
+    ("data.pattern=**/*.md", lambda c: c.data.pattern, "**/*.md"),  # in YAML, an alias
+    ("run.dir='007'", lambda c: c.run.dir, "007"),
+    ("run.rehearse=true", lambda c: c.run.rehearse, True),
+    ("checkpoint.every=10", lambda c: c.checkpoint.every, 10),  # a section that is not in the file
+    ("log={tensorboard: true}", lambda c: c.log.tensorboard, True),
+]
+
+
+@pytest.mark.parametrize(("override", "get", "value"), OVERRIDES)
+def test_overrides(run_file, override, get, value):
+    assert get(configs.load(run_file(), [override])) == value
+
+
+def test_the_last_override_wins(run_file):
+    assert configs.load(run_file(), ["train.steps=1", "train.steps=2"]).train.steps == 2
+
+
+# A change to the run file or an override; then where, what, found and how to repair it.
+BAD_VALUES = [
+    ("train.stepz=3", "no such setting", "stepz", "did you mean 'steps'?"),
+    ("parallell.data=3", "no such setting", "parallell", "did you mean 'parallel'?"),
+    (
+        "tensor=2",
+        "no such setting",
+        "tensor",
+        "did you mean 'tensor', in section 'parallel'?",
+    ),
+    ("train.learning_rat=1", "no such setting", "learning_rat", "in section 'optimizer'?"),
+    ("log.zzz=1", "no such setting", "zzz", "choose from: tensorboard, wandb"),
+    ("train.steps='12'", "must be a whole number", "the text '12'", "write 12 without quotes"),
+    ("train.steps=1e3", "must be a whole number", "1000.0", "write 1000"),
+    ("train.steps=2.5", "must be a whole number", "2.5", "write a number such as 8"),
+    ("train.steps=true", "must be a whole number", "true", "write a number such as 8"),
+    ("train.steps=null", "must be a whole number", "nothing (null)", "write a number such as 8"),
+    ("train.steps=[1]", "must be a whole number", "a list of 1", "write a number such as 8"),
+    ("train.steps=0", "must be at least 1", "0", "use 1 or more"),
+    ("train.seed=-1", "must be at least 0", "-1", "use 0 or more"),
+    ("train.steps=" + "9" * 500, "must be a whole number", "inf", "write a number such as 8"),
+    ("optimizer.learning_rate=fast", "must be a number", "the text 'fast'", "such as 0.1"),
+    ("optimizer.beta2='3e-4'", "must be a number", "the text '3e-4'", "0.0003 without quotes"),
+    ("optimizer.learning_rate=0", "must be more than 0", "0", "use a number above 0"),
+    ("optimizer.learning_rate=.inf", "must be a finite number", "inf", "such as 0.1"),
+    ("optimizer.learning_rate=" + "9" * 390, "must be a finite number", "inf", "such as 0.1"),
+    ("optimizer.beta1=.nan", "must be a finite number", "nan", "such as 0.9"),
+    ("optimizer.beta1=1", "must be less than 1", "1", "use a number below 1"),
+    ("optimizer.schedule=cosin", "must be one of constant,", "'cosin'", "did you mean 'cosine'?"),
+    ("model.norm=3", "must be one of layer_norm, rms_norm", "3", "choose from: layer_norm, rms"),
+    ("run.rehearse=yes", "must be true or false", "the text 'yes'", "write true or false"),
+    ("run.rehearse=1", "must be true or false", "1", "write true or false"),
+    ("run.dir=7", "must be a text", "7", "in quotes"),
+    ("run.dir=''", "must not be empty", "the text ''", "write a text"),
+    ("parallel.layers=3", "must be a list", "3", "write it as [1, 2]"),
+    ("parallel.layers=[]", "must not be empty", "an empty list", "leave the key out"),
+    ("train=5", "must be a section of keys", "5", "write keys below it: steps, global_batch"),
+]
+
+
+@pytest.mark.parametrize(("override", "problem", "found", "fix"), BAD_VALUES)
+def test_a_bad_value_is_refused(run_file, override, problem, found, fix):
+    [mistake, *rest] = refused(run_file(), [override])
+    assert mistake[0] == f"override {override}"
+    assert mistake[1].startswith(problem)
+    assert found in mistake[2]
+    assert mistake[3].endswith(fix) or fix in mistake[3]
+    assert not rest
+
+
+# Overrides, then what is printed, less the line.
+BAD_COMBINATIONS = """\
+model.width=66
+model.width: must be a multiple of model.num_heads = 4
+  found: 66
+  fix: use 64 or 68, or set model.head_dim
+
+model.num_kv_heads=3
+model.num_kv_heads: must divide model.num_heads = 4: 4 / 3 is not whole
+  found: 3
+  fix: use 1, or change model.num_heads
+
+model.width=12
+model.width: the width of a head must be even for rotary positions, which turn pairs of numbers
+  found: width / num_heads = 12 / 4 = 3
+  fix: use model.width = 16, or positions: learned
+
+model.head_dim=7
+model.head_dim: must be even for rotary positions, which turn pairs of numbers
+  found: 7
+  fix: use 8
+
+model.vocab_size=255
+model.vocab_size: must be at least 256: the tokens of the corpus are bytes
+  found: 255
+  fix: use 256, or a padded size
+
+parallel.layers=[4,3]
+parallel.layers: must sum to model.num_layers = 6
+  found: 4 + 3 = 7
+  fix: give numbers with sum 6, or leave the key out: the planner chooses
+
+parallel.layers=[4,2] parallel.stages=3
+parallel.layers: must have one number for each of parallel.stages = 3 stages
+  found: [4, 2]: 2 numbers
+  fix: give 3 numbers, or set parallel.stages to 2
+
+parallel.stages=7
+parallel.stages: must be at most model.num_layers = 6: a layer for each stage
+  found: 7
+  fix: use 6 or less, or more layers
+
+parallel.tensor=8
+model.num_heads: must be a multiple of parallel.tensor = 8
+  found: 4
+  fix: use 8, or change parallel.tensor
+
+parallel.tensor=4 model.num_kv_heads=2
+model.num_kv_heads: must be a multiple of parallel.tensor = 4
+  found: 2
+  fix: use 4, or change parallel.tensor
+
+parallel.tensor=4 model.mlp_width=130
+model.mlp_width: must be a multiple of parallel.tensor = 4
+  found: 130
+  fix: use 128 or 132, or change parallel.tensor
+
+parallel.tensor=4 model.vocab_size=257
+model.vocab_size: must be a multiple of parallel.tensor = 4
+  found: 257
+  fix: use 256 or 260, or change parallel.tensor
+
+train.global_batch=30
+train.global_batch: must be a multiple of parallel.microbatches = 4
+  found: 30 = 7 * 4 + 2
+  fix: use 28 or 32, or change the number of parts
+
+train.global_batch=3
+train.global_batch: must be a multiple of parallel.microbatches = 4
+  found: 3 = 0 * 4 + 3
+  fix: use 4, or change the number of parts
+
+train.global_batch=36 parallel.data=2
+train.global_batch: must be a multiple of parallel.data * parallel.microbatches = 2 * 4 = 8
+  found: 36 = 4 * 8 + 4
+  fix: use 32 or 40, or change the number of parts
+
+optimizer.warmup_steps=101
+optimizer.warmup_steps: must be at most train.steps = 100
+  found: 101
+  fix: use 100 or less, or more steps
+
+optimizer.schedule=wsd
+optimizer.decay_steps: is missing: schedule wsd needs it
+  found: nothing
+  fix: add the number of steps at the end in which the learning rate falls
+
+optimizer.decay_steps=9
+optimizer.decay_steps: is only for schedule wsd, not for cosine
+  found: 9
+  fix: remove it, or set optimizer.schedule to wsd
+
+optimizer.schedule=wsd optimizer.decay_steps=91 optimizer.warmup_steps=10
+optimizer.decay_steps: warmup_steps + decay_steps must be at most train.steps = 100
+  found: 10 + 91 = 101
+  fix: use 90 or less, or more steps
+
+train.eval_every=5 data.validation_fraction=0
+data.validation_fraction: must be more than 0: train.eval_every = 5 asks for validation
+  found: 0.0
+  fix: use 0.05, or set train.eval_every to 0
+"""
+
+
+@pytest.mark.parametrize("case", BAD_COMBINATIONS.strip().split("\n\n"))
+def test_settings_that_do_not_fit_each_other(run_file, case):
+    overrides, message = case.split("\n", maxsplit=1)
+    key = message.split(":")[0]
+    by_override = [f"override {o}" for o in overrides.split() if o.startswith(f"{key}=")]
+    [(where, problem, found, fix)] = refused(run_file(), overrides.split())
+    assert where in by_override or where.endswith(f": {key}")
+    assert f"{key}: {problem}\n  found: {found}\n  fix: {fix}" == message
+
+
+AT_THE_LIMIT = [
+    ["model.head_dim=6", "model.width=66"],
+    ["model.width=12", "model.positions=learned"],
+    ["parallel.layers=[1,2,3]", "parallel.stages=3"],
+    ["parallel.stages=6"],
+    ["parallel.tensor=4"],
+    ["train.global_batch=8", "parallel.data=2"],
+    ["optimizer.warmup_steps=100"],
+    ["optimizer.schedule=wsd", "optimizer.warmup_steps=10", "optimizer.decay_steps=90"],
+    ["data.validation_fraction=0"],
+]
+
+
+@pytest.mark.parametrize("overrides", AT_THE_LIMIT)
+def test_settings_that_just_fit(run_file, overrides):
+    configs.load(run_file(), overrides)
+
+
+def test_all_mistakes_of_a_file_are_reported_with_their_lines(run_file):
+    text = RUN.replace("steps: 100", "steps: -1").replace("width: 64", "widht: 64")
+    text = text.replace("num_heads: 4", "num_heads: 4\n  num_kv_heads: 3")
+    text = text.replace("global_batch: 32", "global_batch: 30").replace("3e-4", "high")
+    path = run_file(text)
+    wheres = {where for where, *_ in refused(path, ["log.tensorbord=true"])}
+    assert wheres == {
+        f"{path}:9: model.widht",
+        "override log.tensorbord=true",
+        f"{path}:5: train.steps",
+        f"{path}:7: model.width",  # missing: the line of its section
+        f"{path}:16: optimizer.learning_rate",
+        f"{path}:11: model.num_kv_heads",  # found although model.width is unknown
+        f"{path}:6: train.global_batch",
+    }
+
+
+def test_an_override_of_a_section_replaces_it(run_file):
+    wheres = [where for where, *_ in refused(run_file(), ["model={num_layers: 6}"])]
+    override = "override model={num_layers: 6}"
+    assert wheres == [f"{override}: model.{k}" for k in ("width", "num_heads", "context_length")]
+
+
+def test_a_section_with_nothing_in_it_is_one_of_defaults(run_file):
+    assert configs.load(run_file(RUN + "log:\n")).log == configs.LogConfig()
+
+
+SECTIONS = [
+    (lambda: ModelConfig(num_layers=1, width=65, num_heads=4, context_length=8), "model.width"),
+    (lambda: ParallelConfig(stages=2, layers=(1, 1, 1)), "parallel.layers"),
+    (lambda: OptimizerConfig(learning_rate=1.0, schedule="wsd"), "optimizer.decay_steps"),
+]
+
+
+@pytest.mark.parametrize(("make", "where"), SECTIONS)
+def test_a_section_made_in_python_checks_itself(make, where):
+    with pytest.raises(Mistakes) as error:
+        make()
+    assert [mistake.where for mistake in error.value.mistakes] == [where]
+
+
+def test_a_config_made_in_python_checks_itself(run_file):
+    config = configs.load(run_file())
+    with pytest.raises(Mistakes) as error:
+        dataclasses.replace(config, train=dataclasses.replace(config.train, global_batch=30))
+    assert [mistake.where for mistake in error.value.mistakes] == ["train.global_batch"]
+
+
+@pytest.mark.parametrize("overrides", [[o] for o, *_ in OVERRIDES] + AT_THE_LIMIT)
+def test_the_resolved_file_reads_back_equal(run_file, tmp_path, overrides):
+    config = configs.load(run_file(), overrides)
+    configs.save(config, tmp_path / "config.yaml")
+    assert configs.load(tmp_path / "config.yaml") == config
+
+
+@settings(deadline=None)  # the first load is slower
+@given(st.text(min_size=1), st.floats(min_value=1e-300, max_value=1e300))
+def test_any_text_and_number_read_back_equal(tmp_path_factory, text, rate):
+    path = tmp_path_factory.mktemp("run") / "run.yaml"
+    path.write_text(RUN)
+    config = configs.load(path)
+    optimizer = dataclasses.replace(config.optimizer, learning_rate=rate)
+    data = dataclasses.replace(config.data, pattern=text)
+    config = dataclasses.replace(config, data=data, optimizer=optimizer)
+    configs.save(config, path)
+    assert configs.load(path) == config
+
+
+def test_topology_path_is_found_from_three_places(run_file, tmp_path, monkeypatch):
+    path = run_file(RUN.replace("configs/topologies/ib_roce.yaml", "mine.yaml"))
+    config = configs.load(path)
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    monkeypatch.chdir(elsewhere)
+    with pytest.raises(ConfigError) as error:
+        configs.topology_path(config, path)
+    assert error.value.where == "topology"
+    assert str(tmp_path) in error.value.found
+    assert "ib_roce" in error.value.fix
+    (tmp_path / "mine.yaml").touch()  # beside the run file
+    assert configs.topology_path(config, path) == tmp_path / "mine.yaml"
+    (elsewhere / "mine.yaml").touch()  # the current folder comes first
+    assert configs.topology_path(config, path) == elsewhere / "mine.yaml"
+    checkout = configs.load(run_file(RUN))  # nowhere near: from the checkout
+    assert configs.topology_path(checkout, path).samefile(
+        configs.CHECKOUT / "configs/topologies/ib_roce.yaml"
+    )
+
+
+def test_loading_is_quick(run_file):
+    path = run_file()
+    start = time.perf_counter()
+    configs.load(path)
+    assert time.perf_counter() - start < 0.5
