@@ -124,8 +124,8 @@ def block_forward_flop(model: ModelConfig, num_tokens: float) -> float:
 
         2 T (2 D H K + 2 D G K + m D F) + 4 T S H K,   m = 3 for SwiGLU, else 2
 
-    The last term is attention over all S x S pairs: causality does not halve it, because the
-    reference attention computes the masked half too, and published utilisations count it.
+    The last term is attention over all S x S pairs: causality does not halve it, because published
+    utilisations do not. An attention that skips masked pairs takes less time than this predicts.
 
     A layer of 8 h^2 + 16 h^2 + 4 s h FLOP a token, for width h and s tokens:
       >>> model = ModelConfig(num_layers=1, width=64, num_heads=4, context_length=32)
@@ -154,7 +154,8 @@ def head_forward_flop(model: ModelConfig, num_tokens: float) -> float:
 def backward_flop(forward_flop: float, checkpointing: Checkpointing) -> float:
     """FLOP of a backward: two products for each of the forward's, plus what is computed again.
 
-    `full` checkpointing runs the whole forward again; `dots` keeps the matrix products.
+    `full` checkpointing runs the whole forward again; `dots` keeps the matrix products. Attention
+    scores that a kernel computes again to save memory are not counted.
 
     >>> [backward_flop(1.0, policy) for policy in ("none", "dots", "full")]
     [2.0, 2.0, 3.0]

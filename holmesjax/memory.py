@@ -20,25 +20,20 @@ def block_residual_bytes(model: ModelConfig, stage: costs.StageShape) -> float:
     With c bytes per number of the compute dtype, and dims as in `costs`; what is in brackets is cut
     over `tensor`:
 
-        none   (2 c + 16) D + [c (2 H K + 2 G K + 6 F) + (9 + c) H S]
-        dots   2 c D + [c (2 H K + 2 G K + a F) + 4 H S],   a = 2 for SwiGLU, else 1
+        none   4 c D + [c (2 H K + 2 G K + a F) + 4 H],   a = 2 for SwiGLU, else 1
+        dots   2 c D + [the same]
         full   c D
 
-    These are the residuals of `jax.vjp` of `models.gpt.Block`, which the tests count: norms keep
-    float32, and attention keeps its S x S scores (float32 twice, once in the compute dtype, and a
-    mask of one byte).
+    These are the residuals of `jax.vjp` of `models.gpt.Block`, which the tests count: the inputs of
+    norms and of matrix products, and attention's queries, keys, values, output and log-sum-exp.
     """
     width = costs.DTYPE_BYTES[stage.dtype]
-    heads = 2 * (model.num_heads + model.kv_heads) * model.head_width
-    scores = model.num_heads * model.context_length
     if stage.checkpointing == "full":
         return width * model.width
-    if stage.checkpointing == "dots":
-        matrices = 2 if model.activation == "swiglu" else 1
-        cut = width * (heads + matrices * model.feed_forward_width) + 4 * scores
-        return 2 * width * model.width + cut / stage.tensor
-    cut = width * (heads + 6 * model.feed_forward_width) + (9 + width) * scores
-    return (2 * width + 16) * model.width + cut / stage.tensor
+    heads = 2 * (model.num_heads + model.kv_heads) * model.head_width
+    inner = model.feed_forward_width * (2 if model.activation == "swiglu" else 1)
+    cut = width * (heads + inner) + 4 * model.num_heads
+    return (4 if stage.checkpointing == "none" else 2) * width * model.width + cut / stage.tensor
 
 
 def stage_memory_bytes(model: ModelConfig, stage: costs.StageShape) -> dict[str, float]:
@@ -52,7 +47,7 @@ def stage_memory_bytes(model: ModelConfig, stage: costs.StageShape) -> dict[str,
         replicas      c P           what the forward reads
         gradients     4 P           float32, each replica's own sum until the last microbatch
         activations   in_flight * T * (residuals of all layers)
-        logits        4 T V / tensor * (in_flight + 2)    kept, plus the array and its gradient
+        logits        c T V / tensor * (in_flight + 1)    those kept, and one gradient
         boundaries    c T D * 2 ways * BUFFERS, for each neighbour
 
     `data` cuts nothing where the model width is not a multiple of it.
@@ -63,8 +58,8 @@ def stage_memory_bytes(model: ModelConfig, stage: costs.StageShape) -> dict[str,
     shards = stage.data if model.width % stage.data == 0 else 1
     residuals = stage.num_blocks * block_residual_bytes(model, stage)
     if stage.is_last:
-        residuals += (width + 8) * model.width  # the last norm
-    logits = 4.0 * num_tokens * model.vocab_size / stage.tensor * (stage.in_flight + 2)
+        residuals += 2 * width * model.width  # the input and the result of the last norm
+    logits = width * num_tokens * model.vocab_size / stage.tensor * (stage.in_flight + 1)
     num_neighbours = (not stage.is_first) + (not stage.is_last)
     boundary = costs.boundary_bytes(model, num_tokens, stage.dtype)
     return {

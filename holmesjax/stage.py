@@ -220,7 +220,7 @@ class Stage:
                 x_BLD = run(params[layer], batch["token_BL"], position_L)
             elif layer == HEAD:
                 logits_BLV = run(params[layer], x_BLD, params.get(EMBED, {}).get("token_VD"))
-                return ops.cross_entropy(logits_BLV, batch["target_BL"])
+                return jnp.mean(ops.cross_entropy(logits_BLV, batch["target_BL"]))
             else:
                 if policy := CHECKPOINT_POLICIES.get(self.plan.activation_checkpointing):
                     run = jax.checkpoint(run, policy=policy)

@@ -50,15 +50,15 @@ def test_residuals_are_those_that_jax_keeps(model, dtype, policy):
     def kept(params, x_BLD):
         return Saved.of(jax.vjp(run, params, x_BLD)[1], params).arrays
 
-    params = jax.eval_shape(lambda: gpt.init_params(model, jax.random.key(0), [layer]))[layer]
+    params = gpt.param_shapes(layer, model)
     params = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, jnp.dtype(dtype)), params)
     arrays = jax.tree.leaves(jax.eval_shape(kept, params, x_BLD))
     num_bytes = sum(array.size * array.dtype.itemsize for array in arrays)
     stage = dataclasses.replace(SHAPE, dtype=dtype, checkpointing=policy)
     num_tokens = sequences * model.context_length
-    # Statistics of norms and softmax rows, and tables of angles, are left out: 3% at this size.
+    # Statistics of norms and tables of angles are left out: 4% at this size, in bfloat16.
     predicted = num_tokens * memory.block_residual_bytes(model, stage)
-    assert predicted == pytest.approx(num_bytes, rel=0.03)
+    assert predicted == pytest.approx(num_bytes, rel=0.04)
 
 
 def test_a_stage_worked_by_hand():
@@ -68,14 +68,14 @@ def test_a_stage_worked_by_hand():
     # of 64; two tables of 96 * 64, halved; one norm of 64.
     parameters = (64 * 12 * 16 + 3 * 64 * 160) // 2 + 2 * 64 + 2 * 96 * 64 // 2 + 64
     tokens = 3 * 48
-    residuals = (2 * 2 + 16) * 64 + (2 * (2 * 64 + 2 * 32 + 6 * 160) + 11 * 4 * 48) / 2
+    residuals = 4 * 2 * 64 + (2 * (2 * 64 + 2 * 32 + 2 * 160) + 4 * 4) / 2
     assert memory.stage_memory_bytes(model, stage) == {
         "parameters": 4 * parameters / 2,
         "optimizer": 8 * parameters / 2,
         "replicas": 2 * parameters,
         "gradients": 4 * parameters,
-        "activations": tokens * (residuals + (2 + 8) * 64),
-        "logits": 3 * 4 * tokens * 96 / 2,
+        "activations": tokens * (residuals + 2 * 2 * 64),
+        "logits": 2 * 2 * tokens * 96 / 2,
         "boundaries": 0,
     }
 
@@ -99,7 +99,7 @@ def test_activations_grow_with_microbatches_in_flight_and_nothing_of_the_paramet
         MODELS["gpt2"], dataclasses.replace(SHAPE, in_flight=in_flight)
     )
     assert more["activations"] == in_flight * one["activations"]
-    assert more["logits"] == one["logits"] * (in_flight + 2) / 3
+    assert more["logits"] == one["logits"] * (in_flight + 1) / 2
     for name in memory.PER_PARAMETER:
         assert more[name] == one[name]
 

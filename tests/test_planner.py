@@ -216,6 +216,17 @@ def test_two_clusters_become_two_stages_with_data_on_rdma_and_tensor_on_nvlink()
     assert plan.boundary_bytes == 8 * 1024 * 1024 * 2
 
 
+@pytest.mark.parametrize("global_batch, inner", [(4, Axis.DATA), (8, Axis.TENSOR)])
+def test_the_axis_that_moves_more_bytes_lies_inside_the_nodes(global_batch, inner):
+    """Width D, T tokens a replica: 18 D^2 bytes a layer of gradients and parameters along data,
+    8 T D along tensor. They are equal at T = 2.25 D = 2304 tokens, between these two batches."""
+    topology = make_topology(make_cluster("a", "roce", (2, 2)))
+    config = make_config(tensor=2, microbatches=1, train={"global_batch": global_batch})
+    [stage] = make_plan(config, topology).stages
+    assert list(stage.mesh)[-1] == inner
+    assert stage.fabrics[inner] == "nvlink"
+
+
 def test_one_stage_takes_the_sum_of_its_parts():
     plan = PLANS["one_stage"]()
     [stage] = plan.stages
@@ -330,6 +341,14 @@ def test_a_batch_that_does_not_divide_is_refused_with_a_value_that_works():
         make_plan(
             make_config(tensor=1, microbatches=2, train={"global_batch": batch}), two_uneven()
         )
+
+
+def test_the_batch_must_divide_on_every_stage():
+    topology = make_topology(make_cluster("a", "roce", (6,)), make_cluster("b", "roce", (4,)))
+    error = refusal(make_config(tensor=1, microbatches=1, train={"global_batch": 18}), topology)
+    assert "on stage 1 4 * 1 = 4" in error.problem
+    assert "data is 6, 4 on the stages" in error.found
+    assert "train.global_batch=12 or 24" in error.fix
 
 
 def test_devices_that_tensor_does_not_divide_are_refused():

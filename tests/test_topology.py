@@ -25,7 +25,7 @@ clusters:
   - name: roce
     fabric: roce
     nodes:
-      - {name: a, nics: [{kind: roce_100}, {kind: ethernet_10}]}
+      - {name: a, nics: [{kind: roce_100, latency: 4 us}, {kind: ethernet_10}]}
       - {name: b, devices: {kind: h100, count: 4, memory: 94 GB}}
     devices: {kind: cpu, count: 1}
     nics: [{kind: roce_200}]
@@ -99,7 +99,7 @@ LINKS = [
     ("b", "b", "nvlink", 450e9, 5e-6),
     ("ib-0", "ib-0", "local", 5e9, 5e-6),
     ("ib-0", "ib-1", "infiniband", 50e9, 2e-6),  # two NICs of 25 GB/s
-    ("a", "b", "roce", 12.5e9, 3e-6),  # the slower end: 100 Gb/s
+    ("a", "b", "roce", 12.5e9, 4e-6),  # the slower end: 100 Gb/s, 4 us
     ("ib-0", "a", "ethernet", 1.25e9, 50e-6),  # the link has 20 Gb/s, the NIC of `a` 10
     ("a", "ib-1", "ethernet", 1.25e9, 50e-6),
     ("ib-0", "b", "ethernet", 2.5e9, 50e-6),  # `b` names no Ethernet NIC: the link itself
@@ -183,7 +183,7 @@ float32: => float23:
   found: ethernet_25
   fix: add one of infiniband_100, infiniband_200, infiniband_400, or correct the fabric
 
-{kind: roce_100}, { => {
+{kind: roce_100, latency: 4 us}, { => {
 11: clusters[1].nodes[0].nics: none is on the fabric roce of the cluster
   found: ethernet_10
   fix: add one of roce_100, roce_200, roce_400, or correct the fabric

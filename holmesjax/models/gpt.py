@@ -62,7 +62,7 @@ class Embed(nn.Module):
     def __call__(self, token_BL: jax.Array, position_L: jax.Array) -> jax.Array:
         config = self.config
         token_VD = declare(self, "token_VD", config.vocab_size, config.width)
-        x_BLD = ops.lookup(token_VD, token_BL)
+        x_BLD = token_VD[token_BL]
         if config.positions == "learned":
             position_PD = declare(self, "position_PD", config.context_length, config.width)
             x_BLD = x_BLD + position_PD[position_L][None]
@@ -89,6 +89,7 @@ class Block(nn.Module):
     def __call__(
         self, x_BLD: jax.Array, position_L: jax.Array, segment_BL: jax.Array | None
     ) -> jax.Array:
+        x_BLD = ops.separate(x_BLD)
         q_BLHK, k_BLGK, v_BLGK = self._project(x_BLD, position_L)
         return self._finish(x_BLD, ops.attention(q_BLHK, k_BLGK, v_BLGK, segment_BL))
 
@@ -109,39 +110,31 @@ class Block(nn.Module):
     def _project(
         self, x_BLD: jax.Array, position_L: jax.Array
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        h_BLD = self.attention_norm(x_BLD)
-        q_BLHK = ops.project_heads(h_BLD, self.query_DHK)
-        k_BLGK = ops.project_heads(h_BLD, self.key_DGK)
-        v_BLGK = ops.project_heads(h_BLD, self.value_DGK)
+        weights = (self.query_DHK, self.key_DGK, self.value_DGK)
+        q_BLHK, k_BLGK, v_BLGK = ops.project_heads(self.attention_norm(x_BLD), *weights)
         if self.config.positions == "rotary":
             q_BLHK = ops.rotate(q_BLHK, position_L, self.config.rotary_base)
             k_BLGK = ops.rotate(k_BLGK, position_L, self.config.rotary_base)
         return q_BLHK, k_BLGK, v_BLGK
 
     def _finish(self, x_BLD: jax.Array, attention_BLHK: jax.Array) -> jax.Array:
-        x_BLD = x_BLD + ops.merge_heads(attention_BLHK, self.out_HKD)
-        h_BLD = self.mlp_norm(x_BLD)
-        if self.config.activation == "swiglu":  # Shazeer, arXiv:2002.05202
-            h_BLF = jax.nn.silu(h_BLD @ self.gate_DF) * (h_BLD @ self.up_DF)
-        else:
-            h_BLF = ops.gelu(h_BLD @ self.up_DF)
-        return x_BLD + h_BLF @ self.down_FD
+        x_BLD = ops.separate(x_BLD + ops.merge_heads(attention_BLHK, self.out_HKD))
+        w_in = (self.up_DF,) if self.config.activation == "gelu" else (self.gate_DF, self.up_DF)
+        return x_BLD + ops.feed_forward(self.mlp_norm(x_BLD), w_in, self.down_FD)
 
 
 class Head(nn.Module):
-    """The last norm and the output projection: logits, in float32."""
+    """The last norm and the output projection: logits."""
 
     config: ModelConfig
 
     @nn.compact
     def __call__(self, x_BLD: jax.Array, token_VD: jax.Array | None) -> jax.Array:
-        h_BLD = Norm(self.config, name="norm")(x_BLD)
+        h_BLD = Norm(self.config, name="norm")(ops.separate(x_BLD))
         if self.config.tied_embeddings:
             assert token_VD is not None, "a tied head needs the token table"
-            output_DV = token_VD.T
-        else:
-            output_DV = declare(self, "output_DV", self.config.width, self.config.vocab_size)
-        return jnp.matmul(h_BLD, output_DV, preferred_element_type=jnp.float32)
+            return ops.linear_transposed(h_BLD, token_VD)
+        return ops.linear(h_BLD, declare(self, "output_DV", self.config.width, self.config.vocab_size))
 
 
 def module(layer: str, config: ModelConfig) -> nn.Module:

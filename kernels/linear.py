@@ -1,0 +1,128 @@
+"""Products with weight matrices, whose gradients XLA:CPU computes at the speed of the forward.
+
+Dims: ... any, N all of them merged, D width of the input, F width of the output.
+"""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+from jax.lax import optimization_barrier as materialize
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def linears(
+    x: jax.Array, weights: tuple[jax.Array, ...], num_in: int = 1
+) -> tuple[jax.Array, ...]:
+    """x times each weight, contracting the last `num_in` dims of x: projections of one input.
+
+    x is [..., *I], a weight [*I, *F], its result [..., *F]. The weights are kept for the backward
+    pass as they are, not as copies of another shape.
+    """
+    return _forward(x, weights, num_in)[0]
+
+
+def linear(x: jax.Array, w_DF: jax.Array) -> jax.Array:
+    """`x @ w`; x is [..., D]."""
+    return linears(x, (w_DF,))[0]
+
+
+def _flat(array: jax.Array, split: int) -> jax.Array:
+    """The array as a matrix: the dims before `split` merged, and those after."""
+    return array.reshape(math.prod(array.shape[:split]), -1)
+
+
+def _forward(x: jax.Array, weights: tuple[jax.Array, ...], num_in: int) -> tuple[tuple, tuple]:
+    lead = x.ndim - num_in
+    x_ND = _flat(x, lead)
+    ys = [(x_ND @ _flat(w, num_in)).reshape(*x.shape[:lead], *w.shape[num_in:]) for w in weights]
+    return tuple(ys), (x, weights)
+
+
+def _backward(num_in: int, saved: tuple, dys: tuple[jax.Array, ...]) -> tuple[jax.Array, tuple]:
+    x, weights = saved
+    lead = x.ndim - num_in
+    x_ND, dys = _flat(x, lead), tuple(_flat(dy, lead) for dy in materialize(tuple(dys)))
+    first, *rest = (dy @ _flat(w, num_in).T for dy, w in zip(dys, weights, strict=True))
+    gradients = (weight_gradient(x_ND, dy) for dy in dys)
+    dweights = tuple(g.reshape(w.shape) for g, w in zip(gradients, weights, strict=True))
+    return sum(rest, first).reshape(x.shape), dweights
+
+
+linears.defvjp(_forward, _backward)
+
+
+@jax.custom_vjp
+def linear_transposed(x: jax.Array, w_FD: jax.Array) -> jax.Array:
+    """`x @ w.T`; x is [..., D]: a tied output projection, whose weight is the token table."""
+    return x @ w_FD.T
+
+
+def _transposed_backward(saved: tuple, dy: jax.Array) -> tuple[jax.Array, jax.Array]:
+    x, w_FD = saved
+    dy = materialize(dy)
+    return dy @ w_FD, weight_gradient(_flat(dy, dy.ndim - 1), _flat(x, x.ndim - 1))
+
+
+linear_transposed.defvjp(lambda x, w_FD: (x @ w_FD.T, (x, w_FD)), _transposed_backward)
+
+
+def weight_gradient(x_ND: jax.Array, dy_NF: jax.Array) -> jax.Array:
+    """Gradient of the weight in `y = x @ w`; [D, F].
+
+    A wide matrix transposed on the left runs at 68 GFLOP/s, on the right at 103 (one core, float32).
+    """
+    if x_ND.shape[1] > dy_NF.shape[1]:
+        return materialize(dy_NF.T @ x_ND).T
+    if x_ND.shape[1] < dy_NF.shape[1]:
+        return x_ND.T @ dy_NF
+    return materialize(x_ND.T) @ dy_NF
+
+
+def gelu(u: jax.Array) -> jax.Array:
+    """GELU by its tanh approximation. Hendrycks and Gimpel, arXiv:1606.08415."""
+    return jax.nn.gelu(u, approximate=True)
+
+
+def swiglu(gate: jax.Array, up: jax.Array) -> jax.Array:
+    """silu(gate) * up. Shazeer, arXiv:2002.05202."""
+    return jax.nn.silu(gate) * up
+
+
+def _activate(inner: tuple[jax.Array, ...]) -> jax.Array:
+    """Computes in float32; one inner array is GELU, two are SwiGLU."""
+    wide = [u.astype(jnp.float32) for u in inner]
+    return (gelu(*wide) if len(inner) == 1 else swiglu(*wide)).astype(inner[0].dtype)
+
+
+@jax.custom_vjp
+def feed_forward(x: jax.Array, w_in: tuple[jax.Array, ...], w_out: jax.Array) -> jax.Array:
+    """activation(x @ w_in) @ w_out: GELU with one weight [D, F] in `w_in`, SwiGLU with (gate, up).
+
+    The backward pass keeps the activation's inputs and computes its output again.
+    """
+    return _feed_forward_forward(x, w_in, w_out)[0]
+
+
+def _feed_forward_forward(
+    x: jax.Array, w_in: tuple[jax.Array, ...], w_out: jax.Array
+) -> tuple[jax.Array, tuple]:
+    inner = materialize(tuple(x @ w for w in w_in))
+    return materialize(_activate(inner)) @ w_out, (x, w_in, inner, w_out)
+
+
+def _feed_forward_backward(
+    saved: tuple, dy: jax.Array
+) -> tuple[jax.Array, tuple[jax.Array, ...], jax.Array]:
+    x, w_in, inner, w_out = saved
+    dy, inner = materialize((dy, inner))
+    dh = materialize(dy @ w_out.T)
+    hidden, pullback = jax.vjp(_activate, inner)
+    [dinner] = materialize(pullback(dh))
+    dx, dw_in = _backward(1, (x, w_in), dinner)
+    lead = x.ndim - 1
+    return dx, dw_in, weight_gradient(_flat(materialize(hidden), lead), _flat(dy, lead))
+
+
+feed_forward.defvjp(_feed_forward_forward, _feed_forward_backward)
