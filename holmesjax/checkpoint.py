@@ -102,7 +102,9 @@ def check_model(checkpoint: Checkpoint, model: ModelConfig) -> None:
         raise CheckpointError(
             str(checkpoint.path),
             "is of another model: " + ", ".join(f"model.{name}" for name in differ),
-            found=", ".join(f"{name}={saved.get(name)} (config: {wanted[name]})" for name in differ),
+            found=", ".join(
+                f"{name}={saved.get(name)} (config: {wanted[name]})" for name in differ
+            ),
             fix="use the model's own settings, or another run.dir",
         )
 

@@ -319,14 +319,11 @@ def _decay_is_for_wsd(optimizer: OptimizerConfig) -> Iterator[ConfigError]:
 
 
 def _schedule_fits_run(train: TrainConfig, optimizer: OptimizerConfig) -> Iterator[ConfigError]:
-    warmup, steps = optimizer.warmup_steps, train.steps
-    if warmup > steps:
-        fix = f"use {steps} or less, or more steps"
-        problem = f"must be at most train.steps = {steps}"
-        yield _wrong("optimizer.warmup_steps", problem, warmup, fix)
-    elif optimizer.schedule == "wsd" and warmup + (optimizer.decay_steps or 0) > steps:
+    """A warm-up may outlast a short run, but stable steps and a decay have to fit behind it."""
+    warmup, decay, steps = optimizer.warmup_steps, optimizer.decay_steps, train.steps
+    if optimizer.schedule == "wsd" and decay is not None and warmup + decay > steps:
         problem = f"warmup_steps + decay_steps must be at most train.steps = {steps}"
-        found = f"{warmup} + {optimizer.decay_steps} = {warmup + (optimizer.decay_steps or 0)}"
+        found = f"{warmup} + {decay} = {warmup + decay}"
         fix = f"use {steps - warmup} or less, or more steps" if warmup < steps else "use more steps"
         yield _wrong("optimizer.decay_steps", problem, found, fix)
 

@@ -1,7 +1,8 @@
 """Sampling from a checkpoint, on one device, with a key-value cache.
 
-Dims: see `models/gpt.py`. The model runs whole, whatever plan trained it: a checkpoint does not know
-the plan. When the text outgrows the model's context, the cache is filled again with its later half.
+Dims: see `models/gpt.py`. The model runs whole, whatever plan trained it: a checkpoint does not
+know the plan. When the text outgrows the model's context, the cache is filled again with its later
+half.
 """
 
 import functools
@@ -36,9 +37,13 @@ class Sampling:
     def __post_init__(self) -> None:
         if not self.temperature >= 0:
             fix = "0 takes the likeliest token, 1 samples the model as it is"
-            raise ConfigError("--temperature", "must not be negative", found=self.temperature, fix=fix)
+            raise ConfigError(
+                "--temperature", "must not be negative", found=self.temperature, fix=fix
+            )
         if self.top_k < 0:
-            raise ConfigError("--top-k", "must not be negative", found=self.top_k, fix="0: all tokens")
+            raise ConfigError(
+                "--top-k", "must not be negative", found=self.top_k, fix="0: all tokens"
+            )
         if not 0 < self.top_p <= 1:
             fix = "1.0 keeps all tokens"
             raise ConfigError("--top-p", "must be above 0, at most 1", found=self.top_p, fix=fix)
@@ -65,18 +70,20 @@ def draw(logits_V: jax.Array, key: jax.Array, sampling: Sampling) -> jax.Array:
 
 @functools.partial(jax.jit, static_argnames="model", donate_argnames="caches")
 def extend(
-    params: Params, caches: dict[str, Cache], token_BL: jax.Array, start: jax.Array, model: ModelConfig
+    params: Params,
+    caches: dict[str, Cache],
+    token_BL: jax.Array,
+    start: jax.Array,
+    model: ModelConfig,
 ) -> tuple[jax.Array, dict[str, Cache]]:
     """Logits after every one of the tokens, which follow `start` cached ones; [B, L, V] float32."""
     position_L = start + jnp.arange(token_BL.shape[1])
     caches = dict(caches)
-    x_BLD = gpt.Embed(model).apply({"params": params[EMBED]}, token_BL, position_L)
+    x_BLD = gpt.apply(EMBED, model, params[EMBED], token_BL, position_L)
     for layer in layer_names(model.num_layers)[1:-1]:
-        x_BLD, caches[layer] = gpt.Block(model).apply(
-            {"params": params[layer]}, x_BLD, position_L, caches[layer], method="decode"
-        )
-    table_VD = params[EMBED]["token_VD"]
-    return gpt.Head(model).apply({"params": params[HEAD]}, x_BLD, table_VD), caches
+        args = x_BLD, position_L, caches[layer]
+        x_BLD, caches[layer] = gpt.apply(layer, model, params[layer], *args, method="decode")
+    return gpt.apply(HEAD, model, params[HEAD], x_BLD, params[EMBED]["token_VD"]), caches
 
 
 def empty_caches(model: ModelConfig, num_sequences: int = 1) -> dict[str, Cache]:

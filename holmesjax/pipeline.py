@@ -22,7 +22,9 @@ from holmesjax.stage import Batch, Saved, Stage, StageState, Tree
 from holmesjax.timeline import Timeline
 from holmesjax.transport import Transport
 
-Metrics = dict[str, Any]  # loss: a scalar, or one of each microbatch; grad_norm, learning_rate, skipped
+Metrics = dict[
+    str, Any
+]  # loss: a scalar, or one of each microbatch; grad_norm, learning_rate, skipped
 
 
 @dataclass
@@ -135,10 +137,8 @@ class Pipeline:
         forget: bool,
     ) -> tuple[jax.Array | None, jax.Array]:
         programs = self._programs[s]
-        if programs.stage.is_last:
-            dy = self._weight
-        else:
-            dy = self._fetch(("B", s + 1, m), s + 1, s)
+        is_last = programs.stage.is_last
+        dy = self._weight if is_last else self._fetch(("B", s + 1, m), s + 1, s)
         flight.gradients, dx = programs.backward(
             flight.replicas, flight.saved.pop(m), flight.gradients, dy
         )
@@ -182,7 +182,10 @@ class Pipeline:
         """The table is used twice: both ends add the other's gradient, and stay equal."""
         last = len(reduced) - 1
         first_VD, last_VD = (reduced[s][EMBED]["token_VD"] for s in (0, last))
-        for s, own_VD, other, other_VD in ((0, first_VD, last, last_VD), (last, last_VD, 0, first_VD)):
+        for s, own_VD, other, other_VD in (
+            (0, first_VD, last, last_VD),
+            (last, last_VD, 0, first_VD),
+        ):
             self._transport.offer(("tied", other), other_VD)
             moved = self._transport.fetch(("tied", other), own_VD.sharding, self._link(other, s))
             reduced[s] = {**reduced[s], EMBED: {**reduced[s][EMBED], "token_VD": own_VD + moved}}

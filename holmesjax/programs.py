@@ -14,9 +14,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from holmesjax import sharding
-from holmesjax.stage import Batch, Saved, Stage, Tree
+from holmesjax.stage import Saved, Stage, Tree
 
 Compiled = Callable[..., Any]
+Shapes = dict[str, jax.ShapeDtypeStruct]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,7 +122,7 @@ def boundary_shape(stage: Stage) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, stage.compute_dtype, sharding=where)
 
 
-def batch_shapes(stage: Stage, num_microbatches: int | None = None) -> Batch:
+def batch_shapes(stage: Stage, num_microbatches: int | None = None) -> Shapes:
     """What a microbatch brings to this stage; with M, of all microbatches stacked."""
     lead = () if num_microbatches is None else (num_microbatches,)
     where = sharding.batch_sharding(stage.mesh, num_leading=len(lead))
@@ -150,4 +151,3 @@ def _compile_forward(
 def _compile(function: Callable, *args: Any, out: Any, donate: tuple[int, ...] = ()) -> Compiled:
     shardings = jax.tree.map(lambda x: x.sharding, out)
     return jax.jit(function, out_shardings=shardings, donate_argnums=donate).lower(*args).compile()
-

@@ -30,7 +30,8 @@ def dims(name: str) -> str:
     'DHK'
     """
     suffix = name.rpartition("_")[2]
-    assert suffix.isupper() and suffix.isalpha(), f"{name}: a parameter's name ends in its dims"
+    assert suffix.isalpha(), f"{name}: a parameter's name ends in its dims"
+    assert suffix.isupper(), f"{name}: a parameter's name ends in its dims"
     return suffix
 
 

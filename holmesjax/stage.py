@@ -128,7 +128,7 @@ class Stage:
     # ---- state ---------------------------------------------------------------------------------
 
     def init(self, seed: int) -> StageState:
-        """The state before the first step, on the mesh: a function of the seed, whatever the plan."""
+        """The state before the first step: a function of the seed, whatever the plan."""
         params = gpt.init_params(self.model, seed, self.layers)
         if self.borrows_table:
             table = gpt.init_params(self.model, seed, (EMBED,))[EMBED]["token_VD"]
@@ -184,7 +184,7 @@ class Stage:
         )(params)
 
     def reduce(self, gradients: Tree) -> Tree:
-        """Gradients of the replicas, summed over `data` by reduce-scatter into the master layout."""
+        """Gradients of the replicas, reduce-scattered over `data` into the master layout."""
         replica_specs, master_specs = self._specs()
         dims = jax.tree_util.tree_map_with_path(
             lambda path, x: self._data_dim(path, x.shape[1:]), gradients
@@ -215,7 +215,7 @@ class Stage:
         position_L = jnp.arange(self.model.context_length)
         segment_BL = batch.get("segment_BL")
         for layer in self.layers:
-            run = functools.partial(_apply_layer, layer, self.model)
+            run: Callable[..., jax.Array] = functools.partial(gpt.apply, layer, self.model)
             if layer == EMBED:
                 x_BLD = run(params[layer], batch["token_BL"], position_L)
             elif layer == HEAD:
@@ -245,7 +245,9 @@ class Stage:
         else:
             assert x_BLD is not None
             x_RBLD = self._split(x_BLD)
-            out, pullback = jax.vjp(lambda r, x: self._map(self.apply)(r, x, batch), replicas, x_RBLD)
+            out, pullback = jax.vjp(
+                lambda r, x: self._map(self.apply)(r, x, batch), replicas, x_RBLD
+            )
         saved = Saved.of(pullback, replicas)
         return (jnp.mean(out) if self.is_last else self._merge(out)), saved
 
@@ -301,9 +303,7 @@ class Stage:
         }
         return jax.tree.map(lambda a, b: jnp.where(finite, a, b), new, state), metrics
 
-    def step(
-        self, state: StageState, batch_M: Batch
-    ) -> tuple[StageState, dict[str, jax.Array]]:
+    def step(self, state: StageState, batch_M: Batch) -> tuple[StageState, dict[str, jax.Array]]:
         """A whole optimizer step, for a plan with this stage only; batches have a leading M."""
         replicas = self.gather(state.params)
         weight = jnp.float32(1.0 / self.plan.microbatches)
@@ -321,10 +321,6 @@ class Stage:
         gradients = self.reduce(gradients)
         state, metrics = self.update(state, gradients, (self.square_norm(gradients),))
         return state, {"loss": jnp.mean(losses_M), **metrics}
-
-
-def _apply_layer(layer: str, model: ModelConfig, params: Tree, *args: Any) -> jax.Array:
-    return gpt.module(layer, model).apply({"params": params}, *args)
 
 
 def _map_with_none(function: Callable, tree: Tree, dims: Tree) -> Tree:

@@ -107,7 +107,9 @@ class Trainer:
             stack.callback(console.close)
             stack.enter_context(writer)
             console.start(config.train.steps, done)
-            session = _Session(self, runner, stages, reading.result(), clock, writer, metrics, console)
+            session = _Session(
+                self, runner, stages, reading.result(), clock, writer, metrics, console
+            )
             done = session.run(states, done)
             _write_timeline(self.run_dir / TIMELINE, session.last_step, session.last_intervals)
         self._close(done)

@@ -58,8 +58,8 @@ class LocalTransport:
 def move(array: jax.Array, target: NamedSharding) -> jax.Array:
     """The array on another mesh, without waiting for it.
 
-    `jax.device_put` between meshes goes through the host, and waits, when the shards differ; so each
-    target shard is put together from the pieces of source shards that it covers.
+    `jax.device_put` between meshes goes through the host, and waits, when the shards differ; so
+    each target shard is put together from the pieces of source shards that it covers.
     """
     sources = {_bounds(shard.index, array.shape): shard.data for shard in array.addressable_shards}
     devices, shards = [], []

@@ -4,7 +4,7 @@ The references here are plain JAX, written the way XLA compiles well on a CPU. T
 their shape; `docs/design.md` has the measurements.
 
 1. A value with several readers goes through `lax.optimization_barrier`. XLA:CPU fuses elementwise
-   producers into every consumer: without the barrier the gradient of the residual stream, a sum that
-   grows by two terms a layer, is computed again inside each product that reads it.
-2. A weight's gradient is a product of two matrices, turned so that the wider operand is on the right.
+   producers into every consumer: without the barrier the gradient of the residual stream, a sum
+   that grows by two terms a layer, is computed again inside each product that reads it.
+2. A weight's gradient is a product of two matrices, the wider one on the right.
 """

@@ -12,9 +12,7 @@ from jax.lax import optimization_barrier as materialize
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
-def linears(
-    x: jax.Array, weights: tuple[jax.Array, ...], num_in: int = 1
-) -> tuple[jax.Array, ...]:
+def linears(x: jax.Array, weights: tuple[jax.Array, ...], num_in: int = 1) -> tuple[jax.Array, ...]:
     """x times each weight, contracting the last `num_in` dims of x: projections of one input.
 
     x is [..., *I], a weight [*I, *F], its result [..., *F]. The weights are kept for the backward
@@ -71,7 +69,7 @@ linear_transposed.defvjp(lambda x, w_FD: (x @ w_FD.T, (x, w_FD)), _transposed_ba
 def weight_gradient(x_ND: jax.Array, dy_NF: jax.Array) -> jax.Array:
     """Gradient of the weight in `y = x @ w`; [D, F].
 
-    A wide matrix transposed on the left runs at 68 GFLOP/s, on the right at 103 (one core, float32).
+    A wide matrix transposed on the left runs at 68 GFLOP/s, on the right at 103 (one core, f32).
     """
     if x_ND.shape[1] > dy_NF.shape[1]:
         return materialize(dy_NF.T @ x_ND).T

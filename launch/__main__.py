@@ -15,7 +15,6 @@ from collections.abc import Sequence
 
 from holmesjax.errors import HolmesError
 
-
 VERBS = {
     "train": "start a run, or resume one from its folder",
     "plan": "print the plan of a run and start nothing",

@@ -101,7 +101,11 @@ def test_a_seed_repeats_and_another_differs():
 
 @pytest.mark.parametrize(
     "wrong, where",
-    [({"temperature": -1.0}, "--temperature"), ({"top_k": -3}, "--top-k"), ({"top_p": 0.0}, "--top-p")],
+    [
+        ({"temperature": -1.0}, "--temperature"),
+        ({"top_k": -3}, "--top-k"),
+        ({"top_p": 0.0}, "--top-p"),
+    ],
 )
 def test_wrong_settings_are_refused(wrong, where):
     with pytest.raises(ConfigError) as error:

@@ -58,7 +58,7 @@ def finished(tmp_path_factory):
 
 
 def test_a_run_leaves_everything_behind(finished):
-    run_dir, done = finished
+    run_dir, _ = finished
     names = {path.name for path in run_dir.iterdir()}
     files = {"config.yaml", "topology.yaml", "plan.yaml", "metrics.jsonl", "timeline.json"}
     assert files | {"report.html", "checkpoints", "tensorboard"} <= names
@@ -216,7 +216,13 @@ def test_mistakes_are_refused_at_once(run_file, verb, overrides, where, words):
 
 @pytest.mark.parametrize(
     "arguments",
-    [["train"], ["trane", "x.yaml"], ["train", "missing.yaml"], ["generate", "/nowhere"], ["plan", "/"]],
+    [
+        ["train"],
+        ["trane", "x.yaml"],
+        ["train", "missing.yaml"],
+        ["generate", "/nowhere"],
+        ["plan", "/"],
+    ],
 )
 def test_wrong_command_lines_exit_with_2(arguments):
     done = launch(*arguments)
@@ -242,5 +248,3 @@ def test_a_second_run_file_in_a_used_folder_is_not_mixed_up(finished, run_file):
     done = launch("train", run_file, f"run.dir={finished[0]}")
     assert done.returncode == 0
     assert "8 of 8 steps are done" in done.stdout
-
-

@@ -1,7 +1,7 @@
 """A step equals one plain `jax.grad` step on one device, however it is cut over devices.
 
-With beta1 = 0 and no clipping, AdamW's first moment is the gradient, so the state after a step shows
-every gradient of it.
+With beta1 = 0 and no clipping, AdamW's first moment is the gradient, so the state after a step
+shows every gradient of it.
 """
 
 import functools
@@ -31,7 +31,9 @@ SMOOTH = OptimizerConfig(learning_rate=1e-2, beta1=0.0, epsilon=1e-3, clip_norm=
 RTOL = 1e-5  # of the norm of each array: sums in another order, in float32
 
 CASES = [
-    pytest.param(split, data, tensor, tied, id=f"{'+'.join(map(str, split))}-d{data}-t{tensor}-{tied}")
+    pytest.param(
+        split, data, tensor, tied, id=f"{'+'.join(map(str, split))}-d{data}-t{tensor}-{tied}"
+    )
     for splits in SPLITS.values()
     for split, data, tensor, tied in itertools.product(splits, (1, 2), (1, 2), ("untied", "tied"))
     if len(split) * data * tensor <= 8
@@ -105,7 +107,9 @@ def compiled_pipeline(split, data, tensor, tied):
 
 
 def random_inputs(num_sequences, step) -> dict[str, np.ndarray]:
-    rows = np.random.default_rng([SEED, step]).integers(256, size=(num_sequences, 17), dtype=np.int32)
+    rows = np.random.default_rng([SEED, step]).integers(
+        256, size=(num_sequences, 17), dtype=np.int32
+    )
     segment = np.repeat([[0, 1]], 8, axis=1) + np.zeros((num_sequences, 1), np.int32)
     return {"token_BL": rows[:, :-1], "target_BL": rows[:, 1:], "segment_BL": np.int32(segment)}
 
@@ -271,7 +275,9 @@ def test_clipping_by_the_norm_over_all_stages(clip_norm):
     _, [gradient, *_], _ = plain_steps(model, plan.global_batch)
     norm = float(optax.tree_utils.tree_norm(gradient))
     clipped, _ = optax.clip_by_global_norm(clip_norm).update(gradient, optax.EmptyState())
-    runner = Pipeline(plan, compile_stages(make_stages(model, plan, config=config)), LocalTransport())
+    runner = Pipeline(
+        plan, compile_stages(make_stages(model, plan, config=config)), LocalTransport()
+    )
     clock = Clock(2)
     states, metrics = runner.train_step(
         runner.init(SEED), random_inputs(plan.global_batch, 0), clock.timeline()
@@ -307,7 +313,9 @@ def test_every_plan_starts_from_the_same_parameters():
     [whole] = make_stages(model, hand_made_plan((4,), 1, 1))
     want = whole.init(SEED).params
     plan = hand_made_plan((1, 2, 1), 1, 2)
-    for state in Pipeline(plan, compile_stages(make_stages(model, plan)), LocalTransport()).init(SEED):
+    for state in Pipeline(plan, compile_stages(make_stages(model, plan)), LocalTransport()).init(
+        SEED
+    ):
         for path, got in jax.tree_util.tree_leaves_with_path(state.params):
             wanted = functools.reduce(lambda tree, k: tree[k.key], path, want)
             np.testing.assert_array_equal(np.asarray(got), np.asarray(wanted))

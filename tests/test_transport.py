@@ -23,7 +23,13 @@ def mesh_of(first, data, tensor):
 LAYOUTS = [
     (data, tensor, spec)
     for data, tensor in ((1, 1), (2, 1), (1, 2), (2, 2), (4, 1))
-    for spec in (P(), P("data"), P(None, "tensor"), P("tensor", None, "data"), P(("data", "tensor")))
+    for spec in (
+        P(),
+        P("data"),
+        P(None, "tensor"),
+        P("tensor", None, "data"),
+        P(("data", "tensor")),
+    )
 ]
 
 

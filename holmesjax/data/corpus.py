@@ -1,7 +1,9 @@
 """Corpora: the files of a run, split for validation by file, as one array of bytes each."""
 
 import hashlib
+import os
 import sysconfig
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,20 +30,27 @@ class Corpus:
 def files(config: DataConfig) -> dict[str, Path]:
     """The corpus's files by their path inside it, sorted."""
     if config.corpus == PYTHON_STDLIB:
-        root, pattern = Path(sysconfig.get_path("stdlib")), "**/*.py"
+        root, pattern = Path(sysconfig.get_path("stdlib")), "*.py"
+        paths = _walk(root)
     else:
         root, pattern = Path(config.corpus), config.pattern
         if not root.is_dir():
             fix = f"name a folder, or {PYTHON_STDLIB!r}"
             raise DataError("data.corpus", "is no folder", found=config.corpus, fix=fix)
-    found = {path.relative_to(root).as_posix(): path for path in root.glob(pattern)}
-    if config.corpus == PYTHON_STDLIB:
-        found = {n: p for n, p in found.items() if NOT_STDLIB.isdisjoint(n.split("/"))}
+        paths = root.glob(pattern)
+    found = {path.relative_to(root).as_posix(): path for path in paths}
     found = {name: found[name] for name in sorted(found) if found[name].is_file()}
     if not found:
         fix = "change data.pattern or data.corpus"
         raise DataError("data.pattern", f"no file in {root} matches", found=pattern, fix=fix)
     return found
+
+
+def _walk(root: Path) -> Iterator[Path]:
+    """Python files below the root; unlike a glob it never enters the folders to leave out."""
+    for folder, subfolders, names in os.walk(root):
+        subfolders[:] = [name for name in subfolders if name not in NOT_STDLIB]
+        yield from (Path(folder, name) for name in names if name.endswith(".py"))
 
 
 def is_validation(name: str, fraction: float) -> bool:

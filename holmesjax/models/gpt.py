@@ -15,6 +15,7 @@ compute in float32.
 import functools
 import zlib
 from collections.abc import Sequence
+from typing import Any
 
 import flax.linen as nn
 import jax
@@ -25,12 +26,13 @@ from holmesjax import ops
 from holmesjax.config import ModelConfig
 from holmesjax.plan import EMBED, HEAD, layer_names
 
-# Initial values. Radford et al., "Language Models are Unsupervised Multitask Learners", 2019: weights
-# that add to the residual stream start smaller, by the root of the number of such additions.
+# Initial values. Radford et al., "Language Models are Unsupervised Multitask Learners", 2019:
+# weights that add to the residual stream start smaller, by the root of the number of additions.
 INIT_STD = 0.02
 RESIDUAL = {"out_HKD", "down_FD"}
 CONSTANTS = {"scale_D": 1.0, "bias_D": 0.0}
 
+Params = Any  # a nested dict of arrays
 Cache = dict[str, jax.Array]  # key_BTGK, value_BTGK
 
 
@@ -134,12 +136,19 @@ class Head(nn.Module):
         if self.config.tied_embeddings:
             assert token_VD is not None, "a tied head needs the token table"
             return ops.linear_transposed(h_BLD, token_VD)
-        return ops.linear(h_BLD, declare(self, "output_DV", self.config.width, self.config.vocab_size))
+        return ops.linear(
+            h_BLD, declare(self, "output_DV", self.config.width, self.config.vocab_size)
+        )
 
 
 def module(layer: str, config: ModelConfig) -> nn.Module:
     """The module of a layer by its name."""
     return {EMBED: Embed, HEAD: Head}.get(layer, Block)(config)
+
+
+def apply(layer: str, config: ModelConfig, params: Params, *args: Any, method: str = "") -> Any:
+    """Runs a layer, given by its name, on its parameters."""
+    return module(layer, config).apply({"params": params}, *args, method=method or None)
 
 
 def param_shapes(layer: str, config: ModelConfig) -> dict:
@@ -176,5 +185,7 @@ def init_params(
         shrink = (2 * config.num_layers) ** -0.5 if name in RESIDUAL else 1.0
         return random.standard_normal(shape.shape, np.float32) * np.float32(INIT_STD * shrink)
 
-    shapes = {layer: param_shapes(layer, config) for layer in layers or layer_names(config.num_layers)}
+    shapes = {
+        layer: param_shapes(layer, config) for layer in layers or layer_names(config.num_layers)
+    }
     return jax.tree_util.tree_map_with_path(draw, shapes)

@@ -1,0 +1,76 @@
+"""Modules import only from rows above their own. The table in docs/design.md is this list."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+LAYERS = [
+    ["kernels.attention", "kernels.cross_entropy", "kernels.linear", "kernels.norm"],
+    ["holmesjax.errors"],
+    ["holmesjax.units", "holmesjax.yaml_files", "holmesjax.catalogue"],
+    ["holmesjax.schema"],
+    ["holmesjax.config", "holmesjax.topology_file"],
+    ["holmesjax.topology"],
+    ["holmesjax.costs", "holmesjax.schedule", "holmesjax.mapper"],
+    ["holmesjax.memory"],
+    ["holmesjax.plan"],
+    ["holmesjax.planner"],
+    ["holmesjax.job"],
+    ["holmesjax.mesh", "holmesjax.ops", "holmesjax.compat"],
+    ["holmesjax.sharding"],
+    ["holmesjax.models.gpt", "holmesjax.optimizer", "holmesjax.data.tokenizer"],
+    ["holmesjax.data.corpus"],
+    ["holmesjax.data.batches"],
+    ["holmesjax.stage"],
+    ["holmesjax.programs"],
+    ["holmesjax.transport", "holmesjax.timeline", "holmesjax.metrics", "holmesjax.console"],
+    ["holmesjax.pipeline", "holmesjax.checkpoint", "holmesjax.figures"],
+    ["holmesjax.report"],
+    ["holmesjax.trainer", "holmesjax.generate"],
+    ["launch.train", "launch.plan", "launch.generate"],
+]
+ROW = {module: row for row, modules in enumerate(LAYERS) for module in modules}
+WITHOUT_JAX = ROW["holmesjax.job"]  # a plan can be made on any laptop
+OUTSIDE = {"jax", "jaxlib", "flax", "optax", "orbax", "chex", "tensorstore", "grain"}
+
+
+def all_imports(module: str) -> set[str]:
+    """Everything a module imports, at any depth, functions included."""
+    found = set()
+    path = ROOT / (module.replace(".", "/") + ".py")
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{module}: write imports in full"
+            found |= {f"{node.module}.{alias.name}" for alias in node.names} | {str(node.module)}
+    return found
+
+
+def test_every_module_has_a_row():
+    folders = ("holmesjax", "kernels", "launch")
+    files = [file for folder in folders for file in ROOT.glob(f"{folder}/**/[!_]*.py")]
+    assert ROW.keys() == {".".join(f.relative_to(ROOT).with_suffix("").parts) for f in files}
+
+
+@pytest.mark.parametrize("module", ROW)
+def test_imports_point_up(module):
+    wrong = sorted(name for name in all_imports(module) & ROW.keys() if ROW[name] >= ROW[module])
+    assert not wrong, f"{module} (row {ROW[module]}) may not import {wrong}: not above it"
+
+
+@pytest.mark.parametrize("module", ROW)
+def test_only_ops_imports_kernels_and_a_plan_needs_no_jax(module):
+    imports = all_imports(module)
+    if module != "holmesjax.ops" and not module.startswith("kernels."):
+        assert not [name for name in imports if name.split(".")[0] == "kernels"]
+    if 0 < ROW[module] <= WITHOUT_JAX:
+        assert OUTSIDE.isdisjoint(name.split(".")[0] for name in imports)
+
+
+def test_the_design_names_every_module():
+    text = (ROOT / "docs/design.md").read_text()
+    missing = [module for module in ROW if f"`{module.split('.')[-1]}`" not in text]
+    assert not missing, f"docs/design.md has no row for {missing}"
