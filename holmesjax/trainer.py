@@ -57,6 +57,7 @@ class Trainer:
         """
         self.job = source if isinstance(source, Job) else jobs.load(source, overrides)
         self.history: list[dict[str, Any]] = []  # the records of this session's steps
+        self.tasks: list[dict[str, Any]] = []  # of the last step, as `timeline.json` has them
         self.finished = False
         self._stream = sys.stdout if stream is None else stream
         self.stopping = False
@@ -111,7 +112,9 @@ class Trainer:
                 self, runner, stages, reading.result(), clock, writer, metrics, console
             )
             done = session.run(states, done)
-            _write_timeline(self.run_dir / TIMELINE, session.last_step, session.last_intervals)
+            self.tasks = [interval._asdict() for interval in session.last_intervals]
+            timeline = {"step": session.last_step, "tasks": self.tasks}
+            (self.run_dir / TIMELINE).write_text(json.dumps(timeline))
         self._close(done)
         return self.history
 
@@ -159,13 +162,13 @@ class Trainer:
 
     def _close(self, done: int) -> None:
         self.finished = done >= self.job.config.train.steps
-        page = report.write_report(self.run_dir)
         if not self.finished:
             self._print(
                 f"stopped after step {done} of {self.job.config.train.steps}; resume with",
                 f"  python -m launch train {self.run_dir}",
             )
-        self._print(f"report  {page}")
+        if self.history:
+            self._print(f"report  {report.write_report(self.run_dir)}")
 
     def _print(self, *lines: str) -> None:
         print(*lines, sep="\n", file=self._stream, flush=True)
@@ -256,7 +259,3 @@ class _Session:
         self._runner.take_link_bytes()  # not a step's traffic
         return float(np.mean([float(x) for batch in losses for x in batch]))
 
-
-def _write_timeline(path: Path, step: int, intervals: list[Interval]) -> None:
-    tasks = [interval._asdict() for interval in intervals]
-    path.write_text(json.dumps({"step": step, "tasks": tasks}))

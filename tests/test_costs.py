@@ -238,6 +238,29 @@ def test_stage_times_worked_by_hand():
     )
 
 
+def test_the_ends_of_the_model_cost_what_they_hold():
+    """One all-reduce in the embedding's forward, one in the head's backward; its FLOP."""
+    model, args = MODELS["gpt2"], ([DEVICE], None, LINK)
+    times = {
+        ends: costs.stage_times(model, shape_of(tensor=2, is_first=ends[0], is_last=ends[1]), *args)
+        for ends in [(False, False), (True, False), (False, True)]
+    }
+    middle, first, last = times.values()
+    all_reduce_s = middle.forward_tensor_s / 4
+    assert middle.backward_tensor_s == middle.forward_tensor_s
+    assert first.forward_tensor_s == pytest.approx(middle.forward_tensor_s + all_reduce_s)
+    assert first.backward_tensor_s == middle.backward_tensor_s
+    assert last.forward_tensor_s == middle.forward_tensor_s
+    assert last.backward_tensor_s == pytest.approx(middle.backward_tensor_s + all_reduce_s)
+    head_s = costs.head_forward_flop(model, 2 * model.context_length) / 2 / 1e6
+    assert last.forward_s == pytest.approx(middle.forward_s + head_s)
+
+
+@pytest.mark.parametrize("policy, factor", [("none", 2.0), ("dots", 2.0), ("full", 3.0)])
+def test_only_full_checkpointing_runs_the_forward_again(policy, factor):
+    assert costs.backward_flop(10.0, policy) == 10.0 * factor
+
+
 def test_the_slowest_kind_of_device_sets_the_pace():
     slow = dataclasses.replace(DEVICE, peak_flop_per_s={"float32": 1e6})
     args = MODELS["llama"], shape_of()
