@@ -28,7 +28,10 @@ def test_the_notebook_runs(tmp_path):
         cell.source = cell.source.replace("train.steps=24", "train.steps=6")
         cell.source = cell.source.replace("=8", "=4")
     NotebookClient(
-        notebook, timeout=240, kernel_name="python3", resources={"metadata": {"path": ROOT / "notebooks"}}
+        notebook,
+        timeout=240,
+        kernel_name="python3",
+        resources={"metadata": {"path": ROOT / "notebooks"}},
     ).execute()
     code = [cell for cell in notebook.cells if cell.cell_type == "code"]
     pictures = [any("image/png" in out.get("data", {}) for out in cell.outputs) for cell in code]

@@ -1,0 +1,140 @@
+"""The data is a function of (seed, step), and every byte of the corpus is used once an epoch."""
+
+import numpy as np
+import pytest
+from hypothesis import given, strategies as st
+
+from holmesjax.config import DataConfig
+from holmesjax.data import corpus
+from holmesjax.data.batches import Batches, Windows, model_inputs
+from holmesjax.data.corpus import Corpus
+from holmesjax.data.tokenizer import BEGIN, decode, encode
+from holmesjax.errors import DataError
+
+
+def make_corpus(num_bytes=10_000, num_validation=4_000):
+    random = np.random.default_rng(0)
+    train, validation = (
+        random.integers(1, 256, size=size, dtype=np.uint8) for size in (num_bytes, num_validation)
+    )
+    return Corpus(train=train, validation=validation, num_files=2)
+
+
+def make_batches(seed=0, global_batch=4, length=16, **changes):
+    sizes = {"corpus": make_corpus(), "num_validation": 3, "length": length}
+    return Batches(**{**sizes, "seed": seed, "global_batch": global_batch, **changes})
+
+
+def test_windows_are_slices_of_the_corpus():
+    tokens = np.arange(100, dtype=np.uint8)
+    windows = Windows(tokens, 16)
+    assert len(windows) == 6  # the last window needs its target: 6 * 16 + 1 <= 100
+    for i in range(6):
+        np.testing.assert_array_equal(windows[i], tokens[i * 16 : i * 16 + 17])
+
+
+def test_an_epoch_visits_every_window_once_and_the_next_in_another_order():
+    batches = make_batches()
+    windows = Windows(batches.corpus.train, 16)
+    per_epoch = len(windows) // 4
+    want = {windows[i].tobytes() for i in range(len(windows))}
+    epochs = [
+        [
+            row.tobytes()
+            for step in range(e * per_epoch, (e + 1) * per_epoch)
+            for row in batches.train(step)
+        ]
+        for e in range(2)
+    ]
+    assert len(want) == len(windows)
+    assert set(epochs[0]) <= want
+    assert len(set(epochs[0])) == len(epochs[0])
+    assert epochs[0] != epochs[1]
+
+
+def test_a_step_has_the_same_batch_whenever_it_is_asked_for():
+    forwards = [make_batches().train(step) for step in range(5)]
+    batches = make_batches()
+    backwards = [batches.train(step) for step in reversed(range(5))][::-1]
+    np.testing.assert_array_equal(forwards, backwards)
+    assert not np.array_equal(forwards[0], make_batches(seed=1).train(0))
+
+
+def test_a_larger_batch_holds_the_same_sequences_in_the_same_order():
+    small, large = make_batches(global_batch=2), make_batches(global_batch=4)
+    np.testing.assert_array_equal(large.train(1), np.concatenate([small.train(2), small.train(3)]))
+
+
+def test_validation_does_not_depend_on_the_seed_and_never_trains():
+    one, other = make_batches(seed=1), make_batches(seed=2)
+    for i in range(3):
+        np.testing.assert_array_equal(one.validation(i), other.validation(i))
+    trained = {row.tobytes() for step in range(150) for row in one.train(step)}
+    held = {row.tobytes() for i in range(3) for row in one.validation(i)}
+    assert len(held) == 12
+    assert trained.isdisjoint(held)
+
+
+@pytest.mark.parametrize(
+    "changes, name", [({"length": 3000}, "training"), ({"num_validation": 70}, "validation")]
+)
+def test_a_corpus_that_is_too_small_is_refused(changes, name):
+    with pytest.raises(DataError, match=f"the {name} split is too small"):
+        make_batches(**changes)
+
+
+def test_documents_are_numbered_from_their_marks():
+    rows = np.array([[5, 6, BEGIN, 7, BEGIN, 8]])
+    inputs = model_inputs(rows)
+    assert inputs["token_BL"].tolist() == [[5, 6, 0, 7, 0]]
+    assert inputs["target_BL"].tolist() == [[6, 0, 7, 0, 8]]
+    assert inputs["segment_BL"].tolist() == [[0, 0, 1, 1, 2]]
+    assert {x.dtype for x in inputs.values()} == {np.dtype("int32")}
+
+
+@given(st.text().filter(lambda text: "\0" not in text))
+def test_text_survives_the_tokenizer(text):
+    assert decode(encode(text)) == text
+
+
+# ---- files --------------------------------------------------------------------------------------
+
+
+def test_the_standard_library_is_there_and_split_by_file():
+    config = DataConfig(corpus="python-stdlib")
+    found = corpus.files(config)
+    assert {"argparse.py", "json/decoder.py"} <= found.keys()
+    assert not [name for name in found if "site-packages" in name or "/tests/" in name]
+    assert list(found) == sorted(found)
+    read = corpus.read(config)
+    held = [name for name in found if corpus.is_validation(name, 0.05)]
+    assert 0.02 < len(held) / len(found) < 0.10
+    text = b"".join(bytes([BEGIN]) + found[name].read_bytes() for name in held)
+    assert read.validation.tobytes() == text
+    assert len(read.train) > 5_000_000
+    assert np.count_nonzero(read.train == BEGIN) == len(found) - len(held)
+
+
+def test_the_split_of_a_file_does_not_move_with_others(tmp_path):
+    for i in range(40):
+        (tmp_path / f"{i}.py").write_text(f"x = {i}\n")
+    config = DataConfig(corpus=str(tmp_path), validation_fraction=0.3)
+    before = corpus.read(config).validation.tobytes()
+    assert 5 * 8 < len(before) < 25 * 9
+    (tmp_path / "another.py").write_text("y = 1\n")
+    after = corpus.read(config).validation.tobytes()
+    assert after.replace(b"\0y = 1\n", b"") == before
+
+
+@pytest.mark.parametrize(
+    "changes, words",
+    [
+        ({"corpus": "/nowhere"}, "is no folder"),
+        ({"pattern": "*.nothing"}, "no file in"),
+        ({"pattern": "*.bin"}, "holds a zero byte"),
+    ],
+)
+def test_a_corpus_that_cannot_be_read_is_refused(tmp_path, changes, words):
+    (tmp_path / "a.bin").write_bytes(b"\0\1")
+    with pytest.raises(DataError, match=words):
+        corpus.read(DataConfig(**{"corpus": str(tmp_path), **changes}))
