@@ -45,6 +45,12 @@ class Console:
         self._due_s = -float("inf")
         self._waiting: Mapping[str, Any] | None = None  # seen, not printed
 
+    def __enter__(self) -> "Console":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
     def start(self, total_steps: int, done_steps: int = 0) -> None:
         """Shows the bar, if this is a terminal; the next step is the first."""
         self._total_steps = total_steps

@@ -16,11 +16,17 @@ import numpy as np
 
 from holmesjax import sharding
 from holmesjax.plan import EMBED, Plan
-from holmesjax.programs import Programs, WholeStep, batch_shapes
+from holmesjax.programs import (
+    Programs,
+    WholeStep,
+    batch_shapes,
+    compile_stages,
+    compile_whole_step,
+)
 from holmesjax.schedule import Task, schedule
 from holmesjax.stage import Batch, Saved, Stage, StageState, Tree
 from holmesjax.timeline import Timeline
-from holmesjax.transport import Transport
+from holmesjax.transport import LocalTransport, Transport
 
 Metrics = dict[
     str, Any
@@ -232,6 +238,13 @@ class OneStage:
 
     def take_link_bytes(self) -> dict[str, int]:
         return {}
+
+
+def make_runner(plan: Plan, stages: Sequence[Stage]) -> Pipeline | OneStage:
+    """Compiles the stages of a plan, all of them in this process."""
+    if len(stages) == 1:
+        return OneStage(plan, compile_whole_step(stages[0]))
+    return Pipeline(plan, compile_stages(stages), LocalTransport())
 
 
 def split(inputs: dict[str, np.ndarray], num_microbatches: int) -> list[dict[str, np.ndarray]]:

@@ -191,6 +191,8 @@ class Stage:
         )
 
         def reduce_leaf(gradient: jax.Array, dim: int | None) -> jax.Array:
+            if self.num_replicas == 1:  # XLA would run a collective of one, and copy for it
+                return gradient[0]
             if dim is None:
                 return jax.lax.psum(gradient[0], Axis.DATA.value)
             return jax.lax.psum_scatter(
@@ -228,17 +230,29 @@ class Stage:
         assert x_BLD is not None
         return x_BLD
 
+    # A single replica has no dim R while it computes: XLA would copy arrays for a dim of size 1.
+
     def _split(self, array: jax.Array) -> jax.Array:
+        if self.num_replicas == 1:
+            return array
         return array.reshape(self.num_replicas, -1, *array.shape[1:])
 
     def _merge(self, array: jax.Array) -> jax.Array:
-        return array.reshape(-1, *array.shape[2:])
+        return array if self.num_replicas == 1 else array.reshape(-1, *array.shape[2:])
+
+    def _map(self, function: Callable) -> Callable:
+        if self.num_replicas == 1:
+            return function
+        return jax.vmap(function, spmd_axis_name=Axis.DATA.value)
+
+    def _unstack(self, replicas: Tree) -> Tree:
+        return jax.tree.map(lambda x: x[0], replicas) if self.num_replicas == 1 else replicas
 
     def forward(
         self, replicas: Tree, x_BLD: jax.Array | None, batch: Batch
     ) -> tuple[jax.Array, Saved]:
         """One microbatch: the boundary, or the mean loss in nats per token; what backward needs."""
-        batch = jax.tree.map(self._split, batch)
+        replicas, batch = self._unstack(replicas), jax.tree.map(self._split, batch)
         if self.is_first:
             apply = lambda replica, batch: self.apply(replica, None, batch)
             out, pullback = jax.vjp(lambda r: self._map(apply)(r, batch), replicas)
@@ -260,16 +274,14 @@ class Stage:
         on the last stage the weight of the microbatch, 1 / M. On the first stage, which has no
         input to differentiate, the second result is a zero that is ready when the gradients are.
         """
-        if self.is_last:
-            dy = jnp.full((self.num_replicas,), dy / self.num_replicas)
-        else:
+        if not self.is_last:
             dy = self._split(dy)
-        new, *dx = saved.restore(replicas)(dy)
-        gradients = jax.tree.map(lambda total, g: total + g.astype(total.dtype), gradients, new)
+        elif self.num_replicas > 1:
+            dy = jnp.full((self.num_replicas,), dy / self.num_replicas)
+        new, *dx = saved.restore(self._unstack(replicas))(dy)
+        add = lambda total, g: total + g.astype(total.dtype).reshape(total.shape)
+        gradients = jax.tree.map(add, gradients, new)
         return gradients, self._merge(dx[0]) if dx else jnp.zeros(())
-
-    def _map(self, function: Callable) -> Callable:
-        return jax.vmap(function, spmd_axis_name=Axis.DATA.value)
 
     # ---- the end of a step ---------------------------------------------------------------------
 
@@ -291,8 +303,11 @@ class Stage:
         if self.clip_norm is not None:
             scale = jnp.minimum(1.0, self.clip_norm / jnp.maximum(norm, 1e-12))
             gradients = jax.tree.map(lambda g: g * scale, gradients)
-        updates, opt_state = self.optimizer.update(gradients, state.opt_state, state.params)
-        new = StageState(optax.apply_updates(state.params, updates), opt_state)
+
+        def advance(state: StageState) -> StageState:
+            updates, opt_state = self.optimizer.update(gradients, state.opt_state, state.params)
+            return StageState(optax.apply_updates(state.params, updates), opt_state)
+
         num_updates = optax.tree_utils.tree_get(
             state.opt_state, "count", filtering=_belongs_to_schedule
         )
@@ -301,7 +316,7 @@ class Stage:
             "learning_rate": self.learning_rate(num_updates),
             "skipped": ~finite,
         }
-        return jax.tree.map(lambda a, b: jnp.where(finite, a, b), new, state), metrics
+        return jax.lax.cond(finite, advance, lambda state: state, state), metrics
 
     def step(self, state: StageState, batch_M: Batch) -> tuple[StageState, dict[str, jax.Array]]:
         """A whole optimizer step, for a plan with this stage only; batches have a leading M."""

@@ -32,6 +32,12 @@ class Clock:
     def timeline(self) -> "Timeline":
         return Timeline(self)
 
+    def __enter__(self) -> "Clock":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
     def close(self) -> None:
         for thread in self._threads:
             thread.shutdown()

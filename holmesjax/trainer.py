@@ -10,9 +10,10 @@ that resumes goes on exactly as if it had never stopped.
 import json
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -20,6 +21,7 @@ import jax
 import numpy as np
 
 from holmesjax import checkpoint, compat, job as jobs, report
+from holmesjax.config import Config
 from holmesjax.console import Console
 from holmesjax.data import corpus
 from holmesjax.data.batches import Batches, model_inputs
@@ -28,11 +30,9 @@ from holmesjax.job import Job
 from holmesjax.mesh import build_meshes
 from holmesjax.metrics import Metrics, check_installed
 from holmesjax.optimizer import learning_rate, make_optimizer
-from holmesjax.pipeline import OneStage, Pipeline
-from holmesjax.programs import compile_stages, compile_whole_step
+from holmesjax.pipeline import OneStage, Pipeline, make_runner
 from holmesjax.stage import Stage, StageState
 from holmesjax.timeline import Clock, Interval, Timeline, bubble_share
-from holmesjax.transport import LocalTransport
 
 TIMELINE = "timeline.json"
 
@@ -60,7 +60,7 @@ class Trainer:
         self.tasks: list[dict[str, Any]] = []  # of the last step, as `timeline.json` has them
         self.finished = False
         self._stream = sys.stdout if stream is None else stream
-        self.stopping = False
+        self._stopping = False
         check_installed(self.job.config.log)
 
     @property
@@ -69,7 +69,7 @@ class Trainer:
 
     def stop(self) -> None:
         """Asks a running `train` to end after its step, with a checkpoint."""
-        self.stopping = True
+        self._stopping = True
 
     def train(self) -> list[dict[str, Any]]:
         """Trains to `train.steps`, from the newest checkpoint in the run folder if there is one."""
@@ -89,31 +89,34 @@ class Trainer:
         stages = self._make_stages()
         with ThreadPoolExecutor(1) as pool, ExitStack() as stack:
             reading = pool.submit(self._read_batches)
-            if len(stages) == 1:
-                runner: Pipeline | OneStage = OneStage(plan, compile_whole_step(stages[0]))
-            else:
-                runner = Pipeline(plan, compile_stages(stages), LocalTransport())
+            runner = make_runner(plan, stages)
             states = checkpoint.restore(start, stages) if start else runner.init(config.train.seed)
-            clock = Clock(len(stages))
-            stack.callback(clock.close)
-            writer = checkpoint.Writer(
-                self.run_dir,
-                model=config.model,
-                plan_hash=plan.hash(),
-                keep=config.checkpoint.keep,
-                num_parts=len(stages),
-            )
-            metrics = stack.enter_context(Metrics(self.run_dir, config.log, done_steps=done))
-            console = Console(every_s=config.train.log_every_s, stream=self._stream)
-            stack.callback(console.close)
-            stack.enter_context(writer)
-            console.start(config.train.steps, done)
             session = _Session(
-                self, runner, stages, reading.result(), clock, writer, metrics, console
+                config=config,
+                history=self.history,
+                is_stopping=lambda: self._stopping,
+                runner=runner,
+                stages=stages,
+                batches=reading.result(),
+                clock=stack.enter_context(Clock(len(stages))),
+                writer=stack.enter_context(
+                    checkpoint.Writer(
+                        self.run_dir,
+                        model=config.model,
+                        plan_hash=plan.hash(),
+                        keep=config.checkpoint.keep,
+                        num_parts=len(stages),
+                    )
+                ),
+                metrics=stack.enter_context(Metrics(self.run_dir, config.log, done_steps=done)),
+                console=stack.enter_context(
+                    Console(every_s=config.train.log_every_s, stream=self._stream)
+                ),
             )
+            session.console.start(config.train.steps, done)
             done = session.run(states, done)
             self.tasks = [interval._asdict() for interval in session.last_intervals]
-            timeline = {"step": session.last_step, "tasks": self.tasks}
+            timeline = {"step": done, "tasks": self.tasks}
             (self.run_dir / TIMELINE).write_text(json.dumps(timeline))
         self._close(done)
         return self.history
@@ -174,65 +177,61 @@ class Trainer:
         print(*lines, sep="\n", file=self._stream, flush=True)
 
 
+@dataclass(kw_only=True)
 class _Session:
     """The steps of one process: what the loop needs, once everything is up."""
 
-    def __init__(
-        self,
-        trainer: Trainer,
-        runner: Pipeline | OneStage,
-        stages: list[Stage],
-        batches: Batches,
-        clock: Clock,
-        writer: checkpoint.Writer,
-        metrics: Metrics,
-        console: Console,
-    ):
-        self._trainer, self._train = trainer, trainer.job.config.train
-        self._every = trainer.job.config.checkpoint.every
-        self._runner, self._stages, self._batches = runner, stages, batches
-        self._clock, self._writer, self._metrics, self._console = clock, writer, metrics, console
-        self._last_s = 0.0  # when the numbers of the step before were there
-        self.last_step, self.last_intervals = 0, list[Interval]()
+    config: Config
+    history: list[dict[str, Any]]
+    is_stopping: Callable[[], bool]
+    runner: Pipeline | OneStage
+    stages: list[Stage]
+    batches: Batches
+    clock: Clock
+    writer: checkpoint.Writer
+    metrics: Metrics
+    console: Console
+    last_s: float = 0.0  # when the numbers of the step before were there
+    last_intervals: list[Interval] = field(default_factory=list)
 
     def run(self, states: list[StageState], done: int) -> int:
         """Trains until the last step or until asked to stop; the number of steps done."""
-        steps, saved = self._train.steps, done
+        steps, saved = self.config.train.steps, done
         unread: tuple[int, dict[str, Any], Timeline, dict[str, int]] | None = None
-        self._last_s = time.perf_counter()
-        while done < steps and not self._trainer.stopping:
-            timeline = self._clock.timeline()
-            inputs = model_inputs(self._batches.train(done))
-            states, metrics = self._runner.train_step(states, inputs, timeline)
+        self.last_s = time.perf_counter()
+        while done < steps and not self.is_stopping():
+            timeline = self.clock.timeline()
+            inputs = model_inputs(self.batches.train(done))
+            states, metrics = self.runner.train_step(states, inputs, timeline)
             done += 1
             if unread:
                 self._write(self._read(*unread))
-            unread = done, metrics, timeline, self._runner.take_link_bytes()
-            if self._is_due(done, self._train.eval_every):
+            unread = done, metrics, timeline, self.runner.take_link_bytes()
+            if self._is_due(done, self.config.train.eval_every):
                 record = self._read(*unread)
                 self._write({**record, "val_loss": self._evaluate(states)})
-                unread, self._last_s = None, time.perf_counter()
-            if self._is_due(done, self._every):
-                self._writer.save(done, self._stages, states)
+                unread, self.last_s = None, time.perf_counter()
+            if self._is_due(done, self.config.checkpoint.every):
+                self.writer.save(done, self.stages, states)
                 saved = done
         if unread:
             self._write(self._read(*unread))
         if saved != done:
-            self._writer.save(done, self._stages, states)
+            self.writer.save(done, self.stages, states)
         return done
 
     def _is_due(self, done: int, every: int) -> bool:
-        return every > 0 and (done % every == 0 or done == self._train.steps)
+        return every > 0 and (done % every == 0 or done == self.config.train.steps)
 
     def _read(
         self, step: int, metrics: dict[str, Any], timeline: Timeline, link_bytes: dict[str, int]
     ) -> dict[str, Any]:
         """Waits for the numbers of a step; its record."""
         loss = float(np.mean([float(x) for x in jax.tree.leaves(metrics["loss"])]))
-        self.last_step, self.last_intervals = step, timeline.intervals()
+        self.last_intervals = timeline.intervals()
         now_s = time.perf_counter()
-        step_time_s, self._last_s = now_s - self._last_s, now_s
-        num_tokens = self._train.global_batch * self._trainer.job.config.model.context_length
+        step_time_s, self.last_s = now_s - self.last_s, now_s
+        num_tokens = self.config.train.global_batch * self.config.model.context_length
         return {
             "step": step,
             "loss": loss,
@@ -246,16 +245,15 @@ class _Session:
         }
 
     def _write(self, record: dict[str, Any]) -> None:
-        self._metrics.write(record)
-        self._console.step(record)
-        self._trainer.history.append(record)
+        self.metrics.write(record)
+        self.console.step(record)
+        self.history.append(record)
 
     def _evaluate(self, states: list[StageState]) -> float:
         """Mean loss over the validation batches, nats per token."""
         losses = [
-            self._runner.evaluate(states, model_inputs(self._batches.validation(i)))
-            for i in range(self._train.eval_batches)
+            self.runner.evaluate(states, model_inputs(self.batches.validation(i)))
+            for i in range(self.config.train.eval_batches)
         ]
-        self._runner.take_link_bytes()  # not a step's traffic
+        self.runner.take_link_bytes()  # not a step's traffic
         return float(np.mean([float(x) for batch in losses for x in batch]))
-

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.lax import optimization_barrier as materialize
 
-QUERY_BLOCK = 128  # 64 is as fast and compiles slower (measured, L = 256)
+QUERY_BLOCK = 128  # 64 is as fast and compiles slower (measured on a CPU, L = 256)
 MAX_BLOCKS = 8  # longer sequences get longer blocks, so that compile time stays bounded
 MASKED = -1e30  # not -inf: its difference from itself is NaN
 

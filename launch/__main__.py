@@ -67,6 +67,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except HolmesError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:  # before there was anything to save
+        return 130
     except BrokenPipeError:  # `| head` has seen enough
         return 0
 

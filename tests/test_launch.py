@@ -37,6 +37,20 @@ def command(*arguments):
     return [sys.executable, "-m", "launch", *map(str, arguments)]
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _compile_once(tmp_path_factory):
+    """All runs here have the same programs: processes share what the first has compiled."""
+    settings = {
+        "JAX_COMPILATION_CACHE_DIR": str(tmp_path_factory.mktemp("compiled")),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+    }
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in settings.items():
+            patch.setenv(name, value)
+        yield
+
+
 def launch(*arguments, timeout=120):
     return subprocess.run(
         command(*arguments), cwd=ROOT, capture_output=True, text=True, timeout=timeout, check=False
