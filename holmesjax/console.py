@@ -125,10 +125,27 @@ def step_line(record: Mapping[str, Any], total_steps: int) -> str:
         parts.append(f"bubble {record['bubble_share']:.0%}")
     if record["skipped"]:
         parts.append("SKIPPED")
-    by_link = [*parts, *(f"{_arrow(name)} {show(sent, 'B')}" for name, sent in links.items())]
+    by_link = [*parts, *_by_link(links)]
     if len(line := "  ".join(by_link)) < MAX_COLUMNS:
         return line
     return "  ".join([*parts, f"links {show(sum(links.values()), 'B')}"])
+
+
+def _by_link(links: Mapping[str, int]) -> list[str]:
+    """Bytes of each link; two directions with the same number share an entry.
+
+    >>> _by_link({"ib -> roce": 1024, "roce -> ib": 1024, "ib -> edge": 10})
+    ['ib<->roce 1 KiB', 'ib->edge 10 B']
+    """
+    entries = []
+    for name, sent in links.items():
+        source, _, target = name.partition(" -> ")
+        back = f"{target} -> {source}"
+        if links.get(back) != sent:
+            entries.append(f"{_arrow(name)} {show(sent, 'B')}")
+        elif source < target:
+            entries.append(f"{_arrow(name).replace('->', '<->')} {show(sent, 'B')}")
+    return entries
 
 
 def validation_line(record: Mapping[str, Any], total_steps: int) -> str:

@@ -31,6 +31,7 @@ KINDS = {
     "B": ("backward", ORANGE),
     "R": ("gradient reduce", GREEN),
     "U": ("update", PINK),
+    "S": ("whole step", SKY),
 }
 
 LEGEND: dict[str, Any] = {"frameon": False, "fontsize": 9, "labelcolor": INK}
