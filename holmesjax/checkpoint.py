@@ -64,7 +64,8 @@ class Checkpoint:
 def find(run_dir: str | Path) -> list[Checkpoint]:
     """Finished checkpoints of a run, newest first."""
     found = []
-    for path in (Path(run_dir) / FOLDER).glob("step_*/" + MANIFEST):
+    folder = Path(run_dir).absolute() / FOLDER  # Orbax takes absolute paths only
+    for path in folder.glob("step_*/" + MANIFEST):
         try:
             manifest = json.loads(path.read_text())
             step = manifest["step"]

@@ -68,10 +68,11 @@ def test_any_plan_restores_any_other(tmp_path, source, target, tied):
             np.testing.assert_array_equal(np.asarray(got), np.asarray(wanted[key]), key)
 
 
-def test_parameters_alone_for_sampling(tmp_path):
+def test_parameters_alone_for_sampling_from_a_relative_path(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     model = make_model()
-    write(tmp_path, model)
-    [found] = checkpoint.find(tmp_path)
+    write("run", model)
+    [found] = checkpoint.find("run")
     params = checkpoint.restore_params(found, model)
     [want] = random_states(stages_of("one", model))
     wanted = checkpoint.flatten({"params": want.params})
