@@ -38,8 +38,8 @@ def dims(name: str) -> str:
 def tensor_spec(name: str) -> P:
     """How one replica of a parameter is cut over `tensor`.
 
-    >>> tensor_spec("query_DHK")
-    PartitionSpec(None, 'tensor', None)
+    >>> tuple(tensor_spec("query_DHK"))
+    (None, 'tensor', None)
     """
     return P(*(Axis.TENSOR.value if dim in TENSOR_DIMS else None for dim in dims(name)))
 

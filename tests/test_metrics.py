@@ -14,7 +14,7 @@ from holmesjax.config import LogConfig
 from holmesjax.errors import ConfigError, DataError
 from holmesjax.metrics import FILE, Metrics, check_installed, read
 
-NO_LOG = LogConfig()
+NO_LOG = LogConfig(tensorboard=False)
 
 
 def write(run_dir: Path, steps: list[int], *, done_steps: int = 0, loss: float = 1.0) -> None:
