@@ -22,12 +22,10 @@ from holmesjax.config import ModelConfig, OptimizerConfig
 from holmesjax.mesh import build_meshes
 from holmesjax.models import gpt
 from holmesjax.optimizer import decays, learning_rate, make_optimizer
-from holmesjax.pipeline import OneStage, Pipeline
+from holmesjax.pipeline import make_runner
 from holmesjax.plan import EMBED, HEAD, Axis, Plan, StagePlan, block_name, layer_names
-from holmesjax.programs import compile_stages, compile_whole_step
 from holmesjax.stage import Stage
 from holmesjax.timeline import Clock
-from holmesjax.transport import LocalTransport
 
 Tree = Any
 Inputs = dict[str, np.ndarray]  # token_BL, target_BL
@@ -119,10 +117,7 @@ def holmesjax(sizes: Sizes) -> Step:
         )
         for index, mesh in enumerate(build_meshes(plan, jax.devices()))
     ]
-    if len(stages) == 1:
-        runner: OneStage | Pipeline = OneStage(plan, compile_whole_step(stages[0]))
-    else:
-        runner = Pipeline(plan, compile_stages(stages), LocalTransport())
+    runner = make_runner(plan, stages)
     states, batch, clock = runner.init(SEED), inputs(sizes), Clock(len(stages))
 
     def step() -> Any:

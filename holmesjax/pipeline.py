@@ -38,7 +38,7 @@ class _Flight:
     """What one stage holds in the middle of a step."""
 
     replicas: Tree
-    gradients: Tree
+    gradients: Tree | None  # None: no backward follows, as in a validation
     saved: dict[int, Saved]
 
 
@@ -101,12 +101,15 @@ class Pipeline:
             for s, queue in enumerate(waiting):
                 while queue and self._ready(s, queue[0]):
                     task, progress = queue.popleft(), True
-                    run = self._forward if task.kind == "F" else self._backward
-                    arrived, out = run(s, task.microbatch, flights[s], inputs, timeline is None)
-                    if task.kind == "F" and s == len(flights) - 1:
-                        losses[task.microbatch] = out
+                    m = task.microbatch
+                    if task.kind == "F":
+                        arrived, out = self._forward(s, m, flights[s], inputs[m])
+                        if s == len(flights) - 1:
+                            losses[m] = out
+                    else:
+                        arrived, out = self._backward(s, m, flights[s])
                     if timeline is not None:
-                        timeline.watch(s, task.kind, task.microbatch, arrived, out)
+                        timeline.watch(s, task.kind, m, arrived, out)
             assert progress, f"the schedule deadlocks at {[q[0] for q in waiting if q]}"
         return [losses[m] for m in sorted(losses)]
 
@@ -118,30 +121,20 @@ class Pipeline:
         return self._transport.offered((task.kind, neighbour, task.microbatch))
 
     def _forward(
-        self,
-        s: int,
-        m: int,
-        flight: _Flight,
-        inputs: Sequence[dict[str, np.ndarray]],
-        forget: bool,
+        self, s: int, m: int, flight: _Flight, inputs: dict[str, np.ndarray]
     ) -> tuple[jax.Array | None, jax.Array]:
+        """What the task waits for, and what it gives."""
         programs = self._programs[s]
         x_BLD = None if s == 0 else self._fetch(("F", s - 1, m), s - 1, s)
-        out, saved = programs.forward(flight.replicas, x_BLD, _put_batch(programs.stage, inputs[m]))
-        if not forget:
+        out, saved = programs.forward(flight.replicas, x_BLD, _put_batch(programs.stage, inputs))
+        if flight.gradients is not None:  # a backward will follow
             flight.saved[m] = saved
         if not programs.stage.is_last:
             self._transport.offer(("F", s, m), out)
         return x_BLD, out
 
-    def _backward(
-        self,
-        s: int,
-        m: int,
-        flight: _Flight,
-        inputs: Sequence[dict[str, np.ndarray]],
-        forget: bool,
-    ) -> tuple[jax.Array | None, jax.Array]:
+    def _backward(self, s: int, m: int, flight: _Flight) -> tuple[jax.Array, jax.Array]:
+        """What the task waits for, and what it gives."""
         programs = self._programs[s]
         is_last = programs.stage.is_last
         dy = self._weight if is_last else self._fetch(("B", s + 1, m), s + 1, s)
