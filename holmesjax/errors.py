@@ -1,15 +1,20 @@
 """Errors that HolmesJAX raises on purpose.
 
-A mistake the user can repair is a `HolmesError`: the command line prints it as one paragraph,
-without a traceback, and exits with status 2. A broken invariant is an `assert`: our bug, and there
-the traceback is wanted.
+What the user can repair is a `HolmesError`: the command line prints it as one paragraph, without a
+traceback, and exits with its status. A broken invariant is an `assert`: our bug, and there the
+traceback is wanted.
 """
 
 from collections.abc import Sequence
+from typing import ClassVar
+
+REQUEUE = 75  # EX_TEMPFAIL: what batch schedulers take for "start me again"
 
 
 class HolmesError(Exception):
     """An error a user can cause and repair: where, what is wrong, what was found, what to do."""
+
+    exit_status: ClassVar[int] = 2
 
     def __init__(self, where: str, problem: str, *, found: object, fix: str):
         self.where, self.problem, self.found, self.fix = where, problem, found, fix
@@ -34,6 +39,22 @@ class DataError(HolmesError):
 
 class CheckpointError(HolmesError):
     """A checkpoint that is missing, damaged, or of another model."""
+
+
+class DivergedError(HolmesError):
+    """Training cannot go on, and would fail again in the same way if it were started again."""
+
+    exit_status = 1
+
+
+class PeerError(HolmesError):
+    """A process or a link of a running job is gone; starting again from a checkpoint can help."""
+
+    exit_status = REQUEUE
+
+
+class RefusedError(HolmesError):
+    """Another process of the job does not want to talk to this one."""
 
 
 class Mistakes(HolmesError):

@@ -1,0 +1,83 @@
+"""Which processes run a plan: each stage is a domain of one process per node, or one per device.
+
+A domain is one `jax.distributed` job. Its processes are ranked in the order of their devices in the
+topology, and every device of the stage belongs to exactly one of them.
+"""
+
+import itertools
+from dataclasses import dataclass
+from typing import Literal
+
+from holmesjax.plan import Plan
+from holmesjax.topology import Topology
+
+PER = Literal["node", "device"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Process:
+    """One process of a job."""
+
+    number: int  # in the job, in the order of stages
+    name: str  # "ib/ib-0": cluster and node; unique in the job
+    cluster: str
+    node: str
+    stage: int
+    rank: int  # in the domain of its stage
+    devices: tuple[int, ...]  # numbers in the topology, ascending
+    local_devices: tuple[int, ...]  # the same, counted from the first device of the node
+
+    @property
+    def leads(self) -> bool:
+        """Whether it speaks for its stage, and coordinates its domain."""
+        return self.rank == 0
+
+
+def make_processes(plan: Plan, topology: Topology, per: PER) -> tuple[Process, ...]:
+    """The processes of all stages, stage by stage.
+
+    Where two stages share a node, or a node has a process for each device, the name says which:
+    "ib/ib-0.s1", "ib/ib-0:3".
+    """
+    shared = {
+        node.name
+        for node in topology.nodes
+        if sum(node.name in stage.nodes for stage in plan.stages) > 1
+    }
+    numbers = itertools.count()
+    processes = []
+    for s, stage in enumerate(plan.stages):
+        groups: list[tuple[str, tuple[int, ...]]] = []
+        for node, on_node in itertools.groupby(
+            sorted(stage.devices), lambda device: topology.node_of(device).name
+        ):
+            devices = tuple(on_node)
+            groups += [(node, (d,)) for d in devices] if per == "device" else [(node, devices)]
+        for rank, (node, devices) in enumerate(groups):
+            first = topology.devices((node,))[0]
+            local = tuple(device - first for device in devices)
+            name = f"{stage.cluster}/{node}"
+            name += f":{local[0]}" if per == "device" else f".s{s}" if node in shared else ""
+            processes.append(
+                Process(
+                    number=next(numbers),
+                    name=name,
+                    cluster=stage.cluster,
+                    node=node,
+                    stage=s,
+                    rank=rank,
+                    devices=devices,
+                    local_devices=local,
+                )
+            )
+    return tuple(processes)
+
+
+def fabric_between(topology: Topology, a: Process, b: Process) -> str:
+    """The network that carries boundaries from one process to another.
+
+    Inside a cluster it is the cluster's own; between clusters, that of their link.
+    """
+    if a.cluster != b.cluster:
+        return topology.links[a.cluster, b.cluster].fabric
+    return topology.cluster_of(a.node).fabric
