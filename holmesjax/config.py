@@ -29,6 +29,7 @@ NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False, strict=True)]
 Fraction = Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False, strict=True)]
 Text = Annotated[str, Field(min_length=1, strict=True)]
 Flag = Annotated[bool, Field(strict=True)]
+Port = Annotated[int, Field(ge=0, le=65535, strict=True)]
 LayersPerStage = Annotated[tuple[Count, ...], Field(min_length=1)]
 
 
@@ -51,6 +52,7 @@ class TrainConfig:
     log_every_s: NonNegative = 2.0  # seconds between step lines on the console
     eval_every: Natural = 0  # steps between validations, and one at the end; 0: none
     eval_batches: Count = 4  # global batches per validation
+    max_skipped: Count = 20  # steps in a row whose gradient is not finite, before the run ends
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, config=STRICT)
@@ -133,6 +135,19 @@ class ParallelConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, config=STRICT)
+class DistributedConfig:
+    """The processes of a run with a launcher, and how long they wait for each other."""
+
+    processes: Literal["node", "device"] = "node"  # one of every stage's processes for each
+    transport: Literal["tcp", "transfer"] = "tcp"  # moves boundaries between stages
+    streams: Count = 4  # connections between two processes
+    port: Port = 0  # of the first stage's coordinator, then one for each stage; 0: free ones
+    heartbeat_timeout_s: Positive = 60.0  # a process or link that is silent for longer is lost
+    start_timeout_s: Positive = 600.0  # from the first process to the last that is compiled
+    pull_timeout_s: Positive = 1800.0  # for one boundary of a process that lives, but is slow
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, config=STRICT)
 class CheckpointConfig:
     """When the state is written, and how much of it is kept."""
 
@@ -159,6 +174,7 @@ class Config:
     data: DataConfig
     optimizer: OptimizerConfig
     parallel: ParallelConfig = dataclasses.field(default_factory=ParallelConfig)
+    distributed: DistributedConfig = dataclasses.field(default_factory=DistributedConfig)
     checkpoint: CheckpointConfig = dataclasses.field(default_factory=CheckpointConfig)
     log: LogConfig = dataclasses.field(default_factory=LogConfig)
 

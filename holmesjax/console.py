@@ -80,7 +80,7 @@ class Console:
             on_time = 0 <= late < self._every_s
             self._due_s = (self._due_s if on_time else now_s) + self._every_s
         if "val_loss" in record:
-            self._print(validation_line(record, self._total_steps))
+            self.print(validation_line(record, self._total_steps))
         if self._progress:
             self._progress.update(self._bar, completed=record["step"])
 
@@ -93,10 +93,11 @@ class Console:
 
     def _print_step(self) -> None:
         if self._waiting:
-            self._print(step_line(self._waiting, self._total_steps))
+            self.print(step_line(self._waiting, self._total_steps))
             self._waiting = None
 
-    def _print(self, line: str) -> None:
+    def print(self, line: str) -> None:
+        """Prints a line above the progress bar."""
         if self._progress:
             self._progress.console.print(line, markup=False, highlight=False, soft_wrap=True)
         else:

@@ -33,4 +33,4 @@ class Key(NamedTuple):
     microbatch: int
 
     def __str__(self) -> str:
-        return f"{self.crossing} of microbatch {self.microbatch} in step {self.step}"
+        return f"{self.crossing} of microbatch {self.microbatch}"

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from holmesjax import checkpoint, job as jobs
+from holmesjax import checkpoint, job as jobs, manifest
 from holmesjax.config import ModelConfig
 from holmesjax.data.tokenizer import BEGIN, encode
 from holmesjax.errors import CheckpointError, ConfigError
@@ -105,12 +105,12 @@ class Sampler:
     def load(cls, run_dir: str | Path) -> "Sampler":
         """From the newest whole checkpoint of a run."""
         model = jobs.load_config(run_dir).model
-        found = checkpoint.find(run_dir)
+        found = manifest.find(run_dir)
         if not found:
             fix = "train it first: python -m launch train"
             raise CheckpointError(str(run_dir), "has no checkpoint", found="none", fix=fix)
-        checkpoint.verify(found[0])
-        checkpoint.check_model(found[0], model)
+        manifest.verify(found[0])
+        manifest.check_model(found[0], model)
         return cls(model=model, params=checkpoint.restore_params(found[0], model))
 
     def stream(self, prompt: str, max_tokens: int, sampling: Sampling) -> Iterator[str]:

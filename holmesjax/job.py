@@ -1,10 +1,14 @@
 """A run before it starts: its config, its machines and its plan, checked. Does not import JAX."""
 
+import dataclasses
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
-from holmesjax import config as configs, plan as plans, topology as topologies
+from holmesjax import config as configs, manifest, plan as plans, topology as topologies
 from holmesjax.config import Config
 from holmesjax.errors import ConfigError
 from holmesjax.plan import Plan
@@ -26,6 +30,24 @@ class Job:
     def run_dir(self) -> Path:
         return Path(self.config.run.dir)
 
+    def about(self, restart: int) -> dict[str, Any]:
+        """What all processes of the job must have in common, in its attempt number `restart`."""
+        python = f"{sys.version_info.major}.{sys.version_info.minor}"
+        packages = {name: version(name) for name in ("holmesjax", "jax", "jaxlib")}
+        return {"plan hash": self.plan.hash(), "restart": restart, "Python": python, **packages}
+
+    def commit(self, step: int, arrays: dict[str, str], files: dict[str, str]) -> None:
+        """Makes a checkpoint of the parts that all stages have written after a step."""
+        manifest.commit(
+            self.run_dir,
+            step,
+            model=self.config.model,
+            plan_hash=self.plan.hash(),
+            keep=self.config.checkpoint.keep,
+            arrays=arrays,
+            files=files,
+        )
+
     def describe(self) -> list[str]:
         """The machines, the plan and the run folder, for the console."""
         return [
@@ -34,12 +56,37 @@ class Job:
             f"run folder  {self.run_dir}",
         ]
 
+    def finished(self, done: int) -> list[str]:
+        """What to say where there is nothing left to do."""
+        return [
+            f"finished: {done} of {self.config.train.steps} steps are done",
+            f"to train longer: python -m launch train {self.run_dir} train.steps=...",
+        ]
+
+    def unfinished(self, done: int) -> list[str]:
+        """What to say of a run that was asked to stop."""
+        return [
+            f"stopped after step {done} of {self.config.train.steps}; resume with",
+            f"  python -m launch train {self.run_dir}",
+        ]
+
     def save(self) -> None:
         """Writes the three files that describe the run into its folder."""
         self.run_dir.mkdir(parents=True, exist_ok=True)
         configs.save(self.config, self.run_dir / CONFIG)
         topologies.save(self.topology, self.run_dir / TOPOLOGY)
         self.plan.save(self.run_dir / PLAN)
+
+
+def load_saved(run_dir: str | Path) -> Job:
+    """The job of a run folder with the plan that is in it: nothing is decided again."""
+    folder = Path(run_dir)
+    config = load_config(folder)
+    return Job(
+        config=dataclasses.replace(config, run=dataclasses.replace(config.run, dir=str(folder))),
+        topology=topologies.load(folder / TOPOLOGY),
+        plan=Plan.load(folder / PLAN),
+    )
 
 
 def load_config(run_dir: str | Path) -> Config:

@@ -4,14 +4,14 @@ In this code base an *axis* belongs to a mesh and a *dim* belongs to an array. T
 and of the devices was decided by `mapper`: neighbours along the last axis share the fastest link.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh
 
 from holmesjax.errors import PlanError
-from holmesjax.plan import Plan
+from holmesjax.plan import Plan, StagePlan
 
 
 def build_meshes(plan: Plan, devices: Sequence[jax.Device]) -> tuple[Mesh, ...]:
@@ -27,11 +27,14 @@ def build_meshes(plan: Plan, devices: Sequence[jax.Device]) -> tuple[Mesh, ...]:
             found=f"{len(devices)} {devices[0].platform} devices, the plan needs {needed}",
             fix="set run.rehearse=true to run on virtual CPU devices, or start it on the machines",
         )
-    return tuple(
-        Mesh(
-            np.array([devices[i] for i in stage.devices]).reshape(tuple(stage.mesh.values())),
-            tuple(axis.value for axis in stage.mesh),
-            axis_types=(AxisType.Auto,) * len(stage.mesh),
-        )
-        for stage in plan.stages
+    numbered = dict(enumerate(devices))
+    return tuple(build_mesh(stage, numbered) for stage in plan.stages)
+
+
+def build_mesh(stage: StagePlan, devices: Mapping[int, jax.Device]) -> Mesh:
+    """The mesh of one stage, from its devices by their numbers in the topology."""
+    return Mesh(
+        np.array([devices[i] for i in stage.devices]).reshape(tuple(stage.mesh.values())),
+        tuple(axis.value for axis in stage.mesh),
+        axis_types=(AxisType.Auto,) * len(stage.mesh),
     )

@@ -10,9 +10,11 @@ layouts of the same parameter tree exist during a step:
     gradients   float32, like replicas: each replica's own sum, not yet reduced over `data`
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 import jax
+import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 from holmesjax.plan import Axis
@@ -58,9 +60,10 @@ def data_dim(name: str, shape: tuple[int, ...], data: int) -> int | None:
     return None
 
 
-def master_spec(name: str, shape: tuple[int, ...], mesh: Mesh) -> P:
+def master_spec(name: str, shape: tuple[int, ...], sizes: Mapping[Any, int]) -> P:
+    """For a mesh with axes of these sizes."""
     spec = list(tensor_spec(name))
-    if (dim := data_dim(name, shape, mesh.shape[Axis.DATA])) is not None:
+    if (dim := data_dim(name, shape, sizes[Axis.DATA])) is not None:
         spec[dim] = Axis.DATA.value
     return P(*spec)
 
@@ -77,7 +80,7 @@ def name_of(path: tuple) -> str:
 def master_shardings(shapes: Tree, mesh: Mesh) -> Tree:
     """The sharding of every leaf; `shapes` is a tree of arrays or of their shapes."""
     return jax.tree_util.tree_map_with_path(
-        lambda path, x: NamedSharding(mesh, master_spec(name_of(path), x.shape, mesh)), shapes
+        lambda path, x: NamedSharding(mesh, master_spec(name_of(path), x.shape, mesh.shape)), shapes
     )
 
 
@@ -88,3 +91,29 @@ def batch_sharding(mesh: Mesh, num_leading: int = 0) -> NamedSharding:
 
 def replicated(mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, P())
+
+
+def put(host: np.ndarray | np.float32, where: NamedSharding) -> jax.Array:
+    """An array of which every process has the whole on its host."""
+    if where.is_fully_addressable:
+        return jax.device_put(host, where)
+    # `device_put` would compare the values of all processes first.
+    return jax.make_array_from_callback(host.shape, where, lambda index: np.asarray(host)[index])
+
+
+def spec_axes(spec: P, num_dims: int) -> tuple[tuple[str, ...], ...]:
+    """For each dim, the mesh axes that cut it.
+
+    >>> spec_axes(P("data", None, ("fsdp", "tensor")), 4)
+    (('data',), (), ('fsdp', 'tensor'), ())
+    """
+    entries = [(axes,) if isinstance(axes, str) else tuple(axes or ()) for axes in spec]
+    return tuple(map(tuple, entries)) + ((),) * (num_dims - len(entries))
+
+
+def from_axes(mesh: Mesh, axes: tuple[tuple[str, ...], ...]) -> NamedSharding:
+    """The opposite of `spec_axes`."""
+    dims_axes = [None if not a else a[0] if len(a) == 1 else a for a in axes]
+    while dims_axes and dims_axes[-1] is None:
+        dims_axes.pop()
+    return NamedSharding(mesh, P(*dims_axes))

@@ -6,10 +6,15 @@ result is ready.
 """
 
 import time
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
-import jax
+
+class Awaitable(Protocol):
+    """A `jax.Array`, as far as a clock needs to know it."""
+
+    def block_until_ready(self) -> object: ...
 
 
 class Interval(NamedTuple):
@@ -48,8 +53,8 @@ class Clock:
         kind: str,
         microbatch: int | None,
         dispatched_s: float,
-        arrived: jax.Array | None,
-        done: jax.Array,
+        arrived: Awaitable | None,
+        done: Awaitable,
     ) -> "Future[Interval]":
         def run() -> Interval:
             if arrived is not None:
@@ -78,8 +83,8 @@ class Timeline:
         stage: int,
         kind: str,
         microbatch: int | None,
-        arrived: jax.Array | None,
-        done: jax.Array,
+        arrived: Awaitable | None,
+        done: Awaitable,
     ) -> None:
         """Notes a task just dispatched: `arrived` is what it waits for, `done` what it gives."""
         now_s = time.perf_counter()
@@ -87,16 +92,24 @@ class Timeline:
         self._futures.append(future)
 
     def intervals(self) -> list[Interval]:
-        """All tasks, once they have ended; seconds count from the first start."""
-        found = [future.result() for future in self._futures]
-        zero_s = min(interval.start_s for interval in found)
-        return [
-            interval._replace(start_s=interval.start_s - zero_s, end_s=interval.end_s - zero_s)
-            for interval in found
-        ]
+        """All tasks, once they have ended, by `time.perf_counter`."""
+        return [future.result() for future in self._futures]
 
 
-def bubble_share(intervals: list[Interval]) -> float:
+def from_first_start(intervals: Sequence[Interval]) -> list[Interval]:
+    """The same tasks, with seconds that count from the start of the first.
+
+    >>> from_first_start([Interval(0, "F", 0, 8.0, 9.0)])
+    [Interval(stage=0, kind='F', microbatch=0, start_s=0.0, end_s=1.0)]
+    """
+    zero_s = min(interval.start_s for interval in intervals)
+    return [
+        interval._replace(start_s=interval.start_s - zero_s, end_s=interval.end_s - zero_s)
+        for interval in intervals
+    ]
+
+
+def bubble_share(intervals: Sequence[Interval]) -> float:
     """Share of the step in which a stage idles, mean over the stages.
 
     >>> bubble_share([Interval(0, "F", 0, 0.0, 1.0), Interval(1, "F", 0, 1.0, 2.0)])

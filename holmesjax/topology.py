@@ -98,6 +98,10 @@ class Topology:
     def num_devices(self) -> int:
         return sum(node.num_devices for node in self.nodes)
 
+    @property
+    def device_kinds(self) -> set[str]:
+        return {node.device.name for node in self.nodes}
+
     def node(self, name: str) -> Node:
         return self._homes[name][1]
 

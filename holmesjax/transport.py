@@ -1,12 +1,11 @@
 """Moves arrays from one stage to another.
 
-A transport has two calls. `offer` announces an array under a key; `fetch` gives it on another mesh,
-once. Both return at once: the data follows when it is there. Every implementation passes the same
-contract tests.
+`offer` announces an array under a key; `fetch` gives it on the other stage's mesh, once. Every
+implementation passes the same contract tests.
 """
 
 from collections import Counter
-from collections.abc import Hashable
+from collections.abc import Collection, Mapping, Sequence
 from typing import Protocol
 
 import jax
@@ -14,45 +13,71 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 
+from holmesjax.crossings import Key
+
 
 class Transport(Protocol):
     """What the pipeline needs of any transport."""
 
-    def offer(self, key: Hashable, array: jax.Array) -> None:
+    def offer(self, key: Key, array: jax.Array) -> None:
         """Announces an array. It must not be donated before it has been fetched."""
 
-    def fetch(self, key: Hashable, target: NamedSharding, link: str) -> jax.Array:
-        """The array of that key, laid out as `target`. Each key can be fetched once."""
+    def expect(self, keys: Sequence[Key]) -> None:
+        """Says what will be fetched next, in this order, so that it can be asked for ahead."""
 
-    def offered(self, key: Hashable) -> bool:
-        """Whether a fetch of that key could start now."""
+    def arrived(self, key: Key) -> bool:
+        """Whether a fetch of that key would not wait."""
+
+    def wait(self, keys: Collection[Key]) -> None:
+        """Returns when one of them has arrived. Raises PeerError if none can."""
+
+    def fetch(self, key: Key) -> jax.Array:
+        """The array of that key, laid out for its target. Each key can be fetched once."""
 
     def take_bytes(self) -> dict[str, int]:
         """Bytes that crossed each link since the last call; replicas count once."""
 
+    def close(self) -> None:
+        """Returns when everything that was offered has been delivered."""
+
 
 class LocalTransport:
-    """Between meshes of one process."""
+    """Between meshes of one process.
 
-    def __init__(self) -> None:
-        self._offers: dict[Hashable, jax.Array] = {}
+    Args:
+      targets: for each crossing, by name, the sharding at its target and the name of its link.
+    """
+
+    def __init__(self, targets: Mapping[str, tuple[NamedSharding, str]]) -> None:
+        self._targets = targets
+        self._offers: dict[Key, jax.Array] = {}
         self._bytes: Counter[str] = Counter()
 
-    def offer(self, key: Hashable, array: jax.Array) -> None:
+    def offer(self, key: Key, array: jax.Array) -> None:
         assert key not in self._offers, f"{key} is offered twice"
         self._offers[key] = array
 
-    def offered(self, key: Hashable) -> bool:
+    def expect(self, keys: Sequence[Key]) -> None:
+        pass  # what is in this process needs no asking ahead
+
+    def arrived(self, key: Key) -> bool:
         return key in self._offers
 
-    def fetch(self, key: Hashable, target: NamedSharding, link: str) -> jax.Array:
+    def wait(self, keys: Collection[Key]) -> None:
+        raise AssertionError(f"the schedule deadlocks: nobody offers {' or '.join(map(str, keys))}")
+
+    def fetch(self, key: Key) -> jax.Array:
         array = self._offers.pop(key)
+        target, link = self._targets[key.crossing]
         self._bytes[link] += array.nbytes
         return move(array, target)
 
     def take_bytes(self) -> dict[str, int]:
         taken, self._bytes = dict(self._bytes), Counter()
         return taken
+
+    def close(self) -> None:
+        pass
 
 
 def move(array: jax.Array, target: NamedSharding) -> jax.Array:

@@ -4,6 +4,7 @@ examples:
   python -m launch train configs/runs/quickstart.yaml                  # the run as it is written
   python -m launch train configs/runs/quickstart.yaml train.steps=20   # with an override
   python -m launch train runs/quickstart                               # resume it
+  python -m launch train configs/runs/quickstart.yaml --launcher local # a process for every node
   python -m launch plan configs/runs/quickstart.yaml --json            # print the plan and stop
   python -m launch generate runs/quickstart --prompt "def "            # sample from it
 """
@@ -19,6 +20,7 @@ VERBS = {
     "train": "start a run, or resume one from its folder",
     "plan": "print the plan of a run and start nothing",
     "generate": "sample text from a run's newest checkpoint",
+    "worker": "be one process of a job (for launchers)",
 }
 
 
@@ -35,10 +37,17 @@ def verb_parser(verb: str) -> argparse.ArgumentParser:
         add("--top-p", type=float, default=1.0, help="only of the likeliest share (1.0)")
         add("--seed", type=int, default=0, help="of the samples (0)")
         return parser
+    if verb == "worker":
+        parser.add_argument("run_dir", help="the folder of the job's run")
+        return parser
     parser.add_argument("target", help="a file of configs/runs/, or a run folder")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="dotted if nested")
     if verb == "plan":
         parser.add_argument("--json", action="store_true", help="for programs")
+    else:
+        add = parser.add_argument
+        add("--launcher", choices=["local"], help="who starts a process for every node (nobody)")
+        add("--max-restarts", type=int, default=0, metavar="N", help="after a failure (0)")
     return parser
 
 
@@ -57,7 +66,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Returns the exit status: 0 done, 2 a mistake of the user, 75 asked to be started again."""
+    """Returns the exit status: 0 done, 1 cannot go on, 2 a mistake of the user, 75 start again."""
     args = parse(sys.argv[1:] if argv is None else argv)
     try:
         # The verb's module is imported last: a mistake in a run file needs no JAX to be found.
@@ -66,7 +75,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return importlib.import_module(f"launch.{args.verb}").run(args)
     except HolmesError as error:
         print(f"error: {error}", file=sys.stderr)
-        return 2
+        return error.exit_status
     except KeyboardInterrupt:  # before there was anything to save
         return 130
     except BrokenPipeError:  # `| head` has seen enough

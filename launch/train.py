@@ -1,16 +1,26 @@
 """`launch train`: starts a run, or resumes it from its folder."""
 
 import argparse
+import importlib
 import signal
 from types import FrameType
 
-from holmesjax.trainer import Trainer
-
-REQUEUE = 75  # EX_TEMPFAIL: what batch schedulers take for "start me again"
+from holmesjax.errors import REQUEUE
+from launch.local import LocalLauncher
+from launch.supervisor import Supervisor
 
 
 def run(args: argparse.Namespace) -> int:
-    trainer = Trainer(args.job)
+    if args.launcher == "local":
+        launcher = LocalLauncher(args.job.topology)
+        return Supervisor(args.job, launcher, max_restarts=args.max_restarts).run()
+    return _run_here(args)
+
+
+def _run_here(args: argparse.Namespace) -> int:
+    """All stages in this process."""
+    # Imported here: a supervisor needs no JAX.
+    trainer = importlib.import_module("holmesjax.trainer").Trainer(args.job)
     received: list[int] = []
 
     def stop(number: int, _: FrameType | None) -> None:

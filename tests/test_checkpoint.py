@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 
-from holmesjax import checkpoint
+from holmesjax import checkpoint, manifest
 from holmesjax.errors import CheckpointError
 from tests.test_pipeline import hand_made_plan, make_model, make_stages
 
@@ -41,11 +41,16 @@ def random_states(stages):
 def write(run_dir, model, name="two", steps=(10,), keep=2):
     stages = stages_of(name, model)
     states = random_states(stages)
-    with checkpoint.Writer(
-        run_dir, model=model, plan_hash="x", keep=keep, num_parts=len(stages)
-    ) as writer:
+
+    def commit(step, arrays, files):
+        manifest.commit(
+            run_dir, step, model=model, plan_hash="x", keep=keep, arrays=arrays, files=files
+        )
+
+    manifest.remove_unfinished(run_dir)
+    with checkpoint.Writer(run_dir, stages, commit) as writer:
         for step in steps:
-            writer.save(step, stages, states)
+            writer.save(step, states)
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -54,9 +59,9 @@ def write(run_dir, model, name="two", steps=(10,), keep=2):
 def test_any_plan_restores_any_other(tmp_path, source, target, tied):
     model = make_model(tied_embeddings=tied)
     write(tmp_path, model, source)
-    [found] = checkpoint.find(tmp_path)
-    checkpoint.verify(found)
-    checkpoint.check_model(found, model)
+    [found] = manifest.find(tmp_path)
+    manifest.verify(found)
+    manifest.check_model(found, model)
     stages = stages_of(target, model)
     for stage, state, want in zip(
         stages, checkpoint.restore(found, stages), random_states(stages), strict=True
@@ -72,7 +77,7 @@ def test_parameters_alone_for_sampling_from_a_relative_path(tmp_path, monkeypatc
     monkeypatch.chdir(tmp_path)
     model = make_model()
     write("run", model)
-    [found] = checkpoint.find("run")
+    [found] = manifest.find("run")
     params = checkpoint.restore_params(found, model)
     [want] = random_states(stages_of("one", model))
     wanted = checkpoint.flatten({"params": want.params})
@@ -83,15 +88,15 @@ def test_parameters_alone_for_sampling_from_a_relative_path(tmp_path, monkeypatc
 
 def test_keeps_the_newest(tmp_path):
     write(tmp_path, make_model(), steps=(1, 2, 3, 4), keep=2)
-    assert [found.step for found in checkpoint.find(tmp_path)] == [4, 3]
-    folders = sorted(path.name for path in (tmp_path / checkpoint.FOLDER).iterdir())
+    assert [found.step for found in manifest.find(tmp_path)] == [4, 3]
+    folders = sorted(path.name for path in (tmp_path / manifest.FOLDER).iterdir())
     assert folders == ["step_00000003", "step_00000004"]
 
 
 def test_every_damaged_file_is_noticed(tmp_path):
     """One flipped bit, in each file in turn; a file cut short; a file gone."""
     write(tmp_path, make_model())
-    [found] = checkpoint.find(tmp_path)
+    [found] = manifest.find(tmp_path)
     files = [path for path in found.path.rglob("*") if path.is_file()]
     assert len(files) > 4
     for path in files:
@@ -100,33 +105,32 @@ def test_every_damaged_file_is_noticed(tmp_path):
         flipped[len(flipped) // 2] ^= 1
         for damaged in (bytes(flipped), whole[: len(whole) // 2] if whole else b"x", None):
             path.unlink() if damaged is None else path.write_bytes(damaged)
-            newest = checkpoint.find(tmp_path)
+            newest = manifest.find(tmp_path)
             if newest:  # without a manifest it is no checkpoint at all
                 with pytest.raises(CheckpointError, match=r"is damaged|is missing"):
-                    checkpoint.verify(newest[0])
+                    manifest.verify(newest[0])
             else:
-                assert path.name == checkpoint.MANIFEST
+                assert path.name == manifest.MANIFEST
                 assert damaged is None
             path.write_bytes(whole)
-    checkpoint.verify(found)
+    manifest.verify(found)
 
 
 def test_what_a_crash_leaves_behind_is_no_checkpoint(tmp_path):
     model = make_model()
     write(tmp_path, model, steps=(5, 6))
-    unfinished = tmp_path / checkpoint.FOLDER / "step_00000006"
-    (unfinished / checkpoint.MANIFEST).unlink()
-    assert [found.step for found in checkpoint.find(tmp_path)] == [5]
-    with checkpoint.Writer(tmp_path, model=model, plan_hash="x", keep=2, num_parts=1):
-        pass
+    unfinished = tmp_path / manifest.FOLDER / "step_00000006"
+    (unfinished / manifest.MANIFEST).unlink()
+    assert [found.step for found in manifest.find(tmp_path)] == [5]
+    manifest.remove_unfinished(tmp_path)
     assert not unfinished.exists()
 
 
 def test_another_model_is_refused_with_the_fields(tmp_path):
     write(tmp_path, make_model())
-    [found] = checkpoint.find(tmp_path)
+    [found] = manifest.find(tmp_path)
     with pytest.raises(CheckpointError) as error:
-        checkpoint.check_model(found, make_model(width=64, norm="rms_norm"))
+        manifest.check_model(found, make_model(width=64, norm="rms_norm"))
     assert "model.width" in str(error.value)
     assert "model.norm" in str(error.value)
     assert "width=32 (config: 64)" in str(error.value)
@@ -140,18 +144,18 @@ def test_a_full_disk_is_told_and_the_old_checkpoint_stays(tmp_path, monkeypatch)
     def full(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(checkpoint, "_write_durably", full)
+    monkeypatch.setattr(manifest, "_write_durably", full)
     with pytest.raises(CheckpointError, match="No space left"):
         write(tmp_path, model, steps=(6,))
-    assert [found.step for found in checkpoint.find(tmp_path)] == [5]
+    assert [found.step for found in manifest.find(tmp_path)] == [5]
 
 
 def test_the_manifest_is_readable_and_complete(tmp_path):
     model = make_model()
     write(tmp_path, model)
-    [found] = checkpoint.find(tmp_path)
-    manifest = json.loads((found.path / checkpoint.MANIFEST).read_text())
-    assert manifest["step"] == found.step == 10
-    assert manifest["model"]["width"] == 32
+    [found] = manifest.find(tmp_path)
+    content = json.loads((found.path / manifest.MANIFEST).read_text())
+    assert content["step"] == found.step == 10
+    assert content["model"]["width"] == 32
     on_disk = {p.relative_to(found.path).as_posix() for p in found.path.rglob("*") if p.is_file()}
-    assert set(manifest["files"]) == on_disk - {checkpoint.MANIFEST}
+    assert set(content["files"]) == on_disk - {manifest.MANIFEST}

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from holmesjax import checkpoint, metrics
+from holmesjax import manifest, metrics
 from holmesjax.plan import Plan
 
 ROOT = Path(__file__).parent.parent
@@ -141,7 +141,7 @@ def test_interrupted_runs_resume_bit_for_bit(finished, run_file, tmp_path):
             process.stdout.close()
             process.wait()
         assert f"python -m launch train {run_dir}" in "".join(seen)
-        done = checkpoint.find(run_dir)[0].step
+        done = manifest.find(run_dir)[0].step
         assert max(losses(run_dir)) == done < 8
     last = launch("train", run_dir)
     assert last.returncode == 0, last.stdout + last.stderr

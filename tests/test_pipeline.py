@@ -17,12 +17,11 @@ from holmesjax.config import ModelConfig, OptimizerConfig
 from holmesjax.mesh import build_meshes
 from holmesjax.models import gpt
 from holmesjax.optimizer import learning_rate, make_optimizer
-from holmesjax.pipeline import OneStage, Pipeline
+from holmesjax.pipeline import OneStage, in_one_process
 from holmesjax.plan import EMBED, HEAD, Axis, Plan, StagePlan, block_name
 from holmesjax.programs import compile_stages, compile_whole_step
 from holmesjax.stage import Stage
 from holmesjax.timeline import Clock
-from holmesjax.transport import LocalTransport
 
 NUM_LAYERS, MICROBATCH, SEED, NUM_STEPS = 4, 4, 3, 3
 SPLITS = [(4,), (3, 1), (2, 1, 1), (1, 1, 1, 1)]  # equal splits are in the tests below
@@ -182,7 +181,7 @@ def test_every_cut_equals_one_device(split, data, tensor, tied):
     programs = compiled_pipeline(split, data, tensor, tied == "tied")
     for schedule, microbatches in itertools.product(("gpipe", "1f1b"), (1, 2, 4)):
         plan = hand_made_plan(split, data, tensor, schedule=schedule, microbatches=microbatches)
-        check_against_plain(Pipeline(plan, programs, LocalTransport()), model, plan)
+        check_against_plain(in_one_process(plan, programs), model, plan)
 
 
 VARIANTS = {
@@ -197,14 +196,14 @@ def test_every_kind_of_model(variant):
     model = make_model(**VARIANTS[variant], tied_embeddings=True)
     plan = hand_made_plan((1, 3), 2, 2, microbatches=2)
     programs = compile_stages(make_stages(model, plan))
-    check_against_plain(Pipeline(plan, programs, LocalTransport()), model, plan)
+    check_against_plain(in_one_process(plan, programs), model, plan)
 
 
 @pytest.mark.parametrize("remat", ["dots", "full"])
 def test_activation_checkpointing_changes_memory_only(remat):
     model, plan = make_model(), hand_made_plan((3, 1), 2, 1, microbatches=2, remat=remat)
     programs = compile_stages(make_stages(model, plan))
-    check_against_plain(Pipeline(plan, programs, LocalTransport()), model, plan)
+    check_against_plain(in_one_process(plan, programs), model, plan)
 
 
 def saved_bytes(remat):
@@ -230,7 +229,7 @@ def test_stages_with_unequal_replicas(replicas):
     plan = hand_made_plan((2, 2), replicas, 1, microbatches=2)
     model = make_model(tied_embeddings=True)
     programs = compile_stages(make_stages(model, plan))
-    check_against_plain(Pipeline(plan, programs, LocalTransport()), model, plan)
+    check_against_plain(in_one_process(plan, programs), model, plan)
 
 
 @pytest.mark.parametrize("data, tensor, microbatches", [(1, 1, 1), (2, 2, 2), (2, 1, 4), (1, 4, 1)])
@@ -244,7 +243,7 @@ def test_one_stage_in_one_program(data, tensor, microbatches):
 def test_documents_are_masked_on_every_stage():
     model, plan = make_model(), hand_made_plan((2, 2), 2, 1, microbatches=2)
     programs = compile_stages(make_stages(model, plan, mask=True))
-    check_against_plain(Pipeline(plan, programs, LocalTransport()), model, plan, mask=True)
+    check_against_plain(in_one_process(plan, programs), model, plan, mask=True)
     masked, open_ = (plain_steps(model, plan.global_batch, mask=mask)[0] for mask in (True, False))
     assert abs(masked[0] - open_[0]) > 1e-4  # the mask does something
 
@@ -253,7 +252,7 @@ def test_bfloat16_computes_near_and_accumulates_in_float32():
     """bfloat16 has 8 bits: a product of depth 4 layers may be off by a few of its roundings."""
     model, plan = make_model(), hand_made_plan((2, 2), 2, 2, microbatches=4)
     programs = compile_stages(make_stages(model, plan, dtype="bfloat16"))
-    runner = Pipeline(plan, programs, LocalTransport())
+    runner = in_one_process(plan, programs)
     [loss, *_], [gradient, *_], _ = plain_steps(model, plan.global_batch)
     got, states = next(run_steps(runner, runner.init(SEED), plan.global_batch, 2))
     assert abs(got - loss) < 2**-8 * loss
@@ -274,9 +273,7 @@ def test_clipping_by_the_norm_over_all_stages(clip_norm):
     _, [gradient, *_], _ = plain_steps(model, plan.global_batch)
     norm = float(optax.tree_utils.tree_norm(gradient))
     clipped, _ = optax.clip_by_global_norm(clip_norm).update(gradient, optax.EmptyState())
-    runner = Pipeline(
-        plan, compile_stages(make_stages(model, plan, config=config)), LocalTransport()
-    )
+    runner = in_one_process(plan, compile_stages(make_stages(model, plan, config=config)))
     clock = Clock(2)
     states, metrics = runner.train_step(
         runner.init(SEED), random_inputs(plan.global_batch, 0), clock.timeline()
@@ -291,7 +288,7 @@ def test_clipping_by_the_norm_over_all_stages(clip_norm):
 
 def test_a_step_that_is_not_finite_changes_nothing_on_any_stage():
     model, plan = make_model(), hand_made_plan((3, 1), 2, 1)
-    runner = Pipeline(plan, compile_stages(make_stages(model, plan)), LocalTransport())
+    runner = in_one_process(plan, compile_stages(make_stages(model, plan)))
     states = runner.init(SEED)
     down = states[0].params["block_001"]["down_FD"]  # poison one stage; both must skip
     poisoned = jax.device_put(np.full(down.shape, np.nan, np.float32), down.sharding)
@@ -312,9 +309,7 @@ def test_every_plan_starts_from_the_same_parameters():
     [whole] = make_stages(model, hand_made_plan((4,), 1, 1))
     want = whole.init(SEED).params
     plan = hand_made_plan((1, 2, 1), 1, 2)
-    for state in Pipeline(plan, compile_stages(make_stages(model, plan)), LocalTransport()).init(
-        SEED
-    ):
+    for state in in_one_process(plan, compile_stages(make_stages(model, plan))).init(SEED):
         for path, got in jax.tree_util.tree_leaves_with_path(state.params):
             wanted = functools.reduce(lambda tree, k: tree[k.key], path, want)
             np.testing.assert_array_equal(np.asarray(got), np.asarray(wanted))
@@ -322,7 +317,7 @@ def test_every_plan_starts_from_the_same_parameters():
 
 def test_evaluation_is_the_loss_and_changes_nothing():
     model, plan = make_model(), hand_made_plan((3, 1), 2, 2, microbatches=2)
-    runner = Pipeline(plan, compile_stages(make_stages(model, plan)), LocalTransport())
+    runner = in_one_process(plan, compile_stages(make_stages(model, plan)))
     states = runner.init(SEED)
     [want, *_], _, _ = plain_steps(model, plan.global_batch)
     for _ in range(2):
@@ -332,7 +327,7 @@ def test_evaluation_is_the_loss_and_changes_nothing():
 
 def test_what_crosses_the_link_is_counted():
     model, plan = make_model(), hand_made_plan((3, 1), 2, 2, microbatches=2)
-    runner = Pipeline(plan, compile_stages(make_stages(model, plan)), LocalTransport())
+    runner = in_one_process(plan, compile_stages(make_stages(model, plan)))
     clock = Clock(2)
     runner.train_step(runner.init(SEED), random_inputs(plan.global_batch, 0), clock.timeline())
     clock.close()

@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from holmesjax.timeline import Clock, Interval, bubble_share
+from holmesjax.timeline import Clock, Interval, bubble_share, from_first_start
 
 
 class Later:
@@ -23,7 +23,7 @@ def test_a_task_starts_when_its_stage_is_free_and_its_input_has_arrived():
     timeline.watch(0, "F", 0, None, Later(now + 0.2))
     timeline.watch(0, "F", 1, None, Later(now + 0.4))
     timeline.watch(1, "F", 0, Later(now + 0.3), Later(now + 0.5))
-    first, second, other = timeline.intervals()
+    first, second, other = from_first_start(timeline.intervals())
     clock.close()
     assert [first.start_s, first.microbatch, other.stage] == [0.0, 0, 1]
     assert second.start_s == first.end_s  # not when it was dispatched

@@ -1,0 +1,303 @@
+"""How the processes of a job hear of each other: one controller, which all of them know.
+
+    member -> controller    hello      number, plan, versions: compared before anything else
+                            ready      the addresses where it listens
+                            up         compiled, connected, about to train
+                            vote       its stage's squared gradient norm in a step (leaders only)
+                            part       what it measured in a step
+                            saved      the files of a checkpoint's part (leaders only)
+                            failed     why it gives up, and the exit status that goes with it
+                            stop       asks that all stop
+                            done       it has trained to the end
+                            beat       it lives, and what it is waiting for
+    controller -> member    start      everybody's addresses
+                            verdict    all squared norms of a step, and whether to stop after it
+                            tell       asks for a beat at once
+                            end        everybody is done
+                            beat       it lives
+
+The controller runs in the launcher. It needs no JAX, and carries scalars and words only: arrays go
+from process to process (`tcp`). Either end that hears nothing for the heartbeat timeout, or whose
+connection closes, knows that the other is gone.
+"""
+
+import contextlib
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from holmesjax import wire
+from holmesjax.errors import PeerError
+from holmesjax.processes import Process
+from holmesjax.wire import Connection, Message
+
+
+def differences(about: Message, theirs: Message) -> str | None:
+    """What two ends that must agree disagree on, with both values.
+
+    >>> differences({"plan": "ab", "jax": "0.10.2"}, {"plan": "cd", "jax": "0.10.2"})
+    'its plan is cd, not ab'
+    """
+    differ = [name for name in about if theirs.get(name) != about[name]]
+    return ", ".join(f"its {n} is {theirs.get(n)}, not {about[n]}" for n in differ) or None
+
+
+class Event(NamedTuple):
+    """What the launcher hears."""
+
+    process: int
+    kind: str  # a message's kind from a member, or "lost": its connection closed; "silent"
+    message: Message
+
+
+@dataclass
+class _Seat:
+    """What the controller knows of one member."""
+
+    process: Process
+    connection: Connection | None = None
+    heard_s: float = 0.0
+    status: str = "not yet connected"
+    addresses: Any = None
+    lost: bool = False
+
+
+class Controller:
+    """The launcher's end; a context manager.
+
+    Args:
+      processes: who is expected.
+      address, port: where to listen; one named address.
+      about: what every member's hello must say of plan and versions.
+      start: what all members are told when all are there, besides the addresses.
+      key: of the job.
+      heartbeat_timeout_s: how long a member may be silent.
+    """
+
+    def __init__(
+        self,
+        processes: Sequence[Process],
+        *,
+        address: str,
+        port: int,
+        about: Message,
+        start: Message,
+        key: bytes,
+        heartbeat_timeout_s: float,
+    ):
+        self.events: queue.Queue[Event] = queue.Queue()
+        self._seats = [_Seat(process) for process in processes]
+        self._num_stages = 1 + max(process.stage for process in processes)
+        self._about, self._start, self._timeout_s = about, start, heartbeat_timeout_s
+        self._votes: dict[int, dict[int, float]] = {}
+        self._lock = threading.Lock()
+        self._stopping = False
+        self._closed = threading.Event()
+        sock = wire.listen(address, port)
+        self.address = wire.address_of(sock)
+        self._door = wire.Door(
+            sock, key=key, hello={"controller": True}, check=self._check, enter=self._enter
+        )
+        self._keeper = threading.Thread(target=self._keep, name="keeper", daemon=True)
+        self._keeper.start()
+
+    def __enter__(self) -> "Controller":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._closed.set()
+        self._door.close()
+        for seat in self._seats:
+            if seat.connection:
+                seat.connection.close()
+        self._keeper.join()
+
+    def stop(self) -> None:
+        """All members end after the same step, the next on which they vote."""
+        self._stopping = True
+
+    def broadcast(self, message: Message) -> None:
+        for seat in self._seats:
+            if seat.connection and not seat.lost:
+                with contextlib.suppress(OSError):  # its reader notices
+                    seat.connection.send(message)
+
+    def status(self, process: int) -> str:
+        """What a member said last of what it is waiting for."""
+        return self._seats[process].status
+
+    def _check(self, hello: Message) -> str | None:
+        number = hello.get("process")
+        if not isinstance(number, int) or not 0 <= number < len(self._seats):
+            return f"the job has {len(self._seats)} processes, and it is number {number}"
+        if self._seats[number].connection is not None:
+            return f"number {number}, {self._seats[number].process.name}, is here already"
+        return differences(self._about, hello)
+
+    def _enter(self, connection: Connection) -> None:
+        seat = self._seats[connection.hello["process"]]
+        with self._lock:
+            if seat.connection is not None:
+                connection.close()
+                return
+            seat.connection, seat.heard_s = connection, time.monotonic()
+        connection.sock.settimeout(self._timeout_s)
+        seat.status = "starting"
+        while True:
+            try:
+                message = connection.receive()
+            except TimeoutError:
+                if not self._closed.is_set():
+                    self._tell(seat, "silent", {"silent_s": self._timeout_s})
+                return
+            except (OSError, ValueError):
+                if not self._closed.is_set():
+                    self._tell(seat, "lost", {})
+                return
+            seat.heard_s = time.monotonic()
+            self._hear(seat, message)
+
+    def _tell(self, seat: _Seat, kind: str, message: Message) -> None:
+        seat.lost = seat.lost or kind == "lost"
+        self.events.put(Event(seat.process.number, kind, message))
+
+    def _hear(self, seat: _Seat, message: Message) -> None:
+        kind = message["kind"]
+        seat.status = message.get("status", seat.status)
+        if kind == "ready":
+            with self._lock:
+                seat.addresses = message["addresses"]
+                book = [other.addresses for other in self._seats]
+                if None not in book:
+                    now_s = time.perf_counter()
+                    self.broadcast({"kind": "start", "book": book, "now_s": now_s, **self._start})
+        elif kind == "vote":
+            with self._lock:
+                votes = self._votes.setdefault(message["step"], {})
+                votes[seat.process.stage] = message["square_norm"]
+                if len(votes) == self._num_stages:
+                    norms = [votes[stage] for stage in range(self._num_stages)]
+                    del self._votes[message["step"]]
+                    verdict = {"step": message["step"], "square_norms": norms}
+                    self.broadcast({"kind": "verdict", "stop": self._stopping, **verdict})
+        elif kind == "stop":
+            self.stop()
+        elif kind != "beat":
+            self._tell(seat, kind, message)
+
+    def _keep(self) -> None:
+        while not self._closed.wait(self._timeout_s / 4):
+            self.broadcast({"kind": "beat"})
+
+
+class Verdict(NamedTuple):
+    """What all stages know of a step before they update."""
+
+    square_norms: list[float]  # of every stage's gradients
+    stop: bool  # whether to end after this step
+
+
+@dataclass
+class Member:
+    """A process's end; connects when it is made.
+
+    Args:
+      process: who this is.
+      address, port: of the controller.
+      about: this process's plan and versions.
+      on_loss: called, from another thread, when the controller is gone.
+    """
+
+    process: Process
+    address: str
+    port: int
+    key: bytes
+    about: Message
+    timeout_s: float
+    start_timeout_s: float
+    on_loss: Callable[[PeerError], None]
+    _inbox: "queue.Queue[Message]" = field(default_factory=queue.Queue)
+    _status: str = "starting"
+
+    def __post_init__(self) -> None:
+        self._connection = wire.connect(
+            self.address,
+            self.port,
+            key=self.key,
+            hello={"process": self.process.number, **self.about},
+            check=lambda hello: None if hello.get("controller") else "it is no controller",
+            where=f"{self.process.name} to the controller",
+            timeout_s=self.start_timeout_s,
+        )
+        self._connection.sock.settimeout(self.timeout_s)
+        self._closed = threading.Event()
+        for run in (self._listen, self._beat):
+            threading.Thread(target=run, name="member", daemon=True).start()
+
+    def close(self) -> None:
+        self._closed.set()
+        self._connection.close()
+
+    def status(self, text: str) -> None:
+        """Notes what this process waits for: told with each beat, and when somebody is lost."""
+        self._status = text
+
+    def tell(self, kind: str, **content: Any) -> None:
+        self._connection.send({"kind": kind, "status": self._status, **content})
+
+    def wait_for(self, kind: str, timeout_s: float | None = None) -> Message:
+        """The next message of the controller, which must be of that kind."""
+        try:
+            message = self._inbox.get(timeout=timeout_s)
+        except queue.Empty:
+            raise PeerError(
+                self.process.name,
+                f"the job has not started within {timeout_s:g} s",
+                found="not all processes came",
+                fix="start them all, or raise distributed.start_timeout_s",
+            ) from None
+        assert message["kind"] == kind, f"waited for {kind}, heard {message['kind']}"
+        return message
+
+    def vote(self, step: int, square_norm: float) -> None:
+        """Says, for its stage, what this step's squared gradient norm is."""
+        if self.process.leads:
+            self.tell("vote", step=step, square_norm=square_norm)
+
+    def verdict(self, step: int) -> Verdict:
+        """What came of all votes; waits for them."""
+        self.status(f"the gradient norms of the other stages in step {step}")
+        message = self.wait_for("verdict")
+        assert message["step"] == step, f"the verdict of step {message['step']} in step {step}"
+        self.status("computing")
+        return Verdict(message["square_norms"], message["stop"])
+
+    def _listen(self) -> None:
+        while True:
+            try:
+                message = self._connection.receive()
+            except (OSError, ValueError) as error:
+                if not self._closed.is_set():
+                    silent = isinstance(error, TimeoutError)
+                    self.on_loss(
+                        PeerError(
+                            f"{self.process.name} to the controller",
+                            "the process that started this job is gone",
+                            found=f"silent for {self.timeout_s:g} s" if silent else str(error),
+                            fix="start the job again: it resumes from the last checkpoint",
+                        )
+                    )
+                return
+            if message["kind"] == "tell":
+                with contextlib.suppress(OSError):
+                    self.tell("beat")
+            elif message["kind"] != "beat":
+                self._inbox.put(message)
+
+    def _beat(self) -> None:
+        while not self._closed.wait(self.timeout_s / 4):
+            with contextlib.suppress(OSError):  # the listening thread says why
+                self.tell("beat")

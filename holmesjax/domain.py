@@ -1,0 +1,82 @@
+"""A stage's domain: the `jax.distributed` job of its processes, and no one else's.
+
+The coordinator lives in the process of rank 0. Its port is tried before it is used: JAX 0.10.2 ends
+the process with a segmentation fault where it is taken.
+"""
+
+import jax
+
+from holmesjax import wire
+from holmesjax.config import DistributedConfig
+from holmesjax.errors import HolmesError
+from holmesjax.processes import Process
+
+# JAX aborts the processes of a domain when one of them is lost. Ours must notice first, because its
+# message says what happened.
+PATIENCE = 2.0
+
+
+def coordinator_port(address: str, config: DistributedConfig, stage: int) -> int:
+    """A port for the coordinator of a stage that is free now: of the config, or any.
+
+    Raises HolmesError if the configured one is taken.
+    """
+    port = config.port + stage if config.port else 0
+    try:
+        sock = wire.listen(address, port)
+    except HolmesError as error:
+        raise HolmesError(
+            f"distributed.port, {address}:{port}",
+            f"the coordinator of stage {stage} cannot listen there",
+            found=error.found,
+            fix="choose another distributed.port, or 0 for any that is free",
+        ) from None
+    with sock:
+        return wire.address_of(sock)[1]
+
+
+def join(
+    process: Process,
+    domain: tuple[Process, ...],
+    coordinator: tuple[str, int],
+    config: DistributedConfig,
+    *,
+    simulated: bool,
+) -> dict[int, jax.Device]:
+    """Joins the domain; its devices, by their numbers in the topology. Waits for all to come.
+
+    Args:
+      process: this one.
+      domain: all processes of the stage, in the order of their ranks.
+      coordinator: address and port of rank 0.
+      simulated: whether the devices are virtual, and not those of the node.
+    """
+    if len(domain) > 1:
+        address = "{}:{}".format(*coordinator)
+        # JAX would swallow SIGTERM and go on.
+        jax.config.update("jax_enable_preemption_service", False)
+        jax.distributed.initialize(
+            address,
+            num_processes=len(domain),
+            process_id=process.rank,
+            local_device_ids=None if simulated else list(process.local_devices),
+            cluster_detection_method="deactivate",
+            initialization_timeout=int(config.start_timeout_s),
+            heartbeat_timeout_seconds=int(PATIENCE * config.heartbeat_timeout_s + 1),
+            coordinator_bind_address=address,
+        )
+    found: dict[int, jax.Device] = {}
+    for other in domain:
+        devices = [d for d in jax.devices() if d.process_index == other.rank]
+        if len(domain) == 1 and not simulated:
+            devices = [devices[i] for i in other.local_devices if i < len(devices)]
+        if len(devices) != len(other.devices):
+            raise HolmesError(
+                f"{other.name}",
+                "the process does not see the devices that the topology gives it",
+                found=f"{len(devices)} {jax.default_backend()} devices, the plan needs "
+                f"{len(other.devices)}",
+                fix="correct the topology, or set run.rehearse=true for virtual CPU devices",
+            )
+        found |= zip(other.devices, devices, strict=True)
+    return found

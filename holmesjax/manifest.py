@@ -1,0 +1,194 @@
+"""Which checkpoints of a run are whole: their manifests. No JAX.
+
+    checkpoints/step_00000100/part_0/     what stage 0 wrote
+                              part_1/     what stage 1 wrote
+                              manifest.json
+
+The manifest says which part holds which array and has a SHA-256 of every file. It is written last:
+a folder without one is no checkpoint. Orbax restores a flipped payload bit without an error, so the
+hashes are checked first.
+"""
+
+import dataclasses
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from holmesjax.config import ModelConfig
+from holmesjax.errors import CheckpointError
+
+FOLDER, MANIFEST, FORMAT = "checkpoints", "manifest.json", 1
+PART = "part_"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Checkpoint:
+    """One finished checkpoint on disk."""
+
+    path: Path
+    step: int  # optimizer steps done
+    manifest: dict[str, Any]
+
+
+def find(run_dir: str | Path) -> list[Checkpoint]:
+    """Finished checkpoints of a run, newest first."""
+    found = []
+    folder = Path(run_dir).absolute() / FOLDER  # Orbax takes absolute paths only
+    for path in folder.glob("step_*/" + MANIFEST):
+        try:
+            manifest = json.loads(path.read_text())
+            step = manifest["step"]
+        except (ValueError, KeyError, TypeError):
+            step, manifest = int(path.parent.name.removeprefix("step_")), {}
+        found.append(Checkpoint(path=path.parent, step=step, manifest=manifest))
+    return sorted(found, key=lambda checkpoint: -checkpoint.step)
+
+
+def verify(checkpoint: Checkpoint) -> None:
+    """Raises unless every file is there with the bytes that were written."""
+    fix = f"delete {checkpoint.path} and resume: an older checkpoint is used"
+    manifest = checkpoint.manifest
+    if manifest.get("format") != FORMAT or manifest.get("sha256") != _manifest_sha256(manifest):
+        raise CheckpointError(
+            str(checkpoint.path / MANIFEST),
+            f"is damaged, or not of format {FORMAT}",
+            found=f"format {manifest.get('format')!r}, SHA-256 {manifest.get('sha256')!r}",
+            fix=fix,
+        )
+    for name, sha256 in manifest["files"].items():
+        path = checkpoint.path / name
+        if not path.is_file():
+            raise CheckpointError(str(path), "is missing", found="no such file", fix=fix)
+        if (found := _sha256(path)) != sha256:
+            raise CheckpointError(
+                str(path), f"is damaged: its SHA-256 should be {sha256}", found=found, fix=fix
+            )
+
+
+def check_model(checkpoint: Checkpoint, model: ModelConfig) -> None:
+    """Raises if the checkpoint is of another model, with the fields that differ."""
+    saved, wanted = checkpoint.manifest["model"], dataclasses.asdict(model)
+    if differ := [name for name in wanted if saved.get(name) != wanted[name]]:
+        raise CheckpointError(
+            str(checkpoint.path),
+            "is of another model: " + ", ".join(f"model.{name}" for name in differ),
+            found=", ".join(
+                f"{name}={saved.get(name)} (config: {wanted[name]})" for name in differ
+            ),
+            fix="use the model's own settings, or another run.dir",
+        )
+
+
+def newest(
+    run_dir: str | Path, model: ModelConfig, warn: Callable[[str], None]
+) -> Checkpoint | None:
+    """The newest checkpoint that is whole; warns where a newer one is damaged.
+
+    Raises CheckpointError if all are damaged, or if it is of another model.
+    """
+    for found in (all_found := find(run_dir)):
+        try:
+            verify(found)
+        except CheckpointError as error:
+            if found is all_found[-1]:
+                raise
+            warn(f"warning: {error}\nresuming from the checkpoint before it")
+            continue
+        check_model(found, model)
+        return found
+    return None
+
+
+def folder_of(run_dir: str | Path, step: int) -> Path:
+    """Where the checkpoint after `step` optimizer steps is written."""
+    return Path(run_dir).absolute() / FOLDER / f"step_{step:08d}"  # Orbax takes absolute paths only
+
+
+def part_name(stage: int) -> str:
+    return f"{PART}{stage}"
+
+
+def begin(run_dir: str | Path, step: int) -> Path:
+    """Its folder, which is no checkpoint any more. Every process that writes a part calls this."""
+    path = folder_of(run_dir, step)
+    path.mkdir(parents=True, exist_ok=True)
+    (path / MANIFEST).unlink(missing_ok=True)
+    return path
+
+
+def hash_part(path: Path, stage: int) -> dict[str, str]:
+    """SHA-256 of every file of a part, by its name in the checkpoint."""
+    files = sorted(file for file in (path / part_name(stage)).rglob("*") if file.is_file())
+    return {file.relative_to(path).as_posix(): _sha256(file) for file in files}
+
+
+def commit(
+    run_dir: str | Path,
+    step: int,
+    *,
+    model: ModelConfig,
+    plan_hash: str,
+    keep: int,
+    arrays: dict[str, str],
+    files: dict[str, str],
+) -> None:
+    """Makes a checkpoint of the parts that were written, and removes all but the `keep` newest.
+
+    Args:
+      arrays: array -> name of the part that holds it.
+      files: what `hash_part` gave for each part.
+    """
+    path = folder_of(run_dir, step)
+    for other in path.glob(PART + "*"):  # of another plan, which did not get this far
+        if other.name not in arrays.values():
+            shutil.rmtree(other)
+    manifest: dict[str, Any] = {
+        "format": FORMAT,
+        "model": dataclasses.asdict(model),
+        "plan_hash": plan_hash,
+        "step": step,
+        "arrays": arrays,
+        "files": files,
+    }
+    manifest["sha256"] = _manifest_sha256(manifest)
+    _write_durably(path / MANIFEST, json.dumps(manifest, indent=1))
+    for old in find(run_dir)[keep:]:
+        (old.path / MANIFEST).unlink()  # first: a half-deleted folder is no checkpoint
+        shutil.rmtree(old.path)
+
+
+def remove_unfinished(run_dir: str | Path) -> None:
+    """Removes what a crash has left behind."""
+    for path in (Path(run_dir) / FOLDER).glob("step_*"):
+        if not (path / MANIFEST).exists():
+            shutil.rmtree(path)
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _manifest_sha256(manifest: dict[str, Any]) -> str:
+    content = {name: value for name, value in manifest.items() if name != "sha256"}
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def _write_durably(path: Path, text: str) -> None:
+    """After a crash the file is either absent or whole."""
+    temporary = path.with_suffix(".tmp")
+    with temporary.open("w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)

@@ -1,0 +1,162 @@
+"""The steps of one process: the loop of training, whichever stages live here.
+
+The loop dispatches step n + 1 before it reads the numbers of step n, so the devices never wait for
+the host. All state is in `states`; the batch of a step is a function of the step alone, so a run
+that resumes goes on exactly as if it had never stopped.
+"""
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from holmesjax import checkpoint
+from holmesjax.config import Config
+from holmesjax.data import corpus
+from holmesjax.data.batches import Batches, model_inputs
+from holmesjax.errors import DivergedError
+from holmesjax.job import Job
+from holmesjax.optimizer import learning_rate, make_optimizer
+from holmesjax.pipeline import OneStage, Pipeline
+from holmesjax.recorder import Part
+from holmesjax.stage import Stage, StageState
+from holmesjax.timeline import Clock, Timeline
+
+
+def make_stage(job: Job, index: int, mesh: Mesh) -> Stage:
+    """One stage of a job's plan, on its mesh."""
+    config = job.config
+    return Stage(
+        model=config.model,
+        plan=job.plan,
+        index=index,
+        mesh=mesh,
+        optimizer=make_optimizer(config.optimizer, config.train.steps),
+        learning_rate=learning_rate(config.optimizer, config.train.steps),
+        compute_dtype=config.train.compute_dtype,
+        clip_norm=config.optimizer.clip_norm,
+        mask_documents=config.data.documents == "mask",
+    )
+
+
+def read_batches(config: Config) -> Batches:
+    return Batches(
+        corpus=corpus.read(config.data),
+        seed=config.train.seed,
+        global_batch=config.train.global_batch,
+        length=config.model.context_length,
+        num_validation=config.train.eval_batches if config.train.eval_every else 0,
+    )
+
+
+@dataclass
+class _Unread:
+    """A step whose numbers are still being computed."""
+
+    step: int
+    metrics: dict[str, Any]
+    timeline: Timeline
+    link_bytes: dict[str, int]
+
+
+@dataclass(kw_only=True)
+class Session:
+    """What the loop needs, once everything is up.
+
+    Args:
+      tell: takes each step's part, in order (`recorder`).
+      is_stopping: asked before every step; in all processes of a job alike.
+      starting: told the number of each step before it starts.
+    """
+
+    config: Config
+    runner: Pipeline | OneStage
+    batches: Batches
+    clock: Clock
+    writer: checkpoint.Writer
+    tell: Callable[[Part], None]
+    is_stopping: Callable[[], bool]
+    starting: Callable[[int], None] = lambda step: None
+    _last_s: float = field(default=0.0, init=False)  # when the numbers of the step before came
+    _num_skipped: int = field(default=0, init=False)  # in a row
+
+    def run(self, states: Sequence[StageState], done: int) -> int:
+        """Trains until the last step or until asked to stop; the number of steps done.
+
+        Raises DivergedError after too many steps in a row whose gradient is not finite.
+        """
+        steps, saved = self.config.train.steps, done
+        unread: _Unread | None = None
+        self._last_s = time.perf_counter()
+        while done < steps and not self.is_stopping():
+            self.starting(done + 1)
+            timeline = self.clock.timeline()
+            inputs = model_inputs(self.batches.train(done))
+            states, metrics = self.runner.train_step(states, inputs, timeline)
+            done += 1
+            if unread:
+                self.tell(self._read(unread))
+            unread = _Unread(done, metrics, timeline, self.runner.take_link_bytes())
+            if self._is_due(done, self.config.train.eval_every):
+                part = self._read(unread)
+                losses = self._evaluate(states)
+                self.tell({**part, "val_loss": losses} if losses is not None else part)
+                unread, self._last_s = None, time.perf_counter()
+            if self._is_due(done, self.config.checkpoint.every):
+                self.writer.save(done, states)
+                saved = done
+        if unread:
+            self.tell(self._read(unread))
+        if saved != done:
+            self.writer.save(done, states)
+        return done
+
+    def _is_due(self, done: int, every: int) -> bool:
+        return every > 0 and (done % every == 0 or done == self.config.train.steps)
+
+    def _read(self, unread: _Unread) -> Part:
+        """Waits for the numbers of a step; what this process tells of it."""
+        metrics = unread.metrics
+        part: Part = {
+            "step": unread.step,
+            "grad_norm": float(metrics["grad_norm"]),
+            "learning_rate": float(metrics["learning_rate"]),
+            "skipped": bool(metrics["skipped"]),
+        }
+        if losses := jax.tree.leaves(metrics["loss"]):
+            part["loss"] = float(np.mean([float(loss) for loss in losses]))
+        part["intervals"] = unread.timeline.intervals()
+        part["link_bytes"] = unread.link_bytes
+        now_s = time.perf_counter()
+        part["step_time_s"], self._last_s = now_s - self._last_s, now_s
+        self._refuse_divergence(part, metrics)
+        return part
+
+    def _refuse_divergence(self, part: Part, metrics: dict[str, Any]) -> None:
+        self._num_skipped = self._num_skipped + 1 if part["skipped"] else 0
+        if self._num_skipped < self.config.train.max_skipped:
+            return
+        norms = [float(norm) for norm in metrics.get("square_norms", [part["grad_norm"]])]
+        where = ", ".join(f"stage {s}" for s, norm in enumerate(norms) if not math.isfinite(norm))
+        raise DivergedError(
+            f"step {part['step']}, {where}",
+            f"the gradient is not finite, for {self._num_skipped} steps in a row",
+            found=f"|g| = {part['grad_norm']}",
+            fix="lower optimizer.learning_rate, or look at the data of these steps; "
+            "train.max_skipped sets how many steps are skipped",
+        )
+
+    def _evaluate(self, states: Sequence[StageState]) -> float | None:
+        """Mean loss over the validation batches, nats per token, where the last stage is here."""
+        losses = [
+            float(loss)
+            for i in range(self.config.train.eval_batches)
+            for loss in self.runner.evaluate(states, model_inputs(self.batches.validation(i)))
+        ]
+        self.runner.take_link_bytes()  # not a step's traffic
+        return float(np.mean(losses)) if losses else None

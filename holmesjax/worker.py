@@ -1,0 +1,329 @@
+"""One process of a job: its stage's domain, its transport, its steps.
+
+It learns from the environment who it is and where the controller listens. Whatever goes wrong in
+it, in any thread, is told to the controller and ends the process at once: a main thread that waits
+in a collective could not end by itself.
+"""
+
+import contextlib
+import ctypes
+import dataclasses
+import json
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, NoReturn
+
+import jax
+
+from holmesjax import checkpoint, compat, domain, job as jobs, manifest, wire
+from holmesjax.control import Member
+from holmesjax.errors import REQUEUE, HolmesError
+from holmesjax.job import Job
+from holmesjax.mesh import build_mesh
+from holmesjax.pipeline import OneStage, Pipeline, crossings
+from holmesjax.processes import Process, make_processes
+from holmesjax.programs import compile_stages, compile_whole_step
+from holmesjax.session import Session, make_stage, read_batches
+from holmesjax.stage import Stage
+from holmesjax.tcp import Ports, TcpTransport
+from holmesjax.timeline import Clock
+
+# Where schedulers write which of its processes this is: ours, Slurm, Open MPI, PMI, Kubernetes.
+NUMBER = (
+    "HOLMES_PROCESS",
+    "SLURM_PROCID",
+    "OMPI_COMM_WORLD_RANK",
+    "PMI_RANK",
+    "JOB_COMPLETION_INDEX",
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Place:
+    """What the environment tells a process of a job."""
+
+    number: int
+    controller: tuple[str, int]
+    key: bytes
+    addresses: dict[str, list[str]]  # fabric -> addresses of this node's NICs on it
+    restart: int  # how often the job has been started again
+
+    @classmethod
+    def from_environment(cls, env: Mapping[str, str]) -> "Place":
+        """Raises HolmesError if a variable is missing or makes no sense."""
+        number = next((env[name] for name in NUMBER if name in env), None)
+        if number is None:
+            raise _missing(" or ".join(NUMBER), "the number of this process in the job")
+        address, _, port = _take(env, "HOLMES_CONTROLLER", "the launcher's host:port").rpartition(
+            ":"
+        )
+        texts = _take(env, "HOLMES_ADDRESSES", '{"ethernet": ["10.0.0.1"]}, say')
+        try:
+            return cls(
+                number=int(number),
+                controller=(address, int(port)),
+                key=wire.read_key_file(_take(env, "HOLMES_KEY_FILE", "the job's key file")),
+                addresses={fabric: list(found) for fabric, found in json.loads(texts).items()},
+                restart=int(env.get("HOLMES_RESTART", "0")),
+            )
+        except (ValueError, AttributeError) as error:
+            where, fix = "the environment", "see docs/design.md, Processes"
+            raise HolmesError(where, "makes no sense", found=error, fix=fix) from None
+
+
+def _take(env: Mapping[str, str], name: str, what: str) -> str:
+    if name not in env:
+        raise _missing(name, what)
+    return env[name]
+
+
+def _missing(name: str, what: str) -> HolmesError:
+    fix = f"start it with a launcher, or set it: {what}"
+    return HolmesError(name, "a process of a job needs it", found="not set", fix=fix)
+
+
+class _Agreement:
+    """Scalars by way of the controller."""
+
+    def __init__(self, member: Member):
+        self._member = member
+        self.step = 0
+        self.stopping = False
+
+    def square_norms(self, own: Mapping[int, jax.Array]) -> list[float]:
+        [norm] = own.values()
+        return self.decide(float(norm))
+
+    def decide(self, square_norm: float) -> list[float]:
+        """The squared norms of all stages, once they have voted on this step."""
+        self._member.vote(self.step, square_norm)
+        verdict = self._member.verdict(self.step)
+        self.stopping = verdict.stop
+        return verdict.square_norms
+
+
+class _VotingStage(OneStage):
+    """The only stage of a plan, in several processes: they still agree on when to stop."""
+
+    agreement: _Agreement
+
+    def train_step(self, *args: Any) -> Any:
+        result = super().train_step(*args)
+        self.agreement.decide(0.0)  # its norm stays in its one program
+        return result
+
+
+def work(run_dir: str | Path, env: Mapping[str, str]) -> int:
+    """Runs one process of the job in a run folder to its end; its exit status.
+
+    Raises HolmesError for mistakes that are found before the controller is reached.
+    """
+    place = Place.from_environment(env)
+    _die_with(env.get("HOLMES_PARENT"))
+    job = jobs.load_saved(run_dir)
+    processes = make_processes(job.plan, job.topology, job.config.distributed.processes)
+    if not 0 <= place.number < len(processes):
+        where, problem = "the environment", f"the plan has {len(processes)} processes"
+        fix = "start as many processes as the plan needs, numbered from 0"
+        raise HolmesError(where, problem, found=f"number {place.number}", fix=fix)
+    return _Worker(job, place, processes).run()
+
+
+def _die_with(parent: str | None) -> None:
+    """Linux ends this process when the launcher that started it on this machine ends."""
+    if parent is None:
+        return
+    set_death_signal = 1  # PR_SET_PDEATHSIG
+    with contextlib.suppress(
+        AttributeError, OSError
+    ):  # not Linux: the controller is missed instead
+        ctypes.CDLL(None).prctl(set_death_signal, signal.SIGKILL)
+    if os.getppid() != int(parent):
+        os._exit(REQUEUE)
+
+
+class _Worker:
+    """A process and its ways to fail."""
+
+    def __init__(self, job: Job, place: Place, processes: tuple[Process, ...]):
+        self._job, self._place, self._processes = job, place, processes
+        self._me = processes[place.number]
+        self._domain = tuple(p for p in processes if p.stage == self._me.stage)
+        self._config = job.config.distributed
+        self._failing = threading.Lock()
+        self._about = job.about(place.restart)
+        self._member = Member(
+            process=self._me,
+            address=place.controller[0],
+            port=place.controller[1],
+            key=place.key,
+            about=self._about,
+            timeout_s=self._config.heartbeat_timeout_s,
+            start_timeout_s=self._config.start_timeout_s,
+            on_loss=self._give_up,
+        )
+        self._step = 0
+
+    def run(self) -> int:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, self._ask_to_stop)
+        try:
+            self._run()
+        except BaseException as error:
+            self._give_up(error)
+        return 0
+
+    def _ask_to_stop(self, *_: object) -> None:
+        # On another thread: the main one may be in the middle of telling something.
+        threading.Thread(target=self._member.tell, args=("stop",), daemon=True).start()
+
+    def _give_up(self, error: BaseException) -> NoReturn:
+        """Ends this process with what went wrong, from any thread; the first call counts."""
+        self._failing.acquire()  # never released
+        is_expected = isinstance(error, HolmesError)
+        status = error.exit_status if isinstance(error, HolmesError) else 1
+        text = str(error) if is_expected else f"{type(error).__name__}: {error}"
+        if not is_expected:
+            traceback.print_exception(error)
+        with contextlib.suppress(OSError):
+            self._member.tell("failed", text=text, exit_status=status, expected=is_expected)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+
+    # ---- the normal course ---------------------------------------------------------------------
+
+    def _run(self) -> None:
+        job, member = self._job, self._member
+        ports = Ports.open(self._place.addresses)
+        member.tell("ready", addresses={"data": ports.book, "coordinator": self._coordinator()})
+        member.status("the other processes, to start")
+        start = member.wait_for("start", self._config.start_timeout_s)
+        member.status("starting JAX")
+        stage = self._join(start["book"])
+        with ThreadPoolExecutor(1) as pool, ExitStack() as stack:
+            reading = pool.submit(read_batches, job.config)
+            member.status("compiling")
+            runner = self._make_runner(stage, ports, start["book"])
+            member.status("reading the corpus and the checkpoint")
+            done = start["resume"]
+            states = self._restore(stage, done) if done else runner.init(job.config.train.seed)
+            session = Session(
+                config=job.config,
+                runner=runner,
+                batches=reading.result(),
+                clock=stack.enter_context(Clock(len(job.plan.stages))),
+                writer=stack.enter_context(
+                    checkpoint.Writer(job.run_dir, [stage], self._tell_saved)
+                ),
+                tell=_Teller(member, start["now_s"]),
+                is_stopping=lambda: self._agreement.stopping,
+                starting=self._starting,
+            )
+            member.tell("up")
+            done = session.run(states, done)
+        member.status("the other processes, to end")
+        member.tell("done", step=done)
+        member.wait_for("end")
+        if isinstance(runner, Pipeline):
+            runner.close()
+        if len(self._domain) > 1:
+            jax.distributed.shutdown()
+        member.close()
+
+    def _coordinator(self) -> tuple[str, int] | None:
+        """Where the domain's coordinator will listen, if that is here."""
+        if not self._me.leads or len(self._domain) == 1:
+            return None
+        fabric = self._job.topology.cluster_of(self._me.node).fabric
+        addresses = self._place.addresses.get(fabric)
+        if not addresses:
+            raise HolmesError(
+                "HOLMES_ADDRESSES",
+                f"has no address of {self._me.node} on {fabric}",
+                found=self._place.addresses,
+                fix=f'add "{fabric}": ["..."]',
+            )
+        address = addresses[0]
+        return address, domain.coordinator_port(address, self._config, self._me.stage)
+
+    def _join(self, book: list[dict[str, Any]]) -> Stage:
+        job, me = self._job, self._me
+        kinds = {job.topology.node(process.node).device.name for process in self._domain}
+        simulated = job.config.run.rehearse or kinds == {"cpu"}
+        compat.use_devices(kinds, len(me.devices), rehearse=job.config.run.rehearse)
+        coordinator = book[self._domain[0].number]["coordinator"]
+        devices = domain.join(me, self._domain, coordinator, self._config, simulated=simulated)
+        return make_stage(job, me.stage, build_mesh(job.plan.stages[me.stage], devices))
+
+    def _make_runner(
+        self, stage: Stage, ports: Ports, book: list[dict[str, Any]]
+    ) -> Pipeline | OneStage:
+        self._agreement = _Agreement(self._member)
+        if len(self._job.plan.stages) == 1:
+            runner = _VotingStage(self._job.plan, compile_whole_step(stage))
+            runner.agreement = self._agreement
+            return runner
+        programs = compile_stages([stage])
+        self._member.status("connecting to its neighbours")
+        transport = TcpTransport(
+            me=self._me,
+            processes=self._processes,
+            plan=self._job.plan,
+            topology=self._job.topology,
+            crossings=crossings(stage),
+            mesh=stage.mesh,
+            ports=ports,
+            book=[addresses["data"] for addresses in book],
+            key=self._place.key,
+            about=self._about,
+            streams=self._config.streams,
+            heartbeat_timeout_s=self._config.heartbeat_timeout_s,
+            pull_timeout_s=self._config.pull_timeout_s,
+            start_timeout_s=self._config.start_timeout_s,
+            on_failure=self._give_up,
+        )
+        return Pipeline(self._job.plan, programs, transport, self._agreement, self._waits_for)
+
+    def _starting(self, step: int) -> None:
+        self._step = self._agreement.step = step
+        self._waits_for("")
+
+    def _waits_for(self, text: str) -> None:
+        waiting = f"waited for {text} in" if text else "was busy in"
+        self._member.status(f"{waiting} step {self._step}")
+
+    def _restore(self, stage: Stage, step: int) -> list[Any]:
+        [found] = [found for found in manifest.find(self._job.run_dir) if found.step == step]
+        return checkpoint.restore(found, [stage])
+
+    def _tell_saved(self, step: int, arrays: dict[str, str], files: dict[str, str]) -> None:
+        self._member.tell("saved", step=step, arrays=arrays, files=files)
+
+
+class _Teller:
+    """Sends parts to the controller, with times on its clock; only one process tells of a stage."""
+
+    def __init__(self, member: Member, controller_now_s: float):
+        self._member = member
+        offset_s = controller_now_s - time.perf_counter()
+        # Within a machine it is one clock, and the difference the time the message took.
+        self._offset_s = 0.0 if abs(offset_s) < 1.0 else offset_s
+
+    def __call__(self, part: dict[str, Any]) -> None:
+        leads = self._member.process.leads
+        intervals = [
+            interval._replace(
+                start_s=interval.start_s + self._offset_s, end_s=interval.end_s + self._offset_s
+            )
+            for interval in (part["intervals"] if leads else ())
+        ]
+        self._member.tell("part", part={**part, "intervals": intervals})

@@ -1,0 +1,92 @@
+"""Starts all processes of a job on this machine.
+
+Every NIC of every node gets a loopback address of its own, so that each socket is bound to the
+fabric it belongs to, as on real clusters.
+"""
+
+import contextlib
+import json
+import os
+import queue
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+
+from holmesjax.control import Event
+from holmesjax.processes import Process
+from holmesjax.topology import Topology
+
+FABRICS = ("local", "infiniband", "roce", "ethernet")
+
+
+def addresses(topology: Topology, node: str) -> dict[str, list[str]]:
+    """Loopback addresses of a node's NICs, by fabric; `local` is the node itself.
+
+    127.F.N.i is NIC i of node N (two digits of base 256) on fabric F.
+    """
+    number = [other.name for other in topology.nodes].index(node) + 1
+    found: dict[str, list[str]] = {}
+    for f, fabric in enumerate(FABRICS, start=1):
+        nics = [nic for nic in topology.node(node).nics if nic.fabric == fabric]
+        count = max(sum(nic.count for nic in nics), 1)  # a link may need no NIC in a topology file
+        found[fabric] = [
+            f"127.{f * 16 + number // 254}.{number % 254}.{i + 1}" for i in range(min(count, 8))
+        ]
+    return found
+
+
+class LocalLauncher:
+    """The launcher `local`."""
+
+    address = "127.0.0.1"
+    port = 0
+    sees_exits = True
+
+    def __init__(self, topology: Topology):
+        self._topology = topology
+        self._children: list[tuple[subprocess.Popen[str], threading.Thread]] = []
+
+    def start(
+        self,
+        process: Process,
+        run_dir: Path,
+        env: Mapping[str, str],
+        events: "queue.Queue[Event]",
+    ) -> None:
+        child = subprocess.Popen(
+            [sys.executable, "-m", "launch", "worker", str(run_dir)],
+            env={
+                **os.environ,
+                **env,
+                "HOLMES_ADDRESSES": json.dumps(addresses(self._topology, process.node)),
+                "HOLMES_PARENT": str(os.getpid()),
+                "PYTHONUNBUFFERED": "1",
+            },
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            start_new_session=True,  # Ctrl-C is for the supervisor, which asks all to stop
+        )
+        reader = threading.Thread(target=_read, args=(child, process.number, events), daemon=True)
+        reader.start()
+        self._children.append((child, reader))
+
+    def end(self) -> None:
+        children, self._children = self._children, []
+        for child, _ in children:
+            with contextlib.suppress(ProcessLookupError):
+                child.kill()  # JAX may keep SIGTERM from ending it, and a stopped one ignores it
+        for child, reader in children:
+            child.wait()
+            reader.join()
+
+
+def _read(child: subprocess.Popen[str], number: int, events: "queue.Queue[Event]") -> None:
+    assert child.stdout is not None
+    for line in child.stdout:
+        events.put(Event(number, "output", {"line": line.rstrip("\n")}))
+    events.put(Event(number, "exit", {"status": child.wait()}))

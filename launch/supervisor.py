@@ -1,0 +1,335 @@
+"""Runs the processes of a job from start to end, wherever a launcher starts them.
+
+One attempt: start them, let them find each other, write down what they tell, and see them end. When
+one is lost, all are ended, and one paragraph says which, and what the others waited for. Does not
+import JAX: the supervisor holds no device, and starts at once.
+"""
+
+import contextlib
+import queue
+import re
+import signal
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import Any, Protocol
+
+from holmesjax import manifest, wire
+from holmesjax.control import Controller, Event
+from holmesjax.errors import REQUEUE, DivergedError, HolmesError, PeerError
+from holmesjax.job import Job
+from holmesjax.processes import Process, make_processes
+from holmesjax.recorder import Recorder
+
+KEY = "job.key"
+LOGS = "logs"
+GRACE_S = 1.0  # after a failure, for others to say what they know of it
+END_S = 30.0  # for processes to leave after the end
+
+# What JAX's CPU collectives print when they connect, sometimes in two pieces.
+NOISE = re.compile(r"\[Gloo\] Rank|\d+ is connected to \d+ peer ranks")
+
+
+class Launcher(Protocol):
+    """Starts the processes of a job somewhere."""
+
+    @property
+    def address(self) -> str:
+        """Of this machine, where all processes can reach it."""
+
+    @property
+    def port(self) -> int:
+        """On which the controller listens; 0: any."""
+
+    @property
+    def sees_exits(self) -> bool:
+        """Whether the end of a process is an event."""
+
+    def start(
+        self,
+        process: Process,
+        run_dir: Path,
+        env: Mapping[str, str],
+        events: "queue.Queue[Event]",
+    ) -> None:
+        """Starts one process; from now on its `output` and its `exit` are events."""
+
+    def end(self) -> None:
+        """Ends every process that still runs, at once, and waits for it."""
+
+
+@dataclass
+class _Attempt:
+    """What has happened since the processes were started."""
+
+    up: set[int] = field(default_factory=set)
+    done: dict[int, int] = field(default_factory=dict)  # process -> steps
+    exited: dict[int, int] = field(default_factory=dict)  # process -> status
+    parts: dict[int, dict[str, dict[str, str]]] = field(default_factory=dict)  # of checkpoints
+    num_saved: dict[int, int] = field(default_factory=dict)  # stages that wrote their part
+
+
+class Supervisor:
+    """One job: as many attempts as it may have."""
+
+    def __init__(self, job: Job, launcher: Launcher, *, max_restarts: int = 0):
+        self._job, self._launcher, self._max_restarts = job, launcher, max_restarts
+        self._config = job.config.distributed
+        self._processes = make_processes(job.plan, job.topology, self._config.processes)
+        self._signals: list[int] = []
+        self._controller: Controller | None = None
+
+    def run(self) -> int:
+        """Trains to the end; 0, or REQUEUE if a SIGTERM came first.
+
+        Raises PeerError, or what a process raised, if the last attempt failed.
+        """
+        job = self._job
+        print(*job.describe(), *self._describe(), sep="\n", flush=True)
+        old = {
+            number: signal.signal(number, self._on_signal)
+            for number in (signal.SIGINT, signal.SIGTERM)
+        }
+        try:
+            for restart in range(self._max_restarts + 1):
+                try:
+                    return self._attempt(restart)
+                except PeerError as error:
+                    if restart == self._max_restarts or self._signals:
+                        raise
+                    left = self._max_restarts - restart
+                    print(f"error: {error}", f"starting again, {left} left", sep="\n", flush=True)
+            raise AssertionError("the last attempt returns or raises")
+        finally:
+            for number, handler in old.items():
+                signal.signal(number, handler)
+
+    def _describe(self) -> list[str]:
+        names = ", ".join(process.name for process in self._processes)
+        return [f"processes   {len(self._processes)}: {names}"]
+
+    def _on_signal(self, number: int, _: FrameType | None) -> None:
+        self._signals.append(number)
+        if self._controller is not None:
+            self._controller.stop()
+
+    # ---- one attempt ---------------------------------------------------------------------------
+
+    def _attempt(self, restart: int) -> int:
+        job, config = self._job, self._job.config
+        say = lambda text: print(text, flush=True)
+        start = manifest.newest(job.run_dir, config.model, say)
+        resume = start.step if start else 0
+        if resume >= config.train.steps:
+            print(*job.finished(resume), sep="\n", flush=True)
+            return 0
+        if start:
+            say(f"resuming after step {resume}")
+        job.save()
+        manifest.remove_unfinished(job.run_dir)
+        logs = job.run_dir / LOGS
+        logs.mkdir(exist_ok=True)
+        key_file = job.run_dir / KEY
+        with (
+            Controller(
+                self._processes,
+                address=self._launcher.address,
+                port=self._launcher.port,
+                about=job.about(restart),
+                start={"resume": resume},
+                key=wire.make_key_file(key_file),
+                heartbeat_timeout_s=self._config.heartbeat_timeout_s,
+            ) as controller,
+            Recorder(
+                job.run_dir, config, done_steps=resume, num_parts=len(self._processes)
+            ) as recorder,
+        ):
+            self._controller = controller
+            try:
+                self._start(controller, key_file, restart)
+                done = self._supervise(controller, recorder)
+            finally:
+                self._controller = None
+                self._launcher.end()
+                key_file.unlink(missing_ok=True)
+        if path := recorder.write_report():
+            say(f"report  {path}")
+        if done < config.train.steps:
+            print(*job.unfinished(done), sep="\n", flush=True)
+            return REQUEUE if signal.SIGTERM in self._signals else 0
+        return 0
+
+    def _start(self, controller: Controller, key_file: Path, restart: int) -> None:
+        for process in self._processes:
+            env = {
+                "HOLMES_CONTROLLER": "{}:{}".format(*controller.address),
+                "HOLMES_KEY_FILE": str(key_file.absolute()),
+                "HOLMES_PROCESS": str(process.number),
+                "HOLMES_RESTART": str(restart),
+            }
+            self._launcher.start(process, self._job.run_dir, env, controller.events)
+
+    def _supervise(self, controller: Controller, recorder: Recorder) -> int:
+        """Takes events until all processes have ended; the number of steps done."""
+        attempt = _Attempt()
+        deadline_s = time.monotonic() + self._config.start_timeout_s
+        end_s: float | None = None
+        while len(attempt.exited) < len(self._processes):
+            if self._signals and not attempt.up:
+                number = self._signals[0]
+                raise SystemExit(128 + number)  # nothing has been trained that could be saved
+            if len(self._signals) > 1:  # asked twice: do not wait for the step
+                raise SystemExit(128 + self._signals[-1])
+            if len(attempt.up) < len(self._processes) and time.monotonic() > deadline_s:
+                raise self._late(controller, attempt)
+            if end_s is not None and time.monotonic() > end_s:
+                break
+            try:
+                event = controller.events.get(timeout=0.2)
+            except queue.Empty:
+                continue
+            if self._is_failure(event, attempt):
+                raise self._diagnose(event, controller, recorder)
+            self._take(event, attempt, recorder)
+            if len(attempt.done) == len(self._processes) and end_s is None:
+                controller.broadcast({"kind": "end"})
+                end_s = time.monotonic() + END_S
+        steps = set(attempt.done.values())
+        assert len(steps) == 1, f"the processes ended after different steps: {attempt.done}"
+        return steps.pop()
+
+    def _take(self, event: Event, attempt: _Attempt, recorder: Recorder) -> None:
+        number, message = event.process, event.message
+        if event.kind == "up":
+            attempt.up.add(number)
+        elif event.kind == "part":
+            recorder.take(message["part"])
+        elif event.kind == "saved":
+            self._save(message, attempt)
+        elif event.kind == "done":
+            attempt.done[number] = message["step"]
+        elif event.kind == "exit":
+            attempt.exited[number] = message["status"]
+        elif event.kind == "output":
+            self._log(number, message["line"])
+            if not NOISE.match(message["line"]):
+                recorder.console.print(f"{self._processes[number].name} | {message['line']}")
+        else:
+            assert event.kind == "lost", f"what is {event}?"
+            if not self._launcher.sees_exits:
+                attempt.exited[number] = 0
+
+    def _save(self, message: dict[str, Any], attempt: _Attempt) -> None:
+        """Commits a checkpoint once every stage has written its part."""
+        step = message["step"]
+        whole = attempt.parts.setdefault(step, {"arrays": {}, "files": {}})
+        for name, content in whole.items():
+            content |= message[name]
+        attempt.num_saved[step] = attempt.num_saved.get(step, 0) + 1
+        if attempt.num_saved[step] == len(self._job.plan.stages):
+            self._job.commit(step, **attempt.parts.pop(step))
+
+    def _log(self, number: int, line: str) -> None:
+        with self._log_path(number).open("a") as file:
+            file.write(line + "\n")
+
+    def _log_path(self, number: int) -> Path:
+        name = self._processes[number].name.replace("/", "_").replace(":", "_")
+        return self._job.run_dir / LOGS / f"{name}.log"
+
+    # ---- failures ------------------------------------------------------------------------------
+
+    def _is_failure(self, event: Event, attempt: _Attempt) -> bool:
+        if event.kind == "exit":
+            return event.message["status"] != 0 or event.process not in attempt.done
+        if event.kind == "lost":
+            return event.process not in attempt.done
+        return event.kind in ("failed", "silent")
+
+    def _diagnose(self, first: Event, controller: Controller, recorder: Recorder) -> HolmesError:
+        """What went wrong, from all that is told within a moment of the first sign of it."""
+        failures = [first]
+        controller.broadcast({"kind": "tell"})
+        deadline_s = time.monotonic() + GRACE_S
+        while (left_s := deadline_s - time.monotonic()) > 0:
+            try:
+                event = controller.events.get(timeout=left_s)
+            except queue.Empty:
+                break
+            if event.kind == "output":
+                self._log(event.process, event.message["line"])
+            elif event.kind == "part":
+                recorder.take(event.message["part"])
+            elif event.kind in ("exit", "failed", "silent", "lost"):
+                failures.append(event)
+        cause = min(failures, key=_rank)
+        process = self._processes[cause.process]
+        where = f"{process.name} (stage {process.stage}, process {process.number})"
+        others = [
+            f"{other.name} (stage {other.stage}) {controller.status(other.number)}"
+            for other in self._processes
+            if other is not process
+        ]
+        found = "; ".join(others) or "it is the only process"
+        fix = (
+            f"resume from the last checkpoint with the same command, or add --max-restarts; "
+            f"its output is in {self._log_path(process.number)}"
+        )
+        if cause.kind == "failed":
+            return _as_told(cause.message, where, found, fix)
+        if cause.kind == "silent":
+            problem = f"has been silent for {cause.message['silent_s']:g} s: it hangs, or its node"
+        elif cause.kind == "lost":
+            problem = "has closed its connection: it ended, or its node did"
+        else:
+            problem = _ending(cause.message["status"])
+            if cause.message["status"] > 0 and cause.message["status"] != REQUEUE:
+                return _Crashed(
+                    where, problem, found=found, fix=f"see {self._log_path(process.number)}"
+                )
+        last = controller.status(process.number)
+        return PeerError(where, f"{problem}; it {last}", found=found, fix=fix)
+
+    def _late(self, controller: Controller, attempt: _Attempt) -> HolmesError:
+        missing = [p for p in self._processes if p.number not in attempt.up]
+        return PeerError(
+            ", ".join(process.name for process in missing),
+            f"not ready to train within distributed.start_timeout_s = "
+            f"{self._config.start_timeout_s:g} s",
+            found="; ".join(f"{p.name}: {controller.status(p.number)}" for p in missing),
+            fix="raise distributed.start_timeout_s, or see their logs in "
+            f"{self._job.run_dir / LOGS}",
+        )
+
+
+class _Crashed(DivergedError):
+    """A process ended in a way that would repeat itself."""
+
+
+def _rank(event: Event) -> int:
+    """Which of several failures is the cause: a process that was killed does not say so itself."""
+    if event.kind == "exit":
+        return 0 if event.message["status"] < 0 else 4
+    if event.kind == "silent":
+        return 1
+    if event.kind == "failed":
+        return 2 if event.message["exit_status"] != REQUEUE else 3
+    return 5
+
+
+def _ending(status: int) -> str:
+    if status >= 0:
+        return f"ended with status {status}"
+    with contextlib.suppress(ValueError):
+        return f"was killed by signal {-status} ({signal.Signals(-status).name})"
+    return f"was killed by signal {-status}"
+
+
+def _as_told(message: dict[str, Any], where: str, found: str, fix: str) -> HolmesError:
+    """The error that a process told of itself."""
+    kinds = {2: HolmesError, REQUEUE: PeerError}
+    return kinds.get(message["exit_status"], _Crashed)(
+        where, message["text"].replace("\n", "\n  "), found=found, fix=fix
+    )
