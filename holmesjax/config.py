@@ -142,9 +142,14 @@ class DistributedConfig:
     transport: Literal["tcp", "transfer"] = "tcp"  # moves boundaries between stages
     streams: Count = 4  # connections between two processes
     port: Port = 0  # of the first stage's coordinator, then one for each stage; 0: free ones
-    heartbeat_timeout_s: Positive = 60.0  # a process or link that is silent for longer is lost
+    heartbeat_timeout_s: Positive = 60.0  # until the end of a job that has lost a process or link
     start_timeout_s: Positive = 600.0  # from the first process to the last that is compiled
     pull_timeout_s: Positive = 1800.0  # for one boundary of a process that lives, but is slow
+
+    @property
+    def silence_s(self) -> float:
+        """After which a process or link is lost; the rest of the timeout is for saying so."""
+        return 0.8 * self.heartbeat_timeout_s
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, config=STRICT)

@@ -49,7 +49,7 @@ class Event(NamedTuple):
     """What the launcher hears."""
 
     process: int
-    kind: str  # a message's kind from a member, or "lost": its connection closed; "silent"
+    kind: str  # of a member's message; or its connection was "lost", or "silent", or "refused"
     message: Message
 
 
@@ -60,7 +60,7 @@ class _Seat:
     process: Process
     connection: Connection | None = None
     heard_s: float = 0.0
-    status: str = "not yet connected"
+    status: str = "had not come"
     addresses: Any = None
     lost: bool = False
 
@@ -133,9 +133,13 @@ class Controller:
         number = hello.get("process")
         if not isinstance(number, int) or not 0 <= number < len(self._seats):
             return f"the job has {len(self._seats)} processes, and it is number {number}"
-        if self._seats[number].connection is not None:
-            return f"number {number}, {self._seats[number].process.name}, is here already"
-        return differences(self._about, hello)
+        seat = self._seats[number]
+        reason = differences(self._about, hello)
+        if reason is None and seat.connection is not None:
+            reason = f"number {number}, {seat.process.name}, is here already"
+        if reason is not None:
+            self.events.put(Event(number, "refused", {"reason": reason}))
+        return reason
 
     def _enter(self, connection: Connection) -> None:
         seat = self._seats[connection.hello["process"]]
@@ -145,7 +149,7 @@ class Controller:
                 return
             seat.connection, seat.heard_s = connection, time.monotonic()
         connection.sock.settimeout(self._timeout_s)
-        seat.status = "starting"
+        seat.status = "was starting"
         while True:
             try:
                 message = connection.receive()
@@ -220,7 +224,7 @@ class Member:
     start_timeout_s: float
     on_loss: Callable[[PeerError], None]
     _inbox: "queue.Queue[Message]" = field(default_factory=queue.Queue)
-    _status: str = "starting"
+    _status: str = "was starting"
 
     def __post_init__(self) -> None:
         self._connection = wire.connect(
@@ -269,10 +273,8 @@ class Member:
 
     def verdict(self, step: int) -> Verdict:
         """What came of all votes; waits for them."""
-        self.status(f"the gradient norms of the other stages in step {step}")
         message = self.wait_for("verdict")
         assert message["step"] == step, f"the verdict of step {message['step']} in step {step}"
-        self.status("computing")
         return Verdict(message["square_norms"], message["stop"])
 
     def _listen(self) -> None:

@@ -105,7 +105,9 @@ class _Agreement:
     def decide(self, square_norm: float) -> list[float]:
         """The squared norms of all stages, once they have voted on this step."""
         self._member.vote(self.step, square_norm)
+        self._member.status(f"waited for the gradient norms of all stages in step {self.step}")
         verdict = self._member.verdict(self.step)
+        self._member.status(f"was busy in step {self.step}")
         self.stopping = verdict.stop
         return verdict.square_norms
 
@@ -166,7 +168,7 @@ class _Worker:
             port=place.controller[1],
             key=place.key,
             about=self._about,
-            timeout_s=self._config.heartbeat_timeout_s,
+            timeout_s=self._config.silence_s,
             start_timeout_s=self._config.start_timeout_s,
             on_loss=self._give_up,
         )
@@ -205,15 +207,15 @@ class _Worker:
         job, member = self._job, self._member
         ports = Ports.open(self._place.addresses)
         member.tell("ready", addresses={"data": ports.book, "coordinator": self._coordinator()})
-        member.status("the other processes, to start")
+        member.status("waited for the other processes to start")
         start = member.wait_for("start", self._config.start_timeout_s)
-        member.status("starting JAX")
+        member.status("was starting JAX")
         stage = self._join(start["book"])
         with ThreadPoolExecutor(1) as pool, ExitStack() as stack:
             reading = pool.submit(read_batches, job.config)
-            member.status("compiling")
+            member.status("was compiling")
             runner = self._make_runner(stage, ports, start["book"])
-            member.status("reading the corpus and the checkpoint")
+            member.status("was reading the corpus and the checkpoint")
             done = start["resume"]
             states = self._restore(stage, done) if done else runner.init(job.config.train.seed)
             session = Session(
@@ -230,7 +232,7 @@ class _Worker:
             )
             member.tell("up")
             done = session.run(states, done)
-        member.status("the other processes, to end")
+        member.status("waited for the other processes to end")
         member.tell("done", step=done)
         member.wait_for("end")
         if isinstance(runner, Pipeline):
@@ -273,7 +275,7 @@ class _Worker:
             runner.agreement = self._agreement
             return runner
         programs = compile_stages([stage])
-        self._member.status("connecting to its neighbours")
+        self._member.status("was connecting to its neighbours")
         transport = TcpTransport(
             me=self._me,
             processes=self._processes,
@@ -286,7 +288,7 @@ class _Worker:
             key=self._place.key,
             about=self._about,
             streams=self._config.streams,
-            heartbeat_timeout_s=self._config.heartbeat_timeout_s,
+            heartbeat_timeout_s=self._config.silence_s,
             pull_timeout_s=self._config.pull_timeout_s,
             start_timeout_s=self._config.start_timeout_s,
             on_failure=self._give_up,

@@ -10,6 +10,7 @@ import queue
 import re
 import signal
 import time
+from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,9 +28,12 @@ KEY = "job.key"
 LOGS = "logs"
 GRACE_S = 1.0  # after a failure, for others to say what they know of it
 END_S = 30.0  # for processes to leave after the end
+DELAY_S = 0.5  # of the output on the console, so that the last words of a failing job stay in logs
 
 # What JAX's CPU collectives print when they connect, sometimes in two pieces.
-NOISE = re.compile(r"\[Gloo\] Rank|\d+ is connected to \d+ peer ranks")
+NOISE = re.compile(
+    r"\[Gloo\] Rank|Expected number of connected peer|\d+ is connected to \d+ peer ranks"
+)
 
 
 class Launcher(Protocol):
@@ -68,6 +72,7 @@ class _Attempt:
     done: dict[int, int] = field(default_factory=dict)  # process -> steps
     exited: dict[int, int] = field(default_factory=dict)  # process -> status
     parts: dict[int, dict[str, dict[str, str]]] = field(default_factory=dict)  # of checkpoints
+    output: deque[tuple[float, str]] = field(default_factory=deque)  # when it came, and the line
     num_saved: dict[int, int] = field(default_factory=dict)  # stages that wrote their part
 
 
@@ -140,7 +145,7 @@ class Supervisor:
                 about=job.about(restart),
                 start={"resume": resume},
                 key=wire.make_key_file(key_file),
-                heartbeat_timeout_s=self._config.heartbeat_timeout_s,
+                heartbeat_timeout_s=self._config.silence_s,
             ) as controller,
             Recorder(
                 job.run_dir, config, done_steps=resume, num_parts=len(self._processes)
@@ -186,6 +191,8 @@ class Supervisor:
                 raise self._late(controller, attempt)
             if end_s is not None and time.monotonic() > end_s:
                 break
+            while attempt.output and time.monotonic() > attempt.output[0][0] + DELAY_S:
+                recorder.console.print(attempt.output.popleft()[1])
             try:
                 event = controller.events.get(timeout=0.2)
             except queue.Empty:
@@ -196,6 +203,8 @@ class Supervisor:
             if len(attempt.done) == len(self._processes) and end_s is None:
                 controller.broadcast({"kind": "end"})
                 end_s = time.monotonic() + END_S
+        for _, line in attempt.output:
+            recorder.console.print(line)
         steps = set(attempt.done.values())
         assert len(steps) == 1, f"the processes ended after different steps: {attempt.done}"
         return steps.pop()
@@ -215,7 +224,11 @@ class Supervisor:
         elif event.kind == "output":
             self._log(number, message["line"])
             if not NOISE.match(message["line"]):
-                recorder.console.print(f"{self._processes[number].name} | {message['line']}")
+                line = f"{self._processes[number].name} | {message['line']}"
+                attempt.output.append((time.monotonic(), line))
+        elif event.kind == "refused":
+            name = self._processes[number].name
+            recorder.console.print(f"refused another {name}: {message['reason']}")
         else:
             assert event.kind == "lost", f"what is {event}?"
             if not self._launcher.sees_exits:
@@ -280,7 +293,7 @@ class Supervisor:
         if cause.kind == "failed":
             return _as_told(cause.message, where, found, fix)
         if cause.kind == "silent":
-            problem = f"has been silent for {cause.message['silent_s']:g} s: it hangs, or its node"
+            problem = f"has been silent for {cause.message['silent_s']:g} s: it hangs, or its node or network does"
         elif cause.kind == "lost":
             problem = "has closed its connection: it ended, or its node did"
         else:

@@ -1,0 +1,188 @@
+"""The controller and its members, over real sockets."""
+
+import queue
+import socket
+import time
+
+import pytest
+
+from holmesjax import wire
+from holmesjax.control import Controller, Member, differences
+from holmesjax.errors import PeerError, RefusedError
+from holmesjax.processes import Process
+
+ABOUT = {"plan hash": "aaaa", "jax": "1.0"}
+KEY = b"k" * wire.KEY_BYTES
+SILENCE_S = 0.6
+
+
+def process(number, stage, rank=0):
+    return Process(
+        number=number,
+        name=f"c{stage}/n{number}",
+        cluster=f"c{stage}",
+        node=f"n{number}",
+        stage=stage,
+        rank=rank,
+        devices=(number,),
+        local_devices=(0,),
+    )
+
+
+PROCESSES = (process(0, 0), process(1, 0, 1), process(2, 1))  # two stages; the first has two
+
+
+@pytest.fixture
+def controller():
+    with Controller(
+        PROCESSES,
+        address="127.0.0.1",
+        port=0,
+        about=ABOUT,
+        start={"resume": 7},
+        key=KEY,
+        heartbeat_timeout_s=SILENCE_S,
+    ) as controller:
+        yield controller
+
+
+def join(controller, who, *, key=KEY, about=ABOUT, on_loss=None):
+    return Member(
+        process=who,
+        address=controller.address[0],
+        port=controller.address[1],
+        key=key,
+        about=about,
+        timeout_s=SILENCE_S,
+        start_timeout_s=2.0,
+        on_loss=on_loss or (lambda error: None),
+    )
+
+
+@pytest.fixture
+def members(controller):
+    members = [join(controller, who) for who in PROCESSES]
+    yield members
+    for member in members:
+        member.close()
+
+
+def next_event(controller, kind):
+    event = controller.events.get(timeout=5)
+    assert event.kind == kind, event
+    return event
+
+
+def test_the_start_comes_when_all_are_there_and_has_their_addresses(controller, members):
+    for member in members[:2]:
+        member.tell("ready", addresses=["here", member.process.number])
+    with pytest.raises(PeerError, match="not all processes came"):
+        members[0].wait_for("start", 0.2)
+    members[2].tell("ready", addresses=["here", 2])
+    for member in members:
+        start = member.wait_for("start", 5)
+        assert start["book"] == [["here", 0], ["here", 1], ["here", 2]]
+        assert start["resume"] == 7
+
+
+def test_all_get_the_same_verdict_exactly(controller, members):
+    norms = [1 / 3, float("nan")]
+    for step in (1, 2):
+        if step == 2:
+            controller.stop()
+        members[0].vote(step, norms[0])
+        members[1].vote(step, 99.0)  # does not lead its stage: it has no say
+        members[2].vote(step, norms[1])
+        for member in members:
+            verdict = member.verdict(step)
+            assert verdict.square_norms[0] == norms[0]
+            assert verdict.square_norms[1] != verdict.square_norms[1]
+            assert verdict.stop == (step == 2)
+
+
+@pytest.mark.parametrize(
+    "change, words",
+    [
+        ({"about": {**ABOUT, "plan hash": "bbbb"}}, ["plan hash is bbbb, not aaaa"]),
+        ({"about": {**ABOUT, "jax": "0.9"}}, ["jax is 0.9, not 1.0"]),
+        ({"who": process(9, 1)}, ["3 processes", "number 9"]),
+        ({"who": PROCESSES[1]}, ["number 1", "here already"]),
+        ({"key": b"x" * wire.KEY_BYTES}, ["key"]),
+    ],
+)
+def test_who_does_not_belong_is_refused(controller, members, change, words):
+    who = change.pop("who", PROCESSES[0])
+    with pytest.raises(RefusedError) as error:
+        join(controller, who, **change)
+    for word in words:
+        assert word in str(error.value)
+    if who is PROCESSES[1] or "about" in change:  # whoever started the job is told too
+        assert words[0] in str(next_event(controller, "refused").message)
+
+
+def test_differences_are_told_with_both_values():
+    assert differences(ABOUT, {**ABOUT, "more": 1}) is None
+    assert differences(ABOUT, {}) == "its plan hash is None, not aaaa, its jax is None, not 1.0"
+
+
+def test_a_closed_connection_is_told_at_once(controller, members):
+    members[1].close()
+    assert next_event(controller, "lost").process == 1
+
+
+def test_a_silent_member_is_told_in_time_and_a_quiet_one_is_not(controller, members, monkeypatch):
+    members[2].status("waited for F0")
+    time.sleep(2 * SILENCE_S)  # all beat
+    with pytest.raises(queue.Empty):
+        controller.events.get_nowait()
+    assert controller.status(2) == "waited for F0"
+    monkeypatch.setattr(members[0]._connection, "send", lambda message: None)  # its beats
+    start_s = time.monotonic()
+    assert next_event(controller, "silent").process == 0
+    assert time.monotonic() - start_s < 10 * SILENCE_S  # a hang guard
+
+
+def test_members_notice_that_the_controller_is_gone(controller):
+    lost = queue.Queue()
+    member = join(controller, PROCESSES[0], on_loss=lost.put)
+    controller.__exit__()
+    error = lost.get(timeout=5)
+    assert "the process that started this job is gone" in str(error)
+    member.close()
+
+
+def test_a_controller_that_stops_beating_is_gone(monkeypatch):
+    """It holds the connection open and says nothing, as a stopped process does."""
+    with Controller(
+        PROCESSES,
+        address="127.0.0.1",
+        port=0,
+        about=ABOUT,
+        start={},
+        key=KEY,
+        heartbeat_timeout_s=100.0,
+    ) as controller:
+        lost = queue.Queue()
+        member = join(controller, PROCESSES[0], on_loss=lost.put)
+        assert f"silent for {SILENCE_S:g} s" in str(lost.get(timeout=10 * SILENCE_S))
+        member.close()
+
+
+def test_what_it_is_asked_to_tell_comes_at_once(controller, members):
+    members[2].status("waited for B1")
+    controller.broadcast({"kind": "tell"})
+    deadline_s = time.monotonic() + 5
+    while controller.status(2) != "waited for B1":
+        assert time.monotonic() < deadline_s
+        time.sleep(0.01)
+
+
+def test_strangers_cost_nothing(controller, members):
+    strangers = [socket.create_connection(controller.address) for _ in range(20)]
+    for i, stranger in enumerate(strangers):
+        stranger.sendall([b"", b"\xff" * 100, b"\x7f\xff\xff\xff{", b"\x00\x00\x00\x02[]"][i % 4])
+    members[0].vote(1, 1.0)
+    members[2].vote(1, 2.0)
+    assert members[1].verdict(1).square_norms == [1.0, 2.0]
+    for stranger in strangers:
+        stranger.close()
