@@ -46,7 +46,8 @@ def verb_parser(verb: str) -> argparse.ArgumentParser:
         parser.add_argument("--json", action="store_true", help="for programs")
     else:
         add = parser.add_argument
-        add("--launcher", choices=["local"], help="who starts a process for every node (nobody)")
+        add("--launcher", choices=["local", "external"], help="who starts a process for every node")
+        add("--listen", metavar="HOST:PORT", help="where external processes find this one")
         add("--max-restarts", type=int, default=0, metavar="N", help="after a failure (0)")
     return parser
 

@@ -293,7 +293,8 @@ class Supervisor:
         if cause.kind == "failed":
             return _as_told(cause.message, where, found, fix)
         if cause.kind == "silent":
-            problem = f"has been silent for {cause.message['silent_s']:g} s: it hangs, or its node or network does"
+            silent_s = cause.message["silent_s"]
+            problem = f"has been silent for {silent_s:g} s: it hangs, or its node or network does"
         elif cause.kind == "lost":
             problem = "has closed its connection: it ended, or its node did"
         else:

@@ -1,0 +1,47 @@
+"""Waits for processes that somebody else starts: a scheduler, or a person on each node."""
+
+import queue
+from collections.abc import Mapping
+from pathlib import Path
+
+from holmesjax.control import Event
+from holmesjax.errors import ConfigError
+from holmesjax.processes import Process
+
+
+class ExternalLauncher:
+    """The launcher `external`: `--listen HOST:PORT` is where the processes find the controller.
+
+    Raises ConfigError if `listen` is not an address and a port.
+    """
+
+    sees_exits = False
+
+    def __init__(self, listen: str | None):
+        address, _, port = (listen or "").rpartition(":")
+        if not address or not port.isdigit():
+            raise ConfigError(
+                "--listen",
+                "the launcher `external` needs an address of this machine and a port",
+                found=listen,
+                fix="write --listen 10.0.0.1:7000, with an address that all nodes reach",
+            )
+        self.address, self.port = address, int(port)
+
+    def start(
+        self,
+        process: Process,
+        run_dir: Path,
+        env: Mapping[str, str],
+        events: "queue.Queue[Event]",
+    ) -> None:
+        if process.number == 0:
+            variables = [name for name in env if name not in ("HOLMES_PROCESS", "HOLMES_RESTART")]
+            print("waiting for the processes; start each on its node with these set:")
+            print(*(f"  {name}={env[name]}" for name in variables), sep="\n")
+            print("  HOLMES_PROCESS=<number>        # or let Slurm, Open MPI or Kubernetes say it")
+            print("""  HOLMES_ADDRESSES='{"<fabric>": ["<its address there>"]}'""")
+            print(f"  python -m launch worker {run_dir}", flush=True)
+
+    def end(self) -> None:
+        """Nothing: processes end by themselves when the controller has gone."""
