@@ -1,0 +1,123 @@
+"""Whole jobs for tests: real processes on loopback that leave nothing behind."""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+CLUSTER = """
+  - name: {name}
+    fabric: {fabric}
+    nodes: [{nodes}]
+    nics: [{{kind: {fabric}_200}}, {{kind: ethernet_25}}]
+"""
+RUN = """
+topology: {topology}
+run: {{dir: {run_dir}}}
+model: {{num_layers: 4, width: 32, num_heads: 4, context_length: 32}}
+data: {{corpus: python-stdlib, pattern: "[ab]*.py"}}
+train: {{steps: 10, global_batch: 8, log_every_s: 0}}
+optimizer: {{learning_rate: 1.0e-2, warmup_steps: 2, epsilon: 1.0e-3}}
+parallel: {{microbatches: 2}}
+distributed: {{heartbeat_timeout_s: 10, start_timeout_s: 120}}
+"""
+
+
+def write_run(folder: Path, clusters: dict[str, tuple[int, ...]], name="run") -> Path:
+    """A run file. `clusters`: name -> devices of each node; fabrics alternate."""
+    text, names = "name: test\nclusters:\n", list(clusters)
+    for i, (cluster, counts) in enumerate(clusters.items()):
+        nodes = ", ".join(
+            f"{{name: {cluster}-{j}, devices: {{kind: cpu, count: {count}}}}}"
+            for j, count in enumerate(counts)
+        )
+        fabric = ("infiniband", "roce")[i % 2]
+        text += CLUSTER.format(name=cluster, fabric=fabric, nodes=nodes)
+    if len(names) > 1:
+        text += "links:\n"
+    for i, a in enumerate(names):
+        for b in names[i + 1 :]:
+            text += f"  - {{between: [{a}, {b}], fabric: ethernet, bandwidth: 25 Gb/s, "
+            text += "latency: 50 us}\n"
+    topology = folder / f"{name}_topology.yaml"
+    topology.write_text(text)
+    path = folder / f"{name}.yaml"
+    path.write_text(RUN.format(topology=topology, run_dir=folder / name))
+    return path
+
+
+def children(pid: int) -> list[int]:
+    """Processes whose parent is `pid`, by their number."""
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            if int(stat.read_text().rpartition(")")[2].split()[1]) == pid:
+                found.append(int(stat.parent.name))
+    return found
+
+
+class RunningJob:
+    """`launch train` in the background; a context manager that ends what is left of it."""
+
+    def __init__(self, *arguments, prefix=(), env=None):
+        self.lines: list[str] = []
+        self._started: set[int] = set()
+        self.process = subprocess.Popen(
+            [*prefix, sys.executable, "-m", "launch", "train", *map(str, arguments)],
+            cwd=ROOT,
+            env={**os.environ, **(env or {})},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self._note_workers()
+        for pid in (self.process.pid, *self._started):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        self.process.wait()
+        self.process.stdout.close()
+
+    def _note_workers(self):
+        self._started |= set(self.workers())
+
+    def workers(self) -> list[int]:
+        """Process ids, in the order of the job's processes."""
+        found = {}
+        for pid in children(self.process.pid):
+            with contextlib.suppress(OSError):
+                env = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+                numbers = [v[15:] for v in env if v.startswith(b"HOLMES_PROCESS=")]
+                found[int(numbers[0])] = pid
+        return [found[number] for number in sorted(found)]
+
+    def until(self, start: str) -> str:
+        """Reads its output until a line starts like this."""
+        for line in self.process.stdout:
+            self.lines.append(line)
+            if line.startswith(start):
+                self._note_workers()
+                return line
+        raise AssertionError(f"no line {start!r} in\n{self.output}")
+
+    def end(self, timeout_s: float = 60.0) -> int:
+        """Reads to the end; the exit status. Asserts that no process is left."""
+        deadline_s = time.monotonic() + timeout_s
+        self.lines += self.process.communicate(timeout=timeout_s)[0].splitlines(keepends=True)
+        for pid in self._started:
+            while Path(f"/proc/{pid}").exists():
+                assert time.monotonic() < deadline_s, f"process {pid} is left behind"
+                time.sleep(0.02)
+        return self.process.returncode
+
+    @property
+    def output(self) -> str:
+        return "".join(self.lines)
