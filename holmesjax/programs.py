@@ -108,7 +108,7 @@ def gradient_shapes(stage: Stage) -> Tree:
 
 def _stacked(stage: Stage, dtype: str) -> Tree:
     def stack(path: tuple, x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-        spec = sharding.replica_spec(sharding.name_of(path))
+        spec = sharding.replica_spec(sharding.name_of(path), stage.mesh.shape)
         where = jax.sharding.NamedSharding(stage.mesh, spec)
         return jax.ShapeDtypeStruct((stage.num_replicas, *x.shape), dtype, sharding=where)
 

@@ -3,11 +3,14 @@
 A parameter's name ends in its dims (`query_DHK`), so its sharding follows from its name. Three
 layouts of the same parameter tree exist during a step:
 
-    master      float32, cut over `tensor` and, where a dim divides, over `data` (ZeRO-1); the
-                optimizer's moments and the reduced gradients lie the same way
+    master      float32, cut over `tensor`, `fsdp` and, where a dim divides, over `data` (ZeRO-1);
+                the optimizer's moments and the reduced gradients lie the same way
     replicas    compute dtype, one copy for each data replica, stacked along a leading dim R that is
-                cut over `data`; inside a replica, cut over `tensor`. What the forward pass reads
+                cut over `data`; inside a replica, cut over `tensor` and `fsdp`. The forward and the
+                backward gather a layer over `fsdp` when they come to it (ZeRO-3)
     gradients   float32, like replicas: each replica's own sum, not yet reduced over `data`
+
+Sequences are cut over `data` and `fsdp`. A mesh without the axis `fsdp` has a single part.
 """
 
 from collections.abc import Mapping
@@ -20,9 +23,13 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 from holmesjax.plan import Axis
 
 Tree = Any  # a nested dict of arrays, keyed by layer and parameter name
+Sizes = Mapping[Any, int]  # axis -> size, of a mesh or of a stage's plan
 
 # Megatron's cut (Shoeybi et al., arXiv:1909.08053): heads, feed-forward width and vocabulary.
 TENSOR_DIMS = "HGFV"
+
+# Cut over `fsdp`: the model width, a dim of every parameter.
+FSDP_DIM = "D"
 
 
 def dims(name: str) -> str:
@@ -37,8 +44,12 @@ def dims(name: str) -> str:
     return suffix
 
 
+def fsdp_size(sizes: Sizes) -> int:
+    return sizes.get(Axis.FSDP, 1)
+
+
 def tensor_spec(name: str) -> P:
-    """How one replica of a parameter is cut over `tensor`.
+    """How a parameter is cut while its layer computes: over `tensor`.
 
     >>> tuple(tensor_spec("query_DHK"))
     (None, 'tensor', None)
@@ -46,30 +57,42 @@ def tensor_spec(name: str) -> P:
     return P(*(Axis.TENSOR.value if dim in TENSOR_DIMS else None for dim in dims(name)))
 
 
-def data_dim(name: str, shape: tuple[int, ...], data: int) -> int | None:
+def shard_spec(name: str, sizes: Sizes) -> P:
+    """How one replica of a parameter is cut between its uses: over `tensor` and `fsdp`."""
+    spec = list(tensor_spec(name))
+    if Axis.FSDP in sizes:
+        spec[dims(name).index(FSDP_DIM)] = Axis.FSDP.value
+    return P(*spec)
+
+
+def data_dim(name: str, shape: tuple[int, ...], data: int, fsdp: int = 1) -> int | None:
     """The dim of a master parameter that is cut over `data`: the first free one that divides.
 
     >>> data_dim("query_DHK", (192, 6, 32), 2)
     0
+    >>> data_dim("query_DHK", (6, 6, 32), 2, fsdp=2)  # D has 3 left for each device of `fsdp`
+    2
     >>> data_dim("scale_D", (191,), 2) is None
     True
     """
     for i, (dim, size) in enumerate(zip(dims(name), shape, strict=True)):
-        if dim not in TENSOR_DIMS and size % data == 0:
+        parts = data * fsdp if dim == FSDP_DIM else data
+        if dim not in TENSOR_DIMS and size % parts == 0:
             return i
     return None
 
 
-def master_spec(name: str, shape: tuple[int, ...], sizes: Mapping[Any, int]) -> P:
-    """For a mesh with axes of these sizes."""
-    spec = list(tensor_spec(name))
-    if (dim := data_dim(name, shape, sizes[Axis.DATA])) is not None:
-        spec[dim] = Axis.DATA.value
+def master_spec(name: str, shape: tuple[int, ...], sizes: Sizes) -> P:
+    """Inside a part of `fsdp`, the parts of `data`: a gather over `data` gives that part."""
+    spec = list(shard_spec(name, sizes))
+    if (dim := data_dim(name, shape, sizes[Axis.DATA], fsdp_size(sizes))) is not None:
+        data = Axis.DATA.value
+        spec[dim] = data if spec[dim] is None else (spec[dim], data)
     return P(*spec)
 
 
-def replica_spec(name: str) -> P:
-    return P(Axis.DATA.value, *tensor_spec(name))
+def replica_spec(name: str, sizes: Sizes) -> P:
+    return P(Axis.DATA.value, *shard_spec(name, sizes))
 
 
 def name_of(path: tuple) -> str:
@@ -86,7 +109,14 @@ def master_shardings(shapes: Tree, mesh: Mesh) -> Tree:
 
 def batch_sharding(mesh: Mesh, num_leading: int = 0) -> NamedSharding:
     """Of arrays whose first dim, after `num_leading` others, is the sequences of a microbatch."""
-    return NamedSharding(mesh, P(*(None,) * num_leading, Axis.DATA.value))
+    return NamedSharding(mesh, batch_spec(mesh.shape, num_leading))
+
+
+def batch_spec(sizes: Sizes, num_leading: int = 0) -> P:
+    """The same, for a mesh with axes of these sizes."""
+    data, fsdp = Axis.DATA.value, Axis.FSDP.value
+    cut = (data, fsdp) if fsdp in sizes else data
+    return P(*(None,) * num_leading, cut)
 
 
 def replicated(mesh: Mesh) -> NamedSharding:

@@ -17,7 +17,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 from holmesjax import ops, sharding
 from holmesjax.config import ModelConfig
@@ -121,6 +121,11 @@ class Stage:
         return self.mesh.shape[Axis.DATA]
 
     @property
+    def fsdp(self) -> int:
+        """Devices over which the parameters of a replica are cut, besides `tensor`."""
+        return sharding.fsdp_size(self.mesh.shape)
+
+    @property
     def microbatch(self) -> int:
         """Sequences in a microbatch, over all replicas."""
         return self.plan.global_batch // self.plan.microbatches
@@ -158,12 +163,13 @@ class Stage:
     def _specs(self) -> tuple[Tree, Tree]:
         """Partition specs of the replicas and of the masters."""
         replica = jax.tree_util.tree_map_with_path(
-            lambda path, _: sharding.replica_spec(sharding.name_of(path)), self.state_shapes.params
+            lambda path, _: sharding.replica_spec(sharding.name_of(path), self.mesh.shape),
+            self.state_shapes.params,
         )
         return replica, jax.tree.map(lambda x: x.sharding.spec, self.state_shapes.params)
 
     def _data_dim(self, path: tuple, shape: tuple[int, ...]) -> int | None:
-        return sharding.data_dim(sharding.name_of(path), shape, self.num_replicas)
+        return sharding.data_dim(sharding.name_of(path), shape, self.num_replicas, self.fsdp)
 
     def gather(self, params: Tree) -> Tree:
         """Masters to replicas: cast to the compute dtype, then all-gathered over `data`."""
@@ -219,16 +225,62 @@ class Stage:
         for layer in self.layers:
             run: Callable[..., jax.Array] = functools.partial(gpt.apply, layer, self.model)
             if layer == EMBED:
-                x_BLD = run(params[layer], batch["token_BL"], position_L)
+                x_BLD = self._gathered(run)(params[layer], batch["token_BL"], position_L)
             elif layer == HEAD:
-                logits_BLV = run(params[layer], x_BLD, params.get(EMBED, {}).get("token_VD"))
+                tied = {"token_VD": params[EMBED]["token_VD"]} if self.model.tied_embeddings else {}
+                run = lambda p, x_BLD: gpt.apply(HEAD, self.model, p, x_BLD, p.get("token_VD"))
+                logits_BLV = self._gathered(run)(params[layer] | tied, x_BLD)
                 return jnp.mean(ops.cross_entropy(logits_BLV, batch["target_BL"]))
             else:
                 if policy := CHECKPOINT_POLICIES.get(self.plan.activation_checkpointing):
                     run = jax.checkpoint(run, policy=policy)
-                x_BLD = run(params[layer], x_BLD, position_L, segment_BL)
+                x_BLD = self._gathered(run)(params[layer], x_BLD, position_L, segment_BL)
+            x_BLD = self._cut_sequences(x_BLD)
         assert x_BLD is not None
         return x_BLD
+
+    def _gathered(self, run: Callable) -> Callable:
+        """`run(params, *args)` for parameters that lie cut over `fsdp`.
+
+        It gathers them, and for its gradient gathers them again: nothing of their size is kept in
+        between. The gradient with respect to them is summed over `fsdp` and cut as they are.
+        """
+        if self.fsdp == 1:
+            return run
+
+        @jax.custom_vjp
+        def gathered(params: Tree, *args: Any) -> jax.Array:
+            return run(self._constrain(params, sharding.tensor_spec), *args)
+
+        def forward(params: Tree, *args: Any) -> tuple[jax.Array, tuple[Tree, Saved]]:
+            whole = self._constrain(params, sharding.tensor_spec)
+            out, pullback = jax.vjp(run, whole, *args)
+            return out, (params, Saved.of(pullback, whole))
+
+        def backward(residuals: tuple[Tree, Saved], dy: jax.Array) -> tuple:
+            params, saved = residuals
+            params, dy = ops.separate((params, dy))  # or XLA would keep what forward gathered
+            whole = self._constrain(params, sharding.tensor_spec)
+            dparams, *dargs = saved.restore(whole)(dy)
+            return self._constrain(dparams, lambda name: sharding.shard_spec(name, self.mesh)), *dargs
+
+        gathered.defvjp(forward, backward)
+        return gathered
+
+    def _constrain(self, params: Tree, spec: Callable[[str], P]) -> Tree:
+        def constrain(path: tuple, x: jax.Array) -> jax.Array:
+            where = NamedSharding(self.mesh, spec(sharding.name_of(path)))
+            return jax.lax.with_sharding_constraint(x, where)
+
+        return jax.tree_util.tree_map_with_path(constrain, params)
+
+    def _cut_sequences(self, x_BLD: jax.Array) -> jax.Array:
+        """The sequences of a replica stay cut over `fsdp`."""
+        if self.fsdp == 1:
+            return x_BLD
+        return jax.lax.with_sharding_constraint(
+            x_BLD, NamedSharding(self.mesh, P(Axis.FSDP.value))
+        )
 
     # A single replica has no dim R while it computes: XLA would copy arrays for a dim of size 1.
 

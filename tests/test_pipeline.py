@@ -6,6 +6,7 @@ shows every gradient of it.
 
 import functools
 import itertools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -43,23 +44,29 @@ def make_model(**changes) -> ModelConfig:
     return ModelConfig(**{**sizes, **changes})
 
 
-def hand_made_plan(split, data, tensor, *, schedule="1f1b", microbatches=1, remat="none") -> Plan:
-    """Stages on consecutive devices; `data` is one number, or one for each stage."""
+def hand_made_plan(
+    split, data, tensor, *, fsdp=1, schedule="1f1b", microbatches=1, remat="none"
+) -> Plan:
+    """Stages on consecutive devices; `data` and `fsdp` are one number, or one for each stage."""
     blocks = iter(block_name(i) for i in range(sum(split)))
     names = [[next(blocks) for _ in range(count)] for count in split]
     names[0].insert(0, EMBED)
     names[-1].append(HEAD)
     replicas = [data] * len(split) if isinstance(data, int) else data
+    shards = [fsdp] * len(split) if isinstance(fsdp, int) else fsdp
     stages, start = [], 0
     for i, layers in enumerate(names):
-        stop = start + replicas[i] * tensor
+        mesh = {Axis.DATA: replicas[i], Axis.FSDP: shards[i], Axis.TENSOR: tensor}
+        if shards[i] == 1:
+            del mesh[Axis.FSDP]
+        stop = start + math.prod(mesh.values())
         stages.append(
             StagePlan(
                 cluster=f"c{i}",
                 nodes=(f"c{i}-0",),
                 layers=tuple(layers),
                 devices=tuple(range(start, stop)),
-                mesh={Axis.DATA: replicas[i], Axis.TENSOR: tensor},
+                mesh=mesh,
                 fabrics={},
                 memory_bytes={},
                 seconds={},
