@@ -125,6 +125,7 @@ class ParallelConfig:
     stages: Count | None = None  # None: one per cluster
     layers: LayersPerStage | None = None  # Transformer layers of each stage; None: by speed
     data: Count | None = None  # replicas inside a stage; None: all devices that are left
+    fsdp: Count = 1  # parts of each replica's parameters, gathered layer by layer (ZeRO-3)
     tensor: Count = 1  # devices that share each matrix product
     microbatches: Count = 1  # per step, through each pipeline
     schedule: Literal["gpipe", "1f1b"] = "1f1b"
@@ -313,14 +314,23 @@ def _tensor_cuts_evenly(
         yield _wrong(f"model.{name}", problem, size, fix)
 
 
+def _fsdp_cuts_evenly(model: ModelConfig, parallel: ParallelConfig) -> Iterator[ConfigError]:
+    if model.width % parallel.fsdp:
+        problem = f"must be a multiple of parallel.fsdp = {parallel.fsdp}"
+        fix = f"use {_multiples(model.width, parallel.fsdp)}, or change parallel.fsdp"
+        yield _wrong("model.width", problem, model.width, fix)
+
+
 def _microbatches_are_equal(train: TrainConfig, parallel: ParallelConfig) -> Iterator[ConfigError]:
-    parts, arithmetic = parallel.microbatches, f"parallel.microbatches = {parallel.microbatches}"
-    if parallel.data is not None:
-        parts *= parallel.data
-        arithmetic = (
-            "parallel.data * parallel.microbatches = "
-            f"{parallel.data} * {parallel.microbatches} = {parts}"
-        )
+    sizes = {"data": parallel.data, "fsdp": parallel.fsdp, "microbatches": parallel.microbatches}
+    cuts = {name: size for name, size in sizes.items() if size is not None}
+    if parallel.fsdp == 1:
+        del cuts["fsdp"]
+    parts = math.prod(cuts.values())
+    arithmetic = " * ".join(f"parallel.{name}" for name in cuts)
+    if len(cuts) > 1:
+        arithmetic += f" = {' * '.join(map(str, cuts.values()))}"
+    arithmetic += f" = {parts}"
     if train.global_batch % parts:
         left = train.global_batch % parts
         found = f"{train.global_batch} = {train.global_batch // parts} * {parts} + {left}"
@@ -366,6 +376,7 @@ CHECKS: dict[tuple[str, ...], tuple[Callable[..., Iterator[ConfigError]], ...]] 
         _every_layer_is_placed,
         _every_stage_has_a_layer,
         *(partial(_tensor_cuts_evenly, name) for name in CUT_BY_TENSOR),
+        _fsdp_cuts_evenly,
     ),
     ("train", "parallel"): (_microbatches_are_equal,),
     ("train", "optimizer"): (_schedule_fits_run,),

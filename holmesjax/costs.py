@@ -89,15 +89,16 @@ class StageShape:
     is_first: bool  # holds the embedding
     is_last: bool  # holds the head
     data: int  # replicas
-    tensor: int  # devices that share each replica
-    sequences: int  # in a microbatch, on each replica
+    tensor: int  # devices that share each matrix product
+    fsdp: int = 1  # parts of each replica's parameters, and of its sequences
+    sequences: int  # in a microbatch, on each part of a replica
     in_flight: int  # microbatches that wait for their backward: `schedule.max_in_flight`
     dtype: str  # of the matrix products
     checkpointing: Checkpointing
 
 
 def stage_parameters(model: ModelConfig, stage: StageShape) -> int:
-    """Parameters of one replica on each of its devices.
+    """Parameters of one replica on each of its devices, before `fsdp` cuts them.
 
     A tied head needs the token table: where the embedding is on another stage, it holds a copy.
 
@@ -117,6 +118,57 @@ def stage_parameters(model: ModelConfig, stage: StageShape) -> int:
         if stage.is_first and model.tied_embeddings:
             num_parameters -= table_parameters(model, stage.tensor)
     return num_parameters
+
+
+def gathered_parameters(model: ModelConfig, stage: StageShape) -> tuple[int, int]:
+    """Parameters that a device gathers over `fsdp` in a forward, and in a backward.
+
+    A forward reads all. A backward does not read a table whose rows were looked up, unless it is
+    the output projection too, nor the bias of a norm that is not computed again.
+
+    >>> model = ModelConfig(
+    ...     num_layers=1, width=8, num_heads=2, context_length=4, vocab_size=16, norm="rms_norm")
+    >>> both = StageShape(num_blocks=1, is_first=True, is_last=True, data=1, tensor=1, fsdp=2,
+    ...                   sequences=1, in_flight=1, dtype="float32", checkpointing="none")
+    >>> forward, backward = gathered_parameters(model, both)
+    >>> forward == stage_parameters(model, both), forward - backward == 16 * 8
+    (True, True)
+    """
+    num_parameters = stage_parameters(model, stage)
+    num_norms = (2 * stage.num_blocks if stage.checkpointing == "none" else 0) + stage.is_last
+    unread = num_norms * (norm_parameters(model) - model.width)
+    if stage.is_first:
+        unread += embed_parameters(model, stage.tensor)
+        unread -= _projecting_table_parameters(model, stage)
+    return num_parameters, num_parameters - unread
+
+
+def reduced_numbers(model: ModelConfig, stage: StageShape) -> int:
+    """Numbers that a device gives to its reductions over `fsdp` in a backward.
+
+    The gradient of every parameter, but of looked-up rows of the token table the gradients of the
+    rows, T D numbers: XLA moves those to the devices that hold the dims.
+    """
+    numbers = stage_parameters(model, stage)
+    if stage.is_first:
+        numbers -= table_parameters(model, stage.tensor)
+        numbers += _projecting_table_parameters(model, stage)
+        numbers += stage.sequences * model.context_length * model.width
+    return numbers
+
+
+def _projecting_table_parameters(model: ModelConfig, stage: StageShape) -> int:
+    """The token table where the stage both looks up its rows and projects with it."""
+    both = stage.is_first and stage.is_last and model.tied_embeddings
+    return table_parameters(model, stage.tensor) if both else 0
+
+
+def largest_layer_parameters(model: ModelConfig, stage: StageShape) -> int:
+    """Parameters of the stage's largest layer on each device of `tensor`."""
+    layers = [block_parameters(model, stage.tensor) if stage.num_blocks else 0]
+    layers += [embed_parameters(model, stage.tensor)] if stage.is_first else []
+    layers += [head_parameters(model, stage.tensor)] if stage.is_last else []
+    return max(layers)
 
 
 def block_forward_flop(model: ModelConfig, num_tokens: float) -> float:
@@ -258,13 +310,23 @@ class StageTimes:
     backward_s: float
     forward_tensor_s: float  # of a microbatch: all-reduces over `tensor`
     backward_tensor_s: float
+    forward_fsdp_s: float  # of a microbatch: parameters and gradients over `fsdp`
+    backward_fsdp_s: float
     reduce_s: float  # of a step: gradients over `data`
     gather_s: float  # of a step: parameters over `data`
     update_s: float  # of a step: optimizer
 
     @property
+    def whole_forward_s(self) -> float:
+        return self.forward_s + self.forward_tensor_s + self.forward_fsdp_s
+
+    @property
+    def whole_backward_s(self) -> float:
+        return self.backward_s + self.backward_tensor_s + self.backward_fsdp_s
+
+    @property
     def microbatch_s(self) -> float:
-        return self.forward_s + self.backward_s + self.forward_tensor_s + self.backward_tensor_s
+        return self.whole_forward_s + self.whole_backward_s
 
     @property
     def once_s(self) -> float:
@@ -278,6 +340,7 @@ def stage_times(
     devices: Sequence[DeviceKind],
     data_link: Link | None,
     tensor_link: Link | None,
+    fsdp_link: Link | None = None,
 ) -> StageTimes:
     """Predicted seconds of one stage; its slowest kind of device sets the pace.
 
@@ -285,10 +348,15 @@ def stage_times(
     optimizer take the time of their bytes. Collectives are rings over the slowest link of their
     axis, and overlap with nothing. All terms grow linearly with the number of Transformer layers.
 
+    Over `fsdp` (ZeRO-3, Rajbhandari et al., arXiv:1910.02054; Zhao et al., arXiv:2304.11277), each
+    microbatch gathers the parameters of every layer in the forward and again in the backward, which
+    also reduce-scatters their gradients: three times c P bytes, in the compute dtype.
+
     Args:
       model, stage: what is computed.
       devices: the kinds of device of the stage.
-      data_link, tensor_link: what each ring of the axis has of its slowest link; None for size 1.
+      data_link, tensor_link, fsdp_link: what each ring of the axis has of its slowest link; None
+        for size 1.
     """
     num_tokens = stage.sequences * model.context_length
     num_parameters = stage_parameters(model, stage)
@@ -296,20 +364,30 @@ def stage_times(
     head = stage.is_last * head_forward_flop(model, num_tokens) / stage.tensor
     backward = backward_flop(blocks, stage.checkpointing) + backward_flop(head, "none")
     rows = stage.is_first * embed_bytes(model, num_tokens, stage.dtype)
-    accumulated = ACCUMULATE_BYTES_PER_PARAMETER * num_parameters
-    updated = UPDATE_BYTES_PER_PARAMETER * num_parameters / stage.data
+    held = num_parameters / stage.fsdp
+    accumulated = ACCUMULATE_BYTES_PER_PARAMETER * held
+    updated = UPDATE_BYTES_PER_PARAMETER * held / stage.data
     compute_s = lambda flop: max(compute_time_s(flop, device, stage.dtype) for device in devices)
     memory_s = lambda num_bytes: max(memory_time_s(num_bytes, device) for device in devices)
     summed = boundary_bytes(model, num_tokens, stage.dtype)
     all_reduce_s = ring_all_reduce_time_s(summed, stage.tensor, tensor_link)
     num_backward = block_all_reduces(stage.checkpointing) - FORWARD_ALL_REDUCES
-    gathered = DTYPE_BYTES[stage.dtype] * num_parameters
+    gathered = DTYPE_BYTES[stage.dtype] * held
+    # A ring's time is linear in its bytes: one per layer, each of the mean size.
+    num_layers = stage.num_blocks + stage.is_first + stage.is_last
+    layer_bytes = lambda numbers: DTYPE_BYTES[stage.dtype] * numbers / num_layers
+    fsdp_s = lambda numbers: (
+        num_layers * ring_all_gather_time_s(layer_bytes(numbers), stage.fsdp, fsdp_link)
+    )
+    forward_gathers, backward_gathers = gathered_parameters(model, stage)
     return StageTimes(
         forward_s=compute_s(blocks + head) + memory_s(rows),
         backward_s=compute_s(backward) + memory_s(2 * rows + accumulated),
         forward_tensor_s=(FORWARD_ALL_REDUCES * stage.num_blocks + stage.is_first) * all_reduce_s,
         backward_tensor_s=(num_backward * stage.num_blocks + stage.is_last) * all_reduce_s,
-        reduce_s=ring_reduce_scatter_time_s(4 * num_parameters, stage.data, data_link),
+        forward_fsdp_s=fsdp_s(forward_gathers),
+        backward_fsdp_s=fsdp_s(backward_gathers) + fsdp_s(reduced_numbers(model, stage)),
+        reduce_s=ring_reduce_scatter_time_s(4 * held, stage.data, data_link),
         gather_s=ring_all_gather_time_s(gathered, stage.data, data_link),
         update_s=memory_s(updated),
     )

@@ -1,7 +1,8 @@
 """Bytes per device of one stage, itemised. Closed form: no devices, no arrays.
 
 The layouts are those of `sharding`: masters and moments lie cut over `data` (ZeRO-1, Rajbhandari et
-al., arXiv:1910.02054), copies for compute and unreduced gradients once per data replica.
+al., arXiv:1910.02054), copies for compute and unreduced gradients once per data replica; all of
+them cut over `fsdp` (ZeRO-3 there; Zhao et al., arXiv:2304.11277).
 """
 
 from holmesjax import costs
@@ -11,7 +12,7 @@ from holmesjax.config import ModelConfig
 BUFFERS = 2
 
 # Items that grow with the parameters; the others grow with the tokens of a microbatch.
-PER_PARAMETER = ("parameters", "optimizer", "replicas", "gradients")
+PER_PARAMETER = ("parameters", "optimizer", "replicas", "gradients", "gathered")
 
 
 def block_residual_bytes(model: ModelConfig, stage: costs.StageShape) -> float:
@@ -39,35 +40,40 @@ def block_residual_bytes(model: ModelConfig, stage: costs.StageShape) -> float:
 def stage_memory_bytes(model: ModelConfig, stage: costs.StageShape) -> dict[str, float]:
     """Bytes on each device of a stage, by what they hold. Temporaries inside a layer are left out.
 
-    With P parameters per device of a replica, c bytes per number of the compute dtype, and T tokens
-    of a microbatch on a replica:
+    With P parameters of a replica on a device of `tensor`, Q of them in the largest layer, c bytes
+    per number of the compute dtype, and T tokens of a microbatch on a device:
 
-        parameters    4 P / data    float32 masters
-        optimizer     8 P / data    two float32 moments
-        replicas      c P           what the forward reads
-        gradients     4 P           float32, each replica's own sum until the last microbatch
+        parameters    4 P / (fsdp * data)    float32 masters
+        optimizer     8 P / (fsdp * data)    two float32 moments
+        replicas      c P / fsdp             what the forward reads
+        gradients     4 P / fsdp             float32, each replica's own sum of a step
         activations   in_flight * T * (residuals of all layers)
         logits        c T V / tensor * (in_flight + 1)    those kept, and one gradient
         boundaries    c T D * 2 ways * BUFFERS, for each neighbour
+        gathered      2 c Q                  with `fsdp` only: a layer's parameters, its gradients
 
-    `data` cuts nothing where the model width is not a multiple of it.
+    `data` cuts nothing where what `fsdp` leaves of the model width is not a multiple of it.
     """
     num_parameters = costs.stage_parameters(model, stage)
     num_tokens = stage.sequences * model.context_length
     width = costs.DTYPE_BYTES[stage.dtype]
-    shards = stage.data if model.width % stage.data == 0 else 1
+    held = num_parameters / stage.fsdp
+    shards = stage.data if model.width // stage.fsdp % stage.data == 0 else 1
     residuals = stage.num_blocks * block_residual_bytes(model, stage)
     if stage.is_last:
         residuals += 2 * width * model.width  # the input and the result of the last norm
     logits = width * num_tokens * model.vocab_size / stage.tensor * (stage.in_flight + 1)
     num_neighbours = (not stage.is_first) + (not stage.is_last)
     boundary = costs.boundary_bytes(model, num_tokens, stage.dtype)
-    return {
-        "parameters": 4.0 * num_parameters / shards,
-        "optimizer": 8.0 * num_parameters / shards,
-        "replicas": float(width * num_parameters),
-        "gradients": 4.0 * num_parameters,
+    items = {
+        "parameters": 4.0 * held / shards,
+        "optimizer": 8.0 * held / shards,
+        "replicas": float(width * held),
+        "gradients": 4.0 * held,
         "activations": float(stage.in_flight * num_tokens * residuals),
         "logits": logits if stage.is_last else 0.0,
         "boundaries": boundary * 2 * BUFFERS * num_neighbours,
     }
+    if stage.fsdp > 1:
+        items["gathered"] = 2.0 * width * costs.largest_layer_parameters(model, stage)
+    return items

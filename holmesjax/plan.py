@@ -63,7 +63,7 @@ class StagePlan:
     mesh: dict[Axis, int]  # axis -> size, slowest link first
     fabrics: dict[Axis, str]  # axis -> the slowest fabric that its neighbours use
     memory_bytes: dict[str, float]  # per device, itemised
-    seconds: dict[str, float]  # predicted, per step: "compute", "tensor", "data", "boundary"
+    seconds: dict[str, float]  # predicted, per step: compute, tensor, fsdp if used, data, boundary
 
     @property
     def num_blocks(self) -> int:
@@ -86,7 +86,7 @@ class Plan:
     activation_checkpointing: str
     boundary_bytes: float  # per microbatch and direction, from one stage to the next
     step_time_s: float  # predicted
-    shares: dict[str, float]  # of the predicted step time: compute, tensor, data, boundary, bubble
+    shares: dict[str, float]  # of the predicted step time: `seconds` of the stages, and bubble
     idle: dict[str, int] = field(default_factory=dict)  # node -> devices that no stage uses
 
     @property

@@ -87,13 +87,15 @@ class _Site:
 
     def shape(self, config: Config, num_blocks: int) -> costs.StageShape:
         data = self.placement.sizes[Axis.DATA]
+        fsdp, microbatches = config.parallel.fsdp, config.parallel.microbatches
         return costs.StageShape(
             num_blocks=num_blocks,
             is_first=self.index == 0,
             is_last=self.index == self.num_stages - 1,
             data=data,
             tensor=self.placement.sizes[Axis.TENSOR],
-            sequences=config.train.global_batch // (config.parallel.microbatches * data),
+            fsdp=fsdp,
+            sequences=config.train.global_batch // (microbatches * data * fsdp),
             in_flight=self.in_flight,
             dtype=config.train.compute_dtype,
             checkpointing=config.parallel.activation_checkpointing,
@@ -101,8 +103,10 @@ class _Site:
 
     def times(self, config: Config, num_blocks: int) -> costs.StageTimes:
         shape = self.shape(config, num_blocks)
-        data_link, tensor_link = map(self.placement.links.get, (Axis.DATA, Axis.TENSOR))
-        return costs.stage_times(config.model, shape, self.kinds, data_link, tensor_link)
+        axes = (Axis.DATA, Axis.TENSOR, Axis.FSDP)
+        return costs.stage_times(
+            config.model, shape, self.kinds, *map(self.placement.links.get, axes)
+        )
 
     @property
     def usable_bytes(self) -> float:
@@ -132,12 +136,15 @@ def _sites(config: Config, topology: Topology, counts: Sequence[int]) -> list[_S
         devices = {n.name: tuple(itertools.islice(numbers, n.num_devices)) for n in cluster.nodes}
         for share in _equal_shares(cluster, devices, count):
             chosen.append((cluster, _choose(config, cluster, share, len(chosen))))
-    replicas = [sum(map(len, devices.values())) // parallel.tensor for _, devices in chosen]
+    group = parallel.fsdp * parallel.tensor
+    replicas = [sum(map(len, devices.values())) // group for _, devices in chosen]
     _refuse_uneven_batch(config, replicas)
     tasks = schedule(parallel.schedule, len(chosen), parallel.microbatches)
     sites = []
     for i, (cluster, devices) in enumerate(chosen):
-        sizes = {Axis.DATA: replicas[i], Axis.TENSOR: parallel.tensor}
+        sizes = {Axis.DATA: replicas[i], Axis.FSDP: parallel.fsdp, Axis.TENSOR: parallel.tensor}
+        if parallel.fsdp == 1:
+            del sizes[Axis.FSDP]
         traffic_bytes = _traffic_bytes(config, sizes, len(chosen))
         sites.append(
             _Site(
@@ -179,48 +186,63 @@ def _by_node(seats: Sequence[tuple[str, int]]) -> Devices:
 def _choose(config: Config, cluster: Cluster, devices: Devices, stage: int) -> Devices:
     """The devices that a stage uses: all of them, or those of `parallel.data` replicas.
 
-    Of more than are needed, every node first gives whole tensor groups, so that few cross nodes.
+    Of more than are needed, every node first gives whole replicas, then whole tensor groups, so
+    that few of them cross nodes.
     """
-    tensor, data = config.parallel.tensor, config.parallel.data
-    num_devices = sum(map(len, devices.values()))
+    tensor, fsdp, data = config.parallel.tensor, config.parallel.fsdp, config.parallel.data
+    num_devices, replica = sum(map(len, devices.values())), fsdp * tensor
     holds = f"stage {stage} has {num_devices} devices of cluster {cluster.name!r}"
-    if num_devices % tensor and data is None:
-        fits = [str(n) for n in range(1, num_devices + 1) if num_devices % n == 0]
+    names, sizes = "parallel.tensor", f"{tensor}"
+    if fsdp > 1:
+        names, sizes = f"parallel.fsdp * {names}", f"{fsdp} * {sizes}"
+    if num_devices % replica and data is None:
+        fits = [str(n) for n in range(1, num_devices + 1) if num_devices % (n * fsdp) == 0]
+        equals = f"{sizes} = {replica}" if fsdp > 1 else sizes
+        use = f"use parallel.tensor={' or '.join(fits)}" if fits else "change parallel.fsdp"
         raise PlanError(
             "parallel.tensor",
-            f"{holds}, which are no multiple of parallel.tensor = {tensor}",
-            found=f"{num_devices} / {tensor} leaves {num_devices % tensor}",
-            fix=f"use parallel.tensor={' or '.join(fits)}, or set parallel.data to leave some idle",
+            f"{holds}, which are no multiple of {names} = {equals}",
+            found=f"{num_devices} / {replica} leaves {num_devices % replica}",
+            fix=f"{use}, or set parallel.data to leave some idle",
         )
-    if data is None or data * tensor == num_devices:
+    if data is None or data * replica == num_devices:
         return devices
-    if data * tensor > num_devices:
-        most = num_devices // tensor
+    if data * replica > num_devices:
+        most = num_devices // replica
+        smaller = (
+            "use a smaller parallel.fsdp" if fsdp > 1 else f"use parallel.tensor={num_devices}"
+        )
         raise PlanError(
             "parallel.data",
-            f"{holds}, and parallel.data * parallel.tensor needs {data * tensor}",
-            found=f"{data} * {tensor} = {data * tensor}",
-            fix=f"use parallel.data={most} or less"
-            if most
-            else f"use parallel.tensor={num_devices}",
+            f"{holds}, and parallel.data * {names} needs {data * replica}",
+            found=f"{data} * {sizes} = {data * replica}",
+            fix=f"use parallel.data={most} or less" if most else smaller,
         )
-    whole = {node: len(numbers) // tensor * tensor for node, numbers in devices.items()}
-    grouped = [(node, n) for node, numbers in devices.items() for n in numbers[: whole[node]]]
-    rest = [(node, n) for node, numbers in devices.items() for n in numbers[whole[node] :]]
-    return _by_node((grouped + rest)[: data * tensor])
+    seats = [(node, number) for node, numbers in devices.items() for number in numbers]
+
+    def left_over(seat: tuple[str, int]) -> int:
+        """How many kinds of whole group the device is no part of."""
+        numbers = devices[seat[0]]
+        place = numbers.index(seat[1])
+        return sum(place >= len(numbers) // size * size for size in (replica, tensor))
+
+    return _by_node(sorted(seats, key=left_over)[: data * replica])
 
 
 def _traffic_bytes(config: Config, sizes: Mapping[Axis, int], num_stages: int) -> dict[Axis, float]:
     """Bytes that a device sends along each axis in a step, for a stage of average length."""
     model, parallel, dtype = config.model, config.parallel, config.train.compute_dtype
-    num_blocks = model.num_layers / num_stages
+    num_blocks, width = model.num_layers / num_stages, costs.DTYPE_BYTES[dtype]
     sent = {axis: (size - 1) / size for axis, size in sizes.items()}  # of a ring reduce-scatter
     num_parameters = num_blocks * costs.block_parameters(model, parallel.tensor)
-    num_tokens = config.train.global_batch // sizes[Axis.DATA] * model.context_length
+    parts = sizes[Axis.DATA] * parallel.fsdp
+    num_tokens = config.train.global_batch // parts * model.context_length
     summed = costs.boundary_bytes(model, num_tokens, dtype)
     num_sums = num_blocks * costs.block_all_reduces(parallel.activation_checkpointing)
     return {
-        Axis.DATA: sent[Axis.DATA] * (4 + costs.DTYPE_BYTES[dtype]) * num_parameters,
+        Axis.DATA: sent[Axis.DATA] * (4 + width) * num_parameters / parallel.fsdp,
+        # Of each microbatch: parameters gathered in both passes, gradients scattered in one.
+        Axis.FSDP: sent.get(Axis.FSDP, 0.0) * 3 * width * num_parameters * parallel.microbatches,
         Axis.TENSOR: sent[Axis.TENSOR] * 2 * summed * num_sums,
     }
 
@@ -250,12 +272,7 @@ def _plan_candidate(config: Config, topology: Topology, counts: Sequence[int]) -
     ends = list(itertools.accumulate(num_blocks))
     names = layer_names(ends[-1])
     seconds = [
-        {
-            "compute": parallel.microbatches * (t.forward_s + t.backward_s) + t.update_s,
-            "tensor": parallel.microbatches * (t.forward_tensor_s + t.backward_tensor_s),
-            "data": t.reduce_s + t.gather_s,
-            "boundary": parallel.microbatches * sent_s + tied_s,
-        }
+        _part_seconds(config, t) | {"boundary": parallel.microbatches * sent_s + tied_s}
         for t, sent_s, tied_s in zip(times, sends_s, table_s, strict=True)
     ]
     stages = tuple(
@@ -329,6 +346,18 @@ def _memory_bytes(config: Config, site: _Site, num_blocks: int) -> dict[str, flo
     return memory.stage_memory_bytes(config.model, site.shape(config, num_blocks))
 
 
+def _part_seconds(config: Config, times: costs.StageTimes) -> dict[str, float]:
+    """Seconds of a stage in a step, by what they go into; `fsdp` where it is used."""
+    microbatches = config.parallel.microbatches
+    fsdp_s = microbatches * (times.forward_fsdp_s + times.backward_fsdp_s)
+    return {
+        "compute": microbatches * (times.forward_s + times.backward_s) + times.update_s,
+        "tensor": microbatches * (times.forward_tensor_s + times.backward_tensor_s),
+        **({"fsdp": fsdp_s} if config.parallel.fsdp > 1 else {}),
+        "data": times.reduce_s + times.gather_s,
+    }
+
+
 def _step_time(
     config: Config,
     times: Sequence[costs.StageTimes],
@@ -343,8 +372,8 @@ def _step_time(
     """
     num_stages, microbatches = len(times), config.parallel.microbatches
     tasks = schedule(config.parallel.schedule, num_stages, microbatches)
-    forward_s = [t.forward_s + t.forward_tensor_s for t in times]
-    backward_s = [t.backward_s + t.backward_tensor_s for t in times]
+    forward_s = [t.whole_forward_s for t in times]
+    backward_s = [t.whole_backward_s for t in times]
 
     def step_s(transfer_s: Sequence[tuple[float, float]]) -> float:
         simulation = simulate(tasks, forward_s, backward_s, transfer_s)
@@ -352,12 +381,10 @@ def _step_time(
         return reduced_s + max(t.update_s + t.gather_s for t in times)
 
     step_time_s = step_s(transfer_s) + table_s
-    part_s = {
-        "compute": [microbatches * (t.forward_s + t.backward_s) + t.update_s for t in times],
-        "tensor": [microbatches * (t.forward_tensor_s + t.backward_tensor_s) for t in times],
-        "data": [t.reduce_s + t.gather_s for t in times],
+    parts = [_part_seconds(config, t) for t in times]
+    shares = {
+        name: sum(part[name] for part in parts) / num_stages / step_time_s for name in parts[0]
     }
-    shares = {name: sum(s) / num_stages / step_time_s for name, s in part_s.items()}
     shares["boundary"] = 1.0 - step_s([(0.0, 0.0)] * (num_stages - 1)) / step_time_s
     shares["bubble"] = max(0.0, 1.0 - sum(shares.values()))
     return step_time_s, shares
@@ -392,22 +419,26 @@ def _refuse_number_of_stages(config: Config, topology: Topology, num_stages: int
 
 
 def _refuse_uneven_batch(config: Config, replicas: Sequence[int]) -> None:
-    """Every replica of every stage must get the same number of sequences in every microbatch."""
+    """Every part of every stage must get the same number of sequences in every microbatch."""
     global_batch, microbatches = config.train.global_batch, config.parallel.microbatches
-    parts = microbatches * math.lcm(*replicas)
+    fsdp = config.parallel.fsdp
+    parts = microbatches * fsdp * math.lcm(*replicas)
     if global_batch % parts:
         stage, data = next(
-            (i, d) for i, d in enumerate(replicas) if global_batch % (microbatches * d)
+            (i, d) for i, d in enumerate(replicas) if global_batch % (microbatches * fsdp * d)
+        )
+        here = data * fsdp * microbatches
+        names, sizes = (
+            ("data * parallel.fsdp", f"{data} * {fsdp}") if fsdp > 1 else ("data", f"{data}")
         )
         below = global_batch // parts * parts
         values = f"{below} or {below + parts}" if below else f"{parts}"
         raise PlanError(
             "train.global_batch",
-            f"must be a multiple of data * parallel.microbatches, on stage {stage} "
-            f"{data} * {microbatches} = {data * microbatches}",
-            found=f"{global_batch} / {data * microbatches} leaves "
-            f"{global_batch % (data * microbatches)} sequences; data is {_listed(replicas)} "
-            "on the stages",
+            f"must be a multiple of {names} * parallel.microbatches, on stage {stage} "
+            f"{sizes} * {microbatches} = {here}",
+            found=f"{global_batch} / {here} leaves {global_batch % here} sequences; "
+            f"data is {_listed(replicas)} on the stages",
             fix=f"use train.global_batch={values}, or change parallel.microbatches",
         )
 
@@ -441,6 +472,6 @@ def _memory_remedy(config: Config, site: _Site, num_blocks: int) -> str:
         if sum(memory.stage_memory_bytes(config.model, changed).values()) <= site.usable_bytes:
             return f"set parallel.activation_checkpointing={policy}"
     items = _memory_bytes(config, site, num_blocks)
-    if sum(items[name] for name in memory.PER_PARAMETER) <= site.usable_bytes:
+    if sum(items.get(name, 0.0) for name in memory.PER_PARAMETER) <= site.usable_bytes:
         return "raise parallel.microbatches or lower train.global_batch: fewer sequences at a time"
-    return "raise parallel.tensor or parallel.stages, so that a device holds fewer parameters"
+    return "raise parallel.fsdp, parallel.tensor or parallel.stages: fewer parameters on a device"

@@ -247,22 +247,24 @@ class Stage:
         """
         if self.fsdp == 1:
             return run
+        gather = functools.partial(self._constrain, spec=sharding.tensor_spec)
+        cut = functools.partial(self._constrain, spec=lambda n: sharding.shard_spec(n, self.mesh))
 
         @jax.custom_vjp
         def gathered(params: Tree, *args: Any) -> jax.Array:
-            return run(self._constrain(params, sharding.tensor_spec), *args)
+            return run(gather(params), *args)
 
         def forward(params: Tree, *args: Any) -> tuple[jax.Array, tuple[Tree, Saved]]:
-            whole = self._constrain(params, sharding.tensor_spec)
+            whole = gather(params)
             out, pullback = jax.vjp(run, whole, *args)
             return out, (params, Saved.of(pullback, whole))
 
         def backward(residuals: tuple[Tree, Saved], dy: jax.Array) -> tuple:
             params, saved = residuals
-            params, dy = ops.separate((params, dy))  # or XLA would keep what forward gathered
-            whole = self._constrain(params, sharding.tensor_spec)
-            dparams, *dargs = saved.restore(whole)(dy)
-            return self._constrain(dparams, lambda name: sharding.shard_spec(name, self.mesh)), *dargs
+            # Or XLA could keep what `forward` gathered, where both are in one program.
+            params, dy = jax.lax.optimization_barrier((params, dy))
+            dparams, *dargs = saved.restore(gather(params))(dy)
+            return cut(dparams), *dargs
 
         gathered.defvjp(forward, backward)
         return gathered
@@ -278,9 +280,7 @@ class Stage:
         """The sequences of a replica stay cut over `fsdp`."""
         if self.fsdp == 1:
             return x_BLD
-        return jax.lax.with_sharding_constraint(
-            x_BLD, NamedSharding(self.mesh, P(Axis.FSDP.value))
-        )
+        return jax.lax.with_sharding_constraint(x_BLD, NamedSharding(self.mesh, P(Axis.FSDP.value)))
 
     # A single replica has no dim R while it computes: XLA would copy arrays for a dim of size 1.
 

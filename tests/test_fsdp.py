@@ -1,0 +1,287 @@
+"""Parameters cut over `fsdp`: the same step, what its programs send, and what they keep.
+
+A case is a plan and its kind of model. Its programs are compiled once, and both run against one
+plain `jax.grad` step on one device and read as text.
+"""
+
+import functools
+import math
+import re
+from collections import Counter
+from typing import NamedTuple
+
+import jax
+import numpy as np
+import pytest
+
+from holmesjax import checkpoint, costs, memory
+from holmesjax.pipeline import OneStage, Pipeline
+from holmesjax.plan import Axis
+from holmesjax.programs import (
+    batch_shapes,
+    boundary_shape,
+    compile_stages,
+    compile_whole_step,
+    gradient_shapes,
+    replica_shapes,
+)
+from holmesjax.transport import LocalTransport
+from tests.test_checkpoint import random_states
+from tests.test_pipeline import (
+    VARIANTS,
+    check_against_plain,
+    hand_made_plan,
+    make_model,
+    make_stages,
+)
+
+
+class Case(NamedTuple):
+    split: tuple[int, ...]
+    data: tuple[int, ...]
+    fsdp: tuple[int, ...]
+    tensor: int = 1
+    microbatches: int = 1
+    remat: str = "none"
+    variant: str = "llama"  # of the model
+    tied: bool = False
+    mask: bool = False
+
+    @property
+    def model(self):
+        variant = VARIANTS[self.variant]
+        return make_model(**variant, num_layers=sum(self.split), tied_embeddings=self.tied)
+
+    @property
+    def plan(self):
+        return hand_made_plan(
+            self.split,
+            self.data,
+            self.tensor,
+            fsdp=self.fsdp,
+            microbatches=self.microbatches,
+            remat=self.remat,
+        )
+
+
+PIPELINES = {
+    "both axes": Case((1, 1), (2, 2), (2, 2), variant="gpt2", mask=True),
+    "with tensor": Case((2, 1), (1, 1), (2, 2), tensor=2, microbatches=2, tied=True),
+    "unequal sides": Case((1, 1), (1, 2), (4, 2), microbatches=2, remat="dots", variant="gpt2"),
+    "next to data only": Case((1, 1), (4, 1), (1, 4), microbatches=2, remat="full", tied=True),
+}
+WHOLE = {
+    "one": Case((2,), (1,), (4,), tied=True),
+    "all axes": Case((2,), (2,), (2,), tensor=2, microbatches=2, remat="dots", variant="gpt2"),
+}
+
+
+def stages_of(case):
+    return make_stages(case.model, case.plan, mask=case.mask)
+
+
+@functools.cache
+def compiled(case):
+    return compile_stages(stages_of(case))
+
+
+@pytest.mark.parametrize("case", PIPELINES.values(), ids=PIPELINES)
+def test_every_cut_equals_one_device(case):
+    runner = Pipeline(case.plan, compiled(case), LocalTransport())
+    check_against_plain(runner, case.model, case.plan, mask=case.mask)
+
+
+@pytest.mark.parametrize("case", WHOLE.values(), ids=WHOLE)
+def test_one_stage_in_one_program_gathers_again_in_the_backward(case):
+    [stage] = stages_of(case)
+    programs = compile_whole_step(stage)
+    check_against_plain(OneStage(case.plan, programs), case.model, case.plan)
+    gathered = sum(costs.gathered_parameters(case.model, shape_of(case, 0)))
+    assert sent(programs.step.as_text(), stage.mesh)["all-gather", (Axis.FSDP,)] == 4 * gathered
+
+
+# ---- what is sent --------------------------------------------------------------------------------
+
+KINDS = r"(?P<kind>all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute)(-start)?\("
+COLLECTIVE = re.compile(
+    rf"= (?P<shapes>\(.*?\)|\S+) {KINDS}"
+    r".*?(replica_groups|source_target_pairs)=(?P<groups>.*?), "
+    r"(channel|dimensions|use_global|to_apply|metadata)"
+)
+NUMBER = r"\d+(?:,\d+)*"
+
+
+def iota(text: str) -> np.ndarray:
+    """`[2,2]T(1,0)`: the numbers from 0 in that shape, transposed."""
+    shape, transposed = re.fullmatch(rf"\[({NUMBER})\](?:T\(({NUMBER})\))?", text).groups()
+    sizes = [int(n) for n in shape.split(",")]
+    numbers = np.arange(math.prod(sizes)).reshape(sizes)
+    return numbers.transpose([int(n) for n in transposed.split(",")]) if transposed else numbers
+
+
+def groups_of(text: str) -> np.ndarray:
+    """Of a collective in XLA's text, in its three notations: one row of devices for each group."""
+    if text.startswith("{"):
+        return np.array([row.split(",") for row in re.findall(rf"\{{({NUMBER})\}}", text)], int)
+    if text.startswith("["):
+        shape, source = text.split("<=")
+        return iota(source).reshape([int(n) for n in shape[1:-1].split(",")])
+    sizes = [int(size) for size in re.findall(r"=(\d+)", text.partition("]")[0])]
+    order = re.search(r"device_ids=\((.*?)\) \{", text)
+    devices = iota(order[1]) if order else np.arange(math.prod(sizes))
+    axes = [int(n) for n in re.findall(r"'axis_(\d+)'", text.rpartition("{")[2])]
+    devices = np.moveaxis(devices.reshape(sizes), axes, range(-len(axes), 0))
+    return devices.reshape(-1, math.prod(sizes[i] for i in axes))
+
+
+def axes_of(groups: np.ndarray, mesh) -> tuple[str, ...]:
+    """The axes of the mesh that the groups span."""
+    places = np.unravel_index(groups, tuple(mesh.shape.values()))
+    return tuple(a for a, at in zip(mesh.shape, places, strict=True) if (at != at[:, :1]).any())
+
+
+def sent(text: str, mesh) -> Counter:
+    """Bytes of float numbers on each device, by kind of collective and axes."""
+    total = Counter()
+    for line in text.splitlines():
+        if not re.search(f" {KINDS}", line):
+            continue
+        found = COLLECTIVE.search(line)
+        assert found, line
+        axes = axes_of(groups_of(found["groups"]), mesh)
+        shapes = re.findall(r"f32\[([\d,]*)\]", found["shapes"])
+        num_bytes = sum(4 * math.prod(int(n) for n in s.split(",") if n) for s in shapes)
+        if found["kind"] == "reduce-scatter":
+            num_bytes *= math.prod(mesh.shape[axis] for axis in axes)
+        total[found["kind"], axes] += num_bytes
+    return total
+
+
+def test_the_three_notations_of_groups():
+    rows = [[0, 2], [1, 3]]
+    for text in (
+        "{{0,2},{1,3}}",
+        "[2,2]<=[2,2]T(1,0)",
+        "mesh['axis_0'=2,'axis_1'=2] {'axis_0'}",
+        "mesh['axis_0'=2,'axis_1'=2], device_ids=([2,2]T(1,0)) {'axis_1'}",
+    ):
+        assert groups_of(text).tolist() == rows
+
+
+def shape_of(case, index) -> costs.StageShape:
+    data, fsdp, last = case.data[index], case.fsdp[index], len(case.split) - 1
+    return costs.StageShape(
+        num_blocks=case.split[index],
+        is_first=index == 0,
+        is_last=index == last,
+        data=data,
+        tensor=case.tensor,
+        fsdp=fsdp,
+        sequences=case.plan.global_batch // (case.microbatches * data * fsdp),
+        in_flight=1,
+        dtype="float32",
+        checkpointing=case.remat,
+    )
+
+
+@pytest.mark.parametrize(
+    "case, index", [(case, i) for case in PIPELINES.values() for i in range(len(case.split))]
+)
+def test_a_microbatch_sends_what_the_costs_say_and_nothing_over_data(case, index):
+    """XLA:CPU sums gradients with all-reduces of the whole arrays and keeps a part of each."""
+    programs, shape = compiled(case)[index], shape_of(case, index)
+    mesh, over_fsdp = programs.stage.mesh, (Axis.FSDP,)
+    passes = [sent(p.as_text(), mesh) for p in (programs.forward, programs.backward)]
+    gathers = costs.gathered_parameters(case.model, shape) if shape.fsdp > 1 else (0, 0)
+    for total, gathered in zip(passes, gathers, strict=True):
+        assert total["all-gather", over_fsdp] == 4 * gathered
+        assert not [axes for kind, axes in total if kind == "all-gather" and Axis.DATA in axes]
+    forward, backward = passes
+    scalars = {k: n for k, n in forward.items() if Axis.DATA in k[1]}
+    assert sum(scalars.values()) <= 4 * shape.is_last  # the mean loss
+    assert not [axes for _, axes in backward if Axis.DATA in axes]
+    reductions = ("all-reduce", "reduce-scatter", "all-to-all")
+    reduced = costs.reduced_numbers(case.model, shape) if shape.fsdp > 1 else 0
+    assert sum(backward[kind, over_fsdp] for kind in reductions) == 4 * reduced
+
+
+@pytest.mark.parametrize("case", PIPELINES.values(), ids=PIPELINES)
+def test_a_step_gathers_and_reduces_over_data_alone(case):
+    for programs in compiled(case):
+        mesh = programs.stage.mesh
+        for program in (programs.gather, programs.reduce):
+            assert {axes for _, axes in sent(program.as_text(), mesh)} <= {(Axis.DATA,)}
+
+
+# ---- what is kept --------------------------------------------------------------------------------
+
+
+def kept_bytes(case, fsdp):
+    """Of a microbatch, from its forward to its backward, over all devices."""
+    [stage] = stages_of(case._replace(fsdp=(fsdp,)))
+    batch = {n: jax.ShapeDtypeStruct((4, 16), np.int32) for n in stage.inputs}
+    out = jax.eval_shape(lambda r, b: stage.forward(r, None, b)[1], replica_shapes(stage), batch)
+    return sum(x.size * x.dtype.itemsize for x in out.arrays)
+
+
+@pytest.mark.parametrize("remat", ["none", "dots", "full"])
+@pytest.mark.parametrize("data", [1, 2])
+def test_nothing_gathered_is_kept_for_the_backward(remat, data):
+    """Or there would be more of it than without fsdp."""
+    case = Case((4,), (data,), (1,), remat=remat, variant="gpt2")
+    assert kept_bytes(case, 2) == kept_bytes(case, 1)
+
+
+def bytes_on_a_device(shapes) -> int:
+    return sum(
+        math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
+        for x in jax.tree.leaves(shapes)
+    )
+
+
+@pytest.mark.parametrize("case", [*PIPELINES.values(), *WHOLE.values()])
+def test_each_device_holds_what_the_memory_says(case):
+    for i, stage in enumerate(stages_of(case)):
+        items = memory.stage_memory_bytes(case.model, shape_of(case, i))
+        assert bytes_on_a_device(stage.state_shapes.params) == items["parameters"]
+        counts = 2 * 4  # of AdamW and of its schedule
+        assert bytes_on_a_device(stage.state_shapes.opt_state) == items["optimizer"] + counts
+        assert bytes_on_a_device(replica_shapes(stage)) == items["replicas"]
+        assert bytes_on_a_device(gradient_shapes(stage)) == items["gradients"]
+        if len(case.split) == 2:
+            ways = 2 * memory.BUFFERS
+            assert bytes_on_a_device(boundary_shape(stage)) * ways == items["boundaries"]
+
+
+@pytest.mark.parametrize("case", PIPELINES.values(), ids=PIPELINES)
+def test_what_is_kept_is_cut_over_the_sequences(case):
+    """XLA chooses how; 5% for tables of angles, which every device has."""
+    for i, programs in enumerate(compiled(case)):
+        stage = programs.stage
+        x_BLD = None if stage.is_first else boundary_shape(stage)
+        _, saved = jax.eval_shape(stage.forward, replica_shapes(stage), x_BLD, batch_shapes(stage))
+        _, where = programs.forward.output_shardings
+        kept = jax.tree.map(lambda x, s: x.update(sharding=s), saved.arrays, where.arrays)
+        whole = sum(x.size * x.dtype.itemsize for x in kept)
+        assert bytes_on_a_device(kept) * case.data[i] * case.fsdp[i] <= 1.05 * whole
+
+
+def test_a_checkpoint_moves_between_data_and_fsdp(tmp_path):
+    cut = PIPELINES["both axes"]
+    model = cut.model
+    plans = {"data": hand_made_plan((2,), 2, 2), "fsdp": cut.plan}
+    for source, target in (("data", "fsdp"), ("fsdp", "data")):
+        stages, others = (make_stages(model, plans[name]) for name in (source, target))
+        folder = tmp_path / source
+        about = {"model": model, "plan_hash": "x", "keep": 1, "num_parts": len(stages)}
+        with checkpoint.Writer(folder, **about) as writer:
+            writer.save(1, stages, random_states(stages))
+        [found] = checkpoint.find(folder)
+        wanted = random_states(others)
+        for stage, state, want in zip(
+            others, checkpoint.restore(found, others), wanted, strict=True
+        ):
+            shapes, values = checkpoint.flatten(stage.state_shapes), checkpoint.flatten(want)
+            for key, got in checkpoint.flatten(state).items():
+                assert got.sharding == shapes[key].sharding
+                np.testing.assert_array_equal(np.asarray(got), np.asarray(values[key]), key)
