@@ -221,6 +221,22 @@ train.global_batch: must be a multiple of parallel.data * parallel.microbatches 
   found: 36 = 4 * 8 + 4
   fix: use 32 or 40, or change the number of parts
 
+train.global_batch=36 parallel.data=2 parallel.fsdp=2
+train.global_batch: must be a multiple of parallel.data * parallel.fsdp * parallel.microbatches = \
+2 * 2 * 4 = 16
+  found: 36 = 2 * 16 + 4
+  fix: use 32 or 48, or change the number of parts
+
+train.global_batch=36 parallel.fsdp=2
+train.global_batch: must be a multiple of parallel.fsdp * parallel.microbatches = 2 * 4 = 8
+  found: 36 = 4 * 8 + 4
+  fix: use 32 or 40, or change the number of parts
+
+parallel.fsdp=3 train.global_batch=36
+model.width: must be a multiple of parallel.fsdp = 3
+  found: 64
+  fix: use 63 or 66, or change parallel.fsdp
+
 optimizer.schedule=wsd
 optimizer.decay_steps: is missing: schedule wsd needs it
   found: nothing
@@ -260,6 +276,7 @@ AT_THE_LIMIT = [
     ["parallel.stages=6"],
     ["parallel.tensor=4"],
     ["train.global_batch=8", "parallel.data=2"],
+    ["train.global_batch=16", "parallel.data=2", "parallel.fsdp=2"],
     ["optimizer.warmup_steps=101"],
     ["optimizer.schedule=wsd", "optimizer.warmup_steps=10", "optimizer.decay_steps=90"],
     ["data.validation_fraction=0"],

@@ -238,6 +238,29 @@ def test_stage_times_worked_by_hand():
     )
 
 
+def test_fsdp_worked_by_hand():
+    """The model above on 2 parts: a layer of 12 D^2 + 2 D = 52 numbers, a table of 16, a norm."""
+    model = ModelConfig(
+        num_layers=3, width=2, num_heads=1, context_length=2, vocab_size=8, norm="rms_norm"
+    )
+    whole, cut = (
+        costs.stage_times(model, shape_of(num_blocks=3, fsdp=n), [DEVICE], None, None, LINK)
+        for n in (1, 2)
+    )
+    layers, table, norm = 3 * 52, 16, 2
+    ring_s = lambda numbers: 5 * 3.0 + 4 * numbers / 2 / 100  # of 5 layers
+    assert cut.forward_fsdp_s == pytest.approx(ring_s(layers + 2 * table + norm))
+    # The backward gathers all but the embedding, whose gradient is that of 4 rows of D numbers.
+    gathered, reduced = layers + table + norm, layers + table + norm + 4 * 2
+    assert cut.backward_fsdp_s == pytest.approx(ring_s(gathered) + ring_s(reduced))
+    assert whole.forward_fsdp_s == whole.backward_fsdp_s == 0.0
+    assert cut.update_s == whole.update_s / 2
+    assert cut.forward_s == whole.forward_s  # of as many sequences
+    assert cut.microbatch_s - whole.microbatch_s == pytest.approx(
+        cut.forward_fsdp_s + cut.backward_fsdp_s + cut.backward_s - whole.backward_s
+    )
+
+
 def test_the_ends_of_the_model_cost_what_they_hold():
     """One all-reduce in the embedding's forward, one in the head's backward; its FLOP."""
     model, args = MODELS["gpt2"], ([DEVICE], None, LINK)

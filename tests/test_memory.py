@@ -111,6 +111,16 @@ def test_data_cuts_what_zero_1_cuts_and_only_where_the_width_divides():
     assert memory.stage_memory_bytes(MODELS["gpt2"], dataclasses.replace(SHAPE, data=3)) == one
 
 
+def test_fsdp_cuts_all_that_is_kept_of_parameters_and_gathers_the_largest_layer():
+    one = memory.stage_memory_bytes(MODELS["gpt2"], SHAPE)
+    cut = memory.stage_memory_bytes(MODELS["gpt2"], dataclasses.replace(SHAPE, fsdp=4, data=2))
+    zero_1 = ("parameters", "optimizer")
+    kept = {name: one[name] / 4 for name in ("parameters", "optimizer", "replicas", "gradients")}
+    kept |= {name: kept[name] / 2 for name in zero_1}
+    # 12 * 64 * 64 in the matrices of a layer, and two norms with a bias; in float32, twice.
+    assert cut == one | kept | {"gathered": 2 * 4 * (12 * 64 * 64 + 4 * 64)}
+
+
 def test_a_tied_head_apart_from_the_embedding_holds_a_copy_of_the_table():
     tied = dataclasses.replace(MODELS["gpt2"], tied_embeddings=True)
     last = dataclasses.replace(SHAPE, is_first=False)

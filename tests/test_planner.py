@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import json
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -321,6 +322,40 @@ def test_stages_may_have_different_numbers_of_replicas():
     assert [stage.mesh[Axis.DATA] for stage in plan.stages] == [6, 3]
 
 
+def test_fsdp_takes_devices_from_data_and_is_shown():
+    config = partial(make_config, tensor=4, layers=(6, 6))
+    plain, cut = (make_plan(config(fsdp=fsdp), two_clusters()) for fsdp in (1, 2))
+    for before, after in zip(plain.stages, cut.stages, strict=True):
+        assert before.mesh == {Axis.DATA: 4, Axis.TENSOR: 4}
+        assert after.mesh == {Axis.DATA: 2, Axis.FSDP: 2, Axis.TENSOR: 4}
+        assert after.fabrics[Axis.FSDP] == "nvlink"  # it moves more bytes than data
+        assert list(after.seconds) == ["compute", "tensor", "fsdp", "data", "boundary"]
+        assert after.memory_bytes["gradients"] == before.memory_bytes["gradients"] / 2
+        assert after.memory_bytes["parameters"] == before.memory_bytes["parameters"]
+        assert after.memory_bytes["activations"] == before.memory_bytes["activations"]
+    assert list(cut.shares) == ["compute", "tensor", "fsdp", "data", "boundary", "bubble"]
+    assert sum(cut.shares.values()) == pytest.approx(1.0, abs=1e-12)
+    assert "fsdp 2 (nvlink)" in "\n".join(describe(cut))
+    assert Plan.from_json(cut.to_json()) == cut
+
+
+def test_fsdp_fits_a_model_that_data_alone_does_not():
+    topology = make_topology(make_cluster("a", "roce", (8,), memory_gib=6))
+    config = partial(make_config, tensor=1, microbatches=1, activation_checkpointing="full")
+    model = {"num_layers": 24, "width": 2048}
+    error = refusal(config(model=model), topology)
+    assert error.fix.startswith("raise parallel.fsdp, ")
+    [stage] = make_plan(config(model=model, fsdp=8), topology).stages
+    assert stage.mesh == {Axis.DATA: 1, Axis.FSDP: 8, Axis.TENSOR: 1}
+
+
+def test_asked_for_fewer_replicas_the_groups_of_fsdp_stay_inside_nodes():
+    topology = make_topology(make_cluster("ib", "infiniband", (6, 6)))
+    [stage] = make_plan(make_config(tensor=2, fsdp=2, data=2), topology).stages
+    assert stage.devices == (0, 1, 2, 3, 6, 7, 8, 9)
+    assert stage.fabrics[Axis.FSDP] == stage.fabrics[Axis.TENSOR] == "nvlink"
+
+
 # ---- refusals ------------------------------------------------------------------------------------
 
 
@@ -364,6 +399,28 @@ def test_more_replicas_than_devices_are_refused():
     assert error.where == "parallel.data"
     assert error.found == "4 * 2 = 8"
     assert "parallel.data=3 or less" in error.fix
+
+
+def test_devices_that_fsdp_does_not_divide_are_refused():
+    error = refusal(make_config(tensor=2, fsdp=2), two_uneven())
+    assert "no multiple of parallel.fsdp * parallel.tensor = 2 * 2 = 4" in error.problem
+    assert error.found == "6 / 4 leaves 2"
+    assert "parallel.tensor=1 or 3" in error.fix
+    six = make_topology(make_cluster("a", "roce", (6,)))
+    error = refusal(make_config(tensor=2, fsdp=2, data=2), six)
+    assert error.found == "2 * 2 * 2 = 8"
+    assert "parallel.data=1 or less" in error.fix
+    error = refusal(make_config(tensor=4, fsdp=2, data=1), six)
+    assert error.fix == "use a smaller parallel.fsdp"
+
+
+def test_a_batch_that_fsdp_does_not_divide_is_refused():
+    topology = make_topology(make_cluster("a", "roce", (6,)))
+    config = partial(make_config, tensor=1, fsdp=2, microbatches=1)
+    error = refusal(config(train={"global_batch": 8}), topology)
+    assert "data * parallel.fsdp * parallel.microbatches, on stage 0 3 * 2 * 1 = 6" in error.problem
+    assert "train.global_batch=6 or 12" in error.fix
+    assert make_plan(config(train={"global_batch": 12}), topology).stages[0].mesh[Axis.DATA] == 3
 
 
 def test_devices_that_stages_cannot_share_are_refused():
