@@ -84,8 +84,8 @@ def crossings(stage: Stage) -> tuple[Crossing, ...]:
 
     for s in range(last):
         for name, source, target in ((f"F{s}", s, s + 1), (f"B{s + 1}", s + 1, s)):
-            where = (boundary.sharding.spec,) * 2
-            add(name, source, target, boundary.shape, str(boundary.dtype), where)
+            pair = tuple(sharding.batch_spec(plan.stages[end].mesh) for end in (source, target))
+            add(name, source, target, boundary.shape, str(boundary.dtype), pair)
     if stage.model.tied_embeddings and last > 0:
         shape = (stage.model.vocab_size, stage.model.width)
         specs = [

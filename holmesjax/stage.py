@@ -248,7 +248,9 @@ class Stage:
         if self.fsdp == 1:
             return run
         gather = functools.partial(self._constrain, spec=sharding.tensor_spec)
-        cut = functools.partial(self._constrain, spec=lambda n: sharding.shard_spec(n, self.mesh))
+        cut = functools.partial(
+            self._constrain, spec=lambda n: sharding.shard_spec(n, self.mesh.shape)
+        )
 
         @jax.custom_vjp
         def gathered(params: Tree, *args: Any) -> jax.Array:

@@ -39,14 +39,18 @@ def random_states(stages):
 
 
 def write(run_dir, model, name="two", steps=(10,), keep=2):
-    stages = stages_of(name, model)
-    states = random_states(stages)
+    write_states(run_dir, model, stages_of(name, model), steps, keep)
+
+
+def write_states(run_dir, model, stages, steps, keep=2):
+    """Checkpoints with the same random states, after each of these steps."""
 
     def commit(step, arrays, files):
         manifest.commit(
             run_dir, step, model=model, plan_hash="x", keep=keep, arrays=arrays, files=files
         )
 
+    states = random_states(stages)
     manifest.remove_unfinished(run_dir)
     with checkpoint.Writer(run_dir, stages, commit) as writer:
         for step in steps:

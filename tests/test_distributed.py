@@ -3,12 +3,11 @@
 import functools
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 
-from holmesjax import config as configs, manifest, metrics
+from holmesjax import config as configs, metrics
 from holmesjax.data.batches import model_inputs
 from holmesjax.models import gpt
 from holmesjax.optimizer import make_optimizer

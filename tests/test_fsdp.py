@@ -14,8 +14,8 @@ import jax
 import numpy as np
 import pytest
 
-from holmesjax import checkpoint, costs, memory
-from holmesjax.pipeline import OneStage, Pipeline
+from holmesjax import checkpoint, costs, manifest, memory
+from holmesjax.pipeline import OneStage, in_one_process
 from holmesjax.plan import Axis
 from holmesjax.programs import (
     batch_shapes,
@@ -25,8 +25,7 @@ from holmesjax.programs import (
     gradient_shapes,
     replica_shapes,
 )
-from holmesjax.transport import LocalTransport
-from tests.test_checkpoint import random_states
+from tests.test_checkpoint import random_states, write_states
 from tests.test_pipeline import (
     VARIANTS,
     check_against_plain,
@@ -87,7 +86,7 @@ def compiled(case):
 
 @pytest.mark.parametrize("case", PIPELINES.values(), ids=PIPELINES)
 def test_every_cut_equals_one_device(case):
-    runner = Pipeline(case.plan, compiled(case), LocalTransport())
+    runner = in_one_process(case.plan, compiled(case))
     check_against_plain(runner, case.model, case.plan, mask=case.mask)
 
 
@@ -273,10 +272,8 @@ def test_a_checkpoint_moves_between_data_and_fsdp(tmp_path):
     for source, target in (("data", "fsdp"), ("fsdp", "data")):
         stages, others = (make_stages(model, plans[name]) for name in (source, target))
         folder = tmp_path / source
-        about = {"model": model, "plan_hash": "x", "keep": 1, "num_parts": len(stages)}
-        with checkpoint.Writer(folder, **about) as writer:
-            writer.save(1, stages, random_states(stages))
-        [found] = checkpoint.find(folder)
+        write_states(folder, model, stages, steps=(1,))
+        [found] = manifest.find(folder)
         wanted = random_states(others)
         for stage, state, want in zip(
             others, checkpoint.restore(found, others), wanted, strict=True
