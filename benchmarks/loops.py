@@ -73,10 +73,12 @@ def make_plan(sizes: Sizes) -> Plan:
         StagePlan(
             cluster=f"c{s}",
             nodes=(f"c{s}-0",),
-            layers=(
-                *([EMBED] if s == 0 else []),
-                *blocks[s * size : (s + 1) * size],
-                *([HEAD] if s == sizes.stages - 1 else []),
+            chunks=(
+                (
+                    *([EMBED] if s == 0 else []),
+                    *blocks[s * size : (s + 1) * size],
+                    *([HEAD] if s == sizes.stages - 1 else []),
+                ),
             ),
             devices=tuple(range(s * num_devices, (s + 1) * num_devices)),
             mesh={Axis.DATA: sizes.data, Axis.TENSOR: sizes.tensor},

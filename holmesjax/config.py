@@ -30,6 +30,7 @@ Fraction = Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False, strict=True)]
 Text = Annotated[str, Field(min_length=1, strict=True)]
 Flag = Annotated[bool, Field(strict=True)]
 Port = Annotated[int, Field(ge=0, le=65535, strict=True)]
+Schedule = Literal["gpipe", "1f1b", "eager_1f1b", "interleaved_1f1b", "zero_bubble"]
 LayersPerStage = Annotated[tuple[Count, ...], Field(min_length=1)]
 
 
@@ -128,7 +129,8 @@ class ParallelConfig:
     fsdp: Count = 1  # parts of each replica's parameters, gathered layer by layer (ZeRO-3)
     tensor: Count = 1  # devices that share each matrix product
     microbatches: Count = 1  # per step, through each pipeline
-    schedule: Literal["gpipe", "1f1b"] = "1f1b"
+    schedule: Schedule = "1f1b"
+    chunks: Count = 1  # interleaved_1f1b only: runs of consecutive layers that a stage holds
     activation_checkpointing: Literal["none", "dots", "full"] = "none"
 
     def __post_init__(self) -> None:
@@ -298,10 +300,45 @@ def _every_layer_is_placed(model: ModelConfig, parallel: ParallelConfig) -> Iter
 
 
 def _every_stage_has_a_layer(model: ModelConfig, parallel: ParallelConfig) -> Iterator[ConfigError]:
-    if parallel.stages is not None and parallel.stages > model.num_layers:
-        problem = f"must be at most model.num_layers = {model.num_layers}: a layer for each stage"
-        fix = f"use {model.num_layers} or less, or more layers"
-        yield _wrong("parallel.stages", problem, parallel.stages, fix)
+    num_layers, chunks, stages = model.num_layers, parallel.chunks, parallel.stages
+    if stages is not None and stages > num_layers:
+        problem = f"must be at most model.num_layers = {num_layers}: a layer for each stage"
+        fix = f"use {num_layers} or less, or more layers"
+        yield _wrong("parallel.stages", problem, stages, fix)
+    elif stages is not None and stages * chunks > num_layers:
+        problem = f"chunks * stages must be at most model.num_layers = {num_layers}"
+        fix = f"use {num_layers // stages} or less, or more layers"
+        yield _wrong("parallel.chunks", problem, f"{chunks} * {stages} = {chunks * stages}", fix)
+
+
+def _every_chunk_has_a_layer(parallel: ParallelConfig) -> Iterator[ConfigError]:
+    layers, chunks = parallel.layers, parallel.chunks
+    if layers is not None and min(layers) < chunks:
+        problem = f"must each be at least parallel.chunks = {chunks}: a layer for each chunk"
+        fix = f"give each stage {chunks} layers or more, or use fewer chunks"
+        yield _wrong("parallel.layers", problem, list(layers), fix)
+
+
+def _chunks_are_for_interleaving(parallel: ParallelConfig) -> Iterator[ConfigError]:
+    is_interleaved, where = parallel.schedule == "interleaved_1f1b", "parallel.chunks"
+    if is_interleaved and parallel.chunks == 1:
+        problem = "must be at least 2 for schedule interleaved_1f1b"
+        yield _wrong(where, problem, 1, "use 2, or set parallel.schedule to 1f1b")
+    if not is_interleaved and parallel.chunks > 1:
+        problem = f"is only for schedule interleaved_1f1b, not for {parallel.schedule}"
+        fix = "remove it, or set parallel.schedule to interleaved_1f1b"
+        yield _wrong(where, problem, parallel.chunks, fix)
+
+
+def _split_backwards_compute_nothing_again(parallel: ParallelConfig) -> Iterator[ConfigError]:
+    if parallel.schedule == "zero_bubble" and parallel.activation_checkpointing != "none":
+        problem = (
+            "must be none for schedule zero_bubble: "
+            "computing layers again would tie the gradients of their weights back to B"
+        )
+        fix = "use none, or set parallel.schedule to 1f1b"
+        found = parallel.activation_checkpointing
+        yield _wrong("parallel.activation_checkpointing", problem, found, fix)
 
 
 def _tensor_cuts_evenly(
@@ -369,7 +406,12 @@ def _validation_has_data(train: TrainConfig, data: DataConfig) -> Iterator[Confi
 CUT_BY_TENSOR = ("num_heads", "num_kv_heads", "mlp_width", "vocab_size")
 CHECKS: dict[tuple[str, ...], tuple[Callable[..., Iterator[ConfigError]], ...]] = {
     ("model",): (_heads_share_width, _heads_share_keys, _rotary_turns_pairs),
-    ("parallel",): (_one_number_per_stage,),
+    ("parallel",): (
+        _one_number_per_stage,
+        _every_chunk_has_a_layer,
+        _chunks_are_for_interleaving,
+        _split_backwards_compute_nothing_again,
+    ),
     ("optimizer",): (_decay_is_for_wsd,),
     ("model", "data"): (_vocabulary_holds_bytes,),
     ("model", "parallel"): (

@@ -92,7 +92,9 @@ class StageShape:
     tensor: int  # devices that share each matrix product
     fsdp: int = 1  # parts of each replica's parameters, and of its sequences
     sequences: int  # in a microbatch, on each part of a replica
-    in_flight: int  # microbatches that wait for their backward: `schedule.max_in_flight`
+    chunks: int  # runs of consecutive layers that it holds
+    in_flight: float  # microbatches that wait for their backward: `schedule.max_in_flight`
+    head_in_flight: float  # of them, those whose forward has run through the head
     dtype: str  # of the matrix products
     checkpointing: Checkpointing
 
@@ -106,7 +108,8 @@ def stage_parameters(model: ModelConfig, stage: StageShape) -> int:
     ...     num_layers=1, width=8, num_heads=2, context_length=4, vocab_size=16,
     ...     tied_embeddings=True, norm="rms_norm")
     >>> last = StageShape(num_blocks=0, is_first=False, is_last=True, data=1, tensor=1, sequences=1,
-    ...                   in_flight=1, dtype="float32", checkpointing="none")
+    ...                   chunks=1, in_flight=1, head_in_flight=1, dtype="float32",
+    ...                   checkpointing="none")
     >>> stage_parameters(model, last) == 16 * 8 + 8
     True
     """
@@ -129,7 +132,8 @@ def gathered_parameters(model: ModelConfig, stage: StageShape) -> tuple[int, int
     >>> model = ModelConfig(
     ...     num_layers=1, width=8, num_heads=2, context_length=4, vocab_size=16, norm="rms_norm")
     >>> both = StageShape(num_blocks=1, is_first=True, is_last=True, data=1, tensor=1, fsdp=2,
-    ...                   sequences=1, in_flight=1, dtype="float32", checkpointing="none")
+    ...                   sequences=1, chunks=1, in_flight=1, head_in_flight=1, dtype="float32",
+    ...                   checkpointing="none")
     >>> forward, backward = gathered_parameters(model, both)
     >>> forward == stage_parameters(model, both), forward - backward == 16 * 8
     (True, True)
@@ -171,6 +175,18 @@ def largest_layer_parameters(model: ModelConfig, stage: StageShape) -> int:
     return max(layers)
 
 
+def block_weight_flop(model: ModelConfig, num_tokens: float) -> float:
+    """FLOP of the products of one Transformer layer's activations with its weights.
+
+        2 T (2 D H K + 2 D G K + m D F),   m = 3 for SwiGLU, else 2
+
+    As many again make the gradients of the weights, and as many those of the activations.
+    """
+    heads = 2 * (model.num_heads + model.kv_heads) * model.head_width
+    matrices = 3 if model.activation == "swiglu" else 2
+    return 2.0 * num_tokens * model.width * (heads + matrices * model.feed_forward_width)
+
+
 def block_forward_flop(model: ModelConfig, num_tokens: float) -> float:
     """FLOP of one Transformer layer's forward, over all devices that share it.
 
@@ -186,11 +202,8 @@ def block_forward_flop(model: ModelConfig, num_tokens: float) -> float:
 
     Reference: Narayanan et al., arXiv:2104.04473, appendix.
     """
-    heads = 2 * (model.num_heads + model.kv_heads) * model.head_width
-    matrices = 3 if model.activation == "swiglu" else 2
-    products = model.width * (heads + matrices * model.feed_forward_width)
     pairs = 2 * model.context_length * model.num_heads * model.head_width
-    return 2.0 * num_tokens * (products + pairs)
+    return block_weight_flop(model, num_tokens) + 2.0 * num_tokens * pairs
 
 
 def head_forward_flop(model: ModelConfig, num_tokens: float) -> float:
@@ -308,6 +321,7 @@ class StageTimes:
 
     forward_s: float  # of a microbatch: compute
     backward_s: float
+    weight_s: float  # of the backward: the gradients of the weights, a W where it is split
     forward_tensor_s: float  # of a microbatch: all-reduces over `tensor`
     backward_tensor_s: float
     forward_fsdp_s: float  # of a microbatch: parameters and gradients over `fsdp`
@@ -352,6 +366,10 @@ def stage_times(
     microbatch gathers the parameters of every layer in the forward and again in the backward, which
     also reduce-scatters their gradients: three times c P bytes, in the compute dtype.
 
+    Of a backward, `weight_s` is one product for each weight, the embedding's rows and the sums of
+    gradients. Attention scores have no weight: both products of their backward belong to the rest,
+    like its all-reduces.
+
     Args:
       model, stage: what is computed.
       devices: the kinds of device of the stage.
@@ -363,6 +381,7 @@ def stage_times(
     blocks = stage.num_blocks * block_forward_flop(model, num_tokens) / stage.tensor
     head = stage.is_last * head_forward_flop(model, num_tokens) / stage.tensor
     backward = backward_flop(blocks, stage.checkpointing) + backward_flop(head, "none")
+    weights = stage.num_blocks * block_weight_flop(model, num_tokens) / stage.tensor + head
     rows = stage.is_first * embed_bytes(model, num_tokens, stage.dtype)
     held = num_parameters / stage.fsdp
     accumulated = ACCUMULATE_BYTES_PER_PARAMETER * held
@@ -383,6 +402,7 @@ def stage_times(
     return StageTimes(
         forward_s=compute_s(blocks + head) + memory_s(rows),
         backward_s=compute_s(backward) + memory_s(2 * rows + accumulated),
+        weight_s=compute_s(weights) + memory_s(2 * rows + accumulated),
         forward_tensor_s=(FORWARD_ALL_REDUCES * stage.num_blocks + stage.is_first) * all_reduce_s,
         backward_tensor_s=(num_backward * stage.num_blocks + stage.is_last) * all_reduce_s,
         forward_fsdp_s=fsdp_s(forward_gathers),

@@ -333,9 +333,10 @@ def _one_way_text(link: Link) -> str:
 
 def _stage_text(stage: StagePlan) -> str:
     axes = " x ".join(f"{axis} {size}" for axis, size in stage.mesh.items() if size > 1)
-    layers = stage.layers[0]
+    runs = [chunk[0] + (f" to {chunk[-1]}" if len(chunk) > 1 else "") for chunk in stage.chunks]
+    layers = ", ".join(runs)
     if len(stage.layers) > 1:
-        layers += f" to {stage.layers[-1]} ({len(stage.layers)} layers)"
+        layers += f" ({len(stage.layers)} layers)"
     return f"{layers}, mesh {axes or 'of one device'}"
 
 

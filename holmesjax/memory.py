@@ -48,9 +48,13 @@ def stage_memory_bytes(model: ModelConfig, stage: costs.StageShape) -> dict[str,
         replicas      c P / fsdp             what the forward reads
         gradients     4 P / fsdp             float32, each replica's own sum of a step
         activations   in_flight * T * (residuals of all layers)
-        logits        c T V / tensor * (in_flight + 1)    those kept, and one gradient
-        boundaries    c T D * 2 ways * BUFFERS, for each neighbour
+        logits        c T V / tensor * (head_in_flight + 1)    those kept, and one gradient
+        boundaries    c T D * 2 ways * BUFFERS, for each neighbour; two when interleaved
         gathered      2 c Q                  with `fsdp` only: a layer's parameters, its gradients
+
+    A microbatch that has been through some chunks of a stage counts in `in_flight` with their share
+    of its layers. Between B and W it counts in full: W needs the inputs of all products, and the
+    gradients of their outputs take the place of the rest.
 
     `data` cuts nothing where what `fsdp` leaves of the model width is not a multiple of it.
     """
@@ -60,17 +64,18 @@ def stage_memory_bytes(model: ModelConfig, stage: costs.StageShape) -> dict[str,
     held = num_parameters / stage.fsdp
     shards = stage.data if model.width // stage.fsdp % stage.data == 0 else 1
     residuals = stage.num_blocks * block_residual_bytes(model, stage)
-    if stage.is_last:
-        residuals += 2 * width * model.width  # the input and the result of the last norm
-    logits = width * num_tokens * model.vocab_size / stage.tensor * (stage.in_flight + 1)
-    num_neighbours = (not stage.is_first) + (not stage.is_last)
+    activations = stage.in_flight * num_tokens * residuals
+    if stage.is_last:  # the input and the result of the last norm
+        activations += stage.head_in_flight * num_tokens * 2 * width * model.width
+    logits = width * num_tokens * model.vocab_size / stage.tensor * (stage.head_in_flight + 1)
+    num_neighbours = 2 if stage.chunks > 1 else (not stage.is_first) + (not stage.is_last)
     boundary = costs.boundary_bytes(model, num_tokens, stage.dtype)
     items = {
         "parameters": 4.0 * held / shards,
         "optimizer": 8.0 * held / shards,
         "replicas": float(width * held),
         "gradients": 4.0 * held,
-        "activations": float(stage.in_flight * num_tokens * residuals),
+        "activations": float(activations),
         "logits": logits if stage.is_last else 0.0,
         "boundaries": boundary * 2 * BUFFERS * num_neighbours,
     }

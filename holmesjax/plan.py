@@ -5,6 +5,7 @@ names, in model order: `embed`, `block_000`, `block_001`, ..., `head`.
 """
 
 import hashlib
+import itertools
 import json
 import math
 from collections.abc import Sequence
@@ -16,7 +17,9 @@ from typing import Any
 import yaml
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
+from holmesjax.config import Schedule
 from holmesjax.errors import PlanError
+from holmesjax.schedule import Task, schedule
 from holmesjax.units import show
 
 EMBED, HEAD = "embed", "head"  # the first and the last layer of every model
@@ -52,18 +55,23 @@ class Axis(StrEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StagePlan:
-    """One stage: a run of consecutive layers on the devices of one cluster."""
+    """One stage: layers on the devices of one cluster."""
 
     __pydantic_config__ = ConfigDict(extra="forbid")
 
     cluster: str
     nodes: tuple[str, ...]
-    layers: tuple[str, ...]  # names, consecutive
+    chunks: tuple[tuple[str, ...], ...]  # names of layers, consecutive in each
     devices: tuple[int, ...]  # numbers of the topology, in row-major order of `mesh`
     mesh: dict[Axis, int]  # axis -> size, slowest link first
     fabrics: dict[Axis, str]  # axis -> the slowest fabric that its neighbours use
     memory_bytes: dict[str, float]  # per device, itemised
     seconds: dict[str, float]  # predicted, per step: compute, tensor, fsdp if used, data, boundary
+
+    @property
+    def layers(self) -> tuple[str, ...]:
+        """Names of all its layers; with one chunk they are consecutive."""
+        return tuple(itertools.chain(*self.chunks))
 
     @property
     def num_blocks(self) -> int:
@@ -82,12 +90,34 @@ class Plan:
     stages: tuple[StagePlan, ...]
     global_batch: int  # sequences per step
     microbatches: int
-    schedule: str
+    schedule: Schedule
     activation_checkpointing: str
     boundary_bytes: float  # per microbatch and direction, from one stage to the next
     step_time_s: float  # predicted
     shares: dict[str, float]  # of the predicted step time: `seconds` of the stages, and bubble
     idle: dict[str, int] = field(default_factory=dict)  # node -> devices that no stage uses
+    in_flight: tuple[int, ...] = ()  # microbatches of each stage, for eager_1f1b only
+
+    @property
+    def num_chunks(self) -> int:
+        """Runs of consecutive layers that each stage holds."""
+        return len(self.stages[0].chunks)
+
+    @property
+    def chunks(self) -> tuple[tuple[int, tuple[str, ...]], ...]:
+        """The virtual stages in model order: the stage that holds each, and its layers."""
+        stages = list(enumerate(self.stages))
+        return tuple((s, stage.chunks[c]) for c in range(self.num_chunks) for s, stage in stages)
+
+    def tasks(self) -> tuple[tuple[Task, ...], ...]:
+        """What every stage runs in a step, in order."""
+        return schedule(
+            self.schedule,
+            len(self.stages),
+            self.microbatches,
+            num_chunks=self.num_chunks,
+            in_flight=self.in_flight,
+        )
 
     @property
     def num_layers(self) -> int:
@@ -170,7 +200,8 @@ def _damaged(where: str, problem: str, found: object) -> PlanError:
 
 
 def _refuse_contradictions(plan: Plan, where: str) -> None:
-    layers = tuple(layer for stage in plan.stages for layer in stage.layers)
+    _refuse_impossible_schedule(plan, where)
+    layers = tuple(layer for _, chunk in plan.chunks for layer in chunk)
     if layers != layer_names(len(layers) - 2):
         raise _damaged(where, "the stages must hold every layer once, in model order", layers)
     devices = [device for stage in plan.stages for device in stage.devices]
@@ -183,8 +214,29 @@ def _refuse_contradictions(plan: Plan, where: str) -> None:
             raise _damaged(where, problem, f"{len(stage.devices)} devices")
 
 
+def _refuse_impossible_schedule(plan: Plan, where: str) -> None:
+    num_stages, num_chunks = len(plan.stages), [len(stage.chunks) for stage in plan.stages]
+    if len(set(num_chunks)) != 1 or not all(all(stage.chunks) for stage in plan.stages):
+        raise _damaged(where, "stages must hold equally many chunks, none empty", num_chunks)
+    if (plan.schedule == "interleaved_1f1b") != (plan.num_chunks > 1):
+        problem = "a stage holds several chunks in interleaved_1f1b, and in it alone"
+        raise _damaged(where, problem, f"{plan.schedule}, {_count(plan.num_chunks, 'chunk')}")
+    if plan.num_chunks > 1 and (num_stages == 1 or plan.microbatches % num_stages):
+        problem = "interleaved_1f1b needs stages, and microbatches that are a multiple of them"
+        found = f"{_count(plan.microbatches, 'microbatch', 'es')}, {_count(num_stages, 'stage')}"
+        raise _damaged(where, problem, found)
+    depths = plan.in_flight
+    if len(depths) != (num_stages if plan.schedule == "eager_1f1b" else 0):
+        problem = "in_flight must have a number for each stage of eager_1f1b, and else none"
+        raise _damaged(where, problem, depths)
+    if not all(1 <= depth <= plan.microbatches for depth in depths):
+        raise _damaged(where, f"in_flight must be from 1 to {plan.microbatches}", depths)
+    if list(depths) != sorted(depths, reverse=True):
+        raise _damaged(where, "in_flight must not grow from stage to stage: deadlock", depths)
+
+
 def describe(plan: Plan) -> list[str]:
-    """The plan for the console: four lines for each stage, and three for the whole."""
+    """The plan for the console: four lines for each stage, and three or four for the whole."""
     num_devices = sum(len(stage.devices) for stage in plan.stages)
     sequences = plan.global_batch // plan.microbatches
     shares = ", ".join(f"{name} {share:.1%}" for name, share in plan.shares.items())
@@ -202,10 +254,14 @@ def describe(plan: Plan) -> list[str]:
         idle = ", ".join(f"{node} {num_devices}" for node, num_devices in plan.idle.items())
         lines.append(f"  idle      devices: {idle}")
     boundary = f", {show(plan.boundary_bytes, 'B')} to the next stage and back for each"
+    lines.append(
+        f"  schedule  {plan.schedule}, {_count(plan.microbatches, 'microbatch', 'es')} of "
+        f"{_count(sequences, 'sequence')}{boundary if len(plan.stages) > 1 else ''}"
+    )
+    if plan.in_flight:
+        lines.append(f"            in flight on the stages: {', '.join(map(str, plan.in_flight))}")
     return [
         *lines,
-        f"  schedule  {plan.schedule}, {_count(plan.microbatches, 'microbatch', 'es')} of "
-        f"{_count(sequences, 'sequence')}{boundary if len(plan.stages) > 1 else ''}",
         f"  step      {show(plan.step_time_s, 's')} predicted: {shares}",
     ]
 
@@ -232,14 +288,16 @@ def _nodes(nodes: Sequence[str]) -> str:
 def _layers(stage: StagePlan) -> str:
     """What the stage holds.
 
-    >>> stage = StagePlan(cluster="ib", nodes=("ib-0",), layers=("block_003", "head"), devices=(0,),
-    ...                   mesh={Axis.DATA: 1}, fabrics={}, memory_bytes={}, seconds={})
+    >>> stage = StagePlan(cluster="ib", nodes=("ib-0",), devices=(0,), mesh={Axis.DATA: 1},
+    ...                   chunks=(("block_001",), ("block_003", "head")),
+    ...                   fabrics={}, memory_bytes={}, seconds={})
     >>> _layers(stage)
-    '1 layer + head'
+    '2 layers + head in 2 chunks'
     """
     embed = [EMBED] if EMBED in stage.layers else []
     head = [HEAD] if HEAD in stage.layers else []
-    return " + ".join([*embed, _count(stage.num_blocks, "layer"), *head])
+    chunks = f" in {len(stage.chunks)} chunks" if len(stage.chunks) > 1 else ""
+    return " + ".join([*embed, _count(stage.num_blocks, "layer"), *head]) + chunks
 
 
 def _count(number: int, noun: str, plural: str = "s") -> str:

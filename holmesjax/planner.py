@@ -19,8 +19,8 @@ from holmesjax import costs, memory
 from holmesjax.config import Config
 from holmesjax.errors import PlanError
 from holmesjax.mapper import Placement, place
-from holmesjax.plan import Axis, Plan, StagePlan, layer_names
-from holmesjax.schedule import max_in_flight, schedule, simulate
+from holmesjax.plan import EMBED, HEAD, Axis, Plan, StagePlan, block_name
+from holmesjax.schedule import Task, max_in_flight, schedule, simulate
 from holmesjax.topology import Cluster, DeviceKind, Link, Topology
 from holmesjax.units import show
 
@@ -48,8 +48,10 @@ def make_plan(config: Config, topology: Topology) -> Plan:
     return min(plans, key=lambda plan: plan.step_time_s)
 
 
-def split_layers(num_layers: int, seconds: Sequence[Callable[[int], float]]) -> tuple[int, ...]:
-    """Layers of each stage, at least one each, so that the slowest stage is as fast as can be.
+def split_layers(
+    num_layers: int, seconds: Sequence[Callable[[int], float]], least: int = 1
+) -> tuple[int, ...]:
+    """Layers of each stage, at least `least`, so that the slowest stage is as fast as can be.
 
     `seconds[i](n)` is the time of stage i with n layers, and never falls with n. So giving each
     next layer to the stage that is fastest with it is optimal: whichever stage ends up slowest, any
@@ -59,13 +61,51 @@ def split_layers(num_layers: int, seconds: Sequence[Callable[[int], float]]) -> 
     >>> split_layers(8, [lambda n: n / 3, lambda n: n / 1])
     (6, 2)
     """
-    assert num_layers >= len(seconds), f"{num_layers} layers cannot fill {len(seconds)} stages"
-    layers = [1] * len(seconds)
-    for _ in range(num_layers - len(seconds)):
+    layers = [least] * len(seconds)
+    assert num_layers >= sum(layers), f"{num_layers} layers cannot fill {len(seconds)} stages"
+    for _ in range(num_layers - sum(layers)):
         stage = min(range(len(seconds)), key=lambda s: (seconds[s](layers[s] + 1), -s))
         layers[stage] += 1
     assert sum(layers) == num_layers, f"{layers} drops layers of {num_layers}"
     return tuple(layers)
+
+
+def split_chunks(num_layers: int, num_chunks: int) -> tuple[int, ...]:
+    """Layers of each chunk of a stage: equal, or one more in the first ones.
+
+    >>> split_chunks(5, 2)
+    (3, 2)
+    """
+    each, rest = divmod(num_layers, num_chunks)
+    return tuple(each + (chunk < rest) for chunk in range(num_chunks))
+
+
+def choose_in_flight(
+    num_stages: int, microbatches: int, step_s: Callable[[tuple[int, ...]], float]
+) -> tuple[int, ...]:
+    """Microbatches in flight on each stage of eager 1F1B, so that transfers overlap with work.
+
+    One more for a link is one more on every stage before it. Starting from 1F1B, each link in turn
+    gets more for as long as that makes the step shorter; `step_s` is infinite for what memory does
+    not hold. Depths that grow towards the end of the pipeline would deadlock, and are never tried.
+
+    >>> choose_in_flight(2, 8, lambda in_flight: 9 - min(in_flight[0], 5))
+    (5, 1)
+    """
+    extra = [0] * (num_stages - 1)
+
+    def in_flight() -> tuple[int, ...]:
+        ahead = [num_stages - stage + sum(extra[stage:]) for stage in range(num_stages)]
+        return tuple(min(number, microbatches) for number in ahead)
+
+    best_s = step_s(best := in_flight())
+    for link in range(len(extra)):
+        extra[link] += 1
+        while (shorter_s := step_s(deeper := in_flight())) < best_s:
+            best, best_s = deeper, shorter_s
+            extra[link] += 1
+        extra[link] -= 1
+    return best
 
 
 # ---- candidates: which devices each stage gets ---------------------------------------------------
@@ -83,11 +123,12 @@ class _Site:
     kinds: tuple[DeviceKind, ...]  # of the nodes
     nodes: tuple[str, ...]
     placement: Placement[Axis]
-    in_flight: int  # microbatches that wait for their backward
+    tasks: tuple[Task, ...]  # of a step, in order
 
     def shape(self, config: Config, num_blocks: int) -> costs.StageShape:
         data = self.placement.sizes[Axis.DATA]
         fsdp, microbatches = config.parallel.fsdp, config.parallel.microbatches
+        chunks = split_chunks(num_blocks, config.parallel.chunks)
         return costs.StageShape(
             num_blocks=num_blocks,
             is_first=self.index == 0,
@@ -96,13 +137,31 @@ class _Site:
             tensor=self.placement.sizes[Axis.TENSOR],
             fsdp=fsdp,
             sequences=config.train.global_batch // (microbatches * data * fsdp),
-            in_flight=self.in_flight,
+            chunks=len(chunks),
+            in_flight=max_in_flight(self.tasks, [n / num_blocks for n in chunks]),
+            head_in_flight=max_in_flight(self.tasks, [0] * (len(chunks) - 1) + [1]),
             dtype=config.train.compute_dtype,
             checkpointing=config.parallel.activation_checkpointing,
         )
 
     def times(self, config: Config, num_blocks: int) -> costs.StageTimes:
-        shape = self.shape(config, num_blocks)
+        return self._times(config, self.shape(config, num_blocks))
+
+    def chunk_times(self, config: Config, num_blocks: int) -> list[costs.StageTimes]:
+        """Of each chunk by itself."""
+        stage, num_chunks = self.shape(config, num_blocks), config.parallel.chunks
+        shapes = [
+            dataclasses.replace(
+                stage,
+                num_blocks=n,
+                is_first=stage.is_first and chunk == 0,
+                is_last=stage.is_last and chunk == num_chunks - 1,
+            )
+            for chunk, n in enumerate(split_chunks(num_blocks, num_chunks))
+        ]
+        return [self._times(config, shape) for shape in shapes]
+
+    def _times(self, config: Config, shape: costs.StageShape) -> costs.StageTimes:
         axes = (Axis.DATA, Axis.TENSOR, Axis.FSDP)
         return costs.stage_times(
             config.model, shape, self.kinds, *map(self.placement.links.get, axes)
@@ -139,7 +198,7 @@ def _sites(config: Config, topology: Topology, counts: Sequence[int]) -> list[_S
     group = parallel.fsdp * parallel.tensor
     replicas = [sum(map(len, devices.values())) // group for _, devices in chosen]
     _refuse_uneven_batch(config, replicas)
-    tasks = schedule(parallel.schedule, len(chosen), parallel.microbatches)
+    tasks = _tasks(config, len(chosen))
     sites = []
     for i, (cluster, devices) in enumerate(chosen):
         sizes = {Axis.DATA: replicas[i], Axis.FSDP: parallel.fsdp, Axis.TENSOR: parallel.tensor}
@@ -154,10 +213,26 @@ def _sites(config: Config, topology: Topology, counts: Sequence[int]) -> list[_S
                 kinds=tuple(node.device for node in cluster.nodes if node.name in devices),
                 nodes=tuple(devices),
                 placement=place(topology, devices, sizes, traffic_bytes),
-                in_flight=max_in_flight(tasks[i]),
+                tasks=tasks[i],
             )
         )
     return sites
+
+
+def _tasks(
+    config: Config, num_stages: int, in_flight: Sequence[int] = ()
+) -> tuple[tuple[Task, ...], ...]:
+    """The tasks of all stages; eager 1F1B without numbers in flight starts from those of 1F1B."""
+    parallel = config.parallel
+    if parallel.schedule == "eager_1f1b":
+        in_flight = in_flight or range(num_stages, 0, -1)
+    return schedule(
+        parallel.schedule,
+        num_stages,
+        parallel.microbatches,
+        num_chunks=parallel.chunks,
+        in_flight=in_flight,
+    )
 
 
 def _equal_shares(cluster: Cluster, devices: Devices, count: int) -> list[Devices]:
@@ -255,22 +330,17 @@ def _plan_candidate(config: Config, topology: Topology, counts: Sequence[int]) -
     sites = _sites(config, topology, counts)
     num_tokens = config.train.global_batch // parallel.microbatches * model.context_length
     boundary = costs.boundary_bytes(model, num_tokens, config.train.compute_dtype)
-    transfer_s = [
-        (_link(topology, a, b).time_s(boundary), _link(topology, b, a).time_s(boundary))
-        for a, b in itertools.pairwise(sites)
-    ]
-    sends_s = [
-        sum(down for down, _ in transfer_s[i : i + 1]) + (transfer_s[i - 1][1] if i else 0.0)
-        for i in range(len(sites))
-    ]
+    transfer_s = _transfer_times(config, topology, sites, boundary)
+    sends_s = _send_times(config, transfer_s, len(sites))
     num_blocks = parallel.layers or _split(config, sites, sends_s)
     for site, n in zip(sites, num_blocks, strict=True):
         _refuse_full_memory(config, site, n)
+    in_flight = _in_flight(config, sites, num_blocks, transfer_s)
+    sites = _with_in_flight(config, sites, in_flight)
     times = [site.times(config, n) for site, n in zip(sites, num_blocks, strict=True)]
     table_s = _table_times(config, topology, sites)
-    step_time_s, shares = _step_time(config, times, transfer_s, sum(table_s))
-    ends = list(itertools.accumulate(num_blocks))
-    names = layer_names(ends[-1])
+    step_time_s, shares = _step_time(config, sites, num_blocks, transfer_s, sum(table_s))
+    chunks = _chunks(num_blocks, parallel.chunks)
     seconds = [
         _part_seconds(config, t) | {"boundary": parallel.microbatches * sent_s + tied_s}
         for t, sent_s, tied_s in zip(times, sends_s, table_s, strict=True)
@@ -279,7 +349,7 @@ def _plan_candidate(config: Config, topology: Topology, counts: Sequence[int]) -
         StagePlan(
             cluster=site.cluster,
             nodes=site.nodes,
-            layers=names[(0 if i == 0 else 1 + ends[i - 1]) : 1 + ends[i] + (i + 1 == len(sites))],
+            chunks=chunks[i],
             devices=site.placement.devices,
             mesh=site.placement.sizes,
             fabrics=dict(site.placement.fabrics),
@@ -297,6 +367,7 @@ def _plan_candidate(config: Config, topology: Topology, counts: Sequence[int]) -
         global_batch=config.train.global_batch,
         microbatches=parallel.microbatches,
         schedule=parallel.schedule,
+        in_flight=in_flight,
         activation_checkpointing=parallel.activation_checkpointing,
         boundary_bytes=boundary if len(sites) > 1 else 0.0,
         step_time_s=step_time_s,
@@ -308,6 +379,45 @@ def _link(topology: Topology, source: _Site, target: _Site) -> Link:
     """The slowest link from a node of one stage to a node of the other."""
     links = (topology.link(a, b) for a in source.nodes for b in target.nodes)
     return min(links, key=lambda link: link.bandwidth_bytes_per_s)
+
+
+def _transfer_times(
+    config: Config, topology: Topology, sites: Sequence[_Site], boundary: float
+) -> list[tuple[float, float]]:
+    """Seconds to the next stage and back, of each stage but the last; of it too with chunks."""
+    time_s = lambda a, b: _link(topology, a, b).time_s(boundary)
+    pairs = list(itertools.pairwise(sites))
+    if config.parallel.chunks > 1:
+        pairs.append((sites[-1], sites[0]))
+    return [(time_s(a, b), time_s(b, a)) for a, b in pairs]
+
+
+def _send_times(
+    config: Config, transfer_s: Sequence[tuple[float, float]], num_stages: int
+) -> list[float]:
+    """Seconds in which each stage sends boundaries, both ways, per microbatch."""
+    sends_s = [0.0] * num_stages
+    for virtual in range(config.parallel.chunks * num_stages - 1):
+        stage, after = virtual % num_stages, (virtual + 1) % num_stages
+        there_s, back_s = transfer_s[stage]
+        sends_s[stage] += there_s
+        sends_s[after] += back_s
+    return sends_s
+
+
+def _chunks(num_blocks: Sequence[int], num_chunks: int) -> list[tuple[tuple[str, ...], ...]]:
+    """The layers of each stage, by chunk; model order goes through all stages chunk by chunk.
+
+    >>> _chunks([2, 2], 2)
+    [(('embed', 'block_000'), ('block_002',)), (('block_001',), ('block_003', 'head'))]
+    """
+    shares = [split_chunks(n, num_chunks) for n in num_blocks]
+    names = iter(map(block_name, range(sum(num_blocks))))
+    take = lambda n: tuple(itertools.islice(names, n))
+    in_order = [[take(share[chunk]) for share in shares] for chunk in range(num_chunks)]
+    in_order[0][0] = (EMBED, *in_order[0][0])
+    in_order[-1][-1] = (*in_order[-1][-1], HEAD)
+    return list(zip(*in_order, strict=True))
 
 
 def _table_times(config: Config, topology: Topology, sites: Sequence[_Site]) -> list[float]:
@@ -332,13 +442,13 @@ def _split(config: Config, sites: Sequence[_Site], sends_s: Sequence[float]) -> 
         return times.microbatch_s + once_s + sends_s[site.index]
 
     def seconds_in_memory(site: _Site, num_blocks: int) -> float:
-        fits = sum(_memory_bytes(config, site, num_blocks).values()) <= site.usable_bytes
-        return seconds(site, num_blocks) if fits else math.inf
+        return seconds(site, num_blocks) if _fits(config, site, num_blocks) else math.inf
 
     num_layers = config.model.num_layers
-    layers = split_layers(num_layers, [partial(seconds_in_memory, site) for site in sites])
+    chunks = config.parallel.chunks
+    layers = split_layers(num_layers, [partial(seconds_in_memory, site) for site in sites], chunks)
     if math.inf in map(seconds_in_memory, sites, layers):
-        return split_layers(num_layers, [partial(seconds, site) for site in sites])
+        return split_layers(num_layers, [partial(seconds, site) for site in sites], chunks)
     return layers
 
 
@@ -358,34 +468,82 @@ def _part_seconds(config: Config, times: costs.StageTimes) -> dict[str, float]:
     }
 
 
+def _fits(config: Config, site: _Site, num_blocks: int) -> bool:
+    return sum(_memory_bytes(config, site, num_blocks).values()) <= site.usable_bytes
+
+
+def _in_flight(
+    config: Config,
+    sites: Sequence[_Site],
+    num_blocks: Sequence[int],
+    transfer_s: Sequence[tuple[float, float]],
+) -> tuple[int, ...]:
+    """What eager 1F1B keeps in flight on each stage, inside its memory; nothing for the others."""
+
+    def step_s(in_flight: tuple[int, ...]) -> float:
+        deeper = _with_in_flight(config, sites, in_flight)
+        fits = all(_fits(config, site, n) for site, n in zip(deeper, num_blocks, strict=True))
+        return _step_s(config, deeper, num_blocks, transfer_s) if fits else math.inf
+
+    if config.parallel.schedule != "eager_1f1b":
+        return ()
+    return choose_in_flight(len(sites), config.parallel.microbatches, step_s)
+
+
+def _with_in_flight(
+    config: Config, sites: Sequence[_Site], in_flight: Sequence[int]
+) -> list[_Site]:
+    tasks = _tasks(config, len(sites), in_flight)
+    return [dataclasses.replace(site, tasks=t) for site, t in zip(sites, tasks, strict=True)]
+
+
+def _step_s(
+    config: Config,
+    sites: Sequence[_Site],
+    num_blocks: Sequence[int],
+    transfer_s: Sequence[tuple[float, float]],
+) -> float:
+    """Predicted seconds of a step, less the exchange of a tied token table.
+
+    Every stage reduces its gradients after its last task. All wait for the norm of the whole
+    gradient; then each updates and gathers its parameters.
+    """
+    times = [site.times(config, n) for site, n in zip(sites, num_blocks, strict=True)]
+    chunks = [site.chunk_times(config, n) for site, n in zip(sites, num_blocks, strict=True)]
+    virtual = list(itertools.chain(*zip(*chunks, strict=True)))  # in model order
+    is_split = config.parallel.schedule == "zero_bubble"
+    simulation = simulate(
+        [site.tasks for site in sites],
+        [t.whole_forward_s for t in virtual],
+        [t.whole_backward_s - is_split * t.weight_s for t in virtual],
+        transfer_s,
+        weight_s=[t.weight_s for t in virtual],
+    )
+    reduced_s = max(simulation.finish_s(i) + t.reduce_s for i, t in enumerate(times))
+    return reduced_s + max(t.update_s + t.gather_s for t in times)
+
+
 def _step_time(
     config: Config,
-    times: Sequence[costs.StageTimes],
+    sites: Sequence[_Site],
+    num_blocks: Sequence[int],
     transfer_s: Sequence[tuple[float, float]],
     table_s: float,
 ) -> tuple[float, dict[str, float]]:
     """Predicted seconds of a step, and the shares of its parts, averaged over stages.
 
-    Every stage reduces its gradients after its last backward. All wait for the norm of the whole
-    gradient; then each updates and gathers its parameters. `boundary` is what a step would be
-    shorter if transfers took no time; `bubble` is the rest of the time without work.
+    `boundary` is what a step would be shorter if transfers took no time; `bubble` is the rest of
+    the time without work.
     """
-    num_stages, microbatches = len(times), config.parallel.microbatches
-    tasks = schedule(config.parallel.schedule, num_stages, microbatches)
-    forward_s = [t.whole_forward_s for t in times]
-    backward_s = [t.whole_backward_s for t in times]
-
-    def step_s(transfer_s: Sequence[tuple[float, float]]) -> float:
-        simulation = simulate(tasks, forward_s, backward_s, transfer_s)
-        reduced_s = max(simulation.finish_s(i) + t.reduce_s for i, t in enumerate(times))
-        return reduced_s + max(t.update_s + t.gather_s for t in times)
-
-    step_time_s = step_s(transfer_s) + table_s
+    times = [site.times(config, n) for site, n in zip(sites, num_blocks, strict=True)]
+    num_stages = len(sites)
+    step_time_s = _step_s(config, sites, num_blocks, transfer_s) + table_s
+    no_time = [(0.0, 0.0)] * len(transfer_s)
     parts = [_part_seconds(config, t) for t in times]
     shares = {
         name: sum(part[name] for part in parts) / num_stages / step_time_s for name in parts[0]
     }
-    shares["boundary"] = 1.0 - step_s([(0.0, 0.0)] * (num_stages - 1)) / step_time_s
+    shares["boundary"] = 1.0 - _step_s(config, sites, num_blocks, no_time) / step_time_s
     shares["bubble"] = max(0.0, 1.0 - sum(shares.values()))
     return step_time_s, shares
 
@@ -415,6 +573,36 @@ def _refuse_number_of_stages(config: Config, topology: Topology, num_stages: int
             f"must be at most {most}, the number of {of}",
             found=f"{num_stages} stages{why}",
             fix=f"set parallel.stages to {most} or less; clusters without a stage stay idle",
+        )
+    if config.parallel.chunks > 1:
+        _refuse_interleaving(config, num_stages)
+
+
+def _refuse_interleaving(config: Config, num_stages: int) -> None:
+    parallel, num_layers = config.parallel, config.model.num_layers
+    if num_stages * parallel.chunks > num_layers:
+        raise PlanError(
+            "parallel.chunks",
+            f"chunks * stages must be at most the number of layers, {num_layers}",
+            found=f"{parallel.chunks} * {num_stages} = {parallel.chunks * num_stages}",
+            fix=f"set parallel.chunks to {num_layers // num_stages} or less, or use fewer stages",
+        )
+    if num_stages == 1:
+        raise PlanError(
+            "parallel.schedule",
+            "interleaved_1f1b needs two stages or more",
+            found="1 stage",
+            fix="set parallel.stages to 2 or more, or parallel.schedule to 1f1b",
+        )
+    if parallel.microbatches % num_stages:
+        below = parallel.microbatches // num_stages * num_stages
+        values = f"{below} or {below + num_stages}" if below else f"{num_stages}"
+        raise PlanError(
+            "parallel.microbatches",
+            f"must be a multiple of the number of stages, {num_stages}, for interleaved_1f1b",
+            found=f"{parallel.microbatches} / {num_stages} leaves "
+            f"{parallel.microbatches % num_stages}",
+            fix=f"use parallel.microbatches={values}, or set parallel.schedule to 1f1b",
         )
 
 
@@ -467,7 +655,8 @@ def _refuse_full_memory(config: Config, site: _Site, num_blocks: int) -> None:
 def _memory_remedy(config: Config, site: _Site, num_blocks: int) -> str:
     """The mildest change that makes the stage fit, or at least the one that helps most."""
     shape = site.shape(config, num_blocks)
-    for policy in CHECKPOINTING[CHECKPOINTING.index(shape.checkpointing) + 1 :]:
+    stronger = CHECKPOINTING[CHECKPOINTING.index(shape.checkpointing) + 1 :]
+    for policy in stronger if config.parallel.schedule != "zero_bubble" else ():
         changed = dataclasses.replace(shape, checkpointing=policy)
         if sum(memory.stage_memory_bytes(config.model, changed).values()) <= site.usable_bytes:
             return f"set parallel.activation_checkpointing={policy}"

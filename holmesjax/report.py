@@ -223,7 +223,7 @@ def _stage_row(number: int, stage: StagePlan) -> tuple[str, ...]:
     cells = [
         (str(number), ""),
         (stage.cluster, nodes),
-        (_count(len(stage.layers), "layer"), _first_to_last(stage.layers)),
+        (_count(len(stage.layers), "layer"), ", ".join(map(_first_to_last, stage.chunks))),
         (mesh, fabrics),
         (str(len(stage.devices)), _first_to_last(stage.devices)),
         (total, items),

@@ -1,26 +1,276 @@
-"""Pipeline schedules: in which order each stage runs its forwards (F) and backwards (B).
+"""Pipeline schedules: the order in which each stage runs its forwards (F) and backwards (B, W).
 
 A schedule is plain data, `tuple[Task, ...]` per stage. It knows nothing of arrays or devices, so it
 can be printed, simulated and tested on its own; `pipeline` executes it.
 
-    in flight   microbatches whose forward has run on a stage and whose backward has not
-    bubble      share of the step during which a stage has nothing to run
+    chunk           a run of consecutive layers; a stage holds one, or several when interleaved
+    virtual stage   a chunk by its place in the model: number chunk * num_stages + stage
+    split           B makes the gradient of the input only, and a later W those of the weights
+    in flight       chunks of microbatches whose forward has run on a stage and whose backward (W,
+                    when split) has not: what holds activations
+    bubble          share of the step during which a stage has nothing to run
 """
 
 import itertools
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
+Kind = Literal["F", "B", "W"]
+
 
 class Task(NamedTuple):
-    """One pass of one microbatch through a stage."""
+    """One pass of one microbatch through a chunk of a stage.
 
-    kind: Literal["F", "B"]
+    >>> print(Task("F", 3), Task("B", 3, chunk=1))
+    F3 B3.1
+    """
+
+    kind: Kind
     microbatch: int
+    chunk: int = 0
 
     def __str__(self) -> str:
-        return f"{self.kind}{self.microbatch}"
+        return f"{self.kind}{self.microbatch}" + (f".{self.chunk}" if self.chunk else "")
+
+
+def sender(stage: int, task: Task, num_stages: int, num_chunks: int = 1) -> tuple[int, Task] | None:
+    """The stage and the task whose result a task waits for; None: nothing of another stage.
+
+    A forward reads that of the virtual stage before its own, a backward that of the one after it.
+
+    >>> sender(0, Task("F", 3, chunk=1), num_stages=2, num_chunks=2)
+    (1, Task(kind='F', microbatch=3, chunk=0))
+    """
+    return _neighbour(stage, task, num_stages, num_chunks, {"F": -1, "B": 1})
+
+
+def receiver(
+    stage: int, task: Task, num_stages: int, num_chunks: int = 1
+) -> tuple[int, Task] | None:
+    """The stage and the task that wait for a task's result: the inverse of `sender`."""
+    return _neighbour(stage, task, num_stages, num_chunks, {"F": 1, "B": -1})
+
+
+def _neighbour(
+    stage: int, task: Task, num_stages: int, num_chunks: int, steps: dict[str, int]
+) -> tuple[int, Task] | None:
+    if task.kind == "W":
+        return None
+    chunk, other = divmod(task.chunk * num_stages + stage + steps[task.kind], num_stages)
+    return (other, task._replace(chunk=chunk)) if 0 <= chunk < num_chunks else None
+
+
+# ---- the schedules -------------------------------------------------------------------------------
+
+
+def gpipe(num_microbatches: int) -> tuple[Task, ...]:
+    """GPipe: all forwards, then all backwards, on every stage; all microbatches are in flight.
+
+    >>> print(*gpipe(3))
+    F0 F1 F2 B0 B1 B2
+
+    Reference: Huang et al., "GPipe", arXiv:1811.06965.
+    """
+    return one_f_one_b(num_microbatches, in_flight=num_microbatches)
+
+
+def one_f_one_b(num_microbatches: int, *, in_flight: int) -> tuple[Task, ...]:
+    """1F1B: warm up with forwards, then alternate, then drain the backwards.
+
+    Stage s of `1f1b` keeps at most `num_stages - s` microbatches in flight, whatever their total
+    number; that bound on activation memory is the point of the schedule:
+      >>> for stage in range(3):
+      ...     print(stage, *one_f_one_b(4, in_flight=3 - stage))
+      0 F0 F1 F2 B0 F3 B1 B2 B3
+      1 F0 F1 B0 F2 B1 F3 B2 B3
+      2 F0 B0 F1 B1 F2 B2 F3 B3
+
+    `eager_1f1b` keeps more of them in flight on the stages before a slow link, so that these have
+    work while a microbatch travels there and back. A stage may never hold fewer than the next one.
+
+    References: Narayanan et al., "PipeDream", arXiv:1806.03377; Zhuang et al., arXiv:2211.05322,
+    section 4 (eager).
+    """
+    forwards = [Task("F", m) for m in range(num_microbatches)]
+    return _alternate(forwards, [Task("B", m) for m in range(num_microbatches)], in_flight)
+
+
+def interleaved_1f1b(
+    stage: int, num_stages: int, num_microbatches: int, num_chunks: int
+) -> tuple[Task, ...]:
+    """Interleaved 1F1B: a stage holds several chunks, so the pipeline fills in smaller steps.
+
+    Microbatches go through a stage in groups of `num_stages`, each group through all chunks. The
+    bubble shrinks by `num_chunks`; the traffic between stages, and with the wrap-around from the
+    last stage to the first, grows by it.
+
+    >>> for stage in range(2):
+    ...     print(stage, *interleaved_1f1b(stage, 2, num_microbatches=2, num_chunks=2))
+    0 F0 F1 F0.1 F1.1 B0.1 B1.1 B0 B1
+    1 F0 F1 F0.1 B0.1 F1.1 B1.1 B0 B1
+
+    Reference: Narayanan et al., arXiv:2104.04473, section 2.2.
+    """
+    assert num_microbatches % num_stages == 0, f"{num_microbatches} in groups of {num_stages}"
+    forwards, backwards = [], []
+    for first in range(0, num_microbatches, num_stages):
+        group = range(first, first + num_stages)
+        forwards += [Task("F", m, c) for c in range(num_chunks) for m in group]
+        backwards += [Task("B", m, c) for c in reversed(range(num_chunks)) for m in group]
+    num_warmup = 2 * (num_stages - 1 - stage) + (num_chunks - 1) * num_stages
+    return _alternate(forwards, backwards, num_warmup + 1)
+
+
+def zero_bubble(stage: int, num_stages: int, num_microbatches: int) -> tuple[Task, ...]:
+    """ZB-H1: 1F1B with split backwards, whose weights fill what is a bubble in 1F1B.
+
+    Stage s runs a W after its B has run for s more microbatches. So every stage holds at most
+    `num_stages` microbatches in flight: none more than the first one of 1F1B.
+
+    >>> for stage in range(2):
+    ...     print(stage, *zero_bubble(stage, 2, num_microbatches=3))
+    0 F0 F1 B0 W0 F2 B1 W1 B2 W2
+    1 F0 B0 F1 B1 W0 F2 B2 W1 W2
+
+    Reference: Qi et al., "Zero Bubble Pipeline Parallelism", arXiv:2401.10241, section 2.
+    """
+    tasks = []
+    for task in one_f_one_b(num_microbatches, in_flight=num_stages - stage):
+        tasks.append(task)
+        if task.kind == "B" and task.microbatch >= stage:
+            tasks.append(Task("W", task.microbatch - stage))
+    num_done = max(num_microbatches - stage, 0)
+    return (*tasks, *(Task("W", m) for m in range(num_done, num_microbatches)))
+
+
+def _alternate(
+    forwards: Sequence[Task], backwards: Sequence[Task], in_flight: int
+) -> tuple[Task, ...]:
+    """`in_flight` forwards, then a backward and a forward in turn, then the other backwards."""
+    assert in_flight >= 1, f"a stage needs a microbatch in flight, not {in_flight}"
+    num_warmup = min(in_flight, len(forwards)) - 1
+    tasks = list(forwards[:num_warmup])
+    for pair in zip(forwards[num_warmup:], backwards, strict=False):
+        tasks += pair
+    return (*tasks, *backwards[len(forwards) - num_warmup :])
+
+
+def schedule(
+    name: str,
+    num_stages: int,
+    num_microbatches: int,
+    *,
+    num_chunks: int = 1,
+    in_flight: Sequence[int] = (),
+) -> tuple[tuple[Task, ...], ...]:
+    """The tasks of every stage.
+
+    Args:
+      name: `schedule` of `ParallelConfig`.
+      num_stages, num_microbatches: of the pipeline.
+      num_chunks: chunks of a stage, `interleaved_1f1b` only.
+      in_flight: microbatches in flight on each stage, `eager_1f1b` only.
+
+    Example:
+      >>> for tasks in schedule("eager_1f1b", 2, num_microbatches=4, in_flight=(3, 1)):
+      ...     print(*tasks)
+      F0 F1 F2 B0 F3 B1 B2 B3
+      F0 B0 F1 B1 F2 B2 F3 B3
+    """
+    p, m = num_stages, num_microbatches
+    assert (num_chunks > 1) == (name == "interleaved_1f1b"), f"{name} of {num_chunks} chunks"
+    assert len(in_flight) == (p if name == "eager_1f1b" else 0), f"{name} of {in_flight} in flight"
+    tasks_of = {
+        "gpipe": lambda s: gpipe(m),
+        "1f1b": lambda s: one_f_one_b(m, in_flight=p - s),
+        "eager_1f1b": lambda s: one_f_one_b(m, in_flight=in_flight[s]),
+        "interleaved_1f1b": lambda s: interleaved_1f1b(s, p, m, num_chunks),
+        "zero_bubble": lambda s: zero_bubble(s, p, m),
+    }[name]
+    return tuple(tasks_of(s) for s in range(p))
+
+
+def in_flight_bound(
+    name: str,
+    stage: int,
+    num_stages: int,
+    num_microbatches: int,
+    *,
+    num_chunks: int = 1,
+    in_flight: Sequence[int] = (),
+) -> int:
+    """Most chunks of microbatches that a schedule may hold in flight: its promise about memory.
+
+    The arguments are those of `schedule`.
+
+    >>> [in_flight_bound("1f1b", s, num_stages=3, num_microbatches=8) for s in range(3)]
+    [3, 2, 1]
+    """
+    all_of_them = num_microbatches * num_chunks
+    bound = {
+        "gpipe": all_of_them,
+        "1f1b": num_stages - stage,
+        "eager_1f1b": in_flight[stage] if in_flight else 0,
+        "interleaved_1f1b": 2 * (num_stages - 1 - stage) + (num_chunks - 1) * num_stages + 1,
+        "zero_bubble": num_stages,
+    }[name]
+    return min(bound, all_of_them)
+
+
+def max_in_flight(tasks: Sequence[Task], weights: Sequence[float] | None = None) -> float:
+    """Most that a stage holds in flight at a time; `weights` are those of its chunks, or all 1.
+
+    >>> max_in_flight(one_f_one_b(8, in_flight=3))
+    3
+    >>> tasks = interleaved_1f1b(1, 2, num_microbatches=8, num_chunks=2)
+    >>> max_in_flight(tasks), max_in_flight(tasks, [0.75, 0.25]), max_in_flight(tasks, [0, 1])
+    (3, 2.25, 1)
+    """
+    last = "W" if any(task.kind == "W" for task in tasks) else "B"
+    change = {"F": 1, "B": 0, "W": 0, last: -1}
+    weight = lambda task: 1 if weights is None else weights[task.chunk]
+    return max(itertools.accumulate(change[task.kind] * weight(task) for task in tasks))
+
+
+def validate(
+    name: str,
+    schedules: Sequence[Sequence[Task]],
+    num_microbatches: int,
+    *,
+    num_chunks: int = 1,
+    in_flight: Sequence[int] = (),
+) -> None:
+    """Asserts what `pipeline` relies on.
+
+    Every task runs once; of a chunk and microbatch F comes first, then B, then W; the promised
+    bound on what is in flight holds; and no stage waits forever.
+    """
+    num_stages = len(schedules)
+    kinds: tuple[Kind, ...] = ("F", "B", "W") if name == "zero_bubble" else ("F", "B")
+    passes = list(itertools.product(range(num_microbatches), range(num_chunks)))
+    for stage, tasks in enumerate(schedules):
+        position = {task: i for i, task in enumerate(tasks)}
+        expected = {Task(kind, m, c) for kind in kinds for m, c in passes}
+        runs = f"stage {stage} must run every task once, runs {' '.join(map(str, tasks))}"
+        assert position.keys() == expected, runs
+        assert len(tasks) == len(expected), runs
+        for first, second in itertools.pairwise(kinds):
+            for m, c in passes:
+                before, after = Task(first, m, c), Task(second, m, c)
+                assert position[before] < position[after], f"stage {stage}: {after} before {before}"
+        bound = in_flight_bound(
+            name, stage, num_stages, num_microbatches, num_chunks=num_chunks, in_flight=in_flight
+        )
+        most = max_in_flight(tasks)
+        assert most <= bound, f"stage {stage}: {most} in flight, {name} promises {bound}"
+    ones = [1.0] * num_stages * num_chunks
+    num_links = num_stages - (num_chunks == 1)
+    simulate(schedules, ones, ones, [(0.0, 0.0)] * num_links, weight_s=ones)
+
+
+# ---- the clock -----------------------------------------------------------------------------------
 
 
 class Event(NamedTuple):
@@ -45,111 +295,26 @@ class Simulation:
         return max(event.end_s for event in self.events if event.stage == stage)
 
 
-def gpipe(stage: int, num_stages: int, num_microbatches: int) -> tuple[Task, ...]:
-    """GPipe: all forwards, then all backwards; every microbatch is in flight at once.
-
-    The order is the same for every stage.
-
-    >>> print(*gpipe(0, num_stages=2, num_microbatches=3))
-    F0 F1 F2 B0 B1 B2
-
-    Reference: Huang et al., "GPipe", arXiv:1811.06965.
-    """
-    assert 0 <= stage < num_stages, f"no stage {stage} of {num_stages}"
-    return tuple(Task(kind, m) for kind in ("F", "B") for m in range(num_microbatches))
-
-
-def one_f_one_b(stage: int, num_stages: int, num_microbatches: int) -> tuple[Task, ...]:
-    """1F1B: warm up with forwards, then alternate, then drain the backwards.
-
-    Stage s keeps at most `num_stages - s` microbatches in flight, whatever their total number;
-    that bound on activation memory is the point of the schedule.
-
-    >>> for stage in range(3):
-    ...     print(stage, *one_f_one_b(stage, num_stages=3, num_microbatches=4))
-    0 F0 F1 F2 B0 F3 B1 B2 B3
-    1 F0 F1 B0 F2 B1 F3 B2 B3
-    2 F0 B0 F1 B1 F2 B2 F3 B3
-
-    Reference: Narayanan et al., "PipeDream", arXiv:1806.03377.
-    """
-    assert 0 <= stage < num_stages, f"no stage {stage} of {num_stages}"
-    num_warmup = min(num_stages - 1 - stage, num_microbatches)
-    tasks = [Task("F", m) for m in range(num_warmup)]
-    for m in range(num_microbatches - num_warmup):
-        tasks += [Task("F", num_warmup + m), Task("B", m)]
-    tasks += [Task("B", m) for m in range(num_microbatches - num_warmup, num_microbatches)]
-    return tuple(tasks)
-
-
-def schedule(name: str, num_stages: int, num_microbatches: int) -> tuple[tuple[Task, ...], ...]:
-    """The tasks of every stage, by the schedule's name in `ParallelConfig`.
-
-    >>> [len(tasks) for tasks in schedule("1f1b", num_stages=2, num_microbatches=4)]
-    [8, 8]
-    """
-    tasks_of = {"gpipe": gpipe, "1f1b": one_f_one_b}[name]
-    return tuple(tasks_of(s, num_stages, num_microbatches) for s in range(num_stages))
-
-
-def in_flight_bound(name: str, stage: int, num_stages: int, num_microbatches: int) -> int:
-    """Most microbatches a schedule may hold in flight on a stage: its promise about memory.
-
-    >>> [in_flight_bound("1f1b", s, num_stages=3, num_microbatches=8) for s in range(3)]
-    [3, 2, 1]
-    """
-    bound = {"gpipe": num_microbatches, "1f1b": num_stages - stage}[name]
-    return min(bound, num_microbatches)
-
-
-def max_in_flight(tasks: Sequence[Task]) -> int:
-    """Most microbatches that a stage holds in flight.
-
-    >>> max_in_flight(one_f_one_b(0, num_stages=3, num_microbatches=8))
-    3
-    """
-    return max(itertools.accumulate(1 if task.kind == "F" else -1 for task in tasks))
-
-
-def validate(name: str, schedules: Sequence[Sequence[Task]], num_microbatches: int) -> None:
-    """Asserts what `pipeline` relies on.
-
-    Every task runs once, a backward follows its own forward, the promised bound on microbatches in
-    flight holds, and no stage waits forever.
-    """
-    for stage, tasks in enumerate(schedules):
-        position = {task: i for i, task in enumerate(tasks)}
-        expected = {Task(kind, m) for kind in ("F", "B") for m in range(num_microbatches)}
-        runs = f"stage {stage} must run every task once, runs {' '.join(map(str, tasks))}"
-        assert position.keys() == expected, runs
-        assert len(tasks) == len(expected), runs
-        for m in range(num_microbatches):
-            assert position[Task("F", m)] < position[Task("B", m)], (
-                f"stage {stage}: B{m} before F{m}"
-            )
-        bound = in_flight_bound(name, stage, len(schedules), num_microbatches)
-        in_flight = max_in_flight(tasks)
-        assert in_flight <= bound, f"stage {stage}: {in_flight} in flight, {name} promises {bound}"
-    ones = [1.0] * len(schedules)
-    simulate(schedules, ones, ones, [(0.0, 0.0)] * (len(schedules) - 1))
-
-
 def simulate(
     schedules: Sequence[Sequence[Task]],
     forward_s: Sequence[float],
     backward_s: Sequence[float],
     transfer_s: Sequence[tuple[float, float]],
+    *,
+    weight_s: Sequence[float] = (),
 ) -> Simulation:
     """Runs the schedules against the clock: each stage in its order, as soon as inputs arrive.
 
-    A transfer overlaps with compute. Each link carries one transfer at a time in each direction, in
+    A transfer overlaps with compute. From one stage to another there is one transfer at a time, in
     the order in which the results were made. Asserts that no stage waits forever.
 
     Args:
       schedules: the tasks of every stage, in order.
-      forward_s: seconds of one forward, for each stage.
-      backward_s: seconds of one backward, for each stage.
-      transfer_s: for each stage but the last, seconds of one transfer (to the next stage, back).
+      forward_s: seconds of one forward, for each virtual stage.
+      backward_s: seconds of one backward, for each virtual stage.
+      transfer_s: for each stage but the last, seconds of one transfer (to the next stage, back);
+        with several chunks a stage also for the last: (to the first stage, back).
+      weight_s: seconds of one W, for each virtual stage; needed when backwards are split.
 
     Example, equal stages; their bubble is (p - 1) / (m + p - 1) = 2 / 6 for p stages and m
     microbatches (Huang et al., arXiv:1811.06965):
@@ -161,30 +326,44 @@ def simulate(
       2 |....F0B0--F1B1--F2B2--F3B3--........|
       >>> simulation.step_time_s, round(simulation.bubbles[0], 4)
       (18.0, 0.3333)
+
+    With half of each backward as a W, the same work ends 4 seconds earlier:
+      >>> split = schedule("zero_bubble", num_stages=3, num_microbatches=4)
+      >>> print(picture(simulate(split, [1] * 3, [1] * 3, [(0, 0)] * 2, weight_s=[1] * 3)))
+      0 |F0F1F2....B0W0F3B1W1B2W2B3W3|
+      1 |..F0F1..B0F2B1W0F3B2W1B3W2W3|
+      2 |....F0B0F1B1F2B2W0F3B3W1W2W3|
     """
     num_stages = len(schedules)
-    assert len(forward_s) == len(backward_s) == len(transfer_s) + 1 == num_stages
-    seconds = {"F": forward_s, "B": backward_s}
-    arrival_s = {(0, task): 0.0 for task in schedules[0] if task.kind == "F"}
-    arrival_s |= {(num_stages - 1, task): 0.0 for task in schedules[-1] if task.kind == "B"}
+    num_chunks = len(forward_s) // num_stages
+    assert len(forward_s) == len(backward_s) == num_chunks * num_stages
+    assert len(transfer_s) == num_stages - (num_chunks == 1)
+    seconds = {"F": forward_s, "B": backward_s, "W": weight_s}
+    arrival_s: dict[tuple[int, Task], float] = {
+        (stage, task): 0.0
+        for stage, tasks in enumerate(schedules)
+        for task in tasks
+        if sender(stage, task, num_stages, num_chunks) is None
+    }
     link_free_s: dict[tuple[int, int], float] = {}
     stage_free_s = [0.0] * num_stages
-    waiting = [list(reversed(tasks)) for tasks in schedules]
+    waiting = [deque(tasks) for tasks in schedules]
     events: list[Event] = []
     while any(waiting):
         num_events = len(events)
         for stage, tasks in enumerate(waiting):
-            while tasks and (arrived_s := arrival_s.get((stage, tasks[-1]))) is not None:
-                task = tasks.pop()
+            while tasks and (arrived_s := arrival_s.get((stage, tasks[0]))) is not None:
+                task = tasks.popleft()
                 start_s = max(arrived_s, stage_free_s[stage])
-                end_s = stage_free_s[stage] = start_s + seconds[task.kind][stage]
+                task_s = seconds[task.kind][task.chunk * num_stages + stage]
+                end_s = stage_free_s[stage] = start_s + task_s
                 events.append(Event(stage, task, start_s, end_s))
-                to = stage + 1 if task.kind == "F" else stage - 1
-                if 0 <= to < num_stages:
-                    way_s = transfer_s[stage][0] if to > stage else transfer_s[to][1]
+                if reader := receiver(stage, task, num_stages, num_chunks):
+                    to = reader[0]
+                    way_s = transfer_s[stage][0] if task.kind == "F" else transfer_s[to][1]
                     sent_s = max(end_s, link_free_s.get((stage, to), 0.0)) + way_s
-                    arrival_s[to, task] = link_free_s[stage, to] = sent_s
-        waits = [f"{s} for {tasks[-1]}" for s, tasks in enumerate(waiting) if tasks]
+                    arrival_s[reader] = link_free_s[stage, to] = sent_s
+        waits = [f"{s} for {tasks[0]}" for s, tasks in enumerate(waiting) if tasks]
         assert len(events) > num_events, f"deadlock: stage {', stage '.join(waits)}"
     step_time_s = max(stage_free_s)
     busy_s = [sum(e.end_s - e.start_s for e in events if e.stage == s) for s in range(num_stages)]

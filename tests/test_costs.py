@@ -60,7 +60,9 @@ def shape_of(**changes):
         data=1,
         tensor=1,
         sequences=2,
+        chunks=1,
         in_flight=1,
+        head_in_flight=1,
         dtype="float32",
         checkpointing="none",
     )

@@ -49,7 +49,7 @@ def machines(names: tuple[str, ...], *, nodes: int = 2, devices: int = 4) -> tup
             StagePlan(
                 cluster=name,
                 nodes=tuple(host.name for host in hosts),
-                layers=(f"block_{number:03d}",),
+                chunks=((f"block_{number:03d}",),),
                 devices=tuple(range(first, first + nodes * devices)),
                 mesh={Axis.DATA: nodes, Axis.TENSOR: devices},
                 fabrics={Axis.DATA: "infiniband", Axis.TENSOR: "nvlink"},

@@ -26,7 +26,9 @@ SHAPE = costs.StageShape(
     data=1,
     tensor=1,
     sequences=3,
+    chunks=1,
     in_flight=1,
+    head_in_flight=1,
     dtype="float32",
     checkpointing="none",
 )
@@ -95,9 +97,8 @@ def test_only_the_last_stage_has_logits_and_the_middle_has_most_buffers():
 @pytest.mark.parametrize("in_flight", [1, 2, 5])
 def test_activations_grow_with_microbatches_in_flight_and_nothing_of_the_parameters(in_flight):
     one = memory.stage_memory_bytes(MODELS["gpt2"], SHAPE)
-    more = memory.stage_memory_bytes(
-        MODELS["gpt2"], dataclasses.replace(SHAPE, in_flight=in_flight)
-    )
+    stage = dataclasses.replace(SHAPE, in_flight=in_flight, head_in_flight=in_flight)
+    more = memory.stage_memory_bytes(MODELS["gpt2"], stage)
     assert more["activations"] == in_flight * one["activations"]
     assert more["logits"] == one["logits"] * (in_flight + 1) / 2
     for name in one.keys() & set(memory.PER_PARAMETER):

@@ -64,7 +64,7 @@ def hand_made_plan(
             StagePlan(
                 cluster=f"c{i}",
                 nodes=(f"c{i}-0",),
-                layers=tuple(layers),
+                chunks=(tuple(layers),),
                 devices=tuple(range(start, stop)),
                 mesh=mesh,
                 fabrics={},

@@ -525,7 +525,7 @@ DAMAGE = {
             | {
                 "stages": [
                     c["stages"][0],
-                    c["stages"][1] | {"layers": c["stages"][1]["layers"][1:]},
+                    c["stages"][1] | {"chunks": [c["stages"][1]["chunks"][0][1:]]},
                 ]
             }
         ),

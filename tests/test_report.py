@@ -78,7 +78,7 @@ def machines(cluster_names: list[str]) -> tuple[Plan, Topology]:
             StagePlan(
                 cluster=name,
                 nodes=tuple(node.name for node in nodes),
-                layers=tuple(mine),
+                chunks=(tuple(mine),),
                 devices=tuple(range(4 * number, 4 * number + 4)),
                 mesh={Axis.DATA: 2, Axis.TENSOR: 2},
                 fabrics={Axis.DATA: "infiniband", Axis.TENSOR: "nvlink"},
