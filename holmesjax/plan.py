@@ -253,7 +253,7 @@ def describe(plan: Plan) -> list[str]:
     if plan.idle:
         idle = ", ".join(f"{node} {num_devices}" for node, num_devices in plan.idle.items())
         lines.append(f"  idle      devices: {idle}")
-    boundary = f", {show(plan.boundary_bytes, 'B')} to the next stage and back for each"
+    boundary = f", {show(plan.boundary_bytes, 'B')} each way between stages"
     lines.append(
         f"  schedule  {plan.schedule}, {_count(plan.microbatches, 'microbatch', 'es')} of "
         f"{_count(sequences, 'sequence')}{boundary if len(plan.stages) > 1 else ''}"

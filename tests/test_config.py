@@ -186,6 +186,32 @@ parallel.stages: must be at most model.num_layers = 6: a layer for each stage
   found: 7
   fix: use 6 or less, or more layers
 
+parallel.schedule=interleaved_1f1b
+parallel.chunks: must be at least 2 for schedule interleaved_1f1b
+  found: 1
+  fix: use 2, or set parallel.schedule to 1f1b
+
+parallel.chunks=2
+parallel.chunks: is only for schedule interleaved_1f1b, not for 1f1b
+  found: 2
+  fix: remove it, or set parallel.schedule to interleaved_1f1b
+
+parallel.schedule=interleaved_1f1b parallel.chunks=4 parallel.stages=2
+parallel.chunks: chunks * stages must be at most model.num_layers = 6
+  found: 4 * 2 = 8
+  fix: use 3 or less, or more layers
+
+parallel.schedule=interleaved_1f1b parallel.chunks=2 parallel.layers=[5,1]
+parallel.layers: must each be at least parallel.chunks = 2: a layer for each chunk
+  found: [5, 1]
+  fix: give each stage 2 layers or more, or use fewer chunks
+
+parallel.schedule=zero_bubble parallel.activation_checkpointing=dots
+parallel.activation_checkpointing: must be none for schedule zero_bubble: computing layers again \
+would tie the gradients of their weights back to B
+  found: dots
+  fix: use none, or set parallel.schedule to 1f1b
+
 parallel.tensor=8
 model.num_heads: must be a multiple of parallel.tensor = 8
   found: 4
@@ -274,6 +300,10 @@ AT_THE_LIMIT = [
     ["model.width=12", "model.positions=learned"],
     ["parallel.layers=[1,2,3]", "parallel.stages=3"],
     ["parallel.stages=6"],
+    ["parallel.schedule=interleaved_1f1b", "parallel.chunks=3", "parallel.stages=2"],
+    ["parallel.schedule=interleaved_1f1b", "parallel.chunks=2", "parallel.layers=[4,2]"],
+    ["parallel.schedule=zero_bubble", "parallel.activation_checkpointing=none"],
+    ["parallel.schedule=eager_1f1b", "parallel.activation_checkpointing=full"],
     ["parallel.tensor=4"],
     ["train.global_batch=8", "parallel.data=2"],
     ["train.global_batch=16", "parallel.data=2", "parallel.fsdp=2"],

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.interpreters import partial_eval
 
 from holmesjax import costs
 from holmesjax.config import ModelConfig
@@ -228,6 +229,10 @@ def test_stage_times_worked_by_hand():
     assert times.backward_s == pytest.approx(
         (3 * 3 * block + 2 * head) / 1e6 + (2 * rows + 12 * parameters) / 1e5
     )
+    # Products with weights: less the 4 S D of attention, and the head.
+    assert times.weight_s == pytest.approx(
+        (3 * 96 * 10 / 2 + head) / 1e6 + (2 * rows + 12 * parameters) / 1e5
+    )
     all_reduce_s = 2 * (3.0 + 10 * 2 * 4 / 2 / 100)
     assert times.forward_tensor_s == pytest.approx((2 * 3 + 1) * all_reduce_s)
     assert times.backward_tensor_s == pytest.approx((4 * 3 + 1) * all_reduce_s)
@@ -279,6 +284,20 @@ def test_the_ends_of_the_model_cost_what_they_hold():
     assert last.backward_tensor_s == pytest.approx(middle.backward_tensor_s + all_reduce_s)
     head_s = costs.head_forward_flop(model, 2 * model.context_length) / 2 / 1e6
     assert last.forward_s == pytest.approx(middle.forward_s + head_s)
+
+
+@pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)
+def test_gradients_of_weights_take_the_products_that_jax_does_for_them(model):
+    """Of the backward's products, those that go when only the input's gradient is asked for."""
+    x_BLD = jnp.zeros((2, model.context_length, model.width))
+    position_L = jnp.arange(model.context_length)
+    apply, params, args = forward_jaxpr(model, block_name(0), x_BLD, position_L, None)
+    loss = lambda params, x_BLD: apply(params, x_BLD, *args[1:]).sum()
+    jaxpr = jax.make_jaxpr(jax.value_and_grad(loss, argnums=(0, 1)))(params, x_BLD).jaxpr
+    only_loss_and_input = [True] + [False] * (len(jaxpr.outvars) - 2) + [True]
+    without, _ = partial_eval.dce_jaxpr(jaxpr, only_loss_and_input)
+    expected = costs.block_weight_flop(model, 2 * model.context_length)
+    assert dot_flop(jaxpr) - dot_flop(without) == expected
 
 
 @pytest.mark.parametrize("policy, factor", [("none", 2.0), ("dots", 2.0), ("full", 3.0)])

@@ -105,6 +105,18 @@ def test_activations_grow_with_microbatches_in_flight_and_nothing_of_the_paramet
         assert more[name] == one[name]
 
 
+def test_only_microbatches_that_went_through_the_head_hold_logits():
+    """Interleaved: three quarters of the layers for two microbatches, the head for one of them."""
+    one = memory.stage_memory_bytes(MODELS["gpt2"], SHAPE)
+    stage = dataclasses.replace(SHAPE, chunks=2, in_flight=1.5, head_in_flight=1)
+    more = memory.stage_memory_bytes(MODELS["gpt2"], stage)
+    assert more["logits"] == one["logits"]
+    last_norm = 3 * 48 * 2 * 4 * 64
+    assert more["activations"] - last_norm == 1.5 * (one["activations"] - last_norm)
+    # The ends of the pipeline are neighbours too.
+    assert (one["boundaries"], more["boundaries"]) == (0, 2 * 2 * 2 * 3 * 48 * 64 * 4)
+
+
 def test_data_cuts_what_zero_1_cuts_and_only_where_the_width_divides():
     one = memory.stage_memory_bytes(MODELS["gpt2"], SHAPE)
     four = memory.stage_memory_bytes(MODELS["gpt2"], dataclasses.replace(SHAPE, data=4))

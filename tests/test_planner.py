@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings, strategies as st
 
+from holmesjax import costs
 from holmesjax.config import (
     Config,
     DataConfig,
@@ -20,7 +21,8 @@ from holmesjax.config import (
 )
 from holmesjax.errors import PlanError
 from holmesjax.plan import Axis, Plan, describe, layer_names
-from holmesjax.planner import USABLE_MEMORY, make_plan, split_layers
+from holmesjax.planner import USABLE_MEMORY, choose_in_flight, make_plan, split_layers
+from holmesjax.schedule import schedule, simulate, validate
 from holmesjax.topology import Cluster, DeviceKind, Link, Nic, Node, Topology
 
 GIB = 2.0**30
@@ -267,6 +269,171 @@ def test_a_slower_ethernet_makes_a_slower_plan():
     assert len(set(steps)) == 4
 
 
+# ---- schedules -----------------------------------------------------------------------------------
+
+
+def plan_of(schedule, topology=None, **changes):
+    chunks = {"chunks": 2} if schedule == "interleaved_1f1b" else {}
+    config = make_config(schedule=schedule, **chunks, **changes)
+    return make_plan(config, topology or two_clusters())
+
+
+SCHEDULES = ["gpipe", "1f1b", "eager_1f1b", "interleaved_1f1b", "zero_bubble"]
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("stages", [2, 4])
+def test_a_plan_of_any_schedule_adds_up_and_gives_its_tasks(schedule, stages):
+    plan = plan_of(schedule, stages=stages)
+    validate(schedule, plan.tasks(), 8, num_chunks=plan.num_chunks, in_flight=plan.in_flight)
+    assert sum(plan.shares.values()) == pytest.approx(1.0, abs=1e-12)
+    assert min(plan.shares.values()) >= 0.0
+    layers = [layer for _, chunk in plan.chunks for layer in chunk]
+    assert tuple(layers) == layer_names(12)
+    assert Plan.from_json(plan.to_json()) == Plan.from_yaml(plan.to_yaml()) == plan
+    assert max(map(len, describe(plan))) <= 100
+
+
+def test_interleaved_stages_share_their_layers_over_chunks_in_model_order():
+    plan = plan_of("interleaved_1f1b", layers=(7, 5))
+    sizes = [(stage, len(chunk)) for stage, chunk in plan.chunks]
+    assert sizes == [(0, 1 + 4), (1, 3), (0, 3), (1, 2 + 1)]  # with the embedding and the head
+    assert plan.stages[1].layers == (*layer_names(12)[5:8], *layer_names(12)[11:])
+    assert any("embed + 7 layers in 2 chunks" in line for line in describe(plan))
+
+
+def test_interleaving_sends_every_boundary_of_its_chunks():
+    """Four virtual stages on two: three boundaries each way for a microbatch, not one."""
+    even = {"layers": (6, 6)}
+    once, thrice = (plan_of(name, **even) for name in ("1f1b", "interleaved_1f1b"))
+    for a, b in zip(once.stages, thrice.stages, strict=True):
+        assert b.seconds["boundary"] == pytest.approx(3 * a.seconds["boundary"])
+        for part in ("compute", "tensor", "data"):
+            assert b.seconds[part] == pytest.approx(a.seconds[part])
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved_1f1b", "zero_bubble"])
+def test_the_predicted_bubble_of_even_stages_is_near_that_of_the_papers(schedule):
+    """p - 1 times F + B + W; over the chunks when interleaved; F + B - W when split.
+
+    Four stages where layers are all there is: a tiny vocabulary, next to no network.
+    """
+    cluster = make_cluster("ib", "infiniband", (1,) * 4)
+    sizes = {"stages": 4, "tensor": 1, "layers": (16,) * 4}
+    changes = {"vocab_size": 256, "num_layers": 64}
+    plan = plan_of(schedule, make_topology(cluster), model=changes, **sizes)
+    step_s = plan.step_time_s * (1 - plan.shares["boundary"])  # as if transfers took no time
+    kind, model = cluster.nodes[0].device, make_config(model=changes).model
+    num_tokens = 8 * 1024
+    flop_s = lambda flop: 16 * costs.compute_time_s(flop, kind, "bfloat16")
+    forward_s = flop_s(costs.block_forward_flop(model, num_tokens))
+    added = 12 * 16 * costs.block_parameters(model)
+    weight_s = flop_s(costs.block_weight_flop(model, num_tokens))
+    weight_s += costs.memory_time_s(added, kind)
+    both_s = 2 * forward_s + costs.memory_time_s(added, kind)
+    bubble_s = {
+        "1f1b": forward_s + both_s,
+        "interleaved_1f1b": (forward_s + both_s) / 2,
+        "zero_bubble": forward_s + both_s - 2 * weight_s,
+    }[schedule]
+    update_s = 28 * 16 * costs.block_parameters(model) / kind.memory_bandwidth_bytes_per_s
+    expected_s = 8 * (forward_s + both_s) + 3 * bubble_s + update_s
+    assert step_s == pytest.approx(expected_s, rel=0.01)  # the embedding and the head
+
+
+def test_interleaved_activations_are_those_of_the_layers_in_flight():
+    """Chunks of 4 and 3 layers hold different amounts; a microbatch in one is not in the other."""
+    plain, plan = (plan_of(name, layers=(7, 5)) for name in ("1f1b", "interleaved_1f1b"))
+    layer_bytes = plain.stages[0].memory_bytes["activations"] / (2 * 7)  # two in flight
+    now = most = 0
+    for task in plan.tasks()[0]:
+        now += (4, 3)[task.chunk] * (1 if task.kind == "F" else -1)
+        most = max(most, now)
+    activations = plan.stages[0].memory_bytes["activations"]
+    assert activations == pytest.approx(most * layer_bytes)
+    logits = [stages[1].memory_bytes["logits"] for stages in (plain.stages, plan.stages)]
+    assert logits[0] == logits[1]  # one microbatch at a time has been through the last chunk
+
+
+def test_the_head_takes_its_time_in_the_last_chunk_only():
+    """A vocabulary so large that its stage has nothing else to do, and hardly ever waits."""
+    topology = make_topology(make_cluster("ib", "infiniband", (1, 1), memory_gib=800.0))
+    sizes = {"layers": (6, 6), "tensor": 1, "model": {"vocab_size": 1_024_000}}
+    plan = plan_of("interleaved_1f1b", topology, **sizes)
+    compute_s = plan.stages[1].seconds["compute"]
+    assert compute_s < plan.step_time_s * (1 - plan.shares["boundary"]) < 1.1 * compute_s
+
+
+def test_zero_bubble_holds_on_later_stages_what_the_first_holds():
+    """Until their W: two microbatches on the second stage of two, where 1F1B holds one."""
+    plain, split = (plan_of(name, layers=(6, 6)) for name in ("1f1b", "zero_bubble"))
+    activations = [
+        [stage.memory_bytes["activations"] for stage in plan.stages] for plan in (plain, split)
+    ]
+    assert activations[1][0] == activations[0][0]
+    assert activations[1][1] == 2 * activations[0][1]
+
+
+def test_eager_1f1b_covers_a_slow_link_and_1f1b_is_enough_without_one():
+    plain, eager = plan_of("1f1b"), plan_of("eager_1f1b")
+    assert eager.in_flight == (3, 1)
+    assert eager.step_time_s < plain.step_time_s
+    ratio = eager.stages[0].memory_bytes["activations"]
+    assert ratio == 1.5 * plain.stages[0].memory_bytes["activations"]
+    assert "in flight on the stages: 3, 1" in "\n".join(describe(eager))
+    one = make_topology(make_cluster("ib", "infiniband", (8,)))
+    assert plan_of("eager_1f1b", one, stages=1).in_flight == (1,)
+
+
+def test_eager_1f1b_stays_inside_the_memory():
+    """The deeper of the two needs 1.16 GiB a device of the first stage."""
+    plain = plan_of("1f1b", layers=(8, 4))
+    for memory_gib, in_flight in ((1.2, (2, 1)), (1.3, (3, 1))):
+        topology = make_topology(
+            make_cluster("ib", "infiniband", (8, 8), memory_gib=memory_gib),
+            make_cluster("roce", "roce", (8, 8), speed=0.5, memory_gib=memory_gib),
+        )
+        plan = plan_of("eager_1f1b", topology, layers=(8, 4))
+        assert plan.in_flight == in_flight
+        for stage in plan.stages:
+            assert sum(stage.memory_bytes.values()) <= USABLE_MEMORY * memory_gib * GIB
+        assert (plan.step_time_s == plain.step_time_s) == (in_flight == (2, 1))
+
+
+def simulated(forward_s, backward_s, transfer_s, microbatches):
+    def step_s(in_flight):
+        tasks = schedule("eager_1f1b", len(forward_s), microbatches, in_flight=in_flight)
+        return simulate(tasks, forward_s, backward_s, transfer_s).step_time_s
+
+    return step_s
+
+
+def every_depth(num_stages, microbatches):
+    depths = itertools.product(range(1, microbatches + 1), repeat=num_stages)
+    return [depth for depth in depths if list(depth) == sorted(depth, reverse=True)]
+
+
+@settings(max_examples=100, deadline=None)
+@given(data=st.data())
+def test_no_numbers_in_flight_are_faster_on_two_stages(data):
+    times = lambda low: data.draw(st.tuples(*[st.integers(low, 9)] * 2))
+    microbatches = data.draw(st.integers(1, 8))
+    step_s = simulated(times(1), times(1), [times(0)], microbatches)
+    chosen = choose_in_flight(2, microbatches, step_s)
+    best_s = min(map(step_s, every_depth(2, microbatches)))
+    assert step_s(chosen) == best_s
+    # The fewest of those that are as fast, next to those of 1F1B.
+    fewer = [(n, 1) for n in range(min(2, microbatches), chosen[0])]
+    assert all(step_s(depth) > best_s for depth in fewer)
+
+
+def test_numbers_in_flight_are_chosen_link_by_link_which_can_miss_a_twentieth():
+    step_s = simulated([2, 2, 3], [2, 4, 1], [(6, 6), (3, 3)], 8)
+    chosen = choose_in_flight(3, 8, step_s)
+    assert (chosen, step_s(chosen)) == ((5, 3, 1), 80)
+    assert min(map(step_s, every_depth(3, 8))) == 76
+
+
 # ---- clusters, stages and idle devices -----------------------------------------------------------
 
 
@@ -430,6 +597,37 @@ def test_devices_that_stages_cannot_share_are_refused():
     assert "1, 2, 3, 6" in error.fix
 
 
+INTERLEAVED = {"schedule": "interleaved_1f1b", "chunks": 2}
+
+
+def test_microbatches_that_do_not_come_in_groups_are_refused_with_values_that_work():
+    sizes = {"microbatches": 6, "train": {"global_batch": 48}}
+    error = refusal(make_config(**INTERLEAVED, stages=4, **sizes), two_clusters())
+    assert error.where == "parallel.microbatches"
+    assert "must be a multiple of the number of stages, 4, for interleaved_1f1b" in error.problem
+    assert error.found == "6 / 4 leaves 2"
+    assert "parallel.microbatches=4 or 8" in error.fix
+    for microbatches in (4, 8):
+        make_plan(make_config(**INTERLEAVED, stages=4, microbatches=microbatches), two_clusters())
+
+
+def test_interleaving_needs_two_stages_and_a_layer_for_each_chunk():
+    error = refusal(make_config(**INTERLEAVED, stages=1), two_clusters())
+    assert error.where == "parallel.schedule"
+    assert error.found == "1 stage"
+    error = refusal(make_config(**INTERLEAVED | {"chunks": 7}), two_clusters())
+    assert error.where == "parallel.chunks"
+    assert error.found == "7 * 2 = 14"
+    assert "parallel.chunks to 6 or less" in error.fix
+
+
+def test_a_zero_bubble_that_does_not_fit_is_not_told_to_compute_again():
+    topology = make_topology(make_cluster("a", "roce", (2,), memory_gib=9.5))
+    sizes = {"tensor": 2, "microbatches": 1, "train": {"global_batch": 32}}
+    error = refusal(make_config(**sizes, schedule="zero_bubble"), topology)
+    assert error.fix.startswith("raise parallel.microbatches")
+
+
 def test_more_stages_than_layers_or_devices_are_refused():
     error = refusal(make_config(model={"num_layers": 2}), three_clusters())
     assert "at most 2, the number of layers" in error.problem
@@ -531,6 +729,38 @@ DAMAGE = {
         ),
         "every layer once",
     ),
+    "an unknown schedule": (lambda c: c | {"schedule": "2f2b"}, "schedule"),
+    "a chunk of nothing": (
+        lambda c: c | {"stages": [c["stages"][0] | {"chunks": [*c["stages"][0]["chunks"], []]}]},
+        "equally many chunks, none empty",
+    ),
+    "other chunks on a stage": (
+        lambda c: (
+            c
+            | {
+                "stages": [
+                    c["stages"][0] | {"chunks": [[x] for x in c["stages"][0]["chunks"][0]]},
+                    c["stages"][1],
+                ]
+            }
+        ),
+        "equally many chunks",
+    ),
+    "no stages": (lambda c: c | {"stages": []}, "equally many chunks"),
+    "interleaved without chunks": (
+        lambda c: c | {"schedule": "interleaved_1f1b"},
+        "interleaved_1f1b, 1 chunk",
+    ),
+    "eager without numbers": (lambda c: c | {"schedule": "eager_1f1b"}, "number for each stage"),
+    "numbers without eager": (lambda c: c | {"in_flight": [2, 1]}, "number for each stage"),
+    "more in flight than there are": (
+        lambda c: c | {"schedule": "eager_1f1b", "in_flight": [9, 1]},
+        "from 1 to 8",
+    ),
+    "in flight that deadlocks": (
+        lambda c: c | {"schedule": "eager_1f1b", "in_flight": [1, 2]},
+        "deadlock",
+    ),
     "a device twice": (
         lambda c: c | {"stages": [c["stages"][0], c["stages"][1] | {"devices": list(range(16))}]},
         "one stage only",
@@ -551,6 +781,24 @@ def test_a_damaged_plan_is_refused(damage, problem, tmp_path):
         Plan.load(path)
     assert raised.value.where == str(path)
     assert "launch plan" in raised.value.fix
+
+
+@pytest.mark.parametrize(
+    "change, problem",
+    [
+        (lambda c: c | {"microbatches": 7}, "a multiple of them"),
+        (lambda c: c | {"schedule": "1f1b"}, "1f1b, 2 chunks"),
+        (lambda c: c | {"stages": c["stages"][::-1]}, "in model order"),
+        (
+            lambda c: c | {"stages": [s | {"chunks": s["chunks"][::-1]} for s in c["stages"]]},
+            "in model order",
+        ),
+    ],
+)
+def test_an_interleaved_plan_that_contradicts_itself_is_refused(change, problem):
+    content = json.loads(plan_of("interleaved_1f1b").to_json())
+    with pytest.raises(PlanError, match=problem):
+        Plan.from_json(json.dumps(change(content)))
 
 
 def test_text_that_is_no_plan_at_all_is_refused(tmp_path):
