@@ -307,7 +307,8 @@ def _every_stage_has_a_layer(model: ModelConfig, parallel: ParallelConfig) -> It
         yield _wrong("parallel.stages", problem, stages, fix)
     elif stages is not None and stages * chunks > num_layers:
         problem = f"chunks * stages must be at most model.num_layers = {num_layers}"
-        fix = f"use {num_layers // stages} or less, or more layers"
+        most = num_layers // stages
+        fix = f"use {most} or less, or more layers" if most > 1 else "use fewer stages"
         yield _wrong("parallel.chunks", problem, f"{chunks} * {stages} = {chunks * stages}", fix)
 
 

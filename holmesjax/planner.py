@@ -581,11 +581,12 @@ def _refuse_number_of_stages(config: Config, topology: Topology, num_stages: int
 def _refuse_interleaving(config: Config, num_stages: int) -> None:
     parallel, num_layers = config.parallel, config.model.num_layers
     if num_stages * parallel.chunks > num_layers:
+        most = num_layers // num_stages
         raise PlanError(
             "parallel.chunks",
             f"chunks * stages must be at most the number of layers, {num_layers}",
             found=f"{parallel.chunks} * {num_stages} = {parallel.chunks * num_stages}",
-            fix=f"set parallel.chunks to {num_layers // num_stages} or less, or use fewer stages",
+            fix=f"set parallel.chunks to {most} or less" if most > 1 else "use fewer stages",
         )
     if num_stages == 1:
         raise PlanError(

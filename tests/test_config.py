@@ -201,6 +201,11 @@ parallel.chunks: chunks * stages must be at most model.num_layers = 6
   found: 4 * 2 = 8
   fix: use 3 or less, or more layers
 
+parallel.schedule=interleaved_1f1b parallel.chunks=2 parallel.stages=4
+parallel.chunks: chunks * stages must be at most model.num_layers = 6
+  found: 2 * 4 = 8
+  fix: use fewer stages
+
 parallel.schedule=interleaved_1f1b parallel.chunks=2 parallel.layers=[5,1]
 parallel.layers: must each be at least parallel.chunks = 2: a layer for each chunk
   found: [5, 1]

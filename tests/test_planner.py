@@ -618,7 +618,9 @@ def test_interleaving_needs_two_stages_and_a_layer_for_each_chunk():
     error = refusal(make_config(**INTERLEAVED | {"chunks": 7}), two_clusters())
     assert error.where == "parallel.chunks"
     assert error.found == "7 * 2 = 14"
-    assert "parallel.chunks to 6 or less" in error.fix
+    assert error.fix == "set parallel.chunks to 6 or less"
+    few = make_config(**INTERLEAVED, model={"num_layers": 3})
+    assert refusal(few, two_clusters()).fix == "use fewer stages"  # one chunk is no interleaving
 
 
 def test_a_zero_bubble_that_does_not_fit_is_not_told_to_compute_again():
