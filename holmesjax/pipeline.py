@@ -8,12 +8,13 @@ happened, and when, is a `Timeline`.
 
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol
 
 import jax
 import numpy as np
-from jax.sharding import NamedSharding
+from jax.sharding import NamedSharding, PartitionSpec as P
 
 from holmesjax import sharding
 from holmesjax.crossings import Crossing, Key
@@ -26,7 +27,7 @@ from holmesjax.programs import (
     compile_stages,
     compile_whole_step,
 )
-from holmesjax.schedule import Task, schedule
+from holmesjax.schedule import Task
 from holmesjax.stage import Batch, Saved, Stage, StageState, Tree
 from holmesjax.timeline import Timeline
 from holmesjax.transport import LocalTransport, Transport, move
@@ -52,23 +53,33 @@ class Alone:
 
 @dataclass
 class _Flight:
-    """What one stage holds in the middle of a step."""
+    """What one chunk of a stage holds in the middle of a step."""
 
-    replicas: Tree
+    params: Tree  # masters
     gradients: Tree | None  # None: no backward follows, as in a validation
-    saved: dict[int, Saved]
+    left: int  # backwards, or weight gradients where they are split
+    replicas: Tree = None  # from the first forward on
+    saved: dict[int, Saved] = field(default_factory=dict)
+    passed: dict[int, tuple] = field(default_factory=dict)  # between B and W
 
 
 def crossings(stage: Stage) -> tuple[Crossing, ...]:
-    """Everything that crosses between the stages of a plan, as any one of them can tell."""
-    plan, last = stage.plan, len(stage.plan.stages) - 1
+    """Everything that crosses between the chunks of a plan, as any one of them can tell.
+
+    Chunk v gives "F<v>" forward and "B<v>" back; with tied embeddings, the first and the last chunk
+    give each other "table<v>".
+    """
+    plan, last = stage.plan, len(stage.plan.chunks) - 1
+    homes = [home for home, _ in plan.chunks]
     boundary = boundary_shape(stage)
     found = []
 
     def add(
-        name: str, source: int, target: int, shape: tuple[int, ...], dtype: str, specs: tuple
+        name: str, v: int, to: int, shape: tuple[int, ...], dtype: str, spec: Callable[..., P]
     ) -> None:
+        source, target = homes[v], homes[to]
         link = f"{plan.stages[source].cluster} -> {plan.stages[target].cluster}"
+        specs = [spec(plan.stages[end].mesh) for end in (source, target)]
         found.append(
             Crossing(
                 name=name,
@@ -82,28 +93,26 @@ def crossings(stage: Stage) -> tuple[Crossing, ...]:
             )
         )
 
-    for s in range(last):
-        for name, source, target in ((f"F{s}", s, s + 1), (f"B{s + 1}", s + 1, s)):
-            pair = tuple(sharding.batch_spec(plan.stages[end].mesh) for end in (source, target))
-            add(name, source, target, boundary.shape, str(boundary.dtype), pair)
+    for v in range(last):
+        for name, a, b in ((f"F{v}", v, v + 1), (f"B{v + 1}", v + 1, v)):
+            add(name, a, b, boundary.shape, str(boundary.dtype), sharding.batch_spec)
     if stage.model.tied_embeddings and last > 0:
         shape = (stage.model.vocab_size, stage.model.width)
-        specs = [
-            sharding.master_spec("token_VD", shape, plan.stages[s].mesh) for s in range(last + 1)
-        ]
-        for source, target in ((0, last), (last, 0)):
-            pair = (specs[source], specs[target])
-            add(f"table{source}", source, target, shape, "float32", pair)
+        for a, b in ((0, last), (last, 0)):
+            add(f"table{a}", a, b, shape, "float32", partial(_table_spec, shape))
     return tuple(found)
 
 
-def local_targets(
-    stages: Sequence[Stage],
-) -> dict[str, tuple[NamedSharding, str]]:
+def _table_spec(shape: tuple[int, ...], sizes: sharding.Sizes) -> P:
+    return sharding.master_spec("token_VD", shape, sizes)
+
+
+def local_targets(stages: Sequence[Stage]) -> dict[str, tuple[NamedSharding, str]]:
     """The sharding at its target, and the link, of each crossing between stages of a process."""
+    meshes = {stage.plan.chunks[stage.index][0]: stage.mesh for stage in stages}
     return {
         crossing.name: (
-            sharding.from_axes(stages[crossing.target].mesh, crossing.target_spec),
+            sharding.from_axes(meshes[crossing.target], crossing.target_spec),
             crossing.link,
         )
         for crossing in crossings(stages[0])
@@ -115,7 +124,7 @@ class Pipeline:
 
     Args:
       plan: of all stages.
-      programs: of the stages here, in order.
+      programs: of the chunks here, in the order of the model.
       transport: moves boundaries between stages.
       agreement: shares scalars with the other stages.
       waits_for: told what the process waits for, and "" when that has come.
@@ -132,9 +141,10 @@ class Pipeline:
         self._plan, self._transport, self._agreement = plan, transport, agreement
         self._waits_for = waits_for
         self._programs = {p.stage.index: p for p in programs}
-        self._last = len(plan.stages) - 1
-        self._tasks = self._here(schedule(plan.schedule, len(plan.stages), plan.microbatches))
-        stage = next(iter(self._programs.values())).stage
+        self._last = len(plan.chunks) - 1
+        self._here = sorted({plan.chunks[v][0] for v in self._programs})
+        stage = programs[0].stage
+        self._is_tied = stage.model.tied_embeddings
         self._links = {crossing.name: crossing.link for crossing in crossings(stage)}
         self._round = 0  # counts train steps and validation batches: part of each key
         if self._last in self._programs:
@@ -142,9 +152,6 @@ class Pipeline:
             self._weight = sharding.put(
                 weight, sharding.replicated(self._programs[self._last].stage.mesh)
             )
-
-    def _here(self, tasks: Sequence[Sequence[Task]]) -> dict[int, Sequence[Task]]:
-        return {s: tasks[s] for s in self._programs}
 
     def init(self, seed: int) -> list[StageState]:
         return [programs.stage.init(seed) for programs in self._programs.values()]
@@ -154,18 +161,17 @@ class Pipeline:
     ) -> tuple[list[StageState], Metrics]:
         """One optimizer step on the global batch; the old states are donated."""
         flights = self._take_off(states)
-        losses = self._run(self._tasks, flights, split(inputs, self._plan.microbatches), timeline)
+        microbatches = split(inputs, self._plan.microbatches)
+        losses = self._run(self._plan.tasks(), flights, microbatches, timeline)
         return self._finish(states, flights, losses, timeline)
 
     def evaluate(self, states: Sequence[StageState], inputs: dict[str, np.ndarray]) -> list:
         """Mean loss of each microbatch, where the last stage is here; changes nothing."""
         forwards = [
-            tuple(task for task in tasks if task.kind == "F")
-            for tasks in schedule("gpipe", len(self._plan.stages), self._plan.microbatches)
+            tuple(task for task in tasks if task.kind == "F") for tasks in self._plan.tasks()
         ]
         flights = self._take_off(states, gradients=False)
-        microbatches = split(inputs, self._plan.microbatches)
-        return self._run(self._here(forwards), flights, microbatches, None)
+        return self._run(forwards, flights, split(inputs, self._plan.microbatches), None)
 
     def take_link_bytes(self) -> dict[str, int]:
         return self._transport.take_bytes()
@@ -175,28 +181,28 @@ class Pipeline:
 
     def _take_off(self, states: Sequence[StageState], gradients: bool = True) -> dict[int, _Flight]:
         return {
-            s: _Flight(
-                replicas=programs.gather(state.params),
+            v: _Flight(
+                params=state.params,
                 gradients=programs.zero_gradients() if gradients else None,
-                saved={},
+                left=self._plan.microbatches,
             )
-            for (s, programs), state in zip(self._programs.items(), states, strict=True)
+            for (v, programs), state in zip(self._programs.items(), states, strict=True)
         }
 
     # ---- tasks ---------------------------------------------------------------------------------
 
     def _run(
         self,
-        tasks: Mapping[int, Sequence[Task]],
+        tasks: Sequence[Sequence[Task]],
         flights: Mapping[int, _Flight],
         inputs: Sequence[dict[str, np.ndarray]],
         timeline: Timeline | None,
     ) -> list[jax.Array]:
-        """Dispatches every task of the schedule; the losses, in order of their microbatch."""
+        """Dispatches every task of the stages here; the losses, in order of their microbatch."""
         self._round += 1
-        waiting = {s: deque(stage_tasks) for s, stage_tasks in tasks.items()}
-        for s, stage_tasks in tasks.items():
-            keys = (self._input(s, task) for task in stage_tasks)
+        waiting = {s: deque(tasks[s]) for s in self._here}
+        for s in self._here:
+            keys = (self._input(s, task) for task in tasks[s])
             self._transport.expect([key for key in keys if key])
         losses: dict[int, jax.Array] = {}
         while any(waiting.values()):
@@ -204,13 +210,15 @@ class Pipeline:
             for s, queue in waiting.items():
                 while queue and self._is_ready(s, queue[0]):
                     task, progress = queue.popleft(), True
-                    m = task.microbatch
+                    v, m = self._chunk(s, task), task.microbatch
                     if task.kind == "F":
-                        arrived, out = self._forward(s, task, flights[s], inputs[m])
-                        if s == self._last:
+                        arrived, out = self._forward(s, task, flights[v], inputs[m])
+                        if v == self._last:
                             losses[m] = out
+                    elif task.kind == "B":
+                        arrived, out = self._backward(s, task, flights[v])
                     else:
-                        arrived, out = self._backward(s, task, flights[s])
+                        arrived, out = None, self._weight_gradient(v, m, flights[v])
                     if timeline is not None:
                         timeline.watch(s, task.kind, m, arrived, out)
             if not progress:
@@ -218,12 +226,17 @@ class Pipeline:
                 self._wait([key for key in heads if key])
         return [losses[m] for m in sorted(losses)]
 
+    def _chunk(self, s: int, task: Task) -> int:
+        """The place in the model of the chunk that a task of a stage runs through."""
+        return task.chunk * len(self._plan.stages) + s
+
     def _input(self, s: int, task: Task) -> Key | None:
         """What a task reads from another stage."""
-        if task.kind == "F" and s > 0:
-            return Key(f"F{s - 1}", self._round, task.microbatch)
-        if task.kind == "B" and s < self._last:
-            return Key(f"B{s + 1}", self._round, task.microbatch)
+        v = self._chunk(s, task)
+        if task.kind == "F" and v > 0:
+            return Key(f"F{v - 1}", self._round, task.microbatch)
+        if task.kind == "B" and v < self._last:
+            return Key(f"B{v + 1}", self._round, task.microbatch)
         return None
 
     def _is_ready(self, s: int, task: Task) -> bool:
@@ -239,25 +252,47 @@ class Pipeline:
         self, s: int, task: Task, flight: _Flight, inputs: dict[str, np.ndarray]
     ) -> tuple[jax.Array | None, jax.Array]:
         """What the task waits for, and what it gives."""
-        programs, key = self._programs[s], self._input(s, task)
+        v, key = self._chunk(s, task), self._input(s, task)
+        programs = self._programs[v]
         x_BLD = self._transport.fetch(key) if key else None
-        out, saved = programs.forward(flight.replicas, x_BLD, _put_batch(programs.stage, inputs))
+        batch = _put_batch(programs.stage, inputs)
+        if flight.replicas is None:
+            flight.replicas, out, saved = programs.first_forward(flight.params, x_BLD, batch)
+        else:
+            assert programs.forward is not None
+            out, saved = programs.forward(flight.replicas, x_BLD, batch)
         if flight.gradients is not None:  # a backward will follow
             flight.saved[task.microbatch] = saved
-        if s < self._last:
-            self._transport.offer(Key(f"F{s}", self._round, task.microbatch), out)
+        if v < self._last:
+            self._transport.offer(Key(f"F{v}", self._round, task.microbatch), out)
         return x_BLD, out
 
     def _backward(self, s: int, task: Task, flight: _Flight) -> tuple[jax.Array, jax.Array]:
         """What the task waits for, and what it gives."""
-        programs, key = self._programs[s], self._input(s, task)
+        v, m, key = self._chunk(s, task), task.microbatch, self._input(s, task)
+        programs, saved = self._programs[v], flight.saved.pop(m)
         dy = self._transport.fetch(key) if key else self._weight
-        flight.gradients, dx = programs.backward(
-            flight.replicas, flight.saved.pop(task.microbatch), flight.gradients, dy
-        )
-        if s > 0:
-            self._transport.offer(Key(f"B{s}", self._round, task.microbatch), dx)
+        if programs.split is not None:
+            dx, passed = programs.split.input_gradient(flight.replicas, saved, dy)
+            flight.passed[m] = programs.split.keep(flight.replicas, saved, dy), passed
+        else:
+            flight.left -= 1
+            run = programs.backward if flight.left else programs.last_backward
+            assert run is not None
+            flight.gradients, dx = run(flight.replicas, saved, flight.gradients, dy)
+        if v > 0:
+            self._transport.offer(Key(f"B{v}", self._round, m), dx)
         return dy, dx
+
+    def _weight_gradient(self, v: int, m: int, flight: _Flight) -> jax.Array:
+        """What the task gives; what it reads is here."""
+        programs = self._programs[v].split
+        assert programs is not None
+        flight.left -= 1
+        run = programs.weight_gradient if flight.left else programs.last_weight_gradient
+        assert run is not None
+        (flight.gradients,) = run(flight.gradients, *flight.passed.pop(m))
+        return jax.tree.leaves(flight.gradients)[0]
 
     # ---- the end of a step ---------------------------------------------------------------------
 
@@ -268,36 +303,36 @@ class Pipeline:
         losses: Sequence[jax.Array],
         timeline: Timeline,
     ) -> tuple[list[StageState], Metrics]:
-        reduced = {}
-        for s, flight in flights.items():
-            reduced[s] = self._programs[s].reduce(flight.gradients)
-            timeline.watch(s, "R", None, None, jax.tree.leaves(reduced[s])[0])
-        if next(iter(self._programs.values())).stage.model.tied_embeddings:
+        reduced = {v: flight.gradients for v, flight in flights.items()}
+        if self._is_tied:
             self._add_tied_gradients(reduced)
-        own = {s: self._programs[s].square_norm(gradients) for s, gradients in reduced.items()}
+        own: dict[int, jax.Array] = {}
+        for v, programs in self._programs.items():
+            s, norm = self._plan.chunks[v][0], programs.square_norm(reduced[v])
+            own[s] = own[s] + norm if s in own else norm
         norms = self._agreement.square_norms(own)
         new_states, metrics = [], {}
-        for (s, programs), state in zip(self._programs.items(), states, strict=True):
-            where = sharding.replicated(programs.stage.mesh)
+        for (v, programs), state in zip(self._programs.items(), states, strict=True):
+            s, where = self._plan.chunks[v][0], sharding.replicated(programs.stage.mesh)
             here = tuple(own[s] if o == s else _put_scalar(n, where) for o, n in enumerate(norms))
-            state, metrics = programs.update(state, reduced[s], here)
+            state, metrics = programs.update(state, reduced[v], here)
             timeline.watch(s, "U", None, None, metrics["grad_norm"])
             new_states.append(state)
         return new_states, {"loss": losses, "square_norms": norms, **metrics}
 
     def _add_tied_gradients(self, reduced: dict[int, Tree]) -> None:
         """The table is used twice: both ends add the other's gradient, and stay equal."""
-        ends = {s: self._last - s for s in (0, self._last) if s in reduced}
-        own = {s: reduced[s][EMBED]["token_VD"] for s in ends}
-        for s, own_VD in own.items():
-            self._transport.offer(Key(f"table{s}", self._round, 0), own_VD)
-        for s, other in ends.items():
+        ends = {v: self._last - v for v in (0, self._last) if v in reduced}
+        own = {v: reduced[v][EMBED]["token_VD"] for v in ends}
+        for v, own_VD in own.items():
+            self._transport.offer(Key(f"table{v}", self._round, 0), own_VD)
+        for v, other in ends.items():
             key = Key(f"table{other}", self._round, 0)
             self._transport.expect([key])
             if not self._transport.arrived(key):
                 self._wait([key])
-            total_VD = own[s] + self._transport.fetch(key)
-            reduced[s] = {**reduced[s], EMBED: {**reduced[s][EMBED], "token_VD": total_VD}}
+            total_VD = own[v] + self._transport.fetch(key)
+            reduced[v] = {**reduced[v], EMBED: {**reduced[v][EMBED], "token_VD": total_VD}}
 
 
 class OneStage:
@@ -336,7 +371,7 @@ class OneStage:
 
 
 def make_runner(plan: Plan, stages: Sequence[Stage]) -> Pipeline | OneStage:
-    """Compiles the stages of a plan, all of them in this process."""
+    """Compiles the chunks of a plan, all of them in this process."""
     if len(stages) == 1:
         return OneStage(plan, compile_whole_step(stages[0]))
     return in_one_process(plan, compile_stages(stages))

@@ -4,6 +4,7 @@ Everything is compiled ahead of time, the stages in parallel, so that no step wa
 and a shape that does not fit fails at the start.
 """
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -14,7 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from holmesjax import sharding
-from holmesjax.stage import Saved, Stage, Tree
+from holmesjax.split import split
+from holmesjax.stage import Batch, Saved, Stage, Tree
 
 Compiled = Callable[..., Any]
 Shapes = dict[str, jax.ShapeDtypeStruct]
@@ -22,19 +24,32 @@ Shapes = dict[str, jax.ShapeDtypeStruct]
 
 @dataclass(frozen=True, kw_only=True)
 class Programs:
-    """Compiled functions of one stage of a pipeline; each takes and returns arrays on its mesh.
+    """Compiled functions of one chunk of a pipeline; each takes and returns arrays on its mesh.
 
-    Donated, so not to be used again: the gradients by `backward`, the state by `update`.
+    Donated, so not to be used again: the gradients by what adds to them, the state by `update`.
+    What a plan does not run is None: `forward` and the backwards that are not the last with a
+    single microbatch, and one of the two kinds of backward.
     """
 
     stage: Stage
-    gather: Compiled
+    first_forward: Compiled  # (params, x, batch) -> replicas, out, saved
+    forward: Compiled | None  # (replicas, x, batch) -> out, saved
     zero_gradients: Compiled
-    forward: Compiled
-    backward: Compiled
-    reduce: Compiled
+    backward: Compiled | None  # (replicas, saved, gradients, dy) -> gradients, dx
+    last_backward: Compiled | None  # the same -> reduced gradients, dx
+    split: "SplitPrograms | None"  # in their place, where the schedule splits the backward
     square_norm: Compiled
     update: Compiled
+
+
+@dataclass(frozen=True, kw_only=True)
+class SplitPrograms:
+    """A backward in two programs, with what the first hands to the second."""
+
+    input_gradient: Compiled  # (replicas, saved, dy) -> dx, passed
+    keep: Callable[[Tree, Saved, Any], list[jax.Array]]  # what of these W still needs
+    weight_gradient: Compiled | None  # (gradients, kept, passed) -> gradients
+    last_weight_gradient: Compiled  # the same -> reduced gradients
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,19 +73,23 @@ def compile_stage(stage: Stage) -> Programs:
     x_BLD = None if stage.is_first else boundary_shape(stage)
     scalar = jax.ShapeDtypeStruct((), jnp.float32, sharding=sharding.replicated(stage.mesh))
     dy = scalar if stage.is_last else boundary_shape(stage)
-    forward, saved = _compile_forward(stage, replicas, x_BLD)
+    dx = scalar if x_BLD is None else x_BLD
+    is_split = stage.plan.schedule == "zero_bubble"
+    first_forward, forward, saved = _compile_forwards(stage, replicas, x_BLD)
+    backward = last_backward = None
+    if not is_split:
+        args = (replicas, saved, gradients, dy)
+        last_backward = _compile_last(stage, stage.backward, *args, out=(gradients, dx), donate=2)
+        if _accumulates(stage):
+            backward = _compile(stage.backward, *args, out=(gradients, dx), donate=(2,))
     return Programs(
         stage=stage,
-        gather=_compile(stage.gather, state.params, out=replicas),
-        zero_gradients=_compile(stage.zero_gradients, out=gradients),
+        first_forward=first_forward,
         forward=forward,
-        backward=_compile(
-            stage.backward,
-            *(replicas, saved, gradients, dy),
-            out=(gradients, scalar if x_BLD is None else x_BLD),
-            donate=(2,),
-        ),
-        reduce=_compile(stage.reduce, gradients, out=state.params),
+        zero_gradients=_compile(stage.zero_gradients, out=gradients),
+        backward=backward,
+        last_backward=last_backward,
+        split=_compile_split(stage, replicas, saved, gradients, dy) if is_split else None,
         square_norm=_compile(stage.square_norm, state.params, out=scalar),
         update=_compile(
             stage.update,
@@ -78,6 +97,68 @@ def compile_stage(stage: Stage) -> Programs:
             out=(state, scalar),
             donate=(0,),
         ),
+    )
+
+
+def _accumulates(stage: Stage) -> bool:
+    """Whether there are microbatches besides the last."""
+    return stage.plan.microbatches > 1
+
+
+def _compile_last(
+    stage: Stage, backward: Callable, *args: Any, out: tuple, donate: int
+) -> Compiled:
+    """A backward whose first result, the gradients, is reduced over `data` in the same program.
+
+    With a single replica there is nothing to send while it computes; a program of its own then
+    spares compiling the backward twice.
+    """
+    masters = stage.state_shapes.params
+    if stage.num_replicas > 1:
+
+        def last(*args: Any) -> tuple:
+            gradients, *rest = backward(*args)
+            return stage.reduce(gradients), *rest
+
+        # No result has the form of the gradients that come in: nothing to donate them to.
+        return _compile(last, *args, out=(masters, *out[1:]))
+    accumulate = _compile(backward, *args, out=out, donate=(donate,))
+    reduce = _compile(stage.reduce, out[0], out=masters)
+
+    def one_after_the_other(*args: Any) -> tuple:
+        gradients, *rest = accumulate(*args)
+        return reduce(gradients), *rest
+
+    return one_after_the_other
+
+
+def _compile_split(
+    stage: Stage, replicas: Tree, saved: Saved, gradients: Tree, dy: jax.ShapeDtypeStruct
+) -> SplitPrograms:
+    args = (replicas, saved, dy)
+    parts = split(stage.gradients, *args)
+    leaves = jax.tree.leaves(args)
+
+    def first(replicas: Tree, saved: Saved, dy: jax.Array) -> tuple:
+        return parts.first(*jax.tree.leaves((replicas, saved, dy)))
+
+    def weights(gradients: Tree, kept: list, passed: list) -> tuple[Tree]:
+        return (stage.accumulate(gradients, parts.second(*kept, *passed)),)
+
+    dx = sharding.replicated(stage.mesh) if stage.is_first else boundary_shape(stage).sharding
+    lowered = jax.jit(first, out_shardings=(dx, None)).lower(*args)
+    input_gradient = lowered.compile()
+    passed = _with_shardings(lowered.out_info[1], input_gradient.output_shardings[1])
+    kept = [leaves[i] for i in parts.keeps]
+    last = _compile_last(stage, weights, gradients, kept, passed, out=(gradients,), donate=0)
+    accumulate = None
+    if _accumulates(stage):
+        accumulate = _compile(weights, gradients, kept, passed, out=(gradients,), donate=(0,))
+    return SplitPrograms(
+        input_gradient=input_gradient,
+        keep=lambda *args: [jax.tree.leaves(args)[i] for i in parts.keeps],
+        weight_gradient=accumulate,
+        last_weight_gradient=last,
     )
 
 
@@ -134,18 +215,63 @@ def _compile_forward(
     stage: Stage, replicas: Tree, x_BLD: jax.ShapeDtypeStruct | None
 ) -> tuple[Compiled, Saved]:
     """The program, and the shapes and shardings that XLA chose for what it saves."""
-    mesh = stage.mesh
-    out = sharding.replicated(mesh) if stage.is_last else sharding.batch_sharding(mesh)
-    lowered = jax.jit(stage.forward, out_shardings=(out, None)).lower(
+    lowered = jax.jit(stage.forward, out_shardings=(_out_sharding(stage), None)).lower(
         replicas, x_BLD, batch_shapes(stage)
     )
     compiled = lowered.compile()
-    saved = jax.tree.map(
-        lambda x, where: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where),
-        lowered.out_info[1],
-        compiled.output_shardings[1],
+    return compiled, _with_shardings(lowered.out_info[1], compiled.output_shardings[1])
+
+
+def _compile_forwards(
+    stage: Stage, replicas: Tree, x_BLD: jax.ShapeDtypeStruct | None
+) -> tuple[Compiled, Compiled | None, Saved]:
+    """The first forward of a step, the others if there are any, and what both save."""
+    params = stage.state_shapes.params
+    if stage.num_replicas == 1:  # nothing to send while it computes: see `_compile_last`
+        gather = _compile(stage.gather, params, out=replicas)
+        forward, saved = _compile_forward(stage, replicas, x_BLD)
+
+        def one_after_the_other(params: Tree, *args: Any) -> tuple:
+            here = gather(params)
+            return here, *forward(here, *args)
+
+        return one_after_the_other, forward, saved
+    others, where = None, None
+    if _accumulates(stage):
+        others, saved = _compile_forward(stage, replicas, x_BLD)
+        where = jax.tree.map(lambda x: x.sharding, saved.arrays)
+    forms = []
+
+    def first(params: Tree, x_BLD: jax.Array | None, batch: Batch) -> tuple:
+        here, out, kept = stage.first_forward(params, x_BLD, batch)
+        forms.append(dataclasses.replace(kept, arrays=()))
+        return here, out, kept.arrays
+
+    shardings = (jax.tree.map(lambda x: x.sharding, replicas), _out_sharding(stage), where)
+    lowered = jax.jit(first, out_shardings=shardings).lower(params, x_BLD, batch_shapes(stage))
+    compiled = lowered.compile()
+    arrays = _with_shardings(lowered.out_info[2], compiled.output_shardings[2])
+    form = dataclasses.replace(forms[-1], arrays=arrays)
+    if others is None:
+        saved = form
+    assert saved.parameter_of == form.parameter_of, "the first forward saves something else"
+
+    def run(*args: Any) -> tuple:
+        here, out, arrays = compiled(*args)
+        return here, out, dataclasses.replace(saved, arrays=arrays)
+
+    return run, others, saved
+
+
+def _out_sharding(stage: Stage) -> jax.sharding.NamedSharding:
+    mesh = stage.mesh
+    return sharding.replicated(mesh) if stage.is_last else sharding.batch_sharding(mesh)
+
+
+def _with_shardings(shapes: Tree, shardings: Tree) -> Tree:
+    return jax.tree.map(
+        lambda x, where: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where), shapes, shardings
     )
-    return compiled, saved
 
 
 def _compile(function: Callable, *args: Any, out: Any, donate: tuple[int, ...] = ()) -> Compiled:

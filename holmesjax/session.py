@@ -7,7 +7,7 @@ that resumes goes on exactly as if it had never stopped.
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,20 +28,24 @@ from holmesjax.stage import Stage, StageState
 from holmesjax.timeline import Clock, Timeline
 
 
-def make_stage(job: Job, index: int, mesh: Mesh) -> Stage:
-    """One stage of a job's plan, on its mesh."""
+def make_stages(job: Job, meshes: Mapping[int, Mesh]) -> list[Stage]:
+    """The chunks of the stages that have a mesh here, in the order of the model."""
     config = job.config
-    return Stage(
-        model=config.model,
-        plan=job.plan,
-        index=index,
-        mesh=mesh,
-        optimizer=make_optimizer(config.optimizer, config.train.steps),
-        learning_rate=learning_rate(config.optimizer, config.train.steps),
-        compute_dtype=config.train.compute_dtype,
-        clip_norm=config.optimizer.clip_norm,
-        mask_documents=config.data.documents == "mask",
-    )
+    return [
+        Stage(
+            model=config.model,
+            plan=job.plan,
+            index=index,
+            mesh=meshes[stage],
+            optimizer=make_optimizer(config.optimizer, config.train.steps),
+            learning_rate=learning_rate(config.optimizer, config.train.steps),
+            compute_dtype=config.train.compute_dtype,
+            clip_norm=config.optimizer.clip_norm,
+            mask_documents=config.data.documents == "mask",
+        )
+        for index, (stage, _) in enumerate(job.plan.chunks)
+        if stage in meshes
+    ]
 
 
 def read_batches(config: Config) -> Batches:

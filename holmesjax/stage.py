@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
-from holmesjax import ops, sharding
+from holmesjax import buckets, ops, sharding
 from holmesjax.config import ModelConfig
 from holmesjax.models import gpt
 from holmesjax.plan import EMBED, HEAD, Axis, Plan
@@ -80,11 +80,11 @@ class Saved:
 
 @dataclass(frozen=True, kw_only=True)
 class Stage:
-    """The functions of one stage. `programs` compiles them."""
+    """The functions of one chunk of a stage. `programs` compiles them."""
 
     model: ModelConfig
     plan: Plan
-    index: int
+    index: int  # of its chunk in the model: the number of the stage, where each has one
     mesh: Mesh
     optimizer: optax.GradientTransformation
     learning_rate: optax.Schedule
@@ -94,7 +94,7 @@ class Stage:
 
     @property
     def layers(self) -> tuple[str, ...]:
-        return self.plan.stages[self.index].layers
+        return self.plan.chunks[self.index][1]
 
     @property
     def is_first(self) -> bool:
@@ -102,7 +102,7 @@ class Stage:
 
     @property
     def is_last(self) -> bool:
-        return self.index == len(self.plan.stages) - 1
+        return self.index == len(self.plan.chunks) - 1
 
     @property
     def borrows_table(self) -> bool:
@@ -168,47 +168,52 @@ class Stage:
         )
         return replica, jax.tree.map(lambda x: x.sharding.spec, self.state_shapes.params)
 
-    def _data_dim(self, path: tuple, shape: tuple[int, ...]) -> int | None:
-        return sharding.data_dim(sharding.name_of(path), shape, self.num_replicas, self.fsdp)
-
     def gather(self, params: Tree) -> Tree:
-        """Masters to replicas: cast to the compute dtype, then all-gathered over `data`."""
+        """Masters to replicas: cast to the compute dtype, then all-gathered over `data`.
+
+        Each layer is a bucket, gathered by one collective.
+        """
         replica_specs, master_specs = self._specs()
-        dims = jax.tree_util.tree_map_with_path(
-            lambda path, x: self._data_dim(path, x.shape) if self.num_replicas > 1 else None, params
-        )
+        dims = self._data_dims(params)
 
-        def gather_leaf(master: jax.Array, dim: int | None) -> jax.Array:
-            copy = master.astype(self.compute_dtype)
-            if dim is not None:
-                copy = jax.lax.all_gather(copy, Axis.DATA.value, axis=dim, tiled=True)
-            return copy[None]
+        def gather_layer(masters: Tree, dims: Tree) -> Tree:
+            copies = jax.tree.map(lambda x: x.astype(self.compute_dtype), masters)
+            return jax.tree.map(lambda x: x[None], buckets.all_gather(copies, dims, Axis.DATA))
 
-        gather_local = lambda local: _map_with_none(gather_leaf, local, dims)
-        return jax.shard_map(
-            gather_local, mesh=self.mesh, in_specs=(master_specs,), out_specs=replica_specs
-        )(params)
+        gather_local = lambda local: {name: gather_layer(local[name], dims[name]) for name in local}
+        return self._on_shards(gather_local, master_specs, replica_specs)(params)
 
     def reduce(self, gradients: Tree) -> Tree:
-        """Gradients of the replicas, reduce-scattered over `data` into the master layout."""
+        """Gradients of the replicas, reduce-scattered over `data` into the master layout.
+
+        Each layer is a bucket, reduced by one collective, and one more for what cannot be cut.
+        """
         replica_specs, master_specs = self._specs()
-        dims = jax.tree_util.tree_map_with_path(
-            lambda path, x: self._data_dim(path, x.shape[1:]), gradients
+        dims = self._data_dims(self.state_shapes.params)
+
+        def reduce_local(local: Tree) -> Tree:
+            own = jax.tree.map(lambda x: x[0], local)
+            return {
+                name: buckets.reduce_scatter(own[name], dims[name], Axis.DATA) for name in local
+            }
+
+        return self._on_shards(reduce_local, replica_specs, master_specs)(gradients)
+
+    def _on_shards(self, function: Callable, in_specs: Tree, out_specs: Tree) -> Callable:
+        # Unchecked: in a bucket, JAX loses sight of which arrays are the same all over `tensor`.
+        return jax.shard_map(
+            function, mesh=self.mesh, in_specs=(in_specs,), out_specs=out_specs, check_vma=False
         )
 
-        def reduce_leaf(gradient: jax.Array, dim: int | None) -> jax.Array:
-            if self.num_replicas == 1:  # XLA would run a collective of one, and copy for it
-                return gradient[0]
-            if dim is None:
-                return jax.lax.psum(gradient[0], Axis.DATA.value)
-            return jax.lax.psum_scatter(
-                gradient[0], Axis.DATA.value, scatter_dimension=dim, tiled=True
-            )
+    def _data_dims(self, params: Tree) -> Tree:
+        """The dim of each parameter that is cut over `data`; -1 for those that are not."""
 
-        reduce_local = lambda local: _map_with_none(reduce_leaf, local, dims)
-        return jax.shard_map(
-            reduce_local, mesh=self.mesh, in_specs=(replica_specs,), out_specs=master_specs
-        )(gradients)
+        def dim(path: tuple, x: Any) -> int:
+            name, shape = sharding.name_of(path), x.shape
+            found = sharding.data_dim(name, shape, self.num_replicas, self.fsdp)
+            return -1 if found is None or self.num_replicas == 1 else found
+
+        return jax.tree_util.tree_map_with_path(dim, params)
 
     def zero_gradients(self) -> Tree:
         return jax.tree.map(
@@ -319,23 +324,48 @@ class Stage:
         saved = Saved.of(pullback, replicas)
         return (jnp.mean(out) if self.is_last else self._merge(out)), saved
 
-    def backward(
-        self, replicas: Tree, saved: Saved, gradients: Tree, dy: jax.Array
-    ) -> tuple[Tree, jax.Array]:
-        """Adds the microbatch's share to the gradients; also the gradient of the stage's input.
+    def gradients(self, replicas: Tree, saved: Saved, dy: jax.Array) -> tuple[Tree, jax.Array]:
+        """The microbatch's share of the gradients, and the gradient of the stage's input.
 
         `dy` is the gradient of the step's loss with respect to what `forward` returned: dy_BLD, or
         on the last stage the weight of the microbatch, 1 / M. On the first stage, which has no
-        input to differentiate, the second result is a zero that is ready when the gradients are.
+        input to differentiate, the second result is a zero.
         """
         if not self.is_last:
             dy = self._split(dy)
         elif self.num_replicas > 1:
             dy = jnp.full((self.num_replicas,), dy / self.num_replicas)
         new, *dx = saved.restore(self._unstack(replicas))(dy)
+        return new, self._merge(dx[0]) if dx else jnp.zeros(())
+
+    def accumulate(self, gradients: Tree, new: Tree) -> Tree:
+        """Adds a microbatch's share."""
         add = lambda total, g: total + g.astype(total.dtype).reshape(total.shape)
-        gradients = jax.tree.map(add, gradients, new)
-        return gradients, self._merge(dx[0]) if dx else jnp.zeros(())
+        return jax.tree.map(add, gradients, new)
+
+    def backward(
+        self, replicas: Tree, saved: Saved, gradients: Tree, dy: jax.Array
+    ) -> tuple[Tree, jax.Array]:
+        """Adds the microbatch's share to the gradients; also the gradient of the stage's input."""
+        new, dx = self.gradients(replicas, saved, dy)
+        return self.accumulate(gradients, new), dx
+
+    # In the first forward of a step parameters are gathered, and in the last backward gradients are
+    # reduced: in one program, so that XLA can send one layer while it computes another.
+
+    def first_forward(
+        self, params: Tree, x_BLD: jax.Array | None, batch: Batch
+    ) -> tuple[Tree, jax.Array, Saved]:
+        """`gather` and `forward`: the replicas, and what `forward` returns."""
+        replicas = self.gather(params)
+        return replicas, *self.forward(replicas, x_BLD, batch)
+
+    def last_backward(
+        self, replicas: Tree, saved: Saved, gradients: Tree, dy: jax.Array
+    ) -> tuple[Tree, jax.Array]:
+        """`backward` and `reduce`: the reduced gradients, and that of the stage's input."""
+        gradients, dx = self.backward(replicas, saved, gradients, dy)
+        return self.reduce(gradients), dx
 
     # ---- the end of a step ---------------------------------------------------------------------
 
@@ -390,13 +420,6 @@ class Stage:
         gradients = self.reduce(gradients)
         state, metrics = self.update(state, gradients, (self.square_norm(gradients),))
         return state, {"loss": jnp.mean(losses_M), **metrics}
-
-
-def _map_with_none(function: Callable, tree: Tree, dims: Tree) -> Tree:
-    """`jax.tree.map` over two trees, where None is a leaf of the second."""
-    leaves, structure = jax.tree.flatten(tree)
-    others = jax.tree.leaves(dims, is_leaf=lambda x: x is None)
-    return jax.tree.unflatten(structure, map(function, leaves, others))
 
 
 def _belongs_to_schedule(path: tuple, _: Any) -> bool:

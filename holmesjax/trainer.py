@@ -18,7 +18,7 @@ from holmesjax.mesh import build_meshes
 from holmesjax.metrics import check_installed
 from holmesjax.pipeline import make_runner
 from holmesjax.recorder import Recorder
-from holmesjax.session import Session, make_stage, read_batches
+from holmesjax.session import Session, make_stages, read_batches
 from holmesjax.timeline import Clock
 
 
@@ -76,7 +76,7 @@ class Trainer:
             rehearse=config.run.rehearse,
         )
         meshes = build_meshes(plan, jax.devices())
-        stages = [make_stage(self.job, index, mesh) for index, mesh in enumerate(meshes)]
+        stages = make_stages(self.job, dict(enumerate(meshes)))
         with ThreadPoolExecutor(1) as pool, ExitStack() as stack:
             reading = pool.submit(read_batches, config)
             runner = make_runner(plan, stages)
@@ -89,7 +89,7 @@ class Trainer:
                 config=config,
                 runner=runner,
                 batches=batches,
-                clock=stack.enter_context(Clock(len(stages))),
+                clock=stack.enter_context(Clock(len(plan.stages))),
                 writer=stack.enter_context(
                     checkpoint.Writer(self.run_dir, stages, self.job.commit)
                 ),

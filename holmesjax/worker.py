@@ -31,7 +31,7 @@ from holmesjax.mesh import build_mesh
 from holmesjax.pipeline import OneStage, Pipeline, crossings
 from holmesjax.processes import Process, make_processes
 from holmesjax.programs import compile_stages, compile_whole_step
-from holmesjax.session import Session, make_stage, read_batches
+from holmesjax.session import Session, make_stages, read_batches
 from holmesjax.stage import Stage
 from holmesjax.tcp import Ports, TcpTransport
 from holmesjax.timeline import Clock
@@ -210,21 +210,21 @@ class _Worker:
         member.status("waited for the other processes to start")
         start = member.wait_for("start", self._config.start_timeout_s)
         member.status("was starting JAX")
-        stage = self._join(start["book"])
+        stages = self._join(start["book"])
         with ThreadPoolExecutor(1) as pool, ExitStack() as stack:
             reading = pool.submit(read_batches, job.config)
             member.status("was compiling")
-            runner = self._make_runner(stage, ports, start["book"])
+            runner = self._make_runner(stages, ports, start["book"])
             member.status("was reading the corpus and the checkpoint")
             done = start["resume"]
-            states = self._restore(stage, done) if done else runner.init(job.config.train.seed)
+            states = self._restore(stages, done) if done else runner.init(job.config.train.seed)
             session = Session(
                 config=job.config,
                 runner=runner,
                 batches=reading.result(),
                 clock=stack.enter_context(Clock(len(job.plan.stages))),
                 writer=stack.enter_context(
-                    checkpoint.Writer(job.run_dir, [stage], self._tell_saved)
+                    checkpoint.Writer(job.run_dir, stages, self._tell_saved)
                 ),
                 tell=_Teller(member, start["now_s"]),
                 is_stopping=lambda: self._agreement.stopping,
@@ -257,32 +257,33 @@ class _Worker:
         address = addresses[0]
         return address, domain.coordinator_port(address, self._config, self._me.stage)
 
-    def _join(self, book: list[dict[str, Any]]) -> Stage:
+    def _join(self, book: list[dict[str, Any]]) -> list[Stage]:
+        """Its stage's chunks, on the devices of its domain."""
         job, me = self._job, self._me
         kinds = {job.topology.node(process.node).device.name for process in self._domain}
         simulated = job.config.run.rehearse or kinds == {"cpu"}
         compat.use_devices(kinds, len(me.devices), rehearse=job.config.run.rehearse)
         coordinator = book[self._domain[0].number]["coordinator"]
         devices = domain.join(me, self._domain, coordinator, self._config, simulated=simulated)
-        return make_stage(job, me.stage, build_mesh(job.plan.stages[me.stage], devices))
+        return make_stages(job, {me.stage: build_mesh(job.plan.stages[me.stage], devices)})
 
     def _make_runner(
-        self, stage: Stage, ports: Ports, book: list[dict[str, Any]]
+        self, stages: list[Stage], ports: Ports, book: list[dict[str, Any]]
     ) -> Pipeline | OneStage:
         self._agreement = _Agreement(self._member)
         if len(self._job.plan.stages) == 1:
-            runner = _VotingStage(self._job.plan, compile_whole_step(stage))
+            runner = _VotingStage(self._job.plan, compile_whole_step(stages[0]))
             runner.agreement = self._agreement
             return runner
-        programs = compile_stages([stage])
+        programs = compile_stages(stages)
         self._member.status("was connecting to its neighbours")
         transport = TcpTransport(
             me=self._me,
             processes=self._processes,
             plan=self._job.plan,
             topology=self._job.topology,
-            crossings=crossings(stage),
-            mesh=stage.mesh,
+            crossings=crossings(stages[0]),
+            mesh=stages[0].mesh,
             ports=ports,
             book=[addresses["data"] for addresses in book],
             key=self._place.key,
@@ -303,9 +304,9 @@ class _Worker:
         waiting = f"waited for {text} in" if text else "was busy in"
         self._member.status(f"{waiting} step {self._step}")
 
-    def _restore(self, stage: Stage, step: int) -> list[Any]:
+    def _restore(self, stages: list[Stage], step: int) -> list[Any]:
         [found] = [found for found in manifest.find(self._job.run_dir) if found.step == step]
-        return checkpoint.restore(found, [stage])
+        return checkpoint.restore(found, stages)
 
     def _tell_saved(self, step: int, arrays: dict[str, str], files: dict[str, str]) -> None:
         self._member.tell("saved", step=step, arrays=arrays, files=files)

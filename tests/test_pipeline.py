@@ -20,6 +20,7 @@ from holmesjax.models import gpt
 from holmesjax.optimizer import learning_rate, make_optimizer
 from holmesjax.pipeline import OneStage, in_one_process
 from holmesjax.plan import EMBED, HEAD, Axis, Plan, StagePlan, block_name
+from holmesjax.planner import split_chunks
 from holmesjax.programs import compile_stages, compile_whole_step
 from holmesjax.stage import Stage
 from holmesjax.timeline import Clock
@@ -45,13 +46,25 @@ def make_model(**changes) -> ModelConfig:
 
 
 def hand_made_plan(
-    split, data, tensor, *, fsdp=1, schedule="1f1b", microbatches=1, remat="none"
+    split,
+    data,
+    tensor,
+    *,
+    fsdp=1,
+    schedule="1f1b",
+    microbatches=1,
+    remat="none",
+    chunks=1,
+    in_flight=(),
 ) -> Plan:
     """Stages on consecutive devices; `data` and `fsdp` are one number, or one for each stage."""
     blocks = iter(block_name(i) for i in range(sum(split)))
-    names = [[next(blocks) for _ in range(count)] for count in split]
-    names[0].insert(0, EMBED)
-    names[-1].append(HEAD)
+    shares = [split_chunks(count, chunks) for count in split]
+    names = [[[] for _ in range(chunks)] for _ in split]
+    for c, s in itertools.product(range(chunks), range(len(split))):
+        names[s][c] = [next(blocks) for _ in range(shares[s][c])]
+    names[0][0].insert(0, EMBED)
+    names[-1][-1].append(HEAD)
     replicas = [data] * len(split) if isinstance(data, int) else data
     shards = [fsdp] * len(split) if isinstance(fsdp, int) else fsdp
     stages, start = [], 0
@@ -64,7 +77,7 @@ def hand_made_plan(
             StagePlan(
                 cluster=f"c{i}",
                 nodes=(f"c{i}-0",),
-                chunks=(tuple(layers),),
+                chunks=tuple(map(tuple, layers)),
                 devices=tuple(range(start, stop)),
                 mesh=mesh,
                 fabrics={},
@@ -80,6 +93,7 @@ def hand_made_plan(
         global_batch=MICROBATCH * microbatches,
         microbatches=microbatches,
         schedule=schedule,
+        in_flight=in_flight,
         activation_checkpointing=remat,
         boundary_bytes=0.0,
         step_time_s=0.0,
@@ -88,27 +102,28 @@ def hand_made_plan(
 
 
 def make_stages(model, plan, *, config=SMOOTH, dtype="float32", mask=False) -> list[Stage]:
+    meshes = build_meshes(plan, jax.devices())
     return [
         Stage(
             model=model,
             plan=plan,
             index=i,
-            mesh=mesh,
+            mesh=meshes[s],
             optimizer=make_optimizer(config, 100),
             learning_rate=learning_rate(config, 100),
             compute_dtype=dtype,
             clip_norm=config.clip_norm,
             mask_documents=mask,
         )
-        for i, mesh in enumerate(build_meshes(plan, jax.devices()))
+        for i, (s, _) in enumerate(plan.chunks)
     ]
 
 
 @functools.cache
 def compiled_pipeline(split, data, tensor, tied):
-    """Programs do not depend on the schedule, nor on the number of microbatches."""
+    """Those for several microbatches, which run any number of them in any of two schedules."""
     model = make_model(tied_embeddings=tied)
-    return compile_stages(make_stages(model, hand_made_plan(split, data, tensor)))
+    return compile_stages(make_stages(model, hand_made_plan(split, data, tensor, microbatches=2)))
 
 
 def random_inputs(num_sequences, step) -> dict[str, np.ndarray]:
@@ -189,6 +204,32 @@ def test_every_cut_equals_one_device(split, data, tensor, tied):
     for schedule, microbatches in itertools.product(("gpipe", "1f1b"), (1, 2, 4)):
         plan = hand_made_plan(split, data, tensor, schedule=schedule, microbatches=microbatches)
         check_against_plain(in_one_process(plan, programs), model, plan)
+
+
+SCHEDULES = {
+    "eager": ((2, 1, 1), 2, 1, {"schedule": "eager_1f1b", "in_flight": (4, 3, 1)}),
+    "interleaved": ((2, 2), 2, 1, {"schedule": "interleaved_1f1b", "chunks": 2}),
+    "interleaved, uneven": ((3, 2), 1, 2, {"schedule": "interleaved_1f1b", "chunks": 2}),
+    "zero bubble": ((3, 1), 2, 2, {"schedule": "zero_bubble"}),
+    "zero bubble, deep": ((1, 2, 1), 1, 1, {"schedule": "zero_bubble"}),
+}
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_every_schedule_equals_one_device(name, tied):
+    split, data, tensor, changes = SCHEDULES[name]
+    model = make_model(tied_embeddings=tied, num_layers=sum(split))
+    plan = hand_made_plan(split, data, tensor, microbatches=4, **changes)
+    programs = compile_stages(make_stages(model, plan))
+    check_against_plain(in_one_process(plan, programs), model, plan)
+
+
+def test_a_single_microbatch_needs_no_other_programs():
+    model, plan = make_model(), hand_made_plan((3, 1), 2, 1, microbatches=1)
+    programs = compile_stages(make_stages(model, plan))
+    assert all(p.forward is p.backward is None for p in programs)
+    check_against_plain(in_one_process(plan, programs), model, plan)
 
 
 VARIANTS = {
@@ -339,4 +380,4 @@ def test_what_crosses_the_link_is_counted():
     runner.train_step(runner.init(SEED), random_inputs(plan.global_batch, 0), clock.timeline())
     clock.close()
     activations = plan.global_batch * model.context_length * model.width * 4
-    assert runner.take_link_bytes() == {"c0 -> c1": activations + 4, "c1 -> c0": activations + 4}
+    assert runner.take_link_bytes() == {"c0 -> c1": activations, "c1 -> c0": activations}

@@ -1,0 +1,72 @@
+"""Collectives over many arrays at once: a bucket is sent as one array.
+
+One collective for each parameter of a layer would pay the latency of the network a dozen times.
+Every function runs inside `jax.shard_map`, on the shards of one device.
+"""
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+Tree = Any  # of arrays; `dims` is a tree of the same form, of ints
+
+
+def all_gather(shards: Tree, dims: Tree, axis: str) -> Tree:
+    """Whole arrays from their shards along `dims`; where that is -1 they are whole already."""
+    leaves, structure = jax.tree.flatten(shards)
+    cut = jax.tree.leaves(dims)
+    sent = [x.reshape(-1) for x, dim in zip(leaves, cut, strict=True) if dim >= 0]
+    if not sent:
+        return shards
+    parts = _divide(jax.lax.all_gather(jnp.concatenate(sent), axis), [x.size for x in sent])
+    out = [
+        x if dim < 0 else _join(next(parts), x.shape, dim)
+        for x, dim in zip(leaves, cut, strict=True)
+    ]
+    return jax.tree.unflatten(structure, out)
+
+
+def reduce_scatter(arrays: Tree, dims: Tree, axis: str) -> Tree:
+    """This device's shard, along `dims`, of the sums over `axis`; all of it where that is -1."""
+    size = jax.lax.axis_size(axis)
+    if size == 1:  # XLA would run a collective of one, and copy for it
+        return arrays
+    leaves, structure = jax.tree.flatten(arrays)
+    cut = jax.tree.leaves(dims)
+    rows = [_cut(x, dim, size) for x, dim in zip(leaves, cut, strict=True) if dim >= 0]
+    whole = [x.reshape(-1) for x, dim in zip(leaves, cut, strict=True) if dim < 0]
+    if rows:
+        mine = jax.lax.psum_scatter(jnp.concatenate(rows, axis=1), axis, scatter_dimension=0)
+        shards = _divide(mine[None], [x.shape[1] for x in rows])
+    if whole:
+        sums = _divide(jax.lax.psum(jnp.concatenate(whole), axis)[None], [x.size for x in whole])
+    out = []
+    for x, dim in zip(leaves, cut, strict=True):
+        shape = list(x.shape)
+        if dim >= 0:
+            shape[dim] //= size
+        out.append(next(shards if dim >= 0 else sums).reshape(shape))
+    return jax.tree.unflatten(structure, out)
+
+
+def _divide(rows: jax.Array, sizes: list[int]) -> Any:
+    """The columns of each array of a bucket, one after the other."""
+    assert rows.shape[1] == sum(sizes), f"{rows.shape[1]} columns for {sizes}"
+    starts = [sum(sizes[:i]) for i in range(1, len(sizes))]
+    return iter(jnp.split(rows, starts, axis=1))
+
+
+def _cut(x: jax.Array, dim: int, parts: int) -> jax.Array:
+    """[parts, n]: a row for each device."""
+    shape = (*x.shape[:dim], parts, x.shape[dim] // parts, *x.shape[dim + 1 :])
+    return jnp.moveaxis(x.reshape(shape), dim, 0).reshape(parts, -1)
+
+
+def _join(rows: jax.Array, shard_shape: tuple[int, ...], dim: int) -> jax.Array:
+    """The opposite of `_cut`."""
+    parts = jnp.moveaxis(rows.reshape(-1, *shard_shape), 0, dim)
+    shape = [*shard_shape]
+    shape[dim] *= math.prod(parts.shape) // math.prod(shard_shape)
+    return parts.reshape(shape)
