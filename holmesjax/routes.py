@@ -1,0 +1,151 @@
+"""Who sends which part of a crossing to whom. No JAX.
+
+    box     a part of an array: start and stop of every dim
+    wire    how the target's devices share what they receive: `target_spec`, plus the mesh axes
+            whose replicas live in several processes, on the first dims that they divide
+    piece   what of a wire box one process sends to one other
+
+Every byte crosses once, replicas included. A process whose devices hold the same box receives it
+once and copies it; where several processes hold it, each receives a share, and a collective of the
+target stage rebuilds the whole. Only scalars, which no axis cuts, go to every process.
+"""
+
+import itertools
+import math
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from holmesjax.crossings import Crossing, Spec
+from holmesjax.errors import PlanError
+from holmesjax.plan import Plan, StagePlan
+from holmesjax.processes import Process
+
+Box = tuple[tuple[int, int], ...]
+
+
+class Piece(NamedTuple):
+    """What one process sends to another of one array."""
+
+    box: Box  # in the whole array
+    source: int  # process number
+    target: int
+    devices: tuple[int, ...]  # of the target that receive it: numbers in the topology
+
+
+def boxes(shape: Sequence[int], spec: Spec, stage: StagePlan) -> dict[int, Box]:
+    """What each device of a stage holds, by its number; as `jax.sharding.NamedSharding` cuts."""
+    sizes = _sizes(stage)
+    held = {}
+    places = itertools.product(*map(range, sizes.values()))  # row-major, like the devices
+    for device, place in zip(stage.devices, places, strict=True):
+        at = dict(zip(sizes, place, strict=True))
+        held[device] = tuple(
+            _range(size, axes, sizes, at) for size, axes in zip(shape, spec, strict=True)
+        )
+    return held
+
+
+def _sizes(stage: StagePlan) -> dict[str, int]:
+    return {axis.value: size for axis, size in stage.mesh.items()}
+
+
+def _range(
+    size: int, axes: Sequence[str], sizes: Mapping[str, int], at: Mapping[str, int]
+) -> tuple[int, int]:
+    """The part of a dim at some mesh coordinates; the first axis is the major one."""
+    part, num_parts = 0, 1
+    for axis in axes:
+        part, num_parts = part * sizes[axis] + at[axis], num_parts * sizes[axis]
+    assert size % num_parts == 0, f"{axes} of {dict(sizes)} do not divide a dim of {size}"
+    step = size // num_parts
+    return part * step, (part + 1) * step
+
+
+def wire_spec(crossing: Crossing, plan: Plan, processes: Sequence[Process]) -> Spec:
+    """How the array is cut when it lands at its target.
+
+    Raises:
+      PlanError: replicas in several processes cannot share it, because no dim divides.
+    """
+    stage = plan.stages[crossing.target]
+    if not crossing.shape:
+        return ()
+    spec = [list(axes) for axes in crossing.target_spec]
+    used = set(itertools.chain(*spec))
+    sizes = _sizes(stage)
+    for axis, size in sizes.items():
+        if axis in used or not _spans_processes(axis, stage, processes):
+            continue
+        for length, axes in zip(crossing.shape, spec, strict=True):
+            if length % (size * math.prod(sizes[name] for name in axes)) == 0:
+                axes.append(axis)
+                break
+        else:
+            raise PlanError(
+                f"crossing {crossing.name}, {crossing.link}",
+                f"the processes along mesh axis {axis} hold the same array and cannot share "
+                "its transfer, because no dim can be cut further",
+                found=f"shape {crossing.shape}, already cut by {crossing.target_spec}, "
+                f"{axis} {size}",
+                fix=f"choose sizes of which one is a multiple of {size}, or another mesh",
+            )
+    return tuple(map(tuple, spec))
+
+
+def _spans_processes(axis: str, stage: StagePlan, processes: Sequence[Process]) -> bool:
+    """Whether some neighbours along a mesh axis are in different processes."""
+    home = {device: p.number for p in processes for device in p.devices}
+    axes, sizes = zip(*_sizes(stage).items(), strict=True)
+    stride, size = math.prod(sizes[axes.index(axis) + 1 :]), sizes[axes.index(axis)]
+    return any(
+        home[device] != home[stage.devices[i + stride]]
+        for i, device in enumerate(stage.devices)
+        if i // stride % size < size - 1
+    )
+
+
+def pieces(crossing: Crossing, plan: Plan, processes: Sequence[Process]) -> tuple[Piece, ...]:
+    """All pieces of a crossing, target by target; the same in every process of the job."""
+    home = {device: p.number for p in processes for device in p.devices}
+    stages = plan.stages[crossing.source], plan.stages[crossing.target]
+    holders: dict[Box, set[int]] = defaultdict(set)  # of each box, the processes that have it
+    for device, box in boxes(crossing.shape, crossing.source_spec, stages[0]).items():
+        holders[box].add(home[device])
+    landing: dict[tuple[int, Box], list[int]] = defaultdict(list)
+    wire = wire_spec(crossing, plan, processes)
+    for device, box in boxes(crossing.shape, wire, stages[1]).items():
+        landing[home[device], box].append(device)
+    found = []
+    sent: Counter[int] = Counter()  # elements by each source, so that copies take turns
+    for (target, wanted), devices in sorted(landing.items()):
+        for held, sources in sorted(holders.items()):
+            box = intersection(wanted, held)
+            if box is None:
+                continue
+            source = min(sources, key=lambda number: (sent[number], number))
+            sent[source] += math.prod(stop - start for start, stop in box)
+            found.append(Piece(box, source, target, tuple(devices)))
+    return tuple(found)
+
+
+def intersection(a: Box, b: Box) -> Box | None:
+    """What is in both boxes, if anything.
+
+    >>> intersection(((0, 4), (2, 6)), ((2, 8), (0, 4)))
+    ((2, 4), (2, 4))
+    """
+    box = tuple((max(x, z), min(y, w)) for (x, y), (z, w) in zip(a, b, strict=True))
+    return None if any(start >= stop for start, stop in box) else box
+
+
+def within(box: Box, outer: Box) -> tuple[slice, ...]:
+    """Where a box lies in an array that holds `outer`.
+
+    >>> within(((2, 4),), ((2, 8),))
+    (slice(0, 2, None),)
+    """
+    return tuple(
+        slice(start - origin, stop - origin)
+        for (start, stop), (origin, _) in zip(box, outer, strict=True)
+    )
