@@ -21,6 +21,7 @@ import socket
 import struct
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -81,8 +82,7 @@ class Connection:
         return _receive(self.sock, MESSAGE_LIMIT_BYTES)
 
     def close(self) -> None:
-        with contextlib.suppress(OSError):  # wakes a thread that receives
-            self.sock.shutdown(socket.SHUT_RDWR)
+        _shut(self.sock)  # wakes a thread that receives
         self.sock.close()
 
 
@@ -114,8 +114,9 @@ def address_of(sock: socket.socket) -> tuple[str, int]:
 class Door:
     """Lets in, on a listening socket, whoever holds the key; a context manager.
 
-    A stranger costs one waiting thread for `HELLO_TIMEOUT_S` and no memory; of more than
-    `MAX_PENDING` at once, the rest wait in the kernel's queue.
+    A stranger costs one waiting thread for `HELLO_TIMEOUT_S` and no memory. Of more than
+    `MAX_PENDING` at once the oldest is sent away, so that strangers cannot keep the others out: a
+    hello takes milliseconds, and `connect` tries again.
 
     Args:
       sock: from `listen`; closed with the door.
@@ -136,7 +137,9 @@ class Door:
     ):
         self._sock, self._key, self._hello = sock, key, hello
         self._check, self._enter = check, enter
-        self._pending = threading.Semaphore(MAX_PENDING)
+        self._pending: deque[socket.socket] = deque()  # whose hello is not finished
+        self._lock = threading.Lock()
+        self._closing = False
         self._thread = threading.Thread(target=self._run, name="door", daemon=True)
         self._thread.start()
 
@@ -147,37 +150,38 @@ class Door:
         self.close()
 
     def close(self) -> None:
-        with contextlib.suppress(OSError):  # wakes `accept`
-            self._sock.shutdown(socket.SHUT_RDWR)
+        self._closing = True
+        _shut(self._sock)  # wakes `accept`
         self._sock.close()
         self._thread.join()
 
     def _run(self) -> None:
-        while True:
-            self._pending.acquire()
+        while not self._closing:
             try:
                 caller, _ = self._sock.accept()
             except OSError:
-                if (
-                    self._sock.fileno() < 0
-                    or self._sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN) == 0
-                ):
-                    return
-                time.sleep(0.1)  # out of file descriptors: strangers time out soon
-                self._pending.release()
+                if not self._closing:
+                    time.sleep(0.1)  # out of file descriptors: strangers time out soon
                 continue
+            with self._lock:
+                self._pending.append(caller)
+                if len(self._pending) > MAX_PENDING:
+                    _shut(self._pending.popleft())  # wakes its thread, which closes it
             threading.Thread(target=self._greet, args=(caller,), name="greet", daemon=True).start()
 
     def _greet(self, caller: socket.socket) -> None:
         try:
             connection = self._shake_hands(caller)
-        except (OSError, ValueError):
+        except (OSError, ValueError, RecursionError):
+            self._let_go(caller)
             caller.close()
             return
-        finally:
-            self._pending.release()
         if connection is not None:
             self._enter(connection)
+
+    def _let_go(self, caller: socket.socket) -> None:
+        with self._lock, contextlib.suppress(ValueError):  # it has been told before, or sent away
+            self._pending.remove(caller)
 
     def _shake_hands(self, caller: socket.socket) -> Connection | None:
         deadline_s = time.monotonic() + HELLO_TIMEOUT_S
@@ -186,9 +190,10 @@ class Door:
         _send(caller, {"nonce": mine})
         answer = _receive(caller, HELLO_LIMIT_BYTES, deadline_s)
         theirs, hello, mac = (_take(answer, name) for name in ("nonce", "hello", "mac"))
-        if not hmac.compare_digest(_mac(self._key, "caller", mine, theirs, hello), str(mac)):
+        if not _equal(_mac(self._key, "caller", mine, theirs, hello), mac):
             _send(caller, {"refused": "it does not hold the key of this job"})
             raise ValueError("wrong key")
+        self._let_go(caller)
         if reason := self._check(hello):
             _send(caller, {"refused": reason})
             caller.close()
@@ -237,7 +242,7 @@ def connect(
         except RefusedError:
             sock.close()
             raise
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             sock.close()
             if time.monotonic() >= deadline_s:
                 raise PeerError(
@@ -262,7 +267,7 @@ def _introduce(
     if reason is None:
         its_hello = _take(answer, "hello")
         expected = _mac(key, "listener", mine, theirs, its_hello)
-        if not hmac.compare_digest(expected, str(answer.get("mac"))):
+        if not _equal(expected, answer.get("mac")):
             reason = "the other end does not hold the key of this job"
         else:
             reason = check(its_hello)
@@ -278,10 +283,20 @@ def _mac(key: bytes, role: str, *parts: Any) -> str:
     return hmac.digest(key, text.encode(), "sha256").hex()
 
 
+def _equal(expected: str, found: object) -> bool:
+    # As bytes: the comparison raises for text that is not ASCII.
+    return hmac.compare_digest(expected.encode(), str(found).encode())
+
+
 def _take(message: Message, name: str) -> Any:
     if name not in message:
         raise ValueError(f"no {name}")
     return message[name]
+
+
+def _shut(sock: socket.socket) -> None:
+    with contextlib.suppress(OSError):  # the other end was faster
+        sock.shutdown(socket.SHUT_RDWR)
 
 
 def _prepare(sock: socket.socket) -> None:
