@@ -14,6 +14,7 @@ import itertools
 import math
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
+from types import EllipsisType
 from typing import NamedTuple
 
 from holmesjax.crossings import Crossing, Spec
@@ -120,12 +121,12 @@ def pieces(crossing: Crossing, plan: Plan, processes: Sequence[Process]) -> tupl
     sent: Counter[int] = Counter()  # elements by each source, so that copies take turns
     for (target, wanted), devices in sorted(landing.items()):
         for held, sources in sorted(holders.items()):
-            box = intersection(wanted, held)
-            if box is None:
+            common = intersection(wanted, held)
+            if common is None:
                 continue
             source = min(sources, key=lambda number: (sent[number], number))
-            sent[source] += math.prod(stop - start for start, stop in box)
-            found.append(Piece(box, source, target, tuple(devices)))
+            sent[source] += math.prod(stop - start for start, stop in common)
+            found.append(Piece(common, source, target, tuple(devices)))
     return tuple(found)
 
 
@@ -139,13 +140,14 @@ def intersection(a: Box, b: Box) -> Box | None:
     return None if any(start >= stop for start, stop in box) else box
 
 
-def within(box: Box, outer: Box) -> tuple[slice, ...]:
-    """Where a box lies in an array that holds `outer`.
+def within(box: Box, outer: Box) -> tuple[slice | EllipsisType, ...]:
+    """Where a box lies in an array that holds `outer`; indexing gives a view, also of a scalar.
 
     >>> within(((2, 4),), ((2, 8),))
-    (slice(0, 2, None),)
+    (slice(0, 2, None), Ellipsis)
     """
-    return tuple(
+    slices = (
         slice(start - origin, stop - origin)
         for (start, stop), (origin, _) in zip(box, outer, strict=True)
     )
+    return (*slices, ...)

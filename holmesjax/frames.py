@@ -1,0 +1,257 @@
+"""Numbered binary frames on an authenticated connection, and its heartbeat. No JAX.
+
+A frame is a fixed header; a `DATA` header is followed by its payload. Frames are counted in each
+direction of a connection, and the header carries a CRC-32, so that a lost place in the stream is
+noticed at once. Whatever does not fit ends the connection. The payload relies on TCP's checksum:
+a CRC of ours would cost more than copying the bytes.
+
+    PING   the sender is alive; sent where nothing else was for a quarter of the silence allowed
+    PULL   asks for a range of the bytes of a piece
+    DATA   the answer
+    BYE    the sender wants and gives nothing more; answered by BYE, then the connection is closed
+"""
+
+import contextlib
+import enum
+import os
+import socket
+import struct
+import threading
+import time
+import zlib
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Protocol
+
+MAGIC = b"HJX1"
+HEADER = struct.Struct(">4sBxHQQIIQQ")  # magic, kind, crossing, sequence, then the rest of Frame
+CRC = struct.Struct(">I")
+MAX_BUFFERS = os.sysconf("SC_IOV_MAX")  # that one system call takes
+
+
+class Kind(enum.IntEnum):
+    """What a frame is for."""
+
+    PING = 1
+    PULL = 2
+    DATA = 3
+    BYE = 4
+
+
+class Frame(NamedTuple):
+    """A header without its framing. All but the kind is 0 in PING and BYE."""
+
+    kind: Kind
+    crossing: int = 0  # its place among the crossings of the plan
+    step: int = 0
+    microbatch: int = 0
+    piece: int = 0  # its place among the pieces of the crossing
+    offset: int = 0  # in the bytes of the piece, row-major
+    length: int = 0
+
+
+class ViolationError(Exception):
+    """The other end sent what the protocol does not allow."""
+
+
+class Handler(Protocol):
+    """What a channel tells; called on its threads."""
+
+    def pulled(self, channel: "Channel", frame: Frame) -> None:
+        """The other end asks for bytes. Raises ViolationError if it must not."""
+
+    def landing(self, channel: "Channel", frame: Frame) -> Sequence[memoryview]:
+        """Where the payload of a DATA frame goes. Raises ViolationError if nobody asked for it."""
+
+    def landed(self, channel: "Channel", frame: Frame) -> None:
+        """The payload is there."""
+
+    def sent(self, channel: "Channel", frame: Frame) -> None:
+        """A DATA frame is out, and its memory is free."""
+
+    def left(self, channel: "Channel") -> None:
+        """The other end said goodbye."""
+
+    def broken(self, channel: "Channel", error: Exception) -> None:
+        """The connection ended otherwise.
+
+        A ViolationError, TimeoutError for silence, OSError, or whatever a handler raised.
+        """
+
+
+class Channel:
+    """One connection after its hello: a thread that reads, and a thread that writes.
+
+    Args:
+      sock: authenticated; closed with the channel.
+      handler: of what comes.
+      silence_s: how long nothing at all may be heard.
+    """
+
+    def __init__(self, sock: socket.socket, handler: Handler, silence_s: float):
+        self._sock, self._handler, self._silence_s = sock, handler, silence_s
+        self._control: deque[Frame] = deque()  # sent before data, so that asking waits for nobody
+        self._data: deque[tuple[Frame, Sequence[memoryview]]] = deque()
+        self._wakeup = threading.Condition()
+        self._said_bye = self._is_closed = False
+        self._byes = 0  # that are out or in
+        self.payload_s = time.monotonic()  # when the last bytes of a payload came
+        self.has_left = False  # the other end, orderly
+        self.is_over = threading.Event()  # both ends have said goodbye, or it was closed
+        # The kernel's own timeout: with Python's, every call would be two system calls.
+        timeout = struct.pack("ll", int(silence_s), int(silence_s % 1 * 1e6))
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, timeout)
+        self._threads = [
+            threading.Thread(target=self._guard, args=(run,), name=name, daemon=True)
+            for run, name in ((self._read, "frames in"), (self._write, "frames out"))
+        ]
+
+    def start(self) -> None:
+        for thread in self._threads:
+            thread.start()
+
+    def send(self, frame: Frame, payload: Sequence[memoryview] = ()) -> None:
+        """Returns at once; the payload must not change before the handler's `sent`."""
+        with self._wakeup:
+            if frame.kind is Kind.DATA:
+                self._data.append((frame, payload))
+            else:
+                self._control.append(frame)
+            self._wakeup.notify()
+
+    def leave(self) -> None:
+        """Says goodbye, once, after the control frames; data not yet begun is dropped."""
+        with self._wakeup:
+            if not self._said_bye:
+                self._said_bye = True
+                self._control.append(Frame(Kind.BYE))
+                self._wakeup.notify()
+
+    def close(self) -> None:
+        """Ends the connection, orderly if both ends have said goodbye."""
+        with self._wakeup:
+            self._is_closed = True
+            self.is_over.set()
+            self._wakeup.notify()
+        with contextlib.suppress(OSError):  # wakes the thread that reads
+            self._sock.shutdown(socket.SHUT_RDWR)
+
+    def join(self, timeout_s: float) -> None:
+        """Waits for the threads, but for the calling one."""
+        for thread in self._threads:
+            if thread is not threading.current_thread():
+                thread.join(timeout_s)
+        self._sock.close()
+
+    def _count_bye(self) -> None:
+        with self._wakeup:
+            self._byes += 1
+            if self._byes == 2:
+                self.is_over.set()
+
+    def _guard(self, run: Callable[[], None]) -> None:
+        try:
+            run()
+        except BlockingIOError:  # what the kernel's timeout looks like
+            self._broken(TimeoutError(f"silent for {self._silence_s:g} s"))
+        except Exception as error:
+            self._broken(error)
+
+    def _broken(self, error: Exception) -> None:
+        with self._wakeup:
+            if self._is_closed or (self.has_left and isinstance(error, OSError)):
+                return
+        self._handler.broken(self, error)
+
+    # ---- reading -------------------------------------------------------------------------------
+
+    def _read(self) -> None:
+        header = bytearray(HEADER.size + CRC.size)
+        sequence = 0
+        while True:
+            self._fill([memoryview(header)])
+            frame = _decode(header, sequence)
+            sequence += 1
+            if frame.kind is Kind.PULL:
+                self._handler.pulled(self, frame)
+            elif frame.kind is Kind.DATA:
+                self._fill(self._handler.landing(self, frame), is_payload=True)
+                self._handler.landed(self, frame)
+            elif frame.kind is Kind.BYE:
+                self.has_left = True
+                self._handler.left(self)
+                self.leave()
+                self._count_bye()
+
+    def _fill(self, buffers: Sequence[memoryview], is_payload: bool = False) -> None:
+        def receive(some: Sequence[memoryview]) -> int:
+            count = (
+                self._sock.recv_into(some[0])
+                if len(some) == 1
+                else self._sock.recvmsg_into(some)[0]
+            )
+            if not count:
+                raise ConnectionResetError("the other end closed the connection")
+            if is_payload:
+                self.payload_s = time.monotonic()
+            return count
+
+        _move(receive, buffers)
+
+    # ---- writing -------------------------------------------------------------------------------
+
+    def _write(self) -> None:
+        sequence = 0
+        while True:
+            frame, payload = self._next()
+            if self._is_closed:
+                return
+            _move(self._sock.sendmsg, [memoryview(_encode(frame, sequence)), *payload])
+            sequence += 1
+            if frame.kind is Kind.DATA:
+                self._handler.sent(self, frame)
+            if frame.kind is Kind.BYE:
+                self._count_bye()
+                return
+
+    def _next(self) -> tuple[Frame, Sequence[memoryview]]:
+        """What to send now; a ping if there is nothing for too long."""
+        with self._wakeup:
+            self._wakeup.wait_for(
+                lambda: self._control or self._data or self._is_closed, self._silence_s / 4
+            )
+            if self._control:
+                return self._control.popleft(), ()
+            return self._data.popleft() if self._data else (Frame(Kind.PING), ())
+
+
+def _encode(frame: Frame, sequence: int) -> bytes:
+    kind, crossing, *rest = frame
+    header = HEADER.pack(MAGIC, kind, crossing, sequence, *rest)
+    return header + CRC.pack(zlib.crc32(header))
+
+
+def _decode(data: bytearray, sequence: int) -> Frame:
+    magic, kind, crossing, number, *rest = HEADER.unpack_from(data)
+    (crc,) = CRC.unpack_from(data, HEADER.size)
+    if magic != MAGIC:
+        raise ViolationError(f"a frame that begins with {magic!r}, not {MAGIC!r}")
+    if crc != (expected := zlib.crc32(data[: HEADER.size])):
+        raise ViolationError(f"a header with CRC {crc:08x}, not {expected:08x}")
+    if number != sequence:
+        raise ViolationError(f"frame number {number}, not {sequence}")
+    if kind not in list(Kind):
+        raise ViolationError(f"a frame of kind {kind}")
+    return Frame(Kind(kind), crossing, *rest)
+
+
+def _move(call: Callable[[Sequence[memoryview]], int], buffers: Sequence[memoryview]) -> None:
+    """Calls `sendmsg` or its opposite until all buffers are done."""
+    todo = deque(buffers)
+    while todo:
+        some = [todo[i] for i in range(min(len(todo), MAX_BUFFERS))]
+        count = call(some)
+        while todo and count >= len(todo[0]):
+            count -= len(todo.popleft())
+        if count:
+            todo[0] = todo[0][count:]

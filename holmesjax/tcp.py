@@ -1,0 +1,522 @@
+"""A transport between processes: the target pulls what it needs, over TCP.
+
+    source: offer -> [copy to the host] -> wait for PULL -> DATA straight from the array's memory
+    target: expect -> PULL, a few arrays ahead -> memory that JAX takes over -> arrived -> fetch
+
+Who sends what is in `routes`, how the bytes travel in `frames`, who may connect in `wire`. Nothing
+here makes the executor wait but `wait`, a `fetch` of what has not arrived, and `close`.
+"""
+
+import hashlib
+import itertools
+import json
+import math
+import queue
+import threading
+import time
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from socket import socket
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+
+from holmesjax import compat
+from holmesjax.crossings import Crossing, Key
+from holmesjax.errors import PeerError
+from holmesjax.frames import Channel, Frame, Kind, ViolationError
+from holmesjax.host_memory import Pool, runs_of
+from holmesjax.neighbours import Book, Ports, between, meet
+from holmesjax.plan import Plan
+from holmesjax.processes import Process
+from holmesjax.routes import Box, Piece, boxes, intersection, pieces, wire_spec, within
+from holmesjax.sharding import from_axes
+from holmesjax.topology import Topology
+
+# Arrays asked for and not yet fetched: one that arrives while the one before is computed with. Each
+# more would hold another boundary in host memory and hide nothing longer than a task.
+PREFETCH = 2
+# A piece is cut over the streams in parts of at least the first size, which costs little beside its
+# bytes, and at most the second, which does not hold up what is asked for meanwhile.
+MIN_PART_BYTES, MAX_PART_BYTES = 1 << 20, 4 << 20
+MAX_WAITING = 1 << 16  # parts that a peer may have asked for and that are not yet offered
+
+
+@dataclass
+class _Route:
+    """What one crossing means for this process."""
+
+    index: int  # among the crossings of the plan
+    crossing: Crossing
+    sends: dict[int, Piece]  # by its place among the pieces of the crossing
+    receives: dict[int, Piece]
+    held: dict[int, Box] = field(default_factory=dict)  # by device, at the end that is here
+    senders: dict[int, int] = field(default_factory=dict)  # piece -> the device that has it
+    wire: NamedSharding | None = None  # how it lands, if it lands here
+    rebuild: Callable[[jax.Array], jax.Array] = lambda array: array  # to the target's layout
+
+
+@dataclass(eq=False)
+class _Offer:
+    """An array that others have not all of yet."""
+
+    shards: dict[int, jax.Array]  # by device, on their way to the host
+    unasked: Counter[int]  # bytes, by process
+    left: Counter[int]  # bytes that are not out yet, by process
+    parts: dict[int, np.ndarray] | None = None  # by piece, once they are on the host
+
+
+@dataclass(eq=False)
+class _Pull:
+    """An array on its way here."""
+
+    key: Key
+    route: _Route
+    blocks: dict[Box, np.ndarray]
+    missing: int = 0  # parts
+    shards: list[jax.Array] | None = None  # once all is here
+
+
+class TcpTransport:
+    """Between the processes of a plan.
+
+    Args:
+      me: this process, one of `processes`.
+      plan, topology, crossings: the same in every process.
+      mesh: of this process's stage.
+      ports: where this process listens.
+      book: where each process does, by its number.
+      key: of the job.
+      about: what must be equal at both ends of a connection, by name.
+      streams: connections between two processes.
+      heartbeat_timeout_s: how long a connection may be silent.
+      pull_timeout_s: how long `wait` waits for a process that is alive, while no data comes.
+      start_timeout_s: how long the others may take to connect.
+      on_failure: told of the first failure, on the thread that noticed it.
+
+    Raises:
+      PeerError: a neighbour does not come.
+      RefusedError: it does, and is of another plan, version or job.
+    """
+
+    def __init__(
+        self,
+        *,
+        me: Process,
+        processes: Sequence[Process],
+        plan: Plan,
+        topology: Topology,
+        crossings: Sequence[Crossing],
+        mesh: Mesh,
+        ports: Ports,
+        book: Sequence[Book],
+        key: bytes,
+        about: Mapping[str, Any],
+        streams: int,
+        heartbeat_timeout_s: float,
+        pull_timeout_s: float,
+        start_timeout_s: float,
+        on_failure: Callable[[Exception], object] = lambda error: None,
+    ):
+        self._me, self._processes, self._plan = me, processes, plan
+        self._silence_s, self._pull_timeout_s = heartbeat_timeout_s, pull_timeout_s
+        self._on_failure = on_failure
+        self._devices = dict(zip(plan.stages[me.stage].devices, mesh.devices.flat, strict=True))
+        self._routes: dict[str, _Route] = {}
+        self._by_index: dict[int, _Route] = {}
+        shared: dict[int, list[Any]] = defaultdict(list)  # by process: all that crosses between us
+        for index, crossing in enumerate(crossings):
+            route = self._make_route(index, crossing, mesh)
+            self._routes[crossing.name] = self._by_index[index] = route
+            for number, piece in (route.sends | route.receives).items():
+                other = piece.target if piece.source == me.number else piece.source
+                shared[other].append((index, asdict(crossing), number, piece))
+        self._offers: dict[Key, _Offer] = {}
+        self._early: dict[Key, dict[tuple[Channel, Frame], None]] = {}  # asked for, not yet offered
+        self._expected: deque[Key] = deque()
+        self._pulls: dict[Key, _Pull] = {}
+        self._asked: dict[Channel, dict[Frame, tuple[_Pull, list[memoryview]]]] = {}
+        self._bytes: Counter[str] = Counter()
+        self._pool = Pool()
+        self._error: Exception | None = None
+        self._is_closing = False
+        self._changed = threading.Condition()
+        self._channels: dict[tuple[int, int], Channel] = {}  # by process and stream
+        self._peer_of: dict[Channel, Process] = {}
+        self._turn = itertools.count()
+        self._streams = streams
+        self._staging: queue.SimpleQueue[tuple[Key, _Offer] | None] = queue.SimpleQueue()
+        self._stager = threading.Thread(target=self._stage, name="stager", daemon=True)
+        self._stager.start()
+        try:
+            meet(
+                me=me,
+                processes=processes,
+                topology=topology,
+                ports=ports,
+                book=book,
+                key=key,
+                # Whoever is heard at other times than it promises would seem lost.
+                about={**about, "heartbeat_timeout_s": heartbeat_timeout_s},
+                digests={other: _digest(what) for other, what in shared.items()},
+                streams=streams,
+                timeout_s=start_timeout_s,
+                enter=self._enter,
+            )
+            self._raise_failure()
+        except BaseException:
+            self._end()
+            raise
+
+    def _make_route(self, index: int, crossing: Crossing, mesh: Mesh) -> _Route:
+        me, plan, processes = self._me, self._plan, self._processes
+        numbered = dict(enumerate(pieces(crossing, plan, processes)))
+        route = _Route(
+            index=index,
+            crossing=crossing,
+            sends={i: piece for i, piece in numbered.items() if piece.source == me.number},
+            receives={i: piece for i, piece in numbered.items() if piece.target == me.number},
+        )
+        if crossing.source == me.stage:
+            held = boxes(crossing.shape, crossing.source_spec, plan.stages[me.stage])
+            route.held = {device: held[device] for device in me.devices}
+            route.senders = {
+                i: next(
+                    d for d, box in route.held.items() if intersection(piece.box, box) == piece.box
+                )
+                for i, piece in route.sends.items()
+            }
+        if crossing.target == me.stage:
+            spec = wire_spec(crossing, plan, processes)
+            held = boxes(crossing.shape, spec, plan.stages[me.stage])
+            route.held = {device: held[device] for device in me.devices}
+            route.wire = from_axes(mesh, spec)
+            if spec != crossing.target_spec:
+                target = from_axes(mesh, crossing.target_spec)
+                route.rebuild = jax.jit(lambda array: array, out_shardings=target)
+        return route
+
+    def _enter(self, other: int, stream: int, sock: socket) -> None:
+        """Takes a connection; from here on its heartbeat counts."""
+        channel = Channel(sock, self, self._silence_s)
+        with self._changed:
+            if self._is_closing:
+                sock.close()
+                return
+            self._channels[other, stream] = channel
+            self._peer_of[channel] = self._processes[other]
+            self._asked[channel] = {}
+            channel.start()
+
+    # ---- the executor's calls ------------------------------------------------------------------
+
+    def offer(self, key: Key, array: jax.Array) -> None:
+        """Announces an array. It must not be donated before others have got all of it."""
+        route = self._routes[key.crossing]
+        crossing = route.crossing
+        assert (array.shape, str(array.dtype)) == (crossing.shape, crossing.dtype), f"{key} differs"
+        with self._changed:
+            self._raise_failure()
+            assert key not in self._offers, f"{key} is offered twice"
+            if not route.sends:
+                return  # other processes have the same bytes, and send them
+            sizes: Counter[int] = Counter()
+            for piece in route.sends.values():
+                sizes[piece.target] += _size(piece.box, crossing)
+            data = {shard.device: shard.data for shard in array.addressable_shards}
+            shards = {
+                device: compat.start_copy_to_host(data[self._devices[device]])
+                for device in set(route.senders.values())
+            }
+            offer = self._offers[key] = _Offer(shards, sizes, sizes.copy())
+        self._staging.put((key, offer))
+
+    def expect(self, keys: Sequence[Key]) -> None:
+        """Says what will be fetched next, in this order."""
+        with self._changed:
+            known = {*self._expected, *self._pulls}
+            assert known.isdisjoint(keys), f"{known & set(keys)} are expected twice"
+            self._expected += keys
+            self._pull_ahead()
+
+    def arrived(self, key: Key) -> bool:
+        """Whether a fetch would not wait."""
+        pull = self._pulls.get(key)
+        return pull is not None and pull.shards is not None
+
+    def wait(self, keys: Collection[Key]) -> None:
+        """Returns when one of them has arrived. Raises PeerError where that cannot be."""
+        start_s = time.monotonic()
+        with self._changed:
+            for key in keys:
+                self._hurry(key)
+            while not any(map(self.arrived, keys)):
+                self._raise_failure()
+                late = self._late(next(iter(keys)), start_s)
+                if isinstance(late, PeerError):
+                    break
+                self._changed.wait(late)
+            else:
+                return
+        self._fail(late)
+        raise self._error or late
+
+    def fetch(self, key: Key) -> jax.Array:
+        """The array, laid out for its target; each key once. Waits if it has not arrived."""
+        if not self.arrived(key):
+            self.wait([key])
+        with self._changed:
+            pull = self._pulls.pop(key)
+            self._pull_ahead()
+        route = pull.route
+        assert pull.shards is not None
+        assert route.wire is not None
+        landed = jax.make_array_from_single_device_arrays(
+            route.crossing.shape, route.wire, pull.shards
+        )
+        return route.rebuild(landed)
+
+    def take_bytes(self) -> dict[str, int]:
+        """Bytes received over each link since the last call."""
+        with self._changed:
+            taken, self._bytes = dict(self._bytes), Counter()
+        return taken
+
+    def close(self) -> None:
+        """Returns when all that was offered has been delivered, or nobody asks for it any more."""
+        deadline_s = time.monotonic() + self._silence_s
+        with self._changed:
+            self._changed.wait_for(
+                lambda: self._error or not self._undelivered(), deadline_s - time.monotonic()
+            )
+        if self._error is None:
+            for channel in self._channels.values():
+                channel.leave()
+            for channel in self._channels.values():
+                channel.is_over.wait(max(deadline_s - time.monotonic(), 0.0))
+        self._end()
+
+    def _undelivered(self) -> bool:
+        here = {p.number for ch, p in self._peer_of.items() if not ch.has_left}
+        return any(not here.isdisjoint(+offer.left) for offer in self._offers.values())
+
+    def _end(self) -> None:
+        with self._changed:
+            self._is_closing = True
+        self._staging.put(None)
+        for channel in self._channels.values():
+            channel.close()
+        for channel in self._channels.values():
+            channel.join(1.0)
+        self._stager.join(1.0)
+
+    # ---- receiving -----------------------------------------------------------------------------
+
+    def _pull_ahead(self) -> None:
+        while self._expected and len(self._pulls) < PREFETCH and self._error is None:
+            self._ask(self._expected.popleft())
+
+    def _hurry(self, key: Key) -> None:
+        """Asks for what is waited for, however far it is in the order."""
+        if key not in self._pulls:
+            assert key in self._expected, f"{key} was not expected, or has been fetched"
+            self._expected.remove(key)
+            self._ask(key)
+
+    def _ask(self, key: Key) -> None:
+        route = self._routes[key.crossing]
+        dtype = np.dtype(route.crossing.dtype)
+        blocks = {box: self._pool.take(_shape(box), dtype) for box in set(route.held.values())}
+        pull = self._pulls[key] = _Pull(key, route, blocks)
+        for number, piece in route.receives.items():
+            outer = route.held[piece.devices[0]]
+            view = blocks[outer][within(piece.box, outer)]
+            for offset, length in _cut(_size(piece.box, route.crossing), self._streams):
+                channel = self._channels[piece.source, next(self._turn) % self._streams]
+                frame = Frame(
+                    Kind.PULL, route.index, key.step, key.microbatch, number, offset, length
+                )
+                pull.missing += 1
+                self._asked[channel][frame] = pull, runs_of(view, offset, length)
+                channel.send(frame)
+                if channel.has_left:
+                    self.left(channel)
+
+    def landing(self, channel: Channel, frame: Frame) -> list[memoryview]:
+        """Where the payload goes."""
+        asked = self._asked[channel].get(frame._replace(kind=Kind.PULL))
+        if asked is None:
+            raise ViolationError(f"data that was not asked for: {frame}")
+        return asked[1]
+
+    def landed(self, channel: Channel, frame: Frame) -> None:
+        """Gives an array to its devices when its last part is here."""
+        with self._changed:
+            pull, _ = self._asked[channel].pop(frame._replace(kind=Kind.PULL))
+            self._bytes[pull.route.crossing.link] += frame.length
+            pull.missing -= 1
+            if pull.missing:
+                return
+        held = pull.route.held
+        shards = jax.device_put(
+            [pull.blocks[box] for box in held.values()], [self._devices[d] for d in held]
+        )
+        pull.blocks.clear()  # from here on the memory is JAX's, until it drops the array
+        with self._changed:
+            pull.shards = shards
+            self._changed.notify_all()
+
+    # ---- sending -------------------------------------------------------------------------------
+
+    def _stage(self) -> None:
+        """Waits for each offered array in turn, and answers who has asked for it."""
+        for key, offer in iter(self._staging.get, None):
+            route = self._routes[key.crossing]
+            try:
+                hosts = {device: np.asarray(shard) for device, shard in offer.shards.items()}
+            except Exception as error:  # of the computation
+                self._fail(error)
+                return
+            parts = {
+                i: hosts[device][within(route.sends[i].box, route.held[device])]
+                for i, device in route.senders.items()
+            }
+            with self._changed:
+                offer.parts = parts
+                asked = self._early.pop(key, {})
+            for channel, frame in asked:
+                try:
+                    self._answer(channel, frame, offer)
+                except ViolationError as error:
+                    self.broken(channel, error)
+
+    def pulled(self, channel: Channel, frame: Frame) -> None:
+        """Answers, or remembers what to answer when it is there."""
+        route = self._by_index.get(frame.crossing)
+        piece = route.sends.get(frame.piece) if route else None
+        peer = self._peer_of[channel]
+        if route is None or piece is None or piece.target != peer.number:
+            raise ViolationError(f"a wish for what it does not get from here: {frame}")
+        if not 0 < frame.length <= _size(piece.box, route.crossing) - frame.offset:
+            size = _size(piece.box, route.crossing)
+            raise ViolationError(f"a wish for more than the {size} bytes of a piece: {frame}")
+        key = Key(route.crossing.name, frame.step, frame.microbatch)
+        with self._changed:
+            offer = self._offers.get(key)
+            if offer is None or offer.parts is None:
+                early = self._early.setdefault(key, {})
+                if (channel, frame) in early or sum(map(len, self._early.values())) > MAX_WAITING:
+                    raise ViolationError(f"too many wishes: {frame}")
+                early[channel, frame] = None
+                return
+        self._answer(channel, frame, offer)
+
+    def _answer(self, channel: Channel, frame: Frame, offer: _Offer) -> None:
+        assert offer.parts is not None
+        with self._changed:
+            offer.unasked[self._peer_of[channel].number] -= frame.length
+            if offer.unasked[self._peer_of[channel].number] < 0:
+                raise ViolationError(f"a wish for what it has got: {frame}")
+        payload = runs_of(offer.parts[frame.piece], frame.offset, frame.length)
+        channel.send(frame._replace(kind=Kind.DATA), payload)
+
+    def sent(self, channel: Channel, frame: Frame) -> None:
+        """Drops an array when all of it is out."""
+        key = Key(self._by_index[frame.crossing].crossing.name, frame.step, frame.microbatch)
+        with self._changed:
+            left = self._offers[key].left
+            left[self._peer_of[channel].number] -= frame.length
+            if not +left:
+                del self._offers[key]
+                self._changed.notify_all()
+
+    # ---- failing -------------------------------------------------------------------------------
+
+    def left(self, channel: Channel) -> None:
+        """What a process that leaves has not given, it never will."""
+        with self._changed:
+            self._changed.notify_all()
+            if not self._asked[channel] or self._is_closing:
+                return
+        self._fail(self._peer_error(channel, "left the job", "it said goodbye"))
+
+    def broken(self, channel: Channel, error: Exception) -> None:
+        """The job is over: one of its processes or links is gone."""
+        name = self._peer_of[channel].name
+        if isinstance(error, ViolationError):
+            problem, fix = "the other end broke the protocol", "start all processes of a job anew"
+        elif isinstance(error, TimeoutError):
+            problem = str(error)
+            fix = f"see the log and the network of {name}; distributed.heartbeat_timeout_s sets "
+            fix += "how long a link may be silent"
+            error = TimeoutError("no data and no heartbeat")
+        elif isinstance(error, OSError):
+            problem, fix = "the connection was lost", f"see the log of {name}"
+        else:  # a bug of ours, or JAX could not take the data
+            self._fail(error)
+            return
+        self._fail(self._peer_error(channel, problem, error, fix))
+
+    def _peer_error(
+        self, channel: Channel, problem: str, found: object, fix: str | None = None
+    ) -> PeerError:
+        peer = self._peer_of[channel]
+        with self._changed:
+            waiting = next((pull.key for pull, _ in self._asked[channel].values()), None)
+        during = f", while waiting for {waiting}" if waiting else ""
+        fix = fix or f"see the log of {peer.name}"
+        return PeerError(between(peer, self._me), problem + during, found=found, fix=fix)
+
+    def _late(self, key: Key, start_s: float) -> float | PeerError:
+        """How long a key may still take, or what to say if that is over. Any data is progress."""
+        sources = {piece.source for piece in self._routes[key.crossing].receives.values()}
+        channels = [ch for (number, _), ch in self._channels.items() if number in sources]
+        progress_s = max(start_s, *(channel.payload_s for channel in channels))
+        left_s = progress_s + self._pull_timeout_s - time.monotonic()
+        if left_s > 0:
+            return left_s
+        waits = (ch for ch in channels for pull, _ in self._asked[ch].values() if pull.key == key)
+        channel = next(waits, channels[0])
+        peer = self._peer_of[channel]
+        return PeerError(
+            between(peer, self._me),
+            f"{key} did not come for {self._pull_timeout_s:g} s",
+            found="its heartbeat, but no data",
+            fix=f"see in the log of {peer.name} what it does; distributed.pull_timeout_s sets how "
+            "long it may take",
+        )
+
+    def _fail(self, error: Exception) -> None:
+        with self._changed:
+            if self._error is not None or self._is_closing:
+                return
+            self._error = error
+            self._changed.notify_all()
+        for channel in list(self._channels.values()):
+            channel.close()
+        self._on_failure(error)
+
+    def _raise_failure(self) -> None:
+        if self._error is not None:
+            raise self._error
+
+
+def _digest(what: object) -> str:
+    return hashlib.sha256(json.dumps(what).encode()).hexdigest()[:16]
+
+
+def _shape(box: Box) -> tuple[int, ...]:
+    return tuple(stop - start for start, stop in box)
+
+
+def _size(box: Box, crossing: Crossing) -> int:
+    return math.prod(_shape(box)) * np.dtype(crossing.dtype).itemsize
+
+
+def _cut(num_bytes: int, streams: int) -> list[tuple[int, int]]:
+    """Offset and length of the parts of a piece."""
+    part = min(max(-(-num_bytes // streams), MIN_PART_BYTES), MAX_PART_BYTES)
+    return [(start, min(part, num_bytes - start)) for start in range(0, num_bytes, part)]
