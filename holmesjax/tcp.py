@@ -53,9 +53,9 @@ class _Route:
     crossing: Crossing
     sends: dict[int, Piece]  # by its place among the pieces of the crossing
     receives: dict[int, Piece]
-    held: dict[int, Box] = field(default_factory=dict)  # by device, at the end that is here
+    held: dict[int, Box]  # by device: what is offered, or what lands
+    here: NamedSharding  # the same for JAX
     senders: dict[int, int] = field(default_factory=dict)  # piece -> the device that has it
-    wire: NamedSharding | None = None  # how it lands, if it lands here
     rebuild: Callable[[jax.Array], jax.Array] = lambda array: array  # to the target's layout
 
 
@@ -130,6 +130,8 @@ class TcpTransport:
         shared: dict[int, list[Any]] = defaultdict(list)  # by process: all that crosses between us
         for index, crossing in enumerate(crossings):
             route = self._make_route(index, crossing, mesh)
+            if route is None:
+                continue  # between other stages
             self._routes[crossing.name] = self._by_index[index] = route
             for number, piece in (route.sends | route.receives).items():
                 other = piece.target if piece.source == me.number else piece.source
@@ -171,32 +173,28 @@ class TcpTransport:
             self._end()
             raise
 
-    def _make_route(self, index: int, crossing: Crossing, mesh: Mesh) -> _Route:
+    def _make_route(self, index: int, crossing: Crossing, mesh: Mesh) -> _Route | None:
         me, plan, processes = self._me, self._plan, self._processes
+        if me.stage not in (crossing.source, crossing.target):
+            return None
+        is_source = crossing.source == me.stage
+        spec = crossing.source_spec if is_source else wire_spec(crossing, plan, processes)
+        held = boxes(crossing.shape, spec, plan.stages[me.stage])
         numbered = dict(enumerate(pieces(crossing, plan, processes)))
         route = _Route(
             index=index,
             crossing=crossing,
             sends={i: piece for i, piece in numbered.items() if piece.source == me.number},
             receives={i: piece for i, piece in numbered.items() if piece.target == me.number},
+            held={device: held[device] for device in me.devices},
+            here=from_axes(mesh, spec),
         )
-        if crossing.source == me.stage:
-            held = boxes(crossing.shape, crossing.source_spec, plan.stages[me.stage])
-            route.held = {device: held[device] for device in me.devices}
-            route.senders = {
-                i: next(
-                    d for d, box in route.held.items() if intersection(piece.box, box) == piece.box
-                )
-                for i, piece in route.sends.items()
-            }
-        if crossing.target == me.stage:
-            spec = wire_spec(crossing, plan, processes)
-            held = boxes(crossing.shape, spec, plan.stages[me.stage])
-            route.held = {device: held[device] for device in me.devices}
-            route.wire = from_axes(mesh, spec)
-            if spec != crossing.target_spec:
-                target = from_axes(mesh, crossing.target_spec)
-                route.rebuild = jax.jit(lambda array: array, out_shardings=target)
+        for i, piece in route.sends.items():
+            has_it = lambda box, piece=piece: intersection(box, piece.box) == piece.box
+            route.senders[i] = next(d for d, box in route.held.items() if has_it(box))
+        if not is_source and spec != crossing.target_spec:
+            target = from_axes(mesh, crossing.target_spec)
+            route.rebuild = jax.jit(lambda array: array, out_shardings=target)
         return route
 
     def _enter(self, other: int, stream: int, sock: socket) -> None:
@@ -217,7 +215,10 @@ class TcpTransport:
         """Announces an array. It must not be donated before others have got all of it."""
         route = self._routes[key.crossing]
         crossing = route.crossing
-        assert (array.shape, str(array.dtype)) == (crossing.shape, crossing.dtype), f"{key} differs"
+        assert (array.shape, str(array.dtype)) == (crossing.shape, crossing.dtype), (
+            f"{key}: {array.aval}"
+        )
+        assert route.here.is_equivalent_to(array.sharding, array.ndim), f"{key}: {array.sharding}"
         with self._changed:
             self._raise_failure()
             assert key not in self._offers, f"{key} is offered twice"
@@ -273,9 +274,8 @@ class TcpTransport:
             self._pull_ahead()
         route = pull.route
         assert pull.shards is not None
-        assert route.wire is not None
         landed = jax.make_array_from_single_device_arrays(
-            route.crossing.shape, route.wire, pull.shards
+            route.crossing.shape, route.here, pull.shards
         )
         return route.rebuild(landed)
 

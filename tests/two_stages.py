@@ -135,9 +135,7 @@ def start_pair(plan, crossings, book_of=lambda book: book, each=({}, {}), **chan
     """Two transports, or what went wrong; `book_of` changes what they are told of each other."""
     ports = [Ports.open(addresses()) for _ in range(2)]
     book = book_of([p.book for p in ports])
+    settings = [{"crossings": crossings, **changes, **mine} for mine in each]
     return together(
-        *(
-            lambda n=n: start(n, plan, crossings, ports[n], book, **{**changes, **each[n]})
-            for n in range(2)
-        )
+        *(lambda n=n: start(n, plan, ports=ports[n], book=book, **settings[n]) for n in range(2))
     )
