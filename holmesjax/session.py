@@ -86,7 +86,7 @@ class Session:
     tell: Callable[[Part], None]
     is_stopping: Callable[[], bool]
     starting: Callable[[int], None] = lambda step: None
-    _last_s: float = field(default=0.0, init=False)  # when the numbers of the step before came
+    _last_s: float = field(default=0.0, init=False)  # when the step before ended
     _num_skipped: int = field(default=0, init=False)  # in a row
 
     def run(self, states: Sequence[StageState], done: int) -> int:
@@ -134,10 +134,10 @@ class Session:
         }
         if losses := jax.tree.leaves(metrics["loss"]):
             part["loss"] = float(np.mean([float(loss) for loss in losses]))
-        part["intervals"] = unread.timeline.intervals()
+        intervals = part["intervals"] = unread.timeline.intervals()
         part["link_bytes"] = unread.link_bytes
-        now_s = time.perf_counter()
-        part["step_time_s"], self._last_s = now_s - self._last_s, now_s
+        end_s = max(interval.end_s for interval in intervals)
+        part["step_time_s"], self._last_s = end_s - self._last_s, end_s
         self._refuse_divergence(part, metrics)
         return part
 
