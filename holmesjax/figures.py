@@ -29,7 +29,7 @@ TEXT_ON = {BLUE: LIGHT, ORANGE: DARK, GREEN: DARK, PINK: DARK, RED: DARK, SKY: D
 KINDS = {
     "F": ("forward", BLUE),
     "B": ("backward", ORANGE),
-    "R": ("gradient reduce", GREEN),
+    "W": ("weight gradient", GREEN),
     "U": ("update", PINK),
     "S": ("whole step", SKY),
 }
@@ -93,8 +93,7 @@ def pipeline_timeline(tasks: Sequence[Record]) -> Figure:
         share = idle_share([task for task in tasks if task["stage"] == stage], span_s)
         style = {"va": "center", "color": INK, "fontsize": 9}
         axes.text(1.01, stage, f"idle {share:.0%}", style, transform=axes.get_yaxis_transform())
-    # Tasks of the network come first: what they overlap with computing is hidden behind it.
-    for task in sorted(tasks, key=lambda task: task["kind"] in "FB"):
+    for task in tasks:
         _draw_task(axes, task, start_s=start_s, scale=scale, points_per_s=7.6 * 72 / span_s)
     axes.set_xlim(0, span_s * scale)
     axes.set_ylim(num_stages - 0.5, -0.5)

@@ -21,7 +21,7 @@ class Interval(NamedTuple):
     """One task that ran; seconds on one clock for all stages."""
 
     stage: int
-    kind: str  # F forward, B backward, R reduce, U update
+    kind: str  # F forward, B backward, W weight gradient, U update, S a whole step
     microbatch: int | None
     start_s: float
     end_s: float

@@ -139,7 +139,7 @@ def test_timeline_shows_every_task_and_the_idle_share():
         task(0, "B", 0, 10.06, 10.10),
         task(1, "F", 0, 10.02, 10.04),
         task(1, "B", 0, 10.04, 10.06),
-        task(1, "R", None, 10.05, 10.08),
+        task(1, "W", 0, 10.06, 10.08),
         task(1, "U", None, 10.09, 10.10),
     ]
     figure = draw(pipeline_timeline(tasks))
@@ -147,13 +147,13 @@ def test_timeline_shows_every_task_and_the_idle_share():
         (0, 20, "forward"),
         (20, 20, "forward"),
         (40, 20, "backward"),
-        (50, 30, "gradient reduce"),
+        (60, 20, "weight gradient"),
         (60, 40, "backward"),
         (90, 10, "update"),
     ]
-    # Stage 0 works 60 of 100 ms; stage 1 from 20 to 80 and from 90 to 100, reduce hidden or not.
+    # Stage 0 works 60 of 100 ms; stage 1 from 20 to 80 and from 90 to 100.
     assert [text for text in texts(figure) if "idle" in text] == ["idle 40%", "idle 30%"]
-    assert [text for text in texts(figure) if text.isdigit()] == ["0"] * 4
+    assert [text for text in texts(figure) if text.isdigit()] == ["0"] * 5
     [legend] = [figure.axes[0].get_legend()]
     assert [text.get_text() for text in legend.get_texts()][-1] == "idle (bubble)"
 
