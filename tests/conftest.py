@@ -9,3 +9,4 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 
 def pytest_addoption(parser):
     parser.addoption("--update-golden", action="store_true", help="rewrite tests/golden/*.json")
+    parser.addoption("--all-faults", action="store_true", help="kill each role at each moment")

@@ -79,21 +79,21 @@ class RunningJob:
         return self
 
     def __exit__(self, *_):
-        self._note_workers()
+        self.note_workers()
         for pid in (self.process.pid, *self._started):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         self.process.wait()
         self.process.stdout.close()
 
-    def _note_workers(self):
+    def note_workers(self):
         self._started |= set(self.workers())
 
     def workers(self) -> list[int]:
         """Process ids, in the order of the job's processes."""
         found = {}
         for pid in children(self.process.pid):
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(OSError, IndexError):  # it has ended, or not yet begun
                 env = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
                 numbers = [v[15:] for v in env if v.startswith(b"HOLMES_PROCESS=")]
                 found[int(numbers[0])] = pid
@@ -104,7 +104,7 @@ class RunningJob:
         for line in self.process.stdout:
             self.lines.append(line)
             if line.startswith(start):
-                self._note_workers()
+                self.note_workers()
                 return line
         raise AssertionError(f"no line {start!r} in\n{self.output}")
 
@@ -121,3 +121,22 @@ class RunningJob:
     @property
     def output(self) -> str:
         return "".join(self.lines)
+
+
+def listening_ports(pids: list[int]) -> set[tuple[str, int]]:
+    """Addresses and ports on which these processes listen."""
+    inodes = set()
+    for pid in pids:
+        for fd in Path(f"/proc/{pid}/fd").iterdir():
+            with contextlib.suppress(OSError):
+                target = os.readlink(fd)
+                if target.startswith("socket:["):
+                    inodes.add(target[8:-1])
+    found = set()
+    for line in Path("/proc/net/tcp").read_text().splitlines()[1:]:
+        fields = line.split()
+        if fields[3] == "0A" and fields[9] in inodes:
+            address, port = fields[1].split(":")
+            octets = [str(byte) for byte in reversed(bytes.fromhex(address))]
+            found.add((".".join(octets), int(port, 16)))
+    return found

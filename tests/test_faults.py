@@ -1,0 +1,314 @@
+"""Jobs that lose a process, a link or their patience: what is told, what is left, what is resumed.
+
+The suite kills each role, and kills at each moment; `pytest --all-faults` kills each role at each.
+"""
+
+import contextlib
+import itertools
+import os
+import random
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from holmesjax import metrics
+from holmesjax.plan import Plan
+from tests.jobs import ROOT, RunningJob, listening_ports, write_run
+
+CLUSTERS = {"a": (1, 1), "b": (1,)}  # process 0 coordinates two; 2 is a stage by itself
+SETTINGS = [
+    "model.num_layers=2",
+    "model.width=16",
+    "train.steps=12",
+    "checkpoint.every=4",
+]
+LOCAL = ("--launcher", "local")
+TIMEOUT_S = 10.0  # distributed.heartbeat_timeout_s of these jobs
+
+
+def losses_of(folder: Path) -> list[float]:
+    return [record["loss"] for record in metrics.read(folder / "run")]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _compile_once(tmp_path_factory):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path_factory.mktemp("compiled")))
+        patch.setenv("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+        patch.setenv("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
+        yield
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    """The losses of the job when nothing happens to it."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    with RunningJob(write_run(folder, CLUSTERS), *LOCAL, *SETTINGS) as job:
+        assert job.end(120) == 0, job.output
+    return losses_of(folder)
+
+
+def start(folder: Path, *arguments, **options) -> RunningJob:
+    return RunningJob(write_run(folder, CLUSTERS), *LOCAL, *SETTINGS, *arguments, **options)
+
+
+def wait_until(condition, timeout_s=60.0):
+    deadline_s = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline_s, "it does not come"
+        time.sleep(0.005)
+
+
+# ---- a process is killed -------------------------------------------------------------------------
+
+
+def starting(job, folder):
+    wait_until(lambda: len(job.workers()) == 3)
+
+
+def compiling(job, folder):
+    job.until("processes")
+    time.sleep(4.0)
+
+
+def first_step(job, folder):
+    job.until("step  1/12")
+
+
+def middle(job, folder):
+    job.until("step  6/12")
+
+
+def writing(job, folder):
+    """While the second checkpoint is written."""
+    path = folder / "run/checkpoints/step_00000008"
+    wait_until(lambda: path.exists() and any(path.iterdir()))
+
+
+MOMENTS = {f.__name__: f for f in (starting, compiling, first_step, middle, writing)}
+ROLES = {"coordinator": 0, "other of its stage": 1, "other stage": 2}
+EACH = [
+    ("coordinator", "starting"),
+    ("other of its stage", "compiling"),
+    ("other stage", "first_step"),
+    ("coordinator", "middle"),
+    ("other of its stage", "writing"),
+]
+
+
+def pytest_generate_tests(metafunc):
+    if "moment" in metafunc.fixturenames:
+        every = metafunc.config.getoption("--all-faults")
+        pairs = list(itertools.product(ROLES, MOMENTS)) if every else EACH
+        metafunc.parametrize("role, moment", pairs)
+
+
+def test_a_job_that_lost_a_process_goes_on_exactly(tmp_path, undisturbed, role, moment):
+    with start(tmp_path, "--max-restarts", 1) as job:
+        MOMENTS[moment](job, tmp_path)
+        job.note_workers()
+        os.kill(job.workers()[ROLES[role]], signal.SIGKILL)
+        assert job.end(120) == 0, job.output
+    name = ("a/a-0", "a/a-1", "b/b-0")[ROLES[role]]
+    assert f"error: {name} (stage {ROLES[role] // 2}, process {ROLES[role]}): " in job.output
+    assert "was killed by signal 9 (SIGKILL)" in job.output
+    assert "starting again" in job.output
+    assert "Traceback" not in job.output
+    assert losses_of(tmp_path) == undisturbed
+
+
+def test_without_restarts_it_ends_with_75_and_one_paragraph(tmp_path, undisturbed):
+    with start(tmp_path) as job:
+        middle(job, tmp_path)
+        start_s = time.monotonic()
+        os.kill(job.workers()[1], signal.SIGKILL)
+        assert job.end() == 75
+        assert time.monotonic() - start_s < TIMEOUT_S
+    [paragraph] = job.output.split("\nerror: ")[1:]
+    lines = paragraph.strip().splitlines()
+    assert len(lines) == 3, paragraph  # where and what, what the others waited for, what to do
+    assert "b/b-0 (stage 1) w" in lines[1]
+    assert "--max-restarts" in lines[2]
+    ports = listening_ports([os.getpid()])
+    assert not any(address.startswith("127.") and port > 60000 for address, port in ports)
+    with RunningJob(tmp_path / "run", *LOCAL) as job:  # the user does what it says
+        assert job.end() == 0
+    assert losses_of(tmp_path) == undisturbed
+
+
+def test_nothing_outlives_the_supervisor(tmp_path, undisturbed):
+    with start(tmp_path) as job:
+        middle(job, tmp_path)
+        job.process.kill()
+        job.end(TIMEOUT_S)
+    with RunningJob(tmp_path / "run", *LOCAL) as job:
+        assert job.end() == 0, job.output
+    assert losses_of(tmp_path) == undisturbed
+
+
+# ---- a process, or a link, is silent -------------------------------------------------------------
+
+
+def test_a_process_that_hangs_ends_the_job_in_time(tmp_path):
+    with start(tmp_path) as job:
+        first_step(job, tmp_path)
+        start_s = time.monotonic()
+        os.kill(job.workers()[2], signal.SIGSTOP)
+        assert job.end() == 75
+        assert time.monotonic() - start_s < TIMEOUT_S + 2.0  # 2 s for a busy machine
+    assert "error: b/b-0 (stage 1, process 2): has been silent for 8 s" in job.output
+    assert "a/a-0 (stage 0) waited for" in job.output
+
+
+def test_a_process_that_is_slow_is_waited_for(tmp_path, undisturbed):
+    with start(tmp_path) as job:
+        first_step(job, tmp_path)
+        for _ in range(2):
+            worker = job.workers()[1]
+            os.kill(worker, signal.SIGSTOP)
+            time.sleep(0.5 * TIMEOUT_S)
+            os.kill(worker, signal.SIGCONT)
+            time.sleep(0.5)
+        assert job.end() == 0, job.output
+    assert losses_of(tmp_path) == undisturbed
+
+
+@contextlib.contextmanager
+def own_network(name: str):
+    """A network namespace with a loopback of its own; gives a function to cut an address off."""
+    run = lambda *words: subprocess.run(words, check=True, capture_output=True)
+    inside = ("ip", "netns", "exec", name)
+    try:
+        run("ip", "netns", "add", name)
+    except (OSError, subprocess.CalledProcessError):
+        pytest.skip("needs root and iproute2, for a network namespace")
+    try:
+        run("ip", "-n", name, "link", "set", "lo", "up")
+        tc = (*inside, "tc")
+        run(*tc, "qdisc", "add", "dev", "lo", "root", "handle", "1:", "htb", "default", "10")
+        for number, rate in (("10", "10gbit"), ("20", "8bit")):  # 8 bit/s: nothing comes through
+            class_of = ("class", "add", "dev", "lo", "parent", "1:", "classid", f"1:{number}")
+            run(*tc, *class_of, "htb", "rate", rate, "quantum", "1500")
+        run(*tc, "qdisc", "add", "dev", "lo", "parent", "1:20", "pfifo", "limit", "1")
+
+        def cut(address: str) -> None:
+            to = ("u32", "match", "ip", "dst", address, "flowid", "1:20")
+            run(*tc, "filter", "add", "dev", "lo", "parent", "1:", "protocol", "ip", *to)
+
+        yield inside, cut
+    finally:
+        run("ip", "netns", "del", name)
+
+
+def test_a_link_that_goes_silent_is_named(tmp_path):
+    """Nothing is closed: what is sent to the Ethernet of node b-0 is lost from now on."""
+    with (
+        own_network(f"holmes{os.getpid()}") as (inside, cut),
+        start(tmp_path, prefix=inside) as job,
+    ):
+        first_step(job, tmp_path)
+        start_s = time.monotonic()
+        cut("127.64.3.0/24")
+        assert job.end() == 75, job.output
+        assert time.monotonic() - start_s < TIMEOUT_S + 2.0
+    assert "link a -> b" in job.output or "link b -> a" in job.output
+    assert "silent" in job.output
+    assert "Traceback" not in job.output
+
+
+# ---- strangers and strays ------------------------------------------------------------------------
+
+
+def test_a_port_that_is_taken_is_told_before_jax_falls_over_it(tmp_path):
+    with socket.socket() as taken:
+        taken.bind(("0.0.0.0", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with start(tmp_path, f"distributed.port={port}") as job:
+            assert job.end() == 2
+    assert f"distributed.port, 127.32.1.1:{port}: the coordinator of stage 0" in job.output
+    assert "choose another distributed.port" in job.output
+
+
+def test_a_process_of_another_plan_is_refused_with_both_hashes(tmp_path, undisturbed):
+    other = tmp_path / "other"
+    with start(tmp_path) as job:
+        starting(job, tmp_path)
+        shutil.copytree(tmp_path / "run", other)
+        stray = start_stray(job, other)
+        assert job.end() == 0, job.output
+    hashes = [line.split()[1].rstrip(":") for line in job.lines if line.startswith("plan ")]
+    assert stray.returncode == 2
+    for text in (stray.stderr, job.output):
+        assert f"plan hash is {Plan.load(other / 'plan.yaml').hash()}, not {hashes[0]}" in text
+    assert losses_of(tmp_path) == undisturbed
+
+
+def start_stray(job: RunningJob, run_dir: Path) -> subprocess.CompletedProcess:
+    """A worker with all that a real one has, but another plan."""
+    text = (run_dir / "plan.yaml").read_text()
+    lines = [line for line in text.splitlines() if not line.startswith("hash:")]
+    changed = "\n".join(lines).replace("step_time_s: ", "step_time_s: 1")
+    (run_dir / "plan.yaml").write_text(changed)
+    env = Path(f"/proc/{job.workers()[0]}/environ").read_text().split("\0")
+    variables = dict(v.split("=", 1) for v in env if v and not v.startswith("HOLMES_PARENT"))
+    return subprocess.run(
+        [sys.executable, "-m", "launch", "worker", run_dir],
+        cwd=ROOT,
+        env=variables,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+def test_strangers_at_every_port_change_nothing(tmp_path, undisturbed):
+    rng = random.Random(0)
+    greetings = [b"", rng.randbytes(1000), b"\x7f\xff\xff\xff" * 64, b"GET / HTTP/1.0\r\n\r\n"]
+    with start(tmp_path) as job, contextlib.ExitStack() as stack:
+        starting(job, tmp_path)
+        pids = [job.process.pid, *job.workers()]
+        # The controller; a transport on two fabrics of each node; the coordinator of stage 0.
+        wait_until(lambda: len(listening_ports(pids)) >= 1 + 3 * 2 + 1)
+        ports = listening_ports(pids)
+        for (address, port), greeting in itertools.product(sorted(ports), greetings):
+            stranger = stack.enter_context(socket.create_connection((address, port), timeout=5))
+            with contextlib.suppress(OSError):  # some doors close at once
+                stranger.sendall(greeting)
+        assert job.end() == 0, job.output
+    assert not any(address == "0.0.0.0" for address, _ in ports)
+    assert losses_of(tmp_path) == undisturbed
+
+
+# ---- what all stages decide together -------------------------------------------------------------
+
+
+@pytest.mark.parametrize("number, status", [(signal.SIGINT, 0), (signal.SIGTERM, 75)])
+def test_a_signal_stops_all_after_the_same_step(tmp_path, undisturbed, number, status):
+    with start(tmp_path) as job:
+        first_step(job, tmp_path)
+        job.process.send_signal(number)
+        assert job.end() == status, job.output
+    done = len(losses_of(tmp_path))
+    assert f"stopped after step {done} of 12" in job.output
+    with RunningJob(tmp_path / "run", *LOCAL) as job:
+        assert job.end() == 0, job.output
+    assert f"resuming after step {done}" in job.output
+    assert losses_of(tmp_path) == undisturbed
+
+
+def test_gradients_that_stay_infinite_end_the_run(tmp_path):
+    with start(tmp_path, "optimizer.learning_rate=1e30", "train.max_skipped=3") as job:
+        assert job.end() == 1
+    assert "the gradient is not finite, for 3 steps in a row" in job.output
+    assert "step " in job.output.split("error: ")[1]
+    assert "stage" in job.output.split("error: ")[1]
+    skipped = [record["skipped"] for record in metrics.read(tmp_path / "run")]
+    assert skipped[:1] == [False]
