@@ -48,6 +48,11 @@ class LocalLauncher:
         self._topology = topology
         self._children: list[tuple[subprocess.Popen[str], threading.Thread]] = []
 
+    @property
+    def pids(self) -> list[int]:
+        """Of the processes that were started, in that order."""
+        return [child.pid for child, _ in self._children]
+
     def start(
         self,
         process: Process,
