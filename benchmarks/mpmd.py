@@ -143,11 +143,11 @@ def measure_pure(run_dir: Path, rounds: int, *, together: bool) -> list[dict[str
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 text=True,
-                preexec_fn=lambda s=s: os.sched_setaffinity(0, {cores()[s]}),
             )
             for s in stages
         ]
-        for child in children:
+        for s, child in zip(stages, children, strict=True):
+            os.sched_setaffinity(child.pid, {cores()[s]})  # before it has threads
             assert child.stdout is not None
             assert child.stdout.readline() == "ready\n"
         for child in children:

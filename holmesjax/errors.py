@@ -41,7 +41,7 @@ class CheckpointError(HolmesError):
     """A checkpoint that is missing, damaged, or of another model."""
 
 
-class DivergedError(HolmesError):
+class FatalError(HolmesError):
     """Training cannot go on, and would fail again in the same way if it were started again."""
 
     exit_status = 1

@@ -19,7 +19,7 @@ from holmesjax import checkpoint
 from holmesjax.config import Config
 from holmesjax.data import corpus
 from holmesjax.data.batches import Batches, model_inputs
-from holmesjax.errors import DivergedError
+from holmesjax.errors import FatalError
 from holmesjax.job import Job
 from holmesjax.optimizer import learning_rate, make_optimizer
 from holmesjax.pipeline import OneStage, Pipeline
@@ -92,7 +92,7 @@ class Session:
     def run(self, states: Sequence[StageState], done: int) -> int:
         """Trains until the last step or until asked to stop; the number of steps done.
 
-        Raises DivergedError after too many steps in a row whose gradient is not finite.
+        Raises FatalError after too many steps in a row whose gradient is not finite.
         """
         steps, saved = self.config.train.steps, done
         unread: _Unread | None = None
@@ -147,7 +147,7 @@ class Session:
             return
         norms = [float(norm) for norm in metrics.get("square_norms", [part["grad_norm"]])]
         where = ", ".join(f"stage {s}" for s, norm in enumerate(norms) if not math.isfinite(norm))
-        raise DivergedError(
+        raise FatalError(
             f"step {part['step']}, {where}",
             f"the gradient is not finite, for {self._num_skipped} steps in a row",
             found=f"|g| = {part['grad_norm']}",

@@ -190,13 +190,17 @@ class _Worker:
     def _give_up(self, error: BaseException) -> NoReturn:
         """Ends this process with what went wrong, from any thread; the first call counts."""
         self._failing.acquire()  # never released
-        is_expected = isinstance(error, HolmesError)
-        status = error.exit_status if isinstance(error, HolmesError) else 1
-        text = str(error) if is_expected else f"{type(error).__name__}: {error}"
-        if not is_expected:
+        status = 1
+        told = {"where": "", "problem": f"{type(error).__name__}: {error}"}
+        if isinstance(error, HolmesError):
+            status = error.exit_status
+            told = {
+                name: str(getattr(error, name)) for name in ("where", "problem", "found", "fix")
+            }
+        else:
             traceback.print_exception(error)
         with contextlib.suppress(OSError):
-            self._member.tell("failed", text=text, exit_status=status, expected=is_expected)
+            self._member.tell("failed", exit_status=status, **told)
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(status)

@@ -19,7 +19,7 @@ from typing import Any, Protocol
 
 from holmesjax import manifest, wire
 from holmesjax.control import Controller, Event
-from holmesjax.errors import REQUEUE, DivergedError, HolmesError, PeerError
+from holmesjax.errors import REQUEUE, FatalError, HolmesError, PeerError
 from holmesjax.job import Job
 from holmesjax.processes import Process, make_processes
 from holmesjax.recorder import Recorder
@@ -300,7 +300,7 @@ class Supervisor:
         else:
             problem = _ending(cause.message["status"])
             if cause.message["status"] > 0 and cause.message["status"] != REQUEUE:
-                return _Crashed(
+                return FatalError(
                     where, problem, found=found, fix=f"see {self._log_path(process.number)}"
                 )
         last = controller.status(process.number)
@@ -316,10 +316,6 @@ class Supervisor:
             fix="raise distributed.start_timeout_s, or see their logs in "
             f"{self._job.run_dir / LOGS}",
         )
-
-
-class _Crashed(DivergedError):
-    """A process ended in a way that would repeat itself."""
 
 
 def _rank(event: Event) -> int:
@@ -341,9 +337,12 @@ def _ending(status: int) -> str:
     return f"was killed by signal {-status}"
 
 
-def _as_told(message: dict[str, Any], where: str, found: str, fix: str) -> HolmesError:
-    """The error that a process told of itself."""
-    kinds = {2: HolmesError, REQUEUE: PeerError}
-    return kinds.get(message["exit_status"], _Crashed)(
-        where, message["text"].replace("\n", "\n  "), found=found, fix=fix
-    )
+def _as_told(message: dict[str, Any], process: str, others: str, fix: str) -> HolmesError:
+    """The error that a process told of itself; with what the others waited for, if it is news."""
+    status = message["exit_status"]
+    where = ": ".join(filter(None, (process, message["where"])))
+    found = message.get("found", others)
+    if status == REQUEUE:
+        return PeerError(where, message["problem"], found=f"{found}; {others}", fix=fix)
+    kind = HolmesError if status == HolmesError.exit_status else FatalError
+    return kind(where, message["problem"], found=found, fix=message.get("fix", fix))
