@@ -6,8 +6,8 @@ noticed at once. Whatever does not fit ends the connection. The payload relies o
 a CRC of ours would cost more than copying the bytes.
 
     PING   the sender is alive; sent where nothing else was for a quarter of the silence allowed
-    PULL   asks for a range of the bytes of a piece
-    DATA   the answer
+    PULL   asks for a piece
+    DATA   a part of it, on whichever connection is free
     BYE    the sender wants and gives nothing more; answered by BYE, then the connection is closed
 """
 
@@ -50,6 +50,9 @@ class Frame(NamedTuple):
     length: int = 0
 
 
+Part = tuple[Frame, Sequence[memoryview]]
+
+
 class ViolationError(Exception):
     """The other end sent what the protocol does not allow."""
 
@@ -58,7 +61,7 @@ class Handler(Protocol):
     """What a channel tells; called on its threads."""
 
     def pulled(self, channel: "Channel", frame: Frame) -> None:
-        """The other end asks for bytes. Raises ViolationError if it must not."""
+        """The other end asks for a piece. Raises ViolationError if it must not."""
 
     def landing(self, channel: "Channel", frame: Frame) -> Sequence[memoryview]:
         """Where the payload of a DATA frame goes. Raises ViolationError if nobody asked for it."""
@@ -86,14 +89,15 @@ class Channel:
       sock: authenticated; closed with the channel.
       handler: of what comes.
       silence_s: how long nothing at all may be heard.
+      parts: data to send, shared by all channels to the same process: the free one takes the next.
     """
 
-    def __init__(self, sock: socket.socket, handler: Handler, silence_s: float):
+    def __init__(self, sock: socket.socket, handler: Handler, silence_s: float, parts: deque[Part]):
         self._sock, self._handler, self._silence_s = sock, handler, silence_s
         self._control: deque[Frame] = deque()  # sent before data, so that asking waits for nobody
-        self._data: deque[tuple[Frame, Sequence[memoryview]]] = deque()
+        self._parts = parts
         self._wakeup = threading.Condition()
-        self._said_bye = self._is_closed = False
+        self._said_bye = self._is_closed = self._is_idle = False
         self._byes = 0  # that are out or in
         self.payload_s = time.monotonic()  # when the last bytes of a payload came
         self.has_left = False  # the other end, orderly
@@ -110,17 +114,22 @@ class Channel:
         for thread in self._threads:
             thread.start()
 
-    def send(self, frame: Frame, payload: Sequence[memoryview] = ()) -> None:
-        """Returns at once; the payload must not change before the handler's `sent`."""
+    def send(self, frame: Frame) -> None:
+        """Sends a frame without payload, before all data; returns at once."""
         with self._wakeup:
-            if frame.kind is Kind.DATA:
-                self._data.append((frame, payload))
-            else:
-                self._control.append(frame)
+            self._control.append(frame)
             self._wakeup.notify()
 
+    def take_part(self) -> bool:
+        """Wakes it for what has been put among the parts; False if it is busy."""
+        if not self._is_idle:
+            return False
+        with self._wakeup:
+            self._wakeup.notify()
+        return True
+
     def leave(self) -> None:
-        """Says goodbye, once, after the control frames; data not yet begun is dropped."""
+        """Says goodbye, once, and takes no further part."""
         with self._wakeup:
             if not self._said_bye:
                 self._said_bye = True
@@ -214,15 +223,21 @@ class Channel:
                 self._count_bye()
                 return
 
-    def _next(self) -> tuple[Frame, Sequence[memoryview]]:
+    def _next(self) -> Part:
         """What to send now; a ping if there is nothing for too long."""
-        with self._wakeup:
-            self._wakeup.wait_for(
-                lambda: self._control or self._data or self._is_closed, self._silence_s / 4
-            )
-            if self._control:
-                return self._control.popleft(), ()
-            return self._data.popleft() if self._data else (Frame(Kind.PING), ())
+        while True:
+            with self._wakeup:
+                self._is_idle = True  # before looking, so that nothing is put there unseen
+                is_needed = self._wakeup.wait_for(
+                    lambda: self._control or self._parts or self._is_closed, self._silence_s / 4
+                )
+                self._is_idle = False
+                if self._control:
+                    return self._control.popleft(), ()
+            if self._is_closed or not is_needed:
+                return Frame(Kind.PING), ()
+            with contextlib.suppress(IndexError):  # another channel was faster
+                return self._parts.popleft()
 
 
 def _encode(frame: Frame, sequence: int) -> bytes:

@@ -15,7 +15,7 @@ import queue
 import threading
 import time
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from socket import socket
 from typing import Any
@@ -27,7 +27,7 @@ from jax.sharding import Mesh, NamedSharding
 from holmesjax import compat
 from holmesjax.crossings import Crossing, Key
 from holmesjax.errors import PeerError
-from holmesjax.frames import Channel, Frame, Kind, ViolationError
+from holmesjax.frames import Channel, Frame, Kind, Part, ViolationError
 from holmesjax.host_memory import Pool, runs_of
 from holmesjax.neighbours import Book, Ports, between, meet
 from holmesjax.plan import Plan
@@ -39,10 +39,10 @@ from holmesjax.topology import Topology
 # Arrays asked for and not yet fetched: one that arrives while the one before is computed with. Each
 # more would hold another boundary in host memory and hide nothing longer than a task.
 PREFETCH = 2
-# A piece is cut over the streams in parts of at least the first size, which costs little beside its
-# bytes, and at most the second, which does not hold up what is asked for meanwhile.
-MIN_PART_BYTES, MAX_PART_BYTES = 1 << 20, 4 << 20
-MAX_WAITING = 1 << 16  # parts that a peer may have asked for and that are not yet offered
+# A piece is sent in parts, and each connection takes the next when it is free. Smaller parts would
+# cost as much in Python as in copying.
+PART_BYTES = 1 << 20
+MAX_WAITING = 1 << 12  # arrays that others may have asked for and that are not yet offered
 
 
 @dataclass
@@ -63,9 +63,10 @@ class _Route:
 class _Offer:
     """An array that others have not all of yet."""
 
+    route: _Route
     shards: dict[int, jax.Array]  # by device, on their way to the host
-    unasked: Counter[int]  # bytes, by process
-    left: Counter[int]  # bytes that are not out yet, by process
+    unasked: set[int]  # pieces
+    left: dict[int, int]  # bytes of each piece that are not out yet
     parts: dict[int, np.ndarray] | None = None  # by piece, once they are on the host
 
 
@@ -76,8 +77,38 @@ class _Pull:
     key: Key
     route: _Route
     blocks: dict[Box, np.ndarray]
-    missing: int = 0  # parts
-    shards: list[jax.Array] | None = None  # once all is here
+    missing: int  # pieces
+    array: jax.Array | None = None  # once all is here
+
+    def block(self, index: tuple[slice, ...] | None) -> np.ndarray:
+        """What lies at an index of the array."""
+        assert index is not None
+        shape = self.route.crossing.shape
+        return self.blocks[tuple(s.indices(n)[:2] for s, n in zip(index, shape, strict=True))]
+
+
+@dataclass(eq=False)
+class _Awaited:
+    """A piece of it."""
+
+    pull: _Pull
+    view: np.ndarray  # where it lands
+    unseen: dict[int, int]  # offset and length of the parts that have not begun to come
+    missing: int  # parts
+
+
+@dataclass(eq=False)
+class _Peer:
+    """A process that something is shared with."""
+
+    process: Process
+    channels: dict[int, Channel] = field(default_factory=dict)  # by stream
+    parts: deque[Part] = field(default_factory=deque)  # to send
+    awaited: dict[tuple[int, int, int, int], _Awaited] = field(default_factory=dict)
+
+    @property
+    def has_left(self) -> bool:
+        return any(channel.has_left for channel in self.channels.values())
 
 
 class TcpTransport:
@@ -121,7 +152,7 @@ class TcpTransport:
         start_timeout_s: float,
         on_failure: Callable[[Exception], object] = lambda error: None,
     ):
-        self._me, self._processes, self._plan = me, processes, plan
+        self._me, self._plan = me, plan
         self._silence_s, self._pull_timeout_s = heartbeat_timeout_s, pull_timeout_s
         self._on_failure = on_failure
         self._devices = dict(zip(plan.stages[me.stage].devices, mesh.devices.flat, strict=True))
@@ -129,7 +160,7 @@ class TcpTransport:
         self._by_index: dict[int, _Route] = {}
         shared: dict[int, list[Any]] = defaultdict(list)  # by process: all that crosses between us
         for index, crossing in enumerate(crossings):
-            route = self._make_route(index, crossing, mesh)
+            route = _make_route(index, crossing, me, plan, processes, mesh)
             if route is None:
                 continue  # between other stages
             self._routes[crossing.name] = self._by_index[index] = route
@@ -137,19 +168,17 @@ class TcpTransport:
                 other = piece.target if piece.source == me.number else piece.source
                 shared[other].append((index, asdict(crossing), number, piece))
         self._offers: dict[Key, _Offer] = {}
-        self._early: dict[Key, dict[tuple[Channel, Frame], None]] = {}  # asked for, not yet offered
+        self._early: dict[Key, dict[int, None]] = {}  # pieces asked for before the offer
         self._expected: deque[Key] = deque()
         self._pulls: dict[Key, _Pull] = {}
-        self._asked: dict[Channel, dict[Frame, tuple[_Pull, list[memoryview]]]] = {}
         self._bytes: Counter[str] = Counter()
         self._pool = Pool()
         self._error: Exception | None = None
         self._is_closing = False
         self._changed = threading.Condition()
-        self._channels: dict[tuple[int, int], Channel] = {}  # by process and stream
-        self._peer_of: dict[Channel, Process] = {}
+        self._peers = {number: _Peer(processes[number]) for number in shared}
+        self._peer_of: dict[Channel, _Peer] = {}
         self._turn = itertools.count()
-        self._streams = streams
         self._staging: queue.SimpleQueue[tuple[Key, _Offer] | None] = queue.SimpleQueue()
         self._stager = threading.Thread(target=self._stage, name="stager", daemon=True)
         self._stager.start()
@@ -173,40 +202,16 @@ class TcpTransport:
             self._end()
             raise
 
-    def _make_route(self, index: int, crossing: Crossing, mesh: Mesh) -> _Route | None:
-        me, plan, processes = self._me, self._plan, self._processes
-        if me.stage not in (crossing.source, crossing.target):
-            return None
-        is_source = crossing.source == me.stage
-        spec = crossing.source_spec if is_source else wire_spec(crossing, plan, processes)
-        held = boxes(crossing.shape, spec, plan.stages[me.stage])
-        numbered = dict(enumerate(pieces(crossing, plan, processes)))
-        route = _Route(
-            index=index,
-            crossing=crossing,
-            sends={i: piece for i, piece in numbered.items() if piece.source == me.number},
-            receives={i: piece for i, piece in numbered.items() if piece.target == me.number},
-            held={device: held[device] for device in me.devices},
-            here=from_axes(mesh, spec),
-        )
-        for i, piece in route.sends.items():
-            has_it = lambda box, piece=piece: intersection(box, piece.box) == piece.box
-            route.senders[i] = next(d for d, box in route.held.items() if has_it(box))
-        if not is_source and spec != crossing.target_spec:
-            target = from_axes(mesh, crossing.target_spec)
-            route.rebuild = jax.jit(lambda array: array, out_shardings=target)
-        return route
-
-    def _enter(self, other: int, stream: int, sock: socket) -> None:
+    def _enter(self, number: int, stream: int, sock: socket) -> None:
         """Takes a connection; from here on its heartbeat counts."""
-        channel = Channel(sock, self, self._silence_s)
+        peer = self._peers[number]
+        channel = Channel(sock, self, self._silence_s, peer.parts)
         with self._changed:
             if self._is_closing:
                 sock.close()
                 return
-            self._channels[other, stream] = channel
-            self._peer_of[channel] = self._processes[other]
-            self._asked[channel] = {}
+            peer.channels[stream] = channel
+            self._peer_of[channel] = peer
             channel.start()
 
     # ---- the executor's calls ------------------------------------------------------------------
@@ -224,15 +229,13 @@ class TcpTransport:
             assert key not in self._offers, f"{key} is offered twice"
             if not route.sends:
                 return  # other processes have the same bytes, and send them
-            sizes: Counter[int] = Counter()
-            for piece in route.sends.values():
-                sizes[piece.target] += _size(piece.box, crossing)
             data = {shard.device: shard.data for shard in array.addressable_shards}
             shards = {
                 device: compat.start_copy_to_host(data[self._devices[device]])
                 for device in set(route.senders.values())
             }
-            offer = self._offers[key] = _Offer(shards, sizes, sizes.copy())
+            sizes = {i: _size(piece.box, crossing) for i, piece in route.sends.items()}
+            self._offers[key] = offer = _Offer(route, shards, set(sizes), sizes)
         self._staging.put((key, offer))
 
     def expect(self, keys: Sequence[Key]) -> None:
@@ -246,7 +249,7 @@ class TcpTransport:
     def arrived(self, key: Key) -> bool:
         """Whether a fetch would not wait."""
         pull = self._pulls.get(key)
-        return pull is not None and pull.shards is not None
+        return pull is not None and pull.array is not None
 
     def wait(self, keys: Collection[Key]) -> None:
         """Returns when one of them has arrived. Raises PeerError where that cannot be."""
@@ -272,12 +275,8 @@ class TcpTransport:
         with self._changed:
             pull = self._pulls.pop(key)
             self._pull_ahead()
-        route = pull.route
-        assert pull.shards is not None
-        landed = jax.make_array_from_single_device_arrays(
-            route.crossing.shape, route.here, pull.shards
-        )
-        return route.rebuild(landed)
+        assert pull.array is not None
+        return pull.route.rebuild(pull.array)
 
     def take_bytes(self) -> dict[str, int]:
         """Bytes received over each link since the last call."""
@@ -293,23 +292,26 @@ class TcpTransport:
                 lambda: self._error or not self._undelivered(), deadline_s - time.monotonic()
             )
         if self._error is None:
-            for channel in self._channels.values():
+            for channel in self._peer_of:
                 channel.leave()
-            for channel in self._channels.values():
+            for channel in self._peer_of:
                 channel.is_over.wait(max(deadline_s - time.monotonic(), 0.0))
         self._end()
 
     def _undelivered(self) -> bool:
-        here = {p.number for ch, p in self._peer_of.items() if not ch.has_left}
-        return any(not here.isdisjoint(+offer.left) for offer in self._offers.values())
+        return any(
+            not self._peers[offer.route.sends[i].target].has_left
+            for offer in self._offers.values()
+            for i in offer.left
+        )
 
     def _end(self) -> None:
         with self._changed:
             self._is_closing = True
         self._staging.put(None)
-        for channel in self._channels.values():
+        for channel in self._peer_of:
             channel.close()
-        for channel in self._channels.values():
+        for channel in self._peer_of:
             channel.join(1.0)
         self._stager.join(1.0)
 
@@ -330,43 +332,42 @@ class TcpTransport:
         route = self._routes[key.crossing]
         dtype = np.dtype(route.crossing.dtype)
         blocks = {box: self._pool.take(_shape(box), dtype) for box in set(route.held.values())}
-        pull = self._pulls[key] = _Pull(key, route, blocks)
-        for number, piece in route.receives.items():
-            outer = route.held[piece.devices[0]]
-            view = blocks[outer][within(piece.box, outer)]
-            for offset, length in _cut(_size(piece.box, route.crossing), self._streams):
-                channel = self._channels[piece.source, next(self._turn) % self._streams]
-                frame = Frame(
-                    Kind.PULL, route.index, key.step, key.microbatch, number, offset, length
-                )
-                pull.missing += 1
-                self._asked[channel][frame] = pull, runs_of(view, offset, length)
-                channel.send(frame)
-                if channel.has_left:
-                    self.left(channel)
+        pull = self._pulls[key] = _Pull(key, route, blocks, len(route.receives))
+        for i, piece in route.receives.items():
+            outer, size = route.held[piece.devices[0]], _size(piece.box, route.crossing)
+            view, parts = blocks[outer][within(piece.box, outer)], dict(_cut(size))
+            peer = self._peers[piece.source]
+            where = (route.index, key.step, key.microbatch, i)
+            peer.awaited[where] = _Awaited(pull, view, parts, len(parts))
+            channel = peer.channels[next(self._turn) % len(peer.channels)]
+            channel.send(Frame(Kind.PULL, *where, 0, size))
+            self._check_presence(peer)
 
     def landing(self, channel: Channel, frame: Frame) -> list[memoryview]:
         """Where the payload goes."""
-        asked = self._asked[channel].get(frame._replace(kind=Kind.PULL))
-        if asked is None:
-            raise ViolationError(f"data that was not asked for: {frame}")
-        return asked[1]
+        with self._changed:
+            awaited = self._peer_of[channel].awaited.get(frame[1:5])
+            if awaited is None or awaited.unseen.pop(frame.offset, None) != frame.length:
+                raise ViolationError(f"data that was not asked for: {frame}")
+        return runs_of(awaited.view, frame.offset, frame.length)
 
     def landed(self, channel: Channel, frame: Frame) -> None:
-        """Gives an array to its devices when its last part is here."""
+        """Makes an array when its last part is here."""
         with self._changed:
-            pull, _ = self._asked[channel].pop(frame._replace(kind=Kind.PULL))
-            self._bytes[pull.route.crossing.link] += frame.length
+            awaited = self._peer_of[channel].awaited[frame[1:5]]
+            pull, route = awaited.pull, awaited.pull.route
+            self._bytes[route.crossing.link] += frame.length
+            awaited.missing -= 1
+            if awaited.missing:
+                return
+            del self._peer_of[channel].awaited[frame[1:5]]
             pull.missing -= 1
             if pull.missing:
                 return
-        held = pull.route.held
-        shards = jax.device_put(
-            [pull.blocks[box] for box in held.values()], [self._devices[d] for d in held]
-        )
+        array = jax.make_array_from_callback(route.crossing.shape, route.here, pull.block)
         pull.blocks.clear()  # from here on the memory is JAX's, until it drops the array
         with self._changed:
-            pull.shards = shards
+            pull.array = array
             self._changed.notify_all()
 
     # ---- sending -------------------------------------------------------------------------------
@@ -374,62 +375,67 @@ class TcpTransport:
     def _stage(self) -> None:
         """Waits for each offered array in turn, and answers who has asked for it."""
         for key, offer in iter(self._staging.get, None):
-            route = self._routes[key.crossing]
+            route = offer.route
             try:
                 hosts = {device: np.asarray(shard) for device, shard in offer.shards.items()}
             except Exception as error:  # of the computation
                 self._fail(error)
                 return
-            parts = {
-                i: hosts[device][within(route.sends[i].box, route.held[device])]
-                for i, device in route.senders.items()
-            }
             with self._changed:
-                offer.parts = parts
+                offer.parts = {
+                    i: hosts[device][within(route.sends[i].box, route.held[device])]
+                    for i, device in route.senders.items()
+                }
                 asked = self._early.pop(key, {})
-            for channel, frame in asked:
-                try:
-                    self._answer(channel, frame, offer)
-                except ViolationError as error:
-                    self.broken(channel, error)
+                offer.unasked -= asked.keys()
+            for i in asked:
+                self._answer(key, offer, i)
 
     def pulled(self, channel: Channel, frame: Frame) -> None:
         """Answers, or remembers what to answer when it is there."""
         route = self._by_index.get(frame.crossing)
         piece = route.sends.get(frame.piece) if route else None
-        peer = self._peer_of[channel]
-        if route is None or piece is None or piece.target != peer.number:
-            raise ViolationError(f"a wish for what it does not get from here: {frame}")
-        if not 0 < frame.length <= _size(piece.box, route.crossing) - frame.offset:
-            size = _size(piece.box, route.crossing)
-            raise ViolationError(f"a wish for more than the {size} bytes of a piece: {frame}")
+        if (
+            route is None
+            or piece is None
+            or self._peers.get(piece.target) != self._peer_of[channel]
+        ):
+            raise ViolationError(f"a wish for what is not sent from here to there: {frame}")
+        size = _size(piece.box, route.crossing)
+        if (frame.offset, frame.length) != (0, size):
+            raise ViolationError(f"a wish for another range than the {size} bytes: {frame}")
         key = Key(route.crossing.name, frame.step, frame.microbatch)
         with self._changed:
             offer = self._offers.get(key)
             if offer is None or offer.parts is None:
                 early = self._early.setdefault(key, {})
-                if (channel, frame) in early or sum(map(len, self._early.values())) > MAX_WAITING:
-                    raise ViolationError(f"too many wishes: {frame}")
-                early[channel, frame] = None
+                if frame.piece in early or len(self._early) > MAX_WAITING:
+                    raise ViolationError(f"a wish that is one too many: {frame}")
+                early[frame.piece] = None
                 return
-        self._answer(channel, frame, offer)
-
-    def _answer(self, channel: Channel, frame: Frame, offer: _Offer) -> None:
-        assert offer.parts is not None
-        with self._changed:
-            offer.unasked[self._peer_of[channel].number] -= frame.length
-            if offer.unasked[self._peer_of[channel].number] < 0:
+            if frame.piece not in offer.unasked:
                 raise ViolationError(f"a wish for what it has got: {frame}")
-        payload = runs_of(offer.parts[frame.piece], frame.offset, frame.length)
-        channel.send(frame._replace(kind=Kind.DATA), payload)
+            offer.unasked.remove(frame.piece)
+        self._answer(key, offer, frame.piece)
+
+    def _answer(self, key: Key, offer: _Offer, i: int) -> None:
+        """Puts a piece, part by part, where the free channels take it from."""
+        assert offer.parts is not None
+        peer, view = self._peers[offer.route.sends[i].target], offer.parts[i]
+        for offset, length in _cut(view.nbytes):
+            frame = Frame(Kind.DATA, offer.route.index, key.step, key.microbatch, i, offset, length)
+            peer.parts.append((frame, runs_of(view, offset, length)))
+            any(channel.take_part() for channel in peer.channels.values())
 
     def sent(self, channel: Channel, frame: Frame) -> None:
         """Drops an array when all of it is out."""
         key = Key(self._by_index[frame.crossing].crossing.name, frame.step, frame.microbatch)
         with self._changed:
             left = self._offers[key].left
-            left[self._peer_of[channel].number] -= frame.length
-            if not +left:
+            left[frame.piece] -= frame.length
+            if not left[frame.piece]:
+                del left[frame.piece]
+            if not left:
                 del self._offers[key]
                 self._changed.notify_all()
 
@@ -439,13 +445,16 @@ class TcpTransport:
         """What a process that leaves has not given, it never will."""
         with self._changed:
             self._changed.notify_all()
-            if not self._asked[channel] or self._is_closing:
-                return
-        self._fail(self._peer_error(channel, "left the job", "it said goodbye"))
+            self._check_presence(self._peer_of[channel])
+
+    def _check_presence(self, peer: _Peer) -> None:
+        if peer.awaited and all(channel.has_left for channel in peer.channels.values()):
+            self._fail(self._peer_error(peer, "left the job", "it said goodbye"))
 
     def broken(self, channel: Channel, error: Exception) -> None:
         """The job is over: one of its processes or links is gone."""
-        name = self._peer_of[channel].name
+        peer = self._peer_of[channel]
+        name = peer.process.name
         if isinstance(error, ViolationError):
             problem, fix = "the other end broke the protocol", "start all processes of a job anew"
         elif isinstance(error, TimeoutError):
@@ -458,35 +467,33 @@ class TcpTransport:
         else:  # a bug of ours, or JAX could not take the data
             self._fail(error)
             return
-        self._fail(self._peer_error(channel, problem, error, fix))
+        self._fail(self._peer_error(peer, problem, error, fix))
 
     def _peer_error(
-        self, channel: Channel, problem: str, found: object, fix: str | None = None
+        self, peer: _Peer, problem: str, found: object, fix: str | None = None
     ) -> PeerError:
-        peer = self._peer_of[channel]
         with self._changed:
-            waiting = next((pull.key for pull, _ in self._asked[channel].values()), None)
+            waiting = next((awaited.pull.key for awaited in peer.awaited.values()), None)
         during = f", while waiting for {waiting}" if waiting else ""
-        fix = fix or f"see the log of {peer.name}"
-        return PeerError(between(peer, self._me), problem + during, found=found, fix=fix)
+        fix = fix or f"see the log of {peer.process.name}"
+        return PeerError(between(peer.process, self._me), problem + during, found=found, fix=fix)
 
     def _late(self, key: Key, start_s: float) -> float | PeerError:
         """How long a key may still take, or what to say if that is over. Any data is progress."""
-        sources = {piece.source for piece in self._routes[key.crossing].receives.values()}
-        channels = [ch for (number, _), ch in self._channels.items() if number in sources]
+        peers = [self._peers[p.source] for p in self._routes[key.crossing].receives.values()]
+        channels = [channel for peer in peers for channel in peer.channels.values()]
         progress_s = max(start_s, *(channel.payload_s for channel in channels))
         left_s = progress_s + self._pull_timeout_s - time.monotonic()
         if left_s > 0:
             return left_s
-        waits = (ch for ch in channels for pull, _ in self._asked[ch].values() if pull.key == key)
-        channel = next(waits, channels[0])
-        peer = self._peer_of[channel]
+        late = (p for p in peers for awaited in p.awaited.values() if awaited.pull.key == key)
+        process = next(late, peers[0]).process
         return PeerError(
-            between(peer, self._me),
+            between(process, self._me),
             f"{key} did not come for {self._pull_timeout_s:g} s",
             found="its heartbeat, but no data",
-            fix=f"see in the log of {peer.name} what it does; distributed.pull_timeout_s sets how "
-            "long it may take",
+            fix=f"see in the log of {process.name} what it does; distributed.pull_timeout_s sets "
+            "how long it may take",
         )
 
     def _fail(self, error: Exception) -> None:
@@ -495,13 +502,45 @@ class TcpTransport:
                 return
             self._error = error
             self._changed.notify_all()
-        for channel in list(self._channels.values()):
+        for channel in list(self._peer_of):
             channel.close()
         self._on_failure(error)
 
     def _raise_failure(self) -> None:
         if self._error is not None:
             raise self._error
+
+
+def _make_route(
+    index: int,
+    crossing: Crossing,
+    me: Process,
+    plan: Plan,
+    processes: Sequence[Process],
+    mesh: Mesh,
+) -> _Route | None:
+    """What a crossing means for one process; None between other stages."""
+    if me.stage not in (crossing.source, crossing.target):
+        return None
+    is_source = crossing.source == me.stage
+    spec = crossing.source_spec if is_source else wire_spec(crossing, plan, processes)
+    held = boxes(crossing.shape, spec, plan.stages[me.stage])
+    numbered = dict(enumerate(pieces(crossing, plan, processes)))
+    route = _Route(
+        index=index,
+        crossing=crossing,
+        sends={i: piece for i, piece in numbered.items() if piece.source == me.number},
+        receives={i: piece for i, piece in numbered.items() if piece.target == me.number},
+        held={device: held[device] for device in me.devices},
+        here=from_axes(mesh, spec),
+    )
+    for i, piece in route.sends.items():
+        has_it = lambda box, piece=piece: intersection(box, piece.box) == piece.box
+        route.senders[i] = next(d for d, box in route.held.items() if has_it(box))
+    if not is_source and spec != crossing.target_spec:
+        target = from_axes(mesh, crossing.target_spec)
+        route.rebuild = jax.jit(lambda array: array, out_shardings=target)
+    return route
 
 
 def _digest(what: object) -> str:
@@ -516,7 +555,7 @@ def _size(box: Box, crossing: Crossing) -> int:
     return math.prod(_shape(box)) * np.dtype(crossing.dtype).itemsize
 
 
-def _cut(num_bytes: int, streams: int) -> list[tuple[int, int]]:
+def _cut(num_bytes: int) -> Iterator[tuple[int, int]]:
     """Offset and length of the parts of a piece."""
-    part = min(max(-(-num_bytes // streams), MIN_PART_BYTES), MAX_PART_BYTES)
-    return [(start, min(part, num_bytes - start)) for start in range(0, num_bytes, part)]
+    for start in range(0, num_bytes, PART_BYTES):
+        yield start, min(PART_BYTES, num_bytes - start)
