@@ -97,7 +97,7 @@ class Channel:
         self._control: deque[Frame] = deque()  # sent before data, so that asking waits for nobody
         self._parts = parts
         self._wakeup = threading.Condition()
-        self._said_bye = self._is_closed = self._is_idle = False
+        self._said_bye = self._is_closed = self._is_idle = self._is_in_payload = False
         self._byes = 0  # that are out or in
         self.payload_s = time.monotonic()  # when the last bytes of a payload came
         self.has_left = False  # the other end, orderly
@@ -184,7 +184,10 @@ class Channel:
             if frame.kind is Kind.PULL:
                 self._handler.pulled(self, frame)
             elif frame.kind is Kind.DATA:
-                self._fill(self._handler.landing(self, frame), is_payload=True)
+                buffers = self._handler.landing(self, frame)
+                self._is_in_payload = True
+                self._fill(buffers)
+                self._is_in_payload = False
                 self._handler.landed(self, frame)
             elif frame.kind is Kind.BYE:
                 self.has_left = True
@@ -192,20 +195,20 @@ class Channel:
                 self.leave()
                 self._count_bye()
 
-    def _fill(self, buffers: Sequence[memoryview], is_payload: bool = False) -> None:
-        def receive(some: Sequence[memoryview]) -> int:
-            count = (
-                self._sock.recv_into(some[0])
-                if len(some) == 1
-                else self._sock.recvmsg_into(some)[0]
-            )
-            if not count:
-                raise ConnectionResetError("the other end closed the connection")
-            if is_payload:
-                self.payload_s = time.monotonic()
-            return count
+    def _fill(self, buffers: Sequence[memoryview]) -> None:
+        if len(buffers) > 1:
+            _move(lambda some: self._count(self._sock.recvmsg_into(some)[0]), buffers)
+            return
+        [left] = buffers  # the common case, without a detour: it runs hundreds of times an array
+        while left:
+            left = left[self._count(self._sock.recv_into(left)) :]
 
-        _move(receive, buffers)
+    def _count(self, received: int) -> int:
+        if not received:
+            raise ConnectionResetError("the other end closed the connection")
+        if self._is_in_payload:
+            self.payload_s = time.monotonic()
+        return received
 
     # ---- writing -------------------------------------------------------------------------------
 

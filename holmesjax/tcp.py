@@ -40,8 +40,8 @@ from holmesjax.topology import Topology
 # more would hold another boundary in host memory and hide nothing longer than a task.
 PREFETCH = 2
 # A piece is sent in parts, and each connection takes the next when it is free. Smaller parts would
-# cost as much in Python as in copying.
-PART_BYTES = 1 << 20
+# cost as much in Python as in copying, larger ones would leave connections idle at the end.
+MIN_PART_BYTES, MAX_PART_BYTES = 1 << 20, 4 << 20
 MAX_WAITING = 1 << 12  # arrays that others may have asked for and that are not yet offered
 
 
@@ -178,7 +178,7 @@ class TcpTransport:
         self._changed = threading.Condition()
         self._peers = {number: _Peer(processes[number]) for number in shared}
         self._peer_of: dict[Channel, _Peer] = {}
-        self._turn = itertools.count()
+        self._turn, self._streams = itertools.count(), streams
         self._staging: queue.SimpleQueue[tuple[Key, _Offer] | None] = queue.SimpleQueue()
         self._stager = threading.Thread(target=self._stage, name="stager", daemon=True)
         self._stager.start()
@@ -335,7 +335,7 @@ class TcpTransport:
         pull = self._pulls[key] = _Pull(key, route, blocks, len(route.receives))
         for i, piece in route.receives.items():
             outer, size = route.held[piece.devices[0]], _size(piece.box, route.crossing)
-            view, parts = blocks[outer][within(piece.box, outer)], dict(_cut(size))
+            view, parts = blocks[outer][within(piece.box, outer)], dict(_cut(size, self._streams))
             peer = self._peers[piece.source]
             where = (route.index, key.step, key.microbatch, i)
             peer.awaited[where] = _Awaited(pull, view, parts, len(parts))
@@ -422,7 +422,7 @@ class TcpTransport:
         """Puts a piece, part by part, where the free channels take it from."""
         assert offer.parts is not None
         peer, view = self._peers[offer.route.sends[i].target], offer.parts[i]
-        for offset, length in _cut(view.nbytes):
+        for offset, length in _cut(view.nbytes, self._streams):
             frame = Frame(Kind.DATA, offer.route.index, key.step, key.microbatch, i, offset, length)
             peer.parts.append((frame, runs_of(view, offset, length)))
             any(channel.take_part() for channel in peer.channels.values())
@@ -555,7 +555,8 @@ def _size(box: Box, crossing: Crossing) -> int:
     return math.prod(_shape(box)) * np.dtype(crossing.dtype).itemsize
 
 
-def _cut(num_bytes: int) -> Iterator[tuple[int, int]]:
-    """Offset and length of the parts of a piece."""
-    for start in range(0, num_bytes, PART_BYTES):
-        yield start, min(PART_BYTES, num_bytes - start)
+def _cut(num_bytes: int, streams: int) -> Iterator[tuple[int, int]]:
+    """Offset and length of the parts of a piece; the same at both ends."""
+    part = min(max(-(-num_bytes // streams), MIN_PART_BYTES), MAX_PART_BYTES)
+    for start in range(0, num_bytes, part):
+        yield start, min(part, num_bytes - start)
