@@ -122,7 +122,7 @@ def _transport(
         StagePlan(
             cluster=cluster.name,
             nodes=(cluster.nodes[0].name,),
-            layers=(),
+            chunks=((),),
             devices=TOPOLOGY.devices((cluster.nodes[0].name,))[:1],
             mesh={Axis.DATA: 1},
             fabrics={},
@@ -282,9 +282,9 @@ def main() -> None:
     parser.add_argument("--port", type=int, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.serve is not None:
-        found = serve(args.serve, args.port, args.sizes, args.rounds, args.streams)
+        seconds = serve(args.serve, args.port, args.sizes, args.rounds, args.streams)
         if args.serve == 1:
-            print(json.dumps(found))
+            print(json.dumps(seconds))
         return
     load = os.getloadavg()[0]
     found = measure(args.sizes, args.rounds, args.streams)

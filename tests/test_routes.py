@@ -32,7 +32,7 @@ def stage_of(mesh, devices):
     return StagePlan(
         cluster="c",
         nodes=("n",),
-        layers=(),
+        chunks=((),),
         devices=tuple(devices),
         mesh=sizes,
         fabrics={},

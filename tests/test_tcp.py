@@ -276,7 +276,7 @@ def test_a_link_that_goes_silent_is_lost_in_time(pair, proxies):
 
 
 def test_a_slow_link_is_not_lost(pair, proxies):
-    """Its 2 MiB take several times as long as a link may be silent, or a pull may take."""
+    """2 MiB at 1 MiB/s: several times as long as a link may be silent, or a pull may take."""
     source, target = pair(
         book_of=through(proxies, rate=1 << 20), heartbeat_timeout_s=0.4, pull_timeout_s=0.3
     )

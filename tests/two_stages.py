@@ -28,7 +28,7 @@ def make_plan(*meshes):
             StagePlan(
                 cluster=CLUSTERS[s],
                 nodes=tuple(dict.fromkeys(TOPOLOGY.node_of(d).name for d in devices)),
-                layers=(),
+                chunks=((),),
                 devices=devices,
                 mesh={Axis.DATA: data, Axis.TENSOR: tensor},
                 fabrics={},
