@@ -8,6 +8,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -124,12 +125,17 @@ def _compile_last(
         return _compile(last, *args, out=(masters, *out[1:]))
     accumulate = _compile(backward, *args, out=out, donate=(donate,))
     reduce = _compile(stage.reduce, out[0], out=masters)
+    return partial(_backward_and_reduce, accumulate, reduce)
 
-    def one_after_the_other(*args: Any) -> tuple:
-        gradients, *rest = accumulate(*args)
-        return reduce(gradients), *rest
 
-    return one_after_the_other
+def _backward_and_reduce(backward: Compiled, reduce: Compiled, *args: Any) -> tuple:
+    gradients, *rest = backward(*args)
+    return reduce(gradients), *rest
+
+
+def _gather_and_forward(gather: Compiled, forward: Compiled, params: Tree, *args: Any) -> tuple:
+    replicas = gather(params)
+    return replicas, *forward(replicas, *args)
 
 
 def _compile_split(
@@ -230,12 +236,7 @@ def _compile_forwards(
     if stage.num_replicas == 1:  # nothing to send while it computes: see `_compile_last`
         gather = _compile(stage.gather, params, out=replicas)
         forward, saved = _compile_forward(stage, replicas, x_BLD)
-
-        def one_after_the_other(params: Tree, *args: Any) -> tuple:
-            here = gather(params)
-            return here, *forward(here, *args)
-
-        return one_after_the_other, forward, saved
+        return partial(_gather_and_forward, gather, forward), forward, saved
     others, where = None, None
     if _accumulates(stage):
         others, saved = _compile_forward(stage, replicas, x_BLD)
@@ -255,12 +256,12 @@ def _compile_forwards(
     if others is None:
         saved = form
     assert saved.parameter_of == form.parameter_of, "the first forward saves something else"
+    return partial(_forward_with, saved, compiled), others, saved
 
-    def run(*args: Any) -> tuple:
-        here, out, arrays = compiled(*args)
-        return here, out, dataclasses.replace(saved, arrays=arrays)
 
-    return run, others, saved
+def _forward_with(form: Saved, forward: Compiled, *args: Any) -> tuple:
+    replicas, out, arrays = forward(*args)
+    return replicas, out, dataclasses.replace(form, arrays=arrays)
 
 
 def _out_sharding(stage: Stage) -> jax.sharding.NamedSharding:

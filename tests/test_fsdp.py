@@ -6,7 +6,6 @@ plain `jax.grad` step on one device and read as text.
 
 import functools
 import math
-import re
 from collections import Counter
 from typing import NamedTuple
 
@@ -25,6 +24,7 @@ from holmesjax.programs import (
     gradient_shapes,
     replica_shapes,
 )
+from tests.collectives import groups_of, sent, texts
 from tests.test_checkpoint import random_states, write_states
 from tests.test_pipeline import (
     VARIANTS,
@@ -64,7 +64,7 @@ class Case(NamedTuple):
 
 
 PIPELINES = {
-    "both axes": Case((1, 1), (2, 2), (2, 2), variant="gpt2", mask=True),
+    "both axes": Case((1, 1), (2, 2), (2, 2), microbatches=2, variant="gpt2", mask=True),
     "with tensor": Case((2, 1), (1, 1), (2, 2), tensor=2, microbatches=2, tied=True),
     "unequal sides": Case((1, 1), (1, 2), (4, 2), microbatches=2, remat="dots", variant="gpt2"),
     "next to data only": Case((1, 1), (4, 1), (1, 4), microbatches=2, remat="full", tied=True),
@@ -101,72 +101,6 @@ def test_one_stage_in_one_program_gathers_again_in_the_backward(case):
 
 # ---- what is sent --------------------------------------------------------------------------------
 
-KINDS = r"(?P<kind>all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute)(-start)?\("
-COLLECTIVE = re.compile(
-    rf"= (?P<shapes>\(.*?\)|\S+) {KINDS}"
-    r".*?(replica_groups|source_target_pairs)=(?P<groups>.*?), "
-    r"(channel|dimensions|use_global|to_apply|metadata)"
-)
-NUMBER = r"\d+(?:,\d+)*"
-
-
-def iota(text: str) -> np.ndarray:
-    """`[2,2]T(1,0)`: the numbers from 0 in that shape, transposed."""
-    shape, transposed = re.fullmatch(rf"\[({NUMBER})\](?:T\(({NUMBER})\))?", text).groups()
-    sizes = [int(n) for n in shape.split(",")]
-    numbers = np.arange(math.prod(sizes)).reshape(sizes)
-    return numbers.transpose([int(n) for n in transposed.split(",")]) if transposed else numbers
-
-
-def groups_of(text: str) -> np.ndarray:
-    """Of a collective in XLA's text, in its three notations: one row of devices for each group."""
-    if text.startswith("{"):
-        return np.array([row.split(",") for row in re.findall(rf"\{{({NUMBER})\}}", text)], int)
-    if text.startswith("["):
-        shape, source = text.split("<=")
-        return iota(source).reshape([int(n) for n in shape[1:-1].split(",")])
-    sizes = [int(size) for size in re.findall(r"=(\d+)", text.partition("]")[0])]
-    order = re.search(r"device_ids=\((.*?)\) \{", text)
-    devices = iota(order[1]) if order else np.arange(math.prod(sizes))
-    axes = [int(n) for n in re.findall(r"'axis_(\d+)'", text.rpartition("{")[2])]
-    devices = np.moveaxis(devices.reshape(sizes), axes, range(-len(axes), 0))
-    return devices.reshape(-1, math.prod(sizes[i] for i in axes))
-
-
-def axes_of(groups: np.ndarray, mesh) -> tuple[str, ...]:
-    """The axes of the mesh that the groups span."""
-    places = np.unravel_index(groups, tuple(mesh.shape.values()))
-    return tuple(a for a, at in zip(mesh.shape, places, strict=True) if (at != at[:, :1]).any())
-
-
-def sent(text: str, mesh) -> Counter:
-    """Bytes of float numbers on each device, by kind of collective and axes."""
-    total = Counter()
-    for line in text.splitlines():
-        if not re.search(f" {KINDS}", line):
-            continue
-        found = COLLECTIVE.search(line)
-        assert found, line
-        axes = axes_of(groups_of(found["groups"]), mesh)
-        shapes = re.findall(r"f32\[([\d,]*)\]", found["shapes"])
-        num_bytes = sum(4 * math.prod(int(n) for n in s.split(",") if n) for s in shapes)
-        if found["kind"] == "reduce-scatter":
-            num_bytes *= math.prod(mesh.shape[axis] for axis in axes)
-        total[found["kind"], axes] += num_bytes
-    return total
-
-
-def test_the_three_notations_of_groups():
-    rows = [[0, 2], [1, 3]]
-    for text in (
-        "{{0,2},{1,3}}",
-        "[2,2]<=[2,2]T(1,0)",
-        "mesh['axis_0'=2,'axis_1'=2] {'axis_0'}",
-        "mesh['axis_0'=2,'axis_1'=2], device_ids=([2,2]T(1,0)) {'axis_1'}",
-    ):
-        assert groups_of(text).tolist() == rows
-
-
 def shape_of(case, index) -> costs.StageShape:
     data, fsdp, last = case.data[index], case.fsdp[index], len(case.split) - 1
     return costs.StageShape(
@@ -177,7 +111,9 @@ def shape_of(case, index) -> costs.StageShape:
         tensor=case.tensor,
         fsdp=fsdp,
         sequences=case.plan.global_batch // (case.microbatches * data * fsdp),
+        chunks=1,
         in_flight=1,
+        head_in_flight=1,
         dtype="float32",
         checkpointing=case.remat,
     )
@@ -206,10 +142,18 @@ def test_a_microbatch_sends_what_the_costs_say_and_nothing_over_data(case, index
 
 @pytest.mark.parametrize("case", PIPELINES.values(), ids=PIPELINES)
 def test_a_step_gathers_and_reduces_over_data_alone(case):
-    for programs in compiled(case):
-        mesh = programs.stage.mesh
-        for program in (programs.gather, programs.reduce):
-            assert {axes for _, axes in sent(program.as_text(), mesh)} <= {(Axis.DATA,)}
+    """Besides what the same pass of a microbatch sends."""
+    for i, programs in enumerate(compiled(case)):
+        mesh, shape = programs.stage.mesh, shape_of(case, i)
+        num_bytes = 4 * costs.stage_parameters(case.model, shape) // shape.fsdp
+        for step, microbatch, kind in (
+            (programs.first_forward, programs.forward, "all-gather"),
+            (programs.last_backward, programs.backward, "reduce-scatter"),
+        ):
+            once = sum((sent(text, mesh) for text in texts(step)), Counter())
+            always = sent(microbatch.as_text(), mesh)
+            assert not always - once
+            assert once - always == ({(kind, (Axis.DATA,)): num_bytes} if shape.data > 1 else {})
 
 
 # ---- what is kept --------------------------------------------------------------------------------
