@@ -20,7 +20,7 @@ def all_gather(shards: Tree, dims: Tree, axis: str) -> Tree:
     sent = [x.reshape(-1) for x, dim in zip(leaves, cut, strict=True) if dim >= 0]
     if not sent:
         return shards
-    parts = _divide(jax.lax.all_gather(jnp.concatenate(sent), axis), [x.size for x in sent])
+    parts = _divide(jax.lax.all_gather(_bucket(sent), axis), [x.size for x in sent])
     out = [
         x if dim < 0 else _join(next(parts), x.shape, dim)
         for x, dim in zip(leaves, cut, strict=True)
@@ -38,10 +38,10 @@ def reduce_scatter(arrays: Tree, dims: Tree, axis: str) -> Tree:
     rows = [_cut(x, dim, size) for x, dim in zip(leaves, cut, strict=True) if dim >= 0]
     whole = [x.reshape(-1) for x, dim in zip(leaves, cut, strict=True) if dim < 0]
     if rows:
-        mine = jax.lax.psum_scatter(jnp.concatenate(rows, axis=1), axis, scatter_dimension=0)
+        mine = jax.lax.psum_scatter(_bucket(rows), axis, scatter_dimension=0)
         shards = _divide(mine[None], [x.shape[1] for x in rows])
     if whole:
-        sums = _divide(jax.lax.psum(jnp.concatenate(whole), axis)[None], [x.size for x in whole])
+        sums = _divide(jax.lax.psum(_bucket(whole), axis)[None], [x.size for x in whole])
     out = []
     for x, dim in zip(leaves, cut, strict=True):
         shape = list(x.shape)
@@ -49,6 +49,12 @@ def reduce_scatter(arrays: Tree, dims: Tree, axis: str) -> Tree:
             shape[dim] //= size
         out.append(next(shards if dim >= 0 else sums).reshape(shape))
     return jax.tree.unflatten(structure, out)
+
+
+def _bucket(arrays: list[jax.Array]) -> jax.Array:
+    dtypes = {x.dtype for x in arrays}
+    assert len(dtypes) == 1, f"a bucket of {dtypes}: some would come back as another"
+    return jnp.concatenate(arrays, axis=-1)
 
 
 def _divide(rows: jax.Array, sizes: list[int]) -> Any:

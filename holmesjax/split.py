@@ -44,17 +44,17 @@ def split(function: Callable[..., tuple[Tree, Tree]], *args: Tree) -> Split:
     reaches: dict[Var, int] = {}  # the outputs that depend on it, a bit each
     for bit, out in enumerate(jaxpr.outvars):
         _add(reaches, [out], 1 << bit)
-    is_second = []
+    ours, later = [], []
     for equation in reversed(jaxpr.eqns):
         outputs = 0
         for var in equation.outvars:
             outputs |= reaches.get(var, 0)
         _add(reaches, equation.invars, outputs)
-        is_second.append(outputs.bit_count() == 1 and outputs.bit_length() <= num_weights)
-    is_second.reverse()
-
-    ours = [e for e, second in zip(jaxpr.eqns, is_second, strict=True) if not second]
-    later = [e for e, second in zip(jaxpr.eqns, is_second, strict=True) if second]
+        is_weights = outputs.bit_count() == 1 and outputs.bit_length() <= num_weights
+        if outputs:  # without any, nobody wants it
+            (later if is_weights else ours).append(equation)
+    ours.reverse()
+    later.reverse()
     read = dict.fromkeys(var for e in later for var in e.invars if not isinstance(var, Literal))
     read |= dict.fromkeys(var for var in weights if not isinstance(var, Literal))
     made = {var for e in ours for var in e.outvars}

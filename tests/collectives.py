@@ -43,10 +43,11 @@ def groups_of(text: str) -> np.ndarray:
     if text.startswith("["):
         shape, source = text.split("<=")
         return iota(source).reshape([int(n) for n in shape[1:-1].split(",")])
-    sizes = [int(size) for size in re.findall(r"=(\d+)", text.partition("]")[0])]
+    shape = dict(re.findall(r"'(\w+)'=(\d+)", text.partition("]")[0]))
+    sizes = [int(size) for size in shape.values()]
     order = re.search(r"device_ids=\((.*?)\) \{", text)
     devices = iota(order[1]) if order else np.arange(math.prod(sizes))
-    axes = [int(n) for n in re.findall(r"'axis_(\d+)'", text.rpartition("{")[2])]
+    axes = [[*shape].index(name) for name in re.findall(r"'(\w+)'", text.rpartition("{")[2])]
     devices = np.moveaxis(devices.reshape(sizes), axes, range(-len(axes), 0))
     return devices.reshape(-1, math.prod(sizes[i] for i in axes))
 
