@@ -2,13 +2,15 @@
 
 import dataclasses
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from holmesjax import config as configs, manifest, plan as plans, topology as topologies
+import yaml
+
+from holmesjax import config as configs, manifest, plan as plans, topology as topologies, xla_flags
 from holmesjax.config import Config
 from holmesjax.errors import ConfigError
 from holmesjax.plan import Plan
@@ -16,6 +18,7 @@ from holmesjax.planner import make_plan
 from holmesjax.topology import Topology
 
 CONFIG, TOPOLOGY, PLAN = "config.yaml", "topology.yaml", "plan.yaml"
+ENVIRONMENT = "environment.yaml"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,9 +35,13 @@ class Job:
 
     def about(self, restart: int) -> dict[str, Any]:
         """What all processes of the job must have in common, in its attempt number `restart`."""
-        python = f"{sys.version_info.major}.{sys.version_info.minor}"
-        packages = {name: version(name) for name in ("holmesjax", "jax", "jaxlib")}
-        return {"plan hash": self.plan.hash(), "restart": restart, "Python": python, **packages}
+        return {"plan hash": self.plan.hash(), "restart": restart, **_versions()}
+
+    def environment(self, own: Mapping[str, str]) -> dict[str, str]:
+        """Variables that its processes need, for a user who has `own`."""
+        kinds = {"cpu"} if self.config.run.rehearse else self.topology.device_kinds
+        flags = xla_flags.joined(xla_flags.for_devices(kinds), own.get("XLA_FLAGS", ""))
+        return {"XLA_FLAGS": flags} if flags else {}
 
     def commit(self, step: int, arrays: dict[str, str], files: dict[str, str]) -> None:
         """Makes a checkpoint of the parts that all stages have written after a step."""
@@ -70,12 +77,24 @@ class Job:
             f"  python -m launch train {self.run_dir}",
         ]
 
+    def save_environment(self, variables: Mapping[str, str]) -> None:
+        """Writes what the processes have besides the files of `save`: variables and versions."""
+        self.run_dir.mkdir(parents=True, exist_ok=True)
+        text = yaml.safe_dump({**variables, **_versions()}, sort_keys=False, width=1000)
+        (self.run_dir / ENVIRONMENT).write_text(text, encoding="utf-8")
+
     def save(self) -> None:
         """Writes the three files that describe the run into its folder."""
         self.run_dir.mkdir(parents=True, exist_ok=True)
         configs.save(self.config, self.run_dir / CONFIG)
         topologies.save(self.topology, self.run_dir / TOPOLOGY)
         self.plan.save(self.run_dir / PLAN)
+
+
+def _versions() -> dict[str, str]:
+    python = f"{sys.version_info.major}.{sys.version_info.minor}"
+    packages = {name: version(name) for name in ("holmesjax", "jax", "jaxlib")}
+    return {"Python": python, **packages}
 
 
 def load_saved(run_dir: str | Path) -> Job:

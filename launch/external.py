@@ -1,6 +1,7 @@
 """Waits for processes that somebody else starts: a scheduler, or a person on each node."""
 
 import queue
+import shlex
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -38,7 +39,7 @@ class ExternalLauncher:
         if process.number == 0:
             variables = [name for name in env if name not in ("HOLMES_PROCESS", "HOLMES_RESTART")]
             print("waiting for the processes; start each on its node with these set:")
-            print(*(f"  {name}={env[name]}" for name in variables), sep="\n")
+            print(*(f"  {name}={shlex.quote(env[name])}" for name in variables), sep="\n")
             print("  HOLMES_PROCESS=<number>        # or let Slurm, Open MPI or Kubernetes say it")
             print("""  HOLMES_ADDRESSES='{"<fabric>": ["<its address there>"]}'""")
             print(f"  python -m launch worker {run_dir}", flush=True)

@@ -6,6 +6,7 @@ import JAX: the supervisor holds no device, and starts at once.
 """
 
 import contextlib
+import os
 import queue
 import re
 import signal
@@ -133,6 +134,8 @@ class Supervisor:
         if start:
             say(f"resuming after step {resume}")
         job.save()
+        variables = job.environment(os.environ)
+        job.save_environment(variables)
         manifest.remove_unfinished(job.run_dir)
         logs = job.run_dir / LOGS
         logs.mkdir(exist_ok=True)
@@ -153,7 +156,7 @@ class Supervisor:
         ):
             self._controller = controller
             try:
-                self._start(controller, key_file, restart)
+                self._start(controller, variables, key_file, restart)
                 done = self._supervise(controller, recorder)
             finally:
                 self._controller = None
@@ -166,9 +169,12 @@ class Supervisor:
             return REQUEUE if signal.SIGTERM in self._signals else 0
         return 0
 
-    def _start(self, controller: Controller, key_file: Path, restart: int) -> None:
+    def _start(
+        self, controller: Controller, variables: dict[str, str], key_file: Path, restart: int
+    ) -> None:
         for process in self._processes:
             env = {
+                **variables,
                 "HOLMES_CONTROLLER": "{}:{}".format(*controller.address),
                 "HOLMES_KEY_FILE": str(key_file.absolute()),
                 "HOLMES_PROCESS": str(process.number),

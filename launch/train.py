@@ -2,6 +2,7 @@
 
 import argparse
 import importlib
+import os
 import signal
 from types import FrameType
 
@@ -37,6 +38,9 @@ def _refuse_useless_options(args: argparse.Namespace) -> None:
 
 def _run_here(args: argparse.Namespace) -> int:
     """All stages in this process."""
+    variables = args.job.environment(os.environ)
+    args.job.save_environment(variables)
+    os.environ.update(variables)  # before JAX asks for a device
     # Imported here: a supervisor needs no JAX.
     trainer = importlib.import_module("holmesjax.trainer").Trainer(args.job)
     received: list[int] = []

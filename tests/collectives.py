@@ -1,4 +1,4 @@
-"""What a compiled program sends, and what of it waits for what: read from XLA's text."""
+"""What a program sends, and what in it waits for what: read from XLA's text and from JAX's."""
 
 import functools
 import math
@@ -7,6 +7,7 @@ from collections import Counter
 from dataclasses import dataclass
 
 import numpy as np
+from jax.extend.core import ClosedJaxpr, Var
 
 KINDS = r"(?P<kind>all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute)(-start)?\("
 COLLECTIVE = re.compile(
@@ -141,3 +142,32 @@ def waits_for(program: dict[str, Instruction], name: str) -> set[str]:
 
 def num_products(program: dict[str, Instruction], names: set[str]) -> int:
     return sum(program[name].num_products for name in names)
+
+
+def traced_events(closed: ClosedJaxpr, kinds: set[str]) -> list[tuple[str, frozenset[int]]]:
+    """The equations of these kinds, each with the numbers of those that it waits for.
+
+    Of a program before XLA, with the barriers that XLA:CPU takes out before it writes its text.
+    """
+    events: list[tuple[str, frozenset[int]]] = []
+
+    def run(jaxpr, inputs: list[frozenset[int]]) -> list[frozenset[int]]:
+        needs = dict(zip(jaxpr.invars, inputs, strict=True))
+        of = lambda var: needs.get(var, frozenset()) if isinstance(var, Var) else frozenset()
+        for e in jaxpr.eqns:
+            args = [of(var) for var in e.invars]
+            before = frozenset().union(*args)
+            if e.primitive.name in kinds:
+                events.append((e.primitive.name, before))
+                before |= {len(events) - 1}
+            outputs = [before] * len(e.outvars)
+            inside = [getattr(x, "jaxpr", x) for x in e.params.values()]
+            inside = [x for x in inside if hasattr(x, "eqns")]
+            if inside:
+                assert len(inside) == 1, e.primitive
+                outputs = run(inside[0], args)
+            needs.update(zip(e.outvars, outputs, strict=True))
+        return [of(var) for var in jaxpr.outvars]
+
+    run(closed.jaxpr, [frozenset()] * len(closed.jaxpr.invars))
+    return events

@@ -24,7 +24,7 @@ from holmesjax.programs import (
     gradient_shapes,
     replica_shapes,
 )
-from tests.collectives import groups_of, sent, texts
+from tests.collectives import sent, texts
 from tests.test_checkpoint import random_states, write_states
 from tests.test_pipeline import (
     VARIANTS,
@@ -100,6 +100,7 @@ def test_one_stage_in_one_program_gathers_again_in_the_backward(case):
 
 
 # ---- what is sent --------------------------------------------------------------------------------
+
 
 def shape_of(case, index) -> costs.StageShape:
     data, fsdp, last = case.data[index], case.fsdp[index], len(case.split) - 1

@@ -1,7 +1,6 @@
-"""A step's collectives over `data` lie in its first forwards and last backwards, one for each layer.
+"""What a step sends over `data`, in which of its programs, and what waits for it.
 
-What the compiled programs send over `data`, and what waits for it. These tests show that nothing
-keeps a scheduler from overlapping them with computation, not that one does it.
+That nothing keeps a scheduler from overlapping it with computation; not that one does it.
 """
 
 import functools
@@ -20,7 +19,15 @@ from holmesjax.programs import (
     gradient_shapes,
     replica_shapes,
 )
-from tests.collectives import collectives, entry, groups_of, num_products, texts, waits_for
+from tests.collectives import (
+    collectives,
+    entry,
+    groups_of,
+    num_products,
+    texts,
+    traced_events,
+    waits_for,
+)
 from tests.test_pipeline import VARIANTS, hand_made_plan, make_model, make_stages
 
 NUM_BLOCKS = 2  # of the stage that is looked at: the last one, with the head
@@ -119,23 +126,25 @@ def test_what_does_not_divide_is_reduced_whole_and_never_gathered():
     assert sum(num_bytes for _, num_bytes in reductions) == 4 * parameters(programs.stage)
 
 
+def shapes_of_arguments(stage) -> tuple[tuple, tuple]:
+    """Of `first_forward` and of `last_backward`."""
+    replicas, inputs = replica_shapes(stage), (boundary_shape(stage), batch_shapes(stage))
+    _, saved = jax.eval_shape(stage.forward, replicas, *inputs)
+    weight = jax.ShapeDtypeStruct((), jnp.float32)
+    forward = stage.state_shapes.params, *inputs
+    return forward, (replicas, saved, gradient_shapes(stage), weight)
+
+
 def test_for_gpus_it_is_gathered_in_the_compute_dtype_and_reduced_in_float32():
     """Lowered, not compiled: XLA:CPU computes in float32 what is bfloat16 here."""
     stage = last_stage(2, dtype="bfloat16")
-    masters, replicas = stage.state_shapes.params, replica_shapes(stage)
-    inputs = boundary_shape(stage), batch_shapes(stage)
-    _, saved = jax.eval_shape(stage.forward, replicas, *inputs)
-    weight = jax.ShapeDtypeStruct((), jnp.float32)
-    for function, args, kind, dtype in (
-        (lambda *args: stage.first_forward(*args)[:2], (masters, *inputs), "all_gather", "bf16"),
-        (
-            stage.last_backward,
-            (replicas, saved, gradient_shapes(stage), weight),
-            "reduce_scatter",
-            "f32",
-        ),
+    forward, backward = shapes_of_arguments(stage)
+    first_forward = lambda *args: stage.first_forward(*args)[:2]
+    for function, shapes, kind, dtype in (
+        (first_forward, forward, "all_gather", "bf16"),
+        (stage.last_backward, backward, "reduce_scatter", "f32"),
     ):
-        lowered = jax.jit(function).trace(*args).lower(lowering_platforms=("cuda",))
+        lowered = jax.jit(function).trace(*shapes).lower(lowering_platforms=("cuda",))
         pattern = r'"stablehlo\.(all_\w+|reduce_scatter)".*?: \(tensor<(.*?)>\) -> tensor<(.*?)>'
         found = re.findall(pattern, lowered.as_text(), re.DOTALL)
         assert [k for k, _, _ in found] == [kind] * NUM_LAYERS
@@ -156,27 +165,46 @@ def of_kind(program, kind) -> list[str]:
     return [name for name, instruction in program.items() if instruction.kind == kind]
 
 
+def traced(function, shapes, kind) -> tuple[list[frozenset[int]], dict[int, frozenset[int]]]:
+    """What each collective of the kind waits for, and each product, in numbers of both."""
+    events = traced_events(jax.make_jaxpr(function)(*shapes), {kind, "dot_general"})
+    products = {i: before for i, (name, before) in enumerate(events) if name == "dot_general"}
+    return [before for name, before in events if name == kind], products
+
+
 def test_a_reduction_waits_for_no_gradient_that_it_does_not_send():
     """Only for the products of its own layer, and for those that bring it its gradient."""
-    program = graph(compiled(2).last_backward)
-    before = [waits_for(program, name) for name in of_kind(program, "reduce-scatter")]
     head, passes_on = 1, WEIGHTS + ATTENTION_BACKWARD
     blocks = [head + (i + 1) * passes_on + WEIGHTS for i in range(NUM_BLOCKS)]
-    assert sorted(num_products(program, names) for names in before) == [head + 1, *blocks]
-    every = head + 1 + NUM_BLOCKS * (passes_on + WEIGHTS)
+    want, every = [head + 1, *blocks], head + 1 + NUM_BLOCKS * (passes_on + WEIGHTS)
+    program = graph(compiled(2).last_backward)
+    before = [waits_for(program, name) for name in of_kind(program, "reduce-scatter")]
+    assert sorted(num_products(program, names) for names in before) == want
     assert num_products(program, set(program)) == every
+
+    stage = last_stage(2)
+    _, shapes = shapes_of_arguments(stage)
+    before, products = traced(stage.last_backward, shapes, "reduce_scatter")
+    assert sorted(len(names & products.keys()) for names in before) == want
+    assert len(products) == every
 
 
 def test_a_layer_waits_for_no_gather_but_its_own_and_those_before():
+    want = [1 + i * (WEIGHTS + ATTENTION_FORWARD) for i in range(NUM_LAYERS)]
     program = graph(compiled(2).first_forward)
     gathers = of_kind(program, "all-gather")
     before = {name: waits_for(program, name) for name in program}
     after = [{name for name in program if gather in before[name]} for gather in gathers]
-    block = WEIGHTS + ATTENTION_FORWARD
-    assert sorted(num_products(program, names) for names in after) == [
-        1 + i * block for i in range(NUM_LAYERS)
-    ]
+    assert sorted(num_products(program, names) for names in after) == want
     assert not any(num_products(program, before[gather]) for gather in gathers)
+
+    stage = last_stage(2)
+    shapes, _ = shapes_of_arguments(stage)
+    before, products = traced(lambda *x: stage.first_forward(*x)[:2], shapes, "all_gather")
+    gathers = frozenset().union(*products.values()) - products.keys()
+    after = [sum(gather in names for names in products.values()) for gather in gathers]
+    assert sorted(after) == want
+    assert not any(before)
 
 
 def test_the_schedule_sends_the_head_before_it_computes_the_first_block():

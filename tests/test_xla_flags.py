@@ -1,0 +1,105 @@
+"""What a run gives to XLA, and that the XLA installed here takes it."""
+
+import dataclasses
+import os
+import queue
+import subprocess
+import sys
+
+import pytest
+import yaml
+
+from holmesjax import job as jobs, topology, xla_flags
+from holmesjax.config import CHECKOUT
+from holmesjax.job import ENVIRONMENT, Job
+from launch import local, supervisor
+from launch.external import ExternalLauncher
+from launch.local import LocalLauncher
+from launch.supervisor import Supervisor
+
+RUN = """
+topology: {topology}
+run: {{dir: {run_dir}}}
+model: {{num_layers: 4, width: 64, num_heads: 8, context_length: 32}}
+data: {{corpus: python-stdlib}}
+train: {{steps: 1, global_batch: 64}}
+optimizer: {{learning_rate: 1.0e-3}}
+"""
+GPU_FLAGS = xla_flags.for_devices({"h100"})
+
+
+def start_jax(flags):
+    code = "import jax; print(len(jax.devices('cpu')))"
+    env = {**os.environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
+    return subprocess.run(
+        [sys.executable, "-c", code], env=env, capture_output=True, text=True, check=False
+    )
+
+
+def test_xla_knows_every_flag_and_the_last_value_wins():
+    count = "--xla_force_host_platform_device_count"
+    flags = xla_flags.joined(f"{GPU_FLAGS} {count}=2", f"{count}=3")
+    done = start_jax(flags)
+    assert (done.returncode, done.stdout.split()) == (0, ["3"]), done.stderr
+
+
+def test_xla_aborts_for_an_unknown_flag():
+    """Or the test above would show nothing."""
+    done = start_jax(f"{GPU_FLAGS} --xla_gpu_no_such_flag=true")
+    assert done.returncode != 0
+    assert "xla_gpu_no_such_flag" in done.stderr
+
+
+@pytest.fixture
+def job(tmp_path) -> Job:
+    """Of a run on GPUs of two kinds."""
+    path = CHECKOUT / "configs/topologies/h100_a100.yaml"
+    assert topology.load(path).device_kinds.isdisjoint({"cpu"})
+    file = tmp_path / "run.yaml"
+    file.write_text(RUN.format(topology=path, run_dir=tmp_path / "run"))
+    return jobs.load(file)
+
+
+def test_only_processes_with_gpus_get_flags(job):
+    assert job.environment({}) == {"XLA_FLAGS": GPU_FLAGS}
+    run = dataclasses.replace(job.config.run, rehearse=True)
+    rehearsal = dataclasses.replace(job, config=dataclasses.replace(job.config, run=run))
+    assert rehearsal.environment({}) == {}
+    own = {"XLA_FLAGS": "--xla_a=1", "PATH": "/bin"}
+    assert rehearsal.environment(own) == {"XLA_FLAGS": "--xla_a=1"}
+    assert job.environment(own) == {"XLA_FLAGS": f"{GPU_FLAGS} --xla_a=1"}
+    assert job.environment({"XLA_FLAGS": "file"}) == {"XLA_FLAGS": "file"}
+
+
+class Started(Exception):
+    pass
+
+
+def started(job, launcher, monkeypatch) -> dict[str, str]:
+    """The environment of the first process that the supervisor starts."""
+    environments = []
+
+    def popen(arguments, env, **_):
+        environments.append(env)
+        raise Started
+
+    monkeypatch.setattr(local.subprocess, "Popen", popen)
+    with pytest.raises(Started):
+        Supervisor(job, launcher).run()
+    return environments[0]
+
+
+def test_the_supervisor_gives_and_records_them(job, monkeypatch):
+    monkeypatch.setenv("XLA_FLAGS", "--xla_a=1")
+    env = started(job, LocalLauncher(job.topology), monkeypatch)
+    assert env["XLA_FLAGS"] == f"{GPU_FLAGS} --xla_a=1"
+    record = yaml.safe_load((job.run_dir / ENVIRONMENT).read_text())
+    assert record.pop("XLA_FLAGS") == env["XLA_FLAGS"]
+    assert record == {k: v for k, v in job.about(0).items() if k not in ("plan hash", "restart")}
+
+
+def test_processes_that_others_start_are_told_to_have_them(job, capsys):
+    launcher = ExternalLauncher("127.0.0.1:7000")
+    [first, *_] = supervisor.make_processes(job.plan, job.topology, "node")
+    launcher.start(first, job.run_dir, job.environment({}), queue.Queue())
+    assert f"  XLA_FLAGS='{GPU_FLAGS}'\n" in capsys.readouterr().out
