@@ -44,7 +44,8 @@ def split(function: Callable[..., tuple[Tree, Tree]], *args: Tree) -> Split:
     reaches: dict[Var, int] = {}  # the outputs that depend on it, a bit each
     for bit, out in enumerate(jaxpr.outvars):
         _add(reaches, [out], 1 << bit)
-    ours, later = [], []
+    ours: list[Any] = []
+    later: list[Any] = []
     for equation in reversed(jaxpr.eqns):
         outputs = 0
         for var in equation.outvars:
