@@ -31,9 +31,10 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
 from benchmarks.pipeline_overhead import RESULTS, commit, cpu_model, middle, versions
 from holmesjax import topology as topologies, wire
 from holmesjax.crossings import Crossing, Key
+from holmesjax.neighbours import Ports
 from holmesjax.plan import Axis, Plan, StagePlan
 from holmesjax.processes import make_processes
-from holmesjax.tcp import Ports, TcpTransport
+from holmesjax.tcp import TcpTransport
 
 SIZES_BYTES = (64 << 10, 1 << 20, 16 << 20, 128 << 20)
 WARM_UP = 5

@@ -7,7 +7,8 @@ a CRC of ours would cost more than copying the bytes.
 
     PING   the sender is alive; sent where nothing else was for a quarter of the silence allowed
     PULL   asks for a piece
-    DATA   a part of it, on whichever connection is free
+    DATA   a part of it, on whichever connection is free; without payload where another way takes it
+    GOT    it has come that other way
     BYE    the sender wants and gives nothing more; answered by BYE, then the connection is closed
 """
 
@@ -36,6 +37,7 @@ class Kind(enum.IntEnum):
     PULL = 2
     DATA = 3
     BYE = 4
+    GOT = 5
 
 
 class Frame(NamedTuple):
@@ -48,6 +50,11 @@ class Frame(NamedTuple):
     piece: int = 0  # its place among the pieces of the crossing
     offset: int = 0  # in the bytes of the piece, row-major
     length: int = 0
+
+    @property
+    def where(self) -> tuple[int, int, int, int]:
+        """The piece: crossing, step, microbatch and its place."""
+        return self[1:5]
 
 
 Part = tuple[Frame, Sequence[memoryview]]
@@ -71,6 +78,9 @@ class Handler(Protocol):
 
     def sent(self, channel: "Channel", frame: Frame) -> None:
         """A DATA frame is out, and its memory is free."""
+
+    def got(self, channel: "Channel", frame: Frame) -> None:
+        """The other end has a piece. Raises ViolationError if it cannot."""
 
     def left(self, channel: "Channel") -> None:
         """The other end said goodbye."""
@@ -189,6 +199,8 @@ class Channel:
                 self._fill(buffers)
                 self._is_in_payload = False
                 self._handler.landed(self, frame)
+            elif frame.kind is Kind.GOT:
+                self._handler.got(self, frame)
             elif frame.kind is Kind.BYE:
                 self.has_left = True
                 self._handler.left(self)
@@ -196,7 +208,7 @@ class Channel:
                 self._count_bye()
 
     def _fill(self, buffers: Sequence[memoryview]) -> None:
-        if len(buffers) > 1:
+        if len(buffers) != 1:
             _move(lambda some: self._count(self._sock.recvmsg_into(some)[0]), buffers)
             return
         [left] = buffers  # the common case, without a detour: it runs hundreds of times an array

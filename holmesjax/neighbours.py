@@ -58,10 +58,11 @@ def meet(
     book: Sequence[Book],
     key: bytes,
     about: Mapping[str, Any],
+    tells: Mapping[str, Any],
     digests: Mapping[int, str],
     streams: int,
     timeout_s: float,
-    enter: Callable[[int, int, socket], None],
+    enter: Callable[[int, int, wire.Connection], None],
 ) -> None:
     """Connects with every process that has a digest; then nobody is let in any more.
 
@@ -71,16 +72,17 @@ def meet(
       book: where each process does, by its number.
       key: of the job.
       about: what must be equal everywhere, by name.
+      tells: what else to put into the hello.
       digests: for each process that something is shared with, of what is shared.
       streams: connections with each of them.
       timeout_s: for all of it.
-      enter: takes a process number, the number of a stream, and its socket.
+      enter: takes a process number, the number of a stream, and the connection.
 
     Raises:
       PeerError: a process does not come.
       RefusedError: it does, and something differs; the message has both values.
     """
-    _Meeting(me, processes, about, digests, streams, enter).hold(
+    _Meeting(me, processes, about, tells, digests, streams, enter).hold(
         topology, ports, book, key, timeout_s
     )
 
@@ -93,13 +95,14 @@ class _Meeting:
         me: Process,
         processes: Sequence[Process],
         about: Mapping[str, Any],
+        tells: Mapping[str, Any],
         digests: Mapping[int, str],
         streams: int,
-        enter: Callable[[int, int, socket], None],
+        enter: Callable[[int, int, wire.Connection], None],
     ):
         self._me, self._processes, self._digests = me, processes, digests
-        self._about = {**about, "streams": streams}
-        self._streams, self._enter_socket = streams, enter
+        self._about, self._tells = {**about, "streams": streams}, tells
+        self._streams, self._enter_connection = streams, enter
         self._present: set[tuple[int, int]] = set()  # process and stream
         self._refused: dict[int, str] = {}
         self._changed = threading.Condition()
@@ -114,6 +117,7 @@ class _Meeting:
     ) -> None:
         me, deadline_s = self._me, time.monotonic() + timeout_s
         hello = {
+            **self._tells,
             "process": me.number,
             "about": self._about,
             "digests": {str(other): digest for other, digest in self._digests.items()},
@@ -125,7 +129,7 @@ class _Meeting:
             above = [self._processes[other] for other in sorted(self._digests) if other > me.number]
             for peer, stream in itertools.product(above, range(self._streams)):
                 fabric = fabric_between(topology, me, peer)
-                address, port = _nic(book, peer, fabric, stream)
+                address, port = nic(book, peer, fabric, stream)
                 connection = wire.connect(
                     address,
                     port,
@@ -134,7 +138,7 @@ class _Meeting:
                     check=self._check,
                     where=between(me, peer),
                     timeout_s=max(deadline_s - time.monotonic(), 0.0),
-                    source=_nic(book, me, fabric, stream)[0],
+                    source=nic(book, me, fabric, stream)[0],
                 )
                 self._enter(peer.number, stream, connection)
             self._wait(deadline_s, timeout_s)
@@ -164,7 +168,7 @@ class _Meeting:
         self._enter(connection.hello["process"], connection.hello["stream"], connection)
 
     def _enter(self, number: int, stream: int, connection: wire.Connection) -> None:
-        self._enter_socket(number, stream, connection.sock)
+        self._enter_connection(number, stream, connection)
         with self._changed:
             self._present.add((number, stream))
             self._changed.notify_all()
@@ -194,7 +198,7 @@ def between(source: Process, target: Process) -> str:
     return f"link {link}, from {source.name} to {target.name}"
 
 
-def _nic(book: Sequence[Book], process: Process, fabric: str, stream: int) -> tuple[str, int]:
+def nic(book: Sequence[Book], process: Process, fabric: str, stream: int) -> tuple[str, int]:
     """Where a stream of a process begins or ends."""
     found = book[process.number].get(fabric)
     if not found:

@@ -28,12 +28,13 @@ from holmesjax.control import Member
 from holmesjax.errors import REQUEUE, HolmesError
 from holmesjax.job import Job
 from holmesjax.mesh import build_mesh
+from holmesjax.neighbours import Ports
 from holmesjax.pipeline import OneStage, Pipeline, crossings
 from holmesjax.processes import Process, make_processes
 from holmesjax.programs import compile_stages, compile_whole_step
 from holmesjax.session import Session, make_stages, read_batches
 from holmesjax.stage import Stage
-from holmesjax.tcp import Ports, TcpTransport
+from holmesjax.tcp import TcpTransport
 from holmesjax.timeline import Clock
 
 # Where schedulers write which of its processes this is: ours, Slurm, Open MPI, PMI, Kubernetes.

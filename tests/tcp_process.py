@@ -21,9 +21,9 @@ def main(number, about):
     from holmesjax import wire
     from holmesjax.crossings import Key
     from holmesjax.errors import HolmesError
+    from holmesjax.neighbours import Ports
     from holmesjax.processes import make_processes
     from holmesjax.sharding import from_axes
-    from holmesjax.tcp import Ports
     from tests.two_stages import TOPOLOGY, addresses, make_crossing, make_plan, mesh_of, start
 
     plan = make_plan(*about["meshes"])

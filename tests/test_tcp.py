@@ -19,7 +19,8 @@ from holmesjax.crossings import Key
 from holmesjax.errors import HolmesError, PeerError, RefusedError
 from holmesjax.frames import Channel, Frame, Kind
 from holmesjax.host_memory import Pool, runs_of
-from holmesjax.tcp import PREFETCH, Ports
+from holmesjax.neighbours import Ports
+from holmesjax.remote import PREFETCH
 from tests.two_stages import (
     KEY,
     addresses,
@@ -402,7 +403,7 @@ class Impostor:
         other = {name: [("127.0.0.1", 1)] for name in self._ports.book}
         opened = threading.Thread(target=self._open, args=([other, self._ports.book],))
         opened.start()
-        about = {"plan hash": PLAN.hash(), "restart": 0, "jax": jax.__version__}
+        about = {"plan hash": PLAN.hash(), "restart": 0, "jax": jax.__version__, "transport": "tcp"}
         hello = {
             "process": 0,
             "stream": 0,

@@ -13,7 +13,7 @@ import pytest
 
 from holmesjax.crossings import Key
 from holmesjax.errors import PeerError
-from holmesjax.tcp import Ports
+from holmesjax.neighbours import Ports
 from tests.two_stages import addresses, make_crossing, make_plan, start
 
 ROOT = Path(__file__).parent.parent

@@ -10,9 +10,10 @@ from jax.sharding import AxisType, Mesh
 
 from holmesjax import topology as topologies
 from holmesjax.crossings import Crossing
+from holmesjax.neighbours import Ports
 from holmesjax.plan import Axis, Plan, StagePlan
 from holmesjax.processes import make_processes
-from holmesjax.tcp import Ports, TcpTransport
+from holmesjax.tcp import TcpTransport
 
 TOPOLOGY = topologies.load(Path(__file__).parent.parent / "configs/topologies/ib_roce.yaml")
 CLUSTERS = ("ib", "roce")
