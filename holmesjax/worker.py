@@ -36,6 +36,7 @@ from holmesjax.session import Session, make_stages, read_batches
 from holmesjax.stage import Stage
 from holmesjax.tcp import TcpTransport
 from holmesjax.timeline import Clock
+from holmesjax.transfer import TransferTransport
 
 # Where schedulers write which of its processes this is: ours, Slurm, Open MPI, PMI, Kubernetes.
 NUMBER = (
@@ -45,6 +46,7 @@ NUMBER = (
     "PMI_RANK",
     "JOB_COMPLETION_INDEX",
 )
+TRANSPORTS = {"tcp": TcpTransport, "transfer": TransferTransport}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -282,7 +284,7 @@ class _Worker:
             return runner
         programs = compile_stages(stages)
         self._member.status("was connecting to its neighbours")
-        transport = TcpTransport(
+        transport = TRANSPORTS[self._config.transport](
             me=self._me,
             processes=self._processes,
             plan=self._job.plan,

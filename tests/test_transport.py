@@ -1,5 +1,6 @@
 """The contract of every transport: what is fetched is what was offered, however it is laid out."""
 
+import functools
 import itertools
 
 import jax
@@ -36,7 +37,11 @@ def open_local(plan, crossings):
     return transport, transport
 
 
-TRANSPORTS = {"local": open_local, "tcp": start_pair}
+TRANSPORTS = {
+    "local": open_local,
+    "tcp": start_pair,
+    "transfer": functools.partial(start_pair, kind="transfer"),
+}
 
 
 class Rig:
