@@ -1,4 +1,4 @@
-"""A process of two stages, as tests start it: python -m tests.tcp_process NUMBER '{"...": ...}'
+"""A process of two stages, as tests start it: python -m tests.transport_process NUMBER '{...}'
 
 It prints what others must know of it, reads what they said from standard input, and then offers and
 fetches arrays until it is done, or something fails.
@@ -68,6 +68,7 @@ def main(number, about):
             [other["book"] for other in others],
             processes=processes,
             mesh=mesh,
+            kind=about["kind"],
             heartbeat_timeout_s=about["heartbeat_timeout_s"],
             on_failure=failed,
         )

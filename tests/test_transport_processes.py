@@ -2,6 +2,7 @@
 
 import json
 import queue
+import re
 import signal
 import subprocess
 import sys
@@ -14,17 +15,17 @@ import pytest
 from holmesjax.crossings import Key
 from holmesjax.errors import PeerError
 from holmesjax.neighbours import Ports
-from tests.two_stages import addresses, make_crossing, make_plan, start
+from tests.two_stages import TRANSPORTS, addresses, make_crossing, make_plan, start
 
 ROOT = Path(__file__).parent.parent
 
 
 class Child:
-    """A process of `tcp_process`, and what it says."""
+    """A process of `transport_process`, and what it says."""
 
     def __init__(self, number, about):
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "tests.tcp_process", str(number), json.dumps(about)],
+            [sys.executable, "-m", "tests.transport_process", str(number), json.dumps(about)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -79,6 +80,11 @@ def settings(**changes):
     } | changes
 
 
+@pytest.fixture(params=TRANSPORTS)
+def kind(request):
+    return request.param
+
+
 @pytest.mark.parametrize(
     "specs",
     [
@@ -87,12 +93,12 @@ def settings(**changes):
         pytest.param([[[], ["data"]], [[], ["tensor"]]], id="other dims"),
     ],
 )
-def test_two_processes_and_one(children, specs):
+def test_two_processes_and_one(children, kind, specs):
     """Four devices in two processes, two in one; and back, where replicas are put together again.
 
     The stage with the two gets every byte once: what it received is the array, not two.
     """
-    about = settings(meshes=[[4, 1], [1, 2]], devices=[2, 2, 2], specs=specs, steps=4)
+    about = settings(meshes=[[4, 1], [1, 2]], devices=[2, 2, 2], specs=specs, steps=4, kind=kind)
     found = children(range(3), about)
     others = [child.says("book") for child in found]
     for child in found:
@@ -107,29 +113,41 @@ def test_two_processes_and_one(children, specs):
 
 
 @pytest.fixture
-def partner(children):
+def start_partner(children, kind):
     """The second stage here, the first in another process that waits for it."""
-    about = settings(steps=1000, heartbeat_timeout_s=1.0)
-    [child] = children([0], about)
-    theirs = child.says("book")
-    ports = Ports.open(addresses())
-    book = [theirs["book"], ports.book]
-    child.tell([theirs, {"book": ports.book}])
-    shape = tuple(about["shape"])
-    crossings = [make_crossing("F0", shape), make_crossing("B1", shape, back=True)]
-    failures = []
-    transport = start(
-        1,
-        make_plan((1, 1), (1, 1)),
-        crossings,
-        ports,
-        book,
-        heartbeat_timeout_s=1.0,
-        on_failure=failures.append,
-    )
-    child.says("connected")
-    yield child.process, transport, failures
-    transport.close()
+    opened = []
+
+    def start_it(**changes):
+        about = settings(steps=1000, heartbeat_timeout_s=1.0, kind=kind, **changes)
+        [child] = children([0], about)
+        theirs = child.says("book")
+        ports = Ports.open(addresses())
+        child.tell([theirs, {"book": ports.book}])
+        shape = tuple(about["shape"])
+        failures = []
+        opened.append(
+            start(
+                1,
+                make_plan((1, 1), (1, 1)),
+                [make_crossing("F0", shape), make_crossing("B1", shape, back=True)],
+                ports,
+                [theirs["book"], ports.book],
+                kind=kind,
+                heartbeat_timeout_s=1.0,
+                on_failure=failures.append,
+            )
+        )
+        child.says("connected")
+        return child.process, opened[-1], failures
+
+    yield start_it
+    for transport in opened:
+        transport.close()
+
+
+@pytest.fixture
+def partner(start_partner):
+    return start_partner()
 
 
 def fail(transport, key, failures):
@@ -170,3 +188,25 @@ def test_a_stopped_process_is_silent(partner):
     error, took_s = fail(transport, Key("F0", 1, 0), failures)
     assert 0.5 < took_s < 2.5
     assert "silent for 1 s, while waiting for F0" in str(error)
+
+
+@pytest.mark.parametrize(
+    "number, problem",
+    [
+        (signal.SIGKILL, "the connection was lost|could not pull"),
+        (signal.SIGSTOP, "silent for 1 s"),
+    ],
+)
+def test_a_process_that_fails_in_the_middle_of_an_array(start_partner, number, problem):
+    process, transport, failures = start_partner(shape=[1 << 12, 1 << 12])  # 64 MiB
+    start_s = time.monotonic()
+    transport.expect([Key("F0", 0, 0), Key("F0", 1, 0)])
+    while not (
+        any(channel.payload_s > start_s for channel in transport._peer_of)
+        or getattr(transport, "_pulled", None)  # JAX does not tell what has come of it
+    ):
+        time.sleep(0.001)
+    process.send_signal(number)
+    error, took_s = fail(transport, Key("F0", 1, 0), failures)
+    assert took_s < 2.5
+    assert re.search(problem, str(error))
