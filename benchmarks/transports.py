@@ -2,10 +2,11 @@
 
 What is timed goes from the source's call to an array that is ready at the target:
 
-    tcp    `TcpTransport`: offer -> fetched and ready; it was expected before, as in training
-    bare   `sendall` into `recv_into`, the least that Python can do: memory to memory, nothing else.
-           Over one connection and over as many as tcp has; the faster of the two counts
-    gloo   `ppermute` inside jit, both processes in one `jax.distributed` job
+    tcp        `TcpTransport`: offer -> fetched and ready; expected before, as in training
+    transfer   the same of `TransferTransport`
+    bare       `sendall` into `recv_into`, the least that Python can do: memory to memory, nothing
+               else. Over one connection and over as many as tcp has; the faster of the two counts
+    gloo       `ppermute` inside jit, both processes in one `jax.distributed` job
 
 The share of a transport is the time of the bare copy over its own. Bar: tcp >= 80% at 16 MiB. All
 of them take turns, so that what disturbs the machine disturbs all; times are medians, and the
@@ -34,10 +35,13 @@ from holmesjax.crossings import Crossing, Key
 from holmesjax.neighbours import Ports
 from holmesjax.plan import Axis, Plan, StagePlan
 from holmesjax.processes import make_processes
+from holmesjax.remote import RemoteTransport
 from holmesjax.tcp import TcpTransport
+from holmesjax.transfer import TransferTransport
 
 SIZES_BYTES = (64 << 10, 1 << 20, 16 << 20, 128 << 20)
 WARM_UP = 5
+TRANSPORTS = {"tcp": TcpTransport, "transfer": TransferTransport}
 BAR, BAR_BYTES = 0.8, 16 << 20
 TOPOLOGY = topologies.load(Path(__file__).parent.parent / "configs/topologies/ib_roce.yaml")
 ADDRESS = "127.0.0.1"
@@ -60,24 +64,32 @@ def serve(
     control = wire.Connection(control_sock, {})
     with wire.listen(ADDRESS) as probe:
         coordinator = wire.address_of(probe)[1]
-    ports = Ports.open({"ethernet": [ADDRESS]})
-    mine = {"coordinator": coordinator, "book": ports.book}
+    ports = {name: Ports.open({"ethernet": [ADDRESS]}) for name in TRANSPORTS}
+    books = {name: opened.book for name, opened in ports.items()}
+    mine = {"coordinator": coordinator, "books": books}
     control.send(mine)
     ends = [mine, control.receive()][:: 1 if number == 0 else -1]
     jax.distributed.initialize(f"{ADDRESS}:{ends[0]['coordinator']}", 2, number)
-    transport = _transport(number, sizes, ports, [end["book"] for end in ends], streams)
+    transports = {
+        name: _transport(name, number, sizes, opened, [end["books"][name] for end in ends], streams)
+        for name, opened in ports.items()
+    }
     found = {}
     with ThreadPoolExecutor(streams) as pool:
         for size in sizes:
             x = jax.device_put(np.ones(size // 4, np.float32), jax.local_devices()[0])
             turns = {
-                "tcp": _tcp(number, transport, x, WARM_UP + rounds),
+                **{
+                    name: _offer_or_fetch(number, transport, x, WARM_UP + rounds)
+                    for name, transport in transports.items()
+                },
                 "bare, 1 stream": _bare(number, socks[:1], pool, x),
                 f"bare, {streams} streams": _bare(number, socks, pool, x),
                 "gloo": _gloo(x),
             }
             found[size] = _take_turns(number, control, turns, rounds)
-    transport.close()
+    for transport in transports.values():
+        transport.close()
     jax.distributed.shutdown()
     return found
 
@@ -116,8 +128,8 @@ def _take_turns(
 
 
 def _transport(
-    number: int, sizes: Sequence[int], ports: Ports, book: Sequence[Any], streams: int
-) -> TcpTransport:
+    name: str, number: int, sizes: Sequence[int], ports: Ports, book: Sequence[Any], streams: int
+) -> RemoteTransport:
     """Between two stages of one device each, in two clusters."""
     stages = tuple(
         StagePlan(
@@ -158,7 +170,7 @@ def _transport(
         for size in sizes
     )
     processes = make_processes(plan, TOPOLOGY, "node")
-    return TcpTransport(
+    return TRANSPORTS[name](
         me=processes[number],
         processes=processes,
         plan=plan,
@@ -176,7 +188,7 @@ def _transport(
     )
 
 
-def _tcp(number: int, transport: TcpTransport, x: jax.Array, count: int) -> Turn:
+def _offer_or_fetch(number: int, transport: RemoteTransport, x: jax.Array, count: int) -> Turn:
     keys = [Key(str(x.nbytes), 0, i) for i in range(count)]
     left = iter(keys)
     if number == 0:

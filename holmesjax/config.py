@@ -142,7 +142,7 @@ class DistributedConfig:
     """The processes of a run with a launcher, and how long they wait for each other."""
 
     processes: Literal["node", "device"] = "node"  # one of every stage's processes for each
-    transport: Literal["tcp", "transfer"] = "tcp"  # moves boundaries between stages
+    transport: Literal["tcp", "transfer"] = "tcp"  # moves boundaries; transfer: in trusted networks
     streams: Count = 4  # connections between two processes
     port: Port = 0  # of the first stage's coordinator, then one for each stage; 0: free ones
     heartbeat_timeout_s: Positive = 60.0  # until the end of a job that has lost a process or link

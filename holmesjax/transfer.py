@@ -199,7 +199,7 @@ class TransferTransport(RemoteTransport):
         self._deliver(frame)
 
     def _number(self, frame: Frame) -> int:
-        """What JAX knows a piece by: no two have the same, and no stranger can guess it."""
+        """What JAX knows a piece by, 64 bits of a hash: never used again, and not to be guessed."""
         digest = hmac.digest(self._secret, json.dumps(frame.where).encode(), "sha256")
         return int.from_bytes(digest[:8])
 

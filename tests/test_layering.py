@@ -39,10 +39,11 @@ LAYERS = [
     ["holmesjax.data.corpus"],
     ["holmesjax.data.batches"],
     ["holmesjax.stage"],
-    ["holmesjax.programs"],
+    ["holmesjax.programs", "holmesjax.remote"],
     [
         "holmesjax.transport",
         "holmesjax.tcp",
+        "holmesjax.transfer",
         "holmesjax.timeline",
         "holmesjax.metrics",
         "holmesjax.console",
