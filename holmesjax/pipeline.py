@@ -144,7 +144,7 @@ class Pipeline:
         self._last = len(plan.chunks) - 1
         self._here = sorted({plan.chunks[v][0] for v in self._programs})
         stage = programs[0].stage
-        self._is_tied = stage.model.tied_embeddings
+        self._is_tied = stage.model.tied_embeddings and self._last > 0
         self._links = {crossing.name: crossing.link for crossing in crossings(stage)}
         self._round = 0  # counts train steps and validation batches: part of each key
         if self._last in self._programs:

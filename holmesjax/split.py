@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-from jax.extend.core import ClosedJaxpr, Literal, Var, jaxpr_as_fun
+from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Var, jaxpr_as_fun
 
 Tree = Any
 
@@ -44,8 +44,8 @@ def split(function: Callable[..., tuple[Tree, Tree]], *args: Tree) -> Split:
     reaches: dict[Var, int] = {}  # the outputs that depend on it, a bit each
     for bit, out in enumerate(jaxpr.outvars):
         _add(reaches, [out], 1 << bit)
-    ours: list[Any] = []
-    later: list[Any] = []
+    ours: list[JaxprEqn] = []
+    later: list[JaxprEqn] = []
     for equation in reversed(jaxpr.eqns):
         outputs = 0
         for var in equation.outvars:

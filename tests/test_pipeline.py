@@ -31,11 +31,10 @@ SPLITS = [(4,), (3, 1), (2, 1, 1), (1, 1, 1, 1)]  # equal splits are in the test
 SMOOTH = OptimizerConfig(learning_rate=1e-2, beta1=0.0, epsilon=1e-3, clip_norm=None)
 RTOL = 1e-5  # of the norm of each array: sums in another order, in float32
 
+# Every split, data and tensor; of the embeddings, each with some tied and some not.
 CASES = [
-    pytest.param(
-        split, data, tensor, tied, id=f"{'+'.join(map(str, split))}-d{data}-t{tensor}-{tied}"
-    )
-    for split, data, tensor, tied in itertools.product(SPLITS, (1, 2), (1, 2), ("untied", "tied"))
+    pytest.param(split, data, tensor, (i + data + tensor) % 2 == 0, id=f"{split}-d{data}-t{tensor}")
+    for (i, split), data, tensor in itertools.product(enumerate(SPLITS), (1, 2), (1, 2))
     if len(split) * data * tensor <= 8
 ]
 
@@ -199,26 +198,25 @@ def check_against_plain(runner, model, plan, config=SMOOTH, mask=False, rtol=RTO
 
 @pytest.mark.parametrize("split, data, tensor, tied", CASES)
 def test_every_cut_equals_one_device(split, data, tensor, tied):
-    model = make_model(tied_embeddings=tied == "tied")
-    programs = compiled_pipeline(split, data, tensor, tied == "tied")
+    model = make_model(tied_embeddings=tied)
+    programs = compiled_pipeline(split, data, tensor, tied)
     for schedule, microbatches in itertools.product(("gpipe", "1f1b"), (1, 2, 4)):
         plan = hand_made_plan(split, data, tensor, schedule=schedule, microbatches=microbatches)
         check_against_plain(in_one_process(plan, programs), model, plan)
 
 
 SCHEDULES = {
-    "eager": ((2, 1, 1), 2, 1, {"schedule": "eager_1f1b", "in_flight": (4, 3, 1)}),
-    "interleaved": ((2, 2), 2, 1, {"schedule": "interleaved_1f1b", "chunks": 2}),
-    "interleaved, uneven": ((3, 2), 1, 2, {"schedule": "interleaved_1f1b", "chunks": 2}),
-    "zero bubble": ((3, 1), 2, 2, {"schedule": "zero_bubble"}),
-    "zero bubble, deep": ((1, 2, 1), 1, 1, {"schedule": "zero_bubble"}),
+    "eager": ((2, 1, 1), 2, 1, True, {"schedule": "eager_1f1b", "in_flight": (4, 3, 1)}),
+    "interleaved": ((2, 2), 2, 1, True, {"schedule": "interleaved_1f1b", "chunks": 2}),
+    "interleaved, uneven": ((3, 2), 1, 2, False, {"schedule": "interleaved_1f1b", "chunks": 2}),
+    "zero bubble": ((3, 1), 2, 2, True, {"schedule": "zero_bubble"}),
+    "zero bubble, deep": ((1, 2, 1), 1, 1, False, {"schedule": "zero_bubble"}),
 }
 
 
-@pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_every_schedule_equals_one_device(name, tied):
-    split, data, tensor, changes = SCHEDULES[name]
+def test_every_schedule_equals_one_device(name):
+    split, data, tensor, tied, changes = SCHEDULES[name]
     model = make_model(tied_embeddings=tied, num_layers=sum(split))
     plan = hand_made_plan(split, data, tensor, microbatches=4, **changes)
     programs = compile_stages(make_stages(model, plan))
