@@ -40,8 +40,6 @@ def join(
     domain: tuple[Process, ...],
     coordinator: tuple[str, int],
     config: DistributedConfig,
-    *,
-    simulated: bool,
 ) -> dict[int, jax.Device]:
     """Joins the domain; its devices, by their numbers in the topology. Waits for all to come.
 
@@ -49,7 +47,6 @@ def join(
       process: this one.
       domain: all processes of the stage, in the order of their ranks.
       coordinator: address and port of rank 0.
-      simulated: whether the devices are virtual, and not those of the node.
     """
     if len(domain) > 1:
         address = "{}:{}".format(*coordinator)
@@ -59,7 +56,6 @@ def join(
             address,
             num_processes=len(domain),
             process_id=process.rank,
-            local_device_ids=None if simulated else list(process.local_devices),
             cluster_detection_method="deactivate",
             initialization_timeout=int(config.start_timeout_s),
             heartbeat_timeout_seconds=int(PATIENCE * config.heartbeat_timeout_s + 1),
@@ -68,15 +64,14 @@ def join(
     found: dict[int, jax.Device] = {}
     for other in domain:
         devices = [d for d in jax.devices() if d.process_index == other.rank]
-        if len(domain) == 1 and not simulated:
-            devices = [devices[i] for i in other.local_devices if i < len(devices)]
         if len(devices) != len(other.devices):
             raise HolmesError(
                 f"{other.name}",
                 "the process does not see the devices that the topology gives it",
                 found=f"{len(devices)} {jax.default_backend()} devices, the plan needs "
                 f"{len(other.devices)}",
-                fix="correct the topology, or set run.rehearse=true for virtual CPU devices",
+                fix="correct the topology, set CUDA_VISIBLE_DEVICES of the process to its devices "
+                f"{', '.join(map(str, other.local_devices))} of the node, or set run.rehearse=true",
             )
         found |= zip(other.devices, devices, strict=True)
     return found

@@ -268,10 +268,9 @@ class _Worker:
         """Its stage's chunks, on the devices of its domain."""
         job, me = self._job, self._me
         kinds = {job.topology.node(process.node).device.name for process in self._domain}
-        simulated = job.config.run.rehearse or kinds == {"cpu"}
         compat.use_devices(kinds, len(me.devices), rehearse=job.config.run.rehearse)
         coordinator = book[self._domain[0].number]["coordinator"]
-        devices = domain.join(me, self._domain, coordinator, self._config, simulated=simulated)
+        devices = domain.join(me, self._domain, coordinator, self._config)
         return make_stages(job, {me.stage: build_mesh(job.plan.stages[me.stage], devices)})
 
     def _make_runner(

@@ -65,6 +65,7 @@ class LocalLauncher:
             env={
                 **os.environ,
                 **env,
+                **_visible_devices(process, os.environ),
                 "HOLMES_ADDRESSES": json.dumps(addresses(self._topology, process.node)),
                 "HOLMES_PARENT": str(os.getpid()),
                 "PYTHONUNBUFFERED": "1",
@@ -88,6 +89,20 @@ class LocalLauncher:
         for child, reader in children:
             child.wait()
             reader.join()
+
+
+def _visible_devices(process: Process, env: Mapping[str, str]) -> dict[str, str]:
+    """Each process sees its own GPUs only, or it would take memory on all of them.
+
+    >>> own = Process(number=1, name="a/n", cluster="a", node="n", stage=1, rank=0, devices=(2, 3),
+    ...               local_devices=(2, 3))
+    >>> _visible_devices(own, {}), _visible_devices(own, {"CUDA_VISIBLE_DEVICES": "4,5,6,7"})
+    ({'CUDA_VISIBLE_DEVICES': '2,3'}, {'CUDA_VISIBLE_DEVICES': '6,7'})
+    """
+    visible = env.get("CUDA_VISIBLE_DEVICES")
+    names = visible.split(",") if visible else []
+    of = lambda i: names[i] if i < len(names) else str(i)
+    return {"CUDA_VISIBLE_DEVICES": ",".join(map(of, process.local_devices))}
 
 
 def _read(child: subprocess.Popen[str], number: int, events: "queue.Queue[Event]") -> None:
