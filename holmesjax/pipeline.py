@@ -7,7 +7,7 @@ happened, and when, is a `Timeline`.
 """
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
@@ -205,26 +205,50 @@ class Pipeline:
             keys = (self._input(s, task) for task in tasks[s])
             self._transport.expect([key for key in keys if key])
         losses: dict[int, jax.Array] = {}
+
+        def run(s: int, task: Task) -> None:
+            waiting[s].remove(task)
+            v, m = self._chunk(s, task), task.microbatch
+            arrived: jax.Array | None = None
+            if task.kind == "F":
+                arrived, out = self._forward(s, task, flights[v], inputs[m])
+                if v == self._last:
+                    losses[m] = out
+            elif task.kind == "B":
+                arrived, out = self._backward(s, task, flights[v])
+            else:
+                out = self._weight_gradient(v, m, flights[v])
+            if timeline is not None:
+                timeline.watch(s, task.kind, m, arrived, out)
+
         while any(waiting.values()):
             progress = False
             for s, queue in waiting.items():
                 while queue and self._is_ready(s, queue[0]):
-                    task, progress = queue.popleft(), True
-                    v, m = self._chunk(s, task), task.microbatch
-                    if task.kind == "F":
-                        arrived, out = self._forward(s, task, flights[v], inputs[m])
-                        if v == self._last:
-                            losses[m] = out
-                    elif task.kind == "B":
-                        arrived, out = self._backward(s, task, flights[v])
-                    else:
-                        arrived, out = None, self._weight_gradient(v, m, flights[v])
-                    if timeline is not None:
-                        timeline.watch(s, task.kind, m, arrived, out)
-            if not progress:
-                heads = [self._input(s, queue[0]) for s, queue in waiting.items() if queue]
-                self._wait([key for key in heads if key])
+                    run(s, queue[0])
+                    progress = True
+            if progress:
+                continue
+            if early := self._weight_gradients(waiting, flights):
+                run(*early[0])
+                continue
+            heads = [self._input(s, queue[0]) for s, queue in waiting.items() if queue]
+            self._wait([key for key in heads if key])
         return [losses[m] for m in sorted(losses)]
+
+    def _weight_gradients(
+        self, waiting: Mapping[int, Iterable[Task]], flights: Mapping[int, _Flight]
+    ) -> list[tuple[int, Task]]:
+        """What can run while stages wait: of each the next W, so that sums stay in order."""
+        nexts = [
+            (s, next((task for task in queue if task.kind == "W"), None))
+            for s, queue in waiting.items()
+        ]
+        return [
+            (s, task)
+            for s, task in nexts
+            if task and task.microbatch in flights[self._chunk(s, task)].passed
+        ]
 
     def _chunk(self, s: int, task: Task) -> int:
         """The place in the model of the chunk that a task of a stage runs through."""

@@ -5,6 +5,7 @@ The suite kills each role, and kills at each moment; `pytest --all-faults` kills
 
 import contextlib
 import itertools
+import json
 import os
 import random
 import shutil
@@ -92,13 +93,14 @@ def writing(job, folder):
 
 
 MOMENTS = {f.__name__: f for f in (starting, compiling, first_step, middle, writing)}
-ROLES = {"coordinator": 0, "other of its stage": 1, "other stage": 2}
+ROLES = {"coordinator": 0, "other of its stage": 1, "other stage": 2, "launcher": None}
 EACH = [
     ("coordinator", "starting"),
     ("other of its stage", "compiling"),
     ("other stage", "first_step"),
     ("coordinator", "middle"),
     ("other of its stage", "writing"),
+    ("launcher", "middle"),
 ]
 
 
@@ -110,13 +112,23 @@ def pytest_generate_tests(metafunc):
 
 
 def test_a_job_that_lost_a_process_goes_on_exactly(tmp_path, undisturbed, role, moment):
+    number = ROLES[role]
     with start(tmp_path, "--max-restarts", 1) as job:
         MOMENTS[moment](job, tmp_path)
         job.note_workers()
-        os.kill(job.workers()[ROLES[role]], signal.SIGKILL)
-        assert job.end(120) == 0, job.output
-    name = ("a/a-0", "a/a-1", "b/b-0")[ROLES[role]]
-    assert f"error: {name} (stage {ROLES[role] // 2}, process {ROLES[role]}): " in job.output
+        if number is None:
+            job.process.kill()
+            job.end(TIMEOUT_S)  # nothing outlives it
+        else:
+            os.kill(job.workers()[number], signal.SIGKILL)
+            assert job.end(120) == 0, job.output
+    if number is None:
+        with RunningJob(tmp_path / "run.yaml", *LOCAL, *SETTINGS) as job:  # the user's own restart
+            assert job.end(120) == 0, job.output
+        assert losses_of(tmp_path) == undisturbed
+        return
+    name = ("a/a-0", "a/a-1", "b/b-0")[number]
+    assert f"error: {name} (stage {number // 2}, process {number}): " in job.output
     assert "was killed by signal 9 (SIGKILL)" in job.output
     assert "starting again" in job.output
     assert "Traceback" not in job.output
@@ -126,29 +138,23 @@ def test_a_job_that_lost_a_process_goes_on_exactly(tmp_path, undisturbed, role, 
 def test_without_restarts_it_ends_with_75_and_one_paragraph(tmp_path, undisturbed):
     with start(tmp_path) as job:
         middle(job, tmp_path)
+        held = listening_ports([job.process.pid, *job.workers()])
         start_s = time.monotonic()
         os.kill(job.workers()[1], signal.SIGKILL)
         assert job.end() == 75
         assert time.monotonic() - start_s < TIMEOUT_S
+    assert held
+    for address in held:
+        with socket.socket() as free:
+            free.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            free.bind(address)
     [paragraph] = job.output.split("\nerror: ")[1:]
     lines = paragraph.strip().splitlines()
     assert len(lines) == 3, paragraph  # where and what, what the others waited for, what to do
     assert "b/b-0 (stage 1) w" in lines[1]
     assert "--max-restarts" in lines[2]
-    ports = listening_ports([os.getpid()])
-    assert not any(address.startswith("127.") and port > 60000 for address, port in ports)
     with RunningJob(tmp_path / "run", *LOCAL) as job:  # the user does what it says
         assert job.end() == 0
-    assert losses_of(tmp_path) == undisturbed
-
-
-def test_nothing_outlives_the_supervisor(tmp_path, undisturbed):
-    with start(tmp_path) as job:
-        middle(job, tmp_path)
-        job.process.kill()
-        job.end(TIMEOUT_S)
-    with RunningJob(tmp_path / "run", *LOCAL) as job:
-        assert job.end() == 0, job.output
     assert losses_of(tmp_path) == undisturbed
 
 
@@ -284,6 +290,38 @@ def test_strangers_at_every_port_change_nothing(tmp_path, undisturbed):
                 stranger.sendall(greeting)
         assert job.end() == 0, job.output
     assert not any(address == "0.0.0.0" for address, _ in ports)
+    assert losses_of(tmp_path) == undisturbed
+
+
+def test_a_scheduler_starts_the_processes(tmp_path, undisturbed):
+    """Slurm's variable says which is which; everything else is what the launcher printed."""
+    run_file = write_run(tmp_path, CLUSTERS)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        listen = f"127.0.0.1:{probe.getsockname()[1]}"
+    with (
+        contextlib.ExitStack() as stack,
+        RunningJob(run_file, "--launcher", "external", "--listen", listen, *SETTINGS) as job,
+    ):
+        printed = [job.until(f"  {name}=") for name in ("HOLMES_CONTROLLER", "HOLMES_KEY_FILE")]
+        variables = dict(line.strip().split("=", 1) for line in printed)
+        fabrics = ("infiniband", "roce", "ethernet")
+        for number in range(3):
+            env = {fabric: [f"127.0.9.{number + 1}"] for fabric in fabrics}
+            child = subprocess.Popen(
+                [sys.executable, "-m", "launch", "worker", tmp_path / "run"],
+                cwd=ROOT,
+                env={
+                    **os.environ,
+                    **variables,
+                    "SLURM_PROCID": str(number),
+                    "HOLMES_ADDRESSES": json.dumps(env),
+                },
+                stdout=subprocess.DEVNULL,
+            )
+            stack.callback(child.wait, 30)
+            stack.callback(child.kill)
+        assert job.end(120) == 0, job.output
     assert losses_of(tmp_path) == undisturbed
 
 
