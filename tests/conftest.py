@@ -1,5 +1,11 @@
 """Eight simulated devices, and no silent conversions. Must run before any backend starts."""
 
+import os
+
+# LLVM's optimizations are half of the time that a tiny program takes to compile; XLA's own stay on.
+# Set for the processes that tests start, too.
+os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
+
 import jax
 
 jax.config.update("jax_platforms", "cpu")
