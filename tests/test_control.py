@@ -13,7 +13,7 @@ from holmesjax.processes import Process
 
 ABOUT = {"plan hash": "aaaa", "jax": "1.0"}
 KEY = b"k" * wire.KEY_BYTES
-SILENCE_S = 0.6
+SILENCE_S = 1.5
 
 
 def process(number, stage, rank=0):
