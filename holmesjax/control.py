@@ -129,6 +129,18 @@ class Controller:
         """What a member said last of what it is waiting for."""
         return self._seats[process].status
 
+    def silent_since(self, moment_s: float) -> dict[int, float]:
+        """Members that are connected and have said nothing since a moment of `time.monotonic`.
+
+        For each the seconds of its silence.
+        """
+        now_s = time.monotonic()
+        return {
+            seat.process.number: now_s - seat.heard_s
+            for seat in self._seats
+            if seat.connection and not seat.lost and seat.heard_s < moment_s
+        }
+
     def _check(self, hello: Message) -> str | None:
         number = hello.get("process")
         if not isinstance(number, int) or not 0 <= number < len(self._seats):

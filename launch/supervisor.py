@@ -270,8 +270,9 @@ class Supervisor:
     def _diagnose(self, first: Event, controller: Controller, recorder: Recorder) -> HolmesError:
         """What went wrong, from all that is told within a moment of the first sign of it."""
         failures = [first]
+        asked_s = time.monotonic()
         controller.broadcast({"kind": "tell"})
-        deadline_s = time.monotonic() + GRACE_S
+        deadline_s = asked_s + GRACE_S
         while (left_s := deadline_s - time.monotonic()) > 0:
             try:
                 event = controller.events.get(timeout=left_s)
@@ -283,6 +284,8 @@ class Supervisor:
                 recorder.take(event.message["part"])
             elif event.kind in ("exit", "failed", "silent", "lost"):
                 failures.append(event)
+        for number, silent_s in controller.silent_since(asked_s).items():
+            failures.append(Event(number, "silent", {"silent_s": silent_s}))
         cause = min(failures, key=_rank)
         process = self._processes[cause.process]
         where = f"{process.name} (stage {process.stage}, process {process.number})"
@@ -300,7 +303,7 @@ class Supervisor:
             return _as_told(cause.message, where, found, fix)
         if cause.kind == "silent":
             silent_s = cause.message["silent_s"]
-            problem = f"has been silent for {silent_s:g} s: it hangs, or its node or network does"
+            problem = f"has been silent for {silent_s:.0f} s: it hangs, or its node or network does"
         elif cause.kind == "lost":
             problem = "has closed its connection: it ended, or its node did"
         else:
@@ -326,8 +329,10 @@ class Supervisor:
 
 def _rank(event: Event) -> int:
     """Which of several failures is the cause: a process that was killed does not say so itself."""
-    if event.kind == "exit":
-        return 0 if event.message["status"] < 0 else 4
+    if event.kind == "exit":  # JAX aborts a process that has lost another of its domain
+        return (
+            0 if event.message["status"] < 0 and event.message["status"] != -signal.SIGABRT else 4
+        )
     if event.kind == "silent":
         return 1
     if event.kind == "failed":

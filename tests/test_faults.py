@@ -172,7 +172,7 @@ def test_a_process_that_hangs_ends_the_job_in_time(tmp_path):
         os.kill(job.workers()[2], signal.SIGSTOP)
         assert job.end() == 75
         assert time.monotonic() - start_s < TIMEOUT_S + BUSY_S
-    assert "error: b/b-0 (stage 1, process 2): has been silent for 8 s" in job.output
+    assert "error: b/b-0 (stage 1, process 2): has been silent for" in job.output
     assert "a/a-0 (stage 0) waited for" in job.output
 
 

@@ -21,7 +21,7 @@ def plan_of(*stages):
             StagePlan(
                 cluster=cluster,
                 nodes=nodes,
-                layers=tuple(names),
+                chunks=(tuple(names),),
                 devices=devices,
                 mesh={Axis.DATA: len(devices), Axis.TENSOR: 1},
                 fabrics={},
