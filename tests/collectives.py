@@ -13,7 +13,7 @@ KINDS = r"(?P<kind>all-gather|all-reduce|reduce-scatter|all-to-all|collective-pe
 COLLECTIVE = re.compile(
     rf"= (?P<shapes>\(.*?\)|\S+) {KINDS}"
     r".*?(replica_groups|source_target_pairs)=(?P<groups>.*?), "
-    r"(channel|dimensions|use_global|to_apply|metadata)"
+    r"(channel|dimensions|use_global|to_apply|frontend|metadata)"
 )
 NUMBER = r"\d+(?:,\d+)*"
 FLOAT_BYTES = {"f32": 4, "bf16": 2}
