@@ -75,8 +75,8 @@ WHOLE = {
 }
 
 
-# With `tensor` beside `fsdp`, the XLA of JAX 0.12 gathers other amounts than that of 0.10 in these
-# two programs: 85,248 for 151,936 bytes, and 70,144 for 61,952. Results are right; why is not known.
+# With `tensor` beside `fsdp`, the XLA of JAX 0.12 gathers other amounts than that of 0.10 in two
+# programs: 85,248 for 151,936 bytes, and 70,144 for 61,952. Why is not known; results are right.
 NEWER_XLA = pytest.mark.xfail(
     jax.__version_info__ >= (0, 11), reason="XLA gathers other amounts", strict=True
 )
