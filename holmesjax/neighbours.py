@@ -129,7 +129,7 @@ class _Meeting:
             above = [self._processes[other] for other in sorted(self._digests) if other > me.number]
             for peer, stream in itertools.product(above, range(self._streams)):
                 fabric = fabric_between(topology, me, peer)
-                address, port = nic(book, peer, fabric, stream)
+                address, port = nic(book[peer.number], peer, fabric, stream)
                 connection = wire.connect(
                     address,
                     port,
@@ -138,7 +138,7 @@ class _Meeting:
                     check=self._check,
                     where=between(me, peer),
                     timeout_s=max(deadline_s - time.monotonic(), 0.0),
-                    source=nic(book, me, fabric, stream)[0],
+                    source=nic(book[me.number], me, fabric, stream)[0],
                 )
                 self._enter(peer.number, stream, connection)
             self._wait(deadline_s, timeout_s)
@@ -198,14 +198,14 @@ def between(source: Process, target: Process) -> str:
     return f"link {link}, from {source.name} to {target.name}"
 
 
-def nic(book: Sequence[Book], process: Process, fabric: str, stream: int) -> tuple[str, int]:
-    """Where a stream of a process begins or ends."""
-    found = book[process.number].get(fabric)
+def nic(book: Book, process: Process, fabric: str, stream: int) -> tuple[str, int]:
+    """Where a stream of a process begins or ends; the book is its own."""
+    found = book.get(fabric)
     if not found:
         raise HolmesError(
             "HOLMES_ADDRESSES",
             f"has no address of {process.node} on {fabric}",
-            found=dict(book[process.number]),
+            found=dict(book),
             fix=f'add "{fabric}": ["..."]',
         )
     return found[stream % len(found)]

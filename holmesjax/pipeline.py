@@ -143,6 +143,8 @@ class Pipeline:
         self._programs = {p.stage.index: p for p in programs}
         self._last = len(plan.chunks) - 1
         self._here = sorted({plan.chunks[v][0] for v in self._programs})
+        self._tasks = plan.tasks()
+        self._forwards = [tuple(t for t in tasks if t.kind == "F") for tasks in self._tasks]
         stage = programs[0].stage
         self._is_tied = stage.model.tied_embeddings and self._last > 0
         self._links = {crossing.name: crossing.link for crossing in crossings(stage)}
@@ -162,16 +164,13 @@ class Pipeline:
         """One optimizer step on the global batch; the old states are donated."""
         flights = self._take_off(states)
         microbatches = split(inputs, self._plan.microbatches)
-        losses = self._run(self._plan.tasks(), flights, microbatches, timeline)
+        losses = self._run(self._tasks, flights, microbatches, timeline)
         return self._finish(states, flights, losses, timeline)
 
     def evaluate(self, states: Sequence[StageState], inputs: dict[str, np.ndarray]) -> list:
         """Mean loss of each microbatch, where the last stage is here; changes nothing."""
-        forwards = [
-            tuple(task for task in tasks if task.kind == "F") for tasks in self._plan.tasks()
-        ]
         flights = self._take_off(states, gradients=False)
-        return self._run(forwards, flights, split(inputs, self._plan.microbatches), None)
+        return self._run(self._forwards, flights, split(inputs, self._plan.microbatches), None)
 
     def take_link_bytes(self) -> dict[str, int]:
         return self._transport.take_bytes()

@@ -116,13 +116,8 @@ def _compile_last(
     """
     masters = stage.state_shapes.params
     if stage.num_replicas > 1:
-
-        def last(*args: Any) -> tuple:
-            gradients, *rest = backward(*args)
-            return stage.reduce(gradients), *rest
-
         # No result has the form of the gradients that come in: nothing to donate them to.
-        return _compile(last, *args, out=(masters, *out[1:]))
+        return _compile(stage.reducing(backward), *args, out=(masters, *out[1:]))
     accumulate = _compile(backward, *args, out=out, donate=(donate,))
     reduce = _compile(stage.reduce, out[0], out=masters)
     return partial(_backward_and_reduce, accumulate, reduce)

@@ -360,12 +360,14 @@ class Stage:
         replicas = self.gather(params)
         return replicas, *self.forward(replicas, x_BLD, batch)
 
-    def last_backward(
-        self, replicas: Tree, saved: Saved, gradients: Tree, dy: jax.Array
-    ) -> tuple[Tree, jax.Array]:
-        """`backward` and `reduce`: the reduced gradients, and that of the stage's input."""
-        gradients, dx = self.backward(replicas, saved, gradients, dy)
-        return self.reduce(gradients), dx
+    def reducing(self, backward: Callable[..., tuple]) -> Callable[..., tuple]:
+        """`backward` and `reduce`: the gradients, its first result, come out reduced."""
+
+        def last(*args: Any) -> tuple:
+            gradients, *rest = backward(*args)
+            return self.reduce(gradients), *rest
+
+        return last
 
     # ---- the end of a step ---------------------------------------------------------------------
 

@@ -69,7 +69,7 @@ class TransferTransport(RemoteTransport):
         }
         self._servers = {}
         for fabric in set(self._fabrics.values()):
-            addresses = [f"{nic(book, me, fabric, i)[0]}:0" for i in range(streams)]
+            addresses = [f"{nic(book[me.number], me, fabric, i)[0]}:0" for i in range(streams)]
             self._servers[fabric] = transfer.start_transfer_server(
                 mesh.local_devices[0].client,
                 addresses[0],

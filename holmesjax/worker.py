@@ -28,7 +28,7 @@ from holmesjax.control import Member
 from holmesjax.errors import REQUEUE, HolmesError
 from holmesjax.job import Job
 from holmesjax.mesh import build_mesh
-from holmesjax.neighbours import Ports
+from holmesjax.neighbours import Book, Ports, nic
 from holmesjax.pipeline import OneStage, Pipeline, crossings
 from holmesjax.processes import Process, make_processes
 from holmesjax.programs import compile_stages, compile_whole_step
@@ -147,9 +147,8 @@ def _die_with(parent: str | None) -> None:
     if parent is None:
         return
     set_death_signal = 1  # PR_SET_PDEATHSIG
-    with contextlib.suppress(
-        AttributeError, OSError
-    ):  # not Linux: the controller is missed instead
+    # Elsewhere than on Linux the controller is missed instead.
+    with contextlib.suppress(AttributeError, OSError):
         ctypes.CDLL(None).prctl(set_death_signal, signal.SIGKILL)
     if os.getppid() != int(parent):
         os._exit(REQUEUE)
@@ -213,7 +212,8 @@ class _Worker:
     def _run(self) -> None:
         job, member = self._job, self._member
         ports = Ports.open(self._place.addresses)
-        member.tell("ready", addresses={"data": ports.book, "coordinator": self._coordinator()})
+        addresses = {"data": ports.book, "coordinator": self._coordinator(ports.book)}
+        member.tell("ready", addresses=addresses)
         member.status("waited for the other processes to start")
         start = member.wait_for("start", self._config.start_timeout_s)
         member.status("was starting JAX")
@@ -248,20 +248,12 @@ class _Worker:
             jax.distributed.shutdown()
         member.close()
 
-    def _coordinator(self) -> tuple[str, int] | None:
+    def _coordinator(self, book: Book) -> tuple[str, int] | None:
         """Where the domain's coordinator will listen, if that is here."""
         if not self._me.leads or len(self._domain) == 1:
             return None
         fabric = self._job.topology.cluster_of(self._me.node).fabric
-        addresses = self._place.addresses.get(fabric)
-        if not addresses:
-            raise HolmesError(
-                "HOLMES_ADDRESSES",
-                f"has no address of {self._me.node} on {fabric}",
-                found=self._place.addresses,
-                fix=f'add "{fabric}": ["..."]',
-            )
-        address = addresses[0]
+        address, _ = nic(book, self._me, fabric, 0)
         return address, domain.coordinator_port(address, self._config, self._me.stage)
 
     def _join(self, book: list[dict[str, Any]]) -> list[Stage]:

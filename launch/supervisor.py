@@ -329,10 +329,10 @@ class Supervisor:
 
 def _rank(event: Event) -> int:
     """Which of several failures is the cause: a process that was killed does not say so itself."""
-    if event.kind == "exit":  # JAX aborts a process that has lost another of its domain
-        return (
-            0 if event.message["status"] < 0 and event.message["status"] != -signal.SIGABRT else 4
-        )
+    if event.kind == "exit":
+        status = event.message["status"]
+        # JAX aborts a process that has lost another of its domain: that one is the cause.
+        return 0 if status < 0 and status != -signal.SIGABRT else 4
     if event.kind == "silent":
         return 1
     if event.kind == "failed":

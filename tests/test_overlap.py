@@ -142,7 +142,7 @@ def test_for_gpus_it_is_gathered_in_the_compute_dtype_and_reduced_in_float32():
     first_forward = lambda *args: stage.first_forward(*args)[:2]
     for function, shapes, kind, dtype in (
         (first_forward, forward, "all_gather", "bf16"),
-        (stage.last_backward, backward, "reduce_scatter", "f32"),
+        (stage.reducing(stage.backward), backward, "reduce_scatter", "f32"),
     ):
         lowered = jax.jit(function).trace(*shapes).lower(lowering_platforms=("cuda",))
         pattern = r'"stablehlo\.(all_\w+|reduce_scatter)".*?: \(tensor<(.*?)>\) -> tensor<(.*?)>'
@@ -184,7 +184,7 @@ def test_a_reduction_waits_for_no_gradient_that_it_does_not_send():
 
     stage = last_stage(2)
     _, shapes = shapes_of_arguments(stage)
-    before, products = traced(stage.last_backward, shapes, "reduce_scatter")
+    before, products = traced(stage.reducing(stage.backward), shapes, "reduce_scatter")
     assert sorted(len(names & products.keys()) for names in before) == want
     assert len(products) == every
 
