@@ -67,9 +67,13 @@ class PinnedLauncher(LocalLauncher):
     """Every process on a core of its own."""
 
     def start(
-        self, process: Process, run_dir: Path, env: Mapping[str, str], events: "Queue[Event]"
+        self,
+        process: Process,
+        command: Sequence[str],
+        env: Mapping[str, str],
+        events: "Queue[Event]",
     ) -> None:
-        super().start(process, run_dir, env, events)
+        super().start(process, command, env, events)
         os.sched_setaffinity(self.pids[-1], {cores()[process.number]})  # before it has threads
 
 

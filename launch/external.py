@@ -2,8 +2,7 @@
 
 import queue
 import shlex
-from collections.abc import Mapping
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 
 from holmesjax.control import Event
 from holmesjax.errors import ConfigError
@@ -32,7 +31,7 @@ class ExternalLauncher:
     def start(
         self,
         process: Process,
-        run_dir: Path,
+        command: Sequence[str],
         env: Mapping[str, str],
         events: "queue.Queue[Event]",
     ) -> None:
@@ -42,7 +41,7 @@ class ExternalLauncher:
             print(*(f"  {name}={shlex.quote(env[name])}" for name in variables), sep="\n")
             print("  HOLMES_PROCESS=<number>        # or let Slurm, Open MPI or Kubernetes say it")
             print("""  HOLMES_ADDRESSES='{"<fabric>": ["<its address there>"]}'""")
-            print(f"  python -m launch worker {run_dir}", flush=True)
+            print(f"  python -m launch {shlex.join(command)}", flush=True)
 
     def end(self) -> None:
         """Nothing: processes end by themselves when the controller has gone."""

@@ -4,19 +4,16 @@ Every NIC of every node gets a loopback address of its own, so that each socket 
 fabric it belongs to, as on real clusters.
 """
 
-import contextlib
 import json
 import os
 import queue
-import subprocess
 import sys
-import threading
-from collections.abc import Mapping
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 
 from holmesjax.control import Event
 from holmesjax.processes import Process
 from holmesjax.topology import Topology
+from launch.launcher import Children
 
 FABRICS = ("local", "infiniband", "roce", "ethernet")
 
@@ -46,49 +43,33 @@ class LocalLauncher:
 
     def __init__(self, topology: Topology):
         self._topology = topology
-        self._children: list[tuple[subprocess.Popen[str], threading.Thread]] = []
+        self._children = Children()
 
     @property
     def pids(self) -> list[int]:
         """Of the processes that were started, in that order."""
-        return [child.pid for child, _ in self._children]
+        return self._children.pids
 
     def start(
         self,
         process: Process,
-        run_dir: Path,
+        command: Sequence[str],
         env: Mapping[str, str],
         events: "queue.Queue[Event]",
     ) -> None:
-        child = subprocess.Popen(
-            [sys.executable, "-m", "launch", "worker", str(run_dir)],
-            env={
-                **os.environ,
-                **env,
-                **_visible_devices(process, os.environ),
-                "HOLMES_ADDRESSES": json.dumps(addresses(self._topology, process.node)),
-                "HOLMES_PARENT": str(os.getpid()),
-                "PYTHONUNBUFFERED": "1",
-            },
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            errors="replace",
-            start_new_session=True,  # Ctrl-C is for the supervisor, which asks all to stop
-        )
-        reader = threading.Thread(target=_read, args=(child, process.number, events), daemon=True)
-        reader.start()
-        self._children.append((child, reader))
+        own = {
+            **os.environ,
+            **env,
+            **_visible_devices(process, os.environ),
+            "HOLMES_ADDRESSES": json.dumps(addresses(self._topology, process.node)),
+            "HOLMES_PARENT": str(os.getpid()),
+            "PYTHONUNBUFFERED": "1",
+        }
+        argv = [sys.executable, "-m", "launch", *command]
+        self._children.start(process.number, argv, own, events)
 
     def end(self) -> None:
-        children, self._children = self._children, []
-        for child, _ in children:
-            with contextlib.suppress(ProcessLookupError):
-                child.kill()  # JAX may keep SIGTERM from ending it, and a stopped one ignores it
-        for child, reader in children:
-            child.wait()
-            reader.join()
+        self._children.end()
 
 
 def _visible_devices(process: Process, env: Mapping[str, str]) -> dict[str, str]:
@@ -103,10 +84,3 @@ def _visible_devices(process: Process, env: Mapping[str, str]) -> dict[str, str]
     names = visible.split(",") if visible else []
     of = lambda i: names[i] if i < len(names) else str(i)
     return {"CUDA_VISIBLE_DEVICES": ",".join(map(of, process.local_devices))}
-
-
-def _read(child: subprocess.Popen[str], number: int, events: "queue.Queue[Event]") -> None:
-    assert child.stdout is not None
-    for line in child.stdout:
-        events.put(Event(number, "output", {"line": line.rstrip("\n")}))
-    events.put(Event(number, "exit", {"status": child.wait()}))

@@ -12,18 +12,18 @@ import re
 import signal
 import time
 from collections import deque
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
-from typing import Any, Protocol
+from typing import Any
 
 from holmesjax import manifest, wire
 from holmesjax.control import Controller, Event
 from holmesjax.errors import REQUEUE, FatalError, HolmesError, PeerError
 from holmesjax.job import Job
-from holmesjax.processes import Process, make_processes
+from holmesjax.processes import make_processes
 from holmesjax.recorder import Recorder
+from launch.launcher import Launcher
 
 KEY = "job.key"
 LOGS = "logs"
@@ -35,34 +35,6 @@ DELAY_S = 0.5  # of the output on the console, so that the last words of a faili
 NOISE = re.compile(
     r"\[Gloo\] Rank|Expected number of connected peer|\d+ is connected to \d+ peer ranks"
 )
-
-
-class Launcher(Protocol):
-    """Starts the processes of a job somewhere."""
-
-    @property
-    def address(self) -> str:
-        """Of this machine, where all processes can reach it."""
-
-    @property
-    def port(self) -> int:
-        """On which the controller listens; 0: any."""
-
-    @property
-    def sees_exits(self) -> bool:
-        """Whether the end of a process is an event."""
-
-    def start(
-        self,
-        process: Process,
-        run_dir: Path,
-        env: Mapping[str, str],
-        events: "queue.Queue[Event]",
-    ) -> None:
-        """Starts one process; from now on its `output` and its `exit` are events."""
-
-    def end(self) -> None:
-        """Ends every process that still runs, at once, and waits for it."""
 
 
 @dataclass
@@ -180,7 +152,8 @@ class Supervisor:
                 "HOLMES_PROCESS": str(process.number),
                 "HOLMES_RESTART": str(restart),
             }
-            self._launcher.start(process, self._job.run_dir, env, controller.events)
+            command = ["worker", str(self._job.run_dir)]
+            self._launcher.start(process, command, env, controller.events)
 
     def _supervise(self, controller: Controller, recorder: Recorder) -> int:
         """Takes events until all processes have ended; the number of steps done."""

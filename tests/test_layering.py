@@ -53,6 +53,7 @@ LAYERS = [
     ["holmesjax.recorder"],
     ["holmesjax.session"],
     ["holmesjax.trainer", "holmesjax.worker", "holmesjax.generate"],
+    ["launch.launcher"],
     ["launch.supervisor", "launch.local", "launch.external"],
     ["launch.train", "launch.plan", "launch.generate", "launch.worker"],
 ]

@@ -12,7 +12,7 @@ import yaml
 from holmesjax import job as jobs, topology, xla_flags
 from holmesjax.config import CHECKOUT
 from holmesjax.job import ENVIRONMENT, Job
-from launch import local, supervisor
+from launch import launcher as launchers, supervisor
 from launch.external import ExternalLauncher
 from launch.local import LocalLauncher
 from launch.supervisor import Supervisor
@@ -83,7 +83,7 @@ def started(job, launcher, monkeypatch) -> dict[str, str]:
         environments.append(env)
         raise Started
 
-    monkeypatch.setattr(local.subprocess, "Popen", popen)
+    monkeypatch.setattr(launchers.subprocess, "Popen", popen)
     with pytest.raises(Started):
         Supervisor(job, launcher).run()
     return environments[0]
@@ -101,5 +101,5 @@ def test_the_supervisor_gives_and_records_them(job, monkeypatch):
 def test_processes_that_others_start_are_told_to_have_them(job, capsys):
     launcher = ExternalLauncher("127.0.0.1:7000")
     [first, *_] = supervisor.make_processes(job.plan, job.topology, "node")
-    launcher.start(first, job.run_dir, job.environment({}), queue.Queue())
+    launcher.start(first, ["worker", str(job.run_dir)], job.environment({}), queue.Queue())
     assert f"  XLA_FLAGS='{GPU_FLAGS}'\n" in capsys.readouterr().out
