@@ -132,11 +132,12 @@ class Channel:
 
     def take_part(self) -> bool:
         """Wakes it for what has been put among the parts; False if it is busy."""
-        if not self._is_idle:
-            return False
         with self._wakeup:
+            if not self._is_idle:
+                return False
+            self._is_idle = False  # at once, or the next part would wake it too, and no other
             self._wakeup.notify()
-        return True
+            return True
 
     def leave(self) -> None:
         """Says goodbye, once, and takes no further part."""
@@ -244,7 +245,8 @@ class Channel:
             with self._wakeup:
                 self._is_idle = True  # before looking, so that nothing is put there unseen
                 is_needed = self._wakeup.wait_for(
-                    lambda: self._control or self._parts or self._is_closed, self._silence_s / 4
+                    lambda: self._control or self._parts or self._is_closed or not self._is_idle,
+                    self._silence_s / 4,
                 )
                 self._is_idle = False
                 if self._control:

@@ -207,9 +207,8 @@ class RemoteTransport(ABC):
         """Announces an array. It must not be donated before others have got all of it."""
         route = self._routes[key.crossing]
         crossing = route.crossing
-        assert (array.shape, str(array.dtype)) == (crossing.shape, crossing.dtype), (
-            f"{key}: {array.aval}"
-        )
+        assert array.shape == crossing.shape, f"{key}: {array.aval}"
+        assert array.dtype == np.dtype(crossing.dtype), f"{key}: {array.aval}"
         assert route.here.is_equivalent_to(array.sharding, array.ndim), f"{key}: {array.sharding}"
         with self._changed:
             self._raise_failure()

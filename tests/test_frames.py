@@ -58,10 +58,13 @@ def opened():
     """Makes channels over socket pairs; everything is closed at the end."""
     things = []
 
-    def make(silence_s=5.0, ends=2):
+    def make(silence_s=5.0, ends=2, parts=None):
         socks = socket.socketpair()
         notes = [Notes() for _ in range(ends)]
-        channels = [Channel(s, n, silence_s, deque()) for s, n in zip(socks, notes, strict=False)]
+        channels = [
+            Channel(sock, note, silence_s, deque() if parts is None else parts)
+            for sock, note in zip(socks, notes, strict=False)
+        ]
         for channel in channels:
             channel.start()
         things.extend(channels)
@@ -94,6 +97,21 @@ def test_payload_goes_from_memory_to_memory(opened):
     told_b.wait(told_b.landings)
     assert told_a.wait(told_a.outs) == frame
     assert target == source
+
+
+def test_parts_are_spread_over_the_free_channels(opened):
+    parts = deque()
+    channels = [opened(60.0, ends=1, parts=parts)[0][0] for _ in range(4)]
+    large = memoryview(bytes(1 << 24))  # more than a socket takes: nobody reads, so each is busy
+    time.sleep(0.1)  # all idle
+    for offset in range(4):
+        parts.append((Frame(Kind.DATA, offset=offset, length=len(large)), [large]))
+        any(channel.take_part() for channel in channels)
+    deadline_s = time.monotonic() + 5
+    while parts and time.monotonic() < deadline_s:
+        time.sleep(0.01)
+    assert not parts
+    assert not any(channel.take_part() for channel in channels)
 
 
 def test_wishes_do_not_queue_behind_data(opened):
