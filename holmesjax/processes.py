@@ -32,6 +32,11 @@ class Process:
         """Whether it speaks for its stage, and coordinates its domain."""
         return self.rank == 0
 
+    @property
+    def file_name(self) -> str:
+        """Its name, for files of its own in the run folder: "ib_ib-0"."""
+        return self.name.replace("/", "_").replace(":", "_")
+
 
 def make_processes(plan: Plan, topology: Topology, per: PER) -> tuple[Process, ...]:
     """The processes of all stages, stage by stage.

@@ -8,6 +8,7 @@ in a collective could not end by itself.
 import contextlib
 import ctypes
 import dataclasses
+import functools
 import json
 import os
 import signal
@@ -15,16 +16,18 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping, MutableMapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NoReturn
 
 import jax
+import yaml
 
-from holmesjax import checkpoint, compat, domain, job as jobs, manifest, wire
+from holmesjax import checkpoint, compat, discovery, domain, job as jobs, manifest, nccl, wire
 from holmesjax.control import Member
+from holmesjax.discovery import Host
 from holmesjax.errors import REQUEUE, HolmesError
 from holmesjax.job import Job
 from holmesjax.mesh import build_mesh
@@ -46,6 +49,7 @@ NUMBER = (
     "PMI_RANK",
     "JOB_COMPLETION_INDEX",
 )
+NICS = "nics"  # folder of the run folder: for each process, which NICs it uses and why
 TRANSPORTS = {"tcp": TcpTransport, "transfer": TransferTransport}
 
 
@@ -60,26 +64,41 @@ class Place:
     restart: int  # how often the job has been started again
 
     @classmethod
-    def from_environment(cls, env: Mapping[str, str]) -> "Place":
-        """Raises HolmesError if a variable is missing or makes no sense."""
+    def from_environment(cls, env: Mapping[str, str], find_host: Callable[[], Host]) -> "Place":
+        """Raises HolmesError if a variable is missing or makes no sense.
+
+        `find_host` is asked where nobody has set HOLMES_ADDRESSES.
+        """
         number = next((env[name] for name in NUMBER if name in env), None)
         if number is None:
             raise _missing(" or ".join(NUMBER), "the number of this process in the job")
         address, _, port = _take(env, "HOLMES_CONTROLLER", "the launcher's host:port").rpartition(
             ":"
         )
-        texts = _take(env, "HOLMES_ADDRESSES", '{"ethernet": ["10.0.0.1"]}, say')
         try:
             return cls(
                 number=int(number),
                 controller=(address, int(port)),
                 key=wire.read_key_file(_take(env, "HOLMES_KEY_FILE", "the job's key file")),
-                addresses={fabric: list(found) for fabric, found in json.loads(texts).items()},
+                addresses=_addresses(env, find_host),
                 restart=int(env.get("HOLMES_RESTART", "0")),
             )
         except (ValueError, AttributeError) as error:
             where, fix = "the environment", "see docs/design.md, Processes"
             raise HolmesError(where, "makes no sense", found=error, fix=fix) from None
+
+
+def _addresses(env: Mapping[str, str], find_host: Callable[[], Host]) -> dict[str, list[str]]:
+    if text := env.get("HOLMES_ADDRESSES"):
+        return {fabric: list(found) for fabric, found in json.loads(text).items()}
+    host = find_host()
+    found = discovery.addresses(host)
+    if set(found) == {"local"}:
+        nics = "; ".join(str(nic) for nic in host.nics) or "none"
+        found_text = f"not set, and no NIC of {host.name} has an IPv4 address: {nics}"
+        what = '{"ethernet": ["10.0.0.1"]}, say'
+        raise _missing("HOLMES_ADDRESSES", what, found=found_text)
+    return found
 
 
 def _take(env: Mapping[str, str], name: str, what: str) -> str:
@@ -88,9 +107,9 @@ def _take(env: Mapping[str, str], name: str, what: str) -> str:
     return env[name]
 
 
-def _missing(name: str, what: str) -> HolmesError:
+def _missing(name: str, what: str, found: str = "not set") -> HolmesError:
     fix = f"start it with a launcher, or set it: {what}"
-    return HolmesError(name, "a process of a job needs it", found="not set", fix=fix)
+    return HolmesError(name, "a process of a job needs it", found=found, fix=fix)
 
 
 class _Agreement:
@@ -126,12 +145,18 @@ class _VotingStage(OneStage):
         return result
 
 
-def work(run_dir: str | Path, env: Mapping[str, str]) -> int:
+def work(run_dir: str | Path, env: MutableMapping[str, str]) -> int:
     """Runs one process of the job in a run folder to its end; its exit status.
 
-    Raises HolmesError for mistakes that are found before the controller is reached.
+    Args:
+      run_dir: the run folder.
+      env: the environment of this process, which NCCL's variables are added to.
+
+    Raises:
+      HolmesError: for mistakes that are found before the controller is reached.
     """
-    place = Place.from_environment(env)
+    find_host = functools.cache(discovery.discover)
+    place = Place.from_environment(env, find_host)
     _die_with(env.get("HOLMES_PARENT"))
     job = jobs.load_saved(run_dir)
     processes = make_processes(job.plan, job.topology, job.config.distributed.processes)
@@ -139,7 +164,7 @@ def work(run_dir: str | Path, env: Mapping[str, str]) -> int:
         where, problem = "the environment", f"the plan has {len(processes)} processes"
         fix = "start as many processes as the plan needs, numbered from 0"
         raise HolmesError(where, problem, found=f"number {place.number}", fix=fix)
-    return _Worker(job, place, processes).run()
+    return _Worker(job, place, processes, env, find_host).run()
 
 
 def _die_with(parent: str | None) -> None:
@@ -154,11 +179,28 @@ def _die_with(parent: str | None) -> None:
         os._exit(REQUEUE)
 
 
+def spans_hosts(domain: Collection[Process], addresses: Collection[str]) -> bool:
+    """Whether collectives of a domain need NICs.
+
+    They do not on one node, nor where the launcher `local` plays several nodes on one machine.
+    """
+    is_one_machine = any(address.startswith("127.") for address in addresses)
+    return len({process.node for process in domain}) > 1 and not is_one_machine
+
+
 class _Worker:
     """A process and its ways to fail."""
 
-    def __init__(self, job: Job, place: Place, processes: tuple[Process, ...]):
+    def __init__(
+        self,
+        job: Job,
+        place: Place,
+        processes: tuple[Process, ...],
+        env: MutableMapping[str, str],
+        find_host: Callable[[], Host],
+    ):
         self._job, self._place, self._processes = job, place, processes
+        self._env, self._find_host = env, find_host
         self._me = processes[place.number]
         self._domain = tuple(p for p in processes if p.stage == self._me.stage)
         self._config = job.config.distributed
@@ -211,6 +253,7 @@ class _Worker:
 
     def _run(self) -> None:
         job, member = self._job, self._member
+        self._choose_nics()
         ports = Ports.open(self._place.addresses)
         addresses = {"data": ports.book, "coordinator": self._coordinator(ports.book)}
         member.tell("ready", addresses=addresses)
@@ -248,6 +291,28 @@ class _Worker:
             jax.distributed.shutdown()
         member.close()
 
+    def _choose_nics(self) -> None:
+        """Tells NCCL, which reads its variables with the first collective, which NICs to use."""
+        fabric = self._job.topology.cluster_of(self._me.node).fabric
+        addresses = self._place.addresses.get(fabric, [])
+        if not spans_hosts(self._domain, addresses) or self._device_kinds() == {"cpu"}:
+            return
+        own = nccl.own_settings(self._env)
+        host = self._find_host()
+        found = nccl.environment(host, fabric, addresses, own)
+        self._env.update(found.added)
+        folder = self._job.run_dir / NICS
+        folder.mkdir(exist_ok=True)
+        text = yaml.safe_dump(nccl.report(host, found), sort_keys=False, width=1000)
+        (folder / f"{self._me.file_name}.yaml").write_text(text, encoding="utf-8")
+        for warning in found.warnings:
+            print(f"warning: {warning}", flush=True)
+
+    def _device_kinds(self) -> set[str]:
+        if self._job.config.run.rehearse:
+            return {"cpu"}
+        return {self._job.topology.node(process.node).device.name for process in self._domain}
+
     def _coordinator(self, book: Book) -> tuple[str, int] | None:
         """Where the domain's coordinator will listen, if that is here."""
         if not self._me.leads or len(self._domain) == 1:
@@ -259,8 +324,7 @@ class _Worker:
     def _join(self, book: list[dict[str, Any]]) -> list[Stage]:
         """Its stage's chunks, on the devices of its domain."""
         job, me = self._job, self._me
-        kinds = {job.topology.node(process.node).device.name for process in self._domain}
-        compat.use_devices(kinds, len(me.devices), rehearse=job.config.run.rehearse)
+        compat.use_devices(self._device_kinds(), len(me.devices), rehearse=job.config.run.rehearse)
         coordinator = book[self._domain[0].number]["coordinator"]
         devices = domain.join(me, self._domain, coordinator, self._config)
         return make_stages(job, {me.stage: build_mesh(job.plan.stages[me.stage], devices)})

@@ -7,6 +7,7 @@ examples:
   python -m launch train configs/runs/quickstart.yaml --launcher local # a process for every node
   python -m launch plan configs/runs/quickstart.yaml --json            # print the plan and stop
   python -m launch generate runs/quickstart --prompt "def "            # sample from it
+  python -m launch nics                                                # what this host has
 """
 
 import argparse
@@ -20,6 +21,7 @@ VERBS = {
     "train": "start a run, or resume one from its folder",
     "plan": "print the plan of a run and start nothing",
     "generate": "sample text from a run's newest checkpoint",
+    "nics": "print this host's NICs, and what NCCL is told of them",
     "worker": "be one process of a job (for launchers)",
 }
 
@@ -36,6 +38,11 @@ def verb_parser(verb: str) -> argparse.ArgumentParser:
         add("--top-k", type=int, default=0, help="only of the k likeliest; 0: of all (0)")
         add("--top-p", type=float, default=1.0, help="only of the likeliest share (1.0)")
         add("--seed", type=int, default=0, help="of the samples (0)")
+        return parser
+    if verb == "nics":
+        add = parser.add_argument
+        add("--fabric", choices=["infiniband", "roce", "ethernet"], help="of its cluster (any)")
+        add("--json", action="store_true", help="for programs")
         return parser
     if verb == "worker":
         parser.add_argument("run_dir", help="the folder of the job's run")

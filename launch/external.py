@@ -40,6 +40,7 @@ class ExternalLauncher:
             print("waiting for the processes; start each on its node with these set:")
             print(*(f"  {name}={shlex.quote(env[name])}" for name in variables), sep="\n")
             print("  HOLMES_PROCESS=<number>        # or let Slurm, Open MPI or Kubernetes say it")
+            print("  # where `python -m launch nics` finds the wrong addresses of a node:")
             print("""  HOLMES_ADDRESSES='{"<fabric>": ["<its address there>"]}'""")
             print(f"  python -m launch {shlex.join(command)}", flush=True)
 

@@ -228,8 +228,7 @@ class Supervisor:
             file.write(line + "\n")
 
     def _log_path(self, number: int) -> Path:
-        name = self._processes[number].name.replace("/", "_").replace(":", "_")
-        return self._job.run_dir / LOGS / f"{name}.log"
+        return self._job.run_dir / LOGS / f"{self._processes[number].file_name}.log"
 
     # ---- failures ------------------------------------------------------------------------------
 

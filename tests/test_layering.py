@@ -13,13 +13,14 @@ LAYERS = [
         "holmesjax.units",
         "holmesjax.yaml_files",
         "holmesjax.catalogue",
+        "holmesjax.hardware",
         "holmesjax.wire",
         "holmesjax.frames",
         "holmesjax.host_memory",
         "holmesjax.xla_flags",
     ],
-    ["holmesjax.schema"],
-    ["holmesjax.config", "holmesjax.topology_file"],
+    ["holmesjax.schema", "holmesjax.discovery"],
+    ["holmesjax.config", "holmesjax.topology_file", "holmesjax.nccl"],
     ["holmesjax.topology", "holmesjax.manifest"],
     ["holmesjax.costs", "holmesjax.schedule", "holmesjax.mapper"],
     ["holmesjax.memory"],
@@ -55,7 +56,7 @@ LAYERS = [
     ["holmesjax.trainer", "holmesjax.worker", "holmesjax.generate"],
     ["launch.launcher"],
     ["launch.supervisor", "launch.local", "launch.external"],
-    ["launch.train", "launch.plan", "launch.generate", "launch.worker"],
+    ["launch.train", "launch.plan", "launch.generate", "launch.worker", "launch.nics"],
 ]
 ROW = {module: row for row, modules in enumerate(LAYERS) for module in modules}
 WITHOUT_JAX = ROW["holmesjax.job"]  # a plan can be made on any laptop
