@@ -1,19 +1,70 @@
-"""A stage's domain: the `jax.distributed` job of its processes, and no one else's.
+"""A stage's domain: the `jax.distributed` job of its processes and no one else's, and its NICs.
 
 The coordinator lives in the process of rank 0. Its port is tried before it is used: JAX 0.10.2 ends
 the process with a segmentation fault where it is taken.
 """
 
-import jax
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 
-from holmesjax import wire
+import jax
+import yaml
+
+from holmesjax import nccl, wire
 from holmesjax.config import DistributedConfig
+from holmesjax.discovery import Host
 from holmesjax.errors import HolmesError
+from holmesjax.job import Job
 from holmesjax.processes import Process
 
 # JAX aborts the processes of a domain when one of them is lost. Ours must notice first, because its
 # message says what happened.
 PATIENCE = 2.0
+NICS = "nics"  # a folder in the run folder: for each process, which NICs it uses and why
+
+
+def device_kinds(job: Job, domain: Sequence[Process]) -> set[str]:
+    """What its processes compute on."""
+    if job.config.run.rehearse:
+        return {"cpu"}
+    return {job.topology.node(process.node).device.name for process in domain}
+
+
+def choose_nics(
+    job: Job,
+    domain: Sequence[Process],
+    me: Process,
+    addresses: Mapping[str, Sequence[str]],
+    env: MutableMapping[str, str],
+    find_host: Callable[[], Host],
+) -> list[str]:
+    """Tells NCCL which NICs to use, before the first collective; what somebody should know of it.
+
+    Nothing is needed on one node, nor where the launcher `local` plays several on one machine.
+
+    Args:
+      domain: all processes of the stage.
+      me: this one.
+      addresses: of this node, by fabric.
+      env: of this process; NCCL's variables are added to it, those it has stay.
+      find_host: asked for this host's NICs if they matter.
+
+    Raises:
+      HolmesError: the host has no usable NIC on the fabric of its cluster.
+    """
+    fabric = job.topology.cluster_of(me.node).fabric
+    here = addresses.get(fabric, ())
+    is_one_machine = any(address.startswith("127.") for address in here)
+    is_one_node = len({process.node for process in domain}) == 1
+    if is_one_node or is_one_machine or device_kinds(job, domain) == {"cpu"}:
+        return []
+    host = find_host()
+    found = nccl.environment(host, fabric, here, nccl.own_settings(env))
+    env.update(found.added)
+    folder = job.run_dir / NICS
+    folder.mkdir(exist_ok=True)
+    text = yaml.safe_dump(nccl.report(host, found), sort_keys=False, width=1000)
+    (folder / f"{me.file_name}.yaml").write_text(text, encoding="utf-8")
+    return found.warnings
 
 
 def coordinator_port(address: str, config: DistributedConfig, stage: int) -> int:

@@ -16,16 +16,15 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Collection, Mapping, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NoReturn
 
 import jax
-import yaml
 
-from holmesjax import checkpoint, compat, discovery, domain, job as jobs, manifest, nccl, wire
+from holmesjax import checkpoint, compat, discovery, domain, job as jobs, manifest, wire
 from holmesjax.control import Member
 from holmesjax.discovery import Host
 from holmesjax.errors import REQUEUE, HolmesError
@@ -49,7 +48,6 @@ NUMBER = (
     "PMI_RANK",
     "JOB_COMPLETION_INDEX",
 )
-NICS = "nics"  # folder of the run folder: for each process, which NICs it uses and why
 TRANSPORTS = {"tcp": TcpTransport, "transfer": TransferTransport}
 
 
@@ -179,15 +177,6 @@ def _die_with(parent: str | None) -> None:
         os._exit(REQUEUE)
 
 
-def spans_hosts(domain: Collection[Process], addresses: Collection[str]) -> bool:
-    """Whether collectives of a domain need NICs.
-
-    They do not on one node, nor where the launcher `local` plays several nodes on one machine.
-    """
-    is_one_machine = any(address.startswith("127.") for address in addresses)
-    return len({process.node for process in domain}) > 1 and not is_one_machine
-
-
 class _Worker:
     """A process and its ways to fail."""
 
@@ -253,7 +242,10 @@ class _Worker:
 
     def _run(self) -> None:
         job, member = self._job, self._member
-        self._choose_nics()
+        for warning in domain.choose_nics(
+            job, self._domain, self._me, self._place.addresses, self._env, self._find_host
+        ):
+            print(f"warning: {warning}", flush=True)
         ports = Ports.open(self._place.addresses)
         addresses = {"data": ports.book, "coordinator": self._coordinator(ports.book)}
         member.tell("ready", addresses=addresses)
@@ -291,28 +283,6 @@ class _Worker:
             jax.distributed.shutdown()
         member.close()
 
-    def _choose_nics(self) -> None:
-        """Tells NCCL, which reads its variables with the first collective, which NICs to use."""
-        fabric = self._job.topology.cluster_of(self._me.node).fabric
-        addresses = self._place.addresses.get(fabric, [])
-        if not spans_hosts(self._domain, addresses) or self._device_kinds() == {"cpu"}:
-            return
-        own = nccl.own_settings(self._env)
-        host = self._find_host()
-        found = nccl.environment(host, fabric, addresses, own)
-        self._env.update(found.added)
-        folder = self._job.run_dir / NICS
-        folder.mkdir(exist_ok=True)
-        text = yaml.safe_dump(nccl.report(host, found), sort_keys=False, width=1000)
-        (folder / f"{self._me.file_name}.yaml").write_text(text, encoding="utf-8")
-        for warning in found.warnings:
-            print(f"warning: {warning}", flush=True)
-
-    def _device_kinds(self) -> set[str]:
-        if self._job.config.run.rehearse:
-            return {"cpu"}
-        return {self._job.topology.node(process.node).device.name for process in self._domain}
-
     def _coordinator(self, book: Book) -> tuple[str, int] | None:
         """Where the domain's coordinator will listen, if that is here."""
         if not self._me.leads or len(self._domain) == 1:
@@ -324,7 +294,8 @@ class _Worker:
     def _join(self, book: list[dict[str, Any]]) -> list[Stage]:
         """Its stage's chunks, on the devices of its domain."""
         job, me = self._job, self._me
-        compat.use_devices(self._device_kinds(), len(me.devices), rehearse=job.config.run.rehearse)
+        kinds = domain.device_kinds(job, self._domain)
+        compat.use_devices(kinds, len(me.devices), rehearse=job.config.run.rehearse)
         coordinator = book[self._domain[0].number]["coordinator"]
         devices = domain.join(me, self._domain, coordinator, self._config)
         return make_stages(job, {me.stage: build_mesh(job.plan.stages[me.stage], devices)})
