@@ -16,7 +16,7 @@ def run(args: argparse.Namespace) -> int:
     own = nccl.own_settings(os.environ)
     environments = {fabric: environment(host, fabric, own) for fabric in fabrics(host, args.fabric)}
     if args.json:
-        print(json.dumps(as_json(host, environments), indent=2, default=str))
+        print(to_json(host, environments))
     else:
         print(*describe(host), sep="\n")
         for fabric, found in environments.items():
@@ -99,9 +99,9 @@ def describe_environment(fabric: str, found: Environment) -> list[str]:
     return [title, *_table(rows), *(f"  warning: {text}" for text in found.warnings)]
 
 
-def as_json(host: Host, environments: Mapping[str, Environment]) -> dict[str, object]:
+def to_json(host: Host, environments: Mapping[str, Environment]) -> str:
     """The same for programs; rates in bytes per second, memory in bytes."""
-    return {
+    values = {
         **dataclasses.asdict(host),
         "addresses": discovery.addresses(host),
         "environments": {
@@ -109,6 +109,7 @@ def as_json(host: Host, environments: Mapping[str, Environment]) -> dict[str, ob
             for fabric, found in environments.items()
         },
     }
+    return json.dumps(values, indent=2, default=str)  # GIDs, as addresses of IPv6
 
 
 def _table(rows: Iterable[Sequence[str]]) -> list[str]:
