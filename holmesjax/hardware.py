@@ -99,7 +99,7 @@ def interfaces(root: Path, addresses: Mapping[str, Sequence[str]]) -> tuple[Inte
     """
     folder = root / "sys/class/net"
     try:
-        names = sorted(os.listdir(folder))
+        names = sorted(os.listdir(folder), key=natural)
     except OSError as error:
         fix = "discovery needs Linux with /sys; elsewhere set HOLMES_ADDRESSES"
         problem = "cannot be read"

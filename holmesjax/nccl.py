@@ -144,7 +144,8 @@ def _add_ports(found: _Variables, host: Host, fabric: str) -> None:
         )
     ports = ",".join(f"{nic.port.device}:{nic.port.number}" for nic in nics if nic.port)
     reason = f"the active {NAMES[fabric]} ports"
-    reason += "".join(f"; not {name}: {why}" for name, why in left_out.items())
+    for why in dict.fromkeys(left_out.values()):
+        reason += f"; not {', '.join(name for name in left_out if left_out[name] == why)}: {why}"
     found.add("NCCL_IB_HCA", f"={ports}", reason)
     if fabric == "roce":
         _add_gid_index(found, nics)

@@ -49,7 +49,7 @@ def describe(host: Host) -> list[str]:
             gpu.name,
             units.show(gpu.memory_bytes, "B"),
             gpu.pci[-1] if gpu.pci else "?",
-            _numa(gpu.numa_node),
+            f"NUMA {_numa(gpu.numa_node)}",
             f"driver {gpu.driver}",
         )
         for gpu in host.gpus

@@ -76,7 +76,10 @@ def test_variables_of_each_fabric(name, tmp_path):
 def test_reasons_name_what_was_left_out_and_what_differs(tmp_path):
     dgx = nics.environment(find("dgx_infiniband", tmp_path / "a"), "infiniband", {})
     [ports] = [v for v in dgx.variables if v.name == "NCCL_IB_HCA"]
-    assert "not mlx5_1 port 1: no PCIe switch with a GPU" in ports.reason
+    assert ports.reason == (
+        "the active InfiniBand ports; not mlx5_1 port 1, mlx5_5 port 1: no PCIe switch with a GPU, "
+        "unlike others"
+    )
     differing = nics.environment(find("gid_indexes_differ", tmp_path / "b"), "roce", {})
     [problem] = differing.problems
     assert "mlx5_0 port 1 has it at 3, mlx5_1 port 1 has it at 5" in problem
@@ -265,7 +268,7 @@ def test_the_table_has_every_nic_with_its_reason(tmp_path):
         [row] = [line for line in lines if line.startswith(f"  {nic.name} ")]
         assert row.endswith(nic.reason)
     [gpu] = [line for line in lines if line.startswith("  GPU 4 ")]
-    expected = "GPU 4 NVIDIA H100 80GB HBM3 80 GiB 0000:86:05.0 1 driver 570.86.15"
+    expected = "GPU 4 NVIDIA H100 80GB HBM3 80 GiB 0000:86:05.0 NUMA 1 driver 570.86.15"
     assert " ".join(gpu.split()) == expected
     assert "  not for collectives: mlx5_1 port 1, no PCIe switch with a GPU, unlike others" in lines
     lines = nics.describe_environment("infiniband", nics.environment(host, "infiniband", {}))
