@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -274,6 +275,12 @@ def test_the_table_has_every_nic_with_its_reason(tmp_path):
     lines = nics.describe_environment("infiniband", nics.environment(host, "infiniband", {}))
     assert lines[0] == "environment on InfiniBand"
     assert any(line.startswith("  NCCL_SOCKET_IFNAME==eno1 ") for line in lines)
+
+
+def test_the_document_shows_what_is_printed(tmp_path):
+    [shown] = re.findall(r"```text\n(.*?)```", (ROOT / "docs/nics.md").read_text(), re.DOTALL)
+    printed = nics.describe(find("dgx_infiniband", tmp_path))
+    assert set(shown.splitlines()) <= set(printed)
 
 
 def test_json_is_json(mixed):
