@@ -495,6 +495,25 @@ HOSTS["dual_port"] = Recorded(  # one device, one port on each fabric
     },
 )
 
+HOSTS["two_infiniband_ports"] = Recorded(  # of one device, with an interface each
+    tree=LO
+    | device(A, "mlx4_core")
+    | hca("mlx4_0", A, rate="56 Gb/sec (4X FDR)", port=1)
+    | hca("mlx4_0", A, rate="56 Gb/sec (4X FDR)", port=2)
+    | net("ib0", A, type_=32, speed="56000")
+    | net("ib1", A, type_=32, speed="56000", dev_port=1),
+    ips={"ib0": ["10.1.0.4"], "ib1": ["10.2.0.4"]},
+    fabrics={"mlx4_0 port 1": "infiniband", "mlx4_0 port 2": "infiniband", "lo": None},
+    addresses={"infiniband": ["10.1.0.4", "10.2.0.4"]},
+    variables={
+        "infiniband": {
+            "NCCL_NET": "IB",
+            "NCCL_IB_HCA": "=mlx4_0:1,mlx4_0:2",
+            "NCCL_SOCKET_IFNAME": "=ib0",
+        },
+    },
+)
+
 HOSTS["gid_indexes_differ"] = Recorded(
     tree=LO
     | MANAGEMENT

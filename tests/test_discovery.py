@@ -100,8 +100,26 @@ def test_facts_of_interfaces_and_ports(tmp_path):
     assert docker.is_virtual
     vm = found(HOSTS["cloud_vm"], tmp_path / "vm")
     [eth0] = [i for i in vm.interfaces if i.name == "eth0"]
-    assert eth0.pci == ("pci0000:00", "0000:00:03.0")
+    assert (eth0.pci, eth0.numa_node) == (("pci0000:00", "0000:00:03.0"), None)
     assert eth0.ipv6 == ("fe80::fc:ff:fe00:1%eth0", "2001:db8::2")
+
+
+@pytest.mark.parametrize(
+    "state, carrier, is_up",
+    [
+        ("up", "1", True),
+        ("unknown", "1", True),  # of drivers that never say "up"
+        ("unknown", "0", False),
+        ("dormant", "1", False),
+        ("lowerlayerdown", "0", False),
+        ("down", hosts.EINVAL, False),
+    ],
+)
+def test_an_interface_is_up(state, carrier, is_up, tmp_path):
+    tree = hosts.net("eth0", hosts.A, state=state) | {"/sys/class/net/eth0/carrier": carrier}
+    materialise(tree, tmp_path)
+    [eth0] = hardware.interfaces(tmp_path, {})
+    assert eth0.is_up == is_up
 
 
 def test_each_gpu_of_a_dgx_has_its_nic(tmp_path):

@@ -1,5 +1,6 @@
 """What NCCL is told on recorded hosts, and that a worker tells it."""
 
+import dataclasses
 import json
 import os
 import re
@@ -84,6 +85,12 @@ def test_reasons_name_what_was_left_out_and_what_differs(tmp_path):
     differing = nics.environment(find("gid_indexes_differ", tmp_path / "b"), "roce", {})
     [problem] = differing.problems
     assert "mlx5_0 port 1 has it at 3, mlx5_1 port 1 has it at 5" in problem
+
+
+def test_of_several_good_gids_the_first_is_taken(tmp_path):
+    host = find("gid_index_in_common", tmp_path)
+    alone = dataclasses.replace(host, nics=host.nics[:1])
+    assert values(nics.environment(alone, "roce", {}))["NCCL_IB_GID_INDEX"] == "3"
 
 
 def test_a_host_that_is_down_is_refused_with_the_state_of_its_ports(tmp_path):
