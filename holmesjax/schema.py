@@ -27,6 +27,7 @@ WORDS = {
     "string_type": ("must be a text", "write a text, in quotes if it looks like something else"),
     "string_unicode": ("must be readable text", "type the text again; save the file as UTF-8"),
     "tuple_type": ("must be a list", "write it as [1, 2]"),
+    "dict_type": ("must be names with values", "write it as {{NAME: value}}"),
     "finite_number": ("must be a finite number", "write a number such as {example}"),
     "greater_than_equal": ("must be at least {ge}", "use {ge} or more"),
     "greater_than": ("must be more than {gt}", "use a number above {gt}"),

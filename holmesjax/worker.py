@@ -74,6 +74,8 @@ class Place:
             ":"
         )
         try:
+            if (processes := env.get("HOLMES_PROCESSES")) and "HOLMES_PROCESS" not in env:
+                number = processes.split(",")[int(number)]  # it is a place among these
             return cls(
                 number=int(number),
                 controller=(address, int(port)),
@@ -81,7 +83,7 @@ class Place:
                 addresses=_addresses(env, find_host),
                 restart=int(env.get("HOLMES_RESTART", "0")),
             )
-        except (ValueError, AttributeError) as error:
+        except (ValueError, AttributeError, IndexError) as error:
             where, fix = "the environment", "see docs/design.md, Processes"
             raise HolmesError(where, "makes no sense", found=error, fix=fix) from None
 

@@ -24,6 +24,7 @@ VERBS = {
     "nics": "print this host's NICs, and what NCCL is told of them",
     "worker": "be one process of a job (for launchers)",
 }
+LAUNCHERS = ("local", "external", "ssh", "slurm", "kubernetes")
 
 
 def verb_parser(verb: str) -> argparse.ArgumentParser:
@@ -53,9 +54,12 @@ def verb_parser(verb: str) -> argparse.ArgumentParser:
         parser.add_argument("--json", action="store_true", help="for programs")
     else:
         add = parser.add_argument
-        add("--launcher", choices=["local", "external"], help="who starts a process for every node")
-        add("--listen", metavar="HOST:PORT", help="where external processes find this one")
+        add("--launcher", choices=LAUNCHERS, help="who starts a process for every node")
+        add("--listen", metavar="HOST:PORT", help="where the processes find this one")
         add("--max-restarts", type=int, default=0, metavar="N", help="after a failure (0)")
+        add("--hosts", metavar="YAML", help="ssh: how each node is reached")
+        add("--options", metavar="YAML", help="slurm, kubernetes: partition, image and the like")
+        add("--submit", action="store_true", help="slurm: submit the file that is written")
     return parser
 
 

@@ -1,12 +1,11 @@
 """Waits for processes that somebody else starts: a scheduler, or a person on each node."""
 
-import queue
 import shlex
 from collections.abc import Mapping, Sequence
 
-from holmesjax.control import Event
 from holmesjax.errors import ConfigError
 from holmesjax.processes import Process
+from launch.launcher import Events, parse_listen
 
 
 class ExternalLauncher:
@@ -18,22 +17,21 @@ class ExternalLauncher:
     sees_exits = False
 
     def __init__(self, listen: str | None):
-        address, _, port = (listen or "").rpartition(":")
-        if not address or not port.isdigit():
+        self.address, self.port = parse_listen(listen) if listen else ("", 0)
+        if not self.port:
             raise ConfigError(
                 "--listen",
                 "the launcher `external` needs an address of this machine and a port",
                 found=listen,
                 fix="write --listen 10.0.0.1:7000, with an address that all nodes reach",
             )
-        self.address, self.port = address, int(port)
 
     def start(
         self,
         process: Process,
         command: Sequence[str],
         env: Mapping[str, str],
-        events: "queue.Queue[Event]",
+        events: Events,
     ) -> None:
         if process.number == 0:
             variables = [name for name in env if name not in ("HOLMES_PROCESS", "HOLMES_RESTART")]

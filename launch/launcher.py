@@ -1,14 +1,23 @@
 """What every launcher offers the supervisor, and the child processes that most of them have."""
 
 import contextlib
-import queue
+import ipaddress
+import socket
 import subprocess
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from holmesjax.control import Event
+from holmesjax.errors import ConfigError
 from holmesjax.processes import Process
+
+
+class Events(Protocol):
+    """Where events go: the supervisor's queue, or what translates them for it."""
+
+    def put(self, event: Event) -> None: ...
 
 
 class Launcher(Protocol):
@@ -31,7 +40,7 @@ class Launcher(Protocol):
         process: Process,
         command: Sequence[str],
         env: Mapping[str, str],
-        events: "queue.Queue[Event]",
+        events: Events,
     ) -> None:
         """Starts `python -m launch <command>` on a node, with variables besides those it has.
 
@@ -40,6 +49,60 @@ class Launcher(Protocol):
 
     def end(self) -> None:
         """Ends every process that still runs, at once, and waits for it."""
+
+
+def parse_listen(listen: str) -> tuple[str, int]:
+    """The address and the port of `--listen HOST[:PORT]`; port 0, any, where there is none.
+
+    >>> parse_listen("10.0.0.1:7000"), parse_listen("10.0.0.1")
+    (('10.0.0.1', 7000), ('10.0.0.1', 0))
+    """
+    address, colon, port = listen.partition(":")
+    number = int(port) if port.isdecimal() else 0
+    if address in ("", "0.0.0.0") or (colon and not 0 < number < 65536):
+        problem = "must be one address of this machine that all nodes reach, and may have a port"
+        fix = "write --listen 10.0.0.1:7000, say"
+        raise ConfigError("--listen", problem, found=listen, fix=fix)
+    return address, number
+
+
+def own_address(hosts: Mapping[str, str]) -> str:
+    """The address of this machine on its routes to other hosts: node -> name or address.
+
+    Raises ConfigError where a host is not known, or the routes start at different addresses.
+    """
+    sources: dict[str, str] = {}  # address of this machine -> a host that it leads to
+    for node, host in hosts.items():
+        try:
+            with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+                probe.connect((host, 9))  # sends nothing: only finds the route
+                sources.setdefault(probe.getsockname()[0], host)
+        except OSError as error:
+            fix = "correct its name, or the DNS; --listen HOST spares the question"
+            problem = f"no way to the host {host} is known here"
+            raise ConfigError(f"node {node}", problem, found=error, fix=fix) from None
+    # Others do not reach this machine where it reaches itself.
+    outside = [source for source in sources if not ipaddress.ip_address(source).is_loopback]
+    if len(outside) > 1:
+        found = "; ".join(f"{source} to {sources[source]}" for source in outside)
+        problem = "this machine reaches the hosts from several addresses"
+        fix = "choose one that all nodes reach"
+        raise ConfigError("--listen", problem, found=found, fix=fix)
+    return next(iter(outside or sources))
+
+
+def visible_devices(process: Process, env: Mapping[str, str]) -> dict[str, str]:
+    """Each process sees its own GPUs only, or it would take memory on all of them.
+
+    >>> own = Process(number=1, name="a/n", cluster="a", node="n", stage=1, rank=0, devices=(2, 3),
+    ...               local_devices=(2, 3))
+    >>> visible_devices(own, {}), visible_devices(own, {"CUDA_VISIBLE_DEVICES": "4,5,6,7"})
+    ({'CUDA_VISIBLE_DEVICES': '2,3'}, {'CUDA_VISIBLE_DEVICES': '6,7'})
+    """
+    visible = env.get("CUDA_VISIBLE_DEVICES")
+    names = visible.split(",") if visible else []
+    of = lambda i: names[i] if i < len(names) else str(i)
+    return {"CUDA_VISIBLE_DEVICES": ",".join(map(of, process.local_devices))}
 
 
 class Children:
@@ -58,11 +121,14 @@ class Children:
         number: int,
         argv: Sequence[str],
         env: Mapping[str, str],
-        events: "queue.Queue[Event]",
+        events: Events,
         *,
         stdin: str = "",
     ) -> None:
-        """Starts process `number` of the job; `env` is all of its environment."""
+        """Starts process `number` of the job; `env` is all of its environment.
+
+        It can read `stdin`, and then nothing more until `end`, or until this process is gone.
+        """
         child = subprocess.Popen(
             argv,
             env=env,
@@ -76,22 +142,35 @@ class Children:
         assert child.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # its exit says more
             child.stdin.write(stdin)
-            child.stdin.close()
+            child.stdin.flush()
         reader = threading.Thread(target=_read, args=(child, number, events), daemon=True)
         reader.start()
         self._children.append((child, reader))
 
-    def end(self) -> None:
+    def end(self, *, ask: int = 0, patience_s: float = 0.0) -> None:
+        """Kills all that do not end by themselves in time.
+
+        Args:
+          ask: a signal to send first; none for 0. What they read ends in any case.
+          patience_s: how long they may take then.
+        """
         children, self._children = self._children, []
+        deadline_s = time.monotonic() + patience_s
         for child, _ in children:
-            with contextlib.suppress(ProcessLookupError):
-                child.kill()  # JAX may keep SIGTERM from ending it, and a stopped one ignores it
+            assert child.stdin is not None
+            with contextlib.suppress(BrokenPipeError):
+                child.stdin.close()
+            child.send_signal(ask)
+        for child, _ in children:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                child.wait(max(deadline_s - time.monotonic(), 0.0))
+            child.kill()  # JAX may keep SIGTERM from ending it, and a stopped one ignores it
         for child, reader in children:
             child.wait()
             reader.join()
 
 
-def _read(child: subprocess.Popen[str], number: int, events: "queue.Queue[Event]") -> None:
+def _read(child: subprocess.Popen[str], number: int, events: Events) -> None:
     assert child.stdout is not None
     for line in child.stdout:
         events.put(Event(number, "output", {"line": line.rstrip("\n")}))

@@ -6,14 +6,12 @@ fabric it belongs to, as on real clusters.
 
 import json
 import os
-import queue
 import sys
 from collections.abc import Mapping, Sequence
 
-from holmesjax.control import Event
 from holmesjax.processes import Process
 from holmesjax.topology import Topology
-from launch.launcher import Children
+from launch.launcher import Children, Events, visible_devices
 
 FABRICS = ("local", "infiniband", "roce", "ethernet")
 
@@ -55,12 +53,12 @@ class LocalLauncher:
         process: Process,
         command: Sequence[str],
         env: Mapping[str, str],
-        events: "queue.Queue[Event]",
+        events: Events,
     ) -> None:
         own = {
             **os.environ,
             **env,
-            **_visible_devices(process, os.environ),
+            **visible_devices(process, os.environ),
             "HOLMES_ADDRESSES": json.dumps(addresses(self._topology, process.node)),
             "HOLMES_PARENT": str(os.getpid()),
             "PYTHONUNBUFFERED": "1",
@@ -70,17 +68,3 @@ class LocalLauncher:
 
     def end(self) -> None:
         self._children.end()
-
-
-def _visible_devices(process: Process, env: Mapping[str, str]) -> dict[str, str]:
-    """Each process sees its own GPUs only, or it would take memory on all of them.
-
-    >>> own = Process(number=1, name="a/n", cluster="a", node="n", stage=1, rank=0, devices=(2, 3),
-    ...               local_devices=(2, 3))
-    >>> _visible_devices(own, {}), _visible_devices(own, {"CUDA_VISIBLE_DEVICES": "4,5,6,7"})
-    ({'CUDA_VISIBLE_DEVICES': '2,3'}, {'CUDA_VISIBLE_DEVICES': '6,7'})
-    """
-    visible = env.get("CUDA_VISIBLE_DEVICES")
-    names = visible.split(",") if visible else []
-    of = lambda i: names[i] if i < len(names) else str(i)
-    return {"CUDA_VISIBLE_DEVICES": ",".join(map(of, process.local_devices))}

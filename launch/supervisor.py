@@ -29,6 +29,7 @@ KEY = "job.key"
 LOGS = "logs"
 GRACE_S = 1.0  # after a failure, for others to say what they know of it
 END_S = 30.0  # for processes to leave after the end
+LAST_LINES = 8  # of a process that failed, shown on the console
 DELAY_S = 0.5  # of the output on the console, so that the last words of a failing job stay in logs
 
 # What JAX's CPU collectives print when they connect, sometimes in two pieces.
@@ -47,13 +48,20 @@ class _Attempt:
     parts: dict[int, dict[str, dict[str, str]]] = field(default_factory=dict)  # of checkpoints
     output: deque[tuple[float, str]] = field(default_factory=deque)  # when it came, and the line
     num_saved: dict[int, int] = field(default_factory=dict)  # stages that wrote their part
+    last: dict[int, deque[str]] = field(default_factory=dict)  # process -> its last lines
 
 
 class Supervisor:
-    """One job: as many attempts as it may have."""
+    """One job: as many attempts as it may have.
 
-    def __init__(self, job: Job, launcher: Launcher, *, max_restarts: int = 0):
+    Without a `key_file` each attempt has a key of its own, in the run folder.
+    """
+
+    def __init__(
+        self, job: Job, launcher: Launcher, *, max_restarts: int = 0, key_file: str | None = None
+    ):
         self._job, self._launcher, self._max_restarts = job, launcher, max_restarts
+        self._given_key_file = key_file
         self._config = job.config.distributed
         self._processes = make_processes(job.plan, job.topology, self._config.processes)
         self._signals: list[int] = []
@@ -111,7 +119,8 @@ class Supervisor:
         manifest.remove_unfinished(job.run_dir)
         logs = job.run_dir / LOGS
         logs.mkdir(exist_ok=True)
-        key_file = job.run_dir / KEY
+        key_file = Path(self._given_key_file or job.run_dir / KEY)
+        make_or_read = wire.read_key_file if self._given_key_file else wire.make_key_file
         with (
             Controller(
                 self._processes,
@@ -119,7 +128,7 @@ class Supervisor:
                 port=self._launcher.port,
                 about=job.about(restart),
                 start={"resume": resume},
-                key=wire.make_key_file(key_file),
+                key=make_or_read(key_file),
                 heartbeat_timeout_s=self._config.silence_s,
             ) as controller,
             Recorder(
@@ -133,7 +142,8 @@ class Supervisor:
             finally:
                 self._controller = None
                 self._launcher.end()
-                key_file.unlink(missing_ok=True)
+                if self._given_key_file is None:
+                    key_file.unlink(missing_ok=True)
         if path := recorder.write_report():
             say(f"report  {path}")
         if done < config.train.steps:
@@ -152,7 +162,7 @@ class Supervisor:
                 "HOLMES_PROCESS": str(process.number),
                 "HOLMES_RESTART": str(restart),
             }
-            command = ["worker", str(self._job.run_dir)]
+            command = ["worker", str(self._job.run_dir.absolute())]
             self._launcher.start(process, command, env, controller.events)
 
     def _supervise(self, controller: Controller, recorder: Recorder) -> int:
@@ -177,7 +187,7 @@ class Supervisor:
             except queue.Empty:
                 continue
             if self._is_failure(event, attempt):
-                raise self._diagnose(event, controller, recorder)
+                raise self._diagnose(event, controller, recorder, attempt)
             self._take(event, attempt, recorder)
             if len(attempt.done) == len(self._processes) and end_s is None:
                 controller.broadcast({"kind": "end"})
@@ -201,7 +211,7 @@ class Supervisor:
         elif event.kind == "exit":
             attempt.exited[number] = message["status"]
         elif event.kind == "output":
-            self._log(number, message["line"])
+            self._log(number, message["line"], attempt)
             if not NOISE.match(message["line"]):
                 line = f"{self._processes[number].name} | {message['line']}"
                 attempt.output.append((time.monotonic(), line))
@@ -223,7 +233,9 @@ class Supervisor:
         if attempt.num_saved[step] == len(self._job.plan.stages):
             self._job.commit(step, **attempt.parts.pop(step))
 
-    def _log(self, number: int, line: str) -> None:
+    def _log(self, number: int, line: str, attempt: _Attempt) -> None:
+        if line.strip() and not NOISE.match(line):
+            attempt.last.setdefault(number, deque(maxlen=LAST_LINES)).append(line)
         with self._log_path(number).open("a") as file:
             file.write(line + "\n")
 
@@ -239,7 +251,9 @@ class Supervisor:
             return event.process not in attempt.done
         return event.kind in ("failed", "silent")
 
-    def _diagnose(self, first: Event, controller: Controller, recorder: Recorder) -> HolmesError:
+    def _diagnose(
+        self, first: Event, controller: Controller, recorder: Recorder, attempt: _Attempt
+    ) -> HolmesError:
         """What went wrong, from all that is told within a moment of the first sign of it."""
         failures = [first]
         asked_s = time.monotonic()
@@ -251,7 +265,7 @@ class Supervisor:
             except queue.Empty:
                 break
             if event.kind == "output":
-                self._log(event.process, event.message["line"])
+                self._log(event.process, event.message["line"], attempt)
             elif event.kind == "part":
                 recorder.take(event.message["part"])
             elif event.kind in ("exit", "failed", "silent", "lost"):
@@ -273,6 +287,10 @@ class Supervisor:
         )
         if cause.kind == "failed":
             return _as_told(cause.message, where, found, fix)
+        if last := attempt.last.get(process.number):
+            recorder.console.print(f"the last lines of {process.name}:")
+            for line in last:
+                recorder.console.print(f"  {line}")
         if cause.kind == "silent":
             silent_s = cause.message["silent_s"]
             problem = f"has been silent for {silent_s:.0f} s: it hangs, or its node or network does"
@@ -281,7 +299,8 @@ class Supervisor:
         else:
             problem = _ending(cause.message["status"])
             if cause.message["status"] > 0 and cause.message["status"] != REQUEUE:
-                return FatalError(
+                kind = _kind(cause.message["status"])
+                return kind(
                     where, problem, found=found, fix=f"see {self._log_path(process.number)}"
                 )
         last = controller.status(process.number)
@@ -320,6 +339,11 @@ def _ending(status: int) -> str:
     return f"was killed by signal {-status}"
 
 
+def _kind(status: int) -> type[HolmesError]:
+    """Of the error of a process that ended with a status that is not REQUEUE."""
+    return HolmesError if status == HolmesError.exit_status else FatalError
+
+
 def _as_told(message: dict[str, Any], process: str, others: str, fix: str) -> HolmesError:
     """The error that a process told of itself; with what the others waited for, if it is news."""
     status = message["exit_status"]
@@ -327,5 +351,4 @@ def _as_told(message: dict[str, Any], process: str, others: str, fix: str) -> Ho
     found = message.get("found", others)
     if status == REQUEUE:
         return PeerError(where, message["problem"], found=f"{found}; {others}", fix=fix)
-    kind = HolmesError if status == HolmesError.exit_status else FatalError
-    return kind(where, message["problem"], found=found, fix=message.get("fix", fix))
+    return _kind(status)(where, message["problem"], found=found, fix=message.get("fix", fix))

@@ -7,29 +7,64 @@ import signal
 from types import FrameType
 
 from holmesjax.errors import REQUEUE, ConfigError
+from launch import kubernetes, slurm
 from launch.external import ExternalLauncher
+from launch.launcher import Launcher
 from launch.local import LocalLauncher
+from launch.slurm import SlurmLauncher
+from launch.ssh import SshLauncher
 from launch.supervisor import Supervisor
+
+# option -> the launchers that it means something to
+USEFUL = {
+    "--max-restarts": ("local", "ssh", "slurm", "kubernetes"),
+    "--listen": ("external", "ssh", "slurm"),
+    "--hosts": ("ssh",),
+    "--options": ("slurm", "kubernetes"),
+    "--submit": ("slurm",),
+}
 
 
 def run(args: argparse.Namespace) -> int:
     _refuse_useless_options(args)
+    if args.launcher is None:
+        return _run_here(args)
+    if args.launcher == "kubernetes":
+        return kubernetes.write(args.job, args.options, max_restarts=args.max_restarts)
+    if args.launcher == "slurm" and not slurm.is_inside(os.environ):
+        return slurm.write(
+            args.job,
+            args.options,
+            listen=args.listen,
+            max_restarts=args.max_restarts,
+            submit=args.submit,
+        )
+    return Supervisor(
+        args.job,
+        _make_launcher(args),
+        max_restarts=args.max_restarts,
+        # Of a scheduler that gives the processes theirs.
+        key_file=os.environ.get("HOLMES_KEY_FILE") if args.launcher == "external" else None,
+    ).run()
+
+
+def _make_launcher(args: argparse.Namespace) -> Launcher:
     if args.launcher == "local":
-        launcher = LocalLauncher(args.job.topology)
-        return Supervisor(args.job, launcher, max_restarts=args.max_restarts).run()
+        return LocalLauncher(args.job.topology)
     if args.launcher == "external":
-        return Supervisor(args.job, ExternalLauncher(args.listen)).run()
-    return _run_here(args)
+        return ExternalLauncher(args.listen)
+    if args.launcher == "ssh":
+        return SshLauncher(args.job, args.hosts, args.listen)
+    return SlurmLauncher(args.job, os.environ, args.listen)
 
 
 def _refuse_useless_options(args: argparse.Namespace) -> None:
-    for option, value, launcher in (
-        ("--max-restarts", args.max_restarts, "local"),
-        ("--listen", args.listen, "external"),
-    ):
-        if value and args.launcher != launcher:
-            problem = f"is only for --launcher {launcher}"
-            fix = f"add --launcher {launcher}, or leave it out"
+    for option, launchers in USEFUL.items():
+        value = getattr(args, option.removeprefix("--").replace("-", "_"))
+        if value and args.launcher not in launchers:
+            names = " or ".join(launchers)
+            problem = f"is only for --launcher {names}"
+            fix = f"add --launcher {launchers[0]}, or leave it out"
             raise ConfigError(option, problem, found=value, fix=fix)
     if args.max_restarts < 0:
         fix = "use 0 or more"

@@ -54,8 +54,15 @@ LAYERS = [
     ["holmesjax.recorder"],
     ["holmesjax.session"],
     ["holmesjax.trainer", "holmesjax.worker", "holmesjax.generate"],
-    ["launch.launcher"],
-    ["launch.supervisor", "launch.local", "launch.external"],
+    ["launch.launcher", "launch.hosts", "launch.components"],
+    [
+        "launch.supervisor",
+        "launch.local",
+        "launch.external",
+        "launch.ssh",
+        "launch.slurm",
+        "launch.kubernetes",
+    ],
     ["launch.train", "launch.plan", "launch.generate", "launch.worker", "launch.nics"],
 ]
 ROW = {module: row for row, modules in enumerate(LAYERS) for module in modules}

@@ -1,0 +1,56 @@
+"""What schedulers give together: equal processes of one cluster, as a component of the job.
+
+A cluster of equal nodes is one component. A scheduler numbers the processes of each from 0;
+HOLMES_PROCESSES lists their numbers in the job, in that order.
+"""
+
+from dataclasses import dataclass
+
+from holmesjax.job import Job
+from holmesjax.processes import Process, make_processes
+
+
+@dataclass(frozen=True, kw_only=True)
+class Component:
+    """Equal processes on nodes of one cluster."""
+
+    name: str  # of the cluster; with a number where it has several
+    cluster: str
+    processes: tuple[Process, ...]  # node by node
+    num_nodes: int
+    num_gpus: int  # of each process; 0: it computes on CPUs
+
+    @property
+    def per_node(self) -> int:
+        """Processes on each node."""
+        return len(self.processes) // self.num_nodes
+
+    @property
+    def numbers(self) -> str:
+        """For HOLMES_PROCESSES."""
+        return ",".join(str(process.number) for process in self.processes)
+
+
+def make_components(job: Job) -> tuple[Component, ...]:
+    """In the order of the topology."""
+    topology = job.topology
+    processes = make_processes(job.plan, topology, job.config.distributed.processes)
+    groups: dict[tuple[str, str, int, int], list[Process]] = {}
+    for process in sorted(processes, key=lambda p: p.devices):
+        kind = "cpu" if job.config.run.rehearse else topology.node(process.node).device.name
+        size = len(process.devices)
+        on_node = [p for p in processes if p.node == process.node and len(p.devices) == size]
+        groups.setdefault((process.cluster, kind, size, len(on_node)), []).append(process)
+    components: list[Component] = []
+    for (cluster, kind, size, _), members in groups.items():
+        number = sum(component.cluster == cluster for component in components)
+        components.append(
+            Component(
+                name=f"{cluster}-{number}" if number else cluster,
+                cluster=cluster,
+                processes=tuple(members),
+                num_nodes=len({process.node for process in members}),
+                num_gpus=0 if kind == "cpu" else size,
+            )
+        )
+    return tuple(components)
