@@ -172,6 +172,7 @@ class Children:
 
 def _read(child: subprocess.Popen[str], number: int, events: Events) -> None:
     assert child.stdout is not None
-    for line in child.stdout:
-        events.put(Event(number, "output", {"line": line.rstrip("\n")}))
+    with child.stdout:
+        for line in child.stdout:
+            events.put(Event(number, "output", {"line": line.rstrip("\n")}))
     events.put(Event(number, "exit", {"status": child.wait()}))
