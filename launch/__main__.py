@@ -5,6 +5,7 @@ examples:
   python -m launch train configs/runs/quickstart.yaml train.steps=20   # with an override
   python -m launch train runs/quickstart                               # resume it
   python -m launch train configs/runs/quickstart.yaml --launcher local # a process for every node
+  python -m launch train RUN.yaml --launcher ssh --hosts HOSTS.yaml    # on other machines
   python -m launch plan configs/runs/quickstart.yaml --json            # print the plan and stop
   python -m launch generate runs/quickstart --prompt "def "            # sample from it
   python -m launch nics                                                # what this host has

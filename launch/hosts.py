@@ -38,6 +38,9 @@ class AddressesEntry:
     ethernet: tuple[Name, ...] = ()
 
 
+FABRICS = [field.name for field in dataclasses.fields(AddressesEntry)]
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReachEntry:
     """What is the same on many hosts; what is left out is as on this machine, or up to `ssh`."""
@@ -102,7 +105,7 @@ def _filled(host: HostEntry, defaults: ReachEntry) -> Host:
         own = getattr(host, name)
         return getattr(defaults, name) if own is None else own
 
-    addresses = dataclasses.asdict(host.addresses)
+    addresses = {fabric: getattr(host.addresses, fabric) for fabric in FABRICS}
     identity_file = of("identity_file")
     return Host(
         destination=host.ssh or host.node,
@@ -158,8 +161,8 @@ def _destinations_differ(
 def _addresses_differ(document: Document, file: HostsEntry, _: Topology) -> Iterator[HolmesError]:
     seen: dict[str, str] = {}
     for i, host in enumerate(file.hosts):
-        for fabric, addresses in schema.known_values(host.addresses).items():
-            for j, address in enumerate(addresses):
+        for fabric in FABRICS:
+            for j, address in enumerate(getattr(host.addresses, fabric)):
                 keys = ("hosts", i, "addresses", fabric, j)
                 if not _is_ipv4(address):
                     fix = "write an address such as 10.0.0.4"
@@ -192,7 +195,7 @@ def _addresses_suffice(
     document: Document, keys: Keys, host: HostEntry, topology: Topology
 ) -> Iterator[HolmesError]:
     """Whoever names some addresses names one on each fabric that the node's traffic takes."""
-    given = {name for name, found in schema.known_values(host.addresses).items() if found}
+    given = {fabric for fabric in FABRICS if getattr(host.addresses, fabric)}
     if given and host.node in [node.name for node in topology.nodes]:
         cluster = topology.cluster_of(host.node)
         links = [link for ends, link in topology.links.items() if cluster.name in ends]

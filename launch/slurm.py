@@ -148,7 +148,7 @@ def script(job: Job, options: OptionsEntry, *, listen: str | None, max_restarts:
 
 # The batch shell takes the signals, and is asked again to wait when one came. Slurm ends the shell
 # when it puts the job back into the queue.
-BODY = """
+BODY = """\
 {command} &
 launcher=$!
 trap 'signalled=yes; kill -TERM $launcher' TERM

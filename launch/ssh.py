@@ -50,7 +50,7 @@ process=$!
 ( read -r _ <&3; kill -9 $process ) >/dev/null 2>&1 &
 leash=$!
 exec 3<&-
-wait $process
+wait $process 2>/dev/null
 status=$?
 kill $leash 2>/dev/null
 exit $status

@@ -140,7 +140,7 @@ def test_a_replicated_job_for_each_cluster_and_one_for_the_launcher(tmp_path, ca
 @contextlib.contextmanager
 def pods(objects, folder: Path, key_file: Path):
     """Starts a pod's command here, with its variables, once its `dependsOn` allows it."""
-    settings, jobset = objects
+    settings, _ = objects
     for name, text in settings["data"].items():
         (folder / name).write_text(text)
     here = {
