@@ -22,7 +22,6 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from queue import Queue
 from typing import Any
 
 import jax
@@ -30,13 +29,13 @@ import jax
 from benchmarks import transports
 from benchmarks.pipeline_overhead import RESULTS, commit, cpu_model, middle, versions
 from holmesjax import compat, costs, job as jobs, metrics
-from holmesjax.control import Event
 from holmesjax.job import Job
 from holmesjax.mesh import build_mesh
 from holmesjax.processes import Process
 from holmesjax.programs import Programs, batch_shapes, boundary_shape, compile_stage
 from holmesjax.schedule import simulate
 from holmesjax.session import make_stages
+from launch.launcher import Events
 from launch.local import LocalLauncher
 from launch.supervisor import Supervisor
 
@@ -71,7 +70,7 @@ class PinnedLauncher(LocalLauncher):
         process: Process,
         command: Sequence[str],
         env: Mapping[str, str],
-        events: "Queue[Event]",
+        events: Events,
     ) -> None:
         super().start(process, command, env, events)
         os.sched_setaffinity(self.pids[-1], {cores()[process.number]})  # before it has threads

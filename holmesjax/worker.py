@@ -84,7 +84,7 @@ class Place:
                 restart=int(env.get("HOLMES_RESTART", "0")),
             )
         except (ValueError, AttributeError, IndexError) as error:
-            where, fix = "the environment", "see docs/design.md, Processes"
+            where, fix = "the environment", "see docs/launching.md"
             raise HolmesError(where, "makes no sense", found=error, fix=fix) from None
 
 

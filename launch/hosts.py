@@ -91,9 +91,10 @@ def read(path: str | Path, topology: Topology) -> dict[str, Host]:
     for check in (_nodes_match, _destinations_differ, _addresses_differ, _defaults_make_sense):
         mistakes += schema.findings(check, document, file, topology)
     for i, host in enumerate(_known_hosts(file)):
-        for check in (_destination_makes_sense, _addresses_suffice):
-            mistakes += schema.findings(check, document, ("hosts", i), host, topology)
-        mistakes += schema.findings(_reach_makes_sense, document, ("hosts", i), host)
+        keys = ("hosts", i)
+        mistakes += schema.findings(_destination_makes_sense, document, keys, host)
+        mistakes += schema.findings(_addresses_suffice, document, keys, host, topology)
+        mistakes += schema.findings(_reach_makes_sense, document, keys, host)
     if mistakes:
         raise Mistakes(mistakes)
     entry: HostsEntry = schema.build(file)
@@ -182,7 +183,7 @@ def _is_ipv4(text: str) -> bool:
 
 
 def _destination_makes_sense(
-    document: Document, keys: Keys, host: HostEntry, _: Topology
+    document: Document, keys: Keys, host: HostEntry
 ) -> Iterator[HolmesError]:
     destination = host.ssh or host.node
     if destination.startswith("-") or len(destination.split()) != 1:

@@ -23,7 +23,7 @@ from holmesjax.errors import REQUEUE, ConfigError, HolmesError, Mistakes
 from holmesjax.job import Job
 from holmesjax.processes import Process
 from holmesjax.topology import Topology
-from holmesjax.yaml_files import Document
+from holmesjax.yaml_files import Document, Keys
 from launch.components import Component, make_components
 from launch.launcher import Children, Events, own_address, parse_listen
 
@@ -111,7 +111,7 @@ def _clusters_exist(
 
 
 def _options_are_options(document: Document, file: OptionsEntry) -> Iterator[HolmesError]:
-    places = [(("sbatch",), file.sbatch)]
+    places: list[tuple[Keys, tuple[str, ...]]] = [(("sbatch",), file.sbatch)]
     places += [(("clusters", i, "sbatch"), c.sbatch) for i, c in enumerate(file.clusters)]
     for keys, options in places:
         for i, option in enumerate(options):
@@ -142,7 +142,7 @@ def script(job: Job, options: OptionsEntry, *, listen: str | None, max_restarts:
         lines += ["#SBATCH hetjob"] if i else []
         lines += [f"# {component.name}", *map(_directive, _request(job, component, options))]
     return "\n".join(
-        [*lines, *options.setup, BODY.format(command=shlex.join(command), requeue=REQUEUE)]
+        [*lines, "", *options.setup, BODY.format(command=shlex.join(command), requeue=REQUEUE)]
     )
 
 

@@ -287,9 +287,9 @@ class Supervisor:
         )
         if cause.kind == "failed":
             return _as_told(cause.message, where, found, fix)
-        if last := attempt.last.get(process.number):
+        if lines := attempt.last.get(process.number):
             recorder.console.print(f"the last lines of {process.name}:")
-            for line in last:
+            for line in lines:
                 recorder.console.print(f"  {line}")
         if cause.kind == "silent":
             silent_s = cause.message["silent_s"]

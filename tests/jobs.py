@@ -50,6 +50,15 @@ def write_run(folder: Path, clusters: dict[str, tuple[int, ...]], name="run") ->
     return path
 
 
+def compile_cache(folder: Path) -> dict[str, str]:
+    """Variables with which processes share what the first of them has compiled."""
+    return {
+        "JAX_COMPILATION_CACHE_DIR": str(folder / "compiled"),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+    }
+
+
 def children(pid: int) -> list[int]:
     """Processes whose parent is `pid`, by their number."""
     found = []

@@ -21,7 +21,7 @@ from holmesjax.errors import HolmesError
 from holmesjax.processes import make_processes
 from launch import hosts
 from launch.ssh import SshLauncher
-from tests.jobs import RunningJob, write_run
+from tests.jobs import RunningJob, compile_cache, write_run
 
 CLUSTERS = {"a": (1,), "b": (1,)}
 SETTINGS = ["model.num_layers=2", "model.width=16"]
@@ -131,7 +131,9 @@ def number_of(pid: int) -> str:
 def test_a_job_over_ssh_survives_the_death_of_a_process(sshd, tmp_path):
     """The losses of a job to which nothing happens, on this machine alone."""
     settings = [*SETTINGS, "train.steps=40", "checkpoint.every=10"]
-    hosts_file = sshd.hosts(tmp_path / "hosts.yaml")
+    cache = compile_cache(tmp_path)
+    env = ", ".join(f"{name}: '{value}'" for name, value in cache.items())
+    hosts_file = sshd.hosts(tmp_path / "hosts.yaml", defaults=f"env: {{{env}}}")
     run_file = write_run(tmp_path, CLUSTERS)
     ssh = ("--launcher", "ssh", "--hosts", hosts_file, "--max-restarts", 1)
     workers = lambda: pids_of(f"launch worker {tmp_path}/run")
@@ -148,7 +150,7 @@ def test_a_job_over_ssh_survives_the_death_of_a_process(sshd, tmp_path):
     assert "starting again" in job.output
     assert workers() == []
     local = write_run(tmp_path, CLUSTERS, name="local")
-    with RunningJob(local, "--launcher", "local", *settings) as job:
+    with RunningJob(local, "--launcher", "local", *settings, env=cache) as job:
         assert job.end() == 0, job.output
     losses = [[r["loss"] for r in metrics.read(tmp_path / name)] for name in ("run", "local")]
     assert len(losses[0]) == 40
