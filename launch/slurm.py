@@ -80,8 +80,8 @@ def write(
         fix = f"submit it where Slurm is: sbatch {shlex.quote(str(path))}"
         raise HolmesError("--submit", "needs sbatch", found="not installed", fix=fix) from None
     if done.returncode:
-        fix = "correct the options file"
-        found = done.stderr.strip()
+        fix = "correct the options file, or submit it on a machine of the Slurm cluster"
+        found = "; ".join(done.stderr.strip().splitlines())
         raise HolmesError(str(path), "sbatch refuses it", found=found, fix=fix)
     print(done.stdout.strip())
     return 0
