@@ -295,13 +295,19 @@ SLURM_JOB_ID=7
 def test_the_batch_shell_passes_signals_on_and_requeues(tmp_path, ends, asked, status, said):
     """bash itself runs the end of the file, with a stand-in for python and for scontrol."""
     text = BODY.format(ends=ends) + slurm.BODY.format(command="python", requeue=75)
-    shell = subprocess.Popen(["bash", "-c", text], stdout=subprocess.PIPE, text=True)
-    assert shell.stdout.readline() == "started\n"
-    if asked:
-        shell.terminate()
-    with shell.stdout:
-        output = shell.stdout.read()
-    assert shell.wait(20) == status
+    argv = ["bash", "-c", text]
+    shell = subprocess.Popen(argv, stdout=subprocess.PIPE, text=True, start_new_session=True)
+    try:
+        assert shell.stdout.readline() == "started\n"
+        if asked:
+            shell.terminate()
+        assert shell.wait(20) == status
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(shell.pid, signal.SIGKILL)
+        with shell.stdout:
+            output = shell.stdout.read()
+        shell.wait()
     assert [line for line in output.splitlines() if not line.startswith("status")] == said
 
 

@@ -19,7 +19,7 @@ import pytest
 from holmesjax import job as jobs, metrics, topology
 from holmesjax.errors import HolmesError
 from holmesjax.processes import make_processes
-from launch import hosts
+from launch import hosts, launcher
 from launch.ssh import SshLauncher
 from tests.jobs import RunningJob, compile_cache, write_run
 
@@ -100,8 +100,18 @@ def pids_of(words: str) -> list[int]:
     found = []
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         with contextlib.suppress(OSError):
-            if words in path.read_bytes().replace(b"\0", b" ").decode():
+            if words in path.read_bytes().replace(b"\0", b" ").decode(errors="replace"):
                 found.append(int(path.parent.name))
+    return found
+
+
+def readers_of(path: Path) -> list[int]:
+    """Processes that sleep with this as their stdin."""
+    found = []
+    for pid in pids_of("sleep 1000000"):
+        with contextlib.suppress(OSError):  # of another test, and ending
+            if os.readlink(f"/proc/{pid}/fd/0") == str(path):
+                found.append(pid)
     return found
 
 
@@ -166,18 +176,18 @@ def start_endless(sshd, tmp_path, script: str, *arguments):
 def test_nothing_is_left_of_a_job_whose_launcher_is_killed(sshd, tmp_path, number):
     endless = f"exec sleep 1000000 < {tmp_path}/run.yaml"
     with start_endless(sshd, tmp_path, f"# {tmp_path}\n{endless}") as job:
-        started = lambda: [
-            pid for pid in pids_of("sleep 1000000") if os.getpgid(pid) != os.getpgid(0)
-        ]
-        wait_until(lambda: len(started()) >= 2)
-        mine = [
-            pid for pid in started() if f"{tmp_path}/run.yaml" == os.readlink(f"/proc/{pid}/fd/0")
-        ]
-        assert len(mine) == 2
-        job.process.send_signal(number)
-        assert job.process.wait(10) != 0
-        wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in mine), 5.0)
-        wait_until(lambda: not [p for p in pids_of(str(tmp_path)) if p != os.getpid()], 5.0)
+        started = lambda: readers_of(tmp_path / "run.yaml")
+        wait_until(lambda: len(started()) == 2)
+        mine = started()
+        try:
+            job.process.send_signal(number)
+            assert job.process.wait(10) != 0
+            wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in mine), 5.0)
+            wait_until(lambda: not [p for p in pids_of(str(tmp_path)) if p != os.getpid()], 5.0)
+        finally:
+            for pid in mine:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
 
 
 def test_a_process_that_ends_too_early_shows_its_last_words(sshd, tmp_path):
@@ -238,15 +248,15 @@ def test_the_status_of_a_process_comes_through(sshd, tmp_path, script, status):
     python.chmod(0o755)
     path = sshd.hosts(tmp_path / "hosts.yaml", defaults=f'python: "{python}"')
     job = jobs.load(write_run(tmp_path, CLUSTERS))
-    launcher = SshLauncher(job, str(path), None)
-    assert launcher.address == "127.0.0.1"  # all hosts are on loopback
+    ssh = SshLauncher(job, str(path), None)
+    assert ssh.address == "127.0.0.1"  # all hosts are on loopback
     events = queue.Queue()
     process = make_processes(job.plan, job.topology, "node")[0]
     try:
-        launcher.start(process, ["worker", "a b"], {"HOLMES_X": "it's $HOME"}, events)
+        ssh.start(process, ["worker", "a b"], {"HOLMES_X": "it's $HOME"}, events)
         output, exited = events.get(timeout=20), events.get(timeout=20)
     finally:
-        launcher.end()
+        ssh.end()
     addresses = '{"infiniband": ["127.0.9.1"], "ethernet": ["127.0.9.1"]}'
     assert output.message["line"] == f"it's $HOME -m launch worker a b {addresses}"
     assert (exited.process, exited.kind, exited.message) == (0, "exit", {"status": status})
@@ -346,6 +356,40 @@ def test_two_names_of_one_host_are_noticed(tmp_path):
     job = jobs.load(write_run(tmp_path, CLUSTERS))
     with pytest.raises(HolmesError, match="is the same host as a-0"):
         SshLauncher(job, str(tmp_path / "hosts.yaml"), None)
+
+
+@pytest.mark.parametrize(
+    "hosts_of, found",
+    [
+        ({"a": "127.0.0.2", "b": "127.0.0.3"}, "127.0.0.1"),
+        ({"a": "127.0.0.2", "b": "10.0.0.9"}, "10.0.0.1"),  # b does not reach 127.0.0.1
+        ({"a": "10.0.0.8", "b": "10.0.0.9"}, "10.0.0.1"),
+        ({"a": "10.0.0.9", "b": "10.1.0.9"}, None),
+    ],
+)
+def test_the_controller_listens_where_the_hosts_are(monkeypatch, hosts_of, found):
+    """With routes that lead to 10.x.0.0/16 from 10.x.0.1."""
+
+    class Probe(contextlib.AbstractContextManager):
+        def __init__(self, *_):
+            pass
+
+        def __exit__(self, *_):
+            pass
+
+        def connect(self, target):
+            net = target[0].rsplit(".", 2)[0]
+            self.source = "127.0.0.1" if net.startswith("127") else f"{net}.0.1"
+
+        def getsockname(self):
+            return self.source, 0
+
+    monkeypatch.setattr(launcher.socket, "socket", Probe)
+    if found is None:
+        with pytest.raises(HolmesError, match="from several addresses"):
+            launcher.own_address(hosts_of)
+    else:
+        assert launcher.own_address(hosts_of) == found
 
 
 @pytest.mark.parametrize("listen", ["0.0.0.0", "0.0.0.0:7000", ":7000", "10.0.0.1:", "h:99999"])
