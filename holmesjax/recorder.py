@@ -12,7 +12,7 @@ With one process the part is the step; with many, the step is complete when all 
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, TextIO
@@ -36,6 +36,7 @@ class Recorder:
       done_steps: steps before this session.
       num_parts: processes that tell of every step.
       stream: where progress is printed; standard output if None.
+      on_step: takes the record of each step; what it returns is added.
     """
 
     def __init__(
@@ -46,10 +47,12 @@ class Recorder:
         done_steps: int,
         num_parts: int = 1,
         stream: TextIO | None = None,
+        on_step: Callable[[Mapping[str, Any]], Mapping[str, Any]] | None = None,
     ):
         self.history: list[dict[str, Any]] = []
         self.tasks: list[dict[str, Any]] = []  # of the last step, as `timeline.json` has them
         self._run_dir, self._config, self._num_parts = run_dir, config, num_parts
+        self._on_step = on_step
         self._parts: dict[int, list[Part]] = {}
         with ExitStack() as stack:
             self._metrics = stack.enter_context(Metrics(run_dir, config.log, done_steps=done_steps))
@@ -103,6 +106,8 @@ class Recorder:
         }
         if "val_loss" in known:
             record["val_loss"] = known["val_loss"]
+        if self._on_step:
+            record |= self._on_step(record)
         self.tasks = [interval._asdict() for interval in intervals]
         self._metrics.write(record)
         self.console.step(record)

@@ -7,6 +7,7 @@ examples:
   python -m launch train configs/runs/quickstart.yaml --launcher local # a process for every node
   python -m launch train RUN.yaml --launcher ssh --hosts HOSTS.yaml    # on other machines
   python -m launch plan configs/runs/quickstart.yaml --json            # print the plan and stop
+  python -m launch lab configs/topologies/ib_roce.yaml -- train configs/runs/quickstart.yaml
   python -m launch generate runs/quickstart --prompt "def "            # sample from it
   python -m launch nics                                                # what this host has
 """
@@ -16,11 +17,12 @@ import importlib
 import sys
 from collections.abc import Sequence
 
-from holmesjax.errors import HolmesError
+from holmesjax.errors import ConfigError, HolmesError
 
 VERBS = {
     "train": "start a run, or resume one from its folder",
     "plan": "print the plan of a run and start nothing",
+    "lab": "rehearse on a topology rebuilt out of network namespaces",
     "generate": "sample text from a run's newest checkpoint",
     "nics": "print this host's NICs, and what NCCL is told of them",
     "worker": "be one process of a job (for launchers)",
@@ -49,6 +51,16 @@ def verb_parser(verb: str) -> argparse.ArgumentParser:
     if verb == "worker":
         parser.add_argument("run_dir", help="the folder of the job's run")
         return parser
+    if verb == "lab":
+        add = parser.add_argument
+        parser.usage = "python -m launch lab TOPOLOGY [options] -- train RUN ... | lab clean"
+        add("topology", help="a topology file; or `clean`: take away what crashed labs have left")
+        add("--cpu", metavar="SHARE", help="of a core, for the fastest node: 45%% (all there is)")
+        add("--scale", type=float, metavar="F", help="of all rates (as compute is slower here)")
+        add("--real", metavar="RUN", help="the run whose bytes per FLOP are kept (the same run)")
+        add("--fault", action="append", default=[], help="'step=20 cut ib<->roce 10s'; repeatable")
+        add("--dry-run", action="store_true", help="print every command and run none")
+        return parser
     parser.add_argument("target", help="a file of configs/runs/, or a run folder")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="dotted if nested")
     if verb == "plan":
@@ -72,19 +84,49 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     )
     parser.add_argument("verb", choices=VERBS)
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="see <verb> --help")
+    argv, inner = list(argv), None
+    if argv[:1] == ["lab"] and "--" in argv:
+        inner = argv[argv.index("--") + 1 :]
+        argv = argv[: argv.index("--")]
     top = parser.parse_args(argv)
     args = verb_parser(top.verb).parse_intermixed_args(top.arguments)
     args.verb = top.verb
+    if top.verb == "lab":
+        args.command = _command_in_lab(args, inner)
     return args
+
+
+def _command_in_lab(
+    args: argparse.Namespace, argv: Sequence[str] | None
+) -> argparse.Namespace | None:
+    """What follows `--`, on the lab's topology; None for `lab clean`."""
+    if args.topology == "clean":
+        return None
+    if not argv:
+        raise ConfigError("lab", "needs a command", found="nothing", fix="add -- train RUN.yaml")
+    command = parse(argv)
+    if command.verb not in ("train", "plan"):
+        problem, fix = "has no topology that a lab could stand for", "use train or plan"
+        raise ConfigError("lab", problem, found=command.verb, fix=fix)
+    for override in command.overrides:
+        if override.startswith("topology="):
+            fix = "name the topology behind lab only"
+            raise ConfigError(override, "the lab has its own topology", found=override, fix=fix)
+    command.overrides.append(f"topology={args.topology}")
+    if command.verb == "train":
+        command.overrides.append("run.rehearse=true")
+    return command
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit status: 0 done, 1 cannot go on, 2 a mistake of the user, 75 start again."""
-    args = parse(sys.argv[1:] if argv is None else argv)
     try:
+        args = parse(sys.argv[1:] if argv is None else argv)
         # The verb's module is imported last: a mistake in a run file needs no JAX to be found.
-        if args.verb in ("train", "plan"):
-            args.job = importlib.import_module("holmesjax.job").load(args.target, args.overrides)
+        planned = args.command if args.verb == "lab" else args
+        if planned and planned.verb in ("train", "plan"):
+            load = importlib.import_module("holmesjax.job").load
+            planned.job = load(planned.target, planned.overrides)
         return importlib.import_module(f"launch.{args.verb}").run(args)
     except HolmesError as error:
         print(f"error: {error}", file=sys.stderr)

@@ -12,10 +12,11 @@ import re
 import signal
 import time
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, Protocol
 
 from holmesjax import manifest, wire
 from holmesjax.control import Controller, Event
@@ -51,17 +52,33 @@ class _Attempt:
     last: dict[int, deque[str]] = field(default_factory=dict)  # process -> its last lines
 
 
+class Watch(Protocol):
+    """Looks on while a job trains."""
+
+    def step(self, record: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Takes the record of a step that is done; what to add to it."""
+
+    def end(self) -> None:
+        """All processes have ended, and the report is not yet written."""
+
+
 class Supervisor:
     """One job: as many attempts as it may have.
 
-    Without a `key_file` each attempt has a key of its own, in the run folder.
+    Without a `key_file` each attempt has a key of its own, in the run folder. A `watch` looks on.
     """
 
     def __init__(
-        self, job: Job, launcher: Launcher, *, max_restarts: int = 0, key_file: str | None = None
+        self,
+        job: Job,
+        launcher: Launcher,
+        *,
+        max_restarts: int = 0,
+        key_file: str | None = None,
+        watch: Watch | None = None,
     ):
         self._job, self._launcher, self._max_restarts = job, launcher, max_restarts
-        self._given_key_file = key_file
+        self._given_key_file, self._watch = key_file, watch
         self._config = job.config.distributed
         self._processes = make_processes(job.plan, job.topology, self._config.processes)
         self._signals: list[int] = []
@@ -132,7 +149,11 @@ class Supervisor:
                 heartbeat_timeout_s=self._config.silence_s,
             ) as controller,
             Recorder(
-                job.run_dir, config, done_steps=resume, num_parts=len(self._processes)
+                job.run_dir,
+                config,
+                done_steps=resume,
+                num_parts=len(self._processes),
+                on_step=self._watch.step if self._watch else None,
             ) as recorder,
         ):
             self._controller = controller
@@ -142,6 +163,8 @@ class Supervisor:
             finally:
                 self._controller = None
                 self._launcher.end()
+                if self._watch:
+                    self._watch.end()
                 if self._given_key_file is None:
                     key_file.unlink(missing_ok=True)
         if path := recorder.write_report():

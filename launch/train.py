@@ -13,11 +13,11 @@ from launch.launcher import Launcher
 from launch.local import LocalLauncher
 from launch.slurm import SlurmLauncher
 from launch.ssh import SshLauncher
-from launch.supervisor import Supervisor
+from launch.supervisor import Supervisor, Watch
 
-# option -> the launchers that it means something to
+# option -> the launchers that it means something to; a lab is one, and has a verb of its own
 USEFUL = {
-    "--max-restarts": ("local", "ssh", "slurm", "kubernetes"),
+    "--max-restarts": ("local", "ssh", "slurm", "kubernetes", "lab"),
     "--listen": ("external", "ssh", "slurm"),
     "--hosts": ("ssh",),
     "--options": ("slurm", "kubernetes"),
@@ -25,8 +25,13 @@ USEFUL = {
 }
 
 
-def run(args: argparse.Namespace) -> int:
-    _refuse_useless_options(args)
+def run(
+    args: argparse.Namespace, launcher: Launcher | None = None, watch: Watch | None = None
+) -> int:
+    """With a launcher that is given, a lab's, instead of one that `args` names."""
+    _refuse_useless_options(args, "lab" if launcher else args.launcher)
+    if launcher is not None:
+        return Supervisor(args.job, launcher, max_restarts=args.max_restarts, watch=watch).run()
     if args.launcher is None:
         return _run_here(args)
     if args.launcher == "kubernetes":
@@ -58,11 +63,11 @@ def _make_launcher(args: argparse.Namespace) -> Launcher:
     return SlurmLauncher(args.job, os.environ, args.listen)
 
 
-def _refuse_useless_options(args: argparse.Namespace) -> None:
+def _refuse_useless_options(args: argparse.Namespace, launcher: str | None) -> None:
     for option, launchers in USEFUL.items():
         value = getattr(args, option.removeprefix("--").replace("-", "_"))
-        if value and args.launcher not in launchers:
-            names = " or ".join(launchers)
+        if value and launcher not in launchers:
+            names = " or ".join(name for name in launchers if name != "lab")
             problem = f"is only for --launcher {names}"
             fix = f"add --launcher {launchers[0]}, or leave it out"
             raise ConfigError(option, problem, found=value, fix=fix)

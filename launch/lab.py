@@ -1,0 +1,151 @@
+"""`launch lab`: runs a command in a topology that is rebuilt in small on this machine."""
+
+import argparse
+import importlib
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from holmesjax import config as configs, faults as fault_texts, lab as labs
+from holmesjax.errors import ConfigError
+from holmesjax.faults import Fault
+from holmesjax.job import Job
+from holmesjax.lab_commands import Commands, tear_down
+from launch import namespaces, train
+from launch.counters import Counters
+from launch.injector import Injector
+
+# One core's rate of products, as NumPy's library does them: the best of five.
+MEASURE = """
+import time, numpy
+a = numpy.ones((1024, 1024), "float32")
+def once():
+    start_s = time.perf_counter()
+    a @ a
+    return time.perf_counter() - start_s
+once()
+print(2 * 1024**3 / min(once() for _ in range(5)))
+"""
+
+
+def run(args: argparse.Namespace) -> int:
+    if args.topology == "clean":
+        return _clean(args)
+    if args.command.verb != "train":  # it starts no processes on nodes
+        return importlib.import_module(f"launch.{args.command.verb}").run(args.command)
+    if args.command.launcher is not None:
+        problem, fix = "the lab starts the processes itself", "leave it out"
+        raise ConfigError("--launcher", problem, found=args.command.launcher, fix=fix)
+    job = args.command.job
+    faults = fault_texts.parse_all(args.fault, job.topology)
+    lab, lines = _make_lab(args, job)
+    commands = Commands(
+        lab=lab,
+        id=namespaces.new_id(),
+        cgroup_version=namespaces.cgroup_version() or "v2",
+        has_netem=namespaces.has_netem(),
+    )
+    described = labs.describe(lab, has_netem=commands.has_netem)
+    print(f"lab         {commands.switch}: {len(lab.nodes)} nodes", *described, sep="\n")
+    print(f"  scale     {lines[0]}", *(f"            {line}" for line in lines[1:]), sep="\n")
+    if args.dry_run:
+        print(*_dry_run(commands, faults, job), sep="\n")
+        return 0
+    namespaces.refuse_without_means()
+    sys.stdout.flush()
+    return _train(args.command, commands, faults)
+
+
+class _Watch:
+    """Tells the injector which step is done, and writes down what the kernel has counted."""
+
+    def __init__(self, counters: Counters, injector: Injector, run_dir: Path):
+        self._counters, self._injector, self._run_dir = counters, injector, run_dir
+
+    def step(self, record: Mapping[str, Any]) -> Mapping[str, Any]:
+        self._injector.step(record["step"])
+        return self._counters.step(record)
+
+    def end(self) -> None:
+        self._counters.write(self._run_dir, self._injector.done)
+
+
+def _train(command: argparse.Namespace, commands: Commands, faults: list[Fault]) -> int:
+    job: Job = command.job
+    old = {n: signal.signal(n, _leave) for n in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        with namespaces.built(commands):
+            counters = Counters(commands, job.plan)
+            with Injector(commands, faults) as injector:
+                watch = _Watch(counters, injector, job.run_dir)
+                return train.run(command, namespaces.LabLauncher(commands), watch)
+    finally:
+        for number, handler in old.items():
+            signal.signal(number, handler)
+
+
+def _leave(number: int, _: FrameType | None) -> None:
+    raise SystemExit(128 + number)
+
+
+def _clean(args: argparse.Namespace) -> int:
+    namespaces.refuse_without_means()
+    cleaned = namespaces.clean()
+    print(
+        *(f"took away holmes-{id}" for id in cleaned) if cleaned else ["nothing is left"], sep="\n"
+    )
+    return 0
+
+
+def _make_lab(args: argparse.Namespace, job: Job) -> tuple[labs.Lab, list[str]]:
+    """The lab, and the arithmetic of its scale."""
+    own = labs.workload(job.config)
+    real = labs.workload(configs.load(args.real)) if args.real else own
+    cores = sorted(os.sched_getaffinity(0))
+    shares = labs.make_shares(job.topology, real.dtype, cores, _quota(args.cpu))
+    if args.scale is not None:
+        scale, lines = args.scale, [f"{args.scale:g}, as --scale says"]
+    else:
+        scale, lines = labs.scale(job.topology, shares, _core_flop_per_s(cores[0]), own, real)
+    return labs.make_lab(job.topology, shares, scale), lines
+
+
+def _quota(text: str | None) -> float | None:
+    """Cores, of the fastest node."""
+    if text is None:
+        return None
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*%", text)
+    if not match or float(match[1]) == 0:
+        problem = "must be the share of a core that the fastest node gets"
+        raise ConfigError("--cpu", problem, found=text, fix="write --cpu 45%, or 150%")
+    return float(match[1]) / 100
+
+
+def _core_flop_per_s(core: int) -> float:
+    """How fast one core multiplies float32 matrices."""
+    env = {**os.environ, "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
+    hold = lambda: os.sched_setaffinity(0, {core})
+    words = [sys.executable, "-c", MEASURE]
+    output = subprocess.run(words, env=env, preexec_fn=hold, capture_output=True, check=True).stdout
+    return float(output)
+
+
+def _dry_run(commands: Commands, faults: list[Fault], job: Job) -> list[str]:
+    """Every line that would be run, with comments between them."""
+    lines = ["# build the lab", *commands.build()]
+    worker = [sys.executable, "-m", "launch", "worker", str(job.run_dir)]
+    lines.append("# start a process on each node")
+    lines += [shlex.join(commands.enter(node, worker)) for node in commands.lab.nodes]
+    for fault in faults:
+        doing, undoing = commands.fault(fault)
+        lines += [f"# fault: {fault.text}", *doing]
+        if fault.duration_s is not None:
+            lines += [f"# {fault.duration_s:g} s later", *undoing]
+    return [*lines, "# take it away", *tear_down(commands.id, commands.cgroup_version)]
