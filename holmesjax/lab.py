@@ -349,7 +349,7 @@ def describe(lab: Lab, *, has_netem: bool) -> list[str]:
         cpu = f"{100 * node.share.quota:.3g}% of core {cores}"
         lines.append(f"  {node.name:<9} {cpu}, {', '.join(networks)}")
     names = [cluster.name for cluster in lab.topology.clusters]
-    for (a, b), link in lab.links.items():
+    for (a, b), link in sorted(lab.links.items()):
         rate = show(link.rate_bytes_per_s, "b/s")
         lines.append(f"  {names[a]} -> {names[b]}: {rate} from each node")
     latencies = {link.latency_s for link in lab.links.values()} | {

@@ -9,7 +9,6 @@ from typing import Any
 
 from holmesjax.lab import FILE
 from holmesjax.lab_commands import FIRST_LINK, Commands, port_name
-from holmesjax.plan import Plan
 from launch.namespaces import run_line
 
 CLASS = re.compile(r"class htb 1:(\w+) .*\n\s*Sent (\d+) bytes")
@@ -18,18 +17,14 @@ CLASS = re.compile(r"class htb 1:(\w+) .*\n\s*Sent (\d+) bytes")
 class Counters:
     """Of one lab, in whose switch namespace this process must be."""
 
-    def __init__(self, commands: Commands, plan: Plan):
+    def __init__(self, commands: Commands):
         self._commands = commands
-        self._clusters = [stage.cluster for stage in plan.stages]
-        self._told: Counter[tuple[str, str]] = Counter()  # by the runtime, from cluster to cluster
+        self._told: Counter[str] = Counter()  # by the runtime, for each link
         self._last = self._ports("rx")
 
     def step(self, record: Mapping[str, Any]) -> dict[str, dict[str, int]]:
         """What each interface has sent since the step before, for the record of a step."""
-        for name, num_bytes in record["link_bytes"].items():
-            source, target = (self._clusters[int(n)] for n in re.findall(r"\d+", name))
-            if source != target:
-                self._told[source, target] += num_bytes
+        self._told.update(record["link_bytes"])
         sent = self._ports("rx")
         step = {name: sent[name] - self._last[name] for name in sent}
         self._last = sent
@@ -66,7 +61,7 @@ class Counters:
                 "rate_bytes_per_s": link.rate_bytes_per_s,
                 "latency_s": link.latency_s if self._commands.has_netem else 0.0,
                 "kernel_bytes": counted[a, b],
-                "runtime_bytes": self._told[names[a], names[b]],
+                "runtime_bytes": self._told[f"{names[a]} -> {names[b]}"],
             }
             for (a, b), link in lab.links.items()
         ]

@@ -18,7 +18,7 @@ from holmesjax.errors import ConfigError
 from holmesjax.faults import Fault
 from holmesjax.job import Job
 from holmesjax.lab_commands import Commands, tear_down
-from launch import namespaces, train
+from launch import namespaces
 from launch.counters import Counters
 from launch.injector import Injector
 
@@ -82,10 +82,12 @@ def _train(command: argparse.Namespace, commands: Commands, faults: list[Fault])
     old = {n: signal.signal(n, _leave) for n in (signal.SIGTERM, signal.SIGHUP)}
     try:
         with namespaces.built(commands):
-            counters = Counters(commands, job.plan)
+            counters = Counters(commands)
             with Injector(commands, faults) as injector:
                 watch = _Watch(counters, injector, job.run_dir)
-                return train.run(command, namespaces.LabLauncher(commands), watch)
+                train = importlib.import_module("launch.train")  # it draws: slow to import
+                status: int = train.run(command, namespaces.LabLauncher(commands), watch)
+        return status
     finally:
         for number, handler in old.items():
             signal.signal(number, handler)
