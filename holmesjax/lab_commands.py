@@ -23,7 +23,7 @@ from holmesjax.lab import FAST, SLOW, SUPERVISOR, Lab, LabNode
 
 STATE = "/run/holmesjax"  # a folder for each lab
 CGROUPS = {"v1": "/sys/fs/cgroup/cpu", "v2": "/sys/fs/cgroup"}
-PERIOD_US = 10_000  # of the quota: a node that has used up its share waits for less than this
+PERIOD_US = 25_000  # of the quota: how long a node may stand still; shorter ones cost caches
 MTU_BYTES = 9000  # jumbo frames: headers are 1% of the traffic
 BURST_S = 200e-6  # what a class may send at once after a pause, as time at its rate
 CHUNK_S = 1e-3  # the most that TCP hands over at once, as time at the rate

@@ -70,13 +70,16 @@ def children(pid: int) -> list[int]:
 
 
 class RunningJob:
-    """`launch train` in the background; a context manager that ends what is left of it."""
+    """`launch train` in the background; a context manager that ends what is left of it.
 
-    def __init__(self, *arguments, prefix=(), env=None):
+    `prefix` comes before the interpreter, `before` before `train`.
+    """
+
+    def __init__(self, *arguments, prefix=(), before=(), env=None):
         self.lines: list[str] = []
         self._started: set[int] = set()
         self.process = subprocess.Popen(
-            [*prefix, sys.executable, "-m", "launch", "train", *map(str, arguments)],
+            [*prefix, sys.executable, "-m", "launch", *map(str, (*before, "train", *arguments))],
             cwd=ROOT,
             env={**os.environ, **(env or {})},
             stdout=subprocess.PIPE,

@@ -22,9 +22,9 @@ LAYERS = [
     ["holmesjax.schema", "holmesjax.discovery"],
     ["holmesjax.config", "holmesjax.topology_file", "holmesjax.nccl"],
     ["holmesjax.topology", "holmesjax.manifest"],
-    ["holmesjax.costs", "holmesjax.schedule", "holmesjax.mapper"],
-    ["holmesjax.memory"],
-    ["holmesjax.plan"],
+    ["holmesjax.costs", "holmesjax.schedule", "holmesjax.mapper", "holmesjax.faults"],
+    ["holmesjax.memory", "holmesjax.lab"],
+    ["holmesjax.plan", "holmesjax.lab_commands"],
     ["holmesjax.planner", "holmesjax.processes", "holmesjax.crossings"],
     ["holmesjax.job", "holmesjax.control", "holmesjax.routes", "holmesjax.neighbours"],
     [
@@ -62,8 +62,11 @@ LAYERS = [
         "launch.ssh",
         "launch.slurm",
         "launch.kubernetes",
+        "launch.namespaces",
     ],
     ["launch.train", "launch.plan", "launch.generate", "launch.worker", "launch.nics"],
+    ["launch.injector", "launch.counters"],
+    ["launch.lab"],
 ]
 ROW = {module: row for row, modules in enumerate(LAYERS) for module in modules}
 WITHOUT_JAX = ROW["holmesjax.job"]  # a plan can be made on any laptop
