@@ -140,7 +140,7 @@ class Commands:
             f"{add} 1: classid 1:{NIC:x} htb {_rates(rate, rate)}",
             f"{add} 1:{NIC:x} classid 1:{OWN:x} htb {_rates(rate / (1 + len(links)), rate)}",
             f"{add} 1: classid 1:{LOST:x} htb rate 8bit ceil 8bit quantum {FRAME_BYTES}",
-            f"{tc} qdisc add dev eth0 parent 1:{LOST:x} pfifo limit 1",
+            f"{tc} qdisc add dev eth0 parent 1:{LOST:x} pfifo limit 0",
         ]
         for b, link in links.items():
             minor = FIRST_LINK + b

@@ -19,7 +19,7 @@ from xml.etree import ElementTree
 import matplotlib
 from matplotlib.figure import Figure
 
-from holmesjax import figures, metrics, topology as topologies
+from holmesjax import figures, lab as labs, metrics, topology as topologies
 from holmesjax.errors import DataError
 from holmesjax.plan import Plan, StagePlan
 from holmesjax.units import show
@@ -95,6 +95,7 @@ def write_report(run_dir: str | Path) -> Path:
     topology = topologies.load(run_dir / "topology.yaml")
     timeline = run_dir / "timeline.json"
     timed = json.loads(timeline.read_text()) if timeline.exists() else {"tasks": []}
+    lab = run_dir / labs.FILE
     title = run_dir.resolve().name
     body = [
         _header(title, plan, records),
@@ -103,6 +104,7 @@ def write_report(run_dir: str | Path) -> Path:
         _section("Loss", "In nats per token.", _picture("loss", figures.loss_curve(records))),
         _timeline_section(timed),
         _traffic_section(records),
+        *([_lab_section(json.loads(lab.read_text()))] if lab.exists() else []),
         _section(
             "Machines",
             "Clusters, their fabrics, the links between them, and the stage of every device.",
@@ -254,6 +256,46 @@ def _traffic_section(records: Sequence[Record]) -> str:
         return _section("Traffic", "This run has one stage: nothing crosses between stages.", "")
     text = "What the stages sent each other; the links are stacked on one another."
     return _section("Traffic", text, _picture("traffic", figures.link_traffic(records)))
+
+
+def _lab_section(lab: Record) -> str:
+    text = (
+        f"Rebuilt on one machine; rates are {lab['scale']:.3g} of the real ones. Bytes as the "
+        "kernel has counted them, headers and evaluation included, and as the steps have told."
+    )
+    cells = lambda *values: tuple(f"<td>{escape(value)}</td>" for value in values)
+    rate = lambda value: "unshaped" if value is None else show(value, "b/s")
+    interfaces = [
+        cells(
+            node["node"],
+            f"{100 * node['cpu']:.3g}% of a core",
+            interface["name"],
+            rate(interface["rate_bytes_per_s"]),
+            show(interface["sent_bytes"], "B"),
+            show(interface["received_bytes"], "B"),
+        )
+        for node in lab["nodes"]
+        for interface in node["interfaces"]
+    ]
+    links = [
+        cells(
+            f"{link['from']} to {link['to']}",
+            rate(link["rate_bytes_per_s"]),
+            show(link["kernel_bytes"], "B"),
+            show(link["runtime_bytes"], "B"),
+        )
+        for link in lab["links"]
+    ]
+    faults = [
+        cells(str(fault["step"]), f"{fault['time_s']:.1f} s", fault["fault"])
+        for fault in lab["faults"]
+    ]
+    content = _table(("Node", "CPU", "Interface", "Rate", "Sent", "Received"), interfaces)
+    if links:
+        content += _table(("Link", "Rate from a node", "Kernel", "Steps"), links)
+    if faults:
+        content += _table(("After step", "After the start", "Fault"), faults)
+    return _section("Lab", text, content)
 
 
 def _config_section(text: str) -> str:

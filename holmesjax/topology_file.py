@@ -196,13 +196,22 @@ def _cluster_names_differ(document: Document, file: TopologyEntry) -> Iterator[H
 
 def _node_names_differ(document: Document, file: TopologyEntry) -> Iterator[HolmesError]:
     seen: set[str] = set()
+    clusters: set[str] = set()
     for i, cluster in enumerate(file.clusters):
         for j, node in enumerate(nodes_of(cluster)):
-            if node.name in seen and not isinstance(cluster.nodes, int):
-                keys = ("clusters", i, "nodes", j, "name")
+            is_counted = isinstance(cluster.nodes, int)
+            if is_counted and cluster.name in clusters:
+                continue  # two clusters of one name are a mistake by themselves
+            if node.name in seen:
+                keys = (
+                    ("clusters", i, "nodes") if is_counted else ("clusters", i, "nodes", j, "name")
+                )
                 fix = f"call it {cluster.name}-{j}, say"
+                if is_counted:
+                    fix = f"rename the cluster {cluster.name}, or the other node"
                 yield document.mistake(keys, "is the name of two nodes", found=node.name, fix=fix)
             seen.add(node.name)
+        clusters.add(cluster.name)
 
 
 def _entries(cluster: ClusterEntry, keys: Keys) -> Iterator[tuple[Keys, DevicesEntry | NicEntry]]:

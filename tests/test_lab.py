@@ -35,7 +35,8 @@ name: three
 clusters:
   - {name: a, fabric: infiniband, nodes: 1, devices: {kind: cpu, count: 1},
      nics: [{kind: infiniband_200}, {kind: ethernet_100}]}
-  - {name: b, fabric: ethernet, nodes: 2, devices: {kind: cpu, count: 1}, nics: [{kind: ethernet_100}]}
+  - {name: b, fabric: ethernet, nodes: 2, devices: {kind: cpu, count: 1},
+     nics: [{kind: ethernet_100}]}
   - {name: c, fabric: infiniband, nodes: 1, devices: {kind: cpu, count: 1},
      nics: [{kind: infiniband_200}]}
 links:
@@ -272,7 +273,7 @@ def test_faults_are_read(tmp_path):
         ("slow ib-0 to 1 Mb/s", "only a link can be slow"),
         ("slow ib<->roce 5s", "must say how slow"),
         ("slow ib<->roce to 0 Mb/s", "must not be zero"),
-        ("slow ib<->roce to 5 mb/s", "is not a unit"),
+        ("slow ib<->roce to 5mb/s", "is not a unit"),
         ("cut ib-0 0s", "must not be zero"),
         ("cut ib-0 5", "has no unit"),
         ("cut ib-0 5s now", "words too many"),
