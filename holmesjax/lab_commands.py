@@ -24,6 +24,7 @@ from holmesjax.lab import FAST, SLOW, SUPERVISOR, Lab, LabNode
 STATE = "/run/holmesjax"  # a folder for each lab
 CGROUPS = {"v1": "/sys/fs/cgroup/cpu", "v2": "/sys/fs/cgroup"}
 PERIOD_US = 25_000  # of the quota: how long a node may stand still; shorter ones cost caches
+BRIDGE = "02:00:00:00:00:01"  # of every bridge: each is a network by itself
 MTU_BYTES = 9000  # jumbo frames: headers are 1% of the traffic
 BURST_S = 200e-6  # what a class may send at once after a pause, as time at its rate
 CHUNK_S = 1e-3  # the most that TCP hands over at once, as time at the rate
@@ -77,7 +78,10 @@ class Commands:
         return lines
 
     def _bridge(self, name: str) -> list[str]:
-        add = f"ip -n {self.switch} link add name {name} mtu {MTU_BYTES} type bridge"
+        # With an address of its own: otherwise it has that of a port, until the port is taken out.
+        add = (
+            f"ip -n {self.switch} link add name {name} address {BRIDGE} mtu {MTU_BYTES} type bridge"
+        )
         return [add, f"ip -n {self.switch} link set dev {name} up"]
 
     def _write_hosts(self, cluster: int) -> str:
@@ -212,7 +216,7 @@ class Commands:
                 return [send.format("KILL")], []
             return [send.format("STOP")], [send.format("CONT")]
         if fault.node:
-            return self._unplug(fault.node, state=0), self._unplug(fault.node, state=3)
+            return self._unplug(fault.node)
         doing, undoing = [], []
         for a, b in fault.ways:
             source, target = self.lab.cluster_number(a), self.lab.cluster_number(b)
@@ -227,12 +231,16 @@ class Commands:
                     undoing.append(change + self._link_rates(node, target))
         return doing, undoing
 
-    def _unplug(self, name: str, *, state: int) -> list[str]:
-        """Takes a node's ports out of their bridges (state 0), or back in (3): nobody is told."""
+    def _unplug(self, name: str) -> tuple[list[str], list[str]]:
+        """Takes a node's ports out of their bridges, and puts them back: nobody is told."""
         [node] = [node for node in self.lab.nodes if node.name == name]
-        devices = ["eth0", "fast0"] if node.fast_address else ["eth0"]
-        set_port = "ip -n {} link set dev {} type bridge_slave state {}"
-        return [set_port.format(self.switch, port_name(node, device), state) for device in devices]
+        out, back = [], []
+        for device, _, _ in node.interfaces:
+            bridge = "br-eth" if device == "eth0" else f"br-{node.cluster}"
+            port = f"ip -n {self.switch} link set dev {port_name(node, device)}"
+            out.append(f"{port} nomaster")
+            back.append(f"{port} master {bridge}")
+        return out, back
 
 
 def tear_down(id: str, version: Version) -> list[str]:
