@@ -8,6 +8,7 @@ import os
 import queue
 import secrets
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -101,9 +102,22 @@ def built(commands: Commands) -> Iterator[None]:
                 _enter_network(switch.fileno())
             yield
         finally:
-            _enter_network(home)
-            os.close(home)
-            _take_away(commands.id, commands.cgroup_version)
+            with _undisturbed():
+                _enter_network(home)
+                os.close(home)
+                _take_away(commands.id, commands.cgroup_version)
+
+
+@contextlib.contextmanager
+def _undisturbed() -> Iterator[None]:
+    """Without signals: whoever presses Ctrl-C twice would leave half of the lab behind."""
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    old = {number: signal.signal(number, signal.SIG_IGN) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in old.items():
+            signal.signal(number, handler)
 
 
 def clean() -> list[str]:
