@@ -78,6 +78,26 @@ def make_processes(plan: Plan, topology: Topology, per: PER) -> tuple[Process, .
     return tuple(processes)
 
 
+def node_processes(topology: Topology) -> tuple[Process, ...]:
+    """One process for every node, with all its devices; a cluster counts as a stage."""
+    processes: list[Process] = []
+    for c, cluster in enumerate(topology.clusters):
+        for rank, node in enumerate(cluster.nodes):
+            processes.append(
+                Process(
+                    number=len(processes),
+                    name=f"{cluster.name}/{node.name}",
+                    cluster=cluster.name,
+                    node=node.name,
+                    stage=c,
+                    rank=rank,
+                    devices=topology.devices((node.name,)),
+                    local_devices=tuple(range(node.num_devices)),
+                )
+            )
+    return tuple(processes)
+
+
 def fabric_between(topology: Topology, a: Process, b: Process) -> str:
     """The network that carries boundaries from one process to another.
 

@@ -7,9 +7,7 @@ in a collective could not end by itself.
 
 import contextlib
 import ctypes
-import dataclasses
 import functools
-import json
 import os
 import signal
 import sys
@@ -24,7 +22,7 @@ from typing import Any, NoReturn
 
 import jax
 
-from holmesjax import checkpoint, compat, discovery, domain, job as jobs, manifest, wire
+from holmesjax import checkpoint, compat, discovery, domain, job as jobs, manifest
 from holmesjax.control import Member
 from holmesjax.discovery import Host
 from holmesjax.errors import REQUEUE, HolmesError
@@ -32,6 +30,7 @@ from holmesjax.job import Job
 from holmesjax.mesh import build_mesh
 from holmesjax.neighbours import Book, Ports, nic
 from holmesjax.pipeline import OneStage, Pipeline, crossings
+from holmesjax.place import Place
 from holmesjax.processes import Process, make_processes
 from holmesjax.programs import compile_stages, compile_whole_step
 from holmesjax.session import Session, make_stages, read_batches
@@ -40,76 +39,7 @@ from holmesjax.tcp import TcpTransport
 from holmesjax.timeline import Clock
 from holmesjax.transfer import TransferTransport
 
-# Where schedulers write which of its processes this is: ours, Slurm, Open MPI, PMI, Kubernetes.
-NUMBER = (
-    "HOLMES_PROCESS",
-    "SLURM_PROCID",
-    "OMPI_COMM_WORLD_RANK",
-    "PMI_RANK",
-    "JOB_COMPLETION_INDEX",
-)
 TRANSPORTS = {"tcp": TcpTransport, "transfer": TransferTransport}
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Place:
-    """What the environment tells a process of a job."""
-
-    number: int
-    controller: tuple[str, int]
-    key: bytes
-    addresses: dict[str, list[str]]  # fabric -> addresses of this node's NICs on it
-    restart: int  # how often the job has been started again
-
-    @classmethod
-    def from_environment(cls, env: Mapping[str, str], find_host: Callable[[], Host]) -> "Place":
-        """Raises HolmesError if a variable is missing or makes no sense.
-
-        `find_host` is asked where nobody has set HOLMES_ADDRESSES.
-        """
-        number = next((env[name] for name in NUMBER if name in env), None)
-        if number is None:
-            raise _missing(" or ".join(NUMBER), "the number of this process in the job")
-        address, _, port = _take(env, "HOLMES_CONTROLLER", "the launcher's host:port").rpartition(
-            ":"
-        )
-        try:
-            if (processes := env.get("HOLMES_PROCESSES")) and "HOLMES_PROCESS" not in env:
-                number = processes.split(",")[int(number)]  # it is a place among these
-            return cls(
-                number=int(number),
-                controller=(address, int(port)),
-                key=wire.read_key_file(_take(env, "HOLMES_KEY_FILE", "the job's key file")),
-                addresses=_addresses(env, find_host),
-                restart=int(env.get("HOLMES_RESTART", "0")),
-            )
-        except (ValueError, AttributeError, IndexError) as error:
-            where, fix = "the environment", "see docs/launching.md"
-            raise HolmesError(where, "makes no sense", found=error, fix=fix) from None
-
-
-def _addresses(env: Mapping[str, str], find_host: Callable[[], Host]) -> dict[str, list[str]]:
-    if text := env.get("HOLMES_ADDRESSES"):
-        return {fabric: list(found) for fabric, found in json.loads(text).items()}
-    host = find_host()
-    found = discovery.addresses(host)
-    if set(found) == {"local"}:
-        nics = "; ".join(str(nic) for nic in host.nics) or "none"
-        found_text = f"not set, and no NIC of {host.name} has an IPv4 address: {nics}"
-        what = '{"ethernet": ["10.0.0.1"]}, say'
-        raise _missing("HOLMES_ADDRESSES", what, found=found_text)
-    return found
-
-
-def _take(env: Mapping[str, str], name: str, what: str) -> str:
-    if name not in env:
-        raise _missing(name, what)
-    return env[name]
-
-
-def _missing(name: str, what: str, found: str = "not set") -> HolmesError:
-    fix = f"start it with a launcher, or set it: {what}"
-    return HolmesError(name, "a process of a job needs it", found=found, fix=fix)
 
 
 class _Agreement:

@@ -25,6 +25,8 @@ VERBS = {
     "lab": "rehearse on a topology rebuilt out of network namespaces",
     "generate": "sample text from a run's newest checkpoint",
     "nics": "print this host's NICs, and what NCCL is told of them",
+    "doctor": "look at everything that a start needs, on all nodes",
+    "agent": "answer what doctor and probe ask of a node (they start it)",
     "worker": "be one process of a job (for launchers)",
 }
 LAUNCHERS = ("local", "external", "ssh", "slurm", "kubernetes")
@@ -48,6 +50,8 @@ def verb_parser(verb: str) -> argparse.ArgumentParser:
         add("--fabric", choices=["infiniband", "roce", "ethernet"], help="of its cluster (any)")
         add("--json", action="store_true", help="for programs")
         return parser
+    if verb == "agent":
+        return parser
     if verb == "worker":
         parser.add_argument("run_dir", help="the folder of the job's run")
         return parser
@@ -63,7 +67,13 @@ def verb_parser(verb: str) -> argparse.ArgumentParser:
         return parser
     parser.add_argument("target", help="a file of configs/runs/, or a run folder")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="dotted if nested")
-    if verb == "plan":
+    if verb == "doctor":
+        add = parser.add_argument
+        names = ("local", "external", "ssh")
+        add("--launcher", choices=names, help="how nodes are reached (local)")
+        add("--listen", metavar="HOST:PORT", help="where the nodes find this machine")
+        add("--hosts", metavar="YAML", help="ssh: how each node is reached")
+    elif verb == "plan":
         parser.add_argument("--json", action="store_true", help="for programs")
     else:
         add = parser.add_argument
@@ -105,8 +115,8 @@ def _command_in_lab(
     if not argv:
         raise ConfigError("lab", "needs a command", found="nothing", fix="add -- train RUN.yaml")
     command = parse(argv)
-    if command.verb not in ("train", "plan"):
-        problem, fix = "has no topology that a lab could stand for", "use train or plan"
+    if command.verb not in ("train", "plan", "doctor"):
+        problem, fix = "has no topology that a lab could stand for", "use train, plan or doctor"
         raise ConfigError("lab", problem, found=command.verb, fix=fix)
     for override in command.overrides:
         if override.startswith("topology="):
@@ -124,7 +134,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         args = parse(sys.argv[1:] if argv is None else argv)
         # The verb's module is imported last: a mistake in a run file needs no JAX to be found.
         planned = args.command if args.verb == "lab" else args
-        if planned and planned.verb in ("train", "plan"):
+        if planned and planned.verb in ("train", "plan", "doctor"):
             load = importlib.import_module("holmesjax.job").load
             planned.job = load(planned.target, planned.overrides)
         return importlib.import_module(f"launch.{args.verb}").run(args)

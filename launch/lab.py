@@ -38,7 +38,7 @@ print(2 * 1024**3 / min(once() for _ in range(5)))
 def run(args: argparse.Namespace) -> int:
     if args.topology == "clean":
         return _clean(args)
-    if args.command.verb != "train":  # it starts no processes on nodes
+    if args.command.verb == "plan":  # it starts no processes on nodes
         return importlib.import_module(f"launch.{args.command.verb}").run(args.command)
     if args.command.launcher is not None:
         problem, fix = "the lab starts the processes itself", "leave it out"
@@ -60,7 +60,7 @@ def run(args: argparse.Namespace) -> int:
         return 0
     namespaces.refuse_without_means()
     sys.stdout.flush()
-    return _train(args.command, commands, faults)
+    return _run_in(commands, args.command, faults)
 
 
 class _Watch:
@@ -77,17 +77,17 @@ class _Watch:
         self._counters.write(self._run_dir, self._injector.done)
 
 
-def _train(command: argparse.Namespace, commands: Commands, faults: list[Fault]) -> int:
-    job: Job = command.job
+def _run_in(commands: Commands, command: argparse.Namespace, faults: list[Fault]) -> int:
     old = {n: signal.signal(n, _leave) for n in (signal.SIGTERM, signal.SIGHUP)}
     try:
         with namespaces.built(commands):
-            counters = Counters(commands)
+            launcher = namespaces.LabLauncher(commands)
+            verb = importlib.import_module(f"launch.{command.verb}")  # it draws: slow to import
             with Injector(commands, faults) as injector:
-                watch = _Watch(counters, injector, job.run_dir)
-                train = importlib.import_module("launch.train")  # it draws: slow to import
-                status: int = train.run(command, namespaces.LabLauncher(commands), watch)
-        return status
+                if command.verb != "train":
+                    return int(verb.run(command, launcher))
+                watch = _Watch(Counters(commands), injector, command.job.run_dir)
+                return int(verb.run(command, launcher, watch))
     finally:
         for number, handler in old.items():
             signal.signal(number, handler)

@@ -7,12 +7,8 @@ import signal
 from types import FrameType
 
 from holmesjax.errors import REQUEUE, ConfigError
-from launch import kubernetes, slurm
-from launch.external import ExternalLauncher
+from launch import kubernetes, launchers, slurm
 from launch.launcher import Launcher
-from launch.local import LocalLauncher
-from launch.slurm import SlurmLauncher
-from launch.ssh import SshLauncher
 from launch.supervisor import Supervisor, Watch
 
 # option -> the launchers that it means something to; a lab is one, and has a verb of its own
@@ -46,30 +42,20 @@ def run(
         )
     return Supervisor(
         args.job,
-        _make_launcher(args),
+        launchers.make(args.launcher, args.job, hosts=args.hosts, listen=args.listen),
         max_restarts=args.max_restarts,
         # Of a scheduler that gives the processes theirs.
         key_file=os.environ.get("HOLMES_KEY_FILE") if args.launcher == "external" else None,
     ).run()
 
 
-def _make_launcher(args: argparse.Namespace) -> Launcher:
-    if args.launcher == "local":
-        return LocalLauncher(args.job.topology)
-    if args.launcher == "external":
-        return ExternalLauncher(args.listen)
-    if args.launcher == "ssh":
-        return SshLauncher(args.job, args.hosts, args.listen)
-    return SlurmLauncher(args.job, os.environ, args.listen)
-
-
 def _refuse_useless_options(args: argparse.Namespace, launcher: str | None) -> None:
-    for option, launchers in USEFUL.items():
+    for option, useful in USEFUL.items():
         value = getattr(args, option.removeprefix("--").replace("-", "_"))
-        if value and launcher not in launchers:
-            names = " or ".join(name for name in launchers if name != "lab")
+        if value and launcher not in useful:
+            names = " or ".join(name for name in useful if name != "lab")
             problem = f"is only for --launcher {names}"
-            fix = f"add --launcher {launchers[0]}, or leave it out"
+            fix = f"add --launcher {useful[0]}, or leave it out"
             raise ConfigError(option, problem, found=value, fix=fix)
     if args.max_restarts < 0:
         fix = "use 0 or more"

@@ -26,7 +26,15 @@ LAYERS = [
     ["holmesjax.memory", "holmesjax.lab"],
     ["holmesjax.plan", "holmesjax.lab_commands"],
     ["holmesjax.planner", "holmesjax.processes", "holmesjax.crossings"],
-    ["holmesjax.job", "holmesjax.control", "holmesjax.routes", "holmesjax.neighbours"],
+    [
+        "holmesjax.job",
+        "holmesjax.control",
+        "holmesjax.routes",
+        "holmesjax.neighbours",
+        "holmesjax.place",
+        "holmesjax.doctor",
+    ],
+    ["holmesjax.agent"],
     [
         "holmesjax.mesh",
         "holmesjax.domain",
@@ -64,12 +72,14 @@ LAYERS = [
         "launch.kubernetes",
         "launch.namespaces",
     ],
+    ["launch.launchers", "launch.agents"],
+    ["launch.doctor", "launch.agent"],
     ["launch.train", "launch.plan", "launch.generate", "launch.worker", "launch.nics"],
     ["launch.injector", "launch.counters"],
     ["launch.lab"],
 ]
 ROW = {module: row for row, modules in enumerate(LAYERS) for module in modules}
-WITHOUT_JAX = ROW["holmesjax.job"]  # a plan can be made on any laptop
+WITHOUT_JAX = ROW["holmesjax.agent"]  # a plan can be made on any laptop
 OUTSIDE = {"jax", "jaxlib", "flax", "optax", "orbax", "chex", "tensorstore", "grain"}
 
 

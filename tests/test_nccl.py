@@ -16,8 +16,8 @@ from hypothesis import given, strategies as st
 
 from holmesjax import discovery, domain, job as jobs, nccl
 from holmesjax.errors import HolmesError
+from holmesjax.place import Place
 from holmesjax.processes import make_processes
-from holmesjax.worker import Place
 from launch import nics
 from tests.hosts import HOSTS, LO, materialise
 from tests.jobs import ROOT, RunningJob

@@ -17,7 +17,7 @@ import pytest
 from holmesjax import job as jobs, metrics, wire
 from holmesjax.control import Event
 from holmesjax.errors import HolmesError
-from holmesjax.worker import Place
+from holmesjax.place import Place
 from launch import slurm
 from launch.components import make_components
 from tests.jobs import ROOT, RunningJob, compile_cache, write_run

@@ -1,0 +1,257 @@
+"""What a node answers before there is a job: for `launch doctor` and `launch probe`. No JAX.
+
+An agent runs on every node, for as long as the launcher's end asks (`launch.agents`):
+
+    inspect   what the node is: name, versions, clock, folder, limits, NICs, GPUs
+    bind      whether a port can be listened on
+    open      opens a door on every address of the node; where they are
+    reach     goes to the doors of other nodes; how long each took, or why not
+    send      sends bytes to a door of another node; how long they took
+
+Doors ask for the key of the agents, as those of a job do.
+"""
+
+import contextlib
+import hashlib
+import itertools
+import os
+import resource
+import shutil
+import socket
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from holmesjax import wire
+from holmesjax.discovery import Host
+from holmesjax.errors import HolmesError
+from holmesjax.neighbours import Ports
+from holmesjax.place import Place
+from holmesjax.wire import Connection, Message
+
+PACKAGES = ("holmesjax", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
+START_S = 30.0  # for the launcher's end to be there
+CHUNK_BYTES = 1 << 20
+Door = tuple[str, str, int]  # the address to come from, the address and port to go to
+
+
+def serve(place: Place, find_host: Callable[[], Host]) -> int:
+    """Answers until the launcher's end has gone. Raises PeerError if it never was there."""
+    address, port = place.controller
+    connection = wire.connect(
+        address,
+        port,
+        key=place.key,
+        hello={"process": place.number},
+        check=lambda hello: None,
+        where=f"agent {place.number}",
+        timeout_s=START_S,
+    )
+    with _Agent(place, find_host) as agent, contextlib.suppress(OSError):
+        while True:
+            question = connection.receive()
+            connection.send(agent.answer(question.pop("what"), question))
+    return 0
+
+
+class _Agent:
+    """Answers, and the doors it has opened; a context manager."""
+
+    def __init__(self, place: Place, find_host: Callable[[], Host]):
+        self._place, self._find_host = place, find_host
+        self._doors = contextlib.ExitStack()
+        self._answers: dict[str, Callable[..., Message]] = {
+            "inspect": self._inspect,
+            "bind": self._bind,
+            "open": self._open,
+            "reach": self._reach,
+            "send": self._send,
+        }
+
+    def __enter__(self) -> "_Agent":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._doors.close()
+
+    def answer(self, what: str, arguments: Message) -> Message:
+        try:
+            return self._answers[what](**arguments)
+        except HolmesError as error:
+            return {"problem": f"{error.where}: {error.problem}", "found": str(error.found)}
+
+    # ---- what the node is ----------------------------------------------------------------------
+
+    def _inspect(self, folder: str, marker: str) -> Message:
+        limits = {"nofile": resource.RLIMIT_NOFILE, "memlock": resource.RLIMIT_MEMLOCK}
+        host = self._find_host()
+        return {
+            "now_s": time.time(),
+            "host": socket.gethostname(),
+            "resolves_to": _resolve(socket.gethostname()),
+            "python": ".".join(map(str, sys.version_info[:2])),
+            "packages": {name: _version(name) for name in PACKAGES},
+            "source": source_digest(),
+            "folder": _look_at(Path(folder), marker),
+            "limits": {
+                name: None if (soft := resource.getrlimit(which)[0]) == -1 else soft
+                for name, which in limits.items()
+            },
+            "cores": len(os.sched_getaffinity(0)),
+            "gpus": [gpu.name for gpu in host.gpus],
+            "drivers": sorted({gpu.driver for gpu in host.gpus}),
+            "nics": [
+                {
+                    "name": nic.name,
+                    "fabric": nic.fabric,
+                    "reason": nic.reason,
+                    "rate_bytes_per_s": nic.rate_bytes_per_s,
+                }
+                for nic in host.nics
+            ],
+            "mtu_bytes": {
+                fabric: sorted(
+                    {i.mtu_bytes for i in host.interfaces if set(i.ipv4) & set(found)} - {None}
+                )
+                for fabric, found in self._place.addresses.items()
+            },
+            "addresses": self._place.addresses,
+        }
+
+    # ---- whether it is reached -----------------------------------------------------------------
+
+    def _bind(self, address: str, port: int) -> Message:
+        wire.listen(address, port).close()
+        return {}
+
+    def _open(self) -> Message:
+        ports = Ports.open(self._place.addresses)
+        for sock in itertools.chain(*ports.sockets.values()):
+            door = wire.Door(
+                sock, key=self._place.key, hello={}, check=lambda hello: None, enter=_take_in
+            )
+            self._doors.enter_context(door)
+        return {"book": ports.book}
+
+    def _reach(self, doors: list[Door], timeout_s: float) -> Message:
+        with ThreadPoolExecutor(max(len(doors), 1)) as pool:
+            return {"seconds": list(pool.map(lambda door: self._try(door, timeout_s), doors))}
+
+    def _try(self, door: Door, timeout_s: float) -> float | str:
+        start_s = time.monotonic()
+        try:
+            self._connect(door, timeout_s).close()
+        except HolmesError as error:
+            return str(error.found)
+        return time.monotonic() - start_s
+
+    def _connect(self, door: Door, timeout_s: float) -> Connection:
+        source, address, port = door
+        return wire.connect(
+            address,
+            port,
+            key=self._place.key,
+            hello={},
+            check=lambda hello: None,
+            where=f"{source} -> {address}",
+            timeout_s=timeout_s,
+            source=source,
+        )
+
+    # ---- how fast ------------------------------------------------------------------------------
+
+    def _send(
+        self,
+        doors: list[Door],
+        sizes: list[int],
+        rounds: int,
+        timeout_s: float,
+        limit_s: float,
+    ) -> Message:
+        """Seconds of each round of each size, over all doors at once; the share of each is equal.
+
+        A size of 0 is a message there and back. Sizes after one that took more than `limit_s` are
+        left out.
+        """
+        connections = [self._connect(door, timeout_s) for door in doors]
+        found: list[list[float]] = []
+        with ThreadPoolExecutor(len(connections)) as pool:
+            for size in sizes:
+                share = -(-size // len(connections))
+                found.append([_time(pool, connections, share) for _ in range(rounds)])
+                if min(found[-1]) > limit_s:
+                    break
+        for connection in connections:
+            connection.close()
+        return {"seconds": found}
+
+
+def _time(pool: ThreadPoolExecutor, connections: Sequence[Connection], num_bytes: int) -> float:
+    start_s = time.perf_counter()
+    list(pool.map(lambda connection: _push(connection, num_bytes), connections))
+    return time.perf_counter() - start_s
+
+
+def _push(connection: Connection, num_bytes: int) -> None:
+    connection.send({"bytes": num_bytes})
+    chunk, left = memoryview(bytes(min(CHUNK_BYTES, num_bytes))), num_bytes
+    while left:
+        connection.sock.sendall(chunk[:left])
+        left -= min(left, len(chunk))
+    connection.receive()
+
+
+def _take_in(connection: Connection) -> None:
+    """Whatever comes through a door is counted and thrown away."""
+    buffer = memoryview(bytearray(CHUNK_BYTES))
+    with contextlib.suppress(OSError):
+        while True:
+            left = int(connection.receive()["bytes"])
+            while left:
+                count = connection.sock.recv_into(buffer[: min(left, len(buffer))])
+                if not count:
+                    return
+                left -= count
+            connection.send({})
+
+
+# ---- facts ---------------------------------------------------------------------------------------
+
+
+def _resolve(name: str) -> str | None:
+    try:
+        return socket.gethostbyname(name)
+    except OSError:
+        return None
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def source_digest() -> str:
+    """16 hex digits of all the Python files of this installation's package."""
+    digest = hashlib.sha256()
+    folder = Path(__file__).parent
+    for path in sorted(folder.rglob("*.py")):
+        digest.update(path.relative_to(folder).as_posix().encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def _look_at(folder: Path, marker: str) -> Message:
+    """Whether it is the folder of the launcher's end, can be written to, and has space left."""
+    try:
+        with tempfile.TemporaryFile(dir=folder) as file:
+            file.write(b"x")
+            file.flush()
+        free_bytes = shutil.disk_usage(folder).free
+    except OSError as error:
+        return {"problem": error.strerror}
+    return {"is_shared": (folder / marker).exists(), "free_bytes": free_bytes}

@@ -1,0 +1,79 @@
+"""Where a process finds itself: what its environment says of its place in a job. No JAX."""
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from holmesjax import discovery, wire
+from holmesjax.discovery import Host
+from holmesjax.errors import HolmesError
+
+# Where schedulers write which of its processes this is: ours, Slurm, Open MPI, PMI, Kubernetes.
+NUMBER = (
+    "HOLMES_PROCESS",
+    "SLURM_PROCID",
+    "OMPI_COMM_WORLD_RANK",
+    "PMI_RANK",
+    "JOB_COMPLETION_INDEX",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """What the environment tells a process of a job."""
+
+    number: int
+    controller: tuple[str, int]
+    key: bytes
+    addresses: dict[str, list[str]]  # fabric -> addresses of this node's NICs on it
+    restart: int  # how often the job has been started again
+
+    @classmethod
+    def from_environment(cls, env: Mapping[str, str], find_host: Callable[[], Host]) -> "Place":
+        """Raises HolmesError if a variable is missing or makes no sense.
+
+        `find_host` is asked where nobody has set HOLMES_ADDRESSES.
+        """
+        number = next((env[name] for name in NUMBER if name in env), None)
+        if number is None:
+            raise _missing(" or ".join(NUMBER), "the number of this process in the job")
+        address, _, port = _take(env, "HOLMES_CONTROLLER", "the launcher's host:port").rpartition(
+            ":"
+        )
+        try:
+            if (processes := env.get("HOLMES_PROCESSES")) and "HOLMES_PROCESS" not in env:
+                number = processes.split(",")[int(number)]  # it is a place among these
+            return cls(
+                number=int(number),
+                controller=(address, int(port)),
+                key=wire.read_key_file(_take(env, "HOLMES_KEY_FILE", "the job's key file")),
+                addresses=_addresses(env, find_host),
+                restart=int(env.get("HOLMES_RESTART", "0")),
+            )
+        except (ValueError, AttributeError, IndexError) as error:
+            where, fix = "the environment", "see docs/launching.md"
+            raise HolmesError(where, "makes no sense", found=error, fix=fix) from None
+
+
+def _addresses(env: Mapping[str, str], find_host: Callable[[], Host]) -> dict[str, list[str]]:
+    if text := env.get("HOLMES_ADDRESSES"):
+        return {fabric: list(found) for fabric, found in json.loads(text).items()}
+    host = find_host()
+    found = discovery.addresses(host)
+    if set(found) == {"local"}:
+        nics = "; ".join(str(nic) for nic in host.nics) or "none"
+        found_text = f"not set, and no NIC of {host.name} has an IPv4 address: {nics}"
+        what = '{"ethernet": ["10.0.0.1"]}, say'
+        raise _missing("HOLMES_ADDRESSES", what, found=found_text)
+    return found
+
+
+def _take(env: Mapping[str, str], name: str, what: str) -> str:
+    if name not in env:
+        raise _missing(name, what)
+    return env[name]
+
+
+def _missing(name: str, what: str, found: str = "not set") -> HolmesError:
+    fix = f"start it with a launcher, or set it: {what}"
+    return HolmesError(name, "a process of a job needs it", found=found, fix=fix)

@@ -1,0 +1,136 @@
+"""Agents on all nodes of a topology, as the launcher's end sees them."""
+
+import queue
+import threading
+import time
+from collections import defaultdict, deque
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from holmesjax import wire
+from holmesjax.control import Event
+from holmesjax.errors import PeerError
+from holmesjax.processes import Process, node_processes
+from holmesjax.topology import Topology
+from holmesjax.wire import Connection, Message
+from launch.launcher import Launcher
+
+KEY = "agents.key"
+LAST_LINES = 3
+Question = tuple[str, dict[str, Any]]  # what, and its arguments
+
+
+class Agents:
+    """One agent a node; a context manager.
+
+    Args:
+      topology: whose nodes.
+      launcher: starts them.
+      folder: that the nodes share, for the key.
+      start_timeout_s: for them to come.
+    """
+
+    def __init__(
+        self, topology: Topology, launcher: Launcher, folder: Path, start_timeout_s: float
+    ):
+        self._launcher = launcher
+        self._processes = {p.node: p for p in node_processes(topology)}
+        self._connections: dict[str, Connection] = {}
+        self._lines: dict[int, deque[str]] = defaultdict(lambda: deque(maxlen=LAST_LINES))
+        self._ended: dict[int, str] = {}
+        self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
+        self._changed = threading.Condition()
+        self._key_file = folder / KEY
+        key = wire.make_key_file(self._key_file)
+        sock = wire.listen(launcher.address, launcher.port)
+        address = "{}:{}".format(*wire.address_of(sock))
+        self._door = wire.Door(sock, key=key, hello={}, check=self._check, enter=self._enter)
+        env = {"HOLMES_CONTROLLER": address, "HOLMES_KEY_FILE": str(self._key_file.absolute())}
+        for process in self._processes.values():
+            own = {**env, "HOLMES_PROCESS": str(process.number)}
+            launcher.start(process, ["agent"], own, self._events)
+        self._wait(start_timeout_s)
+
+    def __enter__(self) -> "Agents":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for connection in self._connections.values():
+            connection.close()  # an agent ends with it
+        self._launcher.end()
+        self._door.close()
+        self._key_file.unlink(missing_ok=True)
+
+    @property
+    def nodes(self) -> list[str]:
+        """Those that answer, in the order of the topology."""
+        return [node for node in self._processes if node in self._connections]
+
+    @property
+    def missing(self) -> dict[str, str]:
+        """The nodes that do not, and why."""
+        return {
+            node: self._why(process)
+            for node, process in self._processes.items()
+            if node not in self._connections
+        }
+
+    def ask(self, node: str, what: str, **arguments: Any) -> Message:
+        """Its answer. Raises PeerError if it is gone."""
+        connection = self._connections[node]
+        try:
+            connection.send({"what": what, **arguments})
+            return connection.receive()
+        except OSError as error:
+            problem = f"was lost while it was asked to {what}"
+            fix = "see that it is up, and its network"
+            raise PeerError(f"node {node}", problem, found=error, fix=fix) from None
+
+    def ask_all(self, questions: Mapping[str, Question]) -> dict[str, Message]:
+        """The answers of several nodes, asked at once."""
+        with ThreadPoolExecutor(max(len(questions), 1)) as pool:
+            answers = pool.map(
+                lambda node: self.ask(node, questions[node][0], **questions[node][1]), questions
+            )
+            return dict(zip(questions, answers, strict=True))
+
+    def _check(self, hello: Message) -> str | None:
+        numbers = [p.number for p in self._processes.values() if p.node not in self._connections]
+        return None if hello.get("process") in numbers else "no such agent, or it is here already"
+
+    def _enter(self, connection: Connection) -> None:
+        [node] = [
+            p.node for p in self._processes.values() if p.number == connection.hello["process"]
+        ]
+        with self._changed:
+            self._connections[node] = connection
+            self._changed.notify_all()
+
+    def _wait(self, timeout_s: float) -> None:
+        """Until every agent has come or has ended."""
+        deadline_s = time.monotonic() + timeout_s
+        while time.monotonic() < deadline_s:
+            self._hear()
+            with self._changed:
+                gone = {p.node for p in self._processes.values() if p.number in self._ended}
+                if self._processes.keys() <= self._connections.keys() | gone:
+                    return
+                self._changed.wait(0.1)
+        self._hear()
+
+    def _hear(self) -> None:
+        while not self._events.empty():
+            event = self._events.get()
+            if event.kind == "output":
+                self._lines[event.process].append(event.message["line"])
+            elif event.kind == "exit":
+                self._ended[event.process] = f"ended with status {event.message['status']}"
+            elif event.kind == "failed":
+                told = event.message
+                self._ended[event.process] = f"{told['where']}: {told['problem']} ({told['found']})"
+
+    def _why(self, process: Process) -> str:
+        lines = [line.strip() for line in self._lines[process.number] if line.strip()]
+        return "; ".join([self._ended.get(process.number, "did not come in time"), *lines])

@@ -1,0 +1,265 @@
+"""The doctor finds what is wrong, says where, and finds nothing where nothing is."""
+
+import copy
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from holmesjax import doctor, job as jobs, topology as topologies
+from launch import doctor as verb
+
+ROOT = Path(__file__).parent.parent
+GIB = 2**30
+
+TOPOLOGY = """
+name: two
+clusters:
+  - name: a
+    fabric: infiniband
+    nodes: 2
+    devices: {kind: h100, count: 2}
+    nics: [{kind: infiniband_400, count: 2}, {kind: ethernet_25}]
+  - name: b
+    fabric: roce
+    nodes: 1
+    devices: {kind: a100_80gb, count: 2}
+    nics: [{kind: roce_200}]
+links:
+  - {between: [a, b], fabric: ethernet, bandwidth: 25 Gb/s, latency: 50 us}
+"""
+
+
+def nic(name, fabric, gb_per_s, reason="active"):
+    rate = None if gb_per_s is None else gb_per_s * 1e9 / 8
+    return {"name": name, "fabric": fabric, "reason": reason, "rate_bytes_per_s": rate}
+
+
+IB = [nic("mlx5_0 port 1", "infiniband", 400), nic("mlx5_1 port 1", "infiniband", 400)]
+
+
+def node(address, gpu, nics):
+    return {
+        "now_s": 0.01,
+        "host": "host",
+        "resolves_to": address,
+        "python": "3.12",
+        "packages": {"jax": "0.12.0", "numpy": "2.4.0"},
+        "source": "0123456789abcdef",
+        "folder": {"is_shared": True, "free_bytes": 100 * GIB},
+        "limits": {"nofile": 65536, "memlock": None},
+        "gpus": [gpu, gpu],
+        "drivers": ["580.1"],
+        "nics": nics,
+        "mtu_bytes": {"local": [65536], "ethernet": [1500]},
+        "addresses": {"local": ["127.0.0.1"], "ethernet": [address]},
+    }
+
+
+@pytest.fixture
+def topology(tmp_path):
+    path = tmp_path / "two.yaml"
+    path.write_text(TOPOLOGY)
+    return topologies.load(path)
+
+
+@pytest.fixture
+def facts():
+    h100 = "NVIDIA H100 80GB HBM3"
+    return {
+        "a-0": node("10.0.0.1", h100, [*IB, nic("eth0", "ethernet", 25)]),
+        "a-1": node("10.0.0.2", h100, [*IB, nic("eth0", "ethernet", 25)]),
+        "b-0": node("10.0.0.3", "NVIDIA A100-SXM4-80GB", [nic("mlx5_0 port 1", "roce", 200)]),
+    }
+
+
+def judge(topology, facts, *, is_rehearsal=False):
+    return doctor.findings(topology, facts, is_rehearsal=is_rehearsal, needed_bytes=10 * GIB)
+
+
+def test_nothing_is_wrong_with_good_nodes(topology, facts):
+    found = judge(topology, facts)
+    assert {finding.level for finding in found} == {"ok"}
+    assert [finding.what for finding in found] == [
+        "host names",
+        "versions",
+        "clocks",
+        "open files",
+        "MTU",
+        "run folder",
+        "locked memory",
+        "GPUs",
+        "NICs",
+    ]
+
+
+def change(node, *path, to):
+    def apply(facts):
+        place = facts[node]
+        for key in path[:-1]:
+            place = place[key]
+        place[path[-1]] = to
+
+    return apply
+
+
+# What is changed, the check that must notice, how bad it is, and words of what it says.
+WRONG = {
+    "loopback": (
+        change("a-1", "resolves_to", to="127.0.1.1"),
+        ("host names", "warning", "host resolves to 127.0.1.1 on a-1"),
+    ),
+    "no name": (
+        change("a-0", "resolves_to", to=None),
+        ("host names", "warning", "host resolves to nothing on a-0"),
+    ),
+    "python": (
+        change("b-0", "python", to="3.11"),
+        ("versions", "problem", "Python: 3.12 on a-0, a-1; 3.11 on b-0"),
+    ),
+    "no package": (
+        change("a-0", "packages", "numpy", to=None),
+        ("versions", "problem", "numpy: nothing on a-0; 2.4.0 on a-1, b-0"),
+    ),
+    "source": (
+        change("a-0", "source", to="fedcba9876543210"),
+        ("versions", "problem", "fedcba9876543210 on a-0; 0123456789abcdef on a-1, b-0"),
+    ),
+    "driver": (
+        change("a-0", "drivers", to=["570.2"]),
+        ("versions", "warning", "NVIDIA's driver: 570.2 on a-0; 580.1 on a-1, b-0"),
+    ),
+    "clock": (change("a-1", "now_s", to=-3.25), ("clocks", "warning", "-3.2 s on a-1")),
+    "files": (
+        change("b-0", "limits", "nofile", to=1024),
+        ("open files", "warning", "at most 1024 on b-0"),
+    ),
+    "memlock": (
+        change("a-0", "limits", "memlock", to=8 * 2**20),
+        ("locked memory", "problem", "at most 8 MiB on a-0"),
+    ),
+    "mtu": (
+        change("b-0", "mtu_bytes", "ethernet", to=[9000]),
+        ("MTU", "warning", "ethernet: 1500 on a-0, a-1; 9000 on b-0"),
+    ),
+    "read-only": (
+        change("a-0", "folder", to={"problem": "Read-only file system"}),
+        ("run folder", "problem", "cannot write there (Read-only file system) on a-0"),
+    ),
+    "not shared": (
+        change("b-0", "folder", "is_shared", to=False),
+        ("run folder", "problem", "another folder than here on b-0"),
+    ),
+    "full": (
+        change("b-0", "folder", "free_bytes", to=9 * GIB),
+        ("run folder", "problem", "9 GiB free, 10 GiB needed on b-0"),
+    ),
+    "a GPU less": (
+        change("a-1", "gpus", to=["NVIDIA H100 80GB HBM3"]),
+        ("GPUs", "problem", "1 of 2 on a-1"),
+    ),
+    "another GPU": (
+        change("b-0", "gpus", to=["NVIDIA L4"] * 2),
+        ("GPUs", "problem", "NVIDIA L4 for a100_80gb on b-0"),
+    ),
+    "a port down": (
+        change("a-0", "nics", to=[
+            IB[0], nic("mlx5_1 port 1", None, None, "down"), nic("eth0", "ethernet", 25)
+        ]),
+        ("NICs", "problem", "1 of 2 infiniband NICs work (mlx5_1 port 1: down) on a-0"),
+    ),
+    "no NIC": (
+        change("b-0", "nics", to=[]),
+        ("NICs", "problem", "0 of 1 roce NICs work (there are no others) on b-0"),
+    ),
+    "slow": (
+        change("a-1", "nics", to=[*IB, nic("eth0", "ethernet", 1)]),
+        ("NICs", "problem", "eth0 1 Gb/s, where ethernet has 25 Gb/s on a-1"),
+    ),
+    "other numbers": (
+        change("a-1", "nics", to=[
+            nic("mlx5_2 port 1", "infiniband", 400),
+            nic("mlx5_3 port 1", "infiniband", 400),
+            nic("eth0", "ethernet", 25),
+        ]),
+        ("NIC names in a", "warning", "mlx5_2 port 1, mlx5_3 port 1 on a-1"),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("spoil", "expected"), WRONG.values(), ids=WRONG)
+def test_one_thing_wrong_is_one_finding(topology, facts, spoil, expected):
+    spoilt = copy.deepcopy(facts)
+    spoil(spoilt)
+    what, level, text = expected
+    [finding] = [found for found in judge(topology, spoilt) if found.level != "ok"]
+    assert (finding.what, finding.level) == (what, level)
+    assert text in finding.text
+    assert finding.fix
+    assert f"fix: {finding.fix}" in str(finding)
+
+
+def test_a_name_nobody_looks_for_may_lead_anywhere(topology, facts):
+    facts["b-0"]["resolves_to"] = "127.0.1.1"  # alone in its cluster
+    facts["a-0"] |= {"resolves_to": "127.0.1.1", "addresses": {"infiniband": ["127.16.0.1"]}}
+    assert {finding.level for finding in judge(topology, facts)} == {"ok"}
+
+
+def test_a_rehearsal_has_no_gpus(topology, facts):
+    for fact in facts.values():
+        fact |= {"gpus": [], "nics": [], "drivers": []}
+    assert {finding.level for finding in judge(topology, facts, is_rehearsal=True)} == {"ok"}
+    assert any(finding.level == "problem" for finding in judge(topology, facts))
+
+
+def test_every_way_that_is_shut_is_named():
+    found = doctor.reachability({("a", "b", "roce"): 0.01, ("b", "a", "roce"): "timed out"})
+    assert [(f.level, f.text) for f in found] == [
+        ("problem", "b does not reach a over roce: timed out")
+    ]
+    [good] = doctor.reachability({("a", "b", "roce"): 0.01, ("b", "a", "roce"): 0.025})
+    assert good.text == "2 ways, all open; the slowest took 25 ms"
+
+
+def test_ways_are_those_of_domains_and_of_neighbouring_stages():
+    job = jobs.load(ROOT / "configs/runs/quickstart.yaml")
+    across = {(a, b, "ethernet") for a in ("ib-0", "ib-1") for b in ("roce-0", "roce-1")}
+    inside = {("ib-0", "ib-1", "infiniband"), ("roce-0", "roce-1", "roce")}
+    one_way = across | inside
+    assert verb.ways(job) == one_way | {(b, a, fabric) for a, b, fabric in one_way}
+
+
+def run_doctor(*overrides):
+    command = [sys.executable, "-m", "launch", "doctor", "configs/runs/quickstart.yaml"]
+    return subprocess.run(
+        [*command, *overrides], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
+    )
+
+
+def test_nodes_of_this_machine_are_well(tmp_path):
+    done = run_doctor(f"run.dir={tmp_path}/run")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "12 ways, all open" in done.stdout
+    assert "no problems" in done.stdout
+    assert list((tmp_path / "run").iterdir()) == []
+
+
+def test_a_taken_port_is_found(tmp_path):
+    with socket.create_server(("127.32.1.1", 0)) as taken:  # ib-0's address on InfiniBand
+        port = taken.getsockname()[1]
+        done = run_doctor(f"run.dir={tmp_path}/run", f"distributed.port={port}")
+    assert done.returncode == 1
+    assert f"distributed.port: 127.32.1.1:{port} on ib-0: Address already in use" in done.stdout
+    assert "1 problem;" in done.stdout
+
+
+def test_a_node_that_does_not_start_is_a_finding(tmp_path, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))  # agents find no `psutil` that works
+    (tmp_path / "psutil.py").write_text("raise SystemExit('psutil is broken')")
+    done = run_doctor(f"run.dir={tmp_path}/run")
+    assert done.returncode == 1
+    assert done.stdout.count("no process on ") == 4
+    assert "ended with status 1; psutil is broken" in done.stdout
+    assert "4 problems;" in done.stdout
