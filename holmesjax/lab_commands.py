@@ -211,10 +211,13 @@ class Commands:
         """The lines that do a fault, and those that undo it."""
         if fault.kind in ("kill", "freeze"):
             [node] = [node for node in self.lab.nodes if node.name == fault.node]
-            send = f"xargs -r kill -{{}} < {self.cgroup(node)}/cgroup.procs"
+            processes = f"{self.cgroup(node)}/cgroup.procs"
+            # At the start of a job its processes may not be there yet.
+            wait = f"timeout 10 sh -c 'until grep -q . {processes}; do sleep 0.05; done'"
+            send = f"xargs -r kill -{{}} < {processes}"
             if fault.kind == "kill":
-                return [send.format("KILL")], []
-            return [send.format("STOP")], [send.format("CONT")]
+                return [wait, send.format("KILL")], []
+            return [wait, send.format("STOP")], [send.format("CONT")]
         if fault.node:
             return self._unplug(fault.node)
         doing, undoing = [], []

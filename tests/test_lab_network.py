@@ -339,3 +339,18 @@ def test_a_plan_is_made_with_the_topology_of_the_lab(tmp_path):
     done = launch("configs/topologies/ib_roce.yaml", "--", "plan", run_file)
     assert done.returncode == 0, done.stderr
     assert "ib_roce: 4 nodes" in done.stdout
+
+
+@needs_means
+def test_the_doctor_sees_a_link_that_was_cut(tmp_path):
+    run_file = write_run(tmp_path, CLUSTERS)
+    told = {}
+    for name, options in (("whole", []), ("cut", ["--fault", "t=0s cut a<->b 60s"])):
+        lab = [tmp_path / "run_topology.yaml", "--scale", "0.01", *options]
+        told[name] = launch(*lab, "--", "doctor", run_file)
+    assert told["whole"].returncode == 0, told["whole"].stdout
+    assert "problem " not in told["whole"].stdout
+    assert told["cut"].returncode == 1
+    shut = re.findall(r"problem +ports: (\S+) does not reach (\S+) over", told["cut"].stdout)
+    across = [(a, b) for a in ("a-0", "a-1") for b in ("b-0",)]
+    assert sorted(shut) == sorted(across + [(b, a) for a, b in across])
