@@ -29,6 +29,7 @@ NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False, strict=True)]
 Fraction = Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False, strict=True)]
 Text = Annotated[str, Field(min_length=1, strict=True)]
 Flag = Annotated[bool, Field(strict=True)]
+Streams = Annotated[int, Field(ge=1, le=64, strict=True)]  # each is a socket and two threads
 Port = Annotated[int, Field(ge=0, le=65535, strict=True)]
 Schedule = Literal["gpipe", "1f1b", "eager_1f1b", "interleaved_1f1b", "zero_bubble"]
 LayersPerStage = Annotated[tuple[Count, ...], Field(min_length=1)]
@@ -143,7 +144,7 @@ class DistributedConfig:
 
     processes: Literal["node", "device"] = "node"  # one of every stage's processes for each
     transport: Literal["tcp", "transfer"] = "tcp"  # moves boundaries; transfer: in trusted networks
-    streams: Count = 4  # connections between two processes
+    streams: Streams = 4  # connections between two processes
     port: Port = 0  # of the first stage's coordinator, then one for each stage; 0: free ones
     heartbeat_timeout_s: Positive = 60.0  # until the end of a job that has lost a process or link
     start_timeout_s: Positive = 600.0  # from the first process to the last that is compiled

@@ -95,12 +95,11 @@ def listen(address: str, port: int = 0) -> socket.socket:
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         sock.bind((address, port))
-    except OSError as error:
+    except (OSError, OverflowError) as error:  # the latter for a port above 65,535
         sock.close()
+        found = error.strerror if isinstance(error, OSError) else error
         fix = "choose another port" if port else "name an address of this machine"
-        raise HolmesError(
-            f"{address}:{port}", "cannot listen here", found=error.strerror, fix=fix
-        ) from None
+        raise HolmesError(f"{address}:{port}", "cannot listen here", found=found, fix=fix) from None
     sock.listen(256)
     return sock
 

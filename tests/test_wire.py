@@ -274,6 +274,8 @@ def test_a_taken_port_and_a_foreign_address_are_refused():
             wire.listen("127.0.0.1", port)
     with pytest.raises(HolmesError, match="name an address of this machine"):
         wire.listen("192.0.2.1")
+    with pytest.raises(HolmesError, match="port must be 0-65535"):
+        wire.listen("127.0.0.1", 65536)  # of the second stage, where the first has the last port
 
 
 def test_a_key_file_is_private(tmp_path):
