@@ -15,23 +15,12 @@ from pathlib import Path
 import pytest
 
 from holmesjax import lab as labs, metrics, topology as topologies
-from holmesjax.errors import HolmesError
 from holmesjax.faults import parse
 from holmesjax.lab_commands import Commands, tear_down
 from launch import namespaces
 from tests.jobs import ROOT, RunningJob, write_run
+from tests.labs import needs_lab
 
-
-def _missing() -> str | None:
-    try:
-        namespaces.refuse_without_means()
-    except HolmesError as error:
-        return f"{error.problem}: {error.found}"
-    trial = subprocess.run(["unshare", "--net", "true"], capture_output=True, check=False)
-    return "no network namespaces here" if trial.returncode else None
-
-
-needs_means = pytest.mark.skipif(bool(missing := _missing()), reason=missing or "")
 SERVER = """
 import socket, sys
 with socket.create_server((sys.argv[1], 5000)) as server:
@@ -117,7 +106,7 @@ links:
 """
 
 
-@needs_means
+@needs_lab
 def test_every_way_has_its_rate_and_faults_come_and_go(tmp_path):
     path = tmp_path / "topology.yaml"
     path.write_text(UNEQUAL)
@@ -147,7 +136,7 @@ def test_every_way_has_its_rate_and_faults_come_and_go(tmp_path):
             assert bit_per_s(a0, b0.slow_address, 9000) > 0
 
 
-@needs_means
+@needs_lab
 def test_a_node_has_its_own_name_hosts_cores_and_share(tmp_path):
     path = tmp_path / "topology.yaml"
     path.write_text(UNEQUAL)
@@ -203,7 +192,7 @@ def id_of(job: RunningJob) -> str:
     return re.match(r"lab +holmes-(\w+):", job.until("lab "))[1]
 
 
-@needs_means
+@needs_lab
 def test_a_job_is_the_same_in_a_lab_and_its_bytes_are_those_of_the_kernel(tmp_path):
     wide = ["train.global_batch=32", "model.context_length=128", "model.width=64"]
     faults = ["--fault", "step=3 cut a<->b 2s", "--fault", "step=6 freeze b-0 1s"]
@@ -244,7 +233,7 @@ def test_a_job_is_the_same_in_a_lab_and_its_bytes_are_those_of_the_kernel(tmp_pa
     assert [r["loss"] for r in metrics.read(tmp_path / "run")] == [r["loss"] for r in records]
 
 
-@needs_means
+@needs_lab
 def test_nothing_is_left_whatever_ends_a_lab(tmp_path):
     """One is killed by a fault and gives up, one stopped with Ctrl-C, one killed with -9."""
     folders = [tmp_path / name for name in ("gives_up", "stopped", "killed")]
@@ -341,7 +330,7 @@ def test_a_plan_is_made_with_the_topology_of_the_lab(tmp_path):
     assert "ib_roce: 4 nodes" in done.stdout
 
 
-@needs_means
+@needs_lab
 def test_the_doctor_sees_a_link_that_was_cut(tmp_path):
     run_file = write_run(tmp_path, CLUSTERS)
     told = {}

@@ -1,4 +1,4 @@
-"""The notebook runs from top to bottom, as a user would run it."""
+"""The notebooks run from top to bottom, as a user would run them."""
 
 from pathlib import Path
 
@@ -6,36 +6,68 @@ import nbformat
 import pytest
 from nbclient import NotebookClient
 
+from tests.labs import needs_lab
+
 ROOT = Path(__file__).parent.parent
-NOTEBOOK = ROOT / "notebooks/quickstart.ipynb"
+NOTEBOOKS = {path.stem: path for path in sorted((ROOT / "notebooks").glob("*.ipynb"))}
 
 
-def test_the_notebook_is_short_and_clean():
-    cells = [c for c in nbformat.read(NOTEBOOK, as_version=4).cells if c.cell_type == "code"]
-    lines = [line for cell in cells for line in cell.source.splitlines() if line.strip()]
-    assert len(lines) <= 25
-    assert not any(cell.outputs for cell in cells), "clear the outputs before committing"
+def code_cells(notebook):
+    return [cell for cell in notebook.cells if cell.cell_type == "code"]
 
 
-# ipykernel's sockets and event loop are closed by the kernel's own exit.
-@pytest.mark.filterwarnings("ignore::ResourceWarning")
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_the_notebook_runs(tmp_path):
-    notebook = nbformat.read(NOTEBOOK, as_version=4)
+def execute(name, replacements):
+    """The code cells of a notebook after they have run."""
+    notebook = nbformat.read(NOTEBOOKS[name], as_version=4)
     for cell in notebook.cells:
-        cell.source = cell.source.replace("../runs/notebook", str(tmp_path / "run"))
-        cell.source = cell.source.replace("train.steps=16", "train.steps=4")
-        cell.source = cell.source.replace("train.steps=24", "train.steps=6")
-        cell.source = cell.source.replace("=8", "=4")
+        for old, new in replacements.items():
+            cell.source = cell.source.replace(old, new)
     NotebookClient(
         notebook,
         timeout=240,
         kernel_name="python3",
         resources={"metadata": {"path": ROOT / "notebooks"}},
     ).execute()
-    code = [cell for cell in notebook.cells if cell.cell_type == "code"]
-    pictures = [any("image/png" in out.get("data", {}) for out in cell.outputs) for cell in code]
-    assert pictures == [True, False, True, True, True, True]
-    printed = "".join(out.get("text", "") for cell in code for out in cell.outputs)
-    assert "resuming after step 4" in printed
-    assert printed.count("val loss") == 2
+    return code_cells(notebook)
+
+
+def printed(cells):
+    return "".join(out.get("text", "") for cell in cells for out in cell.outputs)
+
+
+def have_pictures(cells):
+    return [any("image/png" in out.get("data", {}) for out in cell.outputs) for cell in cells]
+
+
+@pytest.mark.parametrize("name", NOTEBOOKS)
+def test_a_notebook_is_short_and_clean(name):
+    cells = code_cells(nbformat.read(NOTEBOOKS[name], as_version=4))
+    lines = [line for cell in cells for line in cell.source.splitlines() if line.strip()]
+    assert len(lines) <= 30
+    assert not any(cell.outputs for cell in cells), "clear the outputs before committing"
+
+
+# ipykernel's sockets and event loop are closed by the kernel's own exit.
+@pytest.mark.filterwarnings("ignore::ResourceWarning")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_the_quickstart_runs(tmp_path):
+    shorter = {"train.steps=16": "train.steps=4", "train.steps=24": "train.steps=6", "=8": "=4"}
+    cells = execute("quickstart", {"../runs/notebook": str(tmp_path / "run"), **shorter})
+    assert have_pictures(cells) == [True, False, True, True, True, True]
+    assert "resuming after step 4" in printed(cells)
+    assert printed(cells).count("val loss") == 2
+
+
+@needs_lab
+@pytest.mark.filterwarnings("ignore::ResourceWarning")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_the_lab_runs(tmp_path):
+    shorter = {"train.steps=12": "train.steps=3", "step=6": "step=1"}
+    cells = execute("lab", {"../runs/lab": str(tmp_path / "run"), **shorter})
+    assert have_pictures(cells) == [False, False, False, False, True, True, False]
+    text = printed(cells)
+    assert text.count("fast0 800 Mb/s") == 8  # of four nodes, twice
+    assert "ip netns add" in text
+    assert "after step 1" in text
+    assert "over: cut ib<->roce 3s" in text
+    assert "ib -> roce: " in text
