@@ -4,10 +4,16 @@ A cluster of equal nodes is one component. A scheduler numbers the processes of 
 HOLMES_PROCESSES lists their numbers in the job, in that order.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
+from holmesjax import schema
+from holmesjax.errors import HolmesError
 from holmesjax.job import Job
 from holmesjax.processes import Process, make_processes
+from holmesjax.topology import Topology
+from holmesjax.yaml_files import Document
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,3 +60,14 @@ def make_components(job: Job) -> tuple[Component, ...]:
             )
         )
     return tuple(components)
+
+
+def unknown_clusters(document: Document, file: Any, topology: Topology) -> Iterator[HolmesError]:
+    """Mistakes in an options file that says something of each cluster, `clusters[i].name`."""
+    names = [cluster.name for cluster in topology.clusters]
+    for i, cluster in enumerate(file.clusters):
+        if cluster.name not in names:
+            problem = f"no such cluster in the topology {topology.name}"
+            fix = schema.near(cluster.name, names)
+            keys = ("clusters", i, "name")
+            yield document.mistake(keys, problem, found=cluster.name, fix=fix)

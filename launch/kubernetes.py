@@ -22,7 +22,7 @@ from holmesjax.errors import ConfigError, FatalError, HolmesError, Mistakes
 from holmesjax.job import CONFIG, TOPOLOGY, Job
 from holmesjax.topology import Topology
 from holmesjax.yaml_files import Document
-from launch.components import Component, make_components
+from launch.components import Component, make_components, unknown_clusters
 
 MANIFEST, KEY = "jobset.yaml", "kubernetes.key"
 LAUNCHER = "launcher"  # the replicated job of the launcher
@@ -91,29 +91,15 @@ def write(job: Job, options_file: str | None, *, max_restarts: int) -> int:
 def _read(path: str | Path, topology: Topology) -> OptionsEntry:
     document = yaml_files.read(path, ConfigError)
     file, mistakes = schema.read(OptionsEntry, document)
-    for check in (_clusters_exist, _paths_are_absolute):
-        mistakes += schema.findings(check, document, file, topology)
+    mistakes += schema.findings(unknown_clusters, document, file, topology)
+    mistakes += schema.findings(_paths_are_absolute, document, file)
     if mistakes:
         raise Mistakes(mistakes)
     options: OptionsEntry = schema.build(file)
     return options
 
 
-def _clusters_exist(
-    document: Document, file: OptionsEntry, topology: Topology
-) -> Iterator[HolmesError]:
-    names = [cluster.name for cluster in topology.clusters]
-    for i, cluster in enumerate(file.clusters):
-        if cluster.name not in names:
-            problem = f"no such cluster in the topology {topology.name}"
-            fix = schema.near(cluster.name, names)
-            keys = ("clusters", i, "name")
-            yield document.mistake(keys, problem, found=cluster.name, fix=fix)
-
-
-def _paths_are_absolute(
-    document: Document, file: OptionsEntry, _: Topology
-) -> Iterator[HolmesError]:
+def _paths_are_absolute(document: Document, file: OptionsEntry) -> Iterator[HolmesError]:
     for name, path in (("mount", file.mount), ("folder", file.folder)):
         if not path.startswith("/"):
             fix = f"write it as /{path}"

@@ -24,7 +24,7 @@ from holmesjax.job import Job
 from holmesjax.processes import Process
 from holmesjax.topology import Topology
 from holmesjax.yaml_files import Document, Keys
-from launch.components import Component, make_components
+from launch.components import Component, make_components, unknown_clusters
 from launch.launcher import Children, Events, own_address, parse_listen
 
 SCRIPT = "job.sbatch"
@@ -90,24 +90,12 @@ def write(
 def _read(path: str | Path, topology: Topology) -> OptionsEntry:
     document = yaml_files.read(path, ConfigError)
     file, mistakes = schema.read(OptionsEntry, document)
-    mistakes += schema.findings(_clusters_exist, document, file, topology)
+    mistakes += schema.findings(unknown_clusters, document, file, topology)
     mistakes += schema.findings(_options_are_options, document, file)
     if mistakes:
         raise Mistakes(mistakes)
     options: OptionsEntry = schema.build(file)
     return options
-
-
-def _clusters_exist(
-    document: Document, file: OptionsEntry, topology: Topology
-) -> Iterator[HolmesError]:
-    names = [cluster.name for cluster in topology.clusters]
-    for i, cluster in enumerate(file.clusters):
-        if cluster.name not in names:
-            problem = f"no such cluster in the topology {topology.name}"
-            fix = schema.near(cluster.name, names)
-            keys = ("clusters", i, "name")
-            yield document.mistake(keys, problem, found=cluster.name, fix=fix)
 
 
 def _options_are_options(document: Document, file: OptionsEntry) -> Iterator[HolmesError]:

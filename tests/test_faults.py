@@ -20,7 +20,7 @@ import pytest
 
 from holmesjax import metrics
 from holmesjax.plan import Plan
-from tests.jobs import ROOT, RunningJob, listening_ports, write_run
+from tests.jobs import ROOT, RunningJob, compile_cache, listening_ports, write_run
 
 CLUSTERS = {"a": (1, 1), "b": (1,)}  # process 0 coordinates two; 2 is a stage by itself
 SETTINGS = [
@@ -42,9 +42,8 @@ def losses_of(folder: Path) -> list[float]:
 @pytest.fixture(scope="module", autouse=True)
 def _compile_once(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path_factory.mktemp("compiled")))
-        patch.setenv("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
-        patch.setenv("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
+        for name, value in compile_cache(tmp_path_factory.mktemp("cache")).items():
+            patch.setenv(name, value)
         yield
 
 

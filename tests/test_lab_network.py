@@ -18,7 +18,7 @@ from holmesjax import lab as labs, metrics, topology as topologies
 from holmesjax.faults import parse
 from holmesjax.lab_commands import Commands, tear_down
 from launch import namespaces
-from tests.jobs import ROOT, RunningJob, write_run
+from tests.jobs import ROOT, RunningJob, compile_cache, write_run
 from tests.labs import needs_lab
 
 SERVER = """
@@ -176,9 +176,8 @@ SETTINGS = ["model.num_layers=2", "model.width=16"]
 @pytest.fixture(scope="module", autouse=True)
 def _compile_once(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path_factory.mktemp("compiled")))
-        patch.setenv("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
-        patch.setenv("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
+        for name, value in compile_cache(tmp_path_factory.mktemp("cache")).items():
+            patch.setenv(name, value)
         yield
 
 

@@ -12,6 +12,7 @@ import yaml
 
 from holmesjax import manifest, metrics
 from holmesjax.plan import Plan
+from tests.jobs import compile_cache
 
 ROOT = Path(__file__).parent.parent
 TINY = """
@@ -40,13 +41,8 @@ def command(*arguments):
 @pytest.fixture(scope="session", autouse=True)
 def _compile_once(tmp_path_factory):
     """All runs here have the same programs: processes share what the first has compiled."""
-    settings = {
-        "JAX_COMPILATION_CACHE_DIR": str(tmp_path_factory.mktemp("compiled")),
-        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
-    }
     with pytest.MonkeyPatch.context() as patch:
-        for name, value in settings.items():
+        for name, value in compile_cache(tmp_path_factory.mktemp("cache")).items():
             patch.setenv(name, value)
         yield
 
