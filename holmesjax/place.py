@@ -1,12 +1,16 @@
 """Where a process finds itself: what its environment says of its place in a job. No JAX."""
 
+import contextlib
+import ctypes
 import json
+import os
+import signal
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from holmesjax import discovery, wire
 from holmesjax.discovery import Host
-from holmesjax.errors import HolmesError
+from holmesjax.errors import REQUEUE, HolmesError
 
 # Where schedulers write which of its processes this is: ours, Slurm, Open MPI, PMI, Kubernetes.
 NUMBER = (
@@ -77,3 +81,15 @@ def _take(env: Mapping[str, str], name: str, what: str) -> str:
 def _missing(name: str, what: str, found: str = "not set") -> HolmesError:
     fix = f"start it with a launcher, or set it: {what}"
     return HolmesError(name, "a process of a job needs it", found=found, fix=fix)
+
+
+def die_with(parent: str | None) -> None:
+    """Linux ends this process when the launcher that started it on this machine ends."""
+    if parent is None:
+        return
+    set_death_signal = 1  # PR_SET_PDEATHSIG
+    # Elsewhere than on Linux the controller is missed instead.
+    with contextlib.suppress(AttributeError, OSError):
+        ctypes.CDLL(None).prctl(set_death_signal, signal.SIGKILL)
+    if os.getppid() != int(parent):
+        os._exit(REQUEUE)

@@ -6,7 +6,6 @@ in a collective could not end by itself.
 """
 
 import contextlib
-import ctypes
 import functools
 import os
 import signal
@@ -25,12 +24,12 @@ import jax
 from holmesjax import checkpoint, compat, discovery, domain, job as jobs, manifest
 from holmesjax.control import Member
 from holmesjax.discovery import Host
-from holmesjax.errors import REQUEUE, HolmesError
+from holmesjax.errors import HolmesError
 from holmesjax.job import Job
 from holmesjax.mesh import build_mesh
 from holmesjax.neighbours import Book, Ports, nic
 from holmesjax.pipeline import OneStage, Pipeline, crossings
-from holmesjax.place import Place
+from holmesjax.place import Place, die_with
 from holmesjax.processes import Process, make_processes
 from holmesjax.programs import compile_stages, compile_whole_step
 from holmesjax.session import Session, make_stages, read_batches
@@ -87,7 +86,7 @@ def work(run_dir: str | Path, env: MutableMapping[str, str]) -> int:
     """
     find_host = functools.cache(discovery.discover)
     place = Place.from_environment(env, find_host)
-    _die_with(env.get("HOLMES_PARENT"))
+    die_with(env.get("HOLMES_PARENT"))
     job = jobs.load_saved(run_dir)
     processes = make_processes(job.plan, job.topology, job.config.distributed.processes)
     if not 0 <= place.number < len(processes):
@@ -95,18 +94,6 @@ def work(run_dir: str | Path, env: MutableMapping[str, str]) -> int:
         fix = "start as many processes as the plan needs, numbered from 0"
         raise HolmesError(where, problem, found=f"number {place.number}", fix=fix)
     return _Worker(job, place, processes, env, find_host).run()
-
-
-def _die_with(parent: str | None) -> None:
-    """Linux ends this process when the launcher that started it on this machine ends."""
-    if parent is None:
-        return
-    set_death_signal = 1  # PR_SET_PDEATHSIG
-    # Elsewhere than on Linux the controller is missed instead.
-    with contextlib.suppress(AttributeError, OSError):
-        ctypes.CDLL(None).prctl(set_death_signal, signal.SIGKILL)
-    if os.getppid() != int(parent):
-        os._exit(REQUEUE)
 
 
 class _Worker:

@@ -5,9 +5,10 @@ import functools
 import os
 
 from holmesjax import agent, discovery
-from holmesjax.place import Place
+from holmesjax.place import Place, die_with
 
 
 def run(args: argparse.Namespace) -> int:
+    die_with(os.environ.get("HOLMES_PARENT"))
     find_host = functools.cache(discovery.discover)
     return agent.serve(Place.from_environment(os.environ, find_host), find_host)

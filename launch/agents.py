@@ -48,10 +48,14 @@ class Agents:
         address = "{}:{}".format(*wire.address_of(sock))
         self._door = wire.Door(sock, key=key, hello={}, check=self._check, enter=self._enter)
         env = {"HOLMES_CONTROLLER": address, "HOLMES_KEY_FILE": str(self._key_file.absolute())}
-        for process in self._processes.values():
-            own = {**env, "HOLMES_PROCESS": str(process.number)}
-            launcher.start(process, ["agent"], own, self._events)
-        self._wait(start_timeout_s)
+        try:
+            for process in self._processes.values():
+                own = {**env, "HOLMES_PROCESS": str(process.number)}
+                launcher.start(process, ["agent"], own, self._events)
+            self._wait(start_timeout_s)
+        except BaseException:
+            self.__exit__()
+            raise
 
     def __enter__(self) -> "Agents":
         return self
