@@ -10,6 +10,7 @@ import shutil
 import signal
 import socket
 import subprocess
+import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,7 +22,7 @@ from holmesjax.errors import HolmesError
 from holmesjax.processes import make_processes
 from launch import hosts, launcher
 from launch.ssh import SshLauncher
-from tests.jobs import RunningJob, compile_cache, write_run
+from tests.jobs import ROOT, RunningJob, compile_cache, write_run
 
 CLUSTERS = {"a": (1,), "b": (1,)}
 SETTINGS = ["model.num_layers=2", "model.width=16"]
@@ -398,3 +399,42 @@ def test_the_controller_listens_on_one_named_address(tmp_path, listen):
     job = jobs.load(write_run(tmp_path, CLUSTERS))
     with pytest.raises(HolmesError, match="--listen: must be one address"):
         SshLauncher(job, str(tmp_path / "hosts.yaml"), listen)
+
+
+# ---- the doctor ----------------------------------------------------------------------------------
+
+
+def doctor(run_file, hosts, *overrides):
+    words = [sys.executable, "-m", "launch", "doctor", run_file, "--launcher", "ssh", "--hosts"]
+    return subprocess.run(
+        [*map(str, words), str(hosts), *overrides],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+def test_the_doctor_goes_over_ssh(sshd, tmp_path):
+    run_file = write_run(tmp_path, {"a": (1,), "b": (1,)})
+    hosts = sshd.hosts(tmp_path / "hosts.yaml")
+    well = doctor(run_file, hosts, "run.rehearse=true")
+    assert well.returncode == 0, well.stdout + well.stderr
+    assert "2 ways, all open" in well.stdout
+    # Not rehearsed, this machine has to have what the topology says.
+    real = doctor(run_file, hosts)
+    assert real.returncode == 1
+    assert "0 of 1 infiniband NICs work" in real.stdout
+    assert pids_of(str(tmp_path)) == []
+
+
+def test_the_doctor_says_which_host_does_not_start(sshd, tmp_path):
+    run_file = write_run(tmp_path, {"a": (1,), "b": (1,)})
+    hosts = sshd.hosts(tmp_path / "hosts.yaml", defaults="python: /no/such/python")
+    done = doctor(run_file, hosts, "run.rehearse=true")
+    assert done.returncode == 1
+    assert (
+        "no process on a-0: ssh 127.0.0.2: there is no such python (/no/such/python)" in done.stdout
+    )
+    assert "2 problems" in done.stdout
