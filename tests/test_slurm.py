@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from holmesjax import job as jobs, metrics, wire
+from holmesjax import discovery, job as jobs, metrics, wire
 from holmesjax.control import Event
 from holmesjax.errors import HolmesError
 from holmesjax.place import Place
@@ -331,9 +331,9 @@ def test_a_place_in_a_component_is_a_number_in_the_job(tmp_path, own, number):
     env |= {"HOLMES_ADDRESSES": '{"ethernet": ["10.0.0.2"]}', **own}
     if number is None:
         with pytest.raises(HolmesError, match="makes no sense"):
-            Place.from_environment(env)
+            Place.from_environment(env, discovery.discover)
     else:
-        assert Place.from_environment(env).number == number
+        assert Place.from_environment(env, discovery.discover).number == number
 
 
 # ---- what srun says ------------------------------------------------------------------------------

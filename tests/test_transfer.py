@@ -114,7 +114,8 @@ def test_an_offer_is_kept_until_it_is_acknowledged_and_then_dropped(pair):
     closing = threading.Thread(target=source.close)
     closing.start()
     for m in range(1, len(KEYS)):
-        assert closing.is_alive()
+        if m < len(KEYS) - PREFETCH:  # the last ones have been asked for
+            assert closing.is_alive()
         np.testing.assert_array_equal(target.fetch(KEYS[m]), np.full(SHAPE, m))
     closing.join(5)
     assert not closing.is_alive()
