@@ -139,7 +139,7 @@ def make_run(tmp_path):
     ) -> Path:
         run_dir = tmp_path / name
         plan, topology = machines(["alpha", "beta"] if clusters is None else clusters)
-        with Metrics(run_dir, LogConfig()) as metrics:
+        with Metrics(run_dir, LogConfig(tensorboard=False)) as metrics:
             for written in records:
                 metrics.write(written)
         plan.save(run_dir / "plan.yaml")
