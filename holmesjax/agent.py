@@ -3,16 +3,19 @@
 An agent runs on every node, for as long as the launcher's end asks (`launch.agents`):
 
     inspect   what the node is: name, versions, clock, folder, limits, NICs, GPUs
-    bind      whether a port can be listened on
+    bind      whether a port can be listened on, or which one is free
     open      opens a door on every address of the node; where they are
     reach     goes to the doors of other nodes; how long each took, or why not
     send      sends bytes to a door of another node; how long they took
+    join      joins the JAX job of its cluster: the only answer that imports JAX
+    reduce    takes part in all-reduces of that job; how long they took
 
 Doors ask for the key of the agents, as those of a job do.
 """
 
 import contextlib
 import hashlib
+import importlib
 import itertools
 import os
 import resource
@@ -21,12 +24,13 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, MutableMapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Any
 
-from holmesjax import wire
+from holmesjax import nccl, wire
 from holmesjax.discovery import Host
 from holmesjax.errors import HolmesError
 from holmesjax.neighbours import Ports
@@ -35,12 +39,16 @@ from holmesjax.wire import Connection, Message
 
 PACKAGES = ("holmesjax", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
 START_S = 30.0  # for the launcher's end to be there
+STALL_S = 30.0  # in which a connection must take a chunk, or answer
 CHUNK_BYTES = 1 << 20
 Door = tuple[str, str, int]  # the address to come from, the address and port to go to
 
 
-def serve(place: Place, find_host: Callable[[], Host]) -> int:
-    """Answers until the launcher's end has gone. Raises PeerError if it never was there."""
+def serve(place: Place, find_host: Callable[[], Host], env: MutableMapping[str, str]) -> int:
+    """Answers until the launcher's end has gone. Raises PeerError if it never was there.
+
+    `env` is of this process: NCCL's variables are added to it before JAX is imported.
+    """
     address, port = place.controller
     connection = wire.connect(
         address,
@@ -51,7 +59,7 @@ def serve(place: Place, find_host: Callable[[], Host]) -> int:
         where=f"agent {place.number}",
         timeout_s=START_S,
     )
-    with _Agent(place, find_host) as agent, contextlib.suppress(OSError):
+    with _Agent(place, find_host, env) as agent, contextlib.suppress(OSError):
         while True:
             question = connection.receive()
             connection.send(agent.answer(question.pop("what"), question))
@@ -61,8 +69,9 @@ def serve(place: Place, find_host: Callable[[], Host]) -> int:
 class _Agent:
     """Answers, and the doors it has opened; a context manager."""
 
-    def __init__(self, place: Place, find_host: Callable[[], Host]):
-        self._place, self._find_host = place, find_host
+    def __init__(self, place: Place, find_host: Callable[[], Host], env: MutableMapping[str, str]):
+        self._place, self._find_host, self._env = place, find_host, env
+        self._all_reduce: Any = None  # once this node has joined
         self._doors = contextlib.ExitStack()
         self._answers: dict[str, Callable[..., Message]] = {
             "inspect": self._inspect,
@@ -70,6 +79,8 @@ class _Agent:
             "open": self._open,
             "reach": self._reach,
             "send": self._send,
+            "join": self._join,
+            "reduce": self._reduce,
         }
 
     def __enter__(self) -> "_Agent":
@@ -83,6 +94,8 @@ class _Agent:
             return self._answers[what](**arguments)
         except HolmesError as error:
             return {"problem": f"{error.where}: {error.problem}", "found": str(error.found)}
+        except (OSError, RuntimeError) as error:  # a connection broke; JAX
+            return {"problem": f"could not {what}", "found": str(error) or type(error).__name__}
 
     # ---- what the node is ----------------------------------------------------------------------
 
@@ -125,8 +138,8 @@ class _Agent:
     # ---- whether it is reached -----------------------------------------------------------------
 
     def _bind(self, address: str, port: int) -> Message:
-        wire.listen(address, port).close()
-        return {}
+        with wire.listen(address, port) as sock:
+            return {"port": wire.address_of(sock)[1]}
 
     def _open(self) -> Message:
         ports = Ports.open(self._place.addresses)
@@ -174,20 +187,45 @@ class _Agent:
     ) -> Message:
         """Seconds of each round of each size, over all doors at once; the share of each is equal.
 
-        A size of 0 is a message there and back. Sizes after one that took more than `limit_s` are
-        left out.
+        A size of 0 is a message there and back. Sizes after one that took more than `limit_s`
+        longer than the first are left out.
         """
-        connections = [self._connect(door, timeout_s) for door in doors]
         found: list[list[float]] = []
-        with ThreadPoolExecutor(len(connections)) as pool:
+        with contextlib.ExitStack() as opened:
+            connections = [
+                opened.enter_context(contextlib.closing(self._connect(door, timeout_s)))
+                for door in doors
+            ]
+            for connection in connections:
+                connection.sock.settimeout(STALL_S)
+            pool = opened.enter_context(ThreadPoolExecutor(len(connections)))
             for size in sizes:
                 share = -(-size // len(connections))
                 found.append([_time(pool, connections, share) for _ in range(rounds)])
-                if min(found[-1]) > limit_s:
+                if min(found[-1]) - min(found[0]) > limit_s:
                     break
-        for connection in connections:
-            connection.close()
         return {"seconds": found}
+
+    def _join(
+        self,
+        fabric: str,
+        coordinator: str,
+        num_nodes: int,
+        rank: int,
+        on_cpu: bool,
+        timeout_s: float,
+    ) -> Message:
+        if not on_cpu:
+            own = nccl.own_settings(self._env)
+            here = self._place.addresses.get(fabric, [])
+            self._env.update(nccl.environment(self._find_host(), fabric, here, own).added)
+        self._all_reduce = importlib.import_module("holmesjax.collectives").AllReduce(
+            coordinator, num_nodes, rank, on_cpu=on_cpu, timeout_s=timeout_s
+        )
+        return {}
+
+    def _reduce(self, num_bytes: int, rounds: int) -> Message:
+        return {"seconds": self._all_reduce.time(num_bytes, rounds)}
 
 
 def _time(pool: ThreadPoolExecutor, connections: Sequence[Connection], num_bytes: int) -> float:

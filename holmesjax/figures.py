@@ -12,11 +12,14 @@ from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
+from matplotlib.cm import ScalarMappable
+from matplotlib.colors import LinearSegmentedColormap, LogNorm
 from matplotlib.figure import Figure
 from matplotlib.patches import FancyBboxPatch, Patch, Rectangle
-from matplotlib.ticker import MaxNLocator
+from matplotlib.ticker import MaxNLocator, NullFormatter
 
 from holmesjax.plan import Plan, StagePlan
+from holmesjax.probe import Speed
 from holmesjax.topology import Cluster, Link, Node, Topology
 from holmesjax.units import QUANTITY, show
 
@@ -173,6 +176,55 @@ def link_traffic(records: Sequence[Record]) -> Figure:
         figure.legend(handles, labels, loc="outside lower left", **LEGEND, ncols=4)
     else:
         per_step.text(0.5, 0.5, "one stage: no links", transform=per_step.transAxes, ha="center")
+    return figure
+
+
+def measured_ways(topology: Topology, speeds: Mapping[tuple[str, str], Speed]) -> Figure:
+    """Bandwidth and latency from each node (row) to each other (column); hatched: not measured."""
+    names = [node.name for node in topology.nodes]
+    count, cell_in = len(names), max(0.28, min(1.05, 9 / len(topology.nodes)))
+    figure = Figure(figsize=(count * cell_in + 2.2, count * cell_in + 0.9), layout="constrained")
+    axes = figure.subplots()
+    rates = [speed.bandwidth_bytes_per_s for speed in speeds.values()]
+    shade = LinearSegmentedColormap.from_list("rates", [GRID, SKY, BLUE])
+    norm = LogNorm(min(rates) / 1.5, max(rates) * 1.5)
+    for row, a in enumerate(names):
+        for column, b in enumerate(names):
+            square = Rectangle((column - 0.48, row - 0.48), 0.96, 0.96, linewidth=0)
+            axes.add_patch(square)
+            if (speed := speeds.get((a, b))) is None:
+                hatch = "" if a == b else "////"
+                square.set(facecolor=IDLE, edgecolor=GRID, hatch=hatch)
+                continue
+            color = shade(norm(speed.bandwidth_bytes_per_s))
+            square.set_facecolor(color)
+            if cell_in > 0.8:  # smaller cells have colours only
+                ink = LIGHT if norm(speed.bandwidth_bytes_per_s) > 0.8 else DARK
+                style = {"ha": "center", "color": ink}
+                rate, latency = show(speed.bandwidth_bytes_per_s, "b/s"), show(speed.latency_s, "s")
+                _text(axes, column, row - 0.12, rate, **style)
+                _text(axes, column, row + 0.2, latency, **style, fontsize=7.5)
+    edge = -0.5
+    for cluster in topology.clusters[:-1]:
+        edge += len(cluster.nodes)
+        axes.axhline(edge, color=INK, linewidth=1)
+        axes.axvline(edge, color=INK, linewidth=1)
+    axes.set(xlim=(-0.5, count - 0.5), ylim=(count - 0.5, -0.5), aspect="equal")
+    axes.set_xticks(range(count), names, rotation=90 if cell_in <= 0.8 else 0)
+    axes.set_yticks(range(count), names)
+    _style(axes)
+    axes.tick_params(length=0, labeltop=True, labelbottom=False)
+    axes.grid(visible=False)
+    for side in ("left", "bottom"):
+        axes.spines[side].set_visible(False)
+    axes.set_ylabel("from")
+    axes.set_xlabel("to")
+    axes.xaxis.set_label_position("top")
+    bar = figure.colorbar(ScalarMappable(norm, shade), ax=axes, shrink=0.7)
+    bar.outline.set_visible(False)
+    bar.ax.yaxis.set_major_formatter(lambda rate, _: show(rate, "b/s"))
+    bar.ax.yaxis.set_minor_formatter(NullFormatter())
+    bar.ax.tick_params(colors=MUTED, labelsize=8, labelcolor=INK)
     return figure
 
 

@@ -78,12 +78,31 @@ class Cluster:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Collective:
+    """An all-reduce that was measured over all nodes of a cluster."""
+
+    cluster: str
+    size_bytes: float  # of what each node holds
+    bandwidth_bytes_per_s: float  # that each node sends at, in a ring
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Measured:
+    """What `launch probe` has measured."""
+
+    date: str
+    pairs: dict[tuple[str, str], Link]  # from one node to another
+    collectives: tuple[Collective, ...] = ()  # to be read by people: nothing is decided by them
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Topology:
     """All machines. Devices are numbered cluster by cluster, node by node."""
 
     name: str
     clusters: tuple[Cluster, ...]
     links: dict[tuple[str, str], Link]  # between clusters, one entry each way
+    measured: Measured | None = None
     _homes: dict[str, tuple[Cluster, Node]] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -123,6 +142,11 @@ class Topology:
         return enumerate(node for node in self.nodes for _ in range(node.num_devices))
 
     def link(self, node_a: str, node_b: str) -> Link:
+        """The path from one node to another: as it was measured, or else as it should be."""
+        measured = self.measured.pairs if self.measured else {}
+        return measured.get((node_a, node_b)) or self.nominal_link(node_a, node_b)
+
+    def nominal_link(self, node_a: str, node_b: str) -> Link:
         """The slowest part of the path from one node to another, which all their devices share.
 
         Within a node it is the link of one device. Between nodes of a cluster it is all NICs of
@@ -167,6 +191,18 @@ def load(path: str | Path) -> Topology:
         name=file.name,
         clusters=tuple(_cluster(entry) for entry in file.clusters),
         links={(b, a): link for (a, b), link in links.items()} | links,
+        measured=_measured(file.measured) if file.measured else None,
+    )
+
+
+def _measured(entry: topology_file.MeasuredEntry) -> Measured:
+    return Measured(
+        date=entry.date,
+        pairs={(a, b): _link(pair) for pair in entry.pairs for a, b in [pair.between]},
+        collectives=tuple(
+            Collective(cluster=c.cluster, size_bytes=c.size, bandwidth_bytes_per_s=c.bandwidth)
+            for c in entry.collectives
+        ),
     )
 
 
@@ -216,7 +252,9 @@ def _nic(entry: topology_file.NicEntry) -> Nic:
     )
 
 
-def _link(entry: topology_file.LinkEntry | topology_file.DeviceLinkEntry) -> Link:
+def _link(
+    entry: topology_file.LinkEntry | topology_file.DeviceLinkEntry | topology_file.PairEntry,
+) -> Link:
     return Link(fabric=entry.fabric, bandwidth_bytes_per_s=entry.bandwidth, latency_s=entry.latency)
 
 
@@ -231,7 +269,30 @@ def to_yaml(topology: Topology) -> str:
     ]
     clusters = [_cluster_values(cluster) for cluster in topology.clusters]
     values = {"name": topology.name, "clusters": clusters} | ({"links": links} if links else {})
-    return yaml_files.to_text(values)
+    text = yaml_files.to_text(values)
+    return text + measured_section(topology.measured) if topology.measured else text
+
+
+def measured_section(measured: Measured) -> str:
+    """The section of a topology file with what was measured."""
+    pairs = [
+        {"between": list(pair), **_link_values(link, "b/s")}
+        for pair, link in measured.pairs.items()
+    ]
+    collectives = [
+        {
+            "cluster": collective.cluster,
+            "size": units.exact(collective.size_bytes, "B"),
+            "bandwidth": units.exact(collective.bandwidth_bytes_per_s, "b/s"),
+        }
+        for collective in measured.collectives
+    ]
+    lines = ["measured:", f"  {yaml_files.to_line({'date': measured.date})[1:-1]}"]
+    for name, items in (("pairs", pairs), ("collectives", collectives)):
+        if items:
+            lines.append(f"  {name}:")
+            lines += [f"    - {yaml_files.to_line(item)}" for item in items]
+    return "\n".join(lines) + "\n"
 
 
 def save(topology: Topology, path: str | Path) -> None:
@@ -307,7 +368,23 @@ def describe(topology: Topology) -> list[str]:
             lines.append(f"  {a} <-> {b}: {_link_text(there)} each way")
         else:
             lines += [f"  {a} -> {b}: {_link_text(there)}", f"  {b} -> {a}: {_link_text(back)}"]
+    if topology.measured is not None:
+        lines.append(_measured_line(topology, topology.measured))
     return lines
+
+
+def _measured_line(topology: Topology, measured: Measured) -> str:
+    """How much was measured, and which pair fell shortest of what it should be."""
+    line = f"  measured  {_counted(len(measured.pairs), 'way')} between nodes, {measured.date}"
+    if not measured.pairs:
+        return line
+    nominal = {pair: topology.nominal_link(*pair) for pair in measured.pairs}
+    share = lambda pair: (
+        measured.pairs[pair].bandwidth_bytes_per_s / nominal[pair].bandwidth_bytes_per_s
+    )
+    a, b = pair = min(measured.pairs, key=share)
+    should = units.show(nominal[pair].bandwidth_bytes_per_s, "b/s")
+    return f"{line}; least of nominal: {a} -> {b} {_link_text(measured.pairs[pair])} of {should}"
 
 
 GROUPS_SHOWN = 2  # of unlike nodes in a cluster

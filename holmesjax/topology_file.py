@@ -107,12 +107,41 @@ class LinkEntry:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class PairEntry:
+    """What was measured from one node to another; one way, the first one is the sender."""
+
+    between: tuple[Name, ...]
+    fabric: Network
+    bandwidth: NetworkRate
+    latency: Latency
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CollectiveEntry:
+    """An all-reduce over all nodes of a cluster."""
+
+    cluster: Name
+    size: Size  # of what each node holds
+    bandwidth: NetworkRate  # that each node sends at, in a ring
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MeasuredEntry:
+    """What `launch probe` has measured."""
+
+    date: Name
+    pairs: tuple[PairEntry, ...] = ()
+    collectives: tuple[CollectiveEntry, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class TopologyEntry:
     """The file."""
 
     name: Name
     clusters: tuple[ClusterEntry, ...]
     links: tuple[LinkEntry, ...] = ()
+    measured: MeasuredEntry | None = None
 
 
 def read(path: str | Path) -> TopologyEntry:
@@ -121,6 +150,7 @@ def read(path: str | Path) -> TopologyEntry:
     file, mistakes = schema.read(TopologyEntry, document)
     mistakes += schema.findings(_clusters_make_sense, document, file)
     mistakes += schema.findings(_links_join_clusters, document, file)
+    mistakes += schema.findings(_measured_is_of_these, document, file)
     if mistakes:
         raise Mistakes(mistakes)
     entry: TopologyEntry = schema.build(file)
@@ -322,3 +352,63 @@ def _ends_exist(
         if name not in names:
             fix = schema.near(name, names)
             yield document.mistake((*place, i), "no such cluster", found=name, fix=fix)
+
+
+def _measured_is_of_these(document: Document, file: TopologyEntry) -> Iterator[HolmesError]:
+    """Pairs and collectives are of nodes and clusters of the file, each once."""
+    if file.measured is None:
+        return
+    clusters = [cluster.name for cluster in file.clusters]
+    homes = {node.name: cluster for cluster in file.clusters for node in nodes_of(cluster)}
+    fabrics = {tuple(sorted(link.between)): link.fabric for link in file.links}
+    seen: set[tuple[str, ...]] = set()
+    for i, pair in enumerate(file.measured.pairs):
+        keys: Keys = ("measured", "pairs", i)
+        wrong = schema.findings(_pair_exists, document, keys, pair, homes, seen)
+        yield from wrong
+        if not wrong:
+            yield from schema.findings(_fabric_is_theirs, document, keys, pair, homes, fabrics)
+    for i, collective in enumerate(file.measured.collectives):
+        if collective.cluster not in clusters:
+            place = ("measured", "collectives", i, "cluster")
+            found, fix = collective.cluster, schema.near(collective.cluster, clusters)
+            yield document.mistake(place, "no such cluster", found=found, fix=fix)
+
+
+MEASURE_AGAIN = "measure again: python -m launch probe writes this section"
+
+
+def _pair_exists(
+    document: Document,
+    keys: Keys,
+    pair: PairEntry,
+    homes: dict[str, ClusterEntry],
+    seen: set[tuple[str, ...]],
+) -> Iterator[HolmesError]:
+    place, ends = (*keys, "between"), pair.between
+    found = f"[{', '.join(ends)}]"
+    for j, node in enumerate(ends):
+        if node not in homes:
+            fix = schema.near(node, list(homes))
+            yield document.mistake((*place, j), "no such node", found=node, fix=fix)
+    if len(ends) != 2 or ends[0] == ends[1]:
+        yield document.mistake(place, "must be two nodes", found=found, fix=MEASURE_AGAIN)
+    elif ends in seen:
+        fix = "remove one of them"
+        yield document.mistake(place, "is given twice", found=f"{found} again", fix=fix)
+    seen.add(ends)
+
+
+def _fabric_is_theirs(
+    document: Document,
+    keys: Keys,
+    pair: PairEntry,
+    homes: dict[str, ClusterEntry],
+    fabrics: dict[tuple[str, ...], str],
+) -> Iterator[HolmesError]:
+    """A pair of a cluster is on its fabric; of two clusters, on that of their link."""
+    a, b = (homes[node] for node in pair.between)
+    expected = a.fabric if a.name == b.name else fabrics.get(tuple(sorted((a.name, b.name))))
+    if expected is not None and pair.fabric != expected:
+        problem = f"the nodes reach each other over {expected}"
+        yield document.mistake((*keys, "fabric"), problem, found=pair.fabric, fix=MEASURE_AGAIN)

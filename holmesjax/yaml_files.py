@@ -5,6 +5,7 @@ mappings and lists, texts, numbers (`3e-4` is one), `true`, `false`, `null`. No 
 dates, and `yes` and `no` are texts. `schema` turns the values into dataclasses.
 """
 
+import math
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -297,3 +298,52 @@ def to_text(values: dict[str, Any]) -> str:
         default_flow_style=None,
     )
     return text
+
+
+class _LineDumper(_Dumper):
+    """Everything on one line."""
+
+    def represent_mapping(self, tag: str, mapping: Any, flow_style: bool | None = None) -> Any:
+        return yaml.SafeDumper.represent_mapping(self, tag, mapping, True)
+
+
+def to_line(values: dict[str, Any]) -> str:
+    """A mapping as an item of a list that people may want to read.
+
+    >>> to_line({"between": ["a", "b: c"], "latency": "5 us"})
+    "{between: [a, 'b: c'], latency: 5 us}"
+    """
+    text: str = yaml.dump(
+        values,
+        Dumper=_LineDumper,
+        sort_keys=False,
+        width=math.inf,
+        allow_unicode=True,
+        default_flow_style=True,
+    )
+    return text.rstrip("\n")
+
+
+def with_section(text: str, key: str, section: str) -> str:
+    """The text of a file in which `section` stands for the section of a key; all else is as it was.
+
+    A new one comes at the end. Comments between the lines of the old one go with it.
+
+    >>> with_section("a: 1  # one\\nb:\\n  c: 2\\n\\n# d\\nd: 3\\n", "b", "b: 4\\n")
+    'a: 1  # one\\nb: 4\\n\\n# d\\nd: 3\\n'
+    >>> with_section("a: 1", "b", "b: 4\\n")
+    'a: 1\\nb: 4\\n'
+    """
+    lines = re.findall(r"[^\n]*\n|[^\n]+", text)
+    starts = [i for i, line in enumerate(lines) if re.match(rf"{re.escape(key)}[ \t]*:", line)]
+    if not starts:
+        end = "" if text.endswith("\n") or not text else "\n"
+        return f"{text}{end}{section}"
+    [start] = starts
+    inside = [i for i in range(start + 1, len(lines)) if lines[i].strip()]
+    end_at = start + 1
+    for i in inside:
+        if lines[i][0] not in " \t-":  # a comment on the left belongs to what follows
+            break
+        end_at = i + 1
+    return "".join([*lines[:start], section, *lines[end_at:]])

@@ -9,6 +9,7 @@ examples:
   python -m launch plan configs/runs/quickstart.yaml --json            # print the plan and stop
   python -m launch lab configs/topologies/ib_roce.yaml -- train configs/runs/quickstart.yaml
   python -m launch generate runs/quickstart --prompt "def "            # sample from it
+  python -m launch probe configs/topologies/ib_roce.yaml               # measure its networks
   python -m launch nics                                                # what this host has
 """
 
@@ -26,6 +27,7 @@ VERBS = {
     "generate": "sample text from a run's newest checkpoint",
     "nics": "print this host's NICs, and what NCCL is told of them",
     "doctor": "look at everything that a start needs, on all nodes",
+    "probe": "measure the networks of a topology, and write them into its file",
     "agent": "answer what doctor and probe ask of a node (they start it)",
     "worker": "be one process of a job (for launchers)",
 }
@@ -65,14 +67,17 @@ def verb_parser(verb: str) -> argparse.ArgumentParser:
         add("--fault", action="append", default=[], help="'step=20 cut ib<->roce 10s'; repeatable")
         add("--dry-run", action="store_true", help="print every command and run none")
         return parser
+    if verb == "probe":
+        add = parser.add_argument
+        add("topology", nargs="?", help="a topology file; inside a lab, it is the lab's")
+        add("--output", metavar="YAML", help="the file that is written (the topology file itself)")
+        add("--no-collectives", action="store_true", help="measure TCP only, without JAX")
+        _add_agents_options(parser)
+        return parser
     parser.add_argument("target", help="a file of configs/runs/, or a run folder")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="dotted if nested")
     if verb == "doctor":
-        add = parser.add_argument
-        names = ("local", "external", "ssh")
-        add("--launcher", choices=names, help="how nodes are reached (local)")
-        add("--listen", metavar="HOST:PORT", help="where the nodes find this machine")
-        add("--hosts", metavar="YAML", help="ssh: how each node is reached")
+        _add_agents_options(parser)
     elif verb == "plan":
         parser.add_argument("--json", action="store_true", help="for programs")
     else:
@@ -84,6 +89,14 @@ def verb_parser(verb: str) -> argparse.ArgumentParser:
         add("--options", metavar="YAML", help="slurm, kubernetes: partition, image and the like")
         add("--submit", action="store_true", help="slurm: submit the file that is written")
     return parser
+
+
+def _add_agents_options(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    names = ("local", "external", "ssh")
+    add("--launcher", choices=names, help="how nodes are reached (local)")
+    add("--listen", metavar="HOST:PORT", help="where the nodes find this machine")
+    add("--hosts", metavar="YAML", help="ssh: how each node is reached")
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
@@ -115,9 +128,16 @@ def _command_in_lab(
     if not argv:
         raise ConfigError("lab", "needs a command", found="nothing", fix="add -- train RUN.yaml")
     command = parse(argv)
-    if command.verb not in ("train", "plan", "doctor"):
-        problem, fix = "has no topology that a lab could stand for", "use train, plan or doctor"
+    if command.verb not in ("train", "plan", "doctor", "probe"):
+        problem = "has no topology that a lab could stand for"
+        fix = "use train, plan, doctor or probe"
         raise ConfigError("lab", problem, found=command.verb, fix=fix)
+    if command.verb == "probe":
+        if command.topology is not None:
+            problem, fix = "the lab has its own topology", "name the topology behind lab only"
+            raise ConfigError("probe", problem, found=command.topology, fix=fix)
+        command.topology = args.topology
+        return command
     for override in command.overrides:
         if override.startswith("topology="):
             fix = "name the topology behind lab only"

@@ -11,4 +11,4 @@ from holmesjax.place import Place, die_with
 def run(args: argparse.Namespace) -> int:
     die_with(os.environ.get("HOLMES_PARENT"))
     find_host = functools.cache(discovery.discover)
-    return agent.serve(Place.from_environment(os.environ, find_host), find_host)
+    return agent.serve(Place.from_environment(os.environ, find_host), find_host, os.environ)

@@ -19,6 +19,7 @@ from launch.launcher import Launcher
 
 KEY = "agents.key"
 LAST_LINES = 3
+ANSWER_S = 180.0  # for the longest answer: measurements over a slow link
 Question = tuple[str, dict[str, Any]]  # what, and its arguments
 
 
@@ -108,6 +109,7 @@ class Agents:
         [node] = [
             p.node for p in self._processes.values() if p.number == connection.hello["process"]
         ]
+        connection.sock.settimeout(ANSWER_S)
         with self._changed:
             self._connections[node] = connection
             self._changed.notify_all()

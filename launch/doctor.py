@@ -31,7 +31,7 @@ def run(args: argparse.Namespace, launcher: Launcher | None = None) -> int:
     name = args.launcher or "local"
     is_rehearsal = job.config.run.rehearse or launcher is not None or name == "local"
     if launcher is None:
-        launcher = launchers.make(name, job, hosts=args.hosts, listen=args.listen)
+        launcher = launchers.make(name, job.topology, hosts=args.hosts, listen=args.listen)
     job.run_dir.mkdir(parents=True, exist_ok=True)
     with Agents(job.topology, launcher, job.run_dir, START_S) as agents:
         found = [_missing(node, why) for node, why in agents.missing.items()]

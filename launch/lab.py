@@ -13,11 +13,17 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from holmesjax import config as configs, faults as fault_texts, lab as labs
+from holmesjax import (
+    config as configs,
+    faults as fault_texts,
+    lab as labs,
+    topology as topologies,
+)
+from holmesjax.config import Config
 from holmesjax.errors import ConfigError
 from holmesjax.faults import Fault
-from holmesjax.job import Job
 from holmesjax.lab_commands import Commands, tear_down
+from holmesjax.topology import Topology
 from launch import namespaces
 from launch.counters import Counters
 from launch.injector import Injector
@@ -43,9 +49,11 @@ def run(args: argparse.Namespace) -> int:
     if args.command.launcher is not None:
         problem, fix = "the lab starts the processes itself", "leave it out"
         raise ConfigError("--launcher", problem, found=args.command.launcher, fix=fix)
-    job = args.command.job
-    faults = fault_texts.parse_all(args.fault, job.topology)
-    lab, lines = _make_lab(args, job)
+    topology, config = _topology(args), None
+    if args.command.verb != "probe":
+        config = args.command.job.config
+    faults = fault_texts.parse_all(args.fault, topology)
+    lab, lines = _make_lab(args, topology, config)
     commands = Commands(
         lab=lab,
         id=namespaces.new_id(),
@@ -56,7 +64,7 @@ def run(args: argparse.Namespace) -> int:
     print(f"lab         {commands.switch}: {len(lab.nodes)} nodes", *described, sep="\n")
     print(f"  scale     {lines[0]}", *(f"            {line}" for line in lines[1:]), sep="\n")
     if args.dry_run:
-        print(*_dry_run(commands, faults, job), sep="\n")
+        print(*_dry_run(commands, faults, args.command), sep="\n")
         return 0
     namespaces.refuse_without_means()
     sys.stdout.flush()
@@ -84,7 +92,9 @@ def _run_in(commands: Commands, command: argparse.Namespace, faults: list[Fault]
             launcher = namespaces.LabLauncher(commands)
             verb = importlib.import_module(f"launch.{command.verb}")  # it draws: slow to import
             with Injector(commands, faults) as injector:
-                if command.verb != "train":
+                if command.verb == "probe":
+                    return int(verb.run(command, launcher, commands.lab.scale))
+                if command.verb == "doctor":
                     return int(verb.run(command, launcher))
                 watch = _Watch(Counters(commands), injector, command.job.run_dir)
                 return int(verb.run(command, launcher, watch))
@@ -106,17 +116,30 @@ def _clean(args: argparse.Namespace) -> int:
     return 0
 
 
-def _make_lab(args: argparse.Namespace, job: Job) -> tuple[labs.Lab, list[str]]:
-    """The lab, and the arithmetic of its scale."""
-    own = labs.workload(job.config)
-    real = labs.workload(configs.load(args.real)) if args.real else own
+def _topology(args: argparse.Namespace) -> Topology:
+    if args.command.verb == "probe":
+        return topologies.load(args.topology)
+    topology: Topology = args.command.job.topology
+    return topology
+
+
+def _make_lab(
+    args: argparse.Namespace, topology: Topology, config: Config | None
+) -> tuple[labs.Lab, list[str]]:
+    """The lab, and the arithmetic of its scale. A probe has no config of a run."""
+    real = configs.load(args.real) if args.real else config
     cores = sorted(os.sched_getaffinity(0))
-    shares = labs.make_shares(job.topology, real.dtype, cores, _quota(args.cpu))
-    if args.scale is not None:
+    if real is None and args.scale is None:
+        problem, fix = "a probe has no run to say it", "write --scale 0.01, say, or --real RUN.yaml"
+        raise ConfigError("--scale", problem, found="nothing", fix=fix)
+    dtype = real.train.compute_dtype if real else "float32"
+    shares = labs.make_shares(topology, dtype, cores, _quota(args.cpu))
+    if args.scale is not None or real is None:
         scale, lines = args.scale, [f"{args.scale:g}, as --scale says"]
     else:
-        scale, lines = labs.scale(job.topology, shares, _core_flop_per_s(cores[0]), own, real)
-    return labs.make_lab(job.topology, shares, scale), lines
+        own, there = labs.workload(config or real), labs.workload(real)
+        scale, lines = labs.scale(topology, shares, _core_flop_per_s(cores[0]), own, there)
+    return labs.make_lab(topology, shares, scale), lines
 
 
 def _quota(text: str | None) -> float | None:
@@ -139,10 +162,11 @@ def _core_flop_per_s(core: int) -> float:
     return float(output)
 
 
-def _dry_run(commands: Commands, faults: list[Fault], job: Job) -> list[str]:
+def _dry_run(commands: Commands, faults: list[Fault], command: argparse.Namespace) -> list[str]:
     """Every line that would be run, with comments between them."""
     lines = ["# build the lab", *commands.build()]
-    worker = [sys.executable, "-m", "launch", "worker", str(job.run_dir)]
+    words = ["worker", str(command.job.run_dir)] if command.verb == "train" else ["agent"]
+    worker = [sys.executable, "-m", "launch", *words]
     lines.append("# start a process on each node")
     lines += [shlex.join(commands.enter(node, worker)) for node in commands.lab.nodes]
     for fault in faults:

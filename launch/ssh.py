@@ -17,8 +17,8 @@ from typing import NamedTuple
 
 from holmesjax.control import Event
 from holmesjax.errors import REQUEUE, ConfigError, HolmesError, Mistakes
-from holmesjax.job import Job
 from holmesjax.processes import Process
+from holmesjax.topology import Topology
 from launch import hosts
 from launch.hosts import Host
 from launch.launcher import Children, Events, own_address, parse_listen, visible_devices
@@ -113,7 +113,7 @@ class SshLauncher:
     """The launcher `ssh`.
 
     Args:
-      job: whose processes are to be started.
+      topology: on whose nodes processes are to be started.
       hosts_file: how its nodes are reached.
       listen: HOST or HOST:PORT where the controller listens; None: the address from which this
         machine reaches the hosts.
@@ -123,11 +123,11 @@ class SshLauncher:
 
     sees_exits = True
 
-    def __init__(self, job: Job, hosts_file: str | None, listen: str | None):
+    def __init__(self, topology: Topology, hosts_file: str | None, listen: str | None):
         if hosts_file is None:
             fix = "write --hosts HOSTS.yaml; docs/launching.md has an example"
             raise ConfigError("--hosts", "the launcher `ssh` needs it", found="nothing", fix=fix)
-        self._hosts = hosts.read(hosts_file, job.topology)
+        self._hosts = hosts.read(hosts_file, topology)
         targets = _targets(self._hosts, hosts_file)
         self.address, self.port = parse_listen(listen) if listen else (_own_address(targets), 0)
         self._children = Children()

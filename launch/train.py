@@ -40,9 +40,15 @@ def run(
             max_restarts=args.max_restarts,
             submit=args.submit,
         )
+    if args.launcher == "slurm":
+        launcher = slurm.SlurmLauncher(args.job, os.environ, args.listen)
+    else:
+        launcher = launchers.make(
+            args.launcher, args.job.topology, hosts=args.hosts, listen=args.listen
+        )
     return Supervisor(
         args.job,
-        launchers.make(args.launcher, args.job, hosts=args.hosts, listen=args.listen),
+        launcher,
         max_restarts=args.max_restarts,
         # Of a scheduler that gives the processes theirs.
         key_file=os.environ.get("HOLMES_KEY_FILE") if args.launcher == "external" else None,

@@ -249,7 +249,7 @@ def test_the_status_of_a_process_comes_through(sshd, tmp_path, script, status):
     python.chmod(0o755)
     path = sshd.hosts(tmp_path / "hosts.yaml", defaults=f'python: "{python}"')
     job = jobs.load(write_run(tmp_path, CLUSTERS))
-    ssh = SshLauncher(job, str(path), None)
+    ssh = SshLauncher(job.topology, str(path), None)
     assert ssh.address == "127.0.0.1"  # all hosts are on loopback
     events = queue.Queue()
     process = make_processes(job.plan, job.topology, "node")[0]
@@ -356,7 +356,7 @@ def test_two_names_of_one_host_are_noticed(tmp_path):
     (tmp_path / "hosts.yaml").write_text(text)
     job = jobs.load(write_run(tmp_path, CLUSTERS))
     with pytest.raises(HolmesError, match="is the same host as a-0"):
-        SshLauncher(job, str(tmp_path / "hosts.yaml"), None)
+        SshLauncher(job.topology, str(tmp_path / "hosts.yaml"), None)
 
 
 @pytest.mark.parametrize(
@@ -398,7 +398,7 @@ def test_the_controller_listens_on_one_named_address(tmp_path, listen):
     (tmp_path / "hosts.yaml").write_text("hosts:\n  - {node: a-0}\n  - {node: b-0}\n")
     job = jobs.load(write_run(tmp_path, CLUSTERS))
     with pytest.raises(HolmesError, match="--listen: must be one address"):
-        SshLauncher(job, str(tmp_path / "hosts.yaml"), listen)
+        SshLauncher(job.topology, str(tmp_path / "hosts.yaml"), listen)
 
 
 # ---- the doctor ----------------------------------------------------------------------------------
