@@ -185,7 +185,7 @@ def measured_ways(topology: Topology, speeds: Mapping[tuple[str, str], Speed]) -
     count, cell_in = len(names), max(0.28, min(1.05, 9 / len(topology.nodes)))
     figure = Figure(figsize=(count * cell_in + 2.2, count * cell_in + 0.9), layout="constrained")
     axes = figure.subplots()
-    rates = [speed.bandwidth_bytes_per_s for speed in speeds.values()]
+    rates = [8 * speed.bandwidth_bytes_per_s for speed in speeds.values()]  # bits: for the ticks
     shade = LinearSegmentedColormap.from_list("rates", [GRID, SKY, BLUE])
     norm = LogNorm(min(rates) / 1.5, max(rates) * 1.5)
     for row, a in enumerate(names):
@@ -196,10 +196,10 @@ def measured_ways(topology: Topology, speeds: Mapping[tuple[str, str], Speed]) -
                 hatch = "" if a == b else "////"
                 square.set(facecolor=IDLE, edgecolor=GRID, hatch=hatch)
                 continue
-            color = shade(norm(speed.bandwidth_bytes_per_s))
+            color = shade(norm(8 * speed.bandwidth_bytes_per_s))
             square.set_facecolor(color)
             if cell_in > 0.8:  # smaller cells have colours only
-                ink = LIGHT if norm(speed.bandwidth_bytes_per_s) > 0.8 else DARK
+                ink = LIGHT if norm(8 * speed.bandwidth_bytes_per_s) > 0.8 else DARK
                 style = {"ha": "center", "color": ink}
                 rate, latency = show(speed.bandwidth_bytes_per_s, "b/s"), show(speed.latency_s, "s")
                 _text(axes, column, row - 0.12, rate, **style)
@@ -222,7 +222,7 @@ def measured_ways(topology: Topology, speeds: Mapping[tuple[str, str], Speed]) -
     axes.xaxis.set_label_position("top")
     bar = figure.colorbar(ScalarMappable(norm, shade), ax=axes, shrink=0.7)
     bar.outline.set_visible(False)
-    bar.ax.yaxis.set_major_formatter(lambda rate, _: show(rate, "b/s"))
+    bar.ax.yaxis.set_major_formatter(lambda rate, _: show(rate / 8, "b/s"))
     bar.ax.yaxis.set_minor_formatter(NullFormatter())
     bar.ax.tick_params(colors=MUTED, labelsize=8, labelcolor=INK)
     return figure

@@ -11,6 +11,9 @@ i of them span boxes of the product of their sizes, and every box lies in one bl
 limit. So every such block holds a multiple of a box, and when the devices are sorted so that each
 block of each limit is a run, cutting them row-major puts every box into a block again. The cheapest
 order of the axes over that one order of the devices is therefore the cheapest placement of all.
+
+Measured pairs need not be like that. Blocks are then what paths within a limit join, and the result
+is a placement whose price is right, but not always the cheapest.
 """
 
 import itertools

@@ -60,7 +60,8 @@ def run(
         print("not compared with nominal: on one machine, all of it is loopback")
     _write(output, text, replace(topology, measured=session.measured()), session)
     problems = len(session.findings)
-    counts = f"{problems or 'no'} problem{'s' * (problems != 1)}, {len(warnings) or 'no'} slow"
+    counts = f"{problems or 'no'} problem{'s' * (problems != 1)}, {len(warnings) or 'no'} slow way"
+    counts += "s" * (len(warnings) != 1)
     print(f"{counts}; it took {time.monotonic() - start_s:.0f} s")
     return 1 if problems else 0
 
