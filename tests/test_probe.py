@@ -2,13 +2,14 @@
 
 import itertools
 import json
+import os
 import re
 import subprocess
 import sys
 
 import pytest
 
-from holmesjax import figures, job as jobs, probe, topology as topologies, yaml_files
+from holmesjax import figures, job as jobs, probe, topology as topologies, wire, yaml_files
 from holmesjax.errors import Mistakes
 from holmesjax.mapper import place
 from holmesjax.probe import Speed
@@ -296,3 +297,49 @@ def test_a_mistake_is_told_in_a_paragraph(tmp_path, words, told):
     assert done.stderr.startswith("error: ")
     assert told in done.stderr
     assert "Traceback" not in done.stderr
+
+
+A_0 = {"infiniband": ["127.0.0.2"], "ethernet": ["127.0.0.3"]}
+WRONG_ADDRESSES = {
+    "shared": (
+        [
+            A_0,
+            {"infiniband": ["127.0.0.4"], "ethernet": ["127.0.0.3"]},
+            {"ethernet": ["127.0.0.5"]},
+        ],
+        ["a-0 and a-1 both have 127.0.0.3"],
+    ),
+    "missing": (
+        [A_0, {"ethernet": ["127.0.0.4"]}, {"roce": ["127.0.0.5"]}],
+        ["a-1 has no address on infiniband, only on ethernet", "b-0 has no address on ethernet"],
+    ),
+}
+
+
+@pytest.mark.parametrize("addresses, told", WRONG_ADDRESSES.values(), ids=WRONG_ADDRESSES)
+def test_addresses_that_cannot_be_are_told_of(tmp_path, addresses, told):
+    (tmp_path / "t.yaml").write_text(UNEQUAL)
+    with wire.listen("127.0.0.1") as free:
+        listen = "{}:{}".format(*wire.address_of(free))
+    common = {"HOLMES_CONTROLLER": listen, "HOLMES_KEY_FILE": str(tmp_path / "agents.key")}
+    command = [sys.executable, "-m", "launch"]
+    words = [*command, "probe", tmp_path / "t.yaml", "--output", tmp_path / "out.yaml"]
+    words += ["--launcher", "external", "--listen", listen]
+    processes = [subprocess.Popen(words, cwd=ROOT, stdout=subprocess.PIPE, text=True)]
+    [verb] = processes
+    try:
+        while "python -m launch agent" not in verb.stdout.readline():
+            assert verb.poll() is None
+        for number, own in enumerate(addresses):
+            mine = {"HOLMES_PROCESS": str(number), "HOLMES_ADDRESSES": json.dumps(own)}
+            env = {**os.environ, **common, **mine}
+            processes.append(subprocess.Popen([*command, "agent"], cwd=ROOT, env=env))
+        output, _ = verb.communicate(timeout=60)
+        assert [process.wait(10) for process in processes] == [1, 0, 0, 0]
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    for words in (*told, "nothing was measured"):
+        assert words in output
+    assert not (tmp_path / "out.yaml").exists()
