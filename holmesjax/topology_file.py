@@ -375,7 +375,7 @@ def _measured_is_of_these(document: Document, file: TopologyEntry) -> Iterator[H
             yield document.mistake(place, "no such cluster", found=found, fix=fix)
 
 
-MEASURE_AGAIN = "measure again: python -m launch probe writes this section"
+MEASURE_AGAIN = "remove the section `measured`, and measure again with `launch probe`"
 
 
 def _pair_exists(

@@ -258,9 +258,9 @@ kind: cpu, count: 1 => kind: cp, count: 1, memory: 1 GB, memory_bandwidth: 1 GB/
   found: cp
   fix: did you mean 'cpu'? Or add link, peak_flop_per_s.float32, peak_flop_per_s.bfloat16
 
-count: 1} => count: 1, paint: red}
-13: clusters[1].devices.paint: no such setting
-  found: paint
+count: 1} => count: 1, wattage: 9}
+13: clusters[1].devices.wattage: no such setting
+  found: wattage
   fix: choose from: kind, count, peak_flop_per_s, memory, memory_bandwidth, link
 
     devices: {kind: cpu, count: 1} => #
