@@ -146,7 +146,9 @@ def test_the_section_comes_and_goes_and_all_else_stays():
 
 
 def test_a_measured_pair_stands_for_its_link_and_nothing_else_changes(tmp_path):
-    plain, slow = load(tmp_path, UNEQUAL), load(tmp_path, UNEQUAL + SLOW)
+    collective = "  collectives:\n    - {cluster: a, size: 1 MiB, bandwidth: 5 Gb/s}\n"
+    plain, slow = load(tmp_path, UNEQUAL), load(tmp_path, UNEQUAL + SLOW + collective)
+    assert topologies.measured_section(slow.measured) == SLOW + collective
     assert slow.link("a-0", "a-1").bandwidth_bytes_per_s == 125e6
     assert slow.link("a-0", "a-1").latency_s == 1e-3
     for way in (("a-1", "a-0"), ("a-0", "b-0"), ("a-0", "a-0")):
