@@ -14,7 +14,7 @@ from holmesjax.errors import Mistakes
 from holmesjax.mapper import place
 from holmesjax.probe import Speed
 from tests.jobs import ROOT
-from tests.test_lab_network import needs_means
+from tests.labs import needs_lab
 
 UNEQUAL = """\
 name: unequal   # as the user wrote it
@@ -235,7 +235,7 @@ def launch(*words):
     )
 
 
-@needs_means
+@needs_lab
 def test_the_rates_of_a_lab_are_found_again(tmp_path):
     path = tmp_path / "t.yaml"
     path.write_text(UNEQUAL)
