@@ -167,17 +167,21 @@ def textbook_loss(model: ModelConfig, params: Tree, batch: dict[str, jax.Array])
     return -jnp.take_along_axis(log_p, batch["target_BL"][..., None], axis=-1).mean()
 
 
-def plain_jax(sizes: Sizes, loss: Callable[..., jax.Array] = composed_loss) -> Step:
-    """One jitted function: value_and_grad, then an optax chain; its state is donated."""
+def plain_optimizer(c: OptimizerConfig) -> optax.GradientTransformation:
+    """AdamW at a constant rate behind a clipping of the global norm."""
     mask = functools.partial(jax.tree_util.tree_map_with_path, lambda path, _: decays(path))
-    c = OPTIMIZER
     assert c.clip_norm is not None
-    optimizer = optax.chain(
+    return optax.chain(
         optax.clip_by_global_norm(c.clip_norm),
         optax.adamw(
             c.learning_rate, c.beta1, c.beta2, c.epsilon, weight_decay=c.weight_decay, mask=mask
         ),
     )
+
+
+def plain_jax(sizes: Sizes, loss: Callable[..., jax.Array] = composed_loss) -> Step:
+    """One jitted function: value_and_grad, then an optax chain; its state is donated."""
+    optimizer = plain_optimizer(OPTIMIZER)
     loss_and_gradient = jax.value_and_grad(functools.partial(loss, sizes.model))
 
     @functools.partial(jax.jit, donate_argnums=(0, 1))

@@ -74,29 +74,42 @@ def weights(c: ModelConfig, params: Any) -> dict[str, np.ndarray]:
     return found
 
 
-def make_step(
-    model: ModelConfig, c: OptimizerConfig, params: Any, inputs: dict[str, np.ndarray]
-) -> Callable[[], tuple[torch.Tensor]]:
-    torch.set_num_threads(1)
+def make_gpt(model: ModelConfig, params: Any) -> GPT:
+    """With the parameters of `gpt.init_params`."""
     gpt = GPT(model)
     arrays = weights(model, params)
     gpt.load_state_dict({name: torch.from_numpy(x.copy()) for name, x in arrays.items()})
-    table = {"token.weight", "position.weight"}
-    decayed = {name for name, x in gpt.named_parameters() if x.ndim > 1} - table
+    return gpt
+
+
+def make_optimizer(module: nn.Module, c: OptimizerConfig) -> torch.optim.Optimizer:
+    """Of the model, or of a part of it that keeps the names of its tables."""
+
+    def decays(name: str, x: torch.Tensor) -> bool:
+        return x.ndim > 1 and not name.endswith(("token.weight", "position.weight"))
+
     groups = [
         {
-            "params": [x for name, x in gpt.named_parameters() if (name in decayed) == decay],
+            "params": [x for name, x in module.named_parameters() if decays(name, x) == decay],
             "weight_decay": c.weight_decay if decay else 0.0,
         }
         for decay in (True, False)
     ]
-    optimizer = torch.optim.AdamW(
+    return torch.optim.AdamW(
         groups,
         lr=c.learning_rate,
         betas=(c.beta1, c.beta2),
         eps=c.epsilon,
         fused=True,  # the fastest of its variants here
     )
+
+
+def make_step(
+    model: ModelConfig, c: OptimizerConfig, params: Any, inputs: dict[str, np.ndarray]
+) -> Callable[[], tuple[torch.Tensor]]:
+    torch.set_num_threads(1)
+    gpt = make_gpt(model, params)
+    optimizer = make_optimizer(gpt, c)
     token_BL, target_BL = (torch.from_numpy(inputs[n]).long() for n in ("token_BL", "target_BL"))
 
     def step() -> tuple[torch.Tensor]:

@@ -157,6 +157,7 @@ class LabLauncher:
     address = SUPERVISOR
     port = 0
     sees_exits = True
+    module = "launch"  # that a process runs, with its verb
 
     def __init__(self, commands: Commands):
         self._commands = commands
@@ -178,7 +179,7 @@ class LabLauncher:
             "HOLMES_PARENT": str(os.getpid()),
             "PYTHONUNBUFFERED": "1",
         }
-        argv = self._commands.enter(node, [sys.executable, "-m", "launch", *command])
+        argv = self._commands.enter(node, [sys.executable, "-m", self.module, *command])
         self._children.start(process.number, argv, own, events)
 
     def end(self) -> None:

@@ -1,0 +1,281 @@
+"""What `benchmarks.holmes_lab` compares: each row's network, and what is told to its system.
+
+network   what the lab is built as: four nodes on one fast fabric, on Ethernet, or hybrid, that
+          is two clusters of two nodes on unlike fast fabrics with Ethernet between them
+point     the rate of Ethernet, as the divisor of the fast rate
+pairs     the nodes that a HolmesJAX job takes for clusters, where those are not the network's:
+          the planner itself would never let data parallelism cross Ethernet
+"""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from benchmarks.loops import LARGE, OPTIMIZER
+from holmesjax import lab as labs, topology as topologies
+from holmesjax.config import (
+    Config,
+    DataConfig,
+    LogConfig,
+    ParallelConfig,
+    RunConfig,
+    Schedule,
+    TrainConfig,
+)
+from holmesjax.job import Job
+from holmesjax.lab import Lab
+from holmesjax.planner import make_plan
+from holmesjax.topology import Topology
+
+System = Literal["HolmesJAX", "JAX", "PyTorch"]
+Network = Literal["fast", "ethernet", "hybrid"]
+Pairs = tuple[tuple[str, str], tuple[str, str]]
+
+FAST_BIT_PER_S = 1600e6
+POINTS = (8, 32, 64)
+BARS = {8: 0.98, 32: 0.95, 64: 0.85}  # of the best homogeneous figure of the same system
+QUOTA = 0.45  # cores of a node
+SLOWER = 2 / 3  # of that, for the nodes of the slower cluster where nodes are unequal
+PEAK_GFLOP_PER_S = 30  # of a node, for the planner: HolmesJAX reaches about half of it
+GLOBAL_BATCH, MICROBATCHES = 32, 8
+WARM_UP_STEPS = 2  # of each run; they fill memory and caches
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Row:
+    """One way to train, in one network."""
+
+    label: str
+    system: System
+    network: Network = "hybrid"
+    unequal: bool = False  # whether the nodes of the second cluster are slower
+    stages: int | None = None  # None: one for each cluster
+    layers: tuple[int, ...] | None = None  # None: by speed
+    pairs: Pairs | None = None  # None: the clusters of the network
+    boundary: Network = "ethernet"  # what the pairs are told of the way between them
+    module: str = "launch"  # that a node's process runs
+    mode: str = ""  # of a module that is not HolmesJAX
+    slower_than: str | None = None  # the row that must be faster
+
+
+# (b) and (c): of the three ways to pair four nodes the plan takes one. In the second, boundaries
+# stay inside clusters; the third is what a random order of devices gives, two times in three one
+# of the last two.
+DATA_ACROSS: Pairs = (("ib-0", "roce-0"), ("ib-1", "roce-1"))
+SHUFFLED: Pairs = (("roce-1", "ib-0"), ("ib-1", "roce-0"))
+
+ROWS: dict[str, Row] = {
+    "fast-1-stage": Row(label="HolmesJAX, one stage", system="HolmesJAX", network="fast", stages=1),
+    "fast-2-stages": Row(
+        label="HolmesJAX, two stages", system="HolmesJAX", network="fast", stages=2
+    ),
+    "fast-jax-dp": Row(
+        label="JAX data parallel",
+        system="JAX",
+        network="fast",
+        module="benchmarks.lab_jax",
+        mode="dp",
+    ),
+    "fast-jax-fsdp": Row(
+        label="JAX FSDP", system="JAX", network="fast", module="benchmarks.lab_jax", mode="fsdp"
+    ),
+    "fast-ddp": Row(
+        label="PyTorch DDP",
+        system="PyTorch",
+        network="fast",
+        module="benchmarks.lab_pytorch",
+        mode="ddp",
+    ),
+    "fast-1f1b": Row(
+        label="PyTorch 1F1B",
+        system="PyTorch",
+        network="fast",
+        module="benchmarks.lab_pytorch",
+        mode="1f1b",
+    ),
+    "ethernet-1-stage": Row(
+        label="HolmesJAX, one stage", system="HolmesJAX", network="ethernet", stages=1
+    ),
+    "ethernet-2-stages": Row(
+        label="HolmesJAX, two stages", system="HolmesJAX", network="ethernet", stages=2
+    ),
+    "plan": Row(label="(a) HolmesJAX's plan", system="HolmesJAX"),
+    "data-across": Row(
+        label="(b) data parallel across Ethernet",
+        system="HolmesJAX",
+        pairs=DATA_ACROSS,
+        boundary="fast",
+        slower_than="plan",
+    ),
+    "random-order": Row(
+        label="(c) random device order",
+        system="HolmesJAX",
+        pairs=SHUFFLED,
+        slower_than="plan",
+    ),
+    "plan-unequal": Row(label="(a) with unequal nodes", system="HolmesJAX", unequal=True),
+    "even-split": Row(
+        label="(d) even split, unequal nodes",
+        system="HolmesJAX",
+        unequal=True,
+        layers=(4, 4),
+        slower_than="plan-unequal",
+    ),
+    "no-overlap": Row(
+        label="(e) no overlap of the optimizer",
+        system="HolmesJAX",
+        module="benchmarks.no_overlap",
+        slower_than="plan",
+    ),
+    "jax-dp": Row(label="JAX data parallel", system="JAX", module="benchmarks.lab_jax", mode="dp"),
+    "jax-fsdp": Row(label="JAX FSDP", system="JAX", module="benchmarks.lab_jax", mode="fsdp"),
+    "ddp": Row(label="PyTorch DDP", system="PyTorch", module="benchmarks.lab_pytorch", mode="ddp"),
+    "1f1b": Row(
+        label="PyTorch 1F1B", system="PyTorch", module="benchmarks.lab_pytorch", mode="1f1b"
+    ),
+    "1f1b-data-across": Row(
+        label="PyTorch 1F1B, data across Ethernet",
+        system="PyTorch",
+        module="benchmarks.lab_pytorch",
+        mode="1f1b-data-across",
+    ),
+}
+
+
+def cells(names: Sequence[str], points: Sequence[int]) -> list[tuple[str, int | None]]:
+    """Every row at every point; those of the fast network once, without a point."""
+    fast = [(name, None) for name in names if ROWS[name].network == "fast"]
+    others = [name for name in names if ROWS[name].network != "fast"]
+    return [*fast, *((name, point) for point in points for name in others)]
+
+
+# ---- topologies ----------------------------------------------------------------------------------
+
+
+def network_text(row: Row, point: int | None) -> str:
+    """The topology file of the network that the lab is built as."""
+    slow = FAST_BIT_PER_S if point is None else FAST_BIT_PER_S / point
+    if row.network != "hybrid":
+        fabric = "infiniband" if row.network == "fast" else "ethernet"
+        names = [f"node-{i}" for i in range(4)]
+        return f"name: {row.network}\nclusters:\n" + _cluster("all", fabric, names, slow)
+    peak = PEAK_GFLOP_PER_S * (SLOWER if row.unequal else 1)
+    return (
+        "name: hybrid\nclusters:\n"
+        + _cluster("ib", "infiniband", ["ib-0", "ib-1"], slow)
+        + _cluster("roce", "roce", ["roce-0", "roce-1"], slow, peak)
+        + _link("ib", "roce", slow)
+    )
+
+
+def told_text(row: Row, point: int | None) -> str:
+    """The topology file of the job: the network's, or one in which pairs are clusters."""
+    if row.pairs is None:
+        return network_text(row, point)
+    assert point is not None, "pairs are for hybrid networks"
+    slow = FAST_BIT_PER_S / point
+    between = FAST_BIT_PER_S if row.boundary == "fast" else slow
+    first, second = (list(pair) for pair in row.pairs)
+    return (
+        "name: pairs\nclusters:\n"
+        + _cluster("first", "ethernet", first, slow)
+        + _cluster("second", "ethernet", second, slow)
+        + _link("first", "second", between)
+    )
+
+
+def _cluster(
+    name: str,
+    fabric: str,
+    nodes: Sequence[str],
+    slow_bit_per_s: float,
+    peak_gflop_per_s: float = PEAK_GFLOP_PER_S,
+) -> str:
+    peak = f"{{float32: {peak_gflop_per_s:g} GFLOP/s}}"
+    nics = [f"{{kind: ethernet_25, rate: {slow_bit_per_s / 1e6:g} Mb/s}}"]
+    if fabric != "ethernet":
+        nics.insert(0, f"{{kind: {fabric}_200, rate: {FAST_BIT_PER_S / 1e6:g} Mb/s}}")
+    entries = ", ".join(f"{{name: {node}}}" for node in nodes)
+    return (
+        f"  - name: {name}\n"
+        f"    fabric: {fabric}\n"
+        f"    nodes: [{entries}]\n"
+        f"    devices: {{kind: cpu, count: 1, peak_flop_per_s: {peak}}}\n"
+        f"    nics: [{', '.join(nics)}]\n"
+    )
+
+
+def _link(a: str, b: str, rate_bit_per_s: float) -> str:
+    rate = f"{rate_bit_per_s / 1e6:g} Mb/s"
+    entry = f"{{between: [{a}, {b}], fabric: ethernet, bandwidth: {rate}, latency: 50 us}}"
+    return f"links:\n  - {entry}\n"
+
+
+def load_topology(text: str, path: Path) -> Topology:
+    """By way of a file, as users give it."""
+    path.write_text(text, encoding="utf-8")
+    return topologies.load(path)
+
+
+# ---- the lab and the job -------------------------------------------------------------------------
+
+
+def make_lab(row: Row, network: Topology, cores: Sequence[int]) -> Lab:
+    """Rates as in the file. Raises ConfigError where the cores are too few for the quota.
+
+    A job that takes pairs for clusters calls all its networks Ethernet; it gets the addresses that
+    lead over a cluster's own fabric wherever there is one, as the other systems do.
+    """
+    shares = labs.make_shares(network, "float32", cores, QUOTA)
+    lab = labs.make_lab(network, shares, 1.0)
+    if row.pairs is None:
+        return lab
+    nodes = [
+        dataclasses.replace(node, addresses={**node.addresses, "ethernet": [node.fast_address]})
+        for node in lab.nodes
+    ]
+    return dataclasses.replace(lab, nodes=tuple(nodes))
+
+
+def make_config(row: Row, folder: Path, steps: int, schedule: Schedule) -> Config:
+    """Of a run of so many steps in a folder; all systems take model, batches and AdamW from it."""
+    is_one_stage = row.stages == 1
+    return Config(
+        topology=str(folder / "told.yaml"),
+        run=RunConfig(dir=str(folder / "run")),
+        train=TrainConfig(steps=steps, global_batch=GLOBAL_BATCH, log_every_s=0.0),
+        model=LARGE,
+        data=DataConfig(corpus="python-stdlib"),
+        optimizer=OPTIMIZER,
+        parallel=ParallelConfig(
+            stages=row.stages,
+            layers=row.layers,
+            microbatches=MICROBATCHES,
+            schedule="1f1b" if is_one_stage else schedule,
+        ),
+        log=LogConfig(tensorboard=False),
+    )
+
+
+def make_job(config: Config, told: Topology) -> Job:
+    return Job(config=config, topology=told, plan=make_plan(config, told))
+
+
+def settings(schedule: Schedule) -> Mapping[str, object]:
+    """What all rows share, for the result file."""
+    return {
+        "model": dataclasses.asdict(LARGE),
+        "optimizer": dataclasses.asdict(OPTIMIZER),
+        "global_batch": GLOBAL_BATCH,
+        "microbatches": MICROBATCHES,
+        "schedule": schedule,
+        "dtype": "float32, boundaries too",
+        "nodes": f"4, {QUOTA:.0%} of a core each; unequal: {QUOTA * SLOWER:.0%} in the second "
+        "cluster",
+        "fast_bit_per_s": FAST_BIT_PER_S,
+        "addresses": "JAX's gloo and the jobs' own take those of fast0 where there is one, "
+        "PyTorch's has GLOO_SOCKET_IFNAME=fast0; the lab routes them inside a cluster over fast0, "
+        "and to other clusters over eth0",
+    }

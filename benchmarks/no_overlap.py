@@ -1,0 +1,34 @@
+"""`python -m launch`, for processes that gather and reduce in programs of their own.
+
+HolmesJAX has no switch for this. Parameters are then gathered before the first forward starts, and
+gradients reduced once the last backward has ended.
+"""
+
+import dataclasses
+from functools import partial
+
+from holmesjax import programs
+from holmesjax.programs import Programs
+from holmesjax.stage import Stage
+from launch.__main__ import main
+
+_compile_overlapped = programs.compile_stage
+
+
+def compile_stage(stage: Stage) -> Programs:
+    made = _compile_overlapped(stage)
+    assert made.forward, "a step of one microbatch has no forward besides the first"
+    assert made.backward, "the backward is split, or there is one microbatch"
+    masters, replicas = stage.state_shapes.params, programs.replica_shapes(stage)
+    gather = programs._compile(stage.gather, masters, out=replicas)
+    reduce = programs._compile(stage.reduce, programs.gradient_shapes(stage), out=masters)
+    return dataclasses.replace(
+        made,
+        first_forward=partial(programs._gather_and_forward, gather, made.forward),
+        last_backward=partial(programs._backward_and_reduce, made.backward, reduce),
+    )
+
+
+if __name__ == "__main__":
+    programs.compile_stage = compile_stage
+    raise SystemExit(main())
