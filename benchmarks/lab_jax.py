@@ -11,8 +11,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
-from jax.sharding import NamedSharding, PartitionSpec as P
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 from benchmarks.lab_steps import tell_step
 from benchmarks.loops import composed_loss, plain_optimizer
@@ -30,7 +31,7 @@ def main() -> None:
     config = configs.load(run_file)
     jax.config.update("jax_platforms", "cpu")
     jax.distributed.initialize(address, NUM_NODES, int(rank), cluster_detection_method="deactivate")
-    mesh = jax.make_mesh((NUM_NODES,), ("data",))
+    mesh = Mesh(np.array(jax.devices()), ("data",))
     whole, cut_batch = NamedSharding(mesh, P()), NamedSharding(mesh, P("data"))
     optimizer = plain_optimizer(config.optimizer)
 
