@@ -116,7 +116,9 @@ def run_holmesjax(row: Row, job: Job, commands: Commands, log: Path) -> Result:
     return {
         "losses": [record["loss"] for record in records],
         "step_s": [record["step_time_s"] for record in timed],
-        **_per_step(watch.seconds),
+        # A step is told when the next has been dispatched, which in a pipeline is near its end. The
+        # last step has no next, so its own record comes too early.
+        **_per_step(watch.seconds[WARM_UP_STEPS - 2 : -1]),
         "bubble_share": sum(record["bubble_share"] for record in timed) / len(timed),
         "link_bytes": records[-1]["link_bytes"],
         "layers": [stage.num_blocks for stage in job.plan.stages],
@@ -129,9 +131,8 @@ def _per_step(seconds: list[list[float]]) -> Result:
 
     The rest is whatever else the machine does: the supervisor, the kernel, and who disturbs.
     """
-    first, last = seconds[WARM_UP_STEPS - 1], seconds[-1]
-    num_steps = len(seconds) - WARM_UP_STEPS
-    *nodes, machine = [(end - start) / num_steps for start, end in zip(first, last, strict=True)]
+    pairs = zip(seconds[0], seconds[-1], strict=True)
+    *nodes, machine = [(end - start) / (len(seconds) - 1) for start, end in pairs]
     return {"cpu_s": nodes, "other_cpu_s": machine - sum(nodes)}
 
 
@@ -194,7 +195,7 @@ def _read_steps(outs: list[Path]) -> Result:
     return {
         "losses": losses,
         "step_s": [end - start for start, end in itertools.pairwise(ends_s)],
-        **_per_step(by_step),
+        **_per_step(by_step[WARM_UP_STEPS - 1 :]),
     }
 
 
@@ -303,7 +304,7 @@ def main() -> int:
         )
         try:
             measure(args, result, path.absolute())
-        except KeyboardInterrupt:
+        except (KeyboardInterrupt, SystemExit):  # a supervisor makes the second of Ctrl-C
             print("\nstopped; what has been measured:", file=sys.stderr)
             result["stopped"] = True
     return lab_results.write(result, path.absolute())
