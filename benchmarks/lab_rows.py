@@ -232,10 +232,11 @@ def make_lab(row: Row, network: Topology, cores: Sequence[int]) -> Lab:
     lab = labs.make_lab(network, shares, 1.0)
     if row.pairs is None:
         return lab
-    nodes = [
-        dataclasses.replace(node, addresses={**node.addresses, "ethernet": [node.fast_address]})
-        for node in lab.nodes
-    ]
+    nodes = []
+    for node in lab.nodes:
+        assert node.fast_address, "pairs are for hybrid networks"
+        addresses = {**node.addresses, "ethernet": [node.fast_address]}
+        nodes.append(dataclasses.replace(node, addresses=addresses))
     return dataclasses.replace(lab, nodes=tuple(nodes))
 
 

@@ -5,7 +5,6 @@ import ctypes
 import fcntl
 import json
 import os
-import queue
 import secrets
 import shutil
 import signal
@@ -14,12 +13,11 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from holmesjax.control import Event
 from holmesjax.errors import FatalError, HolmesError
 from holmesjax.lab import SUPERVISOR
 from holmesjax.lab_commands import CGROUPS, STATE, Commands, Version, tear_down
 from holmesjax.processes import Process
-from launch.launcher import Children
+from launch.launcher import Children, Events
 
 PROGRAMS = {"ip": "iproute2", "tc": "iproute2", "taskset": "util-linux", "unshare": "util-linux"}
 CLONE_NEWNET = 0x40000000
@@ -169,7 +167,7 @@ class LabLauncher:
         process: Process,
         command: Sequence[str],
         env: Mapping[str, str],
-        events: "queue.Queue[Event]",
+        events: Events,
     ) -> None:
         node = self._nodes[process.node]
         own = {
