@@ -260,14 +260,20 @@ def _leave(number: int, _: FrameType | None) -> NoReturn:
     raise SystemExit(128 + number)
 
 
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
+    return int(text)
+
+
 def parse() -> argparse.Namespace:
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser("holmes_lab", description=__doc__, formatter_class=raw)
     add = parser.add_argument
     add("--rows", nargs="+", choices=ROWS, default=list(ROWS), metavar="ROW", help="(all)")
     add("--points", nargs="+", type=int, choices=POINTS, default=list(POINTS), help="(all)")
-    add("--repeats", type=int, default=3, help="of every row at every point (3)")
-    add("--steps", type=int, default=6, help=f"timed in each run, after {WARM_UP_STEPS} (6)")
+    add("--repeats", type=_count, default=3, help="of every row at every point (3)")
+    add("--steps", type=_count, default=6, help=f"timed in each run, after {WARM_UP_STEPS} (6)")
     schedules = ("1f1b", "eager_1f1b")
     add("--schedule", choices=schedules, default="eager_1f1b", help="of HolmesJAX (eager_1f1b)")
     add("--out", type=Path, default=RESULTS, help="folder of table, chart and JSON (results/)")
@@ -307,7 +313,8 @@ def main() -> int:
         except (KeyboardInterrupt, SystemExit):  # a supervisor makes the second of Ctrl-C
             print("\nstopped; what has been measured:", file=sys.stderr)
             result["stopped"] = True
-    return lab_results.write(result, path.absolute())
+    status = lab_results.write(result, path.absolute())
+    return 130 if "stopped" in result else status
 
 
 if __name__ == "__main__":
