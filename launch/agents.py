@@ -19,6 +19,7 @@ from launch.launcher import Launcher
 
 KEY = "agents.key"
 LAST_LINES = 3
+START_S = 20.0  # for the agents to come: SSH, Python
 ANSWER_S = 180.0  # for the longest answer: measurements over a slow link
 Question = tuple[str, dict[str, Any]]  # what, and its arguments
 
@@ -30,12 +31,9 @@ class Agents:
       topology: whose nodes.
       launcher: starts them.
       folder: that the nodes share, for the key.
-      start_timeout_s: for them to come.
     """
 
-    def __init__(
-        self, topology: Topology, launcher: Launcher, folder: Path, start_timeout_s: float
-    ):
+    def __init__(self, topology: Topology, launcher: Launcher, folder: Path):
         self._launcher = launcher
         self._processes = {p.node: p for p in node_processes(topology)}
         self._connections: dict[str, Connection] = {}
@@ -53,7 +51,7 @@ class Agents:
             for process in self._processes.values():
                 own = {**env, "HOLMES_PROCESS": str(process.number)}
                 launcher.start(process, ["agent"], own, self._events)
-            self._wait(start_timeout_s)
+            self._wait()
         except BaseException:
             self.__exit__()
             raise
@@ -114,9 +112,9 @@ class Agents:
             self._connections[node] = connection
             self._changed.notify_all()
 
-    def _wait(self, timeout_s: float) -> None:
+    def _wait(self) -> None:
         """Until every agent has come or has ended."""
-        deadline_s = time.monotonic() + timeout_s
+        deadline_s = time.monotonic() + START_S
         while time.monotonic() < deadline_s:
             self._hear()
             with self._changed:

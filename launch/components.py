@@ -4,16 +4,19 @@ A cluster of equal nodes is one component. A scheduler numbers the processes of 
 HOLMES_PROCESSES lists their numbers in the job, in that order.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, TypeVar
 
-from holmesjax import schema
-from holmesjax.errors import HolmesError
+from holmesjax import schema, yaml_files
+from holmesjax.errors import ConfigError, HolmesError, Mistakes
 from holmesjax.job import Job
 from holmesjax.processes import Process, make_processes
 from holmesjax.topology import Topology
 from holmesjax.yaml_files import Document
+
+Options = TypeVar("Options")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,8 +65,29 @@ def make_components(job: Job) -> tuple[Component, ...]:
     return tuple(components)
 
 
-def unknown_clusters(document: Document, file: Any, topology: Topology) -> Iterator[HolmesError]:
-    """Mistakes in an options file that says something of each cluster, `clusters[i].name`."""
+def read_options(
+    cls: type[Options],
+    path: str | Path,
+    topology: Topology,
+    check: Callable[[Document, Any], Iterator[HolmesError]],
+) -> Options:
+    """The options file of a scheduler. Raises Mistakes with all that is wrong with it.
+
+    Args:
+      cls: its keys; `clusters` says something of each cluster by its name.
+      check: finds what else is wrong with it.
+    """
+    document = yaml_files.read(path, ConfigError)
+    file, mistakes = schema.read(cls, document)
+    mistakes += schema.findings(_unknown_clusters, document, file, topology)
+    mistakes += schema.findings(check, document, file)
+    if mistakes:
+        raise Mistakes(mistakes)
+    options: Options = schema.build(file)
+    return options
+
+
+def _unknown_clusters(document: Document, file: Any, topology: Topology) -> Iterator[HolmesError]:
     names = [cluster.name for cluster in topology.clusters]
     for i, cluster in enumerate(file.clusters):
         if cluster.name not in names:

@@ -18,7 +18,6 @@ from launch import launchers
 from launch.agents import Agents
 from launch.launcher import Launcher
 
-START_S = 20.0  # for the agents to come: SSH, Python
 MAX_AT_ONCE = 16  # nodes whose clocks are compared
 REACH_S = 3.0  # for one connection
 STATE_BYTES = 12  # of a parameter in a checkpoint: a float32 master and two moments
@@ -33,7 +32,7 @@ def run(args: argparse.Namespace, launcher: Launcher | None = None) -> int:
     if launcher is None:
         launcher = launchers.make(name, job.topology, hosts=args.hosts, listen=args.listen)
     job.run_dir.mkdir(parents=True, exist_ok=True)
-    with Agents(job.topology, launcher, job.run_dir, START_S) as agents:
+    with Agents(job.topology, launcher, job.run_dir) as agents:
         found = [_missing(node, why) for node, why in agents.missing.items()]
         if agents.nodes:
             found += _look(job, agents, is_rehearsal=is_rehearsal)

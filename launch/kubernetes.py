@@ -11,18 +11,16 @@ import re
 import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Annotated, Any
 
 import yaml
 from pydantic import Field
 
-from holmesjax import schema, wire, yaml_files
-from holmesjax.errors import ConfigError, FatalError, HolmesError, Mistakes
+from holmesjax import wire
+from holmesjax.errors import ConfigError, FatalError, HolmesError
 from holmesjax.job import CONFIG, TOPOLOGY, Job
-from holmesjax.topology import Topology
 from holmesjax.yaml_files import Document
-from launch.components import Component, make_components, unknown_clusters
+from launch.components import Component, make_components, read_options
 
 MANIFEST, KEY = "jobset.yaml", "kubernetes.key"
 LAUNCHER = "launcher"  # the replicated job of the launcher
@@ -67,7 +65,7 @@ def write(job: Job, options_file: str | None, *, max_restarts: int) -> int:
         fix = "write --options KUBERNETES.yaml; docs/launching.md has an example"
         problem = "the launcher `kubernetes` needs an image and a volume"
         raise ConfigError("--options", problem, found="nothing", fix=fix)
-    options = _read(options_file, job.topology)
+    options = read_options(OptionsEntry, options_file, job.topology, _paths_are_absolute)
     name = _label(job.run_dir.absolute().name)
     print(*job.describe(), sep="\n", flush=True)
     job.save()
@@ -86,17 +84,6 @@ def write(job: Job, options_file: str | None, *, max_restarts: int) -> int:
     print(f"  {kubectl} logs -f job/{name}-{LAUNCHER}-0")
     print(f"  {kubectl} delete jobset/{name} configmap/{name} secret/{name}-key")
     return 0
-
-
-def _read(path: str | Path, topology: Topology) -> OptionsEntry:
-    document = yaml_files.read(path, ConfigError)
-    file, mistakes = schema.read(OptionsEntry, document)
-    mistakes += schema.findings(unknown_clusters, document, file, topology)
-    mistakes += schema.findings(_paths_are_absolute, document, file)
-    if mistakes:
-        raise Mistakes(mistakes)
-    options: OptionsEntry = schema.build(file)
-    return options
 
 
 def _paths_are_absolute(document: Document, file: OptionsEntry) -> Iterator[HolmesError]:

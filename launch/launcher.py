@@ -2,6 +2,8 @@
 
 import contextlib
 import ipaddress
+import json
+import os
 import socket
 import subprocess
 import threading
@@ -103,6 +105,15 @@ def visible_devices(process: Process, env: Mapping[str, str]) -> dict[str, str]:
     names = visible.split(",") if visible else []
     of = lambda i: names[i] if i < len(names) else str(i)
     return {"CUDA_VISIBLE_DEVICES": ",".join(map(of, process.local_devices))}
+
+
+def variables_here(addresses: Mapping[str, Sequence[str]]) -> dict[str, str]:
+    """Of a process on this machine, which ends with this one; its addresses by fabric."""
+    return {
+        "HOLMES_ADDRESSES": json.dumps(addresses),
+        "HOLMES_PARENT": str(os.getpid()),
+        "PYTHONUNBUFFERED": "1",
+    }
 
 
 class Children:

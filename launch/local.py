@@ -4,14 +4,13 @@ Every NIC of every node gets a loopback address of its own, so that each socket 
 fabric it belongs to, as on real clusters.
 """
 
-import json
 import os
 import sys
 from collections.abc import Mapping, Sequence
 
 from holmesjax.processes import Process
 from holmesjax.topology import Topology
-from launch.launcher import Children, Events, visible_devices
+from launch.launcher import Children, Events, variables_here, visible_devices
 
 FABRICS = ("local", "infiniband", "roce", "ethernet")
 
@@ -59,9 +58,7 @@ class LocalLauncher:
             **os.environ,
             **env,
             **visible_devices(process, os.environ),
-            "HOLMES_ADDRESSES": json.dumps(addresses(self._topology, process.node)),
-            "HOLMES_PARENT": str(os.getpid()),
-            "PYTHONUNBUFFERED": "1",
+            **variables_here(addresses(self._topology, process.node)),
         }
         argv = [sys.executable, "-m", "launch", *command]
         self._children.start(process.number, argv, own, events)

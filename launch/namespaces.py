@@ -3,7 +3,6 @@
 import contextlib
 import ctypes
 import fcntl
-import json
 import os
 import secrets
 import shutil
@@ -17,7 +16,7 @@ from holmesjax.errors import FatalError, HolmesError
 from holmesjax.lab import SUPERVISOR
 from holmesjax.lab_commands import CGROUPS, STATE, Commands, Version, tear_down
 from holmesjax.processes import Process
-from launch.launcher import Children, Events
+from launch.launcher import Children, Events, variables_here
 
 PROGRAMS = {"ip": "iproute2", "tc": "iproute2", "taskset": "util-linux", "unshare": "util-linux"}
 CLONE_NEWNET = 0x40000000
@@ -170,13 +169,7 @@ class LabLauncher:
         events: Events,
     ) -> None:
         node = self._nodes[process.node]
-        own = {
-            **os.environ,
-            **env,
-            "HOLMES_ADDRESSES": json.dumps(node.addresses),
-            "HOLMES_PARENT": str(os.getpid()),
-            "PYTHONUNBUFFERED": "1",
-        }
+        own = {**os.environ, **env, **variables_here(node.addresses)}
         argv = self._commands.enter(node, [sys.executable, "-m", self.module, *command])
         self._children.start(process.number, argv, own, events)
 

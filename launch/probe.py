@@ -27,7 +27,6 @@ from launch.agents import Agents, Question
 from launch.launcher import Launcher
 
 SECTION = "measured"  # of the topology file
-START_S = 20.0  # for the agents to come: SSH, Python
 CONNECT_S = 5.0  # for one connection
 JOIN_S = 60.0  # for the nodes of a cluster to import JAX and to meet
 
@@ -46,7 +45,7 @@ def run(
     output.absolute().parent.mkdir(parents=True, exist_ok=True)
     start_s = time.monotonic()
     print(f"probe       {len(topology.nodes)} nodes of {topology.name}", flush=True)
-    with Agents(topology, launcher, output.absolute().parent, START_S) as agents:
+    with Agents(topology, launcher, output.absolute().parent) as agents:
         session = _Session(topology, agents, on_cpu=name in ("local", "lab"))
         session.measure(collectives=not args.no_collectives)
     if not session.speeds:

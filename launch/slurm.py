@@ -17,14 +17,12 @@ from typing import Annotated
 
 from pydantic import Field
 
-from holmesjax import schema, yaml_files
 from holmesjax.control import Event
-from holmesjax.errors import REQUEUE, ConfigError, HolmesError, Mistakes
+from holmesjax.errors import REQUEUE, ConfigError, HolmesError
 from holmesjax.job import Job
 from holmesjax.processes import Process
-from holmesjax.topology import Topology
 from holmesjax.yaml_files import Document, Keys
-from launch.components import Component, make_components, unknown_clusters
+from launch.components import Component, make_components, read_options
 from launch.launcher import Children, Events, own_address, parse_listen
 
 SCRIPT = "job.sbatch"
@@ -62,7 +60,11 @@ def write(
 
     Raises Mistakes for the options, HolmesError where sbatch refuses the file.
     """
-    options = _read(options_file, job.topology) if options_file else OptionsEntry()
+    options = (
+        read_options(OptionsEntry, options_file, job.topology, _options_are_options)
+        if options_file
+        else OptionsEntry()
+    )
     if listen:
         parse_listen(listen)
     print(*job.describe(), sep="\n", flush=True)
@@ -85,17 +87,6 @@ def write(
         raise HolmesError(str(path), "sbatch refuses it", found=found, fix=fix)
     print(done.stdout.strip())
     return 0
-
-
-def _read(path: str | Path, topology: Topology) -> OptionsEntry:
-    document = yaml_files.read(path, ConfigError)
-    file, mistakes = schema.read(OptionsEntry, document)
-    mistakes += schema.findings(unknown_clusters, document, file, topology)
-    mistakes += schema.findings(_options_are_options, document, file)
-    if mistakes:
-        raise Mistakes(mistakes)
-    options: OptionsEntry = schema.build(file)
-    return options
 
 
 def _options_are_options(document: Document, file: OptionsEntry) -> Iterator[HolmesError]:

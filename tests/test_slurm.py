@@ -19,7 +19,7 @@ from holmesjax.control import Event
 from holmesjax.errors import HolmesError
 from holmesjax.place import Place
 from launch import slurm
-from launch.components import make_components
+from launch.components import make_components, read_options
 from tests.jobs import ROOT, RunningJob, compile_cache, write_run
 
 CLUSTERS = {"a": (1, 1), "b": (1,)}
@@ -210,6 +210,10 @@ clusters:
 """
 
 
+def read(path, topology):
+    return read_options(slurm.OptionsEntry, path, topology, slurm._options_are_options)
+
+
 def gpu_job(tmp_path, *settings):
     run_file = write_run(tmp_path, CLUSTERS)
     (tmp_path / "run_topology.yaml").write_text(GPUS)
@@ -219,7 +223,7 @@ def gpu_job(tmp_path, *settings):
 def script_of(tmp_path, *settings):
     (tmp_path / "options.yaml").write_text(OPTIONS)
     job = gpu_job(tmp_path, *settings)
-    options = slurm._read(tmp_path / "options.yaml", job.topology)
+    options = read(tmp_path / "options.yaml", job.topology)
     return slurm.script(job, options, listen=None, max_restarts=2)
 
 
@@ -271,7 +275,7 @@ def test_components_list_every_process_once_node_by_node(tmp_path):
 def test_mistakes_in_the_options_have_a_place(tmp_path, text, words):
     (tmp_path / "options.yaml").write_text(text)
     with pytest.raises(HolmesError) as caught:
-        slurm._read(tmp_path / "options.yaml", gpu_job(tmp_path).topology)
+        read(tmp_path / "options.yaml", gpu_job(tmp_path).topology)
     assert f"{tmp_path}/options.yaml:1: " in str(caught.value)
     assert words in str(caught.value)
 
