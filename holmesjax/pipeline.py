@@ -32,8 +32,8 @@ from holmesjax.stage import Batch, Saved, Stage, StageState, Tree
 from holmesjax.timeline import Timeline
 from holmesjax.transport import LocalTransport, Transport, move
 
-# loss: a scalar, or one of each microbatch, where the last stage is here; grad_norm, learning_rate,
-# skipped; square_norms: of each stage.
+# Scalars: loss, where the last stage is here; grad_norm, learning_rate, skipped; square_norms: of
+# each stage.
 Metrics = dict[str, Any]
 
 
@@ -167,10 +167,13 @@ class Pipeline:
         losses = self._run(self._tasks, flights, microbatches, timeline)
         return self._finish(states, flights, losses, timeline)
 
-    def evaluate(self, states: Sequence[StageState], inputs: dict[str, np.ndarray]) -> list:
-        """Mean loss of each microbatch, where the last stage is here; changes nothing."""
+    def evaluate(
+        self, states: Sequence[StageState], inputs: dict[str, np.ndarray]
+    ) -> jax.Array | None:
+        """Mean loss of a batch, where the last stage is here; changes nothing."""
         flights = self._take_off(states, gradients=False)
-        return self._run(self._forwards, flights, split(inputs, self._plan.microbatches), None)
+        microbatches = split(inputs, self._plan.microbatches)
+        return self._mean(self._run(self._forwards, flights, microbatches, None))
 
     def take_link_bytes(self) -> dict[str, int]:
         return self._transport.take_bytes()
@@ -196,8 +199,8 @@ class Pipeline:
         flights: Mapping[int, _Flight],
         inputs: Sequence[dict[str, np.ndarray]],
         timeline: Timeline | None,
-    ) -> list[jax.Array]:
-        """Dispatches every task of the stages here; the losses, in order of their microbatch."""
+    ) -> tuple[jax.Array, ...]:
+        """Dispatches every task of the stages here; the losses_R, in order of their microbatch."""
         self._round += 1
         waiting = {s: deque(tasks[s]) for s in self._here}
         for s in self._here:
@@ -233,7 +236,7 @@ class Pipeline:
                 continue
             heads = [self._input(s, queue[0]) for s, queue in waiting.items() if queue]
             self._wait([key for key in heads if key])
-        return [losses[m] for m in sorted(losses)]
+        return tuple(losses[m] for m in sorted(losses))
 
     def _weight_gradients(
         self, waiting: Mapping[int, Iterable[Task]], flights: Mapping[int, _Flight]
@@ -314,8 +317,8 @@ class Pipeline:
         flight.left -= 1
         run = programs.weight_gradient if flight.left else programs.last_weight_gradient
         assert run is not None
-        (flight.gradients,) = run(flight.gradients, *flight.passed.pop(m))
-        return jax.tree.leaves(flight.gradients)[0]
+        flight.gradients, done = run(flight.gradients, *flight.passed.pop(m))
+        return done
 
     # ---- the end of a step ---------------------------------------------------------------------
 
@@ -323,7 +326,7 @@ class Pipeline:
         self,
         states: Sequence[StageState],
         flights: Mapping[int, _Flight],
-        losses: Sequence[jax.Array],
+        losses_MR: tuple[jax.Array, ...],
         timeline: Timeline,
     ) -> tuple[list[StageState], Metrics]:
         reduced = {v: flight.gradients for v, flight in flights.items()}
@@ -341,7 +344,16 @@ class Pipeline:
             state, metrics = programs.update(state, reduced[v], here)
             timeline.watch(s, "U", None, None, metrics["grad_norm"])
             new_states.append(state)
-        return new_states, {"loss": losses, "square_norms": norms, **metrics}
+        if (loss := self._mean(losses_MR)) is not None:
+            metrics["loss"] = loss
+        return new_states, {"square_norms": norms, **metrics}
+
+    def _mean(self, losses_MR: tuple[jax.Array, ...]) -> jax.Array | None:
+        if self._last not in self._programs:
+            return None
+        mean_loss = self._programs[self._last].mean_loss
+        assert mean_loss is not None
+        return mean_loss(losses_MR)
 
     def _add_tied_gradients(self, reduced: dict[int, Tree]) -> None:
         """The table is used twice: both ends add the other's gradient, and stay equal."""
@@ -380,14 +392,13 @@ class OneStage:
         timeline.watch(0, "S", None, None, metrics["loss"])
         return [state], metrics
 
-    def evaluate(
-        self, states: Sequence[StageState], inputs: dict[str, np.ndarray]
-    ) -> list[jax.Array]:
+    def evaluate(self, states: Sequence[StageState], inputs: dict[str, np.ndarray]) -> jax.Array:
         replicas = self._programs.gather(states[0].params)
-        return [
+        losses_MR = tuple(
             self._programs.forward(replicas, None, _put_batch(self._programs.stage, microbatch))[0]
             for microbatch in split(inputs, self._plan.microbatches)
-        ]
+        )
+        return self._programs.mean_loss(losses_MR)
 
     def take_link_bytes(self) -> dict[str, int]:
         return {}

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from holmesjax import sharding
+from holmesjax.plan import Axis
 from holmesjax.split import split
 from holmesjax.stage import Batch, Saved, Stage, Tree
 
@@ -41,6 +42,7 @@ class Programs:
     split: "SplitPrograms | None"  # in their place, where the schedule splits the backward
     square_norm: Compiled
     update: Compiled
+    mean_loss: Compiled | None  # (losses of all microbatches) -> scalar, where the last stage is
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,8 +51,8 @@ class SplitPrograms:
 
     input_gradient: Compiled  # (replicas, saved, dy) -> dx, passed
     keep: Callable[[Tree, Saved, Any], list[jax.Array]]  # what of these W still needs
-    weight_gradient: Compiled | None  # (gradients, kept, passed) -> gradients
-    last_weight_gradient: Compiled  # the same -> reduced gradients
+    weight_gradient: Compiled | None  # (gradients, kept, passed) -> gradients, a zero
+    last_weight_gradient: Compiled  # the same -> reduced gradients, a zero
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,6 +63,7 @@ class WholeStep:
     step: Compiled
     gather: Compiled
     forward: Compiled
+    mean_loss: Compiled
 
 
 def compile_stages(stages: Sequence[Stage]) -> list[Programs]:
@@ -72,7 +75,7 @@ def compile_stages(stages: Sequence[Stage]) -> list[Programs]:
 def compile_stage(stage: Stage) -> Programs:
     state, replicas, gradients = stage.state_shapes, replica_shapes(stage), gradient_shapes(stage)
     x_BLD = None if stage.is_first else boundary_shape(stage)
-    scalar = jax.ShapeDtypeStruct((), jnp.float32, sharding=sharding.replicated(stage.mesh))
+    scalar = scalar_shape(stage)
     dy = scalar if stage.is_last else boundary_shape(stage)
     dx = scalar if x_BLD is None else x_BLD
     is_split = stage.plan.schedule == "zero_bubble"
@@ -98,7 +101,13 @@ def compile_stage(stage: Stage) -> Programs:
             out=(state, scalar),
             donate=(0,),
         ),
+        mean_loss=compile_mean_loss(stage) if stage.is_last else None,
     )
+
+
+def compile_mean_loss(stage: Stage) -> Compiled:
+    losses = (losses_shape(stage),) * stage.plan.microbatches
+    return _compile(stage.mean_loss, losses, out=scalar_shape(stage))
 
 
 def _accumulates(stage: Stage) -> bool:
@@ -143,18 +152,20 @@ def _compile_split(
     def first(replicas: Tree, saved: Saved, dy: jax.Array) -> tuple:
         return parts.first(*jax.tree.leaves((replicas, saved, dy)))
 
-    def weights(gradients: Tree, kept: list, passed: list) -> tuple[Tree]:
-        return (stage.accumulate(gradients, parts.second(*kept, *passed)),)
+    def weights(gradients: Tree, kept: list, passed: list) -> tuple[Tree, jax.Array]:
+        # The zero tells a clock when it was done: the gradients are donated to the next one.
+        return stage.accumulate(gradients, parts.second(*kept, *passed)), jnp.zeros(())
 
     dx = sharding.replicated(stage.mesh) if stage.is_first else boundary_shape(stage).sharding
     lowered = jax.jit(first, out_shardings=(dx, None)).lower(*args)
     input_gradient = lowered.compile()
     passed = _with_shardings(lowered.out_info[1], input_gradient.output_shardings[1])
     kept = [leaves[i] for i in parts.keeps]
-    last = _compile_last(stage, weights, gradients, kept, passed, out=(gradients,), donate=0)
+    out = (gradients, scalar_shape(stage))
+    last = _compile_last(stage, weights, gradients, kept, passed, out=out, donate=0)
     accumulate = None
     if _accumulates(stage):
-        accumulate = _compile(weights, gradients, kept, passed, out=(gradients,), donate=(0,))
+        accumulate = _compile(weights, gradients, kept, passed, out=out, donate=(0,))
     return SplitPrograms(
         input_gradient=input_gradient,
         keep=lambda *args: [jax.tree.leaves(args)[i] for i in parts.keeps],
@@ -165,7 +176,7 @@ def _compile_split(
 
 def compile_whole_step(stage: Stage) -> WholeStep:
     state, replicas = stage.state_shapes, replica_shapes(stage)
-    scalar = jax.ShapeDtypeStruct((), jnp.float32, sharding=sharding.replicated(stage.mesh))
+    scalar = scalar_shape(stage)
     forward, _ = _compile_forward(stage, replicas, None)
     return WholeStep(
         stage=stage,
@@ -177,6 +188,7 @@ def compile_whole_step(stage: Stage) -> WholeStep:
         ),
         gather=_compile(stage.gather, state.params, out=replicas),
         forward=forward,
+        mean_loss=compile_mean_loss(stage),
     )
 
 
@@ -202,6 +214,16 @@ def boundary_shape(stage: Stage) -> jax.ShapeDtypeStruct:
     shape = (stage.microbatch, stage.model.context_length, stage.model.width)
     where = sharding.batch_sharding(stage.mesh)
     return jax.ShapeDtypeStruct(shape, stage.compute_dtype, sharding=where)
+
+
+def scalar_shape(stage: Stage) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct((), jnp.float32, sharding=sharding.replicated(stage.mesh))
+
+
+def losses_shape(stage: Stage) -> jax.ShapeDtypeStruct:
+    """Of a microbatch, one for each replica."""
+    where = jax.sharding.NamedSharding(stage.mesh, jax.P(Axis.DATA.value))
+    return jax.ShapeDtypeStruct((stage.num_replicas,), jnp.float32, sharding=where)
 
 
 def batch_shapes(stage: Stage, num_microbatches: int | None = None) -> Shapes:
@@ -260,8 +282,7 @@ def _forward_with(form: Saved, forward: Compiled, *args: Any) -> tuple:
 
 
 def _out_sharding(stage: Stage) -> jax.sharding.NamedSharding:
-    mesh = stage.mesh
-    return sharding.replicated(mesh) if stage.is_last else sharding.batch_sharding(mesh)
+    return (losses_shape if stage.is_last else boundary_shape)(stage).sharding
 
 
 def _with_shardings(shapes: Tree, shardings: Tree) -> Tree:

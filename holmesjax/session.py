@@ -11,7 +11,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import jax
 import numpy as np
 from jax.sharding import Mesh
 
@@ -132,8 +131,8 @@ class Session:
             "learning_rate": float(metrics["learning_rate"]),
             "skipped": bool(metrics["skipped"]),
         }
-        if losses := jax.tree.leaves(metrics["loss"]):
-            part["loss"] = float(np.mean([float(loss) for loss in losses]))
+        if "loss" in metrics:
+            part["loss"] = float(metrics["loss"])
         intervals = part["intervals"] = unread.timeline.intervals()
         part["link_bytes"] = unread.link_bytes
         end_s = max(interval.end_s for interval in intervals)
@@ -157,10 +156,10 @@ class Session:
 
     def _evaluate(self, states: Sequence[StageState]) -> float | None:
         """Mean loss over the validation batches, nats per token, where the last stage is here."""
-        losses = [
-            float(loss)
+        found = (
+            self.runner.evaluate(states, model_inputs(self.batches.validation(i)))
             for i in range(self.config.train.eval_batches)
-            for loss in self.runner.evaluate(states, model_inputs(self.batches.validation(i)))
-        ]
+        )
+        losses = [float(loss) for loss in found if loss is not None]
         self.runner.take_link_bytes()  # not a step's traffic
         return float(np.mean(losses)) if losses else None

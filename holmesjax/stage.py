@@ -310,7 +310,11 @@ class Stage:
     def forward(
         self, replicas: Tree, x_BLD: jax.Array | None, batch: Batch
     ) -> tuple[jax.Array, Saved]:
-        """One microbatch: the boundary, or the mean loss in nats per token; what backward needs."""
+        """One microbatch: the boundary, or the losses of its replicas; what backward needs.
+
+        The losses are not averaged over `data` here: replicas would wait for each other in every
+        microbatch.
+        """
         replicas, batch = self._unstack(replicas), jax.tree.map(self._split, batch)
         if self.is_first:
             apply = lambda replica, batch: self.apply(replica, None, batch)
@@ -322,14 +326,14 @@ class Stage:
                 lambda r, x: self._map(self.apply)(r, x, batch), replicas, x_RBLD
             )
         saved = Saved.of(pullback, replicas)
-        return (jnp.mean(out) if self.is_last else self._merge(out)), saved
+        return (out.reshape(self.num_replicas) if self.is_last else self._merge(out)), saved
 
     def gradients(self, replicas: Tree, saved: Saved, dy: jax.Array) -> tuple[Tree, jax.Array]:
         """The microbatch's share of the gradients, and the gradient of the stage's input.
 
-        `dy` is the gradient of the step's loss with respect to what `forward` returned: dy_BLD, or
-        on the last stage the weight of the microbatch, 1 / M. On the first stage, which has no
-        input to differentiate, the second result is a zero.
+        `dy` is the gradient of the step's loss with respect to what `forward` returned: dy_BLD. On
+        the last stage it is the weight of a microbatch, 1 / M, which its replicas share. On the
+        first stage, which has no input to differentiate, the second result is a zero.
         """
         if not self.is_last:
             dy = self._split(dy)
@@ -371,6 +375,10 @@ class Stage:
 
     # ---- the end of a step ---------------------------------------------------------------------
 
+    def mean_loss(self, losses_MR: tuple[jax.Array, ...] | jax.Array) -> jax.Array:
+        """Of all microbatches and replicas, in nats per token; a float32 scalar."""
+        return jnp.mean(jnp.stack(losses_MR))
+
     def square_norm(self, gradients: Tree) -> jax.Array:
         """Sum of squares of the reduced gradients that this stage owns; a float32 scalar."""
         if self.borrows_table:
@@ -410,18 +418,19 @@ class Stage:
         weight = jnp.float32(1.0 / self.plan.microbatches)
 
         def add_microbatch(gradients: Tree, batch: Batch) -> tuple[Tree, jax.Array]:
-            loss, saved = self.forward(replicas, None, batch)
+            losses_R, saved = self.forward(replicas, None, batch)
             gradients, _ = self.backward(replicas, saved, gradients, weight)
-            return gradients, loss
+            return gradients, losses_R
 
         if self.plan.microbatches == 1:
             batch = jax.tree.map(lambda x: x[0], batch_M)
-            gradients, losses_M = add_microbatch(self.zero_gradients(), batch)
+            gradients, losses_R = add_microbatch(self.zero_gradients(), batch)
+            losses_MR = losses_R[None]
         else:
-            gradients, losses_M = jax.lax.scan(add_microbatch, self.zero_gradients(), batch_M)
+            gradients, losses_MR = jax.lax.scan(add_microbatch, self.zero_gradients(), batch_M)
         gradients = self.reduce(gradients)
         state, metrics = self.update(state, gradients, (self.square_norm(gradients),))
-        return state, {"loss": jnp.mean(losses_M), **metrics}
+        return state, {"loss": self.mean_loss(losses_MR), **metrics}
 
 
 def _belongs_to_schedule(path: tuple, _: Any) -> bool:
