@@ -14,7 +14,8 @@ what disturbs the machine for a while disturbs all of them.
                 line is marked as disturbed, and is no result
 
 Losses of HolmesJAX's rows must agree within 1e-5 of their value, and so must those of plain JAX.
-PyTorch's within 1e-3. Needs what `launch lab` needs (docs/lab.md), and an idle machine.
+PyTorch's within 1e-3. Needs what `launch lab` needs (docs/lab.md), and an idle machine for two to
+three hours: a result that was stopped goes on with --go-on, and may be made a repeat at a time.
 """
 
 import argparse
@@ -55,7 +56,8 @@ from benchmarks.lab_steps import machine_cpu_s
 from benchmarks.pipeline_overhead import RESULTS, commit, cpu_model, versions
 from holmesjax import config as configs, metrics
 from holmesjax.config import CHECKOUT, Schedule
-from holmesjax.errors import HolmesError
+from holmesjax.errors import ConfigError, HolmesError
+from holmesjax.host_memory import ALLOCATOR
 from holmesjax.job import Job
 from holmesjax.lab_commands import Commands
 from launch import namespaces
@@ -140,6 +142,7 @@ def run_other(row: Row, run_file: Path, commands: Commands, folder: Path) -> Res
     """A process on each node, which prints its steps. Raises Failed with the last lines of one."""
     nodes = commands.lab.nodes
     first = nodes[0].fast_address or nodes[0].slow_address
+    allocator = ALLOCATOR if row.system == "JAX" else {}  # PyTorch is no faster with it
     children: list[subprocess.Popen[bytes]] = []
     outs = [folder / f"rank{rank}.jsonl" for rank in range(len(nodes))]
     errors = [folder / f"rank{rank}.log" for rank in range(len(nodes))]
@@ -151,7 +154,7 @@ def run_other(row: Row, run_file: Path, commands: Commands, folder: Path) -> Res
             with outs[rank].open("wb") as out, errors[rank].open("wb") as error:
                 child = subprocess.Popen(
                     argv,
-                    env={**os.environ, "GLOO_SOCKET_IFNAME": nic},
+                    env={**os.environ, **allocator, "GLOO_SOCKET_IFNAME": nic},
                     stdin=subprocess.DEVNULL,
                     stdout=out,
                     stderr=error,
@@ -214,10 +217,9 @@ def run_row(row: Row, point: int | None, steps: int, schedule: Schedule, folder:
         cgroup_version=version,
         has_netem=namespaces.has_netem(),
     )
-    job = make_job(config, told)
     with namespaces.built(commands):
         if row.system == "HolmesJAX":
-            found = run_holmesjax(row, job, commands, folder / "job.log")
+            found = run_holmesjax(row, make_job(config, told), commands, folder / "job.log")
         else:
             configs.save(config, folder / "run.yaml")
             found = run_other(row, folder / "run.yaml", commands, folder)
@@ -237,23 +239,56 @@ def run_row(row: Row, point: int | None, steps: int, schedule: Schedule, folder:
 
 def measure(args: argparse.Namespace, result: Result, path: Path) -> None:
     """Adds every run to the result, which is written after each."""
-    plan = cells(args.rows, args.points)
-    total, number = len(plan) * args.repeats, 0
-    for repeat in range(args.repeats):
-        for name, point in plan:
-            number += 1
-            row, at = ROWS[name], f"1/{point}" if point else "fast"
-            print(f"{number}/{total}  repeat {repeat + 1}, {at}, {name}: ", end="", flush=True)
-            run: Result = {"row": name, "point": point, "repeat": repeat}
-            with tempfile.TemporaryDirectory(prefix="holmes_lab_") as folder:
-                try:
-                    run |= run_row(row, point, args.steps, args.schedule, Path(folder))
-                    print(f"{run['tokens_per_s']:.0f} tokens/s", flush=True)
-                except (Failed, HolmesError, subprocess.SubprocessError, OSError) as error:
-                    run["failed"] = str(error)
-                    print(f"FAILED: {error}", flush=True)
-            result["runs"].append(run)
-            path.write_text(json.dumps(result, indent=1) + "\n")
+    done = {(run["row"], run["point"], run["repeat"]) for run in result["runs"]}
+    plan = [
+        (name, point, repeat)
+        for repeat in range(args.repeats)
+        for name, point in cells(args.rows, args.points)
+        if (name, point, repeat) not in done
+    ]
+    for i, (name, point, repeat) in enumerate(plan):
+        row, at = ROWS[name], f"1/{point}" if point else "fast"
+        print(f"{i + 1}/{len(plan)}  repeat {repeat + 1}, {at}, {name}: ", end="", flush=True)
+        run: Result = {"row": name, "point": point, "repeat": repeat}
+        with tempfile.TemporaryDirectory(prefix="holmes_lab_") as folder:
+            try:
+                run |= run_row(row, point, args.steps, args.schedule, Path(folder))
+                print(f"{run['tokens_per_s']:.0f} tokens/s", flush=True)
+            except (Failed, HolmesError, subprocess.SubprocessError, OSError) as error:
+                run["failed"] = str(error)
+                print(f"FAILED: {error}", flush=True)
+        result["runs"].append(run)
+        path.write_text(json.dumps(result, indent=1) + "\n")
+
+
+def go_on(result: Result, path: Path) -> Result:
+    """An earlier result of the same code on the same machine, under the name of both commands.
+
+    Raises ConfigError where there is none.
+    """
+    if not path.is_file():
+        raise ConfigError("--go-on", "there is no result to go on with", found=path, fix="leave it")
+    earlier: Result = json.loads(path.read_text())
+    for key in ("commit", "device", "versions", "settings"):
+        if earlier[key] != result[key]:
+            raise ConfigError(
+                f"--go-on, {path}",
+                f"the earlier result is of other {key}",
+                found=_difference(earlier[key], result[key]),
+                fix="measure both with the same, or choose another --out",
+            )
+    for key in ("command", "date"):
+        if result[key] not in earlier[key].split("; "):
+            earlier[key] += f"; {result[key]}"
+    earlier.pop("stopped", None)
+    return earlier
+
+
+def _difference(earlier: Any, now: Any) -> str:
+    if not isinstance(earlier, dict):
+        return f"{earlier}; now {now}"
+    keys = [key for key in {**earlier, **now} if earlier.get(key) != now.get(key)]
+    return ", ".join(f"{key} {earlier.get(key)}; now {now.get(key)}" for key in keys)
 
 
 def _leave(number: int, _: FrameType | None) -> NoReturn:
@@ -276,6 +311,7 @@ def parse() -> argparse.Namespace:
     add("--steps", type=_count, default=6, help=f"timed in each run, after {WARM_UP_STEPS} (6)")
     schedules = ("1f1b", "eager_1f1b")
     add("--schedule", choices=schedules, default="eager_1f1b", help="of HolmesJAX (eager_1f1b)")
+    add("--go-on", action="store_true", help="with the result in --out: run what it lacks")
     add("--out", type=Path, default=RESULTS, help="folder of table, chart and JSON (results/)")
     return parser.parse_args()
 
@@ -295,12 +331,17 @@ def main() -> int:
         "date": time.strftime("%Y-%m-%d"),
         "device": {"cpu": cpu_model(), "cores": os.cpu_count(), "host": socket.gethostname()},
         "versions": found_versions,
-        "load_average": {"before": os.getloadavg()[0]},
-        "settings": {**settings(args.schedule), "steps": args.steps, "repeats": args.repeats},
+        "settings": {**settings(args.schedule), "steps": args.steps},
         "runs": [],
     }
     args.out.mkdir(parents=True, exist_ok=True)
     path = args.out / f"holmes_lab_{found_versions['jax']}.json"
+    if args.go_on:
+        try:
+            result = go_on(result, path)
+        except HolmesError as error:
+            print(f"error: {error}", file=sys.stderr)
+            return error.exit_status
     os.chdir(CHECKOUT)  # where the nodes' processes find these modules
     with tempfile.TemporaryDirectory(prefix="holmes_lab_compiled_") as compiled:
         os.environ.update(

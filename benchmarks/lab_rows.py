@@ -24,6 +24,7 @@ from holmesjax.config import (
     Schedule,
     TrainConfig,
 )
+from holmesjax.host_memory import ALLOCATOR
 from holmesjax.job import Job
 from holmesjax.lab import Lab
 from holmesjax.planner import make_plan
@@ -39,7 +40,8 @@ BARS = {8: 0.98, 32: 0.95, 64: 0.85}  # of the best homogeneous figure of the sa
 QUOTA = 0.45  # cores of a node
 SLOWER = 2 / 3  # of that, for the nodes of the slower cluster where nodes are unequal
 PEAK_GFLOP_PER_S = 30  # of a node, for the planner: HolmesJAX reaches about half of it
-GLOBAL_BATCH, MICROBATCHES = 32, 8
+GLOBAL_BATCH = 32
+MICROBATCHES = {1: 8, 2: 16}  # by the number of stages: a sequence of each node in a microbatch
 WARM_UP_STEPS = 2  # of each run; they fill memory and caches
 
 
@@ -51,7 +53,7 @@ class Row:
     system: System
     network: Network = "hybrid"
     unequal: bool = False  # whether the nodes of the second cluster are slower
-    stages: int | None = None  # None: one for each cluster
+    stages: int = 2
     layers: tuple[int, ...] | None = None  # None: by speed
     pairs: Pairs | None = None  # None: the clusters of the network
     boundary: Network = "ethernet"  # what the pairs are told of the way between them
@@ -68,9 +70,7 @@ SHUFFLED: Pairs = (("roce-1", "ib-0"), ("ib-1", "roce-0"))
 
 ROWS: dict[str, Row] = {
     "fast-1-stage": Row(label="HolmesJAX, one stage", system="HolmesJAX", network="fast", stages=1),
-    "fast-2-stages": Row(
-        label="HolmesJAX, two stages", system="HolmesJAX", network="fast", stages=2
-    ),
+    "fast-2-stages": Row(label="HolmesJAX, two stages", system="HolmesJAX", network="fast"),
     "fast-jax-dp": Row(
         label="JAX data parallel",
         system="JAX",
@@ -98,9 +98,7 @@ ROWS: dict[str, Row] = {
     "ethernet-1-stage": Row(
         label="HolmesJAX, one stage", system="HolmesJAX", network="ethernet", stages=1
     ),
-    "ethernet-2-stages": Row(
-        label="HolmesJAX, two stages", system="HolmesJAX", network="ethernet", stages=2
-    ),
+    "ethernet-2-stages": Row(label="HolmesJAX, two stages", system="HolmesJAX", network="ethernet"),
     "plan": Row(label="(a) HolmesJAX's plan", system="HolmesJAX"),
     "data-across": Row(
         label="(b) data parallel across Ethernet",
@@ -242,7 +240,6 @@ def make_lab(row: Row, network: Topology, cores: Sequence[int]) -> Lab:
 
 def make_config(row: Row, folder: Path, steps: int, schedule: Schedule) -> Config:
     """Of a run of so many steps in a folder; all systems take model, batches and AdamW from it."""
-    is_one_stage = row.stages == 1
     return Config(
         topology=str(folder / "told.yaml"),
         run=RunConfig(dir=str(folder / "run")),
@@ -253,8 +250,8 @@ def make_config(row: Row, folder: Path, steps: int, schedule: Schedule) -> Confi
         parallel=ParallelConfig(
             stages=row.stages,
             layers=row.layers,
-            microbatches=MICROBATCHES,
-            schedule="1f1b" if is_one_stage else schedule,
+            microbatches=MICROBATCHES[row.stages],
+            schedule="1f1b" if row.stages == 1 else schedule,
         ),
         log=LogConfig(tensorboard=False),
     )
@@ -270,12 +267,13 @@ def settings(schedule: Schedule) -> Mapping[str, object]:
         "model": dataclasses.asdict(LARGE),
         "optimizer": dataclasses.asdict(OPTIMIZER),
         "global_batch": GLOBAL_BATCH,
-        "microbatches": MICROBATCHES,
+        "microbatches": "16 in two stages, 8 in one: a sequence of each node in each",
         "schedule": schedule,
         "dtype": "float32, boundaries too",
         "nodes": f"4, {QUOTA:.0%} of a core each; unequal: {QUOTA * SLOWER:.0%} in the second "
         "cluster",
         "fast_bit_per_s": FAST_BIT_PER_S,
+        "allocator": f"JAX and HolmesJAX {ALLOCATOR}, PyTorch as it comes",
         "addresses": "JAX's gloo and the jobs' own take those of fast0 where there is one, "
         "PyTorch's has GLOO_SOCKET_IFNAME=fast0; the lab routes them inside a cluster over fast0, "
         "and to other clusters over eth0",

@@ -2,7 +2,7 @@
 
 import dataclasses
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -10,7 +10,14 @@ from typing import Any
 
 import yaml
 
-from holmesjax import config as configs, manifest, plan as plans, topology as topologies, xla_flags
+from holmesjax import (
+    config as configs,
+    host_memory,
+    manifest,
+    plan as plans,
+    topology as topologies,
+    xla_flags,
+)
 from holmesjax.config import Config
 from holmesjax.errors import ConfigError
 from holmesjax.plan import Plan
@@ -37,11 +44,20 @@ class Job:
         """What all processes of the job must have in common, in its attempt number `restart`."""
         return {"plan hash": self.plan.hash(), "restart": restart, **_versions()}
 
+    @property
+    def device_kinds(self) -> Collection[str]:
+        """Of the devices that JAX will show."""
+        return {"cpu"} if self.config.run.rehearse else self.topology.device_kinds
+
     def environment(self, own: Mapping[str, str]) -> dict[str, str]:
-        """Variables that its processes need, for a user who has `own`."""
-        kinds = {"cpu"} if self.config.run.rehearse else self.topology.device_kinds
-        flags = xla_flags.joined(xla_flags.for_devices(kinds), own.get("XLA_FLAGS", ""))
+        """Variables that JAX reads, for a user who has `own`."""
+        flags = xla_flags.joined(xla_flags.for_devices(self.device_kinds), own.get("XLA_FLAGS", ""))
         return {"XLA_FLAGS": flags} if flags else {}
+
+    def process_environment(self, own: Mapping[str, str]) -> dict[str, str]:
+        """The same for a process that is not started yet: its memory allocator reads some too."""
+        allocator = host_memory.allocator_for(self.device_kinds, own)
+        return {**self.environment(own), **allocator}
 
     def commit(self, step: int, arrays: dict[str, str], files: dict[str, str]) -> None:
         """Makes a checkpoint of the parts that all stages have written after a step."""

@@ -167,7 +167,7 @@ def _workers(job: Job, options: OptionsEntry, name: str, component: Component) -
     for cluster in clusters:
         limits |= cluster.limits
     variables = {
-        **job.environment({}),
+        **job.process_environment({}),
         "HOLMES_CONTROLLER": f"{name}-{LAUNCHER}-0-0.{name}:{options.port}",
         "HOLMES_KEY_FILE": f"{KEY_DIR}/job.key",
         "HOLMES_PROCESSES": component.numbers,

@@ -131,7 +131,7 @@ class Supervisor:
         if start:
             say(f"resuming after step {resume}")
         job.save()
-        variables = job.environment(os.environ)
+        variables = job.process_environment(os.environ)
         job.save_environment(variables)
         manifest.remove_unfinished(job.run_dir)
         logs = job.run_dir / LOGS

@@ -1,8 +1,11 @@
 """The pure parts of `benchmarks.holmes_lab`: rows and what they become, the table, the losses."""
 
+import json
+
 import pytest
 
 from benchmarks import lab_results
+from benchmarks.holmes_lab import go_on
 from benchmarks.lab_rows import (
     BARS,
     FAST_BIT_PER_S,
@@ -17,6 +20,7 @@ from benchmarks.lab_rows import (
     told_text,
 )
 from holmesjax import config as configs
+from holmesjax.errors import ConfigError
 from holmesjax.plan import Axis
 
 HOLMES = [name for name, row in ROWS.items() if row.system == "HolmesJAX"]
@@ -65,6 +69,14 @@ def test_the_rows_cross_ethernet_with_what_they_say(tmp_path):
     assert crossings("data-across", tmp_path) == ({True}, {False})
     assert crossings("random-order", tmp_path) == ({True}, {True})
     assert crossings("no-overlap", tmp_path) == ({False}, {True})
+
+
+def test_a_microbatch_has_a_sequence_of_each_node(tmp_path):
+    for name in HOLMES:
+        job, _ = built(name, None if ROWS[name].network == "fast" else 8, tmp_path)
+        stage = job.plan.stages[0]
+        assert job.plan.global_batch == job.plan.microbatches * stage.mesh[Axis.DATA]
+        assert stage.mesh[Axis.DATA] == len(stage.nodes)
 
 
 def test_an_even_split_is_not_what_the_planner_chooses_for_unequal_nodes(tmp_path):
@@ -166,3 +178,20 @@ def test_rows_of_the_fast_network_are_run_once():
         ("plan", 64),
         ("ddp", 64),
     ]
+
+
+def test_a_result_goes_on_with_the_same_code_on_the_same_machine_only(tmp_path):
+    path = tmp_path / "result.json"
+    about = {"commit": "a", "device": {"cores": 2}, "versions": {}, "settings": {"steps": 6}}
+    first = {**about, "command": "one", "date": "day 1", "runs": RUNS}
+    second = {**about, "command": "two", "date": "day 1", "runs": []}
+    with pytest.raises(ConfigError, match="there is no result"):
+        go_on(second, path)
+    path.write_text(json.dumps({**first, "stopped": True}))
+    both = {**first, "command": "one; two", "runs": json.loads(json.dumps(RUNS))}
+    assert go_on(second, path) == both
+    path.write_text(json.dumps(both))
+    assert go_on(second, path) == both
+    for key, other in {"commit": "b", "device": {"cores": 4}, "settings": {}}.items():
+        with pytest.raises(ConfigError, match=f"is of other {key}"):
+            go_on({**second, key: other}, path)

@@ -11,6 +11,7 @@ import yaml
 
 from holmesjax import job as jobs, topology, xla_flags
 from holmesjax.config import CHECKOUT
+from holmesjax.host_memory import ALLOCATOR
 from holmesjax.job import ENVIRONMENT, Job
 from launch import launcher as launchers, supervisor
 from launch.external import ExternalLauncher
@@ -69,6 +70,9 @@ def test_only_processes_with_gpus_get_flags(job):
     assert rehearsal.environment(own) == {"XLA_FLAGS": "--xla_a=1"}
     assert job.environment(own) == {"XLA_FLAGS": f"{GPU_FLAGS} --xla_a=1"}
     assert job.environment({"XLA_FLAGS": "file"}) == {"XLA_FLAGS": "file"}
+    assert job.process_environment(own) == job.environment(own)
+    assert rehearsal.process_environment(own) == {"XLA_FLAGS": "--xla_a=1", **ALLOCATOR}
+    assert rehearsal.process_environment({"GLIBC_TUNABLES": "glibc.malloc.perturb=1"}) == {}
 
 
 class Started(Exception):
@@ -101,5 +105,5 @@ def test_the_supervisor_gives_and_records_them(job, monkeypatch):
 def test_processes_that_others_start_are_told_to_have_them(job, capsys):
     launcher = ExternalLauncher("127.0.0.1:7000")
     [first, *_] = supervisor.make_processes(job.plan, job.topology, "node")
-    launcher.start(first, ["worker", str(job.run_dir)], job.environment({}), queue.Queue())
+    launcher.start(first, ["worker", str(job.run_dir)], job.process_environment({}), queue.Queue())
     assert f"  XLA_FLAGS='{GPU_FLAGS}'\n" in capsys.readouterr().out
