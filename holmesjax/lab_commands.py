@@ -213,7 +213,7 @@ class Commands:
             [node] = [node for node in self.lab.nodes if node.name == fault.node]
             processes = f"{self.cgroup(node)}/cgroup.procs"
             # At the start of a job its processes may not be there yet.
-            wait = f"timeout 10 sh -c 'until grep -q . {processes}; do sleep 0.05; done'"
+            wait = f"timeout 60 sh -c 'until grep -q . {processes}; do sleep 0.05; done'"
             send = f"xargs -r kill -{{}} < {processes}"
             if fault.kind == "kill":
                 return [wait, send.format("KILL")], []
