@@ -381,11 +381,20 @@ def _link(topology: Topology, source: _Site, target: _Site) -> Link:
     return min(links, key=lambda link: link.bandwidth_bytes_per_s)
 
 
+def _transfer_s(topology: Topology, source: _Site, target: _Site, num_bytes: float) -> float:
+    """Seconds in which an array goes from one stage to another.
+
+    Each node of the smaller stage sends, or receives, an equal part of it at once (`routes`).
+    """
+    num_pairs = min(len(source.nodes), len(target.nodes))
+    return _link(topology, source, target).time_s(num_bytes / num_pairs)
+
+
 def _transfer_times(
     config: Config, topology: Topology, sites: Sequence[_Site], boundary: float
 ) -> list[tuple[float, float]]:
     """Seconds to the next stage and back, of each stage but the last; of it too with chunks."""
-    time_s = lambda a, b: _link(topology, a, b).time_s(boundary)
+    time_s = lambda a, b: _transfer_s(topology, a, b, boundary)
     pairs = list(itertools.pairwise(sites))
     if config.parallel.chunks > 1:
         pairs.append((sites[-1], sites[0]))
@@ -428,8 +437,8 @@ def _table_times(config: Config, topology: Topology, sites: Sequence[_Site]) -> 
     table_s = [0.0] * len(sites)
     if config.model.tied_embeddings and len(sites) > 1:
         table_bytes = 4 * costs.table_parameters(config.model)
-        table_s[0] = _link(topology, sites[0], sites[-1]).time_s(table_bytes)
-        table_s[-1] = _link(topology, sites[-1], sites[0]).time_s(table_bytes)
+        table_s[0] = _transfer_s(topology, sites[0], sites[-1], table_bytes)
+        table_s[-1] = _transfer_s(topology, sites[-1], sites[0], table_bytes)
     return table_s
 
 

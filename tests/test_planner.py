@@ -3,13 +3,15 @@
 import dataclasses
 import itertools
 import json
+import math
+from collections import Counter
 from functools import partial
 from pathlib import Path
 
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from holmesjax import costs
+from holmesjax import costs, routes, sharding
 from holmesjax.config import (
     Config,
     DataConfig,
@@ -19,9 +21,11 @@ from holmesjax.config import (
     RunConfig,
     TrainConfig,
 )
+from holmesjax.crossings import Crossing
 from holmesjax.errors import PlanError
 from holmesjax.plan import Axis, Plan, describe, layer_names
 from holmesjax.planner import USABLE_MEMORY, choose_in_flight, make_plan, split_layers
+from holmesjax.processes import make_processes
 from holmesjax.schedule import schedule, simulate, validate
 from holmesjax.topology import Cluster, DeviceKind, Link, Nic, Node, Topology
 
@@ -249,10 +253,48 @@ def test_the_bubble_of_even_stages_is_near_the_closed_form():
     assert plan.shares["bubble"] == pytest.approx(3 / 11 * (1 - plan.shares["boundary"]), rel=0.02)
 
 
+@pytest.mark.parametrize(
+    "nodes, tensor",
+    [
+        (n, t)
+        for n in [(2, 2), (1, 2), (4, 2), (2, 4), (1, 1)]
+        for t in (1, 4, 8)
+        if t <= 4 * min(n)
+    ],
+)
+def test_a_boundary_takes_as_long_as_the_node_that_sends_or_receives_most(nodes, tensor):
+    first, second = ((4,) * n for n in nodes)
+    topology = make_topology(
+        make_cluster("ib", "infiniband", first), make_cluster("roce", "roce", second)
+    )
+    sizes = {"tensor": tensor, "microbatches": 2, "data": 1 if tensor == 8 else None}
+    plan = make_plan(make_config(**sizes), topology)
+    processes = make_processes(plan, topology, "node")
+    specs = (sharding.batch_spec(stage.mesh) for stage in plan.stages)
+    source_spec, target_spec = (sharding.spec_axes(spec, 3) for spec in specs)
+    crossing = Crossing(
+        name="F0",
+        source=0,
+        target=1,
+        link="ib -> roce",
+        shape=(32, 1024, 1024),
+        dtype="bfloat16",
+        source_spec=source_spec,
+        target_spec=target_spec,
+    )
+    moved = Counter()
+    for piece in routes.pieces(crossing, plan, processes):
+        num_bytes = 2 * math.prod(stop - start for start, stop in piece.box)
+        moved[piece.source, "sent"] += num_bytes
+        moved[piece.target, "received"] += num_bytes
+    transfer_s = 1e-4 + max(moved.values()) / 3e9
+    assert [s.seconds["boundary"] for s in plan.stages] == pytest.approx([2 * transfer_s] * 2)
+
+
 def test_tied_embeddings_send_the_table_once_a_step():
     topology = two_clusters()
     plans = [make_plan(make_config(model={"tied_embeddings": t}), topology) for t in (False, True)]
-    table_s = 4 * 32000 * 1024 / 3e9 + 1e-4
+    table_s = 4 * 32000 * 1024 / 2 / 3e9 + 1e-4  # two nodes of each side send half of it each
     untied, tied = plans
     assert tied.step_time_s >= untied.step_time_s + 2 * table_s - 1e-9
     for before, after in zip(untied.stages, tied.stages, strict=True):
@@ -375,7 +417,8 @@ def test_zero_bubble_holds_on_later_stages_what_the_first_holds():
 
 
 def test_eager_1f1b_covers_a_slow_link_and_1f1b_is_enough_without_one():
-    plain, eager = plan_of("1f1b"), plan_of("eager_1f1b")
+    slow = two_clusters(ethernet_bytes_per_s=1.5e9)
+    plain, eager = plan_of("1f1b", slow), plan_of("eager_1f1b", slow)
     assert eager.in_flight == (3, 1)
     assert eager.step_time_s < plain.step_time_s
     ratio = eager.stages[0].memory_bytes["activations"]
