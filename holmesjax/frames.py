@@ -22,7 +22,7 @@ import time
 import zlib
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 MAGIC = b"HJX1"
 HEADER = struct.Struct(">4sBxHQQIIQQ")  # magic, kind, crossing, sequence, then the rest of Frame
@@ -109,11 +109,13 @@ class Channel:
         self._wakeup = threading.Condition()
         self._said_bye = self._is_closed = self._is_idle = self._is_in_payload = False
         self._byes = 0  # that are out or in
-        self.payload_s = time.monotonic()  # when the last bytes of a payload came
+        self.payload_s = self._heard_s = time.monotonic()  # when bytes of a payload, or any, came
         self.has_left = False  # the other end, orderly
         self.is_over = threading.Event()  # both ends have said goodbye, or it was closed
-        # The kernel's own timeout: with Python's, every call would be two system calls.
-        timeout = struct.pack("ll", int(silence_s), int(silence_s % 1 * 1e6))
+        # The kernel's own timeout: with Python's, every call would be two system calls. Shorter
+        # than the silence: a call that has heard something tells of it only when it ends.
+        wait_s = silence_s / 8
+        timeout = struct.pack("ll", int(wait_s), int(wait_s % 1 * 1e6))
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, timeout)
         self._threads = [
             threading.Thread(target=self._guard, args=(run,), name=name, daemon=True)
@@ -172,8 +174,6 @@ class Channel:
     def _guard(self, run: Callable[[], None]) -> None:
         try:
             run()
-        except BlockingIOError:  # what the kernel's timeout looks like
-            self._broken(TimeoutError(f"silent for {self._silence_s:g} s"))
         except Exception as error:
             self._broken(error)
 
@@ -210,18 +210,32 @@ class Channel:
 
     def _fill(self, buffers: Sequence[memoryview]) -> None:
         if len(buffers) != 1:
-            _move(lambda some: self._count(self._sock.recvmsg_into(some)[0]), buffers)
+            receive = lambda some: self._sock.recvmsg_into(some, 0, socket.MSG_WAITALL)[0]
+            _move(lambda some: self._hear(receive, some), buffers)
             return
-        [left] = buffers  # the common case, without a detour: it runs hundreds of times an array
+        [left] = buffers  # the common case, without a detour
+        receive = lambda some: self._sock.recv_into(some, 0, socket.MSG_WAITALL)
         while left:
-            left = left[self._count(self._sock.recv_into(left)) :]
+            left = left[self._hear(receive, left) :]
 
-    def _count(self, received: int) -> int:
-        if not received:
-            raise ConnectionResetError("the other end closed the connection")
-        if self._is_in_payload:
-            self.payload_s = time.monotonic()
-        return received
+    def _hear(self, receive: Callable[[Any], int], wanted: Any) -> int:
+        """Bytes received: all that is wanted, or those that came before the kernel's timeout.
+
+        A call that ended with each packet would take the GIL as often, on a slow link for each.
+        """
+        while True:
+            try:
+                received = receive(wanted)
+            except BlockingIOError:  # what the kernel's timeout looks like
+                if time.monotonic() - self._heard_s >= self._silence_s:
+                    raise TimeoutError(f"silent for {self._silence_s:g} s") from None
+                continue
+            if not received:
+                raise ConnectionResetError("the other end closed the connection")
+            self._heard_s = time.monotonic()
+            if self._is_in_payload:
+                self.payload_s = self._heard_s
+            return received
 
     # ---- writing -------------------------------------------------------------------------------
 

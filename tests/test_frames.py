@@ -156,6 +156,16 @@ def test_silence_is_noticed_in_time(opened):
     assert 0.25 < time.monotonic() - start_s < 1.5
 
 
+def test_silence_in_the_middle_of_a_frame_is_noticed_in_time(opened):
+    _, (told,), (_, sock) = opened(silence_s=0.4, ends=1)
+    for byte in GOOD[:6]:
+        sock.sendall(bytes([byte]))
+        time.sleep(0.05)
+    last_s = time.monotonic()
+    assert isinstance(told.wait(told.errors), TimeoutError)
+    assert 0.35 < time.monotonic() - last_s < 1.5
+
+
 def test_bytes_that_trickle_in_are_no_silence(opened):
     _, (told,), (_, sock) = opened(silence_s=0.3, ends=1)
     for byte in frames._encode(PULL, 0)[:20]:
