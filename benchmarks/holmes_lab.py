@@ -267,14 +267,14 @@ def go_on(result: Result, path: Path) -> Result:
     Raises ConfigError where there is none.
     """
     if not path.is_file():
-        raise ConfigError("--go-on", "there is no result to go on with", found=path, fix="leave it")
+        raise ConfigError("--go-on", "there is no result to go on with", found=path, fix="leave it out")
     earlier: Result = json.loads(path.read_text())
     for key in ("commit", "device", "versions", "settings"):
-        if earlier[key] != result[key]:
+        if earlier.get(key) != result[key]:
             raise ConfigError(
                 f"--go-on, {path}",
                 f"the earlier result is of other {key}",
-                found=_difference(earlier[key], result[key]),
+                found=_difference(earlier.get(key), result[key]),
                 fix="measure both with the same, or choose another --out",
             )
     for key in ("command", "date"):
