@@ -267,7 +267,9 @@ def go_on(result: Result, path: Path) -> Result:
     Raises ConfigError where there is none.
     """
     if not path.is_file():
-        raise ConfigError("--go-on", "there is no result to go on with", found=path, fix="leave it out")
+        raise ConfigError(
+            "--go-on", "there is no result to go on with", found=path, fix="leave it out"
+        )
     earlier: Result = json.loads(path.read_text())
     for key in ("commit", "device", "versions", "settings"):
         if earlier.get(key) != result[key]:
