@@ -57,7 +57,7 @@ from benchmarks.pipeline_overhead import RESULTS, commit, cpu_model, versions
 from holmesjax import config as configs, metrics
 from holmesjax.config import CHECKOUT, Schedule
 from holmesjax.errors import ConfigError, HolmesError
-from holmesjax.host_memory import ALLOCATOR
+from holmesjax.host_memory import allocator_for
 from holmesjax.job import Job
 from holmesjax.lab_commands import Commands
 from launch import namespaces
@@ -142,7 +142,8 @@ def run_other(row: Row, run_file: Path, commands: Commands, folder: Path) -> Res
     """A process on each node, which prints its steps. Raises Failed with the last lines of one."""
     nodes = commands.lab.nodes
     first = nodes[0].fast_address or nodes[0].slow_address
-    allocator = ALLOCATOR if row.system == "JAX" else {}  # PyTorch is no faster with it
+    # PyTorch is no faster with it.
+    allocator = allocator_for({"cpu"}, os.environ) if row.system == "JAX" else {}
     children: list[subprocess.Popen[bytes]] = []
     outs = [folder / f"rank{rank}.jsonl" for rank in range(len(nodes))]
     errors = [folder / f"rank{rank}.log" for rank in range(len(nodes))]
@@ -320,11 +321,6 @@ def parse() -> argparse.Namespace:
 
 def main() -> int:
     args = parse()
-    try:
-        namespaces.refuse_without_means()
-    except HolmesError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_status
     signal.signal(signal.SIGTERM, _leave)
     found_versions = versions()
     result: Result = {
@@ -336,14 +332,15 @@ def main() -> int:
         "settings": {**settings(args.schedule), "steps": args.steps},
         "runs": [],
     }
-    args.out.mkdir(parents=True, exist_ok=True)
     path = args.out / f"holmes_lab_{found_versions['jax']}.json"
-    if args.go_on:
-        try:
+    try:
+        namespaces.refuse_without_means()
+        if args.go_on:
             result = go_on(result, path)
-        except HolmesError as error:
-            print(f"error: {error}", file=sys.stderr)
-            return error.exit_status
+    except HolmesError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_status
+    args.out.mkdir(parents=True, exist_ok=True)
     os.chdir(CHECKOUT)  # where the nodes' processes find these modules
     with tempfile.TemporaryDirectory(prefix="holmes_lab_compiled_") as compiled:
         os.environ.update(

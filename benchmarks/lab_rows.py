@@ -267,7 +267,8 @@ def settings(schedule: Schedule) -> Mapping[str, object]:
         "model": dataclasses.asdict(LARGE),
         "optimizer": dataclasses.asdict(OPTIMIZER),
         "global_batch": GLOBAL_BATCH,
-        "microbatches": "16 in two stages, 8 in one: a sequence of each node in each",
+        "microbatches": f"{MICROBATCHES[2]} in two stages, {MICROBATCHES[1]} in one: a sequence of "
+        "each node in each",
         "schedule": schedule,
         "dtype": "float32, boundaries too",
         "nodes": f"4, {QUOTA:.0%} of a core each; unequal: {QUOTA * SLOWER:.0%} in the second "

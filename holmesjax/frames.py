@@ -22,7 +22,7 @@ import time
 import zlib
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 MAGIC = b"HJX1"
 HEADER = struct.Struct(">4sBxHQQIIQQ")  # magic, kind, crossing, sequence, then the rest of Frame
@@ -189,7 +189,7 @@ class Channel:
         header = bytearray(HEADER.size + CRC.size)
         sequence = 0
         while True:
-            self._fill([memoryview(header)])
+            _move(self._hear, [memoryview(header)])
             frame = _decode(header, sequence)
             sequence += 1
             if frame.kind is Kind.PULL:
@@ -197,7 +197,7 @@ class Channel:
             elif frame.kind is Kind.DATA:
                 buffers = self._handler.landing(self, frame)
                 self._is_in_payload = True
-                self._fill(buffers)
+                _move(self._hear, buffers)
                 self._is_in_payload = False
                 self._handler.landed(self, frame)
             elif frame.kind is Kind.GOT:
@@ -208,24 +208,14 @@ class Channel:
                 self.leave()
                 self._count_bye()
 
-    def _fill(self, buffers: Sequence[memoryview]) -> None:
-        if len(buffers) != 1:
-            receive = lambda some: self._sock.recvmsg_into(some, 0, socket.MSG_WAITALL)[0]
-            _move(lambda some: self._hear(receive, some), buffers)
-            return
-        [left] = buffers  # the common case, without a detour
-        receive = lambda some: self._sock.recv_into(some, 0, socket.MSG_WAITALL)
-        while left:
-            left = left[self._hear(receive, left) :]
-
-    def _hear(self, receive: Callable[[Any], int], wanted: Any) -> int:
-        """Bytes received: all that is wanted, or those that came before the kernel's timeout.
+    def _hear(self, buffers: Sequence[memoryview]) -> int:
+        """Bytes received: all that fit, or those that came before the kernel's timeout.
 
         A call that ended with each packet would take the GIL as often, on a slow link for each.
         """
         while True:
             try:
-                received = receive(wanted)
+                received = self._sock.recvmsg_into(buffers, 0, socket.MSG_WAITALL)[0]
             except BlockingIOError:  # what the kernel's timeout looks like
                 if time.monotonic() - self._heard_s >= self._silence_s:
                     raise TimeoutError(f"silent for {self._silence_s:g} s") from None
