@@ -1,4 +1,4 @@
-"""Closed-form costs: numbers in, numbers out. No devices, no arrays, no state.
+"""What there is to do: parameters, matrix products, bytes. Closed form; `stage_times` has seconds.
 
 FLOP count a multiplication and an addition as two, of matrix products only: norms, activations and
 softmax are left out, as in published model FLOP utilisations.
@@ -7,27 +7,19 @@ softmax are left out, as in published model FLOP utilisations.
     F  feed-forward width   V  vocabulary size   S  tokens in a sequence   T  tokens in all
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from holmesjax.calibration import Product, flop
 from holmesjax.config import ModelConfig
-from holmesjax.topology import DeviceKind, Link
 
 Checkpointing = Literal["none", "dots", "full"]
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 
-# Share of a device's peak that matrix products reach. One plain factor between the 0.41 and 0.56 of
-# Korthikanti et al. (arXiv:2205.05198, table 5); calibration per device and size comes later.
-EFFICIENCY = 0.5
-
 # float32 numbers that AdamW moves per parameter: reads parameter, gradient and two moments, writes
 # parameter and two moments.
 UPDATE_BYTES_PER_PARAMETER = 7 * 4
-
-# float32 numbers moved per parameter to add a microbatch's gradient: reads both, writes the sum.
-ACCUMULATE_BYTES_PER_PARAMETER = 3 * 4
 
 # All-reduces over `tensor` in a Transformer layer's forward: after attention and the feed-forward.
 FORWARD_ALL_REDUCES = 2
@@ -175,6 +167,38 @@ def largest_layer_parameters(model: ModelConfig, stage: StageShape) -> int:
     return max(layers)
 
 
+def block_products(model: ModelConfig, num_tokens: float, tensor: int = 1) -> list[Product]:
+    """The products of one Transformer layer's activations with its weights, on each device.
+
+    Of T tokens, in a forward; `tensor` cuts the dims in brackets:
+
+        [T, D] [D, (H K + 2 G K)]      [T, (H K)] [(H K), D]
+        [T, D] [D, (m F)]              [T, (F)] [(F), D],     m = 2 for SwiGLU, else 1
+    """
+    heads = model.num_heads * model.head_width / tensor
+    groups = model.kv_heads * model.head_width / tensor
+    inner = model.feed_forward_width / tensor
+    gates = 2 if model.activation == "swiglu" else 1
+    return [
+        Product(num_tokens, heads + 2 * groups, model.width),
+        Product(num_tokens, model.width, heads),
+        Product(num_tokens, gates * inner, model.width),
+        Product(num_tokens, model.width, inner),
+    ]
+
+
+def attention_products(model: ModelConfig, num_tokens: float, tensor: int = 1) -> list[Product]:
+    """Scores and weighted values of one Transformer layer's forward, over all S x S pairs."""
+    s, k = model.context_length, model.head_width
+    count = num_tokens / s * model.num_heads / tensor
+    return [Product(s, s, k, count), Product(s, k, s, count)]
+
+
+def head_product(model: ModelConfig, num_tokens: float, tensor: int = 1) -> Product:
+    """The output projection: [T, D] [D, V]."""
+    return Product(num_tokens, model.vocab_size / tensor, model.width)
+
+
 def block_weight_flop(model: ModelConfig, num_tokens: float) -> float:
     """FLOP of the products of one Transformer layer's activations with its weights.
 
@@ -182,9 +206,7 @@ def block_weight_flop(model: ModelConfig, num_tokens: float) -> float:
 
     As many again make the gradients of the weights, and as many those of the activations.
     """
-    heads = 2 * (model.num_heads + model.kv_heads) * model.head_width
-    matrices = 3 if model.activation == "swiglu" else 2
-    return 2.0 * num_tokens * model.width * (heads + matrices * model.feed_forward_width)
+    return flop(block_products(model, num_tokens))
 
 
 def block_forward_flop(model: ModelConfig, num_tokens: float) -> float:
@@ -193,7 +215,7 @@ def block_forward_flop(model: ModelConfig, num_tokens: float) -> float:
         2 T (2 D H K + 2 D G K + m D F) + 4 T S H K,   m = 3 for SwiGLU, else 2
 
     The last term is attention over all S x S pairs: causality does not halve it, because published
-    utilisations do not. An attention that skips masked pairs takes less time than this predicts.
+    utilisations do not.
 
     A layer of 8 h^2 + 16 h^2 + 4 s h FLOP a token, for width h and s tokens:
       >>> model = ModelConfig(num_layers=1, width=64, num_heads=4, context_length=32)
@@ -202,8 +224,7 @@ def block_forward_flop(model: ModelConfig, num_tokens: float) -> float:
 
     Reference: Narayanan et al., arXiv:2104.04473, appendix.
     """
-    pairs = 2 * model.context_length * model.num_heads * model.head_width
-    return block_weight_flop(model, num_tokens) + 2.0 * num_tokens * pairs
+    return block_weight_flop(model, num_tokens) + flop(attention_products(model, num_tokens))
 
 
 def head_forward_flop(model: ModelConfig, num_tokens: float) -> float:
@@ -213,7 +234,22 @@ def head_forward_flop(model: ModelConfig, num_tokens: float) -> float:
     ...     num_layers=1, width=8, num_heads=2, context_length=4, vocab_size=16), num_tokens=3)
     768.0
     """
-    return 2.0 * num_tokens * model.width * model.vocab_size
+    return head_product(model, num_tokens).flop
+
+
+def block_numbers(model: ModelConfig, tensor: int = 1) -> tuple[float, float]:
+    """Numbers that a layer's forward moves between its products, per token: whole, and cut.
+
+    Whole, on every device of `tensor`, are both norms, read twice and written, and both additions
+    to the residual stream, 12 D. Cut over `tensor` are rotations of queries and keys, what attention
+    reads and writes, and the activation function, which reads and writes F, or reads 2 F and
+    writes F for SwiGLU:
+
+        (2 (H + G) K + (2 H + 2 G) K + a F) / tensor,   a = 3 for SwiGLU, else 2
+    """
+    heads = (model.num_heads + model.kv_heads) * model.head_width
+    inner = model.feed_forward_width * (3 if model.activation == "swiglu" else 2)
+    return 12.0 * model.width, (4 * heads + inner) / tensor
 
 
 def backward_flop(forward_flop: float, checkpointing: Checkpointing) -> float:
@@ -233,62 +269,6 @@ def backward_flop(forward_flop: float, checkpointing: Checkpointing) -> float:
 def embed_bytes(model: ModelConfig, num_tokens: float, dtype: str) -> float:
     """Bytes of device memory that an embedding's forward moves: reads T rows, writes T rows."""
     return 2.0 * num_tokens * model.width * DTYPE_BYTES[dtype]
-
-
-def compute_time_s(flop: float, device: DeviceKind, dtype: str) -> float:
-    """Seconds of matrix products on one device: flop / (peak * EFFICIENCY)."""
-    return flop / (device.peak_flop_per_s[dtype] * EFFICIENCY)
-
-
-def memory_time_s(num_bytes: float, device: DeviceKind) -> float:
-    """Seconds to move bytes from or to one device's memory: bytes / bandwidth."""
-    return num_bytes / device.memory_bandwidth_bytes_per_s
-
-
-def ring_reduce_scatter_time_s(num_bytes: float, num_ranks: int, link: Link | None) -> float:
-    """Predicted seconds of a ring reduce-scatter over equal links; 0.0 for one rank.
-
-    Each of the n - 1 steps sends one n-th of the array over every link at once:
-
-        t = (n - 1) * (latency + num_bytes / (n * bandwidth))
-
-    Args:
-      num_bytes: size of the array on each rank before the reduction, in bytes.
-      num_ranks: ranks in the ring, n >= 1.
-      link: the slowest link of the ring; one rank needs none.
-
-    Example, 1 GB over 8 ranks at 25 GB/s:
-      >>> link = Link(fabric="infiniband", bandwidth_bytes_per_s=25e9, latency_s=0.0)
-      >>> round(ring_reduce_scatter_time_s(1e9, 8, link), 4)
-      0.035
-
-    Reference: Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms ...", JPDC 69(2), 2009.
-    """
-    if num_ranks == 1:
-        return 0.0
-    assert link is not None, f"a ring of {num_ranks} ranks needs a link"
-    return (num_ranks - 1) * link.time_s(num_bytes / num_ranks)
-
-
-def ring_all_gather_time_s(num_bytes: float, num_ranks: int, link: Link | None) -> float:
-    """Predicted seconds of a ring all-gather: a reduce-scatter backwards, without the sums.
-
-    `num_bytes` is the size of the gathered array; the rest is as in `ring_reduce_scatter_time_s`.
-    """
-    return ring_reduce_scatter_time_s(num_bytes, num_ranks, link)
-
-
-def ring_all_reduce_time_s(num_bytes: float, num_ranks: int, link: Link | None) -> float:
-    """Predicted seconds of a ring all-reduce: a reduce-scatter, then an all-gather.
-
-        t = 2 (n - 1) * (latency + num_bytes / (n * bandwidth))
-
-    Example, 1 GB over 8 ranks at 25 GB/s:
-      >>> link = Link(fabric="infiniband", bandwidth_bytes_per_s=25e9, latency_s=0.0)
-      >>> round(ring_all_reduce_time_s(1e9, 8, link), 4)
-      0.07
-    """
-    return 2 * ring_reduce_scatter_time_s(num_bytes, num_ranks, link)
 
 
 def block_all_reduces(checkpointing: Checkpointing) -> int:
@@ -313,101 +293,3 @@ def boundary_bytes(model: ModelConfig, num_tokens: float, dtype: str) -> float:
     64.0
     """
     return float(num_tokens * model.width * DTYPE_BYTES[dtype])
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class StageTimes:
-    """Predicted seconds of one stage, without its boundaries."""
-
-    forward_s: float  # of a microbatch: compute
-    backward_s: float
-    weight_s: float  # of the backward: the gradients of the weights, a W where it is split
-    forward_tensor_s: float  # of a microbatch: all-reduces over `tensor`
-    backward_tensor_s: float
-    forward_fsdp_s: float  # of a microbatch: parameters and gradients over `fsdp`
-    backward_fsdp_s: float
-    reduce_s: float  # of a step: gradients over `data`
-    gather_s: float  # of a step: parameters over `data`
-    update_s: float  # of a step: optimizer
-
-    @property
-    def whole_forward_s(self) -> float:
-        return self.forward_s + self.forward_tensor_s + self.forward_fsdp_s
-
-    @property
-    def whole_backward_s(self) -> float:
-        return self.backward_s + self.backward_tensor_s + self.backward_fsdp_s
-
-    @property
-    def microbatch_s(self) -> float:
-        return self.whole_forward_s + self.whole_backward_s
-
-    @property
-    def once_s(self) -> float:
-        """What comes once in a step, however many microbatches it has."""
-        return self.reduce_s + self.gather_s + self.update_s
-
-
-def stage_times(
-    model: ModelConfig,
-    stage: StageShape,
-    devices: Sequence[DeviceKind],
-    data_link: Link | None,
-    tensor_link: Link | None,
-    fsdp_link: Link | None = None,
-) -> StageTimes:
-    """Predicted seconds of one stage; its slowest kind of device sets the pace.
-
-    Matrix products take the time of their FLOP. The embedding's rows, adding up gradients and the
-    optimizer take the time of their bytes. Collectives are rings over the slowest link of their
-    axis, and overlap with nothing. All terms grow linearly with the number of Transformer layers.
-
-    Over `fsdp` (ZeRO-3, Rajbhandari et al., arXiv:1910.02054; Zhao et al., arXiv:2304.11277), each
-    microbatch gathers the parameters of every layer in the forward and again in the backward, which
-    also reduce-scatters their gradients: three times c P bytes, in the compute dtype.
-
-    Of a backward, `weight_s` is one product for each weight, the embedding's rows and the sums of
-    gradients. Attention scores have no weight: both products of their backward belong to the rest,
-    like its all-reduces.
-
-    Args:
-      model, stage: what is computed.
-      devices: the kinds of device of the stage.
-      data_link, tensor_link, fsdp_link: what each ring of the axis has of its slowest link; None
-        for size 1.
-    """
-    num_tokens = stage.sequences * model.context_length
-    num_parameters = stage_parameters(model, stage)
-    blocks = stage.num_blocks * block_forward_flop(model, num_tokens) / stage.tensor
-    head = stage.is_last * head_forward_flop(model, num_tokens) / stage.tensor
-    backward = backward_flop(blocks, stage.checkpointing) + backward_flop(head, "none")
-    weights = stage.num_blocks * block_weight_flop(model, num_tokens) / stage.tensor + head
-    rows = stage.is_first * embed_bytes(model, num_tokens, stage.dtype)
-    held = num_parameters / stage.fsdp
-    accumulated = ACCUMULATE_BYTES_PER_PARAMETER * held
-    updated = UPDATE_BYTES_PER_PARAMETER * held / stage.data
-    compute_s = lambda flop: max(compute_time_s(flop, device, stage.dtype) for device in devices)
-    memory_s = lambda num_bytes: max(memory_time_s(num_bytes, device) for device in devices)
-    summed = boundary_bytes(model, num_tokens, stage.dtype)
-    all_reduce_s = ring_all_reduce_time_s(summed, stage.tensor, tensor_link)
-    num_backward = block_all_reduces(stage.checkpointing) - FORWARD_ALL_REDUCES
-    gathered = DTYPE_BYTES[stage.dtype] * held
-    # A ring's time is linear in its bytes: one per layer, each of the mean size.
-    num_layers = stage.num_blocks + stage.is_first + stage.is_last
-    layer_bytes = lambda numbers: DTYPE_BYTES[stage.dtype] * numbers / num_layers
-    fsdp_s = lambda numbers: (
-        num_layers * ring_all_gather_time_s(layer_bytes(numbers), stage.fsdp, fsdp_link)
-    )
-    forward_gathers, backward_gathers = gathered_parameters(model, stage)
-    return StageTimes(
-        forward_s=compute_s(blocks + head) + memory_s(rows),
-        backward_s=compute_s(backward) + memory_s(2 * rows + accumulated),
-        weight_s=compute_s(weights) + memory_s(2 * rows + accumulated),
-        forward_tensor_s=(FORWARD_ALL_REDUCES * stage.num_blocks + stage.is_first) * all_reduce_s,
-        backward_tensor_s=(num_backward * stage.num_blocks + stage.is_last) * all_reduce_s,
-        forward_fsdp_s=fsdp_s(forward_gathers),
-        backward_fsdp_s=fsdp_s(backward_gathers) + fsdp_s(reduced_numbers(model, stage)),
-        reduce_s=ring_reduce_scatter_time_s(4 * held, stage.data, data_link),
-        gather_s=ring_all_gather_time_s(gathered, stage.data, data_link),
-        update_s=memory_s(updated),
-    )

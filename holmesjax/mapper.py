@@ -24,6 +24,7 @@ from dataclasses import dataclass, replace
 from typing import Generic, TypeVar
 
 from holmesjax.errors import PlanError
+from holmesjax.network import Group
 from holmesjax.topology import Fabric, Link, Topology
 
 A = TypeVar("A", bound=str)  # the name of an axis
@@ -35,13 +36,15 @@ class Placement(Generic[A]):
 
     sizes: dict[A, int]  # axis -> size, in the order of the mesh: slowest link first
     devices: tuple[int, ...]  # numbers of the topology, in row-major order of the mesh
-    links: dict[A, Link]  # axis -> what each group has of its slowest link; none for size 1
+    groups: dict[A, Group]  # axis -> its slowest group; none for size 1
     price_s: float  # sum over axes of bytes times seconds per byte
 
     @property
     def fabrics(self) -> dict[A, Fabric]:
         """The slowest fabric of each axis; `local` where a group is a single device."""
-        return {a: self.links[a].fabric if a in self.links else "local" for a in self.sizes}
+        return {
+            a: self.groups[a].slowest.fabric if a in self.groups else "local" for a in self.sizes
+        }
 
 
 def place(
@@ -69,9 +72,12 @@ def place(
     seats = tuple(node for node in nodes for _ in devices[node])  # the node of each device
     best: tuple[float, tuple[A, ...]] | None = None
     for axes in itertools.permutations(sizes):  # the given order comes first
-        slowest = _slowest_pairs(paths, seats, {axis: sizes[axis] for axis in axes})
+        in_order = {axis: sizes[axis] for axis in axes}
+        slowest = _slowest_pairs(paths, seats, in_order)
         price_s = sum(
-            traffic_bytes[a] * paths.s_per_byte[slowest[a]] for a in sizes if a in slowest
+            traffic_bytes[a] * max(paths.s_per_byte[pair] for pair in slowest[a])
+            for a in sizes
+            if a in slowest
         )
         if best is None or price_s < best[0]:
             best = price_s, axes
@@ -81,9 +87,9 @@ def place(
     return Placement(
         sizes=in_order,
         devices=tuple(number for node in nodes for number in devices[node]),
-        links={
-            axis: paths.shared_link(pair, _num_rings(seats, in_order, axis))
-            for axis, pair in _slowest_pairs(paths, seats, in_order).items()
+        groups={
+            axis: _group(paths, seats, in_order, axis, pairs)
+            for axis, pairs in _slowest_pairs(paths, seats, in_order).items()
         },
         price_s=price_s,
     )
@@ -115,7 +121,7 @@ class _Paths:
     @classmethod
     def between(cls, topology: Topology, nodes: Sequence[str]) -> "_Paths":
         pairs = list(itertools.product(nodes, nodes))
-        links = {pair: topology.link(*pair) for pair in pairs}
+        links = {pair: topology.effective_link(*pair) for pair in pairs}
         cost = {pair: 1.0 / links[pair].bandwidth_bytes_per_s for pair in pairs}
         s_per_byte = {(a, b): max(cost[a, a], cost[b, b], cost[a, b], cost[b, a]) for a, b in pairs}
         return cls(links=links, s_per_byte=s_per_byte)
@@ -126,12 +132,9 @@ class _Paths:
         The groups share the network interfaces of a node, and each has its own devices' links.
         """
         a, b = pair
-        link = self.links[pair]
-        if a == b:
-            return link
         own = [self.links[node, node].bandwidth_bytes_per_s for node in pair]
         between = [self.links[way].bandwidth_bytes_per_s / num_rings for way in (pair, (b, a))]
-        return replace(link, bandwidth_bytes_per_s=min(*own, *between))
+        return replace(self.links[pair], bandwidth_bytes_per_s=min(*own, *between))
 
 
 def _sorted_by_block(paths: _Paths, num_devices: Mapping[str, int]) -> list[str]:
@@ -171,22 +174,38 @@ def _groups(seats: Sequence[str], sizes: Mapping[A, int], axis: A) -> Iterator[t
 
 def _slowest_pairs(
     paths: _Paths, seats: Sequence[str], sizes: Mapping[A, int]
-) -> dict[A, tuple[str, str]]:
-    """Axis -> the two nodes (or one, twice) whose devices are farthest apart in any group."""
+) -> dict[A, list[tuple[str, str]]]:
+    """Axis -> the node (twice) with the slowest devices of a group, and the two farthest nodes.
 
-    def pairs(axis: A) -> Iterator[tuple[str, str]]:
-        for group in set(_groups(seats, sizes, axis)):
-            count = Counter(group)
-            yield from ((node, node) for node, num in count.items() if num > 1)
-            yield from itertools.combinations(count, 2)
-
+    Either is left out where no group has two devices in a node, or devices on two nodes.
+    """
     # Equally slow pairs are told apart by name, so that the result does not depend on hashes.
-    key = lambda pair: (paths.s_per_byte[pair], pair[0] != pair[1], pair)
-    return {axis: max(pairs(axis), key=key) for axis in sizes if sizes[axis] > 1}
+    key = lambda pair: (paths.s_per_byte[pair], pair)
+    slowest: dict[A, list[tuple[str, str]]] = {}
+    for axis in sizes:
+        if sizes[axis] == 1:
+            continue
+        counts = [Counter(group) for group in set(_groups(seats, sizes, axis))]
+        inside = {(node, node) for count in counts for node, num in count.items() if num > 1}
+        between = {pair for count in counts for pair in itertools.combinations(count, 2)}
+        slowest[axis] = [max(pairs, key=key) for pairs in (inside, between) if pairs]
+    return slowest
 
 
-def _num_rings(seats: Sequence[str], sizes: Mapping[A, int], axis: A) -> int:
-    """Most groups of an axis that leave any one node; at least 1."""
-    groups = (set(group) for group in _groups(seats, sizes, axis))
+def _group(
+    paths: _Paths,
+    seats: Sequence[str],
+    sizes: Mapping[A, int],
+    axis: A,
+    pairs: Sequence[tuple[str, str]],
+) -> Group:
+    """The slowest group of an axis: on as many nodes as any, over the slowest of all links."""
+    groups = [set(group) for group in _groups(seats, sizes, axis)]
     leaving = Counter(node for nodes in groups if len(nodes) > 1 for node in nodes)
-    return max(leaving.values(), default=1)
+    num_rings = max(leaving.values(), default=1)  # most groups that leave any one node
+    return Group(
+        size=sizes[axis],
+        nodes=max(map(len, groups)),
+        inside=next((paths.links[a, b] for a, b in pairs if a == b), None),
+        between=next((paths.shared_link((a, b), num_rings) for a, b in pairs if a != b), None),
+    )

@@ -21,6 +21,7 @@ from holmesjax.errors import PlanError
 from holmesjax.mapper import Placement, place
 from holmesjax.plan import EMBED, HEAD, Axis, Plan, StagePlan, block_name
 from holmesjax.schedule import Task, max_in_flight, schedule, simulate
+from holmesjax.stage_times import StageTimes, stage_times
 from holmesjax.topology import Cluster, DeviceKind, Link, Topology
 from holmesjax.units import show
 
@@ -144,10 +145,10 @@ class _Site:
             checkpointing=config.parallel.activation_checkpointing,
         )
 
-    def times(self, config: Config, num_blocks: int) -> costs.StageTimes:
+    def times(self, config: Config, num_blocks: int) -> StageTimes:
         return self._times(config, self.shape(config, num_blocks))
 
-    def chunk_times(self, config: Config, num_blocks: int) -> list[costs.StageTimes]:
+    def chunk_times(self, config: Config, num_blocks: int) -> list[StageTimes]:
         """Of each chunk by itself."""
         stage, num_chunks = self.shape(config, num_blocks), config.parallel.chunks
         shapes = [
@@ -161,11 +162,9 @@ class _Site:
         ]
         return [self._times(config, shape) for shape in shapes]
 
-    def _times(self, config: Config, shape: costs.StageShape) -> costs.StageTimes:
+    def _times(self, config: Config, shape: costs.StageShape) -> StageTimes:
         axes = (Axis.DATA, Axis.TENSOR, Axis.FSDP)
-        return costs.stage_times(
-            config.model, shape, self.kinds, *map(self.placement.links.get, axes)
-        )
+        return stage_times(config.model, shape, self.kinds, *map(self.placement.groups.get, axes))
 
     @property
     def usable_bytes(self) -> float:
@@ -377,7 +376,7 @@ def _plan_candidate(config: Config, topology: Topology, counts: Sequence[int]) -
 
 def _link(topology: Topology, source: _Site, target: _Site) -> Link:
     """The slowest link from a node of one stage to a node of the other."""
-    links = (topology.link(a, b) for a in source.nodes for b in target.nodes)
+    links = (topology.effective_link(a, b) for a in source.nodes for b in target.nodes)
     return min(links, key=lambda link: link.bandwidth_bytes_per_s)
 
 
@@ -465,7 +464,7 @@ def _memory_bytes(config: Config, site: _Site, num_blocks: int) -> dict[str, flo
     return memory.stage_memory_bytes(config.model, site.shape(config, num_blocks))
 
 
-def _part_seconds(config: Config, times: costs.StageTimes) -> dict[str, float]:
+def _part_seconds(config: Config, times: StageTimes) -> dict[str, float]:
     """Seconds of a stage in a step, by what they go into; `fsdp` where it is used."""
     microbatches = config.parallel.microbatches
     fsdp_s = microbatches * (times.forward_fsdp_s + times.backward_fsdp_s)

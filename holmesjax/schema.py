@@ -181,10 +181,17 @@ class _Reader:
 
 
 def _member(members: Sequence[Any], value: Any) -> Any:
-    """The member of a union that a value is meant for: a list for a list, else the other one."""
+    """The member of a union that a value is meant for: one of its form, else the first."""
     members = [member for member in members if member is not type(None)]
-    is_list = [isinstance(value, list) == (get_origin(m) is tuple) for m in members]
-    return members[is_list.index(True)] if any(is_list) else members[0]
+    form = "list" if isinstance(value, list) else "section" if isinstance(value, dict) else "leaf"
+    return next((member for member in members if _form(member) == form), members[0])
+
+
+def _form(hint: Any) -> str:
+    """How a value of a type is written: a list, a section of keys, or neither."""
+    if dataclasses.is_dataclass(hint):
+        return "section"
+    return "list" if get_origin(hint) is tuple else "leaf"
 
 
 def _settings(cls: Any, place: str = "") -> Iterator[tuple[str, str]]:

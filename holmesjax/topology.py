@@ -13,13 +13,15 @@ The file that people write is described in `topology_file`.
 """
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 from itertools import combinations, groupby
 from pathlib import Path
 from typing import Any, Literal
 
-from holmesjax import catalogue, topology_file, units, yaml_files
+from holmesjax import calibration, catalogue, topology_file, units, yaml_files
+from holmesjax.calibration import Calibration, Product
 
 Fabric = Literal["local", "nvlink", "infiniband", "roce", "ethernet"]
 
@@ -45,6 +47,20 @@ class DeviceKind:
     memory_bytes: float
     memory_bandwidth_bytes_per_s: float
     link: Link  # to the other devices of its node
+    calibration: Calibration = Calibration()  # what it reaches of the above
+
+    def products_s(self, products: Iterable[Product], dtype: str) -> float:
+        """Seconds of matrix products, one after the other."""
+        peak, speed = self.peak_flop_per_s[dtype], self.calibration.products
+        return sum(speed.seconds(product, peak) for product in products)
+
+    def attention_s(self, products: Iterable[Product], dtype: str) -> float:
+        """Seconds of attention, of the products of its scores and its weighted values."""
+        return self.calibration.attention * self.products_s(products, dtype)
+
+    def memory_s(self, num_bytes: float) -> float:
+        """Seconds to move bytes from or to the memory of the device."""
+        return num_bytes / (self.memory_bandwidth_bytes_per_s * self.calibration.memory)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -146,6 +162,14 @@ class Topology:
         measured = self.measured.pairs if self.measured else {}
         return measured.get((node_a, node_b)) or self.nominal_link(node_a, node_b)
 
+    def effective_link(self, node_a: str, node_b: str) -> Link:
+        """What messages get of the path: what was measured, or the usual share of what should be."""
+        link = self.link(node_a, node_b)
+        if self.measured and (node_a, node_b) in self.measured.pairs:
+            return link
+        reached = catalogue.REACHED[link.fabric]
+        return replace(link, bandwidth_bytes_per_s=reached * link.bandwidth_bytes_per_s)
+
     def nominal_link(self, node_a: str, node_b: str) -> Link:
         """The slowest part of the path from one node to another, which all their devices share.
 
@@ -186,10 +210,11 @@ def _rate_bytes_per_s(nics: Sequence[Nic]) -> float:
 def load(path: str | Path) -> Topology:
     """Reads a topology from a YAML file. Raises `Mistakes` with all that is wrong with it."""
     file = topology_file.read(path)
+    calibrated = cache(lambda name: calibration.read(calibration.find(name, Path(path).parent)))
     links = {(a, b): _link(entry) for entry in file.links for a, b in [entry.between]}
     return Topology(
         name=file.name,
-        clusters=tuple(_cluster(entry) for entry in file.clusters),
+        clusters=tuple(_cluster(entry, calibrated) for entry in file.clusters),
         links={(b, a): link for (a, b), link in links.items()} | links,
         measured=_measured(file.measured) if file.measured else None,
     )
@@ -206,7 +231,10 @@ def _measured(entry: topology_file.MeasuredEntry) -> Measured:
     )
 
 
-def _cluster(entry: topology_file.ClusterEntry) -> Cluster:
+Calibrated = Callable[[str], calibration.CalibrationFile]  # by the name in the topology file
+
+
+def _cluster(entry: topology_file.ClusterEntry, calibrated: Calibrated) -> Cluster:
     nodes = []
     for node in topology_file.nodes_of(entry):
         devices = node.devices or entry.devices
@@ -215,7 +243,7 @@ def _cluster(entry: topology_file.ClusterEntry) -> Cluster:
         nodes.append(
             Node(
                 name=node.name,
-                device=_device(devices),
+                device=_device(devices, calibrated),
                 num_devices=devices.count,
                 nics=tuple(_nic(nic) for nic in nics or ()),
             )
@@ -223,18 +251,26 @@ def _cluster(entry: topology_file.ClusterEntry) -> Cluster:
     return Cluster(name=entry.name, fabric=entry.fabric, nodes=tuple(nodes))
 
 
-def _device(entry: topology_file.DevicesEntry) -> DeviceKind:
+def known_device(kind: str) -> DeviceKind:
+    """A kind of the catalogue, with the calibration that is shipped for it."""
+    named = lambda name: calibration.read(calibration.find(name, calibration.FOLDER))
+    return _device(topology_file.DevicesEntry(kind=kind, count=1), named)
+
+
+def _device(entry: topology_file.DevicesEntry, calibrated: Calibrated) -> DeviceKind:
     entry = topology_file.filled(entry, catalogue.DEVICES)
     peaks = {dtype: getattr(entry.peak_flop_per_s, dtype) for dtype in catalogue.DTYPES}
     assert entry.memory is not None, entry
     assert entry.memory_bandwidth is not None, entry
     assert entry.link is not None, entry
+    speed = entry.calibration or Calibration()
     return DeviceKind(
         name=entry.kind,
         peak_flop_per_s={dtype: peak for dtype, peak in peaks.items() if peak is not None},
         memory_bytes=entry.memory,
         memory_bandwidth_bytes_per_s=entry.memory_bandwidth,
         link=_link(entry.link),
+        calibration=calibrated(speed).calibration if isinstance(speed, str) else speed,
     )
 
 
@@ -329,6 +365,7 @@ def _node_values(node: Node) -> dict[str, Any]:
         "memory": units.exact(device.memory_bytes, "B"),
         "memory_bandwidth": units.exact(device.memory_bandwidth_bytes_per_s, "B/s"),
         "link": _link_values(device.link, "B/s"),
+        "calibration": calibration.values(device.calibration),
     }
     return {"devices": devices, "nics": [_nic_values(nic) for nic in node.nics]}
 

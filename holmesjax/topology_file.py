@@ -15,7 +15,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
-from holmesjax import catalogue, schema, units, yaml_files
+from holmesjax import calibration, catalogue, schema, units, yaml_files
+from holmesjax.calibration import Calibration
 from holmesjax.errors import HolmesError, Mistakes, TopologyError
 from holmesjax.yaml_files import Document, Keys
 
@@ -63,6 +64,7 @@ class DevicesEntry:
     memory: Size | None = None
     memory_bandwidth: MemoryRate | None = None
     link: DeviceLinkEntry | None = None
+    calibration: Name | Calibration | None = None  # a file, the name of a shipped one, or a section
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -149,6 +151,7 @@ def read(path: str | Path) -> TopologyEntry:
     document = yaml_files.read(path, TopologyError)
     file, mistakes = schema.read(TopologyEntry, document)
     mistakes += schema.findings(_clusters_make_sense, document, file)
+    mistakes += schema.findings(_calibrations_fit, document, file)
     mistakes += schema.findings(_links_join_clusters, document, file)
     mistakes += schema.findings(_measured_is_of_these, document, file)
     if mistakes:
@@ -268,6 +271,29 @@ def _kind_exists(document: Document, keys: Keys, known: Any) -> Iterator[HolmesE
         fix = f"{schema.near(known.kind, list(kinds))} Or add {', '.join(gaps)}"
         problem = "is not in the catalogue"
         yield document.mistake((*keys, "kind"), problem, found=known.kind, fix=fix)
+
+
+def _calibrations_fit(document: Document, file: TopologyEntry) -> Iterator[HolmesError]:
+    for i, cluster in enumerate(file.clusters):
+        for keys, entry in _entries(cluster, ("clusters", i)):
+            if keys[-1] == "devices":
+                yield from schema.findings(_calibration_fits, document, keys, entry)
+
+
+def _calibration_fits(document: Document, keys: Keys, known: Any) -> Iterator[HolmesError]:
+    """A calibration that is named is there, has no mistake, and is of this kind of device."""
+    if not isinstance(name := known.calibration, str):
+        return
+    try:
+        devices = calibration.read(calibration.find(name, Path(document.file).parent)).devices
+    except Mistakes as error:
+        yield from error.mistakes
+        return
+    if known.kind not in devices:
+        fix = f"measure {known.kind} with `python -m launch profile`, or leave the key out"
+        problem = f"is a calibration of {', '.join(devices)}"
+        place = (*keys, "calibration")
+        yield document.mistake(place, problem, found=f"{name}, for {known.kind}", fix=fix)
 
 
 def _nodes_have_devices(

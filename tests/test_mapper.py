@@ -51,7 +51,7 @@ def devices_of(topology):
 def s_per_byte(topology):
     """Between devices on two nodes: the network and both devices' own links, the slowest."""
     nodes = [node.name for cluster in topology.clusters for node in cluster.nodes]
-    speed = lambda a, b: topology.link(a, b).bandwidth_bytes_per_s
+    speed = lambda a, b: topology.effective_link(a, b).bandwidth_bytes_per_s
     return {(a, b): 1 / min(speed(a, b), speed(a, a), speed(b, b)) for a in nodes for b in nodes}
 
 

@@ -1,0 +1,256 @@
+"""How close predictions come to published measurements: python -m benchmarks.planner_accuracy DIR
+
+Reads every CSV file of DIR that has the name and columns of one it knows, any rows of it, and prints
+for each: how many rows, the mean and the worst absolute percentage error, and, among rows that
+train the same model on as many devices, how well predictions rank them (Spearman) and how much slower
+the predicted best is than the measured best (regret).
+
+    as shipped        nothing is fitted to these rows: `configs/calibrations`, data sheets
+    cross-validated   fitted to four fifths of the rows, the rest predicted, in turns
+    without its size  fitted to the models of all other sizes
+    without the row   one speed for each kind of device, fitted to the other rows
+
+The table, and a picture of predicted beside measured, go to benchmarks/results/.
+"""
+
+import argparse
+import csv
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from matplotlib.figure import Figure
+from scipy.stats import spearmanr
+
+from benchmarks import fits, published
+from benchmarks.pipeline_overhead import RESULTS, commit
+from benchmarks.published import AS_SHIPPED, Fitted, Row, Run
+from holmesjax.errors import DataError, HolmesError
+from holmesjax.figures import BLUE, GREEN, GRID, INK, MUTED, ORANGE
+
+Result = dict[str, Any]
+How = Callable[[Sequence[Run]], list[Fitted]]
+
+
+def as_shipped(runs: Sequence[Run]) -> list[Fitted]:
+    return [AS_SHIPPED] * len(runs)
+
+
+def cross_validated(runs: Sequence[Run]) -> list[Fitted]:
+    return fits.left_out(runs, fits.folds(len(runs)), fits.fit)
+
+
+def without_its_size(runs: Sequence[Run]) -> list[Fitted]:
+    return fits.left_out(runs, fits.by_model(runs), fits.fit)
+
+
+def without_the_row(runs: Sequence[Run]) -> list[Fitted]:
+    return fits.left_out(runs, [[i] for i in range(len(runs))], fits.fit_kinds)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Check:
+    """One file, and the ways in which its rows are predicted."""
+
+    read: Callable[[Row], Run]
+    hows: dict[How, float | None]  # way -> the mean error that it must not exceed
+    only: Callable[[Row], bool] = lambda row: True
+
+
+CHECKS: dict[str, list[Check]] = {
+    "vtrain_multi_node": [
+        Check(
+            read=published.vtrain,
+            hows={as_shipped: None, cross_validated: 0.06, without_its_size: 0.10},
+        )
+    ],
+    "vtrain_single_node": [
+        Check(
+            read=published.vtrain,
+            hows={as_shipped: None, cross_validated: 0.08, without_its_size: None},
+        )
+    ],
+    "megatron_sc21_weak_scaling": [Check(read=published.megatron, hows={as_shipped: 0.08})],
+    "korthikanti2022_table5": [Check(read=published.megatron, hows={as_shipped: 0.04})],
+    "megatron_core_h100_weak_scaling": [
+        Check(read=published.megatron_core, hows={as_shipped: None})
+    ],
+    "sailor_validation": [
+        Check(
+            read=published.sailor,
+            hows={without_the_row: 0.10},
+            only=lambda row: row["cluster"] == "mit",
+        ),
+        Check(
+            read=published.sailor,
+            hows={without_the_row: None},
+            only=lambda row: row["cluster"] == "clariden" and row["model"] == "OPT-350M",
+        ),
+        Check(
+            read=published.sailor,
+            hows={without_the_row: None},
+            only=lambda row: row["cluster"] == "clariden" and row["model"] != "OPT-350M",
+        ),
+    ],
+}
+
+
+def rows_of(path: Path) -> list[Row]:
+    try:
+        with path.open(newline="", encoding="utf-8") as file:
+            return list(csv.DictReader(file))
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        fix = "give a folder of CSV files"
+        raise DataError(str(path), "cannot be read", found=error, fix=fix) from None
+
+
+def runs_of(path: Path, rows: Sequence[Row], read: Callable[[Row], Run]) -> list[Run]:
+    runs = []
+    for row in rows:
+        try:
+            runs.append(read(row))
+        except (KeyError, ValueError, TypeError) as error:
+            raise DataError(
+                str(path),
+                "has a row that is not as expected",
+                found=f"{type(error).__name__}: {error}, in {dict(row)}",
+                fix="the columns must be those of the published file of this name",
+            ) from None
+    return runs
+
+
+def check_file(path: Path) -> Iterable[Result]:
+    """A line of the table for each part of a file, and each way to predict it."""
+    rows = rows_of(path)
+    for check in CHECKS[path.stem]:
+        runs = runs_of(path, [row for row in rows if check.only(row)], check.read)
+        for how, bar in check.hows.items():
+            if runs:
+                yield line_of(path.stem, runs, how, bar)
+
+
+def line_of(name: str, runs: Sequence[Run], how: How, bar: float | None) -> Result:
+    start_s = time.monotonic()
+    fitted = how(runs)
+    predicted_s = [published.predict_s(run, f) for run, f in zip(runs, fitted, strict=True)]
+    errors = [p / run.measured_s - 1 for p, run in zip(predicted_s, runs, strict=True)]
+    rank, regret = choices(runs, predicted_s)
+    print(f"  {name}, {how.__name__}: {time.monotonic() - start_s:.0f} s", file=sys.stderr)
+    return {
+        "file": name,
+        "how": how.__name__.replace("_", " "),
+        "rows": len(runs),
+        "mean_error": statistics.fmean(map(abs, errors)),
+        "worst_error": max(errors, key=abs),
+        "bar": bar,
+        "rank": rank,
+        "regret": regret,
+        "runs": [
+            {"run": run.name, "measured_s": run.measured_s, "predicted_s": p}
+            for run, p in zip(runs, predicted_s, strict=True)
+        ],
+    }
+
+
+def choices(runs: Sequence[Run], predicted_s: Sequence[float]) -> tuple[float | None, float | None]:
+    """Mean rank correlation and mean regret over sets of runs to choose from; of three, of two."""
+    sets: dict[Any, list[tuple[float, float]]] = {}
+    for run, p in zip(runs, predicted_s, strict=True):
+        sets.setdefault(run.choice, []).append((p, run.measured_s))
+    ranks = [
+        float(spearmanr(*zip(*some, strict=True)).statistic)
+        for some in sets.values()
+        if len({measured_s for _, measured_s in some}) > 2
+    ]
+    regrets = [
+        min(some)[1] / min(measured_s for _, measured_s in some) - 1
+        for some in sets.values()
+        if len(some) > 1
+    ]
+    mean = lambda numbers: statistics.fmean(numbers) if numbers else None
+    return mean(ranks), mean(regrets)
+
+
+HEADER = ("file", "predicted", "rows", "mean", "worst", "bar", "rank", "regret")
+
+
+def table(lines: Sequence[Result]) -> list[str]:
+    cells = [HEADER, tuple("---" for _ in HEADER), *map(_cells, lines)]
+    return [f"| {' | '.join(row)} |" for row in cells]
+
+
+def _cells(line: Result) -> tuple[str, ...]:
+    percent = lambda share: "" if share is None else f"{share:.1%}"
+    bar = line["bar"]
+    verdict = "" if bar is None else "met" if line["mean_error"] <= bar else "missed"
+    return (
+        line["file"],
+        line["how"],
+        str(line["rows"]),
+        percent(line["mean_error"]),
+        f"{line['worst_error']:+.1%}",
+        f"{percent(bar)} {verdict}".strip(),
+        "" if line["rank"] is None else f"{line['rank']:.2f}",
+        percent(line["regret"]),
+    )
+
+
+def picture(lines: Sequence[Result]) -> Figure:
+    """Predicted over measured, for every row, one panel a file."""
+    names = list(dict.fromkeys(line["file"] for line in lines))
+    figure = Figure(figsize=(10, 0.6 + 0.42 * len(lines)), layout="constrained")
+    axes = figure.subplots()
+    colors = {name: (BLUE, ORANGE, GREEN)[i % 3] for i, name in enumerate(names)}
+    for i, line in enumerate(lines):
+        errors = [100 * (run["predicted_s"] / run["measured_s"] - 1) for run in line["runs"]]
+        axes.scatter(errors, [i] * len(errors), s=14, alpha=0.5, color=colors[line["file"]])
+        if line["bar"] is not None:
+            bar = 100 * line["bar"]
+            axes.plot([-bar, -bar], [i - 0.4, i + 0.4], [bar, bar], [i - 0.4, i + 0.4], color=INK)
+    labels = [f"{line['file']}, {line['how']}" for line in lines]
+    axes.set_yticks(range(len(lines)), labels, color=INK)
+    axes.invert_yaxis()
+    axes.axvline(0, color=MUTED, linewidth=1)
+    axes.grid(axis="x", color=GRID)
+    axes.set_xlabel("error of the predicted step time, %; black: the bar of the mean", color=INK)
+    return figure
+
+
+def main() -> None:
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser("planner_accuracy", description=__doc__, formatter_class=raw)
+    parser.add_argument("dir", type=Path, metavar="DIR", help="a folder of CSV files")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="(benchmarks/results)")
+    args = parser.parse_args()
+    try:
+        paths = sorted(args.dir.glob("*.csv"))
+        known = [path for path in paths if path.stem in CHECKS]
+        if not known:
+            found = f"{len(paths)} CSV files: {', '.join(path.stem for path in paths)}"
+            fix = f"name one that has some of {', '.join(CHECKS)}"
+            raise DataError(str(args.dir), "holds none of the known files", found=found, fix=fix)
+        lines = [line for path in known for line in check_file(path)]
+    except HolmesError as error:
+        print(f"error: {error}", file=sys.stderr)
+        raise SystemExit(error.exit_status) from None
+    print(*table(lines), sep="\n")
+    if left := [path.name for path in paths if path not in known]:
+        print(f"\nnot about step times: {', '.join(left)}")
+    result = {
+        "command": " ".join(["python -m benchmarks.planner_accuracy", *sys.argv[1:]]),
+        "commit": commit(),
+        "date": time.strftime("%Y-%m-%d"),
+        "lines": lines,
+    }
+    args.out.mkdir(parents=True, exist_ok=True)
+    (args.out / "planner_accuracy.json").write_text(json.dumps(result, indent=1) + "\n")
+    picture(lines).savefig(args.out / "planner_accuracy.png", dpi=120)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,120 @@
+"""Seconds of collectives over a group of devices: closed form, no devices.
+
+    group   the devices of one collective: some in each of some nodes
+    step    one hop of a ring or a tree: it costs its link's latency and what a message costs to start
+
+A ring moves the fewest bytes and takes a step for every device; a tree takes few steps. So which one
+is faster depends on the size of the array, and a small one over many devices reaches a hundredth of
+the bandwidth that a large one reaches.
+"""
+
+import math
+from dataclasses import dataclass
+
+from holmesjax.topology import Link
+
+# Seconds of a collective before its first step, and of each step beyond the latency of the link:
+# what NCCL's kernels take to start, and to synchronise with a neighbour. `START_S` and the step
+# over NVLink: least squares on 280 NCCL all-reduces of 1 MiB to 1 GiB on 2 to 8 A100 and V100 of one
+# node (VIA-Research/vTrain@f8dda84, trace/). Over RDMA: least squares on the shares of bandwidth
+# that all-reduces of 16 MiB to 16 GiB on 16 to 1,024 GPUs reach (aliyun/SimAI@cef83f9, nic_ratio.csv),
+# taking its NICs for 400 Gb/s ones; a ring of n steps there costs 1.6 MB each, whatever n.
+START_S = 34e-6
+STEP_S = {"infiniband": 30e-6, "roce": 30e-6}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Group:
+    """The devices of one collective, and what it has of the links between them.
+
+    Other groups that use the same links at the same time have been given their share.
+    """
+
+    size: int
+    nodes: int  # on which its devices are
+    inside: Link | None  # between devices of a node; None: one device a node
+    between: Link | None  # between nodes; None: one node
+
+    def __post_init__(self) -> None:
+        assert self.size >= self.nodes >= 1, self
+        assert self.inside is not None or self.size == self.nodes, self
+        assert self.between is not None or self.nodes == 1, self
+
+    @property
+    def slowest(self) -> Link:
+        """The link that a ring through all devices waits for. Asserts that there is one."""
+        links = [link for link in (self.between, self.inside) if link is not None]
+        assert links, "a single device has no link"
+        return min(links, key=lambda link: link.bandwidth_bytes_per_s)
+
+
+def _step_s(link: Link) -> float:
+    return link.latency_s + STEP_S.get(link.fabric, 0.0)
+
+
+def reduce_scatter_s(num_bytes: float, group: Group | None) -> float:
+    """Seconds of a ring reduce-scatter; 0.0 without a group, or for one device.
+
+    Each of the n - 1 steps sends one n-th of the array over every link at once:
+
+        t = start + (n - 1) * (step + num_bytes / (n * bandwidth))
+
+    Args:
+      num_bytes: size of the array on each device before the reduction, in bytes.
+      group: its devices.
+
+    Example, 1 GB over 8 devices at 25 GB/s:
+      >>> link = Link(fabric="nvlink", bandwidth_bytes_per_s=25e9, latency_s=0.0)
+      >>> group = Group(size=8, nodes=1, inside=link, between=None)
+      >>> round(reduce_scatter_s(1e9, group), 3)
+      0.035
+
+    Reference: Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms ...", JPDC 69(2), 2009.
+    """
+    if group is None or group.size == 1:
+        return 0.0
+    n, link = group.size, group.slowest
+    step_s = max(_step_s(link) for link in (group.inside, group.between) if link is not None)
+    return START_S + (n - 1) * (step_s + num_bytes / n / link.bandwidth_bytes_per_s)
+
+
+def all_gather_s(num_bytes: float, group: Group | None) -> float:
+    """Seconds of a ring all-gather: a reduce-scatter backwards, without the sums.
+
+    `num_bytes` is the size of the gathered array; the rest is as in `reduce_scatter_s`.
+    """
+    return reduce_scatter_s(num_bytes, group)
+
+
+def all_reduce_s(num_bytes: float, group: Group | None) -> float:
+    """Seconds of an all-reduce, in a ring or in a tree, whichever is faster.
+
+    A ring is a reduce-scatter, then an all-gather, with one start. A tree sums along a chain inside
+    every node of q devices and up a binary tree over the N nodes, and sends the sum back down; all
+    of it in pieces, so that the bytes pass every link once in each direction:
+
+        ring   t = start + 2 (n - 1) * (step + num_bytes / (n * bandwidth))
+        tree   t = start + 2 ((q - 1) * step_inside + ceil(log2 N) * step_between
+                              + num_bytes / bandwidth)
+
+    Small arrays over many devices: 16 MiB over 1,024 in 128 nodes, as a share of the bandwidth
+    that the same ring without steps would have, in a ring and here:
+      >>> fast = Link(fabric="nvlink", bandwidth_bytes_per_s=231e9, latency_s=3.5e-6)
+      >>> nics = Link(fabric="infiniband", bandwidth_bytes_per_s=50e9, latency_s=2e-6)
+      >>> group = Group(size=1024, nodes=128, inside=fast, between=nics)
+      >>> ideal_s = 2 * 2**24 / 50e9
+      >>> ring_s = 2 * reduce_scatter_s(2**24, group)
+      >>> round(ideal_s / ring_s, 3), round(ideal_s / all_reduce_s(2**24, group), 2)
+      (0.01, 0.56)
+
+    Reference: Sanders et al., "Two-tree algorithms for full bandwidth broadcast, reduction and
+    scan", Parallel Computing 35(12), 2009.
+    """
+    if group is None or group.size == 1:
+        return 0.0
+    ring_s = 2 * reduce_scatter_s(num_bytes, group) - START_S
+    chain_s = (-(-group.size // group.nodes) - 1) * _step_s(group.inside) if group.inside else 0.0
+    levels = math.ceil(math.log2(group.nodes))
+    climb_s = levels * _step_s(group.between) if group.between else 0.0
+    sent_s = num_bytes / group.slowest.bandwidth_bytes_per_s
+    return min(ring_s, START_S + 2 * (chain_s + climb_s + sent_s))

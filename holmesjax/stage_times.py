@@ -1,0 +1,222 @@
+"""Seconds of one stage of the pipeline: what there is to do, over how fast its devices do it.
+
+`costs` says what there is to do, `calibration` what a device reaches, `network` what collectives
+take. What else tells training systems apart is an `Implementation`: HolmesJAX's own, or that of
+another whose published times are to be predicted.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from holmesjax import costs, network
+from holmesjax.config import ModelConfig
+from holmesjax.costs import DTYPE_BYTES, StageShape
+from holmesjax.network import Group
+from holmesjax.topology import DeviceKind
+
+# Numbers that a layer's backward moves between its products, to those of its forward: the gradient
+# of an operation reads the gradient of its result beside its operands. Counted over the operations
+# of `costs.block_numbers` for GELU: 36 D to 28 D.
+BACKWARD_NUMBERS = 1.3
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Implementation:
+    """How a system computes a Transformer layer; the defaults are what HolmesJAX does."""
+
+    # Share of the pairs of tokens whose scores are computed: queries go in 8 blocks, each without
+    # the keys after its end.
+    attention_pairs: float = 0.5625
+    attention_backward: float = 2.5  # its products, to the two of the forward: scores come again
+    recomputes_attention: bool = False  # also where nothing else is computed again
+    score_bytes: float = 0.0  # moved per pair and query head in a forward; 0: they stay on the chip
+    sequence_parallel: bool = False  # whether `tensor` cuts the residual stream, too
+    layer_call_s: float = 0.0  # of the host, for a layer's forward; a backward takes it twice
+    gradient_bytes: float = 4.0  # of each number that is summed over `data`
+    overlaps: bool = True  # collectives over `data` with the last backward and the first forward
+    accumulate_bytes: float = 12.0  # moved per parameter to add a microbatch's float32 gradient
+
+
+HOLMESJAX = Implementation()
+
+# Time of kernels that overlap with collectives, to that of the same kernels alone: measured by
+# Galvatron (PKU-DAIR/Hetu-Galvatron@cea12ff, overlap_coefficient.json).
+OVERLAP_SLOWDOWN = 1.1256
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StageTimes:
+    """Predicted seconds of one stage, without its boundaries."""
+
+    forward_s: float  # of a microbatch: compute
+    backward_s: float
+    weight_s: float  # of the backward: the gradients of the weights, a W where it is split
+    forward_tensor_s: float  # of a microbatch: all-reduces over `tensor`
+    backward_tensor_s: float
+    forward_fsdp_s: float  # of a microbatch: parameters and gradients over `fsdp`
+    backward_fsdp_s: float
+    reduce_s: float  # of a step: what summing gradients over `data` adds to the last backward
+    gather_s: float  # of a step: what gathering parameters over `data` adds to the first forward
+    update_s: float  # of a step: optimizer
+
+    @property
+    def whole_forward_s(self) -> float:
+        return self.forward_s + self.forward_tensor_s + self.forward_fsdp_s
+
+    @property
+    def whole_backward_s(self) -> float:
+        return self.backward_s + self.backward_tensor_s + self.backward_fsdp_s
+
+    @property
+    def microbatch_s(self) -> float:
+        return self.whole_forward_s + self.whole_backward_s
+
+    @property
+    def once_s(self) -> float:
+        """What comes once in a step, however many microbatches it has."""
+        return self.reduce_s + self.gather_s + self.update_s
+
+
+def exposed_s(collective_s: float, compute_s: float, num_layers: int) -> float:
+    """Seconds that a collective, layer by layer, adds to the computation that it overlaps with.
+
+    One layer has nothing to hide behind. What is hidden slows the computation down.
+
+    >>> round(exposed_s(1.0, 10.0, 4), 3), round(exposed_s(10.0, 1.0, 4), 3)
+    (0.344, 9.126)
+    """
+    hidden_s = min(collective_s * (1 - 1 / num_layers), compute_s)
+    return collective_s - hidden_s + (OVERLAP_SLOWDOWN - 1) * hidden_s
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Layer:
+    """Seconds of one Transformer layer on one device, without collectives."""
+
+    forward_s: float
+    backward_s: float  # with what is computed again
+    weight_s: float  # of the backward: the products that make the gradients of weights
+
+
+def _layer(
+    model: ModelConfig, stage: StageShape, device: DeviceKind, implementation: Implementation
+) -> _Layer:
+    num_tokens = stage.sequences * model.context_length
+    products = costs.block_products(model, num_tokens, stage.tensor)
+    attention = costs.attention_products(model, num_tokens, stage.tensor)
+    whole, cut = costs.block_numbers(model, stage.tensor)
+    if implementation.sequence_parallel:
+        whole /= stage.tensor
+    pairs = num_tokens * model.context_length * model.num_heads / stage.tensor
+    products_s = device.products_s(products, stage.dtype)
+    numbers_s = device.memory_s(num_tokens * (whole + cut) * DTYPE_BYTES[stage.dtype])
+    attention_s = implementation.attention_pairs * device.attention_s(attention, stage.dtype)
+    scores_s = device.memory_s(implementation.score_bytes * pairs)
+    inputs, weights = zip(*(product.gradients for product in products), strict=True)
+    weight_s = device.products_s(weights, stage.dtype)
+    forward_s = products_s + numbers_s + attention_s + scores_s
+    backward_s = device.products_s(inputs, stage.dtype) + weight_s
+    backward_s += implementation.attention_backward * attention_s
+    backward_s += BACKWARD_NUMBERS * (numbers_s + scores_s)
+    calls = 2
+    if stage.checkpointing == "full":
+        backward_s += forward_s
+        calls = 3
+    elif implementation.recomputes_attention:
+        backward_s += attention_s + scores_s
+    elif stage.checkpointing == "dots":
+        backward_s += numbers_s
+    return _Layer(
+        forward_s=max(forward_s, implementation.layer_call_s),
+        backward_s=max(backward_s, calls * implementation.layer_call_s),
+        weight_s=weight_s,
+    )
+
+
+def _head_s(model: ModelConfig, stage: StageShape, device: DeviceKind) -> tuple[float, float, float]:
+    """Seconds of the output projection: forward, gradient of its input, gradient of its weight."""
+    product = costs.head_product(model, stage.sequences * model.context_length, stage.tensor)
+    times = (device.products_s([p], stage.dtype) for p in (product, *product.gradients))
+    forward_s, input_s, weight_s = times
+    return forward_s, input_s, weight_s
+
+
+def _compute_s(
+    model: ModelConfig, stage: StageShape, device: DeviceKind, implementation: Implementation
+) -> tuple[float, float, float, float]:
+    """Seconds on one kind of device: forward, backward, its weight gradients, update."""
+    num_tokens = stage.sequences * model.context_length
+    held = costs.stage_parameters(model, stage) / stage.fsdp
+    layer = _layer(model, stage, device, implementation)
+    head_s = _head_s(model, stage, device) if stage.is_last else (0.0, 0.0, 0.0)
+    rows = stage.is_first * costs.embed_bytes(model, num_tokens, stage.dtype)
+    rows_s = device.memory_s(rows)
+    added_s = device.memory_s(implementation.accumulate_bytes * held)
+    weight_s = stage.num_blocks * layer.weight_s + head_s[2] + 2 * rows_s + added_s
+    return (
+        stage.num_blocks * layer.forward_s + head_s[0] + rows_s,
+        stage.num_blocks * layer.backward_s + head_s[1] + head_s[2] + 2 * rows_s + added_s,
+        weight_s,
+        device.memory_s(costs.UPDATE_BYTES_PER_PARAMETER * held / stage.data),
+    )
+
+
+def stage_times(
+    model: ModelConfig,
+    stage: StageShape,
+    devices: Sequence[DeviceKind],
+    data: Group | None,
+    tensor: Group | None,
+    fsdp: Group | None = None,
+    implementation: Implementation = HOLMESJAX,
+) -> StageTimes:
+    """Predicted seconds of one stage; its slowest kind of device sets the pace.
+
+    Matrix products take the time of their FLOP at what their shapes reach. What lies between them,
+    the embedding's rows, adding up gradients and the optimizer take the time of their bytes.
+    Collectives over `data` overlap with the last backward and the first forward; others do not.
+
+    Over `fsdp` (ZeRO-3, Rajbhandari et al., arXiv:1910.02054; Zhao et al., arXiv:2304.11277), each
+    microbatch gathers the parameters of every layer in the forward and again in the backward, which
+    also reduce-scatters their gradients: three times c P bytes, in the compute dtype.
+
+    Of a backward, `weight_s` is one product for each weight, the embedding's rows and the sums of
+    gradients. Attention scores have no weight: both products of their backward belong to the rest,
+    like its all-reduces.
+
+    Args:
+      model, stage: what is computed.
+      devices: the kinds of device of the stage.
+      data, tensor, fsdp: the slowest group of each axis; None for size 1.
+      implementation: how the layers are computed.
+    """
+    num_tokens = stage.sequences * model.context_length
+    kinds = [_compute_s(model, stage, device, implementation) for device in devices]
+    forward_s, backward_s, weight_s, update_s = map(max, zip(*kinds, strict=True))
+    held = costs.stage_parameters(model, stage) / stage.fsdp
+    summed = costs.boundary_bytes(model, num_tokens, stage.dtype)
+    all_reduce_s = network.all_reduce_s(summed, tensor)
+    num_forward = costs.FORWARD_ALL_REDUCES
+    num_backward = costs.block_all_reduces(stage.checkpointing) - num_forward
+    # One collective for each layer, of the mean size.
+    num_layers = stage.num_blocks + stage.is_first + stage.is_last
+    layer_bytes = lambda numbers: DTYPE_BYTES[stage.dtype] * numbers / num_layers
+    fsdp_s = lambda numbers: num_layers * network.all_gather_s(layer_bytes(numbers), fsdp)
+    forward_gathers, backward_gathers = costs.gathered_parameters(model, stage)
+    reduce_s = network.reduce_scatter_s(implementation.gradient_bytes * held, data)
+    gather_s = network.all_gather_s(DTYPE_BYTES[stage.dtype] * held, data)
+    if implementation.overlaps:
+        reduce_s = exposed_s(reduce_s, backward_s, num_layers)
+        gather_s = exposed_s(gather_s, forward_s, num_layers)
+    return StageTimes(
+        forward_s=forward_s,
+        backward_s=backward_s,
+        weight_s=weight_s,
+        forward_tensor_s=(num_forward * stage.num_blocks + stage.is_first) * all_reduce_s,
+        backward_tensor_s=(num_backward * stage.num_blocks + stage.is_last) * all_reduce_s,
+        forward_fsdp_s=fsdp_s(forward_gathers),
+        backward_fsdp_s=fsdp_s(backward_gathers) + fsdp_s(costs.reduced_numbers(model, stage)),
+        reduce_s=reduce_s,
+        gather_s=gather_s,
+        update_s=update_s,
+    )
