@@ -6,6 +6,7 @@ import math
 import pytest
 from hypothesis import given, settings, strategies as st
 
+from holmesjax.catalogue import REACHED
 from holmesjax.errors import PlanError
 from holmesjax.mapper import place
 from holmesjax.plan import Axis
@@ -161,13 +162,19 @@ def test_tensor_lies_inside_the_nodes_and_data_across_them():
     assert placement.fabrics == {Axis.DATA: "infiniband", Axis.TENSOR: "nvlink"}
     assert placement.devices == tuple(range(8))
     # Data groups 0 2 4 6 and 1 3 5 7 share the interfaces of each node.
-    speeds = {axis: link.bandwidth_bytes_per_s for axis, link in placement.links.items()}
-    assert speeds == {Axis.DATA: 10.0 / 2, Axis.TENSOR: 100.0}
+    data, tensor = placement.groups[Axis.DATA], placement.groups[Axis.TENSOR]
+    nvlink, nic = REACHED["nvlink"] * 100.0, REACHED["infiniband"] * 10.0
+    assert (data.size, data.nodes, tensor.size, tensor.nodes) == (4, 2, 2, 1)
+    assert data.between.bandwidth_bytes_per_s == nic / 2
+    assert data.inside.bandwidth_bytes_per_s == tensor.inside.bandwidth_bytes_per_s == nvlink
+    assert tensor.between is None
 
 
 def test_a_group_between_nodes_is_no_faster_than_its_own_devices():
     placement = check(uniform(2, 2, nvlink=1.0, nic=10.0), {Axis.DATA: 2, Axis.TENSOR: 2})
-    assert {link.bandwidth_bytes_per_s for link in placement.links.values()} == {1.0}
+    own = REACHED["nvlink"] * 1.0
+    slowest = {group.slowest.bandwidth_bytes_per_s for group in placement.groups.values()}
+    assert slowest == {own}
     assert placement.fabrics == {Axis.DATA: "infiniband", Axis.TENSOR: "nvlink"}
 
 
@@ -195,7 +202,7 @@ def test_equal_prices_keep_the_given_order():
 def test_an_axis_of_one_device_has_no_link():
     placement = place(uniform(1), {"n0": (0,)}, {Axis.DATA: 1, Axis.TENSOR: 1}, TRAFFIC)
     assert placement.fabrics == {Axis.DATA: "local", Axis.TENSOR: "local"}
-    assert placement.links == {}
+    assert placement.groups == {}
     assert placement.price_s == 0.0
 
 

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from holmesjax import costs, routes, sharding
+from holmesjax.catalogue import REACHED
 from holmesjax.config import (
     Config,
     DataConfig,
@@ -27,6 +28,7 @@ from holmesjax.plan import Axis, Plan, describe, layer_names
 from holmesjax.planner import USABLE_MEMORY, choose_in_flight, make_plan, split_layers
 from holmesjax.processes import make_processes
 from holmesjax.schedule import schedule, simulate, validate
+from holmesjax.stage_times import BACKWARD_NUMBERS, HOLMESJAX
 from holmesjax.topology import Cluster, DeviceKind, Link, Nic, Node, Topology
 
 GIB = 2.0**30
@@ -157,7 +159,8 @@ def test_no_plan_has_a_faster_slowest_stage(slow, microbatches, stages):
 
 
 def test_the_slow_cluster_gets_fewer_layers():
-    splits = [split_of(make_plan(make_config(), two_clusters(slow=s))) for s in (0.25, 0.5, 1.0)]
+    config = make_config(tensor=2, train={"global_batch": 128})
+    splits = [split_of(make_plan(config, two_clusters(slow=s))) for s in (0.25, 0.5, 1.0)]
     assert [first for first, _ in splits] == sorted((first for first, _ in splits), reverse=True)
     assert splits[0][0] > splits[0][1]
     # Of equal clusters, the one with the head, which costs as much as layers, holds fewer.
@@ -287,14 +290,15 @@ def test_a_boundary_takes_as_long_as_the_node_that_sends_or_receives_most(nodes,
         num_bytes = 2 * math.prod(stop - start for start, stop in piece.box)
         moved[piece.source, "sent"] += num_bytes
         moved[piece.target, "received"] += num_bytes
-    transfer_s = 1e-4 + max(moved.values()) / 3e9
+    transfer_s = 1e-4 + max(moved.values()) / (REACHED["ethernet"] * 3e9)
     assert [s.seconds["boundary"] for s in plan.stages] == pytest.approx([2 * transfer_s] * 2)
 
 
 def test_tied_embeddings_send_the_table_once_a_step():
     topology = two_clusters()
     plans = [make_plan(make_config(model={"tied_embeddings": t}), topology) for t in (False, True)]
-    table_s = 4 * 32000 * 1024 / 2 / 3e9 + 1e-4  # two nodes of each side send half of it each
+    # Two nodes of each side send half of it each.
+    table_s = 4 * 32000 * 1024 / 2 / (REACHED["ethernet"] * 3e9) + 1e-4
     untied, tied = plans
     assert tied.step_time_s >= untied.step_time_s + 2 * table_s - 1e-9
     for before, after in zip(untied.stages, tied.stages, strict=True):
@@ -367,16 +371,18 @@ def test_the_predicted_bubble_of_even_stages_is_near_that_of_the_papers(schedule
     step_s = plan.step_time_s * (1 - plan.shares["boundary"])  # as if transfers took no time
     kind, model = cluster.nodes[0].device, make_config(model=changes).model
     num_tokens = 8 * 1024
-    flop_s = lambda flop: 16 * costs.compute_time_s(flop, kind, "bfloat16")
-    forward_s = flop_s(costs.block_forward_flop(model, num_tokens))
-    added = 12 * 16 * costs.block_parameters(model)
-    weight_s = flop_s(costs.block_weight_flop(model, num_tokens))
-    weight_s += costs.memory_time_s(added, kind)
-    both_s = 2 * forward_s + costs.memory_time_s(added, kind)
+    products_s = 16 * kind.products_s(costs.block_products(model, num_tokens), "bfloat16")
+    attention = costs.attention_products(model, num_tokens)
+    attention_s = 16 * HOLMESJAX.attention_pairs * kind.attention_s(attention, "bfloat16")
+    numbers_s = 16 * kind.memory_s(2 * num_tokens * sum(costs.block_numbers(model)))
+    added_s = kind.memory_s(12 * 16 * costs.block_parameters(model))
+    forward_s = products_s + attention_s + numbers_s
+    both_s = 2 * products_s + 2.5 * attention_s + BACKWARD_NUMBERS * numbers_s + added_s
+    weight_s = products_s + added_s
     bubble_s = {
         "1f1b": forward_s + both_s,
         "interleaved_1f1b": (forward_s + both_s) / 2,
-        "zero_bubble": forward_s + both_s - 2 * weight_s,
+        "zero_bubble": forward_s + both_s - 2 * weight_s,  # F + B - W
     }[schedule]
     update_s = 28 * 16 * costs.block_parameters(model) / kind.memory_bandwidth_bytes_per_s
     expected_s = 8 * (forward_s + both_s) + 3 * bubble_s + update_s
@@ -419,11 +425,11 @@ def test_zero_bubble_holds_on_later_stages_what_the_first_holds():
 def test_eager_1f1b_covers_a_slow_link_and_1f1b_is_enough_without_one():
     slow = two_clusters(ethernet_bytes_per_s=1.5e9)
     plain, eager = plan_of("1f1b", slow), plan_of("eager_1f1b", slow)
-    assert eager.in_flight == (3, 1)
+    assert eager.in_flight == (4, 1)
     assert eager.step_time_s < plain.step_time_s
     ratio = eager.stages[0].memory_bytes["activations"]
-    assert ratio == 1.5 * plain.stages[0].memory_bytes["activations"]
-    assert "in flight on the stages: 3, 1" in "\n".join(describe(eager))
+    assert ratio == 2 * plain.stages[0].memory_bytes["activations"]
+    assert "in flight on the stages: 4, 1" in "\n".join(describe(eager))
     one = make_topology(make_cluster("ib", "infiniband", (8,)))
     assert plan_of("eager_1f1b", one, stages=1).in_flight == (1,)
 

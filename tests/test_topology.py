@@ -70,7 +70,7 @@ def test_ten_lines_describe_a_topology(load):
     assert cpu.peak_flop_per_s["bfloat16"] == 10e9  # of the catalogue
     assert roce.nodes[0].device.peak_flop_per_s["float32"] == 30e9
     assert (h100.memory_bytes, h100.peak_flop_per_s["bfloat16"]) == (94e9, 989e12)
-    assert h100.link == Link(fabric="nvlink", bandwidth_bytes_per_s=450e9, latency_s=5e-6)
+    assert h100.link == Link(fabric="nvlink", bandwidth_bytes_per_s=450e9, latency_s=3.5e-6)
     assert ib.nodes[0].nics[0] == Nic(
         name="infiniband_200",
         fabric="infiniband",
@@ -96,7 +96,7 @@ def test_devices_are_numbered_node_by_node(load):
 
 # Between which nodes, then fabric, bytes per second, seconds.
 LINKS = [
-    ("b", "b", "nvlink", 450e9, 5e-6),
+    ("b", "b", "nvlink", 450e9, 3.5e-6),
     ("ib-0", "ib-0", "local", 5e9, 5e-6),
     ("ib-0", "ib-1", "infiniband", 50e9, 2e-6),  # two NICs of 25 GB/s
     ("a", "b", "roce", 12.5e9, 4e-6),  # the slower end: 100 Gb/s, 4 us
@@ -261,7 +261,7 @@ kind: cpu, count: 1 => kind: cp, count: 1, memory: 1 GB, memory_bandwidth: 1 GB/
 count: 1} => count: 1, wattage: 9}
 13: clusters[1].devices.wattage: no such setting
   found: wattage
-  fix: choose from: kind, count, peak_flop_per_s, memory, memory_bandwidth, link
+  fix: choose from: kind, count, peak_flop_per_s, memory, memory_bandwidth, link, calibration
 
     devices: {kind: cpu, count: 1} => #
 11: clusters[1].nodes[0].devices: is missing
