@@ -1,9 +1,9 @@
 """How close predictions come to published measurements: python -m benchmarks.planner_accuracy DIR
 
 Reads every CSV file of DIR that has the name and columns of one it knows, any rows of it, and prints
-for each: how many rows, the mean and the worst absolute percentage error, and, among rows that
-train the same model on as many devices, how well predictions rank them (Spearman) and how much slower
-the predicted best is than the measured best (regret).
+for each: how many rows, the mean and the worst absolute percentage error of step time or memory, and,
+among rows that train the same model on as many devices, how well predictions rank them (Spearman) and
+how much slower the predicted best is than the measured best (regret).
 
     as shipped        nothing is fitted to these rows: `configs/calibrations`, data sheets
     cross-validated   fitted to four fifths of the rows, the rest predicted, in turns
@@ -29,15 +29,15 @@ from scipy.stats import spearmanr
 
 from benchmarks import fits, published
 from benchmarks.pipeline_overhead import RESULTS, commit
-from benchmarks.published import AS_SHIPPED, Fitted, Row, Run
+from benchmarks.published import AS_SHIPPED, Fitted, Held, Row, Run
 from holmesjax.errors import DataError, HolmesError
 from holmesjax.figures import BLUE, GREEN, GRID, INK, MUTED, ORANGE
 
 Result = dict[str, Any]
-How = Callable[[Sequence[Run]], list[Fitted]]
+How = Callable[[Sequence[Any]], list[Fitted]]
 
 
-def as_shipped(runs: Sequence[Run]) -> list[Fitted]:
+def as_shipped(runs: Sequence[Any]) -> list[Fitted]:
     return [AS_SHIPPED] * len(runs)
 
 
@@ -57,9 +57,11 @@ def without_the_row(runs: Sequence[Run]) -> list[Fitted]:
 class Check:
     """One file, and the ways in which its rows are predicted."""
 
-    read: Callable[[Row], Run]
+    read: Callable[[Row], Run | Held]
     hows: dict[How, float | None]  # way -> the mean error that it must not exceed
+    what: str = ""  # part of the file
     only: Callable[[Row], bool] = lambda row: True
+    predict: Callable[[Any, Fitted], float] = published.predict_s
 
 
 CHECKS: dict[str, list[Check]] = {
@@ -84,18 +86,38 @@ CHECKS: dict[str, list[Check]] = {
         Check(
             read=published.sailor,
             hows={without_the_row: 0.10},
+            what="unlike devices",
             only=lambda row: row["cluster"] == "mit",
         ),
         Check(
             read=published.sailor,
             hows={without_the_row: None},
+            what="GH200, OPT",
             only=lambda row: row["cluster"] == "clariden" and row["model"] == "OPT-350M",
         ),
         Check(
             read=published.sailor,
             hows={without_the_row: None},
+            what="GH200, GPT-Neo",
             only=lambda row: row["cluster"] == "clariden" and row["model"] != "OPT-350M",
         ),
+    ],
+    "korthikanti2022_memory": [
+        Check(
+            read=published.korthikanti,
+            hows={as_shipped: 0.03},
+            what="memory",
+            predict=published.predict_held,
+        )
+    ],
+    "torchtitan": [
+        Check(
+            read=published.torchtitan,
+            hows={as_shipped: 0.15},
+            what="memory",
+            only=lambda row: row["memory_GiB"] != "",
+            predict=published.predict_held,
+        )
     ],
 }
 
@@ -109,7 +131,9 @@ def rows_of(path: Path) -> list[Row]:
         raise DataError(str(path), "cannot be read", found=error, fix=fix) from None
 
 
-def runs_of(path: Path, rows: Sequence[Row], read: Callable[[Row], Run]) -> list[Run]:
+def runs_of(
+    path: Path, rows: Sequence[Row], read: Callable[[Row], Run | Held]
+) -> list[Run | Held]:
     runs = []
     for row in rows:
         try:
@@ -131,18 +155,22 @@ def check_file(path: Path) -> Iterable[Result]:
         runs = runs_of(path, [row for row in rows if check.only(row)], check.read)
         for how, bar in check.hows.items():
             if runs:
-                yield line_of(path.stem, runs, how, bar)
+                yield line_of(path.stem, check, runs, how, bar)
 
 
-def line_of(name: str, runs: Sequence[Run], how: How, bar: float | None) -> Result:
+def line_of(
+    name: str, check: Check, runs: Sequence[Run | Held], how: How, bar: float | None
+) -> Result:
     start_s = time.monotonic()
-    fitted = how(runs)
-    predicted_s = [published.predict_s(run, f) for run, f in zip(runs, fitted, strict=True)]
-    errors = [p / run.measured_s - 1 for p, run in zip(predicted_s, runs, strict=True)]
-    rank, regret = choices(runs, predicted_s)
-    print(f"  {name}, {how.__name__}: {time.monotonic() - start_s:.0f} s", file=sys.stderr)
+    label = f"{name} ({check.what})" if check.what else name
+    print(f"  {label}, {how.__name__.replace('_', ' ')}", end="", file=sys.stderr, flush=True)
+    predicted = [check.predict(run, f) for run, f in zip(runs, how(runs), strict=True)]
+    errors = [p / run.measured - 1 for p, run in zip(predicted, runs, strict=True)]
+    pairs = [(run, p) for run, p in zip(runs, predicted, strict=True) if isinstance(run, Run)]
+    rank, regret = choices(pairs)
+    print(f": {time.monotonic() - start_s:.1f} s", file=sys.stderr)
     return {
-        "file": name,
+        "file": label,
         "how": how.__name__.replace("_", " "),
         "rows": len(runs),
         "mean_error": statistics.fmean(map(abs, errors)),
@@ -151,16 +179,20 @@ def line_of(name: str, runs: Sequence[Run], how: How, bar: float | None) -> Resu
         "rank": rank,
         "regret": regret,
         "runs": [
-            {"run": run.name, "measured_s": run.measured_s, "predicted_s": p}
-            for run, p in zip(runs, predicted_s, strict=True)
+            {"run": run.name, "measured": run.measured, "predicted": p}
+            for run, p in zip(runs, predicted, strict=True)
         ],
     }
 
 
-def choices(runs: Sequence[Run], predicted_s: Sequence[float]) -> tuple[float | None, float | None]:
-    """Mean rank correlation and mean regret over sets of runs to choose from; of three, of two."""
+def choices(pairs: Sequence[tuple[Run, float]]) -> tuple[float | None, float | None]:
+    """Mean rank correlation and mean regret over sets of runs to choose from; of three, of two.
+
+    Args:
+      pairs: runs, and the seconds that are predicted of each.
+    """
     sets: dict[Any, list[tuple[float, float]]] = {}
-    for run, p in zip(runs, predicted_s, strict=True):
+    for run, p in pairs:
         sets.setdefault(run.choice, []).append((p, run.measured_s))
     ranks = [
         float(spearmanr(*zip(*some, strict=True)).statistic)
@@ -207,7 +239,7 @@ def picture(lines: Sequence[Result]) -> Figure:
     axes = figure.subplots()
     colors = {name: (BLUE, ORANGE, GREEN)[i % 3] for i, name in enumerate(names)}
     for i, line in enumerate(lines):
-        errors = [100 * (run["predicted_s"] / run["measured_s"] - 1) for run in line["runs"]]
+        errors = [100 * (run["predicted"] / run["measured"] - 1) for run in line["runs"]]
         axes.scatter(errors, [i] * len(errors), s=14, alpha=0.5, color=colors[line["file"]])
         if line["bar"] is not None:
             bar = 100 * line["bar"]
@@ -217,7 +249,7 @@ def picture(lines: Sequence[Result]) -> Figure:
     axes.invert_yaxis()
     axes.axvline(0, color=MUTED, linewidth=1)
     axes.grid(axis="x", color=GRID)
-    axes.set_xlabel("error of the predicted step time, %; black: the bar of the mean", color=INK)
+    axes.set_xlabel("error of what is predicted, %; black: the bar of the mean", color=INK)
     return figure
 
 
@@ -240,7 +272,7 @@ def main() -> None:
         raise SystemExit(error.exit_status) from None
     print(*table(lines), sep="\n")
     if left := [path.name for path in paths if path not in known]:
-        print(f"\nnot about step times: {', '.join(left)}")
+        print(f"\nnot read: {', '.join(left)}")
     result = {
         "command": " ".join(["python -m benchmarks.planner_accuracy", *sys.argv[1:]]),
         "commit": commit(),

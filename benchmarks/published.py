@@ -14,13 +14,13 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from holmesjax import catalogue, costs, schedule, topology
+from holmesjax import catalogue, costs, memory, schedule, topology
 from holmesjax.calibration import Calibration
 from holmesjax.config import ModelConfig, Schedule
-from holmesjax.costs import Checkpointing, StageShape
+from holmesjax.costs import Checkpointing, Implementation, StageShape
 from holmesjax.network import Group
 from holmesjax.planner import split_chunks
-from holmesjax.stage_times import Implementation, StageTimes, stage_times
+from holmesjax.stage_times import StageTimes, stage_times
 from holmesjax.topology import DeviceKind, Fabric, Link
 
 Row = Mapping[str, str]
@@ -35,10 +35,16 @@ MEGATRON_2021 = Implementation(
     gradient_bytes=2.0,
     overlaps=False,
     accumulate_bytes=6.0,
+    shards_optimizer=False,
+    kept_score_bytes=5.0,  # after the softmax and after the dropout, and its mask
+    kept_mask_bytes=2.0,
+    keeps_activation=True,
 )
 # Then products add to the gradients themselves; and what Korthikanti et al. (arXiv:2205.05198) added.
 MEGATRON_2022 = dataclasses.replace(MEGATRON_2021, accumulate_bytes=0.0)
-SELECTIVE = dataclasses.replace(MEGATRON_2022, sequence_parallel=True, recomputes_attention=True)
+SELECTIVE = dataclasses.replace(
+    MEGATRON_2022, sequence_parallel=True, recomputes_attention=True, kept_score_bytes=0.0
+)
 
 
 # Megatron-Core in 2024: fused causal attention, nothing computed again.
@@ -115,6 +121,10 @@ class Run:
     @property
     def num_devices(self) -> int:
         return self.tensor * self.data * self.stages
+
+    @property
+    def measured(self) -> float:
+        return self.measured_s
 
     @property
     def choice(self) -> tuple[object, ...]:
@@ -287,8 +297,11 @@ def _integers(row: Row, *names: str) -> list[int]:
 
 
 def _gpt(row: Row, vocab: int) -> ModelConfig:
-    """Learned positions, tied embeddings."""
-    layers, width, heads, length = _integers(row, "layers", "hidden", "heads", "seq")
+    return _model(*_integers(row, "layers", "hidden", "heads", "seq"), vocab)
+
+
+def _model(layers: int, width: int, heads: int, length: int, vocab: int) -> ModelConfig:
+    """GPT: learned positions, tied embeddings."""
     return ModelConfig(
         num_layers=layers,
         width=width,
@@ -424,4 +437,135 @@ def sailor(row: Row) -> Run:
         implementation=dataclasses.replace(MEGATRON_2021, gradient_bytes=4.0, layer_call_s=0.8e-3),
         measured_s=float(row["measured_iter_time_s"]),
         doubtful=bool(row["note"]),
+    )
+
+
+# ---- memory --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Held:
+    """One published figure of what a device holds."""
+
+    name: str
+    model: ModelConfig
+    stage: StageShape
+    implementation: Implementation
+    items: tuple[str, ...]  # of `memory.stage_memory_bytes`; none: all
+    share_of: "Held | None" = None  # a percentage of this one; None: GiB
+    measured: float
+
+
+def predict_held(held: Held, _: Fitted = AS_SHIPPED) -> float:
+    """In the unit of the figure. Nothing of it can be fitted."""
+    bytes_of = memory.stage_memory_bytes(held.model, held.stage, held.implementation)
+    total = sum(bytes_of[item] for item in held.items or bytes_of)
+    return 100 * total / _bytes(held.share_of) if held.share_of else total / 2**30
+
+
+def _bytes(held: Held) -> float:
+    return 2**30 * predict_held(held)
+
+
+STATES = ("parameters", "optimizer", "replicas", "gradients", "gathered")
+# Layers, width, heads, stages, chunks, sequences: arXiv:2205.05198, table 3. 8 devices share a layer.
+KORTHIKANTI = {
+    "22B": (48, 6144, 64, 1, 1, 4),
+    "175B": (96, 12288, 96, 8, 3, 1),
+    "530B": (105, 20480, 128, 35, 3, 1),
+    "1T": (128, 25600, 160, 64, 1, 1),
+}
+
+
+def korthikanti(row: Row) -> Held:
+    """Figures 1 and 7: of a first stage, its Transformer layers alone."""
+    layers, width, heads, stages, chunks, sequences = KORTHIKANTI[row["model"]]
+    mode = row["mode"]
+    implementation = dataclasses.replace(
+        MEGATRON_2022,
+        sequence_parallel="seqpar" in mode,
+        kept_score_bytes=0.0 if "selective" in mode else MEGATRON_2022.kept_score_bytes,
+    )
+    tasks = schedule.schedule(
+        "interleaved_1f1b" if chunks > 1 else "1f1b", stages, 2 * stages, num_chunks=chunks
+    )
+    stage = StageShape(
+        num_blocks=layers // stages,
+        is_first=False,
+        is_last=False,
+        data=1,
+        tensor=8,
+        sequences=sequences,
+        chunks=chunks,
+        in_flight=schedule.max_in_flight(tasks[0], [1 / chunks] * chunks),
+        head_in_flight=0,
+        dtype="bfloat16",
+        checkpointing="full" if mode == "full" else "none",
+    )
+    held = Held(
+        name=f"{row['model']}, {mode}, {row['quantity']}",
+        model=_model(layers, width, heads, 2048, 51200),
+        stage=stage,
+        implementation=implementation,
+        items=STATES[:4] if "param" in row["quantity"] else ("activations",),
+        measured=float(row["published_value"]),
+    )
+    if "pct_of_none" not in row["quantity"]:
+        return held
+    none = dataclasses.replace(
+        held,
+        stage=dataclasses.replace(stage, checkpointing="none"),
+        implementation=MEGATRON_2022,
+    )
+    return dataclasses.replace(held, share_of=none)
+
+
+# Llama 3.1 (arXiv:2407.21783, table 3): layers, width, heads, key-value heads, feed-forward.
+LLAMA = {"8B": (32, 4096, 32, 8, 14336), "405B": (126, 16384, 128, 8, 53248)}
+# Selective checkpointing keeps the results of attention and of every second product. PyTorch's loss
+# keeps logits in bfloat16 and float32, log-softmax in float32, and both gradients.
+TORCHTITAN = Implementation(sequence_parallel=True, kept_products=0.5, logit_bytes=16.0)
+
+
+def torchtitan(row: Row) -> Held:
+    """The largest stage of Llama 3.1 on H100 and H200; `context` cuts sequences."""
+    layers, width, heads, kv_heads, inner = LLAMA[row["model"].split("-")[1]]
+    fsdp, tensor, stages, context, local = _integers(row, "fsdp", "tp", "pp", "cp", "local_batch")
+    length = int(row["seq"] or 8192)
+    model = ModelConfig(
+        num_layers=layers,
+        width=width,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        mlp_width=inner,
+        context_length=length // context,
+        vocab_size=128256,
+        activation="swiglu",
+        norm="rms_norm",
+    )
+    full = "full" in row["recompute"]
+    chunks = 2 if "Interleaved" in row["technique"] else 1
+    shards, microbatches = fsdp * context, stages * chunks
+    stage = StageShape(
+        num_blocks=-(-layers // stages),
+        is_first=True,
+        is_last=stages == 1,
+        # In a pipeline, parameters stay gathered, and gradients whole, for all microbatches.
+        data=shards if stages > 1 else 1,
+        fsdp=1 if stages > 1 else shards,
+        tensor=tensor,
+        sequences=max(1, local // microbatches),
+        chunks=chunks,
+        in_flight=min(microbatches, (2 * stages - 1 + (chunks - 1) * stages) / chunks),
+        head_in_flight=1,
+        dtype="bfloat16",
+        checkpointing="full" if full else "dots",
+    )
+    return Held(
+        name=f"{row['model']}, {row['technique']}, {row['gpus']} GPUs, {length} tokens",
+        model=model,
+        stage=stage,
+        implementation=TORCHTITAN,
+        items=(),
+        measured=float(row["memory_GiB"]),
     )

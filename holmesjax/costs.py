@@ -293,3 +293,33 @@ def boundary_bytes(model: ModelConfig, num_tokens: float, dtype: str) -> float:
     64.0
     """
     return float(num_tokens * model.width * DTYPE_BYTES[dtype])
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Implementation:
+    """How a system trains, where systems differ; the defaults are what HolmesJAX does.
+
+    Others are for predicting what has been published of them.
+    """
+
+    # Share of the pairs of tokens whose scores are computed: queries go in 8 blocks, each without
+    # the keys after its end.
+    attention_pairs: float = 0.5625
+    attention_backward: float = 2.5  # its products, to the two of the forward: scores come again
+    recomputes_attention: bool = False  # also where nothing else is computed again
+    score_bytes: float = 0.0  # moved per pair and query head in a forward; 0: they stay on the chip
+    sequence_parallel: bool = False  # whether `tensor` cuts the residual stream, too
+    layer_call_s: float = 0.0  # of the host, for a layer's forward; a backward takes it twice
+    gradient_bytes: float = 4.0  # of each number that is summed over `data`
+    overlaps: bool = True  # collectives over `data` with the last backward and the first forward
+    accumulate_bytes: float = 12.0  # moved per parameter to add a microbatch's float32 gradient
+    shards_optimizer: bool = True  # over `data`: ZeRO-1
+    # What a layer keeps for its backward besides the operands of its products, for each token.
+    kept_score_bytes: float = 0.0  # per key and query head
+    kept_mask_bytes: float = 0.0  # per number of the residual stream: where dropout hit
+    kept_products: float = 1.0  # share of products whose results `dots` keeps
+    keeps_activation: bool = False  # the result of the activation function beside its operand
+    logit_bytes: float | None = None  # of each in all; None: those in flight, and one gradient
+
+
+HOLMESJAX = Implementation()

@@ -15,7 +15,11 @@ BUFFERS = 2
 PER_PARAMETER = ("parameters", "optimizer", "replicas", "gradients", "gathered")
 
 
-def block_residual_bytes(model: ModelConfig, stage: costs.StageShape) -> float:
+def block_residual_bytes(
+    model: ModelConfig,
+    stage: costs.StageShape,
+    implementation: costs.Implementation = costs.HOLMESJAX,
+) -> float:
     """Bytes that one Transformer layer keeps per token from its forward to its backward.
 
     With c bytes per number of the compute dtype, and dims as in `costs`; what is in brackets is cut
@@ -25,19 +29,34 @@ def block_residual_bytes(model: ModelConfig, stage: costs.StageShape) -> float:
         dots   2 c D + [the same]
         full   c D
 
+    Others keep more: masks with what is not cut; scores, in place of the 4 H of log-sum-exps, and the
+    result of the activation function, with a larger by 1, with what is. They may also cut all of it.
+
     These are the residuals of `jax.vjp` of `models.gpt.Block`, which the tests count: the inputs of
     norms and of matrix products, and attention's queries, keys, values, output and log-sum-exp.
     """
     width = costs.DTYPE_BYTES[stage.dtype]
+    cuts = stage.tensor if implementation.sequence_parallel else 1
     if stage.checkpointing == "full":
-        return width * model.width
-    heads = 2 * (model.num_heads + model.kv_heads) * model.head_width
-    inner = model.feed_forward_width * (2 if model.activation == "swiglu" else 1)
-    cut = width * (heads + inner) + 4 * model.num_heads
-    return (4 if stage.checkpointing == "none" else 2) * width * model.width + cut / stage.tensor
+        return width * model.width / cuts
+    share = implementation.kept_products if stage.checkpointing == "dots" else 1.0
+    gates = (2 if model.activation == "swiglu" else 1) + implementation.keeps_activation
+    results = (model.num_heads + 2 * model.kv_heads) * model.head_width
+    results += gates * model.feed_forward_width
+    scores = implementation.kept_score_bytes * model.context_length * model.num_heads
+    if not implementation.score_bytes:
+        scores += 4 * model.num_heads
+    attention = width * model.num_heads * model.head_width + scores
+    operands = 4 if stage.checkpointing == "none" else 1 + share
+    whole = (operands * width + implementation.kept_mask_bytes) * model.width
+    return whole / cuts + (attention + share * width * results) / stage.tensor
 
 
-def stage_memory_bytes(model: ModelConfig, stage: costs.StageShape) -> dict[str, float]:
+def stage_memory_bytes(
+    model: ModelConfig,
+    stage: costs.StageShape,
+    implementation: costs.Implementation = costs.HOLMESJAX,
+) -> dict[str, float]:
     """Bytes on each device of a stage, by what they hold. Temporaries inside a layer are left out.
 
     With P parameters of a replica on a device of `tensor`, Q of them in the largest layer, c bytes
@@ -62,12 +81,14 @@ def stage_memory_bytes(model: ModelConfig, stage: costs.StageShape) -> dict[str,
     num_tokens = stage.sequences * model.context_length
     width = costs.DTYPE_BYTES[stage.dtype]
     held = num_parameters / stage.fsdp
-    shards = stage.data if model.width // stage.fsdp % stage.data == 0 else 1
-    residuals = stage.num_blocks * block_residual_bytes(model, stage)
+    is_sharded = implementation.shards_optimizer and model.width // stage.fsdp % stage.data == 0
+    shards = stage.data if is_sharded else 1
+    residuals = stage.num_blocks * block_residual_bytes(model, stage, implementation)
     activations = stage.in_flight * num_tokens * residuals
     if stage.is_last:  # the input and the result of the last norm
         activations += stage.head_in_flight * num_tokens * 2 * width * model.width
-    logits = width * num_tokens * model.vocab_size / stage.tensor * (stage.head_in_flight + 1)
+    logit_bytes = implementation.logit_bytes or width * (stage.head_in_flight + 1)
+    logits = logit_bytes * num_tokens * model.vocab_size / stage.tensor
     num_neighbours = 2 if stage.chunks > 1 else (not stage.is_first) + (not stage.is_last)
     boundary = costs.boundary_bytes(model, num_tokens, stage.dtype)
     items = {

@@ -1,8 +1,7 @@
 """Seconds of one stage of the pipeline: what there is to do, over how fast its devices do it.
 
 `costs` says what there is to do, `calibration` what a device reaches, `network` what collectives
-take. What else tells training systems apart is an `Implementation`: HolmesJAX's own, or that of
-another whose published times are to be predicted.
+take.
 """
 
 from collections.abc import Sequence
@@ -10,7 +9,7 @@ from dataclasses import dataclass
 
 from holmesjax import costs, network
 from holmesjax.config import ModelConfig
-from holmesjax.costs import DTYPE_BYTES, StageShape
+from holmesjax.costs import DTYPE_BYTES, HOLMESJAX, Implementation, StageShape
 from holmesjax.network import Group
 from holmesjax.topology import DeviceKind
 
@@ -19,25 +18,6 @@ from holmesjax.topology import DeviceKind
 # of `costs.block_numbers` for GELU: 36 D to 28 D.
 BACKWARD_NUMBERS = 1.3
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Implementation:
-    """How a system computes a Transformer layer; the defaults are what HolmesJAX does."""
-
-    # Share of the pairs of tokens whose scores are computed: queries go in 8 blocks, each without
-    # the keys after its end.
-    attention_pairs: float = 0.5625
-    attention_backward: float = 2.5  # its products, to the two of the forward: scores come again
-    recomputes_attention: bool = False  # also where nothing else is computed again
-    score_bytes: float = 0.0  # moved per pair and query head in a forward; 0: they stay on the chip
-    sequence_parallel: bool = False  # whether `tensor` cuts the residual stream, too
-    layer_call_s: float = 0.0  # of the host, for a layer's forward; a backward takes it twice
-    gradient_bytes: float = 4.0  # of each number that is summed over `data`
-    overlaps: bool = True  # collectives over `data` with the last backward and the first forward
-    accumulate_bytes: float = 12.0  # moved per parameter to add a microbatch's float32 gradient
-
-
-HOLMESJAX = Implementation()
 
 # Time of kernels that overlap with collectives, to that of the same kernels alone: measured by
 # Galvatron (PKU-DAIR/Hetu-Galvatron@cea12ff, overlap_coefficient.json).
