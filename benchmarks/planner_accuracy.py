@@ -1,9 +1,9 @@
 """How close predictions come to published measurements: python -m benchmarks.planner_accuracy DIR
 
-Reads every CSV file of DIR that has the name and columns of one it knows, any rows of it, and prints
-for each: how many rows, the mean and the worst absolute percentage error of step time or memory, and,
-among rows that train the same model on as many devices, how well predictions rank them (Spearman) and
-how much slower the predicted best is than the measured best (regret).
+Reads every CSV file of DIR that has the name and columns of one it knows, any rows of it, and
+prints for each: how many rows, the mean and the worst absolute percentage error of step time or
+memory, and, among rows that train the same model on as many devices, how well predictions rank
+them (Spearman) and how much slower the predicted best is than the measured best (regret).
 
     as shipped        nothing is fitted to these rows: `configs/calibrations`, data sheets
     cross-validated   fitted to four fifths of the rows, the rest predicted, in turns
@@ -27,9 +27,10 @@ from typing import Any
 from matplotlib.figure import Figure
 from scipy.stats import spearmanr
 
-from benchmarks import fits, published
+from benchmarks import fits, published, published_files
 from benchmarks.pipeline_overhead import RESULTS, commit
-from benchmarks.published import AS_SHIPPED, Fitted, Held, Row, Run
+from benchmarks.published import AS_SHIPPED, Fitted, Held, Run
+from benchmarks.published_files import Row
 from holmesjax.errors import DataError, HolmesError
 from holmesjax.figures import BLUE, GREEN, GRID, INK, MUTED, ORANGE
 
@@ -67,36 +68,36 @@ class Check:
 CHECKS: dict[str, list[Check]] = {
     "vtrain_multi_node": [
         Check(
-            read=published.vtrain,
+            read=published_files.vtrain,
             hows={as_shipped: None, cross_validated: 0.06, without_its_size: 0.10},
         )
     ],
     "vtrain_single_node": [
         Check(
-            read=published.vtrain,
+            read=published_files.vtrain,
             hows={as_shipped: None, cross_validated: 0.08, without_its_size: None},
         )
     ],
-    "megatron_sc21_weak_scaling": [Check(read=published.megatron, hows={as_shipped: 0.08})],
-    "korthikanti2022_table5": [Check(read=published.megatron, hows={as_shipped: 0.04})],
+    "megatron_sc21_weak_scaling": [Check(read=published_files.megatron, hows={as_shipped: 0.08})],
+    "korthikanti2022_table5": [Check(read=published_files.megatron, hows={as_shipped: 0.04})],
     "megatron_core_h100_weak_scaling": [
-        Check(read=published.megatron_core, hows={as_shipped: None})
+        Check(read=published_files.megatron_core, hows={as_shipped: None})
     ],
     "sailor_validation": [
         Check(
-            read=published.sailor,
+            read=published_files.sailor,
             hows={without_the_row: 0.10},
             what="unlike devices",
             only=lambda row: row["cluster"] == "mit",
         ),
         Check(
-            read=published.sailor,
+            read=published_files.sailor,
             hows={without_the_row: None},
             what="GH200, OPT",
             only=lambda row: row["cluster"] == "clariden" and row["model"] == "OPT-350M",
         ),
         Check(
-            read=published.sailor,
+            read=published_files.sailor,
             hows={without_the_row: None},
             what="GH200, GPT-Neo",
             only=lambda row: row["cluster"] == "clariden" and row["model"] != "OPT-350M",
@@ -104,7 +105,7 @@ CHECKS: dict[str, list[Check]] = {
     ],
     "korthikanti2022_memory": [
         Check(
-            read=published.korthikanti,
+            read=published_files.korthikanti,
             hows={as_shipped: 0.03},
             what="memory",
             predict=published.predict_held,
@@ -112,7 +113,7 @@ CHECKS: dict[str, list[Check]] = {
     ],
     "torchtitan": [
         Check(
-            read=published.torchtitan,
+            read=published_files.torchtitan,
             hows={as_shipped: 0.15},
             what="memory",
             only=lambda row: row["memory_GiB"] != "",
@@ -131,9 +132,7 @@ def rows_of(path: Path) -> list[Row]:
         raise DataError(str(path), "cannot be read", found=error, fix=fix) from None
 
 
-def runs_of(
-    path: Path, rows: Sequence[Row], read: Callable[[Row], Run | Held]
-) -> list[Run | Held]:
+def runs_of(path: Path, rows: Sequence[Row], read: Callable[[Row], Run | Held]) -> list[Run | Held]:
     runs = []
     for row in rows:
         try:

@@ -1,8 +1,8 @@
 """How fast a kind of device works: what it reaches of its data sheet, operation by operation.
 
-The data sheet is in the topology, and a calibration stands beside it. `launch profile` measures one,
-`configs/calibrations/` has some, and each states where its numbers are from. It is also a section of
-a topology file, `calibration:` of `devices`, as a file's name or written out.
+The data sheet is in the topology, and a calibration stands beside it. `launch profile` measures
+one, `configs/calibrations/` has some, and each states where its numbers are from. It is also a
+section of a topology file, `calibration:` of `devices`, as a file's name or written out.
 """
 
 from collections.abc import Iterable
@@ -17,9 +17,9 @@ from holmesjax.errors import Mistakes, TopologyError
 
 FOLDER = Path(__file__).parent.parent / "configs/calibrations"
 
-Share = Annotated[float, Field(gt=0, le=1.2, strict=True)]  # of a peak; clocks may exceed the sheet's
+Factor = Annotated[float, Field(gt=0, le=1000, strict=True)]
+Share = Factor  # of a peak; above 1 where the peak is a guess
 Dim = Annotated[float, Field(ge=0, le=1e5, strict=True)]
-Factor = Annotated[float, Field(gt=0, le=100, strict=True)]
 Text = Annotated[str, Field(min_length=1, strict=True)]
 
 
@@ -79,6 +79,9 @@ class Calibration:
     products: ProductSpeed = ProductSpeed(share=0.5)
     attention: Factor = 1.0  # time of attention, to that of its products by `products`
     memory: Share = 1.0  # of the bandwidth, where operations are bound by it
+
+
+UNKNOWN = Calibration()  # of a kind that nobody has measured
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -241,9 +241,9 @@ def block_numbers(model: ModelConfig, tensor: int = 1) -> tuple[float, float]:
     """Numbers that a layer's forward moves between its products, per token: whole, and cut.
 
     Whole, on every device of `tensor`, are both norms, read twice and written, and both additions
-    to the residual stream, 12 D. Cut over `tensor` are rotations of queries and keys, what attention
-    reads and writes, and the activation function, which reads and writes F, or reads 2 F and
-    writes F for SwiGLU:
+    to the residual stream, 12 D. Cut over `tensor` are rotations of queries and keys, what
+    attention reads and writes, and the activation function, which reads and writes F, or reads
+    2 F and writes F for SwiGLU:
 
         (2 (H + G) K + (2 H + 2 G) K + a F) / tensor,   a = 3 for SwiGLU, else 2
     """

@@ -29,8 +29,9 @@ def block_residual_bytes(
         dots   2 c D + [the same]
         full   c D
 
-    Others keep more: masks with what is not cut; scores, in place of the 4 H of log-sum-exps, and the
-    result of the activation function, with a larger by 1, with what is. They may also cut all of it.
+    Other implementations keep more: masks, with what is not cut; with what is, scores in place of
+    the 4 H of log-sum-exps, and the result of the activation function (a larger by 1). They may
+    also cut all of it.
 
     These are the residuals of `jax.vjp` of `models.gpt.Block`, which the tests count: the inputs of
     norms and of matrix products, and attention's queries, keys, values, output and log-sum-exp.

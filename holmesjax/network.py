@@ -1,11 +1,11 @@
 """Seconds of collectives over a group of devices: closed form, no devices.
 
     group   the devices of one collective: some in each of some nodes
-    step    one hop of a ring or a tree: it costs its link's latency and what a message costs to start
+    step    one hop of a ring or a tree: the latency of its link, and what a message costs to start
 
-A ring moves the fewest bytes and takes a step for every device; a tree takes few steps. So which one
-is faster depends on the size of the array, and a small one over many devices reaches a hundredth of
-the bandwidth that a large one reaches.
+A ring moves the fewest bytes and takes a step for every device; a tree takes few steps. So which
+one is faster depends on the size of the array, and a small one over many devices reaches a
+hundredth of the bandwidth that a large one reaches.
 """
 
 import math
@@ -14,11 +14,10 @@ from dataclasses import dataclass
 from holmesjax.topology import Link
 
 # Seconds of a collective before its first step, and of each step beyond the latency of the link:
-# what NCCL's kernels take to start, and to synchronise with a neighbour. `START_S` and the step
-# over NVLink: least squares on 280 NCCL all-reduces of 1 MiB to 1 GiB on 2 to 8 A100 and V100 of one
-# node (VIA-Research/vTrain@f8dda84, trace/). Over RDMA: least squares on the shares of bandwidth
-# that all-reduces of 16 MiB to 16 GiB on 16 to 1,024 GPUs reach (aliyun/SimAI@cef83f9, nic_ratio.csv),
-# taking its NICs for 400 Gb/s ones; a ring of n steps there costs 1.6 MB each, whatever n.
+# what NCCL's kernels take to start, and to synchronise with a neighbour. `START_S`, and the latency
+# of NVLink in the catalogue: all-reduces of 1 MiB on 2 to 8 A100 of one node (nccl-tests, in
+# VIA-Research/vTrain@f8dda84, trace/a100). Over RDMA: the shares of bandwidth that all-reduces of
+# 16 MiB on 16 to 1,024 GPUs reach (aliyun/SimAI@cef83f9, nic_ratio.csv), with NICs of 400 Gb/s.
 START_S = 34e-6
 STEP_S = {"infiniband": 30e-6, "roce": 30e-6}
 

@@ -113,7 +113,9 @@ def _layer(
     )
 
 
-def _head_s(model: ModelConfig, stage: StageShape, device: DeviceKind) -> tuple[float, float, float]:
+def _head_s(
+    model: ModelConfig, stage: StageShape, device: DeviceKind
+) -> tuple[float, float, float]:
     """Seconds of the output projection: forward, gradient of its input, gradient of its weight."""
     product = costs.head_product(model, stage.sequences * model.context_length, stage.tensor)
     times = (device.products_s([p], stage.dtype) for p in (product, *product.gradients))

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from holmesjax import calibration, catalogue, topology_file, units, yaml_files
-from holmesjax.calibration import Calibration, Product
+from holmesjax.calibration import UNKNOWN, Calibration, Product
 
 Fabric = Literal["local", "nvlink", "infiniband", "roce", "ethernet"]
 
@@ -47,7 +47,7 @@ class DeviceKind:
     memory_bytes: float
     memory_bandwidth_bytes_per_s: float
     link: Link  # to the other devices of its node
-    calibration: Calibration = Calibration()  # what it reaches of the above
+    calibration: Calibration = UNKNOWN  # what it reaches of the above
 
     def products_s(self, products: Iterable[Product], dtype: str) -> float:
         """Seconds of matrix products, one after the other."""
@@ -163,7 +163,7 @@ class Topology:
         return measured.get((node_a, node_b)) or self.nominal_link(node_a, node_b)
 
     def effective_link(self, node_a: str, node_b: str) -> Link:
-        """What messages get of the path: what was measured, or the usual share of what should be."""
+        """What messages get of the path: as it was measured, or a share of what it should be."""
         link = self.link(node_a, node_b)
         if self.measured and (node_a, node_b) in self.measured.pairs:
             return link
@@ -263,7 +263,7 @@ def _device(entry: topology_file.DevicesEntry, calibrated: Calibrated) -> Device
     assert entry.memory is not None, entry
     assert entry.memory_bandwidth is not None, entry
     assert entry.link is not None, entry
-    speed = entry.calibration or Calibration()
+    speed = entry.calibration or UNKNOWN
     return DeviceKind(
         name=entry.kind,
         peak_flop_per_s={dtype: peak for dtype, peak in peaks.items() if peak is not None},

@@ -10,6 +10,7 @@ examples:
   python -m launch lab configs/topologies/ib_roce.yaml -- train configs/runs/quickstart.yaml
   python -m launch generate runs/quickstart --prompt "def "            # sample from it
   python -m launch probe configs/topologies/ib_roce.yaml               # measure its networks
+  python -m launch profile configs/runs/quickstart.yaml                # measure a device
   python -m launch nics                                                # what this host has
 """
 
@@ -28,6 +29,7 @@ VERBS = {
     "nics": "print this host's NICs, and what NCCL is told of them",
     "doctor": "look at everything that a start needs, on all nodes",
     "probe": "measure the networks of a topology, and write them into its file",
+    "profile": "measure a device, for the planner to know what it reaches",
     "agent": "answer what doctor and probe ask of a node (they start it)",
     "worker": "be one process of a job (for launchers)",
 }
@@ -80,6 +82,10 @@ def verb_parser(verb: str) -> argparse.ArgumentParser:
         _add_agents_options(parser)
     elif verb == "plan":
         parser.add_argument("--json", action="store_true", help="for programs")
+    elif verb == "profile":
+        add = parser.add_argument
+        add("--device", metavar="KIND", help="of the topology, that this host has (the only one)")
+        add("--output", metavar="YAML", help="the file that is written (KIND.yaml)")
     else:
         add = parser.add_argument
         add("--launcher", choices=LAUNCHERS, help="who starts a process for every node")
@@ -154,7 +160,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         args = parse(sys.argv[1:] if argv is None else argv)
         # The verb's module is imported last: a mistake in a run file needs no JAX to be found.
         planned = args.command if args.verb == "lab" else args
-        if planned and planned.verb in ("train", "plan", "doctor"):
+        if planned and planned.verb in ("train", "plan", "doctor", "profile"):
             load = importlib.import_module("holmesjax.job").load
             planned.job = load(planned.target, planned.overrides)
         return importlib.import_module(f"launch.{args.verb}").run(args)

@@ -114,7 +114,7 @@ def test_a_saved_topology_holds_the_numbers(load, tmp_path):
         ("h100", "nowhere.yaml", "nowhere.yaml: no such file"),
         ("h100", "h200", "is a calibration of h200"),
         ("h100", "3", "must be a text"),
-        ("h100", "{products: {share: 2}}", "products.share: must be at most 1.2"),
+        ("h100", "{products: {share: 2000}}", "products.share: must be at most 1000"),
         ("h100", "{products: {share: 0}}", "products.share: must be more than 0"),
         ("h100", "{memory: fast}", "memory: must be a number"),
         ("h100", "{speed: 1}", "no such setting"),

@@ -188,7 +188,7 @@ def test_only_full_checkpointing_runs_the_forward_again(policy, factor):
 @pytest.mark.parametrize("tensor", [1, 2])
 @pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)
 def test_products_are_those_of_one_device(model, tensor):
-    """Cut over `tensor`, they do a part of the FLOP, and no dim of the tokens or the width is cut."""
+    """Cut over `tensor`, they do a part of the FLOP; neither tokens nor the width are cut."""
     num_tokens = 2 * model.context_length
     products = costs.block_products(model, num_tokens, tensor)
     assert flop(products) * tensor == costs.block_weight_flop(model, num_tokens)
@@ -197,7 +197,10 @@ def test_products_are_those_of_one_device(model, tensor):
     for product in (*products, costs.head_product(model, num_tokens, tensor)):
         inputs, weights = product.gradients
         assert inputs.flop == weights.flop == product.flop
-        assert (inputs.rows, inputs.columns) == (product.rows, product.depth)  # like its left operand
+        assert (inputs.rows, inputs.columns) == (
+            product.rows,
+            product.depth,
+        )  # like its left operand
         assert (weights.rows, weights.columns) == (product.depth, product.columns)
 
 

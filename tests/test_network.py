@@ -94,7 +94,7 @@ def test_one_device_sends_nothing():
     assert network.all_reduce_s(1e9, None) == network.reduce_scatter_s(1e9, None) == 0.0
     assert network.all_reduce_s(1e9, on_one_node(1)) == 0.0
     with pytest.raises(AssertionError, match="a single device has no link"):
-        on_one_node(1).slowest
+        _ = on_one_node(1).slowest
 
 
 def test_a_group_has_the_links_that_it_needs():
@@ -123,7 +123,8 @@ def test_all_reduces_in_a_node_take_the_time_that_nccl_took(num_bytes):
     assert predicted_s == pytest.approx(1e-6 * NCCL_US[num_bytes], rel=0.15)
 
 
-# Share of the bandwidth that all-reduces reach on nodes of 8 GPUs: aliyun/SimAI@cef83f9, nic_ratio.csv.
+# Share of the bandwidth that all-reduces reach on nodes of 8 GPUs: aliyun/SimAI@cef83f9,
+# nic_ratio.csv.
 SIMAI = {(2**24, 16): 0.32, (2**24, 256): 0.044, (2**24, 1024): 0.0087, (2**34, 256): 0.957}
 
 

@@ -11,13 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import fits, planner_accuracy, published
+from benchmarks import fits, planner_accuracy, published, published_files
 from benchmarks.published import AS_SHIPPED, Fitted
 
 ROOT = Path(__file__).parent.parent
 
-# Narayanan et al., arXiv:2104.04473, table 1 (their FLOP formula gives the seconds), and Korthikanti
-# et al., arXiv:2205.05198, table 5.
+# Narayanan et al., arXiv:2104.04473, table 1 (their FLOP formula gives the seconds), and
+# Korthikanti et al., arXiv:2205.05198, table 5.
 TIMES = """\
 model,heads,hidden,layers,seq,vocab,t,p,d,interleave_v,global_batch,micro_batch,mode,measured_iter_time_s,derived_iter_time_s
 18B,48,6144,40,2048,51200,8,1,32,1,1024,8,,,9.399
@@ -44,19 +44,19 @@ def rows_of(text):
 
 @pytest.mark.parametrize("row", rows_of(TIMES), ids=lambda row: row["model"] + row["mode"][:4])
 def test_published_step_times_are_predicted(row):
-    run = published.megatron(row)
+    run = published_files.megatron(row)
     assert published.predict_s(run, AS_SHIPPED) == pytest.approx(run.measured_s, rel=0.05)
 
 
 @pytest.mark.parametrize("row", rows_of(MEMORY), ids=lambda row: " ".join(row.values()))
 def test_published_memory_is_predicted(row):
-    held = published.korthikanti(row)
+    held = published_files.korthikanti(row)
     assert published.predict_held(held) == pytest.approx(held.measured, rel=0.015)
 
 
 def test_what_a_fit_looks_at_is_close_to_the_simulated_step():
     for row in rows_of(TIMES):
-        run = published.megatron(row)
+        run = published_files.megatron(row)
         bound_s = published.bound_s(run, AS_SHIPPED)
         assert published.predict_s(run, AS_SHIPPED) == pytest.approx(bound_s, rel=0.02)
 
@@ -83,8 +83,10 @@ def vtrain_rows(fitted, widths=(4096, 6144)):
                 "micro_batch": str(sequences),
                 "measured_iter_time_ms": "1",
             }
-            run = published.vtrain(row)
-            rows.append(row | {"measured_iter_time_ms": str(1e3 * published.predict_s(run, fitted))})
+            run = published_files.vtrain(row)
+            rows.append(
+                row | {"measured_iter_time_ms": str(1e3 * published.predict_s(run, fitted))}
+            )
     return rows
 
 
@@ -96,7 +98,7 @@ TRUTH = Fitted(share=0.93, memory=1.1, between=0.7)
 
 
 def test_a_fit_predicts_the_rows_that_it_has_not_seen():
-    runs = [published.vtrain(row) for row in vtrain_rows(TRUTH)]
+    runs = [published_files.vtrain(row) for row in vtrain_rows(TRUTH)]
     shipped = statistics.fmean(map(abs, errors_of(runs, planner_accuracy.as_shipped(runs))))
     assert shipped > 0.04
     for how in (planner_accuracy.cross_validated, planner_accuracy.without_its_size):
@@ -104,7 +106,7 @@ def test_a_fit_predicts_the_rows_that_it_has_not_seen():
 
 
 def test_one_row_that_is_far_off_does_not_bend_the_others():
-    runs = [published.vtrain(row) for row in vtrain_rows(TRUTH)]
+    runs = [published_files.vtrain(row) for row in vtrain_rows(TRUTH)]
     strange = dataclasses.replace(runs[3], measured_s=1.5 * runs[3].measured_s)
     fitted = fits.fit([*runs[:3], strange, *runs[4:]])
     errors = errors_of(runs, [fitted] * len(runs))
@@ -112,7 +114,7 @@ def test_one_row_that_is_far_off_does_not_bend_the_others():
 
 
 def test_no_row_is_predicted_from_itself():
-    runs = [published.vtrain(row) for row in vtrain_rows(AS_SHIPPED)]
+    runs = [published_files.vtrain(row) for row in vtrain_rows(AS_SHIPPED)]
     seen = []
 
     def how(others):
@@ -148,7 +150,7 @@ SAILOR = {
 def sailor_run(data, layers, replicas, fitted, note=""):
     row = SAILOR | {"d": str(data), "note": note}
     row |= {"profile_layers_per_stage_incl_embed_head": layers, "stage_replicas": replicas}
-    run = published.sailor(row)
+    run = published_files.sailor(row)
     return dataclasses.replace(run, measured_s=published.predict_s(run, fitted))
 
 
@@ -205,7 +207,7 @@ def test_the_table_has_a_line_for_each_file_and_way(tmp_path):
 def test_rank_and_regret_of_a_wrong_choice():
     """The model takes the slowest of three for the fastest: 50% slower than the best."""
     row = vtrain_rows(AS_SHIPPED)[0]
-    runs = [dataclasses.replace(published.vtrain(row), measured_s=s) for s in (1.0, 1.2, 1.5)]
+    runs = [dataclasses.replace(published_files.vtrain(row), measured_s=s) for s in (1.0, 1.2, 1.5)]
     pairs = lambda predicted: list(zip(runs, predicted, strict=True))
     assert planner_accuracy.choices(pairs([3, 2, 1])) == (pytest.approx(-1.0), pytest.approx(0.5))
     assert planner_accuracy.choices(pairs([1, 2, 3])) == (pytest.approx(1.0), 0.0)

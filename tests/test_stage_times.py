@@ -22,7 +22,7 @@ DEVICE = DeviceKind(
     link=LINK,
 )
 # 1 head of 2, feed-forward of 8. A layer has 8 D^2 + 16 D^2 = 96 FLOP a token in products with
-# weights, 4 S D = 16 in attention, and moves 12 D = 24 numbers whole, and 4 (H + G) K + 2 F = 32 cut.
+# weights, 4 S D = 16 in attention, and moves 12 D = 24 numbers whole, 4 (H + G) K + 2 F = 32 cut.
 MODEL = ModelConfig(
     num_layers=3, width=2, num_heads=1, context_length=2, vocab_size=8, norm="rms_norm"
 )
@@ -123,9 +123,7 @@ def test_the_slowest_kind_of_device_sets_the_pace():
 def test_bfloat16_halves_what_is_gathered():
     alone = dataclasses.replace(HOLMESJAX, overlaps=False)
     wide, narrow = (
-        stage_times(
-            GPT2, shape_of(data=2, dtype=dtype), [DEVICE], PAIR, None, implementation=alone
-        )
+        stage_times(GPT2, shape_of(data=2, dtype=dtype), [DEVICE], PAIR, None, implementation=alone)
         for dtype in ("float32", "bfloat16")
     )
     fixed_s = network.START_S + 3.0
@@ -133,9 +131,7 @@ def test_bfloat16_halves_what_is_gathered():
     assert narrow.reduce_s == wide.reduce_s  # gradients stay float32
 
 
-@given(
-    collective_s=st.floats(0, 100), compute_s=st.floats(0, 100), num_layers=st.integers(1, 100)
-)
+@given(collective_s=st.floats(0, 100), compute_s=st.floats(0, 100), num_layers=st.integers(1, 100))
 def test_overlap_helps_and_is_not_free(collective_s, compute_s, num_layers):
     found_s = exposed_s(collective_s, compute_s, num_layers)
     assert found_s <= collective_s * (1 + 1e-9)

@@ -1,0 +1,189 @@
+"""Times what a training step is made of on one device, and finds the calibration that explains it.
+
+The matrix products are those of a model, forward and backward, on one device and shared by several,
+because what a product reaches of the peak depends on its shape.
+"""
+
+import math
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from scipy.optimize import least_squares
+
+from holmesjax import costs, ops
+from holmesjax.calibration import Calibration, Product, ProductSpeed
+from holmesjax.config import ModelConfig, OptimizerConfig
+from holmesjax.costs import HOLMESJAX
+from holmesjax.optimizer import make_optimizer
+from holmesjax.topology import DeviceKind
+
+ROUNDS = 5  # of each operation; the median counts
+ROUND_S = 0.05  # at least, of as many calls as that takes
+MOST_SHARING = 8  # devices that share a product
+SEQUENCES = (1, 4)  # in a microbatch
+UPDATED = 2**24  # parameters of the optimizer's array: far more than caches hold
+
+# How far off the guesses may be, as standard deviations of logarithms: a few shapes say little of
+# each dim by itself.
+GUESS = ProductSpeed(share=0.7, rows=100.0, columns=80.0, depth=80.0)
+SPREAD = (2.0, 1.5, 1.5, 1.5)
+NOISE = 0.05
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Timed:
+    """What was measured."""
+
+    products: dict[Product, float]  # seconds of each
+    attention: list[Product]  # of scores and weighted values, forward
+    attention_s: float  # forward and backward
+    update_bytes: float
+    update_s: float
+    dtype: str
+
+
+def shapes(model: ModelConfig) -> list[Product]:
+    """The products that are timed: each shape of a layer and of the head, forward and backward."""
+    divides = lambda n: (
+        model.num_heads % n == model.kv_heads % n == model.feed_forward_width % n == 0
+    )
+    sharing = max(n for n in range(1, MOST_SHARING + 1) if divides(n))
+    found: dict[Product, None] = {}
+    for sequences in SEQUENCES:
+        num_tokens = sequences * model.context_length
+        for tensor in {1, sharing}:
+            products = costs.block_products(model, num_tokens, tensor)
+            products.append(costs.head_product(model, num_tokens, tensor))
+            for product in products:
+                found |= dict.fromkeys([product, *product.gradients])
+    return list(found)
+
+
+def measure(model: ModelConfig, dtype: str, progress: Callable[[str], None]) -> Timed:
+    """Times everything on the first device of JAX."""
+    products = {}
+    for i, product in enumerate(todo := shapes(model)):
+        progress(f"{i + 1} of {len(todo)} products")
+        products[product] = _product_s(product, dtype)
+    progress("attention")
+    attention_s = _attention_s(model, dtype)
+    progress("optimizer")
+    return Timed(
+        products=products,
+        attention=costs.attention_products(model, SEQUENCES[-1] * model.context_length),
+        attention_s=attention_s,
+        update_bytes=float(costs.UPDATE_BYTES_PER_PARAMETER * UPDATED),
+        update_s=_update_s(),
+        dtype=dtype,
+    )
+
+
+def explain(timed: Timed, kind: DeviceKind) -> tuple[Calibration, dict[Product, float]]:
+    """The calibration under which predictions come closest, and what each product is off by.
+
+    Returns, for each product, its predicted seconds over the measured ones, minus 1.
+    """
+    peak = kind.peak_flop_per_s[timed.dtype]
+    speed = _fit(timed.products, peak)
+    products_s = sum(speed.seconds(product, peak) for product in timed.attention)
+    usual_s = HOLMESJAX.attention_pairs * (1 + HOLMESJAX.attention_backward) * products_s
+    update_bytes_per_s = timed.update_bytes / timed.update_s
+    calibration = Calibration(
+        products=speed,
+        attention=_rounded(timed.attention_s / usual_s),
+        memory=_rounded(update_bytes_per_s / kind.memory_bandwidth_bytes_per_s),
+    )
+    off = {p: speed.seconds(p, peak) / seconds - 1 for p, seconds in timed.products.items()}
+    return calibration, off
+
+
+def _fit(products: dict[Product, float], peak_flop_per_s: float) -> ProductSpeed:
+    measured = np.log(list(products.values()))
+    start = np.log([GUESS.share, GUESS.rows, GUESS.columns, GUESS.depth])
+
+    def speed(x: Sequence[float]) -> ProductSpeed:
+        share, rows, columns, depth = (_rounded(math.exp(value)) for value in x)
+        return ProductSpeed(share=share, rows=rows, columns=columns, depth=depth)
+
+    def residuals(x: Any) -> Any:
+        share, rows, columns, depth = np.exp(x)
+        exact = ProductSpeed(share=share, rows=rows, columns=columns, depth=depth)
+        predicted = np.log([exact.seconds(p, peak_flop_per_s) for p in products])
+        errors = (predicted - measured) / NOISE
+        soft = np.sign(errors) * np.sqrt(2 * (np.sqrt(1 + errors**2) - 1))
+        return np.concatenate([soft, (x - start) / SPREAD])
+
+    return speed(least_squares(residuals, start).x.tolist())
+
+
+def _rounded(number: float) -> float:
+    """Three digits: more is noise."""
+    return float(f"{number:.3g}")
+
+
+def _seconds(run: Callable[[], Any]) -> float:
+    """Of one call, when many follow each other without a wait."""
+    jax.block_until_ready(run())  # compiles
+    start_s = time.perf_counter()
+    jax.block_until_ready(run())
+    calls = max(1, math.ceil(ROUND_S / max(time.perf_counter() - start_s, 1e-9)))
+    return statistics.median(_rounds(run, min(calls, 10_000)))
+
+
+def _rounds(run: Callable[[], Any], calls: int) -> Iterator[float]:
+    for _ in range(ROUNDS):
+        start_s = time.perf_counter()
+        for _ in range(calls):
+            result = run()
+        jax.block_until_ready(result)
+        yield (time.perf_counter() - start_s) / calls
+
+
+def _normal(seed: int, *shape: float, dtype: str) -> jax.Array:
+    """Random: products of zeros take less power, and so less time."""
+    numbers = np.random.default_rng(seed).standard_normal([round(n) for n in shape], np.float32)
+    return jnp.asarray(numbers, dtype)
+
+
+def _product_s(product: Product, dtype: str) -> float:
+    a = _normal(0, product.rows, product.depth, dtype=dtype)
+    b = _normal(1, product.depth, product.columns, dtype=dtype)
+    multiply = jax.jit(lambda a, b: jnp.matmul(a, b))
+    return product.count * _seconds(lambda: multiply(a, b))
+
+
+def _attention_s(model: ModelConfig, dtype: str) -> float:
+    """Of a forward and a backward."""
+    tokens = SEQUENCES[-1], model.context_length
+    q_BLHK = _normal(0, *tokens, model.num_heads, model.head_width, dtype=dtype)
+    k_BLGK = _normal(1, *tokens, model.kv_heads, model.head_width, dtype=dtype)
+    total = lambda q, k, v: ops.attention(q, k, v).astype(jnp.float32).sum()
+    gradients = jax.jit(jax.grad(total, argnums=(0, 1, 2)))
+    return _seconds(lambda: gradients(q_BLHK, k_BLGK, k_BLGK))
+
+
+def _update_s() -> float:
+    """Of AdamW on one array of float32, in place."""
+    optimizer = make_optimizer(OptimizerConfig(learning_rate=1e-3), num_steps=100)
+    params = {"block_000": {"up_DF": _normal(0, 2**12, UPDATED / 2**12, dtype="float32")}}
+    state = optimizer.init(params)
+    gradient = jax.tree.map(jnp.ones_like, params)
+
+    def update(params: Any, state: Any, gradient: Any) -> Any:
+        changes, state = optimizer.update(gradient, state, params)
+        return jax.tree.map(lambda p, change: p + change, params, changes), state
+
+    held = [params, state]
+    step = jax.jit(update, donate_argnums=(0, 1))
+
+    def run() -> Any:
+        held[:] = step(*held, gradient)
+        return held
+
+    return _seconds(run)

@@ -1,0 +1,112 @@
+"""`launch profile`: measures a device of this host, and writes what the planner takes it for."""
+
+import argparse
+import dataclasses
+import os
+import statistics
+import sys
+import time
+from pathlib import Path
+
+import jax
+
+from holmesjax import calibration, compat, speeds, units, yaml_files
+from holmesjax.calibration import Calibration, Product
+from holmesjax.errors import ConfigError
+from holmesjax.job import Job
+from holmesjax.topology import DeviceKind
+
+
+def run(args: argparse.Namespace) -> int:
+    kind = _kind(args.job, args.device)
+    path = Path(args.output or f"{kind.name}.yaml")
+    compat.use_devices({kind.name}, 1, rehearse=args.job.config.run.rehearse)
+    device = jax.devices()[0]
+    _refuse_another(device, kind)
+    train, model = args.job.config.train, args.job.config.model
+    timed = speeds.measure(model, train.compute_dtype, _progress)
+    _progress("")
+    found, off = speeds.explain(timed, kind)
+    path.write_text(_file(kind, device, found, off, timed), encoding="utf-8")
+    print(*_lines(kind, device, found, off, timed), sep="\n")
+    print(f"wrote {path}; name it in the topology: devices: {{..., calibration: {path.name}}}")
+    return 0
+
+
+def _kind(job: Job, asked: str | None) -> DeviceKind:
+    kinds = {node.device.name: node.device for node in job.topology.nodes}
+    if asked is None and len(kinds) == 1:
+        return next(iter(kinds.values()))
+    if asked not in kinds:
+        fix = f"name the one that this host has: --device {' or '.join(kinds)}"
+        found = asked or f"{len(kinds)} kinds in the topology {job.topology.name}"
+        raise ConfigError("--device", "must be a kind of the topology", found=found, fix=fix)
+    return kinds[asked]
+
+
+def _refuse_another(device: jax.Device, kind: DeviceKind) -> None:
+    """A CPU for a GPU, or the other way round; names of GPUs are the user's to compare."""
+    if (device.platform == "cpu") != (kind.name == "cpu"):
+        fix = "run it on a host that has one"
+        problem = f"this host has no {kind.name}"
+        raise ConfigError("--device", problem, found=device.device_kind, fix=fix)
+
+
+def _progress(text: str) -> None:
+    """One line that each call replaces, for people."""
+    if sys.stderr.isatty():
+        print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)
+
+
+def _file(
+    kind: DeviceKind,
+    device: jax.Device,
+    found: Calibration,
+    off: dict[Product, float],
+    timed: speeds.Timed,
+) -> str:
+    typical = statistics.median(map(abs, off.values()))
+    how = (
+        f"launch profile on {device.device_kind}, {os.cpu_count()} cores, JAX {jax.__version__}, "
+        f"{time.strftime('%Y-%m-%d')}"
+    )
+    peak = units.show(kind.peak_flop_per_s[timed.dtype], "FLOP/s")
+    sources = {
+        "products": f"{how}: {len(off)} products in {timed.dtype}, half of them within "
+        f"{typical:.0%}; of {peak}",
+        "attention": how,
+        "memory": f"{how}: AdamW on {speeds.UPDATED:,} parameters; "
+        f"of {units.show(kind.memory_bandwidth_bytes_per_s, 'B/s')}",
+    }
+    values = {
+        "devices": [kind.name],
+        "calibration": calibration.values(found),
+        "sources": sources,
+    }
+    return yaml_files.to_text(values)
+
+
+def _lines(
+    kind: DeviceKind,
+    device: jax.Device,
+    found: Calibration,
+    off: dict[Product, float],
+    timed: speeds.Timed,
+) -> list[str]:
+    """The table of products, and what they come to."""
+    lines = [f"{kind.name} ({device.device_kind}), {timed.dtype}"]
+    lines.append(f"  {'rows':>8} {'columns':>8} {'depth':>8}  {'speed':>13}  predicted")
+    for product, seconds in timed.products.items():
+        dims = " ".join(f"{round(n):8}" for n in product[:3])
+        speed = units.show(product.flop / seconds, "FLOP/s")
+        lines.append(f"  {dims}  {speed:>13}  {off[product]:+.0%} of the time")
+    peak = units.show(kind.peak_flop_per_s[timed.dtype], "FLOP/s")
+    share, rows, columns, depth = dataclasses.astuple(found.products)
+    return [
+        *lines,
+        f"products    {share:.0%} of {peak}, "
+        f"dims as if longer by {rows:g}, {columns:g} and {depth:g}",
+        f"attention   {found.attention:g} times as long as its products",
+        f"memory      {found.memory:.0%} of "
+        f"{units.show(kind.memory_bandwidth_bytes_per_s, 'B/s')} in the optimizer",
+    ]

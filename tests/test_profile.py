@@ -1,0 +1,167 @@
+"""`launch profile`: what explains the times of a device, and the file that the planner reads."""
+
+import dataclasses
+import os
+import subprocess
+import sys
+
+import jax
+import numpy as np
+import pytest
+import yaml
+
+from holmesjax import calibration, costs, speeds, topology as topologies
+from holmesjax.calibration import Product, ProductSpeed
+from holmesjax.config import ModelConfig
+from holmesjax.costs import HOLMESJAX
+from holmesjax.speeds import Timed
+from tests.jobs import compile_cache
+
+MODEL = ModelConfig(
+    num_layers=2, width=1024, num_heads=16, num_kv_heads=4, context_length=1024, vocab_size=32000
+)
+TINY = ModelConfig(num_layers=2, width=32, num_heads=4, context_length=16, vocab_size=64)
+KIND = topologies.known_device("h100")
+TRUTH = ProductSpeed(share=0.6, rows=40, columns=200, depth=120)
+
+
+def timed(noise=0.0, **changes):
+    """What a device would show that is as `TRUTH` says."""
+    peak = KIND.peak_flop_per_s["bfloat16"]
+    jitter = np.random.default_rng(0).normal(size=1000)
+    products = {
+        product: TRUTH.seconds(product, peak) * np.exp(noise * jitter[i])
+        for i, product in enumerate(speeds.shapes(MODEL))
+    }
+    attention = costs.attention_products(MODEL, 4096)
+    attention_s = sum(TRUTH.seconds(product, peak) for product in attention)
+    found = Timed(
+        products=products,
+        attention=attention,
+        attention_s=0.8 * HOLMESJAX.attention_pairs * 3.5 * attention_s,
+        update_bytes=28e9,
+        update_s=28e9 / (0.9 * 3.35e12),
+        dtype="bfloat16",
+    )
+    return dataclasses.replace(found, **changes)
+
+
+def test_the_calibration_behind_the_times_is_found():
+    found, off = speeds.explain(timed(), KIND)
+    assert found.products.share == pytest.approx(0.6, rel=0.02)
+    assert found.attention == pytest.approx(0.8, rel=0.05)
+    assert found.memory == pytest.approx(0.9, rel=0.01)
+    assert max(map(abs, off.values())) < 0.03
+    assert off.keys() == set(speeds.shapes(MODEL))
+
+
+def test_noise_and_one_strange_product_do_not_hide_it():
+    noisy = timed(noise=0.03)
+    strange = next(iter(noisy.products))
+    products = noisy.products | {strange: 5 * noisy.products[strange]}
+    found, off = speeds.explain(dataclasses.replace(noisy, products=products), KIND)
+    assert found.products.share == pytest.approx(0.6, rel=0.05)
+    assert off[strange] == pytest.approx(1 / 5 - 1, abs=0.05)
+    assert sorted(map(abs, off.values()))[-2] < 0.12
+
+
+def test_the_products_are_those_of_a_device_alone_and_of_one_of_eight():
+    shapes = speeds.shapes(dataclasses.replace(MODEL, num_kv_heads=16))
+    assert len(shapes) == len(set(shapes))
+    assert Product(1024, 4096, 1024) in shapes  # up, of one sequence
+    assert Product(4096, 4096 / 8, 1024) in shapes  # of four, on one of eight devices
+    assert Product(1024, 4096, 4096) in shapes  # the gradient of its weight
+    # Four key-value heads are shared by four at most.
+    assert Product(4096, 4096 / 8, 1024) not in speeds.shapes(MODEL)
+    assert Product(4096, 4096 / 4, 1024) in speeds.shapes(MODEL)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_what_is_timed_is_what_is_said(monkeypatch, dtype):
+    """Every program runs, with arrays of the shapes and the dtype that it stands for."""
+    results = []
+
+    def seconds(run):
+        results.append(jax.block_until_ready(run()))
+        return 1.0
+
+    monkeypatch.setattr(speeds, "_seconds", seconds)
+    monkeypatch.setattr(speeds, "UPDATED", 2**13)
+    said = []
+    found = speeds.measure(TINY, dtype, said.append)
+    shapes = speeds.shapes(TINY)
+    assert found.products == {product: product.count for product in shapes}
+    for product, result in zip(shapes, results, strict=False):
+        assert (result.shape, result.dtype) == ((product.rows, product.columns), dtype)
+    attention, (params, _) = results[-2:]
+    assert [g.shape for g in attention] == [(4, 16, 4, 8)] * 3
+    assert params["block_000"]["up_DF"].size == 2**13
+    assert found.update_bytes == 28 * 2**13
+    assert len(said) == len(shapes) + 2
+
+
+# ---- the command ---------------------------------------------------------------------------------
+
+RUN = """\
+topology: one.yaml
+run: {dir: unset}
+model: {num_layers: 2, width: 32, num_heads: 4, context_length: 16}
+data: {corpus: python-stdlib}
+train: {steps: 1, global_batch: 4}
+optimizer: {learning_rate: 1.0e-3}
+"""
+TOPOLOGY = """\
+name: one
+clusters:
+  - name: a
+    fabric: local
+    nodes: 1
+    devices: {kind: cpu, count: 1}
+"""
+
+
+@pytest.fixture
+def folder(tmp_path):
+    (tmp_path / "run.yaml").write_text(RUN)
+    (tmp_path / "one.yaml").write_text(TOPOLOGY)
+    return tmp_path
+
+
+def profile(folder, *arguments):
+    command = [sys.executable, "-m", "launch", "profile", "run.yaml", *arguments]
+    env = {**os.environ, **compile_cache(folder)}
+    return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=250)
+
+
+def test_a_device_is_measured_and_the_planner_takes_it(folder):
+    done = profile(folder)
+    assert done.returncode == 0, done.stderr
+    assert "wrote cpu.yaml" in done.stdout
+    file = calibration.read(folder / "cpu.yaml")
+    assert file.devices == ("cpu",)
+    assert "JAX" in file.sources.products
+    table = [line for line in done.stdout.splitlines() if "of the time" in line]
+    model = ModelConfig(num_layers=2, width=32, num_heads=4, context_length=16)
+    assert len(table) == len(speeds.shapes(model))
+    described = yaml.safe_load(TOPOLOGY)
+    described["clusters"][0]["devices"]["calibration"] = "cpu.yaml"
+    (folder / "one.yaml").write_text(yaml.safe_dump(described))
+    device = topologies.load(folder / "one.yaml").nodes[0].device
+    assert device.calibration == file.calibration
+
+
+@pytest.mark.parametrize(
+    "devices, arguments, problem",
+    [
+        ("{kind: h100, count: 1}", (), "this host has no h100"),
+        ("{kind: cpu, count: 1}", ("--device", "h100"), "must be a kind of the topology"),
+    ],
+)
+def test_a_device_that_is_not_here_is_refused(folder, devices, arguments, problem):
+    text = TOPOLOGY.replace("{kind: cpu, count: 1}", devices)
+    (folder / "one.yaml").write_text(text)
+    done = profile(folder, *arguments)
+    assert done.returncode == 2
+    assert problem in done.stderr
+    assert "Traceback" not in done.stderr
+    assert {path.name for path in folder.glob("*.yaml")} == {"run.yaml", "one.yaml"}
