@@ -6,11 +6,12 @@ memory, and, among rows that train the same model on as many devices, how well p
 them (Spearman) and how much slower the predicted best is than the measured best (regret).
 
     as shipped        nothing is fitted to these rows: `configs/calibrations`, data sheets
-    cross-validated   fitted to four fifths of the rows, the rest predicted, in turns
+    cross-validated   fitted to four fifths of the rows, the rest predicted, in turns; the mean of
+                      five ways to shuffle them where there are fewer than 200
     without its size  fitted to the models of all other sizes
     without the row   one speed for each kind of device, fitted to the other rows
 
-The table, and a picture of predicted beside measured, go to benchmarks/results/.
+The table, every row, and a picture of the errors go to benchmarks/results/.
 """
 
 import argparse
@@ -35,23 +36,26 @@ from holmesjax.errors import DataError, HolmesError
 from holmesjax.figures import BLUE, GREEN, GRID, INK, MUTED, ORANGE
 
 Result = dict[str, Any]
-How = Callable[[Sequence[Any]], list[Fitted]]
+# What is fitted for each run, once or several times: errors are means over all of them.
+How = Callable[[Sequence[Any]], list[list[Fitted]]]
+SHUFFLES, FEW = 5, 200  # of fewer rows than that; what more rows come to depends less on chance
 
 
-def as_shipped(runs: Sequence[Any]) -> list[Fitted]:
-    return [AS_SHIPPED] * len(runs)
+def as_shipped(runs: Sequence[Any]) -> list[list[Fitted]]:
+    return [[AS_SHIPPED] * len(runs)]
 
 
-def cross_validated(runs: Sequence[Run]) -> list[Fitted]:
-    return fits.left_out(runs, fits.folds(len(runs)), fits.fit)
+def cross_validated(runs: Sequence[Run]) -> list[list[Fitted]]:
+    shuffles = range(SHUFFLES if len(runs) < FEW else 1)
+    return [fits.left_out(runs, fits.folds(len(runs), n), fits.fit) for n in shuffles]
 
 
-def without_its_size(runs: Sequence[Run]) -> list[Fitted]:
-    return fits.left_out(runs, fits.by_model(runs), fits.fit)
+def without_its_size(runs: Sequence[Run]) -> list[list[Fitted]]:
+    return [fits.left_out(runs, fits.by_model(runs), fits.fit)]
 
 
-def without_the_row(runs: Sequence[Run]) -> list[Fitted]:
-    return fits.left_out(runs, [[i] for i in range(len(runs))], fits.fit_kinds)
+def without_the_row(runs: Sequence[Run]) -> list[list[Fitted]]:
+    return [fits.left_out(runs, [[i] for i in range(len(runs))], fits.fit_kinds)]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -163,10 +167,19 @@ def line_of(
     start_s = time.monotonic()
     label = f"{name} ({check.what})" if check.what else name
     print(f"  {label}, {how.__name__.replace('_', ' ')}", end="", file=sys.stderr, flush=True)
-    predicted = [check.predict(run, f) for run, f in zip(runs, how(runs), strict=True)]
-    errors = [p / run.measured - 1 for p, run in zip(predicted, runs, strict=True)]
-    pairs = [(run, p) for run, p in zip(runs, predicted, strict=True) if isinstance(run, Run)]
-    rank, regret = choices(pairs)
+    rounds = [
+        [check.predict(run, f) for run, f in zip(runs, fitted, strict=True)] for fitted in how(runs)
+    ]
+    errors = [
+        p / run.measured - 1
+        for predicted in rounds
+        for p, run in zip(predicted, runs, strict=True)
+    ]
+    chosen = [
+        choices([(r, p) for r, p in zip(runs, predicted, strict=True) if isinstance(r, Run)])
+        for predicted in rounds
+    ]
+    rank, regret = map(_mean, zip(*chosen, strict=True))
     print(f": {time.monotonic() - start_s:.1f} s", file=sys.stderr)
     return {
         "file": label,
@@ -178,8 +191,8 @@ def line_of(
         "rank": rank,
         "regret": regret,
         "runs": [
-            {"run": run.name, "measured": run.measured, "predicted": p}
-            for run, p in zip(runs, predicted, strict=True)
+            {"run": run.name, "measured": run.measured, "predicted": statistics.fmean(each)}
+            for run, *each in zip(runs, *rounds, strict=True)
         ],
     }
 
@@ -203,8 +216,13 @@ def choices(pairs: Sequence[tuple[Run, float]]) -> tuple[float | None, float | N
         for some in sets.values()
         if len(some) > 1
     ]
-    mean = lambda numbers: statistics.fmean(numbers) if numbers else None
-    return mean(ranks), mean(regrets)
+    return _mean(ranks), _mean(regrets)
+
+
+def _mean(numbers: Iterable[float | None]) -> float | None:
+    """Of those that there are."""
+    known = [number for number in numbers if number is not None]
+    return statistics.fmean(known) if known else None
 
 
 HEADER = ("file", "predicted", "rows", "mean", "worst", "bar", "rank", "regret")
@@ -280,6 +298,8 @@ def main() -> None:
     }
     args.out.mkdir(parents=True, exist_ok=True)
     (args.out / "planner_accuracy.json").write_text(json.dumps(result, indent=1) + "\n")
+    foot = f"commit {result['commit']}, {result['date']}: `{result['command']}`"
+    (args.out / "planner_accuracy.md").write_text("\n".join([*table(lines), "", foot, ""]))
     picture(lines).savefig(args.out / "planner_accuracy.png", dpi=120)
 
 

@@ -24,6 +24,9 @@ from holmesjax.stage_times import StageTimes, stage_times
 from holmesjax.topology import DeviceKind, Fabric, Link
 
 
+Layout = tuple[int, int, int]  # width of the model, `tensor`, stages
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Machine:
     """Nodes of one kind."""
@@ -48,6 +51,7 @@ class Fitted:
     between: float = 1.0  # of the bandwidth of NICs
     kinds: Mapping[str, float] = dataclasses.field(default_factory=dict)  # of devices, by kind
     other_kinds: float = 1.0
+    layouts: Mapping[Layout, float] = dataclasses.field(default_factory=dict)  # of their steps
 
     def calibration(self, shipped: Calibration) -> Calibration:
         products = dataclasses.replace(
@@ -97,6 +101,10 @@ class Run:
     @property
     def measured(self) -> float:
         return self.measured_s
+
+    @property
+    def layout(self) -> Layout:
+        return self.model.width, self.tensor, self.stages
 
     @property
     def choice(self) -> tuple[object, ...]:
@@ -231,7 +239,7 @@ def bound_s(run: Run, fitted: Fitted) -> float:
     chunks = [f + b for f, b in zip(parts.forward_s, parts.backward_s, strict=True)]
     stages = [sum(chunks[s :: run.stages]) for s in range(run.stages)]
     most = max(run.microbatches * s + (sum(stages) - s) / run.chunks for s in stages)
-    return most + parts.once_s
+    return (most + parts.once_s) * fitted.layouts.get(run.layout, 1.0)
 
 
 def predict_s(run: Run, fitted: Fitted) -> float:
@@ -241,7 +249,7 @@ def predict_s(run: Run, fitted: Fitted) -> float:
     tasks = schedule.schedule(name, run.stages, run.microbatches, num_chunks=run.chunks)
     no_time = [(0.0, 0.0)] * (run.stages - (run.chunks == 1))
     simulation = schedule.simulate(tasks, parts.forward_s, parts.backward_s, no_time)
-    return simulation.step_time_s + parts.once_s
+    return (simulation.step_time_s + parts.once_s) * fitted.layouts.get(run.layout, 1.0)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
