@@ -171,9 +171,7 @@ def line_of(
         [check.predict(run, f) for run, f in zip(runs, fitted, strict=True)] for fitted in how(runs)
     ]
     errors = [
-        p / run.measured - 1
-        for predicted in rounds
-        for p, run in zip(predicted, runs, strict=True)
+        p / run.measured - 1 for predicted in rounds for p, run in zip(predicted, runs, strict=True)
     ]
     chosen = [
         choices([(r, p) for r, p in zip(runs, predicted, strict=True) if isinstance(r, Run)])

@@ -23,7 +23,6 @@ from holmesjax.planner import split_chunks
 from holmesjax.stage_times import StageTimes, stage_times
 from holmesjax.topology import DeviceKind, Fabric, Link
 
-
 Layout = tuple[int, int, int]  # width of the model, `tensor`, stages
 
 

@@ -57,7 +57,8 @@ def _integers(row: Row, *names: str) -> list[int]:
 
 
 def _gpt(row: Row, vocab: int) -> ModelConfig:
-    return _model(*_integers(row, "layers", "hidden", "heads", "seq"), vocab)
+    layers, width, heads, length = _integers(row, "layers", "hidden", "heads", "seq")
+    return _model(layers, width, heads, length, vocab)
 
 
 def _model(layers: int, width: int, heads: int, length: int, vocab: int) -> ModelConfig:

@@ -24,23 +24,23 @@ Text = Annotated[str, Field(min_length=1, strict=True)]
 
 
 class Product(NamedTuple):
-    """`count` matrix products of [rows, depth] and [depth, columns]."""
+    """A matrix product of [rows, depth] and [depth, columns], done `times` times."""
 
     rows: float
     columns: float
     depth: float
-    count: float = 1
+    times: float = 1
 
     @property
     def flop(self) -> float:
         """A multiplication and an addition are two."""
-        return 2.0 * self.rows * self.columns * self.depth * self.count
+        return 2.0 * self.rows * self.columns * self.depth * self.times
 
     @property
     def gradients(self) -> tuple["Product", "Product"]:
         """The products that make the gradients of its left and of its right operand."""
-        rows, columns, depth, count = self
-        return Product(rows, depth, columns, count), Product(depth, columns, rows, count)
+        rows, columns, depth, times = self
+        return Product(rows, depth, columns, times), Product(depth, columns, rows, times)
 
 
 def flop(products: Iterable[Product]) -> float:
@@ -63,8 +63,8 @@ class ProductSpeed:
     depth: Dim = 0.0
 
     def seconds(self, product: Product, peak_flop_per_s: float) -> float:
-        m, n, k, count = product
-        padded = 2.0 * count * (m + self.rows) * (n + self.columns) * (k + self.depth)
+        m, n, k, times = product
+        padded = 2.0 * times * (m + self.rows) * (n + self.columns) * (k + self.depth)
         return padded / (self.share * peak_flop_per_s)
 
 

@@ -190,8 +190,8 @@ def block_products(model: ModelConfig, num_tokens: float, tensor: int = 1) -> li
 def attention_products(model: ModelConfig, num_tokens: float, tensor: int = 1) -> list[Product]:
     """Scores and weighted values of one Transformer layer's forward, over all S x S pairs."""
     s, k = model.context_length, model.head_width
-    count = num_tokens / s * model.num_heads / tensor
-    return [Product(s, s, k, count), Product(s, k, s, count)]
+    times = num_tokens / s * model.num_heads / tensor
+    return [Product(s, s, k, times), Product(s, k, s, times)]
 
 
 def head_product(model: ModelConfig, num_tokens: float, tensor: int = 1) -> Product:

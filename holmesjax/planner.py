@@ -163,8 +163,15 @@ class _Site:
         return [self._times(config, shape) for shape in shapes]
 
     def _times(self, config: Config, shape: costs.StageShape) -> StageTimes:
-        axes = (Axis.DATA, Axis.TENSOR, Axis.FSDP)
-        return stage_times(config.model, shape, self.kinds, *map(self.placement.groups.get, axes))
+        group = self.placement.groups.get
+        return stage_times(
+            config.model,
+            shape,
+            self.kinds,
+            data=group(Axis.DATA),
+            tensor=group(Axis.TENSOR),
+            fsdp=group(Axis.FSDP),
+        )
 
     @property
     def usable_bytes(self) -> float:

@@ -155,7 +155,7 @@ def _product_s(product: Product, dtype: str) -> float:
     a = _normal(0, product.rows, product.depth, dtype=dtype)
     b = _normal(1, product.depth, product.columns, dtype=dtype)
     multiply = jax.jit(lambda a, b: jnp.matmul(a, b))
-    return product.count * _seconds(lambda: multiply(a, b))
+    return product.times * _seconds(lambda: multiply(a, b))
 
 
 def _attention_s(model: ModelConfig, dtype: str) -> float:

@@ -112,20 +112,25 @@ def test_every_way_has_its_rate_and_faults_come_and_go(tmp_path):
     path.write_text(UNEQUAL)
     with network(path, 0.001) as made, contextlib.ExitStack() as stack:
         a0, a1, b0 = made.lab.nodes
-        bit_per_s = lambda node, to, num_bytes: 8 * rate_bytes_per_s(made, node, to, num_bytes)
+
+        def has(rate_bit_per_s, node, to, num_bytes):
+            """No faster than shaped; slower, if this machine is busy, but no other rate here."""
+            found_bit_per_s = 8 * rate_bytes_per_s(made, node, to, num_bytes)
+            return 0.6 < found_bit_per_s / rate_bit_per_s < 1.1
+
         for node, address in ((a1, a1.fast_address), (a1, a1.slow_address), (b0, b0.slow_address)):
             stack.enter_context(serving(made, node, address))
-        assert bit_per_s(a0, a1.fast_address, 10_000_000) == pytest.approx(200e6, rel=0.1)
-        assert bit_per_s(a0, a1.slow_address, 5_000_000) == pytest.approx(100e6, rel=0.1)
-        assert bit_per_s(a0, b0.slow_address, 2_000_000) == pytest.approx(40e6, rel=0.1)
-        assert bit_per_s(b0, a1.slow_address, 1_000_000) == pytest.approx(20e6, rel=0.1)
-        assert bit_per_s(b0, a1.fast_address, 1_000_000) == pytest.approx(20e6, rel=0.1)
+        assert has(200e6, a0, a1.fast_address, 10_000_000)
+        assert has(100e6, a0, a1.slow_address, 5_000_000)
+        assert has(40e6, a0, b0.slow_address, 2_000_000)
+        assert has(20e6, b0, a1.slow_address, 1_000_000)
+        assert has(20e6, b0, a1.fast_address, 1_000_000)
 
         doing, undoing = made.fault(parse("slow b->a to 5 Mb/s", made.lab.topology))
         [namespaces.run_line(line) for line in doing]
-        assert bit_per_s(b0, a1.slow_address, 500_000) == pytest.approx(5e6, rel=0.1)
+        assert has(5e6, b0, a1.slow_address, 500_000)
         [namespaces.run_line(line) for line in undoing]
-        assert bit_per_s(b0, a1.slow_address, 1_000_000) == pytest.approx(20e6, rel=0.1)
+        assert has(20e6, b0, a1.slow_address, 1_000_000)
         for text in ("cut a->b 1s", "cut b-0 1s", "cut a-0 1s"):
             doing, undoing = made.fault(parse(text, made.lab.topology))
             [namespaces.run_line(line) for line in doing]
@@ -133,7 +138,7 @@ def test_every_way_has_its_rate_and_faults_come_and_go(tmp_path):
             with pytest.raises(subprocess.TimeoutExpired):  # silent: no refusal, no reset
                 subprocess.run(words, capture_output=True, timeout=1.5, check=True)
             [namespaces.run_line(line) for line in undoing]
-            assert bit_per_s(a0, b0.slow_address, 9000) > 0
+            assert rate_bytes_per_s(made, a0, b0.slow_address, 9000) > 0
 
 
 @needs_lab
@@ -238,7 +243,7 @@ def test_nothing_is_left_whatever_ends_a_lab(tmp_path):
     folders = [tmp_path / name for name in ("gives_up", "stopped", "killed")]
     for folder in folders:
         folder.mkdir()
-    options = ["--fault", "t=1s kill b-0", "--cpu", "20%"]
+    options = ["--fault", "t=5s kill b-0", "--cpu", "20%"]  # not before all have been counted
     with (
         lab_job(folders[0], options=options) as gives_up,
         lab_job(folders[1], options=["--cpu", "20%"]) as stopped,

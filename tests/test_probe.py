@@ -171,7 +171,7 @@ def test_the_mapper_goes_around_a_slow_pair(tmp_path):
     devices = {node.name: topology.devices((node.name,)) for node in topology.nodes}
     found = place(topology, devices, {"data": 2, "tensor": 2}, {"data": 1.0, "tensor": 100.0})
     assert found.devices == (0, 2, 1, 3)
-    assert found.links["tensor"].bandwidth_bytes_per_s == 20e9 / 8
+    assert found.groups["tensor"].slowest.bandwidth_bytes_per_s == 20e9 / 8
 
 
 def test_a_plan_reckons_with_a_slow_pair(tmp_path):

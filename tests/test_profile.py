@@ -90,7 +90,7 @@ def test_what_is_timed_is_what_is_said(monkeypatch, dtype):
     said = []
     found = speeds.measure(TINY, dtype, said.append)
     shapes = speeds.shapes(TINY)
-    assert found.products == {product: product.count for product in shapes}
+    assert found.products == {product: product.times for product in shapes}
     for product, result in zip(shapes, results, strict=False):
         assert (result.shape, result.dtype) == ((product.rows, product.columns), dtype)
     attention, (params, _) = results[-2:]
