@@ -247,14 +247,18 @@ def _cells(line: Result) -> tuple[str, ...]:
     )
 
 
+EDGE = 50.0  # %, of the picture: what is further off is drawn there
+
+
 def picture(lines: Sequence[Result]) -> Figure:
-    """Predicted over measured, for every row, one panel a file."""
+    """The error of every row, a line for each file and way."""
     names = list(dict.fromkeys(line["file"] for line in lines))
     figure = Figure(figsize=(10, 0.6 + 0.42 * len(lines)), layout="constrained")
     axes = figure.subplots()
     colors = {name: (BLUE, ORANGE, GREEN)[i % 3] for i, name in enumerate(names)}
     for i, line in enumerate(lines):
         errors = [100 * (run["predicted"] / run["measured"] - 1) for run in line["runs"]]
+        errors = [max(-EDGE, min(EDGE, error)) for error in errors]
         axes.scatter(errors, [i] * len(errors), s=14, alpha=0.5, color=colors[line["file"]])
         if line["bar"] is not None:
             bar = 100 * line["bar"]
@@ -264,7 +268,10 @@ def picture(lines: Sequence[Result]) -> Figure:
     axes.invert_yaxis()
     axes.axvline(0, color=MUTED, linewidth=1)
     axes.grid(axis="x", color=GRID)
-    axes.set_xlabel("error of what is predicted, %; black: the bar of the mean", color=INK)
+    axes.set_xlabel(
+        f"error of what is predicted, % ({EDGE:g} or more at the edge); black: bar of the mean",
+        color=INK,
+    )
     return figure
 
 
@@ -289,7 +296,7 @@ def main() -> None:
     if left := [path.name for path in paths if path not in known]:
         print(f"\nnot read: {', '.join(left)}")
     result = {
-        "command": " ".join(["python -m benchmarks.planner_accuracy", *sys.argv[1:]]),
+        "command": "python -m benchmarks.planner_accuracy DIR",
         "commit": commit(),
         "date": time.strftime("%Y-%m-%d"),
         "lines": lines,
