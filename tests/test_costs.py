@@ -1,7 +1,5 @@
 """Costs are checked against the model's own arrays and published numbers."""
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,6 +12,7 @@ from holmesjax.config import ModelConfig
 from holmesjax.models import gpt
 from holmesjax.plan import EMBED, HEAD, block_name
 from holmesjax.sharding import TENSOR_DIMS, dims
+from tests.shapes import shape_of
 
 SMALL = {"num_layers": 3, "width": 64, "num_heads": 4, "context_length": 24, "vocab_size": 96}
 MODELS = {
@@ -43,23 +42,6 @@ def test_parameters_are_those_of_the_model(model, tensor):
     assert costs.embed_parameters(model, tensor) == parameters_of(model, EMBED, tensor)
     table = costs.table_parameters(model, tensor) if model.tied_embeddings else 0
     assert costs.head_parameters(model, tensor) == parameters_of(model, HEAD, tensor) + table
-
-
-def shape_of(**changes):
-    stage = costs.StageShape(
-        num_blocks=2,
-        is_first=True,
-        is_last=True,
-        data=1,
-        tensor=1,
-        sequences=2,
-        chunks=1,
-        in_flight=1,
-        head_in_flight=1,
-        dtype="float32",
-        checkpointing="none",
-    )
-    return dataclasses.replace(stage, **changes)
 
 
 @pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)

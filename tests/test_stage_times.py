@@ -1,6 +1,7 @@
 """Seconds of a stage, worked by hand for models that fit on a sheet of paper."""
 
 import dataclasses
+import functools
 
 import pytest
 from hypothesis import given, strategies as st
@@ -11,6 +12,7 @@ from holmesjax.config import ModelConfig
 from holmesjax.network import Group
 from holmesjax.stage_times import HOLMESJAX, exposed_s, stage_times
 from holmesjax.topology import DeviceKind, Link
+from tests import shapes
 
 LINK = Link(fabric="nvlink", bandwidth_bytes_per_s=100.0, latency_s=3.0)
 PAIR = Group(size=2, nodes=1, inside=LINK, between=None)
@@ -31,21 +33,7 @@ GPT2 = ModelConfig(
 )
 
 
-def shape_of(**changes):
-    stage = costs.StageShape(
-        num_blocks=3,
-        is_first=True,
-        is_last=True,
-        data=1,
-        tensor=1,
-        sequences=2,
-        chunks=1,
-        in_flight=1,
-        head_in_flight=1,
-        dtype="float32",
-        checkpointing="none",
-    )
-    return dataclasses.replace(stage, **changes)
+shape_of = functools.partial(shapes.shape_of, num_blocks=3)
 
 
 def test_a_stage_worked_by_hand():
