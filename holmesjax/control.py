@@ -2,7 +2,8 @@
 
     member -> controller    hello      number, plan, versions: compared before anything else
                             ready      the addresses where it listens
-                            up         compiled, connected, about to train
+                            compiled   compiled and connected to its neighbours
+                            up         about to train
                             vote       its stage's squared gradient norm in a step (leaders only)
                             part       what it measured in a step
                             saved      the files of a checkpoint's part (leaders only)
@@ -11,6 +12,7 @@
                             done       it has trained to the end
                             beat       it lives, and what it is waiting for
     controller -> member    start      everybody's addresses
+                            go         everybody has compiled
                             verdict    all squared norms of a step, and whether to stop after it
                             tell       asks for a beat at once
                             end        everybody is done
@@ -62,6 +64,7 @@ class _Seat:
     heard_s: float = 0.0
     status: str = "had not come"
     addresses: Any = None
+    compiled: bool = False
     lost: bool = False
 
 
@@ -190,6 +193,11 @@ class Controller:
                 if None not in book:
                     now_s = time.perf_counter()
                     self.broadcast({"kind": "start", "book": book, "now_s": now_s, **self._start})
+        elif kind == "compiled":
+            with self._lock:
+                seat.compiled = True
+                if all(other.compiled for other in self._seats):
+                    self.broadcast({"kind": "go"})
         elif kind == "vote":
             with self._lock:
                 votes = self._votes.setdefault(message["step"], {})

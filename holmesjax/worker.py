@@ -176,6 +176,10 @@ class _Worker:
             reading = pool.submit(read_batches, job.config)
             member.status("was compiling")
             runner = self._make_runner(stages, ports, start["book"])
+            # XLA:CPU gives up on a collective whose other processes come half a minute later.
+            member.tell("compiled")
+            member.status("waited for the other processes to compile")
+            member.wait_for("go", self._config.start_timeout_s)
             member.status("was reading the corpus and the checkpoint")
             done = start["resume"]
             states = self._restore(stages, done) if done else runner.init(job.config.train.seed)

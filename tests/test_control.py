@@ -85,6 +85,16 @@ def test_the_start_comes_when_all_are_there_and_has_their_addresses(controller, 
         assert start["resume"] == 7
 
 
+def test_nobody_goes_before_all_have_compiled(controller, members):
+    for member in members[:2]:
+        member.tell("compiled")
+    with pytest.raises(PeerError, match="has not started within"):
+        members[0].wait_for("go", 0.2)
+    members[2].tell("compiled")
+    for member in members:
+        assert member.wait_for("go", 5) == {"kind": "go"}
+
+
 def test_all_get_the_same_verdict_exactly(controller, members):
     norms = [1 / 3, float("nan")]
     for step in (1, 2):
