@@ -29,10 +29,10 @@ MOST_SHARING = 8  # devices that share a product
 SEQUENCES = (1, 4)  # in a microbatch
 UPDATED = 2**24  # parameters of the optimizer's array: far more than caches hold
 
-# How far off the guesses may be, as standard deviations of logarithms: a few shapes say little of
-# each dim by itself.
-GUESS = ProductSpeed(share=0.7, rows=100.0, columns=80.0, depth=80.0)
-SPREAD = (2.0, 1.5, 1.5, 1.5)
+# Guesses, and how far off they may be, as standard deviations of logarithms: a few shapes say
+# little of each dim by itself. Large products reach about what the best of the timed ones reaches.
+DIMS = (100.0, 80.0, 80.0)
+SPREAD = (0.3, 1.5, 1.5, 1.5)  # of the share, and of each dim
 NOISE = 0.05
 
 
@@ -105,7 +105,8 @@ def explain(timed: Timed, kind: DeviceKind) -> tuple[Calibration, dict[Product, 
 
 def _fit(products: dict[Product, float], peak_flop_per_s: float) -> ProductSpeed:
     measured = np.log(list(products.values()))
-    start = np.log([GUESS.share, GUESS.rows, GUESS.columns, GUESS.depth])
+    best = max(product.flop / seconds for product, seconds in products.items())
+    start = np.log([best / peak_flop_per_s, *DIMS])
 
     def speed(x: Sequence[float]) -> ProductSpeed:
         share, rows, columns, depth = (_rounded(math.exp(value)) for value in x)
