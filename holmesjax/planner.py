@@ -11,7 +11,7 @@ the topology.
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -121,7 +121,7 @@ class _Site:
     index: int
     num_stages: int
     cluster: str
-    kinds: tuple[DeviceKind, ...]  # of the nodes
+    kinds: tuple[DeviceKind, ...]  # of the nodes, each once
     nodes: tuple[str, ...]
     placement: Placement[Axis]
     tasks: tuple[Task, ...]  # of a step, in order
@@ -216,13 +216,22 @@ def _sites(config: Config, topology: Topology, counts: Sequence[int]) -> list[_S
                 index=i,
                 num_stages=len(chosen),
                 cluster=cluster.name,
-                kinds=tuple(node.device for node in cluster.nodes if node.name in devices),
+                kinds=_kinds(node.device for node in cluster.nodes if node.name in devices),
                 nodes=tuple(devices),
                 placement=place(topology, devices, sizes, traffic_bytes),
                 tasks=tasks[i],
             )
         )
     return sites
+
+
+def _kinds(devices: Iterable[DeviceKind]) -> tuple[DeviceKind, ...]:
+    """Each once: equal nodes cost the same, and a cluster has many."""
+    found: list[DeviceKind] = []
+    for device in devices:
+        if device not in found:
+            found.append(device)
+    return tuple(found)
 
 
 def _tasks(

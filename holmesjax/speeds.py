@@ -4,10 +4,11 @@ The matrix products are those of a model, forward and backward, on one device an
 because what a product reaches of the peak depends on its shape.
 """
 
+import dataclasses
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -108,19 +109,19 @@ def _fit(products: dict[Product, float], peak_flop_per_s: float) -> ProductSpeed
     best = max(product.flop / seconds for product, seconds in products.items())
     start = np.log([best / peak_flop_per_s, *DIMS])
 
-    def speed(x: Sequence[float]) -> ProductSpeed:
-        share, rows, columns, depth = (_rounded(math.exp(value)) for value in x)
+    def speed(x: Any) -> ProductSpeed:
+        share, rows, columns, depth = np.exp(x).tolist()
         return ProductSpeed(share=share, rows=rows, columns=columns, depth=depth)
 
     def residuals(x: Any) -> Any:
-        share, rows, columns, depth = np.exp(x)
-        exact = ProductSpeed(share=share, rows=rows, columns=columns, depth=depth)
-        predicted = np.log([exact.seconds(p, peak_flop_per_s) for p in products])
+        tried = speed(x)
+        predicted = np.log([tried.seconds(p, peak_flop_per_s) for p in products])
         errors = (predicted - measured) / NOISE
         soft = np.sign(errors) * np.sqrt(2 * (np.sqrt(1 + errors**2) - 1))
         return np.concatenate([soft, (x - start) / SPREAD])
 
-    return speed(least_squares(residuals, start).x.tolist())
+    found = dataclasses.asdict(speed(least_squares(residuals, start).x))
+    return ProductSpeed(**{name: _rounded(value) for name, value in found.items()})
 
 
 def _rounded(number: float) -> float:

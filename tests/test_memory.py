@@ -6,11 +6,12 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from holmesjax import costs, memory
+from holmesjax import memory
 from holmesjax.config import ModelConfig
 from holmesjax.models import gpt
 from holmesjax.plan import block_name
 from holmesjax.stage import CHECKPOINT_POLICIES, Saved
+from tests.shapes import shape_of
 
 SMALL = {"num_layers": 2, "width": 64, "num_heads": 4, "context_length": 48, "vocab_size": 96}
 MODELS = {
@@ -19,19 +20,7 @@ MODELS = {
         **SMALL, num_kv_heads=2, mlp_width=160, activation="swiglu", norm="rms_norm"
     ),
 }
-SHAPE = costs.StageShape(
-    num_blocks=2,
-    is_first=True,
-    is_last=True,
-    data=1,
-    tensor=1,
-    sequences=3,
-    chunks=1,
-    in_flight=1,
-    head_in_flight=1,
-    dtype="float32",
-    checkpointing="none",
-)
+SHAPE = shape_of(sequences=3)
 
 
 @pytest.mark.parametrize("policy", ["none", "dots", "full"])
