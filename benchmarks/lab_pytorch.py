@@ -74,7 +74,9 @@ def pipeline(config: Config, whole: GPT, stage: int, replica: int, groups: list)
     chain = groups[NUM_STAGES + replica]
     pipe = PipelineStage(model, stage, NUM_STAGES, torch.device("cpu"), group=chain)
     cross_entropy = lambda logits, target: F.cross_entropy(logits.flatten(0, 1), target.flatten())
-    schedule = Schedule1F1B(pipe, config.parallel.microbatches, loss_fn=cross_entropy)
+    microbatches = config.parallel.microbatches
+    assert microbatches is not None, "the rows say how many"
+    schedule = Schedule1F1B(pipe, microbatches, loss_fn=cross_entropy)
     optimizer = make_optimizer(part, c)
 
     def step(token_BL: torch.Tensor, target_BL: torch.Tensor) -> float | None:

@@ -40,6 +40,7 @@ BARS = {8: 0.98, 32: 0.95, 64: 0.85}  # of the best homogeneous figure of the sa
 QUOTA = 0.45  # cores of a node
 SLOWER = 2 / 3  # of that, for the nodes of the slower cluster where nodes are unequal
 PEAK_GFLOP_PER_S = 90  # of a node, for the planner: HolmesJAX reaches about half of it
+NUM_NODES = 4
 GLOBAL_BATCH = 32
 MICROBATCHES = {1: 8, 2: 16}  # by the number of stages: a sequence of each node in a microbatch
 WARM_UP_STEPS = 2  # of each run; they fill memory and caches
@@ -157,7 +158,7 @@ def network_text(row: Row, point: int | None) -> str:
     slow = FAST_BIT_PER_S if point is None else FAST_BIT_PER_S / point
     if row.network != "hybrid":
         fabric = "infiniband" if row.network == "fast" else "ethernet"
-        names = [f"node-{i}" for i in range(4)]
+        names = [f"node-{i}" for i in range(NUM_NODES)]
         return f"name: {row.network}\nclusters:\n" + _cluster("all", fabric, names, slow)
     peak = PEAK_GFLOP_PER_S * (SLOWER if row.unequal else 1)
     return (
@@ -248,13 +249,24 @@ def make_config(row: Row, folder: Path, steps: int, schedule: Schedule) -> Confi
         data=DataConfig(corpus="python-stdlib"),
         optimizer=OPTIMIZER,
         parallel=ParallelConfig(
-            stages=row.stages,
+            clusters=_clusters_of_stages(row),
             layers=row.layers,
+            data=NUM_NODES // row.stages,
+            fsdp=1,
+            tensor=1,
+            activation_checkpointing="none",
             microbatches=MICROBATCHES[row.stages],
             schedule="1f1b" if row.stages == 1 else schedule,
         ),
         log=LogConfig(tensorboard=False),
     )
+
+
+def _clusters_of_stages(row: Row) -> tuple[str, ...]:
+    """As the job is told of them."""
+    if row.network != "hybrid":
+        return ("all",) * row.stages
+    return ("ib", "roce") if row.pairs is None else ("first", "second")
 
 
 def make_job(config: Config, told: Topology) -> Job:

@@ -57,7 +57,12 @@ model: {{num_layers: 5, width: 256, num_heads: 4, context_length: 256, vocab_siz
 data: {{corpus: python-stdlib}}
 train: {{steps: {steps}, global_batch: {batch}, log_every_s: 0}}
 optimizer: {{learning_rate: 1.0e-3}}
-parallel: {{layers: [3, 2], microbatches: {microbatches}, schedule: 1f1b}}
+parallel:
+  clusters: [a, b]
+  layers: [3, 2]
+  microbatches: {microbatches}
+  schedule: 1f1b
+  activation_checkpointing: none
 log: {{tensorboard: false}}
 """
 

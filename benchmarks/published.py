@@ -19,7 +19,7 @@ from holmesjax.calibration import Calibration
 from holmesjax.config import ModelConfig, Schedule
 from holmesjax.costs import Checkpointing, Implementation, StageShape
 from holmesjax.network import Group
-from holmesjax.planner import split_chunks
+from holmesjax.problem import split_chunks
 from holmesjax.stage_times import StageTimes, stage_times
 from holmesjax.topology import DeviceKind, Fabric, Link
 

@@ -9,7 +9,7 @@ from benchmarks.published import Held, Machine, Run
 from holmesjax import catalogue, costs, schedule, topology
 from holmesjax.config import ModelConfig
 from holmesjax.costs import Implementation, StageShape
-from holmesjax.planner import split_chunks
+from holmesjax.problem import split_chunks
 from holmesjax.topology import DeviceKind, Link
 
 Row = Mapping[str, str]

@@ -154,6 +154,7 @@ def _transport(
         activation_checkpointing="none",
         boundary_bytes=0.0,
         step_time_s=0.0,
+        bound_s=0.0,
         shares={},
     )
     crossings = tuple(

@@ -6,6 +6,7 @@ setting may be stands beside it; what must hold between settings is in `CHECKS`,
 """
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
@@ -32,6 +33,7 @@ Flag = Annotated[bool, Field(strict=True)]
 Streams = Annotated[int, Field(ge=1, le=64, strict=True)]  # each is a socket and two threads
 Port = Annotated[int, Field(ge=0, le=65535, strict=True)]
 Schedule = Literal["gpipe", "1f1b", "eager_1f1b", "interleaved_1f1b", "zero_bubble"]
+ClusterOfEachStage = Annotated[tuple[Text, ...], Field(min_length=1)]
 LayersPerStage = Annotated[tuple[Count, ...], Field(min_length=1)]
 
 
@@ -122,17 +124,18 @@ class OptimizerConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True, config=STRICT)
 class ParallelConfig:
-    """How a step is cut over devices. None lets the planner choose."""
+    """How a step is cut over devices. What is None is chosen by the planner."""
 
-    stages: Count | None = None  # None: one per cluster
-    layers: LayersPerStage | None = None  # Transformer layers of each stage; None: by speed
-    data: Count | None = None  # replicas inside a stage; None: all devices that are left
-    fsdp: Count = 1  # parts of each replica's parameters, gathered layer by layer (ZeRO-3)
-    tensor: Count = 1  # devices that share each matrix product
-    microbatches: Count = 1  # per step, through each pipeline
-    schedule: Schedule = "1f1b"
-    chunks: Count = 1  # interleaved_1f1b only: runs of consecutive layers that a stage holds
-    activation_checkpointing: Literal["none", "dots", "full"] = "none"
+    stages: Count | None = None
+    clusters: ClusterOfEachStage | None = None  # in the order of the pipeline
+    layers: LayersPerStage | None = None  # Transformer layers of each stage
+    data: Count | None = None  # replicas inside a stage
+    fsdp: Count | None = None  # parts of each replica's parameters, gathered by layer (ZeRO-3)
+    tensor: Count | None = None  # devices that share each matrix product
+    microbatches: Count | None = None  # per step, through each pipeline
+    schedule: Schedule | None = None
+    chunks: Count | None = None  # interleaved_1f1b only: runs of consecutive layers of a stage
+    activation_checkpointing: Literal["none", "dots", "full"] | None = None
 
     def __post_init__(self) -> None:
         _refuse_mistakes(parallel=self)
@@ -284,12 +287,29 @@ def _vocabulary_holds_bytes(model: ModelConfig, data: DataConfig) -> Iterator[Co
         yield _wrong("model.vocab_size", problem, model.vocab_size, "use 256, or a padded size")
 
 
-def _one_number_per_stage(parallel: ParallelConfig) -> Iterator[ConfigError]:
-    layers, stages = parallel.layers, parallel.stages
-    if layers is not None and stages is not None and len(layers) != stages:
-        problem = f"must have one number for each of parallel.stages = {stages} stages"
-        fix = f"give {stages} numbers, or set parallel.stages to {len(layers)}"
-        yield _wrong("parallel.layers", problem, f"{list(layers)}: {len(layers)} numbers", fix)
+def _one_value_per_stage(parallel: ParallelConfig) -> Iterator[ConfigError]:
+    stages = parallel.stages
+    for name, what in (("layers", "numbers"), ("clusters", "names")):
+        values = getattr(parallel, name)
+        if values is not None and stages is not None and len(values) != stages:
+            problem = f"must have one for each of parallel.stages = {stages} stages"
+            fix = f"give {stages} {what}, or set parallel.stages to {len(values)}"
+            found = f"{list(values)}: {len(values)} {what}"
+            yield _wrong(f"parallel.{name}", problem, found, fix)
+    layers, clusters = parallel.layers, parallel.clusters
+    if layers is not None and clusters is not None and len(layers) != len(clusters):
+        problem = f"must have one for each of parallel.layers = {list(layers)}"
+        fix = f"give {len(layers)} names, or leave one of the two out"
+        yield _wrong("parallel.clusters", problem, list(clusters), fix)
+
+
+def _stages_of_a_cluster_are_neighbours(parallel: ParallelConfig) -> Iterator[ConfigError]:
+    runs = [name for name, _ in itertools.groupby(parallel.clusters or ())]
+    if len(set(runs)) < len(runs):
+        twice = next(name for name in runs if runs.count(name) > 1)
+        problem = "stages of a cluster must be neighbours in the pipeline"
+        fix = f"put those of {twice!r} beside each other"
+        yield _wrong("parallel.clusters", problem, list(parallel.clusters or ()), fix)
 
 
 def _every_layer_is_placed(model: ModelConfig, parallel: ParallelConfig) -> Iterator[ConfigError]:
@@ -301,7 +321,7 @@ def _every_layer_is_placed(model: ModelConfig, parallel: ParallelConfig) -> Iter
 
 
 def _every_stage_has_a_layer(model: ModelConfig, parallel: ParallelConfig) -> Iterator[ConfigError]:
-    num_layers, chunks, stages = model.num_layers, parallel.chunks, parallel.stages
+    num_layers, chunks, stages = model.num_layers, parallel.chunks or 1, parallel.stages
     if stages is not None and stages > num_layers:
         problem = f"must be at most model.num_layers = {num_layers}: a layer for each stage"
         fix = f"use {num_layers} or less, or more layers"
@@ -314,7 +334,7 @@ def _every_stage_has_a_layer(model: ModelConfig, parallel: ParallelConfig) -> It
 
 
 def _every_chunk_has_a_layer(parallel: ParallelConfig) -> Iterator[ConfigError]:
-    layers, chunks = parallel.layers, parallel.chunks
+    layers, chunks = parallel.layers, parallel.chunks or 1
     if layers is not None and min(layers) < chunks:
         problem = f"must each be at least parallel.chunks = {chunks}: a layer for each chunk"
         fix = f"give each stage {chunks} layers or more, or use fewer chunks"
@@ -326,35 +346,36 @@ def _chunks_are_for_interleaving(parallel: ParallelConfig) -> Iterator[ConfigErr
     if is_interleaved and parallel.chunks == 1:
         problem = "must be at least 2 for schedule interleaved_1f1b"
         yield _wrong(where, problem, 1, "use 2, or set parallel.schedule to 1f1b")
-    if not is_interleaved and parallel.chunks > 1:
-        problem = f"is only for schedule interleaved_1f1b, not for {parallel.schedule}"
+    if not is_interleaved and (parallel.chunks or 1) > 1:
+        other = f"not for {parallel.schedule}" if parallel.schedule else "which must be set"
+        problem = f"is only for schedule interleaved_1f1b, {other}"
         fix = "remove it, or set parallel.schedule to interleaved_1f1b"
         yield _wrong(where, problem, parallel.chunks, fix)
 
 
 def _split_backwards_compute_nothing_again(parallel: ParallelConfig) -> Iterator[ConfigError]:
-    if parallel.schedule == "zero_bubble" and parallel.activation_checkpointing != "none":
+    policy = parallel.activation_checkpointing
+    if parallel.schedule == "zero_bubble" and policy not in (None, "none"):
         problem = (
             "must be none for schedule zero_bubble: "
             "computing layers again would tie the gradients of their weights back to B"
         )
         fix = "use none, or set parallel.schedule to 1f1b"
-        found = parallel.activation_checkpointing
-        yield _wrong("parallel.activation_checkpointing", problem, found, fix)
+        yield _wrong("parallel.activation_checkpointing", problem, policy, fix)
 
 
 def _tensor_cuts_evenly(
     name: str, model: ModelConfig, parallel: ParallelConfig
 ) -> Iterator[ConfigError]:
     size = getattr(model, name)
-    if size is not None and size % parallel.tensor:
+    if size is not None and parallel.tensor is not None and size % parallel.tensor:
         problem = f"must be a multiple of parallel.tensor = {parallel.tensor}"
         fix = f"use {_multiples(size, parallel.tensor)}, or change parallel.tensor"
         yield _wrong(f"model.{name}", problem, size, fix)
 
 
 def _fsdp_cuts_evenly(model: ModelConfig, parallel: ParallelConfig) -> Iterator[ConfigError]:
-    if model.width % parallel.fsdp:
+    if parallel.fsdp is not None and model.width % parallel.fsdp:
         problem = f"must be a multiple of parallel.fsdp = {parallel.fsdp}"
         fix = f"use {_multiples(model.width, parallel.fsdp)}, or change parallel.fsdp"
         yield _wrong("model.width", problem, model.width, fix)
@@ -365,6 +386,8 @@ def _microbatches_are_equal(train: TrainConfig, parallel: ParallelConfig) -> Ite
     cuts = {name: size for name, size in sizes.items() if size is not None}
     if parallel.fsdp == 1:
         del cuts["fsdp"]
+    if not cuts:
+        return
     parts = math.prod(cuts.values())
     arithmetic = " * ".join(f"parallel.{name}" for name in cuts)
     if len(cuts) > 1:
@@ -409,7 +432,8 @@ CUT_BY_TENSOR = ("num_heads", "num_kv_heads", "mlp_width", "vocab_size")
 CHECKS: dict[tuple[str, ...], tuple[Callable[..., Iterator[ConfigError]], ...]] = {
     ("model",): (_heads_share_width, _heads_share_keys, _rotary_turns_pairs),
     ("parallel",): (
-        _one_number_per_stage,
+        _one_value_per_stage,
+        _stages_of_a_cluster_are_neighbours,
         _every_chunk_has_a_layer,
         _chunks_are_for_interleaving,
         _split_backwards_compute_nothing_again,

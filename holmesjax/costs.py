@@ -75,7 +75,10 @@ def head_parameters(model: ModelConfig, tensor: int = 1) -> int:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StageShape:
-    """What decides the costs of a stage, besides the model and the machines."""
+    """What decides the costs of a stage, besides the model and the machines.
+
+    `data`, `tensor`, `fsdp` and `sequences` may be arrays: results are then arrays, too.
+    """
 
     num_blocks: int  # Transformer layers
     is_first: bool  # holds the embedding
@@ -292,7 +295,7 @@ def boundary_bytes(model: ModelConfig, num_tokens: float, dtype: str) -> float:
     >>> boundary_bytes(model, num_tokens=4, dtype="bfloat16")
     64.0
     """
-    return float(num_tokens * model.width * DTYPE_BYTES[dtype])
+    return 1.0 * num_tokens * model.width * DTYPE_BYTES[dtype]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

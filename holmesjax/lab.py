@@ -117,7 +117,8 @@ def workload(config: Config) -> Workload:
     model, train = config.model, config.train
     forward_flop = model.num_layers * costs.block_forward_flop(model, 1)
     head_flop = costs.head_forward_flop(model, 1)
-    backward_flop = costs.backward_flop(forward_flop, config.parallel.activation_checkpointing)
+    policy = config.parallel.activation_checkpointing or "none"
+    backward_flop = costs.backward_flop(forward_flop, policy)
     parameters = (
         model.num_layers * costs.block_parameters(model)
         + costs.embed_parameters(model)

@@ -18,14 +18,15 @@ is a placement whose price is right, but not always the cheapest.
 
 import itertools
 import math
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Generic, TypeVar
 
+import numpy as np
+
 from holmesjax.errors import PlanError
 from holmesjax.network import Group
-from holmesjax.topology import Fabric, Link, Topology
+from holmesjax.topology import Fabric, Link, Node, Topology
 
 A = TypeVar("A", bound=str)  # the name of an axis
 
@@ -47,8 +48,127 @@ class Placement(Generic[A]):
         }
 
 
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Paths:
+    """How fast the nodes of a cluster reach each other, and their own devices each other.
+
+    Bytes between nodes cross the network and both devices' own links; the slowest counts.
+    """
+
+    topology: Topology
+    nodes: tuple[str, ...]
+    s_per_byte: np.ndarray  # [N, N], symmetric; on the diagonal between devices of a node
+    is_uniform: bool  # all nodes and all paths between them are equal
+
+    @classmethod
+    def between(cls, topology: Topology, nodes: Sequence[str]) -> "Paths":
+        """Raises PlanError where two nodes lie in different clusters, so that no fabric joins them.
+
+        Equal nodes have equal links, so only those of unlike nodes are looked up.
+        """
+        _refuse_two_clusters(topology, nodes)
+        kinds: list[Node] = []
+        kind_N = np.empty(len(nodes), int)
+        for i, name in enumerate(nodes):
+            node = replace(topology.node(name), name="")
+            if node not in kinds:
+                kinds.append(node)
+            kind_N[i] = kinds.index(node)
+        cost = lambda a, b: 1.0 / topology.effective_link(a, b).bandwidth_bytes_per_s
+        cost_NN = np.zeros((len(nodes), len(nodes)))
+        for kinds_of_pair in itertools.product(range(len(kinds)), repeat=2):
+            here, there = (np.flatnonzero(kind_N == kind) for kind in kinds_of_pair)
+            pair = next(((int(a), int(b)) for a in here for b in there if a != b), None)
+            if pair is not None:
+                cost_NN[np.ix_(here, there)] = cost(*(nodes[i] for i in pair))
+        position = {name: i for i, name in enumerate(nodes)}
+        for a, b in topology.measured.pairs if topology.measured else ():
+            if a in position and b in position:
+                cost_NN[position[a], position[b]] = cost(a, b)
+        own_N = np.array([cost(name, name) for name in nodes])
+        ends_NN = np.maximum(own_N[:, None], own_N[None, :])
+        np.fill_diagonal(cost_NN, own_N)
+        measured = topology.measured is not None and bool(topology.measured.pairs)
+        return cls(
+            topology=topology,
+            nodes=tuple(nodes),
+            s_per_byte=np.maximum(ends_NN, np.maximum(cost_NN, cost_NN.T)),
+            is_uniform=len(kinds) == 1 and not measured,
+        )
+
+    def link(self, pair: tuple[int, int]) -> Link:
+        a, b = pair
+        return self.topology.effective_link(self.nodes[a], self.nodes[b])
+
+    def shared_link(self, pair: tuple[int, int], num_rings: int) -> Link:
+        """What a group has of the path between two nodes when `num_rings` groups use it at once.
+
+        The groups share the network interfaces of a node, and each has its own devices' links.
+        """
+        a, b = pair
+        own = [self.link((end, end)).bandwidth_bytes_per_s for end in pair]
+        between = [self.link(way).bandwidth_bytes_per_s / num_rings for way in (pair, (b, a))]
+        return replace(self.link(pair), bandwidth_bytes_per_s=min(*own, *between))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Arrangement(Generic[A]):
+    """The devices of a stage in a mesh with its axes in one order."""
+
+    sizes: dict[A, int]  # in that order
+    devices: tuple[int, ...]
+    groups: dict[A, Group]
+    s_per_byte: dict[A, float]  # of the slowest pair of any group; none for size 1
+
+    def price_s(self, traffic_bytes: Mapping[A, float]) -> float:
+        return sum(traffic_bytes[axis] * cost for axis, cost in self.s_per_byte.items())
+
+
+def arrangements(
+    paths: Paths, devices: Mapping[str, Sequence[int]], sizes: Mapping[A, int]
+) -> list[Arrangement[A]]:
+    """Every order of the axes, the given one first; those of size 1 make no difference.
+
+    Args: as in `place`.
+    """
+    assert math.prod(sizes.values()) == sum(map(len, devices.values())), (sizes, devices)
+    position = {name: i for i, name in enumerate(paths.nodes)}
+    nodes = sorted_by_block(paths, [position[name] for name in devices])
+    numbers = tuple(number for node in nodes for number in devices[paths.nodes[node]])
+    seats = np.repeat(nodes, [len(devices[paths.nodes[node]]) for node in nodes])
+    found: dict[tuple[A, ...], Arrangement[A]] = {}
+    for axes in itertools.permutations(sizes):
+        long = tuple(axis for axis in axes if sizes[axis] > 1)
+        if long in found:
+            continue
+        in_order = {axis: sizes[axis] for axis in axes}
+        slowest = _slowest_pairs(paths, seats, in_order)
+        found[long] = Arrangement(
+            sizes=in_order,
+            devices=numbers,
+            groups={a: _group(paths, _groups(seats, in_order, a), slowest[a]) for a in slowest},
+            s_per_byte={
+                a: float(max(paths.s_per_byte[pair] for pair in slowest[a]))
+                for a in sizes
+                if a in slowest
+            },
+        )
+    return list(found.values())
+
+
+def cheapest(arranged: Sequence[Arrangement[A]], traffic_bytes: Mapping[A, float]) -> Placement[A]:
+    """The first of those with the least price."""
+    best = min(arranged, key=lambda arrangement: arrangement.price_s(traffic_bytes))
+    return Placement(
+        sizes=best.sizes,
+        devices=best.devices,
+        groups=best.groups,
+        price_s=best.price_s(traffic_bytes),
+    )
+
+
 def place(
-    topology: Topology,
+    paths: Paths,
     devices: Mapping[str, Sequence[int]],
     sizes: Mapping[A, int],
     traffic_bytes: Mapping[A, float],
@@ -56,43 +176,13 @@ def place(
     """The cheapest placement of a stage's devices in its mesh.
 
     Args:
-      topology: what the nodes belong to.
-      devices: node -> the numbers of its devices that the stage uses; all in one cluster.
+      paths: of a cluster's nodes, those of the stage among them.
+      devices: node -> the numbers of its devices that the stage uses.
       sizes: axis -> size; their product is the number of devices. The axes come in the order that
         is kept where prices are equal, slowest link first.
       traffic_bytes: axis -> bytes that each device moves along it in a step.
-
-    Raises:
-      PlanError: two nodes lie in different clusters, so no fabric joins them.
     """
-    assert math.prod(sizes.values()) == sum(map(len, devices.values())), (sizes, devices)
-    _refuse_two_clusters(topology, tuple(devices))
-    paths = _Paths.between(topology, tuple(devices))
-    nodes = _sorted_by_block(paths, {node: len(numbers) for node, numbers in devices.items()})
-    seats = tuple(node for node in nodes for _ in devices[node])  # the node of each device
-    best: tuple[float, tuple[A, ...]] | None = None
-    for axes in itertools.permutations(sizes):  # the given order comes first
-        in_order = {axis: sizes[axis] for axis in axes}
-        slowest = _slowest_pairs(paths, seats, in_order)
-        price_s = sum(
-            traffic_bytes[a] * max(paths.s_per_byte[pair] for pair in slowest[a])
-            for a in sizes
-            if a in slowest
-        )
-        if best is None or price_s < best[0]:
-            best = price_s, axes
-    assert best is not None, "no axes"
-    price_s, axes = best
-    in_order = {axis: sizes[axis] for axis in axes}
-    return Placement(
-        sizes=in_order,
-        devices=tuple(number for node in nodes for number in devices[node]),
-        groups={
-            axis: _group(paths, seats, in_order, axis, pairs)
-            for axis, pairs in _slowest_pairs(paths, seats, in_order).items()
-        },
-        price_s=price_s,
-    )
+    return cheapest(arrangements(paths, devices, sizes), traffic_bytes)
 
 
 def _refuse_two_clusters(topology: Topology, nodes: Sequence[str]) -> None:
@@ -108,52 +198,21 @@ def _refuse_two_clusters(topology: Topology, nodes: Sequence[str]) -> None:
             )
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Paths:
-    """How fast nodes reach each other, and their own devices each other.
-
-    Bytes between nodes cross the network and both devices' own links; the slowest counts.
-    """
-
-    links: dict[tuple[str, str], Link]
-    s_per_byte: dict[tuple[str, str], float]
-
-    @classmethod
-    def between(cls, topology: Topology, nodes: Sequence[str]) -> "_Paths":
-        pairs = list(itertools.product(nodes, nodes))
-        links = {pair: topology.effective_link(*pair) for pair in pairs}
-        cost = {pair: 1.0 / links[pair].bandwidth_bytes_per_s for pair in pairs}
-        s_per_byte = {(a, b): max(cost[a, a], cost[b, b], cost[a, b], cost[b, a]) for a, b in pairs}
-        return cls(links=links, s_per_byte=s_per_byte)
-
-    def shared_link(self, pair: tuple[str, str], num_rings: int) -> Link:
-        """What a group has of the path between two nodes when `num_rings` groups use it at once.
-
-        The groups share the network interfaces of a node, and each has its own devices' links.
-        """
-        a, b = pair
-        own = [self.links[node, node].bandwidth_bytes_per_s for node in pair]
-        between = [self.links[way].bandwidth_bytes_per_s / num_rings for way in (pair, (b, a))]
-        return replace(self.links[pair], bandwidth_bytes_per_s=min(*own, *between))
-
-
-def _sorted_by_block(paths: _Paths, num_devices: Mapping[str, int]) -> list[str]:
-    """The nodes, so that those within any limit of each other are a run; else as they come."""
-    nodes = list(num_devices)
-    limits = {s for (a, b), s in paths.s_per_byte.items() if a != b}
-    for limit in sorted(limits):  # a stable sort by the coarsest blocks last
+def sorted_by_block(paths: Paths, nodes: Sequence[int]) -> list[int]:
+    """Positions of nodes, so that those within any limit of each other are a run; else as given."""
+    nodes = list(nodes)
+    between = paths.s_per_byte[np.ix_(nodes, nodes)][~np.eye(len(nodes), dtype=bool)]
+    for limit in np.unique(between):  # a stable sort by the coarsest blocks last
         blocks = _blocks(nodes, paths.s_per_byte, limit)
         nodes = [node for block in blocks for node in block]
     return nodes
 
 
-def _blocks(
-    nodes: Sequence[str], s_per_byte: Mapping[tuple[str, str], float], limit: float
-) -> list[list[str]]:
+def _blocks(nodes: Sequence[int], s_per_byte: np.ndarray, limit: float) -> list[list[int]]:
     """Nodes joined by paths within the limit; blocks in the order of their first nodes."""
-    blocks: list[list[str]] = []
+    blocks: list[list[int]] = []
     for node in nodes:
-        near = [block for block in blocks if any(s_per_byte[node, x] <= limit for x in block)]
+        near = [block for block in blocks if (s_per_byte[node, block] <= limit).any()]
         if not near:
             blocks.append([node])
             continue
@@ -162,50 +221,56 @@ def _blocks(
     return blocks
 
 
-def _groups(seats: Sequence[str], sizes: Mapping[A, int], axis: A) -> Iterator[tuple[str, ...]]:
-    """The nodes of every group of an axis; `seats` are the nodes of the devices, row-major."""
-    names = list(sizes)
-    stride = math.prod(sizes[name] for name in names[names.index(axis) + 1 :])
-    span = stride * sizes[axis]
-    for start in range(0, len(seats), span):
-        for offset in range(start, start + stride):
-            yield tuple(seats[offset : start + span : stride])
+def _groups(seats: np.ndarray, sizes: Mapping[A, int], axis: A) -> np.ndarray:
+    """The nodes of every group of an axis, [groups, devices of each], each group sorted.
+
+    `seats` are the nodes of the devices, row-major.
+    """
+    mesh = seats.reshape(tuple(sizes.values()))
+    lines = np.moveaxis(mesh, list(sizes).index(axis), -1)
+    return np.sort(lines.reshape(-1, sizes[axis]), axis=1)
 
 
 def _slowest_pairs(
-    paths: _Paths, seats: Sequence[str], sizes: Mapping[A, int]
-) -> dict[A, list[tuple[str, str]]]:
+    paths: Paths, seats: np.ndarray, sizes: Mapping[A, int]
+) -> dict[A, list[tuple[int, int]]]:
     """Axis -> the node (twice) with the slowest devices of a group, and the two farthest nodes.
 
-    Either is left out where no group has two devices in a node, or devices on two nodes.
+    Either is left out where no group has two devices in a node, or devices on two nodes. Of equally
+    slow pairs the last one counts.
     """
-    # Equally slow pairs are told apart by name, so that the result does not depend on hashes.
-    key = lambda pair: (paths.s_per_byte[pair], pair)
-    slowest: dict[A, list[tuple[str, str]]] = {}
+    slowest: dict[A, list[tuple[int, int]]] = {}
     for axis in sizes:
         if sizes[axis] == 1:
             continue
-        counts = [Counter(group) for group in set(_groups(seats, sizes, axis))]
-        inside = {(node, node) for count in counts for node, num in count.items() if num > 1}
-        between = {pair for count in counts for pair in itertools.combinations(count, 2)}
-        slowest[axis] = [max(pairs, key=key) for pairs in (inside, between) if pairs]
+        groups = _groups(seats, sizes, axis)
+        if paths.is_uniform:  # so any pair is as slow as the others
+            repeats = (groups[:, 1:] == groups[:, :-1]).any(axis=1)
+            crosses = groups[:, 0] != groups[:, -1]
+            groups = groups[[np.argmax(repeats), np.argmax(crosses)]]
+        groups = np.unique(groups, axis=0)
+        inside = np.unique(groups[:, 1:][groups[:, 1:] == groups[:, :-1]])
+        pairs = {(int(node), int(node)) for node in inside}
+        between = set()
+        for group in groups[groups[:, 0] != groups[:, -1]]:
+            nodes = np.unique(group)
+            cost = np.triu(paths.s_per_byte[np.ix_(nodes, nodes)], 1)
+            a, b = np.unravel_index(np.argmax(cost), cost.shape)
+            between.add((int(nodes[a]), int(nodes[b])))
+        key = lambda pair: (paths.s_per_byte[pair], pair)
+        slowest[axis] = [max(found, key=key) for found in (pairs, between) if found]
     return slowest
 
 
-def _group(
-    paths: _Paths,
-    seats: Sequence[str],
-    sizes: Mapping[A, int],
-    axis: A,
-    pairs: Sequence[tuple[str, str]],
-) -> Group:
+def _group(paths: Paths, groups: np.ndarray, pairs: Sequence[tuple[int, int]]) -> Group:
     """The slowest group of an axis: on as many nodes as any, over the slowest of all links."""
-    groups = [set(group) for group in _groups(seats, sizes, axis)]
-    leaving = Counter(node for nodes in groups if len(nodes) > 1 for node in nodes)
-    num_rings = max(leaving.values(), default=1)  # most groups that leave any one node
+    first_of_node = np.ones(groups.shape, bool)
+    first_of_node[:, 1:] = groups[:, 1:] != groups[:, :-1]
+    leaving = np.bincount(groups[first_of_node & (groups[:, :1] != groups[:, -1:])])
+    num_rings = max(1, leaving.max(initial=0))  # most groups that leave any one node
     return Group(
-        size=sizes[axis],
-        nodes=max(map(len, groups)),
-        inside=next((paths.links[a, b] for a, b in pairs if a == b), None),
+        size=groups.shape[1],
+        nodes=int(first_of_node.sum(axis=1).max()),
+        inside=next((paths.link((a, b)) for a, b in pairs if a == b), None),
         between=next((paths.shared_link((a, b), num_rings) for a, b in pairs if a != b), None),
     )

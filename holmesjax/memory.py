@@ -5,6 +5,8 @@ al., arXiv:1910.02054), copies for compute and unreduced gradients once per data
 them cut over `fsdp` (ZeRO-3 there; Zhao et al., arXiv:2304.11277).
 """
 
+import numpy as np
+
 from holmesjax import costs
 from holmesjax.config import ModelConfig
 
@@ -82,8 +84,8 @@ def stage_memory_bytes(
     num_tokens = stage.sequences * model.context_length
     width = costs.DTYPE_BYTES[stage.dtype]
     held = num_parameters / stage.fsdp
-    is_sharded = implementation.shards_optimizer and model.width // stage.fsdp % stage.data == 0
-    shards = stage.data if is_sharded else 1
+    is_whole = model.width // stage.fsdp % stage.data == 0
+    shards = 1 + (stage.data - 1) * (implementation.shards_optimizer & is_whole)
     residuals = stage.num_blocks * block_residual_bytes(model, stage, implementation)
     activations = stage.in_flight * num_tokens * residuals
     if stage.is_last:  # the input and the result of the last norm
@@ -95,12 +97,12 @@ def stage_memory_bytes(
     items = {
         "parameters": 4.0 * held / shards,
         "optimizer": 8.0 * held / shards,
-        "replicas": float(width * held),
+        "replicas": 1.0 * width * held,
         "gradients": 4.0 * held,
-        "activations": float(activations),
+        "activations": 1.0 * activations,
         "logits": logits if stage.is_last else 0.0,
         "boundaries": boundary * 2 * BUFFERS * num_neighbours,
     }
-    if stage.fsdp > 1:
-        items["gathered"] = 2.0 * width * costs.largest_layer_parameters(model, stage)
+    if np.any(is_cut := stage.fsdp > 1):
+        items["gathered"] = is_cut * 2.0 * width * costs.largest_layer_parameters(model, stage)
     return items

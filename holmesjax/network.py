@@ -9,7 +9,11 @@ hundredth of the bandwidth that a large one reaches.
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
 
 from holmesjax.topology import Link
 
@@ -40,18 +44,74 @@ class Group:
         assert self.between is not None or self.nodes == 1, self
 
     @property
-    def slowest(self) -> Link:
-        """The link that a ring through all devices waits for. Asserts that there is one."""
+    def links(self) -> list[Link]:
+        """Asserts that there is one: a single device has none."""
         links = [link for link in (self.between, self.inside) if link is not None]
         assert links, "a single device has no link"
-        return min(links, key=lambda link: link.bandwidth_bytes_per_s)
+        return links
+
+    @property
+    def slowest(self) -> Link:
+        """The link that a ring through all devices waits for."""
+        return min(self.links, key=lambda link: link.bandwidth_bytes_per_s)
+
+    @property
+    def bandwidth_bytes_per_s(self) -> float:
+        return self.slowest.bandwidth_bytes_per_s
+
+    @property
+    def step_s(self) -> float:
+        """Of a ring, without its bytes."""
+        return max(map(_step_s, self.links))
+
+    @property
+    def climb_s(self) -> float:
+        """From the leaves of a tree to its root, without bytes.
+
+        The tree is a chain inside every node, and binary over the nodes.
+        """
+        chain = -(-self.size // self.nodes) - 1
+        levels = math.ceil(math.log2(self.nodes))
+        inside_s = _step_s(self.inside) if self.inside else 0.0
+        return chain * inside_s + levels * (_step_s(self.between) if self.between else 0.0)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Groups:
+    """Many groups in place of one: every function then gives an array, a number for each."""
+
+    size: np.ndarray
+    bandwidth_bytes_per_s: np.ndarray
+    step_s: np.ndarray
+    climb_s: np.ndarray
+
+    @classmethod
+    def of(cls, groups: Sequence[Group | None]) -> "Groups":
+        rows = [
+            (group.size, group.bandwidth_bytes_per_s, group.step_s, group.climb_s)
+            if group is not None and group.size > 1
+            else (1, 1.0, 0.0, 0.0)
+            for group in groups
+        ]
+        size, bandwidth, step_s, climb_s = np.array(rows).T
+        return cls(size=size, bandwidth_bytes_per_s=bandwidth, step_s=step_s, climb_s=climb_s)
+
+
+def least(a: Any, b: Any) -> Any:
+    """The smaller of two numbers, or of each two of arrays."""
+    return np.minimum(a, b) if np.ndim(a) or np.ndim(b) else min(a, b)
+
+
+def most(a: Any, b: Any) -> Any:
+    """The larger of two numbers, or of each two of arrays."""
+    return np.maximum(a, b) if np.ndim(a) or np.ndim(b) else max(a, b)
 
 
 def _step_s(link: Link) -> float:
     return link.latency_s + STEP_S.get(link.fabric, 0.0)
 
 
-def reduce_scatter_s(num_bytes: float, group: Group | None) -> float:
+def reduce_scatter_s(num_bytes: Any, group: Group | Groups | None) -> Any:
     """Seconds of a ring reduce-scatter; 0.0 without a group, or for one device.
 
     Each of the n - 1 steps sends one n-th of the array over every link at once:
@@ -70,14 +130,14 @@ def reduce_scatter_s(num_bytes: float, group: Group | None) -> float:
 
     Reference: Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms ...", JPDC 69(2), 2009.
     """
-    if group is None or group.size == 1:
+    if group is None or (isinstance(group, Group) and group.size == 1):
         return 0.0
-    n, link = group.size, group.slowest
-    step_s = max(_step_s(link) for link in (group.inside, group.between) if link is not None)
-    return START_S + (n - 1) * (step_s + num_bytes / n / link.bandwidth_bytes_per_s)
+    n = group.size
+    sent_s = num_bytes / n / group.bandwidth_bytes_per_s
+    return (n > 1) * (START_S + (n - 1) * (group.step_s + sent_s))
 
 
-def all_gather_s(num_bytes: float, group: Group | None) -> float:
+def all_gather_s(num_bytes: Any, group: Group | Groups | None) -> Any:
     """Seconds of a ring all-gather: a reduce-scatter backwards, without the sums.
 
     `num_bytes` is the size of the gathered array; the rest is as in `reduce_scatter_s`.
@@ -85,7 +145,7 @@ def all_gather_s(num_bytes: float, group: Group | None) -> float:
     return reduce_scatter_s(num_bytes, group)
 
 
-def all_reduce_s(num_bytes: float, group: Group | None) -> float:
+def all_reduce_s(num_bytes: Any, group: Group | Groups | None) -> Any:
     """Seconds of an all-reduce, in a ring or in a tree, whichever is faster.
 
     A ring is a reduce-scatter, then an all-gather, with one start. A tree sums along a chain inside
@@ -109,11 +169,8 @@ def all_reduce_s(num_bytes: float, group: Group | None) -> float:
     Reference: Sanders et al., "Two-tree algorithms for full bandwidth broadcast, reduction and
     scan", Parallel Computing 35(12), 2009.
     """
-    if group is None or group.size == 1:
+    if group is None or (isinstance(group, Group) and group.size == 1):
         return 0.0
     ring_s = 2 * reduce_scatter_s(num_bytes, group) - START_S
-    chain_s = (-(-group.size // group.nodes) - 1) * _step_s(group.inside) if group.inside else 0.0
-    levels = math.ceil(math.log2(group.nodes))
-    climb_s = levels * _step_s(group.between) if group.between else 0.0
-    sent_s = num_bytes / group.slowest.bandwidth_bytes_per_s
-    return min(ring_s, START_S + 2 * (chain_s + climb_s + sent_s))
+    tree_s = START_S + 2 * (group.climb_s + num_bytes / group.bandwidth_bytes_per_s)
+    return (group.size > 1) * least(ring_s, tree_s)

@@ -94,6 +94,7 @@ class Plan:
     activation_checkpointing: str
     boundary_bytes: float  # per microbatch and direction, from one stage to the next
     step_time_s: float  # predicted
+    bound_s: float  # that no plan's predicted step takes less than
     shares: dict[str, float]  # of the predicted step time: `seconds` of the stages, and bubble
     idle: dict[str, int] = field(default_factory=dict)  # node -> devices that no stage uses
     in_flight: tuple[int, ...] = ()  # microbatches of each stage, for eager_1f1b only
@@ -235,6 +236,10 @@ def _refuse_impossible_schedule(plan: Plan, where: str) -> None:
         raise _damaged(where, "in_flight must not grow from stage to stage: deadlock", depths)
 
 
+IDLE_SHOWN = 4  # nodes by name
+DEPTHS_SHOWN = 16  # stages
+
+
 def describe(plan: Plan) -> list[str]:
     """The plan for the console: four lines for each stage, and three or four for the whole."""
     num_devices = sum(len(stage.devices) for stage in plan.stages)
@@ -251,19 +256,33 @@ def describe(plan: Plan) -> list[str]:
         place = f"{stage.cluster:{cluster_width}}  {_nodes(stage.nodes):{nodes_width}}"
         lines += [f"  stage {i:<3} {place}  {_layers(stage)}", *_details(stage)]
     if plan.idle:
-        idle = ", ".join(f"{node} {num_devices}" for node, num_devices in plan.idle.items())
-        lines.append(f"  idle      devices: {idle}")
+        idle = [f"{node} {num_devices}" for node, num_devices in plan.idle.items()]
+        if len(idle) > IDLE_SHOWN:
+            idle = [f"{sum(plan.idle.values())} on {len(plan.idle)} nodes"]
+        lines.append(f"  idle      devices: {', '.join(idle)}")
     boundary = f", {show(plan.boundary_bytes, 'B')} each way between stages"
     lines.append(
         f"  schedule  {plan.schedule}, {_count(plan.microbatches, 'microbatch', 'es')} of "
         f"{_count(sequences, 'sequence')}{boundary if len(plan.stages) > 1 else ''}"
     )
     if plan.in_flight:
-        lines.append(f"            in flight on the stages: {', '.join(map(str, plan.in_flight))}")
+        depths = ", ".join(map(str, plan.in_flight))
+        if len(plan.in_flight) > DEPTHS_SHOWN:
+            depths = f"from {plan.in_flight[0]} on the first to {plan.in_flight[-1]} on the last"
+        lines.append(f"            in flight on the stages: {depths}")
     return [
         *lines,
         f"  step      {show(plan.step_time_s, 's')} predicted: {shares}",
+        f"            {_proof(plan)}",
     ]
+
+
+def _proof(plan: Plan) -> str:
+    """What is known of plans that are faster."""
+    gap = 1.0 - plan.bound_s / plan.step_time_s
+    if gap <= 0.0:
+        return "no plan is faster: all that could be were tried"
+    return f"no plan takes less than {show(plan.bound_s, 's')}, {gap:.0%} below"
 
 
 def _details(stage: StagePlan) -> list[str]:

@@ -12,10 +12,11 @@ can be printed, simulated and tested on its own; `pipeline` executes it.
 """
 
 import itertools
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
+
+import numpy as np
 
 Kind = Literal["F", "B", "W"]
 
@@ -295,6 +296,88 @@ class Simulation:
         return max(event.end_s for event in self.events if event.stage == stage)
 
 
+class Clock:
+    """The tasks of a pipeline as arrays, to be timed for many cases at once.
+
+    Tasks that wait for none of each other make a wave, and all of a wave are timed together. Waves
+    depend on who waits for whom, not on how long anything takes.
+    """
+
+    def __init__(self, schedules: Sequence[Sequence[Task]], num_chunks: int = 1):
+        """Asserts that no stage waits forever."""
+        p = len(schedules)
+        num_virtual, lengths = p * num_chunks, np.array([len(tasks) for tasks in schedules])
+        self.tasks = [(stage, task) for stage, tasks in enumerate(schedules) for task in tasks]
+        nothing = len(self.tasks)
+        number = np.arange(nothing)
+        stage = np.repeat(np.arange(p), lengths)
+        kind = np.array(["FBW".index(task.kind) for _, task in self.tasks])
+        microbatch = np.array([task.microbatch for _, task in self.tasks])
+        virtual = np.array([task.chunk for _, task in self.tasks]) * p + stage
+        number_of = np.full((3, num_virtual, microbatch.max() + 1), -1)
+        number_of[kind, virtual, microbatch] = number
+        step = np.array([1, -1, 0])[kind]  # from virtual stage to virtual stage; a W stays
+        inside = lambda other: (step != 0) & (other >= 0) & (other < num_virtual)
+        source = number_of[kind, (virtual - step) % num_virtual, microbatch]
+        source = np.where(inside(virtual - step), source, nothing)
+        to = (virtual + step) % p
+        link = np.where(inside(virtual + step), stage * p + to, -1)
+        in_turn = np.argsort(link, kind="stable")  # of each link, as results are made
+        same = (link[in_turn][1:] == link[in_turn][:-1]) & (link[in_turn][1:] >= 0)
+        link_before = np.full(nothing, nothing)
+        link_before[in_turn[1:][same]] = in_turn[:-1][same]
+        way = np.where(link < 0, -1, np.where(kind == 0, 2 * stage, 2 * to + 1))
+        starts = np.cumsum(lengths) - lengths
+        before = np.where(np.isin(number, starts), nothing, number - 1)
+        rows = np.stack([number, before, source, kind * num_virtual + virtual, link_before, way])
+        self._last = starts + lengths - 1
+        self._waves = []
+        done = np.zeros(nothing + 1, bool)
+        done[nothing] = True
+        turn = starts.copy()
+        while (waiting := turn <= self._last).any():
+            first = np.minimum(turn, self._last)
+            # A source that no stage has is -1, and never done.
+            ready = waiting & (source[first] >= 0) & done[source[first]]
+            waits = (
+                [f"{s} for {self.tasks[turn[s]][1]}" for s in np.flatnonzero(waiting)]
+                if not ready.any()
+                else []
+            )
+            assert ready.any(), f"deadlock: stage {', stage '.join(waits)}"
+            self._waves.append(rows[:, first[ready]])
+            done[first[ready]] = True
+            turn[ready] += 1
+
+    def run(
+        self,
+        forward_s: np.ndarray,
+        backward_s: np.ndarray,
+        transfer_s: np.ndarray,
+        weight_s: np.ndarray,
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """When every task starts and ends, [tasks, cases] each.
+
+        Args:
+          forward_s, backward_s, weight_s: [virtual stages, cases], as in `simulate`.
+          transfer_s: [links, 2, cases]: to the next stage, and back.
+        """
+        num_cases = forward_s.shape[1]
+        task_s = np.concatenate([forward_s, backward_s, weight_s])
+        ways_s = np.concatenate([transfer_s.reshape(-1, num_cases), np.zeros((1, num_cases))])
+        start_s = np.zeros((len(self.tasks) + 1, num_cases))  # the last row is of nothing
+        end_s, sent_s = np.zeros_like(start_s), np.zeros_like(start_s)
+        for number, before, source, kind, link_before, way in self._waves:
+            start_s[number] = np.maximum(end_s[before], sent_s[source])
+            end_s[number] = ends_s = start_s[number] + task_s[kind]
+            sent_s[number] = np.maximum(ends_s, sent_s[link_before]) + ways_s[way]
+        return start_s[:-1], end_s[:-1]
+
+    def finish_s(self, end_s: np.ndarray) -> np.ndarray:
+        """When every stage ends its last task, [stages, cases], of what `run` gives."""
+        return end_s[self._last]
+
+
 def simulate(
     schedules: Sequence[Sequence[Task]],
     forward_s: Sequence[float],
@@ -338,34 +421,18 @@ def simulate(
     num_chunks = len(forward_s) // num_stages
     assert len(forward_s) == len(backward_s) == num_chunks * num_stages
     assert len(transfer_s) == num_stages - (num_chunks == 1)
-    seconds = {"F": forward_s, "B": backward_s, "W": weight_s}
-    arrival_s: dict[tuple[int, Task], float] = {
-        (stage, task): 0.0
-        for stage, tasks in enumerate(schedules)
-        for task in tasks
-        if sender(stage, task, num_stages, num_chunks) is None
-    }
-    link_free_s: dict[tuple[int, int], float] = {}
-    stage_free_s = [0.0] * num_stages
-    waiting = [deque(tasks) for tasks in schedules]
-    events: list[Event] = []
-    while any(waiting):
-        num_events = len(events)
-        for stage, tasks in enumerate(waiting):
-            while tasks and (arrived_s := arrival_s.get((stage, tasks[0]))) is not None:
-                task = tasks.popleft()
-                start_s = max(arrived_s, stage_free_s[stage])
-                task_s = seconds[task.kind][task.chunk * num_stages + stage]
-                end_s = stage_free_s[stage] = start_s + task_s
-                events.append(Event(stage, task, start_s, end_s))
-                if reader := receiver(stage, task, num_stages, num_chunks):
-                    to = reader[0]
-                    way_s = transfer_s[stage][0] if task.kind == "F" else transfer_s[to][1]
-                    sent_s = max(end_s, link_free_s.get((stage, to), 0.0)) + way_s
-                    arrival_s[reader] = link_free_s[stage, to] = sent_s
-        waits = [f"{s} for {tasks[0]}" for s, tasks in enumerate(waiting) if tasks]
-        assert len(events) > num_events, f"deadlock: stage {', stage '.join(waits)}"
-    step_time_s = max(stage_free_s)
+    column = lambda seconds: np.array(seconds, float).reshape(-1, 1)
+    weight = column(weight_s if len(weight_s) else [0.0] * len(forward_s))
+    clock = Clock(schedules, num_chunks)
+    transfers = np.array(transfer_s, float).reshape(-1, 2, 1)
+    starts, ends = clock.run(column(forward_s), column(backward_s), transfers, weight)
+    events = [
+        Event(stage, task, start_s, end_s)
+        for (stage, task), start_s, end_s in zip(
+            clock.tasks, starts[:, 0].tolist(), ends[:, 0].tolist(), strict=True
+        )
+    ]
+    step_time_s = max(event.end_s for event in events)
     busy_s = [sum(e.end_s - e.start_s for e in events if e.stage == s) for s in range(num_stages)]
     return Simulation(
         events=tuple(sorted(events, key=lambda event: (event.start_s, event.stage))),

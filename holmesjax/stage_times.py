@@ -6,11 +6,15 @@ take.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache, reduce
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from holmesjax import costs, network
 from holmesjax.config import ModelConfig
 from holmesjax.costs import DTYPE_BYTES, HOLMESJAX, Implementation, StageShape
-from holmesjax.network import Group
+from holmesjax.network import Group, Groups
 from holmesjax.topology import DeviceKind
 
 # Numbers that a layer's backward moves between its products, to those of its forward: the gradient
@@ -57,7 +61,7 @@ class StageTimes:
         return self.reduce_s + self.gather_s + self.update_s
 
 
-def exposed_s(collective_s: float, compute_s: float, num_layers: int) -> float:
+def exposed_s(collective_s: Any, compute_s: Any, num_layers: int) -> Any:
     """Seconds that a collective, layer by layer, adds to the computation that it overlaps with.
 
     One layer has nothing to hide behind. What is hidden slows the computation down.
@@ -65,12 +69,20 @@ def exposed_s(collective_s: float, compute_s: float, num_layers: int) -> float:
     >>> round(exposed_s(1.0, 10.0, 4), 3), round(exposed_s(10.0, 1.0, 4), 3)
     (0.344, 9.126)
     """
-    hidden_s = min(collective_s * (1 - 1 / num_layers), compute_s)
+    hidden_s = network.least(collective_s * (1 - 1 / num_layers), compute_s)
     return collective_s - hidden_s + (OVERLAP_SLOWDOWN - 1) * hidden_s
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Layer:
+class _LayerShape(NamedTuple):
+    """What of a `StageShape` decides the costs of a layer."""
+
+    sequences: int
+    tensor: int
+    dtype: str
+    checkpointing: costs.Checkpointing
+
+
+class _Layer(NamedTuple):
     """Seconds of one Transformer layer on one device, without collectives."""
 
     forward_s: float
@@ -78,8 +90,9 @@ class _Layer:
     weight_s: float  # of the backward: the products that make the gradients of weights
 
 
+@lru_cache(maxsize=10_000)  # a search asks for the same layers over and over
 def _layer(
-    model: ModelConfig, stage: StageShape, device: DeviceKind, implementation: Implementation
+    model: ModelConfig, stage: _LayerShape, device: DeviceKind, implementation: Implementation
 ) -> _Layer:
     num_tokens = stage.sequences * model.context_length
     products = costs.block_products(model, num_tokens, stage.tensor)
@@ -113,6 +126,36 @@ def _layer(
     )
 
 
+def layer_s(
+    model: ModelConfig,
+    stage: StageShape,
+    devices: Sequence[DeviceKind],
+    implementation: Implementation = HOLMESJAX,
+) -> float:
+    """Seconds of a microbatch in one Transformer layer on the slowest of some kinds of device.
+
+    Forward and backward, without collectives.
+    """
+    layers = [_layers(model, stage, device, implementation) for device in devices]
+    return max(layer.forward_s + layer.backward_s for layer in layers)
+
+
+def _layers(
+    model: ModelConfig, stage: StageShape, device: DeviceKind, implementation: Implementation
+) -> _Layer:
+    """Of a stage's shape, or of each of many."""
+    make = lambda sequences, tensor: _layer(
+        model,
+        _LayerShape(int(sequences), int(tensor), stage.dtype, stage.checkpointing),
+        device,
+        implementation,
+    )
+    if np.ndim(stage.sequences) == 0:
+        return make(stage.sequences, stage.tensor)
+    shapes: Any = np.stack([stage.sequences, stage.tensor], axis=1)
+    return _Layer(*np.array([make(*shape) for shape in shapes]).T)
+
+
 def _head_s(
     model: ModelConfig, stage: StageShape, device: DeviceKind
 ) -> tuple[float, float, float]:
@@ -129,7 +172,7 @@ def _compute_s(
     """Seconds on one kind of device: forward, backward, its weight gradients, update."""
     num_tokens = stage.sequences * model.context_length
     held = costs.stage_parameters(model, stage) / stage.fsdp
-    layer = _layer(model, stage, device, implementation)
+    layer = _layers(model, stage, device, implementation)
     head_s = _head_s(model, stage, device) if stage.is_last else (0.0, 0.0, 0.0)
     rows = stage.is_first * costs.embed_bytes(model, num_tokens, stage.dtype)
     rows_s = device.memory_s(rows)
@@ -147,9 +190,9 @@ def stage_times(
     model: ModelConfig,
     stage: StageShape,
     devices: Sequence[DeviceKind],
-    data: Group | None,
-    tensor: Group | None,
-    fsdp: Group | None = None,
+    data: Group | Groups | None,
+    tensor: Group | Groups | None,
+    fsdp: Group | Groups | None = None,
     implementation: Implementation = HOLMESJAX,
 ) -> StageTimes:
     """Predicted seconds of one stage; its slowest kind of device sets the pace.
@@ -174,7 +217,9 @@ def stage_times(
     """
     num_tokens = stage.sequences * model.context_length
     kinds = [_compute_s(model, stage, device, implementation) for device in devices]
-    forward_s, backward_s, weight_s, update_s = map(max, zip(*kinds, strict=True))
+    forward_s, backward_s, weight_s, update_s = (
+        reduce(network.most, own) for own in zip(*kinds, strict=True)
+    )
     held = costs.stage_parameters(model, stage) / stage.fsdp
     summed = costs.boundary_bytes(model, num_tokens, stage.dtype)
     all_reduce_s = network.all_reduce_s(summed, tensor)

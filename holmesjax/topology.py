@@ -43,7 +43,7 @@ class DeviceKind:
     """One model of accelerator."""
 
     name: str
-    peak_flop_per_s: dict[str, float]  # by dtype name, dense
+    peak_flop_per_s: dict[str, float] = field(hash=False)  # by dtype name, dense
     memory_bytes: float
     memory_bandwidth_bytes_per_s: float
     link: Link  # to the other devices of its node

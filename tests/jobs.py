@@ -22,7 +22,13 @@ model: {{num_layers: 4, width: 32, num_heads: 4, context_length: 32}}
 data: {{corpus: python-stdlib, pattern: "[ab]*.py"}}
 train: {{steps: 10, global_batch: 8, log_every_s: 0}}
 optimizer: {{learning_rate: 1.0e-2, warmup_steps: 2, epsilon: 1.0e-3}}
-parallel: {{microbatches: 2}}
+parallel:
+  clusters: [{clusters}]
+  microbatches: 2
+  fsdp: 1
+  tensor: 1
+  schedule: 1f1b
+  activation_checkpointing: none
 distributed: {{heartbeat_timeout_s: 10, start_timeout_s: 120}}
 """
 
@@ -46,7 +52,7 @@ def write_run(folder: Path, clusters: dict[str, tuple[int, ...]], name="run") ->
     topology = folder / f"{name}_topology.yaml"
     topology.write_text(text)
     path = folder / f"{name}.yaml"
-    path.write_text(RUN.format(topology=topology, run_dir=folder / name))
+    path.write_text(RUN.format(topology=topology, run_dir=folder / name, clusters=", ".join(names)))
     return path
 
 

@@ -177,22 +177,37 @@ parallel.layers: must sum to model.num_layers = 6
   fix: give numbers with sum 6, or leave the key out: the planner chooses
 
 parallel.layers=[4,2] parallel.stages=3
-parallel.layers: must have one number for each of parallel.stages = 3 stages
+parallel.layers: must have one for each of parallel.stages = 3 stages
   found: [4, 2]: 2 numbers
   fix: give 3 numbers, or set parallel.stages to 2
+
+parallel.clusters=[a,b] parallel.stages=3
+parallel.clusters: must have one for each of parallel.stages = 3 stages
+  found: ['a', 'b']: 2 names
+  fix: give 3 names, or set parallel.stages to 2
+
+parallel.clusters=[a,b] parallel.layers=[2,2,2]
+parallel.clusters: must have one for each of parallel.layers = [2, 2, 2]
+  found: ['a', 'b']
+  fix: give 3 names, or leave one of the two out
+
+parallel.clusters=[a,b,a]
+parallel.clusters: stages of a cluster must be neighbours in the pipeline
+  found: ['a', 'b', 'a']
+  fix: put those of 'a' beside each other
 
 parallel.stages=7
 parallel.stages: must be at most model.num_layers = 6: a layer for each stage
   found: 7
   fix: use 6 or less, or more layers
 
-parallel.schedule=interleaved_1f1b
+parallel.schedule=interleaved_1f1b parallel.chunks=1
 parallel.chunks: must be at least 2 for schedule interleaved_1f1b
   found: 1
   fix: use 2, or set parallel.schedule to 1f1b
 
 parallel.chunks=2
-parallel.chunks: is only for schedule interleaved_1f1b, not for 1f1b
+parallel.chunks: is only for schedule interleaved_1f1b, which must be set
   found: 2
   fix: remove it, or set parallel.schedule to interleaved_1f1b
 

@@ -67,6 +67,7 @@ def machines(names: tuple[str, ...], *, nodes: int = 2, devices: int = 4) -> tup
         activation_checkpointing="none",
         boundary_bytes=1.0,
         step_time_s=0.1,
+        bound_s=0.1,
         shares={},
     )
     links = {(a, b): between for a in names for b in names if a != b}

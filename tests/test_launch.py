@@ -22,7 +22,13 @@ model: {num_layers: 3, width: 32, num_heads: 4, context_length: 32}
 data: {corpus: python-stdlib}
 train: {steps: 8, global_batch: 8, log_every_s: 0, eval_every: 4, eval_batches: 1}
 optimizer: {learning_rate: 3.0e-3, warmup_steps: 2}
-parallel: {tensor: 2, microbatches: 2}
+parallel:
+  clusters: [ib, roce]
+  tensor: 2
+  microbatches: 2
+  fsdp: 1
+  schedule: 1f1b
+  activation_checkpointing: none
 checkpoint: {every: 3, keep: 3}
 """
 
@@ -151,7 +157,11 @@ def test_a_run_resumes_on_another_plan(finished, tmp_path):
     subprocess.run(["cp", "-r", finished[0], run_dir], check=True)
     subprocess.run(["rm", "-r", run_dir / "checkpoints/step_00000008"], check=True)
     done = launch(
-        "train", run_dir, "topology=configs/topologies/one_node.yaml", "parallel.microbatches=1"
+        "train",
+        run_dir,
+        "topology=configs/topologies/one_node.yaml",
+        "parallel.microbatches=1",
+        "parallel.clusters=null",
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "resuming after step 6" in done.stdout

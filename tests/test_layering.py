@@ -26,7 +26,11 @@ LAYERS = [
     ["holmesjax.costs", "holmesjax.network", "holmesjax.schedule", "holmesjax.faults"],
     ["holmesjax.memory", "holmesjax.stage_times", "holmesjax.mapper", "holmesjax.lab"],
     ["holmesjax.plan", "holmesjax.lab_commands"],
-    ["holmesjax.planner", "holmesjax.processes", "holmesjax.crossings"],
+    ["holmesjax.layouts", "holmesjax.processes", "holmesjax.crossings"],
+    ["holmesjax.problem"],
+    ["holmesjax.shortlist"],
+    ["holmesjax.search"],
+    ["holmesjax.planner"],
     [
         "holmesjax.job",
         "holmesjax.control",

@@ -8,7 +8,7 @@ from hypothesis import given, settings, strategies as st
 
 from holmesjax.catalogue import REACHED
 from holmesjax.errors import PlanError
-from holmesjax.mapper import place
+from holmesjax.mapper import Paths, place
 from holmesjax.plan import Axis
 from holmesjax.topology import Cluster, DeviceKind, Link, Nic, Node, Topology
 
@@ -95,7 +95,7 @@ def cheapest(topology, sizes, traffic):
 def check(topology, sizes, traffic=TRAFFIC):
     """Places the stage, prices it by the definition, and compares with every other placement."""
     devices = devices_of(topology)
-    placement = place(topology, devices, sizes, traffic)
+    placement = place(Paths.between(topology, list(devices)), devices, sizes, traffic)
     node_of = {number: node for node, numbers in devices.items() for number in numbers}
     assert sorted(placement.devices) == sorted(node_of)
     assert dict(placement.sizes) == dict(sizes)
@@ -200,7 +200,9 @@ def test_equal_prices_keep_the_given_order():
 
 
 def test_an_axis_of_one_device_has_no_link():
-    placement = place(uniform(1), {"n0": (0,)}, {Axis.DATA: 1, Axis.TENSOR: 1}, TRAFFIC)
+    placement = place(
+        Paths.between(uniform(1), ["n0"]), {"n0": (0,)}, {Axis.DATA: 1, Axis.TENSOR: 1}, TRAFFIC
+    )
     assert placement.fabrics == {Axis.DATA: "local", Axis.TENSOR: "local"}
     assert placement.groups == {}
     assert placement.price_s == 0.0
@@ -209,7 +211,9 @@ def test_an_axis_of_one_device_has_no_link():
 def test_a_stage_may_use_some_devices_of_a_node():
     topology = uniform(4, 4)
     devices = {"n0": (2, 3), "n1": (4, 5)}
-    placement = place(topology, devices, {Axis.DATA: 2, Axis.TENSOR: 2}, TRAFFIC)
+    placement = place(
+        Paths.between(topology, list(devices)), devices, {Axis.DATA: 2, Axis.TENSOR: 2}, TRAFFIC
+    )
     assert placement.devices == (2, 3, 4, 5)
     assert placement.fabrics[Axis.TENSOR] == "nvlink"
 
@@ -224,7 +228,12 @@ def test_a_mesh_across_two_fabrics_is_refused_by_name():
         links={("a", "b"): ethernet, ("b", "a"): ethernet},
     )
     with pytest.raises(PlanError) as raised:
-        place(topology, devices_of(topology), {Axis.DATA: 2, Axis.TENSOR: 2}, TRAFFIC)
+        place(
+            Paths.between(topology, list(devices_of(topology))),
+            devices_of(topology),
+            {Axis.DATA: 2, Axis.TENSOR: 2},
+            TRAFFIC,
+        )
     error = raised.value
     assert error.found == "a-0 on infiniband, b-0 on roce"
     assert "'a' and 'b'" in error.problem
@@ -234,6 +243,8 @@ def test_a_mesh_across_two_fabrics_is_refused_by_name():
 def test_a_thousand_devices_are_placed_at_once():
     topology = uniform(*[8] * 128)
     sizes = {Axis.DATA: 8, Axis.FSDP: 4, Axis.CONTEXT: 2, Axis.EXPERT: 2, Axis.TENSOR: 8}
-    placement = place(topology, devices_of(topology), sizes, TRAFFIC)
+    placement = place(
+        Paths.between(topology, list(devices_of(topology))), devices_of(topology), sizes, TRAFFIC
+    )
     assert placement.fabrics[Axis.TENSOR] == "nvlink"
     assert [placement.fabrics[axis] for axis in list(sizes)[:-1]] == ["infiniband"] * 4

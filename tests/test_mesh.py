@@ -47,6 +47,7 @@ def test_a_topology_of_gpus_can_be_planned_here():
             "topology=configs/topologies/h100_a100.yaml",
             "train.global_batch=256",
             "parallel.tensor=4",
+            "parallel.clusters=[h100, a100]",
         ],
     ).plan
     assert [stage.cluster for stage in plan.stages] == ["h100", "a100"]

@@ -45,7 +45,14 @@ model: {num_layers: 3, width: 32, num_heads: 4, context_length: 32}
 data: {corpus: python-stdlib}
 train: {steps: 8, global_batch: 8, eval_batches: 1}
 optimizer: {learning_rate: 3.0e-3, warmup_steps: 2}
-parallel: {microbatches: 2}
+parallel:
+  clusters: [ib, roce]
+  data: 2
+  tensor: 1
+  microbatches: 2
+  fsdp: 1
+  schedule: 1f1b
+  activation_checkpointing: none
 """
 
 

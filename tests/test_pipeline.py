@@ -21,7 +21,7 @@ from holmesjax.models import gpt
 from holmesjax.optimizer import learning_rate, make_optimizer
 from holmesjax.pipeline import OneStage, in_one_process
 from holmesjax.plan import EMBED, HEAD, Axis, Plan, StagePlan, block_name
-from holmesjax.planner import split_chunks
+from holmesjax.problem import split_chunks
 from holmesjax.programs import compile_mean_loss, compile_stages, compile_whole_step
 from holmesjax.stage import Stage
 from holmesjax.timeline import Clock
@@ -97,6 +97,7 @@ def hand_made_plan(
         activation_checkpointing=remat,
         boundary_bytes=0.0,
         step_time_s=0.0,
+        bound_s=0.0,
         shares={},
     )
 

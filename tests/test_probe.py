@@ -11,7 +11,7 @@ import pytest
 
 from holmesjax import figures, job as jobs, probe, topology as topologies, wire, yaml_files
 from holmesjax.errors import Mistakes
-from holmesjax.mapper import place
+from holmesjax.mapper import Paths, place
 from holmesjax.probe import Speed
 from tests.jobs import ROOT
 from tests.labs import needs_lab
@@ -169,7 +169,12 @@ def test_the_mapper_goes_around_a_slow_pair(tmp_path):
         text += PAIR % (", ".join(pair), "roce", rate)
     topology = load(tmp_path, text)
     devices = {node.name: topology.devices((node.name,)) for node in topology.nodes}
-    found = place(topology, devices, {"data": 2, "tensor": 2}, {"data": 1.0, "tensor": 100.0})
+    found = place(
+        Paths.between(topology, list(devices)),
+        devices,
+        {"data": 2, "tensor": 2},
+        {"data": 1.0, "tensor": 100.0},
+    )
     assert found.devices == (0, 2, 1, 3)
     assert found.groups["tensor"].slowest.bandwidth_bytes_per_s == 20e9 / 8
 
@@ -183,7 +188,8 @@ def test_a_plan_reckons_with_a_slow_pair(tmp_path):
     plain = jobs.load(run_file).plan
     slow = jobs.load(run_file, [f"topology={tmp_path}/t.yaml"]).plan
     sent_s = 8 * plain.boundary_bytes / 1e6
-    assert slow.step_time_s > plain.step_time_s + sent_s
+    # Slower than without it, but the plan goes around the pair.
+    assert plain.step_time_s < slow.step_time_s < plain.step_time_s + sent_s
     assert slow.topology_hash != plain.topology_hash
 
 

@@ -96,6 +96,7 @@ def machines(cluster_names: list[str]) -> tuple[Plan, Topology]:
         activation_checkpointing="none",
         boundary_bytes=1024.0,
         step_time_s=0.125,
+        bound_s=0.125,
         shares={"compute": 0.8125, "bubble": 0.1875},
     )
     ethernet = Link(fabric="ethernet", bandwidth_bytes_per_s=3.125e9, latency_s=50e-6)

@@ -52,6 +52,7 @@ def plan_of(*stages):
         activation_checkpointing="none",
         boundary_bytes=0.0,
         step_time_s=0.0,
+        bound_s=0.0,
         shares={},
     )
 

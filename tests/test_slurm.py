@@ -217,7 +217,10 @@ def read(path, topology):
 def gpu_job(tmp_path, *settings):
     run_file = write_run(tmp_path, CLUSTERS)
     (tmp_path / "run_topology.yaml").write_text(GPUS)
-    return jobs.load(run_file, ["train.global_batch=32", "run.rehearse=false", *settings])
+    # Large enough for replicas on every device to pay.
+    model = ["model.width=4096", "model.num_heads=32", "model.context_length=2048"]
+    own = ["train.global_batch=64", "run.rehearse=false", "parallel.clusters=[hopper, ampere]"]
+    return jobs.load(run_file, [*model, *own, *settings])
 
 
 def script_of(tmp_path, *settings):

@@ -49,6 +49,7 @@ def make_plan(*meshes):
         activation_checkpointing="none",
         boundary_bytes=0.0,
         step_time_s=0.0,
+        bound_s=0.0,
         shares={},
     )
 

@@ -1,0 +1,395 @@
+"""Ways for stages to sit in a cluster, and what each of them costs.
+
+    pool     devices of one cluster that stages share, in the order in which stages take them
+    mesh     how many replicas, parts and devices a stage has: `data`, `fsdp`, `tensor`
+    seat     one stage: a mesh, on devices of a pool
+    pass     what holds for a whole step: microbatches and what is computed again
+
+All stages of a pool have the same mesh, since they compute equal layers on equal devices; how many
+layers each holds is chosen one by one. A pool is a cluster, or the nodes of one kind of device
+where a cluster has several.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from holmesjax import costs, memory
+from holmesjax.config import Config
+from holmesjax.mapper import (
+    Arrangement,
+    Paths,
+    Placement,
+    arrangements,
+    cheapest,
+    sorted_by_block,
+)
+from holmesjax.network import Groups
+from holmesjax.plan import Axis
+from holmesjax.stage_times import StageTimes, layer_s, stage_times
+from holmesjax.topology import Cluster, DeviceKind, Node, Topology
+
+# Share of a device's memory that a plan may fill; the rest is for temporaries inside a layer,
+# collectives' buffers and the runtime.
+USABLE_MEMORY = 0.9
+
+# Devices of a pool up to which all sizes of `fsdp` are tried; in larger ones those that stay inside
+# nodes, and that over all replicas.
+MOST_FREE = 64
+
+Devices = dict[str, tuple[int, ...]]  # node -> numbers of its devices in the topology
+
+
+class Mesh(NamedTuple):
+    """Sizes of the axes of a stage."""
+
+    data: int
+    fsdp: int
+    tensor: int
+
+    @property
+    def num_devices(self) -> int:
+        return math.prod(self)
+
+    @property
+    def parts(self) -> int:
+        """Groups of devices among which the sequences of a microbatch are shared out."""
+        return self.data * self.fsdp
+
+    @property
+    def sizes(self) -> dict[Axis, int]:
+        """Without `fsdp` where it is not used: the axis is then not in the mesh."""
+        sizes = {Axis.DATA: self.data, Axis.FSDP: self.fsdp, Axis.TENSOR: self.tensor}
+        return {axis: n for axis, n in sizes.items() if axis is not Axis.FSDP or n > 1}
+
+
+class Pass(NamedTuple):
+    """How all stages go through a step."""
+
+    microbatches: int
+    checkpointing: costs.Checkpointing
+
+
+class Role(NamedTuple):
+    """Which ends of the model a stage holds."""
+
+    is_first: bool = False
+    is_last: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class InFlight:
+    """Microbatches that wait on a stage: `schedule.max_in_flight`, for all chunks and the last."""
+
+    all: float
+    head: float
+    chunks: int = 1
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Pool:
+    """Devices of one cluster."""
+
+    cluster: Cluster
+    devices: Devices
+    paths: Paths
+    usable_memory: float = USABLE_MEMORY  # share of each device's memory
+
+    @cached_property
+    def num_devices(self) -> int:
+        return sum(map(len, self.devices.values()))
+
+    @cached_property
+    def kinds(self) -> tuple[DeviceKind, ...]:
+        """Each once: equal nodes cost the same, and a cluster has many."""
+        return kinds_of(node for node in self.cluster.nodes if node.name in self.devices)
+
+    @property
+    def usable_bytes(self) -> float:
+        return self.usable_memory * min(kind.memory_bytes for kind in self.kinds)
+
+    @cached_property
+    def most_in_a_node(self) -> int:
+        return max(map(len, self.devices.values()))
+
+    def is_even(self, mesh: Mesh) -> bool:
+        """Whether all stages with a mesh are on equally many devices of equal nodes."""
+        size = self.most_in_a_node
+        return (
+            self.paths.is_uniform
+            and all(len(numbers) == size for numbers in self.devices.values())
+            and (mesh.num_devices % size == 0 or size % mesh.num_devices == 0)
+        )
+
+    def seats(self, mesh: Mesh, num_stages: int) -> list[Devices]:
+        """The devices of each of its stages; of more than are needed, every stage leaves some.
+
+        Stages take runs of whole nodes where each can have as many as it needs, else equal runs of
+        devices.
+        """
+        names, size = list(self.devices), mesh.num_devices
+        assert num_stages * size <= self.num_devices, (mesh, num_stages, self.num_devices)
+        each = len(names) // num_stages
+        runs = [names[i * each : (i + 1) * each] for i in range(num_stages)]
+        if each and all(sum(len(self.devices[n]) for n in run) >= size for run in runs):
+            shares = [{name: self.devices[name] for name in run} for run in runs]
+        else:
+            seats = [(name, number) for name, numbers in self.devices.items() for number in numbers]
+            each = len(seats) // num_stages
+            shares = [_by_node(seats[i * each : (i + 1) * each]) for i in range(num_stages)]
+        return [_choose(share, mesh) for share in shares]
+
+
+def kinds_of(nodes: Iterator[Node]) -> tuple[DeviceKind, ...]:
+    found: list[DeviceKind] = []
+    for node in nodes:
+        if node.device not in found:
+            found.append(node.device)
+    return tuple(found)
+
+
+def _by_node(seats: Sequence[tuple[str, int]]) -> Devices:
+    numbers: dict[str, list[int]] = {}
+    for node, number in seats:
+        numbers.setdefault(node, []).append(number)
+    return {node: tuple(own) for node, own in numbers.items()}
+
+
+def _choose(devices: Devices, mesh: Mesh) -> Devices:
+    """As many devices as the mesh has.
+
+    Of more than are needed, every node first gives whole replicas, then whole tensor groups, so
+    that few of them cross nodes.
+    """
+    seats = [(node, number) for node, numbers in devices.items() for number in numbers]
+    groups = mesh.fsdp * mesh.tensor, mesh.tensor
+
+    def left_over(seat: tuple[str, int]) -> int:
+        """How many kinds of whole group the device is no part of."""
+        numbers = devices[seat[0]]
+        place = numbers.index(seat[1])
+        return sum(place >= len(numbers) // size * size for size in groups)
+
+    return _by_node(sorted(seats, key=left_over)[: mesh.num_devices])
+
+
+def make_pools(
+    topology: Topology, by_kind: bool, usable_memory: float = USABLE_MEMORY
+) -> list[Pool]:
+    """The pools of all clusters; `by_kind` makes one for each kind of device of a cluster.
+
+    Nodes that reach each other fast are neighbours, so that a stage gets those.
+    """
+    pools, number = [], 0
+    for cluster in topology.clusters:
+        numbers: Devices = {}
+        for node in cluster.nodes:
+            numbers[node.name] = tuple(range(number, number + node.num_devices))
+            number += node.num_devices
+        paths = Paths.between(topology, list(numbers))
+        order = [cluster.nodes[i] for i in sorted_by_block(paths, range(len(cluster.nodes)))]
+        for kind in kinds_of(iter(cluster.nodes)) if by_kind else [None]:
+            names = [node.name for node in order if kind in (None, node.device)]
+            devices = {name: numbers[name] for name in names}
+            pools.append(
+                Pool(cluster=cluster, devices=devices, paths=paths, usable_memory=usable_memory)
+            )
+    return pools
+
+
+def has_unlike_devices(topology: Topology) -> bool:
+    """Whether `by_kind` makes a difference."""
+    return any(len(kinds_of(iter(cluster.nodes))) > 1 for cluster in topology.clusters)
+
+
+# ---- which meshes there are ----------------------------------------------------------------------
+
+
+def divisors(number: int) -> list[int]:
+    """In order.
+
+    >>> divisors(12)
+    [1, 2, 3, 4, 6, 12]
+    """
+    small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
+    return small + [number // n for n in reversed(small) if n * n != number]
+
+
+def tensor_sizes(config: Config, most: int) -> list[int]:
+    """How many devices may share the products of a layer: each must get whole heads."""
+    model, size = config.model, config.parallel.tensor
+    cut = (model.num_heads, model.kv_heads, model.feed_forward_width, model.vocab_size)
+    return [size] if size else [n for n in divisors(math.gcd(*cut)) if n <= most]
+
+
+def meshes(config: Config, pool: Pool, passing: Pass) -> Iterator[Mesh]:
+    """All that the pool has devices for, and that give every part whole sequences."""
+    parallel = config.parallel
+    sequences, rest = divmod(config.train.global_batch, passing.microbatches)
+    if rest:
+        return
+    for tensor in tensor_sizes(config, pool.most_in_a_node):
+        most = pool.num_devices // tensor
+        for parts in divisors(sequences):
+            if parts > most:
+                break
+            for fsdp in divisors(math.gcd(parts, config.model.width)):
+                inside = fsdp * tensor <= pool.most_in_a_node or fsdp == parts
+                if pool.num_devices > MOST_FREE and not inside and fsdp != parallel.fsdp:
+                    continue
+                data = parts // fsdp
+                if parallel.fsdp in (None, fsdp) and parallel.data in (None, data):
+                    yield Mesh(data, fsdp, tensor)
+
+
+# ---- what a stage costs --------------------------------------------------------------------------
+
+
+class StageCosts:
+    """Seconds and bytes of stages, each computed once.
+
+    One search asks for the same stages over and over.
+    """
+
+    def __init__(self, config: Config):
+        self._config = config
+        self._seats: dict[tuple[int, Mesh, int], list[Devices]] = {}
+        self._arranged: dict[tuple[int, Mesh, int, int], list[Arrangement[Axis]]] = {}
+        self._placements: dict[tuple[object, ...], Placement[Axis]] = {}
+        self._times: dict[tuple[object, ...], StageTimes] = {}
+        self._bytes: dict[tuple[object, ...], float] = {}
+        self._pools: list[Pool] = []  # they are named by their ids, and so must not go away
+
+    def devices(self, pool: Pool, mesh: Mesh, num_stages: int, index: int) -> Devices:
+        """Of stage `index` of the `num_stages` in a pool."""
+        key = id(pool), mesh, num_stages
+        if key not in self._seats:
+            self._pools.append(pool)
+            self._seats[key] = pool.seats(mesh, num_stages)
+        return self._seats[key][index]
+
+    def placement(
+        self, pool: Pool, mesh: Mesh, num_stages: int, index: int, passing: Pass
+    ) -> Placement[Axis]:
+        """Of stage `index` of the `num_stages` in a pool."""
+        where = id(pool), mesh, num_stages, index
+        if (key := (where, passing)) not in self._placements:
+            if where not in self._arranged:
+                devices = self.devices(pool, mesh, num_stages, index)
+                self._arranged[where] = arrangements(pool.paths, devices, mesh.sizes)
+            traffic = self._traffic_bytes(mesh, passing)
+            self._placements[key] = cheapest(self._arranged[where], traffic)
+        return self._placements[key]
+
+    def _traffic_bytes(self, mesh: Mesh, passing: Pass) -> dict[Axis, float]:
+        """Bytes that a device sends along each axis in a step, to weigh the axes: per layer."""
+        model, train = self._config.model, self._config.train
+        width = costs.DTYPE_BYTES[train.compute_dtype]
+        sent = lambda size: (size - 1) / size  # of a ring reduce-scatter
+        num_parameters = costs.block_parameters(model, mesh.tensor)
+        num_tokens = train.global_batch / mesh.parts * model.context_length
+        summed = costs.boundary_bytes(model, num_tokens, train.compute_dtype)
+        num_sums = costs.block_all_reduces(passing.checkpointing)
+        num_gathers = 3 * passing.microbatches  # parameters in both passes, gradients in one
+        return {
+            Axis.DATA: sent(mesh.data) * (4 + width) * num_parameters / mesh.fsdp,
+            Axis.FSDP: sent(mesh.fsdp) * width * num_parameters * num_gathers,
+            Axis.TENSOR: sent(mesh.tensor) * 2 * summed * num_sums,
+        }
+
+    def shape(
+        self,
+        mesh: Mesh,
+        passing: Pass,
+        role: Role,
+        num_blocks: int,
+        in_flight: InFlight = InFlight(all=1, head=1),
+    ) -> costs.StageShape:
+        train = self._config.train
+        return costs.StageShape(
+            num_blocks=num_blocks,
+            is_first=role.is_first,
+            is_last=role.is_last,
+            data=mesh.data,
+            tensor=mesh.tensor,
+            fsdp=mesh.fsdp,
+            sequences=train.global_batch // (passing.microbatches * mesh.parts),
+            chunks=in_flight.chunks,
+            in_flight=in_flight.all,
+            head_in_flight=in_flight.head,
+            dtype=train.compute_dtype,
+            checkpointing=passing.checkpointing,
+        )
+
+    def times(
+        self,
+        pool: Pool,
+        placement: Placement[Axis],
+        mesh: Mesh,
+        passing: Pass,
+        role: Role,
+        num_blocks: int,
+    ) -> StageTimes:
+        groups = tuple(placement.groups.get(axis) for axis in (Axis.DATA, Axis.TENSOR, Axis.FSDP))
+        key = pool.kinds, groups, mesh, passing, role, num_blocks
+        if key not in self._times:
+            data, tensor, fsdp = groups
+            shape = self.shape(mesh, passing, role, num_blocks)
+            self._times[key] = stage_times(
+                self._config.model, shape, pool.kinds, data=data, tensor=tensor, fsdp=fsdp
+            )
+        return self._times[key]
+
+    def many_times(
+        self, pool: Pool, found: Sequence[Mesh], passing: Pass, num_blocks: int
+    ) -> StageTimes:
+        """Of a stage with each of some meshes, in the middle of the pipeline: arrays, [meshes]."""
+        placements = [self.placement(pool, mesh, 1, 0, passing) for mesh in found]
+        groups = {
+            axis: Groups.of([placement.groups.get(axis) for placement in placements])
+            for axis in (Axis.DATA, Axis.TENSOR, Axis.FSDP)
+        }
+        shape = self._many_shapes(found, passing, num_blocks, InFlight(all=1, head=1))
+        return stage_times(
+            self._config.model,
+            shape,
+            pool.kinds,
+            data=groups[Axis.DATA],
+            tensor=groups[Axis.TENSOR],
+            fsdp=groups[Axis.FSDP],
+        )
+
+    def many_bytes(
+        self, found: Sequence[Mesh], passing: Pass, num_blocks: int, in_flight: int
+    ) -> np.ndarray:
+        """On each device of such stages, [meshes]."""
+        held = InFlight(all=in_flight, head=in_flight)
+        shape = self._many_shapes(found, passing, num_blocks, held)
+        items = memory.stage_memory_bytes(self._config.model, shape)
+        return np.sum(np.broadcast_arrays(*items.values()), axis=0)
+
+    def _many_shapes(
+        self, found: Sequence[Mesh], passing: Pass, num_blocks: int, in_flight: InFlight
+    ) -> costs.StageShape:
+        sizes: Any = Mesh(*np.array(found).T)
+        return self.shape(sizes, passing, Role(), num_blocks, in_flight)
+
+    def layer_s(self, pool: Pool, mesh: Mesh, passing: Pass) -> float:
+        """Seconds of a microbatch in one Transformer layer, without what is sent."""
+        shape = self.shape(mesh, passing, Role(), 1)
+        return layer_s(self._config.model, shape, pool.kinds)
+
+    def memory_bytes(
+        self, mesh: Mesh, passing: Pass, role: Role, num_blocks: int, in_flight: InFlight
+    ) -> float:
+        """On each device of a stage."""
+        key = mesh, passing, role, num_blocks, in_flight
+        if key not in self._bytes:
+            shape = self.shape(mesh, passing, role, num_blocks, in_flight)
+            items = memory.stage_memory_bytes(self._config.model, shape)
+            self._bytes[key] = sum(items.values())
+        return self._bytes[key]

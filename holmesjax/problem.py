@@ -1,0 +1,334 @@
+"""What a plan has to decide, and how long a step of any way to decide it takes.
+
+part       consecutive stages of the pipeline that share a pool, and their mesh
+case       parts in the order of the pipeline, with the layers of every stage
+order      which schedule the pipeline runs, and with how many microbatches
+"""
+
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
+
+import numpy as np
+
+from holmesjax import costs
+from holmesjax.config import Config, Schedule
+from holmesjax.layouts import InFlight, Mesh, Pass, Pool, Role, StageCosts
+from holmesjax.mapper import Placement
+from holmesjax.plan import Axis
+from holmesjax.schedule import Clock, Task, max_in_flight, schedule
+from holmesjax.topology import Link, Node, Topology
+
+CHUNKS = (2, 3, 4, 6, 8)  # of a stage that are tried for interleaving
+
+
+class Seat(NamedTuple):
+    """Where one stage is: one of the stages of a part."""
+
+    pool: int
+    mesh: Mesh
+    num_stages: int  # of the part
+    number: int  # of them
+
+
+class Part(NamedTuple):
+    """Consecutive stages on one pool."""
+
+    pool: int
+    mesh: Mesh
+    num_stages: int
+
+    @property
+    def seats(self) -> tuple[Seat, ...]:
+        return tuple(Seat(*self, index) for index in range(self.num_stages))
+
+
+class Order(NamedTuple):
+    """What decides the tasks of a pipeline."""
+
+    schedule: Schedule
+    num_stages: int
+    microbatches: int
+    chunks: int = 1
+    in_flight: tuple[int, ...] = ()  # eager_1f1b only
+
+
+class Case(NamedTuple):
+    """One way to train, but for its schedule."""
+
+    parts: tuple[Part, ...]
+    layers: tuple[int, ...]  # Transformer layers of each stage
+
+    @property
+    def seats(self) -> tuple[Seat, ...]:
+        return tuple(itertools.chain(*(part.seats for part in self.parts)))
+
+
+class _Seconds(NamedTuple):
+    """Of one stage."""
+
+    forward: float
+    backward: float  # without the weights' gradients, where these are a task of their own
+    weight: float
+    reduce: float
+    after: float  # the norm of the gradient is known: update and gather
+
+
+@dataclass(kw_only=True, eq=False)
+class Problem:
+    """Everything that is given, and what has been worked out so far."""
+
+    config: Config
+    topology: Topology
+    pools: Sequence[Pool]
+    stage_costs: StageCosts
+    _seconds: dict[tuple[object, ...], _Seconds] = field(default_factory=dict)
+    _clocks: dict[Order, tuple[Clock, tuple[tuple[Task, ...], ...]]] = field(default_factory=dict)
+    _links_of: dict[int, list[Link]] = field(default_factory=dict)
+    _like: dict[Seat, Seat] = field(default_factory=dict)
+    _in_flight: dict[tuple[object, ...], InFlight] = field(default_factory=dict)
+    _links: dict[tuple[Seat, Seat], tuple[Link, int]] = field(default_factory=dict)
+
+    @property
+    def num_layers(self) -> int:
+        return self.config.model.num_layers
+
+    def boundary_bytes(self, passing: Pass) -> float:
+        sequences = self.config.train.global_batch // passing.microbatches
+        num_tokens = sequences * self.config.model.context_length
+        return costs.boundary_bytes(self.config.model, num_tokens, self.config.train.compute_dtype)
+
+    def is_asked_for(self, parts: Sequence[Part]) -> bool:
+        """Whether the stages are on the clusters that the config names, if it does."""
+        asked = self.config.parallel.clusters
+        if asked is None:
+            return True
+        found = [
+            self.pools[part.pool].cluster.name for part in parts for _ in range(part.num_stages)
+        ]
+        return tuple(found) == asked
+
+    def seconds(
+        self, seat: Seat, passing: Pass, role: Role, num_blocks: int, is_split: bool
+    ) -> _Seconds:
+        seat = self.like(seat)
+        key = seat, passing, role, num_blocks, is_split
+        if key not in self._seconds:
+            pool = self.pools[seat.pool]
+            placement = self.placement(seat, passing)
+            times = self.stage_costs.times(pool, placement, seat.mesh, passing, role, num_blocks)
+            self._seconds[key] = _Seconds(
+                times.whole_forward_s,
+                times.whole_backward_s - is_split * times.weight_s,
+                times.weight_s,
+                times.reduce_s,
+                times.update_s + times.gather_s,
+            )
+        return self._seconds[key]
+
+    def fits(
+        self, seat: Seat, passing: Pass, role: Role, num_blocks: int, in_flight: InFlight
+    ) -> bool:
+        num_bytes = self.stage_costs.memory_bytes(seat.mesh, passing, role, num_blocks, in_flight)
+        return num_bytes <= self.pools[seat.pool].usable_bytes
+
+    def microbatch_s(self, seat: Seat, passing: Pass, role: Role, num_blocks: int) -> float:
+        """Seconds that a stage works for a microbatch, forward and backward."""
+        times = self.seconds(seat, passing, role, num_blocks, is_split=False)
+        return times.forward + times.backward
+
+    def clock(self, order: Order) -> tuple[Clock, tuple[tuple[Task, ...], ...]]:
+        """The clock of a schedule, and its tasks."""
+        if order not in self._clocks:
+            tasks = schedule(
+                order.schedule,
+                order.num_stages,
+                order.microbatches,
+                num_chunks=order.chunks,
+                in_flight=order.in_flight,
+            )
+            self._clocks[order] = Clock(tasks, order.chunks), tasks
+        return self._clocks[order]
+
+    def in_flight(self, order: Order, stage: int, layers: int) -> InFlight:
+        """What a stage with so many layers holds at most."""
+        p, m, v = order.num_stages, order.microbatches, order.chunks
+        if order.schedule == "1f1b":
+            return InFlight(all=min(m, p - stage), head=min(m, p - stage))
+        if order.schedule == "eager_1f1b":
+            return InFlight(all=order.in_flight[stage], head=order.in_flight[stage])
+        key = order, stage, layers if v > 1 else 0
+        if key not in self._in_flight:
+            tasks = self.clock(order)[1][stage]
+            self._in_flight[key] = InFlight(
+                all=max_in_flight(tasks, [n / layers for n in split_chunks(layers, v)]),
+                head=max_in_flight(tasks, [0] * (v - 1) + [1]),
+                chunks=v,
+            )
+        return self._in_flight[key]
+
+    def transfer_s(self, source: Seat, target: Seat, num_bytes: float) -> float:
+        """Seconds in which an array goes from one stage to another.
+
+        Each node of the smaller stage sends, or receives, an equal part of it at once (`routes`).
+        """
+        key = source, target
+        if key not in self._links:
+            ends = [self.nodes(source), self.nodes(target)]
+            self._links[key] = slowest_link(self.topology, *ends), min(map(len, ends))
+        link, num_pairs = self._links[key]
+        return link.time_s(num_bytes / num_pairs)
+
+    def links_of(self, pool_index: int) -> list[Link]:
+        """The fastest link inside a pool, and those from it to each other pool."""
+        if pool_index not in self._links_of:
+            pools = [self.pools[pool_index]]
+            pools += [pool for pool in self.pools if pool is not pools[0]]
+            names = [list(pool.devices) for pool in pools]
+            self._links_of[pool_index] = [
+                fastest_link(self.topology, names[0], others) for others in names
+            ]
+        return self._links_of[pool_index]
+
+    def like(self, seat: Seat) -> Seat:
+        """A seat that costs as much: the same one for all stages of equal whole nodes."""
+        if seat not in self._like:
+            pool = self.pools[seat.pool]
+            own = seat._replace(num_stages=1, number=0)
+            self._like[seat] = own if pool.is_even(seat.mesh) else seat
+        return self._like[seat]
+
+    def nodes(self, seat: Seat) -> list[str]:
+        pool = self.pools[seat.pool]
+        return list(self.stage_costs.devices(pool, seat.mesh, seat.num_stages, seat.number))
+
+    def placement(self, seat: Seat, passing: Pass) -> Placement[Axis]:
+        pool = self.pools[seat.pool]
+        return self.stage_costs.placement(pool, seat.mesh, seat.num_stages, seat.number, passing)
+
+
+def slowest_link(topology: Topology, sources: Sequence[str], targets: Sequence[str]) -> Link:
+    """The slowest from a node of one stage to a node of another."""
+    return min(_links(topology, sources, targets), key=lambda link: link.bandwidth_bytes_per_s)
+
+
+def fastest_link(topology: Topology, sources: Sequence[str], targets: Sequence[str]) -> Link:
+    """The fastest from one of some nodes to one of others."""
+    return max(_links(topology, sources, targets), key=lambda link: link.bandwidth_bytes_per_s)
+
+
+def _links(topology: Topology, sources: Sequence[str], targets: Sequence[str]) -> list[Link]:
+    """Equal nodes have equal links where none was measured: two of each are enough."""
+    if topology.measured is None:
+        sources, targets = _two_of_each(topology, sources), _two_of_each(topology, targets)
+    return [topology.effective_link(a, b) for a in sources for b in targets]
+
+
+def _two_of_each(topology: Topology, names: Sequence[str]) -> list[str]:
+    seen: list[tuple[Node, list[str]]] = []
+    for name in names:
+        node = replace(topology.node(name), name="")
+        found = next((chosen for other, chosen in seen if other == node), None)
+        if found is None:
+            seen.append((node, [name]))
+        elif len(found) < 2:
+            found.append(name)
+    return [name for _, chosen in seen for name in chosen]
+
+
+# ---- how long cases take -------------------------------------------------------------------------
+
+
+def split_chunks(num_layers: int, num_chunks: int) -> tuple[int, ...]:
+    """Layers of each chunk of a stage: equal, or one more in the first ones.
+
+    >>> split_chunks(5, 2)
+    (3, 2)
+    """
+    each, rest = divmod(num_layers, num_chunks)
+    return tuple(each + (chunk < rest) for chunk in range(num_chunks))
+
+
+def roles(num_stages: int) -> list[Role]:
+    """Of each stage."""
+    last = num_stages - 1
+    return [Role(stage == 0, stage == last) for stage in range(num_stages)]
+
+
+def stage_loads(problem: Problem, case: Case, passing: Pass) -> list[float]:
+    """Seconds that each stage works for a microbatch."""
+    stages = zip(case.seats, roles(len(case.layers)), case.layers, strict=True)
+    return [problem.microbatch_s(seat, passing, role, n) for seat, role, n in stages]
+
+
+def transfer_times(problem: Problem, case: Case, passing: Pass, chunks: int) -> list[list[float]]:
+    """Seconds to the next stage and back, of each stage but the last; of it too with chunks."""
+    num_bytes, seats = problem.boundary_bytes(passing), case.seats
+    pairs = list(itertools.pairwise(seats))
+    if chunks > 1:
+        pairs.append((seats[-1], seats[0]))
+    both_ways = lambda a, b: [
+        problem.transfer_s(a, b, num_bytes),
+        problem.transfer_s(b, a, num_bytes),
+    ]
+    return [both_ways(a, b) for a, b in pairs]
+
+
+def table_times(problem: Problem, case: Case) -> tuple[float, float]:
+    """Seconds in which the first and the last stage send the token table of tied embeddings.
+
+    Once a step the last stage sends its gradient of the table; the first, the sum of both back.
+    """
+    model, seats = problem.config.model, case.seats
+    if not model.tied_embeddings or len(seats) == 1:
+        return 0.0, 0.0
+    num_bytes = 4.0 * costs.table_parameters(model)
+    ends = seats[0], seats[-1]
+    return problem.transfer_s(*ends, num_bytes), problem.transfer_s(*ends[::-1], num_bytes)
+
+
+def step_seconds(
+    problem: Problem, cases: Sequence[Case], passing: Pass, order: Order, with_links: bool = True
+) -> np.ndarray:
+    """Predicted seconds of a step of each case, [cases]; infinite for what memory does not hold.
+
+    All have the same number of stages. Every stage reduces its gradients after its last task. All
+    wait for the norm of the whole gradient; then each updates and gathers its parameters. Without
+    links, boundaries and tied tables are sent in no time.
+    """
+    clock, _ = problem.clock(order)
+    is_split = order.schedule == "zero_bubble"
+    p, v, num_cases = order.num_stages, order.chunks, len(cases)
+    stage_s = np.empty((2, p, num_cases))  # reduce, after
+    task_s = np.empty((3, p * v, num_cases))  # forward, backward, weight
+    transfer_s = np.zeros((p - (v == 1), 2, num_cases))
+    tables_s, holds = np.zeros(num_cases), np.ones(num_cases, bool)
+    for k, case in enumerate(cases):
+        stages = zip(case.seats, case.layers, roles(p), strict=True)
+        for stage, (seat, layers, role) in enumerate(stages):
+            whole = problem.seconds(seat, passing, role, layers, is_split)
+            stage_s[:, stage, k] = whole.reduce, whole.after
+            in_flight = problem.in_flight(order, stage, layers)
+            if not problem.fits(seat, passing, role, layers, in_flight):
+                holds[k] = False
+                break
+            if v == 1:
+                task_s[:, stage, k] = whole[:3]
+                continue
+            for chunk, n in enumerate(split_chunks(layers, v)):
+                part = Role(role.is_first and chunk == 0, role.is_last and chunk == v - 1)
+                chunk_s = problem.seconds(seat, passing, part, n, is_split)
+                task_s[:, chunk * p + stage, k] = chunk_s[:3]
+        if holds[k] and with_links:
+            transfer_s[:, :, k] = np.reshape(transfer_times(problem, case, passing, v), (-1, 2))
+            tables_s[k] = sum(table_times(problem, case))
+    found = np.full(num_cases, math.inf)
+    if holds.any():
+        forward_s, backward_s, weight_s = task_s[:, :, holds]
+        _, end_s = clock.run(forward_s, backward_s, transfer_s[:, :, holds], weight_s)
+        finish_s = clock.finish_s(end_s)
+        reduce_s, after_s = stage_s[:, :, holds]
+        found[holds] = (finish_s + reduce_s).max(0) + after_s.max(0) + tables_s[holds]
+    return found

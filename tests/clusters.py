@@ -1,0 +1,134 @@
+"""Machines and configs for tests of the planner, made in memory."""
+
+import itertools
+
+from holmesjax.config import (
+    Config,
+    DataConfig,
+    ModelConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    RunConfig,
+    TrainConfig,
+)
+from holmesjax.layouts import Mesh, Pass
+from holmesjax.planner import as_plan, make_plan, make_problem
+from holmesjax.problem import Case, Order, Part, step_seconds
+from holmesjax.search import Candidate, split
+from holmesjax.topology import Cluster, DeviceKind, Link, Nic, Node, Topology
+
+GIB = 2.0**30
+NIC = {"infiniband": (50e9, 8), "roce": (25e9, 4), "ethernet": (3e9, 1)}
+
+
+def make_cluster(name, fabric, counts, *, speed=1.0, memory_gib=80.0):
+    """`speed` 1 is about an H100."""
+    device = DeviceKind(
+        name=f"gpu-{speed:g}",
+        peak_flop_per_s={"float32": 67e12 * speed, "bfloat16": 989e12 * speed},
+        memory_bytes=memory_gib * GIB,
+        memory_bandwidth_bytes_per_s=3.35e12 * speed,
+        link=Link(fabric="nvlink", bandwidth_bytes_per_s=450e9, latency_s=2e-6),
+    )
+    rate, count = NIC[fabric]
+    nic = Nic(name=fabric, fabric=fabric, rate_bytes_per_s=rate, latency_s=3e-6, count=count)
+    nodes = tuple(
+        Node(name=f"{name}-{i}", device=device, num_devices=num, nics=(nic,))
+        for i, num in enumerate(counts)
+    )
+    return Cluster(name=name, fabric=fabric, nodes=nodes)
+
+
+def make_topology(*clusters, ethernet_bytes_per_s=3e9):
+    link = Link(fabric="ethernet", bandwidth_bytes_per_s=ethernet_bytes_per_s, latency_s=1e-4)
+    names = [cluster.name for cluster in clusters]
+    return Topology(
+        name="test",
+        clusters=clusters,
+        links={pair: link for pair in itertools.permutations(names, 2)},
+    )
+
+
+def two_clusters(*, slow=0.5, **link):
+    return make_topology(
+        make_cluster("ib", "infiniband", (8, 8)),
+        make_cluster("roce", "roce", (8, 8), speed=slow),
+        **link,
+    )
+
+
+# What a test does not leave to the planner on purpose.
+PLAIN = {
+    "tensor": 8,
+    "fsdp": 1,
+    "microbatches": 8,
+    "schedule": "1f1b",
+    "activation_checkpointing": "none",
+}
+
+
+def make_config(*, model=None, train=None, parallel=None, **changes):
+    """`parallel` in place of `PLAIN`, or changes of it; a None leaves the choice to the planner."""
+    sizes = {"num_layers": 12, "width": 1024, "num_heads": 16, "context_length": 1024}
+    return Config(
+        topology="test.yaml",
+        run=RunConfig(dir="run"),
+        train=TrainConfig(
+            **{"steps": 1, "global_batch": 64, "compute_dtype": "bfloat16", **(train or {})}
+        ),
+        model=ModelConfig(**{**sizes, "vocab_size": 32000, **(model or {})}),
+        data=DataConfig(corpus="x"),
+        optimizer=OptimizerConfig(learning_rate=1e-3),
+        parallel=ParallelConfig(**{**(PLAIN if parallel is None else parallel), **changes}),
+    )
+
+
+def chosen_plan(config, topology, *parts, layers=None, chunks=1, in_flight=()):
+    """The plan with stages where the test wants them: (cluster, (data, fsdp, tensor), stages)."""
+    problem = make_problem(config, topology)
+    names = [cluster.name for cluster in topology.clusters]
+    chosen = [Part(names.index(name), Mesh(*mesh), count) for name, mesh, count in parts]
+    parallel, num_stages = config.parallel, sum(part.num_stages for part in chosen)
+    passing = Pass(parallel.microbatches, parallel.activation_checkpointing)
+    order = Order(parallel.schedule, num_stages, parallel.microbatches, chunks, in_flight)
+    case = Case(tuple(chosen), layers) if layers else split(problem, chosen, passing, order)
+    [step_s] = map(float, step_seconds(problem, [case], passing, order))
+    candidate = Candidate(case=case, passing=passing, order=order, step_s=step_s)
+    return as_plan(problem, candidate, bound_s=step_s)
+
+
+def one_each(config, topology, **choice):
+    """A stage on all devices of every cluster, as `chosen_plan`."""
+    tensor, fsdp = config.parallel.tensor, config.parallel.fsdp
+    counts = [sum(node.num_devices for node in c.nodes) for c in topology.clusters]
+    parts = [
+        (cluster.name, (count // (fsdp * tensor), fsdp, tensor), 1)
+        for cluster, count in zip(topology.clusters, counts, strict=True)
+    ]
+    return chosen_plan(config, topology, *parts, **choice)
+
+
+def two_uneven():
+    return make_topology(
+        make_cluster("ib", "infiniband", (4, 2)), make_cluster("roce", "roce", (3,), speed=0.7)
+    )
+
+
+PLANS = {
+    "two_clusters": lambda: one_each(make_config(), two_clusters()),
+    "uneven_nodes": lambda: one_each(
+        make_config(tensor=1, microbatches=2, train={"global_batch": 48}), two_uneven()
+    ),
+    "one_stage": lambda: make_plan(
+        make_config(stages=1, tensor=2, microbatches=1, schedule="gpipe"),
+        make_topology(make_cluster("only", "ethernet", (4,))),
+    ),
+    "all_free": lambda: make_plan(make_config(parallel={}), two_clusters()),
+}
+
+
+def compositions(total, parts):
+    """All ways to write a number as an ordered sum of positive numbers."""
+    for cuts in itertools.combinations(range(1, total), parts - 1):
+        edges = (0, *cuts, total)
+        yield tuple(b - a for a, b in itertools.pairwise(edges))

@@ -1,0 +1,338 @@
+"""No plan is faster than the one that is found: all are tried, one after the other."""
+
+import dataclasses
+import functools
+import itertools
+import math
+
+import numpy as np
+import pytest
+
+from holmesjax import costs, memory
+from holmesjax.layouts import USABLE_MEMORY, divisors
+from holmesjax.mapper import Paths, place
+from holmesjax.plan import Axis
+from holmesjax.planner import find, make_plan
+from holmesjax.schedule import Clock, max_in_flight, schedule, simulate
+from holmesjax.stage_times import stage_times
+from tests.clusters import compositions, make_cluster, make_config, make_topology
+
+# ---- the clock -----------------------------------------------------------------------------------
+
+ORDERS = [
+    ("gpipe", 3, 4, 1, ()),
+    ("1f1b", 4, 6, 1, ()),
+    ("eager_1f1b", 3, 6, 1, (5, 3, 1)),
+    ("interleaved_1f1b", 2, 4, 3, ()),
+    ("zero_bubble", 3, 5, 1, ()),
+    ("1f1b", 1, 3, 1, ()),
+]
+
+
+def finish_times(tasks, forward, backward, weight, transfer):
+    """When every stage ends, one task after the other: each as soon as its stage and input are."""
+    p = len(tasks)
+    num_virtual, ends, sent, free, link_free = len(forward), {}, {}, [0.0] * p, {}
+    left = [list(own) for own in tasks]
+    while any(left):
+        for stage, own in enumerate(left):
+            while own:
+                kind, microbatch, chunk = own[0]
+                virtual, way = chunk * p + stage, {"F": 1, "B": -1, "W": 0}[kind]
+                source, reader = virtual - way, virtual + way
+                has_source = way and 0 <= source < num_virtual
+                if has_source and (kind, microbatch, source) not in sent:
+                    break
+                start = max(free[stage], sent[kind, microbatch, source] if has_source else 0.0)
+                seconds = {"F": forward, "B": backward, "W": weight}[kind][virtual]
+                free[stage] = ends[stage] = start + seconds
+                if way and 0 <= reader < num_virtual:
+                    to = reader % p
+                    way_s = transfer[stage][0] if kind == "F" else transfer[to][1]
+                    begin = max(free[stage], link_free.get((stage, to), 0.0))
+                    link_free[stage, to] = sent[kind, microbatch, virtual] = begin + way_s
+                own.pop(0)
+    return [ends[stage] for stage in range(p)]
+
+
+@pytest.mark.parametrize("name, p, m, v, in_flight", ORDERS)
+def test_the_clock_says_of_many_cases_when_each_ends(name, p, m, v, in_flight):
+    tasks = schedule(name, p, m, num_chunks=v, in_flight=in_flight)
+    rng, cases, links = np.random.default_rng(0), 7, p - (v == 1)
+    forward, backward, weight = rng.uniform(0.1, 1.0, (3, p * v, cases))
+    transfer = rng.uniform(0.0, 1.0, (links, 2, cases))
+    clock = Clock(tasks, v)
+    found = clock.finish_s(clock.run(forward, backward, transfer, weight)[1])
+    for k in range(cases):
+        alone = finish_times(tasks, forward[:, k], backward[:, k], weight[:, k], transfer[:, :, k])
+        assert found[:, k] == pytest.approx(alone, rel=1e-12)
+
+
+# ---- every plan there is -------------------------------------------------------------------------
+
+
+def every_depth(p, m):
+    """In flight on the stages of eager 1F1B: never fewer than 1F1B, never more towards the end."""
+    for depth in itertools.product(*(range(min(p - s, m), m + 1) for s in range(p))):
+        steps = [a - b for a, b in itertools.pairwise([*depth])]
+        if all(step >= 0 for step in steps):
+            yield depth
+
+
+def every_schedule(config, p, m, policy):
+    """(name, chunks, in flight) of all that the config allows."""
+    wanted = config.parallel.schedule
+    if wanted in (None, "1f1b"):
+        yield "1f1b", 1, ()
+    if wanted in (None, "gpipe"):
+        yield "gpipe", 1, ()
+    if wanted in (None, "eager_1f1b"):
+        yield from (("eager_1f1b", 1, depth) for depth in every_depth(p, m))
+    if wanted in (None, "zero_bubble") and policy == "none" and p > 1:
+        yield "zero_bubble", 1, ()
+    if wanted in (None, "interleaved_1f1b") and p > 1 and m % p == 0:
+        for chunks in [config.parallel.chunks] if config.parallel.chunks else (2, 3, 4, 6, 8):
+            yield "interleaved_1f1b", chunks, ()
+
+
+def every_mesh(config, num_devices, m):
+    """(data, fsdp, tensor) on at most so many devices."""
+    model, parallel = config.model, config.parallel
+    numbers = range(1, num_devices + 1)
+    for data, fsdp, tensor in itertools.product(numbers, repeat=3):
+        asked = zip(
+            (parallel.data, parallel.fsdp, parallel.tensor), (data, fsdp, tensor), strict=True
+        )
+        cut = (model.num_heads, model.kv_heads, model.feed_forward_width, model.vocab_size)
+        if (
+            data * fsdp * tensor <= num_devices
+            and all(want in (None, size) for want, size in asked)
+            and config.train.global_batch % (m * data * fsdp) == 0
+            and model.width % fsdp == 0
+            and all(size % tensor == 0 for size in cut)
+        ):
+            yield data, fsdp, tensor
+
+
+def chunk_sizes(n, v):
+    return [n // v + (c < n % v) for c in range(v)]
+
+
+def least_step_s(config, topology):
+    """The definition, one plan after the other; of clusters with one node each."""
+    model, parallel, batch = config.model, config.parallel, config.train.global_batch
+    dtype = config.train.compute_dtype
+    counts = {c.name: sum(n.num_devices for n in c.nodes) for c in topology.clusters}
+    assert all(len(c.nodes) == 1 for c in topology.clusters), "one node each"
+    node = {c.name: c.nodes[0] for c in topology.clusters}
+
+    @functools.cache
+    def groups(cluster, mesh):
+        sizes = dict(zip((Axis.DATA, Axis.FSDP, Axis.TENSOR), mesh, strict=True))
+        paths = Paths.between(topology, [node[cluster].name])
+        devices = {node[cluster].name: tuple(range(math.prod(mesh)))}
+        return place(paths, devices, sizes, dict.fromkeys(sizes, 1.0)).groups
+
+    def shape(mesh, m, policy, n, first, last, **held):
+        data, fsdp, tensor = mesh
+        return costs.StageShape(
+            num_blocks=n,
+            is_first=first,
+            is_last=last,
+            data=data,
+            tensor=tensor,
+            fsdp=fsdp,
+            sequences=batch // (m * data * fsdp),
+            dtype=dtype,
+            checkpointing=policy,
+            **{"chunks": 1, "in_flight": 1, "head_in_flight": 1, **held},
+        )
+
+    @functools.cache
+    def times(cluster, mesh, m, policy, n, first, last):
+        found = groups(cluster, mesh)
+        return stage_times(
+            model,
+            shape(mesh, m, policy, n, first, last),
+            [node[cluster].device],
+            data=found.get(Axis.DATA),
+            tensor=found.get(Axis.TENSOR),
+            fsdp=found.get(Axis.FSDP),
+        )
+
+    def way_s(a, b, m):
+        if a == b:
+            link = node[a].device.link
+            link = topology.effective_link(node[a].name, node[a].name)
+        else:
+            link = topology.effective_link(node[a].name, node[b].name)
+        num_tokens = batch // m * model.context_length
+        return link.time_s(costs.boundary_bytes(model, num_tokens, dtype))
+
+    def step_s(stages, layers, m, policy, name, v, in_flight):
+        p = len(stages)
+        tasks = schedule(name, p, m, num_chunks=v, in_flight=in_flight)
+        ends = [(s == 0, s == p - 1) for s in range(p)]
+        for (cluster, mesh), n, own, (first, last) in zip(stages, layers, tasks, ends, strict=True):
+            held = {
+                "chunks": v,
+                "in_flight": max_in_flight(own, [c / n for c in chunk_sizes(n, v)]),
+                "head_in_flight": max_in_flight(own, [0] * (v - 1) + [1]),
+            }
+            items = memory.stage_memory_bytes(model, shape(mesh, m, policy, n, first, last, **held))
+            if sum(items.values()) > USABLE_MEMORY * node[cluster].device.memory_bytes:
+                return math.inf
+        virtual = [
+            times(*stages[s], m, policy, chunk_sizes(layers[s], v)[c], s + c == 0,
+                  s == p - 1 and c == v - 1)
+            for c in range(v)
+            for s in range(p)
+        ]  # fmt: skip
+        pairs = [*itertools.pairwise(stages)] + ([(stages[-1], stages[0])] if v > 1 else [])
+        simulation = simulate(
+            tasks,
+            [t.whole_forward_s for t in virtual],
+            [t.whole_backward_s - (name == "zero_bubble") * t.weight_s for t in virtual],
+            [(way_s(a[0], b[0], m), way_s(b[0], a[0], m)) for a, b in pairs],
+            weight_s=[t.weight_s for t in virtual],
+        )
+        whole = [
+            times(*stage, m, policy, n, *end)
+            for stage, n, end in zip(stages, layers, ends, strict=True)
+        ]
+        reduced_s = max(simulation.finish_s(s) + t.reduce_s for s, t in enumerate(whole))
+        return reduced_s + max(t.update_s + t.gather_s for t in whole)
+
+    best_s, num_tried = math.inf, 0
+    policies = [parallel.activation_checkpointing or ("none", "dots", "full")]
+    policies = policies[0] if isinstance(policies[0], tuple) else policies
+    for policy, m in itertools.product(policies, divisors(batch)):
+        if parallel.microbatches not in (None, m):
+            continue
+        options = {
+            name: [
+                (mesh, k)
+                for mesh in every_mesh(config, count, m)
+                for k in range(1, count // math.prod(mesh) + 1)
+            ]
+            for name, count in counts.items()
+        }
+        for number in range(1, len(counts) + 1):
+            for used in itertools.permutations(counts, number):
+                for chosen in itertools.product(*(options[name] for name in used)):
+                    stages = [
+                        (name, mesh)
+                        for name, (mesh, k) in zip(used, chosen, strict=True)
+                        for _ in range(k)
+                    ]
+                    p = len(stages)
+                    if p > model.num_layers or parallel.stages not in (None, p):
+                        continue
+                    for name, v, depth in every_schedule(config, p, m, policy):
+                        for layers in compositions(model.num_layers, p):
+                            if min(layers) >= v:
+                                num_tried += 1
+                                found_s = step_s(stages, layers, m, policy, name, v, depth)
+                                best_s = min(best_s, found_s)
+    return best_s, num_tried
+
+
+def one_node_clusters(*speeds, devices=4, memory_gib=80.0, ethernet_bytes_per_s=3e9):
+    fabrics = itertools.cycle(["infiniband", "roce"])
+    clusters = [
+        make_cluster(f"c{i}", next(fabrics), (devices,), speed=speed, memory_gib=memory_gib)
+        for i, speed in enumerate(speeds)
+    ]
+    return make_topology(*clusters, ethernet_bytes_per_s=ethernet_bytes_per_s)
+
+
+FREE = {}
+SMALL = {"num_layers": 4, "width": 1024, "num_heads": 4, "vocab_size": 32000}
+CASES = {
+    "two equal clusters": (one_node_clusters(1.0, 1.0, devices=2), SMALL, FREE, 4),
+    "a slow one": (one_node_clusters(1.0, 0.3, devices=2), SMALL, FREE, 4),
+    "slow Ethernet": (
+        one_node_clusters(1.0, 0.8, devices=2, ethernet_bytes_per_s=2e8), SMALL, FREE, 4
+    ),
+    "little memory": (
+        one_node_clusters(1.0, 0.8, devices=2, memory_gib=0.7), SMALL, FREE, 4
+    ),
+    "one cluster": (one_node_clusters(1.0, devices=4), SMALL, FREE, 4),
+    "1F1B on eight devices": (
+        one_node_clusters(1.0, 0.6, devices=4),
+        SMALL | {"num_layers": 6},
+        {"schedule": "1f1b", "activation_checkpointing": "none"},
+        8,
+    ),
+    "three clusters": (
+        one_node_clusters(1.0, 0.7, 0.5, devices=2),
+        SMALL | {"num_layers": 5},
+        {"schedule": "1f1b", "activation_checkpointing": "none", "fsdp": 1},
+        4,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_no_plan_is_faster(name):
+    topology, model, parallel, batch = CASES[name]
+    config = make_config(model=model, parallel=parallel, train={"global_batch": batch})
+    _, found = find(config, topology)
+    best_s, num_tried = least_step_s(config, topology)
+    assert num_tried > 1000
+    assert found.best[0].step_s == pytest.approx(best_s, rel=1e-9)
+    assert found.bound_s <= best_s * (1 + 1e-9)
+    assert make_plan(config, topology).step_time_s == found.best[0].step_s
+
+
+# ---- what must hold of the best ------------------------------------------------------------------
+
+
+def best_s(topology, batch=4, **sizes):
+    config = make_config(model=SMALL | sizes, parallel=FREE, train={"global_batch": batch})
+    return find(config, topology)[1].best[0].step_s
+
+
+BASE = {"devices": 2, "ethernet_bytes_per_s": 1e9}
+
+
+@pytest.mark.parametrize("speeds", [(1.0, 1.0), (1.0, 0.4), (0.7, 0.6, 0.5)], ids=str)
+def test_faster_machines_and_links_never_make_the_best_plan_slower(speeds):
+    now_s = best_s(one_node_clusters(*speeds, **BASE))
+    for i in range(len(speeds)):
+        faster = [speed * (1.5 if j == i else 1.0) for j, speed in enumerate(speeds)]
+        assert best_s(one_node_clusters(*faster, **BASE)) <= now_s * (1 + 1e-9)
+    faster_link = one_node_clusters(*speeds, **BASE | {"ethernet_bytes_per_s": 3e9})
+    assert best_s(faster_link) <= now_s * (1 + 1e-9)
+    assert best_s(one_node_clusters(*speeds, **BASE, memory_gib=160.0)) <= now_s * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("speeds", [(1.0, 0.4), (0.7, 0.6, 0.5)], ids=str)
+def test_without_a_cluster_the_best_plan_is_no_faster(speeds):
+    topology = one_node_clusters(*speeds, **BASE)
+    now_s = best_s(topology)
+    for cluster in topology.clusters:
+        rest = [other for other in topology.clusters if other is not cluster]
+        fewer = make_topology(*rest, ethernet_bytes_per_s=BASE["ethernet_bytes_per_s"])
+        assert best_s(fewer) >= now_s * (1 - 1e-9)
+
+
+def test_names_and_the_order_of_clusters_change_nothing():
+    topology = one_node_clusters(1.0, 0.7, 0.5, **BASE)
+    now_s = best_s(topology)
+    for clusters in itertools.permutations(topology.clusters):
+        renamed = [
+            dataclasses.replace(
+                cluster,
+                name=f"x{i}",
+                nodes=tuple(dataclasses.replace(n, name=f"y-{i}") for n in cluster.nodes),
+            )
+            for i, cluster in enumerate(clusters)
+        ]
+        again = make_topology(*renamed, ethernet_bytes_per_s=BASE["ethernet_bytes_per_s"])
+        assert best_s(again) == pytest.approx(now_s, rel=1e-12)
+
+
+def test_the_same_input_gives_the_same_plan():
+    config, topology = make_config(parallel=FREE), one_node_clusters(1.0, 0.7, devices=8)
+    assert make_plan(config, topology).to_json() == make_plan(config, topology).to_json()
