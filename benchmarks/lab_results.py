@@ -16,6 +16,9 @@ from holmesjax.figures import BLUE, GREEN, GRID, INK, MUTED, ORANGE
 Result = dict[str, Any]
 COLORS = {"HolmesJAX": BLUE, "JAX": ORANGE, "PyTorch": GREEN}
 MAX_DISTURBED = 0.10  # of the machine's cores, taken by what is not the lab
+# Of the same work's CPU seconds above its fastest run's: more, and the machine itself was slower,
+# as a virtual one is while others use its memory or its cores' clock.
+MAX_SLOWED = 0.15
 # The largest relative difference from the losses of the same steps of HolmesJAX.
 MAX_DIFFERENCE = {"HolmesJAX": 1e-5, "JAX": 1e-5, "PyTorch": 1e-3}
 HEADER = (
@@ -31,6 +34,21 @@ HEADER = (
     "waiting s",
     "others",
 )
+
+
+def disturbed(runs: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Runs that tell of the machine, not of the row: others had its cores, or it was slower."""
+    fastest: dict[tuple[str, int | None], float] = {}
+    measured = [run for run in runs if "compute_s" in run]
+    for run in measured:
+        cell = (run["row"], run["point"])
+        fastest[cell] = min(run["compute_s"], fastest.get(cell, math.inf))
+    return [
+        run
+        for run in measured
+        if run["disturbed_share"] > MAX_DISTURBED
+        or run["compute_s"] > (1 + MAX_SLOWED) * fastest[run["row"], run["point"]]
+    ]
 
 
 def summarise(runs: Sequence[Mapping[str, Any]]) -> list[Result]:

@@ -1,10 +1,11 @@
 """The pure parts of `benchmarks.holmes_lab`: rows and what they become, the table, the losses."""
 
+import argparse
 import json
 
 import pytest
 
-from benchmarks import lab_results
+from benchmarks import holmes_lab, lab_results
 from benchmarks.holmes_lab import go_on
 from benchmarks.lab_rows import (
     BARS,
@@ -153,6 +154,32 @@ def test_the_table_says_which_bars_are_met_and_what_failed_or_was_disturbed():
     assert "disturbed" not in met
     assert any("failed: a link / broke |" in row for row in rows)
     assert len(lab_results.chart(lines, "").axes) == 3
+
+
+def test_runs_that_tell_of_the_machine_are_made_again_and_kept_apart(tmp_path, monkeypatch):
+    times_s = {"plan": iter([1.0, 1.2, 1.1]), "no-overlap": iter([2.0, 2.4, 2.4, 2.4])}
+    names = {ROWS[name]: name for name in times_s}
+
+    def run_row(row, *_):
+        compute_s = next(times_s[names[row]])
+        return {"tokens_per_s": 100.0, "compute_s": compute_s, "disturbed_share": 0.0}
+
+    monkeypatch.setattr(holmes_lab, "run_row", run_row)
+    args = argparse.Namespace(
+        repeats=2, rows=["plan", "no-overlap"], points=[8], steps=4, schedule="1f1b"
+    )
+    result = {"runs": [], "dropped": []}
+    holmes_lab.measure(args, result, tmp_path / "result.json")
+    kept = {(run["row"], run["repeat"]): run["compute_s"] for run in result["runs"]}
+    assert kept == {
+        ("plan", 0): 1.0,
+        ("plan", 1): 1.1,
+        ("no-overlap", 0): 2.0,
+        ("no-overlap", 1): 2.4,  # slow each time: it stays
+    }
+    dropped = [(run["row"], run["compute_s"]) for run in result["dropped"]]
+    assert dropped == [("plan", 1.2), ("no-overlap", 2.4), ("no-overlap", 2.4)]
+    assert json.loads((tmp_path / "result.json").read_text()) == result
 
 
 def test_losses_must_fall_and_be_those_of_holmesjax():
