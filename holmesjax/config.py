@@ -142,6 +142,14 @@ class ParallelConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, config=STRICT)
+class PlanConfig:
+    """Which of the possible plans is the best; prices are those of the topology."""
+
+    objective: Literal["step_time", "tokens_per_dollar"] = "step_time"
+    budget_dollars: Positive | None = None  # for all steps of the run
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, config=STRICT)
 class DistributedConfig:
     """The processes of a run with a launcher, and how long they wait for each other."""
 
@@ -186,6 +194,7 @@ class Config:
     data: DataConfig
     optimizer: OptimizerConfig
     parallel: ParallelConfig = dataclasses.field(default_factory=ParallelConfig)
+    plan: PlanConfig = dataclasses.field(default_factory=PlanConfig)
     distributed: DistributedConfig = dataclasses.field(default_factory=DistributedConfig)
     checkpoint: CheckpointConfig = dataclasses.field(default_factory=CheckpointConfig)
     log: LogConfig = dataclasses.field(default_factory=LogConfig)

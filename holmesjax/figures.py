@@ -16,11 +16,13 @@ from matplotlib.cm import ScalarMappable
 from matplotlib.colors import LinearSegmentedColormap, LogNorm
 from matplotlib.figure import Figure
 from matplotlib.patches import FancyBboxPatch, Patch, Rectangle
+from matplotlib.text import Text
 from matplotlib.ticker import MaxNLocator, NullFormatter
 
 from holmesjax.plan import Plan, StagePlan
 from holmesjax.probe import Speed
 from holmesjax.topology import Cluster, Link, Node, Topology
+from holmesjax.trace import KINDS
 from holmesjax.units import QUANTITY, show
 
 INK, MUTED, GRID, IDLE, PAPER = "#1b2430", "#5b6675", "#e2e6eb", "#f1f3f6", "#fffffe"
@@ -29,13 +31,9 @@ PINK, RED, SKY = "#cc79a7", "#d55e00", "#56b4e9"
 SERIES = (BLUE, ORANGE, GREEN, PINK, SKY, RED)
 DARK, LIGHT = "#10151b", "#fefefe"  # text on a colour: the same on a white and a black page
 TEXT_ON = {BLUE: LIGHT, ORANGE: DARK, GREEN: DARK, PINK: DARK, RED: DARK, SKY: DARK}
-KINDS = {
-    "F": ("forward", BLUE),
-    "B": ("backward", ORANGE),
-    "W": ("weight gradient", GREEN),
-    "U": ("update", PINK),
-    "S": ("whole step", SKY),
-}
+COLOR_OF = {"F": BLUE, "B": ORANGE, "W": GREEN, "R": RED, "U": PINK, "S": SKY}  # kinds of task
+# Of the text that names an axis: what its collectives go over.
+FABRIC_COLOR = {"nvlink": GREEN, "infiniband": BLUE, "roce": PINK, "ethernet": RED, "local": MUTED}
 
 LEGEND: dict[str, Any] = {"frameon": False, "fontsize": 9, "labelcolor": INK}
 
@@ -83,12 +81,17 @@ def loss_curve(records: Sequence[Record]) -> Figure:
     return figure
 
 
-def pipeline_timeline(tasks: Sequence[Record]) -> Figure:
-    """One step as it ran: a row per stage, numbers are microbatches, hatched is waiting."""
+def pipeline_timeline(tasks: Sequence[Record], transfers: Sequence[Record] = ()) -> Figure:
+    """One step: a row per stage, then one per way between two; hatched is waiting.
+
+    Numbers are microbatches. A transfer has the colour of the task whose result it is.
+    """
     num_stages, start_s = 1 + max(t["stage"] for t in tasks), min(t["start_s"] for t in tasks)
     span_s = max(task["end_s"] for task in tasks) - start_s
     unit, scale = ("ms", 1e3) if span_s < 1 else ("s", 1.0)
-    figure, axes = _figure(height_in=1.3 + 0.55 * num_stages)
+    ways = sorted({(transfer["source"], transfer["target"]) for transfer in transfers})
+    num_rows = num_stages + len(ways)
+    figure, axes = _figure(height_in=1.3 + 0.55 * num_rows)
     for stage in range(num_stages):
         idle = Rectangle((0, stage - 0.38), span_s * scale, 0.76)
         idle.set(facecolor=IDLE, edgecolor=GRID, hatch="////", linewidth=0)
@@ -96,17 +99,26 @@ def pipeline_timeline(tasks: Sequence[Record]) -> Figure:
         share = idle_share([task for task in tasks if task["stage"] == stage], span_s)
         style = {"va": "center", "color": INK, "fontsize": 9}
         axes.text(1.01, stage, f"idle {share:.0%}", style, transform=axes.get_yaxis_transform())
-    for task in tasks:
-        _draw_task(axes, task, start_s=start_s, scale=scale, points_per_s=7.6 * 72 / span_s)
+    row_of = {way: num_stages + i for i, way in enumerate(ways)}
+    bars = [(task, task["stage"], 0.76) for task in tasks]
+    bars += [
+        (transfer, row_of[transfer["source"], transfer["target"]], 0.4) for transfer in transfers
+    ]
+    for bar, row, height in bars:
+        size = {"start_s": start_s, "scale": scale, "points_per_s": 7.6 * 72 / span_s}
+        _draw_bar(axes, bar, row, height, **size)
     axes.set_xlim(0, span_s * scale)
-    axes.set_ylim(num_stages - 0.5, -0.5)
-    axes.set_yticks(range(num_stages), [f"stage {stage}" for stage in range(num_stages)])
+    axes.set_ylim(num_rows - 0.5, -0.5)
+    names = [f"stage {stage}" for stage in range(num_stages)] + [f"{a} to {b}" for a, b in ways]
+    axes.set_yticks(range(num_rows), names)
     axes.tick_params(axis="y", length=0)
     axes.grid(visible=False)
     axes.spines["left"].set_visible(False)
     axes.set_xlabel(f"time since the step began ({unit})")
     used = {task["kind"] for task in tasks}
-    handles = [Patch(color=color, label=name) for k, (name, color) in KINDS.items() if k in used]
+    handles = [
+        Patch(color=color, label=KINDS[kind]) for kind, color in COLOR_OF.items() if kind in used
+    ]
     handles.append(Patch(facecolor=IDLE, edgecolor=MUTED, hatch="////", label="idle (bubble)"))
     above: dict[str, Any] = {"loc": "lower left", "bbox_to_anchor": (0, 1), "ncols": len(handles)}
     axes.legend(handles=handles, **above, **LEGEND)
@@ -127,18 +139,25 @@ def idle_share(tasks: Sequence[Record], span_s: float) -> float:
     return 1 - busy_s / span_s if span_s > 0 else 0.0
 
 
-def _draw_task(
-    axes: Axes, task: Record, *, start_s: float, scale: float, points_per_s: float
+def _draw_bar(
+    axes: Axes,
+    bar: Record,
+    row: int,
+    height: float,
+    *,
+    start_s: float,
+    scale: float,
+    points_per_s: float,
 ) -> None:
-    _, color = KINDS[task["kind"]]
-    left_s, width_s = task["start_s"] - start_s, task["end_s"] - task["start_s"]
-    bar = Rectangle((left_s * scale, task["stage"] - 0.38), width_s * scale, 0.76)
-    bar.set(facecolor=color, edgecolor=PAPER, linewidth=0.6)
-    axes.add_patch(bar)
-    if task["microbatch"] is not None:
-        text = str(task["microbatch"])
+    color = COLOR_OF[bar["kind"]]
+    left_s, width_s = bar["start_s"] - start_s, bar["end_s"] - bar["start_s"]
+    patch = Rectangle((left_s * scale, row - height / 2), width_s * scale, height)
+    patch.set(facecolor=color, edgecolor=PAPER, linewidth=0.6)
+    axes.add_patch(patch)
+    if bar["microbatch"] is not None:
+        text = str(bar["microbatch"])
         if width_s * points_per_s > 6.5 * len(text):
-            middle = (left_s + width_s / 2) * scale, task["stage"] + 0.02
+            middle = (left_s + width_s / 2) * scale, row + 0.02
             axes.text(*middle, text, ha="center", va="center", fontsize=8.5, color=TEXT_ON[color])
 
 
@@ -252,6 +271,17 @@ def mesh_picture(plan: Plan, topology: Topology) -> Figure:
     for line in lines:
         bottom += 0.42
         _text(axes, 0.15, bottom, line, fontsize=8.5, color=MUTED)
+    fabrics = {
+        stage.fabrics[axis]: None
+        for stage in plan.stages
+        for axis, size in stage.mesh.items()
+        if size > 1
+    }
+    if fabrics:
+        bottom += 0.42
+        text = "Axes have the colour of what they go over:"
+        start = _text(axes, 0.15, bottom, text, fontsize=8.5, color=MUTED)
+        _add_words(axes, start, [(name, FABRIC_COLOR[name]) for name in fabrics], between="·")
     bottom += 0.25
     axes.set(xlim=(0, width), ylim=(bottom, 0))
     axes.set_axis_off()
@@ -270,7 +300,8 @@ def _draw_cluster(
             y += 0.52
             color = SERIES[number % len(SERIES)]
             axes.add_patch(Rectangle((0.45, y - 0.15), 0.3, 0.3, facecolor=color))
-            _text(axes, 0.9, y, f"stage {number}: {_stage_text(stage)}", fontsize=9.5)
+            text = _text(axes, 0.9, y, f"stage {number}: {_stage_text(stage)}, mesh", fontsize=9.5)
+            _add_words(axes, text, _mesh_words(stage), between="x")
     y += 0.45
     rows, num_hidden = _rows_of_nodes(cluster.nodes)
     buses = []
@@ -383,18 +414,42 @@ def _one_way_text(link: Link) -> str:
 
 
 def _stage_text(stage: StagePlan) -> str:
-    axes = " x ".join(f"{axis} {size}" for axis, size in stage.mesh.items() if size > 1)
     runs = [chunk[0] + (f" to {chunk[-1]}" if len(chunk) > 1 else "") for chunk in stage.chunks]
     layers = ", ".join(runs)
     if len(stage.layers) > 1:
         layers += f" ({len(stage.layers)} layers)"
-    return f"{layers}, mesh {axes or 'of one device'}"
+    return layers
 
 
-def _text(axes: Axes, x: float, y: float, text: str, **style: Any) -> None:
+def _mesh_words(stage: StagePlan) -> list[tuple[str, str]]:
+    """The axes of a stage's mesh, each with the colour of what it goes over."""
+    used = [(axis, size) for axis, size in stage.mesh.items() if size > 1]
+    words = [(f"{axis} {size}", FABRIC_COLOR[stage.fabrics[axis]]) for axis, size in used]
+    return words or [("of one device", INK)]
+
+
+def _add_words(axes: Axes, after: Text, words: Sequence[tuple[str, str]], between: str) -> None:
+    """Continues a text with words in colours of their own."""
+    size = float(after.get_fontsize())
+    for i, (word, color) in enumerate(words):
+        for text, ink in [(between, INK)] * bool(i) + [(word, color)]:
+            after = axes.annotate(
+                text,
+                xy=(1, 0.5),
+                xytext=(0.4 * size, 0),
+                xycoords=after,
+                textcoords="offset points",
+                va="center",
+                color=ink,
+                fontsize=size,
+                parse_math=False,
+            )
+
+
+def _text(axes: Axes, x: float, y: float, text: str, **style: Any) -> Text:
     """Text as it is: a `$` in a name starts no formula."""
     style = {"color": INK, "fontsize": 9, "va": "center", **style}
-    axes.text(x, y, text, parse_math=False, **style)
+    return axes.text(x, y, text, parse_math=False, **style)
 
 
 def _byte_unit(largest: float) -> tuple[str, float]:

@@ -76,7 +76,20 @@ class Job:
         return [
             *topologies.describe(self.topology),
             *plans.describe(self.plan),
+            *self._price(),
             f"run folder  {self.run_dir}",
+        ]
+
+    def _price(self) -> list[str]:
+        """What the run costs, where the topology says what its machines do."""
+        train, items = self.config.train, self.plan.step_dollars
+        if not (dollars := sum(items.values())):
+            return []
+        tokens = train.global_batch * self.config.model.context_length
+        parts = ", ".join(f"{name} {part:.3g}" for name, part in items.items())
+        return [
+            f"price       {dollars:.3g} dollars a step ({parts}), {tokens / dollars:,.0f} tokens a "
+            f"dollar; {dollars * train.steps:,.2f} for {_count(train.steps, 'step')}"
         ]
 
     def finished(self, done: int) -> list[str]:
@@ -105,6 +118,10 @@ class Job:
         configs.save(self.config, self.run_dir / CONFIG)
         topologies.save(self.topology, self.run_dir / TOPOLOGY)
         self.plan.save(self.run_dir / PLAN)
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number:,} {noun}{'s' if number != 1 else ''}"
 
 
 def _versions() -> dict[str, str]:

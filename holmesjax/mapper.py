@@ -62,18 +62,23 @@ class Paths:
 
     @classmethod
     def between(cls, topology: Topology, nodes: Sequence[str]) -> "Paths":
-        """Raises PlanError where two nodes lie in different clusters, so that no fabric joins them.
-
-        Equal nodes have equal links, so only those of unlike nodes are looked up.
-        """
+        """Raises PlanError where two nodes lie in different clusters: no fabric joins them."""
         _refuse_two_clusters(topology, nodes)
-        kinds: list[Node] = []
+        return cls.across(topology, nodes)
+
+    @classmethod
+    def across(cls, topology: Topology, nodes: Sequence[str]) -> "Paths":
+        """Of nodes of any clusters: what a plan that knows of no clusters has to do with.
+
+        Equal nodes of a cluster have equal links, so only those of unlike nodes are looked up.
+        """
+        kinds: list[tuple[str, Node]] = []
         kind_N = np.empty(len(nodes), int)
         for i, name in enumerate(nodes):
-            node = replace(topology.node(name), name="")
-            if node not in kinds:
-                kinds.append(node)
-            kind_N[i] = kinds.index(node)
+            kind = topology.cluster_of(name).name, replace(topology.node(name), name="")
+            if kind not in kinds:
+                kinds.append(kind)
+            kind_N[i] = kinds.index(kind)
         cost = lambda a, b: 1.0 / topology.effective_link(a, b).bandwidth_bytes_per_s
         cost_NN = np.zeros((len(nodes), len(nodes)))
         for kinds_of_pair in itertools.product(range(len(kinds)), repeat=2):

@@ -19,7 +19,7 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from holmesjax.config import Schedule
 from holmesjax.errors import PlanError
-from holmesjax.schedule import Task, schedule
+from holmesjax.schedule import Simulation, Task, schedule, simulate
 from holmesjax.units import show
 
 EMBED, HEAD = "embed", "head"  # the first and the last layer of every model
@@ -54,6 +54,20 @@ class Axis(StrEnum):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class TaskSeconds:
+    """What each task of a stage is predicted to take."""
+
+    __pydantic_config__ = ConfigDict(extra="forbid")
+
+    forward_s: tuple[float, ...]  # of each chunk
+    backward_s: tuple[float, ...]  # without the weights' gradients, where those are split off
+    weight_s: tuple[float, ...]  # 0 where they are not
+    transfer_s: tuple[float, ...]  # a boundary to the next stage, and back; none: to no stage
+    reduce_s: float  # after the last task, summing gradients
+    update_s: float  # when all stages have done that: the optimizer, and gathering parameters
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class StagePlan:
     """One stage: layers on the devices of one cluster."""
 
@@ -67,6 +81,7 @@ class StagePlan:
     fabrics: dict[Axis, str]  # axis -> the slowest fabric that its neighbours use
     memory_bytes: dict[str, float]  # per device, itemised
     seconds: dict[str, float]  # predicted, per step: compute, tensor, fsdp if used, data, boundary
+    task_seconds: TaskSeconds | None = None  # predicted; None where nothing was
 
     @property
     def layers(self) -> tuple[str, ...]:
@@ -98,6 +113,7 @@ class Plan:
     shares: dict[str, float]  # of the predicted step time: `seconds` of the stages, and bubble
     idle: dict[str, int] = field(default_factory=dict)  # node -> devices that no stage uses
     in_flight: tuple[int, ...] = ()  # microbatches of each stage, for eager_1f1b only
+    step_dollars: dict[str, float] = field(default_factory=dict)  # empty where prices lack
 
     @property
     def num_chunks(self) -> int:
@@ -124,6 +140,26 @@ class Plan:
     def num_layers(self) -> int:
         """Transformer layers of the model."""
         return sum(stage.num_blocks for stage in self.stages)
+
+    def simulate(self) -> Simulation | None:
+        """The tasks of a step as they are predicted to run; None where nothing was predicted.
+
+        What comes once in a step is not in it.
+        """
+        stages = [s.task_seconds for s in self.stages if s.task_seconds is not None]
+        if len(stages) < len(self.stages):
+            return None
+        in_order = lambda name: [
+            getattr(stage, name)[chunk] for chunk in range(self.num_chunks) for stage in stages
+        ]
+        ways = [stage.transfer_s for stage in stages if stage.transfer_s]
+        return simulate(
+            self.tasks(),
+            in_order("forward_s"),
+            in_order("backward_s"),
+            [(there_s, back_s) for there_s, back_s in ways],
+            weight_s=in_order("weight_s"),
+        )
 
     def hash(self) -> str:
         """First 12 hex digits of the SHA-256 of the plan as JSON. The order of axes counts."""
@@ -202,6 +238,7 @@ def _damaged(where: str, problem: str, found: object) -> PlanError:
 
 def _refuse_contradictions(plan: Plan, where: str) -> None:
     _refuse_impossible_schedule(plan, where)
+    _refuse_missing_seconds(plan, where)
     layers = tuple(layer for _, chunk in plan.chunks for layer in chunk)
     if layers != layer_names(len(layers) - 2):
         raise _damaged(where, "the stages must hold every layer once, in model order", layers)
@@ -213,6 +250,19 @@ def _refuse_contradictions(plan: Plan, where: str) -> None:
             sizes = " * ".join(map(str, stage.mesh.values()))
             problem = f"stages.{i}: its mesh of {sizes} devices must hold its devices"
             raise _damaged(where, problem, f"{len(stage.devices)} devices")
+
+
+def _refuse_missing_seconds(plan: Plan, where: str) -> None:
+    for i, stage in enumerate(plan.stages):
+        if (seconds := stage.task_seconds) is None:
+            continue
+        chunks = seconds.forward_s, seconds.backward_s, seconds.weight_s
+        goes_on = i < len(plan.stages) - (plan.num_chunks == 1)
+        if {len(own) for own in chunks} != {plan.num_chunks} or len(seconds.transfer_s) != (
+            2 * goes_on
+        ):
+            problem = f"stages.{i}.task_seconds must have a number for each chunk, and both ways"
+            raise _damaged(where, problem, seconds)
 
 
 def _refuse_impossible_schedule(plan: Plan, where: str) -> None:

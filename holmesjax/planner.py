@@ -7,13 +7,14 @@ import dataclasses
 import itertools
 from collections.abc import Sequence
 
-from holmesjax import memory
-from holmesjax.config import Config
+from holmesjax import memory, prices
+from holmesjax.config import Config, PlanConfig
 from holmesjax.errors import PlanError
 from holmesjax.layouts import USABLE_MEMORY, Mesh, StageCosts, has_unlike_devices, make_pools
-from holmesjax.plan import EMBED, HEAD, Axis, Plan, StagePlan, block_name
+from holmesjax.plan import EMBED, HEAD, Axis, Plan, StagePlan, TaskSeconds, block_name
 from holmesjax.problem import (
     Problem,
+    chunk_roles,
     roles,
     split_chunks,
     step_seconds,
@@ -38,10 +39,11 @@ def make_plan(config: Config, topology: Topology) -> Plan:
 
 def find(config: Config, topology: Topology) -> tuple[Problem, Found]:
     """The best plans there are, with what they were found in. Raises PlanError as `make_plan`."""
+    _refuse_unpriced(config, topology)
     _refuse_unknown_clusters(config, topology)
     _refuse_number_of_stages(config, topology)
     _refuse_large_meshes(config, topology)
-    result = _find(config, topology, USABLE_MEMORY)
+    result = find_within(config, topology)
     if result is None:
         raise _memory_refusal(config, topology)
     return result
@@ -62,18 +64,55 @@ def make_problem(
     )
 
 
-def _find(config: Config, topology: Topology, usable_memory: float) -> tuple[Problem, Found] | None:
-    """With so large a share of every device's memory; None where no plan fits it."""
+def find_within(
+    config: Config, topology: Topology, usable_memory: float = USABLE_MEMORY
+) -> tuple[Problem, Found] | None:
+    """With so large a share of every device's memory; None where no plan fits it.
+
+    Raises PlanError where none is within the budget.
+    """
+    is_priced = config.plan != PlanConfig()
     results = []
     for by_kind in (False, True) if has_unlike_devices(topology) else (False,):
-        problem = make_problem(config, topology, by_kind, usable_memory)
-        if (found := search(problem)) is not None:
-            results.append((problem, found))
+        whole = make_problem(config, topology, by_kind, usable_memory)
+        for pools in prices.selections(whole.pools) if is_priced else [whole.pools]:
+            problem = whole.on(topology, pools)
+            if (found := search(problem)) is not None:
+                results.append((problem, found))
     if not results:
         return None
     bound_s = min(found.bound_s for _, found in results)
+    if is_priced:
+        problem, best = _best_for_its_price(config, results)
+        return problem, Found(best=best, bound_s=bound_s)
     problem, found = min(results, key=lambda result: result[1].best[0].step_s)
     return problem, dataclasses.replace(found, bound_s=bound_s)
+
+
+def _best_for_its_price(
+    config: Config, results: Sequence[tuple[Problem, Found]]
+) -> tuple[Problem, tuple[Candidate, ...]]:
+    """Of all that was tried, within the budget; with the others of the same machines behind it."""
+    priced = [
+        (problem, candidate, sum(prices.step_dollars(problem, candidate).values()))
+        for problem, found in results
+        for candidate in found.best
+    ]
+    steps, budget = config.train.steps, config.plan.budget_dollars
+    within = [item for item in priced if budget is None or item[2] * steps <= budget]
+    if not within:
+        least = min(dollars for _, _, dollars in priced) * steps
+        raise PlanError(
+            "plan.budget_dollars",
+            f"the cheapest plan that was found takes {least:.2f} dollars for {steps} steps",
+            found=f"{budget:g}",
+            fix="raise the budget, train for fewer steps, or give cheaper machines",
+        )
+    is_cheapest = config.plan.objective == "tokens_per_dollar"
+    rank = lambda item: (item[2], item[1].step_s) if is_cheapest else (item[1].step_s, item[2])
+    in_order = sorted(within, key=rank)
+    problem = in_order[0][0]
+    return problem, tuple(candidate for own, candidate, _ in in_order if own is problem)
 
 
 # ---- a plan of what was found --------------------------------------------------------------------
@@ -88,6 +127,7 @@ def as_plan(problem: Problem, candidate: Candidate, bound_s: float) -> Plan:
     tables_s[0], tables_s[-1] = table_times(problem, case)
     chunks = _chunks(case.layers, order.chunks)
     times = _stage_times(problem, candidate)
+    ways_s: list[Sequence[float]] = [*transfer_times(problem, case, passing, order.chunks), ()]
     stages = []
     for i, (seat, role) in enumerate(zip(case.seats, roles(num_stages), strict=True)):
         pool = problem.pools[seat.pool]
@@ -105,6 +145,7 @@ def as_plan(problem: Problem, candidate: Candidate, bound_s: float) -> Plan:
                 fabrics=dict(placement.fabrics),
                 memory_bytes=memory.stage_memory_bytes(config.model, shape),
                 seconds=_part_seconds(candidate, times[i]) | {"boundary": sent_s},
+                task_seconds=_task_seconds(problem, candidate, i, ways_s[i]),
             )
         )
     assert sum(case.layers) == config.model.num_layers, f"{case.layers} drops layers"
@@ -121,6 +162,7 @@ def as_plan(problem: Problem, candidate: Candidate, bound_s: float) -> Plan:
         boundary_bytes=problem.boundary_bytes(passing) if num_stages > 1 else 0.0,
         step_time_s=candidate.step_s,
         bound_s=bound_s,
+        step_dollars=prices.step_dollars(problem, candidate),
         shares=_shares(problem, candidate, times),
     )
 
@@ -133,6 +175,31 @@ def _stage_times(problem: Problem, candidate: Candidate) -> list[StageTimes]:
         placement = problem.placement(seat, passing)
         times.append(problem.stage_costs.times(pool, placement, seat.mesh, passing, role, n))
     return times
+
+
+def _task_seconds(
+    problem: Problem, candidate: Candidate, stage: int, ways_s: Sequence[float]
+) -> TaskSeconds:
+    """As `step_seconds` takes them."""
+    case, passing, order = candidate.case, candidate.passing, candidate.order
+    seat, is_split = case.seats[stage], order.schedule == "zero_bubble"
+    own_roles = chunk_roles(roles(len(case.layers))[stage], order.chunks)
+    sizes = split_chunks(case.layers[stage], order.chunks)
+    chunks = [
+        problem.seconds(seat, passing, role, n, is_split)
+        for role, n in zip(own_roles, sizes, strict=True)
+    ]
+    whole = problem.seconds(
+        seat, passing, roles(len(case.layers))[stage], case.layers[stage], is_split
+    )
+    return TaskSeconds(
+        forward_s=tuple(chunk.forward for chunk in chunks),
+        backward_s=tuple(chunk.backward for chunk in chunks),
+        weight_s=tuple(is_split * chunk.weight for chunk in chunks),
+        transfer_s=tuple(ways_s),
+        reduce_s=whole.reduce,
+        update_s=whole.after,
+    )
 
 
 def _part_seconds(candidate: Candidate, times: StageTimes) -> dict[str, float]:
@@ -207,6 +274,19 @@ def _idle(topology: Topology, stages: Sequence[StagePlan]) -> dict[str, int]:
 
 
 # ---- refusals ------------------------------------------------------------------------------------
+
+
+def _refuse_unpriced(config: Config, topology: Topology) -> None:
+    if config.plan == PlanConfig():
+        return
+    for name in prices.unpriced(topology):
+        setting = "objective" if config.plan.budget_dollars is None else "budget_dollars"
+        raise PlanError(
+            f"plan.{setting}",
+            f"needs the price of every device, and the topology has none for those of {name!r}",
+            found=f"no `price` in the devices of {name}",
+            fix="add what an hour of a device costs, such as price: 2.5 $/h",
+        )
 
 
 def _refuse_unknown_clusters(config: Config, topology: Topology) -> None:
@@ -328,7 +408,7 @@ FREED = (
 
 def _memory_refusal(config: Config, topology: Topology) -> PlanError:
     """What the plan that comes nearest to fitting lacks, and the nearest change that helps."""
-    results = (_find(config, topology, step * USABLE_MEMORY) for step in MEMORY_STEPS)
+    results = (find_within(config, topology, step * USABLE_MEMORY) for step in MEMORY_STEPS)
     nearest = next((result for result in results if result is not None), None)
     if nearest is None:
         return PlanError(
@@ -365,13 +445,13 @@ def _remedy(config: Config, topology: Topology) -> str:
     set_here = [name for name in FREED if getattr(parallel, name) is not None]
     for name in set_here:
         freed = dataclasses.replace(config, parallel=dataclasses.replace(parallel, **{name: None}))
-        if (result := _find(freed, topology, USABLE_MEMORY)) is not None:
+        if (result := find_within(freed, topology)) is not None:
             plan = as_plan(result[0], result[1].best[0], result[1].bound_s)
             return f"set parallel.{name}={_value(plan, name)}, or leave it to the planner"
     freed = dataclasses.replace(
         config, parallel=dataclasses.replace(parallel, **dict.fromkeys(set_here))
     )
-    if set_here and _find(freed, topology, USABLE_MEMORY) is not None:
+    if set_here and find_within(freed, topology) is not None:
         return f"leave to the planner: {', '.join(f'parallel.{name}' for name in set_here)}"
     return "use more nodes, or devices with more memory, or a smaller model"
 

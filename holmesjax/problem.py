@@ -16,7 +16,7 @@ import numpy as np
 from holmesjax import costs
 from holmesjax.config import Config, Schedule
 from holmesjax.layouts import InFlight, Mesh, Pass, Pool, Role, StageCosts
-from holmesjax.mapper import Placement
+from holmesjax.mapper import Paths, Placement
 from holmesjax.plan import Axis
 from holmesjax.schedule import Clock, Task, max_in_flight, schedule
 from holmesjax.topology import Link, Node, Topology
@@ -94,6 +94,26 @@ class Problem:
     @property
     def num_layers(self) -> int:
         return self.config.model.num_layers
+
+    def on(self, topology: Topology, pools: Sequence[Pool] | None = None) -> "Problem":
+        """The same on other machines; with the same pools, where nodes and devices are the same."""
+        clusters = {cluster.name: cluster for cluster in topology.clusters}
+        if pools is None:
+            pools = [
+                replace(
+                    pool,
+                    cluster=clusters[pool.cluster.name],
+                    paths=Paths.between(topology, pool.paths.nodes),
+                )
+                for pool in self.pools
+            ]
+        return Problem(
+            config=self.config,
+            topology=topology,
+            pools=pools,
+            stage_costs=StageCosts(self.config),
+            _clocks=self._clocks,
+        )
 
     def boundary_bytes(self, passing: Pass) -> float:
         sequences = self.config.train.global_batch // passing.microbatches
@@ -220,19 +240,19 @@ def fastest_link(topology: Topology, sources: Sequence[str], targets: Sequence[s
 
 
 def _links(topology: Topology, sources: Sequence[str], targets: Sequence[str]) -> list[Link]:
-    """Equal nodes have equal links where none was measured: two of each are enough."""
+    """Equal nodes of a cluster have equal links where none was measured: two are enough."""
     if topology.measured is None:
         sources, targets = _two_of_each(topology, sources), _two_of_each(topology, targets)
     return [topology.effective_link(a, b) for a in sources for b in targets]
 
 
 def _two_of_each(topology: Topology, names: Sequence[str]) -> list[str]:
-    seen: list[tuple[Node, list[str]]] = []
+    seen: list[tuple[tuple[str, Node], list[str]]] = []
     for name in names:
-        node = replace(topology.node(name), name="")
-        found = next((chosen for other, chosen in seen if other == node), None)
+        kind = topology.cluster_of(name).name, replace(topology.node(name), name="")
+        found = next((chosen for other, chosen in seen if other == kind), None)
         if found is None:
-            seen.append((node, [name]))
+            seen.append((kind, [name]))
         elif len(found) < 2:
             found.append(name)
     return [name for _, chosen in seen for name in chosen]
@@ -255,6 +275,16 @@ def roles(num_stages: int) -> list[Role]:
     """Of each stage."""
     last = num_stages - 1
     return [Role(stage == 0, stage == last) for stage in range(num_stages)]
+
+
+def chunk_roles(role: Role, num_chunks: int) -> list[Role]:
+    """Of each chunk of a stage: the ends of the model are in its first and in its last.
+
+    >>> [tuple(role) for role in chunk_roles(Role(is_first=True, is_last=True), 2)]
+    [(True, False), (False, True)]
+    """
+    last = num_chunks - 1
+    return [Role(role.is_first and c == 0, role.is_last and c == last) for c in range(num_chunks)]
 
 
 def stage_loads(problem: Problem, case: Case, passing: Pass) -> list[float]:
@@ -317,8 +347,8 @@ def step_seconds(
             if v == 1:
                 task_s[:, stage, k] = whole[:3]
                 continue
-            for chunk, n in enumerate(split_chunks(layers, v)):
-                part = Role(role.is_first and chunk == 0, role.is_last and chunk == v - 1)
+            parts = zip(split_chunks(layers, v), chunk_roles(role, v), strict=True)
+            for chunk, (n, part) in enumerate(parts):
                 chunk_s = problem.seconds(seat, passing, part, n, is_split)
                 task_s[:, chunk * p + stage, k] = chunk_s[:3]
         if holds[k] and with_links:
@@ -327,7 +357,7 @@ def step_seconds(
     found = np.full(num_cases, math.inf)
     if holds.any():
         forward_s, backward_s, weight_s = task_s[:, :, holds]
-        _, end_s = clock.run(forward_s, backward_s, transfer_s[:, :, holds], weight_s)
+        _, end_s, _ = clock.run(forward_s, backward_s, transfer_s[:, :, holds], weight_s)
         finish_s = clock.finish_s(end_s)
         reduce_s, after_s = stage_s[:, :, holds]
         found[holds] = (finish_s + reduce_s).max(0) + after_s.max(0) + tables_s[holds]

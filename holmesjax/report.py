@@ -19,13 +19,14 @@ from xml.etree import ElementTree
 import matplotlib
 from matplotlib.figure import Figure
 
-from holmesjax import figures, lab as labs, metrics, topology as topologies
+from holmesjax import figures, forecast, lab as labs, metrics, topology as topologies, trace
 from holmesjax.errors import DataError
 from holmesjax.plan import Plan, StagePlan
 from holmesjax.units import show
 
 Record = Mapping[str, Any]
 FILE = "report.html"
+MAX_BARS = 4000  # of a timeline; more would make a huge page
 SVG = "{http://www.w3.org/2000/svg}"
 THEME = {
     figures.INK: "var(--ink)",
@@ -48,6 +49,7 @@ header { margin: 0 4px 24px; }
 .brand { color: var(--accent); font-weight: 600; font-size: 13px; letter-spacing: .04em; }
 h1 { font-size: 30px; line-height: 1.2; margin: 4px 0 6px; overflow-wrap: anywhere; }
 h2 { font-size: 18px; margin: 0 0 2px; }
+h3 { font-size: 14px; font-weight: 500; margin: 14px 0 4px; }
 p { margin: 0; color: var(--muted); overflow-wrap: anywhere; }
 section { background: var(--paper); border: 1px solid var(--grid); border-radius: 12px;
   padding: 22px 26px; margin-top: 18px; }
@@ -102,7 +104,7 @@ def write_report(run_dir: str | Path) -> Path:
         _cards(plan, records),
         _plan_section(plan, records),
         _section("Loss", "In nats per token.", _picture("loss", figures.loss_curve(records))),
-        _timeline_section(timed),
+        _timeline_section(plan, timed),
         _traffic_section(records),
         *([_lab_section(json.loads(lab.read_text()))] if lab.exists() else []),
         _section(
@@ -112,6 +114,7 @@ def write_report(run_dir: str | Path) -> Path:
         ),
         _config_section((run_dir / "config.yaml").read_text(encoding="utf-8")),
     ]
+    _write_trace(run_dir / trace.FILE, plan, timed)
     path = run_dir / FILE
     partial = path.with_suffix(".partial")
     partial.write_text(_page(title, "\n".join(body)), encoding="utf-8")
@@ -243,12 +246,33 @@ def _table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return f'<div class="table"><table><tr>{head}</tr>{body}</table></div>'
 
 
-def _timeline_section(timed: Record) -> str:
-    if not timed["tasks"]:
-        return _section("Pipeline", "No step of this run was timed task by task.", "")
-    text = f"Step {timed['step']:,} as it ran. Numbers are microbatches."
-    picture = _picture("timeline", figures.pipeline_timeline(timed["tasks"]))
-    return _section("Pipeline", text, picture)
+def _timeline_section(plan: Plan, timed: Record) -> str:
+    """The step as it was predicted, and as it ran."""
+    steps = [("As predicted, boundaries included", forecast.tasks(plan), forecast.transfers(plan))]
+    if timed["tasks"]:
+        steps.append((f"Step {timed['step']:,} as it ran", timed["tasks"], []))
+    content = ""
+    for number, (title, tasks, transfers) in enumerate(steps):
+        if 0 < len(tasks) + len(transfers) <= MAX_BARS:
+            figure = figures.pipeline_timeline(tasks, transfers)
+            content += f"<h3>{escape(title)}</h3>{_picture(f'timeline-{number}', figure)}"
+    if not any(tasks for _, tasks, _ in steps):
+        return _section("Pipeline", "No step was predicted, or timed task by task.", "")
+    text = (
+        f"Numbers are microbatches. All times are in {trace.FILE} beside this page, to be opened "
+        "in ui.perfetto.dev."
+    )
+    return _section("Pipeline", text, content)
+
+
+def _write_trace(path: Path, plan: Plan, timed: Record) -> None:
+    """Both steps, one below the other."""
+    found = []
+    if tasks := forecast.tasks(plan):
+        found += trace.events("predicted", 1, tasks, forecast.transfers(plan))
+    if timed["tasks"]:
+        found += trace.events(f"measured, step {timed['step']}", 2, timed["tasks"])
+    trace.write(path, found)
 
 
 def _traffic_section(records: Sequence[Record]) -> str:

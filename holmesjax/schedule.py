@@ -283,11 +283,22 @@ class Event(NamedTuple):
     end_s: float
 
 
+class Transfer(NamedTuple):
+    """The result of a task on its way to another stage."""
+
+    source: int
+    target: int
+    task: Task  # whose result it is
+    start_s: float
+    end_s: float
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Simulation:
     """One simulated step."""
 
     events: tuple[Event, ...]  # by start, then by stage
+    transfers: tuple[Transfer, ...]  # the same
     step_time_s: float  # from the start of the first task to the end of the last
     bubbles: tuple[float, ...]  # idle share of `step_time_s`, for each stage
 
@@ -330,6 +341,7 @@ class Clock:
         starts = np.cumsum(lengths) - lengths
         before = np.where(np.isin(number, starts), nothing, number - 1)
         rows = np.stack([number, before, source, kind * num_virtual + virtual, link_before, way])
+        self._link = link  # source * p + target, of every task; -1: its result stays
         self._last = starts + lengths - 1
         self._waves = []
         done = np.zeros(nothing + 1, bool)
@@ -355,8 +367,8 @@ class Clock:
         backward_s: np.ndarray,
         transfer_s: np.ndarray,
         weight_s: np.ndarray,
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """When every task starts and ends, [tasks, cases] each.
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """When every task starts and ends, and its result is where it goes, [tasks, cases] each.
 
         Args:
           forward_s, backward_s, weight_s: [virtual stages, cases], as in `simulate`.
@@ -371,7 +383,19 @@ class Clock:
             start_s[number] = np.maximum(end_s[before], sent_s[source])
             end_s[number] = ends_s = start_s[number] + task_s[kind]
             sent_s[number] = np.maximum(ends_s, sent_s[link_before]) + ways_s[way]
-        return start_s[:-1], end_s[:-1]
+        return start_s[:-1], end_s[:-1], sent_s[:-1]
+
+    def transfers(self, end_s: np.ndarray, sent_s: np.ndarray) -> list[Transfer]:
+        """Of what `run` gives, for one case, [tasks]."""
+        num_stages, free_s = len(self._last), dict[int, float]()
+        found = []
+        for number in np.argsort(end_s, kind="stable"):
+            if (link := int(self._link[number])) >= 0:
+                start_s = max(float(end_s[number]), free_s.get(link, 0.0))
+                free_s[link] = float(sent_s[number])
+                task = self.tasks[number][1]
+                found.append(Transfer(*divmod(link, num_stages), task, start_s, free_s[link]))
+        return sorted(found, key=lambda transfer: (transfer.start_s, transfer.source))
 
     def finish_s(self, end_s: np.ndarray) -> np.ndarray:
         """When every stage ends its last task, [stages, cases], of what `run` gives."""
@@ -425,7 +449,7 @@ def simulate(
     weight = column(weight_s if len(weight_s) else [0.0] * len(forward_s))
     clock = Clock(schedules, num_chunks)
     transfers = np.array(transfer_s, float).reshape(-1, 2, 1)
-    starts, ends = clock.run(column(forward_s), column(backward_s), transfers, weight)
+    starts, ends, sent = clock.run(column(forward_s), column(backward_s), transfers, weight)
     events = [
         Event(stage, task, start_s, end_s)
         for (stage, task), start_s, end_s in zip(
@@ -436,6 +460,7 @@ def simulate(
     busy_s = [sum(e.end_s - e.start_s for e in events if e.stage == s) for s in range(num_stages)]
     return Simulation(
         events=tuple(sorted(events, key=lambda event: (event.start_s, event.stage))),
+        transfers=tuple(clock.transfers(ends[:, 0], sent[:, 0])),
         step_time_s=step_time_s,
         bubbles=tuple(1.0 - busy / step_time_s for busy in busy_s),
     )

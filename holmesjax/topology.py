@@ -33,6 +33,7 @@ class Link:
     fabric: Fabric
     bandwidth_bytes_per_s: float
     latency_s: float
+    egress_dollars_per_gb: float = 0.0  # of 10^9 bytes
 
     def time_s(self, num_bytes: float) -> float:
         return self.latency_s + num_bytes / self.bandwidth_bytes_per_s
@@ -48,6 +49,7 @@ class DeviceKind:
     memory_bandwidth_bytes_per_s: float
     link: Link  # to the other devices of its node
     calibration: Calibration = UNKNOWN  # what it reaches of the above
+    price_dollars_per_h: float | None = None
 
     def products_s(self, products: Iterable[Product], dtype: str) -> float:
         """Seconds of matrix products, one after the other."""
@@ -207,9 +209,9 @@ def _rate_bytes_per_s(nics: Sequence[Nic]) -> float:
     return sum(nic.rate_bytes_per_s * nic.count for nic in nics)
 
 
-def load(path: str | Path) -> Topology:
-    """Reads a topology from a YAML file. Raises `Mistakes` with all that is wrong with it."""
-    file = topology_file.read(path)
+def load(path: str | Path, overrides: Sequence[str] = ()) -> Topology:
+    """Reads a topology from a YAML file; raises and takes overrides as `topology_file.read`."""
+    file = topology_file.read(path, overrides)
     calibrated = cache(lambda name: calibration.read(calibration.find(name, Path(path).parent)))
     links = {(a, b): _link(entry) for entry in file.links for a, b in [entry.between]}
     return Topology(
@@ -271,6 +273,7 @@ def _device(entry: topology_file.DevicesEntry, calibrated: Calibrated) -> Device
         memory_bandwidth_bytes_per_s=entry.memory_bandwidth,
         link=_link(entry.link),
         calibration=calibrated(speed).calibration if isinstance(speed, str) else speed,
+        price_dollars_per_h=entry.price,
     )
 
 
@@ -291,7 +294,13 @@ def _nic(entry: topology_file.NicEntry) -> Nic:
 def _link(
     entry: topology_file.LinkEntry | topology_file.DeviceLinkEntry | topology_file.PairEntry,
 ) -> Link:
-    return Link(fabric=entry.fabric, bandwidth_bytes_per_s=entry.bandwidth, latency_s=entry.latency)
+    egress = entry.egress if isinstance(entry, topology_file.LinkEntry) else 0.0
+    return Link(
+        fabric=entry.fabric,
+        bandwidth_bytes_per_s=entry.bandwidth,
+        latency_s=entry.latency,
+        egress_dollars_per_gb=egress,
+    )
 
 
 def to_yaml(topology: Topology) -> str:
@@ -358,6 +367,7 @@ def _node_values(node: Node) -> dict[str, Any]:
         for dtype in catalogue.DTYPES
         if dtype in device.peak_flop_per_s
     }
+    price = device.price_dollars_per_h
     devices = {
         "kind": device.name,
         "count": node.num_devices,
@@ -366,6 +376,7 @@ def _node_values(node: Node) -> dict[str, Any]:
         "memory_bandwidth": units.exact(device.memory_bandwidth_bytes_per_s, "B/s"),
         "link": _link_values(device.link, "B/s"),
         "calibration": calibration.values(device.calibration),
+        **({} if price is None else {"price": units.exact(price, "$/h")}),
     }
     return {"devices": devices, "nics": [_nic_values(nic) for nic in node.nics]}
 
@@ -381,10 +392,12 @@ def _nic_values(nic: Nic) -> dict[str, Any]:
 
 
 def _link_values(link: Link, unit: units.Unit) -> dict[str, str]:
+    egress = link.egress_dollars_per_gb
     return {
         "fabric": link.fabric,
         "bandwidth": units.exact(link.bandwidth_bytes_per_s, unit),
         "latency": units.exact(link.latency_s, "s"),
+        **({"egress": units.exact(egress, "$/GB")} if egress else {}),
     }
 
 

@@ -8,7 +8,7 @@ in; `topology` makes its values of the result.
 import dataclasses
 import functools
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -31,6 +31,8 @@ Size = Annotated[float, _quantity("B"), Field(gt=0)]
 NetworkRate = Annotated[float, _quantity("b/s"), Field(gt=0)]
 MemoryRate = Annotated[float, _quantity("B/s"), Field(gt=0)]
 Speed = Annotated[float, _quantity("FLOP/s"), Field(gt=0)]
+Rent = Annotated[float, _quantity("$/h")]
+Egress = Annotated[float, _quantity("$/GB")]
 Latency = Annotated[float, _quantity("s")]
 Network = Literal["infiniband", "roce", "ethernet"]
 
@@ -65,6 +67,7 @@ class DevicesEntry:
     memory_bandwidth: MemoryRate | None = None
     link: DeviceLinkEntry | None = None
     calibration: Name | Calibration | None = None  # a file, the name of a shipped one, or a section
+    price: Rent | None = None  # of each device, with its share of the node
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -106,6 +109,7 @@ class LinkEntry:
     fabric: Network
     bandwidth: NetworkRate  # one way
     latency: Latency
+    egress: Egress = 0.0  # price of what is sent
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -146,9 +150,12 @@ class TopologyEntry:
     measured: MeasuredEntry | None = None
 
 
-def read(path: str | Path) -> TopologyEntry:
-    """Reads a topology file. Raises `Mistakes` with all that is wrong with it."""
-    document = yaml_files.read(path, TopologyError)
+def read(path: str | Path, overrides: Sequence[str] = ()) -> TopologyEntry:
+    """Reads a topology file, `"clusters.ib.nodes=4"` overrides on top.
+
+    Raises `Mistakes` with all that is wrong with it.
+    """
+    document = yaml_files.read(path, TopologyError, overrides)
     file, mistakes = schema.read(TopologyEntry, document)
     mistakes += schema.findings(_clusters_make_sense, document, file)
     mistakes += schema.findings(_calibrations_fit, document, file)

@@ -1,8 +1,8 @@
 """Quantities with units: "25 Gb/s" to a number, and a number back to text.
 
 Inside the code every quantity is a float in a base unit: bytes, bytes per second, seconds, FLOP per
-second. Text has a unit, always: `b` is a bit and `B` a byte, `k M G T P` are powers of 1000,
-`Ki Mi Gi Ti Pi` powers of 1024.
+second, dollars per hour, dollars per 10^9 bytes. Text has a unit, always: `b` is a bit and `B` a
+byte, `k M G T P` are powers of 1000, `Ki Mi Gi Ti Pi` powers of 1024.
 """
 
 import math
@@ -13,7 +13,7 @@ from holmesjax.errors import HolmesError
 
 # How a quantity is written: memory as "B", memory bandwidth as "B/s", networks as "b/s". The
 # number is in bytes per second for both of the rates.
-Unit = Literal["B", "B/s", "b/s", "s", "FLOP/s"]
+Unit = Literal["B", "B/s", "b/s", "s", "FLOP/s", "$/h", "$/GB"]
 
 DECIMAL = {"": 1.0, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15}
 BINARY = {"Ki": 2.0**10, "Mi": 2.0**20, "Gi": 2.0**30, "Ti": 2.0**40, "Pi": 2.0**50}
@@ -37,6 +37,8 @@ QUANTITY: dict[Unit, tuple[str, str, dict[str, float], dict[str, float]]] = {
     "B/s": ("bandwidth", "3.35 TB/s", BYTES_PER_S, _scaled(DECIMAL, "B/s")),
     "b/s": ("bandwidth", "25 Gb/s", BYTES_PER_S, _scaled(DECIMAL, "b/s", 1 / 8)),
     "s": ("duration", "5 us", SECONDS, _scaled(SMALL, "s") | {"min": 60.0, "h": 3600.0}),
+    "$/h": ("price", "2.5 $/h", {"$/h": 1.0}, {"$/h": 1.0}),
+    "$/GB": ("price", "0.08 $/GB", {"$/GB": 1.0, "$/TB": 1e-3}, {"$/GB": 1.0}),
     "FLOP/s": ("speed", "989 TFLOP/s", FLOP_PER_S, _scaled(DECIMAL, "FLOP/s")),
 }
 NUMBER = re.compile(r"([-+]?(?:\d+(?:\.\d*)?|\.\d+)(?:[eE][-+]?\d+)?)\s*(.*)", re.DOTALL | re.ASCII)

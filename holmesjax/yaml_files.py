@@ -78,7 +78,11 @@ class Document:
 
 
 def read(path: str | Path, error: type[HolmesError], overrides: Sequence[str] = ()) -> Document:
-    """Reads a file, then puts `"a.b=value"` overrides on top. Raises `Mistakes` of `error`."""
+    """Reads a file, then puts `"a.b=value"` overrides on top. Raises `Mistakes` of `error`.
+
+    An item of a list is named by its place from 0, or by what it calls itself: `clusters.ib.nodes`,
+    `links.ib<->roce.bandwidth`.
+    """
     text = _file_text(Path(path), error)
     document = Document(file=str(path), error=error)
     values = _parsed(text, document)
@@ -211,26 +215,53 @@ def _apply(override: str, document: Document) -> None:
         document.mistakes.append(document.error(where, problem, found=found, fix=fix))
 
     name, equals, text = (part.strip() for part in override.partition("="))
-    keys = tuple(name.split("."))
-    if not equals or not all(keys):
+    words = name.split(".")
+    if not equals or not all(words):
         return refuse("must be key=value", repr(override), "write it as train.steps=100")
     if not text:
         return refuse("has no value", repr(override), f"write {name}=null to set nothing")
-    section = document.values
-    for depth, key in enumerate(keys[:-1], start=1):
-        if section.get(key) is None:
-            section[key] = {}
-            document.overrides[keys[:depth]] = override
-        if not isinstance(section[key], dict):
-            before = dotted(keys[:depth])
-            return refuse(f"{before} is no section", shown(section[key]), f"set {before} itself")
-        section = section[key]
+    keys: Keys = ()
+    section: Any = document.values
+    for word in words:
+        if keys and _at(section, keys[-1]) is None:
+            section[keys[-1]] = {}
+            document.overrides[keys] = override
+        section = _at(section, keys[-1]) if keys else section
+        if isinstance(section, list):
+            names = [_name_of(item) for item in section]
+            if word not in names and not (word.isdecimal() and int(word) < len(names)):
+                known = ", ".join(filter(None, names)) or f"0 to {len(names) - 1}"
+                return refuse(f"{dotted(keys)} has no {word}", f"it has {known}", "name one of it")
+            keys = (*keys, names.index(word) if word in names else int(word))
+        elif isinstance(section, dict):
+            keys = (*keys, word)
+        else:
+            before = dotted(keys)
+            return refuse(f"{before} is no section", shown(section), f"set {before} itself")
     section[keys[-1]] = _override_value(text, override, document)
     for inner in [k for k in (*document.lines, *document.overrides) if k[: len(keys)] == keys]:
         document.lines.pop(inner, None)
         document.overrides.pop(inner, None)
     document.overrides[keys] = override
     return None
+
+
+def _at(section: Any, key: str | int) -> Any:
+    """What a section or a list has there; None for nothing."""
+    return section.get(key) if isinstance(section, dict) else section[key]
+
+
+def _name_of(item: object) -> str:
+    """By what an override finds an item of a list: `ib`, or `ib<->roce` of a link.
+
+    >>> _name_of({"name": "ib"}), _name_of({"between": ["ib", "roce"]}), _name_of({"kind": "h100"})
+    ('ib', 'ib<->roce', 'h100')
+    """
+    if not isinstance(item, dict):
+        return ""
+    if isinstance(ends := item.get("between"), list):
+        return "<->".join(map(str, ends))
+    return str(item.get("name", item.get("kind", "")))
 
 
 def _override_value(text: str, override: str, document: Document) -> Any:

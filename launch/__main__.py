@@ -6,7 +6,7 @@ examples:
   python -m launch train runs/quickstart                               # resume it
   python -m launch train configs/runs/quickstart.yaml --launcher local # a process for every node
   python -m launch train RUN.yaml --launcher ssh --hosts HOSTS.yaml    # on other machines
-  python -m launch plan configs/runs/quickstart.yaml --json            # print the plan and stop
+  python -m launch plan configs/runs/quickstart.yaml --explain         # print the plan, and why it
   python -m launch lab configs/topologies/ib_roce.yaml -- train configs/runs/quickstart.yaml
   python -m launch generate runs/quickstart --prompt "def "            # sample from it
   python -m launch probe configs/topologies/ib_roce.yaml               # measure its networks
@@ -81,7 +81,13 @@ def verb_parser(verb: str) -> argparse.ArgumentParser:
     if verb == "doctor":
         _add_agents_options(parser)
     elif verb == "plan":
-        parser.add_argument("--json", action="store_true", help="for programs")
+        add = parser.add_argument
+        add("--topology", metavar="YAML", help="in place of the run's")
+        add("--explain", action="store_true", help="what binds the plan, and what would help")
+        what_if = "plan again with a changed topology: links.ib<->roce.bandwidth='100 Gb/s'"
+        add("--what-if", action="append", default=[], metavar="key=value", help=what_if)
+        add("--trace", metavar="JSON", help="write the simulated step, for ui.perfetto.dev")
+        add("--json", action="store_true", help="for programs")
     elif verb == "profile":
         add = parser.add_argument
         add("--device", metavar="KIND", help="of the topology, that this host has (the only one)")
@@ -120,6 +126,8 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     top = parser.parse_args(argv)
     args = verb_parser(top.verb).parse_intermixed_args(top.arguments)
     args.verb = top.verb
+    if top.verb == "plan" and args.topology:
+        args.overrides.append(f"topology={args.topology}")
     if top.verb == "lab":
         args.command = _command_in_lab(args, inner)
     return args

@@ -1,7 +1,11 @@
 """Machines and configs for tests of the planner, made in memory."""
 
 import itertools
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
 
+from holmesjax import config as configs, topology as topologies
 from holmesjax.config import (
     Config,
     DataConfig,
@@ -17,6 +21,7 @@ from holmesjax.problem import Case, Order, Part, step_seconds
 from holmesjax.search import Candidate, split
 from holmesjax.topology import Cluster, DeviceKind, Link, Nic, Node, Topology
 
+ROOT = Path(__file__).parent.parent
 GIB = 2.0**30
 NIC = {"infiniband": (50e9, 8), "roce": (25e9, 4), "ethernet": (3e9, 1)}
 
@@ -114,6 +119,31 @@ def two_uneven():
     )
 
 
+def three_clusters(**link):
+    return make_topology(
+        make_cluster("ib", "infiniband", (8, 8)),
+        make_cluster("roce", "roce", (8, 8), speed=0.5),
+        make_cluster("old", "ethernet", (4, 4), speed=0.2, memory_gib=32),
+        **link,
+    )
+
+
+def two_kinds():
+    """A cluster with two kinds of device, and one with one."""
+    mixed = make_cluster("mixed", "infiniband", (4, 4))
+    slow = make_cluster("mixed", "infiniband", (4, 4), speed=0.4, memory_gib=24).nodes
+    nodes = (*mixed.nodes, *(replace(node, name=f"slow-{i}") for i, node in enumerate(slow)))
+    return make_topology(replace(mixed, nodes=nodes), make_cluster("roce", "roce", (8,)))
+
+
+def of_file(name):
+    """The plan of a run of configs/runs/."""
+    path = ROOT / f"configs/runs/{name}.yaml"
+    config = configs.load(path)
+    return make_plan(config, topologies.load(configs.topology_path(config, path)))
+
+
+WIDE = {"width": 4096, "num_heads": 32, "num_layers": 24}
 PLANS = {
     "two_clusters": lambda: one_each(make_config(), two_clusters()),
     "uneven_nodes": lambda: one_each(
@@ -124,7 +154,18 @@ PLANS = {
         make_topology(make_cluster("only", "ethernet", (4,))),
     ),
     "all_free": lambda: make_plan(make_config(parallel={}), two_clusters()),
+    "three_clusters": lambda: make_plan(
+        make_config(model=WIDE, parallel={}), three_clusters(ethernet_bytes_per_s=1e11)
+    ),
+    "a_slow_link": lambda: make_plan(
+        make_config(model=WIDE, parallel={}), three_clusters(ethernet_bytes_per_s=1e8)
+    ),
+    "two_kinds": lambda: make_plan(make_config(model=WIDE, parallel={}), two_kinds()),
+    "gpt_3b6": lambda: of_file("gpt_3b6"),
+    "gpt_7b5": lambda: of_file("gpt_7b5"),
+    "gpt_39b1": lambda: of_file("gpt_39b1"),
 }
+PLANS = {name: cache(make) for name, make in PLANS.items()}
 
 
 def compositions(total, parts):

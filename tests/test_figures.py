@@ -10,7 +10,7 @@ import pytest
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle, StepPatch
 
-from holmesjax import figures
+from holmesjax import figures, trace
 from holmesjax.figures import link_traffic, loss_curve, mesh_picture, pipeline_timeline
 from holmesjax.plan import Axis, Plan, StagePlan
 from holmesjax.topology import Cluster, DeviceKind, Link, Nic, Node, Topology
@@ -124,9 +124,10 @@ def test_a_long_run_is_averaged_without_bias():
 
 def bars(figure: Figure) -> list[tuple[float, float, str]]:
     """Start in ms, width in ms and kind of every task drawn."""
-    kinds = {matplotlib.colors.to_hex(color): name for name, color in figures.KINDS.values()}
+    to_hex = matplotlib.colors.to_hex
+    kinds = {to_hex(color): trace.KINDS[kind] for kind, color in figures.COLOR_OF.items()}
     shown = [patch for patch in figure.axes[0].patches if isinstance(patch, Rectangle)]
-    colors = [matplotlib.colors.to_hex(patch.get_facecolor()) for patch in shown]
+    colors = [to_hex(patch.get_facecolor()) for patch in shown]
     return sorted(
         (round(patch.get_x(), 6), round(patch.get_width(), 6), kinds[color])
         for patch, color in zip(shown, colors, strict=True)
@@ -157,6 +158,15 @@ def test_timeline_shows_every_task_and_the_idle_share():
     assert [text for text in texts(figure) if text.isdigit()] == ["0"] * 5
     [legend] = [figure.axes[0].get_legend()]
     assert [text.get_text() for text in legend.get_texts()][-1] == "idle (bubble)"
+
+
+def test_boundaries_have_rows_of_their_own():
+    tasks = [task(0, "F", 0, 0.0, 0.1), task(1, "F", 0, 0.3, 0.4)]
+    way = {"source": 0, "target": 1, "kind": "F", "microbatch": 0, "start_s": 0.1, "end_s": 0.3}
+    figure = draw(pipeline_timeline(tasks, [way]))
+    assert bars(figure) == [(0, 100, "forward"), (100, 200, "forward"), (300, 100, "forward")]
+    labels = [label.get_text() for label in figure.axes[0].get_yticklabels()]
+    assert labels == ["stage 0", "stage 1", "0 to 1"]
 
 
 def test_timeline_of_one_task():
@@ -196,12 +206,17 @@ def test_traffic_of_one_stage_says_so():
 
 def test_mesh_picture_places_every_device():
     plan, topology = machines(("alpha", "beta"))
-    shown = texts(draw(mesh_picture(plan, topology)))
+    figure = draw(mesh_picture(plan, topology))
+    shown = texts(figure)
     assert [text for text in shown if text.isdigit()] == [str(i) for i in range(16)]
     places = [f"({data}, {tensor})" for data in range(2) for tensor in range(4)]
     assert [text for text in shown if text.startswith("(")] == places * 2
     assert "ethernet 25 Gb/s, 50 us" in shown
-    assert "stage 1: block_001, mesh data 2 x tensor 4" in shown
+    at = shown.index("stage 1: block_001, mesh")
+    assert shown[at + 1 : at + 4] == ["data 2", "x", "tensor 4"]
+    colors = {text.get_text(): text.get_color() for text in figure.axes[0].texts}
+    assert colors["data 2"] == colors["infiniband"] == figures.FABRIC_COLOR["infiniband"]
+    assert colors["tensor 4"] == colors["nvlink"] == figures.FABRIC_COLOR["nvlink"]
     assert shown.count("infiniband, 2 x 200 Gb/s a node") == 2
     assert shown.count("nvlink 300 GB/s") == 4
     assert "alpha-0: 4 x A100" in shown
@@ -210,7 +225,7 @@ def test_mesh_picture_places_every_device():
 def test_mesh_picture_of_one_device():
     plan, topology = machines(("alone",), nodes=1, devices=1)
     shown = texts(draw(mesh_picture(plan, topology)))
-    assert "stage 0: block_000, mesh of one device" in shown
+    assert shown[shown.index("stage 0: block_000, mesh") + 1] == "of one device"
     assert not any("nvlink" in text or "infiniband" in text for text in shown)
 
 

@@ -1,5 +1,6 @@
 """The notebooks run from top to bottom, as a user would run them."""
 
+import re
 from pathlib import Path
 
 import nbformat
@@ -56,6 +57,19 @@ def test_the_quickstart_runs(tmp_path):
     assert have_pictures(cells) == [True, False, True, True, True, True]
     assert "resuming after step 4" in printed(cells)
     assert printed(cells).count("val loss") == 2
+
+
+@pytest.mark.filterwarnings("ignore::ResourceWarning")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_the_planning_runs():
+    cells = execute("plan_two_clusters", {'("3b6", "7b5", "39b1")': '("7b5",)'})
+    assert have_pictures(cells) == [False, True, True, False, False]
+    text = printed(cells)
+    assert "of topology holmes" in text
+    slower, faster, larger = re.findall(r": ([\d.]+) s, now ([\d.]+) s", text)
+    assert float(slower[0]) > float(slower[1]) >= float(faster[0])
+    assert float(larger[0]) < float(larger[1])
+    assert "paper 1.14 1.39 1.66" in text
 
 
 @needs_lab

@@ -8,6 +8,7 @@ import dataclasses
 import functools
 import itertools
 import math
+import random
 
 import jax
 import jax.numpy as jnp
@@ -21,10 +22,12 @@ from holmesjax.models import gpt
 from holmesjax.optimizer import learning_rate, make_optimizer
 from holmesjax.pipeline import OneStage, in_one_process
 from holmesjax.plan import EMBED, HEAD, Axis, Plan, StagePlan, block_name
+from holmesjax.planner import make_plan
 from holmesjax.problem import split_chunks
 from holmesjax.programs import compile_mean_loss, compile_stages, compile_whole_step
 from holmesjax.stage import Stage
 from holmesjax.timeline import Clock
+from tests.clusters import make_cluster, make_config, make_topology
 
 NUM_LAYERS, MICROBATCH, SEED, NUM_STEPS = 4, 4, 3, 3
 SPLITS = [(4,), (3, 1), (2, 1, 1), (1, 1, 1, 1)]  # equal splits are in the tests below
@@ -233,6 +236,44 @@ def test_every_schedule_equals_one_device(name):
     plan = hand_made_plan(split, data, tensor, microbatches=4, **changes)
     programs = compile_stages(make_stages(model, plan))
     check_against_plain(in_one_process(plan, programs), model, plan)
+
+
+def random_plan(seed, model) -> Plan:
+    """What the planner makes of random machines with up to eight devices, all left to it."""
+    generator = random.Random(seed)
+    clusters, left = [], 8
+    for name in ("a", "b", "c")[: generator.randint(1, 3)]:
+        counts = tuple(generator.choice((1, 2)) for _ in range(generator.randint(1, 2)))
+        if sum(counts) <= left:
+            left -= sum(counts)
+            speed = generator.choice((1.0, 0.5, 0.3)) * 1e-6  # so slow that all devices pay
+            fabric = generator.choice(("infiniband", "roce"))
+            clusters.append(make_cluster(name, fabric, counts, speed=speed))
+    sizes = dataclasses.asdict(model)
+    batch = generator.choice((4, 8, 16))
+    config = make_config(
+        model=sizes, parallel={}, train={"global_batch": batch, "compute_dtype": "float32"}
+    )
+    topology = make_topology(*clusters, ethernet_bytes_per_s=generator.choice((1e6, 3e9)))
+    return make_plan(config, topology)
+
+
+SEEDS = [0, 5, 6, 7]  # one stage, three, two equal and two unequal ones
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_what_the_planner_makes_is_read_back_and_equals_one_device(seed):
+    model = make_model()
+    plan = random_plan(seed, model)
+    assert Plan.from_json(plan.to_json()) == plan
+    runner = in_one_process(plan, compile_stages(make_stages(model, plan)))
+    check_against_plain(runner, model, plan)
+
+
+def test_random_plans_differ():
+    plans = [random_plan(seed, make_model()) for seed in SEEDS]
+    assert len({len(plan.stages) for plan in plans}) > 1
+    assert max(sum(len(stage.devices) for stage in plan.stages) for plan in plans) > 2
 
 
 def test_a_single_microbatch_needs_no_other_programs():

@@ -33,7 +33,7 @@ def test_a_saved_plan_is_read_back_equal(name, suffix, tmp_path):
 def test_the_hash_changes_with_the_plan_and_with_the_order_of_axes():
     plan = PLANS["two_clusters"]()
     assert len(plan.hash()) == 12
-    assert plan.hash() == PLANS["two_clusters"]().hash()
+    assert plan.hash() == PLANS["two_clusters"].__wrapped__().hash()  # made again
     stage = plan.stages[0]
     turned = dataclasses.replace(stage, mesh=dict(reversed(stage.mesh.items())))
     others = [

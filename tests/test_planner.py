@@ -17,9 +17,11 @@ from holmesjax.planner import make_plan
 from holmesjax.processes import make_processes
 from holmesjax.schedule import validate
 from holmesjax.stage_times import BACKWARD_NUMBERS, HOLMESJAX
+from holmesjax.units import show
 from tests.clusters import (
     GIB,
     PLANS,
+    ROOT,
     chosen_plan,
     make_cluster,
     make_config,
@@ -56,12 +58,22 @@ def test_plan_matches_golden(name, request):
     assert path.read_text() == text
 
 
+@pytest.mark.parametrize("name", ["gpt_3b6", "gpt_7b5", "gpt_39b1"])
+def test_the_header_of_a_run_tells_its_prediction(name):
+    header = (ROOT / f"configs/runs/{name}.yaml").read_text()
+    expected = f"a step of {show(PLANS[name]().step_time_s, 's')} predicted"
+    assert expected in header.replace("\n#            ", " ")
+
+
 @pytest.mark.parametrize("name", PLANS)
 def test_every_plan_holds_every_layer_and_adds_up(name):
     plan = PLANS[name]()
-    layers = [layer for stage in plan.stages for layer in stage.layers]
-    assert tuple(layers) == layer_names(12)
-    assert plan.num_layers == 12
+    layers = [layer for _, chunk in plan.chunks for layer in chunk]
+    others = {"gpt_3b6": 30, "gpt_7b5": 36, "gpt_39b1": 48}
+    wide = dict.fromkeys(("three_clusters", "a_slow_link", "two_kinds"), 24)
+    num_layers = {**others, **wide}.get(name, 12)
+    assert tuple(layers) == layer_names(num_layers)
+    assert plan.num_layers == num_layers
     assert sum(plan.shares.values()) == pytest.approx(1.0, abs=1e-12)
     assert min(plan.shares.values()) >= 0.0
     parts = ["compute", "tensor", "fsdp", "data", "boundary", "bubble"]

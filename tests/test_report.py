@@ -1,5 +1,6 @@
 """The page shows the numbers of the run, asks the network for nothing and trusts no name."""
 
+import dataclasses
 import html.parser
 import json
 import math
@@ -13,7 +14,7 @@ from holmesjax import report, topology as topologies
 from holmesjax.config import LogConfig
 from holmesjax.errors import DataError
 from holmesjax.metrics import Metrics
-from holmesjax.plan import Axis, Plan, StagePlan
+from holmesjax.plan import Axis, Plan, StagePlan, TaskSeconds
 from holmesjax.report import write_report
 from holmesjax.topology import Cluster, DeviceKind, Link, Nic, Node, Topology
 
@@ -225,7 +226,33 @@ def test_one_stage_has_no_links(make_run):
 
 def test_a_run_that_was_not_timed(make_run):
     page = read(make_run([record(1)], tasks=None))
-    assert "No step of this run was timed task by task." in page.texts
+    assert "No step was predicted, or timed task by task." in page.texts
+
+
+def test_the_step_is_shown_as_predicted_and_as_it_ran(make_run):
+    run_dir = make_run([record(1)])
+    seconds = TaskSeconds(
+        forward_s=(1.0,),
+        backward_s=(2.0,),
+        weight_s=(0.0,),
+        transfer_s=(0.5, 0.5),
+        reduce_s=0.1,
+        update_s=0.2,
+    )
+    plan = Plan.load(run_dir / "plan.yaml")
+    first, last = plan.stages
+    stages = (
+        dataclasses.replace(first, task_seconds=seconds),
+        dataclasses.replace(last, task_seconds=dataclasses.replace(seconds, transfer_s=())),
+    )
+    dataclasses.replace(plan, stages=stages).save(run_dir / "plan.yaml")
+    page = read(run_dir)
+    assert "As predicted, boundaries included" in page.texts
+    assert "Step 3 as it ran" in page.texts
+    events = json.loads((run_dir / "trace.json").read_text())["traceEvents"]
+    names = [e["args"]["name"] for e in events if e["name"] == "process_name"]
+    assert names == ["predicted", "measured, step 3"]
+    assert len([e for e in events if e["ph"] == "X" and e["pid"] == 2]) == len(TASKS)
 
 
 def test_a_torn_file_is_reported_up_to_the_last_whole_step(make_run):

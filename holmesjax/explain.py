@@ -1,0 +1,392 @@
+"""Why a plan: what comes near it, what binds it, what it gains, what would make it faster.
+
+    binds      how much longer the step gets where one thing is slower: devices, the links of
+               nodes, a network, a link between clusters. 90%: a step is 0.9% longer for each 1%.
+               In a balanced plan several have nearly all of it. What a step would not lose where
+               all are slower goes with latencies: of links, and of starting collectives.
+    against    the same model without what the planner knows
+    upgrades   the best plans on other machines: what is said is what a new plan takes
+
+Everything is predicted, by the cost model that chose the plan.
+"""
+
+import itertools
+import math
+import random
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from holmesjax import upgrades
+from holmesjax.config import Config, ParallelConfig, PlanConfig
+from holmesjax.errors import PlanError
+from holmesjax.layouts import USABLE_MEMORY, Devices, Mesh, Pass, Pool, StageCosts, divisors
+from holmesjax.mapper import Paths
+from holmesjax.planner import as_plan, find, find_within
+from holmesjax.problem import Case, Order, Part, Problem, split_chunks, step_seconds
+from holmesjax.search import Candidate
+from holmesjax.shortlist import passes
+from holmesjax.topology import Cluster, Topology
+from holmesjax.units import show
+
+NUM_PLANS = 5  # side by side
+NUDGE = 0.99  # how fast a thing is made, of what it is, to see what the step loses
+LEAST_SHARE = 0.005  # of a step, to be named
+UPGRADE = 2.0  # how much faster a network is made
+NUM_SHUFFLES = 9  # of the nodes
+ENOUGH_MEMORY = 1e6  # times what there is: no limit
+
+Saying = Callable[[str], None]  # what is worked on now
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Ranked:
+    """One of the best plans."""
+
+    step_s: float
+    pipeline: str  # clusters, layers and meshes, in order
+    microbatches: int
+    checkpointing: str
+    schedule: str
+    memory_share: float  # of the fullest device's memory
+    binds: dict[str, float]  # what -> share of its slowness that the step takes, largest first
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Alternative:
+    """What a step would take otherwise."""
+
+    what: str
+    step_s: float | None  # None: not possible
+    why: str = ""  # it is not
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Explanation:
+    """All that is said of a plan."""
+
+    best: tuple[Ranked, ...]  # the first is the plan
+    against: tuple[Alternative, ...]
+    clusters: tuple[Alternative, ...]  # without each that is used, with each that is not
+    upgrades: tuple[Alternative, ...]
+
+    @property
+    def step_s(self) -> float:
+        return self.best[0].step_s
+
+
+def explain(config: Config, topology: Topology, say: Saying = lambda _: None) -> Explanation:
+    """The fastest plans and what is behind them. Raises PlanError as `planner.make_plan`."""
+    if config.plan != PlanConfig():
+        raise PlanError(
+            "--explain",
+            "says what makes steps short, and the run asks for the best plan for its price",
+            found=f"plan.objective {config.plan.objective}",
+            fix="set plan.objective=step_time, and plan.budget_dollars=null",
+        )
+    say("the best plans")
+    problem, found = find(config, topology)
+    chosen = found.best[0]
+    ranked = []
+    for number, candidate in enumerate(found.best[:NUM_PLANS], start=1):
+        say(f"what binds plan {number}")
+        ranked.append(_ranked(problem, candidate))
+    return Explanation(
+        best=tuple(ranked),
+        against=tuple(_against(problem, chosen, say)),
+        clusters=tuple(_clusters(problem, found.best, say)),
+        upgrades=(_unlimited(problem, chosen, say), *_upgrades(problem, chosen, say)),
+    )
+
+
+# ---- the best plans ------------------------------------------------------------------------------
+
+
+def _ranked(problem: Problem, candidate: Candidate) -> Ranked:
+    passing, order = candidate.passing, candidate.order
+    plan = as_plan(problem, candidate, candidate.step_s)
+    room = [problem.pools[seat.pool].usable_bytes for seat in candidate.case.seats]
+    shares = [
+        USABLE_MEMORY * sum(stage.memory_bytes.values()) / usable
+        for stage, usable in zip(plan.stages, room, strict=True)
+    ]
+    return Ranked(
+        step_s=candidate.step_s,
+        pipeline=_pipeline(problem, candidate),
+        microbatches=passing.microbatches,
+        checkpointing=passing.checkpointing,
+        schedule=order.schedule,
+        memory_share=max(shares),
+        binds=_binds(problem, candidate),
+    )
+
+
+def _pipeline(problem: Problem, candidate: Candidate) -> str:
+    """`ib 14 (data 4 x tensor 8) > roce 9 + 9 (data 2 x tensor 8)`; runs of many stages as one."""
+    texts, layers = [], iter(candidate.case.layers)
+    for part in candidate.case.parts:
+        own = list(itertools.islice(layers, part.num_stages))
+        held = " + ".join(map(str, own))
+        if len(own) > 3:
+            held = f"{sum(own)} in {len(own)} stages"
+        mesh = " x ".join(f"{axis} {size}" for axis, size in part.mesh.sizes.items() if size > 1)
+        texts.append(f"{problem.pools[part.pool].cluster.name} {held} ({mesh or 'one device'})")
+    return " > ".join(texts)
+
+
+def _binds(problem: Problem, candidate: Candidate) -> dict[str, float]:
+    def share(changed: Topology) -> float:
+        return (_step_s(problem.on(changed), candidate) / candidate.step_s - 1) / (1 / NUDGE - 1)
+
+    shares = {what: share(changed) for what, changed in _things(problem, candidate)}
+    shares["latencies"] = 1 - share(upgrades.faster_everything(problem.topology, NUDGE))
+    largest = sorted(shares, key=lambda what: -shares[what])
+    return {what: shares[what] for what in largest if shares[what] >= LEAST_SHARE}
+
+
+def _things(problem: Problem, candidate: Candidate) -> Iterator[tuple[str, Topology]]:
+    """Everything that a plan uses, and the machines on which it is a little slower."""
+    topology, pools = problem.topology, problem.pools
+    names = [pools[seat.pool].cluster.name for seat in candidate.case.seats]
+    for cluster in dict.fromkeys(names):
+        own = [seat.pool for seat in candidate.case.seats]
+        kinds = [k for p in own if pools[p].cluster.name == cluster for k in pools[p].kinds]
+        for kind in dict.fromkeys(kind.name for kind in kinds):
+            slower = upgrades.faster_devices(topology, cluster, kind, NUDGE)
+            yield f"{kind} of {cluster}", slower
+        yield (
+            f"links inside nodes of {cluster}",
+            upgrades.faster_node_links(topology, cluster, NUDGE),
+        )
+        [fabric] = [c.fabric for c in topology.clusters if c.name == cluster]
+        if fabric != "local":
+            yield f"{fabric} of {cluster}", upgrades.faster_fabric(topology, cluster, NUDGE)
+    for pair in upgrades.neighbouring_pairs([*names, names[0]]):  # chunks and tied tables go round
+        yield _link_name(topology, pair), upgrades.faster_link(topology, pair, NUDGE)
+
+
+def _link_name(topology: Topology, pair: upgrades.Way) -> str:
+    return f"{topology.links[pair].fabric} {'<->'.join(pair)}"
+
+
+def _step_s(problem: Problem, candidate: Candidate) -> float:
+    """Of the same plan in another problem; infinite where its memory is too small."""
+    [step_s] = step_seconds(problem, [candidate.case], candidate.passing, candidate.order)
+    return float(step_s)
+
+
+# ---- what it is compared with --------------------------------------------------------------------
+
+
+def _against(problem: Problem, chosen: Candidate, say: Saying) -> Iterator[Alternative]:
+    say("data parallelism")
+    yield _data_parallel(problem.config, problem.topology)
+    num_stages = len(chosen.case.layers)
+    if num_stages > 1:
+        say("an even split")
+        even = chosen.case._replace(layers=split_chunks(problem.num_layers, num_stages))
+        yield _alternative(
+            "as many layers on every stage", _step_s(problem, replace(chosen, case=even))
+        )
+    if len(problem.topology.nodes) > 1:
+        say("a random order")
+        yield _shuffled(problem, chosen)
+
+
+def _alternative(what: str, step_s: float) -> Alternative:
+    is_possible = math.isfinite(step_s)
+    return Alternative(
+        what=what,
+        step_s=step_s if is_possible else None,
+        why="" if is_possible else "does not fit the devices' memory",
+    )
+
+
+def _data_parallel(config: Config, topology: Topology) -> Alternative:
+    """One stage on all devices, its gradients summed over every link between its nodes."""
+    everything = _everything(topology)
+    pool = Pool(
+        cluster=everything,
+        devices=_numbers(everything),
+        paths=Paths.across(topology, [node.name for node in everything.nodes]),
+    )
+    one_stage = replace(config, parallel=ParallelConfig(stages=1, tensor=1))
+    problem = Problem(
+        config=one_stage, topology=topology, pools=[pool], stage_costs=StageCosts(one_stage)
+    )
+    fits = [n for n in divisors(config.train.global_batch) if n <= topology.num_devices]
+    steps_s = [
+        _one_stage_s(problem, Mesh(fits[-1] // fsdp, fsdp, 1), passing)
+        for fsdp in {1, pool.most_in_a_node, fits[-1]} & set(divisors(fits[-1]))
+        for passing in passes(one_stage)
+        if config.train.global_batch % (passing.microbatches * fits[-1]) == 0
+        and config.model.width % fsdp == 0
+    ]
+    return _alternative("data parallelism over all devices", min(steps_s))
+
+
+def _one_stage_s(problem: Problem, mesh: Mesh, passing: Pass) -> float:
+    case = Case((Part(0, mesh, num_stages=1),), (problem.num_layers,))
+    order = Order("1f1b", num_stages=1, microbatches=passing.microbatches)
+    [step_s] = step_seconds(problem, [case], passing, order)
+    return float(step_s)
+
+
+def _shuffled(problem: Problem, chosen: Candidate) -> Alternative:
+    """The same stages on nodes in a random order; the median of several."""
+    topology = problem.topology
+    everything = _everything(topology)
+    paths = Paths.across(topology, [node.name for node in everything.nodes])
+    numbers = _numbers(everything)
+    seats = chosen.case.seats
+    case = chosen.case._replace(
+        parts=tuple(Part(i, seat.mesh, num_stages=1) for i, seat in enumerate(seats))
+    )
+    nodes = list(numbers)
+    generator = random.Random(0)
+    steps_s = []
+    for _ in range(NUM_SHUFFLES):
+        generator.shuffle(nodes)
+        devices = iter([(node, number) for node in nodes for number in numbers[node]])
+        pools = []
+        for seat in seats:
+            share: Devices = {}
+            for node, number in itertools.islice(devices, seat.mesh.num_devices):
+                share[node] = (*share.get(node, ()), number)
+            pools.append(Pool(cluster=everything, devices=share, paths=paths))
+        steps_s.append(_step_s(problem.on(topology, pools), replace(chosen, case=case)))
+    return _alternative("the same on nodes in a random order", statistics.median(steps_s))
+
+
+def _everything(topology: Topology) -> Cluster:
+    """All nodes as if they were of one cluster: only Ethernet joins all of them."""
+    if len(topology.clusters) == 1:
+        return topology.clusters[0]
+    return Cluster(name="all", fabric="ethernet", nodes=topology.nodes)
+
+
+def _numbers(cluster: Cluster) -> Devices:
+    """The numbers of the devices of each node of a cluster that has all of the topology's."""
+    numbers = itertools.count()
+    return {node.name: tuple(itertools.islice(numbers, node.num_devices)) for node in cluster.nodes}
+
+
+# ---- other machines ------------------------------------------------------------------------------
+
+
+def _clusters(problem: Problem, best: Sequence[Candidate], say: Saying) -> Iterator[Alternative]:
+    """What each cluster is worth: a plan without it, or with it where the plan leaves it out."""
+    topology = problem.topology
+    if len(topology.clusters) == 1:
+        return
+    on = lambda candidate: {problem.pools[seat.pool].cluster.name for seat in candidate.case.seats}
+    for name in [cluster.name for cluster in topology.clusters]:
+        if name in on(best[0]):
+            say(f"without {name}")
+            found = find_within(problem.config, upgrades.without_cluster(topology, name))
+            step_s = found[1].best[0].step_s if found else None
+            yield Alternative(what=f"without {name}", step_s=step_s, why="no plan is possible")
+        else:
+            step_s = next((c.step_s for c in best if name in on(c)), None)
+            why = "none of the plans that were tried in the end uses it"
+            yield Alternative(what=f"with {name}", step_s=step_s, why=why)
+
+
+def _unlimited(problem: Problem, chosen: Candidate, say: Saying) -> Alternative:
+    say("memory")
+    found = find_within(problem.config, problem.topology, ENOUGH_MEMORY)
+    assert found is not None, "a plan that fits still fits"
+    step_s = min(chosen.step_s, found[1].best[0].step_s)
+    return Alternative(what="as much memory as could be used", step_s=step_s)
+
+
+def _upgrades(problem: Problem, chosen: Candidate, say: Saying) -> Iterator[Alternative]:
+    for what, changed, same in _upgraded(problem.topology):
+        say(what)
+        found = find_within(problem.config, changed)
+        steps_s = [chosen.step_s]  # what is better need not be used
+        if found is not None:
+            steps_s.append(found[1].best[0].step_s)
+        if same:
+            steps_s.append(_step_s(problem.on(changed), chosen))
+        yield Alternative(what=what, step_s=min(steps_s))
+
+
+def _upgraded(topology: Topology) -> Iterator[tuple[str, Topology, bool]]:
+    """What could be bought, the machines with it, and whether nodes and devices are the same."""
+    names = [cluster.name for cluster in topology.clusters]
+    for pair in itertools.combinations(names, 2):
+        what = f"{_link_name(topology, pair)} {UPGRADE:g} times as fast"
+        yield what, upgrades.faster_link(topology, pair, UPGRADE), True
+    for cluster in topology.clusters:
+        if cluster.fabric != "local":
+            what = f"{cluster.fabric} of {cluster.name} {UPGRADE:g} times as fast"
+            yield what, upgrades.faster_fabric(topology, cluster.name, UPGRADE), True
+    for cluster in topology.clusters:
+        if cluster.fabric != "local":
+            yield (
+                f"a node more in {cluster.name}",
+                upgrades.with_a_node_more(topology, cluster.name),
+                False,
+            )
+
+
+# ---- as text -------------------------------------------------------------------------------------
+
+
+def describe(explanation: Explanation) -> list[str]:
+    """For the console."""
+    step_s = explanation.step_s
+    lines = ["the best plans, side by side"]
+    rows = [("", "step", "slower", "stages", "microbatches", "schedule", "memory", "what binds it")]
+    for number, plan in enumerate(explanation.best, start=1):
+        rows.append(
+            (
+                str(number),
+                show(plan.step_s, "s"),
+                f"{plan.step_s / step_s - 1:.1%}" if number > 1 else "",
+                plan.pipeline,
+                f"{plan.microbatches}, {plan.checkpointing}",
+                plan.schedule,
+                f"{plan.memory_share:.0%}",
+                ", ".join(f"{what} {share:.0%}" for what, share in plan.binds.items()),
+            )
+        )
+    lines += [f"  {line}" for line in _aligned(rows)]
+    for title, alternatives in (
+        ("in place of the plan", explanation.against),
+        ("what each cluster is worth", explanation.clusters),
+        ("what upgrades would buy", explanation.upgrades),
+    ):
+        if alternatives:
+            lines.append(title)
+            compared = [(a.what, *_compared(a, step_s)) for a in alternatives]
+            lines += [f"  {line}" for line in _aligned(compared)]
+    return lines
+
+
+def _compared(alternative: Alternative, step_s: float) -> tuple[str, str]:
+    """The step of an alternative, and how it differs from the plan's."""
+    if alternative.step_s is None:
+        return "", alternative.why
+    factor = alternative.step_s / step_s
+    text = "no difference"
+    if factor >= 2:
+        text = f"{factor:.3g} times as long"
+    elif abs(factor - 1) >= 0.0005:
+        text = f"{abs(factor - 1):.1%} {'longer' if factor > 1 else 'shorter'}"
+    return show(alternative.step_s, "s"), text
+
+
+def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Columns of texts, as wide as they need to be.
+
+    >>> _aligned([("a", "bcd", "e"), ("fg", "h", "")])
+    ['a   bcd  e', 'fg  h']
+    """
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    padded = (
+        "  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True))
+        for row in rows
+    )
+    return [line.rstrip() for line in padded]

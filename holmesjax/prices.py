@@ -1,0 +1,83 @@
+"""What a step costs: whole nodes for as long as it takes, and bytes that leave a cluster."""
+
+from collections.abc import Iterator, Sequence
+
+from holmesjax import costs
+from holmesjax.layouts import Pool
+from holmesjax.problem import Problem
+from holmesjax.search import Candidate
+from holmesjax.topology import Topology
+
+MAX_SUBSETS = 4  # clusters of which every choice is tried; of more all, each, and all but each
+
+
+def unpriced(topology: Topology) -> list[str]:
+    """Clusters with a device that has no price."""
+    return [
+        cluster.name
+        for cluster in topology.clusters
+        if any(node.device.price_dollars_per_h is None for node in cluster.nodes)
+    ]
+
+
+def step_dollars(problem: Problem, candidate: Candidate) -> dict[str, float]:
+    """Of a step: `nodes` that any stage uses, idle devices included, and `egress`.
+
+    Empty where a device that is used has no price.
+    """
+    names = {name for seat in candidate.case.seats for name in problem.nodes(seat)}
+    nodes = [problem.topology.node(name) for name in sorted(names)]
+    rents = [node.device.price_dollars_per_h for node in nodes]
+    if any(rent is None for rent in rents):
+        return {}
+    per_h = sum(n.num_devices * (own or 0.0) for n, own in zip(nodes, rents, strict=True))
+    return {
+        "nodes": per_h * candidate.step_s / 3600,
+        "egress": _egress_dollars(problem, candidate),
+    }
+
+
+def _egress_dollars(problem: Problem, candidate: Candidate) -> float:
+    case, passing = candidate.case, candidate.passing
+    clusters = [problem.pools[seat.pool].cluster.name for seat in case.seats]
+    num_stages = len(clusters)
+    gigabytes = passing.microbatches * problem.boundary_bytes(passing) / 1e9
+    per_gb = lambda a, b: problem.topology.links[a, b].egress_dollars_per_gb if a != b else 0.0
+    both_ways = lambda a, b: per_gb(a, b) + per_gb(b, a)
+    dollars = sum(
+        gigabytes * both_ways(clusters[at % num_stages], clusters[(at + 1) % num_stages])
+        for at in range(candidate.order.chunks * num_stages - 1)
+    )
+    if problem.config.model.tied_embeddings and num_stages > 1:
+        table_gb = 4.0 * costs.table_parameters(problem.config.model) / 1e9
+        dollars += table_gb * both_ways(clusters[0], clusters[-1])
+    return dollars
+
+
+def selections(pools: Sequence[Pool]) -> Iterator[list[Pool]]:
+    """Which machines to rent: some clusters whole, or a half, a quarter, ... of one's nodes."""
+    names = list(dict.fromkeys(pool.cluster.name for pool in pools))
+    of = lambda chosen: [pool for pool in pools if pool.cluster.name in chosen]
+    if len(names) <= MAX_SUBSETS:
+        for number in range(2 ** len(names) - 1, 0, -1):
+            yield of({name for i, name in enumerate(names) if number >> i & 1})
+    else:
+        yield list(pools)
+        yield from (of({*names} - {name}) for name in names)
+        yield from (of({name}) for name in names)
+    for name in names:
+        own = of({name})
+        while any(len(pool.devices) > 1 for pool in own):
+            own = [_halved(pool) for pool in own]
+            yield own
+
+
+def _halved(pool: Pool) -> Pool:
+    """The first half of its nodes, at least one."""
+    keep = max(1, len(pool.devices) // 2)
+    return Pool(
+        cluster=pool.cluster,
+        devices=dict(list(pool.devices.items())[:keep]),
+        paths=pool.paths,
+        usable_memory=pool.usable_memory,
+    )
