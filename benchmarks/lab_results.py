@@ -52,14 +52,15 @@ def disturbed(runs: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
 
 
 def summarise(runs: Sequence[Mapping[str, Any]]) -> list[Result]:
-    """A line for every row at every point, in the order of their first runs.
+    """A line for every row at every point, whatever the order of the runs.
 
     Medians of the repeats that have a figure; `share`, `bar` and `slower_by` where there are such.
     """
     groups: dict[tuple[str, int | None], list[Mapping[str, Any]]] = {}
     for run in runs:
         groups.setdefault((run["row"], run["point"]), []).append(run)
-    lines = [_line(name, point, group) for (name, point), group in groups.items()]
+    in_turn = sorted(groups, key=lambda cell: (cell[1] or 0, list(ROWS).index(cell[0])))
+    lines = [_line(name, point, groups[name, point]) for name, point in in_turn]
     by_cell = {(line["row"], line["point"]): line for line in lines}
     for line in lines:
         row = ROWS[line["row"]]

@@ -142,6 +142,14 @@ def test_shares_are_of_the_best_homogeneous_figure_of_the_same_system():
     assert set(BARS) == set(POINTS)
 
 
+def test_lines_come_in_the_order_of_the_rows_whichever_ran_first():
+    order = list(lines_of(RUNS))
+    assert order == list(lines_of(RUNS[::-1]))
+    assert [point for _, point in order] == [None] * 3 + [8] * 4 + [64]
+    names = [name for name, point in order if point == 8]
+    assert names == sorted(names, key=list(ROWS).index)
+
+
 def test_the_table_says_which_bars_are_met_and_what_failed_or_was_disturbed():
     lines = lab_results.summarise(RUNS)
     rows = lab_results.table(lines).splitlines()
