@@ -261,7 +261,7 @@ kind: cpu, count: 1 => kind: cp, count: 1, memory: 1 GB, memory_bandwidth: 1 GB/
 count: 1} => count: 1, wattage: 9}
 13: clusters[1].devices.wattage: no such setting
   found: wattage
-  fix: choose from: kind, count, peak_flop_per_s, memory, memory_bandwidth, link, calibration
+  fix: choose from: kind, count, peak_flop_per_s, memory, memory_bandwidth, link, calibration, price
 
     devices: {kind: cpu, count: 1} => #
 11: clusters[1].nodes[0].devices: is missing
