@@ -5,6 +5,7 @@
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Sequence
 
 from holmesjax import memory, prices
@@ -225,12 +226,13 @@ def _shares(
     """
     step_s = candidate.step_s
     parts = [_part_seconds(candidate, t) for t in times]
-    shares = {name: sum(part[name] for part in parts) / len(parts) / step_s for name in parts[0]}
+    mean_s = {name: math.fsum(part[name] for part in parts) / len(parts) for name in parts[0]}
+    shares = {name: part_s / step_s for name, part_s in mean_s.items()}
     [alone_s] = step_seconds(
         problem, [candidate.case], candidate.passing, candidate.order, with_links=False
     )
     shares["boundary"] = 1.0 - float(alone_s) / step_s
-    shares["bubble"] = max(0.0, 1.0 - sum(shares.values()))
+    shares["bubble"] = max(0.0, 1.0 - math.fsum(shares.values()))
     return shares
 
 

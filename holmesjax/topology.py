@@ -13,6 +13,7 @@ The file that people write is described in `topology_file`.
 """
 
 import hashlib
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -54,7 +55,8 @@ class DeviceKind:
     def products_s(self, products: Iterable[Product], dtype: str) -> float:
         """Seconds of matrix products, one after the other."""
         peak, speed = self.peak_flop_per_s[dtype], self.calibration.products
-        return sum(speed.seconds(product, peak) for product in products)
+        # `sum` rounds differently from Python 3.12 on, and a plan is the same in all of them.
+        return math.fsum(speed.seconds(product, peak) for product in products)
 
     def attention_s(self, products: Iterable[Product], dtype: str) -> float:
         """Seconds of attention, of the products of its scores and its weighted values."""
