@@ -272,7 +272,7 @@ def _group(paths: Paths, groups: np.ndarray, pairs: Sequence[tuple[int, int]]) -
     first_of_node = np.ones(groups.shape, bool)
     first_of_node[:, 1:] = groups[:, 1:] != groups[:, :-1]
     leaving = np.bincount(groups[first_of_node & (groups[:, :1] != groups[:, -1:])])
-    num_rings = max(1, leaving.max(initial=0))  # most groups that leave any one node
+    num_rings = max(1, int(np.max(leaving, initial=0)))  # most groups that leave any one node
     return Group(
         size=groups.shape[1],
         nodes=int(first_of_node.sum(axis=1).max()),

@@ -217,7 +217,7 @@ class _Search:
         num_tasks = 2 * order.num_stages * order.microbatches * order.chunks
         self._spend(num_tasks * (1 + len(cases) / CASES_PER_TASK) + len(cases) * order.num_stages)
         seconds = step_seconds(self._problem, cases, passing, order)
-        k = int(seconds.argmin())
+        k = int(np.argmin(seconds))
         if math.isinf(seconds[k]):
             return None
         candidate = Candidate(case=cases[k], passing=passing, order=order, step_s=float(seconds[k]))
