@@ -21,17 +21,15 @@ def tasks(plan: Plan) -> list[Record]:
         _record(event.stage, event.task.kind, event.task.microbatch, event.start_s, event.end_s)
         for event in simulation.events
     ]
-    seconds = [stage.task_seconds for stage in plan.stages]
-    assert all(seconds), "a simulation needs them"
+    seconds = [stage.task_seconds for stage in plan.stages if stage.task_seconds is not None]
     finish_s = [simulation.finish_s(stage) for stage in range(len(seconds))]
-    reduced_s = [end_s + own.reduce_s for end_s, own in zip(finish_s, seconds, strict=True) if own]
+    reduced_s = [end_s + own.reduce_s for end_s, own in zip(finish_s, seconds, strict=True)]
     for stage, own in enumerate(seconds):
-        if own is not None and own.reduce_s > 0:
+        if own.reduce_s > 0:
             records.append(_record(stage, "R", None, finish_s[stage], reduced_s[stage]))
     start_s = max(reduced_s)
     for stage, own in enumerate(seconds):
-        if own is not None:
-            records.append(_record(stage, "U", None, start_s, start_s + own.update_s))
+        records.append(_record(stage, "U", None, start_s, start_s + own.update_s))
     return records
 
 

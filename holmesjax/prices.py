@@ -1,6 +1,7 @@
 """What a step costs: whole nodes for as long as it takes, and bytes that leave a cluster."""
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from holmesjax import costs
 from holmesjax.layouts import Pool
@@ -28,7 +29,7 @@ def step_dollars(problem: Problem, candidate: Candidate) -> dict[str, float]:
     names = {name for seat in candidate.case.seats for name in problem.nodes(seat)}
     nodes = [problem.topology.node(name) for name in sorted(names)]
     rents = [node.device.price_dollars_per_h for node in nodes]
-    if any(rent is None for rent in rents):
+    if None in rents:
         return {}
     per_h = sum(n.num_devices * (own or 0.0) for n, own in zip(nodes, rents, strict=True))
     return {
@@ -75,9 +76,4 @@ def selections(pools: Sequence[Pool]) -> Iterator[list[Pool]]:
 def _halved(pool: Pool) -> Pool:
     """The first half of its nodes, at least one."""
     keep = max(1, len(pool.devices) // 2)
-    return Pool(
-        cluster=pool.cluster,
-        devices=dict(list(pool.devices.items())[:keep]),
-        paths=pool.paths,
-        usable_memory=pool.usable_memory,
-    )
+    return replace(pool, devices=dict(list(pool.devices.items())[:keep]))

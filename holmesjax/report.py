@@ -97,6 +97,7 @@ def write_report(run_dir: str | Path) -> Path:
     topology = topologies.load(run_dir / "topology.yaml")
     timeline = run_dir / "timeline.json"
     timed = json.loads(timeline.read_text()) if timeline.exists() else {"tasks": []}
+    predicted, sent = forecast.tasks(plan), forecast.transfers(plan)
     lab = run_dir / labs.FILE
     title = run_dir.resolve().name
     body = [
@@ -104,7 +105,7 @@ def write_report(run_dir: str | Path) -> Path:
         _cards(plan, records),
         _plan_section(plan, records),
         _section("Loss", "In nats per token.", _picture("loss", figures.loss_curve(records))),
-        _timeline_section(plan, timed),
+        _timeline_section(predicted, sent, timed),
         _traffic_section(records),
         *([_lab_section(json.loads(lab.read_text()))] if lab.exists() else []),
         _section(
@@ -114,7 +115,7 @@ def write_report(run_dir: str | Path) -> Path:
         ),
         _config_section((run_dir / "config.yaml").read_text(encoding="utf-8")),
     ]
-    _write_trace(run_dir / trace.FILE, plan, timed)
+    _write_trace(run_dir / trace.FILE, predicted, sent, timed)
     path = run_dir / FILE
     partial = path.with_suffix(".partial")
     partial.write_text(_page(title, "\n".join(body)), encoding="utf-8")
@@ -246,9 +247,11 @@ def _table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return f'<div class="table"><table><tr>{head}</tr>{body}</table></div>'
 
 
-def _timeline_section(plan: Plan, timed: Record) -> str:
+def _timeline_section(
+    predicted: list[forecast.Record], sent: list[forecast.Record], timed: Record
+) -> str:
     """The step as it was predicted, and as it ran."""
-    steps = [("As predicted, boundaries included", forecast.tasks(plan), forecast.transfers(plan))]
+    steps = [("As predicted, boundaries included", predicted, sent)]
     if timed["tasks"]:
         steps.append((f"Step {timed['step']:,} as it ran", timed["tasks"], []))
     content = ""
@@ -265,11 +268,13 @@ def _timeline_section(plan: Plan, timed: Record) -> str:
     return _section("Pipeline", text, content)
 
 
-def _write_trace(path: Path, plan: Plan, timed: Record) -> None:
+def _write_trace(
+    path: Path, predicted: list[forecast.Record], sent: list[forecast.Record], timed: Record
+) -> None:
     """Both steps, one below the other."""
     found = []
-    if tasks := forecast.tasks(plan):
-        found += trace.events("predicted", 1, tasks, forecast.transfers(plan))
+    if predicted:
+        found += trace.events("predicted", 1, predicted, sent)
     if timed["tasks"]:
         found += trace.events(f"measured, step {timed['step']}", 2, timed["tasks"])
     trace.write(path, found)
