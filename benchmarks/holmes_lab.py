@@ -215,14 +215,7 @@ def run_row(row: Row, point: int | None, steps: int, schedule: Schedule, folder:
     network = load_topology(network_text(row, point), folder / "network.yaml")
     told = load_topology(told_text(row, point), folder / "told.yaml")
     config = make_config(row, folder, WARM_UP_STEPS + steps, schedule)
-    version = namespaces.cgroup_version()
-    assert version is not None, "`refuse_without_means` comes first"
-    commands = Commands(
-        lab=make_lab(row, network, sorted(os.sched_getaffinity(0))),
-        id=namespaces.new_id(),
-        cgroup_version=version,
-        has_netem=namespaces.has_netem(),
-    )
+    commands = namespaces.commands_for(make_lab(row, network, sorted(os.sched_getaffinity(0))))
     with namespaces.built(commands):
         if row.system == "HolmesJAX":
             found = run_holmesjax(row, make_job(config, told), commands, folder / "job.log")

@@ -113,9 +113,10 @@ def _timed_step(programs: Programs, state: Any, found: dict[str, list[float]]) -
     scalar = jax.device_put(jax.numpy.float32(1 / 16), jax.devices()[0])
     dy = scalar if stage.is_last else full(boundary_shape(stage))
     gradients = programs.zero_gradients()
+    assert programs.gather, "a stage of one device has nothing to send with its first forward"
     assert programs.forward
     assert programs.backward
-    assert programs.last_backward
+    assert programs.reduce
 
     def timed(name: str, program: Any, *args: Any) -> Any:
         jax.block_until_ready(args)
@@ -124,10 +125,11 @@ def _timed_step(programs: Programs, state: Any, found: dict[str, list[float]]) -
         found.setdefault(name, []).append(time.perf_counter() - start_s)
         return out
 
-    replicas, _, first = timed("first_forward", programs.first_forward, state.params, x_BLD, batch)
-    _, saved = timed("forward", programs.forward, replicas, x_BLD, batch)
-    gradients, _ = timed("backward", programs.backward, replicas, first, gradients, dy)
-    reduced, _ = timed("last_backward", programs.last_backward, replicas, saved, gradients, dy)
+    replicas = timed("gather", programs.gather, state.params)
+    for _ in range(2):
+        _, saved = timed("forward", programs.forward, replicas, x_BLD, batch)
+        gradients, _ = timed("backward", programs.backward, replicas, saved, gradients, dy)
+    reduced = timed("reduce", programs.reduce, gradients)
     norm = timed("square_norm", programs.square_norm, reduced)
     norms = (norm,) * len(stage.plan.stages)
     return timed("update", programs.update, state, reduced, norms)[0]
@@ -179,7 +181,7 @@ def run_job(job: Job) -> list[dict[str, Any]]:
 def ideal_step_s(job: Job, times: Sequence[Mapping[str, list[float]]]) -> float:
     """The simulated schedule with the times of the programs by themselves, and no transfers.
 
-    The first forward and the last backward take longer than the others; the slowest update ends it.
+    Parameters are gathered before it and gradients reduced behind it; the slowest update ends it.
     """
     median = [{name: statistics.median(s) for name, s in stage.items()} for stage in times]
     simulation = simulate(
@@ -188,12 +190,7 @@ def ideal_step_s(job: Job, times: Sequence[Mapping[str, list[float]]]) -> float:
         [m["backward"] for m in median],
         [(0.0, 0.0)],
     )
-    extra = lambda m: (
-        (m["first_forward"] - m["forward"])
-        + (m["last_backward"] - m["backward"])
-        + m["square_norm"]
-        + m["update"]
-    )
+    extra = lambda m: m["gather"] + m["reduce"] + m["square_norm"] + m["update"]
     return simulation.step_time_s + max(map(extra, median))
 
 

@@ -1,15 +1,16 @@
 """`python -m launch`, for processes that gather and reduce in programs of their own.
 
-HolmesJAX has no switch for this. Parameters are then gathered before the first forward starts, and
-gradients reduced once the last backward has ended.
+HolmesJAX has no switch for this. Parameters are then gathered when the first microbatch has come,
+before its forward starts, and gradients reduced once the last backward has ended.
 """
 
 import dataclasses
 from functools import partial
+from typing import Any
 
 from holmesjax import programs
-from holmesjax.programs import Programs
-from holmesjax.stage import Stage
+from holmesjax.programs import Compiled, Programs
+from holmesjax.stage import Stage, Tree
 from launch.__main__ import main
 
 _compile_overlapped = programs.compile_stage
@@ -24,9 +25,21 @@ def compile_stage(stage: Stage) -> Programs:
     reduce = programs._compile(stage.reduce, programs.gradient_shapes(stage), out=masters)
     return dataclasses.replace(
         made,
-        first_forward=partial(programs._gather_and_forward, gather, made.forward),
-        last_backward=partial(programs._backward_and_reduce, made.backward, reduce),
+        gather=None,
+        reduce=None,
+        first_forward=partial(_gather_and_forward, gather, made.forward),
+        last_backward=partial(_backward_and_reduce, made.backward, reduce),
     )
+
+
+def _gather_and_forward(gather: Compiled, forward: Compiled, params: Tree, *args: Any) -> tuple:
+    replicas = gather(params)
+    return replicas, *forward(replicas, *args)
+
+
+def _backward_and_reduce(backward: Compiled, reduce: Compiled, *args: Any) -> tuple:
+    gradients, *rest = backward(*args)
+    return reduce(gradients), *rest
 
 
 if __name__ == "__main__":

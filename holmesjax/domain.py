@@ -14,7 +14,7 @@ from holmesjax.config import DistributedConfig
 from holmesjax.discovery import Host
 from holmesjax.errors import HolmesError
 from holmesjax.job import Job
-from holmesjax.processes import Process
+from holmesjax.processes import Process, domain_fabric
 
 # JAX aborts the processes of a domain when one of them is lost. Ours must notice first, because its
 # message says what happened.
@@ -49,9 +49,9 @@ def choose_nics(
       find_host: asked for this host's NICs if they matter.
 
     Raises:
-      HolmesError: the host has no usable NIC on the fabric of its cluster.
+      HolmesError: the host has no usable NIC on the fabric of the domain.
     """
-    fabric = job.topology.cluster_of(me.node).fabric
+    fabric = domain_fabric(job.topology, domain)
     here = addresses.get(fabric, ())
     is_one_machine = any(address.startswith("127.") for address in here)
     is_one_node = len({process.node for process in domain}) == 1

@@ -20,13 +20,12 @@ from dataclasses import dataclass, replace
 from holmesjax import upgrades
 from holmesjax.config import Config, ParallelConfig, PlanConfig
 from holmesjax.errors import PlanError
-from holmesjax.layouts import USABLE_MEMORY, Devices, Mesh, Pass, Pool, StageCosts, divisors
-from holmesjax.mapper import Paths
+from holmesjax.layouts import USABLE_MEMORY, Devices, Mesh, Pass, StageCosts, divisors, joined_pool
 from holmesjax.planner import as_plan, find, find_within
 from holmesjax.problem import Case, Order, Part, Problem, split_chunks, step_seconds
 from holmesjax.search import Candidate
 from holmesjax.shortlist import passes
-from holmesjax.topology import Cluster, Topology
+from holmesjax.topology import Topology
 from holmesjax.units import show
 
 NUM_PLANS = 5  # side by side
@@ -146,12 +145,16 @@ def _binds(problem: Problem, candidate: Candidate) -> dict[str, float]:
 
 def _things(problem: Problem, candidate: Candidate) -> Iterator[tuple[str, Topology]]:
     """Everything that a plan uses, and the machines on which it is a little slower."""
-    topology, pools = problem.topology, problem.pools
-    names = [pools[seat.pool].cluster.name for seat in candidate.case.seats]
+    topology = problem.topology
+    nodes = _nodes(problem, candidate)
+    names = [topology.cluster_of(node).name for node in nodes]
     for cluster in dict.fromkeys(names):
-        own = [seat.pool for seat in candidate.case.seats]
-        kinds = [k for p in own if pools[p].cluster.name == cluster for k in pools[p].kinds]
-        for kind in dict.fromkeys(kind.name for kind in kinds):
+        kinds = [
+            topology.node(node).device.name
+            for node, name in zip(nodes, names, strict=True)
+            if name == cluster
+        ]
+        for kind in dict.fromkeys(kinds):
             slower = upgrades.faster_devices(topology, cluster, kind, NUDGE)
             yield f"{kind} of {cluster}", slower
         yield (
@@ -163,6 +166,11 @@ def _things(problem: Problem, candidate: Candidate) -> Iterator[tuple[str, Topol
             yield f"{fabric} of {cluster}", upgrades.faster_fabric(topology, cluster, NUDGE)
     for pair in upgrades.neighbouring_pairs([*names, names[0]]):  # chunks and tied tables go round
         yield _link_name(topology, pair), upgrades.faster_link(topology, pair, NUDGE)
+
+
+def _nodes(problem: Problem, candidate: Candidate) -> list[str]:
+    """Of all stages, in the order of the pipeline."""
+    return [node for seat in candidate.case.seats for node in problem.nodes(seat)]
 
 
 def _link_name(topology: Topology, pair: upgrades.Way) -> str:
@@ -204,12 +212,7 @@ def _alternative(what: str, step_s: float) -> Alternative:
 
 def _data_parallel(config: Config, topology: Topology) -> Alternative:
     """One stage on all devices, its gradients summed over every link between its nodes."""
-    everything = _everything(topology)
-    pool = Pool(
-        cluster=everything,
-        devices=_numbers(everything),
-        paths=Paths.across(topology, [node.name for node in everything.nodes]),
-    )
+    pool = joined_pool(topology)
     one_stage = replace(config, parallel=ParallelConfig(stages=1, tensor=1))
     problem = Problem(
         config=one_stage, topology=topology, pools=[pool], stage_costs=StageCosts(one_stage)
@@ -235,40 +238,25 @@ def _one_stage_s(problem: Problem, mesh: Mesh, passing: Pass) -> float:
 def _shuffled(problem: Problem, chosen: Candidate) -> Alternative:
     """The same stages on nodes in a random order; the median of several."""
     topology = problem.topology
-    everything = _everything(topology)
-    paths = Paths.across(topology, [node.name for node in everything.nodes])
-    numbers = _numbers(everything)
+    everything = joined_pool(topology)
     seats = chosen.case.seats
     case = chosen.case._replace(
         parts=tuple(Part(i, seat.mesh, num_stages=1) for i, seat in enumerate(seats))
     )
-    nodes = list(numbers)
+    nodes = list(everything.devices)
     generator = random.Random(0)
     steps_s = []
     for _ in range(NUM_SHUFFLES):
         generator.shuffle(nodes)
-        devices = iter([(node, number) for node in nodes for number in numbers[node]])
+        devices = iter([(node, number) for node in nodes for number in everything.devices[node]])
         pools = []
         for seat in seats:
             share: Devices = {}
             for node, number in itertools.islice(devices, seat.mesh.num_devices):
                 share[node] = (*share.get(node, ()), number)
-            pools.append(Pool(cluster=everything, devices=share, paths=paths))
+            pools.append(replace(everything, devices=share))
         steps_s.append(_step_s(problem.on(topology, pools), replace(chosen, case=case)))
     return _alternative("the same on nodes in a random order", statistics.median(steps_s))
-
-
-def _everything(topology: Topology) -> Cluster:
-    """All nodes as if they were of one cluster: only Ethernet joins all of them."""
-    if len(topology.clusters) == 1:
-        return topology.clusters[0]
-    return Cluster(name="all", fabric="ethernet", nodes=topology.nodes)
-
-
-def _numbers(cluster: Cluster) -> Devices:
-    """The numbers of the devices of each node of a cluster that has all of the topology's."""
-    numbers = itertools.count()
-    return {node.name: tuple(itertools.islice(numbers, node.num_devices)) for node in cluster.nodes}
 
 
 # ---- other machines ------------------------------------------------------------------------------
@@ -279,7 +267,7 @@ def _clusters(problem: Problem, best: Sequence[Candidate], say: Saying) -> Itera
     topology = problem.topology
     if len(topology.clusters) == 1:
         return
-    on = lambda candidate: {problem.pools[seat.pool].cluster.name for seat in candidate.case.seats}
+    on = lambda candidate: {topology.cluster_of(n).name for n in _nodes(problem, candidate)}
     for name in [cluster.name for cluster in topology.clusters]:
         if name in on(best[0]):
             say(f"without {name}")

@@ -31,7 +31,8 @@ PINK, RED, SKY = "#cc79a7", "#d55e00", "#56b4e9"
 SERIES = (BLUE, ORANGE, GREEN, PINK, SKY, RED)
 DARK, LIGHT = "#10151b", "#fefefe"  # text on a colour: the same on a white and a black page
 TEXT_ON = {BLUE: LIGHT, ORANGE: DARK, GREEN: DARK, PINK: DARK, RED: DARK, SKY: DARK}
-COLOR_OF = {"F": BLUE, "B": ORANGE, "W": GREEN, "R": RED, "U": PINK, "S": SKY}  # kinds of task
+# Kinds of task; whole steps and gathering are never in one picture.
+COLOR_OF = {"G": SKY, "F": BLUE, "B": ORANGE, "W": GREEN, "R": RED, "U": PINK, "S": SKY}
 # Of the text that names an axis: what its collectives go over.
 FABRIC_COLOR = {"nvlink": GREEN, "infiniband": BLUE, "roce": PINK, "ethernet": RED, "local": MUTED}
 
@@ -296,7 +297,7 @@ def _draw_cluster(
     y = top + 0.45
     _text(axes, 0.45, y, f"cluster {cluster.name}", fontsize=11.5, weight="bold")
     for number, stage in enumerate(plan.stages):
-        if stage.cluster == cluster.name:
+        if any(node.name in stage.nodes for node in cluster.nodes):
             y += 0.52
             color = SERIES[number % len(SERIES)]
             axes.add_patch(Rectangle((0.45, y - 0.15), 0.3, 0.3, facecolor=color))

@@ -1,8 +1,8 @@
 """A step as it is predicted to run, in the form in which `timeline.json` has one that ran.
 
-Besides the tasks of the schedule there are what a stage does once: summing its gradients (R), and
-the update (U), which waits until all have done that. And there is what a measured step does not
-show: when each boundary is on its way.
+Besides the tasks of the schedule there is what a stage does once: gathering its parameters (G),
+summing its gradients (R), and the update (U), which waits until all have done that. And there is
+what a measured step does not show: when each boundary is on its way.
 """
 
 from typing import Any
@@ -25,6 +25,8 @@ def tasks(plan: Plan) -> list[Record]:
     finish_s = [simulation.finish_s(stage) for stage in range(len(seconds))]
     reduced_s = [end_s + own.reduce_s for end_s, own in zip(finish_s, seconds, strict=True)]
     for stage, own in enumerate(seconds):
+        if own.gather_s > 0:
+            records.append(_record(stage, "G", None, 0.0, own.gather_s))
         if own.reduce_s > 0:
             records.append(_record(stage, "R", None, finish_s[stage], reduced_s[stage]))
     start_s = max(reduced_s)

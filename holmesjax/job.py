@@ -20,9 +20,10 @@ from holmesjax import (
 )
 from holmesjax.config import Config
 from holmesjax.errors import ConfigError
+from holmesjax.layouts import kinds_of
 from holmesjax.plan import Plan
 from holmesjax.planner import make_plan
-from holmesjax.topology import Topology
+from holmesjax.topology import Node, Topology
 
 CONFIG, TOPOLOGY, PLAN = "config.yaml", "topology.yaml", "plan.yaml"
 ENVIRONMENT = "environment.yaml"
@@ -69,6 +70,23 @@ class Job:
             keep=self.config.checkpoint.keep,
             arrays=arrays,
             files=files,
+        )
+
+    def node_to_measure(self, asked: str | None) -> Node:
+        """The node that is named; without a name any, if all have the same kind of device."""
+        nodes = self.topology.nodes
+        kinds = kinds_of(iter(nodes))
+        if asked is None and len(kinds) == 1:
+            return nodes[0]
+        for node in nodes:
+            if node.name == asked:
+                return node
+        names = [next(node.name for node in nodes if node.device == kind) for kind in kinds]
+        raise ConfigError(
+            "--node",
+            f"must be a node of the topology {self.topology.name}",
+            found=asked or f"nothing, and {len(kinds)} kinds of device",
+            fix=f"name the one that this host is, or one like it: --node {' or '.join(names)}",
         )
 
     def describe(self) -> list[str]:

@@ -1,18 +1,19 @@
 """Ways for stages to sit in a cluster, and what each of them costs.
 
-    pool     devices of one cluster that stages share, in the order in which stages take them
+    pool     devices that stages share, in the order in which stages take them
     mesh     how many replicas, parts and devices a stage has: `data`, `fsdp`, `tensor`
     seat     one stage: a mesh, on devices of a pool
     pass     what holds for a whole step: microbatches and what is computed again
 
 All stages of a pool have the same mesh, since they compute equal layers on equal devices; how many
 layers each holds is chosen one by one. A pool is a cluster, or the nodes of one kind of device
-where a cluster has several.
+where a cluster has several; or all machines, where a stage has to cross clusters.
 """
 
+import itertools
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -92,7 +93,7 @@ class InFlight:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Pool:
-    """Devices of one cluster."""
+    """Devices of one cluster, or of all."""
 
     cluster: Cluster
     devices: Devices
@@ -124,6 +125,12 @@ class Pool:
             and all(len(numbers) == size for numbers in self.devices.values())
             and (mesh.num_devices % size == 0 or size % mesh.num_devices == 0)
         )
+
+    def on(self, topology: Topology) -> "Pool":
+        """The same devices, as other machines have them."""
+        nodes = tuple(topology.node(node.name) for node in self.cluster.nodes)
+        paths = Paths.between(topology, self.paths.nodes)
+        return replace(self, cluster=replace(self.cluster, nodes=nodes), paths=paths)
 
     def seats(self, mesh: Mesh, num_stages: int) -> list[Devices]:
         """The devices of each of its stages; of more than are needed, every stage leaves some.
@@ -184,13 +191,9 @@ def make_pools(
 
     Nodes that reach each other fast are neighbours, so that a stage gets those.
     """
-    pools, number = [], 0
+    pools, numbers = [], device_numbers(topology)
     for cluster in topology.clusters:
-        numbers: Devices = {}
-        for node in cluster.nodes:
-            numbers[node.name] = tuple(range(number, number + node.num_devices))
-            number += node.num_devices
-        paths = Paths.between(topology, list(numbers))
+        paths = Paths.between(topology, [node.name for node in cluster.nodes])
         order = [cluster.nodes[i] for i in sorted_by_block(paths, range(len(cluster.nodes)))]
         for kind in kinds_of(iter(cluster.nodes)) if by_kind else [None]:
             names = [node.name for node in order if kind in (None, node.device)]
@@ -199,6 +202,31 @@ def make_pools(
                 Pool(cluster=cluster, devices=devices, paths=paths, usable_memory=usable_memory)
             )
     return pools
+
+
+def joined_pool(topology: Topology, usable_memory: float = USABLE_MEMORY) -> Pool:
+    """All machines as if they were one cluster: only Ethernet joins all of them."""
+    names = [node.name for node in topology.nodes]
+    name = joined_name(topology, names)
+    return Pool(
+        cluster=Cluster(name=name, fabric="ethernet", nodes=topology.nodes),
+        devices=device_numbers(topology),
+        paths=Paths.between(topology, names),
+        usable_memory=usable_memory,
+    )
+
+
+def joined_name(topology: Topology, nodes: Sequence[str]) -> str:
+    """Of the clusters of some nodes: "ib", or "ib+roce"."""
+    return "+".join(dict.fromkeys(topology.cluster_of(node).name for node in nodes))
+
+
+def device_numbers(topology: Topology) -> Devices:
+    """Of every node."""
+    numbers = itertools.count()
+    return {
+        node.name: tuple(itertools.islice(numbers, node.num_devices)) for node in topology.nodes
+    }
 
 
 def has_unlike_devices(topology: Topology) -> bool:

@@ -24,7 +24,6 @@ from typing import Generic, TypeVar
 
 import numpy as np
 
-from holmesjax.errors import PlanError
 from holmesjax.network import Group
 from holmesjax.topology import Fabric, Link, Node, Topology
 
@@ -50,7 +49,7 @@ class Placement(Generic[A]):
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Paths:
-    """How fast the nodes of a cluster reach each other, and their own devices each other.
+    """How fast some nodes reach each other, and their own devices each other.
 
     Bytes between nodes cross the network and both devices' own links; the slowest counts.
     """
@@ -62,16 +61,7 @@ class Paths:
 
     @classmethod
     def between(cls, topology: Topology, nodes: Sequence[str]) -> "Paths":
-        """Raises PlanError where two nodes lie in different clusters: no fabric joins them."""
-        _refuse_two_clusters(topology, nodes)
-        return cls.across(topology, nodes)
-
-    @classmethod
-    def across(cls, topology: Topology, nodes: Sequence[str]) -> "Paths":
-        """Of nodes of any clusters: what a plan that knows of no clusters has to do with.
-
-        Equal nodes of a cluster have equal links, so only those of unlike nodes are looked up.
-        """
+        """Equal nodes of a cluster have equal links: only those of unlike nodes are looked up."""
         kinds: list[tuple[str, Node]] = []
         kind_N = np.empty(len(nodes), int)
         for i, name in enumerate(nodes):
@@ -181,26 +171,13 @@ def place(
     """The cheapest placement of a stage's devices in its mesh.
 
     Args:
-      paths: of a cluster's nodes, those of the stage among them.
+      paths: of nodes, those of the stage among them.
       devices: node -> the numbers of its devices that the stage uses.
       sizes: axis -> size; their product is the number of devices. The axes come in the order that
         is kept where prices are equal, slowest link first.
       traffic_bytes: axis -> bytes that each device moves along it in a step.
     """
     return cheapest(arrangements(paths, devices, sizes), traffic_bytes)
-
-
-def _refuse_two_clusters(topology: Topology, nodes: Sequence[str]) -> None:
-    first = topology.cluster_of(nodes[0])
-    for node in nodes:
-        if (other := topology.cluster_of(node)).name != first.name:
-            raise PlanError(
-                "mesh",
-                "the devices of one stage must share a fabric, but two of its nodes lie in the "
-                f"clusters {first.name!r} and {other.name!r}",
-                found=f"{nodes[0]} on {first.fabric}, {node} on {other.fabric}",
-                fix="give each cluster stages of its own: raise parallel.stages, or leave it out",
-            )
 
 
 def sorted_by_block(paths: Paths, nodes: Sequence[int]) -> list[int]:

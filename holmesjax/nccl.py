@@ -111,7 +111,7 @@ def environment(
         if own.get("NCCL_NET", "IB").upper() == "IB":
             _add_ports(found, host, fabric)
     else:
-        found.add("NCCL_NET", "Socket", "TCP: the cluster is on Ethernet, whatever else it has")
+        found.add("NCCL_NET", "Socket", "TCP: Ethernet joins the nodes, whatever else they have")
     _add_interface(found, host, fabric, addresses)
     for name, harm in HARMFUL.items():
         if fabric in RDMA and own.get(name, "0") != "0":

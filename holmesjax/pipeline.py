@@ -58,7 +58,7 @@ class _Flight:
     params: Tree  # masters
     gradients: Tree | None  # None: no backward follows, as in a validation
     left: int  # backwards, or weight gradients where they are split
-    replicas: Tree = None  # from the first forward on
+    replicas: Tree = None  # once they are gathered
     saved: dict[int, Saved] = field(default_factory=dict)
     passed: dict[int, tuple] = field(default_factory=dict)  # between B and W
 
@@ -182,7 +182,7 @@ class Pipeline:
         self._transport.close()
 
     def _take_off(self, states: Sequence[StageState], gradients: bool = True) -> dict[int, _Flight]:
-        return {
+        flights = {
             v: _Flight(
                 params=state.params,
                 gradients=programs.zero_gradients() if gradients else None,
@@ -190,6 +190,16 @@ class Pipeline:
             )
             for (v, programs), state in zip(self._programs.items(), states, strict=True)
         }
+        for v, flight in flights.items():
+            # The first chunk of a stage: what it waits for comes later than its parameters.
+            if v < len(self._plan.stages):
+                self._gather(v, flight)
+        return flights
+
+    def _gather(self, v: int, flight: _Flight) -> None:
+        """Unless that is done, or left to the first forward."""
+        if flight.replicas is None and (gather := self._programs[v].gather) is not None:
+            flight.replicas = gather(flight.params)
 
     # ---- tasks ---------------------------------------------------------------------------------
 
@@ -282,7 +292,9 @@ class Pipeline:
         programs = self._programs[v]
         x_BLD = self._transport.fetch(key) if key else None
         batch = _put_batch(programs.stage, inputs)
+        self._gather(v, flight)
         if flight.replicas is None:
+            assert programs.first_forward is not None
             flight.replicas, out, saved = programs.first_forward(flight.params, x_BLD, batch)
         else:
             assert programs.forward is not None
@@ -303,21 +315,28 @@ class Pipeline:
             flight.passed[m] = programs.split.keep(flight.replicas, saved, dy), passed
         else:
             flight.left -= 1
-            run = programs.backward if flight.left else programs.last_backward
+            run = (not flight.left and programs.last_backward) or programs.backward
             assert run is not None
             flight.gradients, dx = run(flight.replicas, saved, flight.gradients, dy)
         if v > 0:
             self._transport.offer(Key(f"B{v}", self._round, m), dx)
+        self._reduce(v, flight)
         return dy, dx
+
+    def _reduce(self, v: int, flight: _Flight) -> None:
+        """After the last microbatch, unless its backward has done that."""
+        if not flight.left and (reduce := self._programs[v].reduce) is not None:
+            flight.gradients = reduce(flight.gradients)
 
     def _weight_gradient(self, v: int, m: int, flight: _Flight) -> jax.Array:
         """What the task gives; what it reads is here."""
         programs = self._programs[v].split
         assert programs is not None
         flight.left -= 1
-        run = programs.weight_gradient if flight.left else programs.last_weight_gradient
+        run = (not flight.left and programs.last_weight_gradient) or programs.weight_gradient
         assert run is not None
         flight.gradients, done = run(flight.gradients, *flight.passed.pop(m))
+        self._reduce(v, flight)
         return done
 
     # ---- the end of a step ---------------------------------------------------------------------

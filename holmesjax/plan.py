@@ -63,17 +63,18 @@ class TaskSeconds:
     backward_s: tuple[float, ...]  # without the weights' gradients, where those are split off
     weight_s: tuple[float, ...]  # 0 where they are not
     transfer_s: tuple[float, ...]  # a boundary to the next stage, and back; none: to no stage
-    reduce_s: float  # after the last task, summing gradients
-    update_s: float  # when all stages have done that: the optimizer, and gathering parameters
+    gather_s: float  # before the first task: gathering parameters
+    reduce_s: float  # after the last task: summing gradients
+    update_s: float  # when all stages have done that: the optimizer
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StagePlan:
-    """One stage: layers on the devices of one cluster."""
+    """One stage: layers on the devices of a cluster, or of several where nothing else fits."""
 
     __pydantic_config__ = ConfigDict(extra="forbid")
 
-    cluster: str
+    cluster: str  # "ib"; of a stage that lies in several "ib+roce"
     nodes: tuple[str, ...]
     chunks: tuple[tuple[str, ...], ...]  # names of layers, consecutive in each
     devices: tuple[int, ...]  # numbers of the topology, in row-major order of `mesh`
@@ -114,6 +115,7 @@ class Plan:
     idle: dict[str, int] = field(default_factory=dict)  # node -> devices that no stage uses
     in_flight: tuple[int, ...] = ()  # microbatches of each stage, for eager_1f1b only
     step_dollars: dict[str, float] = field(default_factory=dict)  # empty where prices lack
+    exception: str = ""  # which stages lie in several clusters, and why, where any do
 
     @property
     def num_chunks(self) -> int:
@@ -144,7 +146,7 @@ class Plan:
     def simulate(self) -> Simulation | None:
         """The tasks of a step as they are predicted to run; None where nothing was predicted.
 
-        What comes once in a step is not in it.
+        Of what comes once in a step, only that is in it which stages do before their first task.
         """
         stages = [s.task_seconds for s in self.stages if s.task_seconds is not None]
         if len(stages) < len(self.stages):
@@ -159,6 +161,7 @@ class Plan:
             in_order("backward_s"),
             [(there_s, back_s) for there_s, back_s in ways],
             weight_s=in_order("weight_s"),
+            ready_s=[stage.gather_s for stage in stages],
         )
 
     def hash(self) -> str:
@@ -291,7 +294,7 @@ DEPTHS_SHOWN = 16  # stages
 
 
 def describe(plan: Plan) -> list[str]:
-    """The plan for the console: four lines for each stage, and three or four for the whole."""
+    """The plan for the console: four lines for each stage, and a few for the whole."""
     num_devices = sum(len(stage.devices) for stage in plan.stages)
     sequences = plan.global_batch // plan.microbatches
     shares = ", ".join(f"{name} {share:.1%}" for name, share in plan.shares.items())
@@ -324,6 +327,7 @@ def describe(plan: Plan) -> list[str]:
         *lines,
         f"  step      {show(plan.step_time_s, 's')} predicted: {shares}",
         f"            {_proof(plan)}",
+        *([f"  exception {plan.exception}"] if plan.exception else []),
     ]
 
 

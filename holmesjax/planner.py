@@ -11,10 +11,19 @@ from collections.abc import Sequence
 from holmesjax import memory, prices
 from holmesjax.config import Config, PlanConfig
 from holmesjax.errors import PlanError
-from holmesjax.layouts import USABLE_MEMORY, Mesh, StageCosts, has_unlike_devices, make_pools
+from holmesjax.layouts import (
+    USABLE_MEMORY,
+    Mesh,
+    StageCosts,
+    has_unlike_devices,
+    joined_name,
+    joined_pool,
+    make_pools,
+)
 from holmesjax.plan import EMBED, HEAD, Axis, Plan, StagePlan, TaskSeconds, block_name
 from holmesjax.problem import (
     Problem,
+    StageSeconds,
     chunk_roles,
     roles,
     split_chunks,
@@ -43,11 +52,38 @@ def find(config: Config, topology: Topology) -> tuple[Problem, Found]:
     _refuse_unpriced(config, topology)
     _refuse_unknown_clusters(config, topology)
     _refuse_number_of_stages(config, topology)
-    _refuse_large_meshes(config, topology)
-    result = find_within(config, topology)
-    if result is None:
-        raise _memory_refusal(config, topology)
+    try:
+        _refuse_large_meshes(config, topology)
+        result = find_within(config, topology)
+        if result is None:
+            raise _memory_refusal(config, topology)
+    except PlanError as refusal:
+        result = _find_across(config, topology, refusal)
+        if result is None:
+            raise
     return result
+
+
+def _find_across(
+    config: Config, topology: Topology, refusal: PlanError
+) -> tuple[Problem, Found] | None:
+    """Plans whose stages may lie in several clusters, for what is refused without them.
+
+    None where there is no such plan either, or where the config says which clusters stages are in
+    or what a plan may cost: what collectives send between clusters has no price here.
+    """
+    is_open = config.parallel.clusters is None and config.plan == PlanConfig()
+    if len(topology.clusters) == 1 or not is_open:
+        return None
+    problem = Problem(
+        config=config,
+        topology=topology,
+        pools=[joined_pool(topology)],
+        stage_costs=StageCosts(config),
+        crosses_because=f"{refusal.where}: {refusal.problem}",
+    )
+    found = search(problem)
+    return (problem, found) if found is not None else None
 
 
 def make_problem(
@@ -127,25 +163,24 @@ def as_plan(problem: Problem, candidate: Candidate, bound_s: float) -> Plan:
     tables_s = [0.0] * num_stages
     tables_s[0], tables_s[-1] = table_times(problem, case)
     chunks = _chunks(case.layers, order.chunks)
-    times = _stage_times(problem, candidate)
+    parts = [_part_seconds(problem, candidate, stage) for stage in range(num_stages)]
     ways_s: list[Sequence[float]] = [*transfer_times(problem, case, passing, order.chunks), ()]
     stages = []
     for i, (seat, role) in enumerate(zip(case.seats, roles(num_stages), strict=True)):
-        pool = problem.pools[seat.pool]
-        placement = problem.placement(seat, passing)
+        nodes, placement = problem.nodes(seat), problem.placement(seat, passing)
         in_flight = problem.in_flight(order, i, case.layers[i])
         shape = problem.stage_costs.shape(seat.mesh, passing, role, case.layers[i], in_flight)
         sent_s = passing.microbatches * sends_s[i] + tables_s[i]
         stages.append(
             StagePlan(
-                cluster=pool.cluster.name,
-                nodes=tuple(problem.nodes(seat)),
+                cluster=joined_name(problem.topology, nodes),
+                nodes=tuple(nodes),
                 chunks=chunks[i],
                 devices=placement.devices,
                 mesh=placement.sizes,
                 fabrics=dict(placement.fabrics),
                 memory_bytes=memory.stage_memory_bytes(config.model, shape),
-                seconds=_part_seconds(candidate, times[i]) | {"boundary": sent_s},
+                seconds=parts[i] | {"boundary": sent_s},
                 task_seconds=_task_seconds(problem, candidate, i, ways_s[i]),
             )
         )
@@ -164,18 +199,32 @@ def as_plan(problem: Problem, candidate: Candidate, bound_s: float) -> Plan:
         step_time_s=candidate.step_s,
         bound_s=bound_s,
         step_dollars=prices.step_dollars(problem, candidate),
-        shares=_shares(problem, candidate, times),
+        shares=_shares(problem, candidate, parts),
+        exception=_exception(problem, stages),
     )
 
 
-def _stage_times(problem: Problem, candidate: Candidate) -> list[StageTimes]:
+def _exception(problem: Problem, stages: Sequence[StagePlan]) -> str:
+    """Which stages break the rule that collectives stay within one fabric, and why."""
+    crossing = [
+        f"stage {i} crosses clusters {stage.cluster.replace('+', ' and ')}"
+        for i, stage in enumerate(stages)
+        if len({problem.topology.cluster_of(node).name for node in stage.nodes}) > 1
+    ]
+    if not crossing:
+        return ""
+    return (
+        f"{', '.join(crossing)}, against the rule that collectives stay within one fabric: no "
+        f"other plan is possible ({problem.crosses_because})"
+    )
+
+
+def _times(problem: Problem, candidate: Candidate, stage: int) -> StageTimes:
     case, passing = candidate.case, candidate.passing
-    times = []
-    for seat, role, n in zip(case.seats, roles(len(case.layers)), case.layers, strict=True):
-        pool = problem.pools[seat.pool]
-        placement = problem.placement(seat, passing)
-        times.append(problem.stage_costs.times(pool, placement, seat.mesh, passing, role, n))
-    return times
+    seat, role = case.seats[stage], roles(len(case.layers))[stage]
+    pool, placement = problem.pools[seat.pool], problem.placement(seat, passing)
+    layers = case.layers[stage]
+    return problem.stage_costs.times(pool, placement, seat.mesh, passing, role, layers)
 
 
 def _task_seconds(
@@ -190,21 +239,28 @@ def _task_seconds(
         problem.seconds(seat, passing, role, n, is_split)
         for role, n in zip(own_roles, sizes, strict=True)
     ]
-    whole = problem.seconds(
-        seat, passing, roles(len(case.layers))[stage], case.layers[stage], is_split
-    )
+    whole = _whole(problem, candidate, stage)
     return TaskSeconds(
         forward_s=tuple(chunk.forward for chunk in chunks),
         backward_s=tuple(chunk.backward for chunk in chunks),
         weight_s=tuple(is_split * chunk.weight for chunk in chunks),
         transfer_s=tuple(ways_s),
+        gather_s=whole.gather,
         reduce_s=whole.reduce,
-        update_s=whole.after,
+        update_s=whole.update,
     )
 
 
-def _part_seconds(candidate: Candidate, times: StageTimes) -> dict[str, float]:
+def _whole(problem: Problem, candidate: Candidate, stage: int) -> StageSeconds:
+    """Of all chunks of a stage."""
+    case, is_split = candidate.case, candidate.order.schedule == "zero_bubble"
+    role, layers = roles(len(case.layers))[stage], case.layers[stage]
+    return problem.seconds(case.seats[stage], candidate.passing, role, layers, is_split)
+
+
+def _part_seconds(problem: Problem, candidate: Candidate, stage: int) -> dict[str, float]:
     """Seconds of a stage in a step, by what they go into; `fsdp` where any stage uses it."""
+    times, whole = _times(problem, candidate, stage), _whole(problem, candidate, stage)
     microbatches = candidate.passing.microbatches
     fsdp_s = microbatches * (times.forward_fsdp_s + times.backward_fsdp_s)
     uses_fsdp = any(part.mesh.fsdp > 1 for part in candidate.case.parts)
@@ -212,12 +268,12 @@ def _part_seconds(candidate: Candidate, times: StageTimes) -> dict[str, float]:
         "compute": microbatches * (times.forward_s + times.backward_s) + times.update_s,
         "tensor": microbatches * (times.forward_tensor_s + times.backward_tensor_s),
         **({"fsdp": fsdp_s} if uses_fsdp else {}),
-        "data": times.reduce_s + times.gather_s,
+        "data": whole.gather + whole.reduce,
     }
 
 
 def _shares(
-    problem: Problem, candidate: Candidate, times: Sequence[StageTimes]
+    problem: Problem, candidate: Candidate, parts: Sequence[dict[str, float]]
 ) -> dict[str, float]:
     """The shares of a step's parts, averaged over stages.
 
@@ -225,7 +281,6 @@ def _shares(
     the time without work.
     """
     step_s = candidate.step_s
-    parts = [_part_seconds(candidate, t) for t in times]
     mean_s = {name: math.fsum(part[name] for part in parts) / len(parts) for name in parts[0]}
     shares = {name: part_s / step_s for name, part_s in mean_s.items()}
     [alone_s] = step_seconds(

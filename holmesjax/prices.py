@@ -24,8 +24,11 @@ def unpriced(topology: Topology) -> list[str]:
 def step_dollars(problem: Problem, candidate: Candidate) -> dict[str, float]:
     """Of a step: `nodes` that any stage uses, idle devices included, and `egress`.
 
-    Empty where a device that is used has no price.
+    Empty where a device that is used has no price, and where stages cross clusters, whose
+    collectives are not counted.
     """
+    if problem.crosses_because:
+        return {}
     names = {name for seat in candidate.case.seats for name in problem.nodes(seat)}
     nodes = [problem.topology.node(name) for name in sorted(names)]
     rents = [node.device.price_dollars_per_h for node in nodes]

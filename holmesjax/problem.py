@@ -16,7 +16,7 @@ import numpy as np
 from holmesjax import costs
 from holmesjax.config import Config, Schedule
 from holmesjax.layouts import InFlight, Mesh, Pass, Pool, Role, StageCosts
-from holmesjax.mapper import Paths, Placement
+from holmesjax.mapper import Placement
 from holmesjax.plan import Axis
 from holmesjax.schedule import Clock, Task, max_in_flight, schedule
 from holmesjax.topology import Link, Node, Topology
@@ -66,14 +66,16 @@ class Case(NamedTuple):
         return tuple(itertools.chain(*(part.seats for part in self.parts)))
 
 
-class _Seconds(NamedTuple):
+class StageSeconds(NamedTuple):
     """Of one stage."""
 
     forward: float
     backward: float  # without the weights' gradients, where these are a task of their own
     weight: float
-    reduce: float
-    after: float  # the norm of the gradient is known: update and gather
+    reduce: float  # what comes behind the last task
+    gather: float  # what comes before the first task
+    update: float
+    once: float  # about what all that adds to a step
 
 
 @dataclass(kw_only=True, eq=False)
@@ -84,7 +86,8 @@ class Problem:
     topology: Topology
     pools: Sequence[Pool]
     stage_costs: StageCosts
-    _seconds: dict[tuple[object, ...], _Seconds] = field(default_factory=dict)
+    crosses_because: str = ""  # why stages may lie in several clusters, if they may
+    _seconds: dict[tuple[object, ...], StageSeconds] = field(default_factory=dict)
     _clocks: dict[Order, tuple[Clock, tuple[tuple[Task, ...], ...]]] = field(default_factory=dict)
     _links_of: dict[int, list[Link]] = field(default_factory=dict)
     _like: dict[Seat, Seat] = field(default_factory=dict)
@@ -97,21 +100,12 @@ class Problem:
 
     def on(self, topology: Topology, pools: Sequence[Pool] | None = None) -> "Problem":
         """The same on other machines; with the same pools, where nodes and devices are the same."""
-        clusters = {cluster.name: cluster for cluster in topology.clusters}
-        if pools is None:
-            pools = [
-                replace(
-                    pool,
-                    cluster=clusters[pool.cluster.name],
-                    paths=Paths.between(topology, pool.paths.nodes),
-                )
-                for pool in self.pools
-            ]
         return Problem(
             config=self.config,
             topology=topology,
-            pools=pools,
+            pools=[pool.on(topology) for pool in self.pools] if pools is None else pools,
             stage_costs=StageCosts(self.config),
+            crosses_because=self.crosses_because,
             _clocks=self._clocks,
         )
 
@@ -132,19 +126,23 @@ class Problem:
 
     def seconds(
         self, seat: Seat, passing: Pass, role: Role, num_blocks: int, is_split: bool
-    ) -> _Seconds:
+    ) -> StageSeconds:
         seat = self.like(seat)
         key = seat, passing, role, num_blocks, is_split
         if key not in self._seconds:
             pool = self.pools[seat.pool]
             placement = self.placement(seat, passing)
             times = self.stage_costs.times(pool, placement, seat.mesh, passing, role, num_blocks)
-            self._seconds[key] = _Seconds(
+            # As `programs.sends_within`: W, too, reduces while it computes.
+            reduces_within = role.is_first or is_split
+            self._seconds[key] = StageSeconds(
                 times.whole_forward_s,
                 times.whole_backward_s - is_split * times.weight_s,
                 times.weight_s,
-                times.reduce_s,
-                times.update_s + times.gather_s,
+                times.exposed_reduce_s if reduces_within else times.reduce_s,
+                times.exposed_gather_s if role.is_first else times.gather_s,
+                times.update_s,
+                times.once_s,
             )
         return self._seconds[key]
 
@@ -324,14 +322,14 @@ def step_seconds(
 ) -> np.ndarray:
     """Predicted seconds of a step of each case, [cases]; infinite for what memory does not hold.
 
-    All have the same number of stages. Every stage reduces its gradients after its last task. All
-    wait for the norm of the whole gradient; then each updates and gathers its parameters. Without
-    links, boundaries and tied tables are sent in no time.
+    All have the same number of stages. Each gathers its parameters before its first task, and
+    reduces its gradients after its last. All wait for the norm of the whole gradient; then each
+    updates. Without links, boundaries and tied tables are sent in no time.
     """
     clock, _ = problem.clock(order)
     is_split = order.schedule == "zero_bubble"
     p, v, num_cases = order.num_stages, order.chunks, len(cases)
-    stage_s = np.empty((2, p, num_cases))  # reduce, after
+    stage_s = np.empty((3, p, num_cases))  # reduce, gather, update
     task_s = np.empty((3, p * v, num_cases))  # forward, backward, weight
     transfer_s = np.zeros((p - (v == 1), 2, num_cases))
     tables_s, holds = np.zeros(num_cases), np.ones(num_cases, bool)
@@ -339,7 +337,7 @@ def step_seconds(
         stages = zip(case.seats, case.layers, roles(p), strict=True)
         for stage, (seat, layers, role) in enumerate(stages):
             whole = problem.seconds(seat, passing, role, layers, is_split)
-            stage_s[:, stage, k] = whole.reduce, whole.after
+            stage_s[:, stage, k] = whole.reduce, whole.gather, whole.update
             in_flight = problem.in_flight(order, stage, layers)
             if not problem.fits(seat, passing, role, layers, in_flight):
                 holds[k] = False
@@ -357,8 +355,9 @@ def step_seconds(
     found = np.full(num_cases, math.inf)
     if holds.any():
         forward_s, backward_s, weight_s = task_s[:, :, holds]
-        _, end_s, _ = clock.run(forward_s, backward_s, transfer_s[:, :, holds], weight_s)
+        reduce_s, gather_s, update_s = stage_s[:, :, holds]
+        ways_s = transfer_s[:, :, holds]
+        _, end_s, _ = clock.run(forward_s, backward_s, ways_s, weight_s, ready_s=gather_s)
         finish_s = clock.finish_s(end_s)
-        reduce_s, after_s = stage_s[:, :, holds]
-        found[holds] = (finish_s + reduce_s).max(0) + after_s.max(0) + tables_s[holds]
+        found[holds] = (finish_s + reduce_s).max(0) + update_s.max(0) + tables_s[holds]
     return found

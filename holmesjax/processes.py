@@ -5,6 +5,7 @@ topology, and every device of the stage belongs to exactly one of them.
 """
 
 import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -61,13 +62,14 @@ def make_processes(plan: Plan, topology: Topology, per: PER) -> tuple[Process, .
         for rank, (node, devices) in enumerate(groups):
             first = topology.devices((node,))[0]
             local = tuple(device - first for device in devices)
-            name = f"{stage.cluster}/{node}"
+            cluster = topology.cluster_of(node).name
+            name = f"{cluster}/{node}"
             name += f":{local[0]}" if per == "device" else f".s{s}" if node in shared else ""
             processes.append(
                 Process(
                     number=next(numbers),
                     name=name,
-                    cluster=stage.cluster,
+                    cluster=cluster,
                     node=node,
                     stage=s,
                     rank=rank,
@@ -106,3 +108,12 @@ def fabric_between(topology: Topology, a: Process, b: Process) -> str:
     if a.cluster != b.cluster:
         return topology.links[a.cluster, b.cluster].fabric
     return topology.cluster_of(a.node).fabric
+
+
+def domain_fabric(topology: Topology, domain: Sequence[Process]) -> str:
+    """The network of a stage's collectives: of its cluster, or the slowest that joins several."""
+    clusters = sorted({process.cluster for process in domain})
+    if len(clusters) == 1:
+        return topology.cluster_of(domain[0].node).fabric
+    ways = [topology.links[pair] for pair in itertools.combinations(clusters, 2)]
+    return min(ways, key=lambda link: link.bandwidth_bytes_per_s).fabric

@@ -29,17 +29,20 @@ class Programs:
     """Compiled functions of one chunk of a pipeline; each takes and returns arrays on its mesh.
 
     Donated, so not to be used again: the gradients by what adds to them, the state by `update`.
-    What a plan does not run is None: `forward` and the backwards that are not the last with a
-    single microbatch, and one of the two kinds of backward.
+    What a plan does not run is None. So where the first forward gathers, there is no `gather`, and
+    where the last backward reduces, no `reduce`; nor are there others besides these two with a
+    single microbatch.
     """
 
     stage: Stage
-    first_forward: Compiled  # (params, x, batch) -> replicas, out, saved
+    gather: Compiled | None  # params -> replicas
+    first_forward: Compiled | None  # (params, x, batch) -> replicas, out, saved
     forward: Compiled | None  # (replicas, x, batch) -> out, saved
     zero_gradients: Compiled
     backward: Compiled | None  # (replicas, saved, gradients, dy) -> gradients, dx
     last_backward: Compiled | None  # the same -> reduced gradients, dx
     split: "SplitPrograms | None"  # in their place, where the schedule splits the backward
+    reduce: Compiled | None  # gradients -> reduced gradients
     square_norm: Compiled
     update: Compiled
     mean_loss: Compiled | None  # (losses of all microbatches) -> scalar, where the last stage is
@@ -52,7 +55,7 @@ class SplitPrograms:
     input_gradient: Compiled  # (replicas, saved, dy) -> dx, passed
     keep: Callable[[Tree, Saved, Any], list[jax.Array]]  # what of these W still needs
     weight_gradient: Compiled | None  # (gradients, kept, passed) -> gradients, a zero
-    last_weight_gradient: Compiled  # the same -> reduced gradients, a zero
+    last_weight_gradient: Compiled | None  # the same -> reduced gradients, a zero
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,21 +82,32 @@ def compile_stage(stage: Stage) -> Programs:
     dy = scalar if stage.is_last else boundary_shape(stage)
     dx = scalar if x_BLD is None else x_BLD
     is_split = stage.plan.schedule == "zero_bubble"
-    first_forward, forward, saved = _compile_forwards(stage, replicas, x_BLD)
-    backward = last_backward = None
-    if not is_split:
+    gather = first_forward = None
+    if sends_within(stage):
+        first_forward, forward, saved = _compile_forwards(stage, replicas, x_BLD)
+    else:
+        gather = _compile(stage.gather, state.params, out=replicas)
+        forward, saved = _compile_forward(stage, replicas, x_BLD)
+    parts = backward = last_backward = None
+    if is_split:
+        parts = _compile_split(stage, replicas, saved, gradients, dy)
+        last = parts.last_weight_gradient
+    else:
         args = (replicas, saved, gradients, dy)
-        last_backward = _compile_last(stage, stage.backward, *args, out=(gradients, dx), donate=2)
-        if _accumulates(stage):
-            backward = _compile(stage.backward, *args, out=(gradients, dx), donate=(2,))
+        backward, last_backward = _compile_sums(
+            stage, sends_within(stage), stage.backward, *args, out=(gradients, dx), donate=2
+        )
+        last = last_backward
     return Programs(
         stage=stage,
+        gather=gather,
         first_forward=first_forward,
         forward=forward,
         zero_gradients=_compile(stage.zero_gradients, out=gradients),
         backward=backward,
         last_backward=last_backward,
-        split=_compile_split(stage, replicas, saved, gradients, dy) if is_split else None,
+        split=parts,
+        reduce=_compile(stage.reduce, gradients, out=state.params) if last is None else None,
         square_norm=_compile(stage.square_norm, state.params, out=scalar),
         update=_compile(
             stage.update,
@@ -115,31 +129,29 @@ def _accumulates(stage: Stage) -> bool:
     return stage.plan.microbatches > 1
 
 
-def _compile_last(
-    stage: Stage, backward: Callable, *args: Any, out: tuple, donate: int
-) -> Compiled:
-    """A backward whose first result, the gradients, is reduced over `data` in the same program.
+def sends_within(stage: Stage) -> bool:
+    """Whether the first forward gathers and the last backward reduces, in one program.
 
-    With a single replica there is nothing to send while it computes; a program of its own then
-    spares compiling the backward twice.
+    XLA can then send one layer while it computes another, and nothing leaves the program before all
+    has been sent. So only the first chunk of the model does that. The others gather while their
+    first input is on its way, and reduce when the gradient of that input has left: while there is
+    nothing else to do for them.
     """
-    masters = stage.state_shapes.params
-    if stage.num_replicas > 1:
+    return stage.num_replicas > 1 and stage.is_first
+
+
+def _compile_sums(
+    stage: Stage, reduces: bool, backward: Callable, *args: Any, out: tuple, donate: int
+) -> tuple[Compiled | None, Compiled | None]:
+    """A backward, whose first result are gradients, and the last one, if that reduces them."""
+    last = accumulate = None
+    if reduces:
         # No result has the form of the gradients that come in: nothing to donate them to.
-        return _compile(stage.reducing(backward), *args, out=(masters, *out[1:]))
-    accumulate = _compile(backward, *args, out=out, donate=(donate,))
-    reduce = _compile(stage.reduce, out[0], out=masters)
-    return partial(_backward_and_reduce, accumulate, reduce)
-
-
-def _backward_and_reduce(backward: Compiled, reduce: Compiled, *args: Any) -> tuple:
-    gradients, *rest = backward(*args)
-    return reduce(gradients), *rest
-
-
-def _gather_and_forward(gather: Compiled, forward: Compiled, params: Tree, *args: Any) -> tuple:
-    replicas = gather(params)
-    return replicas, *forward(replicas, *args)
+        masters = stage.state_shapes.params
+        last = _compile(stage.reducing(backward), *args, out=(masters, *out[1:]))
+    if last is None or _accumulates(stage):
+        accumulate = _compile(backward, *args, out=out, donate=(donate,))
+    return accumulate, last
 
 
 def _compile_split(
@@ -162,10 +174,11 @@ def _compile_split(
     passed = _with_shardings(lowered.out_info[1], input_gradient.output_shardings[1])
     kept = [leaves[i] for i in parts.keeps]
     out = (gradients, scalar_shape(stage))
-    last = _compile_last(stage, weights, gradients, kept, passed, out=out, donate=0)
-    accumulate = None
-    if _accumulates(stage):
-        accumulate = _compile(weights, gradients, kept, passed, out=out, donate=(0,))
+    # No other stage waits for what W gives.
+    reduces = stage.num_replicas > 1
+    accumulate, last = _compile_sums(
+        stage, reduces, weights, gradients, kept, passed, out=out, donate=0
+    )
     return SplitPrograms(
         input_gradient=input_gradient,
         keep=lambda *args: [jax.tree.leaves(args)[i] for i in parts.keeps],
@@ -250,10 +263,6 @@ def _compile_forwards(
 ) -> tuple[Compiled, Compiled | None, Saved]:
     """The first forward of a step, the others if there are any, and what both save."""
     params = stage.state_shapes.params
-    if stage.num_replicas == 1:  # nothing to send while it computes: see `_compile_last`
-        gather = _compile(stage.gather, params, out=replicas)
-        forward, saved = _compile_forward(stage, replicas, x_BLD)
-        return partial(_gather_and_forward, gather, forward), forward, saved
     others, where = None, None
     if _accumulates(stage):
         others, saved = _compile_forward(stage, replicas, x_BLD)

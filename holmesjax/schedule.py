@@ -299,7 +299,7 @@ class Simulation:
 
     events: tuple[Event, ...]  # by start, then by stage
     transfers: tuple[Transfer, ...]  # the same
-    step_time_s: float  # from the start of the first task to the end of the last
+    step_time_s: float  # to the end of the last task
     bubbles: tuple[float, ...]  # idle share of `step_time_s`, for each stage
 
     def finish_s(self, stage: int) -> float:
@@ -339,7 +339,8 @@ class Clock:
         link_before[in_turn[1:][same]] = in_turn[:-1][same]
         way = np.where(link < 0, -1, np.where(kind == 0, 2 * stage, 2 * to + 1))
         starts = np.cumsum(lengths) - lengths
-        before = np.where(np.isin(number, starts), nothing, number - 1)
+        readiness = nothing + 1 + stage  # rows behind that of nothing
+        before = np.where(np.isin(number, starts), readiness, number - 1)
         rows = np.stack([number, before, source, kind * num_virtual + virtual, link_before, way])
         self._link = link  # source * p + target, of every task; -1: its result stays
         self._last = starts + lengths - 1
@@ -367,23 +368,26 @@ class Clock:
         backward_s: np.ndarray,
         transfer_s: np.ndarray,
         weight_s: np.ndarray,
+        ready_s: np.ndarray,
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """When every task starts and ends, and its result is where it goes, [tasks, cases] each.
 
         Args:
           forward_s, backward_s, weight_s: [virtual stages, cases], as in `simulate`.
           transfer_s: [links, 2, cases]: to the next stage, and back.
+          ready_s: before which no task of a stage starts, [stages, cases].
         """
-        num_cases = forward_s.shape[1]
+        count, num_cases = len(self.tasks), forward_s.shape[1]
         task_s = np.concatenate([forward_s, backward_s, weight_s])
         ways_s = np.concatenate([transfer_s.reshape(-1, num_cases), np.zeros((1, num_cases))])
-        start_s = np.zeros((len(self.tasks) + 1, num_cases))  # the last row is of nothing
+        start_s = np.zeros((count + 1 + len(ready_s), num_cases))  # then nothing, and readiness
         end_s, sent_s = np.zeros_like(start_s), np.zeros_like(start_s)
+        end_s[count + 1 :] = ready_s
         for number, before, source, kind, link_before, way in self._waves:
             start_s[number] = np.maximum(end_s[before], sent_s[source])
             end_s[number] = ends_s = start_s[number] + task_s[kind]
             sent_s[number] = np.maximum(ends_s, sent_s[link_before]) + ways_s[way]
-        return start_s[:-1], end_s[:-1], sent_s[:-1]
+        return start_s[:count], end_s[:count], sent_s[:count]
 
     def transfers(self, end_s: np.ndarray, sent_s: np.ndarray) -> list[Transfer]:
         """Of what `run` gives, for one case, [tasks]."""
@@ -409,6 +413,7 @@ def simulate(
     transfer_s: Sequence[tuple[float, float]],
     *,
     weight_s: Sequence[float] = (),
+    ready_s: Sequence[float] = (),
 ) -> Simulation:
     """Runs the schedules against the clock: each stage in its order, as soon as inputs arrive.
 
@@ -422,6 +427,7 @@ def simulate(
       transfer_s: for each stage but the last, seconds of one transfer (to the next stage, back);
         with several chunks a stage also for the last: (to the first stage, back).
       weight_s: seconds of one W, for each virtual stage; needed when backwards are split.
+      ready_s: when each stage can start its first task; at once where it is left out.
 
     Example, equal stages; their bubble is (p - 1) / (m + p - 1) = 2 / 6 for p stages and m
     microbatches (Huang et al., arXiv:1811.06965):
@@ -449,7 +455,8 @@ def simulate(
     weight = column(weight_s if len(weight_s) else [0.0] * len(forward_s))
     clock = Clock(schedules, num_chunks)
     transfers = np.array(transfer_s, float).reshape(-1, 2, 1)
-    starts, ends, sent = clock.run(column(forward_s), column(backward_s), transfers, weight)
+    ready = column(ready_s if len(ready_s) else [0.0] * num_stages)
+    starts, ends, sent = clock.run(column(forward_s), column(backward_s), transfers, weight, ready)
     events = [
         Event(stage, task, start_s, end_s)
         for (stage, task), start_s, end_s in zip(

@@ -88,7 +88,7 @@ def split(problem: Problem, parts: Sequence[Part], passing: Pass, order: Order) 
     def load(stage: int) -> tuple[bool, float, int]:
         seat, role, n = seats[stage], own_roles[stage], layers[stage] + 1
         times = problem.seconds(seat, passing, role, n, is_split=False)
-        once_s = (times.reduce + times.after) / passing.microbatches
+        once_s = times.once / passing.microbatches
         in_flight = problem.in_flight(order, stage, n)
         full = not problem.fits(seat, passing, role, n, in_flight)
         return full, times.forward + times.backward + once_s, -stage
@@ -284,7 +284,7 @@ class _Search:
                     break
                 times = problem.seconds(seat, passing, role, n, is_split=False)
                 task_s.append(times.forward + times.backward)
-                once_s.append(times.reduce + times.after)
+                once_s.append(times.once)
             else:
                 ways_s = transfer_times(problem, case, passing, chunks=1)
                 slowest_s = max(*task_s, *itertools.chain(*ways_s), 0.0)

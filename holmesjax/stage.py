@@ -354,8 +354,8 @@ class Stage:
         new, dx = self.gradients(replicas, saved, dy)
         return self.accumulate(gradients, new), dx
 
-    # In the first forward of a step parameters are gathered, and in the last backward gradients are
-    # reduced: in one program, so that XLA can send one layer while it computes another.
+    # Gathering with the first forward of a step, and reducing with the last backward, in one
+    # program: XLA can send one layer while it computes another.
 
     def first_forward(
         self, params: Tree, x_BLD: jax.Array | None, batch: Batch

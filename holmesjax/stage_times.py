@@ -39,8 +39,10 @@ class StageTimes:
     backward_tensor_s: float
     forward_fsdp_s: float  # of a microbatch: parameters and gradients over `fsdp`
     backward_fsdp_s: float
-    reduce_s: float  # of a step: what summing gradients over `data` adds to the last backward
-    gather_s: float  # of a step: what gathering parameters over `data` adds to the first forward
+    reduce_s: float  # of a step: summing gradients over `data`
+    gather_s: float  # of a step: gathering parameters over `data`
+    exposed_reduce_s: float  # what that adds to the last backward, if it overlaps with it
+    exposed_gather_s: float  # what that adds to the first forward, if it overlaps with it
     update_s: float  # of a step: optimizer
 
     @property
@@ -57,8 +59,11 @@ class StageTimes:
 
     @property
     def once_s(self) -> float:
-        """What comes once in a step, however many microbatches it has."""
-        return self.reduce_s + self.gather_s + self.update_s
+        """What comes once in a step, however many microbatches it has.
+
+        About: where collectives are by themselves, the bubble of the pipeline hides about as much.
+        """
+        return self.exposed_reduce_s + self.exposed_gather_s + self.update_s
 
 
 def exposed_s(collective_s: Any, compute_s: Any, num_layers: int) -> Any:
@@ -199,7 +204,7 @@ def stage_times(
 
     Matrix products take the time of their FLOP at what their shapes reach. What lies between them,
     the embedding's rows, adding up gradients and the optimizer take the time of their bytes.
-    Collectives over `data` overlap with the last backward and the first forward; others do not.
+    Collectives over `data` may overlap with the last backward and the first forward; others do not.
 
     Over `fsdp` (ZeRO-3, Rajbhandari et al., arXiv:1910.02054; Zhao et al., arXiv:2304.11277), each
     microbatch gathers the parameters of every layer in the forward and again in the backward, which
@@ -232,9 +237,10 @@ def stage_times(
     forward_gathers, backward_gathers = costs.gathered_parameters(model, stage)
     reduce_s = network.reduce_scatter_s(implementation.gradient_bytes * held, data)
     gather_s = network.all_gather_s(DTYPE_BYTES[stage.dtype] * held, data)
+    exposed_reduce_s, exposed_gather_s = reduce_s, gather_s
     if implementation.overlaps:
-        reduce_s = exposed_s(reduce_s, backward_s, num_layers)
-        gather_s = exposed_s(gather_s, forward_s, num_layers)
+        exposed_reduce_s = exposed_s(reduce_s, backward_s, num_layers)
+        exposed_gather_s = exposed_s(gather_s, forward_s, num_layers)
     return StageTimes(
         forward_s=forward_s,
         backward_s=backward_s,
@@ -245,5 +251,7 @@ def stage_times(
         backward_fsdp_s=fsdp_s(backward_gathers) + fsdp_s(costs.reduced_numbers(model, stage)),
         reduce_s=reduce_s,
         gather_s=gather_s,
+        exposed_reduce_s=exposed_reduce_s,
+        exposed_gather_s=exposed_gather_s,
         update_s=update_s,
     )

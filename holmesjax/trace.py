@@ -15,6 +15,7 @@ Event = dict[str, Any]
 
 FILE = "trace.json"
 KINDS = {
+    "G": "gathering of parameters",
     "F": "forward",
     "B": "backward",
     "W": "weight gradient",

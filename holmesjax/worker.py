@@ -30,7 +30,7 @@ from holmesjax.mesh import build_mesh
 from holmesjax.neighbours import Book, Ports, nic
 from holmesjax.pipeline import OneStage, Pipeline, crossings
 from holmesjax.place import Place, die_with
-from holmesjax.processes import Process, make_processes
+from holmesjax.processes import Process, domain_fabric, make_processes
 from holmesjax.programs import compile_stages, compile_whole_step
 from holmesjax.session import Session, make_stages, read_batches
 from holmesjax.stage import Stage
@@ -210,7 +210,7 @@ class _Worker:
         """Where the domain's coordinator will listen, if that is here."""
         if not self._me.leads or len(self._domain) == 1:
             return None
-        fabric = self._job.topology.cluster_of(self._me.node).fabric
+        fabric = domain_fabric(self._job.topology, self._domain)
         address, _ = nic(book, self._me, fabric, 0)
         return address, domain.coordinator_port(address, self._config, self._me.stage)
 

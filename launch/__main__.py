@@ -90,7 +90,7 @@ def verb_parser(verb: str) -> argparse.ArgumentParser:
         add("--json", action="store_true", help="for programs")
     elif verb == "profile":
         add = parser.add_argument
-        add("--device", metavar="KIND", help="of the topology, that this host has (the only one)")
+        add("--node", metavar="NAME", help="of the topology, that this host is (any, if all alike)")
         add("--output", metavar="YAML", help="the file that is written (KIND.yaml)")
     else:
         add = parser.add_argument
@@ -142,9 +142,9 @@ def _command_in_lab(
     if not argv:
         raise ConfigError("lab", "needs a command", found="nothing", fix="add -- train RUN.yaml")
     command = parse(argv)
-    if command.verb not in ("train", "plan", "doctor", "probe"):
+    if command.verb not in ("train", "plan", "doctor", "probe", "profile"):
         problem = "has no topology that a lab could stand for"
-        fix = "use train, plan, doctor or probe"
+        fix = "use train, plan, doctor, probe or profile"
         raise ConfigError("lab", problem, found=command.verb, fix=fix)
     if command.verb == "probe":
         if command.topology is not None:

@@ -13,7 +13,7 @@ from holmesjax import costs, doctor
 from holmesjax.config import Config
 from holmesjax.doctor import Facts, Finding
 from holmesjax.job import Job
-from holmesjax.processes import fabric_between, make_processes
+from holmesjax.processes import domain_fabric, fabric_between, make_processes
 from launch import launchers
 from launch.agents import Agents
 from launch.launcher import Launcher
@@ -104,10 +104,12 @@ def _coordinators(job: Job, agents: Agents, facts: Mapping[str, Facts]) -> Itera
     config = job.config.distributed
     if not config.port:
         return
-    for process in make_processes(job.plan, job.topology, config.processes):
+    processes = make_processes(job.plan, job.topology, config.processes)
+    for process in processes:
         if not process.leads or process.node not in facts:
             continue
-        fabric = job.topology.cluster_of(process.node).fabric
+        domain = [other for other in processes if other.stage == process.stage]
+        fabric = domain_fabric(job.topology, domain)
         for address in facts[process.node]["addresses"].get(fabric, [])[:1]:
             port = config.port + process.stage
             answer = agents.ask(process.node, "bind", address=address, port=port)
@@ -153,8 +155,13 @@ def _reach(
 def ways(job: Job) -> set[tuple[str, str, str]]:
     """(from, to, fabric) of the nodes that the plan lets talk: domains, and stages in a row."""
     processes = make_processes(job.plan, job.topology, job.config.distributed.processes)
+    fabrics = [
+        domain_fabric(job.topology, [process for process in processes if process.stage == stage])
+        for stage in range(len(job.plan.stages))
+    ]
     return {
-        (a.node, b.node, fabric_between(job.topology, a, b))
+        (a.node, b.node, fabrics[a.stage] if a.stage == b.stage else between)
         for a, b in permutations(processes, 2)
         if a.node != b.node and abs(a.stage - b.stage) <= 1
+        for between in [fabric_between(job.topology, a, b)]
     }

@@ -46,7 +46,7 @@ def run(args: argparse.Namespace) -> int:
         return _clean(args)
     if args.command.verb == "plan":  # it starts no processes on nodes
         return importlib.import_module(f"launch.{args.command.verb}").run(args.command)
-    if args.command.launcher is not None:
+    if getattr(args.command, "launcher", None) is not None:
         problem, fix = "the lab starts the processes itself", "leave it out"
         raise ConfigError("--launcher", problem, found=args.command.launcher, fix=fix)
     topology, config = _topology(args), None
@@ -54,12 +54,7 @@ def run(args: argparse.Namespace) -> int:
         config = args.command.job.config
     faults = fault_texts.parse_all(args.fault, topology)
     lab, lines = _make_lab(args, topology, config)
-    commands = Commands(
-        lab=lab,
-        id=namespaces.new_id(),
-        cgroup_version=namespaces.cgroup_version() or "v2",
-        has_netem=namespaces.has_netem(),
-    )
+    commands = namespaces.commands_for(lab)
     described = labs.describe(lab, has_netem=commands.has_netem)
     print(f"lab         {commands.switch}: {len(lab.nodes)} nodes", *described, sep="\n")
     print(f"  scale     {lines[0]}", *(f"            {line}" for line in lines[1:]), sep="\n")
@@ -89,6 +84,8 @@ def _run_in(commands: Commands, command: argparse.Namespace, faults: list[Fault]
     old = {n: signal.signal(n, _leave) for n in (signal.SIGTERM, signal.SIGHUP)}
     try:
         with namespaces.built(commands):
+            if command.verb == "profile":
+                return _profile(commands, command)
             launcher = namespaces.LabLauncher(commands)
             verb = importlib.import_module(f"launch.{command.verb}")  # it draws: slow to import
             with Injector(commands, faults) as injector:
@@ -101,6 +98,20 @@ def _run_in(commands: Commands, command: argparse.Namespace, faults: list[Fault]
     finally:
         for number, handler in old.items():
             signal.signal(number, handler)
+
+
+def _profile(commands: Commands, command: argparse.Namespace) -> int:
+    """Runs the verb on the node that is named, or on one like all others."""
+    words, env = _profile_words(command), command.job.process_environment(os.environ)
+    return namespaces.run_on(commands, words[-1], words, env)
+
+
+def _profile_words(command: argparse.Namespace) -> list[str]:
+    """The verb with all that it was told."""
+    node = command.job.node_to_measure(command.node)
+    output = command.output or f"{node.device.name}_lab.yaml"
+    overrides = [str(command.target), *command.overrides]
+    return ["profile", *overrides, "--output", output, "--node", node.name]
 
 
 def _leave(number: int, _: FrameType | None) -> None:
@@ -166,9 +177,13 @@ def _dry_run(commands: Commands, faults: list[Fault], command: argparse.Namespac
     """Every line that would be run, with comments between them."""
     lines = ["# build the lab", *commands.build()]
     words = ["worker", str(command.job.run_dir)] if command.verb == "train" else ["agent"]
+    nodes = commands.lab.nodes
+    if command.verb == "profile":
+        words = _profile_words(command)
+        nodes = tuple(node for node in nodes if node.name == words[-1])
     worker = [sys.executable, "-m", "launch", *words]
-    lines.append("# start a process on each node")
-    lines += [shlex.join(commands.enter(node, worker)) for node in commands.lab.nodes]
+    lines.append(f"# start a process on {'each node' if len(nodes) > 1 else nodes[0].name}")
+    lines += [shlex.join(commands.enter(node, worker)) for node in nodes]
     for fault in faults:
         doing, undoing = commands.fault(fault)
         lines += [f"# fault: {fault.text}", *doing]

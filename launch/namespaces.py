@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from holmesjax.errors import FatalError, HolmesError
-from holmesjax.lab import SUPERVISOR
+from holmesjax.lab import SUPERVISOR, Lab
 from holmesjax.lab_commands import CGROUPS, STATE, Commands, Version, tear_down
 from holmesjax.processes import Process
 from launch.launcher import Children, Events, variables_here
@@ -69,9 +69,14 @@ def run_line(line: str) -> str:
     return done.stdout
 
 
-def new_id() -> str:
-    """A name for a lab."""
-    return secrets.token_hex(2)
+def commands_for(lab: Lab) -> Commands:
+    """With a new name, for the means of this machine."""
+    return Commands(
+        lab=lab,
+        id=secrets.token_hex(2),
+        cgroup_version=cgroup_version() or "v2",
+        has_netem=has_netem(),
+    )
 
 
 @contextlib.contextmanager
@@ -146,6 +151,13 @@ def _enter_network(fd: int) -> None:
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.setns(fd, CLONE_NEWNET) != 0:
         raise OSError(ctypes.get_errno(), "cannot enter the network namespace")
+
+
+def run_on(commands: Commands, name: str, words: Sequence[str], env: Mapping[str, str]) -> int:
+    """Runs a verb of `launch` on a node of a lab that is built; its exit status."""
+    [node] = [node for node in commands.lab.nodes if node.name == name]
+    argv = commands.enter(node, [sys.executable, "-m", "launch", *words])
+    return subprocess.run(argv, env={**os.environ, **env}, check=False).returncode
 
 
 class LabLauncher:

@@ -13,12 +13,11 @@ import jax
 from holmesjax import calibration, compat, speeds, units, yaml_files
 from holmesjax.calibration import Calibration, Product
 from holmesjax.errors import ConfigError
-from holmesjax.job import Job
 from holmesjax.topology import DeviceKind
 
 
 def run(args: argparse.Namespace) -> int:
-    kind = _kind(args.job, args.device)
+    kind = args.job.node_to_measure(args.node).device
     path = Path(args.output or f"{kind.name}.yaml")
     compat.use_devices({kind.name}, 1, rehearse=args.job.config.run.rehearse)
     device = jax.devices()[0]
@@ -33,23 +32,12 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _kind(job: Job, asked: str | None) -> DeviceKind:
-    kinds = {node.device.name: node.device for node in job.topology.nodes}
-    if asked is None and len(kinds) == 1:
-        return next(iter(kinds.values()))
-    if asked not in kinds:
-        fix = f"name the one that this host has: --device {' or '.join(kinds)}"
-        found = asked or f"{len(kinds)} kinds in the topology {job.topology.name}"
-        raise ConfigError("--device", "must be a kind of the topology", found=found, fix=fix)
-    return kinds[asked]
-
-
 def _refuse_another(device: jax.Device, kind: DeviceKind) -> None:
     """A CPU for a GPU, or the other way round; names of GPUs are the user's to compare."""
     if (device.platform == "cpu") != (kind.name == "cpu"):
         fix = "run it on a host that has one"
         problem = f"this host has no {kind.name}"
-        raise ConfigError("--device", problem, found=device.device_kind, fix=fix)
+        raise ConfigError("--node", problem, found=device.device_kind, fix=fix)
 
 
 def _progress(text: str) -> None:

@@ -125,9 +125,9 @@ def script(job: Job, options: OptionsEntry, *, listen: str | None, max_restarts:
     )
 
 
-# The batch shell takes the signals, from before its command begins: one that found no trap would end
-# the shell and leave the command behind. It is asked again to wait when one came. Slurm ends the shell
-# when it puts the job back into the queue.
+# The batch shell takes the signals, from before its command begins: one that found no trap would
+# end the shell and leave the command behind. It is asked again to wait when one came. Slurm ends
+# the shell when it puts the job back into the queue.
 BODY = """\
 trap 'signalled=yes; [ "$!" ] || exit 143; kill -TERM $!' TERM
 {command} &

@@ -24,6 +24,10 @@ JOBS = {
     "1+2+1, unequal data": ({"a": (1,), "b": (1, 1), "c": (1,)}, ["parallel.layers=[1,2,1]"]),
     "tensor over nodes": ({"a": (2,), "b": (1, 1)}, ["parallel.tensor=2", "parallel.data=1"]),
     "per device": ({"a": (2,), "b": (1,)}, ["distributed.processes=device"]),
+    "one stage over clusters": (
+        {"ib": (1, 1), "roce": (1, 1)},
+        ["parallel.clusters=null", "parallel.data=4"],
+    ),
     "tied": ({"a": (1, 1), "b": (1,)}, ["model.tied_embeddings=true", "parallel.schedule=gpipe"]),
 }
 

@@ -161,12 +161,13 @@ def test_a_step_gathers_and_reduces_over_data_alone(case):
     for i, programs in enumerate(compiled(case)):
         mesh, shape = programs.stage.mesh, shape_of(case, i)
         num_bytes = 4 * costs.stage_parameters(case.model, shape) // shape.fsdp
-        for step, microbatch, kind in (
-            (programs.first_forward, programs.forward, "all-gather"),
-            (programs.last_backward, programs.backward, "reduce-scatter"),
+        for step, own, microbatch, kind in (
+            (programs.first_forward, programs.gather, programs.forward, "all-gather"),
+            (programs.last_backward, programs.reduce, programs.backward, "reduce-scatter"),
         ):
-            once = sum((sent(text, mesh) for text in texts(step)), Counter())
-            always = sent(microbatch.as_text(), mesh)
+            assert (step is None) == (own is not None)
+            once = sum((sent(text, mesh) for text in texts(step or own)), Counter())
+            always = sent(microbatch.as_text(), mesh) if step else Counter()
             assert not always - once
             assert once - always == ({(kind, (Axis.DATA,)): num_bytes} if shape.data > 1 else {})
 

@@ -1,6 +1,7 @@
 """Labs that are built: what their networks carry, what runs in them, and that nothing is left."""
 
 import contextlib
+import dataclasses
 import json
 import os
 import re
@@ -14,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from holmesjax import lab as labs, metrics, topology as topologies
+from holmesjax import calibration, lab as labs, metrics, topology as topologies
 from holmesjax.faults import parse
 from holmesjax.lab_commands import Commands, tear_down
 from launch import namespaces
@@ -62,7 +63,7 @@ def network(topology_file: Path, scale: float):
     shares = labs.make_shares(topology, "float32", sorted(os.sched_getaffinity(0)), None)
     version = namespaces.cgroup_version()
     lab = labs.make_lab(topology, shares, scale)
-    made = Commands(lab=lab, id=namespaces.new_id(), cgroup_version=version, has_netem=False)
+    made = dataclasses.replace(namespaces.commands_for(lab), has_netem=False)
     with namespaces.owned(made.id):
         try:
             for line in made.build():
@@ -282,7 +283,7 @@ def clean() -> str:
 
 def launch(*arguments, prefix=()) -> subprocess.CompletedProcess:
     words = [*prefix, sys.executable, "-m", "launch", "lab", *map(str, arguments)]
-    return subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    return subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=180, check=False)
 
 
 def test_a_dry_run_needs_no_root_and_changes_nothing(tmp_path):
@@ -349,3 +350,29 @@ def test_the_doctor_sees_a_link_that_was_cut(tmp_path):
     shut = re.findall(r"problem +ports: (\S+) does not reach (\S+) over", told["cut"].stdout)
     across = [(a, b) for a in ("a-0", "a-1") for b in ("b-0",)]
     assert sorted(shut) == sorted(across + [(b, a) for a, b in across])
+
+
+def test_a_profile_would_run_on_the_node_that_is_named(tmp_path):
+    run_file = write_run(tmp_path, CLUSTERS)
+    lab = [tmp_path / "run_topology.yaml", "--dry-run", "--"]
+    done = launch(*lab, "profile", run_file, "--node", "b-0", "--output", "found.yaml")
+    assert done.returncode == 0, done.stderr
+    [started] = [line for line in done.stdout.splitlines() if "launch profile" in line]
+    assert ".b-0 " in started
+    assert "--output found.yaml --node b-0" in started
+    done = launch(*lab, "profile", run_file, "--node", "c-0")
+    assert done.returncode == 2
+    assert "must be a node of the topology" in done.stderr
+
+
+@needs_lab
+def test_a_profile_is_made_with_the_share_of_its_node(tmp_path):
+    run_file = write_run(tmp_path, CLUSTERS)
+    output = tmp_path / "found.yaml"
+    done = launch(
+        tmp_path / "run_topology.yaml",
+        *("--cpu", "30%", "--scale", "0.01", "--", "profile", run_file, "--output", output),
+    )
+    assert done.returncode == 0, done.stderr + done.stdout
+    assert calibration.read(output).devices == ("cpu",)
+    assert left_behind(re.search(r"holmes-(\w+):", done.stdout)[1]) == []

@@ -7,14 +7,12 @@ import functools
 import re
 
 import jax
-import jax.numpy as jnp
 import pytest
 
 from holmesjax import costs
 from holmesjax.plan import Axis
 from holmesjax.programs import (
     batch_shapes,
-    boundary_shape,
     compile_stage,
     gradient_shapes,
     replica_shapes,
@@ -30,30 +28,32 @@ from tests.collectives import (
 )
 from tests.test_pipeline import VARIANTS, hand_made_plan, make_model, make_stages
 
-NUM_BLOCKS = 2  # of the stage that is looked at: the last one, with the head
-NUM_LAYERS = NUM_BLOCKS + 1
+NUM_BLOCKS = 2  # of the stage that is looked at
+NUM_LAYERS = NUM_BLOCKS + 1  # with the embedding, or with the head
 # Matrix products of a llama block: of the weights (q, k, v, out, gate, up, down) and of attention.
 WEIGHTS, ATTENTION_FORWARD, ATTENTION_BACKWARD = 7, 2, 5
 
 
 @functools.cache
-def last_stage(data, *, tensor=1, schedule="1f1b", dtype="float32", **sizes):
+def make_stage(data, *, is_first=True, tensor=1, schedule="1f1b", dtype="float32", **sizes):
+    """The first of two, or the last."""
     model = make_model(**VARIANTS["llama"] | sizes, num_layers=1 + NUM_BLOCKS)
-    plan = hand_made_plan((1, NUM_BLOCKS), data, tensor, microbatches=2, schedule=schedule)
-    return make_stages(model, plan, dtype=dtype)[1]
+    layers = (NUM_BLOCKS, 1) if is_first else (1, NUM_BLOCKS)
+    plan = hand_made_plan(layers, data, tensor, microbatches=2, schedule=schedule)
+    return make_stages(model, plan, dtype=dtype)[0 if is_first else 1]
 
 
 @functools.cache
 def compiled(data, **changes):
-    return compile_stage(last_stage(data, **changes))
+    return compile_stage(make_stage(data, **changes))
 
 
 def parameters(stage) -> int:
     """On each device of `tensor`."""
     shape = costs.StageShape(
         num_blocks=NUM_BLOCKS,
-        is_first=False,
-        is_last=True,
+        is_first=stage.is_first,
+        is_last=stage.is_last,
         data=stage.num_replicas,
         tensor=stage.mesh.shape[Axis.TENSOR],
         sequences=stage.microbatch // stage.num_replicas,
@@ -97,16 +97,22 @@ def test_a_microbatch_sends_nothing_over_data(case):
     backwards = (split.input_gradient, split.weight_gradient) if split else (programs.backward,)
     for program in (programs.forward, *backwards):
         assert over_data(program, mesh) == []
-    assert over_data(programs.mean_loss, mesh) == [("all-reduce", 4)]
+    last = compiled(2, is_first=False, **case)
+    assert over_data(last.forward, last.stage.mesh) == []
+    assert over_data(last.mean_loss, last.stage.mesh) == [("all-reduce", 4)]
 
 
+@pytest.mark.parametrize("is_first", [True, False])
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_a_step_sends_each_layer_once_and_as_one_array(case):
-    programs = compiled(2, **case)
+def test_a_step_sends_each_layer_once_and_as_one_array(case, is_first):
+    """The first stage with its first forward and its last backward, others by themselves."""
+    programs = compiled(2, is_first=is_first, **case)
     stage, split = programs.stage, programs.split
-    gathers = over_data(programs.first_forward, stage.mesh)
+    assert (programs.gather is None) == is_first
+    gathers = over_data(programs.first_forward if is_first else programs.gather, stage.mesh)
     last = split.last_weight_gradient if split else programs.last_backward
-    reductions = over_data(last, stage.mesh)
+    assert (last is None) == (programs.reduce is not None) == (not is_first and split is None)
+    reductions = over_data(last or programs.reduce, stage.mesh)
     for kind, found in (("all-gather", gathers), ("reduce-scatter", reductions)):
         assert [k for k, _ in found] == [kind] * NUM_LAYERS
         assert sum(num_bytes for _, num_bytes in found) == 4 * parameters(stage)
@@ -126,16 +132,15 @@ def test_what_does_not_divide_is_reduced_whole_and_never_gathered():
 
 def shapes_of_arguments(stage) -> tuple[tuple, tuple]:
     """Of `first_forward` and of `last_backward`."""
-    replicas, inputs = replica_shapes(stage), (boundary_shape(stage), batch_shapes(stage))
-    _, saved = jax.eval_shape(stage.forward, replicas, *inputs)
-    weight = jax.ShapeDtypeStruct((), jnp.float32)
+    replicas, inputs = replica_shapes(stage), (None, batch_shapes(stage))
+    boundary, saved = jax.eval_shape(stage.forward, replicas, *inputs)
     forward = stage.state_shapes.params, *inputs
-    return forward, (replicas, saved, gradient_shapes(stage), weight)
+    return forward, (replicas, saved, gradient_shapes(stage), boundary)
 
 
 def test_for_gpus_it_is_gathered_in_the_compute_dtype_and_reduced_in_float32():
     """Lowered, not compiled: XLA:CPU computes in float32 what is bfloat16 here."""
-    stage = last_stage(2, dtype="bfloat16")
+    stage = make_stage(2, dtype="bfloat16")
     forward, backward = shapes_of_arguments(stage)
     first_forward = lambda *args: stage.first_forward(*args)[:2]
     for function, shapes, kind, dtype in (
@@ -172,15 +177,16 @@ def traced(function, shapes, kind) -> tuple[list[frozenset[int]], dict[int, froz
 
 def test_a_reduction_waits_for_no_gradient_that_it_does_not_send():
     """Only for the products of its own layer, and for those that bring it its gradient."""
-    head, passes_on = 1, WEIGHTS + ATTENTION_BACKWARD
-    blocks = [head + (i + 1) * passes_on + WEIGHTS for i in range(NUM_BLOCKS)]
-    want, every = [head + 1, *blocks], head + 1 + NUM_BLOCKS * (passes_on + WEIGHTS)
+    passes_on = WEIGHTS + ATTENTION_BACKWARD
+    blocks = [(i + 1) * passes_on + WEIGHTS for i in range(NUM_BLOCKS)]
+    embedding = NUM_BLOCKS * passes_on  # its own gradient is no product
+    want, every = sorted([embedding, *blocks]), NUM_BLOCKS * (passes_on + WEIGHTS)
     program = graph(compiled(2).last_backward)
     before = [waits_for(program, name) for name in of_kind(program, "reduce-scatter")]
     assert sorted(num_products(program, names) for names in before) == want
     assert num_products(program, set(program)) == every
 
-    stage = last_stage(2)
+    stage = make_stage(2)
     _, shapes = shapes_of_arguments(stage)
     before, products = traced(stage.reducing(stage.backward), shapes, "reduce_scatter")
     assert sorted(len(names & products.keys()) for names in before) == want
@@ -188,7 +194,8 @@ def test_a_reduction_waits_for_no_gradient_that_it_does_not_send():
 
 
 def test_a_layer_waits_for_no_gather_but_its_own_and_those_before():
-    want = [1 + i * (WEIGHTS + ATTENTION_FORWARD) for i in range(NUM_LAYERS)]
+    blocks = [(i + 1) * (WEIGHTS + ATTENTION_FORWARD) for i in range(NUM_BLOCKS)]
+    want = [*blocks, blocks[-1]]  # behind the embedding comes all that is behind the first block
     program = graph(compiled(2).first_forward)
     gathers = of_kind(program, "all-gather")
     before = {name: waits_for(program, name) for name in program}
@@ -196,7 +203,7 @@ def test_a_layer_waits_for_no_gather_but_its_own_and_those_before():
     assert sorted(num_products(program, names) for names in after) == want
     assert not any(num_products(program, before[gather]) for gather in gathers)
 
-    stage = last_stage(2)
+    stage = make_stage(2)
     shapes, _ = shapes_of_arguments(stage)
     before, products = traced(lambda *x: stage.first_forward(*x)[:2], shapes, "all_gather")
     gathers = frozenset().union(*products.values()) - products.keys()
@@ -205,10 +212,10 @@ def test_a_layer_waits_for_no_gather_but_its_own_and_those_before():
     assert not any(before)
 
 
-def test_the_schedule_sends_the_head_before_it_computes_the_first_block():
-    """XLA:CPU's own order: what comes after the first reduction is more than one layer's work."""
+def test_the_schedule_sends_the_last_block_before_it_computes_the_first():
+    """XLA:CPU's own order: most of the first block's work comes after the first reduction."""
     program = graph(compiled(2).last_backward)
     names = [*program]
     first = min(names.index(name) for name in of_kind(program, "reduce-scatter"))
     block = 2 * WEIGHTS + ATTENTION_BACKWARD
-    assert num_products(program, {*names[first:]}) > (NUM_BLOCKS - 1) * block
+    assert num_products(program, {*names[first:]}) > 0.75 * (NUM_BLOCKS - 1) * block

@@ -443,6 +443,55 @@ def test_nodes_of_unlike_devices_in_a_cluster_may_be_stages_of_their_own():
     assert by_node["c-0"] > by_node["c-1"]
 
 
+# ---- stages over several clusters ----------------------------------------------------------------
+
+
+def one_node_each(memory_gib=80.0):
+    return make_topology(
+        make_cluster("ib", "infiniband", (2,), memory_gib=memory_gib),
+        make_cluster("roce", "roce", (2,), memory_gib=memory_gib),
+    )
+
+
+def test_a_mesh_that_no_cluster_has_crosses_clusters_and_the_plan_says_so():
+    config = make_config(tensor=2, stages=1, data=2)
+    plan = make_plan(config, one_node_each())
+    [stage] = plan.stages
+    assert (stage.cluster, stage.nodes) == ("ib+roce", ("ib-0", "roce-0"))
+    assert stage.fabrics == {Axis.DATA: "ethernet", Axis.TENSOR: "nvlink"}
+    # A ring of two over 3 GB/s of Ethernet, which two rings share: slower than any other fabric.
+    assert stage.seconds["data"] > 0.1 * stage.seconds["compute"]
+    for words in (
+        "stage 0 crosses clusters ib and roce",
+        "collectives stay within one fabric",
+        "parallel.data: a stage lies in one cluster",
+    ):
+        assert words in plan.exception
+    assert f"  exception {plan.exception}" in describe(plan)
+
+
+def test_memory_that_no_cluster_has_makes_a_stage_cross_clusters():
+    """One layer cannot be cut into stages; over four devices a quarter of its state is on each."""
+    model = {"num_layers": 1, "width": 4096, "num_heads": 32, "context_length": 128}
+    config = make_config(
+        model=model, train={"global_batch": 4}, parallel={"tensor": 1, "microbatches": 1}
+    )
+    plan = make_plan(config, one_node_each(memory_gib=4.0))
+    [stage] = plan.stages
+    assert stage.cluster == "ib+roce"
+    assert "does not fit" in plan.exception
+    assert sum(stage.memory_bytes.values()) <= 0.9 * 4.0 * 2**30
+    inside = make_plan(config, one_node_each())
+    assert inside.exception == ""
+    assert {"+" in stage.cluster for stage in inside.stages} == {False}
+
+
+def test_stages_whose_clusters_are_named_stay_there():
+    config = make_config(tensor=2, data=2, clusters=("ib",))
+    error = refusal(config, one_node_each())
+    assert error.where == "parallel.data"
+
+
 # ---- refusals ------------------------------------------------------------------------------------
 
 

@@ -4,7 +4,7 @@ import pytest
 
 from holmesjax import topology as topologies
 from holmesjax.plan import EMBED, HEAD, Axis, Plan, StagePlan, block_name
-from holmesjax.processes import fabric_between, make_processes
+from holmesjax.processes import domain_fabric, fabric_between, make_processes
 
 IB_ROCE = topologies.load("configs/topologies/ib_roce.yaml")  # 2 clusters x 2 nodes x 2 devices
 
@@ -83,3 +83,5 @@ def test_clusters_use_their_own_fabric_and_ethernet_between():
     assert fabric_between(IB_ROCE, a, b) == "infiniband"
     assert fabric_between(IB_ROCE, a, c) == "ethernet"
     assert fabric_between(IB_ROCE, c, c) == "roce"
+    assert domain_fabric(IB_ROCE, [a, b]) == "infiniband"
+    assert domain_fabric(IB_ROCE, [a, b, c]) == "ethernet"

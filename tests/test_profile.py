@@ -154,7 +154,14 @@ def test_a_device_is_measured_and_the_planner_takes_it(folder):
     "devices, arguments, problem",
     [
         ("{kind: h100, count: 1}", (), "this host has no h100"),
-        ("{kind: cpu, count: 1}", ("--device", "h100"), "must be a kind of the topology"),
+        ("{kind: cpu, count: 1}", ("--node", "b-0"), "must be a node of the topology"),
+        (
+            "{kind: cpu, count: 1}\n  - name: b\n    fabric: local\n    nodes: 1\n"
+            "    devices: {kind: h100, count: 1}\nlinks:\n"
+            "  - {between: [a, b], fabric: ethernet, bandwidth: 1 Gb/s, latency: 50 us}",
+            (),
+            "--node a-0 or b-0",
+        ),
     ],
 )
 def test_a_device_that_is_not_here_is_refused(folder, devices, arguments, problem):

@@ -236,6 +236,7 @@ def test_the_step_is_shown_as_predicted_and_as_it_ran(make_run):
         backward_s=(2.0,),
         weight_s=(0.0,),
         transfer_s=(0.5, 0.5),
+        gather_s=0.0,
         reduce_s=0.1,
         update_s=0.2,
     )

@@ -29,10 +29,10 @@ ORDERS = [
 ]
 
 
-def finish_times(tasks, forward, backward, weight, transfer):
+def finish_times(tasks, forward, backward, weight, transfer, ready):
     """When every stage ends, one task after the other: each as soon as its stage and input are."""
     p = len(tasks)
-    num_virtual, ends, sent, free, link_free = len(forward), {}, {}, [0.0] * p, {}
+    num_virtual, ends, sent, free, link_free = len(forward), {}, {}, [*ready], {}
     left = [list(own) for own in tasks]
     while any(left):
         for stage, own in enumerate(left):
@@ -62,9 +62,11 @@ def test_the_clock_says_of_many_cases_when_each_ends(name, p, m, v, in_flight):
     forward, backward, weight = rng.uniform(0.1, 1.0, (3, p * v, cases))
     transfer = rng.uniform(0.0, 1.0, (links, 2, cases))
     clock = Clock(tasks, v)
-    found = clock.finish_s(clock.run(forward, backward, transfer, weight)[1])
+    ready = rng.uniform(0.0, 3.0, (p, cases))
+    found = clock.finish_s(clock.run(forward, backward, transfer, weight, ready)[1])
     for k in range(cases):
-        alone = finish_times(tasks, forward[:, k], backward[:, k], weight[:, k], transfer[:, :, k])
+        own = (x[..., k] for x in (forward, backward, weight, transfer, ready))
+        alone = finish_times(tasks, *own)
         assert found[:, k] == pytest.approx(alone, rel=1e-12)
 
 
@@ -189,19 +191,25 @@ def least_step_s(config, topology):
             for s in range(p)
         ]  # fmt: skip
         pairs = [*itertools.pairwise(stages)] + ([(stages[-1], stages[0])] if v > 1 else [])
+        whole = [
+            times(*stage, m, policy, n, *end)
+            for stage, n, end in zip(stages, layers, ends, strict=True)
+        ]
         simulation = simulate(
             tasks,
             [t.whole_forward_s for t in virtual],
             [t.whole_backward_s - (name == "zero_bubble") * t.weight_s for t in virtual],
             [(way_s(a[0], b[0], m), way_s(b[0], a[0], m)) for a, b in pairs],
             weight_s=[t.weight_s for t in virtual],
+            # The first stage sends while it computes; so does W, which ends a split backward.
+            ready_s=[whole[0].exposed_gather_s, *(t.gather_s for t in whole[1:])],
         )
-        whole = [
-            times(*stage, m, policy, n, *end)
-            for stage, n, end in zip(stages, layers, ends, strict=True)
+        is_split = name == "zero_bubble"
+        reduce_s = [
+            t.exposed_reduce_s if s == 0 or is_split else t.reduce_s for s, t in enumerate(whole)
         ]
-        reduced_s = max(simulation.finish_s(s) + t.reduce_s for s, t in enumerate(whole))
-        return reduced_s + max(t.update_s + t.gather_s for t in whole)
+        reduced_s = max(simulation.finish_s(s) + reduce_s[s] for s in range(p))
+        return reduced_s + max(t.update_s for t in whole)
 
     best_s, num_tried = math.inf, 0
     policies = [parallel.activation_checkpointing or ("none", "dots", "full")]
