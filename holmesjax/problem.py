@@ -133,14 +133,15 @@ class Problem:
             pool = self.pools[seat.pool]
             placement = self.placement(seat, passing)
             times = self.stage_costs.times(pool, placement, seat.mesh, passing, role, num_blocks)
-            # As `programs.sends_within`: W, too, reduces while it computes.
-            reduces_within = role.is_first or is_split
+            # As `programs.sends_within`. A whole step in one program loops over microbatches, with
+            # what it sends before and behind the loop. W, too, reduces while it computes.
+            sends_within = role.is_first and not (role.is_last and passing.microbatches > 1)
             self._seconds[key] = StageSeconds(
                 times.whole_forward_s,
                 times.whole_backward_s - is_split * times.weight_s,
                 times.weight_s,
-                times.exposed_reduce_s if reduces_within else times.reduce_s,
-                times.exposed_gather_s if role.is_first else times.gather_s,
+                times.exposed_reduce_s if sends_within or is_split else times.reduce_s,
+                times.exposed_gather_s if sends_within else times.gather_s,
                 times.update_s,
                 times.once_s,
             )

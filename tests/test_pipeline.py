@@ -20,13 +20,14 @@ from holmesjax.config import ModelConfig, OptimizerConfig
 from holmesjax.mesh import build_meshes
 from holmesjax.models import gpt
 from holmesjax.optimizer import learning_rate, make_optimizer
-from holmesjax.pipeline import OneStage, in_one_process
+from holmesjax.pipeline import Alone, OneStage, Pipeline, in_one_process, local_targets
 from holmesjax.plan import EMBED, HEAD, Axis, Plan, StagePlan, block_name
 from holmesjax.planner import make_plan
 from holmesjax.problem import split_chunks
 from holmesjax.programs import compile_mean_loss, compile_stages, compile_whole_step
 from holmesjax.stage import Stage
 from holmesjax.timeline import Clock
+from holmesjax.transport import LocalTransport
 from tests.clusters import make_cluster, make_config, make_topology
 
 NUM_LAYERS, MICROBATCH, SEED, NUM_STEPS = 4, 4, 3, 3
@@ -278,9 +279,10 @@ def test_random_plans_differ():
 
 def test_a_single_microbatch_needs_no_other_programs():
     model, plan = make_model(), hand_made_plan((3, 1), 2, 1, microbatches=1)
-    programs = compile_stages(make_stages(model, plan))
-    assert all(p.forward is p.backward is None for p in programs)
-    check_against_plain(in_one_process(plan, programs), model, plan)
+    first, last = compile_stages(make_stages(model, plan))
+    assert first.forward is first.backward is first.gather is first.reduce is None
+    assert last.first_forward is last.last_backward is None
+    check_against_plain(in_one_process(plan, [first, last]), model, plan)
 
 
 VARIANTS = {
@@ -383,6 +385,33 @@ def test_clipping_by_the_norm_over_all_stages(clip_norm):
         for path, moment in jax.tree_util.tree_leaves_with_path(state.opt_state[0].mu):
             want = functools.reduce(lambda tree, k: tree[k.key], path, clipped)
             assert_near(moment, want, RTOL, str(path))
+
+
+def test_later_stages_send_over_data_while_there_is_nothing_else_to_do():
+    """They gather before a microbatch can come, and reduce when the last gradient has left."""
+    model, plan = make_model(), hand_made_plan((3, 1), 2, 1, microbatches=2)
+    first, last = compile_stages(make_stages(model, plan))
+    order = []
+
+    def noted(name, program):
+        return lambda *args: (order.append(name), program(*args))[1]
+
+    class Noting(LocalTransport):
+        def offer(self, key, array):
+            order.append(f"offer {key}")
+            super().offer(key, array)
+
+    first = dataclasses.replace(first, first_forward=noted("forward", first.first_forward))
+    names = ("gather", "backward", "reduce")
+    last = dataclasses.replace(last, **{n: noted(n, getattr(last, n)) for n in names})
+    transport = Noting(local_targets([first.stage, last.stage]))
+    runner = Pipeline(plan, [first, last], transport, Alone())
+    clock = Clock(2)
+    runner.train_step(runner.init(SEED), random_inputs(plan.global_batch, 0), clock.timeline())
+    clock.close()
+    assert order[:2] == ["gather", "forward"]
+    assert order[-3:] == ["backward", "offer B1 of microbatch 1", "reduce"]
+    assert order.count("reduce") == 1
 
 
 def test_a_step_that_is_not_finite_changes_nothing_on_any_stage():

@@ -191,6 +191,9 @@ def least_step_s(config, topology):
             for s in range(p)
         ]  # fmt: skip
         pairs = [*itertools.pairwise(stages)] + ([(stages[-1], stages[0])] if v > 1 else [])
+        # The first stage sends while it computes, but not from within a loop over microbatches; so
+        # does W, which ends a split backward.
+        sends_within = lambda s: s == 0 and (p > 1 or m == 1)
         whole = [
             times(*stage, m, policy, n, *end)
             for stage, n, end in zip(stages, layers, ends, strict=True)
@@ -201,12 +204,14 @@ def least_step_s(config, topology):
             [t.whole_backward_s - (name == "zero_bubble") * t.weight_s for t in virtual],
             [(way_s(a[0], b[0], m), way_s(b[0], a[0], m)) for a, b in pairs],
             weight_s=[t.weight_s for t in virtual],
-            # The first stage sends while it computes; so does W, which ends a split backward.
-            ready_s=[whole[0].exposed_gather_s, *(t.gather_s for t in whole[1:])],
+            ready_s=[
+                t.exposed_gather_s if sends_within(s) else t.gather_s for s, t in enumerate(whole)
+            ],
         )
         is_split = name == "zero_bubble"
         reduce_s = [
-            t.exposed_reduce_s if s == 0 or is_split else t.reduce_s for s, t in enumerate(whole)
+            t.exposed_reduce_s if sends_within(s) or is_split else t.reduce_s
+            for s, t in enumerate(whole)
         ]
         reduced_s = max(simulation.finish_s(s) + reduce_s[s] for s in range(p))
         return reduced_s + max(t.update_s for t in whole)
