@@ -87,8 +87,10 @@ def measure(row: Row, point: int | None, folder: Path) -> Topology:
                 words = ["profile", str(run_file), "--node", cluster.nodes[0].name]
                 words += ["--output", str(folder / f"{cluster.name}.yaml")]
                 env = allocator_for({"cpu"}, os.environ)
-                if namespaces.run_on(commands, cluster.nodes[0].name, words, env) != 0:
-                    raise HolmesError(cluster.name, "no profile", found="see above", fix="again")
+                log.flush()
+                if namespaces.run_on(commands, cluster.nodes[0].name, words, env, log) != 0:
+                    fix = "see what it says above"
+                    raise HolmesError("launch profile", "failed", found=cluster.name, fix=fix)
     found = {c.name: calibration.read(folder / f"{c.name}.yaml") for c in network.clusters}
     return with_devices(
         probed,

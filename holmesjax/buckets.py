@@ -28,8 +28,11 @@ def all_gather(shards: Tree, dims: Tree, axis: str) -> Tree:
     return jax.tree.unflatten(structure, out)
 
 
-def reduce_scatter(arrays: Tree, dims: Tree, axis: str) -> Tree:
-    """This device's shard, along `dims`, of the sums over `axis`; all of it where that is -1."""
+def reduce_scatter(arrays: Tree, dims: Tree, axis: str, *, by_ring: bool = False) -> Tree:
+    """This device's shard, along `dims`, of the sums over `axis`; all of it where that is -1.
+
+    `by_ring` passes shards on from device to device, for a platform that has nothing as good.
+    """
     size = jax.lax.axis_size(axis)
     if size == 1:  # XLA would run a collective of one, and copy for it
         return arrays
@@ -38,7 +41,12 @@ def reduce_scatter(arrays: Tree, dims: Tree, axis: str) -> Tree:
     rows = [_cut(x, dim, size) for x, dim in zip(leaves, cut, strict=True) if dim >= 0]
     whole = [x.reshape(-1) for x, dim in zip(leaves, cut, strict=True) if dim < 0]
     if rows:
-        mine = jax.lax.psum_scatter(_bucket(rows), axis, scatter_dimension=0)
+        bucket = _bucket(rows)
+        mine = (
+            _sum_by_ring(bucket, axis)
+            if by_ring
+            else jax.lax.psum_scatter(bucket, axis, scatter_dimension=0)
+        )
         shards = _divide(mine[None], [x.shape[1] for x in rows])
     if whole:
         sums = _divide(jax.lax.psum(_bucket(whole), axis)[None], [x.size for x in whole])
@@ -49,6 +57,21 @@ def reduce_scatter(arrays: Tree, dims: Tree, axis: str) -> Tree:
             shape[dim] //= size
         out.append(next(shards if dim >= 0 else sums).reshape(shape))
     return jax.tree.unflatten(structure, out)
+
+
+def _sum_by_ring(rows: jax.Array, axis: str) -> jax.Array:
+    """As `psum_scatter`, [n] from [devices, n], in steps that send one row to the next device.
+
+    Row i starts at device i + 1, and gathers what each device has of it until it is at i.
+    Reference: Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms ...", JPDC 69(2), 2009.
+    """
+    size, me = jax.lax.axis_size(axis), jax.lax.axis_index(axis)
+    ahead = [(i, (i + 1) % size) for i in range(size)]
+    own = lambda step: jax.lax.dynamic_index_in_dim(rows, (me - step) % size, keepdims=False)
+    total = own(1)
+    for step in range(2, size + 1):
+        total = jax.lax.ppermute(total, axis, ahead) + own(step)
+    return total
 
 
 def _bucket(arrays: list[jax.Array]) -> jax.Array:

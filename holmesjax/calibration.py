@@ -79,6 +79,7 @@ class Calibration:
     products: ProductSpeed = ProductSpeed(share=0.5)
     attention: Factor = 1.0  # time of attention, to that of its products by `products`
     memory: Share = 1.0  # of the bandwidth, where operations are bound by it
+    between: Factor = 1.0  # time of a layer's other operations, to that of their bytes by `memory`
 
 
 UNKNOWN = Calibration()  # of a kind that nobody has measured
@@ -91,6 +92,7 @@ class Sources:
     products: Text
     attention: Text
     memory: Text
+    between: Text = "not measured"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -125,4 +127,5 @@ def values(calibration: Calibration) -> dict[str, Any]:
         "products": products,
         "attention": calibration.attention,
         "memory": calibration.memory,
+        "between": calibration.between,
     }

@@ -21,7 +21,10 @@ from holmesjax import costs, ops
 from holmesjax.calibration import Calibration, Product, ProductSpeed
 from holmesjax.config import ModelConfig, OptimizerConfig
 from holmesjax.costs import HOLMESJAX
+from holmesjax.models import gpt
 from holmesjax.optimizer import make_optimizer
+from holmesjax.plan import block_name
+from holmesjax.stage_times import layer_s
 from holmesjax.topology import DeviceKind
 
 ROUNDS = 5  # of each operation; the median counts
@@ -44,6 +47,7 @@ class Timed:
     products: dict[Product, float]  # seconds of each
     attention: list[Product]  # of scores and weighted values, forward
     attention_s: float  # forward and backward
+    block_s: dict[int, float]  # of a Transformer layer, forward and backward, by its sequences
     update_bytes: float
     update_s: float
     dtype: str
@@ -74,19 +78,29 @@ def measure(model: ModelConfig, dtype: str, progress: Callable[[str], None]) -> 
         products[product] = _product_s(product, dtype)
     progress("attention")
     attention_s = _attention_s(model, dtype)
+    progress("a layer")
+    block_s = {sequences: _block_s(model, dtype, sequences) for sequences in SEQUENCES}
     progress("optimizer")
     return Timed(
         products=products,
         attention=costs.attention_products(model, SEQUENCES[-1] * model.context_length),
         attention_s=attention_s,
+        block_s=block_s,
         update_bytes=float(costs.UPDATE_BYTES_PER_PARAMETER * UPDATED),
         update_s=_update_s(),
         dtype=dtype,
     )
 
 
-def explain(timed: Timed, kind: DeviceKind) -> tuple[Calibration, dict[Product, float]]:
+def explain(
+    timed: Timed, kind: DeviceKind, model: ModelConfig
+) -> tuple[Calibration, dict[Product, float]]:
     """The calibration under which predictions come closest, and what each product is off by.
+
+    Args:
+      timed: what `measure` gave.
+      kind: the device, whose own calibration does not count.
+      model: whose layer was timed.
 
     Returns, for each product, its predicted seconds over the measured ones, minus 1.
     """
@@ -100,8 +114,41 @@ def explain(timed: Timed, kind: DeviceKind) -> tuple[Calibration, dict[Product, 
         attention=_rounded(timed.attention_s / usual_s),
         memory=_rounded(update_bytes_per_s / kind.memory_bandwidth_bytes_per_s),
     )
+    between = _between(timed, dataclasses.replace(kind, calibration=calibration), model)
+    calibration = dataclasses.replace(calibration, between=between)
     off = {p: speed.seconds(p, peak) / seconds - 1 for p, seconds in timed.products.items()}
     return calibration, off
+
+
+def _between(timed: Timed, kind: DeviceKind, model: ModelConfig) -> float:
+    """What is left of a layer when its products and its attention are taken away, over its bytes.
+
+    The mean over the numbers of sequences. At least a hundredth: products are not that exact.
+    """
+    shape = lambda sequences: costs.StageShape(
+        num_blocks=1,
+        is_first=False,
+        is_last=False,
+        data=1,
+        tensor=1,
+        sequences=sequences,
+        chunks=1,
+        in_flight=1,
+        head_in_flight=1,
+        dtype=timed.dtype,
+        checkpointing="none",
+    )
+    with_factor = lambda factor: dataclasses.replace(
+        kind, calibration=dataclasses.replace(kind.calibration, between=factor)
+    )
+    factors = []
+    for sequences, measured_s in timed.block_s.items():
+        # Seconds are linear in the factor.
+        one, two = (
+            layer_s(model, shape(sequences), [with_factor(factor)]) for factor in (1.0, 2.0)
+        )
+        factors.append(1.0 + (measured_s - one) / (two - one))
+    return _rounded(max(statistics.mean(factors), 0.01))
 
 
 def _fit(products: dict[Product, float], peak_flop_per_s: float) -> ProductSpeed:
@@ -168,6 +215,19 @@ def _attention_s(model: ModelConfig, dtype: str) -> float:
     total = lambda q, k, v: ops.attention(q, k, v).astype(jnp.float32).sum()
     gradients = jax.jit(jax.grad(total, argnums=(0, 1, 2)))
     return _seconds(lambda: gradients(q_BLHK, k_BLGK, k_BLGK))
+
+
+def _block_s(model: ModelConfig, dtype: str, sequences: int) -> float:
+    """Of a forward and a backward of a Transformer layer."""
+    layer = block_name(0)
+    params = gpt.init_params(model, 0, [layer])[layer]
+    params = jax.tree.map(lambda x: x.astype(dtype), params)
+    x_BLD = _normal(0, sequences, model.context_length, model.width, dtype=dtype)
+    position_L = jnp.arange(model.context_length)
+    apply = lambda params, x: gpt.apply(layer, model, params, x, position_L, None)
+    total = lambda params, x: apply(params, x).astype(jnp.float32).sum()
+    gradients = jax.jit(jax.grad(total, argnums=(0, 1)))
+    return _seconds(lambda: gradients(params, x_BLD))
 
 
 def _update_s() -> float:

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
-from holmesjax import buckets, ops, sharding
+from holmesjax import buckets, compat, ops, sharding
 from holmesjax.config import ModelConfig
 from holmesjax.models import gpt
 from holmesjax.plan import EMBED, HEAD, Axis, Plan
@@ -190,11 +190,13 @@ class Stage:
         """
         replica_specs, master_specs = self._specs()
         dims = self._data_dims(self.state_shapes.params)
+        by_ring = compat.sums_by_ring(self.mesh)
 
         def reduce_local(local: Tree) -> Tree:
             own = jax.tree.map(lambda x: x[0], local)
             return {
-                name: buckets.reduce_scatter(own[name], dims[name], Axis.DATA) for name in local
+                name: buckets.reduce_scatter(own[name], dims[name], Axis.DATA, by_ring=by_ring)
+                for name in local
             }
 
         return self._on_shards(reduce_local, replica_specs, master_specs)(gradients)

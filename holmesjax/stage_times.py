@@ -107,7 +107,7 @@ def _layer(
         whole /= stage.tensor
     pairs = num_tokens * model.context_length * model.num_heads / stage.tensor
     products_s = device.products_s(products, stage.dtype)
-    numbers_s = device.memory_s(num_tokens * (whole + cut) * DTYPE_BYTES[stage.dtype])
+    numbers_s = device.between_s(num_tokens * (whole + cut) * DTYPE_BYTES[stage.dtype])
     attention_s = implementation.attention_pairs * device.attention_s(attention, stage.dtype)
     scores_s = device.memory_s(implementation.score_bytes * pairs)
     inputs, weights = zip(*(product.gradients for product in products), strict=True)

@@ -66,6 +66,10 @@ class DeviceKind:
         """Seconds to move bytes from or to the memory of the device."""
         return num_bytes / (self.memory_bandwidth_bytes_per_s * self.calibration.memory)
 
+    def between_s(self, num_bytes: float) -> float:
+        """Seconds of what lies between the products of a layer, which moves so many bytes."""
+        return self.calibration.between * self.memory_s(num_bytes)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Nic:

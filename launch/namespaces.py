@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import IO
 
 from holmesjax.errors import FatalError, HolmesError
 from holmesjax.lab import SUPERVISOR, Lab
@@ -153,11 +154,25 @@ def _enter_network(fd: int) -> None:
         raise OSError(ctypes.get_errno(), "cannot enter the network namespace")
 
 
-def run_on(commands: Commands, name: str, words: Sequence[str], env: Mapping[str, str]) -> int:
-    """Runs a verb of `launch` on a node of a lab that is built; its exit status."""
+def run_on(
+    commands: Commands,
+    name: str,
+    words: Sequence[str],
+    env: Mapping[str, str],
+    log: IO[str] | None = None,
+) -> int:
+    """Runs a verb of `launch` on a node of a lab that is built; its exit status.
+
+    Args:
+      name: of the node.
+      words: the verb, and what it is told.
+      env: variables, on top of this process's.
+      log: takes what it prints; else that goes where this process prints.
+    """
     [node] = [node for node in commands.lab.nodes if node.name == name]
     argv = commands.enter(node, [sys.executable, "-m", "launch", *words])
-    return subprocess.run(argv, env={**os.environ, **env}, check=False).returncode
+    own = {**os.environ, **env}
+    return subprocess.run(argv, env=own, stdout=log, check=False).returncode
 
 
 class LabLauncher:

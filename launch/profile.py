@@ -25,7 +25,7 @@ def run(args: argparse.Namespace) -> int:
     train, model = args.job.config.train, args.job.config.model
     timed = speeds.measure(model, train.compute_dtype, _progress)
     _progress("")
-    found, off = speeds.explain(timed, kind)
+    found, off = speeds.explain(timed, kind, model)
     path.write_text(_file(kind, device, found, off, timed), encoding="utf-8")
     print(*_lines(kind, device, found, off, timed), sep="\n")
     print(f"wrote {path}; name it in the topology: devices: {{..., calibration: {path.name}}}")
@@ -65,6 +65,7 @@ def _file(
         "attention": how,
         "memory": f"{how}: AdamW on {speeds.UPDATED:,} parameters; "
         f"of {units.show(kind.memory_bandwidth_bytes_per_s, 'B/s')}",
+        "between": f"{how}: a layer, less its products and its attention",
     }
     values = {
         "devices": [kind.name],
@@ -97,4 +98,5 @@ def _lines(
         f"attention   {found.attention:g} times as long as its products",
         f"memory      {found.memory:.0%} of "
         f"{units.show(kind.memory_bandwidth_bytes_per_s, 'B/s')} in the optimizer",
+        f"between     {found.between:g} times as long as the bytes of a layer's other operations",
     ]

@@ -61,9 +61,12 @@ def test_gathered_shards_are_the_whole_array(name, size, dtype):
 @pytest.mark.parametrize("dtype", ["float32", jnp.bfloat16])
 @pytest.mark.parametrize("size", [1, 2, 4])
 @pytest.mark.parametrize("name", TREES)
-def test_reduced_shards_are_those_of_the_sum(name, size, dtype):
+@pytest.mark.parametrize("by_ring", [False, True])
+def test_reduced_shards_are_those_of_the_sum(name, size, dtype, by_ring):
     values, dims, specs = make(name, size, dtype)
-    reduce = lambda x: buckets.reduce_scatter(jax.tree.map(lambda x: x[0], x), dims, "x")
+    reduce = lambda x: buckets.reduce_scatter(
+        jax.tree.map(lambda x: x[0], x), dims, "x", by_ring=by_ring
+    )
     got = on_devices(reduce, size, P("x"), specs)(values)
     assert_same(got, jax.tree.map(lambda x: x.astype(np.float64).sum(0).astype(x.dtype), values))
 
@@ -80,6 +83,15 @@ def test_a_bucket_is_one_array(name):
     text = str(jax.make_jaxpr(on_devices(reduce, 2, P(), specs))(whole))
     assert text.count(" reduce_scatter[") == any(kinds)
     assert text.count(" psum") == (not all(kinds))
+
+
+def test_a_ring_sends_a_shard_to_the_next_device_in_each_step():
+    values, dims, specs = make("one", 4)
+    whole = jax.tree.map(lambda x: x[0], values)
+    reduce = lambda x: buckets.reduce_scatter(x, dims, "x", by_ring=True)
+    jaxpr = str(jax.make_jaxpr(on_devices(reduce, 4, P(), specs))(whole))
+    assert jaxpr.count(" ppermute[") == 3
+    assert " reduce_scatter[" not in jaxpr
 
 
 def test_a_bucket_has_one_dtype():

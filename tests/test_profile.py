@@ -11,10 +11,11 @@ import pytest
 import yaml
 
 from holmesjax import calibration, costs, speeds, topology as topologies
-from holmesjax.calibration import Product, ProductSpeed
+from holmesjax.calibration import Calibration, Product, ProductSpeed
 from holmesjax.config import ModelConfig
 from holmesjax.costs import HOLMESJAX
 from holmesjax.speeds import Timed
+from holmesjax.stage_times import layer_s
 from tests.jobs import compile_cache
 
 MODEL = ModelConfig(
@@ -23,6 +24,14 @@ MODEL = ModelConfig(
 TINY = ModelConfig(num_layers=2, width=32, num_heads=4, context_length=16, vocab_size=64)
 KIND = topologies.known_device("h100")
 TRUTH = ProductSpeed(share=0.6, rows=40, columns=200, depth=120)
+
+
+def one_layer(sequences):
+    return costs.StageShape(
+        **{"num_blocks": 1, "is_first": False, "is_last": False, "data": 1, "tensor": 1},
+        **{"sequences": sequences, "chunks": 1, "in_flight": 1, "head_in_flight": 1},
+        **{"dtype": "bfloat16", "checkpointing": "none"},
+    )
 
 
 def timed(noise=0.0, **changes):
@@ -35,10 +44,13 @@ def timed(noise=0.0, **changes):
     }
     attention = costs.attention_products(MODEL, 4096)
     attention_s = sum(TRUTH.seconds(product, peak) for product in attention)
+    truth = Calibration(products=TRUTH, attention=0.8, memory=0.9, between=1.7)
+    device = dataclasses.replace(KIND, calibration=truth)
     found = Timed(
         products=products,
         attention=attention,
         attention_s=0.8 * HOLMESJAX.attention_pairs * 3.5 * attention_s,
+        block_s={n: layer_s(MODEL, one_layer(n), [device]) for n in speeds.SEQUENCES},
         update_bytes=28e9,
         update_s=28e9 / (0.9 * 3.35e12),
         dtype="bfloat16",
@@ -47,10 +59,11 @@ def timed(noise=0.0, **changes):
 
 
 def test_the_calibration_behind_the_times_is_found():
-    found, off = speeds.explain(timed(), KIND)
+    found, off = speeds.explain(timed(), KIND, MODEL)
     assert found.products.share == pytest.approx(0.6, rel=0.02)
     assert found.attention == pytest.approx(0.8, rel=0.05)
     assert found.memory == pytest.approx(0.9, rel=0.01)
+    assert found.between == pytest.approx(1.7, rel=0.1)
     assert max(map(abs, off.values())) < 0.03
     assert off.keys() == set(speeds.shapes(MODEL))
 
@@ -59,7 +72,7 @@ def test_noise_and_one_strange_product_do_not_hide_it():
     noisy = timed(noise=0.03)
     strange = next(iter(noisy.products))
     products = noisy.products | {strange: 5 * noisy.products[strange]}
-    found, off = speeds.explain(dataclasses.replace(noisy, products=products), KIND)
+    found, off = speeds.explain(dataclasses.replace(noisy, products=products), KIND, MODEL)
     assert found.products.share == pytest.approx(0.6, rel=0.05)
     assert off[strange] == pytest.approx(1 / 5 - 1, abs=0.05)
     assert sorted(map(abs, off.values()))[-2] < 0.12
@@ -93,11 +106,14 @@ def test_what_is_timed_is_what_is_said(monkeypatch, dtype):
     assert found.products == {product: product.times for product in shapes}
     for product, result in zip(shapes, results, strict=False):
         assert (result.shape, result.dtype) == ((product.rows, product.columns), dtype)
-    attention, (params, _) = results[-2:]
+    attention, one, four, (params, _) = results[-4:]
     assert [g.shape for g in attention] == [(4, 16, 4, 8)] * 3
+    for sequences, (weights, gradient) in zip(speeds.SEQUENCES, (one, four), strict=True):
+        assert (gradient.shape, gradient.dtype) == ((sequences, 16, 32), dtype)
+        assert {str(x.dtype) for x in jax.tree.leaves(weights)} == {dtype}
     assert params["block_000"]["up_DF"].size == 2**13
     assert found.update_bytes == 28 * 2**13
-    assert len(said) == len(shapes) + 2
+    assert len(said) == len(shapes) + 3
 
 
 # ---- the command ---------------------------------------------------------------------------------
