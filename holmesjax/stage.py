@@ -190,7 +190,7 @@ class Stage:
         """
         replica_specs, master_specs = self._specs()
         dims = self._data_dims(self.state_shapes.params)
-        by_ring = compat.sums_by_ring(self.mesh)
+        by_ring = compat.sums_by_ring(self.mesh, Axis.DATA)
 
         def reduce_local(local: Tree) -> Tree:
             own = jax.tree.map(lambda x: x[0], local)
