@@ -204,7 +204,7 @@ def make_pools(
     return pools
 
 
-def joined_pool(topology: Topology, usable_memory: float = USABLE_MEMORY) -> Pool:
+def joined_pool(topology: Topology) -> Pool:
     """All machines as if they were one cluster: only Ethernet joins all of them."""
     names = [node.name for node in topology.nodes]
     name = joined_name(topology, names)
@@ -212,7 +212,6 @@ def joined_pool(topology: Topology, usable_memory: float = USABLE_MEMORY) -> Poo
         cluster=Cluster(name=name, fabric="ethernet", nodes=topology.nodes),
         devices=device_numbers(topology),
         paths=Paths.between(topology, names),
-        usable_memory=usable_memory,
     )
 
 

@@ -210,6 +210,8 @@ def _plan_section(plan: Plan, records: Sequence[Record]) -> str:
     ]
     rows = [tuple(f"<td>{escape(cell)}</td>" for cell in row) for row in compared]
     text = "What the planner decided before the first step, and how well it predicted the run."
+    if plan.exception:
+        text += f" An exception: {plan.exception}."
     headings = ("", "Predicted", "Measured (median)")
     return _section("Plan", text, _table(columns, stages) + _table(headings, rows))
 

@@ -57,6 +57,22 @@ def test_a_slow_link_binds_the_more_the_slower_it_is(ethernet_bytes_per_s, least
     assert least <= binds.get("ethernet ib<->roce", 0.0) <= most
 
 
+def test_a_stage_over_two_clusters_is_bound_by_what_joins_them():
+    """Its sums go over Ethernet, and neither cluster has room for its mesh."""
+    clusters = (
+        make_cluster(name, fabric, (2,))
+        for name, fabric in (("ib", "infiniband"), ("roce", "roce"))
+    )
+    topology = make_topology(*clusters, ethernet_bytes_per_s=1e8)
+    found = explained(make_config(stages=1, tensor=2, data=2), topology)
+    assert "ib+roce 12 (data 2 x tensor 2)" in found.best[0].pipeline
+    assert max(found.best[0].binds, key=found.best[0].binds.get) == "ethernet ib<->roce"
+    assert [cluster.step_s for cluster in found.clusters] == [None, None]
+    assert named(found.upgrades, "as much memory").step_s == found.step_s
+    assert named(found.upgrades, "ethernet ib<->roce").step_s < found.step_s
+    assert describe(found)
+
+
 def test_what_goes_with_no_speed_is_latency():
     """A step is work over speeds, and what is left where all speeds are higher is fixed."""
     config, topology = make_config(clusters=("ib", "roce")), two_clusters()

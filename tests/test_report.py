@@ -332,3 +332,11 @@ def test_the_greys_of_the_pictures_follow_the_theme(make_run):
     body = text[text.index("<body>") :]
     assert not [grey for grey in report.THEME if grey in body]
     assert "fill: #000" not in body
+
+
+def test_a_rule_that_the_plan_breaks_is_named(make_run):
+    run_dir = make_run([record(1)])
+    reason = "stage 0 crosses clusters ib and roce"
+    plan = dataclasses.replace(Plan.load(run_dir / "plan.yaml"), exception=reason)
+    plan.save(run_dir / "plan.yaml")
+    assert f"An exception: {reason}." in " ".join(read(run_dir).texts)
