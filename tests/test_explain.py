@@ -59,11 +59,9 @@ def test_a_slow_link_binds_the_more_the_slower_it_is(ethernet_bytes_per_s, least
 
 def test_a_stage_over_two_clusters_is_bound_by_what_joins_them():
     """Its sums go over Ethernet, and neither cluster has room for its mesh."""
-    clusters = (
-        make_cluster(name, fabric, (2,))
-        for name, fabric in (("ib", "infiniband"), ("roce", "roce"))
-    )
-    topology = make_topology(*clusters, ethernet_bytes_per_s=1e8)
+    infiniband = make_cluster("ib", "infiniband", (2,))
+    roce = make_cluster("roce", "roce", (2,))
+    topology = make_topology(infiniband, roce, ethernet_bytes_per_s=1e8)
     found = explained(make_config(stages=1, tensor=2, data=2), topology)
     assert "ib+roce 12 (data 2 x tensor 2)" in found.best[0].pipeline
     assert max(found.best[0].binds, key=found.best[0].binds.get) == "ethernet ib<->roce"
