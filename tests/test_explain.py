@@ -85,8 +85,8 @@ def test_what_goes_with_no_speed_is_latency():
 
 def test_a_balanced_plan_is_bound_by_both_clusters():
     """Faster devices of one would gain nothing, and slower ones of either lose."""
-    parallel = {"clusters": ("ib", "roce"), "layers": (6, 6), "tensor": 1, "schedule": "gpipe"}
-    config = make_config(model=WIDE, train={"global_batch": 256}, **parallel)
+    parallel = {"clusters": ("ib", "roce"), "layers": (6, 6), "tensor": 1, "data": 1}
+    config = make_config(model=WIDE, train={"global_batch": 16}, schedule="gpipe", **parallel)
     uneven = make_plan(config, two_clusters(slow=1.0, ethernet_bytes_per_s=1e12))
     first_s, last_s = (stage.seconds["compute"] for stage in uneven.stages)
     topology = two_clusters(slow=last_s / first_s, ethernet_bytes_per_s=1e12)
