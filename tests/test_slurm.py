@@ -241,7 +241,8 @@ def test_the_file_has_a_component_for_each_cluster(tmp_path):
     assert "#SBATCH --gpus-per-node=4\n" in second
     assert "#SBATCH '--constraint=a100&big'\n" in second
     assert "constraint" not in first
-    assert "\nmodule load cuda\n'/opt/py thon' -m launch train " in second
+    assert "\nmodule load cuda\ntrap " in second
+    assert "\n'/opt/py thon' -m launch train " in second
     assert "--launcher slurm --max-restarts 2 &" in second
     assert subprocess.run(["bash", "-n"], input=text, text=True, check=False).returncode == 0
 
