@@ -13,7 +13,7 @@ from holmesjax import costs, doctor
 from holmesjax.config import Config
 from holmesjax.doctor import Facts, Finding
 from holmesjax.job import Job
-from holmesjax.processes import domain_fabric, fabric_between, make_processes
+from holmesjax.processes import Process, domain_fabric, fabric_between, make_processes
 from launch import launchers
 from launch.agents import Agents
 from launch.launcher import Launcher
@@ -155,13 +155,16 @@ def _reach(
 def ways(job: Job) -> set[tuple[str, str, str]]:
     """(from, to, fabric) of the nodes that the plan lets talk: domains, and stages in a row."""
     processes = make_processes(job.plan, job.topology, job.config.distributed.processes)
-    fabrics = [
+    own = [
         domain_fabric(job.topology, [process for process in processes if process.stage == stage])
         for stage in range(len(job.plan.stages))
     ]
+
+    def fabric(a: Process, b: Process) -> str:
+        return own[a.stage] if a.stage == b.stage else fabric_between(job.topology, a, b)
+
     return {
-        (a.node, b.node, fabrics[a.stage] if a.stage == b.stage else between)
+        (a.node, b.node, fabric(a, b))
         for a, b in permutations(processes, 2)
         if a.node != b.node and abs(a.stage - b.stage) <= 1
-        for between in [fabric_between(job.topology, a, b)]
     }

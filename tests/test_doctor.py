@@ -231,6 +231,14 @@ def test_ways_are_those_of_domains_and_of_neighbouring_stages():
     assert verb.ways(job) == one_way | {(b, a, fabric) for a, b, fabric in one_way}
 
 
+def test_a_stage_over_clusters_talks_over_what_joins_them():
+    settings = ["parallel.clusters=null", "parallel.data=8", "parallel.tensor=1"]
+    job = jobs.load(ROOT / "configs/runs/quickstart.yaml", [*settings, "parallel.microbatches=2"])
+    ways = verb.ways(job)
+    assert len(ways) == 12
+    assert {fabric for *_, fabric in ways} == {"ethernet"}
+
+
 def run_doctor(*overrides):
     command = [sys.executable, "-m", "launch", "doctor", "configs/runs/quickstart.yaml"]
     return subprocess.run(
