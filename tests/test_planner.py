@@ -16,7 +16,7 @@ from holmesjax.plan import Axis, Plan, describe, layer_names
 from holmesjax.planner import make_plan
 from holmesjax.processes import make_processes
 from holmesjax.schedule import validate
-from holmesjax.stage_times import BACKWARD_NUMBERS, HOLMESJAX
+from holmesjax.stage_times import BACKWARD_NUMBERS, HOLMESJAX, OVERLAP_SLOWDOWN
 from holmesjax.units import show
 from tests.clusters import (
     GIB,
@@ -94,6 +94,18 @@ def test_two_clusters_become_two_stages_with_data_on_rdma_and_tensor_on_nvlink()
     assert plan.stages[1].devices == tuple(range(16, 32))
     # 8 sequences of 1024 tokens of width 1024, in two bytes.
     assert plan.boundary_bytes == 8 * 1024 * 1024 * 2
+
+
+def test_only_the_first_stage_hides_what_it_sends_over_data_behind_its_own_work():
+    """Of seven layers one has nothing to hide behind, and the others slow the work down by 13%."""
+    topology = make_topology(*(make_cluster(name, "roce", (8, 8)) for name in "ab"))
+    plan = one_each(make_config(tensor=1, train={"global_batch": 1024}), topology, layers=(6, 6))
+    first, last = (stage.task_seconds for stage in plan.stages)
+    hidden = 1 / 7 + 6 / 7 * (OVERLAP_SLOWDOWN - 1)
+    # Both hold a table of tokens; the first also has positions.
+    assert first.gather_s == pytest.approx(hidden * last.gather_s, rel=0.05)
+    assert first.reduce_s == pytest.approx(hidden * last.reduce_s, rel=0.05)
+    assert plan.simulate().events[0].start_s == first.gather_s
 
 
 @pytest.mark.parametrize("global_batch, inner", [(4, Axis.DATA), (8, Axis.TENSOR)])
