@@ -31,6 +31,7 @@ from benchmarks.lab_rows import (
     GLOBAL_BATCH,
     ROWS,
     Row,
+    in_turn,
     load_topology,
     make_config,
     make_job,
@@ -221,9 +222,8 @@ def main() -> int:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_status
     schedule = compared["settings"]["schedule"]
-    in_turn = sorted(runs, key=lambda cell: (cell[1] or 0, list(ROWS).index(cell[0])))
     lines = []
-    for name, point in in_turn:
+    for name, point in in_turn(runs):
         row, own = ROWS[name], runs[name, point]
         topology = networks[network_of(row, point)]
         plan = plan_of(row, point, own[0]["layers"], schedule, topology)

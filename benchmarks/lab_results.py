@@ -10,7 +10,7 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from benchmarks.lab_rows import BARS, ROWS
+from benchmarks.lab_rows import BARS, ROWS, in_turn
 from holmesjax.figures import BLUE, GREEN, GRID, INK, MUTED, ORANGE
 
 Result = dict[str, Any]
@@ -59,8 +59,7 @@ def summarise(runs: Sequence[Mapping[str, Any]]) -> list[Result]:
     groups: dict[tuple[str, int | None], list[Mapping[str, Any]]] = {}
     for run in runs:
         groups.setdefault((run["row"], run["point"]), []).append(run)
-    in_turn = sorted(groups, key=lambda cell: (cell[1] or 0, list(ROWS).index(cell[0])))
-    lines = [_line(name, point, groups[name, point]) for name, point in in_turn]
+    lines = [_line(name, point, groups[name, point]) for name, point in in_turn(groups)]
     by_cell = {(line["row"], line["point"]): line for line in lines}
     for line in lines:
         row = ROWS[line["row"]]

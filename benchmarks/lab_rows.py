@@ -8,7 +8,7 @@ pairs     the nodes that a HolmesJAX job takes for clusters, where those are not
 """
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -148,6 +148,11 @@ def cells(names: Sequence[str], points: Sequence[int]) -> list[tuple[str, int | 
     fast = [(name, None) for name in names if ROWS[name].network == "fast"]
     others = [name for name in names if ROWS[name].network != "fast"]
     return [*fast, *((name, point) for point in points for name in others)]
+
+
+def in_turn(found: Iterable[tuple[str, int | None]]) -> list[tuple[str, int | None]]:
+    """Rows at their points in the order of tables."""
+    return sorted(found, key=lambda cell: (cell[1] or 0, list(ROWS).index(cell[0])))
 
 
 # ---- topologies ----------------------------------------------------------------------------------

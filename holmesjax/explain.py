@@ -20,7 +20,16 @@ from dataclasses import dataclass, replace
 from holmesjax import upgrades
 from holmesjax.config import Config, ParallelConfig, PlanConfig
 from holmesjax.errors import PlanError
-from holmesjax.layouts import USABLE_MEMORY, Devices, Mesh, Pass, StageCosts, divisors, joined_pool
+from holmesjax.layouts import (
+    USABLE_MEMORY,
+    Devices,
+    Mesh,
+    Pass,
+    StageCosts,
+    clusters_of,
+    divisors,
+    joined_pool,
+)
 from holmesjax.planner import as_plan, find, find_within
 from holmesjax.problem import Case, Order, Part, Problem, split_chunks, step_seconds
 from holmesjax.search import Candidate
@@ -267,7 +276,7 @@ def _clusters(problem: Problem, best: Sequence[Candidate], say: Saying) -> Itera
     topology = problem.topology
     if len(topology.clusters) == 1:
         return
-    on = lambda candidate: {topology.cluster_of(n).name for n in _nodes(problem, candidate)}
+    on = lambda candidate: clusters_of(topology, _nodes(problem, candidate))
     for name in [cluster.name for cluster in topology.clusters]:
         if name in on(best[0]):
             say(f"without {name}")

@@ -20,7 +20,6 @@ from holmesjax import (
 )
 from holmesjax.config import Config
 from holmesjax.errors import ConfigError
-from holmesjax.layouts import kinds_of
 from holmesjax.plan import Plan
 from holmesjax.planner import make_plan
 from holmesjax.topology import Node, Topology
@@ -73,20 +72,20 @@ class Job:
         )
 
     def node_to_measure(self, asked: str | None) -> Node:
-        """The node that is named; without a name any, if all have the same kind of device."""
+        """The node that is named; without a name the first, if all have devices of one name."""
         nodes = self.topology.nodes
-        kinds = kinds_of(iter(nodes))
-        if asked is None and len(kinds) == 1:
+        first = {node.device.name: node for node in reversed(nodes)}
+        if asked is None and len(first) == 1:
             return nodes[0]
         for node in nodes:
             if node.name == asked:
                 return node
-        names = [next(node.name for node in nodes if node.device == kind) for kind in kinds]
         raise ConfigError(
             "--node",
             f"must be a node of the topology {self.topology.name}",
-            found=asked or f"nothing, and {len(kinds)} kinds of device",
-            fix=f"name the one that this host is, or one like it: --node {' or '.join(names)}",
+            found=asked or f"nothing, and {len(first)} kinds of device",
+            fix="name the one that this host is, or one like it: --node "
+            + " or ".join(node.name for node in reversed(first.values())),
         )
 
     def describe(self) -> list[str]:

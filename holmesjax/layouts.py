@@ -215,9 +215,14 @@ def joined_pool(topology: Topology) -> Pool:
     )
 
 
+def clusters_of(topology: Topology, nodes: Sequence[str]) -> list[str]:
+    """Names of the clusters in which some nodes are, each once."""
+    return list(dict.fromkeys(topology.cluster_of(node).name for node in nodes))
+
+
 def joined_name(topology: Topology, nodes: Sequence[str]) -> str:
     """Of the clusters of some nodes: "ib", or "ib+roce"."""
-    return "+".join(dict.fromkeys(topology.cluster_of(node).name for node in nodes))
+    return "+".join(clusters_of(topology, nodes))
 
 
 def device_numbers(topology: Topology) -> Devices:

@@ -15,6 +15,7 @@ from holmesjax.layouts import (
     USABLE_MEMORY,
     Mesh,
     StageCosts,
+    clusters_of,
     has_unlike_devices,
     joined_name,
     joined_pool,
@@ -207,9 +208,9 @@ def as_plan(problem: Problem, candidate: Candidate, bound_s: float) -> Plan:
 def _exception(problem: Problem, stages: Sequence[StagePlan]) -> str:
     """Which stages break the rule that collectives stay within one fabric, and why."""
     crossing = [
-        f"stage {i} crosses clusters {stage.cluster.replace('+', ' and ')}"
+        f"stage {i} crosses clusters {' and '.join(names)}"
         for i, stage in enumerate(stages)
-        if len({problem.topology.cluster_of(node).name for node in stage.nodes}) > 1
+        if len(names := clusters_of(problem.topology, stage.nodes)) > 1
     ]
     if not crossing:
         return ""

@@ -23,7 +23,7 @@ from holmesjax.config import Config
 from holmesjax.errors import ConfigError
 from holmesjax.faults import Fault
 from holmesjax.lab_commands import Commands, tear_down
-from holmesjax.topology import Topology
+from holmesjax.topology import Node, Topology
 from launch import namespaces
 from launch.counters import Counters
 from launch.injector import Injector
@@ -102,13 +102,13 @@ def _run_in(commands: Commands, command: argparse.Namespace, faults: list[Fault]
 
 def _profile(commands: Commands, command: argparse.Namespace) -> int:
     """Runs the verb on the node that is named, or on one like all others."""
-    words, env = _profile_words(command), command.job.process_environment(os.environ)
-    return namespaces.run_on(commands, words[-1], words, env)
-
-
-def _profile_words(command: argparse.Namespace) -> list[str]:
-    """The verb with all that it was told."""
     node = command.job.node_to_measure(command.node)
+    env = command.job.process_environment(os.environ)
+    return namespaces.run_on(commands, node.name, _profile_words(command, node), env)
+
+
+def _profile_words(command: argparse.Namespace, node: Node) -> list[str]:
+    """The verb with all that it was told."""
     output = command.output or f"{node.device.name}_lab.yaml"
     overrides = [str(command.target), *command.overrides]
     return ["profile", *overrides, "--output", output, "--node", node.name]
@@ -179,8 +179,9 @@ def _dry_run(commands: Commands, faults: list[Fault], command: argparse.Namespac
     words = ["worker", str(command.job.run_dir)] if command.verb == "train" else ["agent"]
     nodes = commands.lab.nodes
     if command.verb == "profile":
-        words = _profile_words(command)
-        nodes = tuple(node for node in nodes if node.name == words[-1])
+        measured = command.job.node_to_measure(command.node)
+        words = _profile_words(command, measured)
+        nodes = tuple(node for node in nodes if node.name == measured.name)
     worker = [sys.executable, "-m", "launch", *words]
     lines.append(f"# start a process on {'each node' if len(nodes) > 1 else nodes[0].name}")
     lines += [shlex.join(commands.enter(node, worker)) for node in nodes]

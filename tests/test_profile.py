@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import yaml
 
-from holmesjax import calibration, costs, speeds, topology as topologies
+from holmesjax import calibration, costs, job as jobs, speeds, topology as topologies
 from holmesjax.calibration import Calibration, Product, ProductSpeed
-from holmesjax.config import ModelConfig
+from holmesjax.config import CHECKOUT, ModelConfig
 from holmesjax.costs import HOLMESJAX
 from holmesjax.speeds import Timed
 from holmesjax.stage_times import layer_s
@@ -188,3 +188,10 @@ def test_a_device_that_is_not_here_is_refused(folder, devices, arguments, proble
     assert problem in done.stderr
     assert "Traceback" not in done.stderr
     assert {path.name for path in folder.glob("*.yaml")} == {"run.yaml", "one.yaml"}
+
+
+def test_devices_of_one_name_need_no_node():
+    """As the help says; the file names the peak that its shares are of."""
+    job = jobs.load(CHECKOUT / "configs/runs/quickstart.yaml")
+    assert job.node_to_measure(None).name == "ib-0"
+    assert job.node_to_measure("roce-1").device.peak_flop_per_s["float32"] == 30e9
