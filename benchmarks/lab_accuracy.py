@@ -254,10 +254,15 @@ def _networks(args: argparse.Namespace, cells: Sequence[Cell]) -> dict[str, Topo
     found: dict[str, Topology] = {}
     with tempfile.TemporaryDirectory(prefix="holmes_lab_") as folder:
         if args.measured:
-            texts = json.loads(args.measured.read_text())["networks"]
-            return {
-                name: load_topology(texts[name], Path(folder) / "network.yaml") for name in wanted
-            }
+            try:
+                networks = json.loads(args.measured.read_text())["networks"]
+                texts = {name: networks[name] for name in wanted}
+            except (OSError, ValueError, KeyError) as error:
+                fix = "name the JSON file that this benchmark has written for the same rows"
+                where, problem = f"--measured {args.measured}", "is no such result"
+                raise ConfigError(where, problem, found=error, fix=fix) from None
+            path = Path(folder) / "network.yaml"
+            return {name: load_topology(text, path) for name, text in texts.items()}
         namespaces.refuse_without_means()
         args.out.mkdir(parents=True, exist_ok=True)
         os.chdir(CHECKOUT)  # where the nodes' processes find these modules

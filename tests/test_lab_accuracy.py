@@ -99,6 +99,17 @@ def test_what_was_measured_before_is_predicted_again(tmp_path, monkeypatch, caps
     assert "hybrid, 1/8" in capsys.readouterr().out
 
 
+def test_measurements_that_lack_a_network_are_refused(tmp_path, monkeypatch, capsys):
+    comparison = {"settings": {"schedule": "1f1b"}, "runs": [run("plan", 8, 2000.0, 0)]}
+    (tmp_path / "compared.json").write_text(json.dumps(comparison))
+    (tmp_path / "before.json").write_text('{"networks": {}}')
+    for name in ("before.json", "absent.json"):
+        words = [str(tmp_path / "compared.json"), "--measured", str(tmp_path / name)]
+        monkeypatch.setattr(sys, "argv", ["lab_accuracy", *words, "--out", str(tmp_path)])
+        assert lab_accuracy.main() == 2
+        assert "is no such result" in capsys.readouterr().err
+
+
 def test_a_file_that_is_no_comparison_is_refused(tmp_path):
     path = tmp_path / "x.json"
     for text in ("{", "{}"):
