@@ -18,7 +18,7 @@ import numpy as np
 import optax
 
 from holmesjax import ops
-from holmesjax.config import ModelConfig, OptimizerConfig
+from holmesjax.config import KernelsConfig, ModelConfig, OptimizerConfig
 from holmesjax.mesh import build_meshes
 from holmesjax.models import gpt
 from holmesjax.optimizer import decays, learning_rate, make_optimizer
@@ -117,6 +117,7 @@ def holmesjax(sizes: Sizes) -> Step:
             compute_dtype="float32",
             clip_norm=OPTIMIZER.clip_norm,
             mask_documents=False,
+            kernels=KernelsConfig(),
         )
         for index, mesh in enumerate(build_meshes(plan, jax.devices()))
     ]

@@ -123,6 +123,16 @@ class OptimizerConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, config=STRICT)
+class KernelsConfig:
+    """Who computes an array function; auto takes the best that the devices and the shapes allow.
+
+    On CPU devices Pallas kernels are interpreted: the same numbers, slowly.
+    """
+
+    attention: Literal["auto", "reference", "pallas", "cudnn"] = "auto"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, config=STRICT)
 class ParallelConfig:
     """How a step is cut over devices. What is None is chosen by the planner."""
 
@@ -195,6 +205,7 @@ class Config:
     optimizer: OptimizerConfig
     parallel: ParallelConfig = dataclasses.field(default_factory=ParallelConfig)
     plan: PlanConfig = dataclasses.field(default_factory=PlanConfig)
+    kernels: KernelsConfig = dataclasses.field(default_factory=KernelsConfig)
     distributed: DistributedConfig = dataclasses.field(default_factory=DistributedConfig)
     checkpoint: CheckpointConfig = dataclasses.field(default_factory=CheckpointConfig)
     log: LogConfig = dataclasses.field(default_factory=LogConfig)

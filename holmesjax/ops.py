@@ -1,17 +1,33 @@
 """Array functions that models are made of; the only importer of `kernels`.
 
+Where a function has several implementations, `Kernels` says which one runs: plain JAX, a Pallas
+kernel, or NVIDIA's library.
+
 Dims: see `models/gpt.py`. Each returns the dtype of its first argument, unless it says otherwise.
 """
 
+import functools
+import logging
+from dataclasses import dataclass, field
+
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 
-from kernels.attention import attention_reference as attention
+from holmesjax.config import KernelsConfig
+from holmesjax.errors import ConfigError
+from holmesjax.plan import Axis
+from kernels.attention import SAVED, attention_reference
+from kernels.attention_triton import attention_triton, unsupported
 from kernels.cross_entropy import cross_entropy
 from kernels.linear import feed_forward, linear, linear_transposed, linears
 from kernels.norm import layer_norm, rms_norm
+from kernels.shards import Shards
 
 __all__ = [
+    "DEFAULT",
+    "SAVED",
+    "Kernels",
     "attention",
     "cached_attention",
     "cross_entropy",
@@ -25,6 +41,34 @@ __all__ = [
     "rotate",
     "separate",
 ]
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """What the layers of a stage are computed with, and on which devices."""
+
+    config: KernelsConfig = field(default_factory=KernelsConfig)
+    mesh: Mesh | None = None  # None: JAX's default device
+
+    @property
+    def device(self) -> jax.Device:
+        return jax.devices()[0] if self.mesh is None else self.mesh.devices.flat[0]
+
+    @property
+    def is_nvidia(self) -> bool:
+        return self.device.platform == "gpu" and "NVIDIA" in self.device.device_kind
+
+    @property
+    def shards(self) -> Shards | None:
+        """How `sharding` cuts the dims of attention: sequences of a replica, and heads."""
+        if self.mesh is None or self.mesh.size == 1:
+            return None
+        axis_of = [("B", Axis.FSDP), ("H", Axis.TENSOR), ("G", Axis.TENSOR)]
+        held = [(dim, axis.value) for dim, axis in axis_of if axis in self.mesh.shape]
+        return Shards(self.mesh, tuple(held))
+
+
+DEFAULT = Kernels()
 
 
 def separate(x: jax.Array) -> jax.Array:
@@ -51,6 +95,70 @@ def rotate(x_BLHK: jax.Array, position_L: jax.Array, base: float) -> jax.Array:
     low, high = jnp.split(x_BLHK.astype(jnp.float32), 2, axis=-1)
     rotated = jnp.concatenate([low * cos - high * sin, high * cos + low * sin], axis=-1)
     return rotated.astype(x_BLHK.dtype)
+
+
+def attention(
+    q_BLHK: jax.Array,
+    k_BLGK: jax.Array,
+    v_BLGK: jax.Array,
+    segment_BL: jax.Array | None = None,
+    kernels: Kernels = DEFAULT,
+) -> jax.Array:
+    """Causal attention, inside each document where segments tell them apart; [B, L, H, K]."""
+    segments = None if segment_BL is None else (segment_BL, segment_BL)
+    refusals = {
+        "cudnn": _cudnn_refuses(kernels, q_BLHK, segment_BL),
+        "pallas": unsupported(q_BLHK, k_BLGK, v_BLGK),
+    }
+    match _choose("attention", kernels, refusals):
+        case "cudnn":
+            return jax.nn.dot_product_attention(
+                q_BLHK, k_BLGK, v_BLGK, is_causal=True, implementation="cudnn"
+            )
+        case "pallas":
+            interpret = kernels.device.platform == "cpu"
+            args = (q_BLHK, k_BLGK, v_BLGK, segments)
+            return attention_triton(*args, shards=kernels.shards, interpret=interpret)[0]
+    return attention_reference(q_BLHK, k_BLGK, v_BLGK, segments)[0]
+
+
+def _cudnn_refuses(kernels: Kernels, q: jax.Array, segment: jax.Array | None) -> str | None:
+    if not kernels.is_nvidia:
+        return f"{kernels.device.device_kind} devices: supported are NVIDIA GPUs"
+    if q.dtype not in (jnp.bfloat16, jnp.float16):
+        return f"{q.dtype}: supported are bfloat16, float16"
+    if q.shape[-1] > 128 or q.shape[-1] % 8:
+        return f"heads {q.shape[-1]} wide: supported are multiples of 8 up to 128"
+    return None if segment is None else "documents: supported is attention to all that came before"
+
+
+def _choose(name: str, kernels: Kernels, refusals: dict[str, str | None]) -> str:
+    """The implementation that the config asks for; for auto, the first that can do it.
+
+    Args:
+      refusals: implementations, the fastest first, with why each cannot compute these arrays.
+    """
+    asked = getattr(kernels.config, name)
+    if asked == "reference" or (asked == "auto" and not kernels.is_nvidia):
+        return "reference"
+    if asked != "auto":
+        if reason := refusals[asked]:
+            fix = "use auto, which takes the best that can, or reference"
+            raise ConfigError(f"kernels.{name}", f"{asked} cannot do it", found=reason, fix=fix)
+        return asked
+    reasons = []
+    for option, reason in refusals.items():
+        if reason is None:
+            return option
+        reasons.append(f"{option} has no {reason}")
+    _say(f"{name} runs as plain JAX: {'; '.join(reasons)}")
+    return "reference"
+
+
+@functools.cache
+def _say(line: str) -> None:
+    """Once for each thing there is to say, not for every layer."""
+    logging.getLogger(__name__).warning(line)
 
 
 def cached_attention(

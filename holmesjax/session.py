@@ -41,6 +41,7 @@ def make_stages(job: Job, meshes: Mapping[int, Mesh]) -> list[Stage]:
             compute_dtype=config.train.compute_dtype,
             clip_norm=config.optimizer.clip_norm,
             mask_documents=config.data.documents == "mask",
+            kernels=config.kernels,
         )
         for index, (stage, _) in enumerate(job.plan.chunks)
         if stage in meshes

@@ -20,7 +20,7 @@ import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 from holmesjax import buckets, compat, ops, sharding
-from holmesjax.config import ModelConfig
+from holmesjax.config import KernelsConfig, ModelConfig
 from holmesjax.models import gpt
 from holmesjax.plan import EMBED, HEAD, Axis, Plan
 
@@ -31,7 +31,7 @@ Batch = dict[str, jax.Array]  # token_BL, target_BL, segment_BL: what the stage 
 CHECKPOINT_POLICIES = {
     "dots": jax.checkpoint_policies.save_from_both_policies(
         jax.checkpoint_policies.dots_saveable,
-        jax.checkpoint_policies.save_only_these_names("attention"),
+        jax.checkpoint_policies.save_only_these_names(ops.SAVED),
     ),
     "full": jax.checkpoint_policies.nothing_saveable,
 }
@@ -91,6 +91,7 @@ class Stage:
     compute_dtype: str
     clip_norm: float | None
     mask_documents: bool
+    kernels: KernelsConfig
 
     @property
     def layers(self) -> tuple[str, ...]:
@@ -229,14 +230,17 @@ class Stage:
         """The layers of this stage on one replica: the boundary x_BLD, or the mean loss."""
         position_L = jnp.arange(self.model.context_length)
         segment_BL = batch.get("segment_BL")
+        kernels = ops.Kernels(self.kernels, self.mesh)
         for layer in self.layers:
-            run: Callable[..., jax.Array] = functools.partial(gpt.apply, layer, self.model)
+            run: Callable[..., jax.Array] = functools.partial(
+                gpt.apply, layer, self.model, kernels=kernels
+            )
             if layer == EMBED:
                 x_BLD = self._gathered(run)(params[layer], batch["token_BL"], position_L)
             elif layer == HEAD:
                 tied = {"token_VD": params[EMBED]["token_VD"]} if self.model.tied_embeddings else {}
-                run = lambda p, x_BLD: gpt.apply(HEAD, self.model, p, x_BLD, p.get("token_VD"))
-                logits_BLV = self._gathered(run)(params[layer] | tied, x_BLD)
+                head = lambda p, x_BLD, run=run: run(p, x_BLD, p.get("token_VD"))
+                logits_BLV = self._gathered(head)(params[layer] | tied, x_BLD)
                 return jnp.mean(ops.cross_entropy(logits_BLV, batch["target_BL"]))
             else:
                 if policy := CHECKPOINT_POLICIES.get(self.plan.activation_checkpointing):

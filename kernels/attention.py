@@ -1,44 +1,63 @@
-"""Causal softmax attention with grouped queries: the reference.
+"""Softmax attention with grouped queries: the reference.
 
     B  sequences            H  query heads        K  width of a head
     L  query positions      G  key-value heads    M  key positions
     R  H / G, the query heads that share a key-value head
 
 Products take the dtype of their inputs and sum in float32; the softmax is float32. Queries go in
-blocks that see no key beyond their own end, so what the causal mask would drop is never computed.
-The backward pass keeps the output and its log-sum-exp, and computes the probabilities again: memory
-is linear in L (Dao et al., arXiv:2205.14135).
+blocks that meet no key beyond what their rule lets them see, so what a causal mask would drop is
+never computed. The backward pass keeps the output and its log-sum-exp, and computes the
+probabilities again: memory is linear in L (Dao et al., arXiv:2205.14135).
 """
+
+import functools
 
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.lax import optimization_barrier as materialize
 
+from kernels.attention_tiles import Rule, Segments
+
 QUERY_BLOCK = 128  # 64 is as fast and compiles slower (measured on a CPU, L = 256)
 MAX_BLOCKS = 8  # longer sequences get longer blocks, so that compile time stays bounded
 MASKED = -1e30  # not -inf: its difference from itself is NaN
+SAVED = "attention"  # the name of what a backward needs: `jax.checkpoint` policies may keep it
+CAUSAL = Rule()
 
 
 def attention_reference(
-    q_BLHK: jax.Array, k_BMGK: jax.Array, v_BMGK: jax.Array, segment_BL: jax.Array | None = None
-) -> jax.Array:
-    """softmax(q k^T / sqrt(K)) v over the keys at or before each query; [B, L, H, K].
+    q_BLHK: jax.Array,
+    k_BMGK: jax.Array,
+    v_BMGK: jax.Array,
+    segments: Segments | None = None,
+    rule: Rule = CAUSAL,
+) -> tuple[jax.Array, jax.Array]:
+    """softmax(q k^T scale) v over the keys that each query sees.
 
     Args:
       q_BLHK: queries. H is a multiple of G.
-      k_BMGK: keys, M = L.
-      v_BMGK: values, M = L.
-      segment_BL: the document of each token; attention stays inside it.
+      k_BMGK: keys; M = L if the rule is causal.
+      v_BMGK: values.
+      segments: the document of each query [B, L] and of each key [B, M]; a query sees its own only.
+      rule: what a query sees besides, and what is done to scores.
+
+    Returns:
+      The output [B, L, H, K], in the dtype of v, and the log-sum-exp of the scores [B, H, L],
+      float32. A query that sees no key has the output 0 and the log-sum-exp `MASKED`.
     """
-    return _attention(q_BLHK, k_BMGK, v_BMGK, segment_BL)
+    return _attention(rule, q_BLHK, k_BMGK, v_BMGK, segments)
 
 
-@jax.custom_vjp
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attention(
-    q_BLHK: jax.Array, k_BMGK: jax.Array, v_BMGK: jax.Array, segment_BL: jax.Array | None
-) -> jax.Array:
-    return _forward(q_BLHK, k_BMGK, v_BMGK, segment_BL)[0]
+    rule: Rule,
+    q_BLHK: jax.Array,
+    k_BMGK: jax.Array,
+    v_BMGK: jax.Array,
+    segments: Segments | None,
+) -> tuple[jax.Array, jax.Array]:
+    return _forward(rule, q_BLHK, k_BMGK, v_BMGK, segments)[0]
 
 
 def _blocks(length: int) -> list[tuple[int, int]]:
@@ -77,62 +96,96 @@ def _times(a: jax.Array, b: jax.Array, *, transpose_b: bool = False) -> jax.Arra
 
 
 def _scores(
-    q_BGRlK: jax.Array, k_BGMK: jax.Array, segment_BL: jax.Array | None, start: int, stop: int
-) -> jax.Array:
-    """Masked scores of the queries from start to stop; [B, G, R, stop - start, stop]."""
+    rule: Rule,
+    q_BGRlK: jax.Array,
+    k_BGmK: jax.Array,
+    segments: Segments | None,
+    here: tuple[int, int],
+    keys: tuple[int, int],
+) -> tuple[jax.Array, jax.Array]:
+    """Scores of the queries `here` with `keys`, and which of them count; [B, G, R, l, m] and less.
+
+    q is multiplied by the scale already.
+    """
     B, G, R, num_queries, _ = q_BGRlK.shape
-    flat = _times(_merge(q_BGRlK), k_BGMK[:, :, :stop], transpose_b=True)
-    mask = (jnp.arange(start, stop)[:, None] >= jnp.arange(stop)[None])[None, None, None]
-    if segment_BL is not None:
-        same = segment_BL[:, start:stop, None] == segment_BL[:, None, :stop]
+    flat = _times(_merge(q_BGRlK), k_BGmK, transpose_b=True)
+    scores = flat.reshape(B, G, R, num_queries, k_BGmK.shape[2])
+    if rule.soft_cap is not None:
+        scores = rule.soft_cap * jnp.tanh(scores / rule.soft_cap)
+    mask = rule.sees(jnp.arange(*here)[:, None], jnp.arange(*keys)[None])[None, None, None]
+    if segments is not None:
+        query_BL, key_BM = segments
+        same = query_BL[:, slice(*here), None] == key_BM[:, None, slice(*keys)]
         mask = mask & same[:, None, None]
-    return jnp.where(mask, flat.reshape(B, G, R, num_queries, stop), MASKED)
+    return scores, mask
 
 
 def _forward(
-    q_BLHK: jax.Array, k_BMGK: jax.Array, v_BMGK: jax.Array, segment_BL: jax.Array | None
-) -> tuple[jax.Array, tuple]:
-    K, G = q_BLHK.shape[3], k_BMGK.shape[2]
-    q = materialize(_group(q_BLHK * K**-0.5, G))
+    rule: Rule,
+    q_BLHK: jax.Array,
+    k_BMGK: jax.Array,
+    v_BMGK: jax.Array,
+    segments: Segments | None,
+) -> tuple[tuple[jax.Array, jax.Array], tuple]:
+    B, L, H, K = q_BLHK.shape
+    M, G = k_BMGK.shape[1:3]
+    q = materialize(_group(q_BLHK * rule.factor(K), G))
     k, v = materialize((k_BMGK.transpose(0, 2, 1, 3), v_BMGK.transpose(0, 2, 1, 3)))
     outs, log_sums = [], []
-    for start, stop in _blocks(q_BLHK.shape[1]):
-        scores = materialize(_scores(q[:, :, :, start:stop], k, segment_BL, start, stop))
+    for here in _blocks(L):
+        keys = rule.keys(*here, M)
+        seen = slice(*keys)
+        scores, mask = _scores(rule, q[:, :, :, slice(*here)], k[:, :, seen], segments, here, keys)
+        scores = materialize(jnp.where(mask, scores, MASKED))
         top = scores.max(-1, keepdims=True)
         weights = materialize(jnp.exp(scores - top))
         total = weights.sum(-1, keepdims=True)
-        out = _times(_merge(weights.astype(v.dtype)), v[:, :, :stop])
-        outs.append((out.reshape(*weights.shape[:4], K) / total).astype(v.dtype))
-        log_sums.append(top + jnp.log(total))
+        out = _times(_merge(weights.astype(v.dtype)), v[:, :, seen])
+        out = out.reshape(*weights.shape[:4], K) / total
+        log_sum = top + jnp.log(total)
+        if segments is not None:  # all the keys of a document may be elsewhere
+            sees_none = top == MASKED
+            out, log_sum = jnp.where(sees_none, 0, out), jnp.where(sees_none, MASKED, log_sum)
+        outs.append(out.astype(v.dtype))
+        log_sums.append(log_sum)
     # Named, so that a checkpointing policy can keep them and never runs this pass again.
-    out_BLHK = checkpoint_name(materialize(_ungroup(jnp.concatenate(outs, 3))), "attention")
-    log_sum = checkpoint_name(jnp.concatenate(log_sums, 3), "attention")
-    return out_BLHK, (q, k, v, segment_BL, out_BLHK, log_sum)
+    out_BLHK = checkpoint_name(materialize(_ungroup(jnp.concatenate(outs, 3))), SAVED)
+    log_sum = checkpoint_name(jnp.concatenate(log_sums, 3), SAVED)
+    saved = (q, k, v, segments, out_BLHK, log_sum)
+    return (out_BLHK, log_sum.reshape(B, H, L)), saved
 
 
-def _backward(saved: tuple, dout_BLHK: jax.Array) -> tuple:
-    q, k, v, segment_BL, out_BLHK, log_sum = saved
-    K, G, L = q.shape[4], k.shape[1], q.shape[3]
+def _backward(rule: Rule, saved: tuple, gradients: tuple[jax.Array, jax.Array]) -> tuple:
+    q, k, v, segments, out_BLHK, log_sum = saved
+    dout_BLHK, dlog_sum_BHL = gradients
+    K, G, L, M = q.shape[4], k.shape[1], q.shape[3], k.shape[2]
     dout_BLHK = materialize(dout_BLHK)
     product = dout_BLHK.astype(jnp.float32) * out_BLHK.astype(jnp.float32)
-    delta = materialize(_group(product.sum(-1, keepdims=True), G))
+    delta = _group(product.sum(-1, keepdims=True), G) - dlog_sum_BHL.reshape(log_sum.shape)
+    delta = materialize(delta)
+    if segments is not None:
+        log_sum = jnp.maximum(log_sum, MASKED / 2)  # so that its difference to MASKED is not 0
     dout = materialize(_group(dout_BLHK, G))
     dqs = []
-    dk_BGKM = jnp.zeros((*k.shape[:2], K, L), jnp.float32)  # transposed, so that no product is
+    dk_BGKM = jnp.zeros((*k.shape[:2], K, M), jnp.float32)  # transposed, so that no product is
     dv_BGKM = dk_BGKM
-    for start, stop in reversed(_blocks(L)):
-        here = slice(start, stop)
-        q_here, dout_here = q[:, :, :, here], dout[:, :, :, here]
-        p = _scores(q_here, k, segment_BL, start, stop) - log_sum[:, :, :, here]
+    for here in reversed(_blocks(L)):
+        keys = rule.keys(*here, M)
+        queries, seen = slice(*here), slice(*keys)
+        q_here, dout_here = q[:, :, :, queries], dout[:, :, :, queries]
+        scores, mask = _scores(rule, q_here, k[:, :, seen], segments, here, keys)
+        p = jnp.where(mask, scores, MASKED) - log_sum[:, :, :, queries]
         p = materialize(jnp.exp(p))
-        dp = _times(_merge(dout_here), v[:, :, :stop], transpose_b=True).reshape(p.shape)
-        ds = (p * (materialize(dp) - delta[:, :, :, here])).astype(k.dtype)
-        ds = materialize(ds)
-        dq = _times(_merge(ds), k[:, :, :stop]).reshape(q_here.shape)
-        dqs.append(dq * K**-0.5)
+        dp = _times(_merge(dout_here), v[:, :, seen], transpose_b=True).reshape(p.shape)
+        ds = p * (materialize(dp) - delta[:, :, :, queries])
+        if rule.soft_cap is not None:
+            ds = ds * (1 - jnp.square(scores / rule.soft_cap))
+        ds = materialize(ds.astype(k.dtype))
+        dq = _times(_merge(ds), k[:, :, seen]).reshape(q_here.shape)
+        dqs.append(dq * rule.factor(K))
         q_turned = materialize(_merge(q_here).swapaxes(2, 3))
         dout_turned = materialize(_merge(dout_here).swapaxes(2, 3))
-        pad = [(0, 0)] * 3 + [(0, L - stop)]
+        pad = [(0, 0)] * 3 + [(keys[0], M - keys[1])]
         dk_BGKM = dk_BGKM + jnp.pad(_times(q_turned, _merge(ds)), pad)
         dv_BGKM = dv_BGKM + jnp.pad(_times(dout_turned, _merge(p.astype(v.dtype))), pad)
     dq_BLHK = _ungroup(materialize(jnp.concatenate(dqs[::-1], 3)))

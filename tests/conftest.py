@@ -7,10 +7,18 @@ import os
 os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
 
 import jax
+import pytest
 
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_rank_promotion", "raise")
+
+
+@pytest.fixture
+def float64():
+    """The formulas to compare with run in float64."""
+    with jax.enable_x64(True):
+        yield
 
 
 def pytest_addoption(parser):

@@ -1,48 +1,23 @@
-"""Every array function against float64 NumPy: values, and gradients by hand-written formulas.
+"""Array functions against float64 NumPy: values, and gradients by hand-written formulas.
 
-The gradients of attention and of the feed-forward are checked against `jax.grad` of the plain
-formula in float64, which itself is checked against NumPy's values.
+The gradients of the feed-forward are checked against `jax.grad` of the plain formula in float64,
+which itself is checked against NumPy's values. `test_attention` has attention's.
 """
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings, strategies as st
 
 from holmesjax import ops
-from kernels.attention import MAX_BLOCKS, QUERY_BLOCK, _blocks, attention_reference
 from kernels.cross_entropy import cross_entropy
 from kernels.linear import feed_forward, linear, linear_transposed, linears
 from kernels.norm import EPSILON, layer_norm, rms_norm
+from tests.arrays import assert_near, normal, wide
 
-COMPILED_ATTENTION = jax.jit(attention_reference)
-# Sums of a few hundred terms in float32, relative to the largest entry; inputs rounded to the 8
-# bits of bfloat16 give outputs off by two of its roundings.
-TOLERANCE = {"float32": 5e-6, "bfloat16": 2.0**-6}
+DTYPES = ["float32", "bfloat16"]
 
-
-@pytest.fixture(autouse=True)
-def _float64():
-    """The formulas to compare with run in float64."""
-    with jax.enable_x64(True):
-        yield
-
-
-def normal(seed, *shape, dtype="float32", scale=1.0):
-    value = np.random.default_rng([seed, *shape]).normal(size=shape) * scale
-    return jnp.asarray(value, dtype)
-
-
-def wide(tree):
-    return jax.tree.map(lambda x: np.asarray(x, np.float64), tree)
-
-
-def assert_near(got, want, dtype="float32"):
-    got, want = np.asarray(got, np.float64), np.asarray(want, np.float64)
-    assert got.shape == want.shape
-    scale = max(np.abs(want).max(), 1.0)  # inputs are of order one
-    np.testing.assert_allclose(got / scale, want / scale, rtol=0, atol=TOLERANCE[dtype])
+pytestmark = pytest.mark.usefixtures("float64")
 
 
 def run(function, args):
@@ -67,126 +42,10 @@ def check(function, plain, args, dtype="float32"):
         assert gradient.dtype == arg.dtype
 
 
-# ---- attention ---------------------------------------------------------------------------------
-
-
-def numpy_attention(q_BLHK, k_BMGK, v_BMGK, segment_BL=None):
-    """One query at a time, in float64."""
-    q, k, v = wide((q_BLHK, k_BMGK, v_BMGK))
-    out = np.zeros_like(q)
-    shared = q.shape[2] // k.shape[2]
-    for b, i, h in np.ndindex(q.shape[:3]):
-        seen = np.arange(i + 1)
-        if segment_BL is not None:
-            seen = seen[np.asarray(segment_BL[b])[: i + 1] == segment_BL[b, i]]
-        score = k[b, seen, h // shared] @ q[b, i, h] / np.sqrt(q.shape[3])
-        weight = np.exp(score - score.max())
-        out[b, i, h] = weight @ v[b, seen, h // shared] / weight.sum()
-    return out
-
-
-def plain_attention(q, k, v, segment_BL=None):
-    """The formula with a full square of scores."""
-    k, v = (jnp.repeat(x, q.shape[2] // x.shape[2], axis=2) for x in (k, v))
-    score = jnp.einsum("blhk,bmhk->bhlm", q, k) / np.sqrt(q.shape[3])
-    mask = jnp.tril(jnp.ones((q.shape[1], q.shape[1]), bool))[None, None]
-    if segment_BL is not None:
-        mask = mask & (segment_BL[:, None, :, None] == segment_BL[:, None, None, :])
-    return jnp.einsum("bhlm,bmhk->blhk", jax.nn.softmax(jnp.where(mask, score, -1e30)), v)
-
-
-def attention_inputs(length, heads, kv_heads, head_width=8, dtype="float32", scale=1.0, batch=2):
-    q = normal(0, batch, length, heads, head_width, dtype=dtype, scale=scale)
-    k = normal(1, batch, length, kv_heads, head_width, dtype=dtype, scale=scale)
-    return q, k, normal(2, batch, length, kv_heads, head_width, dtype=dtype)
-
-
-def random_segments(length, batch=2):
-    starts = np.random.default_rng(length).random((batch, length)) < 0.1
-    return jnp.asarray(np.cumsum(starts, axis=1), jnp.int32)
-
-
-@pytest.mark.parametrize("segments", [False, True])
-@pytest.mark.parametrize("heads, kv_heads", [(1, 1), (4, 2), (4, 1), (3, 3)])
-@pytest.mark.parametrize("length", [1, 13, QUERY_BLOCK, QUERY_BLOCK + 1])
-def test_attention_equals_numpy(length, heads, kv_heads, segments):
-    inputs = attention_inputs(length, heads, kv_heads)
-    segment_BL = random_segments(length) if segments else None
-    want = numpy_attention(*inputs, segment_BL)
-    assert_near(jax.jit(attention_reference)(*inputs, segment_BL), want)
-    assert_near(jax.jit(plain_attention)(*wide(inputs), segment_BL), want)
-
-
-@pytest.mark.parametrize(
-    "length, heads, kv_heads, dtype",
-    [
-        (1, 2, 1, "float32"),
-        (37, 4, 2, "float32"),
-        (37, 4, 2, "bfloat16"),
-        (200, 2, 2, "float32"),
-        (1050, 1, 1, "float32"),  # more than MAX_BLOCKS blocks of the usual size
-    ],
-)
-def test_attention_gradients(length, heads, kv_heads, dtype):
-    inputs = attention_inputs(length, heads, kv_heads, dtype=dtype, batch=1)
-    segment_BL = random_segments(length, batch=1)
-    for segments in (None, segment_BL):
-        mine = lambda q, k, v, s=segments: attention_reference(q, k, v, s)
-        plain = lambda q, k, v, s=segments: plain_attention(q, k, v, s)
-        check(mine, plain, inputs, dtype)
-
-
-def test_attention_with_large_scores_stays_finite():
-    inputs = attention_inputs(40, 2, 2, scale=100.0)
-    out, gradients = run(attention_reference, inputs)
-    assert_near(out, numpy_attention(*inputs))
-    assert all(np.isfinite(x).all() for x in gradients)
-
-
-def test_attention_under_vmap_and_remat():
-    q, k, v = (jnp.stack([x, x[::-1]]) for x in attention_inputs(20, 4, 2))
-    got = jax.vmap(jax.checkpoint(attention_reference))(q, k, v)
-    for i in range(2):
-        assert_near(got[i], numpy_attention(q[i], k[i], v[i]))
-
-
-@given(st.integers(1, 5000))
-def test_blocks_cover_every_query_once(length):
-    blocks = _blocks(length)
-    assert [start for start, _ in blocks] == [0, *(stop for _, stop in blocks[:-1])]
-    assert blocks[-1][1] == length
-    assert len(blocks) <= MAX_BLOCKS
-    assert all(start < stop for start, stop in blocks)
-
-
-@settings(max_examples=60, deadline=None)
-@given(st.lists(st.booleans(), min_size=24, max_size=24))
-def test_no_token_sees_the_future_or_another_document(starts):
-    """Changing tokens that must not be seen changes nothing, to the bit."""
-    length = len(starts)
-    segment_BL = jnp.asarray(np.cumsum(starts), jnp.int32)[None]
-    q, k, v = attention_inputs(length, 2, 1, batch=1)
-    before = COMPILED_ATTENTION(q, k, v, segment_BL)
-    i = length // 2  # the query that is looked at
-    hidden = np.arange(length) > i
-    hidden |= np.asarray(segment_BL[0]) != np.asarray(segment_BL[0])[i]
-    noise = jnp.asarray(hidden, jnp.float32)[None, :, None, None] * 7
-    after = COMPILED_ATTENTION(q, k + noise, v - noise, segment_BL)
-    np.testing.assert_array_equal(before[0, i], after[0, i])
-
-
-def test_cached_attention_is_the_last_rows_of_attention():
-    q, k, v = attention_inputs(12, 4, 2)
-    want = numpy_attention(q, k, v)[:, 9:]
-    padded = [jnp.pad(x, [(0, 0), (0, 5), (0, 0), (0, 0)], constant_values=3.0) for x in (k, v)]
-    got = ops.cached_attention(q[:, 9:], *padded, jnp.arange(9, 12))
-    assert_near(got, want)
-
-
 # ---- products ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("width, out", [(8, 8), (8, 24), (24, 8)])
 def test_linear(width, out, dtype):
     x, w = normal(0, 2, 5, width, dtype=dtype), normal(1, width, out, dtype=dtype)
@@ -208,7 +67,7 @@ def numpy_gelu(x):
     return 0.5 * x * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)))
 
 
-@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("num_in", [1, 2])
 def test_feed_forward(num_in, dtype):
     x, w_out = normal(0, 2, 5, 8, dtype=dtype), normal(1, 20, 8, dtype=dtype)
@@ -230,7 +89,7 @@ def test_feed_forward(num_in, dtype):
 # ---- norms, positions, loss --------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("offset", [0.0, 100.0])
 def test_norms(dtype, offset):
     x = normal(0, 2, 5, 16, dtype=dtype) + jnp.asarray(offset, dtype)
@@ -268,7 +127,7 @@ def test_rotary_turns_pairs_and_keeps_distances():
     assert_near(products(shifted), products(got))
 
 
-@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("scale", [1.0, 1e3])
 def test_cross_entropy(dtype, scale):
     logits = normal(0, 3, 4, 11, dtype=dtype, scale=scale)

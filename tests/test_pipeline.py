@@ -16,7 +16,7 @@ import numpy as np
 import optax
 import pytest
 
-from holmesjax.config import ModelConfig, OptimizerConfig
+from holmesjax.config import KernelsConfig, ModelConfig, OptimizerConfig
 from holmesjax.mesh import build_meshes
 from holmesjax.models import gpt
 from holmesjax.optimizer import learning_rate, make_optimizer
@@ -34,6 +34,7 @@ NUM_LAYERS, MICROBATCH, SEED, NUM_STEPS = 4, 4, 3, 3
 SPLITS = [(4,), (3, 1), (2, 1, 1), (1, 1, 1, 1)]  # equal splits are in the tests below
 # A large epsilon: dividing by the root of a second moment near zero would magnify roundings.
 SMOOTH = OptimizerConfig(learning_rate=1e-2, beta1=0.0, epsilon=1e-3, clip_norm=None)
+PLAIN = KernelsConfig(attention="reference")
 RTOL = 1e-5  # of the norm of each array: sums in another order, in float32
 
 # Every split, data and tensor; of the embeddings, each with some tied and some not.
@@ -106,7 +107,9 @@ def hand_made_plan(
     )
 
 
-def make_stages(model, plan, *, config=SMOOTH, dtype="float32", mask=False) -> list[Stage]:
+def make_stages(
+    model, plan, *, config=SMOOTH, dtype="float32", mask=False, kernels=PLAIN
+) -> list[Stage]:
     meshes = build_meshes(plan, jax.devices())
     return [
         Stage(
@@ -119,6 +122,7 @@ def make_stages(model, plan, *, config=SMOOTH, dtype="float32", mask=False) -> l
             compute_dtype=dtype,
             clip_norm=config.clip_norm,
             mask_documents=mask,
+            kernels=kernels,
         )
         for i, (s, _) in enumerate(plan.chunks)
     ]
@@ -347,6 +351,15 @@ def test_documents_are_masked_on_every_stage():
     check_against_plain(in_one_process(plan, programs), model, plan, mask=True)
     masked, open_ = (plain_steps(model, plan.global_batch, mask=mask)[0] for mask in (True, False))
     assert abs(masked[0] - open_[0]) > 1e-4  # the mask does something
+
+
+@pytest.mark.parametrize("data, fsdp, remat", [(2, 1, "dots"), (2, 2, "none")])
+def test_pallas_kernels_equal_plain_jax(data, fsdp, remat):
+    """On each device those of its own sequences and heads; XLA would gather all of them."""
+    model = make_model(num_layers=2, width=64, num_kv_heads=2)
+    plan = hand_made_plan((2,), data, 2, fsdp=fsdp, remat=remat)
+    [stage] = make_stages(model, plan, mask=True, kernels=KernelsConfig(attention="pallas"))
+    check_against_plain(OneStage(plan, compile_whole_step(stage)), model, plan, mask=True)
 
 
 def test_bfloat16_computes_near_and_accumulates_in_float32():

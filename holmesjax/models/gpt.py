@@ -75,6 +75,7 @@ class Block(nn.Module):
     """Attention, then feed-forward, each behind a norm and added to the residual stream."""
 
     config: ModelConfig
+    kernels: ops.Kernels = ops.DEFAULT
 
     def setup(self) -> None:
         c = self.config
@@ -93,7 +94,8 @@ class Block(nn.Module):
     ) -> jax.Array:
         x_BLD = ops.separate(x_BLD)
         q_BLHK, k_BLGK, v_BLGK = self._project(x_BLD, position_L)
-        return self._finish(x_BLD, ops.attention(q_BLHK, k_BLGK, v_BLGK, segment_BL))
+        attention_BLHK = ops.attention(q_BLHK, k_BLGK, v_BLGK, segment_BL, self.kernels)
+        return self._finish(x_BLD, attention_BLHK)
 
     def decode(
         self, x_BLD: jax.Array, position_L: jax.Array, cache: Cache
@@ -141,14 +143,22 @@ class Head(nn.Module):
         )
 
 
-def module(layer: str, config: ModelConfig) -> nn.Module:
+def module(layer: str, config: ModelConfig, kernels: ops.Kernels = ops.DEFAULT) -> nn.Module:
     """The module of a layer by its name."""
-    return {EMBED: Embed, HEAD: Head}.get(layer, Block)(config)
+    ends = {EMBED: Embed, HEAD: Head}
+    return ends[layer](config) if layer in ends else Block(config, kernels)
 
 
-def apply(layer: str, config: ModelConfig, params: Params, *args: Any, method: str = "") -> Any:
+def apply(
+    layer: str,
+    config: ModelConfig,
+    params: Params,
+    *args: Any,
+    kernels: ops.Kernels = ops.DEFAULT,
+    method: str = "",
+) -> Any:
     """Runs a layer, given by its name, on its parameters."""
-    return module(layer, config).apply({"params": params}, *args, method=method or None)
+    return module(layer, config, kernels).apply({"params": params}, *args, method=method or None)
 
 
 def param_shapes(layer: str, config: ModelConfig) -> dict:

@@ -1,0 +1,44 @@
+"""Kernels on a mesh: each device runs one on its own shards.
+
+XLA cannot cut a kernel. Left alone, it gathers whole arrays on every device and runs the kernel
+there on all of them; `jax.shard_map` is what gives each device its part.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from jax.sharding import Mesh, PartitionSpec as P
+
+
+@dataclass(frozen=True)
+class Shards:
+    """Which dims of a kernel's arrays are cut over which axis of a mesh."""
+
+    mesh: Mesh
+    axis_of: tuple[tuple[str, str], ...]  # ("B", "fsdp"), ...: dims by their letters
+
+    def spec(self, dims: str) -> P:
+        """
+        >>> tuple(Shards(None, (("B", "fsdp"), ("H", "tensor"))).spec("BLHK"))
+        ('fsdp', None, 'tensor', None)
+        """
+        axis_of = dict(self.axis_of)
+        return P(*(axis_of.get(dim) for dim in dims))
+
+
+def on_shards(function: Callable, shards: Shards | None, ins: Any, outs: Any) -> Callable:
+    """`function`, on each device's shards; as it is without a mesh.
+
+    Args:
+      ins: the dims of each argument, as "BLHK"; a tuple of them where an argument is a tuple.
+      outs: likewise of the results.
+    """
+    if shards is None:
+        return function
+    specs = lambda dims: jax.tree.map(shards.spec, dims)
+    # Unchecked: a Pallas call does not say over which axes its results differ.
+    return jax.shard_map(
+        function, mesh=shards.mesh, in_specs=specs(ins), out_specs=specs(outs), check_vma=False
+    )

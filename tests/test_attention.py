@@ -1,0 +1,394 @@
+"""Every implementation of attention against float64 NumPy: values and all gradients.
+
+Pallas kernels run as ordinary JAX operations here, with tiles so small that a few dozen tokens
+make several of them, and are lowered for an NVIDIA GPU in every configuration they claim to have.
+"""
+
+import contextlib
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings, strategies as st
+from jax.sharding import AbstractMesh, Mesh, PartitionSpec as P
+
+from holmesjax import ops
+from holmesjax.config import KernelsConfig
+from holmesjax.errors import ConfigError
+from kernels.attention import MASKED, MAX_BLOCKS, QUERY_BLOCK, SAVED, _blocks, attention_reference
+from kernels.attention_tiles import Rule, runs
+from kernels.attention_triton import DTYPES, HEAD_WIDTHS, Kernels, Tiles, attention_triton
+from kernels.shards import Shards
+from tests.arrays import assert_near, normal, wide
+
+SMALL = Kernels(
+    forward=Tiles(queries=16, keys=32, num_warps=4, num_stages=2),
+    dq=Tiles(queries=32, keys=16, num_warps=4, num_stages=2),
+    dkv=Tiles(queries=16, keys=16, num_warps=4, num_stages=2),
+)
+IMPLEMENTATIONS = {
+    "reference": attention_reference,
+    "triton": functools.partial(attention_triton, tiles=SMALL, interpret=True),
+}
+
+
+def inputs(L, M, H, G, K, *, dtype="float32", scale=1.0, batch=2):
+    q = normal(0, batch, L, H, K, dtype=dtype, scale=scale)
+    k = normal(1, batch, M, G, K, dtype=dtype, scale=scale)
+    return q, k, normal(2, batch, M, G, K, dtype=dtype)
+
+
+def documents(length, seed=0, batch=2):
+    """Ids that rise by one at random places."""
+    starts = np.random.default_rng([seed, length]).random((batch, length)) < 0.1
+    return jnp.asarray(np.cumsum(starts, axis=1), jnp.int32)
+
+
+def seen(L, M, rule, segments):
+    """Which query sees which key, told one by one; [B, L, M]."""
+    mask = np.zeros((1 if segments is None else len(segments[0]), L, M), bool)
+    for b, i, j in np.ndindex(mask.shape):
+        same = segments is None or segments[0][b, i] == segments[1][b, j]
+        past = not rule.causal or j <= i
+        near = rule.window is None or i - j < rule.window
+        mask[b, i, j] = same and past and near
+    return mask
+
+
+def oracle(q, k, v, dout, dlog_sum, segments, rule):
+    """Output, log-sum-exp, and the gradients of q, k and v, by hand and in float64."""
+    q, k, v, dout, dlog_sum = wide((q, k, v, dout, dlog_sum))
+    shared = q.shape[2] // k.shape[2]
+    k, v = np.repeat(k, shared, 2), np.repeat(v, shared, 2)
+    ids = None if segments is None else [np.asarray(x) for x in segments]
+    mask = seen(q.shape[1], k.shape[1], rule, ids)[:, None]
+    scale = q.shape[3] ** -0.5 if rule.scale is None else rule.scale
+    score, slope = np.einsum("blhk,bmhk->bhlm", q, k) * scale, 1.0
+    if rule.soft_cap is not None:
+        score = rule.soft_cap * np.tanh(score / rule.soft_cap)
+        slope = 1 - (score / rule.soft_cap) ** 2
+    score = np.where(mask, score, -np.inf)
+    top = np.maximum(score.max(-1, keepdims=True), MASKED)
+    weight = np.exp(score - top)
+    total = weight.sum(-1, keepdims=True)
+    p = weight / np.where(total, total, 1)
+    log_sum = np.where(total, top + np.log(np.where(total, total, 1)), MASKED)[..., 0]
+    out = np.einsum("bhlm,bmhk->blhk", p, v)
+    dp = np.einsum("blhk,bmhk->bhlm", dout, v)
+    delta = np.einsum("blhk,blhk->bhl", dout, out) - dlog_sum
+    dscore = p * (dp - delta[..., None]) * slope * scale
+    dq = np.einsum("bhlm,bmhk->blhk", dscore, k)
+    dk = np.einsum("bhlm,blhk->bmhk", dscore, q)
+    dv = np.einsum("bhlm,blhk->bmhk", p, dout)
+    add = lambda x: x.reshape(*x.shape[:2], -1, shared, x.shape[3]).sum(3)
+    return out, log_sum, dq, add(dk), add(dv)
+
+
+def run(attention, arrays, segments, rule):
+    """The same of an implementation, and the gradients that came in."""
+    q, k, v = arrays
+    dout = normal(3, *q.shape, dtype=q.dtype)
+    dlog_sum = normal(4, q.shape[0], q.shape[2], q.shape[1])
+
+    @jax.jit
+    def values_and_gradients(q, k, v, segments):
+        call = lambda q, k, v: attention(q, k, v, segments, rule)
+        out, pullback = jax.vjp(call, q, k, v)
+        return *out, *pullback((dout, dlog_sum))
+
+    return values_and_gradients(q, k, v, segments), (dout, dlog_sum)
+
+
+def check(attention, arrays, segments, rule, dtype="float32"):
+    got, gradients = run(attention, arrays, segments, rule)
+    want = oracle(*arrays, *gradients, segments, rule)
+    sees_none = want[1] == MASKED
+    np.testing.assert_array_equal(np.asarray(got[1])[sees_none], np.float32(MASKED))
+    for i, (one, other) in enumerate(zip(got, want, strict=True)):
+        if i == 1:
+            one, other = np.where(sees_none, 0, one), np.where(sees_none, 0, other)
+        assert_near(one, other, dtype)
+    assert [x.dtype for x in got] == [dtype, "float32", dtype, dtype, dtype]
+
+
+FULL = Rule(causal=False)
+CASES = {  # L, M, H, G, K, rule, whether there are documents
+    "one token": (1, 1, 2, 1, 16, Rule(), False),
+    "whole tiles": (64, 64, 2, 2, 32, Rule(), False),
+    "ragged": (77, 77, 4, 2, 16, Rule(), False),
+    "documents": (77, 77, 3, 1, 16, Rule(), True),
+    "window": (90, 90, 2, 1, 16, Rule(window=37), False),
+    "window of one": (40, 40, 1, 1, 16, Rule(window=1), False),
+    "documents in a window": (90, 90, 4, 4, 16, Rule(window=20), True),
+    "soft cap": (50, 50, 2, 1, 64, Rule(soft_cap=0.7, scale=0.5), False),
+    "everything": (70, 70, 6, 2, 32, Rule(window=33, soft_cap=2.0, scale=0.3), True),
+    "full": (33, 70, 4, 2, 16, FULL, False),
+    "full, fewer keys": (50, 17, 2, 2, 16, FULL, False),
+    "full, documents elsewhere": (33, 50, 2, 1, 16, FULL, True),
+    "128 wide": (40, 40, 2, 1, 128, Rule(), False),
+    "256 wide": (40, 40, 1, 1, 256, Rule(), True),
+}
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("case", CASES)
+def test_values_and_gradients(case, implementation):
+    L, M, H, G, K, rule, has_documents = CASES[case]
+    segments = None
+    if has_documents:  # with a rule that is not causal, some documents have no key here
+        segments = (documents(L), documents(M) if rule.causal else documents(M, 1) + 2)
+    check(IMPLEMENTATIONS[implementation], inputs(L, M, H, G, K), segments, rule)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_narrow_dtypes(dtype, implementation):
+    arrays = inputs(70, 70, 2, 1, 64, dtype=dtype)
+    check(IMPLEMENTATIONS[implementation], arrays, (documents(70),) * 2, Rule(window=50), dtype)
+
+
+def test_the_reference_with_more_blocks_than_it_unrolls():
+    check(attention_reference, inputs(1050, 1050, 1, 1, 8, batch=1), None, Rule(window=300))
+
+
+@pytest.mark.usefixtures("float64")
+def test_the_oracle_has_the_gradients_of_its_formula():
+    """By `jax.grad` of the formula, in float64."""
+    q, k, v = inputs(12, 12, 2, 1, 8)
+    segments, rule = (documents(12),) * 2, Rule(window=5, soft_cap=1.5)
+    dout, dlog_sum = normal(3, *q.shape), normal(4, 2, 2, 12)
+
+    def plain(q, k, v):
+        k, v = (jnp.repeat(x, 2, axis=2) for x in (k, v))
+        score = jnp.einsum("blhk,bmhk->bhlm", q, k) / np.sqrt(q.shape[3])
+        score = 1.5 * jnp.tanh(score / 1.5)
+        mask = jnp.asarray(seen(12, 12, rule, [np.asarray(x) for x in segments]))[:, None]
+        score = jnp.where(mask, score, -jnp.inf)
+        out = jnp.einsum("bhlm,bmhk->blhk", jax.nn.softmax(score), v)
+        return out, jax.nn.logsumexp(score, axis=-1)
+
+    args = [jnp.asarray(x) for x in wide((q, k, v))]
+    out, pullback = jax.vjp(plain, *args)
+    want = (*out, *pullback((jnp.asarray(wide(dout)), jnp.asarray(wide(dlog_sum)))))
+    got = oracle(q, k, v, dout, dlog_sum, segments, rule)
+    for one, other in zip(got, want, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-12, atol=1e-13)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_large_scores_stay_finite(implementation):
+    whole = lambda seed: jnp.round(normal(seed, 2, 40, 2, 16, scale=30.0))
+    arrays = (whole(0), whole(1), normal(2, 2, 40, 2, 16))  # so that scores are exact in float32
+    got, gradients = run(IMPLEMENTATIONS[implementation], arrays, None, Rule())
+    want = oracle(*arrays, *gradients, None, Rule())
+    assert_near(got[0], want[0])
+    assert_near(got[1], want[1])
+    assert np.abs(want[1]).max() > 1000
+    assert all(np.isfinite(x).all() for x in got)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_twice_in_a_program_under_vmap_and_remat(implementation):
+    attention = IMPLEMENTATIONS[implementation]
+    q, k, v = (jnp.stack([x, x[::-1]]) for x in inputs(20, 20, 4, 2, 16))
+
+    def twice(q, k, v):
+        out, _ = attention(q, k, v)
+        return attention(out, k, v, None, Rule(window=3))[0]
+
+    total = lambda q, k, v: jax.vmap(jax.checkpoint(twice))(q, k, v).sum()
+    got = jax.jit(jax.grad(total))(q, k, v)
+    for i in range(2):
+        args = (q[i], k[i], v[i])
+        zeros = np.zeros((2, 4, 20))
+        out, *_ = oracle(*args, np.zeros(q[i].shape), zeros, None, Rule())
+        dout = np.ones(q[i].shape)
+        _, _, dout, _, _ = oracle(out, *args[1:], dout, zeros, None, Rule(window=3))
+        assert_near(got[i], oracle(*args, dout, zeros, None, Rule())[2])
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_a_checkpoint_keeps_what_the_backward_needs(implementation, capsys):
+    """Besides its arguments only the output and the log-sum-exp: the forward never runs again."""
+    attention = lambda q, k, v: IMPLEMENTATIONS[implementation](q, k, v)[0]
+    policy = jax.checkpoint_policies.save_only_these_names(SAVED)
+    jax.ad_checkpoint.print_saved_residuals(
+        jax.checkpoint(attention, policy=policy), *inputs(20, 20, 4, 2, 16)
+    )
+    lines = capsys.readouterr().out.splitlines()
+    kept = [line.split()[0] for line in lines if "from the argument" not in line]
+    floats = [shape for shape in kept if shape.startswith("f")]  # a table of runs is a constant
+    assert len(floats) == 2
+    assert "f32[2,20,4,16]" in floats
+
+
+@pytest.mark.parametrize("names", [("data", "fsdp", "tensor"), ("fsdp", "tensor")])
+def test_on_a_mesh_each_device_has_its_sequences_and_heads(names):
+    sizes = (2, 2, 2)[-len(names) :]
+    mesh = Mesh(np.array(jax.devices()[: int(np.prod(sizes))]).reshape(sizes), names)
+    shards = Shards(mesh, (("B", "fsdp"), ("H", "tensor"), ("G", "tensor")))
+    attention = functools.partial(IMPLEMENTATIONS["triton"], shards=shards)
+    check(attention, inputs(37, 37, 4, 2, 16), (documents(37),) * 2, Rule())
+    q, k, v = inputs(37, 37, 4, 2, 16)
+    cut = jax.device_put(q, jax.NamedSharding(mesh, P("fsdp", None, "tensor")))
+    text = jax.jit(lambda q: attention(q, k, v)[0]).lower(cut).compile().as_text()
+    assert "all-gather" not in text
+
+
+# ---- what a query sees -------------------------------------------------------------------------
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.data())
+def test_runs_visit_every_tile_that_counts(data):
+    """Against all pairs of queries and keys; whole tiles have none that is masked."""
+    causal = data.draw(st.booleans())
+    lengths = st.sampled_from([1, 7, 16, 40])  # each is a shape for which JAX compiles operations
+    L = data.draw(lengths)
+    M = L if causal else data.draw(lengths)
+    window = data.draw(st.none() | st.integers(1, 40)) if causal else None
+    rule = Rule(causal=causal, window=window)
+    block = data.draw(st.sampled_from([(4, 4), (4, 16), (64, 8)]))
+    ids = lambda n: jnp.asarray(data.draw(st.lists(st.integers(0, 3), min_size=n, max_size=n)))[
+        None
+    ]
+    segments = None
+    if data.draw(st.booleans()):
+        query_BL = ids(L)
+        segments = (query_BL, query_BL if causal else ids(M))
+    rows, columns = (np.asarray(x)[0] for x in runs(rule, L, M, segments, block))
+    all_of_it = seen(L, M, rule, segments and [np.asarray(x) for x in segments])[0]
+    tables = ((rows, *block, all_of_it), (columns, *block[::-1], all_of_it.T))
+    for table, size, other, mask in tables:
+        assert len(table) == -(-len(mask) // size)
+        for i, (first, first_whole, end_whole, end) in enumerate(table):
+            here = mask[i * size : (i + 1) * size]
+            assert 0 <= first <= first_whole <= end_whole <= end <= -(-mask.shape[1] // other)
+            assert not here[:, : first * other].any()
+            assert not here[:, end * other :].any()
+            whole = here[:, first_whole * other : end_whole * other]
+            assert whole.all()
+            assert whole.size == (end_whole - first_whole) * size * other  # none is ragged
+            if segments is None and end > first:  # and no more than it must
+                assert here[:, first * other : (first + 1) * other].any()
+                assert here[:, (end - 1) * other :].any()
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_no_token_sees_the_future_or_another_document(implementation):
+    """Changing tokens that must not be seen changes nothing, to the bit."""
+    length = 50
+    attention = jax.jit(IMPLEMENTATIONS[implementation])
+    q, k, v = inputs(length, length, 2, 1, 16, batch=1)
+
+    @settings(max_examples=40, deadline=None)
+    @given(st.lists(st.booleans(), min_size=length, max_size=length), st.integers(0, length - 1))
+    def unchanged(starts, i):
+        segment = np.cumsum(starts)
+        hidden = (np.arange(length) > i) | (segment != segment[i])
+        noise = jnp.asarray(hidden, jnp.float32)[None, :, None, None] * 7
+        segments = (jnp.asarray(segment, jnp.int32)[None],) * 2
+        before, _ = attention(q, k, v, segments)
+        after, _ = attention(q, k + noise, v - noise, segments)
+        np.testing.assert_array_equal(before[0, i], after[0, i])
+
+    unchanged()
+
+
+@given(st.integers(1, 5000))
+def test_blocks_cover_every_query_once(length):
+    blocks = _blocks(length)
+    assert [start for start, _ in blocks] == [0, *(stop for _, stop in blocks[:-1])]
+    assert blocks[-1][1] == length
+    assert len(blocks) <= MAX_BLOCKS
+    assert all(start < stop for start, stop in blocks)
+    assert length > QUERY_BLOCK or len(blocks) == 1
+
+
+@pytest.mark.parametrize(
+    "wrong, problem",
+    [
+        ({"window": 0}, "window must be more than 0, not 0"),
+        ({"soft_cap": -1.0}, "soft_cap must be more than 0, not -1.0"),
+        ({"scale": 0.0}, "scale must be more than 0, not 0.0"),
+        ({"causal": False, "window": 4}, "it needs causal=True"),
+    ],
+)
+def test_rules_that_cannot_be(wrong, problem):
+    with pytest.raises(ValueError, match=problem):
+        Rule(**wrong)
+
+
+# ---- on NVIDIA GPUs, without one ---------------------------------------------------------------
+
+
+def an_h200():
+    """Newer JAX asks which GPU a Triton kernel is for."""
+    try:
+        from jax.sharding import AbstractDevice, use_abstract_mesh
+    except ImportError:
+        return contextlib.nullcontext()
+    device = AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu")
+    return use_abstract_mesh(AbstractMesh((), (), abstract_device=device))
+
+
+@pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated")
+@pytest.mark.parametrize("rule", [Rule(), Rule(window=100, soft_cap=30.0), FULL], ids=str)
+@pytest.mark.parametrize("head_width", HEAD_WIDTHS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_every_configuration_lowers_for_cuda(dtype, head_width, rule):
+    def total(q, k, v, ids):
+        out, log_sum = attention_triton(q, k, v, (ids, ids), rule)
+        return out.astype(jnp.float32).sum() + log_sum.sum()
+
+    shapes = [jax.ShapeDtypeStruct((2, 500, heads, head_width), dtype) for heads in (4, 2, 2)]
+    ids = jax.ShapeDtypeStruct((2, 500), jnp.int32)
+    with an_h200():
+        traced = jax.jit(jax.grad(total, (0, 1, 2))).trace(*shapes, ids)
+        text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("__gpu$xla.gpu.triton") == 3
+
+
+# ---- which one runs ----------------------------------------------------------------------------
+
+
+def test_the_config_chooses(monkeypatch):
+    q, k, v = inputs(20, 20, 4, 2, 16)
+    want = oracle(q, k, v, np.zeros(q.shape), np.zeros((2, 4, 20)), None, Rule())[0]
+    calls = []
+    spy = lambda *args, **options: calls.append(options) or attention_triton(*args, **options)
+    monkeypatch.setattr(ops, "attention_triton", spy)
+    for asked, runs_kernel in (("auto", False), ("reference", False), ("pallas", True)):
+        calls.clear()
+        kernels = ops.Kernels(KernelsConfig(attention=asked))
+        assert_near(ops.attention(q, k, v, kernels=kernels), want)
+        assert bool(calls) == runs_kernel
+    assert calls == [{"shards": None, "interpret": True}]
+
+
+def test_what_cannot_be_is_refused():
+    narrow = inputs(20, 20, 4, 2, 8)
+    with pytest.raises(ConfigError, match=r"pallas cannot do it.*\n.*heads 8 wide: supported are"):
+        ops.attention(*narrow, kernels=ops.Kernels(KernelsConfig(attention="pallas")))
+    with pytest.raises(ConfigError, match=r"cudnn cannot do it.*\n.*supported are NVIDIA GPUs"):
+        ops.attention(*narrow, kernels=ops.Kernels(KernelsConfig(attention="cudnn")))
+    q, k, v = inputs(20, 20, 4, 2, 16)
+    with pytest.raises(ValueError, match="attention_triton cannot do dtypes bfloat16, float32"):
+        attention_triton(q.astype(jnp.bfloat16), k, v)
+    with pytest.raises(ValueError, match="heads 8 wide"):
+        attention_triton(*narrow)
+
+
+def test_auto_says_once_why_a_gpu_has_no_kernel(monkeypatch, caplog):
+    monkeypatch.setattr(ops.Kernels, "is_nvidia", True)
+    ops._say.cache_clear()
+    narrow = inputs(20, 20, 4, 2, 12)
+    for _ in range(2):
+        ops.attention(*narrow)
+    [record] = caplog.records
+    assert record.message == (
+        "attention runs as plain JAX: cudnn has no float32: supported are bfloat16, float16; "
+        "pallas has no heads 12 wide: supported are 16, 32, 64, 128, 256"
+    )
