@@ -21,7 +21,7 @@ from holmesjax import ops
 from holmesjax.config import KernelsConfig, ModelConfig, OptimizerConfig
 from holmesjax.mesh import build_meshes
 from holmesjax.models import gpt
-from holmesjax.optimizer import decays, learning_rate, make_optimizer
+from holmesjax.optimizer import decays, make_optimizer
 from holmesjax.pipeline import make_runner
 from holmesjax.plan import EMBED, HEAD, Axis, Plan, StagePlan, block_name, layer_names
 from holmesjax.stage import Stage
@@ -113,7 +113,6 @@ def holmesjax(sizes: Sizes) -> Step:
             index=index,
             mesh=mesh,
             optimizer=make_optimizer(OPTIMIZER, NUM_STEPS),
-            learning_rate=learning_rate(OPTIMIZER, NUM_STEPS),
             compute_dtype="float32",
             clip_norm=OPTIMIZER.clip_norm,
             mask_documents=False,

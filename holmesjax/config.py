@@ -130,6 +130,10 @@ class KernelsConfig:
     """
 
     attention: Literal["auto", "reference", "pallas", "cudnn"] = "auto"
+    # chunked: not all logits at once
+    cross_entropy: Literal["auto", "reference", "chunked"] = "auto"
+    # XLA makes one pass of the reference, too: nothing is known to be faster.
+    adamw: Literal["reference", "pallas"] = "reference"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, config=STRICT)

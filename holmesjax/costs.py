@@ -8,7 +8,9 @@ softmax are left out, as in published model FLOP utilisations.
 """
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
+
+import numpy as np
 
 from holmesjax.calibration import Product, flop
 from holmesjax.config import ModelConfig
@@ -20,6 +22,9 @@ DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 # float32 numbers that AdamW moves per parameter: reads parameter, gradient and two moments, writes
 # parameter and two moments.
 UPDATE_BYTES_PER_PARAMETER = 7 * 4
+
+# Of float32 logits that a device computes at a time: more tokens are cut into chunks.
+MAX_LOGIT_BYTES = 2**29
 
 # All-reduces over `tensor` in a Transformer layer's forward: after attention and the feed-forward.
 FORWARD_ALL_REDUCES = 2
@@ -71,6 +76,23 @@ def head_parameters(model: ModelConfig, tensor: int = 1) -> int:
     `table_parameters`.
     """
     return table_parameters(model, tensor) + norm_parameters(model)
+
+
+def logit_chunks(num_tokens: float, vocab_size: float, width: int, dtype_bytes: int) -> Any:
+    """Chunks in which a device computes the logits of so many tokens, one after the other.
+
+    1, all at once, keeps logits and their gradients, 2 c T V bytes. A chunk of t tokens takes
+    (4 + c) t V, and beside it the gradient of the weight is summed up and kept, (4 + c) D V: that
+    is less only where there are more tokens than the model is wide.
+
+    >>> int(logit_chunks(16_384, 128_256, 4096, 2))
+    16
+    >>> int(logit_chunks(4096, 128_256, 4096, 2))
+    1
+    """
+    num_chunks = np.ceil(4.0 * num_tokens * vocab_size / MAX_LOGIT_BYTES).astype(int)
+    in_chunks = (4 + dtype_bytes) * (num_tokens / num_chunks + width)
+    return np.where(2 * dtype_bytes * num_tokens > in_chunks, num_chunks, 1)[()]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

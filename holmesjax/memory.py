@@ -70,7 +70,8 @@ def stage_memory_bytes(
         replicas      c P / fsdp             what the forward reads
         gradients     4 P / fsdp             float32, each replica's own sum of a step
         activations   in_flight * T * (residuals of all layers)
-        logits        c T V / tensor * (head_in_flight + 1)    those kept, and one gradient
+        logits        c T V / tensor * (head_in_flight + 1)    those kept, and one gradient;
+                      in chunks: (4 + c) of a chunk, 4 D V / tensor, and c D V / tensor kept
         boundaries    c T D * 2 ways * BUFFERS, for each neighbour; two when interleaved
         gathered      2 c Q                  with `fsdp` only: a layer's parameters, its gradients
 
@@ -91,7 +92,14 @@ def stage_memory_bytes(
     if stage.is_last:  # the input and the result of the last norm
         activations += stage.head_in_flight * num_tokens * 2 * width * model.width
     logit_bytes = implementation.logit_bytes or width * (stage.head_in_flight + 1)
-    logits = logit_bytes * num_tokens * model.vocab_size / stage.tensor
+    vocab_size = model.vocab_size / stage.tensor
+    logits = logit_bytes * num_tokens * vocab_size
+    num_chunks = costs.logit_chunks(num_tokens, vocab_size, model.width, width)
+    if not implementation.logit_bytes and np.any(is_cut := num_chunks > 1):
+        kept = width * stage.head_in_flight * (model.width * vocab_size + num_tokens * model.width)
+        chunk = (4 + width) * num_tokens / num_chunks * vocab_size
+        in_chunks = chunk + 4 * model.width * vocab_size + kept
+        logits = logits + is_cut * (in_chunks - logits)
     num_neighbours = 2 if stage.chunks > 1 else (not stage.is_first) + (not stage.is_last)
     boundary = costs.boundary_bytes(model, num_tokens, stage.dtype)
     items = {

@@ -8,32 +8,41 @@ Dims: see `models/gpt.py`. Each returns the dtype of its first argument, unless 
 
 import functools
 import logging
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
+from jax.sharding import Mesh, PartitionSpec
 
+from holmesjax import costs
 from holmesjax.config import KernelsConfig
 from holmesjax.errors import ConfigError
 from holmesjax.plan import Axis
+from kernels.adamw import Leaf, Rule, adamw_reference, adamw_triton, factors
 from kernels.attention import SAVED, attention_reference
 from kernels.attention_triton import attention_triton, unsupported
-from kernels.cross_entropy import cross_entropy
+from kernels.cross_entropy import cross_entropy, linear_cross_entropy
 from kernels.linear import feed_forward, linear, linear_transposed, linears
 from kernels.norm import layer_norm, rms_norm
-from kernels.shards import Shards
+from kernels.shards import Shards, on_mesh
 
 __all__ = [
     "DEFAULT",
     "SAVED",
     "Kernels",
+    "Leaf",
+    "Rule",
+    "adamw",
     "attention",
     "cached_attention",
     "cross_entropy",
+    "factors",
     "feed_forward",
     "layer_norm",
     "linear",
+    "linear_cross_entropy",
     "linear_transposed",
     "merge_heads",
     "project_heads",
@@ -59,6 +68,11 @@ class Kernels:
         return self.device.platform == "gpu" and "NVIDIA" in self.device.device_kind
 
     @property
+    def interpret(self) -> bool:
+        """Whether Pallas kernels run as ordinary JAX operations: in a rehearsal, in a test."""
+        return self.device.platform == "cpu"
+
+    @property
     def shards(self) -> Shards | None:
         """How `sharding` cuts the dims of attention: sequences of a replica, and heads."""
         if self.mesh is None or self.mesh.size == 1:
@@ -66,6 +80,17 @@ class Kernels:
         axis_of = [("B", Axis.FSDP), ("H", Axis.TENSOR), ("G", Axis.TENSOR)]
         held = [(dim, axis.value) for dim, axis in axis_of if axis in self.mesh.shape]
         return Shards(self.mesh, tuple(held))
+
+    def logit_chunks(self, x_BLD: jax.Array, vocab_size: int) -> int:
+        """Chunks in which the logits of a replica's sequences are computed; 1: all at once."""
+        if self.config.cross_entropy == "reference":
+            return 1
+        sizes = {} if self.mesh is None else self.mesh.shape
+        B, L, D = x_BLD.shape
+        num_tokens, cut = B * L // sizes.get(Axis.FSDP, 1), vocab_size // sizes.get(Axis.TENSOR, 1)
+        num_chunks = costs.logit_chunks(num_tokens, cut, D, x_BLD.dtype.itemsize)
+        least = 2 if self.config.cross_entropy == "chunked" else 1
+        return min(max(least, int(num_chunks)), L)
 
 
 DEFAULT = Kernels()
@@ -116,10 +141,34 @@ def attention(
                 q_BLHK, k_BLGK, v_BLGK, is_causal=True, implementation="cudnn"
             )
         case "pallas":
-            interpret = kernels.device.platform == "cpu"
             args = (q_BLHK, k_BLGK, v_BLGK, segments)
-            return attention_triton(*args, shards=kernels.shards, interpret=interpret)[0]
+            return attention_triton(*args, shards=kernels.shards, interpret=kernels.interpret)[0]
     return attention_reference(q_BLHK, k_BLGK, v_BLGK, segments)[0]
+
+
+def adamw(
+    leaves: Sequence[Leaf],
+    gradients: Sequence[jax.Array],
+    factors: jax.Array,
+    rules: Sequence[Rule],
+    specs: Sequence[PartitionSpec],
+    kernels: Kernels,
+) -> list[Leaf]:
+    """Parameters and moments after a step, in place where they are donated.
+
+    Args:
+      factors: those of the step (`factors`).
+      specs: how each leaf lies on the mesh.
+    """
+    if kernels.config.adamw == "reference":
+        step = zip(leaves, gradients, rules, strict=True)
+        return [adamw_reference(leaf, gradient, factors, rule) for leaf, gradient, rule in step]
+    run: Callable = functools.partial(adamw_triton, rules=rules, interpret=kernels.interpret)
+    if kernels.mesh is None or kernels.mesh.size == 1:
+        return run(leaves, gradients, factors)
+    cut: Any = [(spec,) * 3 for spec in specs]
+    run = on_mesh(run, kernels.mesh, (cut, list(specs), PartitionSpec()), cut)
+    return run(list(leaves), list(gradients), factors)
 
 
 def _cudnn_refuses(kernels: Kernels, q: jax.Array, segment: jax.Array | None) -> str | None:

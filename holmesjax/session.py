@@ -20,7 +20,7 @@ from holmesjax.data import corpus
 from holmesjax.data.batches import Batches, model_inputs
 from holmesjax.errors import FatalError
 from holmesjax.job import Job
-from holmesjax.optimizer import learning_rate, make_optimizer
+from holmesjax.optimizer import make_optimizer
 from holmesjax.pipeline import OneStage, Pipeline
 from holmesjax.recorder import Part
 from holmesjax.stage import Stage, StageState
@@ -37,7 +37,6 @@ def make_stages(job: Job, meshes: Mapping[int, Mesh]) -> list[Stage]:
             index=index,
             mesh=meshes[stage],
             optimizer=make_optimizer(config.optimizer, config.train.steps),
-            learning_rate=learning_rate(config.optimizer, config.train.steps),
             compute_dtype=config.train.compute_dtype,
             clip_norm=config.optimizer.clip_norm,
             mask_documents=config.data.documents == "mask",

@@ -22,6 +22,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 from holmesjax import buckets, compat, ops, sharding
 from holmesjax.config import KernelsConfig, ModelConfig
 from holmesjax.models import gpt
+from holmesjax.optimizer import AdamW, AdamWState
 from holmesjax.plan import EMBED, HEAD, Axis, Plan
 
 Tree = Any  # a nested dict of arrays, keyed by layer and parameter name
@@ -43,7 +44,7 @@ class StageState:
     """All of a stage that changes from step to step, in the master layout."""
 
     params: Tree
-    opt_state: optax.OptState
+    opt_state: AdamWState
 
 
 @functools.partial(
@@ -86,8 +87,7 @@ class Stage:
     plan: Plan
     index: int  # of its chunk in the model: the number of the stage, where each has one
     mesh: Mesh
-    optimizer: optax.GradientTransformation
-    learning_rate: optax.Schedule
+    optimizer: AdamW
     compute_dtype: str
     clip_norm: float | None
     mask_documents: bool
@@ -239,9 +239,10 @@ class Stage:
                 x_BLD = self._gathered(run)(params[layer], batch["token_BL"], position_L)
             elif layer == HEAD:
                 tied = {"token_VD": params[EMBED]["token_VD"]} if self.model.tied_embeddings else {}
-                head = lambda p, x_BLD, run=run: run(p, x_BLD, p.get("token_VD"))
-                logits_BLV = self._gathered(head)(params[layer] | tied, x_BLD)
-                return jnp.mean(ops.cross_entropy(logits_BLV, batch["target_BL"]))
+                head = lambda p, x_BLD, target_BL, run=run: run(
+                    p, x_BLD, p.get("token_VD"), target_BL, method="loss"
+                )
+                return self._gathered(head)(params[layer] | tied, x_BLD, batch["target_BL"])
             else:
                 if policy := CHECKPOINT_POLICIES.get(self.plan.activation_checkpointing):
                     run = jax.checkpoint(run, policy=policy)
@@ -400,20 +401,18 @@ class Stage:
         """
         norm = jnp.sqrt(sum(square_norms, jnp.zeros(())))
         finite = jnp.isfinite(norm)
+        scale = jnp.ones(())
         if self.clip_norm is not None:
             scale = jnp.minimum(1.0, self.clip_norm / jnp.maximum(norm, 1e-12))
-            gradients = jax.tree.map(lambda g: g * scale, gradients)
+        kernels = ops.Kernels(self.kernels, self.mesh)
 
         def advance(state: StageState) -> StageState:
-            updates, opt_state = self.optimizer.update(gradients, state.opt_state, state.params)
-            return StageState(optax.apply_updates(state.params, updates), opt_state)
+            args = gradients, state.opt_state, state.params
+            return StageState(*self.optimizer.apply(*args, scale, kernels))
 
-        num_updates = optax.tree_utils.tree_get(
-            state.opt_state, "count", filtering=_belongs_to_schedule
-        )
         metrics = {
             "grad_norm": norm,
-            "learning_rate": self.learning_rate(num_updates),
+            "learning_rate": self.optimizer.schedule(state.opt_state.updates),
             "skipped": ~finite,
         }
         return jax.lax.cond(finite, advance, lambda state: state, state), metrics
@@ -437,7 +436,3 @@ class Stage:
         gradients = self.reduce(gradients)
         state, metrics = self.update(state, gradients, (self.square_norm(gradients),))
         return state, {"loss": self.mean_loss(losses_MR), **metrics}
-
-
-def _belongs_to_schedule(path: tuple, _: Any) -> bool:
-    return getattr(path[-1], "tuple_name", None) == "ScaleByScheduleState"

@@ -52,18 +52,27 @@ class Kernels:
 
 
 def default_tiles(head_width: int, dtype: jnp.dtype) -> Kernels:
-    """What compiles without spilled registers; nothing faster has been measured yet."""
-    wide = head_width * jnp.dtype(dtype).itemsize
-    if wide <= 128:
+    """What compiles for an H200 with its registers, and to its tensor cores' instructions.
+
+    `benchmarks.kernels_compiled` tells; which of these are fast has not been measured.
+    """
+    if jnp.dtype(dtype) == jnp.float32:  # products of full precision take many registers
+        warps = 4 if head_width <= 64 else 8
+        square = Tiles(queries=32, keys=32, num_warps=warps, num_stages=1)
+        dq = Tiles(queries=16, keys=32, num_warps=8, num_stages=1)
+        return Kernels(forward=square, dq=dq, dkv=square)
+    if head_width <= 64:
+        square = Tiles(queries=64, keys=64, num_warps=4, num_stages=2)
         forward = Tiles(queries=128, keys=64, num_warps=4, num_stages=3)
-    elif wide <= 256:
+        return Kernels(forward=forward, dq=square, dkv=square)
+    square = Tiles(queries=64, keys=64, num_warps=8, num_stages=2)
+    if head_width <= 128:
         forward = Tiles(queries=128, keys=64, num_warps=8, num_stages=2)
-    else:
-        forward = Tiles(queries=64, keys=32, num_warps=4, num_stages=2)
-    small = 64 if wide <= 256 else 32
-    warps = 4 if wide <= 128 else 8
-    backward = Tiles(queries=small, keys=small, num_warps=warps, num_stages=2)
-    return Kernels(forward=forward, dq=backward, dkv=backward)
+        return Kernels(forward=forward, dq=square, dkv=square)
+    forward = Tiles(queries=128, keys=32, num_warps=8, num_stages=2)
+    dq = Tiles(queries=64, keys=32, num_warps=8, num_stages=2)
+    dkv = Tiles(queries=32, keys=64, num_warps=8, num_stages=2)
+    return Kernels(forward=forward, dq=dq, dkv=dkv)
 
 
 def unsupported(q_BLHK: Any, k_BMGK: Any, v_BMGK: Any) -> str | None:

@@ -1,7 +1,9 @@
-"""Cross-entropy of logits: the reference.
+"""Cross-entropy: of logits, and of an output projection whose logits are never all there.
 
-Dims: ... any, V vocabulary.
+Dims: ... any, V vocabulary; B sequences, L tokens in each, l of them in a chunk, D model width.
 """
+
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -26,10 +28,127 @@ def _forward(logits: jax.Array, target: jax.Array) -> tuple[jax.Array, tuple]:
 
 def _backward(saved: tuple, dloss: jax.Array) -> tuple[jax.Array, None]:
     logits, target, log_sum = saved
-    token = jax.lax.broadcasted_iota(target.dtype, logits.shape, logits.ndim - 1)
     softmax = jnp.exp(logits.astype(jnp.float32) - log_sum[..., None])
-    dlogits = (softmax - (token == target[..., None])) * dloss[..., None]
+    dlogits = (softmax - _is_target(logits, target)) * dloss[..., None]
     return dlogits.astype(logits.dtype), None
 
 
 cross_entropy.defvjp(_forward, _backward)
+
+
+def linear_cross_entropy(
+    x_BLD: jax.Array,
+    w_DV: jax.Array,
+    target_BL: jax.Array,
+    mask_BL: jax.Array | None = None,
+    *,
+    z_loss: float = 0.0,
+    num_chunks: int = 1,
+) -> jax.Array:
+    """Mean of -log softmax(x w)[target] + z_loss * logsumexp(x w)^2 over tokens; a float32 scalar.
+
+    The logits of L / num_chunks tokens of each sequence are there at a time, in float32. Where
+    gradients are wanted, they are computed with them: a chunk's logits are needed once, no product
+    is done twice, and what is kept for the backward has the sizes of x and w, as the gradients
+    themselves. The gradient of w is summed over the chunks in float32. (The order of Liger Kernel,
+    arXiv:2410.10989; z-loss of PaLM, arXiv:2204.02311.)
+
+    Args:
+      x_BLD: the input of the projection; products run in its dtype.
+      target_BL: ids of tokens.
+      mask_BL: which tokens count, 0 or 1; None: all. Without any the loss is 0.
+      num_chunks: 1 to L.
+    """
+    length = target_BL.shape[1]
+    if not 1 <= num_chunks <= length:
+        raise ValueError(f"num_chunks must be 1 to {length}, the length, not {num_chunks}")
+    counts = jnp.ones(target_BL.shape) if mask_BL is None else mask_BL.astype(jnp.float32)
+    weight_BL = counts / jnp.maximum(counts.sum(), 1.0)
+    return _linear((num_chunks, z_loss), x_BLD, w_DV, target_BL, weight_BL)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _linear(
+    how: tuple[int, float],
+    x_BLD: jax.Array,
+    w_DV: jax.Array,
+    target_BL: jax.Array,
+    weight_BL: jax.Array,
+) -> jax.Array:
+    num_chunks, z_loss = how
+
+    def add(total: jax.Array, chunk: tuple) -> tuple[jax.Array, None]:
+        loss, _, _ = _chunk_loss(z_loss, w_DV, *chunk)
+        return total + loss, None
+
+    chunks = _cut(num_chunks, x_BLD, target_BL, weight_BL)
+    return jax.lax.scan(add, jnp.zeros(()), chunks)[0]
+
+
+def _linear_forward(
+    how: tuple[int, float],
+    x_BLD: jax.Array,
+    w_DV: jax.Array,
+    target_BL: jax.Array,
+    weight_BL: jax.Array,
+) -> tuple[jax.Array, tuple]:
+    num_chunks, z_loss = how
+
+    def add(carry: tuple, chunk: tuple) -> tuple[tuple, jax.Array]:
+        total, dw_DV = carry
+        x_BlD, target_Bl, weight_Bl = chunk
+        loss, logits_BlV, log_sum_Bl = _chunk_loss(z_loss, w_DV, *chunk)
+        slope = 1.0 + 2.0 * z_loss * log_sum_Bl
+        softmax = jnp.exp(logits_BlV - log_sum_Bl[..., None])
+        dlogits = softmax * slope[..., None] - _is_target(logits_BlV, target_Bl)
+        dlogits_BlV = (dlogits * weight_Bl[..., None]).astype(x_BlD.dtype)
+        dx_BlD = jnp.einsum("blv,dv->bld", dlogits_BlV, w_DV)
+        new = jnp.einsum("bld,blv->dv", x_BlD, dlogits_BlV, preferred_element_type=jnp.float32)
+        return (total + loss, dw_DV + new), dx_BlD
+
+    start = (jnp.zeros(()), jnp.zeros(w_DV.shape))
+    chunks = _cut(num_chunks, x_BLD, target_BL, weight_BL)
+    (loss, dw_DV), dx_CBlD = jax.lax.scan(add, start, chunks)
+    B, L, D = x_BLD.shape
+    dx_BLD = dx_CBlD.swapaxes(0, 1).reshape(B, -1, D)[:, :L]
+    return loss, (dx_BLD, dw_DV.astype(w_DV.dtype))
+
+
+def _linear_backward(how: tuple[int, float], saved: tuple, dloss: jax.Array) -> tuple:
+    dx_BLD, dw_DV = ((g * dloss).astype(g.dtype) for g in saved)
+    return dx_BLD, dw_DV, None, None
+
+
+_linear.defvjp(_linear_forward, _linear_backward)
+
+
+def _cut(num_chunks: int, *arrays: jax.Array) -> tuple[jax.Array, ...]:
+    """[B, L, ...] to [chunks, B, l, ...]; what the last chunk lacks is zeros, which weigh nothing.
+
+    L is cut, so that sequences stay where they are on a mesh.
+    """
+
+    def cut(array: jax.Array) -> jax.Array:
+        B, L, *rest = array.shape
+        pad = [(0, 0), (0, -L % num_chunks)] + [(0, 0)] * len(rest)
+        return jnp.pad(array, pad).reshape(B, num_chunks, -1, *rest).swapaxes(0, 1)
+
+    return tuple(cut(array) for array in arrays)
+
+
+def _chunk_loss(
+    z_loss: float, w_DV: jax.Array, x_BlD: jax.Array, target_Bl: jax.Array, weight_Bl: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The loss of a chunk, its logits and their log-sum-exp."""
+    logits = jnp.einsum("bld,dv->blv", x_BlD, w_DV, preferred_element_type=jnp.float32)
+    logits_BlV = materialize(logits)
+    log_sum_Bl = jax.nn.logsumexp(logits_BlV, axis=-1)
+    # A sum over the vocabulary, which may be cut over devices, where a look-up would gather it.
+    picked_Bl = jnp.where(_is_target(logits_BlV, target_Bl), logits_BlV, 0.0).sum(-1)
+    loss_Bl = log_sum_Bl - picked_Bl + z_loss * jnp.square(log_sum_Bl)
+    return jnp.sum(loss_Bl * weight_Bl), logits_BlV, log_sum_Bl
+
+
+def _is_target(logits: jax.Array, target: jax.Array) -> jax.Array:
+    token = jax.lax.broadcasted_iota(target.dtype, logits.shape, logits.ndim - 1)
+    return token == target[..., None]

@@ -38,7 +38,11 @@ def on_shards(function: Callable, shards: Shards | None, ins: Any, outs: Any) ->
     if shards is None:
         return function
     specs = lambda dims: jax.tree.map(shards.spec, dims)
-    # Unchecked: a Pallas call does not say over which axes its results differ.
+    return on_mesh(function, shards.mesh, specs(ins), specs(outs))
+
+
+def on_mesh(function: Callable, mesh: Mesh, in_specs: Any, out_specs: Any) -> Callable:
+    """`jax.shard_map` without a check that a Pallas call fails: of where its results differ."""
     return jax.shard_map(
-        function, mesh=shards.mesh, in_specs=specs(ins), out_specs=specs(outs), check_vma=False
+        function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
     )

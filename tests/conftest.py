@@ -1,4 +1,4 @@
-"""Eight simulated devices, and no silent conversions. Must run before any backend starts."""
+"""Eight simulated devices, or with --gpu the real ones, and no silent conversions."""
 
 import os
 
@@ -9,9 +9,15 @@ os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
 import jax
 import pytest
 
-jax.config.update("jax_platforms", "cpu")
-jax.config.update("jax_num_cpu_devices", 8)
-jax.config.update("jax_numpy_rank_promotion", "raise")
+
+def pytest_configure(config):
+    """Before any backend starts."""
+    jax.config.update("jax_numpy_rank_promotion", "raise")
+    if config.getoption("--gpu"):
+        jax.config.update("jax_default_matmul_precision", "highest")  # of float32, not rounded
+    else:
+        jax.config.update("jax_platforms", "cpu")
+        jax.config.update("jax_num_cpu_devices", 8)
 
 
 @pytest.fixture
@@ -23,4 +29,5 @@ def float64():
 
 def pytest_addoption(parser):
     parser.addoption("--update-golden", action="store_true", help="rewrite tests/golden/*.json")
+    parser.addoption("--gpu", action="store_true", help="tests of kernels, on the GPU that is here")
     parser.addoption("--all-faults", action="store_true", help="kill each role at each moment")

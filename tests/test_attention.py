@@ -4,7 +4,6 @@ Pallas kernels run as ordinary JAX operations here, with tiles so small that a f
 make several of them, and are lowered for an NVIDIA GPU in every configuration they claim to have.
 """
 
-import contextlib
 import functools
 
 import jax
@@ -12,16 +11,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
-from jax.sharding import AbstractMesh, Mesh, PartitionSpec as P
+from jax.sharding import Mesh, PartitionSpec as P
 
-from holmesjax import ops
-from holmesjax.config import KernelsConfig
-from holmesjax.errors import ConfigError
 from kernels.attention import MASKED, MAX_BLOCKS, QUERY_BLOCK, SAVED, _blocks, attention_reference
 from kernels.attention_tiles import Rule, runs
 from kernels.attention_triton import DTYPES, HEAD_WIDTHS, Kernels, Tiles, attention_triton
 from kernels.shards import Shards
 from tests.arrays import assert_near, normal, wide
+from tests.gpus import INTERPRET, lowered_for_cuda
 
 SMALL = Kernels(
     forward=Tiles(queries=16, keys=32, num_warps=4, num_stages=2),
@@ -30,7 +27,7 @@ SMALL = Kernels(
 )
 IMPLEMENTATIONS = {
     "reference": attention_reference,
-    "triton": functools.partial(attention_triton, tiles=SMALL, interpret=True),
+    "triton": functools.partial(attention_triton, tiles=SMALL, interpret=INTERPRET),
 }
 
 
@@ -324,17 +321,6 @@ def test_rules_that_cannot_be(wrong, problem):
 # ---- on NVIDIA GPUs, without one ---------------------------------------------------------------
 
 
-def an_h200():
-    """Newer JAX asks which GPU a Triton kernel is for."""
-    try:
-        from jax.sharding import AbstractDevice, use_abstract_mesh
-    except ImportError:
-        return contextlib.nullcontext()
-    device = AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu")
-    return use_abstract_mesh(AbstractMesh((), (), abstract_device=device))
-
-
-@pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated")
 @pytest.mark.parametrize("rule", [Rule(), Rule(window=100, soft_cap=30.0), FULL], ids=str)
 @pytest.mark.parametrize("head_width", HEAD_WIDTHS)
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -345,50 +331,13 @@ def test_every_configuration_lowers_for_cuda(dtype, head_width, rule):
 
     shapes = [jax.ShapeDtypeStruct((2, 500, heads, head_width), dtype) for heads in (4, 2, 2)]
     ids = jax.ShapeDtypeStruct((2, 500), jnp.int32)
-    with an_h200():
-        traced = jax.jit(jax.grad(total, (0, 1, 2))).trace(*shapes, ids)
-        text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    text = lowered_for_cuda(jax.grad(total, (0, 1, 2)), *shapes, ids)
     assert text.count("__gpu$xla.gpu.triton") == 3
 
 
-# ---- which one runs ----------------------------------------------------------------------------
-
-
-def test_the_config_chooses(monkeypatch):
-    q, k, v = inputs(20, 20, 4, 2, 16)
-    want = oracle(q, k, v, np.zeros(q.shape), np.zeros((2, 4, 20)), None, Rule())[0]
-    calls = []
-    spy = lambda *args, **options: calls.append(options) or attention_triton(*args, **options)
-    monkeypatch.setattr(ops, "attention_triton", spy)
-    for asked, runs_kernel in (("auto", False), ("reference", False), ("pallas", True)):
-        calls.clear()
-        kernels = ops.Kernels(KernelsConfig(attention=asked))
-        assert_near(ops.attention(q, k, v, kernels=kernels), want)
-        assert bool(calls) == runs_kernel
-    assert calls == [{"shards": None, "interpret": True}]
-
-
-def test_what_cannot_be_is_refused():
-    narrow = inputs(20, 20, 4, 2, 8)
-    with pytest.raises(ConfigError, match=r"pallas cannot do it.*\n.*heads 8 wide: supported are"):
-        ops.attention(*narrow, kernels=ops.Kernels(KernelsConfig(attention="pallas")))
-    with pytest.raises(ConfigError, match=r"cudnn cannot do it.*\n.*supported are NVIDIA GPUs"):
-        ops.attention(*narrow, kernels=ops.Kernels(KernelsConfig(attention="cudnn")))
+def test_what_the_kernels_cannot_do_is_refused():
     q, k, v = inputs(20, 20, 4, 2, 16)
     with pytest.raises(ValueError, match="attention_triton cannot do dtypes bfloat16, float32"):
         attention_triton(q.astype(jnp.bfloat16), k, v)
     with pytest.raises(ValueError, match="heads 8 wide"):
-        attention_triton(*narrow)
-
-
-def test_auto_says_once_why_a_gpu_has_no_kernel(monkeypatch, caplog):
-    monkeypatch.setattr(ops.Kernels, "is_nvidia", True)
-    ops._say.cache_clear()
-    narrow = inputs(20, 20, 4, 2, 12)
-    for _ in range(2):
-        ops.attention(*narrow)
-    [record] = caplog.records
-    assert record.message == (
-        "attention runs as plain JAX: cudnn has no float32: supported are bfloat16, float16; "
-        "pallas has no heads 12 wide: supported are 16, 32, 64, 128, 256"
-    )
+        attention_triton(*inputs(20, 20, 4, 2, 8))

@@ -9,8 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from holmesjax import ops
-from kernels.cross_entropy import cross_entropy
+from kernels.cross_entropy import cross_entropy, linear_cross_entropy
 from kernels.linear import feed_forward, linear, linear_transposed, linears
 from kernels.norm import EPSILON, layer_norm, rms_norm
 from tests.arrays import assert_near, normal, wide
@@ -60,7 +59,7 @@ def test_projections_to_and_from_heads():
     check(lambda x, w: linears(x, w), plain, (x, w))
     heads, out = normal(3, 2, 5, 4, 3), normal(4, 4, 3, 12)
     plain_merge = lambda x, w: jnp.einsum("blhk,hkd->bld", x, w)
-    check(ops.merge_heads, plain_merge, (heads, out))
+    check(lambda x, w: linears(x, (w,), 2)[0], plain_merge, (heads, out))
 
 
 def numpy_gelu(x):
@@ -114,19 +113,6 @@ def test_norms(dtype, offset):
     check(rms_norm, plain_rms, (x, scale), dtype)
 
 
-def test_rotary_turns_pairs_and_keeps_distances():
-    x = normal(0, 1, 6, 2, 8)
-    got = np.asarray(ops.rotate(x, jnp.arange(6), 100.0), np.float64)
-    frequency = 100.0 ** (-np.arange(4) / 4)
-    for i in range(6):
-        turn = np.exp(1j * i * frequency)
-        pairs = (wide(x)[0, i, :, :4] + 1j * wide(x)[0, i, :, 4:]) * turn
-        assert_near(got[0, i], np.concatenate([pairs.real, pairs.imag], axis=-1))
-    shifted = ops.rotate(x, 50 + jnp.arange(6), 100.0)
-    products = lambda y: np.einsum("blhk,bmhk->hlm", y, y)
-    assert_near(products(shifted), products(got))
-
-
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("scale", [1.0, 1e3])
 def test_cross_entropy(dtype, scale):
@@ -141,3 +127,82 @@ def test_cross_entropy(dtype, scale):
     want = softmax - np.eye(11)[np.asarray(target)]
     got = jax.grad(lambda x: cross_entropy(x, target).sum())(logits)
     assert_near(got, want, dtype)
+
+
+def projected(B, L, D, V, dtype="float32"):
+    x, w = normal(0, B, L, D, dtype=dtype), normal(1, D, V, dtype=dtype)
+    target = jnp.asarray(np.random.default_rng(0).integers(V, size=(B, L)), jnp.int32)
+    return x, w, target
+
+
+def numpy_linear_cross_entropy(x, w, target, mask, z_loss):
+    """The sum over the tokens that count, and its gradients."""
+    x, w = wide((x, w))
+    logits = x @ w
+    top = logits.max(-1, keepdims=True)
+    log_sum = np.log(np.exp(logits - top).sum(-1)) + top[..., 0]
+    onehot = np.eye(w.shape[1])[np.asarray(target)]
+    loss = log_sum - (logits * onehot).sum(-1) + z_loss * log_sum**2
+    softmax = np.exp(logits - log_sum[..., None])
+    slope = (softmax * (1 + 2 * z_loss * log_sum)[..., None] - onehot) * mask[..., None]
+    return (loss * mask).sum(), slope @ w.T, np.einsum("bld,blv->dv", x, slope)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("num_chunks", [1, 3, 7])
+@pytest.mark.parametrize("z_loss, masked", [(0.0, False), (1e-2, True)])
+def test_linear_cross_entropy(dtype, num_chunks, z_loss, masked):
+    x, w, target = projected(2, 7, 16, 11, dtype)
+    mask = np.ones((2, 7))
+    if masked:
+        mask[0, 2:5] = mask[1] = 0
+    want = numpy_linear_cross_entropy(x, w, target, mask, z_loss)
+
+    def total(x, w):
+        given = jnp.asarray(mask) if masked else None
+        options = {"z_loss": z_loss, "num_chunks": num_chunks}
+        return linear_cross_entropy(x, w, target, given, **options) * mask.sum()
+
+    value, gradients = jax.jit(jax.value_and_grad(total, (0, 1)))(x, w)
+    for got, wanted in zip((value, *gradients), want, strict=True):
+        assert_near(got, wanted, dtype)
+    assert_near(jax.jit(total)(x, w), want[0], dtype)  # without gradients it is another program
+
+
+def test_linear_cross_entropy_of_nothing_is_zero():
+    x, w, target = projected(1, 4, 8, 11)
+    nothing = lambda x: linear_cross_entropy(x, w, target, jnp.zeros((1, 4)), num_chunks=2)
+    value, gradient = jax.value_and_grad(nothing)(x)
+    assert value == 0
+    assert not np.any(gradient)
+
+
+def test_linear_cross_entropy_sums_the_weight_gradient_in_float32():
+    """One rounding to bfloat16 at the end; a sum of 256 chunks in bfloat16 is off by far more."""
+    x, w, target = projected(1, 256, 8, 11, "bfloat16")
+    total = lambda w: linear_cross_entropy(x, w, target, num_chunks=256) * 256
+    _, _, want = numpy_linear_cross_entropy(x, w, target, np.ones((1, 256)), 0.0)
+    got = wide(jax.jit(jax.grad(total))(w))
+    assert np.abs(got - want).max() < 2.0**-8 * np.abs(want).max()
+
+
+def test_linear_cross_entropy_never_has_all_logits():
+    x, w, target = projected(1, 256, 16, 8192)
+    all_logits = 256 * 8192 * 4
+
+    def temporary_bytes(num_chunks):
+        total = lambda x, w: linear_cross_entropy(x, w, target, num_chunks=num_chunks)
+        compiled = jax.jit(jax.value_and_grad(total, (0, 1))).lower(x, w).compile()
+        return compiled.memory_analysis().temp_size_in_bytes
+
+    assert temporary_bytes(1) > all_logits
+    assert temporary_bytes(16) < all_logits / 4
+
+
+@pytest.mark.parametrize("num_chunks", [0, 5])
+def test_chunks_without_tokens_are_refused(num_chunks):
+    x, w, target = projected(1, 4, 8, 11)
+    with pytest.raises(
+        ValueError, match=f"num_chunks must be 1 to 4, the length, not {num_chunks}"
+    ):
+        linear_cross_entropy(x, w, target, num_chunks=num_chunks)

@@ -8,6 +8,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 LAYERS = [
     [
+        "kernels.adamw",
         "kernels.attention_tiles",
         "kernels.cross_entropy",
         "kernels.linear",

@@ -94,6 +94,16 @@ def test_activations_grow_with_microbatches_in_flight_and_nothing_of_the_paramet
         assert more[name] == one[name]
 
 
+def test_many_logits_are_there_in_chunks():
+    """Worked by hand: 3 * 2048 tokens and half of 100,000 make 1.2 GB of float32, in 3 chunks."""
+    model = ModelConfig(**{**SMALL, "context_length": 2048, "vocab_size": 100_000})
+    stage = dataclasses.replace(SHAPE, tensor=2, dtype="bfloat16", head_in_flight=2)
+    tokens, vocab_size = 3 * 2048, 50_000
+    kept = 2 * (2 * 64 * vocab_size + 2 * tokens * 64)
+    want = (4 + 2) * tokens / 3 * vocab_size + 4 * 64 * vocab_size + kept
+    assert memory.stage_memory_bytes(model, stage)["logits"] == pytest.approx(want)
+
+
 def test_only_microbatches_that_went_through_the_head_hold_logits():
     """Interleaved: three quarters of the layers for two microbatches, the head for one of them."""
     one = memory.stage_memory_bytes(MODELS["gpt2"], SHAPE)

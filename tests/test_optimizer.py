@@ -7,6 +7,7 @@ import pytest
 
 from holmesjax.config import OptimizerConfig
 from holmesjax.optimizer import decays, learning_rate, make_optimizer
+from tests.arrays import normal
 
 NUM_STEPS = 40
 
@@ -91,3 +92,23 @@ def test_adamw_equals_its_formulas():
             theta -= float(rate(step)) * (m_hat / (np.sqrt(v_hat) + config.epsilon) + decay)
     for name, want in params["block_000"].items():
         np.testing.assert_allclose(got["block_000"][name], want, rtol=2e-5, atol=1e-6)
+
+
+def test_it_is_one_of_optax_transformations():
+    """In a chain with optax's clipping, it does what optax's own AdamW does."""
+    config = OptimizerConfig(learning_rate=0.1, schedule="constant", weight_decay=0.2)
+    clip, c = optax.clip_by_global_norm(0.5), config
+    ours = optax.chain(clip, make_optimizer(config, NUM_STEPS))
+    theirs = optax.adamw(0.1, c.beta1, c.beta2, c.epsilon, weight_decay=c.weight_decay)
+    theirs = optax.chain(clip, theirs)
+    start = {"block_000": {"up_DF": normal(0, 4, 3)}}
+    trees = []
+    for optimizer in (ours, theirs):
+        params, state = start, optimizer.init(start)
+        for step in range(5):
+            gradients = {"block_000": {"up_DF": normal(step, 4, 3)}}
+            updates, state = optimizer.update(gradients, state, params)
+            params = optax.apply_updates(params, updates)
+        trees.append(params["block_000"]["up_DF"])
+    np.testing.assert_allclose(*trees, rtol=1e-5)
+    assert np.abs(trees[0] - start["block_000"]["up_DF"]).max() > 0.1

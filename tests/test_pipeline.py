@@ -19,7 +19,7 @@ import pytest
 from holmesjax.config import KernelsConfig, ModelConfig, OptimizerConfig
 from holmesjax.mesh import build_meshes
 from holmesjax.models import gpt
-from holmesjax.optimizer import learning_rate, make_optimizer
+from holmesjax.optimizer import make_optimizer
 from holmesjax.pipeline import Alone, OneStage, Pipeline, in_one_process, local_targets
 from holmesjax.plan import EMBED, HEAD, Axis, Plan, StagePlan, block_name
 from holmesjax.planner import make_plan
@@ -34,7 +34,7 @@ NUM_LAYERS, MICROBATCH, SEED, NUM_STEPS = 4, 4, 3, 3
 SPLITS = [(4,), (3, 1), (2, 1, 1), (1, 1, 1, 1)]  # equal splits are in the tests below
 # A large epsilon: dividing by the root of a second moment near zero would magnify roundings.
 SMOOTH = OptimizerConfig(learning_rate=1e-2, beta1=0.0, epsilon=1e-3, clip_norm=None)
-PLAIN = KernelsConfig(attention="reference")
+PLAIN = KernelsConfig(attention="reference", cross_entropy="reference")
 RTOL = 1e-5  # of the norm of each array: sums in another order, in float32
 
 # Every split, data and tensor; of the embeddings, each with some tied and some not.
@@ -118,7 +118,6 @@ def make_stages(
             index=i,
             mesh=meshes[s],
             optimizer=make_optimizer(config, 100),
-            learning_rate=learning_rate(config, 100),
             compute_dtype=dtype,
             clip_norm=config.clip_norm,
             mask_documents=mask,
@@ -205,7 +204,7 @@ def check_against_plain(runner, model, plan, config=SMOOTH, mask=False, rtol=RTO
     for step, (loss, states) in enumerate(steps):
         assert abs(loss - losses[step]) <= rtol * losses[step]
         for state in states:
-            for layer, moments in state.opt_state[0].mu.items():
+            for layer, moments in state.opt_state.mu.items():
                 for path, got in jax.tree_util.tree_leaves_with_path(moments):
                     want = functools.reduce(lambda t, k: t[k.key], path, gradients[step][layer])
                     assert_near(got, want, rtol, f"step {step} {layer} {path}")
@@ -353,12 +352,13 @@ def test_documents_are_masked_on_every_stage():
     assert abs(masked[0] - open_[0]) > 1e-4  # the mask does something
 
 
-@pytest.mark.parametrize("data, fsdp, remat", [(2, 1, "dots"), (2, 2, "none")])
-def test_pallas_kernels_equal_plain_jax(data, fsdp, remat):
-    """On each device those of its own sequences and heads; XLA would gather all of them."""
-    model = make_model(num_layers=2, width=64, num_kv_heads=2)
+@pytest.mark.parametrize("data, fsdp, remat, tied", [(2, 1, "dots", True), (2, 2, "none", False)])
+def test_kernels_equal_plain_jax(data, fsdp, remat, tied):
+    """Pallas on each device's own sequences and heads, and a loss from a few logits at a time."""
+    model = make_model(num_layers=2, width=64, num_kv_heads=2, tied_embeddings=tied)
     plan = hand_made_plan((2,), data, 2, fsdp=fsdp, remat=remat)
-    [stage] = make_stages(model, plan, mask=True, kernels=KernelsConfig(attention="pallas"))
+    kernels = KernelsConfig(attention="pallas", cross_entropy="chunked", adamw="pallas")
+    [stage] = make_stages(model, plan, mask=True, kernels=kernels)
     check_against_plain(OneStage(plan, compile_whole_step(stage)), model, plan, mask=True)
 
 
@@ -371,7 +371,7 @@ def test_bfloat16_computes_near_and_accumulates_in_float32():
     got, states = next(run_steps(runner, runner.init(SEED), plan.global_batch, 2))
     assert abs(got - loss) < 2**-8 * loss
     for state in states:
-        leaves = jax.tree_util.tree_leaves_with_path(state.opt_state[0].mu)
+        leaves = jax.tree_util.tree_leaves_with_path(state.opt_state.mu)
         for path, moment in leaves:
             assert moment.dtype == np.float32
             want = functools.reduce(lambda tree, k: tree[k.key], path, gradient)
@@ -395,7 +395,7 @@ def test_clipping_by_the_norm_over_all_stages(clip_norm):
     clock.close()
     assert abs(float(metrics["grad_norm"]) - norm) < RTOL * norm
     for state in states:
-        for path, moment in jax.tree_util.tree_leaves_with_path(state.opt_state[0].mu):
+        for path, moment in jax.tree_util.tree_leaves_with_path(state.opt_state.mu):
             want = functools.reduce(lambda tree, k: tree[k.key], path, clipped)
             assert_near(moment, want, RTOL, str(path))
 

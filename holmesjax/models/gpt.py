@@ -128,25 +128,43 @@ class Block(nn.Module):
 
 
 class Head(nn.Module):
-    """The last norm and the output projection: logits."""
+    """The last norm and the output projection: logits, or their loss."""
 
     config: ModelConfig
+    kernels: ops.Kernels = ops.DEFAULT
 
-    @nn.compact
+    def setup(self) -> None:
+        c = self.config
+        self.norm = Norm(c)
+        if not c.tied_embeddings:
+            self.output_DV = declare(self, "output_DV", c.width, c.vocab_size)
+
     def __call__(self, x_BLD: jax.Array, token_VD: jax.Array | None) -> jax.Array:
-        h_BLD = Norm(self.config, name="norm")(ops.separate(x_BLD))
+        h_BLD = self.norm(ops.separate(x_BLD))
         if self.config.tied_embeddings:
             assert token_VD is not None, "a tied head needs the token table"
             return ops.linear_transposed(h_BLD, token_VD)
-        return ops.linear(
-            h_BLD, declare(self, "output_DV", self.config.width, self.config.vocab_size)
-        )
+        return ops.linear(h_BLD, self.output_DV)
+
+    def loss(self, x_BLD: jax.Array, token_VD: jax.Array | None, target_BL: jax.Array) -> jax.Array:
+        """The mean cross-entropy of the next tokens; the logits in chunks where they are many."""
+        num_chunks = self.kernels.logit_chunks(x_BLD, self.config.vocab_size)
+        if num_chunks == 1:
+            return jnp.mean(ops.cross_entropy(self(x_BLD, token_VD), target_BL))
+        h_BLD = self.norm(ops.separate(x_BLD))
+        if self.config.tied_embeddings:
+            assert token_VD is not None, "a tied head needs the token table"
+            w_DV = token_VD.T
+        else:
+            w_DV = self.output_DV
+        return ops.linear_cross_entropy(h_BLD, w_DV, target_BL, num_chunks=num_chunks)
 
 
 def module(layer: str, config: ModelConfig, kernels: ops.Kernels = ops.DEFAULT) -> nn.Module:
     """The module of a layer by its name."""
-    ends = {EMBED: Embed, HEAD: Head}
-    return ends[layer](config) if layer in ends else Block(config, kernels)
+    if layer == EMBED:
+        return Embed(config)
+    return Head(config, kernels) if layer == HEAD else Block(config, kernels)
 
 
 def apply(

@@ -1,0 +1,238 @@
+"""What GPU kernels compile to, without a GPU: python -m benchmarks.kernels_compiled
+
+Every configuration is compiled for an H200, down to machine code, by XLA's CUDA plugin and NVIDIA's
+compiler. They are installed into a folder of their own, once (230 MB to download): where JAX found
+them, it would look for a GPU in every program.
+
+    registers   of a thread, of 255; fewer threads run at a time where it has many
+    spilled     bytes that did not fit into them, stored and loaded in the middle of the kernel
+    wgmma       instructions that multiply on Hopper's tensor cores; 0 is the slow way
+
+Ends with 1 if a kernel does not compile, spills more than 64 bytes, or multiplies 16-bit numbers
+the slow way. One that does none of this can still be wrong or slow: only a GPU tells.
+"""
+
+import argparse
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import topologies
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+
+from benchmarks.pipeline_overhead import RESULTS, commit, versions
+from kernels.attention_tiles import Rule
+from kernels.attention_triton import attention_triton
+
+NAME = "kernels_compiled"
+MOST_SPILLED = 64  # bytes of a thread
+ROOT = Path(__file__).parent.parent
+FOLDER = ROOT / f".cuda-{version('jax')}"
+COMPILER = ["nvidia-cuda-nvcc==13.0.*", "nvidia-nvvm==13.0.*"]
+
+# Stands where XLA looks for NVIDIA's assembler: notes what it was given and what it says, in one
+# piece, since several run at a time.
+PTXAS = """#!/bin/sh
+said="$PTXAS_LOG.$$"
+{compiler}/bin/ptxas -v "$@" 2>"$said"
+status=$?
+for file in "$@"; do
+    if [ -s "$file" ] && grep -q '^\\.target' "$file"; then
+        printf 'wgmma %s\\n' "$(grep -c wgmma.mma_async "$file")" >"$said.noted"
+    fi
+done
+cat "$said" >>"$said.noted"
+cat "$said.noted" >>"$PTXAS_LOG"
+cat "$said" >&2
+rm "$said" "$said.noted"
+exit $status
+"""
+ENTRY = re.compile(
+    r"wgmma (\d+)\n"
+    r"(?:(?!wgmma ).*\n)*?.*Compiling entry function '(\w+)'.*\n"
+    r"(?:(?!wgmma ).*\n)*?.* (\d+) bytes spill stores, (\d+) bytes spill loads\n"
+    r".*Used (\d+) registers"
+)
+
+
+class Configuration(NamedTuple):
+    """Arguments of attention, of 4 query and 2 key-value heads."""
+
+    dtype: str
+    head_width: int
+    rule: str
+
+    @property
+    def label(self) -> str:
+        return f"{self.dtype}, {self.head_width} wide, {self.rule}"
+
+
+RULES = {
+    "causal": (Rule(), False),
+    "full": (Rule(causal=False), False),
+    "window, soft cap, documents": (Rule(window=1024, soft_cap=30.0), True),
+}
+CONFIGURATIONS = [
+    Configuration(dtype, head_width, rule)
+    for dtype in ("bfloat16", "float16", "float32")
+    for head_width in (64, 128, 256)
+    for rule in RULES
+]
+
+
+def install(folder: Path) -> None:
+    """The plugin, and the compiler beside it, where the plugin does not find it by itself."""
+    jax_version = version("jax")
+    plugin = [f"jax-cuda13-{part}=={jax_version}" for part in ("pjrt", "plugin")]
+    for part, packages in (("plugin", plugin), ("compiler", COMPILER)):
+        target = folder / part
+        if not target.exists():
+            print(f"installing {' and '.join(packages)} into {target}", flush=True)
+            pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps"]
+            subprocess.run([*pip, "--target", str(target), *packages], check=True)
+    compiler = folder / "compiler" / "nvidia" / "cu13"
+    data = folder / "data"
+    (data / "bin").mkdir(parents=True, exist_ok=True)
+    (data / "bin" / "ptxas").write_text(PTXAS.format(compiler=compiler))
+    (data / "bin" / "ptxas").chmod(0o755)
+    if not (data / "nvvm").exists():
+        (data / "nvvm").symlink_to(compiler / "nvvm")
+
+
+def compile_in_a_process(folder: Path, numbers: list[int]) -> Iterator[dict[str, Any]]:
+    """What became of each configuration, by their numbers, as they get done."""
+    log = folder / f"ptxas-{os.getpid()}.log"
+    environment = {
+        **os.environ,
+        "JAX_PLATFORMS": "cpu",
+        "PTXAS_LOG": str(log),
+        "PYTHONPATH": os.pathsep.join([str(ROOT), str(folder / "plugin")]),
+        "TF_CPP_MIN_LOG_LEVEL": "3",
+        "XLA_FLAGS": f"--xla_gpu_cuda_data_dir={folder / 'data'}",
+    }
+    command = [sys.executable, "-m", f"benchmarks.{NAME}", "--compile", *map(str, numbers)]
+    process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
+    assert process.stdout
+    try:
+        for line in process.stdout:
+            yield json.loads(line)
+        if process.wait():
+            raise SystemExit(f"{NAME}: the compiling process ended with {process.returncode}")
+    finally:
+        process.kill()
+        process.wait()
+        log.unlink(missing_ok=True)
+
+
+def compile_here(numbers: list[int]) -> None:
+    """In a process that sees the plugin: a line of JSON for each configuration."""
+    topology = topologies.get_topology_desc(
+        platform="cuda",
+        topology_name="h200",
+        topology="1x1x1",
+        target_config=(Path(__file__).parent / "h200.txtpb").read_text(),
+    )
+    mesh = Mesh(np.array(topology.devices), ("device",))
+    log = Path(os.environ["PTXAS_LOG"])
+    for number in numbers:
+        log.write_text("")
+        problem = None
+        try:
+            _compile(CONFIGURATIONS[number], mesh)
+        except Exception as error:  # of XLA, or of what it ran: whatever it is, it is the result
+            problem = str(error).strip().splitlines()[0]
+        kernels = {
+            name: {"registers": int(used), "spilled": int(stores) + int(loads), "wgmma": int(n)}
+            for n, name, stores, loads, used in ENTRY.findall(log.read_text())
+            if name.startswith("attention")
+        }
+        configuration = CONFIGURATIONS[number]._asdict()
+        line = {"configuration": configuration, "kernels": kernels, "error": problem}
+        print(json.dumps(line), flush=True)
+
+
+def _compile(configuration: Configuration, mesh: Mesh) -> None:
+    rule, has_documents = RULES[configuration.rule]
+
+    def both_ways(q: Any, k: Any, v: Any, dout: Any, ids: Any) -> Any:
+        segments = (ids, ids) if has_documents else None
+        attention = lambda q, k, v: attention_triton(q, k, v, segments, rule)[0]
+        out, pullback = jax.vjp(attention, q, k, v)
+        return out, pullback(dout)
+
+    where = NamedSharding(mesh, P())
+    shape = lambda heads: jax.ShapeDtypeStruct(
+        (1, 4096, heads, configuration.head_width), configuration.dtype, sharding=where
+    )
+    ids = jax.ShapeDtypeStruct((1, 4096), jnp.int32, sharding=where)
+    with jax.sharding.set_mesh(mesh):
+        jax.jit(both_ways).trace(shape(4), shape(2), shape(2), shape(4), ids).lower().compile()
+
+
+def is_good(line: dict[str, Any]) -> bool:
+    kernels = line["kernels"].values()
+    is_narrow = line["configuration"]["dtype"] != "float32"
+    slow = is_narrow and not all(kernel["wgmma"] for kernel in kernels)
+    spills = any(kernel["spilled"] > MOST_SPILLED for kernel in kernels)
+    return not line["error"] and len(kernels) == 3 and not slow and not spills
+
+
+def table(lines: list[dict[str, Any]]) -> str:
+    rows = [
+        "| attention | kernel | registers | spilled | wgmma |",
+        "| --- | --- | --- | --- | --- |",
+    ]
+    for line in lines:
+        label = Configuration(**line["configuration"]).label
+        for name, kernel in sorted(line["kernels"].items()):
+            numbers = [kernel["registers"], kernel["spilled"], kernel["wgmma"]]
+            rows.append(f"| {label} | `{name}` | {' | '.join(map(str, numbers))} |")
+        if line["error"]:
+            rows.append(f"| {label} | {line['error']} | | | |")
+    return "\n".join(rows)
+
+
+def main() -> int:
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(NAME, description=__doc__, formatter_class=raw)
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder (results/)")
+    parser.add_argument("--compile", nargs="+", type=int, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.compile:
+        compile_here(args.compile)
+        return 0
+    install(FOLDER)
+    lines = []
+    for line in compile_in_a_process(FOLDER, list(range(len(CONFIGURATIONS)))):
+        lines.append(line)
+        print(*table([line]).splitlines()[2:], sep="\n", flush=True)
+    installed = sorted(path.stem for path in FOLDER.glob("*/*.dist-info"))
+    result = {
+        "command": " ".join([f"python -m benchmarks.{NAME}", *sys.argv[1:]]),
+        "commit": commit(),
+        "date": time.strftime("%Y-%m-%d"),
+        "device": "described as an H200; none was there",
+        "versions": {**versions(), "installed": installed},
+        "lines": lines,
+    }
+    name = f"{NAME}_{version('jax')}"
+    args.out.mkdir(parents=True, exist_ok=True)
+    about = f"commit {result['commit']}, {result['date']}, no GPU: `{result['command']}`"
+    (args.out / f"{name}.json").write_text(json.dumps(result, indent=1) + "\n")
+    (args.out / f"{name}.md").write_text(f"{table(lines)}\n\n{about}\n")
+    print("", table(lines), about, sep="\n")
+    return 0 if all(map(is_good, lines)) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

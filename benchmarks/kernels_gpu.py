@@ -1,0 +1,424 @@
+"""Kernels on an NVIDIA GPU, beside what else there is: python -m benchmarks.kernels_gpu
+
+First the tests of the kernels run on the device. Then every line times ours and its rivals on the
+same random arrays, in turns:
+
+    attention       cuDNN through JAX, JAX's own Pallas kernel, Tokamax and PyTorch where installed;
+                    forward, and forward and backward together, from which the backward follows
+    adamw           XLA's program for the plain formula, PyTorch's fused optimizer
+    cross_entropy   the logits all at once: time, and memory besides arguments and results
+
+    time            median of the rounds; each is as many calls as take 50 ms, waited for at the end
+    spread          the middle half of the rounds over their median
+    rate            TFLOP/s, of unmasked scores only, or GB/s of the bytes that have to be moved
+    limit           the share of what the device reaches here: a matrix product of 8192^3 in
+                    bfloat16, or a copy of 1 GiB, counting bytes read and written
+
+A backward counts 2.5 forwards (Dao, arXiv:2307.08691). Without a GPU nothing is measured;
+`--rehearse` runs every line once, small and interpreted, to see that it works.
+"""
+
+import argparse
+import contextlib
+import functools
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from benchmarks.pipeline_overhead import RESULTS, commit, middle, versions
+from kernels.adamw import Leaf, Rule, adamw_reference, adamw_triton, factors
+from kernels.attention_tiles import Rule as Seen
+from kernels.attention_triton import attention_triton
+from kernels.cross_entropy import cross_entropy, linear_cross_entropy
+
+NAME = "kernels_gpu"
+TESTS = ["tests/test_attention.py", "tests/test_adamw.py", "tests/test_kernels.py"]
+ROUND_S = 0.05
+ROUNDS = 11
+HYPER = Rule(0.9, 0.95, 1e-8, 0.1)
+
+Call = Callable[[], Any]  # starts the work; what it returns can be waited for
+Calls = dict[str, Call]
+
+
+class Attention(NamedTuple):
+    """A line of the table: bfloat16, one sequence unless it is short."""
+
+    length: int
+    heads: int
+    kv_heads: int
+    head_width: int
+    seen: Seen = Seen()
+    documents: int = 1  # of equal length
+
+    @property
+    def label(self) -> str:
+        what = "causal" if self.seen.causal else "full"
+        if self.seen.window:
+            what += f", window {self.seen.window}"
+        if self.documents > 1:
+            what += f", {self.documents} documents"
+        heads = f"{self.heads}/{self.kv_heads} heads {self.head_width} wide"
+        return f"{self.length} tokens, {heads}, {what}"
+
+    @property
+    def pairs(self) -> int:
+        """Scores that are not masked, of a head."""
+        length = self.length // self.documents
+        if not self.seen.causal:
+            return self.documents * length * length
+        window = min(self.seen.window or length, length)
+        return self.documents * (window * (window + 1) // 2 + (length - window) * window)
+
+    @property
+    def forward_flop(self) -> float:
+        return 4.0 * self.pairs * self.heads * self.head_width
+
+
+ATTENTION = [
+    *(Attention(length, 64, 8, 128) for length in (2048, 4096, 8192, 16384)),
+    *(Attention(length, 64, 8, 64) for length in (4096, 8192)),
+    *(Attention(length, 32, 8, 256) for length in (4096, 8192)),
+    Attention(8192, 64, 8, 128, Seen(causal=False)),
+    Attention(8192, 64, 8, 128, Seen(window=1024)),
+    Attention(8192, 64, 8, 128, documents=8),
+]
+SMALL_ATTENTION = [Attention(64, 4, 2, 64), Attention(64, 4, 2, 64, Seen(window=8), 2)]
+
+
+def normal(seed: int, *shape: int, dtype: str = "bfloat16") -> jax.Array:
+    """Random: products of zeros take less power, and so less time."""
+    return jax.random.normal(jax.random.key(seed), shape, jnp.float32).astype(dtype)
+
+
+# ---- what is compared --------------------------------------------------------------------------
+
+
+def attention_calls(case: Attention, interpret: bool) -> tuple[Calls, Calls]:
+    """Forward, and forward and backward, of everyone that can compute this."""
+    shape = lambda heads: (1, case.length, heads, case.head_width)
+    q, dout = normal(0, *shape(case.heads)), normal(1, *shape(case.heads))
+    k, v = (normal(seed, *shape(case.kv_heads)) for seed in (2, 3))
+    segment = jnp.arange(case.length, dtype=jnp.int32)[None] // (case.length // case.documents)
+    segments = (segment, segment) if case.documents > 1 else None
+    ours = lambda q, k, v: attention_triton(q, k, v, segments, case.seen, interpret=interpret)[0]
+    functions = {"ours": ours}
+    if not interpret:
+        functions |= _library_attention(case, segment)
+
+    def both(function: Callable) -> Callable:
+        def run(q: Any, k: Any, v: Any, dout: Any) -> Any:
+            out, pullback = jax.vjp(function, q, k, v)
+            return out, pullback(dout)
+
+        return run
+
+    forward: Calls = {}
+    backward: Calls = {}
+    for name, function in functions.items():
+        forward[name] = functools.partial(jax.jit(function), q, k, v)
+        backward[name] = functools.partial(jax.jit(both(function)), q, k, v, dout)
+    if not interpret and case.documents == 1 and not case.seen.window:
+        with contextlib.suppress(ImportError):
+            forward["PyTorch"], backward["PyTorch"] = _torch_attention(case)
+    return forward, backward
+
+
+def _library_attention(case: Attention, segment: jax.Array) -> dict[str, Callable]:
+    causal, window = case.seen.causal, case.seen.window
+    functions: dict[str, Callable] = {}
+    if case.documents == 1:
+        local = None if window is None else (window - 1, 0)
+        functions["cuDNN"] = lambda q, k, v: jax.nn.dot_product_attention(
+            q, k, v, is_causal=causal, local_window_size=local, implementation="cudnn"
+        )
+    if window is None:
+        with contextlib.suppress(ImportError):
+            import warnings
+
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", DeprecationWarning)
+                from jax.experimental.pallas.ops.gpu.attention import mha
+
+            scale, shared = case.head_width**-0.5, case.heads // case.kv_heads
+            ids = segment if case.documents > 1 else None
+            wide = lambda x: jnp.repeat(x, shared, axis=2)  # it has no grouped queries
+            functions["JAX's Pallas"] = lambda q, k, v: mha(
+                q, wide(k), wide(v), ids, sm_scale=scale, causal=causal
+            )
+    if case.documents == 1 and window is None:
+        with contextlib.suppress(ImportError):
+            import tokamax
+
+            functions["Tokamax"] = lambda q, k, v: tokamax.dot_product_attention(
+                q, k, v, is_causal=causal
+            )
+    return functions
+
+
+def _torch_attention(case: Attention) -> tuple[Call, Call]:
+    import torch
+    from torch.nn.functional import scaled_dot_product_attention
+
+    if not torch.cuda.is_available():
+        raise ImportError
+    make = lambda heads: torch.randn(
+        1, heads, case.length, case.head_width, dtype=torch.bfloat16, device="cuda"
+    )
+    q, k, v = (make(n).requires_grad_() for n in (case.heads, case.kv_heads, case.kv_heads))
+    dout = make(case.heads)
+    causal = case.seen.causal
+    attention = lambda: scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=True)
+
+    def forward() -> Any:
+        with torch.no_grad():
+            return attention()
+
+    def both() -> Any:
+        return torch.autograd.grad(attention(), (q, k, v), dout)
+
+    return forward, both
+
+
+def adamw_calls(sizes: list[int], interpret: bool) -> Calls:
+    make = lambda: [Leaf(*(normal(i, n, dtype="float32") for i in range(3))) for n in sizes]
+    leaves = [leaf._replace(nu=leaf.nu**2) for leaf in make()]
+    gradients = [normal(9, n, dtype="float32") for n in sizes]
+    step = factors(jnp.int32(10), 0.5, 1e-4, HYPER.beta1, HYPER.beta2)
+
+    def plain(leaves: list[Leaf], gradients: list[jax.Array]) -> list[Leaf]:
+        pairs = zip(leaves, gradients, strict=True)
+        return [adamw_reference(leaf, gradient, step, HYPER) for leaf, gradient in pairs]
+
+    def kernel(leaves: list[Leaf], gradients: list[jax.Array]) -> list[Leaf]:
+        rules = [HYPER] * len(sizes)
+        return adamw_triton(leaves, gradients, step, rules, interpret=interpret)
+
+    def in_place(function: Callable) -> Call:
+        run, held = jax.jit(function, donate_argnums=0), [jax.tree.map(jnp.copy, leaves)]
+
+        def call() -> Any:
+            held[0] = run(held[0], gradients)
+            return held[0]
+
+        return call
+
+    calls = {"ours": in_place(kernel), "XLA": in_place(plain)}
+    if not interpret:
+        with contextlib.suppress(ImportError):
+            calls["PyTorch"] = _torch_adamw(sizes)
+    return calls
+
+
+def _torch_adamw(sizes: list[int]) -> Call:
+    import torch
+
+    if not torch.cuda.is_available():
+        raise ImportError
+    parameters = [torch.nn.Parameter(torch.randn(n, device="cuda")) for n in sizes]
+    for parameter in parameters:
+        parameter.grad = torch.randn_like(parameter)
+    optimizer = torch.optim.AdamW(parameters, betas=HYPER[:2], fused=True)
+
+    def call() -> Any:
+        optimizer.step()
+        return parameters[0]
+
+    return call
+
+
+def cross_entropy_calls(tokens: int, width: int, vocab: int, chunks: int) -> tuple[Calls, dict]:
+    """The calls, and the bytes of temporaries of each."""
+    x, w = normal(0, 1, tokens, width), normal(1, width, vocab)
+    target = jax.random.randint(jax.random.key(2), (1, tokens), 0, vocab)
+    functions = {
+        "ours": lambda x, w: linear_cross_entropy(x, w, target, num_chunks=chunks),
+        "all at once": lambda x, w: cross_entropy(x @ w, target).mean(),
+    }
+    calls: Calls = {}
+    temporary_bytes = {}
+    for name, function in functions.items():
+        compiled = jax.jit(jax.value_and_grad(function, (0, 1))).lower(x, w).compile()
+        analysis = compiled.memory_analysis()
+        assert analysis is not None, "no compiler without"
+        temporary_bytes[name] = analysis.temp_size_in_bytes
+        calls[name] = functools.partial(compiled, x, w)
+    return calls, temporary_bytes
+
+
+def limits(rehearse: bool) -> dict[str, float]:
+    """FLOP/s of a large product, and bytes/s of a large copy."""
+    side, size = (64, 2**12) if rehearse else (8192, 2**30)
+    a, b = normal(0, side, side), normal(1, side, side)
+    product = jax.jit(lambda a, b: a @ b)
+    source = normal(2, size // 2)
+    copy = jax.jit(lambda x: x * jnp.bfloat16(-1))
+    times = measure(
+        {"product": functools.partial(product, a, b), "copy": functools.partial(copy, source)},
+        rehearse,
+    )
+    return {
+        "flop_per_s": 2.0 * side**3 / times["product"]["s"],
+        "bytes_per_s": 2.0 * source.nbytes / times["copy"]["s"],
+    }
+
+
+# ---- measuring ---------------------------------------------------------------------------------
+
+
+def wait(result: Any) -> None:
+    jax.block_until_ready([x for x in jax.tree.leaves(result) if isinstance(x, jax.Array)])
+    if "torch" in sys.modules and sys.modules["torch"].cuda.is_available():
+        sys.modules["torch"].cuda.synchronize()
+
+
+def measure(calls: Calls, rehearse: bool) -> dict[str, dict[str, float]]:
+    """Seconds of each, in turns, and their spread."""
+    repeats: dict[str, int] = {}
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    for name, call in calls.items():
+        wait(call())  # compiles
+        start = time.perf_counter()
+        wait(call())
+        took = max(time.perf_counter() - start, 1e-6)
+        repeats[name] = 1 if rehearse else max(1, round(ROUND_S / took))
+    for _ in range(2 if rehearse else ROUNDS):
+        for name, call in calls.items():
+            start = time.perf_counter()
+            for _ in range(repeats[name]):
+                result = call()
+            wait(result)
+            times[name].append((time.perf_counter() - start) / repeats[name])
+    found = {name: middle(took) for name, took in times.items()}
+    return {name: {"s": x["median"], "spread": x["spread"]} for name, x in found.items()}
+
+
+def attention_lines(rehearse: bool, most: dict[str, float]) -> Iterator[dict[str, Any]]:
+    for case in SMALL_ATTENTION if rehearse else ATTENTION:
+        forward, both = (measure(calls, rehearse) for calls in attention_calls(case, rehearse))
+        for name in forward:
+            backward_s = both[name]["s"] - forward[name]["s"]
+            for way, s, flop, spread in (
+                ("forward", forward[name]["s"], case.forward_flop, forward[name]["spread"]),
+                ("backward", backward_s, 2.5 * case.forward_flop, both[name]["spread"]),
+            ):
+                rate = flop / s
+                yield {
+                    "what": f"attention {way}: {case.label}",
+                    "by": name,
+                    "ms": s * 1e3,
+                    "spread": spread,
+                    "rate": f"{rate / 1e12:.0f} TFLOP/s",
+                    "limit": rate / most["flop_per_s"],
+                }
+
+
+def adamw_lines(rehearse: bool, most: dict[str, float]) -> Iterator[dict[str, Any]]:
+    one, many = (2**14, [300] * 20) if rehearse else (2**28, [50_000] * 300)
+    for label, sizes in (("one array", [one]), (f"{len(many)} arrays", many)):
+        for name, time_of in measure(adamw_calls(sizes, rehearse), rehearse).items():
+            rate = 28.0 * sum(sizes) / time_of["s"]
+            yield {
+                "what": f"adamw: {sum(sizes):,} parameters, {label}",
+                "by": name,
+                "ms": time_of["s"] * 1e3,
+                "spread": time_of["spread"],
+                "rate": f"{rate / 1e9:.0f} GB/s",
+                "limit": rate / most["bytes_per_s"],
+            }
+
+
+def cross_entropy_lines(rehearse: bool, most: dict[str, float]) -> Iterator[dict[str, Any]]:
+    sizes = (64, 16, 512, 4) if rehearse else (16384, 4096, 128_256, 16)
+    tokens, width, vocab, _ = sizes
+    calls, temporary_bytes = cross_entropy_calls(*sizes)
+    for name, time_of in measure(calls, rehearse).items():
+        rate = 6.0 * tokens * width * vocab / time_of["s"]
+        yield {
+            "what": f"cross-entropy: {tokens} tokens, width {width}, vocabulary {vocab}",
+            "by": name,
+            "ms": time_of["s"] * 1e3,
+            "spread": time_of["spread"],
+            "rate": f"{rate / 1e12:.0f} TFLOP/s",
+            "limit": rate / most["flop_per_s"],
+            "temporary_mib": temporary_bytes[name] / 2**20,
+        }
+
+
+PARTS = {
+    "attention": attention_lines,
+    "adamw": adamw_lines,
+    "cross_entropy": cross_entropy_lines,
+}
+
+
+def table(lines: list[dict[str, Any]]) -> str:
+    rows = [
+        "| | | ms | spread | rate | limit | temporaries |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    for x in lines:
+        memory = f"{x['temporary_mib']:.0f} MiB" if "temporary_mib" in x else ""
+        rows.append(
+            f"| {x['what']} | {x['by']} | {x['ms']:.3f} | {x['spread']:.1%} | {x['rate']} | "
+            f"{x['limit']:.0%} | {memory} |"
+        )
+    return "\n".join(rows)
+
+
+def main() -> int:
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(NAME, description=__doc__, formatter_class=raw)
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS), help="(all)")
+    parser.add_argument("--rehearse", action="store_true", help="small, anywhere; no result")
+    parser.add_argument("--no-tests", action="store_true", help="only times")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder (results/)")
+    args = parser.parse_args()
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # PyTorch needs some, too
+    if not args.rehearse and not args.no_tests:
+        tests = [sys.executable, "-m", "pytest", "-q", "--gpu", *TESTS]
+        if status := subprocess.run(tests, cwd=RESULTS.parent.parent).returncode:
+            print(f"{NAME}: the kernels' tests fail on this device; nothing is timed")
+            return status
+    device = jax.devices()[0]
+    if not args.rehearse and device.platform != "gpu":
+        print(f"{NAME}: no GPU here ({device.device_kind}); not measured. --rehearse runs it small")
+        return 2
+    most = limits(args.rehearse)
+    lines = []
+    for part in args.parts:
+        for line in PARTS[part](args.rehearse, most):
+            lines.append(line)
+            print(table([line]).splitlines()[-1], flush=True)
+    if args.rehearse:
+        return 0
+    result = {
+        "command": " ".join([f"python -m benchmarks.{NAME}", *sys.argv[1:]]),
+        "commit": commit(),
+        "date": time.strftime("%Y-%m-%d"),
+        "device": device.device_kind,
+        "versions": versions(),
+        "limits": most,
+        "lines": lines,
+    }
+    name = f"{NAME}_{device.device_kind.lower().replace(' ', '_')}"
+    about = (
+        f"commit {result['commit']}, {result['date']}, {device.device_kind}: `{result['command']}`"
+    )
+    args.out.mkdir(parents=True, exist_ok=True)
+    (args.out / f"{name}.json").write_text(json.dumps(result, indent=1) + "\n")
+    (args.out / f"{name}.md").write_text(f"{table(lines)}\n\n{about}\n")
+    print("", table(lines), about, sep="\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

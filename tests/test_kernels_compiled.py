@@ -1,0 +1,56 @@
+"""GPU kernels compiled down to machine code, where that can be done."""
+
+import pytest
+
+from benchmarks import kernels_compiled
+from benchmarks.kernels_compiled import CONFIGURATIONS, ENTRY, FOLDER, Configuration
+
+LOG = """wgmma 12
+ptxas info    : 0 bytes gmem
+ptxas info    : Compiling entry function 'attention_dq' for 'sm_90a'
+ptxas info    : Function properties for attention_dq
+    8 bytes stack frame, 4 bytes spill stores, 8 bytes spill loads
+ptxas info    : Used 144 registers, used 1 barriers
+ptxas info    : Compile time = 9.281 ms
+wgmma 0
+ptxas info    : 0 bytes gmem
+ptxas info    : Compiling entry function 'fusion' for 'sm_90a'
+ptxas info    : Function properties for fusion
+    0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads
+ptxas info    : Used 18 registers, used 0 barriers
+"""
+
+
+def test_what_the_assembler_says_is_read():
+    assert ENTRY.findall(LOG) == [
+        ("12", "attention_dq", "4", "8", "144"),
+        ("0", "fusion", "0", "0", "18"),
+    ]
+
+
+@pytest.mark.parametrize(
+    "kernel, dtype, good",
+    [
+        ({}, "bfloat16", True),
+        ({"spilled": 64}, "bfloat16", True),
+        ({"spilled": 68}, "bfloat16", False),
+        ({"wgmma": 0}, "bfloat16", False),
+        ({"wgmma": 0}, "float32", True),
+    ],
+)
+def test_what_is_good(kernel, dtype, good):
+    fine = {"registers": 200, "spilled": 0, "wgmma": 8}
+    kernels = {"attention_forward": fine, "attention_dq": fine, "attention_dkv": {**fine, **kernel}}
+    configuration = Configuration(dtype, 64, "causal")._asdict()
+    line = {"configuration": configuration, "kernels": kernels, "error": None}
+    assert kernels_compiled.is_good(line) == good
+    assert not kernels_compiled.is_good({**line, "error": "out of shared memory"})
+    assert not kernels_compiled.is_good({**line, "kernels": {}})
+    assert f"| {dtype}, 64 wide, causal | `attention_dkv` | 200 |" in kernels_compiled.table([line])
+
+
+@pytest.mark.skipif(not FOLDER.exists(), reason="run python -m benchmarks.kernels_compiled once")
+def test_attention_compiles_for_an_h200():
+    number = CONFIGURATIONS.index(Configuration("bfloat16", 128, "causal"))
+    [line] = kernels_compiled.compile_in_a_process(FOLDER, [number])
+    assert kernels_compiled.is_good(line), line

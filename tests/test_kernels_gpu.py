@@ -1,0 +1,43 @@
+"""The benchmark of GPU kernels, as far as it runs without one."""
+
+import math
+
+import numpy as np
+import pytest
+
+from benchmarks import kernels_gpu
+from benchmarks.kernels_gpu import ATTENTION, PARTS, Attention
+from kernels.attention_tiles import Rule
+from tests.test_attention import seen
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_every_line_can_be_measured(part):
+    most = {"flop_per_s": 1e12, "bytes_per_s": 1e9}
+    lines = list(PARTS[part](True, most))
+    assert {line["by"] for line in lines} >= {"ours"}
+    for line in lines:
+        assert all(math.isfinite(line[name]) for name in ("ms", "spread", "limit"))
+    rows = kernels_gpu.table(lines).splitlines()
+    assert len(rows) == 2 + len(lines)
+
+
+@pytest.mark.parametrize("rule", [Rule(), Rule(window=5), Rule(causal=False)], ids=str)
+@pytest.mark.parametrize("documents", [1, 3])
+def test_only_scores_that_count_are_counted(rule, documents):
+    case = Attention(12, 4, 2, 64, rule, documents)
+    ids = [[i // (12 // documents) for i in range(12)]]
+    segments = (np.array(ids), np.array(ids))
+    assert case.pairs == seen(12, 12, rule, segments).sum()
+
+
+def test_the_goals_are_among_the_lines():
+    """Those of the published cuDNN rates: 64 query and 8 key-value heads 128 wide, causal."""
+    assert {Attention(length, 64, 8, 128) for length in (4096, 8192)} <= set(ATTENTION)
+
+
+def test_without_a_gpu_nothing_is_measured(monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr("sys.argv", ["kernels_gpu", "--no-tests", "--out", str(tmp_path)])
+    assert kernels_gpu.main() == 2
+    assert "no GPU here (cpu); not measured" in capsys.readouterr().out
+    assert not list(tmp_path.iterdir())

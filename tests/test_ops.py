@@ -1,0 +1,101 @@
+"""How array functions are chosen, and those that have no kernel."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh
+
+from holmesjax import ops
+from holmesjax.config import KernelsConfig
+from holmesjax.errors import ConfigError
+from kernels.attention_tiles import Rule
+from kernels.attention_triton import attention_triton
+from tests.arrays import assert_near, normal, wide
+from tests.test_attention import inputs, oracle
+
+
+def causal(q, k, v):
+    """In float64."""
+    zeros = np.zeros((q.shape[0], q.shape[2], q.shape[1]))
+    return oracle(q, k, v, np.zeros(q.shape), zeros, None, Rule())[0]
+
+
+def test_the_config_chooses(monkeypatch):
+    q, k, v = inputs(20, 20, 4, 2, 16)
+    want = causal(q, k, v)
+    calls = []
+    spy = lambda *args, **options: calls.append(options) or attention_triton(*args, **options)
+    monkeypatch.setattr(ops, "attention_triton", spy)
+    for asked, runs_kernel in (("auto", False), ("reference", False), ("pallas", True)):
+        calls.clear()
+        kernels = ops.Kernels(KernelsConfig(attention=asked))
+        assert_near(ops.attention(q, k, v, kernels=kernels), want)
+        assert bool(calls) == runs_kernel
+    assert calls == [{"shards": None, "interpret": True}]
+
+
+def test_what_cannot_be_is_refused():
+    narrow = inputs(20, 20, 4, 2, 8)
+    with pytest.raises(ConfigError, match=r"pallas cannot do it.*\n.*heads 8 wide: supported are"):
+        ops.attention(*narrow, kernels=ops.Kernels(KernelsConfig(attention="pallas")))
+    with pytest.raises(ConfigError, match=r"cudnn cannot do it.*\n.*supported are NVIDIA GPUs"):
+        ops.attention(*narrow, kernels=ops.Kernels(KernelsConfig(attention="cudnn")))
+
+
+def test_auto_says_once_why_a_gpu_has_no_kernel(monkeypatch, caplog):
+    monkeypatch.setattr(ops.Kernels, "is_nvidia", True)
+    ops._say.cache_clear()
+    narrow = inputs(20, 20, 4, 2, 12)
+    for _ in range(2):
+        ops.attention(*narrow)
+    [record] = caplog.records
+    assert record.message == (
+        "attention runs as plain JAX: cudnn has no float32: supported are bfloat16, float16; "
+        "pallas has no heads 12 wide: supported are 16, 32, 64, 128, 256"
+    )
+
+
+def test_cached_attention_is_the_last_rows_of_attention():
+    q, k, v = inputs(12, 12, 4, 2, 16)
+    padded = [jnp.pad(x, [(0, 0), (0, 5), (0, 0), (0, 0)], constant_values=3.0) for x in (k, v)]
+    got = ops.cached_attention(q[:, 9:], *padded, jnp.arange(9, 12))
+    assert_near(got, causal(q, k, v)[:, 9:])
+
+
+def test_projections_to_and_from_heads():
+    x, weights = normal(0, 2, 5, 12), (normal(1, 12, 4, 3), normal(2, 12, 2, 3))
+    for got, w in zip(ops.project_heads(x, *weights), weights, strict=True):
+        assert_near(got, np.einsum("bld,dhk->blhk", *wide((x, w))))
+    heads, out = normal(3, 2, 5, 4, 3), normal(4, 4, 3, 12)
+    assert_near(ops.merge_heads(heads, out), np.einsum("blhk,hkd->bld", *wide((heads, out))))
+
+
+def test_rotary_turns_pairs_and_keeps_distances():
+    x = normal(0, 1, 6, 2, 8)
+    got = np.asarray(ops.rotate(x, jnp.arange(6), 100.0), np.float64)
+    frequency = 100.0 ** (-np.arange(4) / 4)
+    for i in range(6):
+        turn = np.exp(1j * i * frequency)
+        pairs = (wide(x)[0, i, :, :4] + 1j * wide(x)[0, i, :, 4:]) * turn
+        assert_near(got[0, i], np.concatenate([pairs.real, pairs.imag], axis=-1))
+    shifted = ops.rotate(x, 50 + jnp.arange(6), 100.0)
+    products = lambda y: np.einsum("blhk,bmhk->hlm", y, y)
+    assert_near(products(shifted), products(got))
+
+
+def test_many_logits_are_cut_into_chunks():
+    """By default where a device's float32 logits take more than half a GiB, and that saves some."""
+
+    def chunks(asked, B, L, D, mesh=None, vocab_size=128_256):
+        x_BLD = jax.ShapeDtypeStruct((B, L, D), jnp.bfloat16)
+        config = KernelsConfig(cross_entropy=asked)
+        return ops.Kernels(config, mesh).logit_chunks(x_BLD, vocab_size)
+
+    assert chunks("auto", 4, 4096, 4096) == 16
+    assert chunks("auto", 1, 1024, 64) == chunks("reference", 4, 4096, 4096) == 1
+    assert chunks("auto", 1, 4096, 4096) == 1  # the sum of the weight's gradient is larger
+    assert chunks("chunked", 2, 16, 8, vocab_size=256) == 2
+    assert chunks("chunked", 2, 1, 8, vocab_size=256) == 1
+    mesh = Mesh(np.array(jax.devices()[:8]).reshape(2, 2, 2), ("data", "fsdp", "tensor"))
+    assert chunks("auto", 4, 4096, 2048, mesh) == 4
