@@ -2,12 +2,14 @@
 
 The rows are in `benchmarks.lab_rows`: a homogeneous fast network, homogeneous Ethernet, and a
 hybrid one with HolmesJAX's plan, with four worse ones, and with what one would take instead. Each
-run is a lab of its own, with new processes; a repeat runs every row at every point once, so that
-what disturbs the machine for a while disturbs all of them.
+run is a lab of its own, with new processes; a repeat runs every row at every point once, those of
+a system soon after each other.
 
     tokens/s    of a batch over the mean time of a step, without the first two; the median of the
                 repeats. `spread` is their range over it.
-    share       of the best homogeneous figure of the same system: the fast network's
+    share       of the best homogeneous figure of the same system, the fast network's, in the same
+                repeat, since the machine is not as fast in each; the median of the repeats, and
+                their range. So is `slower by`, which is of the row that this one is compared with
     compute     CPU seconds of a node's processes in a step over the node's quota; mean of the nodes
     waiting     the rest of the step: for other nodes, the network, and in the schedule's bubble
     others      what else had the machine's cores, as a share of them: above 10% in any run, the

@@ -55,24 +55,35 @@ def summarise(runs: Sequence[Mapping[str, Any]]) -> list[Result]:
     """A line for every row at every point, whatever the order of the runs.
 
     Medians of the repeats that have a figure; `share`, `bar` and `slower_by` where there are such.
+    These two are ratios within a repeat, and the median of them: from one repeat to the next the
+    machine is faster or slower for all.
     """
     groups: dict[tuple[str, int | None], list[Mapping[str, Any]]] = {}
     for run in runs:
         groups.setdefault((run["row"], run["point"]), []).append(run)
     lines = [_line(name, point, groups[name, point]) for name, point in in_turn(groups)]
-    by_cell = {(line["row"], line["point"]): line for line in lines}
     for line in lines:
-        row = ROWS[line["row"]]
-        if "tokens_per_s" not in line:
-            continue
-        if (best := best_homogeneous(lines, row.system)) and row.network != "fast":
-            line["share"] = line["tokens_per_s"] / best
+        row, group = ROWS[line["row"]], groups[line["row"], line["point"]]
+        best = best_homogeneous(lines, row.system)
+        if best and row.network != "fast" and (shares := _ratios(group, groups[best["row"], None])):
+            line["share"] = statistics.median(shares)
+            line["shares"] = [min(shares), max(shares)]
             if line["row"] == "plan":
                 line["bar"] = BARS[line["point"]]
-        faster = by_cell.get((row.slower_than, line["point"])) if row.slower_than else None
-        if faster and "tokens_per_s" in faster:
-            line["slower_by"] = 1 - line["tokens_per_s"] / faster["tokens_per_s"]
+        faster = groups.get((row.slower_than, line["point"]), []) if row.slower_than else []
+        if ratios := _ratios(group, faster):
+            line["slower_by"] = 1 - statistics.median(ratios)
     return lines
+
+
+def _ratios(group: Sequence[Mapping[str, Any]], others: Sequence[Mapping[str, Any]]) -> list[float]:
+    """Rates of a row over those of another, for each repeat that has both."""
+    rates = {run["repeat"]: run["tokens_per_s"] for run in others if "tokens_per_s" in run}
+    return [
+        run["tokens_per_s"] / rates[run["repeat"]]
+        for run in group
+        if "tokens_per_s" in run and run["repeat"] in rates
+    ]
 
 
 def _line(name: str, point: int | None, group: Sequence[Mapping[str, Any]]) -> Result:
@@ -95,16 +106,16 @@ def _line(name: str, point: int | None, group: Sequence[Mapping[str, Any]]) -> R
     return line
 
 
-def best_homogeneous(lines: Sequence[Mapping[str, Any]], system: str) -> float | None:
-    """The best median of a system in the fast network; None if it has none."""
-    rates = [
-        line["tokens_per_s"]
+def best_homogeneous(lines: Sequence[Result], system: str) -> Result | None:
+    """The line of a system with the best median in the fast network; None if it has none."""
+    fast = [
+        line
         for line in lines
         if ROWS[line["row"]].network == "fast"
         and ROWS[line["row"]].system == system
         and "tokens_per_s" in line
     ]
-    return max(rates, default=None)
+    return max(fast, key=lambda line: line["tokens_per_s"], default=None)
 
 
 # ---- losses --------------------------------------------------------------------------------------
@@ -151,7 +162,7 @@ def table(lines: Sequence[Mapping[str, Any]]) -> str:
             cells += [
                 f"{line['tokens_per_s']:.0f}",
                 f"{line['spread']:.1%}",
-                _percent(line.get("share")),
+                _share(line),
                 f">= {bar:.0%}{met}" if bar else "",
                 _percent(line.get("slower_by")),
                 f"{line['compute_s']:.2f}",
@@ -166,6 +177,14 @@ def table(lines: Sequence[Mapping[str, Any]]) -> str:
     return "\n".join(out)
 
 
+def _share(line: Mapping[str, Any]) -> str:
+    """With the range of its repeats, where they differ."""
+    if "share" not in line:
+        return ""
+    low, high = line["shares"]
+    return f"{line['share']:.1%}" + (f" ({low:.1%} to {high:.1%})" if low < high else "")
+
+
 def _percent(value: float | None) -> str:
     return "" if value is None else f"{value:.1%}"
 
@@ -173,7 +192,7 @@ def _percent(value: float | None) -> str:
 # ---- chart ---------------------------------------------------------------------------------------
 
 
-def chart(lines: Sequence[Mapping[str, Any]], about: str) -> Figure:
+def chart(lines: Sequence[Result], about: str) -> Figure:
     """Bars of tokens/s: the fast network, then a panel for each point."""
     points = list(dict.fromkeys(line["point"] for line in lines))
     panels = [[line for line in lines if line["point"] == point] for point in points]
@@ -187,7 +206,7 @@ def chart(lines: Sequence[Mapping[str, Any]], about: str) -> Figure:
         _bars(ax, panel, top)
         for system, color in COLORS.items():
             if point and (best := best_homogeneous(lines, system)):
-                ax.axvline(best, color=color, linewidth=1, linestyle="--", zorder=0)
+                ax.axvline(best["tokens_per_s"], color=color, linewidth=1, linestyle="--", zorder=0)
         title = f"Ethernet at 1/{point} of the fast rate" if point else "homogeneous, fast"
         ax.set_title(title, loc="left", fontsize=10, color=INK)
     axes[-1].set_xlabel(

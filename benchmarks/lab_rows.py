@@ -96,11 +96,13 @@ ROWS: dict[str, Row] = {
         module="benchmarks.lab_pytorch",
         mode="1f1b",
     ),
-    "ethernet-1-stage": Row(
-        label="HolmesJAX, one stage", system="HolmesJAX", network="ethernet", stages=1
-    ),
-    "ethernet-2-stages": Row(label="HolmesJAX, two stages", system="HolmesJAX", network="ethernet"),
     "plan": Row(label="(a) HolmesJAX's plan", system="HolmesJAX"),
+    "no-overlap": Row(
+        label="(e) no overlap of the optimizer",
+        system="HolmesJAX",
+        module="benchmarks.no_overlap",
+        slower_than="plan",
+    ),
     "data-across": Row(
         label="(b) data parallel across Ethernet",
         system="HolmesJAX",
@@ -122,12 +124,10 @@ ROWS: dict[str, Row] = {
         layers=(4, 4),
         slower_than="plan-unequal",
     ),
-    "no-overlap": Row(
-        label="(e) no overlap of the optimizer",
-        system="HolmesJAX",
-        module="benchmarks.no_overlap",
-        slower_than="plan",
+    "ethernet-1-stage": Row(
+        label="HolmesJAX, one stage", system="HolmesJAX", network="ethernet", stages=1
     ),
+    "ethernet-2-stages": Row(label="HolmesJAX, two stages", system="HolmesJAX", network="ethernet"),
     "jax-dp": Row(label="JAX data parallel", system="JAX", module="benchmarks.lab_jax", mode="dp"),
     "jax-fsdp": Row(label="JAX FSDP", system="JAX", module="benchmarks.lab_jax", mode="fsdp"),
     "ddp": Row(label="PyTorch DDP", system="PyTorch", module="benchmarks.lab_pytorch", mode="ddp"),
@@ -144,10 +144,16 @@ ROWS: dict[str, Row] = {
 
 
 def cells(names: Sequence[str], points: Sequence[int]) -> list[tuple[str, int | None]]:
-    """Every row at every point; those of the fast network once, without a point."""
-    fast = [(name, None) for name in names if ROWS[name].network == "fast"]
-    others = [name for name in names if ROWS[name].network != "fast"]
-    return [*fast, *((name, point) for point in points for name in others)]
+    """Every row at every point, in the order of running; those of the fast network once.
+
+    What is compared runs soon after each other: a system's rows together, each at all its points.
+    """
+    order: list[tuple[str, int | None]] = []
+    for system in dict.fromkeys(row.system for row in ROWS.values()):
+        for name in (name for name in ROWS if name in names and ROWS[name].system == system):
+            is_fast = ROWS[name].network == "fast"
+            order += [(name, point) for point in ([None] if is_fast else points)]
+    return order
 
 
 def in_turn(found: Iterable[tuple[str, int | None]]) -> list[tuple[str, int | None]]:

@@ -112,11 +112,9 @@ def run(row, point, tokens_per_s, repeat=0, losses=(6.0, 5.0), disturbed_share=0
 
 RUNS = [
     run("fast-1-stage", None, 900.0),
-    run("fast-2-stages", None, 1000.0),
+    *(run("fast-2-stages", None, rate, i) for i, rate in enumerate([1000.0, 500.0, 2000.0])),
     run("fast-ddp", None, 4000.0),
-    run("plan", 8, 970.0, 0),
-    run("plan", 8, 990.0, 1),
-    run("plan", 8, 980.0, 2),
+    *(run("plan", 8, rate, i) for i, rate in enumerate([970.0, 495.0, 1960.0])),
     run("plan", 64, 840.0, disturbed_share=0.2),
     run("data-across", 8, 490.0),
     {"row": "random-order", "point": 8, "repeat": 0, "failed": "a link | broke\nmore"},
@@ -131,11 +129,13 @@ def lines_of(runs):
 def test_shares_are_of_the_best_homogeneous_figure_of_the_same_system():
     lines = lines_of(RUNS)
     plan = lines["plan", 8]
-    assert (plan["tokens_per_s"], plan["repeats"]) == (980.0, 3)
-    assert plan["spread"] == pytest.approx(20 / 980)
+    assert (plan["tokens_per_s"], plan["repeats"]) == (970.0, 3)
+    assert plan["spread"] == pytest.approx(1465 / 970)
+    # Within each repeat, however fast the machine is in it: the median of 97, 99 and 98%.
     assert plan["share"] == pytest.approx(0.98)
+    assert plan["shares"] == pytest.approx([0.97, 0.99])
     assert lines["ddp", 8]["share"] == 0.25
-    assert lines["data-across", 8]["slower_by"] == pytest.approx(0.5)
+    assert lines["data-across", 8]["slower_by"] == pytest.approx(1 - 490 / 970)
     assert "share" not in lines["fast-1-stage", None]
     assert "tokens_per_s" not in lines["random-order", 8]
     assert {point: lines["plan", point]["bar"] for point in (8, 64)} == {8: 0.98, 64: 0.85}
@@ -154,8 +154,8 @@ def test_the_table_says_which_bars_are_met_and_what_failed_or_was_disturbed():
     lines = lab_results.summarise(RUNS)
     rows = lab_results.table(lines).splitlines()
     assert {row.count("|") for row in rows} == {len(lab_results.HEADER) + 1}
-    [met] = [row for row in rows if "980" in row]
-    assert "98.0% | >= 98% met" in met
+    [met] = [row for row in rows if "970" in row]
+    assert "98.0% (97.0% to 99.0%) | >= 98% met" in met
     [missed] = [row for row in rows if "840" in row]
     assert "84.0% | >= 85% MISSED" in missed
     assert "20% disturbed" in missed
@@ -207,10 +207,10 @@ def test_losses_must_fall_and_be_those_of_holmesjax():
 
 def test_rows_of_the_fast_network_are_run_once():
     assert cells(["plan", "fast-ddp", "ddp"], [8, 64]) == [
-        ("fast-ddp", None),
         ("plan", 8),
-        ("ddp", 8),
         ("plan", 64),
+        ("fast-ddp", None),
+        ("ddp", 8),
         ("ddp", 64),
     ]
 
