@@ -13,6 +13,7 @@ the slow way. One that does none of this can still be wrong or slow: only a GPU 
 """
 
 import argparse
+import functools
 import json
 import os
 import re
@@ -31,8 +32,8 @@ from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 from benchmarks.pipeline_overhead import RESULTS, commit, versions
+from kernels.attention_pallas import Backend, attention_pallas
 from kernels.attention_tiles import Rule
-from kernels.attention_triton import attention_triton
 
 NAME = "kernels_compiled"
 MOST_SPILLED = 64  # bytes of a thread
@@ -65,16 +66,25 @@ ENTRY = re.compile(
 )
 
 
+# What Mosaic prints of its own kernels.
+MOSAIC = re.compile(
+    r"Compiling entry function '\w*mosaic_gpu_kernel'.*\n"
+    r"(?:.*\n)*?.* (\d+) bytes spill stores, (\d+) bytes spill loads\n"
+    r".*Used (\d+) registers"
+)
+
+
 class Configuration(NamedTuple):
     """Arguments of attention, of 4 query and 2 key-value heads."""
 
+    backend: Backend
     dtype: str
     head_width: int
     rule: str
 
     @property
     def label(self) -> str:
-        return f"{self.dtype}, {self.head_width} wide, {self.rule}"
+        return f"{self.backend}, {self.dtype}, {self.head_width} wide, {self.rule}"
 
 
 RULES = {
@@ -82,9 +92,14 @@ RULES = {
     "full": (Rule(causal=False), False),
     "window, soft cap, documents": (Rule(window=1024, soft_cap=30.0), True),
 }
+BACKENDS: dict[Backend, tuple[str, ...]] = {
+    "triton": ("bfloat16", "float16", "float32"),
+    "mosaic": ("bfloat16", "float16"),  # the forward; its backward is the other's
+}
 CONFIGURATIONS = [
-    Configuration(dtype, head_width, rule)
-    for dtype in ("bfloat16", "float16", "float32")
+    Configuration(backend, dtype, head_width, rule)
+    for backend, dtypes in BACKENDS.items()
+    for dtype in dtypes
     for head_width in (64, 128, 256)
     for rule in RULES
 ]
@@ -115,23 +130,40 @@ def compile_in_a_process(folder: Path, numbers: list[int]) -> Iterator[dict[str,
     environment = {
         **os.environ,
         "JAX_PLATFORMS": "cpu",
+        "MOSAIC_GPU_DUMP_PTX": "1",
+        "MOSAIC_GPU_DUMP_PTXAS": "1",
         "PTXAS_LOG": str(log),
         "PYTHONPATH": os.pathsep.join([str(ROOT), str(folder / "plugin")]),
         "TF_CPP_MIN_LOG_LEVEL": "3",
         "XLA_FLAGS": f"--xla_gpu_cuda_data_dir={folder / 'data'}",
     }
     command = [sys.executable, "-m", f"benchmarks.{NAME}", "--compile", *map(str, numbers)]
-    process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
-    assert process.stdout
-    try:
-        for line in process.stdout:
-            yield json.loads(line)
-        if process.wait():
-            raise SystemExit(f"{NAME}: the compiling process ended with {process.returncode}")
-    finally:
-        process.kill()
-        process.wait()
-        log.unlink(missing_ok=True)
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout
+        try:
+            printed: list[str] = []
+            for text in process.stdout:
+                if text.startswith('{"configuration"'):
+                    line = json.loads(text)
+                    line["kernels"] |= _mosaic_kernels("".join(printed))
+                    yield line
+                    printed = []
+                else:
+                    printed.append(text)
+            if process.wait():
+                raise SystemExit(f"{NAME}: the compiling process ended with {process.returncode}")
+        finally:
+            process.kill()
+            log.unlink(missing_ok=True)
+
+
+def _mosaic_kernels(printed: str) -> dict[str, dict[str, int]]:
+    """What Mosaic said of the one kernel that it has compiled, if it has."""
+    if not (found := MOSAIC.search(printed)):
+        return {}
+    stores, loads, used = map(int, found.groups())
+    wgmma = printed.count("wgmma.mma_async")
+    return {"attention_forward": {"registers": used, "spilled": stores + loads, "wgmma": wgmma}}
 
 
 def compile_here(numbers: list[int]) -> None:
@@ -166,8 +198,8 @@ def _compile(configuration: Configuration, mesh: Mesh) -> None:
 
     def both_ways(q: Any, k: Any, v: Any, dout: Any, ids: Any) -> Any:
         segments = (ids, ids) if has_documents else None
-        attention = lambda q, k, v: attention_triton(q, k, v, segments, rule)[0]
-        out, pullback = jax.vjp(attention, q, k, v)
+        run = functools.partial(attention_pallas, backend=configuration.backend)
+        out, pullback = jax.vjp(lambda q, k, v: run(q, k, v, segments, rule)[0], q, k, v)
         return out, pullback(dout)
 
     where = NamedSharding(mesh, P())

@@ -35,8 +35,8 @@ import jax.numpy as jnp
 
 from benchmarks.pipeline_overhead import RESULTS, commit, middle, versions
 from kernels.adamw import Leaf, Rule, adamw_reference, adamw_triton, factors
+from kernels.attention_pallas import Backend, attention_pallas, unsupported
 from kernels.attention_tiles import Rule as Seen
-from kernels.attention_triton import attention_triton
 from kernels.cross_entropy import cross_entropy, linear_cross_entropy
 
 NAME = "kernels_gpu"
@@ -109,9 +109,17 @@ def attention_calls(case: Attention, interpret: bool) -> tuple[Calls, Calls]:
     k, v = (normal(seed, *shape(case.kv_heads)) for seed in (2, 3))
     segment = jnp.arange(case.length, dtype=jnp.int32)[None] // (case.length // case.documents)
     segments = (segment, segment) if case.documents > 1 else None
-    ours = lambda q, k, v: attention_triton(q, k, v, segments, case.seen, interpret=interpret)[0]
-    functions = {"ours": ours}
+
+    def ours(backend: Backend) -> Callable:
+        run = functools.partial(
+            attention_pallas, rule=case.seen, backend=backend, interpret=interpret
+        )
+        return lambda q, k, v: run(q, k, v, segments)[0]
+
+    functions = {"ours": ours("triton")}
     if not interpret:
+        if not unsupported(q, k, v, "mosaic"):
+            functions["ours, Mosaic forward"] = ours("mosaic")
         functions |= _library_attention(case, segment)
 
     def both(function: Callable) -> Callable:

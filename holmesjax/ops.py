@@ -22,7 +22,7 @@ from holmesjax.errors import ConfigError
 from holmesjax.plan import Axis
 from kernels.adamw import Leaf, Rule, adamw_reference, adamw_triton, factors
 from kernels.attention import SAVED, attention_reference
-from kernels.attention_triton import attention_triton, unsupported
+from kernels.attention_pallas import Backend, attention_pallas, unsupported
 from kernels.cross_entropy import cross_entropy, linear_cross_entropy
 from kernels.linear import feed_forward, linear, linear_transposed, linears
 from kernels.norm import layer_norm, rms_norm
@@ -66,6 +66,10 @@ class Kernels:
     @property
     def is_nvidia(self) -> bool:
         return self.device.platform == "gpu" and "NVIDIA" in self.device.device_kind
+
+    @property
+    def is_hopper(self) -> bool:
+        return self.is_nvidia and str(getattr(self.device, "compute_capability", "")) == "9.0"
 
     @property
     def interpret(self) -> bool:
@@ -141,8 +145,13 @@ def attention(
                 q_BLHK, k_BLGK, v_BLGK, is_causal=True, implementation="cudnn"
             )
         case "pallas":
+            backend: Backend = "triton"
+            if kernels.is_hopper and not unsupported(q_BLHK, k_BLGK, v_BLGK, "mosaic"):
+                backend = "mosaic"
             args = (q_BLHK, k_BLGK, v_BLGK, segments)
-            return attention_triton(*args, shards=kernels.shards, interpret=kernels.interpret)[0]
+            return attention_pallas(
+                *args, shards=kernels.shards, backend=backend, interpret=kernels.interpret
+            )[0]
     return attention_reference(q_BLHK, k_BLGK, v_BLGK, segments)[0]
 
 

@@ -1,4 +1,4 @@
-"""Fused attention as Pallas kernels that Triton compiles, for NVIDIA GPUs from Ampere on.
+"""Attention's kernels that Triton compiles, for NVIDIA GPUs from Ampere on.
 
 The algorithm is FlashAttention-2's (Dao, arXiv:2307.08691). A program of the forward kernel holds a
 tile of queries and goes through its run of keys (`attention_tiles`) with a running maximum and sum.
@@ -16,13 +16,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.ad_checkpoint import checkpoint_name
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
-from kernels.attention import CAUSAL, MASKED, SAVED
+from kernels.attention import MASKED
 from kernels.attention_tiles import Rule, Segments, runs
-from kernels.shards import Shards, on_shards
 
 HEAD_WIDTHS = (16, 32, 64, 128, 256)
 DTYPES = ("bfloat16", "float16", "float32")
@@ -73,65 +71,6 @@ def default_tiles(head_width: int, dtype: jnp.dtype) -> Kernels:
     dq = Tiles(queries=64, keys=32, num_warps=8, num_stages=2)
     dkv = Tiles(queries=32, keys=64, num_warps=8, num_stages=2)
     return Kernels(forward=forward, dq=dq, dkv=dkv)
-
-
-def unsupported(q_BLHK: Any, k_BMGK: Any, v_BMGK: Any) -> str | None:
-    """Why these kernels cannot do it, and what they can; None if they can."""
-    dtypes = {str(x.dtype) for x in (q_BLHK, k_BMGK, v_BMGK)}
-    if len(dtypes) > 1 or not dtypes <= set(DTYPES):
-        return f"dtypes {', '.join(sorted(dtypes))}: supported is one of {', '.join(DTYPES)}"
-    if (width := q_BLHK.shape[3]) not in HEAD_WIDTHS:
-        return f"heads {width} wide: supported are {', '.join(map(str, HEAD_WIDTHS))}"
-    return None
-
-
-def attention_triton(
-    q_BLHK: jax.Array,
-    k_BMGK: jax.Array,
-    v_BMGK: jax.Array,
-    segments: Segments | None = None,
-    rule: Rule = CAUSAL,
-    *,
-    shards: Shards | None = None,
-    tiles: Kernels | None = None,
-    interpret: bool = False,
-) -> tuple[jax.Array, jax.Array]:
-    """As `attention_reference`.
-
-    Args:
-      shards: how B, H and G are cut over the devices of a mesh; None: all is on one device.
-      tiles: how the kernels cut their work; None takes what is known to be good.
-      interpret: runs the kernels as ordinary JAX operations, on any platform, slowly.
-
-    Raises:
-      ValueError: heads or dtypes that `unsupported` tells of.
-    """
-    if reason := unsupported(q_BLHK, k_BMGK, v_BMGK):
-        raise ValueError(f"attention_triton cannot do {reason}")
-    tiles = tiles or default_tiles(q_BLHK.shape[3], q_BLHK.dtype)
-    how = _How(rule, tiles, interpret, shards)
-    return _attention(how, q_BLHK, k_BMGK, v_BMGK, segments)
-
-
-@dataclass(frozen=True)
-class _How:
-    """What a call of the kernels is told besides arrays."""
-
-    rule: Rule
-    tiles: Kernels
-    interpret: bool
-    shards: Shards | None
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attention(
-    how: _How,
-    q_BLHK: jax.Array,
-    k_BMGK: jax.Array,
-    v_BMGK: jax.Array,
-    segments: Segments | None,
-) -> tuple[jax.Array, jax.Array]:
-    return _forward(how, q_BLHK, k_BMGK, v_BMGK, segments)[0]
 
 
 # ---- inside a kernel ---------------------------------------------------------------------------
@@ -395,62 +334,49 @@ def _runs(shape: _Shape, segments: Segments | None) -> tuple[jax.Array, jax.Arra
     return jnp.asarray(rows), jnp.asarray(columns)
 
 
-def _dims(segments: Segments | None) -> tuple:
-    """Of queries, keys, values and segments."""
-    return "BLHK", "BMGK", "BMGK", segments and ("BL", "BM")
-
-
-def _forward(
-    how: _How,
-    q_BLHK: jax.Array,
-    k_BMGK: jax.Array,
-    v_BMGK: jax.Array,
+def forward(
+    rule: Rule,
+    tiles: Kernels,
+    interpret: bool,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
     segments: Segments | None,
-) -> tuple[tuple[jax.Array, jax.Array], tuple]:
-    def local(q: jax.Array, k: jax.Array, v: jax.Array, segments: Segments | None) -> Any:
-        B, L, H, _ = q.shape
-        shape = _shape(how.rule, how.tiles.forward, q, k)
-        rows, _ = _runs(shape, segments)
-        outs = [(q.shape, q.dtype), ((B, H, L), jnp.float32)]
-        args = (rows, q, k, v, *(segments or ()))
-        return _call(_forward_kernel, shape, (rows.shape[1], H, B), outs, how.interpret, *args)
-
-    run = on_shards(local, how.shards, _dims(segments), ("BLHK", "BHL"))
-    outs = run(q_BLHK, k_BMGK, v_BMGK, segments)
-    out_BLHK, log_sum_BHL = (checkpoint_name(out, SAVED) for out in outs)
-    saved = (q_BLHK, k_BMGK, v_BMGK, segments, out_BLHK, log_sum_BHL)
-    return (out_BLHK, log_sum_BHL), saved
+) -> tuple[jax.Array, jax.Array]:
+    """The output and the log-sum-exp, of one device's sequences and heads."""
+    B, L, H, _ = q.shape
+    shape = _shape(rule, tiles.forward, q, k)
+    rows, _ = _runs(shape, segments)
+    outs = [(q.shape, q.dtype), ((B, H, L), jnp.float32)]
+    args = (rows, q, k, v, *(segments or ()))
+    out, log_sum = _call(_forward_kernel, shape, (rows.shape[1], H, B), outs, interpret, *args)
+    return out, log_sum
 
 
-def _backward(how: _How, saved: tuple, gradients: tuple[jax.Array, jax.Array]) -> tuple:
-    segments = saved[3]
-
-    def local(
-        q: jax.Array,
-        k: jax.Array,
-        v: jax.Array,
-        segments: Segments | None,
-        out: jax.Array,
-        log_sum: jax.Array,
-        dout: jax.Array,
-        dlog_sum: jax.Array,
-    ) -> Any:
-        B, _, H, _ = q.shape
-        products = dout.astype(jnp.float32) * out.astype(jnp.float32)
-        delta = products.sum(3).transpose(0, 2, 1) - dlog_sum
-        args = (q, k, v, dout, log_sum, delta, *(segments or ()))
-        shape = _shape(how.rule, how.tiles.dq, q, k)
-        rows, _ = _runs(shape, segments)
-        grid, outs = (rows.shape[1], H, B), [(q.shape, q.dtype)]
-        [dq] = _call(_dq_kernel, shape, grid, outs, how.interpret, rows, *args)
-        shape = _shape(how.rule, how.tiles.dkv, q, k)
-        _, columns = _runs(shape, segments)
-        grid, outs = (columns.shape[1], k.shape[2], B), [(k.shape, k.dtype), (v.shape, v.dtype)]
-        return dq, *_call(_dkv_kernel, shape, grid, outs, how.interpret, columns, *args)
-
-    ins = (*_dims(segments), "BLHK", "BHL", "BLHK", "BHL")
-    run = on_shards(local, how.shards, ins, ("BLHK", "BMGK", "BMGK"))
-    return *run(*saved, *gradients), None
-
-
-_attention.defvjp(_forward, _backward)
+def backward(
+    rule: Rule,
+    tiles: Kernels,
+    interpret: bool,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    segments: Segments | None,
+    out: jax.Array,
+    log_sum: jax.Array,
+    dout: jax.Array,
+    dlog_sum: jax.Array,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The gradients of q, k and v, of one device's sequences and heads."""
+    B, _, H, _ = q.shape
+    products = dout.astype(jnp.float32) * out.astype(jnp.float32)
+    delta = products.sum(3).transpose(0, 2, 1) - dlog_sum
+    args = (q, k, v, dout, log_sum, delta, *(segments or ()))
+    shape = _shape(rule, tiles.dq, q, k)
+    rows, _ = _runs(shape, segments)
+    grid, outs = (rows.shape[1], H, B), [(q.shape, q.dtype)]
+    [dq] = _call(_dq_kernel, shape, grid, outs, interpret, rows, *args)
+    shape = _shape(rule, tiles.dkv, q, k)
+    _, columns = _runs(shape, segments)
+    grid, outs = (columns.shape[1], k.shape[2], B), [(k.shape, k.dtype), (v.shape, v.dtype)]
+    dk, dv = _call(_dkv_kernel, shape, grid, outs, interpret, columns, *args)
+    return dq, dk, dv

@@ -5,17 +5,21 @@ make several of them, and are lowered for an NVIDIA GPU in every configuration t
 """
 
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
+from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.sharding import Mesh, PartitionSpec as P
 
+from kernels import attention_mosaic, attention_triton
 from kernels.attention import MASKED, MAX_BLOCKS, QUERY_BLOCK, SAVED, _blocks, attention_reference
+from kernels.attention_pallas import attention_pallas
 from kernels.attention_tiles import Rule, runs
-from kernels.attention_triton import DTYPES, HEAD_WIDTHS, Kernels, Tiles, attention_triton
+from kernels.attention_triton import Kernels, Tiles
 from kernels.shards import Shards
 from tests.arrays import assert_near, normal, wide
 from tests.gpus import INTERPRET, lowered_for_cuda
@@ -27,8 +31,11 @@ SMALL = Kernels(
 )
 IMPLEMENTATIONS = {
     "reference": attention_reference,
-    "triton": functools.partial(attention_triton, tiles=SMALL, interpret=INTERPRET),
+    "triton": functools.partial(attention_pallas, tiles=SMALL, interpret=INTERPRET),
 }
+
+
+FULL = Rule(causal=False)
 
 
 def inputs(L, M, H, G, K, *, dtype="float32", scale=1.0, batch=2):
@@ -110,7 +117,6 @@ def check(attention, arrays, segments, rule, dtype="float32"):
     assert [x.dtype for x in got] == [dtype, "float32", dtype, dtype, dtype]
 
 
-FULL = Rule(causal=False)
 CASES = {  # L, M, H, G, K, rule, whether there are documents
     "one token": (1, 1, 2, 1, 16, Rule(), False),
     "whole tiles": (64, 64, 2, 2, 32, Rule(), False),
@@ -144,6 +150,30 @@ def test_values_and_gradients(case, implementation):
 def test_narrow_dtypes(dtype, implementation):
     arrays = inputs(70, 70, 2, 1, 64, dtype=dtype)
     check(IMPLEMENTATIONS[implementation], arrays, (documents(70),) * 2, Rule(window=50), dtype)
+
+
+@pytest.mark.skipif(
+    INTERPRET and not hasattr(plgpu, "InterpretGPUParams"),
+    reason="JAX before 0.11 cannot simulate a Mosaic kernel",
+)
+@pytest.mark.parametrize(
+    "L, M, K, rule, has_documents",
+    [
+        (150, 150, 64, Rule(), False),  # its tiles are 128 by 128: the last of both is ragged
+        (300, 300, 64, Rule(window=100, soft_cap=2.0), True),
+        (130, 300, 128, FULL, True),
+    ],
+)
+def test_mosaic(L, M, K, rule, has_documents):
+    """Its forward, with simulated threads and barriers, and a look-out for races."""
+    segments = None
+    if has_documents:
+        segments = (
+            documents(L, batch=1),
+            documents(M, batch=1) if rule.causal else documents(M, 1, 1) + 2,
+        )
+    mosaic = functools.partial(attention_pallas, backend="mosaic", interpret=INTERPRET)
+    check(mosaic, inputs(L, M, 2, 1, K, dtype="bfloat16", batch=1), segments, rule, "bfloat16")
 
 
 def test_the_reference_with_more_blocks_than_it_unrolls():
@@ -321,23 +351,30 @@ def test_rules_that_cannot_be(wrong, problem):
 # ---- on NVIDIA GPUs, without one ---------------------------------------------------------------
 
 
+CONFIGURATIONS = [
+    (name, dtype, width)
+    for name, module in (("triton", attention_triton), ("mosaic", attention_mosaic))
+    for dtype, width in itertools.product(module.DTYPES, module.HEAD_WIDTHS)
+]
+
+
 @pytest.mark.parametrize("rule", [Rule(), Rule(window=100, soft_cap=30.0), FULL], ids=str)
-@pytest.mark.parametrize("head_width", HEAD_WIDTHS)
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_every_configuration_lowers_for_cuda(dtype, head_width, rule):
+@pytest.mark.parametrize("backend, dtype, head_width", CONFIGURATIONS)
+def test_every_configuration_lowers_for_cuda(backend, dtype, head_width, rule):
     def total(q, k, v, ids):
-        out, log_sum = attention_triton(q, k, v, (ids, ids), rule)
+        out, log_sum = attention_pallas(q, k, v, (ids, ids), rule, backend=backend)
         return out.astype(jnp.float32).sum() + log_sum.sum()
 
     shapes = [jax.ShapeDtypeStruct((2, 500, heads, head_width), dtype) for heads in (4, 2, 2)]
     ids = jax.ShapeDtypeStruct((2, 500), jnp.int32)
     text = lowered_for_cuda(jax.grad(total, (0, 1, 2)), *shapes, ids)
-    assert text.count("__gpu$xla.gpu.triton") == 3
+    assert text.count("__gpu$xla.gpu.triton") == (3 if backend == "triton" else 2)
+    assert text.count("mosaic_gpu_v2") == (backend == "mosaic")
 
 
 def test_what_the_kernels_cannot_do_is_refused():
     q, k, v = inputs(20, 20, 4, 2, 16)
-    with pytest.raises(ValueError, match="attention_triton cannot do dtypes bfloat16, float32"):
-        attention_triton(q.astype(jnp.bfloat16), k, v)
+    with pytest.raises(ValueError, match="attention_pallas cannot do dtypes bfloat16, float32"):
+        attention_pallas(q.astype(jnp.bfloat16), k, v)
     with pytest.raises(ValueError, match="heads 8 wide"):
-        attention_triton(*inputs(20, 20, 4, 2, 8))
+        attention_pallas(*inputs(20, 20, 4, 2, 8))

@@ -41,16 +41,20 @@ def test_what_the_assembler_says_is_read():
 def test_what_is_good(kernel, dtype, good):
     fine = {"registers": 200, "spilled": 0, "wgmma": 8}
     kernels = {"attention_forward": fine, "attention_dq": fine, "attention_dkv": {**fine, **kernel}}
-    configuration = Configuration(dtype, 64, "causal")._asdict()
+    configuration = Configuration("triton", dtype, 64, "causal")._asdict()
     line = {"configuration": configuration, "kernels": kernels, "error": None}
     assert kernels_compiled.is_good(line) == good
     assert not kernels_compiled.is_good({**line, "error": "out of shared memory"})
     assert not kernels_compiled.is_good({**line, "kernels": {}})
-    assert f"| {dtype}, 64 wide, causal | `attention_dkv` | 200 |" in kernels_compiled.table([line])
+    assert (
+        f"| triton, {dtype}, 64 wide, causal | `attention_dkv` | 200 |"
+        in kernels_compiled.table([line])
+    )
 
 
 @pytest.mark.skipif(not FOLDER.exists(), reason="run python -m benchmarks.kernels_compiled once")
-def test_attention_compiles_for_an_h200():
-    number = CONFIGURATIONS.index(Configuration("bfloat16", 128, "causal"))
+@pytest.mark.parametrize("backend", ["triton", "mosaic"])
+def test_attention_compiles_for_an_h200(backend):
+    number = CONFIGURATIONS.index(Configuration(backend, "bfloat16", 128, "causal"))
     [line] = kernels_compiled.compile_in_a_process(FOLDER, [number])
     assert kernels_compiled.is_good(line), line

@@ -16,7 +16,8 @@ LAYERS = [
         "kernels.shards",
     ],
     ["kernels.attention"],
-    ["kernels.attention_triton"],
+    ["kernels.attention_mosaic", "kernels.attention_triton"],
+    ["kernels.attention_pallas"],
     ["holmesjax.errors"],
     [
         "holmesjax.units",

@@ -9,8 +9,8 @@ from jax.sharding import Mesh
 from holmesjax import ops
 from holmesjax.config import KernelsConfig
 from holmesjax.errors import ConfigError
+from kernels.attention_pallas import attention_pallas
 from kernels.attention_tiles import Rule
-from kernels.attention_triton import attention_triton
 from tests.arrays import assert_near, normal, wide
 from tests.test_attention import inputs, oracle
 
@@ -25,14 +25,14 @@ def test_the_config_chooses(monkeypatch):
     q, k, v = inputs(20, 20, 4, 2, 16)
     want = causal(q, k, v)
     calls = []
-    spy = lambda *args, **options: calls.append(options) or attention_triton(*args, **options)
-    monkeypatch.setattr(ops, "attention_triton", spy)
+    spy = lambda *args, **options: calls.append(options) or attention_pallas(*args, **options)
+    monkeypatch.setattr(ops, "attention_pallas", spy)
     for asked, runs_kernel in (("auto", False), ("reference", False), ("pallas", True)):
         calls.clear()
         kernels = ops.Kernels(KernelsConfig(attention=asked))
         assert_near(ops.attention(q, k, v, kernels=kernels), want)
         assert bool(calls) == runs_kernel
-    assert calls == [{"shards": None, "interpret": True}]
+    assert calls == [{"shards": None, "backend": "triton", "interpret": True}]
 
 
 def test_what_cannot_be_is_refused():
