@@ -10,7 +10,6 @@ import functools
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -175,7 +174,7 @@ def adamw(
     run: Callable = functools.partial(adamw_triton, rules=rules, interpret=kernels.interpret)
     if kernels.mesh is None or kernels.mesh.size == 1:
         return run(leaves, gradients, factors)
-    cut: Any = [(spec,) * 3 for spec in specs]
+    cut = [Leaf._make([spec] * 3) for spec in specs]
     run = on_mesh(run, kernels.mesh, (cut, list(specs), PartitionSpec()), cut)
     return run(list(leaves), list(gradients), factors)
 
