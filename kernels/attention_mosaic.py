@@ -54,9 +54,9 @@ def forward(
     # Copies come in groups of eight positions; simulated ones do not clip.
     whole_q, whole_k = (rows, keys) if interpret else (8, 8)
     q, k, v = pad(q, whole_q), pad(k, whole_k), pad(v, whole_k)
-    tile = lambda *shape: plgpu.SMEM(
-        shape, q.dtype, transforms=(plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
-    )
+    untyped: Any = plgpu  # JAX 0.12 declares these two as if they were abstract
+    transforms = (untyped.TilingTransform((8, 64)), untyped.SwizzleTransform(128))
+    tile = lambda *shape: plgpu.SMEM(shape, q.dtype, transforms=transforms)
     scratch: dict[str, Any] = {
         "queries": tile(COMPUTING, QUERIES, K),
         "keys": tile(SLOTS, keys, K),
