@@ -267,24 +267,8 @@ def test_on_a_mesh_each_device_has_its_sequences_and_heads(names):
 # ---- what a query sees -------------------------------------------------------------------------
 
 
-@settings(max_examples=200, deadline=None)
-@given(st.data())
-def test_runs_visit_every_tile_that_counts(data):
+def check_runs(L, M, rule, segments, block):
     """Against all pairs of queries and keys; whole tiles have none that is masked."""
-    causal = data.draw(st.booleans())
-    lengths = st.sampled_from([1, 7, 16, 40])  # each is a shape for which JAX compiles operations
-    L = data.draw(lengths)
-    M = L if causal else data.draw(lengths)
-    window = data.draw(st.none() | st.integers(1, 40)) if causal else None
-    rule = Rule(causal=causal, window=window)
-    block = data.draw(st.sampled_from([(4, 4), (4, 16), (64, 8)]))
-    ids = lambda n: jnp.asarray(data.draw(st.lists(st.integers(0, 3), min_size=n, max_size=n)))[
-        None
-    ]
-    segments = None
-    if data.draw(st.booleans()):
-        query_BL = ids(L)
-        segments = (query_BL, query_BL if causal else ids(M))
     rows, columns = (np.asarray(x)[0] for x in runs(rule, L, M, segments, block))
     all_of_it = seen(L, M, rule, segments and [np.asarray(x) for x in segments])[0]
     tables = ((rows, *block, all_of_it), (columns, *block[::-1], all_of_it.T))
@@ -301,6 +285,32 @@ def test_runs_visit_every_tile_that_counts(data):
             if segments is None and end > first:  # and no more than it must
                 assert here[:, first * other : (first + 1) * other].any()
                 assert here[:, (end - 1) * other :].any()
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.data())
+def test_runs_visit_every_tile_that_counts(data):
+    causal = data.draw(st.booleans())
+    lengths = st.sampled_from([1, 7, 16, 40])  # each is a shape for which JAX compiles operations
+    L = data.draw(lengths)
+    M = L if causal else data.draw(lengths)
+    window = data.draw(st.none() | st.integers(1, 40)) if causal else None
+    rule = Rule(causal=causal, window=window)
+    block = data.draw(st.sampled_from([(4, 4), (4, 16), (64, 8)]))
+    ids = lambda n: jnp.asarray(data.draw(st.lists(st.integers(0, 3), min_size=n, max_size=n)))[
+        None
+    ]
+    segments = None
+    if data.draw(st.booleans()):
+        query_BL = ids(L)
+        segments = (query_BL, query_BL if causal else ids(M))
+    check_runs(L, M, rule, segments, block)
+
+
+@pytest.mark.parametrize("block", [(4, 4), (4, 8), (8, 4)])
+def test_runs_of_every_window(block):
+    for window in range(1, 26):
+        check_runs(24, 24, Rule(window=window), None, block)
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
