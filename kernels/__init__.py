@@ -1,7 +1,8 @@
-"""Array functions that models are made of, one to a file; `holmesjax.ops` is their only importer.
+"""Array functions that models and optimizers are made of; `holmesjax.ops` is their only importer.
 
-The references here are plain JAX, written the way XLA compiles well on a CPU. Two rules explain
-their shape; `docs/design.md` has the measurements.
+A file has the name of its function: the reference, and the GPU kernel where that is short.
+Attention's are in `attention_*`. References are plain JAX, written the way XLA compiles well on a
+CPU. Two rules explain their shape; `docs/design.md` has the measurements.
 
 1. A value with several readers goes through `lax.optimization_barrier`. XLA:CPU fuses elementwise
    producers into every consumer: without the barrier the gradient of the residual stream, a sum
