@@ -91,15 +91,6 @@ def stage_memory_bytes(
     activations = stage.in_flight * num_tokens * residuals
     if stage.is_last:  # the input and the result of the last norm
         activations += stage.head_in_flight * num_tokens * 2 * width * model.width
-    logit_bytes = implementation.logit_bytes or width * (stage.head_in_flight + 1)
-    vocab_size = model.vocab_size / stage.tensor
-    logits = logit_bytes * num_tokens * vocab_size
-    num_chunks = costs.logit_chunks(num_tokens, vocab_size, model.width, width)
-    if not implementation.logit_bytes and np.any(is_cut := num_chunks > 1):
-        kept = width * stage.head_in_flight * (model.width * vocab_size + num_tokens * model.width)
-        chunk = (4 + width) * num_tokens / num_chunks * vocab_size
-        in_chunks = chunk + 4 * model.width * vocab_size + kept
-        logits = logits + is_cut * (in_chunks - logits)
     num_neighbours = 2 if stage.chunks > 1 else (not stage.is_first) + (not stage.is_last)
     boundary = costs.boundary_bytes(model, num_tokens, stage.dtype)
     items = {
@@ -108,9 +99,28 @@ def stage_memory_bytes(
         "replicas": 1.0 * width * held,
         "gradients": 4.0 * held,
         "activations": 1.0 * activations,
-        "logits": logits if stage.is_last else 0.0,
+        "logits": _logit_bytes(model, stage, implementation) if stage.is_last else 0.0,
         "boundaries": boundary * 2 * BUFFERS * num_neighbours,
     }
     if np.any(is_cut := stage.fsdp > 1):
         items["gathered"] = is_cut * 2.0 * width * costs.largest_layer_parameters(model, stage)
     return items
+
+
+def _logit_bytes(
+    model: ModelConfig, stage: costs.StageShape, implementation: costs.Implementation
+) -> float:
+    """Of the logits and their gradients, and in chunks of the weight's gradient too."""
+    num_tokens = stage.sequences * model.context_length
+    vocab_size = model.vocab_size / stage.tensor
+    if implementation.logit_bytes:
+        return implementation.logit_bytes * num_tokens * vocab_size
+    width = costs.DTYPE_BYTES[stage.dtype]
+    at_once = width * (stage.head_in_flight + 1) * num_tokens * vocab_size
+    num_chunks = costs.logit_chunks(num_tokens, vocab_size, model.width, width)
+    if not np.any(is_cut := num_chunks > 1):
+        return at_once
+    kept = width * stage.head_in_flight * (model.width * vocab_size + num_tokens * model.width)
+    chunk = (4 + width) * num_tokens / num_chunks * vocab_size
+    in_chunks = chunk + 4 * model.width * vocab_size + kept
+    return at_once + is_cut * (in_chunks - at_once)

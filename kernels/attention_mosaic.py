@@ -12,7 +12,6 @@ whole tiles. Probabilities go from registers to the second product. Dims are tho
 
 import functools
 import inspect
-import math
 from typing import Any
 
 import jax
@@ -22,14 +21,13 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from kernels.attention import MASKED
-from kernels.attention_tiles import Rule, Segments, runs
+from kernels.attention_tiles import LOG2_E, Rule, Segments, runs
 
 HEAD_WIDTHS = (64, 128, 256)
 DTYPES = ("bfloat16", "float16")
 COMPUTING = 2  # warpgroups; one more copies
 QUERIES = 64  # of each: the rows of a product
 SLOTS = 2  # tiles of keys and of values that are there at a time
-LOG2_E = math.log2(math.e)
 # Of a thread, of 64 Ki for all of a block: what copies needs few.
 REGISTERS_COMPUTING, REGISTERS_COPYING = 232, 40
 
@@ -187,8 +185,7 @@ def _compute(
     plgpu.copy_gmem_to_smem(q_ref, queries, came)
     plgpu.barrier_wait(came)
     width, size = queries.shape[1], shared["keys"].shape[1]
-    factor = rule.factor(width)
-    unit = (factor if rule.soft_cap is None else rule.soft_cap) * LOG2_E
+    unit = rule.unit(width)
     tile = (QUERIES, size)
     of_row, of_key = plgpu.Layout.WGMMA.reduce(1), plgpu.Layout.WGMMA.reduce(0)
     down = lambda x, shape: lax.broadcast_in_dim(x, shape, [0])
@@ -213,10 +210,8 @@ def _compute(
             plgpu.wgmma(ref, queries, _turned(shared["keys"].at[slot]))
             return ref[...]
 
-        raw = pl.run_scoped(scores, plgpu.ACC(tile, jnp.float32))
+        raw = rule.raw(pl.run_scoped(scores, plgpu.ACC(tile, jnp.float32)), width)
         plgpu.barrier_arrive(shared["keys_done"].at[slot])
-        if rule.soft_cap is not None:
-            raw = jnp.tanh(raw * (factor / rule.soft_cap))
         if masked:
             kept = keep(j)
             raw = jnp.where(kept, raw, MASKED)

@@ -11,6 +11,7 @@ documents and ragged ends are all in it. Tiles that no query sees are never visi
     I  rows of tiles   J  columns of tiles
 """
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+LOG2_E = math.log2(math.e)
 Array = jax.Array | np.ndarray
 Segments = tuple[jax.Array, jax.Array]  # ids of the queries [B, L] and of the keys [B, M]
 
@@ -42,6 +44,17 @@ class Rule:
     def factor(self, head_width: int) -> float:
         """By which products of queries and keys are multiplied to be scores."""
         return head_width**-0.5 if self.scale is None else self.scale
+
+    def unit(self, head_width: int) -> float:
+        """By which `raw` scores are multiplied to be exponents of two."""
+        scale = self.factor(head_width) if self.soft_cap is None else self.soft_cap
+        return scale * LOG2_E
+
+    def raw(self, products: jax.Array, head_width: int) -> jax.Array:
+        """Products of queries and keys, as far as they must be changed before the maximum."""
+        if self.soft_cap is None:
+            return products
+        return jnp.tanh(products * (self.factor(head_width) / self.soft_cap))
 
     def keys(self, start: int, stop: int, num_keys: int) -> tuple[int, int]:
         """The first and the end of the keys that some query from start to stop sees.

@@ -20,11 +20,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
 from kernels.attention import MASKED
-from kernels.attention_tiles import Rule, Segments, runs
+from kernels.attention_tiles import LOG2_E, Rule, Segments, runs
 
 HEAD_WIDTHS = (16, 32, 64, 128, 256)
 DTYPES = ("bfloat16", "float16", "float32")
-LOG2_E = 1.4426950408889634
 SMALLEST = 16  # queries or keys in a tile: what a tensor core multiplies at least
 
 Ref = Any  # an array in the GPU's memory, as a kernel sees it
@@ -95,16 +94,10 @@ class _Shape:
 
     @property
     def unit(self) -> float:
-        """What `_raw` scores are multiplied by to be exponents of two."""
-        if self.rule.soft_cap is not None:
-            return self.rule.soft_cap * LOG2_E
-        return self.rule.factor(self.head_width) * LOG2_E
+        return self.rule.unit(self.head_width)
 
     def raw(self, products: jax.Array) -> jax.Array:
-        """Products of queries and keys, as far as they must be changed before the maximum."""
-        if self.rule.soft_cap is None:
-            return products
-        return jnp.tanh(products * (self.rule.factor(self.head_width) / self.rule.soft_cap))
+        return self.rule.raw(products, self.head_width)
 
     def slope(self, raw: jax.Array, ds: jax.Array) -> jax.Array:
         """The gradient of a score, without the scale, from that of its capped value."""
