@@ -5,9 +5,12 @@
                In a balanced plan several have nearly all of it. What a step would not lose where
                all are slower goes with latencies: of links, and of starting collectives.
     against    the same model without what the planner knows
-    upgrades   the best plans on other machines: what is said is what a new plan takes
+    upgrades   the best plans on other machines: what is said is what a new plan takes, and what it
+               costs on machines of the same price
 
-Everything is predicted, by the cost model that chose the plan.
+Everything is predicted, by the cost model that chose the plan. Where a run asks for the best plan
+for its price, plans are compared by their dollars; those whose collectives may leave a cluster have
+none, since what they send has no price.
 """
 
 import itertools
@@ -17,8 +20,8 @@ import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from holmesjax import upgrades
-from holmesjax.config import Config, ParallelConfig, PlanConfig
+from holmesjax import prices, upgrades
+from holmesjax.config import Config, ParallelConfig
 from holmesjax.errors import PlanError
 from holmesjax.layouts import (
     USABLE_MEMORY,
@@ -52,6 +55,7 @@ class Ranked:
     """One of the best plans."""
 
     step_s: float
+    dollars: float | None  # of a step; None: without prices
     pipeline: str  # clusters, layers and meshes, in order
     microbatches: int
     checkpointing: str
@@ -66,6 +70,7 @@ class Alternative:
 
     what: str
     step_s: float | None  # None: not possible
+    dollars: float | None = None
     why: str = ""  # it is not
 
 
@@ -73,6 +78,7 @@ class Alternative:
 class Explanation:
     """All that is said of a plan."""
 
+    by_dollars: bool  # whether the best plan is the cheapest, and not the fastest
     best: tuple[Ranked, ...]  # the first is the plan
     against: tuple[Alternative, ...]
     clusters: tuple[Alternative, ...]  # without each that is used, with each that is not
@@ -84,14 +90,7 @@ class Explanation:
 
 
 def explain(config: Config, topology: Topology, say: Saying = lambda _: None) -> Explanation:
-    """The fastest plans and what is behind them. Raises PlanError as `planner.make_plan`."""
-    if config.plan != PlanConfig():
-        raise PlanError(
-            "--explain",
-            "says what makes steps short, and the run asks for the best plan for its price",
-            found=f"plan.objective {config.plan.objective}",
-            fix="set plan.objective=step_time, and plan.budget_dollars=null",
-        )
+    """The best plans and what is behind them. Raises PlanError as `planner.make_plan`."""
     say("the best plans")
     problem, found = find(config, topology)
     chosen = found.best[0]
@@ -100,11 +99,24 @@ def explain(config: Config, topology: Topology, say: Saying = lambda _: None) ->
         say(f"what binds plan {number}")
         ranked.append(_ranked(problem, candidate))
     return Explanation(
+        by_dollars=_is_by_dollars(config),
         best=tuple(ranked),
         against=tuple(_against(problem, chosen, say)),
         clusters=tuple(_clusters(problem, found.best, say)),
         upgrades=(_unlimited(problem, chosen, say), *_upgrades(problem, chosen, say)),
     )
+
+
+def _is_by_dollars(config: Config) -> bool:
+    return config.plan.objective == "tokens_per_dollar"
+
+
+def _dollars(problem: Problem, candidate: Candidate, step_s: float | None = None) -> float | None:
+    """Of a step, or of one that takes so long."""
+    if step_s is not None:
+        candidate = replace(candidate, step_s=step_s)
+    dollars = prices.step_dollars(problem, candidate)
+    return sum(dollars.values()) if dollars else None
 
 
 # ---- the best plans ------------------------------------------------------------------------------
@@ -120,6 +132,7 @@ def _ranked(problem: Problem, candidate: Candidate) -> Ranked:
     ]
     return Ranked(
         step_s=candidate.step_s,
+        dollars=_dollars(problem, candidate),
         pipeline=_pipeline(problem, candidate),
         microbatches=passing.microbatches,
         checkpointing=passing.checkpointing,
@@ -201,22 +214,24 @@ def _against(problem: Problem, chosen: Candidate, say: Saying) -> Iterator[Alter
     num_stages = len(chosen.case.layers)
     if num_stages > 1:
         say("an even split")
-        even = chosen.case._replace(layers=split_chunks(problem.num_layers, num_stages))
-        yield _alternative(
-            "as many layers on every stage", _step_s(problem, replace(chosen, case=even))
-        )
+        case = chosen.case._replace(layers=split_chunks(problem.num_layers, num_stages))
+        even = replace(chosen, case=case)
+        yield _alternative("as many layers on every stage", _step_s(problem, even), problem, even)
     if len(problem.topology.nodes) > 1:
         say("a random order")
         yield _shuffled(problem, chosen)
 
 
-def _alternative(what: str, step_s: float) -> Alternative:
-    is_possible = math.isfinite(step_s)
-    return Alternative(
-        what=what,
-        step_s=step_s if is_possible else None,
-        why="" if is_possible else "does not fit the devices' memory",
-    )
+def _alternative(
+    what: str, step_s: float, problem: Problem | None = None, candidate: Candidate | None = None
+) -> Alternative:
+    """With its dollars, for a candidate that has a price."""
+    if not math.isfinite(step_s):
+        return Alternative(what=what, step_s=None, why="does not fit the devices' memory")
+    dollars = None
+    if problem is not None and candidate is not None:
+        dollars = _dollars(problem, candidate, step_s)
+    return Alternative(what=what, step_s=step_s, dollars=dollars)
 
 
 def _data_parallel(config: Config, topology: Topology) -> Alternative:
@@ -280,34 +295,57 @@ def _clusters(problem: Problem, best: Sequence[Candidate], say: Saying) -> Itera
     for name in [cluster.name for cluster in topology.clusters]:
         if name in on(best[0]):
             say(f"without {name}")
-            found = find_within(problem.config, upgrades.without_cluster(topology, name))
-            step_s = found[1].best[0].step_s if found else None
-            yield Alternative(what=f"without {name}", step_s=step_s, why="no plan is possible")
+            yield _planned(f"without {name}", problem, upgrades.without_cluster(topology, name))
         else:
-            step_s = next((c.step_s for c in best if name in on(c)), None)
-            why = "none of the plans that were tried in the end uses it"
-            yield Alternative(what=f"with {name}", step_s=step_s, why=why)
+            other = next((c for c in best if name in on(c)), None)
+            if other is None:
+                why = "none of the plans that were tried in the end uses it"
+                yield Alternative(what=f"with {name}", step_s=None, why=why)
+            else:
+                dollars = _dollars(problem, other)
+                yield Alternative(what=f"with {name}", step_s=other.step_s, dollars=dollars)
+
+
+def _planned(what: str, problem: Problem, topology: Topology, **options: float) -> Alternative:
+    """The best plan on other machines."""
+    try:
+        found = find_within(problem.config, topology, **options)
+    except PlanError as refusal:  # none is within the budget
+        return Alternative(what=what, step_s=None, why=refusal.problem)
+    if found is None:
+        return Alternative(what=what, step_s=None, why="no plan is possible")
+    best = found[1].best[0]
+    return Alternative(what=what, step_s=best.step_s, dollars=_dollars(found[0], best))
+
+
+def _best(config: Config, alternatives: Sequence[Alternative]) -> Alternative:
+    """Of those that are possible; the first always is."""
+    dollars = lambda a: math.inf if a.dollars is None else a.dollars
+    rank = lambda a: (dollars(a), a.step_s) if _is_by_dollars(config) else (a.step_s, dollars(a))
+    return min((a for a in alternatives if a.step_s is not None), key=rank)
 
 
 def _unlimited(problem: Problem, chosen: Candidate, say: Saying) -> Alternative:
     say("memory")
-    steps_s = [chosen.step_s]
-    # None where stages cross clusters for want of devices.
-    if (found := find_within(problem.config, problem.topology, ENOUGH_MEMORY)) is not None:
-        steps_s.append(found[1].best[0].step_s)
-    return Alternative(what="as much memory as could be used", step_s=min(steps_s))
+    what = "as much memory as could be used"
+    # No plan where stages cross clusters for want of devices.
+    found = _planned(what, problem, problem.topology, usable_memory=ENOUGH_MEMORY)
+    return _best(problem.config, [_as_it_is(what, problem, chosen), found])
+
+
+def _as_it_is(what: str, problem: Problem, chosen: Candidate) -> Alternative:
+    return Alternative(what=what, step_s=chosen.step_s, dollars=_dollars(problem, chosen))
 
 
 def _upgrades(problem: Problem, chosen: Candidate, say: Saying) -> Iterator[Alternative]:
     for what, changed, same in _upgraded(problem.topology):
         say(what)
-        found = find_within(problem.config, changed)
-        steps_s = [chosen.step_s]  # what is better need not be used
-        if found is not None:
-            steps_s.append(found[1].best[0].step_s)
+        options = [_as_it_is(what, problem, chosen)]  # what is better need not be used
+        options.append(_planned(what, problem, changed))
         if same:
-            steps_s.append(_step_s(problem.on(changed), chosen))
-        yield Alternative(what=what, step_s=min(steps_s))
+            now = problem.on(changed)
+            options.append(_alternative(what, _step_s(now, chosen), now, chosen))
+        yield _best(problem.config, options)
 
 
 def _upgraded(topology: Topology) -> Iterator[tuple[str, Topology, bool]]:
@@ -334,15 +372,20 @@ def _upgraded(topology: Topology) -> Iterator[tuple[str, Topology, bool]]:
 
 def describe(explanation: Explanation) -> list[str]:
     """For the console."""
-    step_s = explanation.step_s
+    best, by_dollars = explanation.best[0], explanation.by_dollars
+    has_prices = best.dollars is not None
     lines = ["the best plans, side by side"]
-    rows = [("", "step", "slower", "stages", "microbatches", "schedule", "memory", "what binds it")]
+    worse = "dearer" if by_dollars else "slower"
+    header = ("", "step", *(("dollars",) if has_prices else ()), worse, "stages")
+    rows: list[tuple[str, ...]] = [(*header, "microbatches", "schedule", "memory", "what binds it")]
     for number, plan in enumerate(explanation.best, start=1):
+        factor = _factor(plan, best, by_dollars)
         rows.append(
             (
                 str(number),
                 show(plan.step_s, "s"),
-                f"{plan.step_s / step_s - 1:.1%}" if number > 1 else "",
+                *((_price(plan.dollars),) if has_prices else ()),
+                f"{factor - 1:.1%}" if number > 1 and factor else "",
                 plan.pipeline,
                 f"{plan.microbatches}, {plan.checkpointing}",
                 plan.schedule,
@@ -358,22 +401,40 @@ def describe(explanation: Explanation) -> list[str]:
     ):
         if alternatives:
             lines.append(title)
-            compared = [(a.what, *_compared(a, step_s)) for a in alternatives]
+            compared = [(a.what, *_compared(a, best, by_dollars, has_prices)) for a in alternatives]
             lines += [f"  {line}" for line in _aligned(compared)]
     return lines
 
 
-def _compared(alternative: Alternative, step_s: float) -> tuple[str, str]:
-    """The step of an alternative, and how it differs from the plan's."""
+def _factor(plan: Ranked | Alternative, best: Ranked, by_dollars: bool) -> float | None:
+    """How much longer its step is, or how much dearer; None where one has no price."""
+    if by_dollars:
+        return plan.dollars / best.dollars if plan.dollars and best.dollars else None
+    assert plan.step_s is not None, "what is not possible is not compared"
+    return plan.step_s / best.step_s
+
+
+def _price(dollars: float | None) -> str:
+    return "no price" if dollars is None else f"{dollars:.3g}"
+
+
+def _compared(
+    alternative: Alternative, best: Ranked, by_dollars: bool, has_prices: bool
+) -> tuple[str, ...]:
+    """The step of an alternative, its dollars where there are prices, and how it differs."""
     if alternative.step_s is None:
-        return "", alternative.why
-    factor = alternative.step_s / step_s
+        return ("", *(("",) if has_prices else ()), alternative.why)
+    more, less = ("dearer", "cheaper") if by_dollars else ("longer", "shorter")
+    factor = _factor(alternative, best, by_dollars)
     text = "no difference"
-    if factor >= 2:
-        text = f"{factor:.3g} times as long"
+    if factor is None:
+        text = ""
+    elif factor >= 2:
+        text = f"{factor:.3g} times as {'dear' if by_dollars else 'long'}"
     elif abs(factor - 1) >= 0.0005:
-        text = f"{abs(factor - 1):.1%} {'longer' if factor > 1 else 'shorter'}"
-    return show(alternative.step_s, "s"), text
+        text = f"{abs(factor - 1):.1%} {more if factor > 1 else less}"
+    price = (_price(alternative.dollars),) if has_prices else ()
+    return (show(alternative.step_s, "s"), *price, text)
 
 
 def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:

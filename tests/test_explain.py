@@ -22,6 +22,7 @@ from tests.clusters import (
     two_clusters,
     two_uneven,
 )
+from tests.test_prices import asked, small
 
 ROOT = Path(__file__).parent.parent
 WIDE = {"width": 4096, "num_heads": 32}  # so much to compute that two clusters pay
@@ -261,6 +262,49 @@ def test_unlike_devices_and_unlike_nodes_are_explained():
     lines = describe(found)
     assert any(line.startswith("what upgrades would buy") for line in lines)
     assert sum(line.startswith("  1 ") for line in lines) == 1
+
+
+# ---- prices --------------------------------------------------------------------------------------
+
+
+def test_what_is_best_for_its_price_is_explained_by_dollars():
+    topology = small(ib=4.0, roce=3.0)
+    config = asked(make_config(model=WIDE, parallel={}), objective="tokens_per_dollar")
+    found = explained(config, topology)
+    assert found.by_dollars
+    dollars = [plan.dollars for plan in found.best]
+    assert dollars == sorted(dollars)
+    plan = make_plan(config, topology)
+    assert (found.best[0].step_s, dollars[0]) == (plan.step_time_s, sum(plan.step_dollars.values()))
+    for alternative in found.clusters:
+        assert alternative.dollars is None or alternative.dollars >= dollars[0]
+    for alternative in found.upgrades:
+        assert alternative.dollars <= dollars[0] * (1 + 1e-9)
+    assert named(found.against, "data parallelism").dollars is None
+    lines = describe(found)
+    assert lines[1].split()[:3] == ["step", "dollars", "dearer"]
+    assert any(line.endswith("% dearer") for line in lines)
+    assert any("no price" in line for line in lines)
+
+
+def test_within_a_budget_what_is_too_dear_is_not_possible():
+    topology = small(ib=4.0, roce=0.5)
+    config = make_config(model=WIDE, parallel={})
+    cheapest = make_plan(asked(config, objective="tokens_per_dollar"), topology)
+    budget = 1.05 * config.train.steps * sum(cheapest.step_dollars.values())
+    found = explained(asked(config, budget_dollars=budget), topology)
+    assert not found.by_dollars
+    refused = [a for a in found.clusters if "the cheapest plan that was found takes" in a.why]
+    assert refused
+    assert all(alternative.step_s is None for alternative in refused)
+    header = describe(found)[1].split()
+    assert header[:3] == ["step", "dollars", "slower"]
+
+
+def test_without_prices_there_are_no_dollars():
+    found = explained(make_config(parallel={}), two_clusters())
+    assert found.best[0].dollars is None
+    assert "dollars" not in "\n".join(describe(found))
 
 
 # ---- the verb ------------------------------------------------------------------------------------
