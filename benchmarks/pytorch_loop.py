@@ -56,21 +56,23 @@ def weights(c: ModelConfig, params: Any) -> dict[str, np.ndarray]:
 
     found = {
         "token.weight": params[EMBED]["token_VD"],
-        "position.weight": params[EMBED]["position_PD"],
-        "norm.weight": params[HEAD]["norm"]["scale_D"],
-        "norm.bias": params[HEAD]["norm"]["bias_D"],
         "output.weight": params[HEAD]["output_DV"].T,
     }
+    if c.positions == "learned":
+        found["position.weight"] = params[EMBED]["position_PD"]
+    norms = {"norm": params[HEAD]["norm"]}
     for i, layer in enumerate(layer_names(c.num_layers)[1:-1]):
         p, to = params[layer], f"blocks.{i}"
         names = ("query_DHK", "key_DGK", "value_DGK")
         found[f"{to}.qkv.weight"] = np.concatenate([flat(p[name]) for name in names])
         found[f"{to}.out.weight"] = p["out_HKD"].reshape(-1, c.width).T
-        found[f"{to}.up.weight"] = p["up_DF"].T
+        gates = [p[name].T for name in ("gate_DF", "up_DF") if name in p]
+        found[f"{to}.up.weight"] = np.concatenate(gates)
         found[f"{to}.down.weight"] = p["down_FD"].T
-        for norm in ("attention_norm", "mlp_norm"):
-            found[f"{to}.{norm}.weight"] = p[norm]["scale_D"]
-            found[f"{to}.{norm}.bias"] = p[norm]["bias_D"]
+        norms |= {f"{to}.{norm}": p[norm] for norm in ("attention_norm", "mlp_norm")}
+    for to, norm in norms.items():
+        found |= {f"{to}.weight": norm["scale_D"]}
+        found |= {f"{to}.bias": norm["bias_D"]} if "bias_D" in norm else {}
     return found
 
 
