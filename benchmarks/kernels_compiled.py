@@ -32,8 +32,10 @@ from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 from benchmarks.pipeline_overhead import RESULTS, commit, versions
+from kernels.adamw import MOST_SHARING, Leaf, Part, Rule as AdamW, adamw_triton
 from kernels.attention_pallas import Backend, attention_pallas
 from kernels.attention_tiles import Rule
+from kernels.moments import Kept, zero_moment
 
 NAME = "kernels_compiled"
 MOST_SPILLED = 64  # bytes of a thread
@@ -68,14 +70,14 @@ ENTRY = re.compile(
 
 # What Mosaic prints of its own kernels.
 MOSAIC = re.compile(
-    r"Compiling entry function '\w*mosaic_gpu_kernel'.*\n"
+    r"Compiling entry function '_*(\w+)_kernel_mosaic_gpu_kernel'.*\n"
     r"(?:.*\n)*?.* (\d+) bytes spill stores, (\d+) bytes spill loads\n"
     r".*Used (\d+) registers"
 )
 
 
-class Configuration(NamedTuple):
-    """Arguments of attention, of 4 query and 2 key-value heads."""
+class Attention(NamedTuple):
+    """Forward and backward, of 4 query and 2 key-value heads."""
 
     backend: Backend
     dtype: str
@@ -84,7 +86,67 @@ class Configuration(NamedTuple):
 
     @property
     def label(self) -> str:
-        return f"{self.backend}, {self.dtype}, {self.head_width} wide, {self.rule}"
+        return f"attention, {self.backend}, {self.dtype}, {self.head_width} wide, {self.rule}"
+
+    @property
+    def num_kernels(self) -> int:
+        return 3
+
+    @property
+    def multiplies(self) -> bool:
+        """Whether there are products for tensor cores: not of float32 in full precision."""
+        return self.dtype != "float32"
+
+    def trace(self, where: NamedSharding) -> jax.stages.Traced:
+        rule, has_documents = RULES[self.rule]
+
+        def both_ways(q: Any, k: Any, v: Any, dout: Any, ids: Any) -> Any:
+            segments = (ids, ids) if has_documents else None
+            run = functools.partial(attention_pallas, backend=self.backend)
+            out, pullback = jax.vjp(lambda q, k, v: run(q, k, v, segments, rule)[0], q, k, v)
+            return out, pullback(dout)
+
+        shape = lambda heads: jax.ShapeDtypeStruct(
+            (1, 4096, heads, self.head_width), self.dtype, sharding=where
+        )
+        ids = jax.ShapeDtypeStruct((1, 4096), jnp.int32, sharding=where)
+        return jax.jit(both_ways).trace(shape(4), shape(2), shape(2), shape(4), ids)
+
+
+class Update(NamedTuple):
+    """AdamW, of a part of a matrix, or of several small arrays in a launch."""
+
+    moments: Kept
+    arrays: int
+
+    @property
+    def label(self) -> str:
+        return f"adamw, moments in {self.moments}, {self.arrays} in a launch"
+
+    @property
+    def num_kernels(self) -> int:
+        return 1
+
+    @property
+    def multiplies(self) -> bool:
+        return False
+
+    def trace(self, where: NamedSharding) -> jax.stages.Traced:
+        shape = (1024, 2048) if self.arrays == 1 else (100, 192)
+        rule = AdamW(0.9, 0.95, 1e-8, 0.1)
+
+        def update(leaves: Any, gradients: Any, factors: Any, start: Any) -> Any:
+            parts = [Part((4096, 4096), start)] * self.arrays
+            return adamw_triton(leaves, gradients, factors, [rule] * self.arrays, parts)
+
+        def make() -> Leaf:
+            both = (zero_moment(shape, self.moments, which) for which in ("first", "second"))
+            return Leaf(jnp.zeros(shape), *both)
+
+        lie = lambda tree: jax.tree.map(lambda x: x.update(sharding=where), jax.eval_shape(tree))
+        leaves, gradients = [lie(make)] * self.arrays, [lie(make).parameter] * self.arrays
+        factors, start = lie(lambda: jnp.zeros(5)), lie(lambda: jnp.zeros(2, jnp.int32))
+        return jax.jit(update, donate_argnums=0).trace(leaves, gradients, factors, start)
 
 
 RULES = {
@@ -94,14 +156,18 @@ RULES = {
 }
 BACKENDS: dict[Backend, tuple[str, ...]] = {
     "triton": ("bfloat16", "float16", "float32"),
-    "mosaic": ("bfloat16", "float16"),  # the forward; its backward is the other's
+    "mosaic": ("bfloat16", "float16"),
 }
-CONFIGURATIONS = [
-    Configuration(backend, dtype, head_width, rule)
-    for backend, dtypes in BACKENDS.items()
-    for dtype in dtypes
-    for head_width in (64, 128, 256)
-    for rule in RULES
+MOMENTS: tuple[Kept, ...] = ("float32", "bfloat16", "int8")
+CONFIGURATIONS: list[Attention | Update] = [
+    *(
+        Attention(backend, dtype, head_width, rule)
+        for backend, dtypes in BACKENDS.items()
+        for dtype in dtypes
+        for head_width in (64, 128, 256)
+        for rule in RULES
+    ),
+    *(Update(moments, arrays) for moments in MOMENTS for arrays in (1, MOST_SHARING)),
 ]
 
 
@@ -143,7 +209,7 @@ def compile_in_a_process(folder: Path, numbers: list[int]) -> Iterator[dict[str,
         try:
             printed: list[str] = []
             for text in process.stdout:
-                if text.startswith('{"configuration"'):
+                if text.startswith('{"number"'):
                     line = json.loads(text)
                     line["kernels"] |= _mosaic_kernels("".join(printed))
                     yield line
@@ -158,12 +224,17 @@ def compile_in_a_process(folder: Path, numbers: list[int]) -> Iterator[dict[str,
 
 
 def _mosaic_kernels(printed: str) -> dict[str, dict[str, int]]:
-    """What Mosaic said of the one kernel that it has compiled, if it has."""
-    if not (found := MOSAIC.search(printed)):
-        return {}
-    stores, loads, used = map(int, found.groups())
-    wgmma = printed.count("wgmma.mma_async")
-    return {"attention_forward": {"registers": used, "spilled": stores + loads, "wgmma": wgmma}}
+    """What Mosaic said of its kernels, each after its own instructions."""
+    found, end = {}, 0
+    for match in MOSAIC.finditer(printed):
+        name, stores, loads, used = match.groups()
+        found[f"attention_{name}"] = {
+            "registers": int(used),
+            "spilled": int(stores) + int(loads),
+            "wgmma": printed.count("wgmma.mma_async", end, match.end()),
+        }
+        end = match.end()
+    return found
 
 
 def compile_here(numbers: list[int]) -> None:
@@ -177,55 +248,38 @@ def compile_here(numbers: list[int]) -> None:
     mesh = Mesh(np.array(topology.devices), ("device",))
     log = Path(os.environ["PTXAS_LOG"])
     for number in numbers:
+        configuration = CONFIGURATIONS[number]
         log.write_text("")
         problem = None
         try:
-            _compile(CONFIGURATIONS[number], mesh)
+            with jax.sharding.set_mesh(mesh):
+                configuration.trace(NamedSharding(mesh, P())).lower().compile()
         except Exception as error:  # of XLA, or of what it ran: whatever it is, it is the result
             problem = str(error).strip().splitlines()[0]
         kernels = {
             name: {"registers": int(used), "spilled": int(stores) + int(loads), "wgmma": int(n)}
             for n, name, stores, loads, used in ENTRY.findall(log.read_text())
-            if name.startswith("attention")
+            if name.startswith(("attention", "adamw"))
         }
-        configuration = CONFIGURATIONS[number]._asdict()
-        line = {"configuration": configuration, "kernels": kernels, "error": problem}
+        line = {"number": number, "what": configuration.label, "kernels": kernels, "error": problem}
         print(json.dumps(line), flush=True)
 
 
-def _compile(configuration: Configuration, mesh: Mesh) -> None:
-    rule, has_documents = RULES[configuration.rule]
-
-    def both_ways(q: Any, k: Any, v: Any, dout: Any, ids: Any) -> Any:
-        segments = (ids, ids) if has_documents else None
-        run = functools.partial(attention_pallas, backend=configuration.backend)
-        out, pullback = jax.vjp(lambda q, k, v: run(q, k, v, segments, rule)[0], q, k, v)
-        return out, pullback(dout)
-
-    where = NamedSharding(mesh, P())
-    shape = lambda heads: jax.ShapeDtypeStruct(
-        (1, 4096, heads, configuration.head_width), configuration.dtype, sharding=where
-    )
-    ids = jax.ShapeDtypeStruct((1, 4096), jnp.int32, sharding=where)
-    with jax.sharding.set_mesh(mesh):
-        jax.jit(both_ways).trace(shape(4), shape(2), shape(2), shape(4), ids).lower().compile()
-
-
 def is_good(line: dict[str, Any]) -> bool:
-    kernels = line["kernels"].values()
-    is_narrow = line["configuration"]["dtype"] != "float32"
-    slow = is_narrow and not all(kernel["wgmma"] for kernel in kernels)
+    configuration, kernels = CONFIGURATIONS[line["number"]], line["kernels"].values()
+    slow = configuration.multiplies and not all(kernel["wgmma"] for kernel in kernels)
     spills = any(kernel["spilled"] > MOST_SPILLED for kernel in kernels)
-    return not line["error"] and len(kernels) == 3 and not slow and not spills
+    is_whole = not line["error"] and len(kernels) == configuration.num_kernels
+    return is_whole and not slow and not spills
 
 
 def table(lines: list[dict[str, Any]]) -> str:
     rows = [
-        "| attention | kernel | registers | spilled | wgmma |",
+        "| | kernel | registers | spilled | wgmma |",
         "| --- | --- | --- | --- | --- |",
     ]
     for line in lines:
-        label = Configuration(**line["configuration"]).label
+        label = line["what"]
         for name, kernel in sorted(line["kernels"].items()):
             numbers = [kernel["registers"], kernel["spilled"], kernel["wgmma"]]
             rows.append(f"| {label} | `{name}` | {' | '.join(map(str, numbers))} |")

@@ -34,13 +34,15 @@ import jax
 import jax.numpy as jnp
 
 from benchmarks.pipeline_overhead import RESULTS, commit, middle, versions
+from holmesjax import costs
 from kernels.adamw import Leaf, Rule, adamw_reference, adamw_triton, factors
 from kernels.attention_pallas import Backend, attention_pallas, unsupported
 from kernels.attention_tiles import Rule as Seen
 from kernels.cross_entropy import cross_entropy, linear_cross_entropy
+from kernels.moments import Kept, Which, narrow, zero_moment
 
 NAME = "kernels_gpu"
-TESTS = ["tests/test_attention.py", "tests/test_adamw.py", "tests/test_kernels.py"]
+TESTS = [f"tests/test_{name}.py" for name in ("attention", "adamw", "moments", "kernels")]
 ROUND_S = 0.05
 ROUNDS = 11
 HYPER = Rule(0.9, 0.95, 1e-8, 0.1)
@@ -119,7 +121,7 @@ def attention_calls(case: Attention, interpret: bool) -> tuple[Calls, Calls]:
     functions = {"ours": ours("triton")}
     if not interpret:
         if not unsupported(q, k, v, "mosaic"):
-            functions["ours, Mosaic forward"] = ours("mosaic")
+            functions["ours, Mosaic"] = ours("mosaic")
         functions |= _library_attention(case, segment)
 
     def both(function: Callable) -> Callable:
@@ -196,10 +198,22 @@ def _torch_attention(case: Attention) -> tuple[Call, Call]:
     return forward, both
 
 
-def adamw_calls(sizes: list[int], interpret: bool) -> Calls:
-    make = lambda: [Leaf(*(normal(i, n, dtype="float32") for i in range(3))) for n in sizes]
-    leaves = [leaf._replace(nu=leaf.nu**2) for leaf in make()]
-    gradients = [normal(9, n, dtype="float32") for n in sizes]
+def adamw_calls(sizes: list[tuple[int, int]], kept: Kept, interpret: bool) -> Calls:
+    def moment(shape: tuple[int, int], which: Which, seed: int) -> Any:
+        x = normal(seed, *shape, dtype="float32")
+        bits = jnp.zeros(shape, jnp.uint32)
+        like = zero_moment(shape, kept, which)
+        return narrow(x if which == "first" else x * x, like, bits, which)
+
+    leaves = [
+        Leaf(
+            normal(0, *shape, dtype="float32"),
+            moment(shape, "first", 1),
+            moment(shape, "second", 2),
+        )
+        for shape in sizes
+    ]
+    gradients = [normal(9, *shape, dtype="float32") for shape in sizes]
     step = factors(jnp.int32(10), 0.5, 1e-4, HYPER.beta1, HYPER.beta2)
 
     def plain(leaves: list[Leaf], gradients: list[jax.Array]) -> list[Leaf]:
@@ -220,18 +234,18 @@ def adamw_calls(sizes: list[int], interpret: bool) -> Calls:
         return call
 
     calls = {"ours": in_place(kernel), "XLA": in_place(plain)}
-    if not interpret:
+    if not interpret and kept == "float32":
         with contextlib.suppress(ImportError):
             calls["PyTorch"] = _torch_adamw(sizes)
     return calls
 
 
-def _torch_adamw(sizes: list[int]) -> Call:
+def _torch_adamw(sizes: list[tuple[int, int]]) -> Call:
     import torch
 
     if not torch.cuda.is_available():
         raise ImportError
-    parameters = [torch.nn.Parameter(torch.randn(n, device="cuda")) for n in sizes]
+    parameters = [torch.nn.Parameter(torch.randn(*shape, device="cuda")) for shape in sizes]
     for parameter in parameters:
         parameter.grad = torch.randn_like(parameter)
     optimizer = torch.optim.AdamW(parameters, betas=HYPER[:2], fused=True)
@@ -330,18 +344,20 @@ def attention_lines(rehearse: bool, most: dict[str, float]) -> Iterator[dict[str
 
 
 def adamw_lines(rehearse: bool, most: dict[str, float]) -> Iterator[dict[str, Any]]:
-    one, many = (2**14, [300] * 20) if rehearse else (2**28, [50_000] * 300)
-    for label, sizes in (("one array", [one]), (f"{len(many)} arrays", many)):
-        for name, time_of in measure(adamw_calls(sizes, rehearse), rehearse).items():
-            rate = 28.0 * sum(sizes) / time_of["s"]
-            yield {
-                "what": f"adamw: {sum(sizes):,} parameters, {label}",
-                "by": name,
-                "ms": time_of["s"] * 1e3,
-                "spread": time_of["spread"],
-                "rate": f"{rate / 1e9:.0f} GB/s",
-                "limit": rate / most["bytes_per_s"],
-            }
+    one, many = ((256, 64), [(5, 64)] * 20) if rehearse else ((2**16, 2**12), [(256, 192)] * 300)
+    for kept, num_bytes in costs.MOMENT_BYTES.items():
+        for label, sizes in (("one array", [one]), (f"{len(many)} arrays", many)):
+            count = sum(rows * columns for rows, columns in sizes)
+            for name, time_of in measure(adamw_calls(sizes, kept, rehearse), rehearse).items():
+                rate = costs.update_bytes(count, num_bytes * count) / time_of["s"]
+                yield {
+                    "what": f"adamw: {count:,} parameters, {label}, moments in {kept}",
+                    "by": name,
+                    "ms": time_of["s"] * 1e3,
+                    "spread": time_of["spread"],
+                    "rate": f"{rate / 1e9:.0f} GB/s",
+                    "limit": rate / most["bytes_per_s"],
+                }
 
 
 def cross_entropy_lines(rehearse: bool, most: dict[str, float]) -> Iterator[dict[str, Any]]:

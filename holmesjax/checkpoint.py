@@ -5,6 +5,7 @@ A part is what one stage wrote: a flat dict of arrays. A key is the array's path
 any plan restores what another has written. `manifest` says which checkpoints are whole.
 """
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -42,8 +43,23 @@ def owned(stage: Stage, state: StageState) -> Arrays:
 
 
 def restore(checkpoint: Checkpoint, stages: Sequence[Stage]) -> list[StageState]:
-    """The states of all stages, whatever the plan that wrote them. Verify first."""
-    return [_restore_tree(checkpoint, stage.state_shapes) for stage in stages]
+    """The states of all stages, whatever the plan that wrote them. Verify first.
+
+    Moments that were kept in another way are read as they were, and kept in the stage's.
+    """
+    return [_restore_state(checkpoint, stage) for stage in stages]
+
+
+def _restore_state(checkpoint: Checkpoint, stage: Stage) -> StageState:
+    optimizer, moments = stage.optimizer, checkpoint.manifest["moments"]
+    if moments == optimizer.config.moments:
+        return _restore_tree(checkpoint, stage.state_shapes)
+    config = dataclasses.replace(optimizer.config, moments=moments)
+    writer = dataclasses.replace(stage, optimizer=dataclasses.replace(optimizer, config=config))
+    state = _restore_tree(checkpoint, writer.state_shapes)
+    shardings = jax.tree.map(lambda x: x.sharding, stage.state_shapes.opt_state)
+    adopt = jax.jit(optimizer.adopt, out_shardings=shardings)
+    return StageState(state.params, adopt(state.opt_state))
 
 
 def restore_params(checkpoint: Checkpoint, model: ModelConfig) -> Any:

@@ -3,6 +3,10 @@
 from collections.abc import Collection
 
 import jax
+
+# An interpreted Pallas kernel imports this when it is compiled. Stages are compiled by threads, and
+# what the import adds to must not grow while another thread reads it.
+import jax.experimental.pallas.tpu
 from jax.sharding import Mesh
 
 

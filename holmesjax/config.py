@@ -32,6 +32,7 @@ Text = Annotated[str, Field(min_length=1, strict=True)]
 Flag = Annotated[bool, Field(strict=True)]
 Streams = Annotated[int, Field(ge=1, le=64, strict=True)]  # each is a socket and two threads
 Port = Annotated[int, Field(ge=0, le=65535, strict=True)]
+Moments = Literal["float32", "bfloat16", "int8"]
 Schedule = Literal["gpipe", "1f1b", "eager_1f1b", "interleaved_1f1b", "zero_bubble"]
 ClusterOfEachStage = Annotated[tuple[Text, ...], Field(min_length=1)]
 LayersPerStage = Annotated[tuple[Count, ...], Field(min_length=1)]
@@ -117,6 +118,8 @@ class OptimizerConfig:
     epsilon: Positive = 1e-8
     weight_decay: NonNegative = 0.1  # not on norms, biases and embeddings
     clip_norm: Positive | None = 1.0  # global norm over all stages; None: no clipping
+    # How both are kept: 4, 2, or 17/16 bytes a number (kernels/moments.py).
+    moments: Moments = "float32"
 
     def __post_init__(self) -> None:
         _refuse_mistakes(optimizer=self)

@@ -13,15 +13,15 @@ from typing import Any, Literal
 import numpy as np
 
 from holmesjax.calibration import Product, flop
-from holmesjax.config import ModelConfig
+from holmesjax.config import ModelConfig, Moments
 
 Checkpointing = Literal["none", "dots", "full"]
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 
-# float32 numbers that AdamW moves per parameter: reads parameter, gradient and two moments, writes
-# parameter and two moments.
-UPDATE_BYTES_PER_PARAMETER = 7 * 4
+# Of a number in each of AdamW's two moments; int8 has a float32 scale for 64.
+MOMENT_BYTES: dict[Moments, float] = {"float32": 4, "bfloat16": 2, "int8": 1 + 4 / 64}
+QUANTIZED = 64  # int8 holds matrices whose last dim is a multiple of this, others stay float32
 
 # Of float32 logits that a device computes at a time: more tokens are cut into chunks.
 MAX_LOGIT_BYTES = 2**29
@@ -114,6 +114,7 @@ class StageShape:
     head_in_flight: float  # of them, those whose forward has run through the head
     dtype: str  # of the matrix products
     checkpointing: Checkpointing
+    moments: Moments = "float32"
 
 
 def stage_parameters(model: ModelConfig, stage: StageShape) -> int:
@@ -138,6 +139,50 @@ def stage_parameters(model: ModelConfig, stage: StageShape) -> int:
         if stage.is_first and model.tied_embeddings:
             num_parameters -= table_parameters(model, stage.tensor)
     return num_parameters
+
+
+def moment_bytes(model: ModelConfig, stage: StageShape) -> float:
+    """Bytes of one of the two moments of `stage_parameters`, before `fsdp` and `data` cut them."""
+    own = MOMENT_BYTES[stage.moments]
+    num_bytes = own * stage_parameters(model, stage)
+    if stage.moments != "int8":
+        return num_bytes
+    num_wide = norm_parameters(model) * (2 * stage.num_blocks + stage.is_last)
+    num_wide += sum(count for last, count in _matrices(model, stage).items() if last % QUANTIZED)
+    return num_bytes + (MOMENT_BYTES["float32"] - own) * num_wide
+
+
+def _matrices(model: ModelConfig, stage: StageShape) -> dict[int, int]:
+    """The numbers of a stage's matrices, by their last dim: those of `models.gpt`."""
+    d, k, f = model.width, model.head_width, model.feed_forward_width
+    gates = 2 if model.activation == "swiglu" else 1
+    table = table_parameters(model, stage.tensor)
+    numbers = [
+        (k, stage.num_blocks * d * (model.num_heads + 2 * model.kv_heads) * k // stage.tensor),
+        (d, stage.num_blocks * d * (model.num_heads * k + f) // stage.tensor),
+        (f, stage.num_blocks * d * gates * f // stage.tensor),
+        (d, stage.is_first * embed_parameters(model, stage.tensor)),
+    ]
+    if stage.is_last and not model.tied_embeddings:
+        numbers.append((model.vocab_size, table))
+    elif stage.is_last and not stage.is_first:
+        numbers.append((d, table))
+    found: dict[int, int] = {}
+    for last, count in numbers:
+        found[last] = found.get(last, 0) + count
+    return found
+
+
+def update_bytes(num_parameters: float, one_moment: float) -> float:
+    """Bytes that AdamW moves: parameters and both moments, read and written; gradients, read.
+
+    Args:
+      one_moment: bytes of one of the two.
+
+    >>> update_bytes(1, MOMENT_BYTES["float32"]), update_bytes(1, MOMENT_BYTES["int8"])
+    (28, 16.25)
+    """
+    return 3 * 4 * num_parameters + 4 * one_moment
 
 
 def gathered_parameters(model: ModelConfig, stage: StageShape) -> tuple[int, int]:

@@ -65,6 +65,7 @@ class Job:
             self.run_dir,
             step,
             model=self.config.model,
+            moments=self.config.optimizer.moments,
             plan_hash=self.plan.hash(),
             keep=self.config.checkpoint.keep,
             arrays=arrays,

@@ -355,6 +355,7 @@ class StageCosts:
             head_in_flight=in_flight.head,
             dtype=train.compute_dtype,
             checkpointing=passing.checkpointing,
+            moments=self._config.optimizer.moments,
         )
 
     def times(

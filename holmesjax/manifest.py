@@ -19,10 +19,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from holmesjax.config import ModelConfig
+from holmesjax.config import ModelConfig, Moments
 from holmesjax.errors import CheckpointError
 
-FOLDER, MANIFEST, FORMAT = "checkpoints", "manifest.json", 1
+FOLDER, MANIFEST, FORMAT = "checkpoints", "manifest.json", 2
 PART = "part_"
 
 
@@ -132,6 +132,7 @@ def commit(
     step: int,
     *,
     model: ModelConfig,
+    moments: Moments,
     plan_hash: str,
     keep: int,
     arrays: dict[str, str],
@@ -150,6 +151,7 @@ def commit(
     manifest: dict[str, Any] = {
         "format": FORMAT,
         "model": dataclasses.asdict(model),
+        "moments": moments,
         "plan_hash": plan_hash,
         "step": step,
         "arrays": arrays,

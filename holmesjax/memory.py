@@ -66,7 +66,7 @@ def stage_memory_bytes(
     per number of the compute dtype, and T tokens of a microbatch on a device:
 
         parameters    4 P / (fsdp * data)    float32 masters
-        optimizer     8 P / (fsdp * data)    two float32 moments
+        optimizer     8 P / (fsdp * data)    two moments in float32, or less (`costs.moment_bytes`)
         replicas      c P / fsdp             what the forward reads
         gradients     4 P / fsdp             float32, each replica's own sum of a step
         activations   in_flight * T * (residuals of all layers)
@@ -95,7 +95,7 @@ def stage_memory_bytes(
     boundary = costs.boundary_bytes(model, num_tokens, stage.dtype)
     items = {
         "parameters": 4.0 * held / shards,
-        "optimizer": 8.0 * held / shards,
+        "optimizer": 2.0 * costs.moment_bytes(model, stage) / stage.fsdp / shards,
         "replicas": 1.0 * width * held,
         "gradients": 4.0 * held,
         "activations": 1.0 * activations,

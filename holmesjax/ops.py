@@ -8,8 +8,9 @@ Dims: see `models/gpt.py`. Each returns the dtype of its first argument, unless 
 
 import functools
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,19 +20,31 @@ from holmesjax import costs
 from holmesjax.config import KernelsConfig
 from holmesjax.errors import ConfigError
 from holmesjax.plan import Axis
-from kernels.adamw import Leaf, Rule, adamw_reference, adamw_triton, factors
+from kernels.adamw import Leaf, Part, Rule, adamw_reference, adamw_triton, factors
 from kernels.attention import SAVED, attention_reference
 from kernels.attention_pallas import Backend, attention_pallas, unsupported
 from kernels.cross_entropy import cross_entropy, linear_cross_entropy
 from kernels.linear import feed_forward, linear, linear_transposed, linears
+from kernels.moments import (
+    Moment,
+    Quantized,
+    Which,
+    narrow,
+    noise,
+    positions,
+    step_seed,
+    widen,
+    zero_moment,
+)
 from kernels.norm import layer_norm, rms_norm
-from kernels.shards import Shards, on_mesh
+from kernels.shards import Shards, first_index, num_parts, on_mesh
 
 __all__ = [
     "DEFAULT",
     "SAVED",
     "Kernels",
     "Leaf",
+    "Quantized",
     "Rule",
     "adamw",
     "attention",
@@ -44,10 +57,14 @@ __all__ = [
     "linear_cross_entropy",
     "linear_transposed",
     "merge_heads",
+    "moment_spec",
     "project_heads",
     "rms_norm",
     "rotate",
+    "round_moment",
     "separate",
+    "widen",
+    "zero_moment",
 ]
 
 
@@ -149,7 +166,11 @@ def attention(
                 backend = "mosaic"
             args = (q_BLHK, k_BLGK, v_BLGK, segments)
             return attention_pallas(
-                *args, shards=kernels.shards, backend=backend, interpret=kernels.interpret
+                *args,
+                shards=kernels.shards,
+                backend=backend,
+                device_kind=kernels.device.device_kind,
+                interpret=kernels.interpret,
             )[0]
     return attention_reference(q_BLHK, k_BLGK, v_BLGK, segments)[0]
 
@@ -168,15 +189,83 @@ def adamw(
       factors: those of the step (`factors`).
       specs: how each leaf lies on the mesh.
     """
-    if kernels.config.adamw == "reference":
-        step = zip(leaves, gradients, rules, strict=True)
-        return [adamw_reference(leaf, gradient, factors, rule) for leaf, gradient, rule in step]
-    run: Callable = functools.partial(adamw_triton, rules=rules, interpret=kernels.interpret)
-    if kernels.mesh is None or kernels.mesh.size == 1:
+    is_alone = kernels.mesh is None or kernels.mesh.size == 1
+    sizes = {} if kernels.mesh is None else kernels.mesh.shape
+    by_kernel = [
+        i
+        for i, leaf in enumerate(leaves)
+        if kernels.config.adamw == "pallas"
+        and (is_alone or _has_whole_blocks(leaf.mu, specs[i], sizes))
+    ]
+    new = {
+        i: adamw_reference(leaves[i], gradients[i], factors, rules[i])
+        for i in set(range(len(leaves))) - set(by_kernel)
+    }
+    if by_kernel:
+        found = _adamw_kernel(
+            [leaves[i] for i in by_kernel],
+            [gradients[i] for i in by_kernel],
+            [rules[i] for i in by_kernel],
+            factors,
+            None if is_alone else [specs[i] for i in by_kernel],
+            kernels,
+        )
+        new |= dict(zip(by_kernel, found, strict=True))
+    return [new[i] for i in range(len(leaves))]
+
+
+def _adamw_kernel(
+    leaves: Sequence[Leaf],
+    gradients: Sequence[jax.Array],
+    rules: Sequence[Rule],
+    factors: jax.Array,
+    specs: Sequence[PartitionSpec] | None,
+    kernels: Kernels,
+) -> list[Leaf]:
+    run = functools.partial(adamw_triton, rules=rules, interpret=kernels.interpret)
+    if specs is None:
         return run(leaves, gradients, factors)
-    cut = [Leaf._make([spec] * 3) for spec in specs]
-    run = on_mesh(run, kernels.mesh, (cut, list(specs), PartitionSpec()), cut)
-    return run(list(leaves), list(gradients), factors)
+    assert kernels.mesh is not None, "specs are of a mesh"
+
+    def on_device(own: list[Leaf], gradients: list[jax.Array], factors: jax.Array) -> list[Leaf]:
+        parts = [
+            Part(leaf.parameter.shape, first_index(spec, gradient.shape))
+            for leaf, gradient, spec in zip(leaves, gradients, specs, strict=True)
+        ]
+        return run(own, gradients, factors, parts=parts)
+
+    sizes = kernels.mesh.shape
+    cut = [
+        Leaf._make([spec, *(moment_spec(moment, spec, sizes) for moment in (leaf.mu, leaf.nu))])
+        for leaf, spec in zip(leaves, specs, strict=True)
+    ]
+    on_devices = on_mesh(on_device, kernels.mesh, (cut, list(specs), PartitionSpec()), cut)
+    return on_devices(list(leaves), list(gradients), factors)
+
+
+def moment_spec(moment: Moment, spec: PartitionSpec, sizes: Mapping[str, int]) -> Any:
+    """How a moment lies on a mesh, for that of its parameter: the same way.
+
+    Scales that the devices of the last dim share lie on all of them.
+    """
+    if not isinstance(moment, Quantized):
+        return spec
+    scales = spec if _has_whole_blocks(moment, spec, sizes) else PartitionSpec(*spec[:-1])
+    return Quantized._make([spec, scales])
+
+
+def _has_whole_blocks(moment: Moment, spec: PartitionSpec, sizes: Mapping[str, int]) -> bool:
+    """Whether each device has the scales of its own numbers, and of no others."""
+    if not isinstance(moment, Quantized):
+        return True
+    num_blocks, last = moment.scales.shape[-1], len(moment.codes.shape) - 1
+    return num_blocks % num_parts(spec, last, sizes) == 0
+
+
+def round_moment(x: jax.Array, like: Moment, update: jax.Array, seed: int, which: Which) -> Moment:
+    """float32 numbers as `like` is kept, rounded by the noise of an update."""
+    bits = noise(positions(x.shape), step_seed(update, seed))
+    return narrow(x, like, bits[0 if which == "first" else 1], which)
 
 
 def _cudnn_refuses(kernels: Kernels, q: jax.Array, segment: jax.Array | None) -> str | None:

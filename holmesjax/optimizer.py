@@ -4,12 +4,14 @@ Clipping is not in it: its norm is global over all stages, so `stage` says by ho
 are to be scaled.
 """
 
+import zlib
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from holmesjax import ops, sharding
 from holmesjax.config import OptimizerConfig
@@ -48,11 +50,21 @@ def decays(path: tuple) -> bool:
     return len(sharding.dims(sharding.name_of(path))) > 1 and path[0].key != EMBED
 
 
+def _seed(path: tuple) -> int:
+    """Of the noise of a parameter's moments: of its name in the model, whatever the plan."""
+    return zlib.crc32("/".join(key.key for key in path).encode())
+
+
+def _moments(tree: Tree) -> list[Any]:
+    """Of each parameter, in the order of the parameters."""
+    return jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, ops.Quantized))
+
+
 class AdamWState(NamedTuple):
     """The moments have the shapes of the parameters, and their places."""
 
     updates: jax.Array  # so far, int32
-    mu: Tree
+    mu: Tree  # of `ops.Quantized` where they are kept as int8
     nu: Tree
 
 
@@ -68,8 +80,38 @@ class AdamW:
     schedule: optax.Schedule
 
     def init(self, params: Tree) -> AdamWState:
-        zeros = lambda: jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params)
-        return AdamWState(jnp.zeros((), jnp.int32), zeros(), zeros())
+        zeros = lambda which: jax.tree.map(
+            lambda p: ops.zero_moment(p.shape, self.config.moments, which), params
+        )
+        return AdamWState(jnp.zeros((), jnp.int32), zeros("first"), zeros("second"))
+
+    def shardings(self, params: Tree, mesh: Mesh) -> AdamWState:
+        """Of the state for parameters of these shapes: moments lie as their parameters do."""
+
+        def of_moment(path: tuple, x: jax.ShapeDtypeStruct, moment: Any) -> Any:
+            spec = sharding.master_spec(sharding.name_of(path), x.shape, mesh.shape)
+            specs = ops.moment_spec(moment, spec, mesh.shape)
+            is_spec = lambda x: isinstance(x, PartitionSpec)
+            return jax.tree.map(lambda s: NamedSharding(mesh, s), specs, is_leaf=is_spec)
+
+        state = jax.eval_shape(self.init, params)
+        of = lambda moments: jax.tree_util.tree_map_with_path(of_moment, params, moments)
+        return AdamWState._make([sharding.replicated(mesh), of(state.mu), of(state.nu)])
+
+    def adopt(self, state: AdamWState) -> AdamWState:
+        """A state with moments that are kept in another way, kept in this one's."""
+
+        def kept(path: tuple, moment: Any, which: Any) -> Any:
+            wide = ops.widen(moment, which)
+            like = ops.zero_moment(wide.shape, self.config.moments, which)
+            return ops.round_moment(wide, like, state.updates, _seed(path), which)
+
+        of = lambda moments, which: jax.tree_util.tree_map_with_path(
+            lambda path, moment: kept(path, moment, which),
+            moments,
+            is_leaf=lambda x: isinstance(x, ops.Quantized),
+        )
+        return AdamWState(state.updates, of(state.mu, "first"), of(state.nu, "second"))
 
     def update(
         self, gradients: Tree, state: AdamWState, params: Tree | None = None
@@ -93,12 +135,12 @@ class AdamW:
         """
         c, count = self.config, state.updates + 1
         paths, structure = jax.tree_util.tree_flatten_with_path(params)
-        parts = [jax.tree.leaves(tree) for tree in (params, state.mu, state.nu)]
-        leaves = [ops.Leaf(*part) for part in zip(*parts, strict=True)]
+        parts = zip([x for _, x in paths], _moments(state.mu), _moments(state.nu), strict=True)
+        leaves = [ops.Leaf(*part) for part in parts]
         rules, specs = [], []
         for path, x in paths:
             decay = c.weight_decay if decays(path) else 0.0
-            rules.append(ops.Rule(c.beta1, c.beta2, c.epsilon, decay))
+            rules.append(ops.Rule(c.beta1, c.beta2, c.epsilon, decay, _seed(path)))
             if kernels.mesh is not None:
                 name = sharding.name_of(path)
                 specs.append(sharding.master_spec(name, x.shape, kernels.mesh.shape))

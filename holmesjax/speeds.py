@@ -86,7 +86,7 @@ def measure(model: ModelConfig, dtype: str, progress: Callable[[str], None]) -> 
         attention=costs.attention_products(model, SEQUENCES[-1] * model.context_length),
         attention_s=attention_s,
         block_s=block_s,
-        update_bytes=float(costs.UPDATE_BYTES_PER_PARAMETER * UPDATED),
+        update_bytes=float(costs.update_bytes(UPDATED, costs.MOMENT_BYTES["float32"] * UPDATED)),
         update_s=_update_s(),
         dtype=dtype,
     )

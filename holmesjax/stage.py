@@ -16,7 +16,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 from holmesjax import buckets, compat, ops, sharding
@@ -152,12 +151,10 @@ class Stage:
             shapes[EMBED] = {"token_VD": gpt.param_shapes(EMBED, self.model)["token_VD"]}
         put = lambda x, where: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where)
         shardings = sharding.master_shardings(shapes, self.mesh)
-        opt_state = optax.tree_utils.tree_map_params(
-            self.optimizer,
+        opt_state = jax.tree.map(
             put,
             jax.eval_shape(self.optimizer.init, shapes),
-            shardings,
-            transform_non_params=lambda x: put(x, sharding.replicated(self.mesh)),
+            self.optimizer.shardings(shapes, self.mesh),
         )
         return StageState(jax.tree.map(put, shapes, shardings), opt_state)
 

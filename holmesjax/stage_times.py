@@ -176,7 +176,9 @@ def _compute_s(
 ) -> tuple[float, float, float, float]:
     """Seconds on one kind of device: forward, backward, its weight gradients, update."""
     num_tokens = stage.sequences * model.context_length
-    held = costs.stage_parameters(model, stage) / stage.fsdp
+    num_parameters = costs.stage_parameters(model, stage)
+    held = num_parameters / stage.fsdp
+    updated = costs.update_bytes(num_parameters, costs.moment_bytes(model, stage)) / stage.fsdp
     layer = _layers(model, stage, device, implementation)
     head_s = _head_s(model, stage, device) if stage.is_last else (0.0, 0.0, 0.0)
     rows = stage.is_first * costs.embed_bytes(model, num_tokens, stage.dtype)
@@ -187,7 +189,7 @@ def _compute_s(
         stage.num_blocks * layer.forward_s + head_s[0] + rows_s,
         stage.num_blocks * layer.backward_s + head_s[1] + head_s[2] + 2 * rows_s + added_s,
         weight_s,
-        device.memory_s(costs.UPDATE_BYTES_PER_PARAMETER * held / stage.data),
+        device.memory_s(updated / stage.data),
     )
 
 

@@ -49,6 +49,12 @@ def attention_reference(
     return _attention(rule, q_BLHK, k_BMGK, v_BMGK, segments)
 
 
+def deltas(out_BLHK: jax.Array, dout_BLHK: jax.Array, dlog_sum_BHL: jax.Array) -> jax.Array:
+    """What a gradient of probabilities is more than one of scores, float32 [B, H, L]."""
+    products = dout_BLHK.astype(jnp.float32) * out_BLHK.astype(jnp.float32)
+    return products.sum(3).transpose(0, 2, 1) - dlog_sum_BHL
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attention(
     rule: Rule,

@@ -1,7 +1,7 @@
 """Fused attention of Pallas kernels: forward and backward, on one device or on a mesh.
 
-The forward is Triton's, or on Hopper that of Mosaic; the backward is Triton's. Dims are those of
-`attention`.
+They are Triton's, or on Hopper those of Mosaic; a backward of heads 256 wide is always Triton's.
+Dims are those of `attention`.
 """
 
 import functools
@@ -11,11 +11,11 @@ from typing import Any, Literal
 import jax
 from jax.ad_checkpoint import checkpoint_name
 
-from kernels import attention_mosaic, attention_triton
+from kernels import attention_mosaic, attention_mosaic_backward, attention_triton
 from kernels.attention import CAUSAL, SAVED
 from kernels.attention_tiles import Rule, Segments
-from kernels.attention_triton import Kernels
 from kernels.shards import Shards, on_shards
+from kernels.tuned import Case, Kernels, tuned
 
 Backend = Literal["triton", "mosaic"]
 
@@ -42,14 +42,16 @@ def attention_pallas(
     shards: Shards | None = None,
     backend: Backend = "triton",
     tiles: Kernels | None = None,
+    device_kind: str = "",
     interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
     """As `attention_reference`.
 
     Args:
       shards: how B, H and G are cut over the devices of a mesh; None: all is on one device.
-      backend: of the forward; mosaic needs a Hopper GPU.
-      tiles: how Triton's kernels cut their work; None takes what is known to be good.
+      backend: mosaic needs a Hopper GPU.
+      tiles: how the backend's kernels cut their work; None takes what is known to be good.
+      device_kind: of the devices, to know what was measured on such.
       interpret: runs the kernels without a GPU, slowly: Triton's as ordinary JAX operations,
         Mosaic's with simulated threads, from JAX 0.11 on.
 
@@ -58,9 +60,21 @@ def attention_pallas(
     """
     if reason := unsupported(q_BLHK, k_BMGK, v_BMGK, backend):
         raise ValueError(f"attention_pallas cannot do {reason}")
-    tiles = tiles or attention_triton.default_tiles(q_BLHK.shape[3], q_BLHK.dtype)
-    how = _How(rule, backend, tiles, interpret, shards)
+    tiles = tiles or _tiles(backend, q_BLHK, k_BMGK, device_kind)
+    forward = backward = (backend, tiles)
+    if backend == "mosaic" and q_BLHK.shape[3] not in attention_mosaic_backward.HEAD_WIDTHS:
+        backward = ("triton", _tiles("triton", q_BLHK, k_BMGK, device_kind))
+    how = _How(rule, forward, backward, interpret, shards)
     return _attention(how, q_BLHK, k_BMGK, v_BMGK, segments)
+
+
+def _tiles(backend: Backend, q_BLHK: jax.Array, k_BMGK: jax.Array, device_kind: str) -> Kernels:
+    width, dtype = q_BLHK.shape[3], q_BLHK.dtype
+    if backend == "mosaic":
+        defaults = attention_mosaic.default_tiles(width)
+    else:
+        defaults = attention_triton.default_tiles(width, dtype)
+    return tuned(defaults, Case(device_kind, backend, dtype.name, width, k_BMGK.shape[1]))
 
 
 @dataclass(frozen=True)
@@ -68,8 +82,8 @@ class _How:
     """What a call of the kernels is told besides arrays."""
 
     rule: Rule
-    backend: Backend
-    tiles: Kernels
+    forward: tuple[Backend, Kernels]
+    backward: tuple[Backend, Kernels]
     interpret: bool
     shards: Shards | None
 
@@ -97,10 +111,9 @@ def _forward(
     v_BMGK: jax.Array,
     segments: Segments | None,
 ) -> tuple[tuple[jax.Array, jax.Array], tuple]:
-    if how.backend == "mosaic":
-        local = functools.partial(attention_mosaic.forward, how.rule, how.interpret)
-    else:
-        local = functools.partial(attention_triton.forward, how.rule, how.tiles, how.interpret)
+    backend, tiles = how.forward
+    module: Any = attention_mosaic if backend == "mosaic" else attention_triton
+    local = functools.partial(module.forward, how.rule, tiles, how.interpret)
     run = on_shards(local, how.shards, _dims(segments), ("BLHK", "BHL"))
     outs = run(q_BLHK, k_BMGK, v_BMGK, segments)
     out_BLHK, log_sum_BHL = (checkpoint_name(out, SAVED) for out in outs)
@@ -109,7 +122,9 @@ def _forward(
 
 
 def _backward(how: _How, saved: tuple, gradients: tuple[jax.Array, jax.Array]) -> tuple:
-    local = functools.partial(attention_triton.backward, how.rule, how.tiles, how.interpret)
+    backend, tiles = how.backward
+    module: Any = attention_mosaic_backward if backend == "mosaic" else attention_triton
+    local = functools.partial(module.backward, how.rule, tiles, how.interpret)
     ins = (*_dims(saved[3]), "BLHK", "BHL", "BLHK", "BHL")
     run = on_shards(local, how.shards, ins, ("BLHK", "BMGK", "BMGK"))
     return *run(*saved, *gradients), None

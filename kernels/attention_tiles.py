@@ -56,6 +56,10 @@ class Rule:
             return products
         return jnp.tanh(products * (self.factor(head_width) / self.soft_cap))
 
+    def slope(self, raw: jax.Array, ds: jax.Array) -> jax.Array:
+        """The gradient of a product, before its factor, from that of its score."""
+        return ds if self.soft_cap is None else ds * (1 - raw * raw)
+
     def keys(self, start: int, stop: int, num_keys: int) -> tuple[int, int]:
         """The first and the end of the keys that some query from start to stop sees.
 

@@ -19,8 +19,9 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
-from kernels.attention import MASKED
+from kernels.attention import MASKED, deltas
 from kernels.attention_tiles import LOG2_E, Rule, Segments, runs
+from kernels.tuned import Kernels
 
 HEAD_WIDTHS = (16, 32, 64, 128, 256)
 DTYPES = ("bfloat16", "float16", "float32")
@@ -37,15 +38,6 @@ class Tiles:
     keys: int
     num_warps: int
     num_stages: int  # loads in flight
-
-
-@dataclass(frozen=True, kw_only=True)
-class Kernels:
-    """The tiles of each of the three."""
-
-    forward: Tiles
-    dq: Tiles
-    dkv: Tiles
 
 
 def default_tiles(head_width: int, dtype: jnp.dtype) -> Kernels:
@@ -98,10 +90,6 @@ class _Shape:
 
     def raw(self, products: jax.Array) -> jax.Array:
         return self.rule.raw(products, self.head_width)
-
-    def slope(self, raw: jax.Array, ds: jax.Array) -> jax.Array:
-        """The gradient of a score, without the scale, from that of its capped value."""
-        return ds if self.rule.soft_cap is None else ds * (1 - raw * raw)
 
 
 def _dot(a: jax.Array, b: jax.Array) -> jax.Array:
@@ -228,7 +216,7 @@ def _dq_kernel(
             key, key_ids = _span(*there), _ids(segment_refs, 1, b, there)
             keep = _keep(shape, query[:, None], key[None], query_ids[:, None], key_ids[None])
             p = jnp.where(keep, p, 0.0)
-        ds = shape.slope(raw, p * (_dot(dout, v.T) - delta[:, None]))
+        ds = shape.rule.slope(raw, p * (_dot(dout, v.T) - delta[:, None]))
         return dq + _dot(ds.astype(k.dtype), k)
 
     dq = jnp.zeros((tile.queries, shape.head_width), jnp.float32)
@@ -273,7 +261,7 @@ def _dkv_kernel(
                 p = jnp.where(keep, p, 0.0)
             dv = dv + _dot(p.astype(dout.dtype), dout)
             delta = _numbers(delta_ref, b, there, h)
-            ds = shape.slope(raw, p * (_dot(v, dout.T) - delta[None]))
+            ds = shape.rule.slope(raw, p * (_dot(v, dout.T) - delta[None]))
             return dk + _dot(ds.astype(q.dtype), q), dv
 
         return _through(run_ref, _row_of(run_ref, b, j), step, carry)
@@ -361,9 +349,7 @@ def backward(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """The gradients of q, k and v, of one device's sequences and heads."""
     B, _, H, _ = q.shape
-    products = dout.astype(jnp.float32) * out.astype(jnp.float32)
-    delta = products.sum(3).transpose(0, 2, 1) - dlog_sum
-    args = (q, k, v, dout, log_sum, delta, *(segments or ()))
+    args = (q, k, v, dout, log_sum, deltas(out, dout, dlog_sum), *(segments or ()))
     shape = _shape(rule, tiles.dq, q, k)
     rows, _ = _runs(shape, segments)
     grid, outs = (rows.shape[1], H, B), [(q.shape, q.dtype)]

@@ -4,11 +4,13 @@ XLA cannot cut a kernel. Left alone, it gathers whole arrays on every device and
 there on all of them; `jax.shard_map` is what gives each device its part.
 """
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec as P
 
 
@@ -46,3 +48,26 @@ def on_mesh(function: Callable, mesh: Mesh, in_specs: Any, out_specs: Any) -> Ca
     return jax.shard_map(
         function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
     )
+
+
+def num_parts(spec: P, dim: int, sizes: Mapping[str, int]) -> int:
+    """Into how many parts a dim is cut, on a mesh with axes of these sizes.
+
+    >>> num_parts(P("a", None, ("b", "c")), 2, {"a": 2, "b": 3, "c": 4})
+    12
+    """
+    return math.prod(sizes[axis] for axis in _axes(spec, dim))
+
+
+def first_index(spec: P, shape: Sequence[int]) -> jax.Array:
+    """Where in the whole a device's part of this shape begins, inside `on_mesh`; int32 [dims]."""
+    starts = []
+    for dim, size in enumerate(shape):
+        axes = _axes(spec, dim)
+        starts.append(jax.lax.axis_index(axes) * size if axes else jnp.int32(0))
+    return jnp.stack(starts).astype(jnp.int32)
+
+
+def _axes(spec: P, dim: int) -> tuple[str, ...]:
+    entry = spec[dim] if dim < len(spec) else None
+    return (entry,) if isinstance(entry, str) else tuple(entry or ())

@@ -1,14 +1,17 @@
 """A checkpoint restores on any plan, or is refused: never other values."""
 
+import dataclasses
 import json
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from holmesjax import checkpoint, manifest
 from holmesjax.errors import CheckpointError
-from tests.test_pipeline import hand_made_plan, make_model, make_stages
+from holmesjax.stage import StageState
+from tests.test_pipeline import SMOOTH, hand_made_plan, make_model, make_stages
 
 PLANS = {
     "two": ((3, 1), 2, 2),
@@ -42,15 +45,23 @@ def write(run_dir, model, name="two", steps=(10,), keep=2):
     write_states(run_dir, model, stages_of(name, model), steps, keep)
 
 
-def write_states(run_dir, model, stages, steps, keep=2):
-    """Checkpoints with the same random states, after each of these steps."""
+def write_states(run_dir, model, stages, steps, keep=2, states=()):
+    """Checkpoints with the same states after each of these steps; random ones if none are given."""
 
     def commit(step, arrays, files):
+        moments = stages[0].optimizer.config.moments
         manifest.commit(
-            run_dir, step, model=model, plan_hash="x", keep=keep, arrays=arrays, files=files
+            run_dir,
+            step,
+            model=model,
+            moments=moments,
+            plan_hash="x",
+            keep=keep,
+            arrays=arrays,
+            files=files,
         )
 
-    states = random_states(stages)
+    states = states or random_states(stages)
     manifest.remove_unfinished(run_dir)
     with checkpoint.Writer(run_dir, stages, commit) as writer:
         for step in steps:
@@ -75,6 +86,67 @@ def test_any_plan_restores_any_other(tmp_path, source, target, tied):
         for key, got in checkpoint.flatten(state).items():
             assert got.sharding == shapes[key].sharding
             np.testing.assert_array_equal(np.asarray(got), np.asarray(wanted[key]), key)
+
+
+def as_float32(stages, states):
+    """Moments by name."""
+    found = {}
+    for stage, state in zip(stages, states, strict=True):
+        config = dataclasses.replace(stage.optimizer.config, moments="float32")
+        wide = dataclasses.replace(stage.optimizer, config=config).adopt(state.opt_state)
+        found |= {key: np.asarray(x) for key, x in checkpoint.flatten(wide).items()}
+    return found
+
+
+@pytest.mark.parametrize(
+    "source, target",
+    [
+        ("float32", "int8"),
+        ("int8", "float32"),
+        ("int8", "bfloat16"),
+        ("bfloat16", "int8"),
+        ("int8", "int8"),
+        ("bfloat16", "float32"),
+    ],
+)
+def test_moments_may_be_kept_in_another_way(tmp_path, source, target):
+    model = make_model(width=128, num_heads=2)
+    keeping = lambda name, kept: make_stages(
+        model, hand_made_plan(*PLANS[name]), config=dataclasses.replace(SMOOTH, moments=kept)
+    )
+    stages = keeping("two", source)
+    states = []
+    for stage, state in zip(stages, random_states(keeping("two", "float32")), strict=True):
+        opt_state = state.opt_state._replace(nu=jax.tree.map(jnp.square, state.opt_state.nu))
+        states.append(StageState(state.params, stage.optimizer.adopt(opt_state)))
+    write_states(tmp_path, model, stages, (10,), states=states)
+    [found] = manifest.find(tmp_path)
+    others = keeping("three", target)
+    restored = checkpoint.restore(found, others)
+    for stage, state in zip(others, restored, strict=True):
+        shapes = checkpoint.flatten(stage.state_shapes)
+        for key, x in checkpoint.flatten(state).items():
+            assert (x.dtype, x.sharding) == (shapes[key].dtype, shapes[key].sharding)
+    want, got = as_float32(stages, states), as_float32(others, restored)
+    assert want.keys() == got.keys()
+    for key, x in want.items():
+        # Two codes next to each other differ by at most 4 / 255 of their block's largest number.
+        near = {"int8": 4 / 255 * np.abs(x).max(), "bfloat16": 2.0**-7 * np.abs(x)}
+        is_kept = target in ("float32", source)
+        assert np.all(np.abs(got[key] - x) <= (0 if is_kept else near[target] + 1e-12)), key
+
+
+def test_a_checkpoint_of_another_format_is_refused(tmp_path):
+    """Of before moments were kept in other ways."""
+    write(tmp_path, make_model())
+    [found] = manifest.find(tmp_path)
+    content = found.manifest | {"format": 1}
+    del content["moments"]
+    content["sha256"] = manifest._manifest_sha256(content)
+    (found.path / manifest.MANIFEST).write_text(json.dumps(content))
+    [found] = manifest.find(tmp_path)
+    with pytest.raises(CheckpointError, match="is damaged, or not of format 2"):
+        manifest.verify(found)
 
 
 def test_parameters_alone_for_sampling_from_a_relative_path(tmp_path, monkeypatch):

@@ -3,7 +3,7 @@
 import pytest
 
 from benchmarks import kernels_compiled
-from benchmarks.kernels_compiled import CONFIGURATIONS, ENTRY, FOLDER, Configuration
+from benchmarks.kernels_compiled import CONFIGURATIONS, ENTRY, FOLDER, Attention, Update
 
 LOG = """wgmma 12
 ptxas info    : 0 bytes gmem
@@ -41,20 +41,29 @@ def test_what_the_assembler_says_is_read():
 def test_what_is_good(kernel, dtype, good):
     fine = {"registers": 200, "spilled": 0, "wgmma": 8}
     kernels = {"attention_forward": fine, "attention_dq": fine, "attention_dkv": {**fine, **kernel}}
-    configuration = Configuration("triton", dtype, 64, "causal")._asdict()
-    line = {"configuration": configuration, "kernels": kernels, "error": None}
+    configuration = Attention("triton", dtype, 64, "causal")
+    number = CONFIGURATIONS.index(configuration)
+    line = {"number": number, "what": configuration.label, "kernels": kernels, "error": None}
     assert kernels_compiled.is_good(line) == good
     assert not kernels_compiled.is_good({**line, "error": "out of shared memory"})
     assert not kernels_compiled.is_good({**line, "kernels": {}})
     assert (
-        f"| triton, {dtype}, 64 wide, causal | `attention_dkv` | 200 |"
+        f"| attention, triton, {dtype}, 64 wide, causal | `attention_dkv` | 200 |"
         in kernels_compiled.table([line])
     )
 
 
 @pytest.mark.skipif(not FOLDER.exists(), reason="run python -m benchmarks.kernels_compiled once")
-@pytest.mark.parametrize("backend", ["triton", "mosaic"])
-def test_attention_compiles_for_an_h200(backend):
-    number = CONFIGURATIONS.index(Configuration(backend, "bfloat16", 128, "causal"))
+@pytest.mark.parametrize(
+    "configuration",
+    [
+        Attention("triton", "bfloat16", 128, "causal"),
+        Attention("mosaic", "bfloat16", 64, "causal"),
+        Update("int8", 8),
+    ],
+    ids=lambda configuration: configuration.label,
+)
+def test_kernels_compile_for_an_h200(configuration):
+    number = CONFIGURATIONS.index(configuration)
     [line] = kernels_compiled.compile_in_a_process(FOLDER, [number])
     assert kernels_compiled.is_good(line), line

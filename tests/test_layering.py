@@ -7,6 +7,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 LAYERS = [
+    ["kernels.moments"],
     [
         "kernels.adamw",
         "kernels.attention_tiles",
@@ -14,9 +15,15 @@ LAYERS = [
         "kernels.linear",
         "kernels.norm",
         "kernels.shards",
+        "kernels.tuned",
+        "kernels.warpgroups",
     ],
     ["kernels.attention"],
-    ["kernels.attention_mosaic", "kernels.attention_triton"],
+    [
+        "kernels.attention_mosaic",
+        "kernels.attention_mosaic_backward",
+        "kernels.attention_triton",
+    ],
     ["kernels.attention_pallas"],
     ["holmesjax.errors"],
     [

@@ -12,6 +12,7 @@ from holmesjax.models import gpt
 from holmesjax.plan import block_name
 from holmesjax.stage import CHECKPOINT_POLICIES, Saved
 from tests.shapes import shape_of
+from tests.test_pipeline import SMOOTH, VARIANTS, hand_made_plan, make_model, make_stages
 
 SMALL = {"num_layers": 2, "width": 64, "num_heads": 4, "context_length": 48, "vocab_size": 96}
 MODELS = {
@@ -140,3 +141,22 @@ def test_a_tied_head_apart_from_the_embedding_holds_a_copy_of_the_table():
     saved = 96 * 64
     whole = memory.stage_memory_bytes(MODELS["gpt2"], SHAPE)
     assert memory.stage_memory_bytes(tied, SHAPE)["parameters"] == whole["parameters"] - 4 * saved
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("kept", ["float32", "bfloat16", "int8"])
+@pytest.mark.parametrize("variant", ["gpt2", "llama", "wide heads"])
+@pytest.mark.parametrize("vocab_size, width", [(96, 128), (128, 96), (128, 128)])
+def test_moments_take_the_bytes_of_what_keeps_them(vocab_size, width, variant, kept, tied):
+    """int8 only where there are blocks of 64, and without scales that devices would share."""
+    sizes = {"width": width, "num_heads": 2, "vocab_size": vocab_size, "tied_embeddings": tied}
+    model = make_model(num_layers=3, **VARIANTS[variant] | sizes | {"num_kv_heads": 1})
+    config = dataclasses.replace(SMOOTH, moments=kept)
+    for split in ((3,), (1, 2)):
+        for i, stage in enumerate(make_stages(model, hand_made_plan(split, 1, 1), config=config)):
+            _, *both = stage.state_shapes.opt_state
+            num_bytes = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(both))
+            shape = shape_of(
+                num_blocks=split[i], is_first=stage.is_first, is_last=stage.is_last, moments=kept
+            )
+            assert memory.stage_memory_bytes(model, shape)["optimizer"] == num_bytes

@@ -4,14 +4,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 from holmesjax import ops
 from holmesjax.config import KernelsConfig
 from holmesjax.errors import ConfigError
+from kernels.adamw import adamw_reference
 from kernels.attention_pallas import attention_pallas
 from kernels.attention_tiles import Rule
 from tests.arrays import assert_near, normal, wide
+from tests.test_adamw import HERE, assert_alike, leaf_kept
 from tests.test_attention import inputs, oracle
 
 
@@ -32,7 +34,13 @@ def test_the_config_chooses(monkeypatch):
         kernels = ops.Kernels(KernelsConfig(attention=asked))
         assert_near(ops.attention(q, k, v, kernels=kernels), want)
         assert bool(calls) == runs_kernel
-    assert calls == [{"shards": None, "backend": "triton", "interpret": True}]
+    [options] = calls
+    assert options == {
+        "shards": None,
+        "backend": "triton",
+        "device_kind": jax.devices()[0].device_kind,
+        "interpret": True,
+    }
 
 
 def test_what_cannot_be_is_refused():
@@ -99,3 +107,63 @@ def test_many_logits_are_cut_into_chunks():
     assert chunks("chunked", 2, 1, 8, vocab_size=256) == 1
     mesh = Mesh(np.array(jax.devices()[:8]).reshape(2, 2, 2), ("data", "fsdp", "tensor"))
     assert chunks("auto", 4, 4096, 2048, mesh) == 4
+
+
+SPECS = [
+    (P(("fsdp", "data"), "tensor", None), (8, 4, 64)),
+    (P("tensor", ("fsdp", "data")), (4, 256)),
+    (P("tensor", ("fsdp", "data")), (4, 128)),  # half a block on each device
+    (P(("fsdp", "data")), (64,)),
+]
+
+
+def placed(kept, i, mesh):
+    """A leaf and its gradient on a mesh, and where they lie."""
+    spec, shape = SPECS[i]
+    leaf, gradient = leaf_kept(kept, i, *shape), normal(10 + i, *shape)
+    specs = ops.Leaf(spec, *(ops.moment_spec(x, spec, mesh.shape) for x in leaf[1:]))
+    is_spec = lambda x: isinstance(x, P)
+    where = jax.tree.map(lambda s: NamedSharding(mesh, s), specs, is_leaf=is_spec)
+    return jax.device_put(leaf, where), jax.device_put(gradient, where.parameter), where
+
+
+def eight_devices():
+    return Mesh(np.array(jax.devices()[:8]).reshape(2, 2, 2), ("data", "fsdp", "tensor"))
+
+
+def third_step():
+    return ops.factors(jnp.int32(3), 0.7, 0.01, HERE.beta1, HERE.beta2)
+
+
+@pytest.mark.parametrize("implementation", ["reference", "pallas"])
+@pytest.mark.parametrize("kept", ["float32", "bfloat16", "int8"])
+def test_adamw_is_the_same_on_any_mesh(kept, implementation):
+    mesh, rules = eight_devices(), [HERE._replace(seed=i) for i in range(len(SPECS))]
+    every = [placed(kept, i, mesh) for i in range(len(SPECS))]
+    leaves, gradients, where = map(list, zip(*every, strict=True))
+    kernels = ops.Kernels(KernelsConfig(adamw=implementation), mesh)
+    specs = [spec for spec, _ in SPECS]
+    run = lambda leaves, gradients: ops.adamw(
+        leaves, gradients, third_step(), rules, specs, kernels
+    )
+    found = jax.jit(run, out_shardings=where)(leaves, gradients)
+    found, own = jax.tree.map(np.asarray, (found, (leaves, gradients)))
+    for got, leaf, gradient, rule in zip(found, *own, rules, strict=True):
+        leaf, gradient = jax.tree.map(jnp.asarray, (leaf, gradient))
+        assert_alike(got, adamw_reference(leaf, gradient, third_step(), rule))
+
+
+def test_scales_lie_with_their_numbers():
+    """Then a device needs nothing of others."""
+    mesh, kernels = eight_devices(), ops.Kernels(KernelsConfig(), eight_devices())
+    for i, (scales, moves) in enumerate(
+        [(SPECS[0][0], False), (SPECS[1][0], False), (P("tensor"), True)]
+    ):
+        leaf, gradient, where = placed("int8", i, mesh)
+        assert leaf.mu.scales.sharding.spec == leaf.nu.scales.sharding.spec == scales
+        update = lambda leaf, gradient, i=i: ops.adamw(
+            [leaf], [gradient], third_step(), [HERE], [SPECS[i][0]], kernels
+        )
+        compiled = jax.jit(update, out_shardings=[where]).lower(leaf, gradient).compile()
+        names = ("all-gather", "all-reduce", "collective-permute", "all-to-all")
+        assert any(name in compiled.as_text() for name in names) == moves

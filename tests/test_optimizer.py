@@ -112,3 +112,32 @@ def test_it_is_one_of_optax_transformations():
         trees.append(params["block_000"]["up_DF"])
     np.testing.assert_allclose(*trees, rtol=1e-5)
     assert np.abs(trees[0] - start["block_000"]["up_DF"]).max() > 0.1
+
+
+@pytest.mark.parametrize("beta2", [0.95, 0.999])
+@pytest.mark.parametrize("moments", ["bfloat16", "int8"])
+def test_moments_in_fewer_bits_lead_to_the_same_place(moments, beta2):
+    """Least squares with noisy gradients, of parameters whose gradients are of unlike size."""
+    random = np.random.default_rng(0)
+    slopes = 10.0 ** random.uniform(-1, 1, (16, 128))
+    noise = random.normal(size=(400, 16, 128))
+
+    def distance(moments):
+        config = OptimizerConfig(
+            learning_rate=0.03, schedule="linear", beta2=beta2, weight_decay=0.0, moments=moments
+        )
+        optimizer = make_optimizer(config, len(noise))
+
+        def step(carry, noise):
+            params, state = carry
+            x = params["block_000"]["up_DF"]
+            gradients = {"block_000": {"up_DF": slopes * (x - 1 + noise)}}
+            return optimizer.apply(gradients, state, params), None
+
+        params = {"block_000": {"up_DF": np.zeros((16, 128), np.float32)}}
+        carry = params, optimizer.init(params)
+        (params, _), _ = jax.jit(lambda *args: jax.lax.scan(step, *args))(carry, np.float32(noise))
+        return np.sqrt(np.mean(np.square(params["block_000"]["up_DF"] - 1.0)))
+
+    assert distance("float32") < 0.3
+    assert distance(moments) == pytest.approx(distance("float32"), rel=0.02)

@@ -1,0 +1,282 @@
+"""What Hopper kernels of three warpgroups have in common, through Pallas's Mosaic backend.
+
+A block of threads has three warpgroups. One copies tiles from memory, ahead of the others by as
+many as there are slots; two hold 64 rows each and multiply on the tensor cores as soon as a tile
+has arrived. What a slot holds is copied over once both have said that they are done with it. All
+three walk the same tiles, so nobody waits for one that does not come.
+
+Copies clip what lies behind the end of an array, and read zeros there. Until JAX 0.12 Mosaic
+differs in `load` and in how a reference is turned.
+"""
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+COMPUTING = 2  # warpgroups; one more copies
+ROWS = 64  # of each: the rows of a product
+# Of a thread, of 64 Ki for all of a block: what copies needs few.
+REGISTERS_COMPUTING, REGISTERS_COPYING = 232, 40
+
+Ref = Any  # an array in the GPU's memory, or in that of a block
+Shared = dict[str, Ref]  # what a block has, by name
+
+ACROSS = plgpu.Layout.WGMMA  # how registers hold a tile of numbers,
+OF_ROWS, OF_COLUMNS = ACROSS.reduce(1), ACROSS.reduce(0)  # and one number for each of its rows
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tiles:
+    """What comes and goes."""
+
+    streamed: int  # keys, or queries, in a tile; a multiple of 64
+    slots: int  # tiles that are there at a time
+
+
+# ---- around a kernel -----------------------------------------------------------------------------
+
+
+def padded(x: jax.Array, size: int, dim: int = 1) -> jax.Array:
+    """With zeros at the end of a dim, to a multiple of this."""
+    widths = [(0, 0)] * x.ndim
+    widths[dim] = (0, -x.shape[dim] % size)
+    return jnp.pad(x, widths)
+
+
+def copied(x: jax.Array, size: int, interpret: bool) -> jax.Array:
+    """With as many positions as it takes to copy so many at a time.
+
+    Copies come in groups of eight; simulated ones do not clip.
+    """
+    return padded(x, size if interpret else 8)
+
+
+def tiles(count: int, rows: int, columns: int, dtype: Any) -> Any:
+    """Memory of a block for so many tiles, as products want them."""
+    untyped: Any = plgpu  # JAX 0.12 declares these two as if they were abstract
+    transforms = (untyped.TilingTransform((8, 64)), untyped.SwizzleTransform(128))
+    return plgpu.SMEM((count, rows, columns), dtype, transforms=transforms)
+
+
+def numbers(*shape: int) -> Any:
+    """Memory of a block for float32 numbers."""
+    return plgpu.SMEM(shape, jnp.float32)
+
+
+def held(names: Sequence[str], like: jax.Array) -> Shared:
+    """For what each computing warpgroup keeps of some arrays, and barriers for its copies."""
+    found: Shared = {}
+    for name in names:
+        found[name] = tiles(COMPUTING, ROWS, like.shape[-1], like.dtype)
+        found[f"{name}_came"] = plgpu.Barrier(num_barriers=COMPUTING)
+    return found
+
+
+def slots(memory: Mapping[str, Any], count: int) -> Shared:
+    """For tiles that come and go, so many of each at a time, and their barriers."""
+    found: Shared = {}
+    for name in memory:
+        found[name] = memory[name]
+        found[f"{name}_came"] = plgpu.Barrier(num_barriers=count)
+        found[f"{name}_done"] = plgpu.Barrier(num_arrivals=COMPUTING, num_barriers=count)
+    return found
+
+
+def launch(
+    kernel: Callable,
+    told: Mapping[str, Any],
+    outs: Sequence[tuple[Sequence[int], Any]],
+    shared: Shared,
+    grid: tuple[int, int, int],
+    interpret: bool,
+) -> Callable:
+    """A kernel for each row of tiles, head and sequence.
+
+    Args:
+      kernel: takes the arrays, what it is told, and what is shared.
+      outs: shapes and dtypes.
+    """
+    # With its name, which is what a compiler calls it.
+    named = functools.update_wrapper(functools.partial(kernel, **told), kernel)
+    return plgpu.kernel(
+        named,
+        out_type=[jax.ShapeDtypeStruct(*out) for out in outs],
+        scratch_types=shared,
+        grid=grid,
+        grid_names=("row", "head", "sequence"),
+        num_threads=COMPUTING + 1,
+        thread_name="warpgroup",
+        interpret=_simulated() if interpret else None,
+        compiler_params=plgpu.CompilerParams(
+            approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Warpgroup
+        ),
+    )
+
+
+def _simulated() -> Any:
+    """Threads, copies and barriers as a GPU has them; races are errors."""
+    if not hasattr(plgpu, "InterpretGPUParams"):
+        raise NotImplementedError("this JAX cannot simulate a GPU kernel: 0.11 or newer can")
+    return plgpu.InterpretGPUParams(detect_races=True)
+
+
+# ---- inside a kernel -----------------------------------------------------------------------------
+
+
+def place() -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Of a block in the grid: row, head and sequence."""
+    return lax.axis_index("row"), lax.axis_index("head"), lax.axis_index("sequence")
+
+
+def run_of(run_ref: Ref, sequence: jax.Array, row: jax.Array) -> tuple[jax.Array, ...]:
+    """The run of a row; without segments all sequences have the same."""
+    at = (sequence if run_ref.shape[0] > 1 else 0, row)
+    return tuple(run_ref[(*at, n)] for n in range(4))
+
+
+def divide(
+    compute: Callable[[jax.Array], None], copy: Callable[[], None], *, interpret: bool
+) -> None:
+    """Two warpgroups compute, by their numbers, while one copies."""
+    warpgroup = lax.axis_index("warpgroup")
+
+    @pl.when(warpgroup < COMPUTING)
+    def _() -> None:
+        if not interpret:
+            plgpu.set_max_registers(REGISTERS_COMPUTING, action="increase")
+        compute(warpgroup)
+
+    @pl.when(warpgroup == COMPUTING)
+    def _() -> None:
+        if not interpret:
+            plgpu.set_max_registers(REGISTERS_COPYING, action="decrease")
+        copy()
+
+
+def copy_tiles(
+    sources: Mapping[str, Callable[[jax.Array], Ref]], num_tiles: jax.Array, shared: Shared
+) -> None:
+    """Every tile of some arrays that have slots, in turn; `sources` say where tile n is."""
+
+    def copy(n: jax.Array, _: None) -> None:
+        for name, source in sources.items():
+            slot = slot_of(name, n, shared)
+            wait = functools.partial(plgpu.barrier_wait, shared[f"{name}_done"].at[slot])
+            pl.when(n >= shared[name].shape[0])(wait)
+            came = shared[f"{name}_came"].at[slot]
+            plgpu.copy_gmem_to_smem(source(n), shared[name].at[slot], came)
+
+    lax.fori_loop(jnp.int32(0), num_tiles, copy, None)
+
+
+def fetch(sources: Mapping[str, Ref], warpgroup: jax.Array, shared: Shared) -> None:
+    """What a warpgroup keeps of some arrays; waits for all of it."""
+    came = [shared[f"{name}_came"].at[warpgroup] for name in sources]
+    for (name, source), barrier in zip(sources.items(), came, strict=True):
+        plgpu.copy_gmem_to_smem(source, shared[name].at[warpgroup], barrier)
+    for barrier in came:
+        plgpu.barrier_wait(barrier)
+
+
+def store(
+    values: Mapping[str, tuple[jax.Array, Ref]], warpgroup: jax.Array, shared: Shared
+) -> None:
+    """Each value to its place in memory, through what the warpgroup has under that name."""
+    for name, (value, _) in values.items():
+        here = shared[name].at[warpgroup]
+        here[...] = value.astype(here.dtype)
+    plgpu.commit_smem()
+    for name, (_, target) in values.items():
+        plgpu.copy_smem_to_gmem(shared[name].at[warpgroup], target)
+    plgpu.wait_smem_to_gmem(0)
+
+
+def slot_of(name: str, n: jax.Array, shared: Shared) -> jax.Array:
+    """Where tile n of an array is."""
+    return lax.rem(n, jnp.int32(shared[name].shape[0]))
+
+
+def wait_for(name: str, n: jax.Array, shared: Shared) -> Ref:
+    """Tile n of an array, when it has come."""
+    slot = slot_of(name, n, shared)
+    plgpu.barrier_wait(shared[f"{name}_came"].at[slot])
+    return shared[name].at[slot]
+
+
+def is_done(name: str, n: jax.Array, shared: Shared) -> None:
+    """This warpgroup needs tile n no more."""
+    plgpu.barrier_arrive(shared[f"{name}_done"].at[slot_of(name, n, shared)])
+
+
+def through(run: tuple[jax.Array, ...], step: Callable, carry: Any) -> Any:
+    """`carry = step(masked, tile, carry)` for all tiles of a run, in order."""
+    first, first_whole, end_whole, end = run
+    carry = lax.fori_loop(first, first_whole, functools.partial(step, True), carry)
+    carry = lax.fori_loop(first_whole, end_whole, functools.partial(step, False), carry)
+    return lax.fori_loop(end_whole, end, functools.partial(step, True), carry)
+
+
+def load(ref: Ref, layout: Any) -> jax.Array:
+    function: Any = plgpu.load
+    index = () if "idx" not in inspect.signature(function).parameters else ((),)  # until JAX 0.11
+    return function(ref, *index, layout=layout, optimized=False)
+
+
+def full(shape: tuple[int, ...], layout: Any, value: float = 0.0) -> jax.Array:
+    return plgpu.layout_cast(jnp.full(shape, value, jnp.float32), layout)
+
+
+def by_row(x: jax.Array, shape: tuple[int, int]) -> jax.Array:
+    """One number for each row of a tile, in all columns."""
+    return lax.broadcast_in_dim(x, shape, [0])
+
+
+def by_column(x: jax.Array, shape: tuple[int, int]) -> jax.Array:
+    return lax.broadcast_in_dim(x, shape, [1])
+
+
+def positions(dim: int, start: jax.Array, shape: tuple[int, int]) -> jax.Array:
+    """Of the rows (0) or the columns (1) of a tile."""
+    return start + plgpu.broadcasted_iota(jnp.int32, shape, dim, layout=ACROSS)
+
+
+def product(a: Ref, b: Ref) -> jax.Array:
+    """a @ b^T, in float32."""
+
+    def multiply(total: Ref) -> jax.Array:
+        plgpu.wgmma(total, a, _turned(b))
+        return total[...]
+
+    return pl.run_scoped(multiply, plgpu.ACC((a.shape[0], b.shape[0]), jnp.float32))
+
+
+def _turned(ref: Ref) -> Ref:
+    return ref.transpose((1, 0)) if hasattr(ref, "transpose") else plgpu.transpose_ref(ref, (1, 0))
+
+
+def add_product(
+    acc: jax.Array, a: jax.Array, b: Ref, warpgroup: jax.Array, shared: Shared
+) -> jax.Array:
+    """acc + a @ b, with a in registers and rounded to the dtype of b."""
+    a = a.astype(b.dtype)
+    if "factors" not in shared:
+        return pl.run_state(lambda ref: plgpu.wgmma(ref, a, b))(plgpu.ACC.init(acc))
+    # Simulated products have both factors in the block's memory, and start from zero.
+    here = shared["factors"].at[warpgroup]
+    here[...] = a
+    plgpu.commit_smem()
+
+    def multiply(total: Ref) -> jax.Array:
+        plgpu.wgmma(total, here, b)
+        return total[...]
+
+    rows, columns = acc.shape
+    return acc + pl.run_scoped(multiply, plgpu.ACC((rows, columns), jnp.float32))
