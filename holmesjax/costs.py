@@ -148,12 +148,12 @@ def moment_bytes(model: ModelConfig, stage: StageShape) -> float:
     if stage.moments != "int8":
         return num_bytes
     num_wide = norm_parameters(model) * (2 * stage.num_blocks + stage.is_last)
-    num_wide += sum(count for last, count in _matrices(model, stage).items() if last % QUANTIZED)
+    num_wide += sum(count for last, count in _matrices(model, stage) if last % QUANTIZED)
     return num_bytes + (MOMENT_BYTES["float32"] - own) * num_wide
 
 
-def _matrices(model: ModelConfig, stage: StageShape) -> dict[int, int]:
-    """The numbers of a stage's matrices, by their last dim: those of `models.gpt`."""
+def _matrices(model: ModelConfig, stage: StageShape) -> list[tuple[int, int]]:
+    """The last dims of a stage's matrices, and how many numbers: those of `models.gpt`."""
     d, k, f = model.width, model.head_width, model.feed_forward_width
     gates = 2 if model.activation == "swiglu" else 1
     table = table_parameters(model, stage.tensor)
@@ -167,10 +167,7 @@ def _matrices(model: ModelConfig, stage: StageShape) -> dict[int, int]:
         numbers.append((model.vocab_size, table))
     elif stage.is_last and not stage.is_first:
         numbers.append((d, table))
-    found: dict[int, int] = {}
-    for last, count in numbers:
-        found[last] = found.get(last, 0) + count
-    return found
+    return numbers
 
 
 def update_bytes(num_parameters: float, one_moment: float) -> float:

@@ -298,12 +298,9 @@ def _clusters(problem: Problem, best: Sequence[Candidate], say: Saying) -> Itera
             yield _planned(f"without {name}", problem, upgrades.without_cluster(topology, name))
         else:
             other = next((c for c in best if name in on(c)), None)
-            if other is None:
-                why = "none of the plans that were tried in the end uses it"
-                yield Alternative(what=f"with {name}", step_s=None, why=why)
-            else:
-                dollars = _dollars(problem, other)
-                yield Alternative(what=f"with {name}", step_s=other.step_s, dollars=dollars)
+            why = "none of the plans that were tried in the end uses it"
+            none = Alternative(what=f"with {name}", step_s=None, why=why)
+            yield none if other is None else _as_it_is(f"with {name}", problem, other)
 
 
 def _planned(what: str, problem: Problem, topology: Topology, **options: float) -> Alternative:
@@ -314,8 +311,7 @@ def _planned(what: str, problem: Problem, topology: Topology, **options: float) 
         return Alternative(what=what, step_s=None, why=refusal.problem)
     if found is None:
         return Alternative(what=what, step_s=None, why="no plan is possible")
-    best = found[1].best[0]
-    return Alternative(what=what, step_s=best.step_s, dollars=_dollars(found[0], best))
+    return _as_it_is(what, found[0], found[1].best[0])
 
 
 def _best(config: Config, alternatives: Sequence[Alternative]) -> Alternative:
