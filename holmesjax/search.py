@@ -12,6 +12,7 @@ import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Literal, NamedTuple
 
 import numpy as np
 
@@ -23,7 +24,10 @@ from holmesjax.problem import (
     Order,
     Part,
     Problem,
+    Seat,
+    chunk_roles,
     roles,
+    split_chunks,
     stage_loads,
     step_seconds,
     transfer_times,
@@ -142,26 +146,65 @@ def in_order(problem: Problem, listed: Listed) -> list[tuple[Part, ...]]:
         best = better
 
 
-def orders_of(problem: Problem, case: Case, passing: Pass) -> Iterator[Order]:
-    """The schedules that the config allows for a case; eager 1F1B as its links need it."""
-    parallel, p, m = problem.config.parallel, len(case.layers), passing.microbatches
-    allowed = lambda name: parallel.schedule in (None, name)
-    if allowed("1f1b"):
+class Kind(NamedTuple):
+    """Schedules in which a stage waits alike for the ones before it."""
+
+    name: Literal["whole", "split", "interleaved"]  # backwards, or stages in chunks
+    chunks: int = 1
+
+    def suits(self, num_stages: int, microbatches: int) -> bool:
+        if self.name == "whole":
+            return True
+        return num_stages > 1 and (self.name == "split" or microbatches % num_stages == 0)
+
+    def around_s(
+        self, problem: Problem, seat: Seat, passing: Pass, role: Role, layers: int
+    ) -> float:
+        """Seconds that a stage works, before the next has begun or after that has ended, at least.
+
+        The first microbatch comes from it, and the last goes back: of several chunks through the
+        first one. The next stage may end with gradients of weights, for which nobody waits.
+        """
+        part = chunk_roles(role, self.chunks)[0]
+        own = split_chunks(layers, self.chunks)[0]
+        times = problem.seconds(seat, passing, part, own, is_split=False)
+        return times.forward + times.backward * (self.name != "split")
+
+
+def kinds(problem: Problem, passing: Pass) -> Iterator[Kind]:
+    """Those that the config allows."""
+    parallel = problem.config.parallel
+    if parallel.schedule not in ("zero_bubble", "interleaved_1f1b"):
+        yield Kind("whole")
+    if parallel.schedule in (None, "zero_bubble") and passing.checkpointing == "none":
+        yield Kind("split")
+    if parallel.schedule in (None, "interleaved_1f1b"):
+        for chunks in [parallel.chunks] if parallel.chunks else CHUNKS:
+            yield Kind("interleaved", chunks)
+
+
+def orders_of(problem: Problem, case: Case, passing: Pass, kind: Kind) -> Iterator[Order]:
+    """The schedules of a kind that are possible; eager 1F1B as the links of the case need it."""
+    wanted, p, m = problem.config.parallel.schedule, len(case.layers), passing.microbatches
+    if not kind.suits(p, m):
+        return
+    if kind.name == "split":
+        yield Order("zero_bubble", p, m)
+        return
+    if kind.name == "interleaved":
+        if kind.chunks * p <= problem.num_layers:
+            yield Order("interleaved_1f1b", p, m, kind.chunks)
+        return
+    if wanted in (None, "1f1b"):
         yield Order("1f1b", p, m)
-    if allowed("gpipe") and parallel.schedule is not None:  # else it is an eager 1F1B
+    if wanted == "gpipe":  # else it is an eager 1F1B
         yield Order("gpipe", p, m)
-    if allowed("eager_1f1b"):
+    if wanted in (None, "eager_1f1b"):
         plain = tuple(min(m, p - stage) for stage in range(p))
         for share in DEEP:
             in_flight = _deep(problem, case, passing, share)
-            if in_flight != plain or not allowed("1f1b"):
+            if in_flight != plain or wanted is not None:
                 yield Order("eager_1f1b", p, m, in_flight=in_flight)
-    if allowed("zero_bubble") and passing.checkpointing == "none" and p > 1:
-        yield Order("zero_bubble", p, m)
-    if allowed("interleaved_1f1b") and p > 1 and m % p == 0:
-        for chunks in [parallel.chunks] if parallel.chunks else CHUNKS:
-            if chunks * p <= problem.num_layers:
-                yield Order("interleaved_1f1b", p, m, chunks)
 
 
 def _deep(problem: Problem, case: Case, passing: Pass, share: float) -> tuple[int, ...]:
@@ -262,7 +305,11 @@ class _Search:
         num_stages = sum(part.num_stages for part in parts)
         plain = Order("1f1b", num_stages, passing.microbatches)
         case = self._case(parts, passing, plain)
-        orders = dict.fromkeys(orders_of(self._problem, case, passing))
+        orders = dict.fromkeys(
+            order
+            for kind in kinds(self._problem, passing)
+            for order in orders_of(self._problem, case, passing, kind)
+        )
         return sorted(orders, key=lambda order: order.schedule != "eager_1f1b")
 
     def estimate_s(self, parts: Sequence[Part], passing: Pass) -> float:
@@ -308,10 +355,12 @@ class _Search:
         try:
             self._try_candidates(self._candidates())
             self._improve()
-            for passing in self._in_turn():
-                if self._bounds[passing] < self.best_s and not self._exhaust(passing):
-                    break
-            else:
+            # What 1F1B allows is soon tried, and makes the limits of all else tighter.
+            if all(
+                self._bounds[passing] >= self.best_s or self._exhaust(passing, is_first)
+                for is_first in (True, False)
+                for passing in self._in_turn()
+            ):
                 return self.best_s
         except _Over:
             pass
@@ -405,25 +454,38 @@ class _Search:
             yield rest
             yield from ((*rest[:to], part, *rest[to:]) for to in range(len(parts)))
 
-    def _exhaust(self, passing: Pass) -> bool:
-        """Tries all cases of a pass that could be faster than the best; whether that was all."""
-        waiting: dict[int, list[Case]] = {}
+    def _exhaust(self, passing: Pass, is_first: bool) -> bool:
+        """Tries the cases of a pass that could be faster than the best; in two turns, all of them.
+
+        First those that could be with 1F1B, under every schedule; then the others' own. Returns
+        whether that was all that had to be tried.
+        """
         is_all = True
-        for case in self._possible(passing):
-            group = waiting.setdefault(len(case.layers), [])
-            group.append(case)
-            if len(group) == MAX_CASES:
-                is_all &= self._try_all(group, passing)
-                group.clear()
-        for group in waiting.values():
-            if group:
-                is_all &= self._try_all(group, passing)
+        allowed = list(kinds(self._problem, passing))
+        rest = [kind for kind in allowed if kind.name != "whole"]
+        for kind in [Kind("whole")] if is_first else rest:
+            orders_kinds = allowed if is_first else [kind]
+            waiting: dict[int, list[Case]] = {}
+            for case in self._possible(passing, kind):
+                group = waiting.setdefault(len(case.layers), [])
+                group.append(case)
+                if len(group) == MAX_CASES:
+                    is_all &= self._try_all(group, passing, orders_kinds)
+                    group.clear()
+            for group in waiting.values():
+                if group:
+                    is_all &= self._try_all(group, passing, orders_kinds)
         return is_all
 
-    def _try_all(self, cases: Sequence[Case], passing: Pass) -> bool:
-        """Every schedule that the config allows; whether also every number in flight."""
+    def _try_all(self, cases: Sequence[Case], passing: Pass, allowed: Sequence[Kind]) -> bool:
+        """Every schedule of these kinds; whether also every number in flight."""
         p, m = len(cases[0].layers), passing.microbatches
-        orders = {order for case in cases for order in orders_of(self._problem, case, passing)}
+        orders = {
+            order
+            for case in cases
+            for kind in allowed
+            for order in orders_of(self._problem, case, passing, kind)
+        }
         is_eager = any(order.schedule == "eager_1f1b" for order in orders)
         is_all = not is_eager or m ** (p - 1) <= MAX_DEPTHS
         if is_eager and is_all:
@@ -434,14 +496,16 @@ class _Search:
             self.try_cases([c for c in cases if min(c.layers) >= order.chunks], passing, order)
         return is_all
 
-    def _possible(self, passing: Pass) -> Iterator[Case]:
+    def _possible(self, passing: Pass, kind: Kind) -> Iterator[Case]:
         """Cases whose stages could all be done before the best step so far is over."""
         offers = [offer.alone for offer in self._offers_of(passing).values()]
         for offer in offers:
-            yield from self._sequences([offer], passing, crosses=False)
-        yield from self._sequences(offers, passing, crosses=True)
+            yield from self._sequences([offer], passing, kind, crosses=False)
+        yield from self._sequences(offers, passing, kind, crosses=True)
 
-    def _sequences(self, offers: Sequence[Offers], passing: Pass, crosses: bool) -> Iterator[Case]:
+    def _sequences(
+        self, offers: Sequence[Offers], passing: Pass, kind: Kind, crosses: bool
+    ) -> Iterator[Case]:
         """Those on one pool, or on several."""
         numbers = shortlist.numbers_of_stages(self._problem.config, passing)
         num_layers = self._problem.num_layers
@@ -473,33 +537,33 @@ class _Search:
                         yield from longer((*parts, part), rest, more, num_stages + count)
 
         for parts in longer((), offers, 0.0, 0):
-            yield from self._splits(parts, passing)
+            yield from self._splits(parts, passing, kind)
 
-    def _splits(self, parts: tuple[Part, ...], passing: Pass) -> Iterator[Case]:
+    def _splits(self, parts: tuple[Part, ...], passing: Pass, kind: Kind) -> Iterator[Case]:
         """All ways to share out the layers, where no stage works longer than the best step."""
-        problem, m = self._problem, passing.microbatches
+        problem, m, least = self._problem, passing.microbatches, kind.chunks
         seats, fixed = Case(parts, ()).seats, problem.config.parallel.layers
-        if fixed:
-            yield Case(parts, fixed)
+        if not kind.suits(len(seats), m):
             return
-        own_roles = roles(len(seats))
-
-        def microbatch_s(stage: int, n: int) -> float:
-            return problem.microbatch_s(seats[stage], passing, own_roles[stage], n)
+        if fixed:
+            if min(fixed) >= least:
+                yield Case(parts, fixed)
+            return
+        own_roles, last = roles(len(seats)), len(seats) - 1
 
         def shares(stage: int, left: int, before_s: float) -> Iterator[tuple[int, ...]]:
-            """`before_s` is how long the first microbatch takes to come here, and to go back."""
-            if stage == len(seats):
-                if left == 0:
-                    yield ()
+            """`before_s` is how long others work before this stage begins or after it ends."""
+            if stage > last:
+                yield ()
                 return
-            most = left - (len(seats) - stage - 1)
-            for n in range(1 if stage < len(seats) - 1 else max(left, 1), most + 1):
+            seat, role = seats[stage], own_roles[stage]
+            most = left - least * (last - stage)
+            for n in range(least if stage < last else max(left, least), most + 1):
                 self._spend(1)
-                own_s = microbatch_s(stage, n)
-                if before_s + m * own_s >= self.best_s:
+                if before_s + m * problem.microbatch_s(seat, passing, role, n) >= self.best_s:
                     return
-                for rest in shares(stage + 1, left - n, before_s + own_s):
+                around_s = kind.around_s(problem, seat, passing, role, n)
+                for rest in shares(stage + 1, left - n, before_s + around_s):
                     yield (n, *rest)
 
         for layers in shares(0, problem.num_layers, 0.0):

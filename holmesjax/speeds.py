@@ -31,7 +31,7 @@ ROUNDS = 5  # of each operation; the median counts
 ROUND_S = 0.05  # at least, of as many calls as that takes
 MOST_SHARING = 8  # devices that share a product
 SEQUENCES = (1, 4)  # in a microbatch
-UPDATED = 2**24  # parameters of the optimizer's array: far more than caches hold
+UNCACHED = 2**24  # parameters: far more than caches hold
 
 # Guesses, and how far off they may be, as standard deviations of logarithms: a few shapes say
 # little of each dim by itself. Large products reach about what the best of the timed ones reaches.
@@ -78,7 +78,7 @@ def measure(model: ModelConfig, dtype: str, progress: Callable[[str], None]) -> 
         products[product] = _product_s(product, dtype)
     progress("attention")
     attention_s = _attention_s(model, dtype)
-    progress("a layer")
+    progress("layers")
     block_s = {sequences: _block_s(model, dtype, sequences) for sequences in SEQUENCES}
     progress("optimizer")
     return Timed(
@@ -86,7 +86,7 @@ def measure(model: ModelConfig, dtype: str, progress: Callable[[str], None]) -> 
         attention=costs.attention_products(model, SEQUENCES[-1] * model.context_length),
         attention_s=attention_s,
         block_s=block_s,
-        update_bytes=float(costs.update_bytes(UPDATED, costs.MOMENT_BYTES["float32"] * UPDATED)),
+        update_bytes=float(costs.update_bytes(UNCACHED, costs.MOMENT_BYTES["float32"] * UNCACHED)),
         update_s=_update_s(),
         dtype=dtype,
     )
@@ -218,22 +218,35 @@ def _attention_s(model: ModelConfig, dtype: str) -> float:
 
 
 def _block_s(model: ModelConfig, dtype: str, sequences: int) -> float:
-    """Of a forward and a backward of a Transformer layer."""
-    layer = block_name(0)
-    params = gpt.init_params(model, 0, [layer])[layer]
-    params = jax.tree.map(lambda x: x.astype(dtype), params)
+    """Of a forward and a backward of a Transformer layer, one of several.
+
+    A layer alone would find its parameters in the caches, where those of a stage have no room.
+    """
+    num_parameters = costs.block_parameters(model)
+    num_layers = min(model.num_layers, math.ceil(UNCACHED / num_parameters))
+    layers = [block_name(layer) for layer in range(num_layers)]
+    params = {
+        layer: jax.tree.map(
+            lambda x: jnp.asarray(x, dtype), gpt.init_params(model, 0, [layer])[layer]
+        )
+        for layer in layers
+    }
     x_BLD = _normal(0, sequences, model.context_length, model.width, dtype=dtype)
     position_L = jnp.arange(model.context_length)
-    apply = lambda params, x: gpt.apply(layer, model, params, x, position_L, None)
-    total = lambda params, x: apply(params, x).astype(jnp.float32).sum()
+
+    def total(params: dict[str, dict[str, jax.Array]], x: jax.Array) -> jax.Array:
+        for layer in layers:
+            x = gpt.apply(layer, model, params[layer], x, position_L, None)
+        return x.astype(jnp.float32).sum()
+
     gradients = jax.jit(jax.grad(total, argnums=(0, 1)))
-    return _seconds(lambda: gradients(params, x_BLD))
+    return _seconds(lambda: gradients(params, x_BLD)) / num_layers
 
 
 def _update_s() -> float:
     """Of AdamW on one array of float32, in place."""
     optimizer = make_optimizer(OptimizerConfig(learning_rate=1e-3), num_steps=100)
-    params = {"block_000": {"up_DF": _normal(0, 2**12, UPDATED / 2**12, dtype="float32")}}
+    params = {"block_000": {"up_DF": _normal(0, 2**12, UNCACHED / 2**12, dtype="float32")}}
     gradient = jax.tree.map(jnp.ones_like, params)
     update = lambda params, state, gradient: optimizer.apply(gradient, state, params)
     step = jax.jit(update, donate_argnums=(0, 1))

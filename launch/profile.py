@@ -63,9 +63,9 @@ def _file(
         "products": f"{how}: {len(off)} products in {timed.dtype}, half of them within "
         f"{typical:.0%}; of {peak}",
         "attention": how,
-        "memory": f"{how}: AdamW on {speeds.UPDATED:,} parameters; "
+        "memory": f"{how}: AdamW on {speeds.UNCACHED:,} parameters; "
         f"of {units.show(kind.memory_bandwidth_bytes_per_s, 'B/s')}",
-        "between": f"{how}: a layer, less its products and its attention",
+        "between": f"{how}: a layer of several, less its products and its attention",
     }
     values = {
         "devices": [kind.name],

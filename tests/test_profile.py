@@ -99,7 +99,7 @@ def test_what_is_timed_is_what_is_said(monkeypatch, dtype):
         return 1.0
 
     monkeypatch.setattr(speeds, "_seconds", seconds)
-    monkeypatch.setattr(speeds, "UPDATED", 2**13)
+    monkeypatch.setattr(speeds, "UNCACHED", 2**14)
     said = []
     found = speeds.measure(TINY, dtype, said.append)
     shapes = speeds.shapes(TINY)
@@ -110,9 +110,10 @@ def test_what_is_timed_is_what_is_said(monkeypatch, dtype):
     assert [g.shape for g in attention] == [(4, 16, 4, 8)] * 3
     for sequences, (weights, gradient) in zip(speeds.SEQUENCES, (one, four), strict=True):
         assert (gradient.shape, gradient.dtype) == ((sequences, 16, 32), dtype)
+        assert weights.keys() == {"block_000", "block_001"}
         assert {str(x.dtype) for x in jax.tree.leaves(weights)} == {dtype}
-    assert params["block_000"]["up_DF"].size == 2**13
-    assert found.update_bytes == 28 * 2**13
+    assert params["block_000"]["up_DF"].size == 2**14
+    assert found.update_bytes == 28 * 2**14
     assert len(said) == len(shapes) + 3
 
 

@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import itertools
 import math
+import types
 
 import numpy as np
 import pytest
@@ -13,7 +14,9 @@ from holmesjax.layouts import USABLE_MEMORY, divisors
 from holmesjax.mapper import Paths, place
 from holmesjax.plan import Axis
 from holmesjax.planner import find, make_plan
+from holmesjax.problem import roles, split_chunks
 from holmesjax.schedule import Clock, max_in_flight, schedule, simulate
+from holmesjax.search import Kind
 from holmesjax.stage_times import stage_times
 from tests.clusters import compositions, make_cluster, make_config, make_topology
 
@@ -68,6 +71,48 @@ def test_the_clock_says_of_many_cases_when_each_ends(name, p, m, v, in_flight):
         own = (x[..., k] for x in (forward, backward, weight, transfer, ready))
         alone = finish_times(tasks, *own)
         assert found[:, k] == pytest.approx(alone, rel=1e-12)
+
+
+KINDS = {"zero_bubble": "split", "interleaved_1f1b": "interleaved"}
+
+
+def problem_of(forward_s, backward_s):
+    """Of stages that take so long for a layer; a seat is a number."""
+    seconds = lambda seat, passing, role, n, is_split: types.SimpleNamespace(
+        forward=n * forward_s[seat], backward=n * backward_s[seat]
+    )
+    return types.SimpleNamespace(seconds=seconds)
+
+
+@pytest.mark.parametrize("name, p, m, v, in_flight", ORDERS)
+def test_a_stage_has_the_time_in_which_no_other_must_work(name, p, m, v, in_flight):
+    """What the search leaves out for taking too long could not have been faster."""
+    tasks = schedule(name, p, m, num_chunks=v, in_flight=in_flight)
+    kind, whole = Kind(KINDS.get(name, "whole"), v), Kind("whole")
+    rng, is_over = np.random.default_rng(0), []
+    for _ in range(200):
+        layers = rng.integers(v, 4 * v, p)
+        forward_s, inputs_s, weight_s = rng.uniform(0.0, 1.0, (3, p))
+        backward_s = inputs_s + weight_s
+        problem = problem_of(forward_s, backward_s)
+        virtual = [(s, split_chunks(layers[s], v)[c]) for c in range(v) for s in range(p)]
+        first_s = inputs_s if name == "zero_bubble" else backward_s
+        simulation = simulate(
+            tasks,
+            [n * forward_s[s] for s, n in virtual],
+            [n * first_s[s] for s, n in virtual],
+            [(0.0, 0.0)] * (p - (v == 1)),
+            weight_s=[n * weight_s[s] for s, n in virtual],
+        )
+        step_s = max(simulation.finish_s(s) for s in range(p)) * (1 + 1e-9)
+        before_s = dict.fromkeys((kind, whole), 0.0)
+        for s, role in enumerate(roles(p)):
+            own_s = m * layers[s] * (forward_s + backward_s)[s]
+            assert before_s[kind] + own_s <= step_s
+            is_over.append(before_s[whole] + own_s > step_s)
+            for other in before_s:
+                before_s[other] += other.around_s(problem, s, None, role, layers[s])
+    assert any(is_over) == (kind.name != "whole")  # what is true of 1F1B is not of the others
 
 
 # ---- every plan there is -------------------------------------------------------------------------
