@@ -464,17 +464,17 @@ class _Search:
         allowed = list(kinds(self._problem, passing))
         rest = [kind for kind in allowed if kind.name != "whole"]
         for kind in [Kind("whole")] if is_first else rest:
-            orders_kinds = allowed if is_first else [kind]
+            tried = allowed if is_first else [kind]
             waiting: dict[int, list[Case]] = {}
             for case in self._possible(passing, kind):
                 group = waiting.setdefault(len(case.layers), [])
                 group.append(case)
                 if len(group) == MAX_CASES:
-                    is_all &= self._try_all(group, passing, orders_kinds)
+                    is_all &= self._try_all(group, passing, tried)
                     group.clear()
             for group in waiting.values():
                 if group:
-                    is_all &= self._try_all(group, passing, orders_kinds)
+                    is_all &= self._try_all(group, passing, tried)
         return is_all
 
     def _try_all(self, cases: Sequence[Case], passing: Pass, allowed: Sequence[Kind]) -> bool:
@@ -546,8 +546,7 @@ class _Search:
         if not kind.suits(len(seats), m):
             return
         if fixed:
-            if min(fixed) >= least:
-                yield Case(parts, fixed)
+            yield Case(parts, fixed)
             return
         own_roles, last = roles(len(seats)), len(seats) - 1
 
