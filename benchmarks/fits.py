@@ -55,7 +55,7 @@ def fit(runs: Sequence[Run]) -> Fitted:
 
 def fit_kinds(runs: Sequence[Run]) -> Fitted:
     """One speed for each kind of device, as a factor of what its data sheet lets expect."""
-    kinds = sorted({m.device.name for run in runs for stage in run.machines for m in stage})
+    kinds = sorted({m.device.name for run in runs for machines in run.replicas for m in machines})
     spread = np.array([SPEED, *(KIND for _ in kinds)])
 
     def fitted(x: Factors) -> Fitted:

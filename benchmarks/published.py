@@ -11,7 +11,7 @@ devices, then `data`, then stages.
 
 import dataclasses
 import itertools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from holmesjax import costs, memory, schedule
@@ -76,7 +76,7 @@ class Run:
 
     name: str
     model: ModelConfig
-    machines: tuple[tuple[Machine, ...], ...]  # of each stage: one for each kind in it
+    replicas: tuple[tuple[Machine, ...], ...]  # the unlike ones: machines of each stage
     layers: tuple[int, ...]  # of each stage
     tensor: int
     data: int
@@ -145,34 +145,35 @@ def transfer_s(run: Run, machine: Machine, fitted: Fitted) -> float:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Times:
-    """Seconds of a run's parts: forward and backward of each virtual stage, and once a step."""
+    """Seconds of one replica's parts: forward and backward of each virtual stage, once a step."""
 
     forward_s: list[float]
     backward_s: list[float]
     once_s: float
 
 
-def times(run: Run, fitted: Fitted) -> Times:
-    """What is predicted of each part. The slowest replica of a stage sets its pace.
+def times(run: Run, fitted: Fitted) -> list[Times]:
+    """What is predicted of each unlike replica: pipelines that meet when gradients are summed."""
+    return [_times(run, machines, fitted) for machines in run.replicas]
 
-    These systems wait for a boundary at both ends of it, so its time is part of the tasks: of both
-    ways at once, half of it in the forward and half in the backward.
+
+def _times(run: Run, machines: Sequence[Machine], fitted: Fitted) -> Times:
+    """These systems wait for a boundary at both ends of it, so its time is part of the tasks.
+
+    Of both ways at once, half of it in the forward and half in the backward.
     """
     sent_s = [
-        max(transfer_s(run, m, fitted) for m in (*here, *there))
-        for here, there in itertools.pairwise(run.machines)
+        max(transfer_s(run, m, fitted) for m in ends) for ends in itertools.pairwise(machines)
     ]
     waits_s = [before + after for before, after in itertools.pairwise([0.0, *sent_s, 0.0])]
     known: dict[tuple[int, bool, bool, int], StageTimes] = {}
 
-    def part(stage: int, blocks: int, is_first: bool, is_last: bool) -> list[StageTimes]:
-        found = []
-        for machine in run.machines[stage]:
-            key = (blocks, is_first, is_last, id(machine))
-            if key not in known:
-                known[key] = _stage_times(run, machine, fitted, blocks, is_first, is_last)
-            found.append(known[key])
-        return found
+    def part(stage: int, blocks: int, is_first: bool, is_last: bool) -> StageTimes:
+        machine = machines[stage]
+        key = (blocks, is_first, is_last, id(machine))
+        if key not in known:
+            known[key] = _stage_times(run, machine, fitted, blocks, is_first, is_last)
+        return known[key]
 
     num_virtual = run.stages * run.chunks
     shares = [split_chunks(blocks, run.chunks) for blocks in run.layers]
@@ -182,16 +183,11 @@ def times(run: Run, fitted: Fitted) -> Times:
     ]
     ends = range(run.stages)
     whole = [part(s, run.layers[s], s == 0, s == run.stages - 1) for s in ends]
+    half_s = [waits_s[v % run.stages] / 2 for v in range(num_virtual)]
     return Times(
-        forward_s=[
-            max(t.whole_forward_s for t in kinds) + waits_s[v % run.stages] / 2
-            for v, kinds in enumerate(virtual)
-        ],
-        backward_s=[
-            max(t.whole_backward_s for t in kinds) + waits_s[v % run.stages] / 2
-            for v, kinds in enumerate(virtual)
-        ],
-        once_s=max(t.once_s for kinds in whole for t in kinds),
+        forward_s=[t.whole_forward_s + wait for t, wait in zip(virtual, half_s, strict=True)],
+        backward_s=[t.whole_backward_s + wait for t, wait in zip(virtual, half_s, strict=True)],
+        once_s=max(t.once_s for t in whole),
     )
 
 
@@ -234,21 +230,32 @@ def bound_s(run: Run, fitted: Fitted) -> float:
 
     Close to the simulated step, and much faster: what a fit looks at.
     """
-    parts = times(run, fitted)
-    chunks = [f + b for f, b in zip(parts.forward_s, parts.backward_s, strict=True)]
-    stages = [sum(chunks[s :: run.stages]) for s in range(run.stages)]
-    most = max(run.microbatches * s + (sum(stages) - s) / run.chunks for s in stages)
-    return (most + parts.once_s) * fitted.layouts.get(run.layout, 1.0)
+    return _step_s(run, fitted, _bound_s)
 
 
 def predict_s(run: Run, fitted: Fitted) -> float:
     """A step, by simulating its tasks."""
-    parts = times(run, fitted)
+    return _step_s(run, fitted, _simulated_s)
+
+
+def _step_s(run: Run, fitted: Fitted, tasks_s: Callable[[Run, Times], float]) -> float:
+    """The replica that is done last, then what comes once in a step."""
+    replicas = times(run, fitted)
+    step_s = max(tasks_s(run, own) for own in replicas) + max(own.once_s for own in replicas)
+    return step_s * fitted.layouts.get(run.layout, 1.0)
+
+
+def _bound_s(run: Run, parts: Times) -> float:
+    chunks = [f + b for f, b in zip(parts.forward_s, parts.backward_s, strict=True)]
+    stages = [sum(chunks[s :: run.stages]) for s in range(run.stages)]
+    return max(run.microbatches * s + (sum(stages) - s) / run.chunks for s in stages)
+
+
+def _simulated_s(run: Run, parts: Times) -> float:
     name: Schedule = "interleaved_1f1b" if run.chunks > 1 else "1f1b"
     tasks = schedule.schedule(name, run.stages, run.microbatches, num_chunks=run.chunks)
     no_time = [(0.0, 0.0)] * (run.stages - (run.chunks == 1))
-    simulation = schedule.simulate(tasks, parts.forward_s, parts.backward_s, no_time)
-    return (simulation.step_time_s + parts.once_s) * fitted.layouts.get(run.layout, 1.0)
+    return schedule.simulate(tasks, parts.forward_s, parts.backward_s, no_time).step_time_s
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -86,7 +86,7 @@ def vtrain(row: Row) -> Run:
         name=f"{model.width} wide, {model.num_layers} layers, "
         f"tensor {tensor} data {data} stages {stages}, {sequences} sequences",
         model=model,
-        machines=((machine("a100_80gb", 8, 100e9),),) * stages,
+        replicas=((machine("a100_80gb", 8, 100e9),) * stages,),
         layers=split_chunks(model.num_layers, stages),
         tensor=tensor,
         data=data,
@@ -108,7 +108,7 @@ def megatron(row: Row) -> Run:
     return Run(
         name=f"{row['model']}, {mode}" if mode else row["model"],
         model=model,
-        machines=((machine("a100_80gb", 8, 200e9),),) * stages,
+        replicas=((machine("a100_80gb", 8, 200e9),) * stages,),
         layers=split_chunks(model.num_layers, stages),
         tensor=tensor,
         data=data,
@@ -134,7 +134,7 @@ def megatron_core(row: Row) -> Run:
     return Run(
         name=row["model"],
         model=model,
-        machines=((machine("h100", 8, 400e9),),) * stages,
+        replicas=((machine("h100", 8, 400e9),) * stages,),
         layers=split_chunks(model.num_layers, stages),
         tensor=tensor,
         data=data,
@@ -146,15 +146,24 @@ def megatron_core(row: Row) -> Run:
     )
 
 
-# Of the devices of Sailor's clusters: dense peaks of their data sheets (TFLOP/s in float16 with
-# sums in float32, memory in GB/s), and what all-reduces of 8 MB reach on so many devices of a node,
-# in GB/s, and messages between nodes (eth-easl/sailor@cf2c8e3, network_coeffs_all_homo.json).
+# Of the devices of Sailor's clusters: peaks of their data sheets (TFLOP/s in float32, memory in
+# GB/s), and what all-reduces of 16 MB reach on so many devices of a node, in GB/s, and messages
+# between nodes (eth-easl/sailor@cf2c8e3, network_coeffs_all_homo.json).
 SAILOR = {
-    "RTX-3090": (71.0, 936.0, {2: 31.0, 8: 5.0}, 0.115),
-    "RTX-2080": (40.3, 448.0, {2: 9.5, 8: 24.0}, 2.86),
-    "Titan-RTX": (65.2, 672.0, {2: 9.8, 8: 23.0}, 2.86),
-    "GH-96": (989.0, 4000.0, {4: 155.0}, 92.0),
+    "RTX-3090": (35.6, 936.0, {2: 37.2, 8: 5.15}, 0.115),
+    "RTX-2080": (10.1, 448.0, {2: 10.2, 8: 25.3}, 2.86),
+    "Titan-RTX": (16.3, 672.0, {2: 10.4, 8: 24.1}, 2.86),
+    "GH-96": (494.5, 4000.0, {4: 175.9}, 92.0),
 }
+# DeepSpeed's default, which they keep (ds_config.json there): float32. In NVIDIA's container, which
+# they use, products are then TensorFloat-32 where the device has that: on the first and the last.
+DEEPSPEED = dataclasses.replace(
+    MEGATRON_2021,
+    score_bytes=25.0,
+    gradient_bytes=4.0,
+    accumulate_bytes=12.0,
+    layer_call_s=0.8e-3,
+)
 
 
 @functools.cache
@@ -163,7 +172,7 @@ def _sailor_machine(kind: str, tensor: int) -> Machine:
     link = Link(fabric="local", bandwidth_bytes_per_s=inside[tensor] * 1e9, latency_s=5e-6)
     device = DeviceKind(
         name=kind,
-        peak_flop_per_s={"bfloat16": peak * 1e12},
+        peak_flop_per_s={"float32": peak * 1e12},
         memory_bytes=0.0,
         memory_bandwidth_bytes_per_s=memory * 1e9,
         link=link,
@@ -181,23 +190,28 @@ def sailor(row: Row) -> Run:
     layers[-1] -= 1
     if sum(layers) != model.num_layers:  # one row has the layers of another model
         layers = list(split_chunks(model.num_layers, len(layers)))
-    found = [
-        re.findall(r"\[([\w-]+) tp(\d+)\]", stage) for stage in row["stage_replicas"].split("||")
+    stages = [
+        [
+            (kind, int(tensor))
+            for count, kind, tensor in re.findall(r"(\d+)x\[([\w-]+) tp(\d+)\]", stage)
+            for _ in range(int(count))
+        ]
+        for stage in row["stage_replicas"].split("||")
     ]
-    tensor = int(found[0][0][1])
+    # A replica is a pipeline through the machines that have its place in the lists of all stages.
+    replicas = dict.fromkeys(zip(*stages, strict=True))
+    tensor = stages[0][0][1]
     return Run(
         name=f"{row['model']}, {row['stage_replicas']}, {sequences} sequences",
         model=model,
-        machines=tuple(
-            tuple(_sailor_machine(kind, int(tp)) for kind, tp in dict.fromkeys(stage))
-            for stage in found
-        ),
+        replicas=tuple(tuple(_sailor_machine(*place) for place in places) for places in replicas),
         layers=tuple(layers),
         tensor=tensor,
         data=data,
         sequences=sequences,
         microbatches=batch // (data * sequences),
-        implementation=dataclasses.replace(MEGATRON_2021, gradient_bytes=4.0, layer_call_s=0.8e-3),
+        dtype="float32",
+        implementation=DEEPSPEED,
         measured_s=float(row["measured_iter_time_s"]),
         doubtful=bool(row["note"]),
     )
