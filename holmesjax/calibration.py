@@ -20,6 +20,7 @@ FOLDER = Path(__file__).parent.parent / "configs/calibrations"
 Factor = Annotated[float, Field(gt=0, le=1000, strict=True)]
 Share = Factor  # of a peak; above 1 where the peak is a guess
 Dim = Annotated[float, Field(ge=0, le=1e5, strict=True)]
+Seconds = Annotated[float, Field(ge=0, le=10, strict=True)]
 Text = Annotated[str, Field(min_length=1, strict=True)]
 
 
@@ -80,6 +81,7 @@ class Calibration:
     attention: Factor = 1.0  # time of attention, to that of its products by `products`
     memory: Share = 1.0  # of the bandwidth, where operations are bound by it
     between: Factor = 1.0  # time of a layer's other operations, to that of their bytes by `memory`
+    layer_s: Seconds = 0.0  # what a layer takes however few its tokens, forward and backward
 
 
 UNKNOWN = Calibration()  # of a kind that nobody has measured
@@ -93,6 +95,7 @@ class Sources:
     attention: Text
     memory: Text
     between: Text = "not measured"
+    layer_s: Text = "not measured"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -128,4 +131,5 @@ def values(calibration: Calibration) -> dict[str, Any]:
         "attention": calibration.attention,
         "memory": calibration.memory,
         "between": calibration.between,
+        "layer_s": calibration.layer_s,
     }

@@ -5,6 +5,7 @@ because what a product reaches of the peak depends on its shape.
 """
 
 import dataclasses
+import functools
 import math
 import statistics
 import time
@@ -24,11 +25,13 @@ from holmesjax.costs import HOLMESJAX
 from holmesjax.models import gpt
 from holmesjax.optimizer import make_optimizer
 from holmesjax.plan import block_name
+from holmesjax.stage import Saved, Tree
 from holmesjax.stage_times import layer_s
 from holmesjax.topology import DeviceKind
 
 ROUNDS = 5  # of each operation; the median counts
 ROUND_S = 0.05  # at least, of as many calls as that takes
+LAYERS_ROUND_S = 0.5  # the same for layers, on whose time the most depends
 MOST_SHARING = 8  # devices that share a product
 SEQUENCES = (1, 4)  # in a microbatch
 UNCACHED = 2**24  # parameters: far more than caches hold
@@ -47,7 +50,7 @@ class Timed:
     products: dict[Product, float]  # seconds of each
     attention: list[Product]  # of scores and weighted values, forward
     attention_s: float  # forward and backward
-    block_s: dict[int, float]  # of a Transformer layer, forward and backward, by its sequences
+    block_s: dict[int, float]  # of a Transformer layer and the sum of its gradients, by sequences
     update_bytes: float
     update_s: float
     dtype: str
@@ -114,16 +117,17 @@ def explain(
         attention=_rounded(timed.attention_s / usual_s),
         memory=_rounded(update_bytes_per_s / kind.memory_bandwidth_bytes_per_s),
     )
-    between = _between(timed, dataclasses.replace(kind, calibration=calibration), model)
-    calibration = dataclasses.replace(calibration, between=between)
+    rest = _rest(timed, dataclasses.replace(kind, calibration=calibration), model)
+    calibration = dataclasses.replace(calibration, **rest)
     off = {p: speed.seconds(p, peak) / seconds - 1 for p, seconds in timed.products.items()}
     return calibration, off
 
 
-def _between(timed: Timed, kind: DeviceKind, model: ModelConfig) -> float:
-    """What is left of a layer when its products and its attention are taken away, over its bytes.
+def _rest(timed: Timed, kind: DeviceKind, model: ModelConfig) -> dict[str, float]:
+    """What is left of a layer when its products, its attention and its sums are taken away.
 
-    The mean over the numbers of sequences. At least a hundredth: products are not that exact.
+    Of that `between` is what grows with the sequences, over its bytes, and `layer_s` what does not.
+    At least a hundredth, and nothing: products are not that exact.
     """
     shape = lambda sequences: costs.StageShape(
         num_blocks=1,
@@ -141,14 +145,20 @@ def _between(timed: Timed, kind: DeviceKind, model: ModelConfig) -> float:
     with_factor = lambda factor: dataclasses.replace(
         kind, calibration=dataclasses.replace(kind.calibration, between=factor)
     )
-    factors = []
+    added_s = kind.memory_s(HOLMESJAX.accumulate_bytes * costs.block_parameters(model))
+    rest_s, between_s = [], []
     for sequences, measured_s in timed.block_s.items():
         # Seconds are linear in the factor.
         one, two = (
             layer_s(model, shape(sequences), [with_factor(factor)]) for factor in (1.0, 2.0)
         )
-        factors.append(1.0 + (measured_s - one) / (two - one))
-    return _rounded(max(statistics.mean(factors), 0.01))
+        between_s.append(two - one)
+        rest_s.append(measured_s - added_s - one + between_s[-1])
+    few, many = timed.block_s
+    grows_s = (rest_s[1] - rest_s[0]) / (many - few)
+    between = _rounded(max(grows_s * few / between_s[0], 0.01))
+    left_s = rest_s[0] - between * between_s[0]
+    return {"between": between, "layer_s": _rounded(max(left_s, 0.0))}
 
 
 def _fit(products: dict[Product, float], peak_flop_per_s: float) -> ProductSpeed:
@@ -176,12 +186,12 @@ def _rounded(number: float) -> float:
     return float(f"{number:.3g}")
 
 
-def _seconds(run: Callable[[], Any]) -> float:
+def _seconds(run: Callable[[], Any], round_s: float = ROUND_S) -> float:
     """Of one call, when many follow each other without a wait."""
     jax.block_until_ready(run())  # compiles
     start_s = time.perf_counter()
     jax.block_until_ready(run())
-    calls = max(1, math.ceil(ROUND_S / max(time.perf_counter() - start_s, 1e-9)))
+    calls = max(1, math.ceil(round_s / max(time.perf_counter() - start_s, 1e-9)))
     return statistics.median(_rounds(run, min(calls, 10_000)))
 
 
@@ -218,9 +228,10 @@ def _attention_s(model: ModelConfig, dtype: str) -> float:
 
 
 def _block_s(model: ModelConfig, dtype: str, sequences: int) -> float:
-    """Of a forward and a backward of a Transformer layer, one of several.
+    """Of a forward and a backward of a Transformer layer, one of several, as a stage runs them.
 
-    A layer alone would find its parameters in the caches, where those of a stage have no room.
+    Two programs, the second of which adds to the gradients. A layer alone would find its parameters
+    in the caches, where those of a stage have no room.
     """
     num_parameters = costs.block_parameters(model)
     num_layers = min(model.num_layers, math.ceil(UNCACHED / num_parameters))
@@ -232,15 +243,33 @@ def _block_s(model: ModelConfig, dtype: str, sequences: int) -> float:
         for layer in layers
     }
     x_BLD = _normal(0, sequences, model.context_length, model.width, dtype=dtype)
+    dy_BLD = _normal(1, *x_BLD.shape, dtype=dtype)
     position_L = jnp.arange(model.context_length)
 
-    def total(params: dict[str, dict[str, jax.Array]], x: jax.Array) -> jax.Array:
+    def apply(params: Tree, x: jax.Array) -> jax.Array:
         for layer in layers:
             x = gpt.apply(layer, model, params[layer], x, position_L, None)
-        return x.astype(jnp.float32).sum()
+        return x
 
-    gradients = jax.jit(jax.grad(total, argnums=(0, 1)))
-    return _seconds(lambda: gradients(params, x_BLD)) / num_layers
+    @jax.jit
+    def forward(params: Tree, x: jax.Array) -> tuple[jax.Array, Saved]:
+        y, pullback = jax.vjp(apply, params, x)
+        return y, Saved.of(pullback, params)
+
+    @functools.partial(jax.jit, donate_argnums=2)
+    def backward(params: Tree, saved: Saved, gradients: Tree, dy: jax.Array) -> tuple:
+        new, dx = saved.restore(params)(dy)
+        return jax.tree.map(lambda total, g: total + g.astype(total.dtype), gradients, new), dx
+
+    gradients = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), params)
+
+    def run() -> Any:
+        nonlocal gradients
+        y, saved = forward(params, x_BLD)
+        gradients, dx = backward(params, saved, gradients, dy_BLD)
+        return gradients, y, dx
+
+    return _seconds(run, LAYERS_ROUND_S) / num_layers
 
 
 def _update_s() -> float:

@@ -21,7 +21,8 @@ from holmesjax.topology import DeviceKind
 # of an operation reads the gradient of its result beside its operands. Counted over the operations
 # of `costs.block_numbers` for GELU: 36 D to 28 D.
 BACKWARD_NUMBERS = 1.3
-
+# Of what a layer takes however few its tokens: as of its products.
+FORWARD_SHARE = 1 / 3
 
 # Time of kernels that overlap with collectives, to that of the same kernels alone: measured by
 # Galvatron (PKU-DAIR/Hetu-Galvatron@cea12ff, overlap_coefficient.json).
@@ -112,8 +113,9 @@ def _layer(
     scores_s = device.memory_s(implementation.score_bytes * pairs)
     inputs, weights = zip(*(product.gradients for product in products), strict=True)
     weight_s = device.products_s(weights, stage.dtype)
-    forward_s = products_s + numbers_s + attention_s + scores_s
-    backward_s = device.products_s(inputs, stage.dtype) + weight_s
+    always_s = device.calibration.layer_s
+    forward_s = products_s + numbers_s + attention_s + scores_s + FORWARD_SHARE * always_s
+    backward_s = device.products_s(inputs, stage.dtype) + weight_s + (1 - FORWARD_SHARE) * always_s
     backward_s += implementation.attention_backward * attention_s
     backward_s += BACKWARD_NUMBERS * (numbers_s + scores_s)
     calls = 2

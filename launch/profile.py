@@ -66,6 +66,8 @@ def _file(
         "memory": f"{how}: AdamW on {speeds.UNCACHED:,} parameters; "
         f"of {units.show(kind.memory_bandwidth_bytes_per_s, 'B/s')}",
         "between": f"{how}: a layer of several, less its products and its attention",
+        "layer_s": f"{how}: what of that is the same for {speeds.SEQUENCES[0]} and "
+        f"{speeds.SEQUENCES[-1]} sequences",
     }
     values = {
         "devices": [kind.name],
@@ -99,4 +101,5 @@ def _lines(
         f"memory      {found.memory:.0%} of "
         f"{units.show(kind.memory_bandwidth_bytes_per_s, 'B/s')} in the optimizer",
         f"between     {found.between:g} times as long as the bytes of a layer's other operations",
+        f"layer       {units.show(found.layer_s, 's')} however few its tokens",
     ]

@@ -75,10 +75,10 @@ LAYERS = [
     ],
     ["holmesjax.sharding", "holmesjax.collectives"],
     ["holmesjax.models.gpt", "holmesjax.optimizer", "holmesjax.data.tokenizer"],
-    ["holmesjax.data.corpus", "holmesjax.speeds"],
+    ["holmesjax.data.corpus"],
     ["holmesjax.data.batches"],
     ["holmesjax.stage"],
-    ["holmesjax.programs", "holmesjax.remote"],
+    ["holmesjax.programs", "holmesjax.remote", "holmesjax.speeds"],
     [
         "holmesjax.transport",
         "holmesjax.tcp",

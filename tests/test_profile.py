@@ -44,13 +44,14 @@ def timed(noise=0.0, **changes):
     }
     attention = costs.attention_products(MODEL, 4096)
     attention_s = sum(TRUTH.seconds(product, peak) for product in attention)
-    truth = Calibration(products=TRUTH, attention=0.8, memory=0.9, between=1.7)
+    truth = Calibration(products=TRUTH, attention=0.8, memory=0.9, between=1.7, layer_s=2e-4)
     device = dataclasses.replace(KIND, calibration=truth)
+    added_s = 12 * costs.block_parameters(MODEL) / (0.9 * 3.35e12)  # to the sums of gradients
     found = Timed(
         products=products,
         attention=attention,
         attention_s=0.8 * HOLMESJAX.attention_pairs * 3.5 * attention_s,
-        block_s={n: layer_s(MODEL, one_layer(n), [device]) for n in speeds.SEQUENCES},
+        block_s={n: added_s + layer_s(MODEL, one_layer(n), [device]) for n in speeds.SEQUENCES},
         update_bytes=28e9,
         update_s=28e9 / (0.9 * 3.35e12),
         dtype="bfloat16",
@@ -64,6 +65,7 @@ def test_the_calibration_behind_the_times_is_found():
     assert found.attention == pytest.approx(0.8, rel=0.05)
     assert found.memory == pytest.approx(0.9, rel=0.01)
     assert found.between == pytest.approx(1.7, rel=0.1)
+    assert found.layer_s == pytest.approx(2e-4, rel=0.1)
     assert max(map(abs, off.values())) < 0.03
     assert off.keys() == set(speeds.shapes(MODEL))
 
@@ -94,7 +96,7 @@ def test_what_is_timed_is_what_is_said(monkeypatch, dtype):
     """Every program runs, with arrays of the shapes and the dtype that it stands for."""
     results = []
 
-    def seconds(run):
+    def seconds(run, round_s=0.0):
         results.append(jax.block_until_ready(run()))
         return 1.0
 
@@ -108,10 +110,10 @@ def test_what_is_timed_is_what_is_said(monkeypatch, dtype):
         assert (result.shape, result.dtype) == ((product.rows, product.columns), dtype)
     attention, one, four, (params, _) = results[-4:]
     assert [g.shape for g in attention] == [(4, 16, 4, 8)] * 3
-    for sequences, (weights, gradient) in zip(speeds.SEQUENCES, (one, four), strict=True):
-        assert (gradient.shape, gradient.dtype) == ((sequences, 16, 32), dtype)
+    for sequences, (weights, *ends) in zip(speeds.SEQUENCES, (one, four), strict=True):
+        assert [(x.shape, x.dtype) for x in ends] == [((sequences, 16, 32), dtype)] * 2
         assert weights.keys() == {"block_000", "block_001"}
-        assert {str(x.dtype) for x in jax.tree.leaves(weights)} == {dtype}
+        assert {str(x.dtype) for x in jax.tree.leaves(weights)} == {"float32"}  # sums
     assert params["block_000"]["up_DF"].size == 2**14
     assert found.update_bytes == 28 * 2**14
     assert len(said) == len(shapes) + 3
