@@ -1,16 +1,16 @@
 """How far off predicted steps of the Holmes comparison are: python -m benchmarks.lab_accuracy
 
 Builds the labs of `benchmarks.holmes_lab` again, and measures them as one measures real machines:
-links with `launch probe`, a node of each cluster with `launch profile`. With what they find it
-plans each row of HolmesJAX, and compares the predicted step with what the comparison has measured
-on the same machine.
+links and collectives with `launch probe`, nodes with `launch profile`, all at once as they train.
+With what they find it plans each row of HolmesJAX, and compares the predicted step with what the
+comparison has measured on the same machine.
 
     measured    seconds of a step, the median of the repeats; its spread is their range over it
     compute     seconds that a node computes in a step, mean of the nodes: predicted; and measured,
                 which is CPU seconds over the node's quota
     error       of the predicted step, as a share of the measured one; bar: 10%
 
-Needs what `launch lab` needs (docs/lab.md), an idle machine for ten minutes, and the JSON file of
+Needs what `launch lab` needs (docs/lab.md), an idle machine for half an hour, and the JSON file of
 the comparison.
 """
 
@@ -24,6 +24,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -70,37 +71,47 @@ Cell = tuple[str, int | None]  # row and point
 
 
 def network_of(row: Row, point: int | None) -> str:
-    """Rows with the same name have the same lab."""
-    return f"{row.network}, {'unequal nodes, ' * row.unequal}{f'1/{point}' if point else 'fast'}"
+    """Rows with the same name have the same lab, and take the same nodes for clusters."""
+    pairs = f"clusters of {row.label.split()[0]}, " if row.pairs else ""
+    unequal = "unequal nodes, " * row.unequal
+    return f"{row.network}, {pairs}{unequal}{f'1/{point}' if point else 'fast'}"
 
 
 def measure(row: Row, point: int | None, folder: Path) -> Topology:
-    """The network of a row, with what a probe and profiles say of its lab. Raises HolmesError."""
-    row = dataclasses.replace(row, pairs=None)
-    network = load_topology(network_text(row, point), folder / "told.yaml")
+    """What a row is told, with what a probe and profiles say of its lab. Raises HolmesError.
+
+    All nodes are profiled at once, each for itself: they share cores that are not equally fast.
+    """
+    network = load_topology(network_text(row, point), folder / "network.yaml")
+    load_topology(told_text(row, point), folder / "told.yaml")  # for those that read it there
     run_file = folder / "run.yaml"
     configs.save(make_config(row, folder, 1, "1f1b"), run_file)
     with (folder / "log").open("w") as log, contextlib.redirect_stdout(log):
         commands = namespaces.commands_for(make_lab(row, network, sorted(os.sched_getaffinity(0))))
         with namespaces.built(commands):
             probed = _probe(folder, namespaces.LabLauncher(commands))
-            for cluster in network.clusters:
-                words = ["profile", str(run_file), "--node", cluster.nodes[0].name]
-                words += ["--output", str(folder / f"{cluster.name}.yaml")]
-                env = allocator_for({"cpu"}, os.environ)
-                log.flush()
-                if namespaces.run_on(commands, cluster.nodes[0].name, words, env, log) != 0:
-                    fix = "see what it says above"
-                    raise HolmesError("launch profile", "failed", found=cluster.name, fix=fix)
-    found = {c.name: calibration.read(folder / f"{c.name}.yaml") for c in network.clusters}
-    return with_devices(
-        probed,
-        {
-            node.name: dataclasses.replace(node.device, calibration=found[c.name].calibration)
-            for c in network.clusters
-            for node in c.nodes
-        },
-    )
+            log.flush()
+
+            def profile(node: str) -> int:
+                words = ["profile", str(run_file), "--node", node]
+                words += ["--output", str(folder / f"{node}.yaml")]
+                return namespaces.run_on(
+                    commands, node, words, allocator_for({"cpu"}, os.environ), log
+                )
+
+            names = [node.name for node in network.nodes]
+            with ThreadPoolExecutor(len(names)) as pool:
+                statuses = list(pool.map(profile, names))
+            if any(statuses):
+                failed = [name for name, status in zip(names, statuses, strict=True) if status]
+                fix = "see what it says above"
+                raise HolmesError("launch profile", "failed", found=failed, fix=fix)
+    found = {name: calibration.read(folder / f"{name}.yaml").calibration for name in names}
+    devices = {
+        node.name: dataclasses.replace(node.device, calibration=found[node.name])
+        for node in network.nodes
+    }
+    return with_devices(probed, devices)
 
 
 def _probe(folder: Path, launcher: namespaces.LabLauncher) -> Topology:

@@ -8,7 +8,7 @@ An agent runs on every node, for as long as the launcher's end asks (`launch.age
     reach     goes to the doors of other nodes; how long each took, or why not
     send      sends bytes to a door of another node; how long they took
     join      joins the JAX job of its cluster: the only answer that imports JAX
-    reduce    takes part in all-reduces of that job; how long they took
+    collect   takes part in collectives of that job; how long they took
 
 Doors ask for the key of the agents, as those of a job do.
 """
@@ -35,6 +35,7 @@ from holmesjax.discovery import Host
 from holmesjax.errors import HolmesError
 from holmesjax.neighbours import Ports
 from holmesjax.place import Place
+from holmesjax.topology_file import CollectiveKind
 from holmesjax.wire import Connection, Message
 
 PACKAGES = ("holmesjax", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
@@ -71,7 +72,7 @@ class _Agent:
 
     def __init__(self, place: Place, find_host: Callable[[], Host], env: MutableMapping[str, str]):
         self._place, self._find_host, self._env = place, find_host, env
-        self._all_reduce: Any = None  # once this node has joined
+        self._collectives: Any = None  # once this node has joined
         self._doors = contextlib.ExitStack()
         self._answers: dict[str, Callable[..., Message]] = {
             "inspect": self._inspect,
@@ -80,7 +81,7 @@ class _Agent:
             "reach": self._reach,
             "send": self._send,
             "join": self._join,
-            "reduce": self._reduce,
+            "collect": self._collect,
         }
 
     def __enter__(self) -> "_Agent":
@@ -219,13 +220,13 @@ class _Agent:
             own = nccl.own_settings(self._env)
             here = self._place.addresses.get(fabric, [])
             self._env.update(nccl.environment(self._find_host(), fabric, here, own).added)
-        self._all_reduce = importlib.import_module("holmesjax.collectives").AllReduce(
+        self._collectives = importlib.import_module("holmesjax.collectives").Collectives(
             coordinator, num_nodes, rank, on_cpu=on_cpu, timeout_s=timeout_s
         )
         return {}
 
-    def _reduce(self, num_bytes: int, rounds: int) -> Message:
-        return {"seconds": self._all_reduce.time(num_bytes, rounds)}
+    def _collect(self, kind: CollectiveKind, num_bytes: int, rounds: int) -> Message:
+        return {"seconds": self._collectives.time(kind, num_bytes, rounds)}
 
 
 def _time(pool: ThreadPoolExecutor, connections: Sequence[Connection], num_bytes: int) -> float:

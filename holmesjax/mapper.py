@@ -24,8 +24,10 @@ from typing import Generic, TypeVar
 
 import numpy as np
 
-from holmesjax.network import Group
-from holmesjax.topology import Fabric, Link, Node, Topology
+from holmesjax import network
+from holmesjax.network import NCCL, Group, Reached
+from holmesjax.topology import Cluster, Fabric, Link, Node, Topology
+from holmesjax.topology_file import CollectiveKind
 
 A = TypeVar("A", bound=str)  # the name of an axis
 
@@ -58,6 +60,8 @@ class Paths:
     nodes: tuple[str, ...]
     s_per_byte: np.ndarray  # [N, N], symmetric; on the diagonal between devices of a node
     is_uniform: bool  # all nodes and all paths between them are equal
+    # Cluster -> of the collectives that were measured in it, of all its nodes' links.
+    software: Mapping[str, Mapping[CollectiveKind, Reached]]
 
     @classmethod
     def between(cls, topology: Topology, nodes: Sequence[str]) -> "Paths":
@@ -84,11 +88,17 @@ class Paths:
         ends_NN = np.maximum(own_N[:, None], own_N[None, :])
         np.fill_diagonal(cost_NN, own_N)
         measured = topology.measured is not None and bool(topology.measured.pairs)
+        names = {cluster for cluster, _ in kinds}
         return cls(
             topology=topology,
             nodes=tuple(nodes),
             s_per_byte=np.maximum(ends_NN, np.maximum(cost_NN, cost_NN.T)),
             is_uniform=len(kinds) == 1 and not measured,
+            software={
+                cluster.name: _software(topology, cluster)
+                for cluster in topology.clusters
+                if cluster.name in names
+            },
         )
 
     def link(self, pair: tuple[int, int]) -> Link:
@@ -104,6 +114,27 @@ class Paths:
         own = [self.link((end, end)).bandwidth_bytes_per_s for end in pair]
         between = [self.link(way).bandwidth_bytes_per_s / num_rings for way in (pair, (b, a))]
         return replace(self.link(pair), bandwidth_bytes_per_s=min(*own, *between))
+
+    def shared_software(
+        self, pair: tuple[int, int], num_rings: int
+    ) -> Mapping[CollectiveKind, Reached]:
+        """What one of `num_rings` groups reaches between two nodes; NCCL's between clusters."""
+        clusters = {self.topology.cluster_of(self.nodes[end]).name for end in pair}
+        if len(clusters) > 1:
+            return NCCL
+        share = lambda own: replace(
+            own, bandwidth_bytes_per_s=own.bandwidth_bytes_per_s / num_rings
+        )
+        return {kind: share(own) for kind, own in self.software[clusters.pop()].items()}
+
+
+def _software(topology: Topology, cluster: Cluster) -> Mapping[CollectiveKind, Reached]:
+    measured = topology.measured.collectives if topology.measured else ()
+    own = [collective for collective in measured if collective.cluster == cluster.name]
+    if not own or len(cluster.nodes) == 1:
+        return NCCL
+    link = topology.effective_link(*(node.name for node in cluster.nodes[:2]))
+    return network.reached(own, len(cluster.nodes), network.hop_s(link))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -250,9 +281,11 @@ def _group(paths: Paths, groups: np.ndarray, pairs: Sequence[tuple[int, int]]) -
     first_of_node[:, 1:] = groups[:, 1:] != groups[:, :-1]
     leaving = np.bincount(groups[first_of_node & (groups[:, :1] != groups[:, -1:])])
     num_rings = max(1, int(np.max(leaving, initial=0)))  # most groups that leave any one node
+    across = next((pair for pair in pairs if pair[0] != pair[1]), None)
     return Group(
         size=groups.shape[1],
         nodes=int(first_of_node.sum(axis=1).max()),
         inside=next((paths.link((a, b)) for a, b in pairs if a == b), None),
-        between=next((paths.shared_link((a, b), num_rings) for a, b in pairs if a != b), None),
+        between=paths.shared_link(across, num_rings) if across else None,
+        software=paths.shared_software(across, num_rings) if across else NCCL,
     )

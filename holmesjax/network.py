@@ -1,7 +1,9 @@
 """Seconds of collectives over a group of devices: closed form, no devices.
 
-    group   the devices of one collective: some in each of some nodes
-    step    one hop of a ring or a tree: the latency of its link, and what a message costs to start
+    group     the devices of one collective: some in each of some nodes
+    step      one hop of a ring or a tree: the latency of its link, and what a message costs
+    reached   what the software that runs collectives of a kind makes of the links, where that was
+              measured
 
 A ring moves the fewest bytes and takes a step for every device; a tree takes few steps. So which
 one is faster depends on the size of the array, and a small one over many devices reaches a
@@ -9,13 +11,14 @@ hundredth of the bandwidth that a large one reaches.
 """
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from holmesjax.topology import Link
+from holmesjax.topology import Collective, Link
+from holmesjax.topology_file import CollectiveKind
 
 # Seconds of a collective before its first step, and of each step beyond the latency of the link:
 # what NCCL's kernels take to start, and to synchronise with a neighbour. `START_S`, and the latency
@@ -24,6 +27,72 @@ from holmesjax.topology import Link
 # 16 MiB on 16 to 1,024 GPUs reach (aliyun/SimAI@cef83f9, nic_ratio.csv), with NICs of 400 Gb/s.
 START_S = 34e-6
 STEP_S = {"infiniband": 30e-6, "roce": 30e-6}
+
+
+KINDS: tuple[CollectiveKind, ...] = ("all_reduce", "reduce_scatter", "all_gather")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Reached:
+    """What collectives of one kind reach; NCCL's, which fills the links, where nobody measured."""
+
+    start_s: Any = START_S  # a float, or an array of them
+    bandwidth_bytes_per_s: Any = math.inf
+
+
+NCCL = dict.fromkeys(KINDS, Reached())
+
+
+def _trips(kind: CollectiveKind) -> int:
+    """Times that an array goes round a ring."""
+    return 2 if kind == "all_reduce" else 1
+
+
+def sent_bytes(kind: CollectiveKind, num_nodes: int, num_bytes: float) -> float:
+    """By each node in a ring, for an array of so many bytes."""
+    return _trips(kind) * (num_nodes - 1) / num_nodes * num_bytes
+
+
+def reached(
+    measured: Sequence[Collective], num_nodes: int, step_s: float
+) -> dict[CollectiveKind, Reached]:
+    """What explains the collectives that were measured over the nodes of a cluster.
+
+    Of each kind the seconds are `start_s`, and the bytes that each node sends over the bandwidth,
+    by least squares of relative errors.
+
+    Args:
+      measured: those of one cluster.
+      num_nodes: of the cluster.
+      step_s: of one hop between two of its nodes, which the start is without.
+
+    Example, 3 ms and 1 GB/s on two nodes:
+      >>> seconds = {size: 3e-3 + size / 2 / 1e9 for size in (2**16, 2**20, 2**24)}
+      >>> found = reached(
+      ...     [
+      ...         Collective(cluster="a", kind="all_gather", size_bytes=size,
+      ...                    bandwidth_bytes_per_s=size / 2 / s)
+      ...         for size, s in seconds.items()
+      ...     ],
+      ...     num_nodes=2, step_s=0.0,
+      ... )["all_gather"]
+      >>> round(found.start_s, 6), round(found.bandwidth_bytes_per_s)
+      (0.003, 1000000000)
+    """
+    found = dict(NCCL)
+    for kind in {collective.kind for collective in measured}:
+        own = [collective for collective in measured if collective.kind == kind]
+        sent = [sent_bytes(kind, num_nodes, c.size_bytes) for c in own]
+        seconds = [s / c.bandwidth_bytes_per_s for s, c in zip(sent, own, strict=True)]
+        rows = np.stack([np.ones(len(own)), sent], axis=1) / np.array(seconds)[:, None]
+        (start_s, s_per_byte), *_ = np.linalg.lstsq(rows, np.ones(len(own)), rcond=None)
+        if len(own) == 1 or start_s < 0 or s_per_byte <= 0:  # too few, or too noisy, to tell
+            start_s, s_per_byte = 0.0, min(s / b for s, b in zip(seconds, sent, strict=True))
+        found[kind] = Reached(
+            start_s=max(0.0, float(start_s) - _trips(kind) * (num_nodes - 1) * step_s),
+            bandwidth_bytes_per_s=1 / float(s_per_byte),
+        )
+    return found
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,6 +106,8 @@ class Group:
     nodes: int  # on which its devices are
     inside: Link | None  # between devices of a node; None: one device a node
     between: Link | None  # between nodes; None: one node
+    # By collectives that leave a node, of what this group has of the links.
+    software: Mapping[CollectiveKind, Reached] = field(default_factory=NCCL.copy, hash=False)
 
     def __post_init__(self) -> None:
         assert self.size >= self.nodes >= 1, self
@@ -55,14 +126,16 @@ class Group:
         """The link that a ring through all devices waits for."""
         return min(self.links, key=lambda link: link.bandwidth_bytes_per_s)
 
-    @property
-    def bandwidth_bytes_per_s(self) -> float:
-        return self.slowest.bandwidth_bytes_per_s
+    def reached(self, kind: CollectiveKind) -> Reached:
+        """What collectives of a kind have of the slowest link."""
+        own = self.software[kind] if self.nodes > 1 else NCCL[kind]
+        rates = self.slowest.bandwidth_bytes_per_s, own.bandwidth_bytes_per_s
+        return Reached(start_s=own.start_s, bandwidth_bytes_per_s=min(rates))
 
     @property
     def step_s(self) -> float:
         """Of a ring, without its bytes."""
-        return max(map(_step_s, self.links))
+        return max(map(hop_s, self.links))
 
     @property
     def climb_s(self) -> float:
@@ -72,8 +145,8 @@ class Group:
         """
         chain = -(-self.size // self.nodes) - 1
         levels = math.ceil(math.log2(self.nodes))
-        inside_s = _step_s(self.inside) if self.inside else 0.0
-        return chain * inside_s + levels * (_step_s(self.between) if self.between else 0.0)
+        inside_s = hop_s(self.inside) if self.inside else 0.0
+        return chain * inside_s + levels * (hop_s(self.between) if self.between else 0.0)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -81,20 +154,32 @@ class Groups:
     """Many groups in place of one: every function then gives an array, a number for each."""
 
     size: np.ndarray
-    bandwidth_bytes_per_s: np.ndarray
     step_s: np.ndarray
     climb_s: np.ndarray
+    by_kind: dict[CollectiveKind, Reached]  # arrays in it
 
     @classmethod
     def of(cls, groups: Sequence[Group | None]) -> "Groups":
-        rows = [
-            (group.size, group.bandwidth_bytes_per_s, group.step_s, group.climb_s)
-            if group is not None and group.size > 1
-            else (1, 1.0, 0.0, 0.0)
-            for group in groups
-        ]
-        size, bandwidth, step_s, climb_s = np.array(rows).T
-        return cls(size=size, bandwidth_bytes_per_s=bandwidth, step_s=step_s, climb_s=climb_s)
+        sizes, reach = [], []
+        for group in groups:
+            if group is None or group.size == 1:
+                sizes.append((1, 0.0, 0.0))
+                reach.append([(0.0, 1.0)] * len(KINDS))
+                continue
+            sizes.append((group.size, group.step_s, group.climb_s))
+            kinds = [group.reached(kind) for kind in KINDS]
+            reach.append([(own.start_s, own.bandwidth_bytes_per_s) for own in kinds])
+        size, step_s, climb_s = np.array(sizes).T
+        by_kind = {
+            kind: Reached(start_s=start_s, bandwidth_bytes_per_s=bandwidth)
+            for kind, (start_s, bandwidth) in zip(
+                KINDS, np.transpose(reach, (1, 2, 0)), strict=True
+            )
+        }
+        return cls(size=size, step_s=step_s, climb_s=climb_s, by_kind=by_kind)
+
+    def reached(self, kind: CollectiveKind) -> Reached:
+        return self.by_kind[kind]
 
 
 def least(a: Any, b: Any) -> Any:
@@ -107,7 +192,7 @@ def most(a: Any, b: Any) -> Any:
     return np.maximum(a, b) if np.ndim(a) or np.ndim(b) else max(a, b)
 
 
-def _step_s(link: Link) -> float:
+def hop_s(link: Link) -> float:
     return link.latency_s + STEP_S.get(link.fabric, 0.0)
 
 
@@ -130,11 +215,7 @@ def reduce_scatter_s(num_bytes: Any, group: Group | Groups | None) -> Any:
 
     Reference: Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms ...", JPDC 69(2), 2009.
     """
-    if group is None or (isinstance(group, Group) and group.size == 1):
-        return 0.0
-    n = group.size
-    sent_s = num_bytes / n / group.bandwidth_bytes_per_s
-    return (n > 1) * (START_S + (n - 1) * (group.step_s + sent_s))
+    return _scatter_s(num_bytes, group, "reduce_scatter")
 
 
 def all_gather_s(num_bytes: Any, group: Group | Groups | None) -> Any:
@@ -142,7 +223,15 @@ def all_gather_s(num_bytes: Any, group: Group | Groups | None) -> Any:
 
     `num_bytes` is the size of the gathered array; the rest is as in `reduce_scatter_s`.
     """
-    return reduce_scatter_s(num_bytes, group)
+    return _scatter_s(num_bytes, group, "all_gather")
+
+
+def _scatter_s(num_bytes: Any, group: Group | Groups | None, kind: CollectiveKind) -> Any:
+    if group is None or (isinstance(group, Group) and group.size == 1):
+        return 0.0
+    n, own = group.size, group.reached(kind)
+    sent_s = num_bytes / n / own.bandwidth_bytes_per_s
+    return (n > 1) * (own.start_s + (n - 1) * (group.step_s + sent_s))
 
 
 def all_reduce_s(num_bytes: Any, group: Group | Groups | None) -> Any:
@@ -171,6 +260,7 @@ def all_reduce_s(num_bytes: Any, group: Group | Groups | None) -> Any:
     """
     if group is None or (isinstance(group, Group) and group.size == 1):
         return 0.0
-    ring_s = 2 * reduce_scatter_s(num_bytes, group) - START_S
-    tree_s = START_S + 2 * (group.climb_s + num_bytes / group.bandwidth_bytes_per_s)
+    own = group.reached("all_reduce")
+    ring_s = 2 * _scatter_s(num_bytes, group, "all_reduce") - own.start_s
+    tree_s = own.start_s + 2 * (group.climb_s + num_bytes / own.bandwidth_bytes_per_s)
     return (group.size > 1) * least(ring_s, tree_s)

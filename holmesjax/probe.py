@@ -12,14 +12,16 @@ import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from holmesjax import network
 from holmesjax.doctor import Finding
 from holmesjax.topology import Topology
+from holmesjax.topology_file import CollectiveKind
 from holmesjax.units import show
 
 KIB, MIB = 2**10, 2**20
 # 0 is a message there and back.
 SIZES_BYTES = (0, 64 * KIB, 256 * KIB, MIB, 4 * MIB, 16 * MIB, 64 * MIB, 256 * MIB)
-ALL_REDUCE_BYTES = (64 * KIB, MIB, 4 * MIB, 16 * MIB, 64 * MIB)
+COLLECTIVE_BYTES = (64 * KIB, MIB, 4 * MIB, 16 * MIB, 64 * MIB)
 LIMIT_S = 0.25  # sizes after one that took longer are left out: the next takes four times as long
 STREAMS = 4  # at least, for the fastest way to send; one for each NIC where there are more
 ROUNDS = 3  # of each size; the median counts
@@ -138,18 +140,20 @@ def speed(fabric: str, seconds: Seconds) -> Speed:
     )
 
 
-def bus_bandwidth(num_nodes: int, num_bytes: float, seconds: Sequence[Sequence[float]]) -> float:
-    """Bytes per second that each node sends in an all-reduce by a ring, as NCCL's tests count it.
+def bus_bandwidth(
+    kind: CollectiveKind, num_nodes: int, num_bytes: float, seconds: Sequence[Sequence[float]]
+) -> float:
+    """Bytes per second that each node sends in a ring, as NCCL's tests count it.
 
     Args:
-      num_bytes: that each node holds.
+      num_bytes: that each node holds, of what is gathered afterwards.
       seconds: of each round, node by node; the slowest node counts.
 
-    >>> bus_bandwidth(4, 1000.0, [[0.2, 0.1, 0.1], [0.15, 0.15, 0.15]])
+    >>> bus_bandwidth("all_reduce", 4, 1000.0, [[0.2, 0.1, 0.1], [0.15, 0.15, 0.15]])
     10000.0
     """
     slowest_s = max(statistics.median(of_node) for of_node in seconds)
-    return 2 * (num_nodes - 1) / num_nodes * num_bytes / slowest_s
+    return network.sent_bytes(kind, num_nodes, num_bytes) / slowest_s
 
 
 def goes_over_tcp(topology: Topology, way: Way) -> bool:

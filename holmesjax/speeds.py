@@ -117,13 +117,13 @@ def explain(
         attention=_rounded(timed.attention_s / usual_s),
         memory=_rounded(update_bytes_per_s / kind.memory_bandwidth_bytes_per_s),
     )
-    rest = _rest(timed, dataclasses.replace(kind, calibration=calibration), model)
-    calibration = dataclasses.replace(calibration, **rest)
+    between, always_s = _rest(timed, dataclasses.replace(kind, calibration=calibration), model)
+    calibration = dataclasses.replace(calibration, between=between, layer_s=always_s)
     off = {p: speed.seconds(p, peak) / seconds - 1 for p, seconds in timed.products.items()}
     return calibration, off
 
 
-def _rest(timed: Timed, kind: DeviceKind, model: ModelConfig) -> dict[str, float]:
+def _rest(timed: Timed, kind: DeviceKind, model: ModelConfig) -> tuple[float, float]:
     """What is left of a layer when its products, its attention and its sums are taken away.
 
     Of that `between` is what grows with the sequences, over its bytes, and `layer_s` what does not.
@@ -158,7 +158,7 @@ def _rest(timed: Timed, kind: DeviceKind, model: ModelConfig) -> dict[str, float
     grows_s = (rest_s[1] - rest_s[0]) / (many - few)
     between = _rounded(max(grows_s * few / between_s[0], 0.01))
     left_s = rest_s[0] - between * between_s[0]
-    return {"between": between, "layer_s": _rounded(max(left_s, 0.0))}
+    return between, _rounded(max(left_s, 0.0))
 
 
 def _fit(products: dict[Product, float], peak_flop_per_s: float) -> ProductSpeed:

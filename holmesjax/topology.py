@@ -103,10 +103,11 @@ class Cluster:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Collective:
-    """An all-reduce that was measured over all nodes of a cluster."""
+    """One that was measured over all nodes of a cluster."""
 
     cluster: str
-    size_bytes: float  # of what each node holds
+    kind: topology_file.CollectiveKind
+    size_bytes: float  # of the array that each node holds, before or after
     bandwidth_bytes_per_s: float  # that each node sends at, in a ring
 
 
@@ -116,7 +117,7 @@ class Measured:
 
     date: str
     pairs: dict[tuple[str, str], Link]  # from one node to another
-    collectives: tuple[Collective, ...] = ()  # to be read by people: nothing is decided by them
+    collectives: tuple[Collective, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -233,7 +234,12 @@ def _measured(entry: topology_file.MeasuredEntry) -> Measured:
         date=entry.date,
         pairs={(a, b): _link(pair) for pair in entry.pairs for a, b in [pair.between]},
         collectives=tuple(
-            Collective(cluster=c.cluster, size_bytes=c.size, bandwidth_bytes_per_s=c.bandwidth)
+            Collective(
+                cluster=c.cluster,
+                kind=c.kind,
+                size_bytes=c.size,
+                bandwidth_bytes_per_s=c.bandwidth,
+            )
             for c in entry.collectives
         ),
     )
@@ -333,6 +339,7 @@ def measured_section(measured: Measured) -> str:
     collectives = [
         {
             "cluster": collective.cluster,
+            "kind": collective.kind,
             "size": units.exact(collective.size_bytes, "B"),
             "bandwidth": units.exact(collective.bandwidth_bytes_per_s, "b/s"),
         }

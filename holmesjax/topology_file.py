@@ -122,12 +122,16 @@ class PairEntry:
     latency: Latency
 
 
+CollectiveKind = Literal["all_reduce", "reduce_scatter", "all_gather"]
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CollectiveEntry:
-    """An all-reduce over all nodes of a cluster."""
+    """One over all nodes of a cluster."""
 
     cluster: Name
-    size: Size  # of what each node holds
+    kind: CollectiveKind
+    size: Size  # of the array that each node holds before it is scattered or when it is gathered
     bandwidth: NetworkRate  # that each node sends at, in a ring
 
 

@@ -4,7 +4,7 @@ What was measured is scaled with what it was measured on.
 """
 
 import itertools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import replace
 
 from holmesjax.topology import Cluster, DeviceKind, Fabric, Link, Node, Topology
@@ -40,7 +40,8 @@ def faster_fabric(topology: Topology, cluster: str, factor: float) -> Topology:
     [own] = [c for c in topology.clusters if c.name == cluster]
     changed = _with_nics(topology, cluster, own.fabric, factor)
     names = {node.name for node in own.nodes}
-    return _with_pairs(changed, lambda way: names.issuperset(way), factor)
+    changed = _with_pairs(changed, lambda way: names.issuperset(way), factor)
+    return _with_collectives(changed, {cluster}, factor)
 
 
 def faster_link(topology: Topology, pair: Way, factor: float) -> Topology:
@@ -70,7 +71,8 @@ def faster_everything(topology: Topology, factor: float) -> Topology:
         for fabric in {nic.fabric for node in cluster.nodes for nic in node.nics}:
             changed = _with_nics(changed, cluster.name, fabric, factor)
     links = {way: _faster(link, factor) for way, link in topology.links.items()}
-    return _with_pairs(replace(changed, links=links), lambda way: True, factor)
+    changed = _with_pairs(replace(changed, links=links), lambda way: True, factor)
+    return _with_collectives(changed, {c.name for c in topology.clusters}, factor)
 
 
 def with_a_node_more(topology: Topology, cluster: str) -> Topology:
@@ -135,6 +137,17 @@ def _with_pairs(topology: Topology, is_one: Callable[[Way], bool], factor: float
         for way, link in topology.measured.pairs.items()
     }
     return replace(topology, measured=replace(topology.measured, pairs=pairs))
+
+
+def _with_collectives(topology: Topology, clusters: Collection[str], factor: float) -> Topology:
+    """Those that were measured in some clusters faster."""
+    if topology.measured is None:
+        return topology
+    faster = lambda own: replace(own, bandwidth_bytes_per_s=factor * own.bandwidth_bytes_per_s)
+    found = tuple(
+        faster(own) if own.cluster in clusters else own for own in topology.measured.collectives
+    )
+    return replace(topology, measured=replace(topology.measured, collectives=found))
 
 
 def neighbouring_pairs(clusters: Iterable[str]) -> list[Way]:

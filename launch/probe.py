@@ -15,7 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from holmesjax import probe, topology as topologies, units, yaml_files
+from holmesjax import network, probe, topology as topologies, units, yaml_files
 from holmesjax.doctor import Finding
 from holmesjax.errors import ConfigError, Mistakes, PeerError
 from holmesjax.probe import Phase, Seconds, Speed, Step, Way
@@ -114,8 +114,8 @@ class _Session:
         for cluster in self._topology.clusters if collectives else ():
             nodes = [node.name for node in cluster.nodes if node.name in self._books]
             if len(nodes) == len(cluster.nodes) > 1:
-                print(f"  all-reduce in {cluster.name}", flush=True)
-                self._all_reduce(cluster, nodes)
+                print(f"  collectives in {cluster.name}", flush=True)
+                self._collect(cluster, nodes)
 
     def measured(self) -> Measured:
         """In the digits that mean something; ways of NCCL are not those that TCP has measured."""
@@ -232,7 +232,7 @@ class _Session:
 
     # ---- collectives ---------------------------------------------------------------------------
 
-    def _all_reduce(self, cluster: Cluster, nodes: list[str]) -> None:
+    def _collect(self, cluster: Cluster, nodes: list[str]) -> None:
         """One JAX job of the cluster; sizes as long as they are quick."""
         kinds = {node.device.name for node in cluster.nodes}
         [address, *_] = [address for address, _ in self._books[nodes[0]][cluster.fabric]]
@@ -247,25 +247,31 @@ class _Session:
         }
         if self._refused(cluster, self._ask(joins)):
             return
-        for size in probe.ALL_REDUCE_BYTES:
-            question = ("reduce", {"num_bytes": size, "rounds": probe.ROUNDS})
-            answers = self._ask(dict.fromkeys(nodes, question))
-            if self._refused(cluster, answers):
-                return
-            seconds = [answer["seconds"] for answer in answers.values()]
-            rate = _rounded(probe.bus_bandwidth(len(nodes), size, seconds), "b/s")
-            self._collectives.append(
-                Collective(cluster=cluster.name, size_bytes=size, bandwidth_bytes_per_s=rate)
-            )
-            if max(map(statistics.median, seconds)) > probe.LIMIT_S:
-                break
+        for kind in network.KINDS:
+            for size in probe.COLLECTIVE_BYTES:
+                question = ("collect", {"kind": kind, "num_bytes": size, "rounds": probe.ROUNDS})
+                answers = self._ask(dict.fromkeys(nodes, question))
+                if self._refused(cluster, answers):
+                    return
+                seconds = [answer["seconds"] for answer in answers.values()]
+                rate = _rounded(probe.bus_bandwidth(kind, len(nodes), size, seconds), "b/s")
+                self._collectives.append(
+                    Collective(
+                        cluster=cluster.name,
+                        kind=kind,
+                        size_bytes=size,
+                        bandwidth_bytes_per_s=rate,
+                    )
+                )
+                if max(map(statistics.median, seconds)) > probe.LIMIT_S:
+                    break
 
     def _refused(self, cluster: Cluster, answers: Mapping[str, Message]) -> bool:
         for node, answer in answers.items():
             if "problem" in answer:
                 text = f"{node}: {answer['problem']}: {answer['found']}"
                 fix = "see what `launch doctor` says; --no-collectives leaves them out"
-                self._problem(f"all-reduce in {cluster.name}", text, fix)
+                self._problem(f"collectives in {cluster.name}", text, fix)
         return any("problem" in answer for answer in answers.values())
 
 

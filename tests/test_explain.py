@@ -225,16 +225,25 @@ def test_a_faster_link_brings_its_nics_and_its_measured_pairs_with_it(tmp_path):
         pairs += (
             f"    - {{between: [{ends}], fabric: {fabric}, bandwidth: 8 Gb/s, latency: 9 us}}\n"
         )
+    pairs += "  collectives:\n"
+    for cluster in ("ib", "roce"):
+        own = f"cluster: {cluster}, kind: all_gather, size: 1 MiB, bandwidth: 1 Gb/s"
+        pairs += f"    - {{{own}}}\n"
     path.write_text(IB_ROCE.read_text() + pairs)
     before = topologies.load(path)
+    collected = lambda topology: [
+        8e-9 * own.bandwidth_bytes_per_s for own in topology.measured.collectives
+    ]
     rates = lambda topology: {
         pair: topology.link(*pair).bandwidth_bytes_per_s / before.link(*pair).bandwidth_bytes_per_s
         for pair in [("ib-0", "roce-0"), ("roce-0", "ib-0"), ("ib-0", "ib-1"), ("ib-1", "ib-0")]
     }
     linked = upgrades.faster_link(before, ("ib", "roce"), 3.0)
     assert list(rates(linked).values()) == [3.0, 3.0, 1.0, 1.0]
+    assert collected(linked) == pytest.approx([1.0, 1.0])
     inside = upgrades.faster_fabric(before, "ib", 3.0)
     assert list(rates(inside).values()) == [1.0, 1.0, 3.0, 3.0]
+    assert collected(inside) == pytest.approx([3.0, 1.0])
     device = upgrades.faster_devices(before, "ib", "cpu", 3.0).node("ib-1").device
     old = before.node("ib-1").device
     assert device.peak_flop_per_s == {k: 3 * v for k, v in old.peak_flop_per_s.items()}
@@ -243,6 +252,7 @@ def test_a_faster_link_brings_its_nics_and_its_measured_pairs_with_it(tmp_path):
     assert rates(upgrades.faster_node_links(before, "ib", 3.0)) == rates(before)
     everything = upgrades.faster_everything(before, 3.0)
     assert list(rates(everything).values()) == [3.0, 3.0, 3.0, 3.0]
+    assert collected(everything) == pytest.approx([3.0, 3.0])
     assert everything.node("ib-1").device.peak_flop_per_s == device.peak_flop_per_s
 
 

@@ -9,7 +9,16 @@ from hypothesis import given, settings, strategies as st
 from holmesjax.catalogue import REACHED
 from holmesjax.mapper import Paths, place
 from holmesjax.plan import Axis
-from holmesjax.topology import Cluster, DeviceKind, Link, Nic, Node, Topology
+from holmesjax.topology import (
+    Cluster,
+    Collective,
+    DeviceKind,
+    Link,
+    Measured,
+    Nic,
+    Node,
+    Topology,
+)
 
 TRAFFIC = {Axis.DATA: 1.0, Axis.FSDP: 3.0, Axis.CONTEXT: 10.0, Axis.EXPERT: 30.0, Axis.TENSOR: 99.0}
 
@@ -231,7 +240,8 @@ def test_an_axis_across_clusters_has_their_link():
     placement = place(paths, devices_of(topology), sizes, TRAFFIC)
     assert placement.fabrics == {Axis.DATA: "ethernet", Axis.TENSOR: "nvlink"}
     # The nodes' NICs have half of the link, reach 94% of that, and two rings share it.
-    assert placement.groups[Axis.DATA].bandwidth_bytes_per_s == pytest.approx(0.5 * 0.94 / 2)
+    slowest = placement.groups[Axis.DATA].slowest
+    assert slowest.bandwidth_bytes_per_s == pytest.approx(0.5 * 0.94 / 2)
 
 
 def test_a_thousand_devices_are_placed_at_once():
@@ -242,3 +252,36 @@ def test_a_thousand_devices_are_placed_at_once():
     )
     assert placement.fabrics[Axis.TENSOR] == "nvlink"
     assert [placement.fabrics[axis] for axis in list(sizes)[:-1]] == ["infiniband"] * 4
+
+
+def test_a_group_has_its_share_of_what_collectives_reach():
+    """Two groups leave each of two nodes; in the other cluster nothing was measured."""
+    clusters = tuple(
+        Cluster(name=name, fabric="infiniband", nodes=tuple(make_node(n, 2) for n in nodes))
+        for name, nodes in (("a", ("a0", "a1")), ("b", ("b0", "b1")))
+    )
+    between = Link(fabric="ethernet", bandwidth_bytes_per_s=0.4, latency_s=1e-5)
+    gathered = Collective(cluster="a", kind="all_gather", size_bytes=8.0, bandwidth_bytes_per_s=4.0)
+    topology = Topology(
+        name="test",
+        clusters=clusters,
+        links={("a", "b"): between, ("b", "a"): between},
+        measured=Measured(date="2026-01-01", pairs={}, collectives=(gathered,)),
+    )
+    own = devices_of(topology)
+    rates = {}
+    for names in (("a0", "a1"), ("b0", "b1"), ("a0", "b0")):
+        used = {name: own[name] for name in names}
+        sizes = {Axis.DATA: 2, Axis.TENSOR: 2}
+        group = place(Paths.between(topology, names), used, sizes, TRAFFIC).groups[Axis.DATA]
+        for kind in ("all_gather", "reduce_scatter"):
+            rates[names[0], names[1], kind] = group.reached(kind).bandwidth_bytes_per_s
+    full = REACHED["infiniband"] * 10.0 / 2
+    assert rates == {
+        ("a0", "a1", "all_gather"): pytest.approx(4.0 / 2),
+        ("a0", "a1", "reduce_scatter"): pytest.approx(full),
+        ("b0", "b1", "all_gather"): pytest.approx(full),
+        ("b0", "b1", "reduce_scatter"): pytest.approx(full),
+        ("a0", "b0", "all_gather"): pytest.approx(REACHED["ethernet"] * 0.4 / 2),
+        ("a0", "b0", "reduce_scatter"): pytest.approx(REACHED["ethernet"] * 0.4 / 2),
+    }

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from holmesjax import network
-from holmesjax.network import Group
-from holmesjax.topology import Link
+from holmesjax.network import Group, Groups, Reached
+from holmesjax.topology import Collective, Link
 
 LINK = Link(fabric="nvlink", bandwidth_bytes_per_s=100.0, latency_s=3.0)
 NIC = Link(fabric="infiniband", bandwidth_bytes_per_s=40.0, latency_s=5.0)
@@ -88,6 +88,56 @@ def test_small_arrays_are_summed_in_a_tree(nodes, per_node):
     ring_s = network.START_S + 2 * (n - 1) * (step_s + 24 / n / slowest.bandwidth_bytes_per_s)
     assert network.all_reduce_s(24, group) == pytest.approx(min(tree_s, ring_s))
     assert nodes == 1 or network.all_reduce_s(24, group) < ring_s
+
+
+FUNCTIONS = {
+    "all_reduce": network.all_reduce_s,
+    "reduce_scatter": network.reduce_scatter_s,
+    "all_gather": network.all_gather_s,
+}
+
+
+@pytest.mark.parametrize("kind", network.KINDS)
+@pytest.mark.parametrize("sizes", [(2**16, 2**20, 2**24), (2**16, 2**20)])
+def test_collectives_take_the_time_that_was_measured(kind, sizes):
+    """Where the software starts slowly, and fills two thirds of the link."""
+    num_nodes, step_s = 4, 1e-4
+    link = Link(fabric="ethernet", bandwidth_bytes_per_s=3e6, latency_s=step_s)
+    hops = (2 if kind == "all_reduce" else 1) * (num_nodes - 1)
+    seconds = lambda num_bytes: 4e-3 + hops * (step_s + num_bytes / num_nodes / 2e6)
+    measured = [
+        Collective(
+            cluster="a",
+            kind=kind,
+            size_bytes=size,
+            bandwidth_bytes_per_s=network.sent_bytes(kind, num_nodes, size) / seconds(size),
+        )
+        for size in sizes
+    ]
+    software = network.reached(measured, num_nodes, step_s)
+    group = Group(size=4, nodes=4, inside=None, between=link, software=software)
+    for num_bytes in (*sizes, 5e6):
+        found_s = FUNCTIONS[kind](num_bytes, group)
+        # A tree may be faster than what was measured as a ring.
+        low = 0.7 if kind == "all_reduce" else 1 - 1e-9
+        assert low * seconds(num_bytes) <= found_s <= (1 + 1e-9) * seconds(num_bytes)
+        both = Groups.of([group, None])
+        assert FUNCTIONS[kind](num_bytes, both).tolist() == [found_s, 0.0]
+    others = {other: software[other] for other in network.KINDS if other != kind}
+    assert set(others.values()) == {Reached()}  # nobody measured those
+    # Inside a node, nothing of it counts.
+    alone = Group(size=4, nodes=1, inside=link, between=None, software=software)
+    assert FUNCTIONS[kind](1e6, alone) == FUNCTIONS[kind](1e6, on_one_node(4, link))
+
+
+def test_one_measurement_or_a_strange_one_gives_a_bandwidth_alone():
+    rate = lambda size, bandwidth: Collective(
+        cluster="a", kind="all_gather", size_bytes=size, bandwidth_bytes_per_s=bandwidth
+    )
+    one = network.reached([rate(2**20, 1e6)], 2, 0.0)["all_gather"]
+    assert one == Reached(start_s=0.0, bandwidth_bytes_per_s=pytest.approx(1e6))
+    falls = network.reached([rate(2**16, 2e6), rate(2**24, 1e6)], 2, 0.0)["all_gather"]
+    assert falls == Reached(start_s=0.0, bandwidth_bytes_per_s=pytest.approx(2e6))
 
 
 def test_one_device_sends_nothing():

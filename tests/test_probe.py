@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from holmesjax import figures, job as jobs, probe, topology as topologies, wire, yaml_files
+from holmesjax import figures, job as jobs, network, probe, topology as topologies, wire, yaml_files
 from holmesjax.errors import Mistakes
 from holmesjax.mapper import Paths, place
 from holmesjax.probe import Speed
@@ -146,7 +146,9 @@ def test_the_section_comes_and_goes_and_all_else_stays():
 
 
 def test_a_measured_pair_stands_for_its_link_and_nothing_else_changes(tmp_path):
-    collective = "  collectives:\n    - {cluster: a, size: 1 MiB, bandwidth: 5 Gb/s}\n"
+    collective = (
+        "  collectives:\n    - {cluster: a, kind: all_gather, size: 1 MiB, bandwidth: 5 Gb/s}\n"
+    )
     plain, slow = load(tmp_path, UNEQUAL), load(tmp_path, UNEQUAL + SLOW + collective)
     assert topologies.measured_section(slow.measured) == SLOW + collective
     assert slow.link("a-0", "a-1").bandwidth_bytes_per_s == 125e6
@@ -204,7 +206,8 @@ def test_a_plan_reckons_with_a_slow_pair(tmp_path):
         (PAIR % ("a-0, b-0", "roce", "1 Gb/s"), "reach each other over ethernet"),
         (PAIR % ("a-0, a-1", "infiniband", "0 Gb/s"), "bandwidth: must be more than 0"),
         (
-            "    []\n  collectives: [{cluster: z, size: 1 MiB, bandwidth: 1 Gb/s}]\n",
+            "    []\n  collectives:\n"
+            "    - {cluster: z, kind: all_gather, size: 1 MiB, bandwidth: 1 Gb/s}\n",
             "cluster: no such cluster",
         ),
     ],
@@ -263,6 +266,7 @@ def test_the_rates_of_a_lab_are_found_again(tmp_path):
     largest = measured.collectives[-1]
     assert largest.cluster == "a"
     assert 30e6 < 8 * largest.bandwidth_bytes_per_s < 1.1 * 100e6  # inside the cluster
+    assert {found.kind for found in measured.collectives} == set(network.KINDS)
     assert len(json.loads((tmp_path / "t_lab_probe.json").read_text())["pairs"]) == 6
     assert (tmp_path / "t_lab_probe.svg").stat().st_size > 1000
     assert not list(tmp_path.glob("*.key"))
