@@ -18,7 +18,7 @@ is a placement whose price is right, but not always the cheapest.
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Generic, TypeVar
 
@@ -26,7 +26,7 @@ import numpy as np
 
 from holmesjax import network
 from holmesjax.network import NCCL, Group, Reached
-from holmesjax.topology import Cluster, Fabric, Link, Node, Topology
+from holmesjax.topology import Fabric, Link, Node, Topology
 from holmesjax.topology_file import CollectiveKind
 
 A = TypeVar("A", bound=str)  # the name of an axis
@@ -60,7 +60,7 @@ class Paths:
     nodes: tuple[str, ...]
     s_per_byte: np.ndarray  # [N, N], symmetric; on the diagonal between devices of a node
     is_uniform: bool  # all nodes and all paths between them are equal
-    # Cluster -> of the collectives that were measured in it, of all its nodes' links.
+    # Cluster -> what was measured of its collectives, if anything: of all links of a node.
     software: Mapping[str, Mapping[CollectiveKind, Reached]]
 
     @classmethod
@@ -94,11 +94,7 @@ class Paths:
             nodes=tuple(nodes),
             s_per_byte=np.maximum(ends_NN, np.maximum(cost_NN, cost_NN.T)),
             is_uniform=len(kinds) == 1 and not measured,
-            software={
-                cluster.name: _software(topology, cluster)
-                for cluster in topology.clusters
-                if cluster.name in names
-            },
+            software=_software(topology, names),
         )
 
     def link(self, pair: tuple[int, int]) -> Link:
@@ -118,23 +114,28 @@ class Paths:
     def shared_software(
         self, pair: tuple[int, int], num_rings: int
     ) -> Mapping[CollectiveKind, Reached]:
-        """What one of `num_rings` groups reaches between two nodes; NCCL's between clusters."""
-        clusters = {self.topology.cluster_of(self.nodes[end]).name for end in pair}
-        if len(clusters) > 1:
+        """What one of `num_rings` groups reaches between two nodes; NCCL's if not measured."""
+        here, there = (self.topology.cluster_of(self.nodes[end]).name for end in pair)
+        if here != there or here not in self.software:
             return NCCL
         share = lambda own: replace(
             own, bandwidth_bytes_per_s=own.bandwidth_bytes_per_s / num_rings
         )
-        return {kind: share(own) for kind, own in self.software[clusters.pop()].items()}
+        return {kind: share(own) for kind, own in self.software[here].items()}
 
 
-def _software(topology: Topology, cluster: Cluster) -> Mapping[CollectiveKind, Reached]:
+def _software(
+    topology: Topology, names: Collection[str]
+) -> dict[str, Mapping[CollectiveKind, Reached]]:
+    """Of some clusters, those in which collectives were measured."""
+    found: dict[str, Mapping[CollectiveKind, Reached]] = {}
     measured = topology.measured.collectives if topology.measured else ()
-    own = [collective for collective in measured if collective.cluster == cluster.name]
-    if not own or len(cluster.nodes) == 1:
-        return NCCL
-    link = topology.effective_link(*(node.name for node in cluster.nodes[:2]))
-    return network.reached(own, len(cluster.nodes), network.hop_s(link))
+    for cluster in topology.clusters:
+        own = [collective for collective in measured if collective.cluster == cluster.name]
+        if own and cluster.name in names and len(cluster.nodes) > 1:
+            link = topology.effective_link(*(node.name for node in cluster.nodes[:2]))
+            found[cluster.name] = network.reached(own, len(cluster.nodes), network.hop_s(link))
+    return found
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -24,6 +24,7 @@ BACKWARD_NUMBERS = 1.3
 # Of what a layer takes however few its tokens: as of its products.
 FORWARD_SHARE = 1 / 3
 
+
 # Time of kernels that overlap with collectives, to that of the same kernels alone: measured by
 # Galvatron (PKU-DAIR/Hetu-Galvatron@cea12ff, overlap_coefficient.json).
 OVERLAP_SLOWDOWN = 1.1256
