@@ -269,7 +269,7 @@ def test_a_link_that_goes_silent_is_lost_in_time(pair, proxies):
     start_s = time.monotonic()
     with pytest.raises(PeerError, match=r"silent for 0\.6 s, while waiting for F0 of microbatch 1"):
         target.fetch(KEYS[1])
-    assert 0.2 < time.monotonic() - start_s < 2
+    assert 0.2 < time.monotonic() - start_s < 10  # above: a hang guard
     time.sleep(0.1)
     assert [error.where for error in failures] == ["link ib -> roce, from ib/ib-0 to roce/roce-0"]
     with pytest.raises(PeerError, match="silent"):
@@ -299,7 +299,7 @@ def test_a_process_that_lives_but_gives_nothing_is_given_up(pair):
     start_s = time.monotonic()
     with pytest.raises(PeerError, match=r"F0 of microbatch 1 did not come for 0\.8 s") as caught:
         target.wait([KEYS[1]])
-    assert 0.7 < time.monotonic() - start_s < 2
+    assert 0.7 < time.monotonic() - start_s < 10  # above: a hang guard
     assert "its heartbeat, but no data" in str(caught.value)
     assert failures == [caught.value]
 

@@ -264,7 +264,7 @@ def test_connecting_waits_for_the_listener_and_gives_up_in_time(patience):
             where="a to b",
             timeout_s=0.3,
         )
-    assert 0.25 < time.monotonic() - start_s < 2
+    assert 0.25 < time.monotonic() - start_s < 10  # above: a hang guard
 
 
 def test_a_taken_port_and_a_foreign_address_are_refused():

