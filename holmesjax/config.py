@@ -148,6 +148,7 @@ class ParallelConfig:
     layers: LayersPerStage | None = None  # Transformer layers of each stage
     data: Count | None = None  # replicas inside a stage
     fsdp: Count | None = None  # parts of each replica's parameters, gathered by layer (ZeRO-3)
+    context: Count | None = None  # parts of each sequence; fsdp's parts are cut into as many
     tensor: Count | None = None  # devices that share each matrix product
     microbatches: Count | None = None  # per step, through each pipeline
     schedule: Schedule | None = None
@@ -401,11 +402,22 @@ def _tensor_cuts_evenly(
         yield _wrong(f"model.{name}", problem, size, fix)
 
 
-def _fsdp_cuts_evenly(model: ModelConfig, parallel: ParallelConfig) -> Iterator[ConfigError]:
-    if parallel.fsdp is not None and model.width % parallel.fsdp:
-        problem = f"must be a multiple of parallel.fsdp = {parallel.fsdp}"
-        fix = f"use {_multiples(model.width, parallel.fsdp)}, or change parallel.fsdp"
-        yield _wrong("model.width", problem, model.width, fix)
+def _width_cuts_evenly(model: ModelConfig, parallel: ParallelConfig) -> Iterator[ConfigError]:
+    sizes = {"fsdp": parallel.fsdp or 1, "context": parallel.context or 1}
+    cuts = {name: size for name, size in sizes.items() if size > 1}
+    parts, product = _product(cuts)
+    if model.width % parts:
+        names = " or ".join(f"parallel.{name}" for name in cuts)
+        fix = f"use {_multiples(model.width, parts)}, or change {names}"
+        yield _wrong("model.width", f"must be a multiple of {product}", model.width, fix)
+
+
+def _context_cuts_evenly(model: ModelConfig, parallel: ParallelConfig) -> Iterator[ConfigError]:
+    parts, length = parallel.context or 1, model.context_length
+    if length % parts:
+        fix = f"use {_multiples(length, parts)}, or change parallel.context"
+        problem = f"must be a multiple of parallel.context = {parts}"
+        yield _wrong("model.context_length", problem, length, fix)
 
 
 def _microbatches_are_equal(train: TrainConfig, parallel: ParallelConfig) -> Iterator[ConfigError]:
@@ -415,16 +427,21 @@ def _microbatches_are_equal(train: TrainConfig, parallel: ParallelConfig) -> Ite
         del cuts["fsdp"]
     if not cuts:
         return
-    parts = math.prod(cuts.values())
-    arithmetic = " * ".join(f"parallel.{name}" for name in cuts)
-    if len(cuts) > 1:
-        arithmetic += f" = {' * '.join(map(str, cuts.values()))}"
-    arithmetic += f" = {parts}"
+    parts, arithmetic = _product(cuts)
     if train.global_batch % parts:
         left = train.global_batch % parts
         found = f"{train.global_batch} = {train.global_batch // parts} * {parts} + {left}"
         fix = f"use {_multiples(train.global_batch, parts)}, or change the number of parts"
         yield _wrong("train.global_batch", f"must be a multiple of {arithmetic}", found, fix)
+
+
+def _product(cuts: Mapping[str, int]) -> tuple[int, str]:
+    """Of settings of `parallel`, and its arithmetic."""
+    parts = math.prod(cuts.values())
+    arithmetic = " * ".join(f"parallel.{name}" for name in cuts)
+    if len(cuts) > 1:
+        arithmetic += f" = {' * '.join(map(str, cuts.values()))}"
+    return parts, f"{arithmetic} = {parts}"
 
 
 def _decay_is_for_wsd(optimizer: OptimizerConfig) -> Iterator[ConfigError]:
@@ -471,7 +488,8 @@ CHECKS: dict[tuple[str, ...], tuple[Callable[..., Iterator[ConfigError]], ...]] 
         _every_layer_is_placed,
         _every_stage_has_a_layer,
         *(partial(_tensor_cuts_evenly, name) for name in CUT_BY_TENSOR),
-        _fsdp_cuts_evenly,
+        _width_cuts_evenly,
+        _context_cuts_evenly,
     ),
     ("train", "parallel"): (_microbatches_are_equal,),
     ("train", "optimizer"): (_schedule_fits_run,),

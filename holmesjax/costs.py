@@ -99,7 +99,7 @@ def logit_chunks(num_tokens: float, vocab_size: float, width: int, dtype_bytes: 
 class StageShape:
     """What decides the costs of a stage, besides the model and the machines.
 
-    `data`, `tensor`, `fsdp` and `sequences` may be arrays: results are then arrays, too.
+    `data`, `tensor`, `fsdp`, `context` and `sequences` may be arrays: results are then arrays, too.
     """
 
     num_blocks: int  # Transformer layers
@@ -108,13 +108,24 @@ class StageShape:
     data: int  # replicas
     tensor: int  # devices that share each matrix product
     fsdp: int = 1  # parts of each replica's parameters, and of its sequences
-    sequences: int  # in a microbatch, on each part of a replica
+    context: int = 1  # parts of each sequence; each part of the parameters has as many
+    sequences: int  # in a microbatch, of which a device has some part each
     chunks: int  # runs of consecutive layers that it holds
     in_flight: float  # microbatches that wait for their backward: `schedule.max_in_flight`
     head_in_flight: float  # of them, those whose forward has run through the head
     dtype: str  # of the matrix products
     checkpointing: Checkpointing
     moments: Moments = "float32"
+
+    @property
+    def parameter_parts(self) -> int:
+        """Parts of a replica's parameters, besides those of `tensor`."""
+        return self.fsdp * self.context
+
+
+def stage_tokens(model: ModelConfig, stage: StageShape) -> int:
+    """Tokens of a microbatch on each device."""
+    return stage.sequences * model.context_length // stage.context
 
 
 def stage_parameters(model: ModelConfig, stage: StageShape) -> int:
@@ -216,7 +227,7 @@ def reduced_numbers(model: ModelConfig, stage: StageShape) -> int:
     if stage.is_first:
         numbers -= table_parameters(model, stage.tensor)
         numbers += _projecting_table_parameters(model, stage)
-        numbers += stage.sequences * model.context_length * model.width
+        numbers += stage_tokens(model, stage) * model.width
     return numbers
 
 
@@ -254,11 +265,21 @@ def block_products(model: ModelConfig, num_tokens: float, tensor: int = 1) -> li
     ]
 
 
-def attention_products(model: ModelConfig, num_tokens: float, tensor: int = 1) -> list[Product]:
-    """Scores and weighted values of one Transformer layer's forward, over all S x S pairs."""
-    s, k = model.context_length, model.head_width
-    times = num_tokens / s * model.num_heads / tensor
+def attention_products(
+    model: ModelConfig, num_tokens: float, tensor: int = 1, context: int = 1
+) -> list[Product]:
+    """Scores and weighted values of one Transformer layer's forward, over all S x S pairs.
+
+    A device's tokens meet one part of their sequences after the other, of S / context tokens.
+    """
+    s, k = model.context_length // context, model.head_width
+    times = num_tokens / s * context * model.num_heads / tensor
     return [Product(s, s, k, times), Product(s, k, s, times)]
+
+
+def key_value_numbers(model: ModelConfig, tensor: int = 1) -> float:
+    """Numbers of a token's keys and values in one Transformer layer: 2 G K / tensor."""
+    return 2 * model.kv_heads * model.head_width / tensor
 
 
 def head_product(model: ModelConfig, num_tokens: float, tensor: int = 1) -> Product:
@@ -387,6 +408,16 @@ class Implementation:
     kept_products: float = 1.0  # share of products whose results `dots` keeps
     keeps_activation: bool = False  # the result of the activation function beside its operand
     logit_bytes: float | None = None  # of each in all; None: those in flight, and one gradient
+
+    def pairs(self, context: Any) -> Any:
+        """Share of the pairs that the device with most of them computes, of `context` that share.
+
+        It has the last part of each sequence, whose queries see all keys of the parts before.
+
+        >>> HOLMESJAX.pairs(1), round(HOLMESJAX.pairs(4), 3)
+        (0.5625, 0.891)
+        """
+        return (self.attention_pairs + context - 1) / context
 
 
 HOLMESJAX = Implementation()

@@ -1,7 +1,7 @@
 """Ways for stages to sit in a cluster, and what each of them costs.
 
     pool     devices that stages share, in the order in which stages take them
-    mesh     how many replicas, parts and devices a stage has: `data`, `fsdp`, `tensor`
+    mesh     how many replicas, parts and devices a stage has: `data`, `fsdp`, `context`, `tensor`
     seat     one stage: a mesh, on devices of a pool
     pass     what holds for a whole step: microbatches and what is computed again
 
@@ -38,9 +38,15 @@ from holmesjax.topology import Cluster, DeviceKind, Node, Topology
 # collectives' buffers and the runtime.
 USABLE_MEMORY = 0.9
 
+# Tokens of a part of a sequence, at least, where the planner chooses how many parts there are.
+MIN_CONTEXT_TOKENS = 4096
+
 # Devices of a pool up to which all sizes of `fsdp` are tried; in larger ones those that stay inside
 # nodes, and that over all replicas.
 MOST_FREE = 64
+
+# In the order in which `stage_times` takes their groups.
+SENDING = (Axis.DATA, Axis.TENSOR, Axis.FSDP, Axis.CONTEXT)
 
 Devices = dict[str, tuple[int, ...]]  # node -> numbers of its devices in the topology
 
@@ -51,6 +57,7 @@ class Mesh(NamedTuple):
     data: int
     fsdp: int
     tensor: int
+    context: int = 1
 
     @property
     def num_devices(self) -> int:
@@ -63,9 +70,15 @@ class Mesh(NamedTuple):
 
     @property
     def sizes(self) -> dict[Axis, int]:
-        """Without `fsdp` where it is not used: the axis is then not in the mesh."""
-        sizes = {Axis.DATA: self.data, Axis.FSDP: self.fsdp, Axis.TENSOR: self.tensor}
-        return {axis: n for axis, n in sizes.items() if axis is not Axis.FSDP or n > 1}
+        """Without `fsdp` and `context` where they are not used: no axes of the mesh."""
+        sizes = {
+            Axis.DATA: self.data,
+            Axis.FSDP: self.fsdp,
+            Axis.CONTEXT: self.context,
+            Axis.TENSOR: self.tensor,
+        }
+        always = (Axis.DATA, Axis.TENSOR)
+        return {axis: n for axis, n in sizes.items() if axis in always or n > 1}
 
 
 class Pass(NamedTuple):
@@ -173,7 +186,8 @@ def _choose(devices: Devices, mesh: Mesh) -> Devices:
     that few of them cross nodes.
     """
     seats = [(node, number) for node, numbers in devices.items() for number in numbers]
-    groups = mesh.fsdp * mesh.tensor, mesh.tensor
+    part = mesh.context * mesh.tensor
+    groups = mesh.fsdp * part, part, mesh.tensor
 
     def left_over(seat: tuple[str, int]) -> int:
         """How many kinds of whole group the device is no part of."""
@@ -258,24 +272,42 @@ def tensor_sizes(config: Config, most: int) -> list[int]:
     return [size] if size else [n for n in divisors(math.gcd(*cut)) if n <= most]
 
 
+def context_sizes(config: Config, most: int) -> list[int]:
+    """Into how many parts sequences are cut: each part of the parameters has as many.
+
+    Where the planner chooses, no part is shorter than `MIN_CONTEXT_TOKENS`.
+    """
+    model, size = config.model, config.parallel.context
+    if size:
+        return [size] if size <= most else []
+    longest = model.context_length // MIN_CONTEXT_TOKENS
+    found = divisors(math.gcd(model.context_length, model.width))
+    return [n for n in found if n == 1 or n <= min(most, longest)]
+
+
 def meshes(config: Config, pool: Pool, passing: Pass) -> Iterator[Mesh]:
     """All that the pool has devices for, and that give every part whole sequences."""
     parallel = config.parallel
     sequences, rest = divmod(config.train.global_batch, passing.microbatches)
     if rest:
         return
-    for tensor in tensor_sizes(config, pool.most_in_a_node):
-        most = pool.num_devices // tensor
+    cuts = [
+        (tensor, context)
+        for tensor in tensor_sizes(config, pool.most_in_a_node)
+        for context in context_sizes(config, pool.num_devices // tensor)
+    ]
+    for tensor, context in cuts:
+        most = pool.num_devices // (tensor * context)
         for parts in divisors(sequences):
             if parts > most:
                 break
-            for fsdp in divisors(math.gcd(parts, config.model.width)):
-                inside = fsdp * tensor <= pool.most_in_a_node or fsdp == parts
+            for fsdp in divisors(math.gcd(parts, config.model.width // context)):
+                inside = fsdp * context * tensor <= pool.most_in_a_node or fsdp == parts
                 if pool.num_devices > MOST_FREE and not inside and fsdp != parallel.fsdp:
                     continue
                 data = parts // fsdp
                 if parallel.fsdp in (None, fsdp) and parallel.data in (None, data):
-                    yield Mesh(data, fsdp, tensor)
+                    yield Mesh(data, fsdp, tensor, context)
 
 
 # ---- what a stage costs --------------------------------------------------------------------------
@@ -327,10 +359,14 @@ class StageCosts:
         summed = costs.boundary_bytes(model, num_tokens, train.compute_dtype)
         num_sums = costs.block_all_reduces(passing.checkpointing)
         num_gathers = 3 * passing.microbatches  # parameters in both passes, gradients in one
+        gathered = width * num_parameters * num_gathers
+        # Keys and values in both passes, and their gradients.
+        passed = (2 * width + 4) * num_tokens * costs.key_value_numbers(model, mesh.tensor)
         return {
-            Axis.DATA: sent(mesh.data) * (4 + width) * num_parameters / mesh.fsdp,
-            Axis.FSDP: sent(mesh.fsdp) * width * num_parameters * num_gathers,
-            Axis.TENSOR: sent(mesh.tensor) * 2 * summed * num_sums,
+            Axis.DATA: sent(mesh.data) * (4 + width) * num_parameters / (mesh.fsdp * mesh.context),
+            Axis.FSDP: sent(mesh.fsdp) * gathered / mesh.context,
+            Axis.CONTEXT: sent(mesh.context) * (gathered + passed),
+            Axis.TENSOR: sent(mesh.tensor) * 2 * summed * num_sums / mesh.context,
         }
 
     def shape(
@@ -349,6 +385,7 @@ class StageCosts:
             data=mesh.data,
             tensor=mesh.tensor,
             fsdp=mesh.fsdp,
+            context=mesh.context,
             sequences=train.global_batch // (passing.microbatches * mesh.parts),
             chunks=in_flight.chunks,
             in_flight=in_flight.all,
@@ -367,13 +404,13 @@ class StageCosts:
         role: Role,
         num_blocks: int,
     ) -> StageTimes:
-        groups = tuple(placement.groups.get(axis) for axis in (Axis.DATA, Axis.TENSOR, Axis.FSDP))
+        groups = tuple(placement.groups.get(axis) for axis in SENDING)
         key = pool.kinds, groups, mesh, passing, role, num_blocks
         if key not in self._times:
-            data, tensor, fsdp = groups
             shape = self.shape(mesh, passing, role, num_blocks)
+            data, tensor, fsdp, context = groups
             self._times[key] = stage_times(
-                self._config.model, shape, pool.kinds, data=data, tensor=tensor, fsdp=fsdp
+                self._config.model, shape, pool.kinds, data, tensor, fsdp, context
             )
         return self._times[key]
 
@@ -382,19 +419,11 @@ class StageCosts:
     ) -> StageTimes:
         """Of a stage with each of some meshes, in the middle of the pipeline: arrays, [meshes]."""
         placements = [self.placement(pool, mesh, 1, 0, passing) for mesh in found]
-        groups = {
-            axis: Groups.of([placement.groups.get(axis) for placement in placements])
-            for axis in (Axis.DATA, Axis.TENSOR, Axis.FSDP)
-        }
-        shape = self._many_shapes(found, passing, num_blocks, InFlight(all=1, head=1))
-        return stage_times(
-            self._config.model,
-            shape,
-            pool.kinds,
-            data=groups[Axis.DATA],
-            tensor=groups[Axis.TENSOR],
-            fsdp=groups[Axis.FSDP],
+        data, tensor, fsdp, context = (
+            Groups.of([placement.groups.get(axis) for placement in placements]) for axis in SENDING
         )
+        shape = self._many_shapes(found, passing, num_blocks, InFlight(all=1, head=1))
+        return stage_times(self._config.model, shape, pool.kinds, data, tensor, fsdp, context)
 
     def many_bytes(
         self, found: Sequence[Mesh], passing: Pass, num_blocks: int, in_flight: int

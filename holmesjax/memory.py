@@ -2,7 +2,7 @@
 
 The layouts are those of `sharding`: masters and moments lie cut over `data` (ZeRO-1, Rajbhandari et
 al., arXiv:1910.02054), copies for compute and unreduced gradients once per data replica; all of
-them cut over `fsdp` (ZeRO-3 there; Zhao et al., arXiv:2304.11277).
+them cut over `fsdp` (ZeRO-3 there; Zhao et al., arXiv:2304.11277) and `context`.
 """
 
 import numpy as np
@@ -63,29 +63,31 @@ def stage_memory_bytes(
     """Bytes on each device of a stage, by what they hold. Temporaries inside a layer are left out.
 
     With P parameters of a replica on a device of `tensor`, Q of them in the largest layer, c bytes
-    per number of the compute dtype, and T tokens of a microbatch on a device:
+    per number of the compute dtype, T tokens of a microbatch on a device, and parts = fsdp *
+    context:
 
-        parameters    4 P / (fsdp * data)    float32 masters
-        optimizer     8 P / (fsdp * data)    two moments in float32, or less (`costs.moment_bytes`)
-        replicas      c P / fsdp             what the forward reads
-        gradients     4 P / fsdp             float32, each replica's own sum of a step
+        parameters    4 P / (parts * data)   float32 masters
+        optimizer     8 P / (parts * data)   two moments in float32, or less (`costs.moment_bytes`)
+        replicas      c P / parts            what the forward reads
+        gradients     4 P / parts            float32, each replica's own sum of a step
         activations   in_flight * T * (residuals of all layers)
         logits        c T V / tensor * (head_in_flight + 1)    those kept, and one gradient;
                       in chunks: (4 + c) of a chunk, 4 D V / tensor, and c D V / tensor kept
         boundaries    c T D * 2 ways * BUFFERS, for each neighbour; two when interleaved
-        gathered      2 c Q                  with `fsdp` only: a layer's parameters, its gradients
+        gathered      2 c Q                  of several parts: a layer's parameters, its gradients
 
     A microbatch that has been through some chunks of a stage counts in `in_flight` with their share
     of its layers. Between B and W it counts in full: W needs the inputs of all products, and the
     gradients of their outputs take the place of the rest.
 
-    `data` cuts nothing where what `fsdp` leaves of the model width is not a multiple of it.
+    `data` cuts nothing where a part of the model width is not a multiple of it.
     """
     num_parameters = costs.stage_parameters(model, stage)
-    num_tokens = stage.sequences * model.context_length
+    num_tokens = costs.stage_tokens(model, stage)
     width = costs.DTYPE_BYTES[stage.dtype]
-    held = num_parameters / stage.fsdp
-    is_whole = model.width // stage.fsdp % stage.data == 0
+    parts = stage.parameter_parts
+    held = num_parameters / parts
+    is_whole = model.width // parts % stage.data == 0
     shards = 1 + (stage.data - 1) * (implementation.shards_optimizer & is_whole)
     residuals = stage.num_blocks * block_residual_bytes(model, stage, implementation)
     activations = stage.in_flight * num_tokens * residuals
@@ -95,14 +97,14 @@ def stage_memory_bytes(
     boundary = costs.boundary_bytes(model, num_tokens, stage.dtype)
     items = {
         "parameters": 4.0 * held / shards,
-        "optimizer": 2.0 * costs.moment_bytes(model, stage) / stage.fsdp / shards,
+        "optimizer": 2.0 * costs.moment_bytes(model, stage) / parts / shards,
         "replicas": 1.0 * width * held,
         "gradients": 4.0 * held,
         "activations": 1.0 * activations,
         "logits": _logit_bytes(model, stage, implementation) if stage.is_last else 0.0,
         "boundaries": boundary * 2 * BUFFERS * num_neighbours,
     }
-    if np.any(is_cut := stage.fsdp > 1):
+    if np.any(is_cut := parts > 1):
         items["gathered"] = is_cut * 2.0 * width * costs.largest_layer_parameters(model, stage)
     return items
 
@@ -111,7 +113,7 @@ def _logit_bytes(
     model: ModelConfig, stage: costs.StageShape, implementation: costs.Implementation
 ) -> float:
     """Of the logits and their gradients, and in chunks of the weight's gradient too."""
-    num_tokens = stage.sequences * model.context_length
+    num_tokens = costs.stage_tokens(model, stage)
     vocab_size = model.vocab_size / stage.tensor
     if implementation.logit_bytes:
         return implementation.logit_bytes * num_tokens * vocab_size

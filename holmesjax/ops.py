@@ -21,8 +21,9 @@ from holmesjax.config import KernelsConfig
 from holmesjax.errors import ConfigError
 from holmesjax.plan import Axis
 from kernels.adamw import Leaf, Part, Rule, adamw_reference, adamw_triton, factors
-from kernels.attention import SAVED, attention_reference
+from kernels.attention import CAUSAL, SAVED, attention_reference
 from kernels.attention_pallas import Backend, attention_pallas, unsupported
+from kernels.attention_ring import REFERENCE, How, attention_on
 from kernels.cross_entropy import cross_entropy, linear_cross_entropy
 from kernels.linear import feed_forward, linear, linear_transposed, linears
 from kernels.moments import (
@@ -94,23 +95,32 @@ class Kernels:
 
     @property
     def shards(self) -> Shards | None:
-        """How `sharding` cuts the dims of attention: sequences of a replica, and heads."""
+        """How `sharding` cuts the dims of attention: sequences, or their parts, and heads."""
         if self.mesh is None or self.mesh.size == 1:
             return None
-        axis_of = [("B", Axis.FSDP), ("H", Axis.TENSOR), ("G", Axis.TENSOR)]
-        held = [(dim, axis.value) for dim, axis in axis_of if axis in self.mesh.shape]
-        return Shards(self.mesh, tuple(held))
+        has = lambda *axes: tuple(axis.value for axis in axes if axis in self.mesh.shape)
+        heads = has(Axis.TENSOR)
+        axes_of = (("B", has(Axis.CONTEXT, Axis.FSDP)), ("H", heads), ("G", heads))
+        return Shards(self.mesh, axes_of)
+
+    @property
+    def ring(self) -> str | None:
+        """The axis over which sequences are cut, if one does."""
+        return Axis.CONTEXT.value if self._size(Axis.CONTEXT) > 1 else None
 
     def logit_chunks(self, x_BLD: jax.Array, vocab_size: int) -> int:
         """Chunks in which the logits of a replica's sequences are computed; 1: all at once."""
         if self.config.cross_entropy == "reference":
             return 1
-        sizes = {} if self.mesh is None else self.mesh.shape
         B, L, D = x_BLD.shape
-        num_tokens, cut = B * L // sizes.get(Axis.FSDP, 1), vocab_size // sizes.get(Axis.TENSOR, 1)
+        num_tokens = B * L // (self._size(Axis.FSDP) * self._size(Axis.CONTEXT))
+        cut = vocab_size // self._size(Axis.TENSOR)
         num_chunks = costs.logit_chunks(num_tokens, cut, D, x_BLD.dtype.itemsize)
         least = 2 if self.config.cross_entropy == "chunked" else 1
         return min(max(least, int(num_chunks)), L)
+
+    def _size(self, axis: Axis) -> int:
+        return 1 if self.mesh is None else self.mesh.shape.get(axis, 1)
 
 
 DEFAULT = Kernels()
@@ -135,8 +145,9 @@ def rotate(x_BLHK: jax.Array, position_L: jax.Array, base: float) -> jax.Array:
     """Rotary positions, halves paired as in GPT-NeoX. Su et al., arXiv:2104.09864."""
     half = x_BLHK.shape[-1] // 2
     frequency_K = base ** (-jnp.arange(half, dtype=jnp.float32) / half)
-    angle_LK = position_L[:, None].astype(jnp.float32) * frequency_K[None]
-    cos, sin = jnp.cos(angle_LK)[None, :, None], jnp.sin(angle_LK)[None, :, None]
+    position_BL = position_L.reshape(-1, x_BLHK.shape[1]).astype(jnp.float32)
+    angle_BLK = position_BL[..., None] * frequency_K[None, None]
+    cos, sin = jnp.cos(angle_BLK)[:, :, None], jnp.sin(angle_BLK)[:, :, None]
     low, high = jnp.split(x_BLHK.astype(jnp.float32), 2, axis=-1)
     rotated = jnp.concatenate([low * cos - high * sin, high * cos + low * sin], axis=-1)
     return rotated.astype(x_BLHK.dtype)
@@ -149,7 +160,10 @@ def attention(
     segment_BL: jax.Array | None = None,
     kernels: Kernels = DEFAULT,
 ) -> jax.Array:
-    """Causal attention, inside each document where segments tell them apart; [B, L, H, K]."""
+    """Causal attention, inside each document where segments tell them apart; [B, L, H, K].
+
+    Where `kernels` have a ring, B counts the parts of sequences, first all first parts.
+    """
     segments = None if segment_BL is None else (segment_BL, segment_BL)
     refusals = {
         "cudnn": _cudnn_refuses(kernels, q_BLHK, segment_BL),
@@ -168,10 +182,14 @@ def attention(
             return attention_pallas(
                 *args,
                 shards=kernels.shards,
+                ring=kernels.ring,
                 backend=backend,
                 device_kind=kernels.device.device_kind,
                 interpret=kernels.interpret,
             )[0]
+    if kernels.ring:
+        how = How(CAUSAL, REFERENCE, kernels.shards, kernels.ring)
+        return attention_on(how, q_BLHK, k_BLGK, v_BLGK, segments)[0]
     return attention_reference(q_BLHK, k_BLGK, v_BLGK, segments)[0]
 
 
@@ -275,6 +293,8 @@ def _cudnn_refuses(kernels: Kernels, q: jax.Array, segment: jax.Array | None) ->
         return f"{q.dtype}: supported are bfloat16, float16"
     if q.shape[-1] > 128 or q.shape[-1] % 8:
         return f"heads {q.shape[-1]} wide: supported are multiples of 8 up to 128"
+    if kernels.ring:
+        return "sequences that several devices share: supported are whole ones"
     return None if segment is None else "documents: supported is attention to all that came before"
 
 

@@ -260,15 +260,19 @@ def _whole(problem: Problem, candidate: Candidate, stage: int) -> StageSeconds:
 
 
 def _part_seconds(problem: Problem, candidate: Candidate, stage: int) -> dict[str, float]:
-    """Seconds of a stage in a step, by what they go into; `fsdp` where any stage uses it."""
+    """Seconds of a stage in a step, by what they go into; `fsdp` and `context` where used."""
     times, whole = _times(problem, candidate, stage), _whole(problem, candidate, stage)
     microbatches = candidate.passing.microbatches
     fsdp_s = microbatches * (times.forward_fsdp_s + times.backward_fsdp_s)
-    uses_fsdp = any(part.mesh.fsdp > 1 for part in candidate.case.parts)
+    context_s = microbatches * (times.forward_context_s + times.backward_context_s)
+    meshes = [part.mesh for part in candidate.case.parts]
+    uses_context = any(mesh.context > 1 for mesh in meshes)
+    uses_fsdp = uses_context or any(mesh.fsdp > 1 for mesh in meshes)
     return {
         "compute": microbatches * (times.forward_s + times.backward_s) + times.update_s,
         "tensor": microbatches * (times.forward_tensor_s + times.backward_tensor_s),
         **({"fsdp": fsdp_s} if uses_fsdp else {}),
+        **({"context": context_s} if uses_context else {}),
         "data": whole.gather + whole.reduce,
     }
 
@@ -417,9 +421,8 @@ def _refuse_interleaving(config: Config, num_stages: int | None) -> None:
 def _refuse_large_meshes(config: Config, topology: Topology) -> None:
     """Every stage lies in one cluster, so that must have the devices of one mesh."""
     parallel = config.parallel
-    asked = {"data": parallel.data, "fsdp": parallel.fsdp, "tensor": parallel.tensor}
-    sizes = {name: size for name, size in asked.items() if size is not None}
-    mesh = Mesh(*(size or 1 for size in asked.values()))
+    sizes = {name: size for name in Mesh._fields if (size := getattr(parallel, name)) is not None}
+    mesh = Mesh(**dict.fromkeys(Mesh._fields, 1) | sizes)
     num_stages = _num_stages(config) or 1
     room = {
         cluster.name: sum(node.num_devices for node in cluster.nodes) // mesh.num_devices
@@ -458,6 +461,7 @@ FREED = (
     "fsdp",
     "data",
     "tensor",
+    "context",
     "layers",
     "stages",
     "clusters",

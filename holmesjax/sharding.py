@@ -3,14 +3,16 @@
 A parameter's name ends in its dims (`query_DHK`), so its sharding follows from its name. Three
 layouts of the same parameter tree exist during a step:
 
-    master      float32, cut over `tensor`, `fsdp` and, where a dim divides, over `data` (ZeRO-1);
-                the optimizer's moments and the reduced gradients lie the same way
+    master      float32, cut over `tensor`, `fsdp`, `context` and, where a dim divides, over `data`
+                (ZeRO-1); the optimizer's moments and the reduced gradients lie the same way
     replicas    compute dtype, one copy for each data replica, stacked along a leading dim R that is
-                cut over `data`; inside a replica, cut over `tensor` and `fsdp`. The forward and the
-                backward gather a layer over `fsdp` when they come to it (ZeRO-3)
+                cut over `data`; inside a replica, cut over `tensor`, `fsdp` and `context`. The
+                forward and the backward gather a layer over the last two when they come to it
+                (ZeRO-3)
     gradients   float32, like replicas: each replica's own sum, not yet reduced over `data`
 
-Sequences are cut over `data` and `fsdp`. A mesh without the axis `fsdp` has a single part.
+Sequences are shared out over `data` and `fsdp`, and each is cut over `context`. A mesh without one
+of the last two has a single part.
 """
 
 from collections.abc import Mapping
@@ -28,8 +30,8 @@ Sizes = Mapping[Any, int]  # axis -> size, of a mesh or of a stage's plan
 # Megatron's cut (Shoeybi et al., arXiv:1909.08053): heads, feed-forward width and vocabulary.
 TENSOR_DIMS = "HGFV"
 
-# Cut over `fsdp`: the model width, a dim of every parameter.
-FSDP_DIM = "D"
+# Cut over `fsdp` and `context`: the model width, a dim of every parameter.
+PARTS_DIM = "D"
 
 
 def dims(name: str) -> str:
@@ -44,8 +46,9 @@ def dims(name: str) -> str:
     return suffix
 
 
-def fsdp_size(sizes: Sizes) -> int:
-    return sizes.get(Axis.FSDP, 1)
+def num_parts(sizes: Sizes) -> int:
+    """Devices over which the parameters of a replica are cut, besides `tensor`."""
+    return sizes.get(Axis.FSDP, 1) * sizes.get(Axis.CONTEXT, 1)
 
 
 def tensor_spec(name: str) -> P:
@@ -58,36 +61,45 @@ def tensor_spec(name: str) -> P:
 
 
 def shard_spec(name: str, sizes: Sizes) -> P:
-    """How one replica of a parameter is cut between its uses: over `tensor` and `fsdp`."""
+    """How one replica of a parameter is cut between its uses: over all axes but `data`."""
     spec = list(tensor_spec(name))
-    if Axis.FSDP in sizes:
-        spec[dims(name).index(FSDP_DIM)] = Axis.FSDP.value
+    spec[dims(name).index(PARTS_DIM)] = _axes(sizes, Axis.FSDP, Axis.CONTEXT)
     return P(*spec)
 
 
-def data_dim(name: str, shape: tuple[int, ...], data: int, fsdp: int = 1) -> int | None:
+def _axes(sizes: Sizes, *axes: Axis) -> str | tuple[str, ...] | None:
+    """Those that a mesh has, as an entry of a partition spec."""
+    found = tuple(axis.value for axis in axes if axis in sizes)
+    return found if len(found) > 1 else found[0] if found else None
+
+
+def data_dim(name: str, shape: tuple[int, ...], data: int, parts: int = 1) -> int | None:
     """The dim of a master parameter that is cut over `data`: the first free one that divides.
+
+    Args:
+      parts: of the replica (`num_parts`).
 
     >>> data_dim("query_DHK", (192, 6, 32), 2)
     0
-    >>> data_dim("query_DHK", (6, 6, 32), 2, fsdp=2)  # D has 3 left for each device of `fsdp`
+    >>> data_dim("query_DHK", (6, 6, 32), 2, parts=2)  # D has 3 left for each part
     2
     >>> data_dim("scale_D", (191,), 2) is None
     True
     """
     for i, (dim, size) in enumerate(zip(dims(name), shape, strict=True)):
-        parts = data * fsdp if dim == FSDP_DIM else data
-        if dim not in TENSOR_DIMS and size % parts == 0:
+        cuts = data * parts if dim == PARTS_DIM else data
+        if dim not in TENSOR_DIMS and size % cuts == 0:
             return i
     return None
 
 
 def master_spec(name: str, shape: tuple[int, ...], sizes: Sizes) -> P:
-    """Inside a part of `fsdp`, the parts of `data`: a gather over `data` gives that part."""
+    """Inside a part of a replica, the parts of `data`: a gather over `data` gives that part."""
     spec = list(shard_spec(name, sizes))
-    if (dim := data_dim(name, shape, sizes[Axis.DATA], fsdp_size(sizes))) is not None:
+    if (dim := data_dim(name, shape, sizes[Axis.DATA], num_parts(sizes))) is not None:
         data = Axis.DATA.value
-        spec[dim] = data if spec[dim] is None else (spec[dim], data)
+        axes = spec_axes(P(spec[dim]), 1)[0]
+        spec[dim] = (*axes, data) if axes else data
     return P(*spec)
 
 
@@ -108,15 +120,21 @@ def master_shardings(shapes: Tree, mesh: Mesh) -> Tree:
 
 
 def batch_sharding(mesh: Mesh, num_leading: int = 0) -> NamedSharding:
-    """Of arrays whose first dim, after `num_leading` others, is the sequences of a microbatch."""
+    """Of arrays whose first dims, after `num_leading` others, are B and L of a microbatch."""
     return NamedSharding(mesh, batch_spec(mesh.shape, num_leading))
 
 
 def batch_spec(sizes: Sizes, num_leading: int = 0) -> P:
     """The same, for a mesh with axes of these sizes."""
-    data, fsdp = Axis.DATA.value, Axis.FSDP.value
-    cut = (data, fsdp) if fsdp in sizes else data
-    return P(*(None,) * num_leading, cut)
+    lead, sequences = (None,) * num_leading, _axes(sizes, Axis.DATA, Axis.FSDP)
+    if Axis.CONTEXT not in sizes:
+        return P(*lead, sequences)
+    return P(*lead, sequences, Axis.CONTEXT.value)
+
+
+def part_spec(sizes: Sizes) -> P:
+    """Inside one replica, where each part of a sequence is one: first all first parts."""
+    return P(_axes(sizes, Axis.CONTEXT, Axis.FSDP))
 
 
 def replicated(mesh: Mesh) -> NamedSharding:

@@ -210,7 +210,7 @@ def rough_bound_s(problem: Problem, passing: Pass) -> float:
     for pool in problem.pools:
         seconds = {}
         for mesh in meshes(problem.config, pool, passing):
-            if (cut := (mesh.tensor, mesh.parts)) not in seconds:
+            if (cut := (mesh.tensor, mesh.context, mesh.parts)) not in seconds:
                 own_s = problem.stage_costs.layer_s(pool, mesh, passing)
                 seconds[cut] = own_s * mesh.num_devices
         if seconds:

@@ -121,9 +121,14 @@ class Stage:
         return self.mesh.shape[Axis.DATA]
 
     @property
-    def fsdp(self) -> int:
+    def num_parts(self) -> int:
         """Devices over which the parameters of a replica are cut, besides `tensor`."""
-        return sharding.fsdp_size(self.mesh.shape)
+        return sharding.num_parts(self.mesh.shape)
+
+    @property
+    def context(self) -> int:
+        """Parts of each sequence."""
+        return self.mesh.shape.get(Axis.CONTEXT, 1)
 
     @property
     def microbatch(self) -> int:
@@ -210,7 +215,7 @@ class Stage:
 
         def dim(path: tuple, x: Any) -> int:
             name, shape = sharding.name_of(path), x.shape
-            found = sharding.data_dim(name, shape, self.num_replicas, self.fsdp)
+            found = sharding.data_dim(name, shape, self.num_replicas, self.num_parts)
             return -1 if found is None or self.num_replicas == 1 else found
 
         return jax.tree_util.tree_map_with_path(dim, params)
@@ -225,7 +230,9 @@ class Stage:
 
     def apply(self, params: Tree, x_BLD: jax.Array | None, batch: Batch) -> jax.Array:
         """The layers of this stage on one replica: the boundary x_BLD, or the mean loss."""
-        position_L = jnp.arange(self.model.context_length)
+        batch = {name: self._parts(array) for name, array in batch.items()}
+        x_BLD = None if x_BLD is None else self._parts(x_BLD)
+        position_L = self._positions()
         segment_BL = batch.get("segment_BL")
         kernels = ops.Kernels(self.kernels, self.mesh)
         for layer in self.layers:
@@ -246,15 +253,15 @@ class Stage:
                 x_BLD = self._gathered(run)(params[layer], x_BLD, position_L, segment_BL)
             x_BLD = self._cut_sequences(x_BLD)
         assert x_BLD is not None
-        return x_BLD
+        return self._joined(x_BLD)
 
     def _gathered(self, run: Callable) -> Callable:
-        """`run(params, *args)` for parameters that lie cut over `fsdp`.
+        """`run(params, *args)` for parameters of which each device has a part.
 
         It gathers them, and for its gradient gathers them again: nothing of their size is kept in
-        between. The gradient with respect to them is summed over `fsdp` and cut as they are.
+        between. The gradient with respect to them is summed over the parts and cut as they are.
         """
-        if self.fsdp == 1:
+        if self.num_parts == 1:
             return run
         gather = functools.partial(self._constrain, spec=sharding.tensor_spec)
         cut = functools.partial(
@@ -288,10 +295,37 @@ class Stage:
         return jax.tree_util.tree_map_with_path(constrain, params)
 
     def _cut_sequences(self, x_BLD: jax.Array) -> jax.Array:
-        """The sequences of a replica stay cut over `fsdp`."""
-        if self.fsdp == 1:
+        """The sequences of a replica stay cut over `fsdp` and `context`."""
+        if self.num_parts == 1:
             return x_BLD
-        return jax.lax.with_sharding_constraint(x_BLD, NamedSharding(self.mesh, P(Axis.FSDP.value)))
+        where = NamedSharding(self.mesh, sharding.part_spec(self.mesh.shape))
+        return jax.lax.with_sharding_constraint(x_BLD, where)
+
+    # Inside, each part of a sequence is one: XLA could not merge B with an L that is cut.
+
+    def _parts(self, x_BL: jax.Array) -> jax.Array:
+        """[B, L, ...] to [context * B, L / context, ...], first all first parts."""
+        if self.context == 1:
+            return x_BL
+        B, L, *rest = x_BL.shape
+        x_BCl = x_BL.reshape(B, self.context, L // self.context, *rest)
+        return x_BCl.swapaxes(0, 1).reshape(self.context * B, -1, *rest)
+
+    def _joined(self, x_Bl: jax.Array) -> jax.Array:
+        """The opposite of `_parts`."""
+        if self.context == 1:
+            return x_Bl
+        B, L, *rest = x_Bl.shape
+        x_CBl = x_Bl.reshape(self.context, B // self.context, L, *rest)
+        return x_CBl.swapaxes(0, 1).reshape(B // self.context, -1, *rest)
+
+    def _positions(self) -> jax.Array:
+        """Of the tokens: [L], or of each part, [B, L]."""
+        position_L = jnp.arange(self.model.context_length)
+        if self.context == 1:
+            return position_L
+        sequences = self.microbatch // self.num_replicas
+        return self._parts(jnp.broadcast_to(position_L, (sequences, *position_L.shape)))
 
     # A single replica has no dim R while it computes: XLA would copy arrays for a dim of size 1.
 

@@ -39,8 +39,10 @@ class StageTimes:
     weight_s: float  # of the backward: the gradients of the weights, a W where it is split
     forward_tensor_s: float  # of a microbatch: all-reduces over `tensor`
     backward_tensor_s: float
-    forward_fsdp_s: float  # of a microbatch: parameters and gradients over `fsdp`
+    forward_fsdp_s: float  # of a microbatch: parameters and gradients over `fsdp` and `context`
     backward_fsdp_s: float
+    forward_context_s: float  # of a microbatch: keys and values, and their gradients
+    backward_context_s: float
     reduce_s: float  # of a step: summing gradients over `data`
     gather_s: float  # of a step: gathering parameters over `data`
     exposed_reduce_s: float  # what that adds to the last backward, if it overlaps with it
@@ -49,11 +51,13 @@ class StageTimes:
 
     @property
     def whole_forward_s(self) -> float:
-        return self.forward_s + self.forward_tensor_s + self.forward_fsdp_s
+        sent_s = self.forward_tensor_s + self.forward_fsdp_s + self.forward_context_s
+        return self.forward_s + sent_s
 
     @property
     def whole_backward_s(self) -> float:
-        return self.backward_s + self.backward_tensor_s + self.backward_fsdp_s
+        sent_s = self.backward_tensor_s + self.backward_fsdp_s + self.backward_context_s
+        return self.backward_s + sent_s
 
     @property
     def microbatch_s(self) -> float:
@@ -85,6 +89,7 @@ class _LayerShape(NamedTuple):
 
     sequences: int
     tensor: int
+    context: int
     dtype: str
     checkpointing: costs.Checkpointing
 
@@ -101,16 +106,16 @@ class _Layer(NamedTuple):
 def _layer(
     model: ModelConfig, stage: _LayerShape, device: DeviceKind, implementation: Implementation
 ) -> _Layer:
-    num_tokens = stage.sequences * model.context_length
+    num_tokens = stage.sequences * model.context_length // stage.context
     products = costs.block_products(model, num_tokens, stage.tensor)
-    attention = costs.attention_products(model, num_tokens, stage.tensor)
+    attention = costs.attention_products(model, num_tokens, stage.tensor, stage.context)
     whole, cut = costs.block_numbers(model, stage.tensor)
     if implementation.sequence_parallel:
         whole /= stage.tensor
     pairs = num_tokens * model.context_length * model.num_heads / stage.tensor
     products_s = device.products_s(products, stage.dtype)
     numbers_s = device.between_s(num_tokens * (whole + cut) * DTYPE_BYTES[stage.dtype])
-    attention_s = implementation.attention_pairs * device.attention_s(attention, stage.dtype)
+    attention_s = implementation.pairs(stage.context) * device.attention_s(attention, stage.dtype)
     scores_s = device.memory_s(implementation.score_bytes * pairs)
     inputs, weights = zip(*(product.gradients for product in products), strict=True)
     weight_s = device.products_s(weights, stage.dtype)
@@ -152,23 +157,23 @@ def _layers(
     model: ModelConfig, stage: StageShape, device: DeviceKind, implementation: Implementation
 ) -> _Layer:
     """Of a stage's shape, or of each of many."""
-    make = lambda sequences, tensor: _layer(
+    make = lambda sequences, tensor, context: _layer(
         model,
-        _LayerShape(int(sequences), int(tensor), stage.dtype, stage.checkpointing),
+        _LayerShape(int(sequences), int(tensor), int(context), stage.dtype, stage.checkpointing),
         device,
         implementation,
     )
+    cuts: Any = stage.sequences, stage.tensor, stage.context
     if np.ndim(stage.sequences) == 0:
-        return make(stage.sequences, stage.tensor)
-    shapes: Any = np.stack([stage.sequences, stage.tensor], axis=1)
-    return _Layer(*np.array([make(*shape) for shape in shapes]).T)
+        return make(*cuts)
+    return _Layer(*np.array([make(*own) for own in zip(*cuts, strict=True)]).T)
 
 
 def _head_s(
     model: ModelConfig, stage: StageShape, device: DeviceKind
 ) -> tuple[float, float, float]:
     """Seconds of the output projection: forward, gradient of its input, gradient of its weight."""
-    product = costs.head_product(model, stage.sequences * model.context_length, stage.tensor)
+    product = costs.head_product(model, costs.stage_tokens(model, stage), stage.tensor)
     times = (device.products_s([p], stage.dtype) for p in (product, *product.gradients))
     forward_s, input_s, weight_s = times
     return forward_s, input_s, weight_s
@@ -178,10 +183,10 @@ def _compute_s(
     model: ModelConfig, stage: StageShape, device: DeviceKind, implementation: Implementation
 ) -> tuple[float, float, float, float]:
     """Seconds on one kind of device: forward, backward, its weight gradients, update."""
-    num_tokens = stage.sequences * model.context_length
+    num_tokens = costs.stage_tokens(model, stage)
     num_parameters = costs.stage_parameters(model, stage)
-    held = num_parameters / stage.fsdp
-    updated = costs.update_bytes(num_parameters, costs.moment_bytes(model, stage)) / stage.fsdp
+    held = num_parameters / stage.parameter_parts
+    updated = costs.update_bytes(num_parameters, costs.moment_bytes(model, stage))
     layer = _layers(model, stage, device, implementation)
     head_s = _head_s(model, stage, device) if stage.is_last else (0.0, 0.0, 0.0)
     rows = stage.is_first * costs.embed_bytes(model, num_tokens, stage.dtype)
@@ -192,7 +197,7 @@ def _compute_s(
         stage.num_blocks * layer.forward_s + head_s[0] + rows_s,
         stage.num_blocks * layer.backward_s + head_s[1] + head_s[2] + 2 * rows_s + added_s,
         weight_s,
-        device.memory_s(updated / stage.data),
+        device.memory_s(updated / stage.parameter_parts / stage.data),
     )
 
 
@@ -203,6 +208,7 @@ def stage_times(
     data: Group | Groups | None,
     tensor: Group | Groups | None,
     fsdp: Group | Groups | None = None,
+    context: Group | Groups | None = None,
     implementation: Implementation = HOLMESJAX,
 ) -> StageTimes:
     """Predicted seconds of one stage; its slowest kind of device sets the pace.
@@ -213,7 +219,11 @@ def stage_times(
 
     Over `fsdp` (ZeRO-3, Rajbhandari et al., arXiv:1910.02054; Zhao et al., arXiv:2304.11277), each
     microbatch gathers the parameters of every layer in the forward and again in the backward, which
-    also reduce-scatters their gradients: three times c P bytes, in the compute dtype.
+    also reduce-scatters their gradients: three times c P bytes, in the compute dtype. They are cut
+    over `context`, too: they go through one axis, then through the other.
+
+    Over `context`, each layer's keys and values go round a ring (Liu et al., arXiv:2310.01889), and
+    in the backward again, with their gradients in float32.
 
     Of a backward, `weight_s` is one product for each weight, the embedding's rows and the sums of
     gradients. Attention scores have no weight: both products of their backward belong to the rest,
@@ -222,15 +232,15 @@ def stage_times(
     Args:
       model, stage: what is computed.
       devices: the kinds of device of the stage.
-      data, tensor, fsdp: the slowest group of each axis; None for size 1.
+      data, tensor, fsdp, context: the slowest group of each axis; None for size 1.
       implementation: how the layers are computed.
     """
-    num_tokens = stage.sequences * model.context_length
+    num_tokens = costs.stage_tokens(model, stage)
     kinds = [_compute_s(model, stage, device, implementation) for device in devices]
     forward_s, backward_s, weight_s, update_s = (
         reduce(network.most, own) for own in zip(*kinds, strict=True)
     )
-    held = costs.stage_parameters(model, stage) / stage.fsdp
+    held = costs.stage_parameters(model, stage) / stage.parameter_parts
     summed = costs.boundary_bytes(model, num_tokens, stage.dtype)
     all_reduce_s = network.all_reduce_s(summed, tensor)
     num_forward = costs.FORWARD_ALL_REDUCES
@@ -238,7 +248,16 @@ def stage_times(
     # One collective for each layer, of the mean size.
     num_layers = stage.num_blocks + stage.is_first + stage.is_last
     layer_bytes = lambda numbers: DTYPE_BYTES[stage.dtype] * numbers / num_layers
-    fsdp_s = lambda numbers: num_layers * network.all_gather_s(layer_bytes(numbers), fsdp)
+    fsdp_s = lambda numbers: (
+        num_layers
+        * (
+            network.all_gather_s(layer_bytes(numbers) / stage.context, fsdp)
+            + network.all_gather_s(layer_bytes(numbers), context)
+        )
+    )
+    sent = stage.context * num_tokens * costs.key_value_numbers(model, stage.tensor)
+    ring_s = network.all_gather_s(DTYPE_BYTES[stage.dtype] * sent, context)
+    gradients_s = network.reduce_scatter_s(DTYPE_BYTES["float32"] * sent, context)
     forward_gathers, backward_gathers = costs.gathered_parameters(model, stage)
     reduce_s = network.reduce_scatter_s(implementation.gradient_bytes * held, data)
     gather_s = network.all_gather_s(DTYPE_BYTES[stage.dtype] * held, data)
@@ -254,6 +273,8 @@ def stage_times(
         backward_tensor_s=(num_backward * stage.num_blocks + stage.is_last) * all_reduce_s,
         forward_fsdp_s=fsdp_s(forward_gathers),
         backward_fsdp_s=fsdp_s(backward_gathers) + fsdp_s(costs.reduced_numbers(model, stage)),
+        forward_context_s=stage.num_blocks * ring_s,
+        backward_context_s=stage.num_blocks * (ring_s + gradients_s),
         reduce_s=reduce_s,
         gather_s=gather_s,
         exposed_reduce_s=exposed_reduce_s,

@@ -49,6 +49,38 @@ def attention_reference(
     return _attention(rule, q_BLHK, k_BMGK, v_BMGK, segments)
 
 
+def forward_reference(
+    rule: Rule,
+    q_BLHK: jax.Array,
+    k_BMGK: jax.Array,
+    v_BMGK: jax.Array,
+    segments: Segments | None,
+) -> tuple[jax.Array, jax.Array]:
+    """`attention_reference`, not to be differentiated: `backward_reference` is its gradient."""
+    return _forward(rule, q_BLHK, k_BMGK, v_BMGK, segments)[0]
+
+
+def backward_reference(
+    rule: Rule,
+    q_BLHK: jax.Array,
+    k_BMGK: jax.Array,
+    v_BMGK: jax.Array,
+    segments: Segments | None,
+    out_BLHK: jax.Array,
+    log_sum_BHL: jax.Array,
+    dout_BLHK: jax.Array,
+    dlog_sum_BHL: jax.Array,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Gradients of queries, keys and values from those of the output and its log-sum-exp.
+
+    The output and the log-sum-exp may be of more keys than these: of attention to all of them.
+    """
+    q, k, v = _operands(rule, q_BLHK, k_BMGK, v_BMGK)
+    log_sum = log_sum_BHL.reshape(*q.shape[:4], 1)
+    saved = (q, k, v, segments, out_BLHK, log_sum)
+    return _backward(rule, saved, (dout_BLHK, dlog_sum_BHL))[:3]
+
+
 def deltas(out_BLHK: jax.Array, dout_BLHK: jax.Array, dlog_sum_BHL: jax.Array) -> jax.Array:
     """What a gradient of probabilities is more than one of scores, float32 [B, H, L]."""
     products = dout_BLHK.astype(jnp.float32) * out_BLHK.astype(jnp.float32)
@@ -126,6 +158,16 @@ def _scores(
     return scores, mask
 
 
+def _operands(
+    rule: Rule, q_BLHK: jax.Array, k_BMGK: jax.Array, v_BMGK: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Queries times the scale [B, G, R, L, K], keys and values [B, G, M, K]."""
+    K, G = q_BLHK.shape[3], k_BMGK.shape[2]
+    q = materialize(_group(q_BLHK * rule.factor(K), G))
+    k, v = materialize((k_BMGK.transpose(0, 2, 1, 3), v_BMGK.transpose(0, 2, 1, 3)))
+    return q, k, v
+
+
 def _forward(
     rule: Rule,
     q_BLHK: jax.Array,
@@ -134,9 +176,8 @@ def _forward(
     segments: Segments | None,
 ) -> tuple[tuple[jax.Array, jax.Array], tuple]:
     B, L, H, K = q_BLHK.shape
-    M, G = k_BMGK.shape[1:3]
-    q = materialize(_group(q_BLHK * rule.factor(K), G))
-    k, v = materialize((k_BMGK.transpose(0, 2, 1, 3), v_BMGK.transpose(0, 2, 1, 3)))
+    M = k_BMGK.shape[1]
+    q, k, v = _operands(rule, q_BLHK, k_BMGK, v_BMGK)
     outs, log_sums = [], []
     for here in _blocks(L):
         keys = rule.keys(*here, M)

@@ -4,17 +4,16 @@ They are Triton's, or on Hopper those of Mosaic; a backward of heads 256 wide is
 Dims are those of `attention`.
 """
 
-import functools
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Any, Literal
 
 import jax
-from jax.ad_checkpoint import checkpoint_name
 
 from kernels import attention_mosaic, attention_mosaic_backward, attention_triton
-from kernels.attention import CAUSAL, SAVED
+from kernels.attention import CAUSAL
+from kernels.attention_ring import How, Local, attention_on
 from kernels.attention_tiles import Rule, Segments
-from kernels.shards import Shards, on_shards
+from kernels.shards import Shards
 from kernels.tuned import Case, Kernels, tuned
 
 Backend = Literal["triton", "mosaic"]
@@ -40,6 +39,7 @@ def attention_pallas(
     rule: Rule = CAUSAL,
     *,
     shards: Shards | None = None,
+    ring: str | None = None,
     backend: Backend = "triton",
     tiles: Kernels | None = None,
     device_kind: str = "",
@@ -49,6 +49,7 @@ def attention_pallas(
 
     Args:
       shards: how B, H and G are cut over the devices of a mesh; None: all is on one device.
+      ring: as `attention_ring` has it; None: each sequence is on one device.
       backend: mosaic needs a Hopper GPU.
       tiles: how the backend's kernels cut their work; None takes what is known to be good.
       device_kind: of the devices, to know what was measured on such.
@@ -61,11 +62,20 @@ def attention_pallas(
     if reason := unsupported(q_BLHK, k_BMGK, v_BMGK, backend):
         raise ValueError(f"attention_pallas cannot do {reason}")
     tiles = tiles or _tiles(backend, q_BLHK, k_BMGK, device_kind)
-    forward = backward = (backend, tiles)
-    if backend == "mosaic" and q_BLHK.shape[3] not in attention_mosaic_backward.HEAD_WIDTHS:
-        backward = ("triton", _tiles("triton", q_BLHK, k_BMGK, device_kind))
-    how = _How(rule, forward, backward, interpret, shards)
-    return _attention(how, q_BLHK, k_BMGK, v_BMGK, segments)
+    forward, backward = (attention_triton.forward, tiles), (attention_triton.backward, tiles)
+    if backend == "mosaic":
+        forward = (attention_mosaic.forward, tiles)
+        if q_BLHK.shape[3] in attention_mosaic_backward.HEAD_WIDTHS:
+            backward = (attention_mosaic_backward.backward, tiles)
+        else:
+            tiles = _tiles("triton", q_BLHK, k_BMGK, device_kind)
+            backward = (attention_triton.backward, tiles)
+    local = Local(_bound(*forward, interpret), _bound(*backward, interpret))
+    return attention_on(How(rule, local, shards, ring), q_BLHK, k_BMGK, v_BMGK, segments)
+
+
+def _bound(function: Callable, tiles: Kernels, interpret: bool) -> Callable:
+    return lambda rule, *arrays: function(rule, tiles, interpret, *arrays)
 
 
 def _tiles(backend: Backend, q_BLHK: jax.Array, k_BMGK: jax.Array, device_kind: str) -> Kernels:
@@ -75,59 +85,3 @@ def _tiles(backend: Backend, q_BLHK: jax.Array, k_BMGK: jax.Array, device_kind: 
     else:
         defaults = attention_triton.default_tiles(width, dtype)
     return tuned(defaults, Case(device_kind, backend, dtype.name, width, k_BMGK.shape[1]))
-
-
-@dataclass(frozen=True)
-class _How:
-    """What a call of the kernels is told besides arrays."""
-
-    rule: Rule
-    forward: tuple[Backend, Kernels]
-    backward: tuple[Backend, Kernels]
-    interpret: bool
-    shards: Shards | None
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attention(
-    how: _How,
-    q_BLHK: jax.Array,
-    k_BMGK: jax.Array,
-    v_BMGK: jax.Array,
-    segments: Segments | None,
-) -> tuple[jax.Array, jax.Array]:
-    return _forward(how, q_BLHK, k_BMGK, v_BMGK, segments)[0]
-
-
-def _dims(segments: Segments | None) -> tuple:
-    """Of queries, keys, values and segments."""
-    return "BLHK", "BMGK", "BMGK", segments and ("BL", "BM")
-
-
-def _forward(
-    how: _How,
-    q_BLHK: jax.Array,
-    k_BMGK: jax.Array,
-    v_BMGK: jax.Array,
-    segments: Segments | None,
-) -> tuple[tuple[jax.Array, jax.Array], tuple]:
-    backend, tiles = how.forward
-    module: Any = attention_mosaic if backend == "mosaic" else attention_triton
-    local = functools.partial(module.forward, how.rule, tiles, how.interpret)
-    run = on_shards(local, how.shards, _dims(segments), ("BLHK", "BHL"))
-    outs = run(q_BLHK, k_BMGK, v_BMGK, segments)
-    out_BLHK, log_sum_BHL = (checkpoint_name(out, SAVED) for out in outs)
-    saved = (q_BLHK, k_BMGK, v_BMGK, segments, out_BLHK, log_sum_BHL)
-    return (out_BLHK, log_sum_BHL), saved
-
-
-def _backward(how: _How, saved: tuple, gradients: tuple[jax.Array, jax.Array]) -> tuple:
-    backend, tiles = how.backward
-    module: Any = attention_mosaic_backward if backend == "mosaic" else attention_triton
-    local = functools.partial(module.backward, how.rule, tiles, how.interpret)
-    ins = (*_dims(saved[3]), "BLHK", "BHL", "BLHK", "BHL")
-    run = on_shards(local, how.shards, ins, ("BLHK", "BMGK", "BMGK"))
-    return *run(*saved, *gradients), None
-
-
-_attention.defvjp(_forward, _backward)

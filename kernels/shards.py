@@ -19,15 +19,15 @@ class Shards:
     """Which dims of a kernel's arrays are cut over which axis of a mesh."""
 
     mesh: Mesh
-    axis_of: tuple[tuple[str, str], ...]  # ("B", "fsdp"), ...: dims by their letters
+    axes_of: tuple[tuple[str, tuple[str, ...]], ...]  # ("B", ("fsdp",)), ...: dims by their letters
 
     def spec(self, dims: str) -> P:
         """
-        >>> tuple(Shards(None, (("B", "fsdp"), ("H", "tensor"))).spec("BLHK"))
-        ('fsdp', None, 'tensor', None)
+        >>> tuple(Shards(None, (("B", ("a", "b")), ("H", ("tensor",)))).spec("BLHK"))
+        (('a', 'b'), None, ('tensor',), None)
         """
-        axis_of = dict(self.axis_of)
-        return P(*(axis_of.get(dim) for dim in dims))
+        axes_of = dict(self.axes_of)
+        return P(*(axes_of.get(dim) or None for dim in dims))
 
 
 def on_shards(function: Callable, shards: Shards | None, ins: Any, outs: Any) -> Callable:

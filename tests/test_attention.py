@@ -6,6 +6,7 @@ make several of them, and are lowered for an NVIDIA GPU in every configuration t
 
 import functools
 import itertools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +19,7 @@ from jax.sharding import Mesh, PartitionSpec as P
 from kernels import attention_mosaic, attention_triton
 from kernels.attention import MASKED, MAX_BLOCKS, QUERY_BLOCK, SAVED, _blocks, attention_reference
 from kernels.attention_pallas import attention_pallas
+from kernels.attention_ring import REFERENCE, How, attention_on
 from kernels.attention_tiles import Rule, runs
 from kernels.attention_triton import Tiles
 from kernels.shards import Shards
@@ -256,13 +258,58 @@ def test_a_checkpoint_keeps_what_the_backward_needs(implementation, capsys):
 def test_on_a_mesh_each_device_has_its_sequences_and_heads(names):
     sizes = (2, 2, 2)[-len(names) :]
     mesh = Mesh(np.array(jax.devices()[: int(np.prod(sizes))]).reshape(sizes), names)
-    shards = Shards(mesh, (("B", "fsdp"), ("H", "tensor"), ("G", "tensor")))
+    shards = Shards(mesh, (("B", ("fsdp",)), ("H", ("tensor",)), ("G", ("tensor",))))
     attention = functools.partial(IMPLEMENTATIONS["triton"], shards=shards)
     check(attention, inputs(37, 37, 4, 2, 16), (documents(37),) * 2, Rule())
     q, k, v = inputs(37, 37, 4, 2, 16)
     cut = jax.device_put(q, jax.NamedSharding(mesh, P("fsdp", None, "tensor")))
     text = jax.jit(lambda q: attention(q, k, v)[0]).lower(cut).compile().as_text()
     assert "all-gather" not in text
+
+
+RINGS = {  # sizes of the mesh, rule, whether there are documents
+    "two": ({"context": 2}, Rule(), False),
+    "four": ({"context": 4}, Rule(soft_cap=2.0, scale=0.3), True),
+    "beside others": ({"fsdp": 2, "context": 2, "tensor": 2}, Rule(), True),
+}
+
+
+@pytest.mark.parametrize("case", RINGS)
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_sequences_cut_over_a_ring(implementation, case):
+    sizes, rule, has_documents = RINGS[case]
+    count = sizes["context"]
+    devices = np.array(jax.devices()[: math.prod(sizes.values())])
+    mesh = Mesh(devices.reshape(tuple(sizes.values())), tuple(sizes))
+    has = lambda *axes: tuple(axis for axis in axes if axis in sizes)
+    heads = has("tensor")
+    shards = Shards(mesh, (("B", has("context", "fsdp")), ("H", heads), ("G", heads)))
+
+    def attention(q, k, v, segments, rule):
+        if implementation == "triton":
+            kernel = functools.partial(IMPLEMENTATIONS["triton"], shards=shards, ring="context")
+        else:
+            kernel = lambda *args: attention_on(
+                How(args[4], REFERENCE, shards, "context"), *args[:4]
+            )
+        out, log_sum = kernel(*jax.tree.map(cut, (q, k, v, segments)), rule)
+        return join(out), join(log_sum.swapaxes(1, 2)).swapaxes(1, 2)
+
+    def cut(x):
+        return jnp.concatenate(jnp.split(x, count, axis=1), axis=0)
+
+    def join(x):
+        return jnp.concatenate(jnp.split(x, count, axis=0), axis=1)
+
+    segments = (documents(36),) * 2 if has_documents else None
+    check(attention, inputs(36, 36, 4, 2, 16), segments, rule)
+
+
+def test_a_ring_refuses_windows():
+    mesh = Mesh(np.array(jax.devices()[:2]), ("context",))
+    how = How(Rule(window=3), REFERENCE, Shards(mesh, (("B", ("context",)),)), "context")
+    with pytest.raises(ValueError, match="a causal rule without window, not Rule"):
+        attention_on(how, *inputs(4, 4, 1, 1, 16), None)
 
 
 # ---- what a query sees -------------------------------------------------------------------------
@@ -383,6 +430,21 @@ def test_every_configuration_lowers_for_cuda(backend, dtype, head_width, rule):
     num_mosaic = 0 if backend == "triton" else 1 if head_width == 256 else 3
     assert text.count("mosaic_gpu_v2") == num_mosaic
     assert text.count("__gpu$xla.gpu.triton") == 3 - num_mosaic
+
+
+def test_a_ring_of_kernels_is_lowered_for_a_gpu():
+    mesh = Mesh(np.array(jax.devices()[:2]), ("context",))
+    shards = Shards(mesh, (("B", ("context",)), ("H", ()), ("G", ())))
+    attention = functools.partial(attention_pallas, shards=shards, ring="context", backend="mosaic")
+
+    def gradients(q, k, v):
+        out, pullback = jax.vjp(lambda *args: attention(*args)[0], q, k, v)
+        return pullback(out)
+
+    text = lowered_for_cuda(gradients, *inputs(256, 256, 2, 1, 128, dtype="bfloat16"))
+    # Keys and values in both passes, and their gradients; kernels for own keys, and for others.
+    assert text.count("collective_permute") == 2 + 2 + 2
+    assert text.count("mosaic_gpu_v2") == 2 * 3
 
 
 def test_what_the_kernels_cannot_do_is_refused():

@@ -282,6 +282,16 @@ model.width: must be a multiple of parallel.fsdp = 3
   found: 64
   fix: use 63 or 66, or change parallel.fsdp
 
+parallel.fsdp=4 parallel.context=32
+model.width: must be a multiple of parallel.fsdp * parallel.context = 4 * 32 = 128
+  found: 64
+  fix: use 128, or change parallel.fsdp or parallel.context
+
+parallel.context=64 model.context_length=96
+model.context_length: must be a multiple of parallel.context = 64
+  found: 96
+  fix: use 64 or 128, or change parallel.context
+
 optimizer.schedule=wsd
 optimizer.decay_steps: is missing: schedule wsd needs it
   found: nothing

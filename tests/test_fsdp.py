@@ -1,4 +1,4 @@
-"""Parameters cut over `fsdp`: the same step, what its programs send, and what they keep.
+"""Parameters cut over `fsdp` and `context`: the same step, what it sends, and what it keeps.
 
 A case is a plan and its kind of model. Its programs are compiled once, and both run against one
 plain `jax.grad` step on one device and read as text.
@@ -40,6 +40,7 @@ class Case(NamedTuple):
     data: tuple[int, ...]
     fsdp: tuple[int, ...]
     tensor: int = 1
+    context: tuple[int, ...] = (1, 1)
     microbatches: int = 1
     remat: str = "none"
     variant: str = "llama"  # of the model
@@ -58,6 +59,7 @@ class Case(NamedTuple):
             self.data,
             self.tensor,
             fsdp=self.fsdp,
+            context=self.context[: len(self.split)],
             microbatches=self.microbatches,
             remat=self.remat,
         )
@@ -69,9 +71,17 @@ PIPELINES = {
     "unequal sides": Case((1, 1), (1, 2), (4, 2), microbatches=2, remat="dots", variant="gpt2"),
     "next to data only": Case((1, 1), (4, 1), (1, 4), microbatches=2, remat="full", tied=True),
 }
+CONTEXTS = {
+    "beside fsdp and data": Case(
+        (1, 1), (1, 2), (2, 1), context=(2, 2), microbatches=2, variant="gpt2", mask=True
+    ),
+    "with tensor": Case((1, 1), (1, 1), (1, 1), tensor=2, context=(2, 2), tied=True, remat="dots"),
+    "unequal": Case((1, 1), (1, 2), (1, 1), context=(4, 1), microbatches=2, remat="full"),
+}
 WHOLE = {
     "one": Case((2,), (1,), (4,), tied=True),
     "all axes": Case((2,), (2,), (2,), tensor=2, microbatches=2, remat="dots", variant="gpt2"),
+    "context": Case((2,), (2,), (1,), context=(4,), microbatches=2, mask=True),
 }
 
 
@@ -79,7 +89,8 @@ WHOLE = {
 # program it merges the gathers of forward and backward, barrier or not, and keeps what it gathered
 # (85,248 bytes, the forward's alone, for 151,936). The embedding's gradient goes from a cut along
 # sequences to one along the width by an all-gather of the whole, of which it warns
-# ("Involuntary full rematerialization"), not by an all-to-all (8,192 bytes more).
+# ("Involuntary full rematerialization"), not by an all-to-all (8,192 bytes more). With `context` it
+# does both, too: the second beside `tensor`, the first in a loop over microbatches.
 NEWER_XLA = pytest.mark.xfail(
     jax.__version_info__ >= (0, 11), reason="XLA gathers otherwise", strict=True
 )
@@ -94,7 +105,10 @@ def compiled(case):
     return compile_stages(stages_of(case))
 
 
-@pytest.mark.parametrize("case", PIPELINES.values(), ids=PIPELINES)
+EVERY = {**PIPELINES, **{f"context, {name}": case for name, case in CONTEXTS.items()}}
+
+
+@pytest.mark.parametrize("case", EVERY.values(), ids=EVERY)
 def test_every_cut_equals_one_device(case):
     runner = in_one_process(case.plan, compiled(case))
     check_against_plain(runner, case.model, case.plan, mask=case.mask)
@@ -102,13 +116,18 @@ def test_every_cut_equals_one_device(case):
 
 @pytest.mark.parametrize("case", WHOLE.values(), ids=WHOLE)
 def test_one_stage_in_one_program_gathers_again_in_the_backward(case, request):
-    if case is WHOLE["all axes"]:
+    if case in (WHOLE["all axes"], WHOLE["context"]):
         request.applymarker(NEWER_XLA)
     [stage] = stages_of(case)
     programs = compile_whole_step(stage)
-    check_against_plain(OneStage(case.plan, programs), case.model, case.plan)
+    check_against_plain(OneStage(case.plan, programs), case.model, case.plan, mask=case.mask)
     gathered = sum(costs.gathered_parameters(case.model, shape_of(case, 0)))
-    assert sent(programs.step.as_text(), stage.mesh)["all-gather", (Axis.FSDP,)] == 4 * gathered
+    total = sent(programs.step.as_text(), stage.mesh)
+    assert total["all-gather", parameter_axes(stage.mesh)] == 4 * gathered
+
+
+def parameter_axes(mesh):
+    return tuple(axis for axis in (Axis.FSDP, Axis.CONTEXT) if axis in mesh.shape)
 
 
 # ---- what is sent --------------------------------------------------------------------------------
@@ -123,6 +142,7 @@ def shape_of(case, index) -> costs.StageShape:
         data=data,
         tensor=case.tensor,
         fsdp=fsdp,
+        context=case.context[index],
         sequences=case.plan.global_batch // (case.microbatches * data * fsdp),
         chunks=1,
         in_flight=1,
@@ -133,34 +153,41 @@ def shape_of(case, index) -> costs.StageShape:
 
 
 @pytest.mark.parametrize(
-    "case, index", [(case, i) for case in PIPELINES.values() for i in range(len(case.split))]
+    "case, index", [(case, i) for case in EVERY.values() for i in range(len(case.split))]
 )
 def test_a_microbatch_sends_what_the_costs_say_and_nothing_over_data(case, index, request):
     """XLA:CPU sums gradients with all-reduces of the whole arrays and keeps a part of each."""
-    if case is PIPELINES["with tensor"] and index == 0:
+    if case in (PIPELINES["with tensor"], CONTEXTS["with tensor"]) and index == 0:
         request.applymarker(NEWER_XLA)
     programs, shape = compiled(case)[index], shape_of(case, index)
-    mesh, over_fsdp = programs.stage.mesh, (Axis.FSDP,)
+    mesh = programs.stage.mesh
+    parts = parameter_axes(mesh)
     passes = [sent(p.as_text(), mesh) for p in (programs.forward, programs.backward)]
-    gathers = costs.gathered_parameters(case.model, shape) if shape.fsdp > 1 else (0, 0)
+    gathers = costs.gathered_parameters(case.model, shape) if parts else (0, 0)
     for total, gathered in zip(passes, gathers, strict=True):
-        assert total["all-gather", over_fsdp] == 4 * gathered
+        assert total["all-gather", parts] == 4 * gathered
         assert not [axes for kind, axes in total if kind == "all-gather" and Axis.DATA in axes]
     forward, backward = passes
     scalars = {k: n for k, n in forward.items() if Axis.DATA in k[1]}
     assert sum(scalars.values()) <= 4 * shape.is_last  # the mean loss
     assert not [axes for _, axes in backward if Axis.DATA in axes]
-    reductions = ("all-reduce", "reduce-scatter", "all-to-all")
-    reduced = costs.reduced_numbers(case.model, shape) if shape.fsdp > 1 else 0
-    assert sum(backward[kind, over_fsdp] for kind in reductions) == 4 * reduced
+    # Keys and values go to all other parts of their sequences; in the backward, gradients too.
+    passed = costs.key_value_numbers(case.model, shape.tensor) * shape.num_blocks
+    passed *= costs.stage_tokens(case.model, shape) * (shape.context - 1)
+    assert forward["collective-permute", (Axis.CONTEXT,)] == 4 * passed
+    assert backward["collective-permute", (Axis.CONTEXT,)] == 8 * passed
+    del backward["collective-permute", (Axis.CONTEXT,)]
+    reductions = ("all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
+    reduced = costs.reduced_numbers(case.model, shape) if parts else 0
+    assert sum(backward[kind, parts] for kind in reductions) == 4 * reduced
 
 
-@pytest.mark.parametrize("case", PIPELINES.values(), ids=PIPELINES)
+@pytest.mark.parametrize("case", EVERY.values(), ids=EVERY)
 def test_a_step_gathers_and_reduces_over_data_alone(case):
     """Besides what the same pass of a microbatch sends."""
     for i, programs in enumerate(compiled(case)):
         mesh, shape = programs.stage.mesh, shape_of(case, i)
-        num_bytes = 4 * costs.stage_parameters(case.model, shape) // shape.fsdp
+        num_bytes = 4 * costs.stage_parameters(case.model, shape) // shape.parameter_parts
         for step, own, microbatch, kind in (
             (programs.first_forward, programs.gather, programs.forward, "all-gather"),
             (programs.last_backward, programs.reduce, programs.backward, "reduce-scatter"),
@@ -198,7 +225,7 @@ def bytes_on_a_device(shapes) -> int:
     )
 
 
-@pytest.mark.parametrize("case", [*PIPELINES.values(), *WHOLE.values()])
+@pytest.mark.parametrize("case", [*EVERY.values(), *WHOLE.values()])
 def test_each_device_holds_what_the_memory_says(case):
     for i, stage in enumerate(stages_of(case)):
         items = memory.stage_memory_bytes(case.model, shape_of(case, i))
@@ -212,7 +239,7 @@ def test_each_device_holds_what_the_memory_says(case):
             assert bytes_on_a_device(boundary_shape(stage)) * ways == items["boundaries"]
 
 
-@pytest.mark.parametrize("case", PIPELINES.values(), ids=PIPELINES)
+@pytest.mark.parametrize("case", EVERY.values(), ids=EVERY)
 def test_what_is_kept_is_cut_over_the_sequences(case):
     """XLA chooses how; 5% for tables of angles, which every device has."""
     for i, programs in enumerate(compiled(case)):
@@ -222,7 +249,8 @@ def test_what_is_kept_is_cut_over_the_sequences(case):
         _, where = programs.forward.output_shardings
         kept = jax.tree.map(lambda x, s: x.update(sharding=s), saved.arrays, where.arrays)
         whole = sum(x.size * x.dtype.itemsize for x in kept)
-        assert bytes_on_a_device(kept) * case.data[i] * case.fsdp[i] <= 1.05 * whole
+        cuts = case.data[i] * shape_of(case, i).parameter_parts
+        assert bytes_on_a_device(kept) * cuts <= 1.05 * whole
 
 
 def test_a_checkpoint_moves_between_data_and_fsdp(tmp_path):

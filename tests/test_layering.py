@@ -24,6 +24,7 @@ LAYERS = [
         "kernels.attention_mosaic_backward",
         "kernels.attention_triton",
     ],
+    ["kernels.attention_ring"],
     ["kernels.attention_pallas"],
     ["holmesjax.errors"],
     [

@@ -134,6 +134,14 @@ def test_fsdp_cuts_all_that_is_kept_of_parameters_and_gathers_the_largest_layer(
     assert cut == one | kept | {"gathered": 2 * 4 * (12 * 64 * 64 + 4 * 64)}
 
 
+def test_context_cuts_parameters_and_tokens():
+    one = memory.stage_memory_bytes(MODELS["gpt2"], SHAPE)
+    fsdp = memory.stage_memory_bytes(MODELS["gpt2"], dataclasses.replace(SHAPE, fsdp=2))
+    cut = memory.stage_memory_bytes(MODELS["gpt2"], dataclasses.replace(SHAPE, context=2))
+    per_token = one.keys() - set(memory.PER_PARAMETER)
+    assert cut == fsdp | {name: one[name] / 2 for name in per_token}
+
+
 def test_a_tied_head_apart_from_the_embedding_holds_a_copy_of_the_table():
     tied = dataclasses.replace(MODELS["gpt2"], tied_embeddings=True)
     last = dataclasses.replace(SHAPE, is_first=False)

@@ -37,6 +37,7 @@ def test_the_config_chooses(monkeypatch):
     [options] = calls
     assert options == {
         "shards": None,
+        "ring": None,
         "backend": "triton",
         "device_kind": jax.devices()[0].device_kind,
         "interpret": True,
@@ -49,6 +50,18 @@ def test_what_cannot_be_is_refused():
         ops.attention(*narrow, kernels=ops.Kernels(KernelsConfig(attention="pallas")))
     with pytest.raises(ConfigError, match=r"cudnn cannot do it.*\n.*supported are NVIDIA GPUs"):
         ops.attention(*narrow, kernels=ops.Kernels(KernelsConfig(attention="cudnn")))
+
+
+def test_cudnn_leaves_sequences_that_devices_share_to_others(monkeypatch):
+    """It gives no log-sum-exp."""
+    monkeypatch.setattr(ops.Kernels, "is_nvidia", True)
+    mesh = Mesh(np.array(jax.devices()[:2]), ("context",))
+    kernels = ops.Kernels(KernelsConfig(attention="cudnn"), mesh)
+    narrow = inputs(20, 20, 4, 2, 16, dtype="bfloat16")
+    with pytest.raises(
+        ConfigError, match=r"cudnn cannot do it.*\n.*sequences that several devices"
+    ):
+        ops.attention(*narrow, kernels=kernels)
 
 
 def test_auto_says_once_why_a_gpu_has_no_kernel(monkeypatch, caplog):

@@ -1,6 +1,7 @@
 """Plans are data: what they say is checked by hand, then pinned in files a reviewer can read."""
 
 import dataclasses
+import functools
 import math
 from collections import Counter
 from pathlib import Path
@@ -434,6 +435,35 @@ def test_fsdp_takes_devices_from_data_and_is_shown():
     assert sum(cut.shares.values()) == pytest.approx(1.0, abs=1e-12)
     assert "fsdp 2 (nvlink)" in "\n".join(describe(cut))
     assert Plan.from_json(cut.to_json()) == cut
+
+
+LONG = {"num_layers": 12, "context_length": 32768}
+
+
+def test_context_cuts_sequences_that_no_device_holds():
+    """One sequence at a time: without `context` only `tensor` and layers could be cut further."""
+    topology = make_topology(make_cluster("a", "infiniband", (4, 4), memory_gib=1.4))
+    make = functools.partial(make_config, model=LONG, train={"global_batch": 1})
+    plan = make_plan(make(parallel={"tensor": 1}), topology)
+    assert plan.stages[0].mesh == {Axis.DATA: 1, Axis.CONTEXT: 8, Axis.TENSOR: 1}
+    error = refusal(make(parallel={"tensor": 1, "context": 1}), topology)
+    assert error.fix == "set parallel.context=8, or leave it to the planner"
+    assert Plan.from_json(plan.to_json()) == plan
+
+
+def test_context_is_shown_with_what_it_sends():
+    plan = make_plan(make_config(fsdp=None, context=2, tensor=1, microbatches=4), two_clusters())
+    for stage in plan.stages:
+        assert stage.mesh[Axis.CONTEXT] == 2
+        assert stage.seconds["context"] > 0
+        assert stage.seconds["fsdp"] > 0
+    assert "context" in plan.shares
+    assert "context 2 (nvlink)" in "\n".join(describe(plan))
+
+
+def test_a_context_for_which_there_are_no_devices():
+    error = refusal(make_config(context=64, tensor=1), two_clusters())
+    assert (error.where, error.found) == ("parallel.context", "1 * 1 * 64 = 64")
 
 
 def test_a_batch_that_all_devices_cannot_share_leaves_some_idle():

@@ -143,22 +143,23 @@ def every_schedule(config, p, m, policy):
 
 
 def every_mesh(config, num_devices, m):
-    """(data, fsdp, tensor) on at most so many devices."""
+    """(data, fsdp, tensor, context) on at most so many devices."""
     model, parallel = config.model, config.parallel
+    wanted = parallel.data, parallel.fsdp, parallel.tensor, parallel.context
     numbers = range(1, num_devices + 1)
-    for data, fsdp, tensor in itertools.product(numbers, repeat=3):
-        asked = zip(
-            (parallel.data, parallel.fsdp, parallel.tensor), (data, fsdp, tensor), strict=True
-        )
+    for mesh in itertools.product(numbers, repeat=4):
+        data, fsdp, tensor, context = mesh
         cut = (model.num_heads, model.kv_heads, model.feed_forward_width, model.vocab_size)
         if (
-            data * fsdp * tensor <= num_devices
-            and all(want in (None, size) for want, size in asked)
+            math.prod(mesh) <= num_devices
+            and all(want in (None, size) for want, size in zip(wanted, mesh, strict=True))
             and config.train.global_batch % (m * data * fsdp) == 0
-            and model.width % fsdp == 0
+            and model.width % (fsdp * context) == 0
+            and model.context_length % context == 0
+            and (context == 1 or parallel.context or model.context_length // context >= 4096)
             and all(size % tensor == 0 for size in cut)
         ):
-            yield data, fsdp, tensor
+            yield mesh
 
 
 def chunk_sizes(n, v):
@@ -177,13 +178,14 @@ def definition(config, topology):
 
     @functools.cache
     def groups(cluster, mesh):
-        sizes = dict(zip((Axis.DATA, Axis.FSDP, Axis.TENSOR), mesh, strict=True))
+        axes = Axis.DATA, Axis.FSDP, Axis.TENSOR, Axis.CONTEXT
+        sizes = dict(zip(axes, mesh, strict=True))
         paths = Paths.between(topology, [node[cluster].name])
         devices = {node[cluster].name: tuple(range(math.prod(mesh)))}
         return place(paths, devices, sizes, dict.fromkeys(sizes, 1.0)).groups
 
     def shape(mesh, m, policy, n, first, last, **held):
-        data, fsdp, tensor = mesh
+        data, fsdp, tensor, context = mesh
         return costs.StageShape(
             num_blocks=n,
             is_first=first,
@@ -191,6 +193,7 @@ def definition(config, topology):
             data=data,
             tensor=tensor,
             fsdp=fsdp,
+            context=context,
             sequences=batch // (m * data * fsdp),
             dtype=dtype,
             checkpointing=policy,
@@ -207,6 +210,7 @@ def definition(config, topology):
             data=found.get(Axis.DATA),
             tensor=found.get(Axis.TENSOR),
             fsdp=found.get(Axis.FSDP),
+            context=found.get(Axis.CONTEXT),
         )
 
     def way_s(a, b, m):
@@ -336,6 +340,12 @@ CASES = {
         SMALL | {"num_layers": 6},
         {"schedule": "1f1b", "activation_checkpointing": "none"},
         8,
+    ),
+    "long sequences": (
+        one_node_clusters(1.0, 0.6, devices=4, memory_gib=1.6),
+        SMALL | {"context_length": 16384},
+        {"schedule": "1f1b"},
+        2,
     ),
     "three clusters": (
         one_node_clusters(1.0, 0.7, 0.5, devices=2),

@@ -88,6 +88,34 @@ def test_fsdp_worked_by_hand():
     )
 
 
+def test_context_worked_by_hand():
+    """A token a device: keys and values of D = 2 each of both, and the parameters by parts."""
+    whole, cut = (
+        stage_times(
+            MODEL,
+            shape_of(context=n, sequences=5),
+            [DEVICE],
+            data=None,
+            tensor=None,
+            context=PAIR if n == 2 else None,
+        )
+        for n in (1, 2)
+    )
+    ring_s = lambda num_bytes: network.START_S + 3.0 + num_bytes / 2 / 100
+    keys_s = ring_s(5 * 2 * (2 + 2) * 4)  # as large as their gradients in float32
+    assert cut.forward_context_s == pytest.approx(3 * keys_s)
+    assert cut.backward_context_s == pytest.approx(3 * 2 * keys_s)
+    assert whole.forward_context_s == whole.backward_context_s == 0.0
+    fsdp = stage_times(MODEL, shape_of(fsdp=2, sequences=5), [DEVICE], None, None, PAIR)
+    assert cut.forward_fsdp_s == fsdp.forward_fsdp_s
+    # Half the tokens; of its 2 pairs of a sequence the last device computes (0.5625 + 1) / 2.
+    attention_s = 5 * 16 / 1e6 * (2 * 0.5625 - 0.5625 - 1) / 2 * 2
+    assert whole.forward_s - 2 * cut.forward_s == pytest.approx(3 * attention_s)
+    assert cut.update_s == whole.update_s / 2
+    whole_s = cut.forward_s + cut.forward_fsdp_s + cut.forward_context_s
+    assert cut.whole_forward_s == pytest.approx(whole_s)
+
+
 def test_the_ends_of_the_model_cost_what_they_hold():
     """One all-reduce in the embedding's forward, one in the head's backward; its products."""
     middle, first, last = (

@@ -8,6 +8,8 @@ dims, one capital letter each, in order; they are logical dims, and `sharding` m
     L  tokens in a sequence     F  feed-forward width     G  key-value heads   V  vocabulary size
     P  positions                T  tokens in a key-value cache
 
+Positions of tokens are [L], or [B, L] where not all sequences start at the same one.
+
 Matrix products run in the dtype of the parameters they are given; norms, softmax and the loss
 compute in float32.
 """
@@ -67,7 +69,7 @@ class Embed(nn.Module):
         x_BLD = token_VD[token_BL]
         if config.positions == "learned":
             position_PD = declare(self, "position_PD", config.context_length, config.width)
-            x_BLD = x_BLD + position_PD[position_L][None]
+            x_BLD = x_BLD + position_PD[position_L].reshape(-1, *x_BLD.shape[1:])
         return x_BLD
 
 
