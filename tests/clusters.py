@@ -18,8 +18,9 @@ from holmesjax.config import (
 from holmesjax.layouts import Mesh, Pass
 from holmesjax.planner import as_plan, make_plan, make_problem
 from holmesjax.problem import Case, Order, Part, step_seconds
-from holmesjax.search import Candidate, split
+from holmesjax.search import Candidate
 from holmesjax.topology import Cluster, DeviceKind, Link, Nic, Node, Topology
+from holmesjax.variants import split
 
 ROOT = Path(__file__).parent.parent
 GIB = 2.0**30

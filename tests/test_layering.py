@@ -53,6 +53,7 @@ LAYERS = [
     ["holmesjax.layouts", "holmesjax.processes", "holmesjax.crossings", "holmesjax.forecast"],
     ["holmesjax.problem"],
     ["holmesjax.shortlist"],
+    ["holmesjax.variants"],
     ["holmesjax.search"],
     ["holmesjax.prices"],
     ["holmesjax.planner"],

@@ -16,8 +16,8 @@ from holmesjax.plan import Axis
 from holmesjax.planner import find, make_plan
 from holmesjax.problem import roles, split_chunks
 from holmesjax.schedule import Clock, max_in_flight, schedule, simulate
-from holmesjax.search import Kind
 from holmesjax.stage_times import stage_times
+from holmesjax.variants import Kind
 from tests.clusters import compositions, make_cluster, make_config, make_topology
 
 # ---- the clock -----------------------------------------------------------------------------------
