@@ -148,7 +148,7 @@ class ParallelConfig:
     layers: LayersPerStage | None = None  # Transformer layers of each stage
     data: Count | None = None  # replicas inside a stage
     fsdp: Count | None = None  # parts of each replica's parameters, gathered by layer (ZeRO-3)
-    context: Count | None = None  # parts of each sequence; fsdp's parts are cut into as many
+    context: Count | None = None  # devices that share each sequence, and fsdp's parts
     tensor: Count | None = None  # devices that share each matrix product
     microbatches: Count | None = None  # per step, through each pipeline
     schedule: Schedule | None = None
@@ -413,10 +413,11 @@ def _width_cuts_evenly(model: ModelConfig, parallel: ParallelConfig) -> Iterator
 
 
 def _context_cuts_evenly(model: ModelConfig, parallel: ParallelConfig) -> Iterator[ConfigError]:
-    parts, length = parallel.context or 1, model.context_length
-    if length % parts:
-        fix = f"use {_multiples(length, parts)}, or change parallel.context"
-        problem = f"must be a multiple of parallel.context = {parts}"
+    context, length = parallel.context or 1, model.context_length
+    runs = 2 * context  # of tokens: each part has two
+    if context > 1 and length % runs:
+        fix = f"use {_multiples(length, runs)}, or change parallel.context"
+        problem = f"must be a multiple of 2 * parallel.context = 2 * {context} = {runs}"
         yield _wrong("model.context_length", problem, length, fix)
 
 

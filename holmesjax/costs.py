@@ -410,14 +410,14 @@ class Implementation:
     logit_bytes: float | None = None  # of each in all; None: those in flight, and one gradient
 
     def pairs(self, context: Any) -> Any:
-        """Share of the pairs that the device with most of them computes, of `context` that share.
+        """Share of the pairs that are computed where `context` devices share a sequence.
 
-        It has the last part of each sequence, whose queries see all keys of the parts before.
+        Each meets its own keys, and half as many pairs with those of every other.
 
-        >>> HOLMESJAX.pairs(1), round(HOLMESJAX.pairs(4), 3)
-        (0.5625, 0.891)
+        >>> HOLMESJAX.pairs(1), HOLMESJAX.pairs(4)
+        (0.5625, 0.515625)
         """
-        return (self.attention_pairs + context - 1) / context
+        return (self.attention_pairs + (context - 1) / 2) / context
 
 
 HOLMESJAX = Implementation()

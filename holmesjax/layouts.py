@@ -281,7 +281,7 @@ def context_sizes(config: Config, most: int) -> list[int]:
     if size:
         return [size] if size <= most else []
     longest = model.context_length // MIN_CONTEXT_TOKENS
-    found = divisors(math.gcd(model.context_length, model.width))
+    found = divisors(math.gcd(model.context_length // 2, model.width))
     return [n for n in found if n == 1 or n <= min(most, longest)]
 
 

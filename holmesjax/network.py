@@ -226,6 +226,14 @@ def all_gather_s(num_bytes: Any, group: Group | Groups | None) -> Any:
     return _scatter_s(num_bytes, group, "all_gather")
 
 
+def permute_s(num_bytes: Any, group: Group | Groups | None) -> Any:
+    """Seconds in which each device sends so many bytes to another one; 0.0 for one device."""
+    if group is None or (isinstance(group, Group) and group.size == 1):
+        return 0.0
+    own = group.reached("all_gather")
+    return (group.size > 1) * (own.start_s + group.step_s + num_bytes / own.bandwidth_bytes_per_s)
+
+
 def _scatter_s(num_bytes: Any, group: Group | Groups | None, kind: CollectiveKind) -> Any:
     if group is None or (isinstance(group, Group) and group.size == 1):
         return 0.0

@@ -23,7 +23,7 @@ from holmesjax.plan import Axis
 from kernels.adamw import Leaf, Part, Rule, adamw_reference, adamw_triton, factors
 from kernels.attention import CAUSAL, SAVED, attention_reference
 from kernels.attention_pallas import Backend, attention_pallas, unsupported
-from kernels.attention_ring import REFERENCE, How, attention_on
+from kernels.attention_ring import REFERENCE, How, attention_on, from_runs, to_runs
 from kernels.cross_entropy import cross_entropy, linear_cross_entropy
 from kernels.linear import feed_forward, linear, linear_transposed, linears
 from kernels.moments import (
@@ -53,6 +53,7 @@ __all__ = [
     "cross_entropy",
     "factors",
     "feed_forward",
+    "from_parts",
     "layer_norm",
     "linear",
     "linear_cross_entropy",
@@ -64,6 +65,8 @@ __all__ = [
     "rotate",
     "round_moment",
     "separate",
+    "to_parts",
+    "token_positions",
     "widen",
     "zero_moment",
 ]
@@ -104,16 +107,21 @@ class Kernels:
         return Shards(self.mesh, axes_of)
 
     @property
+    def context(self) -> int:
+        """Devices that share each sequence."""
+        return self._size(Axis.CONTEXT)
+
+    @property
     def ring(self) -> str | None:
         """The axis over which sequences are cut, if one does."""
-        return Axis.CONTEXT.value if self._size(Axis.CONTEXT) > 1 else None
+        return Axis.CONTEXT.value if self.context > 1 else None
 
     def logit_chunks(self, x_BLD: jax.Array, vocab_size: int) -> int:
         """Chunks in which the logits of a replica's sequences are computed; 1: all at once."""
         if self.config.cross_entropy == "reference":
             return 1
         B, L, D = x_BLD.shape
-        num_tokens = B * L // (self._size(Axis.FSDP) * self._size(Axis.CONTEXT))
+        num_tokens = B * L // (self._size(Axis.FSDP) * self.context)
         cut = vocab_size // self._size(Axis.TENSOR)
         num_chunks = costs.logit_chunks(num_tokens, cut, D, x_BLD.dtype.itemsize)
         least = 2 if self.config.cross_entropy == "chunked" else 1
@@ -141,6 +149,43 @@ def merge_heads(x_BLHK: jax.Array, w_HKD: jax.Array) -> jax.Array:
     return linears(x_BLHK, (w_HKD,), 2)[0]
 
 
+def to_parts(x_BL: jax.Array, kernels: Kernels) -> jax.Array:
+    """[B, L, ...] to [context * B, L / context, ...], as devices that share sequences have them.
+
+    First the parts of the first device. Each has two runs of tokens (`attention_ring`). XLA could
+    not merge B with an L that is cut: so a part is a sequence of its own.
+    """
+    if kernels.ring is None:
+        return x_BL
+    assert kernels.shards is not None, "a ring is on a mesh"
+    count, (B, L, *rest) = kernels.context, x_BL.shape
+    x_CBl = x_BL.reshape(B, count, L // count, *rest).swapaxes(0, 1)
+    return to_runs(kernels.shards, kernels.ring, x_CBl.reshape(count * B, -1, *rest))
+
+
+def from_parts(x_Bl: jax.Array, kernels: Kernels) -> jax.Array:
+    """The opposite of `to_parts`."""
+    if kernels.ring is None:
+        return x_Bl
+    assert kernels.shards is not None, "a ring is on a mesh"
+    x_Bl = from_runs(kernels.shards, kernels.ring, x_Bl)
+    count, (B, L, *rest) = kernels.context, x_Bl.shape
+    x_CBl = x_Bl.reshape(count, B // count, L, *rest)
+    return x_CBl.swapaxes(0, 1).reshape(B // count, -1, *rest)
+
+
+def token_positions(num_sequences: int, length: int, kernels: Kernels) -> jax.Array:
+    """Of the tokens of sequences: [L]; of their parts, [B, L]."""
+    if kernels.ring is None:
+        return jnp.arange(length)
+    count = kernels.context
+    size = length // (2 * count)
+    device_Cl, token_Cl = jnp.indices((count, 2 * size))
+    run_Cl = jnp.where(token_Cl < size, device_Cl, 2 * count - 1 - device_Cl)
+    position_Cl = run_Cl * size + token_Cl % size
+    return jnp.repeat(position_Cl, num_sequences, axis=0)
+
+
 def rotate(x_BLHK: jax.Array, position_L: jax.Array, base: float) -> jax.Array:
     """Rotary positions, halves paired as in GPT-NeoX. Su et al., arXiv:2104.09864."""
     half = x_BLHK.shape[-1] // 2
@@ -162,7 +207,7 @@ def attention(
 ) -> jax.Array:
     """Causal attention, inside each document where segments tell them apart; [B, L, H, K].
 
-    Where `kernels` have a ring, B counts the parts of sequences, first all first parts.
+    Where `kernels` have a ring, B counts the parts of sequences, as `to_parts` gives them.
     """
     segments = None if segment_BL is None else (segment_BL, segment_BL)
     refusals = {

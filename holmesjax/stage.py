@@ -126,11 +126,6 @@ class Stage:
         return sharding.num_parts(self.mesh.shape)
 
     @property
-    def context(self) -> int:
-        """Parts of each sequence."""
-        return self.mesh.shape.get(Axis.CONTEXT, 1)
-
-    @property
     def microbatch(self) -> int:
         """Sequences in a microbatch, over all replicas."""
         return self.plan.global_batch // self.plan.microbatches
@@ -230,11 +225,14 @@ class Stage:
 
     def apply(self, params: Tree, x_BLD: jax.Array | None, batch: Batch) -> jax.Array:
         """The layers of this stage on one replica: the boundary x_BLD, or the mean loss."""
-        batch = {name: self._parts(array) for name, array in batch.items()}
-        x_BLD = None if x_BLD is None else self._parts(x_BLD)
-        position_L = self._positions()
-        segment_BL = batch.get("segment_BL")
         kernels = ops.Kernels(self.kernels, self.mesh)
+        batch = {name: ops.to_parts(array, kernels) for name, array in batch.items()}
+        x_BLD = None if x_BLD is None else ops.to_parts(x_BLD, kernels)
+        sequences = self.microbatch // self.num_replicas
+        position_L = ops.token_positions(sequences, self.model.context_length, kernels)
+        if kernels.ring is not None:
+            position_L = self._cut_sequences(position_L)
+        segment_BL = batch.get("segment_BL")
         for layer in self.layers:
             run: Callable[..., jax.Array] = functools.partial(
                 gpt.apply, layer, self.model, kernels=kernels
@@ -253,7 +251,7 @@ class Stage:
                 x_BLD = self._gathered(run)(params[layer], x_BLD, position_L, segment_BL)
             x_BLD = self._cut_sequences(x_BLD)
         assert x_BLD is not None
-        return self._joined(x_BLD)
+        return ops.from_parts(x_BLD, kernels)
 
     def _gathered(self, run: Callable) -> Callable:
         """`run(params, *args)` for parameters of which each device has a part.
@@ -300,32 +298,6 @@ class Stage:
             return x_BLD
         where = NamedSharding(self.mesh, sharding.part_spec(self.mesh.shape))
         return jax.lax.with_sharding_constraint(x_BLD, where)
-
-    # Inside, each part of a sequence is one: XLA could not merge B with an L that is cut.
-
-    def _parts(self, x_BL: jax.Array) -> jax.Array:
-        """[B, L, ...] to [context * B, L / context, ...], first all first parts."""
-        if self.context == 1:
-            return x_BL
-        B, L, *rest = x_BL.shape
-        x_BCl = x_BL.reshape(B, self.context, L // self.context, *rest)
-        return x_BCl.swapaxes(0, 1).reshape(self.context * B, -1, *rest)
-
-    def _joined(self, x_Bl: jax.Array) -> jax.Array:
-        """The opposite of `_parts`."""
-        if self.context == 1:
-            return x_Bl
-        B, L, *rest = x_Bl.shape
-        x_CBl = x_Bl.reshape(self.context, B // self.context, L, *rest)
-        return x_CBl.swapaxes(0, 1).reshape(B // self.context, -1, *rest)
-
-    def _positions(self) -> jax.Array:
-        """Of the tokens: [L], or of each part, [B, L]."""
-        position_L = jnp.arange(self.model.context_length)
-        if self.context == 1:
-            return position_L
-        sequences = self.microbatch // self.num_replicas
-        return self._parts(jnp.broadcast_to(position_L, (sequences, *position_L.shape)))
 
     # A single replica has no dim R while it computes: XLA would copy arrays for a dim of size 1.
 

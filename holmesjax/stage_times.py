@@ -258,6 +258,8 @@ def stage_times(
     sent = stage.context * num_tokens * costs.key_value_numbers(model, stage.tensor)
     ring_s = network.all_gather_s(DTYPE_BYTES[stage.dtype] * sent, context)
     gradients_s = network.reduce_scatter_s(DTYPE_BYTES["float32"] * sent, context)
+    # Boundaries have their tokens in a row.
+    moved_s = (2 - stage.is_first - stage.is_last) * network.permute_s(summed, context)
     forward_gathers, backward_gathers = costs.gathered_parameters(model, stage)
     reduce_s = network.reduce_scatter_s(implementation.gradient_bytes * held, data)
     gather_s = network.all_gather_s(DTYPE_BYTES[stage.dtype] * held, data)
@@ -273,8 +275,8 @@ def stage_times(
         backward_tensor_s=(num_backward * stage.num_blocks + stage.is_last) * all_reduce_s,
         forward_fsdp_s=fsdp_s(forward_gathers),
         backward_fsdp_s=fsdp_s(backward_gathers) + fsdp_s(costs.reduced_numbers(model, stage)),
-        forward_context_s=stage.num_blocks * ring_s,
-        backward_context_s=stage.num_blocks * (ring_s + gradients_s),
+        forward_context_s=stage.num_blocks * ring_s + moved_s,
+        backward_context_s=stage.num_blocks * (ring_s + gradients_s) + moved_s,
         reduce_s=reduce_s,
         gather_s=gather_s,
         exposed_reduce_s=exposed_reduce_s,

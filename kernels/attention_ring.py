@@ -1,19 +1,21 @@
 """Attention on a mesh: each device computes its own part, and keys and values go round a ring.
 
-Each device has some of the sequences and heads. Or it has only a part of each sequence: B counts
-parts, first all first ones. It then meets one part of the keys after the other: its own by the
-causal rule, those before it as a whole, those behind it not at all. The log-sum-exps say how much
-each part weighs, and the backward, which has those of all parts, computes the probabilities of each
-again. Nothing of other parts is kept.
+Each device has some of the sequences and heads. Or several share a sequence: it is cut into twice
+as many runs of tokens as there are devices, n, and device i has run i and run 2n - 1 - i. B then
+counts parts of sequences, first those of the first device. A device meets the keys of all others:
+of those before it, its queries see the first run; of those behind it, its second run sees both. So
+under a causal rule all have equally much to do. The log-sum-exps say how much each device's keys
+weigh, and the backward, which has those of all, computes the probabilities of each again. Nothing
+of other parts is kept.
 
-Parts are runs of equally many tokens, so the device with the last one has most to do. Dims are
-those of `attention`.
+Dims are those of `attention`.
 
-Reference: Liu et al., "Ring Attention with Blockwise Transformers", arXiv:2310.01889.
+References: Liu et al., "Ring Attention with Blockwise Transformers", arXiv:2310.01889. The order of
+the runs is that of Llama 3, arXiv:2407.21783, section 3.3.2.
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -118,6 +120,11 @@ def _pass_on(arrays: Any, axis: str) -> Any:
     return jax.tree.map(lambda x: jax.lax.ppermute(x, axis, ahead), arrays)
 
 
+def _halves(x: jax.Array, dim: int = 1) -> list[jax.Array]:
+    """Of each run."""
+    return jnp.split(x, 2, axis=dim)
+
+
 def _ring_forward(
     how: How,
     axis: str,
@@ -131,15 +138,23 @@ def _ring_forward(
     found = out_BLHK.astype(jnp.float32), log_sum_BHL
     passing = (k_BMGK, v_BMGK, segments and segments[1])
 
-    def meet(found: tuple, passing: tuple) -> tuple:
-        k_BMGK, v_BMGK, key_BM = passing
-        ids = segments and (segments[0], key_BM)
-        return _joined(found, how.local.forward(whole, q_BLHK, k_BMGK, v_BMGK, ids))
+    def meet_earlier(found: tuple, passing: tuple) -> tuple:
+        k, v, ids = jax.tree.map(lambda x: _halves(x)[0], passing)
+        both = segments and (segments[0], ids)
+        return _joined(found, how.local.forward(whole, q_BLHK, k, v, both))
+
+    def meet_later(found: tuple, passing: tuple) -> tuple:
+        k, v, ids = passing
+        both = segments and (_halves(segments[0])[1], ids)
+        (first, out), (first_sum, log_sum) = _halves(found[0]), _halves(found[1], 2)
+        new = how.local.forward(whole, _halves(q_BLHK)[1], k, v, both)
+        out, log_sum = _joined((out, log_sum), new)
+        return jnp.concatenate([first, out], 1), jnp.concatenate([first_sum, log_sum], 2)
 
     for step in range(1, jax.lax.axis_size(axis)):
         passing = _pass_on(passing, axis)
-        is_before = jax.lax.axis_index(axis) >= step
-        found = jax.lax.cond(is_before, meet, lambda found, _: found, found, passing)
+        is_earlier = jax.lax.axis_index(axis) >= step
+        found = jax.lax.cond(is_earlier, meet_earlier, meet_later, found, passing)
     return found[0].astype(v_BMGK.dtype), found[1]
 
 
@@ -159,29 +174,108 @@ def _ring_backward(
     k_BMGK: jax.Array,
     v_BMGK: jax.Array,
     segments: Segments | None,
-    *rest: jax.Array,
+    out_BLHK: jax.Array,
+    log_sum_BHL: jax.Array,
+    dout_BLHK: jax.Array,
+    dlog_sum_BHL: jax.Array,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """The gradients of keys and values follow those, and go on to the device that has them."""
     whole = _whole(how.rule)
+    rest = (out_BLHK, log_sum_BHL, dout_BLHK, dlog_sum_BHL)
     own = how.local.backward(how.rule, q_BLHK, k_BMGK, v_BMGK, segments, *rest)
-    dq_BLHK, dk_BMGK, dv_BMGK = (x.astype(jnp.float32) for x in own)
+    dq, dk, dv = (x.astype(jnp.float32) for x in own)
     passing = (k_BMGK, v_BMGK, segments and segments[1])
-    following = jax.tree.map(jnp.zeros_like, (dk_BMGK, dv_BMGK))
+    following = jnp.zeros_like(dk), jnp.zeros_like(dv)
 
-    def meet(sums: tuple, passing: tuple) -> tuple:
-        k_BMGK, v_BMGK, key_BM = passing
-        ids = segments and (segments[0], key_BM)
-        new = how.local.backward(whole, q_BLHK, k_BMGK, v_BMGK, ids, *rest)
-        return tuple(total + x.astype(jnp.float32) for total, x in zip(sums, new, strict=True))
+    def add(total: jax.Array, new: jax.Array, run: int) -> jax.Array:
+        """To one of the two runs."""
+        runs = _halves(total)
+        runs[run] += new.astype(total.dtype)
+        return jnp.concatenate(runs, 1)
+
+    def meet_earlier(sums: tuple, passing: tuple) -> tuple:
+        k, v, ids = jax.tree.map(lambda x: _halves(x)[0], passing)
+        both = segments and (segments[0], ids)
+        dq, dk, dv = how.local.backward(whole, q_BLHK, k, v, both, *rest)
+        return sums[0] + dq.astype(jnp.float32), add(sums[1], dk, 0), add(sums[2], dv, 0)
+
+    def meet_later(sums: tuple, passing: tuple) -> tuple:
+        k, v, ids = passing
+        both = segments and (_halves(segments[0])[1], ids)
+        q, out, dout = (_halves(x)[1] for x in (q_BLHK, out_BLHK, dout_BLHK))
+        log_sum, dlog_sum = (_halves(x, 2)[1] for x in (log_sum_BHL, dlog_sum_BHL))
+        new = how.local.backward(whole, q, k, v, both, out, log_sum, dout, dlog_sum)
+        dq, dk, dv = (x.astype(jnp.float32) for x in new)
+        return add(sums[0], dq, 1), sums[1] + dk, sums[2] + dv
 
     for step in range(1, jax.lax.axis_size(axis)):
         passing = _pass_on(passing, axis)
         if step > 1:
             following = _pass_on(following, axis)
-        is_before = jax.lax.axis_index(axis) >= step
-        sums = (dq_BLHK, *following)
-        dq_BLHK, *following = jax.lax.cond(is_before, meet, lambda sums, _: sums, sums, passing)
+        is_earlier = jax.lax.axis_index(axis) >= step
+        sums = (dq, *following)
+        dq, *following = jax.lax.cond(is_earlier, meet_earlier, meet_later, sums, passing)
     others = _pass_on(tuple(following), axis)
-    found = dq_BLHK, dk_BMGK + others[0], dv_BMGK + others[1]
-    dtypes = (x.dtype for x in own)
-    return tuple(x.astype(dtype) for x, dtype in zip(found, dtypes, strict=True))
+    found = dq, dk + others[0], dv + others[1]
+    dq, dk, dv = (x.astype(one.dtype) for x, one in zip(found, own, strict=True))
+    return dq, dk, dv
+
+
+# ---- from tokens in a row to runs, and back ------------------------------------------------------
+
+
+def _homes(count: int) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+    """Where the first and the second half of what device i has in a row belong: (i, device).
+
+    >>> _homes(4)
+    ([(0, 0), (1, 2), (2, 3), (3, 1)], [(0, 1), (1, 3), (2, 2), (3, 0)])
+    """
+    home = lambda run: min(run, 2 * count - 1 - run)
+    first, second = ([(i, home(2 * i + half)) for i in range(count)] for half in (0, 1))
+    return first, second
+
+
+def _take_turns(halves: Sequence[jax.Array], axis: str) -> list[jax.Array]:
+    """Even runs, then odd ones, from a device's first and second; and the other way round."""
+    is_even = jax.lax.axis_index(axis) % 2 == 0
+    first, second = halves
+    return [jnp.where(is_even, first, second), jnp.where(is_even, second, first)]
+
+
+def _to_runs(x_BL: jax.Array, axis: str) -> jax.Array:
+    halves = zip(_halves(x_BL), _homes(jax.lax.axis_size(axis)), strict=True)
+    sent = [jax.lax.ppermute(half, axis, homes) for half, homes in halves]
+    return jnp.concatenate(_take_turns(sent, axis), 1)
+
+
+def _from_runs(x_BL: jax.Array, axis: str) -> jax.Array:
+    turns = _take_turns(_halves(x_BL), axis)
+    halves = zip(turns, _homes(jax.lax.axis_size(axis)), strict=True)
+    back = [jax.lax.ppermute(half, axis, [(b, a) for a, b in homes]) for half, homes in halves]
+    return jnp.concatenate(back, 1)
+
+
+def _moved(function: Callable, shards: Shards, ring: str, x_BL: jax.Array) -> jax.Array:
+    dims = "BL" + "." * (x_BL.ndim - 2)
+    return on_shards(lambda x: function(x, ring), shards, (dims,), dims)(x_BL)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def to_runs(shards: Shards, ring: str, x_BL: jax.Array) -> jax.Array:
+    """[B, L, ...] of parts with their tokens in a row, to parts of two runs."""
+    return _moved(_to_runs, shards, ring, x_BL)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def from_runs(shards: Shards, ring: str, x_BL: jax.Array) -> jax.Array:
+    """The opposite of `to_runs`."""
+    return _moved(_from_runs, shards, ring, x_BL)
+
+
+# Their own gradients: JAX would sum over the axes that do not cut x.
+to_runs.defvjp(
+    lambda *args: (to_runs(*args), None), lambda shards, ring, _, dx: (from_runs(shards, ring, dx),)
+)
+from_runs.defvjp(
+    lambda *args: (from_runs(*args), None), lambda shards, ring, _, dx: (to_runs(shards, ring, dx),)
+)

@@ -19,7 +19,7 @@ from jax.sharding import Mesh, PartitionSpec as P
 from kernels import attention_mosaic, attention_triton
 from kernels.attention import MASKED, MAX_BLOCKS, QUERY_BLOCK, SAVED, _blocks, attention_reference
 from kernels.attention_pallas import attention_pallas
-from kernels.attention_ring import REFERENCE, How, attention_on
+from kernels.attention_ring import REFERENCE, How, attention_on, from_runs, to_runs
 from kernels.attention_tiles import Rule, runs
 from kernels.attention_triton import Tiles
 from kernels.shards import Shards
@@ -296,13 +296,21 @@ def test_sequences_cut_over_a_ring(implementation, case):
         return join(out), join(log_sum.swapaxes(1, 2)).swapaxes(1, 2)
 
     def cut(x):
-        return jnp.concatenate(jnp.split(x, count, axis=1), axis=0)
+        runs = jnp.split(x, 2 * count, axis=1)
+        parts = [jnp.concatenate([runs[i], runs[-1 - i]], axis=1) for i in range(count)]
+        return jnp.concatenate(parts, axis=0)
 
     def join(x):
-        return jnp.concatenate(jnp.split(x, count, axis=0), axis=1)
+        halves = [jnp.split(part, 2, axis=1) for part in jnp.split(x, count, axis=0)]
+        runs = [first for first, _ in halves] + [second for _, second in halves[::-1]]
+        return jnp.concatenate(runs, axis=1)
 
-    segments = (documents(36),) * 2 if has_documents else None
-    check(attention, inputs(36, 36, 4, 2, 16), segments, rule)
+    segments = (documents(48),) * 2 if has_documents else None
+    check(attention, inputs(48, 48, 4, 2, 16), segments, rule)
+    q, *_ = inputs(48, 48, 4, 2, 16)
+    in_row = jnp.concatenate(jnp.split(q, count, axis=1), axis=0)
+    np.testing.assert_array_equal(to_runs(shards, "context", in_row), cut(q))
+    np.testing.assert_array_equal(from_runs(shards, "context", cut(q)), in_row)
 
 
 def test_a_ring_refuses_windows():
@@ -442,9 +450,9 @@ def test_a_ring_of_kernels_is_lowered_for_a_gpu():
         return pullback(out)
 
     text = lowered_for_cuda(gradients, *inputs(256, 256, 2, 1, 128, dtype="bfloat16"))
-    # Keys and values in both passes, and their gradients; kernels for own keys, and for others.
+    # Keys and values in both passes, and their gradients; kernels for own keys, and for others'.
     assert text.count("collective_permute") == 2 + 2 + 2
-    assert text.count("mosaic_gpu_v2") == 2 * 3
+    assert text.count("mosaic_gpu_v2") == 3 * 3
 
 
 def test_what_the_kernels_cannot_do_is_refused():

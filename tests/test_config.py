@@ -288,9 +288,9 @@ model.width: must be a multiple of parallel.fsdp * parallel.context = 4 * 32 = 1
   fix: use 128, or change parallel.fsdp or parallel.context
 
 parallel.context=64 model.context_length=96
-model.context_length: must be a multiple of parallel.context = 64
+model.context_length: must be a multiple of 2 * parallel.context = 2 * 64 = 128
   found: 96
-  fix: use 64 or 128, or change parallel.context
+  fix: use 128, or change parallel.context
 
 optimizer.schedule=wsd
 optimizer.decay_steps: is missing: schedule wsd needs it

@@ -174,9 +174,11 @@ def test_a_microbatch_sends_what_the_costs_say_and_nothing_over_data(case, index
     # Keys and values go to all other parts of their sequences; in the backward, gradients too.
     passed = costs.key_value_numbers(case.model, shape.tensor) * shape.num_blocks
     passed *= costs.stage_tokens(case.model, shape) * (shape.context - 1)
-    assert forward["collective-permute", (Axis.CONTEXT,)] == 4 * passed
-    assert backward["collective-permute", (Axis.CONTEXT,)] == 8 * passed
-    del backward["collective-permute", (Axis.CONTEXT,)]
+    moved = (shape.context > 1) * costs.stage_tokens(case.model, shape) * case.model.width
+    # Each has one boundary. On two devices, one run of each stays where it is.
+    for total, numbers in ((forward, passed + moved), (backward, 2 * passed + moved)):
+        permuted = [total.pop(("collective-permute", axes), 0) for axes in ((Axis.CONTEXT,), ())]
+        assert sum(permuted) == 4 * numbers
     reductions = ("all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
     reduced = costs.reduced_numbers(case.model, shape) if parts else 0
     assert sum(backward[kind, parts] for kind in reductions) == 4 * reduced

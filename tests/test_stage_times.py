@@ -108,8 +108,8 @@ def test_context_worked_by_hand():
     assert whole.forward_context_s == whole.backward_context_s == 0.0
     fsdp = stage_times(MODEL, shape_of(fsdp=2, sequences=5), [DEVICE], None, None, PAIR)
     assert cut.forward_fsdp_s == fsdp.forward_fsdp_s
-    # Half the tokens; of its 2 pairs of a sequence the last device computes (0.5625 + 1) / 2.
-    attention_s = 5 * 16 / 1e6 * (2 * 0.5625 - 0.5625 - 1) / 2 * 2
+    # Each of the two computes 0.5625 of its own pairs, and half of those with the other.
+    attention_s = 5 * 16 / 1e6 * (2 * 0.5625 - 0.5625 - 1 / 2)
     assert whole.forward_s - 2 * cut.forward_s == pytest.approx(3 * attention_s)
     assert cut.update_s == whole.update_s / 2
     whole_s = cut.forward_s + cut.forward_fsdp_s + cut.forward_context_s
