@@ -23,8 +23,9 @@ class Shards:
 
     def spec(self, dims: str) -> P:
         """
-        >>> tuple(Shards(None, (("B", ("a", "b")), ("H", ("tensor",)))).spec("BLHK"))
-        (('a', 'b'), None, ('tensor',), None)
+        >>> shards = Shards(None, (("B", ("context", "fsdp")), ("H", ("tensor",))))
+        >>> shards.spec("BLHK") == P(("context", "fsdp"), None, "tensor", None)
+        True
         """
         axes_of = dict(self.axes_of)
         return P(*(axes_of.get(dim) or None for dim in dims))

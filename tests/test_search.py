@@ -446,7 +446,7 @@ class Annealer:
     def run(self, num_tried):
         """The least seconds of all that were tried."""
         name = next(iter(self.counts))
-        plan = (name,), (((1, 1, 1), 1),), self.even(1), 1, "full", ("1f1b", 1, ())
+        plan = (name,), (((1, 1, 1, 1), 1),), self.even(1), 1, "full", ("1f1b", 1, ())
         now_s = best_s = self.seconds(plan)
         for i in range(num_tried):
             changed = self.change(plan)
