@@ -227,7 +227,12 @@ def all_gather_s(num_bytes: Any, group: Group | Groups | None) -> Any:
 
 
 def permute_s(num_bytes: Any, group: Group | Groups | None) -> Any:
-    """Seconds in which each device sends so many bytes to another one; 0.0 for one device."""
+    """Seconds in which each device sends so many bytes to another one; 0.0 for one device.
+
+    >>> link = Link(fabric="nvlink", bandwidth_bytes_per_s=25e9, latency_s=0.0)
+    >>> round(permute_s(1e9, Group(size=8, nodes=1, inside=link, between=None)), 3)
+    0.04
+    """
     if group is None or (isinstance(group, Group) and group.size == 1):
         return 0.0
     own = group.reached("all_gather")

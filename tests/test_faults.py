@@ -101,7 +101,6 @@ EACH = [
     ("coordinator", "starting"),
     ("other of its stage", "compiling"),
     ("other stage", "first_step"),
-    ("coordinator", "middle"),
     ("other of its stage", "writing"),
     ("launcher", "middle"),
 ]

@@ -112,6 +112,17 @@ def test_context_worked_by_hand():
     attention_s = 5 * 16 / 1e6 * (2 * 0.5625 - 0.5625 - 1 / 2)
     assert whole.forward_s - 2 * cut.forward_s == pytest.approx(3 * attention_s)
     assert cut.update_s == whole.update_s / 2
+    middle = stage_times(
+        MODEL,
+        shape_of(context=2, sequences=5, is_first=False, is_last=False),
+        [DEVICE],
+        data=None,
+        tensor=None,
+        context=PAIR,
+    )
+    boundary_s = network.START_S + 3.0 + 5 * 2 * 4 / 100  # of the 5 tokens on a device
+    more_s = middle.forward_context_s - cut.forward_context_s
+    assert more_s == pytest.approx(2 * boundary_s)
     whole_s = cut.forward_s + cut.forward_fsdp_s + cut.forward_context_s
     assert cut.whole_forward_s == pytest.approx(whole_s)
 
