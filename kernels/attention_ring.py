@@ -114,14 +114,14 @@ def _whole(rule: Rule) -> Rule:
 
 
 def _pass_on(arrays: Any, axis: str) -> Any:
-    """To the next device of the ring, from the one before."""
+    """To the next device of the ring; what comes back is from the one before."""
     size = jax.lax.axis_size(axis)
     ahead = [(i, (i + 1) % size) for i in range(size)]
     return jax.tree.map(lambda x: jax.lax.ppermute(x, axis, ahead), arrays)
 
 
 def _halves(x: jax.Array, dim: int = 1) -> list[jax.Array]:
-    """Of each run."""
+    """The two runs of a part; of one with its tokens in a row, what will be in two runs."""
     return jnp.split(x, 2, axis=dim)
 
 

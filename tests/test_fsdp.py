@@ -175,7 +175,7 @@ def test_a_microbatch_sends_what_the_costs_say_and_nothing_over_data(case, index
     passed = costs.key_value_numbers(case.model, shape.tensor) * shape.num_blocks
     passed *= costs.stage_tokens(case.model, shape) * (shape.context - 1)
     moved = (shape.context > 1) * costs.stage_tokens(case.model, shape) * case.model.width
-    # Each has one boundary. On two devices, one run of each stays where it is.
+    # Each has one boundary. Runs that stay where they are send to themselves.
     for total, numbers in ((forward, passed + moved), (backward, 2 * passed + moved)):
         permuted = [total.pop(("collective-permute", axes), 0) for axes in ((Axis.CONTEXT,), ())]
         assert sum(permuted) == 4 * numbers
