@@ -104,17 +104,12 @@ class Kernels:
         has = lambda *axes: tuple(axis.value for axis in axes if axis in self.mesh.shape)
         heads = has(Axis.TENSOR)
         axes_of = (("B", has(Axis.CONTEXT, Axis.FSDP)), ("H", heads), ("G", heads))
-        return Shards(self.mesh, axes_of)
+        return Shards(self.mesh, axes_of, Axis.CONTEXT.value if self.context > 1 else None)
 
     @property
     def context(self) -> int:
         """Devices that share each sequence."""
         return self._size(Axis.CONTEXT)
-
-    @property
-    def ring(self) -> str | None:
-        """The axis over which sequences are cut, if one does."""
-        return Axis.CONTEXT.value if self.context > 1 else None
 
     def logit_chunks(self, x_BLD: jax.Array, vocab_size: int) -> int:
         """Chunks in which the logits of a replica's sequences are computed; 1: all at once."""
@@ -155,20 +150,18 @@ def to_parts(x_BL: jax.Array, kernels: Kernels) -> jax.Array:
     First the parts of the first device. Each has two runs of tokens (`attention_ring`). XLA could
     not merge B with an L that is cut: so a part is a sequence of its own.
     """
-    if kernels.ring is None:
+    if kernels.context == 1:
         return x_BL
-    assert kernels.shards is not None, "a ring is on a mesh"
     count, (B, L, *rest) = kernels.context, x_BL.shape
     x_CBl = x_BL.reshape(B, count, L // count, *rest).swapaxes(0, 1)
-    return to_runs(kernels.shards, kernels.ring, x_CBl.reshape(count * B, -1, *rest))
+    return to_runs(kernels.shards, x_CBl.reshape(count * B, -1, *rest))
 
 
 def from_parts(x_Bl: jax.Array, kernels: Kernels) -> jax.Array:
     """The opposite of `to_parts`."""
-    if kernels.ring is None:
+    if kernels.context == 1:
         return x_Bl
-    assert kernels.shards is not None, "a ring is on a mesh"
-    x_Bl = from_runs(kernels.shards, kernels.ring, x_Bl)
+    x_Bl = from_runs(kernels.shards, x_Bl)
     count, (B, L, *rest) = kernels.context, x_Bl.shape
     x_CBl = x_Bl.reshape(count, B // count, L, *rest)
     return x_CBl.swapaxes(0, 1).reshape(B // count, -1, *rest)
@@ -176,7 +169,7 @@ def from_parts(x_Bl: jax.Array, kernels: Kernels) -> jax.Array:
 
 def token_positions(num_sequences: int, length: int, kernels: Kernels) -> jax.Array:
     """Of the tokens of sequences: [L]; of their parts, [B, L]."""
-    if kernels.ring is None:
+    if kernels.context == 1:
         return jnp.arange(length)
     count = kernels.context
     size = length // (2 * count)
@@ -207,7 +200,7 @@ def attention(
 ) -> jax.Array:
     """Causal attention, inside each document where segments tell them apart; [B, L, H, K].
 
-    Where `kernels` have a ring, B counts the parts of sequences, as `to_parts` gives them.
+    Where devices share sequences, B counts the parts of sequences, as `to_parts` gives them.
     """
     segments = None if segment_BL is None else (segment_BL, segment_BL)
     refusals = {
@@ -227,13 +220,12 @@ def attention(
             return attention_pallas(
                 *args,
                 shards=kernels.shards,
-                ring=kernels.ring,
                 backend=backend,
                 device_kind=kernels.device.device_kind,
                 interpret=kernels.interpret,
             )[0]
-    if kernels.ring:
-        how = How(CAUSAL, REFERENCE, kernels.shards, kernels.ring)
+    if kernels.context > 1:
+        how = How(CAUSAL, REFERENCE, kernels.shards)
         return attention_on(how, q_BLHK, k_BLGK, v_BLGK, segments)[0]
     return attention_reference(q_BLHK, k_BLGK, v_BLGK, segments)[0]
 
@@ -338,7 +330,7 @@ def _cudnn_refuses(kernels: Kernels, q: jax.Array, segment: jax.Array | None) ->
         return f"{q.dtype}: supported are bfloat16, float16"
     if q.shape[-1] > 128 or q.shape[-1] % 8:
         return f"heads {q.shape[-1]} wide: supported are multiples of 8 up to 128"
-    if kernels.ring:
+    if kernels.context > 1:
         return "sequences that several devices share: supported are whole ones"
     return None if segment is None else "documents: supported is attention to all that came before"
 

@@ -230,7 +230,7 @@ class Stage:
         x_BLD = None if x_BLD is None else ops.to_parts(x_BLD, kernels)
         sequences = self.microbatch // self.num_replicas
         position_L = ops.token_positions(sequences, self.model.context_length, kernels)
-        if kernels.ring is not None:
+        if kernels.context > 1:
             position_L = self._cut_sequences(position_L)
         segment_BL = batch.get("segment_BL")
         for layer in self.layers:

@@ -39,7 +39,6 @@ def attention_pallas(
     rule: Rule = CAUSAL,
     *,
     shards: Shards | None = None,
-    ring: str | None = None,
     backend: Backend = "triton",
     tiles: Kernels | None = None,
     device_kind: str = "",
@@ -49,7 +48,6 @@ def attention_pallas(
 
     Args:
       shards: how B, H and G are cut over the devices of a mesh; None: all is on one device.
-      ring: as `attention_ring` has it; None: each sequence is on one device.
       backend: mosaic needs a Hopper GPU.
       tiles: how the backend's kernels cut their work; None takes what is known to be good.
       device_kind: of the devices, to know what was measured on such.
@@ -71,7 +69,7 @@ def attention_pallas(
             tiles = _tiles("triton", q_BLHK, k_BMGK, device_kind)
             backward = (attention_triton.backward, tiles)
     local = Local(_bound(*forward, interpret), _bound(*backward, interpret))
-    return attention_on(How(rule, local, shards, ring), q_BLHK, k_BMGK, v_BMGK, segments)
+    return attention_on(How(rule, local, shards), q_BLHK, k_BMGK, v_BMGK, segments)
 
 
 def _bound(function: Callable, tiles: Kernels, interpret: bool) -> Callable:

@@ -47,8 +47,11 @@ class How:
 
     rule: Rule
     local: Local
-    shards: Shards | None = None  # None: all is on one device
-    ring: str | None = None  # the axis, the first that cuts B, over which parts of sequences lie
+    shards: Shards | None  # None: all is on one device
+
+    @property
+    def ring(self) -> str | None:
+        return None if self.shards is None else self.shards.ring
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -255,27 +258,25 @@ def _from_runs(x_BL: jax.Array, axis: str) -> jax.Array:
     return jnp.concatenate(back, 1)
 
 
-def _moved(function: Callable, shards: Shards, ring: str, x_BL: jax.Array) -> jax.Array:
+def _moved(function: Callable, shards: Shards, x_BL: jax.Array) -> jax.Array:
     dims = "BL" + "." * (x_BL.ndim - 2)
-    return on_shards(lambda x: function(x, ring), shards, (dims,), dims)(x_BL)
+    return on_shards(lambda x: function(x, shards.ring), shards, (dims,), dims)(x_BL)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def to_runs(shards: Shards, ring: str, x_BL: jax.Array) -> jax.Array:
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def to_runs(shards: Shards, x_BL: jax.Array) -> jax.Array:
     """[B, L, ...] of parts with their tokens in a row, to parts of two runs."""
-    return _moved(_to_runs, shards, ring, x_BL)
+    return _moved(_to_runs, shards, x_BL)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def from_runs(shards: Shards, ring: str, x_BL: jax.Array) -> jax.Array:
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def from_runs(shards: Shards, x_BL: jax.Array) -> jax.Array:
     """The opposite of `to_runs`."""
-    return _moved(_from_runs, shards, ring, x_BL)
+    return _moved(_from_runs, shards, x_BL)
 
 
 # Their own gradients: JAX would sum over the axes that do not cut x.
-to_runs.defvjp(
-    lambda *args: (to_runs(*args), None), lambda shards, ring, _, dx: (from_runs(shards, ring, dx),)
-)
+to_runs.defvjp(lambda *args: (to_runs(*args), None), lambda shards, _, dx: (from_runs(shards, dx),))
 from_runs.defvjp(
-    lambda *args: (from_runs(*args), None), lambda shards, ring, _, dx: (to_runs(shards, ring, dx),)
+    lambda *args: (from_runs(*args), None), lambda shards, _, dx: (to_runs(shards, dx),)
 )

@@ -20,6 +20,7 @@ class Shards:
 
     mesh: Mesh
     axes_of: tuple[tuple[str, tuple[str, ...]], ...]  # ("B", ("fsdp",)), ...: dims by their letters
+    ring: str | None = None  # the first axis of B, where devices along it share sequences
 
     def spec(self, dims: str) -> P:
         """

@@ -283,15 +283,13 @@ def test_sequences_cut_over_a_ring(implementation, case):
     mesh = Mesh(devices.reshape(tuple(sizes.values())), tuple(sizes))
     has = lambda *axes: tuple(axis for axis in axes if axis in sizes)
     heads = has("tensor")
-    shards = Shards(mesh, (("B", has("context", "fsdp")), ("H", heads), ("G", heads)))
+    shards = Shards(mesh, (("B", has("context", "fsdp")), ("H", heads), ("G", heads)), "context")
 
     def attention(q, k, v, segments, rule):
         if implementation == "triton":
-            kernel = functools.partial(IMPLEMENTATIONS["triton"], shards=shards, ring="context")
+            kernel = functools.partial(IMPLEMENTATIONS["triton"], shards=shards)
         else:
-            kernel = lambda *args: attention_on(
-                How(args[4], REFERENCE, shards, "context"), *args[:4]
-            )
+            kernel = lambda *args: attention_on(How(args[4], REFERENCE, shards), *args[:4])
         out, log_sum = kernel(*jax.tree.map(cut, (q, k, v, segments)), rule)
         return join(out), join(log_sum.swapaxes(1, 2)).swapaxes(1, 2)
 
@@ -309,13 +307,13 @@ def test_sequences_cut_over_a_ring(implementation, case):
     check(attention, inputs(48, 48, 4, 2, 16), segments, rule)
     q, *_ = inputs(48, 48, 4, 2, 16)
     in_row = jnp.concatenate(jnp.split(q, count, axis=1), axis=0)
-    np.testing.assert_array_equal(to_runs(shards, "context", in_row), cut(q))
-    np.testing.assert_array_equal(from_runs(shards, "context", cut(q)), in_row)
+    np.testing.assert_array_equal(to_runs(shards, in_row), cut(q))
+    np.testing.assert_array_equal(from_runs(shards, cut(q)), in_row)
 
 
 def test_a_ring_refuses_windows():
     mesh = Mesh(np.array(jax.devices()[:2]), ("context",))
-    how = How(Rule(window=3), REFERENCE, Shards(mesh, (("B", ("context",)),)), "context")
+    how = How(Rule(window=3), REFERENCE, Shards(mesh, (("B", ("context",)),), "context"))
     with pytest.raises(ValueError, match="a causal rule without window, not Rule"):
         attention_on(how, *inputs(4, 4, 1, 1, 16), None)
 
@@ -442,8 +440,8 @@ def test_every_configuration_lowers_for_cuda(backend, dtype, head_width, rule):
 
 def test_a_ring_of_kernels_is_lowered_for_a_gpu():
     mesh = Mesh(np.array(jax.devices()[:2]), ("context",))
-    shards = Shards(mesh, (("B", ("context",)), ("H", ()), ("G", ())))
-    attention = functools.partial(attention_pallas, shards=shards, ring="context", backend="mosaic")
+    shards = Shards(mesh, (("B", ("context",)), ("H", ()), ("G", ())), "context")
+    attention = functools.partial(attention_pallas, shards=shards, backend="mosaic")
 
     def gradients(q, k, v):
         out, pullback = jax.vjp(lambda *args: attention(*args)[0], q, k, v)

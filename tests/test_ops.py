@@ -37,7 +37,6 @@ def test_the_config_chooses(monkeypatch):
     [options] = calls
     assert options == {
         "shards": None,
-        "ring": None,
         "backend": "triton",
         "device_kind": jax.devices()[0].device_kind,
         "interpret": True,
