@@ -27,7 +27,17 @@ from holmesjax.problem import (
     transfer_times,
 )
 from holmesjax.shortlist import Listed, Offers
-from holmesjax.variants import Kind, in_order, kinds, near_depths, orders_of, split, with_moves
+from holmesjax.variants import (
+    Around,
+    Kind,
+    every_depth,
+    in_order,
+    kinds,
+    near_depths,
+    orders_of,
+    split,
+    with_moves,
+)
 
 NUM_CANDIDATES = 32  # of the list that are tried
 NUM_SIMULATED = 8  # of those and their orders
@@ -293,41 +303,37 @@ class _Search:
     def _exhaust(self, passing: Pass, is_first: bool) -> bool:
         """Tries the cases of a pass that could be faster than the best; in two turns, all of them.
 
-        First those that could be with 1F1B, under every schedule; then the others' own. Returns
-        whether that was all that had to be tried.
+        First those with 1F1B and its like, then those with the other schedules. Returns whether
+        that was all that had to be tried.
         """
         is_all = True
-        allowed = list(kinds(self._problem, passing))
-        rest = [kind for kind in allowed if kind.name != "whole"]
-        for kind in [Kind("whole")] if is_first else rest:
-            tried = allowed if is_first else [kind]
+        for kind in kinds(self._problem, passing):
+            if (kind.name == "whole") != is_first:
+                continue
             waiting: dict[int, list[Case]] = {}
             for case in self._possible(passing, kind):
                 group = waiting.setdefault(len(case.layers), [])
                 group.append(case)
                 if len(group) == MAX_CASES:
-                    is_all &= self._try_all(group, passing, tried)
+                    is_all &= self._try_all(group, passing, kind)
                     group.clear()
             for group in waiting.values():
                 if group:
-                    is_all &= self._try_all(group, passing, tried)
+                    is_all &= self._try_all(group, passing, kind)
         return is_all
 
-    def _try_all(self, cases: Sequence[Case], passing: Pass, allowed: Sequence[Kind]) -> bool:
-        """Every schedule of these kinds; whether also every number in flight."""
+    def _try_all(self, cases: Sequence[Case], passing: Pass, kind: Kind) -> bool:
+        """Every schedule of a kind; whether also every number in flight."""
         p, m = len(cases[0].layers), passing.microbatches
         orders = {
-            order
-            for case in cases
-            for kind in allowed
-            for order in orders_of(self._problem, case, passing, kind)
+            order for case in cases for order in orders_of(self._problem, case, passing, kind)
         }
-        is_eager = any(order.schedule == "eager_1f1b" for order in orders)
-        is_all = not is_eager or m ** (p - 1) <= MAX_DEPTHS
-        if is_eager and is_all:
-            for extra in itertools.product(range(m), repeat=p - 1):
-                depth = tuple(min(m, p - stage + sum(extra[stage:])) for stage in range(p))
-                orders.add(Order("eager_1f1b", p, m, in_flight=depth))
+        is_all = True
+        if any(order.schedule == "eager_1f1b" for order in orders):
+            depths = list(itertools.islice(every_depth(p, m), MAX_DEPTHS + 1))
+            is_all = len(depths) <= MAX_DEPTHS
+            if is_all:
+                orders.update(Order("eager_1f1b", p, m, in_flight=depth) for depth in depths)
         for order in sorted(orders):
             self.try_cases([c for c in cases if min(c.layers) >= order.chunks], passing, order)
         return is_all
@@ -385,9 +391,9 @@ class _Search:
             yield Case(parts, fixed)
             return
         own_roles, last = roles(len(seats)), len(seats) - 1
+        ways_s = [*transfer_times(problem, Case(parts, ()), passing, chunks=1), [0.0, 0.0]]
 
-        def shares(stage: int, left: int, before_s: float) -> Iterator[tuple[int, ...]]:
-            """`before_s` is how long others work before this stage begins or after it ends."""
+        def shares(stage: int, left: int, around: Around) -> Iterator[tuple[int, ...]]:
             if stage > last:
                 yield ()
                 return
@@ -395,13 +401,16 @@ class _Search:
             most = left - least * (last - stage)
             for n in range(least if stage < last else max(left, least), most + 1):
                 self._spend(1)
-                if before_s + m * problem.microbatch_s(seat, passing, role, n) >= self.best_s:
+                if around.before + m * problem.microbatch_s(seat, passing, role, n) >= self.best_s:
                     return
-                around_s = kind.around_s(problem, seat, passing, role, n)
-                for rest in shares(stage + 1, left - n, before_s + around_s):
-                    yield (n, *rest)
+                least_s, left_to_next = kind.with_stage(
+                    problem, seat, passing, role, n, around, ways_s[stage]
+                )
+                if least_s < self.best_s:
+                    for rest in shares(stage + 1, left - n, left_to_next):
+                        yield (n, *rest)
 
-        for layers in shares(0, problem.num_layers, 0.0):
+        for layers in shares(0, problem.num_layers, Around()):
             yield Case(parts, layers)
 
 

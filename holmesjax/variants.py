@@ -96,6 +96,14 @@ def in_order(problem: Problem, listed: Listed) -> list[tuple[Part, ...]]:
         best = better
 
 
+class Around(NamedTuple):
+    """What the stages before one need of a step beside it, at least, in seconds."""
+
+    before: float = 0.0  # it begins
+    after: float = 0.0  # the last gradient of its input, to the end of theirs
+    update: float = 0.0  # behind all that
+
+
 class Kind(NamedTuple):
     """Schedules in which a stage waits alike for the ones before it."""
 
@@ -107,18 +115,46 @@ class Kind(NamedTuple):
             return True
         return num_stages > 1 and (self.name == "split" or microbatches % num_stages == 0)
 
-    def around_s(
-        self, problem: Problem, seat: Seat, passing: Pass, role: Role, layers: int
-    ) -> float:
-        """Seconds that a stage works, before the next has begun or after that has ended, at least.
+    def with_stage(
+        self,
+        problem: Problem,
+        seat: Seat,
+        passing: Pass,
+        role: Role,
+        layers: int,
+        around: Around,
+        ways_s: Sequence[float],
+    ) -> tuple[float, Around]:
+        """Seconds that no step with one more stage takes less than, and what the next is left.
 
-        The first microbatch comes from it, and the last goes back: of several chunks through the
-        first one. The next stage may end with gradients of weights, for which nobody waits.
+        The first microbatch comes through the stages before, and the last goes back through them:
+        of several chunks through the first one, which a stage begins and ends with. Nobody waits
+        for gradients of weights, where these are tasks of their own; one comes last. The link to
+        the next stage is a stage of its own.
+
+        Args:
+          around: what the stages before it leave.
+          ways_s: of a microbatch to the next stage, and of its gradient back.
         """
-        part = chunk_roles(role, self.chunks)[0]
-        own = split_chunks(layers, self.chunks)[0]
-        times = problem.seconds(seat, passing, part, own, is_split=False)
-        return times.forward + times.backward * (self.name != "split")
+        m, v, is_split = passing.microbatches, self.chunks, self.name == "split"
+        whole = problem.seconds(seat, passing, role, layers, is_split)
+        first, work_s = whole, m * (whole.forward + whole.backward)
+        if v > 1:
+            chunks = [
+                problem.seconds(seat, passing, part, own, is_split)
+                for part, own in zip(chunk_roles(role, v), split_chunks(layers, v), strict=True)
+            ]
+            first, work_s = chunks[0], m * sum(own.forward + own.backward for own in chunks)
+        weight_s = whole.weight if is_split else 0.0
+        before_s = max(around.before, whole.gather)
+        after_s = max(around.after, weight_s + whole.reduce)
+        update_s = max(around.update, whole.update)
+        stage_s = max(work_s + around.after, work_s + m * weight_s + whole.reduce)
+        link_s = first.forward + m * v * max(ways_s) + min(ways_s) + first.backward + after_s
+        least_s = before_s + max(stage_s, link_s) + update_s
+        before_s += first.forward + ways_s[0]
+        after_s += first.backward + ways_s[1]
+        return least_s, Around(before_s, after_s, update_s)
 
 
 def kinds(problem: Problem, passing: Pass) -> Iterator[Kind]:
@@ -188,3 +224,19 @@ def near_depths(order: Order) -> Iterator[Order]:
         depths = [min(max(n, p - i), m) for i, n in enumerate(depths)]
         if depths == sorted(depths, reverse=True):
             yield order._replace(in_flight=tuple(depths))
+
+
+def every_depth(num_stages: int, microbatches: int) -> Iterator[tuple[int, ...]]:
+    """In flight on each stage, all that eager 1F1B may have: never more towards the end.
+
+    The last stage has no use for more than one: nobody waits for its forwards.
+
+    >>> list(every_depth(2, 3))
+    [(2, 1), (3, 1)]
+    """
+    if num_stages == 1:
+        yield (1,)
+        return
+    for rest in every_depth(num_stages - 1, microbatches):
+        for depth in range(max(rest[0], min(num_stages, microbatches)), microbatches + 1):
+            yield (depth, *rest)

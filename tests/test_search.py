@@ -5,20 +5,21 @@ import functools
 import itertools
 import math
 import types
+from typing import NamedTuple
 
 import numpy as np
 import pytest
 
 from holmesjax import costs, memory
 from holmesjax.layouts import USABLE_MEMORY, divisors
-from holmesjax.mapper import Paths, place
+from holmesjax.mapper import Paths, arrangements
 from holmesjax.plan import Axis
 from holmesjax.planner import find, make_plan
 from holmesjax.problem import roles, split_chunks
 from holmesjax.schedule import Clock, max_in_flight, schedule, simulate
 from holmesjax.stage_times import stage_times
-from holmesjax.variants import Kind
-from tests.clusters import compositions, make_cluster, make_config, make_topology
+from holmesjax.variants import Around, Kind
+from tests.clusters import make_cluster, make_config, make_topology
 
 # ---- the clock -----------------------------------------------------------------------------------
 
@@ -76,70 +77,87 @@ def test_the_clock_says_of_many_cases_when_each_ends(name, p, m, v, in_flight):
 KINDS = {"zero_bubble": "split", "interleaved_1f1b": "interleaved"}
 
 
-def problem_of(forward_s, backward_s):
-    """Of stages that take so long for a layer; a seat is a number."""
-    seconds = lambda seat, passing, role, n, is_split: types.SimpleNamespace(
-        forward=n * forward_s[seat], backward=n * backward_s[seat]
-    )
+def problem_of(forward_s, inputs_s, weight_s, gather_s, reduce_s, update_s):
+    """Of stages that take so long, for a layer or for what comes once; seats are numbers."""
+
+    def seconds(seat, passing, role, n, is_split):
+        return types.SimpleNamespace(
+            forward=n * forward_s[seat],
+            backward=n * (inputs_s[seat] + weight_s[seat] * (not is_split)),
+            weight=n * weight_s[seat],
+            gather=gather_s[seat],
+            reduce=reduce_s[seat],
+            update=update_s[seat],
+        )
+
     return types.SimpleNamespace(seconds=seconds)
 
 
+def least_of(kind, problem, m, layers, ways_s):
+    """Seconds that the rule for a kind says no step takes less than."""
+    passing, around, least_s = types.SimpleNamespace(microbatches=m), Around(), []
+    stages = zip(roles(len(layers)), layers, [*ways_s, (0.0, 0.0)], strict=True)
+    for seat, (role, n, own_s) in enumerate(stages):
+        found_s, around = kind.with_stage(problem, seat, passing, role, n, around, own_s)
+        least_s.append(found_s)
+    return max(least_s)
+
+
 @pytest.mark.parametrize("name, p, m, v, in_flight", ORDERS)
-def test_a_stage_has_the_time_in_which_no_other_must_work(name, p, m, v, in_flight):
+@pytest.mark.parametrize("slow", ["stages", "links", "once"])
+def test_a_stage_has_the_time_in_which_no_other_must_work(name, p, m, v, in_flight, slow):
     """What the search leaves out for taking too long could not have been faster."""
     tasks = schedule(name, p, m, num_chunks=v, in_flight=in_flight)
     kind, whole = Kind(KINDS.get(name, "whole"), v), Kind("whole")
-    rng, is_over = np.random.default_rng(0), []
+    rng, shares, is_over = np.random.default_rng(0), [], []
     for _ in range(200):
         layers = rng.integers(v, 4 * v, p)
         forward_s, inputs_s, weight_s = rng.uniform(0.0, 1.0, (3, p))
-        backward_s = inputs_s + weight_s
-        problem = problem_of(forward_s, backward_s)
+        ready_s, reduce_s, update_s = rng.uniform(0.0, 20.0 if slow == "once" else 0.1, (3, p))
+        num_links = p - (v == 1)
+        ways_s = rng.uniform(0.0, 10.0 if slow == "links" else 0.1, (num_links, 2))
+        once_s = ready_s, reduce_s, update_s
+        problem = problem_of(forward_s, inputs_s, weight_s, *once_s)
         virtual = [(s, split_chunks(layers[s], v)[c]) for c in range(v) for s in range(p)]
-        first_s = inputs_s if name == "zero_bubble" else backward_s
+        first_s = inputs_s if name == "zero_bubble" else inputs_s + weight_s
         simulation = simulate(
             tasks,
             [n * forward_s[s] for s, n in virtual],
             [n * first_s[s] for s, n in virtual],
-            [(0.0, 0.0)] * (p - (v == 1)),
+            [*map(tuple, ways_s)],
             weight_s=[n * weight_s[s] for s, n in virtual],
+            ready_s=[*ready_s],
         )
-        step_s = max(simulation.finish_s(s) for s in range(p)) * (1 + 1e-9)
-        before_s = dict.fromkeys((kind, whole), 0.0)
-        for s, role in enumerate(roles(p)):
-            own_s = m * layers[s] * (forward_s + backward_s)[s]
-            assert before_s[kind] + own_s <= step_s
-            is_over.append(before_s[whole] + own_s > step_s)
-            for other in before_s:
-                before_s[other] += other.around_s(problem, s, None, role, layers[s])
-    assert any(is_over) == (kind.name != "whole")  # what is true of 1F1B is not of the others
+        step_s = max(simulation.finish_s(s) + reduce_s[s] for s in range(p)) + max(update_s)
+        shares.append(least_of(kind, problem, m, layers, ways_s[: p - 1]) / step_s)
+        is_over.append(least_of(whole, problem, m, layers, ways_s[: p - 1]) > step_s * (1 + 1e-9))
+    assert max(shares) <= 1 + 1e-9
+    assert np.median(shares) > 0.5  # it says something
+    if kind.name != "whole" and slow == "stages":
+        assert any(is_over)  # what is true of 1F1B is not of the others
 
 
 # ---- every plan there is -------------------------------------------------------------------------
 
 
-def every_depth(p, m):
+def every_depth(p, m, most_at_end):
     """In flight on the stages of eager 1F1B: never fewer than 1F1B, never more towards the end."""
-    for depth in itertools.product(*(range(min(p - s, m), m + 1) for s in range(p))):
+    ranges = [range(min(p - s, m), m + 1) for s in range(p - 1)]
+    for depth in itertools.product(*ranges, range(1, most_at_end + 1)):
         steps = [a - b for a, b in itertools.pairwise([*depth])]
         if all(step >= 0 for step in steps):
             yield depth
 
 
 def every_schedule(config, p, m, policy):
-    """(name, chunks, in flight) of all that the config allows."""
+    """(name, chunks) of those that the config allows."""
     wanted = config.parallel.schedule
-    if wanted in (None, "1f1b"):
-        yield "1f1b", 1, ()
-    if wanted in (None, "gpipe"):
-        yield "gpipe", 1, ()
-    if wanted in (None, "eager_1f1b"):
-        yield from (("eager_1f1b", 1, depth) for depth in every_depth(p, m))
-    if wanted in (None, "zero_bubble") and policy == "none" and p > 1:
-        yield "zero_bubble", 1, ()
+    for name in ("1f1b", "gpipe", "eager_1f1b", "zero_bubble"):
+        if wanted in (None, name) and (name != "zero_bubble" or (policy == "none" and p > 1)):
+            yield name, 1
     if wanted in (None, "interleaved_1f1b") and p > 1 and m % p == 0:
         for chunks in [config.parallel.chunks] if config.parallel.chunks else (2, 3, 4, 6, 8):
-            yield "interleaved_1f1b", chunks, ()
+            yield "interleaved_1f1b", chunks
 
 
 def every_mesh(config, num_devices, m):
@@ -166,26 +184,56 @@ def chunk_sizes(n, v):
     return [n // v + (c < n % v) for c in range(v)]
 
 
-def definition(config, topology):
-    """Seconds of a step of any plan, worked out by itself; for clusters with one node each.
+class Seat(NamedTuple):
+    """Where a stage is."""
 
-    Of its stages (cluster and mesh of each), layers, microbatches, checkpointing, and schedule.
-    """
-    model, batch = config.model, config.train.global_batch
-    dtype = config.train.compute_dtype
-    assert all(len(c.nodes) == 1 for c in topology.clusters), "one node each"
-    node = {c.name: c.nodes[0] for c in topology.clusters}
+    nodes: tuple[str, ...]  # equal parts of its devices on each
+    mesh: tuple[int, int, int, int]
+    axes: int = 0  # which order of them
 
-    @functools.cache
-    def groups(cluster, mesh):
+
+class Definition:
+    """Seconds of a step of any plan, worked out by itself; for clusters of equal nodes."""
+
+    def __init__(self, config, topology):
+        self.config, self.topology = config, topology
+        self.groups = functools.cache(self._groups)
+        self.times = functools.cache(self._times)
+        self.way_s = functools.cache(self._way_s)
+
+    def seats(self, cluster, mesh, axes, k):
+        """Of so many stages: runs of whole nodes, where these have the devices; else of devices."""
+        nodes, size = [node.name for node in cluster.nodes], math.prod(mesh)
+        in_each, each = cluster.nodes[0].num_devices, len(nodes) // k
+        if each * in_each >= size:
+            count = math.ceil(size / in_each)
+            return [Seat(tuple(nodes[i * each :][:count]), mesh, axes) for i in range(k)]
+        share = len(nodes) * in_each // k
+        ends = [(i * share // in_each, (i * share + size - 1) // in_each) for i in range(k)]
+        assert all(first == last for first, last in ends), "a stage on parts of two nodes"
+        return [Seat((nodes[node],), mesh, axes) for node, _ in ends]
+
+    def arrangements(self, nodes, mesh):
         axes = Axis.DATA, Axis.FSDP, Axis.TENSOR, Axis.CONTEXT
-        sizes = dict(zip(axes, mesh, strict=True))
-        paths = Paths.between(topology, [node[cluster].name])
-        devices = {node[cluster].name: tuple(range(math.prod(mesh)))}
-        return place(paths, devices, sizes, dict.fromkeys(sizes, 1.0)).groups
+        paths = Paths.between(self.topology, nodes)
+        devices = {name: tuple(range(math.prod(mesh) // len(nodes))) for name in nodes}
+        return arrangements(paths, devices, dict(zip(axes, mesh, strict=True)))
 
-    def shape(mesh, m, policy, n, first, last, **held):
+    def every_part(self, cluster, m):
+        """(mesh, order of its axes, number of stages with it)."""
+        num_devices = sum(node.num_devices for node in cluster.nodes)
+        for mesh in every_mesh(self.config, num_devices, m):
+            for k in range(1, num_devices // math.prod(mesh) + 1):
+                nodes = self.seats(cluster, mesh, 0, k)[0].nodes
+                number = len(self.arrangements(nodes, mesh)) if len(nodes) > 1 else 1
+                yield from ((mesh, axes, k) for axes in range(number))
+
+    def _groups(self, seat):
+        return self.arrangements(seat.nodes, seat.mesh)[seat.axes].groups
+
+    def shape(self, mesh, m, policy, n, first, last, **held):
         data, fsdp, tensor, context = mesh
+        train = self.config.train
         return costs.StageShape(
             num_blocks=n,
             is_first=first,
@@ -194,66 +242,74 @@ def definition(config, topology):
             tensor=tensor,
             fsdp=fsdp,
             context=context,
-            sequences=batch // (m * data * fsdp),
-            dtype=dtype,
+            sequences=train.global_batch // (m * data * fsdp),
+            dtype=train.compute_dtype,
             checkpointing=policy,
             **{"chunks": 1, "in_flight": 1, "head_in_flight": 1, **held},
         )
 
-    @functools.cache
-    def times(cluster, mesh, m, policy, n, first, last):
-        found = groups(cluster, mesh)
+    def _times(self, seat, m, policy, n, first, last):
+        found = self.groups(seat)
         return stage_times(
-            model,
-            shape(mesh, m, policy, n, first, last),
-            [node[cluster].device],
+            self.config.model,
+            self.shape(seat.mesh, m, policy, n, first, last),
+            [self.topology.node(seat.nodes[0]).device],
             data=found.get(Axis.DATA),
             tensor=found.get(Axis.TENSOR),
             fsdp=found.get(Axis.FSDP),
             context=found.get(Axis.CONTEXT),
         )
 
-    def way_s(a, b, m):
-        if a == b:
-            link = node[a].device.link
-            link = topology.effective_link(node[a].name, node[a].name)
-        else:
-            link = topology.effective_link(node[a].name, node[b].name)
-        num_tokens = batch // m * model.context_length
-        return link.time_s(costs.boundary_bytes(model, num_tokens, dtype))
+    def _way_s(self, source, target, m):
+        """From one stage's nodes to another's: each of the smaller sends or receives its part."""
+        links = [self.topology.effective_link(a, b) for a in source for b in target]
+        model, train = self.config.model, self.config.train
+        num_tokens = train.global_batch // m * model.context_length
+        num_bytes = costs.boundary_bytes(model, num_tokens, train.compute_dtype)
+        share = num_bytes / min(len(source), len(target))
+        return max(link.time_s(share) for link in links)
 
-    def step_s(stages, layers, m, policy, name, v, in_flight):
+    def chunk_times(self, stages, layers, m, policy, v):
+        """Of each stage, those of its chunks."""
+        p = len(stages)
+        return [
+            [
+                self.times(seat, m, policy, own, s + c == 0, s == p - 1 and c == v - 1)
+                for c, own in enumerate(chunk_sizes(n, v))
+            ]
+            for s, (seat, n) in enumerate(zip(stages, layers, strict=True))
+        ]
+
+    def step_s(self, stages, layers, m, policy, name, v, in_flight):
         p = len(stages)
         tasks = schedule(name, p, m, num_chunks=v, in_flight=in_flight)
         ends = [(s == 0, s == p - 1) for s in range(p)]
-        for (cluster, mesh), n, own, (first, last) in zip(stages, layers, tasks, ends, strict=True):
+        for seat, n, own, (first, last) in zip(stages, layers, tasks, ends, strict=True):
             held = {
                 "chunks": v,
                 "in_flight": max_in_flight(own, [c / n for c in chunk_sizes(n, v)]),
                 "head_in_flight": max_in_flight(own, [0] * (v - 1) + [1]),
             }
-            items = memory.stage_memory_bytes(model, shape(mesh, m, policy, n, first, last, **held))
-            if sum(items.values()) > USABLE_MEMORY * node[cluster].device.memory_bytes:
+            shape = self.shape(seat.mesh, m, policy, n, first, last, **held)
+            items = memory.stage_memory_bytes(self.config.model, shape)
+            device = self.topology.node(seat.nodes[0]).device
+            if sum(items.values()) > USABLE_MEMORY * device.memory_bytes:
                 return math.inf
-        virtual = [
-            times(*stages[s], m, policy, chunk_sizes(layers[s], v)[c], s + c == 0,
-                  s == p - 1 and c == v - 1)
-            for c in range(v)
-            for s in range(p)
-        ]  # fmt: skip
+        of_stages = self.chunk_times(stages, layers, m, policy, v)
+        virtual = [of_stages[s][c] for c in range(v) for s in range(p)]
         pairs = [*itertools.pairwise(stages)] + ([(stages[-1], stages[0])] if v > 1 else [])
         # The first stage sends while it computes, but not from within a loop over microbatches; so
         # does W, which ends a split backward.
         sends_within = lambda s: s == 0 and (p > 1 or m == 1)
         whole = [
-            times(*stage, m, policy, n, *end)
-            for stage, n, end in zip(stages, layers, ends, strict=True)
+            self.times(seat, m, policy, n, *end)
+            for seat, n, end in zip(stages, layers, ends, strict=True)
         ]
         simulation = simulate(
             tasks,
             [t.whole_forward_s for t in virtual],
             [t.whole_backward_s - (name == "zero_bubble") * t.weight_s for t in virtual],
-            [(way_s(a[0], b[0], m), way_s(b[0], a[0], m)) for a, b in pairs],
+            [(self.way_s(a.nodes, b.nodes, m), self.way_s(b.nodes, a.nodes, m)) for a, b in pairs],
             weight_s=[t.weight_s for t in virtual],
             ready_s=[
                 t.exposed_gather_s if sends_within(s) else t.gather_s for s, t in enumerate(whole)
@@ -267,49 +323,86 @@ def definition(config, topology):
         reduced_s = max(simulation.finish_s(s) + reduce_s[s] for s in range(p))
         return reduced_s + max(t.update_s for t in whole)
 
-    return step_s
+    def splits(self, stages, m, policy, name, v, limit_s):
+        """Layers of each stage, but for what must take longer than the limit.
+
+        While a stage does all its work, the first microbatch has come to it through the others'
+        first chunks, and the last has yet to go back through them: its gradients of inputs, for
+        which `zero_bubble` need not wait.
+        """
+        p, num_layers = len(stages), self.config.model.num_layers
+        ways_s = [
+            self.way_s(a.nodes, b.nodes, m)
+            + (name != "zero_bubble") * self.way_s(b.nodes, a.nodes, m)
+            for a, b in itertools.pairwise(stages)
+        ]
+
+        def rest(s, left, others_s):
+            if s == p:
+                if left == 0:
+                    yield ()
+                return
+            for n in range(v, left - v * (p - 1 - s) + 1):
+                own = [
+                    self.times(stages[s], m, policy, c, s + i == 0, s == p - 1 and i == v - 1)
+                    for i, c in enumerate(chunk_sizes(n, v))
+                ]
+                work_s = sum(t.whole_forward_s + t.whole_backward_s for t in own)
+                if others_s + m * work_s > limit_s:
+                    return
+                around_s = own[0].whole_forward_s + sum(ways_s[s : s + 1])
+                if name != "zero_bubble":
+                    around_s += own[0].whole_backward_s
+                yield from ((n, *more) for more in rest(s + 1, left - n, others_s + around_s))
+
+        yield from rest(0, num_layers, 0.0)
 
 
-def device_counts(topology):
-    return {c.name: sum(n.num_devices for n in c.nodes) for c in topology.clusters}
+def least_step_s(config, topology, limit_s=math.inf, most_at_end=None):
+    """One plan after the other, but for those that must take longer than the limit.
 
-
-def every_part(config, num_devices, m):
-    """(mesh, number of stages with it) of a cluster."""
-    return [
-        (mesh, k)
-        for mesh in every_mesh(config, num_devices, m)
-        for k in range(1, num_devices // math.prod(mesh) + 1)
-    ]
-
-
-def least_step_s(config, topology):
-    """One plan after the other."""
+    Args:
+      most_at_end: of eager 1F1B, how many microbatches are tried in flight on the last stage, for
+        whose forwards nobody waits. Any number, if not given.
+    """
     model, parallel, batch = config.model, config.parallel, config.train.global_batch
-    step_s, counts = definition(config, topology), device_counts(topology)
+    definition = Definition(config, topology)
     best_s, num_tried = math.inf, 0
     policies = [parallel.activation_checkpointing or ("none", "dots", "full")]
     policies = policies[0] if isinstance(policies[0], tuple) else policies
     for policy, m in itertools.product(policies, divisors(batch)):
         if parallel.microbatches not in (None, m):
             continue
-        options = {name: every_part(config, count, m) for name, count in counts.items()}
-        for number in range(1, len(counts) + 1):
-            for used in itertools.permutations(counts, number):
+        options = {}
+        for cluster in topology.clusters:
+            options[cluster.name] = own = []
+            for mesh, axes, k in definition.every_part(cluster, m):
+                seats = definition.seats(cluster, mesh, axes, k)
+                most = 0  # layers of a stage that takes no longer than the limit
+                while most < model.num_layers:
+                    t = definition.times(seats[0], m, policy, most + 1, False, False)
+                    if m * (t.whole_forward_s + t.whole_backward_s) > limit_s:
+                        break
+                    most += 1
+                if most:
+                    own.append((seats, most * k))
+        for number in range(1, len(options) + 1):
+            for used in itertools.permutations(options, number):
                 for chosen in itertools.product(*(options[name] for name in used)):
-                    stages = [
-                        (name, mesh)
-                        for name, (mesh, k) in zip(used, chosen, strict=True)
-                        for _ in range(k)
-                    ]
+                    if sum(most for _, most in chosen) < model.num_layers:
+                        continue
+                    stages = [seat for seats, _ in chosen for seat in seats]
                     p = len(stages)
                     if p > model.num_layers or parallel.stages not in (None, p):
                         continue
-                    for name, v, depth in every_schedule(config, p, m, policy):
-                        for layers in compositions(model.num_layers, p):
-                            if min(layers) >= v:
+                    for name, v in every_schedule(config, p, m, policy):
+                        for layers in definition.splits(stages, m, policy, name, v, limit_s):
+                            is_eager = name == "eager_1f1b"
+                            depths = every_depth(p, m, most_at_end or m) if is_eager else [()]
+                            for depth in depths:
                                 num_tried += 1
-                                found_s = step_s(stages, layers, m, policy, name, v, depth)
+                                order = name, v, depth
+                                found_s = definition.step_s(stages, layers, m, policy, *order)
                                 best_s = min(best_s, found_s)
     return best_s, num_tried
 
@@ -375,11 +468,12 @@ class Annealer:
     """
 
     def __init__(self, config, topology, seed):
-        self.config, self.counts = config, device_counts(topology)
-        self.step_s = definition(config, topology)
+        self.config = config
+        self.definition = Definition(config, topology)
+        self.clusters = {cluster.name: cluster for cluster in topology.clusters}
         self.rng = np.random.default_rng(seed)
         self.parts = functools.cache(
-            lambda name, m: every_part(config, self.counts[name], m) or [None]
+            lambda name, m: [*self.definition.every_part(self.clusters[name], m)] or [None]
         )
 
     def pick(self, options):
@@ -411,7 +505,7 @@ class Annealer:
         used, parts, layers, m, policy, order = plan
         what = self.pick(("used", "parts", "layers", "layers", "m", "policy", "order", "order"))
         if what == "used":
-            names = list(self.rng.permutation(list(self.counts)))
+            names = list(self.rng.permutation(list(self.clusters)))
             used = tuple(map(str, names[: self.rng.integers(1, len(names) + 1)]))
         if what == "m":
             m = self.pick(divisors(self.config.train.global_batch))
@@ -422,7 +516,7 @@ class Annealer:
         if what == "parts":
             i = self.rng.integers(len(used))
             parts = (*parts[:i], self.pick(self.parts(used[i], m)), *parts[i + 1 :])
-        p = sum(part[1] for part in parts if part)
+        p = sum(part[-1] for part in parts if part)
         if None in parts or p > self.config.model.num_layers:
             return None
         if p != len(layers):
@@ -435,18 +529,18 @@ class Annealer:
         return None if min(layers) < order[1] else (used, parts, layers, m, policy, order)
 
     def seconds(self, plan):
-        used, parts, layers, m, policy, (name, v, depth) = plan
+        used, parts, layers, m, policy, order = plan
         stages = [
-            (cluster, mesh)
-            for cluster, (mesh, k) in zip(used, parts, strict=True)
-            for _ in range(k)
+            seat
+            for name, part in zip(used, parts, strict=True)
+            for seat in self.definition.seats(self.clusters[name], *part)
         ]
-        return self.step_s(stages, layers, m, policy, name, v, depth)
+        return self.definition.step_s(stages, layers, m, policy, *order)
 
     def run(self, num_tried):
         """The least seconds of all that were tried."""
-        name = next(iter(self.counts))
-        plan = (name,), (((1, 1, 1, 1), 1),), self.even(1), 1, "full", ("1f1b", 1, ())
+        name = next(iter(self.clusters))
+        plan = (name,), (((1, 1, 1, 1), 0, 1),), self.even(1), 1, "full", ("1f1b", 1, ())
         now_s = best_s = self.seconds(plan)
         for i in range(num_tried):
             changed = self.change(plan)
