@@ -416,6 +416,14 @@ def one_node_clusters(*speeds, devices=4, memory_gib=80.0, ethernet_bytes_per_s=
     return make_topology(*clusters, ethernet_bytes_per_s=ethernet_bytes_per_s)
 
 
+def two_nodes_each(devices, **link):
+    clusters = [
+        make_cluster("ib", "infiniband", (devices,) * 2),
+        make_cluster("roce", "roce", (devices,) * 2, speed=0.7),
+    ]
+    return make_topology(*clusters, **link)
+
+
 FREE = {}
 SMALL = {"num_layers": 4, "width": 1024, "num_heads": 4, "vocab_size": 32000}
 CASES = {
@@ -446,6 +454,7 @@ CASES = {
         {"schedule": "1f1b", "activation_checkpointing": "none", "fsdp": 1},
         4,
     ),
+    "two nodes each": (two_nodes_each(2), SMALL, {"schedule": "1f1b"}, 4),
 }  # fmt: skip
 
 
@@ -461,115 +470,30 @@ def test_no_plan_is_faster(name):
     assert make_plan(config, topology).step_time_s == found.best[0].step_s
 
 
-class Annealer:
-    """Changes a plan at random, and keeps what is faster or, now and then, what is not.
-
-    Knows nothing of the search: for sizes at which not all plans can be tried.
-    """
-
-    def __init__(self, config, topology, seed):
-        self.config = config
-        self.definition = Definition(config, topology)
-        self.clusters = {cluster.name: cluster for cluster in topology.clusters}
-        self.rng = np.random.default_rng(seed)
-        self.parts = functools.cache(
-            lambda name, m: [*self.definition.every_part(self.clusters[name], m)] or [None]
-        )
-
-    def pick(self, options):
-        return options[self.rng.integers(len(options))]
-
-    def layers(self, p):
-        """Any split."""
-        num_layers = self.config.model.num_layers
-        cuts = self.rng.choice(np.arange(1, num_layers), p - 1, replace=False)
-        return tuple(np.diff([0, *sorted(cuts.tolist()), num_layers]).tolist())
-
-    def even(self, p):
-        return tuple(chunk_sizes(self.config.model.num_layers, p))
-
-    def order(self, p, m, policy):
-        name = self.pick(("1f1b", "gpipe", "eager_1f1b", "interleaved_1f1b", "zero_bubble"))
-        if name == "eager_1f1b":
-            depth = [min(p - s, m) for s in range(p)]
-            more = np.cumsum(self.rng.integers(0, 3, p))[::-1]
-            return name, 1, tuple(min(m, int(d + e)) for d, e in zip(depth, more, strict=True))
-        if name == "interleaved_1f1b" and p > 1 and m % p == 0:
-            return name, self.pick((2, 3, 4, 6)), ()
-        if name == "zero_bubble" and p > 1 and policy == "none":
-            return name, 1, ()
-        return ("gpipe" if name == "gpipe" else "1f1b"), 1, ()
-
-    def change(self, plan):
-        """(used clusters, part of each, layers, m, policy, order) with one thing changed."""
-        used, parts, layers, m, policy, order = plan
-        what = self.pick(("used", "parts", "layers", "layers", "m", "policy", "order", "order"))
-        if what == "used":
-            names = list(self.rng.permutation(list(self.clusters)))
-            used = tuple(map(str, names[: self.rng.integers(1, len(names) + 1)]))
-        if what == "m":
-            m = self.pick(divisors(self.config.train.global_batch))
-        if what == "policy":
-            policy = self.pick(("none", "dots", "full"))
-        if what in ("used", "m"):
-            parts = tuple(self.pick(self.parts(name, m)) for name in used)
-        if what == "parts":
-            i = self.rng.integers(len(used))
-            parts = (*parts[:i], self.pick(self.parts(used[i], m)), *parts[i + 1 :])
-        p = sum(part[-1] for part in parts if part)
-        if None in parts or p > self.config.model.num_layers:
-            return None
-        if p != len(layers):
-            layers = self.pick((self.even(p), self.layers(p)))
-        elif what == "layers" and p > 1:
-            source, target = self.rng.choice(p, 2, replace=False)
-            layers = tuple(n - (s == source) + (s == target) for s, n in enumerate(layers))
-        if what != "layers":
-            order = self.order(p, m, policy)
-        return None if min(layers) < order[1] else (used, parts, layers, m, policy, order)
-
-    def seconds(self, plan):
-        used, parts, layers, m, policy, order = plan
-        stages = [
-            seat
-            for name, part in zip(used, parts, strict=True)
-            for seat in self.definition.seats(self.clusters[name], *part)
-        ]
-        return self.definition.step_s(stages, layers, m, policy, *order)
-
-    def run(self, num_tried):
-        """The least seconds of all that were tried."""
-        name = next(iter(self.clusters))
-        plan = (name,), (((1, 1, 1, 1), 0, 1),), self.even(1), 1, "full", ("1f1b", 1, ())
-        now_s = best_s = self.seconds(plan)
-        for i in range(num_tried):
-            changed = self.change(plan)
-            if changed is None:
-                continue
-            changed_s = self.seconds(changed)
-            warmth = 0.1 * (1 - i / num_tried) + 1e-9
-            if changed_s < now_s * math.exp(warmth * self.rng.exponential()):
-                plan, now_s = changed, changed_s
-                best_s = min(best_s, now_s)
-        return best_s
-
-
 FAST = {"ethernet_bytes_per_s": 2e10}  # so that pipelines over several clusters pay
 SIXTEEN = {
     "two unlike": one_node_clusters(1.0, 0.6, devices=8, **FAST),
     "little memory": one_node_clusters(1.0, 0.8, devices=8, memory_gib=0.9, **FAST),
+    "two nodes each": two_nodes_each(4, **FAST),
     "four": one_node_clusters(1.0, 0.8, 0.6, 0.4, devices=4, **FAST),
 }
 
 
+@pytest.mark.timeout(3600)
 @pytest.mark.parametrize("name", SIXTEEN)
-def test_no_plan_for_sixteen_devices_that_chance_finds_is_faster(name):
+def test_no_plan_for_sixteen_devices_is_faster(name, request):
+    """All are tried, but for those that take longer by a bound.
+
+    And but for eager 1F1B with several microbatches in flight on the last stage.
+    """
+    if name == "four" and not request.config.getoption("--all-plans"):
+        pytest.skip("takes half an hour: with --all-plans only")
     model = SMALL | {"num_layers": 12, "num_heads": 8}
     config = make_config(model=model, parallel=FREE, train={"global_batch": 32})
-    least_s = find(config, SIXTEEN[name])[1].best[0].step_s
-    annealed_s = Annealer(config, SIXTEEN[name], seed=1).run(num_tried=3000)
-    assert least_s <= annealed_s * (1 + 1e-9)
-    assert annealed_s < 1.25 * least_s  # it comes close
+    found_s = find(config, SIXTEEN[name])[1].best[0].step_s
+    best_s, num_tried = least_step_s(config, SIXTEEN[name], found_s * (1 + 1e-9), most_at_end=1)
+    assert num_tried > 100
+    assert best_s == pytest.approx(found_s, rel=1e-9)
 
 
 # ---- what must hold of the best ------------------------------------------------------------------
