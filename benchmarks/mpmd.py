@@ -116,7 +116,6 @@ def _timed_step(programs: Programs, state: Any, found: dict[str, list[float]]) -
     assert programs.gather, "a stage of one device has nothing to send with its first forward"
     assert programs.forward
     assert programs.backward
-    assert programs.reduce
 
     def timed(name: str, program: Any, *args: Any) -> Any:
         jax.block_until_ready(args)
@@ -129,10 +128,9 @@ def _timed_step(programs: Programs, state: Any, found: dict[str, list[float]]) -
     for _ in range(2):
         _, saved = timed("forward", programs.forward, replicas, x_BLD, batch)
         gradients, _ = timed("backward", programs.backward, replicas, saved, gradients, dy)
-    reduced = timed("reduce", programs.reduce, gradients)
-    norm = timed("square_norm", programs.square_norm, reduced)
+    norm = timed("square_norm", programs.square_norm, gradients)
     norms = (norm,) * len(stage.plan.stages)
-    return timed("update", programs.update, state, reduced, norms)[0]
+    return timed("update", programs.update, state, gradients, norms)[0]
 
 
 def measure_pure(run_dir: Path, rounds: int, *, together: bool) -> list[dict[str, list[float]]]:
@@ -190,7 +188,7 @@ def ideal_step_s(job: Job, times: Sequence[Mapping[str, list[float]]]) -> float:
         [m["backward"] for m in median],
         [(0.0, 0.0)],
     )
-    extra = lambda m: m["gather"] + m["reduce"] + m["square_norm"] + m["update"]
+    extra = lambda m: m["gather"] + m["square_norm"] + m["update"]
     return simulation.step_time_s + max(map(extra, median))
 
 

@@ -238,7 +238,7 @@ def adamw(
     specs: Sequence[PartitionSpec],
     kernels: Kernels,
 ) -> list[Leaf]:
-    """Parameters and moments after a step, in place where they are donated.
+    """Parameters and moments after a step, if it applies; in place where they are donated.
 
     Args:
       factors: those of the step (`factors`).
@@ -252,10 +252,13 @@ def adamw(
         if kernels.config.adamw == "pallas"
         and (is_alone or _has_whole_blocks(leaf.mu, specs[i], sizes))
     ]
-    new = {
-        i: adamw_reference(leaves[i], gradients[i], factors, rules[i])
-        for i in set(range(len(leaves))) - set(by_kernel)
-    }
+    new = _adamw_reference(
+        {i: leaf for i, leaf in enumerate(leaves) if i not in by_kernel},
+        gradients,
+        factors,
+        rules,
+        kernels,
+    )
     if by_kernel:
         found = _adamw_kernel(
             [leaves[i] for i in by_kernel],
@@ -267,6 +270,31 @@ def adamw(
         )
         new |= dict(zip(by_kernel, found, strict=True))
     return [new[i] for i in range(len(leaves))]
+
+
+def _adamw_reference(
+    leaves: dict[int, Leaf],
+    gradients: Sequence[jax.Array],
+    factors: jax.Array,
+    rules: Sequence[Rule],
+    kernels: Kernels,
+) -> dict[int, Leaf]:
+    """In place, where donated, on either kind of device.
+
+    On a GPU a conditional keeps a copy of all that it may change; on a CPU a choice between new and
+    old keeps one.
+    """
+    applies = factors[5] > 0
+
+    def update(leaves: dict[int, Leaf]) -> dict[int, Leaf]:
+        return {
+            i: adamw_reference(leaf, gradients[i], factors, rules[i]) for i, leaf in leaves.items()
+        }
+
+    if kernels.device.platform == "cpu":
+        return jax.lax.cond(applies, update, lambda leaves: leaves, leaves)
+    choose = lambda new, old: jnp.where(applies, new, old)
+    return jax.tree.map(choose, update(leaves), leaves)
 
 
 def _adamw_kernel(

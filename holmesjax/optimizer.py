@@ -127,9 +127,10 @@ class AdamW:
         state: AdamWState,
         params: Tree,
         scale: jax.Array | float = 1.0,
+        applies: jax.Array | bool = True,
         kernels: ops.Kernels = ops.DEFAULT,
     ) -> tuple[Tree, AdamWState]:
-        """The parameters and the state after a step with gradients times `scale`.
+        """The parameters and the state after a step with gradients times `scale`, if it applies.
 
         On the mesh of `kernels` parameters, moments and gradients are in the master layout.
         """
@@ -145,10 +146,10 @@ class AdamW:
                 name = sharding.name_of(path)
                 specs.append(sharding.master_spec(name, x.shape, kernels.mesh.shape))
         rate = self.schedule(state.updates)
-        step = ops.factors(count, scale, rate, c.beta1, c.beta2)
+        step = ops.factors(count, scale, rate, c.beta1, c.beta2, applies)
         new = ops.adamw(leaves, jax.tree.leaves(gradients), step, rules, specs, kernels)
         trees = [jax.tree.unflatten(structure, column) for column in zip(*new, strict=True)]
-        return trees[0], AdamWState(count, trees[1], trees[2])
+        return trees[0], AdamWState(jnp.where(applies, count, state.updates), trees[1], trees[2])
 
 
 def make_optimizer(config: OptimizerConfig, num_steps: int) -> AdamW:

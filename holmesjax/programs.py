@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -31,7 +31,7 @@ class Programs:
     Donated, so not to be used again: the gradients by what adds to them, the state by `update`.
     What a plan does not run is None. So where the first forward gathers, there is no `gather`, and
     where the last backward reduces, no `reduce`; nor are there others besides these two with a
-    single microbatch.
+    single microbatch. Of one replica the gradients are what the others reduce theirs to.
     """
 
     stage: Stage
@@ -98,6 +98,13 @@ def compile_stage(stage: Stage) -> Programs:
             stage, sends_within(stage), stage.backward, *args, out=(gradients, dx), donate=2
         )
         last = last_backward
+    reduce: Compiled | None = None
+    reduced, update = state.params, cast(Callable, stage.update)
+    if stage.num_replicas == 1 and not stage.shares_table:
+        reduced = gradients
+        update = lambda state, own, norms: stage.update(state, stage.reduce(own), norms)
+    elif last is None:
+        reduce = _compile(stage.reduce, gradients, out=reduced)
     return Programs(
         stage=stage,
         gather=gather,
@@ -107,11 +114,11 @@ def compile_stage(stage: Stage) -> Programs:
         backward=backward,
         last_backward=last_backward,
         split=parts,
-        reduce=_compile(stage.reduce, gradients, out=state.params) if last is None else None,
-        square_norm=_compile(stage.square_norm, state.params, out=scalar),
+        reduce=reduce,
+        square_norm=_compile(stage.square_norm, reduced, out=scalar),
         update=_compile(
-            stage.update,
-            *(state, state.params, (scalar,) * len(stage.plan.stages)),
+            update,
+            *(state, reduced, (scalar,) * len(stage.plan.stages)),
             out=(state, scalar),
             donate=(0,),
         ),

@@ -105,9 +105,14 @@ class Stage:
         return self.index == len(self.plan.chunks) - 1
 
     @property
+    def shares_table(self) -> bool:
+        """Whether the token table is used by this stage and by another one."""
+        return self.model.tied_embeddings and self.is_first != self.is_last
+
+    @property
     def borrows_table(self) -> bool:
         """Whether this stage holds a copy of the token table, which the first stage owns."""
-        return self.model.tied_embeddings and self.is_last and not self.is_first
+        return self.shares_table and self.is_last
 
     @property
     def inputs(self) -> tuple[str, ...]:
@@ -408,17 +413,13 @@ class Stage:
         if self.clip_norm is not None:
             scale = jnp.minimum(1.0, self.clip_norm / jnp.maximum(norm, 1e-12))
         kernels = ops.Kernels(self.kernels, self.mesh)
-
-        def advance(state: StageState) -> StageState:
-            args = gradients, state.opt_state, state.params
-            return StageState(*self.optimizer.apply(*args, scale, kernels))
-
+        args = gradients, state.opt_state, state.params, scale, finite, kernels
         metrics = {
             "grad_norm": norm,
             "learning_rate": self.optimizer.schedule(state.opt_state.updates),
             "skipped": ~finite,
         }
-        return jax.lax.cond(finite, advance, lambda state: state, state), metrics
+        return StageState(*self.optimizer.apply(*args)), metrics
 
     def step(self, state: StageState, batch_M: Batch) -> tuple[StageState, dict[str, jax.Array]]:
         """A whole optimizer step, for a plan with this stage only; batches have a leading M."""

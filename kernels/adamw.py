@@ -60,16 +60,18 @@ def factors(
     learning_rate: jax.Array | float,
     beta1: float,
     beta2: float,
+    applies: jax.Array | bool = True,
 ) -> jax.Array:
-    """What all numbers of a step have in common, as float32[5].
+    """What all numbers of a step have in common, as float32[6].
 
     Args:
       count: of this update; 1 is the first.
       scale: of the gradients, to clip their norm.
+      applies: whether there is a step at all.
     """
     t = count.astype(jnp.float32)
     corrections = [1.0 / (1.0 - jnp.power(beta, t)) for beta in (beta1, beta2)]
-    return jnp.stack([jnp.float32(x) for x in (scale, learning_rate, *corrections, t)])
+    return jnp.stack([jnp.float32(x) for x in (scale, learning_rate, *corrections, t, applies)])
 
 
 def _step(
@@ -81,7 +83,7 @@ def _step(
     rule: Rule,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """The next parameter and moments, all float32."""
-    scale, learning_rate, correction1, correction2, _ = factors
+    scale, learning_rate, correction1, correction2, *_ = factors
     g = gradient.astype(jnp.float32) * scale
     mu = rule.beta1 * mu + (1.0 - rule.beta1) * g
     nu = rule.beta2 * nu + (1.0 - rule.beta2) * (g * g)
@@ -96,7 +98,7 @@ def _is_rounded(leaf: Leaf) -> bool:
 
 
 def adamw_reference(leaf: Leaf, gradient: jax.Array, factors: jax.Array, rule: Rule) -> Leaf:
-    """The leaf after a step."""
+    """The leaf after a step, even if it does not apply."""
     wide = moments.widen(leaf.mu, "first"), moments.widen(leaf.nu, "second")
     parameter, mu, nu = _step(leaf.parameter, *wide, gradient, [*factors], rule)
     if not _is_rounded(leaf):
@@ -119,7 +121,7 @@ def adamw_triton(
     *,
     interpret: bool = False,
 ) -> list[Leaf]:
-    """The leaves after a step; on one device, where donated in place.
+    """The leaves after a step, if it applies; on one device, where donated in place.
 
     Args:
       parts: which parts the leaves are, where they are not whole.
@@ -234,7 +236,8 @@ def _block(
     parameter, *kept, gradient = (
         pltriton.load(ref.at[here], mask=mask(ref)) for ref in (*state, ins[layout.num_state])
     )
-    factors = [factors_ref[i] for i in range(5)]
+    old = [parameter, *kept]
+    factors = [factors_ref[i] for i in range(6)]
     if width > 1:
         mu = moments.decode(kept[0], kept[1], "first")
         nu = moments.decode(kept[2], kept[3], "second")
@@ -257,7 +260,8 @@ def _block(
             ]
         else:
             new[1:] = [moments.round_to_bfloat16(x, b) for x, b in zip((mu, nu), bits, strict=True)]
-    for ref, value in zip(outs, new, strict=True):
+    for ref, value, before in zip(outs, new, old, strict=True):
+        value = jnp.where(factors[5] > 0, value, before)
         pltriton.store(ref.at[here], value, mask=mask(ref))
 
 

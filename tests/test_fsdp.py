@@ -194,6 +194,9 @@ def test_a_step_gathers_and_reduces_over_data_alone(case):
             (programs.first_forward, programs.gather, programs.forward, "all-gather"),
             (programs.last_backward, programs.reduce, programs.backward, "reduce-scatter"),
         ):
+            if kind == "reduce-scatter" and shape.data == 1 and not programs.stage.shares_table:
+                assert step is own is None
+                continue
             assert (step is None) == (own is not None)
             once = sum((sent(text, mesh) for text in texts(step or own)), Counter())
             always = sent(microbatch.as_text(), mesh) if step else Counter()

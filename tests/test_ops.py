@@ -1,5 +1,7 @@
 """How array functions are chosen, and those that have no kernel."""
 
+import types
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -163,6 +165,25 @@ def test_adamw_is_the_same_on_any_mesh(kept, implementation):
     for got, leaf, gradient, rule in zip(found, *own, rules, strict=True):
         leaf, gradient = jax.tree.map(jnp.asarray, (leaf, gradient))
         assert_alike(got, adamw_reference(leaf, gradient, third_step(), rule))
+
+
+@pytest.mark.parametrize("way", ["conditional", "choice", "kernel"])
+@pytest.mark.parametrize("kept", ["float32", "bfloat16", "int8"])
+def test_a_step_that_does_not_apply_changes_no_bit(kept, way, monkeypatch):
+    """Whatever the gradients are; one that applies changes what is kept, in each of the ways."""
+    if way == "choice":  # as on a GPU
+        monkeypatch.setattr(ops.Kernels, "device", types.SimpleNamespace(platform="gpu"))
+    kernels = ops.Kernels(KernelsConfig(adamw="pallas" if way == "kernel" else "reference"))
+    leaf, gradient = leaf_kept(kept, 0, 3, 128), normal(1, 3, 128)
+
+    @jax.jit
+    def run(leaf, gradient, applies):
+        step = ops.factors(jnp.int32(3), 0.7, 0.01, HERE.beta1, HERE.beta2, applies)
+        return ops.adamw([leaf], [gradient], step, [HERE], [P()], kernels)[0]
+
+    same = run(leaf, gradient.at[0, 0].set(jnp.nan), False)
+    jax.tree.map(np.testing.assert_array_equal, same, leaf)
+    assert_alike(run(leaf, gradient, True), adamw_reference(leaf, gradient, third_step(), HERE))
 
 
 def test_scales_lie_with_their_numbers():
