@@ -190,19 +190,34 @@ def install(folder: Path) -> None:
         (data / "nvvm").symlink_to(compiler / "nvvm")
 
 
-def compile_in_a_process(folder: Path, numbers: list[int]) -> Iterator[dict[str, Any]]:
-    """What became of each configuration, by their numbers, as they get done."""
-    log = folder / f"ptxas-{os.getpid()}.log"
-    environment = {
+def compiling_environment(folder: Path, log: Path) -> dict[str, str]:
+    """Of a process that sees the plugin; what the assembler says goes into the log."""
+    return {
         **os.environ,
         "JAX_PLATFORMS": "cpu",
-        "MOSAIC_GPU_DUMP_PTX": "1",
-        "MOSAIC_GPU_DUMP_PTXAS": "1",
         "PTXAS_LOG": str(log),
         "PYTHONPATH": os.pathsep.join([str(ROOT), str(folder / "plugin")]),
         "TF_CPP_MIN_LOG_LEVEL": "3",
         "XLA_FLAGS": f"--xla_gpu_cuda_data_dir={folder / 'data'}",
     }
+
+
+def described_devices(number: int) -> list[jax.Device]:
+    """H200s that need not be there."""
+    topology = topologies.get_topology_desc(
+        platform="cuda",
+        topology_name="h200",
+        topology=f"1x1x{number}",
+        target_config=(Path(__file__).parent / "h200.txtpb").read_text(),
+    )
+    return list(topology.devices)
+
+
+def compile_in_a_process(folder: Path, numbers: list[int]) -> Iterator[dict[str, Any]]:
+    """What became of each configuration, by their numbers, as they get done."""
+    log = folder / f"ptxas-{os.getpid()}.log"
+    environment = compiling_environment(folder, log)
+    environment |= {"MOSAIC_GPU_DUMP_PTX": "1", "MOSAIC_GPU_DUMP_PTXAS": "1"}
     command = [sys.executable, "-m", f"benchmarks.{NAME}", "--compile", *map(str, numbers)]
     with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout
@@ -239,13 +254,7 @@ def _mosaic_kernels(printed: str) -> dict[str, dict[str, int]]:
 
 def compile_here(numbers: list[int]) -> None:
     """In a process that sees the plugin: a line of JSON for each configuration."""
-    topology = topologies.get_topology_desc(
-        platform="cuda",
-        topology_name="h200",
-        topology="1x1x1",
-        target_config=(Path(__file__).parent / "h200.txtpb").read_text(),
-    )
-    mesh = Mesh(np.array(topology.devices), ("device",))
+    mesh = Mesh(np.array(described_devices(1)), ("device",))
     log = Path(os.environ["PTXAS_LOG"])
     for number in numbers:
         configuration = CONFIGURATIONS[number]

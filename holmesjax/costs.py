@@ -402,12 +402,14 @@ class Implementation:
     overlaps: bool = True  # collectives over `data` with the last backward and the first forward
     accumulate_bytes: float = 12.0  # moved per parameter to add a microbatch's float32 gradient
     shards_optimizer: bool = True  # over `data`: ZeRO-1
+    sums_copies: bool = True  # of gradients, over `data`
     # What a layer keeps for its backward besides the operands of its products, for each token.
     kept_score_bytes: float = 0.0  # per key and query head
     kept_mask_bytes: float = 0.0  # per number of the residual stream: where dropout hit
     kept_products: float = 1.0  # share of products whose results `dots` keeps
     keeps_activation: bool = False  # the result of the activation function beside its operand
-    logit_bytes: float | None = None  # of each in all; None: those in flight, and one gradient
+    # Of each in the backward, with nothing kept before; None: as `memory` says.
+    logit_bytes: float | None = None
 
     def pairs(self, context: Any) -> Any:
         """Share of the pairs that are computed where `context` devices share a sequence.

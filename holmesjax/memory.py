@@ -5,6 +5,9 @@ al., arXiv:1910.02054), copies for compute and unreduced gradients once per data
 them cut over `fsdp` (ZeRO-3 there; Zhao et al., arXiv:2304.11277) and `context`.
 """
 
+from dataclasses import replace
+from typing import Any
+
 import numpy as np
 
 from holmesjax import costs
@@ -14,7 +17,7 @@ from holmesjax.config import ModelConfig
 BUFFERS = 2
 
 # Items that grow with the parameters; the others grow with the tokens of a microbatch.
-PER_PARAMETER = ("parameters", "optimizer", "replicas", "gradients", "gathered")
+PER_PARAMETER = ("parameters", "optimizer", "replicas", "gradients", "gathered", "reduction")
 
 
 def block_residual_bytes(
@@ -60,7 +63,7 @@ def stage_memory_bytes(
     stage: costs.StageShape,
     implementation: costs.Implementation = costs.HOLMESJAX,
 ) -> dict[str, float]:
-    """Bytes on each device of a stage, by what they hold. Temporaries inside a layer are left out.
+    """Bytes on each device of a stage, by what they hold, when it holds most.
 
     With P parameters of a replica on a device of `tensor`, Q of them in the largest layer, c bytes
     per number of the compute dtype, T tokens of a microbatch on a device, and parts = fsdp *
@@ -71,14 +74,23 @@ def stage_memory_bytes(
         replicas      c P / parts            what the forward reads
         gradients     4 P / parts            float32, each replica's own sum of a step
         activations   in_flight * T * (residuals of all layers)
-        logits        c T V / tensor * (head_in_flight + 1)    those kept, and one gradient;
-                      in chunks: (4 + c) of a chunk, 4 D V / tensor, and c D V / tensor kept
+        logits        c T V / tensor * head_in_flight    those kept; c D (T + V / tensor) in chunks
+        temporaries   of a layer's or the head's backward, see below
         boundaries    c T D * 2 ways * BUFFERS, for each neighbour; two when interleaved
         gathered      2 c Q                  of several parts: a layer's parameters, its gradients
+        reduction     4 P / parts * (1 + 1 / data)    of several replicas: gradients, copied to be
+                      sent and summed, as far as there is no room yet where activations were
 
     A microbatch that has been through some chunks of a stage counts in `in_flight` with their share
     of its layers. Between B and W it counts in full: W needs the inputs of all products, and the
     gradients of their outputs take the place of the rest.
+
+    The backward of a layer needs what is computed again, the result of the activation function and
+    the gradients of that and of its arguments, and some arrays of the residual stream, c T (a F /
+    tensor + n D) with a = 2, or 3 for SwiGLU, n = 4, or 8 with `tensor`. The head needs a gradient
+    of the logits and the weight's, c V (T + D) / tensor; in chunks, (4 + c) for each logit of one
+    and 4 D V / tensor. Both are what XLA allots on a GPU (`benchmarks.memory_compiled`); on a CPU
+    it allots more.
 
     `data` cuts nothing where a part of the model width is not a multiple of it.
     """
@@ -101,28 +113,50 @@ def stage_memory_bytes(
         "replicas": 1.0 * width * held,
         "gradients": 4.0 * held,
         "activations": 1.0 * activations,
-        "logits": _logit_bytes(model, stage, implementation) if stage.is_last else 0.0,
+        "logits": 0.0,
+        "temporaries": _block_temporary_bytes(model, stage, implementation),
         "boundaries": boundary * 2 * BUFFERS * num_neighbours,
     }
+    if stage.is_last:
+        items["logits"], in_head = _logit_bytes(model, stage, implementation)
+        items["temporaries"] = np.maximum(items["temporaries"], in_head)
     if np.any(is_cut := parts > 1):
         items["gathered"] = is_cut * 2.0 * width * costs.largest_layer_parameters(model, stage)
+    if np.any(is_summed := stage.data > 1) and implementation.sums_copies:
+        # The first stage does it in its last backward: before that, activations are still there.
+        share = (stage.in_flight - 1) / stage.in_flight if stage.is_first else 1.0
+        room = share * items["activations"] + items["logits"]
+        needed = items["gradients"] * (1 + 1 / shards)
+        items["reduction"] = is_summed * np.maximum(0.0, needed - room)
     return items
+
+
+def _block_temporary_bytes(
+    model: ModelConfig, stage: costs.StageShape, implementation: costs.Implementation
+) -> float:
+    """Of the backward of one Transformer layer."""
+    width = costs.DTYPE_BYTES[stage.dtype]
+    hidden = (3 if model.activation == "swiglu" else 2) * model.feed_forward_width / stage.tensor
+    stream: Any = np.where(stage.tensor > 1, 8, 4)[()] * model.width
+    of_all = replace(stage, checkpointing="none")
+    again = block_residual_bytes(model, of_all, implementation)
+    again -= block_residual_bytes(model, stage, implementation)
+    return costs.stage_tokens(model, stage) * (width * (hidden + stream) + again)
 
 
 def _logit_bytes(
     model: ModelConfig, stage: costs.StageShape, implementation: costs.Implementation
-) -> float:
-    """Of the logits and their gradients, and in chunks of the weight's gradient too."""
+) -> tuple[float, float]:
+    """What is kept, and what the backward of the head needs beside it."""
     num_tokens = costs.stage_tokens(model, stage)
     vocab_size = model.vocab_size / stage.tensor
     if implementation.logit_bytes:
-        return implementation.logit_bytes * num_tokens * vocab_size
+        return 0.0, implementation.logit_bytes * num_tokens * vocab_size
     width = costs.DTYPE_BYTES[stage.dtype]
-    at_once = width * (stage.head_in_flight + 1) * num_tokens * vocab_size
     num_chunks = costs.logit_chunks(num_tokens, vocab_size, model.width, width)
-    if not np.any(is_cut := num_chunks > 1):
-        return at_once
-    kept = width * stage.head_in_flight * (model.width * vocab_size + num_tokens * model.width)
-    chunk = (4 + width) * num_tokens / num_chunks * vocab_size
-    in_chunks = chunk + 4 * model.width * vocab_size + kept
-    return at_once + is_cut * (in_chunks - at_once)
+    table = model.width * vocab_size
+    logits, chunk = num_tokens * vocab_size, num_tokens / num_chunks * vocab_size
+    in_chunks = num_chunks > 1
+    kept: Any = np.where(in_chunks, table + num_tokens * model.width, logits)[()]
+    needed: Any = np.where(in_chunks, (4 + width) * chunk + 4 * table, width * (logits + table))[()]
+    return width * stage.head_in_flight * kept, needed

@@ -171,6 +171,7 @@ def as_plan(problem: Problem, candidate: Candidate, bound_s: float) -> Plan:
         nodes, placement = problem.nodes(seat), problem.placement(seat, passing)
         in_flight = problem.in_flight(order, i, case.layers[i])
         shape = problem.stage_costs.shape(seat.mesh, passing, role, case.layers[i], in_flight)
+        items = memory.stage_memory_bytes(config.model, shape)
         sent_s = passing.microbatches * sends_s[i] + tables_s[i]
         stages.append(
             StagePlan(
@@ -180,7 +181,7 @@ def as_plan(problem: Problem, candidate: Candidate, bound_s: float) -> Plan:
                 devices=placement.devices,
                 mesh=placement.sizes,
                 fabrics=dict(placement.fabrics),
-                memory_bytes=memory.stage_memory_bytes(config.model, shape),
+                memory_bytes={name: float(size) for name, size in items.items()},
                 seconds=parts[i] | {"boundary": sent_s},
                 task_seconds=_task_seconds(problem, candidate, i, ways_s[i]),
             )

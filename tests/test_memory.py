@@ -67,8 +67,12 @@ def test_a_stage_worked_by_hand():
         "replicas": 2 * parameters,
         "gradients": 4 * parameters,
         "activations": tokens * (residuals + 2 * 2 * 64),
-        "logits": 2 * 2 * tokens * 96 / 2,
+        "logits": 2 * tokens * 96 / 2,
+        # Three arrays of the feed-forward, halved, and eight of the residual stream.
+        "temporaries": 2 * tokens * (3 * 160 / 2 + 8 * 64),
         "boundaries": 0,
+        # A copy of the gradients and half of their sums, where logits were; activations are there.
+        "reduction": 4 * parameters * 1.5 - 2 * tokens * 96 / 2,
     }
 
 
@@ -90,7 +94,7 @@ def test_activations_grow_with_microbatches_in_flight_and_nothing_of_the_paramet
     stage = dataclasses.replace(SHAPE, in_flight=in_flight, head_in_flight=in_flight)
     more = memory.stage_memory_bytes(MODELS["gpt2"], stage)
     assert more["activations"] == in_flight * one["activations"]
-    assert more["logits"] == one["logits"] * (in_flight + 1) / 2
+    assert more["logits"] == one["logits"] * in_flight
     for name in one.keys() & set(memory.PER_PARAMETER):
         assert more[name] == one[name]
 
@@ -100,9 +104,37 @@ def test_many_logits_are_there_in_chunks():
     model = ModelConfig(**{**SMALL, "context_length": 2048, "vocab_size": 100_000})
     stage = dataclasses.replace(SHAPE, tensor=2, dtype="bfloat16", head_in_flight=2)
     tokens, vocab_size = 3 * 2048, 50_000
-    kept = 2 * (2 * 64 * vocab_size + 2 * tokens * 64)
-    want = (4 + 2) * tokens / 3 * vocab_size + 4 * 64 * vocab_size + kept
-    assert memory.stage_memory_bytes(model, stage)["logits"] == pytest.approx(want)
+    found = memory.stage_memory_bytes(model, stage)
+    assert found["logits"] == 2 * (2 * 64 * vocab_size + 2 * tokens * 64)
+    at_once = (4 + 2) * tokens / 3 * vocab_size + 4 * 64 * vocab_size
+    assert found["temporaries"] == pytest.approx(at_once)
+
+
+def test_what_a_backward_needs_besides():
+    """Worked by hand, of 144 tokens and width 64: of a layer, with all of it again, or the head."""
+    bytes_of = lambda model=MODELS["gpt2"], **changes: memory.stage_memory_bytes(
+        model, dataclasses.replace(SHAPE, **changes)
+    )["temporaries"]
+    layer = 4 * 144 * (2 * 256 + 4 * 64)
+    assert bytes_of() == bytes_of(is_last=False) == layer
+    kept = 144 * 4 * (3 * 64 + 64 * 3 + 64 + 256 + 4)  # of that, all but the input of the layer
+    assert bytes_of(checkpointing="full") == layer + kept
+    assert bytes_of(tensor=2) == 4 * 144 * (2 * 128 + 8 * 64)
+    many = dataclasses.replace(MODELS["gpt2"], vocab_size=4096)
+    assert bytes_of(many) == 4 * 4096 * (144 + 64)
+    assert bytes_of(many, is_last=False) == layer
+
+
+def test_gradients_are_reduced_where_activations_were():
+    """All of them are gone then, but in the first stage, which reduces in its last backward."""
+    bytes_of = lambda **changes: memory.stage_memory_bytes(
+        MODELS["gpt2"], dataclasses.replace(SHAPE, data=2, is_last=False, **changes)
+    )
+    first = bytes_of(in_flight=2, sequences=1)
+    later = bytes_of(in_flight=1, sequences=1, is_first=False)
+    assert first["reduction"] == 1.5 * first["gradients"] - first["activations"] / 2 > 0
+    assert later["reduction"] == 1.5 * later["gradients"] - later["activations"] > 0
+    assert bytes_of(in_flight=50)["reduction"] == 0
 
 
 def test_only_microbatches_that_went_through_the_head_hold_logits():
@@ -120,8 +152,10 @@ def test_only_microbatches_that_went_through_the_head_hold_logits():
 def test_data_cuts_what_zero_1_cuts_and_only_where_the_width_divides():
     one = memory.stage_memory_bytes(MODELS["gpt2"], SHAPE)
     four = memory.stage_memory_bytes(MODELS["gpt2"], dataclasses.replace(SHAPE, data=4))
-    assert four == one | {"parameters": one["parameters"] / 4, "optimizer": one["optimizer"] / 4}
-    assert memory.stage_memory_bytes(MODELS["gpt2"], dataclasses.replace(SHAPE, data=3)) == one
+    cut = {"parameters": one["parameters"] / 4, "optimizer": one["optimizer"] / 4}
+    assert four == one | cut | {"reduction": one["gradients"] * 5 / 4 - one["logits"]}
+    three = memory.stage_memory_bytes(MODELS["gpt2"], dataclasses.replace(SHAPE, data=3))
+    assert three == one | {"reduction": one["gradients"] * 2 - one["logits"]}
 
 
 def test_fsdp_cuts_all_that_is_kept_of_parameters_and_gathers_the_largest_layer():
@@ -131,7 +165,8 @@ def test_fsdp_cuts_all_that_is_kept_of_parameters_and_gathers_the_largest_layer(
     kept = {name: one[name] / 4 for name in ("parameters", "optimizer", "replicas", "gradients")}
     kept |= {name: kept[name] / 2 for name in zero_1}
     # 12 * 64 * 64 in the matrices of a layer, and two norms with a bias; in float32, twice.
-    assert cut == one | kept | {"gathered": 2 * 4 * (12 * 64 * 64 + 4 * 64)}
+    kept["gathered"] = 2 * 4 * (12 * 64 * 64 + 4 * 64)
+    assert cut == one | kept | {"reduction": kept["gradients"] * 1.5 - one["logits"]}
 
 
 def test_context_cuts_parameters_and_tokens():

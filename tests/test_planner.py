@@ -338,9 +338,9 @@ def test_eager_1f1b_covers_a_slow_link_and_1f1b_is_enough_without_one():
 
 
 def test_eager_1f1b_stays_inside_the_memory():
-    """The deeper of the two needs 1.16 GiB a device of the first stage."""
+    """The deeper of the two needs 1.23 GiB a device of the first stage."""
     plain = plan_of("1f1b", layers=(8, 4))
-    for memory_gib, in_flight in ((1.2, (2, 1)), (1.3, (3, 1))):
+    for memory_gib, in_flight in ((1.3, (2, 1)), (1.4, (3, 1))):
         topology = make_topology(
             make_cluster("ib", "infiniband", (8, 8), memory_gib=memory_gib),
             make_cluster("roce", "roce", (8, 8), speed=0.5, memory_gib=memory_gib),

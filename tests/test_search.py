@@ -473,7 +473,7 @@ def test_no_plan_is_faster(name):
 FAST = {"ethernet_bytes_per_s": 2e10}  # so that pipelines over several clusters pay
 SIXTEEN = {
     "two unlike": one_node_clusters(1.0, 0.6, devices=8, **FAST),
-    "little memory": one_node_clusters(1.0, 0.8, devices=8, memory_gib=0.9, **FAST),
+    "little memory": one_node_clusters(1.0, 0.8, devices=8, memory_gib=1.0, **FAST),
     "two nodes each": two_nodes_each(4, **FAST),
     "four": one_node_clusters(1.0, 0.8, 0.6, 0.4, devices=4, **FAST),
 }

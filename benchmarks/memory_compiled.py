@@ -1,0 +1,281 @@
+"""What stages hold as compiled for GPUs, without one: python -m benchmarks.memory_compiled
+
+Stages of two models, each with several ways to checkpoint and to be cut, are compiled whole for an
+H200, as `benchmarks.kernels_compiled` does kernels. Then what they hold is counted at every moment
+of a step:
+
+    state         parameters and moments, always; replicas and gradients until the update
+    kept          what the forwards saved that were not yet followed by their backwards
+    temporaries   what XLA allots to the program that runs (`memory_analysis`), and new results
+    buffers       of boundaries, as `memory` counts them: no program has them
+
+    compiled      the most of any moment, GiB a device
+    predicted     the sum of `memory.stage_memory_bytes`
+    error         of what is predicted; bar: 10% too little, what plans leave free on a device
+
+Ends with 1 if a stage holds more than its plan would leave room for.
+"""
+
+import argparse
+import json
+import math
+import subprocess
+import sys
+import tempfile
+import time
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, NamedTuple, cast
+
+import jax
+
+from benchmarks.kernels_compiled import (
+    FOLDER,
+    ROOT,
+    compiling_environment,
+    described_devices,
+    install,
+)
+from benchmarks.pipeline_overhead import RESULTS, commit, versions
+from holmesjax import memory
+from holmesjax.config import KernelsConfig, ModelConfig, OptimizerConfig
+from holmesjax.costs import StageShape
+from holmesjax.layouts import USABLE_MEMORY, Mesh
+from holmesjax.mesh import build_meshes
+from holmesjax.optimizer import make_optimizer
+from holmesjax.plan import EMBED, HEAD, Plan, StagePlan, block_name
+from holmesjax.programs import (
+    Programs,
+    batch_shapes,
+    boundary_shape,
+    compile_stage,
+    gradient_shapes,
+    replica_shapes,
+)
+from holmesjax.stage import Stage
+
+NAME = "memory_compiled"
+BAR = 1.0 - USABLE_MEMORY
+NUM_STAGES, MICROBATCHES, SEQUENCES = 2, 4, 2  # sequences of a microbatch on a device
+SIZES: dict[str, Any] = {"num_layers": 6, "width": 2048, "num_heads": 16, "context_length": 2048}
+MODELS = {
+    "gpt": ModelConfig(**SIZES, vocab_size=50_304, positions="learned"),
+    "llama": ModelConfig(
+        **SIZES, vocab_size=32_000, num_kv_heads=8, mlp_width=5632, activation="swiglu",
+        norm="rms_norm",
+    ),
+}  # fmt: skip
+
+
+class Case(NamedTuple):
+    """Two stages of three layers each, on equal meshes."""
+
+    model: str
+    checkpointing: Any = "none"
+    mesh: Mesh = Mesh(1, 1, 1)
+    moments: Any = "float32"
+
+    @property
+    def label(self) -> str:
+        axes = ", ".join(f"{axis.value} {n}" for axis, n in self.mesh.sizes.items() if n > 1)
+        moments = f"moments in {self.moments}" * (self.moments != "float32")
+        what = [self.model, f"checkpointing {self.checkpointing}", axes, moments]
+        return ", ".join(filter(None, what))
+
+
+CASES = [
+    *(Case(model, policy) for model in MODELS for policy in ("none", "dots", "full")),
+    *(Case("llama", "none", mesh) for mesh in (Mesh(1, 1, 2), Mesh(1, 2, 1), Mesh(1, 1, 1, 2))),
+    *(Case("llama", policy, Mesh(2, 1, 1)) for policy in ("none", "full")),
+    Case("gpt", "dots", Mesh(2, 2, 1)),
+    Case("gpt", "none", moments="bfloat16"),
+]
+
+
+def plan_of(case: Case) -> Plan:
+    num_layers = SIZES["num_layers"] // NUM_STAGES
+    size = case.mesh.num_devices
+    stages = []
+    for s in range(NUM_STAGES):
+        layers = [block_name(s * num_layers + i) for i in range(num_layers)]
+        layers = [EMBED] * (s == 0) + layers + [HEAD] * (s == NUM_STAGES - 1)
+        stages.append(
+            StagePlan(
+                cluster="h200",
+                nodes=("h200-0",),
+                chunks=(tuple(layers),),
+                devices=tuple(range(s * size, (s + 1) * size)),
+                mesh=case.mesh.sizes,
+                fabrics={},
+                memory_bytes={},
+                seconds={},
+            )
+        )
+    return Plan(
+        topology="described",
+        topology_hash="",
+        stages=tuple(stages),
+        global_batch=SEQUENCES * MICROBATCHES * case.mesh.parts,
+        microbatches=MICROBATCHES,
+        schedule="1f1b",
+        in_flight=(),
+        activation_checkpointing=case.checkpointing,
+        boundary_bytes=0.0,
+        step_time_s=0.0,
+        bound_s=0.0,
+        shares={},
+    )
+
+
+def shape_of(case: Case, index: int) -> StageShape:
+    in_flight = NUM_STAGES - index
+    return StageShape(
+        num_blocks=SIZES["num_layers"] // NUM_STAGES,
+        is_first=index == 0,
+        is_last=index == NUM_STAGES - 1,
+        data=case.mesh.data,
+        tensor=case.mesh.tensor,
+        fsdp=case.mesh.fsdp,
+        context=case.mesh.context,
+        sequences=SEQUENCES,
+        chunks=1,
+        in_flight=in_flight,
+        head_in_flight=in_flight,
+        dtype="bfloat16",
+        checkpointing=case.checkpointing,
+        moments=case.moments,
+    )
+
+
+def bytes_on_a_device(shapes: Any) -> int:
+    return sum(
+        math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
+        for x in jax.tree.leaves(shapes)
+    )
+
+
+def temporary_bytes(program: Any) -> int:
+    """Of a program, and its results that take no argument's place."""
+    analysis = program.memory_analysis()
+    new = analysis.output_size_in_bytes - analysis.alias_size_in_bytes
+    return int(analysis.temp_size_in_bytes + new)
+
+
+def moments_of(programs: Programs, in_flight: int) -> dict[str, int]:
+    """Bytes on a device at each moment of a step, but for buffers of boundaries."""
+    stage = programs.stage
+    state = bytes_on_a_device(stage.state_shapes)
+    replicas = bytes_on_a_device(replica_shapes(stage))
+    gradients = bytes_on_a_device(gradient_shapes(stage))
+    x_BLD = None if stage.is_first else boundary_shape(stage)
+    _, saved = jax.eval_shape(stage.forward, replica_shapes(stage), x_BLD, batch_shapes(stage))
+    assert programs.forward, "there are microbatches besides the first"
+    where = cast(Any, programs.forward).output_shardings[1].arrays
+    kept = bytes_on_a_device(jax.tree.map(lambda x, s: x.update(sharding=s), saved.arrays, where))
+    held = state + replicas + gradients
+    found = {
+        "forward": held + (in_flight - 1) * kept + temporary_bytes(programs.forward),
+        "backward": held + in_flight * kept + temporary_bytes(programs.backward),
+        "update": held + temporary_bytes(programs.update),
+    }
+    if programs.gather is not None:
+        found["gather"] = state + temporary_bytes(programs.gather)
+    if programs.last_backward is not None:
+        found["last backward"] = held + kept + temporary_bytes(programs.last_backward)
+    if programs.reduce is not None:
+        found["reduce"] = held + temporary_bytes(programs.reduce)
+    return found
+
+
+def compile_here(number: int) -> None:
+    """In a process that sees the plugin: a line of JSON for each stage of a case."""
+    case = CASES[number]
+    model, plan = MODELS[case.model], plan_of(case)
+    devices = described_devices(NUM_STAGES * case.mesh.num_devices)
+    config = OptimizerConfig(learning_rate=1e-4, moments=case.moments)
+    for index, mesh in enumerate(build_meshes(plan, devices)):
+        stage = Stage(
+            model=model,
+            plan=plan,
+            index=index,
+            mesh=mesh,
+            optimizer=make_optimizer(config, 100),
+            compute_dtype="bfloat16",
+            clip_norm=config.clip_norm,
+            mask_documents=False,
+            kernels=KernelsConfig(attention="pallas"),
+        )
+        shape = shape_of(case, index)
+        items = memory.stage_memory_bytes(model, shape)
+        found = moments_of(compile_stage(stage), NUM_STAGES - index)
+        moment = max(found, key=lambda name: found[name])
+        compiled, predicted = found[moment] + items["boundaries"], sum(items.values())
+        line = {
+            "what": case.label,
+            "stage": index,
+            "moment": moment,
+            "compiled_bytes": compiled,
+            "predicted_bytes": float(predicted),
+            "error": float(predicted / compiled - 1.0),
+            "moments": found,
+            "items": {name: float(size) for name, size in items.items()},
+        }
+        print(json.dumps(line), flush=True)
+
+
+def table(lines: list[dict[str, Any]]) -> str:
+    rows = [
+        "| stages | number | most in | compiled GiB | predicted GiB | error |",
+        "| --- | --- | --- | ---: | ---: | ---: |",
+    ]
+    for line in lines:
+        size = [line[f"{name}_bytes"] / 2**30 for name in ("compiled", "predicted")]
+        missed = " MISSED" * (line["error"] < -BAR)
+        rows.append(
+            f"| {line['what']} | {line['stage']} | {line['moment']} | {size[0]:.2f} | "
+            f"{size[1]:.2f} | {line['error']:+.1%}{missed} |"
+        )
+    errors = [abs(line["error"]) for line in lines]
+    rows.append(f"\nmean error {sum(errors) / len(errors):.1%}, worst {max(errors):.1%}")
+    return "\n".join(rows)
+
+
+def main() -> int:
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(NAME, description=__doc__, formatter_class=raw)
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder (results/)")
+    parser.add_argument("--compile", type=int, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.compile is not None:
+        compile_here(args.compile)
+        return 0
+    install(FOLDER)
+    lines = []
+    for number, case in enumerate(CASES):
+        print(f"{number + 1}/{len(CASES)}  {case.label}", flush=True)
+        command = [sys.executable, "-m", f"benchmarks.{NAME}", "--compile", str(number)]
+        with tempfile.TemporaryDirectory() as folder:
+            environment = compiling_environment(FOLDER, Path(folder) / "ptxas.log")
+            out = subprocess.run(
+                command, env=environment, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True
+            ).stdout
+        lines += [json.loads(text) for text in out.splitlines() if text.startswith('{"what"')]
+    result = {
+        "command": " ".join([f"python -m benchmarks.{NAME}", *sys.argv[1:]]),
+        "commit": commit(),
+        "date": time.strftime("%Y-%m-%d"),
+        "device": "described as an H200; none was there",
+        "versions": versions(),
+        "lines": lines,
+    }
+    name = f"{NAME}_{version('jax')}"
+    args.out.mkdir(parents=True, exist_ok=True)
+    about = f"commit {result['commit']}, {result['date']}, no GPU: `{result['command']}`"
+    (args.out / f"{name}.json").write_text(json.dumps(result, indent=1) + "\n")
+    (args.out / f"{name}.md").write_text(f"{table(lines)}\n\n{about}\n")
+    print("", table(lines), about, sep="\n")
+    return 0 if all(line["error"] >= -BAR for line in lines) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
