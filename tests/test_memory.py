@@ -10,6 +10,7 @@ from holmesjax import memory
 from holmesjax.config import ModelConfig
 from holmesjax.models import gpt
 from holmesjax.plan import block_name
+from holmesjax.programs import compile_stages
 from holmesjax.stage import CHECKPOINT_POLICIES, Saved
 from tests.shapes import shape_of
 from tests.test_pipeline import SMOOTH, VARIANTS, hand_made_plan, make_model, make_stages
@@ -203,3 +204,39 @@ def test_moments_take_the_bytes_of_what_keeps_them(vocab_size, width, variant, k
                 num_blocks=split[i], is_first=stage.is_first, is_last=stage.is_last, moments=kept
             )
             assert memory.stage_memory_bytes(model, shape)["optimizer"] == num_bytes
+
+
+@pytest.mark.parametrize(
+    "variant, remat, data", [("gpt2", "none", 2), ("llama", "dots", 1), ("llama", "full", 1)]
+)
+def test_compiled_programs_take_and_give_what_the_memory_says(variant, remat, data):
+    """And work in place. What they need besides is XLA's own matter on a CPU."""
+    model = dataclasses.replace(MODELS[variant], num_layers=4, context_length=256)
+    plan = hand_made_plan((2, 2), data, 1, microbatches=2, remat=remat)
+    sequences = plan.global_batch // 2 // data
+    for i, programs in enumerate(compile_stages(make_stages(model, plan))):
+        stage = dataclasses.replace(
+            SHAPE,
+            is_first=i == 0,
+            is_last=i == 1,
+            data=data,
+            sequences=sequences,
+            checkpointing=remat,
+        )
+        items = memory.stage_memory_bytes(model, stage)
+        ways = {name: items[name] for name in ("replicas", "gradients", "parameters", "optimizer")}
+        boundary = items["boundaries"] / 4  # to or from the one neighbour, twice each
+        forward, backward, update = (
+            program.memory_analysis()
+            for program in (programs.forward, programs.backward, programs.update)
+        )
+        kept = items["activations"] + items["logits"]
+        assert forward.argument_size_in_bytes == pytest.approx(
+            ways["replicas"] + (i == 1) * boundary, rel=0.03
+        )
+        # Tables of angles and statistics of norms are left out, and logits have their sums.
+        assert forward.output_size_in_bytes == pytest.approx(kept + (i == 0) * boundary, rel=0.05)
+        assert backward.alias_size_in_bytes == ways["gradients"]
+        state = ways["parameters"] + ways["optimizer"]
+        assert update.alias_size_in_bytes == pytest.approx(state, rel=1e-3)
+        assert update.temp_size_in_bytes < 0.01 * state
