@@ -145,7 +145,7 @@ class Update(NamedTuple):
 
         lie = lambda tree: jax.tree.map(lambda x: x.update(sharding=where), jax.eval_shape(tree))
         leaves, gradients = [lie(make)] * self.arrays, [lie(make).parameter] * self.arrays
-        factors, start = lie(lambda: jnp.zeros(5)), lie(lambda: jnp.zeros(2, jnp.int32))
+        factors, start = lie(lambda: jnp.zeros(6)), lie(lambda: jnp.zeros(2, jnp.int32))
         return jax.jit(update, donate_argnums=0).trace(leaves, gradients, factors, start)
 
 
@@ -297,6 +297,25 @@ def table(lines: list[dict[str, Any]]) -> str:
     return "\n".join(rows)
 
 
+def save(name: str, lines: list[dict[str, Any]], text: str, out: Path) -> None:
+    """Writes and prints what became of all that was compiled: lines as JSON, text as Markdown."""
+    installed = sorted(path.stem for path in FOLDER.glob("*/*.dist-info"))
+    result = {
+        "command": " ".join([f"python -m benchmarks.{name}", *sys.argv[1:]]),
+        "commit": commit(),
+        "date": time.strftime("%Y-%m-%d"),
+        "device": "described as an H200; none was there",
+        "versions": {**versions(), "installed": installed},
+        "lines": lines,
+    }
+    path = out / f"{name}_{version('jax')}.json"
+    out.mkdir(parents=True, exist_ok=True)
+    about = f"commit {result['commit']}, {result['date']}, no GPU: `{result['command']}`"
+    path.write_text(json.dumps(result, indent=1) + "\n")
+    path.with_suffix(".md").write_text(f"{text}\n\n{about}\n")
+    print("", text, about, sep="\n")
+
+
 def main() -> int:
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(NAME, description=__doc__, formatter_class=raw)
@@ -311,21 +330,7 @@ def main() -> int:
     for line in compile_in_a_process(FOLDER, list(range(len(CONFIGURATIONS)))):
         lines.append(line)
         print(*table([line]).splitlines()[2:], sep="\n", flush=True)
-    installed = sorted(path.stem for path in FOLDER.glob("*/*.dist-info"))
-    result = {
-        "command": " ".join([f"python -m benchmarks.{NAME}", *sys.argv[1:]]),
-        "commit": commit(),
-        "date": time.strftime("%Y-%m-%d"),
-        "device": "described as an H200; none was there",
-        "versions": {**versions(), "installed": installed},
-        "lines": lines,
-    }
-    name = f"{NAME}_{version('jax')}"
-    args.out.mkdir(parents=True, exist_ok=True)
-    about = f"commit {result['commit']}, {result['date']}, no GPU: `{result['command']}`"
-    (args.out / f"{name}.json").write_text(json.dumps(result, indent=1) + "\n")
-    (args.out / f"{name}.md").write_text(f"{table(lines)}\n\n{about}\n")
-    print("", table(lines), about, sep="\n")
+    save(NAME, lines, table(lines), args.out)
     return 0 if all(map(is_good, lines)) else 1
 
 

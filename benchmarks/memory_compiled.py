@@ -22,8 +22,6 @@ import math
 import subprocess
 import sys
 import tempfile
-import time
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -35,8 +33,9 @@ from benchmarks.kernels_compiled import (
     compiling_environment,
     described_devices,
     install,
+    save,
 )
-from benchmarks.pipeline_overhead import RESULTS, commit, versions
+from benchmarks.pipeline_overhead import RESULTS
 from holmesjax import memory
 from holmesjax.config import KernelsConfig, ModelConfig, OptimizerConfig
 from holmesjax.costs import StageShape
@@ -260,20 +259,7 @@ def main() -> int:
                 command, env=environment, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True
             ).stdout
         lines += [json.loads(text) for text in out.splitlines() if text.startswith('{"what"')]
-    result = {
-        "command": " ".join([f"python -m benchmarks.{NAME}", *sys.argv[1:]]),
-        "commit": commit(),
-        "date": time.strftime("%Y-%m-%d"),
-        "device": "described as an H200; none was there",
-        "versions": versions(),
-        "lines": lines,
-    }
-    name = f"{NAME}_{version('jax')}"
-    args.out.mkdir(parents=True, exist_ok=True)
-    about = f"commit {result['commit']}, {result['date']}, no GPU: `{result['command']}`"
-    (args.out / f"{name}.json").write_text(json.dumps(result, indent=1) + "\n")
-    (args.out / f"{name}.md").write_text(f"{table(lines)}\n\n{about}\n")
-    print("", table(lines), about, sep="\n")
+    save(NAME, lines, table(lines), args.out)
     return 0 if all(line["error"] >= -BAR for line in lines) else 1
 
 

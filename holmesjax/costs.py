@@ -402,7 +402,6 @@ class Implementation:
     overlaps: bool = True  # collectives over `data` with the last backward and the first forward
     accumulate_bytes: float = 12.0  # moved per parameter to add a microbatch's float32 gradient
     shards_optimizer: bool = True  # over `data`: ZeRO-1
-    sums_copies: bool = True  # of gradients, over `data`
     # What a layer keeps for its backward besides the operands of its products, for each token.
     kept_score_bytes: float = 0.0  # per key and query head
     kept_mask_bytes: float = 0.0  # per number of the residual stream: where dropout hit

@@ -122,7 +122,7 @@ def stage_memory_bytes(
         items["temporaries"] = np.maximum(items["temporaries"], in_head)
     if np.any(is_cut := parts > 1):
         items["gathered"] = is_cut * 2.0 * width * costs.largest_layer_parameters(model, stage)
-    if np.any(is_summed := stage.data > 1) and implementation.sums_copies:
+    if np.any(is_summed := stage.data > 1):
         # The first stage does it in its last backward: before that, activations are still there.
         share = (stage.in_flight - 1) / stage.in_flight if stage.is_first else 1.0
         room = share * items["activations"] + items["logits"]

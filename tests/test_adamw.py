@@ -77,7 +77,7 @@ def test_the_kernel_equals_the_formulas(gradient_dtype, monkeypatch):
 
 def test_small_arrays_share_launches():
     leaves = [leaf_of(0, n) for n in (8, SMALL, 3, SMALL + 5)]
-    shapes = jax.eval_shape(lambda: (leaves, [leaf.parameter for leaf in leaves], jnp.zeros(4)))
+    shapes = jax.eval_shape(lambda: (leaves, [leaf.parameter for leaf in leaves], jnp.zeros(6)))
     update = lambda *args: adamw_triton(*args, [HERE] * 4)
     text = lowered_for_cuda(update, *shapes)
     assert text.count("__gpu$xla.gpu.triton") == 3
