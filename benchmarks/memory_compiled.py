@@ -1,8 +1,8 @@
 """What stages hold as compiled for GPUs, without one: python -m benchmarks.memory_compiled
 
 Stages of two models, each with several ways to checkpoint and to be cut, are compiled whole for an
-H200, as `benchmarks.kernels_compiled` does kernels. Then what they hold is counted at every moment
-of a step:
+H200, as `benchmarks.kernels_compiled` does kernels, with the flags that jobs get. Then what they
+hold is counted at every moment of a step:
 
     state         parameters and moments, always; replicas and gradients until the update
     kept          what the forwards saved that were not yet followed by their backwards
@@ -36,7 +36,7 @@ from benchmarks.kernels_compiled import (
     save,
 )
 from benchmarks.pipeline_overhead import RESULTS
-from holmesjax import memory
+from holmesjax import memory, xla_flags
 from holmesjax.config import KernelsConfig, ModelConfig, OptimizerConfig
 from holmesjax.costs import StageShape
 from holmesjax.layouts import USABLE_MEMORY, Mesh
@@ -255,6 +255,8 @@ def main() -> int:
         command = [sys.executable, "-m", f"benchmarks.{NAME}", "--compile", str(number)]
         with tempfile.TemporaryDirectory() as folder:
             environment = compiling_environment(FOLDER, Path(folder) / "ptxas.log")
+            flags = xla_flags.for_devices({"h200"})
+            environment["XLA_FLAGS"] = xla_flags.joined(flags, environment["XLA_FLAGS"])
             out = subprocess.run(
                 command, env=environment, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True
             ).stdout
