@@ -116,6 +116,7 @@ def _timed_step(programs: Programs, state: Any, found: dict[str, list[float]]) -
     assert programs.gather, "a stage of one device has nothing to send with its first forward"
     assert programs.forward
     assert programs.backward
+    assert not programs.reduce, "a stage of one device has nothing to reduce"
 
     def timed(name: str, program: Any, *args: Any) -> Any:
         jax.block_until_ready(args)

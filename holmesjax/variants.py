@@ -138,13 +138,11 @@ class Kind(NamedTuple):
         """
         m, v, is_split = passing.microbatches, self.chunks, self.name == "split"
         whole = problem.seconds(seat, passing, role, layers, is_split)
-        first, work_s = whole, m * (whole.forward + whole.backward)
-        if v > 1:
-            chunks = [
-                problem.seconds(seat, passing, part, own, is_split)
-                for part, own in zip(chunk_roles(role, v), split_chunks(layers, v), strict=True)
-            ]
-            first, work_s = chunks[0], m * sum(own.forward + own.backward for own in chunks)
+        chunks = [
+            problem.seconds(seat, passing, part, own, is_split)
+            for part, own in zip(chunk_roles(role, v), split_chunks(layers, v), strict=True)
+        ]
+        first, work_s = chunks[0], m * sum(own.forward + own.backward for own in chunks)
         weight_s = whole.weight if is_split else 0.0
         before_s = max(around.before, whole.gather)
         after_s = max(around.after, weight_s + whole.reduce)

@@ -5,7 +5,6 @@ plain `jax.grad` step on one device and read as text.
 """
 
 import functools
-import math
 from collections import Counter
 from typing import NamedTuple
 
@@ -13,6 +12,7 @@ import jax
 import numpy as np
 import pytest
 
+from benchmarks.memory_compiled import bytes_on_a_device
 from holmesjax import checkpoint, costs, manifest, memory
 from holmesjax.pipeline import OneStage, in_one_process
 from holmesjax.plan import Axis
@@ -221,13 +221,6 @@ def test_nothing_gathered_is_kept_for_the_backward(remat, data):
     """Or there would be more of it than without fsdp."""
     case = Case((4,), (data,), (1,), remat=remat, variant="gpt2")
     assert kept_bytes(case, 2) == kept_bytes(case, 1)
-
-
-def bytes_on_a_device(shapes) -> int:
-    return sum(
-        math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
-        for x in jax.tree.leaves(shapes)
-    )
 
 
 @pytest.mark.parametrize("case", [*EVERY.values(), *WHOLE.values()])
