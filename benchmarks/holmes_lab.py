@@ -36,7 +36,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
@@ -235,6 +235,18 @@ def run_row(row: Row, point: int | None, steps: int, schedule: Schedule, folder:
     return found
 
 
+@contextlib.contextmanager
+def compile_cache() -> Iterator[None]:
+    """For all processes that are started meanwhile."""
+    with tempfile.TemporaryDirectory(prefix="holmes_lab_compiled_") as compiled:
+        os.environ.update(
+            JAX_COMPILATION_CACHE_DIR=compiled,
+            JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS="0",
+            JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES="-1",
+        )
+        yield
+
+
 # ---- all runs ------------------------------------------------------------------------------------
 
 
@@ -312,7 +324,7 @@ def _leave(number: int, _: FrameType | None) -> NoReturn:
     raise SystemExit(128 + number)
 
 
-def _count(text: str) -> int:
+def count(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
     return int(text)
@@ -324,8 +336,8 @@ def parse() -> argparse.Namespace:
     add = parser.add_argument
     add("--rows", nargs="+", choices=ROWS, default=list(ROWS), metavar="ROW", help="(all)")
     add("--points", nargs="+", type=int, choices=POINTS, default=list(POINTS), help="(all)")
-    add("--repeats", type=_count, default=3, help="of every row at every point (3)")
-    add("--steps", type=_count, default=6, help=f"timed in each run, after {WARM_UP_STEPS} (6)")
+    add("--repeats", type=count, default=3, help="of every row at every point (3)")
+    add("--steps", type=count, default=6, help=f"timed in each run, after {WARM_UP_STEPS} (6)")
     schedules = ("1f1b", "eager_1f1b")
     add("--schedule", choices=schedules, default="eager_1f1b", help="of HolmesJAX (eager_1f1b)")
     add("--go-on", action="store_true", help="with the result in --out: run what it lacks")
@@ -357,17 +369,12 @@ def main() -> int:
         return error.exit_status
     args.out.mkdir(parents=True, exist_ok=True)
     os.chdir(CHECKOUT)  # where the nodes' processes find these modules
-    with tempfile.TemporaryDirectory(prefix="holmes_lab_compiled_") as compiled:
-        os.environ.update(
-            JAX_COMPILATION_CACHE_DIR=compiled,
-            JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS="0",
-            JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES="-1",
-        )
-        try:
+    try:
+        with compile_cache():
             measure(args, result, path.absolute())
-        except (KeyboardInterrupt, SystemExit):  # a supervisor makes the second of Ctrl-C
-            print("\nstopped; what has been measured:", file=sys.stderr)
-            result["stopped"] = True
+    except (KeyboardInterrupt, SystemExit):  # a supervisor makes the second of Ctrl-C
+        print("\nstopped; what has been measured:", file=sys.stderr)
+        result["stopped"] = True
     status = lab_results.write(result, path.absolute())
     return 130 if "stopped" in result else status
 

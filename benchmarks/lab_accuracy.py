@@ -1,17 +1,20 @@
 """How far off predicted steps of the Holmes comparison are: python -m benchmarks.lab_accuracy
 
-Builds the labs of `benchmarks.holmes_lab` again, and measures them as one measures real machines:
-links and collectives with `launch probe`, nodes with `launch profile`, all at once as they train.
-With what they find it plans each row of HolmesJAX, and compares the predicted step with what the
-comparison has measured on the same machine.
+Builds the labs of `benchmarks.holmes_lab`, and measures them as one measures real machines: links
+and collectives with `launch probe`, nodes with `launch profile`, all at once as they train. Then
+each of HolmesJAX's rows trains there, and its plan, made of what was found, says how long a step
+should have taken. All of a network comes soon after each other, since from one hour to the next
+this machine is not as fast.
 
-    measured    seconds of a step, the median of the repeats; its spread is their range over it
+    measured    seconds of a step, without the first two, the median; its spread is their range over
+                it
     compute     seconds that a node computes in a step, mean of the nodes: predicted; and measured,
                 which is CPU seconds over the node's quota
+    others      what else had the machine's cores, as a share of them
     error       of the predicted step, as a share of the measured one; bar: 10%
 
-Needs what `launch lab` needs (docs/lab.md), an idle machine for half an hour, and the JSON file of
-the comparison.
+Needs what `launch lab` needs (docs/lab.md), and an idle machine for an hour and a half. With
+--measured nothing is run: what an earlier result has measured is predicted again.
 """
 
 import argparse
@@ -23,15 +26,18 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from benchmarks.holmes_lab import Failed, compile_cache, count, run_row
 from benchmarks.lab_rows import (
-    GLOBAL_BATCH,
+    POINTS,
     ROWS,
+    WARM_UP_STEPS,
     Row,
+    cells,
     in_turn,
     load_topology,
     make_config,
@@ -40,7 +46,6 @@ from benchmarks.lab_rows import (
     network_text,
     told_text,
 )
-from benchmarks.loops import LARGE
 from benchmarks.pipeline_overhead import RESULTS, commit, cpu_model, versions
 from holmesjax import calibration, config as configs, topology as topologies
 from holmesjax.config import CHECKOUT, Schedule
@@ -51,7 +56,6 @@ from holmesjax.topology import Topology
 from launch import namespaces, probe
 
 BAR = 0.10
-TOKENS = GLOBAL_BATCH * LARGE.context_length
 HEADER = (
     "network",
     "row",
@@ -61,10 +65,12 @@ HEADER = (
     "error",
     "compute s",
     "predicted compute s",
+    "others",
 )
+SCHEDULE: Schedule = "eager_1f1b"  # of the comparison
 
-Run = Mapping[str, Any]  # of the comparison
 Cell = tuple[str, int | None]  # row and point
+Found = dict[str, Any]  # of a network: its topology as it was measured, and the runs of its rows
 
 
 # ---- what is measured ----------------------------------------------------------------------------
@@ -85,7 +91,7 @@ def measure(row: Row, point: int | None, folder: Path) -> Topology:
     network = load_topology(network_text(row, point), folder / "network.yaml")
     load_topology(told_text(row, point), folder / "told.yaml")  # for those that read it there
     run_file = folder / "run.yaml"
-    configs.save(make_config(row, folder, 1, "1f1b"), run_file)
+    configs.save(make_config(row, folder, 1, SCHEDULE), run_file)
     with (folder / "log").open("w") as log, contextlib.redirect_stdout(log):
         commands = namespaces.commands_for(make_lab(row, network, sorted(os.sched_getaffinity(0))))
         with namespaces.built(commands):
@@ -138,31 +144,29 @@ def with_devices(topology: Topology, devices: Mapping[str, topologies.DeviceKind
 # ---- what is predicted ---------------------------------------------------------------------------
 
 
-def plan_of(
-    row: Row, point: int | None, layers: Sequence[int], schedule: Schedule, network: Topology
-) -> Plan:
+def plan_of(row: Row, point: int | None, layers: Sequence[int], network: Topology) -> Plan:
     """Of a row, with the layers that its runs had, on its network as it was measured."""
     row = dataclasses.replace(row, layers=tuple(layers))
     with tempfile.TemporaryDirectory() as folder:
         told = load_topology(told_text(row, point), Path(folder) / "told.yaml")
-        config = make_config(row, Path(folder), 1, schedule)
+        config = make_config(row, Path(folder), 1, SCHEDULE)
     told = with_devices(told, {node.name: node.device for node in network.nodes})
     return make_job(config, dataclasses.replace(told, measured=network.measured)).plan
 
 
-def line_of(cell: Cell, runs: Sequence[Run], plan: Plan) -> dict[str, Any]:
-    steps_s = [TOKENS / run["tokens_per_s"] for run in runs]
-    step_s = statistics.median(steps_s)
+def line_of(run: Mapping[str, Any], plan: Plan) -> dict[str, Any]:
+    step_s = statistics.median(run["step_s"])
     nodes = [stage.seconds["compute"] for stage in plan.stages for _ in stage.nodes]
     return {
-        "row": cell[0],
-        "point": cell[1],
+        "row": run["row"],
+        "point": run["point"],
         "step_s": step_s,
-        "spread": (max(steps_s) - min(steps_s)) / step_s,
+        "spread": (max(run["step_s"]) - min(run["step_s"])) / step_s,
         "predicted_s": plan.step_time_s,
         "error": plan.step_time_s / step_s - 1,
-        "compute_s": statistics.median(run["compute_s"] for run in runs),
+        "compute_s": run["compute_s"],
         "predicted_compute_s": statistics.mean(nodes),
+        "disturbed_share": run["disturbed_share"],
         "seconds": [stage.seconds for stage in plan.stages],
         "shares": plan.shares,
     }
@@ -170,7 +174,7 @@ def line_of(cell: Cell, runs: Sequence[Run], plan: Plan) -> dict[str, Any]:
 
 def table(lines: Sequence[Mapping[str, Any]]) -> str:
     """In Markdown, with the mean and the worst error behind it."""
-    out = ["| " + " | ".join(HEADER) + " |", "| --- | --- " + "| ---: " * 6 + "|"]
+    out = ["| " + " | ".join(HEADER) + " |", "| --- | --- " + "| ---: " * 7 + "|"]
     for line in lines:
         row = ROWS[line["row"]]
         missed = " MISSED" * (abs(line["error"]) > BAR)
@@ -183,6 +187,7 @@ def table(lines: Sequence[Mapping[str, Any]]) -> str:
             f"{line['error']:+.1%}{missed}",
             f"{line['compute_s']:.2f}",
             f"{line['predicted_compute_s']:.2f}",
+            f"{line['disturbed_share']:.0%}",
         ]
         out.append("| " + " | ".join(cells) + " |")
     errors = [abs(line["error"]) for line in lines]
@@ -197,28 +202,72 @@ def table(lines: Sequence[Mapping[str, Any]]) -> str:
 # ---- the command ---------------------------------------------------------------------------------
 
 
-def read_runs(path: Path) -> tuple[dict[str, Any], dict[Cell, list[Run]]]:
-    """A result of the comparison, and its runs of HolmesJAX that have a figure."""
+def networks_of(cells: Sequence[Cell]) -> dict[str, list[Cell]]:
+    """The networks that cells need, and the cells of each."""
+    found: dict[str, list[Cell]] = {}
+    for name, point in cells:
+        found.setdefault(network_of(ROWS[name], point), []).append((name, point))
+    return found
+
+
+def measure_all(cells: Sequence[Cell], steps: int) -> Iterator[tuple[str, Found]]:
+    """Network by network. Raises HolmesError, or Failed where a run has no figure."""
+    namespaces.refuse_without_means()
+    os.chdir(CHECKOUT)  # where the nodes' processes find these modules
+    networks = networks_of(cells)
+    with tempfile.TemporaryDirectory(prefix="holmes_lab_") as text, compile_cache():
+        folder = Path(text)
+        for i, (name, own) in enumerate(networks.items()):
+            print(f"{i + 1}/{len(networks)}  {name}: probe and profiles", flush=True)
+            first, point = own[0]
+            topology = measure(ROWS[first], point, new_folder(folder))
+            runs = []
+            for row, point in own:
+                print(f"      {row}: ", end="", flush=True)
+                run = run_row(ROWS[row], point, steps, SCHEDULE, new_folder(folder))
+                runs.append({"row": row, "point": point, **run})
+                seconds = statistics.median(run["step_s"])
+                print(f"{seconds:.2f} s, others {run['disturbed_share']:.0%}", flush=True)
+            yield name, {"topology": topologies.to_yaml(topology), "runs": runs}
+
+
+def new_folder(parent: Path) -> Path:
+    return Path(tempfile.mkdtemp(dir=parent))
+
+
+def read_measured(path: Path) -> dict[str, Found]:
+    """What an earlier result has measured. Raises ConfigError."""
     try:
-        result = json.loads(path.read_text())
-        runs = [run for run in result["runs"] if "tokens_per_s" in run]
-    except (OSError, ValueError, KeyError) as error:
-        fix = "name the JSON file that benchmarks.holmes_lab has written"
-        raise ConfigError(str(path), "is no result", found=error, fix=fix) from None
-    found: dict[Cell, list[Run]] = {}
-    for run in runs:
-        if ROWS[run["row"]].system == "HolmesJAX":
-            found.setdefault((run["row"], run["point"]), []).append(run)
-    return result, found
+        found: dict[str, Found] = json.loads(path.read_text())["networks"]
+        assert all({"topology", "runs"} <= network.keys() for network in found.values())
+    except (OSError, ValueError, KeyError, AttributeError, AssertionError) as error:
+        fix = "name a JSON file that this benchmark has written"
+        where, problem = f"--measured {path}", "is no such result"
+        raise ConfigError(where, problem, found=repr(error), fix=fix) from None
+    return found
+
+
+def predict(found: Mapping[str, Found]) -> list[dict[str, Any]]:
+    """A line for each run, in the order of the table."""
+    lines: dict[Cell, dict[str, Any]] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for network in found.values():
+            topology = load_topology(network["topology"], Path(folder) / "network.yaml")
+            for run in network["runs"]:
+                plan = plan_of(ROWS[run["row"]], run["point"], run["layers"], topology)
+                lines[run["row"], run["point"]] = line_of(run, plan)
+    return [lines[cell] for cell in in_turn(lines)]
 
 
 def parse() -> argparse.Namespace:
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser("lab_accuracy", description=__doc__, formatter_class=raw)
     add = parser.add_argument
-    default = RESULTS / f"holmes_lab_{versions()['jax']}.json"
-    add("result", nargs="?", type=Path, default=default, help="of the comparison (results/)")
-    add("--measured", type=Path, metavar="JSON", help="take this result's probes and profiles")
+    names = [name for name, row in ROWS.items() if row.system == "HolmesJAX"]
+    add("--rows", nargs="+", choices=names, default=names, metavar="ROW", help="(all)")
+    add("--points", nargs="+", type=int, choices=POINTS, default=list(POINTS), help="(all)")
+    add("--steps", type=count, default=6, help=f"timed in each run, after {WARM_UP_STEPS} (6)")
+    add("--measured", type=Path, metavar="JSON", help="take what this result has measured")
     add("--out", type=Path, default=RESULTS, help="folder of table and JSON (results/)")
     return parser.parse_args()
 
@@ -226,63 +275,40 @@ def parse() -> argparse.Namespace:
 def main() -> int:
     args = parse()
     args.out = args.out.absolute()
+    args.out.mkdir(parents=True, exist_ok=True)
+    path = args.out / f"lab_accuracy_{versions()['jax']}.json"
+    found: dict[str, Found] = {}
     try:
-        compared, runs = read_runs(args.result)
-        networks = _networks(args, list(runs))
-    except HolmesError as error:
+        if args.measured:
+            found = read_measured(args.measured)
+        else:
+            for name, network in measure_all(cells(args.rows, args.points), args.steps):
+                found[name] = network
+                write(found, path)  # what has been measured is kept, whatever comes
+    except (HolmesError, Failed) as error:
         print(f"error: {error}", file=sys.stderr)
-        return error.exit_status
-    schedule = compared["settings"]["schedule"]
-    lines = []
-    for name, point in in_turn(runs):
-        row, own = ROWS[name], runs[name, point]
-        topology = networks[network_of(row, point)]
-        plan = plan_of(row, point, own[0]["layers"], schedule, topology)
-        lines.append(line_of((name, point), own, plan))
+        return error.exit_status if isinstance(error, HolmesError) else 1
+    print("", write(found, path), path, sep="\n")
+    return 0
+
+
+def write(found: Mapping[str, Found], path: Path) -> str:
+    """JSON and table; gives the table."""
+    lines = predict(found)
     result = {
         "command": " ".join(["python -m benchmarks.lab_accuracy", *sys.argv[1:]]),
         "commit": commit(),
         "date": time.strftime("%Y-%m-%d"),
         "device": {"cpu": cpu_model(), "cores": os.cpu_count()},
         "versions": versions(),
-        "compared_with": {key: compared[key] for key in ("commit", "date", "device")},
         "lines": lines,
-        "networks": {name: topologies.to_yaml(found) for name, found in networks.items()},
+        "networks": found,
     }
-    path = args.out / f"lab_accuracy_{versions()['jax']}.json"
     path.write_text(json.dumps(result, indent=1) + "\n")
     text = table(lines) + f"\n\ncommit {result['commit']}, {result['date']}, "
-    text += f"{os.cpu_count()} cores of {cpu_model()}: `{result['command']}`; measured steps: "
-    text += f"commit {compared['commit']}, {compared['date']}\n"
+    text += f"{os.cpu_count()} cores of {cpu_model()}: `{result['command']}`\n"
     path.with_suffix(".md").write_text(text)
-    print("", text, path, sep="\n")
-    return 0
-
-
-def _networks(args: argparse.Namespace, cells: Sequence[Cell]) -> dict[str, Topology]:
-    """Every network that is needed, measured now or before."""
-    wanted = {network_of(ROWS[name], point): (ROWS[name], point) for name, point in cells}
-    found: dict[str, Topology] = {}
-    with tempfile.TemporaryDirectory(prefix="holmes_lab_") as folder:
-        if args.measured:
-            try:
-                networks = json.loads(args.measured.read_text())["networks"]
-                texts = {name: networks[name] for name in wanted}
-            except (OSError, ValueError, KeyError) as error:
-                fix = "name the JSON file that this benchmark has written for the same rows"
-                where, problem = f"--measured {args.measured}", "is no such result"
-                raise ConfigError(where, problem, found=error, fix=fix) from None
-            path = Path(folder) / "network.yaml"
-            return {name: load_topology(text, path) for name, text in texts.items()}
-        namespaces.refuse_without_means()
-        args.out.mkdir(parents=True, exist_ok=True)
-        os.chdir(CHECKOUT)  # where the nodes' processes find these modules
-        for i, (name, (row, point)) in enumerate(wanted.items()):
-            own = Path(folder) / str(i)
-            own.mkdir()
-            print(f"{i + 1}/{len(wanted)}  {name}", flush=True)
-            found[name] = measure(row, point, own)
-    return found
+    return text
 
 
 if __name__ == "__main__":

@@ -225,8 +225,10 @@ class _Agent:
         )
         return {}
 
-    def _collect(self, kind: CollectiveKind, num_bytes: int, rounds: int) -> Message:
-        return {"seconds": self._collectives.time(kind, num_bytes, rounds)}
+    def _collect(
+        self, kind: CollectiveKind, group_nodes: int, num_bytes: int, rounds: int
+    ) -> Message:
+        return {"seconds": self._collectives.time(kind, group_nodes, num_bytes, rounds)}
 
 
 def _time(pool: ThreadPoolExecutor, connections: Sequence[Connection], num_bytes: int) -> float:

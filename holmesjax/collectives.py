@@ -12,6 +12,7 @@ from holmesjax import buckets, compat
 from holmesjax.topology_file import CollectiveKind
 
 ITEM_BYTES = 4  # float32
+ROWS = P(("group", "node"), "device")  # each node has a row, on all its devices
 
 
 class Collectives:
@@ -48,43 +49,43 @@ class Collectives:
             for n in range(num_nodes)
         }
         count = min(map(len, by_node.values()))
-        self._mesh = Mesh(np.array([by_node[n][:count] for n in by_node]), ("node", "device"))
-        by_ring = compat.sums_by_ring(self._mesh, "node")
-        self._run = {
-            "all_reduce": self._on_rows(lambda x: jax.lax.psum(x, "node")),
-            "reduce_scatter": self._on_rows(
-                lambda x: buckets.reduce_scatter(x, 0, "node", by_ring=by_ring)
-            ),
-            "all_gather": self._on_rows(lambda x: buckets.all_gather(x, 0, "node")),
-        }
+        self._devices = np.array([by_node[n][:count] for n in by_node])
 
-    def _on_rows(self, function: Callable[[jax.Array], jax.Array]) -> Callable:
-        """Compiled for an array [nodes, n] of which each node has a row, on all its devices."""
-        rows = P("node", "device")
-        run = lambda row: function(row[0])[None]
-        return jax.jit(
-            jax.shard_map(run, mesh=self._mesh, in_specs=rows, out_specs=rows, check_vma=False)
-        )
-
-    def time(self, kind: CollectiveKind, num_bytes: int, rounds: int) -> list[float]:
-        """Seconds of each round, after one that compiles.
+    def time(
+        self, kind: CollectiveKind, group_nodes: int, num_bytes: int, rounds: int
+    ) -> list[float]:
+        """Seconds of each round, after one that compiles, in groups of nodes that all run at once.
 
         Each node holds about `num_bytes`, of what is gathered afterwards.
         """
-        num_nodes, num_devices = self._mesh.devices.shape
-        length = num_bytes // ITEM_BYTES // num_devices // num_nodes * num_nodes
-        held = length // num_nodes if kind == "all_gather" else length
-        sharding = NamedSharding(self._mesh, P("node", "device"))
+        num_nodes, num_devices = self._devices.shape
+        grouped = self._devices.reshape(num_nodes // group_nodes, group_nodes, num_devices)
+        mesh = Mesh(grouped, ("group", "node", "device"))
+        run = _on_rows(mesh, kind)
+        length = num_bytes // ITEM_BYTES // num_devices // group_nodes * group_nodes
+        held = length // group_nodes if kind == "all_gather" else length
+        sharding = NamedSharding(mesh, ROWS)
         shape = (num_nodes, num_devices * held)
         ones = jax.jit(lambda: jnp.ones(shape, jnp.float32), out_shardings=sharding)()
-        run = self._run[kind]
         found = run(ones).block_until_ready().addressable_shards[0].data
-        kept = length // num_nodes if kind == "reduce_scatter" else length
+        kept = length // group_nodes if kind == "reduce_scatter" else length
         assert found.shape == (1, kept), found.shape
-        assert float(found[0, 0]) == (1 if kind == "all_gather" else num_nodes)
+        assert float(found[0, 0]) == (1 if kind == "all_gather" else group_nodes)
         seconds = []
         for _ in range(rounds):
             start_s = time.perf_counter()
             run(ones).block_until_ready()
             seconds.append(time.perf_counter() - start_s)
         return seconds
+
+
+def _on_rows(mesh: Mesh, kind: CollectiveKind) -> Callable[[jax.Array], jax.Array]:
+    """Compiled for an array [nodes, n]."""
+    by_ring = compat.sums_by_ring(mesh, "node")
+    functions: Mapping[CollectiveKind, Callable[[jax.Array], jax.Array]] = {
+        "all_reduce": lambda x: jax.lax.psum(x, "node"),
+        "reduce_scatter": lambda x: buckets.reduce_scatter(x, 0, "node", by_ring=by_ring),
+        "all_gather": lambda x: buckets.all_gather(x, 0, "node"),
+    }
+    run = lambda row: functions[kind](row[0])[None]
+    return jax.jit(jax.shard_map(run, mesh=mesh, in_specs=ROWS, out_specs=ROWS, check_vma=False))

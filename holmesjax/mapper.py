@@ -26,7 +26,7 @@ import numpy as np
 
 from holmesjax import network
 from holmesjax.network import NCCL, Group, Reached
-from holmesjax.topology import Fabric, Link, Node, Topology
+from holmesjax.topology import Collective, Fabric, Link, Node, Topology
 from holmesjax.topology_file import CollectiveKind
 
 A = TypeVar("A", bound=str)  # the name of an axis
@@ -60,8 +60,8 @@ class Paths:
     nodes: tuple[str, ...]
     s_per_byte: np.ndarray  # [N, N], symmetric; on the diagonal between devices of a node
     is_uniform: bool  # all nodes and all paths between them are equal
-    # Cluster -> what was measured of its collectives, if anything: of all links of a node.
-    software: Mapping[str, Mapping[CollectiveKind, Reached]]
+    # Cluster -> nodes of a group -> what was measured of its collectives: of all links of a node.
+    software: Mapping[str, Mapping[int, Mapping[CollectiveKind, Reached]]]
 
     @classmethod
     def between(cls, topology: Topology, nodes: Sequence[str]) -> "Paths":
@@ -112,29 +112,38 @@ class Paths:
         return replace(self.link(pair), bandwidth_bytes_per_s=min(*own, *between))
 
     def shared_software(
-        self, pair: tuple[int, int], num_rings: int
+        self, pair: tuple[int, int], num_nodes: int, num_rings: int
     ) -> Mapping[CollectiveKind, Reached]:
-        """What one of `num_rings` groups reaches between two nodes; NCCL's if not measured."""
+        """What one of `num_rings` groups of so many nodes reaches; NCCL's if not measured.
+
+        Two nodes of a group say in which cluster. Where groups of another size were measured, the
+        next larger counts, or else the largest.
+        """
         here, there = (self.topology.cluster_of(self.nodes[end]).name for end in pair)
         if here != there or here not in self.software:
             return NCCL
         share = lambda own: replace(
             own, bandwidth_bytes_per_s=own.bandwidth_bytes_per_s / num_rings
         )
-        return {kind: share(own) for kind, own in self.software[here].items()}
+        by_size = self.software[here]
+        size = min((size for size in by_size if size >= num_nodes), default=max(by_size))
+        return {kind: share(own) for kind, own in by_size[size].items()}
 
 
 def _software(
     topology: Topology, names: Collection[str]
-) -> dict[str, Mapping[CollectiveKind, Reached]]:
+) -> dict[str, dict[int, Mapping[CollectiveKind, Reached]]]:
     """Of some clusters, those in which collectives were measured."""
-    found: dict[str, Mapping[CollectiveKind, Reached]] = {}
-    measured = topology.measured.collectives if topology.measured else ()
+    measured: dict[str, dict[int, list[Collective]]] = {}
+    for own in topology.measured.collectives if topology.measured else ():
+        if own.cluster in names:
+            measured.setdefault(own.cluster, {}).setdefault(own.num_nodes, []).append(own)
+    found: dict[str, dict[int, Mapping[CollectiveKind, Reached]]] = {}
     for cluster in topology.clusters:
-        own = [collective for collective in measured if collective.cluster == cluster.name]
-        if own and cluster.name in names and len(cluster.nodes) > 1:
+        if by_size := measured.get(cluster.name):
             link = topology.effective_link(*(node.name for node in cluster.nodes[:2]))
-            found[cluster.name] = network.reached(own, len(cluster.nodes), network.hop_s(link))
+            step_s = network.hop_s(link)
+            found[cluster.name] = {n: network.reached(by_size[n], step_s) for n in by_size}
     return found
 
 
@@ -283,10 +292,11 @@ def _group(paths: Paths, groups: np.ndarray, pairs: Sequence[tuple[int, int]]) -
     leaving = np.bincount(groups[first_of_node & (groups[:, :1] != groups[:, -1:])])
     num_rings = max(1, int(np.max(leaving, initial=0)))  # most groups that leave any one node
     across = next((pair for pair in pairs if pair[0] != pair[1]), None)
+    nodes = int(first_of_node.sum(axis=1).max())
     return Group(
         size=groups.shape[1],
-        nodes=int(first_of_node.sum(axis=1).max()),
+        nodes=nodes,
         inside=next((paths.link((a, b)) for a, b in pairs if a == b), None),
         between=paths.shared_link(across, num_rings) if across else None,
-        software=paths.shared_software(across, num_rings) if across else NCCL,
+        software=paths.shared_software(across, nodes, num_rings) if across else NCCL,
     )

@@ -53,41 +53,41 @@ def sent_bytes(kind: CollectiveKind, num_nodes: int, num_bytes: float) -> float:
     return _trips(kind) * (num_nodes - 1) / num_nodes * num_bytes
 
 
-def reached(
-    measured: Sequence[Collective], num_nodes: int, step_s: float
-) -> dict[CollectiveKind, Reached]:
-    """What explains the collectives that were measured over the nodes of a cluster.
+def reached(measured: Sequence[Collective], step_s: float) -> dict[CollectiveKind, Reached]:
+    """What explains the collectives that were measured over as many nodes of one cluster.
 
     Of each kind the seconds are `start_s`, and the bytes that each node sends over the bandwidth,
-    by least squares of relative errors.
+    by least squares of relative errors. Where larger arrays reach less, as gloo's gathers of
+    several MiB do, what the largest reaches counts.
 
     Args:
-      measured: those of one cluster.
-      num_nodes: of the cluster.
-      step_s: of one hop between two of its nodes, which the start is without.
+      measured: at least one.
+      step_s: of one hop between two nodes, which the start is without.
 
     Example, 3 ms and 1 GB/s on two nodes:
       >>> seconds = {size: 3e-3 + size / 2 / 1e9 for size in (2**16, 2**20, 2**24)}
       >>> found = reached(
       ...     [
-      ...         Collective(cluster="a", kind="all_gather", size_bytes=size,
+      ...         Collective(cluster="a", num_nodes=2, kind="all_gather", size_bytes=size,
       ...                    bandwidth_bytes_per_s=size / 2 / s)
       ...         for size, s in seconds.items()
       ...     ],
-      ...     num_nodes=2, step_s=0.0,
+      ...     step_s=0.0,
       ... )["all_gather"]
       >>> round(found.start_s, 6), round(found.bandwidth_bytes_per_s)
       (0.003, 1000000000)
     """
     found = dict(NCCL)
+    [num_nodes] = {collective.num_nodes for collective in measured}
     for kind in {collective.kind for collective in measured}:
         own = [collective for collective in measured if collective.kind == kind]
         sent = [sent_bytes(kind, num_nodes, c.size_bytes) for c in own]
         seconds = [s / c.bandwidth_bytes_per_s for s, c in zip(sent, own, strict=True)]
         rows = np.stack([np.ones(len(own)), sent], axis=1) / np.array(seconds)[:, None]
         (start_s, s_per_byte), *_ = np.linalg.lstsq(rows, np.ones(len(own)), rcond=None)
-        if len(own) == 1 or start_s < 0 or s_per_byte <= 0:  # too few, or too noisy, to tell
-            start_s, s_per_byte = 0.0, min(s / b for s, b in zip(seconds, sent, strict=True))
+        if len(own) == 1 or start_s < 0 or s_per_byte <= 0:
+            largest_s, largest_bytes = max(zip(seconds, sent, strict=True), key=lambda own: own[1])
+            start_s, s_per_byte = 0.0, largest_s / largest_bytes
         found[kind] = Reached(
             start_s=max(0.0, float(start_s) - _trips(kind) * (num_nodes - 1) * step_s),
             bandwidth_bytes_per_s=1 / float(s_per_byte),

@@ -116,6 +116,16 @@ def _back(step: Step) -> Step:
     return tuple((b, a) for a, b in step)
 
 
+def group_sizes(num_nodes: int) -> list[int]:
+    """Nodes of the groups in which collectives are measured: stages have some of them, or all.
+
+    >>> group_sizes(8), group_sizes(6), group_sizes(3)
+    ([2, 4, 8], [2, 6], [3])
+    """
+    powers = (2**i for i in range(1, num_nodes.bit_length()))
+    return [*(n for n in powers if n < num_nodes and num_nodes % n == 0), num_nodes]
+
+
 # ---- what the times say --------------------------------------------------------------------------
 
 

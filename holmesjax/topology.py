@@ -103,9 +103,10 @@ class Cluster:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Collective:
-    """One that was measured over all nodes of a cluster."""
+    """One that was measured over nodes of a cluster."""
 
     cluster: str
+    num_nodes: int  # of a group; as many groups as the cluster has ran at once
     kind: topology_file.CollectiveKind
     size_bytes: float  # of the array that each node holds, before or after
     bandwidth_bytes_per_s: float  # that each node sends at, in a ring
@@ -236,6 +237,7 @@ def _measured(entry: topology_file.MeasuredEntry) -> Measured:
         collectives=tuple(
             Collective(
                 cluster=c.cluster,
+                num_nodes=c.nodes,
                 kind=c.kind,
                 size_bytes=c.size,
                 bandwidth_bytes_per_s=c.bandwidth,
@@ -339,6 +341,7 @@ def measured_section(measured: Measured) -> str:
     collectives = [
         {
             "cluster": collective.cluster,
+            "nodes": collective.num_nodes,
             "kind": collective.kind,
             "size": units.exact(collective.size_bytes, "B"),
             "bandwidth": units.exact(collective.bandwidth_bytes_per_s, "b/s"),

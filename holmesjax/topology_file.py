@@ -127,9 +127,10 @@ CollectiveKind = Literal["all_reduce", "reduce_scatter", "all_gather"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CollectiveEntry:
-    """One over all nodes of a cluster."""
+    """One over nodes of a cluster."""
 
     cluster: Name
+    nodes: Count  # of a group; as many groups as the cluster has ran at once
     kind: CollectiveKind
     size: Size  # of the array that each node holds before it is scattered or when it is gathered
     bandwidth: NetworkRate  # that each node sends at, in a ring
@@ -395,7 +396,7 @@ def _measured_is_of_these(document: Document, file: TopologyEntry) -> Iterator[H
     """Pairs and collectives are of nodes and clusters of the file, each once."""
     if file.measured is None:
         return
-    clusters = [cluster.name for cluster in file.clusters]
+    sizes = {cluster.name: len(nodes_of(cluster)) for cluster in file.clusters}
     homes = {node.name: cluster for cluster in file.clusters for node in nodes_of(cluster)}
     fabrics = {tuple(sorted(link.between)): link.fabric for link in file.links}
     seen: set[tuple[str, ...]] = set()
@@ -406,10 +407,14 @@ def _measured_is_of_these(document: Document, file: TopologyEntry) -> Iterator[H
         if not wrong:
             yield from schema.findings(_fabric_is_theirs, document, keys, pair, homes, fabrics)
     for i, collective in enumerate(file.measured.collectives):
-        if collective.cluster not in clusters:
-            place = ("measured", "collectives", i, "cluster")
-            found, fix = collective.cluster, schema.near(collective.cluster, clusters)
-            yield document.mistake(place, "no such cluster", found=found, fix=fix)
+        keys, found = ("measured", "collectives", i), collective.cluster
+        if found not in sizes:
+            fix = schema.near(found, list(sizes))
+            yield document.mistake((*keys, "cluster"), "no such cluster", found=found, fix=fix)
+        elif not 2 <= collective.nodes <= sizes[found]:
+            problem = f"must be 2 to {sizes[found]}, the nodes of {found}"
+            place = (*keys, "nodes")
+            yield document.mistake(place, problem, found=collective.nodes, fix=MEASURE_AGAIN)
 
 
 MEASURE_AGAIN = "remove the section `measured`, and measure again with `launch probe`"

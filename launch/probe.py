@@ -4,6 +4,7 @@ import argparse
 import contextlib
 import datetime
 import importlib
+import itertools
 import json
 import statistics
 import tempfile
@@ -247,17 +248,19 @@ class _Session:
         }
         if self._refused(cluster, self._ask(joins)):
             return
-        for kind in network.KINDS:
+        for group, kind in itertools.product(probe.group_sizes(len(nodes)), network.KINDS):
             for size in probe.COLLECTIVE_BYTES:
-                question = ("collect", {"kind": kind, "num_bytes": size, "rounds": probe.ROUNDS})
+                asked = {"kind": kind, "group_nodes": group, "num_bytes": size}
+                question = ("collect", {**asked, "rounds": probe.ROUNDS})
                 answers = self._ask(dict.fromkeys(nodes, question))
                 if self._refused(cluster, answers):
                     return
                 seconds = [answer["seconds"] for answer in answers.values()]
-                rate = _rounded(probe.bus_bandwidth(kind, len(nodes), size, seconds), "b/s")
+                rate = _rounded(probe.bus_bandwidth(kind, group, size, seconds), "b/s")
                 self._collectives.append(
                     Collective(
                         cluster=cluster.name,
+                        num_nodes=group,
                         kind=kind,
                         size_bytes=size,
                         bandwidth_bytes_per_s=rate,

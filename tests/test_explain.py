@@ -227,7 +227,7 @@ def test_a_faster_link_brings_its_nics_and_its_measured_pairs_with_it(tmp_path):
         )
     pairs += "  collectives:\n"
     for cluster in ("ib", "roce"):
-        own = f"cluster: {cluster}, kind: all_gather, size: 1 MiB, bandwidth: 1 Gb/s"
+        own = f"cluster: {cluster}, nodes: 2, kind: all_gather, size: 1 MiB, bandwidth: 1 Gb/s"
         pairs += f"    - {{{own}}}\n"
     path.write_text(IB_ROCE.read_text() + pairs)
     before = topologies.load(path)

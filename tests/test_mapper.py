@@ -1,5 +1,6 @@
 """No placement of the devices in the mesh is cheaper than the mapper's: every one is priced."""
 
+import dataclasses
 import itertools
 import math
 
@@ -261,7 +262,9 @@ def test_a_group_has_its_share_of_what_collectives_reach():
         for name, nodes in (("a", ("a0", "a1")), ("b", ("b0", "b1")))
     )
     between = Link(fabric="ethernet", bandwidth_bytes_per_s=0.4, latency_s=1e-5)
-    gathered = Collective(cluster="a", kind="all_gather", size_bytes=8.0, bandwidth_bytes_per_s=4.0)
+    gathered = Collective(
+        cluster="a", num_nodes=2, kind="all_gather", size_bytes=8.0, bandwidth_bytes_per_s=4.0
+    )
     topology = Topology(
         name="test",
         clusters=clusters,
@@ -285,3 +288,29 @@ def test_a_group_has_its_share_of_what_collectives_reach():
         ("a0", "b0", "all_gather"): pytest.approx(REACHED["ethernet"] * 0.4 / 2),
         ("a0", "b0", "reduce_scatter"): pytest.approx(REACHED["ethernet"] * 0.4 / 2),
     }
+
+
+def test_what_groups_of_as_many_nodes_reach_counts():
+    """Or of the next more, or else of the most that were measured."""
+    topology = uniform(1, 1, 1, 1, 1, 1)
+    rates = {2: 1.0, 4: 3.0}
+    measured = tuple(
+        Collective(
+            cluster="c",
+            num_nodes=num_nodes,
+            kind="all_gather",
+            size_bytes=8.0,
+            bandwidth_bytes_per_s=rate,
+        )
+        for num_nodes, rate in rates.items()
+    )
+    of_groups = Measured(date="2026-01-01", pairs={}, collectives=measured)
+    topology = dataclasses.replace(topology, measured=of_groups)
+    own = devices_of(topology)
+    found = {}
+    for count in (2, 3, 4, 6):
+        used = dict(itertools.islice(own.items(), count))
+        paths = Paths.between(topology, list(used))
+        group = place(paths, used, {Axis.DATA: count}, TRAFFIC).groups[Axis.DATA]
+        found[count] = group.reached("all_gather").bandwidth_bytes_per_s
+    assert found == pytest.approx({2: 1.0, 3: 3.0, 4: 3.0, 6: 3.0})

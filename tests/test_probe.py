@@ -147,7 +147,8 @@ def test_the_section_comes_and_goes_and_all_else_stays():
 
 def test_a_measured_pair_stands_for_its_link_and_nothing_else_changes(tmp_path):
     collective = (
-        "  collectives:\n    - {cluster: a, kind: all_gather, size: 1 MiB, bandwidth: 5 Gb/s}\n"
+        "  collectives:\n"
+        "    - {cluster: a, nodes: 2, kind: all_gather, size: 1 MiB, bandwidth: 5 Gb/s}\n"
     )
     plain, slow = load(tmp_path, UNEQUAL), load(tmp_path, UNEQUAL + SLOW + collective)
     assert topologies.measured_section(slow.measured) == SLOW + collective
@@ -207,8 +208,13 @@ def test_a_plan_reckons_with_a_slow_pair(tmp_path):
         (PAIR % ("a-0, a-1", "infiniband", "0 Gb/s"), "bandwidth: must be more than 0"),
         (
             "    []\n  collectives:\n"
-            "    - {cluster: z, kind: all_gather, size: 1 MiB, bandwidth: 1 Gb/s}\n",
+            "    - {cluster: z, nodes: 2, kind: all_gather, size: 1 MiB, bandwidth: 1 Gb/s}\n",
             "cluster: no such cluster",
+        ),
+        (
+            "    []\n  collectives:\n"
+            "    - {cluster: a, nodes: 3, kind: all_gather, size: 1 MiB, bandwidth: 1 Gb/s}\n",
+            "nodes: must be 2 to 2, the nodes of a",
         ),
     ],
 )
