@@ -81,11 +81,11 @@ class Collectives:
 
 def _on_rows(mesh: Mesh, kind: CollectiveKind) -> Callable[[jax.Array], jax.Array]:
     """Compiled for an array [nodes, n]."""
-    by_ring = compat.sums_by_ring(mesh, "node")
+    by_ring, by_sum = (has(mesh, "node") for has in (compat.sums_by_ring, compat.gathers_by_sum))
     functions: Mapping[CollectiveKind, Callable[[jax.Array], jax.Array]] = {
         "all_reduce": lambda x: jax.lax.psum(x, "node"),
         "reduce_scatter": lambda x: buckets.reduce_scatter(x, 0, "node", by_ring=by_ring),
-        "all_gather": lambda x: buckets.all_gather(x, 0, "node"),
+        "all_gather": lambda x: buckets.all_gather(x, 0, "node", by_sum=by_sum),
     }
     run = lambda row: functions[kind](row[0])[None]
     return jax.jit(jax.shard_map(run, mesh=mesh, in_specs=ROWS, out_specs=ROWS, check_vma=False))

@@ -178,10 +178,12 @@ class Stage:
         """
         replica_specs, master_specs = self._specs()
         dims = self._data_dims(params)
+        by_sum = compat.gathers_by_sum(self.mesh, Axis.DATA)
 
         def gather_layer(masters: Tree, dims: Tree) -> Tree:
             copies = jax.tree.map(lambda x: x.astype(self.compute_dtype), masters)
-            return jax.tree.map(lambda x: x[None], buckets.all_gather(copies, dims, Axis.DATA))
+            whole = buckets.all_gather(copies, dims, Axis.DATA, by_sum=by_sum)
+            return jax.tree.map(lambda x: x[None], whole)
 
         gather_local = lambda local: {name: gather_layer(local[name], dims[name]) for name in local}
         return self._on_shards(gather_local, master_specs, replica_specs)(params)

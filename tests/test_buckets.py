@@ -58,6 +58,29 @@ def test_gathered_shards_are_the_whole_array(name, size, dtype):
     assert_same(got, jax.tree.map(lambda x: np.stack([x] * size), whole))
 
 
+@pytest.mark.parametrize("dtype", ["float32", "float16", jnp.bfloat16])
+@pytest.mark.parametrize("name", TREES)
+def test_two_devices_gather_by_a_sum(name, dtype):
+    values, dims, specs = make(name, 2, dtype)
+    whole = jax.tree.map(lambda x: x[0], values)
+    gather = lambda shards: jax.tree.map(
+        lambda x: x[None], buckets.all_gather(shards, dims, "x", by_sum=True)
+    )
+    got = on_devices(gather, 2, specs, P("x"))(whole)
+    assert_same(got, jax.tree.map(lambda x: np.stack([x] * 2), whole))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", jnp.bfloat16])
+def test_a_sum_gathers_every_bit(dtype):
+    """Of what sums of floats would change: -0, a subnormal, the payload of a NaN."""
+    size = np.dtype(dtype).itemsize
+    strange = [0x80 << 8 * (size - 1), 1, {2: 0x7FC1, 4: 0x7FC00001}[size], 0]
+    bits = np.array(strange, f"uint{8 * size}")
+    gather = lambda shard: buckets.all_gather(shard, 0, "x", by_sum=True)
+    got = on_devices(gather, 2, P("x"), P())(bits.view(dtype))
+    np.testing.assert_array_equal(np.asarray(got).view(bits.dtype), bits)
+
+
 @pytest.mark.parametrize("dtype", ["float32", jnp.bfloat16])
 @pytest.mark.parametrize("size", [1, 2, 4])
 @pytest.mark.parametrize("name", TREES)
