@@ -235,16 +235,17 @@ def new_folder(parent: Path) -> Path:
     return Path(tempfile.mkdtemp(dir=parent))
 
 
-def read_measured(path: Path) -> dict[str, Found]:
-    """What an earlier result has measured. Raises ConfigError."""
+def read_measured(path: Path) -> tuple[dict[str, Found], dict[str, Any]]:
+    """What an earlier result has measured, and how. Raises ConfigError."""
     try:
-        found: dict[str, Found] = json.loads(path.read_text())["networks"]
+        result = json.loads(path.read_text())
+        found: dict[str, Found] = result["networks"]
         assert all({"topology", "runs"} <= network.keys() for network in found.values())
-    except (OSError, ValueError, KeyError, AttributeError, AssertionError) as error:
+        return found, result["measured"]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, AssertionError) as error:
         fix = "name a JSON file that this benchmark has written"
         where, problem = f"--measured {path}", "is no such result"
         raise ConfigError(where, problem, found=repr(error), fix=fix) from None
-    return found
 
 
 def predict(found: Mapping[str, Found]) -> list[dict[str, Any]]:
@@ -277,36 +278,48 @@ def main() -> int:
     args.out = args.out.absolute()
     args.out.mkdir(parents=True, exist_ok=True)
     path = args.out / f"lab_accuracy_{versions()['jax']}.json"
+    now = how()
     found: dict[str, Found] = {}
+    measured = now
     try:
         if args.measured:
-            found = read_measured(args.measured)
+            found, measured = read_measured(args.measured)
         else:
             for name, network in measure_all(cells(args.rows, args.points), args.steps):
                 found[name] = network
-                write(found, path)  # what has been measured is kept, whatever comes
+                write(found, now, measured, path)  # what there is stays, whatever comes
     except (HolmesError, Failed) as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_status if isinstance(error, HolmesError) else 1
-    print("", write(found, path), path, sep="\n")
+    print("", write(found, now, measured, path), path, sep="\n")
     return 0
 
 
-def write(found: Mapping[str, Found], path: Path) -> str:
-    """JSON and table; gives the table."""
-    lines = predict(found)
-    result = {
+def how() -> dict[str, Any]:
+    return {
         "command": " ".join(["python -m benchmarks.lab_accuracy", *sys.argv[1:]]),
         "commit": commit(),
         "date": time.strftime("%Y-%m-%d"),
         "device": {"cpu": cpu_model(), "cores": os.cpu_count()},
         "versions": versions(),
-        "lines": lines,
-        "networks": found,
     }
+
+
+def source(how: Mapping[str, Any]) -> str:
+    device = how["device"]
+    cores = f"{device['cores']} cores of {device['cpu']}"
+    return f"commit {how['commit']}, {how['date']}, {cores}: `{how['command']}`"
+
+
+def write(
+    found: Mapping[str, Found], now: Mapping[str, Any], measured: Mapping[str, Any], path: Path
+) -> str:
+    """JSON and table; gives the table."""
+    lines = predict(found)
+    result = {**now, "measured": measured, "lines": lines, "networks": found}
     path.write_text(json.dumps(result, indent=1) + "\n")
-    text = table(lines) + f"\n\ncommit {result['commit']}, {result['date']}, "
-    text += f"{os.cpu_count()} cores of {cpu_model()}: `{result['command']}`\n"
+    text = f"{table(lines)}\n\n{source(now)}"
+    text += f"; measured: {source(measured)}\n" if measured != now else "\n"
     path.with_suffix(".md").write_text(text)
     return text
 

@@ -10,7 +10,6 @@ from benchmarks import lab_accuracy
 from benchmarks.lab_rows import ROWS, load_topology, network_text
 from holmesjax import topology as topologies
 from holmesjax.calibration import Calibration, ProductSpeed
-from holmesjax.errors import ConfigError
 from holmesjax.topology import Link, Measured
 
 
@@ -24,7 +23,7 @@ def network(tmp_path, name="plan", point=8, *, share=0.5, pairs=None):
 
 
 def plan(topology, name="plan", point=8, layers=(4, 4)):
-    return lab_accuracy.plan_of(ROWS[name], point, layers, "eager_1f1b", topology)
+    return lab_accuracy.plan_of(ROWS[name], point, layers, topology)
 
 
 def test_profile_and_probe_decide_what_is_predicted(tmp_path):
@@ -47,21 +46,20 @@ def test_a_row_of_pairs_has_the_ways_between_its_own_nodes(tmp_path):
     assert found.stages[0].seconds["data"] > 5 * plan(network(tmp_path)).stages[0].seconds["data"]
 
 
-def run(name, point, rate, repeat, compute_s=2.0):
+def run(name, point, *steps_s):
     return {
         "row": name,
         "point": point,
-        "repeat": repeat,
-        "tokens_per_s": rate,
-        "compute_s": compute_s,
+        "step_s": list(steps_s),
+        "compute_s": 2.0,
+        "disturbed_share": 0.03,
         "layers": [4, 4],
     }
 
 
 def test_errors_are_shares_of_the_measured_step(tmp_path):
     predicted = dataclasses.replace(plan(network(tmp_path)), step_time_s=4.3)
-    runs = [run("plan", 8, lab_accuracy.TOKENS / step_s, 0) for step_s in (3.0, 4.0, 5.0)]
-    line = lab_accuracy.line_of(("plan", 8), runs, predicted)
+    line = lab_accuracy.line_of(run("plan", 8, 3.0, 4.0, 5.0), predicted)
     assert line["step_s"] == pytest.approx(4.0)
     assert line["spread"] == pytest.approx(0.5)
     assert line["error"] == pytest.approx(0.075)
@@ -72,47 +70,53 @@ def test_errors_are_shares_of_the_measured_step(tmp_path):
     text = lab_accuracy.table([line, worse])
     assert "| +7.5% |" in text
     assert "| -11.0% MISSED |" in text
+    assert "| 3% |" in text
     assert "1 of 2 within 10%; mean error 9.2%, worst 11.0%" in text
 
 
+def test_rows_that_have_the_same_network_share_its_probe():
+    cells = [("plan", 8), ("no-overlap", 8), ("plan", 32), ("data-across", 8), ("plan-unequal", 8)]
+    found = lab_accuracy.networks_of(cells)
+    assert list(found.values()) == [cells[:2], [cells[2]], [cells[3]], [cells[4]]]
+
+
+HOW = {"command": "x", "commit": "abc", "date": "2026-11-22", "device": {"cpu": "c", "cores": 2}}
+
+
+def start(monkeypatch, tmp_path, *words):
+    monkeypatch.setattr(sys, "argv", ["lab_accuracy", *map(str, words), "--out", str(tmp_path)])
+    return lab_accuracy.main()
+
+
 def test_what_was_measured_before_is_predicted_again(tmp_path, monkeypatch, capsys):
-    comparison = {
-        "settings": {"schedule": "eager_1f1b"},
-        "commit": "abc",
-        "date": "2026-11-22",
-        "device": {},
-        "runs": [
-            run("plan", 8, 2000.0, 0),
-            run("ddp", 8, 2000.0, 0),
-            {"row": "plan", "point": 8, "repeat": 1, "failed": "no figure"},
-        ],
+    measured = {
+        "topology": topologies.to_yaml(network(tmp_path)),
+        "runs": [run("no-overlap", 8, 3.0), run("plan", 8, 2.0)],
     }
-    (tmp_path / "compared.json").write_text(json.dumps(comparison))
-    texts = {"hybrid, 1/8": topologies.to_yaml(network(tmp_path))}
-    (tmp_path / "before.json").write_text(json.dumps({"networks": texts}))
-    words = [str(tmp_path / "compared.json"), "--measured", str(tmp_path / "before.json")]
-    monkeypatch.setattr(sys, "argv", ["lab_accuracy", *words, "--out", str(tmp_path)])
-    assert lab_accuracy.main() == 0
+    (tmp_path / "before.json").write_text(
+        json.dumps({"networks": {"hybrid, 1/8": measured}, "measured": HOW})
+    )
+    assert start(monkeypatch, tmp_path, "--measured", tmp_path / "before.json") == 0
     [written] = tmp_path.glob("lab_accuracy_*.json")
-    [line] = json.loads(written.read_text())["lines"]
-    assert line["predicted_s"] == plan(network(tmp_path)).step_time_s
-    assert "hybrid, 1/8" in capsys.readouterr().out
+    result = json.loads(written.read_text())
+    assert [line["row"] for line in result["lines"]] == ["plan", "no-overlap"]
+    assert [line["step_s"] for line in result["lines"]] == [2.0, 3.0]
+    assert result["lines"][0]["predicted_s"] == plan(network(tmp_path)).step_time_s
+    assert result["measured"] == HOW
+    out = capsys.readouterr().out
+    assert "hybrid, 1/8" in out
+    assert "measured: commit abc, 2026-11-22, 2 cores of c: `x`" in out
+    # And so may the new result be.
+    assert start(monkeypatch, tmp_path, "--measured", written) == 0
+    assert json.loads(written.read_text())["measured"] == HOW
 
 
-def test_measurements_that_lack_a_network_are_refused(tmp_path, monkeypatch, capsys):
-    comparison = {"settings": {"schedule": "1f1b"}, "runs": [run("plan", 8, 2000.0, 0)]}
-    (tmp_path / "compared.json").write_text(json.dumps(comparison))
-    (tmp_path / "before.json").write_text('{"networks": {}}')
-    for name in ("before.json", "absent.json"):
-        words = [str(tmp_path / "compared.json"), "--measured", str(tmp_path / name)]
-        monkeypatch.setattr(sys, "argv", ["lab_accuracy", *words, "--out", str(tmp_path)])
-        assert lab_accuracy.main() == 2
-        assert "is no such result" in capsys.readouterr().err
-
-
-def test_a_file_that_is_no_comparison_is_refused(tmp_path):
-    path = tmp_path / "x.json"
-    for text in ("{", "{}"):
+@pytest.mark.parametrize(
+    "text", [None, "{", "[]", "{}", '{"networks": {"x": {"runs": []}}}', '{"networks": {}}']
+)
+def test_a_file_that_is_no_such_result_is_refused(tmp_path, monkeypatch, capsys, text):
+    path = tmp_path / "before.json"
+    if text is not None:
         path.write_text(text)
-        with pytest.raises(ConfigError, match="is no result"):
-            lab_accuracy.read_runs(path)
+    assert start(monkeypatch, tmp_path, "--measured", path) == 2
+    assert "is no such result" in capsys.readouterr().err

@@ -278,6 +278,17 @@ def test_the_rates_of_a_lab_are_found_again(tmp_path):
     assert not list(tmp_path.glob("*.key"))
 
 
+def test_collectives_are_measured_in_groups_of_a_clusters_nodes(tmp_path):
+    """Real processes; every one checks the sums that it gets, and only those of its group add."""
+    path = tmp_path / "t.yaml"
+    path.write_text(UNEQUAL.replace("nodes: 2", "nodes: 4"))
+    done = launch("probe", path)
+    assert (done.returncode, done.stderr) == (0, ""), done.stdout
+    measured = topologies.load(tmp_path / "t_local.yaml").measured
+    found = {(own.cluster, own.num_nodes, own.kind) for own in measured.collectives}
+    assert found == {("a", nodes, kind) for nodes in (2, 4) for kind in network.KINDS}
+
+
 def test_a_second_probe_replaces_the_section_and_a_lost_node_is_told_of(tmp_path, monkeypatch):
     path = tmp_path / "t.yaml"
     path.write_text(UNEQUAL + SLOW)
