@@ -13,7 +13,7 @@ this machine is not as fast.
     others      what else had the machine's cores, as a share of them
     error       of the predicted step, as a share of the measured one; bar: 10%
 
-Needs what `launch lab` needs (docs/lab.md), and an idle machine for an hour and a half. With
+Needs what `launch lab` needs (docs/lab.md), and an idle machine for an hour. With
 --measured nothing is run: what an earlier result has measured is predicted again.
 """
 
