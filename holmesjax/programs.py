@@ -17,7 +17,7 @@ import numpy as np
 
 from holmesjax import sharding
 from holmesjax.plan import Axis
-from holmesjax.split import split
+from holmesjax.split import Split, split
 from holmesjax.stage import Batch, Saved, Stage, Tree
 
 Compiled = Callable[..., Any]
@@ -165,20 +165,33 @@ def _compile_split(
     stage: Stage, replicas: Tree, saved: Saved, gradients: Tree, dy: jax.ShapeDtypeStruct
 ) -> SplitPrograms:
     args = (replicas, saved, dy)
-    parts = split(stage.gradients, *args)
     leaves = jax.tree.leaves(args)
+    found: list[Split] = []
 
-    def first(replicas: Tree, saved: Saved, dy: jax.Array) -> tuple:
-        return parts.first(*jax.tree.leaves((replicas, saved, dy)))
+    def first_on(*args: Any) -> tuple:
+        # Split where it runs: on a replica, with what that has.
+        found.append(split(stage.replica_gradients, *args))
+        dx, passed = found[-1].first(*jax.tree.leaves(args))
+        return dx, stage.stack(passed)
 
-    def weights(gradients: Tree, kept: list, passed: list) -> tuple[Tree, jax.Array]:
-        # The zero tells a clock when it was done: the gradients are donated to the next one.
-        return stage.accumulate(gradients, parts.second(*kept, *passed)), jnp.zeros(())
+    def first(*args: Any) -> tuple:
+        dx, passed = stage.on_replicas(first_on)(*args)
+        return dx[0] if dx else jnp.zeros(()), passed
 
     dx = sharding.replicated(stage.mesh) if stage.is_first else boundary_shape(stage).sharding
     lowered = jax.jit(first, out_shardings=(dx, None)).lower(*args)
+    parts = found[-1]
     input_gradient = lowered.compile()
     passed = _with_shardings(lowered.out_info[1], input_gradient.output_shardings[1])
+
+    def second_on(kept: list, passed: list) -> Tree:
+        return parts.second(*kept, *stage.unstack(passed))
+
+    def weights(gradients: Tree, kept: list, passed: list) -> tuple[Tree, jax.Array]:
+        # The zero tells a clock when it was done: the gradients are donated to the next one.
+        new = stage.on_replicas(second_on)(kept, passed)
+        return stage.accumulate(gradients, new), jnp.zeros(())
+
     kept = [leaves[i] for i in parts.keeps]
     out = (gradients, scalar_shape(stage))
     # No other stage waits for what W gives.

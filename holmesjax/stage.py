@@ -6,7 +6,7 @@ parameters (master, replicas, gradients) are those of `sharding`.
 
 Dims besides those of the model: R data replicas of the stage, M microbatches. Arrays that come in
 or go out have their sequences merged, [B, ...] with B = R * b, so that a neighbour with another
-number of replicas can read them; inside, a leading R is split off and mapped over.
+number of replicas can read them; inside, each replica computes by itself.
 """
 
 import functools
@@ -186,7 +186,7 @@ class Stage:
             return jax.tree.map(lambda x: x[None], whole)
 
         gather_local = lambda local: {name: gather_layer(local[name], dims[name]) for name in local}
-        return self._on_shards(gather_local, master_specs, replica_specs)(params)
+        return self._on_shards(gather_local, (master_specs,), replica_specs)(params)
 
     def reduce(self, gradients: Tree) -> Tree:
         """Gradients of the replicas, reduce-scattered over `data` into the master layout.
@@ -204,12 +204,12 @@ class Stage:
                 for name in local
             }
 
-        return self._on_shards(reduce_local, replica_specs, master_specs)(gradients)
+        return self._on_shards(reduce_local, (replica_specs,), master_specs)(gradients)
 
     def _on_shards(self, function: Callable, in_specs: Tree, out_specs: Tree) -> Callable:
         # Unchecked: in a bucket, JAX loses sight of which arrays are the same all over `tensor`.
         return jax.shard_map(
-            function, mesh=self.mesh, in_specs=(in_specs,), out_specs=out_specs, check_vma=False
+            function, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
         )
 
     def _data_dims(self, params: Tree) -> Tree:
@@ -306,23 +306,43 @@ class Stage:
         where = NamedSharding(self.mesh, sharding.part_spec(self.mesh.shape))
         return jax.lax.with_sharding_constraint(x_BLD, where)
 
-    # A single replica has no dim R while it computes: XLA would copy arrays for a dim of size 1.
+    # While they compute, replicas have no dim R: XLA would copy arrays for a dim of size 1, and
+    # transpose weights. Only between programs are their arrays stacked along one.
 
-    def _split(self, array: jax.Array) -> jax.Array:
-        if self.num_replicas == 1:
-            return array
-        return array.reshape(self.num_replicas, -1, *array.shape[1:])
+    def on_replicas(self, function: Callable) -> Callable:
+        """`function` of what one replica has, on each; it gives no scalars.
 
-    def _merge(self, array: jax.Array) -> jax.Array:
-        return array if self.num_replicas == 1 else array.reshape(-1, *array.shape[2:])
-
-    def _map(self, function: Callable) -> Callable:
+        Arrays are cut, and results joined, along their first dim; scalars all replicas have.
+        """
         if self.num_replicas == 1:
             return function
-        return jax.vmap(function, spmd_axis_name=Axis.DATA.value)
+        data = Axis.DATA.value
+        if self.mesh.size == self.num_replicas:
 
-    def _unstack(self, replicas: Tree) -> Tree:
-        return jax.tree.map(lambda x: x[0], replicas) if self.num_replicas == 1 else replicas
+            def on_devices(*args: Any) -> Any:
+                specs = jax.tree.map(lambda x: P(data) if jnp.ndim(x) else P(), args)
+                return self._on_shards(function, specs, P(data))(*args)
+
+            return on_devices
+
+        # Of a mesh with other axes XLA would have to cut a part by itself, and there it aborts.
+        split = lambda x: x.reshape(self.num_replicas, -1, *x.shape[1:]) if jnp.ndim(x) else x
+        merge = lambda x: x.reshape(-1, *x.shape[2:])
+
+        def on_slices(*args: Any) -> Any:
+            dims = jax.tree.map(lambda x: 0 if jnp.ndim(x) else None, args)
+            run = jax.vmap(function, in_axes=dims, spmd_axis_name=data)
+            return jax.tree.map(merge, run(*jax.tree.map(split, args)))
+
+        return on_slices
+
+    def stack(self, tree: Tree) -> Tree:
+        """What a function on a replica gives of arrays that no replica shares with others."""
+        return tree if self.num_replicas == 1 else jax.tree.map(lambda x: x[None], tree)
+
+    def unstack(self, tree: Tree) -> Tree:
+        """The opposite of `stack`."""
+        return tree if self.num_replicas == 1 else jax.tree.map(lambda x: x[0], tree)
 
     def forward(
         self, replicas: Tree, x_BLD: jax.Array | None, batch: Batch
@@ -332,18 +352,19 @@ class Stage:
         The losses are not averaged over `data` here: replicas would wait for each other in every
         microbatch.
         """
-        replicas, batch = self._unstack(replicas), jax.tree.map(self._split, batch)
+        return self.on_replicas(self._forward)(replicas, x_BLD, batch)
+
+    def _forward(
+        self, replica: Tree, x_BLD: jax.Array | None, batch: Batch
+    ) -> tuple[jax.Array, Saved]:
+        """On one replica, [1, ...]."""
+        params = jax.tree.map(lambda x: x[0], replica)
         if self.is_first:
-            apply = lambda replica, batch: self.apply(replica, None, batch)
-            out, pullback = jax.vjp(lambda r: self._map(apply)(r, batch), replicas)
+            out, pullback = jax.vjp(lambda p: self.apply(p, None, batch), params)
         else:
-            assert x_BLD is not None
-            x_RBLD = self._split(x_BLD)
-            out, pullback = jax.vjp(
-                lambda r, x: self._map(self.apply)(r, x, batch), replicas, x_RBLD
-            )
-        saved = Saved.of(pullback, replicas)
-        return (out.reshape(self.num_replicas) if self.is_last else self._merge(out)), saved
+            out, pullback = jax.vjp(lambda p, x: self.apply(p, x, batch), params, x_BLD)
+        saved = self.stack(Saved.of(pullback, params))
+        return (out[None] if self.is_last else out), saved
 
     def gradients(self, replicas: Tree, saved: Saved, dy: jax.Array) -> tuple[Tree, jax.Array]:
         """The microbatch's share of the gradients, and the gradient of the stage's input.
@@ -352,17 +373,22 @@ class Stage:
         the last stage it is the weight of a microbatch, 1 / M, which its replicas share. On the
         first stage, which has no input to differentiate, the second result is a zero.
         """
-        if not self.is_last:
-            dy = self._split(dy)
-        elif self.num_replicas > 1:
-            dy = jnp.full((self.num_replicas,), dy / self.num_replicas)
-        new, *dx = saved.restore(self._unstack(replicas))(dy)
-        return new, self._merge(dx[0]) if dx else jnp.zeros(())
+        new, dx = self.on_replicas(self.replica_gradients)(replicas, saved, dy)
+        return new, dx[0] if dx else jnp.zeros(())
+
+    def replica_gradients(
+        self, replica: Tree, saved: Saved, dy: jax.Array
+    ) -> tuple[Tree, list[jax.Array]]:
+        """On one replica, [1, ...]; the second result is empty on the first stage."""
+        if self.is_last:
+            dy = dy / self.num_replicas
+        params = jax.tree.map(lambda x: x[0], replica)
+        new, *dx = self.unstack(saved).restore(params)(dy)
+        return jax.tree.map(lambda x: x[None], new), dx
 
     def accumulate(self, gradients: Tree, new: Tree) -> Tree:
         """Adds a microbatch's share."""
-        add = lambda total, g: total + g.astype(total.dtype).reshape(total.shape)
-        return jax.tree.map(add, gradients, new)
+        return jax.tree.map(lambda total, g: total + g.astype(total.dtype), gradients, new)
 
     def backward(
         self, replicas: Tree, saved: Saved, gradients: Tree, dy: jax.Array

@@ -46,7 +46,12 @@ def on_shards(function: Callable, shards: Shards | None, ins: Any, outs: Any) ->
 
 
 def on_mesh(function: Callable, mesh: Mesh, in_specs: Any, out_specs: Any) -> Callable:
-    """`jax.shard_map` without a check that a Pallas call fails: of where its results differ."""
+    """`jax.shard_map` without a check that a Pallas call fails: of where its results differ.
+
+    Inside another one, arrays are shards already.
+    """
+    if set(jax.sharding.get_abstract_mesh().manual_axes) == set(mesh.axis_names):
+        return function
     return jax.shard_map(
         function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
     )

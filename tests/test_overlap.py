@@ -3,6 +3,7 @@
 That nothing keeps a scheduler from overlapping it with computation; not that one does it.
 """
 
+import dataclasses
 import functools
 import re
 
@@ -100,6 +101,23 @@ def test_a_microbatch_sends_nothing_over_data(case):
     last = compiled(2, is_first=False, **case)
     assert over_data(last.forward, last.stage.mesh) == []
     assert over_data(last.mean_loss, last.stage.mesh) == [("all-reduce", 4)]
+
+
+def num_transposes(program) -> int:
+    """Inside of fusions, too."""
+    return sum(text.count(" transpose(") for text in texts(program))
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_a_replica_computes_as_one_alone(is_first):
+    """XLA transposes no weight because there are others."""
+    pair = make_stage(2, is_first=is_first)
+    alone = make_stage(1, is_first=is_first)
+    half = dataclasses.replace(alone.plan, global_batch=pair.plan.global_batch // 2)
+    alone = compile_stage(dataclasses.replace(alone, plan=half))
+    assert num_transposes(alone.backward) > 0
+    pair = compile_stage(pair)
+    assert num_transposes(pair.backward) == num_transposes(alone.backward)
 
 
 @pytest.mark.parametrize("is_first", [True, False])
