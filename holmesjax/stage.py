@@ -337,7 +337,7 @@ class Stage:
         return on_slices
 
     def stack(self, tree: Tree) -> Tree:
-        """What a function on a replica gives of arrays that no replica shares with others."""
+        """Arrays of one replica, to be joined along a dim R; those of a single one as they are."""
         return tree if self.num_replicas == 1 else jax.tree.map(lambda x: x[None], tree)
 
     def unstack(self, tree: Tree) -> Tree:
