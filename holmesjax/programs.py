@@ -168,10 +168,10 @@ def _compile_split(
     leaves = jax.tree.leaves(args)
     found: list[Split] = []
 
-    def first_on(*args: Any) -> tuple:
+    def first_on(*own: Any) -> tuple:
         # Split where it runs: on a replica, with what that has.
-        found.append(split(stage.replica_gradients, *args))
-        dx, passed = found[-1].first(*jax.tree.leaves(args))
+        found.append(split(stage.replica_gradients, *own))
+        dx, passed = found[-1].first(*jax.tree.leaves(own))
         return dx, stage.stack(passed)
 
     def first(*args: Any) -> tuple:

@@ -317,24 +317,19 @@ class Stage:
         if self.num_replicas == 1:
             return function
         data = Axis.DATA.value
-        if self.mesh.size == self.num_replicas:
 
-            def on_devices(*args: Any) -> Any:
+        def run(*args: Any) -> Any:
+            if self.mesh.size == self.num_replicas:
                 specs = jax.tree.map(lambda x: P(data) if jnp.ndim(x) else P(), args)
                 return self._on_shards(function, specs, P(data))(*args)
-
-            return on_devices
-
-        # Of a mesh with other axes XLA would have to cut a part by itself, and there it aborts.
-        split = lambda x: x.reshape(self.num_replicas, -1, *x.shape[1:]) if jnp.ndim(x) else x
-        merge = lambda x: x.reshape(-1, *x.shape[2:])
-
-        def on_slices(*args: Any) -> Any:
+            # XLA aborts where it has to cut a lookup over other axes inside of that.
             dims = jax.tree.map(lambda x: 0 if jnp.ndim(x) else None, args)
-            run = jax.vmap(function, in_axes=dims, spmd_axis_name=data)
-            return jax.tree.map(merge, run(*jax.tree.map(split, args)))
+            split = lambda x: x.reshape(self.num_replicas, -1, *x.shape[1:]) if jnp.ndim(x) else x
+            mapped = jax.vmap(function, in_axes=dims, spmd_axis_name=data)
+            results = mapped(*jax.tree.map(split, args))
+            return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), results)
 
-        return on_slices
+        return run
 
     def stack(self, tree: Tree) -> Tree:
         """Arrays of one replica, to be joined along a dim R; those of a single one as they are."""
