@@ -225,10 +225,11 @@ def dkv_kernel(
             if masked:
                 p = jnp.where(keep(i), p, 0.0)
             douts = come("douts")
+            slope = rule.slope(raw, p)  # before the products: scores need not be kept for later
             dv = warpgroups.add_product(dv, p, douts, warpgroup, shared)
             dp = warpgroups.product(values, douts)
             delta = load(both.at[1], OF_COLUMNS)
-            ds = rule.slope(raw, p * (dp - by_column(delta, tile)))
+            ds = slope * (dp - by_column(delta, tile))
             dk = warpgroups.add_product(dk, ds, queries, warpgroup, shared)
             for name in ("queries", "both", "douts"):
                 warpgroups.is_done(name, number, shared)

@@ -24,7 +24,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 COMPUTING = 2  # warpgroups; one more copies
 ROWS = 64  # of each: the rows of a product
 # Of a thread, of 64 Ki for all of a block: what copies needs few.
-REGISTERS_COMPUTING, REGISTERS_COPYING = 232, 40
+REGISTERS_COMPUTING, REGISTERS_COPYING = 240, 32
 
 Ref = Any  # an array in the GPU's memory, or in that of a block
 Shared = dict[str, Ref]  # what a block has, by name
