@@ -178,15 +178,16 @@ def arrangements(
         if long in found:
             continue
         in_order = {axis: sizes[axis] for axis in axes}
-        slowest = _slowest_pairs(paths, seats, in_order)
+        groups = {axis: _groups(seats, in_order, axis) for axis in long}
+        slowest = {axis: _slowest_pairs(paths, groups[axis]) for axis in long}
         found[long] = Arrangement(
             sizes=in_order,
             devices=numbers,
-            groups={a: _group(paths, _groups(seats, in_order, a), slowest[a]) for a in slowest},
+            groups={axis: _group(paths, groups[axis], slowest[axis]) for axis in long},
             s_per_byte={
-                a: float(max(paths.s_per_byte[pair] for pair in slowest[a]))
-                for a in sizes
-                if a in slowest
+                axis: float(max(paths.s_per_byte[pair] for pair in slowest[axis]))
+                for axis in sizes
+                if axis in slowest
             },
         )
     return list(found.values())
@@ -254,35 +255,28 @@ def _groups(seats: np.ndarray, sizes: Mapping[A, int], axis: A) -> np.ndarray:
     return np.sort(lines.reshape(-1, sizes[axis]), axis=1)
 
 
-def _slowest_pairs(
-    paths: Paths, seats: np.ndarray, sizes: Mapping[A, int]
-) -> dict[A, list[tuple[int, int]]]:
-    """Axis -> the node (twice) with the slowest devices of a group, and the two farthest nodes.
+def _slowest_pairs(paths: Paths, groups: np.ndarray) -> list[tuple[int, int]]:
+    """The node (twice) with the slowest devices of a group of an axis, and the two farthest nodes.
 
     Either is left out where no group has two devices in a node, or devices on two nodes. Of equally
     slow pairs the last one counts.
     """
-    slowest: dict[A, list[tuple[int, int]]] = {}
-    for axis in sizes:
-        if sizes[axis] == 1:
-            continue
-        groups = _groups(seats, sizes, axis)
-        if paths.is_uniform:  # so any pair is as slow as the others
-            repeats = (groups[:, 1:] == groups[:, :-1]).any(axis=1)
-            crosses = groups[:, 0] != groups[:, -1]
-            groups = groups[[np.argmax(repeats), np.argmax(crosses)]]
+    if paths.is_uniform:  # so any pair is as slow as the others
+        repeats = (groups[:, 1:] == groups[:, :-1]).any(axis=1)
+        crosses = groups[:, 0] != groups[:, -1]
+        groups = groups[[np.argmax(repeats), np.argmax(crosses)]]
+    else:
         groups = np.unique(groups, axis=0)
-        inside = np.unique(groups[:, 1:][groups[:, 1:] == groups[:, :-1]])
-        pairs = {(int(node), int(node)) for node in inside}
-        between = set()
-        for group in groups[groups[:, 0] != groups[:, -1]]:
-            nodes = np.unique(group)
-            cost = np.triu(paths.s_per_byte[np.ix_(nodes, nodes)], 1)
-            a, b = np.unravel_index(np.argmax(cost), cost.shape)
-            between.add((int(nodes[a]), int(nodes[b])))
-        key = lambda pair: (paths.s_per_byte[pair], pair)
-        slowest[axis] = [max(found, key=key) for found in (pairs, between) if found]
-    return slowest
+    inside = groups[:, 1:][groups[:, 1:] == groups[:, :-1]]
+    pairs = {(node, node) for node in inside.tolist()}
+    between = set()
+    for group in groups[groups[:, 0] != groups[:, -1]]:
+        nodes = np.unique(group)
+        cost = np.triu(paths.s_per_byte[np.ix_(nodes, nodes)], 1)
+        a, b = np.unravel_index(np.argmax(cost), cost.shape)
+        between.add((int(nodes[a]), int(nodes[b])))
+    key = lambda pair: (paths.s_per_byte[pair], pair)
+    return [max(found, key=key) for found in (pairs, between) if found]
 
 
 def _group(paths: Paths, groups: np.ndarray, pairs: Sequence[tuple[int, int]]) -> Group:

@@ -13,6 +13,7 @@ hundredth of the bandwidth that a large one reaches.
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -95,7 +96,7 @@ def reached(measured: Sequence[Collective], step_s: float) -> dict[CollectiveKin
     return found
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class Group:
     """The devices of one collective, and what it has of the links between them.
 
@@ -148,6 +149,17 @@ class Group:
         inside_s = hop_s(self.inside) if self.inside else 0.0
         return chain * inside_s + levels * (hop_s(self.between) if self.between else 0.0)
 
+    @cached_property
+    def row(self) -> tuple[float, ...]:
+        """Its numbers, as `Groups` has them; a search asks for the same groups over and over."""
+        kinds = [self.reached(kind) for kind in KINDS]
+        starts_s = (own.start_s for own in kinds)
+        rates = (own.bandwidth_bytes_per_s for own in kinds)
+        return (self.size, self.step_s, self.climb_s, *starts_s, *rates)
+
+
+ALONE = (1, 0.0, 0.0, *(0.0 for _ in KINDS), *(1.0 for _ in KINDS))  # the row of a single device
+
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Groups:
@@ -160,20 +172,12 @@ class Groups:
 
     @classmethod
     def of(cls, groups: Sequence[Group | None]) -> "Groups":
-        sizes, reach = [], []
-        for group in groups:
-            if group is None or group.size == 1:
-                sizes.append((1, 0.0, 0.0))
-                reach.append([(0.0, 1.0)] * len(KINDS))
-                continue
-            sizes.append((group.size, group.step_s, group.climb_s))
-            kinds = [group.reached(kind) for kind in KINDS]
-            reach.append([(own.start_s, own.bandwidth_bytes_per_s) for own in kinds])
-        size, step_s, climb_s = np.array(sizes).T
+        rows = [ALONE if group is None or group.size == 1 else group.row for group in groups]
+        size, step_s, climb_s, *reach = np.array(rows).T
         by_kind = {
-            kind: Reached(start_s=start_s, bandwidth_bytes_per_s=bandwidth)
-            for kind, (start_s, bandwidth) in zip(
-                KINDS, np.transpose(reach, (1, 2, 0)), strict=True
+            kind: Reached(start_s=start_s, bandwidth_bytes_per_s=rate)
+            for kind, start_s, rate in zip(
+                KINDS, reach[: len(KINDS)], reach[len(KINDS) :], strict=True
             )
         }
         return cls(size=size, step_s=step_s, climb_s=climb_s, by_kind=by_kind)

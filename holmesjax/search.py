@@ -15,12 +15,13 @@ from dataclasses import dataclass
 import numpy as np
 
 from holmesjax import shortlist
-from holmesjax.layouts import Pass
+from holmesjax.layouts import Pass, Role
 from holmesjax.problem import (
     Case,
     Order,
     Part,
     Problem,
+    Seat,
     roles,
     stage_loads,
     step_seconds,
@@ -30,6 +31,7 @@ from holmesjax.shortlist import Listed, Offers
 from holmesjax.variants import (
     Around,
     Kind,
+    Work,
     every_depth,
     in_order,
     kinds,
@@ -91,6 +93,7 @@ class _Search:
         self._left = effort
         self._bounds: dict[Pass, float] = {}  # no step of the pass takes fewer seconds
         self._offers: dict[Pass, dict[int, Offers]] = {}
+        self._works: dict[tuple[Seat, Pass, Role, Kind], dict[int, Work]] = {}  # by layers
         self.found: dict[tuple[frozenset[Part], Pass], Candidate] = {}  # the best of each
         self.best_s = math.inf
 
@@ -391,21 +394,26 @@ class _Search:
             yield Case(parts, fixed)
             return
         own_roles, last = roles(len(seats)), len(seats) - 1
+        works = [
+            self._works.setdefault((problem.like(seat), passing, role, kind), {})
+            for seat, role in zip(seats, own_roles, strict=True)
+        ]
         ways_s = [*transfer_times(problem, Case(parts, ()), passing, chunks=1), [0.0, 0.0]]
 
         def shares(stage: int, left: int, around: Around) -> Iterator[tuple[int, ...]]:
             if stage > last:
                 yield ()
                 return
-            seat, role = seats[stage], own_roles[stage]
             most = left - least * (last - stage)
             for n in range(least if stage < last else max(left, least), most + 1):
                 self._spend(1)
-                if around.before + m * problem.microbatch_s(seat, passing, role, n) >= self.best_s:
+                if n not in works[stage]:
+                    seat, role = seats[stage], own_roles[stage]
+                    works[stage][n] = kind.work(problem, seat, passing, role, n)
+                work = works[stage][n]
+                if around.before + m * work.microbatch >= self.best_s:
                     return
-                least_s, left_to_next = kind.with_stage(
-                    problem, seat, passing, role, n, around, ways_s[stage]
-                )
+                least_s, left_to_next = kind.with_stage(work, m, around, ways_s[stage])
                 if least_s < self.best_s:
                     for rest in shares(stage + 1, left - n, left_to_next):
                         yield (n, *rest)

@@ -115,15 +115,29 @@ class Kind(NamedTuple):
             return True
         return num_stages > 1 and (self.name == "split" or microbatches % num_stages == 0)
 
+    def work(self, problem: Problem, seat: Seat, passing: Pass, role: Role, layers: int) -> "Work":
+        """Of a stage with so many layers."""
+        is_split = self.name == "split"
+        whole = problem.seconds(seat, passing, role, layers, is_split)
+        chunks = [
+            problem.seconds(seat, passing, part, own, is_split)
+            for part, own in zip(
+                chunk_roles(role, self.chunks), split_chunks(layers, self.chunks), strict=True
+            )
+        ]
+        return Work(
+            microbatch=problem.microbatch_s(seat, passing, role, layers),
+            tasks=sum(own.forward + own.backward for own in chunks),
+            weight=whole.weight if is_split else 0.0,
+            first_forward=chunks[0].forward,
+            first_backward=chunks[0].backward,
+            gather=whole.gather,
+            reduce=whole.reduce,
+            update=whole.update,
+        )
+
     def with_stage(
-        self,
-        problem: Problem,
-        seat: Seat,
-        passing: Pass,
-        role: Role,
-        layers: int,
-        around: Around,
-        ways_s: Sequence[float],
+        self, work: "Work", microbatches: int, around: Around, ways_s: Sequence[float]
     ) -> tuple[float, Around]:
         """Seconds that no step with one more stage takes less than, and what the next is left.
 
@@ -136,23 +150,32 @@ class Kind(NamedTuple):
           around: what the stages before it leave.
           ways_s: of a microbatch to the next stage, and of its gradient back.
         """
-        m, v, is_split = passing.microbatches, self.chunks, self.name == "split"
-        whole = problem.seconds(seat, passing, role, layers, is_split)
-        chunks = [
-            problem.seconds(seat, passing, part, own, is_split)
-            for part, own in zip(chunk_roles(role, v), split_chunks(layers, v), strict=True)
-        ]
-        first, work_s = chunks[0], m * sum(own.forward + own.backward for own in chunks)
-        weight_s = whole.weight if is_split else 0.0
-        before_s = max(around.before, whole.gather)
-        after_s = max(around.after, weight_s + whole.reduce)
-        update_s = max(around.update, whole.update)
-        stage_s = max(work_s + around.after, work_s + m * weight_s + whole.reduce)
-        link_s = first.forward + m * v * max(ways_s) + min(ways_s) + first.backward + after_s
+        there_s, back_s = ways_s
+        before_s = max(around.before, work.gather)
+        after_s = max(around.after, work.weight + work.reduce)
+        update_s = max(around.update, work.update)
+        tasks_s = microbatches * work.tasks
+        stage_s = max(tasks_s + around.after, tasks_s + microbatches * work.weight + work.reduce)
+        slow_s, fast_s = max(there_s, back_s), min(there_s, back_s)
+        slow_s *= microbatches * self.chunks
+        link_s = work.first_forward + slow_s + fast_s + work.first_backward + after_s
         least_s = before_s + max(stage_s, link_s) + update_s
-        before_s += first.forward + ways_s[0]
-        after_s += first.backward + ways_s[1]
+        before_s += work.first_forward + there_s
+        after_s += work.first_backward + back_s
         return least_s, Around(before_s, after_s, update_s)
+
+
+class Work(NamedTuple):
+    """Seconds of a stage under schedules of a kind."""
+
+    microbatch: float  # forward and backward of one, in one piece
+    tasks: float  # of one: all that has another stage waiting
+    weight: float  # of one: the gradients of weights, where they are tasks of their own
+    first_forward: float  # of its first chunk
+    first_backward: float
+    gather: float  # in front of a step, and behind it
+    reduce: float
+    update: float
 
 
 def kinds(problem: Problem, passing: Pass) -> Iterator[Kind]:

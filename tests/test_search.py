@@ -90,15 +90,20 @@ def problem_of(forward_s, inputs_s, weight_s, gather_s, reduce_s, update_s):
             update=update_s[seat],
         )
 
-    return types.SimpleNamespace(seconds=seconds)
+    def microbatch_s(*stage):
+        times = seconds(*stage, is_split=False)
+        return times.forward + times.backward
+
+    return types.SimpleNamespace(seconds=seconds, microbatch_s=microbatch_s)
 
 
 def least_of(kind, problem, m, layers, ways_s):
     """Seconds that the rule for a kind says no step takes less than."""
-    passing, around, least_s = types.SimpleNamespace(microbatches=m), Around(), []
+    passing, around, least_s = None, Around(), []
     stages = zip(roles(len(layers)), layers, [*ways_s, (0.0, 0.0)], strict=True)
     for seat, (role, n, own_s) in enumerate(stages):
-        found_s, around = kind.with_stage(problem, seat, passing, role, n, around, own_s)
+        work = kind.work(problem, seat, passing, role, n)
+        found_s, around = kind.with_stage(work, m, around, own_s)
         least_s.append(found_s)
     return max(least_s)
 
