@@ -86,6 +86,7 @@ class Run:
     dtype: str = "bfloat16"
     checkpointing: Checkpointing = "none"
     implementation: Implementation
+    sends_both_ways: bool = True  # over a boundary at once; else one after the other
     measured_s: float  # of a step
     doubtful: bool = False  # so the source of the row says: predicted, and not fitted to
 
@@ -135,9 +136,11 @@ def nic(machine: Machine, fitted: Fitted, sharers: int) -> Link:
 
 
 def transfer_s(run: Run, machine: Machine, fitted: Fitted) -> float:
-    """Seconds of a boundary: each device of `tensor` sends its part, all of a node at once."""
+    """Seconds of a boundary, there and back: all devices of a node send their parts at once."""
     num_tokens = run.sequences * run.model.context_length
     part = costs.boundary_bytes(run.model, num_tokens, run.dtype) / run.tensor
+    if not run.sends_both_ways:
+        part *= 2
     if run.num_devices <= machine.per_node:
         return part / machine.device.link.bandwidth_bytes_per_s
     return nic(machine, fitted, min(machine.per_node, run.data * run.tensor)).time_s(part)
@@ -160,7 +163,7 @@ def times(run: Run, fitted: Fitted) -> list[Times]:
 def _times(run: Run, machines: Sequence[Machine], fitted: Fitted) -> Times:
     """These systems wait for a boundary at both ends of it, so its time is part of the tasks.
 
-    Of both ways at once, half of it in the forward and half in the backward.
+    Half of it of the forward and half of the backward.
     """
     sent_s = [
         max(transfer_s(run, m, fitted) for m in ends) for ends in itertools.pairwise(machines)

@@ -212,6 +212,7 @@ def sailor(row: Row) -> Run:
         microbatches=batch // (data * sequences),
         dtype="float32",
         implementation=DEEPSPEED,
+        sends_both_ways=False,  # `dist.send`, then `dist.recv` (deepspeed/p2p.py there)
         measured_s=float(row["measured_iter_time_s"]),
         doubtful=bool(row["note"]),
     )
