@@ -1,9 +1,12 @@
 """Attention's forward for Hopper GPUs, through Pallas's Mosaic backend.
 
 After FlashAttention-3 (Shah et al., arXiv:2407.08608), in the way of `warpgroups`: each of two
-warpgroups holds 64 queries and goes through their run of keys (`attention_tiles`). Probabilities go
-from registers to the second product. Dims are those of `attention`.
+warpgroups holds 64 queries and goes through their run of keys (`attention_tiles`). They take turns:
+one multiplies while the other takes exponentials. Probabilities go from registers to the second
+product. Dims are those of `attention`.
 """
+
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -58,6 +61,7 @@ def forward(
     shared = {
         **warpgroups.held(["queries"], q),
         **warpgroups.slots({"keys": tile, "values": tile}, tiles.forward.slots),
+        **warpgroups.meeting(),
         "log_sums": warpgroups.numbers(COMPUTING, ROWS),
     }
     if interpret:
@@ -103,6 +107,10 @@ def forward_kernel(
         own = pl.ds(start, ROWS)
         warpgroups.fetch({"queries": q_ref.at[b, own, h]}, warpgroup, shared)
         queries = shared["queries"].at[warpgroup]
+        add_products = functools.partial(
+            warpgroups.add_products, warpgroup=warpgroup, shared=shared
+        )
+        meet = functools.partial(warpgroups.meet, shared)
 
         def keep(j: jax.Array) -> jax.Array:
             """Which scores of a tile count."""
@@ -116,22 +124,24 @@ def forward_kernel(
             return kept & (by_row(query_ids, tile) == by_column(key_ids, tile))
 
         def step(masked: bool, j: jax.Array, carry: tuple) -> tuple:
-            acc, top, total = carry
+            acc, top, total = carry  # `top` as an exponent of two
             keys = warpgroups.wait_for("keys", j - first, shared)
-            raw = rule.raw(warpgroups.product(queries, keys), width)
+            [products] = warpgroups.products((queries, keys), meanwhile=meet)
+            raw = rule.raw(products, width)
             warpgroups.is_done("keys", j - first, shared)
             if masked:
                 kept = keep(j)
                 raw = jnp.where(kept, raw, MASKED)
-            new_top = jnp.maximum(top, raw.max(axis=1))
-            p = jnp.exp2((raw - by_row(new_top, tile)) * unit)
+            new_top = jnp.maximum(top, raw.max(axis=1) * unit)
+            p = jnp.exp2(raw * unit - by_row(new_top, tile))  # a fused multiply-add
             if masked:  # a query that has seen none yet has this as its maximum
                 p = jnp.where(kept, p, 0.0)
-            shrink = jnp.exp2((top - new_top) * unit)
+            shrink = jnp.exp2(top - new_top)
             total = total * shrink + p.sum(axis=1)
             acc = acc * by_row(shrink, acc.shape)
             values = warpgroups.wait_for("values", j - first, shared)
-            acc = warpgroups.add_product(acc, p, values, warpgroup, shared)
+            meet()
+            [acc] = add_products((acc, p, values))
             warpgroups.is_done("values", j - first, shared)
             return acc, new_top, total
 
@@ -140,10 +150,13 @@ def forward_kernel(
             warpgroups.full((ROWS,), OF_ROWS, MASKED),
             warpgroups.full((ROWS,), OF_ROWS),
         )
+        # One is a meeting behind the other, and so multiplies while that one does not.
+        pl.when(warpgroup == 1)(meet)
         acc, top, total = warpgroups.through(run, step, carry)
+        pl.when(warpgroup == 0)(meet)
         sees_none = total == 0.0
         total = jnp.where(sees_none, 1.0, total)
-        log_sum = jnp.where(sees_none, MASKED, top * (unit / LOG2_E) + jnp.log(total))
+        log_sum = jnp.where(sees_none, MASKED, top / LOG2_E + jnp.log(total))
         out = acc / by_row(total, acc.shape)
         results = {
             "queries": (out, out_ref.at[b, own, h]),

@@ -131,6 +131,9 @@ def dq_kernel(
         warpgroups.fetch(sources, warpgroup, shared)
         queries, douts = shared["queries"].at[warpgroup], shared["douts"].at[warpgroup]
         log_sum, delta = (load(both_ref.at[b, h, which, own], OF_ROWS) for which in (0, 1))
+        add_products = functools.partial(
+            warpgroups.add_products, warpgroup=warpgroup, shared=shared
+        )
 
         def keep(j: jax.Array) -> jax.Array:
             query = warpgroups.positions(0, start, tile)
@@ -144,15 +147,15 @@ def dq_kernel(
 
         def step(masked: bool, j: jax.Array, dq: jax.Array) -> jax.Array:
             keys = warpgroups.wait_for("keys", j - first, shared)
-            raw = rule.raw(warpgroups.product(queries, keys), width)
+            values = warpgroups.wait_for("values", j - first, shared)
+            products, dp = warpgroups.products((queries, keys), (douts, values))
+            warpgroups.is_done("values", j - first, shared)
+            raw = rule.raw(products, width)
             p = jnp.exp2(raw * unit - by_row(log_sum, tile))
             if masked:
                 p = jnp.where(keep(j), p, 0.0)
-            values = warpgroups.wait_for("values", j - first, shared)
-            dp = warpgroups.product(douts, values)
-            warpgroups.is_done("values", j - first, shared)
             ds = rule.slope(raw, p * (dp - by_row(delta, tile)))
-            dq = warpgroups.add_product(dq, ds, keys, warpgroup, shared)
+            [dq] = add_products((dq, ds, keys))
             warpgroups.is_done("keys", j - first, shared)
             return dq
 
@@ -202,6 +205,9 @@ def dkv_kernel(
         sources = {"keys": k_ref.at[b, own, g], "values": v_ref.at[b, own, g]}
         warpgroups.fetch(sources, warpgroup, shared)
         keys, values = shared["keys"].at[warpgroup], shared["values"].at[warpgroup]
+        add_products = functools.partial(
+            warpgroups.add_products, warpgroup=warpgroup, shared=shared
+        )
 
         def keep(i: jax.Array) -> jax.Array:
             key = warpgroups.positions(0, start, tile)
@@ -217,20 +223,15 @@ def dkv_kernel(
             dk, dv = carry
             number = n * num_tiles + i - first
             come = lambda name: warpgroups.wait_for(name, number, shared)
-            queries = come("queries")
-            raw = rule.raw(warpgroups.product(keys, queries), width)
-            both = come("both")
-            log_sum = load(both.at[0], OF_COLUMNS)
+            queries, both, douts = come("queries"), come("both"), come("douts")
+            products, dp = warpgroups.products((keys, queries), (values, douts))
+            raw = rule.raw(products, width)
+            log_sum, delta = (load(both.at[which], OF_COLUMNS) for which in (0, 1))
             p = jnp.exp2(raw * unit - by_column(log_sum, tile))
             if masked:
                 p = jnp.where(keep(i), p, 0.0)
-            douts = come("douts")
-            slope = rule.slope(raw, p)  # before the products: scores need not be kept for later
-            dv = warpgroups.add_product(dv, p, douts, warpgroup, shared)
-            dp = warpgroups.product(values, douts)
-            delta = load(both.at[1], OF_COLUMNS)
-            ds = slope * (dp - by_column(delta, tile))
-            dk = warpgroups.add_product(dk, ds, queries, warpgroup, shared)
+            ds = rule.slope(raw, p * (dp - by_column(delta, tile)))
+            dk, dv = add_products((dk, ds, queries), (dv, p, douts))
             for name in ("queries", "both", "douts"):
                 warpgroups.is_done(name, number, shared)
             return dk, dv

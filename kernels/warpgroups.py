@@ -80,6 +80,11 @@ def held(names: Sequence[str], like: jax.Array) -> Shared:
     return found
 
 
+def meeting() -> Shared:
+    """For `meet`."""
+    return {"meeting": plgpu.Barrier(num_arrivals=COMPUTING)}
+
+
 def slots(memory: Mapping[str, Any], count: int) -> Shared:
     """For tiles that come and go, so many of each at a time, and their barriers."""
     found: Shared = {}
@@ -216,6 +221,12 @@ def is_done(name: str, n: jax.Array, shared: Shared) -> None:
     plgpu.barrier_arrive(shared[f"{name}_done"].at[slot_of(name, n, shared)])
 
 
+def meet(shared: Shared) -> None:
+    """Both computing warpgroups come here before either goes on."""
+    plgpu.barrier_arrive(shared["meeting"])
+    plgpu.barrier_wait(shared["meeting"])
+
+
 def through(run: tuple[jax.Array, ...], step: Callable, carry: Any) -> Any:
     """`carry = step(masked, tile, carry)` for all tiles of a run, in order."""
     first, first_whole, end_whole, end = run
@@ -248,35 +259,52 @@ def positions(dim: int, start: jax.Array, shape: tuple[int, int]) -> jax.Array:
     return start + plgpu.broadcasted_iota(jnp.int32, shape, dim, layout=ACROSS)
 
 
-def product(a: Ref, b: Ref) -> jax.Array:
-    """a @ b^T, in float32."""
+def products(
+    *factors: tuple[Ref, Ref], meanwhile: Callable[[], None] = lambda: None
+) -> tuple[jax.Array, ...]:
+    """a @ b^T of each two, in float32; the tensor cores have all of them to do at once.
 
-    def multiply(total: Ref) -> jax.Array:
-        plgpu.wgmma(total, a, _turned(b))
-        return total[...]
+    Args:
+      meanwhile: is called while they do it.
+    """
 
-    return pl.run_scoped(multiply, plgpu.ACC((a.shape[0], b.shape[0]), jnp.float32))
+    def multiply(*totals: Ref) -> tuple[jax.Array, ...]:
+        for total, (a, b) in zip(totals, factors, strict=True):
+            plgpu.wgmma(total, a, _turned(b))
+        meanwhile()
+        return tuple(total[...] for total in totals)
+
+    totals = [plgpu.ACC((a.shape[0], b.shape[0]), jnp.float32) for a, b in factors]
+    return pl.run_scoped(multiply, *totals)
 
 
 def _turned(ref: Ref) -> Ref:
     return ref.transpose((1, 0)) if hasattr(ref, "transpose") else plgpu.transpose_ref(ref, (1, 0))
 
 
-def add_product(
-    acc: jax.Array, a: jax.Array, b: Ref, warpgroup: jax.Array, shared: Shared
-) -> jax.Array:
-    """acc + a @ b, with a in registers and rounded to the dtype of b."""
-    a = a.astype(b.dtype)
+def add_products(
+    *sums: tuple[jax.Array, jax.Array, Ref], warpgroup: jax.Array, shared: Shared
+) -> tuple[jax.Array, ...]:
+    """acc + a @ b of each three, with a in registers and rounded to the dtype of b."""
+    rounded = [(acc, a.astype(b.dtype), b) for acc, a, b in sums]
     if "factors" not in shared:
-        return pl.run_state(lambda ref: plgpu.wgmma(ref, a, b))(plgpu.ACC.init(acc))
+
+        def add(totals: tuple[Ref, ...]) -> None:
+            for total, (_, a, b) in zip(totals, rounded, strict=True):
+                plgpu.wgmma(total, a, b)
+
+        return pl.run_state(add)(tuple(plgpu.ACC.init(acc) for acc, _, _ in sums))
     # Simulated products have both factors in the block's memory, and start from zero.
     here = shared["factors"].at[warpgroup]
-    here[...] = a
-    plgpu.commit_smem()
+    found = []
+    for acc, a, b in rounded:
+        here[...] = a
+        plgpu.commit_smem()
 
-    def multiply(total: Ref) -> jax.Array:
-        plgpu.wgmma(total, here, b)
-        return total[...]
+        def multiply(total: Ref, b: Ref = b) -> jax.Array:
+            plgpu.wgmma(total, here, b)
+            return total[...]
 
-    rows, columns = acc.shape
-    return acc + pl.run_scoped(multiply, plgpu.ACC((rows, columns), jnp.float32))
+        rows, columns = acc.shape
+        found.append(acc + pl.run_scoped(multiply, plgpu.ACC((rows, columns), jnp.float32)))
+    return tuple(found)
