@@ -94,7 +94,7 @@ def make_topology(size: Size) -> Topology:
     return Topology(name=f"{size.devices}", clusters=tuple(clusters), links=links)
 
 
-def make_config(size: Size) -> Config:
+def make_config(size: Size, context_length: int) -> Config:
     """A GPT, with everything left to the planner."""
     return Config(
         topology="made",
@@ -104,7 +104,7 @@ def make_config(size: Size) -> Config:
             num_layers=size.layers,
             width=size.width,
             num_heads=size.width // 128,
-            context_length=2048,
+            context_length=context_length,
             vocab_size=51200,
         ),
         data=DataConfig(corpus="python-stdlib"),
@@ -112,9 +112,9 @@ def make_config(size: Size) -> Config:
     )
 
 
-def measure(size: Size) -> dict[str, float]:
+def measure(size: Size, context_length: int) -> dict[str, float]:
     """One search, timed."""
-    config, topology = make_config(size), make_topology(size)
+    config, topology = make_config(size, context_length), make_topology(size)
     start_s = time.perf_counter()
     _, found = planner.find(config, topology)
     return {
@@ -125,9 +125,9 @@ def measure(size: Size) -> dict[str, float]:
     }
 
 
-def try_harder(size: Size) -> float:
+def try_harder(size: Size, context_length: int) -> float:
     """Seconds of the step that ten times the effort finds."""
-    config, topology = make_config(size), make_topology(size)
+    config, topology = make_config(size, context_length), make_topology(size)
     problem = planner.make_problem(config, topology)
     found = search(problem, 10 * EFFORT)
     assert found is not None, "there is a plan"
@@ -204,6 +204,7 @@ def main() -> int:
     parser.add_argument("--repeats", type=int, default=3, help="of every size (3)")
     parser.add_argument("--most", type=int, default=SIZES[-1].devices, help="devices (16384)")
     parser.add_argument("--harder", type=int, default=1024, help="gains up to so many (1024)")
+    parser.add_argument("--context-length", type=int, default=2048, help="tokens (2048)")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder (results/)")
     args = parser.parse_args()
     lines: list[dict[str, Any]] = []
@@ -212,9 +213,9 @@ def main() -> int:
         runs = []
         for _ in range(args.repeats):
             with context.Pool(1) as pool:
-                runs.append(pool.apply(measure, (size,)))
+                runs.append(pool.apply(measure, (size, args.context_length)))
             print(f"{size.devices} devices: {runs[-1]['seconds']:.1f} s", flush=True)
-        harder_s = try_harder(size) if size.devices <= args.harder else None
+        harder_s = try_harder(size, args.context_length) if size.devices <= args.harder else None
         lines.append(summarise(size, runs, harder_s))
     result = {
         "command": " ".join([f"python -m benchmarks.{NAME}", *sys.argv[1:]]),
