@@ -147,8 +147,9 @@ def megatron_core(row: Row) -> Run:
 
 
 # Of the devices of Sailor's clusters: peaks of their data sheets (TFLOP/s in float32, memory in
-# GB/s), and what all-reduces of 16 MB reach on so many devices of a node, in GB/s, and messages
-# between nodes (eth-easl/sailor@cf2c8e3, network_coeffs_all_homo.json).
+# GB/s), and what 16 MB reach, in GB/s: from half of so many devices of a node to the other half,
+# all pairs together, and from node to node (eth-easl/sailor@cf2c8e3, network_coeffs_all_homo.json,
+# measured by sailor/profiling/networking/test_sendrecv.py).
 SAILOR = {
     "RTX-3090": (35.6, 936.0, {2: 37.2, 8: 5.15}, 0.115),
     "RTX-2080": (10.1, 448.0, {2: 10.2, 8: 25.3}, 2.86),
@@ -169,7 +170,8 @@ DEEPSPEED = dataclasses.replace(
 @functools.cache
 def _sailor_machine(kind: str, tensor: int) -> Machine:
     peak, memory, inside, between = SAILOR[kind]
-    link = Link(fabric="local", bandwidth_bytes_per_s=inside[tensor] * 1e9, latency_s=5e-6)
+    pair = 1e9 * inside[tensor] / (tensor / 2)
+    link = Link(fabric="local", bandwidth_bytes_per_s=pair, latency_s=5e-6)
     device = DeviceKind(
         name=kind,
         peak_flop_per_s={"float32": peak * 1e12},
