@@ -104,6 +104,19 @@ class Around(NamedTuple):
     update: float = 0.0  # behind all that
 
 
+class Work(NamedTuple):
+    """Seconds of a stage under schedules of a kind."""
+
+    microbatch: float  # forward and backward of one, in one piece
+    tasks: float  # of one: all that has another stage waiting
+    weight: float  # of one: the gradients of weights, where they are tasks of their own
+    first_forward: float  # of its first chunk
+    first_backward: float
+    gather: float  # in front of a step, and behind it
+    reduce: float
+    update: float
+
+
 class Kind(NamedTuple):
     """Schedules in which a stage waits alike for the ones before it."""
 
@@ -115,7 +128,7 @@ class Kind(NamedTuple):
             return True
         return num_stages > 1 and (self.name == "split" or microbatches % num_stages == 0)
 
-    def work(self, problem: Problem, seat: Seat, passing: Pass, role: Role, layers: int) -> "Work":
+    def work(self, problem: Problem, seat: Seat, passing: Pass, role: Role, layers: int) -> Work:
         """Of a stage with so many layers."""
         is_split = self.name == "split"
         whole = problem.seconds(seat, passing, role, layers, is_split)
@@ -137,7 +150,7 @@ class Kind(NamedTuple):
         )
 
     def with_stage(
-        self, work: "Work", microbatches: int, around: Around, ways_s: Sequence[float]
+        self, work: Work, microbatches: int, around: Around, ways_s: Sequence[float]
     ) -> tuple[float, Around]:
         """Seconds that no step with one more stage takes less than, and what the next is left.
 
@@ -163,19 +176,6 @@ class Kind(NamedTuple):
         before_s += work.first_forward + there_s
         after_s += work.first_backward + back_s
         return least_s, Around(before_s, after_s, update_s)
-
-
-class Work(NamedTuple):
-    """Seconds of a stage under schedules of a kind."""
-
-    microbatch: float  # forward and backward of one, in one piece
-    tasks: float  # of one: all that has another stage waiting
-    weight: float  # of one: the gradients of weights, where they are tasks of their own
-    first_forward: float  # of its first chunk
-    first_backward: float
-    gather: float  # in front of a step, and behind it
-    reduce: float
-    update: float
 
 
 def kinds(problem: Problem, passing: Pass) -> Iterator[Kind]:

@@ -171,6 +171,19 @@ def test_speeds_of_unlike_devices_are_found():
     assert max(map(abs, errors_of(runs[2:], others))) < 0.05  # it was not fitted to
 
 
+def test_what_is_known_of_networks_in_sailors_runs():
+    """Boundaries go there, then back; devices of a node share what half sends to the other half."""
+    replicas = "1x[RTX-3090 tp8] || 1x[Titan-RTX tp8]"
+    run = sailor_run(1, "12|14", replicas, AS_SHIPPED)
+    [[rtx_3090, titan]] = run.replicas
+    sent = 2 * 2048 * 1024 * 4  # numbers of float32
+    assert published.transfer_s(run, rtx_3090, AS_SHIPPED) == pytest.approx(
+        2 * sent / 0.115e9, rel=1e-3
+    )
+    assert rtx_3090.device.link.bandwidth_bytes_per_s == 5.15e9 / 4
+    assert titan.device.link.bandwidth_bytes_per_s == 24.1e9 / 4
+
+
 # ---- the program ---------------------------------------------------------------------------------
 
 
