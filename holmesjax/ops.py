@@ -25,6 +25,7 @@ from kernels.attention import CAUSAL, SAVED, attention_reference
 from kernels.attention_pallas import Backend, attention_pallas, unsupported
 from kernels.attention_ring import REFERENCE, How, attention_on, from_runs, to_runs
 from kernels.cross_entropy import cross_entropy, linear_cross_entropy
+from kernels.embedding import embedding
 from kernels.linear import feed_forward, linear, linear_transposed, linears
 from kernels.moments import (
     Moment,
@@ -51,6 +52,7 @@ __all__ = [
     "attention",
     "cached_attention",
     "cross_entropy",
+    "embedding",
     "factors",
     "feed_forward",
     "from_parts",

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from kernels.cross_entropy import cross_entropy, linear_cross_entropy
+from kernels.embedding import embedding
 from kernels.linear import feed_forward, linear, linear_transposed, linears
 from kernels.norm import EPSILON, layer_norm, rms_norm
 from tests.arrays import assert_near, normal, wide
@@ -39,6 +40,25 @@ def check(function, plain, args, dtype="float32"):
         assert_near(one, other, dtype)
     for gradient, arg in zip(jax.tree.leaves(got[1]), jax.tree.leaves(args), strict=True):
         assert gradient.dtype == arg.dtype
+
+
+# ---- rows of a table -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_embedding(dtype):
+    """Half of the tokens are the same one."""
+    often = np.random.default_rng(0).random((4, 300)) < 0.5
+    row = jnp.asarray(np.where(often, 3, np.random.default_rng(1).integers(0, 7, (4, 300))))
+    table, dy = normal(2, 7, 5, dtype=dtype), normal(3, 4, 300, 5, dtype=dtype) + 1
+    y, pullback = jax.vjp(lambda table: embedding(table, row), table)
+    np.testing.assert_array_equal(y, table[row])
+    [got] = jax.jit(pullback)(dy)
+    want = np.zeros((7, 5))
+    np.add.at(want, row, wide(dy))
+    assert got.dtype == table.dtype
+    rounding = {"float32": 1e-5, "bfloat16": 2.0**-8}[dtype]  # of the sum: one of bfloat16
+    np.testing.assert_allclose(wide(got), want, rtol=rounding)
 
 
 # ---- products ----------------------------------------------------------------------------------

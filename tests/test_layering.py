@@ -12,6 +12,7 @@ LAYERS = [
         "kernels.adamw",
         "kernels.attention_tiles",
         "kernels.cross_entropy",
+        "kernels.embedding",
         "kernels.linear",
         "kernels.norm",
         "kernels.shards",

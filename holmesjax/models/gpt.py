@@ -66,10 +66,11 @@ class Embed(nn.Module):
     def __call__(self, token_BL: jax.Array, position_L: jax.Array) -> jax.Array:
         config = self.config
         token_VD = declare(self, "token_VD", config.vocab_size, config.width)
-        x_BLD = token_VD[token_BL]
+        x_BLD = ops.embedding(token_VD, token_BL)
         if config.positions == "learned":
             position_PD = declare(self, "position_PD", config.context_length, config.width)
-            x_BLD = x_BLD + position_PD[position_L].reshape(-1, *x_BLD.shape[1:])
+            vectors = ops.embedding(position_PD, position_L)
+            x_BLD = x_BLD + vectors.reshape(-1, *x_BLD.shape[1:])
         return x_BLD
 
 
