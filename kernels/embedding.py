@@ -1,6 +1,6 @@
 """Rows of a table, whose gradients are sums of many.
 
-Dims: V rows of the table, D its width, ... any.
+Dims: V rows of the table, D its width, ... any, N all of them merged.
 """
 
 import functools
@@ -28,9 +28,16 @@ def _forward(num_rows: int, table_VD: jax.Array, row: jax.Array) -> tuple[jax.Ar
 
 
 def _backward(num_rows: int, row: jax.Array, dy: jax.Array) -> tuple[jax.Array, None]:
-    wide = jnp.promote_types(dy.dtype, jnp.float32)
-    sums_VD = jnp.zeros((num_rows, dy.shape[-1]), wide).at[row].add(dy.astype(wide))
-    return sums_VD.astype(dy.dtype), None
+    row_N, dy_ND = row.reshape(-1), dy.reshape(-1, dy.shape[-1])
+    zeros_VD = jnp.zeros((num_rows, dy.shape[-1]), dy.dtype)
+    if dy.dtype.itemsize >= 4:
+        return zeros_VD.at[row_N].add(dy_ND), None
+    # The first token of each row has its sum: a table in float32 would take much more memory.
+    token_N = jnp.arange(row_N.size)
+    first_N = jnp.full(num_rows, row_N.size).at[row_N].min(token_N)[row_N]
+    sums_ND = jnp.zeros(dy_ND.shape, jnp.float32).at[first_N].add(dy_ND.astype(jnp.float32))
+    kept_N = jnp.where(first_N == token_N, row_N, num_rows)  # others are dropped
+    return zeros_VD.at[kept_N].set(sums_ND.astype(dy.dtype), mode="drop"), None
 
 
 _rows.defvjp(_forward, _backward)
