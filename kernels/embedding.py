@@ -28,11 +28,11 @@ def _forward(num_rows: int, table_VD: jax.Array, row: jax.Array) -> tuple[jax.Ar
 
 
 def _backward(num_rows: int, row: jax.Array, dy: jax.Array) -> tuple[jax.Array, None]:
-    row_N, dy_ND = row.reshape(-1), dy.reshape(-1, dy.shape[-1])
     zeros_VD = jnp.zeros((num_rows, dy.shape[-1]), dy.dtype)
     if dy.dtype.itemsize >= 4:
-        return zeros_VD.at[row_N].add(dy_ND), None
+        return zeros_VD.at[row].add(dy), None
     # The first token of each row has its sum: a table in float32 would take much more memory.
+    row_N, dy_ND = row.reshape(-1), dy.reshape(-1, dy.shape[-1])
     token_N = jnp.arange(row_N.size)
     first_N = jnp.full(num_rows, row_N.size).at[row_N].min(token_N)[row_N]
     sums_ND = jnp.zeros(dy_ND.shape, jnp.float32).at[first_N].add(dy_ND.astype(jnp.float32))
