@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 from kernels.cross_entropy import cross_entropy, linear_cross_entropy
 from kernels.embedding import embedding
@@ -59,6 +60,20 @@ def test_embedding(dtype):
     assert got.dtype == table.dtype
     rounding = {"float32": 1e-5, "bfloat16": 2.0**-8}[dtype]  # of the sum: one of bfloat16
     np.testing.assert_allclose(wide(got), want, rtol=rounding)
+
+
+def test_embedding_on_a_mesh():
+    """Tokens and the table are cut: what one row gets comes from all devices."""
+    mesh = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("fsdp", "tensor"))
+    on = lambda x, *axes: jax.device_put(x, NamedSharding(mesh, P(*axes)))
+    row = np.random.default_rng(0).integers(0, 3, (4, 50))
+    dy = normal(1, 4, 50, 8, dtype="bfloat16")
+    table = on(jnp.zeros((6, 8), jnp.bfloat16), "tensor", "fsdp")
+    gradient = jax.jit(lambda table, row, dy: jax.vjp(lambda t: embedding(t, row), table)[1](dy)[0])
+    got = gradient(table, on(row, "fsdp"), on(dy, "fsdp"))
+    want = np.zeros((6, 8))
+    np.add.at(want, row, wide(dy))
+    assert_near(got, want, "bfloat16")
 
 
 # ---- products ----------------------------------------------------------------------------------
