@@ -23,8 +23,11 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 COMPUTING = 2  # warpgroups; one more copies
 ROWS = 64  # of each: the rows of a product
-# Of a thread, of 64 Ki for all of a block: what copies needs few.
-REGISTERS_COMPUTING, REGISTERS_COPYING = 240, 32
+# Of a thread: what copies needs few. A block starts with 168 for each of its three warpgroups, the
+# most that 64 Ki allow; more than that in all would never be granted, and the block would hang.
+REGISTERS_COMPUTING, REGISTERS_COPYING = 240, 24
+REGISTERS = (2**16 // ((COMPUTING + 1) * 128)) // 8 * 8
+assert COMPUTING * REGISTERS_COMPUTING + REGISTERS_COPYING <= (COMPUTING + 1) * REGISTERS
 
 Ref = Any  # an array in the GPU's memory, or in that of a block
 Shared = dict[str, Ref]  # what a block has, by name
