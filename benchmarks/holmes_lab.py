@@ -59,7 +59,7 @@ from benchmarks.lab_rows import (
     told_text,
 )
 from benchmarks.lab_steps import machine_cpu_s
-from benchmarks.pipeline_overhead import RESULTS, commit, cpu_model, versions
+from benchmarks.pipeline_overhead import RESULTS, commit, count, cpu_model, versions
 from holmesjax import config as configs, metrics
 from holmesjax.config import CHECKOUT, Schedule
 from holmesjax.errors import ConfigError, HolmesError
@@ -322,12 +322,6 @@ def _difference(earlier: Any, now: Any) -> str:
 
 def _leave(number: int, _: FrameType | None) -> NoReturn:
     raise SystemExit(128 + number)
-
-
-def count(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
-    return int(text)
 
 
 def parse() -> argparse.Namespace:

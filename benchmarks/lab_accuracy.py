@@ -31,7 +31,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from benchmarks.holmes_lab import Failed, compile_cache, count, run_row
+from benchmarks.holmes_lab import Failed, compile_cache, run_row
 from benchmarks.lab_rows import (
     POINTS,
     ROWS,
@@ -46,7 +46,7 @@ from benchmarks.lab_rows import (
     network_text,
     told_text,
 )
-from benchmarks.pipeline_overhead import RESULTS, commit, cpu_model, versions
+from benchmarks.pipeline_overhead import RESULTS, commit, count, cpu_model, versions
 from holmesjax import calibration, config as configs, topology as topologies
 from holmesjax.config import CHECKOUT, Schedule
 from holmesjax.errors import ConfigError, HolmesError

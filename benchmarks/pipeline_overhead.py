@@ -270,6 +270,13 @@ def versions() -> dict[str, str]:
     return found
 
 
+def count(text: str) -> int:
+    """A number above 0, of the command line."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
+    return int(text)
+
+
 def main() -> None:
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser("pipeline_overhead", description=__doc__, formatter_class=raw)

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 from matplotlib.figure import Figure
 
-from benchmarks.pipeline_overhead import RESULTS, commit, cpu_model, versions
+from benchmarks.pipeline_overhead import RESULTS, commit, count, cpu_model, versions
 from holmesjax import planner
 from holmesjax.config import (
     Config,
@@ -201,10 +201,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         NAME, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--repeats", type=int, default=3, help="of every size (3)")
+    parser.add_argument("--repeats", type=count, default=3, help="of every size (3)")
     parser.add_argument("--most", type=int, default=SIZES[-1].devices, help="devices (16384)")
     parser.add_argument("--harder", type=int, default=1024, help="gains up to so many (1024)")
-    parser.add_argument("--context-length", type=int, default=2048, help="tokens (2048)")
+    parser.add_argument("--context-length", type=count, default=2048, help="tokens (2048)")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder (results/)")
     args = parser.parse_args()
     lines: list[dict[str, Any]] = []

@@ -170,8 +170,8 @@ DEEPSPEED = dataclasses.replace(
 @functools.cache
 def _sailor_machine(kind: str, tensor: int) -> Machine:
     peak, memory, inside, between = SAILOR[kind]
-    pair = 1e9 * inside[tensor] / (tensor / 2)
-    link = Link(fabric="local", bandwidth_bytes_per_s=pair, latency_s=5e-6)
+    pair_bytes_per_s = 1e9 * inside[tensor] / (tensor / 2)
+    link = Link(fabric="local", bandwidth_bytes_per_s=pair_bytes_per_s, latency_s=5e-6)
     device = DeviceKind(
         name=kind,
         peak_flop_per_s={"float32": peak * 1e12},

@@ -404,13 +404,12 @@ class _Search:
             if stage > last:
                 yield ()
                 return
-            most = left - least * (last - stage)
+            most, known = left - least * (last - stage), works[stage]
             for n in range(least if stage < last else max(left, least), most + 1):
                 self._spend(1)
-                if n not in works[stage]:
-                    seat, role = seats[stage], own_roles[stage]
-                    works[stage][n] = kind.work(problem, seat, passing, role, n)
-                work = works[stage][n]
+                if n not in known:
+                    known[n] = kind.work(problem, seats[stage], passing, own_roles[stage], n)
+                work = known[n]
                 if around.before + m * work.microbatch >= self.best_s:
                     return
                 least_s, left_to_next = kind.with_stage(work, m, around, ways_s[stage])

@@ -107,9 +107,6 @@ def forward_kernel(
         own = pl.ds(start, ROWS)
         warpgroups.fetch({"queries": q_ref.at[b, own, h]}, warpgroup, shared)
         queries = shared["queries"].at[warpgroup]
-        add_products = functools.partial(
-            warpgroups.add_products, warpgroup=warpgroup, shared=shared
-        )
         meet = functools.partial(warpgroups.meet, shared)
 
         def keep(j: jax.Array) -> jax.Array:
@@ -141,7 +138,7 @@ def forward_kernel(
             acc = acc * by_row(shrink, acc.shape)
             values = warpgroups.wait_for("values", j - first, shared)
             meet()
-            [acc] = add_products((acc, p, values))
+            [acc] = warpgroups.add_products((acc, p, values), warpgroup=warpgroup, shared=shared)
             warpgroups.is_done("values", j - first, shared)
             return acc, new_top, total
 

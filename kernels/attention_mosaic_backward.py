@@ -131,9 +131,6 @@ def dq_kernel(
         warpgroups.fetch(sources, warpgroup, shared)
         queries, douts = shared["queries"].at[warpgroup], shared["douts"].at[warpgroup]
         log_sum, delta = (load(both_ref.at[b, h, which, own], OF_ROWS) for which in (0, 1))
-        add_products = functools.partial(
-            warpgroups.add_products, warpgroup=warpgroup, shared=shared
-        )
 
         def keep(j: jax.Array) -> jax.Array:
             query = warpgroups.positions(0, start, tile)
@@ -155,7 +152,7 @@ def dq_kernel(
             if masked:
                 p = jnp.where(keep(j), p, 0.0)
             ds = rule.slope(raw, p * (dp - by_row(delta, tile)))
-            [dq] = add_products((dq, ds, keys))
+            [dq] = warpgroups.add_products((dq, ds, keys), warpgroup=warpgroup, shared=shared)
             warpgroups.is_done("keys", j - first, shared)
             return dq
 
@@ -205,9 +202,6 @@ def dkv_kernel(
         sources = {"keys": k_ref.at[b, own, g], "values": v_ref.at[b, own, g]}
         warpgroups.fetch(sources, warpgroup, shared)
         keys, values = shared["keys"].at[warpgroup], shared["values"].at[warpgroup]
-        add_products = functools.partial(
-            warpgroups.add_products, warpgroup=warpgroup, shared=shared
-        )
 
         def keep(i: jax.Array) -> jax.Array:
             key = warpgroups.positions(0, start, tile)
@@ -231,7 +225,8 @@ def dkv_kernel(
             if masked:
                 p = jnp.where(keep(i), p, 0.0)
             ds = rule.slope(raw, p * (dp - by_column(delta, tile)))
-            dk, dv = add_products((dk, ds, queries), (dv, p, douts))
+            sums = (dk, ds, queries), (dv, p, douts)
+            dk, dv = warpgroups.add_products(*sums, warpgroup=warpgroup, shared=shared)
             for name in ("queries", "both", "douts"):
                 warpgroups.is_done(name, number, shared)
             return dk, dv
