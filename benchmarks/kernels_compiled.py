@@ -33,6 +33,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 from benchmarks.pipeline_overhead import RESULTS, commit, versions
 from kernels.adamw import MOST_SHARING, Leaf, Part, Rule as AdamW, adamw_triton
+from kernels.attention_mosaic_backward import HEAD_WIDTHS as JOINT
 from kernels.attention_pallas import Backend, attention_pallas
 from kernels.attention_tiles import Rule
 from kernels.moments import Kept, zero_moment
@@ -68,9 +69,10 @@ ENTRY = re.compile(
 )
 
 
-# What Mosaic prints of its own kernels.
+# What Mosaic prints of its own kernels. JAX before 0.11 has another name for one that is given
+# arrays to change.
 MOSAIC = re.compile(
-    r"Compiling entry function '_*(\w+)_kernel_mosaic_gpu_kernel'.*\n"
+    r"Compiling entry function '_*(\w+?)(?:_kernel)?_mosaic_gpu_kernel'.*\n"
     r"(?:.*\n)*?.* (\d+) bytes spill stores, (\d+) bytes spill loads\n"
     r".*Used (\d+) registers"
 )
@@ -83,14 +85,20 @@ class Attention(NamedTuple):
     dtype: str
     head_width: int
     rule: str
+    deterministic: bool
 
     @property
     def label(self) -> str:
-        return f"attention, {self.backend}, {self.dtype}, {self.head_width} wide, {self.rule}"
+        kind = ", deterministic" if self.deterministic else ""
+        return f"attention, {self.backend}, {self.dtype}, {self.head_width} wide, {self.rule}{kind}"
 
     @property
     def num_kernels(self) -> int:
-        return 3
+        return 2 if self.has_joint_backward and not self.deterministic else 3
+
+    @property
+    def has_joint_backward(self) -> bool:
+        return self.backend == "mosaic" and self.head_width in JOINT
 
     @property
     def multiplies(self) -> bool:
@@ -102,7 +110,9 @@ class Attention(NamedTuple):
 
         def both_ways(q: Any, k: Any, v: Any, dout: Any, ids: Any) -> Any:
             segments = (ids, ids) if has_documents else None
-            run = functools.partial(attention_pallas, backend=self.backend)
+            run = functools.partial(
+                attention_pallas, backend=self.backend, deterministic=self.deterministic
+            )
             out, pullback = jax.vjp(lambda q, k, v: run(q, k, v, segments, rule)[0], q, k, v)
             return out, pullback(dout)
 
@@ -159,14 +169,16 @@ BACKENDS: dict[Backend, tuple[str, ...]] = {
     "mosaic": ("bfloat16", "float16"),
 }
 MOMENTS: tuple[Kept, ...] = ("float32", "bfloat16", "int8")
+ATTENTIONS = [
+    Attention(backend, dtype, head_width, rule, False)
+    for backend, dtypes in BACKENDS.items()
+    for dtype in dtypes
+    for head_width in (64, 128, 256)
+    for rule in RULES
+]
 CONFIGURATIONS: list[Attention | Update] = [
-    *(
-        Attention(backend, dtype, head_width, rule)
-        for backend, dtypes in BACKENDS.items()
-        for dtype in dtypes
-        for head_width in (64, 128, 256)
-        for rule in RULES
-    ),
+    *ATTENTIONS,
+    *(each._replace(deterministic=True) for each in ATTENTIONS if each.has_joint_backward),
     *(Update(moments, arrays) for moments in MOMENTS for arrays in (1, MOST_SHARING)),
 ]
 
@@ -243,7 +255,7 @@ def _mosaic_kernels(printed: str) -> dict[str, dict[str, int]]:
     found, end = {}, 0
     for match in MOSAIC.finditer(printed):
         name, stores, loads, used = match.groups()
-        found[f"attention_{name}"] = {
+        found[f"attention_{'joint' if name == 'new_body' else name}"] = {
             "registers": int(used),
             "spilled": int(stores) + int(loads),
             "wgmma": printed.count("wgmma.mma_async", end, match.end()),

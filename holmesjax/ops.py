@@ -223,6 +223,7 @@ def attention(
                 *args,
                 shards=kernels.shards,
                 backend=backend,
+                deterministic=kernels.config.deterministic_attention,
                 device_kind=kernels.device.device_kind,
                 interpret=kernels.interpret,
             )[0]
@@ -362,6 +363,8 @@ def _cudnn_refuses(kernels: Kernels, q: jax.Array, segment: jax.Array | None) ->
         return f"heads {q.shape[-1]} wide: supported are multiples of 8 up to 128"
     if kernels.context > 1:
         return "sequences that several devices share: supported are whole ones"
+    if kernels.config.deterministic_attention:
+        return "gradients that are the same each time: kernels.deterministic_attention asks for them"
     return None if segment is None else "documents: supported is attention to all that came before"
 
 

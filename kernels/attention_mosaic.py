@@ -38,7 +38,8 @@ def default_tiles(head_width: int) -> Kernels:
     """What compiles for an H200; which are fast has not been measured."""
     forward = Tiles(streamed=128 if head_width <= 128 else 64, slots=2)
     backward = Tiles(streamed=64, slots=2)
-    return Kernels(forward=forward, dq=backward, dkv=backward)
+    joint = Tiles(streamed=COMPUTING * ROWS * ROWS // head_width, slots=2)
+    return Kernels(forward=forward, dq=backward, dkv=backward, joint=joint)
 
 
 def forward(
@@ -123,8 +124,7 @@ def forward_kernel(
         def step(masked: bool, j: jax.Array, carry: tuple) -> tuple:
             acc, top, total = carry  # `top` as an exponent of two
             keys = warpgroups.wait_for("keys", j - first, shared)
-            [products] = warpgroups.products((queries, keys), meanwhile=meet)
-            raw = rule.raw(products, width)
+            raw = rule.raw(warpgroups.product(queries, keys, meet), width)
             warpgroups.is_done("keys", j - first, shared)
             if masked:
                 kept = keep(j)
@@ -138,7 +138,8 @@ def forward_kernel(
             acc = acc * by_row(shrink, acc.shape)
             values = warpgroups.wait_for("values", j - first, shared)
             meet()
-            [acc] = warpgroups.add_products((acc, p, values), warpgroup=warpgroup, shared=shared)
+            add_values = lambda _, add: add(0, p, values)
+            [acc] = warpgroups.multiply(add_values, [], [acc], warpgroup, shared)
             warpgroups.is_done("values", j - first, shared)
             return acc, new_top, total
 

@@ -4,6 +4,7 @@ They are Triton's, or on Hopper those of Mosaic; a backward of heads 256 wide is
 Dims are those of `attention`.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -40,6 +41,7 @@ def attention_pallas(
     *,
     shards: Shards | None = None,
     backend: Backend = "triton",
+    deterministic: bool = False,
     tiles: Kernels | None = None,
     device_kind: str = "",
     interpret: bool = False,
@@ -49,6 +51,8 @@ def attention_pallas(
     Args:
       shards: how B, H and G are cut over the devices of a mesh; None: all is on one device.
       backend: mosaic needs a Hopper GPU.
+      deterministic: gradients have the same bits each time. Triton's always have; Mosaic's sum
+        those of queries in one order then, in a kernel more.
       tiles: how the backend's kernels cut their work; None takes what is known to be good.
       device_kind: of the devices, to know what was measured on such.
       interpret: runs the kernels without a GPU, slowly: Triton's as ordinary JAX operations,
@@ -60,20 +64,28 @@ def attention_pallas(
     if reason := unsupported(q_BLHK, k_BMGK, v_BMGK, backend):
         raise ValueError(f"attention_pallas cannot do {reason}")
     tiles = tiles or _tiles(backend, q_BLHK, k_BMGK, device_kind)
-    forward, backward = (attention_triton.forward, tiles), (attention_triton.backward, tiles)
+    forward, backward = attention_triton.forward, attention_triton.backward
+    backward_tiles = tiles
     if backend == "mosaic":
-        forward = (attention_mosaic.forward, tiles)
+        forward = _one_by_one(attention_mosaic.forward)
         if q_BLHK.shape[3] in attention_mosaic_backward.HEAD_WIDTHS:
-            backward = (attention_mosaic_backward.backward, tiles)
+            own = attention_mosaic_backward.backward
+            backward = _one_by_one(functools.partial(own, deterministic=deterministic))
         else:
-            tiles = _tiles("triton", q_BLHK, k_BMGK, device_kind)
-            backward = (attention_triton.backward, tiles)
-    local = Local(_bound(*forward, interpret), _bound(*backward, interpret))
+            backward_tiles = _tiles("triton", q_BLHK, k_BMGK, device_kind)
+    bound = lambda function, tiles: lambda rule, *arrays: function(rule, tiles, interpret, *arrays)
+    local = Local(bound(forward, tiles), bound(backward, backward_tiles))
     return attention_on(How(rule, local, shards), q_BLHK, k_BMGK, v_BMGK, segments)
 
 
-def _bound(function: Callable, tiles: Kernels, interpret: bool) -> Callable:
-    return lambda rule, *arrays: function(rule, tiles, interpret, *arrays)
+def _one_by_one(function: Callable) -> Callable:
+    """Under `jax.vmap`: JAX before 0.11 cannot batch a kernel that changes arrays."""
+
+    def run(rule: Rule, tiles: Kernels, interpret: bool, *arrays: Any) -> Any:
+        told = functools.partial(function, rule, tiles, interpret)
+        return jax.custom_batching.sequential_vmap(told)(*arrays)
+
+    return run
 
 
 def _tiles(backend: Backend, q_BLHK: jax.Array, k_BMGK: jax.Array, device_kind: str) -> Kernels:

@@ -22,6 +22,7 @@ class Kernels:
     forward: Any
     dq: Any
     dkv: Any
+    joint: Any = None  # of a backend that has one kernel for all gradients
 
 
 class Case(NamedTuple):

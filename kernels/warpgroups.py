@@ -23,6 +23,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 COMPUTING = 2  # warpgroups; one more copies
 ROWS = 64  # of each: the rows of a product
+SWIZZLED = 128  # bytes of a row of a tile that lie together
 # Of a thread: what copies needs few. A block starts with 168 for each of its three warpgroups, the
 # most that 64 Ki allow; more than that in all would never be granted, and the block would hang.
 REGISTERS_COMPUTING, REGISTERS_COPYING = 240, 24
@@ -65,7 +66,8 @@ def copied(x: jax.Array, size: int, interpret: bool) -> jax.Array:
 def tiles(count: int, rows: int, columns: int, dtype: Any) -> Any:
     """Memory of a block for so many tiles, as products want them."""
     untyped: Any = plgpu  # JAX 0.12 declares these two as if they were abstract
-    transforms = (untyped.TilingTransform((8, 64)), untyped.SwizzleTransform(128))
+    across = SWIZZLED // jnp.dtype(dtype).itemsize
+    transforms = (untyped.TilingTransform((8, across)), untyped.SwizzleTransform(SWIZZLED))
     return plgpu.SMEM((count, rows, columns), dtype, transforms=transforms)
 
 
@@ -112,17 +114,23 @@ def launch(
       kernel: takes the arrays, what it is told, and what is shared.
       outs: shapes and dtypes.
     """
-    # With its name, which is what a compiler calls it.
-    named = functools.update_wrapper(functools.partial(kernel, **told), kernel)
-    return plgpu.kernel(
-        named,
+
+    def body(*refs: Ref) -> None:
+        told_all = functools.partial(kernel, *refs, **told)
+        pl.run_scoped(told_all, collective_axes="warpgroup", **shared)
+
+    # Not `plgpu.kernel`, which until JAX 0.11 takes no array that is changed in place.
+    return pl.kernel(
+        body,
         out_type=[jax.ShapeDtypeStruct(*out) for out in outs],
-        scratch_types=shared,
-        grid=grid,
-        grid_names=("row", "head", "sequence"),
-        num_threads=COMPUTING + 1,
-        thread_name="warpgroup",
-        interpret=_simulated() if interpret else None,
+        mesh=plgpu.Mesh(
+            grid=grid,
+            grid_names=("row", "head", "sequence"),
+            num_threads=COMPUTING + 1,
+            thread_name="warpgroup",
+        ),
+        name=kernel.__name__,
+        interpret=_simulated() if interpret else False,
         compiler_params=plgpu.CompilerParams(
             approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Warpgroup
         ),
@@ -201,7 +209,7 @@ def store(
     for name, (value, _) in values.items():
         here = shared[name].at[warpgroup]
         here[...] = value.astype(here.dtype)
-    plgpu.commit_smem()
+    commit()
     for name, (_, target) in values.items():
         plgpu.copy_smem_to_gmem(shared[name].at[warpgroup], target)
     plgpu.wait_smem_to_gmem(0)
@@ -238,6 +246,12 @@ def through(run: tuple[jax.Array, ...], step: Callable, carry: Any) -> Any:
     return lax.fori_loop(end_whole, end, functools.partial(step, True), carry)
 
 
+# `products(n, num_later=...)` waits for product n, after which so many have been asked for.
+Products = Callable[..., jax.Array]
+# `add(n, a, b)` has a @ b added to sum n: a is in registers, and rounded to the dtype of b.
+Add = Callable[[int, jax.Array, Ref], None]
+
+
 def load(ref: Ref, layout: Any) -> jax.Array:
     function: Any = plgpu.load
     index = () if "idx" not in inspect.signature(function).parameters else ((),)  # until JAX 0.11
@@ -262,52 +276,86 @@ def positions(dim: int, start: jax.Array, shape: tuple[int, int]) -> jax.Array:
     return start + plgpu.broadcasted_iota(jnp.int32, shape, dim, layout=ACROSS)
 
 
-def products(
-    *factors: tuple[Ref, Ref], meanwhile: Callable[[], None] = lambda: None
-) -> tuple[jax.Array, ...]:
-    """a @ b^T of each two, in float32; the tensor cores have all of them to do at once.
+def product(a: Ref, b: Ref, meanwhile: Callable[[], None]) -> jax.Array:
+    """a @ b^T, in float32; `meanwhile` is called while the tensor cores do it."""
 
-    Args:
-      meanwhile: is called while they do it.
-    """
-
-    def multiply(*totals: Ref) -> tuple[jax.Array, ...]:
-        for total, (a, b) in zip(totals, factors, strict=True):
-            plgpu.wgmma(total, a, _turned(b))
+    def multiply(total: Ref) -> jax.Array:
+        plgpu.wgmma(total, a, turned(b))
         meanwhile()
-        return tuple(total[...] for total in totals)
+        return total[...]
 
-    totals = [plgpu.ACC((a.shape[0], b.shape[0]), jnp.float32) for a, b in factors]
-    return pl.run_scoped(multiply, *totals)
+    return pl.run_scoped(multiply, plgpu.ACC((a.shape[0], b.shape[0]), jnp.float32))
 
 
-def _turned(ref: Ref) -> Ref:
+def turned(ref: Ref) -> Ref:
     return ref.transpose((1, 0)) if hasattr(ref, "transpose") else plgpu.transpose_ref(ref, (1, 0))
 
 
-def add_products(
-    *sums: tuple[jax.Array, jax.Array, Ref], warpgroup: jax.Array, shared: Shared
+def commit() -> None:
+    """What this warpgroup wrote into the block's memory can be multiplied, or copied."""
+    plgpu.commit_smem()
+
+
+def sum_of_products(*factors: tuple[Ref, Ref]) -> jax.Array:
+    """Of a @ b of each two."""
+
+    def multiply(total: Ref) -> jax.Array:
+        for a, b in factors:
+            plgpu.wgmma(total, a, b)
+        return total[...]
+
+    (a, b), *_ = factors
+    return pl.run_scoped(multiply, plgpu.ACC((a.shape[0], b.shape[1]), jnp.float32))
+
+
+def multiply(
+    body: Callable[[Products, Add], None],
+    factors: Sequence[tuple[Ref, Ref]],
+    sums: Sequence[jax.Array],
+    warpgroup: jax.Array,
+    shared: Shared,
 ) -> tuple[jax.Array, ...]:
-    """acc + a @ b of each three, with a in registers and rounded to the dtype of b."""
-    rounded = [(acc, a.astype(b.dtype), b) for acc, a, b in sums]
+    """The sums, after what `body` has added.
+
+    Args:
+      body: what to do with products, and what to add.
+      factors: a and b of each product a @ b^T, in their order.
+    """
+
+    def with_products(add: Add, sums: Callable[[], tuple]) -> tuple[jax.Array, ...]:
+        def run(*found: Ref) -> tuple[jax.Array, ...]:
+            for product, (a, b) in zip(found, factors, strict=True):
+                plgpu.wgmma(product, a, turned(b))
+            load = plgpu.wgmma_accumulator_load
+            body(lambda n, num_later: load(found[n], wait_n=num_later), add)
+            return sums()
+
+        found = [plgpu.ACC((a.shape[0], b.shape[0]), jnp.float32) for a, b in factors]
+        return pl.run_scoped(run, *found) if found else run()
+
     if "factors" not in shared:
 
-        def add(totals: tuple[Ref, ...]) -> None:
-            for total, (_, a, b) in zip(totals, rounded, strict=True):
-                plgpu.wgmma(total, a, b)
+        def run(totals: tuple[Ref, ...]) -> None:
+            add = lambda n, a, b: plgpu.wgmma(totals[n], a.astype(b.dtype), b)
+            with_products(add, tuple)
 
-        return pl.run_state(add)(tuple(plgpu.ACC.init(acc) for acc, _, _ in sums))
-    # Simulated products have both factors in the block's memory, and start from zero.
-    here = shared["factors"].at[warpgroup]
-    found = []
-    for acc, a, b in rounded:
-        here[...] = a
-        plgpu.commit_smem()
+        return pl.run_state(run)(tuple(plgpu.ACC.init(x) for x in sums))
 
-        def multiply(total: Ref, b: Ref = b) -> jax.Array:
-            plgpu.wgmma(total, here, b)
-            return total[...]
+    totals = list(sums)
 
-        rows, columns = acc.shape
-        found.append(acc + pl.run_scoped(multiply, plgpu.ACC((rows, columns), jnp.float32)))
-    return tuple(found)
+    def add_simulated(n: int, a: jax.Array, b: Ref) -> None:
+        """Both factors are in the block's memory, and a sum starts from zero."""
+        here = shared["factors"].at[warpgroup]
+        here[...] = a.astype(b.dtype)
+        commit()
+        totals[n] += sum_of_products((here, b))
+
+    return with_products(add_simulated, lambda: tuple(totals))
+
+
+def add_to(target: Ref, value: jax.Array, here: Ref, *, interpret: bool) -> None:
+    """To numbers in the GPU's memory, to which others add, through what this warpgroup has."""
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # for what it sent before
+    here[...] = value
+    commit()
+    plgpu.copy_smem_to_gmem(here, target, reduction_op=None if interpret else "add")
