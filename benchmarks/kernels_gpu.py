@@ -112,9 +112,13 @@ def attention_calls(case: Attention, interpret: bool) -> tuple[Calls, Calls]:
     segment = jnp.arange(case.length, dtype=jnp.int32)[None] // (case.length // case.documents)
     segments = (segment, segment) if case.documents > 1 else None
 
-    def ours(backend: Backend) -> Callable:
+    def ours(backend: Backend, *, deterministic: bool = False) -> Callable:
         run = functools.partial(
-            attention_pallas, rule=case.seen, backend=backend, interpret=interpret
+            attention_pallas,
+            rule=case.seen,
+            backend=backend,
+            deterministic=deterministic,
+            interpret=interpret,
         )
         return lambda q, k, v: run(q, k, v, segments)[0]
 
@@ -122,6 +126,7 @@ def attention_calls(case: Attention, interpret: bool) -> tuple[Calls, Calls]:
     if not interpret:
         if not unsupported(q, k, v, "mosaic"):
             functions["ours, Mosaic"] = ours("mosaic")
+            functions["ours, Mosaic, deterministic"] = ours("mosaic", deterministic=True)
         functions |= _library_attention(case, segment)
 
     def both(function: Callable) -> Callable:

@@ -58,22 +58,25 @@ def functions(case: Case, *, rehearse: bool) -> dict[str, Callable[[Kernels], Ca
     """What runs each kernel alone, with given tiles, of q, k, v and the output's gradient."""
     is_mosaic = case.backend == "mosaic"
     ahead: Any = attention_mosaic if is_mosaic else attention_triton
-    back: Any = attention_mosaic_backward if is_mosaic else attention_triton
+    back: Any = attention_triton.backward
+    joint = functools.partial(attention_mosaic_backward.backward, deterministic=False)
+    if is_mosaic:
+        back = functools.partial(attention_mosaic_backward.backward, deterministic=True)
     rule = Rule()
 
     def forward(tiles: Kernels) -> Callable:
         return lambda q, k, v, saved: ahead.forward(rule, tiles, rehearse, q, k, v, None)
 
-    def backward(tiles: Kernels, which: int) -> Callable:
+    def backward(tiles: Kernels, run: Callable, which: slice) -> Callable:
         # XLA leaves out the kernel of the gradients that nobody asks for.
-        return lambda q, k, v, saved: back.backward(rule, tiles, rehearse, q, k, v, None, *saved)[
-            which
-        ]
+        return lambda q, k, v, saved: run(rule, tiles, rehearse, q, k, v, None, *saved)[which]
 
     found: dict[str, Callable[[Kernels], Callable]] = {"forward": forward}
     if not is_mosaic or case.head_width in attention_mosaic_backward.HEAD_WIDTHS:
-        found["dq"] = functools.partial(backward, which=0)
-        found["dkv"] = functools.partial(backward, which=1)
+        found["dq"] = functools.partial(backward, run=back, which=slice(1))
+        found["dkv"] = functools.partial(backward, run=back, which=slice(1, 3))
+        if is_mosaic:
+            found["joint"] = functools.partial(backward, run=joint, which=slice(3))
     return found
 
 

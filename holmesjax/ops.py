@@ -364,8 +364,22 @@ def _cudnn_refuses(kernels: Kernels, q: jax.Array, segment: jax.Array | None) ->
     if kernels.context > 1:
         return "sequences that several devices share: supported are whole ones"
     if kernels.config.deterministic_attention:
-        return "gradients that are the same each time: kernels.deterministic_attention asks for them"
-    return None if segment is None else "documents: supported is attention to all that came before"
+        return "gradients of the same bits each time: kernels.deterministic_attention asks for them"
+    if segment is not None:
+        return "documents: supported is attention to all that came before"
+    return _cudnn_is_missing()
+
+
+@functools.cache
+def _cudnn_is_missing() -> str | None:
+    """Why JAX cannot call it on this machine."""
+    x = jax.ShapeDtypeStruct((1, 64, 1, 64), jnp.bfloat16)
+    call = functools.partial(jax.nn.dot_product_attention, implementation="cudnn")
+    try:
+        jax.eval_shape(call, x, x, x)
+    except RuntimeError as error:
+        return f"library that JAX finds here: {error}"
+    return None
 
 
 def _choose(name: str, kernels: Kernels, refusals: dict[str, str | None]) -> str:

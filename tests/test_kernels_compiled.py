@@ -41,7 +41,7 @@ def test_what_the_assembler_says_is_read():
 def test_what_is_good(kernel, dtype, good):
     fine = {"registers": 200, "spilled": 0, "wgmma": 8}
     kernels = {"attention_forward": fine, "attention_dq": fine, "attention_dkv": {**fine, **kernel}}
-    configuration = Attention("triton", dtype, 64, "causal")
+    configuration = Attention("triton", dtype, 64, "causal", False)
     number = CONFIGURATIONS.index(configuration)
     line = {"number": number, "what": configuration.label, "kernels": kernels, "error": None}
     assert kernels_compiled.is_good(line) == good
@@ -57,8 +57,8 @@ def test_what_is_good(kernel, dtype, good):
 @pytest.mark.parametrize(
     "configuration",
     [
-        Attention("triton", "bfloat16", 128, "causal"),
-        Attention("mosaic", "bfloat16", 64, "causal"),
+        Attention("triton", "bfloat16", 128, "causal", False),
+        Attention("mosaic", "bfloat16", 64, "causal", True),
         Update("int8", 8),
     ],
     ids=lambda configuration: configuration.label,
@@ -67,3 +67,13 @@ def test_kernels_compile_for_an_h200(configuration):
     number = CONFIGURATIONS.index(configuration)
     [line] = kernels_compiled.compile_in_a_process(FOLDER, [number])
     assert kernels_compiled.is_good(line), line
+
+
+@pytest.mark.skipif(not FOLDER.exists(), reason="run python -m benchmarks.kernels_compiled once")
+def test_a_joint_backward_compiles_for_an_h200():
+    """Addresses of its stores spill."""
+    number = CONFIGURATIONS.index(Attention("mosaic", "bfloat16", 128, "causal", False))
+    [line] = kernels_compiled.compile_in_a_process(FOLDER, [number])
+    assert line["error"] is None
+    assert set(line["kernels"]) == {"attention_forward", "attention_joint"}
+    assert line["kernels"]["attention_joint"]["wgmma"] == 3 * 32  # in three loops

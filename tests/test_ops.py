@@ -33,13 +33,14 @@ def test_the_config_chooses(monkeypatch):
     monkeypatch.setattr(ops, "attention_pallas", spy)
     for asked, runs_kernel in (("auto", False), ("reference", False), ("pallas", True)):
         calls.clear()
-        kernels = ops.Kernels(KernelsConfig(attention=asked))
+        kernels = ops.Kernels(KernelsConfig(attention=asked, deterministic_attention=runs_kernel))
         assert_near(ops.attention(q, k, v, kernels=kernels), want)
         assert bool(calls) == runs_kernel
     [options] = calls
     assert options == {
         "shards": None,
         "backend": "triton",
+        "deterministic": True,
         "device_kind": jax.devices()[0].device_kind,
         "interpret": True,
     }
@@ -63,6 +64,21 @@ def test_cudnn_leaves_sequences_that_devices_share_to_others(monkeypatch):
         ConfigError, match=r"cudnn cannot do it.*\n.*sequences that several devices"
     ):
         ops.attention(*narrow, kernels=kernels)
+
+
+@pytest.mark.parametrize(
+    "deterministic, reason",
+    [(True, "gradients of the same bits each time"), (False, "library that JAX finds here")],
+)
+def test_cudnn_is_left_alone_where_it_would_not_do(monkeypatch, caplog, deterministic, reason):
+    """Arrays are as it wants them, but it is not installed, and adds in any order."""
+    monkeypatch.setattr(ops.Kernels, "is_nvidia", True)
+    monkeypatch.setattr(ops, "unsupported", lambda *args: "arrays like these")
+    ops._say.cache_clear()
+    kernels = ops.Kernels(KernelsConfig(deterministic_attention=deterministic))
+    ops.attention(*inputs(20, 20, 4, 2, 16, dtype="bfloat16"), kernels=kernels)
+    [record] = caplog.records
+    assert f"cudnn has no {reason}" in record.message
 
 
 def test_auto_says_once_why_a_gpu_has_no_kernel(monkeypatch, caplog):
