@@ -33,7 +33,6 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 from benchmarks.pipeline_overhead import RESULTS, commit, versions
 from kernels.adamw import MOST_SHARING, Leaf, Part, Rule as AdamW, adamw_triton
-from kernels.attention_mosaic_backward import HEAD_WIDTHS as JOINT
 from kernels.attention_pallas import Backend, attention_pallas
 from kernels.attention_tiles import Rule
 from kernels.moments import Kept, zero_moment
@@ -98,7 +97,7 @@ class Attention(NamedTuple):
 
     @property
     def has_joint_backward(self) -> bool:
-        return self.backend == "mosaic" and self.head_width in JOINT
+        return self.backend == "mosaic"
 
     @property
     def multiplies(self) -> bool:

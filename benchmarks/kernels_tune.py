@@ -59,9 +59,9 @@ def functions(case: Case, *, rehearse: bool) -> dict[str, Callable[[Kernels], Ca
     is_mosaic = case.backend == "mosaic"
     ahead: Any = attention_mosaic if is_mosaic else attention_triton
     back: Any = attention_triton.backward
-    joint = functools.partial(attention_mosaic_backward.backward, deterministic=False)
     if is_mosaic:
         back = functools.partial(attention_mosaic_backward.backward, deterministic=True)
+    joint = functools.partial(attention_mosaic_backward.backward, deterministic=False)
     rule = Rule()
 
     def forward(tiles: Kernels) -> Callable:
@@ -72,11 +72,11 @@ def functions(case: Case, *, rehearse: bool) -> dict[str, Callable[[Kernels], Ca
         return lambda q, k, v, saved: run(rule, tiles, rehearse, q, k, v, None, *saved)[which]
 
     found: dict[str, Callable[[Kernels], Callable]] = {"forward": forward}
-    if not is_mosaic or case.head_width in attention_mosaic_backward.HEAD_WIDTHS:
+    if not is_mosaic or case.head_width in attention_mosaic_backward.DETERMINISTIC_HEAD_WIDTHS:
         found["dq"] = functools.partial(backward, run=back, which=slice(1))
         found["dkv"] = functools.partial(backward, run=back, which=slice(1, 3))
-        if is_mosaic:
-            found["joint"] = functools.partial(backward, run=joint, which=slice(3))
+    if is_mosaic:
+        found["joint"] = functools.partial(backward, run=joint, which=slice(3))
     return found
 
 

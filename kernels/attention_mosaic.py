@@ -38,7 +38,7 @@ def default_tiles(head_width: int) -> Kernels:
     """What compiles for an H200; which are fast has not been measured."""
     forward = Tiles(streamed=128 if head_width <= 128 else 64, slots=2)
     backward = Tiles(streamed=64, slots=2)
-    joint = Tiles(streamed=COMPUTING * ROWS * ROWS // head_width, slots=2)
+    joint = Tiles(streamed=max(ROWS, COMPUTING * ROWS * ROWS // head_width), slots=2)
     return Kernels(forward=forward, dq=backward, dkv=backward, joint=joint)
 
 
@@ -58,7 +58,7 @@ def forward(
     ids = [padded(x, size) for x, size in zip(segments or (), (rows, keys), strict=False)]
     q = warpgroups.copied(q, rows, interpret)
     k, v = (warpgroups.copied(x, keys, interpret) for x in (k, v))
-    tile = warpgroups.tiles(tiles.forward.slots, keys, K, k.dtype)
+    tile = warpgroups.tiles(tiles.forward.slots, keys, K, dtype=k.dtype)
     shared = {
         **warpgroups.held(["queries"], q),
         **warpgroups.slots({"keys": tile, "values": tile}, tiles.forward.slots),
@@ -66,7 +66,7 @@ def forward(
         "log_sums": warpgroups.numbers(COMPUTING, ROWS),
     }
     if interpret:
-        shared["factors"] = warpgroups.tiles(COMPUTING, ROWS, keys, q.dtype)
+        shared["factors"] = warpgroups.tiles(COMPUTING, ROWS, keys, dtype=q.dtype)
     num_rows = table.shape[1]
     out, log_sum = warpgroups.launch(
         forward_kernel,
@@ -107,7 +107,7 @@ def forward_kernel(
         start = (i * COMPUTING + warpgroup) * ROWS
         own = pl.ds(start, ROWS)
         warpgroups.fetch({"queries": q_ref.at[b, own, h]}, warpgroup, shared)
-        queries = shared["queries"].at[warpgroup]
+        (queries,) = warpgroups.wait_for_held(["queries"], warpgroup, shared)
         meet = functools.partial(warpgroups.meet, shared)
 
         def keep(j: jax.Array) -> jax.Array:
@@ -156,10 +156,9 @@ def forward_kernel(
         total = jnp.where(sees_none, 1.0, total)
         log_sum = jnp.where(sees_none, MASKED, top / LOG2_E + jnp.log(total))
         out = acc / by_row(total, acc.shape)
-        results = {
-            "queries": (out, out_ref.at[b, own, h]),
-            "log_sums": (log_sum, log_sum_ref.at[b, h, own]),
-        }
-        warpgroups.store(results, warpgroup, shared)
+        warpgroups.store(
+            (out, queries, out_ref.at[b, own, h]),
+            (log_sum, shared["log_sums"].at[warpgroup], log_sum_ref.at[b, h, own]),
+        )
 
     warpgroups.divide(compute, copy, interpret=interpret)

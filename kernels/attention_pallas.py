@@ -1,6 +1,7 @@
 """Fused attention of Pallas kernels: forward and backward, on one device or on a mesh.
 
-They are Triton's, or on Hopper those of Mosaic; a backward of heads 256 wide is always Triton's.
+They are Triton's, or on Hopper those of Mosaic; a deterministic backward of heads 256 wide is
+always Triton's.
 Dims are those of `attention`.
 """
 
@@ -68,9 +69,10 @@ def attention_pallas(
     backward_tiles = tiles
     if backend == "mosaic":
         forward = _one_by_one(attention_mosaic.forward)
-        if q_BLHK.shape[3] in attention_mosaic_backward.HEAD_WIDTHS:
-            own = attention_mosaic_backward.backward
-            backward = _one_by_one(functools.partial(own, deterministic=deterministic))
+        own = attention_mosaic_backward
+        widths = own.DETERMINISTIC_HEAD_WIDTHS if deterministic else own.HEAD_WIDTHS
+        if q_BLHK.shape[3] in widths:
+            backward = _one_by_one(functools.partial(own.backward, deterministic=deterministic))
         else:
             backward_tiles = _tiles("triton", q_BLHK, k_BMGK, device_kind)
     bound = lambda function, tiles: lambda rule, *arrays: function(rule, tiles, interpret, *arrays)

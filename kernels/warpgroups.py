@@ -63,12 +63,12 @@ def copied(x: jax.Array, size: int, interpret: bool) -> jax.Array:
     return padded(x, size if interpret else 8)
 
 
-def tiles(count: int, rows: int, columns: int, dtype: Any) -> Any:
-    """Memory of a block for so many tiles, as products want them."""
+def tiles(*shape: int, dtype: Any) -> Any:
+    """Memory of a block for a tile, or for several, as products want them."""
     untyped: Any = plgpu  # JAX 0.12 declares these two as if they were abstract
     across = SWIZZLED // jnp.dtype(dtype).itemsize
     transforms = (untyped.TilingTransform((8, across)), untyped.SwizzleTransform(SWIZZLED))
-    return plgpu.SMEM((count, rows, columns), dtype, transforms=transforms)
+    return plgpu.SMEM(shape, dtype, transforms=transforms)
 
 
 def numbers(*shape: int) -> Any:
@@ -76,12 +76,13 @@ def numbers(*shape: int) -> Any:
     return plgpu.SMEM(shape, jnp.float32)
 
 
-def held(names: Sequence[str], like: jax.Array) -> Shared:
-    """For what each computing warpgroup keeps of some arrays, and barriers for its copies."""
+def held(names: Sequence[str], like: jax.Array, *, by_all: bool = False) -> Shared:
+    """For a tile that each computing warpgroup keeps of some arrays, or all keep together."""
     found: Shared = {}
     for name in names:
-        found[name] = tiles(COMPUTING, ROWS, like.shape[-1], like.dtype)
-        found[f"{name}_came"] = plgpu.Barrier(num_barriers=COMPUTING)
+        shape = ROWS, like.shape[-1]
+        found[name] = tiles(*(shape if by_all else (COMPUTING, *shape)), dtype=like.dtype)
+        found[f"{name}_came"] = plgpu.Barrier(num_barriers=1 if by_all else COMPUTING)
     return found
 
 
@@ -193,25 +194,44 @@ def copy_tiles(
     lax.fori_loop(jnp.int32(0), num_tiles, copy, None)
 
 
-def fetch(sources: Mapping[str, Ref], warpgroup: jax.Array, shared: Shared) -> None:
-    """What a warpgroup keeps of some arrays; waits for all of it."""
-    came = [shared[f"{name}_came"].at[warpgroup] for name in sources]
-    for (name, source), barrier in zip(sources.items(), came, strict=True):
-        plgpu.copy_gmem_to_smem(source, shared[name].at[warpgroup], barrier)
-    for barrier in came:
-        plgpu.barrier_wait(barrier)
+def fetch(sources: Mapping[str, Ref], warpgroup: jax.Array | None, shared: Shared) -> None:
+    """What a warpgroup, or all together, keep of some arrays; `wait_for_held` waits for it."""
+    for name, source in sources.items():
+        here, came = _held(name, warpgroup, shared)
+        plgpu.copy_gmem_to_smem(source, here, came)
 
 
-def store(
-    values: Mapping[str, tuple[jax.Array, Ref]], warpgroup: jax.Array, shared: Shared
-) -> None:
-    """Each value to its place in memory, through what the warpgroup has under that name."""
-    for name, (value, _) in values.items():
-        here = shared[name].at[warpgroup]
+def wait_for_held(
+    names: Sequence[str], warpgroup: jax.Array | None, shared: Shared
+) -> tuple[Ref, ...]:
+    for name in names:
+        plgpu.barrier_wait(_held(name, warpgroup, shared)[1])
+    return tuple(_held(name, warpgroup, shared)[0] for name in names)
+
+
+def _held(name: str, warpgroup: jax.Array | None, shared: Shared) -> tuple[Ref, Ref]:
+    """Memory, and the barrier of its copy."""
+    here, came = shared[name], shared[f"{name}_came"]
+    return (here, came.at[0]) if warpgroup is None else (here.at[warpgroup], came.at[warpgroup])
+
+
+def store(*results: tuple[jax.Array, Ref, Ref]) -> None:
+    """Each to its place in memory, through some of the block's."""
+    put(*((value, here) for value, here, _ in results))
+    send(*((here, target) for _, here, target in results))
+
+
+def put(*values: tuple[jax.Array, Ref]) -> None:
+    """Into the block's memory, to be sent or multiplied."""
+    for value, here in values:
         here[...] = value.astype(here.dtype)
-    commit()
-    for name, (_, target) in values.items():
-        plgpu.copy_smem_to_gmem(shared[name].at[warpgroup], target)
+    plgpu.commit_smem()
+
+
+def send(*copies: tuple[Ref, Ref]) -> None:
+    """From the block's memory, until all is there."""
+    for here, target in copies:
+        plgpu.copy_smem_to_gmem(here, target)
     plgpu.wait_smem_to_gmem(0)
 
 
@@ -248,8 +268,9 @@ def through(run: tuple[jax.Array, ...], step: Callable, carry: Any) -> Any:
 
 # `products(n, num_later=...)` waits for product n, after which so many have been asked for.
 Products = Callable[..., jax.Array]
-# `add(n, a, b)` has a @ b added to sum n: a is in registers, and rounded to the dtype of b.
-Add = Callable[[int, jax.Array, Ref], None]
+# `add(n, a, b)` has a @ b added to sum n: a is in the block's memory, or in registers and rounded
+# to the dtype of b.
+Add = Callable[[int, Any, Ref], None]
 
 
 def load(ref: Ref, layout: Any) -> jax.Array:
@@ -262,12 +283,12 @@ def full(shape: tuple[int, ...], layout: Any, value: float = 0.0) -> jax.Array:
     return plgpu.layout_cast(jnp.full(shape, value, jnp.float32), layout)
 
 
-def by_row(x: jax.Array, shape: tuple[int, int]) -> jax.Array:
+def by_row(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     """One number for each row of a tile, in all columns."""
     return lax.broadcast_in_dim(x, shape, [0])
 
 
-def by_column(x: jax.Array, shape: tuple[int, int]) -> jax.Array:
+def by_column(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     return lax.broadcast_in_dim(x, shape, [1])
 
 
@@ -291,11 +312,6 @@ def turned(ref: Ref) -> Ref:
     return ref.transpose((1, 0)) if hasattr(ref, "transpose") else plgpu.transpose_ref(ref, (1, 0))
 
 
-def commit() -> None:
-    """What this warpgroup wrote into the block's memory can be multiplied, or copied."""
-    plgpu.commit_smem()
-
-
 def sum_of_products(*factors: tuple[Ref, Ref]) -> jax.Array:
     """Of a @ b of each two."""
 
@@ -312,7 +328,7 @@ def multiply(
     body: Callable[[Products, Add], None],
     factors: Sequence[tuple[Ref, Ref]],
     sums: Sequence[jax.Array],
-    warpgroup: jax.Array,
+    warpgroup: Any,
     shared: Shared,
 ) -> tuple[jax.Array, ...]:
     """The sums, after what `body` has added.
@@ -336,19 +352,22 @@ def multiply(
     if "factors" not in shared:
 
         def run(totals: tuple[Ref, ...]) -> None:
-            add = lambda n, a, b: plgpu.wgmma(totals[n], a.astype(b.dtype), b)
+            def add(n: int, a: Any, b: Ref) -> None:
+                plgpu.wgmma(totals[n], a.astype(b.dtype) if isinstance(a, jax.Array) else a, b)
+
             with_products(add, tuple)
 
         return pl.run_state(run)(tuple(plgpu.ACC.init(x) for x in sums))
 
     totals = list(sums)
 
-    def add_simulated(n: int, a: jax.Array, b: Ref) -> None:
+    def add_simulated(n: int, a: Any, b: Ref) -> None:
         """Both factors are in the block's memory, and a sum starts from zero."""
-        here = shared["factors"].at[warpgroup]
-        here[...] = a.astype(b.dtype)
-        commit()
-        totals[n] += sum_of_products((here, b))
+        if isinstance(a, jax.Array):
+            here = shared["factors"].at[warpgroup]
+            put((a.astype(b.dtype), here))
+            a = here
+        totals[n] += sum_of_products((a, b))
 
     return with_products(add_simulated, lambda: tuple(totals))
 
@@ -356,6 +375,5 @@ def multiply(
 def add_to(target: Ref, value: jax.Array, here: Ref, *, interpret: bool) -> None:
     """To numbers in the GPU's memory, to which others add, through what this warpgroup has."""
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # for what it sent before
-    here[...] = value
-    commit()
+    put((value, here))
     plgpu.copy_smem_to_gmem(here, target, reduction_op=None if interpret else "add")

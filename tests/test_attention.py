@@ -159,13 +159,19 @@ def test_narrow_dtypes(dtype, implementation):
     INTERPRET and not hasattr(plgpu, "InterpretGPUParams"),
     reason="JAX before 0.11 cannot simulate a Mosaic kernel",
 )
-@pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize(
-    "L, M, K, rule, has_documents",
+    "L, M, K, rule, has_documents, deterministic",
     [
-        (150, 150, 64, Rule(), False),  # its tiles are 128 by 128: the last of both is ragged
-        (300, 300, 64, Rule(window=100, soft_cap=2.0), True),
-        (130, 300, 128, FULL, True),
+        # Tiles are 128 by 128, or 64 by 64: the last of both is ragged.
+        (150, 150, 64, Rule(), False, False),
+        (150, 150, 64, Rule(), False, True),
+        (300, 300, 64, Rule(window=100, soft_cap=2.0), True, False),
+        (300, 300, 64, Rule(window=100, soft_cap=2.0), True, True),
+        (130, 300, 128, FULL, True, False),
+        (130, 300, 128, FULL, True, True),
+        (150, 150, 256, Rule(), False, False),
+        (130, 300, 256, FULL, True, False),
+        (200, 200, 256, Rule(window=100, soft_cap=2.0), True, False),
     ],
 )
 def test_mosaic(L, M, K, rule, has_documents, deterministic):
@@ -439,14 +445,13 @@ def test_every_configuration_lowers_for_cuda(backend, dtype, head_width, determi
     shapes = [jax.ShapeDtypeStruct((2, 500, heads, head_width), dtype) for heads in (4, 2, 2)]
     ids = jax.ShapeDtypeStruct((2, 500), jnp.int32)
     text = lowered_for_cuda(jax.grad(total, (0, 1, 2)), *shapes, ids)
-    # A backward 256 wide is Triton's; a narrower one of Mosaic is one kernel if it may be.
-    num_mosaic = {64: 2 + deterministic, 128: 2 + deterministic, 256: 1}.get(head_width)
-    num_triton = 2 if head_width == 256 else 0
-    expected = (0, 3) if backend == "triton" else (num_mosaic, num_triton)
+    expected = (0, 3) if backend == "triton" else (2, 0)  # Mosaic has one for all gradients
+    if deterministic:
+        expected = (3, 0) if head_width < 256 else (1, 2)
     assert (text.count("mosaic_gpu_v2"), text.count("__gpu$xla.gpu.triton")) == expected
 
 
-@pytest.mark.parametrize("head_width", [64, 128])
+@pytest.mark.parametrize("head_width", [64, 128, 256])
 def test_mosaic_kernels_lower_under_vmap(head_width):
     q, k, v = inputs(256, 256, 2, 1, head_width, dtype="bfloat16")
 

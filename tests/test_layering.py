@@ -20,11 +20,8 @@ LAYERS = [
         "kernels.warpgroups",
     ],
     ["kernels.attention"],
-    [
-        "kernels.attention_mosaic",
-        "kernels.attention_mosaic_backward",
-        "kernels.attention_triton",
-    ],
+    ["kernels.attention_mosaic", "kernels.attention_mosaic_keys", "kernels.attention_triton"],
+    ["kernels.attention_mosaic_backward"],
     ["kernels.attention_ring"],
     ["kernels.attention_pallas"],
     ["holmesjax.errors"],

@@ -1,0 +1,320 @@
+"""The kernels of attention's backward on Hopper GPUs that hold keys.
+
+In the way of `warpgroups`: a block holds keys and values, and goes through the queries of all heads
+that share them. Where it finds the queries' gradients, too (joint), it adds its part to that of
+other blocks, in the GPU's memory. Dims are those of `attention`.
+"""
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from kernels import warpgroups
+from kernels.attention_tiles import Rule
+from kernels.warpgroups import (
+    ACROSS,
+    COMPUTING,
+    OF_COLUMNS,
+    OF_ROWS,
+    ROWS,
+    Add,
+    Products,
+    Ref,
+    Shared,
+    by_column,
+    by_row,
+    load,
+)
+
+DK, DV = 0, 1  # the sums of a warpgroup
+Sums = tuple[jax.Array, ...]
+
+
+@dataclass(frozen=True)
+class Block:
+    """What a block is told, where its arrays are, and what both kernels do."""
+
+    rule: Rule
+    num_queries: int
+    num_keys: int
+    interpret: bool
+    q_ref: Ref
+    k_ref: Ref
+    v_ref: Ref
+    dout_ref: Ref
+    both_ref: Ref  # [B, H, 2, L]: log-sum-exps as exponents of two, and deltas
+    id_refs: list[Ref]  # of the documents of queries and keys
+    dq_ref: Ref  # [1, B, L, H, K]; simulated, one for each row of blocks
+    dk_ref: Ref
+    dv_ref: Ref
+    shared: Shared
+    row: jax.Array
+    kv_head: jax.Array
+    sequence: jax.Array
+    run: tuple[jax.Array, ...]  # of tiles of queries
+
+    @property
+    def size(self) -> int:
+        """Queries in a tile."""
+        return int(self.shared["queries"].shape[1])
+
+    @property
+    def width(self) -> int:
+        return int(self.shared["queries"].shape[2])
+
+    @property
+    def num_heads(self) -> int:
+        """Of queries that share these keys."""
+        return int(self.q_ref.shape[2] // self.k_ref.shape[2])
+
+    @property
+    def num_tiles(self) -> jax.Array:
+        """Of each head."""
+        return self.run[3] - self.run[0]
+
+    def head(self, n: jax.Array) -> jax.Array:
+        return self.kv_head * self.num_heads + n
+
+    def number(self, n: jax.Array, i: jax.Array) -> jax.Array:
+        """Of tile i of head n, among all."""
+        return n * self.num_tiles + i - self.run[0]
+
+    def copy_queries(self) -> None:
+        """All tiles of all heads, with their log-sum-exps, and so on."""
+
+        def at(ref: Ref, number: jax.Array) -> Ref:
+            h = self.head(lax.div(number, self.num_tiles))
+            i = self.run[0] + lax.rem(number, self.num_tiles)
+            there = pl.ds(i * self.size, self.size)
+            if ref is self.both_ref:
+                return ref.at[self.sequence, h, :, there]
+            return ref.at[self.sequence, there, h]
+
+        refs = {"queries": self.q_ref, "both": self.both_ref, "douts": self.dout_ref}
+        sources = {name: functools.partial(at, ref) for name, ref in refs.items()}
+        warpgroups.copy_tiles(sources, self.num_heads * self.num_tiles, self.shared)
+
+    def through(self, step: Callable[..., Sums], width: int) -> Sums:
+        """Two sums of [64, width], after `step(n, masked, i, sums)` for each tile i of head n."""
+        head = lambda n, sums: warpgroups.through(self.run, functools.partial(step, n), sums)
+        zeros = warpgroups.full((ROWS, width), ACROSS)
+        return lax.fori_loop(jnp.int32(0), jnp.int32(self.num_heads), head, (zeros, zeros))
+
+    def probabilities(
+        self, raw: jax.Array, log_sum: Ref, masked: bool, start: jax.Array, i: jax.Array
+    ) -> jax.Array:
+        """Of the keys from `start` on, by the queries of tile i."""
+        exponent = raw * self.rule.unit(self.width)
+        p = jnp.exp2(exponent - by_column(load(log_sum, OF_COLUMNS), raw.shape))
+        return jnp.where(self._keep(start, i), p, 0.0) if masked else p
+
+    def _keep(self, start: jax.Array, i: jax.Array) -> jax.Array:
+        """Which of them count."""
+        tile = (ROWS, self.size)
+        key = warpgroups.positions(0, start, tile)
+        query = warpgroups.positions(1, i * self.size, tile)
+        kept = (query < self.num_queries) & (key < self.num_keys) & self.rule.sees(query, key)
+        if not self.id_refs:
+            return kept
+        query_ids, key_ids = (ref.at[self.sequence] for ref in self.id_refs)
+        query_ids = load(query_ids.at[pl.ds(i * self.size, self.size)], OF_COLUMNS)
+        key_ids = load(key_ids.at[pl.ds(start, ROWS)], OF_ROWS)
+        return kept & (by_row(key_ids, tile) == by_column(query_ids, tile))
+
+    def add_to_queries(
+        self,
+        n: jax.Array,
+        start: jax.Array,
+        dims: Any,
+        factors: list[tuple[Ref, Ref]],
+        warpgroup: Any,
+    ) -> None:
+        """The products of gradients of scores, queries by keys, and keys: for 64 queries."""
+        dq = warpgroups.sum_of_products(*factors)
+        row = self.row if self.interpret else 0
+        target = self.dq_ref.at[row, self.sequence, pl.ds(start, ROWS), self.head(n), dims]
+        here = self.shared["dqs"].at[warpgroup]
+        warpgroups.add_to(target, dq, here, interpret=self.interpret)
+
+    def done(self, number: jax.Array) -> None:
+        for name in ("queries", "both", "douts"):
+            warpgroups.is_done(name, number, self.shared)
+
+
+def _block(
+    run_ref: Ref,
+    q_ref: Ref,
+    k_ref: Ref,
+    v_ref: Ref,
+    dout_ref: Ref,
+    both_ref: Ref,
+    *refs: Ref,
+    rule: Rule,
+    num_queries: int,
+    num_keys: int,
+    interpret: bool,
+    joint: bool,
+    **shared: Ref,
+) -> Block:
+    *id_refs, dk_ref, dv_ref = refs
+    dq_ref = id_refs.pop() if joint else None
+    told = (rule, num_queries, num_keys, interpret)
+    ins = (q_ref, k_ref, v_ref, dout_ref, both_ref, id_refs)
+    row, kv_head, sequence = warpgroups.place()
+    run = warpgroups.run_of(run_ref, sequence, row)
+    outs = (dq_ref, dk_ref, dv_ref)
+    return Block(*told, *ins, *outs, shared, row, kv_head, sequence, run)
+
+
+def dkv_kernel(*refs: Ref, **told: Any) -> None:
+    _each_its_keys(_block(*refs, joint=False, **told), joint=False)
+
+
+def joint_kernel(*refs: Ref, **told: Any) -> None:
+    _each_its_keys(_block(*refs, joint=True, **told), joint=True)
+
+
+def _each_its_keys(block: Block, *, joint: bool) -> None:
+    """Each of two warpgroups has 64 keys."""
+    shared, size, width = block.shared, block.size, block.width
+    b, g = block.sequence, block.kv_head
+
+    def compute(warpgroup: jax.Array) -> None:
+        start = (block.row * COMPUTING + warpgroup) * ROWS
+        own = pl.ds(start, ROWS)
+        sources = {"keys": block.k_ref.at[b, own, g], "values": block.v_ref.at[b, own, g]}
+        warpgroups.fetch(sources, warpgroup, shared)
+        keys, values = warpgroups.wait_for_held(["keys", "values"], warpgroup, shared)
+
+        def step(n: jax.Array, masked: bool, i: jax.Array, sums: Sums) -> Sums:
+            number = block.number(n, i)
+            come = lambda name: warpgroups.wait_for(name, number, shared)
+            queries, both, douts = come("queries"), come("both"), come("douts")
+
+            def multiply(products: Products, add: Add) -> None:
+                """Exponentials are taken while the tensor cores are at the second product."""
+                raw = block.rule.raw(products(0, num_later=1), width)
+                p = block.probabilities(raw, both.at[0], masked, start, i)
+                dp = products(1, num_later=0)
+                delta = by_column(load(both.at[1], OF_COLUMNS), dp.shape)
+                ds = block.rule.slope(raw, p * (dp - delta))
+                if joint:
+                    warpgroups.put((ds, dscores(number, warpgroup)))
+                add(DV, p, douts)
+                add(DK, ds, queries)
+                if joint:
+                    add_to_queries(n, i, number)
+
+            factors = [(keys, queries), (values, douts)]
+            sums = warpgroups.multiply(multiply, factors, sums, warpgroup, shared)
+            block.done(number)
+            return sums
+
+        def dscores(number: jax.Array, which: jax.Array | int) -> Ref:
+            """The gradients of scores of a warpgroup's keys, by queries of a tile."""
+            return shared["dscores"].at[lax.rem(number, jnp.int32(2)) * COMPUTING + which]
+
+        def add_to_queries(n: jax.Array, i: jax.Array, number: jax.Array) -> None:
+            """From all keys of the block, for half of a tile: half of its queries, or dims."""
+            half = warpgroup * ROWS if size > ROWS else 0
+            dims = pl.ds(warpgroup * ROWS if width > ROWS else 0, ROWS)
+            warpgroups.meet(shared)
+            factors = []
+            for which in range(COMPUTING):
+                turned = warpgroups.turned(dscores(number, which).at[:, pl.ds(half, ROWS)])
+                factors.append((turned, shared["keys"].at[which, :, dims]))
+            block.add_to_queries(n, i * size + half, dims, factors, warpgroup)
+
+        dk, dv = block.through(step, width)
+        if joint:  # the other may still multiply by the keys that results are to be stored over
+            warpgroups.meet(shared)
+        dk = dk * block.rule.factor(width)
+        results = [(dk, keys, block.dk_ref), (dv, values, block.dv_ref)]
+        warpgroups.store(*((value, here, ref.at[b, own, g]) for value, here, ref in results))
+
+    warpgroups.divide(compute, block.copy_queries, interpret=block.interpret)
+
+
+def wide_kernel(*refs: Ref, **told: Any) -> None:
+    """Both warpgroups have the same 64 keys, and each half of the dims of all gradients.
+
+    One has the scores and the probabilities, the other the gradients of both.
+    """
+    block = _block(*refs, joint=True, **told)
+    shared, width = block.shared, block.width
+    b, g = block.sequence, block.kv_head
+    share = width // COMPUTING  # of the dims
+    start = block.row * ROWS
+    own = pl.ds(start, ROWS)
+
+    def copy() -> None:
+        sources = {"keys": block.k_ref.at[b, own, g], "values": block.v_ref.at[b, own, g]}
+        warpgroups.fetch(sources, None, shared)
+        block.copy_queries()
+
+    def compute_as(which: int) -> None:
+        keys, values = warpgroups.wait_for_held(["keys", "values"], None, shared)
+        weights, slopes, dscores = (shared[x] for x in ("weights", "slopes", "dscores"))
+        first = which * share
+        half = pl.ds(first, share)
+
+        def step(n: jax.Array, masked: bool, i: jax.Array, sums: Sums) -> Sums:
+            number = block.number(n, i)
+            come = lambda name: warpgroups.wait_for(name, number, shared)
+            queries, both, douts = come("queries"), come("both"), come("douts")
+
+            def with_scores(products: Products, add: Add) -> None:
+                raw = block.rule.raw(products(0, num_later=0), width)
+                p = block.probabilities(raw, both.at[0], masked, start, i)
+                warpgroups.put((p, weights), (block.rule.slope(raw, p), slopes))
+                warpgroups.meet(shared)
+                add(DV, weights, douts.at[:, half])
+                products(0, num_later=0)  # waits for all: weights may be those of the next tile
+                then(add)
+
+            def with_gradients(products: Products, add: Add) -> None:
+                dp = products(0, num_later=0)
+                warpgroups.meet(shared)
+                add(DV, weights, douts.at[:, half])
+                delta = by_column(load(both.at[1], OF_COLUMNS), dp.shape)
+                ds = load(slopes, ACROSS) * (dp - delta)
+                products(0, num_later=0)  # as there
+                warpgroups.put((ds, dscores))
+                then(add)
+
+            def then(add: Add) -> None:
+                warpgroups.meet(shared)
+                add(DK, dscores, queries.at[:, half])
+                for dim in range(first, first + share, ROWS):
+                    dims = pl.ds(dim, ROWS)
+                    factors = [(warpgroups.turned(dscores), keys.at[:, dims])]
+                    block.add_to_queries(n, i * block.size, dims, factors, which)
+
+            multiply, factors = [
+                (with_scores, [(keys, queries)]),
+                (with_gradients, [(values, douts)]),
+            ][which]
+            sums = warpgroups.multiply(multiply, factors, sums, which, shared)
+            block.done(number)
+            return sums
+
+        dk, dv = block.through(step, share)
+        # The other may still multiply by the keys that results are to be stored over.
+        warpgroups.meet(shared)
+        dk = dk * block.rule.factor(width)
+        warpgroups.put((dk, keys.at[:, half]), (dv, values.at[:, half]))
+        warpgroups.meet(shared)
+        here, ref = [(keys, block.dk_ref), (values, block.dv_ref)][which]
+        warpgroups.send((here, ref.at[b, own, g]))
+
+    def compute(warpgroup: jax.Array) -> None:
+        for which in range(COMPUTING):
+            pl.when(warpgroup == which)(functools.partial(compute_as, which))
+
+    warpgroups.divide(compute, copy, interpret=block.interpret)
