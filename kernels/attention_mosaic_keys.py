@@ -50,7 +50,7 @@ class Block:
     dout_ref: Ref
     both_ref: Ref  # [B, H, 2, L]: log-sum-exps as exponents of two, and deltas
     id_refs: list[Ref]  # of the documents of queries and keys
-    dq_ref: Ref  # [1, B, L, H, K]; simulated, one for each row of blocks
+    dq_ref: Ref | None  # [1, B, L, H, K]; simulated, one for each row of blocks
     dk_ref: Ref
     dv_ref: Ref
     shared: Shared
@@ -138,6 +138,7 @@ class Block:
         """The products of gradients of scores, queries by keys, and keys: for 64 queries."""
         dq = warpgroups.sum_of_products(*factors)
         row = self.row if self.interpret else 0
+        assert self.dq_ref is not None
         target = self.dq_ref.at[row, self.sequence, pl.ds(start, ROWS), self.head(n), dims]
         here = self.shared["dqs"].at[warpgroup]
         warpgroups.add_to(target, dq, here, interpret=self.interpret)
@@ -173,15 +174,18 @@ def _block(
 
 
 def dkv_kernel(*refs: Ref, **told: Any) -> None:
-    _each_its_keys(_block(*refs, joint=False, **told), joint=False)
+    """The gradients of keys and values."""
+    _each_its_keys(_block(*refs, joint=False, **told))
 
 
 def joint_kernel(*refs: Ref, **told: Any) -> None:
-    _each_its_keys(_block(*refs, joint=True, **told), joint=True)
+    """Those of queries, too."""
+    _each_its_keys(_block(*refs, joint=True, **told))
 
 
-def _each_its_keys(block: Block, *, joint: bool) -> None:
+def _each_its_keys(block: Block) -> None:
     """Each of two warpgroups has 64 keys."""
+    joint = block.dq_ref is not None
     shared, size, width = block.shared, block.size, block.width
     b, g = block.sequence, block.kv_head
 
@@ -242,9 +246,10 @@ def _each_its_keys(block: Block, *, joint: bool) -> None:
 
 
 def wide_kernel(*refs: Ref, **told: Any) -> None:
-    """Both warpgroups have the same 64 keys, and each half of the dims of all gradients.
+    """As `joint_kernel`, of wider heads.
 
-    One has the scores and the probabilities, the other the gradients of both.
+    Both warpgroups have the same 64 keys, and each half of the dims of all gradients. One has
+    the scores and the probabilities, the other the gradients of both.
     """
     block = _block(*refs, joint=True, **told)
     shared, width = block.shared, block.width
@@ -275,7 +280,6 @@ def wide_kernel(*refs: Ref, **told: Any) -> None:
                 warpgroups.put((p, weights), (block.rule.slope(raw, p), slopes))
                 warpgroups.meet(shared)
                 add(DV, weights, douts.at[:, half])
-                products(0, num_later=0)  # waits for all: weights may be those of the next tile
                 then(add)
 
             def with_gradients(products: Products, add: Add) -> None:
@@ -284,7 +288,7 @@ def wide_kernel(*refs: Ref, **told: Any) -> None:
                 add(DV, weights, douts.at[:, half])
                 delta = by_column(load(both.at[1], OF_COLUMNS), dp.shape)
                 ds = load(slopes, ACROSS) * (dp - delta)
-                products(0, num_later=0)  # as there
+                products(0, num_later=0)  # for all: beyond the meeting, weights are the next tile's
                 warpgroups.put((ds, dscores))
                 then(add)
 
