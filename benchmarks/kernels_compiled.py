@@ -7,9 +7,11 @@ them, it would look for a GPU in every program.
     registers   of a thread, of 255; fewer threads run at a time where it has many
     spilled     bytes that did not fit into them, stored and loaded in the middle of the kernel
     wgmma       instructions that multiply on Hopper's tensor cores; 0 is the slow way
+    one by one  whether the compiler has each of them wait for the one before
 
-Ends with 1 if a kernel does not compile, spills more than 64 bytes, or multiplies 16-bit numbers
-the slow way. One that does none of this can still be wrong or slow: only a GPU tells.
+Ends with 1 if a kernel does not compile, spills more than 64 bytes, multiplies 16-bit numbers the
+slow way, or one product at a time. One that does none of this can still be wrong or slow: only a
+GPU tells.
 """
 
 import argparse
@@ -66,7 +68,7 @@ ENTRY = re.compile(
     r"(?:(?!wgmma ).*\n)*?.* (\d+) bytes spill stores, (\d+) bytes spill loads\n"
     r".*Used (\d+) registers"
 )
-
+ONE_BY_ONE = "wgmma.mma_async instructions are serialized"
 
 # What Mosaic prints of its own kernels. JAX before 0.11 has another name for one that is given
 # arrays to change.
@@ -257,9 +259,25 @@ def _mosaic_kernels(printed: str) -> dict[str, dict[str, int]]:
         found[f"attention_{'joint' if name == 'new_body' else name}"] = {
             "registers": int(used),
             "spilled": int(stores) + int(loads),
-            "wgmma": printed.count("wgmma.mma_async", end, match.end()),
+            "wgmma": printed.count("wgmma.mma_async.sync", end, match.end()),
+            "one_by_one": ONE_BY_ONE in printed[end : match.end()],
         }
         end = match.end()
+    return found
+
+
+def kernels_in(log: str) -> dict[str, dict[str, int]]:
+    """What the assembler said of Triton's kernels."""
+    found = {}
+    for match in ENTRY.finditer(log):
+        wgmma, name, stores, loads, used = match.groups()
+        if name.startswith(("attention", "adamw")):
+            found[name] = {
+                "registers": int(used),
+                "spilled": int(stores) + int(loads),
+                "wgmma": int(wgmma),
+                "one_by_one": ONE_BY_ONE in match.group(),
+            }
     return found
 
 
@@ -276,11 +294,7 @@ def compile_here(numbers: list[int]) -> None:
                 configuration.trace(NamedSharding(mesh, P())).lower().compile()
         except Exception as error:  # of XLA, or of what it ran: whatever it is, it is the result
             problem = str(error).strip().splitlines()[0]
-        kernels = {
-            name: {"registers": int(used), "spilled": int(stores) + int(loads), "wgmma": int(n)}
-            for n, name, stores, loads, used in ENTRY.findall(log.read_text())
-            if name.startswith(("attention", "adamw"))
-        }
+        kernels = kernels_in(log.read_text())
         line = {"number": number, "what": configuration.label, "kernels": kernels, "error": problem}
         print(json.dumps(line), flush=True)
 
@@ -288,6 +302,7 @@ def compile_here(numbers: list[int]) -> None:
 def is_good(line: dict[str, Any]) -> bool:
     configuration, kernels = CONFIGURATIONS[line["number"]], line["kernels"].values()
     slow = configuration.multiplies and not all(kernel["wgmma"] for kernel in kernels)
+    slow |= any(kernel["one_by_one"] for kernel in kernels)
     spills = any(kernel["spilled"] > MOST_SPILLED for kernel in kernels)
     is_whole = not line["error"] and len(kernels) == configuration.num_kernels
     return is_whole and not slow and not spills
@@ -295,16 +310,17 @@ def is_good(line: dict[str, Any]) -> bool:
 
 def table(lines: list[dict[str, Any]]) -> str:
     rows = [
-        "| | kernel | registers | spilled | wgmma |",
-        "| --- | --- | --- | --- | --- |",
+        "| | kernel | registers | spilled | wgmma | one by one |",
+        "| --- | --- | --- | --- | --- | --- |",
     ]
     for line in lines:
         label = line["what"]
         for name, kernel in sorted(line["kernels"].items()):
             numbers = [kernel["registers"], kernel["spilled"], kernel["wgmma"]]
+            numbers.append("yes" if kernel["one_by_one"] else "no")
             rows.append(f"| {label} | `{name}` | {' | '.join(map(str, numbers))} |")
         if line["error"]:
-            rows.append(f"| {label} | {line['error']} | | | |")
+            rows.append(f"| {label} | {line['error']} | | | | |")
     return "\n".join(rows)
 
 

@@ -1,9 +1,10 @@
 """Attention's forward for Hopper GPUs, through Pallas's Mosaic backend.
 
 After FlashAttention-3 (Shah et al., arXiv:2407.08608), in the way of `warpgroups`: each of two
-warpgroups holds 64 queries and goes through their run of keys (`attention_tiles`). They take turns:
-one multiplies while the other takes exponentials. Probabilities go from registers to the second
-product. Dims are those of `attention`.
+warpgroups holds 64 queries and goes through their run of keys (`attention_tiles`). While it takes
+the exponentials of a tile, the tensor cores multiply the weights and values of the tile before. And
+the two take turns: one has products to do when the other has none. Weights go from registers to the
+second product. Dims are those of `attention`.
 """
 
 import functools
@@ -22,6 +23,9 @@ from kernels.warpgroups import (
     OF_COLUMNS,
     OF_ROWS,
     ROWS,
+    Add,
+    Arrays,
+    Products,
     Ref,
     Tiles,
     by_column,
@@ -95,7 +99,7 @@ def forward_kernel(
     i = run_ref.shape[1] - 1 - row  # the longest runs of a causal rule first
     g = lax.div(h, jnp.int32(q_ref.shape[2] // k_ref.shape[2]))
     run = warpgroups.run_of(run_ref, b, i)
-    first, _, _, end = run
+    first, first_whole, end_whole, end = run
     _, size, width = shared["keys"].shape
     unit, tile = rule.unit(width), (ROWS, size)
 
@@ -121,11 +125,12 @@ def forward_kernel(
             key_ids = load(id_refs[1].at[b, pl.ds(j * size, size)], OF_COLUMNS)
             return kept & (by_row(query_ids, tile) == by_column(key_ids, tile))
 
-        def step(masked: bool, j: jax.Array, carry: tuple) -> tuple:
-            acc, top, total = carry  # `top` as an exponent of two
-            keys = warpgroups.wait_for("keys", j - first, shared)
-            raw = rule.raw(warpgroups.product(queries, keys, meet), width)
-            warpgroups.is_done("keys", j - first, shared)
+        zeros = functools.partial(warpgroups.full, layout=warpgroups.ACROSS)
+
+        def softmax(
+            masked: bool, j: jax.Array, raw: jax.Array, top: jax.Array, total: jax.Array
+        ) -> Arrays:
+            """Weights of a tile, how much those before weigh now, and the maximum and the sum."""
             if masked:
                 kept = keep(j)
                 raw = jnp.where(kept, raw, MASKED)
@@ -135,22 +140,59 @@ def forward_kernel(
                 p = jnp.where(kept, p, 0.0)
             shrink = jnp.exp2(top - new_top)
             total = total * shrink + p.sum(axis=1)
-            acc = acc * by_row(shrink, acc.shape)
-            values = warpgroups.wait_for("values", j - first, shared)
-            meet()
-            add_values = lambda _, add: add(0, p, values)
-            [acc] = warpgroups.multiply(add_values, [], [acc], warpgroup, shared)
-            warpgroups.is_done("values", j - first, shared)
-            return acc, new_top, total
+            return p, shrink, new_top, total
 
-        carry = (
-            warpgroups.full((ROWS, width), warpgroups.ACROSS),
-            warpgroups.full((ROWS,), OF_ROWS, MASKED),
-            warpgroups.full((ROWS,), OF_ROWS),
-        )
+        def begin(j: jax.Array, state: Arrays) -> Arrays:
+            """The first tile's weights."""
+            _, _, top, total = state
+            keys = warpgroups.wait_for("keys", j - first, shared)
+            raw = rule.raw(warpgroups.product(queries, keys, meet), width)
+            warpgroups.is_done("keys", j - first, shared)
+            p, *rest = softmax(True, j, raw, top, total)
+            meet()
+            return p.astype(v_ref.dtype), *rest
+
+        def step(masked: bool, j: jax.Array, carry: tuple[jax.Array, Arrays]) -> tuple:
+            """The weights of a tile, while the values of the one before are multiplied."""
+            acc, (p, _, top, total) = carry
+            keys = warpgroups.wait_for("keys", j - first, shared)
+            values = warpgroups.wait_for("values", j - 1 - first, shared)
+
+            def multiply(products: Products, add: Add) -> Arrays:
+                add(0, p, values)
+                meet()
+                raw = rule.raw(products(0, num_later=1), width)
+                warpgroups.is_done("keys", j - first, shared)
+                return softmax(masked, j, raw, top, total)
+
+            factors, like = [(queries, keys)], (zeros(tile), top, top, total)
+            (acc,), found = warpgroups.multiply(multiply, factors, (acc,), like, warpgroup, shared)
+            warpgroups.is_done("values", j - 1 - first, shared)
+            # Rounded only here: until then the registers of the last weights are multiplied.
+            p, shrink, *rest = found
+            acc = acc * by_row(shrink, acc.shape)
+            meet()
+            return acc, (p.astype(v_ref.dtype), shrink, *rest)
+
+        def finish(p: jax.Array, j: jax.Array, acc: jax.Array) -> jax.Array:
+            """The last tile's values."""
+            values = warpgroups.wait_for("values", j - first, shared)
+            multiply = lambda _, add: add(0, p, values) or ()
+            (acc,), _ = warpgroups.multiply(multiply, [], (acc,), (), warpgroup, shared)
+            warpgroups.is_done("values", j - first, shared)
+            return acc
+
+        of_rows = functools.partial(warpgroups.full, (ROWS,), OF_ROWS)
+        state = zeros(tile).astype(v_ref.dtype), of_rows(), of_rows(MASKED), of_rows()
         # One is a meeting behind the other, and so multiplies while that one does not.
         pl.when(warpgroup == 1)(meet)
-        acc, top, total = warpgroups.through(run, step, carry)
+        second = jnp.minimum(first + 1, end)
+        state = lax.fori_loop(first, second, begin, state)
+        rest = (second, jnp.maximum(first_whole, second), jnp.maximum(end_whole, second), end)
+        acc, state = warpgroups.through(rest, step, (zeros((ROWS, width)), state))
+        p, _, top, total = state
+        last = jnp.maximum(first, end - 1)
+        acc = lax.fori_loop(last, end, functools.partial(finish, p), acc)
         pl.when(warpgroup == 0)(meet)
         sees_none = total == 0.0
         total = jnp.where(sees_none, 1.0, total)

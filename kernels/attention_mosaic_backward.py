@@ -29,6 +29,7 @@ from kernels.warpgroups import (
     OF_ROWS,
     ROWS,
     Add,
+    Arrays,
     Products,
     Ref,
     Shared,
@@ -176,7 +177,7 @@ def dq_kernel(
             keys = warpgroups.wait_for("keys", j - first, shared)
             values = warpgroups.wait_for("values", j - first, shared)
 
-            def multiply(products: Products, add: Add) -> None:
+            def multiply(products: Products, add: Add) -> Arrays:
                 raw = rule.raw(products(0, num_later=1), width)
                 p = jnp.exp2(raw * unit - by_row(log_sum, tile))
                 if masked:
@@ -184,9 +185,10 @@ def dq_kernel(
                 dp = products(1, num_later=0)
                 warpgroups.is_done("values", j - first, shared)
                 add(0, rule.slope(raw, p * (dp - by_row(delta, tile))), keys)
+                return ()
 
             factors = [(queries, keys), (douts, values)]
-            [dq] = warpgroups.multiply(multiply, factors, [dq], warpgroup, shared)
+            (dq,), _ = warpgroups.multiply(multiply, factors, (dq,), (), warpgroup, shared)
             warpgroups.is_done("keys", j - first, shared)
             return dq
 

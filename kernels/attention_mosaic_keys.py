@@ -24,6 +24,7 @@ from kernels.warpgroups import (
     OF_ROWS,
     ROWS,
     Add,
+    Arrays,
     Products,
     Ref,
     Shared,
@@ -33,7 +34,6 @@ from kernels.warpgroups import (
 )
 
 DK, DV = 0, 1  # the sums of a warpgroup
-Sums = tuple[jax.Array, ...]
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,7 @@ class Block:
         sources = {name: functools.partial(at, ref) for name, ref in refs.items()}
         warpgroups.copy_tiles(sources, self.num_heads * self.num_tiles, self.shared)
 
-    def through(self, step: Callable[..., Sums], width: int) -> Sums:
+    def through(self, step: Callable[..., Arrays], width: int) -> Arrays:
         """Two sums of [64, width], after `step(n, masked, i, sums)` for each tile i of head n."""
         head = lambda n, sums: warpgroups.through(self.run, functools.partial(step, n), sums)
         zeros = warpgroups.full((ROWS, width), ACROSS)
@@ -196,12 +196,12 @@ def _each_its_keys(block: Block) -> None:
         warpgroups.fetch(sources, warpgroup, shared)
         keys, values = warpgroups.wait_for_held(["keys", "values"], warpgroup, shared)
 
-        def step(n: jax.Array, masked: bool, i: jax.Array, sums: Sums) -> Sums:
+        def step(n: jax.Array, masked: bool, i: jax.Array, sums: Arrays) -> Arrays:
             number = block.number(n, i)
             come = lambda name: warpgroups.wait_for(name, number, shared)
             queries, both, douts = come("queries"), come("both"), come("douts")
 
-            def multiply(products: Products, add: Add) -> None:
+            def multiply(products: Products, add: Add) -> Arrays:
                 """Exponentials are taken while the tensor cores are at the second product."""
                 raw = block.rule.raw(products(0, num_later=1), width)
                 p = block.probabilities(raw, both.at[0], masked, start, i)
@@ -214,9 +214,10 @@ def _each_its_keys(block: Block) -> None:
                 add(DK, ds, queries)
                 if joint:
                     add_to_queries(n, i, number)
+                return ()
 
             factors = [(keys, queries), (values, douts)]
-            sums = warpgroups.multiply(multiply, factors, sums, warpgroup, shared)
+            sums, _ = warpgroups.multiply(multiply, factors, sums, (), warpgroup, shared)
             block.done(number)
             return sums
 
@@ -269,20 +270,20 @@ def wide_kernel(*refs: Ref, **told: Any) -> None:
         first = which * share
         half = pl.ds(first, share)
 
-        def step(n: jax.Array, masked: bool, i: jax.Array, sums: Sums) -> Sums:
+        def step(n: jax.Array, masked: bool, i: jax.Array, sums: Arrays) -> Arrays:
             number = block.number(n, i)
             come = lambda name: warpgroups.wait_for(name, number, shared)
             queries, both, douts = come("queries"), come("both"), come("douts")
 
-            def with_scores(products: Products, add: Add) -> None:
+            def with_scores(products: Products, add: Add) -> Arrays:
                 raw = block.rule.raw(products(0, num_later=0), width)
                 p = block.probabilities(raw, both.at[0], masked, start, i)
                 warpgroups.put((p, weights), (block.rule.slope(raw, p), slopes))
                 warpgroups.meet(shared)
                 add(DV, weights, douts.at[:, half])
-                then(add)
+                return then(add)
 
-            def with_gradients(products: Products, add: Add) -> None:
+            def with_gradients(products: Products, add: Add) -> Arrays:
                 dp = products(0, num_later=0)
                 warpgroups.meet(shared)
                 add(DV, weights, douts.at[:, half])
@@ -290,21 +291,22 @@ def wide_kernel(*refs: Ref, **told: Any) -> None:
                 ds = load(slopes, ACROSS) * (dp - delta)
                 products(0, num_later=0)  # for all: beyond the meeting, weights are the next tile's
                 warpgroups.put((ds, dscores))
-                then(add)
+                return then(add)
 
-            def then(add: Add) -> None:
+            def then(add: Add) -> Arrays:
                 warpgroups.meet(shared)
                 add(DK, dscores, queries.at[:, half])
                 for dim in range(first, first + share, ROWS):
                     dims = pl.ds(dim, ROWS)
                     factors = [(warpgroups.turned(dscores), keys.at[:, dims])]
                     block.add_to_queries(n, i * block.size, dims, factors, which)
+                return ()
 
             multiply, factors = [
                 (with_scores, [(keys, queries)]),
                 (with_gradients, [(values, douts)]),
             ][which]
-            sums = warpgroups.multiply(multiply, factors, sums, which, shared)
+            sums, _ = warpgroups.multiply(multiply, factors, sums, (), which, shared)
             block.done(number)
             return sums
 

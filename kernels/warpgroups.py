@@ -266,6 +266,7 @@ def through(run: tuple[jax.Array, ...], step: Callable, carry: Any) -> Any:
     return lax.fori_loop(end_whole, end, functools.partial(step, True), carry)
 
 
+Arrays = tuple[jax.Array, ...]
 # `products(n, num_later=...)` waits for product n, after which so many have been asked for.
 Products = Callable[..., jax.Array]
 # `add(n, a, b)` has a @ b added to sum n: a is in the block's memory, or in registers and rounded
@@ -325,39 +326,46 @@ def sum_of_products(*factors: tuple[Ref, Ref]) -> jax.Array:
 
 
 def multiply(
-    body: Callable[[Products, Add], None],
+    body: Callable[[Products, Add], Arrays],
     factors: Sequence[tuple[Ref, Ref]],
-    sums: Sequence[jax.Array],
+    sums: Arrays,
+    state: Arrays,
     warpgroup: Any,
     shared: Shared,
-) -> tuple[jax.Array, ...]:
-    """The sums, after what `body` has added.
+) -> tuple[Arrays, Arrays]:
+    """The sums, after what `body` has added, and what it returned.
 
     Args:
-      body: what to do with products, and what to add.
+      body: what to do with products, and what to add; returns the new state.
       factors: a and b of each product a @ b^T, in their order.
+      state: arrays like those that `body` will return.
     """
 
-    def with_products(add: Add, sums: Callable[[], tuple]) -> tuple[jax.Array, ...]:
-        def run(*found: Ref) -> tuple[jax.Array, ...]:
+    def with_products(add: Add, end: Callable[[Arrays], Any]) -> Any:
+        def run(*found: Ref) -> Any:
             for product, (a, b) in zip(found, factors, strict=True):
                 plgpu.wgmma(product, a, turned(b))
             load = plgpu.wgmma_accumulator_load
-            body(lambda n, num_later: load(found[n], wait_n=num_later), add)
-            return sums()
+            return end(body(lambda n, num_later: load(found[n], wait_n=num_later), add))
 
         found = [plgpu.ACC((a.shape[0], b.shape[0]), jnp.float32) for a, b in factors]
         return pl.run_scoped(run, *found) if found else run()
 
     if "factors" not in shared:
 
-        def run(totals: tuple[Ref, ...]) -> None:
+        def run(refs: tuple[tuple[Ref, ...], tuple[Ref, ...]]) -> None:
+            totals, states = refs
+
             def add(n: int, a: Any, b: Ref) -> None:
                 plgpu.wgmma(totals[n], a.astype(b.dtype) if isinstance(a, jax.Array) else a, b)
 
-            with_products(add, tuple)
+            def end(new: Arrays) -> None:
+                for ref, value in zip(states, new, strict=True):
+                    ref[...] = value
 
-        return pl.run_state(run)(tuple(plgpu.ACC.init(x) for x in sums))
+            with_products(add, end)
+
+        return pl.run_state(run)((tuple(plgpu.ACC.init(x) for x in sums), state))
 
     totals = list(sums)
 
@@ -369,7 +377,7 @@ def multiply(
             a = here
         totals[n] += sum_of_products((a, b))
 
-    return with_products(add_simulated, lambda: tuple(totals))
+    return with_products(add_simulated, lambda new: (tuple(totals), new))
 
 
 def add_to(target: Ref, value: jax.Array, here: Ref, *, interpret: bool) -> None:

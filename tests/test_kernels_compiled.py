@@ -3,7 +3,7 @@
 import pytest
 
 from benchmarks import kernels_compiled
-from benchmarks.kernels_compiled import CONFIGURATIONS, ENTRY, FOLDER, Attention, Update
+from benchmarks.kernels_compiled import CONFIGURATIONS, FOLDER, Attention, Update
 
 LOG = """wgmma 12
 ptxas info    : 0 bytes gmem
@@ -12,6 +12,13 @@ ptxas info    : Function properties for attention_dq
     8 bytes stack frame, 4 bytes spill stores, 8 bytes spill loads
 ptxas info    : Used 144 registers, used 1 barriers
 ptxas info    : Compile time = 9.281 ms
+wgmma 8
+ptxas info    : (C7513) Potential Performance Loss: wgmma.mma_async instructions are serialized
+ptxas info    : 0 bytes gmem
+ptxas info    : Compiling entry function 'attention_forward' for 'sm_90a'
+ptxas info    : Function properties for attention_forward
+    0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads
+ptxas info    : Used 99 registers, used 1 barriers
 wgmma 0
 ptxas info    : 0 bytes gmem
 ptxas info    : Compiling entry function 'fusion' for 'sm_90a'
@@ -22,10 +29,10 @@ ptxas info    : Used 18 registers, used 0 barriers
 
 
 def test_what_the_assembler_says_is_read():
-    assert ENTRY.findall(LOG) == [
-        ("12", "attention_dq", "4", "8", "144"),
-        ("0", "fusion", "0", "0", "18"),
-    ]
+    assert kernels_compiled.kernels_in(LOG) == {
+        "attention_dq": {"registers": 144, "spilled": 12, "wgmma": 12, "one_by_one": False},
+        "attention_forward": {"registers": 99, "spilled": 0, "wgmma": 8, "one_by_one": True},
+    }
 
 
 @pytest.mark.parametrize(
@@ -35,11 +42,12 @@ def test_what_the_assembler_says_is_read():
         ({"spilled": 64}, "bfloat16", True),
         ({"spilled": 68}, "bfloat16", False),
         ({"wgmma": 0}, "bfloat16", False),
+        ({"one_by_one": True}, "bfloat16", False),
         ({"wgmma": 0}, "float32", True),
     ],
 )
 def test_what_is_good(kernel, dtype, good):
-    fine = {"registers": 200, "spilled": 0, "wgmma": 8}
+    fine = {"registers": 200, "spilled": 0, "wgmma": 8, "one_by_one": False}
     kernels = {"attention_forward": fine, "attention_dq": fine, "attention_dkv": {**fine, **kernel}}
     configuration = Attention("triton", dtype, 64, "causal", False)
     number = CONFIGURATIONS.index(configuration)
