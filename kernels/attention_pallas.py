@@ -57,7 +57,7 @@ def attention_pallas(
       tiles: how the backend's kernels cut their work; None takes what is known to be good.
       device_kind: of the devices, to know what was measured on such.
       interpret: runs the kernels without a GPU, slowly: Triton's as ordinary JAX operations,
-        Mosaic's with simulated threads, from JAX 0.11 on.
+        Mosaic's with simulated threads, from JAX 0.12 on.
 
     Raises:
       ValueError: heads or dtypes that `unsupported` tells of.

@@ -30,6 +30,9 @@ REGISTERS_COMPUTING, REGISTERS_COPYING = 240, 24
 REGISTERS = (2**16 // ((COMPUTING + 1) * 128)) // 8 * 8
 assert COMPUTING * REGISTERS_COMPUTING + REGISTERS_COPYING <= (COMPUTING + 1) * REGISTERS
 
+# JAX 0.11 wants everyone to have waited for a barrier as often as it was complete.
+CAN_SIMULATE = jax.__version_info__ >= (0, 12)
+
 Ref = Any  # an array in the GPU's memory, or in that of a block
 Shared = dict[str, Ref]  # what a block has, by name
 
@@ -140,9 +143,10 @@ def launch(
 
 def _simulated() -> Any:
     """Threads, copies and barriers as a GPU has them; races are errors."""
-    if not hasattr(plgpu, "InterpretGPUParams"):
-        raise NotImplementedError("this JAX cannot simulate a GPU kernel: 0.11 or newer can")
-    return plgpu.InterpretGPUParams(detect_races=True)
+    if not CAN_SIMULATE:
+        raise NotImplementedError("this JAX cannot simulate a GPU kernel: 0.12 or newer can")
+    untyped: Any = plgpu  # before JAX 0.11 there is none
+    return untyped.InterpretGPUParams(detect_races=True)
 
 
 # ---- inside a kernel -----------------------------------------------------------------------------
@@ -276,8 +280,9 @@ Add = Callable[[int, Any, Ref], None]
 
 def load(ref: Ref, layout: Any) -> jax.Array:
     function: Any = plgpu.load
-    index = () if "idx" not in inspect.signature(function).parameters else ((),)  # until JAX 0.11
-    return function(ref, *index, layout=layout, optimized=False)
+    index = inspect.signature(function).parameters.get("idx")
+    is_needed = index is not None and index.default is inspect.Parameter.empty  # until JAX 0.10
+    return function(ref, *([()] if is_needed else []), layout=layout, optimized=False)
 
 
 def full(shape: tuple[int, ...], layout: Any, value: float = 0.0) -> jax.Array:

@@ -13,7 +13,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
-from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.sharding import Mesh, PartitionSpec as P
 
 from kernels import attention_mosaic, attention_triton
@@ -24,6 +23,7 @@ from kernels.attention_tiles import Rule, runs
 from kernels.attention_triton import Tiles
 from kernels.shards import Shards
 from kernels.tuned import Kernels
+from kernels.warpgroups import CAN_SIMULATE
 from tests.arrays import assert_near, normal, wide
 from tests.gpus import INTERPRET, lowered_for_cuda
 
@@ -156,8 +156,7 @@ def test_narrow_dtypes(dtype, implementation):
 
 
 @pytest.mark.skipif(
-    INTERPRET and not hasattr(plgpu, "InterpretGPUParams"),
-    reason="JAX before 0.11 cannot simulate a Mosaic kernel",
+    INTERPRET and not CAN_SIMULATE, reason="JAX before 0.12 cannot simulate a Mosaic kernel"
 )
 @pytest.mark.parametrize(
     "L, M, K, rule, has_documents, deterministic",
