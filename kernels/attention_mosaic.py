@@ -42,8 +42,7 @@ def default_tiles(head_width: int) -> Kernels:
     """What compiles for an H200; which are fast has not been measured."""
     forward = Tiles(streamed=128 if head_width <= 128 else 64, slots=2)
     backward = Tiles(streamed=64, slots=2)
-    joint = Tiles(streamed=max(ROWS, COMPUTING * ROWS * ROWS // head_width), slots=2)
-    return Kernels(forward=forward, dq=backward, dkv=backward, joint=joint)
+    return Kernels(forward=forward, dq=backward, dkv=backward, joint=backward)
 
 
 def forward(

@@ -226,15 +226,25 @@ def _each_its_keys(block: Block) -> None:
             return shared["dscores"].at[lax.rem(number, jnp.int32(2)) * COMPUTING + which]
 
         def add_to_queries(n: jax.Array, i: jax.Array, number: jax.Array) -> None:
-            """From all keys of the block, for half of a tile: half of its queries, or dims."""
+            """From all keys of the block, for 64 queries and dims: one half of a tile each.
+
+            Which has only so many is done by one, the next by the other.
+            """
             half = warpgroup * ROWS if size > ROWS else 0
             dims = pl.ds(warpgroup * ROWS if width > ROWS else 0, ROWS)
+
+            def add() -> None:
+                factors = []
+                for which in range(COMPUTING):
+                    turned = warpgroups.turned(dscores(number, which).at[:, pl.ds(half, ROWS)])
+                    factors.append((turned, shared["keys"].at[which, :, dims]))
+                block.add_to_queries(n, i * size + half, dims, factors, warpgroup)
+
             warpgroups.meet(shared)
-            factors = []
-            for which in range(COMPUTING):
-                turned = warpgroups.turned(dscores(number, which).at[:, pl.ds(half, ROWS)])
-                factors.append((turned, shared["keys"].at[which, :, dims]))
-            block.add_to_queries(n, i * size + half, dims, factors, warpgroup)
+            if max(size, width) > ROWS:
+                add()
+            else:
+                pl.when(lax.rem(number, jnp.int32(COMPUTING)) == warpgroup)(add)
 
         dk, dv = block.through(step, width)
         if joint:  # the other may still multiply by the keys that results are to be stored over

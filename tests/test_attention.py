@@ -4,6 +4,7 @@ Pallas kernels run as ordinary JAX operations here, with tiles so small that a f
 make several of them, and are lowered for an NVIDIA GPU in every configuration they claim to have.
 """
 
+import dataclasses
 import functools
 import itertools
 import math
@@ -15,7 +16,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 from jax.sharding import Mesh, PartitionSpec as P
 
-from kernels import attention_mosaic, attention_triton
+from kernels import attention_mosaic, attention_triton, warpgroups
 from kernels.attention import MASKED, MAX_BLOCKS, QUERY_BLOCK, SAVED, _blocks, attention_reference
 from kernels.attention_pallas import attention_pallas
 from kernels.attention_ring import REFERENCE, How, attention_on, from_runs, to_runs
@@ -23,7 +24,6 @@ from kernels.attention_tiles import Rule, runs
 from kernels.attention_triton import Tiles
 from kernels.shards import Shards
 from kernels.tuned import Kernels
-from kernels.warpgroups import CAN_SIMULATE
 from tests.arrays import assert_near, normal, wide
 from tests.gpus import INTERPRET, lowered_for_cuda
 
@@ -155,9 +155,13 @@ def test_narrow_dtypes(dtype, implementation):
     check(IMPLEMENTATIONS[implementation], arrays, (documents(70),) * 2, Rule(window=50), dtype)
 
 
-@pytest.mark.skipif(
-    INTERPRET and not CAN_SIMULATE, reason="JAX before 0.12 cannot simulate a Mosaic kernel"
+simulated = pytest.mark.skipif(
+    INTERPRET and not warpgroups.CAN_SIMULATE,
+    reason="JAX before 0.12 cannot simulate a Mosaic kernel",
 )
+
+
+@simulated
 @pytest.mark.parametrize(
     "L, M, K, rule, has_documents, deterministic",
     [
@@ -185,6 +189,17 @@ def test_mosaic(L, M, K, rule, has_documents, deterministic):
         attention_pallas, backend="mosaic", deterministic=deterministic, interpret=INTERPRET
     )
     check(mosaic, inputs(L, M, 2, 1, K, dtype="bfloat16", batch=1), segments, rule, "bfloat16")
+
+
+@simulated
+def test_mosaic_with_other_tiles():
+    """Each warpgroup adds to half of 128 queries, in place of every second 64."""
+    tiles = attention_mosaic.default_tiles(64)
+    wider = warpgroups.Tiles(streamed=128, slots=1)
+    tiles = dataclasses.replace(tiles, forward=wider, joint=wider)
+    mosaic = functools.partial(attention_pallas, backend="mosaic", tiles=tiles, interpret=INTERPRET)
+    arrays = inputs(300, 300, 2, 1, 64, dtype="bfloat16", batch=1)
+    check(mosaic, arrays, (documents(300, batch=1),) * 2, Rule(window=150), "bfloat16")
 
 
 def test_the_reference_with_more_blocks_than_it_unrolls():
