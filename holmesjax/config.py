@@ -134,7 +134,7 @@ class KernelsConfig:
 
     attention: Literal["auto", "reference", "pallas", "cudnn"] = "auto"
     # The same gradients from the same inputs, to the bit; slower on Hopper, and never cuDNN.
-    deterministic_attention: bool = False
+    deterministic_attention: Flag = False
     # chunked: not all logits at once
     cross_entropy: Literal["auto", "reference", "chunked"] = "auto"
     # XLA makes one pass of the reference, too: nothing is known to be faster.

@@ -125,6 +125,7 @@ BAD_VALUES = [
     ("model.norm=3", "must be one of layer_norm, rms_norm", "3", "choose from: layer_norm, rms"),
     ("run.rehearse=yes", "must be true or false", "the text 'yes'", "write true or false"),
     ("run.rehearse=1", "must be true or false", "1", "write true or false"),
+    ("kernels.deterministic_attention=yes", "must be true or false", "'yes'", "write true or"),
     ("run.dir=7", "must be a text", "7", "in quotes"),
     ("run.dir=''", "must not be empty", "the text ''", "write a text"),
     ("parallel.layers=3", "must be a list", "3", "write it as [1, 2]"),
@@ -141,6 +142,28 @@ def test_a_bad_value_is_refused(run_file, override, problem, found, fix):
     assert found in mistake[2]
     assert mistake[3].endswith(fix) or fix in mistake[3]
     assert not rest
+
+
+SETTINGS = [
+    f"{section.name}.{setting.name}"
+    for section in dataclasses.fields(configs.Config)
+    if dataclasses.is_dataclass(section.type)
+    for setting in dataclasses.fields(section.type)
+]
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("value", ["'?'", "maybe", "-1", "0.5", "true", "null", "[1]", "{a: 1}"])
+def test_no_value_ends_in_a_traceback(run_file, setting, value):
+    """It is a value, or a mistake that is explained; a text is never a number or a yes."""
+    try:
+        config = configs.load(run_file(), [f"{setting}={value}"])
+    except (ConfigError, Mistakes):
+        return
+    section, name = setting.split(".")
+    kept = getattr(getattr(config, section), name)
+    assert isinstance(kept, bool) == (value == "true")
+    assert isinstance(kept, str) or value not in ("'?'", "maybe")
 
 
 # Overrides, then what is printed, less the line.
