@@ -155,10 +155,9 @@ def forward_kernel(
             """The weights of a tile, while the values of the one before are multiplied."""
             acc, (p, _, top, total) = carry
             keys = warpgroups.wait_for("keys", j - first, shared)
-            values = warpgroups.wait_for("values", j - 1 - first, shared)
 
             def multiply(products: Products, add: Add) -> Arrays:
-                add(0, p, values)
+                add(0, p, warpgroups.wait_for("values", j - 1 - first, shared))
                 meet()
                 raw = rule.raw(products(0, num_later=1), width)
                 warpgroups.is_done("keys", j - first, shared)
