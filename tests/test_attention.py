@@ -175,6 +175,8 @@ simulated = pytest.mark.skipif(
         (150, 150, 256, Rule(), False, False),
         (130, 300, 256, FULL, True, False),
         (200, 200, 256, Rule(window=100, soft_cap=2.0), True, False),
+        (1, 1, 128, Rule(), False, False),
+        (1, 1, 256, Rule(), False, False),
     ],
 )
 def test_mosaic(L, M, K, rule, has_documents, deterministic):
@@ -200,6 +202,39 @@ def test_mosaic_with_other_tiles():
     mosaic = functools.partial(attention_pallas, backend="mosaic", tiles=tiles, interpret=INTERPRET)
     arrays = inputs(300, 300, 2, 1, 64, dtype="bfloat16", batch=1)
     check(mosaic, arrays, (documents(300, batch=1),) * 2, Rule(window=150), "bfloat16")
+
+
+@simulated
+def test_mosaic_in_float16_with_large_scores_of_many_heads():
+    q, k, v = inputs(140, 140, 4, 1, 64, dtype="float16", batch=1)
+    q, k = (jnp.round(24 * x) for x in (q, k))  # so that their products are exact
+    mosaic = functools.partial(attention_pallas, backend="mosaic", interpret=INTERPRET)
+    got, gradients = run(mosaic, (q, k, v), None, Rule())
+    want = oracle(q, k, v, *gradients, None, Rule())
+    assert_near(got[0], want[0], "float16")
+    assert_near(got[1], want[1])
+    assert np.abs(want[1]).max() > 1000
+    assert all(np.isfinite(x).all() for x in got)
+
+
+@simulated
+def test_mosaic_under_vmap():
+    arrays = [
+        jnp.stack([x, x[:, ::-1]]) for x in inputs(70, 70, 2, 1, 64, dtype="bfloat16", batch=1)
+    ]
+
+    def gradients(q, k, v):
+        mosaic = functools.partial(attention_pallas, backend="mosaic", interpret=INTERPRET)
+        out, pullback = jax.vjp(lambda *args: mosaic(*args)[0], q, k, v)
+        return out, *pullback(out)
+
+    got = jax.jit(jax.vmap(gradients))(*arrays)
+    for i in range(2):
+        q, k, v = (x[i] for x in arrays)
+        out = got[0][i]
+        want = oracle(q, k, v, out, np.zeros((1, 2, 70)), None, Rule())
+        for one, other in zip(got, (want[0], *want[2:]), strict=True):
+            assert_near(one[i], other, "bfloat16")
 
 
 def test_the_reference_with_more_blocks_than_it_unrolls():
@@ -476,6 +511,20 @@ def test_mosaic_kernels_lower_under_vmap(head_width):
     args = [jnp.stack([x, x]) for x in (q, k, v)]
     text = lowered_for_cuda(jax.vmap(gradients), *args)
     assert text.count("mosaic_gpu_v2") == 2  # in loops
+
+
+@pytest.mark.parametrize("keeps, num_kernels", [(True, 2), (False, 3)])
+def test_a_checkpoint_runs_mosaic_again_only_where_it_keeps_nothing(keeps, num_kernels):
+    policies = jax.checkpoint_policies
+    keep = policies.save_only_these_names(SAVED) if keeps else policies.nothing_saveable
+
+    @functools.partial(jax.checkpoint, policy=keep)
+    def layer(q, k, v):
+        return attention_pallas(jnp.sin(q), k, v, backend="mosaic")[0]
+
+    total = lambda q, k, v: jnp.square(layer(q, k, v).astype(jnp.float32)).sum()
+    text = lowered_for_cuda(jax.grad(total), *inputs(256, 256, 4, 2, 64, dtype="bfloat16"))
+    assert text.count("mosaic_gpu_v2") == num_kernels
 
 
 def test_a_ring_of_kernels_is_lowered_for_a_gpu():
