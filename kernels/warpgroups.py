@@ -30,7 +30,7 @@ REGISTERS_COMPUTING, REGISTERS_COPYING = 240, 24
 REGISTERS = (2**16 // ((COMPUTING + 1) * 128)) // 8 * 8
 assert COMPUTING * REGISTERS_COMPUTING + REGISTERS_COPYING <= (COMPUTING + 1) * REGISTERS
 
-# JAX 0.11 wants everyone to have waited for a barrier as often as it was complete.
+# The simulator of JAX 0.11 wants all threads to have waited for a barrier each time it is complete.
 CAN_SIMULATE = jax.__version_info__ >= (0, 12)
 
 Ref = Any  # an array in the GPU's memory, or in that of a block
