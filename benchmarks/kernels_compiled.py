@@ -255,13 +255,10 @@ def _mosaic_kernels(printed: str) -> dict[str, dict[str, int]]:
     """What Mosaic said of its kernels, each after its own instructions."""
     found, end = {}, 0
     for match in MOSAIC.finditer(printed):
-        name, stores, loads, used = match.groups()
-        found[f"attention_{'joint' if name == 'new_body' else name}"] = {
-            "registers": int(used),
-            "spilled": int(stores) + int(loads),
-            "wgmma": printed.count("wgmma.mma_async.sync", end, match.end()),
-            "one_by_one": ONE_BY_ONE in printed[end : match.end()],
-        }
+        name, *sizes = match.groups()
+        said = printed[end : match.end()]
+        wgmma = said.count("wgmma.mma_async.sync")
+        found[f"attention_{'joint' if name == 'new_body' else name}"] = _kernel(wgmma, said, *sizes)
         end = match.end()
     return found
 
@@ -270,15 +267,19 @@ def kernels_in(log: str) -> dict[str, dict[str, int]]:
     """What the assembler said of Triton's kernels."""
     found = {}
     for match in ENTRY.finditer(log):
-        wgmma, name, stores, loads, used = match.groups()
+        wgmma, name, *sizes = match.groups()
         if name.startswith(("attention", "adamw")):
-            found[name] = {
-                "registers": int(used),
-                "spilled": int(stores) + int(loads),
-                "wgmma": int(wgmma),
-                "one_by_one": ONE_BY_ONE in match.group(),
-            }
+            found[name] = _kernel(int(wgmma), match.group(), *sizes)
     return found
+
+
+def _kernel(wgmma: int, said: str, stores: str, loads: str, registers: str) -> dict[str, int]:
+    return {
+        "registers": int(registers),
+        "spilled": int(stores) + int(loads),
+        "wgmma": wgmma,
+        "one_by_one": ONE_BY_ONE in said,
+    }
 
 
 def compile_here(numbers: list[int]) -> None:

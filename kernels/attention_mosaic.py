@@ -143,17 +143,17 @@ def forward_kernel(
 
         def begin(j: jax.Array, state: Arrays) -> Arrays:
             """The first tile's weights."""
-            _, _, top, total = state
+            _, top, total = state
             keys = warpgroups.wait_for("keys", j - first, shared)
             raw = rule.raw(warpgroups.product(queries, keys, meet), width)
             warpgroups.is_done("keys", j - first, shared)
-            p, *rest = softmax(True, j, raw, top, total)
+            p, _, top, total = softmax(True, j, raw, top, total)
             meet()
-            return p.astype(v_ref.dtype), *rest
+            return p.astype(v_ref.dtype), top, total
 
         def step(masked: bool, j: jax.Array, carry: tuple[jax.Array, Arrays]) -> tuple:
             """The weights of a tile, while the values of the one before are multiplied."""
-            acc, (p, _, top, total) = carry
+            acc, (p, top, total) = carry
             keys = warpgroups.wait_for("keys", j - first, shared)
 
             def multiply(products: Products, add: Add) -> Arrays:
@@ -167,10 +167,10 @@ def forward_kernel(
             (acc,), found = warpgroups.multiply(multiply, factors, (acc,), like, warpgroup, shared)
             warpgroups.is_done("values", j - 1 - first, shared)
             # Rounded only here: until then the registers of the last weights are multiplied.
-            p, shrink, *rest = found
+            p, shrink, top, total = found
             acc = acc * by_row(shrink, acc.shape)
             meet()
-            return acc, (p.astype(v_ref.dtype), shrink, *rest)
+            return acc, (p.astype(v_ref.dtype), top, total)
 
         def finish(p: jax.Array, j: jax.Array, acc: jax.Array) -> jax.Array:
             """The last tile's values."""
@@ -181,14 +181,14 @@ def forward_kernel(
             return acc
 
         of_rows = functools.partial(warpgroups.full, (ROWS,), OF_ROWS)
-        state = zeros(tile).astype(v_ref.dtype), of_rows(), of_rows(MASKED), of_rows()
+        state = zeros(tile).astype(v_ref.dtype), of_rows(MASKED), of_rows()
         # One is a meeting behind the other, and so multiplies while that one does not.
         pl.when(warpgroup == 1)(meet)
         second = jnp.minimum(first + 1, end)
         state = lax.fori_loop(first, second, begin, state)
         rest = (second, jnp.maximum(first_whole, second), jnp.maximum(end_whole, second), end)
         acc, state = warpgroups.through(rest, step, (zeros((ROWS, width)), state))
-        p, _, top, total = state
+        p, top, total = state
         last = jnp.maximum(first, end - 1)
         acc = lax.fori_loop(last, end, functools.partial(finish, p), acc)
         pl.when(warpgroup == 0)(meet)

@@ -74,7 +74,13 @@ def backward(
     _, keys_table = runs(rule, L, M, segments, (of_keys.streamed, held))
 
     def launch(
-        kernel: Callable, table: Any, num_heads: int, tiles: Tiles, shared: Shared, outs: Sequence
+        kernel: Callable,
+        table: Any,
+        num_heads: int,
+        tiles: Tiles,
+        shared: Shared,
+        outs: Sequence[jax.Array],
+        *sums: Ref,
     ) -> Sequence[jax.Array]:
         if interpret:
             factors = warpgroups.tiles(COMPUTING, ROWS, tiles.streamed, dtype=q.dtype)
@@ -82,7 +88,7 @@ def backward(
         grid = table.shape[1], num_heads, B
         found = [(x.shape, x.dtype) for x in outs]
         run = warpgroups.launch(kernel, told, found, shared, grid, interpret)
-        return run(jnp.asarray(table), *arrays)
+        return run(jnp.asarray(table), *arrays, *sums)
 
     def streamed(tiles: Tiles, *names: str) -> Shared:
         tile = warpgroups.tiles(tiles.slots, tiles.streamed, K, dtype=q.dtype)
@@ -120,8 +126,9 @@ def backward(
     sums = jnp.zeros((keys_table.shape[1] if interpret else 1, *arrays[0].shape), jnp.float32)
 
     def run(refs: list[Ref]) -> None:
-        arrays.append(refs[0])
-        refs[1][...], refs[2][...] = launch(kernel, keys_table, G, of_keys, shared, arrays[1:3])
+        sums_ref, dk_ref, dv_ref = refs
+        found = launch(kernel, keys_table, G, of_keys, shared, arrays[1:3], sums_ref)
+        dk_ref[...], dv_ref[...] = found
 
     sums, dk, dv = pl.run_state(run)([sums, *map(jnp.zeros_like, arrays[1:3])])
     dq = (sums.sum(0) * rule.factor(K)).astype(q.dtype)

@@ -100,6 +100,18 @@ class Block:
         sources = {name: functools.partial(at, ref) for name, ref in refs.items()}
         warpgroups.copy_tiles(sources, self.num_heads * self.num_tiles, self.shared)
 
+    def fetch(self, start: jax.Array, warpgroup: jax.Array | None) -> None:
+        """The keys from `start` on, and their values: of a warpgroup, or of all together."""
+        at = lambda ref: ref.at[self.sequence, pl.ds(start, ROWS), self.kv_head]
+        sources = {"keys": at(self.k_ref), "values": at(self.v_ref)}
+        warpgroups.fetch(sources, warpgroup, self.shared)
+
+    def come(self, number: jax.Array) -> tuple[Ref, Ref, Ref]:
+        """Queries of a tile, their numbers, and the gradients of their outputs, once there."""
+        names = ("queries", "both", "douts")
+        queries, both, douts = (warpgroups.wait_for(x, number, self.shared) for x in names)
+        return queries, both, douts
+
     def through(self, step: Callable[..., Arrays], width: int) -> Arrays:
         """Two sums of [64, width], after `step(n, masked, i, sums)` for each tile i of head n."""
         head = lambda n, sums: warpgroups.through(self.run, functools.partial(step, n), sums)
@@ -142,6 +154,10 @@ class Block:
         target = self.dq_ref.at[row, self.sequence, pl.ds(start, ROWS), self.head(n), dims]
         here = self.shared["dqs"].at[warpgroup]
         warpgroups.add_to(target, dq, here, interpret=self.interpret)
+
+    def less_delta(self, dp: jax.Array, delta: Ref) -> jax.Array:
+        """The gradients of scores for each unit of their weights."""
+        return dp - by_column(load(delta, OF_COLUMNS), dp.shape)
 
     def done(self, number: jax.Array) -> None:
         for name in ("queries", "both", "douts"):
@@ -192,22 +208,19 @@ def _each_its_keys(block: Block) -> None:
     def compute(warpgroup: jax.Array) -> None:
         start = (block.row * COMPUTING + warpgroup) * ROWS
         own = pl.ds(start, ROWS)
-        sources = {"keys": block.k_ref.at[b, own, g], "values": block.v_ref.at[b, own, g]}
-        warpgroups.fetch(sources, warpgroup, shared)
+        block.fetch(start, warpgroup)
         keys, values = warpgroups.wait_for_held(["keys", "values"], warpgroup, shared)
 
         def step(n: jax.Array, masked: bool, i: jax.Array, sums: Arrays) -> Arrays:
             number = block.number(n, i)
-            come = lambda name: warpgroups.wait_for(name, number, shared)
-            queries, both, douts = come("queries"), come("both"), come("douts")
+            queries, both, douts = block.come(number)
 
             def multiply(products: Products, add: Add) -> Arrays:
                 """Exponentials are taken while the tensor cores are at the second product."""
                 raw = block.rule.raw(products(0, num_later=1), width)
                 p = block.probabilities(raw, both.at[0], masked, start, i)
                 dp = products(1, num_later=0)
-                delta = by_column(load(both.at[1], OF_COLUMNS), dp.shape)
-                ds = block.rule.slope(raw, p * (dp - delta))
+                ds = block.rule.slope(raw, p * block.less_delta(dp, both.at[1]))
                 if joint:
                     warpgroups.put((ds, dscores(number, warpgroup)))
                 add(DV, p, douts)
@@ -270,8 +283,7 @@ def wide_kernel(*refs: Ref, **told: Any) -> None:
     own = pl.ds(start, ROWS)
 
     def copy() -> None:
-        sources = {"keys": block.k_ref.at[b, own, g], "values": block.v_ref.at[b, own, g]}
-        warpgroups.fetch(sources, None, shared)
+        block.fetch(start, None)
         block.copy_queries()
 
     def compute_as(which: int) -> None:
@@ -282,8 +294,7 @@ def wide_kernel(*refs: Ref, **told: Any) -> None:
 
         def step(n: jax.Array, masked: bool, i: jax.Array, sums: Arrays) -> Arrays:
             number = block.number(n, i)
-            come = lambda name: warpgroups.wait_for(name, number, shared)
-            queries, both, douts = come("queries"), come("both"), come("douts")
+            queries, both, douts = block.come(number)
 
             def with_scores(products: Products, add: Add) -> Arrays:
                 raw = block.rule.raw(products(0, num_later=0), width)
@@ -297,8 +308,7 @@ def wide_kernel(*refs: Ref, **told: Any) -> None:
                 dp = products(0, num_later=0)
                 warpgroups.meet(shared)
                 add(DV, weights, douts.at[:, half])
-                delta = by_column(load(both.at[1], OF_COLUMNS), dp.shape)
-                ds = load(slopes, ACROSS) * (dp - delta)
+                ds = load(slopes, ACROSS) * block.less_delta(dp, both.at[1])
                 products(0, num_later=0)  # for all: beyond the meeting, weights are the next tile's
                 warpgroups.put((ds, dscores))
                 return then(add)
