@@ -36,6 +36,8 @@ from holmesjax.errors import PeerError
 from holmesjax.processes import Process
 from holmesjax.wire import Connection, Message
 
+BEATS = 4  # in the time that an end may be silent
+
 
 def differences(about: Message, theirs: Message) -> str | None:
     """What two ends that must agree disagree on, with both values.
@@ -132,16 +134,18 @@ class Controller:
         """What a member said last of what it is waiting for."""
         return self._seats[process].status
 
-    def silent_since(self, moment_s: float) -> dict[int, float]:
-        """Members that are connected and have said nothing since a moment of `time.monotonic`.
+    def overdue(self) -> dict[int, float]:
+        """Connected members that have missed two heartbeats: for each the seconds of its silence.
 
-        For each the seconds of its silence.
+        One that merely answers late is none of them.
         """
         now_s = time.monotonic()
         return {
             seat.process.number: now_s - seat.heard_s
             for seat in self._seats
-            if seat.connection and not seat.lost and seat.heard_s < moment_s
+            if seat.connection
+            and not seat.lost
+            and now_s - seat.heard_s > 2 * self._timeout_s / BEATS
         }
 
     def _check(self, hello: Message) -> str | None:
@@ -213,7 +217,7 @@ class Controller:
             self._tell(seat, kind, message)
 
     def _keep(self) -> None:
-        while not self._closed.wait(self._timeout_s / 4):
+        while not self._closed.wait(self._timeout_s / BEATS):
             self.broadcast({"kind": "beat"})
 
 
@@ -320,6 +324,6 @@ class Member:
                 self._inbox.put(message)
 
     def _beat(self) -> None:
-        while not self._closed.wait(self.timeout_s / 4):
+        while not self._closed.wait(self.timeout_s / BEATS):
             with contextlib.suppress(OSError):  # the listening thread says why
                 self.tell("beat")

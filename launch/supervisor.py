@@ -24,6 +24,7 @@ from holmesjax.errors import REQUEUE, FatalError, HolmesError, PeerError
 from holmesjax.job import Job
 from holmesjax.processes import make_processes
 from holmesjax.recorder import Recorder
+from launch.causes import cause_of
 from launch.launcher import Launcher
 
 KEY = "job.key"
@@ -279,9 +280,8 @@ class Supervisor:
     ) -> HolmesError:
         """What went wrong, from all that is told within a moment of the first sign of it."""
         failures = [first]
-        asked_s = time.monotonic()
         controller.broadcast({"kind": "tell"})
-        deadline_s = asked_s + GRACE_S
+        deadline_s = time.monotonic() + GRACE_S
         while (left_s := deadline_s - time.monotonic()) > 0:
             try:
                 event = controller.events.get(timeout=left_s)
@@ -293,9 +293,9 @@ class Supervisor:
                 recorder.take(event.message["part"])
             elif event.kind in ("exit", "failed", "silent", "lost"):
                 failures.append(event)
-        for number, silent_s in controller.silent_since(asked_s).items():
+        for number, silent_s in controller.overdue().items():
             failures.append(Event(number, "silent", {"silent_s": silent_s}))
-        cause = min(failures, key=_rank)
+        cause = cause_of(failures)
         process = self._processes[cause.process]
         where = f"{process.name} (stage {process.stage}, process {process.number})"
         others = [
@@ -339,19 +339,6 @@ class Supervisor:
             fix="raise distributed.start_timeout_s, or see their logs in "
             f"{self._job.run_dir / LOGS}",
         )
-
-
-def _rank(event: Event) -> int:
-    """Which of several failures is the cause: a process that was killed does not say so itself."""
-    if event.kind == "exit":
-        status = event.message["status"]
-        # JAX aborts a process that has lost another of its domain: that one is the cause.
-        return 0 if status < 0 and status != -signal.SIGABRT else 4
-    if event.kind == "silent":
-        return 1
-    if event.kind == "failed":
-        return 2 if event.message["exit_status"] != REQUEUE else 3
-    return 5
 
 
 def _ending(status: int) -> str:

@@ -1,0 +1,88 @@
+"""A process of a job that only talks: python -m tests.scripted_member RUN_DIR '[["sleep", 1]]'
+
+It joins the controller as a worker does, needs no JAX, and then does what its script says:
+
+    tell KIND {...}     says this to the controller
+    late SECONDS        from now on says nothing for so long when it is asked how it is
+    save STEP           writes its stage's part of a checkpoint
+    sleep SECONDS
+    exit STATUS         or is killed, by signal -STATUS
+"""
+
+import contextlib
+import json
+import os
+import sys
+import time
+
+from holmesjax import job as jobs, manifest
+from holmesjax.control import Member
+from holmesjax.place import Place, die_with
+from holmesjax.processes import make_processes
+from launch.launcher import Children, variables_here
+
+
+class ScriptedLauncher:
+    """A launcher of such processes. `scripts`: for each start of the job, process -> script."""
+
+    address = "127.0.0.1"
+    port = 0
+    sees_exits = True
+
+    def __init__(self, *scripts):
+        self._scripts = scripts
+        self.starts = 0
+        self._children = Children()
+
+    def start(self, process, command, env, events):
+        self.starts += process.number == 0
+        script = self._scripts[min(self.starts, len(self._scripts)) - 1].get(process.number, [])
+        argv = [sys.executable, "-m", "tests.scripted_member", command[1], json.dumps(script)]
+        own = {**os.environ, **env, **variables_here({"ethernet": ["127.0.0.1"]})}
+        self._children.start(process.number, argv, own, events)
+
+    def end(self):
+        self._children.end()
+
+
+def main(run_dir, script):
+    die_with(os.environ.get("HOLMES_PARENT"))
+    place = Place.from_environment(os.environ, lambda: None)
+    job = jobs.load_saved(run_dir)
+    config = job.config.distributed
+    member = Member(
+        process=make_processes(job.plan, job.topology, config.processes)[place.number],
+        address=place.controller[0],
+        port=place.controller[1],
+        key=place.key,
+        about=job.about(place.restart),
+        timeout_s=config.silence_s,
+        start_timeout_s=config.start_timeout_s,
+        on_loss=lambda error: os._exit(75),
+    )
+    tell = member.tell
+
+    def act(what, *arguments):
+        if what == "tell":
+            tell(arguments[0], **dict(*arguments[1:]))
+        elif what == "late":
+            member.tell = lambda kind, **content: (time.sleep(arguments[0]), tell(kind, **content))
+        elif what == "save":
+            path = manifest.begin(run_dir, arguments[0]) / manifest.part_name(member.process.stage)
+            path.mkdir()
+            tell("saved", step=arguments[0], arrays={}, files={})
+        elif what == "sleep":
+            time.sleep(arguments[0])
+        elif arguments[0] < 0:
+            os.kill(os.getpid(), -arguments[0])
+        else:
+            os._exit(arguments[0])
+
+    for line in script:
+        act(*line)
+    with contextlib.suppress(KeyboardInterrupt):
+        time.sleep(60)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], json.loads(sys.argv[2]))
