@@ -19,10 +19,12 @@ from holmesjax.config import ModelConfig
 from holmesjax.errors import CheckpointError
 from holmesjax.manifest import Checkpoint
 from holmesjax.models import gpt
+from holmesjax.optimizer import AdamW
 from holmesjax.plan import EMBED, layer_names
 from holmesjax.stage import Stage, StageState
 
 Arrays = dict[str, Any]  # key -> array, or its shape with a sharding
+MAX_SHOWN = 3  # arrays that differ, in a message
 
 
 def key_of(path: tuple) -> str:
@@ -45,37 +47,81 @@ def owned(stage: Stage, state: StageState) -> Arrays:
 def restore(checkpoint: Checkpoint, stages: Sequence[Stage]) -> list[StageState]:
     """The states of all stages, whatever the plan that wrote them. Verify first.
 
-    Moments that were kept in another way are read as they were, and kept in the stage's.
+    Moments that were kept in another way are read as they were, and kept in the stage's. Raises
+    CheckpointError, before anything is read, if it holds other arrays than the model has.
     """
+    model, optimizer = stages[0].model, _writing_optimizer(checkpoint, stages[0])
+    params = _param_shapes(model)
+    _check_arrays(checkpoint, StageState(params, jax.eval_shape(optimizer.init, params)))
     return [_restore_state(checkpoint, stage) for stage in stages]
 
 
 def _restore_state(checkpoint: Checkpoint, stage: Stage) -> StageState:
-    optimizer, moments = stage.optimizer, checkpoint.manifest["moments"]
-    if moments == optimizer.config.moments:
+    written = _writing_optimizer(checkpoint, stage)
+    if written == stage.optimizer:
         return _restore_tree(checkpoint, stage.state_shapes)
-    config = dataclasses.replace(optimizer.config, moments=moments)
-    writer = dataclasses.replace(stage, optimizer=dataclasses.replace(optimizer, config=config))
+    writer = dataclasses.replace(stage, optimizer=written)
     state = _restore_tree(checkpoint, writer.state_shapes)
     shardings = jax.tree.map(lambda x: x.sharding, stage.state_shapes.opt_state)
-    adopt = jax.jit(optimizer.adopt, out_shardings=shardings)
+    adopt = jax.jit(stage.optimizer.adopt, out_shardings=shardings)
     return StageState(state.params, adopt(state.opt_state))
 
 
+def _writing_optimizer(checkpoint: Checkpoint, stage: Stage) -> AdamW:
+    """The stage's optimizer with moments as the checkpoint keeps them."""
+    config = dataclasses.replace(stage.optimizer.config, moments=checkpoint.manifest["moments"])
+    return dataclasses.replace(stage.optimizer, config=config)
+
+
 def restore_params(checkpoint: Checkpoint, model: ModelConfig) -> Any:
-    """The parameters of all layers, on the first device. Verify first."""
+    """The parameters of all layers, on the first device. Verify first; raises as `restore`."""
     here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    params = {layer: gpt.param_shapes(layer, model) for layer in layer_names(model.num_layers)}
-    shapes = {"params": jax.tree.map(lambda x: x.update(sharding=here), params)}
+    shapes = {"params": jax.tree.map(lambda x: x.update(sharding=here), _param_shapes(model))}
+    _check_arrays(checkpoint, shapes)
     return _restore_tree(checkpoint, shapes)["params"]
+
+
+def _param_shapes(model: ModelConfig) -> dict[str, dict]:
+    return {layer: gpt.param_shapes(layer, model) for layer in layer_names(model.num_layers)}
+
+
+def _check_arrays(checkpoint: Checkpoint, shapes: Any) -> None:
+    """Raises unless it holds the arrays of a tree of the whole model, under the same roots."""
+    wanted = {key: _show(str(x.dtype), x.shape) for key, x in flatten(shapes).items()}
+    roots = {key.partition(".")[0] for key in wanted}
+    saved = {
+        key: _show(array["dtype"], array["shape"])
+        for key, array in checkpoint.manifest["arrays"].items()
+        if key.partition(".")[0] in roots
+    }
+    differ = [key for key in {**wanted, **saved} if saved.get(key) != wanted.get(key)]
+    if not differ:
+        return
+    first = [
+        f"{key} is {saved.get(key, 'missing')} (expected: {wanted.get(key, 'no such array')})"
+        for key in differ[:MAX_SHOWN]
+    ]
+    if len(differ) > MAX_SHOWN:
+        first.append(f"and {len(differ) - MAX_SHOWN} more")
+    raise CheckpointError(
+        str(checkpoint.path),
+        f"does not hold the arrays of the model: {len(differ)} of {len({*wanted, *saved})} differ",
+        found=", ".join(first),
+        fix="use the version of HolmesJAX that wrote it, or another run.dir",
+    )
+
+
+def _show(dtype: str, shape: Sequence[int]) -> str:
+    return f"{dtype}[{','.join(map(str, shape))}]"
 
 
 def _restore_tree(checkpoint: Checkpoint, shapes: Any) -> Any:
     """Reads every array of a tree of shapes from the part that has it, with its sharding."""
-    wanted, part_of = flatten(shapes), checkpoint.manifest["arrays"]
+    wanted = flatten(shapes)
+    part_of = {key: checkpoint.manifest["arrays"][key]["part"] for key in wanted}
     arrays: Arrays = {}
     with ocp.PyTreeCheckpointer() as checkpointer:
-        for part in sorted({part_of[key] for key in wanted}):
+        for part in sorted(set(part_of.values())):
             here = {key: x for key, x in wanted.items() if part_of[key] == part}
             args = ocp.args.PyTreeRestore(
                 item=here,
@@ -86,9 +132,9 @@ def _restore_tree(checkpoint: Checkpoint, shapes: Any) -> Any:
     return jax.tree.unflatten(jax.tree.structure(shapes), [arrays[key] for key in wanted])
 
 
-# What a writer tells when its parts are on disk: the step, which part holds each array, and the
-# SHA-256 of each file. Whoever hears it from all stages commits the checkpoint.
-Saved = Callable[[int, dict[str, str], dict[str, str]], None]
+# What a writer tells when its parts are on disk: the step, each array's dtype, shape and part, and
+# the SHA-256 of each file. Whoever hears it from all stages commits the checkpoint.
+Saved = Callable[[int, dict[str, dict[str, Any]], dict[str, str]], None]
 
 
 class Writer:
@@ -120,12 +166,15 @@ class Writer:
         """Starts to write the states of the writer's stages after `step` optimizer steps."""
         self.wait()
         path = manifest.begin(self._run_dir, step)
-        arrays: dict[str, str] = {}
+        arrays: dict[str, dict[str, Any]] = {}
         for stage, state, checkpointer in zip(
             self._stages, states, self._checkpointers, strict=True
         ):
             part, mine = manifest.part_name(stage.index), owned(stage, state)
-            arrays |= dict.fromkeys(mine, part)
+            arrays |= {
+                key: {"part": part, "dtype": str(x.dtype), "shape": list(x.shape)}
+                for key, x in mine.items()
+            }
             checkpointer.save(path / part, args=ocp.args.PyTreeSave(mine), force=True)
         self._pending = self._committer.submit(self._finish, path, step, arrays)
 
@@ -144,7 +193,7 @@ class Writer:
                 fix="free space or choose another run.dir, then resume from the last checkpoint",
             ) from error
 
-    def _finish(self, path: Path, step: int, arrays: dict[str, str]) -> None:
+    def _finish(self, path: Path, step: int, arrays: dict[str, dict[str, Any]]) -> None:
         for checkpointer in self._checkpointers:
             checkpointer.wait_until_finished()
         if jax.process_index() == 0:

@@ -6,7 +6,8 @@ half.
 """
 
 import functools
-from collections.abc import Iterator
+import warnings
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,7 +17,7 @@ import numpy as np
 
 from holmesjax import checkpoint, job as jobs, manifest
 from holmesjax.config import ModelConfig
-from holmesjax.data.tokenizer import BEGIN, encode
+from holmesjax.data.tokenizer import BEGIN, NUM_TOKENS, encode
 from holmesjax.errors import CheckpointError, ConfigError
 from holmesjax.models import gpt
 from holmesjax.models.gpt import Cache
@@ -53,8 +54,9 @@ def draw(logits_V: jax.Array, key: jax.Array, sampling: Sampling) -> jax.Array:
     """One token; a scalar int32.
 
     Temperature first, then top-k, then the smallest set of likeliest tokens whose probability
-    reaches top-p (Holtzman et al., arXiv:1904.09751).
+    reaches top-p (Holtzman et al., arXiv:1904.09751). Ids that pad the vocabulary are no tokens.
     """
+    logits_V = logits_V[:NUM_TOKENS]
     if sampling.temperature == 0:
         return jnp.argmax(logits_V).astype(jnp.int32)
     logits_V = logits_V / sampling.temperature
@@ -102,16 +104,18 @@ class Sampler:
     params: Params
 
     @classmethod
-    def load(cls, run_dir: str | Path) -> "Sampler":
-        """From the newest whole checkpoint of a run."""
+    def load(cls, run_dir: str | Path, warn: Callable[[str], None] = warnings.warn) -> "Sampler":
+        """From the newest whole checkpoint of a run, which is only read.
+
+        Args:
+          warn: takes what is wrong with newer ones.
+        """
         model = jobs.load_config(run_dir).model
-        found = manifest.find(run_dir)
-        if not found:
+        found = manifest.newest(run_dir, model, warn, set_aside=False)
+        if found is None:
             fix = "train it first: python -m launch train"
             raise CheckpointError(str(run_dir), "has no checkpoint", found="none", fix=fix)
-        manifest.verify(found[0])
-        manifest.check_model(found[0], model)
-        return cls(model=model, params=checkpoint.restore_params(found[0], model))
+        return cls(model=model, params=checkpoint.restore_params(found, model))
 
     def stream(self, prompt: str, max_tokens: int, sampling: Sampling) -> Iterator[str]:
         """The continuation, in pieces that are whole characters."""

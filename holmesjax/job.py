@@ -59,7 +59,7 @@ class Job:
         allocator = host_memory.allocator_for(self.device_kinds, own)
         return {**self.environment(own), **allocator}
 
-    def commit(self, step: int, arrays: dict[str, str], files: dict[str, str]) -> None:
+    def commit(self, step: int, arrays: dict[str, dict[str, Any]], files: dict[str, str]) -> None:
         """Makes a checkpoint of the parts that all stages have written after a step."""
         manifest.commit(
             self.run_dir,

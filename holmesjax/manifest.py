@@ -3,18 +3,20 @@
     checkpoints/step_00000100/part_0/     what stage 0 wrote
                               part_1/     what stage 1 wrote
                               manifest.json
+                step_00000200.damaged/        found damaged by the owner of the run: set aside
 
-The manifest says which part holds which array and has a SHA-256 of every file. It is written last:
-a folder without one is no checkpoint. Orbax restores a flipped payload bit without an error, so the
-hashes are checked first.
+The manifest says which part holds which array, with its dtype and shape, and has a SHA-256 of every
+file. It is written last: a folder without one is no checkpoint. Orbax restores a flipped payload
+bit without an error, so the hashes are checked first.
 """
 
 import dataclasses
 import hashlib
 import json
 import os
+import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,8 +24,9 @@ from typing import Any
 from holmesjax.config import ModelConfig, Moments
 from holmesjax.errors import CheckpointError
 
-FOLDER, MANIFEST, FORMAT = "checkpoints", "manifest.json", 2
+FOLDER, MANIFEST, FORMAT = "checkpoints", "manifest.json", 3
 PART = "part_"
+STEP = re.compile(r"step_(\d+)")  # what is set aside has another name
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,20 +41,28 @@ class Checkpoint:
 def find(run_dir: str | Path) -> list[Checkpoint]:
     """Finished checkpoints of a run, newest first."""
     found = []
-    folder = Path(run_dir).absolute() / FOLDER  # Orbax takes absolute paths only
-    for path in folder.glob("step_*/" + MANIFEST):
+    for step, path in _folders(run_dir):
+        if not (path / MANIFEST).exists():
+            continue
         try:
-            manifest = json.loads(path.read_text())
-            step = manifest["step"]
-        except (ValueError, KeyError, TypeError):
-            step, manifest = int(path.parent.name.removeprefix("step_")), {}
-        found.append(Checkpoint(path=path.parent, step=step, manifest=manifest))
+            content = json.loads((path / MANIFEST).read_text())
+        except (OSError, ValueError):
+            content = None
+        manifest = content if isinstance(content, dict) else {}
+        found.append(Checkpoint(path=path, step=step, manifest=manifest))
     return sorted(found, key=lambda checkpoint: -checkpoint.step)
+
+
+def _folders(run_dir: str | Path) -> list[tuple[int, Path]]:
+    """Folders of checkpoints, finished or not, with their steps."""
+    folder = Path(run_dir).absolute() / FOLDER  # Orbax takes absolute paths only
+    matches = [(STEP.fullmatch(path.name), path) for path in folder.glob("step_*")]
+    return [(int(match[1]), path) for match, path in matches if match and path.is_dir()]
 
 
 def verify(checkpoint: Checkpoint) -> None:
     """Raises unless every file is there with the bytes that were written."""
-    fix = f"delete {checkpoint.path} and resume: an older checkpoint is used"
+    fix = f"copy {checkpoint.path} back from elsewhere, or delete it: an older one is used"
     manifest = checkpoint.manifest
     if manifest.get("format") != FORMAT or manifest.get("sha256") != _manifest_sha256(manifest):
         raise CheckpointError(
@@ -60,11 +71,19 @@ def verify(checkpoint: Checkpoint) -> None:
             found=f"format {manifest.get('format')!r}, SHA-256 {manifest.get('sha256')!r}",
             fix=fix,
         )
+    if manifest["step"] != checkpoint.step:
+        problem = f"is damaged: it is a checkpoint after step {manifest['step']}"
+        raise CheckpointError(str(checkpoint.path), problem, found=checkpoint.path.name, fix=fix)
     for name, sha256 in manifest["files"].items():
         path = checkpoint.path / name
         if not path.is_file():
             raise CheckpointError(str(path), "is missing", found="no such file", fix=fix)
-        if (found := _sha256(path)) != sha256:
+        try:
+            found = _sha256(path)
+        except OSError as error:
+            problem = "is damaged: it cannot be read"
+            raise CheckpointError(str(path), problem, found=error.strerror, fix=fix) from None
+        if found != sha256:
             raise CheckpointError(
                 str(path), f"is damaged: its SHA-256 should be {sha256}", found=found, fix=fix
             )
@@ -85,23 +104,48 @@ def check_model(checkpoint: Checkpoint, model: ModelConfig) -> None:
 
 
 def newest(
-    run_dir: str | Path, model: ModelConfig, warn: Callable[[str], None]
+    run_dir: str | Path, model: ModelConfig, warn: Callable[[str], None], *, set_aside: bool
 ) -> Checkpoint | None:
     """The newest checkpoint that is whole; warns where a newer one is damaged.
 
-    Raises CheckpointError if all are damaged, or if it is of another model.
+    Args:
+      set_aside: whether to rename the damaged ones, so that they count no more; the run's owner
+        does, and nobody else.
+
+    Raises CheckpointError if all are damaged, or if it is of another model; nothing is renamed.
     """
-    for found in (all_found := find(run_dir)):
+    damaged: list[tuple[Checkpoint, CheckpointError]] = []
+    for found in find(run_dir):
         try:
             verify(found)
         except CheckpointError as error:
-            if found is all_found[-1]:
-                raise
-            warn(f"warning: {error}\nresuming from the checkpoint before it")
+            damaged.append((found, error))
             continue
         check_model(found, model)
+        for other, why in damaged:
+            lines = [f"warning: {why.where}: {why.problem}", f"  found: {why.found}"]
+            if set_aside:
+                lines.append(f"  it is set aside as {_set_aside(other.path)}")
+            warn("\n".join([*lines, f"  the checkpoint after step {found.step} is used instead"]))
         return found
+    if damaged:
+        raise damaged[0][1]
     return None
+
+
+def _set_aside(path: Path) -> Path:
+    """Renames the folder of a checkpoint so that `find` and `remove_unfinished` leave it alone."""
+    number, target = 1, path.with_name(f"{path.name}.damaged")
+    while target.exists():
+        number += 1
+        target = path.with_name(f"{path.name}.{number}.damaged")
+    try:
+        path.rename(target)
+    except OSError as error:
+        problem = "is damaged, and cannot be renamed so that it counts no more"
+        fix = "make the run folder writable"
+        raise CheckpointError(str(path), problem, found=error.strerror, fix=fix) from None
+    return target
 
 
 def folder_of(run_dir: str | Path, step: int) -> Path:
@@ -135,18 +179,18 @@ def commit(
     moments: Moments,
     plan_hash: str,
     keep: int,
-    arrays: dict[str, str],
+    arrays: Mapping[str, Mapping[str, Any]],
     files: dict[str, str],
 ) -> None:
-    """Makes a checkpoint of the parts that were written, and removes all but the `keep` newest.
+    """Makes a checkpoint of the parts that were written; removes older ones, so that `keep` stay.
 
     Args:
-      arrays: array -> name of the part that holds it.
+      arrays: array -> its dtype, its shape and the name of the part that holds it.
       files: what `hash_part` gave for each part.
     """
     path = folder_of(run_dir, step)
     for other in path.glob(PART + "*"):  # of another plan, which did not get this far
-        if other.name not in arrays.values():
+        if other.name not in {array["part"] for array in arrays.values()}:
             shutil.rmtree(other)
     manifest: dict[str, Any] = {
         "format": FORMAT,
@@ -159,14 +203,14 @@ def commit(
     }
     manifest["sha256"] = _manifest_sha256(manifest)
     _write_durably(path / MANIFEST, json.dumps(manifest, indent=1))
-    for old in find(run_dir)[keep:]:
+    for old in [found for found in find(run_dir) if found.step <= step][keep:]:
         (old.path / MANIFEST).unlink()  # first: a half-deleted folder is no checkpoint
         shutil.rmtree(old.path)
 
 
 def remove_unfinished(run_dir: str | Path) -> None:
     """Removes what a crash has left behind."""
-    for path in (Path(run_dir) / FOLDER).glob("step_*"):
+    for _, path in _folders(run_dir):
         if not (path / MANIFEST).exists():
             shutil.rmtree(path)
 

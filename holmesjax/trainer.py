@@ -60,7 +60,7 @@ class Trainer:
         """Trains to `train.steps`, from the newest checkpoint in the run folder if there is one."""
         config, plan = self.job.config, self.job.plan
         self._print(*self.job.describe())
-        start = manifest.newest(self.run_dir, config.model, self._print)
+        start = manifest.newest(self.run_dir, config.model, self._print, set_aside=True)
         done = start.step if start else 0
         if done >= config.train.steps:
             self.finished = True

@@ -264,7 +264,9 @@ class _Worker:
         [found] = [found for found in manifest.find(self._job.run_dir) if found.step == step]
         return checkpoint.restore(found, stages)
 
-    def _tell_saved(self, step: int, arrays: dict[str, str], files: dict[str, str]) -> None:
+    def _tell_saved(
+        self, step: int, arrays: dict[str, dict[str, Any]], files: dict[str, str]
+    ) -> None:
         self._member.tell("saved", step=step, arrays=arrays, files=files)
 
 

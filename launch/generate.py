@@ -10,7 +10,7 @@ def run(args: argparse.Namespace) -> int:
     sampling = Sampling(
         temperature=args.temperature, top_k=args.top_k, top_p=args.top_p, seed=args.seed
     )
-    sampler = Sampler.load(args.run_dir)
+    sampler = Sampler.load(args.run_dir, lambda text: print(text, file=sys.stderr))
     sys.stdout.write(args.prompt)
     for text in sampler.stream(args.prompt, args.max_tokens, sampling):
         sys.stdout.write(text)

@@ -47,7 +47,7 @@ class _Attempt:
     up: set[int] = field(default_factory=set)
     done: dict[int, int] = field(default_factory=dict)  # process -> steps
     exited: dict[int, int] = field(default_factory=dict)  # process -> status
-    parts: dict[int, dict[str, dict[str, str]]] = field(default_factory=dict)  # of checkpoints
+    parts: dict[int, dict[str, dict[str, Any]]] = field(default_factory=dict)  # of checkpoints
     output: deque[tuple[float, str]] = field(default_factory=deque)  # when it came, and the line
     num_saved: dict[int, int] = field(default_factory=dict)  # stages that wrote their part
     last: dict[int, deque[str]] = field(default_factory=dict)  # process -> its last lines
@@ -124,7 +124,7 @@ class Supervisor:
     def _attempt(self, restart: int) -> int:
         job, config = self._job, self._job.config
         say = lambda text: print(text, flush=True)
-        start = manifest.newest(job.run_dir, config.model, say)
+        start = manifest.newest(job.run_dir, config.model, say, set_aside=True)
         resume = start.step if start else 0
         if resume >= config.train.steps:
             print(*job.finished(resume), sep="\n", flush=True)

@@ -6,6 +6,7 @@ import json
 import jax
 import jax.numpy as jnp
 import numpy as np
+import orbax.checkpoint as ocp
 import pytest
 
 from holmesjax import checkpoint, manifest
@@ -143,7 +144,7 @@ def test_a_checkpoint_of_another_format_is_refused(tmp_path):
     content["sha256"] = manifest._manifest_sha256(content)
     (found.path / manifest.MANIFEST).write_text(json.dumps(content))
     [found] = manifest.find(tmp_path)
-    with pytest.raises(CheckpointError, match="is damaged, or not of format 2"):
+    with pytest.raises(CheckpointError, match="is damaged, or not of format 3"):
         manifest.verify(found)
 
 
@@ -198,6 +199,117 @@ def test_what_a_crash_leaves_behind_is_no_checkpoint(tmp_path):
     assert [found.step for found in manifest.find(tmp_path)] == [5]
     manifest.remove_unfinished(tmp_path)
     assert not unfinished.exists()
+
+
+def flip_a_byte(path):
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def damage(run_dir, step):
+    """Flips a byte of the largest file of a checkpoint."""
+    files = [p for p in manifest.folder_of(run_dir, step).rglob("*") if p.is_file()]
+    flip_a_byte(max(files, key=lambda path: path.stat().st_size))
+
+
+def folders(run_dir):
+    return sorted(path.name for path in (run_dir / manifest.FOLDER).iterdir())
+
+
+def resume(run_dir, model, **how):
+    """The step from which a run goes on, and what is said."""
+    said = []
+    found = manifest.newest(run_dir, model, said.append, **{"set_aside": True, **how})
+    manifest.remove_unfinished(run_dir)
+    return found and found.step, "\n".join(said)
+
+
+def test_a_damaged_checkpoint_is_set_aside_and_evicts_no_other(tmp_path):
+    model = make_model()
+    write(tmp_path, model, steps=(10, 20), keep=2)
+    for name in ("step_00000020.damaged", "step_00000020.2.damaged"):  # the second time, too
+        damage(tmp_path, 20)
+        step, said = resume(tmp_path, model)
+        assert step == 10
+        assert str(tmp_path / manifest.FOLDER / name) in said
+        assert name in folders(tmp_path)
+        # A new one, of a smaller number than the damaged one, stays; so does the one before.
+        write(tmp_path, model, steps=(15,), keep=1)
+        assert [found.step for found in manifest.find(tmp_path)] == [15]
+        write(tmp_path, model, steps=(10,), keep=2)
+        manifest.folder_of(tmp_path, 15).rename(manifest.folder_of(tmp_path, 20))
+        assert resume(tmp_path, model, set_aside=False)[0] == 10  # of step 15, in a folder of 20
+        write(tmp_path, model, steps=(20,), keep=2)  # the run has come to the same step again
+        assert [found.step for found in manifest.find(tmp_path)] == [20, 10]
+
+
+def test_a_reader_renames_nothing(tmp_path):
+    model = make_model()
+    write(tmp_path, model, steps=(10, 20))
+    damage(tmp_path, 20)
+    before = folders(tmp_path)
+    step, said = resume(tmp_path, model, set_aside=False)
+    assert step == 10
+    assert "is damaged" in said
+    assert folders(tmp_path) == before
+
+
+def test_where_no_checkpoint_is_whole_nothing_is_renamed_or_begun_anew(tmp_path):
+    model = make_model()
+    write(tmp_path, model, steps=(10, 20))
+    damage(tmp_path, 10)
+    damage(tmp_path, 20)
+    before = folders(tmp_path)
+    for _ in range(2):
+        with pytest.raises(CheckpointError, match="is damaged"):
+            resume(tmp_path, model)
+        assert folders(tmp_path) == before
+
+
+def test_what_is_newer_than_a_new_checkpoint_neither_counts_nor_goes(tmp_path):
+    model = make_model()
+    write(tmp_path, model, steps=(30, 10, 20), keep=2)
+    assert [found.step for found in manifest.find(tmp_path)] == [30, 20, 10]
+
+
+@pytest.mark.parametrize("other", [{"width": 64}, {"norm": "rms_norm"}, {"num_layers": 5}])
+def test_other_arrays_are_refused_before_any_is_read(tmp_path, other, monkeypatch):
+    """As if the settings were the same, and the code had changed what they mean."""
+    write(tmp_path, make_model())
+    [found] = manifest.find(tmp_path)
+    model = make_model(**other)
+    stages = make_stages(model, hand_made_plan((model.num_layers,), 2, 1))
+    monkeypatch.setattr(checkpoint, "_restore_tree", lambda *_: pytest.fail("something is read"))
+    saved, wanted = (
+        {key: f"{x.dtype}{list(x.shape)}".replace(" ", "") for key, x in arrays.items()}
+        for arrays in (found_arrays(found), checkpoint.flatten(stages[0].state_shapes))
+    )
+    differ = [key for key in saved | wanted if saved.get(key) != wanted.get(key)]
+    for read in (
+        lambda: checkpoint.restore(found, stages),
+        lambda: checkpoint.restore_params(found, model),
+    ):
+        with pytest.raises(CheckpointError) as error:
+            read()
+        told = [text for text in error.value.found.split(", ") if text.startswith(tuple(differ))]
+        assert len(told) == 3, error.value.found
+        for text in told:
+            key = text.split(" is ")[0]
+            assert text == (
+                f"{key} is {saved.get(key, 'missing')} "
+                f"(expected: {wanted.get(key, 'no such array')})"
+            )
+
+
+def found_arrays(found):
+    """Of a checkpoint, as Orbax says what is on disk."""
+    with ocp.PyTreeCheckpointer() as checkpointer:
+        return {
+            key: x
+            for part in found.path.glob("part_*")
+            for key, x in checkpointer.metadata(part).item_metadata.tree.items()
+        }
 
 
 def test_another_model_is_refused_with_the_fields(tmp_path):

@@ -1,15 +1,19 @@
 """Sampling with the cache equals running the whole model again for every token."""
 
+from types import SimpleNamespace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from holmesjax import checkpoint, job as jobs, manifest
 from holmesjax.data.tokenizer import BEGIN
 from holmesjax.errors import ConfigError
 from holmesjax.generate import Sampler, Sampling, draw, empty_caches, extend
 from holmesjax.models import gpt
 from holmesjax.plan import EMBED, HEAD, block_name
+from tests.test_checkpoint import damage, folders, write
 from tests.test_pipeline import VARIANTS, make_model
 
 GREEDY = Sampling(temperature=0.0)
@@ -90,6 +94,51 @@ def test_draws_follow_the_distribution(sampling, kept):
     got = frequencies(logits, sampling)
     assert np.all(got[want == 0] == 0)
     np.testing.assert_allclose(got, want, atol=0.032)
+
+
+@pytest.mark.parametrize(
+    "sampling, kept",
+    [
+        (Sampling(temperature=0.0), [77]),
+        (Sampling(temperature=1.0), [3, 77, 255]),
+        (Sampling(temperature=1.0, top_k=2), [3, 77]),
+        (Sampling(temperature=0.7, top_p=0.9), [3, 77]),  # 0.37 and 0.57, of the tokens alone
+    ],
+)
+def test_a_padded_vocabulary_changes_nothing(sampling, kept):
+    """Ids above a byte are likelier than all others, and are never drawn nor counted."""
+    logits = np.full(320, -100.0, np.float32)
+    logits[[3, 77, 255]] = [1.0, 1.3, -0.5]
+    logits[256:] = np.linspace(5.0, 9.0, 64)
+    want = np.zeros(320)
+    want[kept] = softmax(logits[kept] / (sampling.temperature or 1.0))
+    got = frequencies(logits, sampling)
+    assert np.all(got[want == 0] == 0)
+    np.testing.assert_allclose(got, want, atol=0.032)
+
+
+def test_a_model_of_more_ids_than_bytes_makes_text():
+    """Untrained, so that all 320 ids are about as likely: one of five draws would be no byte."""
+    model = make_model(vocab_size=320)
+    sampler = Sampler(model=model, params=gpt.init_params(model, 0))
+    tokens = list(sampler.tokens("x", 100, Sampling(temperature=1.0)))
+    assert max(tokens) < 256
+    assert "".join(sampler.stream("x", 100, Sampling(temperature=1.0))) is not None
+
+
+def test_a_damaged_checkpoint_gives_way_to_the_one_before(tmp_path, monkeypatch):
+    model = make_model()
+    write(tmp_path, model, steps=(1, 2))
+    damage(tmp_path, 2)
+    monkeypatch.setattr(jobs, "load_config", lambda _: SimpleNamespace(model=model))
+    said, before = [], folders(tmp_path)
+    sampler = Sampler.load(tmp_path, said.append)
+    assert "is damaged" in said[0]
+    assert folders(tmp_path) == before
+    [found] = [found for found in manifest.find(tmp_path) if found.step == 1]
+    wanted = checkpoint.flatten(checkpoint.restore_params(found, model))
+    for key, got in checkpoint.flatten(sampler.params).items():
+        np.testing.assert_array_equal(np.asarray(got), np.asarray(wanted[key]))
 
 
 def test_a_seed_repeats_and_another_differs():

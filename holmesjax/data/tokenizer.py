@@ -4,6 +4,7 @@ import numpy as np
 
 # Marks the begin of a document. No text file holds this byte.
 BEGIN = 0
+NUM_TOKENS = 256  # a model may have more ids, so that its vocabulary divides: they mean nothing
 
 
 def encode(text: str) -> np.ndarray:
