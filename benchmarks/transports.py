@@ -3,13 +3,12 @@
 What is timed goes from the source's call to an array that is ready at the target:
 
     tcp        `TcpTransport`: offer -> fetched and ready; expected before, as in training
-    transfer   the same of `TransferTransport`
     bare       `sendall` into `recv_into`, the least that Python can do: memory to memory, nothing
                else. Over one connection and over as many as tcp has; the faster of the two counts
     gloo       `ppermute` inside jit, both processes in one `jax.distributed` job
 
-The share of a transport is the time of the bare copy over its own. Bar: tcp >= 80% at 16 MiB. All
-of them take turns, so that what disturbs the machine disturbs all; times are medians, and the
+A share is the time of the bare copy over that of tcp or gloo. Bar: tcp >= 80% at 16 MiB. All of
+them take turns, so that what disturbs the machine disturbs all; times are medians, and the
 spread is the middle half over the median.
 """
 
@@ -35,13 +34,10 @@ from holmesjax.crossings import Crossing, Key
 from holmesjax.neighbours import Ports
 from holmesjax.plan import Axis, Plan, StagePlan
 from holmesjax.processes import make_processes
-from holmesjax.remote import RemoteTransport
 from holmesjax.tcp import TcpTransport
-from holmesjax.transfer import TransferTransport
 
 SIZES_BYTES = (64 << 10, 1 << 20, 16 << 20, 128 << 20)
 WARM_UP = 5
-TRANSPORTS = {"tcp": TcpTransport, "transfer": TransferTransport}
 BAR, BAR_BYTES = 0.8, 16 << 20
 TOPOLOGY = topologies.load(Path(__file__).parent.parent / "configs/topologies/ib_roce.yaml")
 ADDRESS = "127.0.0.1"
@@ -64,32 +60,24 @@ def serve(
     control = wire.Connection(control_sock, {})
     with wire.listen(ADDRESS) as probe:
         coordinator = wire.address_of(probe)[1]
-    ports = {name: Ports.open({"ethernet": [ADDRESS]}) for name in TRANSPORTS}
-    books = {name: opened.book for name, opened in ports.items()}
-    mine = {"coordinator": coordinator, "books": books}
+    ports = Ports.open({"ethernet": [ADDRESS]})
+    mine = {"coordinator": coordinator, "book": ports.book}
     control.send(mine)
     ends = [mine, control.receive()][:: 1 if number == 0 else -1]
     jax.distributed.initialize(f"{ADDRESS}:{ends[0]['coordinator']}", 2, number)
-    transports = {
-        name: _transport(name, number, sizes, opened, [end["books"][name] for end in ends], streams)
-        for name, opened in ports.items()
-    }
+    transport = _transport(number, sizes, ports, [end["book"] for end in ends], streams)
     found = {}
     with ThreadPoolExecutor(streams) as pool:
         for size in sizes:
             x = jax.device_put(np.ones(size // 4, np.float32), jax.local_devices()[0])
             turns = {
-                **{
-                    name: _offer_or_fetch(number, transport, x, WARM_UP + rounds)
-                    for name, transport in transports.items()
-                },
+                "tcp": _offer_or_fetch(number, transport, x, WARM_UP + rounds),
                 "bare, 1 stream": _bare(number, socks[:1], pool, x),
                 f"bare, {streams} streams": _bare(number, socks, pool, x),
                 "gloo": _gloo(x),
             }
             found[size] = _take_turns(number, control, turns, rounds)
-    for transport in transports.values():
-        transport.close()
+    transport.close()
     jax.distributed.shutdown()
     return found
 
@@ -128,8 +116,8 @@ def _take_turns(
 
 
 def _transport(
-    name: str, number: int, sizes: Sequence[int], ports: Ports, book: Sequence[Any], streams: int
-) -> RemoteTransport:
+    number: int, sizes: Sequence[int], ports: Ports, book: Sequence[Any], streams: int
+) -> TcpTransport:
     """Between two stages of one device each, in two clusters."""
     stages = tuple(
         StagePlan(
@@ -171,7 +159,7 @@ def _transport(
         for size in sizes
     )
     processes = make_processes(plan, TOPOLOGY, "node")
-    return TRANSPORTS[name](
+    return TcpTransport(
         me=processes[number],
         processes=processes,
         plan=plan,
@@ -189,7 +177,7 @@ def _transport(
     )
 
 
-def _offer_or_fetch(number: int, transport: RemoteTransport, x: jax.Array, count: int) -> Turn:
+def _offer_or_fetch(number: int, transport: TcpTransport, x: jax.Array, count: int) -> Turn:
     keys = [Key(str(x.nbytes), 0, i) for i in range(count)]
     left = iter(keys)
     if number == 0:
@@ -232,7 +220,7 @@ def _gloo(x: jax.Array) -> Turn:
 def measure(
     sizes: Sequence[int] = SIZES_BYTES, rounds: int = 21, streams: int = 4
 ) -> dict[str, Result]:
-    """For each size: milliseconds, bandwidth and share of the bare copy of every transport."""
+    """For each size: milliseconds, bandwidth and share of the bare copy, of each way."""
     with wire.listen(ADDRESS) as probe:
         port = wire.address_of(probe)[1]
     command = [sys.executable, "-m", "benchmarks.transports", "--port", str(port)]

@@ -174,7 +174,6 @@ class DistributedConfig:
     """The processes of a run with a launcher, and how long they wait for each other."""
 
     processes: Literal["node", "device"] = "node"  # one of every stage's processes for each
-    transport: Literal["tcp", "transfer"] = "tcp"  # moves boundaries; transfer: in trusted networks
     streams: Streams = 4  # connections between two processes
     port: Port = 0  # of the first stage's coordinator, then one for each stage; 0: free ones
     heartbeat_timeout_s: Positive = 60.0  # until the end of a job that has lost a process or link
@@ -225,6 +224,7 @@ class Config:
 
 
 SECTIONS = tuple(field.name for field in dataclasses.fields(Config) if field.name != "topology")
+GONE = {"distributed.transport": "delete it: boundaries always travel over TCP"}
 
 
 def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
@@ -233,7 +233,7 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     Raises `Mistakes` with every mistake of the file and of the overrides at once.
     """
     document = yaml_files.read(path, ConfigError, overrides)
-    known, mistakes = schema.read(Config, document)
+    known, mistakes = schema.read(Config, document, GONE)
     for mistake in _mistakes(schema.known_values(known)):
         keys = tuple(mistake.where.split("."))
         mistakes.append(

@@ -7,8 +7,7 @@ a CRC of ours would cost more than copying the bytes.
 
     PING   the sender is alive; sent where nothing else was for a quarter of the silence allowed
     PULL   asks for a piece
-    DATA   a part of it, on whichever connection is free; without payload where another way takes it
-    GOT    it has come that other way
+    DATA   a part of it, on whichever connection is free
     BYE    the sender wants and gives nothing more; answered by BYE, then the connection is closed
 """
 
@@ -37,7 +36,6 @@ class Kind(enum.IntEnum):
     PULL = 2
     DATA = 3
     BYE = 4
-    GOT = 5
 
 
 class Frame(NamedTuple):
@@ -78,9 +76,6 @@ class Handler(Protocol):
 
     def sent(self, channel: "Channel", frame: Frame) -> None:
         """A DATA frame is out, and its memory is free."""
-
-    def got(self, channel: "Channel", frame: Frame) -> None:
-        """The other end has a piece. Raises ViolationError if it cannot."""
 
     def left(self, channel: "Channel") -> None:
         """The other end said goodbye."""
@@ -200,8 +195,6 @@ class Channel:
                 _move(self._hear, buffers)
                 self._is_in_payload = False
                 self._handler.landed(self, frame)
-            elif frame.kind is Kind.GOT:
-                self._handler.got(self, frame)
             elif frame.kind is Kind.BYE:
                 self.has_left = True
                 self._handler.left(self)

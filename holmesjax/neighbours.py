@@ -58,7 +58,6 @@ def meet(
     book: Sequence[Book],
     key: bytes,
     about: Mapping[str, Any],
-    tells: Mapping[str, Any],
     digests: Mapping[int, str],
     streams: int,
     timeout_s: float,
@@ -72,7 +71,6 @@ def meet(
       book: where each process does, by its number.
       key: of the job.
       about: what must be equal everywhere, by name.
-      tells: what else to put into the hello.
       digests: for each process that something is shared with, of what is shared.
       streams: connections with each of them.
       timeout_s: for all of it.
@@ -82,7 +80,7 @@ def meet(
       PeerError: a process does not come.
       RefusedError: it does, and something differs; the message has both values.
     """
-    _Meeting(me, processes, about, tells, digests, streams, enter).hold(
+    _Meeting(me, processes, about, digests, streams, enter).hold(
         topology, ports, book, key, timeout_s
     )
 
@@ -95,13 +93,12 @@ class _Meeting:
         me: Process,
         processes: Sequence[Process],
         about: Mapping[str, Any],
-        tells: Mapping[str, Any],
         digests: Mapping[int, str],
         streams: int,
         enter: Callable[[int, int, wire.Connection], None],
     ):
         self._me, self._processes, self._digests = me, processes, digests
-        self._about, self._tells = {**about, "streams": streams}, tells
+        self._about = {**about, "streams": streams}
         self._streams, self._enter_connection = streams, enter
         self._present: set[tuple[int, int]] = set()  # process and stream
         self._refused: dict[int, str] = {}
@@ -117,7 +114,6 @@ class _Meeting:
     ) -> None:
         me, deadline_s = self._me, time.monotonic() + timeout_s
         hello = {
-            **self._tells,
             "process": me.number,
             "about": self._about,
             "digests": {str(other): digest for other, digest in self._digests.items()},

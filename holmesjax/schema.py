@@ -10,7 +10,7 @@ import difflib
 import functools
 import math
 import types
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from pydantic import TypeAdapter, ValidationError
@@ -86,9 +86,14 @@ def near(name: object, choices: Sequence[str]) -> str:
     return f"did you mean {close[0]!r}?" if close else f"choose from: {', '.join(choices)}"
 
 
-def read(cls: type, document: Document) -> tuple[Known, list[HolmesError]]:
-    """The values of a document that fit `cls`, and all mistakes, with those of the file first."""
-    reader = _Reader(cls, document)
+def read(
+    cls: type, document: Document, gone: Mapping[str, str] = types.MappingProxyType({})
+) -> tuple[Known, list[HolmesError]]:
+    """The values of a document that fit `cls`, and all mistakes, with those of the file first.
+
+    `gone` has settings of earlier versions, by their dotted names, and what to do instead.
+    """
+    reader = _Reader(cls, document, gone)
     known = reader.section(cls, document.values, ())
     return known, [*document.mistakes, *reader.mistakes]
 
@@ -106,8 +111,8 @@ def _adapter(hint: Any) -> TypeAdapter[Any]:
 class _Reader:
     """One pass over a document."""
 
-    def __init__(self, root: type, document: Document):
-        self.root, self.document = root, document
+    def __init__(self, root: type, document: Document, gone: Mapping[str, str]):
+        self.root, self.document, self.gone = root, document, gone
         self.mistakes: list[HolmesError] = []
 
     def refuse(self, keys: Keys, problem: str, *, found: object, fix: str) -> None:
@@ -121,8 +126,11 @@ class _Reader:
             return Known(cls, {})
         given = value or {}
         for key in [key for key in given if key not in _hints(cls)]:
-            fix = self.suggestion(cls, key)
-            self.refuse((*keys, key), "no such setting", found=key, fix=fix)
+            if (where := dotted((*keys, key))) in self.gone:
+                problem, found, fix = "no longer a setting", shown(given[key]), self.gone[where]
+            else:
+                problem, found, fix = "no such setting", key, self.suggestion(cls, key)
+            self.refuse((*keys, key), problem, found=found, fix=fix)
         values = {}
         for field in dataclasses.fields(cls):
             below = (*keys, field.name)

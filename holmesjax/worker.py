@@ -36,9 +36,6 @@ from holmesjax.session import Session, make_stages, read_batches
 from holmesjax.stage import Stage
 from holmesjax.tcp import TcpTransport
 from holmesjax.timeline import Clock
-from holmesjax.transfer import TransferTransport
-
-TRANSPORTS = {"tcp": TcpTransport, "transfer": TransferTransport}
 
 
 class _Agreement:
@@ -233,7 +230,7 @@ class _Worker:
             return runner
         programs = compile_stages(stages)
         self._member.status("was connecting to its neighbours")
-        transport = TRANSPORTS[self._config.transport](
+        transport = TcpTransport(
             me=self._me,
             processes=self._processes,
             plan=self._job.plan,

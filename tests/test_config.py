@@ -105,6 +105,7 @@ BAD_VALUES = [
     ),
     ("train.learning_rat=1", "no such setting", "learning_rat", "in section 'optimizer'?"),
     ("log.zzz=1", "no such setting", "zzz", "choose from: tensorboard, wandb"),
+    ("distributed.transport=tcp", "no longer a setting", "tcp", "delete it: boundaries always"),
     ("train.steps='12'", "must be a whole number", "the text '12'", "write 12 without quotes"),
     ("train.steps=1e3", "must be a whole number", "1000.0", "write 1000"),
     ("train.steps=2.5", "must be a whole number", "2.5", "write a number such as 8"),

@@ -69,11 +69,3 @@ def test_ten_steps_are_those_of_one_device(tmp_path, name):
         assert job.end(120) == 0, job.output
     got = losses_of(tmp_path / "run")
     np.testing.assert_allclose(got, plain_losses("tied" in name), rtol=RTOL)
-
-
-def test_either_transport_gives_the_same_bits(tmp_path):
-    for kind in ("tcp", "transfer"):
-        run_file = write_run(tmp_path, {"a": (1, 1), "b": (1,)}, name=kind)
-        with RunningJob(run_file, "--launcher", "local", f"distributed.transport={kind}") as job:
-            assert job.end(120) == 0, job.output
-    assert losses_of(tmp_path / "tcp") == losses_of(tmp_path / "transfer")

@@ -78,11 +78,10 @@ LAYERS = [
     ["holmesjax.data.corpus"],
     ["holmesjax.data.batches"],
     ["holmesjax.stage"],
-    ["holmesjax.programs", "holmesjax.remote", "holmesjax.speeds"],
+    ["holmesjax.programs", "holmesjax.ends", "holmesjax.speeds"],
     [
         "holmesjax.transport",
         "holmesjax.tcp",
-        "holmesjax.transfer",
         "holmesjax.timeline",
         "holmesjax.trace",
         "holmesjax.metrics",

@@ -20,7 +20,7 @@ from holmesjax.errors import HolmesError, PeerError, RefusedError
 from holmesjax.frames import Channel, Frame, Kind
 from holmesjax.host_memory import Pool, runs_of
 from holmesjax.neighbours import Ports
-from holmesjax.remote import PREFETCH
+from holmesjax.tcp import PREFETCH
 from tests.two_stages import (
     KEY,
     addresses,
@@ -403,7 +403,7 @@ class Impostor:
         other = {name: [("127.0.0.1", 1)] for name in self._ports.book}
         opened = threading.Thread(target=self._open, args=([other, self._ports.book],))
         opened.start()
-        about = {"plan hash": PLAN.hash(), "restart": 0, "jax": jax.__version__, "transport": "tcp"}
+        about = {"plan hash": PLAN.hash(), "restart": 0, "jax": jax.__version__}
         hello = {
             "process": 0,
             "stream": 0,

@@ -1,6 +1,5 @@
 """The contract of every transport: what is fetched is what was offered, however it is laid out."""
 
-import functools
 import itertools
 
 import jax
@@ -40,7 +39,6 @@ def open_local(plan, crossings):
 TRANSPORTS = {
     "local": open_local,
     "tcp": start_pair,
-    "transfer": functools.partial(start_pair, kind="transfer"),
 }
 
 

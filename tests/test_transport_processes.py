@@ -15,7 +15,7 @@ import pytest
 from holmesjax.crossings import Key
 from holmesjax.errors import PeerError
 from holmesjax.neighbours import Ports
-from tests.two_stages import TRANSPORTS, addresses, make_crossing, make_plan, start
+from tests.two_stages import addresses, make_crossing, make_plan, start
 
 ROOT = Path(__file__).parent.parent
 
@@ -80,11 +80,6 @@ def settings(**changes):
     } | changes
 
 
-@pytest.fixture(params=TRANSPORTS)
-def kind(request):
-    return request.param
-
-
 @pytest.mark.parametrize(
     "specs",
     [
@@ -93,12 +88,12 @@ def kind(request):
         pytest.param([[[], ["data"]], [[], ["tensor"]]], id="other dims"),
     ],
 )
-def test_two_processes_and_one(children, kind, specs):
+def test_two_processes_and_one(children, specs):
     """Four devices in two processes, two in one; and back, where replicas are put together again.
 
     The stage with the two gets every byte once: what it received is the array, not two.
     """
-    about = settings(meshes=[[4, 1], [1, 2]], devices=[2, 2, 2], specs=specs, steps=4, kind=kind)
+    about = settings(meshes=[[4, 1], [1, 2]], devices=[2, 2, 2], specs=specs, steps=4)
     found = children(range(3), about)
     others = [child.says("book") for child in found]
     for child in found:
@@ -113,12 +108,12 @@ def test_two_processes_and_one(children, kind, specs):
 
 
 @pytest.fixture
-def start_partner(children, kind):
+def start_partner(children):
     """The second stage here, the first in another process that waits for it."""
     opened = []
 
     def start_it(**changes):
-        about = settings(steps=1000, heartbeat_timeout_s=1.0, kind=kind, **changes)
+        about = settings(steps=1000, heartbeat_timeout_s=1.0, **changes)
         [child] = children([0], about)
         theirs = child.says("book")
         ports = Ports.open(addresses())
@@ -132,7 +127,6 @@ def start_partner(children, kind):
                 [make_crossing("F0", shape), make_crossing("B1", shape, back=True)],
                 ports,
                 [theirs["book"], ports.book],
-                kind=kind,
                 heartbeat_timeout_s=1.0,
                 on_failure=failures.append,
             )
@@ -193,7 +187,7 @@ def test_a_stopped_process_is_silent(partner):
 @pytest.mark.parametrize(
     "number, problem",
     [
-        (signal.SIGKILL, "the connection was lost|could not pull"),
+        (signal.SIGKILL, "the connection was lost"),
         (signal.SIGSTOP, "silent for 1 s"),
     ],
 )
@@ -201,10 +195,7 @@ def test_a_process_that_fails_in_the_middle_of_an_array(start_partner, number, p
     process, transport, failures = start_partner(shape=[1 << 12, 1 << 12])  # 64 MiB
     start_s = time.monotonic()
     transport.expect([Key("F0", 0, 0), Key("F0", 1, 0)])
-    while not (
-        any(channel.payload_s > start_s for channel in transport._peer_of)
-        or getattr(transport, "_pulled", None)  # JAX does not tell what has come of it
-    ):
+    while not any(channel.payload_s > start_s for channel in transport._peer_of):
         time.sleep(0.001)
     process.send_signal(number)
     error, took_s = fail(transport, Key("F0", 1, 0), failures)

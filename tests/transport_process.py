@@ -68,7 +68,6 @@ def main(number, about):
             [other["book"] for other in others],
             processes=processes,
             mesh=mesh,
-            kind=about["kind"],
             heartbeat_timeout_s=about["heartbeat_timeout_s"],
             on_failure=failed,
         )

@@ -14,12 +14,10 @@ from holmesjax.neighbours import Ports
 from holmesjax.plan import Axis, Plan, StagePlan
 from holmesjax.processes import make_processes
 from holmesjax.tcp import TcpTransport
-from holmesjax.transfer import TransferTransport
 
 TOPOLOGY = topologies.load(Path(__file__).parent.parent / "configs/topologies/ib_roce.yaml")
 CLUSTERS = ("ib", "roce")
 KEY = bytes(range(32))
-TRANSPORTS = {"tcp": TcpTransport, "transfer": TransferTransport}
 
 
 def make_plan(*meshes):
@@ -92,7 +90,7 @@ def addresses(*found):
     return {name: found or ("127.0.0.1",) for name in ("ethernet", "infiniband", "roce")}
 
 
-def start(number, plan, crossings, ports, book, kind="tcp", processes=None, mesh=None, **changes):
+def start(number, plan, crossings, ports, book, processes=None, mesh=None, **changes):
     """The transport of one process."""
     processes = processes or whole_stages(plan)
     me = processes[number]
@@ -104,7 +102,7 @@ def start(number, plan, crossings, ports, book, kind="tcp", processes=None, mesh
         "pull_timeout_s": 20.0,
         "start_timeout_s": 20.0,
     }
-    return TRANSPORTS[kind](
+    return TcpTransport(
         me=me,
         processes=processes,
         plan=plan,
