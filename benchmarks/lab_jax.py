@@ -60,7 +60,7 @@ def main() -> None:
 
     batches, each = read_batches(config), config.train.global_batch // NUM_NODES
     for i in range(config.train.steps):
-        inputs = model_inputs(batches.train(i))
+        inputs = model_inputs(batches.train(i * batches.global_batch))
         batch = {
             name: jax.make_array_from_process_local_data(
                 cut_batch, inputs[name][int(rank) * each :][:each]

@@ -116,7 +116,7 @@ def main() -> None:
 
     batches, each = read_batches(config), config.train.global_batch // num_replicas
     for i in range(config.train.steps):
-        inputs = model_inputs(batches.train(i))
+        inputs = model_inputs(batches.train(i * batches.global_batch))
         own = (inputs[n][replica * each :][:each] for n in ("token_BL", "target_BL"))
         loss = step(*(torch.from_numpy(x).long() for x in own))
         tell_step(loss)

@@ -1,8 +1,8 @@
 """The steps of one process: the loop of training, whichever stages live here.
 
 The loop dispatches step n + 1 before it reads the numbers of step n, so the devices never wait for
-the host. All state is in `states`; the batch of a step is a function of the step alone, so a run
-that resumes goes on exactly as if it had never stopped.
+the host. All state is in `states`; a step's batch is a function of the sequences consumed before
+it, so a run that resumes goes on exactly as if it had never stopped.
 """
 
 import math
@@ -99,7 +99,7 @@ class Session:
         while done < steps and not self.is_stopping():
             self.starting(done + 1)
             timeline = self.clock.timeline()
-            inputs = model_inputs(self.batches.train(done))
+            inputs = model_inputs(self.batches.train(done * self.config.train.global_batch))
             states, metrics = self.runner.train_step(states, inputs, timeline)
             done += 1
             if unread:

@@ -1,4 +1,4 @@
-"""The data is a function of (seed, step), and every byte of the corpus is used once an epoch."""
+"""The data is a function of (seed, sequences consumed); each byte comes once an epoch."""
 
 import numpy as np
 import pytest
@@ -6,7 +6,7 @@ from hypothesis import given, strategies as st
 
 from holmesjax.config import DataConfig
 from holmesjax.data import corpus
-from holmesjax.data.batches import Batches, Windows, model_inputs
+from holmesjax.data.batches import Batches, model_inputs, windows_of
 from holmesjax.data.corpus import Corpus
 from holmesjax.data.tokenizer import BEGIN, decode, encode
 from holmesjax.errors import DataError
@@ -25,51 +25,45 @@ def make_batches(seed=0, global_batch=4, length=16, **changes):
     return Batches(**{**sizes, "seed": seed, "global_batch": global_batch, **changes})
 
 
-def test_windows_are_slices_of_the_corpus():
-    tokens = np.arange(100, dtype=np.uint8)
-    windows = Windows(tokens, 16)
-    assert len(windows) == 6  # the last window needs its target: 6 * 16 + 1 <= 100
-    for i in range(6):
-        np.testing.assert_array_equal(windows[i], tokens[i * 16 : i * 16 + 17])
+@pytest.mark.parametrize("size", [0, 1, 16, 17, 32, 33, 97, 100])
+def test_windows_are_slices_of_the_corpus(size):
+    tokens = np.arange(size, dtype=np.uint8)
+    want = [tokens[i : i + 17] for i in range(0, size - 16, 16)]  # each with its last target
+    np.testing.assert_array_equal(windows_of(tokens, 16), np.reshape(want, (-1, 17)))
 
 
-def test_an_epoch_visits_every_window_once_and_the_next_in_another_order():
+def test_every_epoch_visits_every_window_once_in_an_order_of_its_own():
+    batches = make_batches(global_batch=7)  # does not divide the 624 windows: batches span epochs
+    want = sorted(row.tobytes() for row in windows_of(batches.corpus.train, 16))
+    rows = [row.tobytes() for i in range(0, 2 * len(want) + 7, 7) for row in batches.train(i)]
+    first, second = rows[: len(want)], rows[len(want) : 2 * len(want)]
+    assert sorted(first) == want == sorted(second)
+    assert sum(a == b for a, b in zip(first, second, strict=True)) < 10
+
+
+def test_an_epoch_of_one_seed_is_no_epoch_of_another():
+    batches = [make_batches(seed=seed, num_validation=0, global_batch=600) for seed in (0, 1)]
+    assert not np.array_equal(batches[0].train(624), batches[1].train(0))
+
+
+def test_a_batch_is_the_same_whenever_and_wherever_it_is_asked_for():
+    forwards = [make_batches().train(first) for first in range(0, 20, 4)]
     batches = make_batches()
-    windows = Windows(batches.corpus.train, 16)
-    per_epoch = len(windows) // 4
-    want = {windows[i].tobytes() for i in range(len(windows))}
-    epochs = [
-        [
-            row.tobytes()
-            for step in range(e * per_epoch, (e + 1) * per_epoch)
-            for row in batches.train(step)
-        ]
-        for e in range(2)
-    ]
-    assert len(want) == len(windows)
-    assert set(epochs[0]) <= want
-    assert len(set(epochs[0])) == len(epochs[0])
-    assert epochs[0] != epochs[1]
-
-
-def test_a_step_has_the_same_batch_whenever_it_is_asked_for():
-    forwards = [make_batches().train(step) for step in range(5)]
-    batches = make_batches()
-    backwards = [batches.train(step) for step in reversed(range(5))][::-1]
+    backwards = [batches.train(first) for first in reversed(range(0, 20, 4))][::-1]
     np.testing.assert_array_equal(forwards, backwards)
     assert not np.array_equal(forwards[0], make_batches(seed=1).train(0))
 
 
-def test_a_larger_batch_holds_the_same_sequences_in_the_same_order():
-    small, large = make_batches(global_batch=2), make_batches(global_batch=4)
-    np.testing.assert_array_equal(large.train(1), np.concatenate([small.train(2), small.train(3)]))
+def test_another_batch_size_reads_on_where_the_last_one_stopped():
+    rows = [make_batches(global_batch=b).train(first) for b, first in [(2, 0), (4, 2), (3, 6)]]
+    np.testing.assert_array_equal(np.concatenate(rows), make_batches(global_batch=9).train(0))
 
 
 def test_validation_does_not_depend_on_the_seed_and_never_trains():
     one, other = make_batches(seed=1), make_batches(seed=2)
     for i in range(3):
         np.testing.assert_array_equal(one.validation(i), other.validation(i))
-    trained = {row.tobytes() for step in range(150) for row in one.train(step)}
+    trained = {row.tobytes() for i in range(0, 600, 4) for row in one.train(i)}
     held = {row.tobytes() for i in range(3) for row in one.validation(i)}
     assert len(held) == 12
     assert trained.isdisjoint(held)

@@ -49,7 +49,8 @@ def plain_losses(tied: bool) -> list[float]:
     loss_and_gradient = jax.jit(jax.value_and_grad(plain_loss), static_argnums=1)
     losses = []
     for step in range(config.train.steps):
-        loss, gradient = loss_and_gradient(params, model, model_inputs(batches.train(step)))
+        inputs = model_inputs(batches.train(step * batches.global_batch))
+        loss, gradient = loss_and_gradient(params, model, inputs)
         gradient, _ = clip.update(gradient, clip.init(params))
         updates, opt_state = optimizer.update(gradient, opt_state, params)
         params = optax.apply_updates(params, updates)

@@ -74,7 +74,12 @@ LAYERS = [
         "holmesjax.compat",
     ],
     ["holmesjax.sharding", "holmesjax.collectives"],
-    ["holmesjax.models.gpt", "holmesjax.optimizer", "holmesjax.data.tokenizer"],
+    [
+        "holmesjax.models.gpt",
+        "holmesjax.optimizer",
+        "holmesjax.data.tokenizer",
+        "holmesjax.data.permutation",
+    ],
     ["holmesjax.data.corpus"],
     ["holmesjax.data.batches"],
     ["holmesjax.stage"],
@@ -110,7 +115,7 @@ LAYERS = [
 ]
 ROW = {module: row for row, modules in enumerate(LAYERS) for module in modules}
 WITHOUT_JAX = ROW["holmesjax.agent"]  # a plan can be made on any laptop
-OUTSIDE = {"jax", "jaxlib", "flax", "optax", "orbax", "chex", "tensorstore", "grain"}
+OUTSIDE = {"jax", "jaxlib", "flax", "optax", "orbax", "chex", "tensorstore"}
 
 
 def all_imports(module: str) -> set[str]:

@@ -1,77 +1,73 @@
-"""Batches of token sequences as a function of (seed, step), whatever the plan.
+"""Batches of token sequences as a function of (seed, sequences consumed), whatever the plan.
 
-Dims: B sequences of a batch, L tokens of a sequence. The corpus is cut into windows of L + 1 bytes,
-the last of which is the first of the next window: the target of the last token. Each epoch visits
-every window once, in an order of its own.
+Dims: B sequences of a batch, L tokens of a sequence, W windows. The corpus is cut into windows of
+L + 1 bytes, the last of which is the first of the next window: the target of the last token. Each
+epoch visits every window once, in an order of its own.
 """
 
-from dataclasses import dataclass, field
-from typing import SupportsIndex
+from dataclasses import dataclass
 
-import grain
 import numpy as np
 
 from holmesjax.data.corpus import Corpus
+from holmesjax.data.permutation import permute, round_keys
 from holmesjax.data.tokenizer import BEGIN
 from holmesjax.errors import DataError
 
 
-@dataclass(frozen=True)
-class Windows:
-    """Random access to the windows of a token array."""
-
-    tokens: np.ndarray
-    length: int  # L
-
-    def __len__(self) -> int:
-        return max(len(self.tokens) - 1, 0) // self.length
-
-    def __getitem__(self, index: SupportsIndex) -> np.ndarray:
-        start = index.__index__() * self.length
-        return self.tokens[start : start + self.length + 1]
-
-
 @dataclass(frozen=True, kw_only=True)
 class Batches:
-    """The batches of a run; `train(step)` and `validation(i)` give rows of L + 1 tokens, uint8."""
+    """The batches of a run; `train` and `validation` give rows of L + 1 tokens, uint8."""
 
     corpus: Corpus
     seed: int
     global_batch: int  # B
     length: int  # L
     num_validation: int  # batches
-    _train: grain.MapDataset = field(init=False)
-    _validation: grain.MapDataset = field(init=False)
 
     def __post_init__(self) -> None:
-        train = self._dataset(self.corpus.train, "training", 1).seed(self.seed).shuffle().repeat()
-        object.__setattr__(self, "_train", train.batch(self.global_batch))
-        if self.num_validation:
-            held = self._dataset(self.corpus.validation, "validation", self.num_validation)
-            held = held.seed(0).shuffle()  # the same sequences for every run
-            object.__setattr__(self, "_validation", held.batch(self.global_batch))
+        self._check_size(self.corpus.train, "training", 1)
+        self._check_size(self.corpus.validation, "validation", self.num_validation)
 
-    def train(self, step: int) -> np.ndarray:
-        """Rows of step 0, 1, ...; [B, L + 1]."""
-        return self._train[step]
+    def train(self, first_sequence: int) -> np.ndarray:
+        """Rows of the step before which that many sequences were consumed; [B, L + 1]."""
+        windows = windows_of(self.corpus.train, self.length)
+        sequence = first_sequence + np.arange(self.global_batch)
+        epoch, index = np.divmod(sequence, len(windows))
+        order = [
+            permute(index[epoch == e], len(windows), round_keys(self.seed, stream=int(e)))
+            for e in np.unique(epoch)
+        ]
+        return windows[np.concatenate(order)]
 
     def validation(self, index: int) -> np.ndarray:
-        """Rows of validation batch 0, ..., num_validation - 1; [B, L + 1]."""
+        """Rows of validation batch 0, ..., num_validation - 1, for all seeds alike; [B, L + 1]."""
         assert index < self.num_validation
-        return self._validation[index]
+        windows = windows_of(self.corpus.validation, self.length)
+        sequence = index * self.global_batch + np.arange(self.global_batch)
+        return windows[permute(sequence, len(windows), round_keys(0))]
 
-    def _dataset(self, tokens: np.ndarray, name: str, num_batches: int) -> grain.MapDataset:
-        windows = Windows(tokens, self.length)
+    def _check_size(self, tokens: np.ndarray, name: str, num_batches: int) -> None:
         needed = num_batches * self.global_batch
-        if len(windows) < needed:
+        if len(windows_of(tokens, self.length)) < needed:
             raise DataError(
                 "data.corpus",
                 f"the {name} split is too small: {num_batches} batches of {self.global_batch} "
-                f"sequences of {self.length} tokens need {needed * self.length} bytes",
+                f"sequences of {self.length} tokens need {needed * self.length + 1} bytes",
                 found=f"{len(tokens)} bytes",
                 fix="use more files, a smaller train.global_batch, or fewer train.eval_batches",
             )
-        return grain.MapDataset.source(windows)
+
+
+def windows_of(tokens: np.ndarray, length: int) -> np.ndarray:
+    """All windows of an array of tokens, a view; [W, L + 1].
+
+    >>> windows_of(np.arange(8), 3).tolist()
+    [[0, 1, 2, 3], [3, 4, 5, 6]]
+    """
+    if len(tokens) <= length:
+        return np.empty((0, length + 1), tokens.dtype)
+    return np.lib.stride_tricks.sliding_window_view(tokens, length + 1)[::length]
 
 
 def model_inputs(rows: np.ndarray) -> dict[str, np.ndarray]:
