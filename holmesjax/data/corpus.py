@@ -1,7 +1,13 @@
-"""Corpora: the files of a run, split for validation by file, as one array of bytes each."""
+"""Corpora: the files of a run, split for validation by file, as one array of bytes each.
+
+Every process of a job reads its own copy. Digests say whether the copies agree: of each file, made
+while it is read, and of each split.
+"""
 
 import hashlib
 import os
+import platform
+import sys
 import sysconfig
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -14,8 +20,12 @@ from holmesjax.data.tokenizer import BEGIN
 from holmesjax.errors import DataError
 
 PYTHON_STDLIB = "python-stdlib"
-# Installed packages are no part of it, and Debian ships its tests apart.
-NOT_STDLIB = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
+# Left out, since not every distribution of a release has them, or has them in the same place.
+APART = {
+    *("distutils", "ensurepip", "idlelib", "lib2to3", "pydoc_data", "tkinter", "turtle"),
+    "turtledemo",
+}
+APART_BELOW = {"macholib", "test", "tests"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -24,16 +34,19 @@ class Corpus:
 
     train: np.ndarray
     validation: np.ndarray
-    num_files: int
+    source: str  # where it was found, for messages
+    files: dict[str, str]  # path inside the corpus -> SHA-256, sorted by path
+    digests: dict[
+        str, str
+    ]  # "train", "validation" -> SHA-256 of what `sha256sum` says of its files
 
 
 def files(config: DataConfig) -> dict[str, Path]:
     """The corpus's files by their path inside it, sorted."""
+    root, pattern = _root(config), config.pattern
     if config.corpus == PYTHON_STDLIB:
-        root, pattern = Path(sysconfig.get_path("stdlib")), "*.py"
-        paths = _walk(root)
+        paths, pattern = _stdlib(root), "*.py"
     else:
-        root, pattern = Path(config.corpus), config.pattern
         if not root.is_dir():
             fix = f"name a folder, or {PYTHON_STDLIB!r}"
             raise DataError("data.corpus", "is no folder", found=config.corpus, fix=fix)
@@ -46,28 +59,58 @@ def files(config: DataConfig) -> dict[str, Path]:
     return found
 
 
-def _walk(root: Path) -> Iterator[Path]:
-    """Python files below the root; unlike a glob it never enters the folders to leave out."""
-    for folder, subfolders, names in os.walk(root):
-        subfolders[:] = [name for name in subfolders if name not in NOT_STDLIB]
-        yield from (Path(folder, name) for name in names if name.endswith(".py"))
+def _root(config: DataConfig) -> Path:
+    if config.corpus == PYTHON_STDLIB:
+        return Path(sysconfig.get_path("stdlib"))
+    return Path(config.corpus)
+
+
+def _stdlib(root: Path) -> Iterator[Path]:
+    """Where the source of the standard library's modules may be.
+
+    Only modules that Python itself names: what is generated when it is built, what a distribution
+    adds and what is installed later is none of them.
+    """
+    for name in sys.stdlib_module_names - APART:
+        yield root / f"{name}.py"
+        for folder, subfolders, names in os.walk(root / name):
+            subfolders[:] = [name for name in subfolders if name not in APART_BELOW]
+            yield from (Path(folder, name) for name in names if name.endswith(".py"))
 
 
 def is_validation(name: str, fraction: float) -> bool:
     """Whether a file is held out: a function of its path alone, so the split never moves."""
-    digest = hashlib.sha256(name.encode()).digest()
+    digest = hashlib.sha256(os.fsencode(name)).digest()
     return int.from_bytes(digest[:8]) < fraction * 2**64
 
 
 def read(config: DataConfig) -> Corpus:
-    """Reads all files of the corpus."""
-    parts: dict[bool, list[bytes]] = {False: [], True: []}
-    found = files(config)
-    for name, path in found.items():
-        text = path.read_bytes()
+    """Reads all files of the corpus.
+
+    Raises DataError for a file that cannot be read or is no text.
+    """
+    parts: dict[str, list[bytes]] = {"train": [], "validation": []}
+    lists = {split: hashlib.sha256() for split in parts}
+    found: dict[str, str] = {}
+    for name, path in files(config).items():
+        try:
+            text = path.read_bytes()
+        except OSError as error:
+            fix = "make it readable, or leave it out by data.pattern"
+            raise DataError(str(path), "cannot be read", found=error.strerror, fix=fix) from None
         if BEGIN in text:
             fix = "leave it out by data.pattern: training reads text"
             raise DataError(str(path), "holds a zero byte", found="a binary file", fix=fix)
-        parts[is_validation(name, config.validation_fraction)] += [bytes([BEGIN]), text]
-    train, validation = (np.frombuffer(b"".join(parts[held]), np.uint8) for held in (False, True))
-    return Corpus(train=train, validation=validation, num_files=len(found))
+        split = "validation" if is_validation(name, config.validation_fraction) else "train"
+        parts[split] += [bytes([BEGIN]), text]
+        found[name] = hashlib.sha256(text).hexdigest()
+        lists[split].update(os.fsencode(f"{found[name]}  {name}\n"))
+    python = f" of Python {platform.python_version()}" if config.corpus == PYTHON_STDLIB else ""
+    train, validation = (np.frombuffer(b"".join(texts), np.uint8) for texts in parts.values())
+    return Corpus(
+        train=train,
+        validation=validation,
+        source=f"{_root(config).absolute()}{python}",
+        files=found,
+        digests={split: list_.hexdigest() for split, list_ in lists.items()},
+    )
