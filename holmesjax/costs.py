@@ -78,21 +78,20 @@ def head_parameters(model: ModelConfig, tensor: int = 1) -> int:
     return table_parameters(model, tensor) + norm_parameters(model)
 
 
-def logit_chunks(num_tokens: float, vocab_size: float, width: int, dtype_bytes: int) -> Any:
+def logit_chunks(num_tokens: float, vocab_size: float, width: int) -> Any:
     """Chunks in which a device computes the logits of so many tokens, one after the other.
 
-    1, all at once, keeps logits and their gradients, 2 c T V bytes. A chunk of t tokens takes
-    (4 + c) t V, and beside it the gradient of the weight is summed up and kept, (4 + c) D V: that
-    is less only where there are more tokens than the model is wide.
+    1, all at once, keeps logits in float32 and has their gradients, (4 + c) T V bytes. A chunk of t
+    tokens takes (4 + c) t V, and beside it the gradient of the weight is summed up and kept,
+    (4 + c) D V: that is less only where there are more tokens than the model is wide.
 
-    >>> int(logit_chunks(16_384, 128_256, 4096, 2))
+    >>> int(logit_chunks(16_384, 128_256, 4096))
     16
-    >>> int(logit_chunks(4096, 128_256, 4096, 2))
+    >>> int(logit_chunks(4096, 128_256, 4096))
     1
     """
     num_chunks = np.ceil(4.0 * num_tokens * vocab_size / MAX_LOGIT_BYTES).astype(int)
-    in_chunks = (4 + dtype_bytes) * (num_tokens / num_chunks + width)
-    return np.where(2 * dtype_bytes * num_tokens > in_chunks, num_chunks, 1)[()]
+    return np.where(num_tokens > num_tokens / num_chunks + width, num_chunks, 1)[()]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -74,7 +74,7 @@ def stage_memory_bytes(
         replicas      c P / parts            what the forward reads
         gradients     4 P / parts            float32, each replica's own sum of a step
         activations   in_flight * T * (residuals of all layers)
-        logits        c T V / tensor * head_in_flight    those kept; c D (T + V / tensor) in chunks
+        logits        4 T V / tensor * head_in_flight    those kept; c D (T + V / tensor) in chunks
         temporaries   of a layer's or the head's backward, see below
         boundaries    c T D * 2 ways * BUFFERS, for each neighbour; two when interleaved
         gathered      2 c Q                  of several parts: a layer's parameters, its gradients
@@ -153,10 +153,11 @@ def _logit_bytes(
     if implementation.logit_bytes:
         return 0.0, implementation.logit_bytes * num_tokens * vocab_size
     width = costs.DTYPE_BYTES[stage.dtype]
-    num_chunks = costs.logit_chunks(num_tokens, vocab_size, model.width, width)
+    num_chunks = costs.logit_chunks(num_tokens, vocab_size, model.width)
     table = model.width * vocab_size
     logits, chunk = num_tokens * vocab_size, num_tokens / num_chunks * vocab_size
     in_chunks = num_chunks > 1
-    kept: Any = np.where(in_chunks, table + num_tokens * model.width, logits)[()]
+    in_parts = width * (table + num_tokens * model.width)
+    kept: Any = np.where(in_chunks, in_parts, 4 * logits)[()]
     needed: Any = np.where(in_chunks, (4 + width) * chunk + 4 * table, width * (logits + table))[()]
-    return width * stage.head_in_flight * kept, needed
+    return stage.head_in_flight * kept, needed

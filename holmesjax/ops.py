@@ -120,7 +120,7 @@ class Kernels:
         B, L, D = x_BLD.shape
         num_tokens = B * L // (self._size(Axis.FSDP) * self.context)
         cut = vocab_size // self._size(Axis.TENSOR)
-        num_chunks = costs.logit_chunks(num_tokens, cut, D, x_BLD.dtype.itemsize)
+        num_chunks = costs.logit_chunks(num_tokens, cut, D)
         least = 2 if self.config.cross_entropy == "chunked" else 1
         return min(max(least, int(num_chunks)), L)
 

@@ -149,11 +149,6 @@ class Pipeline:
         self._is_tied = stage.model.tied_embeddings and self._last > 0
         self._links = {crossing.name: crossing.link for crossing in crossings(stage)}
         self._round = 0  # counts train steps and validation batches: part of each key
-        if self._last in self._programs:
-            weight = np.float32(1.0 / plan.microbatches)  # of each microbatch in the step's loss
-            self._weight = sharding.put(
-                weight, sharding.replicated(self._programs[self._last].stage.mesh)
-            )
 
     def init(self, seed: int) -> list[StageState]:
         return [programs.stage.init(seed) for programs in self._programs.values()]
@@ -164,16 +159,18 @@ class Pipeline:
         """One optimizer step on the global batch; the old states are donated."""
         flights = self._take_off(states)
         microbatches = split(inputs, self._plan.microbatches)
-        losses = self._run(self._tasks, flights, microbatches, timeline)
-        return self._finish(states, flights, losses, timeline)
+        weight = self._put_weight(1.0 / max(num_targets(inputs), 1))
+        losses = self._run(self._tasks, flights, microbatches, timeline, weight)
+        return self._finish(states, flights, self._total(losses, weight), timeline)
 
     def evaluate(
         self, states: Sequence[StageState], inputs: dict[str, np.ndarray]
     ) -> jax.Array | None:
-        """Mean loss of a batch, where the last stage is here; changes nothing."""
+        """Sum of the losses of a batch's tokens, where the last stage is here; changes nothing."""
         flights = self._take_off(states, gradients=False)
         microbatches = split(inputs, self._plan.microbatches)
-        return self._mean(self._run(self._forwards, flights, microbatches, None))
+        losses = self._run(self._forwards, flights, microbatches, None)
+        return self._total(losses, self._put_weight(1.0))
 
     def take_link_bytes(self) -> dict[str, int]:
         return self._transport.take_bytes()
@@ -209,6 +206,7 @@ class Pipeline:
         flights: Mapping[int, _Flight],
         inputs: Sequence[dict[str, np.ndarray]],
         timeline: Timeline | None,
+        weight: jax.Array | None = None,
     ) -> tuple[jax.Array, ...]:
         """Dispatches every task of the stages here; the losses_R, in order of their microbatch."""
         self._round += 1
@@ -227,7 +225,7 @@ class Pipeline:
                 if v == self._last:
                     losses[m] = out
             elif task.kind == "B":
-                arrived, out = self._backward(s, task, flights[v])
+                arrived, out = self._backward(s, task, flights[v], weight)
             else:
                 out = self._weight_gradient(v, m, flights[v])
             if timeline is not None:
@@ -305,11 +303,13 @@ class Pipeline:
             self._transport.offer(Key(f"F{v}", self._round, task.microbatch), out)
         return x_BLD, out
 
-    def _backward(self, s: int, task: Task, flight: _Flight) -> tuple[jax.Array, jax.Array]:
+    def _backward(
+        self, s: int, task: Task, flight: _Flight, weight: jax.Array | None
+    ) -> tuple[jax.Array | None, jax.Array]:
         """What the task waits for, and what it gives."""
         v, m, key = self._chunk(s, task), task.microbatch, self._input(s, task)
         programs, saved = self._programs[v], flight.saved.pop(m)
-        dy = self._transport.fetch(key) if key else self._weight
+        dy = self._transport.fetch(key) if key else weight
         if programs.split is not None:
             dx, passed = programs.split.input_gradient(flight.replicas, saved, dy)
             flight.passed[m] = programs.split.keep(flight.replicas, saved, dy), passed
@@ -345,7 +345,7 @@ class Pipeline:
         self,
         states: Sequence[StageState],
         flights: Mapping[int, _Flight],
-        losses_MR: tuple[jax.Array, ...],
+        loss: jax.Array | None,
         timeline: Timeline,
     ) -> tuple[list[StageState], Metrics]:
         reduced = {v: flight.gradients for v, flight in flights.items()}
@@ -363,16 +363,25 @@ class Pipeline:
             state, metrics = programs.update(state, reduced[v], here)
             timeline.watch(s, "U", None, None, metrics["grad_norm"])
             new_states.append(state)
-        if (loss := self._mean(losses_MR)) is not None:
+        if loss is not None:
             metrics["loss"] = loss
         return new_states, {"square_norms": norms, **metrics}
 
-    def _mean(self, losses_MR: tuple[jax.Array, ...]) -> jax.Array | None:
+    def _put_weight(self, weight: float) -> jax.Array | None:
+        """The weight of a token in the loss, where the last stage is here."""
         if self._last not in self._programs:
             return None
-        mean_loss = self._programs[self._last].mean_loss
-        assert mean_loss is not None
-        return mean_loss(losses_MR)
+        where = sharding.replicated(self._programs[self._last].stage.mesh)
+        return sharding.put(np.float32(weight), where)
+
+    def _total(
+        self, losses_MR: tuple[jax.Array, ...], weight: jax.Array | None
+    ) -> jax.Array | None:
+        if weight is None:
+            return None
+        total_loss = self._programs[self._last].total_loss
+        assert total_loss is not None
+        return total_loss(losses_MR, weight)
 
     def _add_tied_gradients(self, reduced: dict[int, Tree]) -> None:
         """The table is used twice: both ends add the other's gradient, and stay equal."""
@@ -407,17 +416,22 @@ class OneStage:
             name: sharding.put(inputs[name].reshape(shape.shape), shape.sharding)
             for name, shape in shapes.items()
         }
-        state, metrics = self._programs.step(states[0], batch_M)
+        weight = sharding.put(
+            np.float32(1.0 / max(num_targets(inputs), 1)), sharding.replicated(stage.mesh)
+        )
+        state, metrics = self._programs.step(states[0], batch_M, weight)
         timeline.watch(0, "S", None, None, metrics["loss"])
         return [state], metrics
 
     def evaluate(self, states: Sequence[StageState], inputs: dict[str, np.ndarray]) -> jax.Array:
+        """Sum of the losses of a batch's tokens."""
         replicas = self._programs.gather(states[0].params)
         losses_MR = tuple(
             self._programs.forward(replicas, None, _put_batch(self._programs.stage, microbatch))[0]
             for microbatch in split(inputs, self._plan.microbatches)
         )
-        return self._programs.mean_loss(losses_MR)
+        one = sharding.put(np.float32(1.0), sharding.replicated(self._programs.stage.mesh))
+        return self._programs.total_loss(losses_MR, one)
 
     def take_link_bytes(self) -> dict[str, int]:
         return {}
@@ -434,6 +448,11 @@ def in_one_process(plan: Plan, programs: Sequence[Programs]) -> Pipeline:
     """The pipeline of a plan whose stages are all here."""
     targets = local_targets([p.stage for p in programs])
     return Pipeline(plan, programs, LocalTransport(targets), Alone())
+
+
+def num_targets(inputs: dict[str, np.ndarray]) -> int:
+    """Tokens of a batch that count in its loss: those whose target is not below 0."""
+    return int(np.count_nonzero(inputs["target_BL"] >= 0))
 
 
 def split(inputs: dict[str, np.ndarray], num_microbatches: int) -> list[dict[str, np.ndarray]]:

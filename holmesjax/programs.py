@@ -45,7 +45,7 @@ class Programs:
     reduce: Compiled | None  # gradients -> reduced gradients
     square_norm: Compiled
     update: Compiled
-    mean_loss: Compiled | None  # (losses of all microbatches) -> scalar, where the last stage is
+    total_loss: Compiled | None  # (losses of all microbatches, weight) -> scalar, on the last stage
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,7 +66,7 @@ class WholeStep:
     step: Compiled
     gather: Compiled
     forward: Compiled
-    mean_loss: Compiled
+    total_loss: Compiled
 
 
 def compile_stages(stages: Sequence[Stage]) -> list[Programs]:
@@ -122,13 +122,13 @@ def compile_stage(stage: Stage) -> Programs:
             out=(state, scalar),
             donate=(0,),
         ),
-        mean_loss=compile_mean_loss(stage) if stage.is_last else None,
+        total_loss=compile_total_loss(stage) if stage.is_last else None,
     )
 
 
-def compile_mean_loss(stage: Stage) -> Compiled:
-    losses = (losses_shape(stage),) * stage.plan.microbatches
-    return _compile(stage.mean_loss, losses, out=scalar_shape(stage))
+def compile_total_loss(stage: Stage) -> Compiled:
+    losses, scalar = (losses_shape(stage),) * stage.plan.microbatches, scalar_shape(stage)
+    return _compile(stage.total_loss, losses, scalar, out=scalar)
 
 
 def _accumulates(stage: Stage) -> bool:
@@ -215,13 +215,13 @@ def compile_whole_step(stage: Stage) -> WholeStep:
         stage=stage,
         step=_compile(
             stage.step,
-            *(state, batch_shapes(stage, stage.plan.microbatches)),
+            *(state, batch_shapes(stage, stage.plan.microbatches), scalar),
             out=(state, scalar),
             donate=(0,),
         ),
         gather=_compile(stage.gather, state.params, out=replicas),
         forward=forward,
-        mean_loss=compile_mean_loss(stage),
+        total_loss=compile_total_loss(stage),
     )
 
 

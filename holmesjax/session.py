@@ -11,7 +11,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 from jax.sharding import Mesh
 
 from holmesjax import checkpoint
@@ -21,7 +20,7 @@ from holmesjax.data.batches import Batches, model_inputs
 from holmesjax.errors import FatalError
 from holmesjax.job import Job
 from holmesjax.optimizer import make_optimizer
-from holmesjax.pipeline import OneStage, Pipeline
+from holmesjax.pipeline import OneStage, Pipeline, num_targets
 from holmesjax.recorder import Part
 from holmesjax.stage import Stage, StageState
 from holmesjax.timeline import Clock, Timeline
@@ -156,10 +155,11 @@ class Session:
 
     def _evaluate(self, states: Sequence[StageState]) -> float | None:
         """Mean loss over the validation batches, nats per token, where the last stage is here."""
-        found = (
-            self.runner.evaluate(states, model_inputs(self.batches.validation(i)))
-            for i in range(self.config.train.eval_batches)
-        )
-        losses = [float(loss) for loss in found if loss is not None]
+        losses, count = [], 0
+        for i in range(self.config.train.eval_batches):
+            inputs = model_inputs(self.batches.validation(i))
+            count += num_targets(inputs)
+            if (loss := self.runner.evaluate(states, inputs)) is not None:
+                losses.append(float(loss))
         self.runner.take_link_bytes()  # not a step's traffic
-        return float(np.mean(losses)) if losses else None
+        return sum(losses) / max(count, 1) if losses else None

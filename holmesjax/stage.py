@@ -231,7 +231,7 @@ class Stage:
     # ---- one microbatch ------------------------------------------------------------------------
 
     def apply(self, params: Tree, x_BLD: jax.Array | None, batch: Batch) -> jax.Array:
-        """The layers of this stage on one replica: the boundary x_BLD, or the mean loss."""
+        """The layers of this stage on one replica: the boundary x_BLD, or its tokens' loss."""
         kernels = ops.Kernels(self.kernels, self.mesh)
         batch = {name: ops.to_parts(array, kernels) for name, array in batch.items()}
         x_BLD = None if x_BLD is None else ops.to_parts(x_BLD, kernels)
@@ -344,8 +344,8 @@ class Stage:
     ) -> tuple[jax.Array, Saved]:
         """One microbatch: the boundary, or the losses of its replicas; what backward needs.
 
-        The losses are not averaged over `data` here: replicas would wait for each other in every
-        microbatch.
+        A replica's loss is the sum over its tokens that count. The losses are not added over `data`
+        here: replicas would wait for each other in every microbatch.
         """
         return self.on_replicas(self._forward)(replicas, x_BLD, batch)
 
@@ -365,8 +365,9 @@ class Stage:
         """The microbatch's share of the gradients, and the gradient of the stage's input.
 
         `dy` is the gradient of the step's loss with respect to what `forward` returned: dy_BLD. On
-        the last stage it is the weight of a microbatch, 1 / M, which its replicas share. On the
-        first stage, which has no input to differentiate, the second result is a zero.
+        the last stage it is the weight of a token, one over the number of those that count in the
+        whole step. On the first stage, which has no input to differentiate, the second result is a
+        zero.
         """
         new, dx = self.on_replicas(self.replica_gradients)(replicas, saved, dy)
         return new, dx[0] if dx else jnp.zeros(())
@@ -375,8 +376,6 @@ class Stage:
         self, replica: Tree, saved: Saved, dy: jax.Array
     ) -> tuple[Tree, list[jax.Array]]:
         """On one replica, [1, ...]; the second result is empty on the first stage."""
-        if self.is_last:
-            dy = dy / self.num_replicas
         params = jax.tree.map(lambda x: x[0], replica)
         new, *dx = self.unstack(saved).restore(params)(dy)
         return jax.tree.map(lambda x: x[None], new), dx
@@ -413,9 +412,14 @@ class Stage:
 
     # ---- the end of a step ---------------------------------------------------------------------
 
-    def mean_loss(self, losses_MR: tuple[jax.Array, ...] | jax.Array) -> jax.Array:
-        """Of all microbatches and replicas, in nats per token; a float32 scalar."""
-        return jnp.mean(jnp.stack(losses_MR))
+    def total_loss(
+        self, losses_MR: tuple[jax.Array, ...] | jax.Array, weight: jax.Array
+    ) -> jax.Array:
+        """The sum over all microbatches and replicas, times `weight`; a float32 scalar.
+
+        With the weight of a token in the step this is the step's loss, in nats per token.
+        """
+        return jnp.sum(jnp.stack(losses_MR)) * weight
 
     def square_norm(self, gradients: Tree) -> jax.Array:
         """Sum of squares of the reduced gradients that this stage owns; a float32 scalar."""
@@ -444,10 +448,14 @@ class Stage:
         }
         return StageState(*self.optimizer.apply(*args)), metrics
 
-    def step(self, state: StageState, batch_M: Batch) -> tuple[StageState, dict[str, jax.Array]]:
-        """A whole optimizer step, for a plan with this stage only; batches have a leading M."""
+    def step(
+        self, state: StageState, batch_M: Batch, weight: jax.Array
+    ) -> tuple[StageState, dict[str, jax.Array]]:
+        """A whole optimizer step, for a plan with this stage only; batches have a leading M.
+
+        `weight` is that of a token in the step's loss.
+        """
         replicas = self.gather(state.params)
-        weight = jnp.float32(1.0 / self.plan.microbatches)
 
         def add_microbatch(gradients: Tree, batch: Batch) -> tuple[Tree, jax.Array]:
             losses_R, saved = self.forward(replicas, None, batch)
@@ -462,4 +470,4 @@ class Stage:
             gradients, losses_MR = jax.lax.scan(add_microbatch, self.zero_gradients(), batch_M)
         gradients = self.reduce(gradients)
         state, metrics = self.update(state, gradients, (self.square_norm(gradients),))
-        return state, {"loss": self.mean_loss(losses_MR), **metrics}
+        return state, {"loss": self.total_loss(losses_MR, weight), **metrics}

@@ -9,12 +9,15 @@ import jax
 import jax.numpy as jnp
 from jax.lax import optimization_barrier as materialize
 
+IGNORED = -1  # in place of a target: the token does not count
+
 
 @jax.custom_vjp
 def cross_entropy(logits: jax.Array, target: jax.Array) -> jax.Array:
     """-log softmax(logits)[target], in nats and float32, from logits [..., V] and target [...].
 
-    The gradient is softmax - onehot, computed from the log-sum-exp and never scattered.
+    The loss of a token whose target is below 0 is 0, and so is its gradient. The gradient of others
+    is softmax - onehot, computed from the log-sum-exp and never scattered.
     """
     return _forward(logits, target)[0]
 
@@ -23,13 +26,15 @@ def _forward(logits: jax.Array, target: jax.Array) -> tuple[jax.Array, tuple]:
     logits = materialize(logits)
     log_sum = jax.nn.logsumexp(logits.astype(jnp.float32), axis=-1)
     picked = jnp.take_along_axis(logits, target[..., None], axis=-1)[..., 0]
-    return log_sum - picked.astype(jnp.float32), (logits, target, log_sum)
+    loss = jnp.where(target < 0, 0.0, log_sum - picked.astype(jnp.float32))
+    return loss, (logits, target, log_sum)
 
 
 def _backward(saved: tuple, dloss: jax.Array) -> tuple[jax.Array, None]:
     logits, target, log_sum = saved
     softmax = jnp.exp(logits.astype(jnp.float32) - log_sum[..., None])
-    dlogits = (softmax - _is_target(logits, target)) * dloss[..., None]
+    weight = jnp.where(target < 0, 0.0, dloss)
+    dlogits = (softmax - _is_target(logits, target)) * weight[..., None]
     return dlogits.astype(logits.dtype), None
 
 
@@ -40,12 +45,11 @@ def linear_cross_entropy(
     x_BLD: jax.Array,
     w_DV: jax.Array,
     target_BL: jax.Array,
-    mask_BL: jax.Array | None = None,
     *,
     z_loss: float = 0.0,
     num_chunks: int = 1,
 ) -> jax.Array:
-    """Mean of -log softmax(x w)[target] + z_loss * logsumexp(x w)^2 over tokens; a float32 scalar.
+    """Sum of -log softmax(x w)[target] + z_loss * logsumexp(x w)^2 over tokens; a float32 scalar.
 
     The logits of L / num_chunks tokens of each sequence are there at a time, in float32. Where
     gradients are wanted, they are computed with them: a chunk's logits are needed once, no product
@@ -55,25 +59,18 @@ def linear_cross_entropy(
 
     Args:
       x_BLD: the input of the projection; products run in its dtype.
-      target_BL: ids of tokens.
-      mask_BL: which tokens count, 0 or 1; None: all. Without any the loss is 0.
+      target_BL: ids of tokens; one whose target is below 0 does not count.
       num_chunks: 1 to L.
     """
     length = target_BL.shape[1]
     if not 1 <= num_chunks <= length:
         raise ValueError(f"num_chunks must be 1 to {length}, the length, not {num_chunks}")
-    counts = jnp.ones(target_BL.shape) if mask_BL is None else mask_BL.astype(jnp.float32)
-    weight_BL = counts / jnp.maximum(counts.sum(), 1.0)
-    return _linear((num_chunks, z_loss), x_BLD, w_DV, target_BL, weight_BL)
+    return _linear((num_chunks, z_loss), x_BLD, w_DV, target_BL)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _linear(
-    how: tuple[int, float],
-    x_BLD: jax.Array,
-    w_DV: jax.Array,
-    target_BL: jax.Array,
-    weight_BL: jax.Array,
+    how: tuple[int, float], x_BLD: jax.Array, w_DV: jax.Array, target_BL: jax.Array
 ) -> jax.Array:
     num_chunks, z_loss = how
 
@@ -81,33 +78,28 @@ def _linear(
         loss, _, _ = _chunk_loss(z_loss, w_DV, *chunk)
         return total + loss, None
 
-    chunks = _cut(num_chunks, x_BLD, target_BL, weight_BL)
-    return jax.lax.scan(add, jnp.zeros(()), chunks)[0]
+    return jax.lax.scan(add, jnp.zeros(()), _cut(num_chunks, x_BLD, target_BL))[0]
 
 
 def _linear_forward(
-    how: tuple[int, float],
-    x_BLD: jax.Array,
-    w_DV: jax.Array,
-    target_BL: jax.Array,
-    weight_BL: jax.Array,
+    how: tuple[int, float], x_BLD: jax.Array, w_DV: jax.Array, target_BL: jax.Array
 ) -> tuple[jax.Array, tuple]:
     num_chunks, z_loss = how
 
     def add(carry: tuple, chunk: tuple) -> tuple[tuple, jax.Array]:
         total, dw_DV = carry
-        x_BlD, target_Bl, weight_Bl = chunk
+        x_BlD, target_Bl = chunk
         loss, logits_BlV, log_sum_Bl = _chunk_loss(z_loss, w_DV, *chunk)
         slope = 1.0 + 2.0 * z_loss * log_sum_Bl
         softmax = jnp.exp(logits_BlV - log_sum_Bl[..., None])
         dlogits = softmax * slope[..., None] - _is_target(logits_BlV, target_Bl)
-        dlogits_BlV = (dlogits * weight_Bl[..., None]).astype(x_BlD.dtype)
+        dlogits_BlV = jnp.where(target_Bl[..., None] < 0, 0.0, dlogits).astype(x_BlD.dtype)
         dx_BlD = jnp.einsum("blv,dv->bld", dlogits_BlV, w_DV)
         new = jnp.einsum("bld,blv->dv", x_BlD, dlogits_BlV, preferred_element_type=jnp.float32)
         return (total + loss, dw_DV + new), dx_BlD
 
     start = (jnp.zeros(()), jnp.zeros(w_DV.shape))
-    chunks = _cut(num_chunks, x_BLD, target_BL, weight_BL)
+    chunks = _cut(num_chunks, x_BLD, target_BL)
     (loss, dw_DV), dx_CBlD = jax.lax.scan(add, start, chunks)
     B, L, D = x_BLD.shape
     dx_BLD = dx_CBlD.swapaxes(0, 1).reshape(B, -1, D)[:, :L]
@@ -116,28 +108,29 @@ def _linear_forward(
 
 def _linear_backward(how: tuple[int, float], saved: tuple, dloss: jax.Array) -> tuple:
     dx_BLD, dw_DV = ((g * dloss).astype(g.dtype) for g in saved)
-    return dx_BLD, dw_DV, None, None
+    return dx_BLD, dw_DV, None
 
 
 _linear.defvjp(_linear_forward, _linear_backward)
 
 
-def _cut(num_chunks: int, *arrays: jax.Array) -> tuple[jax.Array, ...]:
-    """[B, L, ...] to [chunks, B, l, ...]; what the last chunk lacks is zeros, which weigh nothing.
+def _cut(num_chunks: int, x_BLD: jax.Array, target_BL: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """[B, L, ...] to [chunks, B, l, ...]; what the last chunk lacks does not count.
 
     L is cut, so that sequences stay where they are on a mesh.
     """
 
-    def cut(array: jax.Array) -> jax.Array:
+    def cut(array: jax.Array, fill: int) -> jax.Array:
         B, L, *rest = array.shape
         pad = [(0, 0), (0, -L % num_chunks)] + [(0, 0)] * len(rest)
-        return jnp.pad(array, pad).reshape(B, num_chunks, -1, *rest).swapaxes(0, 1)
+        padded = jnp.pad(array, pad, constant_values=fill)
+        return padded.reshape(B, num_chunks, -1, *rest).swapaxes(0, 1)
 
-    return tuple(cut(array) for array in arrays)
+    return cut(x_BLD, 0), cut(target_BL, IGNORED)
 
 
 def _chunk_loss(
-    z_loss: float, w_DV: jax.Array, x_BlD: jax.Array, target_Bl: jax.Array, weight_Bl: jax.Array
+    z_loss: float, w_DV: jax.Array, x_BlD: jax.Array, target_Bl: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """The loss of a chunk, its logits and their log-sum-exp."""
     logits = jnp.einsum("bld,dv->blv", x_BlD, w_DV, preferred_element_type=jnp.float32)
@@ -146,7 +139,7 @@ def _chunk_loss(
     # A sum over the vocabulary, which may be cut over devices, where a look-up would gather it.
     picked_Bl = jnp.where(_is_target(logits_BlV, target_Bl), logits_BlV, 0.0).sum(-1)
     loss_Bl = log_sum_Bl - picked_Bl + z_loss * jnp.square(log_sum_Bl)
-    return jnp.sum(loss_Bl * weight_Bl), logits_BlV, log_sum_Bl
+    return jnp.sum(jnp.where(target_Bl < 0, 0.0, loss_Bl)), logits_BlV, log_sum_Bl
 
 
 def _is_target(logits: jax.Array, target: jax.Array) -> jax.Array:

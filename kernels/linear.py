@@ -11,19 +11,22 @@ import jax.numpy as jnp
 from jax.lax import optimization_barrier as materialize
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
-def linears(x: jax.Array, weights: tuple[jax.Array, ...], num_in: int = 1) -> tuple[jax.Array, ...]:
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+def linears(
+    x: jax.Array, weights: tuple[jax.Array, ...], num_in: int = 1, dtype: str | None = None
+) -> tuple[jax.Array, ...]:
     """x times each weight, contracting the last `num_in` dims of x: projections of one input.
 
-    x is [..., *I], a weight [*I, *F], its result [..., *F]. The weights are kept for the backward
-    pass as they are, not as copies of another shape.
+    x is [..., *I], a weight [*I, *F], its result [..., *F] in `dtype`, by default that of x.
+    Gradients are products of arrays in the dtype of x, whatever that of the result. The weights are
+    kept for the backward pass as they are, not as copies of another shape.
     """
-    return _forward(x, weights, num_in)[0]
+    return _forward(x, weights, num_in, dtype)[0]
 
 
-def linear(x: jax.Array, w_DF: jax.Array) -> jax.Array:
-    """`x @ w`; x is [..., D]."""
-    return linears(x, (w_DF,))[0]
+def linear(x: jax.Array, w_DF: jax.Array, dtype: str | None = None) -> jax.Array:
+    """`x @ w`; x is [..., D], the result in `dtype`, by default that of x."""
+    return linears(x, (w_DF,), 1, dtype)[0]
 
 
 def _flat(array: jax.Array, split: int) -> jax.Array:
@@ -31,17 +34,26 @@ def _flat(array: jax.Array, split: int) -> jax.Array:
     return array.reshape(math.prod(array.shape[:split]), -1)
 
 
-def _forward(x: jax.Array, weights: tuple[jax.Array, ...], num_in: int) -> tuple[tuple, tuple]:
+def _forward(
+    x: jax.Array, weights: tuple[jax.Array, ...], num_in: int, dtype: str | None
+) -> tuple[tuple, tuple]:
     lead = x.ndim - num_in
     x_ND = _flat(x, lead)
-    ys = [(x_ND @ _flat(w, num_in)).reshape(*x.shape[:lead], *w.shape[num_in:]) for w in weights]
+    products = [jnp.matmul(x_ND, _flat(w, num_in), preferred_element_type=dtype) for w in weights]
+    ys = [
+        y.reshape(*x.shape[:lead], *w.shape[num_in:])
+        for y, w in zip(products, weights, strict=True)
+    ]
     return tuple(ys), (x, weights)
 
 
-def _backward(num_in: int, saved: tuple, dys: tuple[jax.Array, ...]) -> tuple[jax.Array, tuple]:
+def _backward(
+    num_in: int, dtype: str | None, saved: tuple, dys: tuple[jax.Array, ...]
+) -> tuple[jax.Array, tuple]:
     x, weights = saved
     lead = x.ndim - num_in
-    x_ND, dys = _flat(x, lead), tuple(_flat(dy, lead) for dy in materialize(tuple(dys)))
+    dys = materialize(tuple(dy.astype(x.dtype) for dy in dys))
+    x_ND, dys = _flat(x, lead), tuple(_flat(dy, lead) for dy in dys)
     first, *rest = (dy @ _flat(w, num_in).T for dy, w in zip(dys, weights, strict=True))
     gradients = (weight_gradient(x_ND, dy) for dy in dys)
     dweights = tuple(g.reshape(w.shape) for g, w in zip(gradients, weights, strict=True))
@@ -51,19 +63,30 @@ def _backward(num_in: int, saved: tuple, dys: tuple[jax.Array, ...]) -> tuple[ja
 linears.defvjp(_forward, _backward)
 
 
-@jax.custom_vjp
-def linear_transposed(x: jax.Array, w_FD: jax.Array) -> jax.Array:
-    """`x @ w.T`; x is [..., D]: a tied output projection, whose weight is the token table."""
-    return x @ w_FD.T
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def linear_transposed(x: jax.Array, w_FD: jax.Array, dtype: str | None = None) -> jax.Array:
+    """`x @ w.T`; x is [..., D]: a tied output projection, whose weight is the token table.
+
+    The result is in `dtype`, by default that of x, as of `linears`.
+    """
+    return _transposed_forward(x, w_FD, dtype)[0]
 
 
-def _transposed_backward(saved: tuple, dy: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _transposed_forward(
+    x: jax.Array, w_FD: jax.Array, dtype: str | None
+) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    return jnp.matmul(x, w_FD.T, preferred_element_type=dtype), (x, w_FD)
+
+
+def _transposed_backward(
+    dtype: str | None, saved: tuple, dy: jax.Array
+) -> tuple[jax.Array, jax.Array]:
     x, w_FD = saved
-    dy = materialize(dy)
+    dy = materialize(dy.astype(x.dtype))
     return dy @ w_FD, weight_gradient(_flat(dy, dy.ndim - 1), _flat(x, x.ndim - 1))
 
 
-linear_transposed.defvjp(lambda x, w_FD: (x @ w_FD.T, (x, w_FD)), _transposed_backward)
+linear_transposed.defvjp(_transposed_forward, _transposed_backward)
 
 
 def weight_gradient(x_ND: jax.Array, dy_NF: jax.Array) -> jax.Array:
@@ -118,7 +141,7 @@ def _feed_forward_backward(
     dh = materialize(dy @ w_out.T)
     hidden, pullback = jax.vjp(_activate, inner)
     [dinner] = materialize(pullback(dh))
-    dx, dw_in = _backward(1, (x, w_in), dinner)
+    dx, dw_in = _backward(1, None, (x, w_in), dinner)
     lead = x.ndim - 1
     return dx, dw_in, weight_gradient(_flat(materialize(hidden), lead), _flat(dy, lead))
 

@@ -170,13 +170,13 @@ def projected(B, L, D, V, dtype="float32"):
     return x, w, target
 
 
-def numpy_linear_cross_entropy(x, w, target, mask, z_loss):
+def numpy_linear_cross_entropy(x, w, target, z_loss=0.0):
     """The sum over the tokens that count, and its gradients."""
-    x, w = wide((x, w))
-    logits = x @ w
+    x, w, target = wide(x), wide(w), np.asarray(target)
+    mask, logits = target >= 0, x @ w
     top = logits.max(-1, keepdims=True)
     log_sum = np.log(np.exp(logits - top).sum(-1)) + top[..., 0]
-    onehot = np.eye(w.shape[1])[np.asarray(target)]
+    onehot = np.eye(w.shape[1])[target]
     loss = log_sum - (logits * onehot).sum(-1) + z_loss * log_sum**2
     softmax = np.exp(logits - log_sum[..., None])
     slope = (softmax * (1 + 2 * z_loss * log_sum)[..., None] - onehot) * mask[..., None]
@@ -188,15 +188,12 @@ def numpy_linear_cross_entropy(x, w, target, mask, z_loss):
 @pytest.mark.parametrize("z_loss, masked", [(0.0, False), (1e-2, True)])
 def test_linear_cross_entropy(dtype, num_chunks, z_loss, masked):
     x, w, target = projected(2, 7, 16, 11, dtype)
-    mask = np.ones((2, 7))
     if masked:
-        mask[0, 2:5] = mask[1] = 0
-    want = numpy_linear_cross_entropy(x, w, target, mask, z_loss)
+        target = target.at[0, 2:5].set(-1).at[1].set(-1)
+    want = numpy_linear_cross_entropy(x, w, target, z_loss)
 
     def total(x, w):
-        given = jnp.asarray(mask) if masked else None
-        options = {"z_loss": z_loss, "num_chunks": num_chunks}
-        return linear_cross_entropy(x, w, target, given, **options) * mask.sum()
+        return linear_cross_entropy(x, w, target, z_loss=z_loss, num_chunks=num_chunks)
 
     value, gradients = jax.jit(jax.value_and_grad(total, (0, 1)))(x, w)
     for got, wanted in zip((value, *gradients), want, strict=True):
@@ -204,19 +201,47 @@ def test_linear_cross_entropy(dtype, num_chunks, z_loss, masked):
     assert_near(jax.jit(total)(x, w), want[0], dtype)  # without gradients it is another program
 
 
-def test_linear_cross_entropy_of_nothing_is_zero():
+def at_once(x, w, target):
+    return cross_entropy(linear(x, w, "float32"), target).sum()
+
+
+def at_once_tied(x, w, target):
+    return cross_entropy(linear_transposed(x, w.T, "float32"), target).sum()
+
+
+def in_chunks(x, w, target):
+    return linear_cross_entropy(x, w, target, num_chunks=4)
+
+
+@pytest.mark.parametrize("loss", [at_once, at_once_tied, in_chunks])
+def test_logits_are_not_rounded(loss):
+    """Of bfloat16 inputs the loss is as exact as of float32; their gradients are rounded last.
+
+    With rounded logits, here of some tens, the loss is off by 1e-4 and gradients by 0.65%.
+    """
+    x, w, target = projected(2, 32, 64, 256, "bfloat16")
+    target = target.at[0, :5].set(-1)
+    value, gradients = jax.jit(jax.value_and_grad(loss, (0, 1)))(x, w, target)
+    want, *wanted = numpy_linear_cross_entropy(x, w, target)
+    assert abs(float(value) - want) < 1e-6 * want
+    for got, wide_gradient in zip(gradients, wanted, strict=True):
+        error = np.linalg.norm(wide(got) - wide_gradient) / np.linalg.norm(wide_gradient)
+        assert error < 2.5e-3  # two roundings to 8 bits, each by at most 0.2%
+
+
+@pytest.mark.parametrize("loss", [at_once, at_once_tied, in_chunks])
+def test_the_loss_of_nothing_is_zero(loss):
     x, w, target = projected(1, 4, 8, 11)
-    nothing = lambda x: linear_cross_entropy(x, w, target, jnp.zeros((1, 4)), num_chunks=2)
-    value, gradient = jax.value_and_grad(nothing)(x)
+    value, gradients = jax.value_and_grad(loss, (0, 1))(x, w, jnp.full_like(target, -1))
     assert value == 0
-    assert not np.any(gradient)
+    assert not any(np.any(gradient) for gradient in gradients)
 
 
 def test_linear_cross_entropy_sums_the_weight_gradient_in_float32():
     """One rounding to bfloat16 at the end; a sum of 256 chunks in bfloat16 is off by far more."""
     x, w, target = projected(1, 256, 8, 11, "bfloat16")
-    total = lambda w: linear_cross_entropy(x, w, target, num_chunks=256) * 256
-    _, _, want = numpy_linear_cross_entropy(x, w, target, np.ones((1, 256)), 0.0)
+    total = lambda w: linear_cross_entropy(x, w, target, num_chunks=256)
+    _, _, want = numpy_linear_cross_entropy(x, w, target)
     got = wide(jax.jit(jax.grad(total))(w))
     assert np.abs(got - want).max() < 2.0**-8 * np.abs(want).max()
 

@@ -68,12 +68,12 @@ def test_a_stage_worked_by_hand():
         "replicas": 2 * parameters,
         "gradients": 4 * parameters,
         "activations": tokens * (residuals + 2 * 2 * 64),
-        "logits": 2 * tokens * 96 / 2,
+        "logits": 4 * tokens * 96 / 2,
         # Three arrays of the feed-forward, halved, and eight of the residual stream.
         "temporaries": 2 * tokens * (3 * 160 / 2 + 8 * 64),
         "boundaries": 0,
         # A copy of the gradients and half of their sums, where logits were; activations are there.
-        "reduction": 4 * parameters * 1.5 - 2 * tokens * 96 / 2,
+        "reduction": 4 * parameters * 1.5 - 4 * tokens * 96 / 2,
     }
 
 

@@ -100,7 +100,7 @@ def test_a_microbatch_sends_nothing_over_data(case):
         assert over_data(program, mesh) == []
     last = compiled(2, is_first=False, **case)
     assert over_data(last.forward, last.stage.mesh) == []
-    assert over_data(last.mean_loss, last.stage.mesh) == [("all-reduce", 4)]
+    assert over_data(last.total_loss, last.stage.mesh) == [("all-reduce", 4)]
 
 
 def num_transposes(program) -> int:

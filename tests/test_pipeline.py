@@ -21,11 +21,19 @@ from holmesjax.layouts import Mesh
 from holmesjax.mesh import build_meshes
 from holmesjax.models import gpt
 from holmesjax.optimizer import make_optimizer
-from holmesjax.pipeline import Alone, OneStage, Pipeline, in_one_process, local_targets
+from holmesjax.pipeline import (
+    Alone,
+    OneStage,
+    Pipeline,
+    in_one_process,
+    local_targets,
+    make_runner,
+    num_targets,
+)
 from holmesjax.plan import EMBED, HEAD, Plan, StagePlan, block_name
 from holmesjax.planner import make_plan
 from holmesjax.problem import split_chunks
-from holmesjax.programs import compile_mean_loss, compile_stages, compile_whole_step
+from holmesjax.programs import compile_stages, compile_total_loss, compile_whole_step
 from holmesjax.stage import Stage
 from holmesjax.timeline import Clock
 from holmesjax.transport import LocalTransport
@@ -137,19 +145,25 @@ def compiled_pipeline(split, data, tensor, tied):
 def with_microbatches(programs, plan):
     """A pipeline of programs that were compiled for another number of microbatches.
 
-    Only the mean of the losses knows that number.
+    Only the sum of the losses knows that number.
     """
-    mean_loss = compile_mean_loss(dataclasses.replace(programs[-1].stage, plan=plan))
-    last = dataclasses.replace(programs[-1], mean_loss=mean_loss)
+    total_loss = compile_total_loss(dataclasses.replace(programs[-1].stage, plan=plan))
+    last = dataclasses.replace(programs[-1], total_loss=total_loss)
     return in_one_process(plan, [*programs[:-1], last])
 
 
-def random_inputs(num_sequences, step) -> dict[str, np.ndarray]:
+def random_inputs(num_sequences, step, ignored=False) -> dict[str, np.ndarray]:
+    """With `ignored`, no target of the first microbatch counts, and few of some sequences."""
     rows = np.random.default_rng([SEED, step]).integers(
         256, size=(num_sequences, 17), dtype=np.int32
     )
     segment = np.repeat([[0, 1]], 8, axis=1) + np.zeros((num_sequences, 1), np.int32)
-    return {"token_BL": rows[:, :-1], "target_BL": rows[:, 1:], "segment_BL": np.int32(segment)}
+    target = rows[:, 1:].copy()
+    if ignored:
+        count_B = np.arange(num_sequences) * 7 % 16
+        count_B[:MICROBATCH] = 0
+        target[np.arange(16) >= count_B[:, None]] = -1
+    return {"token_BL": rows[:, :-1], "target_BL": target, "segment_BL": np.int32(segment)}
 
 
 def plain_loss(params, model, inputs, mask=False):
@@ -161,11 +175,12 @@ def plain_loss(params, model, inputs, mask=False):
         x = gpt.Block(model).apply({"params": params[block_name(i)]}, x, position_L, segment_BL)
     logits = gpt.Head(model).apply({"params": params[HEAD]}, x, params[EMBED]["token_VD"])
     log_p = logits - jax.nn.logsumexp(logits, axis=-1, keepdims=True)
-    return -jnp.take_along_axis(log_p, inputs["target_BL"][..., None], axis=-1).mean()
+    picked = jnp.take_along_axis(log_p, inputs["target_BL"][..., None], axis=-1)[..., 0]
+    return -picked.mean(where=inputs["target_BL"] >= 0)
 
 
 @functools.cache
-def plain_steps(model, num_sequences, config=SMOOTH, mask=False):
+def plain_steps(model, num_sequences, config=SMOOTH, mask=False, ignored=False):
     """Losses, gradients and final parameters of NUM_STEPS steps on one device."""
     [stage] = make_stages(model, hand_made_plan((model.num_layers,), 1, 1), config=config)
     params = jax.tree.map(np.asarray, stage.init(SEED).params)
@@ -174,7 +189,8 @@ def plain_steps(model, num_sequences, config=SMOOTH, mask=False):
     losses, gradients = [], []
     loss_and_gradient = jax.jit(jax.value_and_grad(plain_loss), static_argnums=(1, 3))
     for step in range(NUM_STEPS):
-        loss, gradient = loss_and_gradient(params, model, random_inputs(num_sequences, step), mask)
+        inputs = random_inputs(num_sequences, step, ignored)
+        loss, gradient = loss_and_gradient(params, model, inputs, mask)
         updates, opt_state = optimizer.update(gradient, opt_state, params)
         params = optax.apply_updates(params, updates)
         losses.append(float(loss))
@@ -187,20 +203,20 @@ def assert_near(got, want, rtol=RTOL, where=""):
     assert error <= rtol, f"{where}: relative error {error:.1e}"
 
 
-def run_steps(runner, states, num_sequences, num_stages):
+def run_steps(runner, states, num_sequences, num_stages, ignored=False):
     """Yields the loss and the states after each step."""
     clock = Clock(num_stages)
     for step in range(NUM_STEPS):
         states, metrics = runner.train_step(
-            states, random_inputs(num_sequences, step), clock.timeline()
+            states, random_inputs(num_sequences, step, ignored), clock.timeline()
         )
         yield float(metrics["loss"]), states
     clock.close()
 
 
-def check_against_plain(runner, model, plan, config=SMOOTH, mask=False, rtol=RTOL):
-    losses, gradients, params = plain_steps(model, plan.global_batch, config, mask)
-    steps = run_steps(runner, runner.init(SEED), plan.global_batch, len(plan.stages))
+def check_against_plain(runner, model, plan, config=SMOOTH, mask=False, rtol=RTOL, ignored=False):
+    losses, gradients, params = plain_steps(model, plan.global_batch, config, mask, ignored)
+    steps = run_steps(runner, runner.init(SEED), plan.global_batch, len(plan.stages), ignored)
     for step, (loss, states) in enumerate(steps):
         assert abs(loss - losses[step]) <= rtol * losses[step]
         for state in states:
@@ -485,8 +501,48 @@ def test_evaluation_is_the_loss_and_changes_nothing():
     states = runner.init(SEED)
     [want, *_], _, _ = plain_steps(model, plan.global_batch)
     for _ in range(2):
-        got = runner.evaluate(states, random_inputs(plan.global_batch, 0))
-        assert abs(float(got) - want) < RTOL * want
+        inputs = random_inputs(plan.global_batch, 0)
+        got = float(runner.evaluate(states, inputs)) / inputs["target_BL"].size
+        assert abs(got - want) < RTOL * want
+
+
+CHUNKED = dataclasses.replace(PLAIN, cross_entropy="chunked")
+# One program, several, a split backward, and sequences that devices share; some in chunks.
+UNEQUAL = {
+    "one stage": (hand_made_plan((4,), 2, 1, microbatches=3), PLAIN),
+    "one stage, in chunks": (hand_made_plan((4,), 2, 1, microbatches=3), CHUNKED),
+    "1f1b": (hand_made_plan((3, 1), (1, 2), 1, microbatches=3), PLAIN),
+    "zero bubble": (hand_made_plan((3, 1), 2, 2, microbatches=3, schedule="zero_bubble"), CHUNKED),
+    "fsdp": (hand_made_plan((3, 1), 1, 1, fsdp=2, context=2, microbatches=3), PLAIN),
+    "fsdp, in chunks": (hand_made_plan((4,), 2, 1, fsdp=2, context=2, microbatches=3), CHUNKED),
+}
+
+
+@pytest.mark.parametrize("name", UNEQUAL)
+def test_every_token_that_counts_weighs_the_same(name):
+    """Microbatches and replicas have unequal numbers of them, one microbatch none."""
+    plan, kernels = UNEQUAL[name]
+    model = make_model(tied_embeddings="chunks" not in name)
+    runner = make_runner(plan, make_stages(model, plan, kernels=kernels))
+    check_against_plain(runner, model, plan, ignored=True)
+    inputs = random_inputs(plan.global_batch, 0, ignored=True)
+    [want, *_], _, _ = plain_steps(model, plan.global_batch, ignored=True)
+    got = float(runner.evaluate(runner.init(SEED), inputs)) / num_targets(inputs)
+    assert abs(got - want) < RTOL * want
+
+
+@pytest.mark.parametrize("split", [(4,), (3, 1)])
+def test_a_batch_in_which_nothing_counts_has_no_loss_and_no_gradient(split):
+    model, plan = make_model(), hand_made_plan(split, 2, 1, microbatches=2)
+    runner = make_runner(plan, make_stages(model, plan))
+    inputs = random_inputs(plan.global_batch, 0)
+    inputs["target_BL"] = np.full_like(inputs["target_BL"], -1)
+    states, clock = runner.init(SEED), Clock(len(split))
+    assert float(runner.evaluate(states, inputs)) == 0
+    _, metrics = runner.train_step(states, inputs, clock.timeline())
+    clock.close()
+    assert float(metrics["loss"]) == float(metrics["grad_norm"]) == 0
+    assert not bool(metrics["skipped"])
 
 
 class Watched:

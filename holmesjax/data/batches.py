@@ -73,6 +73,8 @@ def windows_of(tokens: np.ndarray, length: int) -> np.ndarray:
 def model_inputs(rows: np.ndarray) -> dict[str, np.ndarray]:
     """What the stages read of the rows: tokens, targets, and the document of each token; int32.
 
+    A token whose target is below 0 would not count in the loss; rows of a corpus have none.
+
     >>> {name: x.tolist() for name, x in model_inputs(np.array([[7, 0, 8, 9]])).items()}
     {'token_BL': [[7, 0, 8]], 'target_BL': [[0, 8, 9]], 'segment_BL': [[0, 1, 1]]}
     """

@@ -11,7 +11,7 @@ dims, one capital letter each, in order; they are logical dims, and `sharding` m
 Positions of tokens are [L], or [B, L] where not all sequences start at the same one.
 
 Matrix products run in the dtype of the parameters they are given; norms, softmax and the loss
-compute in float32.
+compute in float32, and logits are float32.
 """
 
 import functools
@@ -146,14 +146,17 @@ class Head(nn.Module):
         h_BLD = self.norm(ops.separate(x_BLD))
         if self.config.tied_embeddings:
             assert token_VD is not None, "a tied head needs the token table"
-            return ops.linear_transposed(h_BLD, token_VD)
-        return ops.linear(h_BLD, self.output_DV)
+            return ops.linear_transposed(h_BLD, token_VD, "float32")
+        return ops.linear(h_BLD, self.output_DV, "float32")
 
     def loss(self, x_BLD: jax.Array, token_VD: jax.Array | None, target_BL: jax.Array) -> jax.Array:
-        """The mean cross-entropy of the next tokens; the logits in chunks where they are many."""
+        """The cross-entropy of the next tokens, summed over those whose target is not below 0.
+
+        The logits are computed in chunks where they are many.
+        """
         num_chunks = self.kernels.logit_chunks(x_BLD, self.config.vocab_size)
         if num_chunks == 1:
-            return jnp.mean(ops.cross_entropy(self(x_BLD, token_VD), target_BL))
+            return jnp.sum(ops.cross_entropy(self(x_BLD, token_VD), target_BL))
         h_BLD = self.norm(ops.separate(x_BLD))
         if self.config.tied_embeddings:
             assert token_VD is not None, "a tied head needs the token table"
