@@ -50,6 +50,7 @@ def serve(place: Place, find_host: Callable[[], Host], env: MutableMapping[str, 
 
     `env` is of this process: NCCL's variables are added to it before JAX is imported.
     """
+    wire.raise_open_files()
     address, port = place.controller
     connection = wire.connect(
         address,

@@ -37,6 +37,7 @@ from holmesjax.processes import Process
 from holmesjax.wire import Connection, Message
 
 BEATS = 4  # in the time that an end may be silent
+NOBODY = -1  # no process of the job
 
 
 def differences(about: Message, theirs: Message) -> str | None:
@@ -52,7 +53,7 @@ def differences(about: Message, theirs: Message) -> str | None:
 class Event(NamedTuple):
     """What the launcher hears."""
 
-    process: int
+    process: int  # NOBODY for what the controller itself has to say, a "warning"
     kind: str  # of a member's message; or its connection was "lost", or "silent", or "refused"
     message: Message
 
@@ -104,7 +105,12 @@ class Controller:
         sock = wire.listen(address, port)
         self.address = wire.address_of(sock)
         self._door = wire.Door(
-            sock, key=key, hello={"controller": True}, check=self._check, enter=self._enter
+            sock,
+            key=key,
+            hello={"controller": True},
+            check=self._check,
+            enter=self._enter,
+            warn=lambda text: self.events.put(Event(NOBODY, "warning", {"text": text})),
         )
         self._keeper = threading.Thread(target=self._keep, name="keeper", daemon=True)
         self._keeper.start()

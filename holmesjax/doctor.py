@@ -116,7 +116,8 @@ def _clocks(facts: Mapping[str, Facts]) -> Finding:
 def _open_files(facts: Mapping[str, Facts]) -> Finding:
     limits = {node: fact["limits"]["nofile"] for node, fact in facts.items()}
     bad = {n: f"at most {k}" for n, k in limits.items() if k is not None and k < MIN_FILES}
-    fix = f"ulimit -n {MIN_FILES}, or LimitNOFILE= where a service starts the processes"
+    # Processes raise the soft limit themselves.
+    fix = f"ulimit -Hn {MIN_FILES}, or LimitNOFILE= where a service starts the processes"
     return _judge("open files", bad, level="warning", good="enough", fix=fix)
 
 

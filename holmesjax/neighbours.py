@@ -119,9 +119,12 @@ class _Meeting:
             "digests": {str(other): digest for other, digest in self._digests.items()},
         }
         with ExitStack() as doors:
-            for sock in itertools.chain(*ports.sockets.values()):
-                door = wire.Door(sock, key=key, hello=hello, check=self._check, enter=self._let_in)
-                doors.enter_context(door)
+            self._doors = [
+                doors.enter_context(
+                    wire.Door(sock, key=key, hello=hello, check=self._check, enter=self._let_in)
+                )
+                for sock in itertools.chain(*ports.sockets.values())
+            ]
             above = [self._processes[other] for other in sorted(self._digests) if other > me.number]
             for peer, stream in itertools.product(above, range(self._streams)):
                 fabric = fabric_between(topology, me, peer)
@@ -180,6 +183,7 @@ class _Meeting:
         if missing:
             names = ", ".join(self._processes[number].name for number in missing)
             reasons = [self._refused[number] for number in missing if number in self._refused]
+            reasons += [f"{self._me.name} {door.trouble}" for door in self._doors if door.trouble]
             raise PeerError(
                 self._me.name,
                 f"{names} did not connect for {timeout_s:g} s",

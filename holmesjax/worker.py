@@ -21,7 +21,7 @@ from typing import Any, NoReturn
 
 import jax
 
-from holmesjax import checkpoint, compat, discovery, domain, job as jobs, manifest
+from holmesjax import checkpoint, compat, discovery, domain, job as jobs, manifest, wire
 from holmesjax.control import Member
 from holmesjax.discovery import Host
 from holmesjax.errors import HolmesError
@@ -84,6 +84,7 @@ def work(run_dir: str | Path, env: MutableMapping[str, str]) -> int:
     find_host = functools.cache(discovery.discover)
     place = Place.from_environment(env, find_host)
     die_with(env.get("HOLMES_PARENT"))
+    wire.raise_open_files()
     job = jobs.load_saved(run_dir)
     processes = make_processes(job.plan, job.topology, job.config.distributed.processes)
     if not 0 <= place.number < len(processes):

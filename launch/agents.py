@@ -43,6 +43,7 @@ class Agents:
         self._changed = threading.Condition()
         self._key_file = folder / KEY
         key = wire.make_key_file(self._key_file)
+        wire.raise_open_files()
         sock = wire.listen(launcher.address, launcher.port)
         address = "{}:{}".format(*wire.address_of(sock))
         self._door = wire.Door(sock, key=key, hello={}, check=self._check, enter=self._enter)
@@ -109,6 +110,9 @@ class Agents:
         ]
         connection.sock.settimeout(ANSWER_S)
         with self._changed:
+            if node in self._connections:  # two agents of one node have come at once
+                connection.close()
+                return
             self._connections[node] = connection
             self._changed.notify_all()
 

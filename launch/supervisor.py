@@ -91,6 +91,7 @@ class Supervisor:
         Raises PeerError, or what a process raised, if the last attempt failed.
         """
         job = self._job
+        wire.raise_open_files()
         print(*job.describe(), *self._describe(), sep="\n", flush=True)
         old = {
             number: signal.signal(number, self._on_signal)
@@ -242,6 +243,8 @@ class Supervisor:
         elif event.kind == "refused":
             name = self._processes[number].name
             recorder.console.print(f"refused another {name}: {message['reason']}")
+        elif event.kind == "warning":
+            recorder.console.print(f"warning: {message['text']}")
         else:
             assert event.kind == "lost", f"what is {event}?"
             if not self._launcher.sees_exits:

@@ -117,7 +117,6 @@ def test_all_get_the_same_verdict_exactly(controller, members):
         ({"about": {**ABOUT, "jax": "0.9"}}, ["jax is 0.9, not 1.0"]),
         ({"who": process(9, 1)}, ["3 processes", "number 9"]),
         ({"who": PROCESSES[1]}, ["number 1", "here already"]),
-        ({"key": b"x" * wire.KEY_BYTES}, ["key"]),
     ],
 )
 def test_who_does_not_belong_is_refused(controller, members, change, words):
@@ -128,6 +127,12 @@ def test_who_does_not_belong_is_refused(controller, members, change, words):
         assert word in str(error.value)
     if who is PROCESSES[1] or "about" in change:  # whoever started the job is told too
         assert words[0] in str(next_event(controller, "refused").message)
+
+
+def test_a_wrong_key_is_told_on_both_ends(controller):
+    with pytest.raises(PeerError, match="nobody who holds the key of this job answers"):
+        join(controller, PROCESSES[0], key=b"x" * wire.KEY_BYTES)
+    assert wire.WRONG_KEY in next_event(controller, "warning").message["text"]
 
 
 def test_differences_are_told_with_both_values():

@@ -1,5 +1,6 @@
 """Connections let in who holds the key, and nobody else, however they try."""
 
+import itertools
 import json
 import os
 import queue
@@ -7,6 +8,8 @@ import resource
 import socket
 import stat
 import struct
+import subprocess
+import sys
 import threading
 import time
 
@@ -23,27 +26,36 @@ def patience(monkeypatch):
     monkeypatch.setattr(wire, "HELLO_TIMEOUT_S", 0.5)
 
 
-class Inn:
-    """A door and who came in."""
+def call_at(address, key=KEY, check=lambda hello: None, hello=None, timeout_s=5.0, source=None):
+    return wire.connect(
+        *address,
+        key=key,
+        hello=hello or {"name": "guest"},
+        check=check,
+        where="a to b",
+        timeout_s=timeout_s,
+        source=source,
+    )
 
-    def __init__(self, check=lambda hello: None, key=KEY):
-        self.entered = queue.Queue()
-        sock = wire.listen("127.0.0.1")
+
+class Inn:
+    """A door, who came in, and what it warned of."""
+
+    def __init__(self, check=lambda hello: None, key=KEY, sock=None):
+        self.entered, self.warnings = queue.Queue(), []
+        sock = sock or wire.listen("127.0.0.1")
         self.address = wire.address_of(sock)
         self.door = wire.Door(
-            sock, key=key, hello={"name": "inn"}, check=check, enter=self.entered.put
+            sock,
+            key=key,
+            hello={"name": "inn"},
+            check=check,
+            enter=self.entered.put,
+            warn=self.warnings.append,
         )
 
-    def call(self, key=KEY, check=lambda hello: None, hello=None, timeout_s=5.0, source=None):
-        return wire.connect(
-            *self.address,
-            key=key,
-            hello=hello or {"name": "guest"},
-            check=check,
-            where="a to b",
-            timeout_s=timeout_s,
-            source=source,
-        )
+    def call(self, **options):
+        return call_at(self.address, **options)
 
     def stranger(self):
         sock = socket.create_connection(self.address)
@@ -100,37 +112,114 @@ def test_both_ends_learn_the_others_hello(inn):
     ours.close()
 
 
-def test_a_wrong_key_is_refused_on_both_ends(inn):
-    with pytest.raises(RefusedError, match="does not hold the key of this job"):
-        inn.call(key=bytes(32))
+def test_a_wrong_key_is_refused_on_both_ends(inn, capsys):
+    """Neither can prove anything to the other: the caller says so at once, and tries again."""
+    with pytest.raises(PeerError, match="nobody who holds the key of this job answers") as error:
+        inn.call(key=bytes(32), timeout_s=0.5)
+    assert repr(wire.WRONG_KEY) in error.value.found
     assert inn.entered.empty()
+    [said] = [line for line in capsys.readouterr().err.splitlines() if "without the key" in line]
+    assert "trying again" in said
+    assert len(inn.warnings) == 1
+    assert wire.WRONG_KEY in inn.warnings[0]
     still_opens(inn)
 
 
-def test_a_listener_without_the_key_is_refused(patience):
-    """It lets everybody in, but cannot prove itself."""
+def refuse(caller, **more):
+    caller.sendall(frame({"nonce": "0" * 32}))
+    read_frame(caller)
+    caller.sendall(frame({"refused": "go away", **more}))
+
+
+def let_in(caller):
+    caller.sendall(frame({"nonce": "0" * 32}))
+    read_frame(caller)
+    caller.sendall(frame({"hello": {}, "mac": "0" * 64}))
+
+
+STRANGERS = {
+    "refuses": refuse,
+    "refuses with a wrong proof": lambda caller: refuse(caller, mac="0" * 64),
+    "lets everybody in": let_in,
+    "speaks something else": lambda caller: caller.sendall(b"SSH-2.0-OpenSSH_9.2\r\n"),
+    "says nothing": lambda caller: None,
+}
+
+
+@pytest.mark.parametrize("stranger", STRANGERS.values(), ids=STRANGERS)
+def test_a_stranger_at_the_right_address_is_not_believed(patience, stranger):
+    """The caller tries again, and finds the one that holds the key."""
+    sock = wire.listen("127.0.0.1")
+    inns = []
+
+    def take_over():
+        caller, _ = sock.accept()
+        caller.settimeout(5)
+        with caller:
+            stranger(caller)
+        inns.append(Inn(sock=sock))
+
+    thread = threading.Thread(target=take_over)
+    thread.start()
+    call_at(wire.address_of(sock)).close()
+    thread.join()
+    inns[0].entered.get(timeout=5).close()
+    inns[0].door.close()
+
+
+def test_strangers_only_are_told_when_the_time_is_up(patience):
     with wire.listen("127.0.0.1") as sock:
 
-        def impostor():
+        def answer():
             caller, _ = sock.accept()
             with caller:
-                caller.sendall(frame({"nonce": "0" * 32}))
-                read_frame(caller)
-                caller.sendall(frame({"hello": {}, "mac": "0" * 64}))
-                caller.recv(1)
+                refuse(caller)
 
-        thread = threading.Thread(target=impostor)
+        thread = threading.Thread(target=answer)
         thread.start()
-        with pytest.raises(RefusedError, match="does not hold the key"):
-            wire.connect(
-                *wire.address_of(sock),
-                key=KEY,
-                hello={},
-                check=lambda hello: None,
-                where="a to b",
-                timeout_s=5,
-            )
+        with pytest.raises(PeerError) as error:
+            call_at(wire.address_of(sock), timeout_s=0.5)
         thread.join()
+    assert error.value.found == "something there answered without it: 'go away', without proof"
+
+
+def pass_on(caller, onward, num):
+    """The first messages of a conversation through a relay."""
+    said = []
+    for source, target in itertools.islice(
+        itertools.cycle([(onward, caller), (caller, onward)]), num
+    ):
+        said.append(read_frame(source))
+        target.sendall(frame(said[-1]))
+    return said
+
+
+def test_a_call_whose_last_answer_was_lost_is_repeated(patience):
+    """It has no seat before it has said that it knows."""
+    seats = set()
+    inn = Inn(lambda hello: "is here already" if hello["name"] in seats else None)
+    enter = inn.door._enter
+    inn.door._enter = lambda connection: (seats.add(connection.hello["name"]), enter(connection))
+    with wire.listen("127.0.0.1") as tap:
+
+        def relay():
+            caller, _ = tap.accept()
+            with caller, inn.stranger() as onward:
+                pass_on(caller, onward, 2)
+                assert "mac" in read_frame(onward)  # it would be let in
+            caller, _ = tap.accept()
+            with caller, inn.stranger() as onward:
+                pass_on(caller, onward, 4)
+                rest_of(caller)
+
+        thread = threading.Thread(target=relay)
+        thread.start()
+        call_at(wire.address_of(tap)).close()
+        thread.join()
+    inn.entered.get(timeout=5).close()
+    with pytest.raises(RefusedError, match="is here already"):  # another one with its name
+        inn.call()
+    inn.door.close()
 
 
 def test_a_reason_reaches_the_other_end(patience):
@@ -205,29 +294,18 @@ def test_a_replayed_hello_is_refused(inn):
         def relay():
             caller, _ = tap.accept()
             with caller, inn.stranger() as onward:
-                onward.settimeout(5)
-                caller.sendall(frame(read_frame(onward)))
-                recorded.append(read_frame(caller))
-                onward.sendall(frame(recorded[0]))
-                caller.sendall(frame(read_frame(onward)))
+                recorded.extend(pass_on(caller, onward, 4))
                 caller.recv(1)
 
         thread = threading.Thread(target=relay)
         thread.start()
-        wire.connect(
-            *wire.address_of(tap),
-            key=KEY,
-            hello={},
-            check=lambda hello: None,
-            where="a to b",
-            timeout_s=5,
-        ).close()
+        call_at(wire.address_of(tap)).close()
         thread.join()
     inn.entered.get(timeout=5).close()
     with inn.stranger() as stranger:
         read_frame(stranger)
-        stranger.sendall(frame(recorded[0]))
-        assert read_frame(stranger) == {"refused": "it does not hold the key of this job"}
+        stranger.sendall(frame(recorded[1]))
+        assert read_frame(stranger) == {"refused": wire.WRONG_KEY}
         assert rest_of(stranger) == b""
     assert inn.entered.empty()
 
@@ -255,15 +333,7 @@ def test_connecting_waits_for_the_listener_and_gives_up_in_time(patience):
         address, port = wire.address_of(sock)
     start_s = time.monotonic()
     with pytest.raises(PeerError, match=rf"a to b: nobody answers at 127.0.0.1:{port} for 0.3 s"):
-        wire.connect(
-            address,
-            port,
-            key=KEY,
-            hello={},
-            check=lambda hello: None,
-            where="a to b",
-            timeout_s=0.3,
-        )
+        call_at((address, port), timeout_s=0.3)
     assert 0.25 < time.monotonic() - start_s < 10  # above: a hang guard
 
 
@@ -294,3 +364,58 @@ def test_a_key_file_is_private(tmp_path):
     path.write_text("no key")
     with pytest.raises(HolmesError, match="holds no key of a job"):
         wire.read_key_file(path)
+
+
+# ---- too few descriptors -------------------------------------------------------------------------
+
+OPEN_A_DOOR = """
+import resource, sys, time
+from holmesjax import wire
+
+resource.setrlimit(resource.RLIMIT_NOFILE, (20, 20))
+sock = wire.listen("127.0.0.1")
+print(wire.address_of(sock)[1], flush=True)
+door = wire.Door(sock, key=bytes(range(32)), hello={}, check=lambda hello: None,
+                 enter=lambda connection: print("entered", flush=True))
+sys.stdin.read()
+print(f"trouble: {door.trouble!r}")
+"""
+
+
+def test_a_listener_without_descriptors_says_so_and_goes_on():
+    """A real process with a low limit: strangers take all of it, and go."""
+    argv = [sys.executable, "-c", OPEN_A_DOOR]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(argv, stdin=pipe, stdout=pipe, stderr=pipe, text=True) as process:
+        guard = threading.Timer(30, process.kill)
+        guard.start()
+        try:
+            address = ("127.0.0.1", int(process.stdout.readline()))
+            crowd = [socket.create_connection(address) for _ in range(30)]
+            warning = process.stderr.readline()
+            for stranger in crowd:
+                stranger.close()
+            call_at(address).close()
+            assert process.stdout.readline() == "entered\n"
+            output, more = process.communicate("", timeout=20)
+        finally:
+            guard.cancel()
+            process.kill()
+    assert f"warning: cannot accept calls at 127.0.0.1:{address[1]}: Too many open files" in warning
+    assert "the limit is 20" in warning
+    assert more == ""  # once
+    assert output == "trouble: ''\n"
+
+
+def test_the_soft_limit_of_open_files_is_raised():
+    code = """
+import resource
+from holmesjax import wire
+
+resource.setrlimit(resource.RLIMIT_NOFILE, (64, 512))
+wire.raise_open_files()
+print(*resource.getrlimit(resource.RLIMIT_NOFILE))
+"""
+    argv = [sys.executable, "-c", code]
+    done = subprocess.run(argv, capture_output=True, text=True, check=True)
+    assert done.stdout == "512 512\n"
