@@ -2,8 +2,10 @@
 
 The executor only dispatches: every call returns before its arrays are computed, and XLA orders the
 work of each device. It goes round its stages and starts each one's next task as soon as what the
-task reads has arrived, so no device queue holds a task that waits for one not yet dispatched. What
-happened, and when, is a `Timeline`.
+task reads has arrived, so no device queue holds a task that waits for one not yet dispatched. While
+a stage waits it may run a W early, but only where no other process shares the stage: tasks hold
+collectives, which all of a stage's processes must dispatch in one order. What happened, and when,
+is a `Timeline`.
 """
 
 from collections import deque
@@ -143,6 +145,10 @@ class Pipeline:
         self._programs = {p.stage.index: p for p in programs}
         self._last = len(plan.chunks) - 1
         self._here = sorted({plan.chunks[v][0] for v in self._programs})
+        # Stages that other processes share: what arrives late in one is in time in another.
+        self._shared = {
+            plan.chunks[v][0] for v, p in self._programs.items() if p.stage.mesh.is_multi_process
+        }
         self._tasks = plan.tasks()
         self._forwards = [tuple(t for t in tasks if t.kind == "F") for tasks in self._tasks]
         stage = programs[0].stage
@@ -249,10 +255,14 @@ class Pipeline:
     def _weight_gradients(
         self, waiting: Mapping[int, Iterable[Task]], flights: Mapping[int, _Flight]
     ) -> list[tuple[int, Task]]:
-        """What can run while stages wait: of each the next W, so that sums stay in order."""
+        """What can run while stages wait: of each the next W, so that sums stay in order.
+
+        Stages that other processes share keep to the order of the schedule.
+        """
         nexts = [
             (s, next((task for task in queue if task.kind == "W"), None))
             for s, queue in waiting.items()
+            if s not in self._shared
         ]
         return [
             (s, task)

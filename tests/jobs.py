@@ -1,8 +1,10 @@
 """Whole jobs for tests: real processes on loopback that leave nothing behind."""
 
 import contextlib
+import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -83,6 +85,7 @@ class RunningJob:
 
     def __init__(self, *arguments, prefix=(), before=(), env=None):
         self.lines: list[str] = []
+        self.processes: list[subprocess.Popen] = []  # that `external_job` has started
         self._started: set[int] = set()
         self.process = subprocess.Popen(
             [*prefix, sys.executable, "-m", "launch", *map(str, (*before, "train", *arguments))],
@@ -139,6 +142,49 @@ class RunningJob:
     @property
     def output(self) -> str:
         return "".join(self.lines)
+
+
+@contextlib.contextmanager
+def external_job(folder: Path, clusters: dict[str, tuple[int, ...]], *settings, odd=None, env=None):
+    """A job whose processes the test starts itself, as a scheduler would; the `RunningJob`.
+
+    `odd` says how they misbehave (`tests.odd_worker`), by number; those that are not in it do not.
+    """
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        listen = f"127.0.0.1:{probe.getsockname()[1]}"
+    run_file = write_run(folder, clusters)
+    with (
+        contextlib.ExitStack() as stack,
+        RunningJob(run_file, "--launcher", "external", "--listen", listen, *settings) as job,
+    ):
+        printed = [job.until(f"  {name}=") for name in ("HOLMES_CONTROLLER", "HOLMES_KEY_FILE")]
+        variables = dict(line.strip().split("=", 1) for line in printed)
+        fabrics = ("infiniband", "roce", "ethernet")
+        for number in range(sum(map(len, clusters.values()))):
+            addresses = {fabric: [f"127.0.9.{number + 1}"] for fabric in fabrics}
+            output = stack.enter_context((folder / f"{number}.out").open("w"))
+            child = subprocess.Popen(
+                [
+                    *(sys.executable, "-m", "tests.odd_worker", folder / "run"),
+                    json.dumps((odd or {}).get(number, {})),
+                ],
+                cwd=ROOT,
+                env={
+                    **os.environ,
+                    **variables,
+                    "SLURM_PROCID": str(number),
+                    "HOLMES_ADDRESSES": json.dumps(addresses),
+                    "PYTHONPATH": str(ROOT),
+                    **(env or {}),
+                },
+                stdout=output,
+                stderr=subprocess.STDOUT,
+            )
+            job.processes.append(child)
+            stack.callback(child.wait, 30)
+            stack.callback(child.kill)
+        yield job
 
 
 def listening_ports(pids: list[int]) -> set[tuple[str, int]]:

@@ -13,7 +13,7 @@ from holmesjax.models import gpt
 from holmesjax.optimizer import make_optimizer
 from holmesjax.plan import layer_names
 from holmesjax.session import read_batches
-from tests.jobs import RunningJob, write_run
+from tests.jobs import RunningJob, external_job, write_run
 from tests.test_pipeline import plain_loss
 
 RTOL = 1e-5  # sums in another order, in float32
@@ -70,3 +70,14 @@ def test_ten_steps_are_those_of_one_device(tmp_path, name):
         assert job.end(120) == 0, job.output
     got = losses_of(tmp_path / "run")
     np.testing.assert_allclose(got, plain_losses("tied" in name), rtol=RTOL)
+
+
+def test_all_processes_of_a_stage_keep_to_the_schedule_whatever_comes_late(tmp_path):
+    """A W that only one of them runs early holds collectives that the others reach later."""
+    settings = ["parallel.schedule=zero_bubble", "parallel.fsdp=2", "parallel.data=1"]
+    settings += ["parallel.tensor=2", "parallel.microbatches=4"]
+    odd = {number: {"late_s": 0.1} for number in range(4)}
+    with external_job(tmp_path, {"ib": (2, 2), "roce": (2, 2)}, *settings, odd=odd) as job:
+        assert job.end(120) == 0, job.output
+    got = losses_of(tmp_path / "run")
+    np.testing.assert_allclose(got, plain_losses(False), rtol=RTOL)

@@ -5,7 +5,6 @@ The suite kills each role, and kills at each moment; `pytest --all-faults` kills
 
 import contextlib
 import itertools
-import json
 import os
 import random
 import shutil
@@ -20,7 +19,14 @@ import pytest
 
 from holmesjax import metrics
 from holmesjax.plan import Plan
-from tests.jobs import ROOT, RunningJob, compile_cache, listening_ports, write_run
+from tests.jobs import (
+    ROOT,
+    RunningJob,
+    compile_cache,
+    external_job,
+    listening_ports,
+    write_run,
+)
 
 CLUSTERS = {"a": (1, 1), "b": (1,)}  # process 0 coordinates two; 2 is a stage by itself
 SETTINGS = [
@@ -294,32 +300,7 @@ def test_strangers_at_every_port_change_nothing(tmp_path, undisturbed):
 
 def test_a_scheduler_starts_the_processes(tmp_path, undisturbed):
     """Slurm's variable says which is which; everything else is what the launcher printed."""
-    run_file = write_run(tmp_path, CLUSTERS)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        listen = f"127.0.0.1:{probe.getsockname()[1]}"
-    with (
-        contextlib.ExitStack() as stack,
-        RunningJob(run_file, "--launcher", "external", "--listen", listen, *SETTINGS) as job,
-    ):
-        printed = [job.until(f"  {name}=") for name in ("HOLMES_CONTROLLER", "HOLMES_KEY_FILE")]
-        variables = dict(line.strip().split("=", 1) for line in printed)
-        fabrics = ("infiniband", "roce", "ethernet")
-        for number in range(3):
-            env = {fabric: [f"127.0.9.{number + 1}"] for fabric in fabrics}
-            child = subprocess.Popen(
-                [sys.executable, "-m", "launch", "worker", tmp_path / "run"],
-                cwd=ROOT,
-                env={
-                    **os.environ,
-                    **variables,
-                    "SLURM_PROCID": str(number),
-                    "HOLMES_ADDRESSES": json.dumps(env),
-                },
-                stdout=subprocess.DEVNULL,
-            )
-            stack.callback(child.wait, 30)
-            stack.callback(child.kill)
+    with external_job(tmp_path, CLUSTERS, *SETTINGS) as job:
         assert job.end(120) == 0, job.output
     assert losses_of(tmp_path) == undisturbed
 
