@@ -174,7 +174,7 @@ class DistributedConfig:
     """The processes of a run with a launcher, and how long they wait for each other."""
 
     processes: Literal["node", "device"] = "node"  # one of every stage's processes for each
-    streams: Streams = 4  # connections between two processes
+    streams: Streams = 4  # connections between two processes, or more, so that all NICs have some
     port: Port = 0  # of the first stage's coordinator, then one for each stage; 0: free ones
     heartbeat_timeout_s: Positive = 60.0  # until the end of a job that has lost a process or link
     start_timeout_s: Positive = 600.0  # from the first process to the last that is compiled

@@ -1,7 +1,7 @@
 """Finds the processes that one shares something with: where all listen, and who calls whom.
 
 Of two processes the one with the lower number calls. They open several connections, over the
-network of their link, each with its own pair of NICs where the nodes have several.
+network of their link, so many that every NIC of both nodes carries some.
 """
 
 import itertools
@@ -59,7 +59,7 @@ def meet(
     key: bytes,
     about: Mapping[str, Any],
     digests: Mapping[int, str],
-    streams: int,
+    streams: Mapping[int, int],
     timeout_s: float,
     enter: Callable[[int, int, wire.Connection], None],
 ) -> None:
@@ -72,7 +72,7 @@ def meet(
       key: of the job.
       about: what must be equal everywhere, by name.
       digests: for each process that something is shared with, of what is shared.
-      streams: connections with each of them.
+      streams: connections with each of them; both ends must say the same.
       timeout_s: for all of it.
       enter: takes a process number, the number of a stream, and the connection.
 
@@ -94,12 +94,11 @@ class _Meeting:
         processes: Sequence[Process],
         about: Mapping[str, Any],
         digests: Mapping[int, str],
-        streams: int,
+        streams: Mapping[int, int],
         enter: Callable[[int, int, wire.Connection], None],
     ):
         self._me, self._processes, self._digests = me, processes, digests
-        self._about = {**about, "streams": streams}
-        self._streams, self._enter_connection = streams, enter
+        self._about, self._streams, self._enter_connection = about, streams, enter
         self._present: set[tuple[int, int]] = set()  # process and stream
         self._refused: dict[int, str] = {}
         self._changed = threading.Condition()
@@ -117,6 +116,7 @@ class _Meeting:
             "process": me.number,
             "about": self._about,
             "digests": {str(other): digest for other, digest in self._digests.items()},
+            "streams": {str(other): count for other, count in self._streams.items()},
         }
         with ExitStack() as doors:
             self._doors = [
@@ -126,7 +126,8 @@ class _Meeting:
                 for sock in itertools.chain(*ports.sockets.values())
             ]
             above = [self._processes[other] for other in sorted(self._digests) if other > me.number]
-            for peer, stream in itertools.product(above, range(self._streams)):
+            ways = [(peer, s) for peer in above for s in range(self._streams[peer.number])]
+            for peer, stream in ways:
                 fabric = fabric_between(topology, me, peer)
                 address, port = nic(book[peer.number], peer, fabric, stream)
                 connection = wire.connect(
@@ -148,8 +149,14 @@ class _Meeting:
         if number not in self._digests:
             return f"{self._me.name} shares nothing with process {number}"
         name = self._processes[number].name
-        theirs = {**hello["about"], "crossings": hello["digests"].get(str(self._me.number))}
-        mine = {**self._about, "crossings": self._digests[number]}
+        to_me = str(self._me.number)
+        theirs = {
+            **hello["about"],
+            "crossings": hello["digests"].get(to_me),
+            "streams": hello["streams"].get(to_me),
+        }
+        count = self._streams[number]
+        mine = {**self._about, "crossings": self._digests[number], "streams": count}
         differences = [
             f"{what} is {mine.get(what)!r} in {self._me.name} and {theirs.get(what)!r} in {name}"
             for what in mine | theirs
@@ -159,8 +166,8 @@ class _Meeting:
             self._refused[number] = "; ".join(differences)
             return self._refused[number]
         is_caller = number < self._me.number
-        if is_caller and (stream not in range(self._streams) or (number, stream) in self._present):
-            return f"stream {stream} of {name} is none of {self._streams}, or is there already"
+        if is_caller and (stream not in range(count) or (number, stream) in self._present):
+            return f"stream {stream} of {name} is none of {count}, or is there already"
         return None
 
     def _let_in(self, connection: wire.Connection) -> None:
@@ -174,7 +181,7 @@ class _Meeting:
 
     def _wait(self, deadline_s: float, timeout_s: float) -> None:
         """For those that call."""
-        wanted = set(itertools.product(self._digests, range(self._streams)))
+        wanted = {(other, s) for other, count in self._streams.items() for s in range(count)}
         with self._changed:
             self._changed.wait_for(
                 lambda: wanted <= self._present, max(deadline_s - time.monotonic(), 0.0)
@@ -198,8 +205,25 @@ def between(source: Process, target: Process) -> str:
     return f"link {link}, from {source.name} to {target.name}"
 
 
+def num_streams(
+    topology: Topology, me: Process, peer: Process, book: Sequence[Book], at_least: int
+) -> int:
+    """Connections between two processes: so many that all NICs of both nodes carry some.
+
+    Those of the node that has more of them carry equally many.
+    """
+    fabric = fabric_between(topology, me, peer)
+    most = max(len(_nics(book[end.number], end, fabric)) for end in (peer, me))
+    return -(-at_least // most) * most
+
+
 def nic(book: Book, process: Process, fabric: str, stream: int) -> tuple[str, int]:
     """Where a stream of a process begins or ends; the book is its own."""
+    found = _nics(book, process, fabric)
+    return found[stream % len(found)]
+
+
+def _nics(book: Book, process: Process, fabric: str) -> Sequence[tuple[str, int]]:
     found = book.get(fabric)
     if not found:
         raise HolmesError(
@@ -208,4 +232,4 @@ def nic(book: Book, process: Process, fabric: str, stream: int) -> tuple[str, in
             found=dict(book),
             fix=f'add "{fabric}": ["..."]',
         )
-    return found[stream % len(found)]
+    return found

@@ -29,7 +29,7 @@ from holmesjax.ends import End, make_end, shape_of, size_of
 from holmesjax.errors import PeerError
 from holmesjax.frames import Channel, Frame, Kind, Part, ViolationError
 from holmesjax.host_memory import Pool, runs_of
-from holmesjax.neighbours import Book, Ports, between, meet
+from holmesjax.neighbours import Book, Ports, between, meet, num_streams
 from holmesjax.plan import Plan
 from holmesjax.processes import Process
 from holmesjax.routes import Box, within
@@ -84,6 +84,7 @@ class Peer:
     """A process that something is shared with."""
 
     process: Process
+    num_streams: int
     channels: dict[int, Channel] = field(default_factory=dict)  # by stream
     parts: deque[Part] = field(default_factory=deque)  # to send
     awaited: dict[Where, Landing] = field(default_factory=dict)  # the pieces it owes
@@ -104,7 +105,7 @@ class TcpTransport:
       book: where each process does, by its number.
       key: of the job.
       about: what must be equal at both ends of a connection, by name.
-      streams: connections that carry the bytes between two processes.
+      streams: connections between two processes, at least; more where nodes have more NICs.
       heartbeat_timeout_s: how long a connection may be silent.
       pull_timeout_s: how long `wait` waits for a process that is alive, while no data comes.
       start_timeout_s: how long the others may take to connect.
@@ -158,13 +159,16 @@ class TcpTransport:
         self._error: Exception | None = None
         self._is_closing = False
         self._changed = threading.Condition()
-        self._peers = {number: Peer(processes[number]) for number in shared}
+        self._peers: dict[int, Peer] = {}
         self._peer_of: dict[Channel, Peer] = {}
-        self._turn, self._streams = itertools.count(), streams
+        self._turn = itertools.count()
         self._staging: queue.SimpleQueue[tuple[Key, Offer] | None] = queue.SimpleQueue()
         self._stager = threading.Thread(target=self._stage, name="stager", daemon=True)
         self._stager.start()
         try:
+            for other in shared:
+                count = num_streams(topology, me, processes[other], book, streams)
+                self._peers[other] = Peer(processes[other], count)
             meet(
                 me=me,
                 processes=processes,
@@ -175,12 +179,13 @@ class TcpTransport:
                 # Whoever is heard at other times than it promises would seem lost.
                 about={**about, "heartbeat_timeout_s": heartbeat_timeout_s},
                 digests={other: _digest(what) for other, what in shared.items()},
-                streams=streams,
+                streams={other: peer.num_streams for other, peer in self._peers.items()},
                 timeout_s=start_timeout_s,
                 enter=self._enter,
             )
             self._raise_failure()
         except BaseException:
+            ports.close()
             self._end()
             raise
 
@@ -318,11 +323,16 @@ class TcpTransport:
             peer, where = self._peers[piece.source], (end.index, key.step, key.microbatch, i)
             outer = end.held[piece.devices[0]]
             view = blocks[outer][within(piece.box, outer)]
-            parts = dict(_cut(view.nbytes, self._streams))
+            parts = dict(_cut(view.nbytes, peer.num_streams))
             peer.awaited[where] = Landing(pull, view, parts, len(parts))
-            channel = peer.channels[next(self._turn) % len(peer.channels)]
-            channel.send(Frame(Kind.PULL, *where, 0, view.nbytes))
+            self._channels(peer)[0].send(Frame(Kind.PULL, *where, 0, view.nbytes))
             self._check_presence(peer)
+
+    def _channels(self, peer: Peer) -> list[Channel]:
+        """Those to a process, each time another one first, so that NICs share small arrays too."""
+        found = list(peer.channels.values())
+        first = next(self._turn) % len(found)
+        return found[first:] + found[:first]
 
     def landing(self, channel: Channel, frame: Frame) -> list[memoryview]:
         """Where the payload goes."""
@@ -408,10 +418,10 @@ class TcpTransport:
         assert offer.parts is not None
         piece, part = offer.end.sends[i], offer.parts[i]
         peer, where = self._peers[piece.target], (offer.end.index, key.step, key.microbatch, i)
-        for offset, length in _cut(part.nbytes, self._streams):
+        for offset, length in _cut(part.nbytes, peer.num_streams):
             frame = Frame(Kind.DATA, *where, offset, length)
             peer.parts.append((frame, runs_of(part, offset, length)))
-            any(channel.take_part() for channel in peer.channels.values())
+            any(channel.take_part() for channel in self._channels(peer))
 
     def sent(self, channel: Channel, frame: Frame) -> None:
         """Drops an array when all of it is delivered, of which the frame is a part."""

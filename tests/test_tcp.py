@@ -6,7 +6,7 @@ import re
 import socket
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from dataclasses import replace
 
 import jax
@@ -385,20 +385,42 @@ def test_an_address_of_the_right_network_is_needed():
         start(0, PLAN, [THERE], ports, [ports.book] * 2)
 
 
-def test_streams_use_all_addresses():
-    """Both ends take the same NIC for a stream; Linux has all of 127.0.0.0/8."""
-    found = addresses("127.0.0.1", "127.0.0.2")
-    ports = [Ports.open(found) for _ in range(2)]
+@pytest.mark.parametrize("counts", [(8, 8), (3, 8), (8, 3), (1, 2)])
+def test_all_nics_of_both_nodes_carry_as_many_streams_and_small_arrays_both_ways(counts):
+    """A NIC is a loopback address: Linux has all of 127.0.0.0/8."""
+    nics = [[f"127.0.0.{i + 1}" for i in range(count)] for count in counts]
+    ports = [Ports.open(addresses(*found)) for found in nics]
     book = [p.book for p in ports]
-    first, second = together(
-        *(lambda n=n: start(n, PLAN, [THERE], ports[n], book, streams=4) for n in range(2))
+    shape = (16,)
+    crossings = [make_crossing("F0", shape), make_crossing("B1", shape, back=True)]
+    ends = together(
+        *(lambda n=n: start(n, PLAN, crossings, ports[n], book, streams=4) for n in range(2))
     )
-    ends = {
-        (stream, channel._sock.getsockname()[0], channel._sock.getpeername()[0])
-        for stream, channel in first._peers[1].channels.items()
-    }
-    assert ends == {(i, address, address) for i in range(4) for address in [f"127.0.0.{1 + i % 2}"]}
-    together(first.close, second.close)
+    heard = [set(), set()]
+    for one, seen in zip(ends, heard, strict=True):
+
+        def landed(channel, frame, plain=one.landed, seen=seen):
+            seen.add((channel._sock.getsockname()[0], channel._sock.getpeername()[0]))
+            plain(channel, frame)
+
+        one.landed = landed
+    for source, target, name in ((*ends, "F0"), (*ends[::-1], "B1")):
+        keys = [Key(name, 1, m) for m in range(40)]
+        target.expect(keys)
+        for m, key in enumerate(keys):
+            device = jax.devices()[4 * (name == "B1")]
+            source.offer(key, jnp.full(shape, m, np.float32, device=device))
+            target.fetch(key)
+    for n, one in enumerate(ends):
+        own, theirs = nics[n], nics[1 - n]
+        assert {address for address, _ in heard[n]} == set(own)
+        assert {address for _, address in heard[n]} == set(theirs)
+        [peer] = one._peers.values()
+        used = Counter(channel._sock.getsockname()[0] for channel in peer.channels.values())
+        assert max(used.values()) - min(used.values()) <= (len(own) < len(theirs))
+        if len(own) == len(theirs):  # a switch that joins NICs of one number joins these
+            assert all(a == b for a, b in heard[n])
+    together(*(one.close for one in ends))
 
 
 class Impostor:
@@ -415,7 +437,8 @@ class Impostor:
         hello = {
             "process": 0,
             "stream": 0,
-            "about": {**about, "heartbeat_timeout_s": 10.0, "streams": 1},
+            "about": {**about, "heartbeat_timeout_s": 10.0},
+            "streams": {"1": 1},
             "digests": {},
         }
 
