@@ -69,7 +69,9 @@ def _restore_state(checkpoint: Checkpoint, stage: Stage) -> StageState:
 
 def _writing_optimizer(checkpoint: Checkpoint, stage: Stage) -> AdamW:
     """The stage's optimizer with moments as the checkpoint keeps them."""
-    config = dataclasses.replace(stage.optimizer.config, moments=checkpoint.manifest["moments"])
+    config = dataclasses.replace(
+        stage.optimizer.config, moments=checkpoint.settings["optimizer"]["moments"]
+    )
     return dataclasses.replace(stage.optimizer, config=config)
 
 

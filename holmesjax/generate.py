@@ -110,11 +110,12 @@ class Sampler:
         Args:
           warn: takes what is wrong with newer ones.
         """
-        model = jobs.load_config(run_dir).model
-        found = manifest.newest(run_dir, model, warn, set_aside=False)
+        jobs.load_config(run_dir)
+        found = manifest.newest(run_dir, warn, set_aside=False)
         if found is None:
             fix = "train it first: python -m launch train"
             raise CheckpointError(str(run_dir), "has no checkpoint", found="none", fix=fix)
+        model = ModelConfig(**found.settings["model"])
         return cls(model=model, params=checkpoint.restore_params(found, model))
 
     def stream(self, prompt: str, max_tokens: int, sampling: Sampling) -> Iterator[str]:

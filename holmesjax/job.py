@@ -1,6 +1,7 @@
 """A run before it starts: its config, its machines and its plan, checked. Does not import JAX."""
 
 import dataclasses
+import shutil
 import sys
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,7 +14,6 @@ import yaml
 from holmesjax import (
     config as configs,
     host_memory,
-    manifest,
     plan as plans,
     topology as topologies,
     xla_flags,
@@ -42,7 +42,7 @@ class Job:
 
     def about(self, restart: int) -> dict[str, Any]:
         """What all processes of the job must have in common, in its attempt number `restart`."""
-        return {"plan hash": self.plan.hash(), "restart": restart, **_versions()}
+        return {"plan hash": self.plan.hash(), "restart": restart, **versions()}
 
     @property
     def device_kinds(self) -> Collection[str]:
@@ -58,19 +58,6 @@ class Job:
         """The same for a process that is not started yet: its memory allocator reads some too."""
         allocator = host_memory.allocator_for(self.device_kinds, own)
         return {**self.environment(own), **allocator}
-
-    def commit(self, step: int, arrays: dict[str, dict[str, Any]], files: dict[str, str]) -> None:
-        """Makes a checkpoint of the parts that all stages have written after a step."""
-        manifest.commit(
-            self.run_dir,
-            step,
-            model=self.config.model,
-            moments=self.config.optimizer.moments,
-            plan_hash=self.plan.hash(),
-            keep=self.config.checkpoint.keep,
-            arrays=arrays,
-            files=files,
-        )
 
     def node_to_measure(self, asked: str | None) -> Node:
         """The node that is named; without a name the first, if all have devices of one name."""
@@ -110,13 +97,6 @@ class Job:
             f"dollar; {dollars * train.steps:,.2f} for {_count(train.steps, 'step')}"
         ]
 
-    def finished(self, done: int) -> list[str]:
-        """What to say where there is nothing left to do."""
-        return [
-            f"finished: {done} of {self.config.train.steps} steps are done",
-            f"to train longer: python -m launch train {self.run_dir} train.steps=...",
-        ]
-
     def unfinished(self, done: int) -> list[str]:
         """What to say of a run that was asked to stop."""
         return [
@@ -127,22 +107,51 @@ class Job:
     def save_environment(self, variables: Mapping[str, str]) -> None:
         """Writes what the processes have besides the files of `save`: variables and versions."""
         self.run_dir.mkdir(parents=True, exist_ok=True)
-        text = yaml.safe_dump({**variables, **_versions()}, sort_keys=False, width=1000)
+        text = yaml.safe_dump({**variables, **versions()}, sort_keys=False, width=1000)
         (self.run_dir / ENVIRONMENT).write_text(text, encoding="utf-8")
 
-    def save(self) -> None:
-        """Writes the three files that describe the run into its folder."""
+    def save(self, done: int = 0) -> None:
+        """Writes the three files that describe the run into its folder.
+
+        Files of before that say something else stay, as `config.000120.yaml` where 120 steps were
+        `done`; before the first step nothing was made with them.
+        """
         self.run_dir.mkdir(parents=True, exist_ok=True)
-        configs.save(self.config, self.run_dir / CONFIG)
-        topologies.save(self.topology, self.run_dir / TOPOLOGY)
-        self.plan.save(self.run_dir / PLAN)
+        texts = {
+            CONFIG: configs.to_yaml(self.config),
+            TOPOLOGY: topologies.to_yaml(self.topology),
+            PLAN: self.plan.to_yaml(),
+        }
+        for name, text in texts.items():
+            path = self.run_dir / name
+            if done and path.is_file() and _differ(name, path.read_text("utf-8"), text):
+                earlier = path.with_suffix(f".{done:06d}.yaml")
+                if not earlier.exists():  # else no step was kept that was made with this one
+                    shutil.copyfile(path, earlier)
+            temporary = path.with_suffix(".tmp")
+            temporary.write_text(text, encoding="utf-8")
+            temporary.replace(path)
+
+
+def _differ(name: str, before: str, now: str) -> bool:
+    """Whether two texts of a file say different things of the run, wherever its folder is."""
+    if name != CONFIG or before == now:
+        return before != now
+    try:
+        contents = [yaml.safe_load(text) for text in (before, now)]
+        for content in contents:
+            del content["run"]["dir"], content["topology"]  # which is another of the files
+    except (yaml.YAMLError, KeyError, TypeError):
+        return True
+    return bool(contents[0] != contents[1])
 
 
 def _count(number: int, noun: str) -> str:
     return f"{number:,} {noun}{'s' if number != 1 else ''}"
 
 
-def _versions() -> dict[str, str]:
+def versions() -> dict[str, str]:
+    """Whose numbers, and whose messages, may differ."""
     python = f"{sys.version_info.major}.{sys.version_info.minor}"
     packages = {name: version(name) for name in ("holmesjax", "jax", "jaxlib")}
     return {"Python": python, **packages}

@@ -10,7 +10,6 @@ file. It is written last: a folder without one is no checkpoint. Orbax restores 
 bit without an error, so the hashes are checked first.
 """
 
-import dataclasses
 import hashlib
 import json
 import os
@@ -21,10 +20,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from holmesjax.config import ModelConfig, Moments
 from holmesjax.errors import CheckpointError
 
-FOLDER, MANIFEST, FORMAT = "checkpoints", "manifest.json", 3
+FOLDER, MANIFEST, FORMAT = "checkpoints", "manifest.json", 4
 PART = "part_"
 STEP = re.compile(r"step_(\d+)")  # what is set aside has another name
 
@@ -36,6 +34,17 @@ class Checkpoint:
     path: Path
     step: int  # optimizer steps done
     manifest: dict[str, Any]
+
+    @property
+    def sequences(self) -> int:
+        """Consumed before it."""
+        return int(self.manifest["sequences"])
+
+    @property
+    def settings(self) -> dict[str, dict[str, Any]]:
+        """The sections of the config that wrote it and that shape training (`resume.settings`)."""
+        found: dict[str, dict[str, Any]] = self.manifest["settings"]
+        return found
 
 
 def find(run_dir: str | Path) -> list[Checkpoint]:
@@ -89,22 +98,8 @@ def verify(checkpoint: Checkpoint) -> None:
             )
 
 
-def check_model(checkpoint: Checkpoint, model: ModelConfig) -> None:
-    """Raises if the checkpoint is of another model, with the fields that differ."""
-    saved, wanted = checkpoint.manifest["model"], dataclasses.asdict(model)
-    if differ := [name for name in wanted if saved.get(name) != wanted[name]]:
-        raise CheckpointError(
-            str(checkpoint.path),
-            "is of another model: " + ", ".join(f"model.{name}" for name in differ),
-            found=", ".join(
-                f"{name}={saved.get(name)} (config: {wanted[name]})" for name in differ
-            ),
-            fix="use the model's own settings, or another run.dir",
-        )
-
-
 def newest(
-    run_dir: str | Path, model: ModelConfig, warn: Callable[[str], None], *, set_aside: bool
+    run_dir: str | Path, warn: Callable[[str], None], *, set_aside: bool
 ) -> Checkpoint | None:
     """The newest checkpoint that is whole; warns where a newer one is damaged.
 
@@ -112,7 +107,7 @@ def newest(
       set_aside: whether to rename the damaged ones, so that they count no more; the run's owner
         does, and nobody else.
 
-    Raises CheckpointError if all are damaged, or if it is of another model; nothing is renamed.
+    Raises CheckpointError if all are damaged; nothing is renamed.
     """
     damaged: list[tuple[Checkpoint, CheckpointError]] = []
     for found in find(run_dir):
@@ -121,7 +116,6 @@ def newest(
         except CheckpointError as error:
             damaged.append((found, error))
             continue
-        check_model(found, model)
         for other, why in damaged:
             lines = [f"warning: {why.where}: {why.problem}", f"  found: {why.found}"]
             if set_aside:
@@ -175,8 +169,8 @@ def commit(
     run_dir: str | Path,
     step: int,
     *,
-    model: ModelConfig,
-    moments: Moments,
+    sequences: int,
+    settings: Mapping[str, Any],
     plan_hash: str,
     keep: int,
     arrays: Mapping[str, Mapping[str, Any]],
@@ -185,6 +179,8 @@ def commit(
     """Makes a checkpoint of the parts that were written; removes older ones, so that `keep` stay.
 
     Args:
+      sequences: consumed before it.
+      settings: `Checkpoint.settings`.
       arrays: array -> its dtype, its shape and the name of the part that holds it.
       files: what `hash_part` gave for each part.
     """
@@ -194,10 +190,10 @@ def commit(
             shutil.rmtree(other)
     manifest: dict[str, Any] = {
         "format": FORMAT,
-        "model": dataclasses.asdict(model),
-        "moments": moments,
-        "plan_hash": plan_hash,
         "step": step,
+        "sequences": sequences,
+        "settings": settings,
+        "plan_hash": plan_hash,
         "arrays": arrays,
         "files": files,
     }

@@ -4,6 +4,7 @@ Clipping is not in it: its norm is global over all stages, so `stage` says by ho
 are to be scaled.
 """
 
+import functools
 import zlib
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -13,7 +14,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from holmesjax import ops, sharding
+from holmesjax import learning_rates, ops, sharding
 from holmesjax.config import OptimizerConfig
 from holmesjax.plan import EMBED
 
@@ -21,28 +22,8 @@ Tree = Any
 
 
 def learning_rate(config: OptimizerConfig, num_steps: int) -> optax.Schedule:
-    """Learning rate of update n = 0, 1, ...: a linear warm-up, then the schedule of the config.
-
-    The last update, `num_steps - 1`, has `final_fraction` of the peak, except for "constant".
-    """
-    peak, final = config.learning_rate, config.learning_rate * config.final_fraction
-    warmup = config.warmup_steps
-    rest = max(num_steps - 1 - warmup, 1)
-    if config.schedule == "constant":
-        after: optax.Schedule = optax.constant_schedule(peak)
-    elif config.schedule == "cosine":
-        after = optax.cosine_decay_schedule(peak, rest, alpha=config.final_fraction)
-    elif config.schedule == "linear":
-        after = optax.linear_schedule(peak, final, rest)
-    else:  # warm-up, stable, decay: Hu et al., "MiniCPM", arXiv:2404.06395
-        assert config.decay_steps is not None
-        stable = max(num_steps - 1 - warmup - config.decay_steps, 0)
-        decay = optax.linear_schedule(peak, final, config.decay_steps)
-        after = optax.join_schedules([optax.constant_schedule(peak), decay], [stable])
-    if not warmup:
-        return after
-    rise = optax.linear_schedule(peak / warmup, peak, max(warmup - 1, 1))
-    return optax.join_schedules([rise, after], [warmup])
+    """`learning_rates.learning_rate` of update n = 0, 1, ..., as a program computes it."""
+    return functools.partial(learning_rates.learning_rate, config, num_steps, xp=jnp)
 
 
 def decays(path: tuple) -> bool:

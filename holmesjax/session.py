@@ -87,8 +87,13 @@ class Session:
     _last_s: float = field(default=0.0, init=False)  # when the step before ended
     _num_skipped: int = field(default=0, init=False)  # in a row
 
-    def run(self, states: Sequence[StageState], done: int) -> int:
+    def run(self, states: Sequence[StageState], done: int, sequences: int) -> int:
         """Trains until the last step or until asked to stop; the number of steps done.
+
+        Args:
+          states: of the stages that are here.
+          done: steps before this session.
+          sequences: consumed in them.
 
         Raises FatalError after too many steps in a row whose gradient is not finite.
         """
@@ -98,9 +103,9 @@ class Session:
         while done < steps and not self.is_stopping():
             self.starting(done + 1)
             timeline = self.clock.timeline()
-            inputs = model_inputs(self.batches.train(done * self.config.train.global_batch))
+            inputs = model_inputs(self.batches.train(sequences))
             states, metrics = self.runner.train_step(states, inputs, timeline)
-            done += 1
+            done, sequences = done + 1, sequences + self.config.train.global_batch
             if unread:
                 self.tell(self._read(unread))
             unread = _Unread(done, metrics, timeline, self.runner.take_link_bytes())

@@ -12,7 +12,7 @@ from typing import Any, TextIO
 
 import jax
 
-from holmesjax import checkpoint, compat, job as jobs, manifest
+from holmesjax import checkpoint, compat, job as jobs, manifest, resume
 from holmesjax.job import Job
 from holmesjax.mesh import build_meshes
 from holmesjax.metrics import check_installed
@@ -31,7 +31,12 @@ class Trainer:
     """
 
     def __init__(
-        self, source: Job | str | Path, overrides: Sequence[str] = (), stream: TextIO | None = None
+        self,
+        source: Job | str | Path,
+        overrides: Sequence[str] = (),
+        stream: TextIO | None = None,
+        *,
+        allow: str | Sequence[str] = (),
     ):
         """Checks everything and starts nothing.
 
@@ -39,13 +44,15 @@ class Trainer:
           source: a job, a run file, or the folder of a run that was started before.
           overrides: settings on top of it, `"train.steps=100"`.
           stream: where progress is printed; standard output if None.
+          allow: settings that may differ from the checkpoint's, though the run then goes on
+            otherwise than if it had never stopped: `"data.corpus"`.
         """
         self.job = source if isinstance(source, Job) else jobs.load(source, overrides)
         self.history: list[dict[str, Any]] = []  # the records of this session's steps
         self.tasks: list[dict[str, Any]] = []  # of the last step, as `timeline.json` has them
         self.finished = False
         self._stream = sys.stdout if stream is None else stream
-        self._stopping = False
+        self._stopping, self._allow = False, allow
         check_installed(self.job.config.log)
 
     @property
@@ -57,18 +64,21 @@ class Trainer:
         self._stopping = True
 
     def train(self) -> list[dict[str, Any]]:
-        """Trains to `train.steps`, from the newest checkpoint in the run folder if there is one."""
+        """Trains to `train.steps`, from the newest checkpoint in the run folder if there is one.
+
+        Raises HolmesError, such as CheckpointError for a checkpoint of other settings.
+        """
         config, plan = self.job.config, self.job.plan
         self._print(*self.job.describe())
-        start = manifest.newest(self.run_dir, config.model, self._print, set_aside=True)
-        done = start.step if start else 0
+        start = resume.find(self.job, self._allow, self._print)
+        done = start.step
         if done >= config.train.steps:
             self.finished = True
-            self._print(*self.job.finished(done))
+            self._print(*start.finished())
             return []
-        if start:
-            self._print(f"resuming after step {done}")
-        self.job.save()
+        for line in start.describe():
+            self._print(line)
+        self.job.save(done)
         manifest.remove_unfinished(self.run_dir)
         compat.use_devices(
             self.job.topology.device_kinds,
@@ -80,7 +90,11 @@ class Trainer:
         with ThreadPoolExecutor(1) as pool, ExitStack() as stack:
             reading = pool.submit(read_batches, config)
             runner = make_runner(plan, stages)
-            states = checkpoint.restore(start, stages) if start else runner.init(config.train.seed)
+            states = (
+                checkpoint.restore(start.checkpoint, stages)
+                if start.checkpoint
+                else runner.init(config.train.seed)
+            )
             batches = reading.result()
             recorder = stack.enter_context(
                 Recorder(self.run_dir, config, done_steps=done, stream=self._stream)
@@ -90,14 +104,12 @@ class Trainer:
                 runner=runner,
                 batches=batches,
                 clock=stack.enter_context(Clock(len(plan.stages))),
-                writer=stack.enter_context(
-                    checkpoint.Writer(self.run_dir, stages, self.job.commit)
-                ),
+                writer=stack.enter_context(checkpoint.Writer(self.run_dir, stages, start.commit)),
                 tell=recorder.take,
                 is_stopping=lambda: self._stopping,
             )
             self.history = recorder.history
-            done = session.run(states, done)
+            done = session.run(states, done, start.sequences)
         self.tasks = recorder.tasks
         self.finished = done >= config.train.steps
         if not self.finished:

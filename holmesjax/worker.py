@@ -26,6 +26,7 @@ from holmesjax.control import Member
 from holmesjax.discovery import Host
 from holmesjax.errors import HolmesError
 from holmesjax.job import Job
+from holmesjax.manifest import Checkpoint
 from holmesjax.mesh import build_mesh
 from holmesjax.neighbours import Book, Ports, nic
 from holmesjax.pipeline import OneStage, Pipeline, crossings
@@ -179,8 +180,10 @@ class _Worker:
             member.status("waited for the other processes to compile")
             member.wait_for("go", self._config.start_timeout_s)
             member.status("was reading the corpus and the checkpoint")
-            done = start["resume"]
-            states = self._restore(stages, done) if done else runner.init(job.config.train.seed)
+            saved = self._checkpoint(start["resume"])
+            states = (
+                checkpoint.restore(saved, stages) if saved else runner.init(job.config.train.seed)
+            )
             session = Session(
                 config=job.config,
                 runner=runner,
@@ -194,7 +197,7 @@ class _Worker:
                 starting=self._starting,
             )
             member.tell("up")
-            done = session.run(states, done)
+            done = session.run(states, start["resume"], sequences=saved.sequences if saved else 0)
         member.status("waited for the other processes to end")
         member.tell("done", step=done)
         member.wait_for("end")
@@ -258,9 +261,12 @@ class _Worker:
         waiting = f"waited for {text} in" if text else "was busy in"
         self._member.status(f"{waiting} step {self._step}")
 
-    def _restore(self, stages: list[Stage], step: int) -> list[Any]:
+    def _checkpoint(self, step: int) -> Checkpoint | None:
+        """The one after that step; None for step 0."""
+        if not step:
+            return None
         [found] = [found for found in manifest.find(self._job.run_dir) if found.step == step]
-        return checkpoint.restore(found, stages)
+        return found
 
     def _tell_saved(
         self, step: int, arrays: dict[str, dict[str, Any]], files: dict[str, str]

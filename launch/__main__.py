@@ -97,6 +97,8 @@ def verb_parser(verb: str) -> argparse.ArgumentParser:
         add("--launcher", choices=LAUNCHERS, help="who starts a process for every node")
         add("--listen", metavar="HOST:PORT", help="where the processes find this one")
         add("--max-restarts", type=int, default=0, metavar="N", help="after a failure (0)")
+        what = "of settings that may differ from the checkpoint's: train.seed,data.corpus"
+        add("--allow", action="append", default=[], metavar="NAMES", help=what)
         add("--hosts", metavar="YAML", help="ssh: how each node is reached")
         add("--options", metavar="YAML", help="slurm, kubernetes: partition, image and the like")
         add("--submit", action="store_true", help="slurm: submit the file that is written")

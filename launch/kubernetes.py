@@ -9,7 +9,7 @@ job's key is a Secret. Kubernetes numbers the pods of each replicated job from 0
 
 import re
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
@@ -56,8 +56,13 @@ class OptionsEntry:
     clusters: tuple[ClusterEntry, ...] = ()
 
 
-def write(job: Job, options_file: str | None, *, max_restarts: int) -> int:
+def write(
+    job: Job, options_file: str | None, *, max_restarts: int, allow: Sequence[str] = ()
+) -> int:
     """Writes manifest and key into the run folder and says what to do with them.
+
+    The checkpoints are where the pods are: there `allow` is looked at. JobSet starts the launcher
+    with the same arguments again; what they allowed once needs no permission then (`resume`).
 
     Raises ConfigError or Mistakes for the options.
     """
@@ -69,7 +74,7 @@ def write(job: Job, options_file: str | None, *, max_restarts: int) -> int:
     name = _label(job.run_dir.absolute().name)
     print(*job.describe(), sep="\n", flush=True)
     job.save()
-    objects = manifest(job, options, name=name, max_restarts=max_restarts)
+    objects = manifest(job, options, name=name, max_restarts=max_restarts, allow=allow)
     path, key = job.run_dir.absolute() / MANIFEST, job.run_dir.absolute() / KEY
     path.write_text(yaml.safe_dump_all(objects, sort_keys=False, width=100))
     wire.make_key_file(key)
@@ -104,7 +109,9 @@ def _label(text: str) -> str:
     return label if label[:1].isalpha() else f"run-{label}".rstrip("-")
 
 
-def manifest(job: Job, options: OptionsEntry, *, name: str, max_restarts: int) -> list[Object]:
+def manifest(
+    job: Job, options: OptionsEntry, *, name: str, max_restarts: int, allow: Sequence[str] = ()
+) -> list[Object]:
     """The objects to create, besides the Secret `<name>-key` with the key `job.key`."""
     components = make_components(job)
     own = {"namespace": options.namespace}
@@ -115,7 +122,7 @@ def manifest(job: Job, options: OptionsEntry, *, name: str, max_restarts: int) -
         "metadata": {"name": name, **own},
         "data": files,
     }
-    jobs = [_launcher(job, options, name)]
+    jobs = [_launcher(job, options, name, allow)]
     jobs += [_workers(job, options, name, component) for component in components]
     jobset = {
         "apiVersion": "jobset.x-k8s.io/v1alpha2",
@@ -141,7 +148,7 @@ def manifest(job: Job, options: OptionsEntry, *, name: str, max_restarts: int) -
     return [settings, jobset]
 
 
-def _launcher(job: Job, options: OptionsEntry, name: str) -> Object:
+def _launcher(job: Job, options: OptionsEntry, name: str, allow: Sequence[str]) -> Object:
     container = {
         "command": [options.python, "-m", "launch", "train", f"{SETTINGS_DIR}/{CONFIG}"],
         "args": [
@@ -149,6 +156,7 @@ def _launcher(job: Job, options: OptionsEntry, name: str) -> Object:
             f"run.dir={_run_dir(job, options)}",
             "--launcher=external",
             f"--listen=$(POD_IP):{options.port}",
+            *(f"--allow={names}" for names in allow),
         ],
         "env": [
             {"name": "POD_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}},

@@ -17,6 +17,7 @@ from typing import Annotated
 
 from pydantic import Field
 
+from holmesjax import resume
 from holmesjax.control import Event
 from holmesjax.errors import REQUEUE, ConfigError, HolmesError
 from holmesjax.job import Job
@@ -54,11 +55,19 @@ class OptionsEntry:
 
 
 def write(
-    job: Job, options_file: str | None, *, listen: str | None, max_restarts: int, submit: bool
+    job: Job,
+    options_file: str | None,
+    *,
+    listen: str | None,
+    max_restarts: int,
+    submit: bool,
+    allow: Sequence[str] = (),
 ) -> int:
     """Writes the file into the run folder; submits it, or says how to.
 
-    Raises Mistakes for the options, HolmesError where sbatch refuses the file.
+    What `allow` permits is kept in the run folder, not in the file, which starts more than once.
+
+    Raises Mistakes for the options, HolmesError where sbatch refuses the file, or as `resume.find`.
     """
     options = (
         read_options(OptionsEntry, options_file, job.topology, _options_are_options)
@@ -68,7 +77,9 @@ def write(
     if listen:
         parse_listen(listen)
     print(*job.describe(), sep="\n", flush=True)
-    job.save()
+    start = resume.find(job, allow, lambda text: print(text, flush=True))
+    print(*start.describe(), sep="\n", flush=True)
+    job.save(start.step)
     path = job.run_dir.absolute() / SCRIPT
     path.write_text(script(job, options, listen=listen, max_restarts=max_restarts))
     print(f"written     {path}", flush=True)

@@ -12,13 +12,13 @@ import re
 import signal
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 from typing import Any, Protocol
 
-from holmesjax import manifest, wire
+from holmesjax import manifest, resume, wire
 from holmesjax.control import Controller, Event
 from holmesjax.errors import REQUEUE, FatalError, HolmesError, PeerError
 from holmesjax.job import Job
@@ -67,6 +67,7 @@ class Supervisor:
     """One job: as many attempts as it may have.
 
     Without a `key_file` each attempt has a key of its own, in the run folder. A `watch` looks on.
+    `allow` is for `resume.find`.
     """
 
     def __init__(
@@ -77,9 +78,10 @@ class Supervisor:
         max_restarts: int = 0,
         key_file: str | None = None,
         watch: Watch | None = None,
+        allow: Sequence[str] = (),
     ):
         self._job, self._launcher, self._max_restarts = job, launcher, max_restarts
-        self._given_key_file, self._watch = key_file, watch
+        self._given_key_file, self._watch, self._allow = key_file, watch, allow
         self._config = job.config.distributed
         self._processes = make_processes(job.plan, job.topology, self._config.processes)
         self._signals: list[int] = []
@@ -125,14 +127,13 @@ class Supervisor:
     def _attempt(self, restart: int) -> int:
         job, config = self._job, self._job.config
         say = lambda text: print(text, flush=True)
-        start = manifest.newest(job.run_dir, config.model, say, set_aside=True)
-        resume = start.step if start else 0
-        if resume >= config.train.steps:
-            print(*job.finished(resume), sep="\n", flush=True)
+        start = self._resumed = resume.find(job, self._allow, say)
+        if start.step >= config.train.steps:
+            print(*start.finished(), sep="\n", flush=True)
             return 0
-        if start:
-            say(f"resuming after step {resume}")
-        job.save()
+        for line in start.describe():
+            say(line)
+        job.save(start.step)
         variables = job.process_environment(os.environ)
         job.save_environment(variables)
         manifest.remove_unfinished(job.run_dir)
@@ -146,14 +147,14 @@ class Supervisor:
                 address=self._launcher.address,
                 port=self._launcher.port,
                 about=job.about(restart),
-                start={"resume": resume},
+                start={"resume": start.step},
                 key=make_or_read(key_file),
                 heartbeat_timeout_s=self._config.silence_s,
             ) as controller,
             Recorder(
                 job.run_dir,
                 config,
-                done_steps=resume,
+                done_steps=start.step,
                 num_parts=len(self._processes),
                 on_step=self._watch.step if self._watch else None,
             ) as recorder,
@@ -258,7 +259,7 @@ class Supervisor:
             content |= message[name]
         attempt.num_saved[step] = attempt.num_saved.get(step, 0) + 1
         if attempt.num_saved[step] == len(self._job.plan.stages):
-            self._job.commit(step, **attempt.parts.pop(step))
+            self._resumed.commit(step, **attempt.parts.pop(step))
 
     def _log(self, number: int, line: str, attempt: _Attempt) -> None:
         if line.strip() and not NOISE.match(line):

@@ -27,11 +27,19 @@ def run(
     """With a launcher that is given, a lab's, instead of one that `args` names."""
     _refuse_useless_options(args, "lab" if launcher else args.launcher)
     if launcher is not None:
-        return Supervisor(args.job, launcher, max_restarts=args.max_restarts, watch=watch).run()
+        return Supervisor(
+            args.job,
+            launcher,
+            max_restarts=args.max_restarts,
+            watch=watch,
+            allow=args.allow,
+        ).run()
     if args.launcher is None:
         return _run_here(args)
     if args.launcher == "kubernetes":
-        return kubernetes.write(args.job, args.options, max_restarts=args.max_restarts)
+        return kubernetes.write(
+            args.job, args.options, max_restarts=args.max_restarts, allow=args.allow
+        )
     if args.launcher == "slurm" and not slurm.is_inside(os.environ):
         return slurm.write(
             args.job,
@@ -39,6 +47,7 @@ def run(
             listen=args.listen,
             max_restarts=args.max_restarts,
             submit=args.submit,
+            allow=args.allow,
         )
     if args.launcher == "slurm":
         launcher = slurm.SlurmLauncher(args.job, os.environ, args.listen)
@@ -52,6 +61,7 @@ def run(
         max_restarts=args.max_restarts,
         # Of a scheduler that gives the processes theirs.
         key_file=os.environ.get("HOLMES_KEY_FILE") if args.launcher == "external" else None,
+        allow=args.allow,
     ).run()
 
 
@@ -74,7 +84,7 @@ def _run_here(args: argparse.Namespace) -> int:
     args.job.save_environment(variables)
     os.environ.update(variables)  # before JAX asks for a device
     # Imported here: a supervisor needs no JAX.
-    trainer = importlib.import_module("holmesjax.trainer").Trainer(args.job)
+    trainer = importlib.import_module("holmesjax.trainer").Trainer(args.job, allow=args.allow)
     received: list[int] = []
 
     def stop(number: int, _: FrameType | None) -> None:

@@ -37,7 +37,7 @@ LAYERS = [
     ],
     ["holmesjax.schema", "holmesjax.discovery"],
     ["holmesjax.config", "holmesjax.calibration", "holmesjax.nccl"],
-    ["holmesjax.topology_file", "holmesjax.manifest"],
+    ["holmesjax.topology_file", "holmesjax.manifest", "holmesjax.learning_rates"],
     ["holmesjax.topology"],
     [
         "holmesjax.costs",
@@ -64,7 +64,7 @@ LAYERS = [
         "holmesjax.place",
         "holmesjax.doctor",
     ],
-    ["holmesjax.agent", "holmesjax.probe"],
+    ["holmesjax.agent", "holmesjax.probe", "holmesjax.resume"],
     [
         "holmesjax.mesh",
         "holmesjax.domain",

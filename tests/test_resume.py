@@ -1,0 +1,221 @@
+"""A run goes on as if it had never stopped, is refused, or says what is otherwise."""
+
+import io
+import json
+import shlex
+
+import numpy as np
+import pytest
+
+from holmesjax import job as jobs, manifest, resume, session
+from holmesjax.errors import CheckpointError, ConfigError
+from holmesjax.learning_rates import learning_rate
+from holmesjax.trainer import Trainer
+from launch.__main__ import parse
+from tests.jobs import write_run
+
+
+def load(folder, *settings):
+    return jobs.load(write_run(folder, {"a": (1,), "b": (1,)}), settings)
+
+
+def checkpoint(job, *, steps):
+    """Goes on from what there is to a checkpoint without arrays."""
+    start = resume.find(job, (), print)
+    job.save(start.step)
+    manifest.begin(job.run_dir, steps)
+    start.commit(steps, {}, {})
+    return start
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """Of a run with a checkpoint after 10 steps of 8 sequences."""
+    checkpoint(load(tmp_path), steps=10)
+    return tmp_path
+
+
+BREAKING = {
+    "train.seed=1": "train.seed: 0 -> 1",
+    "train.global_batch=16": "train.global_batch: 8 -> 16",
+    "data.corpus=/elsewhere": "data.corpus: python-stdlib -> /elsewhere",
+    "data.pattern=*.txt": "data.pattern: [ab]*.py -> *.txt",
+    "data.validation_fraction=0.1": "data.validation_fraction: 0.05 -> 0.1",
+    "data.documents=mask": "data.documents: concatenate -> mask",
+    "model.rotary_base=500000.0": "model.rotary_base: 10000.0 -> 500000.0",
+    "model.context_length=64": "model.context_length: 32 -> 64",
+}
+
+
+@pytest.mark.parametrize("setting, said", BREAKING.items())
+def test_what_breaks_the_run_is_refused_unless_it_is_allowed_by_name(folder, setting, said):
+    job, name = load(folder, setting), setting.partition("=")[0]
+    with pytest.raises(CheckpointError) as error:
+        resume.find(job, (), print)
+    assert error.value.found == said
+    assert error.value.fix.endswith(f"--allow {name}")
+    start = resume.find(job, [name], print)
+    assert f"  {said}" in start.describe()
+
+
+MODEL = ("width=64", "num_layers=3", "num_kv_heads=2", "activation=swiglu", "norm=rms_norm")
+
+
+@pytest.mark.parametrize("setting", [f"model.{setting}" for setting in MODEL])
+def test_another_model_is_refused_and_not_offered(folder, setting):
+    name = setting.partition("=")[0]
+    with pytest.raises(CheckpointError) as error:
+        resume.find(load(folder, setting), [name], print)
+    assert f"{name}: " in str(error.value)
+    assert "--allow" not in str(error.value)
+
+
+def test_a_table_of_positions_has_a_length(tmp_path):
+    checkpoint(load(tmp_path, "model.positions=learned"), steps=10)
+    job = load(tmp_path, "model.positions=learned", "model.context_length=16")
+    with pytest.raises(CheckpointError, match="is of another model"):
+        resume.find(job, ["model.context_length"], print)
+
+
+TOLD = {
+    "optimizer.beta2=0.99": "optimizer.beta2: 0.95 -> 0.99",
+    "optimizer.clip_norm=null": "optimizer.clip_norm: 1.0 -> null",
+    "train.compute_dtype=bfloat16": "train.compute_dtype: float32 -> bfloat16",
+    "train.steps=20": "train.steps: 10 -> 20",
+    "kernels.deterministic_attention=true": "kernels.deterministic_attention: false -> true",
+    "parallel.microbatches=4": "plan: ",
+}
+
+
+@pytest.mark.parametrize("setting, said", TOLD.items())
+def test_other_changes_are_told(folder, setting, said):
+    told = resume.find(load(folder, setting), (), print).describe()
+    assert told[0] == "resuming after step 10"
+    assert [line for line in told if line.startswith(f"  {said}")]
+
+
+@pytest.mark.parametrize(
+    "settings", [(), ("train.log_every_s=9",), ("checkpoint.keep=5",), ("distributed.streams=1",)]
+)
+def test_what_shapes_nothing_needs_no_word(folder, settings):
+    assert resume.find(load(folder, *settings), (), print).describe() == ["resuming after step 10"]
+
+
+def test_all_that_is_refused_is_listed_at_once_and_one_name_does_not_allow_another(folder):
+    job = load(folder, "train.seed=1", "data.documents=mask", "optimizer.beta2=0.9")
+    for allow, missing in (((), "train.seed,data.documents"), ("train.seed", "data.documents")):
+        with pytest.raises(CheckpointError) as error:
+            resume.find(job, allow, print)
+        assert error.value.fix.endswith(f"--allow {missing}")
+        assert "beta2" not in str(error.value)
+    for allow in (["train.seed,data.documents"], ["train.seed", "data.documents"]):
+        assert resume.find(job, allow, print).step == 10
+
+
+@pytest.mark.parametrize("name", ["train.sed", "train.global_batch", "optimizer.beta2", "seed"])
+def test_a_name_that_allows_nothing_is_refused(folder, name):
+    job = load(folder, "train.seed=1", "optimizer.beta2=0.9")
+    with pytest.raises(ConfigError) as error:
+        resume.find(job, [f"train.seed,{name}"], print)
+    assert error.value.found == name
+    assert "write --allow train.seed" in error.value.fix
+
+
+def test_there_is_nothing_to_allow_in_a_new_run(tmp_path):
+    with pytest.raises(ConfigError, match="leave it out"):
+        resume.find(load(tmp_path), ["train.seed"], print)
+
+
+def test_what_was_allowed_needs_no_permission_when_the_start_is_repeated(folder):
+    """A scheduler starts again, before and after the next checkpoint, with the option or not."""
+    job = load(folder, "train.seed=1")
+    resume.find(job, ["train.seed"], print)
+    for allow in ((), ["train.seed"]):
+        assert resume.find(job, allow, print).step == 10
+    checkpoint(job, steps=15)
+    for allow in ((), ["train.seed"]):
+        assert resume.find(job, allow, print).changes == ()
+    for seed in (0, 2):  # what was allowed is this change, here
+        with pytest.raises(CheckpointError):
+            resume.find(load(folder, f"train.seed={seed}"), (), print)
+    resume.find(load(folder, "train.seed=0"), ["train.seed"], print)
+    checkpoint(load(folder, "train.seed=0"), steps=20)
+    with pytest.raises(CheckpointError):  # and not once more, from a later step
+        resume.find(job, (), print)
+
+
+def test_sequences_are_counted_over_changes_of_the_batch(folder):
+    job = load(folder, "train.global_batch=16")
+    resume.find(job, ["train.global_batch"], print)
+    assert checkpoint(job, steps=13).sequences == 80
+    assert resume.find(job, (), print).sequences == 80 + 3 * 16
+
+
+def files(folder):
+    return sorted(path.name for path in (folder / "run").glob("*.yaml"))
+
+
+def test_earlier_files_stay_where_they_say_something_else(folder):
+    kept = (folder / "run/config.yaml").read_text()
+    own = ["config.yaml", "plan.yaml", "topology.yaml"]
+    jobs.load(folder / "run").save(10)  # by way of the run folder, as most resume
+    assert files(folder) == own
+    load(folder, "optimizer.beta2=0.9").save(10)
+    assert files(folder) == sorted([*own, "config.000010.yaml"])
+    assert (folder / "run/config.000010.yaml").read_text() != kept  # it names another folder
+    assert jobs.load(folder / "run/config.000010.yaml").config.optimizer.beta2 == 0.95
+    load(folder, "optimizer.beta2=0.8").save(10)  # no step was kept that was made with 0.9
+    assert jobs.load(folder / "run/config.000010.yaml").config.optimizer.beta2 == 0.95
+    load(folder, "parallel.microbatches=4").save(12)
+    added = ["config.000010.yaml", "config.000012.yaml", "plan.000012.yaml"]
+    assert files(folder) == sorted([*own, *added])
+
+
+@pytest.mark.parametrize("schedule", ["cosine", "linear", "wsd", "constant"])
+def test_the_advice_to_train_longer_says_what_the_rate_will_be(tmp_path, schedule):
+    settings = [f"optimizer.schedule={schedule}", "optimizer.learning_rate=0.004"]
+    settings += ["optimizer.decay_steps=4"] if schedule == "wsd" else []
+    checkpoint(load(tmp_path, *settings), steps=10)
+    advice = resume.find(load(tmp_path, *settings), (), print).finished()
+    command = shlex.split(advice[1].partition("python -m launch ")[2])
+    args = parse(command)
+    longer = jobs.load(args.target, args.overrides)
+    told = resume.find(longer, (), print).describe()
+    rates = [float(learning_rate(longer.config.optimizer, n, 10)) for n in (10, 20)]
+    if schedule == "constant":
+        assert len(advice) == 2
+        assert not [line for line in told if "learning rate of" in line]
+        return
+    shown = f"learning rate of step 11 is 4.0e-04 -> {rates[1]:.1e}"
+    assert shown in advice[2]
+    why = f"(train.steps 10 -> 20 stretches the {schedule} schedule)"
+    assert f"  {shown.replace(' is', ':')} {why}" in told
+    [added] = [line.partition(", add ")[2] for line in advice if ", add " in line]
+    steady = jobs.load(args.target, [*args.overrides, *shlex.split(added)])
+    assert learning_rate(steady.config.optimizer, 20, 15) == pytest.approx(0.0004)
+    assert "learning rate" not in "".join(resume.find(steady, (), print).describe()[-1:])
+
+
+def test_another_batch_takes_the_sequences_that_follow(tmp_path, monkeypatch):
+    """4 steps with 8 and 4 with 4 sequences: the first 48 in order, none twice, none left out."""
+    seen = []
+    inputs = session.model_inputs
+    monkeypatch.setattr(session, "model_inputs", lambda rows: seen.append(rows) or inputs(rows))
+
+    def train(*settings, name="run", **options):
+        path = write_run(tmp_path, {"a": (4,), "b": (4,)}, name=name)  # as many as there are
+        short = ["model.num_layers=2", "model.width=16", "parallel.tensor=4", *settings]
+        out = io.StringIO()
+        Trainer(path, short, out, **options).train()
+        return out.getvalue()
+
+    train("train.steps=4")
+    told = train("train.steps=8", "train.global_batch=4", allow="train.global_batch")
+    assert "  train.global_batch: 8 -> 4\n" in told
+    got = np.concatenate(seen)
+    assert got.shape[0] == 4 * 8 + 4 * 4
+    seen.clear()
+    train("train.steps=6", name="whole")
+    np.testing.assert_array_equal(got, np.concatenate(seen))
+    content = json.loads((tmp_path / "run/checkpoints/step_00000008/manifest.json").read_text())
+    assert content["sequences"] == 48
