@@ -2,7 +2,8 @@
 
     member -> controller    hello      number, plan, versions: compared before anything else
                             ready      the addresses where it listens
-                            compiled   compiled and connected to its neighbours
+                            compiled   compiled and connected; the digests of the data it has read
+                            files      the digests of some of its files
                             up         about to train
                             vote       its stage's squared gradient norm in a step (leaders only)
                             part       what it measured in a step
@@ -12,7 +13,9 @@
                             done       it has trained to the end
                             beat       it lives, and what it is waiting for
     controller -> member    start      everybody's addresses
-                            go         everybody has compiled
+                            files      asks for these (`agreement`)
+                            go         everybody has compiled and read the same data
+                            refused    a mistake that ends the job, for all processes
                             verdict    all squared norms of a step, and whether to stop after it
                             tell       asks for a beat at once
                             end        everybody is done
@@ -27,12 +30,12 @@ import contextlib
 import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from holmesjax import wire
-from holmesjax.errors import PeerError
+from holmesjax.errors import HolmesError, PeerError
 from holmesjax.processes import Process
 from holmesjax.wire import Connection, Message
 
@@ -67,7 +70,6 @@ class _Seat:
     heard_s: float = 0.0
     status: str = "had not come"
     addresses: Any = None
-    compiled: bool = False
     lost: bool = False
 
 
@@ -131,10 +133,18 @@ class Controller:
         self._stopping = True
 
     def broadcast(self, message: Message) -> None:
-        for seat in self._seats:
-            if seat.connection and not seat.lost:
-                with contextlib.suppress(OSError):  # its reader notices
-                    seat.connection.send(message)
+        for number in range(len(self._seats)):
+            self.send(number, message)
+
+    def send(self, process: int, message: Message) -> None:
+        seat = self._seats[process]
+        if seat.connection and not seat.lost:
+            with contextlib.suppress(OSError):  # its reader notices
+                seat.connection.send(message)
+
+    def refuse(self, error: HolmesError) -> None:
+        """Tells all members of a mistake; each ends with it."""
+        self.broadcast({"kind": "refused", **error.parts()})
 
     def status(self, process: int) -> str:
         """What a member said last of what it is waiting for."""
@@ -203,11 +213,6 @@ class Controller:
                 if None not in book:
                     now_s = time.perf_counter()
                     self.broadcast({"kind": "start", "book": book, "now_s": now_s, **self._start})
-        elif kind == "compiled":
-            with self._lock:
-                seat.compiled = True
-                if all(other.compiled for other in self._seats):
-                    self.broadcast({"kind": "go"})
         elif kind == "vote":
             with self._lock:
                 votes = self._votes.setdefault(message["step"], {})
@@ -242,7 +247,7 @@ class Member:
       process: who this is.
       address, port: of the controller.
       about: this process's plan and versions.
-      on_loss: called, from another thread, when the controller is gone.
+      on_loss: called, from another thread, when the controller is gone or ends the job.
     """
 
     process: Process
@@ -252,9 +257,10 @@ class Member:
     about: Message
     timeout_s: float
     start_timeout_s: float
-    on_loss: Callable[[PeerError], None]
+    on_loss: Callable[[HolmesError], None]
     _inbox: "queue.Queue[Message]" = field(default_factory=queue.Queue)
     _status: str = "was starting"
+    _files: list[tuple[str, str]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self._connection = wire.connect(
@@ -281,6 +287,13 @@ class Member:
 
     def tell(self, kind: str, **content: Any) -> None:
         self._connection.send({"kind": kind, "status": self._status, **content})
+
+    def tell_compiled(
+        self, digests: Mapping[str, str], source: str, files: Mapping[str, str]
+    ) -> None:
+        """Says that this process could go, and what data it has read; `files` if it is asked."""
+        self._files = list(files.items())
+        self.tell("compiled", digests=digests, source=source)
 
     def wait_for(self, kind: str, timeout_s: float | None = None) -> Message:
         """The next message of the controller, which must be of that kind."""
@@ -323,7 +336,15 @@ class Member:
                         )
                     )
                 return
-            if message["kind"] == "tell":
+            if message["kind"] == "refused":
+                parts = {name: message[name] for name in ("where", "problem", "found", "fix")}
+                self.on_loss(HolmesError(**parts))
+                return
+            if message["kind"] == "files":
+                end = message["first"] + message["count"]
+                with contextlib.suppress(OSError):
+                    self.tell("files", files=self._files[message["first"] : end])
+            elif message["kind"] == "tell":
                 with contextlib.suppress(OSError):
                     self.tell("beat")
             elif message["kind"] != "beat":

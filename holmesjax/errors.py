@@ -20,6 +20,10 @@ class HolmesError(Exception):
         self.where, self.problem, self.found, self.fix = where, problem, found, fix
         super().__init__(f"{where}: {problem}\n  found: {found}\n  fix: {fix}")
 
+    def parts(self) -> dict[str, str]:
+        """Its four parts by name, for a message to another process."""
+        return {name: str(getattr(self, name)) for name in ("where", "problem", "found", "fix")}
+
 
 class ConfigError(HolmesError, ValueError):
     """A setting of a run file that cannot work; `where` is its dotted path."""

@@ -153,7 +153,7 @@ def _count(number: int, noun: str) -> str:
 def versions() -> dict[str, str]:
     """Whose numbers, and whose messages, may differ."""
     python = f"{sys.version_info.major}.{sys.version_info.minor}"
-    packages = {name: version(name) for name in ("holmesjax", "jax", "jaxlib")}
+    packages = {name: version(name) for name in ("holmesjax", "jax", "jaxlib", "numpy")}
     return {"Python": python, **packages}
 
 

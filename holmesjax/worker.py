@@ -145,9 +145,7 @@ class _Worker:
         told = {"where": "", "problem": f"{type(error).__name__}: {error}"}
         if isinstance(error, HolmesError):
             status = error.exit_status
-            told = {
-                name: str(getattr(error, name)) for name in ("where", "problem", "found", "fix")
-            }
+            told = error.parts()
         else:
             traceback.print_exception(error)
         with contextlib.suppress(OSError):
@@ -175,11 +173,14 @@ class _Worker:
             reading = pool.submit(read_batches, job.config)
             member.status("was compiling")
             runner = self._make_runner(stages, ports, start["book"])
+            member.status("was reading the corpus")
+            batches = reading.result()
+            corpus = batches.corpus
             # XLA:CPU gives up on a collective whose other processes come half a minute later.
-            member.tell("compiled")
+            member.tell_compiled(batches.digests(), corpus.source, corpus.files)
             member.status("waited for the other processes to compile")
             member.wait_for("go", self._config.start_timeout_s)
-            member.status("was reading the corpus and the checkpoint")
+            member.status("was reading the checkpoint")
             saved = self._checkpoint(start["resume"])
             states = (
                 checkpoint.restore(saved, stages) if saved else runner.init(job.config.train.seed)
@@ -187,7 +188,7 @@ class _Worker:
             session = Session(
                 config=job.config,
                 runner=runner,
-                batches=reading.result(),
+                batches=batches,
                 clock=stack.enter_context(Clock(len(job.plan.stages))),
                 writer=stack.enter_context(
                     checkpoint.Writer(job.run_dir, stages, self._tell_saved)

@@ -19,6 +19,7 @@ from types import FrameType
 from typing import Any, Protocol
 
 from holmesjax import manifest, resume, wire
+from holmesjax.agreement import Agreement
 from holmesjax.control import Controller, Event
 from holmesjax.errors import REQUEUE, FatalError, HolmesError, PeerError
 from holmesjax.job import Job
@@ -44,6 +45,8 @@ NOISE = re.compile(
 class _Attempt:
     """What has happened since the processes were started."""
 
+    agreement: Agreement
+    data: dict[str, str] = field(default_factory=dict)  # digests, once all agree
     up: set[int] = field(default_factory=set)
     done: dict[int, int] = field(default_factory=dict)  # process -> steps
     exited: dict[int, int] = field(default_factory=dict)  # process -> status
@@ -163,6 +166,10 @@ class Supervisor:
             try:
                 self._start(controller, variables, key_file, restart)
                 done = self._supervise(controller, recorder)
+            except HolmesError as error:
+                if error.exit_status == HolmesError.exit_status:
+                    controller.refuse(error)  # whoever started them, none is to start again
+                raise
             finally:
                 self._controller = None
                 self._launcher.end()
@@ -193,7 +200,7 @@ class Supervisor:
 
     def _supervise(self, controller: Controller, recorder: Recorder) -> int:
         """Takes events until all processes have ended; the number of steps done."""
-        attempt = _Attempt()
+        attempt = _Attempt(Agreement(self._processes, controller.send))
         deadline_s = time.monotonic() + self._config.start_timeout_s
         end_s: float | None = None
         while len(attempt.exited) < len(self._processes):
@@ -206,6 +213,7 @@ class Supervisor:
                 raise self._late(controller, attempt)
             if end_s is not None and time.monotonic() > end_s:
                 break
+            attempt.agreement.check()
             while attempt.output and time.monotonic() > attempt.output[0][0] + DELAY_S:
                 recorder.console.print(attempt.output.popleft()[1])
             try:
@@ -214,7 +222,10 @@ class Supervisor:
                 continue
             if self._is_failure(event, attempt):
                 raise self._diagnose(event, controller, recorder, attempt)
-            self._take(event, attempt, recorder)
+            if event.kind in ("compiled", "files"):
+                self._agree(event, attempt, controller)
+            else:
+                self._take(event, attempt, recorder)
             if len(attempt.done) == len(self._processes) and end_s is None:
                 controller.broadcast({"kind": "end"})
                 end_s = time.monotonic() + END_S
@@ -250,6 +261,12 @@ class Supervisor:
             assert event.kind == "lost", f"what is {event}?"
             if not self._launcher.sees_exits:
                 attempt.exited[number] = 0
+
+    def _agree(self, event: Event, attempt: _Attempt, controller: Controller) -> None:
+        """Lets all processes go once all have read the same data."""
+        if data := attempt.agreement.take(event.process, event.message):
+            attempt.data = data
+            controller.broadcast({"kind": "go"})
 
     def _save(self, message: dict[str, Any], attempt: _Attempt) -> None:
         """Commits a checkpoint once every stage has written its part."""

@@ -8,7 +8,7 @@ import pytest
 
 from holmesjax import wire
 from holmesjax.control import Controller, Member, differences
-from holmesjax.errors import PeerError, RefusedError
+from holmesjax.errors import DataError, PeerError, RefusedError
 from holmesjax.processes import Process
 
 ABOUT = {"plan hash": "aaaa", "jax": "1.0"}
@@ -85,14 +85,38 @@ def test_the_start_comes_when_all_are_there_and_has_their_addresses(controller, 
         assert start["resume"] == 7
 
 
-def test_nobody_goes_before_all_have_compiled(controller, members):
-    for member in members[:2]:
-        member.tell("compiled")
+def test_nobody_goes_before_all_are_told_to(controller, members):
+    for member in members:
+        member.tell_compiled({"train": "1"}, "here", {})
+        event = next_event(controller, "compiled")
+        assert event.process == member.process.number
+        assert event.message["digests"] == {"train": "1"}
     with pytest.raises(PeerError, match="has not started within"):
         members[0].wait_for("go", 0.2)
-    members[2].tell("compiled")
+    controller.broadcast({"kind": "go"})
     for member in members:
         assert member.wait_for("go", 5) == {"kind": "go"}
+
+
+def test_a_member_tells_the_digests_of_the_files_that_are_asked_for(controller, members):
+    members[1].tell_compiled({}, "here", {"a": "1", "b": "2", "c": "3"})
+    next_event(controller, "compiled")
+    controller.send(1, {"kind": "files", "first": 1, "count": 2})
+    assert next_event(controller, "files").message["files"] == [["b", "2"], ["c", "3"]]
+
+
+def test_a_mistake_of_the_job_ends_all_members_with_it(controller):
+    ends = [queue.Queue() for _ in PROCESSES]
+    members = [
+        join(controller, who, on_loss=end.put) for who, end in zip(PROCESSES, ends, strict=True)
+    ]
+    mistake = DataError("c0/n0", "has other data", found="1, not 2", fix="copy it")
+    controller.refuse(mistake)
+    controller.__exit__()  # its closing the connection comes too late to be the reason
+    for member, end in zip(members, ends, strict=True):
+        error = end.get(timeout=5)
+        assert (str(error), error.exit_status) == (str(mistake), 2)
+        member.close()
 
 
 def test_all_get_the_same_verdict_exactly(controller, members):

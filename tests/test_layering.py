@@ -59,6 +59,7 @@ LAYERS = [
         "holmesjax.explain",
         "holmesjax.job",
         "holmesjax.control",
+        "holmesjax.agreement",
         "holmesjax.routes",
         "holmesjax.neighbours",
         "holmesjax.place",

@@ -5,6 +5,7 @@ L + 1 bytes, the last of which is the first of the next window: the target of th
 epoch visits every window once, in an order of its own.
 """
 
+import hashlib
 from dataclasses import dataclass
 
 import numpy as np
@@ -47,6 +48,10 @@ class Batches:
         sequence = index * self.global_batch + np.arange(self.global_batch)
         return windows[permute(sequence, len(windows), round_keys(0))]
 
+    def digests(self) -> dict[str, str]:
+        """SHA-256 of each split and of the order in which windows are read."""
+        return {**self.corpus.digests, "order": order_digest()}
+
     def _check_size(self, tokens: np.ndarray, name: str, num_batches: int) -> None:
         needed = num_batches * self.global_batch
         if len(windows_of(tokens, self.length)) < needed:
@@ -68,6 +73,15 @@ def windows_of(tokens: np.ndarray, length: int) -> np.ndarray:
     if len(tokens) <= length:
         return np.empty((0, length + 1), tokens.dtype)
     return np.lib.stride_tricks.sliding_window_view(tokens, length + 1)[::length]
+
+
+def order_digest() -> str:
+    """SHA-256 of what two epochs of a small corpus are, and its validation batch."""
+    tokens = np.arange(1000, dtype="<i8")
+    corpus = Corpus(train=tokens, validation=tokens, source="", files={}, digests={})
+    batches = Batches(corpus=corpus, seed=1, global_batch=300, length=3, num_validation=1)
+    rows = [batches.train(first) for first in (0, 300)]
+    return hashlib.sha256(np.concatenate([*rows, batches.validation(0)]).tobytes()).hexdigest()
 
 
 def model_inputs(rows: np.ndarray) -> dict[str, np.ndarray]:
