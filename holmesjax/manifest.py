@@ -198,7 +198,7 @@ def commit(
         "files": files,
     }
     manifest["sha256"] = _manifest_sha256(manifest)
-    _write_durably(path / MANIFEST, json.dumps(manifest, indent=1))
+    write_durably(path / MANIFEST, json.dumps(manifest, indent=1))
     for old in [found for found in find(run_dir) if found.step <= step][keep:]:
         (old.path / MANIFEST).unlink()  # first: a half-deleted folder is no checkpoint
         shutil.rmtree(old.path)
@@ -221,7 +221,7 @@ def _manifest_sha256(manifest: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
-def _write_durably(path: Path, text: str) -> None:
+def write_durably(path: Path, text: str) -> None:
     """After a crash the file is either absent or whole."""
     temporary = path.with_suffix(".tmp")
     with temporary.open("w") as file:

@@ -96,7 +96,8 @@ def verb_parser(verb: str) -> argparse.ArgumentParser:
         add = parser.add_argument
         add("--launcher", choices=LAUNCHERS, help="who starts a process for every node")
         add("--listen", metavar="HOST:PORT", help="where the processes find this one")
-        add("--max-restarts", type=int, default=0, metavar="N", help="after a failure (0)")
+        limit = "restarts without a new step (0; where a scheduler restarts it, 3)"
+        add("--max-restarts", type=int, metavar="N", help=limit)
         what = "of settings that may differ from the checkpoint's: train.seed,data.corpus"
         add("--allow", action="append", default=[], metavar="NAMES", help=what)
         add("--hosts", metavar="YAML", help="ssh: how each node is reached")

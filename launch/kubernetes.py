@@ -27,6 +27,8 @@ LAUNCHER = "launcher"  # the replicated job of the launcher
 SETTINGS_DIR, KEY_DIR = "/etc/holmes/settings", "/etc/holmes/key"
 # The exit status of processes that would fail again in the same way.
 ERRORS = sorted({FatalError.exit_status, HolmesError.exit_status})
+# JobSet counts all restarts. The launcher counts those without a new step, and ends with 1.
+MAX_RESTARTS = 1000
 MAX_NAME = 40  # of 63 for the name of a pod, which has those of the cluster and the pod in it
 Name = Annotated[str, Field(min_length=1, strict=True)]
 Object = dict[str, Any]  # of Kubernetes
@@ -57,7 +59,7 @@ class OptionsEntry:
 
 
 def write(
-    job: Job, options_file: str | None, *, max_restarts: int, allow: Sequence[str] = ()
+    job: Job, options_file: str | None, *, max_restarts: int | None, allow: Sequence[str] = ()
 ) -> int:
     """Writes manifest and key into the run folder and says what to do with them.
 
@@ -110,7 +112,12 @@ def _label(text: str) -> str:
 
 
 def manifest(
-    job: Job, options: OptionsEntry, *, name: str, max_restarts: int, allow: Sequence[str] = ()
+    job: Job,
+    options: OptionsEntry,
+    *,
+    name: str,
+    max_restarts: int | None,
+    allow: Sequence[str] = (),
 ) -> list[Object]:
     """The objects to create, besides the Secret `<name>-key` with the key `job.key`."""
     components = make_components(job)
@@ -122,7 +129,7 @@ def manifest(
         "metadata": {"name": name, **own},
         "data": files,
     }
-    jobs = [_launcher(job, options, name, allow)]
+    jobs = [_launcher(job, options, name, max_restarts, allow)]
     jobs += [_workers(job, options, name, component) for component in components]
     jobset = {
         "apiVersion": "jobset.x-k8s.io/v1alpha2",
@@ -132,7 +139,7 @@ def manifest(
             "network": {"enableDNSHostnames": True, "subdomain": name},
             # A pod that ends with 1 or 2 would do so again; any other failure is a restart.
             "failurePolicy": {
-                "maxRestarts": max_restarts,
+                "maxRestarts": MAX_RESTARTS,
                 "rules": [
                     {
                         "name": "cannotGoOn",
@@ -148,7 +155,9 @@ def manifest(
     return [settings, jobset]
 
 
-def _launcher(job: Job, options: OptionsEntry, name: str, allow: Sequence[str]) -> Object:
+def _launcher(
+    job: Job, options: OptionsEntry, name: str, max_restarts: int | None, allow: Sequence[str]
+) -> Object:
     container = {
         "command": [options.python, "-m", "launch", "train", f"{SETTINGS_DIR}/{CONFIG}"],
         "args": [
@@ -156,6 +165,7 @@ def _launcher(job: Job, options: OptionsEntry, name: str, allow: Sequence[str]) 
             f"run.dir={_run_dir(job, options)}",
             "--launcher=external",
             f"--listen=$(POD_IP):{options.port}",
+            *([f"--max-restarts={max_restarts}"] if max_restarts is not None else []),
             *(f"--allow={names}" for names in allow),
         ],
         "env": [

@@ -59,7 +59,7 @@ def write(
     options_file: str | None,
     *,
     listen: str | None,
-    max_restarts: int,
+    max_restarts: int | None,
     submit: bool,
     allow: Sequence[str] = (),
 ) -> int:
@@ -110,12 +110,12 @@ def _options_are_options(document: Document, file: OptionsEntry) -> Iterator[Hol
                 yield document.mistake((*keys, i), "is no option", found=option, fix=fix)
 
 
-def script(job: Job, options: OptionsEntry, *, listen: str | None, max_restarts: int) -> str:
+def script(job: Job, options: OptionsEntry, *, listen: str | None, max_restarts: int | None) -> str:
     """The text of the file for sbatch."""
     run_dir = job.run_dir.absolute()
     command = [options.python or sys.executable, "-m", "launch", "train", str(run_dir)]
     command += ["--launcher", "slurm"]
-    command += ["--max-restarts", str(max_restarts)] if max_restarts else []
+    command += ["--max-restarts", str(max_restarts)] if max_restarts is not None else []
     command += ["--listen", listen] if listen else []
     components = make_components(job)
     output = str(run_dir / "slurm-%j.out").replace(str(run_dir), str(run_dir).replace("%", "%%"))

@@ -6,6 +6,7 @@ import JAX: the supervisor holds no device, and starts at once.
 """
 
 import contextlib
+import itertools
 import os
 import queue
 import re
@@ -27,6 +28,7 @@ from holmesjax.processes import make_processes
 from holmesjax.recorder import Recorder
 from launch.causes import cause_of
 from launch.launcher import Launcher
+from launch.restarts import DEFAULT, Restarts
 
 KEY = "job.key"
 LOGS = "logs"
@@ -69,8 +71,14 @@ class Watch(Protocol):
 class Supervisor:
     """One job: as many attempts as it may have.
 
-    Without a `key_file` each attempt has a key of its own, in the run folder. A `watch` looks on.
-    `allow` is for `resume.find`.
+    Args:
+      max_restarts: how often it may start again without a new step (`restarts`). None: this
+        supervisor does not start it again; `restarts.DEFAULT` is for whoever does.
+      starts_again: whether the launcher can start the processes again. If not, the limit is for
+        whoever does.
+      key_file: with the key of the job; without one each attempt has its own, in the run folder.
+      watch: looks on.
+      allow: for `resume.find`.
     """
 
     def __init__(
@@ -78,22 +86,27 @@ class Supervisor:
         job: Job,
         launcher: Launcher,
         *,
-        max_restarts: int = 0,
+        max_restarts: int | None = None,
+        starts_again: bool = True,
         key_file: str | None = None,
         watch: Watch | None = None,
         allow: Sequence[str] = (),
     ):
-        self._job, self._launcher, self._max_restarts = job, launcher, max_restarts
+        self._job, self._launcher = job, launcher
+        self._starts_again = starts_again and bool(max_restarts)
+        self._max_restarts = DEFAULT if max_restarts is None else max_restarts
         self._given_key_file, self._watch, self._allow = key_file, watch, allow
         self._config = job.config.distributed
         self._processes = make_processes(job.plan, job.topology, self._config.processes)
         self._signals: list[int] = []
         self._controller: Controller | None = None
+        self._blamed: str | None = None  # the node of a failure that came before any signal
 
     def run(self) -> int:
         """Trains to the end; 0, or REQUEUE if a SIGTERM came first.
 
-        Raises PeerError, or what a process raised, if the last attempt failed.
+        Raises PeerError, or what a process raised, if the last attempt failed; FatalError if no
+        restart is left.
         """
         job = self._job
         wire.raise_open_files()
@@ -103,18 +116,62 @@ class Supervisor:
             for number in (signal.SIGINT, signal.SIGTERM)
         }
         try:
-            for restart in range(self._max_restarts + 1):
-                try:
-                    return self._attempt(restart)
-                except PeerError as error:
-                    if restart == self._max_restarts or self._signals:
-                        raise
-                    left = self._max_restarts - restart
-                    print(f"error: {error}", f"starting again, {left} left", sep="\n", flush=True)
-            raise AssertionError("the last attempt returns or raises")
+            return self._run()
         finally:
             for number, handler in old.items():
                 signal.signal(number, handler)
+
+    def _run(self) -> int:
+        job = self._job
+        restarts = Restarts(job.run_dir, self._max_restarts, lambda text: print(text, flush=True))
+        for restart in itertools.count():
+            step = self._done()
+            if restarts.is_spent(step):
+                raise restarts.give_up(step)
+            if restarts.failed(step):
+                self._pause(restarts, step)
+            elif restart:
+                print(f"starting again, after step {step}", flush=True)
+            if self._signals:
+                print(*job.unfinished(step), sep="\n", flush=True)
+                return self._stopped()
+            try:
+                return self._recorded_attempt(restart, restarts, step)
+            except PeerError as error:
+                if self._signals or not (self._starts_again or restarts.is_spent(self._done())):
+                    raise
+                print(f"error: {error}", flush=True)
+        raise AssertionError("the last attempt returns or raises")
+
+    def _pause(self, restarts: Restarts, step: int) -> None:
+        """Waits before a restart that follows one without a new step; a signal ends it at once."""
+        pause_s = restarts.pause_s(step)
+        count = f"restart {len(restarts.failed(step))} of {restarts.limit} without a new step"
+        print(f"starting again in {pause_s:g} s, after step {step}: {count}", flush=True)
+        deadline_s = time.monotonic() + pause_s
+        while time.monotonic() < deadline_s and not self._signals:
+            time.sleep(min(0.1, pause_s))
+
+    def _done(self) -> int:
+        """The step of the newest checkpoint."""
+        return max((found.step for found in manifest.find(self._job.run_dir)), default=0)
+
+    def _recorded_attempt(self, restart: int, restarts: Restarts, step: int) -> int:
+        restarts.begin(step)
+        self._blamed, status, cause = None, FatalError.exit_status, ""
+        try:
+            status = self._attempt(restart)
+        except HolmesError as error:
+            status, cause = error.exit_status, str(error)
+            raise
+        finally:
+            stopped = bool(self._signals) and self._blamed is None
+            restarts.end(status, stopped=stopped, node=self._blamed or "", cause=cause)
+        return status
+
+    def _stopped(self) -> int:
+        """The exit status of a job that was asked to stop before its last step."""
+        return REQUEUE if signal.SIGTERM in self._signals else 0
 
     def _describe(self) -> list[str]:
         names = ", ".join(process.name for process in self._processes)
@@ -181,7 +238,7 @@ class Supervisor:
             say(f"report  {path}")
         if done < config.train.steps:
             print(*job.unfinished(done), sep="\n", flush=True)
-            return REQUEUE if signal.SIGTERM in self._signals else 0
+            return self._stopped()
         return 0
 
     def _start(
@@ -300,6 +357,7 @@ class Supervisor:
         self, first: Event, controller: Controller, recorder: Recorder, attempt: _Attempt
     ) -> HolmesError:
         """What went wrong, from all that is told within a moment of the first sign of it."""
+        is_asked = bool(self._signals)
         failures = [first]
         controller.broadcast({"kind": "tell"})
         deadline_s = time.monotonic() + GRACE_S
@@ -318,6 +376,7 @@ class Supervisor:
             failures.append(Event(number, "silent", {"silent_s": silent_s}))
         cause = cause_of(failures)
         process = self._processes[cause.process]
+        self._blamed = None if is_asked else process.node
         where = f"{process.name} (stage {process.stage}, process {process.number})"
         others = [
             f"{other.name} (stage {other.stage}) {controller.status(other.number)}"
@@ -352,6 +411,7 @@ class Supervisor:
 
     def _late(self, controller: Controller, attempt: _Attempt) -> HolmesError:
         missing = [p for p in self._processes if p.number not in attempt.up]
+        self._blamed = ", ".join(process.node for process in missing)
         return PeerError(
             ", ".join(process.name for process in missing),
             f"not ready to train within distributed.start_timeout_s = "

@@ -13,7 +13,7 @@ from launch.supervisor import Supervisor, Watch
 
 # option -> the launchers that it means something to; a lab is one, and has a verb of its own
 USEFUL = {
-    "--max-restarts": ("local", "ssh", "slurm", "kubernetes", "lab"),
+    "--max-restarts": ("local", "external", "ssh", "slurm", "kubernetes", "lab"),
     "--listen": ("external", "ssh", "slurm"),
     "--hosts": ("ssh",),
     "--options": ("slurm", "kubernetes"),
@@ -59,6 +59,7 @@ def run(
         args.job,
         launcher,
         max_restarts=args.max_restarts,
+        starts_again=args.launcher != "external",
         # Of a scheduler that gives the processes theirs.
         key_file=os.environ.get("HOLMES_KEY_FILE") if args.launcher == "external" else None,
         allow=args.allow,
@@ -73,7 +74,7 @@ def _refuse_useless_options(args: argparse.Namespace, launcher: str | None) -> N
             problem = f"is only for --launcher {names}"
             fix = f"add --launcher {useful[0]}, or leave it out"
             raise ConfigError(option, problem, found=value, fix=fix)
-    if args.max_restarts < 0:
+    if args.max_restarts is not None and args.max_restarts < 0:
         fix = "use 0 or more"
         raise ConfigError("--max-restarts", "is no number", found=args.max_restarts, fix=fix)
 

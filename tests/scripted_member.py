@@ -5,6 +5,7 @@ It joins the controller as a worker does, needs no JAX, and then does what its s
     tell KIND {...}     says this to the controller
     late SECONDS        from now on says nothing for so long when it is asked how it is
     save STEP           writes its stage's part of a checkpoint
+    await STEP          until that checkpoint is whole
     sleep SECONDS
     exit STATUS         or is killed, by signal -STATUS
 """
@@ -71,6 +72,9 @@ def main(run_dir, script):
             path = manifest.begin(run_dir, arguments[0]) / manifest.part_name(member.process.stage)
             path.mkdir()
             tell("saved", step=arguments[0], arrays={}, files={})
+        elif what == "await":
+            while not (manifest.folder_of(run_dir, arguments[0]) / manifest.MANIFEST).exists():
+                time.sleep(0.01)
         elif what == "sleep":
             time.sleep(arguments[0])
         elif arguments[0] < 0:

@@ -318,7 +318,7 @@ def test_a_full_disk_is_told_and_the_old_checkpoint_stays(tmp_path, monkeypatch)
     def full(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(manifest, "_write_durably", full)
+    monkeypatch.setattr(manifest, "write_durably", full)
     with pytest.raises(CheckpointError, match="No space left"):
         write(tmp_path, model, steps=(6,))
     assert [found.step for found in manifest.find(tmp_path)] == [5]

@@ -127,7 +127,9 @@ def test_a_replicated_job_for_each_cluster_and_one_for_the_launcher(tmp_path, ca
     assert pod_of(found["hopper"])["nodeSelector"] == {"gpu": "h100"}
     assert "nodeSelector" not in pod_of(found["ampere"])
     assert found["launcher"]["template"]["spec"]["completions"] == 1
-    assert jobset["spec"]["failurePolicy"]["maxRestarts"] == 3
+    assert jobset["spec"]["failurePolicy"]["maxRestarts"] == kubernetes.MAX_RESTARTS
+    [container] = pod_of(found["launcher"])["containers"]
+    assert "--max-restarts=3" in container["args"]  # it counts those without a new step
     key = wire.read_key_file(job.run_dir / "kubernetes.key").hex()
     assert key not in printed + (job.run_dir / "jobset.yaml").read_text()
     assert "kubectl --namespace team create secret generic run-key --from-file=job.key=" in printed

@@ -98,7 +98,7 @@ LAYERS = [
     ["holmesjax.recorder"],
     ["holmesjax.session"],
     ["holmesjax.trainer", "holmesjax.worker", "holmesjax.generate"],
-    ["launch.launcher", "launch.causes", "launch.hosts", "launch.components"],
+    ["launch.launcher", "launch.causes", "launch.restarts", "launch.hosts", "launch.components"],
     [
         "launch.supervisor",
         "launch.local",

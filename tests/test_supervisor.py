@@ -1,13 +1,18 @@
 """What the supervisor makes of what processes tell, or do not: real ones, which only talk."""
 
+import json
+import os
 import signal
+import threading
 
 import pytest
 
 from holmesjax import job as jobs
 from holmesjax.control import Event
-from holmesjax.errors import HolmesError
+from holmesjax.errors import FatalError, HolmesError, PeerError
+from launch import restarts
 from launch.causes import cause_of
+from launch.restarts import RECORD, Restarts
 from launch.supervisor import Supervisor
 from tests.jobs import write_run
 from tests.scripted_member import ScriptedLauncher
@@ -80,3 +85,131 @@ def test_one_that_answers_late_is_not_the_cause(tmp_path, content, status):
         supervisor.run()
     assert error.value.exit_status == status
     assert error.value.where == f"a/a-0 (stage 0, process 0): {content['where']}"
+
+
+# ---- restarts ------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def no_pause(monkeypatch):
+    monkeypatch.setattr(restarts, "FIRST_PAUSE_S", 0.001)
+
+
+LOST = [told(LOSS, 75), ["exit", 75]]
+
+
+def saving(step):
+    """Scripts of a start that commits a checkpoint, and then fails on a-1."""
+    return {0: [["save", step]], 2: [["save", step]], 1: [["await", step], *LOST]}
+
+
+def test_restarts_without_a_new_step_have_an_end(tmp_path, no_pause, capsys):
+    supervisor, launcher = supervise(tmp_path, {0: LOST}, {2: LOST}, {0: LOST}, max_restarts=2)
+    with pytest.raises(FatalError) as error:
+        supervisor.run()
+    assert launcher.starts == 3
+    assert "no new step since step 0, in the last 3 of its starts" in str(error.value)
+    found = str(error.value.found)
+    assert found.startswith("a-0 (2 of 3): a/a-0 (stage 0, process 0): link a -> b: was lost; b-0 ")
+    assert capsys.readouterr().out.count("starting again in") == 2
+    starts = json.loads((tmp_path / "run" / RECORD).read_text())["starts"]
+    assert [(start["status"], start["node"]) for start in starts] == [
+        (75, "a-0"),
+        (75, "b-0"),
+        (1, "a-0"),
+    ]
+
+
+def test_a_new_step_sets_the_count_back(tmp_path, no_pause):
+    lost = {1: LOST}
+    scripts = [lost, saving(1), lost, saving(2), saving(3), lost, lost]
+    supervisor, launcher = supervise(tmp_path, *scripts, max_restarts=1)
+    with pytest.raises(FatalError, match="no new step since step 3, in the last 2 "):
+        supervisor.run()
+    assert launcher.starts == len(scripts)
+
+
+def test_whoever_starts_the_launcher_again_shares_the_count(tmp_path, no_pause):
+    """As Slurm and Kubernetes do; once the job has ended with 1, the next start is a person's."""
+    start = lambda **options: supervise(tmp_path, {0: LOST}, **options)[0].run()
+    for expected in (*[PeerError] * restarts.DEFAULT, FatalError, PeerError):
+        with pytest.raises(expected):
+            start()
+    with pytest.raises(FatalError):
+        start(max_restarts=1, starts_again=False)
+    with pytest.raises(FatalError):  # not even one
+        start(max_restarts=0)
+
+
+def test_a_pause_ends_when_the_job_is_asked_to(tmp_path, monkeypatch):
+    monkeypatch.setattr(restarts, "FIRST_PAUSE_S", 200.0)
+    supervisor, launcher = supervise(tmp_path, {0: LOST}, max_restarts=3)
+    pause = supervisor._pause
+
+    def signalled_pause(*arguments):
+        threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGTERM)).start()
+        pause(*arguments)
+
+    supervisor._pause = signalled_pause
+    assert supervisor.run() == 75
+    assert launcher.starts == 1
+
+
+def record(tmp_path, *ends, limit=3):
+    """A record after these starts: the step before each and how it ended, None: not at all."""
+    found = Restarts(tmp_path, limit, pytest.fail)
+    for step, end in ends:
+        found.begin(step)
+        if end is not None:
+            found.end(**end)
+    return Restarts(tmp_path, limit, pytest.fail)
+
+
+FAILED, STOPPED = {"status": 75}, {"status": 75, "stopped": True}
+
+
+@pytest.mark.parametrize(
+    "ends, step, num_failed",
+    [
+        ([], 0, 0),
+        ([(0, FAILED)] * 3, 0, 3),
+        ([(0, FAILED)] * 3, 5, 0),  # a checkpoint after step 5
+        ([(0, FAILED), (5, FAILED), (5, FAILED)], 5, 2),
+        ([(5, FAILED), (3, FAILED)], 3, 2),  # the newest checkpoint was damaged
+        ([(0, FAILED), *[(0, STOPPED)] * 9, (0, FAILED)], 0, 2),
+        ([(0, None)] * 3, 0, 3),  # the launcher was killed each time
+        ([(0, FAILED), (0, {"status": 2}), (0, FAILED)], 0, 1),  # a person has repaired it
+        ([(0, FAILED), (0, {"status": 0})], 0, 0),
+    ],
+)
+def test_what_counts_as_a_restart_without_a_new_step(tmp_path, ends, step, num_failed):
+    assert len(record(tmp_path, *ends).failed(step)) == num_failed
+
+
+def test_pauses_grow_to_five_minutes(tmp_path):
+    found = Restarts(tmp_path, 20, pytest.fail)
+    pauses = []
+    for _ in range(11):
+        pauses.append(found.pause_s(0))
+        found.begin(0)
+        found.end(75)
+    assert pauses == [0, 1, 2, 4, 8, 16, 32, 64, 128, 256, 300]
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "[]", '{"starts": [{"stop": 1}]}', '{"starts": [{"step": "1"}]}', '{"starts": 3}', "\xff"],
+)
+def test_a_record_that_makes_no_sense_is_told_and_begun_again(tmp_path, text):
+    (tmp_path / RECORD).write_text(text, encoding="latin-1")
+    warnings = []
+    found = Restarts(tmp_path, 3, warnings.append)
+    assert len(warnings) == 1
+    found.begin(7)
+    assert [start.step for start in record(tmp_path)._starts] == [7]
+
+
+def test_a_record_that_cannot_be_written_is_a_mistake(tmp_path):
+    (tmp_path / "run").write_text("a file")
+    with pytest.raises(HolmesError, match="cannot be written"):
+        Restarts(tmp_path / "run", 3, lambda text: None).begin(0)

@@ -1,0 +1,131 @@
+"""How often a job starts again: the record of its starts in the run folder, and what it allows.
+
+    restarts.json    one entry for each start: the step it began after, how it ended, and why
+
+A restart counts while it brings no new step. A start that begins after a later step than the one
+before it, from a checkpoint that was committed in between, sets the count back to zero. A job that
+was asked to stop has not failed, and does not count. The record outlives the launcher, so whoever
+starts the launcher again (itself, Slurm, Kubernetes, a person) shares one count. Once that is spent
+the job ends with status 1, which no scheduler takes for "start me again"; the next start is then a
+person's, and counts from zero.
+"""
+
+import dataclasses
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from holmesjax import manifest
+from holmesjax.errors import REQUEUE, FatalError, HolmesError
+
+RECORD = "restarts.json"
+DEFAULT = 3  # restarts without a new step
+KEPT = 100  # entries
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 300.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Start:
+    """One start of all processes."""
+
+    step: int  # optimizer steps that were done before it
+    status: int | None = None  # exit status; None: it runs, or its launcher was killed
+    stopped: bool = False  # somebody asked for the end
+    node: str = ""  # where the cause of the end was
+    cause: str = ""  # the error as it was printed
+
+
+class Restarts:
+    """The record of one run folder.
+
+    Args:
+      limit: restarts without a new step that a job may have.
+      warn: told of a record that cannot be read or written.
+    """
+
+    def __init__(self, run_dir: Path, limit: int, warn: Callable[[str], object]):
+        self._path, self._warn, self.limit = run_dir / RECORD, warn, limit
+        self._starts = self._read()
+
+    def failed(self, step: int) -> list[Start]:
+        """The starts that failed since there was a new step, up to `step`; the newest is last."""
+        found: list[Start] = []
+        for start in reversed(self._starts):
+            if start.stopped:
+                continue
+            if start.step < step or start.status not in (REQUEUE, None):
+                break
+            found.insert(0, start)
+        return found
+
+    def is_spent(self, step: int) -> bool:
+        """Whether a job that has done `step` steps may not start again."""
+        return len(self.failed(step)) > self.limit
+
+    def pause_s(self, step: int) -> float:
+        """How long to wait before the next start: longer each time, and not after a new step."""
+        num_failed = len(self.failed(step))
+        return min(FIRST_PAUSE_S * 2 ** (num_failed - 1), LONGEST_PAUSE_S) if num_failed else 0.0
+
+    def begin(self, step: int) -> None:
+        """Notes a start after `step` steps. Raises HolmesError where nothing can be written."""
+        self._starts = [*self._starts, Start(step=step)][-KEPT:]
+        try:
+            self._write()
+        except OSError as error:
+            fix = "choose another run.dir, or free its disk"
+            raise HolmesError(
+                str(self._path), "cannot be written", found=error.strerror, fix=fix
+            ) from None
+
+    def end(self, status: int, *, stopped: bool = False, node: str = "", cause: str = "") -> None:
+        """Notes how the newest start ended."""
+        self._replace(status=status, stopped=stopped, node=node, cause=cause)
+
+    def give_up(self, step: int) -> FatalError:
+        """Ends the count; the error of a job that may not start again."""
+        failed = self.failed(step)
+        self._replace(status=FatalError.exit_status, stopped=False)
+        last = {start.node: start for start in failed}
+        count = {node: sum(start.node == node for start in failed) for node in last}
+        found = "; ".join(
+            f"{node or 'no node'} ({count[node]} of {len(failed)}): {_first_line(last[node])}"
+            for node in sorted(last, key=lambda node: -count[node])
+        )
+        return FatalError(
+            str(self._path.parent),
+            f"no new step since step {step}, in the last {len(failed)} of its starts",
+            found=found,
+            fix="repair these nodes or leave them out and start it again, or raise --max-restarts",
+        )
+
+    def _replace(self, **changes: object) -> None:
+        self._starts[-1] = dataclasses.replace(self._starts[-1], **changes)  # type: ignore[arg-type]
+        try:
+            self._write()
+        except OSError as error:  # what ended the job is worth more
+            self._warn(f"warning: {self._path} cannot be written: {error.strerror}")
+
+    def _read(self) -> list[Start]:
+        try:
+            starts = [Start(**entry) for entry in json.loads(self._path.read_text())["starts"]]
+            if all(isinstance(start.step, int) for start in starts):
+                return starts
+            raise ValueError("a step that is no number")
+        except FileNotFoundError:
+            return []
+        except (OSError, ValueError, TypeError, KeyError) as error:
+            self._warn(f"warning: {self._path} cannot be read, restarts count from zero: {error}")
+            return []
+
+    def _write(self) -> None:
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        starts = [dataclasses.asdict(start) for start in self._starts]
+        manifest.write_durably(self._path, json.dumps({"starts": starts}, indent=1))
+
+
+def _first_line(start: Start) -> str:
+    if start.status is None:
+        return "the launcher was killed, or its machine was lost"
+    return start.cause.partition("\n")[0]
