@@ -5,8 +5,15 @@ A part is what one stage wrote: a flat dict of arrays. A key is the array's path
 any plan restores what another has written. `manifest` says which checkpoints are whole.
 """
 
+import contextlib
 import dataclasses
-from collections.abc import Callable, Sequence
+import functools
+import logging
+import os
+import re
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -135,23 +142,28 @@ def _restore_tree(checkpoint: Checkpoint, shapes: Any) -> Any:
 
 
 # What a writer tells when its parts are on disk: the step, each array's dtype, shape and part, and
-# the SHA-256 of each file. Whoever hears it from all stages commits the checkpoint.
+# the SHA-256 of each file; or when they cannot be written: the step, and why, in one line. Whoever
+# hears it from all stages commits the checkpoint (`saving`).
 Saved = Callable[[int, dict[str, dict[str, Any]], dict[str, str]], None]
+Failed = Callable[[int, str], None]
 
 
 class Writer:
     """Writes parts of a run's checkpoints in the background; a context manager.
 
-    `save` returns when the arrays are on the host. At most one checkpoint is being written: a
-    second `save` waits for the first, and raises what went wrong with it. In a domain of several
-    processes all of them save, and the leading one tells.
+    `save` returns when the arrays are on the host. It does not raise where they cannot be written:
+    `saved` or `failed` is called from another thread. At most one checkpoint is being written: a
+    second `save` waits for the first. In a domain of several processes all of them save. The
+    leading one tells that the part is saved, and each what has failed in it.
     """
 
-    def __init__(self, run_dir: str | Path, stages: Sequence[Stage], saved: Saved):
-        self._run_dir, self._stages, self._saved = Path(run_dir), stages, saved
+    def __init__(self, run_dir: str | Path, stages: Sequence[Stage], saved: Saved, failed: Failed):
+        self._run_dir, self._stages = Path(run_dir), stages
+        self._saved, self._failed = saved, failed
         self._checkpointers = [ocp.AsyncCheckpointer(ocp.PyTreeCheckpointHandler()) for _ in stages]
-        self._committer = ThreadPoolExecutor(1, "checkpoint")
+        self._finisher = ThreadPoolExecutor(1, "checkpoint")
         self._pending: Future | None = None
+        _silence_orbax()
 
     def __enter__(self) -> "Writer":
         return self
@@ -160,15 +172,19 @@ class Writer:
         try:
             self.wait()
         finally:
-            self._committer.shutdown()
+            self._finisher.shutdown()
             for checkpointer in self._checkpointers:
                 checkpointer.close()
 
     def save(self, step: int, states: Sequence[StageState]) -> None:
         """Starts to write the states of the writer's stages after `step` optimizer steps."""
         self.wait()
-        path = manifest.begin(self._run_dir, step)
+        path = manifest.folder_of(self._run_dir, step)
         arrays: dict[str, dict[str, Any]] = {}
+        errors: list[Exception] = []
+        with _collecting(errors):
+            manifest.begin(self._run_dir, step)
+        # Whatever has failed: the other processes of the domain wait in Orbax for this one.
         for stage, state, checkpointer in zip(
             self._stages, states, self._checkpointers, strict=True
         ):
@@ -177,29 +193,70 @@ class Writer:
                 key: {"part": part, "dtype": str(x.dtype), "shape": list(x.shape)}
                 for key, x in mine.items()
             }
-            checkpointer.save(path / part, args=ocp.args.PyTreeSave(mine), force=True)
-        self._pending = self._committer.submit(self._finish, path, step, arrays)
+            with _collecting(errors):
+                checkpointer.save(path / part, args=ocp.args.PyTreeSave(mine), force=True)
+        self._pending = self._finisher.submit(self._finish, path, step, arrays, errors)
 
     def wait(self) -> None:
-        """Returns when the last save is complete; raises if it failed."""
+        """Returns when the last save is complete, or has failed."""
         pending, self._pending = self._pending, None
-        if pending is None:
-            return
-        try:
+        if pending is not None:
             pending.result()
-        except (OSError, ValueError) as error:  # what Orbax raises for a full disk is a ValueError
-            raise CheckpointError(
-                str(self._run_dir / manifest.FOLDER),
-                "a checkpoint could not be written",
-                found=str(error).splitlines()[0],
-                fix="free space or choose another run.dir, then resume from the last checkpoint",
-            ) from error
 
-    def _finish(self, path: Path, step: int, arrays: dict[str, dict[str, Any]]) -> None:
-        for checkpointer in self._checkpointers:
-            checkpointer.wait_until_finished()
+    def _finish(
+        self,
+        path: Path,
+        step: int,
+        arrays: dict[str, dict[str, Any]],
+        errors: list[Exception],
+    ) -> None:
+        for checkpointer in self._checkpointers:  # all: each would raise its error in the next save
+            with _collecting(errors):
+                checkpointer.wait_until_finished()
+        files: dict[str, str] = {}
         if jax.process_index() == 0:
-            files: dict[str, str] = {}
-            for stage in self._stages:
-                files |= manifest.hash_part(path, stage.index)
+            with _collecting(errors):
+                for stage in self._stages:
+                    files |= manifest.hash_part(path, stage.index)
+        if errors:
+            self._failed(step, _reason(errors[0]))
+        elif jax.process_index() == 0:
             self._saved(step, arrays, files)
+
+
+@contextlib.contextmanager
+def _collecting(errors: list[Exception]) -> Iterator[None]:
+    """Collects what a disk or a file system gives; from TensorStore it comes as a ValueError."""
+    try:
+        yield
+    except (OSError, ValueError) as error:
+        errors.append(error)
+
+
+def _reason(error: Exception) -> str:
+    """In one line, without the chain of calls that TensorStore tells."""
+    if number := re.search(r"os_error_code='(\d+)'", str(error)):
+        return os.strerror(int(number[1]))
+    return str(error).splitlines()[0]
+
+
+@functools.cache
+def _silence_orbax() -> None:
+    """Keeps what `Writer` tells in one line from being printed in hundreds, from now on.
+
+    Orbax logs each error that it also raises. It abandons all other writes of a save with the
+    first that fails: asyncio logs theirs, those that come back later find their loop closed, and
+    some never began.
+    """
+    orbax, hook = str(Path(ocp.__file__).parent), sys.unraisablehook
+    is_orbaxs = lambda r: r.levelno >= logging.ERROR and r.pathname.startswith(orbax)
+    is_abandoned = lambda r: "exception was never retrieved" in r.getMessage()
+    logging.getLogger("absl").addFilter(lambda record: not is_orbaxs(record))
+    logging.getLogger("asyncio").addFilter(lambda record: not is_abandoned(record))
+
+    def tell(unraisable: Any) -> None:
+        if str(unraisable.exc_value) != "Event loop is closed":
+            hook(unraisable)
+
+    sys.unraisablehook = tell
+    warnings.filterwarnings("ignore", "coroutine .* was never awaited", RuntimeWarning)

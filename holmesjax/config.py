@@ -188,10 +188,19 @@ class DistributedConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True, config=STRICT)
 class CheckpointConfig:
-    """When the state is written, and how much of it is kept."""
+    """When the state is written, besides at the end, and how much of it is kept."""
 
-    every: Natural = 0  # steps between checkpoints, and one at the end; 0: only at the end
+    every: Count | None = None  # steps between checkpoints; None: by the clock
+    every_minutes: Positive | None = None  # between checkpoints; None: 10, where every is not set
     keep: Count = 2  # newest checkpoints
+
+    def __post_init__(self) -> None:
+        _refuse_mistakes(checkpoint=self)
+
+    @property
+    def minutes(self) -> float:
+        """Between checkpoints, where steps do not say when."""
+        return self.every_minutes or 10.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, config=STRICT)
@@ -475,6 +484,13 @@ def _validation_has_data(train: TrainConfig, data: DataConfig) -> Iterator[Confi
         yield _wrong("data.validation_fraction", problem, data.validation_fraction, fix)
 
 
+def _steps_or_minutes(checkpoint: CheckpointConfig) -> Iterator[ConfigError]:
+    if checkpoint.every is not None and checkpoint.every_minutes is not None:
+        problem = f"cannot be set beside checkpoint.every = {checkpoint.every}"
+        fix = "leave one of the two out, or set it to null"
+        yield _wrong("checkpoint.every_minutes", problem, checkpoint.every_minutes, fix)
+
+
 CUT_BY_TENSOR = ("num_heads", "num_kv_heads", "mlp_width", "vocab_size")
 CHECKS: dict[tuple[str, ...], tuple[Callable[..., Iterator[ConfigError]], ...]] = {
     ("model",): (_heads_share_width, _heads_share_keys, _rotary_turns_pairs),
@@ -486,6 +502,7 @@ CHECKS: dict[tuple[str, ...], tuple[Callable[..., Iterator[ConfigError]], ...]] 
         _split_backwards_compute_nothing_again,
     ),
     ("optimizer",): (_decay_is_for_wsd,),
+    ("checkpoint",): (_steps_or_minutes,),
     ("model", "data"): (_vocabulary_holds_bytes,),
     ("model", "parallel"): (
         _every_layer_is_placed,

@@ -8,6 +8,7 @@
                             vote       its stage's squared gradient norm in a step (leaders only)
                             part       what it measured in a step
                             saved      the files of a checkpoint's part (leaders only)
+                            unsaved    why its part of a checkpoint could not be written
                             failed     why it gives up, and the exit status that goes with it
                             stop       asks that all stop
                             done       it has trained to the end
@@ -16,7 +17,7 @@
                             files      asks for these (`agreement`)
                             go         everybody has compiled and read the same data
                             refused    a mistake that ends the job, for all processes
-                            verdict    all squared norms of a step, and whether to stop after it
+                            verdict    all squared norms of a step; whether to save or stop then
                             tell       asks for a beat at once
                             end        everybody is done
                             beat       it lives
@@ -83,6 +84,7 @@ class Controller:
       start: what all members are told when all are there, besides the addresses.
       key: of the job.
       heartbeat_timeout_s: how long a member may be silent.
+      is_saving: asked once about each step, when all have voted on it.
     """
 
     def __init__(
@@ -95,11 +97,13 @@ class Controller:
         start: Message,
         key: bytes,
         heartbeat_timeout_s: float,
+        is_saving: Callable[[int], bool],
     ):
         self.events: queue.Queue[Event] = queue.Queue()
         self._seats = [_Seat(process) for process in processes]
         self._num_stages = 1 + max(process.stage for process in processes)
         self._about, self._start, self._timeout_s = about, start, heartbeat_timeout_s
+        self._is_saving = is_saving
         self._votes: dict[int, dict[int, float]] = {}
         self._lock = threading.Lock()
         self._stopping = False
@@ -220,8 +224,11 @@ class Controller:
                 if len(votes) == self._num_stages:
                     norms = [votes[stage] for stage in range(self._num_stages)]
                     del self._votes[message["step"]]
-                    verdict = {"step": message["step"], "square_norms": norms}
-                    self.broadcast({"kind": "verdict", "stop": self._stopping, **verdict})
+                    step = message["step"]
+                    verdict = {"stop": self._stopping, "save": self._is_saving(step)}
+                    self.broadcast(
+                        {"kind": "verdict", "step": step, "square_norms": norms, **verdict}
+                    )
         elif kind == "stop":
             self.stop()
         elif kind != "beat":
@@ -237,6 +244,7 @@ class Verdict(NamedTuple):
 
     square_norms: list[float]  # of every stage's gradients
     stop: bool  # whether to end after this step
+    save: bool  # whether to write a checkpoint after it
 
 
 @dataclass
@@ -318,7 +326,7 @@ class Member:
         """What came of all votes; waits for them."""
         message = self.wait_for("verdict")
         assert message["step"] == step, f"the verdict of step {message['step']} in step {step}"
-        return Verdict(message["square_norms"], message["stop"])
+        return Verdict(message["square_norms"], message["stop"], message["save"])
 
     def _listen(self) -> None:
         while True:

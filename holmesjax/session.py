@@ -73,6 +73,7 @@ class Session:
     Args:
       tell: takes each step's part, in order (`recorder`).
       is_stopping: asked before every step; in all processes of a job alike.
+      is_saving: asked after every step, with its number, whether to write a checkpoint; alike.
       starting: told the number of each step before it starts.
     """
 
@@ -83,6 +84,7 @@ class Session:
     writer: checkpoint.Writer
     tell: Callable[[Part], None]
     is_stopping: Callable[[], bool]
+    is_saving: Callable[[int], bool]
     starting: Callable[[int], None] = lambda step: None
     _last_s: float = field(default=0.0, init=False)  # when the step before ended
     _num_skipped: int = field(default=0, init=False)  # in a row
@@ -109,12 +111,12 @@ class Session:
             if unread:
                 self.tell(self._read(unread))
             unread = _Unread(done, metrics, timeline, self.runner.take_link_bytes())
-            if self._is_due(done, self.config.train.eval_every):
+            if self._is_evaluating(done):
                 part = self._read(unread)
                 losses = self._evaluate(states)
                 self.tell({**part, "val_loss": losses} if losses is not None else part)
                 unread, self._last_s = None, time.perf_counter()
-            if self._is_due(done, self.config.checkpoint.every):
+            if self.is_saving(done):
                 self.writer.save(done, states)
                 saved = done
         if unread:
@@ -123,8 +125,9 @@ class Session:
             self.writer.save(done, states)
         return done
 
-    def _is_due(self, done: int, every: int) -> bool:
-        return every > 0 and (done % every == 0 or done == self.config.train.steps)
+    def _is_evaluating(self, done: int) -> bool:
+        every, steps = self.config.train.eval_every, self.config.train.steps
+        return every > 0 and (done % every == 0 or done == steps)
 
     def _read(self, unread: _Unread) -> Part:
         """Waits for the numbers of a step; what this process tells of it."""

@@ -18,6 +18,7 @@ from holmesjax.mesh import build_meshes
 from holmesjax.metrics import check_installed
 from holmesjax.pipeline import make_runner
 from holmesjax.recorder import Recorder
+from holmesjax.saving import Due, Saves
 from holmesjax.session import Session, make_stages, read_batches
 from holmesjax.timeline import Clock
 
@@ -99,17 +100,27 @@ class Trainer:
             recorder = stack.enter_context(
                 Recorder(self.run_dir, config, done_steps=done, stream=self._stream)
             )
+            saves = Saves(self.run_dir, 1, start.commit, recorder.console.print)
+
+            def is_stopping() -> bool:
+                saves.check()
+                return self._stopping
+
             session = Session(
                 config=config,
                 runner=runner,
                 batches=batches,
                 clock=stack.enter_context(Clock(len(plan.stages))),
-                writer=stack.enter_context(checkpoint.Writer(self.run_dir, stages, start.commit)),
+                writer=stack.enter_context(
+                    checkpoint.Writer(self.run_dir, stages, saves.saved, saves.failed)
+                ),
                 tell=recorder.take,
-                is_stopping=lambda: self._stopping,
+                is_stopping=is_stopping,
+                is_saving=Due(config.checkpoint),
             )
             self.history = recorder.history
             done = session.run(states, done, start.sequences)
+        saves.check(at_end=True)
         self.tasks = recorder.tasks
         self.finished = done >= config.train.steps
         if not self.finished:

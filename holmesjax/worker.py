@@ -45,7 +45,7 @@ class _Agreement:
     def __init__(self, member: Member):
         self._member = member
         self.step = 0
-        self.stopping = False
+        self.stopping = self.saving = False
 
     def square_norms(self, own: Mapping[int, jax.Array]) -> list[float]:
         [norm] = own.values()
@@ -57,12 +57,12 @@ class _Agreement:
         self._member.status(f"waited for the gradient norms of all stages in step {self.step}")
         verdict = self._member.verdict(self.step)
         self._member.status(f"was busy in step {self.step}")
-        self.stopping = verdict.stop
+        self.stopping, self.saving = verdict.stop, verdict.save
         return verdict.square_norms
 
 
 class _VotingStage(OneStage):
-    """The only stage of a plan, in several processes: they still agree on when to stop."""
+    """The only stage of a plan, in several processes: they still agree on when to stop and save."""
 
     agreement: _Agreement
 
@@ -191,10 +191,11 @@ class _Worker:
                 batches=batches,
                 clock=stack.enter_context(Clock(len(job.plan.stages))),
                 writer=stack.enter_context(
-                    checkpoint.Writer(job.run_dir, stages, self._tell_saved)
+                    checkpoint.Writer(job.run_dir, stages, self._tell_saved, self._tell_unsaved)
                 ),
                 tell=_Teller(member, start["now_s"]),
                 is_stopping=lambda: self._agreement.stopping,
+                is_saving=lambda step: self._agreement.saving,
                 starting=self._starting,
             )
             member.tell("up")
@@ -273,6 +274,9 @@ class _Worker:
         self, step: int, arrays: dict[str, dict[str, Any]], files: dict[str, str]
     ) -> None:
         self._member.tell("saved", step=step, arrays=arrays, files=files)
+
+    def _tell_unsaved(self, step: int, reason: str) -> None:
+        self._member.tell("unsaved", step=step, reason=reason)
 
 
 class _Teller:

@@ -26,6 +26,7 @@ from holmesjax.errors import REQUEUE, FatalError, HolmesError, PeerError
 from holmesjax.job import Job
 from holmesjax.processes import make_processes
 from holmesjax.recorder import Recorder
+from holmesjax.saving import Due, Saves
 from launch.causes import cause_of
 from launch.launcher import Launcher
 from launch.restarts import DEFAULT, Restarts
@@ -48,13 +49,12 @@ class _Attempt:
     """What has happened since the processes were started."""
 
     agreement: Agreement
+    saves: Saves
     data: dict[str, str] = field(default_factory=dict)  # digests, once all agree
     up: set[int] = field(default_factory=set)
     done: dict[int, int] = field(default_factory=dict)  # process -> steps
     exited: dict[int, int] = field(default_factory=dict)  # process -> status
-    parts: dict[int, dict[str, dict[str, Any]]] = field(default_factory=dict)  # of checkpoints
     output: deque[tuple[float, str]] = field(default_factory=deque)  # when it came, and the line
-    num_saved: dict[int, int] = field(default_factory=dict)  # stages that wrote their part
     last: dict[int, deque[str]] = field(default_factory=dict)  # process -> its last lines
 
 
@@ -210,6 +210,7 @@ class Supervisor:
                 start={"resume": start.step},
                 key=make_or_read(key_file),
                 heartbeat_timeout_s=self._config.silence_s,
+                is_saving=Due(config.checkpoint),
             ) as controller,
             Recorder(
                 job.run_dir,
@@ -257,7 +258,11 @@ class Supervisor:
 
     def _supervise(self, controller: Controller, recorder: Recorder) -> int:
         """Takes events until all processes have ended; the number of steps done."""
-        attempt = _Attempt(Agreement(self._processes, controller.send))
+        job = self._job
+        attempt = _Attempt(
+            Agreement(self._processes, controller.send),
+            Saves(job.run_dir, len(job.plan.stages), self._resumed.commit, recorder.console.print),
+        )
         deadline_s = time.monotonic() + self._config.start_timeout_s
         end_s: float | None = None
         while len(attempt.exited) < len(self._processes):
@@ -283,11 +288,13 @@ class Supervisor:
                 self._agree(event, attempt, controller)
             else:
                 self._take(event, attempt, recorder)
+            attempt.saves.check()
             if len(attempt.done) == len(self._processes) and end_s is None:
                 controller.broadcast({"kind": "end"})
                 end_s = time.monotonic() + END_S
         for _, line in attempt.output:
             recorder.console.print(line)
+        attempt.saves.check(at_end=True)
         steps = set(attempt.done.values())
         assert len(steps) == 1, f"the processes ended after different steps: {attempt.done}"
         return steps.pop()
@@ -299,7 +306,11 @@ class Supervisor:
         elif event.kind == "part":
             recorder.take(message["part"])
         elif event.kind == "saved":
-            self._save(message, attempt)
+            attempt.saves.saved(message["step"], message["arrays"], message["files"])
+        elif event.kind == "unsaved":
+            process = self._processes[number]
+            reason = f"{process.name} says {message['reason']}"
+            attempt.saves.failed(message["step"], reason, counts=process.leads)
         elif event.kind == "done":
             attempt.done[number] = message["step"]
         elif event.kind == "exit":
@@ -324,16 +335,6 @@ class Supervisor:
         if data := attempt.agreement.take(event.process, event.message):
             attempt.data = data
             controller.broadcast({"kind": "go"})
-
-    def _save(self, message: dict[str, Any], attempt: _Attempt) -> None:
-        """Commits a checkpoint once every stage has written its part."""
-        step = message["step"]
-        whole = attempt.parts.setdefault(step, {"arrays": {}, "files": {}})
-        for name, content in whole.items():
-            content |= message[name]
-        attempt.num_saved[step] = attempt.num_saved.get(step, 0) + 1
-        if attempt.num_saved[step] == len(self._job.plan.stages):
-            self._resumed.commit(step, **attempt.parts.pop(step))
 
     def _log(self, number: int, line: str, attempt: _Attempt) -> None:
         if line.strip() and not NOISE.match(line):

@@ -1,7 +1,9 @@
 """A checkpoint restores on any plan, or is refused: never other values."""
 
+import contextlib
 import dataclasses
 import json
+import resource
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +13,7 @@ import pytest
 
 from holmesjax import checkpoint, manifest
 from holmesjax.errors import CheckpointError
+from holmesjax.saving import Saves
 from holmesjax.stage import StageState
 from tests.test_pipeline import SMOOTH, hand_made_plan, make_model, make_stages
 
@@ -43,11 +46,15 @@ def random_states(stages):
 
 
 def write(run_dir, model, name="two", steps=(10,), keep=2):
-    write_states(run_dir, model, stages_of(name, model), steps, keep)
+    return write_states(run_dir, model, stages_of(name, model), steps, keep)
 
 
 def write_states(run_dir, model, stages, steps, keep=2, states=()):
-    """Checkpoints with the same states after each of these steps; random ones if none are given."""
+    """Checkpoints with the same states after each of these steps; random ones if none are given.
+
+    What is said of them, and a CheckpointError for the last.
+    """
+    said = []
 
     def commit(step, arrays, files):
         optimizer = dataclasses.asdict(stages[0].optimizer.config)
@@ -64,9 +71,12 @@ def write_states(run_dir, model, stages, steps, keep=2, states=()):
 
     states = states or random_states(stages)
     manifest.remove_unfinished(run_dir)
-    with checkpoint.Writer(run_dir, stages, commit) as writer:
+    saves = Saves(run_dir, 1, commit, said.append)
+    with checkpoint.Writer(run_dir, stages, saves.saved, saves.failed) as writer:
         for step in steps:
             writer.save(step, states)
+    saves.check(at_end=True)
+    return said
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -311,17 +321,46 @@ def found_arrays(found):
         }
 
 
-def test_a_full_disk_is_told_and_the_old_checkpoint_stays(tmp_path, monkeypatch):
+@contextlib.contextmanager
+def files_of_at_most(num_bytes):
+    """A write beyond fails with EFBIG, as one to a full disk does with ENOSPC."""
+    old = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, old[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, old)
+
+
+def test_what_cannot_be_written_is_told_and_the_old_checkpoint_stays(tmp_path, capfd):
     model = make_model()
     write(tmp_path, model, steps=(5,))
-
-    def full(*_):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(manifest, "write_durably", full)
-    with pytest.raises(CheckpointError, match="No space left"):
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    with files_of_at_most(20_000), pytest.raises(CheckpointError, match="File too large"):
         write(tmp_path, model, steps=(6,))
     assert [found.step for found in manifest.find(tmp_path)] == [5]
+    for path, content in before.items():
+        assert path.read_bytes() == content
+    assert capfd.readouterr() == ("", "")  # not what Orbax and asyncio have to say
+
+
+def test_a_save_that_failed_spoils_none_that_follows(tmp_path):
+    """One cannot be begun, one fails on its way; each is told of, with its own step."""
+    model = make_model()
+    stages = stages_of("two", model)
+    states, told = random_states(stages), []
+    note = lambda step, *rest: told.append((step, rest[0] if len(rest) == 1 else "saved"))
+    (tmp_path / manifest.FOLDER).mkdir()
+    (tmp_path / manifest.FOLDER / "step_00000001").touch()
+    with checkpoint.Writer(tmp_path, stages, note, note) as writer:
+        for step in (1, 2, 3, 4):
+            with files_of_at_most(20_000) if step == 3 else contextlib.nullcontext():
+                writer.save(step, states)
+                writer.wait()
+    assert [step for step, _ in told] == [1, 2, 3, 4]
+    assert "File exists" in told[0][1]
+    assert told[1][1] == told[3][1] == "saved"
+    assert told[2][1] == "File too large"
 
 
 def test_the_manifest_is_readable_and_complete(tmp_path):

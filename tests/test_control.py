@@ -42,6 +42,7 @@ def controller():
         start={"resume": 7},
         key=KEY,
         heartbeat_timeout_s=SILENCE_S,
+        is_saving=lambda step: step % 2 == 0,
     ) as controller:
         yield controller
 
@@ -131,7 +132,7 @@ def test_all_get_the_same_verdict_exactly(controller, members):
             verdict = member.verdict(step)
             assert verdict.square_norms[0] == norms[0]
             assert verdict.square_norms[1] != verdict.square_norms[1]
-            assert verdict.stop == (step == 2)
+            assert verdict.stop == verdict.save == (step == 2)
 
 
 @pytest.mark.parametrize(
@@ -209,6 +210,7 @@ def test_a_controller_that_stops_beating_is_gone(monkeypatch):
         start={},
         key=KEY,
         heartbeat_timeout_s=100.0,
+        is_saving=lambda step: False,
     ) as controller:
         lost = queue.Queue()
         member = join(controller, PROCESSES[0], on_loss=lost.put)

@@ -38,7 +38,7 @@ LAYERS = [
     ["holmesjax.schema", "holmesjax.discovery"],
     ["holmesjax.config", "holmesjax.calibration", "holmesjax.nccl"],
     ["holmesjax.topology_file", "holmesjax.manifest", "holmesjax.learning_rates"],
-    ["holmesjax.topology"],
+    ["holmesjax.topology", "holmesjax.saving"],
     [
         "holmesjax.costs",
         "holmesjax.network",
