@@ -7,9 +7,7 @@ in a collective could not end by itself.
 
 import contextlib
 import functools
-import os
 import signal
-import sys
 import threading
 import time
 import traceback
@@ -21,7 +19,7 @@ from typing import Any, NoReturn
 
 import jax
 
-from holmesjax import checkpoint, compat, discovery, domain, job as jobs, manifest, wire
+from holmesjax import checkpoint, compat, discovery, domain, job as jobs, lifeline, manifest, wire
 from holmesjax.control import Member
 from holmesjax.discovery import Host
 from holmesjax.errors import HolmesError
@@ -126,33 +124,32 @@ class _Worker:
         self._step = 0
 
     def run(self) -> int:
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, self._ask_to_stop)
+        # On another thread: the main one may compile, or be in the middle of telling something.
+        lifeline.hear_signals(
+            (signal.SIGINT, signal.SIGTERM), lambda number: self._tell("stop", signal=number)
+        )
         try:
             self._run()
         except BaseException as error:
             self._give_up(error)
         return 0
 
-    def _ask_to_stop(self, *_: object) -> None:
-        # On another thread: the main one may be in the middle of telling something.
-        threading.Thread(target=self._member.tell, args=("stop",), daemon=True).start()
+    def _tell(self, kind: str, **content: Any) -> None:
+        with contextlib.suppress(OSError):  # the listening thread says why
+            self._member.tell(kind, **content)
 
     def _give_up(self, error: BaseException) -> NoReturn:
         """Ends this process with what went wrong, from any thread; the first call counts."""
         self._failing.acquire()  # never released
         status = 1
         told = {"where": "", "problem": f"{type(error).__name__}: {error}"}
+        last_words = [lambda: self._tell("failed", exit_status=status, **told)]
         if isinstance(error, HolmesError):
             status = error.exit_status
             told = error.parts()
         else:
-            traceback.print_exception(error)
-        with contextlib.suppress(OSError):
-            self._member.tell("failed", exit_status=status, **told)
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(status)
+            last_words.insert(0, lambda: traceback.print_exception(error))
+        lifeline.end_process(status, *last_words)
 
     # ---- the normal course ---------------------------------------------------------------------
 

@@ -4,6 +4,7 @@ import contextlib
 import ipaddress
 import json
 import os
+import signal
 import socket
 import subprocess
 import threading
@@ -14,6 +15,8 @@ from typing import Protocol
 from holmesjax.control import Event
 from holmesjax.errors import ConfigError
 from holmesjax.processes import Process
+
+KILLED_S = 5.0  # for what was killed to be gone; what hangs in the kernel is left to it
 
 
 class Events(Protocol):
@@ -159,7 +162,7 @@ class Children:
         self._children.append((child, reader))
 
     def end(self, *, ask: int = 0, patience_s: float = 0.0) -> None:
-        """Kills all that do not end by themselves in time.
+        """Kills all that do not end by themselves in time, and what they have started.
 
         Args:
           ask: a signal to send first; none for 0. What they read ends in any case.
@@ -172,13 +175,16 @@ class Children:
             with contextlib.suppress(BrokenPipeError):
                 child.stdin.close()
             child.send_signal(ask)
-        for child, _ in children:
+        for child, reader in children:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 child.wait(max(deadline_s - time.monotonic(), 0.0))
-            child.kill()  # JAX may keep SIGTERM from ending it, and a stopped one ignores it
+            if reader.is_alive():  # otherwise it has done that, and the number may be another's
+                _kill_group(child)
+        deadline_s = time.monotonic() + KILLED_S
         for child, reader in children:
-            child.wait()
-            reader.join()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                child.wait(max(deadline_s - time.monotonic(), 0.0))
+            reader.join(max(deadline_s - time.monotonic(), 0.0))
 
 
 def _read(child: subprocess.Popen[str], number: int, events: Events) -> None:
@@ -186,4 +192,15 @@ def _read(child: subprocess.Popen[str], number: int, events: Events) -> None:
     with child.stdout:
         for line in child.stdout:
             events.put(Event(number, "output", {"line": line.rstrip("\n")}))
-    events.put(Event(number, "exit", {"status": child.wait()}))
+    status = child.wait()
+    _kill_group(child)
+    events.put(Event(number, "exit", {"status": status}))
+
+
+def _kill_group(child: subprocess.Popen[str]) -> None:
+    """Kills a child and what it has started, unless that has a session of its own.
+
+    JAX may keep SIGTERM from ending it, and a stopped one ignores it.
+    """
+    with contextlib.suppress(ProcessLookupError, PermissionError):  # macOS: of a group of zombies
+        os.killpg(child.pid, signal.SIGKILL)

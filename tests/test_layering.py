@@ -30,6 +30,7 @@ LAYERS = [
         "holmesjax.yaml_files",
         "holmesjax.catalogue",
         "holmesjax.hardware",
+        "holmesjax.lifeline",
         "holmesjax.wire",
         "holmesjax.frames",
         "holmesjax.host_memory",

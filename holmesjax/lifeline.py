@@ -1,0 +1,66 @@
+"""What other threads can do for a process whose main thread hangs: hear, say why, end. No JAX.
+
+Python runs a signal's handler only when its main thread comes back to the interpreter. One that
+compiles, or waits in a collective, does not.
+"""
+
+import contextlib
+import os
+import signal
+import socket
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Collection
+from typing import NoReturn
+
+LAST_WORDS_S = 10.0  # for all that a process has to say before it ends
+
+
+def hear_signals(numbers: Collection[int], heard: Callable[[int], object]) -> None:
+    """From now on calls `heard` with the number of each of these signals, on a thread of its own.
+
+    A signal without a handler gets one that does nothing. Call it from the main thread.
+    """
+    reading, writing = socket.socketpair()
+    writing.setblocking(False)
+    signal.set_wakeup_fd(writing.fileno(), warn_on_full_buffer=False)
+    for number in numbers:
+        signal.signal(number, lambda *_: None)
+
+    def listen(_: socket.socket) -> None:
+        while True:
+            for number in reading.recv(64):
+                if number in numbers:
+                    heard(number)
+
+    # The thread keeps both ends open.
+    threading.Thread(target=listen, args=(writing,), name="signals", daemon=True).start()
+
+
+def write_stacks() -> None:
+    """Writes where each thread is to standard error, the main one first.
+
+    Around `sys.stderr` and its lock: the main thread may hang in writing to it.
+    """
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    main = threading.main_thread().ident
+    frames = sorted(sys._current_frames().items(), key=lambda item: item[0] != main)
+    lines = ["the stacks of all threads:\n"]
+    for ident, frame in frames:
+        lines += [f"thread {names.get(ident, ident)}\n", *traceback.format_stack(frame)]
+    with open(2, "w", closefd=False) as stream:
+        stream.write("".join(lines))
+
+
+def end_process(status: int, *last_words: Callable[[], object]) -> NoReturn:
+    """Ends this process from any thread, whatever fails or hangs in its last words."""
+    try:
+        end = threading.Timer(LAST_WORDS_S, os._exit, (status,))
+        end.daemon = True
+        end.start()
+        for say in (*last_words, lambda: sys.stdout.flush(), lambda: sys.stderr.flush()):
+            with contextlib.suppress(Exception):  # a full disk, a closed pipe
+                say()
+    finally:
+        os._exit(status)

@@ -1,0 +1,104 @@
+"""What ends when it must: a process whose last words fail or hang, and all that it has started."""
+
+import contextlib
+import os
+import queue
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from launch.launcher import Children
+from tests.jobs import ROOT
+
+GIVE_UP = """
+import os, sys, threading, time
+from holmesjax import lifeline
+from holmesjax.errors import PeerError
+from holmesjax.worker import _Worker
+
+lifeline.LAST_WORDS_S = 0.5
+
+class Member:
+    def tell(self, kind, **content):
+        {tell}
+
+worker = object.__new__(_Worker)
+worker._failing, worker._member = threading.Lock(), Member()
+error = PeerError("a", "is gone", found="nothing", fix="start again")
+sys.stdout = open("{output}", "w")
+print("something for the buffer")
+threading.Thread(target=worker._give_up, args=(error,), daemon=True).start()
+time.sleep(100)
+"""
+
+
+@pytest.mark.parametrize(
+    "tell, output",
+    [("pass", "/dev/full"), ("raise KeyError", "/dev/null"), ("time.sleep(100)", "/dev/null")],
+)
+def test_a_process_that_gives_up_ends_whatever_fails(tell, output):
+    """The disk is full, or telling fails or hangs; the main thread waits for ever."""
+    script = GIVE_UP.format(tell=tell, output=output)
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, timeout=60, check=False)
+    assert done.returncode == 75
+
+
+def test_signals_are_heard_while_the_main_thread_hangs():
+    """It waits outside of the interpreter's reach, as in a collective."""
+    code = """
+import ctypes, os, signal
+from holmesjax import lifeline
+
+def heard(number):
+    lifeline.write_stacks()
+    os._exit(number)
+
+lifeline.hear_signals([signal.SIGTERM], heard)
+print("ready", flush=True)
+while True:
+    ctypes.CDLL(None).sleep(100)
+"""
+    child = subprocess.Popen(
+        [sys.executable, "-c", code],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert child.stdout.readline() == "ready\n"
+        child.send_signal(signal.SIGTERM)
+        _, told = child.communicate(timeout=30)
+    finally:
+        child.kill()
+        child.wait()
+    assert child.returncode == signal.SIGTERM
+    assert "thread MainThread" in told.split("thread signals")[0]
+
+
+@pytest.mark.parametrize("prefix", ["", "setsid "])
+def test_the_end_does_not_wait_for_what_a_child_has_started(prefix):
+    """It holds the child's output open; with a session of its own it even outlives the child."""
+    children, events = Children(), queue.Queue()
+    script = f"{prefix}sleep 300 & echo $!; exec sleep 300"
+    children.start(0, ["sh", "-c", script], dict(os.environ), events)
+    grandchild = int(events.get(timeout=30).message["line"])
+    ending = threading.Thread(target=children.end, daemon=True)
+    ending.start()
+    ending.join(30)
+    try:
+        assert not ending.is_alive()
+        if not prefix:
+            deadline_s = time.monotonic() + 10
+            stat = Path(f"/proc/{grandchild}/stat")
+            while stat.exists() and stat.read_text().split()[2] != "Z":
+                assert time.monotonic() < deadline_s, "it is left behind"
+                time.sleep(0.02)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(grandchild, signal.SIGKILL)
