@@ -419,3 +419,30 @@ print(*resource.getrlimit(resource.RLIMIT_NOFILE))
     argv = [sys.executable, "-c", code]
     done = subprocess.run(argv, capture_output=True, text=True, check=True)
     assert done.stdout == "512 512\n"
+
+
+WAIT_FOR_A_NEIGHBOUR = """
+import resource
+from holmesjax.neighbours import Ports, meet
+from tests.test_control import PROCESSES
+
+ports = Ports.open({"ethernet": ["127.0.0.1"]})
+print(ports.book["ethernet"][0][1], flush=True)
+resource.setrlimit(resource.RLIMIT_NOFILE, (20, 20))
+meet(me=PROCESSES[2], processes=PROCESSES, topology=None, ports=ports, book=[], key=bytes(32),
+     about={}, digests={0: "d"}, streams={0: 1}, timeout_s=2.0, enter=None)
+"""
+
+
+def test_a_neighbour_that_could_not_be_let_in_is_told_with_the_reason():
+    argv = [sys.executable, "-c", WAIT_FOR_A_NEIGHBOUR]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(argv, stdout=pipe, stderr=pipe, text=True) as process:
+        address = ("127.0.0.1", int(process.stdout.readline()))
+        crowd = [socket.create_connection(address) for _ in range(30)]
+        _, said = process.communicate(timeout=60)
+        for stranger in crowd:
+            stranger.close()
+    last = said[said.rindex("PeerError") :]
+    assert "c0/n0 did not connect for 2 s" in last
+    assert "c1/n2 cannot accept calls at 127.0.0.1" in last
