@@ -22,7 +22,7 @@ from typing import Any
 
 from holmesjax.errors import CheckpointError
 
-FOLDER, MANIFEST, FORMAT = "checkpoints", "manifest.json", 4
+FOLDER, MANIFEST, FORMAT = "checkpoints", "manifest.json", 5
 PART = "part_"
 STEP = re.compile(r"step_(\d+)")  # what is set aside has another name
 
@@ -171,6 +171,7 @@ def commit(
     *,
     sequences: int,
     settings: Mapping[str, Any],
+    data: Mapping[str, str],
     plan_hash: str,
     keep: int,
     arrays: Mapping[str, Mapping[str, Any]],
@@ -181,6 +182,7 @@ def commit(
     Args:
       sequences: consumed before it.
       settings: `Checkpoint.settings`.
+      data: digests of each split and of the order of the data.
       arrays: array -> its dtype, its shape and the name of the part that holds it.
       files: what `hash_part` gave for each part.
     """
@@ -193,6 +195,7 @@ def commit(
         "step": step,
         "sequences": sequences,
         "settings": settings,
+        "data": data,
         "plan_hash": plan_hash,
         "arrays": arrays,
         "files": files,

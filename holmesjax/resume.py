@@ -9,7 +9,7 @@ Every other change is told.
 import dataclasses
 import json
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -33,6 +33,8 @@ ALLOWABLE = (
     "train.global_batch",
     "model.rotary_base",
 )
+FILES = ("data.corpus", "data.pattern", "data.validation_fraction")  # which, of which split
+SHOWN = 12  # digits of a digest
 RATE = ("learning_rate", "schedule", "warmup_steps", "decay_steps", "final_fraction")
 
 
@@ -152,7 +154,38 @@ class Start:
             temporary.write_text(json.dumps(content, indent=1) + "\n")
             temporary.replace(path)
 
-    def commit(self, step: int, arrays: dict[str, dict[str, Any]], files: dict[str, str]) -> None:
+    def check_data(self, digests: Mapping[str, str]) -> list[str]:
+        """Refuses other data than the checkpoint's; what to say of those that are allowed.
+
+        Args:
+          digests: of each split and of the order of the data, as they were read now.
+
+        Raises CheckpointError.
+        """
+        if not self.checkpoint:
+            return []
+        saved = self.checkpoint.manifest["data"]
+        differ = [name for name in digests if digests[name] != saved.get(name)]
+        if any(change.name in FILES for change in self.changes):  # permitted: the files follow
+            differ = [name for name in differ if name == "order"]
+        if not differ:
+            return []
+        was, now = (
+            ", ".join(f"{name} {found.get(name, '')[:SHOWN]}" for name in differ)
+            for found in (saved, digests)
+        )
+        change = Change("data.corpus", was, now)
+        self.permit([change])
+        return [f"  {change}"]
+
+    def commit(
+        self,
+        step: int,
+        arrays: dict[str, dict[str, Any]],
+        files: dict[str, str],
+        *,
+        data: Mapping[str, str],
+    ) -> None:
         """Makes a checkpoint of the parts that all stages have written after a step."""
         config = self.job.config
         manifest.commit(
@@ -160,6 +193,7 @@ class Start:
             step,
             sequences=self.sequences + (step - self.step) * config.train.global_batch,
             settings=settings(self.job),
+            data=data,
             plan_hash=self.job.plan.hash(),
             keep=config.checkpoint.keep,
             arrays=arrays,

@@ -3,6 +3,7 @@
 job -> devices -> stages -> compiled programs -> states -> steps -> checkpoints and report
 """
 
+import functools
 import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -97,10 +98,14 @@ class Trainer:
                 else runner.init(config.train.seed)
             )
             batches = reading.result()
+            data = batches.digests()
+            for line in start.check_data(data):
+                self._print(line)
+            commit = functools.partial(start.commit, data=data)
             recorder = stack.enter_context(
                 Recorder(self.run_dir, config, done_steps=done, stream=self._stream)
             )
-            saves = Saves(self.run_dir, 1, start.commit, recorder.console.print)
+            saves = Saves(self.run_dir, 1, commit, recorder.console.print)
 
             def is_stopping() -> bool:
                 saves.check()

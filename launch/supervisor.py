@@ -6,6 +6,7 @@ import JAX: the supervisor holds no device, and starts at once.
 """
 
 import contextlib
+import functools
 import itertools
 import os
 import queue
@@ -50,7 +51,7 @@ class _Attempt:
 
     agreement: Agreement
     saves: Saves
-    data: dict[str, str] = field(default_factory=dict)  # digests, once all agree
+    data: dict[str, str]  # digests, once all agree
     up: set[int] = field(default_factory=set)
     done: dict[int, int] = field(default_factory=dict)  # process -> steps
     exited: dict[int, int] = field(default_factory=dict)  # process -> status
@@ -259,9 +260,12 @@ class Supervisor:
     def _supervise(self, controller: Controller, recorder: Recorder) -> int:
         """Takes events until all processes have ended; the number of steps done."""
         job = self._job
+        data: dict[str, str] = {}  # filled before there is anything to commit
+        commit = functools.partial(self._resumed.commit, data=data)
         attempt = _Attempt(
             Agreement(self._processes, controller.send),
-            Saves(job.run_dir, len(job.plan.stages), self._resumed.commit, recorder.console.print),
+            Saves(job.run_dir, len(job.plan.stages), commit, recorder.console.print),
+            data,
         )
         deadline_s = time.monotonic() + self._config.start_timeout_s
         end_s: float | None = None
@@ -333,7 +337,9 @@ class Supervisor:
     def _agree(self, event: Event, attempt: _Attempt, controller: Controller) -> None:
         """Lets all processes go once all have read the same data."""
         if data := attempt.agreement.take(event.process, event.message):
-            attempt.data = data
+            for line in self._resumed.check_data(data):
+                print(line, flush=True)
+            attempt.data.update(data)
             controller.broadcast({"kind": "go"})
 
     def _log(self, number: int, line: str, attempt: _Attempt) -> None:

@@ -63,6 +63,7 @@ def write_states(run_dir, model, stages, steps, keep=2, states=()):
             step,
             sequences=8 * step,
             settings={"model": dataclasses.asdict(model), "optimizer": optimizer},
+            data={},
             plan_hash="x",
             keep=keep,
             arrays=arrays,

@@ -14,6 +14,8 @@ from holmesjax.trainer import Trainer
 from launch.__main__ import parse
 from tests.jobs import write_run
 
+DATA = {"train": "1" * 64, "validation": "2" * 64, "order": "3" * 64}
+
 
 def load(folder, *settings):
     return jobs.load(write_run(folder, {"a": (1,), "b": (1,)}), settings)
@@ -24,7 +26,7 @@ def checkpoint(job, *, steps):
     start = resume.find(job, (), print)
     job.save(start.step)
     manifest.begin(job.run_dir, steps)
-    start.commit(steps, {}, {})
+    start.commit(steps, {}, {}, data=DATA)
     return start
 
 
@@ -142,6 +144,59 @@ def test_what_was_allowed_needs_no_permission_when_the_start_is_repeated(folder)
     checkpoint(load(folder, "train.seed=0"), steps=20)
     with pytest.raises(CheckpointError):  # and not once more, from a later step
         resume.find(job, (), print)
+
+
+# ---- data ----------------------------------------------------------------------------------------
+
+
+def test_the_same_data_needs_no_word(folder):
+    assert resume.find(load(folder), (), print).check_data(DATA) == []
+
+
+def test_a_new_run_takes_any_data(tmp_path):
+    assert resume.find(load(tmp_path), (), print).check_data(DATA) == []
+
+
+@pytest.mark.parametrize("name", DATA)
+def test_other_data_is_refused_unless_it_is_allowed_by_name(folder, name):
+    other = {**DATA, name: "f" * 64}
+    with pytest.raises(CheckpointError) as error:
+        resume.find(load(folder), (), print).check_data(other)
+    said = f"data.corpus: {name} {DATA[name][:12]} -> {name} ffffffffffff"
+    assert error.value.found == said
+    assert error.value.fix.endswith("--allow data.corpus")
+    allowed = resume.find(load(folder), ["data.corpus"], print)
+    assert allowed.check_data(other) == [f"  {said}"]
+    assert resume.find(load(folder), (), print).check_data(other) == [f"  {said}"]  # a restart
+    with pytest.raises(CheckpointError):
+        resume.find(load(folder), (), print).check_data({**DATA, name: "e" * 64})
+
+
+def test_whoever_may_take_other_files_need_not_say_so_twice(folder):
+    start = resume.find(load(folder, "data.pattern=*.txt"), ["data.pattern"], print)
+    assert start.check_data({**DATA, "train": "f" * 64}) == []
+    with pytest.raises(CheckpointError, match=r"order 3333\S+ -> order f"):
+        start.check_data({**DATA, "train": "f" * 64, "order": "f" * 64})
+
+
+def test_a_corpus_that_has_changed_since_the_checkpoint_ends_the_session(tmp_path):
+    corpus = tmp_path / "corpus"
+    corpus.mkdir()
+    (corpus / "a.py").write_text("x = 1\n" * 500)
+    (corpus / "b.py").write_text("y = 2\n" * 500)
+    settings = [f"data.corpus={corpus}", "data.validation_fraction=0.0", "data.pattern=*.py"]
+
+    def train(steps, **options):
+        run_file = write_run(tmp_path, {"a": (8,)})  # as all tests of this process
+        overrides = [*settings, f"train.steps={steps}", "optimizer.schedule=constant"]
+        trainer = Trainer(run_file, overrides, io.StringIO(), **options)
+        return trainer.train()
+
+    assert len(train(1)) == 1
+    (corpus / "b.py").write_text("y = 3\n" * 500)
+    with pytest.raises(CheckpointError, match=r"data.corpus: train \w{12} -> train \w{12}"):
+        train(2)
+    assert len(train(2, allow="data.corpus")) == 1
 
 
 def test_sequences_are_counted_over_changes_of_the_batch(folder):
