@@ -184,7 +184,8 @@ def test_a_corpus_that_has_changed_since_the_checkpoint_ends_the_session(tmp_pat
     corpus.mkdir()
     (corpus / "a.py").write_text("x = 1\n" * 500)
     (corpus / "b.py").write_text("y = 2\n" * 500)
-    settings = [f"data.corpus={corpus}", "data.validation_fraction=0.0", "data.pattern=*.py"]
+    small = ["model.num_layers=2", "model.width=16", "parallel.tensor=4"]
+    settings = [f"data.corpus={corpus}", "data.validation_fraction=0.0", *small]
 
     def train(steps, **options):
         run_file = write_run(tmp_path, {"a": (8,)})  # as all tests of this process
