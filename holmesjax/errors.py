@@ -45,10 +45,18 @@ class CheckpointError(HolmesError):
     """A checkpoint that is missing, damaged, or of another model."""
 
 
+class LeaseError(HolmesError):
+    """A run folder that another process owns."""
+
+
 class FatalError(HolmesError):
     """Training cannot go on, and would fail again in the same way if it were started again."""
 
     exit_status = 1
+
+
+class LostLeaseError(FatalError):
+    """Another process has taken the run folder: this one must not write into it any more."""
 
 
 class PeerError(HolmesError):

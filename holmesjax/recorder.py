@@ -20,6 +20,7 @@ from typing import Any, TextIO
 from holmesjax import report
 from holmesjax.config import Config
 from holmesjax.console import Console
+from holmesjax.errors import LostLeaseError
 from holmesjax.metrics import Metrics
 from holmesjax.timeline import Interval, bubble_share, from_first_start
 
@@ -65,9 +66,9 @@ class Recorder:
     def __enter__(self) -> "Recorder":
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
         self._stack.close()
-        if self.history:
+        if self.history and not isinstance(error, LostLeaseError):
             timeline = {"step": self.history[-1]["step"], "tasks": self.tasks}
             (self._run_dir / TIMELINE).write_text(json.dumps(timeline))
 

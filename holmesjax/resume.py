@@ -149,10 +149,8 @@ class Start:
         new = [_Allowed(self.step, *change) for change in changes if change.name in self.allow]
         if new := [entry for entry in new if entry not in known]:
             path = self.job.run_dir / ALLOWED
-            temporary = path.with_suffix(".tmp")
             content = [entry._asdict() for entry in (*known, *new)]
-            temporary.write_text(json.dumps(content, indent=1) + "\n")
-            temporary.replace(path)
+            manifest.write_durably(path, json.dumps(content, indent=1) + "\n")
 
     def check_data(self, digests: Mapping[str, str]) -> list[str]:
         """Refuses other data than the checkpoint's; what to say of those that are allowed.

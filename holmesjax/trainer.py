@@ -15,6 +15,7 @@ import jax
 
 from holmesjax import checkpoint, compat, job as jobs, manifest, resume
 from holmesjax.job import Job
+from holmesjax.lease import Lease
 from holmesjax.mesh import build_meshes
 from holmesjax.metrics import check_installed
 from holmesjax.pipeline import make_runner
@@ -39,6 +40,7 @@ class Trainer:
         stream: TextIO | None = None,
         *,
         allow: str | Sequence[str] = (),
+        lease: Lease | None = None,
     ):
         """Checks everything and starts nothing.
 
@@ -48,13 +50,14 @@ class Trainer:
           stream: where progress is printed; standard output if None.
           allow: settings that may differ from the checkpoint's, though the run then goes on
             otherwise than if it had never stopped: `"data.corpus"`.
+          lease: on the run folder; if None, `train` takes it for as long as it runs.
         """
         self.job = source if isinstance(source, Job) else jobs.load(source, overrides)
         self.history: list[dict[str, Any]] = []  # the records of this session's steps
         self.tasks: list[dict[str, Any]] = []  # of the last step, as `timeline.json` has them
         self.finished = False
         self._stream = sys.stdout if stream is None else stream
-        self._stopping, self._allow = False, allow
+        self._stopping, self._allow, self._lease = False, allow, lease
         check_installed(self.job.config.log)
 
     @property
@@ -68,8 +71,14 @@ class Trainer:
     def train(self) -> list[dict[str, Any]]:
         """Trains to `train.steps`, from the newest checkpoint in the run folder if there is one.
 
-        Raises HolmesError, such as CheckpointError for a checkpoint of other settings.
+        Raises HolmesError, such as LeaseError where another process owns the run folder, or
+        CheckpointError for a checkpoint of other settings.
         """
+        with ExitStack() as stack:
+            own = lambda: stack.enter_context(Lease(self.run_dir, say=self._print))
+            return self._train(self._lease or own())
+
+    def _train(self, lease: Lease) -> list[dict[str, Any]]:
         config, plan = self.job.config, self.job.plan
         self._print(*self.job.describe())
         start = resume.find(self.job, self._allow, self._print)
@@ -101,13 +110,14 @@ class Trainer:
             data = batches.digests()
             for line in start.check_data(data):
                 self._print(line)
-            commit = functools.partial(start.commit, data=data)
+            commit = lease.guard(functools.partial(start.commit, data=data))
             recorder = stack.enter_context(
                 Recorder(self.run_dir, config, done_steps=done, stream=self._stream)
             )
             saves = Saves(self.run_dir, 1, commit, recorder.console.print)
 
             def is_stopping() -> bool:
+                lease.check()
                 saves.check()
                 return self._stopping
 
@@ -130,6 +140,7 @@ class Trainer:
         self.finished = done >= config.train.steps
         if not self.finished:
             self._print(*self.job.unfinished(done))
+        lease.check()
         if path := recorder.write_report():
             self._print(f"report  {path}")
         return self.history

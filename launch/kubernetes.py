@@ -19,6 +19,7 @@ from pydantic import Field
 from holmesjax import wire
 from holmesjax.errors import ConfigError, FatalError, HolmesError
 from holmesjax.job import CONFIG, TOPOLOGY, Job
+from holmesjax.lease import Lease
 from holmesjax.yaml_files import Document
 from launch.components import Component, make_components, read_options
 
@@ -75,11 +76,12 @@ def write(
     options = read_options(OptionsEntry, options_file, job.topology, _paths_are_absolute)
     name = _label(job.run_dir.absolute().name)
     print(*job.describe(), sep="\n", flush=True)
-    job.save()
-    objects = manifest(job, options, name=name, max_restarts=max_restarts, allow=allow)
     path, key = job.run_dir.absolute() / MANIFEST, job.run_dir.absolute() / KEY
-    path.write_text(yaml.safe_dump_all(objects, sort_keys=False, width=100))
-    wire.make_key_file(key)
+    with Lease(job.run_dir):
+        job.save()
+        objects = manifest(job, options, name=name, max_restarts=max_restarts, allow=allow)
+        path.write_text(yaml.safe_dump_all(objects, sort_keys=False, width=100))
+        wire.make_key_file(key)
     kubectl = f"kubectl --namespace {options.namespace}"
     print(f"written     {path}")
     print("start it, on a cluster with JobSet installed:")

@@ -21,6 +21,7 @@ from holmesjax import resume
 from holmesjax.control import Event
 from holmesjax.errors import REQUEUE, ConfigError, HolmesError
 from holmesjax.job import Job
+from holmesjax.lease import Lease
 from holmesjax.processes import Process
 from holmesjax.yaml_files import Document, Keys
 from launch.components import Component, make_components, read_options
@@ -77,11 +78,13 @@ def write(
     if listen:
         parse_listen(listen)
     print(*job.describe(), sep="\n", flush=True)
-    start = resume.find(job, allow, lambda text: print(text, flush=True))
-    print(*start.describe(), sep="\n", flush=True)
-    job.save(start.step)
     path = job.run_dir.absolute() / SCRIPT
-    path.write_text(script(job, options, listen=listen, max_restarts=max_restarts))
+    with Lease(job.run_dir):  # not while it is submitted: the job wants it
+        start = resume.find(job, allow, lambda text: print(text, flush=True))
+        for line in start.describe():
+            print(line, flush=True)
+        job.save(start.step)
+        path.write_text(script(job, options, listen=listen, max_restarts=max_restarts))
     print(f"written     {path}", flush=True)
     if not submit:
         print(f"submit it:  sbatch {shlex.quote(str(path))}")

@@ -20,11 +20,12 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, Protocol
 
-from holmesjax import manifest, resume, wire
+from holmesjax import lease, manifest, resume, wire
 from holmesjax.agreement import Agreement
 from holmesjax.control import Controller, Event
 from holmesjax.errors import REQUEUE, FatalError, HolmesError, PeerError
 from holmesjax.job import Job
+from holmesjax.lease import Lease
 from holmesjax.processes import make_processes
 from holmesjax.recorder import Recorder
 from holmesjax.saving import Due, Saves
@@ -106,11 +107,15 @@ class Supervisor:
     def run(self) -> int:
         """Trains to the end; 0, or REQUEUE if a SIGTERM came first.
 
-        Raises PeerError, or what a process raised, if the last attempt failed; FatalError if no
-        restart is left.
+        Raises LeaseError where another process owns the run folder; PeerError, or what a process
+        raised, if the last attempt failed; FatalError if no restart is left.
         """
-        job = self._job
         wire.raise_open_files()
+        with Lease(self._job.run_dir, on_loss=lease.end_process) as self._lease:
+            return self._run_owned()
+
+    def _run_owned(self) -> int:
+        job = self._job
         print(*job.describe(), *self._describe(), sep="\n", flush=True)
         old = {
             number: signal.signal(number, self._on_signal)
@@ -261,7 +266,7 @@ class Supervisor:
         """Takes events until all processes have ended; the number of steps done."""
         job = self._job
         data: dict[str, str] = {}  # filled before there is anything to commit
-        commit = functools.partial(self._resumed.commit, data=data)
+        commit = self._lease.guard(functools.partial(self._resumed.commit, data=data))
         attempt = _Attempt(
             Agreement(self._processes, controller.send),
             Saves(job.run_dir, len(job.plan.stages), commit, recorder.console.print),

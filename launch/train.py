@@ -6,7 +6,9 @@ import os
 import signal
 from types import FrameType
 
+from holmesjax import lease
 from holmesjax.errors import REQUEUE, ConfigError
+from holmesjax.lease import Lease
 from launch import kubernetes, launchers, slurm
 from launch.launcher import Launcher
 from launch.supervisor import Supervisor, Watch
@@ -81,11 +83,17 @@ def _refuse_useless_options(args: argparse.Namespace, launcher: str | None) -> N
 
 def _run_here(args: argparse.Namespace) -> int:
     """All stages in this process."""
+    with Lease(args.job.run_dir, on_loss=lease.end_process) as held:
+        return _train_here(args, held)
+
+
+def _train_here(args: argparse.Namespace, held: Lease) -> int:
     variables = args.job.environment(os.environ)
     args.job.save_environment(variables)
     os.environ.update(variables)  # before JAX asks for a device
     # Imported here: a supervisor needs no JAX.
-    trainer = importlib.import_module("holmesjax.trainer").Trainer(args.job, allow=args.allow)
+    make = importlib.import_module("holmesjax.trainer").Trainer
+    trainer = make(args.job, allow=args.allow, lease=held)
     received: list[int] = []
 
     def stop(number: int, _: FrameType | None) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from holmesjax import manifest, metrics
+from holmesjax import lease, manifest, metrics
 from holmesjax.plan import Plan
 from tests.jobs import compile_cache
 
@@ -78,6 +78,7 @@ def test_a_run_leaves_everything_behind(finished):
     names = {path.name for path in run_dir.iterdir()}
     files = {"config.yaml", "topology.yaml", "plan.yaml", "metrics.jsonl", "timeline.json"}
     assert files | {"report.html", "checkpoints", "tensorboard"} <= names
+    assert not [name for name in names if lease.FILE in name]
     records = metrics.read(run_dir)
     assert [record["step"] for record in records] == list(range(1, 9))
     assert [record["step"] for record in records if "val_loss" in record] == [4, 8]

@@ -36,7 +36,7 @@ LAYERS = [
         "holmesjax.host_memory",
         "holmesjax.xla_flags",
     ],
-    ["holmesjax.schema", "holmesjax.discovery"],
+    ["holmesjax.schema", "holmesjax.discovery", "holmesjax.lease"],
     ["holmesjax.config", "holmesjax.calibration", "holmesjax.nccl"],
     ["holmesjax.topology_file", "holmesjax.manifest", "holmesjax.learning_rates"],
     ["holmesjax.topology", "holmesjax.saving"],

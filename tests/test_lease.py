@@ -1,0 +1,277 @@
+"""One owner of a run folder: real processes that race, owners that die, sleep or are robbed."""
+
+import contextlib
+import errno
+import json
+import os
+import subprocess
+import sys
+import time
+
+import pytest
+
+from holmesjax import lease
+from holmesjax.errors import ConfigError, LeaseError, LostLeaseError
+from holmesjax.lease import FILE, Lease
+from holmesjax.trainer import Trainer
+from tests.jobs import ROOT, RunningJob, write_run
+
+OWNER = """
+import sys
+from holmesjax.errors import HolmesError
+from holmesjax.lease import Lease
+sys.stdin.readline()
+try:
+    with Lease(sys.argv[1]):
+        print("won", flush=True)
+        sys.stdin.read()
+except HolmesError as error:
+    print(str(error).replace(chr(10), " "), flush=True)
+    sys.exit(error.exit_status)
+"""
+
+
+@contextlib.contextmanager
+def contenders(folder, count):
+    """Processes that want the folder, once a line is written to them."""
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", OWNER, str(folder)],
+            cwd=ROOT,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for _ in range(count)
+    ]
+    try:
+        yield processes
+    finally:
+        for process in processes:
+            process.kill()
+            process.stdin.close()
+            process.wait()
+            process.stdout.close()
+
+
+def race(processes):
+    """Starts them at once; the one that won, after all others were refused by its name."""
+    for process in processes:
+        process.stdin.write("\n")
+        process.stdin.flush()
+    said = {process: process.stdout.readline() for process in processes}
+    while any(line.startswith("taking ") for line in said.values()):
+        for process, line in said.items():
+            if line.startswith("taking "):
+                said[process] = process.stdout.readline()
+    [winner] = [process for process, line in said.items() if line == "won\n"]
+    for process, line in said.items():
+        if process is not winner:
+            assert f"is in use by another process   found: process {winner.pid} on " in line
+            assert process.wait(10) == 2
+    return winner
+
+
+def test_of_many_that_start_at_once_one_wins_and_the_others_name_it(tmp_path):
+    with contenders(tmp_path / "run", 6) as first, contenders(tmp_path / "run", 4) as second:
+        winner = race(first)
+        winner.kill()  # not waited for: a process that has ended, and is not gone yet
+        again = race(second)
+        again.stdin.close()
+        assert again.wait(10) == 0
+    assert list((tmp_path / "run").iterdir()) == []
+
+
+def foreign(**other):
+    """A lease of a host that is not this one."""
+    return {**lease._own_record(), "host": "far-away", "boot": "b", "token": "t", **other}
+
+
+def put(folder, record):
+    folder.mkdir(exist_ok=True)
+    (folder / FILE).write_bytes(lease._text(record))
+    return folder / FILE
+
+
+def rob(folder, content):
+    """Another lease in the place of what is there."""
+    (folder / "other").write_bytes(content)
+    (folder / "other").rename(folder / FILE)
+
+
+class FakeTime:
+    """Seconds pass when somebody sleeps; `on_sleep` is what happens meanwhile."""
+
+    def __init__(self, on_sleep=lambda number: None, factor=1.0):
+        self.now_s, self.number, self._on_sleep, self._factor = 0.0, 0, on_sleep, factor
+
+    def clock(self):
+        return self.now_s
+
+    def sleep(self, seconds):
+        self.number += 1
+        self.now_s += seconds * self._factor
+        self._on_sleep(self.number)
+
+    def wait(self, path, record):
+        said = []
+        lease.wait_until_stale(path, record, said.append, clock=self.clock, sleep=self.sleep)
+        return said
+
+
+def test_an_owner_on_another_host_is_gone_when_its_counter_stands_for_a_term(tmp_path):
+    path = put(tmp_path, foreign())
+    clock = FakeTime()
+    [said] = clock.wait(path, foreign())
+    assert lease.TERM_S <= clock.now_s <= lease.TERM_S + 2 * lease.LOOK_S
+    assert f"far-away (user {foreign()['user']}" in said
+    slow = FakeTime(factor=100.0)  # looks that take long are no silence of the owner
+    slow.wait(path, foreign())
+    assert slow.number >= lease.TERM_S / lease.LOOK_S / 2
+
+
+def test_an_owner_on_another_host_lives_while_its_counter_moves(tmp_path):
+    path = put(tmp_path, foreign())
+    move = lambda number: number == 50 and put(tmp_path, foreign(counter="000000000001"))
+    with pytest.raises(LeaseError, match="end it on far-away"):
+        FakeTime(move).wait(path, foreign())
+
+
+def test_waiting_ends_when_the_lease_is_given_up_or_another_s(tmp_path):
+    path = put(tmp_path, foreign())
+    for change in (lambda number: put(tmp_path, foreign(token="u")), lambda number: path.unlink()):
+        clock = FakeTime(change)
+        clock.wait(path, foreign())
+        assert clock.number == 1
+
+
+@pytest.mark.parametrize(
+    "other, gone",
+    [
+        ({}, False),
+        ({"started": "1"}, True),  # the number is another process's now
+        ({"pid": 2**22 + 1}, True),
+        ({"pid": 2**22 + 1, "host": "far-away"}, False),
+        ({"pid": 2**22 + 1, "boot": "another"}, False),
+        ({"pid": 2**22 + 1, "processes": "pid:[1]"}, False),  # in another container
+        ({"pid": "1"}, False),
+    ],
+)
+def test_only_here_does_a_number_say_whether_a_process_lives(other, gone):
+    assert lease._is_gone({**lease._own_record(), **other}) is gone
+
+
+def test_a_taker_that_is_too_late_puts_back_what_it_took(tmp_path, monkeypatch):
+    """It saw the stale lease; by the time it renames, another has taken over."""
+    stale = {**lease._own_record(), "pid": 2**22 + 1, "token": "stale"}
+    with Lease(tmp_path) as held:
+        read, looks = lease._read, []
+        late = lambda path: looks.append(path) or (stale if len(looks) == 1 else read(path))
+        monkeypatch.setattr(lease, "_read", late)
+        assert not lease._remove(tmp_path / FILE, stale)
+        held._renew()
+        held.check()
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.fixture
+def quick(monkeypatch):
+    monkeypatch.setattr(lease, "RENEW_S", 0.02)
+    monkeypatch.setattr(lease, "SETTLE_S", 0.02)
+
+
+def wait_for(condition):
+    deadline_s = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.01)
+
+
+def test_the_counter_moves(tmp_path, quick):
+    with Lease(tmp_path):
+        count = lambda: int(json.loads((tmp_path / FILE).read_text())["counter"])
+        wait_for(lambda: count() > 3)
+
+
+@pytest.mark.parametrize("robbed", ["another's", "deleted", "garbage"])
+def test_a_lease_that_is_lost_is_told_once_and_nothing_is_touched(tmp_path, quick, robbed):
+    told = []
+    with Lease(tmp_path, on_loss=told.append) as held:
+        if robbed == "deleted":
+            (tmp_path / FILE).unlink()
+        else:
+            content = lease._text(foreign()) if robbed == "another's" else b"x"
+            rob(tmp_path, content)
+        wait_for(lambda: told)
+        with pytest.raises(LostLeaseError, match="has lost its lease"):
+            held.check()
+    assert len(told) == 1
+    if robbed == "deleted":
+        assert list(tmp_path.iterdir()) == []
+    else:
+        assert (tmp_path / FILE).read_bytes() == content
+
+
+def test_after_a_long_sleep_the_owner_looks_before_it_writes(tmp_path):
+    with Lease(tmp_path) as held:
+        rob(tmp_path, lease._text(foreign()))
+        held.check()  # renewed a moment ago
+        held._renewed_s -= lease.TERM_S
+        with pytest.raises(LostLeaseError):
+            held.check()
+
+
+def test_a_folder_that_cannot_be_owned_is_told_in_a_sentence(tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    (tmp_path / "used" / FILE).mkdir(parents=True)
+    for folder in (tmp_path / "file", tmp_path / "file/run", tmp_path / "used"):
+        with pytest.raises(ConfigError, match=r"run.dir: the run folder cannot be written"):
+            Lease(folder)
+
+    def no_links(*_):
+        raise OSError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr(os, "link", no_links)
+    with pytest.raises(ConfigError, match="has no hard links"):
+        Lease(tmp_path / "run")
+    assert list((tmp_path / "run").iterdir()) == []
+
+
+def state(folder):
+    """Every file below a folder, with what makes it another one."""
+    return {
+        path.relative_to(folder): (path.stat().st_mtime_ns, path.stat().st_size)
+        for path in folder.rglob("*")
+        if path.is_file()
+    }
+
+
+def test_a_job_owns_its_folder_until_it_loses_it(tmp_path):
+    run_file = write_run(tmp_path, {"a": (1,), "b": (1,)})
+    endless = ["model.num_layers=2", "model.width=16", "train.steps=100000"]
+    with RunningJob(run_file, "--launcher", "local", *endless, "checkpoint.every=20") as job:
+        job.until("step ")
+        other = subprocess.run(
+            [sys.executable, "-m", "launch", "train", run_file, *endless],
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+        assert (other.returncode, other.stdout) == (2, "")
+        assert other.stderr.startswith(f"error: {tmp_path / 'run'}: is in use by another process")
+        assert f"process {job.process.pid} on " in other.stderr
+        assert f"launch train {run_file} --launcher local" in other.stderr
+        with pytest.raises(LeaseError):
+            Trainer(run_file, endless).train()
+        taken = lease._text(foreign())
+        rob(tmp_path / "run", taken)
+        assert job.end() == 1
+        left = state(tmp_path / "run")
+    assert "has lost its lease to another process" in job.output
+    assert "on far-away" in job.output
+    assert "Traceback" not in job.output
+    time.sleep(0.5)
+    assert state(tmp_path / "run") == left
+    assert (tmp_path / "run" / FILE).read_bytes() == taken
