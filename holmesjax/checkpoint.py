@@ -20,9 +20,11 @@ from typing import Any
 
 import jax
 import orbax.checkpoint as ocp
+from orbax.checkpoint.options import AsyncOptions
 
 from holmesjax import manifest
 from holmesjax.config import ModelConfig
+from holmesjax.domain import Gate
 from holmesjax.errors import CheckpointError
 from holmesjax.manifest import Checkpoint
 from holmesjax.models import gpt
@@ -31,6 +33,7 @@ from holmesjax.plan import EMBED, layer_names
 from holmesjax.stage import Stage, StageState
 
 Arrays = dict[str, Any]  # key -> array, or its shape with a sharding
+TIMEOUT_S = 1200  # of a save
 MAX_SHOWN = 3  # arrays that differ, in a message
 
 
@@ -160,9 +163,15 @@ class Writer:
     def __init__(self, run_dir: str | Path, stages: Sequence[Stage], saved: Saved, failed: Failed):
         self._run_dir, self._stages = Path(run_dir), stages
         self._saved, self._failed = saved, failed
-        self._checkpointers = [ocp.AsyncCheckpointer(ocp.PyTreeCheckpointHandler()) for _ in stages]
+        self._gate = Gate("checkpoints") if jax.process_count() > 1 else None
+        options = AsyncOptions(timeout_secs=TIMEOUT_S, barrier_sync_fn=self._gate)
+        self._checkpointers = [
+            ocp.AsyncCheckpointer(ocp.PyTreeCheckpointHandler(), async_options=options)
+            for _ in stages
+        ]
         self._finisher = ThreadPoolExecutor(1, "checkpoint")
         self._pending: Future | None = None
+        self._is_failing = False  # in the save that was begun last
         _silence_orbax()
 
     def __enter__(self) -> "Writer":
@@ -181,10 +190,17 @@ class Writer:
         self.wait()
         path = manifest.folder_of(self._run_dir, step)
         arrays: dict[str, dict[str, Any]] = {}
-        errors: list[Exception] = []
-        with _collecting(errors):
+        if self._gate:
+            self._gate.begin()
+        self._is_failing = False
+        with self._failing(step):
             manifest.begin(self._run_dir, step)
-        # Whatever has failed: the other processes of the domain wait in Orbax for this one.
+        if self._gate and not self._is_failing:
+            # Orbax waits in collectives for the others: all must come to it, or none.
+            with self._failing(step):
+                self._gate(key="begun", timeout_ms=1000 * TIMEOUT_S)
+        if self._is_failing:
+            return
         for stage, state, checkpointer in zip(
             self._stages, states, self._checkpointers, strict=True
         ):
@@ -193,9 +209,9 @@ class Writer:
                 key: {"part": part, "dtype": str(x.dtype), "shape": list(x.shape)}
                 for key, x in mine.items()
             }
-            with _collecting(errors):
+            with self._failing(step):
                 checkpointer.save(path / part, args=ocp.args.PyTreeSave(mine), force=True)
-        self._pending = self._finisher.submit(self._finish, path, step, arrays, errors)
+        self._pending = self._finisher.submit(self._finish, path, step, arrays)
 
     def wait(self) -> None:
         """Returns when the last save is complete, or has failed."""
@@ -203,40 +219,39 @@ class Writer:
         if pending is not None:
             pending.result()
 
-    def _finish(
-        self,
-        path: Path,
-        step: int,
-        arrays: dict[str, dict[str, Any]],
-        errors: list[Exception],
-    ) -> None:
+    def _finish(self, path: Path, step: int, arrays: dict[str, dict[str, Any]]) -> None:
         for checkpointer in self._checkpointers:  # all: each would raise its error in the next save
-            with _collecting(errors):
+            with self._failing(step):
                 checkpointer.wait_until_finished()
+        if self._is_failing or jax.process_index() > 0:
+            return
         files: dict[str, str] = {}
-        if jax.process_index() == 0:
-            with _collecting(errors):
-                for stage in self._stages:
-                    files |= manifest.hash_part(path, stage.index)
-        if errors:
-            self._failed(step, _reason(errors[0]))
-        elif jax.process_index() == 0:
+        with self._failing(step):
+            for stage in self._stages:
+                files |= manifest.hash_part(path, stage.index)
+        if not self._is_failing:
             self._saved(step, arrays, files)
 
-
-@contextlib.contextmanager
-def _collecting(errors: list[Exception]) -> Iterator[None]:
-    """Collects what a disk or a file system gives; from TensorStore it comes as a ValueError."""
-    try:
-        yield
-    except (OSError, ValueError) as error:
-        errors.append(error)
+    @contextlib.contextmanager
+    def _failing(self, step: int) -> Iterator[None]:
+        """Tells what a file system gives, the first time; it comes from Orbax as a ValueError."""
+        try:
+            yield
+        except (OSError, ValueError) as error:
+            if self._is_failing:
+                return
+            self._is_failing = True
+            self._failed(step, _reason(error))
+            if self._gate:
+                self._gate.fail()
 
 
 def _reason(error: Exception) -> str:
     """In one line, without the chain of calls that TensorStore tells."""
     if number := re.search(r"os_error_code='(\d+)'", str(error)):
         return os.strerror(int(number[1]))
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror + (f": {error.filename}" if error.filename else "")
     return str(error).splitlines()[0]
 
 

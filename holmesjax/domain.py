@@ -4,10 +4,13 @@ The coordinator lives in the process of rank 0. Its port is tried before it is u
 the process with a segmentation fault where it is taken.
 """
 
+import time
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from typing import Any
 
 import jax
 import yaml
+from jax._src import distributed  # JAX has no public way to its key-value store
 
 from holmesjax import nccl, wire
 from holmesjax.config import DistributedConfig
@@ -19,6 +22,7 @@ from holmesjax.processes import Process, domain_fabric
 # JAX aborts the processes of a domain when one of them is lost. Ours must notice first, because its
 # message says what happened.
 PATIENCE = 2.0
+POLL_S = 0.05  # between two looks at who has come to a gate
 NICS = "nics"  # a folder in the run folder: for each process, which NICs it uses and why
 
 
@@ -126,3 +130,47 @@ def join(
             )
         found |= zip(other.devices, devices, strict=True)
     return found
+
+
+class Gate:
+    """Where the processes of this domain wait for each other until one of them says it has failed.
+
+    JAX's own barrier would wait for that one until its deadline. Used for one thing after the
+    other: all have left the one before last when any begins the next.
+    """
+
+    def __init__(self, name: str):
+        assert distributed.global_state.client, "a domain of one process has nobody to wait for"
+        self._client: Any = distributed.global_state.client
+        self._name, self._round = name, 0
+
+    def begin(self) -> None:
+        """Begins the next thing, in which nobody has failed yet."""
+        self._round += 1
+        if jax.process_index() == 0:
+            self._client.key_value_delete(self._key(self._round - 2))
+
+    def fail(self) -> None:
+        """Sends all away who wait now, or come later for the same thing."""
+        self._client.key_value_set(self._key(self._round) + "failed", "", allow_overwrite=True)
+
+    def __call__(self, *, key: str, timeout_ms: int) -> None:
+        """Returns when all have come to the same key; as Orbax calls its barriers.
+
+        Raises OSError when one has failed, and TimeoutError.
+        """
+        deadline_s = time.monotonic() + timeout_ms / 1000
+        round_key = self._key(self._round)
+        self._client.key_value_set(f"{round_key}{key}/{jax.process_index()}", "")
+        while True:
+            known = [name for name, _ in self._client.key_value_dir_get(round_key)]
+            if sum(f"{key}/" in name for name in known) == jax.process_count():
+                return
+            if any(name.endswith("failed") for name in known):
+                raise OSError("another process of the stage has failed in it")
+            if time.monotonic() > deadline_s:
+                raise TimeoutError(f"not all processes of the stage came within {timeout_ms} ms")
+            time.sleep(POLL_S)
+
+    def _key(self, number: int) -> str:
+        return f"{self._name}/{number}/"

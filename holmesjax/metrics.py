@@ -6,6 +6,7 @@ Biases get the same numbers when `log` of the run file asks for them; `console` 
 JSON has no NaN and no infinity: a number that is not finite is written as `null` and read as NaN.
 """
 
+import contextlib
 import importlib
 import importlib.util
 import json
@@ -16,7 +17,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from holmesjax.config import LogConfig
-from holmesjax.errors import ConfigError, DataError
+from holmesjax.errors import ConfigError, DataError, HolmesError
 
 FILE = "metrics.jsonl"
 PACKAGES = {"tensorboard": ("tensorboardX", "tb"), "wandb": ("wandb", "wandb")}  # module, extra
@@ -76,14 +77,24 @@ class Metrics:
         self._file = (run_dir / FILE).open("a", encoding="utf-8", buffering=1)
 
     def write(self, record: Mapping[str, Any]) -> None:
-        """Appends the record of one step: numbers, booleans, and dicts of them."""
-        self._file.write(json.dumps(_finite(record), allow_nan=False) + "\n")
+        """Appends the record of one step: numbers, booleans, and dicts of them.
+
+        Raises HolmesError where the disk is full.
+        """
+        try:
+            self._file.write(json.dumps(_finite(record), allow_nan=False) + "\n")
+        except OSError as error:
+            fix = "free space, then resume from the last checkpoint"
+            raise HolmesError(
+                self._file.name, "cannot be written", found=error.strerror, fix=fix
+            ) from None
         scalars = _scalars(record)
         for sink in self._sinks:
             sink.write(record["step"], scalars)
 
     def close(self) -> None:
-        self._file.close()
+        with contextlib.suppress(OSError):  # what `write` has told of a line that is still here
+            self._file.close()
         for sink in self._sinks:
             sink.close()
 

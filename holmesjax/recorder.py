@@ -11,6 +11,7 @@ A part is what one process tells of one step: a dict with
 With one process the part is the step; with many, the step is complete when all have told of it.
 """
 
+import contextlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -70,7 +71,8 @@ class Recorder:
         self._stack.close()
         if self.history and not isinstance(error, LostLeaseError):
             timeline = {"step": self.history[-1]["step"], "tasks": self.tasks}
-            (self._run_dir / TIMELINE).write_text(json.dumps(timeline))
+            with contextlib.suppress(OSError):  # of a full disk: what ended the run says more
+                (self._run_dir / TIMELINE).write_text(json.dumps(timeline))
 
     def take(self, part: Part) -> None:
         """Takes what one process tells of one step."""

@@ -47,7 +47,6 @@ class _Told:
     num: int = 0  # of tellers
     arrays: dict[str, dict[str, Any]] = field(default_factory=dict)
     files: dict[str, str] = field(default_factory=dict)
-    failure: str | None = None
 
 
 class Saves:
@@ -73,7 +72,8 @@ class Saves:
         self._run_dir, self._num_tellers = run_dir, num_tellers
         self._commit, self._warn = commit, warn
         self._told: dict[int, _Told] = {}
-        self._failures: list[str] = []  # since the last checkpoint
+        self._failed: set[int] = set()  # steps
+        self._failures: list[str] = []  # why, since the last checkpoint
 
     def saved(self, step: int, arrays: dict[str, dict[str, Any]], files: dict[str, str]) -> None:
         """Takes what a part holds, as `manifest.commit` does."""
@@ -88,10 +88,12 @@ class Saves:
         Args:
           counts: whether who tells is one of the `num_tellers`.
         """
-        told = self._told.setdefault(step, _Told())
-        self._fail(step, told, reason)
+        if step not in self._failed:
+            self._failed.add(step)
+            self._failures.append(reason)
+            self._warn(f"warning: no checkpoint after step {step}: {reason}; the next is tried")
         if counts:
-            self._count(step, told)
+            self._count(step, self._told.setdefault(step, _Told()))
 
     def check(self, *, at_end: bool = False) -> None:
         """Raises CheckpointError after two failures in a row; at the end also after one."""
@@ -109,18 +111,12 @@ class Saves:
         if told.num < self._num_tellers:
             return
         del self._told[step]
-        if told.failure is None:
+        if step not in self._failed:
             try:
                 self._commit(step, told.arrays, told.files)
                 self._failures.clear()
             except OSError as error:
-                self._fail(step, told, str(error))
-        if told.failure is not None:
+                self.failed(step, str(error), counts=False)
+        if step in self._failed:
             # Its room is what the next one needs. Some of it may still be on its way to the disk.
             shutil.rmtree(manifest.folder_of(self._run_dir, step), ignore_errors=True)
-
-    def _fail(self, step: int, told: _Told, reason: str) -> None:
-        if told.failure is None:
-            told.failure = reason
-            self._failures.append(reason)
-            self._warn(f"warning: no checkpoint after step {step}: {reason}; the next is tried")

@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import json
-import resource
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +14,7 @@ from holmesjax import checkpoint, manifest
 from holmesjax.errors import CheckpointError
 from holmesjax.saving import Saves
 from holmesjax.stage import StageState
+from tests.disks import files_of_at_most
 from tests.test_pipeline import SMOOTH, hand_made_plan, make_model, make_stages
 
 PLANS = {
@@ -320,17 +320,6 @@ def found_arrays(found):
             for part in found.path.glob("part_*")
             for key, x in checkpointer.metadata(part).item_metadata.tree.items()
         }
-
-
-@contextlib.contextmanager
-def files_of_at_most(num_bytes):
-    """A write beyond fails with EFBIG, as one to a full disk does with ENOSPC."""
-    old = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, old[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, old)
 
 
 def test_what_cannot_be_written_is_told_and_the_old_checkpoint_stays(tmp_path, capfd):

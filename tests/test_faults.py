@@ -7,6 +7,7 @@ import contextlib
 import itertools
 import os
 import random
+import resource
 import shutil
 import signal
 import socket
@@ -17,8 +18,9 @@ from pathlib import Path
 
 import pytest
 
-from holmesjax import metrics
+from holmesjax import manifest, metrics
 from holmesjax.plan import Plan
+from tests.disks import disk
 from tests.jobs import (
     ROOT,
     RunningJob,
@@ -330,3 +332,62 @@ def test_gradients_that_stay_infinite_end_the_run(tmp_path):
     assert "stage" in job.output.split("error: ")[1]
     skipped = [record["skipped"] for record in metrics.read(tmp_path / "run")]
     assert skipped[:1] == [False]
+
+
+# ---- what cannot be written ----------------------------------------------------------------------
+
+
+def test_a_save_that_fails_is_told_and_the_run_goes_on(tmp_path, undisturbed):
+    """A file stands where the folder of the first checkpoint should."""
+    checkpoints = tmp_path / "run" / manifest.FOLDER
+    checkpoints.mkdir(parents=True)
+    (checkpoints / "step_00000004").touch()
+    with start(tmp_path) as job:
+        assert job.end() == 0, job.output
+    [told] = [i for i, line in enumerate(job.lines) if "no checkpoint after step 4: " in line]
+    assert "File exists" in job.lines[told]
+    assert any(line.startswith("step 12/12") for line in job.lines[told:])
+    assert "Traceback" not in job.output
+    assert [found.step for found in manifest.find(tmp_path / "run")] == [12, 8]
+    assert losses_of(tmp_path) == undisturbed
+
+
+def test_one_process_that_cannot_write_holds_nobody_up(tmp_path):
+    """The other process of its stage has written its share, and waits for it."""
+    run_dir = tmp_path / "run"
+    with start(tmp_path, ENDLESS, "checkpoint.every=100") as job:
+        wait_until(lambda: manifest.find(run_dir))
+        worker, (soft, hard) = job.workers()[1], resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.prlimit(worker, resource.RLIMIT_FSIZE, (1000, hard))
+        told = job.until("warning: no checkpoint after step ")
+        resource.prlimit(worker, resource.RLIMIT_FSIZE, (soft, hard))
+        step = int(told.split(":")[1].split()[-1])
+        wait_until(lambda: manifest.find(run_dir)[0].step > step)
+        job.process.send_signal(signal.SIGINT)
+        assert job.end() == 0, job.output
+    assert "a/a-1 says File too large" in told
+    assert job.output.count("warning: no checkpoint") == 1
+    assert "Traceback" not in job.output
+    newest = manifest.newest(run_dir, pytest.fail, set_aside=False)
+    assert f"stopped after step {newest.step} of" in job.output
+    unfinished = [path.parent for path in run_dir.glob("checkpoints/*/part_*")]
+    assert all((path / manifest.MANIFEST).exists() for path in unfinished)
+
+
+def test_a_disk_that_stays_full_ends_the_run_and_keeps_the_last_checkpoint(tmp_path):
+    run_dir = tmp_path / "run"
+    checkpoints = run_dir / manifest.FOLDER
+    with disk(checkpoints, "8m"):
+        with start(tmp_path, ENDLESS, "checkpoint.every=50") as job:
+            wait_until(lambda: manifest.find(run_dir))
+            with (checkpoints / "filler").open("wb") as file:
+                file.write(bytes(shutil.disk_usage(checkpoints).free - 100_000))
+            assert job.end() == 2, job.output
+        assert job.output.count("warning: no checkpoint after step ") == 2
+        assert job.output.count("No space left on device") == 3  # and the error
+        assert "Traceback" not in job.output
+        (checkpoints / "filler").unlink()
+        newest = manifest.newest(run_dir, pytest.fail, set_aside=False)
+        with RunningJob(run_dir, *LOCAL, f"train.steps={newest.step + 3}") as job:
+            assert job.end() == 0, job.output
+        assert f"resuming after step {newest.step}" in job.output

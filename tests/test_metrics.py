@@ -11,8 +11,9 @@ from types import SimpleNamespace
 import pytest
 
 from holmesjax.config import LogConfig
-from holmesjax.errors import ConfigError, DataError
+from holmesjax.errors import ConfigError, DataError, HolmesError
 from holmesjax.metrics import FILE, Metrics, check_installed, read
+from tests.disks import files_of_at_most
 
 NO_LOG = LogConfig(tensorboard=False)
 
@@ -180,3 +181,13 @@ def test_a_resumed_run_continues_the_same_wandb_run(tmp_path, monkeypatch):
     assert [arguments["id"] for arguments in asked] == [None, "abc"]
     assert logged == [{"step": step, "loss": 2.0, "skipped": 1.0} for step in (1, 2)]
     assert len(finished) == 2
+
+
+def test_a_full_disk_is_a_sentence(tmp_path):
+    with (
+        Metrics(tmp_path, NO_LOG) as metrics,
+        files_of_at_most(10),
+        pytest.raises(HolmesError, match="cannot be written") as error,
+    ):
+        metrics.write({"step": 1, "loss": 5.0})
+    assert error.value.found == "File too large"

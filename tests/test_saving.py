@@ -96,7 +96,10 @@ def test_one_of_several_processes_of_a_stage_says_so_before_its_leader_does(tmp_
     run.saves.failed(5, "no room", counts=False)
     assert len(run.lines) == 1
     run.tell(5, "a", "b")
+    run.saves.failed(5, "no room", counts=False)  # nor does another one that is late count again
+    assert len(run.lines) == 1
     assert run.committed == []
+    run.saves.check()
 
 
 def test_a_manifest_that_cannot_be_written_is_a_save_that_failed(tmp_path):
