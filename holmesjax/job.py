@@ -1,6 +1,8 @@
 """A run before it starts: its config, its machines and its plan, checked. Does not import JAX."""
 
 import dataclasses
+import hashlib
+import json
 import shutil
 import sys
 from collections.abc import Collection, Mapping, Sequence
@@ -42,7 +44,8 @@ class Job:
 
     def about(self, restart: int) -> dict[str, Any]:
         """What all processes of the job must have in common, in its attempt number `restart`."""
-        return {"plan hash": self.plan.hash(), "restart": restart, **versions()}
+        hashes = {"plan hash": self.plan.hash(), "settings hash": _settings_hash(self.config)}
+        return {**hashes, "restart": restart, **versions()}
 
     @property
     def device_kinds(self) -> Collection[str]:
@@ -148,6 +151,13 @@ def _differ(name: str, before: str, now: str) -> bool:
 
 def _count(number: int, noun: str) -> str:
     return f"{number:,} {noun}{'s' if number != 1 else ''}"
+
+
+def _settings_hash(config: Config) -> str:
+    """First 12 hex digits of the SHA-256 of all settings; hosts may differ in the paths."""
+    content = dataclasses.asdict(config)
+    del content["topology"], content["run"]["dir"]
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:12]
 
 
 def versions() -> dict[str, str]:

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -10,7 +11,7 @@ import sys
 import pytest
 from hypothesis import given, strategies as st
 
-from holmesjax import agreement, metrics
+from holmesjax import agreement, job as jobs, metrics
 from holmesjax.agreement import Agreement
 from holmesjax.data.batches import order_digest
 from holmesjax.errors import DataError
@@ -99,6 +100,18 @@ def test_who_does_not_answer_is_named(monkeypatch):
 def test_the_order_of_the_data_does_not_change():
     """A run that resumes with another order would read some windows twice and others never."""
     assert order_digest()[:12] == "a0b62212e091"
+
+
+def test_a_process_with_other_settings_does_not_belong(tmp_path):
+    """Its run folder is a copy that somebody has edited, or an old one; the plan is the same."""
+    job = jobs.load(write_run(tmp_path, {"a": (1,), "b": (1,)}))
+    job.save(0)
+    copy = shutil.copytree(job.run_dir, tmp_path / "copy")
+    assert jobs.load_saved(copy).about(0) == job.about(0)
+    text = (copy / "config.yaml").read_text()
+    (copy / "config.yaml").write_text(text.replace("beta2: 0.95", "beta2: 0.9"))
+    changed = jobs.load_saved(copy).about(0)
+    assert [name for name in changed if changed[name] != job.about(0)[name]] == ["settings hash"]
 
 
 def test_a_job_whose_processes_have_unlike_corpora_ends_before_its_first_step(tmp_path):
