@@ -4,7 +4,9 @@ Each device has some of the sequences and heads. Or several share a sequence: it
 as many runs of tokens as there are devices, n, and device i has run i and run 2n - 1 - i. B then
 counts parts of sequences, first those of the first device. A device meets the keys of all others:
 of those before it, its queries see the first run; of those behind it, its second run sees both. So
-under a causal rule all have equally much to do. The log-sum-exps say how much each device's keys
+under a causal rule all have equally much to do: its second run sees their first, and one run more
+sees another. Which one, `jnp.where` chooses: XLA:GPU would wait on the host for the predicate of a
+`lax.cond`. The log-sum-exps say how much each device's keys
 weigh, and the backward, which has those of all, computes the probabilities of each again. Nothing
 of other parts is kept.
 
@@ -138,27 +140,45 @@ def _ring_forward(
 ) -> tuple[jax.Array, jax.Array]:
     whole = _whole(how.rule)
     out_BLHK, log_sum_BHL = how.local.forward(how.rule, q_BLHK, k_BMGK, v_BMGK, segments)
-    found = out_BLHK.astype(jnp.float32), log_sum_BHL
+    runs = zip(_halves(out_BLHK.astype(jnp.float32)), _halves(log_sum_BHL, 2), strict=True)
+    first, second = runs
     passing = (k_BMGK, v_BMGK, segments and segments[1])
-
-    def meet_earlier(found: tuple, passing: tuple) -> tuple:
-        k, v, ids = jax.tree.map(lambda x: _halves(x)[0], passing)
-        both = segments and (segments[0], ids)
-        return _joined(found, how.local.forward(whole, q_BLHK, k, v, both))
-
-    def meet_later(found: tuple, passing: tuple) -> tuple:
-        k, v, ids = passing
-        both = segments and (_halves(segments[0])[1], ids)
-        (first, out), (first_sum, log_sum) = _halves(found[0]), _halves(found[1], 2)
-        new = how.local.forward(whole, _halves(q_BLHK)[1], k, v, both)
-        out, log_sum = _joined((out, log_sum), new)
-        return jnp.concatenate([first, out], 1), jnp.concatenate([first_sum, log_sum], 2)
-
     for step in range(1, jax.lax.axis_size(axis)):
         passing = _pass_on(passing, axis)
         is_earlier = jax.lax.axis_index(axis) >= step
-        found = jax.lax.cond(is_earlier, meet_earlier, meet_later, found, passing)
-    return found[0].astype(v_BMGK.dtype), found[1]
+        queries = functools.partial(_pair, is_earlier, 1)
+        k, v, ids = jax.tree.map(functools.partial(_pair, is_earlier, 0), passing)
+        both = segments and (queries(segments[0]), ids)
+        new = how.local.forward(whole, queries(q_BLHK), k, v, both)
+        always, other = zip(*map(jnp.split, new, (2, 2)), strict=True)
+        second = _joined(second, always)
+        joined = _joined(_chosen(is_earlier, first, second), other)
+        first, second = _chosen(is_earlier, (joined, second), (first, joined))
+    outs, log_sums = zip(first, second, strict=True)
+    return jnp.concatenate(outs, 1).astype(v_BMGK.dtype), jnp.concatenate(log_sums, 2)
+
+
+def _chosen(is_earlier: jax.Array, earlier: Any, later: Any) -> Any:
+    return jax.tree.map(lambda a, b: jnp.where(is_earlier, a, b), earlier, later)
+
+
+def _pair(is_earlier: jax.Array, always: int, x: jax.Array, dim: int = 1) -> jax.Array:
+    """[2B, ...]: one of the two runs, and the first or the second; what two products read.
+
+    The second run of queries always meets the first one of keys. Keys of a part before the own one
+    meet the first queries, too; of one behind it the second keys meet the second queries.
+    """
+    runs = _halves(x, dim)
+    return jnp.concatenate([runs[always], jnp.where(is_earlier, runs[0], runs[1])])
+
+
+def _add(is_earlier: jax.Array, always: int, total: jax.Array, new: jax.Array) -> jax.Array:
+    """To the runs from which `_pair` has taken what the new numbers belong to."""
+    one, other = jnp.split(new.astype(total.dtype), 2)
+    runs = _halves(total)
+    runs[always] += one
+    chosen = jnp.where(is_earlier, other, 0), jnp.where(is_earlier, 0, other)
+    return jnp.concatenate([run + more for run, more in zip(runs, chosen, strict=True)], 1)
 
 
 def _joined(a: tuple, b: tuple) -> tuple[jax.Array, jax.Array]:
@@ -188,36 +208,23 @@ def _ring_backward(
     own = how.local.backward(how.rule, q_BLHK, k_BMGK, v_BMGK, segments, *rest)
     dq, dk, dv = (x.astype(jnp.float32) for x in own)
     passing = (k_BMGK, v_BMGK, segments and segments[1])
-    following = jnp.zeros_like(dk), jnp.zeros_like(dv)
-
-    def add(total: jax.Array, new: jax.Array, run: int) -> jax.Array:
-        """To one of the two runs."""
-        runs = _halves(total)
-        runs[run] += new.astype(total.dtype)
-        return jnp.concatenate(runs, 1)
-
-    def meet_earlier(sums: tuple, passing: tuple) -> tuple:
-        k, v, ids = jax.tree.map(lambda x: _halves(x)[0], passing)
-        both = segments and (segments[0], ids)
-        dq, dk, dv = how.local.backward(whole, q_BLHK, k, v, both, *rest)
-        return sums[0] + dq.astype(jnp.float32), add(sums[1], dk, 0), add(sums[2], dv, 0)
-
-    def meet_later(sums: tuple, passing: tuple) -> tuple:
-        k, v, ids = passing
-        both = segments and (_halves(segments[0])[1], ids)
-        q, out, dout = (_halves(x)[1] for x in (q_BLHK, out_BLHK, dout_BLHK))
-        log_sum, dlog_sum = (_halves(x, 2)[1] for x in (log_sum_BHL, dlog_sum_BHL))
-        new = how.local.backward(whole, q, k, v, both, out, log_sum, dout, dlog_sum)
-        dq, dk, dv = (x.astype(jnp.float32) for x in new)
-        return add(sums[0], dq, 1), sums[1] + dk, sums[2] + dv
+    following = [jnp.zeros_like(dk), jnp.zeros_like(dv)]
 
     for step in range(1, jax.lax.axis_size(axis)):
         passing = _pass_on(passing, axis)
         if step > 1:
             following = _pass_on(following, axis)
         is_earlier = jax.lax.axis_index(axis) >= step
-        sums = (dq, *following)
-        dq, *following = jax.lax.cond(is_earlier, meet_earlier, meet_later, sums, passing)
+        queries = functools.partial(_pair, is_earlier, 1)
+        k, v, ids = jax.tree.map(functools.partial(_pair, is_earlier, 0), passing)
+        both = segments and (queries(segments[0]), ids)
+        out, dout = queries(out_BLHK), queries(dout_BLHK)
+        log_sum, dlog_sum = queries(log_sum_BHL, 2), queries(dlog_sum_BHL, 2)
+        new = how.local.backward(whole, queries(q_BLHK), k, v, both, out, log_sum, dout, dlog_sum)
+        dq = _add(is_earlier, 1, dq, new[0])
+        following = [
+            _add(is_earlier, 0, total, own) for total, own in zip(following, new[1:], strict=True)
+        ]
     others = _pass_on(tuple(following), axis)
     found = dq, dk + others[0], dv + others[1]
     dq, dk, dv = (x.astype(one.dtype) for x, one in zip(found, own, strict=True))
