@@ -6,7 +6,7 @@ An agent runs on every node, for as long as the launcher's end asks (`launch.age
     bind      whether a port can be listened on, or which one is free
     open      opens a door on every address of the node; where they are
     reach     goes to the doors of other nodes; how long each took, or why not
-    send      sends bytes to a door of another node; how long they took
+    send      sends bytes to a door of another node, as boundaries are sent; how long they took
     join      joins the JAX job of its cluster: the only answer that imports JAX
     collect   takes part in collectives of that job; how long they took
 
@@ -19,10 +19,12 @@ import importlib
 import itertools
 import os
 import resource
+import secrets
 import shutil
 import socket
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, MutableMapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -30,18 +32,20 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from holmesjax import nccl, wire
 from holmesjax.discovery import Host
 from holmesjax.errors import HolmesError
 from holmesjax.neighbours import Ports
 from holmesjax.place import Place
+from holmesjax.timed_frames import Receiver, Sender
 from holmesjax.topology_file import CollectiveKind
 from holmesjax.wire import Connection, Message
 
 PACKAGES = ("holmesjax", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
 START_S = 30.0  # for the launcher's end to be there
-STALL_S = 30.0  # in which a connection must take a chunk, or answer
-CHUNK_BYTES = 1 << 20
+STALL_S = 30.0  # in which a connection must take a part, or answer
 Door = tuple[str, str, int]  # the address to come from, the address and port to go to
 
 
@@ -74,6 +78,8 @@ class _Agent:
     def __init__(self, place: Place, find_host: Callable[[], Host], env: MutableMapping[str, str]):
         self._place, self._find_host, self._env = place, find_host, env
         self._collectives: Any = None  # once this node has joined
+        self._receivers: dict[str, Receiver] = {}  # by what the sender calls them
+        self._receiving = threading.Lock()
         self._doors = contextlib.ExitStack()
         self._answers: dict[str, Callable[..., Message]] = {
             "inspect": self._inspect,
@@ -147,7 +153,7 @@ class _Agent:
         ports = Ports.open(self._place.addresses)
         for sock in itertools.chain(*ports.sockets.values()):
             door = wire.Door(
-                sock, key=self._place.key, hello={}, check=lambda hello: None, enter=_take_in
+                sock, key=self._place.key, hello={}, check=lambda hello: None, enter=self._take_in
             )
             self._doors.enter_context(door)
         return {"book": ports.book}
@@ -187,10 +193,9 @@ class _Agent:
         timeout_s: float,
         limit_s: float,
     ) -> Message:
-        """Seconds of each round of each size, over all doors at once; the share of each is equal.
+        """Seconds of a message there and back, then of each size: of each round, over all doors.
 
-        A size of 0 is a message there and back. Sizes after one that took more than `limit_s`
-        longer than the first are left out.
+        Sizes after one that took more than `limit_s` longer than the message are left out.
         """
         found: list[list[float]] = []
         with contextlib.ExitStack() as opened:
@@ -200,13 +205,34 @@ class _Agent:
             ]
             for connection in connections:
                 connection.sock.settimeout(STALL_S)
-            pool = opened.enter_context(ThreadPoolExecutor(len(connections)))
-            for size in sizes:
-                share = -(-size // len(connections))
-                found.append([_time(pool, connections, share) for _ in range(rounds)])
+            with ThreadPoolExecutor(len(connections)) as pool:
+                found.append([_there_and_back(pool, connections) for _ in range(rounds)])
+            arrays = [size for size in sizes for _ in range(rounds)]
+            name = secrets.token_hex(8)
+            for connection in connections:
+                connection.send({"array_bytes": arrays, "name": name})
+                connection.sock.settimeout(None)  # frames have a timeout of their own
+            sender = Sender([connection.sock for connection in connections], STALL_S)
+            opened.callback(sender.close)
+            for i, size in enumerate(sizes):
+                block, numbers = np.ones(size, np.uint8), range(i * rounds, (i + 1) * rounds)
+                found.append([sender.seconds(number, block) for number in numbers])
                 if min(found[-1]) - min(found[0]) > limit_s:
                     break
         return {"seconds": found}
+
+    def _take_in(self, connection: Connection) -> None:
+        """Answers messages; then receives arrays, if they are told of, and drops them."""
+        with contextlib.suppress(OSError), contextlib.closing(connection):
+            while "name" not in (message := connection.receive()):
+                connection.send({})
+            with self._receiving:
+                made = self._receivers.get(message["name"])
+                receiver = made or Receiver(message["array_bytes"], STALL_S)
+                self._receivers[message["name"]] = receiver
+            receiver.receive(connection.sock)
+            with self._receiving:
+                self._receivers.pop(message["name"], None)
 
     def _join(
         self,
@@ -232,33 +258,14 @@ class _Agent:
         return {"seconds": self._collectives.time(kind, group_nodes, num_bytes, rounds)}
 
 
-def _time(pool: ThreadPoolExecutor, connections: Sequence[Connection], num_bytes: int) -> float:
+def _there_and_back(pool: ThreadPoolExecutor, connections: Sequence[Connection]) -> float:
+    def ask(connection: Connection) -> None:
+        connection.send({})
+        connection.receive()
+
     start_s = time.perf_counter()
-    list(pool.map(lambda connection: _push(connection, num_bytes), connections))
+    list(pool.map(ask, connections))
     return time.perf_counter() - start_s
-
-
-def _push(connection: Connection, num_bytes: int) -> None:
-    connection.send({"bytes": num_bytes})
-    chunk, left = memoryview(bytes(min(CHUNK_BYTES, num_bytes))), num_bytes
-    while left:
-        connection.sock.sendall(chunk[:left])
-        left -= min(left, len(chunk))
-    connection.receive()
-
-
-def _take_in(connection: Connection) -> None:
-    """Whatever comes through a door is counted and thrown away."""
-    buffer = memoryview(bytearray(CHUNK_BYTES))
-    with contextlib.suppress(OSError):
-        while True:
-            left = int(connection.receive()["bytes"])
-            while left:
-                count = connection.sock.recv_into(buffer[: min(left, len(buffer))])
-                if not count:
-                    return
-                left -= count
-            connection.send({})
 
 
 # ---- facts ---------------------------------------------------------------------------------------

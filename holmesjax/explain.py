@@ -188,6 +188,7 @@ def _things(problem: Problem, candidate: Candidate) -> Iterator[tuple[str, Topol
             yield f"{fabric} of {cluster}", upgrades.faster_fabric(topology, cluster, NUDGE)
     for pair in upgrades.neighbouring_pairs([*names, names[0]]):  # chunks and tied tables go round
         yield _link_name(topology, pair), upgrades.faster_link(topology, pair, NUDGE)
+    yield "what a process sends over TCP", upgrades.faster_transport(topology, NUDGE)
 
 
 def _nodes(problem: Problem, candidate: Candidate) -> list[str]:

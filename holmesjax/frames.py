@@ -20,12 +20,15 @@ import threading
 import time
 import zlib
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple, Protocol
 
 MAGIC = b"HJX1"
 HEADER = struct.Struct(">4sBxHQQIIQQ")  # magic, kind, crossing, sequence, then the rest of Frame
 CRC = struct.Struct(">I")
+# A connection that is free takes the next part of a piece. Smaller parts would cost as much in
+# Python as in copying, larger ones would leave connections idle at the end.
+MIN_PART_BYTES, MAX_PART_BYTES = 1 << 20, 4 << 20
 MAX_BUFFERS = os.sysconf("SC_IOV_MAX")  # that one system call takes
 
 
@@ -56,6 +59,17 @@ class Frame(NamedTuple):
 
 
 Part = tuple[Frame, Sequence[memoryview]]
+
+
+def parts_of(num_bytes: int, num_streams: int) -> Iterator[tuple[int, int]]:
+    """Offset and length of the parts that a piece is sent in; the same at both ends.
+
+    >>> list(parts_of(5 << 20, 2))
+    [(0, 2621440), (2621440, 2621440)]
+    """
+    part = min(max(-(-num_bytes // num_streams), MIN_PART_BYTES), MAX_PART_BYTES)
+    for start in range(0, num_bytes, part):
+        yield start, min(part, num_bytes - start)
 
 
 class ViolationError(Exception):

@@ -208,13 +208,21 @@ def between(source: Process, target: Process) -> str:
 def num_streams(
     topology: Topology, me: Process, peer: Process, book: Sequence[Book], at_least: int
 ) -> int:
-    """Connections between two processes: so many that all NICs of both nodes carry some.
+    """Connections between two processes, over the network of their link."""
+    fabric = fabric_between(topology, me, peer)
+    nics = (len(_nics(book[end.number], end, fabric)) for end in (peer, me))
+    return streams_over(at_least, *nics)
+
+
+def streams_over(at_least: int, *nics: int) -> int:
+    """So many connections that all NICs of both nodes carry some.
 
     Those of the node that has more of them carry equally many.
+
+    >>> streams_over(4, 1, 1), streams_over(4, 8, 2), streams_over(4, 3, 1)
+    (4, 8, 6)
     """
-    fabric = fabric_between(topology, me, peer)
-    most = max(len(_nics(book[end.number], end, fabric)) for end in (peer, me))
-    return -(-at_least // most) * most
+    return -(-at_least // max(nics)) * max(nics)
 
 
 def nic(book: Book, process: Process, fabric: str, stream: int) -> tuple[str, int]:

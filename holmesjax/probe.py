@@ -23,7 +23,7 @@ KIB, MIB = 2**10, 2**20
 SIZES_BYTES = (0, 64 * KIB, 256 * KIB, MIB, 4 * MIB, 16 * MIB, 64 * MIB, 256 * MIB)
 COLLECTIVE_BYTES = (64 * KIB, MIB, 4 * MIB, 16 * MIB, 64 * MIB)
 LIMIT_S = 0.25  # sizes after one that took longer are left out: the next takes four times as long
-STREAMS = 4  # at least, for the fastest way to send; one for each NIC where there are more
+STREAMS = 4  # at least, for the fastest way to send, as a run has by default
 ROUNDS = 3  # of each size; the median counts
 MAX_ROUNDS = 15  # of a cluster: all pairs of 16 nodes
 MAX_PAIRS = 8  # of two clusters
@@ -169,11 +169,21 @@ def bus_bandwidth(
 def goes_over_tcp(topology: Topology, way: Way) -> bool:
     """Whether a run's own traffic does: between clusters, on Ethernet, and from CPUs (gloo).
 
-    Inside an InfiniBand or RoCE cluster of GPUs it is NCCL's over RDMA, of which TCP says nothing.
+    Inside an InfiniBand or RoCE cluster of GPUs only boundaries do: collectives are NCCL's.
     """
     homes = [topology.cluster_of(node) for node in way]
     kinds = {topology.node(node).device.name for node in way}
     return homes[0] != homes[1] or homes[0].fabric == "ethernet" or kinds == {"cpu"}
+
+
+def transports(topology: Topology, speeds: Mapping[Way, Speed]) -> dict[str, float]:
+    """What a process sends of boundaries where collectives go by NCCL: medians, by cluster."""
+    found: dict[str, list[float]] = {}
+    for way, speed in speeds.items():
+        if not goes_over_tcp(topology, way):
+            rates = found.setdefault(topology.cluster_of(way[0]).name, [])
+            rates.append(speed.bandwidth_bytes_per_s)
+    return {cluster: statistics.median(rates) for cluster, rates in found.items()}
 
 
 def slow_ways(topology: Topology, speeds: Mapping[Way, Speed], scale: float = 1.0) -> list[Finding]:

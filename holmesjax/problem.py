@@ -15,7 +15,7 @@ import numpy as np
 
 from holmesjax import costs
 from holmesjax.config import Config, Schedule
-from holmesjax.layouts import InFlight, Mesh, Pass, Pool, Role, StageCosts
+from holmesjax.layouts import Devices, InFlight, Mesh, Pass, Pool, Role, StageCosts
 from holmesjax.mapper import Placement
 from holmesjax.plan import Axis
 from holmesjax.schedule import Clock, Task, max_in_flight, schedule
@@ -195,19 +195,28 @@ class Problem:
         """
         key = source, target
         if key not in self._links:
-            ends = [self.nodes(source), self.nodes(target)]
-            self._links[key] = slowest_link(self.topology, *ends), min(map(len, ends))
+            ends = self.nodes(source), self.nodes(target)
+            num_pairs = min(map(len, ends))
+            processes = min(self._num_processes(source), self._num_processes(target))
+            ways = _links(self.topology, *ends, processes / num_pairs)
+            slowest = min(ways, key=lambda link: link.bandwidth_bytes_per_s)
+            self._links[key] = slowest, num_pairs
         link, num_pairs = self._links[key]
         return link.time_s(num_bytes / num_pairs)
 
     def links_of(self, pool_index: int) -> list[Link]:
-        """The fastest link inside a pool, and those from it to each other pool."""
+        """The fastest for boundaries inside a pool, and from it to each other pool."""
         if pool_index not in self._links_of:
             pools = [self.pools[pool_index]]
             pools += [pool for pool in self.pools if pool is not pools[0]]
             names = [list(pool.devices) for pool in pools]
+            most = pools[0].most_in_a_node if self._is_per_device else 1
             self._links_of[pool_index] = [
-                fastest_link(self.topology, names[0], others) for others in names
+                max(
+                    _links(self.topology, names[0], others, most),
+                    key=lambda link: link.bandwidth_bytes_per_s,
+                )
+                for others in names
             ]
         return self._links_of[pool_index]
 
@@ -220,29 +229,35 @@ class Problem:
         return self._like[seat]
 
     def nodes(self, seat: Seat) -> list[str]:
+        return list(self._devices(seat))
+
+    def _devices(self, seat: Seat) -> Devices:
         pool = self.pools[seat.pool]
-        return list(self.stage_costs.devices(pool, seat.mesh, seat.num_stages, seat.number))
+        return self.stage_costs.devices(pool, seat.mesh, seat.num_stages, seat.number)
+
+    @property
+    def _is_per_device(self) -> bool:
+        return self.config.distributed.processes == "device"
+
+    def _num_processes(self, seat: Seat) -> int:
+        devices = self._devices(seat)
+        return sum(map(len, devices.values())) if self._is_per_device else len(devices)
 
     def placement(self, seat: Seat, passing: Pass) -> Placement[Axis]:
         pool = self.pools[seat.pool]
         return self.stage_costs.placement(pool, seat.mesh, seat.num_stages, seat.number, passing)
 
 
-def slowest_link(topology: Topology, sources: Sequence[str], targets: Sequence[str]) -> Link:
-    """The slowest from a node of one stage to a node of another."""
-    return min(_links(topology, sources, targets), key=lambda link: link.bandwidth_bytes_per_s)
+def _links(
+    topology: Topology, sources: Sequence[str], targets: Sequence[str], processes: float
+) -> list[Link]:
+    """What boundaries get from each node of one stage to each of another.
 
-
-def fastest_link(topology: Topology, sources: Sequence[str], targets: Sequence[str]) -> Link:
-    """The fastest from one of some nodes to one of others."""
-    return max(_links(topology, sources, targets), key=lambda link: link.bandwidth_bytes_per_s)
-
-
-def _links(topology: Topology, sources: Sequence[str], targets: Sequence[str]) -> list[Link]:
-    """Equal nodes of a cluster have equal links where none was measured: two are enough."""
-    if topology.measured is None:
+    Equal nodes of a cluster have equal links where none was measured: two are enough.
+    """
+    if topology.measured is None or not topology.measured.pairs:
         sources, targets = _two_of_each(topology, sources), _two_of_each(topology, targets)
-    return [topology.effective_link(a, b) for a in sources for b in targets]
+    return [topology.boundary_link(a, b, processes) for a in sources for b in targets]
 
 
 def _two_of_each(topology: Topology, names: Sequence[str]) -> list[str]:

@@ -15,7 +15,7 @@ import queue
 import threading
 import time
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -27,7 +27,7 @@ from holmesjax import compat, wire
 from holmesjax.crossings import Crossing, Key
 from holmesjax.ends import End, make_end, shape_of, size_of
 from holmesjax.errors import PeerError
-from holmesjax.frames import Channel, Frame, Kind, Part, ViolationError
+from holmesjax.frames import Channel, Frame, Kind, Part, ViolationError, parts_of
 from holmesjax.host_memory import Pool, runs_of
 from holmesjax.neighbours import Book, Ports, between, meet, num_streams
 from holmesjax.plan import Plan
@@ -39,10 +39,6 @@ from holmesjax.topology import Topology
 # more would hold another boundary in memory and hide nothing longer than a task.
 PREFETCH = 2
 MAX_WAITING = 1 << 12  # arrays that others may have asked for and that are not yet offered
-
-# A piece is sent in parts, and each connection takes the next when it is free. Smaller parts would
-# cost as much in Python as in copying, larger ones would leave connections idle at the end.
-MIN_PART_BYTES, MAX_PART_BYTES = 1 << 20, 4 << 20
 
 Where = tuple[int, int, int, int]  # crossing, step, microbatch and piece, as in a frame
 
@@ -323,7 +319,7 @@ class TcpTransport:
             peer, where = self._peers[piece.source], (end.index, key.step, key.microbatch, i)
             outer = end.held[piece.devices[0]]
             view = blocks[outer][within(piece.box, outer)]
-            parts = dict(_cut(view.nbytes, peer.num_streams))
+            parts = dict(parts_of(view.nbytes, peer.num_streams))
             peer.awaited[where] = Landing(pull, view, parts, len(parts))
             self._channels(peer)[0].send(Frame(Kind.PULL, *where, 0, view.nbytes))
             self._check_presence(peer)
@@ -418,7 +414,7 @@ class TcpTransport:
         assert offer.parts is not None
         piece, part = offer.end.sends[i], offer.parts[i]
         peer, where = self._peers[piece.target], (offer.end.index, key.step, key.microbatch, i)
-        for offset, length in _cut(part.nbytes, peer.num_streams):
+        for offset, length in parts_of(part.nbytes, peer.num_streams):
             frame = Frame(Kind.DATA, *where, offset, length)
             peer.parts.append((frame, runs_of(part, offset, length)))
             any(channel.take_part() for channel in self._channels(peer))
@@ -511,13 +507,6 @@ def _part(offer: Offer, i: int) -> np.ndarray:
     """A piece in the memory of its copy. Waits for that, and raises what made it fail."""
     device = offer.end.senders[i]
     return np.asarray(offer.copies[device])[within(offer.end.sends[i].box, offer.end.held[device])]
-
-
-def _cut(num_bytes: int, streams: int) -> Iterator[tuple[int, int]]:
-    """Offset and length of the parts of a piece; the same at both ends."""
-    part = min(max(-(-num_bytes // streams), MIN_PART_BYTES), MAX_PART_BYTES)
-    for start in range(0, num_bytes, part):
-        yield start, min(part, num_bytes - start)
 
 
 def _digest(what: object) -> str:

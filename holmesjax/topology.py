@@ -119,6 +119,8 @@ class Measured:
     date: str
     pairs: dict[tuple[str, str], Link]  # from one node to another
     collectives: tuple[Collective, ...] = ()
+    # Bytes per second of boundaries that one process of a cluster sends to another one, by cluster.
+    transports: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -179,6 +181,24 @@ class Topology:
             return link
         reached = catalogue.REACHED[link.fabric]
         return replace(link, bandwidth_bytes_per_s=reached * link.bandwidth_bytes_per_s)
+
+    def boundary_link(self, node_a: str, node_b: str, processes: float = 1.0) -> Link:
+        """What boundaries between stages get of the path, which go over TCP on any fabric.
+
+        Args:
+          processes: of each node that send or receive at once, in the mean.
+        """
+        link = self.effective_link(node_a, node_b)
+        if self.measured and (node_a, node_b) in self.measured.pairs:
+            return link  # measured as boundaries are sent
+        ends = (self.cluster_of(node).name for node in (node_a, node_b))
+        most = processes * min(map(self.transport_bytes_per_s, ends))
+        return replace(link, bandwidth_bytes_per_s=min(link.bandwidth_bytes_per_s, most))
+
+    def transport_bytes_per_s(self, cluster: str) -> float:
+        """What one process sends or receives of boundaries, however fast the network."""
+        measured = self.measured.transports if self.measured else {}
+        return measured.get(cluster, catalogue.TRANSPORT_BYTES_PER_S)
 
     def nominal_link(self, node_a: str, node_b: str) -> Link:
         """The slowest part of the path from one node to another, which all their devices share.
@@ -244,6 +264,7 @@ def _measured(entry: topology_file.MeasuredEntry) -> Measured:
             )
             for c in entry.collectives
         ),
+        transports={transport.cluster: transport.bandwidth for transport in entry.transports},
     )
 
 
@@ -348,8 +369,17 @@ def measured_section(measured: Measured) -> str:
         }
         for collective in measured.collectives
     ]
+    transports = [
+        {"cluster": cluster, "bandwidth": units.exact(rate, "b/s")}
+        for cluster, rate in measured.transports.items()
+    ]
     lines = ["measured:", f"  {yaml_files.to_line({'date': measured.date})[1:-1]}"]
-    for name, items in (("pairs", pairs), ("collectives", collectives)):
+    sections: dict[str, list[dict[str, Any]]] = {
+        "pairs": pairs,
+        "collectives": collectives,
+        "transports": transports,
+    }
+    for name, items in sections.items():
         if items:
             lines.append(f"  {name}:")
             lines += [f"    - {yaml_files.to_line(item)}" for item in items]

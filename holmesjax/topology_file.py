@@ -137,12 +137,21 @@ class CollectiveEntry:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class TransportEntry:
+    """What one process of a cluster sends to another one of boundaries between stages."""
+
+    cluster: Name
+    bandwidth: NetworkRate
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class MeasuredEntry:
     """What `launch probe` has measured."""
 
     date: Name
     pairs: tuple[PairEntry, ...] = ()
     collectives: tuple[CollectiveEntry, ...] = ()
+    transports: tuple[TransportEntry, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -393,7 +402,7 @@ def _ends_exist(
 
 
 def _measured_is_of_these(document: Document, file: TopologyEntry) -> Iterator[HolmesError]:
-    """Pairs and collectives are of nodes and clusters of the file, each once."""
+    """Pairs, collectives and transports are of nodes and clusters of the file."""
     if file.measured is None:
         return
     sizes = {cluster.name: len(nodes_of(cluster)) for cluster in file.clusters}
@@ -415,6 +424,15 @@ def _measured_is_of_these(document: Document, file: TopologyEntry) -> Iterator[H
             problem = f"must be 2 to {sizes[found]}, the nodes of {found}"
             place = (*keys, "nodes")
             yield document.mistake(place, problem, found=collective.nodes, fix=MEASURE_AGAIN)
+    named = [transport.cluster for transport in file.measured.transports]
+    for i, name in enumerate(named):
+        keys = ("measured", "transports", i, "cluster")
+        if name not in sizes:
+            fix = schema.near(name, list(sizes))
+            yield document.mistake(keys, "no such cluster", found=name, fix=fix)
+        elif name in named[:i]:
+            fix = "remove one of them"
+            yield document.mistake(keys, "is given twice", found=f"{name} again", fix=fix)
 
 
 MEASURE_AGAIN = "remove the section `measured`, and measure again with `launch probe`"

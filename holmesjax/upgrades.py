@@ -7,7 +7,7 @@ import itertools
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import replace
 
-from holmesjax.topology import Cluster, DeviceKind, Fabric, Link, Node, Topology
+from holmesjax.topology import Cluster, DeviceKind, Fabric, Link, Measured, Node, Topology
 
 Way = tuple[str, str]  # from one node to another
 
@@ -61,9 +61,17 @@ def faster_link(topology: Topology, pair: Way, factor: float) -> Topology:
     return _with_pairs(changed, is_between, factor)
 
 
+def faster_transport(topology: Topology, factor: float) -> Topology:
+    """Processes that send boundaries, where that is not part of what was measured of a pair."""
+    names = [cluster.name for cluster in topology.clusters]
+    rates = {name: factor * topology.transport_bytes_per_s(name) for name in names}
+    measured = topology.measured or Measured(date="", pairs={})
+    return replace(topology, measured=replace(measured, transports=rates))
+
+
 def faster_everything(topology: Topology, factor: float) -> Topology:
-    """All devices, networks and links."""
-    changed = topology
+    """All devices, networks and links, and what sends boundaries."""
+    changed = faster_transport(topology, factor)
     for cluster in topology.clusters:
         for kind in {node.device.name for node in cluster.nodes}:
             changed = faster_devices(changed, cluster.name, kind, factor)
@@ -94,6 +102,7 @@ def without_cluster(topology: Topology, cluster: str) -> Topology:
             measured,
             pairs={way: link for way, link in measured.pairs.items() if left.issuperset(way)},
             collectives=tuple(c for c in measured.collectives if c.cluster != cluster),
+            transports={name: own for name, own in measured.transports.items() if name != cluster},
         )
     links = {way: link for way, link in topology.links.items() if cluster not in way}
     return replace(topology, clusters=clusters, links=links, measured=measured)

@@ -19,6 +19,7 @@ from typing import Any
 from holmesjax import network, probe, topology as topologies, units, yaml_files
 from holmesjax.doctor import Finding
 from holmesjax.errors import ConfigError, Mistakes, PeerError
+from holmesjax.neighbours import streams_over
 from holmesjax.probe import Phase, Seconds, Speed, Step, Way
 from holmesjax.topology import Cluster, Collective, Link, Measured, Topology
 from holmesjax.units import show
@@ -132,6 +133,10 @@ class _Session:
                 for way in ways
             },
             collectives=tuple(self._collectives),
+            transports={
+                cluster: _rounded(rate, "b/s")
+                for cluster, rate in probe.transports(self._topology, self.speeds).items()
+            },
         )
 
     def _problem(self, what: str, text: str, fix: str) -> None:
@@ -221,11 +226,11 @@ class _Session:
 
     def _send(self, fabric: str, way: Way, streams: int | None) -> Question:
         own, theirs = (self._books[node][fabric] for node in way)
-        count = streams or max(probe.STREAMS, len(own))
+        count = streams or streams_over(probe.STREAMS, len(own), len(theirs))
         doors = [(own[i % len(own)][0], *theirs[i % len(theirs)]) for i in range(count)]
         return "send", {
             "doors": doors,
-            "sizes": probe.SIZES_BYTES,
+            "sizes": probe.SIZES_BYTES[1:],
             "rounds": probe.ROUNDS,
             "timeout_s": CONNECT_S,
             "limit_s": probe.LIMIT_S,
@@ -309,7 +314,7 @@ def _write(output: Path, text: str, topology: Topology, session: _Session) -> No
     print(f"written     {output}, {picture.name}, {times.name}: {ways}")
     if len(topology.measured.pairs) < len(session.speeds):
         print(
-            "            TCP over RDMA NICs of GPU clusters is not in the topology file: NCCL's is"
+            "            TCP over RDMA NICs of GPU clusters: in `transports`, for boundaries alone"
         )
 
 

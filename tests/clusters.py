@@ -19,7 +19,7 @@ from holmesjax.layouts import Mesh, Pass
 from holmesjax.planner import as_plan, make_plan, make_problem
 from holmesjax.problem import Case, Order, Part, step_seconds
 from holmesjax.search import Candidate
-from holmesjax.topology import Cluster, DeviceKind, Link, Nic, Node, Topology
+from holmesjax.topology import Cluster, DeviceKind, Link, Measured, Nic, Node, Topology
 from holmesjax.variants import split
 
 ROOT = Path(__file__).parent.parent
@@ -45,13 +45,19 @@ def make_cluster(name, fabric, counts, *, speed=1.0, memory_gib=80.0):
     return Cluster(name=name, fabric=fabric, nodes=nodes)
 
 
-def make_topology(*clusters, ethernet_bytes_per_s=3e9):
+def make_topology(*clusters, ethernet_bytes_per_s=3e9, transport_bytes_per_s=None):
+    """`transport_bytes_per_s` of a process in place of the planner's own number."""
     link = Link(fabric="ethernet", bandwidth_bytes_per_s=ethernet_bytes_per_s, latency_s=1e-4)
     names = [cluster.name for cluster in clusters]
+    measured = None
+    if transport_bytes_per_s:
+        rates = dict.fromkeys(names, transport_bytes_per_s)
+        measured = Measured(date="2026-01-01", pairs={}, transports=rates)
     return Topology(
         name="test",
         clusters=clusters,
         links={pair: link for pair in itertools.permutations(names, 2)},
+        measured=measured,
     )
 
 
@@ -156,7 +162,8 @@ PLANS = {
     ),
     "all_free": lambda: make_plan(make_config(parallel={}), two_clusters()),
     "three_clusters": lambda: make_plan(
-        make_config(model=WIDE, parallel={}), three_clusters(ethernet_bytes_per_s=1e11)
+        make_config(model=WIDE, parallel={}),
+        three_clusters(ethernet_bytes_per_s=1e11, transport_bytes_per_s=1e11),
     ),
     "a_slow_link": lambda: make_plan(
         make_config(model=WIDE, parallel={}), three_clusters(ethernet_bytes_per_s=1e8)

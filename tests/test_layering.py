@@ -36,7 +36,12 @@ LAYERS = [
         "holmesjax.host_memory",
         "holmesjax.xla_flags",
     ],
-    ["holmesjax.schema", "holmesjax.discovery", "holmesjax.lease"],
+    [
+        "holmesjax.schema",
+        "holmesjax.discovery",
+        "holmesjax.lease",
+        "holmesjax.timed_frames",
+    ],
     ["holmesjax.config", "holmesjax.calibration", "holmesjax.nccl"],
     ["holmesjax.topology_file", "holmesjax.manifest", "holmesjax.learning_rates"],
     ["holmesjax.topology", "holmesjax.saving"],

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from holmesjax import costs, routes, sharding
-from holmesjax.catalogue import REACHED
+from holmesjax.catalogue import REACHED, TRANSPORT_BYTES_PER_S
+from holmesjax.config import DistributedConfig
 from holmesjax.crossings import Crossing
 from holmesjax.errors import PlanError
 from holmesjax.layouts import USABLE_MEMORY
@@ -18,6 +19,7 @@ from holmesjax.planner import make_plan
 from holmesjax.processes import make_processes
 from holmesjax.schedule import validate
 from holmesjax.stage_times import BACKWARD_NUMBERS, HOLMESJAX, OVERLAP_SLOWDOWN
+from holmesjax.topology import Link, Measured
 from holmesjax.units import show
 from tests.clusters import (
     GIB,
@@ -178,6 +180,47 @@ def test_a_boundary_takes_as_long_as_the_node_that_sends_or_receives_most(nodes,
     assert [s.seconds["boundary"] for s in plan.stages] == pytest.approx([2 * transfer_s] * 2)
 
 
+@pytest.mark.parametrize("processes, num_each", [("node", 1), ("device", 4)])
+@pytest.mark.parametrize("measured", [None, 1.5e9])
+def test_a_boundary_is_no_faster_than_the_processes_that_send_it(processes, num_each, measured):
+    """Eight NICs of 50 GB/s, but 3.3 GB/s of one process, or what was measured of it."""
+    cluster = make_cluster("ib", "infiniband", (4, 4, 4, 4))
+    topology = make_topology(cluster, transport_bytes_per_s=measured)
+    config = make_config(tensor=4, microbatches=2)
+    distributed = DistributedConfig(processes=processes)
+    config = dataclasses.replace(config, distributed=distributed)
+    plan = chosen_plan(config, topology, ("ib", (2, 1, 4), 2))
+    one = measured or TRANSPORT_BYTES_PER_S
+    assert TRANSPORT_BYTES_PER_S == 3.3e9
+    # Two nodes of each stage: each has half of 32 sequences of 1024 tokens of width 1024.
+    half = 32 * 1024 * 1024 * 2 / 2
+    transfer_s = 3e-6 + half / (num_each * one)
+    assert [s.seconds["boundary"] for s in plan.stages] == pytest.approx([2 * transfer_s] * 2)
+
+
+def test_a_measured_pair_was_measured_as_boundaries_are_sent():
+    """So it may be faster than what one process is taken to reach."""
+    topology = make_topology(make_cluster("ib", "infiniband", (4, 4)))
+    fast = Link(fabric="infiniband", bandwidth_bytes_per_s=20e9, latency_s=1e-4)
+    pairs = {("ib-0", "ib-1"): fast}
+    measured = dataclasses.replace(topology, measured=Measured(date="2026-01-01", pairs=pairs))
+    assert measured.boundary_link("ib-0", "ib-1") == fast
+    assert measured.boundary_link("ib-1", "ib-0").bandwidth_bytes_per_s == TRANSPORT_BYTES_PER_S
+    assert measured.boundary_link("ib-0", "ib-0").bandwidth_bytes_per_s == TRANSPORT_BYTES_PER_S
+
+
+def test_a_plan_sends_fewer_boundaries_where_the_transport_is_slow():
+    """On one cluster of fast NICs, stages are worth their boundaries only if these are quick."""
+    cluster = make_cluster("ib", "infiniband", (8,) * 4)
+    model = {"num_layers": 24, "width": 8192, "num_heads": 64}
+    config = make_config(parallel={"fsdp": 1}, model=model, train={"global_batch": 16})
+
+    def stages(rate):
+        return len(make_plan(config, make_topology(cluster, transport_bytes_per_s=rate)).stages)
+
+    assert (stages(400e9), stages(3.3e9)) == (4, 1)
+
+
 def test_tied_embeddings_send_the_table_once_a_step():
     topology = two_clusters()
     plans = [one_each(make_config(model={"tied_embeddings": t}), topology) for t in (False, True)]
@@ -192,7 +235,9 @@ def test_tied_embeddings_send_the_table_once_a_step():
 
 def test_a_slower_ethernet_makes_a_slower_plan():
     steps = [
-        one_each(make_config(), two_clusters(ethernet_bytes_per_s=rate)).step_time_s
+        one_each(
+            make_config(), two_clusters(ethernet_bytes_per_s=rate, transport_bytes_per_s=1e11)
+        ).step_time_s
         for rate in (1e8, 1e9, 1e10, 1e11)
     ]
     assert steps == sorted(steps, reverse=True)

@@ -133,6 +133,23 @@ def test_tcp_says_nothing_of_rdma_between_gpus(tmp_path):
 # ---- the section of the topology file -------------------------------------------------------
 
 
+def test_boundaries_over_rdma_nics_are_measured_by_cluster(tmp_path):
+    """The median of the ways inside a cluster of GPUs, which a file keeps; a plan reads it back."""
+    text = UNEQUAL.replace("kind: cpu", "kind: h100")
+    plain = load(tmp_path, text)
+    speeds = {("a-0", "a-1"): speed_of(2e9), ("a-1", "a-0"): speed_of(4e9)}
+    speeds |= {("a-0", "b-0"): speed_of(9e9)}  # the link between them, which is a pair of the file
+    assert probe.transports(plain, speeds) == {"a": 3e9}
+    assert probe.transports(load(tmp_path, UNEQUAL), speeds) == {}  # CPUs: all are pairs
+    section = "measured:\n  date: '2026-11-21'\n  transports:\n"
+    section += "    - {cluster: a, bandwidth: 24 Gb/s}\n"
+    found = load(tmp_path, text + section)
+    assert topologies.measured_section(found.measured) == section
+    assert found.link("a-0", "a-1") == plain.link("a-0", "a-1")  # of which NCCL has all
+    assert found.boundary_link("a-0", "a-1").bandwidth_bytes_per_s == 3e9
+    assert plain.boundary_link("a-0", "a-1").bandwidth_bytes_per_s == 3.3e9
+
+
 def test_the_section_comes_and_goes_and_all_else_stays():
     tail = "\n# the end\n"
     once = yaml_files.with_section(UNEQUAL, "measured", SLOW)
@@ -206,6 +223,14 @@ def test_a_plan_reckons_with_a_slow_pair(tmp_path):
         (PAIR % ("a-0, a-1", "roce", "1 Gb/s"), "reach each other over infiniband"),
         (PAIR % ("a-0, b-0", "roce", "1 Gb/s"), "reach each other over ethernet"),
         (PAIR % ("a-0, a-1", "infiniband", "0 Gb/s"), "bandwidth: must be more than 0"),
+        (
+            "    []\n  transports:\n    - {cluster: z, bandwidth: 1 Gb/s}\n",
+            "cluster: no such cluster",
+        ),
+        (
+            "    []\n  transports:\n" + 2 * "    - {cluster: a, bandwidth: 1 Gb/s}\n",
+            "cluster: is given twice",
+        ),
         (
             "    []\n  collectives:\n"
             "    - {cluster: z, nodes: 2, kind: all_gather, size: 1 MiB, bandwidth: 1 Gb/s}\n",

@@ -272,7 +272,11 @@ class Definition:
         num_tokens = train.global_batch // m * model.context_length
         num_bytes = costs.boundary_bytes(model, num_tokens, train.compute_dtype)
         share = num_bytes / min(len(source), len(target))
-        return max(link.time_s(share) for link in links)
+        names = {self.topology.cluster_of(node).name for node in (*source, *target)}
+        of_process = min(map(self.topology.transport_bytes_per_s, names))
+        return max(
+            link.latency_s + share / min(link.bandwidth_bytes_per_s, of_process) for link in links
+        )
 
     def chunk_times(self, stages, layers, m, policy, v):
         """Of each stage, those of its chunks."""
@@ -412,13 +416,13 @@ def least_step_s(config, topology, limit_s=math.inf, most_at_end=None):
     return best_s, num_tried
 
 
-def one_node_clusters(*speeds, devices=4, memory_gib=80.0, ethernet_bytes_per_s=3e9):
+def one_node_clusters(*speeds, devices=4, memory_gib=80.0, **link):
     fabrics = itertools.cycle(["infiniband", "roce"])
     clusters = [
         make_cluster(f"c{i}", next(fabrics), (devices,), speed=speed, memory_gib=memory_gib)
         for i, speed in enumerate(speeds)
     ]
-    return make_topology(*clusters, ethernet_bytes_per_s=ethernet_bytes_per_s)
+    return make_topology(*clusters, **link)
 
 
 def two_nodes_each(devices, **link):
@@ -475,7 +479,8 @@ def test_no_plan_is_faster(name):
     assert make_plan(config, topology).step_time_s == found.best[0].step_s
 
 
-FAST = {"ethernet_bytes_per_s": 2e10}  # so that pipelines over several clusters pay
+# So that pipelines over several clusters pay.
+FAST = {"ethernet_bytes_per_s": 2e10, "transport_bytes_per_s": 2e10}
 SIXTEEN = {
     "two unlike": one_node_clusters(1.0, 0.6, devices=8, **FAST),
     "little memory": one_node_clusters(1.0, 0.8, devices=8, memory_gib=1.0, **FAST),
