@@ -1,6 +1,7 @@
 """The command line as a user meets it: real commands, real processes, real files."""
 
 import json
+import shutil
 import signal
 import subprocess
 import sys
@@ -185,11 +186,38 @@ def test_a_damaged_checkpoint_is_noticed_and_the_one_before_is_used(finished, tm
     damaged = bytearray(largest.read_bytes())
     damaged[len(damaged) // 2] ^= 1
     largest.write_bytes(damaged)
+    text = launch("generate", run_dir, "--prompt", "def ", "--max-tokens", "5")
+    assert text.returncode == 0, text.stderr
+    assert text.stdout.startswith("def ")
+    assert "is damaged" in text.stderr
+    assert newest.exists()  # a reader renames nothing
     done = launch("train", run_dir)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "is damaged" in done.stdout
     assert "resuming after step 6" in done.stdout
+    assert [path.name for path in newest.parent.glob("*.damaged")] == ["step_00000008.damaged"]
     assert losses(run_dir) == losses(finished[0])
+
+
+def test_a_save_that_fails_is_a_line_and_two_in_a_row_are_the_end(finished, run_file, tmp_path):
+    checkpoints = tmp_path / "run/checkpoints"
+    checkpoints.mkdir(parents=True)
+    (checkpoints / "step_00000003").touch()  # where a folder should be
+    done = launch("train", run_file, f"run.dir={tmp_path / 'run'}")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stderr == ""
+    assert done.stdout.count("warning: no checkpoint after step 3: File exists") == 1
+    assert [found.step for found in manifest.find(tmp_path / "run")] == [8, 6]
+    assert losses(tmp_path / "run") == losses(finished[0])
+    shutil.rmtree(checkpoints)
+    checkpoints.mkdir()
+    for step in (3, 6):
+        (checkpoints / f"step_{step:08d}").touch()
+    done = launch("train", run_file, f"run.dir={tmp_path / 'run'}")
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert "step 5/8" in done.stdout
+    assert "a checkpoint could not be written" in done.stderr
+    assert "Traceback" not in done.stderr
 
 
 def test_another_model_is_refused(finished):
