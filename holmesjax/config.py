@@ -178,6 +178,12 @@ class DistributedConfig:
     port: Port = 0  # of the first stage's coordinator, then one for each stage; 0: free ones
     heartbeat_timeout_s: Positive = 60.0  # until the end of a job that has lost a process or link
     start_timeout_s: Positive = 600.0  # from the first process to the last that is compiled
+    # For a step; None: 10 times the median so far, and at least 60 s. The first step has
+    # start_timeout_s, and so has a checkpoint.
+    step_timeout_s: Positive | None = None
+    # For the step and the checkpoint of a run that is asked to stop. A little less than the 120 s
+    # that the files for Slurm and Kubernetes give; both give 30 s where nobody says otherwise.
+    stop_timeout_s: Positive = 100.0
     pull_timeout_s: Positive = 1800.0  # for one boundary of a process that lives, but is slow
 
     @property

@@ -10,17 +10,19 @@
                             saved      the files of a checkpoint's part (leaders only)
                             unsaved    why its part of a checkpoint could not be written
                             failed     why it gives up, and the exit status that goes with it
-                            stop       asks that all stop
+                            stop       asks that all stop, because of a signal
                             done       it has trained to the end
-                            beat       it lives, and what it is waiting for
+                            beat       it lives; with this, as with all others, comes what it is
+                                       at, and what it is waiting for
     controller -> member    start      everybody's addresses
                             files      asks for these (`agreement`)
                             go         everybody has compiled and read the same data
                             refused    a mistake that ends the job, for all processes
                             verdict    all squared norms of a step; whether to save or stop then
-                            tell       asks for a beat at once
+                            tell       asks for a beat at once, and for the stacks of all threads
+                                       in the log where the job is given up for want of progress
                             end        everybody is done
-                            beat       it lives
+                            beat       it lives, and has heard of so much progress
 
 The controller runs in the launcher. It needs no JAX, and carries scalars and words only: arrays go
 from process to process (`tcp`). Either end that hears nothing for the heartbeat timeout, or whose
@@ -28,15 +30,17 @@ connection closes, knows that the other is gone.
 """
 
 import contextlib
+import math
 import queue
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
-from holmesjax import wire
+from holmesjax import lifeline, wire
 from holmesjax.errors import HolmesError, PeerError
+from holmesjax.pace import Pace, Work
 from holmesjax.processes import Process
 from holmesjax.wire import Connection, Message
 
@@ -70,6 +74,9 @@ class _Seat:
     connection: Connection | None = None
     heard_s: float = 0.0
     status: str = "had not come"
+    work: Work = "step"
+    step: int = 0  # that it is at, or has validated or saved after
+    num_begun: int = 0  # steps, batches of validation and checkpoints
     addresses: Any = None
     lost: bool = False
 
@@ -85,6 +92,7 @@ class Controller:
       key: of the job.
       heartbeat_timeout_s: how long a member may be silent.
       is_saving: asked once about each step, when all have voted on it.
+      pace: told of all progress.
     """
 
     def __init__(
@@ -98,12 +106,13 @@ class Controller:
         key: bytes,
         heartbeat_timeout_s: float,
         is_saving: Callable[[int], bool],
+        pace: Pace,
     ):
         self.events: queue.Queue[Event] = queue.Queue()
         self._seats = [_Seat(process) for process in processes]
         self._num_stages = 1 + max(process.stage for process in processes)
         self._about, self._start, self._timeout_s = about, start, heartbeat_timeout_s
-        self._is_saving = is_saving
+        self._is_saving, self._pace = is_saving, pace
         self._votes: dict[int, dict[int, float]] = {}
         self._lock = threading.Lock()
         self._stopping = False
@@ -153,6 +162,11 @@ class Controller:
     def status(self, process: int) -> str:
         """What a member said last of what it is waiting for."""
         return self._seats[process].status
+
+    def place(self, process: int) -> tuple[int, int]:
+        """How far a member has come: its step, and which work of it. To be compared."""
+        seat = self._seats[process]
+        return seat.step, get_args(Work).index(seat.work)
 
     def overdue(self) -> dict[int, float]:
         """Connected members that have missed two heartbeats: for each the seconds of its silence.
@@ -210,6 +224,12 @@ class Controller:
     def _hear(self, seat: _Seat, message: Message) -> None:
         kind = message["kind"]
         seat.status = message.get("status", seat.status)
+        if message.get("num_begun", 0) > seat.num_begun:
+            seat.work, seat.step = message["work"], message["at_step"]
+            seat.num_begun = message["num_begun"]
+            self._pace.begin(seat.work, seat.step, seat.process.number)
+        if kind in ("up", "done"):
+            self._pace.note()
         if kind == "ready":
             with self._lock:
                 seat.addresses = message["addresses"]
@@ -231,12 +251,14 @@ class Controller:
                     )
         elif kind == "stop":
             self.stop()
+            self._tell(seat, kind, message)
         elif kind != "beat":
             self._tell(seat, kind, message)
 
     def _keep(self) -> None:
         while not self._closed.wait(self._timeout_s / BEATS):
-            self.broadcast({"kind": "beat"})
+            progress = {"num_noted": self._pace.num_noted, "limit_s": self._pace.limit_s}
+            self.broadcast({"kind": "beat", **progress})
 
 
 class Verdict(NamedTuple):
@@ -268,6 +290,10 @@ class Member:
     on_loss: Callable[[HolmesError], None]
     _inbox: "queue.Queue[Message]" = field(default_factory=queue.Queue)
     _status: str = "was starting"
+    _at: Message = field(default_factory=dict)  # what it is at
+    _num_noted: int = -1  # signs of progress, as the controller has told last
+    _noted_s: float = 0.0  # when that was news
+    _patience_s: float = math.inf  # until the next
     _files: list[tuple[str, str]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -294,7 +320,14 @@ class Member:
         self._status = text
 
     def tell(self, kind: str, **content: Any) -> None:
-        self._connection.send({"kind": kind, "status": self._status, **content})
+        self._connection.send({"kind": kind, "status": self._status, **self._at, **content})
+
+    def begin(self, work: Work, step: int) -> None:
+        """Notes what this process begins; told at once where it is no step after a step."""
+        num_begun, last = self._at.get("num_begun", 0), self._at.get("work", "step")
+        self._at = {"work": work, "at_step": step, "num_begun": num_begun + 1}
+        if not work == last == "step":
+            self.tell("beat")
 
     def tell_compiled(
         self, digests: Mapping[str, str], source: str, files: Mapping[str, str]
@@ -304,10 +337,21 @@ class Member:
         self.tell("compiled", digests=digests, source=source)
 
     def wait_for(self, kind: str, timeout_s: float | None = None) -> Message:
-        """The next message of the controller, which must be of that kind."""
+        """The next message of the controller, which must be of that kind.
+
+        Without a `timeout_s` it waits while the job makes progress, and then for twice as long as
+        the next sign of it may take: the controller should have ended the job by then.
+        """
         try:
-            message = self._inbox.get(timeout=timeout_s)
+            message = self._next() if timeout_s is None else self._inbox.get(timeout=timeout_s)
         except queue.Empty:
+            if timeout_s is None:
+                raise PeerError(
+                    self.process.name,
+                    f"has waited too long for the {kind} of the launcher",
+                    found=f"no progress for {time.monotonic() - self._noted_s:.0f} s",
+                    fix="see what the launcher says, and start again from the last checkpoint",
+                ) from None
             raise PeerError(
                 self.process.name,
                 f"the job has not started within {timeout_s:g} s",
@@ -316,6 +360,15 @@ class Member:
             ) from None
         assert message["kind"] == kind, f"waited for {kind}, heard {message['kind']}"
         return message
+
+    def _next(self) -> Message:
+        """Raises queue.Empty where none comes and there is no progress."""
+        self._noted_s = time.monotonic()
+        while True:
+            with contextlib.suppress(queue.Empty):
+                return self._inbox.get(timeout=self.timeout_s / BEATS)
+            if time.monotonic() - self._noted_s > self._patience_s:
+                raise queue.Empty
 
     def vote(self, step: int, square_norm: float) -> None:
         """Says, for its stage, what this step's squared gradient norm is."""
@@ -344,6 +397,10 @@ class Member:
                         )
                     )
                 return
+            if message.get("num_noted", self._num_noted) != self._num_noted:
+                self._num_noted, self._noted_s = message["num_noted"], time.monotonic()
+            if "limit_s" in message:
+                self._patience_s = 2 * message["limit_s"] + self.timeout_s
             if message["kind"] == "refused":
                 parts = {name: message[name] for name in ("where", "problem", "found", "fix")}
                 self.on_loss(HolmesError(**parts))
@@ -353,6 +410,8 @@ class Member:
                 with contextlib.suppress(OSError):
                     self.tell("files", files=self._files[message["first"] : end])
             elif message["kind"] == "tell":
+                if message.get("stacks"):
+                    lifeline.write_stacks()
                 with contextlib.suppress(OSError):
                     self.tell("beat")
             elif message["kind"] != "beat":

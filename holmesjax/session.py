@@ -20,6 +20,7 @@ from holmesjax.data.batches import Batches, model_inputs
 from holmesjax.errors import FatalError
 from holmesjax.job import Job
 from holmesjax.optimizer import make_optimizer
+from holmesjax.pace import Work
 from holmesjax.pipeline import OneStage, Pipeline, num_targets
 from holmesjax.recorder import Part
 from holmesjax.stage import Stage, StageState
@@ -74,7 +75,7 @@ class Session:
       tell: takes each step's part, in order (`recorder`).
       is_stopping: asked before every step; in all processes of a job alike.
       is_saving: asked after every step, with its number, whether to write a checkpoint; alike.
-      starting: told the number of each step before it starts.
+      begins: told of each step, each batch of validation and each checkpoint before it begins.
     """
 
     config: Config
@@ -85,7 +86,7 @@ class Session:
     tell: Callable[[Part], None]
     is_stopping: Callable[[], bool]
     is_saving: Callable[[int], bool]
-    starting: Callable[[int], None] = lambda step: None
+    begins: Callable[[Work, int], None]
     _last_s: float = field(default=0.0, init=False)  # when the step before ended
     _num_skipped: int = field(default=0, init=False)  # in a row
 
@@ -103,7 +104,7 @@ class Session:
         unread: _Unread | None = None
         self._last_s = time.perf_counter()
         while done < steps and not self.is_stopping():
-            self.starting(done + 1)
+            self.begins("step", done + 1)
             timeline = self.clock.timeline()
             inputs = model_inputs(self.batches.train(sequences))
             states, metrics = self.runner.train_step(states, inputs, timeline)
@@ -113,17 +114,21 @@ class Session:
             unread = _Unread(done, metrics, timeline, self.runner.take_link_bytes())
             if self._is_evaluating(done):
                 part = self._read(unread)
-                losses = self._evaluate(states)
+                losses = self._evaluate(states, done)
                 self.tell({**part, "val_loss": losses} if losses is not None else part)
                 unread, self._last_s = None, time.perf_counter()
             if self.is_saving(done):
-                self.writer.save(done, states)
+                self._save(done, states)
                 saved = done
         if unread:
             self.tell(self._read(unread))
         if saved != done:
-            self.writer.save(done, states)
+            self._save(done, states)
         return done
+
+    def _save(self, done: int, states: Sequence[StageState]) -> None:
+        self.begins("checkpoint", done)
+        self.writer.save(done, states)
 
     def _is_evaluating(self, done: int) -> bool:
         every, steps = self.config.train.eval_every, self.config.train.steps
@@ -161,10 +166,11 @@ class Session:
             "train.max_skipped sets how many steps are skipped",
         )
 
-    def _evaluate(self, states: Sequence[StageState]) -> float | None:
+    def _evaluate(self, states: Sequence[StageState], done: int) -> float | None:
         """Mean loss over the validation batches, nats per token, where the last stage is here."""
         losses, count = [], 0
         for i in range(self.config.train.eval_batches):
+            self.begins("validation", done)
             inputs = model_inputs(self.batches.validation(i))
             count += num_targets(inputs)
             if (loss := self.runner.evaluate(states, inputs)) is not None:

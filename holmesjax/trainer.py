@@ -18,6 +18,7 @@ from holmesjax.job import Job
 from holmesjax.lease import Lease
 from holmesjax.mesh import build_meshes
 from holmesjax.metrics import check_installed
+from holmesjax.pace import Pace
 from holmesjax.pipeline import make_runner
 from holmesjax.recorder import Recorder
 from holmesjax.saving import Due, Saves
@@ -56,6 +57,7 @@ class Trainer:
         self.history: list[dict[str, Any]] = []  # the records of this session's steps
         self.tasks: list[dict[str, Any]] = []  # of the last step, as `timeline.json` has them
         self.finished = False
+        self.pace: Pace | None = None  # while there are steps
         self._stream = sys.stdout if stream is None else stream
         self._stopping, self._allow, self._lease = False, allow, lease
         check_installed(self.job.config.log)
@@ -98,7 +100,9 @@ class Trainer:
         )
         meshes = build_meshes(plan, jax.devices())
         stages = make_stages(self.job, dict(enumerate(meshes)))
+        pace = Pace(config.distributed)
         with ThreadPoolExecutor(1) as pool, ExitStack() as stack:
+            stack.callback(setattr, self, "pace", None)
             reading = pool.submit(read_batches, config)
             runner = make_runner(plan, stages)
             states = (
@@ -132,7 +136,9 @@ class Trainer:
                 tell=recorder.take,
                 is_stopping=is_stopping,
                 is_saving=Due(config.checkpoint),
+                begins=pace.begin,
             )
+            self.pace = pace
             self.history = recorder.history
             done = session.run(states, done, start.sequences)
         saves.check(at_end=True)

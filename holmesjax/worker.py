@@ -27,6 +27,7 @@ from holmesjax.job import Job
 from holmesjax.manifest import Checkpoint
 from holmesjax.mesh import build_mesh
 from holmesjax.neighbours import Book, Ports, nic
+from holmesjax.pace import Work
 from holmesjax.pipeline import OneStage, Pipeline, crossings
 from holmesjax.place import Place, die_with
 from holmesjax.processes import Process, domain_fabric, make_processes
@@ -193,7 +194,7 @@ class _Worker:
                 tell=_Teller(member, start["now_s"]),
                 is_stopping=lambda: self._agreement.stopping,
                 is_saving=lambda step: self._agreement.saving,
-                starting=self._starting,
+                begins=self._begins,
             )
             member.tell("up")
             done = session.run(states, start["resume"], sequences=saved.sequences if saved else 0)
@@ -252,9 +253,14 @@ class _Worker:
         )
         return Pipeline(self._job.plan, programs, transport, self._agreement, self._waits_for)
 
-    def _starting(self, step: int) -> None:
-        self._step = self._agreement.step = step
-        self._waits_for("")
+    def _begins(self, work: Work, step: int) -> None:
+        if work == "step":
+            self._step = self._agreement.step = step
+            self._waits_for("")
+        else:
+            doing = "validating" if work == "validation" else "saving a checkpoint"
+            self._member.status(f"was {doing} after step {step}")
+        self._member.begin(work, step)
 
     def _waits_for(self, text: str) -> None:
         waiting = f"waited for {text} in" if text else "was busy in"

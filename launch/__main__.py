@@ -16,10 +16,11 @@ examples:
 
 import argparse
 import importlib
+import signal
 import sys
 from collections.abc import Sequence
 
-from holmesjax.errors import ConfigError, HolmesError
+from holmesjax.errors import REQUEUE, ConfigError, HolmesError
 
 VERBS = {
     "train": "start a run, or resume one from its folder",
@@ -171,6 +172,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         args = parse(sys.argv[1:] if argv is None else argv)
         # The verb's module is imported last: a mistake in a run file needs no JAX to be found.
         planned = args.command if args.verb == "lab" else args
+        if args.verb == "train":  # before there is anything to save
+            signal.signal(signal.SIGTERM, lambda *_: sys.exit(REQUEUE))
         if planned and planned.verb in ("train", "plan", "doctor", "profile"):
             load = importlib.import_module("holmesjax.job").load
             planned.job = load(planned.target, planned.overrides)

@@ -1,13 +1,32 @@
-"""Which of several failures of a job is the cause: what is told, seen and missed, in one order.
+"""Who makes a job fail. Of several failures one is the cause: what is told, seen and missed.
 
 Failures come together: a process that loses another one fails too, within the same second.
 """
 
 import signal
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from holmesjax.control import Event
 from holmesjax.errors import REQUEUE, HolmesError
+
+
+def behind(places: Mapping[int, tuple[int, int]], statuses: Mapping[int, str]) -> list[int]:
+    """The processes that the others of a job without progress wait for, by number.
+
+    Of those that have come least far they are the ones that do not wait for others themselves; all
+    of these where each says that it waits.
+
+    Args:
+      places: how far each process has come.
+      statuses: what each says that it "was" doing or "waited" for.
+
+    >>> statuses = {0: "was busy in step 5", 1: "waited for F0 in step 5", 2: "waited in step 6"}
+    >>> behind({0: (5, 0), 1: (5, 0), 2: (6, 0)}, statuses)
+    [0]
+    """
+    least = min(places.values())
+    last = [number for number in places if places[number] == least]
+    return [n for n in last if not statuses[n].startswith("waited")] or last
 
 
 def cause_of(failures: Sequence[Event]) -> Event:

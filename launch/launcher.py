@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from holmesjax.control import Event
-from holmesjax.errors import ConfigError
+from holmesjax.errors import REQUEUE, ConfigError
 from holmesjax.processes import Process
 
 KILLED_S = 5.0  # for what was killed to be gone; what hangs in the kernel is left to it
@@ -94,6 +94,14 @@ def own_address(hosts: Mapping[str, str]) -> str:
         fix = "choose one that all nodes reach"
         raise ConfigError("--listen", problem, found=found, fix=fix)
     return next(iter(outside or sources))
+
+
+def leaving(number: int) -> int:
+    """The exit status of a run that ends at once because of a signal: whoever starts it again does.
+
+    Ctrl-C is a person's.
+    """
+    return 128 + number if number == signal.SIGINT else REQUEUE
 
 
 def visible_devices(process: Process, env: Mapping[str, str]) -> dict[str, str]:

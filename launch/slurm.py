@@ -134,16 +134,23 @@ def script(job: Job, options: OptionsEntry, *, listen: str | None, max_restarts:
     for i, component in enumerate(components):
         lines += ["#SBATCH hetjob"] if i else []
         lines += [f"# {component.name}", *map(_directive, _request(job, component, options))]
-    return "\n".join(
-        [*lines, "", *options.setup, BODY.format(command=shlex.join(command), requeue=REQUEUE)]
-    )
+    body = BODY.format(command=shlex.join(command), requeue=REQUEUE)
+    return "\n".join([*lines, "", HEAD.format(requeue=REQUEUE), *options.setup, body])
 
 
 # The batch shell takes the signals, from before its command begins: one that found no trap would
 # end the shell and leave the command behind. It is asked again to wait when one came. Slurm ends
 # the shell when it puts the job back into the queue.
+# A command that a signal ended before it could catch it has status 143.
+HEAD = """\
+requeue() {{
+    echo "status {requeue}: back into the queue"
+    scontrol requeue "$SLURM_JOB_ID"
+    exit {requeue}
+}}
+trap requeue TERM"""
 BODY = """\
-trap 'signalled=yes; [ "$!" ] || exit 143; kill -TERM $!' TERM
+trap 'signalled=yes; [ "$!" ] || requeue; kill -TERM $!' TERM
 {command} &
 while
     signalled=
@@ -151,10 +158,7 @@ while
     status=$?
     [ -n "$signalled" ]
 do :; done
-if [ $status = {requeue} ]; then
-    echo "status {requeue}: back into the queue"
-    scontrol requeue "$SLURM_JOB_ID"
-fi
+[ $status = {requeue} ] || [ $status = 143 ] && requeue
 exit $status
 """
 

@@ -8,6 +8,7 @@ import JAX: the supervisor holds no device, and starts at once.
 import contextlib
 import functools
 import itertools
+import math
 import os
 import queue
 import re
@@ -26,16 +27,18 @@ from holmesjax.control import Controller, Event
 from holmesjax.errors import REQUEUE, FatalError, HolmesError, PeerError
 from holmesjax.job import Job
 from holmesjax.lease import Lease
+from holmesjax.pace import Pace
 from holmesjax.processes import make_processes
 from holmesjax.recorder import Recorder
 from holmesjax.saving import Due, Saves
-from launch.causes import cause_of
-from launch.launcher import Launcher
+from launch.causes import behind, cause_of
+from launch.launcher import Launcher, leaving
 from launch.restarts import DEFAULT, Restarts
 
 KEY = "job.key"
 LOGS = "logs"
 GRACE_S = 1.0  # after a failure, for others to say what they know of it
+STACKS_S = 3.0  # for the stacks of a job without progress to come
 END_S = 30.0  # for processes to leave after the end
 LAST_LINES = 8  # of a process that failed, shown on the console
 DELAY_S = 0.5  # of the output on the console, so that the last words of a failing job stay in logs
@@ -100,12 +103,14 @@ class Supervisor:
         self._given_key_file, self._watch, self._allow = key_file, watch, allow
         self._config = job.config.distributed
         self._processes = make_processes(job.plan, job.topology, self._config.processes)
-        self._signals: list[int] = []
+        self._signals: list[int] = []  # that came here, or to one of the processes
+        self._num_here = 0  # of these
+        self._stop_by_s = math.inf  # when a job that is asked to stop is given up
         self._controller: Controller | None = None
         self._blamed: str | None = None  # the node of a failure that came before any signal
 
     def run(self) -> int:
-        """Trains to the end; 0, or REQUEUE if a SIGTERM came first.
+        """Trains to the end, or until it is asked to stop; 0, or REQUEUE if no Ctrl-C did that.
 
         Raises LeaseError where another process owns the run folder; PeerError, or what a process
         raised, if the last attempt failed; FatalError if no restart is left.
@@ -177,16 +182,22 @@ class Supervisor:
 
     def _stopped(self) -> int:
         """The exit status of a job that was asked to stop before its last step."""
-        return REQUEUE if signal.SIGTERM in self._signals else 0
+        return 0 if signal.SIGINT in self._signals else REQUEUE
 
     def _describe(self) -> list[str]:
         names = ", ".join(process.name for process in self._processes)
         return [f"processes   {len(self._processes)}: {names}"]
 
     def _on_signal(self, number: int, _: FrameType | None) -> None:
-        self._signals.append(number)
+        self._num_here += 1
+        self._ask_to_stop(number)
         if self._controller is not None:
             self._controller.stop()
+
+    def _ask_to_stop(self, number: int) -> None:
+        if not self._signals:
+            self._stop_by_s = time.monotonic() + self._config.stop_timeout_s
+        self._signals.append(number)
 
     # ---- one attempt ---------------------------------------------------------------------------
 
@@ -207,6 +218,7 @@ class Supervisor:
         logs.mkdir(exist_ok=True)
         key_file = Path(self._given_key_file or job.run_dir / KEY)
         make_or_read = wire.read_key_file if self._given_key_file else wire.make_key_file
+        pace = Pace(self._config)
         with (
             Controller(
                 self._processes,
@@ -217,6 +229,7 @@ class Supervisor:
                 key=make_or_read(key_file),
                 heartbeat_timeout_s=self._config.silence_s,
                 is_saving=Due(config.checkpoint),
+                pace=pace,
             ) as controller,
             Recorder(
                 job.run_dir,
@@ -229,7 +242,7 @@ class Supervisor:
             self._controller = controller
             try:
                 self._start(controller, variables, key_file, restart)
-                done = self._supervise(controller, recorder)
+                done = self._supervise(controller, recorder, pace)
             except HolmesError as error:
                 if error.exit_status == HolmesError.exit_status:
                     controller.refuse(error)  # whoever started them, none is to start again
@@ -262,7 +275,7 @@ class Supervisor:
             command = ["worker", str(self._job.run_dir.absolute())]
             self._launcher.start(process, command, env, controller.events)
 
-    def _supervise(self, controller: Controller, recorder: Recorder) -> int:
+    def _supervise(self, controller: Controller, recorder: Recorder, pace: Pace) -> int:
         """Takes events until all processes have ended; the number of steps done."""
         job = self._job
         data: dict[str, str] = {}  # filled before there is anything to commit
@@ -275,15 +288,19 @@ class Supervisor:
         deadline_s = time.monotonic() + self._config.start_timeout_s
         end_s: float | None = None
         while len(attempt.exited) < len(self._processes):
-            if self._signals and not attempt.up:
-                number = self._signals[0]
-                raise SystemExit(128 + number)  # nothing has been trained that could be saved
-            if len(self._signals) > 1:  # asked twice: do not wait for the step
-                raise SystemExit(128 + self._signals[-1])
+            if self._signals and not attempt.up:  # nothing has been trained that could be saved
+                raise SystemExit(leaving(self._signals[0]))
+            if self._num_here > 1:  # asked twice: do not wait for the step
+                raise SystemExit(leaving(self._signals[-1]))
             if len(attempt.up) < len(self._processes) and time.monotonic() > deadline_s:
                 raise self._late(controller, attempt)
             if end_s is not None and time.monotonic() > end_s:
                 break
+            if end_s is None and (problem := self._overdue(pace, attempt)):
+                self._ask_for_stacks(controller, recorder, attempt)
+                if self._overdue(pace, attempt):
+                    raise self._hang(problem, controller)
+                recorder.console.print("warning: a step was late, and is done now")
             attempt.agreement.check()
             while attempt.output and time.monotonic() > attempt.output[0][0] + DELAY_S:
                 recorder.console.print(attempt.output.popleft()[1])
@@ -291,12 +308,7 @@ class Supervisor:
                 event = controller.events.get(timeout=0.2)
             except queue.Empty:
                 continue
-            if self._is_failure(event, attempt):
-                raise self._diagnose(event, controller, recorder, attempt)
-            if event.kind in ("compiled", "files"):
-                self._agree(event, attempt, controller)
-            else:
-                self._take(event, attempt, recorder)
+            self._hear(event, controller, recorder, attempt)
             attempt.saves.check()
             if len(attempt.done) == len(self._processes) and end_s is None:
                 controller.broadcast({"kind": "end"})
@@ -307,6 +319,17 @@ class Supervisor:
         steps = set(attempt.done.values())
         assert len(steps) == 1, f"the processes ended after different steps: {attempt.done}"
         return steps.pop()
+
+    def _hear(
+        self, event: Event, controller: Controller, recorder: Recorder, attempt: _Attempt
+    ) -> None:
+        """Takes an event. Raises HolmesError if it is the end of the job."""
+        if self._is_failure(event, attempt):
+            raise self._diagnose(event, controller, recorder, attempt)
+        if event.kind in ("compiled", "files"):
+            self._agree(event, attempt, controller)
+        else:
+            self._take(event, attempt, recorder)
 
     def _take(self, event: Event, attempt: _Attempt, recorder: Recorder) -> None:
         number, message = event.process, event.message
@@ -322,6 +345,10 @@ class Supervisor:
             attempt.saves.failed(message["step"], reason, counts=process.leads)
         elif event.kind == "done":
             attempt.done[number] = message["step"]
+        elif event.kind == "stop":
+            signalled = signal.Signals(message["signal"])
+            recorder.console.print(f"{self._processes[number].name} was sent {signalled.name}")
+            self._ask_to_stop(signalled)
         elif event.kind == "exit":
             attempt.exited[number] = message["status"]
         elif event.kind == "output":
@@ -420,6 +447,49 @@ class Supervisor:
                 )
         last = controller.status(process.number)
         return PeerError(where, f"{problem}; it {last}", found=found, fix=fix)
+
+    def _overdue(self, pace: Pace, attempt: _Attempt) -> str | None:
+        """What takes too long, if anything does, of a job that has started and not ended."""
+        if time.monotonic() > self._stop_by_s:
+            asked = signal.Signals(self._signals[0]).name
+            return (
+                f"has not stopped within distributed.stop_timeout_s = "
+                f"{self._config.stop_timeout_s:g} s of {asked}; its step is given up"
+            )
+        if len(attempt.up) == len(self._processes) and pace.is_late():
+            return f"no progress for {pace.describe_limit()}"
+        return None
+
+    def _ask_for_stacks(
+        self, controller: Controller, recorder: Recorder, attempt: _Attempt
+    ) -> None:
+        """Lets all processes write what they are at into their logs, and tell it."""
+        controller.broadcast({"kind": "tell", "stacks": True})
+        deadline_s = time.monotonic() + STACKS_S
+        while (left_s := deadline_s - time.monotonic()) > 0:
+            try:
+                event = controller.events.get(timeout=left_s)
+            except queue.Empty:
+                return
+            if event.kind == "output":
+                self._log(event.process, event.message["line"], attempt)
+            else:
+                self._hear(event, controller, recorder, attempt)
+
+    def _hang(self, problem: str, controller: Controller) -> HolmesError:
+        """Names who is behind, and says of all what they are at."""
+        statuses = {p.number: controller.status(p.number) for p in self._processes}
+        places = {p.number: controller.place(p.number) for p in self._processes}
+        blamed = [self._processes[number] for number in behind(places, statuses)]
+        self._blamed = None if self._signals else ", ".join(process.node for process in blamed)
+        told = [f"{p.name} (stage {p.stage}) {statuses[p.number]}" for p in self._processes]
+        return PeerError(
+            ", ".join(f"{p.name} (stage {p.stage}, process {p.number})" for p in blamed),
+            problem,
+            found="; ".join(told),
+            fix="start it again from the last checkpoint with the same command; the stacks of all "
+            f"processes are in their logs: {self._log_path(blamed[0].number)}",
+        )
 
     def _late(self, controller: Controller, attempt: _Attempt) -> HolmesError:
         missing = [p for p in self._processes if p.number not in attempt.up]

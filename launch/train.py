@@ -4,7 +4,6 @@ import argparse
 import importlib
 import os
 import signal
-from types import FrameType
 
 from holmesjax import lease
 from holmesjax.errors import REQUEUE, ConfigError
@@ -12,6 +11,7 @@ from holmesjax.lease import Lease
 from launch import kubernetes, launchers, slurm
 from launch.launcher import Launcher
 from launch.supervisor import Supervisor, Watch
+from launch.watchdog import Watchdog
 
 # option -> the launchers that it means something to; a lab is one, and has a verb of its own
 USEFUL = {
@@ -94,15 +94,7 @@ def _train_here(args: argparse.Namespace, held: Lease) -> int:
     # Imported here: a supervisor needs no JAX.
     make = importlib.import_module("holmesjax.trainer").Trainer
     trainer = make(args.job, allow=args.allow, lease=held)
-    received: list[int] = []
-
-    def stop(number: int, _: FrameType | None) -> None:
-        if received:  # asked twice: do not wait for the step
-            raise SystemExit(128 + number)
-        received.append(number)
-        trainer.stop()
-
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, stop)
+    watchdog = Watchdog(trainer, args.job.config.distributed.stop_timeout_s, held.release)
     trainer.train()
-    return REQUEUE if signal.SIGTERM in received and not trainer.finished else 0
+    watchdog.end()
+    return 0 if trainer.finished or signal.SIGINT in watchdog.signals else REQUEUE

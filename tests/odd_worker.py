@@ -1,14 +1,18 @@
 """A process of a job that misbehaves: python -m tests.odd_worker RUN_DIR '{...}'
 
-late_s    whatever comes from other stages comes up to so many seconds late, at random
+late_s      whatever comes from other stages comes up to so many seconds late, at random
+hangs_in    the step in which its main thread stops for ever, before what others wait for
 """
 
+import itertools
 import json
 import os
 import random
 import sys
+import threading
 import time
 
+from holmesjax import session
 from holmesjax.tcp import TcpTransport
 from holmesjax.worker import work
 
@@ -23,7 +27,20 @@ def receive_late(late_s):
     TcpTransport.landed = late
 
 
-def main(run_dir, late_s=0.0):
+def hang_in(number):
+    model_inputs, calls = session.model_inputs, itertools.count(1)
+
+    def hang(batch):
+        if next(calls) == number:
+            threading.Event().wait()
+        return model_inputs(batch)
+
+    session.model_inputs = hang
+
+
+def main(run_dir, late_s=0.0, hangs_in=0):
+    if hangs_in:
+        hang_in(hangs_in)
     if late_s:
         receive_late(late_s)
     return work(run_dir, os.environ)

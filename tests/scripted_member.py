@@ -3,6 +3,8 @@
 It joins the controller as a worker does, needs no JAX, and then does what its script says:
 
     tell KIND {...}     says this to the controller
+    status TEXT         tells it with whatever comes next
+    begin WORK STEP     begins a step, a batch of validation or a checkpoint
     late SECONDS        from now on says nothing for so long when it is asked how it is
     save STEP           writes its stage's part of a checkpoint
     await STEP          until that checkpoint is whole
@@ -66,6 +68,8 @@ def main(run_dir, script):
     def act(what, *arguments):
         if what == "tell":
             tell(arguments[0], **dict(*arguments[1:]))
+        elif what in ("status", "begin"):
+            getattr(member, what)(*arguments)
         elif what == "late":
             member.tell = lambda kind, **content: (time.sleep(arguments[0]), tell(kind, **content))
         elif what == "save":

@@ -2,13 +2,16 @@
 
 import queue
 import socket
+import threading
 import time
 
 import pytest
 
 from holmesjax import wire
+from holmesjax.config import DistributedConfig
 from holmesjax.control import Controller, Member, differences
 from holmesjax.errors import DataError, PeerError, RefusedError
+from holmesjax.pace import Pace
 from holmesjax.processes import Process
 
 ABOUT = {"plan hash": "aaaa", "jax": "1.0"}
@@ -43,6 +46,7 @@ def controller():
         key=KEY,
         heartbeat_timeout_s=SILENCE_S,
         is_saving=lambda step: step % 2 == 0,
+        pace=Pace(DistributedConfig()),
     ) as controller:
         yield controller
 
@@ -211,6 +215,7 @@ def test_a_controller_that_stops_beating_is_gone(monkeypatch):
         key=KEY,
         heartbeat_timeout_s=100.0,
         is_saving=lambda step: False,
+        pace=Pace(DistributedConfig()),
     ) as controller:
         lost = queue.Queue()
         member = join(controller, PROCESSES[0], on_loss=lost.put)
@@ -236,3 +241,25 @@ def test_strangers_cost_nothing(controller, members):
     assert members[1].verdict(1).square_norms == [1.0, 2.0]
     for stranger in strangers:
         stranger.close()
+
+
+def test_a_member_waits_while_there_is_progress_and_no_longer(controller, members):
+    """Twice as long as that may take, and for what a controller may be silent."""
+    members[0]._patience_s = 2 * SILENCE_S
+    controller._keeper.join(SILENCE_S)  # it has told of its own limit: the settings' 600 s
+    waits = []
+
+    def wait():
+        with pytest.raises(PeerError, match="waited too long for the verdict") as error:
+            members[0].verdict(1)
+        waits.append(error.value)
+
+    waiting = threading.Thread(target=wait)
+    controller._pace._config = DistributedConfig(step_timeout_s=0.01, start_timeout_s=0.01)
+    waiting.start()
+    for step in range(1, 9):
+        members[2].begin("validation", step)
+        time.sleep(SILENCE_S / 4)
+    assert not waits
+    waiting.join(10 * SILENCE_S)  # a hang guard
+    assert waits

@@ -182,6 +182,25 @@ def test_a_process_that_hangs_ends_the_job_in_time(tmp_path):
     assert "a/a-0 (stage 0) waited for" in job.output
 
 
+@pytest.mark.parametrize(
+    "clusters, number, name",
+    [(CLUSTERS, 2, "b/b-0 (stage 1, process 2)"), ({"a": (1, 1)}, 1, "a/a-1 (stage 0, process 1)")],
+    ids=["two stages", "one stage"],
+)
+def test_a_step_that_hangs_ends_the_job_with_stacks(tmp_path, clusters, number, name):
+    """All processes beat. Others wait for one in a collective, or for what it should send."""
+    odd = {number: {"hangs_in": 6}}
+    settings = (*SETTINGS, ENDLESS, "distributed.step_timeout_s=3")
+    with external_job(tmp_path, clusters, *settings, odd=odd) as job:
+        assert job.end(120) == 75, job.output
+    assert f"error: {name}: no progress for 3 s (distributed.step_timeout_s)" in job.output
+    assert "was busy in step 6" in job.output
+    for other in range(sum(map(len, clusters.values()))):
+        text = (tmp_path / f"{other}.out").read_text()
+        stack = text.split("thread MainThread")[1].split("\nthread ")[0]
+        assert ("in hang\n" in stack) == (other == number), stack
+
+
 def test_a_process_that_is_slow_is_waited_for(tmp_path, undisturbed):
     with start(tmp_path) as job:
         first_step(job, tmp_path)
@@ -310,11 +329,14 @@ def test_a_scheduler_starts_the_processes(tmp_path, undisturbed):
 # ---- what all stages decide together -------------------------------------------------------------
 
 
-@pytest.mark.parametrize("number, status", [(signal.SIGINT, 0), (signal.SIGTERM, 75)])
-def test_a_signal_stops_all_after_the_same_step(tmp_path, undisturbed, number, status):
+@pytest.mark.parametrize(
+    "number, status, worker",
+    [(signal.SIGINT, 0, None), (signal.SIGTERM, 75, None), (signal.SIGTERM, 75, 1)],
+)
+def test_a_signal_stops_all_after_the_same_step(tmp_path, undisturbed, number, status, worker):
     with start(tmp_path) as job:
         first_step(job, tmp_path)
-        job.process.send_signal(number)
+        os.kill(job.process.pid if worker is None else job.workers()[worker], number)
         assert job.end() == status, job.output
     done = len(losses_of(tmp_path))
     assert f"stopped after step {done} of 12" in job.output

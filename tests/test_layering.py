@@ -43,7 +43,7 @@ LAYERS = [
         "holmesjax.timed_frames",
     ],
     ["holmesjax.config", "holmesjax.calibration", "holmesjax.nccl"],
-    ["holmesjax.topology_file", "holmesjax.manifest", "holmesjax.learning_rates"],
+    ["holmesjax.topology_file", "holmesjax.manifest", "holmesjax.learning_rates", "holmesjax.pace"],
     ["holmesjax.topology", "holmesjax.saving"],
     [
         "holmesjax.costs",
@@ -107,6 +107,7 @@ LAYERS = [
     ["launch.launcher", "launch.causes", "launch.restarts", "launch.hosts", "launch.components"],
     [
         "launch.supervisor",
+        "launch.watchdog",
         "launch.local",
         "launch.external",
         "launch.ssh",

@@ -241,7 +241,7 @@ def test_the_file_has_a_component_for_each_cluster(tmp_path):
     assert "#SBATCH --gpus-per-node=4\n" in second
     assert "#SBATCH '--constraint=a100&big'\n" in second
     assert "constraint" not in first
-    assert "\nmodule load cuda\ntrap " in second
+    assert "\ntrap requeue TERM\nmodule load cuda\ntrap " in second
     assert "\n'/opt/py thon' -m launch train " in second
     assert "--launcher slurm --max-restarts 2 &" in second
     assert subprocess.run(["bash", "-n"], input=text, text=True, check=False).returncode == 0
@@ -292,17 +292,23 @@ SLURM_JOB_ID=7
 
 
 @pytest.mark.parametrize(
-    "ends, asked, status, said",
+    "setup, ends, asked, status, said",
     [
-        ("exit 0", False, 0, []),
-        ("exit 1", False, 1, []),
-        ("exit 75", False, 75, ["scontrol requeue 7"]),
-        ("while :; do sleep 0.05; done", True, 75, ["saving", "scontrol requeue 7"]),
+        ("", "exit 0", False, 0, []),
+        ("", "exit 1", False, 1, []),
+        ("", "exit 75", False, 75, ["scontrol requeue 7"]),
+        ("", "while :; do sleep 0.05; done", True, 75, ["saving", "scontrol requeue 7"]),
+        ("", "trap - TERM; while :; do sleep 0.05; done", True, 75, ["scontrol requeue 7"]),
+        ("echo started; sleep 0.5", "exit 0", True, 75, ["scontrol requeue 7"]),
     ],
 )
-def test_the_batch_shell_passes_signals_on_and_requeues(tmp_path, ends, asked, status, said):
-    """bash itself runs the end of the file, with a stand-in for python and for scontrol."""
-    text = BODY.format(ends=ends) + slurm.BODY.format(command="python", requeue=75)
+def test_the_batch_shell_passes_signals_on_and_requeues(setup, ends, asked, status, said):
+    """bash itself runs the end of the file, with a stand-in for python and for scontrol.
+
+    A signal may also come before the command begins, or before it can catch one.
+    """
+    lines = [BODY.format(ends=ends), slurm.HEAD.format(requeue=75), setup]
+    text = "\n".join([*lines, slurm.BODY.format(command="python", requeue=75)])
     argv = ["bash", "-c", text]
     shell = subprocess.Popen(argv, stdout=subprocess.PIPE, text=True, start_new_session=True)
     try:

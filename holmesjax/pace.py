@@ -1,0 +1,96 @@
+"""Whether a job makes progress, and how long the next sign of it may take. No JAX.
+
+A heartbeat says that a process lives. One whose main thread waits in a collective for another that
+will never come lives, too: only what gets done says that a job works.
+"""
+
+import statistics
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Literal
+
+from holmesjax.config import DistributedConfig
+
+# What a process is at. Steps have a pace, validation tells of each batch, and a checkpoint takes as
+# long as the disks take.
+Work = Literal["step", "validation", "checkpoint"]
+
+FACTOR = 10.0  # of the median step, until one is late
+LEAST_S = 60.0  # that a step may take, where nobody has set how long
+NUM_KNOWN = 3  # steps that a median needs
+NUM_RECENT = 100  # the steps that it is of
+
+
+class Pace:
+    """Notes what begins, and says when the next thing is late; safe from several threads.
+
+    Args:
+      config: `step_timeout_s`, and `start_timeout_s` for the first steps and for checkpoints.
+      clock: seconds that only grow.
+    """
+
+    def __init__(self, config: DistributedConfig, clock: Callable[[], float] = time.monotonic):
+        self._config, self._clock = config, clock
+        self._lock = threading.Lock()
+        self._recent_s: deque[float] = deque(maxlen=NUM_RECENT)
+        self._work: dict[int, Work] = {}  # by process
+        self._step, self._step_s, self._noted_s = 0, 0.0, clock()
+        self._num_noted = 0
+
+    def note(self) -> None:
+        """Something was done."""
+        with self._lock:
+            self._note()
+
+    def _note(self) -> None:
+        self._noted_s, self._num_noted = self._clock(), self._num_noted + 1
+
+    def begin(self, work: Work, step: int, process: int = 0) -> None:
+        """A process begins a step, or a batch of validation or the checkpoint after it.
+
+        The first process that begins a step begins it for all.
+        """
+        with self._lock:
+            self._note()
+            self._work[process] = work
+            if work == "step" and step > self._step:
+                if self._step:
+                    self._recent_s.append(self._noted_s - self._step_s)
+                self._step, self._step_s = step, self._noted_s
+
+    @property
+    def num_noted(self) -> int:
+        """Grows with every sign of progress."""
+        return self._num_noted
+
+    @property
+    def limit_s(self) -> float:
+        """How long the next sign of progress may take."""
+        return self._limit()[0]
+
+    def describe_limit(self) -> str:
+        """In the words of the settings, with numbers."""
+        return self._limit()[1]
+
+    def is_late(self) -> bool:
+        limit_s = self.limit_s
+        with self._lock:
+            return self._clock() - self._noted_s > limit_s
+
+    def _limit(self) -> tuple[float, str]:
+        with self._lock:
+            set_s, recent_s = self._config.step_timeout_s, list(self._recent_s)
+            is_saving = "checkpoint" in self._work.values()
+        limit_s, name = self._config.start_timeout_s, "distributed.start_timeout_s"
+        if set_s is not None and recent_s:
+            limit_s, name = set_s, "distributed.step_timeout_s"
+        elif len(recent_s) >= NUM_KNOWN:
+            median_s = statistics.median(recent_s)
+            limit_s = max(FACTOR * median_s, LEAST_S)
+            name = f"{FACTOR:g} times the median step of {median_s:.3g} s and at least {LEAST_S:g}"
+        if is_saving and limit_s < self._config.start_timeout_s:
+            limit_s = self._config.start_timeout_s
+            name = "distributed.start_timeout_s, which counts for a checkpoint"
+        return limit_s, f"{limit_s:.0f} s ({name})"
