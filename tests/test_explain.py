@@ -58,6 +58,14 @@ def test_a_slow_link_binds_the_more_the_slower_it_is(ethernet_bytes_per_s, least
     assert least <= binds.get("ethernet ib<->roce", 0.0) <= most
 
 
+def test_what_a_process_sends_binds_where_the_link_is_faster():
+    topology = two_clusters(ethernet_bytes_per_s=1e11, transport_bytes_per_s=3e7)
+    config = make_config(clusters=("ib", "roce"), model=WIDE)
+    binds = explained(config, topology).best[0].binds
+    assert binds["what a process sends over TCP"] > 0.8
+    assert "ethernet ib<->roce" not in binds
+
+
 def test_a_stage_over_two_clusters_is_bound_by_what_joins_them():
     """Its sums go over Ethernet, and neither cluster has room for its mesh."""
     infiniband = make_cluster("ib", "infiniband", (2,))
