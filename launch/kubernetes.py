@@ -27,7 +27,7 @@ MANIFEST, KEY = "jobset.yaml", "kubernetes.key"
 LAUNCHER = "launcher"  # the replicated job of the launcher
 SETTINGS_DIR, KEY_DIR = "/etc/holmes/settings", "/etc/holmes/key"
 # The exit status of processes that would fail again in the same way.
-ERRORS = sorted({FatalError.exit_status, HolmesError.exit_status})
+MISTAKE = [HolmesError.exit_status]  # a pod that ends with this would do so again
 # JobSet counts all restarts. The launcher counts those without a new step, and ends with 1.
 MAX_RESTARTS = 1000
 MAX_NAME = 40  # of 63 for the name of a pod, which has those of the cluster and the pod in it
@@ -139,7 +139,7 @@ def manifest(
         "metadata": {"name": name, **own},
         "spec": {
             "network": {"enableDNSHostnames": True, "subdomain": name},
-            # A pod that ends with 1 or 2 would do so again; any other failure is a restart.
+            # Any failure but those of the pods' own policies is a restart.
             "failurePolicy": {
                 "maxRestarts": MAX_RESTARTS,
                 "rules": [
@@ -178,7 +178,9 @@ def _launcher(
         # The run folder is written before the controller listens.
         "readinessProbe": {"tcpSocket": {"port": options.port}, "periodSeconds": 2},
     }
-    return {"name": LAUNCHER, "replicas": 1, "template": _job(options, name, container, 1)}
+    # Only the launcher knows a bug from the loss of another process: a worker ends with 1 in both.
+    final = [FatalError.exit_status, *MISTAKE]
+    return {"name": LAUNCHER, "replicas": 1, "template": _job(options, name, container, 1, final)}
 
 
 def _workers(job: Job, options: OptionsEntry, name: str, component: Component) -> Object:
@@ -198,7 +200,7 @@ def _workers(job: Job, options: OptionsEntry, name: str, component: Component) -
         "env": _variables(variables),
         **({"resources": {"limits": limits}} if limits else {}),
     }
-    template = _job(options, name, container, len(component.processes))
+    template = _job(options, name, container, len(component.processes), MISTAKE)
     for cluster in clusters:
         if cluster.node_selector:
             template["spec"]["template"]["spec"]["nodeSelector"] = cluster.node_selector
@@ -220,8 +222,13 @@ def _variables(values: dict[str, str]) -> list[Object]:
     return [{"name": name, "value": value.replace("$(", "$$(")} for name, value in values.items()]
 
 
-def _job(options: OptionsEntry, name: str, container: Object, num_pods: int) -> Object:
-    """A batch/v1 Job without its kind: `num_pods` pods, numbered from 0, that end once."""
+def _job(
+    options: OptionsEntry, name: str, container: Object, num_pods: int, final: list[int]
+) -> Object:
+    """A batch/v1 Job without its kind: `num_pods` pods, numbered from 0, that end once.
+
+    A pod that ends with one of the statuses `final` ends the JobSet.
+    """
     key: Object = {"secretName": f"{name}-key", "defaultMode": 0o400}
     volumes: list[tuple[str, str, Object]] = [
         ("runs", options.mount, {"persistentVolumeClaim": {"claimName": options.claim}}),
@@ -243,7 +250,7 @@ def _job(options: OptionsEntry, name: str, container: Object, num_pods: int) -> 
         ],
         "volumes": [{"name": volume, **source} for volume, _, source in volumes],
     }
-    cannot_go_on = {"containerName": "holmes", "operator": "In", "values": ERRORS}
+    cannot_go_on = {"containerName": "holmes", "operator": "In", "values": final}
     return {
         "spec": {
             "completionMode": "Indexed",

@@ -136,7 +136,8 @@ def test_a_replicated_job_for_each_cluster_and_one_for_the_launcher(tmp_path, ca
     assert all(pod_of(entry)["restartPolicy"] == "Never" for entry in found.values())
     for entry in found.values():
         [rule] = entry["template"]["spec"]["podFailurePolicy"]["rules"]
-        assert rule["onExitCodes"]["values"] == [1, 2]  # and 75 starts all pods again
+        # 75 starts all pods again, and so does a worker's 1, which may be the loss of another.
+        assert rule["onExitCodes"]["values"] == ([1, 2] if entry["name"] == "launcher" else [2])
 
 
 @contextlib.contextmanager
