@@ -323,11 +323,10 @@ class Member:
         self._connection.send({"kind": kind, "status": self._status, **self._at, **content})
 
     def begin(self, work: Work, step: int) -> None:
-        """Notes what this process begins; told at once where it is no step after a step."""
-        num_begun, last = self._at.get("num_begun", 0), self._at.get("work", "step")
-        self._at = {"work": work, "at_step": step, "num_begun": num_begun + 1}
-        if not work == last == "step":
-            self.tell("beat")
+        """Tells what this process begins: at once, or it would be news when it is long ago."""
+        num_begun = self._at.get("num_begun", 0) + 1
+        self._at = {"work": work, "at_step": step, "num_begun": num_begun}
+        self.tell("beat")
 
     def tell_compiled(
         self, digests: Mapping[str, str], source: str, files: Mapping[str, str]

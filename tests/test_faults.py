@@ -195,6 +195,7 @@ def test_a_step_that_hangs_ends_the_job_with_stacks(tmp_path, clusters, number, 
         assert job.end(120) == 75, job.output
     assert f"error: {name}: no progress for 3 s (distributed.step_timeout_s)" in job.output
     assert "was busy in step 6" in job.output
+    assert "was late" not in job.output  # what is asked for is no progress
     for other in range(sum(map(len, clusters.values()))):
         text = (tmp_path / f"{other}.out").read_text()
         stack = text.split("thread MainThread")[1].split("\nthread ")[0]
