@@ -9,6 +9,7 @@ It joins the controller as a worker does, needs no JAX, and then does what its s
     save STEP           writes its stage's part of a checkpoint
     await STEP          until that checkpoint is whole
     sleep SECONDS
+    done STEP           has trained so far, and ends when all have
     exit STATUS         or is killed, by signal -STATUS
 """
 
@@ -81,6 +82,10 @@ def main(run_dir, script):
                 time.sleep(0.01)
         elif what == "sleep":
             time.sleep(arguments[0])
+        elif what == "done":
+            tell("done", step=arguments[0])
+            member.wait_for("end", 60.0)
+            os._exit(0)
         elif arguments[0] < 0:
             os.kill(os.getpid(), -arguments[0])
         else:

@@ -154,7 +154,7 @@ def test_a_checkpoint_of_another_format_is_refused(tmp_path):
     content["sha256"] = manifest._manifest_sha256(content)
     (found.path / manifest.MANIFEST).write_text(json.dumps(content))
     [found] = manifest.find(tmp_path)
-    with pytest.raises(CheckpointError, match="is damaged, or not of format 4"):
+    with pytest.raises(CheckpointError, match=f"is damaged, or not of format {manifest.FORMAT}"):
         manifest.verify(found)
 
 

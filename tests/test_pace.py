@@ -119,7 +119,7 @@ def test_a_job_without_progress_ends_with_who_is_behind_and_the_stacks_of_all(tm
 def test_what_is_told_in_time_is_no_hang(tmp_path):
     """A step of the others lasts longer than one may, while one validates."""
     validates = [["begin", "validation", 2], ["sleep", 1.0]] * 4
-    end = [["tell", "done", {"step": 10}], ["exit", 0]]
+    end = [["done", 10]]
     script = [*UP, *validates, *end]
     others = [*UP, ["sleep", 4.0], *end]
     supervisor, _ = supervise(tmp_path, script, others, "distributed.step_timeout_s=3.0")
@@ -133,7 +133,7 @@ def stop(number):
 @pytest.mark.parametrize("number, status", [(signal.SIGTERM, 75), (signal.SIGINT, 0)])
 def test_a_signal_to_one_process_stops_all(tmp_path, number, status):
     """A node is drained: whoever started the job starts it again, and not after a Ctrl-C."""
-    end = [["tell", "done", {"step": 3}], ["exit", 0]]
+    end = [["done", 3]]
     supervisor, launcher = supervise(
         tmp_path, [*UP, stop(number), ["sleep", 0.5], *end], [*UP, ["sleep", 1.0], *end]
     )
