@@ -397,7 +397,7 @@ class Implementation:
     score_bytes: float = 0.0  # moved per pair and query head in a forward; 0: they stay on the chip
     sequence_parallel: bool = False  # whether `tensor` cuts the residual stream, too
     layer_call_s: float = 0.0  # of the host, for a layer's forward; a backward takes it twice
-    gradient_bytes: float = 4.0  # of each number that is summed over `data`
+    gradient_bytes: float = 4.0  # of each number that is summed over `data` or `fsdp`
     overlaps: bool = True  # collectives over `data` with the last backward and the first forward
     accumulate_bytes: float = 12.0  # moved per parameter to add a microbatch's float32 gradient
     shards_optimizer: bool = True  # over `data`: ZeRO-1

@@ -77,7 +77,7 @@ def stage_memory_bytes(
         logits        4 T V / tensor * head_in_flight    those kept; c D (T + V / tensor) in chunks
         temporaries   of a layer's or the head's backward, see below
         boundaries    c T D * 2 ways * BUFFERS, for each neighbour; two when interleaved
-        gathered      2 c Q                  of several parts: a layer's parameters, its gradients
+        gathered      (c + 4) Q              of several parts: a layer's parameters, its gradients
         reduction     4 P / parts * (1 + 1 / data)    of several replicas: gradients, copied to be
                       sent and summed, as far as there is no room yet where activations were
 
@@ -121,7 +121,7 @@ def stage_memory_bytes(
         items["logits"], in_head = _logit_bytes(model, stage, implementation)
         items["temporaries"] = np.maximum(items["temporaries"], in_head)
     if np.any(is_cut := parts > 1):
-        items["gathered"] = is_cut * 2.0 * width * costs.largest_layer_parameters(model, stage)
+        items["gathered"] = is_cut * (width + 4.0) * costs.largest_layer_parameters(model, stage)
     if np.any(is_summed := stage.data > 1):
         # The first stage does it in its last backward: before that, activations are still there.
         share = (stage.in_flight - 1) / stage.in_flight if stage.is_first else 1.0

@@ -80,6 +80,7 @@ class Kernels:
 
     config: KernelsConfig = field(default_factory=KernelsConfig)
     mesh: Mesh | None = None  # None: JAX's default device
+    dtype: str | None = None  # of matrix products; None: that of the parameters
 
     @property
     def device(self) -> jax.Device:

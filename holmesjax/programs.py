@@ -184,13 +184,12 @@ def _compile_split(
     input_gradient = lowered.compile()
     passed = _with_shardings(lowered.out_info[1], input_gradient.output_shardings[1])
 
-    def second_on(kept: list, passed: list) -> Tree:
-        return parts.second(*kept, *stage.unstack(passed))
+    def second_on(gradients: Tree, kept: list, passed: list) -> Tree:
+        return stage.accumulate(gradients, parts.second(*kept, *stage.unstack(passed)))
 
     def weights(gradients: Tree, kept: list, passed: list) -> tuple[Tree, jax.Array]:
         # The zero tells a clock when it was done: the gradients are donated to the next one.
-        new = stage.on_replicas(second_on)(kept, passed)
-        return stage.accumulate(gradients, new), jnp.zeros(())
+        return stage.on_replicas(second_on)(gradients, kept, passed), jnp.zeros(())
 
     kept = [leaves[i] for i in parts.keeps]
     out = (gradients, scalar_shape(stage))

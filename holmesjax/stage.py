@@ -232,7 +232,7 @@ class Stage:
 
     def apply(self, params: Tree, x_BLD: jax.Array | None, batch: Batch) -> jax.Array:
         """The layers of this stage on one replica: the boundary x_BLD, or its tokens' loss."""
-        kernels = ops.Kernels(self.kernels, self.mesh)
+        kernels = ops.Kernels(self.kernels, self.mesh, self.compute_dtype)
         batch = {name: ops.to_parts(array, kernels) for name, array in batch.items()}
         x_BLD = None if x_BLD is None else ops.to_parts(x_BLD, kernels)
         sequences = self.microbatch // self.num_replicas
@@ -253,46 +253,57 @@ class Stage:
                 )
                 return self._gathered(head)(params[layer] | tied, x_BLD, batch["target_BL"])
             else:
-                if policy := CHECKPOINT_POLICIES.get(self.plan.activation_checkpointing):
-                    run = jax.checkpoint(run, policy=policy)
-                x_BLD = self._gathered(run)(params[layer], x_BLD, position_L, segment_BL)
+                policy = CHECKPOINT_POLICIES.get(self.plan.activation_checkpointing)
+                run = self._gathered(run, policy)
+                x_BLD = run(params[layer], x_BLD, position_L, segment_BL)
             x_BLD = self._cut_sequences(x_BLD)
         assert x_BLD is not None
         return ops.from_parts(x_BLD, kernels)
 
-    def _gathered(self, run: Callable) -> Callable:
+    def _gathered(self, run: Callable, policy: Callable[..., bool] | None = None) -> Callable:
         """`run(params, *args)` for parameters of which each device has a part.
 
         It gathers them, and for its gradient gathers them again: nothing of their size is kept in
         between. The gradient with respect to them is summed over the parts and cut as they are.
+
+        With a policy, what that does not save is computed again, too.
         """
-        if self.num_parts == 1:
+        if policy:
+            run = jax.checkpoint(run, policy=policy, prevent_cse=False)
+        elif self.num_parts == 1:
             return run
-        gather = functools.partial(self._constrain, spec=sharding.tensor_spec)
+        narrow = functools.partial(jax.tree.map, lambda x: x.astype(self.compute_dtype))
+        widen = functools.partial(jax.tree.map, lambda x: x.astype(jnp.float32))
+        gather = lambda params: widen(self._constrain(params, sharding.tensor_spec))
         cut = functools.partial(
             self._constrain, spec=lambda n: sharding.shard_spec(n, self.mesh.shape)
         )
 
         @jax.custom_vjp
         def gathered(params: Tree, *args: Any) -> jax.Array:
-            return run(gather(params), *args)
+            return run(gather(narrow(params)), *args)
 
         def forward(params: Tree, *args: Any) -> tuple[jax.Array, tuple[Tree, Saved]]:
-            whole = gather(params)
+            whole = gather(narrow(params))
             out, pullback = jax.vjp(run, whole, *args)
             return out, (params, Saved.of(pullback, whole))
 
         def backward(residuals: tuple[Tree, Saved], dy: jax.Array) -> tuple:
             params, saved = residuals
-            # Or XLA could keep what `forward` gathered, where both are in one program.
-            params, dy = jax.lax.optimization_barrier((params, dy))
-            dparams, *dargs = saved.restore(gather(params))(dy)
+            # Or XLA could keep what `forward` gathered or computed, where both are in one program.
+            # Of parameters in the compute dtype: XLA would make copies of what is behind one.
+            again = (narrow(params), saved if policy else (), dy)
+            params, again, dy = jax.lax.optimization_barrier(again)
+            dparams, *dargs = (again or saved).restore(gather(params))(dy)
             return cut(dparams), *dargs
 
         gathered.defvjp(forward, backward)
         return gathered
 
     def _constrain(self, params: Tree, spec: Callable[[str], P]) -> Tree:
+        if self.num_parts == 1:
+            return params
+
         def constrain(path: tuple, x: jax.Array) -> jax.Array:
             where = NamedSharding(self.mesh, spec(sharding.name_of(path)))
             return jax.lax.with_sharding_constraint(x, where)
@@ -353,7 +364,7 @@ class Stage:
         self, replica: Tree, x_BLD: jax.Array | None, batch: Batch
     ) -> tuple[jax.Array, Saved]:
         """On one replica, [1, ...]."""
-        params = jax.tree.map(lambda x: x[0], replica)
+        params = self._widened(replica)
         if self.is_first:
             out, pullback = jax.vjp(lambda p: self.apply(p, None, batch), params)
         else:
@@ -361,35 +372,49 @@ class Stage:
         saved = self.stack(Saved.of(pullback, params))
         return (out[None] if self.is_last else out), saved
 
-    def gradients(self, replicas: Tree, saved: Saved, dy: jax.Array) -> tuple[Tree, jax.Array]:
-        """The microbatch's share of the gradients, and the gradient of the stage's input.
+    def backward(
+        self, replicas: Tree, saved: Saved, gradients: Tree, dy: jax.Array
+    ) -> tuple[Tree, jax.Array]:
+        """Adds the microbatch's share to the gradients; also the gradient of the stage's input.
 
         `dy` is the gradient of the step's loss with respect to what `forward` returned: dy_BLD. On
         the last stage it is the weight of a token, one over the number of those that count in the
         whole step. On the first stage, which has no input to differentiate, the second result is a
         zero.
         """
-        new, dx = self.on_replicas(self.replica_gradients)(replicas, saved, dy)
-        return new, dx[0] if dx else jnp.zeros(())
+        gradients, dx = self.on_replicas(self._backward)(replicas, saved, gradients, dy)
+        return gradients, dx[0] if dx else jnp.zeros(())
+
+    def _backward(
+        self, replica: Tree, saved: Saved, gradients: Tree, dy: jax.Array
+    ) -> tuple[Tree, list[jax.Array]]:
+        """On one replica, [1, ...]; the second result is empty on the first stage."""
+        new, dx = self.replica_gradients(replica, saved, dy)
+        return self.accumulate(gradients, new), dx
 
     def replica_gradients(
         self, replica: Tree, saved: Saved, dy: jax.Array
     ) -> tuple[Tree, list[jax.Array]]:
-        """On one replica, [1, ...]; the second result is empty on the first stage."""
-        params = jax.tree.map(lambda x: x[0], replica)
+        """The microbatch's share, float32, of one replica; the gradient of its input, if any."""
+        params = self._widened(replica)
         new, *dx = self.unstack(saved).restore(params)(dy)
-        return jax.tree.map(lambda x: x[None], new), dx
+        return new, dx
 
     def accumulate(self, gradients: Tree, new: Tree) -> Tree:
-        """Adds a microbatch's share."""
-        return jax.tree.map(lambda total, g: total + g.astype(total.dtype), gradients, new)
+        """Adds a microbatch's share to the gradients of one replica, [1, ...].
 
-    def backward(
-        self, replicas: Tree, saved: Saved, gradients: Tree, dy: jax.Array
-    ) -> tuple[Tree, jax.Array]:
-        """Adds the microbatch's share to the gradients; also the gradient of the stage's input."""
-        new, dx = self.gradients(replicas, saved, dy)
-        return self.accumulate(gradients, new), dx
+        In place: a product or an embedding's sum is added to what is there, without a place of its
+        own, where XLA sees both in the same shape.
+        """
+        return jax.tree.map(lambda total, g: (total[0] + g)[None], gradients, new)
+
+    def _widened(self, replica: Tree) -> Tree:
+        """The parameters of one replica in float32, so that their gradients are float32, too.
+
+        A product rounds its weight to the compute dtype again, inside of its own rule for
+        gradients: XLA drops both conversions, so that no copy in float32 is ever there.
+        """
+        return jax.tree.map(lambda x: x[0].astype(jnp.float32), replica)
 
     # Gathering with the first forward of a step, and reducing with the last backward, in one
     # program: XLA can send one layer while it computes another.

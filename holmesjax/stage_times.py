@@ -247,12 +247,11 @@ def stage_times(
     num_backward = costs.block_all_reduces(stage.checkpointing) - num_forward
     # One collective for each layer, of the mean size.
     num_layers = stage.num_blocks + stage.is_first + stage.is_last
-    layer_bytes = lambda numbers: DTYPE_BYTES[stage.dtype] * numbers / num_layers
-    fsdp_s = lambda numbers: (
+    fsdp_s = lambda num_bytes: (
         num_layers
         * (
-            network.all_gather_s(layer_bytes(numbers) / stage.context, fsdp)
-            + network.all_gather_s(layer_bytes(numbers), context)
+            network.all_gather_s(num_bytes / num_layers / stage.context, fsdp)
+            + network.all_gather_s(num_bytes / num_layers, context)
         )
     )
     sent = stage.context * num_tokens * costs.key_value_numbers(model, stage.tensor)
@@ -260,7 +259,11 @@ def stage_times(
     gradients_s = network.reduce_scatter_s(DTYPE_BYTES["float32"] * sent, context)
     # Boundaries have their tokens in a row.
     moved_s = (2 - stage.is_first - stage.is_last) * network.permute_s(summed, context)
-    forward_gathers, backward_gathers = costs.gathered_parameters(model, stage)
+    forward_gathers_s, backward_gathers_s = (
+        fsdp_s(DTYPE_BYTES[stage.dtype] * numbers)
+        for numbers in costs.gathered_parameters(model, stage)
+    )
+    reduced_s = fsdp_s(implementation.gradient_bytes * costs.reduced_numbers(model, stage))
     reduce_s = network.reduce_scatter_s(implementation.gradient_bytes * held, data)
     gather_s = network.all_gather_s(DTYPE_BYTES[stage.dtype] * held, data)
     exposed_reduce_s, exposed_gather_s = reduce_s, gather_s
@@ -273,8 +276,8 @@ def stage_times(
         weight_s=weight_s,
         forward_tensor_s=(num_forward * stage.num_blocks + stage.is_first) * all_reduce_s,
         backward_tensor_s=(num_backward * stage.num_blocks + stage.is_last) * all_reduce_s,
-        forward_fsdp_s=fsdp_s(forward_gathers),
-        backward_fsdp_s=fsdp_s(backward_gathers) + fsdp_s(costs.reduced_numbers(model, stage)),
+        forward_fsdp_s=forward_gathers_s,
+        backward_fsdp_s=backward_gathers_s + reduced_s,
         forward_context_s=stage.num_blocks * ring_s + moved_s,
         backward_context_s=stage.num_blocks * (ring_s + gradients_s) + moved_s,
         reduce_s=reduce_s,

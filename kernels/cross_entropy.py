@@ -43,9 +43,10 @@ cross_entropy.defvjp(_forward, _backward)
 
 def linear_cross_entropy(
     x_BLD: jax.Array,
-    w_DV: jax.Array,
+    w: jax.Array,
     target_BL: jax.Array,
     *,
+    is_transposed: bool = False,
     z_loss: float = 0.0,
     num_chunks: int = 1,
 ) -> jax.Array:
@@ -59,20 +60,23 @@ def linear_cross_entropy(
 
     Args:
       x_BLD: the input of the projection; products run in its dtype.
+      w: [D, V]; if `is_transposed`, [V, D], as a token table. Its gradient is in its own dtype.
       target_BL: ids of tokens; one whose target is below 0 does not count.
       num_chunks: 1 to L.
     """
     length = target_BL.shape[1]
     if not 1 <= num_chunks <= length:
         raise ValueError(f"num_chunks must be 1 to {length}, the length, not {num_chunks}")
-    return _linear((num_chunks, z_loss), x_BLD, w_DV, target_BL)
+    return _linear((num_chunks, z_loss, is_transposed), x_BLD, w, target_BL)
+
+
+How = tuple[int, float, bool]  # num_chunks, z_loss, is_transposed
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _linear(
-    how: tuple[int, float], x_BLD: jax.Array, w_DV: jax.Array, target_BL: jax.Array
-) -> jax.Array:
-    num_chunks, z_loss = how
+def _linear(how: How, x_BLD: jax.Array, w: jax.Array, target_BL: jax.Array) -> jax.Array:
+    num_chunks, z_loss, is_transposed = how
+    w_DV = _matrix(w, x_BLD, is_transposed)
 
     def add(total: jax.Array, chunk: tuple) -> tuple[jax.Array, None]:
         loss, _, _ = _chunk_loss(z_loss, w_DV, *chunk)
@@ -82,9 +86,10 @@ def _linear(
 
 
 def _linear_forward(
-    how: tuple[int, float], x_BLD: jax.Array, w_DV: jax.Array, target_BL: jax.Array
+    how: How, x_BLD: jax.Array, w: jax.Array, target_BL: jax.Array
 ) -> tuple[jax.Array, tuple]:
-    num_chunks, z_loss = how
+    num_chunks, z_loss, is_transposed = how
+    w_DV = _matrix(w, x_BLD, is_transposed)
 
     def add(carry: tuple, chunk: tuple) -> tuple[tuple, jax.Array]:
         total, dw_DV = carry
@@ -103,15 +108,22 @@ def _linear_forward(
     (loss, dw_DV), dx_CBlD = jax.lax.scan(add, start, chunks)
     B, L, D = x_BLD.shape
     dx_BLD = dx_CBlD.swapaxes(0, 1).reshape(B, -1, D)[:, :L]
-    return loss, (dx_BLD, dw_DV.astype(w_DV.dtype))
+    dw = dw_DV.T if is_transposed else dw_DV
+    return loss, (dx_BLD, dw.astype(w.dtype))
 
 
-def _linear_backward(how: tuple[int, float], saved: tuple, dloss: jax.Array) -> tuple:
-    dx_BLD, dw_DV = ((g * dloss).astype(g.dtype) for g in saved)
-    return dx_BLD, dw_DV, None
+def _linear_backward(how: How, saved: tuple, dloss: jax.Array) -> tuple:
+    dx_BLD, dw = ((g * dloss).astype(g.dtype) for g in saved)
+    return dx_BLD, dw, None
 
 
 _linear.defvjp(_linear_forward, _linear_backward)
+
+
+def _matrix(w: jax.Array, x: jax.Array, is_transposed: bool) -> jax.Array:
+    """[D, V], in the dtype of x."""
+    w = w.astype(x.dtype)
+    return w.T if is_transposed else w
 
 
 def _cut(num_chunks: int, x_BLD: jax.Array, target_BL: jax.Array) -> tuple[jax.Array, jax.Array]:

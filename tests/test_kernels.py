@@ -97,6 +97,30 @@ def test_projections_to_and_from_heads():
     check(lambda x, w: linears(x, (w,), 2)[0], plain_merge, (heads, out))
 
 
+FLOAT32_WEIGHTS = {
+    "linears": (lambda x, w: linears(x, (w,))[0], lambda x, w: x @ w, (8, 24)),
+    "narrower": (linear, lambda x, w: x @ w, (8, 5)),
+    "transposed": (linear_transposed, lambda x, w: x @ w.T, (24, 8)),
+}
+
+
+@pytest.mark.parametrize("name", FLOAT32_WEIGHTS)
+def test_products_of_bfloat16_give_gradients_of_float32_weights_unrounded(name):
+    """Values and the other gradient are those of a weight in bfloat16, bit for bit."""
+    function, plain, shape = FLOAT32_WEIGHTS[name]
+    x, w = normal(0, 2, 50, 8, dtype="bfloat16"), normal(1, *shape, dtype="bfloat16")
+    [y, (dx, dw)], [want_y, (want_dx, _)] = (
+        run(function, (x, w.astype("float32"))),
+        run(function, (x, w)),
+    )
+    assert (y.dtype, dx.dtype, dw.dtype) == ("bfloat16", "bfloat16", "float32")
+    np.testing.assert_array_equal(y, want_y)
+    np.testing.assert_array_equal(dx, want_dx)
+    dy = normal(99, *y.shape, dtype="bfloat16")  # the cotangent of `run`
+    _, pullback = jax.vjp(plain, *wide((x, w)))
+    assert_near(dw, pullback(jnp.asarray(wide(dy)))[1])
+
+
 def numpy_gelu(x):
     return 0.5 * x * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)))
 

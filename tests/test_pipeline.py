@@ -347,8 +347,8 @@ def test_activation_checkpointing_changes_memory_only(remat):
     check_against_plain(in_one_process(plan, programs), model, plan)
 
 
-def saved_bytes(remat):
-    [stage] = make_stages(make_model(), hand_made_plan((4,), 1, 1, remat=remat))
+def saved_bytes(remat, dtype="float32"):
+    [stage] = make_stages(make_model(), hand_made_plan((4,), 1, 1, remat=remat), dtype=dtype)
     batch = {name: x for name, x in random_inputs(MICROBATCH, 0).items() if name in stage.inputs}
     replicas = jax.eval_shape(stage.gather, stage.state_shapes.params)
     _, saved = jax.eval_shape(lambda r, b: stage.forward(r, None, b), replicas, batch)
@@ -358,11 +358,12 @@ def saved_bytes(remat):
 def test_checkpointing_keeps_less_and_never_the_parameters():
     none, dots, full = (saved_bytes(remat)[0] for remat in ("none", "dots", "full"))
     assert full < dots < none
-    _, saved, replicas = saved_bytes("none")
-    parameter_shapes = {x.shape for x in jax.tree.leaves(replicas) if len(x.shape) > 2}
-    assert parameter_shapes.isdisjoint(x.shape for x in saved.arrays)
-    num_parameters = sum(number is not None for number in saved.parameter_of)
-    assert num_parameters >= 4 * 6  # six matrices a block
+    for remat, dtype in itertools.product(("none", "dots", "full"), ("float32", "bfloat16")):
+        _, saved, replicas = saved_bytes(remat, dtype)
+        shapes = {x.shape[1:] for x in jax.tree.leaves(replicas) if len(x.shape) > 2}
+        assert shapes.isdisjoint(x.shape for x in saved.arrays)
+        num_parameters = sum(number is not None for number in saved.parameter_of)
+        assert num_parameters >= 4 * 6  # six matrices a block
 
 
 @pytest.mark.parametrize("replicas", [(2, 1), (1, 2), (4, 2), (1, 4)])
@@ -416,6 +417,32 @@ def test_bfloat16_computes_near_and_accumulates_in_float32():
             want = functools.reduce(lambda tree, k: tree[k.key], path, gradient)
             assert_near(moment, want, 2**-4, str(path))
         assert all(x.dtype == np.float32 for x in jax.tree.leaves(state.params))
+
+
+UNROUNDED = {
+    "one stage": {"split": (4,)},
+    "checkpoints": {"split": (3, 1), "remat": "full"},
+    "split backward": {"split": (3, 1), "schedule": "zero_bubble"},
+    "fsdp": {"split": (4,), "fsdp": 2, "remat": "dots"},
+}
+
+
+@pytest.mark.parametrize("name", UNROUNDED)
+@pytest.mark.parametrize("cross_entropy", ["reference", "chunked"])
+def test_gradients_of_weights_are_never_rounded_to_bfloat16(name, cross_entropy):
+    """Those of one microbatch, before any sum: rounded, all of their numbers would be bfloat16."""
+    plan = hand_made_plan(**{"data": 1, "tensor": 1} | UNROUNDED[name])
+    model = make_model(tied_embeddings=cross_entropy == "chunked", positions="learned")
+    kernels = dataclasses.replace(PLAIN, cross_entropy=cross_entropy)
+    runner = make_runner(plan, make_stages(model, plan, dtype="bfloat16", kernels=kernels))
+    _, states = next(run_steps(runner, runner.init(SEED), plan.global_batch, len(plan.stages)))
+    for state in states:
+        for path, moment in jax.tree_util.tree_leaves_with_path(state.opt_state.mu):
+            gradient = np.asarray(moment)
+            gradient = gradient[gradient != 0]  # rows of tokens that did not come have none
+            rounded = gradient.astype("bfloat16").astype(np.float32)
+            # Rows of tokens that came once are bfloat16, and some sums of a few such numbers.
+            assert np.mean(gradient == rounded) < 0.97, path
 
 
 @pytest.mark.parametrize("clip_norm", [0.1, 1e6])

@@ -10,8 +10,8 @@ dims, one capital letter each, in order; they are logical dims, and `sharding` m
 
 Positions of tokens are [L], or [B, L] where not all sequences start at the same one.
 
-Matrix products run in the dtype of the parameters they are given; norms, softmax and the loss
-compute in float32, and logits are float32.
+Matrix products run in the dtype of the kernels, if they say one, else of the parameters; norms,
+softmax and the loss compute in float32, and logits are float32.
 """
 
 import functools
@@ -61,16 +61,18 @@ class Embed(nn.Module):
     """Token vectors, plus position vectors where positions are learned."""
 
     config: ModelConfig
+    kernels: ops.Kernels = ops.DEFAULT
 
     @nn.compact
     def __call__(self, token_BL: jax.Array, position_L: jax.Array) -> jax.Array:
         config = self.config
         token_VD = declare(self, "token_VD", config.vocab_size, config.width)
-        x_BLD = ops.embedding(token_VD, token_BL)
+        x_BLD = ops.embedding(token_VD, token_BL, self.kernels.dtype)
         if config.positions == "learned":
             position_PD = declare(self, "position_PD", config.context_length, config.width)
             vectors = ops.embedding(position_PD, position_L)
-            x_BLD = x_BLD + vectors.reshape(-1, *x_BLD.shape[1:])
+            # Added in the dtype of the table, in which its gradient is then summed over sequences.
+            x_BLD = (x_BLD + vectors.reshape(-1, *x_BLD.shape[1:])).astype(x_BLD.dtype)
         return x_BLD
 
 
@@ -158,18 +160,18 @@ class Head(nn.Module):
         if num_chunks == 1:
             return jnp.sum(ops.cross_entropy(self(x_BLD, token_VD), target_BL))
         h_BLD = self.norm(ops.separate(x_BLD))
-        if self.config.tied_embeddings:
-            assert token_VD is not None, "a tied head needs the token table"
-            w_DV = token_VD.T
-        else:
-            w_DV = self.output_DV
-        return ops.linear_cross_entropy(h_BLD, w_DV, target_BL, num_chunks=num_chunks)
+        is_tied = self.config.tied_embeddings
+        w = token_VD if is_tied else self.output_DV
+        assert w is not None, "a tied head needs the token table"
+        return ops.linear_cross_entropy(
+            h_BLD, w, target_BL, is_transposed=is_tied, num_chunks=num_chunks
+        )
 
 
 def module(layer: str, config: ModelConfig, kernels: ops.Kernels = ops.DEFAULT) -> nn.Module:
     """The module of a layer by its name."""
     if layer == EMBED:
-        return Embed(config)
+        return Embed(config, kernels)
     return Head(config, kernels) if layer == HEAD else Block(config, kernels)
 
 
