@@ -17,13 +17,14 @@ CLUSTER = """
     nodes: [{nodes}]
     nics: [{{kind: {fabric}_200}}, {{kind: ethernet_25}}]
 """
+# At a rate of 0.01 a change of the parameters by 1e-7 moved the tenth loss of one device by 6e-5.
 RUN = """
 topology: {topology}
 run: {{dir: {run_dir}}}
 model: {{num_layers: 4, width: 32, num_heads: 4, context_length: 32}}
 data: {{corpus: python-stdlib, pattern: "[ab]*.py"}}
 train: {{steps: 10, global_batch: 8, log_every_s: 0}}
-optimizer: {{learning_rate: 1.0e-2, warmup_steps: 2, epsilon: 1.0e-3}}
+optimizer: {{learning_rate: 3.0e-3, warmup_steps: 2, epsilon: 1.0e-3}}
 parallel:
   clusters: [{clusters}]
   microbatches: 2

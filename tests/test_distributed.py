@@ -80,6 +80,4 @@ def test_all_processes_of_a_stage_keep_to_the_schedule_whatever_comes_late(tmp_p
     with external_job(tmp_path, {"ib": (2, 2), "roce": (2, 2)}, *settings, odd=odd) as job:
         assert job.end(120) == 0, job.output
     got = losses_of(tmp_path / "run")
-    assert len(got) == 10
-    # Twice the microbatches and parts of each sum: what is rounded otherwise grows with the steps.
-    np.testing.assert_allclose(got[:5], plain_losses(False)[:5], rtol=RTOL)
+    np.testing.assert_allclose(got, plain_losses(False), rtol=RTOL)
