@@ -22,7 +22,7 @@ Files = Sequence[Sequence[str]]  # path and SHA-256 of each, sorted by path
 
 
 class Told(NamedTuple):
-    """What a process has read."""
+    """The data that a process has read."""
 
     digests: Mapping[str, str]  # by what they are of
     source: str
@@ -30,7 +30,7 @@ class Told(NamedTuple):
 
 @dataclass
 class Agreement:
-    """What the processes have told so far.
+    """The comparison of all that the processes have told so far.
 
     Args:
       processes: of the job.

@@ -17,7 +17,7 @@ from holmesjax.sharding import from_axes
 
 @dataclass
 class End:
-    """What one crossing means for one process."""
+    """The part of one process in one crossing."""
 
     index: int  # among the crossings of the plan
     crossing: Crossing
@@ -37,7 +37,7 @@ def make_end(
     processes: Sequence[Process],
     mesh: Mesh,
 ) -> End | None:
-    """What a crossing means for one process; None between other stages."""
+    """The part of one process in a crossing; None between other stages."""
     if me.stage not in (crossing.source, crossing.target):
         return None
     is_source = crossing.source == me.stage

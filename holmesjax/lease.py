@@ -298,7 +298,7 @@ def _remove(path: Path, record: Record) -> bool:
 
 
 def _now_s() -> float:
-    """Of a clock that goes on while the machine sleeps, where there is one."""
+    """Seconds of a clock that goes on while the machine sleeps, where there is one."""
     return time.clock_gettime(getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))
 
 

@@ -1,4 +1,4 @@
-"""Where a run goes on, and what has changed since. Does not import JAX.
+"""Finds where a run goes on, and says what has changed since. Does not import JAX.
 
 A run that resumes goes on as if it had never stopped. A change of the data, of their order or of
 the model breaks that, so it is refused unless the user allows it by name. What was allowed is kept
@@ -63,7 +63,7 @@ class _Allowed(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Start:
-    """Where a session of a run begins: from its newest checkpoint, or from nothing."""
+    """The start of a session of a run: from its newest checkpoint, or from nothing."""
 
     job: Job
     checkpoint: Checkpoint | None = None
@@ -81,7 +81,7 @@ class Start:
         return self.checkpoint.sequences if self.checkpoint else 0
 
     def describe(self) -> list[str]:
-        """What to say before the first step."""
+        """Lines for the console before the first step."""
         if not self.checkpoint:
             return []
         lines = [f"resuming after step {self.step}", *(f"  {change}" for change in self.changes)]
@@ -104,7 +104,7 @@ class Start:
         return [f"learning rate of step {self.step + 1}: {_show_rates(was, now)} ({why})"]
 
     def finished(self) -> list[str]:
-        """What to say where there is nothing left to do."""
+        """Lines for the console where there is nothing left to do."""
         optimizer, steps = self.job.config.optimizer, self.job.config.train.steps
         longer = 2 * self.step
         last = learning_rate(optimizer, steps, self.step - 1)
@@ -200,7 +200,7 @@ class Start:
 
 
 def find(job: Job, allow: str | Iterable[str], warn: Callable[[str], None]) -> Start:
-    """Where the job goes on; the run folder must be the caller's (`lease`).
+    """Finds where the job goes on; the run folder must be the caller's (`lease`).
 
     Args:
       allow: what `--allow` said, each time.
@@ -242,7 +242,7 @@ def _refuse_useless(start: Start) -> None:
 
 
 def settings(job: Job) -> dict[str, dict[str, Any]]:
-    """What shapes the numbers of a run, as a manifest keeps it: section -> setting -> value."""
+    """Settings that shape the numbers of a run, as a manifest keeps them, by section and name."""
     found = {
         section: {
             name: value
@@ -275,7 +275,7 @@ def _changes(checkpoint: Checkpoint, job: Job) -> Iterable[Change]:
 
 
 def _allowable(job: Job) -> tuple[str, ...]:
-    """What may change if it is allowed by name: only learned positions are an array."""
+    """Settings that may change if allowed by name: only learned positions are an array."""
     more = ("model.context_length",) if job.config.model.positions == "rotary" else ()
     return (*ALLOWABLE, *more)
 

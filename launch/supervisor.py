@@ -449,7 +449,7 @@ class Supervisor:
         return PeerError(where, f"{problem}; it {last}", found=found, fix=fix)
 
     def _overdue(self, pace: Pace, attempt: _Attempt) -> str | None:
-        """What takes too long, if anything does, of a job that has started and not ended."""
+        """Says what takes too long, if anything does, in a job that has started and not ended."""
         if time.monotonic() > self._stop_by_s:
             asked = signal.Signals(self._signals[0]).name
             return (

@@ -66,7 +66,7 @@ def _root(config: DataConfig) -> Path:
 
 
 def _stdlib(root: Path) -> Iterator[Path]:
-    """Where the source of the standard library's modules may be.
+    """The places where the source of the standard library's modules may be.
 
     Only modules that Python itself names: what is generated when it is built, what a distribution
     adds and what is installed later is none of them.

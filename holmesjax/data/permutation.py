@@ -29,7 +29,7 @@ def round_keys(seed: int, stream: int = 0) -> np.ndarray:
 
 
 def permute(index: np.ndarray, n: int, keys: np.ndarray) -> np.ndarray:
-    """Where the permutation of 0, ..., n - 1 with these keys takes each index; int64 [I]."""
+    """The images of some indices in the permutation of 0, ..., n - 1 with these keys; int64 [I]."""
     assert n <= 2**62, f"the network has no room for {n}"
     half = (max(2, (n - 1).bit_length()) + 1) // 2
     mask = 2**half - 1
