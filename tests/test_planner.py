@@ -487,7 +487,7 @@ LONG = {"num_layers": 12, "context_length": 32768}
 
 def test_context_cuts_sequences_that_no_device_holds():
     """One sequence at a time: without `context` only `tensor` and layers could be cut further."""
-    topology = make_topology(make_cluster("a", "infiniband", (4, 4), memory_gib=1.4))
+    topology = make_topology(make_cluster("a", "infiniband", (4, 4), memory_gib=1.8))
     make = functools.partial(make_config, model=LONG, train={"global_batch": 1})
     plan = make_plan(make(parallel={"tensor": 1}), topology)
     assert plan.stages[0].mesh == {Axis.DATA: 1, Axis.CONTEXT: 8, Axis.TENSOR: 1}
