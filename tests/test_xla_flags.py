@@ -99,7 +99,8 @@ def test_the_supervisor_gives_and_records_them(job, monkeypatch):
     assert env["XLA_FLAGS"] == f"{GPU_FLAGS} --xla_a=1"
     record = yaml.safe_load((job.run_dir / ENVIRONMENT).read_text())
     assert record.pop("XLA_FLAGS") == env["XLA_FLAGS"]
-    assert record == {k: v for k, v in job.about(0).items() if k not in ("plan hash", "restart")}
+    own = ("plan hash", "settings hash", "restart")
+    assert record == {name: v for name, v in job.about(0).items() if name not in own}
 
 
 def test_processes_that_others_start_are_told_to_have_them(job, capsys):
