@@ -133,7 +133,7 @@ def join(
 
 
 class Gate:
-    """Where the processes of this domain wait for each other until one of them says it has failed.
+    """The domain's processes wait for each other here until one of them says it has failed.
 
     JAX's own barrier would wait for that one until its deadline. Used for one thing after the
     other: all have left the one before last when any begins the next.

@@ -303,7 +303,7 @@ def _now_s() -> float:
 
 
 def _machine() -> Record:
-    """Where a process number means a process: not in two containers of one host."""
+    """The space in which a process number means a process: two containers have two."""
     try:
         return {
             "boot": Path("/proc/sys/kernel/random/boot_id").read_text().strip(),

@@ -1,4 +1,4 @@
-"""What other threads can do for a process whose main thread hangs: hear, say why, end. No JAX.
+"""Threads that act for a process whose main thread hangs: hear, say why, end. No JAX.
 
 Python runs a signal's handler only when its main thread comes back to the interpreter. One that
 compiles, or waits in a collective, does not.

@@ -177,7 +177,7 @@ def goes_over_tcp(topology: Topology, way: Way) -> bool:
 
 
 def transports(topology: Topology, speeds: Mapping[Way, Speed]) -> dict[str, float]:
-    """What a process sends of boundaries where collectives go by NCCL: medians, by cluster."""
+    """Rates of boundaries sent by a process where collectives go by NCCL: medians, by cluster."""
     found: dict[str, list[float]] = {}
     for way, speed in speeds.items():
         if not goes_over_tcp(topology, way):

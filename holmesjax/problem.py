@@ -251,7 +251,7 @@ class Problem:
 def _links(
     topology: Topology, sources: Sequence[str], targets: Sequence[str], processes: float
 ) -> list[Link]:
-    """What boundaries get from each node of one stage to each of another.
+    """The paths of boundaries from each node of one stage to each of another.
 
     Equal nodes of a cluster have equal links where none was measured: two are enough.
     """

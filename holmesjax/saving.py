@@ -42,7 +42,7 @@ class Due:
 
 @dataclass
 class _Told:
-    """What is known of a checkpoint that is being written."""
+    """The state of a checkpoint that is being written."""
 
     num: int = 0  # of tellers
     arrays: dict[str, dict[str, Any]] = field(default_factory=dict)
