@@ -167,7 +167,7 @@ def _transport(
         crossings=crossings,
         mesh=Mesh(np.array(jax.local_devices()), ("data",), axis_types=(AxisType.Auto,)),
         ports=ports,
-        book=book,
+        look_up=lambda numbers: {number: book[number] for number in numbers},
         key=KEY,
         about={},
         streams=streams,

@@ -36,6 +36,7 @@ import numpy as np
 
 from holmesjax import nccl, wire
 from holmesjax.discovery import Host
+from holmesjax.door import Door
 from holmesjax.errors import HolmesError
 from holmesjax.neighbours import Ports
 from holmesjax.place import Place
@@ -46,7 +47,7 @@ from holmesjax.wire import Connection, Message
 PACKAGES = ("holmesjax", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
 START_S = 30.0  # for the launcher's end to be there
 STALL_S = 30.0  # in which a connection must take a part, or answer
-Door = tuple[str, str, int]  # the address to come from, the address and port to go to
+Way = tuple[str, str, int]  # the address to come from, the address and port to go to
 
 
 def serve(place: Place, find_host: Callable[[], Host], env: MutableMapping[str, str]) -> int:
@@ -152,17 +153,21 @@ class _Agent:
     def _open(self) -> Message:
         ports = Ports.open(self._place.addresses)
         for sock in itertools.chain(*ports.sockets.values()):
-            door = wire.Door(
-                sock, key=self._place.key, hello={}, check=lambda hello: None, enter=self._take_in
+            door = Door(
+                sock,
+                key=self._place.key,
+                hello={},
+                check=lambda hello: None,
+                enter=self._take_in_beside,
             )
             self._doors.enter_context(door)
         return {"book": ports.book}
 
-    def _reach(self, doors: list[Door], timeout_s: float) -> Message:
+    def _reach(self, doors: list[Way], timeout_s: float) -> Message:
         with ThreadPoolExecutor(max(len(doors), 1)) as pool:
             return {"seconds": list(pool.map(lambda door: self._try(door, timeout_s), doors))}
 
-    def _try(self, door: Door, timeout_s: float) -> float | str:
+    def _try(self, door: Way, timeout_s: float) -> float | str:
         start_s = time.monotonic()
         try:
             self._connect(door, timeout_s).close()
@@ -170,7 +175,7 @@ class _Agent:
             return str(error.found)
         return time.monotonic() - start_s
 
-    def _connect(self, door: Door, timeout_s: float) -> Connection:
+    def _connect(self, door: Way, timeout_s: float) -> Connection:
         source, address, port = door
         return wire.connect(
             address,
@@ -187,7 +192,7 @@ class _Agent:
 
     def _send(
         self,
-        doors: list[Door],
+        doors: list[Way],
         sizes: list[int],
         rounds: int,
         timeout_s: float,
@@ -220,6 +225,9 @@ class _Agent:
                 if min(found[-1]) - min(found[0]) > limit_s:
                     break
         return {"seconds": found}
+
+    def _take_in_beside(self, connection: Connection) -> None:
+        threading.Thread(target=self._take_in, args=(connection,), daemon=True).start()
 
     def _take_in(self, connection: Connection) -> None:
         """Answers messages; then receives arrays, if they are told of, and drops them."""

@@ -12,9 +12,13 @@
                             failed     why it gives up, and the exit status that goes with it
                             stop       asks that all stop, because of a signal
                             done       it has trained to the end
+                            addresses  asks where some processes listen
+                            clock      asks what time it is
                             beat       it lives; with this, as with all others, comes what it is
                                        at, and what it is waiting for
-    controller -> member    start      everybody's addresses
+    controller -> member    start      all are there; where its stage's coordinator listens
+                            addresses  where those that it has named listen
+                            clock      what time it is
                             files      asks for these (`agreement`)
                             go         everybody has compiled and read the same data
                             refused    a mistake that ends the job, for all processes
@@ -32,19 +36,26 @@ connection closes, knows that the other is gone.
 import contextlib
 import math
 import queue
+import random
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, get_args
 
 from holmesjax import lifeline, wire
+from holmesjax.door import Door
 from holmesjax.errors import HolmesError, PeerError
+from holmesjax.lines import Line, Lines
 from holmesjax.pace import Pace, Work
 from holmesjax.processes import Process
 from holmesjax.wire import Connection, Message
 
 BEATS = 4  # in the time that an end may be silent
+CLOCKS = 16  # questions for the time that count
+FIRST_CLOCKS = 8  # of them in the beginning
+CLOCK_PAUSE_S = 1.0  # at most between these, so that members do not ask all at once
 NOBODY = -1  # no process of the job
 
 
@@ -71,14 +82,12 @@ class _Seat:
     """What the controller knows of one member."""
 
     process: Process
-    connection: Connection | None = None
-    heard_s: float = 0.0
+    line: Line | None = None
     status: str = "had not come"
     work: Work = "step"
     step: int = 0  # that it is at, or has validated or saved after
     num_begun: int = 0  # steps, batches of validation and checkpoints
     addresses: Any = None
-    lost: bool = False
 
 
 class Controller:
@@ -88,7 +97,7 @@ class Controller:
       processes: who is expected.
       address, port: where to listen; one named address.
       about: what every member's hello must say of plan and versions.
-      start: what all members are told when all are there, besides the addresses.
+      start: what all members are told when all are there, besides their coordinators.
       key: of the job.
       heartbeat_timeout_s: how long a member may be silent.
       is_saving: asked once about each step, when all have voted on it.
@@ -114,17 +123,20 @@ class Controller:
         self._about, self._start, self._timeout_s = about, start, heartbeat_timeout_s
         self._is_saving, self._pace = is_saving, pace
         self._votes: dict[int, dict[int, float]] = {}
-        self._lock = threading.Lock()
+        self._num_ready = 0
         self._stopping = False
         self._closed = threading.Event()
         sock = wire.listen(address, port)
         self.address = wire.address_of(sock)
-        self._door = wire.Door(
+        self._seat_of: dict[Line, _Seat] = {}
+        self._lines = Lines(self._hear_line, self._lose_line, heartbeat_timeout_s)
+        self._door = Door(
             sock,
             key=key,
             hello={"controller": True},
             check=self._check,
             enter=self._enter,
+            expected=len(processes),
             warn=lambda text: self.events.put(Event(NOBODY, "warning", {"text": text})),
         )
         self._keeper = threading.Thread(target=self._keep, name="keeper", daemon=True)
@@ -136,9 +148,7 @@ class Controller:
     def __exit__(self, *_: object) -> None:
         self._closed.set()
         self._door.close()
-        for seat in self._seats:
-            if seat.connection:
-                seat.connection.close()
+        self._lines.close()
         self._keeper.join()
 
     def stop(self) -> None:
@@ -146,14 +156,14 @@ class Controller:
         self._stopping = True
 
     def broadcast(self, message: Message) -> None:
-        for number in range(len(self._seats)):
-            self.send(number, message)
+        data = wire.encode(message)
+        for seat in self._seats:
+            if seat.line:
+                seat.line.send(data)
 
     def send(self, process: int, message: Message) -> None:
-        seat = self._seats[process]
-        if seat.connection and not seat.lost:
-            with contextlib.suppress(OSError):  # its reader notices
-                seat.connection.send(message)
+        if line := self._seats[process].line:
+            line.send(wire.encode(message))
 
     def refuse(self, error: HolmesError) -> None:
         """Tells all members of a mistake; each ends with it."""
@@ -175,11 +185,11 @@ class Controller:
         """
         now_s = time.monotonic()
         return {
-            seat.process.number: now_s - seat.heard_s
+            seat.process.number: now_s - seat.line.heard_s
             for seat in self._seats
-            if seat.connection
-            and not seat.lost
-            and now_s - seat.heard_s > 2 * self._timeout_s / BEATS
+            if seat.line
+            and not seat.line.is_over
+            and now_s - seat.line.heard_s > 2 * self._timeout_s / BEATS
         }
 
     def _check(self, hello: Message) -> str | None:
@@ -188,7 +198,7 @@ class Controller:
             return f"the job has {len(self._seats)} processes, and it is number {number}"
         seat = self._seats[number]
         reason = differences(self._about, hello)
-        if reason is None and seat.connection is not None:
+        if reason is None and seat.line is not None:
             reason = f"number {number}, {seat.process.name}, is here already"
         if reason is not None:
             self.events.put(Event(number, "refused", {"reason": reason}))
@@ -196,30 +206,25 @@ class Controller:
 
     def _enter(self, connection: Connection) -> None:
         seat = self._seats[connection.hello["process"]]
-        with self._lock:
-            if seat.connection is not None:
-                connection.close()
-                return
-            seat.connection, seat.heard_s = connection, time.monotonic()
-        connection.sock.settimeout(self._timeout_s)
+        if seat.line is not None:  # two have come at once
+            connection.close()
+            return
         seat.status = "was starting"
-        while True:
-            try:
-                message = connection.receive()
-            except TimeoutError:
-                if not self._closed.is_set():
-                    self._tell(seat, "silent", {"silent_s": self._timeout_s})
-                return
-            except (OSError, ValueError):
-                if not self._closed.is_set():
-                    self._tell(seat, "lost", {})
-                return
-            seat.heard_s = time.monotonic()
-            self._hear(seat, message)
+        seat.line = Line(connection)
+        self._seat_of[seat.line] = seat
+        self._lines.add(seat.line)
+
+    def _lose_line(self, line: Line, error: Exception) -> None:
+        if isinstance(error, TimeoutError):
+            self._tell(self._seat_of[line], "silent", {"silent_s": self._timeout_s})
+        else:
+            self._tell(self._seat_of[line], "lost", {})
 
     def _tell(self, seat: _Seat, kind: str, message: Message) -> None:
-        seat.lost = seat.lost or kind == "lost"
         self.events.put(Event(seat.process.number, kind, message))
+
+    def _hear_line(self, line: Line, message: Message) -> None:
+        self._hear(self._seat_of[line], message)
 
     def _hear(self, seat: _Seat, message: Message) -> None:
         kind = message["kind"]
@@ -231,34 +236,78 @@ class Controller:
         if kind in ("up", "done"):
             self._pace.note()
         if kind == "ready":
-            with self._lock:
-                seat.addresses = message["addresses"]
-                book = [other.addresses for other in self._seats]
-                if None not in book:
-                    now_s = time.perf_counter()
-                    self.broadcast({"kind": "start", "book": book, "now_s": now_s, **self._start})
+            self._num_ready += seat.addresses is None
+            seat.addresses = message["addresses"]
+            if self._num_ready == len(self._seats):
+                self._start_all()
+        elif kind == "addresses":
+            found = {number: self._seats[number].addresses["data"] for number in message["of"]}
+            self.send(seat.process.number, {"kind": kind, "found": list(found.items())})
+        elif kind == "clock":
+            now_s = time.perf_counter()
+            self.send(
+                seat.process.number, {"kind": kind, "asked_s": message["asked_s"], "now_s": now_s}
+            )
         elif kind == "vote":
-            with self._lock:
-                votes = self._votes.setdefault(message["step"], {})
-                votes[seat.process.stage] = message["square_norm"]
-                if len(votes) == self._num_stages:
-                    norms = [votes[stage] for stage in range(self._num_stages)]
-                    del self._votes[message["step"]]
-                    step = message["step"]
-                    verdict = {"stop": self._stopping, "save": self._is_saving(step)}
-                    self.broadcast(
-                        {"kind": "verdict", "step": step, "square_norms": norms, **verdict}
-                    )
+            votes = self._votes.setdefault(message["step"], {})
+            votes[seat.process.stage] = message["square_norm"]
+            if len(votes) == self._num_stages:
+                norms = [votes[stage] for stage in range(self._num_stages)]
+                del self._votes[message["step"]]
+                step = message["step"]
+                verdict = {"stop": self._stopping, "save": self._is_saving(step)}
+                self.broadcast({"kind": "verdict", "step": step, "square_norms": norms, **verdict})
         elif kind == "stop":
             self.stop()
             self._tell(seat, kind, message)
         elif kind != "beat":
             self._tell(seat, kind, message)
 
+    def _start_all(self) -> None:
+        """Tells each stage where its coordinator listens: the same words for all of a stage."""
+        coordinators = {
+            seat.process.stage: seat.addresses["coordinator"]
+            for seat in self._seats
+            if seat.process.leads
+        }
+        words = {
+            stage: wire.encode({"kind": "start", "coordinator": coordinator, **self._start})
+            for stage, coordinator in coordinators.items()
+        }
+        for seat in self._seats:
+            if seat.line:
+                seat.line.send(words[seat.process.stage])
+
     def _keep(self) -> None:
         while not self._closed.wait(self._timeout_s / BEATS):
             progress = {"num_noted": self._pace.num_noted, "limit_s": self._pace.limit_s}
             self.broadcast({"kind": "beat", **progress})
+
+
+class ClockOffset:
+    """How far the controller's clock is ahead of this process's, from questions and answers.
+
+    The answer that came back soonest counts: it is off by half of what its way there took longer
+    than its way back. Old answers do not count, since clocks drift apart.
+    """
+
+    def __init__(self) -> None:
+        self._found: deque[tuple[float, float]] = deque(maxlen=CLOCKS)  # round trip, offset
+
+    def hear(self, asked_s: float, now_s: float, heard_s: float) -> None:
+        """Takes an answer: when it was asked and heard on this clock, and what the other said.
+
+        >>> clock = ClockOffset()
+        >>> clock.hear(1.0, 15.2, 1.4), clock.hear(2.0, 16.9, 3.0)
+        (None, None)
+        >>> clock.offset_s
+        14.0
+        """
+        self._found.append((heard_s - asked_s, now_s - (asked_s + heard_s) / 2))
+
+    @property
+    def offset_s(self) -> float:
+        return min(self._found)[1] if self._found else 0.0
 
 
 class Verdict(NamedTuple):
@@ -295,6 +344,7 @@ class Member:
     _noted_s: float = 0.0  # when that was news
     _patience_s: float = math.inf  # until the next
     _files: list[tuple[str, str]] = field(default_factory=list)
+    clock: "ClockOffset" = field(default_factory=lambda: ClockOffset())
 
     def __post_init__(self) -> None:
         self._connection = wire.connect(
@@ -327,6 +377,11 @@ class Member:
         num_begun = self._at.get("num_begun", 0) + 1
         self._at = {"work": work, "at_step": step, "num_begun": num_begun}
         self.tell("beat")
+
+    def addresses(self, numbers: Sequence[int], timeout_s: float) -> dict[int, Any]:
+        """Where some processes listen, by their numbers; once all have come."""
+        self.tell("addresses", of=list(numbers))
+        return dict(self.wait_for("addresses", timeout_s)["found"])
 
     def tell_compiled(
         self, digests: Mapping[str, str], source: str, files: Mapping[str, str]
@@ -404,7 +459,9 @@ class Member:
                 parts = {name: message[name] for name in ("where", "problem", "found", "fix")}
                 self.on_loss(HolmesError(**parts))
                 return
-            if message["kind"] == "files":
+            if message["kind"] == "clock":
+                self.clock.hear(message["asked_s"], message["now_s"], time.perf_counter())
+            elif message["kind"] == "files":
                 end = message["first"] + message["count"]
                 with contextlib.suppress(OSError):
                     self.tell("files", files=self._files[message["first"] : end])
@@ -417,6 +474,9 @@ class Member:
                 self._inbox.put(message)
 
     def _beat(self) -> None:
-        while not self._closed.wait(self.timeout_s / BEATS):
+        """Beats, and asks for the time with each; a few times at once in the beginning."""
+        pauses_s = [random.uniform(0.0, CLOCK_PAUSE_S) for _ in range(FIRST_CLOCKS - 1)] + [0.0]
+        beat_s = self.timeout_s / BEATS
+        while not self._closed.wait(min(pauses_s.pop(), beat_s) if pauses_s else beat_s):
             with contextlib.suppress(OSError):  # the listening thread says why
-                self.tell("beat")
+                self.tell("clock", asked_s=time.perf_counter())

@@ -93,7 +93,7 @@ def coordinator_port(address: str, config: DistributedConfig, stage: int) -> int
 def join(
     process: Process,
     domain: tuple[Process, ...],
-    coordinator: tuple[str, int],
+    coordinator: tuple[str, int] | None,
     config: DistributedConfig,
 ) -> dict[int, jax.Device]:
     """Joins the domain; its devices, by their numbers in the topology. Waits for all to come.
@@ -101,9 +101,10 @@ def join(
     Args:
       process: this one.
       domain: all processes of the stage, in the order of their ranks.
-      coordinator: address and port of rank 0.
+      coordinator: address and port of rank 0; not needed by a process that is alone.
     """
     if len(domain) > 1:
+        assert coordinator is not None, "rank 0 tells where it listens"
         address = "{}:{}".format(*coordinator)
         # JAX would swallow SIGTERM and go on.
         jax.config.update("jax_enable_preemption_service", False)

@@ -13,6 +13,7 @@ from socket import socket
 from typing import Any
 
 from holmesjax import wire
+from holmesjax.door import Door
 from holmesjax.errors import HolmesError, PeerError
 from holmesjax.processes import Process, fabric_between
 from holmesjax.topology import Topology
@@ -55,7 +56,7 @@ def meet(
     processes: Sequence[Process],
     topology: Topology,
     ports: Ports,
-    book: Sequence[Book],
+    book: Mapping[int, Book],
     key: bytes,
     about: Mapping[str, Any],
     digests: Mapping[int, str],
@@ -68,7 +69,7 @@ def meet(
     Args:
       me: this process, one of `processes`.
       ports: where it listens; closed at the end.
-      book: where each process does, by its number.
+      book: where it and those that it shares something with do, by their numbers.
       key: of the job.
       about: what must be equal everywhere, by name.
       digests: for each process that something is shared with, of what is shared.
@@ -107,7 +108,7 @@ class _Meeting:
         self,
         topology: Topology,
         ports: Ports,
-        book: Sequence[Book],
+        book: Mapping[int, Book],
         key: bytes,
         timeout_s: float,
     ) -> None:
@@ -121,7 +122,14 @@ class _Meeting:
         with ExitStack() as doors:
             self._doors = [
                 doors.enter_context(
-                    wire.Door(sock, key=key, hello=hello, check=self._check, enter=self._let_in)
+                    Door(
+                        sock,
+                        key=key,
+                        hello=hello,
+                        check=self._check,
+                        enter=self._let_in,
+                        expected=sum(self._streams.values()),
+                    )
                 )
                 for sock in itertools.chain(*ports.sockets.values())
             ]
@@ -206,7 +214,7 @@ def between(source: Process, target: Process) -> str:
 
 
 def num_streams(
-    topology: Topology, me: Process, peer: Process, book: Sequence[Book], at_least: int
+    topology: Topology, me: Process, peer: Process, book: Mapping[int, Book], at_least: int
 ) -> int:
     """Connections between two processes, over the network of their link."""
     fabric = fabric_between(topology, me, peer)

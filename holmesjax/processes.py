@@ -5,6 +5,7 @@ topology, and every device of the stage belongs to exactly one of them.
 """
 
 import itertools
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -45,11 +46,8 @@ def make_processes(plan: Plan, topology: Topology, per: PER) -> tuple[Process, .
     Where two stages share a node, or a node has a process for each device, the name says which:
     "ib/ib-0.s1", "ib/ib-0:3".
     """
-    shared = {
-        node.name
-        for node in topology.nodes
-        if sum(node.name in stage.nodes for stage in plan.stages) > 1
-    }
+    homes = Counter(name for stage in plan.stages for name in set(stage.nodes))
+    firsts = _first_devices(topology)
     numbers = itertools.count()
     processes = []
     for s, stage in enumerate(plan.stages):
@@ -60,11 +58,10 @@ def make_processes(plan: Plan, topology: Topology, per: PER) -> tuple[Process, .
             devices = tuple(on_node)
             groups += [(node, (d,)) for d in devices] if per == "device" else [(node, devices)]
         for rank, (node, devices) in enumerate(groups):
-            first = topology.devices((node,))[0]
-            local = tuple(device - first for device in devices)
+            local = tuple(device - firsts[node] for device in devices)
             cluster = topology.cluster_of(node).name
             name = f"{cluster}/{node}"
-            name += f":{local[0]}" if per == "device" else f".s{s}" if node in shared else ""
+            name += f":{local[0]}" if per == "device" else f".s{s}" if homes[node] > 1 else ""
             processes.append(
                 Process(
                     number=next(numbers),
@@ -80,9 +77,17 @@ def make_processes(plan: Plan, topology: Topology, per: PER) -> tuple[Process, .
     return tuple(processes)
 
 
+def _first_devices(topology: Topology) -> dict[str, int]:
+    """The number of the first device of each node, by its name."""
+    sizes = [node.num_devices for node in topology.nodes]
+    starts = itertools.accumulate(sizes, initial=0)
+    return {node.name: start for node, start in zip(topology.nodes, starts, strict=False)}
+
+
 def node_processes(topology: Topology) -> tuple[Process, ...]:
     """One process for every node, with all its devices; a cluster counts as a stage."""
     processes: list[Process] = []
+    firsts = _first_devices(topology)
     for c, cluster in enumerate(topology.clusters):
         for rank, node in enumerate(cluster.nodes):
             processes.append(
@@ -93,7 +98,7 @@ def node_processes(topology: Topology) -> tuple[Process, ...]:
                     node=node.name,
                     stage=c,
                     rank=rank,
-                    devices=topology.devices((node.name,)),
+                    devices=tuple(range(firsts[node.name], firsts[node.name] + node.num_devices)),
                     local_devices=tuple(range(node.num_devices)),
                 )
             )

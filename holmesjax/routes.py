@@ -10,10 +10,11 @@ once and copies it; where several processes hold it, each receives a share, and 
 target stage rebuilds the whole. Only scalars, which no axis cuts, go to every process.
 """
 
+import heapq
 import itertools
 import math
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from types import EllipsisType
 from typing import NamedTuple
 
@@ -117,17 +118,45 @@ def pieces(crossing: Crossing, plan: Plan, processes: Sequence[Process]) -> tupl
     wire = wire_spec(crossing, plan, processes)
     for device, box in boxes(crossing.shape, wire, stages[1]).items():
         landing[home[device], box].append(device)
+    grid = _grid(crossing.shape, crossing.source_spec, _sizes(stages[0]))
     found = []
     sent: Counter[int] = Counter()  # elements by each source, so that copies take turns
+    turns = {box: [(0, number) for number in sorted(held)] for box, held in holders.items()}
     for (target, wanted), devices in sorted(landing.items()):
-        for held, sources in sorted(holders.items()):
+        for held in _overlapping(wanted, grid):
             common = intersection(wanted, held)
-            if common is None:
-                continue
-            source = min(sources, key=lambda number: (sent[number], number))
+            assert common is not None, f"{wanted} does not reach {held}"
+            source = _take_turn(turns[held], sent)
             sent[source] += math.prod(stop - start for start, stop in common)
             found.append(Piece(common, source, target, tuple(devices)))
     return tuple(found)
+
+
+def _grid(shape: Sequence[int], spec: Spec, sizes: Mapping[str, int]) -> list[int]:
+    """The length of each dim's parts."""
+    return [
+        size // math.prod(sizes[axis] for axis in axes)
+        for size, axes in zip(shape, spec, strict=True)
+    ]
+
+
+def _overlapping(box: Box, grid: Sequence[int]) -> Iterator[Box]:
+    """The boxes of a grid that share something with one, in ascending order; no others are seen."""
+    ranges = (
+        [(at, at + step) for at in range(start // step * step, stop, step)]
+        for (start, stop), step in zip(box, grid, strict=True)
+    )
+    return itertools.product(*ranges)
+
+
+def _take_turn(turns: list[tuple[int, int]], sent: Mapping[int, int]) -> int:
+    """The process of a heap of (elements sent, number) that has sent least, and then the first.
+
+    What a process has sent only grows: a count that is out of date is corrected when it comes up.
+    """
+    while turns[0][0] < (now := sent[turns[0][1]]):
+        heapq.heapreplace(turns, (now, turns[0][1]))
+    return turns[0][1]
 
 
 def intersection(a: Box, b: Box) -> Box | None:

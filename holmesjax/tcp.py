@@ -98,7 +98,7 @@ class TcpTransport:
       plan, topology, crossings: the same in every process.
       mesh: of this process's stage.
       ports: where this process listens.
-      book: where each process does, by its number.
+      look_up: tells where some processes do, by their numbers.
       key: of the job.
       about: what must be equal at both ends of a connection, by name.
       streams: connections between two processes, at least; more where nodes have more NICs.
@@ -122,7 +122,7 @@ class TcpTransport:
         crossings: Sequence[Crossing],
         mesh: Mesh,
         ports: Ports,
-        book: Sequence[Book],
+        look_up: Callable[[Sequence[int]], Mapping[int, Book]],
         key: bytes,
         about: Mapping[str, Any],
         streams: int,
@@ -162,6 +162,7 @@ class TcpTransport:
         self._stager = threading.Thread(target=self._stage, name="stager", daemon=True)
         self._stager.start()
         try:
+            book = look_up([me.number, *sorted(shared)])
             for other in shared:
                 count = num_streams(topology, me, processes[other], book, streams)
                 self._peers[other] = Peer(processes[other], count)

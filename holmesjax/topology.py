@@ -14,7 +14,7 @@ The file that people write is described in `topology_file`.
 
 import hashlib
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import combinations, groupby
@@ -132,10 +132,13 @@ class Topology:
     links: dict[tuple[str, str], Link]  # between clusters, one entry each way
     measured: Measured | None = None
     _homes: dict[str, tuple[Cluster, Node]] = field(init=False, repr=False, compare=False)
+    _nodes: tuple[Node, ...] = field(init=False, repr=False, compare=False)  # of each device
 
     def __post_init__(self) -> None:
         homes = {node.name: (cluster, node) for cluster in self.clusters for node in cluster.nodes}
         object.__setattr__(self, "_homes", homes)
+        nodes = tuple(node for node in self.nodes for _ in range(node.num_devices))
+        object.__setattr__(self, "_nodes", nodes)
 
     @property
     def nodes(self) -> tuple[Node, ...]:
@@ -159,15 +162,12 @@ class Topology:
         """Numbers of the devices of some nodes, in the order of the topology; by default of all."""
         chosen = self._homes.keys() if nodes is None else set(nodes)
         assert chosen <= self._homes.keys(), f"no nodes {chosen - self._homes.keys()}"
-        return tuple(number for number, node in self._numbered() if node.name in chosen)
+        return tuple(number for number, node in enumerate(self._nodes) if node.name in chosen)
 
     def node_of(self, device: int) -> Node:
         """The node that holds a device, by its number."""
-        assert 0 <= device < self.num_devices, f"no device {device} of {self.num_devices}"
-        return next(node for number, node in self._numbered() if number == device)
-
-    def _numbered(self) -> Iterator[tuple[int, Node]]:
-        return enumerate(node for node in self.nodes for _ in range(node.num_devices))
+        assert 0 <= device < len(self._nodes), f"no device {device} of {self.num_devices}"
+        return self._nodes[device]
 
     def link(self, node_a: str, node_b: str) -> Link:
         """The path from one node to another: as it was measured, or else as it should be."""

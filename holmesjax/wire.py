@@ -24,8 +24,10 @@ not someone who can read the network.
 import contextlib
 import errno
 import hmac
+import itertools
 import json
 import os
+import random
 import resource
 import secrets
 import socket
@@ -33,8 +35,7 @@ import struct
 import sys
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -44,12 +45,16 @@ HELLO_LIMIT_BYTES = 64 * 1024  # before the other end has proved that it holds t
 MESSAGE_LIMIT_BYTES = 64 * 1024 * 1024
 HELLO_TIMEOUT_S = 5.0  # for a stranger who says nothing
 NONCE_TIMEOUT_S = 30.0  # for a listener that nobody attends to yet; a lost one needs a new call
-MAX_PENDING = 64  # connections whose hello is not finished
 KEY_BYTES = 32
 OPEN_FILES = 65_536  # sockets of some ten thousand processes
-PAUSE_S = 0.1  # before a call that did not get through is repeated
+PAUSE_S = 0.1  # before a call that did not get through is repeated; longer each time
+MAX_PAUSE_S = 2.0
 STRANGER_PAUSE_S = 1.0  # the same after an answer without the key
+BACKLOG = 4096  # calls that the system holds until they are accepted; it may allow fewer
 WRONG_KEY = "it does not hold the key of this job"
+CLOSED = "the other end closed the connection"
+LENGTH = struct.Struct(">I")  # before each message
+ENTERED: dict[str, Any] = {"entered": True}
 
 Message = dict[str, Any]
 Check = Callable[[Message], str | None]  # what is wrong with the other end's hello, if anything
@@ -105,16 +110,50 @@ class Connection:
 
     def send(self, message: Mapping[str, Any]) -> None:
         """Raises OSError if the other end is gone or takes nothing for the socket's timeout."""
+        data = encode(message)
         with self._lock:
-            _send(self.sock, message)
+            self.sock.sendall(data)
 
     def receive(self) -> Message:
         """Raises OSError if the other end is gone or says nothing for the socket's timeout."""
         return _receive(self.sock, MESSAGE_LIMIT_BYTES)
 
     def close(self) -> None:
-        _shut(self.sock)  # wakes a thread that receives
+        shut(self.sock)  # wakes a thread that receives
         self.sock.close()
+
+
+class Reader:
+    """Messages of a socket that does not block, as their bytes come.
+
+    Nothing behind the message is read, so that the socket can be handed on after any of them.
+    """
+
+    def __init__(self, sock: socket.socket, limit_bytes: int):
+        self._sock, self.limit_bytes = sock, limit_bytes
+        self._data = bytearray()
+        self._length: int | None = None  # of the message, once that is known
+
+    def read(self) -> Message | None:
+        """The next message; None if it is not all there yet.
+
+        Raises OSError if the other end is gone, ValueError for what is no message.
+        """
+        while True:
+            wanted = LENGTH.size if self._length is None else self._length
+            while len(self._data) < wanted:
+                try:
+                    part = self._sock.recv(min(wanted - len(self._data), 65536))
+                except BlockingIOError:
+                    return None
+                if not part:
+                    raise ConnectionResetError(CLOSED)
+                self._data += part
+            data, self._data = self._data, bytearray()
+            if self._length is not None:
+                self._length = None
+                return _decode(data)
+            self._length = _length(data, self.limit_bytes)
 
 
 def listen(address: str, port: int = 0) -> socket.socket:
@@ -131,7 +170,7 @@ def listen(address: str, port: int = 0) -> socket.socket:
         found = error.strerror if isinstance(error, OSError) else error
         fix = "choose another port" if port else "name an address of this machine"
         raise HolmesError(f"{address}:{port}", "cannot listen here", found=found, fix=fix) from None
-    sock.listen(256)
+    sock.listen(BACKLOG)
     return sock
 
 
@@ -139,132 +178,6 @@ def address_of(sock: socket.socket) -> tuple[str, int]:
     """Where a listening socket can be reached."""
     address, port = sock.getsockname()
     return address, port
-
-
-class Door:
-    """Lets in, on a listening socket, whoever holds the key; a context manager.
-
-    A stranger costs one waiting thread for `HELLO_TIMEOUT_S` and no memory. Of more than
-    `MAX_PENDING` at once the oldest is sent away, so that strangers cannot keep the others out: a
-    hello takes milliseconds, and `connect` tries again.
-
-    Args:
-      sock: from `listen`; closed with the door.
-      key: of the job.
-      hello: what this end says of itself.
-      check: looks at the caller's hello; a text refuses it.
-      enter: takes each authenticated connection, on a thread of its own.
-      warn: told once of each kind of trouble: this process cannot accept calls, or one came with
-        another key.
-    """
-
-    def __init__(
-        self,
-        sock: socket.socket,
-        *,
-        key: bytes,
-        hello: Message,
-        check: Check,
-        enter: Callable[[Connection], None],
-        warn: Callable[[str], object] = warn,
-    ):
-        self._sock, self._key, self._hello = sock, key, hello
-        self._check, self._enter, self._warn = check, enter, warn
-        self.trouble = ""  # why no call is accepted at present
-        self._where = "{}:{}".format(*address_of(sock))
-        self._warned: set[str] = set()
-        self._pending: deque[socket.socket] = deque()  # whose hello is not finished
-        self._lock = threading.Lock()
-        self._closing = False
-        self._thread = threading.Thread(target=self._run, name="door", daemon=True)
-        self._thread.start()
-
-    def __enter__(self) -> "Door":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        self._closing = True
-        _shut(self._sock)  # wakes `accept`
-        self._sock.close()
-        self._thread.join()
-
-    def _run(self) -> None:
-        while not self._closing:
-            try:
-                caller, _ = self._sock.accept()
-                self._receive_caller(caller)
-                self.trouble = ""
-            except (OSError, RuntimeError) as error:  # the latter where no thread can start
-                # A caller that has left before it was accepted is nobody's trouble.
-                if not self._closing and getattr(error, "errno", 0) != errno.ECONNABORTED:
-                    self.trouble = f"cannot accept calls at {self._where}: {_shortage(error)}"
-                    self._warn_once("accept", self.trouble)
-                    time.sleep(PAUSE_S)  # strangers time out soon
-
-    def _receive_caller(self, caller: socket.socket) -> None:
-        with self._lock:
-            self._pending.append(caller)
-            if len(self._pending) > MAX_PENDING:
-                _shut(self._pending.popleft())  # wakes its thread, which closes it
-        try:
-            threading.Thread(target=self._greet, args=(caller,), name="greet", daemon=True).start()
-        except RuntimeError:
-            self._let_go(caller)
-            caller.close()
-            raise
-
-    def _warn_once(self, kind: str, text: str) -> None:
-        with self._lock:
-            is_new = kind not in self._warned
-            self._warned.add(kind)
-        if is_new:
-            self._warn(text)
-
-    def _greet(self, caller: socket.socket) -> None:
-        try:
-            connection = self._shake_hands(caller)
-        except (OSError, ValueError, RecursionError):
-            self._let_go(caller)
-            caller.close()
-            return
-        if connection is not None:
-            self._enter(connection)
-
-    def _let_go(self, caller: socket.socket) -> None:
-        with self._lock, contextlib.suppress(ValueError):  # it has been told before, or sent away
-            self._pending.remove(caller)
-
-    def _shake_hands(self, caller: socket.socket) -> Connection | None:
-        deadline_s = time.monotonic() + HELLO_TIMEOUT_S
-        _prepare(caller)
-        mine = secrets.token_hex(16)
-        _send(caller, {"nonce": mine})
-        answer = _receive(caller, HELLO_LIMIT_BYTES, deadline_s)
-        theirs, hello, mac = (_take(answer, name) for name in ("nonce", "hello", "mac"))
-        if not _equal(_mac(self._key, "caller", mine, theirs, hello), mac):
-            _send(caller, {"refused": WRONG_KEY})
-            who = "{}:{}".format(*caller.getpeername())
-            self._warn_once("key", f"refused a call from {who}: {WRONG_KEY}")
-            raise ValueError("wrong key")
-        self._let_go(caller)
-        if reason := self._check(hello):
-            mac = _mac(self._key, "refusal", theirs, mine, reason)
-            _send(caller, {"refused": reason, "mac": mac})
-            caller.close()
-            return None
-        _send(
-            caller,
-            {
-                "hello": self._hello,
-                "mac": _mac(self._key, "listener", theirs, mine, self._hello),
-            },
-        )
-        _take(_receive(caller, HELLO_LIMIT_BYTES, deadline_s), "entered")
-        caller.settimeout(None)
-        return Connection(caller, hello)
 
 
 def connect(
@@ -290,7 +203,7 @@ def connect(
     """
     deadline_s = time.monotonic() + timeout_s
     stranger = ""  # what was heard without the key
-    while True:
+    for attempt in itertools.count():
         try:
             return _call(address, port, source, key, hello, check, where, deadline_s)
         except (OSError, ValueError, RecursionError) as error:
@@ -302,8 +215,18 @@ def connect(
                 stranger = heard
             if time.monotonic() >= deadline_s:
                 raise _unanswered(where, f"{address}:{port}", timeout_s, heard, stranger) from None
-            pause_s = STRANGER_PAUSE_S if is_stranger else PAUSE_S
+            pause_s = STRANGER_PAUSE_S if is_stranger else pause_after(attempt)
             time.sleep(min(pause_s, max(deadline_s - time.monotonic(), 0.0)))
+    raise AssertionError("the last call returns or raises")
+
+
+def pause_after(attempt: int) -> float:
+    """Seconds before a call is repeated: twice as long each time, and not as long for everybody.
+
+    A crowd that calls at once does not come again at once.
+    """
+    longest_s = min(PAUSE_S * 2.0 ** min(attempt, 30), MAX_PAUSE_S)
+    return longest_s * random.uniform(0.5, 1.0)
 
 
 def _unanswered(where: str, place: str, timeout_s: float, heard: str, stranger: str) -> PeerError:
@@ -349,44 +272,66 @@ def _call(
 def _introduce(
     sock: socket.socket, key: bytes, hello: Message, check: Check, where: str, deadline_s: float
 ) -> Connection:
-    _prepare(sock)
-    within = lambda timeout_s: min(deadline_s, time.monotonic() + timeout_s)
-    theirs = _take(_receive(sock, HELLO_LIMIT_BYTES, within(NONCE_TIMEOUT_S)), "nonce")
-    mine = secrets.token_hex(16)
-    mac = _mac(key, "caller", theirs, mine, hello)
-    _send(sock, {"nonce": mine, "hello": hello, "mac": mac})
-    answer = _receive(sock, HELLO_LIMIT_BYTES, within(HELLO_TIMEOUT_S))
+    prepare(sock)
+    talk, timeout_s = introduction(key, hello, check, where), NONCE_TIMEOUT_S
+    next(talk)
+    try:
+        while True:
+            within_s = min(deadline_s, time.monotonic() + timeout_s)
+            _send(sock, talk.send(_receive(sock, HELLO_LIMIT_BYTES, within_s)))
+            timeout_s = HELLO_TIMEOUT_S
+    except StopIteration as end:
+        _send(sock, ENTERED)
+        sock.settimeout(None)
+        return Connection(sock, end.value)
+
+
+def introduction(
+    key: bytes, hello: Message, check: Check, where: str
+) -> Generator[Message, Message, Message]:
+    """A caller's part: is sent what it hears and gives what it says; ends with the other's hello.
+
+    The first thing that it gives is empty, and not to be said. `ENTERED` is to be said at the end.
+
+    Raises:
+      ValueError: the other end does not prove that it holds the key.
+      RefusedError: one of the two ends refuses the other.
+    """
+    theirs, mine = take((yield {}), "nonce"), secrets.token_hex(16)
+    mac = prove(key, "caller", theirs, mine, hello)
+    answer = yield {"nonce": mine, "hello": hello, "mac": mac}
     reason = answer.get("refused")
-    role, said = ("listener", _take(answer, "hello")) if reason is None else ("refusal", reason)
-    if not _equal(_mac(key, role, mine, theirs, said), answer.get("mac")):
+    role, said = ("listener", take(answer, "hello")) if reason is None else ("refusal", reason)
+    if not is_proof(prove(key, role, mine, theirs, said), answer.get("mac")):
         raise ValueError("no proof" if reason is None else f"{str(reason)[:200]!r}, without proof")
     if reason is None:
         reason = check(said)
     if reason is not None:
         fix = "start all processes of a job from one run folder and one installation"
         raise RefusedError(where, "the other end was refused", found=reason, fix=fix)
-    _send(sock, {"entered": True})
-    sock.settimeout(None)
-    return Connection(sock, said)
+    return said
 
 
-def _mac(key: bytes, role: str, *parts: Any) -> str:
+def prove(key: bytes, role: str, *parts: Any) -> str:
+    """What only a holder of the key can say of nonces and a hello."""
     text = json.dumps([role, *parts], sort_keys=True)
     return hmac.digest(key, text.encode(), "sha256").hex()
 
 
-def _equal(expected: str, found: object) -> bool:
+def is_proof(expected: str, found: object) -> bool:
+    """Whether what the other end says is what a holder of the key would."""
     # As bytes: the comparison raises for text that is not ASCII.
     return hmac.compare_digest(expected.encode(), str(found).encode())
 
 
-def _take(message: Message, name: str) -> Any:
+def take(message: Message, name: str) -> Any:
+    """A part of a message. Raises ValueError where it is not there."""
     if name not in message:
         raise ValueError(f"no {name}")
     return message[name]
 
 
-def _shortage(error: Exception) -> str:
+def shortage(error: Exception) -> str:
     """What this process or its host is short of, and what to do."""
     if isinstance(error, OSError) and error.errno == errno.EMFILE:
         limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
@@ -394,32 +339,48 @@ def _shortage(error: Exception) -> str:
     return f"{error}; see what this host is short of"
 
 
-def _shut(sock: socket.socket) -> None:
+def shut(sock: socket.socket) -> None:
+    """Ends both directions, and wakes whoever waits in one."""
     with contextlib.suppress(OSError):  # the other end was faster
         sock.shutdown(socket.SHUT_RDWR)
 
 
-def _prepare(sock: socket.socket) -> None:
+def prepare(sock: socket.socket) -> None:
+    """Lets small messages go at once."""
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
 
-def _send(sock: socket.socket, message: Mapping[str, Any]) -> None:
+def encode(message: Mapping[str, Any]) -> bytes:
+    """A message as it is sent."""
     text = json.dumps(message).encode()
     assert len(text) <= MESSAGE_LIMIT_BYTES, f"a message of {len(text)} bytes"
-    sock.sendall(struct.pack(">I", len(text)) + text)
+    return LENGTH.pack(len(text)) + text
 
 
-def _receive(sock: socket.socket, limit_bytes: int, deadline_s: float | None = None) -> Message:
-    (length,) = struct.unpack(">I", _read(sock, 4, deadline_s))
-    if length > limit_bytes:
-        raise ValueError(f"a message of {length} bytes")
+def _decode(text: bytes | bytearray) -> Message:
     try:
-        message = json.loads(_read(sock, length, deadline_s))
+        message = json.loads(text)
     except RecursionError:
         raise ValueError("a message nested too deeply") from None
     if not isinstance(message, dict):
         raise ValueError(f"a message that is {type(message).__name__}")
     return message
+
+
+def _length(head: bytes | bytearray, limit_bytes: int) -> int:
+    (length,) = LENGTH.unpack(head)
+    if length > limit_bytes:
+        raise ValueError(f"a message of {length} bytes")
+    return int(length)
+
+
+def _send(sock: socket.socket, message: Mapping[str, Any]) -> None:
+    sock.sendall(encode(message))
+
+
+def _receive(sock: socket.socket, limit_bytes: int, deadline_s: float | None = None) -> Message:
+    length = _length(_read(sock, LENGTH.size, deadline_s), limit_bytes)
+    return _decode(_read(sock, length, deadline_s))
 
 
 def _read(sock: socket.socket, num_bytes: int, deadline_s: float | None) -> bytes:
@@ -432,6 +393,6 @@ def _read(sock: socket.socket, num_bytes: int, deadline_s: float | None) -> byte
                 raise TimeoutError("the hello took too long")
         part = sock.recv(min(num_bytes - len(data), 65536))
         if not part:
-            raise ConnectionResetError("the other end closed the connection")
+            raise ConnectionResetError(CLOSED)
         data += part
     return bytes(data)

@@ -9,7 +9,6 @@ import contextlib
 import functools
 import signal
 import threading
-import time
 import traceback
 from collections.abc import Callable, Mapping, MutableMapping
 from concurrent.futures import ThreadPoolExecutor
@@ -166,11 +165,11 @@ class _Worker:
         member.status("waited for the other processes to start")
         start = member.wait_for("start", self._config.start_timeout_s)
         member.status("was starting JAX")
-        stages = self._join(start["book"])
+        stages = self._join(start["coordinator"])
         with ThreadPoolExecutor(1) as pool, ExitStack() as stack:
             reading = pool.submit(read_batches, job.config)
             member.status("was compiling")
-            runner = self._make_runner(stages, ports, start["book"])
+            runner = self._make_runner(stages, ports)
             member.status("was reading the corpus")
             batches = reading.result()
             corpus = batches.corpus
@@ -191,7 +190,7 @@ class _Worker:
                 writer=stack.enter_context(
                     checkpoint.Writer(job.run_dir, stages, self._tell_saved, self._tell_unsaved)
                 ),
-                tell=_Teller(member, start["now_s"]),
+                tell=_Teller(member),
                 is_stopping=lambda: self._agreement.stopping,
                 is_saving=lambda step: self._agreement.saving,
                 begins=self._begins,
@@ -215,18 +214,15 @@ class _Worker:
         address, _ = nic(book, self._me, fabric, 0)
         return address, domain.coordinator_port(address, self._config, self._me.stage)
 
-    def _join(self, book: list[dict[str, Any]]) -> list[Stage]:
+    def _join(self, coordinator: tuple[str, int] | None) -> list[Stage]:
         """Its stage's chunks, on the devices of its domain."""
         job, me = self._job, self._me
         kinds = domain.device_kinds(job, self._domain)
         compat.use_devices(kinds, len(me.devices), rehearse=job.config.run.rehearse)
-        coordinator = book[self._domain[0].number]["coordinator"]
         devices = domain.join(me, self._domain, coordinator, self._config)
         return make_stages(job, {me.stage: build_mesh(job.plan.stages[me.stage], devices)})
 
-    def _make_runner(
-        self, stages: list[Stage], ports: Ports, book: list[dict[str, Any]]
-    ) -> Pipeline | OneStage:
+    def _make_runner(self, stages: list[Stage], ports: Ports) -> Pipeline | OneStage:
         self._agreement = _Agreement(self._member)
         if len(self._job.plan.stages) == 1:
             runner = _VotingStage(self._job.plan, compile_whole_step(stages[0]))
@@ -242,7 +238,7 @@ class _Worker:
             crossings=crossings(stages[0]),
             mesh=stages[0].mesh,
             ports=ports,
-            book=[addresses["data"] for addresses in book],
+            look_up=lambda numbers: self._member.addresses(numbers, self._config.start_timeout_s),
             key=self._place.key,
             about=self._about,
             streams=self._config.streams,
@@ -285,18 +281,13 @@ class _Worker:
 class _Teller:
     """Sends parts to the controller, with times on its clock; only one process tells of a stage."""
 
-    def __init__(self, member: Member, controller_now_s: float):
+    def __init__(self, member: Member):
         self._member = member
-        offset_s = controller_now_s - time.perf_counter()
-        # Within a machine it is one clock, and the difference the time the message took.
-        self._offset_s = 0.0 if abs(offset_s) < 1.0 else offset_s
 
     def __call__(self, part: dict[str, Any]) -> None:
-        leads = self._member.process.leads
+        leads, offset_s = self._member.process.leads, self._member.clock.offset_s
         intervals = [
-            interval._replace(
-                start_s=interval.start_s + self._offset_s, end_s=interval.end_s + self._offset_s
-            )
+            interval._replace(start_s=interval.start_s + offset_s, end_s=interval.end_s + offset_s)
             for interval in (part["intervals"] if leads else ())
         ]
         self._member.tell("part", part={**part, "intervals": intervals})

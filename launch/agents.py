@@ -11,6 +11,7 @@ from typing import Any
 
 from holmesjax import wire
 from holmesjax.control import Event
+from holmesjax.door import Door
 from holmesjax.errors import PeerError
 from holmesjax.processes import Process, node_processes
 from holmesjax.topology import Topology
@@ -46,7 +47,14 @@ class Agents:
         wire.raise_open_files()
         sock = wire.listen(launcher.address, launcher.port)
         address = "{}:{}".format(*wire.address_of(sock))
-        self._door = wire.Door(sock, key=key, hello={}, check=self._check, enter=self._enter)
+        self._door = Door(
+            sock,
+            key=key,
+            hello={},
+            check=self._check,
+            enter=self._enter,
+            expected=len(self._processes),
+        )
         env = {"HOLMES_CONTROLLER": address, "HOLMES_KEY_FILE": str(self._key_file.absolute())}
         try:
             for process in self._processes.values():

@@ -1,15 +1,17 @@
 """The controller and its members, over real sockets."""
 
 import queue
+import random
 import socket
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 
 from holmesjax import wire
 from holmesjax.config import DistributedConfig
-from holmesjax.control import Controller, Member, differences
+from holmesjax.control import ClockOffset, Controller, Member, differences
 from holmesjax.errors import DataError, PeerError, RefusedError
 from holmesjax.pace import Pace
 from holmesjax.processes import Process
@@ -35,19 +37,23 @@ def process(number, stage, rank=0):
 PROCESSES = (process(0, 0), process(1, 0, 1), process(2, 1))  # two stages; the first has two
 
 
-@pytest.fixture
-def controller():
-    with Controller(
-        PROCESSES,
+def open_controller(processes, silence_s=SILENCE_S):
+    return Controller(
+        processes,
         address="127.0.0.1",
         port=0,
         about=ABOUT,
         start={"resume": 7},
         key=KEY,
-        heartbeat_timeout_s=SILENCE_S,
+        heartbeat_timeout_s=silence_s,
         is_saving=lambda step: step % 2 == 0,
         pace=Pace(DistributedConfig()),
-    ) as controller:
+    )
+
+
+@pytest.fixture
+def controller():
+    with open_controller(PROCESSES) as controller:
         yield controller
 
 
@@ -78,16 +84,74 @@ def next_event(controller, kind):
     return event
 
 
-def test_the_start_comes_when_all_are_there_and_has_their_addresses(controller, members):
+def tell_ready(member):
+    number = member.process.number
+    coordinator = ["there", number] if member.process.leads else None
+    member.tell("ready", addresses={"data": ["here", number], "coordinator": coordinator})
+
+
+def test_the_start_comes_when_all_are_there_and_has_what_one_needs(controller, members):
     for member in members[:2]:
-        member.tell("ready", addresses=["here", member.process.number])
+        tell_ready(member)
     with pytest.raises(PeerError, match="not all processes came"):
         members[0].wait_for("start", 0.2)
-    members[2].tell("ready", addresses=["here", 2])
+    tell_ready(members[2])
     for member in members:
-        start = member.wait_for("start", 5)
-        assert start["book"] == [["here", 0], ["here", 1], ["here", 2]]
-        assert start["resume"] == 7
+        leader = 0 if member.process.stage == 0 else 2
+        start = {"kind": "start", "coordinator": ["there", leader], "resume": 7}
+        assert member.wait_for("start", 5) == start
+    assert members[0].addresses([2, 0], 5) == {2: ["here", 2], 0: ["here", 0]}
+
+
+def test_a_start_is_as_long_in_a_large_job_as_in_a_small_one():
+    """It says nothing of the others of a stage; whoever needs their addresses asks for them."""
+    sizes = []
+    for count in (2, 200):
+        made = [process(number, number % 2, number // 2) for number in range(count)]
+        with open_controller(made) as controller:
+            sent = []
+            line = SimpleNamespace(send=sent.append)
+            for seat in controller._seats:
+                seat.line = line
+                seat.addresses = {"data": ["here"] * 8, "coordinator": ["there", 1]}
+            controller._start_all()
+            assert len(sent) == count
+            sizes.append(max(map(len, sent)))
+    assert sizes[0] == sizes[1]
+
+
+def test_clocks_are_set_by_the_soonest_answer_and_follow_a_drift():
+    """Waits on one way, as a busy process or a full queue makes them, spoil most answers."""
+    rng = random.Random(0)
+    clock, ahead_s = ClockOffset(), 5000.0
+    for i in range(200):
+        there_s, back_s = (0.1 + rng.choice([0.0, rng.expovariate(0.5)]) for _ in range(2))
+        asked_s = 10.0 * i
+        clock.hear(asked_s, asked_s + there_s + ahead_s, asked_s + there_s + back_s)
+        if i > 20:
+            assert abs(clock.offset_s - ahead_s) <= 0.02  # a tenth of the round trip
+        ahead_s += 1e-4  # 10 parts in a million
+
+
+def test_a_member_asks_for_the_time_again_and_again(controller, members):
+    deadline_s = time.monotonic() + 10
+    while any(len(member.clock._found) < 3 for member in members):
+        assert time.monotonic() < deadline_s
+        time.sleep(0.01)
+    for member in members:  # both ends have one clock
+        assert abs(member.clock.offset_s) <= min(member.clock._found)[0] / 2
+
+
+def test_a_member_that_takes_nothing_holds_up_nobody(controller, members, monkeypatch):
+    """It lives, and its connection is full: the others have their verdict all the same."""
+    monkeypatch.setattr(members[1]._connection, "receive", lambda: time.sleep(60))
+    controller.send(1, {"kind": "end", "words": "x" * (1 << 25)})
+    for step in (1, 2):
+        members[0].vote(step, 1.0)
+        members[2].vote(step, 2.0)
+        for member in (members[0], members[2]):
+            assert member.verdict(step).square_norms == [1.0, 2.0]
+    assert next_event(controller, "silent").process == 1
 
 
 def test_nobody_goes_before_all_are_told_to(controller, members):
@@ -206,17 +270,8 @@ def test_members_notice_that_the_controller_is_gone(controller):
 
 def test_a_controller_that_stops_beating_is_gone(monkeypatch):
     """It holds the connection open and says nothing, as a stopped process does."""
-    with Controller(
-        PROCESSES,
-        address="127.0.0.1",
-        port=0,
-        about=ABOUT,
-        start={},
-        key=KEY,
-        heartbeat_timeout_s=100.0,
-        is_saving=lambda step: False,
-        pace=Pace(DistributedConfig()),
-    ) as controller:
+    with open_controller(PROCESSES, silence_s=1000.0) as controller:
+        controller._hear = lambda seat, message: None  # it does not answer
         lost = queue.Queue()
         member = join(controller, PROCESSES[0], on_loss=lost.put)
         assert f"silent for {SILENCE_S:g} s" in str(lost.get(timeout=10 * SILENCE_S))

@@ -39,7 +39,9 @@ LAYERS = [
     [
         "holmesjax.schema",
         "holmesjax.discovery",
+        "holmesjax.door",
         "holmesjax.lease",
+        "holmesjax.lines",
         "holmesjax.timed_frames",
     ],
     ["holmesjax.config", "holmesjax.calibration", "holmesjax.nccl"],

@@ -9,11 +9,12 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
+from holmesjax import routes
 from holmesjax.crossings import Crossing
 from holmesjax.errors import PlanError
 from holmesjax.plan import Axis, Plan, StagePlan
 from holmesjax.processes import Process
-from holmesjax.routes import boxes, pieces, wire_spec, within
+from holmesjax.routes import boxes, intersection, pieces, wire_spec, within
 
 SHAPE = (16, 4, 12)
 SPECS = [
@@ -116,7 +117,25 @@ def oracle(whole, spec, stage):
     return held
 
 
+def brute_force(crossing, plan, processes):
+    """Every box that lands beside every box that is held; the one that has sent least sends."""
+    home = {device: p.number for p in processes for device in p.devices}
+    held = boxes(crossing.shape, crossing.source_spec, plan.stages[0])
+    landing = boxes(crossing.shape, wire_spec(crossing, plan, processes), plan.stages[1])
+    sent, found = Counter(), []
+    for target, box in sorted({(home[device], box) for device, box in landing.items()}):
+        devices = tuple(d for d in landing if (home[d], landing[d]) == (target, box))
+        for other in sorted(set(held.values())):
+            if (common := intersection(box, other)) is not None:
+                holders = {home[device] for device in held if held[device] == other}
+                source = min(holders, key=lambda number: (sent[number], number))
+                sent[source] += math.prod(stop - start for start, stop in common)
+                found.append((common, source, target, devices))
+    return found
+
+
 def check(crossing, plan, processes):
+    assert list(pieces(crossing, plan, processes)) == brute_force(crossing, plan, processes)
     whole = np.arange(math.prod(crossing.shape)).reshape(crossing.shape)
     source_boxes = boxes(crossing.shape, crossing.source_spec, plan.stages[0])
     shards = oracle(whole, crossing.source_spec, plan.stages[0])
@@ -199,6 +218,17 @@ def test_replicas_in_several_processes_share_the_first_dim_that_divides(shape):
         processes = tuple(replace(p, number=i) for i, p in enumerate(processes))
     assert wire_spec(crossing, plan, processes) == (cut, ("tensor",), ())
     assert Counter(p.target for p in pieces(crossing, plan, processes)) == {1: 2, 2: 2}
+
+
+def test_only_boxes_that_meet_are_looked_at(monkeypatch):
+    looks = []
+    look = routes.intersection
+    monkeypatch.setattr(routes, "intersection", lambda *ends: looks.append(ends) or look(*ends))
+    crossing, plan, processes = setting(
+        ((64, 1), SPECS[1]), ((1, 64), SPECS[0]), (1, 1), shape=(64, 4, 12)
+    )
+    found = pieces(crossing, plan, processes)
+    assert len(looks) == len(found) == 64
 
 
 def test_copies_at_the_source_take_turns():

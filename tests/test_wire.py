@@ -15,7 +15,8 @@ import time
 
 import pytest
 
-from holmesjax import wire
+from holmesjax import door, wire
+from holmesjax.door import Door
 from holmesjax.errors import HolmesError, PeerError, RefusedError
 
 KEY = bytes(range(32))
@@ -41,16 +42,17 @@ def call_at(address, key=KEY, check=lambda hello: None, hello=None, timeout_s=5.
 class Inn:
     """A door, who came in, and what it warned of."""
 
-    def __init__(self, check=lambda hello: None, key=KEY, sock=None):
+    def __init__(self, check=lambda hello: None, key=KEY, sock=None, expected=1):
         self.entered, self.warnings = queue.Queue(), []
         sock = sock or wire.listen("127.0.0.1")
         self.address = wire.address_of(sock)
-        self.door = wire.Door(
+        self.door = Door(
             sock,
             key=key,
             hello={"name": "inn"},
             check=check,
             enter=self.entered.put,
+            expected=expected,
             warn=self.warnings.append,
         )
 
@@ -311,21 +313,51 @@ def test_a_replayed_hello_is_refused(inn):
 
 
 def test_a_crowd_of_strangers_does_not_keep_others_out(monkeypatch):
-    """With the real patience: 500 connections that say nothing, and a member among them."""
+    """With the real patience: 1,500 connections that say nothing, and members among them."""
+    wire.raise_open_files()
     inn = Inn()
+    num_threads = threading.active_count()
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    crowd = [inn.stranger() for _ in range(250)]
+    crowd = [inn.stranger() for _ in range(750)]
     start_s = time.monotonic()
     still_opens(inn)
-    crowd += [inn.stranger() for _ in range(250)]
+    crowd += [inn.stranger() for _ in range(750)]
     still_opens(inn)
     assert time.monotonic() - start_s < wire.HELLO_TIMEOUT_S
-    greeting = sum(thread.name == "greet" for thread in threading.enumerate())
-    assert greeting <= wire.MAX_PENDING + 5
+    assert threading.active_count() == num_threads
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 32 * 1024  # KiB
     for stranger in crowd:
         stranger.close()
     inn.door.close()
+
+
+def test_members_that_come_all_at_once_are_all_let_in(monkeypatch):
+    """Each takes its time to answer, so that all of them wait at once, and beside strangers."""
+    monkeypatch.setattr(door, "STRANGERS", 20)
+    inn = Inn(expected=150)
+    strangers = [inn.stranger() for _ in range(100)]
+    members = [inn.stranger() for _ in range(150)]
+    talks = [wire.introduction(KEY, {"name": i}, lambda hello: None, "") for i in range(150)]
+    for talk in talks:
+        next(talk)
+    for _ in range(2):
+        for member, talk in zip(members, talks, strict=True):
+            try:
+                member.sendall(wire.encode(talk.send(read_frame(member))))
+            except StopIteration:
+                member.sendall(wire.encode(wire.ENTERED))
+    names = [inn.entered.get(timeout=5) for _ in range(150)]
+    assert sorted(connection.hello["name"] for connection in names) == [*range(150)]
+    for sock in (*members, *strangers, *names):
+        sock.close()
+    inn.door.close()
+
+
+def test_pauses_grow_and_differ():
+    pauses_s = [[wire.pause_after(attempt) for _ in range(100)] for attempt in range(12)]
+    assert max(pauses_s[0]) <= wire.PAUSE_S < min(pauses_s[5]) <= max(pauses_s[11]) <= 2.0
+    assert min(pauses_s[-1]) >= 1.0
+    assert all(len(set(tried)) > 90 for tried in pauses_s)
 
 
 def test_connecting_waits_for_the_listener_and_gives_up_in_time(patience):
@@ -370,13 +402,14 @@ def test_a_key_file_is_private(tmp_path):
 
 OPEN_A_DOOR = """
 import resource, sys, time
-from holmesjax import wire
+from holmesjax import door, wire
+from holmesjax.door import Door
 
 resource.setrlimit(resource.RLIMIT_NOFILE, (20, 20))
 sock = wire.listen("127.0.0.1")
 print(wire.address_of(sock)[1], flush=True)
-door = wire.Door(sock, key=bytes(range(32)), hello={}, check=lambda hello: None,
-                 enter=lambda connection: print("entered", flush=True))
+door = Door(sock, key=bytes(range(32)), hello={}, check=lambda hello: None,
+            enter=lambda connection: print("entered", flush=True))
 sys.stdin.read()
 print(f"trouble: {door.trouble!r}")
 """
@@ -410,7 +443,7 @@ def test_a_listener_without_descriptors_says_so_and_goes_on():
 def test_the_soft_limit_of_open_files_is_raised():
     code = """
 import resource
-from holmesjax import wire
+from holmesjax import door, wire
 
 resource.setrlimit(resource.RLIMIT_NOFILE, (64, 512))
 wire.raise_open_files()
@@ -429,7 +462,7 @@ from tests.test_control import PROCESSES
 ports = Ports.open({"ethernet": ["127.0.0.1"]})
 print(ports.book["ethernet"][0][1], flush=True)
 resource.setrlimit(resource.RLIMIT_NOFILE, (20, 20))
-meet(me=PROCESSES[2], processes=PROCESSES, topology=None, ports=ports, book=[], key=bytes(32),
+meet(me=PROCESSES[2], processes=PROCESSES, topology=None, ports=ports, book={}, key=bytes(32),
      about={}, digests={0: "d"}, streams={0: 1}, timeout_s=2.0, enter=None)
 """
 

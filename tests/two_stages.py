@@ -110,7 +110,7 @@ def start(number, plan, crossings, ports, book, processes=None, mesh=None, **cha
         crossings=crossings,
         mesh=mesh or mesh_of(plan.stages[me.stage]),
         ports=ports,
-        book=book,
+        look_up=lambda numbers: {number: book[number] for number in numbers},
         **{**settings, **changes},
     )
 
