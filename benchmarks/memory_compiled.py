@@ -47,7 +47,7 @@ from holmesjax.programs import (
     Programs,
     batch_shapes,
     boundary_shape,
-    compile_stage,
+    compile_stages,
     gradient_shapes,
     replica_shapes,
 )
@@ -206,7 +206,7 @@ def compile_here(number: int) -> None:
         )
         shape = shape_of(case, index)
         items = memory.stage_memory_bytes(model, shape)
-        found = moments_of(compile_stage(stage), NUM_STAGES - index)
+        found = moments_of(compile_stages([stage])[0], NUM_STAGES - index)
         moment = max(found, key=lambda name: found[name])
         compiled, predicted = found[moment] + items["boundaries"], sum(items.values())
         line = {

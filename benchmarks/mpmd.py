@@ -32,7 +32,7 @@ from holmesjax import compat, costs, job as jobs, metrics
 from holmesjax.job import Job
 from holmesjax.mesh import build_mesh
 from holmesjax.processes import Process
-from holmesjax.programs import Programs, batch_shapes, boundary_shape, compile_stage
+from holmesjax.programs import Programs, batch_shapes, boundary_shape, compile_stages
 from holmesjax.schedule import simulate
 from holmesjax.session import make_stages
 from launch.launcher import Events
@@ -94,7 +94,7 @@ def pure(run_dir: str, stage: int, rounds: int) -> dict[str, list[float]]:
     compat.use_devices({"cpu"}, 1, rehearse=True)
     [device] = job.plan.stages[stage].devices
     mesh = build_mesh(job.plan.stages[stage], {device: jax.devices()[0]})
-    programs = compile_stage(make_stages(job, {stage: mesh})[0])
+    programs = compile_stages([make_stages(job, {stage: mesh})[0]])[0]
     found: dict[str, list[float]] = {}
     state = programs.stage.init(0)
     print("ready", flush=True)

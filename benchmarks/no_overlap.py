@@ -9,22 +9,23 @@ from functools import partial
 from typing import Any
 
 from holmesjax import programs
-from holmesjax.programs import Compiled, Programs
+from holmesjax.programs import Compiled, Compiler, Programs
 from holmesjax.stage import Stage, Tree
 from launch.__main__ import main
 
 _compile_overlapped = programs.compile_stage
 
 
-def compile_stage(stage: Stage) -> Programs:
-    made = _compile_overlapped(stage)
+def compile_stage(stage: Stage, compiler: Compiler) -> Programs:
+    made = _compile_overlapped(stage, compiler)
     if stage.num_replicas == 1:  # it sends nothing
         return made
     assert made.forward, "a step of one microbatch has no forward besides the first"
     assert made.backward, "the backward is split, or there is one microbatch"
     masters, replicas = stage.state_shapes.params, programs.replica_shapes(stage)
-    gather = programs._compile(stage.gather, masters, out=replicas)
-    reduce = programs._compile(stage.reduce, programs.gradient_shapes(stage), out=masters)
+    gather = programs._submit(compiler, stage.gather, masters, out=replicas).result()
+    gradients = programs.gradient_shapes(stage)
+    reduce = programs._submit(compiler, stage.reduce, gradients, out=masters).result()
     return dataclasses.replace(
         made,
         gather=None,

@@ -29,6 +29,7 @@ Positive = Annotated[float, Field(gt=0, allow_inf_nan=False, strict=True)]
 NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False, strict=True)]
 Fraction = Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False, strict=True)]
 Text = Annotated[str, Field(min_length=1, strict=True)]
+AUTO = "auto"
 Flag = Annotated[bool, Field(strict=True)]
 Streams = Annotated[int, Field(ge=1, le=64, strict=True)]  # each is a socket and two threads
 Port = Annotated[int, Field(ge=0, le=65535, strict=True)]
@@ -44,6 +45,12 @@ class RunConfig:
 
     dir: Text  # the run folder; made by the run
     rehearse: Flag = False  # one virtual CPU device for every device of the topology
+    # Where compiled programs are kept from run to run; auto: holmesjax/programs in the user's
+    # cache folder ($XDG_CACHE_HOME or ~/.cache); null: nowhere.
+    compilation_cache: Text | None = AUTO
+
+    def __post_init__(self) -> None:
+        _refuse_mistakes(run=self)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, config=STRICT)
@@ -298,6 +305,14 @@ def _multiples(value: int, unit: int) -> str:
     return f"{below} or {below + unit}" if below else f"{unit}"
 
 
+def _cache_is_a_place(run: RunConfig) -> Iterator[ConfigError]:
+    folder = run.compilation_cache
+    if folder not in (None, AUTO) and not str(folder).startswith(("/", "~/")):
+        problem = "must be auto, null, or a path from / or ~ on: processes start in other folders"
+        fix = "write the whole path, or null to keep nothing"
+        yield _wrong("run.compilation_cache", problem, folder, fix)
+
+
 def _heads_share_width(model: ModelConfig) -> Iterator[ConfigError]:
     if model.head_dim is None and model.width % model.num_heads:
         problem = f"must be a multiple of model.num_heads = {model.num_heads}"
@@ -499,6 +514,7 @@ def _steps_or_minutes(checkpoint: CheckpointConfig) -> Iterator[ConfigError]:
 
 CUT_BY_TENSOR = ("num_heads", "num_kv_heads", "mlp_width", "vocab_size")
 CHECKS: dict[tuple[str, ...], tuple[Callable[..., Iterator[ConfigError]], ...]] = {
+    ("run",): (_cache_is_a_place,),
     ("model",): (_heads_share_width, _heads_share_keys, _rotary_turns_pairs),
     ("parallel",): (
         _one_value_per_stage,

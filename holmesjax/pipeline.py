@@ -435,22 +435,30 @@ class OneStage:
 
     def evaluate(self, states: Sequence[StageState], inputs: dict[str, np.ndarray]) -> jax.Array:
         """Sum of the losses of a batch's tokens."""
-        replicas = self._programs.gather(states[0].params)
+        programs = self._programs.evaluation
+        assert programs is not None, "the run has no validations"
+        replicas = programs.gather(states[0].params)
         losses_MR = tuple(
-            self._programs.forward(replicas, None, _put_batch(self._programs.stage, microbatch))[0]
+            programs.forward(replicas, None, _put_batch(self._programs.stage, microbatch))[0]
             for microbatch in split(inputs, self._plan.microbatches)
         )
         one = sharding.put(np.float32(1.0), sharding.replicated(self._programs.stage.mesh))
-        return self._programs.total_loss(losses_MR, one)
+        return programs.total_loss(losses_MR, one)
 
     def take_link_bytes(self) -> dict[str, int]:
         return {}
 
 
-def make_runner(plan: Plan, stages: Sequence[Stage]) -> Pipeline | OneStage:
-    """Compiles the chunks of a plan, all of them in this process."""
+def make_runner(
+    plan: Plan, stages: Sequence[Stage], *, evaluates: bool = True
+) -> Pipeline | OneStage:
+    """Compiles the chunks of a plan, all of them in this process.
+
+    Args:
+      evaluates: whether the run has validations.
+    """
     if len(stages) == 1:
-        return OneStage(plan, compile_whole_step(stages[0]))
+        return OneStage(plan, compile_whole_step(stages[0], evaluates=evaluates))
     return in_one_process(plan, compile_stages(stages))
 
 

@@ -4,6 +4,7 @@ job -> devices -> stages -> compiled programs -> states -> steps -> checkpoints 
 """
 
 import functools
+import os
 import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -13,7 +14,7 @@ from typing import Any, TextIO
 
 import jax
 
-from holmesjax import checkpoint, compat, job as jobs, manifest, resume
+from holmesjax import checkpoint, compat, job as jobs, manifest, program_cache, resume
 from holmesjax.job import Job
 from holmesjax.lease import Lease
 from holmesjax.mesh import build_meshes
@@ -99,12 +100,13 @@ class Trainer:
             rehearse=config.run.rehearse,
         )
         meshes = build_meshes(plan, jax.devices())
+        program_cache.use(config.run.compilation_cache, os.environ, self._print)
         stages = make_stages(self.job, dict(enumerate(meshes)))
         pace = Pace(config.distributed)
         with ThreadPoolExecutor(1) as pool, ExitStack() as stack:
             stack.callback(setattr, self, "pace", None)
             reading = pool.submit(read_batches, config)
-            runner = make_runner(plan, stages)
+            runner = make_runner(plan, stages, evaluates=config.train.eval_every > 0)
             states = (
                 checkpoint.restore(start.checkpoint, stages)
                 if start.checkpoint

@@ -18,7 +18,17 @@ from typing import Any, NoReturn
 
 import jax
 
-from holmesjax import checkpoint, compat, discovery, domain, job as jobs, lifeline, manifest, wire
+from holmesjax import (
+    checkpoint,
+    compat,
+    discovery,
+    domain,
+    job as jobs,
+    lifeline,
+    manifest,
+    program_cache,
+    wire,
+)
 from holmesjax.control import Member
 from holmesjax.discovery import Host
 from holmesjax.errors import HolmesError
@@ -220,12 +230,17 @@ class _Worker:
         kinds = domain.device_kinds(job, self._domain)
         compat.use_devices(kinds, len(me.devices), rehearse=job.config.run.rehearse)
         devices = domain.join(me, self._domain, coordinator, self._config)
+        # Of a domain the first process alone writes, so it alone can tell that it does not.
+        say = functools.partial(print, flush=True) if me.leads else lambda text: None
+        program_cache.use(job.config.run.compilation_cache, self._env, say)
         return make_stages(job, {me.stage: build_mesh(job.plan.stages[me.stage], devices)})
 
     def _make_runner(self, stages: list[Stage], ports: Ports) -> Pipeline | OneStage:
         self._agreement = _Agreement(self._member)
         if len(self._job.plan.stages) == 1:
-            runner = _VotingStage(self._job.plan, compile_whole_step(stages[0]))
+            evaluates = self._job.config.train.eval_every > 0
+            whole = compile_whole_step(stages[0], evaluates=evaluates)
+            runner = _VotingStage(self._job.plan, whole)
             runner.agreement = self._agreement
             return runner
         programs = compile_stages(stages)

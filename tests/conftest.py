@@ -1,10 +1,15 @@
 """Eight simulated devices, or with --gpu the real ones, and no silent conversions."""
 
 import os
+import shutil
+import tempfile
 
 # LLVM's optimizations are half of the time that a tiny program takes to compile; XLA's own stay on.
 # Set for the processes that tests start, too.
 os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
+
+# Compiled programs are kept for this session alone, for the processes that tests start, too.
+CACHE = os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="holmesjax-tests-")
 
 import jax
 import pytest
@@ -18,6 +23,10 @@ def pytest_configure(config):
     else:
         jax.config.update("jax_platforms", "cpu")
         jax.config.update("jax_num_cpu_devices", 8)
+
+
+def pytest_unconfigure(config):
+    shutil.rmtree(CACHE, ignore_errors=True)
 
 
 @pytest.fixture

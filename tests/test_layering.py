@@ -81,6 +81,7 @@ LAYERS = [
         "holmesjax.buckets",
         "holmesjax.split",
         "holmesjax.compat",
+        "holmesjax.program_cache",
     ],
     ["holmesjax.sharding", "holmesjax.collectives"],
     [

@@ -14,7 +14,7 @@ from holmesjax import costs
 from holmesjax.plan import Axis
 from holmesjax.programs import (
     batch_shapes,
-    compile_stage,
+    compile_stages,
     gradient_shapes,
     replica_shapes,
 )
@@ -46,7 +46,7 @@ def make_stage(data, *, is_first=True, tensor=1, schedule="1f1b", dtype="float32
 
 @functools.cache
 def compiled(data, **changes):
-    return compile_stage(make_stage(data, **changes))
+    return compile_stages([make_stage(data, **changes)])[0]
 
 
 def parameters(stage) -> int:
@@ -114,9 +114,9 @@ def test_a_replica_computes_as_one_alone(is_first):
     pair = make_stage(2, is_first=is_first)
     alone = make_stage(1, is_first=is_first)
     half = dataclasses.replace(alone.plan, global_batch=pair.plan.global_batch // 2)
-    alone = compile_stage(dataclasses.replace(alone, plan=half))
+    alone = compile_stages([dataclasses.replace(alone, plan=half)])[0]
     assert num_transposes(alone.backward) > 0
-    pair = compile_stage(pair)
+    pair = compile_stages([pair])[0]
     assert num_transposes(pair.backward) == num_transposes(alone.backward)
 
 

@@ -33,7 +33,7 @@ from holmesjax.pipeline import (
 from holmesjax.plan import EMBED, HEAD, Plan, StagePlan, block_name
 from holmesjax.planner import make_plan
 from holmesjax.problem import split_chunks
-from holmesjax.programs import compile_stages, compile_total_loss, compile_whole_step
+from holmesjax.programs import Compiler, compile_stages, compile_whole_step, submit_total_loss
 from holmesjax.stage import Stage
 from holmesjax.timeline import Clock
 from holmesjax.transport import LocalTransport
@@ -147,7 +147,9 @@ def with_microbatches(programs, plan):
 
     Only the sum of the losses knows that number.
     """
-    total_loss = compile_total_loss(dataclasses.replace(programs[-1].stage, plan=plan))
+    with Compiler() as compiler:
+        other = dataclasses.replace(programs[-1].stage, plan=plan)
+        total_loss = submit_total_loss(other, compiler).result()
     last = dataclasses.replace(programs[-1], total_loss=total_loss)
     return in_one_process(plan, [*programs[:-1], last])
 
