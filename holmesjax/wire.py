@@ -47,6 +47,7 @@ HELLO_TIMEOUT_S = 5.0  # for a stranger who says nothing
 NONCE_TIMEOUT_S = 30.0  # for a listener that nobody attends to yet; a lost one needs a new call
 KEY_BYTES = 32
 OPEN_FILES = 65_536  # sockets of some ten thousand processes
+OWN_FILES = 64  # of a launcher: its logs, its run folder, strangers that call
 PAUSE_S = 0.1  # before a call that did not get through is repeated; longer each time
 MAX_PAUSE_S = 2.0
 STRANGER_PAUSE_S = 1.0  # the same after an answer without the key
@@ -65,11 +66,29 @@ def warn(text: str) -> None:
     print(f"warning: {text}", file=sys.stderr, flush=True)
 
 
-def raise_open_files() -> None:
-    """Lets this process, and those that it starts, open as many files as the host allows."""
+def raise_open_files(needed: int = 0) -> None:
+    """Lets this process, and those that it starts, open as many files as the host allows.
+
+    Args:
+      needed: descriptors for the processes of a job.
+
+    Raises HolmesError where the host does not allow so many.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    total = needed + OWN_FILES if needed else 0
+    if hard != resource.RLIM_INFINITY and hard < total:
+        raise HolmesError(
+            "open files",
+            f"this process needs {total}: {needed} for the processes of the job, {OWN_FILES} "
+            "for itself",
+            found=f"a hard limit of {hard}",
+            fix=f"raise it: ulimit -Hn {total}, LimitNOFILE={total} of a service, or "
+            "/etc/security/limits.conf",
+        )
     # Not without end: there are programs that close all that could be open.
-    wanted = OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, OPEN_FILES)
+    wanted = max(OPEN_FILES, total)
+    if hard != resource.RLIM_INFINITY:
+        wanted = min(hard, wanted)
     if soft != resource.RLIM_INFINITY and soft < wanted:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 

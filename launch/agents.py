@@ -44,7 +44,7 @@ class Agents:
         self._changed = threading.Condition()
         self._key_file = folder / KEY
         key = wire.make_key_file(self._key_file)
-        wire.raise_open_files()
+        wire.raise_open_files(len(self._processes) * (1 + launcher.files_each))
         sock = wire.listen(launcher.address, launcher.port)
         address = "{}:{}".format(*wire.address_of(sock))
         self._door = Door(

@@ -3,11 +3,13 @@
 import argparse
 import secrets
 import time
-from collections.abc import Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from itertools import permutations
+from itertools import pairwise, product
 from pathlib import Path
+from typing import TypeVar
 
 from holmesjax import costs, doctor
 from holmesjax.config import Config
@@ -18,6 +20,7 @@ from launch import launchers
 from launch.agents import Agents
 from launch.launcher import Launcher
 
+T = TypeVar("T")
 MAX_AT_ONCE = 16  # nodes whose clocks are compared
 REACH_S = 3.0  # for one connection
 STATE_BYTES = 12  # of a parameter in a checkpoint: a float32 master and two moments
@@ -141,7 +144,9 @@ def _reach(
         if not own or not theirs:
             found[key] = f"{target if own else source} has no address on {fabric}"
             continue
-        plans.setdefault(source, []).append((key, (own[0], *theirs[0])))
+        for here, (there, port) in paired(own, theirs):
+            nics = f"{fabric}, {here} to {there}" if len(own) + len(theirs) > 2 else fabric
+            plans.setdefault(source, []).append(((source, target, nics), (here, there, port)))
     questions = {
         source: ("reach", {"doors": [door for _, door in doors], "timeout_s": REACH_S})
         for source, doors in plans.items()
@@ -153,18 +158,44 @@ def _reach(
 
 
 def ways(job: Job) -> set[tuple[str, str, str]]:
-    """(from, to, fabric) of the nodes that the plan lets talk: domains, and stages in a row."""
+    """(from, to, fabric) of nodes that the plan lets talk: enough for each of them, both ways.
+
+    The nodes of a stage stand in a ring; those of two stages that hand something to each other are
+    paired, cluster by cluster. So every node sends and receives over every fabric that it uses, in
+    a number of ways that grows with the nodes and not with their pairs.
+    """
     processes = make_processes(job.plan, job.topology, job.config.distributed.processes)
-    own = [
-        domain_fabric(job.topology, [process for process in processes if process.stage == stage])
-        for stage in range(len(job.plan.stages))
-    ]
+    stages: dict[int, dict[str, Process]] = defaultdict(dict)  # of each, one process a node
+    for process in processes:
+        stages[process.stage].setdefault(process.node, process)
+    found = set()
+    for stage in stages.values():
+        nodes = list(stage)
+        fabric = domain_fabric(job.topology, list(stage.values()))
+        found |= {(a, b, fabric) for a, b in zip(nodes, [*nodes[1:], nodes[0]], strict=True)}
+    homes = [home for home, _ in job.plan.chunks]
+    joined = set(pairwise(homes))
+    if job.config.model.tied_embeddings:
+        joined.add((homes[0], homes[-1]))
+    for source, target in joined:
+        clusters = [_by_cluster(stages[end]) for end in (source, target)]
+        for ends in product(*clusters):
+            for a, b in paired(*ends):
+                found.add((a.node, b.node, fabric_between(job.topology, a, b)))
+    return {way for a, b, fabric in found if a != b for way in ((a, b, fabric), (b, a, fabric))}
 
-    def fabric(a: Process, b: Process) -> str:
-        return own[a.stage] if a.stage == b.stage else fabric_between(job.topology, a, b)
 
-    return {
-        (a.node, b.node, fabric(a, b))
-        for a, b in permutations(processes, 2)
-        if a.node != b.node and abs(a.stage - b.stage) <= 1
-    }
+def _by_cluster(stage: Mapping[str, Process]) -> list[list[Process]]:
+    found: dict[str, list[Process]] = defaultdict(list)
+    for process in stage.values():
+        found[process.cluster].append(process)
+    return list(found.values())
+
+
+def paired(a: Sequence[T], b: Sequence[T]) -> list[tuple[T, T]]:
+    """As many pairs as the longer one has; each is there, those of the shorter one several times.
+
+    >>> paired([1, 2, 3], [4, 5])
+    [(1, 4), (2, 5), (3, 4)]
+    """
+    return [(a[i % len(a)], b[i % len(b)]) for i in range(max(len(a), len(b)))]

@@ -15,6 +15,7 @@ class ExternalLauncher:
     """
 
     sees_exits = False
+    files_each = 0
 
     def __init__(self, listen: str | None):
         self.address, self.port = parse_listen(listen) if listen else ("", 0)

@@ -1,6 +1,7 @@
 """What every launcher offers the supervisor, and the child processes that most of them have."""
 
 import contextlib
+import io
 import ipaddress
 import json
 import os
@@ -10,7 +11,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from typing import Protocol
+from typing import Any, NamedTuple, Protocol
 
 from holmesjax.control import Event
 from holmesjax.errors import REQUEUE, ConfigError
@@ -39,6 +40,10 @@ class Launcher(Protocol):
     @property
     def sees_exits(self) -> bool:
         """Whether the end of a process is an event."""
+
+    @property
+    def files_each(self) -> int:
+        """Descriptors of this process that each one costs, besides its connection."""
 
     def start(
         self,
@@ -131,12 +136,12 @@ class Children:
     """Child processes whose output and end are events."""
 
     def __init__(self) -> None:
-        self._children: list[tuple[subprocess.Popen[str], threading.Thread]] = []
+        self._children: list[_Child] = []
 
     @property
     def pids(self) -> list[int]:
         """Of the processes that were started, in that order."""
-        return [child.pid for child, _ in self._children]
+        return [child.process.pid for child in self._children]
 
     def start(
         self,
@@ -151,23 +156,22 @@ class Children:
 
         It can read `stdin`, and then nothing more until `end`, or until this process is gone.
         """
-        child = subprocess.Popen(
-            argv,
-            env=env,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            errors="replace",
-            start_new_session=True,  # Ctrl-C is for the supervisor, which asks all to stop
-        )
-        assert child.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # its exit says more
-            child.stdin.write(stdin)
-            child.stdin.flush()
-        reader = threading.Thread(target=_read, args=(child, number, events), daemon=True)
+        # One descriptor here for both directions: a job has thousands of processes.
+        here, there = socket.socketpair()
+        with there:
+            process = subprocess.Popen(
+                argv,
+                env=env,
+                stdin=there.fileno(),
+                stdout=there.fileno(),
+                stderr=subprocess.STDOUT,
+                start_new_session=True,  # Ctrl-C is for the supervisor, which asks all to stop
+            )
+        with contextlib.suppress(OSError):  # its exit says more
+            here.sendall(stdin.encode())
+        reader = threading.Thread(target=_read, args=(process, here, number, events), daemon=True)
         reader.start()
-        self._children.append((child, reader))
+        self._children.append(_Child(process, here, reader))
 
     def end(self, *, ask: int = 0, patience_s: float = 0.0) -> None:
         """Kills all that do not end by themselves in time, and what they have started.
@@ -178,34 +182,59 @@ class Children:
         """
         children, self._children = self._children, []
         deadline_s = time.monotonic() + patience_s
-        for child, _ in children:
-            assert child.stdin is not None
-            with contextlib.suppress(BrokenPipeError):
-                child.stdin.close()
-            child.send_signal(ask)
-        for child, reader in children:
+        for child in children:
+            with contextlib.suppress(OSError):  # it has ended
+                child.sock.shutdown(socket.SHUT_WR)
+            child.process.send_signal(ask)
+        for child in children:
             with contextlib.suppress(subprocess.TimeoutExpired):
-                child.wait(max(deadline_s - time.monotonic(), 0.0))
-            if reader.is_alive():  # otherwise it has done that, and the number may be another's
-                _kill_group(child)
+                child.process.wait(max(deadline_s - time.monotonic(), 0.0))
+            # Otherwise it has done that, and the number may be another's.
+            if child.reader.is_alive():
+                _kill_group(child.process)
         deadline_s = time.monotonic() + KILLED_S
-        for child, reader in children:
+        for child in children:
             with contextlib.suppress(subprocess.TimeoutExpired):
-                child.wait(max(deadline_s - time.monotonic(), 0.0))
-            reader.join(max(deadline_s - time.monotonic(), 0.0))
+                child.process.wait(max(deadline_s - time.monotonic(), 0.0))
+            child.reader.join(max(deadline_s - time.monotonic(), 0.0))
 
 
-def _read(child: subprocess.Popen[str], number: int, events: Events) -> None:
-    assert child.stdout is not None
-    with child.stdout:
-        for line in child.stdout:
+class _Child(NamedTuple):
+    """A child process."""
+
+    process: subprocess.Popen[bytes]
+    sock: socket.socket  # its stdin and its output
+    reader: threading.Thread
+
+
+class _Output(io.RawIOBase):
+    """What a child writes; one that leaves something unread in its stdin ends like any other."""
+
+    def __init__(self, sock: socket.socket):
+        self._sock = sock
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        try:
+            return self._sock.recv_into(buffer)
+        except ConnectionResetError:
+            return 0
+
+
+def _read(
+    process: subprocess.Popen[bytes], sock: socket.socket, number: int, events: Events
+) -> None:
+    with sock, io.TextIOWrapper(io.BufferedReader(_Output(sock)), errors="replace") as output:
+        for line in output:
             events.put(Event(number, "output", {"line": line.rstrip("\n")}))
-    status = child.wait()
-    _kill_group(child)
+    status = process.wait()
+    _kill_group(process)
     events.put(Event(number, "exit", {"status": status}))
 
 
-def _kill_group(child: subprocess.Popen[str]) -> None:
+def _kill_group(child: subprocess.Popen[bytes]) -> None:
     """Kills a child and what it has started, unless that has a session of its own.
 
     JAX may keep SIGTERM from ending it, and a stopped one ignores it.

@@ -37,6 +37,7 @@ class LocalLauncher:
     address = "127.0.0.1"
     port = 0
     sees_exits = True
+    files_each = 1
 
     def __init__(self, topology: Topology):
         self._topology = topology

@@ -181,6 +181,7 @@ class LabLauncher:
     address = SUPERVISOR
     port = 0
     sees_exits = True
+    files_each = 1
     module = "launch"  # that a process runs, with its verb
 
     def __init__(self, commands: Commands):

@@ -199,6 +199,7 @@ class SlurmLauncher:
     """
 
     sees_exits = True
+    files_each = 0
 
     def __init__(self, job: Job, env: Mapping[str, str], listen: str | None):
         self._env = env

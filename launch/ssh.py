@@ -13,6 +13,7 @@ import shlex
 import subprocess
 from collections import deque
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 from holmesjax.control import Event
@@ -34,6 +35,7 @@ OPTIONS = {
     "ForwardX11": "no",
     "ForwardAgent": "no",
 }
+MAX_AT_ONCE = 16  # ssh clients that are asked for their configuration
 END_S = 5.0  # for a process to be gone when its stdin has ended
 
 # What the shell of a host runs. One compound command, so that the shell has read it whole before
@@ -122,6 +124,7 @@ class SshLauncher:
     """
 
     sees_exits = True
+    files_each = 1
 
     def __init__(self, topology: Topology, hosts_file: str | None, listen: str | None):
         if hosts_file is None:
@@ -226,7 +229,8 @@ class _Target(NamedTuple):
 
 def _targets(nodes: Mapping[str, Host], file: str) -> list[_Target]:
     """As ssh's configuration files have it. Raises Mistakes where two nodes are one host."""
-    found = [_target(node, host) for node, host in nodes.items()]
+    with ThreadPoolExecutor(MAX_AT_ONCE) as pool:
+        found = list(pool.map(_target, nodes, nodes.values()))
     seen: dict[tuple[str, int], str] = {}
     mistakes = []
     for target in found:

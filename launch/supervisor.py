@@ -15,7 +15,7 @@ import re
 import signal
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
@@ -115,7 +115,7 @@ class Supervisor:
         Raises LeaseError where another process owns the run folder; PeerError, or what a process
         raised, if the last attempt failed; FatalError if no restart is left.
         """
-        wire.raise_open_files()
+        wire.raise_open_files(len(self._processes) * (1 + self._launcher.files_each))
         with Lease(self._job.run_dir, on_loss=lease.end_process) as self._lease:
             return self._run_owned()
 
@@ -383,6 +383,19 @@ class Supervisor:
     def _log_path(self, number: int) -> Path:
         return self._job.run_dir / LOGS / f"{self._processes[number].file_name}.log"
 
+    def _events(self, controller: Controller, attempt: _Attempt, for_s: float) -> Iterator[Event]:
+        """What comes within so many seconds; output goes to the logs alone."""
+        deadline_s = time.monotonic() + for_s
+        while (left_s := deadline_s - time.monotonic()) > 0:
+            try:
+                event = controller.events.get(timeout=left_s)
+            except queue.Empty:
+                return
+            if event.kind == "output":
+                self._log(event.process, event.message["line"], attempt)
+            else:
+                yield event
+
     # ---- failures ------------------------------------------------------------------------------
 
     def _is_failure(self, event: Event, attempt: _Attempt) -> bool:
@@ -399,15 +412,8 @@ class Supervisor:
         is_asked = bool(self._signals)
         failures = [first]
         controller.broadcast({"kind": "tell"})
-        deadline_s = time.monotonic() + GRACE_S
-        while (left_s := deadline_s - time.monotonic()) > 0:
-            try:
-                event = controller.events.get(timeout=left_s)
-            except queue.Empty:
-                break
-            if event.kind == "output":
-                self._log(event.process, event.message["line"], attempt)
-            elif event.kind == "part":
+        for event in self._events(controller, attempt, GRACE_S):
+            if event.kind == "part":
                 recorder.take(event.message["part"])
             elif event.kind in ("exit", "failed", "silent", "lost"):
                 failures.append(event)
@@ -465,16 +471,8 @@ class Supervisor:
     ) -> None:
         """Lets all processes write what they are at into their logs, and tell it."""
         controller.broadcast({"kind": "tell", "stacks": True})
-        deadline_s = time.monotonic() + STACKS_S
-        while (left_s := deadline_s - time.monotonic()) > 0:
-            try:
-                event = controller.events.get(timeout=left_s)
-            except queue.Empty:
-                return
-            if event.kind == "output":
-                self._log(event.process, event.message["line"], attempt)
-            else:
-                self._hear(event, controller, recorder, attempt)
+        for event in self._events(controller, attempt, STACKS_S):
+            self._hear(event, controller, recorder, attempt)
 
     def _hang(self, problem: str, controller: Controller) -> HolmesError:
         """Names who is behind, and says of all what they are at."""

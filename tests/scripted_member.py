@@ -32,6 +32,7 @@ class ScriptedLauncher:
     address = "127.0.0.1"
     port = 0
     sees_exits = True
+    files_each = 1
 
     def __init__(self, *scripts):
         self._scripts = scripts

@@ -102,3 +102,20 @@ def test_the_end_does_not_wait_for_what_a_child_has_started(prefix):
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.kill(grandchild, signal.SIGKILL)
+
+
+def test_a_child_costs_one_descriptor_and_what_it_says_is_heard_to_its_end():
+    """Also where it does not read what it is given, and ends in the middle of a line."""
+    children, events = Children(), queue.Queue()
+    before = len(os.listdir("/proc/self/fd"))
+    try:
+        for number in range(10):
+            script = "echo one; printf two; " + ("exec sleep 300" if number else "exit 3")
+            children.start(number, ["sh", "-c", script], dict(os.environ), events, stdin="x" * 100)
+        heard = [events.get(timeout=30) for _ in range(12)]
+        assert len(os.listdir("/proc/self/fd")) - before <= 10
+    finally:
+        children.end()
+    own = [(event.kind, *event.message.values()) for event in heard if event.process == 0]
+    assert own == [("output", "one"), ("output", "two"), ("exit", 3)]
+    assert [len(os.listdir("/proc/self/fd"))] == [before]

@@ -454,6 +454,23 @@ print(*resource.getrlimit(resource.RLIMIT_NOFILE))
     assert done.stdout == "512 512\n"
 
 
+def test_a_job_that_needs_more_descriptors_than_the_host_allows_is_refused_with_the_numbers():
+    code = """
+import resource
+from holmesjax import wire
+
+resource.setrlimit(resource.RLIMIT_NOFILE, (64, 4096))
+wire.raise_open_files(4096 - wire.OWN_FILES)
+print(*resource.getrlimit(resource.RLIMIT_NOFILE), flush=True)
+wire.raise_open_files(4097 - wire.OWN_FILES)
+"""
+    argv = [sys.executable, "-c", code]
+    done = subprocess.run(argv, capture_output=True, text=True, check=False)
+    assert done.stdout == "4096 4096\n"
+    assert "needs 4097: 4033 for the processes" in done.stderr
+    assert "a hard limit of 4096" in done.stderr
+
+
 WAIT_FOR_A_NEIGHBOUR = """
 import resource
 from holmesjax.neighbours import Ports, meet
