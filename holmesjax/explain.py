@@ -188,6 +188,8 @@ def _things(problem: Problem, candidate: Candidate) -> Iterator[tuple[str, Topol
             yield f"{fabric} of {cluster}", upgrades.faster_fabric(topology, cluster, NUDGE)
     for pair in upgrades.neighbouring_pairs([*names, names[0]]):  # chunks and tied tables go round
         yield _link_name(topology, pair), upgrades.faster_link(topology, pair, NUDGE)
+        if pair in topology.pipes or pair[::-1] in topology.pipes:
+            yield _pipe_name(pair), upgrades.wider_pipe(topology, pair, NUDGE)
     yield "what a process sends over TCP", upgrades.faster_transport(topology, NUDGE)
 
 
@@ -198,6 +200,10 @@ def _nodes(problem: Problem, candidate: Candidate) -> list[str]:
 
 def _link_name(topology: Topology, pair: upgrades.Way) -> str:
     return f"{topology.links[pair].fabric} {'<->'.join(pair)}"
+
+
+def _pipe_name(pair: upgrades.Way) -> str:
+    return f"capacity {'<->'.join(pair)}"
 
 
 def _step_s(problem: Problem, candidate: Candidate) -> float:
@@ -351,6 +357,9 @@ def _upgraded(topology: Topology) -> Iterator[tuple[str, Topology, bool]]:
     for pair in itertools.combinations(names, 2):
         what = f"{_link_name(topology, pair)} {UPGRADE:g} times as fast"
         yield what, upgrades.faster_link(topology, pair, UPGRADE), True
+        if pair in topology.pipes or pair[::-1] in topology.pipes:
+            what = f"{_pipe_name(pair)} {UPGRADE:g} times as large"
+            yield what, upgrades.wider_pipe(topology, pair, UPGRADE), True
     for cluster in topology.clusters:
         if cluster.fabric != "local":
             what = f"{cluster.fabric} of {cluster.name} {UPGRADE:g} times as fast"

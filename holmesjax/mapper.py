@@ -62,6 +62,7 @@ class Paths:
     is_uniform: bool  # all nodes and all paths between them are equal
     # Cluster -> nodes of a group -> what was measured of its collectives: of all links of a node.
     software: Mapping[str, Mapping[int, Mapping[CollectiveKind, Reached]]]
+    pipes: tuple[tuple[str, str], ...]  # clusters of the nodes whose link has a capacity
 
     @classmethod
     def between(cls, topology: Topology, nodes: Sequence[str]) -> "Paths":
@@ -95,6 +96,7 @@ class Paths:
             s_per_byte=np.maximum(ends_NN, np.maximum(cost_NN, cost_NN.T)),
             is_uniform=len(kinds) == 1 and not measured,
             software=_software(topology, names),
+            pipes=tuple(pipe for pipe in topology.pipes if names.issuperset(pipe)),
         )
 
     def link(self, pair: tuple[int, int]) -> Link:
@@ -110,6 +112,24 @@ class Paths:
         own = [self.link((end, end)).bandwidth_bytes_per_s for end in pair]
         between = [self.link(way).bandwidth_bytes_per_s / num_rings for way in (pair, (b, a))]
         return replace(self.link(pair), bandwidth_bytes_per_s=min(*own, *between))
+
+    def part_of_pipes(self, groups: np.ndarray) -> float:
+        """What each group has of the pipe that it has least of, while all of them send at once.
+
+        A ring crosses a pipe once each way. Infinite where no group does.
+
+        Args:
+          groups: positions of nodes, [groups, devices of each].
+        """
+        if not self.pipes:
+            return math.inf
+        homes = np.array([self.topology.cluster_of(name).name for name in self.nodes])[groups]
+        least = math.inf
+        for a, b in self.pipes:
+            crossing = int(((homes == a).any(axis=1) & (homes == b).any(axis=1)).sum())
+            if crossing:
+                least = min(least, self.topology.effective_capacity(a, b) / crossing)
+        return least
 
     def shared_software(
         self, pair: tuple[int, int], num_nodes: int, num_rings: int
@@ -287,10 +307,13 @@ def _group(paths: Paths, groups: np.ndarray, pairs: Sequence[tuple[int, int]]) -
     num_rings = max(1, int(np.max(leaving, initial=0)))  # most groups that leave any one node
     across = next((pair for pair in pairs if pair[0] != pair[1]), None)
     nodes = int(first_of_node.sum(axis=1).max())
+    between = paths.shared_link(across, num_rings) if across else None
+    if between and (part := paths.part_of_pipes(groups)) < between.bandwidth_bytes_per_s:
+        between = replace(between, bandwidth_bytes_per_s=part)
     return Group(
         size=groups.shape[1],
         nodes=nodes,
         inside=next((paths.link((a, b)) for a, b in pairs if a == b), None),
-        between=paths.shared_link(across, num_rings) if across else None,
+        between=between,
         software=paths.shared_software(across, nodes, num_rings) if across else NCCL,
     )

@@ -19,7 +19,7 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from holmesjax.config import Schedule
 from holmesjax.errors import PlanError
-from holmesjax.schedule import Simulation, Task, schedule, simulate
+from holmesjax.schedule import Queue, Simulation, Task, schedule, simulate
 from holmesjax.units import show
 
 EMBED, HEAD = "embed", "head"  # the first and the last layer of every model
@@ -116,6 +116,8 @@ class Plan:
     idle: dict[str, int] = field(default_factory=dict)  # node -> devices that no stage uses
     in_flight: tuple[int, ...] = ()  # microbatches of each stage, for eager_1f1b only
     step_dollars: dict[str, float] = field(default_factory=dict)  # empty where prices lack
+    pipes: dict[str, float] = field(default_factory=dict)  # "ib -> roce" -> share of its capacity
+    queues: tuple[Queue, ...] = ()  # of boundaries that may want more of a pipe than it has
     exception: str = ""  # which stages lie in several clusters, and why, where any do
 
     @property
@@ -163,6 +165,7 @@ class Plan:
             [(there_s, back_s) for there_s, back_s in ways],
             weight_s=in_order("weight_s"),
             ready_s=[stage.gather_s for stage in stages],
+            queues=self.queues,
         )
 
     def hash(self) -> str:
@@ -215,7 +218,11 @@ class Plan:
 
 
 def _to_dict(plan: Plan) -> dict[str, Any]:
-    return TypeAdapter(Plan).dump_python(plan, mode="json")
+    values: dict[str, Any] = TypeAdapter(Plan).dump_python(plan, mode="json")
+    for name in ("pipes", "queues"):
+        if not values[name]:
+            del values[name]  # so a plan without pipes has the hash that it always had
+    return values
 
 
 def _from_content(content: object, where: str) -> Plan:
@@ -243,6 +250,7 @@ def _damaged(where: str, problem: str, found: object) -> PlanError:
 def _refuse_contradictions(plan: Plan, where: str) -> None:
     _refuse_impossible_schedule(plan, where)
     _refuse_missing_seconds(plan, where)
+    _refuse_impossible_queues(plan, where)
     layers = tuple(layer for _, chunk in plan.chunks for layer in chunk)
     if layers != layer_names(len(layers) - 2):
         raise _damaged(where, "the stages must hold every layer once, in model order", layers)
@@ -254,6 +262,15 @@ def _refuse_contradictions(plan: Plan, where: str) -> None:
             sizes = " * ".join(map(str, stage.mesh.values()))
             problem = f"stages.{i}: its mesh of {sizes} devices must hold its devices"
             raise _damaged(where, problem, f"{len(stage.devices)} devices")
+
+
+def _refuse_impossible_queues(plan: Plan, where: str) -> None:
+    stages = range(len(plan.stages))
+    for i, queue in enumerate(plan.queues):
+        if queue.source not in stages or queue.target not in stages:
+            raise _damaged(where, f"queues.{i} must be between two stages of the plan", queue)
+        if not min(queue.hold_s, queue.latency_s) >= 0:
+            raise _damaged(where, f"queues.{i}: its seconds must not be negative", queue)
 
 
 def _refuse_missing_seconds(plan: Plan, where: str) -> None:
@@ -324,12 +341,30 @@ def describe(plan: Plan) -> list[str]:
         if len(plan.in_flight) > DEPTHS_SHOWN:
             depths = f"from {plan.in_flight[0]} on the first to {plan.in_flight[-1]} on the last"
         lines.append(f"            in flight on the stages: {depths}")
+    if plan.pipes:
+        lines.append(f"  pipes     of their capacity a step uses {_pipes(plan.pipes)}")
     return [
         *lines,
         f"  step      {show(plan.step_time_s, 's')} predicted: {shares}",
         f"            {_proof(plan)}",
         *([f"  exception {plan.exception}"] if plan.exception else []),
     ]
+
+
+def _pipes(shares: dict[str, float]) -> str:
+    """Both ways at once where they are the same.
+
+    >>> _pipes({"ib -> roce": 0.5, "roce -> ib": 0.5, "ib -> old": 0.25, "old -> ib": 0.1})
+    'ib <-> roce 50% each way, ib -> old 25%, old -> ib 10%'
+    """
+    texts = {tuple(way.split(" -> ")): f"{share:.0%}" for way, share in shares.items()}
+    told = []
+    for (a, b), text in texts.items():
+        if texts.get((b, a)) != text:
+            told.append(f"{a} -> {b} {text}")
+        elif f"{b} <-> {a} {text} each way" not in told:
+            told.append(f"{a} <-> {b} {text} each way")
+    return ", ".join(told)
 
 
 def _proof(plan: Plan) -> str:

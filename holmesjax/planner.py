@@ -26,6 +26,7 @@ from holmesjax.problem import (
     Problem,
     StageSeconds,
     chunk_roles,
+    link_bytes,
     roles,
     split_chunks,
     step_seconds,
@@ -202,6 +203,8 @@ def as_plan(problem: Problem, candidate: Candidate, bound_s: float) -> Plan:
         bound_s=bound_s,
         step_dollars=prices.step_dollars(problem, candidate),
         shares=_shares(problem, candidate, parts),
+        pipes=_pipe_shares(problem, candidate),
+        queues=tuple(problem.queues(case, passing, order.chunks)),
         exception=_exception(problem, stages),
     )
 
@@ -219,6 +222,17 @@ def _exception(problem: Problem, stages: Sequence[StagePlan]) -> str:
         f"{', '.join(crossing)}, against the rule that collectives stay within one fabric: no "
         f"other plan is possible ({problem.crosses_because})"
     )
+
+
+def _pipe_shares(problem: Problem, candidate: Candidate) -> dict[str, float]:
+    """The share of each pipe's capacity that a step uses."""
+    sent = link_bytes(problem, candidate.case, candidate.passing, candidate.order.chunks)
+    return {
+        " -> ".join(pipe): sent[pipe]
+        / (problem.topology.capacity_bytes_per_s(*pipe) * candidate.step_s)
+        for pipe in problem.pipes
+        if pipe in sent
+    }
 
 
 def _times(problem: Problem, candidate: Candidate, stage: int) -> StageTimes:

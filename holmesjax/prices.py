@@ -3,9 +3,8 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from holmesjax import costs
 from holmesjax.layouts import Pool
-from holmesjax.problem import Problem
+from holmesjax.problem import Problem, link_bytes
 from holmesjax.search import Candidate
 from holmesjax.topology import Topology
 
@@ -42,20 +41,11 @@ def step_dollars(problem: Problem, candidate: Candidate) -> dict[str, float]:
 
 
 def _egress_dollars(problem: Problem, candidate: Candidate) -> float:
-    case, passing = candidate.case, candidate.passing
-    clusters = [problem.pools[seat.pool].cluster.name for seat in case.seats]
-    num_stages = len(clusters)
-    gigabytes = passing.microbatches * problem.boundary_bytes(passing) / 1e9
-    per_gb = lambda a, b: problem.topology.links[a, b].egress_dollars_per_gb if a != b else 0.0
-    both_ways = lambda a, b: per_gb(a, b) + per_gb(b, a)
-    dollars = sum(
-        gigabytes * both_ways(clusters[at % num_stages], clusters[(at + 1) % num_stages])
-        for at in range(candidate.order.chunks * num_stages - 1)
+    case, passing, chunks = candidate.case, candidate.passing, candidate.order.chunks
+    return sum(
+        num_bytes / 1e9 * problem.topology.links[way].egress_dollars_per_gb
+        for way, num_bytes in link_bytes(problem, case, passing, chunks).items()
     )
-    if problem.config.model.tied_embeddings and num_stages > 1:
-        table_gb = 4.0 * costs.table_parameters(problem.config.model) / 1e9
-        dollars += table_gb * both_ways(clusters[0], clusters[-1])
-    return dollars
 
 
 def selections(pools: Sequence[Pool]) -> Iterator[list[Pool]]:

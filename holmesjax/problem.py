@@ -3,12 +3,16 @@
 part       consecutive stages of the pipeline that share a pool, and their mesh
 case       parts in the order of the pipeline, with the layers of every stage
 order      which schedule the pipeline runs, and with how many microbatches
+flow       what one stage sends to another, one array after the other
+pipe       a link between two clusters with a capacity: flows that want more of it queue
 """
 
 import itertools
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -18,7 +22,7 @@ from holmesjax.config import Config, Schedule
 from holmesjax.layouts import Devices, InFlight, Mesh, Pass, Pool, Role, StageCosts
 from holmesjax.mapper import Placement
 from holmesjax.plan import Axis
-from holmesjax.schedule import Clock, Task, max_in_flight, schedule
+from holmesjax.schedule import Clock, Queue, Task, max_in_flight, schedule
 from holmesjax.topology import Link, Node, Topology
 
 CHUNKS = (2, 3, 4, 6, 8)  # of a stage that are tried for interleaving
@@ -66,6 +70,16 @@ class Case(NamedTuple):
         return tuple(itertools.chain(*(part.seats for part in self.parts)))
 
 
+Flow = tuple[Seat, Seat]  # from one stage to another
+
+
+class Way(NamedTuple):
+    """The path of a flow."""
+
+    link: Link  # of each pair of nodes: the slowest, or its part of the pipe
+    num_pairs: int  # that send at once
+
+
 class StageSeconds(NamedTuple):
     """Of one stage."""
 
@@ -92,7 +106,10 @@ class Problem:
     _links_of: dict[int, list[Link]] = field(default_factory=dict)
     _like: dict[Seat, Seat] = field(default_factory=dict)
     _in_flight: dict[tuple[object, ...], InFlight] = field(default_factory=dict)
-    _links: dict[tuple[Seat, Seat], tuple[Link, int]] = field(default_factory=dict)
+    _ways: dict[Flow, Way] = field(default_factory=dict)
+    _queues: dict[tuple[object, ...], list[tuple[int, int, tuple[str, str]]]] = field(
+        default_factory=dict
+    )
 
     @property
     def num_layers(self) -> int:
@@ -108,6 +125,10 @@ class Problem:
             crosses_because=self.crosses_because,
             _clocks=self._clocks,
         )
+
+    @cached_property
+    def pipes(self) -> list[tuple[str, str]]:
+        return self.topology.pipes
 
     def boundary_bytes(self, passing: Pass) -> float:
         sequences = self.config.train.global_batch // passing.microbatches
@@ -189,20 +210,77 @@ class Problem:
         return self._in_flight[key]
 
     def transfer_s(self, source: Seat, target: Seat, num_bytes: float) -> float:
-        """Seconds in which an array goes from one stage to another.
+        """Seconds in which an array goes from one stage to another, if no other flow is on its way.
 
         Each node of the smaller stage sends, or receives, an equal part of it at once (`routes`).
         """
-        key = source, target
-        if key not in self._links:
+        way = self._way((source, target))
+        return way.link.time_s(num_bytes / way.num_pairs)
+
+    def _way(self, flow: Flow) -> Way:
+        if flow not in self._ways:
+            source, target = flow
             ends = self.nodes(source), self.nodes(target)
             num_pairs = min(map(len, ends))
             processes = min(self._num_processes(source), self._num_processes(target))
             ways = _links(self.topology, *ends, processes / num_pairs)
             slowest = min(ways, key=lambda link: link.bandwidth_bytes_per_s)
-            self._links[key] = slowest, num_pairs
-        link, num_pairs = self._links[key]
-        return link.time_s(num_bytes / num_pairs)
+            if (part := self._part_of_pipes(*ends)) < slowest.bandwidth_bytes_per_s:
+                slowest = replace(slowest, bandwidth_bytes_per_s=part)
+            self._ways[flow] = Way(slowest, num_pairs)
+        return self._ways[flow]
+
+    def _part_of_pipes(self, sources: Sequence[str], targets: Sequence[str]) -> float:
+        """What each pair of nodes has of the pipes, where as many cross one as may."""
+        if not self.pipes:
+            return math.inf
+        here, there = (
+            Counter(self.topology.cluster_of(node).name for node in nodes)
+            for nodes in (sources, targets)
+        )
+        counts = {(a, b): min(here[a], there[b]) for a, b in self.pipes}
+        capacity = self.topology.effective_capacity
+        parts = (capacity(*pipe) / count for pipe, count in counts.items() if count)
+        return min(parts, default=math.inf)
+
+    def queues(self, case: Case, passing: Pass, chunks: int) -> list[Queue]:
+        """Of all flows over pipes that could not take what they would all send at once."""
+        if not self.pipes:
+            return []
+        key = case.parts, chunks > 1
+        if key not in self._queues:
+            self._queues[key] = self._shared(case.seats, chunks > 1)
+        num_bytes = self.boundary_bytes(passing)
+        return [
+            Queue(
+                source,
+                target,
+                " -> ".join(pipe),
+                hold_s=num_bytes / self.topology.effective_capacity(*pipe),
+                latency_s=self._way((case.seats[source], case.seats[target])).link.latency_s,
+            )
+            for source, target, pipe in self._queues[key]
+        ]
+
+    def _shared(
+        self, seats: Sequence[Seat], goes_round: bool
+    ) -> list[tuple[int, int, tuple[str, str]]]:
+        """Sources and targets of the flows that queue, each with its pipe."""
+        pairs = list(itertools.pairwise(range(len(seats))))
+        if goes_round:
+            pairs.append((len(seats) - 1, 0))
+        users: dict[tuple[str, str], set[tuple[int, int]]] = {}
+        for ends in {*pairs, *((b, a) for a, b in pairs)}:
+            a, b = (self.pools[seats[stage].pool].cluster.name for stage in ends)
+            if (a, b) in self.pipes:
+                users.setdefault((a, b), set()).add(ends)
+        found = []
+        for pipe, own in users.items():
+            ways = [self._way((seats[a], seats[b])) for a, b in own]
+            wanted = math.fsum(way.num_pairs * way.link.bandwidth_bytes_per_s for way in ways)
+            if wanted > self.topology.effective_capacity(*pipe) * (1 + 1e-9):
+                found += [(a, b, pipe) for a, b in sorted(own)]
+        return found
 
     def links_of(self, pool_index: int) -> list[Link]:
         """The fastest for boundaries inside a pool, and from it to each other pool."""
@@ -212,13 +290,20 @@ class Problem:
             names = [list(pool.devices) for pool in pools]
             most = pools[0].most_in_a_node if self._is_per_device else 1
             self._links_of[pool_index] = [
-                max(
-                    _links(self.topology, names[0], others, most),
-                    key=lambda link: link.bandwidth_bytes_per_s,
+                replace(
+                    max(
+                        _links(self.topology, names[0], names[i], most),
+                        key=lambda link: link.bandwidth_bytes_per_s,
+                    ),
+                    capacity_bytes_per_s=self._capacity(pools[0], pool),
                 )
-                for others in names
+                for i, pool in enumerate(pools)
             ]
         return self._links_of[pool_index]
+
+    def _capacity(self, source: Pool, target: Pool) -> float:
+        a, b = source.cluster.name, target.cluster.name
+        return math.inf if a == b else self.topology.effective_capacity(a, b)
 
     def like(self, seat: Seat) -> Seat:
         """A seat that costs as much: the same one for all stages of equal whole nodes."""
@@ -333,6 +418,31 @@ def table_times(problem: Problem, case: Case) -> tuple[float, float]:
     return problem.transfer_s(*ends, num_bytes), problem.transfer_s(*ends[::-1], num_bytes)
 
 
+def link_bytes(
+    problem: Problem, case: Case, passing: Pass, chunks: int
+) -> dict[tuple[str, str], float]:
+    """What a step sends from cluster to cluster, by their names: boundaries and tied tables.
+
+    Empty where stages cross clusters, since collectives are not counted.
+    """
+    if problem.crosses_because:
+        return {}
+    clusters = [problem.pools[seat.pool].cluster.name for seat in case.seats]
+    model, num_stages = problem.config.model, len(clusters)
+    found = Counter[tuple[str, str]]()
+
+    def add(a: str, b: str, num_bytes: float) -> None:
+        if a != b:
+            found.update({(a, b): num_bytes, (b, a): num_bytes})
+
+    for at in range(chunks * num_stages - 1):
+        num_bytes = passing.microbatches * problem.boundary_bytes(passing)
+        add(clusters[at % num_stages], clusters[(at + 1) % num_stages], num_bytes)
+    if model.tied_embeddings and num_stages > 1:
+        add(clusters[0], clusters[-1], 4.0 * costs.table_parameters(model))
+    return dict(found)
+
+
 def step_seconds(
     problem: Problem, cases: Sequence[Case], passing: Pass, order: Order, with_links: bool = True
 ) -> np.ndarray:
@@ -349,6 +459,7 @@ def step_seconds(
     task_s = np.empty((3, p * v, num_cases))  # forward, backward, weight
     transfer_s = np.zeros((p - (v == 1), 2, num_cases))
     tables_s, holds = np.zeros(num_cases), np.ones(num_cases, bool)
+    queues: list[list[Queue]] = [[] for _ in cases]
     for k, case in enumerate(cases):
         stages = zip(case.seats, case.layers, roles(p), strict=True)
         for stage, (seat, layers, role) in enumerate(stages):
@@ -368,12 +479,23 @@ def step_seconds(
         if holds[k] and with_links:
             transfer_s[:, :, k] = np.reshape(transfer_times(problem, case, passing, v), (-1, 2))
             tables_s[k] = sum(table_times(problem, case))
+            queues[k] = problem.queues(case, passing, v)
     found = np.full(num_cases, math.inf)
     if holds.any():
         forward_s, backward_s, weight_s = task_s[:, :, holds]
         reduce_s, gather_s, update_s = stage_s[:, :, holds]
         ways_s = transfer_s[:, :, holds]
         _, end_s, _ = clock.run(forward_s, backward_s, ways_s, weight_s, ready_s=gather_s)
+        own = [queues[k] for k in np.flatnonzero(holds)]
+        if waiting := [k for k, queue in enumerate(own) if queue]:
+            _, end_s[:, waiting], _ = clock.run(
+                forward_s[:, waiting],
+                backward_s[:, waiting],
+                ways_s[:, :, waiting],
+                weight_s[:, waiting],
+                ready_s=gather_s[:, waiting],
+                queues=[own[k] for k in waiting],
+            )
         finish_s = clock.finish_s(end_s)
         found[holds] = (finish_s + reduce_s).max(0) + update_s.max(0) + tables_s[holds]
     return found

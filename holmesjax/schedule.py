@@ -307,6 +307,20 @@ class Simulation:
         return max(event.end_s for event in self.events if event.stage == stage)
 
 
+class Queue(NamedTuple):
+    """A pipe that transfers between two stages share with those between others.
+
+    An array waits until those before it are through; then it holds the pipe for its own bytes,
+    though its own link may take longer.
+    """
+
+    source: int  # stage
+    target: int
+    pipe: str
+    hold_s: float  # its bytes over the capacity
+    latency_s: float
+
+
 class Clock:
     """The tasks of a pipeline as arrays, to be timed for many cases at once.
 
@@ -342,6 +356,7 @@ class Clock:
         readiness = nothing + 1 + stage  # rows behind that of nothing
         before = np.where(np.isin(number, starts), readiness, number - 1)
         rows = np.stack([number, before, source, kind * num_virtual + virtual, link_before, way])
+        self._rows = rows
         self._link = link  # source * p + target, of every task; -1: its result stays
         self._last = starts + lengths - 1
         self._waves = []
@@ -369,6 +384,7 @@ class Clock:
         transfer_s: np.ndarray,
         weight_s: np.ndarray,
         ready_s: np.ndarray,
+        queues: Sequence[Sequence[Queue]] = (),
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """When every task starts and ends, and its result is where it goes, [tasks, cases] each.
 
@@ -376,7 +392,81 @@ class Clock:
           forward_s, backward_s, weight_s: [virtual stages, cases], as in `simulate`.
           transfer_s: [links, 2, cases]: to the next stage, and back.
           ready_s: before which no task of a stage starts, [stages, cases].
+          queues: of each case, or none of any.
         """
+        if not any(queues):
+            return self._run(forward_s, backward_s, transfer_s, weight_s, ready_s)
+        at_once = self._run(forward_s, backward_s, 0 * transfer_s, weight_s, ready_s)
+        task_s = np.concatenate([forward_s, backward_s, weight_s])
+        return self._queue(self._in_turn(*at_once[:2]), task_s, transfer_s, ready_s, queues)
+
+    def _in_turn(self, start_s: np.ndarray, end_s: np.ndarray) -> np.ndarray:
+        """Tasks (by number) and transfers (those of task i as count + i) by time, [both, cases].
+
+        Of those of one time, what another may wait for comes first.
+        """
+        wave = np.empty(len(self.tasks), int)
+        for number, rows in enumerate(self._waves):
+            wave[rows[0]] = number
+        rank = np.concatenate([2 * wave, 2 * wave + 1])[:, None]
+        times_s = np.concatenate([start_s, end_s])
+        return np.lexsort((np.broadcast_to(rank, times_s.shape), times_s), axis=0)
+
+    def _queue(
+        self,
+        turns: np.ndarray,
+        task_s: np.ndarray,
+        transfer_s: np.ndarray,
+        ready_s: np.ndarray,
+        queues: Sequence[Sequence[Queue]],
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """As `run`; arrays queue in the order in which they are made if sending takes no time.
+
+        So who comes first does not depend on links, and a smaller capacity is never faster.
+        """
+        before, source, kind, link_before, way = (self._rows[i] for i in (1, 2, 3, 4, 5))
+        count, num_cases = len(self.tasks), task_s.shape[1]
+        case, num_stages = np.arange(num_cases), len(self._last)
+        ways_s = np.concatenate([transfer_s.reshape(-1, num_cases), np.zeros((1, num_cases))])
+        # By link, the last for what is sent to no other stage; -1: no queue.
+        pipe = np.full((num_stages**2 + 1, num_cases), -1)
+        hold_s, latency_s = np.zeros(pipe.shape), np.zeros(pipe.shape)
+        for k, own in enumerate(queues):
+            names = list(dict.fromkeys(queue.pipe for queue in own))
+            for queue in own:
+                link = queue.source * num_stages + queue.target
+                pipe[link, k] = names.index(queue.pipe)
+                hold_s[link, k], latency_s[link, k] = queue.hold_s, queue.latency_s
+        free_s = np.zeros((pipe.max() + 1, num_cases))  # of each pipe
+        start_s = np.zeros((count + 1 + len(ready_s), num_cases))
+        end_s, sent_s = np.zeros_like(start_s), np.zeros_like(start_s)
+        end_s[count + 1 :] = ready_s
+        for turn in turns:
+            task, is_task = turn % count, turn < count
+            number, own = task[is_task], case[is_task]
+            begins_s = np.maximum(end_s[before[number], own], sent_s[source[number], own])
+            start_s[number, own] = begins_s
+            end_s[number, own] = begins_s + task_s[kind[number], own]
+            number, own = task[~is_task], case[~is_task]
+            leaves_s = np.maximum(end_s[number, own], sent_s[link_before[number], own])
+            sent_s[number, own] = leaves_s + ways_s[way[number], own]
+            waits = pipe[self._link[number], own] >= 0
+            number, own, leaves_s = number[waits], own[waits], leaves_s[waits]
+            link = self._link[number]
+            through_s = np.maximum(leaves_s, free_s[pipe[link, own], own]) + hold_s[link, own]
+            free_s[pipe[link, own], own] = through_s
+            arrives_s = through_s + latency_s[link, own]
+            sent_s[number, own] = np.maximum(sent_s[number, own], arrives_s)
+        return start_s[:count], end_s[:count], sent_s[:count]
+
+    def _run(
+        self,
+        forward_s: np.ndarray,
+        backward_s: np.ndarray,
+        transfer_s: np.ndarray,
+        weight_s: np.ndarray,
+        ready_s: np.ndarray,
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         count, num_cases = len(self.tasks), forward_s.shape[1]
         task_s = np.concatenate([forward_s, backward_s, weight_s])
         ways_s = np.concatenate([transfer_s.reshape(-1, num_cases), np.zeros((1, num_cases))])
@@ -414,6 +504,7 @@ def simulate(
     *,
     weight_s: Sequence[float] = (),
     ready_s: Sequence[float] = (),
+    queues: Sequence[Queue] = (),
 ) -> Simulation:
     """Runs the schedules against the clock: each stage in its order, as soon as inputs arrive.
 
@@ -428,6 +519,7 @@ def simulate(
         with several chunks a stage also for the last: (to the first stage, back).
       weight_s: seconds of one W, for each virtual stage; needed when backwards are split.
       ready_s: when each stage can start its first task; at once where it is left out.
+      queues: of transfers that share a pipe with those of other stages.
 
     Example, equal stages; their bubble is (p - 1) / (m + p - 1) = 2 / 6 for p stages and m
     microbatches (Huang et al., arXiv:1811.06965):
@@ -456,7 +548,8 @@ def simulate(
     clock = Clock(schedules, num_chunks)
     transfers = np.array(transfer_s, float).reshape(-1, 2, 1)
     ready = column(ready_s if len(ready_s) else [0.0] * num_stages)
-    starts, ends, sent = clock.run(column(forward_s), column(backward_s), transfers, weight, ready)
+    tasks = column(forward_s), column(backward_s), transfers, weight, ready
+    starts, ends, sent = clock.run(*tasks, queues=[queues])
     events = [
         Event(stage, task, start_s, end_s)
         for (stage, task), start_s, end_s in zip(

@@ -50,6 +50,7 @@ MAX_MOVED = 12  # stages that give a layer away, and that take one
 NUM_MESHES = 8  # of a pool that are tried in place of the best plan's
 MOST_ABOVE = 1.2  # the best estimate: passes with larger bounds are not listed
 CASES_PER_TASK = 100  # a task of so many cases is simulated while one is made for the clock
+QUEUED = 10  # tasks that take as long as one whose result may queue at a pipe
 SPLIT_PER_TASK = 10  # layers that are shared out while a task is simulated
 EFFORT = 2e6  # simulated tasks, or about as much work
 MAX_DEPTHS = 512  # combinations of numbers in flight that are tried
@@ -107,6 +108,8 @@ class _Search:
         if not cases:
             return None
         num_tasks = 2 * order.num_stages * order.microbatches * order.chunks
+        if any(self._problem.queues(case, passing, order.chunks) for case in cases):
+            num_tasks *= QUEUED
         self._spend(num_tasks * (1 + len(cases) / CASES_PER_TASK) + len(cases) * order.num_stages)
         seconds = step_seconds(self._problem, cases, passing, order)
         k = int(np.argmin(seconds))

@@ -116,7 +116,13 @@ def _offers(problem: Problem, pool_index: int, passing: Pass) -> Offers | None:
         stage_costs.many_bytes(found, passing, n, depth) for n, depth in ((1, 1), (2, 1), (1, 2))
     )
     num_nodes = np.array([len(problem.nodes(Seat(pool_index, mesh, 1, 0))) for mesh in found])
-    time_s = lambda link: link.latency_s + num_bytes / num_nodes / link.bandwidth_bytes_per_s
+    time_s = lambda link: (
+        link.latency_s
+        + np.maximum(
+            num_bytes / num_nodes / link.bandwidth_bytes_per_s,
+            num_bytes / link.capacity_bytes_per_s,
+        )
+    )
     ways_s = [time_s(link) for link in links]
     return Offers(
         pool=pool_index,

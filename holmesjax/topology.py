@@ -5,6 +5,7 @@
     cluster   nodes that reach each other over one fabric
     fabric    one kind of network: `nvlink`, `infiniband`, `roce`, `ethernet`
     link      a one-way path with a bandwidth and a latency
+    pipe      a link between two clusters with a capacity, which all nodes that use it share
     topology  all clusters, and the links that join them
 
 This module only describes: `planner` chooses a layout, `mesh` makes a `jax.sharding.Mesh` of it. No
@@ -33,8 +34,9 @@ class Link:
 
     fabric: Fabric
     bandwidth_bytes_per_s: float
-    latency_s: float
+    latency_s: float  # one way
     egress_dollars_per_gb: float = 0.0  # of 10^9 bytes
+    capacity_bytes_per_s: float = math.inf  # of all nodes together; infinite: they share nothing
 
     def time_s(self, num_bytes: float) -> float:
         return self.latency_s + num_bytes / self.bandwidth_bytes_per_s
@@ -121,6 +123,8 @@ class Measured:
     collectives: tuple[Collective, ...] = ()
     # Bytes per second of boundaries that one process of a cluster sends to another one, by cluster.
     transports: dict[str, float] = field(default_factory=dict)
+    # Bytes per second of all nodes of one cluster to those of another, where pairs share the link.
+    capacities: dict[tuple[str, str], float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -195,6 +199,27 @@ class Topology:
         most = processes * min(map(self.transport_bytes_per_s, ends))
         return replace(link, bandwidth_bytes_per_s=min(link.bandwidth_bytes_per_s, most))
 
+    @property
+    def pipes(self) -> list[tuple[str, str]]:
+        """The clusters whose link has a capacity, one entry each way."""
+        return sorted(p for p in self.links if math.isfinite(self.capacity_bytes_per_s(*p)))
+
+    def capacity_bytes_per_s(self, cluster_a: str, cluster_b: str) -> float:
+        """All that nodes of one cluster send to those of another: as measured, or as it should be.
+
+        Infinite where they do not share the link.
+        """
+        measured = self.measured.capacities if self.measured else {}
+        pair = cluster_a, cluster_b
+        return measured.get(pair, self.links[pair].capacity_bytes_per_s)
+
+    def effective_capacity(self, cluster_a: str, cluster_b: str) -> float:
+        """The bytes per second that messages get of it."""
+        capacity = self.capacity_bytes_per_s(cluster_a, cluster_b)
+        if self.measured and (cluster_a, cluster_b) in self.measured.capacities:
+            return capacity
+        return catalogue.REACHED[self.links[cluster_a, cluster_b].fabric] * capacity
+
     def transport_bytes_per_s(self, cluster: str) -> float:
         """What one process sends or receives of boundaries, however fast the network."""
         measured = self.measured.transports if self.measured else {}
@@ -205,7 +230,7 @@ class Topology:
 
         Within a node it is the link of one device. Between nodes of a cluster it is all NICs of
         its fabric together; between clusters their link, as far as the NICs of both ends can fill
-        it, where the nodes name NICs of its fabric.
+        it, where the nodes name NICs of its fabric, and as far as it goes.
         """
         if node_a == node_b:
             return self.node(node_a).device.link
@@ -222,7 +247,8 @@ class Topology:
         link = self.links[cluster_a.name, cluster_b.name]
         nics = [[nic for nic in end.nics if nic.fabric == link.fabric] for end in ends]
         rates = [_rate_bytes_per_s(end) for end in nics if end]
-        return replace(link, bandwidth_bytes_per_s=min([link.bandwidth_bytes_per_s, *rates]))
+        rates += [link.bandwidth_bytes_per_s, link.capacity_bytes_per_s]
+        return replace(link, bandwidth_bytes_per_s=min(rates))
 
     def hash(self) -> str:
         """16 hex digits that change with anything in the topology.
@@ -265,6 +291,7 @@ def _measured(entry: topology_file.MeasuredEntry) -> Measured:
             for c in entry.collectives
         ),
         transports={transport.cluster: transport.bandwidth for transport in entry.transports},
+        capacities={(a, b): pipe.capacity for pipe in entry.capacities for a, b in [pipe.between]},
     )
 
 
@@ -329,13 +356,15 @@ def _nic(entry: topology_file.NicEntry) -> Nic:
 def _link(
     entry: topology_file.LinkEntry | topology_file.DeviceLinkEntry | topology_file.PairEntry,
 ) -> Link:
-    egress = entry.egress if isinstance(entry, topology_file.LinkEntry) else 0.0
-    return Link(
+    link = Link(
         fabric=entry.fabric,
         bandwidth_bytes_per_s=entry.bandwidth,
         latency_s=entry.latency,
-        egress_dollars_per_gb=egress,
     )
+    if not isinstance(entry, topology_file.LinkEntry):
+        return link
+    capacity = math.inf if entry.capacity is None else entry.capacity
+    return replace(link, egress_dollars_per_gb=entry.egress, capacity_bytes_per_s=capacity)
 
 
 def to_yaml(topology: Topology) -> str:
@@ -373,11 +402,16 @@ def measured_section(measured: Measured) -> str:
         {"cluster": cluster, "bandwidth": units.exact(rate, "b/s")}
         for cluster, rate in measured.transports.items()
     ]
+    capacities = [
+        {"between": list(pair), "capacity": units.exact(rate, "b/s")}
+        for pair, rate in measured.capacities.items()
+    ]
     lines = ["measured:", f"  {yaml_files.to_line({'date': measured.date})[1:-1]}"]
     sections: dict[str, list[dict[str, Any]]] = {
         "pairs": pairs,
         "collectives": collectives,
         "transports": transports,
+        "capacities": capacities,
     }
     for name, items in sections.items():
         if items:
@@ -438,10 +472,11 @@ def _nic_values(nic: Nic) -> dict[str, Any]:
 
 
 def _link_values(link: Link, unit: units.Unit) -> dict[str, str]:
-    egress = link.egress_dollars_per_gb
+    egress, capacity = link.egress_dollars_per_gb, link.capacity_bytes_per_s
     return {
         "fabric": link.fabric,
         "bandwidth": units.exact(link.bandwidth_bytes_per_s, unit),
+        **({"capacity": units.exact(capacity, unit)} if math.isfinite(capacity) else {}),
         "latency": units.exact(link.latency_s, "s"),
         **({"egress": units.exact(egress, "$/GB")} if egress else {}),
     }
@@ -506,4 +541,7 @@ def _counted(count: int, noun: str) -> str:
 
 def _link_text(link: Link) -> str:
     rate, latency_s = link.bandwidth_bytes_per_s, link.latency_s
-    return f"{link.fabric}, {units.show(latency_s, 's')}, {units.show(rate, 'b/s')}"
+    text = f"{link.fabric}, {units.show(latency_s, 's')}, {units.show(rate, 'b/s')}"
+    if math.isfinite(capacity := link.capacity_bytes_per_s):
+        return f"{text} a node, {units.show(capacity, 'b/s')} all together"
+    return text

@@ -25,6 +25,15 @@ def _quantity(unit: units.Unit) -> BeforeValidator:
     return BeforeValidator(functools.partial(units.parse, unit=unit))
 
 
+def _one_way_s(text: object) -> float:
+    """As `units.parse`; people know round trips, so whoever must write it again is told."""
+    try:
+        return units.parse(text, "s")
+    except HolmesError as error:
+        fix = f"{error.fix}; one way, which is half of a round trip"
+        raise HolmesError(error.where, error.problem, found=error.found, fix=fix) from None
+
+
 Name = Annotated[str, Field(min_length=1, strict=True)]
 Count = Annotated[int, Field(ge=1, le=10_000, strict=True)]
 Size = Annotated[float, _quantity("B"), Field(gt=0)]
@@ -34,6 +43,7 @@ Speed = Annotated[float, _quantity("FLOP/s"), Field(gt=0)]
 Rent = Annotated[float, _quantity("$/h")]
 Egress = Annotated[float, _quantity("$/GB")]
 Latency = Annotated[float, _quantity("s")]
+OneWayLatency = Annotated[float, BeforeValidator(_one_way_s)]
 Network = Literal["infiniband", "roce", "ethernet"]
 
 
@@ -107,9 +117,10 @@ class LinkEntry:
 
     between: tuple[Name, ...]
     fabric: Network
-    bandwidth: NetworkRate  # one way
-    latency: Latency
+    bandwidth: NetworkRate  # of each node, one way
+    latency: OneWayLatency
     egress: Egress = 0.0  # price of what is sent
+    capacity: NetworkRate | None = None  # of all nodes together, one way; none: no limit
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -119,7 +130,7 @@ class PairEntry:
     between: tuple[Name, ...]
     fabric: Network
     bandwidth: NetworkRate
-    latency: Latency
+    latency: OneWayLatency
 
 
 CollectiveKind = Literal["all_reduce", "reduce_scatter", "all_gather"]
@@ -145,6 +156,14 @@ class TransportEntry:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class CapacityEntry:
+    """What all nodes of one cluster send to those of another together; the first one sends."""
+
+    between: tuple[Name, ...]
+    capacity: NetworkRate
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class MeasuredEntry:
     """What `launch probe` has measured."""
 
@@ -152,6 +171,7 @@ class MeasuredEntry:
     pairs: tuple[PairEntry, ...] = ()
     collectives: tuple[CollectiveEntry, ...] = ()
     transports: tuple[TransportEntry, ...] = ()
+    capacities: tuple[CapacityEntry, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -388,7 +408,7 @@ def _links_join_clusters(document: Document, file: TopologyEntry) -> Iterator[Ho
 
 
 def _ends_exist(
-    document: Document, keys: Keys, link: LinkEntry, names: list[str]
+    document: Document, keys: Keys, link: LinkEntry | CapacityEntry, names: list[str]
 ) -> Iterator[HolmesError]:
     place, ends = (*keys, "between"), link.between
     if len(ends) != 2 or ends[0] == ends[1]:
@@ -424,6 +444,14 @@ def _measured_is_of_these(document: Document, file: TopologyEntry) -> Iterator[H
             problem = f"must be 2 to {sizes[found]}, the nodes of {found}"
             place = (*keys, "nodes")
             yield document.mistake(place, problem, found=collective.nodes, fix=MEASURE_AGAIN)
+    seen_pipes: list[tuple[str, ...]] = []
+    for i, pipe in enumerate(file.measured.capacities):
+        keys = ("measured", "capacities", i)
+        yield from schema.findings(_ends_exist, document, keys, pipe, list(sizes))
+        if pipe.between in seen_pipes:
+            found, fix = f"[{', '.join(pipe.between)}] again", "remove one of them"
+            yield document.mistake((*keys, "between"), "is given twice", found=found, fix=fix)
+        seen_pipes.append(pipe.between)
     named = [transport.cluster for transport in file.measured.transports]
     for i, name in enumerate(named):
         keys = ("measured", "transports", i, "cluster")

@@ -45,7 +45,7 @@ def faster_fabric(topology: Topology, cluster: str, factor: float) -> Topology:
 
 
 def faster_link(topology: Topology, pair: Way, factor: float) -> Topology:
-    """Between two clusters, both ways, with the NICs at both ends that fill it."""
+    """Between two clusters, both ways, with the NICs at both ends that fill it; not a capacity."""
     ends = {c.name: c for c in topology.clusters if c.name in pair}
     ways = {pair, pair[::-1]}
     links = {
@@ -59,6 +59,12 @@ def faster_link(topology: Topology, pair: Way, factor: float) -> Topology:
     homes = {node.name: name for name, cluster in ends.items() for node in cluster.nodes}
     is_between = lambda way: {homes.get(way[0]), homes.get(way[1])} == set(pair)
     return _with_pairs(changed, is_between, factor)
+
+
+def wider_pipe(topology: Topology, pair: Way, factor: float) -> Topology:
+    """The capacity of the link between two clusters, both ways."""
+    wider = lambda way: factor if way in (pair, pair[::-1]) else 1.0
+    return _with_pipes(topology, wider)
 
 
 def faster_transport(topology: Topology, factor: float) -> Topology:
@@ -80,6 +86,7 @@ def faster_everything(topology: Topology, factor: float) -> Topology:
             changed = _with_nics(changed, cluster.name, fabric, factor)
     links = {way: _faster(link, factor) for way, link in topology.links.items()}
     changed = _with_pairs(replace(changed, links=links), lambda way: True, factor)
+    changed = _with_pipes(changed, lambda way: factor)
     return _with_collectives(changed, {c.name for c in topology.clusters}, factor)
 
 
@@ -103,6 +110,7 @@ def without_cluster(topology: Topology, cluster: str) -> Topology:
             pairs={way: link for way, link in measured.pairs.items() if left.issuperset(way)},
             collectives=tuple(c for c in measured.collectives if c.cluster != cluster),
             transports={name: own for name, own in measured.transports.items() if name != cluster},
+            capacities={way: r for way, r in measured.capacities.items() if cluster not in way},
         )
     links = {way: link for way, link in topology.links.items() if cluster not in way}
     return replace(topology, clusters=clusters, links=links, measured=measured)
@@ -146,6 +154,18 @@ def _with_pairs(topology: Topology, is_one: Callable[[Way], bool], factor: float
         for way, link in topology.measured.pairs.items()
     }
     return replace(topology, measured=replace(topology.measured, pairs=pairs))
+
+
+def _with_pipes(topology: Topology, factor_of: Callable[[Way], float]) -> Topology:
+    """The capacities of links, and those that were measured, times a factor for each."""
+    links = {
+        way: replace(link, capacity_bytes_per_s=factor_of(way) * link.capacity_bytes_per_s)
+        for way, link in topology.links.items()
+    }
+    if (measured := topology.measured) is not None:
+        rates = {way: factor_of(way) * rate for way, rate in measured.capacities.items()}
+        measured = replace(measured, capacities=rates)
+    return replace(topology, links=links, measured=measured)
 
 
 def _with_collectives(topology: Topology, clusters: Collection[str], factor: float) -> Topology:

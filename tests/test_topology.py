@@ -226,7 +226,7 @@ name: b, => name: ib-0,
 latency: 50 us => latency: 50
 16: links[0].latency: has no unit
   found: 50
-  fix: write a number and a unit, such as 5 us
+  fix: write a number and a unit, such as 5 us; one way, which is half of a round trip
 
 , latency: 50 us} => }
 16: links[0].latency: is missing
@@ -258,6 +258,11 @@ kind: cpu, count: 1 => kind: cp, count: 1, memory: 1 GB, memory_bandwidth: 1 GB/
   found: cp
   fix: did you mean 'cpu'? Or add link, peak_flop_per_s.float32, peak_flop_per_s.bfloat16
 
+latency: 50 us} => latency: 50 us, capacity: 0 Gb/s}
+16: links[0].capacity: must be more than 0
+  found: the text '0 Gb/s'
+  fix: use a number above 0
+
 count: 1} => count: 1, wattage: 9}
 13: clusters[1].devices.wattage: no such setting
   found: wattage
@@ -278,6 +283,33 @@ def test_a_mistake_is_refused(load, tmp_path, case):
     with pytest.raises(Mistakes) as error:
         load(TWO.replace(old, new, 1))
     assert str(error.value).replace(f"{tmp_path}/two.yaml:", "") == message
+
+
+def test_a_link_has_the_capacity_that_the_file_and_the_probe_say(load, tmp_path):
+    """What was measured stands for what was written, one way each; both are read back."""
+    text = TWO.replace("latency: 50 us}", "latency: 50 us, capacity: 30 Gb/s}")
+    topology = load(text)
+    assert load(TWO).pipes == []
+    assert topology.pipes == [("ib", "roce"), ("roce", "ib")]
+    assert topology.effective_capacity("ib", "roce") == catalogue.REACHED["ethernet"] * 30e9 / 8
+    assert (
+        "ethernet, 50 us, 20 Gb/s a node, 30 Gb/s all together" in topologies.describe(topology)[-1]
+    )
+    slower = load(text.replace("30 Gb/s", "5 Gb/s"))  # less than what one node could send
+    assert slower.link("ib-0", "b").bandwidth_bytes_per_s == 5e9 / 8
+    measured = (
+        "measured:\n  date: today\n  capacities:\n    - {between: [roce, ib], capacity: 8 Gb/s}\n"
+    )
+    found = load(text + measured)
+    assert found.effective_capacity("roce", "ib") == 1e9
+    assert found.effective_capacity("ib", "roce") == topology.effective_capacity("ib", "roce")
+    assert topologies.measured_section(found.measured) == measured
+    topologies.save(found, tmp_path / "saved.yaml")
+    assert topologies.load(tmp_path / "saved.yaml") == found
+    row = "    - {between: [roce, x], capacity: 8 Gb/s}\n"
+    for more, problem in ((row, "no such cluster"), (row.replace("x]", "ib]"), "is given twice")):
+        [(*_, told, _, _)] = refused(load, text + measured + more)
+        assert told == problem
 
 
 def test_two_clusters_need_a_link(load):
