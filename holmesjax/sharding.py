@@ -15,7 +15,8 @@ Sequences are shared out over `data` and `fsdp`, and each is cut over `context`.
 of the last two has a single part.
 """
 
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -23,6 +24,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 from holmesjax.plan import Axis
+from holmesjax.routes import Box, within
 
 Tree = Any  # a nested dict of arrays, keyed by layer and parameter name
 Sizes = Mapping[Any, int]  # axis -> size, of a mesh or of a stage's plan
@@ -147,6 +149,35 @@ def put(host: np.ndarray | np.float32, where: NamedSharding) -> jax.Array:
         return jax.device_put(host, where)
     # `device_put` would compare the values of all processes first.
     return jax.make_array_from_callback(host.shape, where, lambda index: np.asarray(host)[index])
+
+
+def build(
+    shape: tuple[int, ...], where: NamedSharding, make: Callable[[Box], np.ndarray]
+) -> jax.Array:
+    """An array that nobody has as a whole.
+
+    A process makes what its devices hold, once, and compares it with no other's. What several of
+    its devices hold next to each other is made together.
+
+    Args:
+      make: what is in a box of the array; a function of the box alone.
+    """
+    bounds = lambda index: tuple(x.indices(n)[:2] for x, n in zip(index, shape, strict=True))
+    boxes = set(map(bounds, where.addressable_devices_indices_map(shape).values()))
+    around = tuple(
+        (min(start for start, _ in ends), max(stop for _, stop in ends))
+        for ends in zip(*boxes, strict=True)
+    )
+    if sum(map(_size, boxes)) == _size(around):
+        whole = make(around)
+        made = {box: whole[within(box, around)] for box in boxes}
+    else:
+        made = {box: make(box) for box in boxes}
+    return jax.make_array_from_callback(shape, where, lambda index: made[bounds(index)])
+
+
+def _size(box: Box) -> int:
+    return math.prod(stop - start for start, stop in box)
 
 
 def spec_axes(spec: P, num_dims: int) -> tuple[tuple[str, ...], ...]:

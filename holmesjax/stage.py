@@ -139,13 +139,17 @@ class Stage:
 
     def init(self, seed: int) -> StageState:
         """The state before the first step: a function of the seed, whatever the plan."""
-        params = gpt.init_params(self.model, seed, self.layers)
-        if self.borrows_table:
-            table = gpt.init_params(self.model, seed, (EMBED,))[EMBED]["token_VD"]
-            params[EMBED] = {"token_VD": table}
-        shardings = jax.tree.map(lambda x: x.sharding, self.state_shapes)
-        params = jax.tree.map(jax.device_put, params, shardings.params)
-        init_optimizer = jax.jit(self.optimizer.init, out_shardings=shardings.opt_state)
+
+        def build(path: tuple, x: jax.ShapeDtypeStruct) -> jax.Array:
+            make = functools.partial(gpt.init_values, self.model, seed, path, x.shape)
+            return sharding.build(x.shape, x.sharding, make)
+
+        params: dict[str, Tree] = {}
+        for layer, shapes in self.state_shapes.params.items():
+            built = jax.tree_util.tree_map_with_path(build, {layer: shapes})
+            params |= jax.block_until_ready(built)  # the host holds one layer at a time
+        out_shardings = jax.tree.map(lambda x: x.sharding, self.state_shapes.opt_state)
+        init_optimizer = jax.jit(self.optimizer.init, out_shardings=out_shardings)
         return StageState(params, init_optimizer(params))
 
     @functools.cached_property

@@ -24,7 +24,7 @@ LAYERS = [
     ["kernels.attention_mosaic_backward"],
     ["kernels.attention_ring"],
     ["kernels.attention_pallas"],
-    ["holmesjax.errors"],
+    ["holmesjax.errors", "holmesjax.normals"],
     [
         "holmesjax.units",
         "holmesjax.yaml_files",

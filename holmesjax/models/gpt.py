@@ -15,7 +15,6 @@ softmax and the loss compute in float32, and logits are float32.
 """
 
 import functools
-import zlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -24,7 +23,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from holmesjax import ops
+from holmesjax import normals, ops
 from holmesjax.config import ModelConfig
 from holmesjax.plan import EMBED, HEAD, layer_names
 
@@ -39,7 +38,7 @@ Cache = dict[str, jax.Array]  # key_BTGK, value_BTGK
 
 
 def declare(layer: nn.Module, name: str, *shape: int) -> jax.Array:
-    """A parameter of a layer. flax wants an initial value; the real one is from `init_params`."""
+    """A parameter of a layer. flax wants an initial value; the real ones are `init_values`."""
     return layer.param(name, nn.initializers.zeros, shape)
 
 
@@ -201,27 +200,37 @@ def param_shapes(layer: str, config: ModelConfig) -> dict:
     return jax.eval_shape(init, *args)["params"]
 
 
-def init_params(
-    config: ModelConfig, seed: int, layers: Sequence[str] | None = None
-) -> dict[str, dict]:
-    """Parameters by layer name, float32 NumPy: a function of the seed, not of any plan.
+def init_values(
+    config: ModelConfig, seed: int, path: tuple, shape: tuple[int, ...], box: normals.Box
+) -> np.ndarray:
+    """Initial values in a box of a parameter, float32: a function of the seed, not of any plan.
 
     They are drawn on the host: XLA takes seconds to compile the random numbers of one layer.
 
     Args:
+      path: of the parameter, in a tree by layer name.
+      shape: of the whole parameter.
+    """
+    name = path[-1].key
+    if name in CONSTANTS:
+        return np.full([stop - start for start, stop in box], CONSTANTS[name], np.float32)
+    where = "/".join(key.key for key in path)
+    shrink = (2 * config.num_layers) ** -0.5 if name in RESIDUAL else 1.0
+    return normals.draw(f"{seed}/{where}", shape, box, INIT_STD * shrink)
+
+
+def init_params(
+    config: ModelConfig, seed: int, layers: Sequence[str] | None = None
+) -> dict[str, dict]:
+    """The initial values of whole layers, NumPy by layer name.
+
+    Args:
       layers: which of the model's layers; all if None.
     """
-
-    def draw(path: tuple, shape: jax.ShapeDtypeStruct) -> np.ndarray:
-        name = path[-1].key
-        if name in CONSTANTS:
-            return np.full(shape.shape, CONSTANTS[name], np.float32)
-        where = "/".join(key.key for key in path)
-        random = np.random.default_rng([seed, zlib.crc32(where.encode())])
-        shrink = (2 * config.num_layers) ** -0.5 if name in RESIDUAL else 1.0
-        return random.standard_normal(shape.shape, np.float32) * np.float32(INIT_STD * shrink)
-
-    shapes = {
-        layer: param_shapes(layer, config) for layer in layers or layer_names(config.num_layers)
-    }
-    return jax.tree_util.tree_map_with_path(draw, shapes)
+    names = layers or layer_names(config.num_layers)
+    return jax.tree_util.tree_map_with_path(
+        lambda path, x: init_values(
+            config, seed, path, x.shape, tuple((0, size) for size in x.shape)
+        ),
+        {layer: param_shapes(layer, config) for layer in names},
+    )

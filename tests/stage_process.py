@@ -1,0 +1,64 @@
+"""A process of a stage, as tests start it: python -m tests.stage_process RANK NUM_PROCESSES PORT
+
+It prints one line of JSON: what it drew for the initial state, what its devices hold of it, and how
+often JAX compared or gathered what processes have.
+"""
+
+import hashlib
+import json
+import sys
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
+
+def shards(stage, state):
+    """array -> box -> SHA-256 of what is there, of the devices of this process."""
+    from holmesjax import checkpoint
+
+    found = {}
+    for key, x in checkpoint.flatten(state).items():
+        for shard in x.addressable_shards:
+            box = str([s.indices(n)[:2] for s, n in zip(shard.index, x.shape, strict=True)])
+            content = np.ascontiguousarray(shard.data)
+            found.setdefault(key, {})[box] = hashlib.sha256(content.tobytes()).hexdigest()
+    return found
+
+
+def make_stage():
+    from tests.test_pipeline import hand_made_plan, make_model, make_stages
+
+    # On four devices all but the norms are cut, over two axes; on more processes or fewer alike.
+    return make_stages(make_model(tied_embeddings=True), hand_made_plan((4,), 2, 1, fsdp=2))[0]
+
+
+def main(rank, num_processes, port):
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", 4 // num_processes)
+    jax.distributed.initialize(f"127.0.0.1:{port}", num_processes, rank)
+    from holmesjax import normals
+
+    counts = {"drawn": 0, "compared": 0}
+
+    def counted(module, name, what, size=lambda _: 1):
+        function = getattr(module, name)
+
+        def wrapper(*args, **kwargs):
+            result = function(*args, **kwargs)
+            counts[what] += size(result)
+            return result
+
+        setattr(module, name, wrapper)
+
+    counted(normals, "draw", "drawn", np.size)
+    for name in ("assert_equal", "broadcast_one_to_all", "process_allgather"):
+        counted(multihost_utils, name, "compared")
+    stage = make_stage()
+    state = stage.init(3)
+    print(json.dumps({**counts, "shards": shards(stage, state)}), flush=True)
+    jax.distributed.shutdown()
+
+
+if __name__ == "__main__":
+    main(*map(int, sys.argv[1:]))

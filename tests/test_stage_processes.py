@@ -1,0 +1,56 @@
+"""A stage over several real processes: each makes its own part of the first state."""
+
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+from holmesjax import wire
+from tests.stage_process import make_stage, shards
+
+ROOT = Path(__file__).parent.parent
+
+
+def run(num_processes):
+    """What each of the processes printed."""
+    with wire.listen("127.0.0.1") as sock:
+        port = wire.address_of(sock)[1]
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-m", "tests.stage_process", *map(str, (rank, num_processes, port))],
+            stdout=subprocess.PIPE,
+            text=True,
+            cwd=ROOT,
+        )
+        for rank in range(num_processes)
+    ]
+    try:
+        said = [process.communicate(timeout=120)[0] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    return [json.loads(text.splitlines()[-1]) for text in said]
+
+
+def num_values(box):
+    return math.prod(stop - start for start, stop in json.loads(box.replace("(", "[").replace(")", "]")))
+
+
+def test_each_process_draws_what_its_devices_hold_and_compares_nothing():
+    stage = make_stage()
+    whole = shards(stage, stage.init(3))
+    said = run(2)
+    for process in said:
+        drawn = {
+            key: boxes
+            for key, boxes in process["shards"].items()
+            if key.startswith("params.") and not key.endswith(("scale_D", "bias_D"))
+        }
+        held = sum(num_values(box) for boxes in drawn.values() for box in boxes)
+        assert (process["drawn"], process["compared"]) == (held, 0)
+        for key, boxes in process["shards"].items():
+            assert boxes.items() <= whole[key].items(), key
+    for key, boxes in whole.items():
+        assert set().union(*(process["shards"][key] for process in said)) == set(boxes)
