@@ -23,8 +23,15 @@ CHECKOUT = Path(__file__).parent.parent
 STRICT = ConfigDict(extra="forbid")
 
 # Strict: a text is no number, and true is not 1. A list may stand for a tuple.
-Count = Annotated[int, Field(ge=1, strict=True)]
-Natural = Annotated[int, Field(ge=0, strict=True)]
+# Sizes have an end far beyond any model or machine, so that a slip is told as one, and what is
+# computed with them stays within 64 bits.
+Count = Annotated[int, Field(ge=1, le=2**31 - 1, strict=True)]
+Natural = Annotated[int, Field(ge=0, le=2**31 - 1, strict=True)]
+Seed = Annotated[int, Field(ge=0, le=2**63 - 1, strict=True)]
+NumLayers = Annotated[int, Field(ge=1, le=2**16, strict=True)]
+Width = Annotated[int, Field(ge=1, le=2**20, strict=True)]
+Wide = Annotated[int, Field(ge=1, le=2**24, strict=True)]
+Length = Annotated[int, Field(ge=1, le=2**27, strict=True)]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False, strict=True)]
 NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False, strict=True)]
 Fraction = Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False, strict=True)]
@@ -59,7 +66,7 @@ class TrainConfig:
 
     steps: Count  # optimizer steps of the whole run
     global_batch: Count  # sequences per step, over all replicas and microbatches
-    seed: Natural = 0  # of the initial parameters and of the order of the data
+    seed: Seed = 0  # of the initial parameters and of the order of the data
     compute_dtype: Literal["float32", "bfloat16"] = "float32"  # parameters stay float32
     log_every_s: NonNegative = 2.0  # seconds between step lines on the console
     eval_every: Natural = 0  # steps between validations, and one at the end; 0: none
@@ -71,14 +78,14 @@ class TrainConfig:
 class ModelConfig:
     """A decoder-only Transformer."""
 
-    num_layers: Count
-    width: Count  # of the residual stream
-    num_heads: Count  # query heads
-    context_length: Count  # tokens in a sequence
-    vocab_size: Count = 256  # bytes
-    num_kv_heads: Count | None = None  # key and value heads; None: as many as num_heads
-    head_dim: Count | None = None  # None: width / num_heads
-    mlp_width: Count | None = None  # None: 4 * width
+    num_layers: NumLayers
+    width: Width  # of the residual stream
+    num_heads: Width  # query heads
+    context_length: Length  # tokens in a sequence
+    vocab_size: Wide = 256  # bytes
+    num_kv_heads: Width | None = None  # key and value heads; None: as many as num_heads
+    head_dim: Width | None = None  # None: width / num_heads
+    mlp_width: Wide | None = None  # None: 4 * width
     positions: Literal["learned", "rotary"] = "rotary"
     rotary_base: Positive = 10_000.0
     activation: Literal["gelu", "swiglu"] = "gelu"
@@ -106,7 +113,7 @@ class DataConfig:
     """The corpus and how documents become sequences."""
 
     corpus: Text  # "python-stdlib", or a folder
-    pattern: Text = "**/*.py"  # files of the folder, as a glob
+    pattern: Text | None = None  # files, as a glob; None: every text file that is not hidden
     validation_fraction: Fraction = 0.05  # of the files, chosen by a hash of their path
     documents: Literal["concatenate", "mask"] = "concatenate"  # mask: attention stays inside each
 

@@ -8,6 +8,7 @@ traceback is wanted.
 from collections.abc import Sequence
 from typing import ClassVar
 
+SHOWN = 10  # mistakes of a file, in full
 REQUEUE = 75  # EX_TEMPFAIL: what batch schedulers take for "start me again"
 
 
@@ -75,4 +76,7 @@ class Mistakes(HolmesError):
     def __init__(self, mistakes: Sequence[HolmesError]):
         assert mistakes, "no mistakes to report"
         self.mistakes = tuple(mistakes)
-        Exception.__init__(self, "\nerror: ".join(str(mistake) for mistake in mistakes))
+        texts = [str(mistake) for mistake in mistakes[:SHOWN]]
+        if len(mistakes) > SHOWN:
+            texts.append(f"and {len(mistakes) - SHOWN} more mistakes")
+        Exception.__init__(self, "\nerror: ".join(texts))

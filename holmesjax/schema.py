@@ -179,12 +179,11 @@ class _Reader:
         raise Unknown
 
     def suggestion(self, cls: type, key: str) -> str:
-        """A near name in this section, else the same or a near name in any other."""
-        if difflib.get_close_matches(key[:100], list(_hints(cls)), n=1):
-            return near(key, list(_hints(cls)))
-        homes = {name: place for place, name in _settings(self.root) if place}
-        for close in difflib.get_close_matches(key.split(".")[-1][:100], list(homes), n=1):
-            return f"did you mean {close!r}, in section {homes[close]!r}?"
+        """The section that has this very name, or a near name in this one."""
+        name = key.split(".")[-1]
+        homes = [place for place, other in _settings(self.root) if place and other == name]
+        if homes and name not in _hints(cls):
+            return f"write it in section {' or '.join(map(repr, homes))}"
         return near(key, list(_hints(cls)))
 
 
@@ -230,9 +229,21 @@ def _words(error: Any, hint: Any, value: Any, default: Any) -> tuple[str, str]:
         return f"must be one of {', '.join(choices)}", near(value, choices)
     problem, fix = WORDS[kind]
     if (number := _number(value, kind)) is not None:
+        if beyond := _out_of_bounds(hint, number):
+            return _words(beyond, hint, number, default)
         return problem, f"write {number}" + " without quotes" * isinstance(value, str)
     example = EXAMPLES.get(kind) if default in (None, dataclasses.MISSING) else default
     return problem.format(**limits), fix.format(example=example, **limits)
+
+
+def _out_of_bounds(hint: Any, number: float) -> Any:
+    """The error of a number that is of the right type and too small or too large; else None."""
+    try:
+        _adapter(hint).validate_python(number)
+    except ValidationError as failure:
+        [*_, error] = failure.errors(include_url=False)
+        return error if error["type"].startswith(("less_than", "greater_than")) else None
+    return None
 
 
 def _choices(hint: Any) -> tuple[Any, ...]:

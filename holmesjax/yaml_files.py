@@ -166,11 +166,12 @@ class _Parser:
         if isinstance(event, yaml.AliasEvent):
             fix = "write the value out, or put quotes around a text that starts with *"
             self.refuse(keys, event, "aliases are not read", found=f"*{event.anchor}", fix=fix)
-            return None
+            raise Mistakes(self.document.mistakes)  # others follow, a hundred in a bomb
         if event.tag is not None or event.anchor is not None:
             found = event.tag or f"&{event.anchor}"
             fix = "remove it, or put quotes around a text that starts with ! or &"
             self.refuse(keys, event, "tags and anchors are not read", found=found, fix=fix)
+            raise Mistakes(self.document.mistakes)
         if isinstance(event, yaml.ScalarEvent):
             return scalar(event.value) if event.implicit[0] else event.value
         if len(keys) >= MAX_DEPTH:

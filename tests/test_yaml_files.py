@@ -140,9 +140,17 @@ def test_paths_that_are_no_file(tmp_path, monkeypatch):
     assert refused("x" * 5000)[0].problem == "cannot be read"
 
 
-def test_an_alias_bomb_is_refused_at_once(write):
+def test_an_alias_bomb_is_refused_at_once_with_one_mistake(write):
     lines = [f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]" for i in range(1, 60)]
-    assert len(refused(write("\n".join(["a0: &a0 [x]", *lines])))) == 60 + 59 * 9
+    [mistake] = refused(write("\n".join(["a0: &a0 [x]", *lines])))
+    assert mistake.found == "&a0"
+
+
+def test_of_many_mistakes_the_first_are_shown(write):
+    path = write("\n".join(f"a{i}: 1\na{i}: 2" for i in range(99)))
+    text = str(Mistakes(refused(path)))
+    assert text.count("is set twice") == 10
+    assert text.endswith("error: and 89 more mistakes")
 
 
 def test_a_file_of_100_mb_is_not_read(tmp_path):
