@@ -21,6 +21,7 @@ from holmesjax.errors import ConfigError, HolmesError, Mistakes
 
 CHECKOUT = Path(__file__).parent.parent
 STRICT = ConfigDict(extra="forbid")
+PYTHON_STDLIB = "python-stdlib"  # a corpus that every machine has
 
 # Strict: a text is no number, and true is not 1. A list may stand for a tuple.
 # Sizes have an end far beyond any model or machine, so that a slip is told as one, and what is
@@ -112,10 +113,13 @@ class ModelConfig:
 class DataConfig:
     """The corpus and how documents become sequences."""
 
-    corpus: Text  # "python-stdlib", or a folder
+    corpus: Text  # PYTHON_STDLIB, or a folder
     pattern: Text | None = None  # files, as a glob; None: every text file that is not hidden
     validation_fraction: Fraction = 0.05  # of the files, chosen by a hash of their path
     documents: Literal["concatenate", "mask"] = "concatenate"  # mask: attention stays inside each
+
+    def __post_init__(self) -> None:
+        _refuse_mistakes(data=self)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, config=STRICT)
@@ -512,6 +516,12 @@ def _validation_has_data(train: TrainConfig, data: DataConfig) -> Iterator[Confi
         yield _wrong("data.validation_fraction", problem, data.validation_fraction, fix)
 
 
+def _pattern_is_for_folders(data: DataConfig) -> Iterator[ConfigError]:
+    if data.corpus == PYTHON_STDLIB and data.pattern is not None:
+        problem = f"is only for a folder: {PYTHON_STDLIB} has its own files"
+        yield _wrong("data.pattern", problem, data.pattern, "remove it, or name a data.corpus")
+
+
 def _steps_or_minutes(checkpoint: CheckpointConfig) -> Iterator[ConfigError]:
     if checkpoint.every is not None and checkpoint.every_minutes is not None:
         problem = f"cannot be set beside checkpoint.every = {checkpoint.every}"
@@ -531,6 +541,7 @@ CHECKS: dict[tuple[str, ...], tuple[Callable[..., Iterator[ConfigError]], ...]] 
         _split_backwards_compute_nothing_again,
     ),
     ("optimizer",): (_decay_is_for_wsd,),
+    ("data",): (_pattern_is_for_folders,),
     ("checkpoint",): (_steps_or_minutes,),
     ("model", "data"): (_vocabulary_holds_bytes,),
     ("model", "parallel"): (

@@ -21,7 +21,7 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-from holmesjax.units import show
+from holmesjax.units import duration, show
 
 MAX_COLUMNS = 120
 
@@ -110,13 +110,15 @@ def step_line(record: Mapping[str, Any], total_steps: int) -> str:
 
     >>> step_line({"step": 20, "loss": 3.41, "tokens_per_s": 12_400.0, "grad_norm": 1.234,
     ...     "learning_rate": 3e-4, "step_time_s": 0.333, "bubble_share": 0.21, "skipped": False,
-    ...     "link_bytes": {"stage 0 -> stage 1": 3 * 2**20}}, 400).split("  ")[-4:]
-    ['lr 3.0e-04', '0.333 s/step', 'bubble 21%', '0->1 3 MiB']
+    ...     "time_left_s": 126.5, "link_bytes": {"stage 0 -> stage 1": 3 * 2**20}},
+    ...     400).split("  ")[-4:]
+    ['0.333 s/step', 'bubble 21%', '0->1 3 MiB', 'left 2 min 6 s']
     """
     parts = [
         _place(record, total_steps),
         f"loss {record['loss']:.3f}",
         f"{_short(record['tokens_per_s'])} tok/s",
+        *([f"MFU {record['mfu']:.0%}"] if "mfu" in record else []),
         f"|g| {record['grad_norm']:.3g}",
         f"lr {record['learning_rate']:.1e}",
         f"{record['step_time_s']:.3g} s/step",
@@ -126,10 +128,11 @@ def step_line(record: Mapping[str, Any], total_steps: int) -> str:
         parts.append(f"bubble {record['bubble_share']:.0%}")
     if record["skipped"]:
         parts.append("SKIPPED")
-    by_link = [*parts, *_by_link(links)]
-    if len(line := "  ".join(by_link)) < MAX_COLUMNS:
-        return line
-    return "  ".join([*parts, f"links {show(sum(links.values()), 'B')}"])
+    left = [f"left {duration(s)}"] if (s := record.get("time_left_s")) else []
+    whole = [f"links {show(sum(links.values()), 'B')}"] if links else []
+    ends = [*_by_link(links), *left], [*whole, *left], left, whole, []
+    lines = ["  ".join([*parts, *end]) for end in ends]
+    return next((line for line in lines if len(line) < MAX_COLUMNS), lines[-1])
 
 
 def _by_link(links: Mapping[str, int]) -> list[str]:

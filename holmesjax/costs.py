@@ -324,6 +324,28 @@ def head_forward_flop(model: ModelConfig, num_tokens: float) -> float:
     return head_product(model, num_tokens).flop
 
 
+def train_flop(model: ModelConfig, num_tokens: float) -> float:
+    """Model FLOP of training on T tokens, over all devices: a forward and two backwards' products.
+
+    What is computed again to save memory does not count, so it is what utilisation is a share of.
+
+        3 (L (2 T (2 D H K + 2 D G K + m D F) + 4 T S H K) + 2 T D V),   m = 3 for SwiGLU, else 2
+
+    GPT-3 175B in Megatron-LM, its table 1: 96 T l h^2 (1 + s / 6h + V / 16lh) with activations
+    computed again, that is 72 T l h^2 (1 + s / 6h + V / 12lh) without:
+      >>> gpt = ModelConfig(num_layers=96, width=12288, num_heads=96, context_length=2048,
+      ...                   vocab_size=51200)
+      >>> l, h, s, v = 96, 12288, 2048, 51200
+      >>> published = 72 * l * h**2 * (1 + s / (6 * h) + v / (12 * l * h))
+      >>> round(train_flop(gpt, 1) / published, 9)
+      1.0
+
+    Reference: Narayanan et al., arXiv:2104.04473, appendix.
+    """
+    layers = model.num_layers * block_forward_flop(model, num_tokens)
+    return 3.0 * (layers + head_forward_flop(model, num_tokens))
+
+
 def block_numbers(model: ModelConfig, tensor: int = 1) -> tuple[float, float]:
     """Numbers that a layer's forward moves between its products, per token: whole, and cut.
 

@@ -6,6 +6,7 @@ half.
 """
 
 import functools
+import math
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -36,11 +37,9 @@ class Sampling:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if not self.temperature >= 0:
+        if not 0 <= self.temperature < math.inf:
             fix = "0 takes the likeliest token, 1 samples the model as it is"
-            raise ConfigError(
-                "--temperature", "must not be negative", found=self.temperature, fix=fix
-            )
+            raise ConfigError("--temperature", "must be 0 or more", found=self.temperature, fix=fix)
         if self.top_k < 0:
             raise ConfigError(
                 "--top-k", "must not be negative", found=self.top_k, fix="0: all tokens"
@@ -48,6 +47,9 @@ class Sampling:
         if not 0 < self.top_p <= 1:
             fix = "1.0 keeps all tokens"
             raise ConfigError("--top-p", "must be above 0, at most 1", found=self.top_p, fix=fix)
+        if not 0 <= self.seed < 2**63:
+            problem, fix = "must be from 0 to 2**63 - 1", "0, 1 and so on: each gives another text"
+            raise ConfigError("--seed", problem, found=self.seed, fix=fix)
 
 
 def draw(logits_V: jax.Array, key: jax.Array, sampling: Sampling) -> jax.Array:

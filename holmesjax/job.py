@@ -3,9 +3,10 @@
 import dataclasses
 import hashlib
 import json
+import math
 import shutil
 import sys
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -15,12 +16,16 @@ import yaml
 
 from holmesjax import (
     config as configs,
+    costs,
     host_memory,
     plan as plans,
     topology as topologies,
+    units,
     xla_flags,
+    yaml_files,
 )
 from holmesjax.config import Config
+from holmesjax.data import batches
 from holmesjax.errors import ConfigError
 from holmesjax.plan import Plan
 from holmesjax.planner import make_plan
@@ -28,6 +33,7 @@ from holmesjax.topology import Node, Topology
 
 CONFIG, TOPOLOGY, PLAN = "config.yaml", "topology.yaml", "plan.yaml"
 ENVIRONMENT = "environment.yaml"
+CPU = "cpu"  # the kind of a virtual device, whose peak is a guess
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +56,7 @@ class Job:
     @property
     def device_kinds(self) -> Collection[str]:
         """Of the devices that JAX will show."""
-        return {"cpu"} if self.config.run.rehearse else self.topology.device_kinds
+        return {CPU} if self.config.run.rehearse else self.topology.device_kinds
 
     def environment(self, own: Mapping[str, str]) -> dict[str, str]:
         """Variables that JAX reads, for a user who has `own`."""
@@ -84,16 +90,61 @@ class Job:
         return [
             *topologies.describe(self.topology),
             *plans.describe(self.plan),
+            self._rate(),
+            self._numbers(),
             *self._price(),
             f"run folder  {self.run_dir}",
         ]
+
+    @property
+    def step_tokens(self) -> int:
+        """Tokens of a step."""
+        return self.config.train.global_batch * self.config.model.context_length
+
+    @property
+    def peak_step_s(self) -> float | None:
+        """Seconds that a step's matrix products take where each device of the plan is at its peak.
+
+        Of a step that takes t seconds this over t is the MFU, the model FLOP utilisation. None
+        where no data sheet says what the peak is: of CPUs, and of a dtype that is not in it.
+        """
+        of_number = [node.device for node in self.topology.nodes for _ in range(node.num_devices)]
+        kinds = [of_number[number] for stage in self.plan.stages for number in stage.devices]
+        dtype = self.config.train.compute_dtype
+        if any(kind.name == CPU or dtype not in kind.peak_flop_per_s for kind in kinds):
+            return None
+        peak = math.fsum(kind.peak_flop_per_s[dtype] for kind in kinds)
+        return costs.train_flop(self.config.model, self.step_tokens) / peak
+
+    @property
+    def measured_peak_step_s(self) -> float | None:
+        """The same for what is measured; None for a rehearsal, whose devices stand for others."""
+        return None if self.config.run.rehearse else self.peak_step_s
+
+    def _rate(self) -> str:
+        """How fast the run should be, and how long it should take."""
+        step_s, steps = self.plan.step_time_s, self.config.train.steps
+        mfu = f", MFU {self.peak_step_s / step_s:.1%}" if self.peak_step_s else ""
+        whose = " of these machines, which are rehearsed" if self.config.run.rehearse else ""
+        return (
+            f"rate        {self.step_tokens / step_s:,.0f} tokens/s{mfu} predicted{whose}; "
+            f"{_count(steps, 'step')} in {units.duration(steps * step_s)}"
+        )
+
+    def _numbers(self) -> str:
+        """In which numbers the run computes and sums; gradients are float32 on every plan."""
+        train, optimizer = self.config.train, self.config.optimizer
+        return (
+            f"numbers     products in {train.compute_dtype}, gradients summed in float32, "
+            f"moments in {optimizer.moments}"
+        )
 
     def _price(self) -> list[str]:
         """What the run costs, where the topology says what its machines do."""
         train, items = self.config.train, self.plan.step_dollars
         if not (dollars := sum(items.values())):
             return []
-        tokens = train.global_batch * self.config.model.context_length
+        tokens = self.step_tokens
         parts = ", ".join(f"{name} {part:.3g}" for name, part in items.items())
         return [
             f"price       {dollars:.3g} dollars a step ({parts}), {tokens / dollars:,.0f} tokens a "
@@ -113,12 +164,15 @@ class Job:
         text = yaml.safe_dump({**variables, **versions()}, sort_keys=False, width=1000)
         (self.run_dir / ENVIRONMENT).write_text(text, encoding="utf-8")
 
-    def save(self, done: int = 0) -> None:
+    def save(self, done: int = 0) -> Callable[[], None]:
         """Writes the three files that describe the run into its folder.
 
         Files of before that say something else stay, as `config.000120.yaml` where 120 steps were
-        `done`; before the first step nothing was made with them.
+        `done`; before the first step nothing was made with them. What is returned puts the files
+        of before back, for a start that is refused after all.
         """
+        before: dict[Path, str] = {}
+        copies = []
         self.run_dir.mkdir(parents=True, exist_ok=True)
         texts = {
             CONFIG: configs.to_yaml(self.config),
@@ -127,13 +181,28 @@ class Job:
         }
         for name, text in texts.items():
             path = self.run_dir / name
-            if done and path.is_file() and _differ(name, path.read_text("utf-8"), text):
-                earlier = path.with_suffix(f".{done:06d}.yaml")
-                if not earlier.exists():  # else no step was kept that was made with this one
-                    shutil.copyfile(path, earlier)
-            temporary = path.with_suffix(".tmp")
-            temporary.write_text(text, encoding="utf-8")
-            temporary.replace(path)
+            if path.is_file():
+                before[path] = path.read_text("utf-8")
+                if done and _differ(name, before[path], text):
+                    earlier = path.with_suffix(f".{done:06d}.yaml")
+                    if not earlier.exists():  # else no step was kept that was made with this one
+                        shutil.copyfile(path, earlier)
+                        copies.append(earlier)
+            _replace(path, text)
+
+        def undo() -> None:
+            for path, text in before.items():
+                _replace(path, text)
+            for copy in copies:
+                copy.unlink(missing_ok=True)
+
+        return undo
+
+
+def _replace(path: Path, text: str) -> None:
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text(text, encoding="utf-8")
+    temporary.replace(path)
 
 
 def _differ(name: str, before: str, now: str) -> bool:
@@ -187,25 +256,54 @@ def load_config(run_dir: str | Path) -> Config:
     return configs.load(path)
 
 
-def load(target: str | Path, overrides: Sequence[str] = ()) -> Job:
+def load(
+    target: str | Path,
+    overrides: Sequence[str] | Mapping[str, Any] = (),
+    *,
+    reads_data: bool = False,
+) -> Job:
     """The job of a run file, or of the folder of a run that was started before.
 
     Args:
       target: a file of `configs/runs/`, or a run folder.
-      overrides: settings on top of it, `"train.steps=100"`.
+      overrides: settings on top of it, `["train.steps=100"]` or `{"train.steps": 100}`.
+      reads_data: whether this machine should have the data; looked at before anything is planned.
+
+    Raises HolmesError for what cannot be, in the files, the data or the plan.
     """
-    target = Path(target)
+    target, overrides = Path(target), yaml_files.as_overrides(overrides)
     if target.is_dir():
-        return _load_folder(target, overrides)
+        return _load_folder(target, overrides, reads_data)
     config = configs.load(target, overrides)
     topology = topologies.load(configs.topology_path(config, target))
+    _refuse_no_folder(Path(config.run.dir))
+    if reads_data:
+        batches.look_for_data(config)
     return Job(config=config, topology=topology, plan=make_plan(config, topology))
 
 
-def _load_folder(folder: Path, overrides: Sequence[str]) -> Job:
+def _refuse_no_folder(run_dir: Path) -> None:
+    """Raises ConfigError where a file is in the way of the run folder; told before a plan is made.
+
+    Whether it can be written is seen where it is (`lease`).
+    """
+    for path in (run_dir, *run_dir.parents):
+        try:
+            if path.is_dir():
+                return
+            is_there = path.exists()
+        except OSError as error:
+            found, fix = f"{path}: {error.strerror}", "use another run.dir"
+            raise ConfigError("run.dir", "cannot be looked at", found=found, fix=fix) from None
+        if is_there:
+            found, fix = f"{path}, a file", "name a folder, or a new one"
+            raise ConfigError("run.dir", "is no folder", found=found, fix=fix)
+
+
+def _load_folder(folder: Path, overrides: Sequence[str], reads_data: bool) -> Job:
     """A run folder is complete in itself, wherever it has been moved."""
     load_config(folder)
     here = [f"run.dir={folder}"]
     if not any(override.startswith("topology=") for override in overrides):
         here.append(f"topology={folder / TOPOLOGY}")
-    return load(folder / CONFIG, [*here, *overrides])
+    return load(folder / CONFIG, [*here, *overrides], reads_data=reads_data)

@@ -358,7 +358,14 @@ def _owned(path: Path, record: Record) -> LeaseError:
 
 def _unusable(folder: Path, error: OSError) -> ConfigError:
     problem, fix = "the run folder cannot be written", "make it writable, or use another run.dir"
-    if error.errno in (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK):
+    if error.errno != errno.EACCES:
+        fix = "use another run.dir"
+    if folder.is_dir() and error.errno in (
+        errno.EPERM,
+        errno.EOPNOTSUPP,
+        errno.ENOSYS,
+        errno.EMLINK,
+    ):
         problem = "the file system of the run folder has no hard links"
         fix = "use a run.dir on another one: a local disk, NFS or Lustre, say"
     return ConfigError("run.dir", problem, found=f"{folder}: {error.strerror}", fix=fix)

@@ -71,7 +71,7 @@ def _folders(run_dir: str | Path) -> list[tuple[int, Path]]:
 
 def verify(checkpoint: Checkpoint) -> None:
     """Raises unless every file is there with the bytes that were written."""
-    fix = f"copy {checkpoint.path} back from elsewhere, or delete it: an older one is used"
+    fix = f"copy {checkpoint.path} back from elsewhere"
     manifest = checkpoint.manifest
     if manifest.get("format") != FORMAT or manifest.get("sha256") != _manifest_sha256(manifest):
         raise CheckpointError(
@@ -123,7 +123,9 @@ def newest(
             warn("\n".join([*lines, f"  the checkpoint after step {found.step} is used instead"]))
         return found
     if damaged:
-        raise damaged[0][1]
+        why = damaged[0][1]
+        fix = f"{why.fix}; no other is whole: to begin anew, use another run.dir"
+        raise CheckpointError(why.where, why.problem, found=why.found, fix=fix)
     return None
 
 

@@ -22,7 +22,7 @@ from matplotlib.figure import Figure
 from holmesjax import figures, forecast, lab as labs, metrics, topology as topologies, trace
 from holmesjax.errors import DataError
 from holmesjax.plan import Plan, StagePlan
-from holmesjax.units import show
+from holmesjax.units import duration, show
 
 Record = Mapping[str, Any]
 FILE = "report.html"
@@ -165,6 +165,8 @@ def _cards(plan: Plan, records: Sequence[Record]) -> str:
     tokens = sum(r["tokens_per_s"] * r["step_time_s"] for r in records)
     skipped = sum(bool(record["skipped"]) for record in records)
     rate, step_s = _median(records, "tokens_per_s"), _median(records, "step_time_s")
+    used = [record for record in records if "mfu" in record]
+    left_s = last.get("time_left_s", 0.0)
     total_s = sum(record["step_time_s"] for record in records)
     cards = [
         _card(
@@ -187,7 +189,20 @@ def _cards(plan: Plan, records: Sequence[Record]) -> str:
             "",
             f"{_count(len(records), 'step')}, {skipped:,} skipped",
         ),
-        _card("Wall time", _number(total_s, duration), "", "sum of all steps"),
+        _card(
+            "MFU",
+            _number(_median(used, "mfu"), ".1%") if used else "none",
+            "",
+            "of the devices' peak, median over steps"
+            if used
+            else "these devices have no data sheet",
+        ),
+        _card(
+            "Wall time",
+            _number(total_s, duration),
+            "",
+            f"sum of all steps; {duration(left_s)} left" if left_s else "sum of all steps",
+        ),
     ]
     return f'<dl class="cards">{"".join(cards)}</dl>'
 
@@ -381,17 +396,6 @@ def _attribute(key: str, value: str, name: str) -> str:
         value = re.sub(r"font-family:[^;]+;", "", value).replace("url(#", f"url(#{name}-")
         return re.sub(r"#[0-9a-f]{6}", lambda match: THEME.get(match[0], match[0]), value)
     return value
-
-
-def duration(seconds: float) -> str:
-    """
-    >>> duration(9.94), duration(132.4), duration(7384)
-    ('9.9 s', '2 min 12 s', '2 h 3 min')
-    """
-    if seconds < 60:
-        return f"{seconds:.1f} s"
-    minutes, rest_s = divmod(round(seconds), 60)
-    return f"{minutes // 60} h {minutes % 60} min" if minutes >= 60 else f"{minutes} min {rest_s} s"
 
 
 def _median(records: Sequence[Record], name: str) -> float:

@@ -6,7 +6,7 @@ job -> devices -> stages -> compiled programs -> states -> steps -> checkpoints 
 import functools
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
@@ -14,11 +14,10 @@ from typing import Any, TextIO
 
 import jax
 
-from holmesjax import checkpoint, compat, job as jobs, manifest, program_cache, resume
+from holmesjax import checkpoint, compat, job as jobs, manifest, metrics, program_cache, resume
 from holmesjax.job import Job
 from holmesjax.lease import Lease
 from holmesjax.mesh import build_meshes
-from holmesjax.metrics import check_installed
 from holmesjax.pace import Pace
 from holmesjax.pipeline import make_runner
 from holmesjax.recorder import Recorder
@@ -38,7 +37,7 @@ class Trainer:
     def __init__(
         self,
         source: Job | str | Path,
-        overrides: Sequence[str] = (),
+        overrides: Sequence[str] | Mapping[str, Any] = (),
         stream: TextIO | None = None,
         *,
         allow: str | Sequence[str] = (),
@@ -48,20 +47,22 @@ class Trainer:
 
         Args:
           source: a job, a run file, or the folder of a run that was started before.
-          overrides: settings on top of it, `"train.steps=100"`.
+          overrides: settings on top of it, `["train.steps=100"]` or `{"train.steps": 100}`.
           stream: where progress is printed; standard output if None.
           allow: settings that may differ from the checkpoint's, though the run then goes on
             otherwise than if it had never stopped: `"data.corpus"`.
           lease: on the run folder; if None, `train` takes it for as long as it runs.
         """
-        self.job = source if isinstance(source, Job) else jobs.load(source, overrides)
-        self.history: list[dict[str, Any]] = []  # the records of this session's steps
+        self.job = (
+            source if isinstance(source, Job) else jobs.load(source, overrides, reads_data=True)
+        )
+        self.history: list[dict[str, Any]] = []  # the records of the run's steps, once it trains
         self.tasks: list[dict[str, Any]] = []  # of the last step, as `timeline.json` has them
         self.finished = False
         self.pace: Pace | None = None  # while there are steps
         self._stream = sys.stdout if stream is None else stream
         self._stopping, self._allow, self._lease = False, allow, lease
-        check_installed(self.job.config.log)
+        metrics.check_installed(self.job.config.log)
 
     @property
     def run_dir(self) -> Path:
@@ -76,6 +77,8 @@ class Trainer:
 
         Raises HolmesError, such as LeaseError where another process owns the run folder, or
         CheckpointError for a checkpoint of other settings.
+
+        Returns the records of all steps of the run, those before this session from its file.
         """
         with ExitStack() as stack:
             own = lambda: stack.enter_context(Lease(self.run_dir, say=self._print))
@@ -86,13 +89,13 @@ class Trainer:
         self._print(*self.job.describe())
         start = resume.find(self.job, self._allow, self._print)
         done = start.step
+        self.history = [r for r in metrics.read(self.run_dir) if r["step"] <= done]
         if done >= config.train.steps:
             self.finished = True
             self._print(*start.finished())
-            return []
+            return self.history
         for line in start.describe():
             self._print(line)
-        self.job.save(done)
         manifest.remove_unfinished(self.run_dir)
         compat.use_devices(
             self.job.topology.device_kinds,
@@ -116,9 +119,17 @@ class Trainer:
             data = batches.digests()
             for line in start.check_data(data):
                 self._print(line)
+            self.job.save(done)  # nothing is refused any more
             commit = lease.guard(functools.partial(start.commit, data=data))
             recorder = stack.enter_context(
-                Recorder(self.run_dir, config, done_steps=done, stream=self._stream)
+                Recorder(
+                    self.run_dir,
+                    config,
+                    done_steps=done,
+                    peak_step_s=self.job.measured_peak_step_s,
+                    past=self.history,
+                    stream=self._stream,
+                )
             )
             saves = Saves(self.run_dir, 1, commit, recorder.console.print)
 
@@ -149,6 +160,7 @@ class Trainer:
         if not self.finished:
             self._print(*self.job.unfinished(done))
         lease.check()
+        self._print(*filter(None, [recorder.summary()]))
         if path := recorder.write_report():
             self._print(f"report  {path}")
         return self.history

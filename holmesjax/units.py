@@ -86,6 +86,21 @@ def show(value: float, unit: Unit) -> str:
     return _text(value, QUANTITY[unit][3], digits=3)
 
 
+def duration(seconds: float) -> str:
+    """Readable text of what people wait for.
+
+    >>> duration(9.94), duration(132.4), duration(7384), duration(500 * 3600)
+    ('9.9 s', '2 min 12 s', '2 h 3 min', '20 days 20 h')
+    """
+    if seconds < 59.95:
+        return f"{seconds:.1f} s"
+    minutes, rest_s = divmod(round(seconds), 60)
+    hours, rest_min = divmod(minutes, 60)
+    if hours >= 48:
+        return f"{hours // 24} days {hours % 24} h"
+    return f"{hours} h {rest_min} min" if hours else f"{minutes} min {rest_s} s"
+
+
 def exact(value: float, unit: Unit) -> str:
     """The shortest text that `parse` reads back as the same number, for files.
 

@@ -30,6 +30,7 @@ from holmesjax import (
     wire,
 )
 from holmesjax.control import Member
+from holmesjax.data.batches import look_for_data
 from holmesjax.discovery import Host
 from holmesjax.errors import HolmesError
 from holmesjax.job import Job
@@ -165,6 +166,7 @@ class _Worker:
 
     def _run(self) -> None:
         job, member = self._job, self._member
+        look_for_data(job.config)  # before JAX starts: compiling may take minutes
         for warning in domain.choose_nics(
             job, self._domain, self._me, self._place.addresses, self._env, self._find_host
         ):

@@ -5,9 +5,10 @@ mappings and lists, texts, numbers (`3e-4` is one), `true`, `false`, `null`. No 
 dates, and `yes` and `no` are texts. `schema` turns the values into dataclasses.
 """
 
+import json
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -206,6 +207,30 @@ class _Parser:
         where = f"{where}: {dotted(keys)}" if keys else where
         mistake = self.document.error(where, problem, found=found, fix=fix)
         self.document.mistakes.append(mistake)
+
+
+def as_overrides(settings: str | Sequence[str] | Mapping[str, Any]) -> list[str]:
+    """Overrides as `read` takes them, of what a program has: values by name, or names in sections.
+
+    >>> as_overrides({"train.steps": 5, "run": {"dir": "007", "rehearse": True}})
+    ['train.steps=5', 'run.dir="007"', 'run.rehearse=true']
+    """
+    if isinstance(settings, str):
+        return [settings]
+    if not isinstance(settings, Mapping):
+        return list(settings)
+    found = []
+    for name, value in settings.items():
+        if isinstance(value, Mapping) and value:
+            found += [f"{name}.{override}" for override in as_overrides(value)]
+        else:
+            found.append(f"{name}={json.dumps(value, default=_plain)}")
+    return found
+
+
+def _plain(value: Any) -> Any:
+    """A path as text, a number of NumPy as one of Python."""
+    return value.item() if hasattr(value, "item") else str(value)
 
 
 def _apply(override: str, document: Document) -> None:

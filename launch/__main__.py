@@ -166,6 +166,11 @@ def _command_in_lab(
     return command
 
 
+def _reads_data(args: argparse.Namespace) -> bool:
+    """Whether the run would read its data on this machine; `plan` shows what `train` would do."""
+    return args.verb == "plan" or (args.verb == "train" and args.launcher in (None, "local"))
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit status: 0 done, 1 cannot go on, 2 a mistake of the user, 75 start again."""
     try:
@@ -176,7 +181,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             signal.signal(signal.SIGTERM, lambda *_: sys.exit(REQUEUE))
         if planned and planned.verb in ("train", "plan", "doctor", "profile"):
             load = importlib.import_module("holmesjax.job").load
-            planned.job = load(planned.target, planned.overrides)
+            planned.job = load(planned.target, planned.overrides, reads_data=_reads_data(planned))
         return importlib.import_module(f"launch.{args.verb}").run(args)
     except HolmesError as error:
         print(f"error: {error}", file=sys.stderr)

@@ -5,10 +5,20 @@ import os
 import sys
 
 from holmesjax import job, program_cache
+from holmesjax.errors import ConfigError
 from holmesjax.generate import Sampler, Sampling
 
 
 def run(args: argparse.Namespace) -> int:
+    if args.max_tokens < 0:
+        fix = "use 0 or more"
+        raise ConfigError("--max-tokens", "must be 0 or more", found=args.max_tokens, fix=fix)
+    try:
+        args.prompt.encode()
+    except UnicodeEncodeError:  # bytes of the command line that are no UTF-8
+        fix = "type it again, in a terminal that is set to UTF-8"
+        found = ascii(args.prompt)
+        raise ConfigError("--prompt", "must be text", found=found, fix=fix) from None
     sampling = Sampling(
         temperature=args.temperature, top_k=args.top_k, top_p=args.top_p, seed=args.seed
     )

@@ -15,7 +15,7 @@ import re
 import signal
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
@@ -107,6 +107,7 @@ class Supervisor:
         self._num_here = 0  # of these
         self._stop_by_s = math.inf  # when a job that is asked to stop is given up
         self._controller: Controller | None = None
+        self._unsave: Callable[[], None] = lambda: None
         self._blamed: str | None = None  # the node of a failure that came before any signal
 
     def run(self) -> int:
@@ -210,7 +211,7 @@ class Supervisor:
             return 0
         for line in start.describe():
             say(line)
-        job.save(start.step)
+        self._unsave = job.save(start.step)  # the processes read it
         variables = job.process_environment(os.environ)
         job.save_environment(variables)
         manifest.remove_unfinished(job.run_dir)
@@ -236,6 +237,7 @@ class Supervisor:
                 config,
                 done_steps=start.step,
                 num_parts=len(self._processes),
+                peak_step_s=job.measured_peak_step_s,
                 on_step=self._watch.step if self._watch else None,
             ) as recorder,
         ):
@@ -246,6 +248,7 @@ class Supervisor:
             except HolmesError as error:
                 if error.exit_status == HolmesError.exit_status:
                     controller.refuse(error)  # whoever started them, none is to start again
+                    self._unsave()
                 raise
             finally:
                 self._controller = None
@@ -254,6 +257,8 @@ class Supervisor:
                     self._watch.end()
                 if self._given_key_file is None:
                     key_file.unlink(missing_ok=True)
+        if line := recorder.summary():
+            say(line)
         if path := recorder.write_report():
             say(f"report  {path}")
         if done < config.train.steps:
@@ -372,6 +377,7 @@ class Supervisor:
             for line in self._resumed.check_data(data):
                 print(line, flush=True)
             attempt.data.update(data)
+            self._unsave = lambda: None  # the run goes on with what was saved
             controller.broadcast({"kind": "go"})
 
     def _log(self, number: int, line: str, attempt: _Attempt) -> None:

@@ -22,7 +22,7 @@ RUN = """
 topology: {topology}
 run: {{dir: {run_dir}}}
 model: {{num_layers: 4, width: 32, num_heads: 4, context_length: 32}}
-data: {{corpus: python-stdlib, pattern: "[ab]*.py"}}
+data: {{corpus: python-stdlib}}
 train: {{steps: 10, global_batch: 8, log_every_s: 0}}
 optimizer: {{learning_rate: 3.0e-3, warmup_steps: 2, epsilon: 1.0e-3}}
 parallel:

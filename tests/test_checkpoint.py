@@ -272,8 +272,10 @@ def test_where_no_checkpoint_is_whole_nothing_is_renamed_or_begun_anew(tmp_path)
     damage(tmp_path, 20)
     before = folders(tmp_path)
     for _ in range(2):
-        with pytest.raises(CheckpointError, match="is damaged"):
+        with pytest.raises(CheckpointError, match="is damaged") as error:
             resume(tmp_path)
+        assert "older one" not in error.value.fix
+        assert error.value.fix.endswith("no other is whole: to begin anew, use another run.dir")
         assert folders(tmp_path) == before
 
 

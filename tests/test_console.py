@@ -70,6 +70,13 @@ def test_one_stage_has_no_bubble_and_no_links():
     assert line.endswith("0.33 s/step")
 
 
+def test_use_of_the_devices_and_the_time_to_the_end():
+    line = step_line(record(1, mfu=0.414, time_left_s=7384.0, link_bytes={}), 9)
+    assert "  12.4k tok/s  MFU 41%  " in line
+    assert line.endswith("  left 2 h 3 min")
+    assert "left" not in step_line(record(9, time_left_s=0.0), 9)  # it is done
+
+
 def test_many_links_become_their_sum():
     links = {f"stage {i} -> stage {i + 1}": 2**20 for i in range(7)}
     assert step_line(record(1, link_bytes=links), 1).endswith("  links 7 MiB")
@@ -99,6 +106,7 @@ def test_the_longest_line_has_less_than_120_columns(skipped, grad_norm):
     line = step_line(worst, 999_999)
     assert len(line) < 120
     assert line.endswith("  links 2 TiB")
+    assert len(step_line(worst | {"mfu": 1.0, "time_left_s": 3e7}, 999_999)) < 120
 
 
 def test_lines_come_at_a_steady_interval_and_at_both_ends():

@@ -8,12 +8,15 @@ import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
+from holmesjax import job as jobs
 from holmesjax.config import DataConfig
 from holmesjax.data import corpus
 from holmesjax.data.batches import Batches, model_inputs, windows_of
 from holmesjax.data.corpus import Corpus
 from holmesjax.data.tokenizer import BEGIN, decode, encode
-from holmesjax.errors import DataError
+from holmesjax.errors import ConfigError, DataError
+from launch.__main__ import _reads_data, main, parse
+from tests.jobs import write_run
 
 
 def make_corpus(num_bytes=10_000, num_validation=4_000):
@@ -74,7 +77,7 @@ def test_validation_does_not_depend_on_the_seed_and_never_trains():
 
 
 @pytest.mark.parametrize(
-    "changes, name", [({"length": 3000}, "training"), ({"num_validation": 70}, "validation")]
+    "changes, name", [({"length": 3000}, "train"), ({"num_validation": 70}, "validation")]
 )
 def test_a_corpus_that_is_too_small_is_refused(changes, name):
     with pytest.raises(DataError, match=f"the {name} split is too small"):
@@ -169,6 +172,9 @@ def test_the_split_of_a_file_does_not_move_with_others(tmp_path):
     [
         ({"corpus": "/nowhere"}, "is no folder"),
         ({"pattern": "*.nothing"}, "no file in"),
+        ({"pattern": "/*.txt"}, "is no pattern"),
+        ({"corpus": "x" * 5000}, "cannot be read"),
+        ({}, "holds no text"),
         ({"pattern": "*.bin"}, "holds a zero byte"),
     ],
 )
@@ -193,3 +199,74 @@ def test_a_name_that_is_no_utf8_is_read(tmp_path):
     (tmp_path / os.fsdecode(b"caf\xe9.py")).write_text("x = 1\n")
     read = corpus.read(DataConfig(corpus=str(tmp_path), validation_fraction=0.0))
     assert decode(read.train) == "x = 1\n"
+
+
+def test_the_corpus_of_a_folder_is_every_text_file_that_is_not_hidden(tmp_path):
+    texts = {"a.txt": "a", "deep/b.md": "b", "no_suffix": "c", "UPPER.TXT": "d"}
+    others = {".hidden": "h", ".git/config": "g", "deep/.cache/x.txt": "x", "image.png": "\x89\0"}
+    for name, text in (texts | others).items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_bytes(text.encode("latin-1"))
+    config = DataConfig(corpus=str(tmp_path), validation_fraction=0.0)
+    assert corpus.read(config).files.keys() == texts.keys()
+    assert decode(corpus.read(config).train) == "dabc"  # in order of their names
+    assert corpus.sizes(config, {"train": 100, "validation": 0})["train"] == 8
+
+
+# What is wrong with the data, by a change of the run and what is said; the folder has 2,000 bytes.
+TOO_LITTLE = [
+    (["data.corpus=absent"], "is no folder", "the current folder is", "python-stdlib"),
+    (["data.corpus=text/a.txt"], "is no folder", "a file", "data.pattern=a.txt"),
+    (["data.corpus=empty"], "holds no text", "no file but hidden and binary", "another folder"),
+    (["data.pattern=*.py"], "no file in", "*.py", "change data.pattern"),
+    (["train.global_batch=64"], "the train split is too small", "2,001 bytes", "global_batch"),
+    (["model.context_length=2048"], "the train split", "2,001 bytes", "context_length"),
+    (["train.eval_every=5"], "the validation split", "0 bytes", "train.eval_every=0"),
+    (["data.corpus=python-stdlib", "data.pattern=*"], "is only for a folder", "*", "remove it"),
+]
+
+
+@pytest.mark.parametrize("target", ["file", "folder"])
+@pytest.mark.parametrize(("settings", "problem", "found", "fix"), TOO_LITTLE)
+def test_data_are_looked_at_before_anything_is_planned(
+    tmp_path, monkeypatch, capsys, target, settings, problem, found, fix
+):
+    (tmp_path / "text").mkdir()
+    (tmp_path / "text/a.txt").write_text("x" * 2000)
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "empty/data.bin").write_bytes(b"\0")
+    monkeypatch.chdir(tmp_path)
+    path, own = write_run(tmp_path, {"a": (1,), "b": (1,)}), ["data.corpus=text"]
+    if target == "folder":
+        jobs.load(path, own, reads_data=True).save()
+        path, own = tmp_path / "run", []
+    planned = []
+    monkeypatch.setattr(jobs, "make_plan", lambda *_: planned.append(1))
+    assert main(["plan", str(path), *own, *settings]) == 2
+    said = capsys.readouterr().err.splitlines()
+    assert len(said) == 3
+    for line, words in zip(said, (problem, found, fix), strict=True):
+        assert words in line
+    assert not planned
+
+
+@pytest.mark.parametrize("name", ["text/a.txt", "text/a.txt/run"])
+def test_a_file_in_place_of_the_run_folder_is_told_before_anything_is_planned(
+    tmp_path, monkeypatch, name
+):
+    (tmp_path / "text").mkdir()
+    (tmp_path / "text/a.txt").write_text("x")
+    monkeypatch.setattr(jobs, "make_plan", None)
+    path = write_run(tmp_path, {"a": (1,), "b": (1,)})
+    with pytest.raises(ConfigError, match=r"run.dir: is no folder") as error:
+        jobs.load(path, [f"run.dir={tmp_path / name}"])
+    assert error.value.found == f"{tmp_path / 'text/a.txt'}, a file"
+
+
+def test_a_launcher_that_reads_the_data_elsewhere_does_not_look_for_them(tmp_path, capsys):
+    path = write_run(tmp_path, {"a": (1,), "b": (1,)})
+    arguments = ["train", str(path), "data.corpus=/only/there", "--launcher"]
+    assert main([*arguments, "kubernetes"]) == 2
+    assert "--options" in capsys.readouterr().err  # and not the data
+    assert not _reads_data(parse([*arguments, "ssh"]))
+    assert _reads_data(parse([*arguments, "local"]))

@@ -13,6 +13,7 @@ from holmesjax.errors import ConfigError
 from holmesjax.generate import Sampler, Sampling, draw, empty_caches, extend
 from holmesjax.models import gpt
 from holmesjax.plan import EMBED, HEAD, block_name
+from launch.__main__ import main
 from tests.test_checkpoint import damage, folders, write
 from tests.test_pipeline import VARIANTS, make_model
 
@@ -152,6 +153,9 @@ def test_a_seed_repeats_and_another_differs():
     "wrong, where",
     [
         ({"temperature": -1.0}, "--temperature"),
+        ({"temperature": float("inf")}, "--temperature"),
+        ({"seed": -1}, "--seed"),
+        ({"seed": 2**70}, "--seed"),
         ({"top_k": -3}, "--top-k"),
         ({"top_p": 0.0}, "--top-p"),
     ],
@@ -160,6 +164,17 @@ def test_wrong_settings_are_refused(wrong, where):
     with pytest.raises(ConfigError) as error:
         Sampling(**wrong)
     assert error.value.where == where
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "found"),
+    [("--max-tokens", "-3", "-3"), ("--prompt", "caf\udce9", r"'caf\udce9'")],
+)
+def test_wrong_arguments_are_refused_before_anything_is_loaded(capsys, option, value, found):
+    assert main(["generate", "/nowhere", f"{option}={value}"]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith(f"error: {option}: ")
+    assert f"found: {found}\n" in said
 
 
 def test_text_comes_in_whole_characters(monkeypatch):

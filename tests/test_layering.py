@@ -35,6 +35,8 @@ LAYERS = [
         "holmesjax.frames",
         "holmesjax.host_memory",
         "holmesjax.xla_flags",
+        "holmesjax.data.tokenizer",
+        "holmesjax.data.permutation",
     ],
     [
         "holmesjax.schema",
@@ -45,8 +47,14 @@ LAYERS = [
         "holmesjax.timed_frames",
     ],
     ["holmesjax.config", "holmesjax.calibration", "holmesjax.nccl"],
-    ["holmesjax.topology_file", "holmesjax.manifest", "holmesjax.learning_rates", "holmesjax.pace"],
-    ["holmesjax.topology", "holmesjax.saving"],
+    [
+        "holmesjax.topology_file",
+        "holmesjax.manifest",
+        "holmesjax.learning_rates",
+        "holmesjax.pace",
+        "holmesjax.data.corpus",
+    ],
+    ["holmesjax.topology", "holmesjax.saving", "holmesjax.data.batches"],
     [
         "holmesjax.costs",
         "holmesjax.network",
@@ -87,11 +95,7 @@ LAYERS = [
     [
         "holmesjax.models.gpt",
         "holmesjax.optimizer",
-        "holmesjax.data.tokenizer",
-        "holmesjax.data.permutation",
     ],
-    ["holmesjax.data.corpus"],
-    ["holmesjax.data.batches"],
     ["holmesjax.stage"],
     ["holmesjax.programs", "holmesjax.ends", "holmesjax.speeds"],
     [

@@ -225,8 +225,9 @@ def test_a_folder_that_cannot_be_owned_is_told_in_a_sentence(tmp_path, monkeypat
     (tmp_path / "file").write_text("")
     (tmp_path / "used" / FILE).mkdir(parents=True)
     for folder in (tmp_path / "file", tmp_path / "file/run", tmp_path / "used"):
-        with pytest.raises(ConfigError, match=r"run.dir: the run folder cannot be written"):
+        with pytest.raises(ConfigError, match=r"run.dir: the run folder cannot be written") as e:
             Lease(folder)
+        assert e.value.fix == "use another run.dir"
 
     def no_links(*_):
         raise OSError(errno.EPERM, "Operation not permitted")

@@ -162,7 +162,8 @@ def read(run_dir: Path) -> Page:
 
 def cards(page: Page) -> dict[str, list[str]]:
     """The texts after each label of the summary."""
-    labels = ["Final loss", "Validation loss", "Throughput", "Step time", "Tokens", "Wall time"]
+    labels = ["Final loss", "Validation loss", "Throughput", "Step time", "Tokens"]
+    labels += ["MFU", "Wall time"]
     at = [page.texts.index(label) for label in labels] + [page.texts.index("Plan")]
     return {label: page.texts[at[i] + 1 : at[i + 1]] for i, label in enumerate(labels)}
 
@@ -175,8 +176,13 @@ def test_numbers_equal_the_run(make_run):
         "Throughput": ["8,192", "tokens/s", "median over steps"],
         "Step time": ["0.25", "s", "median over steps"],
         "Tokens": ["9,216", "3 steps, 0 skipped"],  # 4096 * (1 * 0.25 + 2 * 0.25 + 3 * 0.5)
+        "MFU": ["none", "these devices have no data sheet"],
         "Wall time": ["1.0 s", "sum of all steps"],
     }
+    used = [record(i, mfu=i / 10, time_left_s=132.4) for i in (1, 2, 4)]
+    found = cards(read(make_run(used, name="used")))
+    assert found["MFU"] == ["20.0%", "of the devices' peak, median over steps"]
+    assert found["Wall time"] == ["0.8 s", "sum of all steps; 2 min 12 s left"]
     facts = "2 stages on 8 devices · schedule 1f1b with 2 microbatches · step 3"
     assert f"topology two_clusters · {facts}" in page.texts
     at = page.texts.index("Predicted")

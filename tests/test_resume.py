@@ -18,7 +18,17 @@ DATA = {"train": "1" * 64, "validation": "2" * 64, "order": "3" * 64}
 
 
 def load(folder, *settings):
-    return jobs.load(write_run(folder, {"a": (1,), "b": (1,)}), settings)
+    run_file = write_run(folder, {"a": (1,), "b": (1,)})
+    return jobs.load(run_file, ["data.corpus=/data", *settings])
+
+
+def train(folder, clusters, *settings, name="run", **options):
+    """Trains a small model, goes on from what there is; the trainer, and what it has printed."""
+    run_file, out = write_run(folder, clusters, name=name), io.StringIO()
+    small = ["model.num_layers=2", "model.width=16", "parallel.tensor=4"]
+    trainer = Trainer(run_file, [*small, *settings], out, **options)
+    trainer.train()
+    return trainer, out.getvalue()
 
 
 def checkpoint(job, *, steps):
@@ -40,8 +50,8 @@ def folder(tmp_path):
 BREAKING = {
     "train.seed=1": "train.seed: 0 -> 1",
     "train.global_batch=16": "train.global_batch: 8 -> 16",
-    "data.corpus=/elsewhere": "data.corpus: python-stdlib -> /elsewhere",
-    "data.pattern=*.txt": "data.pattern: [ab]*.py -> *.txt",
+    "data.corpus=/elsewhere": "data.corpus: /data -> /elsewhere",
+    "data.pattern=*.txt": "data.pattern: null -> *.txt",
     "data.validation_fraction=0.1": "data.validation_fraction: 0.05 -> 0.1",
     "data.documents=mask": "data.documents: concatenate -> mask",
     "model.rotary_base=500000.0": "model.rotary_base: 10000.0 -> 500000.0",
@@ -184,20 +194,19 @@ def test_a_corpus_that_has_changed_since_the_checkpoint_ends_the_session(tmp_pat
     corpus.mkdir()
     (corpus / "a.py").write_text("x = 1\n" * 500)
     (corpus / "b.py").write_text("y = 2\n" * 500)
-    small = ["model.num_layers=2", "model.width=16", "parallel.tensor=4"]
-    settings = [f"data.corpus={corpus}", "data.validation_fraction=0.0", *small]
-
-    def train(steps, **options):
-        run_file = write_run(tmp_path, {"a": (8,)})  # as all tests of this process
-        overrides = [*settings, f"train.steps={steps}", "optimizer.schedule=constant"]
-        trainer = Trainer(run_file, overrides, io.StringIO(), **options)
-        return trainer.train()
-
-    assert len(train(1)) == 1
+    settings = [f"data.corpus={corpus}", "data.validation_fraction=0.0"]
+    settings += ["optimizer.schedule=constant"]
+    go_on = lambda steps, **options: train(  # on as many devices as all tests of this process
+        tmp_path, {"a": (8,)}, *settings, f"train.steps={steps}", **options
+    )
+    go_on(1)
     (corpus / "b.py").write_text("y = 3\n" * 500)
+    written = {path: path.read_bytes() for path in (tmp_path / "run").glob("*.yaml")}
     with pytest.raises(CheckpointError, match=r"data.corpus: train \w{12} -> train \w{12}"):
-        train(2)
-    assert len(train(2, allow="data.corpus")) == 1
+        go_on(2)
+    assert {path: path.read_bytes() for path in (tmp_path / "run").glob("*.yaml")} == written
+    trainer, _ = go_on(2, allow="data.corpus")
+    assert trainer.finished
 
 
 def test_sequences_are_counted_over_changes_of_the_batch(folder):
@@ -222,6 +231,10 @@ def test_earlier_files_stay_where_they_say_something_else(folder):
     assert jobs.load(folder / "run/config.000010.yaml").config.optimizer.beta2 == 0.95
     load(folder, "optimizer.beta2=0.8").save(10)  # no step was kept that was made with 0.9
     assert jobs.load(folder / "run/config.000010.yaml").config.optimizer.beta2 == 0.95
+    undo = load(folder, "parallel.microbatches=4").save(12)
+    undo()  # the start was refused
+    assert files(folder) == sorted([*own, "config.000010.yaml"])
+    assert jobs.load(folder / "run").config.optimizer.beta2 == 0.8
     load(folder, "parallel.microbatches=4").save(12)
     added = ["config.000010.yaml", "config.000012.yaml", "plan.000012.yaml"]
     assert files(folder) == sorted([*own, *added])
@@ -258,20 +271,19 @@ def test_another_batch_takes_the_sequences_that_follow(tmp_path, monkeypatch):
     inputs = session.model_inputs
     monkeypatch.setattr(session, "model_inputs", lambda rows: seen.append(rows) or inputs(rows))
 
-    def train(*settings, name="run", **options):
-        path = write_run(tmp_path, {"a": (4,), "b": (4,)}, name=name)  # as many as there are
-        short = ["model.num_layers=2", "model.width=16", "parallel.tensor=4", *settings]
-        out = io.StringIO()
-        Trainer(path, short, out, **options).train()
-        return out.getvalue()
-
-    train("train.steps=4")
-    told = train("train.steps=8", "train.global_batch=4", allow="train.global_batch")
+    clusters = {"a": (4,), "b": (4,)}  # as many devices as there are
+    train(tmp_path, clusters, "train.steps=4")
+    settings = ["train.steps=8", "train.global_batch=4"]
+    trainer, told = train(tmp_path, clusters, *settings, allow="train.global_batch")
+    assert [record["step"] for record in trainer.history] == list(range(1, 9))
+    again, _ = train(tmp_path, clusters, *settings)
+    assert again.finished
+    assert again.history == trainer.history
     assert "  train.global_batch: 8 -> 4\n" in told
     got = np.concatenate(seen)
     assert got.shape[0] == 4 * 8 + 4 * 4
     seen.clear()
-    train("train.steps=6", name="whole")
+    train(tmp_path, clusters, "train.steps=6", name="whole")
     np.testing.assert_array_equal(got, np.concatenate(seen))
     content = json.loads((tmp_path / "run/checkpoints/step_00000008/manifest.json").read_text())
     assert content["sequences"] == 48

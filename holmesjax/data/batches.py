@@ -10,6 +10,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from holmesjax.config import Config
+from holmesjax.data import corpus as corpora
 from holmesjax.data.corpus import Corpus
 from holmesjax.data.permutation import permute, round_keys
 from holmesjax.data.tokenizer import BEGIN
@@ -27,8 +29,9 @@ class Batches:
     num_validation: int  # batches
 
     def __post_init__(self) -> None:
-        self._check_size(self.corpus.train, "training", 1)
-        self._check_size(self.corpus.validation, "validation", self.num_validation)
+        for split, count in {"train": 1, "validation": self.num_validation}.items():
+            size = len(getattr(self.corpus, split))
+            _refuse_too_small(split, size, count, self.global_batch, self.length)
 
     def train(self, first_sequence: int) -> np.ndarray:
         """Rows of the step before which that many sequences were consumed; [B, L + 1]."""
@@ -52,16 +55,45 @@ class Batches:
         """SHA-256 of each split and of the order in which windows are read."""
         return {**self.corpus.digests, "order": order_digest()}
 
-    def _check_size(self, tokens: np.ndarray, name: str, num_batches: int) -> None:
-        needed = num_batches * self.global_batch
-        if len(windows_of(tokens, self.length)) < needed:
-            raise DataError(
-                "data.corpus",
-                f"the {name} split is too small: {num_batches} batches of {self.global_batch} "
-                f"sequences of {self.length} tokens need {needed * self.length + 1} bytes",
-                found=f"{len(tokens)} bytes",
-                fix="use more files, a smaller train.global_batch, or fewer train.eval_batches",
-            )
+
+def look_for_data(config: Config) -> None:
+    """Looks whether there are files enough for a run, without reading them; in a fraction of 1 s.
+
+    Raises DataError for a corpus that is missing, empty or too small.
+    """
+    train, length = config.train, config.model.context_length
+    num_batches = {"train": 1, "validation": train.eval_batches if train.eval_every else 0}
+    sizes = corpora.sizes(
+        config.data,
+        {name: _bytes_of(count, train.global_batch, length) for name, count in num_batches.items()},
+    )
+    for name, count in num_batches.items():
+        _refuse_too_small(name, sizes[name], count, train.global_batch, length)
+
+
+def _bytes_of(num_batches: int, global_batch: int, length: int) -> int:
+    """What a split needs at least."""
+    return num_batches * global_batch * length + 1 if num_batches else 0
+
+
+def _refuse_too_small(
+    split: str, num_bytes: int, num_batches: int, global_batch: int, length: int
+) -> None:
+    needed = _bytes_of(num_batches, global_batch, length)
+    if num_bytes >= needed:
+        return
+    count = f"{num_batches} batches" if num_batches > 1 else "a batch"
+    problem = (
+        f"the {split} split is too small: {count} of {global_batch:,} sequences of {length:,} "
+        f"tokens need {needed:,} bytes"
+    )
+    fix = "use more files, a smaller train.global_batch, or a smaller model.context_length"
+    if split == "validation":
+        fix = (
+            "use more files, a larger data.validation_fraction, fewer train.eval_batches, "
+            "or train.eval_every=0 for no validation"
+        )
+    raise DataError("data.corpus", problem, found=f"{num_bytes:,} bytes", fix=fix)
 
 
 def windows_of(tokens: np.ndarray, length: int) -> np.ndarray:

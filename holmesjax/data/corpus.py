@@ -9,17 +9,18 @@ import os
 import platform
 import sys
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NoReturn
 
 import numpy as np
 
-from holmesjax.config import DataConfig
+from holmesjax.config import PYTHON_STDLIB, DataConfig
 from holmesjax.data.tokenizer import BEGIN
 from holmesjax.errors import DataError
 
-PYTHON_STDLIB = "python-stdlib"
+SNIFFED = 8192  # bytes of a file that show, as a rule, whether it is text
 # Left out, since not every distribution of a release has them, or has them in the same place.
 APART = {
     *("distutils", "ensurepip", "idlelib", "lib2to3", "pydoc_data", "tkinter", "turtle"),
@@ -42,21 +43,95 @@ class Corpus:
 
 
 def files(config: DataConfig) -> dict[str, Path]:
-    """The corpus's files by their path inside it, sorted."""
-    root, pattern = _root(config), config.pattern
-    if config.corpus == PYTHON_STDLIB:
-        paths, pattern = _stdlib(root), "*.py"
-    else:
-        if not root.is_dir():
-            fix = f"name a folder, or {PYTHON_STDLIB!r}"
-            raise DataError("data.corpus", "is no folder", found=config.corpus, fix=fix)
-        paths = root.glob(pattern)
-    found = {path.relative_to(root).as_posix(): path for path in paths}
-    found = {name: found[name] for name in sorted(found) if found[name].is_file()}
+    """The corpus's files by their path inside it, sorted. Raises DataError if there are none."""
+    found = dict(_paths(config))
     if not found:
-        fix = "change data.pattern or data.corpus"
-        raise DataError("data.pattern", f"no file in {root} matches", found=pattern, fix=fix)
+        raise _no_file(config)
+    return {name: found[name] for name in sorted(found)}
+
+
+def sizes(config: DataConfig, enough: Mapping[str, int]) -> dict[str, int]:
+    """Bytes of each split, counted until each has enough; no file is read, some are begun.
+
+    Raises DataError for a corpus that is missing or has no file, or a file that cannot be read.
+    """
+    found = dict.fromkeys(enough, 0)
+    is_empty = True
+    for name, path in _paths(config):
+        try:
+            if config.pattern is None and config.corpus != PYTHON_STDLIB:
+                with path.open("rb") as file:
+                    if BEGIN in file.read(SNIFFED):
+                        continue
+            size = path.stat().st_size
+        except OSError as error:
+            raise _unreadable(path, error) from None
+        is_empty = False
+        found[split_of(name, config.validation_fraction)] += 1 + size
+        if all(found[split] >= enough[split] for split in enough):
+            return found
+    if is_empty:
+        raise _no_file(config)
     return found
+
+
+def _paths(config: DataConfig) -> Iterator[tuple[str, Path]]:
+    """The corpus's files with their path inside it, in any order."""
+    root = _root(config)
+    for path in _stdlib(root) if config.corpus == PYTHON_STDLIB else _in_folder(root, config):
+        if path.is_file():
+            yield path.relative_to(root).as_posix(), path
+
+
+def _in_folder(root: Path, config: DataConfig) -> Iterator[Path]:
+    """What the pattern matches; without one, what is not hidden."""
+
+    def refuse(error: OSError) -> NoReturn:
+        fix = "make it readable, or name another folder"
+        raise DataError("data.corpus", "cannot be read", found=error, fix=fix) from None
+
+    try:
+        is_folder, is_there = root.is_dir(), root.exists()
+    except OSError as error:
+        refuse(error)
+    if not is_folder:
+        found = f"{config.corpus}, " + (
+            "a file" if is_there else f"not there; the current folder is {Path.cwd()}"
+        )
+        fix = (
+            f"name the folder that it is in, and data.pattern={root.name}"
+            if is_there
+            else f"name a folder, or {PYTHON_STDLIB!r} where only the plan is wanted"
+        )
+        raise DataError("data.corpus", "is no folder", found=found, fix=fix)
+    if config.pattern is None:
+        for folder, subfolders, names in os.walk(root, onerror=refuse):
+            subfolders[:] = [name for name in subfolders if not name.startswith(".")]
+            yield from (Path(folder, name) for name in names if not name.startswith("."))
+        return
+    try:
+        yield from root.glob(config.pattern)
+    except (ValueError, NotImplementedError) as error:
+        fix = "write a pattern inside the folder, such as **/*.txt"
+        found = f"{config.pattern}: {error}"
+        raise DataError("data.pattern", "is no pattern", found=found, fix=fix) from None
+    except OSError as error:
+        refuse(error)
+
+
+def _no_file(config: DataConfig) -> DataError:
+    root = _root(config)
+    if config.pattern is None:
+        found, fix = "no file but hidden and binary ones", "name another folder"
+        return DataError("data.corpus", f"{root} holds no text", found=found, fix=fix)
+    fix = "change data.pattern or data.corpus"
+    problem = f"no file in {root} matches"
+    return DataError("data.pattern", problem, found=config.pattern, fix=fix)
+
+
+def _unreadable(path: Path, error: OSError) -> DataError:
+    fix = "make it readable, or leave it out by data.pattern"
+    return DataError(str(path), "cannot be read", found=error.strerror, fix=fix)
 
 
 def _root(config: DataConfig) -> Path:
@@ -84,10 +159,15 @@ def is_validation(name: str, fraction: float) -> bool:
     return int.from_bytes(digest[:8]) < fraction * 2**64
 
 
-def read(config: DataConfig) -> Corpus:
-    """Reads all files of the corpus.
+def split_of(name: str, fraction: float) -> str:
+    """The split of a file: "train" or "validation"."""
+    return "validation" if is_validation(name, fraction) else "train"
 
-    Raises DataError for a file that cannot be read or is no text.
+
+def read(config: DataConfig) -> Corpus:
+    """Reads all files of the corpus; without a pattern, those that hold a zero byte are left out.
+
+    Raises DataError for a file that cannot be read, or is no text and yet matches the pattern.
     """
     parts: dict[str, list[bytes]] = {"train": [], "validation": []}
     lists = {split: hashlib.sha256() for split in parts}
@@ -96,15 +176,18 @@ def read(config: DataConfig) -> Corpus:
         try:
             text = path.read_bytes()
         except OSError as error:
-            fix = "make it readable, or leave it out by data.pattern"
-            raise DataError(str(path), "cannot be read", found=error.strerror, fix=fix) from None
+            raise _unreadable(path, error) from None
         if BEGIN in text:
+            if config.pattern is None and config.corpus != PYTHON_STDLIB:
+                continue
             fix = "leave it out by data.pattern: training reads text"
             raise DataError(str(path), "holds a zero byte", found="a binary file", fix=fix)
-        split = "validation" if is_validation(name, config.validation_fraction) else "train"
+        split = split_of(name, config.validation_fraction)
         parts[split] += [bytes([BEGIN]), text]
         found[name] = hashlib.sha256(text).hexdigest()
         lists[split].update(os.fsencode(f"{found[name]}  {name}\n"))
+    if not found:
+        raise _no_file(config)
     python = f" of Python {platform.python_version()}" if config.corpus == PYTHON_STDLIB else ""
     train, validation = (np.frombuffer(b"".join(texts), np.uint8) for texts in parts.values())
     return Corpus(
