@@ -130,7 +130,7 @@ def step_line(record: Mapping[str, Any], total_steps: int) -> str:
         parts.append("SKIPPED")
     left = [f"left {duration(s)}"] if (s := record.get("time_left_s")) else []
     whole = [f"links {show(sum(links.values()), 'B')}"] if links else []
-    ends = [*_by_link(links), *left], [*whole, *left], left, whole, []
+    ends: tuple[list[str], ...] = [*_by_link(links), *left], [*whole, *left], left, whole, []
     lines = ["  ".join([*parts, *end]) for end in ends]
     return next((line for line in lines if len(line) < MAX_COLUMNS), lines[-1])
 

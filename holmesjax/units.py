@@ -89,9 +89,11 @@ def show(value: float, unit: Unit) -> str:
 def duration(seconds: float) -> str:
     """Readable text of what people wait for.
 
-    >>> duration(9.94), duration(132.4), duration(7384), duration(500 * 3600)
-    ('9.9 s', '2 min 12 s', '2 h 3 min', '20 days 20 h')
+    >>> duration(0.012), duration(9.94), duration(132.4), duration(7384), duration(500 * 3600)
+    ('12 ms', '9.9 s', '2 min 12 s', '2 h 3 min', '20 days 20 h')
     """
+    if seconds < 1:
+        return show(seconds, "s")
     if seconds < 59.95:
         return f"{seconds:.1f} s"
     minutes, rest_s = divmod(round(seconds), 60)
