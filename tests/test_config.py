@@ -76,7 +76,7 @@ OVERRIDES = [
     ("optimizer.learning_rate=1e-3", lambda c: c.optimizer.learning_rate, 1e-3),
     ("optimizer.clip_norm=null", lambda c: c.optimizer.clip_norm, None),
     ("parallel.layers=[4, 2]", lambda c: c.parallel.layers, (4, 2)),
-    ("data.pattern=**/*.md", lambda c: c.data.pattern, "**/*.md"),  # in YAML, an alias
+    ("run.dir=**/*.md", lambda c: c.run.dir, "**/*.md"),  # in YAML, an alias
     ("run.dir='007'", lambda c: c.run.dir, "007"),
     ("run.rehearse=true", lambda c: c.run.rehearse, True),
     ("checkpoint.every=10", lambda c: c.checkpoint.every, 10),  # a section that is not in the file
@@ -434,7 +434,7 @@ def test_any_text_and_number_read_back_equal(tmp_path_factory, text, rate):
     path.write_text(RUN)
     config = configs.load(path)
     optimizer = dataclasses.replace(config.optimizer, learning_rate=rate)
-    data = dataclasses.replace(config.data, pattern=text)
+    data = dataclasses.replace(config.data, corpus="folder", pattern=text)
     config = dataclasses.replace(config, data=data, optimizer=optimizer)
     configs.save(config, path)
     assert configs.load(path) == config
