@@ -67,10 +67,11 @@ class LabNode:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LabLink:
-    """From each node of one cluster to all nodes of another: nodes do not share it."""
+    """From the nodes of one cluster to those of another."""
 
-    rate_bytes_per_s: float
+    rate_bytes_per_s: float  # of each node
     latency_s: float
+    capacity_bytes_per_s: float  # of all nodes together; infinite: they do not share it
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -84,6 +85,14 @@ class Lab:
 
     def cluster_number(self, name: str) -> int:
         return [cluster.name for cluster in self.topology.clusters].index(name)
+
+    def pipes(self, cluster: int) -> dict[int, LabLink]:
+        """Links from a cluster to others that its nodes share."""
+        return {
+            b: link
+            for (a, b), link in self.links.items()
+            if a == cluster and math.isfinite(link.capacity_bytes_per_s)
+        }
 
     def members(self, cluster: int) -> list[LabNode]:
         return [node for node in self.nodes if node.cluster == cluster]
@@ -254,7 +263,9 @@ def make_lab(topology: Topology, shares: Sequence[Share], scale: float) -> Lab:
     numbers = {cluster.name: c for c, cluster in enumerate(topology.clusters)}
     links = {
         (numbers[a], numbers[b]): LabLink(
-            rate_bytes_per_s=scale * _link_rate(topology, a, b), latency_s=link.latency_s / scale
+            rate_bytes_per_s=scale * _link_rate(topology, a, b),
+            latency_s=link.latency_s / scale,
+            capacity_bytes_per_s=scale * topology.capacity_bytes_per_s(a, b),
         )
         for (a, b), link in topology.links.items()
     }
@@ -279,6 +290,7 @@ def _check(topology: Topology, scale: float) -> None:
             fix = "use letters, digits, '-', '_' and '.', up to 63 of them"
             raise TopologyError(node.name, problem, found=node.name, fix=fix)
     rates = [_link_rate(topology, a, b) for a, b in topology.links]
+    rates += [topology.capacity_bytes_per_s(a, b) for a, b in topology.links]
     rates += [rate for node in topology.nodes for rate in _fabric_rates(node).values()]
     if rates and scale * min(rates) < MIN_RATE_BYTES_PER_S:
         raise TopologyError(
@@ -352,7 +364,10 @@ def describe(lab: Lab, *, has_netem: bool) -> list[str]:
     names = [cluster.name for cluster in lab.topology.clusters]
     for (a, b), link in sorted(lab.links.items()):
         rate = show(link.rate_bytes_per_s, "b/s")
-        lines.append(f"  {names[a]} -> {names[b]}: {rate} from each node")
+        capacity = ""
+        if math.isfinite(link.capacity_bytes_per_s):
+            capacity = f", {show(link.capacity_bytes_per_s, 'b/s')} from all together"
+        lines.append(f"  {names[a]} -> {names[b]}: {rate} from each node{capacity}")
     latencies = {link.latency_s for link in lab.links.values()} | {
         node.fast_latency_s for node in lab.nodes if node.fast_address
     }

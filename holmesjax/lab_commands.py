@@ -11,6 +11,11 @@ shaped where packets leave: at the node, and at its port of the bridge.
     holmes-<id>.<node>    eth0    198.18.<cluster>.<node>      fast0    198.19.<cluster>.<node>
 
 A cluster's own fast addresses lead over `fast0`, all other addresses over `eth0`.
+
+Where nodes of a cluster share the way to another, they have an Ethernet bridge of their own, and
+what leaves it for `br-eth` is shaped once more:
+
+    br-eth-<cluster> (its nodes)  up<cluster> ---- down<cluster>  br-eth
 """
 
 import shlex
@@ -24,9 +29,11 @@ from holmesjax.lab import FAST, SLOW, SUPERVISOR, Lab, LabNode
 STATE = "/run/holmesjax"  # a folder for each lab
 CGROUPS = {"v1": "/sys/fs/cgroup/cpu", "v2": "/sys/fs/cgroup"}
 PERIOD_US = 25_000  # of the quota: how long a node may stand still; shorter ones cost caches
-BRIDGE = "02:00:00:00:00:01"  # of every bridge: each is a network by itself
+# Of bridges: each is a network by itself, but for the Ethernet bridges of clusters.
+BRIDGE, OWN_BRIDGE = "02:00:00:00:00:01", "02:00:00:00:01:{:02x}"
 MTU_BYTES = 9000  # jumbo frames: headers are 1% of the traffic
 BURST_S = 200e-6  # what a class may send at once after a pause, as time at its rate
+QUEUE_S = 0.05  # that may wait where nodes share a link, as time at its rate
 CHUNK_S = 1e-3  # the most that TCP hands over at once, as time at the rate
 FRAME_BYTES = MTU_BYTES + 14
 
@@ -71,18 +78,44 @@ class Commands:
         for c in range(len(self.lab.topology.clusters)):
             if any(node.fast_address for node in self.lab.members(c)):
                 lines += self._bridge(f"br-{c}")
+            if self.lab.pipes(c):
+                lines += self._trunk(c)
             lines.append(self._write_hosts(c))
         lines += self._cgroup_root()
         for node in self.lab.nodes:
             lines += [*self._network(node), *self._shaping(node), *self._quota(node)]
         return lines
 
-    def _bridge(self, name: str) -> list[str]:
+    def _bridge(self, name: str, address: str = BRIDGE) -> list[str]:
         # With an address of its own: otherwise it has that of a port, until the port is taken out.
-        add = (
-            f"ip -n {self.switch} link add name {name} address {BRIDGE} mtu {MTU_BYTES} type bridge"
-        )
-        return [add, f"ip -n {self.switch} link set dev {name} up"]
+        add = f"ip -n {self.switch} link add name {name} address {address} mtu {MTU_BYTES}"
+        return [f"{add} type bridge", f"ip -n {self.switch} link set dev {name} up"]
+
+    def _ethernet(self, cluster: int) -> str:
+        """The bridge of the slow interfaces of a cluster."""
+        return f"br-eth-{cluster}" if self.lab.pipes(cluster) else "br-eth"
+
+    def _trunk(self, cluster: int) -> list[str]:
+        """The Ethernet bridge of a cluster whose nodes share links, and what leaves it shaped."""
+        ip, tc = f"ip -n {self.switch}", f"tc -n {self.switch}"
+        up, down, own = f"up{cluster}", f"down{cluster}", self._ethernet(cluster)
+        add = f"{tc} class add dev {up} parent 1:"
+        lines = [
+            *self._bridge(own, OWN_BRIDGE.format(cluster)),
+            f"{ip} link add name {up} mtu {MTU_BYTES} type veth peer name {down} mtu {MTU_BYTES}",
+            f"{ip} link set dev {up} master {own} up",
+            f"{ip} link set dev {down} master br-eth up",
+            f"{tc} qdisc add dev {up} root handle 1: htb",  # what is in no class is not shaped
+        ]
+        for b, link in self.lab.pipes(cluster).items():
+            minor, rate = FIRST_LINK + b, link.capacity_bytes_per_s
+            limit = max(round(rate * QUEUE_S), 4 * FRAME_BYTES)
+            lines += [
+                f"{add} classid 1:{minor:x} htb {_rates(rate, rate)}",
+                f"{tc} qdisc add dev {up} parent 1:{minor:x} bfifo limit {limit}",
+                *_filters(tc, up, b, CLASSIFY + b, minor),
+            ]
+        return lines
 
     def _write_hosts(self, cluster: int) -> str:
         entries = ["127.0.0.1 localhost"]
@@ -94,7 +127,9 @@ class Commands:
     def _network(self, node: LabNode) -> list[str]:
         inside = f"ip -n {self.namespace(node)}"
         lines = [f"ip netns add {self.namespace(node)}", f"{inside} link set dev lo up"]
-        lines += self._interface(node, "eth0", "br-eth", f"{node.slow_address}/16")
+        lines += self._interface(
+            node, "eth0", self._ethernet(node.cluster), f"{node.slow_address}/16"
+        )
         if node.fast_address:
             lines += self._interface(node, "fast0", f"br-{node.cluster}", f"{node.fast_address}/24")
         # The fast addresses of other clusters, for links that are not called Ethernet.
@@ -137,7 +172,8 @@ class Commands:
         links = {b: link for (a, b), link in self.lab.links.items() if a == node.cluster}
         tc = f"tc -n {self.namespace(node)}"
         add = f"{tc} class add dev eth0 parent"
-        slowest = min([rate, *(link.rate_bytes_per_s for link in links.values())])
+        rates = [min(link.rate_bytes_per_s, link.capacity_bytes_per_s) for link in links.values()]
+        slowest = min([rate, *rates])
         lines = [
             _limit_chunks(self.namespace(node), "eth0", slowest),
             f"{tc} qdisc add dev eth0 root handle 1: htb default {OWN:x}",
@@ -150,7 +186,7 @@ class Commands:
             minor = FIRST_LINK + b
             lines.append(f"{add} 1:{NIC:x} classid 1:{minor:x} htb {self._link_rates(node, b)}")
             lines += self._delay(tc, "eth0", minor, link.latency_s)
-            lines += _filters(tc, b, CLASSIFY + b, minor)
+            lines += _filters(tc, "eth0", b, CLASSIFY + b, minor)
         return lines
 
     def _link_rates(self, node: LabNode, target: int) -> str:
@@ -226,7 +262,7 @@ class Commands:
             for node in self.lab.members(source):
                 tc = f"tc -n {self.namespace(node)}"
                 if fault.kind == "cut":
-                    doing += _filters(tc, target, CUT + target, LOST)
+                    doing += _filters(tc, "eth0", target, CUT + target, LOST)
                     undoing.append(f"{tc} filter del dev eth0 parent 1: pref {CUT + target}")
                 else:
                     change = f"{tc} class change dev eth0 classid 1:{FIRST_LINK + target:x} htb "
@@ -239,7 +275,8 @@ class Commands:
         [node] = [node for node in self.lab.nodes if node.name == name]
         out, back = [], []
         for device, _, _ in node.interfaces:
-            bridge = "br-eth" if device == "eth0" else f"br-{node.cluster}"
+            is_slow = device == "eth0"
+            bridge = self._ethernet(node.cluster) if is_slow else f"br-{node.cluster}"
             port = f"ip -n {self.switch} link set dev {port_name(node, device)}"
             out.append(f"{port} nomaster")
             back.append(f"{port} master {bridge}")
@@ -278,9 +315,9 @@ def _limit_chunks(namespace: str, device: str, rate: float) -> str:
     return f"ip -n {namespace} link set dev {device} gso_max_size {size}"
 
 
-def _filters(tc: str, cluster: int, preference: int, minor: int) -> list[str]:
+def _filters(tc: str, device: str, cluster: int, preference: int, minor: int) -> list[str]:
     """What goes to a cluster, by either address of its nodes, belongs to a class."""
-    add = f"{tc} filter add dev eth0 parent 1: protocol ip pref {preference}"
+    add = f"{tc} filter add dev {device} parent 1: protocol ip pref {preference}"
     return [
         f"{add} u32 match ip dst {network}.{cluster}.0/24 flowid 1:{minor:x}"
         for network in (SLOW, FAST)

@@ -28,6 +28,7 @@ ROUNDS = 3  # of each size; the median counts
 MAX_ROUNDS = 15  # of a cluster: all pairs of 16 nodes
 MAX_PAIRS = 8  # of two clusters
 FAR_BELOW = 0.5  # of nominal
+SHARED = 0.9  # of what pairs reach one by one: below that, together they share the link
 
 Way = tuple[str, str]
 Step = tuple[Way, ...]
@@ -184,6 +185,24 @@ def transports(topology: Topology, speeds: Mapping[Way, Speed]) -> dict[str, flo
             rates = found.setdefault(topology.cluster_of(way[0]).name, [])
             rates.append(speed.bandwidth_bytes_per_s)
     return {cluster: statistics.median(rates) for cluster, rates in found.items()}
+
+
+def capacities(
+    topology: Topology, speeds: Mapping[Way, Speed], together: Mapping[Step, float]
+) -> dict[Way, float]:
+    """By clusters, the rates of links that pairs of nodes share: less than the sum of all alone.
+
+    Args:
+      speeds: of each way alone.
+      together: bytes per second of all ways of a step, measured at once.
+    """
+    found = {}
+    for step, rate in together.items():
+        alone = [speeds[way].bandwidth_bytes_per_s for way in step if way in speeds]
+        if len(alone) == len(step) and rate < SHARED * sum(alone):
+            source, target = (topology.cluster_of(node).name for node in step[0])
+            found[source, target] = rate
+    return found
 
 
 def slow_ways(topology: Topology, speeds: Mapping[Way, Speed], scale: float = 1.0) -> list[Finding]:

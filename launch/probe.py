@@ -104,7 +104,7 @@ class _Session:
         self._collectives: list[Collective] = []
         self.findings: list[Finding] = []
         self.speeds: dict[Way, Speed] = {}
-        self.together: dict[str, float] = {}  # bytes per second of all ways of a step
+        self.together: dict[Step, float] = {}  # bytes per second of all ways of a step
 
     def measure(self, *, collectives: bool) -> None:
         for node, why in self._agents.missing.items():
@@ -137,7 +137,15 @@ class _Session:
                 cluster: _rounded(rate, "b/s")
                 for cluster, rate in probe.transports(self._topology, self.speeds).items()
             },
+            capacities={pipe: _rounded(rate, "b/s") for pipe, rate in self.capacities().items()},
         )
+
+    def capacities(self) -> dict[Way, float]:
+        return probe.capacities(self._topology, self.speeds, self.together)
+
+    def ends(self, step: Step) -> str:
+        """The clusters of a step between two, "ib -> roce"."""
+        return " -> ".join(self._topology.cluster_of(node).name for node in step[0])
 
     def _problem(self, what: str, text: str, fix: str) -> None:
         self.findings.append(Finding(what=what, level="problem", text=text, fix=fix))
@@ -192,10 +200,9 @@ class _Session:
             ]
             if len(found) == len(step):
                 total = sum(speed.bandwidth_bytes_per_s for speed in found)
-                a, b = (self._topology.cluster_of(node).name for node in step[0])
-                self.together[f"{a} -> {b}"] = total
-                rate = show(total, "b/s")
-                print(f"    {a} -> {b}: {rate} by {len(step)} pairs together", flush=True)
+                self.together[step] = total
+                ends, rate = self.ends(step), show(total, "b/s")
+                print(f"    {ends}: {rate} by {len(step)} pairs together", flush=True)
 
     def _step(self, fabric: str, step: Step) -> Mapping[Way, Seconds]:
         """Times of the ways of a step, measured at once; those that could not be are findings."""
@@ -312,6 +319,8 @@ def _write(output: Path, text: str, topology: Topology, session: _Session) -> No
     counted = Counter(speed.fabric for speed in session.speeds.values())
     ways = ", ".join(f"{count} over {fabric}" for fabric, count in counted.items())
     print(f"written     {output}, {picture.name}, {times.name}: {ways}")
+    for (a, b), rate in session.capacities().items():
+        print(f"            {a} -> {b}: nodes share {show(rate, 'b/s')}, in `capacities`")
     if len(topology.measured.pairs) < len(session.speeds):
         print(
             "            TCP over RDMA NICs of GPU clusters: in `transports`, for boundaries alone"
@@ -335,5 +344,5 @@ def _times(session: _Session) -> dict[str, Any]:
             }
             for (a, b), speed in session.speeds.items()
         ],
-        "together_bytes_per_s": session.together,
+        "together_bytes_per_s": {session.ends(s): r for s, r in session.together.items()},
     }

@@ -78,7 +78,10 @@ def test_the_lines_match_golden(tmp_path, request, version, has_netem):
     assert path.read_text() == text
 
 
-@pytest.mark.parametrize("text", [TWO_BY_TWO, THREE])
+SHARED = THREE.replace("bandwidth: 20 Gb/s", "bandwidth: 20 Gb/s, capacity: 30 Gb/s")
+
+
+@pytest.mark.parametrize("text", [TWO_BY_TWO, THREE, SHARED])
 def test_every_line_is_a_shell_line_and_names_are_short_enough(tmp_path, text):
     made = commands(tmp_path, text)
     lines = [*made.build(), *tear_down("test", "v2")]

@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -140,6 +141,43 @@ def test_every_way_has_its_rate_and_faults_come_and_go(tmp_path):
                 subprocess.run(words, capture_output=True, timeout=1.5, check=True)
             [namespaces.run_line(line) for line in undoing]
             assert rate_bytes_per_s(made, a0, b0.slow_address, 9000) > 0
+
+
+SHARED = """
+name: shared
+clusters:
+  - {name: a, fabric: infiniband, nodes: 2, devices: {kind: cpu, count: 1},
+     nics: [{kind: infiniband_200}, {kind: ethernet_100}]}
+  - {name: b, fabric: roce, nodes: 2, devices: {kind: cpu, count: 1},
+     nics: [{kind: roce_200}, {kind: ethernet_100}]}
+links:
+  - {between: [a, b], fabric: ethernet, bandwidth: 40 Gb/s, capacity: 50 Gb/s, latency: 50 us}
+  - {between: [b, a], fabric: ethernet, bandwidth: 40 Gb/s, latency: 50 us}
+"""
+
+
+@needs_lab
+def test_nodes_of_a_cluster_share_a_pipe_one_way_and_nothing_else(tmp_path):
+    path = tmp_path / "topology.yaml"
+    path.write_text(SHARED)
+    with network(path, 0.001) as made, contextlib.ExitStack() as stack:
+        a0, a1, b0, b1 = made.lab.nodes
+        for node in (a0, a1, b0, b1):
+            stack.enter_context(serving(made, node, node.slow_address))
+
+        def together(*ways, num_bytes=2_500_000):
+            """Bits per second of all ways at once."""
+            with ThreadPoolExecutor(len(ways)) as pool:
+                send = lambda way: rate_bytes_per_s(made, way[0], way[1].slow_address, num_bytes)
+                return [8 * rate for rate in pool.map(send, ways)]
+
+        [alone] = together((a0, b0))
+        assert 0.6 * 40e6 < alone < 1.1 * 40e6
+        both = together((a0, b0), (a1, b1))
+        assert sum(both) < 1.15 * 50e6  # who ends last had it for itself in the end
+        assert min(both) > 0.25 * sum(both)
+        assert 1.2 * 50e6 < sum(together((b0, a0), (b1, a1))) < 1.1 * 80e6  # no pipe this way
+        assert sum(together((a0, a1), (a1, a0))) > 1.2 * 50e6  # within the cluster
 
 
 @needs_lab

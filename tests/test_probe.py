@@ -133,6 +133,17 @@ def test_tcp_says_nothing_of_rdma_between_gpus(tmp_path):
 # ---- the section of the topology file -------------------------------------------------------
 
 
+def test_a_link_that_pairs_share_has_a_capacity_and_one_that_they_do_not_has_none(tmp_path):
+    topology = load(tmp_path, UNEQUAL)
+    ways = (("a-0", "b-0"), ("a-1", "b-1"))
+    back = tuple(way[::-1] for way in ways)
+    speeds = {way: speed_of(1e9) for way in (*ways, *back)}
+    together = {ways: 1.2e9, back: 1.9e9}
+    assert probe.capacities(topology, speeds, together) == {("a", "b"): 1.2e9}
+    del speeds["a-0", "b-0"]  # one that was lost says nothing of the sum
+    assert probe.capacities(topology, speeds, together) == {}
+
+
 def test_boundaries_over_rdma_nics_are_measured_by_cluster(tmp_path):
     """The median of the ways inside a cluster of GPUs, which a file keeps; a plan reads it back."""
     text = UNEQUAL.replace("kind: cpu", "kind: h100")
