@@ -43,10 +43,23 @@ END_S = 30.0  # for processes to leave after the end
 LAST_LINES = 8  # of a process that failed, shown on the console
 DELAY_S = 0.5  # of the output on the console, so that the last words of a failing job stay in logs
 
-# What JAX's CPU collectives print when they connect, sometimes in two pieces.
-NOISE = re.compile(
-    r"\[Gloo\] Rank|Expected number of connected peer|\d+ is connected to \d+ peer ranks"
+# What JAX's CPU collectives print when they connect: two at once mix their pieces, and a process
+# that dies leaves any part of it.
+GLOO = "[Gloo] Rank # is connected to # peer ranks. Expected number of connected peer ranks is : #"
+GLOO_PIECES = re.compile(
+    r"(\[Gloo\] Rank|is connected to|peer ranks\.|"
+    r"Expected number of connected peer ranks is :|\d|\s)+"
 )
+
+
+def is_noise(line: str) -> bool:
+    """Whether a line of a process is for its log only.
+
+    >>> is_noise("[Gloo] Rank 1 is connected to 1 pee"), is_noise("1"), is_noise("loss 1")
+    (True, True, False)
+    """
+    text = re.sub(r"\d+", "#", line.strip())
+    return bool(text) and (text in GLOO or GLOO_PIECES.fullmatch(line) is not None)
 
 
 @dataclass
@@ -99,6 +112,7 @@ class Supervisor:
     ):
         self._job, self._launcher = job, launcher
         self._starts_again = starts_again and bool(max_restarts)
+        self._advice = "as --max-restarts does" if max_restarts else "or add --max-restarts"
         self._max_restarts = DEFAULT if max_restarts is None else max_restarts
         self._given_key_file, self._watch, self._allow = key_file, watch, allow
         self._config = job.config.distributed
@@ -358,7 +372,7 @@ class Supervisor:
             attempt.exited[number] = message["status"]
         elif event.kind == "output":
             self._log(number, message["line"], attempt)
-            if not NOISE.match(message["line"]):
+            if not is_noise(message["line"]):
                 line = f"{self._processes[number].name} | {message['line']}"
                 attempt.output.append((time.monotonic(), line))
         elif event.kind == "refused":
@@ -381,7 +395,7 @@ class Supervisor:
             controller.broadcast({"kind": "go"})
 
     def _log(self, number: int, line: str, attempt: _Attempt) -> None:
-        if line.strip() and not NOISE.match(line):
+        if line.strip() and not is_noise(line):
             attempt.last.setdefault(number, deque(maxlen=LAST_LINES)).append(line)
         with self._log_path(number).open("a") as file:
             file.write(line + "\n")
@@ -436,7 +450,7 @@ class Supervisor:
         ]
         found = "; ".join(others) or "it is the only process"
         fix = (
-            f"resume from the last checkpoint with the same command, or add --max-restarts; "
+            f"resume from the last checkpoint with the same command, {self._advice}; "
             f"its output is in {self._log_path(process.number)}"
         )
         if cause.kind == "failed":

@@ -13,7 +13,7 @@ from holmesjax.errors import FatalError, HolmesError, PeerError
 from launch import restarts
 from launch.causes import cause_of
 from launch.restarts import RECORD, Restarts
-from launch.supervisor import Supervisor
+from launch.supervisor import Supervisor, is_noise
 from tests.jobs import write_run
 from tests.scripted_member import ScriptedLauncher
 
@@ -87,6 +87,24 @@ def test_one_that_answers_late_is_not_the_cause(tmp_path, content, status):
     assert error.value.where == f"a/a-0 (stage 0, process 0): {content['where']}"
 
 
+def test_what_gloo_prints_stays_in_the_logs_however_it_is_cut_or_mixed():
+    line = (
+        "[Gloo] Rank 1 is connected to 3 peer ranks. Expected number of connected peer ranks is : 3"
+    )
+    cuts = range(1, len(line))
+    fragments = [part for at in cuts for part in (line[:at], line[at:]) if part.strip()]
+    pieces = ["[Gloo] Rank ", "[Gloo] Rank ", "0", "1", " is connected to ", " is connected to "]
+    mixed = ["".join(pieces), "3 peer ranks. 3", " | 1".strip(" |"), "11"]
+    assert not [text for text in (line, *fragments, *mixed) if not is_noise(text)]
+    said = [
+        "",
+        "Traceback (most recent call last):",
+        "RuntimeError: Gloo all-reduce failed",
+        "step 1",
+    ]
+    assert not [text for text in said if is_noise(text)]
+
+
 # ---- restarts ------------------------------------------------------------------------------------
 
 
@@ -111,7 +129,10 @@ def test_restarts_without_a_new_step_have_an_end(tmp_path, no_pause, capsys):
     assert "no new step since step 0, in the last 3 of its starts" in str(error.value)
     found = str(error.value.found)
     assert found.startswith("a-0 (2 of 3): a/a-0 (stage 0, process 0): link a -> b: was lost; b-0 ")
-    assert capsys.readouterr().out.count("starting again in") == 2
+    out = capsys.readouterr().out
+    assert out.count("starting again in") == 2
+    assert out.count("with the same command, as --max-restarts does;") == 3
+    assert "add --max-restarts" not in out
     starts = json.loads((tmp_path / "run" / RECORD).read_text())["starts"]
     assert [(start["status"], start["node"]) for start in starts] == [
         (75, "a-0"),
