@@ -3,6 +3,8 @@
 import contextlib
 import dataclasses
 import json
+import re
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -169,6 +171,28 @@ def test_parameters_alone_for_sampling_from_a_relative_path(tmp_path, monkeypatc
     assert checkpoint.flatten({"params": params}).keys() == wanted.keys()
     for key, got in checkpoint.flatten({"params": params}).items():
         np.testing.assert_array_equal(np.asarray(got), np.asarray(wanted[key]))
+
+
+def test_orbax_and_tensorstore_open_it_as_the_documents_say(tmp_path):
+    model = make_model()
+    write(tmp_path, model)
+    [found] = manifest.find(tmp_path)
+    wanted = checkpoint.flatten(random_states(stages_of("two", model)))
+    text = (Path(__file__).parent.parent / "docs/checkpoints.md").read_text()
+    with_orbax, with_tensorstore = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    for lines in (with_orbax, with_tensorstore):
+        assert len(list(filter(None, lines.splitlines()))) <= 5
+    got = {}
+    for name in ("part_0", "part_1"):
+        values = {"part": str(found.path / name)}
+        exec(with_orbax, values)
+        got |= values["arrays"]
+    assert got.keys() == found.manifest["arrays"].keys()
+    for key, array in wanted.items():
+        np.testing.assert_array_equal(got[key.partition(".")[2]], array)  # after the stage's number
+    values = {"part": str(found.path / "part_0")}
+    exec(with_tensorstore, values)
+    np.testing.assert_array_equal(values["array"], got["params.block_000.up_DF"])
 
 
 def test_keeps_the_newest(tmp_path):
