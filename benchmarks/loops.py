@@ -125,7 +125,9 @@ def holmesjax(sizes: Sizes) -> Step:
 
     def step() -> Any:
         nonlocal states
-        states, metrics = runner.train_step(states, batch, clock.timeline())
+        states, metrics = runner.train_step(
+            states, runner.placer.place_all(batch), clock.timeline()
+        )
         return metrics["loss"], states
 
     return step

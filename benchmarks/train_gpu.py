@@ -162,7 +162,9 @@ def train_holmesjax(config: Config, kind: str) -> Iterator[Line]:
     with Clock(1) as clock:
         for step in range(config.train.steps):
             batch, start = inputs(config, step), time.perf_counter()
-            states, metrics = runner.train_step(states, batch, clock.timeline())
+            states, metrics = runner.train_step(
+                states, runner.placer.place_all(batch), clock.timeline()
+            )
             jax.block_until_ready(states)
             yield {"s": time.perf_counter() - start, "loss": float(metrics["loss"])}
     stats = jax.devices()[0].memory_stats() or {}

@@ -5,7 +5,7 @@
                             compiled   compiled and connected; the digests of the data it has read
                             files      the digests of some of its files
                             up         about to train
-                            vote       its stage's squared gradient norm in a step (leaders only)
+                            vote       it has dispatched most of a step (leaders only)
                             part       what it measured in a step
                             saved      the files of a checkpoint's part (leaders only)
                             unsaved    why its part of a checkpoint could not be written
@@ -22,7 +22,7 @@
                             files      asks for these (`agreement`)
                             go         everybody has compiled and read the same data
                             refused    a mistake that ends the job, for all processes
-                            verdict    all squared norms of a step; whether to save or stop then
+                            verdict    whether to save or stop after a step
                             tell       asks for a beat at once, and for the stacks of all threads
                                        in the log where the job is given up for want of progress
                             end        everybody is done
@@ -122,7 +122,7 @@ class Controller:
         self._num_stages = 1 + max(process.stage for process in processes)
         self._about, self._start, self._timeout_s = about, start, heartbeat_timeout_s
         self._is_saving, self._pace = is_saving, pace
-        self._votes: dict[int, dict[int, float]] = {}
+        self._votes: dict[int, set[int]] = {}  # step -> stages
         self._num_ready = 0
         self._stopping = False
         self._closed = threading.Event()
@@ -249,14 +249,13 @@ class Controller:
                 seat.process.number, {"kind": kind, "asked_s": message["asked_s"], "now_s": now_s}
             )
         elif kind == "vote":
-            votes = self._votes.setdefault(message["step"], {})
-            votes[seat.process.stage] = message["square_norm"]
+            step = message["step"]
+            votes = self._votes.setdefault(step, set())
+            votes.add(seat.process.stage)
             if len(votes) == self._num_stages:
-                norms = [votes[stage] for stage in range(self._num_stages)]
-                del self._votes[message["step"]]
-                step = message["step"]
+                del self._votes[step]
                 verdict = {"stop": self._stopping, "save": self._is_saving(step)}
-                self.broadcast({"kind": "verdict", "step": step, "square_norms": norms, **verdict})
+                self.broadcast({"kind": "verdict", "step": step, **verdict})
         elif kind == "stop":
             self.stop()
             self._tell(seat, kind, message)
@@ -311,9 +310,8 @@ class ClockOffset:
 
 
 class Verdict(NamedTuple):
-    """What all stages know of a step before they update."""
+    """What all processes do after a step."""
 
-    square_norms: list[float]  # of every stage's gradients
     stop: bool  # whether to end after this step
     save: bool  # whether to write a checkpoint after it
 
@@ -424,16 +422,16 @@ class Member:
             if time.monotonic() - self._noted_s > self._patience_s:
                 raise queue.Empty
 
-    def vote(self, step: int, square_norm: float) -> None:
-        """Says, for its stage, what this step's squared gradient norm is."""
+    def vote(self, step: int) -> None:
+        """Says, for its stage, that the end of this step is near."""
         if self.process.leads:
-            self.tell("vote", step=step, square_norm=square_norm)
+            self.tell("vote", step=step)
 
     def verdict(self, step: int) -> Verdict:
         """What came of all votes; waits for them."""
         message = self.wait_for("verdict")
         assert message["step"] == step, f"the verdict of step {message['step']} in step {step}"
-        return Verdict(message["square_norms"], message["stop"], message["save"])
+        return Verdict(message["stop"], message["save"])
 
     def _listen(self) -> None:
         while True:

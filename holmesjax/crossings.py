@@ -23,6 +23,7 @@ class Crossing:
     dtype: str
     source_spec: Spec
     target_spec: Spec
+    is_whole: bool = False  # goes to every process whole: too small to be shared, or counted
 
 
 class Key(NamedTuple):

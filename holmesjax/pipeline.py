@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import numpy as np
@@ -20,11 +20,11 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 
 from holmesjax import sharding
 from holmesjax.crossings import Crossing, Key
+from holmesjax.feed import Inputs, Placer
 from holmesjax.plan import EMBED, Plan
 from holmesjax.programs import (
     Programs,
     WholeStep,
-    batch_shapes,
     boundary_shape,
     compile_stages,
     compile_whole_step,
@@ -32,25 +32,32 @@ from holmesjax.programs import (
 from holmesjax.schedule import Task
 from holmesjax.stage import Batch, Saved, Stage, StageState, Tree
 from holmesjax.timeline import Timeline
-from holmesjax.transport import LocalTransport, Transport, move
+from holmesjax.transport import LocalTransport, Transport
 
-# Scalars: loss, where the last stage is here; grad_norm, learning_rate, skipped; square_norms: of
-# each stage.
+# Scalars: loss, where the last stage is here; grad_norm, learning_rate, skipped; and square_norms,
+# a number for each stage.
 Metrics = dict[str, Any]
 
 
-class Agreement(Protocol):
-    """How the stages of a plan come to know the same scalars."""
-
-    def square_norms(self, own: Mapping[int, jax.Array]) -> Sequence[jax.Array | float]:
-        """Squared gradient norms of all stages, in order, from those of the stages here."""
+def _nothing(*_: Any) -> None:
+    pass
 
 
-class Alone:
-    """All stages are in this process."""
+@dataclass(kw_only=True)
+class Meanwhile:
+    """What a process does in a step while it has nothing to dispatch.
 
-    def square_norms(self, own: Mapping[int, jax.Array]) -> list[jax.Array]:
-        return [own[stage] for stage in sorted(own)]
+    Args:
+      nearly: called when the last forward is dispatched. What others answer to that can come
+        while backwards run.
+      idle: called once, when nothing can be dispatched until something arrives.
+    """
+
+    nearly: Callable[[], None] = _nothing
+    idle: Callable[[], None] = _nothing
+
+
+BUSY = Meanwhile()  # nothing
 
 
 @dataclass
@@ -69,7 +76,8 @@ def crossings(stage: Stage) -> tuple[Crossing, ...]:
     """Everything that crosses between the chunks of a plan, as any one of them can tell.
 
     Chunk v gives "F<v>" forward and "B<v>" back; with tied embeddings, the first and the last chunk
-    give each other "table<v>".
+    give each other "table<v>". Stage s gives to the next one "norms to <s>", the squared norms of
+    the gradients of stages 0 to s, and to the one before "norms from <s>", those of s to the last.
     """
     plan, last = stage.plan, len(stage.plan.chunks) - 1
     homes = [home for home, _ in plan.chunks]
@@ -77,9 +85,14 @@ def crossings(stage: Stage) -> tuple[Crossing, ...]:
     found = []
 
     def add(
-        name: str, v: int, to: int, shape: tuple[int, ...], dtype: str, spec: Callable[..., P]
+        name: str,
+        source: int,
+        target: int,
+        shape: tuple[int, ...],
+        dtype: str,
+        spec: Callable[..., P],
+        is_whole: bool = False,
     ) -> None:
-        source, target = homes[v], homes[to]
         link = f"{plan.stages[source].cluster} -> {plan.stages[target].cluster}"
         specs = [spec(plan.stages[end].mesh) for end in (source, target)]
         found.append(
@@ -92,30 +105,48 @@ def crossings(stage: Stage) -> tuple[Crossing, ...]:
                 dtype=dtype,
                 source_spec=sharding.spec_axes(specs[0], len(shape)),
                 target_spec=sharding.spec_axes(specs[1], len(shape)),
+                is_whole=is_whole,
             )
         )
 
     for v in range(last):
         for name, a, b in ((f"F{v}", v, v + 1), (f"B{v + 1}", v + 1, v)):
-            add(name, a, b, boundary.shape, str(boundary.dtype), sharding.batch_spec)
+            ends, dtype = (homes[a], homes[b]), str(boundary.dtype)
+            add(name, *ends, boundary.shape, dtype, sharding.batch_spec)
     if stage.model.tied_embeddings and last > 0:
         shape = (stage.model.vocab_size, stage.model.width)
         for a, b in ((0, last), (last, 0)):
-            add(f"table{a}", a, b, shape, "float32", partial(_table_spec, shape))
+            ends = homes[a], homes[b]
+            add(f"table{a}", *ends, shape, "float32", partial(_table_spec, shape))
+    replicated = lambda sizes: P()
+    for s in range(len(plan.stages) - 1):
+        for name, a, b in ((_below(s), s, s + 1), (_above(s + 1), s + 1, s)):
+            add(name, a, b, (len(plan.stages),), "float32", replicated, is_whole=True)
     return tuple(found)
+
+
+def _below(s: int) -> str:
+    return f"norms to {s}"
+
+
+def _above(s: int) -> str:
+    return f"norms from {s}"
 
 
 def _table_spec(shape: tuple[int, ...], sizes: sharding.Sizes) -> P:
     return sharding.master_spec("token_VD", shape, sizes)
 
 
-def local_targets(stages: Sequence[Stage]) -> dict[str, tuple[NamedSharding, str]]:
-    """The sharding at its target, and the link, of each crossing between stages of a process."""
+def local_targets(stages: Sequence[Stage]) -> dict[str, tuple[NamedSharding, str | None]]:
+    """The sharding at its target of each crossing between stages of a process, and its link.
+
+    None for what is not counted.
+    """
     meshes = {stage.plan.chunks[stage.index][0]: stage.mesh for stage in stages}
     return {
         crossing.name: (
             sharding.from_axes(meshes[crossing.target], crossing.target_spec),
-            crossing.link,
+            None if crossing.is_whole else crossing.link,
         )
         for crossing in crossings(stages[0])
     }
@@ -127,8 +158,7 @@ class Pipeline:
     Args:
       plan: of all stages.
       programs: of the chunks here, in the order of the model.
-      transport: moves boundaries between stages.
-      agreement: shares scalars with the other stages.
+      transport: moves boundaries and norms between stages.
       waits_for: told what the process waits for, and "" when that has come.
     """
 
@@ -137,11 +167,11 @@ class Pipeline:
         plan: Plan,
         programs: Sequence[Programs],
         transport: Transport,
-        agreement: Agreement,
         waits_for: Callable[[str], None] = lambda text: None,
     ):
-        self._plan, self._transport, self._agreement = plan, transport, agreement
+        self._plan, self._transport = plan, transport
         self._waits_for = waits_for
+        self.placer = Placer([p.stage for p in programs])
         self._programs = {p.stage.index: p for p in programs}
         self._last = len(plan.chunks) - 1
         self._here = sorted({plan.chunks[v][0] for v in self._programs})
@@ -160,22 +190,25 @@ class Pipeline:
         return [programs.stage.init(seed) for programs in self._programs.values()]
 
     def train_step(
-        self, states: Sequence[StageState], inputs: dict[str, np.ndarray], timeline: Timeline
+        self,
+        states: Sequence[StageState],
+        inputs: Inputs,
+        timeline: Timeline,
+        meanwhile: Meanwhile = BUSY,
     ) -> tuple[list[StageState], Metrics]:
         """One optimizer step on the global batch; the old states are donated."""
         flights = self._take_off(states)
-        microbatches = split(inputs, self._plan.microbatches)
-        weight = self._put_weight(1.0 / max(num_targets(inputs), 1))
-        losses = self._run(self._tasks, flights, microbatches, timeline, weight)
-        return self._finish(states, flights, self._total(losses, weight), timeline)
+        weight = self._put_weight(1.0 / max(inputs.num_targets, 1))
+        idle = _Once(meanwhile.idle)
+        losses = self._run(self._tasks, flights, inputs, weight, timeline, meanwhile.nearly, idle)
+        done = self._finish(states, flights, self._total(losses, weight), timeline, idle)
+        idle()
+        return done
 
-    def evaluate(
-        self, states: Sequence[StageState], inputs: dict[str, np.ndarray]
-    ) -> jax.Array | None:
+    def evaluate(self, states: Sequence[StageState], inputs: Inputs) -> jax.Array | None:
         """Sum of the losses of a batch's tokens, where the last stage is here; changes nothing."""
         flights = self._take_off(states, gradients=False)
-        microbatches = split(inputs, self._plan.microbatches)
-        losses = self._run(self._forwards, flights, microbatches, None)
+        losses = self._run(self._forwards, flights, inputs)
         return self._total(losses, self._put_weight(1.0))
 
     def take_link_bytes(self) -> dict[str, int]:
@@ -210,32 +243,39 @@ class Pipeline:
         self,
         tasks: Sequence[Sequence[Task]],
         flights: Mapping[int, _Flight],
-        inputs: Sequence[dict[str, np.ndarray]],
-        timeline: Timeline | None,
+        inputs: Inputs,
         weight: jax.Array | None = None,
+        timeline: Timeline | None = None,
+        nearly: Callable[[], None] = _nothing,
+        idle: Callable[[], None] = _nothing,
     ) -> tuple[jax.Array, ...]:
         """Dispatches every task of the stages here; the losses_R, in order of their microbatch."""
         self._round += 1
         waiting = {s: deque(tasks[s]) for s in self._here}
         for s in self._here:
-            keys = (self._input(s, task) for task in tasks[s])
+            keys = [self._input(s, task) for task in tasks[s]]
             self._transport.expect([key for key in keys if key])
         losses: dict[int, jax.Array] = {}
+        num_forwards = sum(task.kind == "F" for s in self._here for task in tasks[s])
 
         def run(s: int, task: Task) -> None:
+            nonlocal num_forwards
             waiting[s].remove(task)
             v, m = self._chunk(s, task), task.microbatch
             arrived: jax.Array | None = None
             if task.kind == "F":
-                arrived, out = self._forward(s, task, flights[v], inputs[m])
+                arrived, out = self._forward(s, task, flights[v], inputs.microbatches[v][m])
                 if v == self._last:
                     losses[m] = out
+                num_forwards -= 1
             elif task.kind == "B":
                 arrived, out = self._backward(s, task, flights[v], weight)
             else:
                 out = self._weight_gradient(v, m, flights[v])
             if timeline is not None:
                 timeline.watch(s, task.kind, m, arrived, out)
+            if task.kind == "F" and not num_forwards:
+                nearly()
 
         while any(waiting.values()):
             progress = False
@@ -249,6 +289,7 @@ class Pipeline:
                 run(*early[0])
                 continue
             heads = [self._input(s, queue[0]) for s, queue in waiting.items() if queue]
+            idle()
             self._wait([key for key in heads if key])
         return tuple(losses[m] for m in sorted(losses))
 
@@ -293,13 +334,12 @@ class Pipeline:
         self._waits_for("")
 
     def _forward(
-        self, s: int, task: Task, flight: _Flight, inputs: dict[str, np.ndarray]
+        self, s: int, task: Task, flight: _Flight, batch: Batch
     ) -> tuple[jax.Array | None, jax.Array]:
         """What the task waits for, and what it gives."""
         v, key = self._chunk(s, task), self._input(s, task)
         programs = self._programs[v]
         x_BLD = self._transport.fetch(key) if key else None
-        batch = _put_batch(programs.stage, inputs)
         self._gather(v, flight)
         if flight.replicas is None:
             assert programs.first_forward is not None
@@ -357,6 +397,7 @@ class Pipeline:
         flights: Mapping[int, _Flight],
         loss: jax.Array | None,
         timeline: Timeline,
+        idle: Callable[[], None],
     ) -> tuple[list[StageState], Metrics]:
         reduced = {v: flight.gradients for v, flight in flights.items()}
         if self._is_tied:
@@ -365,17 +406,52 @@ class Pipeline:
         for v, programs in self._programs.items():
             s, norm = self._plan.chunks[v][0], programs.square_norm(reduced[v])
             own[s] = own[s] + norm if s in own else norm
-        norms = self._agreement.square_norms(own)
+        norms = self._share_norms(own, idle)
         new_states, metrics = [], {}
         for (v, programs), state in zip(self._programs.items(), states, strict=True):
-            s, where = self._plan.chunks[v][0], sharding.replicated(programs.stage.mesh)
-            here = tuple(own[s] if o == s else _put_scalar(n, where) for o, n in enumerate(norms))
-            state, metrics = programs.update(state, reduced[v], here)
+            s = self._plan.chunks[v][0]
+            state, metrics = programs.update(state, reduced[v], norms[s])
             timeline.watch(s, "U", None, None, metrics["grad_norm"])
             new_states.append(state)
         if loss is not None:
             metrics["loss"] = loss
-        return new_states, {"square_norms": norms, **metrics}
+        return new_states, {"square_norms": norms[self._here[0]], **metrics}
+
+    def _share_norms(
+        self, own: Mapping[int, jax.Array], idle: Callable[[], None]
+    ) -> dict[int, jax.Array]:
+        """The squared norms of all stages, for each stage here.
+
+        They go from neighbour to neighbour, as boundaries do, and no host waits for a device. The
+        first stage, which ends last, has those of all others by then; and the norm of the first
+        stage is ahead of the first boundary of the next step.
+        """
+        norms = dict(own)
+        last = len(self._plan.stages) - 1
+        sources = {}
+        for s in own:
+            for there, name in ((s + 1, _above), (s - 1, _below)):
+                if 0 <= there <= last:
+                    sources[Key(name(there), self._round, 0)] = s
+                elif last:  # nobody is beyond this end of the pipeline
+                    self._pass_on(name, s, own[s])
+        self._transport.expect(list(sources))
+        while sources:
+            arrived = [key for key in sources if self._transport.arrived(key)]
+            if not arrived:
+                idle()
+                self._wait(list(sources))
+            for key in arrived:
+                s, others = sources.pop(key), self._transport.fetch(key)
+                norms[s] = norms[s] + others
+                name = _above if key.crossing == _above(s + 1) else _below
+                if 0 < s < last:
+                    self._pass_on(name, s, own[s] + others)
+        return norms
+
+    def _pass_on(self, name: Callable[[int], str], s: int, norms: jax.Array) -> None:
+        """Of a stage and all beyond it: with `_above` to the one before, else to the next."""
+        self._transport.offer(Key(name(s), self._round, 0), norms)
 
     def _put_weight(self, weight: float) -> jax.Array | None:
         """The weight of a token in the loss, where the last stage is here."""
@@ -408,39 +484,54 @@ class Pipeline:
             reduced[v] = {**reduced[v], EMBED: {**reduced[v][EMBED], "token_VD": total_VD}}
 
 
+class _Once:
+    """A function that runs when it is called first."""
+
+    def __init__(self, function: Callable[[], None]):
+        self._function: Callable[[], None] | None = function
+
+    def __call__(self) -> None:
+        function, self._function = self._function, None
+        if function is not None:
+            function()
+
+
 class OneStage:
     """A plan with one stage: the pipeline disappears, a step is one program."""
 
-    def __init__(self, plan: Plan, programs: WholeStep):
-        self._plan, self._programs = plan, programs
+    def __init__(self, programs: WholeStep):
+        self._programs = programs
+        self.placer = Placer([programs.stage])
 
     def init(self, seed: int) -> list[StageState]:
         return [self._programs.stage.init(seed)]
 
     def train_step(
-        self, states: Sequence[StageState], inputs: dict[str, np.ndarray], timeline: Timeline
+        self,
+        states: Sequence[StageState],
+        inputs: Inputs,
+        timeline: Timeline,
+        meanwhile: Meanwhile = BUSY,
     ) -> tuple[list[StageState], Metrics]:
         stage = self._programs.stage
-        shapes = batch_shapes(stage, self._plan.microbatches)
-        batch_M = {
-            name: sharding.put(inputs[name].reshape(shape.shape), shape.sharding)
-            for name, shape in shapes.items()
-        }
         weight = sharding.put(
-            np.float32(1.0 / max(num_targets(inputs), 1)), sharding.replicated(stage.mesh)
+            np.float32(1.0 / max(inputs.num_targets, 1)), sharding.replicated(stage.mesh)
         )
+        [batch_M] = inputs.microbatches[stage.index]
         state, metrics = self._programs.step(states[0], batch_M, weight)
         timeline.watch(0, "S", None, None, metrics["loss"])
+        meanwhile.nearly()
+        meanwhile.idle()
         return [state], metrics
 
-    def evaluate(self, states: Sequence[StageState], inputs: dict[str, np.ndarray]) -> jax.Array:
+    def evaluate(self, states: Sequence[StageState], inputs: Inputs) -> jax.Array:
         """Sum of the losses of a batch's tokens."""
         programs = self._programs.evaluation
         assert programs is not None, "the run has no validations"
         replicas = programs.gather(states[0].params)
         losses_MR = tuple(
-            programs.forward(replicas, None, _put_batch(self._programs.stage, microbatch))[0]
-            for microbatch in split(inputs, self._plan.microbatches)
+            programs.forward(replicas, None, batch)[0]
+            for batch in inputs.microbatches[self._programs.stage.index]
         )
         one = sharding.put(np.float32(1.0), sharding.replicated(self._programs.stage.mesh))
         return programs.total_loss(losses_MR, one)
@@ -458,33 +549,11 @@ def make_runner(
       evaluates: whether the run has validations.
     """
     if len(stages) == 1:
-        return OneStage(plan, compile_whole_step(stages[0], evaluates=evaluates))
+        return OneStage(compile_whole_step(stages[0], evaluates=evaluates))
     return in_one_process(plan, compile_stages(stages))
 
 
 def in_one_process(plan: Plan, programs: Sequence[Programs]) -> Pipeline:
     """The pipeline of a plan whose stages are all here."""
     targets = local_targets([p.stage for p in programs])
-    return Pipeline(plan, programs, LocalTransport(targets), Alone())
-
-
-def num_targets(inputs: dict[str, np.ndarray]) -> int:
-    """Tokens of a batch that count in its loss: those whose target is not below 0."""
-    return int(np.count_nonzero(inputs["target_BL"] >= 0))
-
-
-def split(inputs: dict[str, np.ndarray], num_microbatches: int) -> list[dict[str, np.ndarray]]:
-    """The microbatches of a global batch, in order."""
-    parts = {name: np.split(x, num_microbatches) for name, x in inputs.items()}
-    return [{name: x[m] for name, x in parts.items()} for m in range(num_microbatches)]
-
-
-def _put_batch(stage: Stage, inputs: dict[str, np.ndarray]) -> Batch:
-    shapes = batch_shapes(stage)
-    return {name: sharding.put(inputs[name], shape.sharding) for name, shape in shapes.items()}
-
-
-def _put_scalar(value: jax.Array | float, where: NamedSharding) -> jax.Array:
-    if isinstance(value, jax.Array):
-        return move(value, where)
-    return sharding.put(np.float32(value), where)
+    return Pipeline(plan, programs, LocalTransport(targets))

@@ -180,8 +180,8 @@ def compile_stage(stage: Stage, compiler: Compiler) -> Programs:
     elif not last_reduces(stage):
         reduce = submit(stage.reduce, gradients, out=reduced)
     zero_gradients = submit(stage.zero_gradients, out=gradients)
-    square_norm = submit(stage.square_norm, reduced, out=scalar)
-    norms = (scalar,) * len(stage.plan.stages)
+    norms = norms_shape(stage)
+    square_norm = submit(stage.square_norm, reduced, out=norms)
     updated = submit(update, state, reduced, norms, out=(state, scalar), donate=(0,))
     if stage.is_last:
         total_loss = submit_total_loss(stage, compiler)
@@ -363,6 +363,12 @@ def boundary_shape(stage: Stage) -> jax.ShapeDtypeStruct:
 
 def scalar_shape(stage: Stage) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct((), jnp.float32, sharding=sharding.replicated(stage.mesh))
+
+
+def norms_shape(stage: Stage) -> jax.ShapeDtypeStruct:
+    """Of a number for each stage of the plan."""
+    shape, where = (len(stage.plan.stages),), sharding.replicated(stage.mesh)
+    return jax.ShapeDtypeStruct(shape, jnp.float32, sharding=where)
 
 
 def losses_shape(stage: Stage) -> jax.ShapeDtypeStruct:

@@ -7,7 +7,8 @@
 
 Every byte crosses once, replicas included. A process whose devices hold the same box receives it
 once and copies it; where several processes hold it, each receives a share, and a collective of the
-target stage rebuilds the whole. Only scalars, which no axis cuts, go to every process.
+target stage rebuilds the whole. Only scalars, which no axis cuts, and
+what a crossing calls whole go to every process.
 """
 
 import heapq
@@ -71,8 +72,8 @@ def wire_spec(crossing: Crossing, plan: Plan, processes: Sequence[Process]) -> S
       PlanError: replicas in several processes cannot share it, because no dim divides.
     """
     stage = plan.stages[crossing.target]
-    if not crossing.shape:
-        return ()
+    if not crossing.shape or crossing.is_whole:
+        return crossing.target_spec
     spec = [list(axes) for axes in crossing.target_spec]
     used = set(itertools.chain(*spec))
     sizes = _sizes(stage)

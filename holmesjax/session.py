@@ -1,27 +1,30 @@
 """The steps of one process: the loop of training, whichever stages live here.
 
-The loop dispatches step n + 1 before it reads the numbers of step n, so the devices never wait for
-the host. All state is in `states`; a step's batch is a function of the sequences consumed before
-it, so a run that resumes goes on exactly as if it had never stopped.
+The loop dispatches step n + 1 before it reads the numbers of step n, and takes its batch from a
+thread that has put it on the devices, so these never wait for the host. All state is in `states`; a
+step's batch is a function of the sequences consumed before it, so a run that resumes goes on
+exactly as if it had never stopped.
 """
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 from jax.sharding import Mesh
 
 from holmesjax import checkpoint
 from holmesjax.config import Config
 from holmesjax.data import corpus
-from holmesjax.data.batches import Batches, model_inputs
+from holmesjax.data.batches import Batches
 from holmesjax.errors import FatalError
+from holmesjax.feed import Feed, Step, Validation
 from holmesjax.job import Job
 from holmesjax.optimizer import make_optimizer
 from holmesjax.pace import Work
-from holmesjax.pipeline import OneStage, Pipeline, num_targets
+from holmesjax.pipeline import Meanwhile, OneStage, Pipeline
 from holmesjax.recorder import Part
 from holmesjax.stage import Stage, StageState
 from holmesjax.timeline import Clock, Timeline
@@ -73,6 +76,8 @@ class Session:
 
     Args:
       tell: takes each step's part, in order (`recorder`).
+      vote: called in each step when most of it is dispatched: the answer is what `is_stopping` and
+        `is_saving` say after it.
       is_stopping: asked before every step; in all processes of a job alike.
       is_saving: asked after every step, with its number, whether to write a checkpoint; alike.
       begins: told of each step, each batch of validation and each checkpoint before it begins.
@@ -87,6 +92,7 @@ class Session:
     is_stopping: Callable[[], bool]
     is_saving: Callable[[int], bool]
     begins: Callable[[Work, int], None]
+    vote: Callable[[], None] = lambda: None
     _last_s: float = field(default=0.0, init=False)  # when the step before ended
     _num_skipped: int = field(default=0, init=False)  # in a row
 
@@ -100,28 +106,47 @@ class Session:
 
         Raises FatalError after too many steps in a row whose gradient is not finite.
         """
+        order = self._order(done, sequences)
+        # As long as the first step, which waits for what is as slow.
+        timeout_s = self.config.distributed.start_timeout_s
+        with Feed(self.batches, self.runner.placer, order, timeout_s) as feed:
+            return self._run(feed, states, done)
+
+    def _order(self, done: int, sequences: int) -> Iterator[Step | Validation]:
+        """All batches from here to the last step."""
+        train = self.config.train
+        for step in range(done + 1, train.steps + 1):
+            yield Step(sequences)
+            sequences += train.global_batch
+            if self._is_evaluating(step):
+                yield from map(Validation, range(train.eval_batches))
+
+    def _run(self, feed: Feed, states: Sequence[StageState], done: int) -> int:
         steps, saved = self.config.train.steps, done
         unread: _Unread | None = None
         self._last_s = time.perf_counter()
+
+        def tell() -> None:
+            """While there is nothing to dispatch: of the step before."""
+            if unread:
+                self.tell(self._read(unread))
+
+        meanwhile = Meanwhile(nearly=self.vote, idle=tell)
         while done < steps and not self.is_stopping():
             self.begins("step", done + 1)
             timeline = self.clock.timeline()
-            inputs = model_inputs(self.batches.train(sequences))
-            states, metrics = self.runner.train_step(states, inputs, timeline)
-            done, sequences = done + 1, sequences + self.config.train.global_batch
-            if unread:
-                self.tell(self._read(unread))
+            states, metrics = self.runner.train_step(states, feed.take(), timeline, meanwhile)
+            done += 1
             unread = _Unread(done, metrics, timeline, self.runner.take_link_bytes())
             if self._is_evaluating(done):
                 part = self._read(unread)
-                losses = self._evaluate(states, done)
+                losses = self._evaluate(feed, states, done)
                 self.tell({**part, "val_loss": losses} if losses is not None else part)
                 unread, self._last_s = None, time.perf_counter()
             if self.is_saving(done):
                 self._save(done, states)
                 saved = done
-        if unread:
-            self.tell(self._read(unread))
+        tell()
         if saved != done:
             self._save(done, states)
         return done
@@ -156,7 +181,7 @@ class Session:
         self._num_skipped = self._num_skipped + 1 if part["skipped"] else 0
         if self._num_skipped < self.config.train.max_skipped:
             return
-        norms = [float(norm) for norm in metrics.get("square_norms", [part["grad_norm"]])]
+        norms = np.atleast_1d(np.asarray(metrics.get("square_norms", part["grad_norm"])))
         where = ", ".join(f"stage {s}" for s, norm in enumerate(norms) if not math.isfinite(norm))
         raise FatalError(
             f"step {part['step']}, {where}",
@@ -166,13 +191,13 @@ class Session:
             "train.max_skipped sets how many steps are skipped",
         )
 
-    def _evaluate(self, states: Sequence[StageState], done: int) -> float | None:
+    def _evaluate(self, feed: Feed, states: Sequence[StageState], done: int) -> float | None:
         """Mean loss over the validation batches, nats per token, where the last stage is here."""
         losses, count = [], 0
-        for i in range(self.config.train.eval_batches):
+        for _ in range(self.config.train.eval_batches):
             self.begins("validation", done)
-            inputs = model_inputs(self.batches.validation(i))
-            count += num_targets(inputs)
+            inputs = feed.take()
+            count += inputs.num_targets
             if (loss := self.runner.evaluate(states, inputs)) is not None:
                 losses.append(float(loss))
         self.runner.take_link_bytes()  # not a step's traffic

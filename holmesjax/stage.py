@@ -451,19 +451,24 @@ class Stage:
         return jnp.sum(jnp.stack(losses_MR)) * weight
 
     def square_norm(self, gradients: Tree) -> jax.Array:
-        """Sum of squares of the reduced gradients that this stage owns; a float32 scalar."""
+        """Sum of squares of the reduced gradients that this chunk owns; float32.
+
+        One number for each stage, and zeros for the others: those of all chunks add up to what
+        `update` takes.
+        """
         if self.borrows_table:
             gradients = {layer: gradients[layer] for layer in self.layers}
-        return sum((jnp.sum(jnp.square(g)) for g in jax.tree.leaves(gradients)), jnp.zeros(()))
+        own = sum((jnp.sum(jnp.square(g)) for g in jax.tree.leaves(gradients)), jnp.zeros(()))
+        return jnp.zeros(len(self.plan.stages)).at[self.plan.chunks[self.index][0]].set(own)
 
     def update(
-        self, state: StageState, gradients: Tree, square_norms: tuple[jax.Array, ...]
+        self, state: StageState, gradients: Tree, square_norms: jax.Array
     ) -> tuple[StageState, dict[str, jax.Array]]:
         """Clips by the global norm and applies the optimizer; changes nothing if it is not finite.
 
         `square_norms` are those of all stages, in order, so that every stage decides alike.
         """
-        norm = jnp.sqrt(sum(square_norms, jnp.zeros(())))
+        norm = jnp.sqrt(sum(square_norms[i] for i in range(len(self.plan.stages))))
         finite = jnp.isfinite(norm)
         scale = jnp.ones(())
         if self.clip_norm is not None:
@@ -498,5 +503,5 @@ class Stage:
         else:
             gradients, losses_MR = jax.lax.scan(add_microbatch, self.zero_gradients(), batch_M)
         gradients = self.reduce(gradients)
-        state, metrics = self.update(state, gradients, (self.square_norm(gradients),))
+        state, metrics = self.update(state, gradients, self.square_norm(gradients))
         return state, {"loss": self.total_loss(losses_MR, weight), **metrics}

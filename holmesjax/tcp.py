@@ -349,7 +349,8 @@ class TcpTransport:
                 return
             del awaited[frame.where]
             pull = landing.pull
-            self._bytes[pull.end.crossing.link] += landing.view.nbytes
+            if not pull.end.crossing.is_whole:
+                self._bytes[pull.end.crossing.link] += landing.view.nbytes
             pull.missing -= 1
             if pull.missing:
                 return

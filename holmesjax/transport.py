@@ -45,10 +45,11 @@ class LocalTransport:
     """Between meshes of one process.
 
     Args:
-      targets: for each crossing, by name, the sharding at its target and the name of its link.
+      targets: for each crossing, by name, the sharding at its target and the name of its link; None
+        where its bytes are not counted.
     """
 
-    def __init__(self, targets: Mapping[str, tuple[NamedSharding, str]]) -> None:
+    def __init__(self, targets: Mapping[str, tuple[NamedSharding, str | None]]) -> None:
         self._targets = targets
         self._offers: dict[Key, jax.Array] = {}
         self._bytes: Counter[str] = Counter()
@@ -69,7 +70,8 @@ class LocalTransport:
     def fetch(self, key: Key) -> jax.Array:
         array = self._offers.pop(key)
         target, link = self._targets[key.crossing]
-        self._bytes[link] += array.nbytes
+        if link is not None:
+            self._bytes[link] += array.nbytes
         return move(array, target)
 
     def take_bytes(self) -> dict[str, int]:

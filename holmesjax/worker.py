@@ -10,7 +10,7 @@ import functools
 import signal
 import threading
 import traceback
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Callable, MutableMapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
@@ -46,39 +46,6 @@ from holmesjax.session import Session, make_stages, read_batches
 from holmesjax.stage import Stage
 from holmesjax.tcp import TcpTransport
 from holmesjax.timeline import Clock
-
-
-class _Agreement:
-    """Scalars by way of the controller."""
-
-    def __init__(self, member: Member):
-        self._member = member
-        self.step = 0
-        self.stopping = self.saving = False
-
-    def square_norms(self, own: Mapping[int, jax.Array]) -> list[float]:
-        [norm] = own.values()
-        return self.decide(float(norm))
-
-    def decide(self, square_norm: float) -> list[float]:
-        """The squared norms of all stages, once they have voted on this step."""
-        self._member.vote(self.step, square_norm)
-        self._member.status(f"waited for the gradient norms of all stages in step {self.step}")
-        verdict = self._member.verdict(self.step)
-        self._member.status(f"was busy in step {self.step}")
-        self.stopping, self.saving = verdict.stop, verdict.save
-        return verdict.square_norms
-
-
-class _VotingStage(OneStage):
-    """The only stage of a plan, in several processes: they still agree on when to stop and save."""
-
-    agreement: _Agreement
-
-    def train_step(self, *args: Any) -> Any:
-        result = super().train_step(*args)
-        self.agreement.decide(0.0)  # its norm stays in its one program
-        return result
 
 
 def work(run_dir: str | Path, env: MutableMapping[str, str]) -> int:
@@ -132,7 +99,7 @@ class _Worker:
             start_timeout_s=self._config.start_timeout_s,
             on_loss=self._give_up,
         )
-        self._step = 0
+        self._step, self._stopping = 0, False
 
     def run(self) -> int:
         # On another thread: the main one may compile, or be in the middle of telling something.
@@ -203,9 +170,10 @@ class _Worker:
                     checkpoint.Writer(job.run_dir, stages, self._tell_saved, self._tell_unsaved)
                 ),
                 tell=_Teller(member),
-                is_stopping=lambda: self._agreement.stopping,
-                is_saving=lambda step: self._agreement.saving,
+                is_stopping=lambda: self._stopping,
+                is_saving=self._decide,
                 begins=self._begins,
+                vote=lambda: self._member.vote(self._step),
             )
             member.tell("up")
             done = session.run(states, start["resume"], sequences=saved.sequences if saved else 0)
@@ -238,13 +206,9 @@ class _Worker:
         return make_stages(job, {me.stage: build_mesh(job.plan.stages[me.stage], devices)})
 
     def _make_runner(self, stages: list[Stage], ports: Ports) -> Pipeline | OneStage:
-        self._agreement = _Agreement(self._member)
         if len(self._job.plan.stages) == 1:
             evaluates = self._job.config.train.eval_every > 0
-            whole = compile_whole_step(stages[0], evaluates=evaluates)
-            runner = _VotingStage(self._job.plan, whole)
-            runner.agreement = self._agreement
-            return runner
+            return OneStage(compile_whole_step(stages[0], evaluates=evaluates))
         programs = compile_stages(stages)
         self._member.status("was connecting to its neighbours")
         transport = TcpTransport(
@@ -264,16 +228,24 @@ class _Worker:
             start_timeout_s=self._config.start_timeout_s,
             on_failure=self._give_up,
         )
-        return Pipeline(self._job.plan, programs, transport, self._agreement, self._waits_for)
+        return Pipeline(self._job.plan, programs, transport, self._waits_for)
 
     def _begins(self, work: Work, step: int) -> None:
         if work == "step":
-            self._step = self._agreement.step = step
+            self._step = step
             self._waits_for("")
         else:
             doing = "validating" if work == "validation" else "saving a checkpoint"
             self._member.status(f"was {doing} after step {step}")
         self._member.begin(work, step)
+
+    def _decide(self, step: int) -> bool:
+        """Whether to save after a step, and whether to stop, as the controller says it to all."""
+        self._waits_for("the votes of all stages")
+        verdict = self._member.verdict(step)
+        self._waits_for("")
+        self._stopping = verdict.stop
+        return verdict.save
 
     def _waits_for(self, text: str) -> None:
         waiting = f"waited for {text} in" if text else "was busy in"

@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 
-from holmesjax import session
+from holmesjax.feed import Feed
 from holmesjax.tcp import TcpTransport
 from holmesjax.worker import work
 
@@ -28,14 +28,14 @@ def receive_late(late_s):
 
 
 def hang_in(number):
-    model_inputs, calls = session.model_inputs, itertools.count(1)
+    take, calls = Feed.take, itertools.count(1)
 
-    def hang(batch):
+    def hang(feed):
         if next(calls) == number:
             threading.Event().wait()
-        return model_inputs(batch)
+        return take(feed)
 
-    session.model_inputs = hang
+    Feed.take = hang
 
 
 def main(run_dir, late_s=0.0, hangs_in=0):

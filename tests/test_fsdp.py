@@ -120,7 +120,7 @@ def test_one_stage_in_one_program_gathers_again_in_the_backward(case, request):
         request.applymarker(NEWER_XLA)
     [stage] = stages_of(case)
     programs = compile_whole_step(stage)
-    check_against_plain(OneStage(case.plan, programs), case.model, case.plan, mask=case.mask)
+    check_against_plain(OneStage(programs), case.model, case.plan, mask=case.mask)
     gathered = sum(costs.gathered_parameters(case.model, shape_of(case, 0)))
     total = sent(programs.step.as_text(), stage.mesh)
     assert total["all-gather", parameter_axes(stage.mesh)] == 4 * gathered

@@ -100,6 +100,7 @@ LAYERS = [
     ["holmesjax.programs", "holmesjax.ends", "holmesjax.speeds"],
     [
         "holmesjax.transport",
+        "holmesjax.feed",
         "holmesjax.tcp",
         "holmesjax.timeline",
         "holmesjax.trace",

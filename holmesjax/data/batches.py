@@ -6,6 +6,7 @@ epoch visits every window once, in an order of its own.
 """
 
 import hashlib
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import numpy as np
@@ -33,23 +34,30 @@ class Batches:
             size = len(getattr(self.corpus, split))
             _refuse_too_small(split, size, count, self.global_batch, self.length)
 
-    def train(self, first_sequence: int) -> np.ndarray:
-        """Rows of the step before which that many sequences were consumed; [B, L + 1]."""
-        windows = windows_of(self.corpus.train, self.length)
-        sequence = first_sequence + np.arange(self.global_batch)
-        epoch, index = np.divmod(sequence, len(windows))
-        order = [
-            permute(index[epoch == e], len(windows), round_keys(self.seed, stream=int(e)))
-            for e in np.unique(epoch)
-        ]
-        return windows[np.concatenate(order)]
+    def train(self, first_sequence: int, row_N: np.ndarray | None = None) -> np.ndarray:
+        """Rows of the step before which that many sequences were consumed; [N, L + 1].
 
-    def validation(self, index: int) -> np.ndarray:
-        """Rows of validation batch 0, ..., num_validation - 1, for all seeds alike; [B, L + 1]."""
+        Args:
+          row_N: which of the B rows; None: all.
+        """
+        windows = windows_of(self.corpus.train, self.length)
+        sequence = first_sequence + self._rows(row_N)
+        epoch, index = np.divmod(sequence, len(windows))
+        order = np.empty_like(index)
+        for e in np.unique(epoch):
+            here = epoch == e
+            order[here] = permute(index[here], len(windows), round_keys(self.seed, stream=int(e)))
+        return windows[order]
+
+    def validation(self, index: int, row_N: np.ndarray | None = None) -> np.ndarray:
+        """Rows of validation batch 0, ..., num_validation - 1, for all seeds alike; [N, L + 1]."""
         assert index < self.num_validation
         windows = windows_of(self.corpus.validation, self.length)
-        sequence = index * self.global_batch + np.arange(self.global_batch)
+        sequence = index * self.global_batch + self._rows(row_N)
         return windows[permute(sequence, len(windows), round_keys(0))]
+
+    def _rows(self, row_N: np.ndarray | None) -> np.ndarray:
+        return np.arange(self.global_batch) if row_N is None else row_N
 
     def digests(self) -> dict[str, str]:
         """SHA-256 of each split and of the order in which windows are read."""
@@ -116,14 +124,23 @@ def order_digest() -> str:
     return hashlib.sha256(np.concatenate([*rows, batches.validation(0)]).tobytes()).hexdigest()
 
 
-def model_inputs(rows: np.ndarray) -> dict[str, np.ndarray]:
+INPUTS = ("token_BL", "target_BL", "segment_BL")
+
+
+def model_inputs(rows: np.ndarray, names: Collection[str] = INPUTS) -> dict[str, np.ndarray]:
     """What the stages read of the rows: tokens, targets, and the document of each token; int32.
 
     A token whose target is below 0 would not count in the loss; rows of a corpus have none.
 
+    Args:
+      names: of what is needed.
+
     >>> {name: x.tolist() for name, x in model_inputs(np.array([[7, 0, 8, 9]])).items()}
     {'token_BL': [[7, 0, 8]], 'target_BL': [[0, 8, 9]], 'segment_BL': [[0, 1, 1]]}
     """
-    token_BL, target_BL = rows[:, :-1].astype(np.int32), rows[:, 1:].astype(np.int32)
-    segment_BL = np.cumsum(token_BL == BEGIN, axis=1, dtype=np.int32)
-    return {"token_BL": token_BL, "target_BL": target_BL, "segment_BL": segment_BL}
+    make = {
+        "token_BL": lambda: rows[:, :-1].astype(np.int32),
+        "target_BL": lambda: rows[:, 1:].astype(np.int32),
+        "segment_BL": lambda: np.cumsum(rows[:, :-1] == BEGIN, axis=1, dtype=np.int32),
+    }
+    return {name: make[name]() for name in names}
