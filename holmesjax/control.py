@@ -55,7 +55,7 @@ from holmesjax.wire import Connection, Message
 BEATS = 4  # in the time that an end may be silent
 CLOCKS = 16  # questions for the time that count
 FIRST_CLOCKS = 8  # of them in the beginning
-CLOCK_PAUSE_S = 1.0  # at most between these, so that members do not ask all at once
+CLOCK_PAUSE_S = 4.0  # at most between these, so that members do not ask all at once
 NOBODY = -1  # no process of the job
 
 

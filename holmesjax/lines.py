@@ -9,6 +9,7 @@ import selectors
 import socket
 import threading
 import time
+import traceback
 from collections.abc import Callable
 
 from holmesjax import wire
@@ -36,13 +37,15 @@ class Line:
         with self._lock:
             if self.is_over:
                 return
-            was_empty = not self._rest
-            self._rest += data
-            if was_empty:
-                self.took_s = time.monotonic()
-                self._push()
-                if self._rest:
-                    self._note()
+            if self._rest:
+                self._rest += data
+                return
+            self.took_s = time.monotonic()
+            with contextlib.suppress(BlockingIOError):
+                data = data[self._put(data) :]
+            if data:
+                self._rest += data
+                self._note()
 
     def serve_by(self, note: Callable[[], object]) -> None:
         """Has what it cannot send noted; `note` is called once at the beginning."""
@@ -72,13 +75,19 @@ class Line:
     def _push(self) -> None:
         try:
             while self._rest:
-                count = self._sock.send(self._rest)
-                del self._rest[:count]
+                del self._rest[: self._put(self._rest)]
                 self.took_s = time.monotonic()
         except BlockingIOError:
             pass
+
+    def _put(self, data: bytes | bytearray) -> int:
+        """How many bytes the connection takes; all of them where it is broken: reading says why."""
+        try:
+            return self._sock.send(data)
+        except BlockingIOError:
+            raise
         except OSError:
-            self._rest.clear()  # reading says why
+            return len(data)
 
 
 class Lines:
@@ -166,7 +175,9 @@ class Lines:
                 while (message := line.read()) is not None:
                     line.heard_s = time.monotonic()
                     self._hear(line, message)
-            except (OSError, ValueError) as error:
+            except Exception as error:  # what one end says ends no other
+                if not isinstance(error, OSError | ValueError):
+                    traceback.print_exception(error)
                 self._forget(line)
                 line.close()
                 self._lose(line, error)

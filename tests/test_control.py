@@ -275,6 +275,14 @@ def test_a_controller_that_stops_beating_is_gone(monkeypatch):
         member.close()
 
 
+def test_a_member_that_talks_nonsense_is_lost_and_the_others_go_on(controller, members):
+    members[1]._connection.send({"kind": "vote"})
+    assert next_event(controller, "lost").process == 1
+    members[0].vote(1, 1.0)
+    members[2].vote(1, 2.0)
+    assert members[2].verdict(1).square_norms == [1.0, 2.0]
+
+
 def test_what_it_is_asked_to_tell_comes_at_once(controller, members):
     members[2].status("waited for B1")
     controller.broadcast({"kind": "tell"})

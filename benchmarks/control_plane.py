@@ -1,0 +1,595 @@
+"""How long large jobs take to come together: python -m benchmarks.control_plane
+
+    admitted   from the first call to the last member that is let in, all calling at once
+    started    from there until all have read "go": ready, start, addresses of neighbours, compiled
+    verdict    from the last vote of a step until the last member has read the verdict, without
+               the way there and back; the median of the steps, over 16 stages
+    clock      how far the clocks of members are off, the worst of them, as a share of the round
+               trip: after the last step, and at "go", here about a second after the first call
+    memory     of the controller's process, a member; what the kernel holds for sockets is not in it
+    routed     all pieces of a crossing between two stages of so many devices each, the slowest of
+               several layouts
+
+The controller is the real one, in a process of its own. Members are simulated, thousands in a
+process: they say what `control.Member` says, over real sockets on loopback. What they send waits
+for half of the round trip before it goes, and so does what they hear before they act on it; a
+connection is made after a whole one. Each has a clock of its own.
+
+Bars: 2,048 members at 200 ms admitted in 10 s and started in 5 more, a verdict in 0.1 s, clocks
+within a tenth of the round trip; 4,096 devices a stage routed in 1 s. A line through the sizes says
+what 16,384 members would take.
+"""
+
+import argparse
+import heapq
+import itertools
+import json
+import multiprocessing
+import os
+import random
+import resource
+import selectors
+import socket
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from multiprocessing.connection import Connection as Pipe
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+from benchmarks.pipeline_overhead import RESULTS, commit, count, cpu_model, versions
+from holmesjax import wire
+from holmesjax.agreement import Agreement
+from holmesjax.config import DistributedConfig
+from holmesjax.control import BEATS, CLOCK_PAUSE_S, FIRST_CLOCKS, ClockOffset, Controller
+from holmesjax.crossings import Crossing, Spec
+from holmesjax.pace import Pace
+from holmesjax.plan import Axis, StagePlan
+from holmesjax.processes import Process
+from holmesjax.routes import pieces
+from holmesjax.wire import Message
+
+NAME = "control_plane"
+SIZES = (128, 512, 1024, 2048)
+DEVICES = (512, 1024, 2048, 4096)
+FITTED = 16_384
+STAGES = 16
+NEIGHBOURS = 8  # whose addresses a member asks for
+STEPS = 20
+STEP_S = 0.5  # between a verdict and the next vote
+SILENCE_S = 24.0
+LIMIT_S = 120.0  # of one run
+BARS = {"admitted_s": 10.0, "started_s": 5.0, "verdict_s": 0.1, "clock": 0.1}  # of 2,048 members
+ROUTED_S = 1.0  # of 4,096 devices a stage
+KEY = bytes(range(wire.KEY_BYTES))
+ABOUT = {"plan hash": "268d65b24ddc", "jax": "0.10.2", "restart": 0}
+BOOK = {"infiniband": [[f"10.0.0.{i}", 40_000 + i] for i in range(8)]}
+
+
+# ---- the controller ------------------------------------------------------------------------------
+
+
+def make_processes(num_members: int) -> tuple[Process, ...]:
+    per_stage = num_members // STAGES
+    return tuple(
+        Process(
+            number=number,
+            name=f"c{number // per_stage}/n{number}",
+            cluster="c",
+            node=f"n{number}",
+            stage=number // per_stage,
+            rank=number % per_stage,
+            devices=(number,),
+            local_devices=(0,),
+        )
+        for number in range(num_members)
+    )
+
+
+def serve(num_members: int, pipe: Pipe) -> None:
+    """A controller, and what a supervisor does with it until all members are done."""
+    wire.raise_open_files(num_members)
+    processes = make_processes(num_members)
+    before = resident_bytes()
+    with Controller(
+        processes,
+        address="127.0.0.1",
+        port=0,
+        about=ABOUT,
+        start={"resume": 0},
+        key=KEY,
+        heartbeat_timeout_s=SILENCE_S,
+        is_saving=lambda step: False,
+        pace=Pace(DistributedConfig()),
+    ) as controller:
+        pipe.send(controller.address)
+        agreement = Agreement(processes, controller.send)
+        num_done, wrong = 0, []
+        most = before
+        while num_done < num_members:
+            event = controller.events.get(timeout=LIMIT_S)
+            if event.kind == "compiled":
+                if agreement.take(event.process, event.message):
+                    most = max(most, resident_bytes())
+                    controller.broadcast({"kind": "go"})
+            elif event.kind == "done":
+                num_done += 1
+            elif event.kind != "up":
+                wrong.append(f"{event.kind} {event.process}")
+        pipe.send({"bytes_each": (most - before) / num_members, "wrong": wrong})
+        pipe.recv()
+
+
+def resident_bytes() -> int:
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * resource.getpagesize()
+
+
+# ---- the members ---------------------------------------------------------------------------------
+
+
+class Crowd:
+    """Some members of a job, in one thread."""
+
+    def __init__(self, address: tuple[str, int], round_trip_s: float):
+        self.address, self.half_s = address, round_trip_s / 2
+        self.selector = selectors.DefaultSelector()
+        self._due: list[tuple[float, int, Callable[[], object]]] = []
+        self._turn = itertools.count()
+        self.num_open = 0
+
+    def after(self, wait_s: float, do: Callable[[], object]) -> None:
+        heapq.heappush(self._due, (time.perf_counter() + wait_s, next(self._turn), do))
+
+    def run(self) -> None:
+        """Until all members have left."""
+        end_s = time.perf_counter() + LIMIT_S
+        while self.num_open:
+            now_s = time.perf_counter()
+            assert now_s < end_s, f"{self.num_open} members are not done after {LIMIT_S:g} s"
+            while self._due and self._due[0][0] <= time.perf_counter():
+                heapq.heappop(self._due)[2]()
+            wait_s = self._due[0][0] - time.perf_counter() if self._due else 1.0
+            for key, _ in self.selector.select(max(wait_s, 0.0)):
+                key.data()
+
+
+class Member:
+    """What `control.Member` says and hears, without waiting."""
+
+    def __init__(self, crowd: Crowd, process: Process, num_members: int):
+        self._crowd, self._process, self._num_members = crowd, process, num_members
+        self._ahead_s = random.uniform(-1e6, 1e6)  # of its clock
+        self._clock = ClockOffset()
+        self._attempt = 0
+        self._has_left = False
+        self._heard_s = 0.0  # when the newest message came
+        self.entered_s = self.went_s = 0.0
+        self.error_s: list[float] = []  # of the clock at the first step, and at the end
+        self.votes_s: dict[int, float] = {}  # when they went
+        self.verdicts_s: dict[int, float] = {}  # when they came
+        crowd.num_open += 1
+        self._call()
+
+    def _call(self) -> None:
+        self._sock = socket.socket()
+        self._sock.setblocking(False)
+        wire.prepare(self._sock)
+        self._sock.connect_ex(self._crowd.address)
+        self._heard = bytearray()
+        hello = {"process": self._process.number, **ABOUT}
+        self._talk = wire.introduction(KEY, hello, lambda hello: None, self._process.name)
+        next(self._talk)
+        self._has_entered = False
+        listen = lambda: self._crowd.selector.register(self._sock, selectors.EVENT_READ, self._read)
+        self._crowd.after(2 * self._crowd.half_s, listen)
+
+    def _read(self) -> None:
+        now_s = time.perf_counter()
+        sock = self._sock
+        try:
+            data = sock.recv(65536)
+        except OSError:
+            data = b""
+        if data:  # what it says is read later: a process hears many
+            self._crowd.after(self._crowd.half_s, lambda: self._hear(sock, data, now_s))
+            return
+        self._crowd.selector.unregister(sock)
+        sock.close()
+        assert not self._has_entered, f"{self._process.name} has lost the controller"
+        self._crowd.after(wire.pause_after(self._attempt), self._call)
+        self._attempt += 1
+
+    def _hear(self, sock: socket.socket, data: bytes, heard_s: float) -> None:
+        if sock is not self._sock or self._has_left:
+            return
+        self._heard += data
+        size = wire.LENGTH.size
+        while len(self._heard) >= size:
+            (length,) = wire.LENGTH.unpack(self._heard[:size])
+            if len(self._heard) < size + length:
+                return
+            message = json.loads(self._heard[size : size + length])
+            del self._heard[: size + length]
+            self._heard_s = heard_s
+            self._take(message)
+
+    def _say(
+        self,
+        message: Message | Callable[[], Message],
+        told: Callable[[], object] = lambda: None,
+    ) -> None:
+        sock = self._sock
+
+        def go() -> None:
+            data = wire.encode(message() if callable(message) else message)
+            try:
+                sent = sock.send(data)
+            except BlockingIOError:
+                self._crowd.after(0.001, go)
+                return
+            except OSError:  # reading says why
+                return
+            assert sent == len(data), "messages of members are short"
+            told()
+
+        self._crowd.after(self._crowd.half_s, go)
+
+    def _tell(self, kind: str, **content: Any) -> None:
+        self._say({"kind": kind, "status": "was starting", **content})
+
+    def _take(self, message: Message) -> None:
+        if not self._has_entered:
+            try:
+                self._say(self._talk.send(message))
+            except StopIteration:
+                self._has_entered = True
+                self._say(wire.ENTERED, self._note_entry)
+                leads = self._process.leads
+                coordinator = ["10.0.0.1", 40_000] if leads else None
+                self._tell("ready", addresses={"data": BOOK, "coordinator": coordinator})
+                self._ask_time(FIRST_CLOCKS - 1)
+            return
+        getattr(self, f"_on_{message['kind']}")(message)
+
+    def _note_entry(self) -> None:
+        self.entered_s = time.perf_counter()
+
+    def _ask_time(self, left: int) -> None:
+        if not self._has_left:
+            # The lateness of a process with a thousand members is not that of a member.
+            asked_s = lambda: time.perf_counter() - self._crowd.half_s + self._ahead_s
+            self._say(lambda: {"kind": "clock", "asked_s": asked_s()})
+            pause_s = random.uniform(0.0, CLOCK_PAUSE_S) if left > 0 else SILENCE_S / BEATS
+            self._crowd.after(pause_s, lambda: self._ask_time(left - 1))
+
+    def _on_clock(self, message: Message) -> None:
+        heard_s = self._heard_s + self._crowd.half_s + self._ahead_s
+        self._clock.hear(message["asked_s"], message["now_s"], heard_s)
+
+    def _on_beat(self, message: Message) -> None:
+        pass
+
+    def _on_start(self, message: Message) -> None:
+        numbers = random.Random(self._process.number).sample(range(self._num_members), NEIGHBOURS)
+        self._tell("addresses", of=numbers)
+
+    def _on_addresses(self, message: Message) -> None:
+        assert len(message["found"]) == NEIGHBOURS
+        self._tell("compiled", digests={"train": "12ab"}, source="a corpus")
+
+    def _on_go(self, message: Message) -> None:
+        self.went_s = time.perf_counter()
+        self.error_s.append(abs(self._clock.offset_s + self._ahead_s))
+        self._tell("up")
+        self._vote(1)
+
+    def _vote(self, step: int) -> None:
+        if self._process.leads:
+
+            def told() -> None:
+                self.votes_s[step] = time.perf_counter()
+
+            norm = {"step": step, "square_norm": random.random()}
+            self._say({"kind": "vote", "status": f"was busy in step {step}", **norm}, told)
+
+    def _on_verdict(self, message: Message) -> None:
+        step = message["step"]
+        self.verdicts_s[step] = self._heard_s
+        assert len(message["square_norms"]) == STAGES
+        if step < STEPS:
+            self._crowd.after(STEP_S, lambda: self._vote(step + 1))
+            return
+        self.error_s.append(abs(self._clock.offset_s + self._ahead_s))
+        self._tell("done", step=STEPS)
+        self._crowd.after(3 * self._crowd.half_s, self._leave)
+
+    def _leave(self) -> None:
+        self._has_left = True
+        self._crowd.num_open -= 1
+        self._crowd.selector.unregister(self._sock)
+
+
+def attend(
+    numbers: Sequence[int],
+    num_members: int,
+    address: tuple[str, int],
+    round_trip_s: float,
+    start_s: float,
+    pipe: Pipe,
+) -> None:
+    """Some members, from their first call at `start_s`; sends what each has seen."""
+    wire.raise_open_files(len(numbers))
+    processes = make_processes(num_members)
+    crowd = Crowd(address, round_trip_s)
+    time.sleep(max(start_s - time.perf_counter(), 0.0))
+    members = [Member(crowd, processes[number], num_members) for number in numbers]
+    crowd.run()
+    pipe.send(
+        {
+            "entered_s": max(member.entered_s for member in members),
+            "went_s": max(member.went_s for member in members),
+            "error_s": [max(errors) for errors in zip(*(m.error_s for m in members), strict=True)],
+            "votes_s": _last([member.votes_s for member in members]),
+            "verdicts_s": _last([member.verdicts_s for member in members]),
+            "repeats": sum(member._attempt for member in members),
+        }
+    )
+    pipe.recv()
+
+
+def _last(found: Sequence[dict[int, float]]) -> dict[int, float]:
+    """Of each step the last time."""
+    steps = {step for times_s in found for step in times_s}
+    return {step: max(times_s.get(step, 0.0) for times_s in found) for step in steps}
+
+
+# ---- runs ----------------------------------------------------------------------------------------
+
+
+def measure(num_members: int, round_trip_s: float, num_crowds: int) -> dict[str, float]:
+    """One job from its first call to its last step."""
+    context = multiprocessing.get_context("spawn")
+    pipes, started = [], []
+
+    def start(target: Callable[..., None], *args: Any) -> Pipe:
+        here, there = context.Pipe()
+        process = context.Process(target=target, args=(*args, there), daemon=True)
+        process.start()
+        pipes.append(here)
+        started.append(process)
+        return here
+
+    def hear(pipe: Pipe, limit_s: float) -> Any:
+        assert pipe.poll(limit_s), f"a process of {num_members} members says nothing"
+        return pipe.recv()
+
+    try:
+        controller = start(serve, num_members)
+        address = hear(controller, 60.0)
+        start_s = time.perf_counter() + 2.0 + 0.5 * num_crowds  # for the crowds to come up
+        crowds = [
+            start(
+                attend,
+                range(c, num_members, num_crowds),
+                num_members,
+                address,
+                round_trip_s,
+                start_s,
+            )
+            for c in range(num_crowds)
+        ]
+        seen = [hear(crowd, LIMIT_S) for crowd in crowds]
+        told = hear(controller, LIMIT_S)
+        for pipe in pipes:
+            pipe.send("end")
+        for process in started:
+            process.join(10.0)
+    finally:
+        for process in started:
+            process.kill()
+    assert not told["wrong"], f"members were lost: {told['wrong'][:5]}"
+    entered_s = max(crowd["entered_s"] for crowd in seen)
+    votes_s, verdicts_s = (
+        _last([crowd[kind] for crowd in seen]) for kind in ("votes_s", "verdicts_s")
+    )
+    first, last = (max(crowd["error_s"][i] for crowd in seen) for i in (0, 1))
+    return {
+        "admitted_s": entered_s - start_s,
+        "started_s": max(crowd["went_s"] for crowd in seen) - entered_s,
+        "verdict_s": statistics.median(verdicts_s[step] - votes_s[step] for step in votes_s),
+        "slowest_verdict_s": max(verdicts_s[step] - votes_s[step] for step in votes_s),
+        "clock": last / round_trip_s,
+        "first_clock": first / round_trip_s,
+        "bytes_each": told["bytes_each"],
+        "repeated_calls": sum(crowd["repeats"] for crowd in seen),
+    }
+
+
+# ---- routes --------------------------------------------------------------------------------------
+
+BATCH: Spec = (("data",), (), ())
+WHOLE: Spec = ((), (), ())
+PER_NODE = 8
+
+
+def layouts(devices: int) -> list[tuple[tuple[int, int], Spec, tuple[int, int], Spec]]:
+    """Meshes and cuts at both ends: (data, tensor)."""
+    wide, even = (devices // PER_NODE, PER_NODE), (devices // 4, 4)
+    return [
+        (wide, BATCH, wide, BATCH),
+        (wide, BATCH, even, BATCH),
+        ((devices, 1), BATCH, (1, devices), WHOLE),
+        ((1, devices), WHOLE, (devices, 1), BATCH),
+    ]
+
+
+def route(devices: int) -> float:
+    """Seconds of the slowest layout."""
+    numbers = [range(devices), range(devices, 2 * devices)]
+    processes = [
+        Process(
+            number=first // PER_NODE,
+            name=f"c/n{first // PER_NODE}",
+            cluster="c",
+            node=f"n{first // PER_NODE}",
+            stage=stage,
+            rank=rank,
+            devices=tuple(range(first, first + PER_NODE)),
+            local_devices=tuple(range(PER_NODE)),
+        )
+        for stage in (0, 1)
+        for rank, first in enumerate(numbers[stage][::PER_NODE])
+    ]
+    times_s = []
+    for source, source_spec, target, target_spec in layouts(devices):
+        stages = [
+            StagePlan(
+                cluster="c",
+                nodes=("n",),
+                chunks=((),),
+                devices=tuple(own),
+                mesh={Axis.DATA: mesh[0], Axis.TENSOR: mesh[1]},
+                fabrics={},
+                memory_bytes={},
+                seconds={},
+            )
+            for own, mesh in zip(numbers, (source, target), strict=True)
+        ]
+        crossing = Crossing(
+            name="F0",
+            source=0,
+            target=1,
+            link="c -> c",
+            shape=(devices, 2048, 8192),
+            dtype="bfloat16",
+            source_spec=source_spec,
+            target_spec=target_spec,
+        )
+        start_s = time.perf_counter()
+        pieces(crossing, SimpleNamespace(stages=stages), processes)  # type: ignore[arg-type]
+        times_s.append(time.perf_counter() - start_s)
+    return max(times_s)
+
+
+# ---- results -------------------------------------------------------------------------------------
+
+
+def summarise(runs: Sequence[dict[str, float]]) -> dict[str, Any]:
+    """Of each number the median, the least and the most."""
+    return {
+        name: {
+            "median": statistics.median(run[name] for run in runs),
+            "low": min(run[name] for run in runs),
+            "high": max(run[name] for run in runs),
+        }
+        for name in runs[0]
+    }
+
+
+def fit(lines: Sequence[dict[str, Any]], name: str) -> float:
+    """What `FITTED` members would take, by a straight line through the medians."""
+    sizes = [line["members"] for line in lines]
+    slope, start = np.polyfit(sizes, [line[name]["median"] for line in lines], 1)
+    return float(slope * FITTED + start)
+
+
+def verdicts(lines: Sequence[dict[str, Any]], routed: dict[int, float]) -> dict[str, bool]:
+    """Which bars are met; those of sizes that were not run are left out."""
+    found: dict[str, bool] = {}
+    for line in lines:
+        if line["members"] == SIZES[-1]:
+            found |= {name: line[name]["median"] <= bar for name, bar in BARS.items()}
+    if DEVICES[-1] in routed:
+        found["routed_s"] = routed[DEVICES[-1]] <= ROUTED_S
+    return found
+
+
+def table(
+    lines: Sequence[dict[str, Any]], routed: dict[int, float], fitted: dict[str, float]
+) -> str:
+    """In Markdown."""
+    rows = [
+        "| members | admitted s | started s | verdict ms | slowest verdict ms "
+        "| clock | clock at go | KiB each |",
+        "| ---: " * 8 + "|",
+    ]
+
+    def cell(line: dict[str, Any], name: str, scale: float, digits: int) -> str:
+        middle, low, high = (scale * line[name][of] for of in ("median", "low", "high"))
+        return f"{middle:.{digits}f} ({low:.{digits}f} to {high:.{digits}f})"
+
+    for line in lines:
+        cells = [
+            f"{line['members']:,}", cell(line, "admitted_s", 1, 1), cell(line, "started_s", 1, 1),
+            cell(line, "verdict_s", 1e3, 0), cell(line, "slowest_verdict_s", 1e3, 0),
+            cell(line, "clock", 1e2, 1) + "%",
+            cell(line, "first_clock", 1e2, 0) + "%", cell(line, "bytes_each", 2**-10, 1),
+        ]  # fmt: skip
+        rows.append("| " + " | ".join(cells) + " |")
+    met = verdicts(lines, routed)
+    bars = {**BARS, "routed_s": ROUTED_S}
+    told = [
+        f"{name} <= {bars[name]:g} {'met' if is_met else 'MISSED'}" for name, is_met in met.items()
+    ]
+    rows += ["", f"Bars of {SIZES[-1]:,} members and {DEVICES[-1]:,} devices: {', '.join(told)}."]
+    if fitted:
+        words = [f"{name} {value:.2f}" for name, value in fitted.items()]
+        rows += ["", f"A line through the medians, at {FITTED:,} members: {', '.join(words)}."]
+    rows += ["", "| devices a stage | routed s |", "| ---: | ---: |"]
+    rows += [f"| {devices:,} | {seconds:.3f} |" for devices, seconds in routed.items()]
+    return "\n".join(rows)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        NAME, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--repeats", type=count, default=3, help="of every size (3)")
+    parser.add_argument("--most", type=count, default=SIZES[-1], help="members (2048)")
+    parser.add_argument("--round-trip", type=float, default=0.2, help="seconds (0.2)")
+    parser.add_argument("--crowds", type=count, default=2, help="processes of members (2)")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder (results/)")
+    args = parser.parse_args()
+    routed = {
+        devices: statistics.median(route(devices) for _ in range(args.repeats))
+        for devices in DEVICES
+    }
+    lines: list[dict[str, Any]] = []
+    for size in (size for size in SIZES if size <= args.most):
+        runs = []
+        for _ in range(args.repeats):
+            runs.append(measure(size, args.round_trip, args.crowds))
+            words = ", ".join(f"{name} {value:.3g}" for name, value in runs[-1].items())
+            print(f"{size} members: {words}", flush=True)
+        lines.append({"members": size, **summarise(runs)})
+    names = ("admitted_s", "started_s", "verdict_s")
+    fitted = {name: fit(lines, name) for name in names} if len(lines) > 1 else {}
+    result = {
+        "command": " ".join([f"python -m benchmarks.{NAME}", *sys.argv[1:]]),
+        "commit": commit(),
+        "date": time.strftime("%Y-%m-%d"),
+        "device": {"cpu": cpu_model(), "cores": os.cpu_count()},
+        "versions": versions(),
+        "round_trip_s": args.round_trip,
+        "lines": lines,
+        "fitted": {"members": FITTED, **fitted},
+        "routed_s": routed,
+        "bars": {name: bool(is_met) for name, is_met in verdicts(lines, routed).items()},
+    }
+    about = f"commit {result['commit']}, {result['date']}, {os.cpu_count()} cores of {cpu_model()}"
+    trip = f"round trip {1e3 * args.round_trip:g} ms, medians (least to most) of {args.repeats}"
+    text = f"{table(lines, routed, fitted)}\n\n{about}, {trip}: `{result['command']}`\n"
+    args.out.mkdir(parents=True, exist_ok=True)
+    (args.out / f"{NAME}.json").write_text(json.dumps(result, indent=1) + "\n")
+    (args.out / f"{NAME}.md").write_text(text)
+    print("", text, sep="\n")
+    return 0 if all(verdicts(lines, routed).values()) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
