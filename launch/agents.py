@@ -37,6 +37,7 @@ class Agents:
     def __init__(self, topology: Topology, launcher: Launcher, folder: Path):
         self._launcher = launcher
         self._processes = {p.node: p for p in node_processes(topology)}
+        self._node_of = {p.number: p.node for p in self._processes.values()}
         self._connections: dict[str, Connection] = {}
         self._lines: dict[int, deque[str]] = defaultdict(lambda: deque(maxlen=LAST_LINES))
         self._ended: dict[int, str] = {}
@@ -109,13 +110,12 @@ class Agents:
             return dict(zip(questions, answers, strict=True))
 
     def _check(self, hello: Message) -> str | None:
-        numbers = [p.number for p in self._processes.values() if p.node not in self._connections]
-        return None if hello.get("process") in numbers else "no such agent, or it is here already"
+        node = self._node_of.get(hello["process"])
+        is_wanted = node is not None and node not in self._connections
+        return None if is_wanted else "no such agent, or it is here already"
 
     def _enter(self, connection: Connection) -> None:
-        [node] = [
-            p.node for p in self._processes.values() if p.number == connection.hello["process"]
-        ]
+        node = self._node_of[connection.hello["process"]]
         connection.sock.settimeout(ANSWER_S)
         with self._changed:
             if node in self._connections:  # two agents of one node have come at once

@@ -341,9 +341,10 @@ def test_members_that_come_all_at_once_are_all_let_in(monkeypatch):
     for talk in talks:
         next(talk)
     for _ in range(2):
-        for member, talk in zip(members, talks, strict=True):
+        heard = [read_frame(member) for member in members]  # all of them, before one answers
+        for member, talk, message in zip(members, talks, heard, strict=True):
             try:
-                member.sendall(wire.encode(talk.send(read_frame(member))))
+                member.sendall(wire.encode(talk.send(message)))
             except StopIteration:
                 member.sendall(wire.encode(wire.ENTERED))
     names = [inn.entered.get(timeout=5) for _ in range(150)]
