@@ -6,6 +6,7 @@ A part is what one process tells of one step: a dict with
     intervals      its tasks, as `timeline.Interval`
     link_bytes     what it received, by link
     step_time_s    since the step before
+    validation_bytes    the same, for the validation behind the step, where there is one
     loss, grad_norm, learning_rate, skipped, val_loss     where it knows them
 
 With one process the part is the step; with many, the step is complete when all have told of it.
@@ -15,7 +16,7 @@ import contextlib
 import json
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, TextIO
@@ -127,10 +128,6 @@ class Recorder:
         for part in parts:
             known |= part
         intervals = from_first_start([Interval(*i) for part in parts for i in part["intervals"]])
-        link_bytes: dict[str, int] = {}
-        for part in parts:
-            for link, num_bytes in part["link_bytes"].items():
-                link_bytes[link] = link_bytes.get(link, 0) + num_bytes
         step_time_s = max(part["step_time_s"] for part in parts)
         record = {
             "step": known["step"],
@@ -143,13 +140,23 @@ class Recorder:
             **self._time_left(known["step"]),
             "bubble_share": bubble_share(intervals),
             "skipped": known["skipped"],
-            "link_bytes": link_bytes,
+            "link_bytes": _sum_by_link(part["link_bytes"] for part in parts),
         }
         if "val_loss" in known:
             record["val_loss"] = known["val_loss"]
+        if "validation_bytes" in known:
+            record["validation_bytes"] = _sum_by_link(p["validation_bytes"] for p in parts)
         if self._on_step:
             record |= self._on_step(record)
         self.tasks = [interval._asdict() for interval in intervals]
         self._metrics.write(record)
         self.console.step(record)
         self.history.append(record)
+
+
+def _sum_by_link(counts: Iterable[Mapping[str, int]]) -> dict[str, int]:
+    found: dict[str, int] = {}
+    for own in counts:
+        for link, num_bytes in own.items():
+            found[link] = found.get(link, 0) + num_bytes
+    return found

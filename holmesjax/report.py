@@ -307,7 +307,8 @@ def _traffic_section(records: Sequence[Record]) -> str:
 def _lab_section(lab: Record) -> str:
     text = (
         f"Rebuilt on one machine; rates are {lab['scale']:.3g} of the real ones. Bytes as the "
-        "kernel has counted them, headers and evaluation included, and as the steps have told."
+        "kernel has counted them, and what they are for. Headers are those of Ethernet, IP and "
+        "TCP, acknowledgements included; the rest are heads of frames, heartbeats and hellos."
     )
     cells = lambda *values: tuple(f"<td>{escape(value)}</td>" for value in values)
     rate = lambda value: "unshaped" if value is None else show(value, "b/s")
@@ -328,7 +329,7 @@ def _lab_section(lab: Record) -> str:
             f"{link['from']} to {link['to']}",
             rate(link["rate_bytes_per_s"]),
             show(link["kernel_bytes"], "B"),
-            show(link["runtime_bytes"], "B"),
+            *(show(num_bytes, "B") for num_bytes in link["parts"].values()),
         )
         for link in lab["links"]
     ]
@@ -338,7 +339,8 @@ def _lab_section(lab: Record) -> str:
     ]
     content = _table(("Node", "CPU", "Interface", "Rate", "Sent", "Received"), interfaces)
     if links:
-        content += _table(("Link", "Rate from a node", "Kernel", "Steps"), links)
+        parts = ("Steps", "Validation", "Headers", "Sent again", "Rest")
+        content += _table(("Link", "Rate from a node", "Kernel", *parts), links)
     if faults:
         content += _table(("After step", "After the start", "Fault"), faults)
     return _section("Lab", text, content)

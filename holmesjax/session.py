@@ -141,6 +141,7 @@ class Session:
             if self._is_evaluating(done):
                 part = self._read(unread)
                 losses = self._evaluate(feed, states, done)
+                part["validation_bytes"] = self.runner.take_link_bytes()
                 self.tell({**part, "val_loss": losses} if losses is not None else part)
                 unread, self._last_s = None, time.perf_counter()
             if self.is_saving(done):
@@ -200,5 +201,4 @@ class Session:
             count += inputs.num_targets
             if (loss := self.runner.evaluate(states, inputs)) is not None:
                 losses.append(float(loss))
-        self.runner.take_link_bytes()  # not a step's traffic
         return sum(losses) / max(count, 1) if losses else None

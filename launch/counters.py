@@ -1,17 +1,29 @@
-"""What the kernel has counted in a lab: bytes of every interface, and from cluster to cluster."""
+"""What the kernel has counted in a lab: bytes of every interface, and from cluster to cluster.
+
+The kernel counts more between clusters than what steps tell that they have received. Its parts:
+
+    steps        boundaries and tables of training
+    validation   boundaries of validation, which go forward only
+    headers      of Ethernet, IP and TCP, of all packets: acknowledgements are nothing else
+    again        what found the queue of a shared link full, and was sent again
+    rest         heads of frames, wishes for them, heartbeats, hellos
+"""
 
 import json
+import math
 import re
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from holmesjax.lab import FILE
+from holmesjax.lab import FILE, LabLink
 from holmesjax.lab_commands import FIRST_LINK, Commands, port_name
 from launch.namespaces import run_line
 
-CLASS = re.compile(r"class htb 1:(\w+) .*\n\s*Sent (\d+) bytes")
+CLASS = re.compile(r"class htb 1:(\w+) .*\n\s*Sent (\d+) bytes (\d+) pkt")
+# Ethernet, IPv4, TCP, and the time stamps that TCP adds to each packet.
+HEADERS_BYTES = 14 + 20 + 20 + 12
 
 
 class Counters:
@@ -20,11 +32,13 @@ class Counters:
     def __init__(self, commands: Commands):
         self._commands = commands
         self._told: Counter[str] = Counter()  # by the runtime, for each link
+        self._validation: Counter[str] = Counter()
         self._last = self._ports("rx")
 
     def step(self, record: Mapping[str, Any]) -> dict[str, dict[str, int]]:
         """What each interface has sent since the step before, for the record of a step."""
         self._told.update(record["link_bytes"])
+        self._validation.update(record.get("validation_bytes", {}))
         sent = self._ports("rx")
         step = {name: sent[name] - self._last[name] for name in sent}
         self._last = sent
@@ -34,7 +48,7 @@ class Counters:
         """Writes the lab, the totals of this session and its faults into the run folder."""
         lab, received = self._commands.lab, self._ports("tx")
         names = [cluster.name for cluster in lab.topology.clusters]
-        sent, counted = self._ports("rx"), self._links()
+        sent, (counted, packets) = self._ports("rx"), self._links()
         nodes = [
             {
                 "node": node.name,
@@ -62,6 +76,7 @@ class Counters:
                 "latency_s": link.latency_s if self._commands.has_netem else 0.0,
                 "kernel_bytes": counted[a, b],
                 "runtime_bytes": self._told[f"{names[a]} -> {names[b]}"],
+                "parts": self._parts((a, b), link, counted[a, b], packets[a, b]),
             }
             for (a, b), link in lab.links.items()
         ]
@@ -82,12 +97,41 @@ class Counters:
             }
         )
 
-    def _links(self) -> Counter[tuple[int, int]]:
-        """What the classes of all nodes have let through, by the numbers of clusters."""
+    def _parts(
+        self, ends: tuple[int, int], link: LabLink, num_bytes: int, num_packets: int
+    ) -> dict[str, int]:
+        """What the bytes of a link are for."""
+        a, b = ends
+        clusters = self._commands.lab.topology.clusters
+        name = f"{clusters[a].name} -> {clusters[b].name}"
+        again = 0
+        if math.isfinite(link.capacity_bytes_per_s):
+            through = self._classes(self._commands.switch, f"up{a}")
+            again = num_bytes - through[b][0]
+        parts = {
+            "steps": self._told[name],
+            "validation": self._validation[name],
+            "headers": HEADERS_BYTES * num_packets,
+            "again": again,
+        }
+        return {**parts, "rest": num_bytes - sum(parts.values())}
+
+    def _classes(self, namespace: str, device: str) -> dict[int, tuple[int, int]]:
+        """Bytes and packets for each other cluster that a device has let through."""
+        text = run_line(f"tc -n {namespace} -s class show dev {device}")
+        return {
+            int(minor, 16) - FIRST_LINK: (int(num_bytes), int(num_packets))
+            for minor, num_bytes, num_packets in CLASS.findall(text)
+            if int(minor, 16) >= FIRST_LINK
+        }
+
+    def _links(self) -> tuple[Counter[tuple[int, int]], Counter[tuple[int, int]]]:
+        """Bytes and packets of the classes of all nodes, by the numbers of clusters."""
         found: Counter[tuple[int, int]] = Counter()
+        packets: Counter[tuple[int, int]] = Counter()
         for node in self._commands.lab.nodes:
-            text = run_line(f"tc -n {self._commands.namespace(node)} -s class show dev eth0")
-            for minor, num_bytes in CLASS.findall(text):
-                if int(minor, 16) >= FIRST_LINK:
-                    found[node.cluster, int(minor, 16) - FIRST_LINK] += int(num_bytes)
-        return found
+            own = self._classes(self._commands.namespace(node), "eth0")
+            for cluster, (num_bytes, num_packets) in own.items():
+                found[node.cluster, cluster] += num_bytes
+                packets[node.cluster, cluster] += num_packets
+        return found, packets

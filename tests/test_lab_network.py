@@ -225,8 +225,12 @@ def _compile_once(tmp_path_factory):
         yield
 
 
-def lab_job(folder: Path, *arguments, options=()) -> RunningJob:
+def lab_job(folder: Path, *arguments, options=(), capacity=None) -> RunningJob:
     run_file = write_run(folder, CLUSTERS)
+    if capacity:
+        path = folder / "run_topology.yaml"
+        shared = f"latency: 50 us, capacity: {capacity}}}"
+        path.write_text(path.read_text().replace("latency: 50 us}", shared))
     before = ["lab", folder / "run_topology.yaml", "--scale", "0.01", *options, "--"]
     return RunningJob(run_file, *SETTINGS, *arguments, before=before)
 
@@ -238,8 +242,9 @@ def id_of(job: RunningJob) -> str:
 @needs_lab
 def test_a_job_is_the_same_in_a_lab_and_its_bytes_are_those_of_the_kernel(tmp_path):
     wide = ["train.global_batch=32", "model.context_length=128", "model.width=64"]
+    wide += ["train.eval_every=4", "train.eval_batches=2"]
     faults = ["--fault", "step=3 cut a<->b 2s", "--fault", "step=6 freeze b-0 1s"]
-    with lab_job(tmp_path, *wide, options=faults) as job:
+    with lab_job(tmp_path, *wide, options=faults, capacity="20 Gb/s") as job:
         id = id_of(job)
         assert job.end(200) == 0, job.output
     assert left_behind(id) == []
@@ -254,7 +259,12 @@ def test_a_job_is_the_same_in_a_lab_and_its_bytes_are_those_of_the_kernel(tmp_pa
     counted = {f"{link['from']} -> {link['to']}": link for link in lab["links"]}
     for link, num_bytes in told.items():
         assert counted[link]["runtime_bytes"] == num_bytes > 1_000_000
-        assert num_bytes < counted[link]["kernel_bytes"] < 1.05 * num_bytes
+        parts, kernel_bytes = counted[link]["parts"], counted[link]["kernel_bytes"]
+        assert parts["steps"] == num_bytes
+        assert (parts["validation"] > 0.1 * num_bytes) == (link == "a -> b")  # only forward
+        assert 0 < parts["headers"] < 0.05 * kernel_bytes
+        assert parts["again"] >= 0
+        assert 0 < parts["rest"] < 0.03 * kernel_bytes  # so the others are nearly all there is
     assert len(lab["faults"]) == 4
     sent = {
         f"{node['node']} {interface['name']}": interface["sent_bytes"]
@@ -266,6 +276,7 @@ def test_a_job_is_the_same_in_a_lab_and_its_bytes_are_those_of_the_kernel(tmp_pa
     assert sent["a-0 fast0"] > 10 * sent["b-0 fast0"]  # collectives stay on the cluster's own
     report = (tmp_path / "run/report.html").read_text()
     assert "<h2>Lab</h2>" in report
+    assert "<th>Validation</th><th>Headers</th>" in report.replace("\n", "")
     assert "cut a&lt;-&gt;b 2s" in report
 
     shutil.rmtree(tmp_path / "run")
