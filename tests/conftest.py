@@ -8,15 +8,15 @@ import tempfile
 # Set for the processes that tests start, too.
 os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
 
-# Compiled programs are kept for this session alone, for the processes that tests start, too.
-CACHE = os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="holmesjax-tests-")
-
 import jax
 import pytest
 
 
 def pytest_configure(config):
     """Before any backend starts."""
+    if not hasattr(config, "workerinput"):  # the processes of pytest-xdist inherit the folder
+        # Compiled programs are kept for this session alone, by the processes that tests start, too.
+        os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="holmesjax-tests-")
     jax.config.update("jax_numpy_rank_promotion", "raise")
     if config.getoption("--gpu"):
         jax.config.update("jax_default_matmul_precision", "highest")  # of float32, not rounded
@@ -26,7 +26,8 @@ def pytest_configure(config):
 
 
 def pytest_unconfigure(config):
-    shutil.rmtree(CACHE, ignore_errors=True)
+    if not hasattr(config, "workerinput"):
+        shutil.rmtree(os.environ["XDG_CACHE_HOME"], ignore_errors=True)
 
 
 @pytest.fixture

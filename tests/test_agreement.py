@@ -16,7 +16,7 @@ from holmesjax.agreement import Agreement
 from holmesjax.data.batches import order_digest
 from holmesjax.errors import DataError
 from holmesjax.processes import Process
-from tests.jobs import ROOT, RunningJob, compile_cache, write_run
+from tests.jobs import ROOT, RunningJob, write_run
 
 
 def process(number):
@@ -146,7 +146,7 @@ def test_a_job_whose_processes_have_unlike_corpora_ends_before_its_first_step(tm
             worker = subprocess.Popen(
                 [sys.executable, "-m", "launch", "worker", tmp_path / "run"],
                 cwd=tmp_path / str(number),
-                env={**os.environ, **compile_cache(tmp_path), **variables, **own},
+                env={**os.environ, **variables, **own},
                 stdout=subprocess.DEVNULL,
             )
             workers.append(worker)

@@ -24,7 +24,6 @@ from tests.disks import disk
 from tests.jobs import (
     ROOT,
     RunningJob,
-    compile_cache,
     external_job,
     listening_ports,
     write_run,
@@ -45,14 +44,6 @@ BUSY_S = 5.0  # on top, for a machine that does other things too
 
 def losses_of(folder: Path) -> list[float]:
     return [record["loss"] for record in metrics.read(folder / "run")]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _compile_once(tmp_path_factory):
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in compile_cache(tmp_path_factory.mktemp("cache")).items():
-            patch.setenv(name, value)
-        yield
 
 
 @pytest.fixture(scope="module")

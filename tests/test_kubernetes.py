@@ -20,7 +20,7 @@ import yaml
 from holmesjax import job as jobs, metrics, wire
 from holmesjax.errors import HolmesError
 from launch import kubernetes
-from tests.jobs import ROOT, RunningJob, compile_cache, write_run
+from tests.jobs import ROOT, RunningJob, write_run
 from tests.test_slurm import gpu_job
 
 CLUSTERS = {"a": (1, 1), "b_2": (1,)}
@@ -169,7 +169,7 @@ def pods(objects, folder: Path, key_file: Path):
             process = subprocess.Popen(
                 [sys.executable, *map(local, argv[1:])],
                 cwd=ROOT,
-                env={**os.environ, **compile_cache(folder), **own},
+                env={**os.environ, **own},
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
                 text=True,
@@ -206,9 +206,7 @@ def test_the_pods_of_a_manifest_train(tmp_path, capsys):
         assert [worker.wait(30) for worker in workers] == [0, 0, 0]
     losses = [record["loss"] for record in metrics.read(tmp_path / "volume/run")]
     local = write_run(tmp_path, CLUSTERS, name="local")
-    with RunningJob(
-        local, "--launcher", "local", *SETTINGS, env=compile_cache(tmp_path)
-    ) as running:
+    with RunningJob(local, "--launcher", "local", *SETTINGS) as running:
         assert running.end() == 0, running.output
     assert losses == [record["loss"] for record in metrics.read(tmp_path / "local")]
 

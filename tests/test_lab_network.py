@@ -20,7 +20,7 @@ from holmesjax import calibration, lab as labs, metrics, topology as topologies
 from holmesjax.faults import parse
 from holmesjax.lab_commands import Commands, tear_down
 from launch import namespaces
-from tests.jobs import ROOT, RunningJob, compile_cache, write_run
+from tests.jobs import ROOT, RunningJob, write_run
 from tests.labs import needs_lab
 
 SERVER = """
@@ -215,14 +215,6 @@ print(repr([socket.gethostname(), names, sorted(os.sched_getaffinity(0)), share]
 
 CLUSTERS = {"a": (1, 1), "b": (1,)}
 SETTINGS = ["model.num_layers=2", "model.width=16"]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _compile_once(tmp_path_factory):
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in compile_cache(tmp_path_factory.mktemp("cache")).items():
-            patch.setenv(name, value)
-        yield
 
 
 def lab_job(folder: Path, *arguments, options=(), capacity=None) -> RunningJob:

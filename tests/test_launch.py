@@ -13,7 +13,6 @@ import yaml
 
 from holmesjax import lease, manifest, metrics
 from holmesjax.plan import Plan
-from tests.jobs import compile_cache
 
 ROOT = Path(__file__).parent.parent
 TINY = """
@@ -43,15 +42,6 @@ def run_file(tmp_path):
 
 def command(*arguments):
     return [sys.executable, "-m", "launch", *map(str, arguments)]
-
-
-@pytest.fixture(scope="session", autouse=True)
-def _compile_once(tmp_path_factory):
-    """All runs here have the same programs: processes share what the first has compiled."""
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in compile_cache(tmp_path_factory.mktemp("cache")).items():
-            patch.setenv(name, value)
-        yield
 
 
 def launch(*arguments, timeout=120):
