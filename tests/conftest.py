@@ -11,11 +11,14 @@ os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
 import jax
 import pytest
 
+from holmesjax import program_cache
+from holmesjax.config import AUTO
+
 
 def pytest_configure(config):
     """Before any backend starts."""
     if not hasattr(config, "workerinput"):  # the processes of pytest-xdist inherit the folder
-        # Compiled programs are kept for this session alone, by the processes that tests start, too.
+        # Compiled programs are kept for this session alone, by all of its processes.
         os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="holmesjax-tests-")
     jax.config.update("jax_numpy_rank_promotion", "raise")
     if config.getoption("--gpu"):
@@ -23,6 +26,7 @@ def pytest_configure(config):
     else:
         jax.config.update("jax_platforms", "cpu")
         jax.config.update("jax_num_cpu_devices", 8)
+        program_cache.use(AUTO, os.environ, print)
 
 
 def pytest_unconfigure(config):

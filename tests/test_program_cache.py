@@ -1,10 +1,12 @@
 """Compiled programs are found again, and nothing that befalls their files is noticed."""
 
+import os
+
 import jax
 import pytest
 
 from holmesjax import program_cache
-from holmesjax.config import RunConfig
+from holmesjax.config import AUTO, RunConfig
 from holmesjax.errors import ConfigError, HolmesError
 from holmesjax.program_cache import Store
 from holmesjax.programs import compile_stages
@@ -16,9 +18,9 @@ KEY, VALUE = "jit_f-0123", bytes(range(256)) * 40
 
 @pytest.fixture
 def restored():
-    """JAX's own settings, afterwards."""
+    """The folder of this session of tests, afterwards."""
     yield
-    program_cache.use(None, {}, print)
+    program_cache.use(AUTO, os.environ, print)
 
 
 def test_a_run_compiles_nothing_that_one_before_has_compiled(tmp_path, restored):
