@@ -195,7 +195,9 @@ class DistributedConfig:
     streams: Streams = 4  # connections between two processes, or more, so that all NICs have some
     port: Port = 0  # of the first stage's coordinator, then one for each stage; 0: free ones
     heartbeat_timeout_s: Positive = 60.0  # until the end of a job that has lost a process or link
-    start_timeout_s: Positive = 600.0  # from the first process to the last that is compiled
+    # Until the next sign of progress of a job that starts: a process comes, a program is compiled,
+    # a layer is drawn.
+    start_timeout_s: Positive = 600.0
     # For a step; None: 10 times the median so far, and at least 60 s. The first step has
     # start_timeout_s, and so has a checkpoint.
     step_timeout_s: Positive | None = None

@@ -56,6 +56,7 @@ BEATS = 4  # in the time that an end may be silent
 CLOCKS = 16  # questions for the time that count
 FIRST_CLOCKS = 8  # of them in the beginning
 CLOCK_PAUSE_S = 4.0  # at most between these, so that members do not ask all at once
+ADVANCE_S = 1.0  # between two words about a start
 NOBODY = -1  # no process of the job
 
 
@@ -87,6 +88,7 @@ class _Seat:
     work: Work = "step"
     step: int = 0  # that it is at, or has validated or saved after
     num_begun: int = 0  # steps, batches of validation and checkpoints
+    num_done: int = 0  # programs and layers, before the first step
     addresses: Any = None
 
 
@@ -210,6 +212,7 @@ class Controller:
             connection.close()
             return
         seat.status = "was starting"
+        self._pace.note()
         seat.line = Line(connection)
         self._seat_of[seat.line] = seat
         self._lines.add(seat.line)
@@ -233,7 +236,10 @@ class Controller:
             seat.work, seat.step = message["work"], message["at_step"]
             seat.num_begun = message["num_begun"]
             self._pace.begin(seat.work, seat.step, seat.process.number)
-        if kind in ("up", "done"):
+        if kind in ("ready", "compiled", "up", "done"):
+            self._pace.note()
+        if message.get("num_done", 0) > seat.num_done:
+            seat.num_done = message["num_done"]
             self._pace.note()
         if kind == "ready":
             self._num_ready += seat.addresses is None
@@ -338,6 +344,9 @@ class Member:
     _inbox: "queue.Queue[Message]" = field(default_factory=queue.Queue)
     _status: str = "was starting"
     _at: Message = field(default_factory=dict)  # what it is at
+    _num_done: int = 0  # of what a start consists of
+    _advanced_s: float = 0.0  # when that was told
+    _advancing: threading.Lock = field(default_factory=threading.Lock)
     _num_noted: int = -1  # signs of progress, as the controller has told last
     _noted_s: float = 0.0  # when that was news
     _patience_s: float = math.inf  # until the next
@@ -368,13 +377,27 @@ class Member:
         self._status = text
 
     def tell(self, kind: str, **content: Any) -> None:
-        self._connection.send({"kind": kind, "status": self._status, **self._at, **content})
+        progress = {**self._at, "num_done": self._num_done}
+        self._connection.send({"kind": kind, "status": self._status, **progress, **content})
 
     def begin(self, work: Work, step: int) -> None:
         """Tells what this process begins: at once, or it would be news when it is long ago."""
         num_begun = self._at.get("num_begun", 0) + 1
         self._at = {"work": work, "at_step": step, "num_begun": num_begun}
         self.tell("beat")
+
+    def advance(self) -> None:
+        """Something that a start consists of is done: a program is compiled, a layer is drawn.
+
+        Told with what comes next, and at once where that is a second ago. From any thread.
+        """
+        with self._advancing:
+            self._num_done += 1
+            if time.monotonic() - self._advanced_s < ADVANCE_S:
+                return
+            self._advanced_s = time.monotonic()
+        with contextlib.suppress(OSError):  # the listening thread says why
+            self.tell("beat")
 
     def addresses(self, numbers: Sequence[int], timeout_s: float) -> dict[int, Any]:
         """Where some processes listen, by their numbers; once all have come."""

@@ -186,8 +186,9 @@ class Pipeline:
         self._links = {crossing.name: crossing.link for crossing in crossings(stage)}
         self._round = 0  # counts train steps and validation batches: part of each key
 
-    def init(self, seed: int) -> list[StageState]:
-        return [programs.stage.init(seed) for programs in self._programs.values()]
+    def init(self, seed: int, drawn: Callable[[], None] = _nothing) -> list[StageState]:
+        """The states of the chunks here; `drawn` is called after each layer."""
+        return [programs.stage.init(seed, drawn) for programs in self._programs.values()]
 
     def train_step(
         self,
@@ -503,8 +504,8 @@ class OneStage:
         self._programs = programs
         self.placer = Placer([programs.stage])
 
-    def init(self, seed: int) -> list[StageState]:
-        return [self._programs.stage.init(seed)]
+    def init(self, seed: int, drawn: Callable[[], None] = _nothing) -> list[StageState]:
+        return [self._programs.stage.init(seed, drawn)]
 
     def train_step(
         self,

@@ -137,8 +137,11 @@ class Stage:
 
     # ---- state ---------------------------------------------------------------------------------
 
-    def init(self, seed: int) -> StageState:
-        """The state before the first step: a function of the seed, whatever the plan."""
+    def init(self, seed: int, drawn: Callable[[], None] = lambda: None) -> StageState:
+        """The state before the first step: a function of the seed, whatever the plan.
+
+        `drawn` is called after each layer.
+        """
 
         def build(path: tuple, x: jax.ShapeDtypeStruct) -> jax.Array:
             make = functools.partial(gpt.init_values, self.model, seed, path, x.shape)
@@ -148,6 +151,7 @@ class Stage:
         for layer, shapes in self.state_shapes.params.items():
             built = jax.tree_util.tree_map_with_path(build, {layer: shapes})
             params |= jax.block_until_ready(built)  # the host holds one layer at a time
+            drawn()
         out_shardings = jax.tree.map(lambda x: x.sharding, self.state_shapes.opt_state)
         init_optimizer = jax.jit(self.optimizer.init, out_shardings=out_shardings)
         return StageState(params, init_optimizer(params))

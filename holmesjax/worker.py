@@ -142,7 +142,7 @@ class _Worker:
         addresses = {"data": ports.book, "coordinator": self._coordinator(ports.book)}
         member.tell("ready", addresses=addresses)
         member.status("waited for the other processes to start")
-        start = member.wait_for("start", self._config.start_timeout_s)
+        start = member.wait_for("start")
         member.status("was starting JAX")
         stages = self._join(start["coordinator"])
         with ThreadPoolExecutor(1) as pool, ExitStack() as stack:
@@ -155,11 +155,13 @@ class _Worker:
             # XLA:CPU gives up on a collective whose other processes come half a minute later.
             member.tell_compiled(batches.digests(), corpus.source, corpus.files)
             member.status("waited for the other processes to compile")
-            member.wait_for("go", self._config.start_timeout_s)
+            member.wait_for("go")
             member.status("was reading the checkpoint")
             saved = self._checkpoint(start["resume"])
             states = (
-                checkpoint.restore(saved, stages) if saved else runner.init(job.config.train.seed)
+                checkpoint.restore(saved, stages)
+                if saved
+                else runner.init(job.config.train.seed, member.advance)
             )
             session = Session(
                 config=job.config,
@@ -206,11 +208,13 @@ class _Worker:
         return make_stages(job, {me.stage: build_mesh(job.plan.stages[me.stage], devices)})
 
     def _make_runner(self, stages: list[Stage], ports: Ports) -> Pipeline | OneStage:
+        member = self._member
         if len(self._job.plan.stages) == 1:
             evaluates = self._job.config.train.eval_every > 0
-            return OneStage(compile_whole_step(stages[0], evaluates=evaluates))
-        programs = compile_stages(stages)
-        self._member.status("was connecting to its neighbours")
+            whole = compile_whole_step(stages[0], evaluates=evaluates, compiled=member.advance)
+            return OneStage(whole)
+        # First, while all are as far: some compile for longer than a neighbour would wait.
+        member.status("was connecting to its neighbours")
         transport = TcpTransport(
             me=self._me,
             processes=self._processes,
@@ -228,6 +232,8 @@ class _Worker:
             start_timeout_s=self._config.start_timeout_s,
             on_failure=self._give_up,
         )
+        member.status("was compiling")
+        programs = compile_stages(stages, member.advance)
         return Pipeline(self._job.plan, programs, transport, self._waits_for)
 
     def _begins(self, work: Work, step: int) -> None:

@@ -304,14 +304,13 @@ class Supervisor:
             Saves(job.run_dir, len(job.plan.stages), commit, recorder.console.print),
             data,
         )
-        deadline_s = time.monotonic() + self._config.start_timeout_s
         end_s: float | None = None
         while len(attempt.exited) < len(self._processes):
             if self._signals and not attempt.up:  # nothing has been trained that could be saved
                 raise SystemExit(leaving(self._signals[0]))
             if self._num_here > 1:  # asked twice: do not wait for the step
                 raise SystemExit(leaving(self._signals[-1]))
-            if len(attempt.up) < len(self._processes) and time.monotonic() > deadline_s:
+            if len(attempt.up) < len(self._processes) and pace.is_late():
                 raise self._late(controller, attempt)
             if end_s is not None and time.monotonic() > end_s:
                 break
@@ -514,7 +513,7 @@ class Supervisor:
         self._blamed = ", ".join(process.node for process in missing)
         return PeerError(
             ", ".join(process.name for process in missing),
-            f"not ready to train within distributed.start_timeout_s = "
+            f"not ready to train, and no progress within distributed.start_timeout_s = "
             f"{self._config.start_timeout_s:g} s",
             found="; ".join(f"{p.name}: {controller.status(p.number)}" for p in missing),
             fix="raise distributed.start_timeout_s, or see their logs in "

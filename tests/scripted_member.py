@@ -5,6 +5,7 @@ It joins the controller as a worker does, needs no JAX, and then does what its s
     tell KIND {...}     says this to the controller
     status TEXT         tells it with whatever comes next
     begin WORK STEP     begins a step, a batch of validation or a checkpoint
+    advance N           has compiled N programs, one each half of a second
     late SECONDS        from now on says nothing for so long when it is asked how it is
     save STEP           writes its stage's part of a checkpoint
     await STEP          until that checkpoint is whole
@@ -72,6 +73,10 @@ def main(run_dir, script):
             tell(arguments[0], **dict(*arguments[1:]))
         elif what in ("status", "begin"):
             getattr(member, what)(*arguments)
+        elif what == "advance":
+            for _ in range(arguments[0]):
+                member.advance()
+                time.sleep(0.5)
         elif what == "late":
             member.tell = lambda kind, **content: (time.sleep(arguments[0]), tell(kind, **content))
         elif what == "save":

@@ -292,6 +292,20 @@ def test_what_it_is_asked_to_tell_comes_at_once(controller, members):
         time.sleep(0.01)
 
 
+def test_what_is_done_at_a_start_is_progress_and_a_heartbeat_is_none(controller, members):
+    def noted(step):
+        for member in (members[0], members[2]):
+            member.vote(step)
+        members[1].verdict(step)  # all that was told before has been heard
+        return controller._pace.num_noted
+
+    before = noted(1)
+    members[0].tell("beat")
+    assert noted(2) == before
+    members[0].advance()
+    assert noted(3) == before + 1
+
+
 def test_strangers_cost_nothing(controller, members):
     strangers = [socket.create_connection(controller.address) for _ in range(20)]
     for i, stranger in enumerate(strangers):

@@ -75,11 +75,8 @@ def test_what_goes_wrong_is_told_where_a_step_asks(batches, monkeypatch, hangs):
 
     monkeypatch.setattr(Batches, "train", train)
     words = "could not be made in time" if hangs else "was taken away"
-    placer, order, timeout_s = (
-        Placer(stages_of(tensor=2)[:1]),
-        [Step(0), Step(12)],
-        0.1 if hangs else 60.0,
-    )
+    placer, order = Placer(stages_of(tensor=2)[:1]), [Step(0), Step(12)]
+    timeout_s = 0.1 if hangs else 60.0
     with (
         pytest.raises(DataError, match=words),
         Feed(batches, placer, iter(order), timeout_s) as feed,

@@ -23,9 +23,10 @@ LOSS = {"where": "link a -> b", "problem": "was lost", "found": "a reset", "fix"
 BUG = {"where": "", "problem": "XlaRuntimeError: gloo"}
 
 
-def supervise(tmp_path, *scripts, **options):
+def supervise(tmp_path, *scripts, settings=(), **options):
     """A job whose processes do what each start's scripts say; the supervisor and its launcher."""
-    job = jobs.load(write_run(tmp_path, CLUSTERS), ["model.num_layers=2", "model.width=16"])
+    small = ["model.num_layers=2", "model.width=16", *settings]
+    job = jobs.load(write_run(tmp_path, CLUSTERS), small)
     launcher = ScriptedLauncher(*scripts)
     return Supervisor(job, launcher, **options), launcher
 
@@ -85,6 +86,20 @@ def test_one_that_answers_late_is_not_the_cause(tmp_path, content, status):
         supervisor.run()
     assert error.value.exit_status == status
     assert error.value.where == f"a/a-0 (stage 0, process 0): {content['where']}"
+
+
+def test_a_start_may_take_as_long_as_there_is_progress(tmp_path, capsys):
+    """Two that compile for longer than the limit; and then one that does nothing, for as long."""
+    limit = ["distributed.start_timeout_s=4"]
+    ends = [["tell", "up"], ["done", 0]]
+    starting = {0: [["advance", 12], *ends], 1: [["advance", 14], *ends], 2: ends}
+    supervisor, _ = supervise(tmp_path, starting, settings=limit)
+    assert supervisor.run() == 75  # asked by nobody to go on to the last step
+    stuck = {**starting, 1: [["sleep", 60]]}
+    supervisor, _ = supervise(tmp_path, stuck, settings=limit)
+    with pytest.raises(PeerError, match="no progress within distributed") as error:
+        supervisor.run()
+    assert error.value.where == "a/a-1"
 
 
 def test_what_gloo_prints_stays_in_the_logs_however_it_is_cut_or_mixed():
