@@ -268,6 +268,9 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     Raises `Mistakes` with every mistake of the file and of the overrides at once.
     """
     document = yaml_files.read(path, ConfigError, overrides)
+    if "clusters" in document.values and "model" not in document.values:
+        problem, fix = "is a topology, not a run", "name a file of configs/runs/"
+        raise ConfigError(str(path), problem, found="the key `clusters`", fix=fix)
     known, mistakes = schema.read(Config, document, GONE)
     for mistake in _mistakes(schema.known_values(known)):
         keys = tuple(mistake.where.split("."))
@@ -285,7 +288,7 @@ def topology_path(config: Config, run_file: str | Path) -> Path:
     folders = [Path.cwd(), CHECKOUT, Path(run_file).parent]
     candidates = [folder / config.topology for folder in folders]  # an absolute path stays as it is
     for candidate in candidates:
-        if candidate.is_file():
+        if yaml_files.may_be_file(candidate):
             return candidate
     known = {path.stem: path for path in sorted(CHECKOUT.glob("configs/topologies/*.yaml"))}
     near = schema.near(Path(config.topology).stem, list(known))

@@ -120,7 +120,7 @@ def _target(
             fix = "name two clusters: slow ib<->roce to 10Mb/s"
             raise _mistake(text, "only a link can be slow", found=target, fix=fix)
         if target not in nodes:
-            fix = f"{schema.near(target, nodes)} A link is written ib<->roce"
+            fix = f"{schema.near(target, nodes)}; a link is written ib<->roce"
             raise _mistake(text, "no such node", found=target, fix=fix)
         return target, ()
     if kind in ("kill", "freeze"):

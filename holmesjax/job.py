@@ -4,6 +4,7 @@ import dataclasses
 import hashlib
 import json
 import math
+import os
 import shutil
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -250,7 +251,7 @@ def load_saved(run_dir: str | Path) -> Job:
 def load_config(run_dir: str | Path) -> Config:
     """The resolved config of a run that was started before."""
     path = Path(run_dir) / CONFIG
-    if not path.is_file():
+    if not yaml_files.may_be_file(path):
         fix = "name the folder of a run, such as runs/quickstart"
         raise ConfigError(str(run_dir), "is no run folder", found=f"no {CONFIG} in it", fix=fix)
     return configs.load(path)
@@ -272,7 +273,7 @@ def load(
     Raises HolmesError for what cannot be, in the files, the data or the plan.
     """
     target, overrides = Path(target), yaml_files.as_overrides(overrides)
-    if target.is_dir():
+    if os.path.isdir(target):  # False where it may not be looked at, and then reading it says so
         return _load_folder(target, overrides, reads_data)
     config = configs.load(target, overrides)
     topology = topologies.load(configs.topology_path(config, target))

@@ -190,6 +190,9 @@ def read(path: str | Path, overrides: Sequence[str] = ()) -> TopologyEntry:
     Raises `Mistakes` with all that is wrong with it.
     """
     document = yaml_files.read(path, TopologyError, overrides)
+    if "model" in document.values and "clusters" not in document.values:
+        problem, fix = "is a run, not a topology", "name a file of configs/topologies/"
+        raise TopologyError(str(path), problem, found="the key `model`", fix=fix)
     file, mistakes = schema.read(TopologyEntry, document)
     mistakes += schema.findings(_clusters_make_sense, document, file)
     mistakes += schema.findings(_calibrations_fit, document, file)

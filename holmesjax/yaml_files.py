@@ -98,6 +98,18 @@ def read(path: str | Path, error: type[HolmesError], overrides: Sequence[str] = 
     return document
 
 
+def may_be_file(path: Path) -> bool:
+    """Whether a file is there, or nobody may know: reading it says what is in the way.
+
+    >>> may_be_file(Path("pyproject.toml")), may_be_file(Path("absent.yaml"))
+    (True, False)
+    """
+    try:
+        return path.is_file()
+    except OSError:
+        return True
+
+
 SEE_EXAMPLES = "start from a file of configs/"
 
 

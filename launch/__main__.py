@@ -77,7 +77,7 @@ def verb_parser(verb: str) -> argparse.ArgumentParser:
         add("--no-collectives", action="store_true", help="measure TCP only, without JAX")
         _add_agents_options(parser)
         return parser
-    parser.add_argument("target", help="a file of configs/runs/, or a run folder")
+    parser.add_argument("target", nargs="?", help="a file of configs/runs/, or a run folder")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="dotted if nested")
     if verb == "doctor":
         _add_agents_options(parser)
@@ -124,12 +124,17 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("verb", choices=VERBS)
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="see <verb> --help")
     argv, inner = list(argv), None
+    if not argv:
+        parser.print_help(sys.stderr)
+        sys.exit(2)
     if argv[:1] == ["lab"] and "--" in argv:
         inner = argv[argv.index("--") + 1 :]
         argv = argv[: argv.index("--")]
     top = parser.parse_args(argv)
     args = verb_parser(top.verb).parse_intermixed_args(top.arguments)
     args.verb = top.verb
+    if getattr(args, "target", "") is None:  # argparse would ask for overrides, too
+        verb_parser(top.verb).error("a run file is missing, or a run folder")
     if top.verb == "plan" and args.topology:
         args.overrides.append(f"topology={args.topology}")
     if top.verb == "lab":

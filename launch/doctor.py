@@ -16,7 +16,7 @@ from holmesjax.config import Config
 from holmesjax.doctor import Facts, Finding
 from holmesjax.job import Job
 from holmesjax.processes import Process, domain_fabric, fabric_between, make_processes
-from launch import launchers
+from launch import launchers, outputs
 from launch.agents import Agents
 from launch.launcher import Launcher
 
@@ -33,8 +33,9 @@ def run(args: argparse.Namespace, launcher: Launcher | None = None) -> int:
     name = args.launcher or "local"
     is_rehearsal = job.config.run.rehearse or launcher is not None or name == "local"
     if launcher is None:
+        launchers.refuse_useless({"--hosts": args.hosts, "--listen": args.listen}, name)
         launcher = launchers.make(name, job.topology, hosts=args.hosts, listen=args.listen)
-    job.run_dir.mkdir(parents=True, exist_ok=True)
+    outputs.make_folder(job.run_dir, "run.dir")
     with Agents(job.topology, launcher, job.run_dir) as agents:
         found = [_missing(node, why) for node, why in agents.missing.items()]
         if agents.nodes:

@@ -23,7 +23,7 @@ class ExternalLauncher:
             raise ConfigError(
                 "--listen",
                 "the launcher `external` needs an address of this machine and a port",
-                found=listen,
+                found=listen or "nothing",
                 fix="write --listen 10.0.0.1:7000, with an address that all nodes reach",
             )
 

@@ -24,7 +24,7 @@ from holmesjax.probe import Phase, Seconds, Speed, Step, Way
 from holmesjax.topology import Cluster, Collective, Link, Measured, Topology
 from holmesjax.units import show
 from holmesjax.wire import Message
-from launch import launchers
+from launch import launchers, outputs
 from launch.agents import Agents, Question
 from launch.launcher import Launcher
 
@@ -43,8 +43,10 @@ def run(
     output = Path(args.output) if args.output else _default_output(path, name)
     text = _text_to_extend(path)
     if launcher is None:
+        launchers.refuse_useless({"--hosts": args.hosts, "--listen": args.listen}, name)
         launcher = launchers.make(name, topology, hosts=args.hosts, listen=args.listen)
-    output.absolute().parent.mkdir(parents=True, exist_ok=True)
+    outputs.make_folder(output.absolute().parent, "--output")
+    outputs.check_file(output, "--output")
     start_s = time.monotonic()
     print(f"probe       {len(topology.nodes)} nodes of {topology.name}", flush=True)
     with Agents(topology, launcher, output.absolute().parent) as agents:

@@ -14,11 +14,13 @@ from holmesjax import calibration, compat, speeds, units, yaml_files
 from holmesjax.calibration import Calibration, Product
 from holmesjax.errors import ConfigError
 from holmesjax.topology import DeviceKind
+from launch import outputs
 
 
 def run(args: argparse.Namespace) -> int:
     kind = args.job.node_to_measure(args.node).device
     path = Path(args.output or f"{kind.name}.yaml")
+    outputs.check_file(path, "--output")
     compat.use_devices({kind.name}, 1, rehearse=args.job.config.run.rehearse)
     device = jax.devices()[0]
     _refuse_another(device, kind)

@@ -13,14 +13,7 @@ from launch.launcher import Launcher
 from launch.supervisor import Supervisor, Watch
 from launch.watchdog import Watchdog
 
-# option -> the launchers that it means something to; a lab is one, and has a verb of its own
-USEFUL = {
-    "--max-restarts": ("local", "external", "ssh", "slurm", "kubernetes", "lab"),
-    "--listen": ("external", "ssh", "slurm"),
-    "--hosts": ("ssh",),
-    "--options": ("slurm", "kubernetes"),
-    "--submit": ("slurm",),
-}
+OPTIONS = ("--max-restarts", "--listen", "--hosts", "--options", "--submit")
 
 
 def run(
@@ -69,16 +62,11 @@ def run(
 
 
 def _refuse_useless_options(args: argparse.Namespace, launcher: str | None) -> None:
-    for option, useful in USEFUL.items():
-        value = getattr(args, option.removeprefix("--").replace("-", "_"))
-        if value and launcher not in useful:
-            names = " or ".join(name for name in useful if name != "lab")
-            problem = f"is only for --launcher {names}"
-            fix = f"add --launcher {useful[0]}, or leave it out"
-            raise ConfigError(option, problem, found=value, fix=fix)
+    options = {name: getattr(args, name.removeprefix("--").replace("-", "_")) for name in OPTIONS}
+    launchers.refuse_useless(options, launcher)
     if args.max_restarts is not None and args.max_restarts < 0:
-        fix = "use 0 or more"
-        raise ConfigError("--max-restarts", "is no number", found=args.max_restarts, fix=fix)
+        fix, found = "use 0 or more", args.max_restarts
+        raise ConfigError("--max-restarts", "must be 0 or more", found=found, fix=fix)
 
 
 def _run_here(args: argparse.Namespace) -> int:

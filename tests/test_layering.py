@@ -112,7 +112,14 @@ LAYERS = [
     ["holmesjax.recorder"],
     ["holmesjax.session"],
     ["holmesjax.trainer", "holmesjax.worker", "holmesjax.generate"],
-    ["launch.launcher", "launch.causes", "launch.restarts", "launch.hosts", "launch.components"],
+    [
+        "launch.launcher",
+        "launch.causes",
+        "launch.restarts",
+        "launch.hosts",
+        "launch.components",
+        "launch.outputs",
+    ],
     [
         "launch.supervisor",
         "launch.watchdog",

@@ -90,10 +90,10 @@ def _refuse_too_small(
     needed = _bytes_of(num_batches, global_batch, length)
     if num_bytes >= needed:
         return
-    count = f"{num_batches} batches" if num_batches > 1 else "a batch"
+    count, need = (f"{num_batches} batches", "need") if num_batches > 1 else ("a batch", "needs")
     problem = (
         f"the {split} split is too small: {count} of {global_batch:,} sequences of {length:,} "
-        f"tokens need {needed:,} bytes"
+        f"tokens {need} {needed:,} bytes"
     )
     fix = "use more files, a smaller train.global_batch, or a smaller model.context_length"
     if split == "validation":

@@ -1,0 +1,62 @@
+"""What a stranger types wrong: where, what was found and a way out, never a traceback."""
+
+import pytest
+
+from launch.__main__ import main
+from tests.jobs import write_run
+
+LONG = "x" * 5000  # no file system takes it
+
+# Arguments, with RUN and TOPOLOGY for files that are right; then what is said.
+MISTAKES = [
+    (f"plan {LONG}", LONG, "File name too long", "check the path"),
+    (f"plan RUN topology={LONG}", LONG, "File name too long", "check the path"),
+    (f"plan RUN run.dir={LONG}", "run.dir: cannot be looked at", "too long", "another run.dir"),
+    (f"generate {LONG}", LONG, "File name too long", "check the path"),
+    ("plan TOPOLOGY", "TOPOLOGY: is a topology, not a run", "`clusters`", "configs/runs/"),
+    ("plan RUN topology=RUN", "RUN: is a run, not a topology", "`model`", "configs/topologies/"),
+    ("probe RUN", "RUN: is a run, not a topology", "`model`", "configs/topologies/"),
+    ("doctor RUN run.dir=/proc/x", "run.dir: cannot be written", "/proc/x", "can be written"),
+    ("doctor RUN --listen a:1", "--listen: is only for", "a:1", "add --launcher external"),
+    ("probe TOPOLOGY --hosts H", "--hosts: is only for --launcher ssh", "H", "leave it out"),
+    ("probe TOPOLOGY --output /proc/x/y", "--output: cannot be written", "/proc/x", "can be"),
+    ("probe TOPOLOGY --output /tmp", "--output: cannot be written", "a folder", "name a file"),
+    ("profile RUN --output /nope/x", "--output: cannot be written", "no folder /nope", "a file"),
+    ("train RUN --submit", "--submit: is only for", "--submit", "add --launcher slurm"),
+    ("train RUN --launcher external", "--listen: the launcher", "found: nothing", "10.0.0.1:7000"),
+    ("train RUN --launcher local --max-restarts -1", "--max-restarts: must be", "-1", "0 or more"),
+]
+
+
+@pytest.mark.parametrize("arguments, where, found, fix", MISTAKES, ids=lambda text: text[:30])
+def test_a_mistake_is_told_with_a_way_out(tmp_path, capsys, arguments, where, found, fix):
+    run = write_run(tmp_path, {"a": (1,), "b": (1,)})
+    paths = {"RUN": str(run), "TOPOLOGY": str(tmp_path / "run_topology.yaml")}
+
+    def filled(text):
+        for name, path in paths.items():
+            text = text.replace(name, path)
+        return text
+
+    assert main([filled(argument) for argument in arguments.split()]) == 2
+    said = capsys.readouterr().err
+    lines = said[said.index("error: ") :].splitlines()
+    assert len(lines) == 3
+    assert filled(where) in lines[0]
+    assert lines[1].startswith("  found: ")
+    assert found in lines[1]
+    assert lines[2].startswith("  fix: ")
+    assert fix in lines[2]
+
+
+@pytest.mark.parametrize(
+    "arguments, said",
+    [([], "verbs:"), (["train"], "a run file is missing"), (["trian"], "invalid")],
+)
+def test_what_argparse_refuses_names_what_is_missing(capsys, arguments, said):
+    with pytest.raises(SystemExit) as end:
+        main(arguments)
+    assert end.value.code == 2
+    err = capsys.readouterr().err
+    assert said in err
+    assert "key=value\n" not in err.partition("error:")[2]
