@@ -310,10 +310,12 @@ def _clusters(problem: Problem, best: Sequence[Candidate], say: Saying) -> Itera
             yield none if other is None else _as_it_is(f"with {name}", problem, other)
 
 
-def _planned(what: str, problem: Problem, topology: Topology, **options: float) -> Alternative:
+def _planned(
+    what: str, problem: Problem, topology: Topology, usable_memory: float = USABLE_MEMORY
+) -> Alternative:
     """The best plan on other machines."""
     try:
-        found = find_within(problem.config, topology, **options)
+        found = find_within(problem.config, topology, usable_memory=usable_memory)
     except PlanError as refusal:  # none is within the budget
         return Alternative(what=what, step_s=None, why=refusal.problem)
     if found is None:
@@ -368,7 +370,7 @@ def _upgraded(topology: Topology) -> Iterator[tuple[str, Topology, bool]]:
         if cluster.fabric != "local":
             yield (
                 f"a node more in {cluster.name}",
-                upgrades.with_a_node_more(topology, cluster.name),
+                upgrades.with_more_nodes(topology, cluster.name),
                 False,
             )
 

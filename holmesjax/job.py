@@ -29,7 +29,7 @@ from holmesjax.config import Config
 from holmesjax.data import batches
 from holmesjax.errors import ConfigError
 from holmesjax.plan import Plan
-from holmesjax.planner import make_plan
+from holmesjax.planner import Saying, make_plan, silently
 from holmesjax.topology import Node, Topology
 
 CONFIG, TOPOLOGY, PLAN = "config.yaml", "topology.yaml", "plan.yaml"
@@ -262,6 +262,7 @@ def load(
     overrides: Sequence[str] | Mapping[str, Any] = (),
     *,
     reads_data: bool = False,
+    say: Saying = silently,
 ) -> Job:
     """The job of a run file, or of the folder of a run that was started before.
 
@@ -269,18 +270,19 @@ def load(
       target: a file of `configs/runs/`, or a run folder.
       overrides: settings on top of it, `["train.steps=100"]` or `{"train.steps": 100}`.
       reads_data: whether this machine should have the data; looked at before anything is planned.
+      say: is called with what the planner tries.
 
     Raises HolmesError for what cannot be, in the files, the data or the plan.
     """
     target, overrides = Path(target), yaml_files.as_overrides(overrides)
     if os.path.isdir(target):  # False where it may not be looked at, and then reading it says so
-        return _load_folder(target, overrides, reads_data)
+        return _load_folder(target, overrides, reads_data, say)
     config = configs.load(target, overrides)
     topology = topologies.load(configs.topology_path(config, target))
     _refuse_no_folder(Path(config.run.dir))
     if reads_data:
         batches.look_for_data(config)
-    return Job(config=config, topology=topology, plan=make_plan(config, topology))
+    return Job(config=config, topology=topology, plan=make_plan(config, topology, say))
 
 
 def _refuse_no_folder(run_dir: Path) -> None:
@@ -301,10 +303,10 @@ def _refuse_no_folder(run_dir: Path) -> None:
             raise ConfigError("run.dir", "is no folder", found=found, fix=fix)
 
 
-def _load_folder(folder: Path, overrides: Sequence[str], reads_data: bool) -> Job:
+def _load_folder(folder: Path, overrides: Sequence[str], reads_data: bool, say: Saying) -> Job:
     """A run folder is complete in itself, wherever it has been moved."""
     load_config(folder)
     here = [f"run.dir={folder}"]
     if not any(override.startswith("topology=") for override in overrides):
         here.append(f"topology={folder / TOPOLOGY}")
-    return load(folder / CONFIG, [*here, *overrides], reads_data=reads_data)
+    return load(folder / CONFIG, [*here, *overrides], reads_data=reads_data, say=say)

@@ -6,14 +6,16 @@
 import dataclasses
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
-from holmesjax import memory, prices
+from holmesjax import costs, memory, prices, shortlist, upgrades
 from holmesjax.config import Config, PlanConfig
 from holmesjax.errors import PlanError
 from holmesjax.layouts import (
     USABLE_MEMORY,
     Mesh,
+    Pass,
+    Role,
     StageCosts,
     clusters_of,
     has_unlike_devices,
@@ -33,36 +35,49 @@ from holmesjax.problem import (
     table_times,
     transfer_times,
 )
-from holmesjax.search import Candidate, Found, search
+from holmesjax.search import EFFORT, Candidate, Found, search
 from holmesjax.stage_times import StageTimes
 from holmesjax.topology import Topology
 from holmesjax.units import show
 
+Saying = Callable[[str], None]  # what is worked on now
 
-def make_plan(config: Config, topology: Topology) -> Plan:
+
+def silently(what: str) -> None:
+    """For who does not ask what is worked on."""
+
+
+def make_plan(config: Config, topology: Topology, say: Saying = silently) -> Plan:
     """The fastest plan by prediction.
+
+    Args:
+      say: is called with what is being tried, several times.
 
     Raises:
       PlanError: no plan satisfies the config on these machines; says what to change.
     """
-    problem, found = find(config, topology)
+    problem, found = find(config, topology, say)
     return as_plan(problem, found.best[0], found.bound_s)
 
 
-def find(config: Config, topology: Topology) -> tuple[Problem, Found]:
+def find(config: Config, topology: Topology, say: Saying = silently) -> tuple[Problem, Found]:
     """The best plans there are, with what they were found in. Raises PlanError as `make_plan`."""
+    _refuse_absurd_sizes(config, topology)
     _refuse_unpriced(config, topology)
     _refuse_unknown_clusters(config, topology)
     _refuse_number_of_stages(config, topology)
     try:
         _refuse_large_meshes(config, topology)
-        result = find_within(config, topology)
+        result = find_within(config, topology, say=say)
         if result is None:
+            say("the plan that comes nearest, as none fits the memory")
             raise _memory_refusal(config, topology)
     except PlanError as refusal:
+        say("stages that lie in several clusters")
         result = _find_across(config, topology, refusal)
         if result is None:
-            raise
+            say("the mildest change with which a plan fits")
+            raise _with_remedy(refusal, config, topology) from None
     return result
 
 
@@ -104,9 +119,14 @@ def make_problem(
 
 
 def find_within(
-    config: Config, topology: Topology, usable_memory: float = USABLE_MEMORY
+    config: Config,
+    topology: Topology,
+    *,
+    usable_memory: float = USABLE_MEMORY,
+    effort: float = EFFORT,
+    say: Saying = silently,
 ) -> tuple[Problem, Found] | None:
-    """With so large a share of every device's memory; None where no plan fits it.
+    """With so large a share of every device's memory; None where no plan was found that fits it.
 
     Raises PlanError where none is within the budget.
     """
@@ -116,7 +136,9 @@ def find_within(
         whole = make_problem(config, topology, by_kind, usable_memory)
         for pools in prices.selections(whole.pools) if is_priced else [whole.pools]:
             problem = whole.on(topology, pools)
-            if (found := search(problem)) is not None:
+            used = ", ".join(dict.fromkeys(pool.cluster.name for pool in pools))
+            say(f"plans on {used}" + " with stages of one kind of device" * by_kind)
+            if (found := search(problem, effort)) is not None:
                 results.append((problem, found))
     if not results:
         return None
@@ -352,6 +374,54 @@ def _idle(topology: Topology, stages: Sequence[StagePlan]) -> dict[str, int]:
 
 # ---- refusals ------------------------------------------------------------------------------------
 
+ABSURD = 10.0  # times the memory of all devices: nothing near it is looked for
+
+
+def _refuse_absurd_sizes(config: Config, topology: Topology) -> None:
+    """Numbers that no plan comes near: without a search, which would take long or overflow."""
+    model, train, parallel = config.model, config.train, config.parallel
+    sizes = f"{topology.num_devices} devices"
+    all_bytes = sum(node.num_devices * node.device.memory_bytes for node in topology.nodes)
+    if (parallel.microbatches or 1) > shortlist.MAX_MICROBATCHES:
+        raise PlanError(
+            "parallel.microbatches",
+            f"must be at most {shortlist.MAX_MICROBATCHES:,} for a step to be planned",
+            found=f"{parallel.microbatches:,}",
+            fix="use fewer, or leave the number to the planner",
+        )
+    whole = Mesh(data=1, fsdp=1, tensor=1)
+    ends = Role(is_first=True, is_last=True)
+    shape = StageCosts(config).shape(whole, Pass(1, "none"), ends, model.num_layers)
+    num_parameters = costs.stage_parameters(model, shape)
+    width = costs.DTYPE_BYTES[train.compute_dtype]
+    least_bytes = num_parameters * (4 + width + 4) + 2 * costs.moment_bytes(model, shape)
+    if least_bytes > ABSURD * all_bytes:
+        raise PlanError(
+            "model",
+            f"has {num_parameters:.3g} parameters, which take at least {show(least_bytes, 'B')}; "
+            f"all {sizes} of the topology have {show(all_bytes, 'B')}",
+            found=f"num_layers {model.num_layers:,}, width {model.width:,}, "
+            f"vocab_size {model.vocab_size:,}",
+            fix="use a smaller model, or at least "
+            f"{math.ceil(least_bytes / all_bytes):,} times as many devices",
+        )
+    microbatches = parallel.microbatches or min(shortlist.MAX_MICROBATCHES, train.global_batch)
+    sequences = math.ceil(train.global_batch / microbatches)
+    for name, value, number in (
+        ("model.context_length", model.context_length, 1),
+        ("train.global_batch", train.global_batch, sequences),
+    ):
+        tokens = number * model.context_length
+        token_bytes = costs.boundary_bytes(model, tokens, train.compute_dtype)
+        if token_bytes > ABSURD * all_bytes:
+            raise PlanError(
+                name,
+                f"gives one microbatch {tokens:,} tokens, which take {show(token_bytes, 'B')} "
+                f"between two layers; all {sizes} of the topology have {show(all_bytes, 'B')}",
+                found=f"{value:,}",
+                fix="use a smaller number",
+            )
+
 
 def _refuse_unpriced(config: Config, topology: Topology) -> None:
     if config.plan == PlanConfig():
@@ -391,6 +461,7 @@ def _refuse_number_of_stages(config: Config, topology: Topology) -> None:
         limits = (
             (num_layers, "layers of the model"),
             (topology.num_devices, "devices of the topology"),
+            (shortlist.MAX_STAGES, "stages that are planned"),
         )
         most, of = min(limits)
         if num_stages > most:
@@ -468,7 +539,11 @@ def _refuse_large_meshes(config: Config, topology: Topology) -> None:
     )
 
 
-MEMORY_STEPS = (1.02, 1.05, 1.1, 1.2, 1.4, 1.7, 2.0, 3.0, 5.0, 10.0, 30.0, 100.0, 1e3, 1e4)
+MEMORY_STEPS = (1.0, 1.05, 1.2, 1.5, 2.0, 4.0, 10.0, 100.0)  # to the least that was worked out
+MOST_MEMORY = 1e9  # times what there is, in which all fits that fits at all
+LITTLE = EFFORT / 20  # for a plan that need not be the best
+NODES_STEPS = (1.0, 1.3, 1.7, 2.5)  # times the nodes that should do, each with one more
+MOST_DEVICES = 4096  # for which it is tried how many nodes would do
 # What may be left to the planner, in the order in which a change is the milder.
 FREED = (
     "activation_checkpointing",
@@ -484,9 +559,19 @@ FREED = (
 
 
 def _memory_refusal(config: Config, topology: Topology) -> PlanError:
-    """What the plan that comes nearest to fitting lacks, and the nearest change that helps."""
-    results = (find_within(config, topology, step * USABLE_MEMORY) for step in MEMORY_STEPS)
+    """What the plan that comes nearest to fitting lacks; the fix is left to `_with_remedy`."""
+    least = _least_memory(config, topology)
+    within = lambda share: find_within(config, topology, usable_memory=share, effort=LITTLE)
+    results = (within(least * step * USABLE_MEMORY) for step in MEMORY_STEPS)
     nearest = next((result for result in results if result is not None), None)
+    if least < MOST_MEMORY and nearest is None:
+        return PlanError(
+            "memory",
+            f"no plan was found that fits: each needs at least {least:.3g} times what there is",
+            found=f"{topology.num_devices} devices, {config.model.num_layers:,} layers, "
+            f"train.global_batch {config.train.global_batch:,}",
+            fix="",
+        )
     if nearest is None:
         return PlanError(
             "parallel",
@@ -509,28 +594,68 @@ def _memory_refusal(config: Config, topology: Topology) -> PlanError:
     return PlanError(
         f"stage {i}",
         f"does not fit {kind.name} in cluster {stage.cluster!r}: {show(excess[i], 'B')} more than "
-        f"{USABLE_MEMORY:.0%} of its {show(kind.memory_bytes, 'B')}, in the plan that needs least",
+        f"{USABLE_MEMORY:.0%} of its {show(kind.memory_bytes, 'B')}, in the plan that comes "
+        "nearest",
         found=f"{show(sum(items.values()), 'B')} per device for {stage.num_blocks} Transformer "
         "layers: " + ", ".join(f"{name} {show(items[name], 'B')}" for name in largest),
-        fix=_remedy(config, topology),
+        fix="",
     )
 
 
-def _remedy(config: Config, topology: Topology) -> str:
+def _least_memory(config: Config, topology: Topology) -> float:
+    """How many times the memory there is no plan can do without."""
+    kinds = (False, True) if has_unlike_devices(topology) else (False,)
+    most = MOST_MEMORY
+    for by_kind in kinds:
+        most = shortlist.least_memory(make_problem(config, topology, by_kind), 1.0, most)
+    return most
+
+
+def _with_remedy(refusal: PlanError, config: Config, topology: Topology) -> PlanError:
+    """A refusal that says what helps: the mildest change of the settings, or more machines."""
+    if refusal.fix:
+        return refusal
+    fix = _milder_settings(config, topology) or _more_machines(config, topology)
+    return PlanError(refusal.where, refusal.problem, found=refusal.found, fix=fix)
+
+
+def _milder_settings(config: Config, topology: Topology) -> str | None:
     """The mildest change of one setting that makes a plan fit, with the value that is best."""
     parallel = config.parallel
     set_here = [name for name in FREED if getattr(parallel, name) is not None]
+    without = lambda names: dataclasses.replace(
+        config, parallel=dataclasses.replace(parallel, **dict.fromkeys(names))
+    )
+    free = without(set_here)
+    if not set_here or _least_memory(free, topology) > 1.0:
+        return None
     for name in set_here:
-        freed = dataclasses.replace(config, parallel=dataclasses.replace(parallel, **{name: None}))
-        if (result := find_within(freed, topology)) is not None:
+        if (result := find_within(without([name]), topology, effort=LITTLE)) is not None:
             plan = as_plan(result[0], result[1].best[0], result[1].bound_s)
             return f"set parallel.{name}={_value(plan, name)}, or leave it to the planner"
-    freed = dataclasses.replace(
-        config, parallel=dataclasses.replace(parallel, **dict.fromkeys(set_here))
-    )
-    if set_here and find_within(freed, topology) is not None:
+    if find_within(free, topology, effort=LITTLE) is not None:
         return f"leave to the planner: {', '.join(f'parallel.{name}' for name in set_here)}"
-    return "use more nodes, or devices with more memory, or a smaller model"
+    return None
+
+
+def _more_machines(config: Config, topology: Topology) -> str:
+    """More nodes of the cluster whose nodes have most memory, if so many were found to do."""
+    node_bytes = lambda node: node.num_devices * node.device.memory_bytes
+    cluster = max(topology.clusters, key=lambda own: node_bytes(own.nodes[-1]))
+    lacks = (_least_memory(config, topology) - 1.0) * sum(map(node_bytes, topology.nodes))
+    found = ""
+    for extra, step in enumerate(NODES_STEPS):
+        more = extra + math.ceil(max(1.0, step * lacks / node_bytes(cluster.nodes[-1])))
+        if topology.num_devices + more * cluster.nodes[-1].num_devices > MOST_DEVICES:
+            break
+        changed = upgrades.with_more_nodes(topology, cluster.name, more)
+        if _least_memory(config, changed) <= 1.0 and find_within(config, changed, effort=LITTLE):
+            found = f", such as {more} more in {cluster.name!r}"
+            break
+    return (
+        f"use more nodes{found}, or devices with more memory, or a smaller model, "
+        "train.global_batch or model.context_length"
+    )
 
 
 def _value(plan: Plan, name: str) -> object:

@@ -7,6 +7,7 @@ flow       what one stage sends to another, one array after the other
 pipe       a link between two clusters with a capacity: flows that want more of it queue
 """
 
+import functools
 import itertools
 import math
 from collections import Counter
@@ -370,10 +371,11 @@ def split_chunks(num_layers: int, num_chunks: int) -> tuple[int, ...]:
     return tuple(each + (chunk < rest) for chunk in range(num_chunks))
 
 
-def roles(num_stages: int) -> list[Role]:
+@functools.cache  # a search asks over and over
+def roles(num_stages: int) -> tuple[Role, ...]:
     """Of each stage."""
     last = num_stages - 1
-    return [Role(stage == 0, stage == last) for stage in range(num_stages)]
+    return tuple(Role(stage == 0, stage == last) for stage in range(num_stages))
 
 
 def chunk_roles(role: Role, num_chunks: int) -> list[Role]:

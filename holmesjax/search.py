@@ -7,6 +7,7 @@ Where the cases that could still be faster are few enough all of them are tried,
 is then the best there is.
 """
 
+import bisect
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
@@ -52,7 +53,9 @@ MOST_ABOVE = 1.2  # the best estimate: passes with larger bounds are not listed
 CASES_PER_TASK = 100  # a task of so many cases is simulated while one is made for the clock
 QUEUED = 10  # tasks that take as long as one whose result may queue at a pipe
 SPLIT_PER_TASK = 10  # layers that are shared out while a task is simulated
+MAX_SHARED = 1000  # layers that are shared out at all: of more, several at a time
 EFFORT = 2e6  # simulated tasks, or about as much work
+MAX_OFFERED = 3 * 80  # passes that are looked at closely
 MAX_DEPTHS = 512  # combinations of numbers in flight that are tried
 
 
@@ -91,16 +94,18 @@ class _Search:
 
     def __init__(self, problem: Problem, effort: float):
         self._problem = problem
-        self._left = effort
+        self._left = self._more = effort
         self._bounds: dict[Pass, float] = {}  # no step of the pass takes fewer seconds
         self._offers: dict[Pass, dict[int, Offers]] = {}
         self._works: dict[tuple[Seat, Pass, Role, Kind], dict[int, Work]] = {}  # by layers
+        self._rooms: dict[tuple[Seat, Pass, Order, int], int] = {}
         self.found: dict[tuple[frozenset[Part], Pass], Candidate] = {}  # the best of each
         self.best_s = math.inf
 
     def _spend(self, effort: float) -> None:
+        """Raises _Over where that was too much; more is allowed until anything is found."""
         self._left -= effort
-        if self._left < 0 and self.found:
+        if self._left < (0 if self.found else -self._more):
             raise _Over
 
     def try_cases(self, cases: Sequence[Case], passing: Pass, order: Order) -> Candidate | None:
@@ -172,7 +177,8 @@ class _Search:
         """
         problem = self._problem
         for order in self._orders(parts, passing)[:2]:
-            self._spend(order.num_stages * problem.num_layers / SPLIT_PER_TASK)
+            num_shared = min(problem.num_layers, MAX_SHARED)
+            self._spend(order.num_stages * num_shared / SPLIT_PER_TASK)
             case = self._case(parts, passing, order)
             task_s, once_s = [], []
             for stage, (seat, n, role) in enumerate(
@@ -225,6 +231,8 @@ class _Search:
     def _offers_of(self, passing: Pass) -> dict[int, Offers]:
         """What the pools can do in a pass, and with it a better bound of its steps."""
         if passing not in self._offers:
+            if len(self._offers) == MAX_OFFERED:
+                raise _Over
             self._offers[passing] = offers = shortlist.make_offers(self._problem, passing)
             self._bounds[passing] = shortlist.bound_s(self._problem, passing, offers)
         return self._offers[passing]
@@ -233,7 +241,7 @@ class _Search:
         """Those with the best estimates first, of all passes that may have good ones."""
         found: dict[tuple[frozenset[Part], Pass], Listed] = {}
         least_s = math.inf
-        for passing in self._in_turn():
+        for passing in shortlist.thinned(self._in_turn()):
             if self._bounds[passing] > MOST_ABOVE * least_s:
                 break
             offers = self._offers_of(passing)
@@ -397,6 +405,14 @@ class _Search:
             yield Case(parts, fixed)
             return
         own_roles, last = roles(len(seats)), len(seats) - 1
+        order = kind.leanest(len(seats), m)
+        room = [
+            self._room(order, passing, role, stage, problem.like(seat))
+            for stage, (seat, role) in enumerate(zip(seats, own_roles, strict=True))
+        ]
+        if sum(room) < problem.num_layers:
+            return
+        behind = [sum(room[stage + 1 :]) for stage in range(len(seats))]
         works = [
             self._works.setdefault((problem.like(seat), passing, role, kind), {})
             for seat, role in zip(seats, own_roles, strict=True)
@@ -407,8 +423,8 @@ class _Search:
             if stage > last:
                 yield ()
                 return
-            most, known = left - least * (last - stage), works[stage]
-            for n in range(least if stage < last else max(left, least), most + 1):
+            most, known = min(left - least * (last - stage), room[stage]), works[stage]
+            for n in range(max(left - behind[stage], least), most + 1):
                 self._spend(1)
                 if n not in known:
                     known[n] = kind.work(problem, seats[stage], passing, own_roles[stage], n)
@@ -422,6 +438,18 @@ class _Search:
 
         for layers in shares(0, problem.num_layers, Around()):
             yield Case(parts, layers)
+
+    def _room(self, order: Order, passing: Pass, role: Role, stage: int, seat: Seat) -> int:
+        """Layers that the memory of a stage has room for, at most."""
+        problem, key = self._problem, (seat, passing, order, stage)
+        if key not in self._rooms:
+            # Of uneven chunks no less than the layers that all of them have is in flight.
+            v = order.chunks
+            in_flight = problem.in_flight(order, stage, v)
+            full = lambda n: not problem.fits(seat, passing, role, v * n, in_flight)
+            most = bisect.bisect_left(range(1, problem.num_layers // v + 1), True, key=full)
+            self._rooms[key] = v * most + v - 1
+        return self._rooms[key]
 
 
 def search(problem: Problem, effort: float = EFFORT) -> Found | None:

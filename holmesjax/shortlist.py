@@ -12,6 +12,7 @@ Where parts meet, a whole microbatch crosses in each direction, and the nodes of
 share it; that takes no longer than the limit either.
 """
 
+import functools
 import itertools
 import math
 from collections import Counter
@@ -23,19 +24,25 @@ import numpy as np
 
 from holmesjax import costs
 from holmesjax.config import Config
-from holmesjax.layouts import Mesh, Pass, divisors, meshes
+from holmesjax.layouts import Mesh, Pass, Pool, divisors, meshes
 from holmesjax.problem import CHUNKS, Part, Problem, Seat
 
 CHECKPOINTING: tuple[costs.Checkpointing, ...] = ("none", "dots", "full")  # the last keeps least
 # Seconds of a stage, to the least that any plan needs: how unevenly stages may be loaded.
 LIMITS = (1.0002, 1.03, 1.1, 1.2, 1.4, 1.8, 2.5, 4.0)
 MAX_CHOICES = 24  # of how many stages each pool has
+MAX_COUNTS = 500  # ways to share out stages over pools that are looked at
+MAX_STAGES = 512  # of a pipeline
+MAX_MICROBATCHES = 8192  # of a step
+MAX_LISTED = 64  # numbers of microbatches for which a list is made
+MAX_SHARES = 128  # numbers of layers that the pools before one may have: more are rounded
 
 
 def passes(config: Config) -> Iterator[Pass]:
     """All that the config allows."""
     parallel, batch = config.parallel, config.train.global_batch
     counts = [parallel.microbatches] if parallel.microbatches else divisors(batch)
+    counts = [count for count in counts if count <= MAX_MICROBATCHES]
     policies: Iterable[costs.Checkpointing] = CHECKPOINTING
     if parallel.activation_checkpointing is not None:
         policies = [parallel.activation_checkpointing]
@@ -43,6 +50,15 @@ def passes(config: Config) -> Iterator[Pass]:
         policies = ["none"]
     for policy in policies:
         yield from (Pass(count, policy) for count in counts)
+
+
+def thinned(found: Sequence[Pass]) -> list[Pass]:
+    """Not all, where there are very many numbers of microbatches: those as far apart as can be."""
+    counts = sorted({passing.microbatches for passing in found})
+    if len(counts) > MAX_LISTED:
+        at = np.linspace(0, len(counts) - 1, MAX_LISTED).round().astype(int)
+        counts = [counts[i] for i in at]
+    return [passing for passing in found if passing.microbatches in counts]
 
 
 def numbers_of_stages(config: Config, passing: Pass) -> list[int] | None:
@@ -72,6 +88,7 @@ class Offers:
     layer_s: np.ndarray  # all tasks
     fixed_load_s: np.ndarray  # of tasks, with a share of what comes once in a step
     layer_load_s: np.ndarray
+    usable_bytes: float
     fixed_bytes: np.ndarray  # of memory that is left
     layer_bytes: np.ndarray
     kept_bytes: np.ndarray  # by a layer of each microbatch in flight
@@ -89,6 +106,11 @@ class Offers:
         """With so many stages, and no other number of them."""
         most_stages = np.where(self.most_stages >= count, count, 0)
         return replace(self, most_stages=most_stages, count=count)
+
+    def with_memory(self, factor: float) -> "Offers":
+        """On devices with so many times the memory."""
+        more_bytes = (factor - 1) * self.usable_bytes
+        return replace(self, fixed_bytes=self.fixed_bytes + more_bytes)
 
     @property
     def alone(self) -> "Offers":
@@ -127,11 +149,14 @@ def _offers(problem: Problem, pool_index: int, passing: Pass) -> Offers | None:
     return Offers(
         pool=pool_index,
         meshes=tuple(found),
-        most_stages=np.array([pool.num_devices // mesh.num_devices for mesh in found]),
+        most_stages=np.array(
+            [min(MAX_STAGES, pool.num_devices // mesh.num_devices) for mesh in found]
+        ),
         fixed_s=2 * time_s(own_link),
         layer_s=task_s,
         fixed_load_s=np.asarray(2 * first_s - second_s),
         layer_load_s=np.asarray(second_s - first_s),
+        usable_bytes=pool.usable_bytes,
         fixed_bytes=pool.usable_bytes - (2 * one - more),
         layer_bytes=more - deep,
         kept_bytes=deep - one,
@@ -145,17 +170,19 @@ class Choice(NamedTuple):
     offers: tuple[Offers, ...]
     crosses: bool
 
+    def holds(self, num_layers: int, limit_s: float, depth: int) -> bool:
+        """Whether the pools hold all layers within a limit."""
+        most = ((o.most_stages * o.most(limit_s, depth, self.crosses)).max() for o in self.offers)
+        return bool(sum(most) >= num_layers)
+
     def least_limit_s(self, num_layers: int, depth: int) -> float:
         """Just below the least limit within which the pools hold all layers; infinite if none."""
-        holds = lambda limit_s: (
-            sum((o.most_stages * o.most(limit_s, depth, self.crosses)).max() for o in self.offers)
-            >= num_layers
-        )
+        if not self.holds(num_layers, math.inf, depth):
+            return math.inf
+        holds = lambda limit_s: self.holds(num_layers, limit_s, depth)
         low_s, high_s = 0.0, 1e-3
         while not holds(high_s):
             low_s, high_s = high_s, 4 * high_s
-            if high_s > 1e9:
-                return math.inf
         while high_s - low_s > 1e-4 * high_s:
             middle_s = (low_s + high_s) / 2
             low_s, high_s = (low_s, middle_s) if holds(middle_s) else (middle_s, high_s)
@@ -174,22 +201,65 @@ def choices(problem: Problem, passing: Pass, offers: Mapping[int, Offers]) -> li
     counted = [
         Choice(tuple(offers[pool].counted(n) for pool, n in used), crosses=len(used) > 1)
         for number in numbers
-        for counts in _counts(len(problem.pools), number)
+        for counts in _shared_out(problem, number)
         for used in [[(pool, n) for pool, n in enumerate(counts) if n]]
-        if all(pool in offers for pool, _ in used) and _is_asked_for(problem, counts)
+        if all(pool in offers for pool, _ in used)
     ]
-    limit_s = [choice.least_limit_s(problem.num_layers, depth=1) for choice in counted]
-    order = np.argsort(limit_s, kind="stable")[:MAX_CHOICES]
-    return [counted[i] for i in order if math.isfinite(limit_s[i])]
+    best: list[tuple[float, int]] = []
+    for i, choice in enumerate(counted):
+        most_s = best[-1][0] if len(best) == MAX_CHOICES else math.inf
+        if choice.holds(problem.num_layers, most_s, depth=1):
+            best.append((choice.least_limit_s(problem.num_layers, depth=1), i))
+            best = sorted(best)[:MAX_CHOICES]
+    return [counted[i] for _, i in best]
 
 
-def _is_asked_for(problem: Problem, counts: Sequence[int]) -> bool:
-    """Whether each cluster has as many stages as the config says, if it says so."""
-    asked = problem.config.parallel.clusters
-    found = Counter[str]()
-    for pool, count in zip(problem.pools, counts, strict=True):
-        found[pool.cluster.name] += count
-    return asked is None or +found == Counter(asked)
+def _shared_out(problem: Problem, num_stages: int) -> Iterator[tuple[int, ...]]:
+    """Stages of every pool, in the ways that are looked at; a pool with none stays idle.
+
+    Where the run names the clusters of its stages, only those. All ways, where they are not too
+    many; else as the devices are shared out over the largest pools, or with a stage moved.
+    """
+    pools, asked = problem.pools, problem.config.parallel.clusters
+    if asked is not None:
+        of_each = Counter(asked)
+        names = list(dict.fromkeys(pool.cluster.name for pool in pools))
+        own = {name: [i for i, p in enumerate(pools) if p.cluster.name == name] for name in names}
+        if not of_each.keys() <= own.keys():
+            return
+        for chosen in itertools.product(*(_counts(len(own[n]), of_each[n]) for n in of_each)):
+            counts = [0] * len(pools)
+            for name, shares in zip(of_each, chosen, strict=True):
+                for pool, share in zip(own[name], shares, strict=True):
+                    counts[pool] = share
+            yield tuple(counts)
+    elif _num_counts(problem, num_stages) <= MAX_COUNTS:
+        yield from _counts(len(pools), num_stages)
+    else:
+        yield from dict.fromkeys(_by_size(pools, num_stages))
+
+
+def _num_counts(problem: Problem, num_stages: int) -> int:
+    """Ways in which stages may be shared out over pools."""
+    return math.comb(num_stages + len(problem.pools) - 1, num_stages)
+
+
+def _by_size(pools: Sequence[Pool], num_stages: int) -> Iterator[tuple[int, ...]]:
+    """Shares of the largest pools, however many of these, and those with a stage moved."""
+    largest = sorted(range(len(pools)), key=lambda i: -pools[i].num_devices)
+    for number in range(1, min(len(pools), num_stages) + 1):
+        used = largest[:number]
+        ends = np.cumsum([pools[i].num_devices for i in used])
+        edges = np.round(ends / ends[-1] * num_stages).astype(int)
+        counts = np.zeros(len(pools), int)
+        counts[used] = np.diff(edges, prepend=0)
+        yield tuple(counts.tolist())
+        for source, target in itertools.permutations(used, 2):
+            if counts[source] > 0:
+                moved = counts.copy()
+                moved[source] -= 1
+                moved[target] += 1
+                yield tuple(moved.tolist())
 
 
 def _counts(num_pools: int, num_stages: int) -> Iterator[tuple[int, ...]]:
@@ -205,9 +275,35 @@ def _counts(num_pools: int, num_stages: int) -> Iterator[tuple[int, ...]]:
 
 def bound_s(problem: Problem, passing: Pass, offers: Mapping[int, Offers]) -> float:
     """Seconds that no step of this pass takes less than: its slowest stage works that long."""
-    found = choices(problem, passing, {pool: offer.alone for pool, offer in offers.items()})
+    alone = {pool: offer.alone for pool, offer in offers.items()}
+    numbers = numbers_of_stages(problem.config, passing)
+    if alone and any(_num_counts(problem, n) > MAX_COUNTS for n in numbers or ()):
+        found = [Choice(tuple(alone.values()), crosses=False)]  # not all ways are looked at
+    else:
+        found = choices(problem, passing, alone)
     limits_s = (choice.least_limit_s(problem.num_layers, depth=1) for choice in found)
     return passing.microbatches * min(limits_s, default=math.inf)
+
+
+def least_memory(problem: Problem, least: float, most: float) -> float:
+    """How many times the memory there is no plan can do without, between two bounds of that.
+
+    The ends of the model are not counted, nor more than one microbatch in flight.
+    """
+    for passing in passes(problem.config):
+        offers = make_offers(problem, passing)
+        holds = lambda factor, own=offers: Choice(
+            tuple(offer.with_memory(factor) for offer in own.values()), crosses=False
+        ).holds(problem.num_layers, math.inf, depth=1)
+        if holds(least):
+            return least
+        if not holds(most):
+            continue
+        low = least
+        while most > low * 1.001:
+            middle = math.sqrt(low * most)
+            low, most = (low, middle) if holds(middle) else (middle, most)
+    return most
 
 
 def rough_bound_s(problem: Problem, passing: Pass) -> float:
@@ -275,32 +371,46 @@ def _knapsack(
     choice: Choice, limit_s: float, depth: int, num_layers: int
 ) -> tuple[float, tuple[Part, ...]]:
     """The parts that hold all layers in the fewest seconds of a microbatch."""
-    n = np.arange(num_layers + 1)
-    others = n[:, None] - n[None, :]  # [all, own] -> what the pools before hold
-    least_s = np.where(n == 0, 0.0, np.inf)  # of all pools so far, by layers that they hold
+    held, own, sizes, place = _shares(num_layers)
+    least_s = np.where(held == 0, 0.0, np.inf)  # of all pools so far, by layers that they hold
     steps = []
     for offer in choice.offers:
         most = offer.most(limit_s, depth, choice.crosses)
-        own_s, chosen = _fill(offer, most, num_layers)
-        together = np.where(others >= 0, least_s[others] + own_s, np.inf)
+        own_s, chosen = _fill(offer, most, sizes)
+        together = np.where(own >= 0, least_s[::-1] + own_s[place], np.inf)
         taken = together.argmin(1)
-        least_s = together[n, taken]
+        least_s = together[np.arange(len(held)), taken]
         steps.append((offer, most, chosen, taken))
-    if not np.isfinite(least_s[num_layers]):
+    if not np.isfinite(least_s[-1]):
         return math.inf, ()
-    parts, left = [], num_layers
+    parts, share = [], len(held) - 1
     for offer, most, chosen, taken in reversed(steps):
-        if own := int(taken[left]):
-            mesh = int(chosen[own])
-            num_stages = offer.count or math.ceil(own / most[mesh])
+        before = len(held) - 1 - int(taken[share])
+        if num_own := int(held[share] - held[before]):
+            mesh = int(chosen[place[share, taken[share]]])
+            num_stages = offer.count or math.ceil(num_own / most[mesh])
             parts.append(Part(offer.pool, offer.meshes[mesh], num_stages))
-            left -= own
-    return float(least_s[num_layers]), tuple(parts[::-1])
+            share = before
+    return float(least_s[-1]), tuple(parts[::-1])
 
 
-def _fill(offer: Offers, most: np.ndarray, num_layers: int) -> tuple[np.ndarray, np.ndarray]:
-    """Seconds of a microbatch through n layers on one pool, and by which mesh; n from 0."""
-    n = np.arange(num_layers + 1)[None, :]
+@functools.cache
+def _shares(num_layers: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Layers that pools may hold together; one more pool; the sizes of that, and where they are.
+
+    Of very many layers not every number is tried. The second has a row for what all hold, a column
+    for what the pools before hold, most first.
+    """
+    step = -(-num_layers // MAX_SHARES)
+    held = np.unique([0, *range(num_layers, 0, -step)])
+    own = held[:, None] - held[::-1]
+    sizes, place = np.unique(np.maximum(own, 0), return_inverse=True)
+    return held, own, sizes, place.reshape(own.shape)
+
+
+def _fill(offer: Offers, most: np.ndarray, sizes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Seconds of a microbatch through so many layers on one pool, and by which mesh; 0 is first."""
+    n = sizes[None, :]
     stages = np.ceil(n / np.maximum(most, 1)[:, None])
     possible = (most >= 1)[:, None] & (stages <= offer.most_stages[:, None])
     if offer.count is not None:
@@ -310,4 +420,4 @@ def _fill(offer: Offers, most: np.ndarray, num_layers: int) -> tuple[np.ndarray,
     seconds = np.where(possible, seconds, np.inf)
     seconds[:, 0] = 0.0 if offer.count is None else np.inf
     chosen = seconds.argmin(0)
-    return seconds[chosen, n[0]], chosen
+    return seconds[chosen, np.arange(len(sizes))], chosen

@@ -90,13 +90,14 @@ def faster_everything(topology: Topology, factor: float) -> Topology:
     return _with_collectives(changed, {c.name for c in topology.clusters}, factor)
 
 
-def with_a_node_more(topology: Topology, cluster: str) -> Topology:
-    """Like the last one of the cluster; between it and others nothing is measured."""
+def with_more_nodes(topology: Topology, cluster: str, count: int = 1) -> Topology:
+    """Like the last one of the cluster; between them and others nothing is measured."""
     [own] = [c for c in topology.clusters if c.name == cluster]
     taken = {node.name for node in topology.nodes}
     names = (f"{cluster}-{number}" for number in itertools.count(len(own.nodes)))
-    more = replace(own.nodes[-1], name=next(name for name in names if name not in taken))
-    return _with_cluster(topology, replace(own, nodes=(*own.nodes, more)))
+    free = itertools.islice((name for name in names if name not in taken), count)
+    more = tuple(replace(own.nodes[-1], name=name) for name in free)
+    return _with_cluster(topology, replace(own, nodes=own.nodes + more))
 
 
 def without_cluster(topology: Topology, cluster: str) -> Topology:

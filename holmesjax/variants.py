@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Literal, NamedTuple
 
+from holmesjax.config import Schedule
 from holmesjax.layouts import Pass, Role
 from holmesjax.problem import (
     CHUNKS,
@@ -23,6 +24,8 @@ from holmesjax.problem import (
 from holmesjax.shortlist import Listed
 
 MAX_ORDERS = 720  # of parts that are tried
+MAX_TASKS = 2_000_000  # of a step
+FEW_LAYERS = 128  # so many are shared out one by one
 DEEP = (1.0, 2.0, 0.0)  # in flight for a link, to what is under way on it
 
 
@@ -39,20 +42,25 @@ def split(problem: Problem, parts: Sequence[Part], passing: Pass, order: Order) 
     seats, own_roles = case.seats, roles(order.num_stages)
     layers = [order.chunks] * order.num_stages
 
-    def load(stage: int) -> tuple[bool, float, int]:
-        seat, role, n = seats[stage], own_roles[stage], layers[stage] + 1
+    def load(stage: int, more: int) -> tuple[bool, float, int]:
+        seat, role, n = seats[stage], own_roles[stage], layers[stage] + more
         times = problem.seconds(seat, passing, role, n, is_split=False)
         once_s = times.once / passing.microbatches
         in_flight = problem.in_flight(order, stage, n)
         full = not problem.fits(seat, passing, role, n, in_flight)
         return full, times.forward + times.backward + once_s, -stage
 
-    waiting = [(*load(stage), stage) for stage in range(order.num_stages)]
-    heapq.heapify(waiting)
-    for _ in range(problem.num_layers - sum(layers)):
-        *_, stage = heapq.heappop(waiting)
-        layers[stage] += 1
-        heapq.heappush(waiting, (*load(stage), stage))
+    left = problem.num_layers - sum(layers)
+    while left > 0:
+        # Very many are shared out several at a time, the last ones one by one.
+        more = max(1, left // FEW_LAYERS)
+        waiting = [(*load(stage, more), stage) for stage in range(order.num_stages)]
+        heapq.heapify(waiting)
+        for _ in range(left // more if more == 1 else left // more // 2):
+            *_, stage = heapq.heappop(waiting)
+            layers[stage] += more
+            left -= more
+            heapq.heappush(waiting, (*load(stage, more), stage))
     return case._replace(layers=tuple(layers))
 
 
@@ -124,9 +132,20 @@ class Kind(NamedTuple):
     chunks: int = 1
 
     def suits(self, num_stages: int, microbatches: int) -> bool:
+        if 2 * num_stages * microbatches * self.chunks > MAX_TASKS:
+            return False
         if self.name == "whole":
             return True
         return num_stages > 1 and (self.name == "split" or microbatches % num_stages == 0)
+
+    def leanest(self, num_stages: int, microbatches: int) -> Order:
+        """The schedule that keeps the fewest microbatches in flight on every stage."""
+        names: dict[str, Schedule] = {
+            "whole": "1f1b",
+            "split": "zero_bubble",
+            "interleaved": "interleaved_1f1b",
+        }
+        return Order(names[self.name], num_stages, microbatches, self.chunks)
 
     def work(self, problem: Problem, seat: Seat, passing: Pass, role: Role, layers: int) -> Work:
         """Of a stage with so many layers."""

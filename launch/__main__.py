@@ -21,6 +21,7 @@ import sys
 from collections.abc import Sequence
 
 from holmesjax.errors import REQUEUE, ConfigError, HolmesError
+from launch.patience import Patience
 
 VERBS = {
     "train": "start a run, or resume one from its folder",
@@ -186,7 +187,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             signal.signal(signal.SIGTERM, lambda *_: sys.exit(REQUEUE))
         if planned and planned.verb in ("train", "plan", "doctor", "profile"):
             load = importlib.import_module("holmesjax.job").load
-            planned.job = load(planned.target, planned.overrides, reads_data=_reads_data(planned))
+            reads_data = _reads_data(planned)
+            with Patience("planning") as say:
+                planned.job = load(
+                    planned.target, planned.overrides, reads_data=reads_data, say=say
+                )
         return importlib.import_module(f"launch.{args.verb}").run(args)
     except HolmesError as error:
         print(f"error: {error}", file=sys.stderr)

@@ -266,7 +266,7 @@ def test_a_faster_link_brings_its_nics_and_its_measured_pairs_with_it(tmp_path):
 
 def test_nodes_and_clusters_come_and_go():
     before = topologies.load(IB_ROCE)
-    more = upgrades.with_a_node_more(upgrades.with_a_node_more(before, "ib"), "ib")
+    more = upgrades.with_more_nodes(before, "ib", 2)
     names = [node.name for node in more.nodes]
     assert names == ["ib-0", "ib-1", "ib-2", "ib-3", "roce-0", "roce-1"]
     assert more.nominal_link("ib-3", "roce-0") == before.nominal_link("ib-0", "roce-0")

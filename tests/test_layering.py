@@ -119,6 +119,7 @@ LAYERS = [
         "launch.hosts",
         "launch.components",
         "launch.outputs",
+        "launch.patience",
     ],
     [
         "launch.supervisor",

@@ -3,12 +3,13 @@
 import dataclasses
 import functools
 import math
+import re
 from collections import Counter
 from pathlib import Path
 
 import pytest
 
-from holmesjax import costs, routes, sharding
+from holmesjax import costs, routes, sharding, upgrades
 from holmesjax.catalogue import REACHED, TRANSPORT_BYTES_PER_S
 from holmesjax.config import DistributedConfig
 from holmesjax.crossings import Crossing
@@ -678,8 +679,39 @@ def test_fsdp_fits_a_model_that_data_alone_does_not():
 def test_a_model_that_fits_nowhere_needs_other_machines():
     topology = make_topology(make_cluster("a", "roce", (1,), memory_gib=1.0))
     error = refusal(make_config(parallel={}), topology)
-    assert "in the plan that needs least" in error.problem
+    assert "in the plan that comes nearest" in error.problem
     assert error.fix.startswith("use more nodes")
+
+
+@pytest.mark.parametrize(
+    "model, train, where, says",
+    [
+        ({"width": 2**20}, {}, "model", "1.58e+14 parameters"),
+        ({"context_length": 2**27}, {}, "model.context_length", "134,217,728 tokens"),
+        ({}, {"global_batch": 10**9}, "train.global_batch", "between two layers"),
+        ({"num_layers": 2000, "width": 256}, {}, "stage 0", "GiB more than"),
+    ],
+    ids=["width", "context", "batch", "layers"],
+)
+def test_sizes_that_are_absurd_are_named(model, train, where, says):
+    topology = make_topology(
+        make_cluster("a", "roce", (1,), memory_gib=2.0),
+        make_cluster("b", "roce", (1,), memory_gib=2.0),
+    )
+    error = refusal(make_config(parallel={}, model=model, train=train), topology)
+    assert error.where == where
+    assert says in error.problem
+    assert "parallel" not in error.fix
+
+
+def test_more_nodes_are_named_with_which_a_plan_fits():
+    model, train = {"num_layers": 4}, {"global_batch": 4}
+    topology = make_topology(make_cluster("a", "roce", (2,), memory_gib=1.0))
+    config = make_config(parallel={}, model=model, train=train)
+    error = refusal(config, topology)
+    assert "more than 90% of its 1 GiB" in error.problem
+    [more] = re.findall(r"use more nodes, such as (\d+) more in 'a'", error.fix)
+    assert make_plan(config, upgrades.with_more_nodes(topology, "a", int(more)))
 
 
 def test_layers_move_to_where_they_fit():
