@@ -5,6 +5,7 @@ import ctypes
 import json
 import os
 import signal
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -20,6 +21,7 @@ NUMBER = (
     "PMI_RANK",
     "JOB_COMPLETION_INDEX",
 )
+KEY_S = 10.0  # for a file system to show the newest key
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,13 +52,29 @@ class Place:
             return cls(
                 number=int(number),
                 controller=(address, int(port)),
-                key=wire.read_key_file(_take(env, "HOLMES_KEY_FILE", "the job's key file")),
+                key=_key(env),
                 addresses=_addresses(env, find_host),
                 restart=int(env.get("HOLMES_RESTART", "0")),
             )
         except (ValueError, AttributeError, IndexError) as error:
             where, fix = "the environment", "see docs/launching.md"
             raise HolmesError(where, "makes no sense", found=error, fix=fix) from None
+
+
+def _key(env: Mapping[str, str]) -> bytes:
+    """The job's key. A file system may show the key of the start before for a moment."""
+    path = _take(env, "HOLMES_KEY_FILE", "the job's key file")
+    wanted = env.get("HOLMES_KEY_DIGEST")
+    deadline_s = time.monotonic() + KEY_S
+    while True:
+        key = wire.read_key_file(path)
+        if wanted in (None, found := wire.key_digest(key)):
+            return key
+        if time.monotonic() > deadline_s:
+            problem = f"is not the key that the launcher has, whose digest is {wanted}"
+            fix = "put run.dir on a file system that all nodes share"
+            raise HolmesError(path, problem, found=found, fix=fix)
+        time.sleep(wire.PAUSE_S)
 
 
 def _addresses(env: Mapping[str, str], find_host: Callable[[], Host]) -> dict[str, list[str]]:

@@ -7,6 +7,9 @@ from holmesjax.errors import ConfigError
 from holmesjax.processes import Process
 from launch.launcher import Events, parse_listen
 
+# Not the same for each process, or each start of the job: whoever sets it once leaves them out.
+OF_A_START = ("HOLMES_PROCESS", "HOLMES_RESTART", "HOLMES_KEY_DIGEST")
+
 
 class ExternalLauncher:
     """The launcher `external`: `--listen HOST:PORT` is where the processes find the controller.
@@ -35,7 +38,7 @@ class ExternalLauncher:
         events: Events,
     ) -> None:
         if process.number == 0:
-            variables = [name for name in env if name not in ("HOLMES_PROCESS", "HOLMES_RESTART")]
+            variables = [name for name in env if name not in OF_A_START]
             print("waiting for the processes; start each on its node with these set:")
             print(*(f"  {name}={shlex.quote(env[name])}" for name in variables), sep="\n")
             print("  HOLMES_PROCESS=<number>        # or let Slurm, Open MPI or Kubernetes say it")

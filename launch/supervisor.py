@@ -283,11 +283,13 @@ class Supervisor:
     def _start(
         self, controller: Controller, variables: dict[str, str], key_file: Path, restart: int
     ) -> None:
+        digest = wire.key_digest(wire.read_key_file(key_file))
         for process in self._processes:
             env = {
                 **variables,
                 "HOLMES_CONTROLLER": "{}:{}".format(*controller.address),
                 "HOLMES_KEY_FILE": str(key_file.absolute()),
+                "HOLMES_KEY_DIGEST": digest,
                 "HOLMES_PROCESS": str(process.number),
                 "HOLMES_RESTART": str(restart),
             }

@@ -15,7 +15,7 @@ import time
 
 import pytest
 
-from holmesjax import door, wire
+from holmesjax import door, place, wire
 from holmesjax.door import Door
 from holmesjax.errors import HolmesError, PeerError, RefusedError
 
@@ -399,11 +399,34 @@ def test_a_key_file_is_private(tmp_path):
         wire.read_key_file(path)
 
 
+def test_another_key_than_the_launchers_is_told_before_anybody_is_called(tmp_path, monkeypatch):
+    """Once the file has had time to be the newest."""
+    old = wire.make_key_file(tmp_path / "key")
+    env = {
+        "HOLMES_PROCESS": "0",
+        "HOLMES_CONTROLLER": "10.0.0.1:7000",
+        "HOLMES_ADDRESSES": "{}",
+        "HOLMES_KEY_FILE": str(tmp_path / "key"),
+        "HOLMES_KEY_DIGEST": wire.key_digest(bytes(32)),
+    }
+    monkeypatch.setattr(place, "KEY_S", 0.2)
+    with pytest.raises(HolmesError, match="not the key that the launcher has"):
+        place.Place.from_environment(env, lambda: None)
+    monkeypatch.setattr(place, "KEY_S", 30.0)
+    newest = tmp_path / "newest"
+    newest.write_text(bytes(32).hex())
+    newest.chmod(0o600)
+    change = threading.Timer(0.3, newest.replace, [tmp_path / "key"])
+    change.start()
+    assert place.Place.from_environment(env, lambda: None).key == bytes(32) != old
+    change.join()
+
+
 # ---- too few descriptors -------------------------------------------------------------------------
 
 OPEN_A_DOOR = """
 import resource, sys, time
-from holmesjax import door, wire
+from holmesjax import door, place, wire
 from holmesjax.door import Door
 
 resource.setrlimit(resource.RLIMIT_NOFILE, (20, 20))
@@ -444,7 +467,7 @@ def test_a_listener_without_descriptors_says_so_and_goes_on():
 def test_the_soft_limit_of_open_files_is_raised():
     code = """
 import resource
-from holmesjax import door, wire
+from holmesjax import door, place, wire
 
 resource.setrlimit(resource.RLIMIT_NOFILE, (64, 512))
 wire.raise_open_files()
