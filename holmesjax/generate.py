@@ -115,7 +115,7 @@ class Sampler:
         jobs.load_config(run_dir)
         found = manifest.newest(run_dir, warn, set_aside=False)
         if found is None:
-            fix = "train it first: python -m launch train"
+            fix = f"train it first: python -m launch train {run_dir}"
             raise CheckpointError(str(run_dir), "has no checkpoint", found="none", fix=fix)
         model = ModelConfig(**found.settings["model"])
         return cls(model=model, params=checkpoint.restore_params(found, model))
