@@ -29,7 +29,7 @@ PYTHON_STDLIB = "python-stdlib"  # a corpus that every machine has
 Count = Annotated[int, Field(ge=1, le=2**31 - 1, strict=True)]
 Natural = Annotated[int, Field(ge=0, le=2**31 - 1, strict=True)]
 Seed = Annotated[int, Field(ge=0, le=2**63 - 1, strict=True)]
-NumLayers = Annotated[int, Field(ge=1, le=2**16, strict=True)]
+NumLayers = Annotated[int, Field(ge=1, le=2**14, strict=True)]
 Width = Annotated[int, Field(ge=1, le=2**20, strict=True)]
 Wide = Annotated[int, Field(ge=1, le=2**24, strict=True)]
 Length = Annotated[int, Field(ge=1, le=2**27, strict=True)]
@@ -527,6 +527,14 @@ def _pattern_is_for_folders(data: DataConfig) -> Iterator[ConfigError]:
         yield _wrong("data.pattern", problem, data.pattern, "remove it, or name a data.corpus")
 
 
+def _home_is_written_out(name: str, section: RunConfig | DataConfig) -> Iterator[ConfigError]:
+    if (path := getattr(section, name.partition(".")[2])).startswith("~"):
+        problem = (
+            "must be a path as it is: only a shell knows what ~ is, and at the start of a word"
+        )
+        yield _wrong(name, problem, path, f"write it out, as /home/NAME{path[1:]}")
+
+
 def _steps_or_minutes(checkpoint: CheckpointConfig) -> Iterator[ConfigError]:
     if checkpoint.every is not None and checkpoint.every_minutes is not None:
         problem = f"cannot be set beside checkpoint.every = {checkpoint.every}"
@@ -536,7 +544,7 @@ def _steps_or_minutes(checkpoint: CheckpointConfig) -> Iterator[ConfigError]:
 
 CUT_BY_TENSOR = ("num_heads", "num_kv_heads", "mlp_width", "vocab_size")
 CHECKS: dict[tuple[str, ...], tuple[Callable[..., Iterator[ConfigError]], ...]] = {
-    ("run",): (_cache_is_a_place,),
+    ("run",): (_cache_is_a_place, partial(_home_is_written_out, "run.dir")),
     ("model",): (_heads_share_width, _heads_share_keys, _rotary_turns_pairs),
     ("parallel",): (
         _one_value_per_stage,
@@ -546,7 +554,7 @@ CHECKS: dict[tuple[str, ...], tuple[Callable[..., Iterator[ConfigError]], ...]] 
         _split_backwards_compute_nothing_again,
     ),
     ("optimizer",): (_decay_is_for_wsd,),
-    ("data",): (_pattern_is_for_folders,),
+    ("data",): (_pattern_is_for_folders, partial(_home_is_written_out, "data.corpus")),
     ("checkpoint",): (_steps_or_minutes,),
     ("model", "data"): (_vocabulary_holds_bytes,),
     ("model", "parallel"): (

@@ -195,6 +195,16 @@ model.vocab_size: must be at least 256: the tokens of the corpus are bytes
   found: 255
   fix: use 256, or a padded size
 
+run.dir=~/runs/a
+run.dir: must be a path as it is: only a shell knows what ~ is, and at the start of a word
+  found: ~/runs/a
+  fix: write it out, as /home/NAME/runs/a
+
+data.corpus=~/text
+data.corpus: must be a path as it is: only a shell knows what ~ is, and at the start of a word
+  found: ~/text
+  fix: write it out, as /home/NAME/text
+
 parallel.layers=[4,3]
 parallel.layers: must sum to model.num_layers = 6
   found: 4 + 3 = 7
