@@ -318,13 +318,14 @@ def attend(
     num_members: int,
     address: tuple[str, int],
     round_trip_s: float,
-    start_s: float,
     pipe: Pipe,
 ) -> None:
-    """Some members, from their first call at `start_s`; sends what each has seen."""
+    """Some members, from their first call at a time that it is told; sends what each has seen."""
     wire.raise_open_files(len(numbers))
     processes = make_processes(num_members)
     crowd = Crowd(address, round_trip_s)
+    pipe.send("up")
+    start_s = pipe.recv()
     time.sleep(max(start_s - time.perf_counter(), 0.0))
     members = [Member(crowd, processes[number], num_members) for number in numbers]
     crowd.run()
@@ -370,7 +371,6 @@ def measure(num_members: int, round_trip_s: float, num_crowds: int) -> dict[str,
     try:
         controller = start(serve, num_members)
         address = hear(controller, 60.0)
-        start_s = time.perf_counter() + 2.0 + 0.5 * num_crowds  # for the crowds to come up
         crowds = [
             start(
                 attend,
@@ -378,10 +378,14 @@ def measure(num_members: int, round_trip_s: float, num_crowds: int) -> dict[str,
                 num_members,
                 address,
                 round_trip_s,
-                start_s,
             )
             for c in range(num_crowds)
         ]
+        for crowd in crowds:
+            hear(crowd, 60.0)
+        start_s = time.perf_counter() + 0.5
+        for crowd in crowds:
+            crowd.send(start_s)
         seen = [hear(crowd, LIMIT_S) for crowd in crowds]
         told = hear(controller, LIMIT_S)
         for pipe in pipes:
