@@ -33,7 +33,9 @@ PERIOD_US = 25_000  # of the quota: how long a node may stand still; shorter one
 BRIDGE, OWN_BRIDGE = "02:00:00:00:00:01", "02:00:00:00:01:{:02x}"
 MTU_BYTES = 9000  # jumbo frames: headers are 1% of the traffic
 BURST_S = 200e-6  # what a class may send at once after a pause, as time at its rate
-QUEUE_S = 0.05  # that may wait where nodes share a link, as time at its rate
+# What may wait where nodes share a link: as time at its rate, and at least so many frames, since
+# each connection keeps some on their way.
+QUEUE_S, QUEUE_FRAMES = 0.1, 32
 CHUNK_S = 1e-3  # the most that TCP hands over at once, as time at the rate
 FRAME_BYTES = MTU_BYTES + 14
 
@@ -109,7 +111,7 @@ class Commands:
         ]
         for b, link in self.lab.pipes(cluster).items():
             minor, rate = FIRST_LINK + b, link.capacity_bytes_per_s
-            limit = max(round(rate * QUEUE_S), 4 * FRAME_BYTES)
+            limit = max(round(rate * QUEUE_S), QUEUE_FRAMES * FRAME_BYTES)
             lines += [
                 f"{add} classid 1:{minor:x} htb {_rates(rate, rate)}",
                 f"{tc} qdisc add dev {up} parent 1:{minor:x} bfifo limit {limit}",
