@@ -2,12 +2,14 @@
 
 A part is what one stage wrote: a flat dict of arrays. A key is the array's path in the state
 (`params.block_003.up_DF`), so it names the layer and never the stage, the mesh or the cluster, and
-any plan restores what another has written. `manifest` says which checkpoints are whole.
+any plan restores what another has written. `manifest` says which checkpoints are whole, but for the
+arrays: each has a digest, computed where it lies before it is written, and again where it is read.
 """
 
 import contextlib
 import dataclasses
 import functools
+import gc
 import logging
 import os
 import re
@@ -22,7 +24,7 @@ import jax
 import orbax.checkpoint as ocp
 from orbax.checkpoint.options import AsyncOptions
 
-from holmesjax import manifest
+from holmesjax import digests, manifest
 from holmesjax.config import ModelConfig
 from holmesjax.domain import Gate
 from holmesjax.errors import CheckpointError
@@ -57,8 +59,11 @@ def owned(stage: Stage, state: StageState) -> Arrays:
 def restore(checkpoint: Checkpoint, stages: Sequence[Stage]) -> list[StageState]:
     """The states of all stages, whatever the plan that wrote them. Verify first.
 
-    Moments that were kept in another way are read as they were, and kept in the stage's. Raises
-    CheckpointError, before anything is read, if it holds other arrays than the model has.
+    Moments that were kept in another way are read as they were, and kept in the stage's.
+
+    Raises:
+      CheckpointError: it holds other arrays than the model has; nothing is read.
+      DamagedError: an array cannot be read, or is not what was written.
     """
     model, optimizer = stages[0].model, _writing_optimizer(checkpoint, stages[0])
     params = _param_shapes(model)
@@ -130,7 +135,8 @@ def _show(dtype: str, shape: Sequence[int]) -> str:
 def _restore_tree(checkpoint: Checkpoint, shapes: Any) -> Any:
     """Reads every array of a tree of shapes from the part that has it, with its sharding."""
     wanted = flatten(shapes)
-    part_of = {key: checkpoint.manifest["arrays"][key]["part"] for key in wanted}
+    known = checkpoint.manifest["arrays"]
+    part_of = {key: known[key]["part"] for key in wanted}
     arrays: Arrays = {}
     with ocp.PyTreeCheckpointer() as checkpointer:
         for part in sorted(set(part_of.values())):
@@ -140,14 +146,39 @@ def _restore_tree(checkpoint: Checkpoint, shapes: Any) -> Any:
                 restore_args=ocp.checkpoint_utils.construct_restore_args(here),
                 partial_restore=True,
             )
-            arrays |= checkpointer.restore(checkpoint.path / part, args=args)
+            arrays |= _read(checkpointer, checkpoint, part, args)
+    # Orbax gives back the shape where the file system has no array, or its metadata say so.
+    if missing := [key for key in wanted if not isinstance(arrays[key], jax.Array)]:
+        problem = f"is damaged: {missing[0]} is not in it"
+        raise manifest.damaged(checkpoint, part_of[missing[0]], problem, "no such array")
+    found = digests.of({key: arrays[key] for key in wanted})
+    for key, digest in found.items():
+        if digest != known[key]["digest"]:
+            problem = f"is damaged: the digest of {key} should be {known[key]['digest']}"
+            raise manifest.damaged(checkpoint, part_of[key], problem, digest)
     return jax.tree.unflatten(jax.tree.structure(shapes), [arrays[key] for key in wanted])
 
 
-# What a writer tells when its parts are on disk: the step, each array's dtype, shape and part, and
-# the SHA-256 of each file; or when they cannot be written: the step, and why, in one line. Whoever
-# hears it from all stages commits the checkpoint (`saving`).
-Saved = Callable[[int, dict[str, dict[str, Any]], dict[str, str]], None]
+def _read(
+    checkpointer: ocp.PyTreeCheckpointer,
+    checkpoint: Checkpoint,
+    part: str,
+    args: ocp.args.PyTreeRestore,
+) -> Arrays:
+    try:
+        found: Arrays = checkpointer.restore(checkpoint.path / part, args=args)
+        return found
+    except (OSError, ValueError) as error:
+        reason = _reason(error)
+    # Reads that Orbax has abandoned would print a traceback each when Python ends.
+    gc.collect()
+    raise manifest.damaged(checkpoint, part, "is damaged: its arrays cannot be read", reason)
+
+
+# What a writer tells when its parts are on disk: the step, each array's dtype, shape, digest and
+# part, and what its files are; or when they cannot be written: the step, and why, in one line.
+# Whoever hears it from all stages commits the checkpoint (`saving`).
+Saved = Callable[[int, dict[str, dict[str, Any]], manifest.Files], None]
 Failed = Callable[[int, str], None]
 
 
@@ -205,8 +236,14 @@ class Writer:
             self._stages, states, self._checkpointers, strict=True
         ):
             part, mine = manifest.part_name(stage.index), owned(stage, state)
+            found = digests.of(mine)
             arrays |= {
-                key: {"part": part, "dtype": str(x.dtype), "shape": list(x.shape)}
+                key: {
+                    "part": part,
+                    "dtype": str(x.dtype),
+                    "shape": list(x.shape),
+                    "digest": found[key],
+                }
                 for key, x in mine.items()
             }
             with self._failing(step):
@@ -225,10 +262,10 @@ class Writer:
                 checkpointer.wait_until_finished()
         if self._is_failing or jax.process_index() > 0:
             return
-        files: dict[str, str] = {}
+        files: manifest.Files = {}
         with self._failing(step):
             for stage in self._stages:
-                files |= manifest.hash_part(path, stage.index)
+                files |= manifest.files_of(path, stage.index)
         if not self._is_failing:
             self._saved(step, arrays, files)
 

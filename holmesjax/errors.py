@@ -46,6 +46,10 @@ class CheckpointError(HolmesError):
     """A checkpoint that is missing, damaged, or of another model."""
 
 
+class DamagedError(CheckpointError):
+    """A checkpoint that is not as it was written; an older one may be."""
+
+
 class LeaseError(HolmesError):
     """A run folder that another process owns."""
 

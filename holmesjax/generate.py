@@ -19,7 +19,7 @@ import numpy as np
 from holmesjax import checkpoint, job as jobs, manifest
 from holmesjax.config import ModelConfig
 from holmesjax.data.tokenizer import BEGIN, NUM_TOKENS, encode
-from holmesjax.errors import CheckpointError, ConfigError
+from holmesjax.errors import CheckpointError, ConfigError, DamagedError
 from holmesjax.models import gpt
 from holmesjax.models.gpt import Cache
 from holmesjax.plan import EMBED, HEAD, layer_names
@@ -113,12 +113,17 @@ class Sampler:
           warn: takes what is wrong with newer ones.
         """
         jobs.load_config(run_dir)
-        found = manifest.newest(run_dir, warn, set_aside=False)
-        if found is None:
-            fix = f"train it first: python -m launch train {run_dir}"
-            raise CheckpointError(str(run_dir), "has no checkpoint", found="none", fix=fix)
-        model = ModelConfig(**found.settings["model"])
-        return cls(model=model, params=checkpoint.restore_params(found, model))
+        known: dict[Path, DamagedError] = {}
+        while True:
+            found = manifest.newest(run_dir, warn, set_aside=False, known=known)
+            if found is None:
+                fix = f"train it first: python -m launch train {run_dir}"
+                raise CheckpointError(str(run_dir), "has no checkpoint", found="none", fix=fix)
+            model = ModelConfig(**found.settings["model"])
+            try:
+                return cls(model=model, params=checkpoint.restore_params(found, model))
+            except DamagedError as error:
+                known[found.path] = error
 
     def stream(self, prompt: str, max_tokens: int, sampling: Sampling) -> Iterator[str]:
         """The continuation, in pieces that are whole characters."""

@@ -5,9 +5,10 @@
                               manifest.json
                 step_00000200.damaged/        found damaged by the owner of the run: set aside
 
-The manifest says which part holds which array, with its dtype and shape, and has a SHA-256 of every
-file. It is written last: a folder without one is no checkpoint. Orbax restores a flipped payload
-bit without an error, so the hashes are checked first.
+The manifest says which part holds which array, with its dtype, shape and digest (`digests`), and
+has the size of every file, and the SHA-256 of those that are not the arrays themselves. It is
+written last: a folder without one is no checkpoint. Orbax restores a flipped payload bit without an
+error. So whoever reads arrays compares their digests (`checkpoint`); here is verified all else.
 """
 
 import hashlib
@@ -16,15 +17,24 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
-from holmesjax.errors import CheckpointError
+from holmesjax.errors import CheckpointError, DamagedError
 
-FOLDER, MANIFEST, FORMAT = "checkpoints", "manifest.json", 5
+FOLDER, MANIFEST, FORMAT = "checkpoints", "manifest.json", 6
 PART = "part_"
 STEP = re.compile(r"step_(\d+)")  # what is set aside has another name
+DATA = "d"  # a folder of OCDBT, which has arrays, and trees of their chunks with checksums
+SMALL_BYTES = 1 << 20  # a file of DATA up to this has a SHA-256, as all others have
+SHOWN = {"bytes": "its size", "sha256": "its SHA-256"}
+THREADS = 16  # that ask the file system, which may be far away
+
+Files = dict[str, dict[str, Any]]  # name in the checkpoint -> its "bytes" and "sha256", or None
+Damaged = Mapping[Path, DamagedError]  # checkpoints whose arrays were found damaged, and how
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,60 +80,79 @@ def _folders(run_dir: str | Path) -> list[tuple[int, Path]]:
 
 
 def verify(checkpoint: Checkpoint) -> None:
-    """Raises unless every file is there with the bytes that were written."""
-    fix = f"copy {checkpoint.path} back from elsewhere"
+    """Raises DamagedError unless every file is there, as long as it was and if small as it was."""
     manifest = checkpoint.manifest
     if manifest.get("format") != FORMAT or manifest.get("sha256") != _manifest_sha256(manifest):
-        raise CheckpointError(
-            str(checkpoint.path / MANIFEST),
+        raise damaged(
+            checkpoint,
+            MANIFEST,
             f"is damaged, or not of format {FORMAT}",
-            found=f"format {manifest.get('format')!r}, SHA-256 {manifest.get('sha256')!r}",
-            fix=fix,
+            f"format {manifest.get('format')!r}, SHA-256 {manifest.get('sha256')!r}",
         )
     if manifest["step"] != checkpoint.step:
         problem = f"is damaged: it is a checkpoint after step {manifest['step']}"
-        raise CheckpointError(str(checkpoint.path), problem, found=checkpoint.path.name, fix=fix)
-    for name, sha256 in manifest["files"].items():
-        path = checkpoint.path / name
-        if not path.is_file():
-            raise CheckpointError(str(path), "is missing", found="no such file", fix=fix)
+        raise damaged(checkpoint, "", problem, checkpoint.path.name)
+    files: Files = manifest["files"]
+
+    def check(name: str) -> DamagedError | None:
         try:
-            found = _sha256(path)
+            found = _describe(checkpoint.path / name)
+        except FileNotFoundError:
+            return damaged(checkpoint, name, "is missing", "no such file")
         except OSError as error:
-            problem = "is damaged: it cannot be read"
-            raise CheckpointError(str(path), problem, found=error.strerror, fix=fix) from None
-        if found != sha256:
-            raise CheckpointError(
-                str(path), f"is damaged: its SHA-256 should be {sha256}", found=found, fix=fix
-            )
+            return damaged(checkpoint, name, "is damaged: it cannot be read", error.strerror)
+        if found == files[name]:
+            return None
+        what = "bytes" if found["bytes"] != files[name]["bytes"] else "sha256"
+        problem = f"is damaged: {SHOWN[what]} should be {files[name][what]}"
+        return damaged(checkpoint, name, problem, found[what])
+
+    with ThreadPoolExecutor(THREADS) as pool:
+        for error in filter(None, pool.map(check, files)):
+            raise error
+
+
+def damaged(checkpoint: Checkpoint, name: str, problem: str, found: object) -> DamagedError:
+    """An error that says what is wrong with one file of a checkpoint, or all of it."""
+    fix = f"copy {checkpoint.path} back from elsewhere"
+    return DamagedError(str(checkpoint.path / name), problem, found=found, fix=fix)
 
 
 def newest(
-    run_dir: str | Path, warn: Callable[[str], None], *, set_aside: bool
+    run_dir: str | Path,
+    warn: Callable[[str], None],
+    *,
+    set_aside: bool,
+    known: Damaged = MappingProxyType({}),
 ) -> Checkpoint | None:
-    """The newest checkpoint that is whole; warns where a newer one is damaged.
+    """The newest checkpoint that is whole, as far as is seen without reading arrays.
+
+    Warns where a newer one is damaged.
 
     Args:
+      known: what was found when arrays were read.
       set_aside: whether to rename the damaged ones, so that they count no more; the run's owner
         does, and nobody else.
 
     Raises CheckpointError if all are damaged; nothing is renamed.
     """
-    damaged: list[tuple[Checkpoint, CheckpointError]] = []
+    bad: list[tuple[Checkpoint, DamagedError]] = []
     for found in find(run_dir):
         try:
+            if found.path in known:
+                raise known[found.path]
             verify(found)
-        except CheckpointError as error:
-            damaged.append((found, error))
+        except DamagedError as error:
+            bad.append((found, error))
             continue
-        for other, why in damaged:
+        for other, why in bad:
             lines = [f"warning: {why.where}: {why.problem}", f"  found: {why.found}"]
             if set_aside:
                 lines.append(f"  it is set aside as {_set_aside(other.path)}")
             warn("\n".join([*lines, f"  the checkpoint after step {found.step} is used instead"]))
         return found
-    if damaged:
-        why = damaged[0][1]
+    if bad:
+        why = bad[0][1]
         fix = f"{why.fix}; no other is whole: to begin anew, use another run.dir"
         raise CheckpointError(why.where, why.problem, found=why.found, fix=fix)
     return None
@@ -161,10 +190,22 @@ def begin(run_dir: str | Path, step: int) -> Path:
     return path
 
 
-def hash_part(path: Path, stage: int) -> dict[str, str]:
-    """SHA-256 of every file of a part, by its name in the checkpoint."""
+def files_of(path: Path, stage: int) -> Files:
+    """What the files of a part are, by their names in the checkpoint; reads the small ones."""
     files = sorted(file for file in (path / part_name(stage)).rglob("*") if file.is_file())
-    return {file.relative_to(path).as_posix(): _sha256(file) for file in files}
+    with ThreadPoolExecutor(THREADS) as pool:
+        described = pool.map(_describe, files)
+        return {
+            file.relative_to(path).as_posix(): what
+            for file, what in zip(files, described, strict=True)
+        }
+
+
+def _describe(path: Path) -> dict[str, Any]:
+    size = path.stat().st_size
+    has_arrays = path.parent.name == DATA and size > SMALL_BYTES
+    sha256 = None if has_arrays else hashlib.sha256(path.read_bytes()).hexdigest()
+    return {"bytes": size, "sha256": sha256}
 
 
 def commit(
@@ -177,7 +218,7 @@ def commit(
     plan_hash: str,
     keep: int,
     arrays: Mapping[str, Mapping[str, Any]],
-    files: dict[str, str],
+    files: Files,
 ) -> None:
     """Makes a checkpoint of the parts that were written; removes older ones, so that `keep` stay.
 
@@ -185,8 +226,8 @@ def commit(
       sequences: consumed before it.
       settings: `Checkpoint.settings`.
       data: digests of each split and of the order of the data.
-      arrays: array -> its dtype, its shape and the name of the part that holds it.
-      files: what `hash_part` gave for each part.
+      arrays: array -> its dtype, shape and digest, and the name of the part that holds it.
+      files: what `files_of` gave for each part.
     """
     path = folder_of(run_dir, step)
     for other in path.glob(PART + "*"):  # of another plan, which did not get this far
@@ -214,11 +255,6 @@ def remove_unfinished(run_dir: str | Path) -> None:
     for _, path in _folders(run_dir):
         if not (path / MANIFEST).exists():
             shutil.rmtree(path)
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _manifest_sha256(manifest: dict[str, Any]) -> str:

@@ -12,6 +12,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from holmesjax import job as jobs, manifest, schema
@@ -180,7 +181,7 @@ class Start:
         self,
         step: int,
         arrays: dict[str, dict[str, Any]],
-        files: dict[str, str],
+        files: manifest.Files,
         *,
         data: Mapping[str, str],
     ) -> None:
@@ -199,18 +200,24 @@ class Start:
         )
 
 
-def find(job: Job, allow: str | Iterable[str], warn: Callable[[str], None]) -> Start:
+def find(
+    job: Job,
+    allow: str | Iterable[str],
+    warn: Callable[[str], None],
+    known: manifest.Damaged = MappingProxyType({}),
+) -> Start:
     """Finds where the job goes on; the run folder must be the caller's (`lease`).
 
     Args:
       allow: what `--allow` said, each time.
       warn: takes what is wrong with newer checkpoints.
+      known: for `manifest.newest`.
 
     Raises:
       CheckpointError: all checkpoints are damaged, or settings differ that may not.
       ConfigError: `allow` names what needs no permission.
     """
-    checkpoint = manifest.newest(job.run_dir, warn, set_aside=True)
+    checkpoint = manifest.newest(job.run_dir, warn, set_aside=True, known=known)
     changes = tuple(_changes(checkpoint, job)) if checkpoint else ()
     start = Start(job=job, checkpoint=checkpoint, changes=changes, allow=names_of(allow))
     allowable = _allowable(job)

@@ -46,7 +46,7 @@ class _Told:
 
     num: int = 0  # of tellers
     arrays: dict[str, dict[str, Any]] = field(default_factory=dict)
-    files: dict[str, str] = field(default_factory=dict)
+    files: manifest.Files = field(default_factory=dict)
 
 
 class Saves:
@@ -66,7 +66,7 @@ class Saves:
         self,
         run_dir: Path,
         num_tellers: int,
-        commit: Callable[[int, dict[str, dict[str, Any]], dict[str, str]], None],
+        commit: Callable[[int, dict[str, dict[str, Any]], manifest.Files], None],
         warn: Callable[[str], None],
     ):
         self._run_dir, self._num_tellers = run_dir, num_tellers
@@ -75,7 +75,7 @@ class Saves:
         self._failed: set[int] = set()  # steps
         self._failures: list[str] = []  # why, since the last checkpoint
 
-    def saved(self, step: int, arrays: dict[str, dict[str, Any]], files: dict[str, str]) -> None:
+    def saved(self, step: int, arrays: dict[str, dict[str, Any]], files: manifest.Files) -> None:
         """Takes what a part holds, as `manifest.commit` does."""
         told = self._told.setdefault(step, _Told())
         told.arrays |= arrays

@@ -15,6 +15,7 @@ from typing import Any, TextIO
 import jax
 
 from holmesjax import checkpoint, compat, job as jobs, manifest, metrics, program_cache, resume
+from holmesjax.errors import DamagedError
 from holmesjax.job import Job
 from holmesjax.lease import Lease
 from holmesjax.mesh import build_meshes
@@ -85,9 +86,18 @@ class Trainer:
             return self._train(self._lease or own())
 
     def _train(self, lease: Lease) -> list[dict[str, Any]]:
-        config, plan = self.job.config, self.job.plan
         self._print(*self.job.describe())
         start = resume.find(self.job, self._allow, self._print)
+        while True:
+            try:
+                return self._train_from(start, lease)
+            except DamagedError as error:
+                assert start.checkpoint, "arrays are read of a checkpoint"
+                known = {start.checkpoint.path: error}
+                start = resume.find(self.job, self._allow, self._print, known)
+
+    def _train_from(self, start: resume.Start, lease: Lease) -> list[dict[str, Any]]:
+        config, plan = self.job.config, self.job.plan
         done = start.step
         self.history = [r for r in metrics.read(self.run_dir) if r["step"] <= done]
         if done >= config.train.steps:

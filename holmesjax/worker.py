@@ -32,7 +32,7 @@ from holmesjax import (
 from holmesjax.control import Member
 from holmesjax.data.batches import look_for_data
 from holmesjax.discovery import Host
-from holmesjax.errors import HolmesError
+from holmesjax.errors import DamagedError, HolmesError
 from holmesjax.job import Job
 from holmesjax.manifest import Checkpoint
 from holmesjax.mesh import build_mesh
@@ -120,11 +120,11 @@ class _Worker:
         """Ends this process with what went wrong, from any thread; the first call counts."""
         self._failing.acquire()  # never released
         status = 1
-        told = {"where": "", "problem": f"{type(error).__name__}: {error}"}
+        told: dict[str, Any] = {"where": "", "problem": f"{type(error).__name__}: {error}"}
         last_words = [lambda: self._tell("failed", exit_status=status, **told)]
         if isinstance(error, HolmesError):
             status = error.exit_status
-            told = error.parts()
+            told = {**error.parts(), "damaged": isinstance(error, DamagedError)}
         else:
             last_words.insert(0, lambda: traceback.print_exception(error))
         lifeline.end_process(status, *last_words)
@@ -265,7 +265,7 @@ class _Worker:
         return found
 
     def _tell_saved(
-        self, step: int, arrays: dict[str, dict[str, Any]], files: dict[str, str]
+        self, step: int, arrays: dict[str, dict[str, Any]], files: manifest.Files
     ) -> None:
         self._member.tell("saved", step=step, arrays=arrays, files=files)
 

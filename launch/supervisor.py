@@ -24,7 +24,7 @@ from typing import Any, Protocol
 from holmesjax import lease, manifest, resume, wire
 from holmesjax.agreement import Agreement
 from holmesjax.control import Controller, Event
-from holmesjax.errors import REQUEUE, FatalError, HolmesError, PeerError
+from holmesjax.errors import REQUEUE, DamagedError, FatalError, HolmesError, PeerError
 from holmesjax.job import Job
 from holmesjax.lease import Lease
 from holmesjax.pace import Pace
@@ -111,7 +111,7 @@ class Supervisor:
         allow: Sequence[str] = (),
     ):
         self._job, self._launcher = job, launcher
-        self._starts_again = starts_again and bool(max_restarts)
+        self._can_start, self._starts_again = starts_again, starts_again and bool(max_restarts)
         self._advice = "as --max-restarts does" if max_restarts else "or add --max-restarts"
         self._max_restarts = DEFAULT if max_restarts is None else max_restarts
         self._given_key_file, self._watch, self._allow = key_file, watch, allow
@@ -163,11 +163,26 @@ class Supervisor:
                 return self._stopped()
             try:
                 return self._recorded_attempt(restart, restarts, step)
+            except DamagedError as error:
+                self._set_aside(error)
             except PeerError as error:
                 if self._signals or not (self._starts_again or restarts.is_spent(self._done())):
                     raise
                 print(f"error: {error}", flush=True)
         raise AssertionError("the last attempt returns or raises")
+
+    def _set_aside(self, error: DamagedError) -> None:
+        """Takes what a process found in the checkpoint that it read, so that an older one is next.
+
+        Raises DamagedError if none is left, and PeerError where somebody else starts the processes.
+        """
+        found = self._resumed.checkpoint
+        assert found, "arrays are read of a checkpoint"
+        say = lambda text: print(text, flush=True)
+        resume.find(self._job, self._allow, say, {found.path: error})
+        if not self._can_start:
+            fix = "start it again with the same command: it goes on from the older checkpoint"
+            raise PeerError(error.where, error.problem, found=error.found, fix=fix)
 
     def _pause(self, restarts: Restarts, step: int) -> None:
         """Waits before a restart that follows one without a new step; a signal ends it at once."""
@@ -260,7 +275,8 @@ class Supervisor:
                 self._start(controller, variables, key_file, restart)
                 done = self._supervise(controller, recorder, pace)
             except HolmesError as error:
-                if error.exit_status == HolmesError.exit_status:
+                is_final = error.exit_status == HolmesError.exit_status
+                if is_final and not isinstance(error, DamagedError):
                     controller.refuse(error)  # whoever started them, none is to start again
                     self._unsave()
                 raise
@@ -543,4 +559,5 @@ def _as_told(message: dict[str, Any], process: str, others: str, fix: str) -> Ho
     found = message.get("found", others)
     if status == REQUEUE:
         return PeerError(where, message["problem"], found=f"{found}; {others}", fix=fix)
-    return _kind(status)(where, message["problem"], found=found, fix=message.get("fix", fix))
+    kind = DamagedError if message.get("damaged") else _kind(status)
+    return kind(where, message["problem"], found=found, fix=message.get("fix", fix))

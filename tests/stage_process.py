@@ -1,7 +1,7 @@
 """A process of a stage, as tests start it: python -m tests.stage_process RANK NUM_PROCESSES PORT
 
-It prints one line of JSON: what it drew for the initial state, what its devices hold of it, and how
-often JAX compared or gathered what processes have.
+It prints one line of JSON: what it drew for the initial state, what its devices hold of it, its
+digests, and how often JAX compared or gathered what processes have.
 """
 
 import hashlib
@@ -24,6 +24,12 @@ def shards(stage, state):
             content = np.ascontiguousarray(shard.data)
             found.setdefault(key, {})[box] = hashlib.sha256(content.tobytes()).hexdigest()
     return found
+
+
+def digests_of(state):
+    from holmesjax import checkpoint, digests
+
+    return digests.of(checkpoint.flatten(state))
 
 
 def make_stage():
@@ -56,7 +62,8 @@ def main(rank, num_processes, port):
         counted(multihost_utils, name, "compared")
     stage = make_stage()
     state = stage.init(3)
-    print(json.dumps({**counts, "shards": shards(stage, state)}), flush=True)
+    said = {**counts, "shards": shards(stage, state), "digests": digests_of(state)}
+    print(json.dumps(said), flush=True)
     jax.distributed.shutdown()
 
 

@@ -13,7 +13,7 @@ import orbax.checkpoint as ocp
 import pytest
 
 from holmesjax import checkpoint, manifest
-from holmesjax.errors import CheckpointError
+from holmesjax.errors import CheckpointError, DamagedError
 from holmesjax.saving import Saves
 from holmesjax.stage import StageState
 from tests.disks import files_of_at_most
@@ -215,13 +215,40 @@ def test_every_damaged_file_is_noticed(tmp_path):
             path.unlink() if damaged is None else path.write_bytes(damaged)
             newest = manifest.find(tmp_path)
             if newest:  # without a manifest it is no checkpoint at all
-                with pytest.raises(CheckpointError, match=r"is damaged|is missing"):
+                with pytest.raises(DamagedError, match=r"is damaged|is missing"):
                     manifest.verify(newest[0])
             else:
                 assert path.name == manifest.MANIFEST
                 assert damaged is None
             path.write_bytes(whole)
     manifest.verify(found)
+
+
+def test_a_flipped_byte_of_a_large_file_is_noticed_by_whoever_reads_it(tmp_path, monkeypatch):
+    """Wherever it is: arrays are restored as they were written, or not at all."""
+    monkeypatch.setattr(manifest, "SMALL_BYTES", 0)
+    model = make_model()
+    write(tmp_path, model, "one")
+    [found] = manifest.find(tmp_path)
+    large = [name for name, what in found.manifest["files"].items() if not what["sha256"]]
+    stages = stages_of("one", model)
+    want = random_states(stages)
+    num_noticed = 0
+    for name in large:
+        path = found.path / name
+        whole = path.read_bytes()
+        flipped = bytearray(whole)
+        flipped[len(whole) // 2] ^= 1
+        path.write_bytes(flipped)
+        manifest.verify(found)
+        try:
+            states = checkpoint.restore(found, stages)
+        except DamagedError:
+            num_noticed += 1
+        else:  # it is in what no array is read from
+            jax.tree.map(np.testing.assert_array_equal, states, want)
+        path.write_bytes(whole)
+    assert num_noticed >= 2, large
 
 
 def test_what_a_crash_leaves_behind_is_no_checkpoint(tmp_path):

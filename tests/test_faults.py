@@ -405,3 +405,30 @@ def test_a_disk_that_stays_full_ends_the_run_and_keeps_the_last_checkpoint(tmp_p
         with RunningJob(run_dir, *LOCAL, f"train.steps={newest.step + 3}") as job:
             assert job.end() == 0, job.output
         assert f"resuming after step {newest.step}" in job.output
+
+
+# ---- what was damaged since ----------------------------------------------------------------------
+
+
+def test_a_job_goes_on_from_the_older_checkpoint_where_arrays_are_damaged(tmp_path):
+    """The launcher reads no arrays: a process of the stage finds it, and all start again."""
+    settings = ["model.width=128", "optimizer.schedule=constant", "checkpoint.every=2"]
+    with start(tmp_path, *settings, "train.steps=4") as job:
+        assert job.end(120) == 0, job.output
+    before, run_dir = losses_of(tmp_path), tmp_path / "run"
+    newest = manifest.find(run_dir)[0]
+    sizes = {path: path.stat().st_size for path in newest.path.glob("part_0/**/d/*")}
+    largest = max(sizes, key=sizes.__getitem__)
+    assert sizes[largest] > manifest.SMALL_BYTES
+    with largest.open("r+b") as file:
+        file.seek(sizes[largest] // 2)
+        [byte] = file.read(1)
+        file.seek(sizes[largest] // 2)
+        file.write(bytes([byte ^ 1]))
+    with RunningJob(run_dir, *LOCAL, "train.steps=5") as job:
+        assert job.end(120) == 0, job.output
+    told = job.output.split("resuming after step 4")[1]
+    for said in ("part_0: is damaged", "step_00000004.damaged", "resuming after step 2"):
+        assert said in told, job.output
+    assert "Traceback" not in job.output
+    assert losses_of(tmp_path)[:4] == before

@@ -93,6 +93,7 @@ LAYERS = [
     ],
     ["holmesjax.sharding", "holmesjax.collectives"],
     [
+        "holmesjax.digests",
         "holmesjax.models.gpt",
         "holmesjax.optimizer",
     ],

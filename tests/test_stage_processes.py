@@ -1,4 +1,4 @@
-"""A stage over several real processes: each makes its own part of the first state."""
+"""A stage over several real processes: each makes its part of the first state, and digests it."""
 
 import ast
 import json
@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from holmesjax import wire
-from tests.stage_process import make_stage, shards
+from tests.stage_process import digests_of, make_stage, shards
 
 ROOT = Path(__file__).parent.parent
 
@@ -41,7 +41,8 @@ def num_values(box):
 
 def test_each_process_draws_what_its_devices_hold_and_compares_nothing():
     stage = make_stage()
-    whole = shards(stage, stage.init(3))
+    state = stage.init(3)
+    whole = shards(stage, state)
     said = run(2)
     for process in said:
         drawn = {
@@ -51,6 +52,7 @@ def test_each_process_draws_what_its_devices_hold_and_compares_nothing():
         }
         held = sum(num_values(box) for boxes in drawn.values() for box in boxes)
         assert (process["drawn"], process["compared"]) == (held, 0)
+        assert process["digests"] == digests_of(state)
         for key, boxes in process["shards"].items():
             assert boxes.items() <= whole[key].items(), key
     for key, boxes in whole.items():
