@@ -17,7 +17,7 @@ import itertools
 import math
 import random
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from holmesjax import prices, upgrades
@@ -33,9 +33,9 @@ from holmesjax.layouts import (
     divisors,
     joined_pool,
 )
-from holmesjax.planner import as_plan, find, find_within
+from holmesjax.planner import Saying, as_plan, find, find_within, silently, timed_again
 from holmesjax.problem import Case, Order, Part, Problem, split_chunks, step_seconds
-from holmesjax.search import Candidate
+from holmesjax.search import Candidate, Found
 from holmesjax.shortlist import passes
 from holmesjax.topology import Topology
 from holmesjax.units import show
@@ -46,8 +46,6 @@ LEAST_SHARE = 0.005  # of a step, to be named
 UPGRADE = 2.0  # how much faster a network is made
 NUM_SHUFFLES = 9  # of the nodes
 ENOUGH_MEMORY = 1e6  # times what there is: no limit
-
-Saying = Callable[[str], None]  # what is worked on now
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -89,7 +87,7 @@ class Explanation:
         return self.best[0].step_s
 
 
-def explain(config: Config, topology: Topology, say: Saying = lambda _: None) -> Explanation:
+def explain(config: Config, topology: Topology, say: Saying = silently) -> Explanation:
     """The best plans and what is behind them. Raises PlanError as `planner.make_plan`."""
     say("the best plans")
     problem, found = find(config, topology)
@@ -103,7 +101,7 @@ def explain(config: Config, topology: Topology, say: Saying = lambda _: None) ->
         best=tuple(ranked),
         against=tuple(_against(problem, chosen, say)),
         clusters=tuple(_clusters(problem, found.best, say)),
-        upgrades=(_unlimited(problem, chosen, say), *_upgrades(problem, chosen, say)),
+        upgrades=(_unlimited(problem, chosen, say), *_upgrades(problem, found, say)),
     )
 
 
@@ -342,36 +340,34 @@ def _as_it_is(what: str, problem: Problem, chosen: Candidate) -> Alternative:
     return Alternative(what=what, step_s=chosen.step_s, dollars=_dollars(problem, chosen))
 
 
-def _upgrades(problem: Problem, chosen: Candidate, say: Saying) -> Iterator[Alternative]:
-    for what, changed, same in _upgraded(problem.topology):
+def _upgrades(problem: Problem, found: Found, say: Saying) -> Iterator[Alternative]:
+    for what, changed in _upgraded(problem.topology):
         say(what)
-        options = [_as_it_is(what, problem, chosen)]  # what is better need not be used
+        options = [_as_it_is(what, problem, found.best[0])]  # what is better need not be used
         options.append(_planned(what, problem, changed))
-        if same:
-            now = problem.on(changed)
-            options.append(_alternative(what, _step_s(now, chosen), now, chosen))
+        if (again := timed_again(problem, found, changed)) is not None:
+            options.append(_as_it_is(what, *again))
         yield _best(problem.config, options)
 
 
-def _upgraded(topology: Topology) -> Iterator[tuple[str, Topology, bool]]:
-    """What could be bought, the machines with it, and whether nodes and devices are the same."""
+def _upgraded(topology: Topology) -> Iterator[tuple[str, Topology]]:
+    """What could be bought, and the machines with it."""
     names = [cluster.name for cluster in topology.clusters]
     for pair in itertools.combinations(names, 2):
         what = f"{_link_name(topology, pair)} {UPGRADE:g} times as fast"
-        yield what, upgrades.faster_link(topology, pair, UPGRADE), True
+        yield what, upgrades.faster_link(topology, pair, UPGRADE)
         if pair in topology.pipes or pair[::-1] in topology.pipes:
             what = f"{_pipe_name(pair)} {UPGRADE:g} times as large"
-            yield what, upgrades.wider_pipe(topology, pair, UPGRADE), True
+            yield what, upgrades.wider_pipe(topology, pair, UPGRADE)
     for cluster in topology.clusters:
         if cluster.fabric != "local":
             what = f"{cluster.fabric} of {cluster.name} {UPGRADE:g} times as fast"
-            yield what, upgrades.faster_fabric(topology, cluster.name, UPGRADE), True
+            yield what, upgrades.faster_fabric(topology, cluster.name, UPGRADE)
     for cluster in topology.clusters:
         if cluster.fabric != "local":
             yield (
                 f"a node more in {cluster.name}",
                 upgrades.with_more_nodes(topology, cluster.name),
-                False,
             )
 
 

@@ -140,10 +140,15 @@ class Pool:
         )
 
     def on(self, topology: Topology) -> "Pool":
-        """The same devices, as other machines have them."""
+        """The same nodes, with all their devices, as other machines have them.
+
+        Raises KeyError where there is no such node any more.
+        """
         nodes = tuple(topology.node(node.name) for node in self.cluster.nodes)
-        paths = Paths.between(topology, self.paths.nodes)
-        return replace(self, cluster=replace(self.cluster, nodes=nodes), paths=paths)
+        paths, numbers = Paths.between(topology, self.paths.nodes), device_numbers(topology)
+        devices = {name: numbers[name] for name in self.devices}
+        cluster = replace(self.cluster, nodes=nodes)
+        return replace(self, cluster=cluster, devices=devices, paths=paths)
 
     def seats(self, mesh: Mesh, num_stages: int) -> list[Devices]:
         """The devices of each of its stages; of more than are needed, every stage leaves some.

@@ -60,6 +60,42 @@ def make_plan(config: Config, topology: Topology, say: Saying = silently) -> Pla
     return as_plan(problem, found.best[0], found.bound_s)
 
 
+def make_changed_plan(
+    config: Config, topology: Topology, changed: Topology, say: Saying = silently
+) -> Plan:
+    """The plan on changed machines: no slower there than the plans of the machines as they are.
+
+    Raises PlanError as `make_plan`.
+    """
+    now, best = find(config, topology, say)
+    then, found = find(config, changed, say)
+    again = timed_again(now, best, changed) if config.plan == PlanConfig() else None
+    if again is None or again[1].step_s >= found.best[0].step_s:
+        return as_plan(then, found.best[0], found.bound_s)
+    return as_plan(*again, min(found.bound_s, again[1].step_s))
+
+
+def timed_again(
+    problem: Problem, found: Found, changed: Topology
+) -> tuple[Problem, Candidate] | None:
+    """The fastest of some plans on changed machines that still have their nodes and devices.
+
+    None where they have not, or where no plan fits them.
+    """
+    kept = {node.name: node.num_devices for node in changed.nodes}
+    nodes = (node for pool in problem.pools for node in pool.devices)
+    if any(kept.get(name) != problem.topology.node(name).num_devices for name in nodes):
+        return None
+    again = problem.on(changed)
+    timed = []
+    for candidate in found.best:
+        case, passing, order = candidate.case, candidate.passing, candidate.order
+        [step_s] = step_seconds(again, [case], passing, order)
+        timed.append(dataclasses.replace(candidate, step_s=float(step_s)))
+    best = min(timed, key=lambda candidate: candidate.step_s)
+    return (again, best) if math.isfinite(best.step_s) else None
+
+
 def find(config: Config, topology: Topology, say: Saying = silently) -> tuple[Problem, Found]:
     """The best plans there are, with what they were found in. Raises PlanError as `make_plan`."""
     _refuse_absurd_sizes(config, topology)

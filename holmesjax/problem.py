@@ -117,7 +117,7 @@ class Problem:
         return self.config.model.num_layers
 
     def on(self, topology: Topology, pools: Sequence[Pool] | None = None) -> "Problem":
-        """The same on other machines; with the same pools, where nodes and devices are the same."""
+        """The same on other machines; with the same pools, unless others are given."""
         return Problem(
             config=self.config,
             topology=topology,
@@ -226,6 +226,8 @@ class Problem:
             processes = min(self._num_processes(source), self._num_processes(target))
             ways = _links(self.topology, *ends, processes / num_pairs)
             slowest = min(ways, key=lambda link: link.bandwidth_bytes_per_s)
+            # Of unlike ways, each the worst: so no faster one makes another the one that counts.
+            slowest = replace(slowest, latency_s=max(link.latency_s for link in ways))
             if (part := self._part_of_pipes(*ends)) < slowest.bandwidth_bytes_per_s:
                 slowest = replace(slowest, bandwidth_bytes_per_s=part)
             self._ways[flow] = Way(slowest, num_pairs)

@@ -18,7 +18,7 @@ from holmesjax import (
 from holmesjax.errors import ConfigError
 from holmesjax.job import Job
 from holmesjax.plan import Plan
-from holmesjax.planner import make_plan
+from holmesjax.planner import Saying, make_changed_plan
 from holmesjax.units import show
 
 
@@ -28,7 +28,7 @@ def run(args: argparse.Namespace) -> int:
         _write_trace(job.plan, args.trace)
     with rich.console.Console(stderr=True).status("planning") as status:
         say = lambda what: status.update(f"looking at {what}")
-        changed = _changed(job, Path(args.target), args.what_if) if args.what_if else None
+        changed = _changed(job, Path(args.target), args.what_if, say) if args.what_if else None
         explained = explain.explain(job.config, job.topology, say) if args.explain else None
     if args.json:
         print(_as_json(job, changed, explained))
@@ -43,10 +43,11 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _changed(job: Job, target: Path, overrides: list[str]) -> Job:
+def _changed(job: Job, target: Path, overrides: list[str], say: Saying) -> Job:
     """The same run on the machines as they would be. Raises as `topology.load` and `make_plan`."""
     topology = topologies.load(configs.topology_path(job.config, target), overrides)
-    return Job(config=job.config, topology=topology, plan=make_plan(job.config, topology))
+    plan = make_changed_plan(job.config, job.topology, topology, say)
+    return Job(config=job.config, topology=topology, plan=plan)
 
 
 def _write_trace(plan: Plan, path: str) -> None:
