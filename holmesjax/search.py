@@ -55,6 +55,7 @@ QUEUED = 10  # tasks that take as long as one whose result may queue at a pipe
 SPLIT_PER_TASK = 10  # layers that are shared out while a task is simulated
 MAX_SHARED = 1000  # layers that are shared out at all: of more, several at a time
 EFFORT = 2e6  # simulated tasks, or about as much work
+UNFOUND = 20  # the part of the effort that is left to try all plans, where none was found
 MAX_OFFERED = 3 * 80  # passes that are looked at closely
 MAX_DEPTHS = 512  # combinations of numbers in flight that are tried
 
@@ -213,6 +214,9 @@ class _Search:
         try:
             self._try_candidates(self._candidates())
             self._improve()
+            if not self.found:  # that nothing fits is seldom proven, and then soon
+                self._left = min(self._left, self._more / UNFOUND)
+                self._more = 0.0
             # What 1F1B allows is soon tried, and makes the limits of all else tighter.
             if all(
                 self._bounds[passing] >= self.best_s or self._exhaust(passing, is_first)
