@@ -14,6 +14,8 @@ GPU = {
     # Small collectives may be joined whatever dims their arrays are cut along: those of `fsdp`.
     "xla_gpu_enable_all_gather_combine_by_dim": "false",
     "xla_gpu_enable_reduce_scatter_combine_by_dim": "false",
+    # A process whose program is in its cache has no part in tuning it: others would wait for that.
+    "xla_gpu_shard_autotuning": "false",
 }
 
 

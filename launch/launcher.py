@@ -158,7 +158,8 @@ class Children:
         """
         # One descriptor here for both directions: a job has thousands of processes.
         here, there = socket.socketpair()
-        with there:
+        with contextlib.ExitStack() as failed, there:
+            failed.enter_context(here)
             process = subprocess.Popen(
                 argv,
                 env=env,
@@ -167,6 +168,7 @@ class Children:
                 stderr=subprocess.STDOUT,
                 start_new_session=True,  # Ctrl-C is for the supervisor, which asks all to stop
             )
+            failed.pop_all()
         with contextlib.suppress(OSError):  # its exit says more
             here.sendall(stdin.encode())
         reader = threading.Thread(target=_read, args=(process, here, number, events), daemon=True)

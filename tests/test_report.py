@@ -182,7 +182,7 @@ def test_numbers_equal_the_run(make_run):
     used = [record(i, mfu=i / 10, time_left_s=132.4) for i in (1, 2, 4)]
     found = cards(read(make_run(used, name="used")))
     assert found["MFU"] == ["20.0%", "of the devices' peak, median over steps"]
-    assert found["Wall time"] == ["0.8 s", "sum of all steps; 2 min 12 s left"]
+    assert found["Wall time"] == ["750 ms", "sum of all steps; 2 min 12 s left"]
     facts = "2 stages on 8 devices · schedule 1f1b with 2 microbatches · step 3"
     assert f"topology two_clusters · {facts}" in page.texts
     at = page.texts.index("Predicted")
