@@ -579,7 +579,7 @@ MEMORY_STEPS = (1.0, 1.05, 1.2, 1.5, 2.0, 4.0, 10.0, 100.0)  # to the least that
 MOST_MEMORY = 1e9  # times what there is, in which all fits that fits at all
 LITTLE = EFFORT / 20  # for a plan that need not be the best
 NODES_STEPS = (1.0, 1.3, 1.7, 2.5)  # times the nodes that should do, each with one more
-MOST_DEVICES = 4096  # for which it is tried how many nodes would do
+MOST_DEVICES = 512  # for which it is tried how many nodes would do
 # What may be left to the planner, in the order in which a change is the milder.
 FREED = (
     "activation_checkpointing",
@@ -596,6 +596,12 @@ FREED = (
 
 def _memory_refusal(config: Config, topology: Topology) -> PlanError:
     """What the plan that comes nearest to fitting lacks; the fix is left to `_with_remedy`."""
+    if (
+        config.parallel.schedule != "zero_bubble"
+        and config.parallel.activation_checkpointing is None
+    ):
+        parallel = dataclasses.replace(config.parallel, activation_checkpointing="full")
+        config = dataclasses.replace(config, parallel=parallel)  # keeps least
     least = _least_memory(config, topology)
     within = lambda share: find_within(config, topology, usable_memory=share, effort=LITTLE)
     results = (within(least * step * USABLE_MEMORY) for step in MEMORY_STEPS)
