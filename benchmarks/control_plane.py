@@ -343,7 +343,7 @@ def attend(
 
 
 def _last(found: Sequence[dict[int, float]]) -> dict[int, float]:
-    """Of each step the last time."""
+    """The last time of each step."""
     steps = {step for times_s in found for step in times_s}
     return {step: max(times_s.get(step, 0.0) for times_s in found) for step in steps}
 
@@ -483,7 +483,7 @@ def route(devices: int) -> float:
 
 
 def summarise(runs: Sequence[dict[str, float]]) -> dict[str, Any]:
-    """Of each number the median, the least and the most."""
+    """The median, the least and the most of each number."""
     return {
         name: {
             "median": statistics.median(run[name] for run in runs),
@@ -502,7 +502,7 @@ def fit(lines: Sequence[dict[str, Any]], name: str) -> float:
 
 
 def verdicts(lines: Sequence[dict[str, Any]], routed: dict[int, float]) -> dict[str, bool]:
-    """Which bars are met; those of sizes that were not run are left out."""
+    """The bars, each met or not; those of sizes that were not run are left out."""
     found: dict[str, bool] = {}
     for line in lines:
         if line["members"] == SIZES[-1]:

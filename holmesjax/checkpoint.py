@@ -175,7 +175,7 @@ def _read(
     raise manifest.damaged(checkpoint, part, "is damaged: its arrays cannot be read", reason)
 
 
-# What a writer tells when its parts are on disk: the step, each array's dtype, shape, digest and
+# A writer tells when its parts are on disk: the step, each array's dtype, shape, digest and
 # part, and what its files are; or when they cannot be written: the step, and why, in one line.
 # Whoever hears it from all stages commits the checkpoint (`saving`).
 Saved = Callable[[int, dict[str, dict[str, Any]], manifest.Files], None]

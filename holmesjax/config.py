@@ -53,7 +53,7 @@ class RunConfig:
 
     dir: Text  # the run folder; made by the run
     rehearse: Flag = False  # one virtual CPU device for every device of the topology
-    # Where compiled programs are kept from run to run; auto: holmesjax/programs in the user's
+    # The folder of compiled programs, kept from run to run; auto: holmesjax/programs in the user's
     # cache folder ($XDG_CACHE_HOME or ~/.cache); null: nowhere.
     compilation_cache: Text | None = AUTO
 

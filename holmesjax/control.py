@@ -316,7 +316,7 @@ class ClockOffset:
 
 
 class Verdict(NamedTuple):
-    """What all processes do after a step."""
+    """The decisions that all processes follow after a step."""
 
     stop: bool  # whether to end after this step
     save: bool  # whether to write a checkpoint after it
@@ -400,7 +400,7 @@ class Member:
             self.tell("beat")
 
     def addresses(self, numbers: Sequence[int], timeout_s: float) -> dict[int, Any]:
-        """Where some processes listen, by their numbers; once all have come."""
+        """The addresses of some processes, by their numbers; once all have come."""
         self.tell("addresses", of=list(numbers))
         return dict(self.wait_for("addresses", timeout_s)["found"])
 

@@ -327,7 +327,7 @@ def head_forward_flop(model: ModelConfig, num_tokens: float) -> float:
 def train_flop(model: ModelConfig, num_tokens: float) -> float:
     """Model FLOP of training on T tokens, over all devices: a forward and two backwards' products.
 
-    What is computed again to save memory does not count, so it is what utilisation is a share of.
+    Recomputation that saves memory does not count: utilisation is a share of this number.
 
         3 (L (2 T (2 D H K + 2 D G K + m D F) + 4 T S H K) + 2 T D V),   m = 3 for SwiGLU, else 2
 

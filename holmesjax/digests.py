@@ -48,7 +48,7 @@ def of(arrays: Mapping[str, jax.Array]) -> dict[str, str]:
 
 
 def _sum_of_processes(sums: np.ndarray, where: NamedSharding) -> np.ndarray:
-    """Of what each has, all over the mesh; of one device of each process in the sum."""
+    """The sum over the mesh; one device of each process carries what the process has."""
     mesh, places = where.mesh, iter([sums])
     spread = NamedSharding(mesh, P(mesh.axis_names))
     each = jax.make_array_from_callback(
@@ -77,7 +77,7 @@ def _program(where: jax.sharding.Sharding) -> Callable[[jax.Array], jax.Array]:
                 for axes, size in zip(cuts, shard.shape, strict=True)
             )
             found = _sums(shard, x.shape, starts)
-            # What several devices hold counts once.
+            # A shard that several devices hold counts once.
             is_first = sum((jax.lax.axis_index(name) for name in others), jnp.int32(0)) == 0
             return jnp.where(is_first, found, jnp.zeros_like(found))[None]
 
@@ -89,7 +89,7 @@ def _program(where: jax.sharding.Sharding) -> Callable[[jax.Array], jax.Array]:
 
 
 def _sums(shard: jax.Array, shape: tuple[int, ...], starts: tuple) -> jax.Array:
-    """Of a box of an array of that shape."""
+    """The sums of a box of an array of that shape."""
     index, stride = jnp.zeros(shard.shape, jnp.uint32), 1
     for dim in reversed(range(shard.ndim)):
         inside = jax.lax.broadcasted_iota(jnp.uint32, shard.shape, dim)

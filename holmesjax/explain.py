@@ -351,7 +351,7 @@ def _upgrades(problem: Problem, found: Found, say: Saying) -> Iterator[Alternati
 
 
 def _upgraded(topology: Topology) -> Iterator[tuple[str, Topology]]:
-    """What could be bought, and the machines with it."""
+    """Machines that could be bought, each beside the topology with them."""
     names = [cluster.name for cluster in topology.clusters]
     for pair in itertools.combinations(names, 2):
         what = f"{_link_name(topology, pair)} {UPGRADE:g} times as fast"

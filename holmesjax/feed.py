@@ -26,10 +26,10 @@ AHEAD = 2  # batches that are made or being made, besides that of the step
 
 @dataclass(frozen=True, kw_only=True)
 class Inputs:
-    """What one global batch brings to the chunks of this process."""
+    """The parts of one global batch that the chunks of this process read."""
 
     num_targets: int  # tokens of the whole batch that count in its loss
-    # Of each chunk, by its place in the model. Where a training step is one program, all of its
+    # By each chunk's place in the model. Where a training step is one program, all of its
     # microbatches are one batch, [M, B, L].
     microbatches: Mapping[int, Sequence[Batch]]
 

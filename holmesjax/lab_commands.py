@@ -29,11 +29,11 @@ from holmesjax.lab import FAST, SLOW, SUPERVISOR, Lab, LabNode
 STATE = "/run/holmesjax"  # a folder for each lab
 CGROUPS = {"v1": "/sys/fs/cgroup/cpu", "v2": "/sys/fs/cgroup"}
 PERIOD_US = 25_000  # of the quota: how long a node may stand still; shorter ones cost caches
-# Of bridges: each is a network by itself, but for the Ethernet bridges of clusters.
+# Bridges: each is a network by itself, but for the Ethernet bridges of clusters.
 BRIDGE, OWN_BRIDGE = "02:00:00:00:00:01", "02:00:00:00:01:{:02x}"
 MTU_BYTES = 9000  # jumbo frames: headers are 1% of the traffic
 BURST_S = 200e-6  # what a class may send at once after a pause, as time at its rate
-# What may wait where nodes share a link: as time at its rate, and at least so many frames, since
+# The queue where nodes share a link: as time at its rate, and at least so many frames, since
 # each connection keeps some on their way.
 QUEUE_S, QUEUE_FRAMES = 0.1, 32
 CHUNK_S = 1e-3  # the most that TCP hands over at once, as time at the rate

@@ -191,7 +191,7 @@ def begin(run_dir: str | Path, step: int) -> Path:
 
 
 def files_of(path: Path, stage: int) -> Files:
-    """What the files of a part are, by their names in the checkpoint; reads the small ones."""
+    """The facts of a part's files, by their names in the checkpoint; reads the small ones."""
     files = sorted(file for file in (path / part_name(stage)).rglob("*") if file.is_file())
     with ThreadPoolExecutor(THREADS) as pool:
         described = pool.map(_describe, files)

@@ -114,7 +114,7 @@ class Paths:
         return replace(self.link(pair), bandwidth_bytes_per_s=min(*own, *between))
 
     def part_of_pipes(self, groups: np.ndarray) -> float:
-        """What each group has of the pipe that it has least of, while all of them send at once.
+        """Each group's share of the pipe that it has least of, while all of them send at once.
 
         A ring crosses a pipe once each way. Infinite where no group does.
 

@@ -57,7 +57,7 @@ def draw(name: str, shape: tuple[int, ...], box: Box, std: float) -> np.ndarray:
 
 
 def _runs(shape: tuple[int, ...], box: Box) -> tuple[np.ndarray, int]:
-    """Where the box's values follow each other in the array: the first of each run; its length."""
+    """The runs of the box's values in the array: the first index of each; their length."""
     length, dims = 1, list(zip(shape, box, strict=True))
     while dims and dims[-1][1] == (0, dims[-1][0]):
         length *= dims.pop()[0]
@@ -113,7 +113,7 @@ def _mix(words: np.ndarray, keys: np.ndarray) -> None:
 
 @functools.cache
 def _quantiles() -> np.ndarray:
-    """Of the standard normal distribution, in the middle of each of QUANTILES equal parts."""
+    """Standard normal quantiles, in the middle of each of QUANTILES equal parts."""
     normal, half = NormalDist(), QUANTILES // 2
     upper = [normal.inv_cdf((half + i + 0.5) / QUANTILES) for i in range(half)]
     return np.array([-x for x in reversed(upper)] + upper, np.float32)

@@ -45,7 +45,7 @@ def _nothing(*_: Any) -> None:
 
 @dataclass(kw_only=True)
 class Meanwhile:
-    """What a process does in a step while it has nothing to dispatch.
+    """The work of a process in a step while it has nothing to dispatch.
 
     Args:
       nearly: called when the last forward is dispatched. What others answer to that can come
@@ -451,7 +451,7 @@ class Pipeline:
         return norms
 
     def _pass_on(self, name: Callable[[int], str], s: int, norms: jax.Array) -> None:
-        """Of a stage and all beyond it: with `_above` to the one before, else to the next."""
+        """Sends the norms of a stage and all beyond it: with `_above` back, else on."""
         self._transport.offer(Key(name(s), self._round, 0), norms)
 
     def _put_weight(self, weight: float) -> jax.Array | None:

@@ -595,7 +595,7 @@ FREED = (
 
 
 def _memory_refusal(config: Config, topology: Topology) -> PlanError:
-    """What the plan that comes nearest to fitting lacks; the fix is left to `_with_remedy`."""
+    """The refusal says what the nearest plan lacks; the fix is left to `_with_remedy`."""
     if (
         config.parallel.schedule != "zero_bubble"
         and config.parallel.activation_checkpointing is None

@@ -226,7 +226,7 @@ class Problem:
             processes = min(self._num_processes(source), self._num_processes(target))
             ways = _links(self.topology, *ends, processes / num_pairs)
             slowest = min(ways, key=lambda link: link.bandwidth_bytes_per_s)
-            # Of unlike ways, each the worst: so no faster one makes another the one that counts.
+            # Unlike ways count with the worst of each: a faster one makes no other one count.
             slowest = replace(slowest, latency_s=max(link.latency_s for link in ways))
             if (part := self._part_of_pipes(*ends)) < slowest.bandwidth_bytes_per_s:
                 slowest = replace(slowest, bandwidth_bytes_per_s=part)
@@ -234,7 +234,7 @@ class Problem:
         return self._ways[flow]
 
     def _part_of_pipes(self, sources: Sequence[str], targets: Sequence[str]) -> float:
-        """What each pair of nodes has of the pipes, where as many cross one as may."""
+        """Each pair of nodes' share of the pipes, where as many cross one as may."""
         if not self.pipes:
             return math.inf
         here, there = (
@@ -247,7 +247,7 @@ class Problem:
         return min(parts, default=math.inf)
 
     def queues(self, case: Case, passing: Pass, chunks: int) -> list[Queue]:
-        """Of all flows over pipes that could not take what they would all send at once."""
+        """All flows over pipes that could not take what these would send at once."""
         if not self.pipes:
             return []
         key = case.parts, chunks > 1
@@ -425,7 +425,7 @@ def table_times(problem: Problem, case: Case) -> tuple[float, float]:
 def link_bytes(
     problem: Problem, case: Case, passing: Pass, chunks: int
 ) -> dict[tuple[str, str], float]:
-    """What a step sends from cluster to cluster, by their names: boundaries and tied tables.
+    """Bytes that a step sends from cluster to cluster, by their names: boundaries and tied tables.
 
     Empty where stages cross clusters, since collectives are not counted.
     """

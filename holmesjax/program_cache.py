@@ -77,7 +77,7 @@ def _open(setting: str, env: Mapping[str, str], say: Callable[[str], None]) -> P
 
 
 def folder_of(setting: str, env: Mapping[str, str]) -> Path:
-    """Where programs are kept.
+    """The folder in which programs are kept.
 
     >>> folder_of("auto", {"XDG_CACHE_HOME": "/scratch/me"})
     PosixPath('/scratch/me/holmesjax/programs')
@@ -92,7 +92,7 @@ def folder_of(setting: str, env: Mapping[str, str]) -> Path:
 
 
 def _machine() -> str:
-    """What this host's processor can do, in few letters."""
+    """The features of this host's processor, in few letters."""
     facts = platform.machine() + platform.processor()
     with contextlib.suppress(OSError), open("/proc/cpuinfo", encoding="utf-8") as file:
         facts += "".join(sorted({line for line in file if line.startswith(("flags", "Features"))}))

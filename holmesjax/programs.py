@@ -132,7 +132,7 @@ def _form(stage: Stage) -> Any:
 def _renamed(programs: Programs, stage: Stage) -> Programs:
     """Programs of one chunk for another that is like it: its state has other names of layers.
 
-    What passes from program to program keeps the names of the first.
+    Arrays that pass from program to program keep the names of the first.
     """
     if programs.stage is stage:
         return programs
@@ -366,7 +366,7 @@ def scalar_shape(stage: Stage) -> jax.ShapeDtypeStruct:
 
 
 def norms_shape(stage: Stage) -> jax.ShapeDtypeStruct:
-    """Of a number for each stage of the plan."""
+    """The shape of one number for each stage of the plan."""
     shape, where = (len(stage.plan.stages),), sharding.replicated(stage.mesh)
     return jax.ShapeDtypeStruct(shape, jnp.float32, sharding=where)
 

@@ -98,7 +98,7 @@ class Recorder:
             self._write(self._parts.pop(part["step"]))
 
     def summary(self) -> str:
-        """What the session has come to, in a line; empty if it has no step."""
+        """The session's result, in a line; empty if it has no step."""
         if not (own := self._own):
             return ""
         count, whole_s = len(own), time.monotonic() - self._began_s

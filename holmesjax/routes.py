@@ -153,7 +153,7 @@ def _overlapping(box: Box, grid: Sequence[int]) -> Iterator[Box]:
 def _take_turn(turns: list[tuple[int, int]], sent: Mapping[int, int]) -> int:
     """The process of a heap of (elements sent, number) that has sent least, and then the first.
 
-    What a process has sent only grows: a count that is out of date is corrected when it comes up.
+    Counts of elements sent only grow: one that is out of date is corrected when it comes up.
     """
     while turns[0][0] < (now := sent[turns[0][1]]):
         heapq.heapreplace(turns, (now, turns[0][1]))

@@ -403,7 +403,7 @@ class Clock:
     def _in_turn(self, start_s: np.ndarray, end_s: np.ndarray) -> np.ndarray:
         """Tasks (by number) and transfers (those of task i as count + i) by time, [both, cases].
 
-        Of those of one time, what another may wait for comes first.
+        Among those of one time, the one that another may wait for comes first.
         """
         wave = np.empty(len(self.tasks), int)
         for number, rows in enumerate(self._waves):

@@ -447,7 +447,7 @@ class _Search:
         """Layers that the memory of a stage has room for, at most."""
         problem, key = self._problem, (seat, passing, order, stage)
         if key not in self._rooms:
-            # Of uneven chunks no less than the layers that all of them have is in flight.
+            # Uneven chunks have no less in flight than the layers that all of them have.
             v = order.chunks
             in_flight = problem.in_flight(order, stage, v)
             full = lambda n: not problem.fits(seat, passing, role, v * n, in_flight)

@@ -107,7 +107,7 @@ class Session:
         Raises FatalError after too many steps in a row whose gradient is not finite.
         """
         order = self._order(done, sequences)
-        # As long as the first step, which waits for what is as slow.
+        # It waits as long as the first step, which waits for what is as slow.
         timeout_s = self.config.distributed.start_timeout_s
         with Feed(self.batches, self.runner.placer, order, timeout_s) as feed:
             return self._run(feed, states, done)

@@ -217,7 +217,7 @@ def choices(problem: Problem, passing: Pass, offers: Mapping[int, Offers]) -> li
 def _shared_out(problem: Problem, num_stages: int) -> Iterator[tuple[int, ...]]:
     """Stages of every pool, in the ways that are looked at; a pool with none stays idle.
 
-    Where the run names the clusters of its stages, only those. All ways, where they are not too
+    Only the clusters that the run names, if it does. All ways, where they are not too
     many; else as the devices are shared out over the largest pools, or with a stage moved.
     """
     pools, asked = problem.pools, problem.config.parallel.clusters
@@ -398,7 +398,7 @@ def _knapsack(
 def _shares(num_layers: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     """Layers that pools may hold together; one more pool; the sizes of that, and where they are.
 
-    Of very many layers not every number is tried. The second has a row for what all hold, a column
+    For very many layers not every number is tried. The second has a row for what all hold, a column
     for what the pools before hold, most first.
     """
     step = -(-num_layers // MAX_SHARES)

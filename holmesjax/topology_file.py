@@ -157,7 +157,7 @@ class TransportEntry:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CapacityEntry:
-    """What all nodes of one cluster send to those of another together; the first one sends."""
+    """The rate at which all nodes of one cluster send to those of another together."""
 
     between: tuple[Name, ...]
     capacity: NetworkRate

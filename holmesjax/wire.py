@@ -338,7 +338,7 @@ def introduction(
 
 
 def prove(key: bytes, role: str, *parts: Any) -> str:
-    """What only a holder of the key can say of nonces and a hello."""
+    """The proof, of nonces and a hello, that only a holder of the key can give."""
     text = json.dumps([role, *parts], sort_keys=True)
     return hmac.digest(key, text.encode(), "sha256").hex()
 

@@ -202,7 +202,7 @@ class _Worker:
         kinds = domain.device_kinds(job, self._domain)
         compat.use_devices(kinds, len(me.devices), rehearse=job.config.run.rehearse)
         devices = domain.join(me, self._domain, coordinator, self._config)
-        # Of a domain the first process alone writes, so it alone can tell that it does not.
+        # The first process of a domain alone writes, so it alone can tell that it does not.
         say = functools.partial(print, flush=True) if me.leads else lambda text: None
         program_cache.use(job.config.run.compilation_cache, self._env, say)
         return make_stages(job, {me.stage: build_mesh(job.plan.stages[me.stage], devices)})

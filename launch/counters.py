@@ -1,4 +1,4 @@
-"""What the kernel has counted in a lab: bytes of every interface, and from cluster to cluster.
+"""The counts of the kernel in a lab: bytes of every interface, and from cluster to cluster.
 
 The kernel counts more between clusters than what steps tell that they have received. Its parts:
 
@@ -100,7 +100,7 @@ class Counters:
     def _parts(
         self, ends: tuple[int, int], link: LabLink, num_bytes: int, num_packets: int
     ) -> dict[str, int]:
-        """What the bytes of a link are for."""
+        """The purposes that the bytes of a link serve."""
         a, b = ends
         clusters = self._commands.lab.topology.clusters
         name = f"{clusters[a].name} -> {clusters[b].name}"

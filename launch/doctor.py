@@ -194,7 +194,7 @@ def _by_cluster(stage: Mapping[str, Process]) -> list[list[Process]]:
 
 
 def paired(a: Sequence[T], b: Sequence[T]) -> list[tuple[T, T]]:
-    """As many pairs as the longer one has; each is there, those of the shorter one several times.
+    """Pairs, as many as the longer one has; those of the shorter one are there several times.
 
     >>> paired([1, 2, 3], [4, 5])
     [(1, 4), (2, 5), (3, 4)]

@@ -210,7 +210,7 @@ class _Child(NamedTuple):
 
 
 class _Output(io.RawIOBase):
-    """What a child writes; one that leaves something unread in its stdin ends like any other."""
+    """The bytes that a child writes; one that leaves its stdin unread ends like any other."""
 
     def __init__(self, sock: socket.socket):
         self._sock = sock

@@ -1,4 +1,4 @@
-"""What is being worked on, said on stderr once it takes long; quiet until then."""
+"""Work in progress, said on stderr once it takes long; quiet until then."""
 
 import sys
 import threading

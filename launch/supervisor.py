@@ -421,7 +421,7 @@ class Supervisor:
         return self._job.run_dir / LOGS / f"{self._processes[number].file_name}.log"
 
     def _events(self, controller: Controller, attempt: _Attempt, for_s: float) -> Iterator[Event]:
-        """What comes within so many seconds; output goes to the logs alone."""
+        """The events that come within so many seconds; output goes to the logs alone."""
         deadline_s = time.monotonic() + for_s
         while (left_s := deadline_s - time.monotonic()) > 0:
             try:

@@ -213,7 +213,7 @@ def test_the_corpus_of_a_folder_is_every_text_file_that_is_not_hidden(tmp_path):
     assert corpus.sizes(config, {"train": 100, "validation": 0})["train"] == 8
 
 
-# What is wrong with the data, by a change of the run and what is said; the folder has 2,000 bytes.
+# Faults of the data, by a change of the run and what is said; the folder has 2,000 bytes.
 TOO_LITTLE = [
     (["data.corpus=absent"], "is no folder", "the current folder is", "python-stdlib"),
     (["data.corpus=text/a.txt"], "is no folder", "a file", "data.pattern=a.txt"),

@@ -47,7 +47,7 @@ def test_all_arrive_in_order_as_they_are_on_the_host(batches):
 
 
 def test_a_process_makes_the_rows_of_its_devices(batches, monkeypatch):
-    """Of three microbatches of four sequences, cut over two replicas, the second of each."""
+    """The second replica's rows of three microbatches of four sequences."""
     stages = stages_of(tensor=2)[:1]
     where = jax.sharding.NamedSharding.addressable_devices_indices_map
     own = list(stages[0].mesh.devices[1].flat)

@@ -1,4 +1,4 @@
-"""What a stranger types wrong: where, what was found and a way out, never a traceback."""
+"""Mistakes that a stranger types: where, what was found and a way out, never a traceback."""
 
 import pytest
 

@@ -33,7 +33,7 @@ def test_a_box_is_that_box_of_the_whole_array(shape):
 
 
 def test_values_are_the_same_bits_everywhere():
-    """What is pinned comes of integers, and of a table of roundings to float32."""
+    """The pinned values come of integers, and of a table of roundings to float32."""
     table = hashlib.sha256(normals._quantiles().tobytes()).hexdigest()
     values = hashlib.sha256(draw((300, 301), std=0.02).tobytes()).hexdigest()
     assert (table[:16], values[:16]) == ("1cfbba1e07e34386", "cd829714f18eb10d")

@@ -14,7 +14,7 @@ ROOT = Path(__file__).parent.parent
 
 
 def run(num_processes):
-    """What each of the processes printed."""
+    """The output of each process."""
     with wire.listen("127.0.0.1") as sock:
         port = wire.address_of(sock)[1]
     processes = [

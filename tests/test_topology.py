@@ -286,7 +286,7 @@ def test_a_mistake_is_refused(load, tmp_path, case):
 
 
 def test_a_link_has_the_capacity_that_the_file_and_the_probe_say(load, tmp_path):
-    """What was measured stands for what was written, one way each; both are read back."""
+    """A measured value stands for the written one, each way; both are read back."""
     text = TWO.replace("latency: 50 us}", "latency: 50 us, capacity: 30 Gb/s}")
     topology = load(text)
     assert load(TWO).pipes == []

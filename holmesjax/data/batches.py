@@ -80,7 +80,7 @@ def look_for_data(config: Config) -> None:
 
 
 def _bytes_of(num_batches: int, global_batch: int, length: int) -> int:
-    """What a split needs at least."""
+    """The least that a split needs."""
     return num_batches * global_batch * length + 1 if num_batches else 0
 
 

@@ -84,7 +84,7 @@ def _paths(config: DataConfig) -> Iterator[tuple[str, Path]]:
 
 
 def _in_folder(root: Path, config: DataConfig) -> Iterator[Path]:
-    """What the pattern matches; without one, what is not hidden."""
+    """The files that the pattern matches; without one, all that are not hidden."""
 
     def refuse(error: OSError) -> NoReturn:
         fix = "make it readable, or name another folder"
