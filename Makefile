@@ -18,7 +18,7 @@ test: $(VENV)/installed-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/pytest -q -n 2
+	$(BIN)/pytest -q -n 3
 
 clean:
 	rm -rf .venv .venv-*

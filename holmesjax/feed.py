@@ -18,6 +18,7 @@ import numpy as np
 
 from holmesjax.data.batches import Batches, model_inputs
 from holmesjax.errors import DataError
+from holmesjax.plan import Plan
 from holmesjax.programs import batch_shapes
 from holmesjax.stage import Batch, Stage
 
@@ -38,16 +39,17 @@ class Placer:
     """Puts rows of batches on the devices of the stages here.
 
     Args:
+      plan: of the run.
       stages: the chunks of this process.
+      is_one_program: whether a training step is one program, which takes all microbatches at once.
     """
 
-    def __init__(self, stages: Sequence[Stage]):
+    def __init__(self, plan: Plan, stages: Sequence[Stage], *, is_one_program: bool = False):
         self._stages = stages
-        plan = stages[0].plan
         self._num_microbatches = plan.microbatches
-        self._is_one_program = len(plan.chunks) == 1
+        self._is_one_program = is_one_program
         self.names = sorted({name for stage in stages for name in stage.inputs})
-        microbatch, held = stages[0].microbatch, set[int]()
+        microbatch, held = plan.global_batch // plan.microbatches, set[int]()
         for stage in stages:
             for x in batch_shapes(stage).values():
                 for rows, *_ in x.sharding.addressable_devices_indices_map(x.shape).values():

@@ -171,7 +171,7 @@ class Pipeline:
     ):
         self._plan, self._transport = plan, transport
         self._waits_for = waits_for
-        self.placer = Placer([p.stage for p in programs])
+        self.placer = Placer(plan, [p.stage for p in programs])
         self._programs = {p.stage.index: p for p in programs}
         self._last = len(plan.chunks) - 1
         self._here = sorted({plan.chunks[v][0] for v in self._programs})
@@ -502,7 +502,7 @@ class OneStage:
 
     def __init__(self, programs: WholeStep):
         self._programs = programs
-        self.placer = Placer([programs.stage])
+        self.placer = Placer(programs.stage.plan, [programs.stage], is_one_program=True)
 
     def init(self, seed: int, drawn: Callable[[], None] = _nothing) -> list[StageState]:
         return [self._programs.stage.init(seed, drawn)]

@@ -144,7 +144,13 @@ def test_a_member_asks_for_the_time_again_and_again(controller, members):
 
 def test_a_member_that_takes_nothing_holds_up_nobody(controller, members, monkeypatch):
     """It lives, and its connection is full: the others have their verdict all the same."""
-    monkeypatch.setattr(members[1]._connection, "receive", lambda: time.sleep(60))
+    over = threading.Event()
+
+    def receive():
+        over.wait(60)
+        raise OSError("the test is over")
+
+    monkeypatch.setattr(members[1]._connection, "receive", receive)
     for _ in range(2):  # it may be about to take one
         controller.send(1, {"kind": "end", "words": "x" * (1 << 25)})
     for step in (1, 2):
@@ -153,6 +159,7 @@ def test_a_member_that_takes_nothing_holds_up_nobody(controller, members, monkey
         for member in (members[0], members[2]):
             assert not member.verdict(step).stop
     assert next_event(controller, "silent").process == 1
+    over.set()
 
 
 def test_nobody_goes_before_all_are_told_to(controller, members):
@@ -180,6 +187,9 @@ def test_a_mistake_of_the_job_ends_all_members_with_it(controller):
     members = [
         join(controller, who, on_loss=end.put) for who, end in zip(PROCESSES, ends, strict=True)
     ]
+    for member in members:  # who has told something is seated
+        member.tell_compiled({}, "here", {})
+        next_event(controller, "compiled")
     mistake = DataError("c0/n0", "has other data", found="1, not 2", fix="copy it")
     controller.refuse(mistake)
     controller.__exit__()  # its closing the connection comes too late to be the reason

@@ -32,7 +32,7 @@ def test_all_arrive_in_order_as_they_are_on_the_host(batches):
     """Steps over the end of an epoch, and a validation between them."""
     stages = stages_of(tensor=1, context=(1, 2))[1:]
     order = [Step(0), Validation(1), Step(24), Step(36)]
-    with Feed(batches, Placer(stages), iter(order), 60.0) as feed:
+    with Feed(batches, Placer(stages[0].plan, stages), iter(order), 60.0) as feed:
         taken = [feed.take() for _ in order]
     for what, inputs in zip(order, taken, strict=True):
         rows = (
@@ -56,11 +56,12 @@ def test_a_process_makes_the_rows_of_its_devices(batches, monkeypatch):
         "addressable_devices_indices_map",
         lambda self, shape: {d: i for d, i in where(self, shape).items() if d in own},
     )
-    placer = Placer(stages)
+    placer = Placer(stages[0].plan, stages)
     assert placer.row_MN.tolist() == [[2, 3], [6, 7], [10, 11]]
     rows = placer.row_MN.ravel()
     np.testing.assert_array_equal(batches.train(24, rows), batches.train(24)[rows])
-    idle = Placer(make_stages(make_model(), hand_made_plan((1, 1, 2), 1, 1))[1:2])
+    plan = hand_made_plan((1, 1, 2), 1, 1)
+    idle = Placer(plan, make_stages(make_model(), plan)[1:2])
     assert (idle.names, idle.row_MN.size) == ([], 0)  # a stage in the middle reads no batch
 
 
@@ -75,7 +76,8 @@ def test_what_goes_wrong_is_told_where_a_step_asks(batches, monkeypatch, hangs):
 
     monkeypatch.setattr(Batches, "train", train)
     words = "could not be made in time" if hangs else "was taken away"
-    placer, order = Placer(stages_of(tensor=2)[:1]), [Step(0), Step(12)]
+    stages, order = stages_of(tensor=2)[:1], [Step(0), Step(12)]
+    placer = Placer(stages[0].plan, stages)
     timeout_s = 0.1 if hangs else 60.0
     with (
         pytest.raises(DataError, match=words),
