@@ -106,7 +106,7 @@ class Job:
     def peak_step_s(self) -> float | None:
         """Seconds that a step's matrix products take where each device of the plan is at its peak.
 
-        Of a step that takes t seconds this over t is the MFU, the model FLOP utilisation. None
+        This over the seconds of a step is its MFU, the model FLOP utilisation. None
         where no data sheet says what the peak is: of CPUs, and of a dtype that is not in it.
         """
         of_number = [node.device for node in self.topology.nodes for _ in range(node.num_devices)]

@@ -12,7 +12,7 @@ shaped where packets leave: at the node, and at its port of the bridge.
 
 A cluster's own fast addresses lead over `fast0`, all other addresses over `eth0`.
 
-Where nodes of a cluster share the way to another, they have an Ethernet bridge of their own, and
+Nodes of a cluster that share the way to another have an Ethernet bridge of their own, and
 what leaves it for `br-eth` is shaped once more:
 
     br-eth-<cluster> (its nodes)  up<cluster> ---- down<cluster>  br-eth
