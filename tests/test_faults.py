@@ -412,7 +412,7 @@ def test_a_disk_that_stays_full_ends_the_run_and_keeps_the_last_checkpoint(tmp_p
 
 def test_a_job_goes_on_from_the_older_checkpoint_where_arrays_are_damaged(tmp_path):
     """The launcher reads no arrays: a process of the stage finds it, and all start again."""
-    settings = ["model.width=128", "optimizer.schedule=constant", "checkpoint.every=2"]
+    settings = ["model.width=192", "optimizer.schedule=constant", "checkpoint.every=2"]
     with start(tmp_path, *settings, "train.steps=4") as job:
         assert job.end(120) == 0, job.output
     before, run_dir = losses_of(tmp_path), tmp_path / "run"
