@@ -1,6 +1,4 @@
-# make train   train the quickstart model on two rehearsed clusters
-# make test    style, types and the whole test suite
-# make clean   remove the environments
+# `make help` lists the targets: each has its sentence behind "##" on the line that names it.
 #
 # Each interpreter has an environment of its own: make test PYTHON=python3.12
 
@@ -9,18 +7,25 @@ VENV := .venv$(if $(filter-out python3,$(notdir $(PYTHON))),-$(notdir $(PYTHON))
 BIN := $(VENV)/bin
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: train test clean
+.PHONY: help train test pictures clean
 
-train: $(VENV)/installed-base
+help: ## List the targets (the default).
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-9s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@echo "Add PYTHON=python3.12, for example, to use another interpreter; it gets its own environment."
+
+train: $(VENV)/installed-base ## Train the quickstart model on two rehearsed clusters.
 	$(BIN)/python -m launch train configs/runs/quickstart.yaml
 
-test: $(VENV)/installed-dev
+test: $(VENV)/installed-dev ## Check style and types, and run the whole test suite.
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/pytest -q -n 3
 
-clean:
+pictures: $(VENV)/installed-base ## Draw the pictures in docs/ again from the code and the results.
+	$(BIN)/python -m docs.pictures
+
+clean: ## Remove the environments.
 	rm -rf .venv .venv-*
 
 $(VENV)/bin/python:

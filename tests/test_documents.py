@@ -1,16 +1,28 @@
 """What the documents say is what the code does."""
 
+import json
 import re
+import shlex
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 
+from benchmarks.lab_rows import ROWS
+from docs import pictures
 from holmesjax import job, topology
 from holmesjax.config import CHECKOUT
 from holmesjax.errors import HolmesError
+from launch import __main__ as launch
 
 RUN_FILES = sorted(CHECKOUT.glob("configs/runs/*.yaml"))
 README = (CHECKOUT / "README.md").read_text()
+VERBS = (CHECKOUT / "docs/verbs.md").read_text()
+BENCHMARKS = (CHECKOUT / "docs/benchmarks.md").read_text()
+PAGES = [
+    *(CHECKOUT / name for name in ("README.md", "CONTRIBUTING.md", "benchmarks/README.md")),
+    *sorted(CHECKOUT.glob("docs/*.md")),
+]
 
 
 @pytest.mark.parametrize("path", RUN_FILES, ids=lambda path: path.stem)
@@ -32,22 +44,93 @@ def test_every_topology_loads(path):
     assert topology.load(path).name == path.stem
 
 
-def test_the_plan_in_the_readme_is_the_plan():
-    [shown] = re.findall(r"```text\n(topology .*?)```", README, re.DOTALL)
+def test_the_plan_in_the_documents_is_the_plan():
+    [shown] = re.findall(r"```text\n(topology .*?)```", VERBS, re.DOTALL)
     printed = job.load("configs/runs/quickstart.yaml").describe()
     assert shown.splitlines() == printed
 
 
-def test_the_files_that_the_readme_names_exist():
-    folders = "holmesjax|configs|launch|docs|notebooks|benchmarks"
-    named = re.findall(rf"`((?:{folders})/[\w./]*)`", README)
-    named += re.findall(r"\]\(((?!http)[^)]+)\)", README)
-    missing = [name for name in named if not Path(CHECKOUT, name).exists()]
-    assert named
+def test_the_mistake_in_the_documents_is_what_is_printed():
+    with pytest.raises(HolmesError) as error:
+        job.load("configs/runs/quickstart.yaml", ["train.stepz=10"])
+    assert f"error: {error.value}" in VERBS
+
+
+def test_the_topology_in_the_readme_can_be_planned(tmp_path):
+    [shown] = re.findall(r"```yaml\n(.*?)```", README, re.DOTALL)
+    assert len(shown.splitlines()) == 6
+    (tmp_path / "ours.yaml").write_text(shown)
+    loaded = job.load("configs/runs/quickstart.yaml", [f"topology={tmp_path / 'ours.yaml'}"])
+    assert [cluster.name for cluster in loaded.topology.clusters] == ["new", "old"]
+
+
+def test_the_readme_is_one_screen():
+    assert len(README.splitlines()) <= 100
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
+def test_the_files_and_headings_that_a_page_names_exist(path):
+    text = path.read_text()
+    folders = "holmesjax|kernels|configs|launch|docs|notebooks|benchmarks|tests"
+    named = {Path(name) for name in re.findall(rf"`((?:{folders})/[\w./]*)`", text)}
+    if path.name in ("code.md", "design.md"):
+        named.clear()
+    links = re.findall(r"\]\(((?!http)[^)\s]+)\)|<img src=\"([^\"]+)\"", text)
+    for link in ("".join(pair) for pair in links):
+        file, _, heading = link.partition("#")
+        target = (path.parent / file if file else path).resolve()
+        named.add(target)
+        if heading and target.exists():
+            assert heading in headings(target), link
+    missing = [str(name) for name in named if not (CHECKOUT / name).exists()]
     assert not missing
 
 
-def test_the_mistake_in_the_readme_is_what_is_printed():
-    with pytest.raises(HolmesError) as error:
-        job.load("configs/runs/quickstart.yaml", ["train.stepz=10"])
-    assert f"error: {error.value}" in README
+def headings(page):
+    """The anchors of a page's headings, as GitHub makes them."""
+    titles = re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
+def test_every_command_of_a_page_can_be_parsed(path):
+    blocks = re.findall(r"```bash\n(.*?)```", path.read_text(), re.DOTALL)
+    for line in "".join(blocks).replace("\\\n", " ").splitlines():
+        words = shlex.split(line, comments=True)
+        if "-m" not in words:
+            continue
+        module, *arguments = words[words.index("-m") + 1 :]
+        if module == "launch":
+            launch.parse(arguments)  # exits where it finds a mistake
+        elif module.startswith("benchmarks"):
+            assert (CHECKOUT / f"{module.replace('.', '/')}.py").exists(), line
+        named = [word for word in arguments if word.startswith("configs/")]
+        assert all((CHECKOUT / name).exists() for name in named), line
+
+
+def test_the_tables_of_the_holmes_comparison_are_its_results():
+    result = json.loads((CHECKOUT / "benchmarks/results/holmes_lab_0.10.2.json").read_text())
+    cells = {(line["row"], line["point"]): line for line in result["lines"]}
+    for name in {row for row, _ in cells}:
+        row, points = ROWS[name], (8, 32, 64) if ROWS[name].network != "fast" else (None,)
+        label = row.label + ", all over Ethernet" * (row.network == "ethernet")
+        shown = [f"{cells[name, point]['tokens_per_s']:,.0f}" for point in points]
+        if row.network != "fast":
+            shares = [cells[name, point]["share"] for point in points]
+            shown = [f"{rate} ({x:.0%})" for rate, x in zip(shown, shares, strict=True)]
+        assert f"| {label} | {row.system} | {' | '.join(shown)} |" in BENCHMARKS
+
+
+@pytest.mark.parametrize("name", pictures.drawn())
+def test_pictures_are_those_of_the_code_and_the_results(name):
+    """To accept a change on purpose: `make pictures`, then look at the picture."""
+    drawn = pictures.drawn()[name]
+    ElementTree.fromstring(drawn)
+    assert (CHECKOUT / "docs" / name).read_text() == drawn
+
+
+def test_make_help_has_a_sentence_for_every_target():
+    text = (CHECKOUT / "Makefile").read_text()
+    [targets] = re.findall(r"^\.PHONY: (.+)$", text, re.MULTILINE)
+    for target in targets.split():
+        assert re.search(rf"^{target}:.*## [A-Z].+\.$", text, re.MULTILINE), target
