@@ -11,7 +11,7 @@
                several layouts
 
 The controller is the real one, in a process of its own. Members are simulated, thousands in a
-process: they say what `control.Member` says, over real sockets on loopback. What they send waits
+process: they say what `controller.Member` says, over real sockets on loopback. What they send waits
 for half of the round trip before it goes, and so does what they hear before they act on it; a
 connection is made after a whole one. Each has a clock of its own.
 
@@ -42,16 +42,22 @@ from typing import Any
 import numpy as np
 
 from benchmarks.pipeline_overhead import RESULTS, commit, count, cpu_model, versions
-from holmesjax import wire
-from holmesjax.agreement import Agreement
 from holmesjax.config import DistributedConfig
-from holmesjax.control import BEATS, CLOCK_PAUSE_S, FIRST_CLOCKS, ClockOffset, Controller
-from holmesjax.crossings import Crossing, Spec
-from holmesjax.pace import Pace
-from holmesjax.plan import Axis, StagePlan
-from holmesjax.processes import Process
-from holmesjax.routes import pieces
-from holmesjax.wire import Message
+from holmesjax.distributed.controller import (
+    BEATS,
+    CLOCK_PAUSE_S,
+    FIRST_CLOCKS,
+    ClockOffset,
+    Controller,
+)
+from holmesjax.distributed.data_agreement import Agreement
+from holmesjax.plan.plan import Axis, StagePlan
+from holmesjax.plan.processes import Process
+from holmesjax.runtime.progress import Pace
+from holmesjax.transport import connections
+from holmesjax.transport.connections import Message
+from holmesjax.transport.crossings import Crossing, Spec
+from holmesjax.transport.routes import pieces
 
 NAME = "control_plane"
 SIZES = (128, 512, 1024, 2048)
@@ -65,7 +71,7 @@ SILENCE_S = 24.0
 LIMIT_S = 120.0  # of one run
 BARS = {"admitted_s": 10.0, "started_s": 5.0, "verdict_s": 0.1, "clock": 0.1}  # of 2,048 members
 ROUTED_S = 1.0  # of 4,096 devices a stage
-KEY = bytes(range(wire.KEY_BYTES))
+KEY = bytes(range(connections.KEY_BYTES))
 ABOUT = {"plan hash": "268d65b24ddc", "jax": "0.10.2", "restart": 0}
 BOOK = {"infiniband": [[f"10.0.0.{i}", 40_000 + i] for i in range(8)]}
 
@@ -92,7 +98,7 @@ def make_processes(num_members: int) -> tuple[Process, ...]:
 
 def serve(num_members: int, pipe: Pipe) -> None:
     """A controller, and what a supervisor does with it until all members are done."""
-    wire.raise_open_files(num_members)
+    connections.raise_open_files(num_members)
     processes = make_processes(num_members)
     before = resident_bytes()
     with Controller(
@@ -159,7 +165,7 @@ class Crowd:
 
 
 class Member:
-    """What `control.Member` says and hears, without waiting."""
+    """What `controller.Member` says and hears, without waiting."""
 
     def __init__(self, crowd: Crowd, process: Process, num_members: int):
         self._crowd, self._process, self._num_members = crowd, process, num_members
@@ -178,11 +184,11 @@ class Member:
     def _call(self) -> None:
         self._sock = socket.socket()
         self._sock.setblocking(False)
-        wire.prepare(self._sock)
+        connections.prepare(self._sock)
         self._sock.connect_ex(self._crowd.address)
         self._heard = bytearray()
         hello = {"process": self._process.number, **ABOUT}
-        self._talk = wire.introduction(KEY, hello, lambda hello: None, self._process.name)
+        self._talk = connections.introduction(KEY, hello, lambda hello: None, self._process.name)
         next(self._talk)
         self._has_entered = False
         listen = lambda: self._crowd.selector.register(self._sock, selectors.EVENT_READ, self._read)
@@ -201,16 +207,16 @@ class Member:
         self._crowd.selector.unregister(sock)
         sock.close()
         assert not self._has_entered, f"{self._process.name} has lost the controller"
-        self._crowd.after(wire.pause_after(self._attempt), self._call)
+        self._crowd.after(connections.pause_after(self._attempt), self._call)
         self._attempt += 1
 
     def _hear(self, sock: socket.socket, data: bytes, heard_s: float) -> None:
         if sock is not self._sock or self._has_left:
             return
         self._heard += data
-        size = wire.LENGTH.size
+        size = connections.LENGTH.size
         while len(self._heard) >= size:
-            (length,) = wire.LENGTH.unpack(self._heard[:size])
+            (length,) = connections.LENGTH.unpack(self._heard[:size])
             if len(self._heard) < size + length:
                 return
             message = json.loads(self._heard[size : size + length])
@@ -226,7 +232,7 @@ class Member:
         sock = self._sock
 
         def go() -> None:
-            data = wire.encode(message() if callable(message) else message)
+            data = connections.encode(message() if callable(message) else message)
             try:
                 sent = sock.send(data)
             except BlockingIOError:
@@ -248,7 +254,7 @@ class Member:
                 self._say(self._talk.send(message))
             except StopIteration:
                 self._has_entered = True
-                self._say(wire.ENTERED, self._note_entry)
+                self._say(connections.ENTERED, self._note_entry)
                 leads = self._process.leads
                 coordinator = ["10.0.0.1", 40_000] if leads else None
                 self._tell("ready", addresses={"data": BOOK, "coordinator": coordinator})
@@ -321,7 +327,7 @@ def attend(
     pipe: Pipe,
 ) -> None:
     """Some members, from their first call at a time that it is told; sends what each has seen."""
-    wire.raise_open_files(len(numbers))
+    connections.raise_open_files(len(numbers))
     processes = make_processes(num_members)
     crowd = Crowd(address, round_trip_s)
     pipe.send("up")

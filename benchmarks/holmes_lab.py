@@ -60,13 +60,14 @@ from benchmarks.lab_rows import (
 )
 from benchmarks.lab_steps import machine_cpu_s
 from benchmarks.pipeline_overhead import RESULTS, commit, count, cpu_model, versions
-from holmesjax import config as configs, metrics
+from holmesjax import config as configs
 from holmesjax.config import CHECKOUT, Schedule
 from holmesjax.errors import ConfigError, HolmesError
-from holmesjax.host_memory import allocator_for
 from holmesjax.job import Job
-from holmesjax.lab_commands import Commands
-from launch import namespaces
+from holmesjax.lab.shell import Commands
+from holmesjax.report import metrics
+from holmesjax.transport.buffers import allocator_for
+from launch.lab_machine import namespaces
 from launch.supervisor import Supervisor
 
 Result = dict[str, Any]

@@ -34,7 +34,7 @@ import jax
 import jax.numpy as jnp
 
 from benchmarks.pipeline_overhead import RESULTS, commit, middle, versions
-from holmesjax import costs
+from holmesjax.costs import work
 from kernels.adamw import Leaf, Rule, adamw_reference, adamw_triton, factors
 from kernels.attention_pallas import Backend, attention_pallas, unsupported
 from kernels.attention_tiles import Rule as Seen
@@ -351,11 +351,11 @@ def attention_lines(rehearse: bool, most: dict[str, float]) -> Iterator[dict[str
 
 def adamw_lines(rehearse: bool, most: dict[str, float]) -> Iterator[dict[str, Any]]:
     one, many = ((256, 64), [(5, 64)] * 20) if rehearse else ((2**16, 2**12), [(256, 192)] * 300)
-    for kept, num_bytes in costs.MOMENT_BYTES.items():
+    for kept, num_bytes in work.MOMENT_BYTES.items():
         for label, sizes in (("one array", [one]), (f"{len(many)} arrays", many)):
             count = sum(rows * columns for rows, columns in sizes)
             for name, time_of in measure(adamw_calls(sizes, kept, rehearse), rehearse).items():
-                rate = costs.update_bytes(count, num_bytes * count) / time_of["s"]
+                rate = work.update_bytes(count, num_bytes * count) / time_of["s"]
                 yield {
                     "what": f"adamw: {count:,} parameters, {label}, moments in {kept}",
                     "by": name,

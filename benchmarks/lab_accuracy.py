@@ -47,13 +47,15 @@ from benchmarks.lab_rows import (
     told_text,
 )
 from benchmarks.pipeline_overhead import RESULTS, commit, count, cpu_model, versions
-from holmesjax import calibration, config as configs, topology as topologies
+from holmesjax import config as configs
 from holmesjax.config import CHECKOUT, Schedule
 from holmesjax.errors import ConfigError, HolmesError
-from holmesjax.host_memory import allocator_for
-from holmesjax.plan import Plan
-from holmesjax.topology import Topology
-from launch import namespaces, probe
+from holmesjax.plan.plan import Plan
+from holmesjax.topology import calibration, machines
+from holmesjax.topology.machines import Topology
+from holmesjax.transport.buffers import allocator_for
+from launch.lab_machine import namespaces
+from launch.verbs import probe
 
 BAR = 0.10
 HEADER = (
@@ -126,10 +128,10 @@ def _probe(folder: Path, launcher: namespaces.LabLauncher) -> Topology:
         topology=str(folder / "told.yaml"), output=str(output), no_collectives=False, launcher=None
     )
     probe.run(args, launcher, 1.0)
-    return topologies.load(output)
+    return machines.load(output)
 
 
-def with_devices(topology: Topology, devices: Mapping[str, topologies.DeviceKind]) -> Topology:
+def with_devices(topology: Topology, devices: Mapping[str, machines.DeviceKind]) -> Topology:
     """With other devices in its nodes."""
     clusters = tuple(
         dataclasses.replace(
@@ -228,7 +230,7 @@ def measure_all(cells: Sequence[Cell], steps: int) -> Iterator[tuple[str, Found]
                 runs.append({"row": row, "point": point, **run})
                 seconds = statistics.median(run["step_s"])
                 print(f"{seconds:.2f} s, others {run['disturbed_share']:.0%}", flush=True)
-            yield name, {"topology": topologies.to_yaml(topology), "runs": runs}
+            yield name, {"topology": machines.to_yaml(topology), "runs": runs}
 
 
 def new_folder(parent: Path) -> Path:

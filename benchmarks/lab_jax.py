@@ -19,7 +19,7 @@ from benchmarks.lab_steps import tell_step
 from benchmarks.loops import composed_loss, plain_optimizer
 from holmesjax import config as configs
 from holmesjax.data.batches import model_inputs
-from holmesjax.models import gpt
+from holmesjax.models import transformer
 from holmesjax.session import read_batches
 
 NUM_NODES = 4
@@ -49,7 +49,7 @@ def main() -> None:
         updates, opt_state = optimizer.update(gradients, opt_state, params)
         return value, optax.apply_updates(params, updates), opt_state
 
-    host = gpt.init_params(config.model, config.train.seed)
+    host = transformer.init_params(config.model, config.train.seed)
     place = sharding if mode == "fsdp" else lambda x: whole
     params = jax.tree.map(lambda x: jax.device_put(jnp.asarray(x), place(x)), host)
     shapes = jax.eval_shape(optimizer.init, host)

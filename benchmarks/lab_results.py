@@ -11,7 +11,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from benchmarks.lab_rows import BARS, ROWS, in_turn
-from holmesjax.figures import BLUE, GREEN, GRID, INK, MUTED, ORANGE
+from holmesjax.report.figures import BLUE, GREEN, GRID, INK, MUTED, ORANGE
 
 Result = dict[str, Any]
 COLORS = {"HolmesJAX": BLUE, "JAX": ORANGE, "PyTorch": GREEN}

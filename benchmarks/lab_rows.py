@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Literal
 
 from benchmarks.loops import LARGE, OPTIMIZER
-from holmesjax import lab as labs, topology as topologies
 from holmesjax.config import (
     Config,
     DataConfig,
@@ -24,11 +23,13 @@ from holmesjax.config import (
     Schedule,
     TrainConfig,
 )
-from holmesjax.host_memory import ALLOCATOR
 from holmesjax.job import Job
-from holmesjax.lab import Lab
-from holmesjax.planner import make_plan
-from holmesjax.topology import Topology
+from holmesjax.lab import scaled_topology
+from holmesjax.lab.scaled_topology import Lab
+from holmesjax.planner.planner import make_plan
+from holmesjax.topology import machines
+from holmesjax.topology.machines import Topology
+from holmesjax.transport.buffers import ALLOCATOR
 
 System = Literal["HolmesJAX", "JAX", "PyTorch"]
 Network = Literal["fast", "ethernet", "hybrid"]
@@ -226,7 +227,7 @@ def _link(a: str, b: str, rate_bit_per_s: float) -> str:
 def load_topology(text: str, path: Path) -> Topology:
     """By way of a file, as users give it."""
     path.write_text(text, encoding="utf-8")
-    return topologies.load(path)
+    return machines.load(path)
 
 
 # ---- the lab and the job -------------------------------------------------------------------------
@@ -238,8 +239,8 @@ def make_lab(row: Row, network: Topology, cores: Sequence[int]) -> Lab:
     A job that takes pairs for clusters calls all its networks Ethernet; it gets the addresses that
     lead over a cluster's own fabric wherever there is one, as the other systems do.
     """
-    shares = labs.make_shares(network, "float32", cores, QUOTA)
-    lab = labs.make_lab(network, shares, 1.0)
+    shares = scaled_topology.make_shares(network, "float32", cores, QUOTA)
+    lab = scaled_topology.make_lab(network, shares, 1.0)
     if row.pairs is None:
         return lab
     nodes = []

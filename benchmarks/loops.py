@@ -17,15 +17,14 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from holmesjax import ops
 from holmesjax.config import KernelsConfig, ModelConfig, OptimizerConfig
-from holmesjax.mesh import build_meshes
-from holmesjax.models import gpt
-from holmesjax.optimizer import decays, make_optimizer
-from holmesjax.pipeline import make_runner
-from holmesjax.plan import EMBED, HEAD, Axis, Plan, StagePlan, block_name, layer_names
-from holmesjax.stage import Stage
-from holmesjax.timeline import Clock
+from holmesjax.models import ops, transformer
+from holmesjax.optimizers.adamw import decays, make_optimizer
+from holmesjax.parallel.mesh import build_meshes
+from holmesjax.plan.plan import EMBED, HEAD, Axis, Plan, StagePlan, block_name, layer_names
+from holmesjax.runtime.pipeline import make_runner
+from holmesjax.runtime.stage import Stage
+from holmesjax.runtime.timeline import Clock
 
 Tree = Any
 Inputs = dict[str, np.ndarray]  # token_BL, target_BL
@@ -139,10 +138,10 @@ def holmesjax(sizes: Sizes) -> Step:
 def composed_loss(model: ModelConfig, params: Tree, batch: dict[str, jax.Array]) -> jax.Array:
     """The same layer functions as HolmesJAX runs, one after the other."""
     position_L = jnp.arange(model.context_length)
-    x_BLD = gpt.apply(EMBED, model, params[EMBED], batch["token_BL"], position_L)
+    x_BLD = transformer.apply(EMBED, model, params[EMBED], batch["token_BL"], position_L)
     for layer in layer_names(model.num_layers)[1:-1]:
-        x_BLD = gpt.apply(layer, model, params[layer], x_BLD, position_L, None)
-    logits_BLV = gpt.apply(HEAD, model, params[HEAD], x_BLD, None)
+        x_BLD = transformer.apply(layer, model, params[layer], x_BLD, position_L, None)
+    logits_BLV = transformer.apply(HEAD, model, params[HEAD], x_BLD, None)
     return jnp.mean(ops.cross_entropy(logits_BLV, batch["target_BL"]))
 
 
@@ -203,7 +202,7 @@ def plain_jax(sizes: Sizes, loss: Callable[..., jax.Array] = composed_loss) -> S
         updates, opt_state = optimizer.update(gradients, opt_state, params)
         return value, optax.apply_updates(params, updates), opt_state
 
-    params = jax.device_put(gpt.init_params(sizes.model, SEED))
+    params = jax.device_put(transformer.init_params(sizes.model, SEED))
     opt_state, batch = optimizer.init(params), inputs(sizes)
 
     def step() -> Any:
@@ -226,7 +225,7 @@ def pytorch(sizes: Sizes) -> Step:
     from benchmarks import pytorch_loop
 
     return pytorch_loop.make_step(
-        sizes.model, OPTIMIZER, gpt.init_params(sizes.model, SEED), inputs(sizes)
+        sizes.model, OPTIMIZER, transformer.init_params(sizes.model, SEED), inputs(sizes)
     )
 
 

@@ -36,14 +36,15 @@ from benchmarks.kernels_compiled import (
     save,
 )
 from benchmarks.pipeline_overhead import RESULTS
-from holmesjax import memory, xla_flags
+from holmesjax import xla_flags
 from holmesjax.config import KernelsConfig, ModelConfig, OptimizerConfig
-from holmesjax.costs import StageShape
-from holmesjax.layouts import USABLE_MEMORY, Mesh
-from holmesjax.mesh import build_meshes
-from holmesjax.optimizer import make_optimizer
-from holmesjax.plan import EMBED, HEAD, Plan, StagePlan, block_name
-from holmesjax.programs import (
+from holmesjax.costs import memory
+from holmesjax.costs.work import StageShape
+from holmesjax.optimizers.adamw import make_optimizer
+from holmesjax.parallel.mesh import build_meshes
+from holmesjax.plan.plan import EMBED, HEAD, Plan, StagePlan, block_name
+from holmesjax.planner.stage_layouts import USABLE_MEMORY, Mesh
+from holmesjax.runtime.programs import (
     Programs,
     batch_shapes,
     boundary_shape,
@@ -51,7 +52,7 @@ from holmesjax.programs import (
     gradient_shapes,
     replica_shapes,
 )
-from holmesjax.stage import Stage
+from holmesjax.runtime.stage import Stage
 
 NAME = "memory_compiled"
 BAR = 1.0 - USABLE_MEMORY

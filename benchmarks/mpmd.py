@@ -28,15 +28,18 @@ import jax
 
 from benchmarks import transports
 from benchmarks.pipeline_overhead import RESULTS, commit, cpu_model, middle, versions
-from holmesjax import compat, costs, job as jobs, metrics
+from holmesjax import job as jobs
+from holmesjax.costs import work
 from holmesjax.job import Job
-from holmesjax.mesh import build_mesh
-from holmesjax.processes import Process
-from holmesjax.programs import Programs, batch_shapes, boundary_shape, compile_stages
-from holmesjax.schedule import simulate
+from holmesjax.parallel import compat
+from holmesjax.parallel.mesh import build_mesh
+from holmesjax.plan.pipeline_schedules import simulate
+from holmesjax.plan.processes import Process
+from holmesjax.report import metrics
+from holmesjax.runtime.programs import Programs, batch_shapes, boundary_shape, compile_stages
 from holmesjax.session import make_stages
-from launch.launcher import Events
-from launch.local import LocalLauncher
+from launch.launchers.launcher import Events
+from launch.launchers.local import LocalLauncher
 from launch.supervisor import Supervisor
 
 Result = dict[str, Any]
@@ -212,7 +215,7 @@ def measure(steps: int, rounds: int, batch: int) -> Result:
         "both at once": ideal_step_s(job, both),
     }
     num_tokens = job.config.train.global_batch * job.config.model.context_length
-    want = int(costs.boundary_bytes(job.config.model, num_tokens, "float32"))
+    want = int(work.boundary_bytes(job.config.model, num_tokens, "float32"))
     return {
         "microbatches": MICROBATCHES,
         "microbatch_s": [

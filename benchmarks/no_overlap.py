@@ -8,9 +8,9 @@ import dataclasses
 from functools import partial
 from typing import Any
 
-from holmesjax import programs
-from holmesjax.programs import Compiled, Compiler, Programs
-from holmesjax.stage import Stage, Tree
+from holmesjax.runtime import programs
+from holmesjax.runtime.programs import Compiled, Compiler, Programs
+from holmesjax.runtime.stage import Stage, Tree
 from launch.__main__ import main
 
 _compile_overlapped = programs.compile_stage

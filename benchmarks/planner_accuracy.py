@@ -33,7 +33,7 @@ from benchmarks.pipeline_overhead import RESULTS, commit
 from benchmarks.published import AS_SHIPPED, Fitted, Held, Run
 from benchmarks.published_files import Row
 from holmesjax.errors import DataError, HolmesError
-from holmesjax.figures import BLUE, GREEN, GRID, INK, MUTED, ORANGE
+from holmesjax.report.figures import BLUE, GREEN, GRID, INK, MUTED, ORANGE
 
 Result = dict[str, Any]
 # What is fitted for each run, once or several times: errors are means over all of them.

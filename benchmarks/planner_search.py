@@ -23,7 +23,6 @@ from typing import Any, NamedTuple
 from matplotlib.figure import Figure
 
 from benchmarks.pipeline_overhead import RESULTS, commit, count, cpu_model, versions
-from holmesjax import planner
 from holmesjax.config import (
     Config,
     DataConfig,
@@ -32,9 +31,10 @@ from holmesjax.config import (
     RunConfig,
     TrainConfig,
 )
-from holmesjax.figures import BLUE, GRID, INK, MUTED
-from holmesjax.search import EFFORT, search
-from holmesjax.topology import Cluster, Fabric, Link, Nic, Node, Topology, known_device
+from holmesjax.planner import planner
+from holmesjax.planner.search import EFFORT, search
+from holmesjax.report.figures import BLUE, GRID, INK, MUTED
+from holmesjax.topology.machines import Cluster, Fabric, Link, Nic, Node, Topology, known_device
 
 NAME = "planner_search"
 PER_NODE = 8

@@ -14,14 +14,15 @@ import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from holmesjax import costs, memory, schedule
-from holmesjax.calibration import Calibration
 from holmesjax.config import ModelConfig, Schedule
-from holmesjax.costs import Checkpointing, Implementation, StageShape
-from holmesjax.network import Group
-from holmesjax.problem import split_chunks
-from holmesjax.stage_times import StageTimes, stage_times
-from holmesjax.topology import DeviceKind, Fabric, Link
+from holmesjax.costs import memory, work
+from holmesjax.costs.collective_times import Group
+from holmesjax.costs.stage_times import StageTimes, stage_times
+from holmesjax.costs.work import Checkpointing, Implementation, StageShape
+from holmesjax.plan import pipeline_schedules
+from holmesjax.planner.problem import split_chunks
+from holmesjax.topology.calibration import Calibration
+from holmesjax.topology.machines import DeviceKind, Fabric, Link
 
 Layout = tuple[int, int, int]  # width of the model, `tensor`, stages
 
@@ -138,7 +139,7 @@ def nic(machine: Machine, fitted: Fitted, sharers: int) -> Link:
 def transfer_s(run: Run, machine: Machine, fitted: Fitted) -> float:
     """Seconds of a boundary, there and back: all devices of a node send their parts at once."""
     num_tokens = run.sequences * run.model.context_length
-    part = costs.boundary_bytes(run.model, num_tokens, run.dtype) / run.tensor
+    part = work.boundary_bytes(run.model, num_tokens, run.dtype) / run.tensor
     if not run.sends_both_ways:
         part *= 2
     if run.num_devices <= machine.per_node:
@@ -256,9 +257,11 @@ def _bound_s(run: Run, parts: Times) -> float:
 
 def _simulated_s(run: Run, parts: Times) -> float:
     name: Schedule = "interleaved_1f1b" if run.chunks > 1 else "1f1b"
-    tasks = schedule.schedule(name, run.stages, run.microbatches, num_chunks=run.chunks)
+    tasks = pipeline_schedules.schedule(name, run.stages, run.microbatches, num_chunks=run.chunks)
     no_time = [(0.0, 0.0)] * (run.stages - (run.chunks == 1))
-    return schedule.simulate(tasks, parts.forward_s, parts.backward_s, no_time).step_time_s
+    return pipeline_schedules.simulate(
+        tasks, parts.forward_s, parts.backward_s, no_time
+    ).step_time_s
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

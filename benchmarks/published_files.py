@@ -6,11 +6,13 @@ import re
 from collections.abc import Mapping
 
 from benchmarks.published import Held, Machine, Run
-from holmesjax import catalogue, costs, schedule, topology
 from holmesjax.config import ModelConfig
-from holmesjax.costs import Implementation, StageShape
-from holmesjax.problem import split_chunks
-from holmesjax.topology import DeviceKind, Link
+from holmesjax.costs import work
+from holmesjax.costs.work import Implementation, StageShape
+from holmesjax.plan import pipeline_schedules
+from holmesjax.planner.problem import split_chunks
+from holmesjax.topology import catalogue, machines
+from holmesjax.topology.machines import DeviceKind, Link
 
 Row = Mapping[str, str]
 
@@ -40,7 +42,7 @@ MEGATRON_CORE = Implementation(sequence_parallel=True, gradient_bytes=4.0, accum
 
 def _machine(kind: str, per_node: int, nic_bytes_per_s: float) -> Machine:
     """Of the catalogue, on InfiniBand."""
-    device = topology.known_device(kind)
+    device = machines.known_device(kind)
     inside = catalogue.REACHED["nvlink"] * device.link.bandwidth_bytes_per_s
     device = dataclasses.replace(
         device, link=dataclasses.replace(device.link, bandwidth_bytes_per_s=inside)
@@ -129,8 +131,8 @@ def megatron_core(row: Row) -> Run:
     model = _gpt(row, *_integers(row, "vocab"))
     tensor, stages, data, batch = _integers(row, "t", "p", "d", "global_batch")
     tokens = batch * model.context_length
-    blocks = model.num_layers * costs.block_forward_flop(model, tokens)
-    flop = 3 * (blocks + costs.head_forward_flop(model, tokens))
+    blocks = model.num_layers * work.block_forward_flop(model, tokens)
+    flop = 3 * (blocks + work.head_forward_flop(model, tokens))
     return Run(
         name=row["model"],
         model=model,
@@ -242,7 +244,7 @@ def korthikanti(row: Row) -> Held:
         sequence_parallel="seqpar" in mode,
         kept_score_bytes=0.0 if "selective" in mode else MEGATRON_2022.kept_score_bytes,
     )
-    tasks = schedule.schedule(
+    tasks = pipeline_schedules.schedule(
         "interleaved_1f1b" if chunks > 1 else "1f1b", stages, 2 * stages, num_chunks=chunks
     )
     stage = StageShape(
@@ -253,7 +255,7 @@ def korthikanti(row: Row) -> Held:
         tensor=8,
         sequences=sequences,
         chunks=chunks,
-        in_flight=schedule.max_in_flight(tasks[0], [1 / chunks] * chunks),
+        in_flight=pipeline_schedules.max_in_flight(tasks[0], [1 / chunks] * chunks),
         head_in_flight=0,
         dtype="bfloat16",
         checkpointing="full" if mode == "full" else "none",

@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from holmesjax.config import ModelConfig, OptimizerConfig
-from holmesjax.plan import EMBED, HEAD, layer_names
+from holmesjax.plan.plan import EMBED, HEAD, layer_names
 
 
 class Block(nn.Module):
@@ -49,7 +49,7 @@ class GPT(nn.Module):
 
 
 def weights(c: ModelConfig, params: Any) -> dict[str, np.ndarray]:
-    """The parameters of `gpt.init_params` under PyTorch's names; its matrices are transposed."""
+    """`transformer.init_params` under PyTorch's names; its matrices are transposed."""
 
     def flat(array: np.ndarray) -> np.ndarray:
         return array.reshape(c.width, -1).T
@@ -77,7 +77,7 @@ def weights(c: ModelConfig, params: Any) -> dict[str, np.ndarray]:
 
 
 def make_gpt(model: ModelConfig, params: Any) -> GPT:
-    """With the parameters of `gpt.init_params`."""
+    """With the parameters of `transformer.init_params`."""
     gpt = GPT(model)
     arrays = weights(model, params)
     gpt.load_state_dict({name: torch.from_numpy(x.copy()) for name, x in arrays.items()})

@@ -36,8 +36,7 @@ from typing import Any, Literal
 import numpy as np
 
 from benchmarks.pipeline_overhead import RESULTS, commit, middle, versions
-from holmesjax import costs, topology as topologies, xla_flags
-from holmesjax.catalogue import DATA_SHEETS
+from holmesjax import xla_flags
 from holmesjax.config import (
     CHECKOUT,
     Config,
@@ -48,8 +47,11 @@ from holmesjax.config import (
     RunConfig,
     TrainConfig,
 )
+from holmesjax.costs import work
 from holmesjax.job import Job
-from holmesjax.planner import make_plan
+from holmesjax.planner.planner import make_plan
+from holmesjax.topology import machines
+from holmesjax.topology.catalogue import DATA_SHEETS
 from holmesjax.units import parse
 
 NAME = "train_gpu"
@@ -107,7 +109,7 @@ def make_job(config: Config, kind: str) -> Job:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "device.yaml")
         path.write_text(text)
-        topology = topologies.load(path)
+        topology = machines.load(path)
     return Job(config=config, topology=topology, plan=make_plan(config, topology))
 
 
@@ -130,10 +132,10 @@ def token_flop(model: ModelConfig, *, all_pairs: bool) -> float:
     >>> token_flop(model, all_pairs=True) - token_flop(model, all_pairs=False) == 6 * 4 * 8
     True
     """
-    weights = costs.block_weight_flop(model, 1)
-    pairs = costs.block_forward_flop(model, 1) - weights
+    weights = work.block_weight_flop(model, 1)
+    pairs = work.block_forward_flop(model, 1) - weights
     layer = weights + (pairs if all_pairs else pairs / 2)
-    return 3 * (model.num_layers * layer + costs.head_forward_flop(model, 1))
+    return 3 * (model.num_layers * layer + work.head_forward_flop(model, 1))
 
 
 def inputs(config: Config, step: int) -> dict[str, np.ndarray]:
@@ -148,10 +150,10 @@ def inputs(config: Config, step: int) -> dict[str, np.ndarray]:
 def train_holmesjax(config: Config, kind: str) -> Iterator[Line]:
     import jax
 
-    from holmesjax.mesh import build_meshes
-    from holmesjax.pipeline import make_runner
+    from holmesjax.parallel.mesh import build_meshes
+    from holmesjax.runtime.pipeline import make_runner
+    from holmesjax.runtime.timeline import Clock
     from holmesjax.session import make_stages
-    from holmesjax.timeline import Clock
 
     job = make_job(config, kind)
     meshes = build_meshes(job.plan, jax.devices()[:1])

@@ -29,17 +29,18 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
 
 from benchmarks.pipeline_overhead import RESULTS, commit, cpu_model, middle, versions
-from holmesjax import topology as topologies, wire
-from holmesjax.crossings import Crossing, Key
-from holmesjax.neighbours import Ports
-from holmesjax.plan import Axis, Plan, StagePlan
-from holmesjax.processes import make_processes
-from holmesjax.tcp import TcpTransport
+from holmesjax.plan.plan import Axis, Plan, StagePlan
+from holmesjax.plan.processes import make_processes
+from holmesjax.topology import machines
+from holmesjax.transport import connections
+from holmesjax.transport.crossings import Crossing, Key
+from holmesjax.transport.rendezvous import Ports
+from holmesjax.transport.tcp import TcpTransport
 
 SIZES_BYTES = (64 << 10, 1 << 20, 16 << 20, 128 << 20)
 WARM_UP = 5
 BAR, BAR_BYTES = 0.8, 16 << 20
-TOPOLOGY = topologies.load(Path(__file__).parent.parent / "configs/topologies/ib_roce.yaml")
+TOPOLOGY = machines.load(Path(__file__).parent.parent / "configs/topologies/ib_roce.yaml")
 ADDRESS = "127.0.0.1"
 KEY = bytes(32)  # nobody else is on this machine's loopback
 
@@ -57,9 +58,9 @@ def serve(
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", 1)
     control_sock, *socks = _connections(number, port, 1 + streams)
-    control = wire.Connection(control_sock, {})
-    with wire.listen(ADDRESS) as probe:
-        coordinator = wire.address_of(probe)[1]
+    control = connections.Connection(control_sock, {})
+    with connections.listen(ADDRESS) as probe:
+        coordinator = connections.address_of(probe)[1]
     ports = Ports.open({"ethernet": [ADDRESS]})
     mine = {"coordinator": coordinator, "book": ports.book}
     control.send(mine)
@@ -99,7 +100,7 @@ def _connections(number: int, port: int, count: int) -> list[socket.socket]:
 
 
 def _take_turns(
-    number: int, control: wire.Connection, turns: dict[str, Turn], rounds: int
+    number: int, control: connections.Connection, turns: dict[str, Turn], rounds: int
 ) -> dict[str, list[float]]:
     """Seconds from the start at the source to the end at the target: one clock serves both."""
     seconds: dict[str, list[float]] = {name: [] for name in turns}
@@ -221,8 +222,8 @@ def measure(
     sizes: Sequence[int] = SIZES_BYTES, rounds: int = 21, streams: int = 4
 ) -> dict[str, Result]:
     """For each size: milliseconds, bandwidth and share of the bare copy, of each way."""
-    with wire.listen(ADDRESS) as probe:
-        port = wire.address_of(probe)[1]
+    with connections.listen(ADDRESS) as probe:
+        port = connections.address_of(probe)[1]
     command = [sys.executable, "-m", "benchmarks.transports", "--port", str(port)]
     command += ["--rounds", str(rounds), "--streams", str(streams), "--sizes", *map(str, sizes)]
     ends = [

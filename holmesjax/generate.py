@@ -16,13 +16,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from holmesjax import checkpoint, job as jobs, manifest
+from holmesjax import job as jobs
+from holmesjax.checkpoints import checkpoint, manifest
 from holmesjax.config import ModelConfig
 from holmesjax.data.tokenizer import BEGIN, NUM_TOKENS, encode
 from holmesjax.errors import CheckpointError, ConfigError, DamagedError
-from holmesjax.models import gpt
-from holmesjax.models.gpt import Cache
-from holmesjax.plan import EMBED, HEAD, layer_names
+from holmesjax.models import transformer
+from holmesjax.models.transformer import Cache
+from holmesjax.plan.plan import EMBED, HEAD, layer_names
 
 Params = dict[str, dict]
 
@@ -83,11 +84,13 @@ def extend(
     """Logits after every one of the tokens, which follow `start` cached ones; [B, L, V] float32."""
     position_L = start + jnp.arange(token_BL.shape[1])
     caches = dict(caches)
-    x_BLD = gpt.apply(EMBED, model, params[EMBED], token_BL, position_L)
+    x_BLD = transformer.apply(EMBED, model, params[EMBED], token_BL, position_L)
     for layer in layer_names(model.num_layers)[1:-1]:
         args = x_BLD, position_L, caches[layer]
-        x_BLD, caches[layer] = gpt.apply(layer, model, params[layer], *args, method="decode")
-    return gpt.apply(HEAD, model, params[HEAD], x_BLD, params[EMBED]["token_VD"]), caches
+        x_BLD, caches[layer] = transformer.apply(
+            layer, model, params[layer], *args, method="decode"
+        )
+    return transformer.apply(HEAD, model, params[HEAD], x_BLD, params[EMBED]["token_VD"]), caches
 
 
 def empty_caches(model: ModelConfig, num_sequences: int = 1) -> dict[str, Cache]:

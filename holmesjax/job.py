@@ -15,22 +15,17 @@ from typing import Any
 
 import yaml
 
-from holmesjax import (
-    config as configs,
-    costs,
-    host_memory,
-    plan as plans,
-    topology as topologies,
-    units,
-    xla_flags,
-    yaml_files,
-)
+from holmesjax import config as configs, units, xla_flags, yaml_files
 from holmesjax.config import Config
+from holmesjax.costs import work
 from holmesjax.data import batches
 from holmesjax.errors import ConfigError
-from holmesjax.plan import Plan
-from holmesjax.planner import Saying, make_plan, silently
-from holmesjax.topology import Node, Topology
+from holmesjax.plan import plan as plans
+from holmesjax.plan.plan import Plan
+from holmesjax.planner.planner import Saying, make_plan, silently
+from holmesjax.topology import machines
+from holmesjax.topology.machines import Node, Topology
+from holmesjax.transport import buffers
 
 CONFIG, TOPOLOGY, PLAN = "config.yaml", "topology.yaml", "plan.yaml"
 ENVIRONMENT = "environment.yaml"
@@ -66,7 +61,7 @@ class Job:
 
     def process_environment(self, own: Mapping[str, str]) -> dict[str, str]:
         """The same for a process that is not started yet: its memory allocator reads some too."""
-        allocator = host_memory.allocator_for(self.device_kinds, own)
+        allocator = buffers.allocator_for(self.device_kinds, own)
         return {**self.environment(own), **allocator}
 
     def node_to_measure(self, asked: str | None) -> Node:
@@ -89,7 +84,7 @@ class Job:
     def describe(self) -> list[str]:
         """The machines, the plan and the run folder, for the console."""
         return [
-            *topologies.describe(self.topology),
+            *machines.describe(self.topology),
             *plans.describe(self.plan),
             self._rate(),
             self._numbers(),
@@ -115,7 +110,7 @@ class Job:
         if any(kind.name == CPU or dtype not in kind.peak_flop_per_s for kind in kinds):
             return None
         peak = math.fsum(kind.peak_flop_per_s[dtype] for kind in kinds)
-        return costs.train_flop(self.config.model, self.step_tokens) / peak
+        return work.train_flop(self.config.model, self.step_tokens) / peak
 
     @property
     def measured_peak_step_s(self) -> float | None:
@@ -177,7 +172,7 @@ class Job:
         self.run_dir.mkdir(parents=True, exist_ok=True)
         texts = {
             CONFIG: configs.to_yaml(self.config),
-            TOPOLOGY: topologies.to_yaml(self.topology),
+            TOPOLOGY: machines.to_yaml(self.topology),
             PLAN: self.plan.to_yaml(),
         }
         for name, text in texts.items():
@@ -243,7 +238,7 @@ def load_saved(run_dir: str | Path) -> Job:
     config = load_config(folder)
     return Job(
         config=dataclasses.replace(config, run=dataclasses.replace(config.run, dir=str(folder))),
-        topology=topologies.load(folder / TOPOLOGY),
+        topology=machines.load(folder / TOPOLOGY),
         plan=Plan.load(folder / PLAN),
     )
 
@@ -278,7 +273,7 @@ def load(
     if os.path.isdir(target):  # False where it may not be looked at, and then reading it says so
         return _load_folder(target, overrides, reads_data, say)
     config = configs.load(target, overrides)
-    topology = topologies.load(configs.topology_path(config, target))
+    topology = machines.load(configs.topology_path(config, target))
     _refuse_no_folder(Path(config.run.dir))
     if reads_data:
         batches.look_for_data(config)

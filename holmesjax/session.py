@@ -15,19 +15,19 @@ from typing import Any
 import numpy as np
 from jax.sharding import Mesh
 
-from holmesjax import checkpoint
+from holmesjax.checkpoints import checkpoint
 from holmesjax.config import Config
 from holmesjax.data import corpus
 from holmesjax.data.batches import Batches
 from holmesjax.errors import FatalError
-from holmesjax.feed import Feed, Step, Validation
 from holmesjax.job import Job
-from holmesjax.optimizer import make_optimizer
-from holmesjax.pace import Work
-from holmesjax.pipeline import Meanwhile, OneStage, Pipeline
-from holmesjax.recorder import Part
-from holmesjax.stage import Stage, StageState
-from holmesjax.timeline import Clock, Timeline
+from holmesjax.optimizers.adamw import make_optimizer
+from holmesjax.report.recorder import Part
+from holmesjax.runtime.pipeline import Meanwhile, OneStage, Pipeline
+from holmesjax.runtime.prefetch import Feed, Step, Validation
+from holmesjax.runtime.progress import Work
+from holmesjax.runtime.stage import Stage, StageState
+from holmesjax.runtime.timeline import Clock, Timeline
 
 
 def make_stages(job: Job, meshes: Mapping[int, Mesh]) -> list[Stage]:

@@ -14,17 +14,21 @@ from typing import Any, TextIO
 
 import jax
 
-from holmesjax import checkpoint, compat, job as jobs, manifest, metrics, program_cache, resume
+from holmesjax import job as jobs
+from holmesjax.checkpoints import checkpoint, manifest, resume
+from holmesjax.checkpoints.saves import Due, Saves
 from holmesjax.errors import DamagedError
 from holmesjax.job import Job
 from holmesjax.lease import Lease
-from holmesjax.mesh import build_meshes
-from holmesjax.pace import Pace
-from holmesjax.pipeline import make_runner
-from holmesjax.recorder import Recorder
-from holmesjax.saving import Due, Saves
+from holmesjax.parallel import compat
+from holmesjax.parallel.mesh import build_meshes
+from holmesjax.report import metrics
+from holmesjax.report.recorder import Recorder
+from holmesjax.runtime import program_cache
+from holmesjax.runtime.pipeline import make_runner
+from holmesjax.runtime.progress import Pace
+from holmesjax.runtime.timeline import Clock
 from holmesjax.session import Session, make_stages, read_batches
-from holmesjax.timeline import Clock
 
 
 class Trainer:

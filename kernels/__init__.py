@@ -1,4 +1,6 @@
-"""Array functions that models and optimizers are made of; `holmesjax.ops` is their only importer.
+"""Array functions that models and optimizers are made of.
+
+Only `holmesjax.models.ops` imports them.
 
 A file has the name of its function: the reference, and the GPU kernel where that is short.
 Attention's are in `attention_*`. References are plain JAX, written the way XLA compiles well on a

@@ -1,0 +1,1 @@
+"""The command line: its verbs, and the supervisor that keeps a job running."""

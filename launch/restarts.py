@@ -16,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from holmesjax import manifest
+from holmesjax.checkpoints import manifest
 from holmesjax.errors import REQUEUE, FatalError, HolmesError
 
 RECORD = "restarts.json"

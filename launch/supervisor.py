@@ -21,18 +21,20 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, Protocol
 
-from holmesjax import lease, manifest, resume, wire
-from holmesjax.agreement import Agreement
-from holmesjax.control import Controller, Event
+from holmesjax import lease
+from holmesjax.checkpoints import manifest, resume
+from holmesjax.checkpoints.saves import Due, Saves
+from holmesjax.distributed.controller import Controller, Event
+from holmesjax.distributed.data_agreement import Agreement
 from holmesjax.errors import REQUEUE, DamagedError, FatalError, HolmesError, PeerError
 from holmesjax.job import Job
 from holmesjax.lease import Lease
-from holmesjax.pace import Pace
-from holmesjax.processes import make_processes
-from holmesjax.recorder import Recorder
-from holmesjax.saving import Due, Saves
-from launch.causes import behind, cause_of
-from launch.launcher import Launcher, leaving
+from holmesjax.plan.processes import make_processes
+from holmesjax.report.recorder import Recorder
+from holmesjax.runtime.progress import Pace
+from holmesjax.transport import connections
+from launch.failure_causes import behind, cause_of
+from launch.launchers.launcher import Launcher, leaving
 from launch.restarts import DEFAULT, Restarts
 
 KEY = "job.key"
@@ -130,7 +132,7 @@ class Supervisor:
         Raises LeaseError where another process owns the run folder; PeerError, or what a process
         raised, if the last attempt failed; FatalError if no restart is left.
         """
-        wire.raise_open_files(len(self._processes) * (1 + self._launcher.files_each))
+        connections.raise_open_files(len(self._processes) * (1 + self._launcher.files_each))
         with Lease(self._job.run_dir, on_loss=lease.end_process) as self._lease:
             return self._run_owned()
 
@@ -247,7 +249,9 @@ class Supervisor:
         logs = job.run_dir / LOGS
         logs.mkdir(exist_ok=True)
         key_file = Path(self._given_key_file or job.run_dir / KEY)
-        make_or_read = wire.read_key_file if self._given_key_file else wire.make_key_file
+        make_or_read = (
+            connections.read_key_file if self._given_key_file else connections.make_key_file
+        )
         pace = Pace(self._config)
         with (
             Controller(
@@ -299,7 +303,7 @@ class Supervisor:
     def _start(
         self, controller: Controller, variables: dict[str, str], key_file: Path, restart: int
     ) -> None:
-        digest = wire.key_digest(wire.read_key_file(key_file))
+        digest = connections.key_digest(connections.read_key_file(key_file))
         for process in self._processes:
             env = {
                 **variables,

@@ -14,8 +14,8 @@ from typing import Protocol
 
 from holmesjax import lifeline
 from holmesjax.errors import REQUEUE, PeerError
-from holmesjax.pace import Pace
-from launch.launcher import leaving
+from holmesjax.runtime.progress import Pace
+from launch.launchers.launcher import leaving
 
 CHECK_S = 0.2
 LEAVE_S = 2.0  # for the main thread to end by itself when it is asked twice

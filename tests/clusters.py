@@ -5,7 +5,7 @@ from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
-from holmesjax import config as configs, topology as topologies
+from holmesjax import config as configs
 from holmesjax.config import (
     Config,
     DataConfig,
@@ -15,12 +15,13 @@ from holmesjax.config import (
     RunConfig,
     TrainConfig,
 )
-from holmesjax.layouts import Mesh, Pass
-from holmesjax.planner import as_plan, make_plan, make_problem
-from holmesjax.problem import Case, Order, Part, step_seconds
-from holmesjax.search import Candidate
-from holmesjax.topology import Cluster, DeviceKind, Link, Measured, Nic, Node, Topology
-from holmesjax.variants import split
+from holmesjax.planner.candidates import split
+from holmesjax.planner.planner import as_plan, make_plan, make_problem
+from holmesjax.planner.problem import Case, Order, Part, step_seconds
+from holmesjax.planner.search import Candidate
+from holmesjax.planner.stage_layouts import Mesh, Pass
+from holmesjax.topology import machines
+from holmesjax.topology.machines import Cluster, DeviceKind, Link, Measured, Nic, Node, Topology
 
 ROOT = Path(__file__).parent.parent
 GIB = 2.0**30
@@ -147,7 +148,7 @@ def of_file(name):
     """The plan of a run of configs/runs/."""
     path = ROOT / f"configs/runs/{name}.yaml"
     config = configs.load(path)
-    return make_plan(config, topologies.load(configs.topology_path(config, path)))
+    return make_plan(config, machines.load(configs.topology_path(config, path)))
 
 
 WIDE = {"width": 4096, "num_heads": 32, "num_layers": 24}

@@ -11,8 +11,8 @@ os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
 import jax
 import pytest
 
-from holmesjax import program_cache
 from holmesjax.config import AUTO
+from holmesjax.runtime import program_cache
 
 
 def pytest_configure(config):

@@ -5,7 +5,7 @@ import subprocess
 import pytest
 
 from holmesjax.errors import HolmesError
-from launch import namespaces
+from launch.lab_machine import namespaces
 
 
 def _missing() -> str | None:

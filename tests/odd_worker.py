@@ -12,9 +12,9 @@ import sys
 import threading
 import time
 
-from holmesjax.feed import Feed
-from holmesjax.tcp import TcpTransport
-from holmesjax.worker import work
+from holmesjax.distributed.worker import work
+from holmesjax.runtime.prefetch import Feed
+from holmesjax.transport.tcp import TcpTransport
 
 
 def receive_late(late_s):

@@ -20,11 +20,12 @@ import os
 import sys
 import time
 
-from holmesjax import job as jobs, manifest
-from holmesjax.control import Member
-from holmesjax.place import Place, die_with
-from holmesjax.processes import make_processes
-from launch.launcher import Children, variables_here
+from holmesjax import job as jobs
+from holmesjax.checkpoints import manifest
+from holmesjax.distributed.controller import Member
+from holmesjax.hosts.process_environment import Place, die_with
+from holmesjax.plan.processes import make_processes
+from launch.launchers.launcher import Children, variables_here
 
 
 class ScriptedLauncher:

@@ -2,11 +2,11 @@
 
 import dataclasses
 
-from holmesjax import costs
+from holmesjax.costs import work
 
 
 def shape_of(**changes):
-    stage = costs.StageShape(
+    stage = work.StageShape(
         num_blocks=2,
         is_first=True,
         is_last=True,

@@ -15,7 +15,7 @@ from jax.experimental import multihost_utils
 
 def shards(stage, state):
     """array -> box -> SHA-256 of what is there, of the devices of this process."""
-    from holmesjax import checkpoint
+    from holmesjax.checkpoints import checkpoint
 
     found = {}
     for key, x in checkpoint.flatten(state).items():
@@ -27,13 +27,13 @@ def shards(stage, state):
 
 
 def digests_of(state):
-    from holmesjax import checkpoint, digests
+    from holmesjax.checkpoints import checkpoint, digests
 
     return digests.of(checkpoint.flatten(state))
 
 
 def make_stage():
-    from tests.test_pipeline import hand_made_plan, make_model, make_stages
+    from tests.runtime.test_pipeline import hand_made_plan, make_model, make_stages
 
     # On four devices all but the norms are cut, over two axes; on more processes or fewer alike.
     return make_stages(make_model(tied_embeddings=True), hand_made_plan((4,), 2, 1, fsdp=2))[0]
@@ -43,7 +43,7 @@ def main(rank, num_processes, port):
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", 4 // num_processes)
     jax.distributed.initialize(f"127.0.0.1:{port}", num_processes, rank)
-    from holmesjax import normals
+    from holmesjax.models import initial_values
 
     counts = {"drawn": 0, "compared": 0}
 
@@ -57,7 +57,7 @@ def main(rank, num_processes, port):
 
         setattr(module, name, wrapper)
 
-    counted(normals, "draw", "drawn", np.size)
+    counted(initial_values, "draw", "drawn", np.size)
     for name in ("assert_equal", "broadcast_one_to_all", "process_allgather"):
         counted(multihost_utils, name, "compared")
     stage = make_stage()

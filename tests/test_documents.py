@@ -10,9 +10,10 @@ import pytest
 
 from benchmarks.lab_rows import ROWS
 from docs import pictures
-from holmesjax import job, topology
+from holmesjax import job
 from holmesjax.config import CHECKOUT
 from holmesjax.errors import HolmesError
+from holmesjax.topology import machines
 from launch import __main__ as launch
 
 RUN_FILES = sorted(CHECKOUT.glob("configs/runs/*.yaml"))
@@ -41,7 +42,7 @@ def test_every_run_file_can_be_planned_and_its_header_is_a_claim(path):
     "path", sorted(CHECKOUT.glob("configs/topologies/*.yaml")), ids=lambda path: path.stem
 )
 def test_every_topology_loads(path):
-    assert topology.load(path).name == path.stem
+    assert machines.load(path).name == path.stem
 
 
 def test_the_plan_in_the_documents_is_the_plan():

@@ -7,25 +7,26 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from holmesjax import checkpoint, job as jobs, manifest
+from holmesjax import job as jobs
+from holmesjax.checkpoints import checkpoint, manifest
 from holmesjax.data.tokenizer import BEGIN
 from holmesjax.errors import ConfigError
 from holmesjax.generate import Sampler, Sampling, draw, empty_caches, extend
-from holmesjax.models import gpt
-from holmesjax.plan import EMBED, HEAD, block_name
+from holmesjax.models import transformer
+from holmesjax.plan.plan import EMBED, HEAD, block_name
 from launch.__main__ import main
-from tests.test_checkpoint import damage, folders, write
-from tests.test_pipeline import VARIANTS, make_model
+from tests.checkpoints.test_checkpoint import damage, folders, write
+from tests.runtime.test_pipeline import VARIANTS, make_model
 
 GREEDY = Sampling(temperature=0.0)
 
 
 def logits_without_cache(params, model, token_BL):
     position_L = jnp.arange(token_BL.shape[1])
-    x = gpt.Embed(model).apply({"params": params[EMBED]}, token_BL, position_L)
+    x = transformer.Embed(model).apply({"params": params[EMBED]}, token_BL, position_L)
     for i in range(model.num_layers):
-        x = gpt.Block(model).apply({"params": params[block_name(i)]}, x, position_L, None)
-    return gpt.Head(model).apply({"params": params[HEAD]}, x, params[EMBED]["token_VD"])
+        x = transformer.Block(model).apply({"params": params[block_name(i)]}, x, position_L, None)
+    return transformer.Head(model).apply({"params": params[HEAD]}, x, params[EMBED]["token_VD"])
 
 
 def loud(params):
@@ -37,7 +38,7 @@ def loud(params):
 @pytest.mark.parametrize("cuts", [(16,), (1,) * 16, (5, 1, 1, 9)])
 def test_cache_equals_no_cache(variant, cuts):
     model = make_model(**VARIANTS[variant])
-    params = loud(gpt.init_params(model, 0))
+    params = loud(transformer.init_params(model, 0))
     token_BL = np.random.default_rng(0).integers(256, size=(2, 16), dtype=np.int32)
     want = logits_without_cache(params, model, token_BL)
     caches, start = empty_caches(model, num_sequences=2), 0
@@ -51,7 +52,7 @@ def test_cache_equals_no_cache(variant, cuts):
 def test_greedy_continuation_beyond_the_context():
     """Token by token against the model without a cache, with the same sliding of the context."""
     model = make_model()
-    sampler = Sampler(model=model, params=loud(gpt.init_params(model, 1)))
+    sampler = Sampler(model=model, params=loud(transformer.init_params(model, 1)))
     whole = jax.jit(logits_without_cache, static_argnums=1)
     known, want = [BEGIN, *b"def"], []
     for _ in range(40):
@@ -121,7 +122,7 @@ def test_a_padded_vocabulary_changes_nothing(sampling, kept):
 def test_a_model_of_more_ids_than_bytes_makes_text():
     """Untrained, so that all 320 ids are about as likely: one of five draws would be no byte."""
     model = make_model(vocab_size=320)
-    sampler = Sampler(model=model, params=gpt.init_params(model, 0))
+    sampler = Sampler(model=model, params=transformer.init_params(model, 0))
     tokens = list(sampler.tokens("x", 100, Sampling(temperature=1.0)))
     assert max(tokens) < 256
     assert "".join(sampler.stream("x", 100, Sampling(temperature=1.0))) is not None
@@ -144,7 +145,7 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before(tmp_path, monkeypatch)
 
 def test_a_seed_repeats_and_another_differs():
     model = make_model()
-    sampler = Sampler(model=model, params=gpt.init_params(model, 0))
+    sampler = Sampler(model=model, params=transformer.init_params(model, 0))
     runs = [list(sampler.tokens("x", 20, Sampling(seed=seed))) for seed in (1, 1, 2)]
     assert runs[0] == runs[1] != runs[2]
 

@@ -1,153 +1,99 @@
-"""Modules import only from rows above their own. The table in docs/design.md is this list."""
+"""Imports point down: a module imports only from its own package and from the places below it."""
 
 import ast
+from graphlib import TopologicalSorter
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).parent.parent
-LAYERS = [
-    ["kernels.moments"],
-    [
-        "kernels.adamw",
-        "kernels.attention_tiles",
-        "kernels.cross_entropy",
-        "kernels.embedding",
-        "kernels.linear",
-        "kernels.norm",
-        "kernels.shards",
-        "kernels.tuned",
-        "kernels.warpgroups",
-    ],
-    ["kernels.attention"],
-    ["kernels.attention_mosaic", "kernels.attention_mosaic_keys", "kernels.attention_triton"],
-    ["kernels.attention_mosaic_backward"],
-    ["kernels.attention_ring"],
-    ["kernels.attention_pallas"],
-    ["holmesjax.errors", "holmesjax.normals"],
-    [
-        "holmesjax.units",
-        "holmesjax.yaml_files",
-        "holmesjax.catalogue",
-        "holmesjax.hardware",
-        "holmesjax.lifeline",
-        "holmesjax.wire",
-        "holmesjax.frames",
-        "holmesjax.host_memory",
-        "holmesjax.xla_flags",
-        "holmesjax.data.tokenizer",
-        "holmesjax.data.permutation",
-    ],
-    [
-        "holmesjax.schema",
-        "holmesjax.discovery",
-        "holmesjax.door",
-        "holmesjax.lease",
-        "holmesjax.lines",
-        "holmesjax.timed_frames",
-    ],
-    ["holmesjax.config", "holmesjax.calibration", "holmesjax.nccl"],
-    [
-        "holmesjax.topology_file",
-        "holmesjax.manifest",
-        "holmesjax.learning_rates",
-        "holmesjax.pace",
-        "holmesjax.data.corpus",
-    ],
-    ["holmesjax.topology", "holmesjax.saving", "holmesjax.data.batches"],
-    [
-        "holmesjax.costs",
-        "holmesjax.network",
-        "holmesjax.schedule",
-        "holmesjax.faults",
-        "holmesjax.upgrades",
-    ],
-    ["holmesjax.memory", "holmesjax.stage_times", "holmesjax.mapper", "holmesjax.lab"],
-    ["holmesjax.plan", "holmesjax.lab_commands"],
-    ["holmesjax.layouts", "holmesjax.processes", "holmesjax.crossings", "holmesjax.forecast"],
-    ["holmesjax.problem"],
-    ["holmesjax.shortlist"],
-    ["holmesjax.variants"],
-    ["holmesjax.search"],
-    ["holmesjax.prices"],
-    ["holmesjax.planner"],
-    [
-        "holmesjax.explain",
-        "holmesjax.job",
-        "holmesjax.control",
-        "holmesjax.agreement",
-        "holmesjax.routes",
-        "holmesjax.neighbours",
-        "holmesjax.place",
-        "holmesjax.doctor",
-    ],
-    ["holmesjax.agent", "holmesjax.probe", "holmesjax.resume"],
-    [
-        "holmesjax.mesh",
-        "holmesjax.domain",
-        "holmesjax.ops",
-        "holmesjax.buckets",
-        "holmesjax.split",
-        "holmesjax.compat",
-        "holmesjax.program_cache",
-    ],
-    ["holmesjax.sharding", "holmesjax.collectives"],
-    [
-        "holmesjax.digests",
-        "holmesjax.models.gpt",
-        "holmesjax.optimizer",
-    ],
-    ["holmesjax.stage"],
-    ["holmesjax.programs", "holmesjax.ends", "holmesjax.speeds"],
-    [
-        "holmesjax.transport",
-        "holmesjax.feed",
-        "holmesjax.tcp",
-        "holmesjax.timeline",
-        "holmesjax.trace",
-        "holmesjax.metrics",
-        "holmesjax.console",
-    ],
-    ["holmesjax.pipeline", "holmesjax.checkpoint", "holmesjax.figures"],
-    ["holmesjax.report"],
-    ["holmesjax.recorder"],
-    ["holmesjax.session"],
-    ["holmesjax.trainer", "holmesjax.worker", "holmesjax.generate"],
-    [
-        "launch.launcher",
-        "launch.causes",
-        "launch.restarts",
-        "launch.hosts",
-        "launch.components",
-        "launch.outputs",
-        "launch.patience",
-    ],
-    [
-        "launch.supervisor",
-        "launch.watchdog",
-        "launch.local",
-        "launch.external",
-        "launch.ssh",
-        "launch.slurm",
-        "launch.kubernetes",
-        "launch.namespaces",
-    ],
-    ["launch.launchers", "launch.agents"],
-    ["launch.doctor", "launch.probe", "launch.profile", "launch.agent"],
-    ["launch.train", "launch.plan", "launch.generate", "launch.worker", "launch.nics"],
-    ["launch.injector", "launch.counters"],
-    ["launch.lab"],
+# From bottom to top. A place is a package, or a module of the root of `holmesjax` or `launch`.
+PLACES = [
+    "kernels",
+    "holmesjax.errors",
+    "holmesjax.boxes",
+    "holmesjax.lifeline",
+    "holmesjax.xla_flags",
+    "holmesjax.units",
+    "holmesjax.yaml_files",
+    "holmesjax.schema",
+    "holmesjax.lease",
+    "holmesjax.config",
+    "holmesjax.topology",
+    "holmesjax.data",
+    "holmesjax.costs",
+    "holmesjax.plan",
+    "holmesjax.planner",
+    "holmesjax.lab",
+    "holmesjax.parallel",
+    "holmesjax.models",
+    "holmesjax.optimizers",
+    "holmesjax.transport",
+    "holmesjax.hosts",
+    "holmesjax.job",
+    "holmesjax.runtime",
+    "holmesjax.checkpoints",
+    "holmesjax.report",
+    "holmesjax.session",
+    "holmesjax.trainer",
+    "holmesjax.generate",
+    "holmesjax.distributed",
+    "launch.outputs",
+    "launch.patience",
+    "launch.launchers",
+    "launch.failure_causes",
+    "launch.restarts",
+    "launch.watchdog",
+    "launch.supervisor",
+    "launch.lab_machine",
+    "launch.verbs",
 ]
-ROW = {module: row for row, modules in enumerate(LAYERS) for module in modules}
-WITHOUT_JAX = ROW["holmesjax.agent"]  # a plan can be made on any laptop
+# A plan is made, checked and supervised on machines without JAX.
+WITHOUT_JAX = [
+    *PLACES[PLACES.index("holmesjax.errors") : PLACES.index("holmesjax.parallel")],
+    "holmesjax.optimizers.learning_rates",
+    "holmesjax.models.initial_values",
+    "holmesjax.transport.admission",
+    "holmesjax.transport.buffers",
+    "holmesjax.transport.connection_loop",
+    "holmesjax.transport.connections",
+    "holmesjax.transport.crossings",
+    "holmesjax.transport.frame_timing",
+    "holmesjax.transport.frames",
+    "holmesjax.transport.rendezvous",
+    "holmesjax.transport.routes",
+    "holmesjax.hosts.agent",
+    "holmesjax.hosts.doctor",
+    "holmesjax.hosts.hardware",
+    "holmesjax.hosts.nccl",
+    "holmesjax.hosts.nics",
+    "holmesjax.hosts.probe",
+    "holmesjax.hosts.process_environment",
+    "holmesjax.job",
+    "holmesjax.runtime.progress",
+    "holmesjax.checkpoints.manifest",
+    "holmesjax.checkpoints.resume",
+    "holmesjax.checkpoints.saves",
+    "holmesjax.distributed.controller",
+    "holmesjax.distributed.data_agreement",
+]
 OUTSIDE = {"jax", "jaxlib", "flax", "optax", "orbax", "chex", "tensorstore"}
+
+
+def modules() -> dict[str, Path]:
+    files = [
+        file
+        for place in ("holmesjax", "kernels", "launch")
+        for file in ROOT.glob(f"{place}/**/[!_]*.py")
+    ]
+    return {".".join(file.relative_to(ROOT).with_suffix("").parts): file for file in files}
+
+
+MODULES = modules()
 
 
 def all_imports(module: str) -> set[str]:
     """Everything a module imports, at any depth, functions included."""
     found = set()
-    path = ROOT / (module.replace(".", "/") + ".py")
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(ast.parse(MODULES[module].read_text())):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -156,28 +102,64 @@ def all_imports(module: str) -> set[str]:
     return found
 
 
-def test_every_module_has_a_row():
-    folders = ("holmesjax", "kernels", "launch")
-    files = [file for folder in folders for file in ROOT.glob(f"{folder}/**/[!_]*.py")]
-    assert ROW.keys() == {".".join(f.relative_to(ROOT).with_suffix("").parts) for f in files}
+IMPORTS = {module: all_imports(module) for module in MODULES}
 
 
-@pytest.mark.parametrize("module", ROW)
-def test_imports_point_up(module):
-    wrong = sorted(name for name in all_imports(module) & ROW.keys() if ROW[name] >= ROW[module])
-    assert not wrong, f"{module} (row {ROW[module]}) may not import {wrong}: not above it"
+def place_of(module: str) -> str:
+    found = [place for place in PLACES if f"{module}.".startswith(f"{place}.")]
+    assert found, f"{module} has no place: add it to PLACES"
+    [place] = found
+    return place
 
 
-@pytest.mark.parametrize("module", ROW)
-def test_only_ops_imports_kernels_and_a_plan_needs_no_jax(module):
-    imports = all_imports(module)
-    if module != "holmesjax.ops" and not module.startswith("kernels."):
-        assert not [name for name in imports if name.split(".")[0] == "kernels"]
-    if ROW[module] <= WITHOUT_JAX and not module.startswith("kernels."):
-        assert OUTSIDE.isdisjoint(name.split(".")[0] for name in imports)
+def is_without_jax(module: str) -> bool:
+    return any(f"{module}.".startswith(f"{place}.") for place in WITHOUT_JAX)
 
 
-def test_the_design_names_every_module():
+def test_imports_point_down():
+    wrong = [
+        f"{module} imports {name}"
+        for module, names in IMPORTS.items()
+        for name in names & MODULES.keys()
+        if PLACES.index(place_of(name)) > PLACES.index(place_of(module))
+    ]
+    assert not wrong
+
+
+def test_no_module_imports_itself_through_others():
+    graph = {module: names & MODULES.keys() for module, names in IMPORTS.items()}
+    assert set(TopologicalSorter(graph).static_order()) == graph.keys()  # CycleError names a cycle
+
+
+def test_only_ops_imports_kernels():
+    wrong = [
+        module
+        for module, names in IMPORTS.items()
+        if place_of(module) != "kernels" and {name.split(".")[0] for name in names} & {"kernels"}
+    ]
+    assert wrong == ["holmesjax.models.ops"]
+
+
+def test_a_plan_needs_no_jax():
+    wrong = [
+        f"{module} imports {name}"
+        for module in MODULES
+        if is_without_jax(module)
+        for name in IMPORTS[module]
+        if name.split(".")[0] in OUTSIDE or (name in MODULES and not is_without_jax(name))
+    ]
+    assert not wrong
+
+
+def test_every_place_says_what_lives_there():
+    for place in PLACES:
+        folder = ROOT / place.replace(".", "/")
+        file = folder / "__init__.py" if folder.is_dir() else folder.with_suffix(".py")
+        text = ast.get_docstring(ast.parse(file.read_text()))
+        assert text, f"{place} has no docstring"
+
+
+def test_the_design_names_every_package():
     text = (ROOT / "docs/design.md").read_text()
-    missing = [module for module in ROW if f"`{module.split('.')[-1]}`" not in text]
+    missing = [place for place in PLACES if f"`{place.removeprefix('holmesjax.')}`" not in text]
     assert not missing, f"docs/design.md has no row for {missing}"

@@ -12,14 +12,14 @@ from pathlib import Path
 
 import pytest
 
-from launch.launcher import Children
+from launch.launchers.launcher import Children
 from tests.jobs import ROOT
 
 GIVE_UP = """
 import os, sys, threading, time
 from holmesjax import lifeline
 from holmesjax.errors import PeerError
-from holmesjax.worker import _Worker
+from holmesjax.distributed.worker import _Worker
 
 lifeline.LAST_WORDS_S = 0.5
 

@@ -9,13 +9,15 @@ import sys
 import pytest
 import yaml
 
-from holmesjax import job as jobs, topology, xla_flags
+from holmesjax import job as jobs, xla_flags
 from holmesjax.config import CHECKOUT
-from holmesjax.host_memory import ALLOCATOR
 from holmesjax.job import ENVIRONMENT, Job
-from launch import launcher as launchers, supervisor
-from launch.external import ExternalLauncher
-from launch.local import LocalLauncher
+from holmesjax.topology import machines
+from holmesjax.transport.buffers import ALLOCATOR
+from launch import supervisor
+from launch.launchers import launcher as launchers
+from launch.launchers.external import ExternalLauncher
+from launch.launchers.local import LocalLauncher
 from launch.supervisor import Supervisor
 
 RUN = """
@@ -55,7 +57,7 @@ def test_xla_aborts_for_an_unknown_flag():
 def job(tmp_path) -> Job:
     """Of a run on GPUs of two kinds."""
     path = CHECKOUT / "configs/topologies/h100_a100.yaml"
-    assert topology.load(path).device_kinds.isdisjoint({"cpu"})
+    assert machines.load(path).device_kinds.isdisjoint({"cpu"})
     file = tmp_path / "run.yaml"
     file.write_text(RUN.format(topology=path, run_dir=tmp_path / "run"))
     return jobs.load(file)

@@ -18,12 +18,12 @@ def content(step, shape):
 
 
 def main(number, about):
-    from holmesjax import wire
-    from holmesjax.crossings import Key
     from holmesjax.errors import HolmesError
-    from holmesjax.neighbours import Ports
-    from holmesjax.processes import make_processes
-    from holmesjax.sharding import from_axes
+    from holmesjax.parallel.sharding import from_axes
+    from holmesjax.plan.processes import make_processes
+    from holmesjax.transport import connections
+    from holmesjax.transport.crossings import Key
+    from holmesjax.transport.rendezvous import Ports
     from tests.two_stages import TOPOLOGY, addresses, make_crossing, make_plan, mesh_of, start
 
     plan = make_plan(*about["meshes"])
@@ -31,8 +31,8 @@ def main(number, about):
     me = processes[number]
     domain = [p for p in processes if p.stage == me.stage]
     ports = Ports.open(addresses())
-    with wire.listen("127.0.0.1") as sock:
-        coordinator = wire.address_of(sock)[1]
+    with connections.listen("127.0.0.1") as sock:
+        coordinator = connections.address_of(sock)[1]
     print(json.dumps({"book": ports.book, "coordinator": coordinator}), flush=True)
     others = json.loads(sys.stdin.readline())
     if len(domain) > 1:

@@ -8,14 +8,14 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh
 
-from holmesjax import topology as topologies
-from holmesjax.crossings import Crossing
-from holmesjax.neighbours import Ports
-from holmesjax.plan import Axis, Plan, StagePlan
-from holmesjax.processes import make_processes
-from holmesjax.tcp import TcpTransport
+from holmesjax.plan.plan import Axis, Plan, StagePlan
+from holmesjax.plan.processes import make_processes
+from holmesjax.topology import machines
+from holmesjax.transport.crossings import Crossing
+from holmesjax.transport.rendezvous import Ports
+from holmesjax.transport.tcp import TcpTransport
 
-TOPOLOGY = topologies.load(Path(__file__).parent.parent / "configs/topologies/ib_roce.yaml")
+TOPOLOGY = machines.load(Path(__file__).parent.parent / "configs/topologies/ib_roce.yaml")
 CLUSTERS = ("ib", "roce")
 KEY = bytes(range(32))
 

@@ -1,0 +1,1 @@
+"""Models and the array functions that they are made of. How they are cut is in `parallel`."""

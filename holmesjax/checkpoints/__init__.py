@@ -1,0 +1,1 @@
+"""Checkpoints: when they are written, which of them are whole, and where a run goes on."""

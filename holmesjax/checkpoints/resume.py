@@ -1,0 +1,305 @@
+"""Finds where a run goes on, and says what has changed since. Does not import JAX.
+
+A run that resumes goes on as if it had never stopped. A change of the data, of their order or of
+the model breaks that, so it is refused unless the user allows it by name. What was allowed is kept
+in the run folder: the same start may be repeated, by a scheduler say, with or without the option.
+Every other change is told.
+"""
+
+import dataclasses
+import json
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+from holmesjax import job as jobs, schema
+from holmesjax.checkpoints import manifest
+from holmesjax.checkpoints.manifest import Checkpoint
+from holmesjax.config import DataConfig, OptimizerConfig
+from holmesjax.errors import CheckpointError, ConfigError
+from holmesjax.job import Job
+from holmesjax.optimizers.learning_rates import learning_rate
+
+ALLOWED = "allowed.json"  # in the run folder
+# Sections of the config that shape the numbers. Parallelism does by way of the plan, which has a
+# hash; `distributed`, `checkpoint`, `log` and these settings do not.
+SECTIONS = ("run", "train", "model", "data", "optimizer", "kernels")
+LOGISTICS = ("run.dir", "train.log_every_s", "train.eval_every")
+# May change if they are allowed by name; of the model only what no array depends on.
+ALLOWABLE = (
+    *(f"data.{field.name}" for field in dataclasses.fields(DataConfig)),
+    "train.seed",
+    "train.global_batch",
+    "model.rotary_base",
+)
+FILES = ("data.corpus", "data.pattern", "data.validation_fraction")  # which, of which split
+SHOWN = 12  # digits of a digest
+RATE = ("learning_rate", "schedule", "warmup_steps", "decay_steps", "final_fraction")
+
+
+class Change(NamedTuple):
+    """A setting that the checkpoint has otherwise."""
+
+    name: str
+    was: Any
+    now: Any
+
+    def __str__(self) -> str:
+        return f"{self.name}: {_show(self.was)} -> {_show(self.now)}"
+
+
+class _Allowed(NamedTuple):
+    """A change that the user has allowed by name, for going on from step `step` or before it."""
+
+    step: int
+    name: str
+    was: Any
+    now: Any
+
+    def covers(self, change: Change, step: int) -> bool:
+        return step <= self.step and change == (self.name, self.was, self.now)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Start:
+    """The start of a session of a run: from its newest checkpoint, or from nothing."""
+
+    job: Job
+    checkpoint: Checkpoint | None = None
+    changes: tuple[Change, ...] = ()  # since the checkpoint
+    allow: Sequence[str] = ()  # names of settings that may differ
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps done."""
+        return self.checkpoint.step if self.checkpoint else 0
+
+    @property
+    def sequences(self) -> int:
+        """Sequences consumed."""
+        return self.checkpoint.sequences if self.checkpoint else 0
+
+    def describe(self) -> list[str]:
+        """Lines for the console before the first step."""
+        if not self.checkpoint:
+            return []
+        lines = [f"resuming after step {self.step}", *(f"  {change}" for change in self.changes)]
+        return lines + [f"  {line}" for line in self._rate_change(self.checkpoint)]
+
+    def _rate_change(self, checkpoint: Checkpoint) -> list[str]:
+        """Both learning rates of the next step, where they differ; skipped steps not counted."""
+        saved, config = checkpoint.settings, self.job.config
+        was_steps, now_steps = saved["train"]["steps"], config.train.steps
+        was = learning_rate(OptimizerConfig(**saved["optimizer"]), was_steps, self.step)
+        now = learning_rate(config.optimizer, now_steps, self.step)
+        if math.isclose(was, now, rel_tol=1e-6):
+            return []
+        names = ("train.steps", *(f"optimizer.{name}" for name in RATE))
+        reasons = [change for change in self.changes if change.name in names]
+        why = ", ".join(f"{c.name} {_show(c.was)} -> {_show(c.now)}" for c in reasons)
+        if [change.name for change in reasons] == ["train.steps"]:
+            stretches = "stretches" if now_steps > was_steps else "shortens"
+            why += f" {stretches} the {config.optimizer.schedule} schedule"
+        return [f"learning rate of step {self.step + 1}: {_show_rates(was, now)} ({why})"]
+
+    def finished(self) -> list[str]:
+        """Lines for the console where there is nothing left to do."""
+        optimizer, steps = self.job.config.optimizer, self.job.config.train.steps
+        longer = 2 * self.step
+        last = learning_rate(optimizer, steps, self.step - 1)
+        following = learning_rate(optimizer, longer, self.step)
+        lines = [
+            f"finished: {self.step} of {steps} steps are done",
+            f"to train longer: python -m launch train {self.job.run_dir} train.steps={longer}",
+        ]
+        if math.isclose(last, following, rel_tol=1e-6):
+            return lines
+        rest = ["optimizer.decay_steps=null"] if optimizer.decay_steps else []
+        rest += ["optimizer.warmup_steps=0"] if optimizer.warmup_steps > self.step else []
+        rate = f"{last:.6g}" if last else "RATE"
+        settings = ["optimizer.schedule=constant", f"optimizer.learning_rate={rate}", *rest]
+        return [
+            *lines,
+            f"  that stretches the {optimizer.schedule} schedule: the learning rate of step "
+            f"{self.step + 1} is {_show_rates(last, following)}",
+            f"  to go on with {f'{last:.1e}' if last else 'another'}, add {' '.join(settings)}",
+        ]
+
+    def permit(self, changes: Sequence[Change]) -> None:
+        """Refuses changes that nobody has allowed, and keeps the others in the run folder.
+
+        Raises CheckpointError with all that are refused.
+        """
+        known = _allowed(self.job.run_dir)
+        missing = [
+            change
+            for change in changes
+            if change.name not in self.allow
+            and not any(entry.covers(change, self.step) for entry in known)
+        ]
+        if missing:
+            raise CheckpointError(
+                str(self.checkpoint.path if self.checkpoint else self.job.run_dir),
+                "has other settings; with these the run would not go on as if it had never stopped",
+                found=", ".join(map(str, missing)),
+                fix="use its own settings, or another run.dir; to go on in spite of it, add "
+                "--allow " + ",".join(change.name for change in missing),
+            )
+        new = [_Allowed(self.step, *change) for change in changes if change.name in self.allow]
+        if new := [entry for entry in new if entry not in known]:
+            path = self.job.run_dir / ALLOWED
+            content = [entry._asdict() for entry in (*known, *new)]
+            manifest.write_durably(path, json.dumps(content, indent=1) + "\n")
+
+    def check_data(self, digests: Mapping[str, str]) -> list[str]:
+        """Refuses other data than the checkpoint's; what to say of those that are allowed.
+
+        Args:
+          digests: of each split and of the order of the data, as they were read now.
+
+        Raises CheckpointError.
+        """
+        if not self.checkpoint:
+            return []
+        saved = self.checkpoint.manifest["data"]
+        differ = [name for name in digests if digests[name] != saved.get(name)]
+        if any(change.name in FILES for change in self.changes):  # permitted: the files follow
+            differ = [name for name in differ if name == "order"]
+        if not differ:
+            return []
+        was, now = (
+            ", ".join(f"{name} {found.get(name, '')[:SHOWN]}" for name in differ)
+            for found in (saved, digests)
+        )
+        change = Change("data.corpus", was, now)
+        self.permit([change])
+        return [f"  {change}"]
+
+    def commit(
+        self,
+        step: int,
+        arrays: dict[str, dict[str, Any]],
+        files: manifest.Files,
+        *,
+        data: Mapping[str, str],
+    ) -> None:
+        """Makes a checkpoint of the parts that all stages have written after a step."""
+        config = self.job.config
+        manifest.commit(
+            self.job.run_dir,
+            step,
+            sequences=self.sequences + (step - self.step) * config.train.global_batch,
+            settings=settings(self.job),
+            data=data,
+            plan_hash=self.job.plan.hash(),
+            keep=config.checkpoint.keep,
+            arrays=arrays,
+            files=files,
+        )
+
+
+def find(
+    job: Job,
+    allow: str | Iterable[str],
+    warn: Callable[[str], None],
+    known: manifest.Damaged = MappingProxyType({}),
+) -> Start:
+    """Finds where the job goes on; the run folder must be the caller's (`lease`).
+
+    Args:
+      allow: what `--allow` said, each time.
+      warn: takes what is wrong with newer checkpoints.
+      known: for `manifest.newest`.
+
+    Raises:
+      CheckpointError: all checkpoints are damaged, or settings differ that may not.
+      ConfigError: `allow` names what needs no permission.
+    """
+    checkpoint = manifest.newest(job.run_dir, warn, set_aside=True, known=known)
+    changes = tuple(_changes(checkpoint, job)) if checkpoint else ()
+    start = Start(job=job, checkpoint=checkpoint, changes=changes, allow=names_of(allow))
+    allowable = _allowable(job)
+    if never := [c for c in changes if c.name.startswith("model.") and c.name not in allowable]:
+        raise CheckpointError(
+            str(checkpoint and checkpoint.path),
+            "is of another model",
+            found=", ".join(map(str, never)),
+            fix="use the model's own settings, or another run.dir",
+        )
+    _refuse_useless(start)
+    start.permit([change for change in changes if change.name in allowable])
+    return start
+
+
+def _refuse_useless(start: Start) -> None:
+    """Raises ConfigError where `allow` names what has not changed, or may change without it."""
+    useful = {change.name for change in start.changes} & set(_allowable(start.job))
+    used = {entry.name for entry in _allowed(start.job.run_dir)}  # by a start before this one
+    if start.checkpoint:
+        used.add("data.corpus")  # its files may have changed, which is seen when they are read
+    if useless := [name for name in start.allow if name not in useful | used]:
+        fix = f"write --allow {','.join(sorted(useful))}" if useful else "leave it out"
+        near = schema.near(useless[0], _allowable(start.job))
+        problem = "names what has not changed, or may change without it"
+        if near:
+            fix += f"; {near}"
+        raise ConfigError("--allow", problem, found=", ".join(useless), fix=fix)
+
+
+def settings(job: Job) -> dict[str, dict[str, Any]]:
+    """Settings that shape the numbers of a run, as a manifest keeps them, by section and name."""
+    found = {
+        section: {
+            name: value
+            for name, value in dataclasses.asdict(getattr(job.config, section)).items()
+            if f"{section}.{name}" not in LOGISTICS
+        }
+        for section in SECTIONS
+    }
+    return {**found, "versions": jobs.versions()}
+
+
+def names_of(allow: str | Iterable[str]) -> list[str]:
+    """The settings that `--allow` names, or several of it.
+
+    >>> names_of(["train.seed, data.corpus", "data.pattern"])
+    ['train.seed', 'data.corpus', 'data.pattern']
+    """
+    texts = [allow] if isinstance(allow, str) else allow
+    return [name.strip() for text in texts for name in text.split(",") if name.strip()]
+
+
+def _changes(checkpoint: Checkpoint, job: Job) -> Iterable[Change]:
+    saved, wanted = checkpoint.settings, settings(job)
+    for section, values in wanted.items():
+        for name, now in values.items():
+            if (was := saved.get(section, {}).get(name)) != now:
+                yield Change(f"{section}.{name}", was, now)
+    if (was := checkpoint.manifest["plan_hash"]) != (now := job.plan.hash()):
+        yield Change("plan", was, now)
+
+
+def _allowable(job: Job) -> tuple[str, ...]:
+    """Settings that may change if allowed by name: only learned positions are an array."""
+    more = ("model.context_length",) if job.config.model.positions == "rotary" else ()
+    return (*ALLOWABLE, *more)
+
+
+def _allowed(run_dir: Path) -> list[_Allowed]:
+    try:
+        return [_Allowed(**entry) for entry in json.loads((run_dir / ALLOWED).read_text())]
+    except FileNotFoundError:
+        return []
+
+
+def _show(value: object) -> str:
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def _show_rates(was: float, now: float) -> str:
+    """Both, with as many digits as it takes to tell them apart."""
+    digits = next(n for n in range(1, 17) if f"{was:.{n}e}" != f"{now:.{n}e}")
+    return f"{was:.{digits}e} -> {now:.{digits}e}"

@@ -1,0 +1,122 @@
+"""When a run writes checkpoints, and what becomes of each of them. No JAX.
+
+One place decides for all processes of a run and hears of them all: the launcher, or the process
+itself where it is the only one.
+"""
+
+import shutil
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from holmesjax.checkpoints import manifest
+from holmesjax.config import CheckpointConfig
+from holmesjax.errors import CheckpointError
+
+
+class Due:
+    """Whether to save after a step: after so many steps, or so many minutes after the last time.
+
+    The minutes count from the first step that is asked about.
+    """
+
+    def __init__(self, config: CheckpointConfig, clock: Callable[[], float] = time.monotonic):
+        self._every, self._interval_s = config.every, 60 * config.minutes
+        self._clock = clock
+        self._last_s: float | None = None
+
+    def __call__(self, step: int) -> bool:
+        """To be asked once after each step."""
+        if self._every is not None:
+            return step % self._every == 0
+        now_s = self._clock()
+        if self._last_s is None:
+            self._last_s = now_s
+        if now_s - self._last_s < self._interval_s:
+            return False
+        self._last_s = now_s
+        return True
+
+
+@dataclass
+class _Told:
+    """The state of a checkpoint that is being written."""
+
+    num: int = 0  # of tellers
+    arrays: dict[str, dict[str, Any]] = field(default_factory=dict)
+    files: manifest.Files = field(default_factory=dict)
+
+
+class Saves:
+    """The checkpoints of a session: committed when whole, given up when a part cannot be written.
+
+    Training goes on after a save that failed, since the next may succeed. Two that fail in a row,
+    or the last one, end the run. Checkpoints that are committed stay as they are.
+
+    Args:
+      run_dir: the run folder.
+      num_tellers: how many tell of each checkpoint, with `saved` or with `failed`.
+      commit: makes a checkpoint of what all have told.
+      warn: takes a line about each save that failed, when it fails.
+    """
+
+    def __init__(
+        self,
+        run_dir: Path,
+        num_tellers: int,
+        commit: Callable[[int, dict[str, dict[str, Any]], manifest.Files], None],
+        warn: Callable[[str], None],
+    ):
+        self._run_dir, self._num_tellers = run_dir, num_tellers
+        self._commit, self._warn = commit, warn
+        self._told: dict[int, _Told] = {}
+        self._failed: set[int] = set()  # steps
+        self._failures: list[str] = []  # why, since the last checkpoint
+
+    def saved(self, step: int, arrays: dict[str, dict[str, Any]], files: manifest.Files) -> None:
+        """Takes what a part holds, as `manifest.commit` does."""
+        told = self._told.setdefault(step, _Told())
+        told.arrays |= arrays
+        told.files |= files
+        self._count(step, told)
+
+    def failed(self, step: int, reason: str, *, counts: bool = True) -> None:
+        """Takes, in one line, why a part cannot be written.
+
+        Args:
+          counts: whether who tells is one of the `num_tellers`.
+        """
+        if step not in self._failed:
+            self._failed.add(step)
+            self._failures.append(reason)
+            self._warn(f"warning: no checkpoint after step {step}: {reason}; the next is tried")
+        if counts:
+            self._count(step, self._told.setdefault(step, _Told()))
+
+    def check(self, *, at_end: bool = False) -> None:
+        """Raises CheckpointError after two failures in a row; at the end also after one."""
+        if len(self._failures) < (1 if at_end else 2):
+            return
+        raise CheckpointError(
+            str(self._run_dir / manifest.FOLDER),
+            "a checkpoint could not be written",
+            found=self._failures[-1],
+            fix="free space or choose another run.dir, then resume from the last checkpoint",
+        )
+
+    def _count(self, step: int, told: _Told) -> None:
+        told.num += 1
+        if told.num < self._num_tellers:
+            return
+        del self._told[step]
+        if step not in self._failed:
+            try:
+                self._commit(step, told.arrays, told.files)
+                self._failures.clear()
+            except OSError as error:
+                self.failed(step, str(error), counts=False)
+        if step in self._failed:
+            # Its room is what the next one needs. Some of it may still be on its way to the disk.
+            shutil.rmtree(manifest.folder_of(self._run_dir, step), ignore_errors=True)

@@ -1,0 +1,163 @@
+"""Bytes per device of one stage, itemised. Closed form: no devices, no arrays.
+
+The layouts are those of `sharding`: masters and moments lie cut over `data` (ZeRO-1, Rajbhandari et
+al., arXiv:1910.02054), copies for compute and unreduced gradients once per data replica; all of
+them cut over `fsdp` (ZeRO-3 there; Zhao et al., arXiv:2304.11277) and `context`.
+"""
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from holmesjax.config import ModelConfig
+from holmesjax.costs import work
+
+# Buffers of each boundary array: one is sent or received while another is filled or read.
+BUFFERS = 2
+
+# Items that grow with the parameters; the others grow with the tokens of a microbatch.
+PER_PARAMETER = ("parameters", "optimizer", "replicas", "gradients", "gathered", "reduction")
+
+
+def block_residual_bytes(
+    model: ModelConfig,
+    stage: work.StageShape,
+    implementation: work.Implementation = work.HOLMESJAX,
+) -> float:
+    """Bytes that one Transformer layer keeps per token from its forward to its backward.
+
+    With c bytes per number of the compute dtype, and dims as in `work`; what is in brackets is cut
+    over `tensor`:
+
+        none   4 c D + [c (2 H K + 2 G K + a F) + 4 H],   a = 2 for SwiGLU, else 1
+        dots   2 c D + [the same]
+        full   c D
+
+    Other implementations keep more: masks, with what is not cut; with what is, scores in place of
+    the 4 H of log-sum-exps, and the result of the activation function (a larger by 1). They may
+    also cut all of it.
+
+    These are the residuals of `jax.vjp` of `models.gpt.Block`, which the tests count: the inputs of
+    norms and of matrix products, and attention's queries, keys, values, output and log-sum-exp.
+    """
+    width = work.DTYPE_BYTES[stage.dtype]
+    cuts = stage.tensor if implementation.sequence_parallel else 1
+    if stage.checkpointing == "full":
+        return width * model.width / cuts
+    share = implementation.kept_products if stage.checkpointing == "dots" else 1.0
+    gates = (2 if model.activation == "swiglu" else 1) + implementation.keeps_activation
+    results = (model.num_heads + 2 * model.kv_heads) * model.head_width
+    results += gates * model.feed_forward_width
+    scores = implementation.kept_score_bytes * model.context_length * model.num_heads
+    if not implementation.score_bytes:
+        scores += 4 * model.num_heads
+    attention = width * model.num_heads * model.head_width + scores
+    operands = 4 if stage.checkpointing == "none" else 1 + share
+    whole = (operands * width + implementation.kept_mask_bytes) * model.width
+    return whole / cuts + (attention + share * width * results) / stage.tensor
+
+
+def stage_memory_bytes(
+    model: ModelConfig,
+    stage: work.StageShape,
+    implementation: work.Implementation = work.HOLMESJAX,
+) -> dict[str, float]:
+    """Bytes on each device of a stage, by what they hold, when it holds most.
+
+    With P parameters of a replica on a device of `tensor`, Q of them in the largest layer, c bytes
+    per number of the compute dtype, T tokens of a microbatch on a device, and parts = fsdp *
+    context:
+
+        parameters    4 P / (parts * data)   float32 masters
+        optimizer     8 P / (parts * data)   two moments in float32, or less (`work.moment_bytes`)
+        replicas      c P / parts            what the forward reads
+        gradients     4 P / parts            float32, each replica's own sum of a step
+        activations   in_flight * T * (residuals of all layers)
+        logits        4 T V / tensor * head_in_flight    those kept; c D (T + V / tensor) in chunks
+        temporaries   of a layer's or the head's backward, see below
+        boundaries    c T D * 2 ways * BUFFERS, for each neighbour; two when interleaved
+        gathered      (c + 4) Q              of several parts: a layer's parameters, its gradients
+        reduction     4 P / parts * (1 + 1 / data)    of several replicas: gradients, copied to be
+                      sent and summed, as far as there is no room yet where activations were
+
+    A microbatch that has been through some chunks of a stage counts in `in_flight` with their share
+    of its layers. Between B and W it counts in full: W needs the inputs of all products, and the
+    gradients of their outputs take the place of the rest.
+
+    The backward of a layer needs what is computed again, the result of the activation function and
+    the gradients of that and of its arguments, and some arrays of the residual stream, c T (a F /
+    tensor + n D) with a = 2, or 3 for SwiGLU, n = 4, or 8 with `tensor`. The head needs a gradient
+    of the logits and the weight's, c V (T + D) / tensor; in chunks, (4 + c) for each logit of one
+    and 4 D V / tensor. Both are what XLA allots on a GPU (`benchmarks.memory_compiled`); on a CPU
+    it allots more.
+
+    `data` cuts nothing where a part of the model width is not a multiple of it.
+    """
+    num_parameters = work.stage_parameters(model, stage)
+    num_tokens = work.stage_tokens(model, stage)
+    width = work.DTYPE_BYTES[stage.dtype]
+    parts = stage.parameter_parts
+    held = num_parameters / parts
+    is_whole = model.width // parts % stage.data == 0
+    shards = 1 + (stage.data - 1) * (implementation.shards_optimizer & is_whole)
+    residuals = stage.num_blocks * block_residual_bytes(model, stage, implementation)
+    activations = stage.in_flight * num_tokens * residuals
+    if stage.is_last:  # the input and the result of the last norm
+        activations += stage.head_in_flight * num_tokens * 2 * width * model.width
+    num_neighbours = 2 if stage.chunks > 1 else (not stage.is_first) + (not stage.is_last)
+    boundary = work.boundary_bytes(model, num_tokens, stage.dtype)
+    items = {
+        "parameters": 4.0 * held / shards,
+        "optimizer": 2.0 * work.moment_bytes(model, stage) / parts / shards,
+        "replicas": 1.0 * width * held,
+        "gradients": 4.0 * held,
+        "activations": 1.0 * activations,
+        "logits": 0.0,
+        "temporaries": _block_temporary_bytes(model, stage, implementation),
+        "boundaries": boundary * 2 * BUFFERS * num_neighbours,
+    }
+    if stage.is_last:
+        items["logits"], in_head = _logit_bytes(model, stage, implementation)
+        items["temporaries"] = np.maximum(items["temporaries"], in_head)
+    if np.any(is_cut := parts > 1):
+        items["gathered"] = is_cut * (width + 4.0) * work.largest_layer_parameters(model, stage)
+    if np.any(is_summed := stage.data > 1):
+        # The first stage does it in its last backward: before that, activations are still there.
+        share = (stage.in_flight - 1) / stage.in_flight if stage.is_first else 1.0
+        room = share * items["activations"] + items["logits"]
+        needed = items["gradients"] * (1 + 1 / shards)
+        items["reduction"] = is_summed * np.maximum(0.0, needed - room)
+    return items
+
+
+def _block_temporary_bytes(
+    model: ModelConfig, stage: work.StageShape, implementation: work.Implementation
+) -> float:
+    """Of the backward of one Transformer layer."""
+    width = work.DTYPE_BYTES[stage.dtype]
+    hidden = (3 if model.activation == "swiglu" else 2) * model.feed_forward_width / stage.tensor
+    stream: Any = np.where(stage.tensor > 1, 8, 4)[()] * model.width
+    of_all = replace(stage, checkpointing="none")
+    again = block_residual_bytes(model, of_all, implementation)
+    again -= block_residual_bytes(model, stage, implementation)
+    return work.stage_tokens(model, stage) * (width * (hidden + stream) + again)
+
+
+def _logit_bytes(
+    model: ModelConfig, stage: work.StageShape, implementation: work.Implementation
+) -> tuple[float, float]:
+    """What is kept, and what the backward of the head needs beside it."""
+    num_tokens = work.stage_tokens(model, stage)
+    vocab_size = model.vocab_size / stage.tensor
+    if implementation.logit_bytes:
+        return 0.0, implementation.logit_bytes * num_tokens * vocab_size
+    width = work.DTYPE_BYTES[stage.dtype]
+    num_chunks = work.logit_chunks(num_tokens, vocab_size, model.width)
+    table = model.width * vocab_size
+    logits, chunk = num_tokens * vocab_size, num_tokens / num_chunks * vocab_size
+    in_chunks = num_chunks > 1
+    in_parts = width * (table + num_tokens * model.width)
+    kept: Any = np.where(in_chunks, in_parts, 4 * logits)[()]
+    needed: Any = np.where(in_chunks, (4 + width) * chunk + 4 * table, width * (logits + table))[()]
+    return stage.head_in_flight * kept, needed

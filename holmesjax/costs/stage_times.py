@@ -1,0 +1,288 @@
+"""Seconds of one stage of the pipeline: what there is to do, over how fast its devices do it.
+
+`work` says what there is to do, `calibration` what a device reaches, `collective_times` what
+collectives take.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache, reduce
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from holmesjax.config import ModelConfig
+from holmesjax.costs import collective_times, work
+from holmesjax.costs.collective_times import Group, Groups
+from holmesjax.costs.work import DTYPE_BYTES, HOLMESJAX, Implementation, StageShape
+from holmesjax.topology.machines import DeviceKind
+
+# Numbers that a layer's backward moves between its products, to those of its forward: the gradient
+# of an operation reads the gradient of its result beside its operands. Counted over the operations
+# of `work.block_numbers` for GELU: 36 D to 28 D.
+BACKWARD_NUMBERS = 1.3
+# Of what a layer takes however few its tokens: as of its products.
+FORWARD_SHARE = 1 / 3
+
+
+# Time of kernels that overlap with collectives, to that of the same kernels alone: measured by
+# Galvatron (PKU-DAIR/Hetu-Galvatron@cea12ff, overlap_coefficient.json).
+OVERLAP_SLOWDOWN = 1.1256
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StageTimes:
+    """Predicted seconds of one stage, without its boundaries."""
+
+    forward_s: float  # of a microbatch: compute
+    backward_s: float
+    weight_s: float  # of the backward: the gradients of the weights, a W where it is split
+    forward_tensor_s: float  # of a microbatch: all-reduces over `tensor`
+    backward_tensor_s: float
+    forward_fsdp_s: float  # of a microbatch: parameters and gradients over `fsdp` and `context`
+    backward_fsdp_s: float
+    forward_context_s: float  # of a microbatch: keys and values, and their gradients
+    backward_context_s: float
+    reduce_s: float  # of a step: summing gradients over `data`
+    gather_s: float  # of a step: gathering parameters over `data`
+    exposed_reduce_s: float  # what that adds to the last backward, if it overlaps with it
+    exposed_gather_s: float  # what that adds to the first forward, if it overlaps with it
+    update_s: float  # of a step: optimizer
+
+    @property
+    def whole_forward_s(self) -> float:
+        sent_s = self.forward_tensor_s + self.forward_fsdp_s + self.forward_context_s
+        return self.forward_s + sent_s
+
+    @property
+    def whole_backward_s(self) -> float:
+        sent_s = self.backward_tensor_s + self.backward_fsdp_s + self.backward_context_s
+        return self.backward_s + sent_s
+
+    @property
+    def microbatch_s(self) -> float:
+        return self.whole_forward_s + self.whole_backward_s
+
+    @property
+    def once_s(self) -> float:
+        """What comes once in a step, however many microbatches it has.
+
+        About: where collectives are by themselves, the bubble of the pipeline hides about as much.
+        """
+        return self.exposed_reduce_s + self.exposed_gather_s + self.update_s
+
+
+def exposed_s(collective_s: Any, compute_s: Any, num_layers: int) -> Any:
+    """Seconds that a collective, layer by layer, adds to the computation that it overlaps with.
+
+    One layer has nothing to hide behind. What is hidden slows the computation down.
+
+    >>> round(exposed_s(1.0, 10.0, 4), 3), round(exposed_s(10.0, 1.0, 4), 3)
+    (0.344, 9.126)
+    """
+    hidden_s = collective_times.least(collective_s * (1 - 1 / num_layers), compute_s)
+    return collective_s - hidden_s + (OVERLAP_SLOWDOWN - 1) * hidden_s
+
+
+class _LayerShape(NamedTuple):
+    """What of a `StageShape` decides the costs of a layer."""
+
+    sequences: int
+    tensor: int
+    context: int
+    dtype: str
+    checkpointing: work.Checkpointing
+
+
+class _Layer(NamedTuple):
+    """Seconds of one Transformer layer on one device, without collectives."""
+
+    forward_s: float
+    backward_s: float  # with what is computed again
+    weight_s: float  # of the backward: the products that make the gradients of weights
+
+
+@lru_cache(maxsize=10_000)  # a search asks for the same layers over and over
+def _layer(
+    model: ModelConfig, stage: _LayerShape, device: DeviceKind, implementation: Implementation
+) -> _Layer:
+    num_tokens = stage.sequences * model.context_length // stage.context
+    products = work.block_products(model, num_tokens, stage.tensor)
+    attention = work.attention_products(model, num_tokens, stage.tensor, stage.context)
+    whole, cut = work.block_numbers(model, stage.tensor)
+    if implementation.sequence_parallel:
+        whole /= stage.tensor
+    pairs = num_tokens * model.context_length * model.num_heads / stage.tensor
+    products_s = device.products_s(products, stage.dtype)
+    numbers_s = device.between_s(num_tokens * (whole + cut) * DTYPE_BYTES[stage.dtype])
+    attention_s = implementation.pairs(stage.context) * device.attention_s(attention, stage.dtype)
+    scores_s = device.memory_s(implementation.score_bytes * pairs)
+    inputs, weights = zip(*(product.gradients for product in products), strict=True)
+    weight_s = device.products_s(weights, stage.dtype)
+    always_s = device.calibration.layer_s
+    forward_s = products_s + numbers_s + attention_s + scores_s + FORWARD_SHARE * always_s
+    backward_s = device.products_s(inputs, stage.dtype) + weight_s + (1 - FORWARD_SHARE) * always_s
+    backward_s += implementation.attention_backward * attention_s
+    backward_s += BACKWARD_NUMBERS * (numbers_s + scores_s)
+    calls = 2
+    if stage.checkpointing == "full":
+        backward_s += forward_s
+        calls = 3
+    elif implementation.recomputes_attention:
+        backward_s += attention_s + scores_s
+    elif stage.checkpointing == "dots":
+        backward_s += numbers_s
+    return _Layer(
+        forward_s=max(forward_s, implementation.layer_call_s),
+        backward_s=max(backward_s, calls * implementation.layer_call_s),
+        weight_s=weight_s,
+    )
+
+
+def layer_s(
+    model: ModelConfig,
+    stage: StageShape,
+    devices: Sequence[DeviceKind],
+    implementation: Implementation = HOLMESJAX,
+) -> float:
+    """Seconds of a microbatch in one Transformer layer on the slowest of some kinds of device.
+
+    Forward and backward, without collectives.
+    """
+    layers = [_layers(model, stage, device, implementation) for device in devices]
+    return max(layer.forward_s + layer.backward_s for layer in layers)
+
+
+def _layers(
+    model: ModelConfig, stage: StageShape, device: DeviceKind, implementation: Implementation
+) -> _Layer:
+    """Of a stage's shape, or of each of many."""
+    make = lambda sequences, tensor, context: _layer(
+        model,
+        _LayerShape(int(sequences), int(tensor), int(context), stage.dtype, stage.checkpointing),
+        device,
+        implementation,
+    )
+    cuts: Any = stage.sequences, stage.tensor, stage.context
+    if np.ndim(stage.sequences) == 0:
+        return make(*cuts)
+    return _Layer(*np.array([make(*own) for own in zip(*cuts, strict=True)]).T)
+
+
+def _head_s(
+    model: ModelConfig, stage: StageShape, device: DeviceKind
+) -> tuple[float, float, float]:
+    """Seconds of the output projection: forward, gradient of its input, gradient of its weight."""
+    product = work.head_product(model, work.stage_tokens(model, stage), stage.tensor)
+    times = (device.products_s([p], stage.dtype) for p in (product, *product.gradients))
+    forward_s, input_s, weight_s = times
+    return forward_s, input_s, weight_s
+
+
+def _compute_s(
+    model: ModelConfig, stage: StageShape, device: DeviceKind, implementation: Implementation
+) -> tuple[float, float, float, float]:
+    """Seconds on one kind of device: forward, backward, its weight gradients, update."""
+    num_tokens = work.stage_tokens(model, stage)
+    num_parameters = work.stage_parameters(model, stage)
+    held = num_parameters / stage.parameter_parts
+    updated = work.update_bytes(num_parameters, work.moment_bytes(model, stage))
+    layer = _layers(model, stage, device, implementation)
+    head_s = _head_s(model, stage, device) if stage.is_last else (0.0, 0.0, 0.0)
+    rows = stage.is_first * work.embed_bytes(model, num_tokens, stage.dtype)
+    rows_s = device.memory_s(rows)
+    added_s = device.memory_s(implementation.accumulate_bytes * held)
+    weight_s = stage.num_blocks * layer.weight_s + head_s[2] + 2 * rows_s + added_s
+    return (
+        stage.num_blocks * layer.forward_s + head_s[0] + rows_s,
+        stage.num_blocks * layer.backward_s + head_s[1] + head_s[2] + 2 * rows_s + added_s,
+        weight_s,
+        device.memory_s(updated / stage.parameter_parts / stage.data),
+    )
+
+
+def stage_times(
+    model: ModelConfig,
+    stage: StageShape,
+    devices: Sequence[DeviceKind],
+    data: Group | Groups | None,
+    tensor: Group | Groups | None,
+    fsdp: Group | Groups | None = None,
+    context: Group | Groups | None = None,
+    implementation: Implementation = HOLMESJAX,
+) -> StageTimes:
+    """Predicted seconds of one stage; its slowest kind of device sets the pace.
+
+    Matrix products take the time of their FLOP at what their shapes reach. What lies between them,
+    the embedding's rows, adding up gradients and the optimizer take the time of their bytes.
+    Collectives over `data` may overlap with the last backward and the first forward; others do not.
+
+    Over `fsdp` (ZeRO-3, Rajbhandari et al., arXiv:1910.02054; Zhao et al., arXiv:2304.11277), each
+    microbatch gathers the parameters of every layer in the forward and again in the backward, which
+    also reduce-scatters their gradients: three times c P bytes, in the compute dtype. They are cut
+    over `context`, too: they go through one axis, then through the other.
+
+    Over `context`, each layer's keys and values go round a ring (Liu et al., arXiv:2310.01889), and
+    in the backward again, with their gradients in float32.
+
+    Of a backward, `weight_s` is one product for each weight, the embedding's rows and the sums of
+    gradients. Attention scores have no weight: both products of their backward belong to the rest,
+    like its all-reduces.
+
+    Args:
+      model, stage: what is computed.
+      devices: the kinds of device of the stage.
+      data, tensor, fsdp, context: the slowest group of each axis; None for size 1.
+      implementation: how the layers are computed.
+    """
+    num_tokens = work.stage_tokens(model, stage)
+    kinds = [_compute_s(model, stage, device, implementation) for device in devices]
+    forward_s, backward_s, weight_s, update_s = (
+        reduce(collective_times.most, own) for own in zip(*kinds, strict=True)
+    )
+    held = work.stage_parameters(model, stage) / stage.parameter_parts
+    summed = work.boundary_bytes(model, num_tokens, stage.dtype)
+    all_reduce_s = collective_times.all_reduce_s(summed, tensor)
+    num_forward = work.FORWARD_ALL_REDUCES
+    num_backward = work.block_all_reduces(stage.checkpointing) - num_forward
+    # One collective for each layer, of the mean size.
+    num_layers = stage.num_blocks + stage.is_first + stage.is_last
+    fsdp_s = lambda num_bytes: (
+        num_layers
+        * (
+            collective_times.all_gather_s(num_bytes / num_layers / stage.context, fsdp)
+            + collective_times.all_gather_s(num_bytes / num_layers, context)
+        )
+    )
+    sent = stage.context * num_tokens * work.key_value_numbers(model, stage.tensor)
+    ring_s = collective_times.all_gather_s(DTYPE_BYTES[stage.dtype] * sent, context)
+    gradients_s = collective_times.reduce_scatter_s(DTYPE_BYTES["float32"] * sent, context)
+    # Boundaries have their tokens in a row.
+    moved_s = (2 - stage.is_first - stage.is_last) * collective_times.permute_s(summed, context)
+    forward_gathers_s, backward_gathers_s = (
+        fsdp_s(DTYPE_BYTES[stage.dtype] * numbers)
+        for numbers in work.gathered_parameters(model, stage)
+    )
+    reduced_s = fsdp_s(implementation.gradient_bytes * work.reduced_numbers(model, stage))
+    reduce_s = collective_times.reduce_scatter_s(implementation.gradient_bytes * held, data)
+    gather_s = collective_times.all_gather_s(DTYPE_BYTES[stage.dtype] * held, data)
+    exposed_reduce_s, exposed_gather_s = reduce_s, gather_s
+    if implementation.overlaps:
+        exposed_reduce_s = exposed_s(reduce_s, backward_s, num_layers)
+        exposed_gather_s = exposed_s(gather_s, forward_s, num_layers)
+    return StageTimes(
+        forward_s=forward_s,
+        backward_s=backward_s,
+        weight_s=weight_s,
+        forward_tensor_s=(num_forward * stage.num_blocks + stage.is_first) * all_reduce_s,
+        backward_tensor_s=(num_backward * stage.num_blocks + stage.is_last) * all_reduce_s,
+        forward_fsdp_s=forward_gathers_s,
+        backward_fsdp_s=backward_gathers_s + reduced_s,
+        forward_context_s=stage.num_blocks * ring_s + moved_s,
+        backward_context_s=stage.num_blocks * (ring_s + gradients_s) + moved_s,
+        reduce_s=reduce_s,
+        gather_s=gather_s,
+        exposed_reduce_s=exposed_reduce_s,
+        exposed_gather_s=exposed_gather_s,
+        update_s=update_s,
+    )

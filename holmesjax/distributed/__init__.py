@@ -1,0 +1,1 @@
+"""The processes of one job: their controller, and what each of them does."""

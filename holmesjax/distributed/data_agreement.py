@@ -1,0 +1,148 @@
+"""Whether all processes of a job have read the same data, and the first file that is not the same.
+
+Each process tells the digests of what it has read when it has compiled. Where they are not all
+equal, one process of the largest group and the first of another are asked for the digests of their
+files, a piece of the list at a time: a message is small, however many files a corpus has.
+"""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from holmesjax.errors import DataError
+from holmesjax.plan.processes import Process
+
+PIECE = 10_000  # files of a message, about a megabyte
+ANSWER_S = 30.0  # for a piece; the lists are in memory
+MAX_NAMES = 4  # of processes in a message
+SHOWN = 12  # digits of a digest in a message
+
+Files = Sequence[Sequence[str]]  # path and SHA-256 of each, sorted by path
+
+
+class Told(NamedTuple):
+    """The data that a process has read."""
+
+    digests: Mapping[str, str]  # by what they are of
+    source: str
+
+
+@dataclass
+class Agreement:
+    """The comparison of all that the processes have told so far.
+
+    Args:
+      processes: of the job.
+      ask: sends a question to a process, by its number.
+    """
+
+    processes: Sequence[Process]
+    ask: Callable[[int, dict[str, Any]], None]
+    _told: dict[int, Told] = field(default_factory=dict)
+    _pair: list[int] = field(default_factory=list)  # who is asked for its files
+    _first: int = 0  # place in the lists of the piece that is asked for
+    _pieces: dict[int, Files] = field(default_factory=dict)
+    _deadline_s: float | None = None  # of `time.monotonic`, for the answers
+
+    def take(self, number: int, message: Mapping[str, Any]) -> dict[str, str] | None:
+        """The digests, once all processes have told the same.
+
+        Args:
+          number: of the process.
+          message: `compiled`, or its answer to a question.
+
+        Raises DataError once it is known in what they differ.
+        """
+        if message["kind"] == "compiled":
+            self._told[number] = Told(message["digests"], message["source"])
+            return self._compare() if len(self._told) == len(self.processes) else None
+        self._pieces[number] = message["files"]
+        if len(self._pieces) == len(self._pair):
+            self._compare_files()
+        return None
+
+    def check(self) -> None:
+        """Raises DataError where an answer is overdue."""
+        if self._deadline_s is not None and time.monotonic() > self._deadline_s:
+            silent = [self._name(n) for n in self._pair if n not in self._pieces]
+            raise self._error(
+                f"which file differs is not known: {' and '.join(silent)} did not answer "
+                f"in {ANSWER_S:g} s"
+            )
+
+    def _compare(self) -> dict[str, str] | None:
+        groups = self._groups()
+        if len(groups) == 1:
+            return dict(self._told[0].digests)
+        self._pair = [groups[0][0], min(group[0] for group in groups[1:])]
+        if set(self._differing()) == {"order"}:
+            raise self._error("the data are the same, and read in another order")
+        self._ask(0)
+        return None
+
+    def _groups(self) -> list[list[int]]:
+        """Processes that told the same; the largest group first, of equal ones the first."""
+        groups: dict[tuple[tuple[str, str], ...], list[int]] = {}
+        for number in sorted(self._told):
+            groups.setdefault(tuple(sorted(self._told[number].digests.items())), []).append(number)
+        return sorted(groups.values(), key=lambda group: -len(group))
+
+    def _differing(self) -> list[str]:
+        ours, theirs = (self._told[number].digests for number in self._pair)
+        return [name for name in ours if theirs.get(name) != ours[name]]
+
+    def _ask(self, first: int) -> None:
+        self._first, self._pieces = first, {}
+        self._deadline_s = time.monotonic() + ANSWER_S
+        for number in self._pair:
+            self.ask(number, {"kind": "files", "first": first, "count": PIECE})
+
+    def _compare_files(self) -> None:
+        ours, theirs = (self._pieces[number] for number in self._pair)
+        if difference := first_difference(ours, theirs):
+            name, *values = difference
+            says = " and ".join(
+                f"{f'SHA-256 {value[:SHOWN]}' if value else 'missing'} on {self._name(number)}"
+                for value, number in zip(values, self._pair, strict=True)
+            )
+            raise self._error(f"the first file that differs is {name!r}: {says}")
+        if len(ours) < PIECE:
+            raise self._error("all files are the same: they are split in another way")
+        self._ask(self._first + PIECE)
+
+    def _error(self, cause: str) -> DataError:
+        groups, differing = self._groups(), self._differing()
+        others = sorted(number for group in groups[1:] for number in group)
+        values = "; ".join(
+            f"{self._names(group)} read {self._told[group[0]].source}: "
+            + ", ".join(f"{d} {self._told[group[0]].digests.get(d, '')[:SHOWN]}" for d in differing)
+            for group in groups[:MAX_NAMES]
+        )
+        return DataError(
+            self._names(others),
+            f"has other data than {self._name(self._pair[0])} ({', '.join(differing)})",
+            found=f"{values}; {cause}",
+            fix="give all processes the same files: copy one data.corpus to all hosts, or name a "
+            "folder that they share (python-stdlib is the same for one patch release of Python)",
+        )
+
+    def _name(self, number: int) -> str:
+        process = self.processes[number]
+        return f"{process.name} (process {number})"
+
+    def _names(self, numbers: Sequence[int]) -> str:
+        more = len(numbers) - MAX_NAMES
+        names = ", ".join(map(self._name, numbers[:MAX_NAMES]))
+        return f"{names} and {more} more" if more > 0 else names
+
+
+def first_difference(ours: Files, theirs: Files) -> tuple[str, str | None, str | None] | None:
+    """The first file that two lists do not have alike, with both digests; None: it is missing.
+
+    >>> first_difference([["a", "12"], ["c", "34"]], [["a", "12"], ["b", "56"], ["c", "34"]])
+    ('b', None, '56')
+    """
+    a, b = ({path: digest for path, digest in files} for files in (ours, theirs))
+    paths = sorted(path for path in a.keys() | b.keys() if a.get(path) != b.get(path))
+    return (paths[0], a.get(paths[0]), b.get(paths[0])) if paths else None

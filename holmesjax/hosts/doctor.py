@@ -1,0 +1,261 @@
+"""What is wrong with the nodes of a run before it starts: facts in, findings out. No JAX.
+
+`agent` gathers the facts on every node, `launch doctor` prints the findings. A finding says what
+was looked at, on which nodes, how it is and, where it is not well, what to do.
+"""
+
+import ipaddress
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from holmesjax import units
+from holmesjax.topology.machines import Node, Topology
+
+Facts = Mapping[str, Any]  # of one node, as `agent` tells them
+Level = Literal["ok", "warning", "problem"]
+
+MAX_CLOCK_S = 2.0  # apart: more would mislead whoever compares logs
+MIN_FILES = 4096  # sockets of a large domain, and the files of a checkpoint
+SLOW_SHARE = 0.9  # of the rate that the topology says
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Finding:
+    """One thing that was looked at."""
+
+    what: str  # "clocks"
+    level: Level
+    text: str
+    fix: str = ""
+
+    def __str__(self) -> str:
+        line = f"{self.level:<8} {self.what}: {self.text}"
+        return f"{line}\n         fix: {self.fix}" if self.fix else line
+
+
+def findings(
+    topology: Topology, facts: Mapping[str, Facts], *, is_rehearsal: bool, needed_bytes: float
+) -> list[Finding]:
+    """What the facts of all nodes say together.
+
+    Args:
+      topology: what the run file says the machines are.
+      facts: of the nodes that answered. `now_s` is how far ahead of this machine the clock is.
+      is_rehearsal: devices and NICs of the topology stand for others, and are not looked for.
+      needed_bytes: that the run folder must have room for.
+    """
+    found = [
+        _host_names(topology, facts),
+        *_versions(facts),
+        _clocks(facts),
+        _open_files(facts),
+        _mtus(topology, facts),
+        _run_folder(facts, needed_bytes),
+    ]
+    if is_rehearsal:
+        text = "not looked for: a rehearsal or a lab stands in for them"
+        return [*found, Finding(what="GPUs and NICs", level="ok", text=text)]
+    return [
+        *found,
+        _locked_memory(topology, facts),
+        _gpus(topology, facts),
+        _nics(topology, facts),
+        *_nic_names(topology, facts),
+    ]
+
+
+def _host_names(topology: Topology, facts: Mapping[str, Facts]) -> Finding:
+    bad = {}
+    for node, fact in facts.items():
+        cluster = topology.cluster_of(node)
+        here = fact["addresses"].get(cluster.fabric, [])
+        if len(cluster.nodes) == 1 or any(address.startswith("127.") for address in here):
+            continue  # nobody looks for it by its name, or all nodes are on one machine
+        address = fact["resolves_to"]
+        if address is None or ipaddress.ip_address(address).is_loopback:
+            bad[node] = f"{fact['host']} resolves to {address or 'nothing'}"
+    return _judge(
+        "host names",
+        bad,
+        level="warning",
+        good="lead to addresses that others can reach",
+        fix="give the name its network address in /etc/hosts or the DNS: gloo, JAX's collectives "
+        "on CPUs, listens where it leads",
+    )
+
+
+def _versions(facts: Mapping[str, Facts]) -> Iterator[Finding]:
+    values: dict[str, dict[str, str | None]] = defaultdict(dict)
+    for node, fact in facts.items():
+        values["Python"][node] = fact["python"]
+        values["the source of HolmesJAX"][node] = fact["source"]
+        values["NVIDIA's driver"][node] = ", ".join(fact["drivers"]) or None
+        for package, version in fact["packages"].items():
+            values[package][node] = version
+    differ = {what: of for what, of in values.items() if len(set(of.values())) > 1}
+    for what, of in differ.items():
+        fix = "install the same on all nodes, from one checkout and constraints.txt"
+        # Between clusters it may differ; inside one, NCCL asks for the same.
+        level: Level = "warning" if what == "NVIDIA's driver" else "problem"
+        yield Finding(what="versions", level=level, text=f"{what}: {_groups(of)}", fix=fix)
+    if not differ:
+        [one, *_] = facts.values()
+        text = f"Python {one['python']}, JAX {one['packages']['jax']}, source {one['source']}"
+        yield Finding(what="versions", level="ok", text=f"{text}, everywhere")
+
+
+def _clocks(facts: Mapping[str, Facts]) -> Finding:
+    bad = {n: f"{f['now_s']:+.1f} s" for n, f in facts.items() if abs(f["now_s"]) > MAX_CLOCK_S}
+    most_s = max(abs(fact["now_s"]) for fact in facts.values())
+    good = f"at most {most_s:.2f} s from this machine's"
+    return _judge("clocks", bad, level="warning", good=good, fix="run an NTP client there")
+
+
+def _open_files(facts: Mapping[str, Facts]) -> Finding:
+    limits = {node: fact["limits"]["nofile"] for node, fact in facts.items()}
+    bad = {n: f"at most {k}" for n, k in limits.items() if k is not None and k < MIN_FILES}
+    # Processes raise the soft limit themselves.
+    fix = f"ulimit -Hn {MIN_FILES}, or LimitNOFILE= where a service starts the processes"
+    return _judge("open files", bad, level="warning", good="enough", fix=fix)
+
+
+def _locked_memory(topology: Topology, facts: Mapping[str, Facts]) -> Finding:
+    limits = {
+        node: fact["limits"]["memlock"]
+        for node, fact in facts.items()
+        if fact["gpus"] and topology.cluster_of(node).fabric in ("infiniband", "roce")
+    }
+    bad = {n: f"at most {units.show(k, 'B')}" for n, k in limits.items() if k is not None}
+    fix = "ulimit -l unlimited: RDMA locks the memory that it sends from"
+    return _judge("locked memory", bad, level="problem", good="unlimited for RDMA", fix=fix)
+
+
+def _mtus(topology: Topology, facts: Mapping[str, Facts]) -> Finding:
+    """Where they differ, large packets vanish on the way to an interface that takes less."""
+    networks: dict[str, dict[str, str]] = defaultdict(dict)
+    for node, fact in facts.items():
+        for fabric, sizes in fact["mtu_bytes"].items():
+            home = "" if fabric == "ethernet" else f" of {topology.cluster_of(node).name}"
+            if sizes and fabric != "local":
+                networks[fabric + home][node] = ", ".join(map(str, sizes))
+    bad = [f"{name}: {_groups(of)}" for name, of in networks.items() if len(set(of.values())) > 1]
+    if not bad:
+        return Finding(what="MTU", level="ok", text="the same at all ends of each network")
+    fix = "set the same on all interfaces of a network: ip link set dev NAME mtu BYTES"
+    return Finding(what="MTU", level="warning", text="; ".join(bad), fix=fix)
+
+
+def _run_folder(facts: Mapping[str, Facts], needed_bytes: float) -> Finding:
+    bad, needed = {}, units.show(needed_bytes, "B")
+    for node, fact in facts.items():
+        folder = fact["folder"]
+        if "problem" in folder:
+            bad[node] = f"cannot write there ({folder['problem']})"
+        elif not folder["is_shared"]:
+            bad[node] = "another folder than here"
+        elif folder["free_bytes"] < needed_bytes:
+            bad[node] = f"{units.show(folder['free_bytes'], 'B')} free, {needed} needed"
+    fix = "put run.dir on a file system that all nodes share and may write to, with enough room"
+    good = f"shared, writable, room for the {needed} of its checkpoints"
+    return _judge("run folder", bad, level="problem", good=good, fix=fix)
+
+
+def _gpus(topology: Topology, facts: Mapping[str, Facts]) -> Finding:
+    bad = {}
+    for node, fact in facts.items():
+        wanted, gpus = topology.node(node), fact["gpus"]
+        model = wanted.device.name.split("_")[0]  # "a100_80gb"
+        if model == "cpu":
+            continue
+        others = sorted({name for name in gpus if model.upper() not in name.upper()})
+        if len(gpus) < wanted.num_devices:
+            bad[node] = f"{len(gpus)} of {wanted.num_devices}"
+        elif others:
+            bad[node] = f"{', '.join(others)} for {wanted.device.name}"
+    fix = "correct the topology, or see nvidia-smi there"
+    return _judge("GPUs", bad, level="problem", good="as the topology says", fix=fix)
+
+
+def _nics(topology: Topology, facts: Mapping[str, Facts]) -> Finding:
+    bad = {
+        node: "; ".join(complaints)
+        for node, fact in facts.items()
+        if (complaints := list(_complaints(topology.node(node), fact["nics"])))
+    }
+    fix = "correct the link or the topology; python -m launch nics says more there"
+    return _judge("NICs", bad, level="problem", good="as the topology says", fix=fix)
+
+
+def _complaints(node: Node, nics: Sequence[Facts]) -> Iterator[str]:
+    for wanted in node.nics:
+        # A RoCE port carries Ethernet as well.
+        fabrics = ("ethernet", "roce") if wanted.fabric == "ethernet" else (wanted.fabric,)
+        there = [nic for nic in nics if nic["fabric"] in fabrics]
+        enough = SLOW_SHARE * wanted.rate_bytes_per_s
+        slow = [nic for nic in there if 0 < (nic["rate_bytes_per_s"] or 0) < enough]
+        if len(there) < wanted.count:
+            others = [f"{nic['name']}: {nic['reason']}" for nic in nics if not nic["fabric"]]
+            found = f"{len(there)} of {wanted.count} {wanted.fabric} NICs work"
+            yield f"{found} ({'; '.join(others) or 'there are no others'})"
+        elif len(there) - len(slow) < wanted.count:
+            rates = [f"{n['name']} {units.show(n['rate_bytes_per_s'], 'b/s')}" for n in slow]
+            rate = units.show(wanted.rate_bytes_per_s, "b/s")
+            yield f"{', '.join(rates)}, where {wanted.fabric} has {rate}"
+
+
+def _nic_names(topology: Topology, facts: Mapping[str, Facts]) -> Iterator[Finding]:
+    for cluster in topology.clusters:
+        names = {
+            node.name: ", ".join(
+                nic["name"] for nic in facts[node.name]["nics"] if nic["fabric"] == cluster.fabric
+            )
+            for node in cluster.nodes
+            if node.name in facts and not list(_complaints(node, facts[node.name]["nics"]))
+        }
+        if len(set(names.values())) > 1:
+            fix = "set no NCCL_IB_HCA for all hosts at once: each process finds its own"
+            what = f"NIC names in {cluster.name}"
+            yield Finding(what=what, level="warning", text=_groups(names), fix=fix)
+
+
+def reachability(tries: Mapping[tuple[str, str, str], float | str]) -> list[Finding]:
+    """What trying says: (from, to, fabric) -> seconds, or why it did not work."""
+    shut = {way: why for way, why in tries.items() if isinstance(why, str)}
+    if not shut:
+        slowest_s = max((s for s in tries.values() if isinstance(s, float)), default=0.0)
+        text = f"{len(tries)} ways, all open; the slowest took {1e3 * slowest_s:.0f} ms"
+        return [Finding(what="ports", level="ok", text=text)]
+    fix = "let the two reach each other on all ports: a firewall, or a route, is in the way"
+    return [
+        Finding(
+            what="ports",
+            level="problem",
+            text=f"{source} does not reach {target} over {fabric}: {why}",
+            fix=fix,
+        )
+        for (source, target, fabric), why in shut.items()
+    ]
+
+
+def _judge(what: str, bad: Mapping[str, str], *, level: Level, good: str, fix: str) -> Finding:
+    if not bad:
+        return Finding(what=what, level="ok", text=good)
+    return Finding(what=what, level=level, text=_groups(bad), fix=fix)
+
+
+def _groups(values: Mapping[str, str | None]) -> str:
+    """Which nodes have which value.
+
+    >>> _groups({"a": "1", "b": None, "c": "1"})
+    '1 on a, c; nothing on b'
+    """
+    groups: dict[str | None, list[str]] = defaultdict(list)
+    for node, value in values.items():
+        groups[value].append(node)
+    return "; ".join(f"{value or 'nothing'} on {_list(nodes)}" for value, nodes in groups.items())
+
+
+def _list(nodes: Sequence[str]) -> str:
+    return ", ".join(nodes) if len(nodes) <= 4 else f"{nodes[0]} and {len(nodes) - 1} others"

@@ -1,0 +1,232 @@
+"""What `launch probe` measures, in which order, and what the times say. No JAX.
+
+    way      from one node to another, over one fabric
+    step     ways that are measured at the same time
+    round    a step in which no node is on two ways
+
+Inside a cluster a round pairs all nodes, so that no NIC is in two measurements. Between clusters
+pairs come one by one, because all share one link; then all of them together.
+"""
+
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from holmesjax.costs import collective_times
+from holmesjax.hosts.doctor import Finding
+from holmesjax.topology.file import CollectiveKind
+from holmesjax.topology.machines import Topology
+from holmesjax.topology.probe_speed import ProbeSpeed, Seconds
+from holmesjax.units import show
+
+KIB, MIB = 2**10, 2**20
+# 0 is a message there and back.
+SIZES_BYTES = (0, 64 * KIB, 256 * KIB, MIB, 4 * MIB, 16 * MIB, 64 * MIB, 256 * MIB)
+COLLECTIVE_BYTES = (64 * KIB, MIB, 4 * MIB, 16 * MIB, 64 * MIB)
+LIMIT_S = 0.25  # sizes after one that took longer are left out: the next takes four times as long
+STREAMS = 4  # at least, for the fastest way to send, as a run has by default
+ROUNDS = 3  # of each size; the median counts
+MAX_ROUNDS = 15  # of a cluster: all pairs of 16 nodes
+MAX_PAIRS = 8  # of two clusters
+FAR_BELOW = 0.5  # of nominal
+SHARED = 0.9  # of what pairs reach one by one: below that, together they share the link
+
+Way = tuple[str, str]
+Step = tuple[Way, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Phase:
+    """The steps inside a cluster, or between two."""
+
+    title: str  # "inside ib", "ib <-> roce"
+    fabric: str
+    steps: tuple[Step, ...]
+    together: tuple[Step, ...]  # for the bandwidth of the link that all pairs share
+    left_out: str  # what of it is not measured, if anything
+
+
+def schedule(topology: Topology, nodes: Sequence[str]) -> list[Phase]:
+    """All phases, for the nodes that answer."""
+    present = {
+        cluster.name: [node.name for node in cluster.nodes if node.name in nodes]
+        for cluster in topology.clusters
+    }
+    phases = []
+    for cluster in topology.clusters:
+        if len(present[cluster.name]) > 1:
+            phases.append(_inside(cluster.name, cluster.fabric, present[cluster.name]))
+    names = [name for name in present if present[name]]
+    for i, a in enumerate(names):
+        for b in names[i + 1 :]:
+            phases.append(_between((a, b), topology.links[a, b].fabric, present[a], present[b]))
+    return phases
+
+
+def tournament(nodes: Sequence[str]) -> Iterator[Step]:
+    """Rounds in which every two nodes meet once, and each node is in one pair at most.
+
+    >>> list(tournament("abc"))
+    [(('b', 'c'),), (('a', 'c'),), (('a', 'b'),)]
+    """
+    ring: list[str | None] = [*nodes] if len(nodes) % 2 == 0 else [*nodes, None]
+    for _ in range(len(ring) - 1):
+        halves = zip(ring[: len(ring) // 2], reversed(ring[len(ring) // 2 :]), strict=True)
+        met = [(a, b) for a, b in halves if a is not None and b is not None]
+        yield tuple((a, b) if nodes.index(a) < nodes.index(b) else (b, a) for a, b in met)
+        ring = [ring[0], ring[-1], *ring[1:-1]]
+
+
+def _inside(name: str, fabric: str, nodes: Sequence[str]) -> Phase:
+    rounds = list(tournament(nodes))
+    left_out = ""
+    if len(rounds) > MAX_ROUNDS:
+        left_out = f"{len(rounds) - MAX_ROUNDS} of {len(rounds)} rounds of pairs"
+    steps = [step for met in rounds[:MAX_ROUNDS] for step in (met, _back(met))]
+    return Phase(
+        title=f"inside {name}", fabric=fabric, steps=tuple(steps), together=(), left_out=left_out
+    )
+
+
+def _between(names: Way, fabric: str, a: Sequence[str], b: Sequence[str]) -> Phase:
+    """Node i of one with node i of the other, the smaller cluster's nodes over and over."""
+    count = min(max(len(a), len(b)), MAX_PAIRS)
+    pairs = [(a[i % len(a)], b[i % len(b)]) for i in range(count)]
+    rest = len(a) * len(b) - count
+    disjoint = tuple(pairs[: min(len(a), len(b))])
+    return Phase(
+        title=f"{names[0]} <-> {names[1]}",
+        fabric=fabric,
+        steps=tuple((way,) for pair in pairs for way in (pair, pair[::-1])),
+        together=(disjoint, _back(disjoint)) if len(disjoint) > 1 else (),
+        left_out=f"{rest} of {rest + count} pairs" if rest else "",
+    )
+
+
+def _back(step: Step) -> Step:
+    return tuple((b, a) for a, b in step)
+
+
+def group_sizes(num_nodes: int) -> list[int]:
+    """Nodes of the groups in which collectives are measured: stages have some of them, or all.
+
+    >>> group_sizes(8), group_sizes(6), group_sizes(3)
+    ([2, 4, 8], [2, 6], [3])
+    """
+    powers = (2**i for i in range(1, num_nodes.bit_length()))
+    return [*(n for n in powers if n < num_nodes and num_nodes % n == 0), num_nodes]
+
+
+# ---- what the times say --------------------------------------------------------------------------
+
+
+def speed(fabric: str, seconds: Seconds) -> ProbeSpeed:
+    """Of the medians: half a round trip, and the largest size by the best number of streams.
+
+    >>> speed("roce", {1: {0: [2e-4], 1000: [1.2e-3]}, 4: {0: [2e-4], 1000: [7e-4]}})
+    ... # doctest: +ELLIPSIS
+    ProbeSpeed(fabric='roce', latency_s=0.0001, bandwidth_bytes_per_s=2000000.0, seconds=...)
+    """
+    rates = []
+    for of_sizes in seconds.values():
+        largest = max(of_sizes)
+        whole_s, empty_s = (statistics.median(of_sizes[size]) for size in (largest, 0))
+        # A round trip that is as long as the sending says little: half of it is kept at least.
+        rates.append(largest / max(whole_s - empty_s, whole_s / 2))
+    return ProbeSpeed(
+        fabric=fabric,
+        latency_s=statistics.median(seconds[1][0]) / 2,
+        bandwidth_bytes_per_s=max(rates),
+        seconds=seconds,
+    )
+
+
+def bus_bandwidth(
+    kind: CollectiveKind, num_nodes: int, num_bytes: float, seconds: Sequence[Sequence[float]]
+) -> float:
+    """Bytes per second that each node sends in a ring, as NCCL's tests count it.
+
+    Args:
+      num_bytes: that each node holds, of what is gathered afterwards.
+      seconds: of each round, node by node; the slowest node counts.
+
+    >>> bus_bandwidth("all_reduce", 4, 1000.0, [[0.2, 0.1, 0.1], [0.15, 0.15, 0.15]])
+    10000.0
+    """
+    slowest_s = max(statistics.median(of_node) for of_node in seconds)
+    return collective_times.sent_bytes(kind, num_nodes, num_bytes) / slowest_s
+
+
+def goes_over_tcp(topology: Topology, way: Way) -> bool:
+    """Whether a run's own traffic does: between clusters, on Ethernet, and from CPUs (gloo).
+
+    Inside an InfiniBand or RoCE cluster of GPUs only boundaries do: collectives are NCCL's.
+    """
+    homes = [topology.cluster_of(node) for node in way]
+    kinds = {topology.node(node).device.name for node in way}
+    return homes[0] != homes[1] or homes[0].fabric == "ethernet" or kinds == {"cpu"}
+
+
+def transports(topology: Topology, speeds: Mapping[Way, ProbeSpeed]) -> dict[str, float]:
+    """Rates of boundaries sent by a process where collectives go by NCCL: medians, by cluster."""
+    found: dict[str, list[float]] = {}
+    for way, speed in speeds.items():
+        if not goes_over_tcp(topology, way):
+            rates = found.setdefault(topology.cluster_of(way[0]).name, [])
+            rates.append(speed.bandwidth_bytes_per_s)
+    return {cluster: statistics.median(rates) for cluster, rates in found.items()}
+
+
+def capacities(
+    topology: Topology, speeds: Mapping[Way, ProbeSpeed], together: Mapping[Step, float]
+) -> dict[Way, float]:
+    """By clusters, the rates of links that pairs of nodes share: less than the sum of all alone.
+
+    Args:
+      speeds: of each way alone.
+      together: bytes per second of all ways of a step, measured at once.
+    """
+    found = {}
+    for step, rate in together.items():
+        alone = [speeds[way].bandwidth_bytes_per_s for way in step if way in speeds]
+        if len(alone) == len(step) and rate < SHARED * sum(alone):
+            source, target = (topology.cluster_of(node).name for node in step[0])
+            found[source, target] = rate
+    return found
+
+
+def slow_ways(
+    topology: Topology, speeds: Mapping[Way, ProbeSpeed], scale: float = 1.0
+) -> list[Finding]:
+    """A warning for each way far below nominal, with what is likely to be the reason.
+
+    Args:
+      scale: of all rates, in a lab.
+    """
+    should = {way: scale * topology.nominal_link(*way).bandwidth_bytes_per_s for way in speeds}
+    judged = [way for way in speeds if goes_over_tcp(topology, way)]
+    slow = [w for w in judged if speeds[w].bandwidth_bytes_per_s < FAR_BELOW * should[w]]
+    return [
+        Finding(
+            what=f"{a} -> {b}",
+            level="warning",
+            text=f"{show(speeds[a, b].bandwidth_bytes_per_s, 'b/s')} over {speeds[a, b].fabric}, "
+            f"nominal {show(should[a, b], 'b/s')}",
+            fix=_reason((a, b), judged, slow),
+        )
+        for a, b in slow
+    ]
+
+
+def _reason(way: Way, judged: Sequence[Way], slow: Sequence[Way]) -> str:
+    if set(slow) == set(judged) and len(judged) > 2:
+        return "all ways are slow: look at the rates in the topology file, and at the CPUs' load"
+    for node in way:
+        own = [other for other in judged if node in other]
+        if len(own) > 2 and set(own) <= set(slow):
+            return (
+                f"all ways of {node} are slow: look at its NIC's speed and at its cable (ethtool)"
+            )
+    if way[::-1] not in slow:
+        return "the way back is not slow: look for dropped frames (ethtool -S) and at its route"
+    return "both ways are slow: look at what the network between them has to carry, and its MTU"

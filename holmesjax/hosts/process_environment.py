@@ -1,0 +1,114 @@
+"""Where a process finds itself: what its environment says of its place in a job. No JAX."""
+
+import contextlib
+import ctypes
+import json
+import os
+import signal
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from holmesjax.errors import REQUEUE, HolmesError
+from holmesjax.hosts import nics as discovery
+from holmesjax.hosts.nics import Host
+from holmesjax.transport import connections
+
+# Where schedulers write which of its processes this is: ours, Slurm, Open MPI, PMI, Kubernetes.
+NUMBER = (
+    "HOLMES_PROCESS",
+    "SLURM_PROCID",
+    "OMPI_COMM_WORLD_RANK",
+    "PMI_RANK",
+    "JOB_COMPLETION_INDEX",
+)
+KEY_S = 10.0  # for a file system to show the newest key
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """What the environment tells a process of a job."""
+
+    number: int
+    controller: tuple[str, int]
+    key: bytes
+    addresses: dict[str, list[str]]  # fabric -> addresses of this node's NICs on it
+    restart: int  # how often the job has been started again
+
+    @classmethod
+    def from_environment(cls, env: Mapping[str, str], find_host: Callable[[], Host]) -> "Place":
+        """Raises HolmesError if a variable is missing or makes no sense.
+
+        `find_host` is asked where nobody has set HOLMES_ADDRESSES.
+        """
+        number = next((env[name] for name in NUMBER if name in env), None)
+        if number is None:
+            raise _missing(" or ".join(NUMBER), "the number of this process in the job")
+        address, _, port = _take(env, "HOLMES_CONTROLLER", "the launcher's host:port").rpartition(
+            ":"
+        )
+        try:
+            if (processes := env.get("HOLMES_PROCESSES")) and "HOLMES_PROCESS" not in env:
+                number = processes.split(",")[int(number)]  # it is a place among these
+            return cls(
+                number=int(number),
+                controller=(address, int(port)),
+                key=_key(env),
+                addresses=_addresses(env, find_host),
+                restart=int(env.get("HOLMES_RESTART", "0")),
+            )
+        except (ValueError, AttributeError, IndexError) as error:
+            where, fix = "the environment", "see docs/launching.md"
+            raise HolmesError(where, "makes no sense", found=error, fix=fix) from None
+
+
+def _key(env: Mapping[str, str]) -> bytes:
+    """The job's key. A file system may show the key of the start before for a moment."""
+    path = _take(env, "HOLMES_KEY_FILE", "the job's key file")
+    wanted = env.get("HOLMES_KEY_DIGEST")
+    deadline_s = time.monotonic() + KEY_S
+    while True:
+        key = connections.read_key_file(path)
+        if wanted in (None, found := connections.key_digest(key)):
+            return key
+        if time.monotonic() > deadline_s:
+            problem = f"is not the key that the launcher has, whose digest is {wanted}"
+            fix = "put run.dir on a file system that all nodes share"
+            raise HolmesError(path, problem, found=found, fix=fix)
+        time.sleep(connections.PAUSE_S)
+
+
+def _addresses(env: Mapping[str, str], find_host: Callable[[], Host]) -> dict[str, list[str]]:
+    if text := env.get("HOLMES_ADDRESSES"):
+        return {fabric: list(found) for fabric, found in json.loads(text).items()}
+    host = find_host()
+    found = discovery.addresses(host)
+    if set(found) == {"local"}:
+        nics = "; ".join(str(nic) for nic in host.nics) or "none"
+        found_text = f"not set, and no NIC of {host.name} has an IPv4 address: {nics}"
+        what = '{"ethernet": ["10.0.0.1"]}, say'
+        raise _missing("HOLMES_ADDRESSES", what, found=found_text)
+    return found
+
+
+def _take(env: Mapping[str, str], name: str, what: str) -> str:
+    if name not in env:
+        raise _missing(name, what)
+    return env[name]
+
+
+def _missing(name: str, what: str, found: str = "not set") -> HolmesError:
+    fix = f"start it with a launcher, or set it: {what}"
+    return HolmesError(name, "a process of a job needs it", found=found, fix=fix)
+
+
+def die_with(parent: str | None) -> None:
+    """Linux ends this process when the launcher that started it on this machine ends."""
+    if parent is None:
+        return
+    set_death_signal = 1  # PR_SET_PDEATHSIG
+    # Elsewhere than on Linux the controller is missed instead.
+    with contextlib.suppress(AttributeError, OSError):
+        ctypes.CDLL(None).prctl(set_death_signal, signal.SIGKILL)
+    if os.getppid() != int(parent):
+        os._exit(REQUEUE)

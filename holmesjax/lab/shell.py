@@ -1,0 +1,326 @@
+"""The shell lines that build a lab, start a process in it, disturb it, and take it away.
+
+Everything lives in network namespaces of the lab's name, so nothing of the host's own network is
+touched: `holmes-<id>` has the bridges and the supervisor, `holmes-<id>.<node>` is a node. Rates are
+shaped where packets leave: at the node, and at its port of the bridge.
+
+    holmes-<id>           br-eth  (all nodes, 198.18.255.1)    br-<cluster>  (its nodes)
+                             |                                    |
+                          n<node>-eth                          n<node>-fast
+                             |                                    |
+    holmes-<id>.<node>    eth0    198.18.<cluster>.<node>      fast0    198.19.<cluster>.<node>
+
+A cluster's own fast addresses lead over `fast0`, all other addresses over `eth0`.
+
+Nodes of a cluster that share the way to another have an Ethernet bridge of their own, and
+what leaves it for `br-eth` is shaped once more:
+
+    br-eth-<cluster> (its nodes)  up<cluster> ---- down<cluster>  br-eth
+"""
+
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from holmesjax.lab.injected_faults import Fault
+from holmesjax.lab.scaled_topology import FAST, SLOW, SUPERVISOR, Lab, LabNode
+
+STATE = "/run/holmesjax"  # a folder for each lab
+CGROUPS = {"v1": "/sys/fs/cgroup/cpu", "v2": "/sys/fs/cgroup"}
+PERIOD_US = 25_000  # of the quota: how long a node may stand still; shorter ones cost caches
+# Bridges: each is a network by itself, but for the Ethernet bridges of clusters.
+BRIDGE, OWN_BRIDGE = "02:00:00:00:00:01", "02:00:00:00:01:{:02x}"
+MTU_BYTES = 9000  # jumbo frames: headers are 1% of the traffic
+BURST_S = 200e-6  # what a class may send at once after a pause, as time at its rate
+# The queue where nodes share a link: as time at its rate, and at least so many frames, since
+# each connection keeps some on their way.
+QUEUE_S, QUEUE_FRAMES = 0.1, 32
+CHUNK_S = 1e-3  # the most that TCP hands over at once, as time at the rate
+FRAME_BYTES = MTU_BYTES + 14
+
+# Classes of `eth0`: the NIC, its share for what stays in the cluster, what is lost, and one for
+# each other cluster.
+NIC, OWN, LOST, FIRST_LINK = 0x1, 0x2, 0x3, 0x10
+CUT, CLASSIFY = 100, 1000  # preferences of filters: a cut comes first
+
+Version = Literal["v1", "v2"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Commands:
+    """Of one lab on one machine."""
+
+    lab: Lab
+    id: str
+    cgroup_version: Version
+    has_netem: bool  # whether the kernel can delay packets
+
+    @property
+    def switch(self) -> str:
+        """The namespace of the bridges."""
+        return f"holmes-{self.id}"
+
+    def namespace(self, node: LabNode) -> str:
+        return f"{self.switch}.{node.name}"
+
+    def cgroup(self, node: LabNode) -> str:
+        return f"{CGROUPS[self.cgroup_version]}/{self.switch}/{node.name}"
+
+    def hosts(self, cluster: int) -> str:
+        """The hosts file of a cluster's nodes: neighbours by their fast addresses."""
+        return f"{STATE}/{self.id}/hosts-{cluster}"
+
+    # ---- build ---------------------------------------------------------------------------------
+
+    def build(self) -> list[str]:
+        lines = [f"mkdir -p {STATE}/{self.id}", f"ip netns add {self.switch}"]
+        lines += self._bridge("br-eth")
+        lines.append(f"ip -n {self.switch} addr add {SUPERVISOR}/16 dev br-eth")
+        for c in range(len(self.lab.topology.clusters)):
+            if any(node.fast_address for node in self.lab.members(c)):
+                lines += self._bridge(f"br-{c}")
+            if self.lab.pipes(c):
+                lines += self._trunk(c)
+            lines.append(self._write_hosts(c))
+        lines += self._cgroup_root()
+        for node in self.lab.nodes:
+            lines += [*self._network(node), *self._shaping(node), *self._quota(node)]
+        return lines
+
+    def _bridge(self, name: str, address: str = BRIDGE) -> list[str]:
+        # With an address of its own: otherwise it has that of a port, until the port is taken out.
+        add = f"ip -n {self.switch} link add name {name} address {address} mtu {MTU_BYTES}"
+        return [f"{add} type bridge", f"ip -n {self.switch} link set dev {name} up"]
+
+    def _ethernet(self, cluster: int) -> str:
+        """The bridge of the slow interfaces of a cluster."""
+        return f"br-eth-{cluster}" if self.lab.pipes(cluster) else "br-eth"
+
+    def _trunk(self, cluster: int) -> list[str]:
+        """The Ethernet bridge of a cluster whose nodes share links, and what leaves it shaped."""
+        ip, tc = f"ip -n {self.switch}", f"tc -n {self.switch}"
+        up, down, own = f"up{cluster}", f"down{cluster}", self._ethernet(cluster)
+        add = f"{tc} class add dev {up} parent 1:"
+        lines = [
+            *self._bridge(own, OWN_BRIDGE.format(cluster)),
+            f"{ip} link add name {up} mtu {MTU_BYTES} type veth peer name {down} mtu {MTU_BYTES}",
+            f"{ip} link set dev {up} master {own} up",
+            f"{ip} link set dev {down} master br-eth up",
+            f"{tc} qdisc add dev {up} root handle 1: htb",  # what is in no class is not shaped
+        ]
+        for b, link in self.lab.pipes(cluster).items():
+            minor, rate = FIRST_LINK + b, link.capacity_bytes_per_s
+            limit = max(round(rate * QUEUE_S), QUEUE_FRAMES * FRAME_BYTES)
+            lines += [
+                f"{add} classid 1:{minor:x} htb {_rates(rate, rate)}",
+                f"{tc} qdisc add dev {up} parent 1:{minor:x} bfifo limit {limit}",
+                *_filters(tc, up, b, CLASSIFY + b, minor),
+            ]
+        return lines
+
+    def _write_hosts(self, cluster: int) -> str:
+        entries = ["127.0.0.1 localhost"]
+        for node in self.lab.nodes:
+            is_near = node.cluster == cluster and node.fast_address is not None
+            entries.append(f"{node.fast_address if is_near else node.slow_address} {node.name}")
+        return f"printf '%s\\n' {shlex.join(entries)} > {self.hosts(cluster)}"
+
+    def _network(self, node: LabNode) -> list[str]:
+        inside = f"ip -n {self.namespace(node)}"
+        lines = [f"ip netns add {self.namespace(node)}", f"{inside} link set dev lo up"]
+        lines += self._interface(
+            node, "eth0", self._ethernet(node.cluster), f"{node.slow_address}/16"
+        )
+        if node.fast_address:
+            lines += self._interface(node, "fast0", f"br-{node.cluster}", f"{node.fast_address}/24")
+        # The fast addresses of other clusters, for links that are not called Ethernet.
+        lines.append(f"{inside} route add {FAST}.0.0/16 dev eth0")
+        return lines
+
+    def _interface(self, node: LabNode, name: str, bridge: str, address: str) -> list[str]:
+        inside, switch = f"ip -n {self.namespace(node)}", f"ip -n {self.switch}"
+        port = port_name(node, name)
+        return [
+            f"{switch} link add name {port} mtu {MTU_BYTES} type veth "
+            f"peer name {name} mtu {MTU_BYTES} netns {self.namespace(node)}",
+            f"{switch} link set dev {port} master {bridge} up",
+            f"{inside} addr add {address} dev {name}",
+            f"{inside} link set dev {name} up",
+        ]
+
+    def _shaping(self, node: LabNode) -> list[str]:
+        lines = []
+        if (rate := node.fast_rate_bytes_per_s) is not None:
+            lines += self._shape(self.namespace(node), "fast0", rate, delay_s=node.fast_latency_s)
+            lines += self._shape(self.switch, port_name(node, "fast0"), rate)
+        if (rate := node.slow_rate_bytes_per_s) is not None:
+            lines += self._shape_links(node, rate)
+            lines += self._shape(self.switch, port_name(node, "eth0"), rate)
+        return lines
+
+    def _shape(self, namespace: str, device: str, rate: float, delay_s: float = 0.0) -> list[str]:
+        """One rate for all that leaves by a device."""
+        tc = f"tc -n {namespace}"
+        return [
+            _limit_chunks(namespace, device, rate),
+            f"{tc} qdisc add dev {device} root handle 1: htb default {NIC:x}",
+            f"{tc} class add dev {device} parent 1: classid 1:{NIC:x} htb {_rates(rate, rate)}",
+            *self._delay(tc, device, NIC, delay_s),
+        ]
+
+    def _shape_links(self, node: LabNode, rate: float) -> list[str]:
+        """The rate of the slow NIC, and within it that of the link to each other cluster."""
+        links = {b: link for (a, b), link in self.lab.links.items() if a == node.cluster}
+        tc = f"tc -n {self.namespace(node)}"
+        add = f"{tc} class add dev eth0 parent"
+        rates = [min(link.rate_bytes_per_s, link.capacity_bytes_per_s) for link in links.values()]
+        slowest = min([rate, *rates])
+        lines = [
+            _limit_chunks(self.namespace(node), "eth0", slowest),
+            f"{tc} qdisc add dev eth0 root handle 1: htb default {OWN:x}",
+            f"{add} 1: classid 1:{NIC:x} htb {_rates(rate, rate)}",
+            f"{add} 1:{NIC:x} classid 1:{OWN:x} htb {_rates(rate / (1 + len(links)), rate)}",
+            f"{add} 1: classid 1:{LOST:x} htb rate 8bit ceil 8bit quantum {FRAME_BYTES}",
+            f"{tc} qdisc add dev eth0 parent 1:{LOST:x} pfifo limit 0",
+        ]
+        for b, link in links.items():
+            minor = FIRST_LINK + b
+            lines.append(f"{add} 1:{NIC:x} classid 1:{minor:x} htb {self._link_rates(node, b)}")
+            lines += self._delay(tc, "eth0", minor, link.latency_s)
+            lines += _filters(tc, "eth0", b, CLASSIFY + b, minor)
+        return lines
+
+    def _link_rates(self, node: LabNode, target: int) -> str:
+        """Of the class for another cluster.
+
+        A class may always send at its own rate, so those of a NIC must not add up to more than the
+        NIC's; it may borrow up to the rate of the link.
+        """
+        links = sum(a == node.cluster for a, _ in self.lab.links)
+        link_rate = self.lab.links[node.cluster, target].rate_bytes_per_s
+        assert node.slow_rate_bytes_per_s is not None, f"{node.name} has links and no rate"
+        return _rates(min(node.slow_rate_bytes_per_s / (1 + links), link_rate), link_rate)
+
+    def _delay(self, tc: str, device: str, minor: int, delay_s: float) -> list[str]:
+        if not self.has_netem or delay_s == 0:
+            return []
+        delay_us = round(1e6 * delay_s)
+        return [
+            f"{tc} qdisc add dev {device} parent 1:{minor:x} netem delay {delay_us}us limit 100000"
+        ]
+
+    # ---- processes -----------------------------------------------------------------------------
+
+    def _cgroup_root(self) -> list[str]:
+        root = f"{CGROUPS[self.cgroup_version]}/{self.switch}"
+        if self.cgroup_version == "v1":
+            return [f"mkdir {root}"]
+        enable = "echo +cpu > {}/cgroup.subtree_control"
+        return [enable.format(CGROUPS["v2"]), f"mkdir {root}", enable.format(root)]
+
+    def _quota(self, node: LabNode) -> list[str]:
+        path, quota_us = self.cgroup(node), round(node.share.quota * PERIOD_US)
+        if self.cgroup_version == "v2":
+            return [f"mkdir {path}", f"echo '{quota_us} {PERIOD_US}' > {path}/cpu.max"]
+        return [
+            f"mkdir {path}",
+            f"echo {PERIOD_US} > {path}/cpu.cfs_period_us",
+            f"echo {quota_us} > {path}/cpu.cfs_quota_us",
+        ]
+
+    def enter(self, node: LabNode, command: Sequence[str]) -> list[str]:
+        """The words that run a command on a node, in the same process."""
+        inside = (
+            f"echo {node.name} > /proc/sys/kernel/hostname"
+            f' && mount --bind {self.hosts(node.cluster)} /etc/hosts && exec "$@"'
+        )
+        cores = ",".join(map(str, node.share.cores))
+        outside = (
+            f"echo $$ > {self.cgroup(node)}/cgroup.procs && exec taskset --cpu-list {cores}"
+            f" ip netns exec {self.namespace(node)} unshare --uts"
+            f' sh -c {shlex.quote(inside)} sh "$@"'
+        )
+        return ["sh", "-c", outside, "sh", *command]
+
+    # ---- faults --------------------------------------------------------------------------------
+
+    def fault(self, fault: Fault) -> tuple[list[str], list[str]]:
+        """The lines that do a fault, and those that undo it."""
+        if fault.kind in ("kill", "freeze"):
+            [node] = [node for node in self.lab.nodes if node.name == fault.node]
+            processes = f"{self.cgroup(node)}/cgroup.procs"
+            # At the start of a job its processes may not be there yet.
+            wait = f"timeout 60 sh -c 'until grep -q . {processes}; do sleep 0.05; done'"
+            send = f"xargs -r kill -{{}} < {processes}"
+            if fault.kind == "kill":
+                return [wait, send.format("KILL")], []
+            return [wait, send.format("STOP")], [send.format("CONT")]
+        if fault.node:
+            return self._unplug(fault.node)
+        doing, undoing = [], []
+        for a, b in fault.ways:
+            source, target = self.lab.cluster_number(a), self.lab.cluster_number(b)
+            for node in self.lab.members(source):
+                tc = f"tc -n {self.namespace(node)}"
+                if fault.kind == "cut":
+                    doing += _filters(tc, "eth0", target, CUT + target, LOST)
+                    undoing.append(f"{tc} filter del dev eth0 parent 1: pref {CUT + target}")
+                else:
+                    change = f"{tc} class change dev eth0 classid 1:{FIRST_LINK + target:x} htb "
+                    doing.append(change + _rates(fault.rate_bytes_per_s, fault.rate_bytes_per_s))
+                    undoing.append(change + self._link_rates(node, target))
+        return doing, undoing
+
+    def _unplug(self, name: str) -> tuple[list[str], list[str]]:
+        """Takes a node's ports out of their bridges, and puts them back: nobody is told."""
+        [node] = [node for node in self.lab.nodes if node.name == name]
+        out, back = [], []
+        for device, _, _ in node.interfaces:
+            is_slow = device == "eth0"
+            bridge = self._ethernet(node.cluster) if is_slow else f"br-{node.cluster}"
+            port = f"ip -n {self.switch} link set dev {port_name(node, device)}"
+            out.append(f"{port} nomaster")
+            back.append(f"{port} master {bridge}")
+        return out, back
+
+
+def tear_down(id: str, version: Version) -> list[str]:
+    """Takes away what a lab of this name has made, however far it came. Kills what runs in it."""
+    cgroup = f"{CGROUPS[version]}/holmes-{id}"
+    return [
+        f"cat {cgroup}/*/cgroup.procs 2>/dev/null | xargs -r kill -KILL",
+        f"ip netns list | grep -o '^holmes-{id}[^ ]*' | xargs -r -n 1 ip netns del",
+        f"while [ -d {cgroup} ]; do find {cgroup} -depth -type d -exec rmdir {{}} + 2>/dev/null"
+        " || sleep 0.05; done",
+        f"rm -rf {STATE}/{id}",
+    ]
+
+
+def port_name(node: LabNode, device: str) -> str:
+    """The other end of a node's interface, at its bridge."""
+    return f"n{node.number}-{'eth' if device == 'eth0' else 'fast'}"
+
+
+def _rates(rate: float, ceil: float) -> str:
+    """A class that may borrow up to `ceil`, both in bytes per second."""
+    burst = max(round(ceil * BURST_S), 3000)
+    return (
+        f"rate {round(8 * rate)}bit ceil {round(8 * ceil)}bit "
+        f"burst {burst}b cburst {burst}b quantum {FRAME_BYTES}"
+    )
+
+
+def _limit_chunks(namespace: str, device: str, rate: float) -> str:
+    """Without it TCP hands over 64 KiB at once, which is long on a slow link."""
+    size = min(max(round(rate * CHUNK_S), MTU_BYTES), 65536)
+    return f"ip -n {namespace} link set dev {device} gso_max_size {size}"
+
+
+def _filters(tc: str, device: str, cluster: int, preference: int, minor: int) -> list[str]:
+    """What goes to a cluster, by either address of its nodes, belongs to a class."""
+    add = f"{tc} filter add dev {device} parent 1: protocol ip pref {preference}"
+    return [
+        f"{add} u32 match ip dst {network}.{cluster}.0/24 flowid 1:{minor:x}"
+        for network in (SLOW, FAST)
+    ]

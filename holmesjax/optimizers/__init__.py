@@ -1,0 +1,1 @@
+"""Optimizers, their sharded state and their learning rates."""

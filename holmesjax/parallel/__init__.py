@@ -1,0 +1,1 @@
+"""A plan's mesh axes over JAX devices: meshes, shardings and collectives. No model."""

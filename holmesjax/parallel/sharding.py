@@ -1,0 +1,198 @@
+"""From logical dims to mesh axes: where every dim of every array of a stage lives.
+
+A parameter's name ends in its dims (`query_DHK`), so its sharding follows from its name. Three
+layouts of the same parameter tree exist during a step:
+
+    master      float32, cut over `tensor`, `fsdp`, `context` and, where a dim divides, over `data`
+                (ZeRO-1); the optimizer's moments and the reduced gradients lie the same way
+    replicas    compute dtype, one copy for each data replica, stacked along a leading dim R that is
+                cut over `data`; inside a replica, cut over `tensor`, `fsdp` and `context`. The
+                forward and the backward gather a layer over the last two when they come to it
+                (ZeRO-3)
+    gradients   float32, like replicas: each replica's own sum, not yet reduced over `data`
+
+Sequences are shared out over `data` and `fsdp`, and each is cut over `context`. A mesh without one
+of the last two has a single part.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+
+from holmesjax.boxes import Box, within
+from holmesjax.plan.plan import Axis
+
+Tree = Any  # a nested dict of arrays, keyed by layer and parameter name
+Sizes = Mapping[Any, int]  # axis -> size, of a mesh or of a stage's plan
+
+# Megatron's cut (Shoeybi et al., arXiv:1909.08053): heads, feed-forward width and vocabulary.
+TENSOR_DIMS = "HGFV"
+
+# Cut over `fsdp` and `context`: the model width, a dim of every parameter.
+PARTS_DIM = "D"
+
+
+def dims(name: str) -> str:
+    """Logical dims of a parameter, one letter each.
+
+    >>> dims("query_DHK")
+    'DHK'
+    """
+    suffix = name.rpartition("_")[2]
+    assert suffix.isalpha(), f"{name}: a parameter's name ends in its dims"
+    assert suffix.isupper(), f"{name}: a parameter's name ends in its dims"
+    return suffix
+
+
+def num_parts(sizes: Sizes) -> int:
+    """Devices over which the parameters of a replica are cut, besides `tensor`."""
+    return sizes.get(Axis.FSDP, 1) * sizes.get(Axis.CONTEXT, 1)
+
+
+def tensor_spec(name: str) -> P:
+    """How a parameter is cut while its layer computes: over `tensor`.
+
+    >>> tuple(tensor_spec("query_DHK"))
+    (None, 'tensor', None)
+    """
+    return P(*(Axis.TENSOR.value if dim in TENSOR_DIMS else None for dim in dims(name)))
+
+
+def shard_spec(name: str, sizes: Sizes) -> P:
+    """How one replica of a parameter is cut between its uses: over all axes but `data`."""
+    spec = list(tensor_spec(name))
+    spec[dims(name).index(PARTS_DIM)] = _axes(sizes, Axis.FSDP, Axis.CONTEXT)
+    return P(*spec)
+
+
+def _axes(sizes: Sizes, *axes: Axis) -> str | tuple[str, ...] | None:
+    """Those that a mesh has, as an entry of a partition spec."""
+    found = tuple(axis.value for axis in axes if axis in sizes)
+    return found if len(found) > 1 else found[0] if found else None
+
+
+def data_dim(name: str, shape: tuple[int, ...], data: int, parts: int = 1) -> int | None:
+    """The dim of a master parameter that is cut over `data`: the first free one that divides.
+
+    Args:
+      parts: of the replica (`num_parts`).
+
+    >>> data_dim("query_DHK", (192, 6, 32), 2)
+    0
+    >>> data_dim("query_DHK", (6, 6, 32), 2, parts=2)  # D has 3 left for each part
+    2
+    >>> data_dim("scale_D", (191,), 2) is None
+    True
+    """
+    for i, (dim, size) in enumerate(zip(dims(name), shape, strict=True)):
+        cuts = data * parts if dim == PARTS_DIM else data
+        if dim not in TENSOR_DIMS and size % cuts == 0:
+            return i
+    return None
+
+
+def master_spec(name: str, shape: tuple[int, ...], sizes: Sizes) -> P:
+    """Inside a part of a replica, the parts of `data`: a gather over `data` gives that part."""
+    spec = list(shard_spec(name, sizes))
+    if (dim := data_dim(name, shape, sizes[Axis.DATA], num_parts(sizes))) is not None:
+        data = Axis.DATA.value
+        axes = spec_axes(P(spec[dim]), 1)[0]
+        spec[dim] = (*axes, data) if axes else data
+    return P(*spec)
+
+
+def replica_spec(name: str, sizes: Sizes) -> P:
+    return P(Axis.DATA.value, *shard_spec(name, sizes))
+
+
+def name_of(path: tuple) -> str:
+    """The parameter's name: the last key of its path in the tree."""
+    return str(path[-1].key)
+
+
+def master_shardings(shapes: Tree, mesh: Mesh) -> Tree:
+    """The sharding of every leaf; `shapes` is a tree of arrays or of their shapes."""
+    return jax.tree_util.tree_map_with_path(
+        lambda path, x: NamedSharding(mesh, master_spec(name_of(path), x.shape, mesh.shape)), shapes
+    )
+
+
+def batch_sharding(mesh: Mesh, num_leading: int = 0) -> NamedSharding:
+    """Of arrays whose first dims, after `num_leading` others, are B and L of a microbatch."""
+    return NamedSharding(mesh, batch_spec(mesh.shape, num_leading))
+
+
+def batch_spec(sizes: Sizes, num_leading: int = 0) -> P:
+    """The same, for a mesh with axes of these sizes."""
+    lead, sequences = (None,) * num_leading, _axes(sizes, Axis.DATA, Axis.FSDP)
+    if Axis.CONTEXT not in sizes:
+        return P(*lead, sequences)
+    return P(*lead, sequences, Axis.CONTEXT.value)
+
+
+def part_spec(sizes: Sizes) -> P:
+    """Inside one replica, where each part of a sequence is one: first all first parts."""
+    return P(_axes(sizes, Axis.CONTEXT, Axis.FSDP))
+
+
+def replicated(mesh: Mesh) -> NamedSharding:
+    return NamedSharding(mesh, P())
+
+
+def put(host: np.ndarray | np.float32, where: NamedSharding) -> jax.Array:
+    """An array of which every process has the whole on its host."""
+    if where.is_fully_addressable:
+        return jax.device_put(host, where)
+    # `device_put` would compare the values of all processes first.
+    return jax.make_array_from_callback(host.shape, where, lambda index: np.asarray(host)[index])
+
+
+def build(
+    shape: tuple[int, ...], where: NamedSharding, make: Callable[[Box], np.ndarray]
+) -> jax.Array:
+    """An array that nobody has as a whole.
+
+    A process makes what its devices hold, once, and compares it with no other's. What several of
+    its devices hold next to each other is made together.
+
+    Args:
+      make: what is in a box of the array; a function of the box alone.
+    """
+    bounds = lambda index: tuple(x.indices(n)[:2] for x, n in zip(index, shape, strict=True))
+    boxes = set(map(bounds, where.addressable_devices_indices_map(shape).values()))
+    around = tuple(
+        (min(start for start, _ in ends), max(stop for _, stop in ends))
+        for ends in zip(*boxes, strict=True)
+    )
+    if sum(map(_size, boxes)) == _size(around):
+        whole = make(around)
+        made = {box: whole[within(box, around)] for box in boxes}
+    else:
+        made = {box: make(box) for box in boxes}
+    return jax.make_array_from_callback(shape, where, lambda index: made[bounds(index)])
+
+
+def _size(box: Box) -> int:
+    return math.prod(stop - start for start, stop in box)
+
+
+def spec_axes(spec: P, num_dims: int) -> tuple[tuple[str, ...], ...]:
+    """For each dim, the mesh axes that cut it.
+
+    >>> spec_axes(P("data", None, ("fsdp", "tensor")), 4)
+    (('data',), (), ('fsdp', 'tensor'), ())
+    """
+    entries = [(axes,) if isinstance(axes, str) else tuple(axes or ()) for axes in spec]
+    return tuple(map(tuple, entries)) + ((),) * (num_dims - len(entries))
+
+
+def from_axes(mesh: Mesh, axes: tuple[tuple[str, ...], ...]) -> NamedSharding:
+    """The opposite of `spec_axes`."""
+    dims_axes = [None if not a else a[0] if len(a) == 1 else a for a in axes]
+    while dims_axes and dims_axes[-1] is None:
+        dims_axes.pop()
+    return NamedSharding(mesh, P(*dims_axes))

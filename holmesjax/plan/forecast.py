@@ -1,0 +1,63 @@
+"""A step as it is predicted to run, in the form in which `timeline.json` has one that ran.
+
+Besides the tasks of the schedule there is what a stage does once: gathering its parameters (G),
+summing its gradients (R), and the update (U), which waits until all have done that. And there is
+what a measured step does not show: when each boundary is on its way.
+"""
+
+from typing import Any
+
+from holmesjax.plan.plan import Plan
+
+Record = dict[str, Any]
+
+
+def tasks(plan: Plan) -> list[Record]:
+    """Every task: stage, kind, microbatch, `start_s` and `end_s`; none if none were predicted."""
+    simulation = plan.simulate()
+    if simulation is None:
+        return []
+    records = [
+        _record(event.stage, event.task.kind, event.task.microbatch, event.start_s, event.end_s)
+        for event in simulation.events
+    ]
+    seconds = [stage.task_seconds for stage in plan.stages if stage.task_seconds is not None]
+    finish_s = [simulation.finish_s(stage) for stage in range(len(seconds))]
+    reduced_s = [end_s + own.reduce_s for end_s, own in zip(finish_s, seconds, strict=True)]
+    for stage, own in enumerate(seconds):
+        if own.gather_s > 0:
+            records.append(_record(stage, "G", None, 0.0, own.gather_s))
+        if own.reduce_s > 0:
+            records.append(_record(stage, "R", None, finish_s[stage], reduced_s[stage]))
+    start_s = max(reduced_s)
+    for stage, own in enumerate(seconds):
+        records.append(_record(stage, "U", None, start_s, start_s + own.update_s))
+    return records
+
+
+def _record(stage: int, kind: str, microbatch: int | None, start_s: float, end_s: float) -> Record:
+    return {
+        "stage": stage,
+        "kind": kind,
+        "microbatch": microbatch,
+        "start_s": start_s,
+        "end_s": end_s,
+    }
+
+
+def transfers(plan: Plan) -> list[Record]:
+    """Every boundary on its way: source, target, kind and microbatch of what made it, and when."""
+    simulation = plan.simulate()
+    if simulation is None:
+        return []
+    return [
+        {
+            "source": transfer.source,
+            "target": transfer.target,
+            "kind": transfer.task.kind,
+            "microbatch": transfer.task.microbatch,
+            "start_s": transfer.start_s,
+            "end_s": transfer.end_s,
+        }
+        for transfer in simulation.transfers
+    ]

@@ -1,0 +1,413 @@
+"""The plan: everything decided before the first step, as data that can be printed and saved.
+
+`planner` makes it from a topology and a config; every other module only reads it. Layers have
+names, in model order: `embed`, `block_000`, `block_001`, ..., `head`.
+"""
+
+import hashlib
+import itertools
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import ConfigDict, TypeAdapter, ValidationError
+
+from holmesjax.config import Schedule
+from holmesjax.errors import PlanError
+from holmesjax.plan.pipeline_schedules import Queue, Simulation, Task, schedule, simulate
+from holmesjax.units import show
+
+EMBED, HEAD = "embed", "head"  # the first and the last layer of every model
+
+
+def block_name(index: int) -> str:
+    """Name of a Transformer layer.
+
+    >>> block_name(7)
+    'block_007'
+    """
+    return f"block_{index:03d}"
+
+
+def layer_names(num_layers: int) -> tuple[str, ...]:
+    """Names of all layers of a model, in order.
+
+    >>> layer_names(2)
+    ('embed', 'block_000', 'block_001', 'head')
+    """
+    return (EMBED, *map(block_name, range(num_layers)), HEAD)
+
+
+class Axis(StrEnum):
+    """Mesh axes, slowest link first: neighbours along the last axis share the fastest link."""
+
+    DATA = "data"
+    FSDP = "fsdp"
+    CONTEXT = "context"
+    EXPERT = "expert"
+    TENSOR = "tensor"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TaskSeconds:
+    """What each task of a stage is predicted to take."""
+
+    __pydantic_config__ = ConfigDict(extra="forbid")
+
+    forward_s: tuple[float, ...]  # of each chunk
+    backward_s: tuple[float, ...]  # without the weights' gradients, where those are split off
+    weight_s: tuple[float, ...]  # 0 where they are not
+    transfer_s: tuple[float, ...]  # a boundary to the next stage, and back; none: to no stage
+    gather_s: float  # before the first task: gathering parameters
+    reduce_s: float  # after the last task: summing gradients
+    update_s: float  # when all stages have done that: the optimizer
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StagePlan:
+    """One stage: layers on the devices of a cluster, or of several where nothing else fits."""
+
+    __pydantic_config__ = ConfigDict(extra="forbid")
+
+    cluster: str  # "ib"; of a stage that lies in several "ib+roce"
+    nodes: tuple[str, ...]
+    chunks: tuple[tuple[str, ...], ...]  # names of layers, consecutive in each
+    devices: tuple[int, ...]  # numbers of the topology, in row-major order of `mesh`
+    mesh: dict[Axis, int]  # axis -> size, slowest link first
+    fabrics: dict[Axis, str]  # axis -> the slowest fabric that its neighbours use
+    memory_bytes: dict[str, float]  # per device, itemised
+    # Predicted, per step: compute, tensor, fsdp and context if used, data, boundary.
+    seconds: dict[str, float]
+    task_seconds: TaskSeconds | None = None  # predicted; None where nothing was
+
+    @property
+    def layers(self) -> tuple[str, ...]:
+        """Names of all its layers; with one chunk they are consecutive."""
+        return tuple(itertools.chain(*self.chunks))
+
+    @property
+    def num_blocks(self) -> int:
+        """Transformer layers of the stage."""
+        return sum(layer not in (EMBED, HEAD) for layer in self.layers)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Plan:
+    """How one model trains on one topology."""
+
+    __pydantic_config__ = ConfigDict(extra="forbid")
+
+    topology: str  # its name
+    topology_hash: str
+    stages: tuple[StagePlan, ...]
+    global_batch: int  # sequences per step
+    microbatches: int
+    schedule: Schedule
+    activation_checkpointing: str
+    boundary_bytes: float  # per microbatch and direction, from one stage to the next
+    step_time_s: float  # predicted
+    bound_s: float  # that no plan's predicted step takes less than
+    shares: dict[str, float]  # of the predicted step time: `seconds` of the stages, and bubble
+    idle: dict[str, int] = field(default_factory=dict)  # node -> devices that no stage uses
+    in_flight: tuple[int, ...] = ()  # microbatches of each stage, for eager_1f1b only
+    step_dollars: dict[str, float] = field(default_factory=dict)  # empty where prices lack
+    pipes: dict[str, float] = field(default_factory=dict)  # "ib -> roce" -> share of its capacity
+    queues: tuple[Queue, ...] = ()  # of boundaries that may want more of a pipe than it has
+    exception: str = ""  # which stages lie in several clusters, and why, where any do
+
+    @property
+    def num_chunks(self) -> int:
+        """Runs of consecutive layers that each stage holds."""
+        return len(self.stages[0].chunks)
+
+    @property
+    def chunks(self) -> tuple[tuple[int, tuple[str, ...]], ...]:
+        """The virtual stages in model order: the stage that holds each, and its layers."""
+        stages = list(enumerate(self.stages))
+        return tuple((s, stage.chunks[c]) for c in range(self.num_chunks) for s, stage in stages)
+
+    def tasks(self) -> tuple[tuple[Task, ...], ...]:
+        """What every stage runs in a step, in order."""
+        return schedule(
+            self.schedule,
+            len(self.stages),
+            self.microbatches,
+            num_chunks=self.num_chunks,
+            in_flight=self.in_flight,
+        )
+
+    @property
+    def num_layers(self) -> int:
+        """Transformer layers of the model."""
+        return sum(stage.num_blocks for stage in self.stages)
+
+    def simulate(self) -> Simulation | None:
+        """The tasks of a step as they are predicted to run; None where nothing was predicted.
+
+        Of what comes once in a step, only that is in it which stages do before their first task.
+        """
+        stages = [s.task_seconds for s in self.stages if s.task_seconds is not None]
+        if len(stages) < len(self.stages):
+            return None
+        in_order = lambda name: [
+            getattr(stage, name)[chunk] for chunk in range(self.num_chunks) for stage in stages
+        ]
+        ways = [stage.transfer_s for stage in stages if stage.transfer_s]
+        return simulate(
+            self.tasks(),
+            in_order("forward_s"),
+            in_order("backward_s"),
+            [(there_s, back_s) for there_s, back_s in ways],
+            weight_s=in_order("weight_s"),
+            ready_s=[stage.gather_s for stage in stages],
+            queues=self.queues,
+        )
+
+    def hash(self) -> str:
+        """First 12 hex digits of the SHA-256 of the plan as JSON. The order of axes counts."""
+        text = json.dumps(_to_dict(self), separators=(",", ":"))
+        return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+    def to_json(self) -> str:
+        return json.dumps(self._content(), indent=2) + "\n"
+
+    def to_yaml(self) -> str:
+        return yaml.safe_dump(self._content(), sort_keys=False, default_flow_style=None, width=100)
+
+    def _content(self) -> dict[str, Any]:
+        return {"hash": self.hash(), **_to_dict(self)}
+
+    @classmethod
+    def from_json(cls, text: str, where: str = "plan") -> "Plan":
+        """The plan of `to_json`; `where` names the text in errors.
+
+        Raises:
+          PlanError: the text is no plan, contradicts itself, or differs from the hash it carries.
+        """
+        try:
+            return _from_content(json.loads(text), where)
+        except json.JSONDecodeError as error:
+            raise _damaged(where, "is not JSON", error) from None
+
+    @classmethod
+    def from_yaml(cls, text: str, where: str = "plan") -> "Plan":
+        """The plan of `to_yaml`; otherwise like `from_json`."""
+        try:
+            return _from_content(yaml.safe_load(text), where)
+        except yaml.YAMLError as error:
+            raise _damaged(where, "is not YAML", str(error).splitlines()[0]) from None
+
+    def save(self, path: str | Path) -> None:
+        """Writes JSON or YAML, by the file's suffix."""
+        Path(path).write_text(self.to_json() if Path(path).suffix == ".json" else self.to_yaml())
+
+    @classmethod
+    def load(cls, path: str | Path) -> "Plan":
+        """Reads what `save` wrote. Raises PlanError for a missing or damaged file."""
+        try:
+            text = Path(path).read_text()
+        except (OSError, UnicodeDecodeError) as error:
+            raise _damaged(str(path), "cannot be read", error) from None
+        parse = cls.from_json if Path(path).suffix == ".json" else cls.from_yaml
+        return parse(text, str(path))
+
+
+def _to_dict(plan: Plan) -> dict[str, Any]:
+    values: dict[str, Any] = TypeAdapter(Plan).dump_python(plan, mode="json")
+    for name in ("pipes", "queues"):
+        if not values[name]:
+            del values[name]  # so a plan without pipes has the hash that it always had
+    return values
+
+
+def _from_content(content: object, where: str) -> Plan:
+    if not isinstance(content, dict):
+        raise _damaged(where, "holds no plan", type(content).__name__)
+    expected = content.pop("hash", None)
+    try:
+        plan = TypeAdapter(Plan).validate_python(content)
+    except ValidationError as error:
+        first = error.errors()[0]
+        field_path = ".".join(map(str, first["loc"]))
+        raise _damaged(where, f"{field_path}: {first['msg']}", first["input"]) from None
+    _refuse_contradictions(plan, where)
+    if expected not in (None, plan.hash()):
+        problem = f"is not the plan with the hash {expected} that it carries"
+        raise _damaged(where, problem, f"hash {plan.hash()}")
+    return plan
+
+
+def _damaged(where: str, problem: str, found: object) -> PlanError:
+    fix = "make the plan again with `python -m launch plan`; to accept an edit, delete its hash"
+    return PlanError(where, problem, found=found, fix=fix)
+
+
+def _refuse_contradictions(plan: Plan, where: str) -> None:
+    _refuse_impossible_schedule(plan, where)
+    _refuse_missing_seconds(plan, where)
+    _refuse_impossible_queues(plan, where)
+    layers = tuple(layer for _, chunk in plan.chunks for layer in chunk)
+    if layers != layer_names(len(layers) - 2):
+        raise _damaged(where, "the stages must hold every layer once, in model order", layers)
+    devices = [device for stage in plan.stages for device in stage.devices]
+    if len(set(devices)) < len(devices):
+        raise _damaged(where, "every device belongs to one stage only", devices)
+    for i, stage in enumerate(plan.stages):
+        if math.prod(stage.mesh.values()) != len(stage.devices):
+            sizes = " * ".join(map(str, stage.mesh.values()))
+            problem = f"stages.{i}: its mesh of {sizes} devices must hold its devices"
+            raise _damaged(where, problem, f"{len(stage.devices)} devices")
+
+
+def _refuse_impossible_queues(plan: Plan, where: str) -> None:
+    stages = range(len(plan.stages))
+    for i, queue in enumerate(plan.queues):
+        if queue.source not in stages or queue.target not in stages:
+            raise _damaged(where, f"queues.{i} must be between two stages of the plan", queue)
+        if not min(queue.hold_s, queue.latency_s) >= 0:
+            raise _damaged(where, f"queues.{i}: its seconds must not be negative", queue)
+
+
+def _refuse_missing_seconds(plan: Plan, where: str) -> None:
+    for i, stage in enumerate(plan.stages):
+        if (seconds := stage.task_seconds) is None:
+            continue
+        chunks = seconds.forward_s, seconds.backward_s, seconds.weight_s
+        goes_on = i < len(plan.stages) - (plan.num_chunks == 1)
+        if {len(own) for own in chunks} != {plan.num_chunks} or len(seconds.transfer_s) != (
+            2 * goes_on
+        ):
+            problem = f"stages.{i}.task_seconds must have a number for each chunk, and both ways"
+            raise _damaged(where, problem, seconds)
+
+
+def _refuse_impossible_schedule(plan: Plan, where: str) -> None:
+    num_stages, num_chunks = len(plan.stages), [len(stage.chunks) for stage in plan.stages]
+    if len(set(num_chunks)) != 1 or not all(all(stage.chunks) for stage in plan.stages):
+        raise _damaged(where, "stages must hold equally many chunks, none empty", num_chunks)
+    if (plan.schedule == "interleaved_1f1b") != (plan.num_chunks > 1):
+        problem = "a stage holds several chunks in interleaved_1f1b, and in it alone"
+        raise _damaged(where, problem, f"{plan.schedule}, {_count(plan.num_chunks, 'chunk')}")
+    if plan.num_chunks > 1 and (num_stages == 1 or plan.microbatches % num_stages):
+        problem = "interleaved_1f1b needs stages, and microbatches that are a multiple of them"
+        found = f"{_count(plan.microbatches, 'microbatch', 'es')}, {_count(num_stages, 'stage')}"
+        raise _damaged(where, problem, found)
+    depths = plan.in_flight
+    if len(depths) != (num_stages if plan.schedule == "eager_1f1b" else 0):
+        problem = "in_flight must have a number for each stage of eager_1f1b, and else none"
+        raise _damaged(where, problem, depths)
+    if not all(1 <= depth <= plan.microbatches for depth in depths):
+        raise _damaged(where, f"in_flight must be from 1 to {plan.microbatches}", depths)
+    if list(depths) != sorted(depths, reverse=True):
+        raise _damaged(where, "in_flight must not grow from stage to stage: deadlock", depths)
+
+
+IDLE_SHOWN = 4  # nodes by name
+DEPTHS_SHOWN = 16  # stages
+
+
+def describe(plan: Plan) -> list[str]:
+    """The plan for the console: four lines for each stage, and a few for the whole."""
+    num_devices = sum(len(stage.devices) for stage in plan.stages)
+    sequences = plan.global_batch // plan.microbatches
+    shares = ", ".join(f"{name} {share:.1%}" for name, share in plan.shares.items())
+    lines = [
+        f"plan {plan.hash()}: {_count(plan.num_layers, 'layer')} in "
+        f"{_count(len(plan.stages), 'stage')} on {_count(num_devices, 'device')} "
+        f"of topology {plan.topology}"
+    ]
+    cluster_width = max(len(stage.cluster) for stage in plan.stages)
+    nodes_width = max(len(_nodes(stage.nodes)) for stage in plan.stages)
+    for i, stage in enumerate(plan.stages):
+        place = f"{stage.cluster:{cluster_width}}  {_nodes(stage.nodes):{nodes_width}}"
+        lines += [f"  stage {i:<3} {place}  {_layers(stage)}", *_details(stage)]
+    if plan.idle:
+        idle = [f"{node} {num_devices}" for node, num_devices in plan.idle.items()]
+        if len(idle) > IDLE_SHOWN:
+            idle = [f"{sum(plan.idle.values())} on {len(plan.idle)} nodes"]
+        lines.append(f"  idle      devices: {', '.join(idle)}")
+    boundary = f", {show(plan.boundary_bytes, 'B')} each way between stages"
+    lines.append(
+        f"  schedule  {plan.schedule}, {_count(plan.microbatches, 'microbatch', 'es')} of "
+        f"{_count(sequences, 'sequence')}{boundary if len(plan.stages) > 1 else ''}"
+    )
+    if plan.in_flight:
+        depths = ", ".join(map(str, plan.in_flight))
+        if len(plan.in_flight) > DEPTHS_SHOWN:
+            depths = f"from {plan.in_flight[0]} on the first to {plan.in_flight[-1]} on the last"
+        lines.append(f"            in flight on the stages: {depths}")
+    if plan.pipes:
+        lines.append(f"  pipes     of their capacity a step uses {_pipes(plan.pipes)}")
+    return [
+        *lines,
+        f"  step      {show(plan.step_time_s, 's')} predicted: {shares}",
+        f"            {_proof(plan)}",
+        *([f"  exception {plan.exception}"] if plan.exception else []),
+    ]
+
+
+def _pipes(shares: dict[str, float]) -> str:
+    """Both ways at once where they are the same.
+
+    >>> _pipes({"ib -> roce": 0.5, "roce -> ib": 0.5, "ib -> old": 0.25, "old -> ib": 0.1})
+    'ib <-> roce 50% each way, ib -> old 25%, old -> ib 10%'
+    """
+    texts = {tuple(way.split(" -> ")): f"{share:.0%}" for way, share in shares.items()}
+    told = []
+    for (a, b), text in texts.items():
+        if texts.get((b, a)) != text:
+            told.append(f"{a} -> {b} {text}")
+        elif f"{b} <-> {a} {text} each way" not in told:
+            told.append(f"{a} <-> {b} {text} each way")
+    return ", ".join(told)
+
+
+def _proof(plan: Plan) -> str:
+    """What is known of plans that are faster."""
+    gap = 1.0 - plan.bound_s / plan.step_time_s
+    if gap <= 0.0:
+        return "no plan is faster: all that could be were tried"
+    return f"no plan takes less than {show(plan.bound_s, 's')}, {gap:.0%} below"
+
+
+def _details(stage: StagePlan) -> list[str]:
+    """Mesh, memory and time of a stage."""
+    axes = [f"{axis} {size} ({stage.fabrics[axis]})" for axis, size in stage.mesh.items()]
+    items = sorted(stage.memory_bytes.items(), key=lambda item: -item[1])[:3]
+    largest = ", ".join(f"{name} {show(num_bytes, 'B')}" for name, num_bytes in items)
+    total = show(sum(stage.memory_bytes.values()), "B")
+    seconds = ", ".join(f"{name} {show(s, 's')}" for name, s in stage.seconds.items())
+    details = {
+        "mesh": " x ".join(axes),
+        "memory": f"{total} a device: {largest}",
+        "time": seconds,
+    }
+    return [f"            {name:6}  {text}" for name, text in details.items()]
+
+
+def _nodes(nodes: Sequence[str]) -> str:
+    return ", ".join(nodes) if len(nodes) < 4 else f"{nodes[0]} to {nodes[-1]}, {len(nodes)} nodes"
+
+
+def _layers(stage: StagePlan) -> str:
+    """What the stage holds.
+
+    >>> stage = StagePlan(cluster="ib", nodes=("ib-0",), devices=(0,), mesh={Axis.DATA: 1},
+    ...                   chunks=(("block_001",), ("block_003", "head")),
+    ...                   fabrics={}, memory_bytes={}, seconds={})
+    >>> _layers(stage)
+    '2 layers + head in 2 chunks'
+    """
+    embed = [EMBED] if EMBED in stage.layers else []
+    head = [HEAD] if HEAD in stage.layers else []
+    chunks = f" in {len(stage.chunks)} chunks" if len(stage.chunks) > 1 else ""
+    return " + ".join([*embed, _count(stage.num_blocks, "layer"), *head]) + chunks
+
+
+def _count(number: int, noun: str, plural: str = "s") -> str:
+    return f"{number} {noun}{plural if number != 1 else ''}"

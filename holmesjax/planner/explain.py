@@ -1,0 +1,456 @@
+"""Why a plan: what comes near it, what binds it, what it gains, what would make it faster.
+
+    binds      how much longer the step gets where one thing is slower: devices, the links of
+               nodes, a network, a link between clusters. 90%: a step is 0.9% longer for each 1%.
+               In a balanced plan several have nearly all of it. What a step would not lose where
+               all are slower goes with latencies: of links, and of starting collectives.
+    against    the same model without what the planner knows
+    upgrades   the best plans on other machines: what is said is what a new plan takes, and what it
+               costs on machines of the same price
+
+Everything is predicted, by the cost model that chose the plan. Where a run asks for the best plan
+for its price, plans are compared by their dollars; those whose collectives may leave a cluster have
+none, since what they send has no price.
+"""
+
+import itertools
+import math
+import random
+import statistics
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from holmesjax.config import Config, ParallelConfig
+from holmesjax.errors import PlanError
+from holmesjax.planner import prices
+from holmesjax.planner.planner import Saying, as_plan, find, find_within, silently, timed_again
+from holmesjax.planner.problem import Case, Order, Part, Problem, split_chunks, step_seconds
+from holmesjax.planner.search import Candidate, Found
+from holmesjax.planner.shortlist import passes
+from holmesjax.planner.stage_layouts import (
+    USABLE_MEMORY,
+    Devices,
+    Mesh,
+    Pass,
+    StageCosts,
+    clusters_of,
+    divisors,
+    joined_pool,
+)
+from holmesjax.topology import upgrades
+from holmesjax.topology.machines import Topology
+from holmesjax.units import show
+
+NUM_PLANS = 5  # side by side
+NUDGE = 0.99  # how fast a thing is made, of what it is, to see what the step loses
+LEAST_SHARE = 0.005  # of a step, to be named
+UPGRADE = 2.0  # how much faster a network is made
+NUM_SHUFFLES = 9  # of the nodes
+ENOUGH_MEMORY = 1e6  # times what there is: no limit
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Ranked:
+    """One of the best plans."""
+
+    step_s: float
+    dollars: float | None  # of a step; None: without prices
+    pipeline: str  # clusters, layers and meshes, in order
+    microbatches: int
+    checkpointing: str
+    schedule: str
+    memory_share: float  # of the fullest device's memory
+    binds: dict[str, float]  # what -> share of its slowness that the step takes, largest first
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Alternative:
+    """What a step would take otherwise."""
+
+    what: str
+    step_s: float | None  # None: not possible
+    dollars: float | None = None
+    why: str = ""  # it is not
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Explanation:
+    """All that is said of a plan."""
+
+    by_dollars: bool  # whether the best plan is the cheapest, and not the fastest
+    best: tuple[Ranked, ...]  # the first is the plan
+    against: tuple[Alternative, ...]
+    clusters: tuple[Alternative, ...]  # without each that is used, with each that is not
+    upgrades: tuple[Alternative, ...]
+
+    @property
+    def step_s(self) -> float:
+        return self.best[0].step_s
+
+
+def explain(config: Config, topology: Topology, say: Saying = silently) -> Explanation:
+    """The best plans and what is behind them. Raises PlanError as `planner.make_plan`."""
+    say("the best plans")
+    problem, found = find(config, topology)
+    chosen = found.best[0]
+    ranked = []
+    for number, candidate in enumerate(found.best[:NUM_PLANS], start=1):
+        say(f"what binds plan {number}")
+        ranked.append(_ranked(problem, candidate))
+    return Explanation(
+        by_dollars=_is_by_dollars(config),
+        best=tuple(ranked),
+        against=tuple(_against(problem, chosen, say)),
+        clusters=tuple(_clusters(problem, found.best, say)),
+        upgrades=(_unlimited(problem, chosen, say), *_upgrades(problem, found, say)),
+    )
+
+
+def _is_by_dollars(config: Config) -> bool:
+    return config.plan.objective == "tokens_per_dollar"
+
+
+def _dollars(problem: Problem, candidate: Candidate, step_s: float | None = None) -> float | None:
+    """Of a step, or of one that takes so long."""
+    if step_s is not None:
+        candidate = replace(candidate, step_s=step_s)
+    dollars = prices.step_dollars(problem, candidate)
+    return sum(dollars.values()) if dollars else None
+
+
+# ---- the best plans ------------------------------------------------------------------------------
+
+
+def _ranked(problem: Problem, candidate: Candidate) -> Ranked:
+    passing, order = candidate.passing, candidate.order
+    plan = as_plan(problem, candidate, candidate.step_s)
+    room = [problem.pools[seat.pool].usable_bytes for seat in candidate.case.seats]
+    shares = [
+        USABLE_MEMORY * sum(stage.memory_bytes.values()) / usable
+        for stage, usable in zip(plan.stages, room, strict=True)
+    ]
+    return Ranked(
+        step_s=candidate.step_s,
+        dollars=_dollars(problem, candidate),
+        pipeline=_pipeline(problem, candidate),
+        microbatches=passing.microbatches,
+        checkpointing=passing.checkpointing,
+        schedule=order.schedule,
+        memory_share=max(shares),
+        binds=_binds(problem, candidate),
+    )
+
+
+def _pipeline(problem: Problem, candidate: Candidate) -> str:
+    """`ib 14 (data 4 x tensor 8) > roce 9 + 9 (data 2 x tensor 8)`; runs of many stages as one."""
+    texts, layers = [], iter(candidate.case.layers)
+    for part in candidate.case.parts:
+        own = list(itertools.islice(layers, part.num_stages))
+        held = " + ".join(map(str, own))
+        if len(own) > 3:
+            held = f"{sum(own)} in {len(own)} stages"
+        mesh = " x ".join(f"{axis} {size}" for axis, size in part.mesh.sizes.items() if size > 1)
+        texts.append(f"{problem.pools[part.pool].cluster.name} {held} ({mesh or 'one device'})")
+    return " > ".join(texts)
+
+
+def _binds(problem: Problem, candidate: Candidate) -> dict[str, float]:
+    def share(changed: Topology) -> float:
+        return (_step_s(problem.on(changed), candidate) / candidate.step_s - 1) / (1 / NUDGE - 1)
+
+    shares = {what: share(changed) for what, changed in _things(problem, candidate)}
+    shares["latencies"] = 1 - share(upgrades.faster_everything(problem.topology, NUDGE))
+    largest = sorted(shares, key=lambda what: -shares[what])
+    return {what: shares[what] for what in largest if shares[what] >= LEAST_SHARE}
+
+
+def _things(problem: Problem, candidate: Candidate) -> Iterator[tuple[str, Topology]]:
+    """Everything that a plan uses, and the machines on which it is a little slower."""
+    topology = problem.topology
+    nodes = _nodes(problem, candidate)
+    names = [topology.cluster_of(node).name for node in nodes]
+    for cluster in dict.fromkeys(names):
+        kinds = [
+            topology.node(node).device.name
+            for node, name in zip(nodes, names, strict=True)
+            if name == cluster
+        ]
+        for kind in dict.fromkeys(kinds):
+            slower = upgrades.faster_devices(topology, cluster, kind, NUDGE)
+            yield f"{kind} of {cluster}", slower
+        yield (
+            f"links inside nodes of {cluster}",
+            upgrades.faster_node_links(topology, cluster, NUDGE),
+        )
+        [fabric] = [c.fabric for c in topology.clusters if c.name == cluster]
+        if fabric != "local":
+            yield f"{fabric} of {cluster}", upgrades.faster_fabric(topology, cluster, NUDGE)
+    for pair in upgrades.neighbouring_pairs([*names, names[0]]):  # chunks and tied tables go round
+        yield _link_name(topology, pair), upgrades.faster_link(topology, pair, NUDGE)
+        if pair in topology.pipes or pair[::-1] in topology.pipes:
+            yield _pipe_name(pair), upgrades.wider_pipe(topology, pair, NUDGE)
+    yield "what a process sends over TCP", upgrades.faster_transport(topology, NUDGE)
+
+
+def _nodes(problem: Problem, candidate: Candidate) -> list[str]:
+    """Of all stages, in the order of the pipeline."""
+    return [node for seat in candidate.case.seats for node in problem.nodes(seat)]
+
+
+def _link_name(topology: Topology, pair: upgrades.Way) -> str:
+    return f"{topology.links[pair].fabric} {'<->'.join(pair)}"
+
+
+def _pipe_name(pair: upgrades.Way) -> str:
+    return f"capacity {'<->'.join(pair)}"
+
+
+def _step_s(problem: Problem, candidate: Candidate) -> float:
+    """Of the same plan in another problem; infinite where its memory is too small."""
+    [step_s] = step_seconds(problem, [candidate.case], candidate.passing, candidate.order)
+    return float(step_s)
+
+
+# ---- what it is compared with --------------------------------------------------------------------
+
+
+def _against(problem: Problem, chosen: Candidate, say: Saying) -> Iterator[Alternative]:
+    say("data parallelism")
+    yield _data_parallel(problem.config, problem.topology)
+    num_stages = len(chosen.case.layers)
+    if num_stages > 1:
+        say("an even split")
+        case = chosen.case._replace(layers=split_chunks(problem.num_layers, num_stages))
+        even = replace(chosen, case=case)
+        yield _alternative("as many layers on every stage", _step_s(problem, even), problem, even)
+    if len(problem.topology.nodes) > 1:
+        say("a random order")
+        yield _shuffled(problem, chosen)
+
+
+def _alternative(
+    what: str, step_s: float, problem: Problem | None = None, candidate: Candidate | None = None
+) -> Alternative:
+    """With its dollars, for a candidate that has a price."""
+    if not math.isfinite(step_s):
+        return Alternative(what=what, step_s=None, why="does not fit the devices' memory")
+    dollars = None
+    if problem is not None and candidate is not None:
+        dollars = _dollars(problem, candidate, step_s)
+    return Alternative(what=what, step_s=step_s, dollars=dollars)
+
+
+def _data_parallel(config: Config, topology: Topology) -> Alternative:
+    """One stage on all devices, its gradients summed over every link between its nodes."""
+    pool = joined_pool(topology)
+    one_stage = replace(config, parallel=ParallelConfig(stages=1, tensor=1))
+    problem = Problem(
+        config=one_stage, topology=topology, pools=[pool], stage_costs=StageCosts(one_stage)
+    )
+    fits = [n for n in divisors(config.train.global_batch) if n <= topology.num_devices]
+    steps_s = [
+        _one_stage_s(problem, Mesh(fits[-1] // fsdp, fsdp, 1), passing)
+        for fsdp in {1, pool.most_in_a_node, fits[-1]} & set(divisors(fits[-1]))
+        for passing in passes(one_stage)
+        if config.train.global_batch % (passing.microbatches * fits[-1]) == 0
+        and config.model.width % fsdp == 0
+    ]
+    return _alternative("data parallelism over all devices", min(steps_s))
+
+
+def _one_stage_s(problem: Problem, mesh: Mesh, passing: Pass) -> float:
+    case = Case((Part(0, mesh, num_stages=1),), (problem.num_layers,))
+    order = Order("1f1b", num_stages=1, microbatches=passing.microbatches)
+    [step_s] = step_seconds(problem, [case], passing, order)
+    return float(step_s)
+
+
+def _shuffled(problem: Problem, chosen: Candidate) -> Alternative:
+    """The same stages on nodes in a random order; the median of several."""
+    topology = problem.topology
+    everything = joined_pool(topology)
+    seats = chosen.case.seats
+    case = chosen.case._replace(
+        parts=tuple(Part(i, seat.mesh, num_stages=1) for i, seat in enumerate(seats))
+    )
+    nodes = list(everything.devices)
+    generator = random.Random(0)
+    steps_s = []
+    for _ in range(NUM_SHUFFLES):
+        generator.shuffle(nodes)
+        devices = iter([(node, number) for node in nodes for number in everything.devices[node]])
+        pools = []
+        for seat in seats:
+            share: Devices = {}
+            for node, number in itertools.islice(devices, seat.mesh.num_devices):
+                share[node] = (*share.get(node, ()), number)
+            pools.append(replace(everything, devices=share))
+        steps_s.append(_step_s(problem.on(topology, pools), replace(chosen, case=case)))
+    return _alternative("the same on nodes in a random order", statistics.median(steps_s))
+
+
+# ---- other machines ------------------------------------------------------------------------------
+
+
+def _clusters(problem: Problem, best: Sequence[Candidate], say: Saying) -> Iterator[Alternative]:
+    """What each cluster is worth: a plan without it, or with it where the plan leaves it out."""
+    topology = problem.topology
+    if len(topology.clusters) == 1:
+        return
+    on = lambda candidate: clusters_of(topology, _nodes(problem, candidate))
+    for name in [cluster.name for cluster in topology.clusters]:
+        if name in on(best[0]):
+            say(f"without {name}")
+            yield _planned(f"without {name}", problem, upgrades.without_cluster(topology, name))
+        else:
+            other = next((c for c in best if name in on(c)), None)
+            why = "none of the plans that were tried in the end uses it"
+            none = Alternative(what=f"with {name}", step_s=None, why=why)
+            yield none if other is None else _as_it_is(f"with {name}", problem, other)
+
+
+def _planned(
+    what: str, problem: Problem, topology: Topology, usable_memory: float = USABLE_MEMORY
+) -> Alternative:
+    """The best plan on other machines."""
+    try:
+        found = find_within(problem.config, topology, usable_memory=usable_memory)
+    except PlanError as refusal:  # none is within the budget
+        return Alternative(what=what, step_s=None, why=refusal.problem)
+    if found is None:
+        return Alternative(what=what, step_s=None, why="no plan is possible")
+    return _as_it_is(what, found[0], found[1].best[0])
+
+
+def _best(config: Config, alternatives: Sequence[Alternative]) -> Alternative:
+    """Of those that are possible; the first always is."""
+    dollars = lambda a: math.inf if a.dollars is None else a.dollars
+    rank = lambda a: (dollars(a), a.step_s) if _is_by_dollars(config) else (a.step_s, dollars(a))
+    return min((a for a in alternatives if a.step_s is not None), key=rank)
+
+
+def _unlimited(problem: Problem, chosen: Candidate, say: Saying) -> Alternative:
+    say("memory")
+    what = "as much memory as could be used"
+    # No plan where stages cross clusters for want of devices.
+    found = _planned(what, problem, problem.topology, usable_memory=ENOUGH_MEMORY)
+    return _best(problem.config, [_as_it_is(what, problem, chosen), found])
+
+
+def _as_it_is(what: str, problem: Problem, chosen: Candidate) -> Alternative:
+    return Alternative(what=what, step_s=chosen.step_s, dollars=_dollars(problem, chosen))
+
+
+def _upgrades(problem: Problem, found: Found, say: Saying) -> Iterator[Alternative]:
+    for what, changed in _upgraded(problem.topology):
+        say(what)
+        options = [_as_it_is(what, problem, found.best[0])]  # what is better need not be used
+        options.append(_planned(what, problem, changed))
+        if (again := timed_again(problem, found, changed)) is not None:
+            options.append(_as_it_is(what, *again))
+        yield _best(problem.config, options)
+
+
+def _upgraded(topology: Topology) -> Iterator[tuple[str, Topology]]:
+    """Machines that could be bought, each beside the topology with them."""
+    names = [cluster.name for cluster in topology.clusters]
+    for pair in itertools.combinations(names, 2):
+        what = f"{_link_name(topology, pair)} {UPGRADE:g} times as fast"
+        yield what, upgrades.faster_link(topology, pair, UPGRADE)
+        if pair in topology.pipes or pair[::-1] in topology.pipes:
+            what = f"{_pipe_name(pair)} {UPGRADE:g} times as large"
+            yield what, upgrades.wider_pipe(topology, pair, UPGRADE)
+    for cluster in topology.clusters:
+        if cluster.fabric != "local":
+            what = f"{cluster.fabric} of {cluster.name} {UPGRADE:g} times as fast"
+            yield what, upgrades.faster_fabric(topology, cluster.name, UPGRADE)
+    for cluster in topology.clusters:
+        if cluster.fabric != "local":
+            yield (
+                f"a node more in {cluster.name}",
+                upgrades.with_more_nodes(topology, cluster.name),
+            )
+
+
+# ---- as text -------------------------------------------------------------------------------------
+
+
+def describe(explanation: Explanation) -> list[str]:
+    """For the console."""
+    best, by_dollars = explanation.best[0], explanation.by_dollars
+    has_prices = best.dollars is not None
+    lines = ["the best plans, side by side"]
+    worse = "dearer" if by_dollars else "slower"
+    header = ("", "step", *(("dollars",) if has_prices else ()), worse, "stages")
+    rows: list[tuple[str, ...]] = [(*header, "microbatches", "schedule", "memory", "what binds it")]
+    for number, plan in enumerate(explanation.best, start=1):
+        factor = _factor(plan, best, by_dollars)
+        rows.append(
+            (
+                str(number),
+                show(plan.step_s, "s"),
+                *((_price(plan.dollars),) if has_prices else ()),
+                f"{factor - 1:.1%}" if number > 1 and factor else "",
+                plan.pipeline,
+                f"{plan.microbatches}, {plan.checkpointing}",
+                plan.schedule,
+                f"{plan.memory_share:.0%}",
+                ", ".join(f"{what} {share:.0%}" for what, share in plan.binds.items()),
+            )
+        )
+    lines += [f"  {line}" for line in _aligned(rows)]
+    for title, alternatives in (
+        ("in place of the plan", explanation.against),
+        ("what each cluster is worth", explanation.clusters),
+        ("what upgrades would buy", explanation.upgrades),
+    ):
+        if alternatives:
+            lines.append(title)
+            compared = [(a.what, *_compared(a, best, by_dollars, has_prices)) for a in alternatives]
+            lines += [f"  {line}" for line in _aligned(compared)]
+    return lines
+
+
+def _factor(plan: Ranked | Alternative, best: Ranked, by_dollars: bool) -> float | None:
+    """How much longer its step is, or how much dearer; None where one has no price."""
+    if by_dollars:
+        return plan.dollars / best.dollars if plan.dollars and best.dollars else None
+    assert plan.step_s is not None, "what is not possible is not compared"
+    return plan.step_s / best.step_s
+
+
+def _price(dollars: float | None) -> str:
+    return "no price" if dollars is None else f"{dollars:.3g}"
+
+
+def _compared(
+    alternative: Alternative, best: Ranked, by_dollars: bool, has_prices: bool
+) -> tuple[str, ...]:
+    """The step of an alternative, its dollars where there are prices, and how it differs."""
+    if alternative.step_s is None:
+        return ("", *(("",) if has_prices else ()), alternative.why)
+    more, less = ("dearer", "cheaper") if by_dollars else ("longer", "shorter")
+    factor = _factor(alternative, best, by_dollars)
+    text = "no difference"
+    if factor is None:
+        text = ""
+    elif factor >= 2:
+        text = f"{factor:.3g} times as {'dear' if by_dollars else 'long'}"
+    elif abs(factor - 1) >= 0.0005:
+        text = f"{abs(factor - 1):.1%} {more if factor > 1 else less}"
+    price = (_price(alternative.dollars),) if has_prices else ()
+    return (show(alternative.step_s, "s"), *price, text)
+
+
+def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Columns of texts, as wide as they need to be.
+
+    >>> _aligned([("a", "bcd", "e"), ("fg", "h", "")])
+    ['a   bcd  e', 'fg  h']
+    """
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    padded = (
+        "  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True))
+        for row in rows
+    )
+    return [line.rstrip() for line in padded]

@@ -1,0 +1,72 @@
+"""What a step costs: whole nodes for as long as it takes, and bytes that leave a cluster."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from holmesjax.planner.problem import Problem, link_bytes
+from holmesjax.planner.search import Candidate
+from holmesjax.planner.stage_layouts import Pool
+from holmesjax.topology.machines import Topology
+
+MAX_SUBSETS = 4  # clusters of which every choice is tried; of more all, each, and all but each
+
+
+def unpriced(topology: Topology) -> list[str]:
+    """Clusters with a device that has no price."""
+    return [
+        cluster.name
+        for cluster in topology.clusters
+        if any(node.device.price_dollars_per_h is None for node in cluster.nodes)
+    ]
+
+
+def step_dollars(problem: Problem, candidate: Candidate) -> dict[str, float]:
+    """Of a step: `nodes` that any stage uses, idle devices included, and `egress`.
+
+    Empty where a device that is used has no price, and where stages cross clusters, whose
+    collectives are not counted.
+    """
+    if problem.crosses_because:
+        return {}
+    names = {name for seat in candidate.case.seats for name in problem.nodes(seat)}
+    nodes = [problem.topology.node(name) for name in sorted(names)]
+    rents = [node.device.price_dollars_per_h for node in nodes]
+    if None in rents:
+        return {}
+    per_h = sum(n.num_devices * (own or 0.0) for n, own in zip(nodes, rents, strict=True))
+    return {
+        "nodes": per_h * candidate.step_s / 3600,
+        "egress": _egress_dollars(problem, candidate),
+    }
+
+
+def _egress_dollars(problem: Problem, candidate: Candidate) -> float:
+    case, passing, chunks = candidate.case, candidate.passing, candidate.order.chunks
+    return sum(
+        num_bytes / 1e9 * problem.topology.links[way].egress_dollars_per_gb
+        for way, num_bytes in link_bytes(problem, case, passing, chunks).items()
+    )
+
+
+def selections(pools: Sequence[Pool]) -> Iterator[list[Pool]]:
+    """Which machines to rent: some clusters whole, or a half, a quarter, ... of one's nodes."""
+    names = list(dict.fromkeys(pool.cluster.name for pool in pools))
+    of = lambda chosen: [pool for pool in pools if pool.cluster.name in chosen]
+    if len(names) <= MAX_SUBSETS:
+        for number in range(2 ** len(names) - 1, 0, -1):
+            yield of({name for i, name in enumerate(names) if number >> i & 1})
+    else:
+        yield list(pools)
+        yield from (of({*names} - {name}) for name in names)
+        yield from (of({name}) for name in names)
+    for name in names:
+        own = of({name})
+        while any(len(pool.devices) > 1 for pool in own):
+            own = [_halved(pool) for pool in own]
+            yield own
+
+
+def _halved(pool: Pool) -> Pool:
+    """The first half of its nodes, at least one."""
+    keep = max(1, len(pool.devices) // 2)
+    return replace(pool, devices=dict(list(pool.devices.items())[:keep]))

@@ -1,0 +1,505 @@
+"""What a plan has to decide, and how long a step of any way to decide it takes.
+
+part       consecutive stages of the pipeline that share a pool, and their mesh
+case       parts in the order of the pipeline, with the layers of every stage
+order      which schedule the pipeline runs, and with how many microbatches
+flow       what one stage sends to another, one array after the other
+pipe       a link between two clusters with a capacity: flows that want more of it queue
+"""
+
+import functools
+import itertools
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+
+from holmesjax.config import Config, Schedule
+from holmesjax.costs import work
+from holmesjax.plan.pipeline_schedules import Clock, Queue, Task, max_in_flight, schedule
+from holmesjax.plan.plan import Axis
+from holmesjax.planner.mesh_order import Placement
+from holmesjax.planner.stage_layouts import Devices, InFlight, Mesh, Pass, Pool, Role, StageCosts
+from holmesjax.topology.machines import Link, Node, Topology
+
+CHUNKS = (2, 3, 4, 6, 8)  # of a stage that are tried for interleaving
+
+
+class Seat(NamedTuple):
+    """Where one stage is: one of the stages of a part."""
+
+    pool: int
+    mesh: Mesh
+    num_stages: int  # of the part
+    number: int  # of them
+
+
+class Part(NamedTuple):
+    """Consecutive stages on one pool."""
+
+    pool: int
+    mesh: Mesh
+    num_stages: int
+
+    @property
+    def seats(self) -> tuple[Seat, ...]:
+        return tuple(Seat(*self, index) for index in range(self.num_stages))
+
+
+class Order(NamedTuple):
+    """What decides the tasks of a pipeline."""
+
+    schedule: Schedule
+    num_stages: int
+    microbatches: int
+    chunks: int = 1
+    in_flight: tuple[int, ...] = ()  # eager_1f1b only
+
+
+class Case(NamedTuple):
+    """One way to train, but for its schedule."""
+
+    parts: tuple[Part, ...]
+    layers: tuple[int, ...]  # Transformer layers of each stage
+
+    @property
+    def seats(self) -> tuple[Seat, ...]:
+        return tuple(itertools.chain(*(part.seats for part in self.parts)))
+
+
+Flow = tuple[Seat, Seat]  # from one stage to another
+
+
+class Way(NamedTuple):
+    """The path of a flow."""
+
+    link: Link  # of each pair of nodes: the slowest, or its part of the pipe
+    num_pairs: int  # that send at once
+
+
+class StageSeconds(NamedTuple):
+    """Of one stage."""
+
+    forward: float
+    backward: float  # without the weights' gradients, where these are a task of their own
+    weight: float
+    reduce: float  # what comes behind the last task
+    gather: float  # what comes before the first task
+    update: float
+    once: float  # about what all that adds to a step
+
+
+@dataclass(kw_only=True, eq=False)
+class Problem:
+    """Everything that is given, and what has been worked out so far."""
+
+    config: Config
+    topology: Topology
+    pools: Sequence[Pool]
+    stage_costs: StageCosts
+    crosses_because: str = ""  # why stages may lie in several clusters, if they may
+    _seconds: dict[tuple[object, ...], StageSeconds] = field(default_factory=dict)
+    _clocks: dict[Order, tuple[Clock, tuple[tuple[Task, ...], ...]]] = field(default_factory=dict)
+    _links_of: dict[int, list[Link]] = field(default_factory=dict)
+    _like: dict[Seat, Seat] = field(default_factory=dict)
+    _in_flight: dict[tuple[object, ...], InFlight] = field(default_factory=dict)
+    _ways: dict[Flow, Way] = field(default_factory=dict)
+    _queues: dict[tuple[object, ...], list[tuple[int, int, tuple[str, str]]]] = field(
+        default_factory=dict
+    )
+
+    @property
+    def num_layers(self) -> int:
+        return self.config.model.num_layers
+
+    def on(self, topology: Topology, pools: Sequence[Pool] | None = None) -> "Problem":
+        """The same on other machines; with the same pools, unless others are given."""
+        return Problem(
+            config=self.config,
+            topology=topology,
+            pools=[pool.on(topology) for pool in self.pools] if pools is None else pools,
+            stage_costs=StageCosts(self.config),
+            crosses_because=self.crosses_because,
+            _clocks=self._clocks,
+        )
+
+    @cached_property
+    def pipes(self) -> list[tuple[str, str]]:
+        return self.topology.pipes
+
+    def boundary_bytes(self, passing: Pass) -> float:
+        sequences = self.config.train.global_batch // passing.microbatches
+        num_tokens = sequences * self.config.model.context_length
+        return work.boundary_bytes(self.config.model, num_tokens, self.config.train.compute_dtype)
+
+    def is_asked_for(self, parts: Sequence[Part]) -> bool:
+        """Whether the stages are on the clusters that the config names, if it does."""
+        asked = self.config.parallel.clusters
+        if asked is None:
+            return True
+        found = [
+            self.pools[part.pool].cluster.name for part in parts for _ in range(part.num_stages)
+        ]
+        return tuple(found) == asked
+
+    def seconds(
+        self, seat: Seat, passing: Pass, role: Role, num_blocks: int, is_split: bool
+    ) -> StageSeconds:
+        seat = self.like(seat)
+        key = seat, passing, role, num_blocks, is_split
+        if key not in self._seconds:
+            pool = self.pools[seat.pool]
+            placement = self.placement(seat, passing)
+            times = self.stage_costs.times(pool, placement, seat.mesh, passing, role, num_blocks)
+            # As `programs.sends_within`. A whole step in one program loops over microbatches, with
+            # what it sends before and behind the loop. W, too, reduces while it computes.
+            sends_within = role.is_first and not (role.is_last and passing.microbatches > 1)
+            self._seconds[key] = StageSeconds(
+                times.whole_forward_s,
+                times.whole_backward_s - is_split * times.weight_s,
+                times.weight_s,
+                times.exposed_reduce_s if sends_within or is_split else times.reduce_s,
+                times.exposed_gather_s if sends_within else times.gather_s,
+                times.update_s,
+                times.once_s,
+            )
+        return self._seconds[key]
+
+    def fits(
+        self, seat: Seat, passing: Pass, role: Role, num_blocks: int, in_flight: InFlight
+    ) -> bool:
+        num_bytes = self.stage_costs.memory_bytes(seat.mesh, passing, role, num_blocks, in_flight)
+        return num_bytes <= self.pools[seat.pool].usable_bytes
+
+    def microbatch_s(self, seat: Seat, passing: Pass, role: Role, num_blocks: int) -> float:
+        """Seconds that a stage works for a microbatch, forward and backward."""
+        times = self.seconds(seat, passing, role, num_blocks, is_split=False)
+        return times.forward + times.backward
+
+    def clock(self, order: Order) -> tuple[Clock, tuple[tuple[Task, ...], ...]]:
+        """The clock of a schedule, and its tasks."""
+        if order not in self._clocks:
+            tasks = schedule(
+                order.schedule,
+                order.num_stages,
+                order.microbatches,
+                num_chunks=order.chunks,
+                in_flight=order.in_flight,
+            )
+            self._clocks[order] = Clock(tasks, order.chunks), tasks
+        return self._clocks[order]
+
+    def in_flight(self, order: Order, stage: int, layers: int) -> InFlight:
+        """What a stage with so many layers holds at most."""
+        p, m, v = order.num_stages, order.microbatches, order.chunks
+        if order.schedule == "1f1b":
+            return InFlight(all=min(m, p - stage), head=min(m, p - stage))
+        if order.schedule == "eager_1f1b":
+            return InFlight(all=order.in_flight[stage], head=order.in_flight[stage])
+        key = order, stage, layers if v > 1 else 0
+        if key not in self._in_flight:
+            tasks = self.clock(order)[1][stage]
+            self._in_flight[key] = InFlight(
+                all=max_in_flight(tasks, [n / layers for n in split_chunks(layers, v)]),
+                head=max_in_flight(tasks, [0] * (v - 1) + [1]),
+                chunks=v,
+            )
+        return self._in_flight[key]
+
+    def transfer_s(self, source: Seat, target: Seat, num_bytes: float) -> float:
+        """Seconds in which an array goes from one stage to another, if no other flow is on its way.
+
+        Each node of the smaller stage sends, or receives, an equal part of it at once (`routes`).
+        """
+        way = self._way((source, target))
+        return way.link.time_s(num_bytes / way.num_pairs)
+
+    def _way(self, flow: Flow) -> Way:
+        if flow not in self._ways:
+            source, target = flow
+            ends = self.nodes(source), self.nodes(target)
+            num_pairs = min(map(len, ends))
+            processes = min(self._num_processes(source), self._num_processes(target))
+            ways = _links(self.topology, *ends, processes / num_pairs)
+            slowest = min(ways, key=lambda link: link.bandwidth_bytes_per_s)
+            # Unlike ways count with the worst of each: a faster one makes no other one count.
+            slowest = replace(slowest, latency_s=max(link.latency_s for link in ways))
+            if (part := self._part_of_pipes(*ends)) < slowest.bandwidth_bytes_per_s:
+                slowest = replace(slowest, bandwidth_bytes_per_s=part)
+            self._ways[flow] = Way(slowest, num_pairs)
+        return self._ways[flow]
+
+    def _part_of_pipes(self, sources: Sequence[str], targets: Sequence[str]) -> float:
+        """Each pair of nodes' share of the pipes, where as many cross one as may."""
+        if not self.pipes:
+            return math.inf
+        here, there = (
+            Counter(self.topology.cluster_of(node).name for node in nodes)
+            for nodes in (sources, targets)
+        )
+        counts = {(a, b): min(here[a], there[b]) for a, b in self.pipes}
+        capacity = self.topology.effective_capacity
+        parts = (capacity(*pipe) / count for pipe, count in counts.items() if count)
+        return min(parts, default=math.inf)
+
+    def queues(self, case: Case, passing: Pass, chunks: int) -> list[Queue]:
+        """All flows over pipes that could not take what these would send at once."""
+        if not self.pipes:
+            return []
+        key = case.parts, chunks > 1
+        if key not in self._queues:
+            self._queues[key] = self._shared(case.seats, chunks > 1)
+        num_bytes = self.boundary_bytes(passing)
+        return [
+            Queue(
+                source,
+                target,
+                " -> ".join(pipe),
+                hold_s=num_bytes / self.topology.effective_capacity(*pipe),
+                latency_s=self._way((case.seats[source], case.seats[target])).link.latency_s,
+            )
+            for source, target, pipe in self._queues[key]
+        ]
+
+    def _shared(
+        self, seats: Sequence[Seat], goes_round: bool
+    ) -> list[tuple[int, int, tuple[str, str]]]:
+        """Sources and targets of the flows that queue, each with its pipe."""
+        pairs = list(itertools.pairwise(range(len(seats))))
+        if goes_round:
+            pairs.append((len(seats) - 1, 0))
+        users: dict[tuple[str, str], set[tuple[int, int]]] = {}
+        for ends in {*pairs, *((b, a) for a, b in pairs)}:
+            a, b = (self.pools[seats[stage].pool].cluster.name for stage in ends)
+            if (a, b) in self.pipes:
+                users.setdefault((a, b), set()).add(ends)
+        found = []
+        for pipe, own in users.items():
+            ways = [self._way((seats[a], seats[b])) for a, b in own]
+            wanted = math.fsum(way.num_pairs * way.link.bandwidth_bytes_per_s for way in ways)
+            if wanted > self.topology.effective_capacity(*pipe) * (1 + 1e-9):
+                found += [(a, b, pipe) for a, b in sorted(own)]
+        return found
+
+    def links_of(self, pool_index: int) -> list[Link]:
+        """The fastest for boundaries inside a pool, and from it to each other pool."""
+        if pool_index not in self._links_of:
+            pools = [self.pools[pool_index]]
+            pools += [pool for pool in self.pools if pool is not pools[0]]
+            names = [list(pool.devices) for pool in pools]
+            most = pools[0].most_in_a_node if self._is_per_device else 1
+            self._links_of[pool_index] = [
+                replace(
+                    max(
+                        _links(self.topology, names[0], names[i], most),
+                        key=lambda link: link.bandwidth_bytes_per_s,
+                    ),
+                    capacity_bytes_per_s=self._capacity(pools[0], pool),
+                )
+                for i, pool in enumerate(pools)
+            ]
+        return self._links_of[pool_index]
+
+    def _capacity(self, source: Pool, target: Pool) -> float:
+        a, b = source.cluster.name, target.cluster.name
+        return math.inf if a == b else self.topology.effective_capacity(a, b)
+
+    def like(self, seat: Seat) -> Seat:
+        """A seat that costs as much: the same one for all stages of equal whole nodes."""
+        if seat not in self._like:
+            pool = self.pools[seat.pool]
+            own = seat._replace(num_stages=1, number=0)
+            self._like[seat] = own if pool.is_even(seat.mesh) else seat
+        return self._like[seat]
+
+    def nodes(self, seat: Seat) -> list[str]:
+        return list(self._devices(seat))
+
+    def _devices(self, seat: Seat) -> Devices:
+        pool = self.pools[seat.pool]
+        return self.stage_costs.devices(pool, seat.mesh, seat.num_stages, seat.number)
+
+    @property
+    def _is_per_device(self) -> bool:
+        return self.config.distributed.processes == "device"
+
+    def _num_processes(self, seat: Seat) -> int:
+        devices = self._devices(seat)
+        return sum(map(len, devices.values())) if self._is_per_device else len(devices)
+
+    def placement(self, seat: Seat, passing: Pass) -> Placement[Axis]:
+        pool = self.pools[seat.pool]
+        return self.stage_costs.placement(pool, seat.mesh, seat.num_stages, seat.number, passing)
+
+
+def _links(
+    topology: Topology, sources: Sequence[str], targets: Sequence[str], processes: float
+) -> list[Link]:
+    """The paths of boundaries from each node of one stage to each of another.
+
+    Equal nodes of a cluster have equal links where none was measured: two are enough.
+    """
+    if topology.measured is None or not topology.measured.pairs:
+        sources, targets = _two_of_each(topology, sources), _two_of_each(topology, targets)
+    return [topology.boundary_link(a, b, processes) for a in sources for b in targets]
+
+
+def _two_of_each(topology: Topology, names: Sequence[str]) -> list[str]:
+    seen: list[tuple[tuple[str, Node], list[str]]] = []
+    for name in names:
+        kind = topology.cluster_of(name).name, replace(topology.node(name), name="")
+        found = next((chosen for other, chosen in seen if other == kind), None)
+        if found is None:
+            seen.append((kind, [name]))
+        elif len(found) < 2:
+            found.append(name)
+    return [name for _, chosen in seen for name in chosen]
+
+
+# ---- how long cases take -------------------------------------------------------------------------
+
+
+def split_chunks(num_layers: int, num_chunks: int) -> tuple[int, ...]:
+    """Layers of each chunk of a stage: equal, or one more in the first ones.
+
+    >>> split_chunks(5, 2)
+    (3, 2)
+    """
+    each, rest = divmod(num_layers, num_chunks)
+    return tuple(each + (chunk < rest) for chunk in range(num_chunks))
+
+
+@functools.cache  # a search asks over and over
+def roles(num_stages: int) -> tuple[Role, ...]:
+    """Of each stage."""
+    last = num_stages - 1
+    return tuple(Role(stage == 0, stage == last) for stage in range(num_stages))
+
+
+def chunk_roles(role: Role, num_chunks: int) -> list[Role]:
+    """Of each chunk of a stage: the ends of the model are in its first and in its last.
+
+    >>> [tuple(role) for role in chunk_roles(Role(is_first=True, is_last=True), 2)]
+    [(True, False), (False, True)]
+    """
+    last = num_chunks - 1
+    return [Role(role.is_first and c == 0, role.is_last and c == last) for c in range(num_chunks)]
+
+
+def stage_loads(problem: Problem, case: Case, passing: Pass) -> list[float]:
+    """Seconds that each stage works for a microbatch."""
+    stages = zip(case.seats, roles(len(case.layers)), case.layers, strict=True)
+    return [problem.microbatch_s(seat, passing, role, n) for seat, role, n in stages]
+
+
+def transfer_times(problem: Problem, case: Case, passing: Pass, chunks: int) -> list[list[float]]:
+    """Seconds to the next stage and back, of each stage but the last; of it too with chunks."""
+    num_bytes, seats = problem.boundary_bytes(passing), case.seats
+    pairs = list(itertools.pairwise(seats))
+    if chunks > 1:
+        pairs.append((seats[-1], seats[0]))
+    both_ways = lambda a, b: [
+        problem.transfer_s(a, b, num_bytes),
+        problem.transfer_s(b, a, num_bytes),
+    ]
+    return [both_ways(a, b) for a, b in pairs]
+
+
+def table_times(problem: Problem, case: Case) -> tuple[float, float]:
+    """Seconds in which the first and the last stage send the token table of tied embeddings.
+
+    Once a step the last stage sends its gradient of the table; the first, the sum of both back.
+    """
+    model, seats = problem.config.model, case.seats
+    if not model.tied_embeddings or len(seats) == 1:
+        return 0.0, 0.0
+    num_bytes = 4.0 * work.table_parameters(model)
+    ends = seats[0], seats[-1]
+    return problem.transfer_s(*ends, num_bytes), problem.transfer_s(*ends[::-1], num_bytes)
+
+
+def link_bytes(
+    problem: Problem, case: Case, passing: Pass, chunks: int
+) -> dict[tuple[str, str], float]:
+    """Bytes that a step sends from cluster to cluster, by their names: boundaries and tied tables.
+
+    Empty where stages cross clusters, since collectives are not counted.
+    """
+    if problem.crosses_because:
+        return {}
+    clusters = [problem.pools[seat.pool].cluster.name for seat in case.seats]
+    model, num_stages = problem.config.model, len(clusters)
+    found = Counter[tuple[str, str]]()
+
+    def add(a: str, b: str, num_bytes: float) -> None:
+        if a != b:
+            found.update({(a, b): num_bytes, (b, a): num_bytes})
+
+    for at in range(chunks * num_stages - 1):
+        num_bytes = passing.microbatches * problem.boundary_bytes(passing)
+        add(clusters[at % num_stages], clusters[(at + 1) % num_stages], num_bytes)
+    if model.tied_embeddings and num_stages > 1:
+        add(clusters[0], clusters[-1], 4.0 * work.table_parameters(model))
+    return dict(found)
+
+
+def step_seconds(
+    problem: Problem, cases: Sequence[Case], passing: Pass, order: Order, with_links: bool = True
+) -> np.ndarray:
+    """Predicted seconds of a step of each case, [cases]; infinite for what memory does not hold.
+
+    All have the same number of stages. Each gathers its parameters before its first task, and
+    reduces its gradients after its last. All wait for the norm of the whole gradient; then each
+    updates. Without links, boundaries and tied tables are sent in no time.
+    """
+    clock, _ = problem.clock(order)
+    is_split = order.schedule == "zero_bubble"
+    p, v, num_cases = order.num_stages, order.chunks, len(cases)
+    stage_s = np.empty((3, p, num_cases))  # reduce, gather, update
+    task_s = np.empty((3, p * v, num_cases))  # forward, backward, weight
+    transfer_s = np.zeros((p - (v == 1), 2, num_cases))
+    tables_s, holds = np.zeros(num_cases), np.ones(num_cases, bool)
+    queues: list[list[Queue]] = [[] for _ in cases]
+    for k, case in enumerate(cases):
+        stages = zip(case.seats, case.layers, roles(p), strict=True)
+        for stage, (seat, layers, role) in enumerate(stages):
+            whole = problem.seconds(seat, passing, role, layers, is_split)
+            stage_s[:, stage, k] = whole.reduce, whole.gather, whole.update
+            in_flight = problem.in_flight(order, stage, layers)
+            if not problem.fits(seat, passing, role, layers, in_flight):
+                holds[k] = False
+                break
+            if v == 1:
+                task_s[:, stage, k] = whole[:3]
+                continue
+            parts = zip(split_chunks(layers, v), chunk_roles(role, v), strict=True)
+            for chunk, (n, part) in enumerate(parts):
+                chunk_s = problem.seconds(seat, passing, part, n, is_split)
+                task_s[:, chunk * p + stage, k] = chunk_s[:3]
+        if holds[k] and with_links:
+            transfer_s[:, :, k] = np.reshape(transfer_times(problem, case, passing, v), (-1, 2))
+            tables_s[k] = sum(table_times(problem, case))
+            queues[k] = problem.queues(case, passing, v)
+    found = np.full(num_cases, math.inf)
+    if holds.any():
+        forward_s, backward_s, weight_s = task_s[:, :, holds]
+        reduce_s, gather_s, update_s = stage_s[:, :, holds]
+        ways_s = transfer_s[:, :, holds]
+        _, end_s, _ = clock.run(forward_s, backward_s, ways_s, weight_s, ready_s=gather_s)
+        own = [queues[k] for k in np.flatnonzero(holds)]
+        if waiting := [k for k, queue in enumerate(own) if queue]:
+            _, end_s[:, waiting], _ = clock.run(
+                forward_s[:, waiting],
+                backward_s[:, waiting],
+                ways_s[:, :, waiting],
+                weight_s[:, waiting],
+                ready_s=gather_s[:, waiting],
+                queues=[own[k] for k in waiting],
+            )
+        finish_s = clock.finish_s(end_s)
+        found[holds] = (finish_s + reduce_s).max(0) + update_s.max(0) + tables_s[holds]
+    return found

@@ -1,0 +1,423 @@
+"""Which parts may make a good plan: a list to simulate, and a bound on what is not on it.
+
+    limit    seconds that no stage may take for a microbatch, its share of what comes once included
+    offer    what a pool can do: a mesh, and the seconds and bytes of its stages, by their layers
+
+A step of m microbatches takes m times the limit and the time in which the first microbatch goes
+down and back up, less what overlaps. So for a number of microbatches, a checkpointing and a limit,
+the best parts are those that hold all layers in the fewest seconds of one microbatch: a knapsack
+over the pools, solved exactly by dynamic programming over layers. A range of limits makes a list.
+
+Where parts meet, a whole microbatch crosses in each direction, and the nodes of the smaller stage
+share it; that takes no longer than the limit either.
+"""
+
+import functools
+import itertools
+import math
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import numpy as np
+
+from holmesjax.config import Config
+from holmesjax.costs import work
+from holmesjax.planner.problem import CHUNKS, Part, Problem, Seat
+from holmesjax.planner.stage_layouts import Mesh, Pass, Pool, divisors, meshes
+
+CHECKPOINTING: tuple[work.Checkpointing, ...] = ("none", "dots", "full")  # the last keeps least
+# Seconds of a stage, to the least that any plan needs: how unevenly stages may be loaded.
+LIMITS = (1.0002, 1.03, 1.1, 1.2, 1.4, 1.8, 2.5, 4.0)
+MAX_CHOICES = 24  # of how many stages each pool has
+MAX_COUNTS = 500  # ways to share out stages over pools that are looked at
+MAX_STAGES = 512  # of a pipeline
+MAX_MICROBATCHES = 8192  # of a step
+MAX_LISTED = 64  # numbers of microbatches for which a list is made
+MAX_SHARES = 128  # numbers of layers that the pools before one may have: more are rounded
+
+
+def passes(config: Config) -> Iterator[Pass]:
+    """All that the config allows."""
+    parallel, batch = config.parallel, config.train.global_batch
+    counts = [parallel.microbatches] if parallel.microbatches else divisors(batch)
+    counts = [count for count in counts if count <= MAX_MICROBATCHES]
+    policies: Iterable[work.Checkpointing] = CHECKPOINTING
+    if parallel.activation_checkpointing is not None:
+        policies = [parallel.activation_checkpointing]
+    elif parallel.schedule == "zero_bubble":
+        policies = ["none"]
+    for policy in policies:
+        yield from (Pass(count, policy) for count in counts)
+
+
+def thinned(found: Sequence[Pass]) -> list[Pass]:
+    """Not all, where there are very many numbers of microbatches: those as far apart as can be."""
+    counts = sorted({passing.microbatches for passing in found})
+    if len(counts) > MAX_LISTED:
+        at = np.linspace(0, len(counts) - 1, MAX_LISTED).round().astype(int)
+        counts = [counts[i] for i in at]
+    return [passing for passing in found if passing.microbatches in counts]
+
+
+def numbers_of_stages(config: Config, passing: Pass) -> list[int] | None:
+    """Those that the config allows; None: any number."""
+    parallel = config.parallel
+    if given := parallel.layers or parallel.clusters:
+        return [len(given)]
+    if parallel.stages:
+        return [parallel.stages]
+    if parallel.schedule == "interleaved_1f1b":  # goes through its stages in groups of them
+        most = config.model.num_layers // (parallel.chunks or min(CHUNKS))
+        return [n for n in divisors(passing.microbatches) if 1 < n <= most]
+    return None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Offers:
+    """What one pool can do in one pass, [meshes] each. A stage of n layers costs fixed + n layer.
+
+    Stages in the middle of the pipeline are meant: those at its ends cost more.
+    """
+
+    pool: int
+    meshes: tuple[Mesh, ...]
+    most_stages: np.ndarray
+    fixed_s: np.ndarray  # of a microbatch: to the next stage of the pool, and back
+    layer_s: np.ndarray  # all tasks
+    fixed_load_s: np.ndarray  # of tasks, with a share of what comes once in a step
+    layer_load_s: np.ndarray
+    usable_bytes: float
+    fixed_bytes: np.ndarray  # of memory that is left
+    layer_bytes: np.ndarray
+    kept_bytes: np.ndarray  # by a layer of each microbatch in flight
+    way_s: np.ndarray  # a microbatch to the pool that is reached fastest
+    count: int | None = None  # of stages; None: as many as are best
+
+    def most(self, limit_s: float, depth: int, crosses: bool) -> np.ndarray:
+        """Layers that a stage can hold, [meshes], with so many microbatches in flight."""
+        in_time = (limit_s - self.fixed_load_s) / self.layer_load_s * (1 + 1e-9)
+        in_memory = self.fixed_bytes / (self.layer_bytes + depth * self.kept_bytes)
+        most = np.maximum(np.floor(np.minimum(in_time, in_memory)), 0)
+        return np.where(self.way_s <= limit_s, most, 0) if crosses else most
+
+    def counted(self, count: int) -> "Offers":
+        """With so many stages, and no other number of them."""
+        most_stages = np.where(self.most_stages >= count, count, 0)
+        return replace(self, most_stages=most_stages, count=count)
+
+    def with_memory(self, factor: float) -> "Offers":
+        """On devices with so many times the memory."""
+        more_bytes = (factor - 1) * self.usable_bytes
+        return replace(self, fixed_bytes=self.fixed_bytes + more_bytes)
+
+    @property
+    def alone(self) -> "Offers":
+        """Without what comes once in a step: a load that nothing can hide."""
+        return replace(self, fixed_load_s=0.0 * self.fixed_s, layer_load_s=self.layer_s)
+
+
+def make_offers(problem: Problem, passing: Pass) -> dict[int, Offers]:
+    """Of each pool that has a possible mesh."""
+    offers = (_offers(problem, index, passing) for index in range(len(problem.pools)))
+    return {offer.pool: offer for offer in offers if offer is not None}
+
+
+def _offers(problem: Problem, pool_index: int, passing: Pass) -> Offers | None:
+    pool, stage_costs = problem.pools[pool_index], problem.stage_costs
+    num_bytes = problem.boundary_bytes(passing)
+    own_link, *links = problem.links_of(pool_index)
+    found = list(meshes(problem.config, pool, passing))
+    if not found:
+        return None
+    times = [stage_costs.many_times(pool, found, passing, n) for n in (1, 2)]
+    task_s = np.asarray(times[0].microbatch_s)
+    first_s, second_s = (t.microbatch_s + t.once_s / passing.microbatches for t in times)
+    one, more, deep = (
+        stage_costs.many_bytes(found, passing, n, depth) for n, depth in ((1, 1), (2, 1), (1, 2))
+    )
+    num_nodes = np.array([len(problem.nodes(Seat(pool_index, mesh, 1, 0))) for mesh in found])
+    time_s = lambda link: (
+        link.latency_s
+        + np.maximum(
+            num_bytes / num_nodes / link.bandwidth_bytes_per_s,
+            num_bytes / link.capacity_bytes_per_s,
+        )
+    )
+    ways_s = [time_s(link) for link in links]
+    return Offers(
+        pool=pool_index,
+        meshes=tuple(found),
+        most_stages=np.array(
+            [min(MAX_STAGES, pool.num_devices // mesh.num_devices) for mesh in found]
+        ),
+        fixed_s=2 * time_s(own_link),
+        layer_s=task_s,
+        fixed_load_s=np.asarray(2 * first_s - second_s),
+        layer_load_s=np.asarray(second_s - first_s),
+        usable_bytes=pool.usable_bytes,
+        fixed_bytes=pool.usable_bytes - (2 * one - more),
+        layer_bytes=more - deep,
+        kept_bytes=deep - one,
+        way_s=np.min(ways_s, axis=0) if ways_s else np.zeros(len(found)),
+    )
+
+
+class Choice(NamedTuple):
+    """Pools that may be used together, and whether more than one of them is."""
+
+    offers: tuple[Offers, ...]
+    crosses: bool
+
+    def holds(self, num_layers: int, limit_s: float, depth: int) -> bool:
+        """Whether the pools hold all layers within a limit."""
+        most = ((o.most_stages * o.most(limit_s, depth, self.crosses)).max() for o in self.offers)
+        return bool(sum(most) >= num_layers)
+
+    def least_limit_s(self, num_layers: int, depth: int) -> float:
+        """Just below the least limit within which the pools hold all layers; infinite if none."""
+        if not self.holds(num_layers, math.inf, depth):
+            return math.inf
+        holds = lambda limit_s: self.holds(num_layers, limit_s, depth)
+        low_s, high_s = 0.0, 1e-3
+        while not holds(high_s):
+            low_s, high_s = high_s, 4 * high_s
+        while high_s - low_s > 1e-4 * high_s:
+            middle_s = (low_s + high_s) / 2
+            low_s, high_s = (low_s, middle_s) if holds(middle_s) else (middle_s, high_s)
+        return low_s
+
+
+def choices(problem: Problem, passing: Pass, offers: Mapping[int, Offers]) -> list[Choice]:
+    """Which pools may be used together: all of them, or one; or with stages as they are asked for.
+
+    Of the latter, those that may be fastest.
+    """
+    numbers = numbers_of_stages(problem.config, passing)
+    if numbers is None:
+        alone = [Choice((offer,), crosses=False) for offer in offers.values()]
+        return alone if len(alone) == 1 else [Choice(tuple(offers.values()), True), *alone]
+    counted = [
+        Choice(tuple(offers[pool].counted(n) for pool, n in used), crosses=len(used) > 1)
+        for number in numbers
+        for counts in _shared_out(problem, number)
+        for used in [[(pool, n) for pool, n in enumerate(counts) if n]]
+        if all(pool in offers for pool, _ in used)
+    ]
+    best: list[tuple[float, int]] = []
+    for i, choice in enumerate(counted):
+        most_s = best[-1][0] if len(best) == MAX_CHOICES else math.inf
+        if choice.holds(problem.num_layers, most_s, depth=1):
+            best.append((choice.least_limit_s(problem.num_layers, depth=1), i))
+            best = sorted(best)[:MAX_CHOICES]
+    return [counted[i] for _, i in best]
+
+
+def _shared_out(problem: Problem, num_stages: int) -> Iterator[tuple[int, ...]]:
+    """Stages of every pool, in the ways that are looked at; a pool with none stays idle.
+
+    Only the clusters that the run names, if it does. All ways, where they are not too
+    many; else as the devices are shared out over the largest pools, or with a stage moved.
+    """
+    pools, asked = problem.pools, problem.config.parallel.clusters
+    if asked is not None:
+        of_each = Counter(asked)
+        names = list(dict.fromkeys(pool.cluster.name for pool in pools))
+        own = {name: [i for i, p in enumerate(pools) if p.cluster.name == name] for name in names}
+        if not of_each.keys() <= own.keys():
+            return
+        for chosen in itertools.product(*(_counts(len(own[n]), of_each[n]) for n in of_each)):
+            counts = [0] * len(pools)
+            for name, shares in zip(of_each, chosen, strict=True):
+                for pool, share in zip(own[name], shares, strict=True):
+                    counts[pool] = share
+            yield tuple(counts)
+    elif _num_counts(problem, num_stages) <= MAX_COUNTS:
+        yield from _counts(len(pools), num_stages)
+    else:
+        yield from dict.fromkeys(_by_size(pools, num_stages))
+
+
+def _num_counts(problem: Problem, num_stages: int) -> int:
+    """Ways in which stages may be shared out over pools."""
+    return math.comb(num_stages + len(problem.pools) - 1, num_stages)
+
+
+def _by_size(pools: Sequence[Pool], num_stages: int) -> Iterator[tuple[int, ...]]:
+    """Shares of the largest pools, however many of these, and those with a stage moved."""
+    largest = sorted(range(len(pools)), key=lambda i: -pools[i].num_devices)
+    for number in range(1, min(len(pools), num_stages) + 1):
+        used = largest[:number]
+        ends = np.cumsum([pools[i].num_devices for i in used])
+        edges = np.round(ends / ends[-1] * num_stages).astype(int)
+        counts = np.zeros(len(pools), int)
+        counts[used] = np.diff(edges, prepend=0)
+        yield tuple(counts.tolist())
+        for source, target in itertools.permutations(used, 2):
+            if counts[source] > 0:
+                moved = counts.copy()
+                moved[source] -= 1
+                moved[target] += 1
+                yield tuple(moved.tolist())
+
+
+def _counts(num_pools: int, num_stages: int) -> Iterator[tuple[int, ...]]:
+    """Stages of every pool, in all ways; a pool with none stays idle."""
+    for num_used in range(1, min(num_stages, num_pools) + 1):
+        for used in itertools.combinations(range(num_pools), num_used):
+            for cuts in itertools.combinations(range(1, num_stages), num_used - 1):
+                counts = [0] * num_pools
+                for pool, start, stop in zip(used, (0, *cuts), (*cuts, num_stages), strict=True):
+                    counts[pool] = stop - start
+                yield tuple(counts)
+
+
+def bound_s(problem: Problem, passing: Pass, offers: Mapping[int, Offers]) -> float:
+    """Seconds that no step of this pass takes less than: its slowest stage works that long."""
+    alone = {pool: offer.alone for pool, offer in offers.items()}
+    numbers = numbers_of_stages(problem.config, passing)
+    if alone and any(_num_counts(problem, n) > MAX_COUNTS for n in numbers or ()):
+        found = [Choice(tuple(alone.values()), crosses=False)]  # not all ways are looked at
+    else:
+        found = choices(problem, passing, alone)
+    limits_s = (choice.least_limit_s(problem.num_layers, depth=1) for choice in found)
+    return passing.microbatches * min(limits_s, default=math.inf)
+
+
+def least_memory(problem: Problem, least: float, most: float) -> float:
+    """How many times the memory there is no plan can do without, between two bounds of that.
+
+    The ends of the model are not counted, nor more than one microbatch in flight.
+    """
+    for passing in passes(problem.config):
+        offers = make_offers(problem, passing)
+        holds = lambda factor, own=offers: Choice(
+            tuple(offer.with_memory(factor) for offer in own.values()), crosses=False
+        ).holds(problem.num_layers, math.inf, depth=1)
+        if holds(least):
+            return least
+        if not holds(most):
+            continue
+        low = least
+        while most > low * 1.001:
+            middle = math.sqrt(low * most)
+            low, most = (low, middle) if holds(middle) else (middle, most)
+    return most
+
+
+def rough_bound_s(problem: Problem, passing: Pass) -> float:
+    """The same, but sooner: as if layers could be cut, and nothing were sent or held."""
+    layers_per_s = 0.0
+    for pool in problem.pools:
+        seconds = {}
+        for mesh in meshes(problem.config, pool, passing):
+            if (cut := (mesh.tensor, mesh.context, mesh.parts)) not in seconds:
+                own_s = problem.stage_costs.layer_s(pool, mesh, passing)
+                seconds[cut] = own_s * mesh.num_devices
+        if seconds:
+            layers_per_s += pool.num_devices / min(seconds.values())
+    if not layers_per_s:
+        return math.inf
+    return passing.microbatches * problem.num_layers / layers_per_s
+
+
+class Listed(NamedTuple):
+    """Parts that may make a good plan, in any order."""
+
+    estimate_s: float  # of a step
+    passing: Pass
+    parts: tuple[Part, ...]
+
+
+def listed(
+    problem: Problem, passing: Pass, offers: Mapping[int, Offers], most_s: float
+) -> Iterator[Listed]:
+    """The best parts for every limit, and for several numbers of microbatches in flight.
+
+    Only those whose slowest stage works no longer than `most_s` in a step.
+    """
+    num_layers = problem.num_layers
+    for choice in choices(problem, passing, offers):
+        seen: list[float] = []
+        for depth in _depths(passing):
+            limit_s = choice.least_limit_s(num_layers, depth)
+            if not passing.microbatches * limit_s <= most_s:
+                break
+            if limit_s in seen and _is_roomy(choice, num_layers, depth):
+                continue
+            seen.append(limit_s)
+            for factor in LIMITS:
+                if passing.microbatches * factor * limit_s > most_s:
+                    break
+                fill_s, parts = _knapsack(choice, factor * limit_s, depth, num_layers)
+                if parts:
+                    estimate_s = fill_s + (passing.microbatches - 1) * factor * limit_s
+                    yield Listed(estimate_s, passing, parts)
+
+
+def _depths(passing: Pass) -> list[int]:
+    """Microbatches in flight that stages are given memory for, when the list is made."""
+    return [n for n in (1, 2, 4, 8, 16, 32) if n <= passing.microbatches]
+
+
+def _is_roomy(choice: Choice, num_layers: int, depth: int) -> bool:
+    """Whether every stage could keep all layers of so many microbatches."""
+    most = [o.fixed_bytes / (o.layer_bytes + depth * o.kept_bytes) for o in choice.offers]
+    return all((room >= num_layers).all() for room in most)
+
+
+def _knapsack(
+    choice: Choice, limit_s: float, depth: int, num_layers: int
+) -> tuple[float, tuple[Part, ...]]:
+    """The parts that hold all layers in the fewest seconds of a microbatch."""
+    held, own, sizes, place = _shares(num_layers)
+    least_s = np.where(held == 0, 0.0, np.inf)  # of all pools so far, by layers that they hold
+    steps = []
+    for offer in choice.offers:
+        most = offer.most(limit_s, depth, choice.crosses)
+        own_s, chosen = _fill(offer, most, sizes)
+        together = np.where(own >= 0, least_s[::-1] + own_s[place], np.inf)
+        taken = together.argmin(1)
+        least_s = together[np.arange(len(held)), taken]
+        steps.append((offer, most, chosen, taken))
+    if not np.isfinite(least_s[-1]):
+        return math.inf, ()
+    parts, share = [], len(held) - 1
+    for offer, most, chosen, taken in reversed(steps):
+        before = len(held) - 1 - int(taken[share])
+        if num_own := int(held[share] - held[before]):
+            mesh = int(chosen[place[share, taken[share]]])
+            num_stages = offer.count or math.ceil(num_own / most[mesh])
+            parts.append(Part(offer.pool, offer.meshes[mesh], num_stages))
+            share = before
+    return float(least_s[-1]), tuple(parts[::-1])
+
+
+@functools.cache
+def _shares(num_layers: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Layers that pools may hold together; one more pool; the sizes of that, and where they are.
+
+    For very many layers not every number is tried. The second has a row for what all hold, a column
+    for what the pools before hold, most first.
+    """
+    step = -(-num_layers // MAX_SHARES)
+    held = np.unique([0, *range(num_layers, 0, -step)])
+    own = held[:, None] - held[::-1]
+    sizes, place = np.unique(np.maximum(own, 0), return_inverse=True)
+    return held, own, sizes, place.reshape(own.shape)
+
+
+def _fill(offer: Offers, most: np.ndarray, sizes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Seconds of a microbatch through so many layers on one pool, and by which mesh; 0 is first."""
+    n = sizes[None, :]
+    stages = np.ceil(n / np.maximum(most, 1)[:, None])
+    possible = (most >= 1)[:, None] & (stages <= offer.most_stages[:, None])
+    if offer.count is not None:
+        possible &= n >= offer.count
+        stages = np.full_like(stages, offer.count)
+    seconds = n * offer.layer_s[:, None] + stages * offer.fixed_s[:, None]
+    seconds = np.where(possible, seconds, np.inf)
+    seconds[:, 0] = 0.0 if offer.count is None else np.inf
+    chosen = seconds.argmin(0)
+    return seconds[chosen, np.arange(len(sizes))], chosen

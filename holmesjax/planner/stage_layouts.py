@@ -1,0 +1,462 @@
+"""Ways for stages to sit in a cluster, and what each of them costs.
+
+    pool     devices that stages share, in the order in which stages take them
+    mesh     how many replicas, parts and devices a stage has: `data`, `fsdp`, `context`, `tensor`
+    seat     one stage: a mesh, on devices of a pool
+    pass     what holds for a whole step: microbatches and what is computed again
+
+All stages of a pool have the same mesh, since they compute equal layers on equal devices; how many
+layers each holds is chosen one by one. A pool is a cluster, or the nodes of one kind of device
+where a cluster has several; or all machines, where a stage has to cross clusters.
+"""
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from holmesjax.config import Config
+from holmesjax.costs import memory, work
+from holmesjax.costs.collective_times import Groups
+from holmesjax.costs.stage_times import StageTimes, layer_s, stage_times
+from holmesjax.plan.plan import Axis
+from holmesjax.planner.mesh_order import (
+    Arrangement,
+    Paths,
+    Placement,
+    arrangements,
+    cheapest,
+    sorted_by_block,
+)
+from holmesjax.topology.machines import Cluster, DeviceKind, Node, Topology
+
+# Share of a device's memory that a plan may fill; the rest is for temporaries inside a layer,
+# collectives' buffers and the runtime.
+USABLE_MEMORY = 0.9
+
+# Tokens of a part of a sequence, at least, where the planner chooses how many parts there are.
+MIN_CONTEXT_TOKENS = 4096
+
+# Devices of a pool up to which all sizes of `fsdp` are tried; in larger ones those that stay inside
+# nodes, and that over all replicas.
+MOST_FREE = 64
+
+# In the order in which `stage_times` takes their groups.
+SENDING = (Axis.DATA, Axis.TENSOR, Axis.FSDP, Axis.CONTEXT)
+
+Devices = dict[str, tuple[int, ...]]  # node -> numbers of its devices in the topology
+
+
+class Mesh(NamedTuple):
+    """Sizes of the axes of a stage."""
+
+    data: int
+    fsdp: int
+    tensor: int
+    context: int = 1
+
+    @property
+    def num_devices(self) -> int:
+        return math.prod(self)
+
+    @property
+    def parts(self) -> int:
+        """Groups of devices among which the sequences of a microbatch are shared out."""
+        return self.data * self.fsdp
+
+    @property
+    def sizes(self) -> dict[Axis, int]:
+        """Without `fsdp` and `context` where they are not used: no axes of the mesh."""
+        sizes = {
+            Axis.DATA: self.data,
+            Axis.FSDP: self.fsdp,
+            Axis.CONTEXT: self.context,
+            Axis.TENSOR: self.tensor,
+        }
+        always = (Axis.DATA, Axis.TENSOR)
+        return {axis: n for axis, n in sizes.items() if axis in always or n > 1}
+
+
+class Pass(NamedTuple):
+    """How all stages go through a step."""
+
+    microbatches: int
+    checkpointing: work.Checkpointing
+
+
+class Role(NamedTuple):
+    """Which ends of the model a stage holds."""
+
+    is_first: bool = False
+    is_last: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class InFlight:
+    """`pipeline_schedules.max_in_flight` of a stage: for all its chunks, and for the last one."""
+
+    all: float
+    head: float
+    chunks: int = 1
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Pool:
+    """Devices of one cluster, or of all."""
+
+    cluster: Cluster
+    devices: Devices
+    paths: Paths
+    usable_memory: float = USABLE_MEMORY  # share of each device's memory
+
+    @cached_property
+    def num_devices(self) -> int:
+        return sum(map(len, self.devices.values()))
+
+    @cached_property
+    def kinds(self) -> tuple[DeviceKind, ...]:
+        """Each once: equal nodes cost the same, and a cluster has many."""
+        return kinds_of(node for node in self.cluster.nodes if node.name in self.devices)
+
+    @property
+    def usable_bytes(self) -> float:
+        return self.usable_memory * min(kind.memory_bytes for kind in self.kinds)
+
+    @cached_property
+    def most_in_a_node(self) -> int:
+        return max(map(len, self.devices.values()))
+
+    def is_even(self, mesh: Mesh) -> bool:
+        """Whether all stages with a mesh are on equally many devices of equal nodes."""
+        size = self.most_in_a_node
+        return (
+            self.paths.is_uniform
+            and all(len(numbers) == size for numbers in self.devices.values())
+            and (mesh.num_devices % size == 0 or size % mesh.num_devices == 0)
+        )
+
+    def on(self, topology: Topology) -> "Pool":
+        """The same nodes, with all their devices, as other machines have them.
+
+        Raises KeyError where there is no such node any more.
+        """
+        nodes = tuple(topology.node(node.name) for node in self.cluster.nodes)
+        paths, numbers = Paths.between(topology, self.paths.nodes), device_numbers(topology)
+        devices = {name: numbers[name] for name in self.devices}
+        cluster = replace(self.cluster, nodes=nodes)
+        return replace(self, cluster=cluster, devices=devices, paths=paths)
+
+    def seats(self, mesh: Mesh, num_stages: int) -> list[Devices]:
+        """The devices of each of its stages; of more than are needed, every stage leaves some.
+
+        Stages take runs of whole nodes where each can have as many as it needs, else equal runs of
+        devices.
+        """
+        names, size = list(self.devices), mesh.num_devices
+        assert num_stages * size <= self.num_devices, (mesh, num_stages, self.num_devices)
+        each = len(names) // num_stages
+        runs = [names[i * each : (i + 1) * each] for i in range(num_stages)]
+        if each and all(sum(len(self.devices[n]) for n in run) >= size for run in runs):
+            shares = [{name: self.devices[name] for name in run} for run in runs]
+        else:
+            seats = [(name, number) for name, numbers in self.devices.items() for number in numbers]
+            each = len(seats) // num_stages
+            shares = [_by_node(seats[i * each : (i + 1) * each]) for i in range(num_stages)]
+        return [_choose(share, mesh) for share in shares]
+
+
+def kinds_of(nodes: Iterator[Node]) -> tuple[DeviceKind, ...]:
+    found: list[DeviceKind] = []
+    for node in nodes:
+        if node.device not in found:
+            found.append(node.device)
+    return tuple(found)
+
+
+def _by_node(seats: Sequence[tuple[str, int]]) -> Devices:
+    numbers: dict[str, list[int]] = {}
+    for node, number in seats:
+        numbers.setdefault(node, []).append(number)
+    return {node: tuple(own) for node, own in numbers.items()}
+
+
+def _choose(devices: Devices, mesh: Mesh) -> Devices:
+    """As many devices as the mesh has.
+
+    Of more than are needed, every node first gives whole replicas, then whole tensor groups, so
+    that few of them cross nodes.
+    """
+    seats = [(node, number) for node, numbers in devices.items() for number in numbers]
+    part = mesh.context * mesh.tensor
+    groups = mesh.fsdp * part, part, mesh.tensor
+
+    def left_over(seat: tuple[str, int]) -> int:
+        """How many kinds of whole group the device is no part of."""
+        numbers = devices[seat[0]]
+        place = numbers.index(seat[1])
+        return sum(place >= len(numbers) // size * size for size in groups)
+
+    return _by_node(sorted(seats, key=left_over)[: mesh.num_devices])
+
+
+def make_pools(
+    topology: Topology, by_kind: bool, usable_memory: float = USABLE_MEMORY
+) -> list[Pool]:
+    """The pools of all clusters; `by_kind` makes one for each kind of device of a cluster.
+
+    Nodes that reach each other fast are neighbours, so that a stage gets those.
+    """
+    pools, numbers = [], device_numbers(topology)
+    for cluster in topology.clusters:
+        paths = Paths.between(topology, [node.name for node in cluster.nodes])
+        order = [cluster.nodes[i] for i in sorted_by_block(paths, range(len(cluster.nodes)))]
+        for kind in kinds_of(iter(cluster.nodes)) if by_kind else [None]:
+            names = [node.name for node in order if kind in (None, node.device)]
+            devices = {name: numbers[name] for name in names}
+            pools.append(
+                Pool(cluster=cluster, devices=devices, paths=paths, usable_memory=usable_memory)
+            )
+    return pools
+
+
+def joined_pool(topology: Topology) -> Pool:
+    """All machines as if they were one cluster: only Ethernet joins all of them."""
+    names = [node.name for node in topology.nodes]
+    name = joined_name(topology, names)
+    return Pool(
+        cluster=Cluster(name=name, fabric="ethernet", nodes=topology.nodes),
+        devices=device_numbers(topology),
+        paths=Paths.between(topology, names),
+    )
+
+
+def clusters_of(topology: Topology, nodes: Sequence[str]) -> list[str]:
+    """Names of the clusters in which some nodes are, each once."""
+    return list(dict.fromkeys(topology.cluster_of(node).name for node in nodes))
+
+
+def joined_name(topology: Topology, nodes: Sequence[str]) -> str:
+    """Of the clusters of some nodes: "ib", or "ib+roce"."""
+    return "+".join(clusters_of(topology, nodes))
+
+
+def device_numbers(topology: Topology) -> Devices:
+    """Of every node."""
+    numbers = itertools.count()
+    return {
+        node.name: tuple(itertools.islice(numbers, node.num_devices)) for node in topology.nodes
+    }
+
+
+def has_unlike_devices(topology: Topology) -> bool:
+    """Whether `by_kind` makes a difference."""
+    return any(len(kinds_of(iter(cluster.nodes))) > 1 for cluster in topology.clusters)
+
+
+# ---- which meshes there are ----------------------------------------------------------------------
+
+
+def divisors(number: int) -> list[int]:
+    """In order.
+
+    >>> divisors(12)
+    [1, 2, 3, 4, 6, 12]
+    """
+    small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
+    return small + [number // n for n in reversed(small) if n * n != number]
+
+
+def tensor_sizes(config: Config, most: int) -> list[int]:
+    """How many devices may share the products of a layer: each must get whole heads."""
+    model, size = config.model, config.parallel.tensor
+    cut = (model.num_heads, model.kv_heads, model.feed_forward_width, model.vocab_size)
+    return [size] if size else [n for n in divisors(math.gcd(*cut)) if n <= most]
+
+
+def context_sizes(config: Config, most: int) -> list[int]:
+    """Into how many parts sequences are cut: each part of the parameters has as many.
+
+    Where the planner chooses, no part is shorter than `MIN_CONTEXT_TOKENS`.
+    """
+    model, size = config.model, config.parallel.context
+    if size:
+        return [size] if size <= most else []
+    longest = model.context_length // MIN_CONTEXT_TOKENS
+    found = divisors(math.gcd(model.context_length // 2, model.width))
+    return [n for n in found if n == 1 or n <= min(most, longest)]
+
+
+def meshes(config: Config, pool: Pool, passing: Pass) -> Iterator[Mesh]:
+    """All that the pool has devices for, and that give every part whole sequences."""
+    parallel = config.parallel
+    sequences, rest = divmod(config.train.global_batch, passing.microbatches)
+    if rest:
+        return
+    cuts = [
+        (tensor, context)
+        for tensor in tensor_sizes(config, pool.most_in_a_node)
+        for context in context_sizes(config, pool.num_devices // tensor)
+    ]
+    for tensor, context in cuts:
+        most = pool.num_devices // (tensor * context)
+        for parts in divisors(sequences):
+            if parts > most:
+                break
+            for fsdp in divisors(math.gcd(parts, config.model.width // context)):
+                inside = fsdp * context * tensor <= pool.most_in_a_node or fsdp == parts
+                if pool.num_devices > MOST_FREE and not inside and fsdp != parallel.fsdp:
+                    continue
+                data = parts // fsdp
+                if parallel.fsdp in (None, fsdp) and parallel.data in (None, data):
+                    yield Mesh(data, fsdp, tensor, context)
+
+
+# ---- what a stage costs --------------------------------------------------------------------------
+
+
+class StageCosts:
+    """Seconds and bytes of stages, each computed once.
+
+    One search asks for the same stages over and over.
+    """
+
+    def __init__(self, config: Config):
+        self._config = config
+        self._seats: dict[tuple[int, Mesh, int], list[Devices]] = {}
+        self._arranged: dict[tuple[int, Mesh, int, int], list[Arrangement[Axis]]] = {}
+        self._placements: dict[tuple[object, ...], Placement[Axis]] = {}
+        self._times: dict[tuple[object, ...], StageTimes] = {}
+        self._bytes: dict[tuple[object, ...], float] = {}
+        self._pools: list[Pool] = []  # they are named by their ids, and so must not go away
+
+    def devices(self, pool: Pool, mesh: Mesh, num_stages: int, index: int) -> Devices:
+        """Of stage `index` of the `num_stages` in a pool."""
+        key = id(pool), mesh, num_stages
+        if key not in self._seats:
+            self._pools.append(pool)
+            self._seats[key] = pool.seats(mesh, num_stages)
+        return self._seats[key][index]
+
+    def placement(
+        self, pool: Pool, mesh: Mesh, num_stages: int, index: int, passing: Pass
+    ) -> Placement[Axis]:
+        """Of stage `index` of the `num_stages` in a pool."""
+        where = id(pool), mesh, num_stages, index
+        if (key := (where, passing)) not in self._placements:
+            if where not in self._arranged:
+                devices = self.devices(pool, mesh, num_stages, index)
+                self._arranged[where] = arrangements(pool.paths, devices, mesh.sizes)
+            traffic = self._traffic_bytes(mesh, passing)
+            self._placements[key] = cheapest(self._arranged[where], traffic)
+        return self._placements[key]
+
+    def _traffic_bytes(self, mesh: Mesh, passing: Pass) -> dict[Axis, float]:
+        """Bytes that a device sends along each axis in a step, to weigh the axes: per layer."""
+        model, train = self._config.model, self._config.train
+        width = work.DTYPE_BYTES[train.compute_dtype]
+        sent = lambda size: (size - 1) / size  # of a ring reduce-scatter
+        num_parameters = work.block_parameters(model, mesh.tensor)
+        num_tokens = train.global_batch / mesh.parts * model.context_length
+        summed = work.boundary_bytes(model, num_tokens, train.compute_dtype)
+        num_sums = work.block_all_reduces(passing.checkpointing)
+        num_gathers = 3 * passing.microbatches  # parameters in both passes, gradients in one
+        gathered = width * num_parameters * num_gathers
+        # Keys and values in both passes, and their gradients.
+        passed = (2 * width + 4) * num_tokens * work.key_value_numbers(model, mesh.tensor)
+        return {
+            Axis.DATA: sent(mesh.data) * (4 + width) * num_parameters / (mesh.fsdp * mesh.context),
+            Axis.FSDP: sent(mesh.fsdp) * gathered / mesh.context,
+            Axis.CONTEXT: sent(mesh.context) * (gathered + passed),
+            Axis.TENSOR: sent(mesh.tensor) * 2 * summed * num_sums / mesh.context,
+        }
+
+    def shape(
+        self,
+        mesh: Mesh,
+        passing: Pass,
+        role: Role,
+        num_blocks: int,
+        in_flight: InFlight = InFlight(all=1, head=1),
+    ) -> work.StageShape:
+        train = self._config.train
+        return work.StageShape(
+            num_blocks=num_blocks,
+            is_first=role.is_first,
+            is_last=role.is_last,
+            data=mesh.data,
+            tensor=mesh.tensor,
+            fsdp=mesh.fsdp,
+            context=mesh.context,
+            sequences=train.global_batch // (passing.microbatches * mesh.parts),
+            chunks=in_flight.chunks,
+            in_flight=in_flight.all,
+            head_in_flight=in_flight.head,
+            dtype=train.compute_dtype,
+            checkpointing=passing.checkpointing,
+            moments=self._config.optimizer.moments,
+        )
+
+    def times(
+        self,
+        pool: Pool,
+        placement: Placement[Axis],
+        mesh: Mesh,
+        passing: Pass,
+        role: Role,
+        num_blocks: int,
+    ) -> StageTimes:
+        groups = tuple(placement.groups.get(axis) for axis in SENDING)
+        key = pool.kinds, groups, mesh, passing, role, num_blocks
+        if key not in self._times:
+            shape = self.shape(mesh, passing, role, num_blocks)
+            data, tensor, fsdp, context = groups
+            self._times[key] = stage_times(
+                self._config.model, shape, pool.kinds, data, tensor, fsdp, context
+            )
+        return self._times[key]
+
+    def many_times(
+        self, pool: Pool, found: Sequence[Mesh], passing: Pass, num_blocks: int
+    ) -> StageTimes:
+        """Of a stage with each of some meshes, in the middle of the pipeline: arrays, [meshes]."""
+        placements = [self.placement(pool, mesh, 1, 0, passing) for mesh in found]
+        data, tensor, fsdp, context = (
+            Groups.of([placement.groups.get(axis) for placement in placements]) for axis in SENDING
+        )
+        shape = self._many_shapes(found, passing, num_blocks, InFlight(all=1, head=1))
+        return stage_times(self._config.model, shape, pool.kinds, data, tensor, fsdp, context)
+
+    def many_bytes(
+        self, found: Sequence[Mesh], passing: Pass, num_blocks: int, in_flight: int
+    ) -> np.ndarray:
+        """On each device of such stages, [meshes]."""
+        held = InFlight(all=in_flight, head=in_flight)
+        shape = self._many_shapes(found, passing, num_blocks, held)
+        items = memory.stage_memory_bytes(self._config.model, shape)
+        return np.sum(np.broadcast_arrays(*items.values()), axis=0)
+
+    def _many_shapes(
+        self, found: Sequence[Mesh], passing: Pass, num_blocks: int, in_flight: InFlight
+    ) -> work.StageShape:
+        sizes: Any = Mesh(*np.array(found).T)
+        return self.shape(sizes, passing, Role(), num_blocks, in_flight)
+
+    def layer_s(self, pool: Pool, mesh: Mesh, passing: Pass) -> float:
+        """Seconds of a microbatch in one Transformer layer, without what is sent."""
+        shape = self.shape(mesh, passing, Role(), 1)
+        return layer_s(self._config.model, shape, pool.kinds)
+
+    def memory_bytes(
+        self, mesh: Mesh, passing: Pass, role: Role, num_blocks: int, in_flight: InFlight
+    ) -> float:
+        """On each device of a stage."""
+        key = mesh, passing, role, num_blocks, in_flight
+        if key not in self._bytes:
+            shape = self.shape(mesh, passing, role, num_blocks, in_flight)
+            items = memory.stage_memory_bytes(self._config.model, shape)
+            self._bytes[key] = sum(items.values())
+        return self._bytes[key]

@@ -1,0 +1,509 @@
+"""Pictures of a run: its loss, its pipeline, its traffic, its machines.
+
+Every function returns a `matplotlib.figure.Figure` that belongs to no window, so it works without a
+display and inside notebooks. Colours are those of Okabe and Ito (https://jfly.uni-koeln.de/color),
+which stay apart for colour-blind eyes; the greys have names, so a page can replace them.
+"""
+
+import math
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.cm import ScalarMappable
+from matplotlib.colors import LinearSegmentedColormap, LogNorm
+from matplotlib.figure import Figure
+from matplotlib.patches import FancyBboxPatch, Patch, Rectangle
+from matplotlib.text import Text
+from matplotlib.ticker import MaxNLocator, NullFormatter
+
+from holmesjax.plan.plan import Plan, StagePlan
+from holmesjax.report.trace import KINDS
+from holmesjax.topology.machines import Cluster, Link, Node, Topology
+from holmesjax.topology.probe_speed import ProbeSpeed
+from holmesjax.units import QUANTITY, show
+
+INK, MUTED, GRID, IDLE, PAPER = "#1b2430", "#5b6675", "#e2e6eb", "#f1f3f6", "#fffffe"
+BLUE, ORANGE, GREEN = "#0072b2", "#e69f00", "#009e73"
+PINK, RED, SKY = "#cc79a7", "#d55e00", "#56b4e9"
+SERIES = (BLUE, ORANGE, GREEN, PINK, SKY, RED)
+DARK, LIGHT = "#10151b", "#fefefe"  # text on a colour: the same on a white and a black page
+TEXT_ON = {BLUE: LIGHT, ORANGE: DARK, GREEN: DARK, PINK: DARK, RED: DARK, SKY: DARK}
+# Kinds of task; whole steps and gathering are never in one picture.
+COLOR_OF = {"G": SKY, "F": BLUE, "B": ORANGE, "W": GREEN, "R": RED, "U": PINK, "S": SKY}
+# Of the text that names an axis: what its collectives go over.
+FABRIC_COLOR = {"nvlink": GREEN, "infiniband": BLUE, "roce": PINK, "ethernet": RED, "local": MUTED}
+
+LEGEND: dict[str, Any] = {"frameon": False, "fontsize": 9, "labelcolor": INK}
+
+Record = Mapping[str, Any]
+# The mesh picture; lengths in widths of a device.
+DEVICE_IN, MIN_WIDTH, MAX_WIDTH, LINK_HEIGHT, TRUNK = 0.554, 12, 18.05, 1.2, 0.28
+ROUND = "round,pad=0,rounding_size=0.15"
+NODE_COLUMNS, MAX_NODE_ROWS = 8, 2  # devices in a row of a node, rows of nodes in a cluster
+# Points of a curve, bars of an area; more are averaged, or a long run would make a huge page.
+MAX_POINTS, MAX_BARS = 800, 200
+
+
+def loss_curve(records: Sequence[Record]) -> Figure:
+    """Training and validation loss over steps, in nats per token; skipped steps are marked."""
+    figure, axes = _figure(height_in=3.6)
+    step = np.array([record["step"] for record in records], float)
+    loss = np.array([record["loss"] for record in records], float)
+    loss[~np.isfinite(loss)] = np.nan
+    group = -(-len(records) // MAX_POINTS)
+    x, y = _group_means(step, group), _group_means(loss, group)
+    if len(x) < 50:
+        axes.plot(x, y, color=BLUE, marker="o", markersize=3.5, label="training")
+    else:
+        window = len(x) // 40 | 1  # odd, so that it has a middle
+        axes.plot(x, y, color=BLUE, alpha=0.3, linewidth=0.8)
+        label = f"training (mean of {window * group} steps)"
+        smooth = _centred_means(x, window), _centred_means(y, window)
+        axes.plot(*smooth, color=BLUE, linewidth=1.8, label=label)
+    validated = [record for record in records if "val_loss" in record]
+    if validated:
+        at, value = zip(*((r["step"], r["val_loss"]) for r in validated), strict=True)
+        style: dict[str, Any] = {"color": ORANGE, "markersize": 4.5, "linewidth": 1}
+        axes.plot(at, value, "o-", **style, clip_on=False, label="validation")
+    bad = [r["step"] for r in records if r["skipped"] or not math.isfinite(r["loss"])]
+    if bad:
+        height = [0.03] * len(bad)
+        transform = axes.get_xaxis_transform()
+        label = "skipped: gradient not finite"
+        axes.plot(bad, height, "x", color=RED, markersize=5, transform=transform, label=label)
+    if np.isnan(loss).all():
+        axes.set_yticks([])
+    axes.set_ylabel("loss (nats per token)")
+    _step_axis(axes, records)
+    axes.legend(loc="upper right", **LEGEND)
+    return figure
+
+
+def pipeline_timeline(tasks: Sequence[Record], transfers: Sequence[Record] = ()) -> Figure:
+    """One step: a row per stage, then one per way between two; hatched is waiting.
+
+    Numbers are microbatches. A transfer has the colour of the task whose result it is.
+    """
+    num_stages, start_s = 1 + max(t["stage"] for t in tasks), min(t["start_s"] for t in tasks)
+    span_s = max(task["end_s"] for task in tasks) - start_s
+    unit, scale = ("ms", 1e3) if span_s < 1 else ("s", 1.0)
+    ways = sorted({(transfer["source"], transfer["target"]) for transfer in transfers})
+    num_rows = num_stages + len(ways)
+    figure, axes = _figure(height_in=1.3 + 0.55 * num_rows)
+    for stage in range(num_stages):
+        idle = Rectangle((0, stage - 0.38), span_s * scale, 0.76)
+        idle.set(facecolor=IDLE, edgecolor=GRID, hatch="////", linewidth=0)
+        axes.add_patch(idle)
+        share = idle_share([task for task in tasks if task["stage"] == stage], span_s)
+        style = {"va": "center", "color": INK, "fontsize": 9}
+        axes.text(1.01, stage, f"idle {share:.0%}", style, transform=axes.get_yaxis_transform())
+    row_of = {way: num_stages + i for i, way in enumerate(ways)}
+    bars = [(task, task["stage"], 0.76) for task in tasks]
+    bars += [
+        (transfer, row_of[transfer["source"], transfer["target"]], 0.4) for transfer in transfers
+    ]
+    for bar, row, height in bars:
+        size = {"start_s": start_s, "scale": scale, "points_per_s": 7.6 * 72 / span_s}
+        _draw_bar(axes, bar, row, height, **size)
+    axes.set_xlim(0, span_s * scale)
+    axes.set_ylim(num_rows - 0.5, -0.5)
+    names = [f"stage {stage}" for stage in range(num_stages)] + [f"{a} to {b}" for a, b in ways]
+    axes.set_yticks(range(num_rows), names)
+    axes.tick_params(axis="y", length=0)
+    axes.grid(visible=False)
+    axes.spines["left"].set_visible(False)
+    axes.set_xlabel(f"time since the step began ({unit})")
+    used = {task["kind"] for task in tasks}
+    handles = [
+        Patch(color=color, label=KINDS[kind]) for kind, color in COLOR_OF.items() if kind in used
+    ]
+    handles.append(Patch(facecolor=IDLE, edgecolor=MUTED, hatch="////", label="idle (bubble)"))
+    above: dict[str, Any] = {"loc": "lower left", "bbox_to_anchor": (0, 1), "ncols": len(handles)}
+    axes.legend(handles=handles, **above, **LEGEND)
+    return figure
+
+
+def idle_share(tasks: Sequence[Record], span_s: float) -> float:
+    """The part of `span_s` in which none of the tasks runs; tasks may overlap.
+
+    >>> task = lambda start_s, end_s: {"start_s": start_s, "end_s": end_s}
+    >>> idle_share([task(0, 2), task(1, 3), task(6, 7)], span_s=8)
+    0.5
+    """
+    busy_s, reached_s = 0.0, -math.inf
+    for task in sorted(tasks, key=lambda task: task["start_s"]):
+        busy_s += max(0.0, task["end_s"] - max(task["start_s"], reached_s))
+        reached_s = max(reached_s, task["end_s"])
+    return 1 - busy_s / span_s if span_s > 0 else 0.0
+
+
+def _draw_bar(
+    axes: Axes,
+    bar: Record,
+    row: int,
+    height: float,
+    *,
+    start_s: float,
+    scale: float,
+    points_per_s: float,
+) -> None:
+    color = COLOR_OF[bar["kind"]]
+    left_s, width_s = bar["start_s"] - start_s, bar["end_s"] - bar["start_s"]
+    patch = Rectangle((left_s * scale, row - height / 2), width_s * scale, height)
+    patch.set(facecolor=color, edgecolor=PAPER, linewidth=0.6)
+    axes.add_patch(patch)
+    if bar["microbatch"] is not None:
+        text = str(bar["microbatch"])
+        if width_s * points_per_s > 6.5 * len(text):
+            middle = (left_s + width_s / 2) * scale, row + 0.02
+            axes.text(*middle, text, ha="center", va="center", fontsize=8.5, color=TEXT_ON[color])
+
+
+def link_traffic(records: Sequence[Record]) -> Figure:
+    """Bytes that crossed each link: in every step, and since the first; links are stacked."""
+    figure = Figure(figsize=(10, 3.6), layout="constrained")
+    per_step, cumulative = figure.subplots(1, 2)
+    sent: dict[str, list[float]] = defaultdict(lambda: [0.0] * len(records))
+    for index, record in enumerate(records):
+        for name, num_bytes in record["link_bytes"].items():
+            sent[name][index] = num_bytes
+    group = -(-len(records) // MAX_BARS)
+    edges = [*(record["step"] - 0.5 for record in records[::group]), records[-1]["step"] + 0.5]
+    num_steps = [len(records[at : at + group]) for at in range(0, len(records), group)]
+    for axes, title in ((per_step, "per step"), (cumulative, "since the first step")):
+        heights = {name: _group_means(np.array(values), group) for name, values in sent.items()}
+        if axes is cumulative:
+            heights = {name: np.cumsum(means * num_steps) for name, means in heights.items()}
+        top = max(sum(heights.values(), np.zeros(len(num_steps))), default=0.0)
+        unit, scale = _byte_unit(top)
+        baseline = np.zeros(len(num_steps))
+        for index, (name, height) in enumerate(heights.items()):
+            color = SERIES[index % len(SERIES)]
+            label = f"{name}: {show(sum(sent[name]), 'B')}"
+            stacked = baseline + height / scale
+            axes.stairs(stacked, edges, baseline=baseline, fill=True, color=color, label=label)
+            baseline = stacked
+        _style(axes)
+        axes.set_title(title, loc="left", fontsize=10, color=INK)
+        axes.set_ylabel(f"{unit} sent")
+        _step_axis(axes, records)
+        axes.set_ylim(0, 1.1 * top / scale or 1.0)
+    if sent:
+        handles, labels = per_step.get_legend_handles_labels()
+        figure.legend(handles, labels, loc="outside lower left", **LEGEND, ncols=4)
+    else:
+        per_step.text(0.5, 0.5, "one stage: no links", transform=per_step.transAxes, ha="center")
+    return figure
+
+
+def measured_ways(topology: Topology, speeds: Mapping[tuple[str, str], ProbeSpeed]) -> Figure:
+    """Bandwidth and latency from each node (row) to each other (column); hatched: not measured."""
+    names = [node.name for node in topology.nodes]
+    count, cell_in = len(names), max(0.28, min(1.05, 9 / len(topology.nodes)))
+    figure = Figure(figsize=(count * cell_in + 2.2, count * cell_in + 0.9), layout="constrained")
+    axes = figure.subplots()
+    rates = [8 * speed.bandwidth_bytes_per_s for speed in speeds.values()]  # bits: for the ticks
+    shade = LinearSegmentedColormap.from_list("rates", [GRID, SKY, BLUE])
+    norm = LogNorm(min(rates) / 1.5, max(rates) * 1.5)
+    for row, a in enumerate(names):
+        for column, b in enumerate(names):
+            square = Rectangle((column - 0.48, row - 0.48), 0.96, 0.96, linewidth=0)
+            axes.add_patch(square)
+            if (speed := speeds.get((a, b))) is None:
+                hatch = "" if a == b else "////"
+                square.set(facecolor=IDLE, edgecolor=GRID, hatch=hatch)
+                continue
+            color = shade(norm(8 * speed.bandwidth_bytes_per_s))
+            square.set_facecolor(color)
+            if cell_in > 0.8:  # smaller cells have colours only
+                ink = LIGHT if norm(8 * speed.bandwidth_bytes_per_s) > 0.8 else DARK
+                style = {"ha": "center", "color": ink}
+                rate, latency = show(speed.bandwidth_bytes_per_s, "b/s"), show(speed.latency_s, "s")
+                _text(axes, column, row - 0.12, rate, **style)
+                _text(axes, column, row + 0.2, latency, **style, fontsize=7.5)
+    edge = -0.5
+    for cluster in topology.clusters[:-1]:
+        edge += len(cluster.nodes)
+        axes.axhline(edge, color=INK, linewidth=1)
+        axes.axvline(edge, color=INK, linewidth=1)
+    axes.set(xlim=(-0.5, count - 0.5), ylim=(count - 0.5, -0.5), aspect="equal")
+    axes.set_xticks(range(count), names, rotation=90 if cell_in <= 0.8 else 0)
+    axes.set_yticks(range(count), names)
+    _style(axes)
+    axes.tick_params(length=0, labeltop=True, labelbottom=False)
+    axes.grid(visible=False)
+    for side in ("left", "bottom"):
+        axes.spines[side].set_visible(False)
+    axes.set_ylabel("from")
+    axes.set_xlabel("to")
+    axes.xaxis.set_label_position("top")
+    bar = figure.colorbar(ScalarMappable(norm, shade), ax=axes, shrink=0.7)
+    bar.outline.set_visible(False)
+    bar.ax.yaxis.set_major_formatter(lambda rate, _: show(rate / 8, "b/s"))
+    bar.ax.yaxis.set_minor_formatter(NullFormatter())
+    bar.ax.tick_params(colors=MUTED, labelsize=8, labelcolor=INK)
+    return figure
+
+
+def mesh_picture(plan: Plan, topology: Topology) -> Figure:
+    """Clusters, nodes and devices, what joins them, and which stage each device holds."""
+    figure, clusters = Figure(), topology.clusters
+    axes = figure.add_axes((0, 0, 1, 1))
+    places = [place for c in clusters for row in _rows_of_nodes(c.nodes)[0] for place in row]
+    rights = [left + max(_node_width(n) + 0.45, _node_width(n) / 2 + 4.5) for n, left in places]
+    width = max(MIN_WIDTH, *rights)  # 4.5: for the name of the fabric, right of the last node
+    bottom, first_device = 0.1, 0
+    for index, cluster in enumerate(clusters):
+        if index:
+            pair = clusters[index - 1].name, cluster.name
+            _draw_link(axes, _link_text(topology, pair), x=width / 2, top=bottom)
+            bottom += LINK_HEIGHT
+        top, bottom = bottom, _draw_cluster(axes, cluster, plan, first_device, top=bottom)
+        box = FancyBboxPatch((0.1, top), width - 0.2, bottom - top, boxstyle=ROUND)
+        axes.add_patch(box)
+        box.set(facecolor="none", edgecolor=MUTED)
+        first_device += sum(node.num_devices for node in cluster.nodes)
+    lines = ["In each square: the number of the device, and its place along the axes of its mesh."]
+    far = [(a.name, b.name) for i, a in enumerate(clusters) for b in clusters[i + 2 :]]
+    lines += [f"{a} \u2194 {b}: {_link_text(topology, (a, b))}" for a, b in far]
+    for line in lines:
+        bottom += 0.42
+        _text(axes, 0.15, bottom, line, fontsize=8.5, color=MUTED)
+    fabrics = {
+        stage.fabrics[axis]: None
+        for stage in plan.stages
+        for axis, size in stage.mesh.items()
+        if size > 1
+    }
+    if fabrics:
+        bottom += 0.42
+        text = "Axes have the colour of what they go over:"
+        start = _text(axes, 0.15, bottom, text, fontsize=8.5, color=MUTED)
+        _add_words(axes, start, [(name, FABRIC_COLOR[name]) for name in fabrics], between="·")
+    bottom += 0.25
+    axes.set(xlim=(0, width), ylim=(bottom, 0))
+    axes.set_axis_off()
+    figure.set_size_inches(width * DEVICE_IN, bottom * DEVICE_IN)
+    return figure
+
+
+def _draw_cluster(
+    axes: Axes, cluster: Cluster, plan: Plan, first_device: int, *, top: float
+) -> float:
+    """Draws from `top` down and returns where it ends. One unit is the width of a device."""
+    y = top + 0.45
+    _text(axes, 0.45, y, f"cluster {cluster.name}", fontsize=11.5, weight="bold")
+    for number, stage in enumerate(plan.stages):
+        if any(node.name in stage.nodes for node in cluster.nodes):
+            y += 0.52
+            color = SERIES[number % len(SERIES)]
+            axes.add_patch(Rectangle((0.45, y - 0.15), 0.3, 0.3, facecolor=color))
+            text = _text(axes, 0.9, y, f"stage {number}: {_stage_text(stage)}, mesh", fontsize=9.5)
+            _add_words(axes, text, _mesh_words(stage), between="x")
+    y += 0.45
+    rows, num_hidden = _rows_of_nodes(cluster.nodes)
+    buses = []
+    for row in rows:
+        for node, left in row:
+            _draw_node(axes, node, plan, first_device=first_device, left=left, top=y)
+            first_device += node.num_devices
+        if len(cluster.nodes) > 1:
+            start = TRUNK if len(rows) > 1 else math.inf
+            buses.append(_draw_bus(axes, cluster, row, start=start, top=y))
+        y += max(_node_height(node) for node, _ in row) + (0.75 if len(cluster.nodes) > 1 else 0.2)
+    if len(rows) > 1:  # one fabric: a trunk joins the rows
+        axes.plot((TRUNK, TRUNK), (buses[0], buses[-1]), color=INK, linewidth=2.5)
+    if num_hidden:
+        _text(axes, 0.45, y + 0.25, f"nodes not shown: {num_hidden}", fontsize=9.5, color=MUTED)
+        y += 0.5
+    return y + 0.15
+
+
+def _rows_of_nodes(nodes: Sequence[Node]) -> tuple[list[list[tuple[Node, float]]], int]:
+    """Nodes with their left edges, row by row, and how many of them are not shown."""
+    rows: list[list[tuple[Node, float]]] = [[]]
+    left = 0.45
+    for index, node in enumerate(nodes):
+        if left + _node_width(node) > MAX_WIDTH - 0.4 and rows[-1]:
+            if len(rows) == MAX_NODE_ROWS:
+                return rows, len(nodes) - index
+            rows.append([])
+            left = 0.45
+        rows[-1].append((node, left))
+        left += _node_width(node) + 0.35
+    return rows, 0
+
+
+def _node_width(node: Node) -> float:
+    return max(4.0, min(node.num_devices, NODE_COLUMNS) + 0.4)
+
+
+def _node_height(node: Node) -> float:
+    return 0.7 + -(-node.num_devices // NODE_COLUMNS) + (0.75 if node.num_devices > 1 else 0.15)
+
+
+def _draw_node(
+    axes: Axes, node: Node, plan: Plan, *, first_device: int, left: float, top: float
+) -> None:
+    width, height = _node_width(node), _node_height(node)
+    box = FancyBboxPatch((left, top), width, height, boxstyle=ROUND, fc=IDLE, ec=GRID)
+    axes.add_patch(box)
+    _text(axes, left + 0.25, top + 0.37, f"{node.name}: {node.num_devices} x {node.device.name}")
+    for index in range(node.num_devices):
+        row, column = divmod(index, NODE_COLUMNS)
+        _draw_device(axes, plan, first_device + index, left + 0.2 + column, top + 0.65 + row)
+    if node.num_devices > 1:
+        y = top + height - 0.5
+        right = left + 0.2 + min(node.num_devices, NODE_COLUMNS)
+        axes.plot((left + 0.28, right - 0.08), (y, y), color=INK, linewidth=2.5)
+        link = node.device.link
+        label = f"{link.fabric} {show(link.bandwidth_bytes_per_s, 'B/s')}"
+        _text(axes, left + 0.25, y + 0.25, label, fontsize=8, color=MUTED)
+
+
+def _draw_device(axes: Axes, plan: Plan, device: int, left: float, top: float) -> None:
+    holder = next((s for s, stage in enumerate(plan.stages) if device in stage.devices), None)
+    square = Rectangle((left + 0.06, top), 0.88, 0.88)
+    square.set_facecolor(GRID if holder is None else SERIES[holder % len(SERIES)])
+    axes.add_patch(square)
+    color = INK if holder is None else TEXT_ON[SERIES[holder % len(SERIES)]]
+    _text(axes, left + 0.5, top + 0.33, str(device), fontsize=9.5, ha="center", color=color)
+    if holder is not None:
+        stage = plan.stages[holder]
+        place = np.unravel_index(stage.devices.index(device), tuple(stage.mesh.values()))
+        parts = [str(at) for at, size in zip(place, stage.mesh.values(), strict=True) if size > 1]
+        label = f"({', '.join(parts)})" if parts else ""
+        _text(axes, left + 0.5, top + 0.65, label, fontsize=7.5, ha="center", color=color)
+
+
+def _draw_bus(
+    axes: Axes, cluster: Cluster, row: list[tuple[Node, float]], *, start: float, top: float
+) -> float:
+    """The fabric under a row of nodes whose upper edge is `top`; returns its height."""
+    y = top + max(_node_height(node) for node, _ in row) + 0.35
+    middles = [left + _node_width(node) / 2 for node, left in row]
+    axes.plot((min(start, *middles), middles[-1]), (y, y), color=INK, linewidth=2.5)
+    for (node, _), middle in zip(row, middles, strict=True):
+        axes.plot((middle, middle), (top + _node_height(node), y), color=INK)
+    nics = [nic for nic in row[0][0].nics if nic.fabric == cluster.fabric]
+    rates = ", ".join(f"{nic.count} x {show(nic.rate_bytes_per_s, 'b/s')}" for nic in nics)
+    label = f"{cluster.fabric}, {rates} a node" if nics else cluster.fabric
+    _text(axes, middles[-1] + 0.2, y, label, fontsize=8.5, color=MUTED)
+    return y
+
+
+def _draw_link(axes: Axes, label: str, *, x: float, top: float) -> None:
+    style = {"arrowstyle": "<|-|>", "color": INK, "linewidth": 1.5, "linestyle": (0, (4, 2))}
+    axes.annotate("", (x, top), (x, top + LINK_HEIGHT), arrowprops=style)
+    _text(axes, x + 0.3, top + LINK_HEIGHT / 2, label, fontsize=9.5)
+
+
+def _link_text(topology: Topology, pair: tuple[str, str]) -> str:
+    """Bandwidth and latency between two clusters; of both ways, where they differ."""
+    there, back = topology.links[pair], topology.links[pair[::-1]]
+    if there == back:
+        return _one_way_text(there)
+    return f"{_one_way_text(there)} down; {_one_way_text(back)} up"
+
+
+def _one_way_text(link: Link) -> str:
+    rate, latency = show(link.bandwidth_bytes_per_s, "b/s"), show(link.latency_s, "s")
+    return f"{link.fabric} {rate}, {latency}"
+
+
+def _stage_text(stage: StagePlan) -> str:
+    runs = [chunk[0] + (f" to {chunk[-1]}" if len(chunk) > 1 else "") for chunk in stage.chunks]
+    layers = ", ".join(runs)
+    if len(stage.layers) > 1:
+        layers += f" ({len(stage.layers)} layers)"
+    return layers
+
+
+def _mesh_words(stage: StagePlan) -> list[tuple[str, str]]:
+    """The axes of a stage's mesh, each with the colour of what it goes over."""
+    used = [(axis, size) for axis, size in stage.mesh.items() if size > 1]
+    words = [(f"{axis} {size}", FABRIC_COLOR[stage.fabrics[axis]]) for axis, size in used]
+    return words or [("of one device", INK)]
+
+
+def _add_words(axes: Axes, after: Text, words: Sequence[tuple[str, str]], between: str) -> None:
+    """Continues a text with words in colours of their own."""
+    size = float(after.get_fontsize())
+    for i, (word, color) in enumerate(words):
+        for text, ink in [(between, INK)] * bool(i) + [(word, color)]:
+            after = axes.annotate(
+                text,
+                xy=(1, 0.5),
+                xytext=(0.4 * size, 0),
+                xycoords=after,
+                textcoords="offset points",
+                va="center",
+                color=ink,
+                fontsize=size,
+                parse_math=False,
+            )
+
+
+def _text(axes: Axes, x: float, y: float, text: str, **style: Any) -> Text:
+    """Text as it is: a `$` in a name starts no formula."""
+    style = {"color": INK, "fontsize": 9, "va": "center", **style}
+    return axes.text(x, y, text, parse_math=False, **style)
+
+
+def _byte_unit(largest: float) -> tuple[str, float]:
+    """The unit of an axis that reaches up to `largest` bytes.
+
+    >>> _byte_unit(3_100_000)
+    ('MiB', 1048576.0)
+    """
+    units = QUANTITY["B"][3]
+    return max((item for item in units.items() if item[1] <= max(1, largest)), key=lambda i: i[1])
+
+
+def _group_means(values: np.ndarray, size: int) -> np.ndarray:
+    """Means of `size` neighbours, NaN left out.
+
+    >>> _group_means(np.array([1.0, 3.0, np.nan, 4.0, 5.0]), 2).tolist()
+    [2.0, 4.0, 5.0]
+    """
+    starts = range(0, len(values), size)
+    return np.array([_mean(values[start : start + size]) for start in starts])
+
+
+def _centred_means(values: np.ndarray, window: int) -> np.ndarray:
+    """Each value averaged with the `window // 2` on both sides, fewer at the ends alike."""
+    reach = [min(window // 2, i, len(values) - 1 - i) for i in range(len(values))]
+    return np.array([_mean(values[i - n : i + n + 1]) for i, n in enumerate(reach)])
+
+
+def _mean(values: np.ndarray) -> float:
+    known = values[~np.isnan(values)]
+    return float(known.mean()) if len(known) else math.nan
+
+
+def _figure(*, height_in: float) -> tuple[Figure, Axes]:
+    figure = Figure(figsize=(10, height_in), layout="constrained")
+    axes = figure.subplots()
+    _style(axes)
+    return figure, axes
+
+
+def _step_axis(axes: Axes, records: Sequence[Record]) -> None:
+    axes.set_xlabel("step")
+    axes.set_xlim(records[0]["step"] - 0.5, records[-1]["step"] + 0.5)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
+
+
+def _style(axes: Axes) -> None:
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+    for side in ("left", "bottom"):
+        axes.spines[side].set_color(GRID)
+    axes.tick_params(colors=MUTED, labelsize=9, labelcolor=INK)
+    axes.grid(color=GRID, linewidth=0.7)
+    axes.set_axisbelow(True)
+    axes.xaxis.label.set(color=MUTED, fontsize=9.5)
+    axes.yaxis.label.set(color=MUTED, fontsize=9.5)

@@ -1,0 +1,165 @@
+"""Puts each step together from what its processes measured, and writes it down. No JAX.
+
+A part is what one process tells of one step: a dict with
+
+    step           optimizer steps done
+    intervals      its tasks, as `timeline.Interval`
+    link_bytes     what it received, by link
+    step_time_s    since the step before
+    validation_bytes    the same, for the validation behind the step, where there is one
+    loss, grad_norm, learning_rate, skipped, val_loss     where it knows them
+
+With one process the part is the step; with many, the step is complete when all have told of it.
+"""
+
+import contextlib
+import json
+import statistics
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, TextIO
+
+from holmesjax.config import Config
+from holmesjax.errors import LostLeaseError
+from holmesjax.report.console import Console
+from holmesjax.report.metrics import Metrics
+from holmesjax.runtime.timeline import Interval, bubble_share, from_first_start
+from holmesjax.units import duration
+
+TIMELINE = "timeline.json"
+Part = dict[str, Any]
+
+
+class Recorder:
+    """Writes the records of a session of a run; a context manager.
+
+    Args:
+      run_dir: the run folder.
+      config: of the run.
+      done_steps: steps before this session.
+      num_parts: processes that tell of every step.
+      peak_step_s: `Job.measured_peak_step_s`, for the MFU.
+      past: the records of the steps before this session.
+      stream: where progress is printed; standard output if None.
+      on_step: takes the record of each step; what it returns is added.
+    """
+
+    def __init__(
+        self,
+        run_dir: Path,
+        config: Config,
+        *,
+        done_steps: int,
+        num_parts: int = 1,
+        peak_step_s: float | None = None,
+        past: Sequence[dict[str, Any]] = (),
+        stream: TextIO | None = None,
+        on_step: Callable[[Mapping[str, Any]], Mapping[str, Any]] | None = None,
+    ):
+        self.history: list[dict[str, Any]] = list(past)
+        self._num_past = len(self.history)
+        self.tasks: list[dict[str, Any]] = []  # of the last step, as `timeline.json` has them
+        self._run_dir, self._config, self._num_parts = run_dir, config, num_parts
+        self._on_step, self._peak_step_s = on_step, peak_step_s
+        self._began_s = time.monotonic()
+        self._first_s = self._began_s  # when the first step of the session ended
+        self._step_tokens = config.train.global_batch * config.model.context_length
+        self._parts: dict[int, list[Part]] = {}
+        with ExitStack() as stack:
+            self._metrics = stack.enter_context(Metrics(run_dir, config.log, done_steps=done_steps))
+            self.console = stack.enter_context(
+                Console(every_s=config.train.log_every_s, stream=stream)
+            )
+            self._stack = stack.pop_all()
+        self.console.start(config.train.steps, done_steps)
+
+    @property
+    def _own(self) -> Sequence[dict[str, Any]]:
+        """The records of this session."""
+        return self.history[self._num_past :]
+
+    def __enter__(self) -> "Recorder":
+        return self
+
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+        self._stack.close()
+        if self._own and not isinstance(error, LostLeaseError):
+            timeline = {"step": self.history[-1]["step"], "tasks": self.tasks}
+            with contextlib.suppress(OSError):  # of a full disk: what ended the run says more
+                (self._run_dir / TIMELINE).write_text(json.dumps(timeline))
+
+    def take(self, part: Part) -> None:
+        """Takes what one process tells of one step."""
+        parts = self._parts.setdefault(part["step"], [])
+        parts.append(part)
+        if len(parts) == self._num_parts:
+            self._write(self._parts.pop(part["step"]))
+
+    def summary(self) -> str:
+        """The session's result, in a line; empty if it has no step."""
+        if not (own := self._own):
+            return ""
+        count, whole_s = len(own), time.monotonic() - self._began_s
+        step_s = statistics.median(record["step_time_s"] for record in own)
+        mfu = f", MFU {self._peak_step_s / step_s:.1%}" if self._peak_step_s else ""
+        return (
+            f"trained     {count} step{'s' if count != 1 else ''} in {duration(whole_s)}: "
+            f"{self._step_tokens / step_s:,.0f} tokens/s{mfu}, {step_s:.3g} s/step (median)"
+        )
+
+    def write_report(self) -> Path | None:
+        """The report of all steps so far; None if this session has none."""
+        if not self._own:
+            return None
+        from holmesjax.report import page
+
+        return page.write_report(self._run_dir)
+
+    def _time_left(self, step: int) -> dict[str, float]:
+        """Seconds to the last step, with what comes between steps; from the second step on."""
+        now_s, count = time.monotonic(), len(self.history) - self._num_past
+        if not count:
+            self._first_s = now_s
+            return {}
+        left = self._config.train.steps - step
+        return {"time_left_s": left * (now_s - self._first_s) / count}
+
+    def _write(self, parts: Sequence[Part]) -> None:
+        known: Part = {}
+        for part in parts:
+            known |= part
+        intervals = from_first_start([Interval(*i) for part in parts for i in part["intervals"]])
+        step_time_s = max(part["step_time_s"] for part in parts)
+        record = {
+            "step": known["step"],
+            "loss": known["loss"],
+            "grad_norm": known["grad_norm"],
+            "learning_rate": known["learning_rate"],
+            "tokens_per_s": self._step_tokens / step_time_s,
+            **({"mfu": self._peak_step_s / step_time_s} if self._peak_step_s else {}),
+            "step_time_s": step_time_s,
+            **self._time_left(known["step"]),
+            "bubble_share": bubble_share(intervals),
+            "skipped": known["skipped"],
+            "link_bytes": _sum_by_link(part["link_bytes"] for part in parts),
+        }
+        if "val_loss" in known:
+            record["val_loss"] = known["val_loss"]
+        if "validation_bytes" in known:
+            record["validation_bytes"] = _sum_by_link(p["validation_bytes"] for p in parts)
+        if self._on_step:
+            record |= self._on_step(record)
+        self.tasks = [interval._asdict() for interval in intervals]
+        self._metrics.write(record)
+        self.console.step(record)
+        self.history.append(record)
+
+
+def _sum_by_link(counts: Iterable[Mapping[str, int]]) -> dict[str, int]:
+    found: dict[str, int] = {}
+    for own in counts:
+        for link, num_bytes in own.items():
+            found[link] = found.get(link, 0) + num_bytes
+    return found

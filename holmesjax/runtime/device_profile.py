@@ -1,0 +1,289 @@
+"""Times what a training step is made of on one device, and finds the calibration that explains it.
+
+The matrix products are those of a model, forward and backward, on one device and shared by several,
+because what a product reaches of the peak depends on its shape.
+"""
+
+import dataclasses
+import functools
+import math
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from scipy.optimize import least_squares
+
+from holmesjax.config import ModelConfig, OptimizerConfig
+from holmesjax.costs import work
+from holmesjax.costs.stage_times import layer_s
+from holmesjax.costs.work import HOLMESJAX
+from holmesjax.models import ops, transformer
+from holmesjax.optimizers.adamw import make_optimizer
+from holmesjax.plan.plan import block_name
+from holmesjax.runtime.stage import Saved, Tree
+from holmesjax.topology.calibration import Calibration, Product, ProductSpeed
+from holmesjax.topology.machines import DeviceKind
+
+ROUNDS = 5  # of each operation; the median counts
+ROUND_S = 0.05  # at least, of as many calls as that takes
+LAYERS_ROUND_S = 0.5  # the same for layers, on whose time the most depends
+MOST_SHARING = 8  # devices that share a product
+SEQUENCES = (1, 4)  # in a microbatch
+UNCACHED = 2**24  # parameters: far more than caches hold
+
+# Guesses, and how far off they may be, as standard deviations of logarithms: a few shapes say
+# little of each dim by itself. Large products reach about what the best of the timed ones reaches.
+DIMS = (100.0, 80.0, 80.0)
+SPREAD = (0.3, 1.5, 1.5, 1.5)  # of the share, and of each dim
+NOISE = 0.05
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Timed:
+    """What was measured."""
+
+    products: dict[Product, float]  # seconds of each
+    attention: list[Product]  # of scores and weighted values, forward
+    attention_s: float  # forward and backward
+    block_s: dict[int, float]  # of a Transformer layer and the sum of its gradients, by sequences
+    update_bytes: float
+    update_s: float
+    dtype: str
+
+
+def shapes(model: ModelConfig) -> list[Product]:
+    """The products that are timed: each shape of a layer and of the head, forward and backward."""
+    divides = lambda n: (
+        model.num_heads % n == model.kv_heads % n == model.feed_forward_width % n == 0
+    )
+    sharing = max(n for n in range(1, MOST_SHARING + 1) if divides(n))
+    found: dict[Product, None] = {}
+    for sequences in SEQUENCES:
+        num_tokens = sequences * model.context_length
+        for tensor in {1, sharing}:
+            products = work.block_products(model, num_tokens, tensor)
+            products.append(work.head_product(model, num_tokens, tensor))
+            for product in products:
+                found |= dict.fromkeys([product, *product.gradients])
+    return list(found)
+
+
+def measure(model: ModelConfig, dtype: str, progress: Callable[[str], None]) -> Timed:
+    """Times everything on the first device of JAX."""
+    products = {}
+    for i, product in enumerate(todo := shapes(model)):
+        progress(f"{i + 1} of {len(todo)} products")
+        products[product] = _product_s(product, dtype)
+    progress("attention")
+    attention_s = _attention_s(model, dtype)
+    progress("layers")
+    block_s = {sequences: _block_s(model, dtype, sequences) for sequences in SEQUENCES}
+    progress("optimizer")
+    return Timed(
+        products=products,
+        attention=work.attention_products(model, SEQUENCES[-1] * model.context_length),
+        attention_s=attention_s,
+        block_s=block_s,
+        update_bytes=float(work.update_bytes(UNCACHED, work.MOMENT_BYTES["float32"] * UNCACHED)),
+        update_s=_update_s(),
+        dtype=dtype,
+    )
+
+
+def explain(
+    timed: Timed, kind: DeviceKind, model: ModelConfig
+) -> tuple[Calibration, dict[Product, float]]:
+    """The calibration under which predictions come closest, and what each product is off by.
+
+    Args:
+      timed: what `measure` gave.
+      kind: the device, whose own calibration does not count.
+      model: whose layer was timed.
+
+    Returns, for each product, its predicted seconds over the measured ones, minus 1.
+    """
+    peak = kind.peak_flop_per_s[timed.dtype]
+    speed = _fit(timed.products, peak)
+    products_s = sum(speed.seconds(product, peak) for product in timed.attention)
+    usual_s = HOLMESJAX.attention_pairs * (1 + HOLMESJAX.attention_backward) * products_s
+    update_bytes_per_s = timed.update_bytes / timed.update_s
+    calibration = Calibration(
+        products=speed,
+        attention=_rounded(timed.attention_s / usual_s),
+        memory=_rounded(update_bytes_per_s / kind.memory_bandwidth_bytes_per_s),
+    )
+    between, always_s = _rest(timed, dataclasses.replace(kind, calibration=calibration), model)
+    calibration = dataclasses.replace(calibration, between=between, layer_s=always_s)
+    off = {p: speed.seconds(p, peak) / seconds - 1 for p, seconds in timed.products.items()}
+    return calibration, off
+
+
+def _rest(timed: Timed, kind: DeviceKind, model: ModelConfig) -> tuple[float, float]:
+    """What is left of a layer when its products, its attention and its sums are taken away.
+
+    Of that `between` is what grows with the sequences, over its bytes, and `layer_s` what does not.
+    At least a hundredth, and nothing: products are not that exact.
+    """
+    shape = lambda sequences: work.StageShape(
+        num_blocks=1,
+        is_first=False,
+        is_last=False,
+        data=1,
+        tensor=1,
+        sequences=sequences,
+        chunks=1,
+        in_flight=1,
+        head_in_flight=1,
+        dtype=timed.dtype,
+        checkpointing="none",
+    )
+    with_factor = lambda factor: dataclasses.replace(
+        kind, calibration=dataclasses.replace(kind.calibration, between=factor)
+    )
+    added_s = kind.memory_s(HOLMESJAX.accumulate_bytes * work.block_parameters(model))
+    rest_s, between_s = [], []
+    for sequences, measured_s in timed.block_s.items():
+        # Seconds are linear in the factor.
+        one, two = (
+            layer_s(model, shape(sequences), [with_factor(factor)]) for factor in (1.0, 2.0)
+        )
+        between_s.append(two - one)
+        rest_s.append(measured_s - added_s - one + between_s[-1])
+    few, many = timed.block_s
+    grows_s = (rest_s[1] - rest_s[0]) / (many - few)
+    between = _rounded(max(grows_s * few / between_s[0], 0.01))
+    left_s = rest_s[0] - between * between_s[0]
+    return between, _rounded(max(left_s, 0.0))
+
+
+def _fit(products: dict[Product, float], peak_flop_per_s: float) -> ProductSpeed:
+    measured = np.log(list(products.values()))
+    best = max(product.flop / seconds for product, seconds in products.items())
+    start = np.log([best / peak_flop_per_s, *DIMS])
+
+    def speed(x: Any) -> ProductSpeed:
+        share, rows, columns, depth = np.exp(x).tolist()
+        return ProductSpeed(share=share, rows=rows, columns=columns, depth=depth)
+
+    def residuals(x: Any) -> Any:
+        tried = speed(x)
+        predicted = np.log([tried.seconds(p, peak_flop_per_s) for p in products])
+        errors = (predicted - measured) / NOISE
+        soft = np.sign(errors) * np.sqrt(2 * (np.sqrt(1 + errors**2) - 1))
+        return np.concatenate([soft, (x - start) / SPREAD])
+
+    found = dataclasses.asdict(speed(least_squares(residuals, start).x))
+    return ProductSpeed(**{name: _rounded(value) for name, value in found.items()})
+
+
+def _rounded(number: float) -> float:
+    """Three digits: more is noise."""
+    return float(f"{number:.3g}")
+
+
+def _seconds(run: Callable[[], Any], round_s: float = ROUND_S) -> float:
+    """Of one call, when many follow each other without a wait."""
+    jax.block_until_ready(run())  # compiles
+    start_s = time.perf_counter()
+    jax.block_until_ready(run())
+    calls = max(1, math.ceil(round_s / max(time.perf_counter() - start_s, 1e-9)))
+    return statistics.median(_rounds(run, min(calls, 10_000)))
+
+
+def _rounds(run: Callable[[], Any], calls: int) -> Iterator[float]:
+    for _ in range(ROUNDS):
+        start_s = time.perf_counter()
+        for _ in range(calls):
+            result = run()
+        jax.block_until_ready(result)
+        yield (time.perf_counter() - start_s) / calls
+
+
+def _normal(seed: int, *shape: float, dtype: str) -> jax.Array:
+    """Random: products of zeros take less power, and so less time."""
+    numbers = np.random.default_rng(seed).standard_normal([round(n) for n in shape], np.float32)
+    return jnp.asarray(numbers, dtype)
+
+
+def _product_s(product: Product, dtype: str) -> float:
+    a = _normal(0, product.rows, product.depth, dtype=dtype)
+    b = _normal(1, product.depth, product.columns, dtype=dtype)
+    multiply = jax.jit(lambda a, b: jnp.matmul(a, b))
+    return product.times * _seconds(lambda: multiply(a, b))
+
+
+def _attention_s(model: ModelConfig, dtype: str) -> float:
+    """Of a forward and a backward."""
+    tokens = SEQUENCES[-1], model.context_length
+    q_BLHK = _normal(0, *tokens, model.num_heads, model.head_width, dtype=dtype)
+    k_BLGK = _normal(1, *tokens, model.kv_heads, model.head_width, dtype=dtype)
+    total = lambda q, k, v: ops.attention(q, k, v).astype(jnp.float32).sum()
+    gradients = jax.jit(jax.grad(total, argnums=(0, 1, 2)))
+    return _seconds(lambda: gradients(q_BLHK, k_BLGK, k_BLGK))
+
+
+def _block_s(model: ModelConfig, dtype: str, sequences: int) -> float:
+    """Of a forward and a backward of a Transformer layer, one of several, as a stage runs them.
+
+    Two programs, the second of which adds to the gradients. A layer alone would find its parameters
+    in the caches, where those of a stage have no room.
+    """
+    num_parameters = work.block_parameters(model)
+    num_layers = min(model.num_layers, math.ceil(UNCACHED / num_parameters))
+    layers = [block_name(layer) for layer in range(num_layers)]
+    params = {
+        layer: jax.tree.map(
+            lambda x: jnp.asarray(x, dtype), transformer.init_params(model, 0, [layer])[layer]
+        )
+        for layer in layers
+    }
+    x_BLD = _normal(0, sequences, model.context_length, model.width, dtype=dtype)
+    dy_BLD = _normal(1, *x_BLD.shape, dtype=dtype)
+    position_L = jnp.arange(model.context_length)
+
+    def apply(params: Tree, x: jax.Array) -> jax.Array:
+        for layer in layers:
+            x = transformer.apply(layer, model, params[layer], x, position_L, None)
+        return x
+
+    @jax.jit
+    def forward(params: Tree, x: jax.Array) -> tuple[jax.Array, Saved]:
+        y, pullback = jax.vjp(apply, params, x)
+        return y, Saved.of(pullback, params)
+
+    @functools.partial(jax.jit, donate_argnums=2)
+    def backward(params: Tree, saved: Saved, gradients: Tree, dy: jax.Array) -> tuple:
+        new, dx = saved.restore(params)(dy)
+        return jax.tree.map(lambda total, g: total + g.astype(total.dtype), gradients, new), dx
+
+    gradients = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), params)
+
+    def run() -> Any:
+        nonlocal gradients
+        y, saved = forward(params, x_BLD)
+        gradients, dx = backward(params, saved, gradients, dy_BLD)
+        return gradients, y, dx
+
+    return _seconds(run, LAYERS_ROUND_S) / num_layers
+
+
+def _update_s() -> float:
+    """Of AdamW on one array of float32, in place."""
+    optimizer = make_optimizer(OptimizerConfig(learning_rate=1e-3), num_steps=100)
+    params = {"block_000": {"up_DF": _normal(0, 2**12, UNCACHED / 2**12, dtype="float32")}}
+    gradient = jax.tree.map(jnp.ones_like, params)
+    update = lambda params, state, gradient: optimizer.apply(gradient, state, params)
+    step = jax.jit(update, donate_argnums=(0, 1))
+    held = params, optimizer.init(params)
+
+    def run() -> Any:
+        nonlocal held
+        held = step(*held, gradient)
+        return held
+
+    return _seconds(run)

@@ -1,0 +1,178 @@
+"""A stage's domain: the `jax.distributed` job of its processes and no one else's, and its NICs.
+
+The coordinator lives in the process of rank 0. Its port is tried before it is used: JAX 0.10.2 ends
+the process with a segmentation fault where it is taken.
+"""
+
+import time
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from typing import Any
+
+import jax
+import yaml
+from jax._src import distributed  # JAX has no public way to its key-value store
+
+from holmesjax.config import DistributedConfig
+from holmesjax.errors import HolmesError
+from holmesjax.hosts import nccl
+from holmesjax.hosts.nics import Host
+from holmesjax.job import Job
+from holmesjax.plan.processes import Process, domain_fabric
+from holmesjax.transport import connections
+
+# JAX aborts the processes of a domain when one of them is lost. Ours must notice first, because its
+# message says what happened.
+PATIENCE = 2.0
+POLL_S = 0.05  # between two looks at who has come to a gate
+NICS = "nics"  # a folder in the run folder: for each process, which NICs it uses and why
+
+
+def device_kinds(job: Job, domain: Sequence[Process]) -> set[str]:
+    """What its processes compute on."""
+    if job.config.run.rehearse:
+        return {"cpu"}
+    return {job.topology.node(process.node).device.name for process in domain}
+
+
+def choose_nics(
+    job: Job,
+    domain: Sequence[Process],
+    me: Process,
+    addresses: Mapping[str, Sequence[str]],
+    env: MutableMapping[str, str],
+    find_host: Callable[[], Host],
+) -> list[str]:
+    """Tells NCCL which NICs to use, before the first collective; what somebody should know of it.
+
+    Nothing is needed on one node, nor where the launcher `local` plays several on one machine.
+
+    Args:
+      domain: all processes of the stage.
+      me: this one.
+      addresses: of this node, by fabric.
+      env: of this process; NCCL's variables are added to it, those it has stay.
+      find_host: asked for this host's NICs if they matter.
+
+    Raises:
+      HolmesError: the host has no usable NIC on the fabric of the domain.
+    """
+    fabric = domain_fabric(job.topology, domain)
+    here = addresses.get(fabric, ())
+    is_one_machine = any(address.startswith("127.") for address in here)
+    is_one_node = len({process.node for process in domain}) == 1
+    if is_one_node or is_one_machine or device_kinds(job, domain) == {"cpu"}:
+        return []
+    host = find_host()
+    found = nccl.environment(host, fabric, here, nccl.own_settings(env))
+    env.update(found.added)
+    folder = job.run_dir / NICS
+    folder.mkdir(exist_ok=True)
+    text = yaml.safe_dump(nccl.report(host, found), sort_keys=False, width=1000)
+    (folder / f"{me.file_name}.yaml").write_text(text, encoding="utf-8")
+    return found.warnings
+
+
+def coordinator_port(address: str, config: DistributedConfig, stage: int) -> int:
+    """A port for the coordinator of a stage that is free now: of the config, or any.
+
+    Raises HolmesError if the configured one is taken.
+    """
+    port = config.port + stage if config.port else 0
+    try:
+        sock = connections.listen(address, port)
+    except HolmesError as error:
+        raise HolmesError(
+            f"distributed.port, {address}:{port}",
+            f"the coordinator of stage {stage} cannot listen there",
+            found=error.found,
+            fix="choose another distributed.port, or 0 for any that is free",
+        ) from None
+    with sock:
+        return connections.address_of(sock)[1]
+
+
+def join(
+    process: Process,
+    domain: tuple[Process, ...],
+    coordinator: tuple[str, int] | None,
+    config: DistributedConfig,
+) -> dict[int, jax.Device]:
+    """Joins the domain; its devices, by their numbers in the topology. Waits for all to come.
+
+    Args:
+      process: this one.
+      domain: all processes of the stage, in the order of their ranks.
+      coordinator: address and port of rank 0; not needed by a process that is alone.
+    """
+    if len(domain) > 1:
+        assert coordinator is not None, "rank 0 tells where it listens"
+        address = "{}:{}".format(*coordinator)
+        # JAX would swallow SIGTERM and go on.
+        jax.config.update("jax_enable_preemption_service", False)
+        jax.distributed.initialize(
+            address,
+            num_processes=len(domain),
+            process_id=process.rank,
+            cluster_detection_method="deactivate",
+            initialization_timeout=int(config.start_timeout_s),
+            heartbeat_timeout_seconds=int(PATIENCE * config.heartbeat_timeout_s + 1),
+            coordinator_bind_address=address,
+        )
+    found: dict[int, jax.Device] = {}
+    for other in domain:
+        devices = [d for d in jax.devices() if d.process_index == other.rank]
+        if len(devices) != len(other.devices):
+            raise HolmesError(
+                f"{other.name}",
+                "the process does not see the devices that the topology gives it",
+                found=f"{len(devices)} {jax.default_backend()} devices, the plan needs "
+                f"{len(other.devices)}",
+                fix="correct the topology, set CUDA_VISIBLE_DEVICES of the process to its devices "
+                f"{', '.join(map(str, other.local_devices))} of the node, or set run.rehearse=true",
+            )
+        found |= zip(other.devices, devices, strict=True)
+    return found
+
+
+class Gate:
+    """The domain's processes wait for each other here until one of them says it has failed.
+
+    JAX's own barrier would wait for that one until its deadline. Used for one thing after the
+    other: all have left the one before last when any begins the next.
+    """
+
+    def __init__(self, name: str):
+        assert distributed.global_state.client, "a domain of one process has nobody to wait for"
+        self._client: Any = distributed.global_state.client
+        self._name, self._round = name, 0
+
+    def begin(self) -> None:
+        """Begins the next thing, in which nobody has failed yet."""
+        self._round += 1
+        if jax.process_index() == 0:
+            self._client.key_value_delete(self._key(self._round - 2))
+
+    def fail(self) -> None:
+        """Sends all away who wait now, or come later for the same thing."""
+        self._client.key_value_set(self._key(self._round) + "failed", "", allow_overwrite=True)
+
+    def __call__(self, *, key: str, timeout_ms: int) -> None:
+        """Returns when all have come to the same key; as Orbax calls its barriers.
+
+        Raises OSError when one has failed, and TimeoutError.
+        """
+        deadline_s = time.monotonic() + timeout_ms / 1000
+        round_key = self._key(self._round)
+        self._client.key_value_set(f"{round_key}{key}/{jax.process_index()}", "")
+        while True:
+            known = [name for name, _ in self._client.key_value_dir_get(round_key)]
+            if sum(f"{key}/" in name for name in known) == jax.process_count():
+                return
+            if any(name.endswith("failed") for name in known):
+                raise OSError("another process of the stage has failed in it")
+            if time.monotonic() > deadline_s:
+                raise TimeoutError(f"not all processes of the stage came within {timeout_ms} ms")
+            time.sleep(POLL_S)
+
+    def _key(self, number: int) -> str:
+        return f"{self._name}/{number}/"

@@ -1,0 +1,560 @@
+"""Runs a schedule over the stages that live in this process: all of them, or one.
+
+The executor only dispatches: every call returns before its arrays are computed, and XLA orders the
+work of each device. It goes round its stages and starts each one's next task as soon as what the
+task reads has arrived, so no device queue holds a task that waits for one not yet dispatched. While
+a stage waits it may run a W early, but only where no other process shares the stage: tasks hold
+collectives, which all of a stage's processes must dispatch in one order. What happened, and when,
+is a `Timeline`.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec as P
+
+from holmesjax.parallel import sharding
+from holmesjax.plan.pipeline_schedules import Task
+from holmesjax.plan.plan import EMBED, Plan
+from holmesjax.runtime.prefetch import Inputs, Placer
+from holmesjax.runtime.programs import (
+    Programs,
+    WholeStep,
+    boundary_shape,
+    compile_stages,
+    compile_whole_step,
+)
+from holmesjax.runtime.stage import Batch, Saved, Stage, StageState, Tree
+from holmesjax.runtime.timeline import Timeline
+from holmesjax.transport.crossings import Crossing, Key
+from holmesjax.transport.local import LocalTransport, Transport
+
+# Scalars: loss, where the last stage is here; grad_norm, learning_rate, skipped; and square_norms,
+# a number for each stage.
+Metrics = dict[str, Any]
+
+
+def _nothing(*_: Any) -> None:
+    pass
+
+
+@dataclass(kw_only=True)
+class Meanwhile:
+    """The work of a process in a step while it has nothing to dispatch.
+
+    Args:
+      nearly: called when the last forward is dispatched. What others answer to that can come
+        while backwards run.
+      idle: called once, when nothing can be dispatched until something arrives.
+    """
+
+    nearly: Callable[[], None] = _nothing
+    idle: Callable[[], None] = _nothing
+
+
+BUSY = Meanwhile()  # nothing
+
+
+@dataclass
+class _Flight:
+    """What one chunk of a stage holds in the middle of a step."""
+
+    params: Tree  # masters
+    gradients: Tree | None  # None: no backward follows, as in a validation
+    left: int  # backwards, or weight gradients where they are split
+    replicas: Tree = None  # once they are gathered
+    saved: dict[int, Saved] = field(default_factory=dict)
+    passed: dict[int, tuple] = field(default_factory=dict)  # between B and W
+
+
+def crossings(stage: Stage) -> tuple[Crossing, ...]:
+    """Everything that crosses between the chunks of a plan, as any one of them can tell.
+
+    Chunk v gives "F<v>" forward and "B<v>" back; with tied embeddings, the first and the last chunk
+    give each other "table<v>". Stage s gives to the next one "norms to <s>", the squared norms of
+    the gradients of stages 0 to s, and to the one before "norms from <s>", those of s to the last.
+    """
+    plan, last = stage.plan, len(stage.plan.chunks) - 1
+    homes = [home for home, _ in plan.chunks]
+    boundary = boundary_shape(stage)
+    found = []
+
+    def add(
+        name: str,
+        source: int,
+        target: int,
+        shape: tuple[int, ...],
+        dtype: str,
+        spec: Callable[..., P],
+        is_whole: bool = False,
+    ) -> None:
+        link = f"{plan.stages[source].cluster} -> {plan.stages[target].cluster}"
+        specs = [spec(plan.stages[end].mesh) for end in (source, target)]
+        found.append(
+            Crossing(
+                name=name,
+                source=source,
+                target=target,
+                link=link,
+                shape=shape,
+                dtype=dtype,
+                source_spec=sharding.spec_axes(specs[0], len(shape)),
+                target_spec=sharding.spec_axes(specs[1], len(shape)),
+                is_whole=is_whole,
+            )
+        )
+
+    for v in range(last):
+        for name, a, b in ((f"F{v}", v, v + 1), (f"B{v + 1}", v + 1, v)):
+            ends, dtype = (homes[a], homes[b]), str(boundary.dtype)
+            add(name, *ends, boundary.shape, dtype, sharding.batch_spec)
+    if stage.model.tied_embeddings and last > 0:
+        shape = (stage.model.vocab_size, stage.model.width)
+        for a, b in ((0, last), (last, 0)):
+            ends = homes[a], homes[b]
+            add(f"table{a}", *ends, shape, "float32", partial(_table_spec, shape))
+    replicated = lambda sizes: P()
+    for s in range(len(plan.stages) - 1):
+        for name, a, b in ((_below(s), s, s + 1), (_above(s + 1), s + 1, s)):
+            add(name, a, b, (len(plan.stages),), "float32", replicated, is_whole=True)
+    return tuple(found)
+
+
+def _below(s: int) -> str:
+    return f"norms to {s}"
+
+
+def _above(s: int) -> str:
+    return f"norms from {s}"
+
+
+def _table_spec(shape: tuple[int, ...], sizes: sharding.Sizes) -> P:
+    return sharding.master_spec("token_VD", shape, sizes)
+
+
+def local_targets(stages: Sequence[Stage]) -> dict[str, tuple[NamedSharding, str | None]]:
+    """The sharding at its target of each crossing between stages of a process, and its link.
+
+    None for what is not counted.
+    """
+    meshes = {stage.plan.chunks[stage.index][0]: stage.mesh for stage in stages}
+    return {
+        crossing.name: (
+            sharding.from_axes(meshes[crossing.target], crossing.target_spec),
+            None if crossing.is_whole else crossing.link,
+        )
+        for crossing in crossings(stages[0])
+    }
+
+
+class Pipeline:
+    """The stages of a plan that are in this process.
+
+    Args:
+      plan: of all stages.
+      programs: of the chunks here, in the order of the model.
+      transport: moves boundaries and norms between stages.
+      waits_for: told what the process waits for, and "" when that has come.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        programs: Sequence[Programs],
+        transport: Transport,
+        waits_for: Callable[[str], None] = lambda text: None,
+    ):
+        self._plan, self._transport = plan, transport
+        self._waits_for = waits_for
+        self.placer = Placer(plan, [p.stage for p in programs])
+        self._programs = {p.stage.index: p for p in programs}
+        self._last = len(plan.chunks) - 1
+        self._here = sorted({plan.chunks[v][0] for v in self._programs})
+        # Stages that other processes share: what arrives late in one is in time in another.
+        self._shared = {
+            plan.chunks[v][0] for v, p in self._programs.items() if p.stage.mesh.is_multi_process
+        }
+        self._tasks = plan.tasks()
+        self._forwards = [tuple(t for t in tasks if t.kind == "F") for tasks in self._tasks]
+        stage = programs[0].stage
+        self._is_tied = stage.model.tied_embeddings and self._last > 0
+        self._links = {crossing.name: crossing.link for crossing in crossings(stage)}
+        self._round = 0  # counts train steps and validation batches: part of each key
+
+    def init(self, seed: int, drawn: Callable[[], None] = _nothing) -> list[StageState]:
+        """The states of the chunks here; `drawn` is called after each layer."""
+        return [programs.stage.init(seed, drawn) for programs in self._programs.values()]
+
+    def train_step(
+        self,
+        states: Sequence[StageState],
+        inputs: Inputs,
+        timeline: Timeline,
+        meanwhile: Meanwhile = BUSY,
+    ) -> tuple[list[StageState], Metrics]:
+        """One optimizer step on the global batch; the old states are donated."""
+        flights = self._take_off(states)
+        weight = self._put_weight(1.0 / max(inputs.num_targets, 1))
+        idle = _Once(meanwhile.idle)
+        losses = self._run(self._tasks, flights, inputs, weight, timeline, meanwhile.nearly, idle)
+        done = self._finish(states, flights, self._total(losses, weight), timeline, idle)
+        idle()
+        return done
+
+    def evaluate(self, states: Sequence[StageState], inputs: Inputs) -> jax.Array | None:
+        """Sum of the losses of a batch's tokens, where the last stage is here; changes nothing."""
+        flights = self._take_off(states, gradients=False)
+        losses = self._run(self._forwards, flights, inputs)
+        return self._total(losses, self._put_weight(1.0))
+
+    def take_link_bytes(self) -> dict[str, int]:
+        return self._transport.take_bytes()
+
+    def close(self) -> None:
+        self._transport.close()
+
+    def _take_off(self, states: Sequence[StageState], gradients: bool = True) -> dict[int, _Flight]:
+        flights = {
+            v: _Flight(
+                params=state.params,
+                gradients=programs.zero_gradients() if gradients else None,
+                left=self._plan.microbatches,
+            )
+            for (v, programs), state in zip(self._programs.items(), states, strict=True)
+        }
+        for v, flight in flights.items():
+            # The first chunk of a stage: what it waits for comes later than its parameters.
+            if v < len(self._plan.stages):
+                self._gather(v, flight)
+        return flights
+
+    def _gather(self, v: int, flight: _Flight) -> None:
+        """Unless that is done, or left to the first forward."""
+        if flight.replicas is None and (gather := self._programs[v].gather) is not None:
+            flight.replicas = gather(flight.params)
+
+    # ---- tasks ---------------------------------------------------------------------------------
+
+    def _run(
+        self,
+        tasks: Sequence[Sequence[Task]],
+        flights: Mapping[int, _Flight],
+        inputs: Inputs,
+        weight: jax.Array | None = None,
+        timeline: Timeline | None = None,
+        nearly: Callable[[], None] = _nothing,
+        idle: Callable[[], None] = _nothing,
+    ) -> tuple[jax.Array, ...]:
+        """Dispatches every task of the stages here; the losses_R, in order of their microbatch."""
+        self._round += 1
+        waiting = {s: deque(tasks[s]) for s in self._here}
+        for s in self._here:
+            keys = [self._input(s, task) for task in tasks[s]]
+            self._transport.expect([key for key in keys if key])
+        losses: dict[int, jax.Array] = {}
+        num_forwards = sum(task.kind == "F" for s in self._here for task in tasks[s])
+
+        def run(s: int, task: Task) -> None:
+            nonlocal num_forwards
+            waiting[s].remove(task)
+            v, m = self._chunk(s, task), task.microbatch
+            arrived: jax.Array | None = None
+            if task.kind == "F":
+                arrived, out = self._forward(s, task, flights[v], inputs.microbatches[v][m])
+                if v == self._last:
+                    losses[m] = out
+                num_forwards -= 1
+            elif task.kind == "B":
+                arrived, out = self._backward(s, task, flights[v], weight)
+            else:
+                out = self._weight_gradient(v, m, flights[v])
+            if timeline is not None:
+                timeline.watch(s, task.kind, m, arrived, out)
+            if task.kind == "F" and not num_forwards:
+                nearly()
+
+        while any(waiting.values()):
+            progress = False
+            for s, queue in waiting.items():
+                while queue and self._is_ready(s, queue[0]):
+                    run(s, queue[0])
+                    progress = True
+            if progress:
+                continue
+            if early := self._weight_gradients(waiting, flights):
+                run(*early[0])
+                continue
+            heads = [self._input(s, queue[0]) for s, queue in waiting.items() if queue]
+            idle()
+            self._wait([key for key in heads if key])
+        return tuple(losses[m] for m in sorted(losses))
+
+    def _weight_gradients(
+        self, waiting: Mapping[int, Iterable[Task]], flights: Mapping[int, _Flight]
+    ) -> list[tuple[int, Task]]:
+        """What can run while stages wait: of each the next W, so that sums stay in order.
+
+        Stages that other processes share keep to the order of the schedule.
+        """
+        nexts = [
+            (s, next((task for task in queue if task.kind == "W"), None))
+            for s, queue in waiting.items()
+            if s not in self._shared
+        ]
+        return [
+            (s, task)
+            for s, task in nexts
+            if task and task.microbatch in flights[self._chunk(s, task)].passed
+        ]
+
+    def _chunk(self, s: int, task: Task) -> int:
+        """The place in the model of the chunk that a task of a stage runs through."""
+        return task.chunk * len(self._plan.stages) + s
+
+    def _input(self, s: int, task: Task) -> Key | None:
+        """What a task reads from another stage."""
+        v = self._chunk(s, task)
+        if task.kind == "F" and v > 0:
+            return Key(f"F{v - 1}", self._round, task.microbatch)
+        if task.kind == "B" and v < self._last:
+            return Key(f"B{v + 1}", self._round, task.microbatch)
+        return None
+
+    def _is_ready(self, s: int, task: Task) -> bool:
+        key = self._input(s, task)
+        return key is None or self._transport.arrived(key)
+
+    def _wait(self, keys: Sequence[Key]) -> None:
+        self._waits_for(" or ".join(f"{key} over {self._links[key.crossing]}" for key in keys))
+        self._transport.wait(keys)
+        self._waits_for("")
+
+    def _forward(
+        self, s: int, task: Task, flight: _Flight, batch: Batch
+    ) -> tuple[jax.Array | None, jax.Array]:
+        """What the task waits for, and what it gives."""
+        v, key = self._chunk(s, task), self._input(s, task)
+        programs = self._programs[v]
+        x_BLD = self._transport.fetch(key) if key else None
+        self._gather(v, flight)
+        if flight.replicas is None:
+            assert programs.first_forward is not None
+            flight.replicas, out, saved = programs.first_forward(flight.params, x_BLD, batch)
+        else:
+            assert programs.forward is not None
+            out, saved = programs.forward(flight.replicas, x_BLD, batch)
+        if flight.gradients is not None:  # a backward will follow
+            flight.saved[task.microbatch] = saved
+        if v < self._last:
+            self._transport.offer(Key(f"F{v}", self._round, task.microbatch), out)
+        return x_BLD, out
+
+    def _backward(
+        self, s: int, task: Task, flight: _Flight, weight: jax.Array | None
+    ) -> tuple[jax.Array | None, jax.Array]:
+        """What the task waits for, and what it gives."""
+        v, m, key = self._chunk(s, task), task.microbatch, self._input(s, task)
+        programs, saved = self._programs[v], flight.saved.pop(m)
+        dy = self._transport.fetch(key) if key else weight
+        if programs.split is not None:
+            dx, passed = programs.split.input_gradient(flight.replicas, saved, dy)
+            flight.passed[m] = programs.split.keep(flight.replicas, saved, dy), passed
+        else:
+            flight.left -= 1
+            run = (not flight.left and programs.last_backward) or programs.backward
+            assert run is not None
+            flight.gradients, dx = run(flight.replicas, saved, flight.gradients, dy)
+        if v > 0:
+            self._transport.offer(Key(f"B{v}", self._round, m), dx)
+        self._reduce(v, flight)
+        return dy, dx
+
+    def _reduce(self, v: int, flight: _Flight) -> None:
+        """After the last microbatch, unless its backward has done that."""
+        if not flight.left and (reduce := self._programs[v].reduce) is not None:
+            flight.gradients = reduce(flight.gradients)
+
+    def _weight_gradient(self, v: int, m: int, flight: _Flight) -> jax.Array:
+        """What the task gives; what it reads is here."""
+        programs = self._programs[v].split
+        assert programs is not None
+        flight.left -= 1
+        run = (not flight.left and programs.last_weight_gradient) or programs.weight_gradient
+        assert run is not None
+        flight.gradients, done = run(flight.gradients, *flight.passed.pop(m))
+        self._reduce(v, flight)
+        return done
+
+    # ---- the end of a step ---------------------------------------------------------------------
+
+    def _finish(
+        self,
+        states: Sequence[StageState],
+        flights: Mapping[int, _Flight],
+        loss: jax.Array | None,
+        timeline: Timeline,
+        idle: Callable[[], None],
+    ) -> tuple[list[StageState], Metrics]:
+        reduced = {v: flight.gradients for v, flight in flights.items()}
+        if self._is_tied:
+            self._add_tied_gradients(reduced)
+        own: dict[int, jax.Array] = {}
+        for v, programs in self._programs.items():
+            s, norm = self._plan.chunks[v][0], programs.square_norm(reduced[v])
+            own[s] = own[s] + norm if s in own else norm
+        norms = self._share_norms(own, idle)
+        new_states, metrics = [], {}
+        for (v, programs), state in zip(self._programs.items(), states, strict=True):
+            s = self._plan.chunks[v][0]
+            state, metrics = programs.update(state, reduced[v], norms[s])
+            timeline.watch(s, "U", None, None, metrics["grad_norm"])
+            new_states.append(state)
+        if loss is not None:
+            metrics["loss"] = loss
+        return new_states, {"square_norms": norms[self._here[0]], **metrics}
+
+    def _share_norms(
+        self, own: Mapping[int, jax.Array], idle: Callable[[], None]
+    ) -> dict[int, jax.Array]:
+        """The squared norms of all stages, for each stage here.
+
+        They go from neighbour to neighbour, as boundaries do, and no host waits for a device. The
+        first stage, which ends last, has those of all others by then; and the norm of the first
+        stage is ahead of the first boundary of the next step.
+        """
+        norms = dict(own)
+        last = len(self._plan.stages) - 1
+        sources = {}
+        for s in own:
+            for there, name in ((s + 1, _above), (s - 1, _below)):
+                if 0 <= there <= last:
+                    sources[Key(name(there), self._round, 0)] = s
+                elif last:  # nobody is beyond this end of the pipeline
+                    self._pass_on(name, s, own[s])
+        self._transport.expect(list(sources))
+        while sources:
+            arrived = [key for key in sources if self._transport.arrived(key)]
+            if not arrived:
+                idle()
+                self._wait(list(sources))
+            for key in arrived:
+                s, others = sources.pop(key), self._transport.fetch(key)
+                norms[s] = norms[s] + others
+                name = _above if key.crossing == _above(s + 1) else _below
+                if 0 < s < last:
+                    self._pass_on(name, s, own[s] + others)
+        return norms
+
+    def _pass_on(self, name: Callable[[int], str], s: int, norms: jax.Array) -> None:
+        """Sends the norms of a stage and all beyond it: with `_above` back, else on."""
+        self._transport.offer(Key(name(s), self._round, 0), norms)
+
+    def _put_weight(self, weight: float) -> jax.Array | None:
+        """The weight of a token in the loss, where the last stage is here."""
+        if self._last not in self._programs:
+            return None
+        where = sharding.replicated(self._programs[self._last].stage.mesh)
+        return sharding.put(np.float32(weight), where)
+
+    def _total(
+        self, losses_MR: tuple[jax.Array, ...], weight: jax.Array | None
+    ) -> jax.Array | None:
+        if weight is None:
+            return None
+        total_loss = self._programs[self._last].total_loss
+        assert total_loss is not None
+        return total_loss(losses_MR, weight)
+
+    def _add_tied_gradients(self, reduced: dict[int, Tree]) -> None:
+        """The table is used twice: both ends add the other's gradient, and stay equal."""
+        ends = {v: self._last - v for v in (0, self._last) if v in reduced}
+        own = {v: reduced[v][EMBED]["token_VD"] for v in ends}
+        for v, own_VD in own.items():
+            self._transport.offer(Key(f"table{v}", self._round, 0), own_VD)
+        for v, other in ends.items():
+            key = Key(f"table{other}", self._round, 0)
+            self._transport.expect([key])
+            if not self._transport.arrived(key):
+                self._wait([key])
+            total_VD = own[v] + self._transport.fetch(key)
+            reduced[v] = {**reduced[v], EMBED: {**reduced[v][EMBED], "token_VD": total_VD}}
+
+
+class _Once:
+    """A function that runs when it is called first."""
+
+    def __init__(self, function: Callable[[], None]):
+        self._function: Callable[[], None] | None = function
+
+    def __call__(self) -> None:
+        function, self._function = self._function, None
+        if function is not None:
+            function()
+
+
+class OneStage:
+    """A plan with one stage: the pipeline disappears, a step is one program."""
+
+    def __init__(self, programs: WholeStep):
+        self._programs = programs
+        self.placer = Placer(programs.stage.plan, [programs.stage], is_one_program=True)
+
+    def init(self, seed: int, drawn: Callable[[], None] = _nothing) -> list[StageState]:
+        return [self._programs.stage.init(seed, drawn)]
+
+    def train_step(
+        self,
+        states: Sequence[StageState],
+        inputs: Inputs,
+        timeline: Timeline,
+        meanwhile: Meanwhile = BUSY,
+    ) -> tuple[list[StageState], Metrics]:
+        stage = self._programs.stage
+        weight = sharding.put(
+            np.float32(1.0 / max(inputs.num_targets, 1)), sharding.replicated(stage.mesh)
+        )
+        [batch_M] = inputs.microbatches[stage.index]
+        state, metrics = self._programs.step(states[0], batch_M, weight)
+        timeline.watch(0, "S", None, None, metrics["loss"])
+        meanwhile.nearly()
+        meanwhile.idle()
+        return [state], metrics
+
+    def evaluate(self, states: Sequence[StageState], inputs: Inputs) -> jax.Array:
+        """Sum of the losses of a batch's tokens."""
+        programs = self._programs.evaluation
+        assert programs is not None, "the run has no validations"
+        replicas = programs.gather(states[0].params)
+        losses_MR = tuple(
+            programs.forward(replicas, None, batch)[0]
+            for batch in inputs.microbatches[self._programs.stage.index]
+        )
+        one = sharding.put(np.float32(1.0), sharding.replicated(self._programs.stage.mesh))
+        return programs.total_loss(losses_MR, one)
+
+    def take_link_bytes(self) -> dict[str, int]:
+        return {}
+
+
+def make_runner(
+    plan: Plan, stages: Sequence[Stage], *, evaluates: bool = True
+) -> Pipeline | OneStage:
+    """Compiles the chunks of a plan, all of them in this process.
+
+    Args:
+      evaluates: whether the run has validations.
+    """
+    if len(stages) == 1:
+        return OneStage(compile_whole_step(stages[0], evaluates=evaluates))
+    return in_one_process(plan, compile_stages(stages))
+
+
+def in_one_process(plan: Plan, programs: Sequence[Programs]) -> Pipeline:
+    """The pipeline of a plan whose stages are all here."""
+    targets = local_targets([p.stage for p in programs])
+    return Pipeline(plan, programs, LocalTransport(targets))

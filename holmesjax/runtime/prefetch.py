@@ -1,0 +1,179 @@
+"""The batches of a process, on its devices before a step asks for them.
+
+A thread makes them ahead, in the order of the steps. A process makes only the rows that its devices
+hold, and of those only what its stages read: the first tokens, the last targets, and others
+documents where attention stays inside of them.
+
+Dims: M microbatches, B sequences of one, N of them that devices of this process hold.
+"""
+
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+
+from holmesjax.data.batches import Batches, model_inputs
+from holmesjax.errors import DataError
+from holmesjax.plan.plan import Plan
+from holmesjax.runtime.programs import batch_shapes
+from holmesjax.runtime.stage import Batch, Stage
+
+AHEAD = 2  # batches that are made or being made, besides that of the step
+
+
+@dataclass(frozen=True, kw_only=True)
+class Inputs:
+    """The parts of one global batch that the chunks of this process read."""
+
+    num_targets: int  # tokens of the whole batch that count in its loss
+    # By each chunk's place in the model. Where a training step is one program, all of its
+    # microbatches are one batch, [M, B, L].
+    microbatches: Mapping[int, Sequence[Batch]]
+
+
+class Placer:
+    """Puts rows of batches on the devices of the stages here.
+
+    Args:
+      plan: of the run.
+      stages: the chunks of this process.
+      is_one_program: whether a training step is one program, which takes all microbatches at once.
+    """
+
+    def __init__(self, plan: Plan, stages: Sequence[Stage], *, is_one_program: bool = False):
+        self._stages = stages
+        self._num_microbatches = plan.microbatches
+        self._is_one_program = is_one_program
+        self.names = sorted({name for stage in stages for name in stage.inputs})
+        microbatch, held = plan.global_batch // plan.microbatches, set[int]()
+        for stage in stages:
+            for x in batch_shapes(stage).values():
+                for rows, *_ in x.sharding.addressable_devices_indices_map(x.shape).values():
+                    held.update(range(microbatch)[rows])
+        self._held_N = np.array(sorted(held), int)
+        starts_M = np.arange(plan.microbatches) * microbatch
+        self.row_MN = starts_M[:, None] + self._held_N  # in the global batch
+
+    def place(
+        self, host: Mapping[str, np.ndarray], num_targets: int, *, trains: bool = True
+    ) -> Inputs:
+        """A batch on the devices.
+
+        Args:
+          host: what `names` names, of the rows `row_MN`; each [M * N, L].
+          num_targets: of the whole batch.
+          trains: whether it is for a training step, and not for a validation.
+        """
+        shape = (*self.row_MN.shape, -1)
+        host_MNL = {name: host[name].reshape(shape) for name in self.names}
+        of_mesh: dict[Any, list[jax.Array]] = {}  # what several chunks of a stage read is put once
+        placed: dict[int, list[Batch]] = {}
+        for stage in self._stages:
+            is_stacked = trains and self._is_one_program
+            shapes = batch_shapes(stage, self._num_microbatches if is_stacked else None)
+            for name, x in shapes.items():
+                if (stage.mesh, name) not in of_mesh:
+                    parts = host_MNL[name][None] if is_stacked else host_MNL[name]
+                    of_mesh[stage.mesh, name] = [self._put(part, x) for part in parts]
+            num_parts = 1 if is_stacked else self._num_microbatches
+            placed[stage.index] = [
+                {name: of_mesh[stage.mesh, name][m] for name in shapes} for m in range(num_parts)
+            ]
+        return Inputs(num_targets=num_targets, microbatches=placed)
+
+    def place_all(self, host: Mapping[str, np.ndarray], *, trains: bool = True) -> Inputs:
+        """The same for arrays that have all rows of the batch, [M * B, L]."""
+        rows = self.row_MN.ravel()
+        num_targets = int(np.count_nonzero(host["target_BL"] >= 0))
+        own = {name: host[name][rows] for name in self.names}
+        return self.place(own, num_targets, trains=trains)
+
+    def _put(self, host: np.ndarray, x: jax.ShapeDtypeStruct) -> jax.Array:
+        def part(index: tuple[slice, ...] | None) -> np.ndarray:
+            assert index is not None
+            *lead, rows, columns = index
+            first, last = range(x.shape[-2])[rows][0], range(x.shape[-2])[rows][-1]
+            start, stop = np.searchsorted(self._held_N, (first, last))
+            return host[(*lead, slice(start, stop + 1), columns)]
+
+        return jax.make_array_from_callback(x.shape, x.sharding, part)
+
+
+@dataclass(frozen=True)
+class Step:
+    """The batch of a training step before which that many sequences were consumed."""
+
+    first_sequence: int
+
+
+@dataclass(frozen=True)
+class Validation:
+    """A batch of a validation."""
+
+    index: int
+
+
+class Feed:
+    """Batches in the order in which they will be taken; a context manager.
+
+    Args:
+      batches: of the run.
+      placer: puts them on the devices.
+      order: gives each batch that will be taken, as `Step` or `Validation` says it.
+      timeout_s: how long one may take.
+    """
+
+    def __init__(
+        self,
+        batches: Batches,
+        placer: Placer,
+        order: Iterator[Step | Validation],
+        timeout_s: float,
+    ):
+        self._batches, self._placer, self._order = batches, placer, order
+        self._timeout_s = timeout_s
+        self._pool = ThreadPoolExecutor(1, "feed")
+        self._ahead: deque[Future[Inputs]] = deque()
+        self._make_ahead()
+
+    def __enter__(self) -> "Feed":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def take(self) -> Inputs:
+        """The next batch. Raises what made it fail, and DataError where it does not come."""
+        future = self._ahead.popleft()
+        self._make_ahead()
+        try:
+            return future.result(self._timeout_s)
+        except TimeoutError as error:
+            if future.done():
+                raise
+            raise DataError(
+                "data.corpus",
+                "a batch could not be made in time",
+                found=f"nothing for {self._timeout_s:g} s",
+                fix="look at the memory and the processors of this host, or raise "
+                "distributed.start_timeout_s",
+            ) from error
+
+    def _make_ahead(self) -> None:
+        while len(self._ahead) < AHEAD and (what := next(self._order, None)) is not None:
+            self._ahead.append(self._pool.submit(self._make, what))
+
+    def _make(self, what: Step | Validation) -> Inputs:
+        rows = self._placer.row_MN.ravel()
+        trains = isinstance(what, Step)
+        if isinstance(what, Step):
+            tokens = self._batches.train(what.first_sequence, rows)
+        else:
+            tokens = self._batches.validation(what.index, rows)
+        host = model_inputs(tokens, self._placer.names)
+        num_targets = self._batches.global_batch * self._batches.length  # in a corpus all count
+        return self._placer.place(host, num_targets, trains=trains)

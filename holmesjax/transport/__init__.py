@@ -1,0 +1,1 @@
+"""Arrays and messages between processes: who sends what to whom, over which connection."""

@@ -1,0 +1,71 @@
+"""One end of a crossing: what a process sends or receives of it, and how its devices hold that."""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+
+from holmesjax.boxes import Box, intersection
+from holmesjax.parallel.sharding import from_axes
+from holmesjax.plan.plan import Plan
+from holmesjax.plan.processes import Process
+from holmesjax.transport.crossings import Crossing
+from holmesjax.transport.routes import Piece, boxes, pieces, wire_spec
+
+
+@dataclass
+class End:
+    """The part of one process in one crossing."""
+
+    index: int  # among the crossings of the plan
+    crossing: Crossing
+    sends: dict[int, Piece]  # by its place among the pieces of the crossing
+    receives: dict[int, Piece]
+    held: dict[int, Box]  # by device: what is offered, or what lands
+    here: NamedSharding  # the same for JAX
+    senders: dict[int, int] = field(default_factory=dict)  # piece -> the device that has it
+    rebuild: Callable[[jax.Array], jax.Array] = lambda array: array  # to the target's layout
+
+
+def make_end(
+    index: int,
+    crossing: Crossing,
+    me: Process,
+    plan: Plan,
+    processes: Sequence[Process],
+    mesh: Mesh,
+) -> End | None:
+    """The part of one process in a crossing; None between other stages."""
+    if me.stage not in (crossing.source, crossing.target):
+        return None
+    is_source = crossing.source == me.stage
+    spec = crossing.source_spec if is_source else wire_spec(crossing, plan, processes)
+    held = boxes(crossing.shape, spec, plan.stages[me.stage])
+    numbered = dict(enumerate(pieces(crossing, plan, processes)))
+    end = End(
+        index=index,
+        crossing=crossing,
+        sends={i: piece for i, piece in numbered.items() if piece.source == me.number},
+        receives={i: piece for i, piece in numbered.items() if piece.target == me.number},
+        held={device: held[device] for device in me.devices},
+        here=from_axes(mesh, spec),
+    )
+    for i, piece in end.sends.items():
+        has_it = lambda box, piece=piece: intersection(box, piece.box) == piece.box
+        end.senders[i] = next(d for d, box in end.held.items() if has_it(box))
+    if not is_source and spec != crossing.target_spec:
+        target = from_axes(mesh, crossing.target_spec)
+        end.rebuild = jax.jit(lambda array: array, out_shardings=target)
+    return end
+
+
+def shape_of(box: Box) -> tuple[int, ...]:
+    return tuple(stop - start for start, stop in box)
+
+
+def size_of(box: Box, crossing: Crossing) -> int:
+    """Bytes of what lies in a box."""
+    return math.prod(shape_of(box)) * np.dtype(crossing.dtype).itemsize

@@ -1,0 +1,59 @@
+"""Who makes a job fail. Of several failures one is the cause: what is told, seen and missed.
+
+Failures come together: a process that loses another one fails too, within the same second.
+"""
+
+import signal
+from collections.abc import Mapping, Sequence
+
+from holmesjax.distributed.controller import Event
+from holmesjax.errors import REQUEUE, HolmesError
+
+
+def behind(places: Mapping[int, tuple[int, int]], statuses: Mapping[int, str]) -> list[int]:
+    """The processes that the others of a job without progress wait for, by number.
+
+    Of those that have come least far they are the ones that do not wait for others themselves; all
+    of these where each says that it waits.
+
+    Args:
+      places: how far each process has come.
+      statuses: what each says that it "was" doing or "waited" for.
+
+    >>> statuses = {0: "was busy in step 5", 1: "waited for F0 in step 5", 2: "waited in step 6"}
+    >>> behind({0: (5, 0), 1: (5, 0), 2: (6, 0)}, statuses)
+    [0]
+    """
+    least = min(places.values())
+    last = [number for number in places if places[number] == least]
+    return [n for n in last if not statuses[n].startswith("waited")] or last
+
+
+def cause_of(failures: Sequence[Event]) -> Event:
+    """The failure that made the others; of several alike, the first that was heard of."""
+    return min(failures, key=_rank)
+
+
+def _rank(failure: Event) -> int:
+    """The place of a failure in this order; a lower one is never the consequence of a higher one.
+
+    0  a mistake was told: exit status 1 or 2, with what to do; nobody else can make it
+    1  ended with status 2: a mistake again, found before the controller was reached
+    2  killed by a signal: such a process says nothing, and all others say what they miss
+    3  silent for several heartbeats: it hangs, or its node or network does
+    4  an exception was told: a bug, or a collective that has lost another process
+    5  the loss of another process or of a link was told: exit status 75
+    6  ended in any other way; JAX aborts a process that has lost another one of its domain
+    7  its connection closed
+    """
+    kind, message = failure.kind, failure.message
+    if kind == "failed":
+        if message["exit_status"] == REQUEUE:
+            return 5
+        return 0 if "fix" in message else 4
+    if kind == "exit":
+        status = message["status"]
+        if status == HolmesError.exit_status:
+            return 1
+        return 2 if status < 0 and status != -signal.SIGABRT else 6
+    return {"silent": 3, "lost": 7}[kind]

@@ -1,0 +1,137 @@
+"""The counts of the kernel in a lab: bytes of every interface, and from cluster to cluster.
+
+The kernel counts more between clusters than what steps tell that they have received. Its parts:
+
+    steps        boundaries and tables of training
+    validation   boundaries of validation, which go forward only
+    headers      of Ethernet, IP and TCP, of all packets: acknowledgements are nothing else
+    again        what found the queue of a shared link full, and was sent again
+    rest         heads of frames, wishes for them, heartbeats, hellos
+"""
+
+import json
+import math
+import re
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from holmesjax.lab.scaled_topology import FILE, LabLink
+from holmesjax.lab.shell import FIRST_LINK, Commands, port_name
+from launch.lab_machine.namespaces import run_line
+
+CLASS = re.compile(r"class htb 1:(\w+) .*\n\s*Sent (\d+) bytes (\d+) pkt")
+# Ethernet, IPv4, TCP, and the time stamps that TCP adds to each packet.
+HEADERS_BYTES = 14 + 20 + 20 + 12
+
+
+class Counters:
+    """Of one lab, in whose switch namespace this process must be."""
+
+    def __init__(self, commands: Commands):
+        self._commands = commands
+        self._told: Counter[str] = Counter()  # by the runtime, for each link
+        self._validation: Counter[str] = Counter()
+        self._last = self._ports("rx")
+
+    def step(self, record: Mapping[str, Any]) -> dict[str, dict[str, int]]:
+        """What each interface has sent since the step before, for the record of a step."""
+        self._told.update(record["link_bytes"])
+        self._validation.update(record.get("validation_bytes", {}))
+        sent = self._ports("rx")
+        step = {name: sent[name] - self._last[name] for name in sent}
+        self._last = sent
+        return {"nic_bytes": step}
+
+    def write(self, run_dir: Path, faults: list[dict[str, Any]]) -> None:
+        """Writes the lab, the totals of this session and its faults into the run folder."""
+        lab, received = self._commands.lab, self._ports("tx")
+        names = [cluster.name for cluster in lab.topology.clusters]
+        sent, (counted, packets) = self._ports("rx"), self._links()
+        nodes = [
+            {
+                "node": node.name,
+                "cluster": names[node.cluster],
+                "cpu": node.share.quota,
+                "cores": list(node.share.cores),
+                "interfaces": [
+                    {
+                        "name": device,
+                        "address": address,
+                        "rate_bytes_per_s": rate,
+                        "sent_bytes": sent[f"{node.name} {device}"],
+                        "received_bytes": received[f"{node.name} {device}"],
+                    }
+                    for device, address, rate in node.interfaces
+                ],
+            }
+            for node in lab.nodes
+        ]
+        links = [
+            {
+                "from": names[a],
+                "to": names[b],
+                "rate_bytes_per_s": link.rate_bytes_per_s,
+                "latency_s": link.latency_s if self._commands.has_netem else 0.0,
+                "kernel_bytes": counted[a, b],
+                "runtime_bytes": self._told[f"{names[a]} -> {names[b]}"],
+                "parts": self._parts((a, b), link, counted[a, b], packets[a, b]),
+            }
+            for (a, b), link in lab.links.items()
+        ]
+        values = {"scale": lab.scale, "nodes": nodes, "links": links, "faults": faults}
+        (run_dir / FILE).write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+
+    def _ports(self, way: str) -> Counter[str]:
+        """Bytes at the ports of the bridges: what a port receives, its node has sent."""
+        # Not /sys/class/net: that shows the namespace in which it was mounted.
+        table = Path("/proc/net/dev").read_text()
+        column = {"rx": 0, "tx": 8}[way]
+        values = dict(re.findall(r"^\s*(n\d+-\w+):\s*(.*)$", table, re.MULTILINE))
+        return Counter(
+            {
+                f"{node.name} {device}": int(values[port_name(node, device)].split()[column])
+                for node in self._commands.lab.nodes
+                for device, _, _ in node.interfaces
+            }
+        )
+
+    def _parts(
+        self, ends: tuple[int, int], link: LabLink, num_bytes: int, num_packets: int
+    ) -> dict[str, int]:
+        """The purposes that the bytes of a link serve."""
+        a, b = ends
+        clusters = self._commands.lab.topology.clusters
+        name = f"{clusters[a].name} -> {clusters[b].name}"
+        again = 0
+        if math.isfinite(link.capacity_bytes_per_s):
+            through = self._classes(self._commands.switch, f"up{a}")
+            again = num_bytes - through[b][0]
+        parts = {
+            "steps": self._told[name],
+            "validation": self._validation[name],
+            "headers": HEADERS_BYTES * num_packets,
+            "again": again,
+        }
+        return {**parts, "rest": num_bytes - sum(parts.values())}
+
+    def _classes(self, namespace: str, device: str) -> dict[int, tuple[int, int]]:
+        """Bytes and packets for each other cluster that a device has let through."""
+        text = run_line(f"tc -n {namespace} -s class show dev {device}")
+        return {
+            int(minor, 16) - FIRST_LINK: (int(num_bytes), int(num_packets))
+            for minor, num_bytes, num_packets in CLASS.findall(text)
+            if int(minor, 16) >= FIRST_LINK
+        }
+
+    def _links(self) -> tuple[Counter[tuple[int, int]], Counter[tuple[int, int]]]:
+        """Bytes and packets of the classes of all nodes, by the numbers of clusters."""
+        found: Counter[tuple[int, int]] = Counter()
+        packets: Counter[tuple[int, int]] = Counter()
+        for node in self._commands.lab.nodes:
+            own = self._classes(self._commands.namespace(node), "eth0")
+            for cluster, (num_bytes, num_packets) in own.items():
+                found[node.cluster, cluster] += num_bytes
+                packets[node.cluster, cluster] += num_packets
+        return found, packets

@@ -1,0 +1,205 @@
+"""Builds a lab on this machine, starts processes in it, and takes it away again."""
+
+import contextlib
+import ctypes
+import fcntl
+import os
+import secrets
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import IO
+
+from holmesjax.errors import FatalError, HolmesError
+from holmesjax.lab.scaled_topology import SUPERVISOR, Lab
+from holmesjax.lab.shell import CGROUPS, STATE, Commands, Version, tear_down
+from holmesjax.plan.processes import Process
+from launch.launchers.launcher import Children, Events, variables_here
+
+PROGRAMS = {"ip": "iproute2", "tc": "iproute2", "taskset": "util-linux", "unshare": "util-linux"}
+CLONE_NEWNET = 0x40000000
+
+
+def cgroup_version() -> Version | None:
+    """What this machine offers for quotas."""
+    if Path(CGROUPS["v2"], "cgroup.controllers").exists():
+        return "v2"
+    return "v1" if Path(CGROUPS["v1"], "cpu.cfs_quota_us").exists() else None
+
+
+def has_netem() -> bool:
+    """Whether the kernel can delay packets; tried in a namespace that ends with the trial."""
+    trial = "tc qdisc add dev lo root netem delay 1ms"
+    words = ["unshare", "--net", *trial.split()]
+    try:
+        return subprocess.run(words, capture_output=True, check=False).returncode == 0
+    except OSError:
+        return False
+
+
+def refuse_without_means() -> None:
+    """Raises HolmesError unless a lab can be built here."""
+    fix = "--dry-run prints every command that would be run, and needs nothing"
+    if os.geteuid() != 0:
+        problem = "building network namespaces and cgroups needs root"
+        raise HolmesError("lab", problem, found=f"user {os.geteuid()}", fix=f"use sudo; {fix}")
+    missing = [name for name in PROGRAMS if shutil.which(name) is None]
+    if missing:
+        packages = " ".join(dict.fromkeys(PROGRAMS[name] for name in missing))
+        problem = f"needs the programs {', '.join(PROGRAMS)}"
+        fix = f"apt-get install {packages}; {fix}"
+        raise HolmesError("lab", problem, found=f"no {', '.join(missing)}", fix=fix)
+    if cgroup_version() is None:
+        problem = "needs cgroups with a CPU quota, version 1 or 2"
+        fix = f"mount -t cgroup2 none {CGROUPS['v2']}; {fix}"
+        raise HolmesError("lab", problem, found=f"none in {CGROUPS['v2']}", fix=fix)
+
+
+def run_line(line: str) -> str:
+    """Its output. Raises FatalError with what it said, if it failed."""
+    # In a session of its own: Ctrl-C is for the lab, which then takes down what is there.
+    done = subprocess.run(
+        ["sh", "-c", line], capture_output=True, text=True, start_new_session=True, check=False
+    )
+    if done.returncode != 0:
+        fix = "see docs/lab.md; `launch lab clean` takes away what a crashed lab has left"
+        raise FatalError(line, f"ended with {done.returncode}", found=done.stderr.strip(), fix=fix)
+    return done.stdout
+
+
+def commands_for(lab: Lab) -> Commands:
+    """With a new name, for the means of this machine."""
+    return Commands(
+        lab=lab,
+        id=secrets.token_hex(2),
+        cgroup_version=cgroup_version() or "v2",
+        has_netem=has_netem(),
+    )
+
+
+@contextlib.contextmanager
+def owned(id: str) -> Iterator[None]:
+    """Holds the lock that says a lab is in use: it ends with this process, however it ends."""
+    folder = Path(STATE, id)
+    folder.mkdir(parents=True)
+    lock = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(lock)
+
+
+@contextlib.contextmanager
+def built(commands: Commands) -> Iterator[None]:
+    """The lab, with this process in its switch namespace; taken away at the end."""
+    home = os.open("/proc/self/ns/net", os.O_RDONLY)
+    with owned(commands.id):
+        try:
+            for line in commands.build():
+                run_line(line)
+            with open(f"/var/run/netns/{commands.switch}") as switch:
+                _enter_network(switch.fileno())
+            yield
+        finally:
+            with _undisturbed():
+                _enter_network(home)
+                os.close(home)
+                _take_away(commands.id, commands.cgroup_version)
+
+
+@contextlib.contextmanager
+def _undisturbed() -> Iterator[None]:
+    """Without signals: whoever presses Ctrl-C twice would leave half of the lab behind."""
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    old = {number: signal.signal(number, signal.SIG_IGN) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in old.items():
+            signal.signal(number, handler)
+
+
+def clean() -> list[str]:
+    """Takes away every lab whose process is gone; their names."""
+    version = cgroup_version()
+    assert version is not None, "a lab needs cgroups"
+    cleaned = []
+    for folder in sorted(Path(STATE).glob("*")):
+        lock = os.open(folder, os.O_RDONLY)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:  # it is in use
+            continue
+        else:
+            _take_away(folder.name, version)
+            cleaned.append(folder.name)
+        finally:
+            os.close(lock)
+    return cleaned
+
+
+def _take_away(id: str, version: Version) -> None:
+    for line in tear_down(id, version):
+        run_line(line)
+
+
+def _enter_network(fd: int) -> None:
+    """Moves this thread, and what it starts from now on, into a network namespace."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.setns(fd, CLONE_NEWNET) != 0:
+        raise OSError(ctypes.get_errno(), "cannot enter the network namespace")
+
+
+def run_on(
+    commands: Commands,
+    name: str,
+    words: Sequence[str],
+    env: Mapping[str, str],
+    log: IO[str] | None = None,
+) -> int:
+    """Runs a verb of `launch` on a node of a lab that is built; its exit status.
+
+    Args:
+      name: of the node.
+      words: the verb, and what it is told.
+      env: variables, on top of this process's.
+      log: takes what it prints; else that goes where this process prints.
+    """
+    [node] = [node for node in commands.lab.nodes if node.name == name]
+    argv = commands.enter(node, [sys.executable, "-m", "launch", *words])
+    own = {**os.environ, **env}
+    return subprocess.run(argv, env=own, stdout=log, check=False).returncode
+
+
+class LabLauncher:
+    """Starts each process on its node of a lab that is built."""
+
+    address = SUPERVISOR
+    port = 0
+    sees_exits = True
+    files_each = 1
+    module = "launch"  # that a process runs, with its verb
+
+    def __init__(self, commands: Commands):
+        self._commands = commands
+        self._nodes = {node.name: node for node in commands.lab.nodes}
+        self._children = Children()
+
+    def start(
+        self,
+        process: Process,
+        command: Sequence[str],
+        env: Mapping[str, str],
+        events: Events,
+    ) -> None:
+        node = self._nodes[process.node]
+        own = {**os.environ, **env, **variables_here(node.addresses)}
+        argv = self._commands.enter(node, [sys.executable, "-m", self.module, *command])
+        self._children.start(process.number, argv, own, events)
+
+    def end(self) -> None:
+        self._children.end()

@@ -1,0 +1,152 @@
+"""Agents on all nodes of a topology, as the launcher's end sees them."""
+
+import queue
+import threading
+import time
+from collections import defaultdict, deque
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from holmesjax.distributed.controller import Event
+from holmesjax.errors import PeerError
+from holmesjax.plan.processes import Process, node_processes
+from holmesjax.topology.machines import Topology
+from holmesjax.transport import connections
+from holmesjax.transport.admission import Door
+from holmesjax.transport.connections import Connection, Message
+from launch.launchers.launcher import Launcher
+
+KEY = "agents.key"
+LAST_LINES = 3
+START_S = 20.0  # for the agents to come: SSH, Python
+ANSWER_S = 180.0  # for the longest answer: measurements over a slow link
+Question = tuple[str, dict[str, Any]]  # what, and its arguments
+
+
+class Agents:
+    """One agent a node; a context manager.
+
+    Args:
+      topology: whose nodes.
+      launcher: starts them.
+      folder: that the nodes share, for the key.
+    """
+
+    def __init__(self, topology: Topology, launcher: Launcher, folder: Path):
+        self._launcher = launcher
+        self._processes = {p.node: p for p in node_processes(topology)}
+        self._node_of = {p.number: p.node for p in self._processes.values()}
+        self._connections: dict[str, Connection] = {}
+        self._lines: dict[int, deque[str]] = defaultdict(lambda: deque(maxlen=LAST_LINES))
+        self._ended: dict[int, str] = {}
+        self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
+        self._changed = threading.Condition()
+        self._key_file = folder / KEY
+        key = connections.make_key_file(self._key_file)
+        connections.raise_open_files(len(self._processes) * (1 + launcher.files_each))
+        sock = connections.listen(launcher.address, launcher.port)
+        address = "{}:{}".format(*connections.address_of(sock))
+        self._door = Door(
+            sock,
+            key=key,
+            hello={},
+            check=self._check,
+            enter=self._enter,
+            expected=len(self._processes),
+        )
+        env = {"HOLMES_CONTROLLER": address, "HOLMES_KEY_FILE": str(self._key_file.absolute())}
+        try:
+            for process in self._processes.values():
+                own = {**env, "HOLMES_PROCESS": str(process.number)}
+                launcher.start(process, ["agent"], own, self._events)
+            self._wait()
+        except BaseException:
+            self.__exit__()
+            raise
+
+    def __enter__(self) -> "Agents":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for connection in self._connections.values():
+            connection.close()  # an agent ends with it
+        self._launcher.end()
+        self._door.close()
+        self._key_file.unlink(missing_ok=True)
+
+    @property
+    def nodes(self) -> list[str]:
+        """Those that answer, in the order of the topology."""
+        return [node for node in self._processes if node in self._connections]
+
+    @property
+    def missing(self) -> dict[str, str]:
+        """The nodes that do not, and why."""
+        return {
+            node: self._why(process)
+            for node, process in self._processes.items()
+            if node not in self._connections
+        }
+
+    def ask(self, node: str, what: str, **arguments: Any) -> Message:
+        """Its answer. Raises PeerError if it is gone."""
+        connection = self._connections[node]
+        try:
+            connection.send({"what": what, **arguments})
+            return connection.receive()
+        except OSError as error:
+            problem = f"was lost while it was asked to {what}"
+            fix = "see that it is up, and its network"
+            raise PeerError(f"node {node}", problem, found=error, fix=fix) from None
+
+    def ask_all(self, questions: Mapping[str, Question]) -> dict[str, Message]:
+        """The answers of several nodes, asked at once."""
+        with ThreadPoolExecutor(max(len(questions), 1)) as pool:
+            answers = pool.map(
+                lambda node: self.ask(node, questions[node][0], **questions[node][1]), questions
+            )
+            return dict(zip(questions, answers, strict=True))
+
+    def _check(self, hello: Message) -> str | None:
+        node = self._node_of.get(hello["process"])
+        is_wanted = node is not None and node not in self._connections
+        return None if is_wanted else "no such agent, or it is here already"
+
+    def _enter(self, connection: Connection) -> None:
+        node = self._node_of[connection.hello["process"]]
+        connection.sock.settimeout(ANSWER_S)
+        with self._changed:
+            if node in self._connections:  # two agents of one node have come at once
+                connection.close()
+                return
+            self._connections[node] = connection
+            self._changed.notify_all()
+
+    def _wait(self) -> None:
+        """Until every agent has come or has ended."""
+        deadline_s = time.monotonic() + START_S
+        while time.monotonic() < deadline_s:
+            self._hear()
+            with self._changed:
+                gone = {p.node for p in self._processes.values() if p.number in self._ended}
+                if self._processes.keys() <= self._connections.keys() | gone:
+                    return
+                self._changed.wait(0.1)
+        self._hear()
+
+    def _hear(self) -> None:
+        while not self._events.empty():
+            event = self._events.get()
+            if event.kind == "output":
+                self._lines[event.process].append(event.message["line"])
+            elif event.kind == "exit":
+                self._ended[event.process] = f"ended with status {event.message['status']}"
+            elif event.kind == "failed":
+                told = event.message
+                self._ended[event.process] = f"{told['where']}: {told['problem']} ({told['found']})"
+
+    def _why(self, process: Process) -> str:
+        lines = [line.strip() for line in self._lines[process.number] if line.strip()]
+        return "; ".join([self._ended.get(process.number, "did not come in time"), *lines])

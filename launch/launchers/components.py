@@ -1,0 +1,97 @@
+"""What schedulers give together: equal processes of one cluster, as a component of the job.
+
+A cluster of equal nodes is one component. A scheduler numbers the processes of each from 0;
+HOLMES_PROCESSES lists their numbers in the job, in that order.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from holmesjax import schema, yaml_files
+from holmesjax.errors import ConfigError, HolmesError, Mistakes
+from holmesjax.job import Job
+from holmesjax.plan.processes import Process, make_processes
+from holmesjax.topology.machines import Topology
+from holmesjax.yaml_files import Document
+
+Options = TypeVar("Options")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Component:
+    """Equal processes on nodes of one cluster."""
+
+    name: str  # of the cluster; with a number where it has several
+    cluster: str
+    processes: tuple[Process, ...]  # node by node
+    num_nodes: int
+    num_gpus: int  # of each process; 0: it computes on CPUs
+
+    @property
+    def per_node(self) -> int:
+        """Processes on each node."""
+        return len(self.processes) // self.num_nodes
+
+    @property
+    def numbers(self) -> str:
+        """For HOLMES_PROCESSES."""
+        return ",".join(str(process.number) for process in self.processes)
+
+
+def make_components(job: Job) -> tuple[Component, ...]:
+    """In the order of the topology."""
+    topology = job.topology
+    processes = make_processes(job.plan, topology, job.config.distributed.processes)
+    groups: dict[tuple[str, str, int, int], list[Process]] = {}
+    for process in sorted(processes, key=lambda p: p.devices):
+        kind = "cpu" if job.config.run.rehearse else topology.node(process.node).device.name
+        size = len(process.devices)
+        on_node = [p for p in processes if p.node == process.node and len(p.devices) == size]
+        groups.setdefault((process.cluster, kind, size, len(on_node)), []).append(process)
+    components: list[Component] = []
+    for (cluster, kind, size, _), members in groups.items():
+        number = sum(component.cluster == cluster for component in components)
+        components.append(
+            Component(
+                name=f"{cluster}-{number}" if number else cluster,
+                cluster=cluster,
+                processes=tuple(members),
+                num_nodes=len({process.node for process in members}),
+                num_gpus=0 if kind == "cpu" else size,
+            )
+        )
+    return tuple(components)
+
+
+def read_options(
+    cls: type[Options],
+    path: str | Path,
+    topology: Topology,
+    check: Callable[[Document, Any], Iterator[HolmesError]],
+) -> Options:
+    """The options file of a scheduler. Raises Mistakes with all that is wrong with it.
+
+    Args:
+      cls: its keys; `clusters` says something of each cluster by its name.
+      check: finds what else is wrong with it.
+    """
+    document = yaml_files.read(path, ConfigError)
+    file, mistakes = schema.read(cls, document)
+    mistakes += schema.findings(_unknown_clusters, document, file, topology)
+    mistakes += schema.findings(check, document, file)
+    if mistakes:
+        raise Mistakes(mistakes)
+    options: Options = schema.build(file)
+    return options
+
+
+def _unknown_clusters(document: Document, file: Any, topology: Topology) -> Iterator[HolmesError]:
+    names = [cluster.name for cluster in topology.clusters]
+    for i, cluster in enumerate(file.clusters):
+        if cluster.name not in names:
+            problem = f"no such cluster in the topology {topology.name}"
+            fix = schema.near(cluster.name, names)
+            keys = ("clusters", i, "name")
+            yield document.mistake(keys, problem, found=cluster.name, fix=fix)

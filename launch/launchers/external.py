@@ -1,0 +1,50 @@
+"""Waits for processes that somebody else starts: a scheduler, or a person on each node."""
+
+import shlex
+from collections.abc import Mapping, Sequence
+
+from holmesjax.errors import ConfigError
+from holmesjax.plan.processes import Process
+from launch.launchers.launcher import Events, parse_listen
+
+# Not the same for each process, or each start of the job: whoever sets it once leaves them out.
+OF_A_START = ("HOLMES_PROCESS", "HOLMES_RESTART", "HOLMES_KEY_DIGEST")
+
+
+class ExternalLauncher:
+    """The launcher `external`: `--listen HOST:PORT` is where the processes find the controller.
+
+    Raises ConfigError if `listen` is not an address and a port.
+    """
+
+    sees_exits = False
+    files_each = 0
+
+    def __init__(self, listen: str | None):
+        self.address, self.port = parse_listen(listen) if listen else ("", 0)
+        if not self.port:
+            raise ConfigError(
+                "--listen",
+                "the launcher `external` needs an address of this machine and a port",
+                found=listen or "nothing",
+                fix="write --listen 10.0.0.1:7000, with an address that all nodes reach",
+            )
+
+    def start(
+        self,
+        process: Process,
+        command: Sequence[str],
+        env: Mapping[str, str],
+        events: Events,
+    ) -> None:
+        if process.number == 0:
+            variables = [name for name in env if name not in OF_A_START]
+            print("waiting for the processes; start each on its node with these set:")
+            print(*(f"  {name}={shlex.quote(env[name])}" for name in variables), sep="\n")
+            print("  HOLMES_PROCESS=<number>        # or let Slurm, Open MPI or Kubernetes say it")
+            print("  # where `python -m launch nics` finds the wrong addresses of a node:")
+            print("""  HOLMES_ADDRESSES='{"<fabric>": ["<its address there>"]}'""")
+            print(f"  python -m launch {shlex.join(command)}", flush=True)
+
+    def end(self) -> None:
+        """Nothing: processes end by themselves when the controller has gone."""

@@ -1,0 +1,231 @@
+"""The hosts file: how each node of a topology is reached over SSH.
+
+defaults: {folder: /home/me/HolmesJAX, python: .venv/bin/python}
+hosts:
+  - {node: ib-0, ssh: me@10.0.0.4, addresses: {infiniband: [10.1.0.4], ethernet: [10.0.0.4]}}
+  - {node: roce-0, ssh: me@gateway.example.com, port: 2222}
+"""
+
+import dataclasses
+import ipaddress
+import os
+import re
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import Field
+
+from holmesjax import schema, yaml_files
+from holmesjax.errors import ConfigError, HolmesError, Mistakes
+from holmesjax.topology.machines import Topology
+from holmesjax.yaml_files import Document, Keys
+
+Name = Annotated[str, Field(min_length=1, strict=True)]
+Port = Annotated[int, Field(ge=1, le=65535, strict=True)]
+VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AddressesEntry:
+    """IPv4 addresses of a node's NICs, by fabric."""
+
+    local: tuple[Name, ...] = ()
+    infiniband: tuple[Name, ...] = ()
+    roce: tuple[Name, ...] = ()
+    ethernet: tuple[Name, ...] = ()
+
+
+FABRICS = [field.name for field in dataclasses.fields(AddressesEntry)]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ReachEntry:
+    """What is the same on many hosts; what is left out is as on this machine, or up to `ssh`."""
+
+    port: Port | None = None
+    identity_file: Name | None = None  # a private key on this machine
+    ssh_options: tuple[Name, ...] = ()  # "ProxyJump=gateway", as for `ssh -o`
+    folder: Name | None = None  # the checkout on the host; None: this process's current folder
+    python: Name | None = None  # in it, or absolute, or found in PATH; None: this process's
+    env: dict[str, str] = field(default_factory=dict)  # more variables
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HostEntry(ReachEntry):
+    """One node."""
+
+    node: Name  # its name in the topology
+    ssh: Name | None = None  # HOST or USER@HOST, as for `ssh`; None: the name of the node
+    addresses: AddressesEntry = AddressesEntry()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HostsEntry:
+    """The file."""
+
+    hosts: tuple[HostEntry, ...]
+    defaults: ReachEntry = ReachEntry()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Host:
+    """How a node is reached, with nothing left out but what is left to `ssh`."""
+
+    destination: str
+    port: int | None
+    identity_file: str | None
+    ssh_options: tuple[str, ...]
+    folder: str
+    python: str
+    env: dict[str, str]
+    addresses: dict[str, list[str]]  # by fabric; empty: the process finds them itself
+
+
+def read(path: str | Path, topology: Topology) -> dict[str, Host]:
+    """The hosts of all nodes, by their names. Raises `Mistakes` with all that is wrong."""
+    document = yaml_files.read(path, ConfigError)
+    file, mistakes = schema.read(HostsEntry, document)
+    for check in (_nodes_match, _destinations_differ, _addresses_differ, _defaults_make_sense):
+        mistakes += schema.findings(check, document, file, topology)
+    for i, host in enumerate(_known_hosts(file)):
+        keys = ("hosts", i)
+        mistakes += schema.findings(_destination_makes_sense, document, keys, host)
+        mistakes += schema.findings(_addresses_suffice, document, keys, host, topology)
+        mistakes += schema.findings(_reach_makes_sense, document, keys, host)
+    if mistakes:
+        raise Mistakes(mistakes)
+    entry: HostsEntry = schema.build(file)
+    return {host.node: _filled(host, entry.defaults) for host in entry.hosts}
+
+
+def _filled(host: HostEntry, defaults: ReachEntry) -> Host:
+    def of(name: str) -> Any:
+        own = getattr(host, name)
+        return getattr(defaults, name) if own is None else own
+
+    addresses = {fabric: getattr(host.addresses, fabric) for fabric in FABRICS}
+    identity_file = of("identity_file")
+    return Host(
+        destination=host.ssh or host.node,
+        port=of("port"),
+        identity_file=identity_file and os.path.expanduser(identity_file),
+        ssh_options=(*host.ssh_options, *defaults.ssh_options),  # for `ssh` the first one counts
+        folder=of("folder") or os.getcwd(),
+        python=of("python") or sys.executable,
+        env={**defaults.env, **host.env},
+        addresses={fabric: list(found) for fabric, found in addresses.items() if found},
+    )
+
+
+# What must hold in a file, beyond the type of each value. A check reads `schema.Known` entries, so
+# that it can run on a file with other mistakes.
+
+
+def _known_hosts(file: Any) -> tuple[Any, ...]:
+    return schema.known_values(file).get("hosts", ())
+
+
+def _nodes_match(document: Document, file: HostsEntry, topology: Topology) -> Iterator[HolmesError]:
+    names = [node.name for node in topology.nodes]
+    seen: set[str] = set()
+    for i, host in enumerate(file.hosts):
+        keys = ("hosts", i, "node")
+        if host.node not in names:
+            problem = f"no such node in the topology {topology.name}"
+            fix = schema.near(host.node, names)
+            yield document.mistake(keys, problem, found=host.node, fix=fix)
+        elif host.node in seen:
+            fix = "remove one of the two"
+            yield document.mistake(keys, "is described twice", found=host.node, fix=fix)
+        seen.add(host.node)
+    if missing := [name for name in names if name not in seen]:
+        problem = f"lacks nodes of the topology {topology.name}"
+        fix = f"add `- {{node: {missing[0]}, ssh: <how it is reached>}}`"
+        yield document.mistake(("hosts",), problem, found=f"no {', '.join(missing)}", fix=fix)
+
+
+def _destinations_differ(
+    document: Document, file: HostsEntry, _: Topology
+) -> Iterator[HolmesError]:
+    seen: dict[tuple[str, int | None], str] = {}
+    for i, host in enumerate(file.hosts):
+        reached = (host.ssh or host.node, host.port or file.defaults.port)
+        if seen.setdefault(reached, host.node) != host.node:
+            keys, found = ("hosts", i, "ssh"), f"{reached[0]}, as {seen[reached]}"
+            fix = "a node is a host of its own: correct one of the two"
+            yield document.mistake(keys, "is reached as another node is", found=found, fix=fix)
+
+
+def _addresses_differ(document: Document, file: HostsEntry, _: Topology) -> Iterator[HolmesError]:
+    seen: dict[str, str] = {}
+    for i, host in enumerate(file.hosts):
+        for fabric in FABRICS:
+            for j, address in enumerate(getattr(host.addresses, fabric)):
+                keys = ("hosts", i, "addresses", fabric, j)
+                if not _is_ipv4(address):
+                    fix = "write an address such as 10.0.0.4"
+                    yield document.mistake(keys, "is no IPv4 address", found=address, fix=fix)
+                elif seen.setdefault(address, host.node) != host.node:
+                    found = f"{address}, as {seen[address]}"
+                    fix = "correct one of the two"
+                    problem = "is the address of another node"
+                    yield document.mistake(keys, problem, found=found, fix=fix)
+
+
+def _is_ipv4(text: str) -> bool:
+    try:
+        return not ipaddress.IPv4Address(text).is_unspecified
+    except ValueError:
+        return False
+
+
+def _destination_makes_sense(
+    document: Document, keys: Keys, host: HostEntry
+) -> Iterator[HolmesError]:
+    destination = host.ssh or host.node
+    if destination.startswith("-") or len(destination.split()) != 1:
+        fix = "write HOST or USER@HOST, and the rest in port, identity_file and ssh_options"
+        problem = "is nothing that ssh can connect to"
+        yield document.mistake((*keys, "ssh"), problem, found=destination, fix=fix)
+
+
+def _addresses_suffice(
+    document: Document, keys: Keys, host: HostEntry, topology: Topology
+) -> Iterator[HolmesError]:
+    """Whoever names some addresses names one on each fabric that the node's traffic takes."""
+    given = {fabric for fabric in FABRICS if getattr(host.addresses, fabric)}
+    if given and host.node in [node.name for node in topology.nodes]:
+        cluster = topology.cluster_of(host.node)
+        links = [link for ends, link in topology.links.items() if cluster.name in ends]
+        needed = {cluster.fabric, *(link.fabric for link in links)} - {"local"}
+        if missing := sorted(needed - given):
+            problem = f"lacks a fabric that {host.node} sends over"
+            found = f"only {', '.join(sorted(given))}"
+            fix = f"add {missing[0]}: [<its address there>], or leave all addresses out"
+            yield document.mistake((*keys, "addresses"), problem, found=found, fix=fix)
+
+
+def _defaults_make_sense(
+    document: Document, file: HostsEntry, _: Topology
+) -> Iterator[HolmesError]:
+    yield from schema.findings(_reach_makes_sense, document, ("defaults",), file.defaults)
+
+
+def _reach_makes_sense(document: Document, keys: Keys, reach: ReachEntry) -> Iterator[HolmesError]:
+    for i, option in enumerate(reach.ssh_options):
+        if not re.match(r"[A-Za-z]+=.", option):
+            fix = "write it as ProxyJump=gateway.example.com"
+            place = (*keys, "ssh_options", i)
+            yield document.mistake(place, "is no option of ssh", found=option, fix=fix)
+    for name in reach.env:
+        if not VARIABLE.fullmatch(name) or name.startswith("HOLMES_"):
+            fix = "use letters, digits and _; what begins with HOLMES_ is set by the launcher"
+            problem = "cannot be the name of a variable"
+            yield document.mistake((*keys, "env", name), problem, found=name, fix=fix)
+    if reach.identity_file and not Path(reach.identity_file).expanduser().is_file():
+        fix = "name the file of a private key on this machine"
+        place = (*keys, "identity_file")
+        yield document.mistake(place, "no such file", found=reach.identity_file, fix=fix)

@@ -1,0 +1,245 @@
+"""What every launcher offers the supervisor, and the child processes that most of them have."""
+
+import contextlib
+import io
+import ipaddress
+import json
+import os
+import signal
+import socket
+import subprocess
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
+
+from holmesjax.distributed.controller import Event
+from holmesjax.errors import REQUEUE, ConfigError
+from holmesjax.plan.processes import Process
+
+KILLED_S = 5.0  # for what was killed to be gone; what hangs in the kernel is left to it
+
+
+class Events(Protocol):
+    """Where events go: the supervisor's queue, or what translates them for it."""
+
+    def put(self, event: Event) -> None: ...
+
+
+class Launcher(Protocol):
+    """Starts processes on the nodes of a topology."""
+
+    @property
+    def address(self) -> str:
+        """Of this machine, where all processes can reach it."""
+
+    @property
+    def port(self) -> int:
+        """On which the controller listens; 0: any."""
+
+    @property
+    def sees_exits(self) -> bool:
+        """Whether the end of a process is an event."""
+
+    @property
+    def files_each(self) -> int:
+        """Descriptors of this process that each one costs, besides its connection."""
+
+    def start(
+        self,
+        process: Process,
+        command: Sequence[str],
+        env: Mapping[str, str],
+        events: Events,
+    ) -> None:
+        """Starts `python -m launch <command>` on a node, with variables besides those it has.
+
+        From now on its `output` and its `exit` are events.
+        """
+
+    def end(self) -> None:
+        """Ends every process that still runs, at once, and waits for it."""
+
+
+def parse_listen(listen: str) -> tuple[str, int]:
+    """The address and the port of `--listen HOST[:PORT]`; port 0, any, where there is none.
+
+    >>> parse_listen("10.0.0.1:7000"), parse_listen("10.0.0.1")
+    (('10.0.0.1', 7000), ('10.0.0.1', 0))
+    """
+    address, colon, port = listen.partition(":")
+    number = int(port) if port.isdecimal() else 0
+    if address in ("", "0.0.0.0") or (colon and not 0 < number < 65536):
+        problem = "must be one address of this machine that all nodes reach, and may have a port"
+        fix = "write --listen 10.0.0.1:7000, say"
+        raise ConfigError("--listen", problem, found=listen, fix=fix)
+    return address, number
+
+
+def own_address(hosts: Mapping[str, str]) -> str:
+    """The address of this machine on its routes to other hosts: node -> name or address.
+
+    Raises ConfigError where a host is not known, or the routes start at different addresses.
+    """
+    sources: dict[str, str] = {}  # address of this machine -> a host that it leads to
+    for node, host in hosts.items():
+        try:
+            with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+                probe.connect((host, 9))  # sends nothing: only finds the route
+                sources.setdefault(probe.getsockname()[0], host)
+        except OSError as error:
+            fix = "correct its name, or the DNS; --listen HOST spares the question"
+            problem = f"no way to the host {host} is known here"
+            raise ConfigError(f"node {node}", problem, found=error, fix=fix) from None
+    # Others do not reach this machine where it reaches itself.
+    outside = [source for source in sources if not ipaddress.ip_address(source).is_loopback]
+    if len(outside) > 1:
+        found = "; ".join(f"{source} to {sources[source]}" for source in outside)
+        problem = "this machine reaches the hosts from several addresses"
+        fix = "choose one that all nodes reach"
+        raise ConfigError("--listen", problem, found=found, fix=fix)
+    return next(iter(outside or sources))
+
+
+def leaving(number: int) -> int:
+    """The exit status of a run that ends at once because of a signal: whoever starts it again does.
+
+    Ctrl-C is a person's.
+    """
+    return 128 + number if number == signal.SIGINT else REQUEUE
+
+
+def visible_devices(process: Process, env: Mapping[str, str]) -> dict[str, str]:
+    """Each process sees its own GPUs only, or it would take memory on all of them.
+
+    >>> own = Process(number=1, name="a/n", cluster="a", node="n", stage=1, rank=0, devices=(2, 3),
+    ...               local_devices=(2, 3))
+    >>> visible_devices(own, {}), visible_devices(own, {"CUDA_VISIBLE_DEVICES": "4,5,6,7"})
+    ({'CUDA_VISIBLE_DEVICES': '2,3'}, {'CUDA_VISIBLE_DEVICES': '6,7'})
+    """
+    visible = env.get("CUDA_VISIBLE_DEVICES")
+    names = visible.split(",") if visible else []
+    of = lambda i: names[i] if i < len(names) else str(i)
+    return {"CUDA_VISIBLE_DEVICES": ",".join(map(of, process.local_devices))}
+
+
+def variables_here(addresses: Mapping[str, Sequence[str]]) -> dict[str, str]:
+    """Of a process on this machine, which ends with this one; its addresses by fabric."""
+    return {
+        "HOLMES_ADDRESSES": json.dumps(addresses),
+        "HOLMES_PARENT": str(os.getpid()),
+        "PYTHONUNBUFFERED": "1",
+    }
+
+
+class Children:
+    """Child processes whose output and end are events."""
+
+    def __init__(self) -> None:
+        self._children: list[_Child] = []
+
+    @property
+    def pids(self) -> list[int]:
+        """Of the processes that were started, in that order."""
+        return [child.process.pid for child in self._children]
+
+    def start(
+        self,
+        number: int,
+        argv: Sequence[str],
+        env: Mapping[str, str],
+        events: Events,
+        *,
+        stdin: str = "",
+    ) -> None:
+        """Starts process `number` of the job; `env` is all of its environment.
+
+        It can read `stdin`, and then nothing more until `end`, or until this process is gone.
+        """
+        # One descriptor here for both directions: a job has thousands of processes.
+        here, there = socket.socketpair()
+        with contextlib.ExitStack() as failed, there:
+            failed.enter_context(here)
+            process = subprocess.Popen(
+                argv,
+                env=env,
+                stdin=there.fileno(),
+                stdout=there.fileno(),
+                stderr=subprocess.STDOUT,
+                start_new_session=True,  # Ctrl-C is for the supervisor, which asks all to stop
+            )
+            failed.pop_all()
+        with contextlib.suppress(OSError):  # its exit says more
+            here.sendall(stdin.encode())
+        reader = threading.Thread(target=_read, args=(process, here, number, events), daemon=True)
+        reader.start()
+        self._children.append(_Child(process, here, reader))
+
+    def end(self, *, ask: int = 0, patience_s: float = 0.0) -> None:
+        """Kills all that do not end by themselves in time, and what they have started.
+
+        Args:
+          ask: a signal to send first; none for 0. What they read ends in any case.
+          patience_s: how long they may take then.
+        """
+        children, self._children = self._children, []
+        deadline_s = time.monotonic() + patience_s
+        for child in children:
+            with contextlib.suppress(OSError):  # it has ended
+                child.sock.shutdown(socket.SHUT_WR)
+            child.process.send_signal(ask)
+        for child in children:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                child.process.wait(max(deadline_s - time.monotonic(), 0.0))
+            # Otherwise it has done that, and the number may be another's.
+            if child.reader.is_alive():
+                _kill_group(child.process)
+        deadline_s = time.monotonic() + KILLED_S
+        for child in children:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                child.process.wait(max(deadline_s - time.monotonic(), 0.0))
+            child.reader.join(max(deadline_s - time.monotonic(), 0.0))
+
+
+class _Child(NamedTuple):
+    """A child process."""
+
+    process: subprocess.Popen[bytes]
+    sock: socket.socket  # its stdin and its output
+    reader: threading.Thread
+
+
+class _Output(io.RawIOBase):
+    """The bytes that a child writes; one that leaves its stdin unread ends like any other."""
+
+    def __init__(self, sock: socket.socket):
+        self._sock = sock
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        try:
+            return self._sock.recv_into(buffer)
+        except ConnectionResetError:
+            return 0
+
+
+def _read(
+    process: subprocess.Popen[bytes], sock: socket.socket, number: int, events: Events
+) -> None:
+    with sock, io.TextIOWrapper(io.BufferedReader(_Output(sock)), errors="replace") as output:
+        for line in output:
+            events.put(Event(number, "output", {"line": line.rstrip("\n")}))
+    status = process.wait()
+    _kill_group(process)
+    events.put(Event(number, "exit", {"status": status}))
+
+
+def _kill_group(child: subprocess.Popen[bytes]) -> None:
+    """Kills a child and what it has started, unless that has a session of its own.
+
+    JAX may keep SIGTERM from ending it, and a stopped one ignores it.
+    """
+    with contextlib.suppress(ProcessLookupError, PermissionError):  # macOS: of a group of zombies
+        os.killpg(child.pid, signal.SIGKILL)

@@ -1,0 +1,321 @@
+"""Runs a job under Slurm: a heterogeneous job, with one component for each cluster.
+
+Outside of an allocation the launcher writes the file for `sbatch`. What that file starts is this
+launcher again, on the first node: there it starts the processes with `srun`, one step for each
+component, in which SLURM_PROCID says which of the component's processes each is.
+"""
+
+import re
+import shlex
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import Field
+
+from holmesjax.checkpoints import resume
+from holmesjax.distributed.controller import Event
+from holmesjax.errors import REQUEUE, ConfigError, HolmesError
+from holmesjax.job import Job
+from holmesjax.lease import Lease
+from holmesjax.plan.processes import Process
+from holmesjax.yaml_files import Document, Keys
+from launch.launchers.components import Component, make_components, read_options
+from launch.launchers.launcher import Children, Events, own_address, parse_listen
+
+SCRIPT = "job.sbatch"
+END_S = 10.0  # for srun to see that its tasks are gone
+Name = Annotated[str, Field(min_length=1, strict=True)]
+
+
+# ---- the file for sbatch -------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ClusterEntry:
+    """What a cluster's component needs besides nodes and GPUs."""
+
+    name: Name
+    sbatch: tuple[Name, ...] = ()  # "--partition=hopper"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OptionsEntry:
+    """The options file."""
+
+    time: Name | None = None  # the limit, "2-00:00:00"; None: that of the partition
+    stop_before_s: Annotated[int, Field(ge=1, le=65535, strict=True)] = 120  # to save in, before it
+    sbatch: tuple[Name, ...] = ()  # for all clusters: "--account=me"
+    setup: tuple[Name, ...] = ()  # lines of bash before the job: "module load cuda"
+    python: Name | None = None  # on the nodes; None: this process's
+    clusters: tuple[ClusterEntry, ...] = ()
+
+
+def write(
+    job: Job,
+    options_file: str | None,
+    *,
+    listen: str | None,
+    max_restarts: int | None,
+    submit: bool,
+    allow: Sequence[str] = (),
+) -> int:
+    """Writes the file into the run folder; submits it, or says how to.
+
+    What `allow` permits is kept in the run folder, not in the file, which starts more than once.
+
+    Raises Mistakes for the options, HolmesError where sbatch refuses the file, or as `resume.find`.
+    """
+    options = (
+        read_options(OptionsEntry, options_file, job.topology, _options_are_options)
+        if options_file
+        else OptionsEntry()
+    )
+    if listen:
+        parse_listen(listen)
+    print(*job.describe(), sep="\n", flush=True)
+    path = job.run_dir.absolute() / SCRIPT
+    with Lease(job.run_dir):  # not while it is submitted: the job wants it
+        start = resume.find(job, allow, lambda text: print(text, flush=True))
+        for line in start.describe():
+            print(line, flush=True)
+        job.save(start.step)
+        path.write_text(script(job, options, listen=listen, max_restarts=max_restarts))
+    print(f"written     {path}", flush=True)
+    if not submit:
+        print(f"submit it:  sbatch {shlex.quote(str(path))}")
+        return 0
+    argv = ["sbatch", str(path)]
+    try:
+        done = subprocess.run(argv, capture_output=True, text=True, check=False)
+    except FileNotFoundError:
+        fix = f"submit it where Slurm is: sbatch {shlex.quote(str(path))}"
+        raise HolmesError("--submit", "needs sbatch", found="not installed", fix=fix) from None
+    if done.returncode:
+        fix = "correct the options file, or submit it on a machine of the Slurm cluster"
+        found = "; ".join(done.stderr.strip().splitlines())
+        raise HolmesError(str(path), "sbatch refuses it", found=found, fix=fix)
+    print(done.stdout.strip())
+    return 0
+
+
+def _options_are_options(document: Document, file: OptionsEntry) -> Iterator[HolmesError]:
+    places: list[tuple[Keys, tuple[str, ...]]] = [(("sbatch",), file.sbatch)]
+    places += [(("clusters", i, "sbatch"), c.sbatch) for i, c in enumerate(file.clusters)]
+    for keys, options in places:
+        for i, option in enumerate(options):
+            if not option.startswith("-") or not option.isprintable():
+                fix = "write it as --partition=hopper"
+                yield document.mistake((*keys, i), "is no option", found=option, fix=fix)
+
+
+def script(job: Job, options: OptionsEntry, *, listen: str | None, max_restarts: int | None) -> str:
+    """The text of the file for sbatch."""
+    run_dir = job.run_dir.absolute()
+    command = [options.python or sys.executable, "-m", "launch", "train", str(run_dir)]
+    command += ["--launcher", "slurm"]
+    command += ["--max-restarts", str(max_restarts)] if max_restarts is not None else []
+    command += ["--listen", listen] if listen else []
+    components = make_components(job)
+    output = str(run_dir / "slurm-%j.out").replace(str(run_dir), str(run_dir).replace("%", "%%"))
+    lines = [
+        "#!/bin/bash",
+        f"# Starts or resumes {run_dir.name}; made for plan {job.plan.hash()}.",
+        _directive(f"--output={output}"),
+        _directive("--open-mode=append"),
+        _directive(f"--chdir={Path.cwd()}"),
+        _directive("--requeue"),
+        _directive(f"--signal=B:TERM@{options.stop_before_s}"),
+    ]
+    for i, component in enumerate(components):
+        lines += ["#SBATCH hetjob"] if i else []
+        lines += [f"# {component.name}", *map(_directive, _request(job, component, options))]
+    body = BODY.format(command=shlex.join(command), requeue=REQUEUE)
+    return "\n".join([*lines, "", HEAD.format(requeue=REQUEUE), *options.setup, body])
+
+
+# The batch shell takes the signals, from before its command begins: one that found no trap would
+# end the shell and leave the command behind. It is asked again to wait when one came. Slurm ends
+# the shell when it puts the job back into the queue.
+# A command that a signal ended before it could catch it has status 143.
+HEAD = """\
+requeue() {{
+    echo "status {requeue}: back into the queue"
+    scontrol requeue "$SLURM_JOB_ID"
+    exit {requeue}
+}}
+trap requeue TERM"""
+BODY = """\
+trap 'signalled=yes; [ "$!" ] || requeue; kill -TERM $!' TERM
+{command} &
+while
+    signalled=
+    wait $!
+    status=$?
+    [ -n "$signalled" ]
+do :; done
+[ $status = {requeue} ] || [ $status = 143 ] && requeue
+exit $status
+"""
+
+
+def _request(job: Job, component: Component, options: OptionsEntry) -> Iterator[str]:
+    """What a component asks of Slurm."""
+    yield f"--job-name={job.run_dir.name}"
+    yield f"--nodes={component.num_nodes}"
+    yield f"--ntasks-per-node={component.per_node}"
+    yield "--exclusive"  # all cores of a node; what the user adds comes later, and counts
+    if component.num_gpus:
+        yield f"--gpus-per-node={component.num_gpus * component.per_node}"
+    if options.time:
+        yield f"--time={options.time}"
+    yield from options.sbatch
+    for cluster in options.clusters:
+        if cluster.name == component.cluster:
+            yield from cluster.sbatch
+
+
+def _directive(option: str) -> str:
+    """A line that sbatch reads; it takes quotes as a shell does."""
+    return f"#SBATCH {shlex.quote(option)}"
+
+
+# ---- inside of an allocation ---------------------------------------------------------------------
+
+
+def is_inside(env: Mapping[str, str]) -> bool:
+    """Whether this process runs in an allocation of Slurm."""
+    return "SLURM_JOB_ID" in env
+
+
+class SlurmLauncher:
+    """The launcher `slurm`, where there is an allocation.
+
+    Raises ConfigError if the allocation is not what the plan needs.
+    """
+
+    sees_exits = True
+    files_each = 0
+
+    def __init__(self, job: Job, env: Mapping[str, str], listen: str | None):
+        self._env = env
+        self._components = make_components(job)
+        self._waiting: dict[str, set[int]] = {}  # component -> processes that are to start
+        self._children = Children()
+        hosts = self._hosts()
+        self.address, self.port = parse_listen(listen) if listen else (own_address(hosts), 0)
+
+    def _hosts(self) -> dict[str, str]:
+        """The hosts of the allocation, by the nodes of the topology that they are."""
+        found: dict[str, str] = {}
+        for g, component in enumerate(self._components):
+            group = f"_HET_GROUP_{g}" if len(self._components) > 1 else ""
+            nodes = list(dict.fromkeys(process.node for process in component.processes))
+            names = self._host_names(self._env.get(f"SLURM_JOB_NODELIST{group}", ""))
+            if len(names) != len(nodes):
+                raise ConfigError(
+                    f"SLURM_JOB_NODELIST{group}",
+                    f"the plan needs {len(nodes)} nodes for {component.name}",
+                    found=f"{len(names)} in job {self._env['SLURM_JOB_ID']}",
+                    fix="outside of an allocation --launcher slurm writes a file for the right one",
+                )
+            found |= zip(nodes, names, strict=True)
+        return found
+
+    def _host_names(self, hostlist: str) -> list[str]:
+        if not hostlist:
+            return []
+        argv = ["scontrol", "show", "hostnames", hostlist]
+        done = subprocess.run(argv, capture_output=True, text=True, check=True)
+        return done.stdout.split()
+
+    def start(
+        self,
+        process: Process,
+        command: Sequence[str],
+        env: Mapping[str, str],
+        events: Events,
+    ) -> None:
+        """Starts the step of the process's component once all of its processes are to start."""
+        [component] = [c for c in self._components if process in c.processes]
+        waiting = self._waiting.setdefault(component.name, set())
+        waiting.add(process.number)
+        if len(waiting) < len(component.processes):
+            return
+        del self._waiting[component.name]
+        own = {**self._env, **env, "HOLMES_PROCESSES": component.numbers, "PYTHONUNBUFFERED": "1"}
+        del own["HOLMES_PROCESS"]
+        argv = [*self._srun(component), sys.executable, "-m", "launch", *command]
+        self._children.start(process.number, argv, own, _Tasks(component, events))
+
+    def _srun(self, component: Component) -> list[str]:
+        group = self._components.index(component)
+        return [
+            "srun",
+            *([f"--het-group={group}"] if len(self._components) > 1 else []),
+            f"--nodes={component.num_nodes}",
+            f"--ntasks={len(component.processes)}",
+            f"--ntasks-per-node={component.per_node}",
+            "--distribution=block",  # node by node, as HOLMES_PROCESSES is
+            *([f"--gpus-per-task={component.num_gpus}"] if component.per_node > 1 else []),
+            "--export=ALL",
+            "--mpi=none",
+            "--input=none",
+            "--label",
+            "--kill-on-bad-exit=0",  # the supervisor ends them, when it has heard why
+        ]
+
+    def end(self) -> None:
+        # On SIGQUIT srun kills its tasks at once.
+        self._children.end(ask=signal.SIGQUIT, patience_s=END_S)
+        self._waiting.clear()
+
+
+LABELLED = re.compile(r" *(\d+): (.*)")
+ENDED = re.compile(r"srun: error: [^ ]+: tasks? ([\d,-]+): (?:Exited with exit code (\d+)|(.*))")
+SIGNALS = {signal.strsignal(number): number for number in signal.valid_signals()}
+
+
+class _Tasks:
+    """Events of the processes of a component, from those of their srun."""
+
+    def __init__(self, component: Component, events: Events):
+        self._numbers = [process.number for process in component.processes]
+        self._events = events
+        self._failed: set[int] = set()  # places in the component
+
+    def put(self, event: Event) -> None:
+        if event.kind == "exit":
+            # Unless it said of a task how that one failed, srun itself failed, or none did.
+            status = 0 if self._failed else event.message["status"]
+            for place in set(range(len(self._numbers))) - self._failed:
+                self._tell(place, "exit", status=status)
+            return
+        line = event.message["line"]
+        if found := LABELLED.fullmatch(line):
+            self._tell(int(found[1]), "output", line=found[2])
+            return
+        self._tell(0, "output", line=line)
+        if found := ENDED.fullmatch(line):
+            name = found[3] and found[3].removesuffix(" (core dumped)")
+            status = -SIGNALS.get(name, signal.SIGKILL) if name else int(found[2])
+            for place in _places(found[1]):
+                self._failed.add(place)
+                self._tell(place, "exit", status=status)
+
+    def _tell(self, place: int, kind: str, **message: object) -> None:
+        self._events.put(Event(self._numbers[place], kind, message))
+
+
+def _places(text: str) -> list[int]:
+    """Of tasks, as srun lists them.
+
+    >>> _places("0,2-4")
+    [0, 2, 3, 4]
+    """
+    ranges = [part.partition("-") for part in text.split(",")]
+    return [i for first, _, last in ranges for i in range(int(first), int(last or first) + 1)]

@@ -1,0 +1,275 @@
+"""Starts the processes of a job over SSH, with the system's own client.
+
+There is one connection for each process. What the host's shell runs, and the variables of the
+process, go in over its stdin, so that nothing of them is on a command line. That stdin stays open:
+when it ends, because the job is over, the launcher was killed or the connection broke, the process
+is killed. Whatever the process prints, and its exit status, come back.
+"""
+
+import json
+import os
+import re
+import shlex
+import subprocess
+from collections import deque
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple
+
+from holmesjax.distributed.controller import Event
+from holmesjax.errors import REQUEUE, ConfigError, HolmesError, Mistakes
+from holmesjax.plan.processes import Process
+from holmesjax.topology.machines import Topology
+from launch.launchers import hosts
+from launch.launchers.hosts import Host
+from launch.launchers.launcher import Children, Events, own_address, parse_listen, visible_devices
+
+OPTIONS = {
+    "BatchMode": "yes",  # never asks for a password
+    "ConnectTimeout": "10",
+    "ServerAliveInterval": "10",
+    "ServerAliveCountMax": "6",
+    "ControlMaster": "no",  # a connection of its own for each process
+    "ControlPath": "none",
+    "RequestTTY": "no",
+    "ForwardX11": "no",
+    "ForwardAgent": "no",
+}
+MAX_AT_ONCE = 16  # ssh clients that are asked for their configuration
+END_S = 5.0  # for a process to be gone when its stdin has ended
+
+# What the shell of a host runs. One compound command, so that the shell has read it whole before
+# it runs: what comes on stdin afterwards is nothing, until the end of it.
+SCRIPT = """{{
+cd {folder} || exit {no_folder}
+[ -f launch/__main__.py ] || exit {no_checkout}
+command -v {python} >/dev/null || exit {no_python}
+{exports}
+export HOLMES_PARENT=$$
+exec 3<&0
+{python} -m launch {command} </dev/null 3<&- &
+process=$!
+( read -r _ <&3; kill -9 $process ) >/dev/null 2>&1 &
+leash=$!
+exec 3<&-
+wait $process 2>/dev/null
+status=$?
+kill $leash 2>/dev/null
+exit $status
+}}
+"""
+NO_FOLDER, NO_CHECKOUT, NO_PYTHON = 121, 122, 123
+SSH_FAILED = 255
+
+
+class Refusal(NamedTuple):
+    """A way in which a process cannot be started, in plain words."""
+
+    problem: str
+    fix: str
+    exit_status: int = HolmesError.exit_status
+
+
+# Of the host's shell, by its exit status.
+REFUSALS = {
+    NO_FOLDER: Refusal("there is no such folder", "set `folder` in the hosts file to the checkout"),
+    NO_CHECKOUT: Refusal(
+        "the folder is no checkout of HolmesJAX", "set `folder` in the hosts file to the checkout"
+    ),
+    NO_PYTHON: Refusal("there is no such python", "set `python` in the hosts file"),
+}
+# Of ssh, by what it prints.
+SSH_REFUSALS = (
+    (
+        re.compile("Could not resolve hostname"),
+        Refusal("no such host is known here", "correct `ssh` in the hosts file, or the DNS"),
+    ),
+    (
+        re.compile("Host key verification failed|REMOTE HOST IDENTIFICATION HAS CHANGED"),
+        Refusal(
+            "its host key is unknown, or is not the one it had",
+            "connect once by hand and compare the key: ssh {destination}",
+        ),
+    ),
+    (
+        re.compile("Permission denied|Too many authentication failures"),
+        Refusal(
+            "it does not let this user in",
+            "see that `ssh -o BatchMode=yes {destination} true` works; set `identity_file`, or "
+            "USER@HOST in `ssh`",
+        ),
+    ),
+    (
+        re.compile("Connection refused|timed out|No route to host|Network is unreachable"),
+        Refusal("it cannot be reached over SSH", "see that it is up, and its `port`", REQUEUE),
+    ),
+    (
+        re.compile("Bad configuration option|command-line: line"),
+        Refusal("ssh does not take its options", "correct `ssh_options` in the hosts file"),
+    ),
+)
+BROKEN = Refusal("its SSH connection broke", "see that it is up", REQUEUE)
+
+
+class SshLauncher:
+    """The launcher `ssh`.
+
+    Args:
+      topology: on whose nodes processes are to be started.
+      hosts_file: how its nodes are reached.
+      listen: HOST or HOST:PORT where the controller listens; None: the address from which this
+        machine reaches the hosts.
+
+    Raises ConfigError or Mistakes.
+    """
+
+    sees_exits = True
+    files_each = 1
+
+    def __init__(self, topology: Topology, hosts_file: str | None, listen: str | None):
+        if hosts_file is None:
+            fix = "write --hosts HOSTS.yaml; docs/launching.md has an example"
+            raise ConfigError("--hosts", "the launcher `ssh` needs it", found="nothing", fix=fix)
+        self._hosts = hosts.read(hosts_file, topology)
+        targets = _targets(self._hosts, hosts_file)
+        self.address, self.port = parse_listen(listen) if listen else (_own_address(targets), 0)
+        self._children = Children()
+
+    def start(
+        self,
+        process: Process,
+        command: Sequence[str],
+        env: Mapping[str, str],
+        events: Events,
+    ) -> None:
+        host = self._hosts[process.node]
+        own = {"PYTHONUNBUFFERED": "1", **visible_devices(process, host.env), **env, **host.env}
+        if host.addresses:
+            own["HOLMES_ADDRESSES"] = json.dumps(host.addresses)
+        script = SCRIPT.format(
+            folder=shlex.quote(host.folder),
+            python=shlex.quote(host.python),
+            exports="\n".join(f"export {name}={shlex.quote(own[name])}" for name in own),
+            command=shlex.join(command),
+            no_folder=NO_FOLDER,
+            no_checkout=NO_CHECKOUT,
+            no_python=NO_PYTHON,
+        )
+        argv = ["ssh", *_arguments(host), "--", host.destination, "/bin/sh"]
+        # ssh's own words are compared with SSH_REFUSALS.
+        client_env = {**os.environ, "LC_ALL": "C"}
+        ears = _Ears(host, events)
+        self._children.start(process.number, argv, client_env, ears, stdin=script)
+
+    def end(self) -> None:
+        self._children.end(patience_s=END_S)
+
+
+def _arguments(host: Host) -> list[str]:
+    """Of ssh, before the destination; of an option given twice it takes the first."""
+    arguments = [f"-o{option}" for option in host.ssh_options]
+    arguments += [f"-o{name}={value}" for name, value in OPTIONS.items()]
+    if host.port is not None:
+        arguments.append(f"-p{host.port}")
+    if host.identity_file is not None:
+        arguments += ["-oIdentitiesOnly=yes", f"-i{host.identity_file}"]
+    return arguments
+
+
+class _Ears:
+    """Events of one ssh client, with its ways to fail put in words."""
+
+    def __init__(self, host: Host, events: Events):
+        self._host, self._events = host, events
+        self._lines: deque[str] = deque(maxlen=20)
+
+    def put(self, event: Event) -> None:
+        if event.kind == "output":
+            self._lines.append(event.message["line"])
+        elif (told := self._told(status := event.message["status"])) is not None:
+            event = Event(event.process, "failed", told)
+        elif status > 128:  # how a shell says that a signal ended its command
+            event = event._replace(message={"status": 128 - status})
+        self._events.put(event)
+
+    def _told(self, status: int) -> dict[str, object] | None:
+        """What a process that gives up would tell, if this one was never started or is cut off."""
+        host = self._host
+        if status in REFUSALS:
+            refusal = REFUSALS[status]
+            found = host.python if status == NO_PYTHON else host.folder
+        elif status == SSH_FAILED:
+            text = "\n".join(self._lines)
+            refusal = next(
+                (refusal for words, refusal in SSH_REFUSALS if words.search(text)), BROKEN
+            )
+            found = self._lines[-1].strip() if self._lines else "not a word"
+        else:
+            return None
+        return {
+            "where": f"ssh {host.destination}",
+            "problem": refusal.problem,
+            "found": found,
+            "fix": refusal.fix.format(destination=host.destination),
+            "exit_status": refusal.exit_status,
+        }
+
+
+# ---- where ssh goes ------------------------------------------------------------------------------
+
+
+class _Target(NamedTuple):
+    """Where ssh connects to for a node."""
+
+    node: str
+    name: str  # of the host
+    port: int
+    is_direct: bool  # not by way of another host
+
+
+def _targets(nodes: Mapping[str, Host], file: str) -> list[_Target]:
+    """As ssh's configuration files have it. Raises Mistakes where two nodes are one host."""
+    with ThreadPoolExecutor(MAX_AT_ONCE) as pool:
+        found = list(pool.map(_target, nodes, nodes.values()))
+    seen: dict[tuple[str, int], str] = {}
+    mistakes = []
+    for target in found:
+        other = seen.setdefault((target.name, target.port), target.node)
+        if target.is_direct and other != target.node:
+            where, problem = f"{file}: {target.node}", f"is the same host as {other}"
+            fix = "a node is a host of its own: correct one of the two"
+            shown = f"{target.name}, port {target.port}"
+            mistakes.append(ConfigError(where, problem, found=shown, fix=fix))
+    if mistakes:
+        raise Mistakes(mistakes)
+    return found
+
+
+def _target(node: str, host: Host) -> _Target:
+    argv = ["ssh", "-G", *_arguments(host), "--", host.destination]
+    try:
+        asked = subprocess.run(argv, capture_output=True, text=True, check=False)
+    except FileNotFoundError:
+        fix = "install it: apt-get install openssh-client, say"
+        problem = "the launcher `ssh` needs the program ssh"
+        raise ConfigError("ssh", problem, found="not installed", fix=fix) from None
+    if asked.returncode:
+        lines = asked.stderr.strip().splitlines() or ["not a word"]
+        fix = "correct ssh_options in the hosts file, or ~/.ssh/config"
+        problem = "ssh does not take its options"
+        raise ConfigError(f"ssh {host.destination}", problem, found=lines[-1], fix=fix)
+    settings = dict(line.split(" ", 1) for line in asked.stdout.splitlines() if " " in line)
+    proxies = [settings.get(name, "none") for name in ("proxyjump", "proxycommand")]
+    return _Target(node, settings["hostname"], int(settings["port"]), proxies == ["none", "none"])
+
+
+def _own_address(targets: Sequence[_Target]) -> str:
+    """Of this machine, for the hosts. Raises ConfigError where only ssh knows the way to one."""
+    for target in targets:
+        if not target.is_direct:
+            problem = (
+                f"{target.name} is reached by way of another host, and the way back is not known"
+            )
+            fix = "write --listen HOST, with an address of this machine that all nodes reach"
+            raise ConfigError("--listen", problem, found="nothing", fix=fix)
+    return own_address({target.node: target.name for target in targets})

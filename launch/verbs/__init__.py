@@ -1,0 +1,1 @@
+"""One module per verb of `python -m launch`: each turns arguments into calls, and prints."""

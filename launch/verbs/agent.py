@@ -1,0 +1,14 @@
+"""`launch agent`: answers the questions of `doctor` and `probe` about its node; they start it."""
+
+import argparse
+import functools
+import os
+
+from holmesjax.hosts import agent, nics
+from holmesjax.hosts.process_environment import Place, die_with
+
+
+def run(args: argparse.Namespace) -> int:
+    die_with(os.environ.get("HOLMES_PARENT"))
+    find_host = functools.cache(nics.discover)
+    return agent.serve(Place.from_environment(os.environ, find_host), find_host, os.environ)

@@ -1,0 +1,192 @@
+"""`launch lab`: runs a command in a topology that is rebuilt in small on this machine."""
+
+import argparse
+import importlib
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from holmesjax import config as configs
+from holmesjax.config import Config
+from holmesjax.errors import ConfigError
+from holmesjax.lab import injected_faults, scaled_topology
+from holmesjax.lab.injected_faults import Fault
+from holmesjax.lab.shell import Commands, tear_down
+from holmesjax.topology import machines
+from holmesjax.topology.machines import Node, Topology
+from launch.lab_machine import namespaces
+from launch.lab_machine.counters import Counters
+from launch.lab_machine.injector import Injector
+
+# One core's rate of products, as NumPy's library does them: the best of five.
+MEASURE = """
+import time, numpy
+a = numpy.ones((1024, 1024), "float32")
+def once():
+    start_s = time.perf_counter()
+    a @ a
+    return time.perf_counter() - start_s
+once()
+print(2 * 1024**3 / min(once() for _ in range(5)))
+"""
+
+
+def run(args: argparse.Namespace) -> int:
+    if args.topology == "clean":
+        return _clean(args)
+    if args.command.verb == "plan":  # it starts no processes on nodes
+        return importlib.import_module(f"launch.{args.command.verb}").run(args.command)
+    if getattr(args.command, "launcher", None) is not None:
+        problem, fix = "the lab starts the processes itself", "leave it out"
+        raise ConfigError("--launcher", problem, found=args.command.launcher, fix=fix)
+    topology, config = _topology(args), None
+    if args.command.verb != "probe":
+        config = args.command.job.config
+    faults = injected_faults.parse_all(args.fault, topology)
+    lab, lines = _make_lab(args, topology, config)
+    commands = namespaces.commands_for(lab)
+    described = scaled_topology.describe(lab, has_netem=commands.has_netem)
+    print(f"lab         {commands.switch}: {len(lab.nodes)} nodes", *described, sep="\n")
+    print(f"  scale     {lines[0]}", *(f"            {line}" for line in lines[1:]), sep="\n")
+    if args.dry_run:
+        print(*_dry_run(commands, faults, args.command), sep="\n")
+        return 0
+    namespaces.refuse_without_means()
+    sys.stdout.flush()
+    return _run_in(commands, args.command, faults)
+
+
+class _Watch:
+    """Tells the injector which step is done, and writes down what the kernel has counted."""
+
+    def __init__(self, counters: Counters, injector: Injector, run_dir: Path):
+        self._counters, self._injector, self._run_dir = counters, injector, run_dir
+
+    def step(self, record: Mapping[str, Any]) -> Mapping[str, Any]:
+        self._injector.step(record["step"])
+        return self._counters.step(record)
+
+    def end(self) -> None:
+        self._counters.write(self._run_dir, self._injector.done)
+
+
+def _run_in(commands: Commands, command: argparse.Namespace, faults: list[Fault]) -> int:
+    old = {n: signal.signal(n, _leave) for n in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        with namespaces.built(commands):
+            if command.verb == "profile":
+                return _profile(commands, command)
+            launcher = namespaces.LabLauncher(commands)
+            verb = importlib.import_module(f"launch.{command.verb}")  # it draws: slow to import
+            with Injector(commands, faults) as injector:
+                if command.verb == "probe":
+                    return int(verb.run(command, launcher, commands.lab.scale))
+                if command.verb == "doctor":
+                    return int(verb.run(command, launcher))
+                watch = _Watch(Counters(commands), injector, command.job.run_dir)
+                return int(verb.run(command, launcher, watch))
+    finally:
+        for number, handler in old.items():
+            signal.signal(number, handler)
+
+
+def _profile(commands: Commands, command: argparse.Namespace) -> int:
+    """Runs the verb on the node that is named, or on one like all others."""
+    node = command.job.node_to_measure(command.node)
+    env = command.job.process_environment(os.environ)
+    return namespaces.run_on(commands, node.name, _profile_words(command, node), env)
+
+
+def _profile_words(command: argparse.Namespace, node: Node) -> list[str]:
+    """The verb with all that it was told."""
+    output = command.output or f"{node.device.name}_lab.yaml"
+    overrides = [str(command.target), *command.overrides]
+    return ["profile", *overrides, "--output", output, "--node", node.name]
+
+
+def _leave(number: int, _: FrameType | None) -> None:
+    raise SystemExit(128 + number)
+
+
+def _clean(args: argparse.Namespace) -> int:
+    namespaces.refuse_without_means()
+    cleaned = namespaces.clean()
+    print(
+        *(f"took away holmes-{id}" for id in cleaned) if cleaned else ["nothing is left"], sep="\n"
+    )
+    return 0
+
+
+def _topology(args: argparse.Namespace) -> Topology:
+    if args.command.verb == "probe":
+        return machines.load(args.topology)
+    topology: Topology = args.command.job.topology
+    return topology
+
+
+def _make_lab(
+    args: argparse.Namespace, topology: Topology, config: Config | None
+) -> tuple[scaled_topology.Lab, list[str]]:
+    """The lab, and the arithmetic of its scale. A probe has no config of a run."""
+    real = configs.load(args.real) if args.real else config
+    cores = sorted(os.sched_getaffinity(0))
+    if real is None and args.scale is None:
+        problem, fix = "a probe has no run to say it", "write --scale 0.01, say, or --real RUN.yaml"
+        raise ConfigError("--scale", problem, found="nothing", fix=fix)
+    dtype = real.train.compute_dtype if real else "float32"
+    shares = scaled_topology.make_shares(topology, dtype, cores, _quota(args.cpu))
+    if args.scale is not None or real is None:
+        scale, lines = args.scale, [f"{args.scale:g}, as --scale says"]
+    else:
+        own, there = scaled_topology.workload(config or real), scaled_topology.workload(real)
+        scale, lines = scaled_topology.scale(
+            topology, shares, _core_flop_per_s(cores[0]), own, there
+        )
+    return scaled_topology.make_lab(topology, shares, scale), lines
+
+
+def _quota(text: str | None) -> float | None:
+    """Cores, of the fastest node."""
+    if text is None:
+        return None
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*%", text)
+    if not match or float(match[1]) == 0:
+        problem = "must be the share of a core that the fastest node gets"
+        raise ConfigError("--cpu", problem, found=text, fix="write --cpu 45%, or 150%")
+    return float(match[1]) / 100
+
+
+def _core_flop_per_s(core: int) -> float:
+    """How fast one core multiplies float32 matrices."""
+    env = {**os.environ, "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
+    hold = lambda: os.sched_setaffinity(0, {core})
+    words = [sys.executable, "-c", MEASURE]
+    output = subprocess.run(words, env=env, preexec_fn=hold, capture_output=True, check=True).stdout
+    return float(output)
+
+
+def _dry_run(commands: Commands, faults: list[Fault], command: argparse.Namespace) -> list[str]:
+    """Every line that would be run, with comments between them."""
+    lines = ["# build the lab", *commands.build()]
+    words = ["worker", str(command.job.run_dir)] if command.verb == "train" else ["agent"]
+    nodes = commands.lab.nodes
+    if command.verb == "profile":
+        measured = command.job.node_to_measure(command.node)
+        words = _profile_words(command, measured)
+        nodes = tuple(node for node in nodes if node.name == measured.name)
+    worker = [sys.executable, "-m", "launch", *words]
+    lines.append(f"# start a process on {'each node' if len(nodes) > 1 else nodes[0].name}")
+    lines += [shlex.join(commands.enter(node, worker)) for node in nodes]
+    for fault in faults:
+        doing, undoing = commands.fault(fault)
+        lines += [f"# fault: {fault.text}", *doing]
+        if fault.duration_s is not None:
+            lines += [f"# {fault.duration_s:g} s later", *undoing]
+    return [*lines, "# take it away", *tear_down(commands.id, commands.cgroup_version)]

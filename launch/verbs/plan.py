@@ -1,0 +1,77 @@
+"""`launch plan`: prints the plan of a run, and what is behind it; starts nothing."""
+
+import argparse
+import json
+from dataclasses import asdict
+from pathlib import Path
+
+import rich.console
+
+from holmesjax import config as configs
+from holmesjax.errors import ConfigError
+from holmesjax.job import Job
+from holmesjax.plan import forecast, plan as plans
+from holmesjax.plan.plan import Plan
+from holmesjax.planner import explain
+from holmesjax.planner.planner import Saying, make_changed_plan
+from holmesjax.report import trace
+from holmesjax.topology import machines
+from holmesjax.units import show
+
+
+def run(args: argparse.Namespace) -> int:
+    job: Job = args.job
+    if args.trace:
+        _write_trace(job.plan, args.trace)
+    with rich.console.Console(stderr=True).status("planning") as status:
+        say = lambda what: status.update(f"looking at {what}")
+        changed = _changed(job, Path(args.target), args.what_if, say) if args.what_if else None
+        explained = explain.explain(job.config, job.topology, say) if args.explain else None
+    if args.json:
+        print(_as_json(job, changed, explained))
+        return 0
+    lines = job.describe()
+    if explained:
+        lines += explain.describe(explained)
+    if changed:
+        lines += [f"what if     {', '.join(args.what_if)}", *plans.describe(changed.plan)]
+        lines.append(f"            {_difference(job, changed)}")
+    print("\n".join(lines))
+    return 0
+
+
+def _changed(job: Job, target: Path, overrides: list[str], say: Saying) -> Job:
+    """The same run on the machines as they would be. Raises as `machines.load` and `make_plan`."""
+    topology = machines.load(configs.topology_path(job.config, target), overrides)
+    plan = make_changed_plan(job.config, job.topology, topology, say)
+    return Job(config=job.config, topology=topology, plan=plan)
+
+
+def _write_trace(plan: Plan, path: str) -> None:
+    """The simulated step. Raises ConfigError where the file cannot be written."""
+    found = trace.events("predicted", 1, forecast.tasks(plan), forecast.transfers(plan))
+    try:
+        trace.write(path, found)
+    except OSError as error:
+        fix = "name a file in a folder that can be written"
+        raise ConfigError("--trace", "cannot be written", found=error, fix=fix) from None
+
+
+def _difference(job: Job, changed: Job) -> str:
+    before_s, after_s = job.plan.step_time_s, changed.plan.step_time_s
+    factor = after_s / before_s
+    change = "as long as" if factor == 1 else f"{abs(factor - 1):.1%} "
+    change += "" if factor == 1 else "longer than" if factor > 1 else "shorter than"
+    return f"a step of {show(after_s, 's')}, {change} the {show(before_s, 's')} of the plan above"
+
+
+def _as_json(job: Job, changed: Job | None, explained: explain.Explanation | None) -> str:
+    """The plan as `Plan.to_json`; with anything more, each under a key of its own."""
+    if not changed and not explained:
+        return job.plan.to_json()
+    values = {"plan": json.loads(job.plan.to_json())}
+    if explained:
+        values["explanation"] = asdict(explained)
+    if changed:
+        values["what_if"] = json.loads(changed.plan.to_json())
+    return json.dumps(values, indent=2)

@@ -1,0 +1,355 @@
+"""`launch probe`: measures the networks between nodes, and writes what it finds beside nominal."""
+
+import argparse
+import contextlib
+import datetime
+import importlib
+import itertools
+import json
+import statistics
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from holmesjax import units, yaml_files
+from holmesjax.costs import collective_times
+from holmesjax.errors import ConfigError, Mistakes, PeerError
+from holmesjax.hosts import probe
+from holmesjax.hosts.doctor import Finding
+from holmesjax.hosts.probe import Phase, Step, Way
+from holmesjax.topology import machines
+from holmesjax.topology.machines import Cluster, Collective, Link, Measured, Topology
+from holmesjax.topology.probe_speed import ProbeSpeed, Seconds
+from holmesjax.transport.connections import Message
+from holmesjax.transport.rendezvous import streams_over
+from holmesjax.units import show
+from launch import outputs
+from launch.launchers import table
+from launch.launchers.agents import Agents, Question
+from launch.launchers.launcher import Launcher
+
+SECTION = "measured"  # of the topology file
+CONNECT_S = 5.0  # for one connection
+JOIN_S = 60.0  # for the nodes of a cluster to import JAX and to meet
+
+
+def run(
+    args: argparse.Namespace, launcher: Launcher | None = None, scale: float | None = None
+) -> int:
+    """0 if everything was measured, or else 1. With a launcher and the scale of rates: in a lab."""
+    path = _topology_path(args)
+    topology = machines.load(path)
+    name = "lab" if launcher else args.launcher or "local"
+    output = Path(args.output) if args.output else _default_output(path, name)
+    text = _text_to_extend(path)
+    if launcher is None:
+        table.refuse_useless({"--hosts": args.hosts, "--listen": args.listen}, name)
+        launcher = table.make(name, topology, hosts=args.hosts, listen=args.listen)
+    outputs.make_folder(output.absolute().parent, "--output")
+    outputs.check_file(output, "--output")
+    start_s = time.monotonic()
+    print(f"probe       {len(topology.nodes)} nodes of {topology.name}", flush=True)
+    with Agents(topology, launcher, output.absolute().parent) as agents:
+        session = _Session(topology, agents, on_cpu=name in ("local", "lab"))
+        session.measure(collectives=not args.no_collectives)
+    if not session.speeds:
+        print(*session.findings, "nothing was measured, and nothing is written", sep="\n")
+        return 1
+    print(*_table(session.speeds), sep="\n")
+    is_judged = name != "local"
+    warnings = probe.slow_ways(topology, session.speeds, scale or 1.0) if is_judged else []
+    print(*session.findings, *warnings, sep="\n", end="\n" * bool(session.findings or warnings))
+    if not is_judged:
+        print("not compared with nominal: on one machine, all of it is loopback")
+    _write(output, text, replace(topology, measured=session.measured()), session)
+    problems = len(session.findings)
+    counts = f"{problems or 'no'} problem{'s' * (problems != 1)}, {len(warnings) or 'no'} slow way"
+    counts += "s" * (len(warnings) != 1)
+    print(f"{counts}; it took {time.monotonic() - start_s:.0f} s")
+    return 1 if problems else 0
+
+
+def _topology_path(args: argparse.Namespace) -> Path:
+    if args.topology is None:
+        fix = "python -m launch probe TOPOLOGY.yaml"
+        raise ConfigError("probe", "needs a topology file", found="nothing", fix=fix)
+    return Path(args.topology)
+
+
+def _default_output(path: Path, name: str) -> Path:
+    """The topology file; where others stand for its machines, a file of its own."""
+    return path.with_name(f"{path.stem}_{name}.yaml") if name in ("lab", "local") else path
+
+
+def _text_to_extend(path: Path) -> str:
+    """The text of a topology file, if the section can be put into it. Raises ConfigError."""
+    text, values = path.read_bytes().decode("utf-8"), yaml_files.read(path, ConfigError).values
+    with tempfile.TemporaryDirectory() as folder:
+        trial = Path(folder, path.name)
+        trial.write_bytes(yaml_files.with_section(text, SECTION, f"{SECTION}: 0\n").encode())
+        with contextlib.suppress(Mistakes):
+            if yaml_files.read(trial, ConfigError).values == {**values, SECTION: 0}:
+                return text
+    problem, fix = (
+        "a section cannot be added to it",
+        "write a key a line, as in configs/topologies/",
+    )
+    raise ConfigError(str(path), problem, found=text.strip()[:60], fix=fix)
+
+
+class _Session:
+    """What is measured and what went wrong, while agents answer."""
+
+    def __init__(self, topology: Topology, agents: Agents, *, on_cpu: bool):
+        self._topology, self._agents, self._on_cpu = topology, agents, on_cpu
+        self._books: dict[str, dict[str, list[tuple[str, int]]]] = {}
+        self._collectives: list[Collective] = []
+        self.findings: list[Finding] = []
+        self.speeds: dict[Way, ProbeSpeed] = {}
+        self.together: dict[Step, float] = {}  # bytes per second of all ways of a step
+
+    def measure(self, *, collectives: bool) -> None:
+        for node, why in self._agents.missing.items():
+            fix = f"see that {node} can be reached, and has this installation and the folder"
+            self._problem("start", f"no process on {node}: {why}", fix)
+        self._open()
+        for phase in probe.schedule(self._topology, list(self._books)):
+            self._phase(phase)
+        for cluster in self._topology.clusters if collectives else ():
+            nodes = [node.name for node in cluster.nodes if node.name in self._books]
+            if len(nodes) == len(cluster.nodes) > 1:
+                print(f"  collectives in {cluster.name}", flush=True)
+                self._collect(cluster, nodes)
+
+    def measured(self) -> Measured:
+        """In the digits that mean something; ways of NCCL are not those that TCP has measured."""
+        ways = [way for way in self.speeds if probe.goes_over_tcp(self._topology, way)]
+        return Measured(
+            date=datetime.date.today().isoformat(),
+            pairs={
+                way: Link(
+                    fabric=self._topology.nominal_link(*way).fabric,
+                    bandwidth_bytes_per_s=_rounded(self.speeds[way].bandwidth_bytes_per_s, "b/s"),
+                    latency_s=_rounded(self.speeds[way].latency_s, "s"),
+                )
+                for way in ways
+            },
+            collectives=tuple(self._collectives),
+            transports={
+                cluster: _rounded(rate, "b/s")
+                for cluster, rate in probe.transports(self._topology, self.speeds).items()
+            },
+            capacities={pipe: _rounded(rate, "b/s") for pipe, rate in self.capacities().items()},
+        )
+
+    def capacities(self) -> dict[Way, float]:
+        return probe.capacities(self._topology, self.speeds, self.together)
+
+    def ends(self, step: Step) -> str:
+        """The clusters of a step between two, "ib -> roce"."""
+        return " -> ".join(self._topology.cluster_of(node).name for node in step[0])
+
+    def _problem(self, what: str, text: str, fix: str) -> None:
+        self.findings.append(Finding(what=what, level="problem", text=text, fix=fix))
+
+    def _ask(self, questions: Mapping[str, Question]) -> dict[str, Message]:
+        """Answers of several nodes at once; of a node that is lost, what was."""
+
+        def ask(node: str) -> Message:
+            what, arguments = questions[node]
+            try:
+                return self._agents.ask(node, what, **arguments)
+            except PeerError as error:
+                self._books.pop(node, None)
+                return {"problem": f"{error.where} {error.problem}", "found": str(error.found)}
+
+        with ThreadPoolExecutor(max(len(questions), 1)) as pool:
+            return dict(zip(questions, pool.map(ask, questions), strict=True))
+
+    def _open(self) -> None:
+        """Doors on all nodes; a node whose address is another's is left out, and so is that one."""
+        answers = self._ask(dict.fromkeys(self._agents.nodes, ("open", {})))
+        for node, answer in answers.items():
+            if "problem" in answer:
+                text = f"{node}: {answer['problem']}: {answer['found']}"
+                self._problem("addresses", text, "see that its addresses are those of its NICs")
+            else:
+                self._books[node] = answer["book"]
+        owners: dict[str, list[str]] = {}
+        for node, book in self._books.items():
+            for address in {a for fabric in book if fabric != "local" for a, _ in book[fabric]}:
+                owners.setdefault(address, []).append(node)
+        for address, nodes in owners.items():
+            if len(nodes) > 1:
+                fix = "give each node its own in the hosts file, or in HOLMES_ADDRESSES"
+                text = f"{' and '.join(nodes)} both have {address}"
+                self._problem("addresses", text, fix)
+                for node in nodes:
+                    self._books.pop(node, None)
+
+    # ---- pairs of nodes ------------------------------------------------------------------------
+
+    def _phase(self, phase: Phase) -> None:
+        rest = f"; left out: {phase.left_out}" if phase.left_out else ""
+        ways = sum(map(len, phase.steps))
+        print(f"  {phase.title}: {ways} ways over {phase.fabric}{rest}", flush=True)
+        for step in phase.steps:
+            for way, of_streams in self._step(phase.fabric, step).items():
+                self.speeds[way] = probe.speed(phase.fabric, of_streams)
+        for step in phase.together:
+            found = [
+                probe.speed(phase.fabric, of) for of in self._step(phase.fabric, step).values()
+            ]
+            if len(found) == len(step):
+                total = sum(speed.bandwidth_bytes_per_s for speed in found)
+                self.together[step] = total
+                ends, rate = self.ends(step), show(total, "b/s")
+                print(f"    {ends}: {rate} by {len(step)} pairs together", flush=True)
+
+    def _step(self, fabric: str, step: Step) -> Mapping[Way, Seconds]:
+        """Times of the ways of a step, measured at once; those that could not be are findings."""
+        ways = [way for way in step if all(self._has_address(node, fabric) for node in way)]
+        found: dict[Way, dict[int, dict[int, list[float]]]] = {way: {} for way in ways}
+        for is_one in (True, False):
+            asked = {a: self._send(fabric, (a, b), 1 if is_one else None) for a, b in found}
+            for (a, b), answer in zip(list(found), self._ask(asked).values(), strict=True):
+                if "problem" in answer:
+                    text = f"{answer['problem']}: {answer['found']}"
+                    fix = "see that the network and its firewalls let it through"
+                    self._problem(f"{a} -> {b}", text, fix)
+                    del found[a, b]
+                    continue
+                streams = len(asked[a][1]["doors"])
+                times = zip(probe.SIZES_BYTES, answer["seconds"], strict=False)  # it stops early
+                found[a, b][streams] = dict(times)
+        return found
+
+    def _has_address(self, node: str, fabric: str) -> bool:
+        if node in self._books and not self._books[node].get(fabric):
+            has = ", ".join(self._books[node])
+            text = f"{node} has no address on {fabric}, only on {has}"
+            fix = "correct the fabric in the topology file, or name the node's addresses"
+            if not any(finding.text == text for finding in self.findings):
+                self._problem("addresses", text, fix)
+        return bool(self._books.get(node, {}).get(fabric))
+
+    def _send(self, fabric: str, way: Way, streams: int | None) -> Question:
+        own, theirs = (self._books[node][fabric] for node in way)
+        count = streams or streams_over(probe.STREAMS, len(own), len(theirs))
+        doors = [(own[i % len(own)][0], *theirs[i % len(theirs)]) for i in range(count)]
+        return "send", {
+            "doors": doors,
+            "sizes": probe.SIZES_BYTES[1:],
+            "rounds": probe.ROUNDS,
+            "timeout_s": CONNECT_S,
+            "limit_s": probe.LIMIT_S,
+        }
+
+    # ---- collectives ---------------------------------------------------------------------------
+
+    def _collect(self, cluster: Cluster, nodes: list[str]) -> None:
+        """One JAX job of the cluster; sizes as long as they are quick."""
+        kinds = {node.device.name for node in cluster.nodes}
+        [address, *_] = [address for address, _ in self._books[nodes[0]][cluster.fabric]]
+        free = self._ask({nodes[0]: ("bind", {"address": address, "port": 0})})[nodes[0]]
+        if self._refused(cluster, {nodes[0]: free}):
+            return
+        place = {"coordinator": f"{address}:{free['port']}", "num_nodes": len(nodes)}
+        place |= {"fabric": cluster.fabric, "on_cpu": self._on_cpu or kinds == {"cpu"}}
+        joins = {
+            node: ("join", {**place, "rank": rank, "timeout_s": JOIN_S})
+            for rank, node in enumerate(nodes)
+        }
+        if self._refused(cluster, self._ask(joins)):
+            return
+        for group, kind in itertools.product(probe.group_sizes(len(nodes)), collective_times.KINDS):
+            for size in probe.COLLECTIVE_BYTES:
+                asked = {"kind": kind, "group_nodes": group, "num_bytes": size}
+                question = ("collect", {**asked, "rounds": probe.ROUNDS})
+                answers = self._ask(dict.fromkeys(nodes, question))
+                if self._refused(cluster, answers):
+                    return
+                seconds = [answer["seconds"] for answer in answers.values()]
+                rate = _rounded(probe.bus_bandwidth(kind, group, size, seconds), "b/s")
+                self._collectives.append(
+                    Collective(
+                        cluster=cluster.name,
+                        num_nodes=group,
+                        kind=kind,
+                        size_bytes=size,
+                        bandwidth_bytes_per_s=rate,
+                    )
+                )
+                if max(map(statistics.median, seconds)) > probe.LIMIT_S:
+                    break
+
+    def _refused(self, cluster: Cluster, answers: Mapping[str, Message]) -> bool:
+        for node, answer in answers.items():
+            if "problem" in answer:
+                text = f"{node}: {answer['problem']}: {answer['found']}"
+                fix = "see what `launch doctor` says; --no-collectives leaves them out"
+                self._problem(f"collectives in {cluster.name}", text, fix)
+        return any("problem" in answer for answer in answers.values())
+
+
+# ---- what is printed and written -----------------------------------------------------------------
+
+
+def _rounded(value: float, unit: units.Unit) -> float:
+    """Three digits: the rest is noise."""
+    return units.parse(show(value, unit), unit)
+
+
+def _table(speeds: Mapping[Way, ProbeSpeed]) -> Iterator[str]:
+    """A line for each pair, with both ways where both are known."""
+    width = max(len(f"{a} -> {b}") for a, b in speeds)
+    for (a, b), speed in speeds.items():
+        rate, latency = show(speed.bandwidth_bytes_per_s, "b/s"), show(speed.latency_s, "s")
+        yield f"  {f'{a} -> {b}':<{width}}  {speed.fabric:<10} {rate:>10} {latency:>9}"
+
+
+def _write(output: Path, text: str, topology: Topology, session: _Session) -> None:
+    """The topology file with its section, and beside it a picture and all times."""
+    assert topology.measured is not None
+    section = machines.measured_section(topology.measured)
+    output.write_bytes(yaml_files.with_section(text, SECTION, section).encode())
+    picture = output.with_name(f"{output.stem}_probe.svg")
+    figures = importlib.import_module("holmesjax.report.figures")  # it is slow to import
+    figures.measured_ways(topology, session.speeds).savefig(picture)
+    times = output.with_name(f"{output.stem}_probe.json")
+    times.write_text(json.dumps(_times(session), indent=1) + "\n", encoding="utf-8")
+    counted = Counter(speed.fabric for speed in session.speeds.values())
+    ways = ", ".join(f"{count} over {fabric}" for fabric, count in counted.items())
+    print(f"written     {output}, {picture.name}, {times.name}: {ways}")
+    for (a, b), rate in session.capacities().items():
+        print(f"            {a} -> {b}: nodes share {show(rate, 'b/s')}, in `capacities`")
+    if len(topology.measured.pairs) < len(session.speeds):
+        print(
+            "            TCP over RDMA NICs of GPU clusters: in `transports`, for boundaries alone"
+        )
+
+
+def _times(session: _Session) -> dict[str, Any]:
+    return {
+        "pairs": [
+            {
+                "from": a,
+                "to": b,
+                "fabric": speed.fabric,
+                "latency_s": speed.latency_s,
+                "bandwidth_bytes_per_s": speed.bandwidth_bytes_per_s,
+                "seconds": [
+                    {"streams": streams, "bytes": size, "seconds": seconds}
+                    for streams, of_sizes in speed.seconds.items()
+                    for size, seconds in of_sizes.items()
+                ],
+            }
+            for (a, b), speed in session.speeds.items()
+        ],
+        "together_bytes_per_s": {session.ends(s): r for s, r in session.together.items()},
+    }

@@ -1,0 +1,245 @@
+"""Predictions against a few published figures, and fits against runs whose truth is known."""
+
+import csv
+import dataclasses
+import io
+import json
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks import fits, planner_accuracy, published, published_files
+from benchmarks.published import AS_SHIPPED, Fitted
+
+ROOT = Path(__file__).parents[2]
+
+# Narayanan et al., arXiv:2104.04473, table 1 (their FLOP formula gives the seconds), and
+# Korthikanti et al., arXiv:2205.05198, table 5.
+TIMES = """\
+model,heads,hidden,layers,seq,vocab,t,p,d,interleave_v,global_batch,micro_batch,mode,measured_iter_time_s,derived_iter_time_s
+18B,48,6144,40,2048,51200,8,1,32,1,1024,8,,,9.399
+310B,128,16384,96,2048,51200,8,16,15,2,2160,1,,,37.614
+22B,64,6144,48,2048,51200,8,1,1,1,4,4,full_recompute_no_seqpar,1.42,
+22B,64,6144,48,2048,51200,8,1,1,1,4,4,seqpar_selective_recompute,1.1,
+"""
+# Korthikanti et al., figures 1 and 7.
+MEMORY = """\
+model,mode,quantity,published_value
+22B,none,fig1_activation_GiB,59.25
+530B,none,fig1_activation_GiB,114.0234375
+530B,seqpar+selective,fig1_activation_GiB,23.076171875
+530B,none,fig1_param_opt_GiB,31.640625
+22B,seqpar,fig7_activation_pct_of_none,66.84
+22B,selective,fig7_activation_pct_of_none,49.42
+22B,full,fig7_activation_pct_of_none,7.64
+"""
+
+
+def rows_of(text):
+    return list(csv.DictReader(io.StringIO(text)))
+
+
+@pytest.mark.parametrize("row", rows_of(TIMES), ids=lambda row: row["model"] + row["mode"][:4])
+def test_published_step_times_are_predicted(row):
+    run = published_files.megatron(row)
+    assert published.predict_s(run, AS_SHIPPED) == pytest.approx(run.measured_s, rel=0.05)
+
+
+@pytest.mark.parametrize("row", rows_of(MEMORY), ids=lambda row: " ".join(row.values()))
+def test_published_memory_is_predicted(row):
+    held = published_files.korthikanti(row)
+    assert published.predict_held(held) == pytest.approx(held.measured, rel=0.015)
+
+
+def test_what_a_fit_looks_at_is_close_to_the_simulated_step():
+    for row in rows_of(TIMES):
+        run = published_files.megatron(row)
+        bound_s = published.bound_s(run, AS_SHIPPED)
+        assert published.predict_s(run, AS_SHIPPED) == pytest.approx(bound_s, rel=0.02)
+
+
+# ---- fits ----------------------------------------------------------------------------------------
+
+LAYOUTS = [(8, 32, 1, 4), (8, 16, 2, 2), (8, 8, 4, 4), (4, 32, 2, 4), (2, 32, 4, 2), (1, 32, 8, 1)]
+
+
+def vtrain_rows(fitted, widths=(4096, 6144)):
+    """Rows of a machine that is as `fitted` says."""
+    rows = []
+    for width in widths:
+        for t, d, p, sequences in LAYOUTS:
+            row = {
+                "layers": "40",
+                "hidden": str(width),
+                "heads": "32",
+                "seq": "2048",
+                "t": str(t),
+                "d": str(d),
+                "p": str(p),
+                "global_batch": "1024",
+                "micro_batch": str(sequences),
+                "measured_iter_time_ms": "1",
+            }
+            run = published_files.vtrain(row)
+            rows.append(
+                row | {"measured_iter_time_ms": str(1e3 * published.predict_s(run, fitted))}
+            )
+    return rows
+
+
+def errors_of(runs, fitted):
+    return [published.predict_s(r, f) / r.measured_s - 1 for r, f in zip(runs, fitted, strict=True)]
+
+
+TRUTH = Fitted(share=0.93, memory=1.1, between=0.7)
+
+
+def test_a_fit_predicts_the_rows_that_it_has_not_seen():
+    runs = [published_files.vtrain(row) for row in vtrain_rows(TRUTH)]
+    shipped = statistics.fmean(map(abs, errors_of(runs, planner_accuracy.as_shipped(runs)[0])))
+    assert shipped > 0.04
+    for how in (planner_accuracy.cross_validated, planner_accuracy.without_its_size):
+        assert statistics.fmean(map(abs, errors_of(runs, how(runs)[0]))) < shipped / 3
+
+
+def test_one_row_that_is_far_off_does_not_bend_the_others():
+    runs = [published_files.vtrain(row) for row in vtrain_rows(TRUTH)]
+    strange = dataclasses.replace(runs[3], measured_s=1.5 * runs[3].measured_s)
+    fitted = fits.fit([*runs[:3], strange, *runs[4:]])
+    errors = errors_of(runs, [fitted] * len(runs))
+    assert statistics.fmean(map(abs, errors)) < 0.03
+
+
+def test_no_row_is_predicted_from_itself():
+    runs = [published_files.vtrain(row) for row in vtrain_rows(AS_SHIPPED)]
+    seen = []
+
+    def how(others):
+        seen.append([id(run) for run in others])
+        return AS_SHIPPED
+
+    for parts in (fits.folds(len(runs), 3), fits.by_model(runs)):
+        seen.clear()
+        fits.left_out(runs, parts, how)
+        assert sorted(i for part in parts for i in part) == list(range(len(runs)))
+        for part, others in zip(parts, seen, strict=True):
+            assert not {id(runs[i]) for i in part} & set(others)
+            assert len(part) + len(others) == len(runs)
+    sizes = [{(runs[i].model.width) for i in part} for part in fits.by_model(runs)]
+    assert sizes == [{4096}, {6144}]
+
+
+SAILOR = {
+    "cluster": "mit",
+    "model": "OPT-350M",
+    "hidden": "1024",
+    "heads": "16",
+    "layers": "24",
+    "vocab": "50272",
+    "seq": "2048",
+    "micro_batch": "2",
+    "global_batch": "256",
+    "measured_iter_time_s": "1",
+    "note": "",
+}
+
+
+def sailor_run(data, layers, replicas, fitted, note=""):
+    row = SAILOR | {"d": str(data), "note": note}
+    row |= {"profile_layers_per_stage_incl_embed_head": layers, "stage_replicas": replicas}
+    run = published_files.sailor(row)
+    return dataclasses.replace(run, measured_s=published.predict_s(run, fitted))
+
+
+def test_speeds_of_unlike_devices_are_found():
+    truth = Fitted(kinds={"RTX-3090": 0.2, "Titan-RTX": 0.4}, other_kinds=0.3)
+    runs = [
+        sailor_run(1, "26", "1x[RTX-3090 tp8]", truth),
+        sailor_run(1, "26", "1x[Titan-RTX tp8]", truth),
+        sailor_run(1, "12|14", "1x[RTX-3090 tp8] || 1x[Titan-RTX tp8]", truth),
+        sailor_run(2, "26", "1x[RTX-3090 tp8]+1x[Titan-RTX tp8]", truth),
+        sailor_run(1, "20|6", "1x[Titan-RTX tp8] || 1x[RTX-3090 tp8]", truth),
+    ]
+    found = fits.fit_kinds(runs).kinds
+    assert found["RTX-3090"] == pytest.approx(0.2, rel=0.1)
+    assert found["Titan-RTX"] == pytest.approx(0.4, rel=0.1)
+    wrong = dataclasses.replace(runs[0], measured_s=9 * runs[0].measured_s, doubtful=True)
+    others = planner_accuracy.without_the_row([wrong, *runs[1:]])[0][2:]
+    assert max(map(abs, errors_of(runs[2:], others))) < 0.05  # it was not fitted to
+
+
+def test_what_is_known_of_networks_in_sailors_runs():
+    """Boundaries go there, then back; devices of a node share what half sends to the other half."""
+    replicas = "1x[RTX-3090 tp8] || 1x[Titan-RTX tp8]"
+    run = sailor_run(1, "12|14", replicas, AS_SHIPPED)
+    [[rtx_3090, titan]] = run.replicas
+    sent = 2 * 2048 * 1024 * 4  # numbers of float32
+    assert published.transfer_s(run, rtx_3090, AS_SHIPPED) == pytest.approx(
+        2 * sent / 0.115e9, rel=1e-3
+    )
+    assert rtx_3090.device.link.bandwidth_bytes_per_s == 5.15e9 / 4
+    assert titan.device.link.bandwidth_bytes_per_s == 24.1e9 / 4
+
+
+# ---- the program ---------------------------------------------------------------------------------
+
+
+def write(folder, name, rows):
+    with (folder / f"{name}.csv").open("w", newline="") as file:
+        writer = csv.DictWriter(file, list(rows[0]))
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+def run_program(folder, out):
+    command = [sys.executable, "-m", "benchmarks.planner_accuracy", str(folder), "--out", str(out)]
+    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=200)
+
+
+def test_the_table_has_a_line_for_each_file_and_way(tmp_path):
+    write(tmp_path, "korthikanti2022_memory", rows_of(MEMORY))
+    write(tmp_path, "vtrain_multi_node", vtrain_rows(AS_SHIPPED))
+    write(tmp_path, "something_else", [{"a": "1"}])
+    done = run_program(tmp_path, tmp_path / "out")
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert lines[0].startswith("| file | predicted | rows | mean | worst |")
+    assert "| korthikanti2022_memory (memory) | as shipped | 7 | 0." in lines[2]
+    assert lines[3].startswith("| vtrain_multi_node | as shipped | 12 | 0.0% |")
+    assert lines[3].endswith("| 1.00 | 0.0% |")
+    assert "| 6.0% met |" in lines[4]
+    assert "not read: something_else.csv" in done.stdout
+    result = json.loads((tmp_path / "out/planner_accuracy.json").read_text())
+    assert [len(line["runs"]) for line in result["lines"]] == [7, 12, 12, 12]
+    assert (tmp_path / "out/planner_accuracy.png").stat().st_size > 10_000
+
+
+def test_rank_and_regret_of_a_wrong_choice():
+    """The model takes the slowest of three for the fastest: 50% slower than the best."""
+    row = vtrain_rows(AS_SHIPPED)[0]
+    runs = [dataclasses.replace(published_files.vtrain(row), measured_s=s) for s in (1.0, 1.2, 1.5)]
+    pairs = lambda predicted: list(zip(runs, predicted, strict=True))
+    assert planner_accuracy.choices(pairs([3, 2, 1])) == (pytest.approx(-1.0), pytest.approx(0.5))
+    assert planner_accuracy.choices(pairs([1, 2, 3])) == (pytest.approx(1.0), 0.0)
+    assert planner_accuracy.choices(pairs([2, 1, 3])) == (pytest.approx(0.5), pytest.approx(0.2))
+    assert planner_accuracy.choices([]) == (None, None)
+
+
+@pytest.mark.parametrize(
+    "name, rows, problem",
+    [
+        ("other", [{"a": "1"}], "holds none of the known files"),
+        ("vtrain_multi_node", [{"layers": "40"}], "has a row that is not as expected"),
+        ("vtrain_multi_node", [vtrain_rows(AS_SHIPPED)[0] | {"t": "x"}], "is not as expected"),
+    ],
+    ids=["unknown", "no column", "no number"],
+)
+def test_a_folder_that_cannot_be_read_is_refused(tmp_path, name, rows, problem):
+    write(tmp_path, name, rows)
+    done = run_program(tmp_path, tmp_path / "out")
+    assert done.returncode == 2
+    assert problem in done.stderr
+    assert "Traceback" not in done.stderr

@@ -1,0 +1,296 @@
+"""A run goes on as if it had never stopped, is refused, or says what is otherwise."""
+
+import io
+import json
+import shlex
+
+import numpy as np
+import pytest
+
+from holmesjax import job as jobs
+from holmesjax.checkpoints import manifest, resume
+from holmesjax.errors import CheckpointError, ConfigError
+from holmesjax.optimizers.learning_rates import learning_rate
+from holmesjax.runtime.prefetch import Placer
+from holmesjax.trainer import Trainer
+from launch.__main__ import parse
+from tests.jobs import write_run
+
+DATA = {"train": "1" * 64, "validation": "2" * 64, "order": "3" * 64}
+
+
+def load(folder, *settings):
+    run_file = write_run(folder, {"a": (1,), "b": (1,)})
+    return jobs.load(run_file, ["data.corpus=/data", *settings])
+
+
+def train(folder, clusters, *settings, name="run", **options):
+    """Trains a small model, goes on from what there is; the trainer, and what it has printed."""
+    run_file, out = write_run(folder, clusters, name=name), io.StringIO()
+    small = ["model.num_layers=2", "model.width=16", "parallel.tensor=4"]
+    trainer = Trainer(run_file, [*small, *settings], out, **options)
+    trainer.train()
+    return trainer, out.getvalue()
+
+
+def checkpoint(job, *, steps):
+    """Goes on from what there is to a checkpoint without arrays."""
+    start = resume.find(job, (), print)
+    job.save(start.step)
+    manifest.begin(job.run_dir, steps)
+    start.commit(steps, {}, {}, data=DATA)
+    return start
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """Of a run with a checkpoint after 10 steps of 8 sequences."""
+    checkpoint(load(tmp_path), steps=10)
+    return tmp_path
+
+
+BREAKING = {
+    "train.seed=1": "train.seed: 0 -> 1",
+    "train.global_batch=16": "train.global_batch: 8 -> 16",
+    "data.corpus=/elsewhere": "data.corpus: /data -> /elsewhere",
+    "data.pattern=*.txt": "data.pattern: null -> *.txt",
+    "data.validation_fraction=0.1": "data.validation_fraction: 0.05 -> 0.1",
+    "data.documents=mask": "data.documents: concatenate -> mask",
+    "model.rotary_base=500000.0": "model.rotary_base: 10000.0 -> 500000.0",
+    "model.context_length=64": "model.context_length: 32 -> 64",
+}
+
+
+@pytest.mark.parametrize("setting, said", BREAKING.items())
+def test_what_breaks_the_run_is_refused_unless_it_is_allowed_by_name(folder, setting, said):
+    job, name = load(folder, setting), setting.partition("=")[0]
+    with pytest.raises(CheckpointError) as error:
+        resume.find(job, (), print)
+    assert error.value.found == said
+    assert error.value.fix.endswith(f"--allow {name}")
+    start = resume.find(job, [name], print)
+    assert f"  {said}" in start.describe()
+
+
+MODEL = ("width=64", "num_layers=3", "num_kv_heads=2", "activation=swiglu", "norm=rms_norm")
+
+
+@pytest.mark.parametrize("setting", [f"model.{setting}" for setting in MODEL])
+def test_another_model_is_refused_and_not_offered(folder, setting):
+    name = setting.partition("=")[0]
+    with pytest.raises(CheckpointError) as error:
+        resume.find(load(folder, setting), [name], print)
+    assert f"{name}: " in str(error.value)
+    assert "--allow" not in str(error.value)
+
+
+def test_a_table_of_positions_has_a_length(tmp_path):
+    checkpoint(load(tmp_path, "model.positions=learned"), steps=10)
+    job = load(tmp_path, "model.positions=learned", "model.context_length=16")
+    with pytest.raises(CheckpointError, match="is of another model"):
+        resume.find(job, ["model.context_length"], print)
+
+
+TOLD = {
+    "optimizer.beta2=0.99": "optimizer.beta2: 0.95 -> 0.99",
+    "optimizer.clip_norm=null": "optimizer.clip_norm: 1.0 -> null",
+    "train.compute_dtype=bfloat16": "train.compute_dtype: float32 -> bfloat16",
+    "train.steps=20": "train.steps: 10 -> 20",
+    "kernels.deterministic_attention=true": "kernels.deterministic_attention: false -> true",
+    "parallel.microbatches=4": "plan: ",
+}
+
+
+@pytest.mark.parametrize("setting, said", TOLD.items())
+def test_other_changes_are_told(folder, setting, said):
+    told = resume.find(load(folder, setting), (), print).describe()
+    assert told[0] == "resuming after step 10"
+    assert [line for line in told if line.startswith(f"  {said}")]
+
+
+@pytest.mark.parametrize(
+    "settings", [(), ("train.log_every_s=9",), ("checkpoint.keep=5",), ("distributed.streams=1",)]
+)
+def test_what_shapes_nothing_needs_no_word(folder, settings):
+    assert resume.find(load(folder, *settings), (), print).describe() == ["resuming after step 10"]
+
+
+def test_all_that_is_refused_is_listed_at_once_and_one_name_does_not_allow_another(folder):
+    job = load(folder, "train.seed=1", "data.documents=mask", "optimizer.beta2=0.9")
+    for allow, missing in (((), "train.seed,data.documents"), ("train.seed", "data.documents")):
+        with pytest.raises(CheckpointError) as error:
+            resume.find(job, allow, print)
+        assert error.value.fix.endswith(f"--allow {missing}")
+        assert "beta2" not in str(error.value)
+    for allow in (["train.seed,data.documents"], ["train.seed", "data.documents"]):
+        assert resume.find(job, allow, print).step == 10
+
+
+@pytest.mark.parametrize("name", ["train.sed", "train.global_batch", "optimizer.beta2", "seed"])
+def test_a_name_that_allows_nothing_is_refused(folder, name):
+    job = load(folder, "train.seed=1", "optimizer.beta2=0.9")
+    with pytest.raises(ConfigError) as error:
+        resume.find(job, [f"train.seed,{name}"], print)
+    assert error.value.found == name
+    assert "write --allow train.seed" in error.value.fix
+
+
+def test_there_is_nothing_to_allow_in_a_new_run(tmp_path):
+    with pytest.raises(ConfigError, match="leave it out"):
+        resume.find(load(tmp_path), ["train.seed"], print)
+
+
+def test_what_was_allowed_needs_no_permission_when_the_start_is_repeated(folder):
+    """A scheduler starts again, before and after the next checkpoint, with the option or not."""
+    job = load(folder, "train.seed=1")
+    resume.find(job, ["train.seed"], print)
+    for allow in ((), ["train.seed"]):
+        assert resume.find(job, allow, print).step == 10
+    checkpoint(job, steps=15)
+    for allow in ((), ["train.seed"]):
+        assert resume.find(job, allow, print).changes == ()
+    for seed in (0, 2):  # what was allowed is this change, here
+        with pytest.raises(CheckpointError):
+            resume.find(load(folder, f"train.seed={seed}"), (), print)
+    resume.find(load(folder, "train.seed=0"), ["train.seed"], print)
+    checkpoint(load(folder, "train.seed=0"), steps=20)
+    with pytest.raises(CheckpointError):  # and not once more, from a later step
+        resume.find(job, (), print)
+
+
+# ---- data ----------------------------------------------------------------------------------------
+
+
+def test_the_same_data_needs_no_word(folder):
+    assert resume.find(load(folder), (), print).check_data(DATA) == []
+
+
+def test_a_new_run_takes_any_data(tmp_path):
+    assert resume.find(load(tmp_path), (), print).check_data(DATA) == []
+
+
+@pytest.mark.parametrize("name", DATA)
+def test_other_data_is_refused_unless_it_is_allowed_by_name(folder, name):
+    other = {**DATA, name: "f" * 64}
+    with pytest.raises(CheckpointError) as error:
+        resume.find(load(folder), (), print).check_data(other)
+    said = f"data.corpus: {name} {DATA[name][:12]} -> {name} ffffffffffff"
+    assert error.value.found == said
+    assert error.value.fix.endswith("--allow data.corpus")
+    allowed = resume.find(load(folder), ["data.corpus"], print)
+    assert allowed.check_data(other) == [f"  {said}"]
+    assert resume.find(load(folder), (), print).check_data(other) == [f"  {said}"]  # a restart
+    with pytest.raises(CheckpointError):
+        resume.find(load(folder), (), print).check_data({**DATA, name: "e" * 64})
+
+
+def test_whoever_may_take_other_files_need_not_say_so_twice(folder):
+    start = resume.find(load(folder, "data.pattern=*.txt"), ["data.pattern"], print)
+    assert start.check_data({**DATA, "train": "f" * 64}) == []
+    with pytest.raises(CheckpointError, match=r"order 3333\S+ -> order f"):
+        start.check_data({**DATA, "train": "f" * 64, "order": "f" * 64})
+
+
+def test_a_corpus_that_has_changed_since_the_checkpoint_ends_the_session(tmp_path):
+    corpus = tmp_path / "corpus"
+    corpus.mkdir()
+    (corpus / "a.py").write_text("x = 1\n" * 500)
+    (corpus / "b.py").write_text("y = 2\n" * 500)
+    settings = [f"data.corpus={corpus}", "data.validation_fraction=0.0"]
+    settings += ["optimizer.schedule=constant"]
+    go_on = lambda steps, **options: train(  # on as many devices as all tests of this process
+        tmp_path, {"a": (8,)}, *settings, f"train.steps={steps}", **options
+    )
+    go_on(1)
+    (corpus / "b.py").write_text("y = 3\n" * 500)
+    written = {path: path.read_bytes() for path in (tmp_path / "run").glob("*.yaml")}
+    with pytest.raises(CheckpointError, match=r"data.corpus: train \w{12} -> train \w{12}"):
+        go_on(2)
+    assert {path: path.read_bytes() for path in (tmp_path / "run").glob("*.yaml")} == written
+    trainer, _ = go_on(2, allow="data.corpus")
+    assert trainer.finished
+
+
+def test_sequences_are_counted_over_changes_of_the_batch(folder):
+    job = load(folder, "train.global_batch=16")
+    resume.find(job, ["train.global_batch"], print)
+    assert checkpoint(job, steps=13).sequences == 80
+    assert resume.find(job, (), print).sequences == 80 + 3 * 16
+
+
+def files(folder):
+    return sorted(path.name for path in (folder / "run").glob("*.yaml"))
+
+
+def test_earlier_files_stay_where_they_say_something_else(folder):
+    kept = (folder / "run/config.yaml").read_text()
+    own = ["config.yaml", "plan.yaml", "topology.yaml"]
+    jobs.load(folder / "run").save(10)  # by way of the run folder, as most resume
+    assert files(folder) == own
+    load(folder, "optimizer.beta2=0.9").save(10)
+    assert files(folder) == sorted([*own, "config.000010.yaml"])
+    assert (folder / "run/config.000010.yaml").read_text() != kept  # it names another folder
+    assert jobs.load(folder / "run/config.000010.yaml").config.optimizer.beta2 == 0.95
+    load(folder, "optimizer.beta2=0.8").save(10)  # no step was kept that was made with 0.9
+    assert jobs.load(folder / "run/config.000010.yaml").config.optimizer.beta2 == 0.95
+    undo = load(folder, "parallel.microbatches=4").save(12)
+    undo()  # the start was refused
+    assert files(folder) == sorted([*own, "config.000010.yaml"])
+    assert jobs.load(folder / "run").config.optimizer.beta2 == 0.8
+    load(folder, "parallel.microbatches=4").save(12)
+    added = ["config.000010.yaml", "config.000012.yaml", "plan.000012.yaml"]
+    assert files(folder) == sorted([*own, *added])
+
+
+@pytest.mark.parametrize("schedule", ["cosine", "linear", "wsd", "constant"])
+def test_the_advice_to_train_longer_says_what_the_rate_will_be(tmp_path, schedule):
+    settings = [f"optimizer.schedule={schedule}", "optimizer.learning_rate=0.004"]
+    settings += ["optimizer.decay_steps=4"] if schedule == "wsd" else []
+    checkpoint(load(tmp_path, *settings), steps=10)
+    advice = resume.find(load(tmp_path, *settings), (), print).finished()
+    command = shlex.split(advice[1].partition("python -m launch ")[2])
+    args = parse(command)
+    longer = jobs.load(args.target, args.overrides)
+    told = resume.find(longer, (), print).describe()
+    rates = [float(learning_rate(longer.config.optimizer, n, 10)) for n in (10, 20)]
+    if schedule == "constant":
+        assert len(advice) == 2
+        assert not [line for line in told if "learning rate of" in line]
+        return
+    shown = f"learning rate of step 11 is 4.0e-04 -> {rates[1]:.1e}"
+    assert shown in advice[2]
+    why = f"(train.steps 10 -> 20 stretches the {schedule} schedule)"
+    assert f"  {shown.replace(' is', ':')} {why}" in told
+    [added] = [line.partition(", add ")[2] for line in advice if ", add " in line]
+    steady = jobs.load(args.target, [*args.overrides, *shlex.split(added)])
+    assert learning_rate(steady.config.optimizer, 20, 15) == pytest.approx(0.0004)
+    assert "learning rate" not in "".join(resume.find(steady, (), print).describe()[-1:])
+
+
+def test_another_batch_takes_the_sequences_that_follow(tmp_path, monkeypatch):
+    """4 steps with 8 and 4 with 4 sequences: the first 48 in order, none twice, none left out."""
+    seen = []
+    place = Placer.place
+
+    def note(self, host, *args, **options):
+        seen.append(host["token_BL"])
+        return place(self, host, *args, **options)
+
+    monkeypatch.setattr(Placer, "place", note)
+
+    clusters = {"a": (4,), "b": (4,)}  # as many devices as there are
+    train(tmp_path, clusters, "train.steps=4")
+    settings = ["train.steps=8", "train.global_batch=4"]
+    trainer, told = train(tmp_path, clusters, *settings, allow="train.global_batch")
+    assert [record["step"] for record in trainer.history] == list(range(1, 9))
+    again, _ = train(tmp_path, clusters, *settings)
+    assert again.finished
+    assert again.history == trainer.history
+    assert "  train.global_batch: 8 -> 4\n" in told
+    got = np.concatenate(seen)
+    assert got.shape[0] == 4 * 8 + 4 * 4
+    seen.clear()
+    train(tmp_path, clusters, "train.steps=6", name="whole")
+    np.testing.assert_array_equal(got, np.concatenate(seen))
+    content = json.loads((tmp_path / "run/checkpoints/step_00000008/manifest.json").read_text())
+    assert content["sequences"] == 48

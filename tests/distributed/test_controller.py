@@ -1,0 +1,350 @@
+"""The controller and its members, over real sockets."""
+
+import queue
+import random
+import socket
+import threading
+import time
+from types import SimpleNamespace
+
+import pytest
+
+from holmesjax.config import DistributedConfig
+from holmesjax.distributed.controller import ClockOffset, Controller, Member, differences
+from holmesjax.errors import DataError, PeerError, RefusedError
+from holmesjax.plan.processes import Process
+from holmesjax.runtime.progress import Pace
+from holmesjax.transport import connections
+
+ABOUT = {"plan hash": "aaaa", "jax": "1.0"}
+KEY = b"k" * connections.KEY_BYTES
+SILENCE_S = 1.5
+
+
+def process(number, stage, rank=0):
+    return Process(
+        number=number,
+        name=f"c{stage}/n{number}",
+        cluster=f"c{stage}",
+        node=f"n{number}",
+        stage=stage,
+        rank=rank,
+        devices=(number,),
+        local_devices=(0,),
+    )
+
+
+PROCESSES = (process(0, 0), process(1, 0, 1), process(2, 1))  # two stages; the first has two
+
+
+def open_controller(processes, silence_s=SILENCE_S):
+    return Controller(
+        processes,
+        address="127.0.0.1",
+        port=0,
+        about=ABOUT,
+        start={"resume": 7},
+        key=KEY,
+        heartbeat_timeout_s=silence_s,
+        is_saving=lambda step: step % 2 == 0,
+        pace=Pace(DistributedConfig()),
+    )
+
+
+@pytest.fixture
+def controller():
+    with open_controller(PROCESSES) as controller:
+        yield controller
+
+
+def join(controller, who, *, key=KEY, about=ABOUT, on_loss=None):
+    return Member(
+        process=who,
+        address=controller.address[0],
+        port=controller.address[1],
+        key=key,
+        about=about,
+        timeout_s=SILENCE_S,
+        start_timeout_s=2.0,
+        on_loss=on_loss or (lambda error: None),
+    )
+
+
+@pytest.fixture
+def members(controller):
+    members = [join(controller, who) for who in PROCESSES]
+    yield members
+    for member in members:
+        member.close()
+
+
+def next_event(controller, kind):
+    event = controller.events.get(timeout=5)
+    assert event.kind == kind, event
+    return event
+
+
+def tell_ready(member):
+    number = member.process.number
+    coordinator = ["there", number] if member.process.leads else None
+    member.tell("ready", addresses={"data": ["here", number], "coordinator": coordinator})
+
+
+def test_the_start_comes_when_all_are_there_and_has_what_one_needs(controller, members):
+    for member in members[:2]:
+        tell_ready(member)
+    with pytest.raises(PeerError, match="not all processes came"):
+        members[0].wait_for("start", 0.2)
+    tell_ready(members[2])
+    for member in members:
+        leader = 0 if member.process.stage == 0 else 2
+        start = {"kind": "start", "coordinator": ["there", leader], "resume": 7}
+        assert member.wait_for("start", 5) == start
+    assert members[0].addresses([2, 0], 5) == {2: ["here", 2], 0: ["here", 0]}
+
+
+def test_a_start_is_as_long_in_a_large_job_as_in_a_small_one():
+    """It says nothing of the others of a stage; whoever needs their addresses asks for them."""
+    sizes = []
+    for count in (2, 200):
+        made = [process(number, number % 2, number // 2) for number in range(count)]
+        with open_controller(made) as controller:
+            sent = []
+            line = SimpleNamespace(send=sent.append)
+            for seat in controller._seats:
+                seat.line = line
+                seat.addresses = {"data": ["here"] * 8, "coordinator": ["there", 1]}
+            controller._start_all()
+            assert len(sent) == count
+            sizes.append(max(map(len, sent)))
+    assert sizes[0] == sizes[1]
+
+
+def test_clocks_are_set_by_the_soonest_answer_and_follow_a_drift():
+    """Waits on one way, as a busy process or a full queue makes them, spoil most answers."""
+    rng = random.Random(0)
+    clock, ahead_s = ClockOffset(), 5000.0
+    for i in range(200):
+        there_s, back_s = (0.1 + rng.choice([0.0, rng.expovariate(0.5)]) for _ in range(2))
+        asked_s = 10.0 * i
+        clock.hear(asked_s, asked_s + there_s + ahead_s, asked_s + there_s + back_s)
+        if i > 20:
+            assert abs(clock.offset_s - ahead_s) <= 0.02  # a tenth of the round trip
+        ahead_s += 1e-4  # 10 parts in a million
+
+
+def test_a_member_asks_for_the_time_again_and_again(controller, members):
+    deadline_s = time.monotonic() + 10
+    while any(len(member.clock._found) < 3 for member in members):
+        assert time.monotonic() < deadline_s
+        time.sleep(0.01)
+    for member in members:  # both ends have one clock
+        assert abs(member.clock.offset_s) <= min(member.clock._found)[0] / 2
+
+
+def test_a_member_that_takes_nothing_holds_up_nobody(controller, members, monkeypatch):
+    """It lives, and its connection is full: the others have their verdict all the same."""
+    over = threading.Event()
+
+    def receive():
+        over.wait(60)
+        raise OSError("the test is over")
+
+    monkeypatch.setattr(members[1]._connection, "receive", receive)
+    for _ in range(2):  # it may be about to take one
+        controller.send(1, {"kind": "end", "words": "x" * (1 << 25)})
+    for step in (1, 2):
+        members[0].vote(step)
+        members[2].vote(step)
+        for member in (members[0], members[2]):
+            assert not member.verdict(step).stop
+    assert next_event(controller, "silent").process == 1
+    over.set()
+
+
+def test_nobody_goes_before_all_are_told_to(controller, members):
+    for member in members:
+        member.tell_compiled({"train": "1"}, "here", {})
+        event = next_event(controller, "compiled")
+        assert event.process == member.process.number
+        assert event.message["digests"] == {"train": "1"}
+    with pytest.raises(PeerError, match="has not started within"):
+        members[0].wait_for("go", 0.2)
+    controller.broadcast({"kind": "go"})
+    for member in members:
+        assert member.wait_for("go", 5) == {"kind": "go"}
+
+
+def test_a_member_tells_the_digests_of_the_files_that_are_asked_for(controller, members):
+    members[1].tell_compiled({}, "here", {"a": "1", "b": "2", "c": "3"})
+    next_event(controller, "compiled")
+    controller.send(1, {"kind": "files", "first": 1, "count": 2})
+    assert next_event(controller, "files").message["files"] == [["b", "2"], ["c", "3"]]
+
+
+def test_a_mistake_of_the_job_ends_all_members_with_it(controller):
+    ends = [queue.Queue() for _ in PROCESSES]
+    members = [
+        join(controller, who, on_loss=end.put) for who, end in zip(PROCESSES, ends, strict=True)
+    ]
+    for member in members:  # who has told something is seated
+        member.tell_compiled({}, "here", {})
+        next_event(controller, "compiled")
+    mistake = DataError("c0/n0", "has other data", found="1, not 2", fix="copy it")
+    controller.refuse(mistake)
+    controller.__exit__()  # its closing the connection comes too late to be the reason
+    for member, end in zip(members, ends, strict=True):
+        error = end.get(timeout=5)
+        assert (str(error), error.exit_status) == (str(mistake), 2)
+        member.close()
+
+
+def test_all_get_the_same_verdict(controller, members):
+    for step in (1, 2):
+        if step == 2:
+            controller.stop()
+        members[0].vote(step)
+        members[1].vote(step)  # does not lead its stage: it has no say
+        members[2].vote(step)
+        for member in members:
+            verdict = member.verdict(step)
+            assert verdict.stop == verdict.save == (step == 2)
+
+
+@pytest.mark.parametrize(
+    "change, words",
+    [
+        ({"about": {**ABOUT, "plan hash": "bbbb"}}, ["plan hash is bbbb, not aaaa"]),
+        ({"about": {**ABOUT, "jax": "0.9"}}, ["jax is 0.9, not 1.0"]),
+        ({"who": process(9, 1)}, ["3 processes", "number 9"]),
+        ({"who": PROCESSES[1]}, ["number 1", "here already"]),
+    ],
+)
+def test_who_does_not_belong_is_refused(controller, members, change, words):
+    who = change.pop("who", PROCESSES[0])
+    with pytest.raises(RefusedError) as error:
+        join(controller, who, **change)
+    for word in words:
+        assert word in str(error.value)
+    if who is PROCESSES[1] or "about" in change:  # whoever started the job is told too
+        assert words[0] in str(next_event(controller, "refused").message)
+
+
+def test_a_wrong_key_is_told_on_both_ends(controller):
+    with pytest.raises(PeerError, match="nobody who holds the key of this job answers"):
+        join(controller, PROCESSES[0], key=b"x" * connections.KEY_BYTES)
+    assert connections.WRONG_KEY in next_event(controller, "warning").message["text"]
+
+
+def test_differences_are_told_with_both_values():
+    assert differences(ABOUT, {**ABOUT, "more": 1}) is None
+    assert differences(ABOUT, {}) == "its plan hash is None, not aaaa, its jax is None, not 1.0"
+
+
+def test_a_closed_connection_is_told_at_once(controller, members):
+    members[1].close()
+    assert next_event(controller, "lost").process == 1
+
+
+def test_a_silent_member_is_told_in_time_and_a_quiet_one_is_not(controller, members, monkeypatch):
+    members[2].status("waited for F0")
+    time.sleep(2 * SILENCE_S)  # all beat
+    with pytest.raises(queue.Empty):
+        controller.events.get_nowait()
+    assert controller.status(2) == "waited for F0"
+    monkeypatch.setattr(members[0]._connection, "send", lambda message: None)  # its beats
+    start_s = time.monotonic()
+    assert next_event(controller, "silent").process == 0
+    assert time.monotonic() - start_s < 10 * SILENCE_S  # a hang guard
+
+
+def test_who_misses_heartbeats_is_known_before_its_time_is_up(controller, members, monkeypatch):
+    monkeypatch.setattr(members[1]._connection, "send", lambda message: None)
+    controller.broadcast({"kind": "tell"})
+    deadline_s = time.monotonic() + SILENCE_S
+    while list(controller.overdue()) != [1]:
+        assert time.monotonic() < deadline_s
+        time.sleep(0.01)
+
+
+def test_members_notice_that_the_controller_is_gone(controller):
+    lost = queue.Queue()
+    member = join(controller, PROCESSES[0], on_loss=lost.put)
+    controller.__exit__()
+    error = lost.get(timeout=5)
+    assert "the process that started this job is gone" in str(error)
+    member.close()
+
+
+def test_a_controller_that_stops_beating_is_gone(monkeypatch):
+    """It holds the connection open and says nothing, as a stopped process does."""
+    with open_controller(PROCESSES, silence_s=1000.0) as controller:
+        controller._hear = lambda seat, message: None  # it does not answer
+        lost = queue.Queue()
+        member = join(controller, PROCESSES[0], on_loss=lost.put)
+        assert f"silent for {SILENCE_S:g} s" in str(lost.get(timeout=10 * SILENCE_S))
+        member.close()
+
+
+def test_a_member_that_talks_nonsense_is_lost_and_the_others_go_on(controller, members):
+    members[1]._connection.send({"kind": "vote"})
+    assert next_event(controller, "lost").process == 1
+    members[0].vote(1)
+    members[2].vote(1)
+    assert members[2].verdict(1) == (False, False)
+
+
+def test_what_it_is_asked_to_tell_comes_at_once(controller, members):
+    members[2].status("waited for B1")
+    controller.broadcast({"kind": "tell"})
+    deadline_s = time.monotonic() + 5
+    while controller.status(2) != "waited for B1":
+        assert time.monotonic() < deadline_s
+        time.sleep(0.01)
+
+
+def test_what_is_done_at_a_start_is_progress_and_a_heartbeat_is_none(controller, members):
+    def noted(step):
+        for member in (members[0], members[2]):
+            member.vote(step)
+        members[1].verdict(step)  # all that was told before has been heard
+        return controller._pace.num_noted
+
+    before = noted(1)
+    members[0].tell("beat")
+    assert noted(2) == before
+    members[0].advance()
+    assert noted(3) == before + 1
+
+
+def test_strangers_cost_nothing(controller, members):
+    strangers = [socket.create_connection(controller.address) for _ in range(20)]
+    for i, stranger in enumerate(strangers):
+        stranger.sendall([b"", b"\xff" * 100, b"\x7f\xff\xff\xff{", b"\x00\x00\x00\x02[]"][i % 4])
+    members[0].vote(1)
+    members[2].vote(1)
+    assert not members[1].verdict(1).stop
+    for stranger in strangers:
+        stranger.close()
+
+
+def test_a_member_waits_while_there_is_progress_and_no_longer(controller, members):
+    """Twice as long as that may take, and for what a controller may be silent."""
+    members[0]._patience_s = 2 * SILENCE_S
+    controller._keeper.join(SILENCE_S)  # it has told of its own limit: the settings' 600 s
+    waits = []
+
+    def wait():
+        with pytest.raises(PeerError, match="waited too long for the verdict") as error:
+            members[0].verdict(1)
+        waits.append(error.value)
+
+    waiting = threading.Thread(target=wait)
+    controller._pace._config = DistributedConfig(step_timeout_s=0.01, start_timeout_s=0.01)
+    waiting.start()
+    for step in range(1, 9):
+        members[2].begin("validation", step)
+        time.sleep(SILENCE_S / 4)
+    assert not waits
+    waiting.join(10 * SILENCE_S)  # a hang guard
+    assert waits

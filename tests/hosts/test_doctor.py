@@ -1,0 +1,345 @@
+"""The doctor finds what is wrong, says where, and finds nothing where nothing is."""
+
+import copy
+import itertools
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from hypothesis import given, settings, strategies as st
+
+from holmesjax import job as jobs
+from holmesjax.hosts import doctor
+from holmesjax.plan.processes import domain_fabric, fabric_between
+from holmesjax.topology import machines
+from launch.verbs import doctor as verb
+
+ROOT = Path(__file__).parents[2]
+GIB = 2**30
+
+TOPOLOGY = """
+name: two
+clusters:
+  - name: a
+    fabric: infiniband
+    nodes: 2
+    devices: {kind: h100, count: 2}
+    nics: [{kind: infiniband_400, count: 2}, {kind: ethernet_25}]
+  - name: b
+    fabric: roce
+    nodes: 1
+    devices: {kind: a100_80gb, count: 2}
+    nics: [{kind: roce_200}]
+links:
+  - {between: [a, b], fabric: ethernet, bandwidth: 25 Gb/s, latency: 50 us}
+"""
+
+
+def nic(name, fabric, gb_per_s, reason="active"):
+    rate = None if gb_per_s is None else gb_per_s * 1e9 / 8
+    return {"name": name, "fabric": fabric, "reason": reason, "rate_bytes_per_s": rate}
+
+
+IB = [nic("mlx5_0 port 1", "infiniband", 400), nic("mlx5_1 port 1", "infiniband", 400)]
+
+
+def node(address, gpu, nics):
+    return {
+        "now_s": 0.01,
+        "host": "host",
+        "resolves_to": address,
+        "python": "3.12",
+        "packages": {"jax": "0.12.0", "numpy": "2.4.0"},
+        "source": "0123456789abcdef",
+        "folder": {"is_shared": True, "free_bytes": 100 * GIB},
+        "limits": {"nofile": 65536, "memlock": None},
+        "gpus": [gpu, gpu],
+        "drivers": ["580.1"],
+        "nics": nics,
+        "mtu_bytes": {"local": [65536], "ethernet": [1500]},
+        "addresses": {"local": ["127.0.0.1"], "ethernet": [address]},
+    }
+
+
+@pytest.fixture
+def topology(tmp_path):
+    path = tmp_path / "two.yaml"
+    path.write_text(TOPOLOGY)
+    return machines.load(path)
+
+
+@pytest.fixture
+def facts():
+    h100 = "NVIDIA H100 80GB HBM3"
+    return {
+        "a-0": node("10.0.0.1", h100, [*IB, nic("eth0", "ethernet", 25)]),
+        "a-1": node("10.0.0.2", h100, [*IB, nic("eth0", "ethernet", 25)]),
+        "b-0": node("10.0.0.3", "NVIDIA A100-SXM4-80GB", [nic("mlx5_0 port 1", "roce", 200)]),
+    }
+
+
+def judge(topology, facts, *, is_rehearsal=False):
+    return doctor.findings(topology, facts, is_rehearsal=is_rehearsal, needed_bytes=10 * GIB)
+
+
+def test_nothing_is_wrong_with_good_nodes(topology, facts):
+    found = judge(topology, facts)
+    assert {finding.level for finding in found} == {"ok"}
+    assert [finding.what for finding in found] == [
+        "host names",
+        "versions",
+        "clocks",
+        "open files",
+        "MTU",
+        "run folder",
+        "locked memory",
+        "GPUs",
+        "NICs",
+    ]
+
+
+def change(node, *path, to):
+    def apply(facts):
+        place = facts[node]
+        for key in path[:-1]:
+            place = place[key]
+        place[path[-1]] = to
+
+    return apply
+
+
+# What is changed, the check that must notice, how bad it is, and words of what it says.
+WRONG = {
+    "loopback": (
+        change("a-1", "resolves_to", to="127.0.1.1"),
+        ("host names", "warning", "host resolves to 127.0.1.1 on a-1"),
+    ),
+    "no name": (
+        change("a-0", "resolves_to", to=None),
+        ("host names", "warning", "host resolves to nothing on a-0"),
+    ),
+    "python": (
+        change("b-0", "python", to="3.11"),
+        ("versions", "problem", "Python: 3.12 on a-0, a-1; 3.11 on b-0"),
+    ),
+    "no package": (
+        change("a-0", "packages", "numpy", to=None),
+        ("versions", "problem", "numpy: nothing on a-0; 2.4.0 on a-1, b-0"),
+    ),
+    "source": (
+        change("a-0", "source", to="fedcba9876543210"),
+        ("versions", "problem", "fedcba9876543210 on a-0; 0123456789abcdef on a-1, b-0"),
+    ),
+    "driver": (
+        change("a-0", "drivers", to=["570.2"]),
+        ("versions", "warning", "NVIDIA's driver: 570.2 on a-0; 580.1 on a-1, b-0"),
+    ),
+    "clock": (change("a-1", "now_s", to=-3.25), ("clocks", "warning", "-3.2 s on a-1")),
+    "files": (
+        change("b-0", "limits", "nofile", to=1024),
+        ("open files", "warning", "at most 1024 on b-0"),
+    ),
+    "memlock": (
+        change("a-0", "limits", "memlock", to=8 * 2**20),
+        ("locked memory", "problem", "at most 8 MiB on a-0"),
+    ),
+    "mtu": (
+        change("b-0", "mtu_bytes", "ethernet", to=[9000]),
+        ("MTU", "warning", "ethernet: 1500 on a-0, a-1; 9000 on b-0"),
+    ),
+    "read-only": (
+        change("a-0", "folder", to={"problem": "Read-only file system"}),
+        ("run folder", "problem", "cannot write there (Read-only file system) on a-0"),
+    ),
+    "not shared": (
+        change("b-0", "folder", "is_shared", to=False),
+        ("run folder", "problem", "another folder than here on b-0"),
+    ),
+    "full": (
+        change("b-0", "folder", "free_bytes", to=9 * GIB),
+        ("run folder", "problem", "9 GiB free, 10 GiB needed on b-0"),
+    ),
+    "a GPU less": (
+        change("a-1", "gpus", to=["NVIDIA H100 80GB HBM3"]),
+        ("GPUs", "problem", "1 of 2 on a-1"),
+    ),
+    "another GPU": (
+        change("b-0", "gpus", to=["NVIDIA L4"] * 2),
+        ("GPUs", "problem", "NVIDIA L4 for a100_80gb on b-0"),
+    ),
+    "a port down": (
+        change("a-0", "nics", to=[
+            IB[0], nic("mlx5_1 port 1", None, None, "down"), nic("eth0", "ethernet", 25)
+        ]),
+        ("NICs", "problem", "1 of 2 infiniband NICs work (mlx5_1 port 1: down) on a-0"),
+    ),
+    "no NIC": (
+        change("b-0", "nics", to=[]),
+        ("NICs", "problem", "0 of 1 roce NICs work (there are no others) on b-0"),
+    ),
+    "slow": (
+        change("a-1", "nics", to=[*IB, nic("eth0", "ethernet", 1)]),
+        ("NICs", "problem", "eth0 1 Gb/s, where ethernet has 25 Gb/s on a-1"),
+    ),
+    "other numbers": (
+        change("a-1", "nics", to=[
+            nic("mlx5_2 port 1", "infiniband", 400),
+            nic("mlx5_3 port 1", "infiniband", 400),
+            nic("eth0", "ethernet", 25),
+        ]),
+        ("NIC names in a", "warning", "mlx5_2 port 1, mlx5_3 port 1 on a-1"),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("spoil", "expected"), WRONG.values(), ids=WRONG)
+def test_one_thing_wrong_is_one_finding(topology, facts, spoil, expected):
+    spoilt = copy.deepcopy(facts)
+    spoil(spoilt)
+    what, level, text = expected
+    [finding] = [found for found in judge(topology, spoilt) if found.level != "ok"]
+    assert (finding.what, finding.level) == (what, level)
+    assert text in finding.text
+    assert finding.fix
+    assert f"fix: {finding.fix}" in str(finding)
+
+
+def test_a_name_nobody_looks_for_may_lead_anywhere(topology, facts):
+    facts["b-0"]["resolves_to"] = "127.0.1.1"  # alone in its cluster
+    facts["a-0"] |= {"resolves_to": "127.0.1.1", "addresses": {"infiniband": ["127.16.0.1"]}}
+    assert {finding.level for finding in judge(topology, facts)} == {"ok"}
+
+
+def test_a_rehearsal_has_no_gpus(topology, facts):
+    for fact in facts.values():
+        fact |= {"gpus": [], "nics": [], "drivers": []}
+    assert {finding.level for finding in judge(topology, facts, is_rehearsal=True)} == {"ok"}
+    assert any(finding.level == "problem" for finding in judge(topology, facts))
+
+
+def test_every_way_that_is_shut_is_named():
+    found = doctor.reachability({("a", "b", "roce"): 0.01, ("b", "a", "roce"): "timed out"})
+    assert [(f.level, f.text) for f in found] == [
+        ("problem", "b does not reach a over roce: timed out")
+    ]
+    [good] = doctor.reachability({("a", "b", "roce"): 0.01, ("b", "a", "roce"): 0.025})
+    assert good.text == "2 ways, all open; the slowest took 25 ms"
+
+
+def test_ways_are_those_of_domains_and_of_neighbouring_stages():
+    job = jobs.load(ROOT / "configs/runs/quickstart.yaml")
+    across = {("ib-0", "roce-0", "ethernet"), ("ib-1", "roce-1", "ethernet")}
+    inside = {("ib-0", "ib-1", "infiniband"), ("roce-0", "roce-1", "roce")}
+    one_way = across | inside
+    assert verb.ways(job) == one_way | {(b, a, fabric) for a, b, fabric in one_way}
+
+
+@st.composite
+def jobs_of_any_shape(draw):
+    """Stages of some nodes each, of one cluster or two, with or without chunks and a tied table."""
+    fabrics = draw(st.lists(st.sampled_from(["infiniband", "roce"]), min_size=1, max_size=3))
+    clusters = [f"c{i}" for i in range(len(fabrics))]
+    cluster = st.tuples(st.sampled_from(clusters), st.integers(1, 7))
+    parts = draw(st.lists(st.lists(cluster, min_size=1, max_size=2), min_size=1, max_size=4))
+    stages = [[f"{c}-{s}-{i}-{n}" for i, (c, count) in enumerate(part) for n in range(count)]
+              for s, part in enumerate(parts)]  # fmt: skip
+    homes = [*range(len(stages))] * draw(st.integers(1, 2))
+    processes = [
+        SimpleNamespace(node=node, cluster=node[:2], stage=s, rank=rank)
+        for s, nodes in enumerate(stages)
+        for node in nodes
+        for rank in range(2)
+    ]
+    topology = SimpleNamespace(
+        cluster_of=lambda node: SimpleNamespace(fabric=fabrics[int(node[1])]),
+        links={
+            (a, b): SimpleNamespace(fabric="ethernet", bandwidth_bytes_per_s=1.0)
+            for a in clusters
+            for b in clusters
+        },
+    )
+    return processes, topology, homes, draw(st.booleans())
+
+
+@settings(max_examples=200, deadline=None)
+@given(jobs_of_any_shape())
+def test_ways_cover_every_node_fabric_and_direction_and_grow_with_the_nodes(shape):
+    """Against all pairs of processes that may talk."""
+    processes, topology, homes, is_tied = shape
+    job = SimpleNamespace(
+        topology=topology,
+        plan=SimpleNamespace(chunks=[(home, ()) for home in homes]),
+        config=SimpleNamespace(
+            distributed=SimpleNamespace(processes="node"),
+            model=SimpleNamespace(tied_embeddings=is_tied),
+        ),
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(verb, "make_processes", lambda *_: processes)
+        found = verb.ways(job)
+    talk = {(a, b) for a, b in itertools.pairwise(homes)} | {(h, h) for h in homes}
+    talk |= {(homes[0], homes[-1])} if is_tied else set()
+    every = set()
+    for a, b in itertools.product(processes, processes):
+        if a.node != b.node and {(a.stage, b.stage), (b.stage, a.stage)} & talk:
+            domain = [p for p in processes if p.stage == a.stage]
+            inside = domain_fabric(topology, domain)
+            fabric = inside if a.stage == b.stage else fabric_between(topology, a, b)
+            every.add((a.node, b.node, fabric))
+    assert found <= every
+    for end in (0, 1):
+        assert {(way[end], way[2]) for way in found} == {(way[end], way[2]) for way in every}
+    num_nodes = len({p.node for p in processes})
+    assert len(found) <= num_nodes * 2 * (1 + 2 * 4)  # a ring, and neighbours of two clusters
+
+
+@given(st.integers(1, 9), st.integers(1, 9))
+def test_pairs_cover_both_sides(a, b):
+    pairs = verb.paired(range(a), range(b))
+    assert [{pair[end] for pair in pairs} for end in (0, 1)] == [{*range(a)}, {*range(b)}]
+    assert len(pairs) == max(a, b)
+
+
+def test_a_stage_over_clusters_talks_over_what_joins_them():
+    settings = ["parallel.clusters=null", "parallel.data=8", "parallel.tensor=1"]
+    job = jobs.load(ROOT / "configs/runs/quickstart.yaml", [*settings, "parallel.microbatches=2"])
+    ways = verb.ways(job)
+    assert len(ways) == 8  # a ring of four, both ways
+    assert {fabric for *_, fabric in ways} == {"ethernet"}
+
+
+def run_doctor(*overrides):
+    command = [sys.executable, "-m", "launch", "doctor", "configs/runs/quickstart.yaml"]
+    return subprocess.run(
+        [*command, *overrides], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
+    )
+
+
+def test_nodes_of_this_machine_are_well(tmp_path):
+    done = run_doctor(f"run.dir={tmp_path}/run")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "8 ways, all open" in done.stdout
+    assert "no problems" in done.stdout
+    assert list((tmp_path / "run").iterdir()) == []
+
+
+def test_a_taken_port_is_found(tmp_path):
+    with socket.create_server(("127.32.1.1", 0)) as taken:  # ib-0's address on InfiniBand
+        port = taken.getsockname()[1]
+        done = run_doctor(f"run.dir={tmp_path}/run", f"distributed.port={port}")
+    assert done.returncode == 1
+    assert f"distributed.port: 127.32.1.1:{port} on ib-0: Address already in use" in done.stdout
+    assert "1 problem;" in done.stdout
+
+
+def test_a_node_that_does_not_start_is_a_finding(tmp_path, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))  # agents find no `psutil` that works
+    (tmp_path / "psutil.py").write_text("raise SystemExit('psutil is broken')")
+    done = run_doctor(f"run.dir={tmp_path}/run")
+    assert done.returncode == 1
+    assert done.stdout.count("no process on ") == 4
+    assert "ended with status 1; psutil is broken" in done.stdout
+    assert "4 problems;" in done.stdout

@@ -1,0 +1,442 @@
+"""The launcher `ssh`, against an sshd of the test's own on loopback; and the hosts file.
+
+Where no model is needed, the nodes' "python" is a shell script.
+"""
+
+import contextlib
+import os
+import queue
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from holmesjax import job as jobs
+from holmesjax.errors import HolmesError
+from holmesjax.plan.processes import make_processes
+from holmesjax.report import metrics
+from holmesjax.topology import machines
+from launch.launchers import hosts, launcher
+from launch.launchers.ssh import SshLauncher
+from tests.jobs import ROOT, RunningJob, compile_cache, write_run
+
+CLUSTERS = {"a": (1,), "b": (1,)}
+SETTINGS = ["model.num_layers=2", "model.width=16"]
+SSHD = shutil.which("sshd", path=f"{os.environ.get('PATH', '')}:/usr/sbin")
+CONFIG = """
+Port {port}
+ListenAddress 127.0.0.2
+ListenAddress 127.0.0.3
+HostKey {folder}/host
+PidFile {folder}/sshd.pid
+AuthorizedKeysFile {folder}/known.pub
+StrictModes no
+UsePAM no
+PasswordAuthentication no
+KbdInteractiveAuthentication no
+"""
+HOSTS = """
+defaults:
+  port: {port}
+  identity_file: {key}
+  ssh_options: [UserKnownHostsFile={known_hosts}, GlobalKnownHostsFile=/dev/null]
+  {defaults}
+hosts:
+  - {{node: a-0, ssh: {first}, addresses: {{infiniband: [127.0.9.1], ethernet: [127.0.9.1]}}}}
+  - {{node: b-0, ssh: 127.0.0.3, addresses: {{roce: [127.0.9.2], ethernet: [127.0.9.2]}}}}
+"""
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.2", 0))
+        return probe.getsockname()[1]
+
+
+@pytest.fixture(scope="module")
+def sshd(tmp_path_factory):
+    """A server that lets one key in; `.hosts(...)` writes a hosts file for it."""
+    if SSHD is None or shutil.which("ssh") is None:
+        pytest.skip("needs sshd and ssh: apt-get install openssh-server")
+    folder, port = tmp_path_factory.mktemp("sshd"), free_port()
+    for name in ("host", "known", "stranger"):
+        subprocess.run(
+            ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", folder / name], check=True
+        )
+    (folder / "config").write_text(CONFIG.format(port=port, folder=folder))
+    host_key = (folder / "host.pub").read_text()
+    known_hosts = "".join(f"[127.0.0.{i}]:{port} {host_key}" for i in (2, 3))
+    (folder / "known_hosts").write_text(known_hosts)
+    if os.geteuid() == 0:  # as its service does; it stays, since another sshd may use it by now
+        Path("/run/sshd").mkdir(mode=0o755, exist_ok=True)
+    log = (folder / "log").open("w")
+    server = subprocess.Popen([SSHD, "-D", "-e", "-f", folder / "config"], stderr=log)
+    try:
+        deadline_s = time.monotonic() + 10
+        while "Server listening on 127.0.0.2" not in (text := (folder / "log").read_text()):
+            if server.poll() is not None or time.monotonic() > deadline_s:
+                pytest.skip(f"sshd does not start here: {text}")
+            time.sleep(0.02)
+
+        def write_hosts(path: Path, *, key="known", first="127.0.0.2", defaults="", **changes):
+            values = {"port": port, "known_hosts": folder / "known_hosts", **changes}
+            path.write_text(
+                HOSTS.format(key=folder / key, first=first, defaults=defaults, **values)
+            )
+            return path
+
+        yield SimpleNamespace(hosts=write_hosts)
+    finally:
+        server.terminate()
+        server.wait(10)
+        log.close()
+
+
+def pids_of(words: str) -> list[int]:
+    """Processes with this in their command line."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):
+            if words in path.read_bytes().replace(b"\0", b" ").decode(errors="replace"):
+                found.append(int(path.parent.name))
+    return found
+
+
+def readers_of(path: Path) -> list[int]:
+    """Processes that sleep with this as their stdin."""
+    found = []
+    for pid in pids_of("sleep 1000000"):
+        with contextlib.suppress(OSError):  # of another test, and ending
+            if os.readlink(f"/proc/{pid}/fd/0") == str(path):
+                found.append(pid)
+    return found
+
+
+def wait_until(condition, timeout_s=20.0):
+    deadline_s = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline_s, "it does not come"
+        time.sleep(0.02)
+
+
+# ---- whole jobs ----------------------------------------------------------------------------------
+
+
+def number_of(pid: int) -> str:
+    """Which process of the job it is; and that its variables came through ssh, unseen."""
+    variables = Path(f"/proc/{pid}/environ").read_text().split("\0")
+    assert any(line.startswith("SSH_CONNECTION=") for line in variables)
+    [number] = [line for line in variables if line.startswith("HOLMES_PROCESS=")]
+    return number[-1]
+
+
+def test_a_job_over_ssh_survives_the_death_of_a_process(sshd, tmp_path):
+    """The losses of a job to which nothing happens, on this machine alone."""
+    settings = [*SETTINGS, "train.steps=40", "checkpoint.every=10"]
+    cache = compile_cache(tmp_path)
+    env = ", ".join(f"{name}: '{value}'" for name, value in cache.items())
+    hosts_file = sshd.hosts(tmp_path / "hosts.yaml", defaults=f"env: {{{env}}}")
+    run_file = write_run(tmp_path, CLUSTERS)
+    ssh = ("--launcher", "ssh", "--hosts", hosts_file, "--max-restarts", 1)
+    workers = lambda: pids_of(f"launch worker {tmp_path}/run")
+    with RunningJob(run_file, *ssh, *settings) as job:
+        wait_until(lambda: len(workers()) == 2)
+        by_number = {number_of(pid): pid for pid in workers()}
+        lines = [Path(f"/proc/{pid}/cmdline").read_text() for pid in pids_of("127.0.0.3")]
+        assert lines
+        assert not [line for line in lines if "HOLMES" in line]
+        job.until("step ")
+        os.kill(by_number["1"], signal.SIGKILL)
+        assert job.end() == 0, job.output
+    assert "error: b/b-0 (stage 1, process 1): was killed by signal 9 (SIGKILL)" in job.output
+    assert "starting again" in job.output
+    assert workers() == []
+    local = write_run(tmp_path, CLUSTERS, name="local")
+    with RunningJob(local, "--launcher", "local", *settings, env=cache) as job:
+        assert job.end() == 0, job.output
+    losses = [[r["loss"] for r in metrics.read(tmp_path / name)] for name in ("run", "local")]
+    assert len(losses[0]) == 40
+    assert losses[0] == losses[1]
+
+
+def start_endless(sshd, tmp_path, script: str, *arguments):
+    """A job whose processes are a shell script."""
+    python = tmp_path / "python"
+    python.write_text(f"#!/bin/sh\n{script}\n")
+    python.chmod(0o755)
+    hosts_file = sshd.hosts(tmp_path / "hosts.yaml", defaults=f"python: {python}")
+    run_file = write_run(tmp_path, CLUSTERS)
+    return RunningJob(run_file, "--launcher", "ssh", "--hosts", hosts_file, *arguments)
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_nothing_is_left_of_a_job_whose_launcher_is_killed(sshd, tmp_path, number):
+    endless = f"exec sleep 1000000 < {tmp_path}/run.yaml"
+    with start_endless(sshd, tmp_path, f"# {tmp_path}\n{endless}") as job:
+        started = lambda: readers_of(tmp_path / "run.yaml")
+        wait_until(lambda: len(started()) == 2)
+        mine = started()
+        try:
+            job.process.send_signal(number)
+            assert job.process.wait(10) != 0
+            wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in mine), 5.0)
+            wait_until(lambda: not [p for p in pids_of(str(tmp_path)) if p != os.getpid()], 5.0)
+        finally:
+            for pid in mine:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+
+
+def test_a_process_that_ends_too_early_shows_its_last_words(sshd, tmp_path):
+    script = "echo first; echo 'cannot read the stars' >&2; exit 3"
+    with start_endless(sshd, tmp_path, script) as job:
+        assert job.end() == 1
+    assert "the last lines of " in job.output
+    assert "  cannot read the stars\n" in job.output
+    assert "ended with status 3" in job.output
+
+
+MISTAKES = {
+    "stranger": (2, "it does not let this user in", "Permission denied"),
+    "host key": (2, "its host key is unknown", "Host key verification failed"),
+    "host": (2, "no way to the host nowhere.invalid", "node a-0"),
+    "host, with --listen": (2, "no such host is known here", "Could not resolve hostname"),
+    "port": (75, "it cannot be reached", "Connection refused"),
+    "python": (2, "there is no such python", "/nowhere/python"),
+    "folder": (2, "there is no such folder", "/no where"),
+    "checkout": (2, "the folder is no checkout of HolmesJAX", "found: /tmp"),
+    "option": (2, "ssh does not take its options", "nonsense"),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_what_ssh_says_is_put_in_words(sshd, tmp_path, mistake):
+    status, *words = MISTAKES[mistake]
+    changes = {
+        "stranger": {"key": "stranger"},
+        "host key": {"known_hosts": "/dev/null"},
+        "port": {"port": free_port()},
+        "python": {"defaults": "python: /nowhere/python"},
+        "folder": {"defaults": "folder: /no where"},
+        "checkout": {"defaults": "folder: /tmp"},
+        "option": {"known_hosts": "/dev/null, Nonsense=1"},
+    }.get(mistake, {"first": "nowhere.invalid"})
+    hosts_file = sshd.hosts(tmp_path / "hosts.yaml", **changes)
+    listen = ("--listen", "127.0.0.1") if "--listen" in mistake else ()
+    run_file = write_run(tmp_path, CLUSTERS)
+    with RunningJob(run_file, "--launcher", "ssh", "--hosts", hosts_file, *listen) as job:
+        assert job.end(30) == status, job.output
+    paragraph = job.output.split("error: ")[1]
+    for word in words:
+        assert word.lower() in paragraph.lower()
+    assert "fix:" in paragraph
+    assert "Traceback" not in job.output
+
+
+# ---- one process ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "script, status", [("exit 0", 0), ("exit 75", 75), ("kill -9 $$", -9), ("kill -6 $$", -6)]
+)
+def test_the_status_of_a_process_comes_through(sshd, tmp_path, script, status):
+    python = tmp_path / "py thon's"
+    python.write_text(f'#!/bin/sh\necho "$HOLMES_X" "$@" "$HOLMES_ADDRESSES"\n{script}\n')
+    python.chmod(0o755)
+    path = sshd.hosts(tmp_path / "hosts.yaml", defaults=f'python: "{python}"')
+    job = jobs.load(write_run(tmp_path, CLUSTERS))
+    ssh = SshLauncher(job.topology, str(path), None)
+    assert ssh.address == "127.0.0.1"  # all hosts are on loopback
+    events = queue.Queue()
+    process = make_processes(job.plan, job.topology, "node")[0]
+    try:
+        ssh.start(process, ["worker", "a b"], {"HOLMES_X": "it's $HOME"}, events)
+        output, exited = events.get(timeout=20), events.get(timeout=20)
+    finally:
+        ssh.end()
+    addresses = '{"infiniband": ["127.0.9.1"], "ethernet": ["127.0.9.1"]}'
+    assert output.message["line"] == f"it's $HOME -m launch worker a b {addresses}"
+    assert (exited.process, exited.kind, exited.message) == (0, "exit", {"status": status})
+
+
+# ---- the hosts file ------------------------------------------------------------------------------
+
+GOOD = """
+defaults: {folder: /checkout, env: {A: "1", B: "2"}, ssh_options: [Compression=yes]}
+hosts:
+  - {node: a-0, ssh: me@one, port: 2222, env: {B: "3"}, python: python3.12}
+  - {node: b-0, addresses: {roce: [10.0.0.1, 10.0.0.2], ethernet: [10.1.0.1]}}
+"""
+
+
+def two_nodes(tmp_path):
+    return machines.load(write_run(tmp_path, CLUSTERS).parent / "run_topology.yaml")
+
+
+def test_a_hosts_file_fills_in_its_defaults(tmp_path):
+    (tmp_path / "hosts.yaml").write_text(GOOD)
+    found = hosts.read(tmp_path / "hosts.yaml", two_nodes(tmp_path))
+    assert found["a-0"] == hosts.Host(
+        destination="me@one",
+        port=2222,
+        identity_file=None,
+        ssh_options=("Compression=yes",),
+        folder="/checkout",
+        python="python3.12",
+        env={"A": "1", "B": "3"},
+        addresses={},
+    )
+    assert found["b-0"].destination == "b-0"
+    assert found["b-0"].addresses == {"roce": ["10.0.0.1", "10.0.0.2"], "ethernet": ["10.1.0.1"]}
+
+
+WRONG = [
+    ("{node: a-1, ssh: x}", "hosts[2].node: no such node", "did you mean 'a-0'?"),
+    ("{node: a-0, ssh: x}", "hosts[2].node: is described twice", "found: a-0"),
+    ("{node: c, ssh: me@one, port: 2222}", "hosts[2].ssh: is reached as another", "as a-0"),
+    ("{node: c, addresses: {roce: [10.0.0.1]}}", "is the address of another node", "as b-0"),
+    ("{node: c, addresses: {roce: [one]}}", "addresses.roce[0]: is no IPv4 address", "found: one"),
+    ("{node: c, addresses: {rose: [10.0.0.9]}}", "addresses.rose: no such", "did you mean 'roce'"),
+    ("{node: c, ssh: -oProxyCommand=x}", "is nothing that ssh can connect to", "HOST or USER@HOST"),
+    ("{node: c, ssh: one two}", "is nothing that ssh can connect to", "HOST or USER@HOST"),
+    ("{node: c, port: 70000}", "hosts[2].port: must be at most 65535", "found: 70000"),
+    ("{node: c, identity_file: /nowhere}", "hosts[2].identity_file: no such file", "/nowhere"),
+    ("{node: c, ssh_options: [-v]}", "is no option of ssh", "found: -v"),
+    ("{node: c, env: {A B: x}}", "cannot be the name of a variable", "found: A B"),
+    ("{node: c, env: {HOLMES_PROCESS: x}}", "cannot be the name of a variable", "by the launcher"),
+    ("{node: c, env: {A: 1}}", "hosts[2].env.A: must be a text", "in quotes"),
+    ("{node: c, env: 1}", "hosts[2].env: must be names with values", "NAME: value"),
+    ("{nod: c}", "hosts[2].nod: no such setting", "did you mean 'node'?"),
+]
+
+
+@pytest.mark.parametrize("entry, problem, words", WRONG)
+def test_mistakes_in_a_hosts_file_have_a_place(tmp_path, entry, problem, words):
+    (tmp_path / "hosts.yaml").write_text(f"{GOOD}  - {entry}\n")
+    with pytest.raises(HolmesError) as caught:
+        hosts.read(tmp_path / "hosts.yaml", two_nodes(tmp_path))
+    assert f"{tmp_path}/hosts.yaml:6: " in str(caught.value)
+    assert problem in str(caught.value)
+    assert words in str(caught.value)
+
+
+def test_all_mistakes_of_a_hosts_file_come_at_once(tmp_path):
+    text = "hosts:\n  - {node: a-0, port: 0}\n  - {nod: x}\n  - {node: a-9}\n"
+    (tmp_path / "hosts.yaml").write_text(text)
+    with pytest.raises(HolmesError) as caught:
+        hosts.read(tmp_path / "hosts.yaml", two_nodes(tmp_path))
+    for line in (":2: hosts[0].port", ":3: hosts[1].nod:", ":3: hosts[1].node: is missing"):
+        assert line in str(caught.value)
+
+
+def test_nodes_that_are_missing_are_named(tmp_path):
+    (tmp_path / "hosts.yaml").write_text("hosts:\n  - {node: a-0}\n")
+    with pytest.raises(HolmesError, match="lacks nodes of the topology test") as caught:
+        hosts.read(tmp_path / "hosts.yaml", two_nodes(tmp_path))
+    assert "found: no b-0" in str(caught.value)
+
+
+def test_whoever_names_addresses_names_all_that_are_needed(tmp_path):
+    text = "hosts:\n  - {node: a-0, addresses: {ethernet: [10.0.0.1]}}\n  - {node: b-0}\n"
+    (tmp_path / "hosts.yaml").write_text(text)
+    with pytest.raises(HolmesError, match="lacks a fabric that a-0 sends over") as caught:
+        hosts.read(tmp_path / "hosts.yaml", two_nodes(tmp_path))
+    assert "add infiniband: [" in str(caught.value)
+
+
+def test_two_names_of_one_host_are_noticed(tmp_path):
+    """As ssh's own configuration resolves them."""
+    if shutil.which("ssh") is None:
+        pytest.skip("needs ssh")
+    text = "hosts:\n  - {node: a-0, ssh: me@127.0.0.1}\n  - {node: b-0, ssh: 127.0.0.1}\n"
+    (tmp_path / "hosts.yaml").write_text(text)
+    job = jobs.load(write_run(tmp_path, CLUSTERS))
+    with pytest.raises(HolmesError, match="is the same host as a-0"):
+        SshLauncher(job.topology, str(tmp_path / "hosts.yaml"), None)
+
+
+@pytest.mark.parametrize(
+    "hosts_of, found",
+    [
+        ({"a": "127.0.0.2", "b": "127.0.0.3"}, "127.0.0.1"),
+        ({"a": "127.0.0.2", "b": "10.0.0.9"}, "10.0.0.1"),  # b does not reach 127.0.0.1
+        ({"a": "10.0.0.8", "b": "10.0.0.9"}, "10.0.0.1"),
+        ({"a": "10.0.0.9", "b": "10.1.0.9"}, None),
+    ],
+)
+def test_the_controller_listens_where_the_hosts_are(monkeypatch, hosts_of, found):
+    """With routes that lead to 10.x.0.0/16 from 10.x.0.1."""
+
+    class Probe(contextlib.AbstractContextManager):
+        def __init__(self, *_):
+            pass
+
+        def __exit__(self, *_):
+            pass
+
+        def connect(self, target):
+            net = target[0].rsplit(".", 2)[0]
+            self.source = "127.0.0.1" if net.startswith("127") else f"{net}.0.1"
+
+        def getsockname(self):
+            return self.source, 0
+
+    monkeypatch.setattr(launcher.socket, "socket", Probe)
+    if found is None:
+        with pytest.raises(HolmesError, match="from several addresses"):
+            launcher.own_address(hosts_of)
+    else:
+        assert launcher.own_address(hosts_of) == found
+
+
+@pytest.mark.parametrize("listen", ["0.0.0.0", "0.0.0.0:7000", ":7000", "10.0.0.1:", "h:99999"])
+def test_the_controller_listens_on_one_named_address(tmp_path, listen):
+    (tmp_path / "hosts.yaml").write_text("hosts:\n  - {node: a-0}\n  - {node: b-0}\n")
+    job = jobs.load(write_run(tmp_path, CLUSTERS))
+    with pytest.raises(HolmesError, match="--listen: must be one address"):
+        SshLauncher(job.topology, str(tmp_path / "hosts.yaml"), listen)
+
+
+# ---- the doctor ----------------------------------------------------------------------------------
+
+
+def doctor(run_file, hosts, *overrides):
+    words = [sys.executable, "-m", "launch", "doctor", run_file, "--launcher", "ssh", "--hosts"]
+    return subprocess.run(
+        [*map(str, words), str(hosts), *overrides],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+def test_the_doctor_goes_over_ssh(sshd, tmp_path):
+    run_file = write_run(tmp_path, {"a": (1,), "b": (1,)})
+    hosts = sshd.hosts(tmp_path / "hosts.yaml")
+    well = doctor(run_file, hosts, "run.rehearse=true")
+    assert well.returncode == 0, well.stdout + well.stderr
+    assert "2 ways, all open" in well.stdout
+    # Not rehearsed, this machine has to have what the topology says.
+    real = doctor(run_file, hosts)
+    assert real.returncode == 1
+    assert "0 of 1 infiniband NICs work" in real.stdout
+    assert pids_of(str(tmp_path)) == []
+
+
+def test_the_doctor_says_which_host_does_not_start(sshd, tmp_path):
+    run_file = write_run(tmp_path, {"a": (1,), "b": (1,)})
+    hosts = sshd.hosts(tmp_path / "hosts.yaml", defaults="python: /no/such/python")
+    done = doctor(run_file, hosts, "run.rehearse=true")
+    assert done.returncode == 1
+    assert (
+        "no process on a-0: ssh 127.0.0.2: there is no such python (/no/such/python)" in done.stdout
+    )
+    assert "2 problems" in done.stdout

@@ -1,0 +1,251 @@
+"""What the supervisor makes of what processes tell, or do not: real ones, which only talk."""
+
+import json
+import os
+import signal
+import threading
+
+import pytest
+
+from holmesjax import job as jobs
+from holmesjax.distributed.controller import Event
+from holmesjax.errors import FatalError, HolmesError, PeerError
+from launch import restarts
+from launch.failure_causes import cause_of
+from launch.restarts import RECORD, Restarts
+from launch.supervisor import Supervisor, is_noise
+from tests.jobs import write_run
+from tests.scripted_member import ScriptedLauncher
+
+CLUSTERS = {"a": (1, 1), "b": (1,)}
+MISTAKE = {"where": "stage 0", "problem": "has 7 devices, needs 8", "found": 7, "fix": "add one"}
+LOSS = {"where": "link a -> b", "problem": "was lost", "found": "a reset", "fix": "start again"}
+BUG = {"where": "", "problem": "XlaRuntimeError: gloo"}
+
+
+def supervise(tmp_path, *scripts, settings=(), **options):
+    """A job whose processes do what each start's scripts say; the supervisor and its launcher."""
+    small = ["model.num_layers=2", "model.width=16", *settings]
+    job = jobs.load(write_run(tmp_path, CLUSTERS), small)
+    launcher = ScriptedLauncher(*scripts)
+    return Supervisor(job, launcher, **options), launcher
+
+
+def told(content, status):
+    return ["tell", "failed", {**content, "exit_status": status}]
+
+
+# ---- the cause -----------------------------------------------------------------------------------
+
+FAILURES = {
+    "mistake": ("failed", {**MISTAKE, "exit_status": 2}),
+    "fatal": ("failed", {**MISTAKE, "exit_status": 1}),
+    "exit 2": ("exit", {"status": 2}),
+    "killed": ("exit", {"status": -signal.SIGKILL}),
+    "silent": ("silent", {"silent_s": 40.0}),
+    "bug": ("failed", {**BUG, "exit_status": 1}),
+    "loss": ("failed", {**LOSS, "exit_status": 75}),
+    "aborted": ("exit", {"status": -signal.SIGABRT}),
+    "exit 75": ("exit", {"status": 75}),
+    "lost": ("lost", {}),
+}
+
+
+@pytest.mark.parametrize(
+    "cause, others",
+    [
+        ("mistake", ["exit 2", "aborted", "lost", "loss", "bug", "silent", "killed"]),
+        ("fatal", ["killed", "silent", "loss"]),  # a scheduler kills what is left
+        ("exit 2", ["loss", "lost", "silent"]),
+        ("killed", ["loss", "bug", "silent", "aborted", "lost"]),
+        ("silent", ["loss", "bug", "aborted", "lost"]),
+        ("bug", ["loss", "aborted", "lost"]),
+        ("loss", ["aborted", "exit 75", "lost"]),
+        ("aborted", ["lost"]),
+    ],
+)
+def test_the_cause_is_found_in_whatever_order_failures_come(cause, others):
+    for other in others:
+        for names in ([cause, other], [other, cause]):
+            events = [Event(number, *FAILURES[name]) for number, name in enumerate(names)]
+            assert cause_of(events).process == names.index(cause), names
+
+
+def test_of_failures_alike_the_first_is_the_cause():
+    events = [Event(number, *FAILURES["loss"]) for number in (2, 0, 1)]
+    assert cause_of(events).process == 2
+
+
+@pytest.mark.parametrize("content, status", [(MISTAKE, 2), (LOSS, 75)])
+def test_one_that_answers_late_is_not_the_cause(tmp_path, content, status):
+    """The others are alive, and busy for longer than the second that they are waited for."""
+    late = [["late", 1.3]]
+    scripts = {0: [["sleep", 0.5], told(content, status), ["exit", status]], 1: late, 2: late}
+    supervisor, _ = supervise(tmp_path, scripts)
+    with pytest.raises(HolmesError) as error:
+        supervisor.run()
+    assert error.value.exit_status == status
+    assert error.value.where == f"a/a-0 (stage 0, process 0): {content['where']}"
+
+
+def test_a_start_may_take_as_long_as_there_is_progress(tmp_path, capsys):
+    """Two that compile for longer than the limit; and then one that does nothing, for as long."""
+    limit = ["distributed.start_timeout_s=4"]
+    ends = [["tell", "up"], ["done", 0]]
+    starting = {0: [["advance", 12], *ends], 1: [["advance", 14], *ends], 2: ends}
+    supervisor, _ = supervise(tmp_path, starting, settings=limit)
+    assert supervisor.run() == 75  # asked by nobody to go on to the last step
+    stuck = {**starting, 1: [["sleep", 60]]}
+    supervisor, _ = supervise(tmp_path, stuck, settings=limit)
+    with pytest.raises(PeerError, match="no progress within distributed") as error:
+        supervisor.run()
+    assert error.value.where == "a/a-1"
+
+
+def test_what_gloo_prints_stays_in_the_logs_however_it_is_cut_or_mixed():
+    line = (
+        "[Gloo] Rank 1 is connected to 3 peer ranks. Expected number of connected peer ranks is : 3"
+    )
+    cuts = range(1, len(line))
+    fragments = [part for at in cuts for part in (line[:at], line[at:]) if part.strip()]
+    pieces = ["[Gloo] Rank ", "[Gloo] Rank ", "0", "1", " is connected to ", " is connected to "]
+    mixed = ["".join(pieces), "3 peer ranks. 3", " | 1".strip(" |"), "11"]
+    assert not [text for text in (line, *fragments, *mixed) if not is_noise(text)]
+    said = [
+        "",
+        "Traceback (most recent call last):",
+        "RuntimeError: Gloo all-reduce failed",
+        "step 1",
+    ]
+    assert not [text for text in said if is_noise(text)]
+
+
+# ---- restarts ------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def no_pause(monkeypatch):
+    monkeypatch.setattr(restarts, "FIRST_PAUSE_S", 0.001)
+
+
+LOST = [told(LOSS, 75), ["exit", 75]]
+
+
+def saving(step):
+    """Scripts of a start that commits a checkpoint, and then fails on a-1."""
+    return {0: [["save", step]], 2: [["save", step]], 1: [["await", step], *LOST]}
+
+
+def test_restarts_without_a_new_step_have_an_end(tmp_path, no_pause, capsys):
+    supervisor, launcher = supervise(tmp_path, {0: LOST}, {2: LOST}, {0: LOST}, max_restarts=2)
+    with pytest.raises(FatalError) as error:
+        supervisor.run()
+    assert launcher.starts == 3
+    assert "no new step since step 0, in the last 3 of its starts" in str(error.value)
+    found = str(error.value.found)
+    assert found.startswith("a-0 (2 of 3): a/a-0 (stage 0, process 0): link a -> b: was lost; b-0 ")
+    out = capsys.readouterr().out
+    assert out.count("starting again in") == 2
+    assert out.count("with the same command, as --max-restarts does;") == 3
+    assert "add --max-restarts" not in out
+    starts = json.loads((tmp_path / "run" / RECORD).read_text())["starts"]
+    assert [(start["status"], start["node"]) for start in starts] == [
+        (75, "a-0"),
+        (75, "b-0"),
+        (1, "a-0"),
+    ]
+
+
+def test_a_new_step_sets_the_count_back(tmp_path, no_pause):
+    lost = {1: LOST}
+    scripts = [lost, saving(1), lost, saving(2), saving(3), lost, lost]
+    supervisor, launcher = supervise(tmp_path, *scripts, max_restarts=1)
+    with pytest.raises(FatalError, match="no new step since step 3, in the last 2 "):
+        supervisor.run()
+    assert launcher.starts == len(scripts)
+
+
+def test_whoever_starts_the_launcher_again_shares_the_count(tmp_path, no_pause):
+    """As Slurm and Kubernetes do; once the job has ended with 1, the next start is a person's."""
+    start = lambda **options: supervise(tmp_path, {0: LOST}, **options)[0].run()
+    for expected in (*[PeerError] * restarts.DEFAULT, FatalError, PeerError):
+        with pytest.raises(expected):
+            start()
+    with pytest.raises(FatalError):
+        start(max_restarts=1, starts_again=False)
+    with pytest.raises(FatalError):  # not even one
+        start(max_restarts=0)
+
+
+def test_a_pause_ends_when_the_job_is_asked_to(tmp_path, monkeypatch):
+    monkeypatch.setattr(restarts, "FIRST_PAUSE_S", 200.0)
+    supervisor, launcher = supervise(tmp_path, {0: LOST}, max_restarts=3)
+    pause = supervisor._pause
+
+    def signalled_pause(*arguments):
+        threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGTERM)).start()
+        pause(*arguments)
+
+    supervisor._pause = signalled_pause
+    assert supervisor.run() == 75
+    assert launcher.starts == 1
+
+
+def record(tmp_path, *ends, limit=3):
+    """A record after these starts: the step before each and how it ended, None: not at all."""
+    found = Restarts(tmp_path, limit, pytest.fail)
+    for step, end in ends:
+        found.begin(step)
+        if end is not None:
+            found.end(**end)
+    return Restarts(tmp_path, limit, pytest.fail)
+
+
+FAILED, STOPPED = {"status": 75}, {"status": 75, "stopped": True}
+
+
+@pytest.mark.parametrize(
+    "ends, step, num_failed",
+    [
+        ([], 0, 0),
+        ([(0, FAILED)] * 3, 0, 3),
+        ([(0, FAILED)] * 3, 5, 0),  # a checkpoint after step 5
+        ([(0, FAILED), (5, FAILED), (5, FAILED)], 5, 2),
+        ([(5, FAILED), (3, FAILED)], 3, 2),  # the newest checkpoint was damaged
+        ([(0, FAILED), *[(0, STOPPED)] * 9, (0, FAILED)], 0, 2),
+        ([(0, None)] * 3, 0, 3),  # the launcher was killed each time
+        ([(0, FAILED), (0, {"status": 2}), (0, FAILED)], 0, 1),  # a person has repaired it
+        ([(0, FAILED), (0, {"status": 0})], 0, 0),
+    ],
+)
+def test_what_counts_as_a_restart_without_a_new_step(tmp_path, ends, step, num_failed):
+    assert len(record(tmp_path, *ends).failed(step)) == num_failed
+
+
+def test_pauses_grow_to_five_minutes(tmp_path):
+    found = Restarts(tmp_path, 20, pytest.fail)
+    pauses = []
+    for _ in range(11):
+        pauses.append(found.pause_s(0))
+        found.begin(0)
+        found.end(75)
+    assert pauses == [0, 1, 2, 4, 8, 16, 32, 64, 128, 256, 300]
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "[]", '{"starts": [{"stop": 1}]}', '{"starts": [{"step": "1"}]}', '{"starts": 3}', "\xff"],
+)
+def test_a_record_that_makes_no_sense_is_told_and_begun_again(tmp_path, text):
+    (tmp_path / RECORD).write_text(text, encoding="latin-1")
+    warnings = []
+    found = Restarts(tmp_path, 3, warnings.append)
+    assert len(warnings) == 1
+    found.begin(7)
+    assert [start.step for start in record(tmp_path)._starts] == [7]
+
+
+def test_a_record_that_cannot_be_written_is_a_mistake(tmp_path):
+    (tmp_path / "run").write_text("a file")
+    with pytest.raises(HolmesError, match="cannot be written"):
+        Restarts(tmp_path / "run", 3, lambda text: None).begin(0)

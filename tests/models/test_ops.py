@@ -1,0 +1,218 @@
+"""How array functions are chosen, and those that have no kernel."""
+
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+
+from holmesjax.config import KernelsConfig
+from holmesjax.errors import ConfigError
+from holmesjax.models import ops
+from kernels.adamw import adamw_reference
+from kernels.attention_pallas import attention_pallas
+from kernels.attention_tiles import Rule
+from tests.arrays import assert_near, normal, wide
+from tests.test_adamw import HERE, assert_alike, leaf_kept
+from tests.test_attention import inputs, oracle
+
+
+def causal(q, k, v):
+    """In float64."""
+    zeros = np.zeros((q.shape[0], q.shape[2], q.shape[1]))
+    return oracle(q, k, v, np.zeros(q.shape), zeros, None, Rule())[0]
+
+
+def test_the_config_chooses(monkeypatch):
+    q, k, v = inputs(20, 20, 4, 2, 16)
+    want = causal(q, k, v)
+    calls = []
+    spy = lambda *args, **options: calls.append(options) or attention_pallas(*args, **options)
+    monkeypatch.setattr(ops, "attention_pallas", spy)
+    for asked, runs_kernel in (("auto", False), ("reference", False), ("pallas", True)):
+        calls.clear()
+        kernels = ops.Kernels(KernelsConfig(attention=asked, deterministic_attention=runs_kernel))
+        assert_near(ops.attention(q, k, v, kernels=kernels), want)
+        assert bool(calls) == runs_kernel
+    [options] = calls
+    assert options == {
+        "shards": None,
+        "backend": "triton",
+        "deterministic": True,
+        "device_kind": jax.devices()[0].device_kind,
+        "interpret": True,
+    }
+
+
+def test_what_cannot_be_is_refused():
+    narrow = inputs(20, 20, 4, 2, 8)
+    with pytest.raises(ConfigError, match=r"pallas cannot do it.*\n.*heads 8 wide: supported are"):
+        ops.attention(*narrow, kernels=ops.Kernels(KernelsConfig(attention="pallas")))
+    with pytest.raises(ConfigError, match=r"cudnn cannot do it.*\n.*supported are NVIDIA GPUs"):
+        ops.attention(*narrow, kernels=ops.Kernels(KernelsConfig(attention="cudnn")))
+
+
+def test_cudnn_leaves_sequences_that_devices_share_to_others(monkeypatch):
+    """It gives no log-sum-exp."""
+    monkeypatch.setattr(ops.Kernels, "is_nvidia", True)
+    mesh = Mesh(np.array(jax.devices()[:2]), ("context",))
+    kernels = ops.Kernels(KernelsConfig(attention="cudnn"), mesh)
+    narrow = inputs(20, 20, 4, 2, 16, dtype="bfloat16")
+    with pytest.raises(
+        ConfigError, match=r"cudnn cannot do it.*\n.*sequences that several devices"
+    ):
+        ops.attention(*narrow, kernels=kernels)
+
+
+@pytest.mark.parametrize(
+    "deterministic, reason",
+    [(True, "gradients of the same bits each time"), (False, "library that JAX finds here")],
+)
+def test_cudnn_is_left_alone_where_it_would_not_do(monkeypatch, caplog, deterministic, reason):
+    """Arrays are as it wants them, but it is not installed, and adds in any order."""
+    monkeypatch.setattr(ops.Kernels, "is_nvidia", True)
+    monkeypatch.setattr(ops, "unsupported", lambda *args: "arrays like these")
+    ops._say.cache_clear()
+    kernels = ops.Kernels(KernelsConfig(deterministic_attention=deterministic))
+    ops.attention(*inputs(20, 20, 4, 2, 16, dtype="bfloat16"), kernels=kernels)
+    [record] = caplog.records
+    assert f"cudnn has no {reason}" in record.message
+
+
+def test_auto_says_once_why_a_gpu_has_no_kernel(monkeypatch, caplog):
+    monkeypatch.setattr(ops.Kernels, "is_nvidia", True)
+    ops._say.cache_clear()
+    narrow = inputs(20, 20, 4, 2, 12)
+    for _ in range(2):
+        ops.attention(*narrow)
+    [record] = caplog.records
+    assert record.message == (
+        "attention runs as plain JAX: cudnn has no float32: supported are bfloat16, float16; "
+        "pallas has no heads 12 wide: supported are 16, 32, 64, 128, 256"
+    )
+
+
+def test_cached_attention_is_the_last_rows_of_attention():
+    q, k, v = inputs(12, 12, 4, 2, 16)
+    padded = [jnp.pad(x, [(0, 0), (0, 5), (0, 0), (0, 0)], constant_values=3.0) for x in (k, v)]
+    got = ops.cached_attention(q[:, 9:], *padded, jnp.arange(9, 12))
+    assert_near(got, causal(q, k, v)[:, 9:])
+
+
+def test_projections_to_and_from_heads():
+    x, weights = normal(0, 2, 5, 12), (normal(1, 12, 4, 3), normal(2, 12, 2, 3))
+    for got, w in zip(ops.project_heads(x, *weights), weights, strict=True):
+        assert_near(got, np.einsum("bld,dhk->blhk", *wide((x, w))))
+    heads, out = normal(3, 2, 5, 4, 3), normal(4, 4, 3, 12)
+    assert_near(ops.merge_heads(heads, out), np.einsum("blhk,hkd->bld", *wide((heads, out))))
+
+
+def test_rotary_turns_pairs_and_keeps_distances():
+    x = normal(0, 1, 6, 2, 8)
+    got = np.asarray(ops.rotate(x, jnp.arange(6), 100.0), np.float64)
+    frequency = 100.0 ** (-np.arange(4) / 4)
+    for i in range(6):
+        turn = np.exp(1j * i * frequency)
+        pairs = (wide(x)[0, i, :, :4] + 1j * wide(x)[0, i, :, 4:]) * turn
+        assert_near(got[0, i], np.concatenate([pairs.real, pairs.imag], axis=-1))
+    shifted = ops.rotate(x, 50 + jnp.arange(6), 100.0)
+    products = lambda y: np.einsum("blhk,bmhk->hlm", y, y)
+    assert_near(products(shifted), products(got))
+
+
+def test_many_logits_are_cut_into_chunks():
+    """By default where a device's float32 logits take more than half a GiB, and that saves some."""
+
+    def chunks(asked, B, L, D, mesh=None, vocab_size=128_256):
+        x_BLD = jax.ShapeDtypeStruct((B, L, D), jnp.bfloat16)
+        config = KernelsConfig(cross_entropy=asked)
+        return ops.Kernels(config, mesh).logit_chunks(x_BLD, vocab_size)
+
+    assert chunks("auto", 4, 4096, 4096) == 16
+    assert chunks("auto", 1, 1024, 64) == chunks("reference", 4, 4096, 4096) == 1
+    assert chunks("auto", 1, 4096, 4096) == 1  # the sum of the weight's gradient is larger
+    assert chunks("chunked", 2, 16, 8, vocab_size=256) == 2
+    assert chunks("chunked", 2, 1, 8, vocab_size=256) == 1
+    mesh = Mesh(np.array(jax.devices()[:8]).reshape(2, 2, 2), ("data", "fsdp", "tensor"))
+    assert chunks("auto", 4, 4096, 2048, mesh) == 4
+
+
+SPECS = [
+    (P(("fsdp", "data"), "tensor", None), (8, 4, 64)),
+    (P("tensor", ("fsdp", "data")), (4, 256)),
+    (P("tensor", ("fsdp", "data")), (4, 128)),  # half a block on each device
+    (P(("fsdp", "data")), (64,)),
+]
+
+
+def placed(kept, i, mesh):
+    """A leaf and its gradient on a mesh, and where they lie."""
+    spec, shape = SPECS[i]
+    leaf, gradient = leaf_kept(kept, i, *shape), normal(10 + i, *shape)
+    specs = ops.Leaf(spec, *(ops.moment_spec(x, spec, mesh.shape) for x in leaf[1:]))
+    is_spec = lambda x: isinstance(x, P)
+    where = jax.tree.map(lambda s: NamedSharding(mesh, s), specs, is_leaf=is_spec)
+    return jax.device_put(leaf, where), jax.device_put(gradient, where.parameter), where
+
+
+def eight_devices():
+    return Mesh(np.array(jax.devices()[:8]).reshape(2, 2, 2), ("data", "fsdp", "tensor"))
+
+
+def third_step():
+    return ops.factors(jnp.int32(3), 0.7, 0.01, HERE.beta1, HERE.beta2)
+
+
+@pytest.mark.parametrize("implementation", ["reference", "pallas"])
+@pytest.mark.parametrize("kept", ["float32", "bfloat16", "int8"])
+def test_adamw_is_the_same_on_any_mesh(kept, implementation):
+    mesh, rules = eight_devices(), [HERE._replace(seed=i) for i in range(len(SPECS))]
+    every = [placed(kept, i, mesh) for i in range(len(SPECS))]
+    leaves, gradients, where = map(list, zip(*every, strict=True))
+    kernels = ops.Kernels(KernelsConfig(adamw=implementation), mesh)
+    specs = [spec for spec, _ in SPECS]
+    run = lambda leaves, gradients: ops.adamw(
+        leaves, gradients, third_step(), rules, specs, kernels
+    )
+    found = jax.jit(run, out_shardings=where)(leaves, gradients)
+    found, own = jax.tree.map(np.asarray, (found, (leaves, gradients)))
+    for got, leaf, gradient, rule in zip(found, *own, rules, strict=True):
+        leaf, gradient = jax.tree.map(jnp.asarray, (leaf, gradient))
+        assert_alike(got, adamw_reference(leaf, gradient, third_step(), rule))
+
+
+@pytest.mark.parametrize("way", ["conditional", "choice", "kernel"])
+@pytest.mark.parametrize("kept", ["float32", "bfloat16", "int8"])
+def test_a_step_that_does_not_apply_changes_no_bit(kept, way, monkeypatch):
+    """Whatever the gradients are; one that applies changes what is kept, in each of the ways."""
+    if way == "choice":  # as on a GPU
+        monkeypatch.setattr(ops.Kernels, "device", types.SimpleNamespace(platform="gpu"))
+    kernels = ops.Kernels(KernelsConfig(adamw="pallas" if way == "kernel" else "reference"))
+    leaf, gradient = leaf_kept(kept, 0, 3, 128), normal(1, 3, 128)
+
+    @jax.jit
+    def run(leaf, gradient, applies):
+        step = ops.factors(jnp.int32(3), 0.7, 0.01, HERE.beta1, HERE.beta2, applies)
+        return ops.adamw([leaf], [gradient], step, [HERE], [P()], kernels)[0]
+
+    same = run(leaf, gradient.at[0, 0].set(jnp.nan), False)
+    jax.tree.map(np.testing.assert_array_equal, same, leaf)
+    assert_alike(run(leaf, gradient, True), adamw_reference(leaf, gradient, third_step(), HERE))
+
+
+def test_scales_lie_with_their_numbers():
+    """Then a device needs nothing of others."""
+    mesh, kernels = eight_devices(), ops.Kernels(KernelsConfig(), eight_devices())
+    for i, (scales, moves) in enumerate(
+        [(SPECS[0][0], False), (SPECS[1][0], False), (P("tensor"), True)]
+    ):
+        leaf, gradient, where = placed("int8", i, mesh)
+        assert leaf.mu.scales.sharding.spec == leaf.nu.scales.sharding.spec == scales
+        update = lambda leaf, gradient, i=i: ops.adamw(
+            [leaf], [gradient], third_step(), [HERE], [SPECS[i][0]], kernels
+        )
+        compiled = jax.jit(update, out_shardings=[where]).lower(leaf, gradient).compile()
+        names = ("all-gather", "all-reduce", "collective-permute", "all-to-all")
+        assert any(name in compiled.as_text() for name in names) == moves

@@ -1,0 +1,143 @@
+"""AdamW against its formulas in float64, and the schedules against their shapes."""
+
+import jax
+import numpy as np
+import optax
+import pytest
+
+from holmesjax.config import OptimizerConfig
+from holmesjax.optimizers.adamw import decays, learning_rate, make_optimizer
+from tests.arrays import normal
+
+NUM_STEPS = 40
+
+
+def rates(**settings):
+    schedule = learning_rate(OptimizerConfig(learning_rate=2.0, **settings), NUM_STEPS)
+    return np.array([float(schedule(step)) for step in range(NUM_STEPS)])
+
+
+def test_cosine_with_warmup():
+    got = rates(schedule="cosine", warmup_steps=8, final_fraction=0.1)
+    progress = (np.arange(NUM_STEPS) - 8) / (NUM_STEPS - 1 - 8)
+    want = 2.0 * (0.1 + 0.9 * 0.5 * (1 + np.cos(np.pi * progress)))
+    want[:8] = 2.0 * np.arange(1, 9) / 8
+    np.testing.assert_allclose(got, want, rtol=1e-6)
+
+
+def test_linear_without_warmup():
+    got = rates(schedule="linear", final_fraction=0.25)
+    np.testing.assert_allclose(got, np.linspace(2.0, 0.5, NUM_STEPS), rtol=1e-6)
+
+
+def test_constant():
+    np.testing.assert_allclose(rates(schedule="constant"), 2.0)
+
+
+def test_warmup_stable_decay():
+    got = rates(schedule="wsd", warmup_steps=4, decay_steps=10, final_fraction=0.0)
+    np.testing.assert_allclose(got[:4], [0.5, 1.0, 1.5, 2.0], rtol=1e-6)
+    np.testing.assert_allclose(got[4:30], 2.0)
+    np.testing.assert_allclose(got[29:], np.linspace(2.0, 0.0, 11), atol=1e-6)
+
+
+@pytest.mark.parametrize("schedule", ["constant", "cosine", "linear"])
+def test_a_run_shorter_than_its_warmup_only_rises(schedule):
+    got = rates(schedule=schedule, warmup_steps=100)
+    # float32 sums with the peak: an error of a rounding of the peak, wherever the rate is.
+    np.testing.assert_allclose(got, 2.0 * np.arange(1, NUM_STEPS + 1) / 100, rtol=0, atol=2.0**-22)
+
+
+def test_matrices_decay_and_nothing_else():
+    tree = {
+        "embed": {"token_VD": 0, "position_PD": 0},
+        "block_000": {"up_DF": 0, "attention_norm": {"scale_D": 0, "bias_D": 0}},
+        "head": {"output_DV": 0},
+    }
+    got = {
+        "/".join(key.key for key in path): decays(path)
+        for path, _ in jax.tree_util.tree_leaves_with_path(tree)
+    }
+    assert {name for name, decayed in got.items() if decayed} == {
+        "block_000/up_DF",
+        "head/output_DV",
+    }
+
+
+def test_adamw_equals_its_formulas():
+    """Loshchilov and Hutter, arXiv:1711.05101, algorithm 2, in float64."""
+    config = OptimizerConfig(
+        learning_rate=0.1, schedule="linear", warmup_steps=3, weight_decay=0.2, epsilon=1e-6
+    )
+    optimizer, rate = make_optimizer(config, NUM_STEPS), learning_rate(config, NUM_STEPS)
+    random = np.random.default_rng(0)
+    params = {"block_000": {"up_DF": random.normal(size=(4, 3)), "scale_D": random.normal(size=4)}}
+    got = {"block_000": {k: np.float32(v) for k, v in params["block_000"].items()}}
+    state = optimizer.init(got)
+    moments = {k: [np.zeros_like(v), np.zeros_like(v)] for k, v in params["block_000"].items()}
+    for step in range(10):
+        gradient = {k: random.normal(size=v.shape) for k, v in params["block_000"].items()}
+        updates, state = optimizer.update(
+            {"block_000": {k: np.float32(v) for k, v in gradient.items()}}, state, got
+        )
+        got = optax.apply_updates(got, updates)
+        for name, g in gradient.items():
+            m, v = moments[name]
+            m[:] = config.beta1 * m + (1 - config.beta1) * g
+            v[:] = config.beta2 * v + (1 - config.beta2) * g * g
+            m_hat = m / (1 - config.beta1 ** (step + 1))
+            v_hat = v / (1 - config.beta2 ** (step + 1))
+            theta = params["block_000"][name]
+            decay = config.weight_decay * theta if name == "up_DF" else 0.0
+            theta -= float(rate(step)) * (m_hat / (np.sqrt(v_hat) + config.epsilon) + decay)
+    for name, want in params["block_000"].items():
+        np.testing.assert_allclose(got["block_000"][name], want, rtol=2e-5, atol=1e-6)
+
+
+def test_it_is_one_of_optax_transformations():
+    """In a chain with optax's clipping, it does what optax's own AdamW does."""
+    config = OptimizerConfig(learning_rate=0.1, schedule="constant", weight_decay=0.2)
+    clip, c = optax.clip_by_global_norm(0.5), config
+    ours = optax.chain(clip, make_optimizer(config, NUM_STEPS))
+    theirs = optax.adamw(0.1, c.beta1, c.beta2, c.epsilon, weight_decay=c.weight_decay)
+    theirs = optax.chain(clip, theirs)
+    start = {"block_000": {"up_DF": normal(0, 4, 3)}}
+    trees = []
+    for optimizer in (ours, theirs):
+        params, state = start, optimizer.init(start)
+        for step in range(5):
+            gradients = {"block_000": {"up_DF": normal(step, 4, 3)}}
+            updates, state = optimizer.update(gradients, state, params)
+            params = optax.apply_updates(params, updates)
+        trees.append(params["block_000"]["up_DF"])
+    np.testing.assert_allclose(*trees, rtol=1e-5)
+    assert np.abs(trees[0] - start["block_000"]["up_DF"]).max() > 0.1
+
+
+@pytest.mark.parametrize("beta2", [0.95, 0.999])
+@pytest.mark.parametrize("moments", ["bfloat16", "int8"])
+def test_moments_in_fewer_bits_lead_to_the_same_place(moments, beta2):
+    """Least squares with noisy gradients, of parameters whose gradients are of unlike size."""
+    random = np.random.default_rng(0)
+    slopes = 10.0 ** random.uniform(-1, 1, (16, 128))
+    noise = random.normal(size=(400, 16, 128))
+
+    def distance(moments):
+        config = OptimizerConfig(
+            learning_rate=0.03, schedule="linear", beta2=beta2, weight_decay=0.0, moments=moments
+        )
+        optimizer = make_optimizer(config, len(noise))
+
+        def step(carry, noise):
+            params, state = carry
+            x = params["block_000"]["up_DF"]
+            gradients = {"block_000": {"up_DF": slopes * (x - 1 + noise)}}
+            return optimizer.apply(gradients, state, params), None
+
+        params = {"block_000": {"up_DF": np.zeros((16, 128), np.float32)}}
+        carry = params, optimizer.init(params)
+        (params, _), _ = jax.jit(lambda *args: jax.lax.scan(step, *args))(carry, np.float32(noise))
+        return np.sqrt(np.mean(np.square(params["block_000"]["up_DF"] - 1.0)))
+
+    assert distance("float32") < 0.3
+    assert distance(moments) == pytest.approx(distance("float32"), rel=0.02)

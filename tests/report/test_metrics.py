@@ -1,0 +1,193 @@
+"""The file has one valid JSON object a step, whatever a run, a crash or a resume did to it."""
+
+import importlib.util
+import json
+import math
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from holmesjax.config import LogConfig
+from holmesjax.errors import ConfigError, DataError, HolmesError
+from holmesjax.report.metrics import FILE, Metrics, check_installed, read
+from tests.disks import files_of_at_most
+
+NO_LOG = LogConfig(tensorboard=False)
+
+
+def write(run_dir: Path, steps: list[int], *, done_steps: int = 0, loss: float = 1.0) -> None:
+    with Metrics(run_dir, NO_LOG, done_steps=done_steps) as metrics:
+        for step in steps:
+            metrics.write({"step": step, "loss": loss})
+
+
+def refuse_constant(name: str) -> None:
+    raise AssertionError(f"{name} is not JSON")
+
+
+def test_what_is_written_is_read(tmp_path):
+    record = {"step": 1, "loss": 0.1 + 0.2, "skipped": False, "link_bytes": {"a -> b": 2**53 + 1}}
+    with Metrics(tmp_path / "new" / "run", NO_LOG) as metrics:
+        metrics.write(record)
+    assert read(tmp_path / "new" / "run") == [record]
+
+
+def test_a_run_without_a_file_has_no_records(tmp_path):
+    assert read(tmp_path) == []
+
+
+def test_a_line_is_on_disk_before_the_next_step(tmp_path):
+    with Metrics(tmp_path, NO_LOG) as metrics:
+        for step in (1, 2, 3):
+            metrics.write({"step": step, "loss": 1.0})
+            assert len(read(tmp_path)) == step
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_numbers_that_are_not_finite_are_valid_json(value, tmp_path):
+    with Metrics(tmp_path, NO_LOG) as metrics:
+        metrics.write({"step": 1, "loss": value, "link_bytes": {"a -> b": value}})
+    raw = json.loads((tmp_path / FILE).read_text(), parse_constant=refuse_constant)
+    assert raw == {"step": 1, "loss": None, "link_bytes": {"a -> b": None}}
+    [record] = read(tmp_path)
+    assert math.isnan(record["loss"])
+    assert math.isnan(record["link_bytes"]["a -> b"])
+
+
+def test_every_cut_of_the_last_line_loses_only_that_line(tmp_path):
+    write(tmp_path, [1, 2, 3])
+    whole = (tmp_path / FILE).read_bytes()
+    last = whole.splitlines(keepends=True)[-1]
+    for cut in range(1, len(last) + 1):
+        (tmp_path / FILE).write_bytes(whole[:-cut])
+        complete = [1, 2, 3] if cut == 1 else [1, 2]  # cut 1 takes the newline only
+        assert [record["step"] for record in read(tmp_path)] == complete
+        write(tmp_path, [4], done_steps=3)
+        assert [record["step"] for record in read(tmp_path)] == [*complete, 4]
+
+
+def test_a_tail_that_is_not_text_is_dropped(tmp_path):
+    (tmp_path / FILE).write_bytes(b'{"step": 1}\n{"ste\xff\x00')
+    assert read(tmp_path) == [{"step": 1}]
+
+
+def test_damage_before_the_last_line_is_reported(tmp_path):
+    (tmp_path / FILE).write_text('{"step": 1}\n{"step"\n{"step": 3}\n')
+    with pytest.raises(DataError, match=r"line 2: is not a JSON object\n  found: '{\"step\"'\n"):
+        read(tmp_path)
+
+
+@pytest.mark.parametrize("done_steps", [0, 1, 2, 3, 9])
+def test_resume_cuts_off_the_steps_that_will_run_again(done_steps, tmp_path):
+    write(tmp_path, [1, 2, 3], loss=1.0)
+    write(tmp_path, [done_steps + 1], done_steps=done_steps, loss=2.0)
+    raw = [json.loads(line) for line in (tmp_path / FILE).read_text().splitlines()]
+    kept = [{"step": step, "loss": 1.0} for step in (1, 2, 3) if step <= done_steps]
+    assert raw == [*kept, {"step": done_steps + 1, "loss": 2.0}]
+    assert [path.name for path in tmp_path.iterdir()] == [FILE]
+
+
+def test_a_crash_while_cutting_keeps_the_old_file(tmp_path, monkeypatch):
+    write(tmp_path, [1, 2, 3])
+    before = (tmp_path / FILE).read_bytes()
+
+    def crash(descriptor: int) -> None:
+        raise OSError("disk full")
+
+    monkeypatch.setattr("os.fsync", crash)
+    with pytest.raises(OSError, match="disk full"):
+        Metrics(tmp_path, NO_LOG, done_steps=1)
+    assert (tmp_path / FILE).read_bytes() == before
+
+
+def test_of_two_records_of_one_step_the_later_wins(tmp_path):
+    lines = ['{"step": 3, "loss": 1}', '{"step": 2, "loss": 1}', '{"step": 2, "loss": 7}']
+    (tmp_path / FILE).write_text("\n".join(lines) + "\n")
+    assert read(tmp_path) == [{"step": 2, "loss": 7}, {"step": 3, "loss": 1}]
+
+
+@pytest.mark.parametrize(
+    "log, field, fix",
+    [
+        (LogConfig(tensorboard=True), "log.tensorboard", "pip install 'holmesjax[tb]'"),
+        (LogConfig(wandb=True), "log.wandb", "pip install 'holmesjax[wandb]'"),
+    ],
+    ids=["tensorboard", "wandb"],
+)
+def test_a_missing_package_is_refused_before_a_file_changes(log, field, fix, tmp_path, monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    check_installed(NO_LOG)
+    for act in (lambda: check_installed(log), lambda: Metrics(tmp_path / "run", log)):
+        with pytest.raises(ConfigError) as caught:
+            act()
+        assert caught.value.where == field
+        assert fix in caught.value.fix
+    assert not (tmp_path / "run").exists()
+
+
+def test_tensorboard_gets_every_number(tmp_path):
+    proto = pytest.importorskip("tensorboardX.proto.event_pb2")
+    with Metrics(tmp_path, LogConfig(tensorboard=True), done_steps=6) as metrics:
+        metrics.write({"step": 7, "loss": 0.5, "link_bytes": {"stage 0 -> stage 1": 3}})
+    [path] = (tmp_path / "tensorboard").iterdir()
+    content, found, hidden_from = path.read_bytes(), [], []
+    while content:  # a record: 8 bytes of length, 4 of checksum, the event, 4 of checksum
+        size = int.from_bytes(content[:8], "little")
+        event = proto.Event.FromString(content[12 : 12 + size])
+        found += [(event.step, value.tag, value.simple_value) for value in event.summary.value]
+        if event.session_log.status == event.session_log.START:
+            hidden_from.append(event.step)
+        content = content[16 + size :]
+    assert hidden_from == [7]  # of earlier attempts
+    assert found == [(7, "loss", 0.5), (7, "link_bytes/stage_0_to_stage_1", 3.0)]
+
+
+def pretend_wandb(monkeypatch: pytest.MonkeyPatch, init: Callable[..., object]) -> None:
+    spec = importlib.util.spec_from_loader("wandb", loader=None)
+    package = SimpleNamespace(init=init, Error=RuntimeError, __spec__=spec)
+    monkeypatch.setitem(sys.modules, "wandb", package)
+
+
+def test_wandb_that_does_not_start_says_what_to_do(tmp_path, monkeypatch):
+    def init(**arguments: object) -> None:
+        raise RuntimeError("No API key configured.")
+
+    pretend_wandb(monkeypatch, init)
+    write(tmp_path, [1, 2])
+    with pytest.raises(ConfigError, match=r"found: No API key configured.\n  fix: wandb login"):
+        Metrics(tmp_path, LogConfig(wandb=True))
+    assert len(read(tmp_path)) == 2  # nothing was cut off
+
+
+def test_a_resumed_run_continues_the_same_wandb_run(tmp_path, monkeypatch):
+    asked, logged, finished = [], [], []
+
+    def init(**arguments: object) -> SimpleNamespace:
+        asked.append(arguments)
+        return SimpleNamespace(
+            id="abc",
+            define_metric=lambda *args, **kwargs: None,
+            log=logged.append,
+            finish=lambda: finished.append(True),
+        )
+
+    pretend_wandb(monkeypatch, init)
+    for done_steps in (0, 1):
+        with Metrics(tmp_path, LogConfig(wandb=True), done_steps=done_steps) as metrics:
+            metrics.write({"step": done_steps + 1, "loss": 2.0, "skipped": True})
+    assert [arguments["id"] for arguments in asked] == [None, "abc"]
+    assert logged == [{"step": step, "loss": 2.0, "skipped": 1.0} for step in (1, 2)]
+    assert len(finished) == 2
+
+
+def test_a_full_disk_is_a_sentence(tmp_path):
+    with (
+        Metrics(tmp_path, NO_LOG) as metrics,
+        files_of_at_most(10),
+        pytest.raises(HolmesError, match="cannot be written") as error,
+    ):
+        metrics.write({"step": 1, "loss": 5.0})
+    assert error.value.found == "File too large"

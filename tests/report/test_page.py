@@ -1,0 +1,349 @@
+"""The page shows the numbers of the run, asks the network for nothing and trusts no name."""
+
+import dataclasses
+import html.parser
+import json
+import math
+import re
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from holmesjax.config import LogConfig
+from holmesjax.errors import DataError
+from holmesjax.plan.plan import Axis, Plan, StagePlan, TaskSeconds
+from holmesjax.report import page as report
+from holmesjax.report.metrics import Metrics
+from holmesjax.report.page import write_report
+from holmesjax.topology import machines as topologies
+from holmesjax.topology.machines import Cluster, DeviceKind, Link, Nic, Node, Topology
+
+VOID = {"meta", "link"}
+ATTACK = "<script>alert(1)</script>\"'&"
+
+
+class Page(html.parser.HTMLParser):
+    """The texts and attributes of a page; refuses elements that are not closed in order."""
+
+    def __init__(self, text: str):
+        super().__init__()
+        self.open: list[str] = []
+        self.tags: Counter[str] = Counter()
+        self.attributes: list[tuple[str, str]] = []
+        self.texts: list[str] = []
+        self.feed(text)
+        self.close()
+        assert self.open == []
+
+    def handle_starttag(self, tag, attrs):
+        self.tags[tag] += 1
+        self.attributes += attrs
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attrs):
+        self.tags[tag] += 1
+        self.attributes += attrs
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        if data.strip():
+            self.texts.append(data.strip())
+
+    def values(self, *names: str) -> list[str]:
+        return [value for name, value in self.attributes if name in names]
+
+
+def machines(cluster_names: list[str]) -> tuple[Plan, Topology]:
+    """One stage a cluster, two nodes of two devices each."""
+    kind = DeviceKind(
+        name="A100",
+        peak_flop_per_s={"float32": 19.5e12, "bfloat16": 312e12},
+        memory_bytes=80e9,
+        memory_bandwidth_bytes_per_s=2e12,
+        link=Link(fabric="nvlink", bandwidth_bytes_per_s=300e9, latency_s=2e-6),
+    )
+    nic = Nic(name="hdr", fabric="infiniband", rate_bytes_per_s=25e9, latency_s=3e-6, count=2)
+    layers = ["embed", *(f"block_{i:03d}" for i in range(2 * len(cluster_names))), "head"]
+    clusters, stages = [], []
+    for number, name in enumerate(cluster_names):
+        nodes = tuple(
+            Node(name=f"{name}-{i}", device=kind, num_devices=2, nics=(nic,)) for i in range(2)
+        )
+        clusters.append(Cluster(name=name, fabric="infiniband", nodes=nodes))
+        is_last = number == len(cluster_names) - 1
+        mine = layers[2 * number + bool(number) : None if is_last else 2 * number + 3]
+        stages.append(
+            StagePlan(
+                cluster=name,
+                nodes=tuple(node.name for node in nodes),
+                chunks=(tuple(mine),),
+                devices=tuple(range(4 * number, 4 * number + 4)),
+                mesh={Axis.DATA: 2, Axis.TENSOR: 2},
+                fabrics={Axis.DATA: "infiniband", Axis.TENSOR: "nvlink"},
+                memory_bytes={"parameters": 1.5 * 2**30, "gradients": 0.5 * 2**30},
+                seconds={"compute": 0.1, "tensor": 0.0, "data": 0.0, "boundary": 0.0},
+            )
+        )
+    plan = Plan(
+        topology="two_clusters",
+        topology_hash="0123456789ab",
+        stages=tuple(stages),
+        global_batch=8,
+        microbatches=2,
+        schedule="1f1b",
+        activation_checkpointing="none",
+        boundary_bytes=1024.0,
+        step_time_s=0.125,
+        bound_s=0.125,
+        shares={"compute": 0.8125, "bubble": 0.1875},
+    )
+    ethernet = Link(fabric="ethernet", bandwidth_bytes_per_s=3.125e9, latency_s=50e-6)
+    links = {(a, b): ethernet for a in cluster_names for b in cluster_names if a != b}
+    return plan, Topology(name="two_clusters", clusters=tuple(clusters), links=links)
+
+
+def record(step: int, **values: object) -> dict[str, object]:
+    links = {"stage 0 -> stage 1": 2**20, "stage 1 -> stage 0": 2**20}
+    return {
+        "step": step,
+        "loss": 5.0 - step / 4,
+        "grad_norm": 1.0,
+        "learning_rate": 1e-3,
+        "tokens_per_s": 4096.0 * step,
+        "step_time_s": 0.25,
+        "bubble_share": step / 100,
+        "skipped": False,
+        "link_bytes": links,
+    } | values
+
+
+def task(stage: int, kind: str, start_s: float, end_s: float) -> dict[str, object]:
+    return {"stage": stage, "kind": kind, "microbatch": 0, "start_s": start_s, "end_s": end_s}
+
+
+TASKS = [task(0, "F", 0, 1), task(1, "F", 1, 2), task(1, "B", 2, 3), task(0, "B", 3, 4)]
+
+
+@pytest.fixture
+def make_run(tmp_path):
+    """Writes the files of a run as the trainer does, and returns its folder."""
+
+    def make(
+        records: list[dict[str, object]],
+        *,
+        name: str = "run",
+        clusters: list[str] | None = None,
+        tasks: list[dict[str, object]] | None = TASKS,
+        config: str = "train:\n  steps: 3\n",
+    ) -> Path:
+        run_dir = tmp_path / name
+        plan, topology = machines(["alpha", "beta"] if clusters is None else clusters)
+        with Metrics(run_dir, LogConfig(tensorboard=False)) as metrics:
+            for written in records:
+                metrics.write(written)
+        plan.save(run_dir / "plan.yaml")
+        topologies.save(topology, run_dir / "topology.yaml")
+        if tasks is not None:
+            (run_dir / "timeline.json").write_text(json.dumps({"step": 3, "tasks": tasks}))
+        (run_dir / "config.yaml").write_text(config)
+        return run_dir
+
+    return make
+
+
+def read(run_dir: Path) -> Page:
+    path = write_report(run_dir)
+    assert path == run_dir / "report.html"
+    return Page(path.read_text(encoding="utf-8"))
+
+
+def cards(page: Page) -> dict[str, list[str]]:
+    """The texts after each label of the summary."""
+    labels = ["Final loss", "Validation loss", "Throughput", "Step time", "Tokens"]
+    labels += ["MFU", "Wall time"]
+    at = [page.texts.index(label) for label in labels] + [page.texts.index("Plan")]
+    return {label: page.texts[at[i] + 1 : at[i + 1]] for i, label in enumerate(labels)}
+
+
+def test_numbers_equal_the_run(make_run):
+    page = read(make_run([record(1), record(2, val_loss=4.625), record(3, step_time_s=0.5)]))
+    assert cards(page) == {
+        "Final loss": ["4.250", "nats/token", "4.750 at step 1"],
+        "Validation loss": ["4.625", "nats/token", "at step 2"],
+        "Throughput": ["8,192", "tokens/s", "median over steps"],
+        "Step time": ["0.25", "s", "median over steps"],
+        "Tokens": ["9,216", "3 steps, 0 skipped"],  # 4096 * (1 * 0.25 + 2 * 0.25 + 3 * 0.5)
+        "MFU": ["none", "these devices have no data sheet"],
+        "Wall time": ["1.0 s", "sum of all steps"],
+    }
+    used = [record(i, mfu=i / 10, time_left_s=132.4) for i in (1, 2, 4)]
+    found = cards(read(make_run(used, name="used")))
+    assert found["MFU"] == ["20.0%", "of the devices' peak, median over steps"]
+    assert found["Wall time"] == ["750 ms", "sum of all steps; 2 min 12 s left"]
+    facts = "2 stages on 8 devices · schedule 1f1b with 2 microbatches · step 3"
+    assert f"topology two_clusters · {facts}" in page.texts
+    at = page.texts.index("Predicted")
+    compared = ["Step time", "0.125 s", "0.25 s", "Bubble", "18.8%", "2.0%"]
+    assert page.texts[at + 2 : at + 8] == compared
+
+
+def test_plan_table_has_a_row_for_each_stage(make_run):
+    page = read(make_run([record(1)]))
+    at = page.texts.index("Memory per device") + 1
+    memory = ["2 GiB", "parameters 1.5 GiB, gradients 512 MiB"]
+    mesh = ["data 2 x tensor 2", "data over infiniband, tensor over nvlink"]
+    first = ["0", "alpha", "alpha-0, alpha-1", "3 layers", "embed to block_001", *mesh]
+    second = ["1", "beta", "beta-0, beta-1", "3 layers", "block_002 to head", *mesh]
+    assert page.texts[at : at + 22] == [
+        *(*first, "4", "0 to 3", *memory),
+        *(*second, "4", "4 to 7", *memory),
+    ]
+
+
+def test_every_section_is_there(make_run):
+    page = read(make_run([record(1)], config="learning_rate: 3e-4  # <peak>\n"))
+    headings = ["Plan", "Loss", "Pipeline", "Traffic", "Machines", "Resolved config"]
+    assert [text for text in page.texts if text in headings] == headings
+    assert page.tags["svg"] == 4
+    assert page.tags["details"] == 1
+    assert "open" not in dict(page.attributes)
+    assert "learning_rate: 3e-4  # <peak>" in page.texts
+    assert "idle 50%" in page.texts
+
+
+@pytest.mark.parametrize("values", [{}, {"val_loss": math.nan}], ids=["no val", "nan val"])
+def test_one_step_whose_numbers_are_not_finite(values, make_run):
+    broken = record(1, loss=math.nan, grad_norm=math.inf, skipped=True, **values)
+    shown = cards(read(make_run([broken])))
+    assert shown["Final loss"] == ["not finite", "nats/token", "not finite at step 1"]
+    assert shown["Tokens"] == ["1,024", "1 step, 1 skipped"]
+    assert shown["Validation loss"][0] == ("not finite" if values else "none")
+
+
+def test_one_stage_has_no_links(make_run):
+    tasks = [task(0, "F", 0, 1)]
+    page = read(make_run([record(1, link_bytes={})], clusters=["alone"], tasks=tasks))
+    assert "This run has one stage: nothing crosses between stages." in page.texts
+    assert page.tags["svg"] == 3
+
+
+def test_a_run_that_was_not_timed(make_run):
+    page = read(make_run([record(1)], tasks=None))
+    assert "No step was predicted, or timed task by task." in page.texts
+
+
+def test_the_step_is_shown_as_predicted_and_as_it_ran(make_run):
+    run_dir = make_run([record(1)])
+    seconds = TaskSeconds(
+        forward_s=(1.0,),
+        backward_s=(2.0,),
+        weight_s=(0.0,),
+        transfer_s=(0.5, 0.5),
+        gather_s=0.0,
+        reduce_s=0.1,
+        update_s=0.2,
+    )
+    plan = Plan.load(run_dir / "plan.yaml")
+    first, last = plan.stages
+    stages = (
+        dataclasses.replace(first, task_seconds=seconds),
+        dataclasses.replace(last, task_seconds=dataclasses.replace(seconds, transfer_s=())),
+    )
+    dataclasses.replace(plan, stages=stages).save(run_dir / "plan.yaml")
+    page = read(run_dir)
+    assert "As predicted, boundaries included" in page.texts
+    assert "Step 3 as it ran" in page.texts
+    events = json.loads((run_dir / "trace.json").read_text())["traceEvents"]
+    names = [e["args"]["name"] for e in events if e["name"] == "process_name"]
+    assert names == ["predicted", "measured, step 3"]
+    assert len([e for e in events if e["ph"] == "X" and e["pid"] == 2]) == len(TASKS)
+
+
+def test_a_torn_file_is_reported_up_to_the_last_whole_step(make_run):
+    run_dir = make_run([record(1), record(2)])
+    with (run_dir / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 3, "lo')
+    assert "2 steps, 0 skipped" in read(run_dir).texts
+
+
+def test_a_run_without_steps_is_refused(make_run):
+    run_dir = make_run([])
+    with pytest.raises(DataError, match=r"metrics.jsonl: has no finished step.*\n.*\n  fix: train"):
+        write_report(run_dir)
+    assert not (run_dir / "report.html").exists()
+
+
+def test_names_are_text(make_run):
+    name = ATTACK.replace("/", "|")  # a folder's name holds no slash
+    clusters = [ATTACK, '$x_{$&quot; id="a" href="#a"']
+    page = read(make_run([record(1)], name=name, clusters=clusters, config=f"run: {ATTACK}\n"))
+    assert page.tags["script"] == 0
+    assert f"run: {ATTACK}" in page.texts
+    assert page.texts.count(name) == 1
+    for cluster in clusters:
+        assert cluster in page.texts  # the table
+        assert f"cluster {cluster}" in page.texts  # the picture
+    assert not any(name.startswith("on") for name, _ in page.attributes)
+
+
+def test_nothing_is_asked_of_the_network(make_run):
+    run_dir = make_run([record(1)])
+    page = read(run_dir)
+    text = (run_dir / "report.html").read_text(encoding="utf-8")
+    assert not re.search(r"\w+://|@import|src=|<script", text)
+    assert all(value.startswith(("#", "data:")) for value in page.values("href"))
+    assert all(value.startswith("#") for value in re.findall(r"url\((.*?)\)", text))
+
+
+def test_ids_are_unique_and_every_reference_has_its_target(make_run):
+    run_dir = make_run([record(step) for step in range(1, 61)])
+    page = read(run_dir)
+    text = (run_dir / "report.html").read_text(encoding="utf-8")
+    ids = Counter(page.values("id"))
+    assert set(ids.values()) == {1}
+    used = re.findall(r"url\(#(.*?)\)", text) + [v[1:] for v in page.values("href") if v[0] == "#"]
+    assert used
+    assert set(used) == set(ids)
+
+
+def test_equal_inputs_give_equal_bytes(make_run):
+    run_dir = make_run([record(1), record(2)])
+    first = write_report(run_dir).read_bytes()
+    assert write_report(run_dir).read_bytes() == first
+
+
+def test_a_large_run_stays_below_a_megabyte(make_run):
+    num_stages, num_microbatches = 8, 64
+    tasks = [
+        task(stage, kind, 2 * (stage + m) + at, 2 * (stage + m) + at + 1)
+        for stage in range(num_stages)
+        for m in range(num_microbatches)
+        for at, kind in enumerate("FB")
+    ]
+    links = {f"stage {i} -> stage {i + 1}": 1e9 / 7 for i in range(num_stages - 1)}
+    records = [
+        record(step, loss=3 + math.sin(step * step), link_bytes=links) for step in range(1, 20_001)
+    ]
+    names = [f"cluster-{i}" for i in range(num_stages)]
+    run_dir = make_run(records, clusters=names, tasks=tasks)
+    assert write_report(run_dir).stat().st_size < 700_000
+
+
+def test_the_greys_of_the_pictures_follow_the_theme(make_run):
+    run_dir = make_run([record(1)])
+    text = write_report(run_dir).read_text(encoding="utf-8")
+    body = text[text.index("<body>") :]
+    assert not [grey for grey in report.THEME if grey in body]
+    assert "fill: #000" not in body
+
+
+def test_a_rule_that_the_plan_breaks_is_named(make_run):
+    run_dir = make_run([record(1)])
+    reason = "stage 0 crosses clusters ib and roce"
+    plan = dataclasses.replace(Plan.load(run_dir / "plan.yaml"), exception=reason)
+    plan.save(run_dir / "plan.yaml")
+    assert f"An exception: {reason}." in " ".join(read(run_dir).texts)

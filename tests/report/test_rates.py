@@ -1,0 +1,112 @@
+"""Tokens/s, MFU and the time to the end, of plans and of runs."""
+
+import io
+
+import numpy as np
+import pytest
+
+from holmesjax import config as configs, job as jobs
+from holmesjax.report import metrics, recorder
+from tests.jobs import write_run
+
+H100_BFLOAT16 = 989e12  # FLOP/s, dense, of NVIDIA's data sheet for the SXM module
+GPT = ["model.num_layers=4", "model.width=256", "model.vocab_size=512", "train.global_batch=8"]
+
+
+def load(folder, *settings, kind="cpu", nodes=(2,)):
+    path = write_run(folder, {"a": nodes})
+    topology = folder / "run_topology.yaml"
+    topology.write_text(topology.read_text().replace("kind: cpu", f"kind: {kind}"))
+    return jobs.load(path, settings)
+
+
+def test_mfu_of_a_plan_is_the_flop_of_its_products_over_those_of_the_data_sheet(tmp_path):
+    job = load(tmp_path, "train.compute_dtype=bfloat16", *GPT, kind="h100", nodes=(2, 2))
+    tokens, width, length, vocab = 8 * 32, 256, 32, 512
+    weights = {"qkv": 3 * width**2, "out": width**2, "mlp": 8 * width**2}
+    forward = 4 * (2 * tokens * sum(weights.values()) + 2 * 2 * tokens * length * width)
+    flop = 3 * (forward + 2 * tokens * width * vocab)
+    num_devices = sum(len(stage.devices) for stage in job.plan.stages)
+    assert job.peak_step_s == pytest.approx(flop / (num_devices * H100_BFLOAT16), rel=2e-3)
+    [line] = [line for line in job.describe() if line.startswith("rate ")]
+    assert f"{tokens / job.plan.step_time_s:,.0f} tokens/s" in line
+    assert f"MFU {job.peak_step_s / job.plan.step_time_s:.1%} predicted; 10 steps in " in line
+
+
+def test_a_rehearsal_has_a_predicted_mfu_and_none_that_is_measured(tmp_path):
+    job = load(tmp_path, "train.compute_dtype=bfloat16", "run.rehearse=true", kind="h100")
+    assert job.measured_peak_step_s is None
+    assert [line for line in job.describe() if "MFU" in line and "are rehearsed" in line]
+    cpu = load(tmp_path)  # whose peak is a guess
+    assert cpu.peak_step_s is None
+    assert "MFU" not in "".join(cpu.describe())
+
+
+@pytest.mark.parametrize("moments", ["float32", "int8"])
+def test_the_plan_says_in_which_numbers_it_sums(tmp_path, moments):
+    job = load(tmp_path, f"optimizer.moments={moments}", "train.compute_dtype=bfloat16")
+    line = f"products in bfloat16, gradients summed in float32, moments in {moments}"
+    assert f"numbers     {line}" in job.describe()
+
+
+def part(step, step_time_s):
+    numbers = {"loss": 1.0, "grad_norm": 1.0, "learning_rate": 0.1, "skipped": False}
+    return {
+        "step": step,
+        "intervals": [(0, "F", 0, 0.0, 1.0)],
+        "link_bytes": {},
+        "step_time_s": step_time_s,
+        **numbers,
+    }
+
+
+def test_what_is_measured_stands_on_the_console_in_the_summary_and_in_the_file(
+    tmp_path, monkeypatch
+):
+    """Steps of 2, 1, 1 and 3 s; 4 s of validation lie between the second and the third."""
+    now_s = 100.0
+    monkeypatch.setattr(recorder.time, "monotonic", lambda: now_s)
+    config = load(tmp_path, "train.steps=9", "log.tensorboard=false").config
+    past, out = [{"step": 1, "tokens_per_s": 1e9, "step_time_s": 1e-9}], io.StringIO()
+    with recorder.Recorder(
+        tmp_path, config, done_steps=1, peak_step_s=0.5, past=past, stream=out
+    ) as recording:
+        assert recording.summary() == ""
+        for step, (step_s, passed_s) in enumerate([(2, 2), (1, 1), (1, 5), (3, 3)], start=2):
+            now_s += passed_s
+            recording.take(part(step, float(step_s)))
+        summary = recording.summary()
+    records = metrics.read(tmp_path)
+    assert recording.history == [*past, *records]
+    tokens = config.train.global_batch * config.model.context_length
+    np.testing.assert_allclose(
+        [r["tokens_per_s"] for r in records], tokens / np.array([2, 1, 1, 3])
+    )
+    np.testing.assert_allclose([r["mfu"] for r in records], 0.5 / np.array([2, 1, 1, 3]))
+    left = [record.get("time_left_s") for record in records]
+    assert left == [None, 6 * 1 / 1, 5 * (1 + 5) / 2, 4 * (1 + 5 + 3) / 3]
+    assert out.getvalue().splitlines()[-1].endswith("left 12.0 s")
+    assert summary == (
+        f"trained     4 steps in 11.0 s: {tokens / 1.5:,.0f} tokens/s, MFU {0.5 / 1.5:.1%}, "
+        "1.5 s/step (median)"
+    )
+
+
+def test_overrides_may_be_a_dict(tmp_path):
+    path = write_run(tmp_path, {"a": (1,), "b": (1,)})
+    flat = {
+        "train.steps": 7,
+        "optimizer.clip_norm": None,
+        "run.dir": "007",
+        "parallel.layers": (1, 3),
+    }
+    nested = {"train": {"steps": np.int64(7)}, "optimizer": {"clip_norm": None}}
+    nested |= {"run": {"dir": tmp_path / "007"}, "parallel.layers": [1, 3]}
+    want = configs.load(
+        path,
+        ["train.steps=7", "optimizer.clip_norm=null", "run.dir='007'", "parallel.layers=[1,3]"],
+    )
+    assert jobs.load(path, flat).config == want
+    assert jobs.load(path, nested).config.parallel == want.parallel
+    assert jobs.load(path, nested).config.run.dir == str(tmp_path / "007")
+    assert jobs.load(path, "train.steps=7").config.train.steps == 7

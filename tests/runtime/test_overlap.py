@@ -1,0 +1,239 @@
+"""What a step sends over `data`, in which of its programs, and what waits for it.
+
+That nothing keeps a scheduler from overlapping it with computation; not that one does it.
+"""
+
+import dataclasses
+import functools
+import re
+
+import jax
+import pytest
+
+from holmesjax.costs import work
+from holmesjax.plan.plan import Axis
+from holmesjax.runtime.programs import (
+    batch_shapes,
+    compile_stages,
+    gradient_shapes,
+    replica_shapes,
+)
+from tests.collectives import (
+    collectives,
+    entry,
+    groups_of,
+    num_products,
+    texts,
+    traced_events,
+    waits_for,
+)
+from tests.runtime.test_pipeline import VARIANTS, hand_made_plan, make_model, make_stages
+
+NUM_BLOCKS = 2  # of the stage that is looked at
+NUM_LAYERS = NUM_BLOCKS + 1  # with the embedding, or with the head
+# Matrix products of a llama block: of the weights (q, k, v, out, gate, up, down) and of attention.
+WEIGHTS, ATTENTION_FORWARD, ATTENTION_BACKWARD = 7, 2, 5
+
+
+@functools.cache
+def make_stage(data, *, is_first=True, tensor=1, schedule="1f1b", dtype="float32", **sizes):
+    """The first of two, or the last."""
+    model = make_model(**VARIANTS["llama"] | sizes, num_layers=1 + NUM_BLOCKS)
+    layers = (NUM_BLOCKS, 1) if is_first else (1, NUM_BLOCKS)
+    plan = hand_made_plan(layers, data, tensor, microbatches=2, schedule=schedule)
+    return make_stages(model, plan, dtype=dtype)[0 if is_first else 1]
+
+
+@functools.cache
+def compiled(data, **changes):
+    return compile_stages([make_stage(data, **changes)])[0]
+
+
+def parameters(stage) -> int:
+    """On each device of `tensor`."""
+    shape = work.StageShape(
+        num_blocks=NUM_BLOCKS,
+        is_first=stage.is_first,
+        is_last=stage.is_last,
+        data=stage.num_replicas,
+        tensor=stage.mesh.shape[Axis.TENSOR],
+        sequences=stage.microbatch // stage.num_replicas,
+        chunks=1,
+        in_flight=1,
+        head_in_flight=1,
+        dtype=stage.compute_dtype,
+        checkpointing="none",
+    )
+    return work.stage_parameters(stage.model, shape)
+
+
+# ---- what is sent over data ----------------------------------------------------------------------
+
+
+def over_data(program, mesh) -> list[tuple[str, int]]:
+    """Kind and bytes of each collective that crosses `data`."""
+    [text] = texts(program)
+    found = collectives(text, mesh)
+    return [(kind, num_bytes) for kind, axes, num_bytes in found if Axis.DATA in axes]
+
+
+def test_the_notations_of_groups():
+    for text in (
+        "{{0,2},{1,3}}",
+        "[2,2]<=[2,2]T(1,0)",
+        "mesh['data'=2,'tensor'=2] {'data'}",
+        "mesh['axis_0'=2,'axis_1'=2] {'axis_0'}",
+        "mesh['axis_0'=2,'axis_1'=2], device_ids=([2,2]T(1,0)) {'axis_1'}",
+    ):
+        assert groups_of(text).tolist() == [[0, 2], [1, 3]]
+
+
+CASES = [{}, {"tensor": 2}, {"schedule": "zero_bubble"}]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_a_microbatch_sends_nothing_over_data(case):
+    programs = compiled(2, **case)
+    mesh, split = programs.stage.mesh, programs.split
+    backwards = (split.input_gradient, split.weight_gradient) if split else (programs.backward,)
+    for program in (programs.forward, *backwards):
+        assert over_data(program, mesh) == []
+    last = compiled(2, is_first=False, **case)
+    assert over_data(last.forward, last.stage.mesh) == []
+    assert over_data(last.total_loss, last.stage.mesh) == [("all-reduce", 4)]
+
+
+def num_transposes(program) -> int:
+    """Inside of fusions, too."""
+    return sum(text.count(" transpose(") for text in texts(program))
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_a_replica_computes_as_one_alone(is_first):
+    """XLA transposes no weight because there are others."""
+    pair = make_stage(2, is_first=is_first)
+    alone = make_stage(1, is_first=is_first)
+    half = dataclasses.replace(alone.plan, global_batch=pair.plan.global_batch // 2)
+    alone = compile_stages([dataclasses.replace(alone, plan=half)])[0]
+    assert num_transposes(alone.backward) > 0
+    pair = compile_stages([pair])[0]
+    assert num_transposes(pair.backward) == num_transposes(alone.backward)
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_a_step_sends_each_layer_once_and_as_one_array(case, is_first):
+    """The first stage with its first forward and its last backward, others by themselves."""
+    programs = compiled(2, is_first=is_first, **case)
+    stage, split = programs.stage, programs.split
+    assert (programs.gather is None) == is_first
+    gathers = over_data(programs.first_forward if is_first else programs.gather, stage.mesh)
+    last = split.last_weight_gradient if split else programs.last_backward
+    assert (last is None) == (programs.reduce is not None) == (not is_first and split is None)
+    reductions = over_data(last or programs.reduce, stage.mesh)
+    for kind, found in (("all-gather", gathers), ("reduce-scatter", reductions)):
+        assert [k for k, _ in found] == [kind] * NUM_LAYERS
+        assert sum(num_bytes for _, num_bytes in found) == 4 * parameters(stage)
+
+
+def test_what_does_not_divide_is_reduced_whole_and_never_gathered():
+    """Of 4 heads of width 12, on 4 replicas, and a model width of 30."""
+    programs = compiled(4, width=30, num_kv_heads=4, head_dim=12)
+    mesh = programs.stage.mesh
+    cut = 4 * (4 * 30 * 4 * 12)  # bytes of q, k, v, out
+    gathers = over_data(programs.first_forward, mesh)
+    assert gathers == [("all-gather", cut)] * NUM_BLOCKS
+    reductions = over_data(programs.last_backward, mesh)
+    assert [x for x in reductions if x[0] != "all-reduce"] == [("reduce-scatter", cut)] * NUM_BLOCKS
+    assert sum(num_bytes for _, num_bytes in reductions) == 4 * parameters(programs.stage)
+
+
+def shapes_of_arguments(stage) -> tuple[tuple, tuple]:
+    """Of `first_forward` and of `last_backward`."""
+    replicas, inputs = replica_shapes(stage), (None, batch_shapes(stage))
+    boundary, saved = jax.eval_shape(stage.forward, replicas, *inputs)
+    forward = stage.state_shapes.params, *inputs
+    return forward, (replicas, saved, gradient_shapes(stage), boundary)
+
+
+def test_for_gpus_it_is_gathered_in_the_compute_dtype_and_reduced_in_float32():
+    """Lowered, not compiled: XLA:CPU computes in float32 what is bfloat16 here."""
+    stage = make_stage(2, dtype="bfloat16")
+    forward, backward = shapes_of_arguments(stage)
+    first_forward = lambda *args: stage.first_forward(*args)[:2]
+    for function, shapes, kind, dtype in (
+        (first_forward, forward, "all_gather", "bf16"),
+        (stage.reducing(stage.backward), backward, "reduce_scatter", "f32"),
+    ):
+        lowered = jax.jit(function).trace(*shapes).lower(lowering_platforms=("cuda",))
+        pattern = r'"stablehlo\.(all_\w+|reduce_scatter)".*?: \(tensor<(.*?)>\) -> tensor<(.*?)>'
+        found = re.findall(pattern, lowered.as_text(), re.DOTALL)
+        assert [k for k, _, _ in found] == [kind] * NUM_LAYERS
+        whole = [(ins if kind == "reduce_scatter" else out).split("x") for _, ins, out in found]
+        assert {name for *_, name in whole} == {dtype}
+        assert sum(int(rows) * int(n) for rows, n, _ in whole) == parameters(stage)
+
+
+# ---- what waits for it ---------------------------------------------------------------------------
+
+
+def graph(program):
+    [text] = texts(program)
+    return entry(text)
+
+
+def of_kind(program, kind) -> list[str]:
+    return [name for name, instruction in program.items() if instruction.kind == kind]
+
+
+def traced(function, shapes, kind) -> tuple[list[frozenset[int]], dict[int, frozenset[int]]]:
+    """What each collective of the kind waits for, and each product, in numbers of both."""
+    events = traced_events(jax.make_jaxpr(function)(*shapes), {kind, "dot_general"})
+    products = {i: before for i, (name, before) in enumerate(events) if name == "dot_general"}
+    return [before for name, before in events if name == kind], products
+
+
+def test_a_reduction_waits_for_no_gradient_that_it_does_not_send():
+    """Only for the products of its own layer, and for those that bring it its gradient."""
+    passes_on = WEIGHTS + ATTENTION_BACKWARD
+    blocks = [(i + 1) * passes_on + WEIGHTS for i in range(NUM_BLOCKS)]
+    embedding = NUM_BLOCKS * passes_on  # its own gradient is no product
+    want, every = sorted([embedding, *blocks]), NUM_BLOCKS * (passes_on + WEIGHTS)
+    program = graph(compiled(2).last_backward)
+    before = [waits_for(program, name) for name in of_kind(program, "reduce-scatter")]
+    assert sorted(num_products(program, names) for names in before) == want
+    assert num_products(program, set(program)) == every
+
+    stage = make_stage(2)
+    _, shapes = shapes_of_arguments(stage)
+    before, products = traced(stage.reducing(stage.backward), shapes, "reduce_scatter")
+    assert sorted(len(names & products.keys()) for names in before) == want
+    assert len(products) == every
+
+
+def test_a_layer_waits_for_no_gather_but_its_own_and_those_before():
+    blocks = [(i + 1) * (WEIGHTS + ATTENTION_FORWARD) for i in range(NUM_BLOCKS)]
+    want = [*blocks, blocks[-1]]  # behind the embedding comes all that is behind the first block
+    program = graph(compiled(2).first_forward)
+    gathers = of_kind(program, "all-gather")
+    before = {name: waits_for(program, name) for name in program}
+    after = [{name for name in program if gather in before[name]} for gather in gathers]
+    assert sorted(num_products(program, names) for names in after) == want
+    assert not any(num_products(program, before[gather]) for gather in gathers)
+
+    stage = make_stage(2)
+    shapes, _ = shapes_of_arguments(stage)
+    before, products = traced(lambda *x: stage.first_forward(*x)[:2], shapes, "all_gather")
+    gathers = frozenset().union(*products.values()) - products.keys()
+    after = [sum(gather in names for names in products.values()) for gather in gathers]
+    assert sorted(after) == want
+    assert not any(before)
+
+
+def test_the_schedule_sends_the_last_block_before_it_computes_the_first():
+    """XLA:CPU's own order: most of the first block's work comes after the first reduction."""
+    program = graph(compiled(2).last_backward)
+    names = [*program]
+    first = min(names.index(name) for name in of_kind(program, "reduce-scatter"))
+    block = 2 * WEIGHTS + ATTENTION_BACKWARD
+    assert num_products(program, {*names[first:]}) > 0.75 * (NUM_BLOCKS - 1) * block

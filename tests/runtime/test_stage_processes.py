@@ -1,0 +1,59 @@
+"""A stage over several real processes: each makes its part of the first state, and digests it."""
+
+import ast
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+from holmesjax.transport import connections
+from tests.stage_process import digests_of, make_stage, shards
+
+ROOT = Path(__file__).parents[2]
+
+
+def run(num_processes):
+    """The output of each process."""
+    with connections.listen("127.0.0.1") as sock:
+        port = connections.address_of(sock)[1]
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-m", "tests.stage_process", *map(str, (rank, num_processes, port))],
+            stdout=subprocess.PIPE,
+            text=True,
+            cwd=ROOT,
+        )
+        for rank in range(num_processes)
+    ]
+    try:
+        said = [process.communicate(timeout=120)[0] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    return [json.loads(text.splitlines()[-1]) for text in said]
+
+
+def num_values(box):
+    return math.prod(stop - start for start, stop in ast.literal_eval(box))
+
+
+def test_each_process_draws_what_its_devices_hold_and_compares_nothing():
+    stage = make_stage()
+    state = stage.init(3)
+    whole = shards(stage, state)
+    said = run(2)
+    for process in said:
+        drawn = {
+            key: boxes
+            for key, boxes in process["shards"].items()
+            if key.startswith("params.") and not key.endswith(("scale_D", "bias_D"))
+        }
+        held = sum(num_values(box) for boxes in drawn.values() for box in boxes)
+        assert (process["drawn"], process["compared"]) == (held, 0)
+        assert process["digests"] == digests_of(state)
+        for key, boxes in process["shards"].items():
+            assert boxes.items() <= whole[key].items(), key
+    for key, boxes in whole.items():
+        assert set().union(*(process["shards"][key] for process in said)) == set(boxes)

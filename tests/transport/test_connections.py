@@ -1,0 +1,525 @@
+"""Connections let in who holds the key, and nobody else, however they try."""
+
+import itertools
+import json
+import os
+import queue
+import resource
+import socket
+import stat
+import struct
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+from holmesjax.errors import HolmesError, PeerError, RefusedError
+from holmesjax.hosts import process_environment
+from holmesjax.transport import admission, connections
+from holmesjax.transport.admission import Door
+
+KEY = bytes(range(32))
+
+
+@pytest.fixture
+def patience(monkeypatch):
+    monkeypatch.setattr(connections, "HELLO_TIMEOUT_S", 0.5)
+
+
+def call_at(address, key=KEY, check=lambda hello: None, hello=None, timeout_s=5.0, source=None):
+    return connections.connect(
+        *address,
+        key=key,
+        hello=hello or {"name": "guest"},
+        check=check,
+        where="a to b",
+        timeout_s=timeout_s,
+        source=source,
+    )
+
+
+class Inn:
+    """A door, who came in, and what it warned of."""
+
+    def __init__(self, check=lambda hello: None, key=KEY, sock=None, expected=1):
+        self.entered, self.warnings = queue.Queue(), []
+        sock = sock or connections.listen("127.0.0.1")
+        self.address = connections.address_of(sock)
+        self.door = Door(
+            sock,
+            key=key,
+            hello={"name": "inn"},
+            check=check,
+            enter=self.entered.put,
+            expected=expected,
+            warn=self.warnings.append,
+        )
+
+    def call(self, **options):
+        return call_at(self.address, **options)
+
+    def stranger(self):
+        sock = socket.create_connection(self.address)
+        sock.settimeout(5)
+        return sock
+
+
+@pytest.fixture
+def inn(patience):
+    inn = Inn()
+    yield inn
+    inn.door.close()
+
+
+def frame(message):
+    text = message if isinstance(message, bytes) else json.dumps(message).encode()
+    return struct.pack(">I", len(text)) + text
+
+
+def read_frame(sock):
+    (length,) = struct.unpack(">I", sock.recv(4, socket.MSG_WAITALL))
+    return json.loads(sock.recv(length, socket.MSG_WAITALL))
+
+
+def rest_of(sock):
+    """What comes before the other end closes; a reset is an end too."""
+    found = b""
+    try:
+        while part := sock.recv(65536):
+            found += part
+    except ConnectionResetError:
+        pass
+    return found
+
+
+def still_opens(inn):
+    ours = inn.call()
+    theirs = inn.entered.get(timeout=5)
+    ours.send({"text": "hello"})
+    assert theirs.receive() == {"text": "hello"}
+    ours.close()
+    theirs.close()
+
+
+def test_both_ends_learn_the_others_hello(inn):
+    ours = inn.call(hello={"name": "guest", "number": 3}, source="127.0.0.1")
+    theirs = inn.entered.get(timeout=5)
+    assert (ours.hello, theirs.hello) == ({"name": "inn"}, {"name": "guest", "number": 3})
+    theirs.send({"x": [1.5, "é"]})
+    assert ours.receive() == {"x": [1.5, "é"]}
+    theirs.close()
+    with pytest.raises(ConnectionResetError, match="closed the connection"):
+        ours.receive()
+    ours.close()
+
+
+def test_a_wrong_key_is_refused_on_both_ends(inn, capsys):
+    """Neither can prove anything to the other: the caller says so at once, and tries again."""
+    with pytest.raises(PeerError, match="nobody who holds the key of this job answers") as error:
+        inn.call(key=bytes(32), timeout_s=0.5)
+    assert repr(connections.WRONG_KEY) in error.value.found
+    assert inn.entered.empty()
+    [said] = [line for line in capsys.readouterr().err.splitlines() if "without the key" in line]
+    assert "trying again" in said
+    assert len(inn.warnings) == 1
+    assert connections.WRONG_KEY in inn.warnings[0]
+    still_opens(inn)
+
+
+def refuse(caller, **more):
+    caller.sendall(frame({"nonce": "0" * 32}))
+    read_frame(caller)
+    caller.sendall(frame({"refused": "go away", **more}))
+
+
+def let_in(caller):
+    caller.sendall(frame({"nonce": "0" * 32}))
+    read_frame(caller)
+    caller.sendall(frame({"hello": {}, "mac": "0" * 64}))
+
+
+STRANGERS = {
+    "refuses": refuse,
+    "refuses with a wrong proof": lambda caller: refuse(caller, mac="0" * 64),
+    "lets everybody in": let_in,
+    "speaks something else": lambda caller: caller.sendall(b"SSH-2.0-OpenSSH_9.2\r\n"),
+    "says nothing": lambda caller: None,
+}
+
+
+@pytest.mark.parametrize("stranger", STRANGERS.values(), ids=STRANGERS)
+def test_a_stranger_at_the_right_address_is_not_believed(patience, stranger):
+    """The caller tries again, and finds the one that holds the key."""
+    sock = connections.listen("127.0.0.1")
+    inns = []
+
+    def take_over():
+        caller, _ = sock.accept()
+        caller.settimeout(5)
+        with caller:
+            stranger(caller)
+        inns.append(Inn(sock=sock))
+
+    thread = threading.Thread(target=take_over)
+    thread.start()
+    call_at(connections.address_of(sock)).close()
+    thread.join()
+    inns[0].entered.get(timeout=5).close()
+    inns[0].door.close()
+
+
+def test_strangers_only_are_told_when_the_time_is_up(patience):
+    with connections.listen("127.0.0.1") as sock:
+
+        def answer():
+            caller, _ = sock.accept()
+            with caller:
+                refuse(caller)
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        with pytest.raises(PeerError) as error:
+            call_at(connections.address_of(sock), timeout_s=0.5)
+        thread.join()
+    assert error.value.found == "something there answered without it: 'go away', without proof"
+
+
+def pass_on(caller, onward, num):
+    """The first messages of a conversation through a relay."""
+    said = []
+    for source, target in itertools.islice(
+        itertools.cycle([(onward, caller), (caller, onward)]), num
+    ):
+        said.append(read_frame(source))
+        target.sendall(frame(said[-1]))
+    return said
+
+
+def test_a_call_whose_last_answer_was_lost_is_repeated(patience):
+    """It has no seat before it has said that it knows."""
+    seats = set()
+    inn = Inn(lambda hello: "is here already" if hello["name"] in seats else None)
+    enter = inn.door._enter
+    inn.door._enter = lambda connection: (seats.add(connection.hello["name"]), enter(connection))
+    with connections.listen("127.0.0.1") as tap:
+
+        def relay():
+            caller, _ = tap.accept()
+            with caller, inn.stranger() as onward:
+                pass_on(caller, onward, 2)
+                assert "mac" in read_frame(onward)  # it would be let in
+            caller, _ = tap.accept()
+            with caller, inn.stranger() as onward:
+                pass_on(caller, onward, 4)
+                rest_of(caller)
+
+        thread = threading.Thread(target=relay)
+        thread.start()
+        call_at(connections.address_of(tap)).close()
+        thread.join()
+    inn.entered.get(timeout=5).close()
+    with pytest.raises(RefusedError, match="is here already"):  # another one with its name
+        inn.call()
+    inn.door.close()
+
+
+def test_a_reason_reaches_the_other_end(patience):
+    inn = Inn(check=lambda hello: f"plan {hello['plan']} there, plan p1 here")
+    with pytest.raises(RefusedError, match="plan p2 there, plan p1 here"):
+        inn.call(hello={"plan": "p2"})
+    with pytest.raises(RefusedError, match="wrong inn"):
+        Inn().call(check=lambda hello: f"wrong {hello['name']}")
+    inn.door.close()
+    assert inn.entered.empty()
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        pytest.param(b"", id="nothing"),
+        pytest.param(bytes(range(256)) * 20, id="noise"),
+        pytest.param(struct.pack(">I", 2**32 - 1), id="huge length"),
+        pytest.param(struct.pack(">I", connections.HELLO_LIMIT_BYTES + 1), id="long length"),
+        pytest.param(frame(b"{" * 1000), id="no JSON"),
+        pytest.param(frame(b"[" * 60000), id="deep JSON"),
+        pytest.param(frame(b'{"nonce": ' + b"[" * 990 + b"]" * 990 + b"}"), id="deep nonce"),
+        pytest.param(frame([1, 2]), id="no object"),
+        pytest.param(frame({"nonce": "n"}), id="no mac"),
+        pytest.param(frame({"nonce": "n", "hello": {}, "mac": "é"}), id="not ASCII"),
+        pytest.param(frame({"nonce": "n", "hello": {}, "mac": 3}), id="no text"),
+        pytest.param(b"GET / HTTP/1.1\r\n\r\n", id="HTTP"),
+    ],
+)
+def test_strangers_are_sent_away(inn, said):
+    with inn.stranger() as stranger:
+        assert "nonce" in read_frame(stranger)
+        start_s = time.monotonic()
+        stranger.sendall(said)
+        answer = rest_of(stranger)
+        assert not said or time.monotonic() - start_s < connections.HELLO_TIMEOUT_S  # at once
+        assert answer == b"" or b"refused" in answer
+    assert inn.entered.empty()
+    still_opens(inn)
+
+
+def test_nesting_of_any_depth_is_survived(inn):
+    """Between what JSON reads and what it writes, there are depths that only one of them takes."""
+    for depth in range(900, 1000, 7):
+        with inn.stranger() as stranger:
+            read_frame(stranger)
+            nested = b"[" * depth + b"]" * depth
+            stranger.sendall(frame(b'{"nonce": ' + nested + b', "hello": {}, "mac": ""}'))
+            answer = rest_of(stranger)
+            assert answer == b"" or b"refused" in answer
+    still_opens(inn)
+
+
+def test_a_slow_hello_is_cut_off(inn):
+    start_s = time.monotonic()
+    with inn.stranger() as stranger:
+        read_frame(stranger)
+        try:
+            for byte in frame({"nonce": "n" * 1000}):
+                stranger.sendall(bytes([byte]))
+                time.sleep(0.05)
+        except (BrokenPipeError, ConnectionResetError):
+            pass
+    assert time.monotonic() - start_s < 3 * connections.HELLO_TIMEOUT_S
+
+
+def test_a_replayed_hello_is_refused(inn):
+    """A recorded conversation does not open the door a second time: the nonces are fresh."""
+    with connections.listen("127.0.0.1") as tap:
+        recorded = []
+
+        def relay():
+            caller, _ = tap.accept()
+            with caller, inn.stranger() as onward:
+                recorded.extend(pass_on(caller, onward, 4))
+                caller.recv(1)
+
+        thread = threading.Thread(target=relay)
+        thread.start()
+        call_at(connections.address_of(tap)).close()
+        thread.join()
+    inn.entered.get(timeout=5).close()
+    with inn.stranger() as stranger:
+        read_frame(stranger)
+        stranger.sendall(frame(recorded[1]))
+        assert read_frame(stranger) == {"refused": connections.WRONG_KEY}
+        assert rest_of(stranger) == b""
+    assert inn.entered.empty()
+
+
+def test_a_crowd_of_strangers_does_not_keep_others_out(monkeypatch):
+    """With the real patience: 1,500 connections that say nothing, and members among them."""
+    connections.raise_open_files()
+    inn = Inn()
+    num_threads = threading.active_count()
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    crowd = [inn.stranger() for _ in range(750)]
+    start_s = time.monotonic()
+    still_opens(inn)
+    crowd += [inn.stranger() for _ in range(750)]
+    still_opens(inn)
+    assert time.monotonic() - start_s < connections.HELLO_TIMEOUT_S
+    assert threading.active_count() == num_threads
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 32 * 1024  # KiB
+    for stranger in crowd:
+        stranger.close()
+    inn.door.close()
+
+
+def test_members_that_come_all_at_once_are_all_let_in(monkeypatch):
+    """Each takes its time to answer, so that all of them wait at once, and beside strangers."""
+    monkeypatch.setattr(admission, "STRANGERS", 20)
+    inn = Inn(expected=150)
+    strangers = [inn.stranger() for _ in range(100)]
+    members = [inn.stranger() for _ in range(150)]
+    talks = [connections.introduction(KEY, {"name": i}, lambda hello: None, "") for i in range(150)]
+    for talk in talks:
+        next(talk)
+    for _ in range(2):
+        heard = [read_frame(member) for member in members]  # all of them, before one answers
+        for member, talk, message in zip(members, talks, heard, strict=True):
+            try:
+                member.sendall(connections.encode(talk.send(message)))
+            except StopIteration:
+                member.sendall(connections.encode(connections.ENTERED))
+    names = [inn.entered.get(timeout=5) for _ in range(150)]
+    assert sorted(connection.hello["name"] for connection in names) == [*range(150)]
+    for sock in (*members, *strangers, *names):
+        sock.close()
+    inn.door.close()
+
+
+def test_pauses_grow_and_differ():
+    pauses_s = [[connections.pause_after(attempt) for _ in range(100)] for attempt in range(12)]
+    assert max(pauses_s[0]) <= connections.PAUSE_S < min(pauses_s[5]) <= max(pauses_s[11]) <= 2.0
+    assert min(pauses_s[-1]) >= 1.0
+    assert all(len(set(tried)) > 90 for tried in pauses_s)
+
+
+def test_connecting_waits_for_the_listener_and_gives_up_in_time(patience):
+    with connections.listen("127.0.0.1") as sock:
+        address, port = connections.address_of(sock)
+    start_s = time.monotonic()
+    with pytest.raises(PeerError, match=rf"a to b: nobody answers at 127.0.0.1:{port} for 0.3 s"):
+        call_at((address, port), timeout_s=0.3)
+    assert 0.25 < time.monotonic() - start_s < 10  # above: a hang guard
+
+
+def test_a_taken_port_and_a_foreign_address_are_refused():
+    with connections.listen("127.0.0.1") as sock:
+        port = connections.address_of(sock)[1]
+        with pytest.raises(HolmesError, match=rf"127.0.0.1:{port}: cannot listen here"):
+            connections.listen("127.0.0.1", port)
+    with pytest.raises(HolmesError, match="name an address of this machine"):
+        connections.listen("192.0.2.1")
+    with pytest.raises(HolmesError, match="port must be 0-65535"):
+        connections.listen(
+            "127.0.0.1", 65536
+        )  # of the second stage, where the first has the last port
+
+
+def test_a_key_file_is_private(tmp_path):
+    path = tmp_path / "key"
+    path.write_text("old")
+    key = connections.make_key_file(path)
+    assert stat.S_IMODE(os.stat(path).st_mode) == 0o600
+    assert connections.read_key_file(path) == key
+    path.chmod(0o640)
+    with pytest.raises(HolmesError, match=r"mode 0640\n  fix: chmod 600"):
+        connections.read_key_file(path)
+    path.chmod(0o600)
+    path.write_text("ab")
+    with pytest.raises(HolmesError, match="must hold 32 bytes in hex"):
+        connections.read_key_file(path)
+    path.write_text("no key")
+    with pytest.raises(HolmesError, match="holds no key of a job"):
+        connections.read_key_file(path)
+
+
+def test_another_key_than_the_launchers_is_told_before_anybody_is_called(tmp_path, monkeypatch):
+    """Once the file has had time to be the newest."""
+    old = connections.make_key_file(tmp_path / "key")
+    env = {
+        "HOLMES_PROCESS": "0",
+        "HOLMES_CONTROLLER": "10.0.0.1:7000",
+        "HOLMES_ADDRESSES": "{}",
+        "HOLMES_KEY_FILE": str(tmp_path / "key"),
+        "HOLMES_KEY_DIGEST": connections.key_digest(bytes(32)),
+    }
+    monkeypatch.setattr(process_environment, "KEY_S", 0.2)
+    with pytest.raises(HolmesError, match="not the key that the launcher has"):
+        process_environment.Place.from_environment(env, lambda: None)
+    monkeypatch.setattr(process_environment, "KEY_S", 30.0)
+    newest = tmp_path / "newest"
+    newest.write_text(bytes(32).hex())
+    newest.chmod(0o600)
+    change = threading.Timer(0.3, newest.replace, [tmp_path / "key"])
+    change.start()
+    assert process_environment.Place.from_environment(env, lambda: None).key == bytes(32) != old
+    change.join()
+
+
+# ---- too few descriptors -------------------------------------------------------------------------
+
+OPEN_A_DOOR = """
+import resource, sys, time
+from holmesjax import door, place, wire
+from holmesjax.transport.admission import Door
+
+resource.setrlimit(resource.RLIMIT_NOFILE, (20, 20))
+sock = wire.listen("127.0.0.1")
+print(wire.address_of(sock)[1], flush=True)
+door = Door(sock, key=bytes(range(32)), hello={}, check=lambda hello: None,
+            enter=lambda connection: print("entered", flush=True))
+sys.stdin.read()
+print(f"trouble: {door.trouble!r}")
+"""
+
+
+def test_a_listener_without_descriptors_says_so_and_goes_on():
+    """A real process with a low limit: strangers take all of it, and go."""
+    argv = [sys.executable, "-c", OPEN_A_DOOR]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(argv, stdin=pipe, stdout=pipe, stderr=pipe, text=True) as process:
+        guard = threading.Timer(30, process.kill)
+        guard.start()
+        try:
+            address = ("127.0.0.1", int(process.stdout.readline()))
+            crowd = [socket.create_connection(address) for _ in range(30)]
+            warning = process.stderr.readline()
+            for stranger in crowd:
+                stranger.close()
+            call_at(address).close()
+            assert process.stdout.readline() == "entered\n"
+            output, more = process.communicate("", timeout=20)
+        finally:
+            guard.cancel()
+            process.kill()
+    assert f"warning: cannot accept calls at 127.0.0.1:{address[1]}: Too many open files" in warning
+    assert "the limit is 20" in warning
+    assert more == ""  # once
+    assert output == "trouble: ''\n"
+
+
+def test_the_soft_limit_of_open_files_is_raised():
+    code = """
+import resource
+from holmesjax import door, place, wire
+
+resource.setrlimit(resource.RLIMIT_NOFILE, (64, 512))
+wire.raise_open_files()
+print(*resource.getrlimit(resource.RLIMIT_NOFILE))
+"""
+    argv = [sys.executable, "-c", code]
+    done = subprocess.run(argv, capture_output=True, text=True, check=True)
+    assert done.stdout == "512 512\n"
+
+
+def test_a_job_that_needs_more_descriptors_than_the_host_allows_is_refused_with_the_numbers():
+    code = """
+import resource
+from holmesjax import wire
+
+resource.setrlimit(resource.RLIMIT_NOFILE, (64, 4096))
+wire.raise_open_files(4096 - wire.OWN_FILES)
+print(*resource.getrlimit(resource.RLIMIT_NOFILE), flush=True)
+wire.raise_open_files(4097 - wire.OWN_FILES)
+"""
+    argv = [sys.executable, "-c", code]
+    done = subprocess.run(argv, capture_output=True, text=True, check=False)
+    assert done.stdout == "4096 4096\n"
+    assert "needs 4097: 4033 for the processes" in done.stderr
+    assert "a hard limit of 4096" in done.stderr
+
+
+WAIT_FOR_A_NEIGHBOUR = """
+import resource
+from holmesjax.transport.rendezvous import Ports, meet
+from tests.distributed.test_controller import PROCESSES
+
+ports = Ports.open({"ethernet": ["127.0.0.1"]})
+print(ports.book["ethernet"][0][1], flush=True)
+resource.setrlimit(resource.RLIMIT_NOFILE, (20, 20))
+meet(me=PROCESSES[2], processes=PROCESSES, topology=None, ports=ports, book={}, key=bytes(32),
+     about={}, digests={0: "d"}, streams={0: 1}, timeout_s=2.0, enter=None)
+"""
+
+
+def test_a_neighbour_that_could_not_be_let_in_is_told_with_the_reason():
+    argv = [sys.executable, "-c", WAIT_FOR_A_NEIGHBOUR]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(argv, stdout=pipe, stderr=pipe, text=True) as process:
+        address = ("127.0.0.1", int(process.stdout.readline()))
+        crowd = [socket.create_connection(address) for _ in range(30)]
+        _, said = process.communicate(timeout=60)
+        for stranger in crowd:
+            stranger.close()
+    last = said[said.rindex("PeerError") :]
+    assert "c0/n0 did not connect for 2 s" in last
+    assert "c1/n2 cannot accept calls at 127.0.0.1" in last

@@ -1,0 +1,215 @@
+"""Channels carry frames in order, show that they live, and end at the first thing that is wrong."""
+
+import socket
+import threading
+import time
+from collections import deque
+
+import pytest
+
+from holmesjax.transport import frames
+from holmesjax.transport.frames import Channel, Frame, Kind, ViolationError
+
+PULL = Frame(Kind.PULL, 3, 2**40, 7, 5, 2**35, 2**33)
+
+
+class Notes:
+    """A handler that writes down what it is told."""
+
+    def __init__(self):
+        self.pulls, self.landings, self.outs, self.errors = [], [], [], []
+        self.memory = {}
+        self.gone = threading.Event()
+        self.told = threading.Condition()
+
+    def _note(self, where, what):
+        with self.told:
+            where.append(what)
+            self.told.notify_all()
+
+    def pulled(self, channel, frame):
+        self._note(self.pulls, frame)
+
+    def landing(self, channel, frame):
+        if frame not in self.memory:
+            raise ViolationError("data that was not asked for")
+        return self.memory[frame]
+
+    def landed(self, channel, frame):
+        self._note(self.landings, frame)
+
+    def sent(self, channel, frame):
+        self._note(self.outs, frame)
+
+    def left(self, channel):
+        self.gone.set()
+
+    def broken(self, channel, error):
+        self._note(self.errors, error)
+
+    def wait(self, list_, count=1):
+        with self.told:
+            assert self.told.wait_for(lambda: len(list_) >= count, 10), list_
+        return list_[count - 1]
+
+
+@pytest.fixture
+def opened():
+    """Makes channels over socket pairs; everything is closed at the end."""
+    things = []
+
+    def make(silence_s=5.0, ends=2, parts=None):
+        socks = socket.socketpair()
+        notes = [Notes() for _ in range(ends)]
+        channels = [
+            Channel(sock, note, silence_s, deque() if parts is None else parts)
+            for sock, note in zip(socks, notes, strict=False)
+        ]
+        for channel in channels:
+            channel.start()
+        things.extend(channels)
+        things.extend(socks[ends:])
+        return channels, notes, socks
+
+    yield make
+    for thing in things:
+        thing.close()
+        if isinstance(thing, Channel):
+            thing.join(5)
+
+
+def give(channel, frame, payload):
+    channel._parts.append((frame, payload))
+    channel.take_part()
+
+
+def test_payload_goes_from_memory_to_memory(opened):
+    (a, _), (told_a, told_b), _ = opened()
+    source, target = bytearray(range(250)) * 40000, bytearray(250 * 40000)
+    frame = Frame(Kind.DATA, length=len(source))
+    rows = 3000  # more than one system call takes
+    told_b.memory[frame] = [memoryview(target)[i : i + 7000] for i in range(0, len(target), 7000)]
+    step = len(source) // rows
+    rows = [memoryview(source)[i : i + step] for i in range(0, len(source), step)]
+    give(a, frame, rows)
+    a.send(PULL)
+    assert told_b.wait(told_b.pulls) == PULL
+    told_b.wait(told_b.landings)
+    assert told_a.wait(told_a.outs) == frame
+    assert target == source
+
+
+def test_parts_are_spread_over_the_free_channels(opened):
+    parts = deque()
+    channels = [opened(60.0, ends=1, parts=parts)[0][0] for _ in range(4)]
+    large = memoryview(bytes(1 << 24))  # more than a socket takes: nobody reads, so each is busy
+    time.sleep(0.1)  # all idle
+    for offset in range(4):
+        parts.append((Frame(Kind.DATA, offset=offset, length=len(large)), [large]))
+        any(channel.take_part() for channel in channels)
+    deadline_s = time.monotonic() + 5
+    while parts and time.monotonic() < deadline_s:
+        time.sleep(0.01)
+    assert not parts
+    assert not any(channel.take_part() for channel in channels)
+
+
+def test_wishes_do_not_queue_behind_data(opened):
+    (a,), (told,), (_, sock) = opened(ends=1)
+    large = memoryview(bytes(1 << 24))
+    for offset in (0, 1):
+        give(a, Frame(Kind.DATA, offset=offset, length=len(large)), [large])
+    a.send(PULL)
+    size = frames.HEADER.size + frames.CRC.size
+    seen = []
+    while len(seen) < 3:
+        header = bytearray(sock.recv(size, socket.MSG_WAITALL))
+        seen.append(frames._decode(header, len(seen)))
+        if seen[-1].kind is Kind.DATA:
+            sock.recv(seen[-1].length, socket.MSG_WAITALL)
+    assert [frame.kind for frame in seen] in (
+        [Kind.DATA, Kind.PULL, Kind.DATA],
+        [Kind.PULL, Kind.DATA, Kind.DATA],
+    )
+    assert not told.errors
+
+
+def test_a_quiet_channel_beats_and_a_goodbye_is_no_failure(opened):
+    (a, b), notes, _ = opened(silence_s=0.2)
+    time.sleep(0.7)
+    assert not notes[0].errors + notes[1].errors
+    a.leave()
+    assert notes[1].gone.wait(5)
+    assert a.is_over.wait(5)
+    assert b.is_over.wait(5)
+    time.sleep(0.3)
+    a.close()
+    time.sleep(0.05)
+    assert not notes[0].errors + notes[1].errors
+
+
+def test_silence_is_noticed_in_time(opened):
+    start_s = time.monotonic()
+    _, (told,), _ = opened(silence_s=0.3, ends=1)
+    error = told.wait(told.errors)
+    assert isinstance(error, TimeoutError)
+    assert time.monotonic() - start_s > 0.25
+
+
+def test_silence_in_the_middle_of_a_frame_is_noticed_in_time(opened):
+    _, (told,), (_, sock) = opened(silence_s=0.4, ends=1)
+    for byte in GOOD[:6]:
+        sock.sendall(bytes([byte]))
+        time.sleep(0.05)
+    last_s = time.monotonic()
+    assert isinstance(told.wait(told.errors), TimeoutError)
+    assert time.monotonic() - last_s > 0.35
+
+
+def test_bytes_that_trickle_in_are_no_silence(opened):
+    _, (told,), (_, sock) = opened(silence_s=0.3, ends=1)
+    for byte in frames._encode(PULL, 0)[:20]:
+        sock.sendall(bytes([byte]))
+        time.sleep(0.05)
+    assert not told.errors
+    sock.sendall(frames._encode(PULL, 0)[20:])
+    assert told.wait(told.pulls) == PULL
+
+
+def flipped(data, position):
+    return data[:position] + bytes([data[position] ^ 1]) + data[position + 1 :]
+
+
+GOOD = frames._encode(PULL, 0)
+
+
+@pytest.mark.parametrize(
+    "sent, problem",
+    [
+        pytest.param(b"GET / HTTP/1.1\r\n" * 8, "begins with b'GET '", id="magic"),
+        *[
+            pytest.param(flipped(GOOD, i), "a header with CRC", id=f"byte {i}")
+            for i in range(4, len(GOOD))
+        ],
+        pytest.param(frames._encode(PULL, 1), "frame number 1, not 0", id="skipped"),
+        pytest.param(GOOD + GOOD, "frame number 0, not 1", id="repeated"),
+        pytest.param(frames._encode(PULL._replace(kind=9), 0), "kind 9", id="kind"),
+        pytest.param(
+            frames._encode(PULL._replace(kind=Kind.DATA), 0), "not asked for", id="unasked data"
+        ),
+    ],
+)
+def test_what_is_wrong_ends_the_connection(opened, sent, problem):
+    _, (told,), (_, sock) = opened(ends=1)
+    sock.sendall(sent)
+    error = told.wait(told.errors)
+    assert isinstance(error, ViolationError)
+    assert problem in str(error)
+
+
+@pytest.mark.parametrize("sent", [b"", GOOD[:10], frames._encode(Frame(Kind.PING), 0)])
+def test_a_closed_connection_is_noticed_at_once(opened, sent):
+    _, (told,), (_, sock) = opened(silence_s=60, ends=1)
+    sock.sendall(sent)
+    sock.close()
+    assert isinstance(told.wait(told.errors), ConnectionResetError)
