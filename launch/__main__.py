@@ -192,7 +192,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 planned.job = load(
                     planned.target, planned.overrides, reads_data=reads_data, say=say
                 )
-        return importlib.import_module(f"launch.{args.verb}").run(args)
+        return importlib.import_module(f"launch.verbs.{args.verb}").run(args)
     except HolmesError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_status

@@ -42,7 +42,7 @@ def run(args: argparse.Namespace) -> int:
     if args.topology == "clean":
         return _clean(args)
     if args.command.verb == "plan":  # it starts no processes on nodes
-        return importlib.import_module(f"launch.{args.command.verb}").run(args.command)
+        return importlib.import_module(f"launch.verbs.{args.command.verb}").run(args.command)
     if getattr(args.command, "launcher", None) is not None:
         problem, fix = "the lab starts the processes itself", "leave it out"
         raise ConfigError("--launcher", problem, found=args.command.launcher, fix=fix)
@@ -84,7 +84,8 @@ def _run_in(commands: Commands, command: argparse.Namespace, faults: list[Fault]
             if command.verb == "profile":
                 return _profile(commands, command)
             launcher = namespaces.LabLauncher(commands)
-            verb = importlib.import_module(f"launch.{command.verb}")  # it draws: slow to import
+            # Imported here: `probe` draws, which is slow to import.
+            verb = importlib.import_module(f"launch.verbs.{command.verb}")
             with Injector(commands, faults) as injector:
                 if command.verb == "probe":
                     return int(verb.run(command, launcher, commands.lab.scale))
