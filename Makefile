@@ -7,7 +7,7 @@ VENV := .venv$(if $(filter-out python3,$(notdir $(PYTHON))),-$(notdir $(PYTHON))
 BIN := $(VENV)/bin
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: help train test pictures clean
+.PHONY: help train test mutants pictures clean
 
 help: ## List the targets (the default).
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-9s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -21,6 +21,9 @@ test: $(VENV)/installed-dev ## Check style and types, and run the whole test sui
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/pytest -q -n 3
+
+mutants: $(VENV)/installed-dev ## Plant forty bugs in copies of the checkout, and list those that no test finds.
+	$(BIN)/python -m tests.mutations -j 2
 
 pictures: $(VENV)/installed-base ## Draw the pictures in docs/ again from the code and the results.
 	$(BIN)/python -m docs.pictures

@@ -9,6 +9,7 @@ import pytest
 from holmesjax.config import ModelConfig
 from holmesjax.costs import memory
 from holmesjax.models import transformer
+from holmesjax.parallel import sharding
 from holmesjax.plan.plan import block_name
 from holmesjax.runtime.programs import compile_stages
 from holmesjax.runtime.stage import CHECKPOINT_POLICIES, Saved
@@ -148,6 +149,18 @@ def test_only_microbatches_that_went_through_the_head_hold_logits():
     assert more["activations"] - last_norm == 1.5 * (one["activations"] - last_norm)
     # The ends of the pipeline are neighbours too.
     assert (one["boundaries"], more["boundaries"]) == (0, 2 * 2 * 2 * 3 * 48 * 64 * 4)
+
+
+@pytest.mark.parametrize("fsdp", [1, 2, 16])
+@pytest.mark.parametrize("data", [2, 3, 8])
+def test_data_cuts_masters_where_their_sharding_does(data, fsdp):
+    one = memory.stage_memory_bytes(MODELS["gpt2"], SHAPE)
+    cut = memory.stage_memory_bytes(
+        MODELS["gpt2"], dataclasses.replace(SHAPE, data=data, fsdp=fsdp)
+    )
+    is_cut = sharding.data_dim("scale_D", (SMALL["width"],), data, fsdp) is not None
+    for name in ("parameters", "optimizer"):
+        assert cut[name] == one[name] / fsdp / (data if is_cut else 1)
 
 
 def test_data_cuts_what_zero_1_cuts_and_only_where_the_width_divides():

@@ -11,9 +11,12 @@ import pytest
 
 from holmesjax.config import DistributedConfig
 from holmesjax.distributed.controller import ClockOffset, Controller, Member, differences
-from holmesjax.errors import DataError, PeerError, RefusedError
+from holmesjax.distributed.worker import _Teller
+from holmesjax.errors import DataError, HolmesError, PeerError, RefusedError
 from holmesjax.plan.processes import Process
+from holmesjax.runtime.domain import coordinator_port
 from holmesjax.runtime.progress import Pace
+from holmesjax.runtime.timeline import Interval
 from holmesjax.transport import connections
 
 ABOUT = {"plan hash": "aaaa", "jax": "1.0"}
@@ -131,6 +134,32 @@ def test_clocks_are_set_by_the_soonest_answer_and_follow_a_drift():
         if i > 20:
             assert abs(clock.offset_s - ahead_s) <= 0.02  # a tenth of the round trip
         ahead_s += 1e-4  # 10 parts in a million
+
+
+def test_tasks_of_all_hosts_stand_on_the_clock_of_the_controller():
+    """The same second, seen on hosts whose clocks are behind and ahead; followers tell none."""
+    told = []
+    for ahead_s, rank in ((5000.0, 0), (-70.0, 0), (30.0, 1)):  # of the controller's clock
+        clock = ClockOffset()
+        clock.hear(10.0, 10.1 + ahead_s, 10.2)
+        member = SimpleNamespace(
+            process=process(0, 0, rank), clock=clock, tell=lambda kind, part: told.append(part)
+        )
+        task = Interval(0, "F", 0, 9000.0 - ahead_s, 9001.0 - ahead_s)
+        _Teller(member)({"step": 1, "intervals": [task]})
+    times_s = [[(i.start_s, i.end_s) for i in part["intervals"]] for part in told]
+    want = [(pytest.approx(9000.0), pytest.approx(9001.0))]
+    assert times_s == [want, want, []]
+
+
+def test_the_coordinators_of_a_node_do_not_share_a_port():
+    address = "127.9.8.7"  # of this machine too, and nobody else's: neighbouring ports are free
+    with connections.listen(address) as taken:
+        config = DistributedConfig(port=connections.address_of(taken)[1] - 2)
+        ports = {coordinator_port(address, config, stage) for stage in (0, 1)}
+        assert len(ports) == 2
+        with pytest.raises(HolmesError, match="the coordinator of stage 2 cannot listen there"):
+            coordinator_port(address, config, 2)
 
 
 def test_a_member_asks_for_the_time_again_and_again(controller, members):

@@ -7,7 +7,8 @@ from statistics import NormalDist
 import numpy as np
 import pytest
 
-from holmesjax.models import initial_values
+from holmesjax.config import ModelConfig
+from holmesjax.models import initial_values, transformer
 
 # Rows of odd and of even sizes, and rows longer than a block.
 SHAPES = [(7,), (5, 3), (6, 4, 5), (3, 2 * initial_values.BLOCK + 9), (2, 3, 70001)]
@@ -54,3 +55,22 @@ def test_values_are_normal_and_not_alike():
         assert abs((x * y).mean()) < 2 * error  # the diagonal of the transpose is itself
         assert abs((x**2 * y**2).mean() - 1) < 16 * error
     assert len(np.unique(x)) > 0.9 * x.size
+
+
+def test_a_model_starts_as_gpt_2_did():
+    """Radford et al., 2019: 0.02, and for the 2 N products that add to the residual stream less."""
+    sizes = {"num_layers": 8, "width": 64, "num_heads": 4, "context_length": 32}
+    model = ModelConfig(**sizes, vocab_size=96, positions="learned", norm="layer_norm")
+    seen = set()
+    for layer, params in transformer.init_params(
+        model, seed=0, layers=("embed", "block_003", "head")
+    ).items():
+        for name, x in params.items():
+            if isinstance(x, dict):  # of a norm
+                np.testing.assert_array_equal(x["scale_D"], 1.0)
+                np.testing.assert_array_equal(x["bias_D"], 0.0)
+                continue
+            std = 0.02 / math.sqrt(2 * 8) if name in ("out_HKD", "down_FD") else 0.02
+            assert abs(x.std() / std - 1) < 5 / math.sqrt(2 * x.size), f"{layer}.{name}"
+            seen.add(name)
+    assert seen >= {"token_VD", "position_PD", "query_DHK", "out_HKD", "up_DF", "down_FD"}

@@ -17,8 +17,9 @@ from holmesjax.parallel import sharding
 from holmesjax.plan.pipeline_schedules import validate
 from holmesjax.plan.plan import Axis, Plan, describe, layer_names
 from holmesjax.plan.processes import make_processes
-from holmesjax.planner.planner import make_plan
-from holmesjax.planner.stage_layouts import USABLE_MEMORY
+from holmesjax.planner.planner import make_plan, make_problem
+from holmesjax.planner.problem import Part
+from holmesjax.planner.stage_layouts import USABLE_MEMORY, Mesh, Pass, Role
 from holmesjax.topology import upgrades
 from holmesjax.topology.catalogue import REACHED, TRANSPORT_BYTES_PER_S
 from holmesjax.topology.machines import Link, Measured
@@ -200,6 +201,31 @@ def test_a_boundary_is_no_faster_than_the_processes_that_send_it(processes, num_
     half = 32 * 1024 * 1024 * 2 / 2
     transfer_s = 3e-6 + half / (num_each * one)
     assert [s.seconds["boundary"] for s in plan.stages] == pytest.approx([2 * transfer_s] * 2)
+
+
+def test_a_boundary_is_no_faster_than_its_slower_end():
+    """On a link that is much faster than a process at either end."""
+    topology = make_topology(
+        *(make_cluster(name, "infiniband", (4,)) for name in ("a", "b")), ethernet_bytes_per_s=1e11
+    )
+    rates = Measured(date="2026-01-01", pairs={}, transports={"a": 1e9, "b": 2e9})
+    topology = dataclasses.replace(topology, measured=rates)
+    for way in (("a-0", "b-0"), ("b-0", "a-0")):
+        assert topology.boundary_link(*way).bandwidth_bytes_per_s == 1e9
+
+
+@pytest.mark.parametrize("is_first", [False, True])
+def test_a_backward_takes_as_long_in_one_piece_as_in_two_whichever_is_asked_for_first(is_first):
+    problem = make_problem(make_config(), two_clusters())
+    [seat] = Part(0, Mesh(data=2, fsdp=1, tensor=8), 1).seats
+    passing = Pass(microbatches=8, checkpointing="none")
+    of = {
+        is_split: problem.seconds(seat, passing, Role(), 2, is_split)
+        for is_split in (is_first, not is_first)
+    }
+    assert of[True].forward == of[False].forward
+    assert 0 < of[True].weight < of[False].backward
+    assert of[True].backward + of[True].weight == pytest.approx(of[False].backward)
 
 
 def test_a_measured_pair_was_measured_as_boundaries_are_sent():

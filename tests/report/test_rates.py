@@ -92,6 +92,18 @@ def test_what_is_measured_stands_on_the_console_in_the_summary_and_in_the_file(
     )
 
 
+def test_a_step_ends_with_its_slowest_process(tmp_path):
+    """Two processes tell of two steps, out of order; each is written when both have told."""
+    config = load(tmp_path, "log.tensorboard=false").config
+    out = io.StringIO()
+    with recorder.Recorder(tmp_path, config, done_steps=0, num_parts=2, stream=out) as recording:
+        for step, step_s, number in [(1, 3.0, 1), (2, 1.0, 1), (1, 2.0, 2), (2, 4.0, 2)]:
+            recording.take({**part(step, step_s), "link_bytes": {"a -> b": number}})
+    records = metrics.read(tmp_path)
+    assert [record["step_time_s"] for record in records] == [3.0, 4.0]
+    assert [record["link_bytes"] for record in records] == [{"a -> b": 3}] * 2
+
+
 def test_overrides_may_be_a_dict(tmp_path):
     path = write_run(tmp_path, {"a": (1,), "b": (1,)})
     flat = {

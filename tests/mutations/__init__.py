@@ -1,0 +1,1 @@
+"""Bugs planted on purpose: a measure of what the test suite notices."""

@@ -1,0 +1,391 @@
+"""The planted bugs as data: which line, what becomes of it, and the quick tests that find it.
+
+Each is a mistake that a person could make. They are spread over all packages, and no test was
+written for the text of a bug. `python -m tests.mutations` plants them.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bug:
+    """One wrong edit of one module."""
+
+    name: str
+    module: str  # dotted
+    old: str  # occurs exactly once in the module
+    new: str
+    wrong: str  # what is wrong with it
+    tests: tuple[str, ...]  # node ids; at least one of these tests fails
+
+    def path(self, root: Path) -> Path:
+        return root.joinpath(*self.module.split(".")).with_suffix(".py")
+
+    def planted(self, text: str) -> str:
+        """The text of the module with the bug."""
+        assert text.count(self.old) == 1, f"{self.name}: {self.old!r} must occur once"
+        return text.replace(self.old, self.new)
+
+
+BUGS = (
+    # ---- settings ------------------------------------------------------------------------------
+    Bug(
+        name="bits-for-bytes",
+        module="holmesjax.units",
+        old='_scaled(DECIMAL, "bps", 1 / 8)',
+        new='_scaled(DECIMAL, "bps")',
+        wrong="Gbps are read as gigabytes per second",
+        tests=("tests/test_units.py::test_parse",),
+    ),
+    Bug(
+        name="odd-runs",
+        module="holmesjax.config",
+        old="runs = 2 * context  # of tokens: each part has two",
+        new="runs = context  # of tokens: each part has two",
+        wrong="sequences that ring attention cannot cut in two runs for each device are accepted",
+        tests=("tests/test_config.py::test_settings_that_do_not_fit_each_other",),
+    ),
+    # ---- topology ------------------------------------------------------------------------------
+    Bug(
+        name="fastest-transport",
+        module="holmesjax.topology.machines",
+        old="most = processes * min(map(self.transport_bytes_per_s, ends))",
+        new="most = processes * max(map(self.transport_bytes_per_s, ends))",
+        wrong="the faster of two ends decides how fast boundaries go over TCP",
+        tests=("tests/planner/test_planner.py::test_a_boundary_is_no_faster_than_its_slower_end",),
+    ),
+    # ---- data ----------------------------------------------------------------------------------
+    Bug(
+        name="half-the-validation",
+        module="holmesjax.data.corpus",
+        old="fraction * 2**64",
+        new="fraction * 2**63",
+        wrong="the validation split is half as large as it should be",
+        tests=("tests/data/test_batches.py::test_the_share_of_the_files_held_out_is_the_fraction",),
+    ),
+    Bug(
+        name="one-order-for-all-epochs",
+        module="holmesjax.data.batches",
+        old="round_keys(self.seed, stream=int(e))",
+        new="round_keys(self.seed)",
+        wrong="every epoch reads the windows in the same order",
+        tests=(
+            "tests/data/test_batches.py::test_every_epoch_visits_every_window_once_in_an_order_of_its_own",
+        ),
+    ),
+    # ---- costs ---------------------------------------------------------------------------------
+    Bug(
+        name="zero-of-the-whole-width",
+        module="holmesjax.costs.memory",
+        old="is_whole = model.width // parts % stage.data == 0",
+        new="is_whole = model.width % stage.data == 0",
+        wrong="masters count as cut over data where fsdp leaves no whole parts",
+        tests=("tests/costs/test_memory.py::test_data_cuts_masters_where_their_sharding_does",),
+    ),
+    Bug(
+        name="wide-gathers",
+        module="holmesjax.costs.stage_times",
+        old="DTYPE_BYTES[stage.dtype] * held, data)",
+        new='DTYPE_BYTES["float32"] * held, data)',
+        wrong="parameters are gathered in float32, whatever is computed in",
+        tests=("tests/costs/test_stage_times.py::test_bfloat16_halves_what_is_gathered",),
+    ),
+    # ---- plan ----------------------------------------------------------------------------------
+    Bug(
+        name="gradients-on-the-way-there",
+        module="holmesjax.plan.pipeline_schedules",
+        old="np.where(kind == 0, 2 * stage, 2 * to + 1)",
+        new="np.where(kind == 0, 2 * stage, 2 * to)",
+        wrong="gradients take the time of the way there, not of the way back",
+        tests=(
+            "tests/plan/test_pipeline_schedules.py::test_simulation_agrees_with_a_ticking_clock",
+            "tests/plan/test_pipeline_schedules.py::test_both_directions_of_a_link_are_independent",
+        ),
+    ),
+    Bug(
+        name="chunks-stage-by-stage",
+        module="holmesjax.plan.plan",
+        old="for c in range(self.num_chunks) for s, stage in stages)",
+        new="for s, stage in stages for c in range(self.num_chunks))",
+        wrong="interleaved chunks are in the order of stages, not of the model",
+        tests=(
+            "tests/planner/test_planner.py::test_interleaved_stages_share_their_layers_over_chunks_in_model_order",
+        ),
+    ),
+    # ---- planner -------------------------------------------------------------------------------
+    Bug(
+        name="nobody-shares-a-nic",
+        module="holmesjax.planner.mesh_order",
+        old="self.link(way).bandwidth_bytes_per_s / num_rings for way in",
+        new="self.link(way).bandwidth_bytes_per_s for way in",
+        wrong="groups that leave a node together each have all of its NICs",
+        tests=("tests/planner/test_mesh_order.py",),
+    ),
+    Bug(
+        name="stale-seconds",
+        module="holmesjax.planner.problem",
+        old="key = seat, passing, role, num_blocks, is_split\n",
+        new="key = seat, passing, role, num_blocks\n",
+        wrong="a stage keeps the seconds of whole backwards where they are split, or the other way",
+        tests=(
+            "tests/planner/test_planner.py::test_a_backward_takes_as_long_in_one_piece_as_in_two_whichever_is_asked_for_first",
+        ),
+    ),
+    # ---- parallel ------------------------------------------------------------------------------
+    Bug(
+        name="minor-axis-first",
+        module="holmesjax.transport.routes",
+        old="part, num_parts = part * sizes[axis] + at[axis], num_parts * sizes[axis]",
+        new="part, num_parts = part + at[axis] * num_parts, num_parts * sizes[axis]",
+        wrong="of two axes that cut one dim the last is the major one",
+        tests=("tests/transport/test_routes.py::test_a_spec_says_the_first_axis_is_major",),
+    ),
+    Bug(
+        name="data-ignores-parts",
+        module="holmesjax.parallel.sharding",
+        old="cuts = data * parts if dim == PARTS_DIM else data",
+        new="cuts = data",
+        wrong="a dim that fsdp has cut is cut over data too, where the parts do not divide",
+        tests=("holmesjax/parallel/sharding.py",),
+    ),
+    Bug(
+        name="ring-without-its-last-step",
+        module="holmesjax.parallel.collectives",
+        old="for step in range(2, size + 1):",
+        new="for step in range(2, size):",
+        wrong="a reduction in a ring stops one device too early",
+        tests=("tests/parallel/test_collectives.py::test_reduced_shards_are_those_of_the_sum",),
+    ),
+    # ---- models and optimizers -----------------------------------------------------------------
+    Bug(
+        name="large-residual-weights",
+        module="holmesjax.models.transformer",
+        old="(2 * config.num_layers) ** -0.5",
+        new="config.num_layers**-0.5",
+        wrong="weights that add to the residual stream start as if a layer added once",
+        tests=("tests/models/test_initial_values.py::test_a_model_starts_as_gpt_2_did",),
+    ),
+    Bug(
+        name="turned-the-other-way",
+        module="holmesjax.models.ops",
+        old="[low * cos - high * sin, high * cos + low * sin]",
+        new="[low * cos + high * sin, high * cos + low * sin]",
+        wrong="rotary positions do not rotate: one sign is wrong",
+        tests=("tests/models/test_ops.py::test_rotary_turns_pairs_and_keeps_distances",),
+    ),
+    Bug(
+        name="rate-of-the-next-step",
+        module="holmesjax.optimizers.adamw",
+        old="rate = self.schedule(state.updates)",
+        new="rate = self.schedule(count)",
+        wrong="an update has the learning rate of the one after it",
+        tests=("tests/optimizers/test_adamw.py::test_adamw_equals_its_formulas",),
+    ),
+    Bug(
+        name="warm-up-from-zero",
+        module="holmesjax.optimizers.learning_rates",
+        old="peak * ((update + 1) / warmup)",
+        new="peak * (update / warmup)",
+        wrong="the first update does nothing, and the warm-up ends below the peak",
+        tests=("tests/optimizers/test_adamw.py::test_cosine_with_warmup",),
+    ),
+    # ---- transport -----------------------------------------------------------------------------
+    Bug(
+        name="silent-link",
+        module="holmesjax.transport.frames",
+        old="if time.monotonic() - self._heard_s >= self._silence_s:",
+        new="if time.monotonic() - self._heard_s >= 10 * self._silence_s:",
+        wrong="a link may be silent for ten times as long as it should",
+        tests=("tests/transport/test_frames.py::test_silence_is_noticed_when_its_time_is_up",),
+    ),
+    Bug(
+        name="goodbye-without-answer",
+        module="holmesjax.transport.frames",
+        old="                self._handler.left(self)\n                self.leave()\n",
+        new="                self._handler.left(self)\n",
+        wrong="a goodbye is not answered: the other end waits for its deadline",
+        tests=(
+            "tests/transport/test_frames.py::test_a_quiet_channel_beats_and_a_goodbye_is_no_failure",
+        ),
+    ),
+    Bug(
+        name="progress-does-not-count",
+        module="holmesjax.transport.tcp",
+        old="progress_s = max(start_s, *(channel.payload_s for channel in channels))",
+        new="progress_s = start_s",
+        wrong="a slow array is given up while its bytes arrive",
+        tests=("tests/transport/test_tcp.py::test_a_slow_link_is_not_lost",),
+    ),
+    # ---- hosts ---------------------------------------------------------------------------------
+    Bug(
+        name="gids-of-the-old-kind",
+        module="holmesjax.hosts.nics",
+        old='return gid.kind != "RoCE v2", of_address',
+        new='return gid.kind == "RoCE v2", of_address',
+        wrong="RoCE v1, which cannot be routed, is preferred",
+        tests=("tests/hosts/test_nics.py::test_reasons",),
+    ),
+    Bug(
+        name="clocks-behind",
+        module="holmesjax.hosts.doctor",
+        old='for n, f in facts.items() if abs(f["now_s"]) > MAX_CLOCK_S',
+        new='for n, f in facts.items() if f["now_s"] > MAX_CLOCK_S',
+        wrong="clocks that are behind are well, however far",
+        tests=("tests/hosts/test_doctor.py::test_one_thing_wrong_is_one_finding",),
+    ),
+    Bug(
+        name="round-trip-for-one-way",
+        module="holmesjax.hosts.probe",
+        old="latency_s=statistics.median(seconds[1][0]) / 2,",
+        new="latency_s=statistics.median(seconds[1][0]),",
+        wrong="the latency of a way is that of the way and back",
+        tests=("tests/hosts/test_probe.py::test_a_line_of_known_speed_is_found_again",),
+    ),
+    Bug(
+        name="any-prefix-of-a-nic",
+        module="holmesjax.hosts.nccl",
+        old='found.add("NCCL_IB_HCA", f"={ports}", reason)',
+        new='found.add("NCCL_IB_HCA", ports, reason)',
+        wrong="NCCL takes names as prefixes: mlx5_1 stands for mlx5_10 too",
+        tests=("tests/hosts/test_nccl.py::test_variables_of_each_fabric",),
+    ),
+    # ---- runtime -------------------------------------------------------------------------------
+    Bug(
+        name="clipping-that-grows",
+        module="holmesjax.runtime.stage",
+        old="scale = jnp.minimum(1.0, self.clip_norm / jnp.maximum(norm, 1e-12))",
+        new="scale = self.clip_norm / jnp.maximum(norm, 1e-12)",
+        wrong="gradients below the limit are scaled up to it",
+        tests=(
+            "tests/runtime/test_pipeline.py::test_clipping_by_the_norm_over_all_stages[1000000.0]",
+        ),
+    ),
+    Bug(
+        name="every-chunk-sends-within",
+        module="holmesjax.runtime.programs",
+        old="return stage.num_replicas > 1 and stage.is_first",
+        new="return stage.num_replicas > 1",
+        wrong="a later stage gathers in its first forward, and the next one waits for that",
+        tests=(
+            "tests/runtime/test_pipeline.py::test_later_stages_send_over_data_while_there_is_nothing_else_to_do",
+        ),
+    ),
+    Bug(
+        name="one-checkpoint-too-many",
+        module="holmesjax.checkpoints.manifest",
+        old="[keep:]",
+        new="[keep + 1 :]",
+        wrong="one checkpoint more than asked for stays on the disk",
+        tests=("tests/checkpoints/test_checkpoint.py::test_keeps_the_newest",),
+    ),
+    Bug(
+        name="copies-count-again",
+        module="holmesjax.checkpoints.digests",
+        old="for name in others), jnp.int32(0)) == 0",
+        new="for name in others), jnp.int32(0)) >= 0",
+        wrong="a shard that several devices hold counts several times",
+        tests=(
+            "tests/checkpoints/test_digests.py::test_digests_are_those_computed_by_hand_on_every_mesh",
+        ),
+    ),
+    # ---- report --------------------------------------------------------------------------------
+    Bug(
+        name="resume-forgets-a-step",
+        module="holmesjax.report.metrics",
+        old='if record["step"] <= done_steps}',
+        new='if record["step"] < done_steps}',
+        wrong="the record of the last step before a checkpoint is cut off by a resume",
+        tests=("tests/report/test_metrics.py::test_resume_cuts_off_the_steps_that_will_run_again",),
+    ),
+    Bug(
+        name="the-fastest-process",
+        module="holmesjax.report.recorder",
+        old='step_time_s = max(part["step_time_s"] for part in parts)',
+        new='step_time_s = min(part["step_time_s"] for part in parts)',
+        wrong="a step takes as long as its fastest process says",
+        tests=("tests/report/test_rates.py::test_a_step_ends_with_its_slowest_process",),
+    ),
+    # ---- distributed ---------------------------------------------------------------------------
+    Bug(
+        name="a-vote-for-all",
+        module="holmesjax.distributed.controller",
+        old="if len(votes) == self._num_stages:",
+        new="if len(votes) == self._num_stages - 1:",
+        wrong="the verdict of a step comes before all stages have voted",
+        tests=("tests/distributed/test_controller.py::test_all_get_the_same_verdict",),
+    ),
+    Bug(
+        name="one-port-for-all-coordinators",
+        module="holmesjax.runtime.domain",
+        old="port = config.port + stage if config.port else 0",
+        new="port = config.port if config.port else 0",
+        wrong="the coordinators of two stages on one host want the same port",
+        tests=(
+            "tests/distributed/test_controller.py::test_the_coordinators_of_a_node_do_not_share_a_port",
+        ),
+    ),
+    Bug(
+        name="times-of-another-clock",
+        module="holmesjax.distributed.worker",
+        old="start_s=interval.start_s + offset_s, end_s=interval.end_s + offset_s",
+        new="start_s=interval.start_s - offset_s, end_s=interval.end_s - offset_s",
+        wrong="tasks of another host are moved the wrong way on the common clock",
+        tests=(
+            "tests/distributed/test_controller.py::test_tasks_of_all_hosts_stand_on_the_clock_of_the_controller",
+        ),
+    ),
+    # ---- lab -----------------------------------------------------------------------------------
+    Bug(
+        name="latency-scaled-like-rates",
+        module="holmesjax.lab.scaled_topology",
+        old="latency_s=link.latency_s / scale,",
+        new="latency_s=link.latency_s * scale,",
+        wrong="a lab ten times slower has latencies ten times shorter",
+        tests=("tests/lab/test_scaled_topology.py",),
+    ),
+    Bug(
+        name="cut-one-way",
+        module="holmesjax.lab.injected_faults",
+        old='return None, ((a, b), (b, a)) if "<->" in target else ((a, b),)',
+        new="return None, ((a, b),)",
+        wrong="a link that is to be cut both ways is cut one way",
+        tests=("tests/lab/test_scaled_topology.py::test_faults_are_read",),
+    ),
+    # ---- launch --------------------------------------------------------------------------------
+    Bug(
+        name="blames-who-waits",
+        module="launch.failure_causes",
+        old='return 5\n        return 0 if "fix" in message else 4',
+        new='return 0\n        return 0 if "fix" in message else 4',
+        wrong="a process that tells of the loss of another is blamed for it",
+        tests=(
+            "tests/launch/test_supervisor.py::test_the_cause_is_found_in_whatever_order_failures_come",
+        ),
+    ),
+    Bug(
+        name="signals-as-statuses",
+        module="launch.launchers.ssh",
+        old='message={"status": 128 - status}',
+        new='message={"status": status - 128}',
+        wrong="a process that was killed on a host counts as one that ended with a status",
+        tests=("tests/launch/test_ssh.py::test_the_status_of_a_process_comes_through",),
+    ),
+    # ---- kernels -------------------------------------------------------------------------------
+    Bug(
+        name="rounded-to-the-nearest",
+        module="kernels.moments",
+        old="is_up = draw * (end - start) < share * _size(float(most), which) - start",
+        new="is_up = 0.5 * (end - start) < share * _size(float(most), which) - start",
+        wrong="moments are rounded to the nearest, and small changes are lost",
+        tests=("tests/test_moments.py::test_numbers_are_rounded_up_and_down_in_proportion",),
+    ),
+    Bug(
+        name="one-token-more-in-a-window",
+        module="kernels.attention_tiles",
+        old="seen & (key > query - self.window)",
+        new="seen & (key >= query - self.window)",
+        wrong="a window sees one key more than it is wide",
+        tests=("tests/test_attention.py::test_the_reference_with_more_blocks_than_it_unrolls",),
+    ),
+)
