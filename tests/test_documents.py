@@ -14,7 +14,7 @@ from holmesjax import job
 from holmesjax.config import CHECKOUT
 from holmesjax.errors import HolmesError
 from holmesjax.topology import machines
-from launch import __main__ as launch
+from launch.arguments import parse
 
 RUN_FILES = sorted(CHECKOUT.glob("configs/runs/*.yaml"))
 README = (CHECKOUT / "README.md").read_text()
@@ -100,7 +100,7 @@ def test_every_command_of_a_page_can_be_parsed(path):
             continue
         module, *arguments = words[words.index("-m") + 1 :]
         if module == "launch":
-            launch.parse(arguments)  # exits where it finds a mistake
+            parse(arguments)  # exits where it finds a mistake
         elif module.startswith("benchmarks"):
             assert (CHECKOUT / f"{module.replace('.', '/')}.py").exists(), line
         named = [word for word in arguments if word.startswith("configs/")]

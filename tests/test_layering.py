@@ -36,6 +36,7 @@ PLACES = [
     "holmesjax.trainer",
     "holmesjax.generate",
     "holmesjax.distributed",
+    "launch.arguments",
     "launch.outputs",
     "launch.patience",
     "launch.launchers",
@@ -74,6 +75,7 @@ WITHOUT_JAX = [
     "holmesjax.checkpoints.saves",
     "holmesjax.distributed.controller",
     "holmesjax.distributed.data_agreement",
+    "launch.arguments",
 ]
 OUTSIDE = {"jax", "jaxlib", "flax", "optax", "orbax", "chex", "tensorstore"}
 

@@ -1,8 +1,13 @@
 """Mistakes that a stranger types: where, what was found and a way out, never a traceback."""
 
+import re
+from pathlib import Path
+
 import pytest
 
+from launch import verbs
 from launch.__main__ import main
+from launch.arguments import VERBS
 from tests.jobs import write_run
 
 LONG = "x" * 5000  # no file system takes it
@@ -60,3 +65,12 @@ def test_what_argparse_refuses_names_what_is_missing(capsys, arguments, said):
     err = capsys.readouterr().err
     assert said in err
     assert "key=value\n" not in err.partition("error:")[2]
+
+
+def test_the_help_lists_every_module_of_the_verbs(capsys):
+    modules = {path.stem for path in Path(verbs.__file__).parent.glob("[!_]*.py")}
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    listed = re.findall(r"^    (\w+) +(.+)$", capsys.readouterr().out, re.MULTILINE)
+    assert dict(listed) == {name: verb.help for name, verb in VERBS.items()}
+    assert VERBS.keys() == modules

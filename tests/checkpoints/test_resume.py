@@ -13,7 +13,7 @@ from holmesjax.errors import CheckpointError, ConfigError
 from holmesjax.optimizers.learning_rates import learning_rate
 from holmesjax.runtime.prefetch import Placer
 from holmesjax.trainer import Trainer
-from launch.__main__ import parse
+from launch.arguments import parse
 from tests.jobs import write_run
 
 DATA = {"train": "1" * 64, "validation": "2" * 64, "order": "3" * 64}

@@ -16,7 +16,8 @@ from holmesjax.data.batches import Batches, model_inputs, windows_of
 from holmesjax.data.corpus import Corpus
 from holmesjax.data.tokenizer import BEGIN, decode, encode
 from holmesjax.errors import ConfigError, DataError
-from launch.__main__ import _reads_data, main, parse
+from launch.__main__ import _reads_data, main
+from launch.arguments import parse
 from tests.jobs import write_run
 
 

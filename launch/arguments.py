@@ -1,0 +1,231 @@
+"""The arguments of every verb, with their help; a mistake in them is found without importing JAX.
+
+A verb's module in `launch.verbs` may import JAX, so its arguments are described here.
+"""
+
+import argparse
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from holmesjax.errors import ConfigError
+
+EXAMPLES = """\
+Plan, train and sample: python -m launch <verb> ...
+
+examples:
+  python -m launch train configs/runs/quickstart.yaml                  # the run as it is written
+  python -m launch train configs/runs/quickstart.yaml train.steps=20   # with an override
+  python -m launch train runs/quickstart                               # resume it
+  python -m launch train configs/runs/quickstart.yaml --launcher local # a process for every node
+  python -m launch train RUN.yaml --launcher ssh --hosts HOSTS.yaml    # on other machines
+  python -m launch plan configs/runs/quickstart.yaml --explain         # print the plan, and why it
+  python -m launch lab configs/topologies/ib_roce.yaml -- train configs/runs/quickstart.yaml
+  python -m launch generate runs/quickstart --prompt "def "            # sample from it
+  python -m launch probe configs/topologies/ib_roce.yaml               # measure its networks
+  python -m launch profile configs/runs/quickstart.yaml                # measure a device
+  python -m launch nics                                                # what this host has
+"""
+LAUNCHERS = ("local", "external", "ssh", "slurm", "kubernetes")
+LAUNCHERS_OF_AGENTS = ("local", "external", "ssh")
+COMMANDS_IN_LAB = ("train", "plan", "doctor", "probe", "profile")
+
+
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+    """Parses a command line. Exits where argparse finds a mistake, or where help is asked for.
+
+    Returns:
+        The arguments of the verb, and `verb`. For `lab` also `command`: the arguments of the
+        command behind `--`, on the lab's topology; None for `lab clean`.
+
+    Raises:
+        ConfigError: a lab without a command, or with one that it cannot run.
+    """
+    parser, parsers = _make_parsers()
+    if not argv:
+        parser.print_help(sys.stderr)
+        sys.exit(2)
+    words, command = list(argv), None
+    if words[0] == "lab" and "--" in words:
+        at = words.index("--")
+        words, command = words[:at], words[at + 1 :]
+    if words[0] in parsers:  # argparse itself does not mix a verb's options with its overrides
+        verb = argparse.Namespace(verb=words[0])
+        args = parsers[words[0]].parse_intermixed_args(words[1:], verb)
+    else:
+        args = parser.parse_args(words)
+    if getattr(args, "target", "") is None:  # argparse would ask for overrides, too
+        parsers[args.verb].error("a run file is missing, or a run folder")
+    if args.verb == "plan" and args.topology:
+        args.overrides.append(f"topology={args.topology}")
+    if args.verb == "lab":
+        args.command = _command_in_lab(args.topology, command)
+    return args
+
+
+def _make_parsers() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentParser]]:
+    """Makes the parser of the command line, and that of each verb."""
+    parser = argparse.ArgumentParser(
+        "python -m launch",
+        description=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog="python -m launch VERB --help lists the options of a verb",
+    )
+    verbs = parser.add_subparsers(title="verbs", metavar="VERB", dest="verb", required=True)
+    for name, verb in VERBS.items():
+        verb.add_to(verbs.add_parser(name, help=verb.help, description=verb.help))
+    return parser, verbs.choices
+
+
+def _command_in_lab(topology: str, argv: Sequence[str] | None) -> argparse.Namespace | None:
+    """Parses what follows `--`, and puts it on the lab's topology; None for `lab clean`."""
+    if topology == "clean":
+        return None
+    if not argv:
+        raise ConfigError("lab", "needs a command", found="nothing", fix="add -- train RUN.yaml")
+    command = parse(argv)
+    if command.verb not in COMMANDS_IN_LAB:
+        problem = "has no topology that a lab could stand for"
+        fix = "use train, plan, doctor, probe or profile"
+        raise ConfigError("lab", problem, found=command.verb, fix=fix)
+    if command.verb == "probe":
+        if command.topology is not None:
+            problem, fix = "the lab has its own topology", "name the topology behind lab only"
+            raise ConfigError("probe", problem, found=command.topology, fix=fix)
+        command.topology = topology
+        return command
+    for override in command.overrides:
+        if override.startswith("topology="):
+            fix = "name the topology behind lab only"
+            raise ConfigError(override, "the lab has its own topology", found=override, fix=fix)
+    command.overrides.append(f"topology={topology}")
+    if command.verb == "train":
+        command.overrides.append("run.rehearse=true")
+    return command
+
+
+def _add_train(parser: argparse.ArgumentParser) -> None:
+    _add_run(parser)
+    add = parser.add_argument
+    add("--launcher", choices=LAUNCHERS, help="who starts a process for every node")
+    add("--listen", metavar="HOST:PORT", help="where the processes find this one")
+    limit = "restarts without a new step (0; where a scheduler restarts it, 3)"
+    add("--max-restarts", type=int, metavar="N", help=limit)
+    what = "settings that may differ from the checkpoint's: train.seed,data.corpus"
+    add("--allow", action="append", default=[], metavar="NAMES", help=what)
+    add("--hosts", metavar="YAML", help="ssh: how each node is reached")
+    add("--options", metavar="YAML", help="slurm, kubernetes: partition, image and the like")
+    add("--submit", action="store_true", help="slurm: submit the file that is written")
+
+
+def _add_plan(parser: argparse.ArgumentParser) -> None:
+    _add_run(parser)
+    add = parser.add_argument
+    add("--topology", metavar="YAML", help="a topology file in place of the run's")
+    add("--explain", action="store_true", help="what binds the plan, and what would help")
+    what_if = "plan again with a changed topology: links.ib<->roce.bandwidth='100 Gb/s'"
+    add("--what-if", action="append", default=[], metavar="key=value", help=what_if)
+    add("--trace", metavar="JSON", help="write the simulated step, for ui.perfetto.dev")
+    add("--json", action="store_true", help="print JSON, for programs")
+
+
+def _add_lab(parser: argparse.ArgumentParser) -> None:
+    parser.usage = "python -m launch lab TOPOLOGY [options] -- train RUN ... | lab clean"
+    add = parser.add_argument
+    add("topology", help="a topology file; or `clean`: take away what crashed labs have left")
+    add("--cpu", metavar="SHARE", help="share of a core for the fastest node: 45%% (all there is)")
+    add("--scale", type=float, metavar="F", help="factor of all rates (as compute is slower here)")
+    add("--real", metavar="RUN", help="the run whose bytes per FLOP are kept (the same run)")
+    add("--fault", action="append", default=[], help="'step=20 cut ib<->roce 10s'; repeatable")
+    add("--dry-run", action="store_true", help="print every command and run none")
+
+
+def _add_generate(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("run_dir", help="a run folder")
+    add("--prompt", default="", help="text to continue")
+    add("--max-tokens", type=int, default=256, help="tokens to add (256)")
+    add("--temperature", type=float, default=0.8, help="0 takes the likeliest token (0.8)")
+    add("--top-k", type=int, default=0, help="sample from the k likeliest tokens; 0: from all (0)")
+    add(
+        "--top-p",
+        type=float,
+        default=1.0,
+        help="sample from the likeliest tokens of this share (1.0)",
+    )
+    add("--seed", type=int, default=0, help="seed of the samples (0)")
+
+
+def _add_nics(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add(
+        "--fabric",
+        choices=["infiniband", "roce", "ethernet"],
+        help="fabric of this host's cluster (any)",
+    )
+    add("--json", action="store_true", help="print JSON, for programs")
+
+
+def _add_doctor(parser: argparse.ArgumentParser) -> None:
+    _add_run(parser)
+    _add_agents(parser)
+
+
+def _add_probe(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("topology", nargs="?", help="a topology file; inside a lab, it is the lab's")
+    add("--output", metavar="YAML", help="the file that is written (the topology file itself)")
+    add("--no-collectives", action="store_true", help="measure TCP only, without JAX")
+    _add_agents(parser)
+
+
+def _add_profile(parser: argparse.ArgumentParser) -> None:
+    _add_run(parser)
+    add = parser.add_argument
+    add("--node", metavar="NAME", help="this host's name in the topology (any, if all are equal)")
+    add("--output", metavar="YAML", help="the file that is written (KIND.yaml)")
+
+
+def _add_worker(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run_dir", help="the folder of the job's run")
+
+
+def _add_nothing(parser: argparse.ArgumentParser) -> None:
+    """Adds no arguments: an agent is told by its environment what it needs."""
+
+
+def _add_run(parser: argparse.ArgumentParser) -> None:
+    """Adds the run and its overrides."""
+    parser.add_argument("target", nargs="?", help="a file of configs/runs/, or a run folder")
+    parser.add_argument(
+        "overrides", nargs="*", metavar="key=value", help="settings, dotted: train.steps=20"
+    )
+
+
+def _add_agents(parser: argparse.ArgumentParser) -> None:
+    """Adds how the nodes are reached."""
+    add = parser.add_argument
+    add("--launcher", choices=LAUNCHERS_OF_AGENTS, help="how nodes are reached (local)")
+    add("--listen", metavar="HOST:PORT", help="where the nodes find this machine")
+    add("--hosts", metavar="YAML", help="ssh: how each node is reached")
+
+
+class Verb(NamedTuple):
+    """A verb of the command line; `launch.verbs` has a module of its name."""
+
+    help: str
+    add_to: Callable[[argparse.ArgumentParser], Any]  # adds its arguments to a parser
+
+
+VERBS = {
+    "train": Verb("start a run, or resume one from its folder", _add_train),
+    "plan": Verb("print the plan of a run and start nothing", _add_plan),
+    "lab": Verb("rehearse on a topology rebuilt out of network namespaces", _add_lab),
+    "generate": Verb("sample text from a run's newest checkpoint", _add_generate),
+    "nics": Verb("print this host's NICs, and what NCCL is told of them", _add_nics),
+    "doctor": Verb("look at everything that a start needs, on all nodes", _add_doctor),
+    "probe": Verb("measure the networks of a topology, and write them into its file", _add_probe),
+    "profile": Verb("measure a device, for the planner to know what it reaches", _add_profile),
+    "agent": Verb("answer what doctor and probe ask of a node (they start it)", _add_nothing),
+    "worker": Verb("be one process of a job (for launchers)", _add_worker),
+}
