@@ -85,6 +85,14 @@ def test_the_files_and_headings_that_a_page_names_exist(path):
     assert not missing
 
 
+def test_each_question_about_the_code_has_its_file():
+    _, table = (CHECKOUT / "docs/code.md").read_text().split("\n## Twenty questions\n")
+    rows = re.findall(r"^\| ([A-Z].*\?) \| (`.*`) \|$", table, re.MULTILINE)
+    assert len({question for question, _ in rows}) == 20
+    files = [file for _, answer in rows for file in re.findall(r"`([^`]+)`", answer)]
+    assert not [file for file in files if not (CHECKOUT / file).is_file()]
+
+
 def headings(page):
     """The anchors of a page's headings, as GitHub makes them."""
     titles = re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE)
