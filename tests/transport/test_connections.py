@@ -429,12 +429,12 @@ def test_another_key_than_the_launchers_is_told_before_anybody_is_called(tmp_pat
 
 OPEN_A_DOOR = """
 import resource, sys, time
-from holmesjax import door, place, wire
+from holmesjax.transport import connections
 from holmesjax.transport.admission import Door
 
 resource.setrlimit(resource.RLIMIT_NOFILE, (20, 20))
-sock = wire.listen("127.0.0.1")
-print(wire.address_of(sock)[1], flush=True)
+sock = connections.listen("127.0.0.1")
+print(connections.address_of(sock)[1], flush=True)
 door = Door(sock, key=bytes(range(32)), hello={}, check=lambda hello: None,
             enter=lambda connection: print("entered", flush=True))
 sys.stdin.read()
@@ -470,10 +470,10 @@ def test_a_listener_without_descriptors_says_so_and_goes_on():
 def test_the_soft_limit_of_open_files_is_raised():
     code = """
 import resource
-from holmesjax import door, place, wire
+from holmesjax.transport import connections
 
 resource.setrlimit(resource.RLIMIT_NOFILE, (64, 512))
-wire.raise_open_files()
+connections.raise_open_files()
 print(*resource.getrlimit(resource.RLIMIT_NOFILE))
 """
     argv = [sys.executable, "-c", code]
@@ -484,12 +484,12 @@ print(*resource.getrlimit(resource.RLIMIT_NOFILE))
 def test_a_job_that_needs_more_descriptors_than_the_host_allows_is_refused_with_the_numbers():
     code = """
 import resource
-from holmesjax import wire
+from holmesjax.transport import connections
 
 resource.setrlimit(resource.RLIMIT_NOFILE, (64, 4096))
-wire.raise_open_files(4096 - wire.OWN_FILES)
+connections.raise_open_files(4096 - connections.OWN_FILES)
 print(*resource.getrlimit(resource.RLIMIT_NOFILE), flush=True)
-wire.raise_open_files(4097 - wire.OWN_FILES)
+connections.raise_open_files(4097 - connections.OWN_FILES)
 """
     argv = [sys.executable, "-c", code]
     done = subprocess.run(argv, capture_output=True, text=True, check=False)
