@@ -9,9 +9,8 @@ them, it would look for a GPU in every program.
     wgmma       instructions that multiply on Hopper's tensor cores; 0 is the slow way
     one by one  whether the compiler has each of them wait for the one before
 
-Ends with 1 if a kernel does not compile, spills more than 64 bytes, multiplies 16-bit numbers the
-slow way, or one product at a time. One that does none of this can still be wrong or slow: only a
-GPU tells.
+Ends with 1 if a kernel does not compile, spills more than 64 bytes, multiplies the slow way, or one
+product at a time. A kernel that does none of this can still be wrong or slow: only a GPU tells.
 """
 
 import argparse
@@ -34,10 +33,13 @@ from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 from benchmarks.pipeline_overhead import RESULTS, commit, versions
-from kernels.adamw import MOST_SHARING, Leaf, Part, Rule as AdamW, adamw_triton
-from kernels.attention_pallas import Backend, attention_pallas
-from kernels.attention_tiles import Rule
-from kernels.moments import Kept, zero_moment
+from kernels.attention.pallas import (
+    DETERMINISTIC_HEAD_WIDTHS,
+    DTYPES,
+    HEAD_WIDTHS,
+    attention_pallas,
+)
+from kernels.attention.tiles import Rule
 
 NAME = "kernels_compiled"
 MOST_SPILLED = 64  # bytes of a thread
@@ -45,32 +47,9 @@ ROOT = Path(__file__).parent.parent
 FOLDER = ROOT / f".cuda-{version('jax')}"
 COMPILER = ["nvidia-cuda-nvcc==13.0.*", "nvidia-nvvm==13.0.*"]
 
-# Stands where XLA looks for NVIDIA's assembler: notes what it was given and what it says, in one
-# piece, since several run at a time.
-PTXAS = """#!/bin/sh
-said="$PTXAS_LOG.$$"
-{compiler}/bin/ptxas -v "$@" 2>"$said"
-status=$?
-for file in "$@"; do
-    if [ -s "$file" ] && grep -q '^\\.target' "$file"; then
-        printf 'wgmma %s\\n' "$(grep -c wgmma.mma_async "$file")" >"$said.noted"
-    fi
-done
-cat "$said" >>"$said.noted"
-cat "$said.noted" >>"$PTXAS_LOG"
-cat "$said" >&2
-rm "$said" "$said.noted"
-exit $status
-"""
-ENTRY = re.compile(
-    r"wgmma (\d+)\n"
-    r"(?:(?!wgmma ).*\n)*?.*Compiling entry function '(\w+)'.*\n"
-    r"(?:(?!wgmma ).*\n)*?.* (\d+) bytes spill stores, (\d+) bytes spill loads\n"
-    r".*Used (\d+) registers"
-)
 ONE_BY_ONE = "wgmma.mma_async instructions are serialized"
 
-# What Mosaic prints of its own kernels. JAX before 0.11 has another name for one that is given
+# The lines that Mosaic prints of a kernel. JAX before 0.11 has another name for one that is given
 # arrays to change.
 MOSAIC = re.compile(
     r"Compiling entry function '_*(\w+?)(?:_kernel)?_mosaic_gpu_kernel'.*\n"
@@ -82,7 +61,6 @@ MOSAIC = re.compile(
 class Attention(NamedTuple):
     """Forward and backward, of 4 query and 2 key-value heads."""
 
-    backend: Backend
     dtype: str
     head_width: int
     rule: str
@@ -91,29 +69,18 @@ class Attention(NamedTuple):
     @property
     def label(self) -> str:
         kind = ", deterministic" if self.deterministic else ""
-        return f"attention, {self.backend}, {self.dtype}, {self.head_width} wide, {self.rule}{kind}"
+        return f"attention, {self.dtype}, {self.head_width} wide, {self.rule}{kind}"
 
     @property
     def num_kernels(self) -> int:
-        return 2 if self.has_joint_backward and not self.deterministic else 3
-
-    @property
-    def has_joint_backward(self) -> bool:
-        return self.backend == "mosaic"
-
-    @property
-    def multiplies(self) -> bool:
-        """Whether there are products for tensor cores: not of float32 in full precision."""
-        return self.dtype != "float32"
+        return 3 if self.deterministic else 2  # otherwise one finds all gradients
 
     def trace(self, where: NamedSharding) -> jax.stages.Traced:
         rule, has_documents = RULES[self.rule]
 
         def both_ways(q: Any, k: Any, v: Any, dout: Any, ids: Any) -> Any:
             segments = (ids, ids) if has_documents else None
-            run = functools.partial(
-                attention_pallas, backend=self.backend, deterministic=self.deterministic
-            )
+            run = functools.partial(attention_pallas, deterministic=self.deterministic)
             out, pullback = jax.vjp(lambda q, k, v: run(q, k, v, segments, rule)[0], q, k, v)
             return out, pullback(dout)
 
@@ -124,63 +91,17 @@ class Attention(NamedTuple):
         return jax.jit(both_ways).trace(shape(4), shape(2), shape(2), shape(4), ids)
 
 
-class Update(NamedTuple):
-    """AdamW, of a part of a matrix, or of several small arrays in a launch."""
-
-    moments: Kept
-    arrays: int
-
-    @property
-    def label(self) -> str:
-        return f"adamw, moments in {self.moments}, {self.arrays} in a launch"
-
-    @property
-    def num_kernels(self) -> int:
-        return 1
-
-    @property
-    def multiplies(self) -> bool:
-        return False
-
-    def trace(self, where: NamedSharding) -> jax.stages.Traced:
-        shape = (1024, 2048) if self.arrays == 1 else (100, 192)
-        rule = AdamW(0.9, 0.95, 1e-8, 0.1)
-
-        def update(leaves: Any, gradients: Any, factors: Any, start: Any) -> Any:
-            parts = [Part((4096, 4096), start)] * self.arrays
-            return adamw_triton(leaves, gradients, factors, [rule] * self.arrays, parts)
-
-        def make() -> Leaf:
-            both = (zero_moment(shape, self.moments, which) for which in ("first", "second"))
-            return Leaf(jnp.zeros(shape), *both)
-
-        lie = lambda tree: jax.tree.map(lambda x: x.update(sharding=where), jax.eval_shape(tree))
-        leaves, gradients = [lie(make)] * self.arrays, [lie(make).parameter] * self.arrays
-        factors, start = lie(lambda: jnp.zeros(6)), lie(lambda: jnp.zeros(2, jnp.int32))
-        return jax.jit(update, donate_argnums=0).trace(leaves, gradients, factors, start)
-
-
 RULES = {
     "causal": (Rule(), False),
     "full": (Rule(causal=False), False),
     "window, soft cap, documents": (Rule(window=1024, soft_cap=30.0), True),
 }
-BACKENDS: dict[Backend, tuple[str, ...]] = {
-    "triton": ("bfloat16", "float16", "float32"),
-    "mosaic": ("bfloat16", "float16"),
-}
-MOMENTS: tuple[Kept, ...] = ("float32", "bfloat16", "int8")
-ATTENTIONS = [
-    Attention(backend, dtype, head_width, rule, False)
-    for backend, dtypes in BACKENDS.items()
-    for dtype in dtypes
-    for head_width in (64, 128, 256)
+CONFIGURATIONS = [
+    Attention(dtype, head_width, rule, deterministic)
+    for deterministic, head_widths in ((False, HEAD_WIDTHS), (True, DETERMINISTIC_HEAD_WIDTHS))
+    for dtype in DTYPES
+    for head_width in head_widths
     for rule in RULES
-]
-CONFIGURATIONS: list[Attention | Update] = [
-    *ATTENTIONS,
-    *(each._replace(deterministic=True) for each in ATTENTIONS if each.has_joint_backward),
-    *(Update(moments, arrays) for moments in MOMENTS for arrays in (1, MOST_SHARING)),
 ]
 
 
@@ -197,18 +118,16 @@ def install(folder: Path) -> None:
     compiler = folder / "compiler" / "nvidia" / "cu13"
     data = folder / "data"
     (data / "bin").mkdir(parents=True, exist_ok=True)
-    (data / "bin" / "ptxas").write_text(PTXAS.format(compiler=compiler))
-    (data / "bin" / "ptxas").chmod(0o755)
-    if not (data / "nvvm").exists():
-        (data / "nvvm").symlink_to(compiler / "nvvm")
+    for name in ("bin/ptxas", "nvvm"):
+        (data / name).unlink(missing_ok=True)
+        (data / name).symlink_to(compiler / name)
 
 
-def compiling_environment(folder: Path, log: Path) -> dict[str, str]:
-    """Of a process that sees the plugin; what the assembler says goes into the log."""
+def compiling_environment(folder: Path) -> dict[str, str]:
+    """The environment of a process that sees the plugin."""
     return {
         **os.environ,
         "JAX_PLATFORMS": "cpu",
-        "PTXAS_LOG": str(log),
         "PYTHONPATH": os.pathsep.join([str(ROOT), str(folder / "plugin")]),
         "TF_CPP_MIN_LOG_LEVEL": "3",
         "XLA_FLAGS": f"--xla_gpu_cuda_data_dir={folder / 'data'}",
@@ -228,8 +147,7 @@ def described_devices(number: int) -> list[jax.Device]:
 
 def compile_in_a_process(folder: Path, numbers: list[int]) -> Iterator[dict[str, Any]]:
     """What became of each configuration, by their numbers, as they get done."""
-    log = folder / f"ptxas-{os.getpid()}.log"
-    environment = compiling_environment(folder, log)
+    environment = compiling_environment(folder)
     environment |= {"MOSAIC_GPU_DUMP_PTX": "1", "MOSAIC_GPU_DUMP_PTXAS": "1"}
     command = [sys.executable, "-m", f"benchmarks.{NAME}", "--compile", *map(str, numbers)]
     with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as process:
@@ -239,7 +157,7 @@ def compile_in_a_process(folder: Path, numbers: list[int]) -> Iterator[dict[str,
             for text in process.stdout:
                 if text.startswith('{"number"'):
                     line = json.loads(text)
-                    line["kernels"] |= _mosaic_kernels("".join(printed))
+                    line["kernels"] = kernels_in("".join(printed))
                     yield line
                     printed = []
                 else:
@@ -248,62 +166,43 @@ def compile_in_a_process(folder: Path, numbers: list[int]) -> Iterator[dict[str,
                 raise SystemExit(f"{NAME}: the compiling process ended with {process.returncode}")
         finally:
             process.kill()
-            log.unlink(missing_ok=True)
 
 
-def _mosaic_kernels(printed: str) -> dict[str, dict[str, int]]:
-    """What Mosaic said of its kernels, each after its own instructions."""
+def kernels_in(printed: str) -> dict[str, dict[str, int]]:
+    """The kernels of which Mosaic has printed the instructions and then the assembler's lines."""
     found, end = {}, 0
     for match in MOSAIC.finditer(printed):
         name, *sizes = match.groups()
         said = printed[end : match.end()]
-        wgmma = said.count("wgmma.mma_async.sync")
-        found[f"attention_{'joint' if name == 'new_body' else name}"] = _kernel(wgmma, said, *sizes)
+        stores, loads, registers = map(int, sizes)
+        found[f"attention_{'joint' if name == 'new_body' else name}"] = {
+            "registers": registers,
+            "spilled": stores + loads,
+            "wgmma": said.count("wgmma.mma_async.sync"),
+            "one_by_one": ONE_BY_ONE in said,
+        }
         end = match.end()
     return found
-
-
-def kernels_in(log: str) -> dict[str, dict[str, int]]:
-    """What the assembler said of Triton's kernels."""
-    found = {}
-    for match in ENTRY.finditer(log):
-        wgmma, name, *sizes = match.groups()
-        if name.startswith(("attention", "adamw")):
-            found[name] = _kernel(int(wgmma), match.group(), *sizes)
-    return found
-
-
-def _kernel(wgmma: int, said: str, stores: str, loads: str, registers: str) -> dict[str, int]:
-    return {
-        "registers": int(registers),
-        "spilled": int(stores) + int(loads),
-        "wgmma": wgmma,
-        "one_by_one": ONE_BY_ONE in said,
-    }
 
 
 def compile_here(numbers: list[int]) -> None:
     """In a process that sees the plugin: a line of JSON for each configuration."""
     mesh = Mesh(np.array(described_devices(1)), ("device",))
-    log = Path(os.environ["PTXAS_LOG"])
     for number in numbers:
         configuration = CONFIGURATIONS[number]
-        log.write_text("")
         problem = None
         try:
             with jax.sharding.set_mesh(mesh):
                 configuration.trace(NamedSharding(mesh, P())).lower().compile()
         except Exception as error:  # of XLA, or of what it ran: whatever it is, it is the result
             problem = str(error).strip().splitlines()[0]
-        kernels = kernels_in(log.read_text())
-        line = {"number": number, "what": configuration.label, "kernels": kernels, "error": problem}
+        line = {"number": number, "what": configuration.label, "error": problem}
         print(json.dumps(line), flush=True)
 
 
 def is_good(line: dict[str, Any]) -> bool:
     configuration, kernels = CONFIGURATIONS[line["number"]], line["kernels"].values()
-    slow = configuration.multiplies and not all(kernel["wgmma"] for kernel in kernels)
-    slow |= any(kernel["one_by_one"] for kernel in kernels)
+    slow = any(not kernel["wgmma"] or kernel["one_by_one"] for kernel in kernels)
     spills = any(kernel["spilled"] > MOST_SPILLED for kernel in kernels)
     is_whole = not line["error"] and len(kernels) == configuration.num_kernels
     return is_whole and not slow and not spills

@@ -5,7 +5,7 @@ same random arrays, in turns:
 
     attention       cuDNN through JAX, JAX's own Pallas kernel, Tokamax and PyTorch where installed;
                     forward, and forward and backward together, from which the backward follows
-    adamw           XLA's program for the plain formula, PyTorch's fused optimizer
+    adamw           PyTorch's fused optimizer
     cross_entropy   the logits all at once: time, and memory besides arguments and results
 
     time            median of the rounds; each is as many calls as take 50 ms, waited for at the end
@@ -35,18 +35,19 @@ import jax.numpy as jnp
 
 from benchmarks.pipeline_overhead import RESULTS, commit, middle, versions
 from holmesjax.costs import work
-from kernels.adamw import Leaf, Rule, adamw_reference, adamw_triton, factors
-from kernels.attention_pallas import Backend, attention_pallas, unsupported
-from kernels.attention_tiles import Rule as Seen
+from kernels.adamw import Hyperparameters, Leaf, adamw_step, factors
+from kernels.attention.pallas import attention_pallas, unsupported
+from kernels.attention.reference import attention_reference
+from kernels.attention.tiles import Rule as Seen
 from kernels.cross_entropy import cross_entropy, linear_cross_entropy
 from kernels.linear import linear
 from kernels.moments import Kept, Which, narrow, zero_moment
 
 NAME = "kernels_gpu"
-TESTS = [f"tests/test_{name}.py" for name in ("attention", "adamw", "moments", "kernels")]
+TESTS = ["tests/kernels"]
 ROUND_S = 0.05
 ROUNDS = 11
-HYPER = Rule(0.9, 0.95, 1e-8, 0.1)
+HYPER = Hyperparameters(0.9, 0.95, 1e-8, 0.1)
 
 Call = Callable[[], Any]  # starts the work; what it returns can be waited for
 Calls = dict[str, Call]
@@ -113,21 +114,15 @@ def attention_calls(case: Attention, interpret: bool) -> tuple[Calls, Calls]:
     segment = jnp.arange(case.length, dtype=jnp.int32)[None] // (case.length // case.documents)
     segments = (segment, segment) if case.documents > 1 else None
 
-    def ours(backend: Backend, *, deterministic: bool = False) -> Callable:
-        run = functools.partial(
-            attention_pallas,
-            rule=case.seen,
-            backend=backend,
-            deterministic=deterministic,
-            interpret=interpret,
-        )
-        return lambda q, k, v: run(q, k, v, segments)[0]
+    def ours(attention: Callable) -> Callable:
+        return lambda q, k, v: attention(q, k, v, segments, case.seen)[0]
 
-    functions = {"ours": ours("triton")}
+    functions = {"plain JAX": ours(attention_reference)}
     if not interpret:
-        if not unsupported(q, k, v, "mosaic"):
-            functions["ours, Mosaic"] = ours("mosaic")
-            functions["ours, Mosaic, deterministic"] = ours("mosaic", deterministic=True)
+        for deterministic in (False, True):
+            if not unsupported(q, k, v, deterministic):
+                kernels = functools.partial(attention_pallas, deterministic=deterministic)
+                functions["ours" + ", deterministic" * deterministic] = ours(kernels)
         functions |= _library_attention(case, segment)
 
     def both(function: Callable) -> Callable:
@@ -222,13 +217,9 @@ def adamw_calls(sizes: list[tuple[int, int]], kept: Kept, interpret: bool) -> Ca
     gradients = [normal(9, *shape, dtype="float32") for shape in sizes]
     step = factors(jnp.int32(10), 0.5, 1e-4, HYPER.beta1, HYPER.beta2)
 
-    def plain(leaves: list[Leaf], gradients: list[jax.Array]) -> list[Leaf]:
+    def update(leaves: list[Leaf], gradients: list[jax.Array]) -> list[Leaf]:
         pairs = zip(leaves, gradients, strict=True)
-        return [adamw_reference(leaf, gradient, step, HYPER) for leaf, gradient in pairs]
-
-    def kernel(leaves: list[Leaf], gradients: list[jax.Array]) -> list[Leaf]:
-        rules = [HYPER] * len(sizes)
-        return adamw_triton(leaves, gradients, step, rules, interpret=interpret)
+        return [adamw_step(leaf, gradient, step, HYPER) for leaf, gradient in pairs]
 
     def in_place(function: Callable) -> Call:
         run, held = jax.jit(function, donate_argnums=0), [jax.tree.map(jnp.copy, leaves)]
@@ -239,7 +230,7 @@ def adamw_calls(sizes: list[tuple[int, int]], kept: Kept, interpret: bool) -> Ca
 
         return call
 
-    calls = {"ours": in_place(kernel), "XLA": in_place(plain)}
+    calls = {"ours": in_place(update)}
     if not interpret and kept == "float32":
         with contextlib.suppress(ImportError):
             calls["PyTorch"] = _torch_adamw(sizes)
@@ -350,7 +341,7 @@ def attention_lines(rehearse: bool, most: dict[str, float]) -> Iterator[dict[str
 
 
 def adamw_lines(rehearse: bool, most: dict[str, float]) -> Iterator[dict[str, Any]]:
-    one, many = ((256, 64), [(5, 64)] * 20) if rehearse else ((2**16, 2**12), [(256, 192)] * 300)
+    one, many = ((256, 64), [(5, 64)] * 2) if rehearse else ((2**16, 2**12), [(256, 192)] * 300)
     for kept, num_bytes in work.MOMENT_BYTES.items():
         for label, sizes in (("one array", [one]), (f"{len(many)} arrays", many)):
             count = sum(rows * columns for rows, columns in sizes)

@@ -21,7 +21,6 @@ import json
 import math
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -254,13 +253,12 @@ def main() -> int:
     for number, case in enumerate(CASES):
         print(f"{number + 1}/{len(CASES)}  {case.label}", flush=True)
         command = [sys.executable, "-m", f"benchmarks.{NAME}", "--compile", str(number)]
-        with tempfile.TemporaryDirectory() as folder:
-            environment = compiling_environment(FOLDER, Path(folder) / "ptxas.log")
-            flags = xla_flags.for_devices({"h200"})
-            environment["XLA_FLAGS"] = xla_flags.joined(flags, environment["XLA_FLAGS"])
-            out = subprocess.run(
-                command, env=environment, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True
-            ).stdout
+        environment = compiling_environment(FOLDER)
+        flags = xla_flags.for_devices({"h200"})
+        environment["XLA_FLAGS"] = xla_flags.joined(flags, environment["XLA_FLAGS"])
+        out = subprocess.run(
+            command, env=environment, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True
+        ).stdout
         lines += [json.loads(text) for text in out.splitlines() if text.startswith('{"what"')]
     save(NAME, lines, table(lines), args.out)
     return 0 if all(line["error"] >= -BAR for line in lines) else 1

@@ -145,18 +145,13 @@ class OptimizerConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True, config=STRICT)
 class KernelsConfig:
-    """Who computes an array function; auto takes the best that the devices and the shapes allow.
-
-    On CPU devices Pallas kernels are interpreted: the same numbers, slowly.
-    """
+    """Who computes an array function; auto takes the best that the devices and the shapes allow."""
 
     attention: Literal["auto", "reference", "pallas", "cudnn"] = "auto"
     # The same gradients from the same inputs, to the bit; slower on Hopper, and never cuDNN.
     deterministic_attention: Flag = False
     # chunked: not all logits at once
     cross_entropy: Literal["auto", "reference", "chunked"] = "auto"
-    # XLA makes one pass of the reference, too: nothing is known to be faster.
-    adamw: Literal["reference", "pallas"] = "reference"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, config=STRICT)

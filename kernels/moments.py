@@ -82,7 +82,7 @@ def _blocks(x: jax.Array) -> jax.Array:
     return x.reshape(*x.shape[:-1], -1, BLOCK)
 
 
-# ---- of numbers, in kernels too ------------------------------------------------------------------
+# ---- of numbers ----------------------------------------------------------------------------------
 
 
 def decode(codes: jax.Array, scales: jax.Array, which: Which) -> jax.Array:
@@ -147,23 +147,4 @@ def positions(shape: Sequence[int]) -> jax.Array:
     for dim in reversed(range(len(shape))):
         counted = lax.broadcasted_iota(jnp.uint32, shape, dim)
         found, stride = found + counted * np.uint32(stride % 2**32), stride * shape[dim]
-    return found
-
-
-def positions_in_whole(
-    number: jax.Array, shape: Sequence[int], whole: Sequence[int], start: Sequence[jax.Array]
-) -> jax.Array:
-    """The same for some entries of a part of an array.
-
-    Args:
-      number: of each entry in the part, int32.
-      shape: of the part.
-      whole: shape of the array.
-      start: of the part in it, an index for each dim.
-    """
-    found, stride = jnp.zeros(number.shape, jnp.uint32), 1
-    for size, of, first in reversed(list(zip(shape, whole, start, strict=True))):
-        index = lax.rem(number, jnp.full_like(number, size)) + first
-        found = found + index.astype(jnp.uint32) * np.uint32(stride % 2**32)
-        number, stride = lax.div(number, jnp.full_like(number, size)), stride * of
     return found

@@ -1,13 +1,13 @@
 """Array functions that models are made of; the only importer of `kernels`.
 
-Where a function has several implementations, `Kernels` says which one runs: plain JAX, a Pallas
-kernel, or NVIDIA's library.
+`Kernels` says which implementation of a function is asked for. `kernels.attention.choice` chooses
+between cuDNN, the Pallas kernels and plain JAX.
 
 Dims: see `models/gpt.py`. Each returns the dtype of its first argument, unless it says otherwise.
 """
 
 import functools
-import logging
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,10 +20,12 @@ from holmesjax.config import KernelsConfig
 from holmesjax.costs import work
 from holmesjax.errors import ConfigError
 from holmesjax.plan.plan import Axis
-from kernels.adamw import Leaf, Part, Rule, adamw_reference, adamw_triton, factors
-from kernels.attention import CAUSAL, SAVED, attention_reference
-from kernels.attention_pallas import Backend, attention_pallas, unsupported
-from kernels.attention_ring import REFERENCE, How, attention_on, from_runs, to_runs
+from kernels.adamw import Hyperparameters, Leaf, adamw_step, factors
+from kernels.attention import choice
+from kernels.attention.pallas import attention_pallas
+from kernels.attention.reference import CAUSAL, SAVED, attention_reference
+from kernels.attention.ring import REFERENCE, Placement, attention_on, from_runs, to_runs
+from kernels.attention.shards import Shards
 from kernels.cross_entropy import cross_entropy, linear_cross_entropy
 from kernels.embedding import embedding
 from kernels.linear import feed_forward, linear, linear_transposed, linears
@@ -39,15 +41,14 @@ from kernels.moments import (
     zero_moment,
 )
 from kernels.norm import layer_norm, rms_norm
-from kernels.shards import Shards, first_index, num_parts, on_mesh
 
 __all__ = [
     "DEFAULT",
     "SAVED",
+    "Hyperparameters",
     "Kernels",
     "Leaf",
     "Quantized",
-    "Rule",
     "adamw",
     "attention",
     "cached_attention",
@@ -85,19 +86,6 @@ class Kernels:
     @property
     def device(self) -> jax.Device:
         return jax.devices()[0] if self.mesh is None else self.mesh.devices.flat[0]
-
-    @property
-    def is_nvidia(self) -> bool:
-        return self.device.platform == "gpu" and "NVIDIA" in self.device.device_kind
-
-    @property
-    def is_hopper(self) -> bool:
-        return self.is_nvidia and str(getattr(self.device, "compute_capability", "")) == "9.0"
-
-    @property
-    def interpret(self) -> bool:
-        """Whether Pallas kernels run as ordinary JAX operations: in a rehearsal, in a test."""
-        return self.device.platform == "cpu"
 
     @property
     def shards(self) -> Shards | None:
@@ -150,8 +138,9 @@ def merge_heads(x_BLHK: jax.Array, w_HKD: jax.Array) -> jax.Array:
 def to_parts(x_BL: jax.Array, kernels: Kernels) -> jax.Array:
     """[B, L, ...] to [context * B, L / context, ...], as devices that share sequences have them.
 
-    First the parts of the first device. Each has two runs of tokens (`attention_ring`). XLA could
-    not merge B with an L that is cut: so a part is a sequence of its own.
+    The parts of the first device come first. Each part has two runs of tokens
+    (`kernels.attention.ring`). XLA could not merge B with an L that is cut, so a part is a sequence
+    of its own.
     """
     if kernels.context == 1:
         return x_BL
@@ -205,129 +194,61 @@ def attention(
 
     Where devices share sequences, B counts the parts of sequences, as `to_parts` gives them.
     """
+    config, arrays = kernels.config, (q_BLHK, k_BLGK, v_BLGK)
+    try:
+        implementation = choice.choose(
+            config.attention,
+            kernels.device,
+            *arrays,
+            has_segments=segment_BL is not None,
+            is_cut=kernels.context > 1,
+            deterministic=config.deterministic_attention,
+        )
+    except choice.UnsupportedError as reason:
+        problem = f"{config.attention} cannot do it"
+        fix = "use auto, which takes the best that can, or reference"
+        raise ConfigError("kernels.attention", problem, found=str(reason), fix=fix) from None
+    if implementation == "cudnn":
+        return jax.nn.dot_product_attention(*arrays, is_causal=True, implementation="cudnn")
     segments = None if segment_BL is None else (segment_BL, segment_BL)
-    refusals = {
-        "cudnn": _cudnn_refuses(kernels, q_BLHK, segment_BL),
-        "pallas": unsupported(q_BLHK, k_BLGK, v_BLGK),
-    }
-    match _choose("attention", kernels, refusals):
-        case "cudnn":
-            return jax.nn.dot_product_attention(
-                q_BLHK, k_BLGK, v_BLGK, is_causal=True, implementation="cudnn"
-            )
-        case "pallas":
-            backend: Backend = "triton"
-            if kernels.is_hopper and not unsupported(q_BLHK, k_BLGK, v_BLGK, "mosaic"):
-                backend = "mosaic"
-            args = (q_BLHK, k_BLGK, v_BLGK, segments)
-            return attention_pallas(
-                *args,
-                shards=kernels.shards,
-                backend=backend,
-                deterministic=kernels.config.deterministic_attention,
-                device_kind=kernels.device.device_kind,
-                interpret=kernels.interpret,
-            )[0]
+    if implementation == "pallas":
+        deterministic = config.deterministic_attention
+        run = functools.partial(attention_pallas, deterministic=deterministic)
+        return run(*arrays, segments, shards=kernels.shards)[0]
     if kernels.context > 1:
-        how = How(CAUSAL, REFERENCE, kernels.shards)
-        return attention_on(how, q_BLHK, k_BLGK, v_BLGK, segments)[0]
-    return attention_reference(q_BLHK, k_BLGK, v_BLGK, segments)[0]
+        return attention_on(Placement(CAUSAL, REFERENCE, kernels.shards), *arrays, segments)[0]
+    return attention_reference(*arrays, segments)[0]
 
 
 def adamw(
     leaves: Sequence[Leaf],
     gradients: Sequence[jax.Array],
     factors: jax.Array,
-    rules: Sequence[Rule],
-    specs: Sequence[PartitionSpec],
+    hyperparameters: Sequence[Hyperparameters],
     kernels: Kernels,
 ) -> list[Leaf]:
     """Parameters and moments after a step, if it applies; in place where they are donated.
 
+    A conditional is in place on a CPU, and a choice between new and old on a GPU. On a GPU a
+    conditional keeps a copy of all that it may change; on a CPU a choice keeps one.
+
     Args:
+      leaves: parameters and their moments.
+      gradients: of the shapes of the parameters.
       factors: those of the step (`factors`).
-      specs: how each leaf lies on the mesh.
-    """
-    is_alone = kernels.mesh is None or kernels.mesh.size == 1
-    sizes = {} if kernels.mesh is None else kernels.mesh.shape
-    by_kernel = [
-        i
-        for i, leaf in enumerate(leaves)
-        if kernels.config.adamw == "pallas"
-        and (is_alone or _has_whole_blocks(leaf.mu, specs[i], sizes))
-    ]
-    new = _adamw_reference(
-        {i: leaf for i, leaf in enumerate(leaves) if i not in by_kernel},
-        gradients,
-        factors,
-        rules,
-        kernels,
-    )
-    if by_kernel:
-        found = _adamw_kernel(
-            [leaves[i] for i in by_kernel],
-            [gradients[i] for i in by_kernel],
-            [rules[i] for i in by_kernel],
-            factors,
-            None if is_alone else [specs[i] for i in by_kernel],
-            kernels,
-        )
-        new |= dict(zip(by_kernel, found, strict=True))
-    return [new[i] for i in range(len(leaves))]
-
-
-def _adamw_reference(
-    leaves: dict[int, Leaf],
-    gradients: Sequence[jax.Array],
-    factors: jax.Array,
-    rules: Sequence[Rule],
-    kernels: Kernels,
-) -> dict[int, Leaf]:
-    """In place, where donated, on either kind of device.
-
-    On a GPU a conditional keeps a copy of all that it may change; on a CPU a choice between new and
-    old keeps one.
+      hyperparameters: of each leaf.
+      kernels: tells the platform.
     """
     applies = factors[5] > 0
 
-    def update(leaves: dict[int, Leaf]) -> dict[int, Leaf]:
-        return {
-            i: adamw_reference(leaf, gradients[i], factors, rules[i]) for i, leaf in leaves.items()
-        }
+    def update(leaves: list[Leaf]) -> list[Leaf]:
+        rows = zip(leaves, gradients, hyperparameters, strict=True)
+        return [adamw_step(leaf, gradient, factors, h) for leaf, gradient, h in rows]
 
     if kernels.device.platform == "cpu":
-        return jax.lax.cond(applies, update, lambda leaves: leaves, leaves)
+        return jax.lax.cond(applies, update, lambda leaves: leaves, list(leaves))
     choose = lambda new, old: jnp.where(applies, new, old)
-    return jax.tree.map(choose, update(leaves), leaves)
-
-
-def _adamw_kernel(
-    leaves: Sequence[Leaf],
-    gradients: Sequence[jax.Array],
-    rules: Sequence[Rule],
-    factors: jax.Array,
-    specs: Sequence[PartitionSpec] | None,
-    kernels: Kernels,
-) -> list[Leaf]:
-    run = functools.partial(adamw_triton, rules=rules, interpret=kernels.interpret)
-    if specs is None:
-        return run(leaves, gradients, factors)
-    assert kernels.mesh is not None, "specs are of a mesh"
-
-    def on_device(own: list[Leaf], gradients: list[jax.Array], factors: jax.Array) -> list[Leaf]:
-        parts = [
-            Part(leaf.parameter.shape, first_index(spec, gradient.shape))
-            for leaf, gradient, spec in zip(leaves, gradients, specs, strict=True)
-        ]
-        return run(own, gradients, factors, parts=parts)
-
-    sizes = kernels.mesh.shape
-    cut = [
-        Leaf._make([spec, *(moment_spec(moment, spec, sizes) for moment in (leaf.mu, leaf.nu))])
-        for leaf, spec in zip(leaves, specs, strict=True)
-    ]
-    on_devices = on_mesh(on_device, kernels.mesh, (cut, list(specs), PartitionSpec()), cut)
-    return on_devices(list(leaves), list(gradients), factors)
+    return jax.tree.map(choose, update(list(leaves)), list(leaves))
 
 
 def moment_spec(moment: Moment, spec: PartitionSpec, sizes: Mapping[str, int]) -> Any:
@@ -345,71 +266,16 @@ def _has_whole_blocks(moment: Moment, spec: PartitionSpec, sizes: Mapping[str, i
     """Whether each device has the scales of its own numbers, and of no others."""
     if not isinstance(moment, Quantized):
         return True
-    num_blocks, last = moment.scales.shape[-1], len(moment.codes.shape) - 1
-    return num_blocks % num_parts(spec, last, sizes) == 0
+    last = len(moment.codes.shape) - 1
+    entry = spec[last] if last < len(spec) else None
+    axes = (entry,) if isinstance(entry, str) else tuple(entry or ())
+    return moment.scales.shape[-1] % math.prod(sizes[axis] for axis in axes) == 0
 
 
 def round_moment(x: jax.Array, like: Moment, update: jax.Array, seed: int, which: Which) -> Moment:
     """float32 numbers as `like` is kept, rounded by the noise of an update."""
     bits = noise(positions(x.shape), step_seed(update, seed))
     return narrow(x, like, bits[0 if which == "first" else 1], which)
-
-
-def _cudnn_refuses(kernels: Kernels, q: jax.Array, segment: jax.Array | None) -> str | None:
-    if not kernels.is_nvidia:
-        return f"{kernels.device.device_kind} devices: supported are NVIDIA GPUs"
-    if q.dtype not in (jnp.bfloat16, jnp.float16):
-        return f"{q.dtype}: supported are bfloat16, float16"
-    if q.shape[-1] > 128 or q.shape[-1] % 8:
-        return f"heads {q.shape[-1]} wide: supported are multiples of 8 up to 128"
-    if kernels.context > 1:
-        return "sequences that several devices share: supported are whole ones"
-    if kernels.config.deterministic_attention:
-        return "gradients of the same bits each time: kernels.deterministic_attention asks for them"
-    if segment is not None:
-        return "documents: supported is attention to all that came before"
-    return _cudnn_is_missing()
-
-
-@functools.cache
-def _cudnn_is_missing() -> str | None:
-    """Why JAX cannot call it on this machine."""
-    x = jax.ShapeDtypeStruct((1, 64, 1, 64), jnp.bfloat16)
-    call = functools.partial(jax.nn.dot_product_attention, implementation="cudnn")
-    try:
-        jax.eval_shape(call, x, x, x)
-    except RuntimeError as error:
-        return f"library that JAX finds here: {error}"
-    return None
-
-
-def _choose(name: str, kernels: Kernels, refusals: dict[str, str | None]) -> str:
-    """The implementation that the config asks for; for auto, the first that can do it.
-
-    Args:
-      refusals: implementations, the fastest first, with why each cannot compute these arrays.
-    """
-    asked = getattr(kernels.config, name)
-    if asked == "reference" or (asked == "auto" and not kernels.is_nvidia):
-        return "reference"
-    if asked != "auto":
-        if reason := refusals[asked]:
-            fix = "use auto, which takes the best that can, or reference"
-            raise ConfigError(f"kernels.{name}", f"{asked} cannot do it", found=reason, fix=fix)
-        return asked
-    reasons = []
-    for option, reason in refusals.items():
-        if reason is None:
-            return option
-        reasons.append(f"{option} has no {reason}")
-    _say(f"{name} runs as plain JAX: {'; '.join(reasons)}")
-    return "reference"
-
-
-@functools.cache
-def _say(line: str) -> None:
-    """Once for each thing there is to say, not for every layer."""
-    logging.getLogger(__name__).warning(line)
 
 
 def cached_attention(

@@ -121,16 +121,14 @@ class AdamW:
         paths, structure = jax.tree_util.tree_flatten_with_path(params)
         parts = zip([x for _, x in paths], _moments(state.mu), _moments(state.nu), strict=True)
         leaves = [ops.Leaf(*part) for part in parts]
-        rules, specs = [], []
-        for path, x in paths:
+        hyperparameters = []
+        for path, _ in paths:
             decay = c.weight_decay if decays(path) else 0.0
-            rules.append(ops.Rule(c.beta1, c.beta2, c.epsilon, decay, _seed(path)))
-            if kernels.mesh is not None:
-                name = sharding.name_of(path)
-                specs.append(sharding.master_spec(name, x.shape, kernels.mesh.shape))
+            own = ops.Hyperparameters(c.beta1, c.beta2, c.epsilon, decay, _seed(path))
+            hyperparameters.append(own)
         rate = self.schedule(state.updates)
         step = ops.factors(count, scale, rate, c.beta1, c.beta2, applies)
-        new = ops.adamw(leaves, jax.tree.leaves(gradients), step, rules, specs, kernels)
+        new = ops.adamw(leaves, jax.tree.leaves(gradients), step, hyperparameters, kernels)
         trees = [jax.tree.unflatten(structure, column) for column in zip(*new, strict=True)]
         return trees[0], AdamWState(jnp.where(applies, count, state.updates), trees[1], trees[2])
 

@@ -11,12 +11,13 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 from holmesjax.config import KernelsConfig
 from holmesjax.errors import ConfigError
 from holmesjax.models import ops
-from kernels.adamw import adamw_reference
-from kernels.attention_pallas import attention_pallas
-from kernels.attention_tiles import Rule
+from kernels.adamw import adamw_step
+from kernels.attention import choice
+from kernels.attention.tiles import Rule
 from tests.arrays import assert_near, normal, wide
-from tests.test_adamw import HERE, assert_alike, leaf_kept
-from tests.test_attention import inputs, oracle
+from tests.kernels.attention.gpus import H200, lowered_for_cuda
+from tests.kernels.attention.oracle import inputs, oracle
+from tests.kernels.test_adamw import HERE, assert_near_steps, leaf_kept
 
 
 def causal(q, k, v):
@@ -25,73 +26,36 @@ def causal(q, k, v):
     return oracle(q, k, v, np.zeros(q.shape), zeros, None, Rule())[0]
 
 
-def test_the_config_chooses(monkeypatch):
-    q, k, v = inputs(20, 20, 4, 2, 16)
-    want = causal(q, k, v)
+def test_attention_is_computed_as_the_config_asks(monkeypatch):
+    """Plain JAX here, and on a Hopper GPU each of the three, with the arrays' own segments."""
+    q, k, v = inputs(20, 20, 4, 2, 64, dtype="bfloat16")
+    assert_near(ops.attention(q, k, v), causal(q, k, v), "bfloat16")
+    monkeypatch.setattr(ops.Kernels, "device", H200)
+    ids = jnp.zeros((2, 20), jnp.int32)
+    texts = {}
+    for asked in ("reference", "pallas", "auto"):
+        kernels = ops.Kernels(KernelsConfig(attention=asked, deterministic_attention=True))
+        run = lambda q, k, v, kernels=kernels: ops.attention(q, k, v, ids, kernels)
+        gradients = lambda q, k, v, run=run: jax.vjp(run, q, k, v)[1](q)
+        texts[asked] = lowered_for_cuda(gradients, q, k, v).count("mosaic_gpu_v2")
+    assert texts == {"reference": 0, "pallas": 3, "auto": 3}
+    monkeypatch.setattr(choice, "_cudnn_is_missing", lambda: None)
     calls = []
-    spy = lambda *args, **options: calls.append(options) or attention_pallas(*args, **options)
-    monkeypatch.setattr(ops, "attention_pallas", spy)
-    for asked, runs_kernel in (("auto", False), ("reference", False), ("pallas", True)):
-        calls.clear()
-        kernels = ops.Kernels(KernelsConfig(attention=asked, deterministic_attention=runs_kernel))
-        assert_near(ops.attention(q, k, v, kernels=kernels), want)
-        assert bool(calls) == runs_kernel
-    [options] = calls
-    assert options == {
-        "shards": None,
-        "backend": "triton",
-        "deterministic": True,
-        "device_kind": jax.devices()[0].device_kind,
-        "interpret": True,
-    }
+    monkeypatch.setattr(
+        jax.nn, "dot_product_attention", lambda *args, **options: calls.append(options) or args[0]
+    )
+    assert ops.attention(q, k, v, kernels=ops.Kernels(KernelsConfig(attention="cudnn"))) is q
+    assert calls == [{"is_causal": True, "implementation": "cudnn"}]
 
 
 def test_what_cannot_be_is_refused():
     narrow = inputs(20, 20, 4, 2, 8)
-    with pytest.raises(ConfigError, match=r"pallas cannot do it.*\n.*heads 8 wide: supported are"):
-        ops.attention(*narrow, kernels=ops.Kernels(KernelsConfig(attention="pallas")))
-    with pytest.raises(ConfigError, match=r"cudnn cannot do it.*\n.*supported are NVIDIA GPUs"):
-        ops.attention(*narrow, kernels=ops.Kernels(KernelsConfig(attention="cudnn")))
-
-
-def test_cudnn_leaves_sequences_that_devices_share_to_others(monkeypatch):
-    """It gives no log-sum-exp."""
-    monkeypatch.setattr(ops.Kernels, "is_nvidia", True)
-    mesh = Mesh(np.array(jax.devices()[:2]), ("context",))
-    kernels = ops.Kernels(KernelsConfig(attention="cudnn"), mesh)
-    narrow = inputs(20, 20, 4, 2, 16, dtype="bfloat16")
-    with pytest.raises(
-        ConfigError, match=r"cudnn cannot do it.*\n.*sequences that several devices"
-    ):
-        ops.attention(*narrow, kernels=kernels)
-
-
-@pytest.mark.parametrize(
-    "deterministic, reason",
-    [(True, "gradients of the same bits each time"), (False, "library that JAX finds here")],
-)
-def test_cudnn_is_left_alone_where_it_would_not_do(monkeypatch, caplog, deterministic, reason):
-    """Arrays are as it wants them, but it is not installed, and adds in any order."""
-    monkeypatch.setattr(ops.Kernels, "is_nvidia", True)
-    monkeypatch.setattr(ops, "unsupported", lambda *args: "arrays like these")
-    ops._say.cache_clear()
-    kernels = ops.Kernels(KernelsConfig(deterministic_attention=deterministic))
-    ops.attention(*inputs(20, 20, 4, 2, 16, dtype="bfloat16"), kernels=kernels)
-    [record] = caplog.records
-    assert f"cudnn has no {reason}" in record.message
-
-
-def test_auto_says_once_why_a_gpu_has_no_kernel(monkeypatch, caplog):
-    monkeypatch.setattr(ops.Kernels, "is_nvidia", True)
-    ops._say.cache_clear()
-    narrow = inputs(20, 20, 4, 2, 12)
-    for _ in range(2):
-        ops.attention(*narrow)
-    [record] = caplog.records
-    assert record.message == (
-        "attention runs as plain JAX: cudnn has no float32: supported are bfloat16, float16; "
-        "pallas has no heads 12 wide: supported are 16, 32, 64, 128, 256"
-    )
+    for asked, supported in (("pallas", "NVIDIA Hopper GPUs"), ("cudnn", "NVIDIA GPUs")):
+        kernels = ops.Kernels(KernelsConfig(attention=asked))
+        with pytest.raises(
+            ConfigError, match=rf"{asked} cannot do it.*\n.*cpu devices: supported are {supported}"
+        ):
+            ops.attention(*narrow, kernels=kernels)
 
 
 def test_cached_attention_is_the_last_rows_of_attention():
@@ -165,41 +129,37 @@ def third_step():
     return ops.factors(jnp.int32(3), 0.7, 0.01, HERE.beta1, HERE.beta2)
 
 
-@pytest.mark.parametrize("implementation", ["reference", "pallas"])
 @pytest.mark.parametrize("kept", ["float32", "bfloat16", "int8"])
-def test_adamw_is_the_same_on_any_mesh(kept, implementation):
-    mesh, rules = eight_devices(), [HERE._replace(seed=i) for i in range(len(SPECS))]
+def test_adamw_is_the_same_on_any_mesh(kept):
+    mesh, hyperparameters = eight_devices(), [HERE._replace(seed=i) for i in range(len(SPECS))]
     every = [placed(kept, i, mesh) for i in range(len(SPECS))]
     leaves, gradients, where = map(list, zip(*every, strict=True))
-    kernels = ops.Kernels(KernelsConfig(adamw=implementation), mesh)
-    specs = [spec for spec, _ in SPECS]
+    kernels = ops.Kernels(KernelsConfig(), mesh)
     run = lambda leaves, gradients: ops.adamw(
-        leaves, gradients, third_step(), rules, specs, kernels
+        leaves, gradients, third_step(), hyperparameters, kernels
     )
     found = jax.jit(run, out_shardings=where)(leaves, gradients)
     found, own = jax.tree.map(np.asarray, (found, (leaves, gradients)))
-    for got, leaf, gradient, rule in zip(found, *own, rules, strict=True):
+    for got, leaf, gradient, h in zip(found, *own, hyperparameters, strict=True):
         leaf, gradient = jax.tree.map(jnp.asarray, (leaf, gradient))
-        assert_alike(got, adamw_reference(leaf, gradient, third_step(), rule))
+        assert_near_steps(got, adamw_step(leaf, gradient, third_step(), h))
 
 
-@pytest.mark.parametrize("way", ["conditional", "choice", "kernel"])
+@pytest.mark.parametrize("platform", ["cpu", "gpu"])
 @pytest.mark.parametrize("kept", ["float32", "bfloat16", "int8"])
-def test_a_step_that_does_not_apply_changes_no_bit(kept, way, monkeypatch):
-    """Whatever the gradients are; one that applies changes what is kept, in each of the ways."""
-    if way == "choice":  # as on a GPU
-        monkeypatch.setattr(ops.Kernels, "device", types.SimpleNamespace(platform="gpu"))
-    kernels = ops.Kernels(KernelsConfig(adamw="pallas" if way == "kernel" else "reference"))
+def test_a_step_that_does_not_apply_changes_no_bit(kept, platform, monkeypatch):
+    """Whatever the gradients are. A step that applies changes what is kept."""
+    monkeypatch.setattr(ops.Kernels, "device", types.SimpleNamespace(platform=platform))
     leaf, gradient = leaf_kept(kept, 0, 3, 128), normal(1, 3, 128)
 
     @jax.jit
     def run(leaf, gradient, applies):
         step = ops.factors(jnp.int32(3), 0.7, 0.01, HERE.beta1, HERE.beta2, applies)
-        return ops.adamw([leaf], [gradient], step, [HERE], [P()], kernels)[0]
+        return ops.adamw([leaf], [gradient], step, [HERE], ops.DEFAULT)[0]
 
     same = run(leaf, gradient.at[0, 0].set(jnp.nan), False)
     jax.tree.map(np.testing.assert_array_equal, same, leaf)
-    assert_alike(run(leaf, gradient, True), adamw_reference(leaf, gradient, third_step(), HERE))
+    assert_near_steps(run(leaf, gradient, True), adamw_step(leaf, gradient, third_step(), HERE))
 
 
 def test_scales_lie_with_their_numbers():
@@ -210,9 +170,7 @@ def test_scales_lie_with_their_numbers():
     ):
         leaf, gradient, where = placed("int8", i, mesh)
         assert leaf.mu.scales.sharding.spec == leaf.nu.scales.sharding.spec == scales
-        update = lambda leaf, gradient, i=i: ops.adamw(
-            [leaf], [gradient], third_step(), [HERE], [SPECS[i][0]], kernels
-        )
+        update = lambda leaf, gradient: ops.adamw([leaf], [gradient], third_step(), [HERE], kernels)
         compiled = jax.jit(update, out_shardings=[where]).lower(leaf, gradient).compile()
         names = ("all-gather", "all-reduce", "collective-permute", "all-to-all")
         assert any(name in compiled.as_text() for name in names) == moves

@@ -1,8 +1,4 @@
-"""Softmax attention with grouped queries: the reference.
-
-    B  sequences            H  query heads        K  width of a head
-    L  query positions      G  key-value heads    M  key positions
-    R  H / G, the query heads that share a key-value head
+"""Softmax attention with grouped queries, in plain JAX: the reference.
 
 Products take the dtype of their inputs and sum in float32; the softmax is float32. Queries go in
 blocks that meet no key beyond what their rule lets them see, so what a causal mask would drop is
@@ -17,7 +13,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.lax import optimization_barrier as materialize
 
-from kernels.attention_tiles import Rule, Segments
+from kernels.attention.tiles import Rule, Segments
 
 QUERY_BLOCK = 128  # 64 is as fast and compiles slower (measured on a CPU, L = 256)
 MAX_BLOCKS = 8  # longer sequences get longer blocks, so that compile time stays bounded

@@ -1,4 +1,4 @@
-"""What Hopper kernels of three warpgroups have in common, through Pallas's Mosaic backend.
+"""What Hopper kernels of three warpgroups have in common, through Pallas's Mosaic GPU backend.
 
 A block of threads has three warpgroups. One copies tiles from memory, ahead of the others by as
 many as there are slots; two hold 64 rows each and multiply on the tensor cores as soon as a tile
@@ -42,10 +42,20 @@ OF_ROWS, OF_COLUMNS = ACROSS.reduce(1), ACROSS.reduce(0)  # and one number for e
 
 @dataclass(frozen=True, kw_only=True)
 class Tiles:
-    """What comes and goes."""
+    """The tiles that one kernel streams."""
 
     streamed: int  # keys, or queries, in a tile; a multiple of 64
     slots: int  # tiles that are there at a time
+
+
+@dataclass(frozen=True, kw_only=True)
+class KernelTiles:
+    """The tiles of each kernel."""
+
+    forward: Tiles
+    dq: Tiles
+    dkv: Tiles
+    joint: Tiles  # of the kernel for all gradients
 
 
 # ---- around a kernel -----------------------------------------------------------------------------

@@ -1,10 +1,10 @@
-"""Attention's forward for Hopper GPUs, through Pallas's Mosaic backend.
+"""Attention's forward for Hopper GPUs, through Pallas's Mosaic GPU backend.
 
 After FlashAttention-3 (Shah et al., arXiv:2407.08608), in the way of `warpgroups`: each of two
-warpgroups holds 64 queries and goes through their run of keys (`attention_tiles`). While it takes
+warpgroups holds 64 queries and goes through their run of keys (`tiles`). While it takes
 the exponentials of a tile, the tensor cores multiply the weights and values of the tile before. And
 the two take turns: one has products to do when the other has none. Weights go from registers to the
-second product. Dims are those of `attention`.
+second product.
 """
 
 import functools
@@ -14,17 +14,17 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from kernels import warpgroups
-from kernels.attention import MASKED
-from kernels.attention_tiles import LOG2_E, Rule, Segments, runs
-from kernels.tuned import Kernels
-from kernels.warpgroups import (
+from kernels.attention import warpgroups
+from kernels.attention.reference import MASKED
+from kernels.attention.tiles import LOG2_E, Rule, Segments, runs
+from kernels.attention.warpgroups import (
     COMPUTING,
     OF_COLUMNS,
     OF_ROWS,
     ROWS,
     Add,
     Arrays,
+    KernelTiles,
     Products,
     Ref,
     Tiles,
@@ -34,20 +34,17 @@ from kernels.warpgroups import (
     padded,
 )
 
-HEAD_WIDTHS = (64, 128, 256)
-DTYPES = ("bfloat16", "float16")
 
-
-def default_tiles(head_width: int) -> Kernels:
-    """What compiles for an H200; which are fast has not been measured."""
+def default_tiles(head_width: int) -> KernelTiles:
+    """Tiles that compile for an H200; which are fast has not been measured."""
     forward = Tiles(streamed=128 if head_width <= 128 else 64, slots=2)
     backward = Tiles(streamed=64, slots=2)
-    return Kernels(forward=forward, dq=backward, dkv=backward, joint=backward)
+    return KernelTiles(forward=forward, dq=backward, dkv=backward, joint=backward)
 
 
 def forward(
     rule: Rule,
-    tiles: Kernels,
+    tiles: KernelTiles,
     interpret: bool,
     q: jax.Array,
     k: jax.Array,

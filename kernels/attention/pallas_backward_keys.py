@@ -2,7 +2,7 @@
 
 In the way of `warpgroups`: a block holds keys and values, and goes through the queries of all heads
 that share them. Where it finds the queries' gradients, too (joint), it adds its part to that of
-other blocks, in the GPU's memory. Dims are those of `attention`.
+other blocks, in the GPU's memory.
 """
 
 import functools
@@ -15,9 +15,9 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from kernels import warpgroups
-from kernels.attention_tiles import Rule
-from kernels.warpgroups import (
+from kernels.attention import warpgroups
+from kernels.attention.tiles import Rule
+from kernels.attention.warpgroups import (
     ACROSS,
     COMPUTING,
     OF_COLUMNS,

@@ -1,7 +1,7 @@
 """Array functions against float64 NumPy: values, and gradients by hand-written formulas.
 
 The gradients of the feed-forward are checked against `jax.grad` of the plain formula in float64,
-which itself is checked against NumPy's values. `test_attention` has attention's.
+which itself is checked against NumPy's values. Attention has a folder of its own.
 """
 
 import jax

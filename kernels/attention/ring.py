@@ -1,16 +1,14 @@
 """Attention on a mesh: each device computes its own part, and keys and values go round a ring.
 
-Each device has some of the sequences and heads. Or several share a sequence: it is cut into twice
-as many runs of tokens as there are devices, n, and device i has run i and run 2n - 1 - i. B then
-counts parts of sequences, first those of the first device. A device meets the keys of all others:
-of those before it, its queries see the first run; of those behind it, its second run sees both. So
-under a causal rule all have equally much to do: its second run sees their first, and one run more
-sees another. Which one, `jnp.where` chooses: XLA:GPU would wait on the host for the predicate of a
-`lax.cond`. The log-sum-exps say how much each device's keys
-weigh, and the backward, which has those of all, computes the probabilities of each again. Nothing
-of other parts is kept.
-
-Dims are those of `attention`.
+Each device has some of the sequences and heads. Or n devices share a sequence: it is cut into 2n
+runs of tokens, and device i has run i and run 2n - 1 - i. B then counts parts of sequences, and the
+parts of the first device come first. A device meets the keys of all others: of those before it, its
+queries see the first run; of those behind it, its second run sees both. So under a causal rule all
+devices have equally much to do: the second run sees the first one of the others, and one run more
+sees another. `jnp.where` chooses that one, since XLA:GPU would wait on the host for the predicate
+of a `lax.cond`. The log-sum-exps say how much the keys of each device weigh. The backward has the
+log-sum-exps of all keys, and computes the probabilities of each device's again. A device keeps
+nothing of the others.
 
 References: Liu et al., "Ring Attention with Blockwise Transformers", arXiv:2310.01889. The order of
 the runs is that of Llama 3, arXiv:2407.21783, section 3.3.2.
@@ -25,9 +23,9 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from kernels.attention import MASKED, SAVED, backward_reference, forward_reference
-from kernels.attention_tiles import Rule, Segments
-from kernels.shards import Shards, on_shards
+from kernels.attention.reference import MASKED, SAVED, backward_reference, forward_reference
+from kernels.attention.shards import Shards, on_shards
+from kernels.attention.tiles import Rule, Segments
 
 
 @dataclass(frozen=True)
@@ -36,7 +34,7 @@ class Local:
 
     # (rule, q_BLHK, k_BMGK, v_BMGK, segments) -> out_BLHK, log_sum_BHL
     forward: Callable[..., tuple[jax.Array, jax.Array]]
-    # (rule, those, out_BLHK, log_sum_BHL, dout_BLHK, dlog_sum_BHL) -> dq_BLHK, dk_BMGK, dv_BMGK
+    # (the same, out_BLHK, log_sum_BHL, dout_BLHK, dlog_sum_BHL) -> dq_BLHK, dk_BMGK, dv_BMGK
     backward: Callable[..., tuple[jax.Array, jax.Array, jax.Array]]
 
 
@@ -44,8 +42,8 @@ REFERENCE = Local(forward_reference, backward_reference)
 
 
 @dataclass(frozen=True)
-class How:
-    """What a call is told besides arrays."""
+class Placement:
+    """A rule, what computes it on each device, and which devices there are."""
 
     rule: Rule
     local: Local
@@ -58,7 +56,7 @@ class How:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def attention_on(
-    how: How,
+    placement: Placement,
     q_BLHK: jax.Array,
     k_BMGK: jax.Array,
     v_BMGK: jax.Array,
@@ -69,7 +67,7 @@ def attention_on(
     Raises:
       ValueError: sequences are cut, and the rule is not causal or has a window.
     """
-    return _forward(how, q_BLHK, k_BMGK, v_BMGK, segments)[0]
+    return _forward(placement, q_BLHK, k_BMGK, v_BMGK, segments)[0]
 
 
 def _dims(segments: Segments | None) -> tuple:
@@ -78,17 +76,17 @@ def _dims(segments: Segments | None) -> tuple:
 
 
 def _forward(
-    how: How,
+    placement: Placement,
     q_BLHK: jax.Array,
     k_BMGK: jax.Array,
     v_BMGK: jax.Array,
     segments: Segments | None,
 ) -> tuple[tuple[jax.Array, jax.Array], tuple]:
-    if how.ring is None:
-        local = functools.partial(how.local.forward, how.rule)
+    if placement.ring is None:
+        local = functools.partial(placement.local.forward, placement.rule)
     else:
-        local = functools.partial(_ring_forward, how, how.ring)
-    run = on_shards(local, how.shards, _dims(segments), ("BLHK", "BHL"))
+        local = functools.partial(_ring_forward, placement, placement.ring)
+    run = on_shards(local, placement.shards, _dims(segments), ("BLHK", "BHL"))
     outs = run(q_BLHK, k_BMGK, v_BMGK, segments)
     # Named, so that a checkpointing policy can keep them and never runs this pass again.
     out_BLHK, log_sum_BHL = (checkpoint_name(out, SAVED) for out in outs)
@@ -96,13 +94,13 @@ def _forward(
     return (out_BLHK, log_sum_BHL), saved
 
 
-def _backward(how: How, saved: tuple, gradients: tuple[jax.Array, jax.Array]) -> tuple:
-    if how.ring is None:
-        local = functools.partial(how.local.backward, how.rule)
+def _backward(placement: Placement, saved: tuple, gradients: tuple[jax.Array, jax.Array]) -> tuple:
+    if placement.ring is None:
+        local = functools.partial(placement.local.backward, placement.rule)
     else:
-        local = functools.partial(_ring_backward, how, how.ring)
+        local = functools.partial(_ring_backward, placement, placement.ring)
     ins = (*_dims(saved[3]), "BLHK", "BHL", "BLHK", "BHL")
-    run = on_shards(local, how.shards, ins, ("BLHK", "BMGK", "BMGK"))
+    run = on_shards(local, placement.shards, ins, ("BLHK", "BMGK", "BMGK"))
     return *run(*saved, *gradients), None
 
 
@@ -131,15 +129,16 @@ def _halves(x: jax.Array, dim: int = 1) -> list[jax.Array]:
 
 
 def _ring_forward(
-    how: How,
+    placement: Placement,
     axis: str,
     q_BLHK: jax.Array,
     k_BMGK: jax.Array,
     v_BMGK: jax.Array,
     segments: Segments | None,
 ) -> tuple[jax.Array, jax.Array]:
-    whole = _whole(how.rule)
-    out_BLHK, log_sum_BHL = how.local.forward(how.rule, q_BLHK, k_BMGK, v_BMGK, segments)
+    rule, local = placement.rule, placement.local
+    whole = _whole(rule)
+    out_BLHK, log_sum_BHL = local.forward(rule, q_BLHK, k_BMGK, v_BMGK, segments)
     runs = zip(_halves(out_BLHK.astype(jnp.float32)), _halves(log_sum_BHL, 2), strict=True)
     first, second = runs
     passing = (k_BMGK, v_BMGK, segments and segments[1])
@@ -149,7 +148,7 @@ def _ring_forward(
         queries = functools.partial(_pair, is_earlier, 1)
         k, v, ids = jax.tree.map(functools.partial(_pair, is_earlier, 0), passing)
         both = segments and (queries(segments[0]), ids)
-        new = how.local.forward(whole, queries(q_BLHK), k, v, both)
+        new = local.forward(whole, queries(q_BLHK), k, v, both)
         always, other = zip(*map(jnp.split, new, (2, 2)), strict=True)
         second = _joined(second, always)
         joined = _joined(_chosen(is_earlier, first, second), other)
@@ -191,7 +190,7 @@ def _joined(a: tuple, b: tuple) -> tuple[jax.Array, jax.Array]:
 
 
 def _ring_backward(
-    how: How,
+    placement: Placement,
     axis: str,
     q_BLHK: jax.Array,
     k_BMGK: jax.Array,
@@ -203,9 +202,10 @@ def _ring_backward(
     dlog_sum_BHL: jax.Array,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """The gradients of keys and values follow those, and go on to the device that has them."""
-    whole = _whole(how.rule)
+    rule, local = placement.rule, placement.local
+    whole = _whole(rule)
     rest = (out_BLHK, log_sum_BHL, dout_BLHK, dlog_sum_BHL)
-    own = how.local.backward(how.rule, q_BLHK, k_BMGK, v_BMGK, segments, *rest)
+    own = local.backward(rule, q_BLHK, k_BMGK, v_BMGK, segments, *rest)
     dq, dk, dv = (x.astype(jnp.float32) for x in own)
     passing = (k_BMGK, v_BMGK, segments and segments[1])
     following = [jnp.zeros_like(dk), jnp.zeros_like(dv)]
@@ -220,7 +220,9 @@ def _ring_backward(
         both = segments and (queries(segments[0]), ids)
         out, dout = queries(out_BLHK), queries(dout_BLHK)
         log_sum, dlog_sum = queries(log_sum_BHL, 2), queries(dlog_sum_BHL, 2)
-        new = how.local.backward(whole, queries(q_BLHK), k, v, both, out, log_sum, dout, dlog_sum)
+        new = placement.local.backward(
+            whole, queries(q_BLHK), k, v, both, out, log_sum, dout, dlog_sum
+        )
         dq = _add(is_earlier, 1, dq, new[0])
         following = [
             _add(is_earlier, 0, total, own) for total, own in zip(following, new[1:], strict=True)

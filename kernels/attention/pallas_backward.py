@@ -1,12 +1,11 @@
-"""Attention's backward for Hopper GPUs, through Pallas's Mosaic backend.
+"""Attention's backward for Hopper GPUs, through Pallas's Mosaic GPU backend.
 
 In the way of `warpgroups`, as in FlashAttention-3 (Shah et al., arXiv:2407.08608). One kernel holds
-keys and goes through queries (`attention_mosaic_keys`). Scores come again from queries, keys and
+keys and goes through queries (`pallas_backward_keys`). Scores come again from queries, keys and
 the log-sum-exp, once for all three gradients: five products a tile. The gradient of a query has
 parts from the keys of many blocks, which are added in the GPU's memory in the order in which they
 come: its last bits differ from run to run. Where they must not, queries have a kernel of their own,
 which holds them and goes through keys: seven products, and no block writes where another does.
-Dims are those of `attention`.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,12 +16,11 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from kernels import warpgroups
-from kernels.attention import deltas
-from kernels.attention_mosaic_keys import dkv_kernel, joint_kernel, wide_kernel
-from kernels.attention_tiles import LOG2_E, Rule, Segments, runs
-from kernels.tuned import Kernels
-from kernels.warpgroups import (
+from kernels.attention import warpgroups
+from kernels.attention.pallas_backward_keys import dkv_kernel, joint_kernel, wide_kernel
+from kernels.attention.reference import deltas
+from kernels.attention.tiles import LOG2_E, Rule, Segments, runs
+from kernels.attention.warpgroups import (
     ACROSS,
     COMPUTING,
     OF_COLUMNS,
@@ -30,6 +28,7 @@ from kernels.warpgroups import (
     ROWS,
     Add,
     Arrays,
+    KernelTiles,
     Products,
     Ref,
     Shared,
@@ -40,15 +39,13 @@ from kernels.warpgroups import (
     padded,
 )
 
-HEAD_WIDTHS = (64, 128, 256)
-DETERMINISTIC_HEAD_WIDTHS = (64, 128)  # wider gradients do not fit into the registers
 HELD = COMPUTING * ROWS  # queries of a block, and keys
 WIDEST_OF_EACH = 128  # in wider heads, both warpgroups have the same keys
 
 
 def backward(
     rule: Rule,
-    tiles: Kernels,
+    tiles: KernelTiles,
     interpret: bool,
     q: jax.Array,
     k: jax.Array,

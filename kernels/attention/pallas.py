@@ -1,0 +1,83 @@
+"""Attention by Pallas kernels for Hopper GPUs: forward and backward, on one device or on a mesh.
+
+The kernels go through Pallas's Mosaic GPU backend.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from kernels.attention import pallas_backward, pallas_forward
+from kernels.attention.reference import CAUSAL
+from kernels.attention.ring import Local, Placement, attention_on
+from kernels.attention.shards import Shards
+from kernels.attention.tiles import Rule, Segments
+from kernels.attention.warpgroups import KernelTiles
+
+HEAD_WIDTHS = (64, 128, 256)
+DETERMINISTIC_HEAD_WIDTHS = (64, 128)  # wider gradients do not fit into the registers
+DTYPES = ("bfloat16", "float16")
+
+
+def unsupported(q_BLHK: Any, k_BMGK: Any, v_BMGK: Any, deterministic: bool = False) -> str | None:
+    """Why the kernels cannot compute the arrays, and which they can; None if they can."""
+    dtypes = {str(x.dtype) for x in (q_BLHK, k_BMGK, v_BMGK)}
+    if len(dtypes) > 1 or not dtypes <= set(DTYPES):
+        return f"dtypes {', '.join(sorted(dtypes))}: supported is one of {', '.join(DTYPES)}"
+    widths = DETERMINISTIC_HEAD_WIDTHS if deterministic else HEAD_WIDTHS
+    if (width := q_BLHK.shape[3]) not in widths:
+        supported = ", ".join(map(str, widths))
+        condition = " with the same bits each time" if deterministic else ""
+        return f"heads {width} wide{condition}: supported are {supported}"
+    return None
+
+
+def attention_pallas(
+    q_BLHK: jax.Array,
+    k_BMGK: jax.Array,
+    v_BMGK: jax.Array,
+    segments: Segments | None = None,
+    rule: Rule = CAUSAL,
+    *,
+    shards: Shards | None = None,
+    deterministic: bool = False,
+    tiles: KernelTiles | None = None,
+    interpret: bool = False,
+) -> tuple[jax.Array, jax.Array]:
+    """As `attention_reference`, on a Hopper GPU.
+
+    Args:
+      q_BLHK: queries. H is a multiple of G.
+      k_BMGK: keys; M = L if the rule is causal.
+      v_BMGK: values.
+      segments: the document of each query [B, L] and of each key [B, M]; a query sees its own only.
+      rule: which keys a query sees besides, and what is done to scores.
+      shards: how B, H and G are cut over the devices of a mesh; None: all is on one device.
+      deterministic: gradients have the same bits each time: a kernel more sums the gradients of
+        queries in one order.
+      tiles: how the kernels cut their work; None takes the default.
+      interpret: runs the kernels without a GPU, slowly, with simulated threads; from JAX 0.12 on.
+
+    Raises:
+      ValueError: `unsupported` refuses the heads or the dtypes.
+    """
+    if reason := unsupported(q_BLHK, k_BMGK, v_BMGK, deterministic):
+        raise ValueError(f"attention_pallas cannot do {reason}")
+    tiles = tiles or pallas_forward.default_tiles(q_BLHK.shape[3])
+    backward = functools.partial(pallas_backward.backward, deterministic=deterministic)
+    bound = lambda function: _one_by_one(
+        lambda rule, *arrays: function(rule, tiles, interpret, *arrays)
+    )
+    local = Local(bound(pallas_forward.forward), bound(backward))
+    return attention_on(Placement(rule, local, shards), q_BLHK, k_BMGK, v_BMGK, segments)
+
+
+def _one_by_one(function: Callable) -> Callable:
+    """Under `jax.vmap`: JAX before 0.11 cannot batch a kernel that changes arrays."""
+
+    def run(rule: Rule, *arrays: Any) -> Any:
+        return jax.custom_batching.sequential_vmap(functools.partial(function, rule))(*arrays)
+
+    return run

@@ -1,0 +1,177 @@
+"""The Pallas kernels: simulated against float64 NumPy, and lowered for an NVIDIA GPU."""
+
+import dataclasses
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh
+
+from kernels.attention import pallas_forward, warpgroups
+from kernels.attention.pallas import (
+    DETERMINISTIC_HEAD_WIDTHS,
+    DTYPES,
+    HEAD_WIDTHS,
+    attention_pallas,
+)
+from kernels.attention.reference import SAVED
+from kernels.attention.shards import Shards
+from kernels.attention.tiles import Rule
+from tests.arrays import assert_near
+from tests.kernels.attention.gpus import INTERPRET, lowered_for_cuda
+from tests.kernels.attention.oracle import FULL, check, documents, inputs, oracle, run
+
+simulated = pytest.mark.skipif(
+    INTERPRET and not warpgroups.CAN_SIMULATE,
+    reason="JAX before 0.12 cannot simulate a Mosaic kernel",
+)
+
+
+@simulated
+@pytest.mark.parametrize(
+    "L, M, K, rule, has_documents, deterministic",
+    [
+        # Tiles are 128 by 128, or 64 by 64: the last of both is ragged.
+        (150, 150, 64, Rule(), False, False),
+        (300, 300, 64, Rule(window=100, soft_cap=2.0), True, False),
+        (300, 300, 64, Rule(window=100, soft_cap=2.0), True, True),
+        (130, 300, 128, FULL, True, False),
+        (130, 300, 128, FULL, True, True),
+        (130, 300, 256, Rule(causal=False, soft_cap=2.0), True, False),
+        (1, 1, 256, Rule(), False, False),
+    ],
+)
+def test_values_and_gradients(L, M, K, rule, has_documents, deterministic):
+    """With simulated threads and barriers, and a look-out for races."""
+    segments = None
+    if has_documents:
+        segments = (
+            documents(L, batch=1),
+            documents(M, batch=1) if rule.causal else documents(M, 1, 1) + 2,
+        )
+    kernels = functools.partial(attention_pallas, deterministic=deterministic, interpret=INTERPRET)
+    check(kernels, inputs(L, M, 2, 1, K, dtype="bfloat16", batch=1), segments, rule, "bfloat16")
+
+
+@simulated
+def test_with_other_tiles():
+    """Each warpgroup adds to half of 128 queries, in place of every second 64."""
+    tiles = pallas_forward.default_tiles(64)
+    wider = warpgroups.Tiles(streamed=128, slots=1)
+    tiles = dataclasses.replace(tiles, forward=wider, joint=wider)
+    kernels = functools.partial(attention_pallas, tiles=tiles, interpret=INTERPRET)
+    arrays = inputs(300, 300, 2, 1, 64, dtype="bfloat16", batch=1)
+    check(kernels, arrays, (documents(300, batch=1),) * 2, Rule(window=150), "bfloat16")
+
+
+@simulated
+def test_in_float16_with_large_scores_of_many_heads():
+    q, k, v = inputs(140, 140, 4, 1, 64, dtype="float16", batch=1)
+    q, k = (jnp.round(24 * x) for x in (q, k))  # so that their products are exact
+    kernels = functools.partial(attention_pallas, interpret=INTERPRET)
+    got, gradients = run(kernels, (q, k, v), None, Rule())
+    want = oracle(q, k, v, *gradients, None, Rule())
+    assert_near(got[0], want[0], "float16")
+    assert_near(got[1], want[1])
+    assert np.abs(want[1]).max() > 1000
+    assert all(np.isfinite(x).all() for x in got)
+
+
+@simulated
+def test_under_vmap():
+    arrays = [
+        jnp.stack([x, x[:, ::-1]]) for x in inputs(70, 70, 2, 1, 64, dtype="bfloat16", batch=1)
+    ]
+
+    def gradients(q, k, v):
+        kernels = functools.partial(attention_pallas, interpret=INTERPRET)
+        out, pullback = jax.vjp(lambda *args: kernels(*args)[0], q, k, v)
+        return out, *pullback(out)
+
+    got = jax.jit(jax.vmap(gradients))(*arrays)
+    for i in range(2):
+        q, k, v = (x[i] for x in arrays)
+        out = got[0][i]
+        want = oracle(q, k, v, out, np.zeros((1, 2, 70)), None, Rule())
+        for one, other in zip(got, (want[0], *want[2:]), strict=True):
+            assert_near(one[i], other, "bfloat16")
+
+
+CONFIGURATIONS = [
+    (dtype, width, deterministic)
+    for deterministic, widths in ((False, HEAD_WIDTHS), (True, DETERMINISTIC_HEAD_WIDTHS))
+    for dtype, width in itertools.product(DTYPES, widths)
+]
+RULES = itertools.cycle([Rule(), Rule(window=100, soft_cap=30.0), FULL])  # kernels take each alike
+
+
+@pytest.mark.parametrize(
+    "configuration, rule", [*zip(CONFIGURATIONS, RULES, strict=False)], ids=str
+)
+def test_every_configuration_lowers_for_cuda(configuration, rule):
+    dtype, head_width, deterministic = configuration
+
+    def total(q, k, v, ids):
+        run = functools.partial(attention_pallas, deterministic=deterministic)
+        out, log_sum = run(q, k, v, (ids, ids), rule)
+        return out.astype(jnp.float32).sum() + log_sum.sum()
+
+    shapes = [jax.ShapeDtypeStruct((2, 500, heads, head_width), dtype) for heads in (4, 2, 2)]
+    ids = jax.ShapeDtypeStruct((2, 500), jnp.int32)
+    text = lowered_for_cuda(jax.grad(total, (0, 1, 2)), *shapes, ids)
+    assert text.count("mosaic_gpu_v2") == (3 if deterministic else 2)  # or one for all gradients
+
+
+@pytest.mark.parametrize("head_width", [64, 256])
+def test_kernels_lower_under_vmap(head_width):
+    q, k, v = inputs(256, 256, 2, 1, head_width, dtype="bfloat16")
+
+    def gradients(q, k, v):
+        out, pullback = jax.vjp(lambda *args: attention_pallas(*args)[0], q, k, v)
+        return pullback(out)
+
+    args = [jnp.stack([x, x]) for x in (q, k, v)]
+    text = lowered_for_cuda(jax.vmap(gradients), *args)
+    assert text.count("mosaic_gpu_v2") == 2  # in loops
+
+
+@pytest.mark.parametrize("keeps, num_kernels", [(True, 2), (False, 3)])
+def test_a_checkpoint_runs_mosaic_again_only_where_it_keeps_nothing(keeps, num_kernels):
+    policies = jax.checkpoint_policies
+    keep = policies.save_only_these_names(SAVED) if keeps else policies.nothing_saveable
+
+    @functools.partial(jax.checkpoint, policy=keep)
+    def layer(q, k, v):
+        return attention_pallas(jnp.sin(q), k, v)[0]
+
+    total = lambda q, k, v: jnp.square(layer(q, k, v).astype(jnp.float32)).sum()
+    text = lowered_for_cuda(jax.grad(total), *inputs(256, 256, 4, 2, 64, dtype="bfloat16"))
+    assert text.count("mosaic_gpu_v2") == num_kernels
+
+
+def test_a_ring_of_kernels_is_lowered_for_a_gpu():
+    mesh = Mesh(np.array(jax.devices()[:2]), ("context",))
+    shards = Shards(mesh, (("B", ("context",)), ("H", ()), ("G", ())), "context")
+    attention = functools.partial(attention_pallas, shards=shards)
+
+    def gradients(q, k, v):
+        out, pullback = jax.vjp(lambda *args: attention(*args)[0], q, k, v)
+        return pullback(out)
+
+    text = lowered_for_cuda(gradients, *inputs(256, 256, 2, 1, 128, dtype="bfloat16"))
+    # Keys and values in both passes, and their gradients; kernels for own keys, and for others'.
+    assert text.count("collective_permute") == 2 + 2 + 2
+    assert text.count("mosaic_gpu_v2") == 2 * 2
+
+
+def test_what_the_kernels_cannot_do_is_refused():
+    q, k, v = inputs(20, 20, 4, 2, 64)
+    with pytest.raises(ValueError, match="attention_pallas cannot do dtypes bfloat16, float32"):
+        attention_pallas(q.astype(jnp.bfloat16), k, v)
+    with pytest.raises(ValueError, match="heads 32 wide: supported are 64, 128, 256"):
+        attention_pallas(*inputs(20, 20, 4, 2, 32, dtype="bfloat16"))
+    with pytest.raises(ValueError, match="heads 256 wide with the same bits each time: supported"):
+        attention_pallas(*inputs(20, 20, 4, 2, 256, dtype="float16"), deterministic=True)
