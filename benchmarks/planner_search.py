@@ -34,7 +34,8 @@ from holmesjax.config import (
 from holmesjax.planner import planner
 from holmesjax.planner.search import EFFORT, search
 from holmesjax.report.figures import BLUE, GRID, INK, MUTED
-from holmesjax.topology.machines import Cluster, Fabric, Link, Nic, Node, Topology, known_device
+from holmesjax.topology.fabrics import Fabric
+from holmesjax.topology.machines import Cluster, Link, Nic, Node, Topology, known_device
 
 NAME = "planner_search"
 PER_NODE = 8

@@ -22,7 +22,8 @@ from holmesjax.costs.work import Checkpointing, Implementation, StageShape
 from holmesjax.plan import pipeline_schedules
 from holmesjax.planner.problem import split_chunks
 from holmesjax.topology.calibration import Calibration
-from holmesjax.topology.machines import DeviceKind, Fabric, Link
+from holmesjax.topology.fabrics import Fabric
+from holmesjax.topology.machines import DeviceKind, Link
 
 Layout = tuple[int, int, int]  # width of the model, `tensor`, stages
 

@@ -11,7 +11,7 @@ from holmesjax.costs import work
 from holmesjax.costs.work import Implementation, StageShape
 from holmesjax.plan import pipeline_schedules
 from holmesjax.planner.problem import split_chunks
-from holmesjax.topology import catalogue, machines
+from holmesjax.topology import fabrics, machines
 from holmesjax.topology.machines import DeviceKind, Link
 
 Row = Mapping[str, str]
@@ -43,11 +43,11 @@ MEGATRON_CORE = Implementation(sequence_parallel=True, gradient_bytes=4.0, accum
 def _machine(kind: str, per_node: int, nic_bytes_per_s: float) -> Machine:
     """Of the catalogue, on InfiniBand."""
     device = machines.known_device(kind)
-    inside = catalogue.REACHED["nvlink"] * device.link.bandwidth_bytes_per_s
+    inside = fabrics.REACHED["nvlink"] * device.link.bandwidth_bytes_per_s
     device = dataclasses.replace(
         device, link=dataclasses.replace(device.link, bandwidth_bytes_per_s=inside)
     )
-    reached = catalogue.REACHED["infiniband"] * nic_bytes_per_s
+    reached = fabrics.REACHED["infiniband"] * nic_bytes_per_s
     return Machine(device=device, per_node=per_node, nic_bytes_per_s=reached)
 
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from holmesjax.errors import ConfigError
+from holmesjax.topology.fabrics import NETWORKS
 
 EXAMPLES = """\
 Plan, train and sample: python -m launch <verb> ...
@@ -160,7 +161,7 @@ def _add_nics(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add(
         "--fabric",
-        choices=["infiniband", "roce", "ethernet"],
+        choices=NETWORKS,
         help="fabric of this host's cluster (any)",
     )
     add("--json", action="store_true", help="print JSON, for programs")

@@ -18,16 +18,16 @@ from typing import Any
 
 import numpy as np
 
+from holmesjax.topology.fabrics import STEP_S
 from holmesjax.topology.file import CollectiveKind
 from holmesjax.topology.machines import Collective, Link
 
-# Seconds of a collective before its first step, and of each step beyond the latency of the link:
-# what NCCL's kernels take to start, and to synchronise with a neighbour. `START_S`, and the latency
-# of NVLink in the catalogue: all-reduces of 1 MiB on 2 to 8 A100 of one node (nccl-tests, in
-# VIA-Research/vTrain@f8dda84, trace/a100). Over RDMA: the shares of bandwidth that all-reduces of
-# 16 MiB on 16 to 1,024 GPUs reach (aliyun/SimAI@cef83f9, nic_ratio.csv), with NICs of 400 Gb/s.
+# Seconds of a collective before its first step, which NCCL's kernels take to start. `START_S`, and
+# the latency of NVLink in the catalogue: all-reduces of 1 MiB on 2 to 8 A100 of one node
+# (nccl-tests, in VIA-Research/vTrain@f8dda84, trace/a100). `fabrics.STEP_S` over RDMA: the shares
+# of bandwidth that all-reduces of 16 MiB on 16 to 1,024 GPUs reach (aliyun/SimAI@cef83f9,
+# nic_ratio.csv), with NICs of 400 Gb/s.
 START_S = 34e-6
-STEP_S = {"infiniband": 30e-6, "roce": 30e-6}
 
 
 KINDS: tuple[CollectiveKind, ...] = ("all_reduce", "reduce_scatter", "all_gather")

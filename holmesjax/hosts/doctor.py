@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from holmesjax import units
+from holmesjax.topology.fabrics import RDMA
 from holmesjax.topology.machines import Node, Topology
 
 Facts = Mapping[str, Any]  # of one node, as `agent` tells them
@@ -125,7 +126,7 @@ def _locked_memory(topology: Topology, facts: Mapping[str, Facts]) -> Finding:
     limits = {
         node: fact["limits"]["memlock"]
         for node, fact in facts.items()
-        if fact["gpus"] and topology.cluster_of(node).fabric in ("infiniband", "roce")
+        if fact["gpus"] and topology.cluster_of(node).fabric in RDMA
     }
     bad = {n: f"at most {units.show(k, 'B')}" for n, k in limits.items() if k is not None}
     fix = "ulimit -l unlimited: RDMA locks the memory that it sends from"

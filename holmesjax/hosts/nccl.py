@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from holmesjax.errors import HolmesError
-from holmesjax.hosts.nics import NAMES, RDMA, Host, Nic, rdma_nics
+from holmesjax.hosts.nics import Host, Nic, rdma_nics
+from holmesjax.topology.fabrics import NAMES, RDMA
 
 # Variables that undo what is set here: name -> what they do when they are not 0.
 HARMFUL = {

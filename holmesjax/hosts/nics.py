@@ -17,15 +17,11 @@ import socket
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 from holmesjax import units
 from holmesjax.hosts import hardware
 from holmesjax.hosts.hardware import Gid, Gpu, Interface, PciPath, Port
-
-RDMA = ("infiniband", "roce")
-Fabric = Literal["infiniband", "roce", "ethernet"]
-NAMES = {"infiniband": "InfiniBand", "roce": "RoCE", "ethernet": "Ethernet"}
+from holmesjax.topology.fabrics import NAMES, RDMA, Network
 
 # How far a NIC is from a GPU, nearest first.
 SAME_SWITCH, SAME_ROOT, SAME_NUMA, OTHER_SOCKET = (
@@ -46,7 +42,7 @@ class Nic:
     """A port or an interface, and what it is good for."""
 
     name: str  # "mlx5_0 port 1", "eth0"
-    fabric: Fabric | None
+    fabric: Network | None
     reason: str
     rate_bytes_per_s: float | None
     port: Port | None
@@ -159,7 +155,7 @@ class _Classifier:
             distances=self._distances(port.pci, port.numa_node),
         )
 
-    def _judge_port(self, port: Port, gids: Sequence[Gid]) -> tuple[Fabric | None, str]:
+    def _judge_port(self, port: Port, gids: Sequence[Gid]) -> tuple[Network | None, str]:
         layer = f"link layer {port.link_layer}"
         if port.link_layer not in ("InfiniBand", "Ethernet"):
             return None, f"{layer}, which is neither InfiniBand nor RoCE"
@@ -195,7 +191,7 @@ class _Classifier:
             distances=self._distances(interface.pci, interface.numa_node),
         )
 
-    def _judge_interface(self, interface: Interface) -> tuple[Fabric | None, str]:
+    def _judge_interface(self, interface: Interface) -> tuple[Network | None, str]:
         is_way_out = interface.name in self.default_routes
         if interface.kind == "loopback":
             return None, "loopback"

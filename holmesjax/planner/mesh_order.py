@@ -26,8 +26,9 @@ import numpy as np
 
 from holmesjax.costs import collective_times
 from holmesjax.costs.collective_times import NCCL, Group, Reached
+from holmesjax.topology.fabrics import Fabric
 from holmesjax.topology.file import CollectiveKind
-from holmesjax.topology.machines import Collective, Fabric, Link, Node, Topology
+from holmesjax.topology.machines import Collective, Link, Node, Topology
 
 A = TypeVar("A", bound=str)  # the name of an axis
 

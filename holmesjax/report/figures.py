@@ -34,7 +34,13 @@ TEXT_ON = {BLUE: LIGHT, ORANGE: DARK, GREEN: DARK, PINK: DARK, RED: DARK, SKY: D
 # Kinds of task; whole steps and gathering are never in one picture.
 COLOR_OF = {"G": SKY, "F": BLUE, "B": ORANGE, "W": GREEN, "R": RED, "U": PINK, "S": SKY}
 # Of the text that names an axis: what its collectives go over.
-FABRIC_COLOR = {"nvlink": GREEN, "infiniband": BLUE, "roce": PINK, "ethernet": RED, "local": MUTED}
+FABRIC_COLOR = {
+    "nvlink": GREEN,
+    "infiniband": BLUE,
+    "roce": PINK,
+    "ethernet": RED,
+    "local": MUTED,
+}
 
 LEGEND: dict[str, Any] = {"frameon": False, "fontsize": 9, "labelcolor": INK}
 

@@ -70,12 +70,6 @@ NICS: dict[str, dict[str, str]] = {
 }
 # fmt: on
 
-# Share of a nominal bandwidth that long messages reach. NVLink: the 231 GB/s that 280 NCCL
-# all-reduces approach, of 300 (the source is at `collective_times.START_S`). RDMA: what all-reduces
-# of 16 GiB reach on 16 to 512 GPUs (aliyun/SimAI@cef83f9, nic_ratio.csv). Ethernet: what TCP
-# carries in a frame of 1,500 bytes, 1,448 of the 1,538 that it takes on the wire.
-REACHED = {"local": 1.0, "nvlink": 0.77, "infiniband": 0.96, "roce": 0.96, "ethernet": 0.94}
-
 # What one process sends or receives of boundaries, all its connections together, however fast the
 # network: 128 MiB over loopback in 41 ms, both ends on 2 cores of an AMD EPYC
 # (benchmarks/results/transports_0.10.2.json).

@@ -19,6 +19,7 @@ from holmesjax import schema, units, yaml_files
 from holmesjax.errors import HolmesError, Mistakes, TopologyError
 from holmesjax.topology import calibration, catalogue
 from holmesjax.topology.calibration import Calibration
+from holmesjax.topology.fabrics import ClusterFabric, Network
 from holmesjax.yaml_files import Document, Keys
 
 
@@ -45,7 +46,6 @@ Rent = Annotated[float, _quantity("$/h")]
 Egress = Annotated[float, _quantity("$/GB")]
 Latency = Annotated[float, _quantity("s")]
 OneWayLatency = Annotated[float, BeforeValidator(_one_way_s)]
-Network = Literal["infiniband", "roce", "ethernet"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -106,7 +106,7 @@ class ClusterEntry:
     """Nodes joined by one fabric; `local` is a single node."""
 
     name: Name
-    fabric: Literal["local", "infiniband", "roce", "ethernet"]
+    fabric: ClusterFabric
     nodes: Count | tuple[NodeEntry, ...]
     devices: DevicesEntry | None = None  # of each node
     nics: tuple[NicEntry, ...] | None = None  # of each node

@@ -20,13 +20,12 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import combinations, groupby
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from holmesjax import units, yaml_files
 from holmesjax.topology import calibration, catalogue, file as topology_file
 from holmesjax.topology.calibration import UNKNOWN, Calibration, Product
-
-Fabric = Literal["local", "nvlink", "infiniband", "roce", "ethernet"]
+from holmesjax.topology.fabrics import REACHED, Fabric
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -184,7 +183,7 @@ class Topology:
         link = self.link(node_a, node_b)
         if self.measured and (node_a, node_b) in self.measured.pairs:
             return link
-        reached = catalogue.REACHED[link.fabric]
+        reached = REACHED[link.fabric]
         return replace(link, bandwidth_bytes_per_s=reached * link.bandwidth_bytes_per_s)
 
     def boundary_link(self, node_a: str, node_b: str, processes: float = 1.0) -> Link:
@@ -219,7 +218,7 @@ class Topology:
         capacity = self.capacity_bytes_per_s(cluster_a, cluster_b)
         if self.measured and (cluster_a, cluster_b) in self.measured.capacities:
             return capacity
-        return catalogue.REACHED[self.links[cluster_a, cluster_b].fabric] * capacity
+        return REACHED[self.links[cluster_a, cluster_b].fabric] * capacity
 
     def transport_bytes_per_s(self, cluster: str) -> float:
         """What one process sends or receives of boundaries, however fast the network."""

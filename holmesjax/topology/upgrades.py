@@ -7,7 +7,8 @@ import itertools
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import replace
 
-from holmesjax.topology.machines import Cluster, DeviceKind, Fabric, Link, Measured, Node, Topology
+from holmesjax.topology.fabrics import Fabric
+from holmesjax.topology.machines import Cluster, DeviceKind, Link, Measured, Node, Topology
 
 Way = tuple[str, str]  # from one node to another
 

@@ -7,12 +7,14 @@ fabric it belongs to, as on real clusters.
 import os
 import sys
 from collections.abc import Mapping, Sequence
+from typing import get_args
 
 from holmesjax.plan.processes import Process
+from holmesjax.topology.fabrics import ClusterFabric
 from holmesjax.topology.machines import Topology
 from launch.launchers.launcher import Children, Events, variables_here, visible_devices
 
-FABRICS = ("local", "infiniband", "roce", "ethernet")
+FABRICS = get_args(ClusterFabric)
 
 
 def addresses(topology: Topology, node: str) -> dict[str, list[str]]:

@@ -9,7 +9,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from holmesjax import units
 from holmesjax.hosts import nccl, nics
 from holmesjax.hosts.nccl import Environment
-from holmesjax.hosts.nics import NAMES, RDMA, Host, Nic
+from holmesjax.hosts.nics import Host, Nic
+from holmesjax.topology.fabrics import NAMES, RDMA
 
 
 def run(args: argparse.Namespace) -> int:

@@ -20,6 +20,7 @@ from holmesjax.hosts import nccl, nics as discovery
 from holmesjax.hosts.process_environment import Place
 from holmesjax.plan.processes import make_processes
 from holmesjax.runtime import domain
+from holmesjax.topology import fabrics
 from launch.verbs import nics
 from tests.jobs import ROOT, RunningJob
 from tests.recorded_hosts import HOSTS, LO, materialise
@@ -73,7 +74,7 @@ def test_variables_of_each_fabric(name, tmp_path):
     host, recorded = find(name, tmp_path), HOSTS[name]
     for fabric in ("infiniband", "roce"):
         if fabric not in recorded.variables:
-            with pytest.raises(HolmesError, match=f"has no usable {discovery.NAMES[fabric]} port"):
+            with pytest.raises(HolmesError, match=f"has no usable {fabrics.NAMES[fabric]} port"):
                 nics.environment(host, fabric, {})
     problems = 0
     for fabric, expected in recorded.variables.items():

@@ -9,6 +9,7 @@ from hypothesis import given, settings, strategies as st
 from holmesjax.errors import HolmesError
 from holmesjax.hosts import hardware, nics
 from holmesjax.hosts.nics import OTHER_SOCKET, SAME_NUMA, SAME_ROOT, SAME_SWITCH, discover
+from holmesjax.topology.fabrics import RDMA
 from tests import recorded_hosts
 from tests.recorded_hosts import HOSTS, Recorded, materialise
 
@@ -44,7 +45,7 @@ def test_addresses_of_each_fabric(recorded, host):
 
 
 def test_ports_for_collectives(recorded, host):
-    left_out = {name for fabric in nics.RDMA for name in nics.rdma_nics(host, fabric)[1]}
+    left_out = {name for fabric in RDMA for name in nics.rdma_nics(host, fabric)[1]}
     assert left_out == recorded.left_out
 
 

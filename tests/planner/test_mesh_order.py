@@ -9,7 +9,7 @@ from hypothesis import given, settings, strategies as st
 
 from holmesjax.plan.plan import Axis
 from holmesjax.planner.mesh_order import Paths, place
-from holmesjax.topology.catalogue import REACHED
+from holmesjax.topology.fabrics import REACHED
 from holmesjax.topology.machines import (
     Cluster,
     Collective,

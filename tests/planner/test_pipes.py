@@ -11,7 +11,7 @@ from holmesjax.planner.mesh_order import place
 from holmesjax.planner.planner import make_plan
 from holmesjax.planner.stage_layouts import joined_pool
 from holmesjax.topology import upgrades
-from holmesjax.topology.catalogue import REACHED
+from holmesjax.topology.fabrics import REACHED
 from tests.clusters import (
     chosen_plan,
     make_cluster,

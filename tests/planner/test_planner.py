@@ -21,7 +21,8 @@ from holmesjax.planner.planner import make_plan, make_problem
 from holmesjax.planner.problem import Part
 from holmesjax.planner.stage_layouts import USABLE_MEMORY, Mesh, Pass, Role
 from holmesjax.topology import upgrades
-from holmesjax.topology.catalogue import REACHED, TRANSPORT_BYTES_PER_S
+from holmesjax.topology.catalogue import TRANSPORT_BYTES_PER_S
+from holmesjax.topology.fabrics import REACHED
 from holmesjax.topology.machines import Link, Measured
 from holmesjax.transport import routes
 from holmesjax.transport.crossings import Crossing

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from holmesjax.errors import Mistakes, TopologyError
-from holmesjax.topology import catalogue, file as topology_file, machines
+from holmesjax.topology import catalogue, fabrics, file as topology_file, machines
 from holmesjax.topology.machines import Cluster, DeviceKind, Link, Nic, Node, Topology
 
 ROOT = Path(__file__).parents[2]
@@ -291,7 +291,7 @@ def test_a_link_has_the_capacity_that_the_file_and_the_probe_say(load, tmp_path)
     topology = load(text)
     assert load(TWO).pipes == []
     assert topology.pipes == [("ib", "roce"), ("roce", "ib")]
-    assert topology.effective_capacity("ib", "roce") == catalogue.REACHED["ethernet"] * 30e9 / 8
+    assert topology.effective_capacity("ib", "roce") == fabrics.REACHED["ethernet"] * 30e9 / 8
     assert (
         "ethernet, 50 us, 20 Gb/s a node, 30 Gb/s all together" in machines.describe(topology)[-1]
     )
