@@ -3,7 +3,7 @@
 First the tests of the kernels run on the device. Then every line times ours and its rivals on the
 same random arrays, in turns:
 
-    attention       cuDNN through JAX, JAX's own Pallas kernel, Tokamax and PyTorch where installed;
+    attention       cuDNN through JAX, JAX's own Pallas kernel, and PyTorch where installed;
                     forward, and forward and backward together, from which the backward follows
     adamw           PyTorch's fused optimizer
     cross_entropy   the logits all at once: time, and memory besides arguments and results
@@ -164,13 +164,6 @@ def _library_attention(case: Attention, segment: jax.Array) -> dict[str, Callabl
             wide = lambda x: jnp.repeat(x, shared, axis=2)  # it has no grouped queries
             functions["JAX's Pallas"] = lambda q, k, v: mha(
                 q, wide(k), wide(v), ids, sm_scale=scale, causal=causal
-            )
-    if case.documents == 1 and window is None:
-        with contextlib.suppress(ImportError):
-            import tokamax
-
-            functions["Tokamax"] = lambda q, k, v: tokamax.dot_product_attention(
-                q, k, v, is_causal=causal
             )
     return functions
 

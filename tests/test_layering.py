@@ -77,7 +77,7 @@ WITHOUT_JAX = [
     "holmesjax.distributed.data_agreement",
     "launch.arguments",
 ]
-OUTSIDE = {"jax", "jaxlib", "flax", "optax", "orbax", "chex", "tensorstore"}
+OUTSIDE = {"jax", "jaxlib", "flax", "optax", "orbax"}
 
 
 def modules() -> dict[str, Path]:

@@ -1,0 +1,84 @@
+"""What the code imports is declared in pyproject.toml, and what is declared there is imported."""
+
+import ast
+import re
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+OURS = {"holmesjax", "launch", "kernels", "tests", "benchmarks", "docs"}
+# The name under which a package is imported, where that is not its own.
+MODULE = {"nvidia-ml-py": "pynvml", "orbax-checkpoint": "orbax", "pyyaml": "yaml"}
+# What is run or read by other tools, and not imported.
+TOOLS = {
+    "holmesjax": "its own extras",
+    "ipykernel": "the kernel of the notebooks",
+    "jupyterlab": "shows the notebooks",
+    "mypy": "make lint",
+    "pytest-timeout": "a plugin of pytest",
+    "pytest-xdist": "a plugin of pytest",
+    "ruff": "make lint",
+    "types-psutil": "types for mypy",
+    "types-pyyaml": "types for mypy",
+}
+
+
+def name_of(requirement: str) -> str:
+    return re.split(r"[\[<>=; ]", requirement, maxsplit=1)[0].lower().replace("_", "-")
+
+
+def imported(text: str) -> set[str]:
+    """The outermost modules that a text of Python imports, by name as well: `import_module`."""
+    found = set()
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            found.add(str(node.module))
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module"):
+            found |= {arg.value for arg in node.args if isinstance(arg, ast.Constant)}
+    return {name.split(".")[0] for name in found}
+
+
+@pytest.fixture(scope="module")
+def imports() -> dict[str, str]:
+    """Every package that is imported, with a file that does it."""
+    files = [file for place in OURS for file in sorted(ROOT.glob(f"{place}/**/*.py"))]
+    found = {name: str(file) for file in files for name in imported(file.read_text())}
+    return {k: v for k, v in found.items() if k not in OURS and k not in sys.stdlib_module_names}
+
+
+@pytest.fixture(scope="module")
+def project() -> dict[str, list[str]]:
+    """The packages of pyproject.toml by extra; the base has the name ""."""
+    table = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    groups = {"": table["dependencies"], **table["optional-dependencies"]}
+    return {extra: list(map(name_of, group)) for extra, group in groups.items()}
+
+
+def test_every_import_is_declared(imports, project):
+    declared = {MODULE.get(name, name).lower() for names in project.values() for name in names}
+    missing = {name: file for name, file in imports.items() if name.lower() not in declared}
+    assert not missing
+
+
+def test_every_declared_package_is_imported(imports, project):
+    known = {name.lower() for name in imports}
+    unused = {
+        name
+        for names in project.values()
+        for name in names
+        if name not in TOOLS and MODULE.get(name, name).lower() not in known
+    }
+    assert not unused
+
+
+def test_every_pinned_package_is_pinned_once_for_each_python_and_every_direct_one_is_pinned(
+    project,
+):
+    pins = set(map(name_of, (ROOT / "constraints.txt").read_text().splitlines()))
+    installed = {name for extra in ("", "tb", "dev") for name in project[extra]}
+    assert installed - {"holmesjax"} <= pins
