@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import json
 import re
+from collections import Counter
 from pathlib import Path
 
 import jax
@@ -99,6 +100,19 @@ def test_any_plan_restores_any_other(tmp_path, source, target, tied):
         for key, got in checkpoint.flatten(state).items():
             assert got.sharding == shapes[key].sharding
             np.testing.assert_array_equal(np.asarray(got), np.asarray(wanted[key]), key)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("name", PLANS)
+def test_every_array_of_the_model_is_saved_once_and_the_count_of_updates_by_each_stage(name, tied):
+    """A last stage that reads the table of the first, as a tied model's does, does not save it."""
+    model = make_model(tied_embeddings=tied)
+    [whole] = make_stages(model, hand_made_plan((4,), 1, 1))
+    stages = stages_of(name, model)
+    saved = Counter(key for s in stages for key in checkpoint.owned(s, s.state_shapes))
+    assert saved.pop("opt_state.updates") == len(stages)
+    once = checkpoint.flatten(whole.state_shapes).keys() - {"opt_state.updates"}
+    assert saved == dict.fromkeys(once, 1)
 
 
 def as_float32(stages, states):

@@ -184,6 +184,12 @@ WRONG = {
         change("a-1", "nics", to=[*IB, nic("eth0", "ethernet", 1)]),
         ("NICs", "problem", "eth0 1 Gb/s, where ethernet has 25 Gb/s on a-1"),
     ),
+    "one of two slow": (
+        change("a-1", "nics", to=[
+            IB[0], nic("mlx5_1 port 1", "infiniband", 100), nic("eth0", "ethernet", 25)
+        ]),
+        ("NICs", "problem", "mlx5_1 port 1 100 Gb/s, where infiniband has 400 Gb/s on a-1"),
+    ),
     "other numbers": (
         change("a-1", "nics", to=[
             nic("mlx5_2 port 1", "infiniband", 400),

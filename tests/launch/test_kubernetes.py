@@ -116,6 +116,9 @@ def test_a_replicated_job_for_each_cluster_and_one_for_the_launcher(tmp_path, ca
     (_, jobset), printed = write(tmp_path, job, capsys)
     found = replicated(jobset)
     assert list(found) == ["launcher", "hopper", "ampere"]
+    for entry in found.values():
+        [key] = [v["secret"] for v in pod_of(entry)["volumes"] if "secret" in v]
+        assert not key["defaultMode"] & 0o077, "the key of a job is for its owner only"
     for name, gpus, numbers in (("hopper", "8", "0,1"), ("ampere", "4", "2,3")):
         spec = found[name]["template"]["spec"]
         assert (spec["completions"], spec["parallelism"]) == (2, 2)
