@@ -2,7 +2,8 @@
 
 The page carries its pictures and its style, asks the network for nothing and runs no script, so it
 can be mailed or archived. Equal inputs give equal bytes. It follows the light or dark theme of the
-reader: the greys of `figures` become variables of its style sheet.
+reader: the greys of `figures` become variables of its style sheet. `page.html.jinja` is the page
+and its style; this module prepares the values.
 """
 
 import io
@@ -11,12 +12,13 @@ import math
 import re
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from html import escape
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from xml.etree import ElementTree
 
 import matplotlib
+from jinja2 import Environment, StrictUndefined, Template
+from markupsafe import Markup
 from matplotlib.figure import Figure
 
 from holmesjax.errors import DataError
@@ -25,10 +27,12 @@ from holmesjax.plan import forecast
 from holmesjax.plan.plan import Plan, StagePlan
 from holmesjax.report import figures, metrics, trace
 from holmesjax.topology import machines
+from holmesjax.topology.machines import Topology
 from holmesjax.units import duration, show
 
 Record = Mapping[str, Any]
 FILE = "report.html"
+TEMPLATE = "page.html.jinja"
 MAX_BARS = 4000  # of a timeline; more would make a huge page
 SVG = "{http://www.w3.org/2000/svg}"
 THEME = {
@@ -38,55 +42,38 @@ THEME = {
     figures.IDLE: "var(--idle)",
     figures.PAPER: "var(--paper)",
 }
-STYLE = """
-:root { color-scheme: light dark; --ink: #1b2430; --muted: #5b6675; --grid: #e2e6eb;
-  --idle: #f1f3f6; --paper: #ffffff; --page: #f6f7f9; --accent: #0072b2; }
-@media (prefers-color-scheme: dark) { :root { --ink: #e6eaf0; --muted: #9aa5b4; --grid: #313a46;
-  --idle: #222a34; --paper: #171d25; --page: #0f141a; --accent: #56b4e9; } }
-* { box-sizing: border-box; }
-body { margin: 0; padding: 40px 24px 56px; background: var(--page); color: var(--ink);
-  font: 15px/1.5 system-ui, -apple-system, "Segoe UI", Roboto, "Helvetica Neue", Arial, sans-serif;
-  font-variant-numeric: tabular-nums; }
-main { max-width: 1120px; margin: 0 auto; }
-header { margin: 0 4px 24px; }
-.brand { color: var(--accent); font-weight: 600; font-size: 13px; letter-spacing: .04em; }
-h1 { font-size: 30px; line-height: 1.2; margin: 4px 0 6px; overflow-wrap: anywhere; }
-h2 { font-size: 18px; margin: 0 0 2px; }
-h3 { font-size: 14px; font-weight: 500; margin: 14px 0 4px; }
-p { margin: 0; color: var(--muted); overflow-wrap: anywhere; }
-section { background: var(--paper); border: 1px solid var(--grid); border-radius: 12px;
-  padding: 22px 26px; margin-top: 18px; }
-section > p:not(:last-child) { margin-bottom: 14px; }
-.cards { display: grid; grid-template-columns: repeat(auto-fit, minmax(300px, 1fr)); gap: 14px; }
-.card { background: var(--paper); border: 1px solid var(--grid); border-radius: 12px;
-  padding: 16px 18px; }
-.card dt { color: var(--muted); font-size: 13px; }
-.card dd { margin: 0; }
-.value { font-size: 26px; font-weight: 650; line-height: 1.35; }
-.unit { color: var(--muted); font-size: 14px; margin-left: 5px; }
-.note { color: var(--muted); font-size: 13px; }
-.table { overflow-x: auto; margin-top: 12px; }
-table { border-collapse: collapse; width: 100%; font-size: 14px; }
-th { text-align: left; color: var(--muted); font-weight: 500; font-size: 13px; }
-th, td { padding: 9px 18px 9px 0; border-bottom: 1px solid var(--grid); vertical-align: top; }
-tr:last-child td { border-bottom: 0; }
-td small { display: block; color: var(--muted); font-size: 12.5px; }
-table + table { margin-top: 18px; }
-td:nth-child(5) small { white-space: nowrap; }
-figure { margin: 0; overflow-x: auto; }
-svg { display: block; width: 100%; min-width: 620px; height: auto; }
-svg * { stroke-linejoin: round; stroke-linecap: butt; }
-svg text { font-family: system-ui, -apple-system, "Segoe UI", Roboto, Arial, sans-serif; }
-summary { cursor: pointer; font-weight: 600; font-size: 18px; }
-pre { margin: 14px 0 0; padding: 16px; background: var(--idle); border-radius: 8px;
-  overflow-x: auto; font: 13px/1.55 ui-monospace, "SF Mono", Menlo, Consolas, monospace; }
-footer { margin: 22px 4px 0; color: var(--muted); font-size: 13px; }
-@media print { body { background: none; padding: 0; } section, .card { break-inside: avoid; } }
-"""
+
+
+class _Card(NamedTuple):
+    """A number of the summary."""
+
+    label: str
+    value: str
+    unit: str
+    note: str
+
+
+class _Table(NamedTuple):
+    """A table of a section. A cell is a text, or a text with a smaller one below it."""
+
+    headings: Sequence[str]
+    rows: Sequence[Sequence[str | tuple[str, str]]]
+
+
+class _Section(NamedTuple):
+    """A heading with a text, then tables, then pictures: SVG, with a heading or an empty text."""
+
+    title: str
+    text: str
+    tables: Sequence[_Table] = ()
+    pictures: Sequence[tuple[str, Markup]] = ()
 
 
 def write_report(run_dir: str | Path) -> Path:
-    """Reads the files of a run and writes `report.html` beside them; returns its path."""
+    """Reads the files of a run and writes `report.html` and `trace.json` beside them.
+
+    Returns the path of the report. Raises `DataError` if no step is finished.
+    """
     run_dir = Path(run_dir)
     records = metrics.read(run_dir)
     if not records:
@@ -102,67 +89,49 @@ def write_report(run_dir: str | Path) -> Path:
     timed = json.loads(timeline.read_text()) if timeline.exists() else {"tasks": []}
     predicted, sent = forecast.tasks(plan), forecast.transfers(plan)
     lab = run_dir / scaled_topology.FILE
-    title = run_dir.resolve().name
-    body = [
-        _header(title, plan, records),
-        _cards(plan, records),
+    sections = [
         _plan_section(plan, records),
-        _section("Loss", "In nats per token.", _picture("loss", figures.loss_curve(records))),
+        _loss_section(records),
         _timeline_section(predicted, sent, timed),
         _traffic_section(records),
         *([_lab_section(json.loads(lab.read_text()))] if lab.exists() else []),
-        _section(
-            "Machines",
-            "Clusters, their fabrics, the links between them, and the stage of every device.",
-            _picture("machines", figures.mesh_picture(plan, topology)),
-        ),
-        _config_section((run_dir / "config.yaml").read_text(encoding="utf-8")),
+        _machines_section(plan, topology),
     ]
+    text = _template().render(
+        title=run_dir.resolve().name,
+        facts=_facts(plan, records),
+        cards=_cards(plan, records),
+        sections=sections,
+        config=(run_dir / "config.yaml").read_text(encoding="utf-8"),
+    )
     _write_trace(run_dir / trace.FILE, predicted, sent, timed)
     path = run_dir / FILE
     partial = path.with_suffix(".partial")
-    partial.write_text(_page(title, "\n".join(body)), encoding="utf-8")
+    partial.write_text(text, encoding="utf-8")
     partial.replace(path)
     return path
 
 
-def _page(title: str, body: str) -> str:
-    policy = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
-    return f"""<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta http-equiv="Content-Security-Policy" content="{policy}">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<link rel="icon" href="data:,">
-<title>{escape(title)} - HolmesJAX</title>
-<style>{STYLE}</style>
-</head>
-<body>
-<main>
-{body}
-<footer>From metrics.jsonl, plan.yaml, topology.yaml, timeline.json and config.yaml.</footer>
-</main>
-</body>
-</html>
-"""
+def _template() -> Template:
+    """Loads the page; whatever is filled in is escaped, and nothing may be missing."""
+    path = Path(__file__).with_name(TEMPLATE)
+    environment = Environment(
+        autoescape=True, undefined=StrictUndefined, keep_trailing_newline=True
+    )
+    return environment.from_string(path.read_text(encoding="utf-8"))
 
 
-def _header(title: str, plan: Plan, records: Sequence[Record]) -> str:
+def _facts(plan: Plan, records: Sequence[Record]) -> list[str]:
     num_devices = sum(len(stage.devices) for stage in plan.stages)
-    facts = [
+    return [
         f"topology {plan.topology}",
         f"{_count(len(plan.stages), 'stage')} on {_count(num_devices, 'device')}",
         f"schedule {plan.schedule} with {_count(plan.microbatches, 'microbatch', 'es')}",
         f"step {records[-1]['step']:,}",
     ]
-    return (
-        '<header><div class="brand">HolmesJAX run report</div>'
-        f"<h1>{escape(title)}</h1><p>{escape(' · '.join(facts))}</p></header>"
-    )
 
 
-def _cards(plan: Plan, records: Sequence[Record]) -> str:
+def _cards(plan: Plan, records: Sequence[Record]) -> list[_Card]:
     first, last = records[0], records[-1]
     validated = [record for record in records if "val_loss" in record]
     tokens = sum(r["tokens_per_s"] * r["step_time_s"] for r in records)
@@ -171,28 +140,28 @@ def _cards(plan: Plan, records: Sequence[Record]) -> str:
     used = [record for record in records if "mfu" in record]
     left_s = last.get("time_left_s", 0.0)
     total_s = sum(record["step_time_s"] for record in records)
-    cards = [
-        _card(
+    return [
+        _Card(
             "Final loss",
             _number(last["loss"], ".3f"),
             "nats/token",
             f"{_number(first['loss'], '.3f')} at step {first['step']:,}",
         ),
-        _card(
+        _Card(
             "Validation loss",
             _number(validated[-1]["val_loss"], ".3f") if validated else "none",
             "nats/token" if validated else "",
             f"at step {validated[-1]['step']:,}" if validated else "not measured in this run",
         ),
-        _card("Throughput", _number(rate, ",.0f"), "tokens/s", "median over steps"),
-        _card("Step time", _number(step_s, ".3g"), "s", "median over steps"),
-        _card(
+        _Card("Throughput", _number(rate, ",.0f"), "tokens/s", "median over steps"),
+        _Card("Step time", _number(step_s, ".3g"), "s", "median over steps"),
+        _Card(
             "Tokens",
             _number(tokens, ",.0f"),
             "",
             f"{_count(len(records), 'step')}, {skipped:,} skipped",
         ),
-        _card(
+        _Card(
             "MFU",
             _number(_median(used, "mfu"), ".1%") if used else "none",
             "",
@@ -200,41 +169,31 @@ def _cards(plan: Plan, records: Sequence[Record]) -> str:
             if used
             else "these devices have no data sheet",
         ),
-        _card(
+        _Card(
             "Wall time",
             _number(total_s, duration),
             "",
             f"sum of all steps; {duration(left_s)} left" if left_s else "sum of all steps",
         ),
     ]
-    return f'<dl class="cards">{"".join(cards)}</dl>'
 
 
-def _card(label: str, value: str, unit: str, note: str) -> str:
-    return (
-        f'<div class="card"><dt>{escape(label)}</dt><dd><span class="value">{escape(value)}</span>'
-        f'<span class="unit">{escape(unit)}</span><div class="note">{escape(note)}</div></dd></div>'
-    )
-
-
-def _plan_section(plan: Plan, records: Sequence[Record]) -> str:
+def _plan_section(plan: Plan, records: Sequence[Record]) -> _Section:
     columns = ("Stage", "Cluster", "Layers", "Mesh and fabrics", "Devices", "Memory per device")
     stages = [_stage_row(number, stage) for number, stage in enumerate(plan.stages)]
-    bubble = _median(records, "bubble_share")
-    step_s = _median(records, "step_time_s")
+    step_s, bubble = _median(records, "step_time_s"), _median(records, "bubble_share")
     compared = [
         ("Step time", _number(plan.step_time_s, ".3g") + " s", _number(step_s, ".3g") + " s"),
         ("Bubble", _number(plan.shares.get("bubble", 0.0), ".1%"), _number(bubble, ".1%")),
     ]
-    rows = [tuple(f"<td>{escape(cell)}</td>" for cell in row) for row in compared]
     text = "What the planner decided before the first step, and how well it predicted the run."
     if plan.exception:
         text += f" An exception: {plan.exception}."
     headings = ("", "Predicted", "Measured (median)")
-    return _section("Plan", text, _table(columns, stages) + _table(headings, rows))
+    return _Section("Plan", text, [_Table(columns, stages), _Table(headings, compared)])
 
 
-def _stage_row(number: int, stage: StagePlan) -> tuple[str, ...]:
+def _stage_row(number: int, stage: StagePlan) -> list[tuple[str, str]]:
     few = len(stage.nodes) <= 3
     nodes = (
         ", ".join(stage.nodes)
@@ -246,7 +205,7 @@ def _stage_row(number: int, stage: StagePlan) -> tuple[str, ...]:
     fabrics = ", ".join(f"{axis} over {stage.fabrics[axis]}" for axis, _ in used)
     total = show(sum(stage.memory_bytes.values()), "B")
     items = ", ".join(f"{name} {show(size, 'B')}" for name, size in stage.memory_bytes.items())
-    cells = [
+    return [
         (str(number), ""),
         (stage.cluster, nodes),
         (_count(len(stage.layers), "layer"), ", ".join(map(_first_to_last, stage.chunks))),
@@ -254,38 +213,42 @@ def _stage_row(number: int, stage: StagePlan) -> tuple[str, ...]:
         (str(len(stage.devices)), _first_to_last(stage.devices)),
         (total, items),
     ]
-    return tuple(f"<td>{escape(big)}<small>{escape(small)}</small></td>" for big, small in cells)
 
 
 def _first_to_last(items: Sequence[object]) -> str:
     return str(items[0]) if len(items) == 1 else f"{items[0]} to {items[-1]}"
 
 
-def _table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    head = "".join(f"<th>{escape(heading)}</th>" for heading in headings)
-    body = "".join(f"<tr>{''.join(row)}</tr>" for row in rows)
-    return f'<div class="table"><table><tr>{head}</tr>{body}</table></div>'
+def _loss_section(records: Sequence[Record]) -> _Section:
+    picture = _picture("loss", figures.loss_curve(records))
+    return _Section("Loss", "In nats per token.", pictures=[("", picture)])
+
+
+def _machines_section(plan: Plan, topology: Topology) -> _Section:
+    text = "Clusters, their fabrics, the links between them, and the stage of every device."
+    picture = _picture("machines", figures.mesh_picture(plan, topology))
+    return _Section("Machines", text, pictures=[("", picture)])
 
 
 def _timeline_section(
     predicted: list[forecast.Record], sent: list[forecast.Record], timed: Record
-) -> str:
+) -> _Section:
     """The step as it was predicted, and as it ran."""
     steps = [("As predicted, boundaries included", predicted, sent)]
     if timed["tasks"]:
         steps.append((f"Step {timed['step']:,} as it ran", timed["tasks"], []))
-    content = ""
-    for number, (title, tasks, transfers) in enumerate(steps):
-        if 0 < len(tasks) + len(transfers) <= MAX_BARS:
-            figure = figures.pipeline_timeline(tasks, transfers)
-            content += f"<h3>{escape(title)}</h3>{_picture(f'timeline-{number}', figure)}"
     if not any(tasks for _, tasks, _ in steps):
-        return _section("Pipeline", "No step was predicted, or timed task by task.", "")
+        return _Section("Pipeline", "No step was predicted, or timed task by task.")
     text = (
         f"Numbers are microbatches. All times are in {trace.FILE} beside this page, to be opened "
         "in ui.perfetto.dev."
     )
-    return _section("Pipeline", text, content)
+    pictures = [
+        (title, _picture(f"timeline-{number}", figures.pipeline_timeline(tasks, transfers)))
+        for number, (title, tasks, transfers) in enumerate(steps)
+        if 0 < len(tasks) + len(transfers) <= MAX_BARS
+    ]
+    return _Section("Pipeline", text, pictures=pictures)
 
 
 def _write_trace(
@@ -300,23 +263,23 @@ def _write_trace(
     trace.write(path, found)
 
 
-def _traffic_section(records: Sequence[Record]) -> str:
+def _traffic_section(records: Sequence[Record]) -> _Section:
     if not any(record["link_bytes"] for record in records):
-        return _section("Traffic", "This run has one stage: nothing crosses between stages.", "")
+        return _Section("Traffic", "This run has one stage: nothing crosses between stages.")
     text = "What the stages sent each other; the links are stacked on one another."
-    return _section("Traffic", text, _picture("traffic", figures.link_traffic(records)))
+    picture = _picture("traffic", figures.link_traffic(records))
+    return _Section("Traffic", text, pictures=[("", picture)])
 
 
-def _lab_section(lab: Record) -> str:
+def _lab_section(lab: Record) -> _Section:
     text = (
         f"Rebuilt on one machine; rates are {lab['scale']:.3g} of the real ones. Bytes as the "
         "kernel has counted them, and what they are for. Headers are those of Ethernet, IP and "
         "TCP, acknowledgements included; the rest are heads of frames, heartbeats and hellos."
     )
-    cells = lambda *values: tuple(f"<td>{escape(value)}</td>" for value in values)
     rate = lambda value: "unshaped" if value is None else show(value, "b/s")
     interfaces = [
-        cells(
+        (
             node["node"],
             f"{100 * node['cpu']:.3g}% of a core",
             interface["name"],
@@ -328,7 +291,7 @@ def _lab_section(lab: Record) -> str:
         for interface in node["interfaces"]
     ]
     links = [
-        cells(
+        (
             f"{link['from']} to {link['to']}",
             rate(link["rate_bytes_per_s"]),
             show(link["kernel_bytes"], "B"),
@@ -337,29 +300,19 @@ def _lab_section(lab: Record) -> str:
         for link in lab["links"]
     ]
     faults = [
-        cells(str(fault["step"]), f"{fault['time_s']:.1f} s", fault["fault"])
-        for fault in lab["faults"]
+        (str(fault["step"]), f"{fault['time_s']:.1f} s", fault["fault"]) for fault in lab["faults"]
     ]
-    content = _table(("Node", "CPU", "Interface", "Rate", "Sent", "Received"), interfaces)
+    parts = ("Steps", "Validation", "Headers", "Sent again", "Rest")
+    tables = [_Table(("Node", "CPU", "Interface", "Rate", "Sent", "Received"), interfaces)]
     if links:
-        parts = ("Steps", "Validation", "Headers", "Sent again", "Rest")
-        content += _table(("Link", "Rate from a node", "Kernel", *parts), links)
+        tables.append(_Table(("Link", "Rate from a node", "Kernel", *parts), links))
     if faults:
-        content += _table(("After step", "After the start", "Fault"), faults)
-    return _section("Lab", text, content)
+        tables.append(_Table(("After step", "After the start", "Fault"), faults))
+    return _Section("Lab", text, tables)
 
 
-def _config_section(text: str) -> str:
-    summary = "<summary>Resolved config</summary>"
-    return f"<section><details>{summary}<pre>{escape(text)}</pre></details></section>"
-
-
-def _section(title: str, text: str, content: str) -> str:
-    return f"<section><h2>{escape(title)}</h2><p>{escape(text)}</p>{content}</section>"
-
-
-def _picture(name: str, figure: Figure) -> str:
-    """The figure as SVG inside HTML: its ids start with `name`, its greys follow the theme."""
+def _picture(name: str, figure: Figure) -> Markup:
+    """Draws a figure as SVG inside HTML: ids start with `name`, and greys follow the theme."""
     file = io.StringIO()
     nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": name}):
@@ -389,7 +342,7 @@ def _picture(name: str, figure: Figure) -> str:
     root.set("role", "img")
     root.set("aria-label", name)
     svg = re.sub(r">\s+<", "><", ElementTree.tostring(root, encoding="unicode"))
-    return f"<figure>{svg}</figure>"
+    return Markup(svg)
 
 
 def _attribute(key: str, value: str, name: str) -> str:
