@@ -50,10 +50,10 @@ from holmesjax.distributed.controller import (
     ClockOffset,
     Controller,
 )
-from holmesjax.distributed.data_agreement import Agreement
+from holmesjax.distributed.data_agreement import DataAgreement
 from holmesjax.plan.plan import Axis, StagePlan
 from holmesjax.plan.processes import Process
-from holmesjax.runtime.progress import Pace
+from holmesjax.runtime.progress import Progress
 from holmesjax.transport import connections
 from holmesjax.transport.connections import Message
 from holmesjax.transport.crossings import Crossing, Spec
@@ -110,10 +110,10 @@ def serve(num_members: int, pipe: Pipe) -> None:
         key=KEY,
         heartbeat_timeout_s=SILENCE_S,
         is_saving=lambda step: False,
-        pace=Pace(DistributedConfig()),
+        progress=Progress(DistributedConfig()),
     ) as controller:
         pipe.send(controller.address)
-        agreement = Agreement(processes, controller.send)
+        agreement = DataAgreement(processes, controller.send)
         num_done, wrong = 0, []
         most = before
         while num_done < num_members:

@@ -38,7 +38,7 @@ from holmesjax.plan.processes import Process
 from holmesjax.report import metrics
 from holmesjax.runtime.programs import Programs, batch_shapes, boundary_shape, compile_stages
 from holmesjax.session import make_stages
-from launch.launchers.launcher import Events
+from launch.launchers.launcher import EventSink
 from launch.launchers.local import LocalLauncher
 from launch.supervisor import Supervisor
 
@@ -78,7 +78,7 @@ class PinnedLauncher(LocalLauncher):
         process: Process,
         command: Sequence[str],
         env: Mapping[str, str],
-        events: Events,
+        events: EventSink,
     ) -> None:
         super().start(process, command, env, events)
         os.sched_setaffinity(self.pids[-1], {cores()[process.number]})  # before it has threads

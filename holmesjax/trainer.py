@@ -26,7 +26,7 @@ from holmesjax.report import metrics
 from holmesjax.report.recorder import Recorder
 from holmesjax.runtime import program_cache
 from holmesjax.runtime.pipeline import make_runner
-from holmesjax.runtime.progress import Pace
+from holmesjax.runtime.progress import Progress
 from holmesjax.runtime.timeline import Clock
 from holmesjax.session import Session, make_stages, read_batches
 
@@ -64,7 +64,7 @@ class Trainer:
         self.history: list[dict[str, Any]] = []  # the records of the run's steps, once it trains
         self.tasks: list[dict[str, Any]] = []  # of the last step, as `timeline.json` has them
         self.finished = False
-        self.pace: Pace | None = None  # while there are steps
+        self.progress: Progress | None = None  # while there are steps
         self._stream = sys.stdout if stream is None else stream
         self._stopping, self._allow, self._lease = False, allow, lease
         metrics.check_installed(self.job.config.log)
@@ -119,9 +119,9 @@ class Trainer:
         meshes = build_meshes(plan, jax.devices())
         program_cache.use(config.run.compilation_cache, os.environ, self._print)
         stages = make_stages(self.job, dict(enumerate(meshes)))
-        pace = Pace(config.distributed)
+        progress = Progress(config.distributed)
         with ThreadPoolExecutor(1) as pool, ExitStack() as stack:
-            stack.callback(setattr, self, "pace", None)
+            stack.callback(setattr, self, "progress", None)
             reading = pool.submit(read_batches, config)
             runner = make_runner(plan, stages, evaluates=config.train.eval_every > 0)
             states = (
@@ -163,9 +163,9 @@ class Trainer:
                 tell=recorder.take,
                 is_stopping=is_stopping,
                 is_saving=Due(config.checkpoint),
-                begins=pace.begin,
+                begins=progress.begin,
             )
-            self.pace = pace
+            self.progress = progress
             self.history = recorder.history
             done = session.run(states, done, start.sequences)
         saves.check(at_end=True)

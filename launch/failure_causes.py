@@ -6,35 +6,35 @@ Failures come together: a process that loses another one fails too, within the s
 import signal
 from collections.abc import Mapping, Sequence
 
-from holmesjax.distributed.controller import Event
+from holmesjax.distributed.controller import ProcessEvent
 from holmesjax.errors import REQUEUE, HolmesError
 
 
-def behind(places: Mapping[int, tuple[int, int]], statuses: Mapping[int, str]) -> list[int]:
+def behind(positions: Mapping[int, tuple[int, int]], statuses: Mapping[int, str]) -> list[int]:
     """The processes that the others of a job without progress wait for, by number.
 
     Of those that have come least far they are the ones that do not wait for others themselves; all
     of these where each says that it waits.
 
     Args:
-      places: how far each process has come.
+      positions: how far each process has come.
       statuses: what each says that it "was" doing or "waited" for.
 
     >>> statuses = {0: "was busy in step 5", 1: "waited for F0 in step 5", 2: "waited in step 6"}
     >>> behind({0: (5, 0), 1: (5, 0), 2: (6, 0)}, statuses)
     [0]
     """
-    least = min(places.values())
-    last = [number for number in places if places[number] == least]
+    least = min(positions.values())
+    last = [number for number in positions if positions[number] == least]
     return [n for n in last if not statuses[n].startswith("waited")] or last
 
 
-def cause_of(failures: Sequence[Event]) -> Event:
+def cause_of(failures: Sequence[ProcessEvent]) -> ProcessEvent:
     """The failure that made the others; of several alike, the first that was heard of."""
     return min(failures, key=_rank)
 
 
-def _rank(failure: Event) -> int:
+def _rank(failure: ProcessEvent) -> int:
     """The place of a failure in this order; a lower one is never the consequence of a higher one.
 
     0  a mistake was told: exit status 1 or 2, with what to do; nobody else can make it

@@ -24,14 +24,14 @@ from typing import Any, Protocol
 from holmesjax import lease
 from holmesjax.checkpoints import manifest, resume
 from holmesjax.checkpoints.saves import Due, Saves
-from holmesjax.distributed.controller import Controller, Event
-from holmesjax.distributed.data_agreement import Agreement
+from holmesjax.distributed.controller import Controller, ProcessEvent
+from holmesjax.distributed.data_agreement import DataAgreement
 from holmesjax.errors import REQUEUE, DamagedError, FatalError, HolmesError, PeerError
 from holmesjax.job import Job
 from holmesjax.lease import Lease
 from holmesjax.plan.processes import make_processes
 from holmesjax.report.recorder import Recorder
-from holmesjax.runtime.progress import Pace
+from holmesjax.runtime.progress import Progress
 from holmesjax.transport import connections
 from launch.failure_causes import behind, cause_of
 from launch.launchers.launcher import Launcher, leaving
@@ -68,7 +68,7 @@ def is_noise(line: str) -> bool:
 class _Attempt:
     """What has happened since the processes were started."""
 
-    agreement: Agreement
+    agreement: DataAgreement
     saves: Saves
     data: dict[str, str]  # digests, once all agree
     up: set[int] = field(default_factory=set)
@@ -252,7 +252,7 @@ class Supervisor:
         make_or_read = (
             connections.read_key_file if self._given_key_file else connections.make_key_file
         )
-        pace = Pace(self._config)
+        progress = Progress(self._config)
         with (
             Controller(
                 self._processes,
@@ -263,7 +263,7 @@ class Supervisor:
                 key=make_or_read(key_file),
                 heartbeat_timeout_s=self._config.silence_s,
                 is_saving=Due(config.checkpoint),
-                pace=pace,
+                progress=progress,
             ) as controller,
             Recorder(
                 job.run_dir,
@@ -277,7 +277,7 @@ class Supervisor:
             self._controller = controller
             try:
                 self._start(controller, variables, key_file, restart)
-                done = self._supervise(controller, recorder, pace)
+                done = self._supervise(controller, recorder, progress)
             except HolmesError as error:
                 is_final = error.exit_status == HolmesError.exit_status
                 if is_final and not isinstance(error, DamagedError):
@@ -316,13 +316,13 @@ class Supervisor:
             command = ["worker", str(self._job.run_dir.absolute())]
             self._launcher.start(process, command, env, controller.events)
 
-    def _supervise(self, controller: Controller, recorder: Recorder, pace: Pace) -> int:
+    def _supervise(self, controller: Controller, recorder: Recorder, progress: Progress) -> int:
         """Takes events until all processes have ended; the number of steps done."""
         job = self._job
         data: dict[str, str] = {}  # filled before there is anything to commit
         commit = self._lease.guard(functools.partial(self._resumed.commit, data=data))
         attempt = _Attempt(
-            Agreement(self._processes, controller.send),
+            DataAgreement(self._processes, controller.send),
             Saves(job.run_dir, len(job.plan.stages), commit, recorder.console.print),
             data,
         )
@@ -332,13 +332,13 @@ class Supervisor:
                 raise SystemExit(leaving(self._signals[0]))
             if self._num_here > 1:  # asked twice: do not wait for the step
                 raise SystemExit(leaving(self._signals[-1]))
-            if len(attempt.up) < len(self._processes) and pace.is_late():
+            if len(attempt.up) < len(self._processes) and progress.is_late():
                 raise self._late(controller, attempt)
             if end_s is not None and time.monotonic() > end_s:
                 break
-            if end_s is None and (problem := self._overdue(pace, attempt)):
+            if end_s is None and (problem := self._overdue(progress, attempt)):
                 self._ask_for_stacks(controller, recorder, attempt)
-                if self._overdue(pace, attempt):
+                if self._overdue(progress, attempt):
                     raise self._hang(problem, controller)
                 recorder.console.print("warning: a step was late, and is done now")
             attempt.agreement.check()
@@ -361,7 +361,7 @@ class Supervisor:
         return steps.pop()
 
     def _hear(
-        self, event: Event, controller: Controller, recorder: Recorder, attempt: _Attempt
+        self, event: ProcessEvent, controller: Controller, recorder: Recorder, attempt: _Attempt
     ) -> None:
         """Takes an event. Raises HolmesError if it is the end of the job."""
         if self._is_failure(event, attempt):
@@ -371,7 +371,7 @@ class Supervisor:
         else:
             self._take(event, attempt, recorder)
 
-    def _take(self, event: Event, attempt: _Attempt, recorder: Recorder) -> None:
+    def _take(self, event: ProcessEvent, attempt: _Attempt, recorder: Recorder) -> None:
         number, message = event.process, event.message
         if event.kind == "up":
             attempt.up.add(number)
@@ -406,7 +406,7 @@ class Supervisor:
             if not self._launcher.sees_exits:
                 attempt.exited[number] = 0
 
-    def _agree(self, event: Event, attempt: _Attempt, controller: Controller) -> None:
+    def _agree(self, event: ProcessEvent, attempt: _Attempt, controller: Controller) -> None:
         """Lets all processes go once all have read the same data."""
         if data := attempt.agreement.take(event.process, event.message):
             for line in self._resumed.check_data(data):
@@ -424,7 +424,9 @@ class Supervisor:
     def _log_path(self, number: int) -> Path:
         return self._job.run_dir / LOGS / f"{self._processes[number].file_name}.log"
 
-    def _events(self, controller: Controller, attempt: _Attempt, for_s: float) -> Iterator[Event]:
+    def _events(
+        self, controller: Controller, attempt: _Attempt, for_s: float
+    ) -> Iterator[ProcessEvent]:
         """The events that come within so many seconds; output goes to the logs alone."""
         deadline_s = time.monotonic() + for_s
         while (left_s := deadline_s - time.monotonic()) > 0:
@@ -439,7 +441,7 @@ class Supervisor:
 
     # ---- failures ------------------------------------------------------------------------------
 
-    def _is_failure(self, event: Event, attempt: _Attempt) -> bool:
+    def _is_failure(self, event: ProcessEvent, attempt: _Attempt) -> bool:
         if event.kind == "exit":
             return event.message["status"] != 0 or event.process not in attempt.done
         if event.kind == "lost":
@@ -447,7 +449,7 @@ class Supervisor:
         return event.kind in ("failed", "silent")
 
     def _diagnose(
-        self, first: Event, controller: Controller, recorder: Recorder, attempt: _Attempt
+        self, first: ProcessEvent, controller: Controller, recorder: Recorder, attempt: _Attempt
     ) -> HolmesError:
         """What went wrong, from all that is told within a moment of the first sign of it."""
         is_asked = bool(self._signals)
@@ -459,7 +461,7 @@ class Supervisor:
             elif event.kind in ("exit", "failed", "silent", "lost"):
                 failures.append(event)
         for number, silent_s in controller.overdue().items():
-            failures.append(Event(number, "silent", {"silent_s": silent_s}))
+            failures.append(ProcessEvent(number, "silent", {"silent_s": silent_s}))
         cause = cause_of(failures)
         process = self._processes[cause.process]
         self._blamed = None if is_asked else process.node
@@ -495,7 +497,7 @@ class Supervisor:
         last = controller.status(process.number)
         return PeerError(where, f"{problem}; it {last}", found=found, fix=fix)
 
-    def _overdue(self, pace: Pace, attempt: _Attempt) -> str | None:
+    def _overdue(self, progress: Progress, attempt: _Attempt) -> str | None:
         """Says what takes too long, if anything does, in a job that has started and not ended."""
         if time.monotonic() > self._stop_by_s:
             asked = signal.Signals(self._signals[0]).name
@@ -503,8 +505,8 @@ class Supervisor:
                 f"has not stopped within distributed.stop_timeout_s = "
                 f"{self._config.stop_timeout_s:g} s of {asked}; its step is given up"
             )
-        if len(attempt.up) == len(self._processes) and pace.is_late():
-            return f"no progress for {pace.describe_limit()}"
+        if len(attempt.up) == len(self._processes) and progress.is_late():
+            return f"no progress for {progress.describe_limit()}"
         return None
 
     def _ask_for_stacks(
@@ -518,8 +520,8 @@ class Supervisor:
     def _hang(self, problem: str, controller: Controller) -> HolmesError:
         """Names who is behind, and says of all what they are at."""
         statuses = {p.number: controller.status(p.number) for p in self._processes}
-        places = {p.number: controller.place(p.number) for p in self._processes}
-        blamed = [self._processes[number] for number in behind(places, statuses)]
+        positions = {p.number: controller.position(p.number) for p in self._processes}
+        blamed = [self._processes[number] for number in behind(positions, statuses)]
         self._blamed = None if self._signals else ", ".join(process.node for process in blamed)
         told = [f"{p.name} (stage {p.stage}) {statuses[p.number]}" for p in self._processes]
         return PeerError(

@@ -14,7 +14,7 @@ from typing import Protocol
 
 from holmesjax import lifeline
 from holmesjax.errors import REQUEUE, PeerError
-from holmesjax.runtime.progress import Pace
+from holmesjax.runtime.progress import Progress
 from launch.launchers.launcher import leaving
 
 CHECK_S = 0.2
@@ -26,7 +26,7 @@ class Run(Protocol):
     """What is watched."""
 
     @property
-    def pace(self) -> Pace | None:
+    def progress(self) -> Progress | None:
         """Of its steps; None before the first and after the last."""
 
     def stop(self) -> None:
@@ -70,13 +70,13 @@ class Watchdog:
 
     def _watch(self) -> None:
         while not self._ended.wait(CHECK_S):
-            pace = self._run.pace
+            progress = self._run.progress
             if self._stop_by_s is not None and time.monotonic() > self._stop_by_s:
                 name = signal.Signals(self.signals[0]).name
                 limit = f"distributed.stop_timeout_s = {self._stop_timeout_s:g} s"
                 self._give_up(f"has not stopped within {limit} of {name}; its step is given up")
-            elif pace is not None and pace.is_late():
-                self._give_up(f"no progress for {pace.describe_limit()}")
+            elif progress is not None and progress.is_late():
+                self._give_up(f"no progress for {progress.describe_limit()}")
 
     def _give_up(self, problem: str) -> None:
         error = PeerError(

@@ -23,7 +23,7 @@ import time
 from holmesjax import job as jobs
 from holmesjax.checkpoints import manifest
 from holmesjax.distributed.controller import Member
-from holmesjax.hosts.process_environment import Place, die_with
+from holmesjax.hosts.process_environment import ProcessEnvironment, die_with
 from holmesjax.plan.processes import make_processes
 from launch.launchers.launcher import Children, variables_here
 
@@ -54,15 +54,15 @@ class ScriptedLauncher:
 
 def main(run_dir, script):
     die_with(os.environ.get("HOLMES_PARENT"))
-    place = Place.from_environment(os.environ, lambda: None)
+    environment = ProcessEnvironment.read(os.environ, lambda: None)
     job = jobs.load_saved(run_dir)
     config = job.config.distributed
     member = Member(
-        process=make_processes(job.plan, job.topology, config.processes)[place.number],
-        address=place.controller[0],
-        port=place.controller[1],
-        key=place.key,
-        about=job.about(place.restart),
+        process=make_processes(job.plan, job.topology, config.processes)[environment.number],
+        address=environment.controller[0],
+        port=environment.controller[1],
+        key=environment.key,
+        about=job.about(environment.restart),
         timeout_s=config.silence_s,
         start_timeout_s=config.start_timeout_s,
         on_loss=lambda error: os._exit(75),

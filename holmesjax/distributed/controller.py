@@ -47,10 +47,10 @@ from typing import Any, NamedTuple, get_args
 from holmesjax import lifeline
 from holmesjax.errors import HolmesError, PeerError
 from holmesjax.plan.processes import Process
-from holmesjax.runtime.progress import Pace, Work
+from holmesjax.runtime.progress import Progress, Work
 from holmesjax.transport import connections
-from holmesjax.transport.admission import Door
-from holmesjax.transport.connection_loop import Line, Lines
+from holmesjax.transport.admission import Admission
+from holmesjax.transport.connection_loop import ConnectionLoop, LoopConnection
 from holmesjax.transport.connections import Connection, Message
 
 BEATS = 4  # in the time that an end may be silent
@@ -71,7 +71,7 @@ def differences(about: Message, theirs: Message) -> str | None:
     return ", ".join(f"its {n} is {theirs.get(n)}, not {about[n]}" for n in differ) or None
 
 
-class Event(NamedTuple):
+class ProcessEvent(NamedTuple):
     """What the launcher hears."""
 
     process: int  # NOBODY for what the controller itself has to say, a "warning"
@@ -84,7 +84,7 @@ class _Seat:
     """What the controller knows of one member."""
 
     process: Process
-    line: Line | None = None
+    connection: LoopConnection | None = None
     status: str = "had not come"
     work: Work = "step"
     step: int = 0  # that it is at, or has validated or saved after
@@ -104,7 +104,7 @@ class Controller:
       key: of the job.
       heartbeat_timeout_s: how long a member may be silent.
       is_saving: asked once about each step, when all have voted on it.
-      pace: told of all progress.
+      progress: told of all progress.
     """
 
     def __init__(
@@ -118,29 +118,29 @@ class Controller:
         key: bytes,
         heartbeat_timeout_s: float,
         is_saving: Callable[[int], bool],
-        pace: Pace,
+        progress: Progress,
     ):
-        self.events: queue.Queue[Event] = queue.Queue()
+        self.events: queue.Queue[ProcessEvent] = queue.Queue()
         self._seats = [_Seat(process) for process in processes]
         self._num_stages = 1 + max(process.stage for process in processes)
         self._about, self._start, self._timeout_s = about, start, heartbeat_timeout_s
-        self._is_saving, self._pace = is_saving, pace
+        self._is_saving, self._progress = is_saving, progress
         self._votes: dict[int, set[int]] = {}  # step -> stages
         self._num_ready = 0
         self._stopping = False
         self._closed = threading.Event()
         sock = connections.listen(address, port)
         self.address = connections.address_of(sock)
-        self._seat_of: dict[Line, _Seat] = {}
-        self._lines = Lines(self._hear_line, self._lose_line, heartbeat_timeout_s)
-        self._door = Door(
+        self._seat_of: dict[LoopConnection, _Seat] = {}
+        self._loop = ConnectionLoop(self._hear_connection, self._lose, heartbeat_timeout_s)
+        self._admission = Admission(
             sock,
             key=key,
             hello={"controller": True},
             check=self._check,
             enter=self._enter,
             expected=len(processes),
-            warn=lambda text: self.events.put(Event(NOBODY, "warning", {"text": text})),
+            warn=lambda text: self.events.put(ProcessEvent(NOBODY, "warning", {"text": text})),
         )
         self._keeper = threading.Thread(target=self._keep, name="keeper", daemon=True)
         self._keeper.start()
@@ -150,8 +150,8 @@ class Controller:
 
     def __exit__(self, *_: object) -> None:
         self._closed.set()
-        self._door.close()
-        self._lines.close()
+        self._admission.close()
+        self._loop.close()
         self._keeper.join()
 
     def stop(self) -> None:
@@ -161,12 +161,12 @@ class Controller:
     def broadcast(self, message: Message) -> None:
         data = connections.encode(message)
         for seat in self._seats:
-            if seat.line:
-                seat.line.send(data)
+            if seat.connection:
+                seat.connection.send(data)
 
     def send(self, process: int, message: Message) -> None:
-        if line := self._seats[process].line:
-            line.send(connections.encode(message))
+        if connection := self._seats[process].connection:
+            connection.send(connections.encode(message))
 
     def refuse(self, error: HolmesError) -> None:
         """Tells all members of a mistake; each ends with it."""
@@ -176,7 +176,7 @@ class Controller:
         """What a member said last of what it is waiting for."""
         return self._seats[process].status
 
-    def place(self, process: int) -> tuple[int, int]:
+    def position(self, process: int) -> tuple[int, int]:
         """How far a member has come: its step, and which work of it. To be compared."""
         seat = self._seats[process]
         return seat.step, get_args(Work).index(seat.work)
@@ -188,11 +188,11 @@ class Controller:
         """
         now_s = time.monotonic()
         return {
-            seat.process.number: now_s - seat.line.heard_s
+            seat.process.number: now_s - seat.connection.heard_s
             for seat in self._seats
-            if seat.line
-            and not seat.line.is_over
-            and now_s - seat.line.heard_s > 2 * self._timeout_s / BEATS
+            if seat.connection
+            and not seat.connection.is_over
+            and now_s - seat.connection.heard_s > 2 * self._timeout_s / BEATS
         }
 
     def _check(self, hello: Message) -> str | None:
@@ -201,34 +201,34 @@ class Controller:
             return f"the job has {len(self._seats)} processes, and it is number {number}"
         seat = self._seats[number]
         reason = differences(self._about, hello)
-        if reason is None and seat.line is not None:
+        if reason is None and seat.connection is not None:
             reason = f"number {number}, {seat.process.name}, is here already"
         if reason is not None:
-            self.events.put(Event(number, "refused", {"reason": reason}))
+            self.events.put(ProcessEvent(number, "refused", {"reason": reason}))
         return reason
 
     def _enter(self, connection: Connection) -> None:
         seat = self._seats[connection.hello["process"]]
-        if seat.line is not None:  # two have come at once
+        if seat.connection is not None:  # two have come at once
             connection.close()
             return
         seat.status = "was starting"
-        self._pace.note()
-        seat.line = Line(connection)
-        self._seat_of[seat.line] = seat
-        self._lines.add(seat.line)
+        self._progress.note()
+        seat.connection = LoopConnection(connection)
+        self._seat_of[seat.connection] = seat
+        self._loop.add(seat.connection)
 
-    def _lose_line(self, line: Line, error: Exception) -> None:
+    def _lose(self, connection: LoopConnection, error: Exception) -> None:
         if isinstance(error, TimeoutError):
-            self._tell(self._seat_of[line], "silent", {"silent_s": self._timeout_s})
+            self._tell(self._seat_of[connection], "silent", {"silent_s": self._timeout_s})
         else:
-            self._tell(self._seat_of[line], "lost", {})
+            self._tell(self._seat_of[connection], "lost", {})
 
     def _tell(self, seat: _Seat, kind: str, message: Message) -> None:
-        self.events.put(Event(seat.process.number, kind, message))
+        self.events.put(ProcessEvent(seat.process.number, kind, message))
 
-    def _hear_line(self, line: Line, message: Message) -> None:
-        self._hear(self._seat_of[line], message)
+    def _hear_connection(self, connection: LoopConnection, message: Message) -> None:
+        self._hear(self._seat_of[connection], message)
 
     def _hear(self, seat: _Seat, message: Message) -> None:
         kind = message["kind"]
@@ -236,12 +236,12 @@ class Controller:
         if message.get("num_begun", 0) > seat.num_begun:
             seat.work, seat.step = message["work"], message["at_step"]
             seat.num_begun = message["num_begun"]
-            self._pace.begin(seat.work, seat.step, seat.process.number)
+            self._progress.begin(seat.work, seat.step, seat.process.number)
         if kind in ("ready", "compiled", "up", "done"):
-            self._pace.note()
+            self._progress.note()
         if message.get("num_done", 0) > seat.num_done:
             seat.num_done = message["num_done"]
-            self._pace.note()
+            self._progress.note()
         if kind == "ready":
             self._num_ready += seat.addresses is None
             seat.addresses = message["addresses"]
@@ -281,13 +281,13 @@ class Controller:
             for stage, coordinator in coordinators.items()
         }
         for seat in self._seats:
-            if seat.line:
-                seat.line.send(words[seat.process.stage])
+            if seat.connection:
+                seat.connection.send(words[seat.process.stage])
 
     def _keep(self) -> None:
         while not self._closed.wait(self._timeout_s / BEATS):
-            progress = {"num_noted": self._pace.num_noted, "limit_s": self._pace.limit_s}
-            self.broadcast({"kind": "beat", **progress})
+            signs = {"num_noted": self._progress.num_noted, "limit_s": self._progress.limit_s}
+            self.broadcast({"kind": "beat", **signs})
 
 
 class ClockOffset:
@@ -378,8 +378,8 @@ class Member:
         self._status = text
 
     def tell(self, kind: str, **content: Any) -> None:
-        progress = {**self._at, "num_done": self._num_done}
-        self._connection.send({"kind": kind, "status": self._status, **progress, **content})
+        signs = {**self._at, "num_done": self._num_done}
+        self._connection.send({"kind": kind, "status": self._status, **signs, **content})
 
     def begin(self, work: Work, step: int) -> None:
         """Tells what this process begins: at once, or it would be news when it is long ago."""

@@ -21,7 +21,7 @@ SHOWN = 12  # digits of a digest in a message
 Files = Sequence[Sequence[str]]  # path and SHA-256 of each, sorted by path
 
 
-class Told(NamedTuple):
+class ReadData(NamedTuple):
     """The data that a process has read."""
 
     digests: Mapping[str, str]  # by what they are of
@@ -29,7 +29,7 @@ class Told(NamedTuple):
 
 
 @dataclass
-class Agreement:
+class DataAgreement:
     """The comparison of all that the processes have told so far.
 
     Args:
@@ -39,7 +39,7 @@ class Agreement:
 
     processes: Sequence[Process]
     ask: Callable[[int, dict[str, Any]], None]
-    _told: dict[int, Told] = field(default_factory=dict)
+    _told: dict[int, ReadData] = field(default_factory=dict)
     _pair: list[int] = field(default_factory=list)  # who is asked for its files
     _first: int = 0  # place in the lists of the piece that is asked for
     _pieces: dict[int, Files] = field(default_factory=dict)
@@ -55,7 +55,7 @@ class Agreement:
         Raises DataError once it is known in what they differ.
         """
         if message["kind"] == "compiled":
-            self._told[number] = Told(message["digests"], message["source"])
+            self._told[number] = ReadData(message["digests"], message["source"])
             return self._compare() if len(self._told) == len(self.processes) else None
         self._pieces[number] = message["files"]
         if len(self._pieces) == len(self._pair):

@@ -26,7 +26,7 @@ from holmesjax.distributed.controller import Member
 from holmesjax.errors import DamagedError, HolmesError
 from holmesjax.hosts import nics
 from holmesjax.hosts.nics import Host
-from holmesjax.hosts.process_environment import Place, die_with
+from holmesjax.hosts.process_environment import ProcessEnvironment, die_with
 from holmesjax.job import Job
 from holmesjax.parallel import compat
 from holmesjax.parallel.mesh import build_mesh
@@ -54,16 +54,16 @@ def work(run_dir: str | Path, env: MutableMapping[str, str]) -> int:
       HolmesError: for mistakes that are found before the controller is reached.
     """
     find_host = functools.cache(nics.discover)
-    place = Place.from_environment(env, find_host)
+    environment = ProcessEnvironment.read(env, find_host)
     die_with(env.get("HOLMES_PARENT"))
     connections.raise_open_files()
     job = jobs.load_saved(run_dir)
     processes = make_processes(job.plan, job.topology, job.config.distributed.processes)
-    if not 0 <= place.number < len(processes):
+    if not 0 <= environment.number < len(processes):
         where, problem = "the environment", f"the plan has {len(processes)} processes"
         fix = "start as many processes as the plan needs, numbered from 0"
-        raise HolmesError(where, problem, found=f"number {place.number}", fix=fix)
-    return _Worker(job, place, processes, env, find_host).run()
+        raise HolmesError(where, problem, found=f"number {environment.number}", fix=fix)
+    return _Worker(job, environment, processes, env, find_host).run()
 
 
 class _Worker:
@@ -72,23 +72,23 @@ class _Worker:
     def __init__(
         self,
         job: Job,
-        place: Place,
+        environment: ProcessEnvironment,
         processes: tuple[Process, ...],
         env: MutableMapping[str, str],
         find_host: Callable[[], Host],
     ):
-        self._job, self._place, self._processes = job, place, processes
+        self._job, self._environment, self._processes = job, environment, processes
         self._env, self._find_host = env, find_host
-        self._me = processes[place.number]
+        self._me = processes[environment.number]
         self._domain = tuple(p for p in processes if p.stage == self._me.stage)
         self._config = job.config.distributed
         self._failing = threading.Lock()
-        self._about = job.about(place.restart)
+        self._about = job.about(environment.restart)
         self._member = Member(
             process=self._me,
-            address=place.controller[0],
-            port=place.controller[1],
-            key=place.key,
+            address=environment.controller[0],
+            port=environment.controller[1],
+            key=environment.key,
             about=self._about,
             timeout_s=self._config.silence_s,
             start_timeout_s=self._config.start_timeout_s,
@@ -130,10 +130,10 @@ class _Worker:
         job, member = self._job, self._member
         look_for_data(job.config)  # before JAX starts: compiling may take minutes
         for warning in domain.choose_nics(
-            job, self._domain, self._me, self._place.addresses, self._env, self._find_host
+            job, self._domain, self._me, self._environment.addresses, self._env, self._find_host
         ):
             print(f"warning: {warning}", flush=True)
-        ports = Ports.open(self._place.addresses)
+        ports = Ports.open(self._environment.addresses)
         addresses = {"data": ports.book, "coordinator": self._coordinator(ports.book)}
         member.tell("ready", addresses=addresses)
         member.status("waited for the other processes to start")
@@ -219,7 +219,7 @@ class _Worker:
             mesh=stages[0].mesh,
             ports=ports,
             look_up=lambda numbers: self._member.addresses(numbers, self._config.start_timeout_s),
-            key=self._place.key,
+            key=self._environment.key,
             about=self._about,
             streams=self._config.streams,
             heartbeat_timeout_s=self._config.silence_s,

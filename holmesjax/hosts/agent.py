@@ -4,13 +4,13 @@ An agent runs on every node, for as long as the launcher's end asks (`launch.lau
 
     inspect   what the node is: name, versions, clock, folder, limits, NICs, GPUs
     bind      whether a port can be listened on, or which one is free
-    open      opens a door on every address of the node; where they are
-    reach     goes to the doors of other nodes; how long each took, or why not
-    send      sends bytes to a door of another node, as boundaries are sent; how long they took
+    open      listens on every address of the node; the addresses and ports
+    reach     connects with other nodes; seconds for each, or the reason why not
+    send      sends bytes to another node, as boundaries are sent; the seconds
     join      joins the JAX job of its cluster: the only answer that imports JAX
     collect   takes part in collectives of that job; how long they took
 
-Doors ask for the key of the agents, as those of a job do.
+Whoever connects must hold the key of the agents.
 """
 
 import contextlib
@@ -37,10 +37,10 @@ import numpy as np
 from holmesjax.errors import HolmesError
 from holmesjax.hosts import nccl
 from holmesjax.hosts.nics import Host
-from holmesjax.hosts.process_environment import Place
+from holmesjax.hosts.process_environment import ProcessEnvironment
 from holmesjax.topology.file import CollectiveKind
 from holmesjax.transport import connections as wire
-from holmesjax.transport.admission import Door
+from holmesjax.transport.admission import Admission
 from holmesjax.transport.connections import Connection, Message
 from holmesjax.transport.frame_timing import Receiver, Sender
 from holmesjax.transport.rendezvous import Ports
@@ -48,26 +48,28 @@ from holmesjax.transport.rendezvous import Ports
 PACKAGES = ("holmesjax", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
 START_S = 30.0  # for the launcher's end to be there
 STALL_S = 30.0  # in which a connection must take a part, or answer
-Way = tuple[str, str, int]  # the address to come from, the address and port to go to
+NicPath = tuple[str, str, int]  # the address of a NIC here; the address and port of one there
 
 
-def serve(place: Place, find_host: Callable[[], Host], env: MutableMapping[str, str]) -> int:
+def serve(
+    environment: ProcessEnvironment, find_host: Callable[[], Host], env: MutableMapping[str, str]
+) -> int:
     """Answers until the launcher's end has gone. Raises PeerError if it never was there.
 
     `env` is of this process: NCCL's variables are added to it before JAX is imported.
     """
     wire.raise_open_files()
-    address, port = place.controller
+    address, port = environment.controller
     connection = wire.connect(
         address,
         port,
-        key=place.key,
-        hello={"process": place.number},
+        key=environment.key,
+        hello={"process": environment.number},
         check=lambda hello: None,
-        where=f"agent {place.number}",
+        where=f"agent {environment.number}",
         timeout_s=START_S,
     )
-    with _Agent(place, find_host, env) as agent, contextlib.suppress(OSError):
+    with _Agent(environment, find_host, env) as agent, contextlib.suppress(OSError):
         while True:
             question = connection.receive()
             connection.send(agent.answer(question.pop("what"), question))
@@ -75,14 +77,19 @@ def serve(place: Place, find_host: Callable[[], Host], env: MutableMapping[str, 
 
 
 class _Agent:
-    """Answers, and the doors it has opened; a context manager."""
+    """Answers, and the sockets that it listens on; a context manager."""
 
-    def __init__(self, place: Place, find_host: Callable[[], Host], env: MutableMapping[str, str]):
-        self._place, self._find_host, self._env = place, find_host, env
+    def __init__(
+        self,
+        environment: ProcessEnvironment,
+        find_host: Callable[[], Host],
+        env: MutableMapping[str, str],
+    ):
+        self._environment, self._find_host, self._env = environment, find_host, env
         self._collectives: Any = None  # once this node has joined
         self._receivers: dict[str, Receiver] = {}  # by what the sender calls them
         self._receiving = threading.Lock()
-        self._doors = contextlib.ExitStack()
+        self._admissions = contextlib.ExitStack()
         self._answers: dict[str, Callable[..., Message]] = {
             "inspect": self._inspect,
             "bind": self._bind,
@@ -97,7 +104,7 @@ class _Agent:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._doors.close()
+        self._admissions.close()
 
     def answer(self, what: str, arguments: Message) -> Message:
         try:
@@ -140,9 +147,9 @@ class _Agent:
                 fabric: sorted(
                     {i.mtu_bytes for i in host.interfaces if set(i.ipv4) & set(found)} - {None}
                 )
-                for fabric, found in self._place.addresses.items()
+                for fabric, found in self._environment.addresses.items()
             },
-            "addresses": self._place.addresses,
+            "addresses": self._environment.addresses,
         }
 
     # ---- whether it is reached -----------------------------------------------------------------
@@ -152,36 +159,36 @@ class _Agent:
             return {"port": wire.address_of(sock)[1]}
 
     def _open(self) -> Message:
-        ports = Ports.open(self._place.addresses)
+        ports = Ports.open(self._environment.addresses)
         for sock in itertools.chain(*ports.sockets.values()):
-            door = Door(
+            admission = Admission(
                 sock,
-                key=self._place.key,
+                key=self._environment.key,
                 hello={},
                 check=lambda hello: None,
                 enter=self._take_in_beside,
             )
-            self._doors.enter_context(door)
+            self._admissions.enter_context(admission)
         return {"book": ports.book}
 
-    def _reach(self, doors: list[Way], timeout_s: float) -> Message:
-        with ThreadPoolExecutor(max(len(doors), 1)) as pool:
-            return {"seconds": list(pool.map(lambda door: self._try(door, timeout_s), doors))}
+    def _reach(self, paths: list[NicPath], timeout_s: float) -> Message:
+        with ThreadPoolExecutor(max(len(paths), 1)) as pool:
+            return {"seconds": list(pool.map(lambda path: self._try(path, timeout_s), paths))}
 
-    def _try(self, door: Way, timeout_s: float) -> float | str:
+    def _try(self, path: NicPath, timeout_s: float) -> float | str:
         start_s = time.monotonic()
         try:
-            self._connect(door, timeout_s).close()
+            self._connect(path, timeout_s).close()
         except HolmesError as error:
             return str(error.found)
         return time.monotonic() - start_s
 
-    def _connect(self, door: Way, timeout_s: float) -> Connection:
-        source, address, port = door
+    def _connect(self, path: NicPath, timeout_s: float) -> Connection:
+        source, address, port = path
         return wire.connect(
             address,
             port,
-            key=self._place.key,
+            key=self._environment.key,
             hello={},
             check=lambda hello: None,
             where=f"{source} -> {address}",
@@ -193,21 +200,21 @@ class _Agent:
 
     def _send(
         self,
-        doors: list[Way],
+        paths: list[NicPath],
         sizes: list[int],
         rounds: int,
         timeout_s: float,
         limit_s: float,
     ) -> Message:
-        """Seconds of a message there and back, then of each size: of each round, over all doors.
+        """Seconds of a message there and back, then of each size: of each round, over all paths.
 
         Sizes after one that took more than `limit_s` longer than the message are left out.
         """
         found: list[list[float]] = []
         with contextlib.ExitStack() as opened:
             connections = [
-                opened.enter_context(contextlib.closing(self._connect(door, timeout_s)))
-                for door in doors
+                opened.enter_context(contextlib.closing(self._connect(path, timeout_s)))
+                for path in paths
             ]
             for connection in connections:
                 connection.sock.settimeout(STALL_S)
@@ -254,7 +261,7 @@ class _Agent:
     ) -> Message:
         if not on_cpu:
             own = nccl.own_settings(self._env)
-            here = self._place.addresses.get(fabric, [])
+            here = self._environment.addresses.get(fabric, [])
             self._env.update(nccl.environment(self._find_host(), fabric, here, own).added)
         self._collectives = importlib.import_module(
             "holmesjax.hosts.collective_timing"

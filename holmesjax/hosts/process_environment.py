@@ -1,4 +1,4 @@
-"""Where a process finds itself: what its environment says of its place in a job. No JAX."""
+"""The environment of a process: its number, its controller, its key, its addresses. No JAX."""
 
 import contextlib
 import ctypes
@@ -26,7 +26,7 @@ KEY_S = 10.0  # for a file system to show the newest key
 
 
 @dataclass(frozen=True, kw_only=True)
-class Place:
+class ProcessEnvironment:
     """What the environment tells a process of a job."""
 
     number: int
@@ -36,7 +36,7 @@ class Place:
     restart: int  # how often the job has been started again
 
     @classmethod
-    def from_environment(cls, env: Mapping[str, str], find_host: Callable[[], Host]) -> "Place":
+    def read(cls, env: Mapping[str, str], find_host: Callable[[], Host]) -> "ProcessEnvironment":
         """Raises HolmesError if a variable is missing or makes no sense.
 
         `find_host` is asked where nobody has set HOLMES_ADDRESSES.

@@ -23,7 +23,7 @@ NUM_KNOWN = 3  # steps that a median needs
 NUM_RECENT = 100  # the steps that it is of
 
 
-class Pace:
+class Progress:
     """Notes what begins, and says when the next thing is late; safe from several threads.
 
     Args:

@@ -41,15 +41,15 @@ class _Caller:
     hello: Message = field(default_factory=dict)  # once all is said
 
 
-class Door:
+class Admission:
     """Lets in, on a listening socket, whoever holds the key; a context manager.
 
     Args:
-      sock: from `listen`; closed with the door.
+      sock: from `listen`; closed with the admission.
       key: of the job.
       hello: what this end says of itself.
       check: looks at the caller's hello; a text refuses it.
-      enter: takes each authenticated connection, on the door's thread: it must not wait.
+      enter: takes each authenticated connection, on the admission's thread: it must not wait.
       expected: how many may call at once, where they are more than a few.
       warn: told once of each kind of trouble: this process cannot accept calls, or one came with
         another key.
@@ -81,10 +81,10 @@ class Door:
         sock.setblocking(False)
         self._selector.register(sock, selectors.EVENT_READ)
         self._selector.register(self._wakers[0], selectors.EVENT_READ)
-        self._thread = threading.Thread(target=self._run, name="door", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="admission", daemon=True)
         self._thread.start()
 
-    def __enter__(self) -> "Door":
+    def __enter__(self) -> "Admission":
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -18,17 +18,17 @@ from holmesjax.transport.connections import Connection, Message
 CLOSE_S = 1.0  # for the last words to go
 
 
-class Line:
-    """One connection."""
+class LoopConnection:
+    """One of its connections."""
 
     def __init__(self, connection: Connection):
-        self.connection = connection
+        self.sock = connection.sock
+        self._connection = connection
         self.heard_s = self.took_s = time.monotonic()  # when it said, and took, something last
         self.is_over = False
         self._note: Callable[[], object] = lambda: None  # to whoever serves it: look here
-        self._sock = connection.sock
-        self._sock.setblocking(False)
-        self._reader = connections.Reader(self._sock, connections.MESSAGE_LIMIT_BYTES)
+        self.sock.setblocking(False)
+        self._reader = connections.Reader(self.sock, connections.MESSAGE_LIMIT_BYTES)
         self._rest = bytearray()  # that the connection has not taken yet
         self._lock = threading.Lock()
 
@@ -62,7 +62,7 @@ class Line:
     def close(self) -> None:
         with self._lock:
             self.is_over = True
-            self.connection.close()
+            self._connection.close()
 
     @property
     def has_rest(self) -> bool:
@@ -83,32 +83,34 @@ class Line:
     def _put(self, data: bytes | bytearray) -> int:
         """How many bytes the connection takes; all of them where it is broken: reading says why."""
         try:
-            return self._sock.send(data)
+            return self.sock.send(data)
         except BlockingIOError:
             raise
         except OSError:
             return len(data)
 
 
-class Lines:
+class ConnectionLoop:
     """All of them, until it is closed.
 
     Args:
-      hear: takes each message, on the thread of the lines.
+      hear: takes each message, on the thread of the loop.
       lose: told once, there, that a connection has ended, or is silent (a TimeoutError).
       silence_s: how long one may say nothing, or take nothing that is sent.
     """
 
     def __init__(
         self,
-        hear: Callable[[Line, Message], object],
-        lose: Callable[[Line, Exception], object],
+        hear: Callable[[LoopConnection, Message], object],
+        lose: Callable[[LoopConnection, Exception], object],
         silence_s: float,
     ):
         self._hear, self._lose, self._silence_s = hear, lose, silence_s
-        self._lines: dict[Line, None] = {}
-        self._silent: dict[Line, None] = {}  # told of, and not heard any more
-        self._noted: dict[Line, None] = {}  # news for the thread: new, or with something to send
+        self._connections: dict[LoopConnection, None] = {}
+        self._silent: dict[LoopConnection, None] = {}  # reported, and not heard any more
+        self._noted: dict[
+            LoopConnection, None
+        ] = {}  # news for the thread: new, or with something to send
         self._lock = threading.Lock()
         self._is_closing = False
         self._selector = selectors.DefaultSelector()
@@ -116,16 +118,16 @@ class Lines:
         self._wakers[0].setblocking(False)
         self._wakers[1].setblocking(False)
         self._selector.register(self._wakers[0], selectors.EVENT_READ)
-        self._thread = threading.Thread(target=self._run, name="lines", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="connections", daemon=True)
         self._thread.start()
 
-    def add(self, line: Line) -> None:
+    def add(self, connection: LoopConnection) -> None:
         """Serves it from now on."""
-        line.serve_by(functools.partial(self._take_note, line))
+        connection.serve_by(functools.partial(self._take_note, connection))
 
-    def _take_note(self, line: Line) -> None:
+    def _take_note(self, connection: LoopConnection) -> None:
         with self._lock:
-            self._noted[line] = None
+            self._noted[connection] = None
         self._wake()
 
     def close(self) -> None:
@@ -157,53 +159,57 @@ class Lines:
             self._wakers[0].recv(4096)
         with self._lock:
             noted, self._noted = self._noted, {}
-        for line in noted:
-            if line.is_over or line in self._silent:
+        for connection in noted:
+            if connection.is_over or connection in self._silent:
                 continue
-            events = selectors.EVENT_READ | (selectors.EVENT_WRITE if line.has_rest else 0)
-            if line in self._lines:
-                self._selector.modify(line.connection.sock, events, line)
+            events = selectors.EVENT_READ | (selectors.EVENT_WRITE if connection.has_rest else 0)
+            if connection in self._connections:
+                self._selector.modify(connection.sock, events, connection)
             else:
-                self._lines[line] = None
-                self._selector.register(line.connection.sock, events, line)
+                self._connections[connection] = None
+                self._selector.register(connection.sock, events, connection)
 
-    def _serve(self, line: Line, events: int) -> None:
-        if events & selectors.EVENT_WRITE and line.flush():
-            self._selector.modify(line.connection.sock, selectors.EVENT_READ, line)
+    def _serve(self, connection: LoopConnection, events: int) -> None:
+        if events & selectors.EVENT_WRITE and connection.flush():
+            self._selector.modify(connection.sock, selectors.EVENT_READ, connection)
         if events & selectors.EVENT_READ:
             try:
-                while (message := line.read()) is not None:
-                    line.heard_s = time.monotonic()
-                    self._hear(line, message)
+                while (message := connection.read()) is not None:
+                    connection.heard_s = time.monotonic()
+                    self._hear(connection, message)
             except Exception as error:  # what one end says ends no other
                 if not isinstance(error, OSError | ValueError):
                     traceback.print_exception(error)
-                self._forget(line)
-                line.close()
-                self._lose(line, error)
+                self._forget(connection)
+                connection.close()
+                self._lose(connection, error)
 
     def _end_silent(self) -> None:
         now_s = time.monotonic()
-        for line in list(self._lines):
-            since_s = line.heard_s if not line.has_rest else min(line.heard_s, line.took_s)
+        for connection in list(self._connections):
+            since_s = (
+                connection.heard_s
+                if not connection.has_rest
+                else min(connection.heard_s, connection.took_s)
+            )
             if now_s - since_s > self._silence_s:
-                self._forget(line)
-                self._silent[line] = None  # it may still hear
-                self._lose(line, TimeoutError(f"silent for {self._silence_s:g} s"))
+                self._forget(connection)
+                self._silent[connection] = None  # it may still hear
+                self._lose(connection, TimeoutError(f"silent for {self._silence_s:g} s"))
 
-    def _forget(self, line: Line) -> None:
-        del self._lines[line]
-        self._selector.unregister(line.connection.sock)
+    def _forget(self, connection: LoopConnection) -> None:
+        del self._connections[connection]
+        self._selector.unregister(connection.sock)
 
     def _end_all(self) -> None:
         self._take_news()
         deadline_s = time.monotonic() + CLOSE_S
-        waiting = [line for line in self._lines if line.has_rest]
+        waiting = [connection for connection in self._connections if connection.has_rest]
         while waiting and time.monotonic() < deadline_s:
             time.sleep(0.01)
-            waiting = [line for line in waiting if not line.flush()]
-        for line in (*self._lines, *self._silent):
-            line.close()
+            waiting = [connection for connection in waiting if not connection.flush()]
+        for connection in (*self._connections, *self._silent):
+            connection.close()
         self._selector.close()
         for sock in self._wakers:
             sock.close()

@@ -12,7 +12,7 @@ from socket import socket
 
 import numpy as np
 
-from holmesjax.transport.frames import Channel, Frame, Kind, Part, ViolationError, parts_of
+from holmesjax.transport.frames import Channel, Frame, FrameKind, Packet, ViolationError, parts_of
 
 LEAVE_S = 2.0  # for the other end to say goodbye
 
@@ -27,7 +27,7 @@ class Sender:
 
     def __init__(self, socks: Sequence[socket], silence_s: float):
         self._silence_s, self._moved_s = silence_s, time.monotonic()
-        self._parts: deque[Part] = deque()
+        self._parts: deque[Packet] = deque()
         self._channels = [Channel(sock, self, silence_s, self._parts) for sock in socks]
         self._is_over = threading.Event()  # what was sent has come, or never will
         self._error: Exception | None = None
@@ -44,7 +44,7 @@ class Sender:
         self._moved_s, start_s = time.monotonic(), time.perf_counter()
         memory = block.data
         for offset, length in parts_of(block.nbytes, len(self._channels)):
-            frame = Frame(Kind.DATA, step=number, offset=offset, length=length)
+            frame = Frame(FrameKind.DATA, step=number, offset=offset, length=length)
             self._parts.append((frame, [memory[offset : offset + length]]))
             any(channel.take_part() for channel in self._channels)
         while self._error is None and not self._is_over.wait(self._silence_s / 4):
@@ -120,7 +120,7 @@ class Receiver:
             self._left[frame.step] -= frame.length
             is_whole = not self._left[frame.step]
         if is_whole:
-            channel.send(Frame(Kind.PULL, step=frame.step + 1))
+            channel.send(Frame(FrameKind.PULL, step=frame.step + 1))
 
     def sent(self, channel: Channel, frame: Frame) -> None:
         pass

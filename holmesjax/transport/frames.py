@@ -32,7 +32,7 @@ MIN_PART_BYTES, MAX_PART_BYTES = 1 << 20, 4 << 20
 MAX_BUFFERS = os.sysconf("SC_IOV_MAX")  # that one system call takes
 
 
-class Kind(enum.IntEnum):
+class FrameKind(enum.IntEnum):
     """What a frame is for."""
 
     PING = 1
@@ -44,7 +44,7 @@ class Kind(enum.IntEnum):
 class Frame(NamedTuple):
     """A header without its framing. All but the kind is 0 in PING and BYE."""
 
-    kind: Kind
+    kind: FrameKind
     crossing: int = 0  # its place among the crossings of the plan
     step: int = 0
     microbatch: int = 0
@@ -58,7 +58,7 @@ class Frame(NamedTuple):
         return self[1:5]
 
 
-Part = tuple[Frame, Sequence[memoryview]]
+Packet = tuple[Frame, Sequence[memoryview]]
 
 
 def parts_of(num_bytes: int, num_streams: int) -> Iterator[tuple[int, int]]:
@@ -111,7 +111,9 @@ class Channel:
       parts: data to send, shared by all channels to the same process: the free one takes the next.
     """
 
-    def __init__(self, sock: socket.socket, handler: Handler, silence_s: float, parts: deque[Part]):
+    def __init__(
+        self, sock: socket.socket, handler: Handler, silence_s: float, parts: deque[Packet]
+    ):
         self._sock, self._handler, self._silence_s = sock, handler, silence_s
         self._control: deque[Frame] = deque()  # sent before data, so that asking waits for nobody
         self._parts = parts
@@ -155,7 +157,7 @@ class Channel:
         with self._wakeup:
             if not self._said_bye:
                 self._said_bye = True
-                self._control.append(Frame(Kind.BYE))
+                self._control.append(Frame(FrameKind.BYE))
                 self._wakeup.notify()
 
     def close(self) -> None:
@@ -201,15 +203,15 @@ class Channel:
             _move(self._hear, [memoryview(header)])
             frame = _decode(header, sequence)
             sequence += 1
-            if frame.kind is Kind.PULL:
+            if frame.kind is FrameKind.PULL:
                 self._handler.pulled(self, frame)
-            elif frame.kind is Kind.DATA:
+            elif frame.kind is FrameKind.DATA:
                 buffers = self._handler.landing(self, frame)
                 self._is_in_payload = True
                 _move(self._hear, buffers)
                 self._is_in_payload = False
                 self._handler.landed(self, frame)
-            elif frame.kind is Kind.BYE:
+            elif frame.kind is FrameKind.BYE:
                 self.has_left = True
                 self._handler.left(self)
                 self.leave()
@@ -244,13 +246,13 @@ class Channel:
                 return
             _move(self._sock.sendmsg, [memoryview(_encode(frame, sequence)), *payload])
             sequence += 1
-            if frame.kind is Kind.DATA:
+            if frame.kind is FrameKind.DATA:
                 self._handler.sent(self, frame)
-            if frame.kind is Kind.BYE:
+            if frame.kind is FrameKind.BYE:
                 self._count_bye()
                 return
 
-    def _next(self) -> Part:
+    def _next(self) -> Packet:
         """What to send now; a ping if there is nothing for too long."""
         while True:
             with self._wakeup:
@@ -263,7 +265,7 @@ class Channel:
                 if self._control:
                     return self._control.popleft(), ()
             if self._is_closed or not is_needed:
-                return Frame(Kind.PING), ()
+                return Frame(FrameKind.PING), ()
             with contextlib.suppress(IndexError):  # another channel was faster
                 return self._parts.popleft()
 
@@ -283,9 +285,9 @@ def _decode(data: bytearray, sequence: int) -> Frame:
         raise ViolationError(f"a header with CRC {crc:08x}, not {expected:08x}")
     if number != sequence:
         raise ViolationError(f"frame number {number}, not {sequence}")
-    if kind not in list(Kind):
+    if kind not in list(FrameKind):
         raise ViolationError(f"a frame of kind {kind}")
-    return Frame(Kind(kind), crossing, *rest)
+    return Frame(FrameKind(kind), crossing, *rest)
 
 
 def _move(call: Callable[[Sequence[memoryview]], int], buffers: Sequence[memoryview]) -> None:

@@ -16,7 +16,7 @@ from holmesjax.errors import HolmesError, PeerError
 from holmesjax.plan.processes import Process, fabric_between
 from holmesjax.topology.machines import Topology
 from holmesjax.transport import connections
-from holmesjax.transport.admission import Door
+from holmesjax.transport.admission import Admission
 
 Book = Mapping[str, Sequence[tuple[str, int]]]  # fabric -> address and port of each NIC
 
@@ -121,10 +121,10 @@ class _Meeting:
             "digests": {str(other): digest for other, digest in self._digests.items()},
             "streams": {str(other): count for other, count in self._streams.items()},
         }
-        with ExitStack() as doors:
-            self._doors = [
-                doors.enter_context(
-                    Door(
+        with ExitStack() as admissions:
+            self._admissions = [
+                admissions.enter_context(
+                    Admission(
                         sock,
                         key=key,
                         hello=hello,
@@ -200,7 +200,11 @@ class _Meeting:
         if missing:
             names = ", ".join(self._processes[number].name for number in missing)
             reasons = [self._refused[number] for number in missing if number in self._refused]
-            reasons += [f"{self._me.name} {door.trouble}" for door in self._doors if door.trouble]
+            reasons += [
+                f"{self._me.name} {admission.trouble}"
+                for admission in self._admissions
+                if admission.trouble
+            ]
             raise PeerError(
                 self._me.name,
                 f"{names} did not connect for {timeout_s:g} s",

@@ -33,7 +33,7 @@ from holmesjax.transport import connections
 from holmesjax.transport.buffers import Pool, runs_of
 from holmesjax.transport.crossings import Crossing, Key
 from holmesjax.transport.ends import End, make_end, shape_of, size_of
-from holmesjax.transport.frames import Channel, Frame, Kind, Part, ViolationError, parts_of
+from holmesjax.transport.frames import Channel, Frame, FrameKind, Packet, ViolationError, parts_of
 from holmesjax.transport.rendezvous import Book, Ports, between, meet, num_streams
 
 # Arrays asked for and not yet fetched: one that arrives while the one before is computed with. Each
@@ -83,7 +83,7 @@ class Peer:
     process: Process
     num_streams: int
     channels: dict[int, Channel] = field(default_factory=dict)  # by stream
-    parts: deque[Part] = field(default_factory=deque)  # to send
+    parts: deque[Packet] = field(default_factory=deque)  # to send
     awaited: dict[Where, Landing] = field(default_factory=dict)  # the pieces it owes
 
     @property
@@ -323,7 +323,7 @@ class TcpTransport:
             view = blocks[outer][within(piece.box, outer)]
             parts = dict(parts_of(view.nbytes, peer.num_streams))
             peer.awaited[where] = Landing(pull, view, parts, len(parts))
-            self._channels(peer)[0].send(Frame(Kind.PULL, *where, 0, view.nbytes))
+            self._channels(peer)[0].send(Frame(FrameKind.PULL, *where, 0, view.nbytes))
             self._check_presence(peer)
 
     def _channels(self, peer: Peer) -> list[Channel]:
@@ -418,7 +418,7 @@ class TcpTransport:
         piece, part = offer.end.sends[i], offer.parts[i]
         peer, where = self._peers[piece.target], (offer.end.index, key.step, key.microbatch, i)
         for offset, length in parts_of(part.nbytes, peer.num_streams):
-            frame = Frame(Kind.DATA, *where, offset, length)
+            frame = Frame(FrameKind.DATA, *where, offset, length)
             peer.parts.append((frame, runs_of(part, offset, length)))
             any(channel.take_part() for channel in self._channels(peer))
 

@@ -17,7 +17,7 @@ from holmesjax.errors import FatalError, HolmesError
 from holmesjax.lab.scaled_topology import SUPERVISOR, Lab
 from holmesjax.lab.shell import CGROUPS, STATE, Commands, Version, tear_down
 from holmesjax.plan.processes import Process
-from launch.launchers.launcher import Children, Events, variables_here
+from launch.launchers.launcher import Children, EventSink, variables_here
 
 PROGRAMS = {"ip": "iproute2", "tc": "iproute2", "taskset": "util-linux", "unshare": "util-linux"}
 CLONE_NEWNET = 0x40000000
@@ -194,7 +194,7 @@ class LabLauncher:
         process: Process,
         command: Sequence[str],
         env: Mapping[str, str],
-        events: Events,
+        events: EventSink,
     ) -> None:
         node = self._nodes[process.node]
         own = {**os.environ, **env, **variables_here(node.addresses)}

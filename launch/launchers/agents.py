@@ -9,12 +9,12 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from holmesjax.distributed.controller import Event
+from holmesjax.distributed.controller import ProcessEvent
 from holmesjax.errors import PeerError
 from holmesjax.plan.processes import Process, node_processes
 from holmesjax.topology.machines import Topology
 from holmesjax.transport import connections
-from holmesjax.transport.admission import Door
+from holmesjax.transport.admission import Admission
 from holmesjax.transport.connections import Connection, Message
 from launch.launchers.launcher import Launcher
 
@@ -41,14 +41,14 @@ class Agents:
         self._connections: dict[str, Connection] = {}
         self._lines: dict[int, deque[str]] = defaultdict(lambda: deque(maxlen=LAST_LINES))
         self._ended: dict[int, str] = {}
-        self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
+        self._events: queue.SimpleQueue[ProcessEvent] = queue.SimpleQueue()
         self._changed = threading.Condition()
         self._key_file = folder / KEY
         key = connections.make_key_file(self._key_file)
         connections.raise_open_files(len(self._processes) * (1 + launcher.files_each))
         sock = connections.listen(launcher.address, launcher.port)
         address = "{}:{}".format(*connections.address_of(sock))
-        self._door = Door(
+        self._admission = Admission(
             sock,
             key=key,
             hello={},
@@ -73,7 +73,7 @@ class Agents:
         for connection in self._connections.values():
             connection.close()  # an agent ends with it
         self._launcher.end()
-        self._door.close()
+        self._admission.close()
         self._key_file.unlink(missing_ok=True)
 
     @property

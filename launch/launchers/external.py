@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 
 from holmesjax.errors import ConfigError
 from holmesjax.plan.processes import Process
-from launch.launchers.launcher import Events, parse_listen
+from launch.launchers.launcher import EventSink, parse_listen
 
 # Not the same for each process, or each start of the job: whoever sets it once leaves them out.
 OF_A_START = ("HOLMES_PROCESS", "HOLMES_RESTART", "HOLMES_KEY_DIGEST")
@@ -35,7 +35,7 @@ class ExternalLauncher:
         process: Process,
         command: Sequence[str],
         env: Mapping[str, str],
-        events: Events,
+        events: EventSink,
     ) -> None:
         if process.number == 0:
             variables = [name for name in env if name not in OF_A_START]

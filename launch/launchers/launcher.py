@@ -13,17 +13,17 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
-from holmesjax.distributed.controller import Event
+from holmesjax.distributed.controller import ProcessEvent
 from holmesjax.errors import REQUEUE, ConfigError
 from holmesjax.plan.processes import Process
 
 KILLED_S = 5.0  # for what was killed to be gone; what hangs in the kernel is left to it
 
 
-class Events(Protocol):
+class EventSink(Protocol):
     """Where events go: the supervisor's queue, or what translates them for it."""
 
-    def put(self, event: Event) -> None: ...
+    def put(self, event: ProcessEvent) -> None: ...
 
 
 class Launcher(Protocol):
@@ -50,7 +50,7 @@ class Launcher(Protocol):
         process: Process,
         command: Sequence[str],
         env: Mapping[str, str],
-        events: Events,
+        events: EventSink,
     ) -> None:
         """Starts `python -m launch <command>` on a node, with variables besides those it has.
 
@@ -148,7 +148,7 @@ class Children:
         number: int,
         argv: Sequence[str],
         env: Mapping[str, str],
-        events: Events,
+        events: EventSink,
         *,
         stdin: str = "",
     ) -> None:
@@ -226,14 +226,14 @@ class _Output(io.RawIOBase):
 
 
 def _read(
-    process: subprocess.Popen[bytes], sock: socket.socket, number: int, events: Events
+    process: subprocess.Popen[bytes], sock: socket.socket, number: int, events: EventSink
 ) -> None:
     with sock, io.TextIOWrapper(io.BufferedReader(_Output(sock)), errors="replace") as output:
         for line in output:
-            events.put(Event(number, "output", {"line": line.rstrip("\n")}))
+            events.put(ProcessEvent(number, "output", {"line": line.rstrip("\n")}))
     status = process.wait()
     _kill_group(process)
-    events.put(Event(number, "exit", {"status": status}))
+    events.put(ProcessEvent(number, "exit", {"status": status}))
 
 
 def _kill_group(child: subprocess.Popen[bytes]) -> None:

@@ -12,7 +12,7 @@ from typing import get_args
 from holmesjax.plan.processes import Process
 from holmesjax.topology.fabrics import ClusterFabric
 from holmesjax.topology.machines import Topology
-from launch.launchers.launcher import Children, Events, variables_here, visible_devices
+from launch.launchers.launcher import Children, EventSink, variables_here, visible_devices
 
 FABRICS = get_args(ClusterFabric)
 
@@ -55,7 +55,7 @@ class LocalLauncher:
         process: Process,
         command: Sequence[str],
         env: Mapping[str, str],
-        events: Events,
+        events: EventSink,
     ) -> None:
         own = {
             **os.environ,

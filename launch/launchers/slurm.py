@@ -18,14 +18,14 @@ from typing import Annotated
 from pydantic import Field
 
 from holmesjax.checkpoints import resume
-from holmesjax.distributed.controller import Event
+from holmesjax.distributed.controller import ProcessEvent
 from holmesjax.errors import REQUEUE, ConfigError, HolmesError
 from holmesjax.job import Job
 from holmesjax.lease import Lease
 from holmesjax.plan.processes import Process
 from holmesjax.yaml_files import Document, Keys
 from launch.launchers.components import Component, make_components, read_options
-from launch.launchers.launcher import Children, Events, own_address, parse_listen
+from launch.launchers.launcher import Children, EventSink, own_address, parse_listen
 
 SCRIPT = "job.sbatch"
 END_S = 10.0  # for srun to see that its tasks are gone
@@ -238,7 +238,7 @@ class SlurmLauncher:
         process: Process,
         command: Sequence[str],
         env: Mapping[str, str],
-        events: Events,
+        events: EventSink,
     ) -> None:
         """Starts the step of the process's component once all of its processes are to start."""
         [component] = [c for c in self._components if process in c.processes]
@@ -283,17 +283,17 @@ SIGNALS = {signal.strsignal(number): number for number in signal.valid_signals()
 class _Tasks:
     """Events of the processes of a component, from those of their srun."""
 
-    def __init__(self, component: Component, events: Events):
+    def __init__(self, component: Component, events: EventSink):
         self._numbers = [process.number for process in component.processes]
         self._events = events
         self._failed: set[int] = set()  # places in the component
 
-    def put(self, event: Event) -> None:
+    def put(self, event: ProcessEvent) -> None:
         if event.kind == "exit":
             # Unless it said of a task how that one failed, srun itself failed, or none did.
             status = 0 if self._failed else event.message["status"]
-            for place in set(range(len(self._numbers))) - self._failed:
-                self._tell(place, "exit", status=status)
+            for position in set(range(len(self._numbers))) - self._failed:
+                self._tell(position, "exit", status=status)
             return
         line = event.message["line"]
         if found := LABELLED.fullmatch(line):
@@ -303,12 +303,12 @@ class _Tasks:
         if found := ENDED.fullmatch(line):
             name = found[3] and found[3].removesuffix(" (core dumped)")
             status = -SIGNALS.get(name, signal.SIGKILL) if name else int(found[2])
-            for place in _places(found[1]):
-                self._failed.add(place)
-                self._tell(place, "exit", status=status)
+            for position in _places(found[1]):
+                self._failed.add(position)
+                self._tell(position, "exit", status=status)
 
-    def _tell(self, place: int, kind: str, **message: object) -> None:
-        self._events.put(Event(self._numbers[place], kind, message))
+    def _tell(self, position: int, kind: str, **message: object) -> None:
+        self._events.put(ProcessEvent(self._numbers[position], kind, message))
 
 
 def _places(text: str) -> list[int]:

@@ -16,13 +16,19 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
-from holmesjax.distributed.controller import Event
+from holmesjax.distributed.controller import ProcessEvent
 from holmesjax.errors import REQUEUE, ConfigError, HolmesError, Mistakes
 from holmesjax.plan.processes import Process
 from holmesjax.topology.machines import Topology
 from launch.launchers import hosts
 from launch.launchers.hosts import Host
-from launch.launchers.launcher import Children, Events, own_address, parse_listen, visible_devices
+from launch.launchers.launcher import (
+    Children,
+    EventSink,
+    own_address,
+    parse_listen,
+    visible_devices,
+)
 
 OPTIONS = {
     "BatchMode": "yes",  # never asks for a password
@@ -140,7 +146,7 @@ class SshLauncher:
         process: Process,
         command: Sequence[str],
         env: Mapping[str, str],
-        events: Events,
+        events: EventSink,
     ) -> None:
         host = self._hosts[process.node]
         own = {"PYTHONUNBUFFERED": "1", **visible_devices(process, host.env), **env, **host.env}
@@ -179,15 +185,15 @@ def _arguments(host: Host) -> list[str]:
 class _Ears:
     """Events of one ssh client, with its ways to fail put in words."""
 
-    def __init__(self, host: Host, events: Events):
+    def __init__(self, host: Host, events: EventSink):
         self._host, self._events = host, events
         self._lines: deque[str] = deque(maxlen=20)
 
-    def put(self, event: Event) -> None:
+    def put(self, event: ProcessEvent) -> None:
         if event.kind == "output":
             self._lines.append(event.message["line"])
         elif (told := self._told(status := event.message["status"])) is not None:
-            event = Event(event.process, "failed", told)
+            event = ProcessEvent(event.process, "failed", told)
         elif status > 128:  # how a shell says that a signal ended its command
             event = event._replace(message={"status": 128 - status})
         self._events.put(event)

@@ -5,10 +5,10 @@ import functools
 import os
 
 from holmesjax.hosts import agent, nics
-from holmesjax.hosts.process_environment import Place, die_with
+from holmesjax.hosts.process_environment import ProcessEnvironment, die_with
 
 
 def run(args: argparse.Namespace) -> int:
     die_with(os.environ.get("HOLMES_PARENT"))
     find_host = functools.cache(nics.discover)
-    return agent.serve(Place.from_environment(os.environ, find_host), find_host, os.environ)
+    return agent.serve(ProcessEnvironment.read(os.environ, find_host), find_host, os.environ)

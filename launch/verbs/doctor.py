@@ -151,8 +151,8 @@ def _reach(
             nics = f"{fabric}, {here} to {there}" if len(own) + len(theirs) > 2 else fabric
             plans.setdefault(source, []).append(((source, target, nics), (here, there, port)))
     questions = {
-        source: ("reach", {"doors": [door for _, door in doors], "timeout_s": REACH_S})
-        for source, doors in plans.items()
+        source: ("reach", {"paths": [path for _, path in planned], "timeout_s": REACH_S})
+        for source, planned in plans.items()
     }
     for source, answer in agents.ask_all(questions).items():
         keys = [key for key, _ in plans[source]]

@@ -172,7 +172,7 @@ class _Session:
             return dict(zip(questions, pool.map(ask, questions), strict=True))
 
     def _open(self) -> None:
-        """Doors on all nodes; a node whose address is another's is left out, and so is that one."""
+        """Lets all nodes listen; nodes of which two have one address are left out."""
         answers = self._ask(dict.fromkeys(self._agents.nodes, ("open", {})))
         for node, answer in answers.items():
             if "problem" in answer:
@@ -224,7 +224,7 @@ class _Session:
                     self._problem(f"{a} -> {b}", text, fix)
                     del found[a, b]
                     continue
-                streams = len(asked[a][1]["doors"])
+                streams = len(asked[a][1]["paths"])
                 times = zip(probe.SIZES_BYTES, answer["seconds"], strict=False)  # it stops early
                 found[a, b][streams] = dict(times)
         return found
@@ -241,9 +241,9 @@ class _Session:
     def _send(self, fabric: str, way: Way, streams: int | None) -> Question:
         own, theirs = (self._books[node][fabric] for node in way)
         count = streams or streams_over(probe.STREAMS, len(own), len(theirs))
-        doors = [(own[i % len(own)][0], *theirs[i % len(theirs)]) for i in range(count)]
+        paths = [(own[i % len(own)][0], *theirs[i % len(theirs)]) for i in range(count)]
         return "send", {
-            "doors": doors,
+            "paths": paths,
             "sizes": probe.SIZES_BYTES[1:],
             "rounds": probe.ROUNDS,
             "timeout_s": CONNECT_S,

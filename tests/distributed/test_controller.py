@@ -15,7 +15,7 @@ from holmesjax.distributed.worker import _Teller
 from holmesjax.errors import DataError, HolmesError, PeerError, RefusedError
 from holmesjax.plan.processes import Process
 from holmesjax.runtime.domain import coordinator_port
-from holmesjax.runtime.progress import Pace
+from holmesjax.runtime.progress import Progress
 from holmesjax.runtime.timeline import Interval
 from holmesjax.transport import connections
 
@@ -50,7 +50,7 @@ def open_controller(processes, silence_s=SILENCE_S):
         key=KEY,
         heartbeat_timeout_s=silence_s,
         is_saving=lambda step: step % 2 == 0,
-        pace=Pace(DistributedConfig()),
+        progress=Progress(DistributedConfig()),
     )
 
 
@@ -113,9 +113,9 @@ def test_a_start_is_as_long_in_a_large_job_as_in_a_small_one():
         made = [process(number, number % 2, number // 2) for number in range(count)]
         with open_controller(made) as controller:
             sent = []
-            line = SimpleNamespace(send=sent.append)
+            connection = SimpleNamespace(send=sent.append)
             for seat in controller._seats:
-                seat.line = line
+                seat.connection = connection
                 seat.addresses = {"data": ["here"] * 8, "coordinator": ["there", 1]}
             controller._start_all()
             assert len(sent) == count
@@ -337,7 +337,7 @@ def test_what_is_done_at_a_start_is_progress_and_a_heartbeat_is_none(controller,
         for member in (members[0], members[2]):
             member.vote(step)
         members[1].verdict(step)  # all that was told before has been heard
-        return controller._pace.num_noted
+        return controller._progress.num_noted
 
     before = noted(1)
     members[0].tell("beat")
@@ -369,7 +369,7 @@ def test_a_member_waits_while_there_is_progress_and_no_longer(controller, member
         waits.append(error.value)
 
     waiting = threading.Thread(target=wait)
-    controller._pace._config = DistributedConfig(step_timeout_s=0.01, start_timeout_s=0.01)
+    controller._progress._config = DistributedConfig(step_timeout_s=0.01, start_timeout_s=0.01)
     waiting.start()
     for step in range(1, 9):
         members[2].begin("validation", step)

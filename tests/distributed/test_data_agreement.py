@@ -14,7 +14,7 @@ from hypothesis import given, strategies as st
 from holmesjax import job as jobs
 from holmesjax.data.batches import order_digest
 from holmesjax.distributed import data_agreement
-from holmesjax.distributed.data_agreement import Agreement
+from holmesjax.distributed.data_agreement import DataAgreement
 from holmesjax.errors import DataError
 from holmesjax.plan.processes import Process
 from holmesjax.report import metrics
@@ -38,7 +38,7 @@ def agree(*corpora, orders=None, mute=()):
     """Plays a job whose processes have these files; the digests that are agreed on."""
     questions = []
     ask = lambda number, question: questions.append((number, question))
-    agreed, agrees = None, Agreement([process(i) for i in range(len(corpora))], ask)
+    agreed, agrees = None, DataAgreement([process(i) for i in range(len(corpora))], ask)
     for number, files in enumerate(corpora):
         assert agreed is None, "it did not wait for all"
         digests = {"train": str(sorted(files.items())), "validation": "", "order": "0"}

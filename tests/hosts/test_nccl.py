@@ -17,7 +17,7 @@ from hypothesis import given, strategies as st
 from holmesjax import job as jobs
 from holmesjax.errors import HolmesError
 from holmesjax.hosts import nccl, nics as discovery
-from holmesjax.hosts.process_environment import Place
+from holmesjax.hosts.process_environment import ProcessEnvironment
 from holmesjax.plan.processes import make_processes
 from holmesjax.runtime import domain
 from holmesjax.topology import fabrics
@@ -182,15 +182,15 @@ def test_a_worker_finds_its_addresses_and_what_is_set_wins(tmp_path, key_file, m
         "HOLMES_KEY_FILE": str(key_file),
     }
     recorded = HOSTS["mixed_infiniband_and_roce"]
-    place = Place.from_environment(env, lambda: mixed)
+    place = ProcessEnvironment.read(env, lambda: mixed)
     assert place.addresses == {"local": ["127.0.0.1"], **recorded.addresses}
     env["HOLMES_ADDRESSES"] = '{"ethernet": ["10.7.0.1"]}'
-    place = Place.from_environment(env, lambda: pytest.fail("nobody asked"))
+    place = ProcessEnvironment.read(env, lambda: pytest.fail("nobody asked"))
     assert place.addresses == {"ethernet": ["10.7.0.1"]}
     del env["HOLMES_ADDRESSES"]
     without = find("no_nic", tmp_path)
     with pytest.raises(HolmesError) as error:
-        Place.from_environment(env, lambda: without)
+        ProcessEnvironment.read(env, lambda: without)
     assert error.value.where == "HOLMES_ADDRESSES"
     assert "docker0: virtual (bridge)" in error.value.found
 

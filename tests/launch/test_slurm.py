@@ -15,10 +15,10 @@ from pathlib import Path
 import pytest
 
 from holmesjax import job as jobs
-from holmesjax.distributed.controller import Event
+from holmesjax.distributed.controller import ProcessEvent
 from holmesjax.errors import HolmesError
 from holmesjax.hosts import nics
-from holmesjax.hosts.process_environment import Place
+from holmesjax.hosts.process_environment import ProcessEnvironment
 from holmesjax.report import metrics
 from holmesjax.transport import connections
 from launch.launchers import slurm
@@ -348,9 +348,9 @@ def test_a_place_in_a_component_is_a_number_in_the_job(tmp_path, own, number):
     env |= {"HOLMES_ADDRESSES": '{"ethernet": ["10.0.0.2"]}', **own}
     if number is None:
         with pytest.raises(HolmesError, match="makes no sense"):
-            Place.from_environment(env, nics.discover)
+            ProcessEnvironment.read(env, nics.discover)
     else:
-        assert Place.from_environment(env, nics.discover).number == number
+        assert ProcessEnvironment.read(env, nics.discover).number == number
 
 
 # ---- what srun says ------------------------------------------------------------------------------
@@ -363,8 +363,8 @@ def told(lines: list[str], status: int) -> list[tuple]:
     events = queue.Queue()
     tasks = slurm._Tasks(tasks_of(4, 6, 5), events)
     for line in lines:
-        tasks.put(Event(0, "output", {"line": line}))
-    tasks.put(Event(0, "exit", {"status": status}))
+        tasks.put(ProcessEvent(0, "output", {"line": line}))
+    tasks.put(ProcessEvent(0, "exit", {"status": status}))
     found = []
     while not events.empty():
         event = events.get()

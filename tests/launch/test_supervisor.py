@@ -8,7 +8,7 @@ import threading
 import pytest
 
 from holmesjax import job as jobs
-from holmesjax.distributed.controller import Event
+from holmesjax.distributed.controller import ProcessEvent
 from holmesjax.errors import FatalError, HolmesError, PeerError
 from launch import restarts
 from launch.failure_causes import cause_of
@@ -67,12 +67,12 @@ FAILURES = {
 def test_the_cause_is_found_in_whatever_order_failures_come(cause, others):
     for other in others:
         for names in ([cause, other], [other, cause]):
-            events = [Event(number, *FAILURES[name]) for number, name in enumerate(names)]
+            events = [ProcessEvent(number, *FAILURES[name]) for number, name in enumerate(names)]
             assert cause_of(events).process == names.index(cause), names
 
 
 def test_of_failures_alike_the_first_is_the_cause():
-    events = [Event(number, *FAILURES["loss"]) for number in (2, 0, 1)]
+    events = [ProcessEvent(number, *FAILURES["loss"]) for number in (2, 0, 1)]
     assert cause_of(events).process == 2
 
 

@@ -11,7 +11,7 @@ import pytest
 from holmesjax import job as jobs, lease
 from holmesjax.config import DistributedConfig
 from holmesjax.errors import PeerError
-from holmesjax.runtime.progress import Pace
+from holmesjax.runtime.progress import Progress
 from launch.supervisor import LOGS, Supervisor
 from tests.jobs import ROOT, write_run
 from tests.scripted_member import ScriptedLauncher
@@ -27,19 +27,19 @@ class Clock:
         return self.now_s
 
 
-def paced(durations_s, **settings):
-    """A pace after steps of these durations, with its clock; the last step has just begun."""
+def after_steps(durations_s, **settings):
+    """A progress after steps of these durations, with its clock; the last step has just begun."""
     clock = Clock()
-    pace = Pace(DistributedConfig(start_timeout_s=600.0, **settings), clock)
+    progress = Progress(DistributedConfig(start_timeout_s=600.0, **settings), clock)
     for step, duration_s in enumerate([0.0, *durations_s], start=1):
         clock.now_s += duration_s
-        pace.begin("step", step)
-    return pace, clock
+        progress.begin("step", step)
+    return progress, clock
 
 
-def is_late_after(pace, clock, seconds):
+def is_late_after(progress, clock, seconds):
     clock.now_s += seconds
-    late = pace.is_late()
+    late = progress.is_late()
     clock.now_s -= seconds
     return late
 
@@ -58,33 +58,33 @@ def is_late_after(pace, clock, seconds):
     ],
 )
 def test_a_step_may_take_ten_medians(durations_s, settings, limit_s):
-    pace, clock = paced(durations_s, **settings)
-    assert pace.limit_s == limit_s
-    assert not is_late_after(pace, clock, limit_s)
-    assert is_late_after(pace, clock, limit_s + 1.0)
+    progress, clock = after_steps(durations_s, **settings)
+    assert progress.limit_s == limit_s
+    assert not is_late_after(progress, clock, limit_s)
+    assert is_late_after(progress, clock, limit_s + 1.0)
 
 
 def test_validation_and_checkpoints_are_no_hang():
-    pace, clock = paced([1.0] * 5)
+    progress, clock = after_steps([1.0] * 5)
     for _ in range(10):  # each batch counts
         clock.now_s += 50.0
-        pace.begin("validation", 6)
-    assert not is_late_after(pace, clock, 60.0)
-    assert is_late_after(pace, clock, 61.0)
-    pace.begin("checkpoint", 6, process=1)  # another process of the job
-    pace.begin("step", 7, process=0)
-    assert not is_late_after(pace, clock, 600.0)
-    assert is_late_after(pace, clock, 601.0)
-    pace.begin("step", 7, process=1)
-    assert is_late_after(pace, clock, 61.0)
+        progress.begin("validation", 6)
+    assert not is_late_after(progress, clock, 60.0)
+    assert is_late_after(progress, clock, 61.0)
+    progress.begin("checkpoint", 6, process=1)  # another process of the job
+    progress.begin("step", 7, process=0)
+    assert not is_late_after(progress, clock, 600.0)
+    assert is_late_after(progress, clock, 601.0)
+    progress.begin("step", 7, process=1)
+    assert is_late_after(progress, clock, 61.0)
 
 
 def test_of_several_processes_the_first_begins_a_step():
-    pace, clock = paced([])
+    progress, clock = after_steps([])
     for step, process in itertools.product(range(2, 8), range(3)):
         clock.now_s += 10.0
-        pace.begin("step", step, process)
-    assert pace.limit_s == 300.0
+        progress.begin("step", step, process)
+    assert progress.limit_s == 300.0
 
 
 # ---- jobs of processes that only talk ------------------------------------------------------------

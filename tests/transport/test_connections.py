@@ -18,7 +18,7 @@ import pytest
 from holmesjax.errors import HolmesError, PeerError, RefusedError
 from holmesjax.hosts import process_environment
 from holmesjax.transport import admission, connections
-from holmesjax.transport.admission import Door
+from holmesjax.transport.admission import Admission
 
 KEY = bytes(range(32))
 
@@ -41,13 +41,13 @@ def call_at(address, key=KEY, check=lambda hello: None, hello=None, timeout_s=5.
 
 
 class Inn:
-    """A door, who came in, and what it warned of."""
+    """A admission, who came in, and what it warned of."""
 
     def __init__(self, check=lambda hello: None, key=KEY, sock=None, expected=1):
         self.entered, self.warnings = queue.Queue(), []
         sock = sock or connections.listen("127.0.0.1")
         self.address = connections.address_of(sock)
-        self.door = Door(
+        self.admission = Admission(
             sock,
             key=key,
             hello={"name": "inn"},
@@ -70,7 +70,7 @@ class Inn:
 def inn(patience):
     inn = Inn()
     yield inn
-    inn.door.close()
+    inn.admission.close()
 
 
 def frame(message):
@@ -167,7 +167,7 @@ def test_a_stranger_at_the_right_address_is_not_believed(patience, stranger):
     call_at(connections.address_of(sock)).close()
     thread.join()
     inns[0].entered.get(timeout=5).close()
-    inns[0].door.close()
+    inns[0].admission.close()
 
 
 def test_strangers_only_are_told_when_the_time_is_up(patience):
@@ -201,8 +201,11 @@ def test_a_call_whose_last_answer_was_lost_is_repeated(patience):
     """It has no seat before it has said that it knows."""
     seats = set()
     inn = Inn(lambda hello: "is here already" if hello["name"] in seats else None)
-    enter = inn.door._enter
-    inn.door._enter = lambda connection: (seats.add(connection.hello["name"]), enter(connection))
+    enter = inn.admission._enter
+    inn.admission._enter = lambda connection: (
+        seats.add(connection.hello["name"]),
+        enter(connection),
+    )
     with connections.listen("127.0.0.1") as tap:
 
         def relay():
@@ -222,7 +225,7 @@ def test_a_call_whose_last_answer_was_lost_is_repeated(patience):
     inn.entered.get(timeout=5).close()
     with pytest.raises(RefusedError, match="is here already"):  # another one with its name
         inn.call()
-    inn.door.close()
+    inn.admission.close()
 
 
 def test_a_reason_reaches_the_other_end(patience):
@@ -231,7 +234,7 @@ def test_a_reason_reaches_the_other_end(patience):
         inn.call(hello={"plan": "p2"})
     with pytest.raises(RefusedError, match="wrong inn"):
         Inn().call(check=lambda hello: f"wrong {hello['name']}")
-    inn.door.close()
+    inn.admission.close()
     assert inn.entered.empty()
 
 
@@ -329,7 +332,7 @@ def test_a_crowd_of_strangers_does_not_keep_others_out(monkeypatch):
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 32 * 1024  # KiB
     for stranger in crowd:
         stranger.close()
-    inn.door.close()
+    inn.admission.close()
 
 
 def test_members_that_come_all_at_once_are_all_let_in(monkeypatch):
@@ -352,7 +355,7 @@ def test_members_that_come_all_at_once_are_all_let_in(monkeypatch):
     assert sorted(connection.hello["name"] for connection in names) == [*range(150)]
     for sock in (*members, *strangers, *names):
         sock.close()
-    inn.door.close()
+    inn.admission.close()
 
 
 def test_pauses_grow_and_differ():
@@ -414,14 +417,14 @@ def test_another_key_than_the_launchers_is_told_before_anybody_is_called(tmp_pat
     }
     monkeypatch.setattr(process_environment, "KEY_S", 0.2)
     with pytest.raises(HolmesError, match="not the key that the launcher has"):
-        process_environment.Place.from_environment(env, lambda: None)
+        process_environment.ProcessEnvironment.read(env, lambda: None)
     monkeypatch.setattr(process_environment, "KEY_S", 30.0)
     newest = tmp_path / "newest"
     newest.write_text(bytes(32).hex())
     newest.chmod(0o600)
     change = threading.Timer(0.3, newest.replace, [tmp_path / "key"])
     change.start()
-    assert process_environment.Place.from_environment(env, lambda: None).key == bytes(32) != old
+    assert process_environment.ProcessEnvironment.read(env, lambda: None).key == bytes(32) != old
     change.join()
 
 
@@ -430,15 +433,15 @@ def test_another_key_than_the_launchers_is_told_before_anybody_is_called(tmp_pat
 OPEN_A_DOOR = """
 import resource, sys, time
 from holmesjax.transport import connections
-from holmesjax.transport.admission import Door
+from holmesjax.transport.admission import Admission
 
 resource.setrlimit(resource.RLIMIT_NOFILE, (20, 20))
 sock = connections.listen("127.0.0.1")
 print(connections.address_of(sock)[1], flush=True)
-door = Door(sock, key=bytes(range(32)), hello={}, check=lambda hello: None,
+admission = Admission(sock, key=bytes(range(32)), hello={}, check=lambda hello: None,
             enter=lambda connection: print("entered", flush=True))
 sys.stdin.read()
-print(f"trouble: {door.trouble!r}")
+print(f"trouble: {admission.trouble!r}")
 """
 
 

@@ -9,9 +9,9 @@ from types import SimpleNamespace
 import pytest
 
 from holmesjax.transport import frames
-from holmesjax.transport.frames import Channel, Frame, Kind, ViolationError
+from holmesjax.transport.frames import Channel, Frame, FrameKind, ViolationError
 
-PULL = Frame(Kind.PULL, 3, 2**40, 7, 5, 2**35, 2**33)
+PULL = Frame(FrameKind.PULL, 3, 2**40, 7, 5, 2**35, 2**33)
 
 
 class Notes:
@@ -87,7 +87,7 @@ def give(channel, frame, payload):
 def test_payload_goes_from_memory_to_memory(opened):
     (a, _), (told_a, told_b), _ = opened()
     source, target = bytearray(range(250)) * 40000, bytearray(250 * 40000)
-    frame = Frame(Kind.DATA, length=len(source))
+    frame = Frame(FrameKind.DATA, length=len(source))
     rows = 3000  # more than one system call takes
     told_b.memory[frame] = [memoryview(target)[i : i + 7000] for i in range(0, len(target), 7000)]
     step = len(source) // rows
@@ -106,7 +106,7 @@ def test_parts_are_spread_over_the_free_channels(opened):
     large = memoryview(bytes(1 << 24))  # more than a socket takes: nobody reads, so each is busy
     time.sleep(0.1)  # all idle
     for offset in range(4):
-        parts.append((Frame(Kind.DATA, offset=offset, length=len(large)), [large]))
+        parts.append((Frame(FrameKind.DATA, offset=offset, length=len(large)), [large]))
         any(channel.take_part() for channel in channels)
     deadline_s = time.monotonic() + 5
     while parts and time.monotonic() < deadline_s:
@@ -119,18 +119,18 @@ def test_wishes_do_not_queue_behind_data(opened):
     (a,), (told,), (_, sock) = opened(ends=1)
     large = memoryview(bytes(1 << 24))
     for offset in (0, 1):
-        give(a, Frame(Kind.DATA, offset=offset, length=len(large)), [large])
+        give(a, Frame(FrameKind.DATA, offset=offset, length=len(large)), [large])
     a.send(PULL)
     size = frames.HEADER.size + frames.CRC.size
     seen = []
     while len(seen) < 3:
         header = bytearray(sock.recv(size, socket.MSG_WAITALL))
         seen.append(frames._decode(header, len(seen)))
-        if seen[-1].kind is Kind.DATA:
+        if seen[-1].kind is FrameKind.DATA:
             sock.recv(seen[-1].length, socket.MSG_WAITALL)
     assert [frame.kind for frame in seen] in (
-        [Kind.DATA, Kind.PULL, Kind.DATA],
-        [Kind.PULL, Kind.DATA, Kind.DATA],
+        [FrameKind.DATA, FrameKind.PULL, FrameKind.DATA],
+        [FrameKind.PULL, FrameKind.DATA, FrameKind.DATA],
     )
     assert not told.errors
 
@@ -200,7 +200,9 @@ GOOD = frames._encode(PULL, 0)
         pytest.param(GOOD + GOOD, "frame number 0, not 1", id="repeated"),
         pytest.param(frames._encode(PULL._replace(kind=9), 0), "kind 9", id="kind"),
         pytest.param(
-            frames._encode(PULL._replace(kind=Kind.DATA), 0), "not asked for", id="unasked data"
+            frames._encode(PULL._replace(kind=FrameKind.DATA), 0),
+            "not asked for",
+            id="unasked data",
         ),
     ],
 )
@@ -212,7 +214,7 @@ def test_what_is_wrong_ends_the_connection(opened, sent, problem):
     assert problem in str(error)
 
 
-@pytest.mark.parametrize("sent", [b"", GOOD[:10], frames._encode(Frame(Kind.PING), 0)])
+@pytest.mark.parametrize("sent", [b"", GOOD[:10], frames._encode(Frame(FrameKind.PING), 0)])
 def test_a_closed_connection_is_noticed_at_once(opened, sent):
     _, (told,), (_, sock) = opened(silence_s=60, ends=1)
     sock.sendall(sent)

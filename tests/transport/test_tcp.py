@@ -19,7 +19,7 @@ from holmesjax.parallel import compat
 from holmesjax.transport import connections, frames
 from holmesjax.transport.buffers import Pool, runs_of
 from holmesjax.transport.crossings import Key
-from holmesjax.transport.frames import Channel, Frame, Kind
+from holmesjax.transport.frames import Channel, Frame, FrameKind
 from holmesjax.transport.rendezvous import Ports
 from holmesjax.transport.tcp import PREFETCH
 from tests.two_stages import (
@@ -496,14 +496,14 @@ def impostor():
 def test_the_impostor_is_believed_while_it_behaves(impostor):
     key = Key("F0", 7, 3)
     impostor.transport.expect([key])
-    wish = impostor.hears(Kind.PULL)
-    assert wish == Frame(Kind.PULL, 0, 7, 3, 0, 0, 1 << 21)
+    wish = impostor.hears(FrameKind.PULL)
+    assert wish == Frame(FrameKind.PULL, 0, 7, 3, 0, 0, 1 << 21)
     said = np.random.default_rng(0).bytes(wish.length)
-    impostor.say(wish._replace(kind=Kind.DATA), said)
+    impostor.say(wish._replace(kind=FrameKind.DATA), said)
     assert np.asarray(impostor.transport.fetch(key)).tobytes() == said
 
 
-WISH = Frame(Kind.PULL, 1, 1, 0, 0, 0, 1 << 21)
+WISH = Frame(FrameKind.PULL, 1, 1, 0, 0, 0, 1 << 21)
 
 
 @pytest.mark.parametrize(
@@ -516,11 +516,11 @@ WISH = Frame(Kind.PULL, 1, 1, 0, 0, 0, 1 << 21)
         (WISH._replace(length=(1 << 21) + 1), "a wish for another range"),
         (WISH._replace(offset=1), "a wish for another range"),
         (WISH._replace(offset=2**64 - 1), "a wish for another range"),
-        (Frame(Kind.DATA, 0, 1, 1, 0, 0, 1 << 20), "data that was not asked for"),
-        (Frame(Kind.DATA, 0, 1, 0, 0, 0, (1 << 20) + 1), "data that was not asked for"),
-        (Frame(Kind.DATA, 0, 1, 0, 0, 1, 1 << 20), "data that was not asked for"),
-        (Frame(Kind.DATA, 0, 1, 0, 0, 1 << 21, 1 << 21), "data that was not asked for"),
-        (Frame(Kind.DATA, 5, 1, 0, 0, 0, 2**63), "data that was not asked for"),
+        (Frame(FrameKind.DATA, 0, 1, 1, 0, 0, 1 << 20), "data that was not asked for"),
+        (Frame(FrameKind.DATA, 0, 1, 0, 0, 0, (1 << 20) + 1), "data that was not asked for"),
+        (Frame(FrameKind.DATA, 0, 1, 0, 0, 1, 1 << 20), "data that was not asked for"),
+        (Frame(FrameKind.DATA, 0, 1, 0, 0, 1 << 21, 1 << 21), "data that was not asked for"),
+        (Frame(FrameKind.DATA, 5, 1, 0, 0, 0, 2**63), "data that was not asked for"),
     ],
 )
 def test_what_was_not_agreed_ends_the_job(impostor, said, problem):
@@ -533,7 +533,7 @@ def test_what_was_not_agreed_ends_the_job(impostor, said, problem):
 
 @pytest.mark.parametrize("is_offered", [True, False])
 def test_nothing_is_given_twice(impostor, is_offered):
-    key, wish = Key("B2", 1, 0), Frame(Kind.PULL, 2, 1, 0, 0, 0, 4 * LARGE.shape[0])
+    key, wish = Key("B2", 1, 0), Frame(FrameKind.PULL, 2, 1, 0, 0, 0, 4 * LARGE.shape[0])
     if is_offered:
         impostor.transport.offer(key, jnp.ones(LARGE.shape, device=jax.devices()[4]))
         while impostor.transport._offers[key].parts is None:
