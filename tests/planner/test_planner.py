@@ -70,7 +70,7 @@ def test_plan_matches_golden(name, request):
 @pytest.mark.parametrize("name", ["gpt_3b6", "gpt_7b5", "gpt_39b1"])
 def test_the_header_of_a_run_tells_its_prediction(name):
     header = (ROOT / f"configs/runs/{name}.yaml").read_text()
-    expected = f"a step of {show(PLANS[name]().step_time_s, 's')} predicted"
+    expected = f"a step of {show(PLANS[name]().step_time_s, 's')} is predicted"
     assert expected in header.replace("\n#            ", " ")
 
 
