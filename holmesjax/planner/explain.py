@@ -23,7 +23,15 @@ from dataclasses import dataclass, replace
 from holmesjax.config import Config, ParallelConfig
 from holmesjax.errors import PlanError
 from holmesjax.planner import prices
-from holmesjax.planner.planner import Saying, as_plan, find, find_within, silently, timed_again
+from holmesjax.planner.planner import (
+    Saying,
+    as_plan,
+    find,
+    find_within,
+    make_problems,
+    silently,
+    timed_again,
+)
 from holmesjax.planner.problem import Case, Order, Part, Problem, split_chunks, step_seconds
 from holmesjax.planner.search import Candidate, Found
 from holmesjax.planner.shortlist import passes
@@ -124,7 +132,7 @@ def _dollars(problem: Problem, candidate: Candidate, step_s: float | None = None
 def _ranked(problem: Problem, candidate: Candidate) -> Ranked:
     passing, order = candidate.passing, candidate.order
     plan = as_plan(problem, candidate, candidate.step_s)
-    room = [problem.pools[seat.pool].usable_bytes for seat in candidate.case.seats]
+    room = [problem.usable_bytes(seat.pool) for seat in candidate.case.seats]
     shares = [
         USABLE_MEMORY * sum(stage.memory_bytes.values()) / usable
         for stage, usable in zip(plan.stages, room, strict=True)
@@ -314,7 +322,9 @@ def _planned(
 ) -> Alternative:
     """The best plan on other machines."""
     try:
-        found = find_within(problem.config, topology, usable_memory=usable_memory)
+        problems = make_problems(problem.config, topology)
+        parallel = problem.config.parallel
+        found = find_within([each.set_to(parallel, usable_memory) for each in problems])
     except PlanError as refusal:  # none is within the budget
         return Alternative(what=what, step_s=None, why=refusal.problem)
     if found is None:

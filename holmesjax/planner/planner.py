@@ -3,7 +3,9 @@
 `search` finds the layout; this module says what it costs, or why there is none.
 """
 
+import bisect
 import dataclasses
+import functools
 import itertools
 import math
 from collections.abc import Callable, Sequence
@@ -104,18 +106,20 @@ def find(config: Config, topology: Topology, say: Saying = silently) -> tuple[Pr
     _refuse_unpriced(config, topology)
     _refuse_unknown_clusters(config, topology)
     _refuse_number_of_stages(config, topology)
+    problems = make_problems(config, topology)
     try:
         _refuse_large_meshes(config, topology)
-        result = find_within(config, topology, say=say)
+        is_possible = _least_memory(problems) <= 1.0
+        result = find_within(problems, say=say) if is_possible else None
         if result is None:
             say("the plan that comes nearest, as none fits the memory")
-            raise _memory_refusal(config, topology)
+            raise _memory_refusal(problems)
     except PlanError as refusal:
         say("stages that lie in several clusters")
         result = _find_across(config, topology, refusal)
         if result is None:
             say("the mildest change with which a plan fits")
-            raise _with_remedy(refusal, config, topology) from None
+            raise _with_remedy(refusal, problems) from None
     return result
 
 
@@ -141,39 +145,35 @@ def _find_across(
     return (problem, found) if found is not None else None
 
 
-def make_problem(
-    config: Config,
-    topology: Topology,
-    by_kind: bool = False,
-    usable_memory: float = USABLE_MEMORY,
-) -> Problem:
+def make_problem(config: Config, topology: Topology, by_kind: bool = False) -> Problem:
     """With the pools of `make_pools`."""
     return Problem(
         config=config,
         topology=topology,
-        pools=make_pools(topology, by_kind, usable_memory),
+        pools=make_pools(topology, by_kind),
         stage_costs=StageCosts(config),
     )
 
 
+def make_problems(config: Config, topology: Topology) -> list[Problem]:
+    """One whose stages may lie anywhere in a cluster, and one for each kind of device if unlike."""
+    kinds = (False, True) if has_unlike_devices(topology) else (False,)
+    return [make_problem(config, topology, by_kind) for by_kind in kinds]
+
+
 def find_within(
-    config: Config,
-    topology: Topology,
-    *,
-    usable_memory: float = USABLE_MEMORY,
-    effort: float = EFFORT,
-    say: Saying = silently,
+    problems: Sequence[Problem], effort: float = EFFORT, say: Saying = silently
 ) -> tuple[Problem, Found] | None:
-    """With so large a share of every device's memory; None where no plan was found that fits it.
+    """The best plans of some problems; None where no plan was found that fits the memory.
 
     Raises PlanError where none is within the budget.
     """
+    config = problems[0].config
     is_priced = config.plan != PlanConfig()
     results = []
-    for by_kind in (False, True) if has_unlike_devices(topology) else (False,):
-        whole = make_problem(config, topology, by_kind, usable_memory)
+    for whole, by_kind in zip(problems, (False, True), strict=False):
         for pools in prices.selections(whole.pools) if is_priced else [whole.pools]:
-            problem = whole.on(topology, pools)
+            problem = whole.on(whole.topology, pools) if is_priced else whole
             used = ", ".join(dict.fromkeys(pool.cluster.name for pool in pools))
             say(f"plans on {used}" + " with stages of one kind of device" * by_kind)
             if (found := search(problem, effort)) is not None:
@@ -596,18 +596,18 @@ FREED = (
 )
 
 
-def _memory_refusal(config: Config, topology: Topology) -> PlanError:
+def _memory_refusal(problems: Sequence[Problem]) -> PlanError:
     """The refusal says what the nearest plan lacks; the fix is left to `_with_remedy`."""
-    if (
-        config.parallel.schedule != "zero_bubble"
-        and config.parallel.activation_checkpointing is None
-    ):
-        parallel = dataclasses.replace(config.parallel, activation_checkpointing="full")
-        config = dataclasses.replace(config, parallel=parallel)  # keeps least
-    least = _least_memory(config, topology)
-    within = lambda share: find_within(config, topology, usable_memory=share, effort=LITTLE)
-    results = (within(least * step * USABLE_MEMORY) for step in MEMORY_STEPS)
-    nearest = next((result for result in results if result is not None), None)
+    config, topology = problems[0].config, problems[0].topology
+    lean, least = [_leanest(problem) for problem in problems], _least_memory(problems)
+
+    @functools.cache
+    def within(factor: float) -> tuple[Problem, Found] | None:
+        share = least * factor * USABLE_MEMORY
+        return find_within([own.set_to(own.config.parallel, share) for own in lean], LITTLE)
+
+    step = bisect.bisect_left(MEMORY_STEPS, True, key=lambda factor: within(factor) is not None)
+    nearest = within(MEMORY_STEPS[step]) if step < len(MEMORY_STEPS) else None
     if least < MOST_MEMORY and nearest is None:
         return PlanError(
             "memory",
@@ -646,55 +646,68 @@ def _memory_refusal(config: Config, topology: Topology) -> PlanError:
     )
 
 
-def _least_memory(config: Config, topology: Topology) -> float:
+def _least_memory(problems: Sequence[Problem]) -> float:
     """How many times the memory there is no plan can do without."""
-    kinds = (False, True) if has_unlike_devices(topology) else (False,)
     most = MOST_MEMORY
-    for by_kind in kinds:
-        most = shortlist.least_memory(make_problem(config, topology, by_kind), 1.0, most)
+    for problem in problems:
+        most = shortlist.least_memory(_leanest(problem), 1.0, most)
     return most
 
 
-def _with_remedy(refusal: PlanError, config: Config, topology: Topology) -> PlanError:
+def _leanest(problem: Problem) -> Problem:
+    """With the checkpointing that keeps least, unless the config says which."""
+    parallel = problem.config.parallel
+    if parallel.schedule == "zero_bubble" or parallel.activation_checkpointing is not None:
+        return problem
+    return problem.set_to(dataclasses.replace(parallel, activation_checkpointing="full"))
+
+
+def _with_remedy(refusal: PlanError, problems: Sequence[Problem]) -> PlanError:
     """A refusal that says what helps: the mildest change of the settings, or more machines."""
     if refusal.fix:
         return refusal
-    fix = _milder_settings(config, topology) or _more_machines(config, topology)
+    fix = _milder_settings(problems) or _more_machines(problems)
     return PlanError(refusal.where, refusal.problem, found=refusal.found, fix=fix)
 
 
-def _milder_settings(config: Config, topology: Topology) -> str | None:
+def _milder_settings(problems: Sequence[Problem]) -> str | None:
     """The mildest change of one setting that makes a plan fit, with the value that is best."""
-    parallel = config.parallel
+    parallel = problems[0].config.parallel
     set_here = [name for name in FREED if getattr(parallel, name) is not None]
-    without = lambda names: dataclasses.replace(
-        config, parallel=dataclasses.replace(parallel, **dict.fromkeys(names))
-    )
+    without = lambda names: [
+        problem.set_to(dataclasses.replace(parallel, **dict.fromkeys(names)))
+        for problem in problems
+    ]
     free = without(set_here)
-    if not set_here or _least_memory(free, topology) > 1.0:
+    if not set_here or _least_memory(free) > 1.0:
         return None
     for name in set_here:
-        if (result := find_within(without([name]), topology, effort=LITTLE)) is not None:
+        if (result := find_within(without([name]), LITTLE)) is not None:
             plan = as_plan(result[0], result[1].best[0], result[1].bound_s)
             return f"set parallel.{name}={_value(plan, name)}, or leave it to the planner"
-    if find_within(free, topology, effort=LITTLE) is not None:
+    if find_within(free, LITTLE) is not None:
         return f"leave to the planner: {', '.join(f'parallel.{name}' for name in set_here)}"
     return None
 
 
-def _more_machines(config: Config, topology: Topology) -> str:
-    """More nodes of the cluster whose nodes have most memory, if so many were found to do."""
+def _more_machines(problems: Sequence[Problem]) -> str:
+    """More nodes of the cluster whose nodes have most memory, if so many were found to do.
+
+    Where no plan is tried, so many hold the layers: "about" them.
+    """
+    config, topology = problems[0].config, problems[0].topology
     node_bytes = lambda node: node.num_devices * node.device.memory_bytes
     cluster = max(topology.clusters, key=lambda own: node_bytes(own.nodes[-1]))
-    lacks = (_least_memory(config, topology) - 1.0) * sum(map(node_bytes, topology.nodes))
+    lacks = (_least_memory(problems) - 1.0) * sum(map(node_bytes, topology.nodes))
     found = ""
     for extra, step in enumerate(NODES_STEPS):
         more = extra + math.ceil(max(1.0, step * lacks / node_bytes(cluster.nodes[-1])))
-        if topology.num_devices + more * cluster.nodes[-1].num_devices > MOST_DEVICES:
+        is_tried = topology.num_devices + more * cluster.nodes[-1].num_devices <= MOST_DEVICES
+        if not is_tried and not lacks:
             break
-        changed = upgrades.with_more_nodes(topology, cluster.name, more)
-        if _least_memory(config, changed) <= 1.0 and find_within(config, changed, effort=LITTLE):
-            found = f", such as {more} more in {cluster.name!r}"
+        changed = make_problems(config, upgrades.with_more_nodes(topology, cluster.name, more))
+        if _least_memory(changed) <= 1.0 and (not is_tried or find_within(changed, LITTLE)):
+            found = f", {'such as' if is_tried else 'about'} {more:,} more in {cluster.name!r}"
             break
     return (
         f"use more nodes{found}, or devices with more memory, or a smaller model, "

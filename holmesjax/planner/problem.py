@@ -18,12 +18,21 @@ from typing import NamedTuple
 
 import numpy as np
 
-from holmesjax.config import Config, Schedule
+from holmesjax.config import Config, ParallelConfig, Schedule
 from holmesjax.costs import work
 from holmesjax.plan.pipeline_schedules import Clock, Queue, Task, max_in_flight, schedule
 from holmesjax.plan.plan import Axis
 from holmesjax.planner.mesh_order import Placement
-from holmesjax.planner.stage_layouts import Devices, InFlight, Mesh, Pass, Pool, Role, StageCosts
+from holmesjax.planner.stage_layouts import (
+    USABLE_MEMORY,
+    Devices,
+    InFlight,
+    Mesh,
+    Pass,
+    Pool,
+    Role,
+    StageCosts,
+)
 from holmesjax.topology.machines import Link, Node, Topology
 
 CHUNKS = (2, 3, 4, 6, 8)  # of a stage that are tried for interleaving
@@ -102,6 +111,7 @@ class Problem:
     pools: Sequence[Pool]
     stage_costs: StageCosts
     crosses_because: str = ""  # why stages may lie in several clusters, if they may
+    usable_memory: float = USABLE_MEMORY  # share of each device's memory
     _seconds: dict[tuple[object, ...], StageSeconds] = field(default_factory=dict)
     _clocks: dict[Order, tuple[Clock, tuple[tuple[Task, ...], ...]]] = field(default_factory=dict)
     _links_of: dict[int, list[Link]] = field(default_factory=dict)
@@ -124,8 +134,14 @@ class Problem:
             pools=[pool.on(topology) for pool in self.pools] if pools is None else pools,
             stage_costs=StageCosts(self.config),
             crosses_because=self.crosses_because,
+            usable_memory=self.usable_memory,
             _clocks=self._clocks,
         )
+
+    def set_to(self, parallel: ParallelConfig, usable_memory: float = USABLE_MEMORY) -> "Problem":
+        """The same machines with other settings, or more memory: what was worked out stays true."""
+        config = replace(self.config, parallel=parallel)
+        return replace(self, config=config, usable_memory=usable_memory)
 
     @cached_property
     def pipes(self) -> list[tuple[str, str]]:
@@ -173,7 +189,11 @@ class Problem:
         self, seat: Seat, passing: Pass, role: Role, num_blocks: int, in_flight: InFlight
     ) -> bool:
         num_bytes = self.stage_costs.memory_bytes(seat.mesh, passing, role, num_blocks, in_flight)
-        return num_bytes <= self.pools[seat.pool].usable_bytes
+        return num_bytes <= self.usable_bytes(seat.pool)
+
+    def usable_bytes(self, pool_index: int) -> float:
+        """Bytes that a stage may fill on each device of a pool."""
+        return self.usable_memory * self.pools[pool_index].memory_bytes
 
     def microbatch_s(self, seat: Seat, passing: Pass, role: Role, num_blocks: int) -> float:
         """Seconds that a stage works for a microbatch, forward and backward."""

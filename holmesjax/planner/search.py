@@ -135,7 +135,8 @@ class _Search:
         """
         layers = self._problem.config.parallel.layers
         least_s = math.inf
-        for order in self._orders(parts, passing)[: 1 if is_first else None]:
+        plain = self._plain_case(parts, passing)
+        for order in self._orders(plain, passing)[: 1 if is_first else None]:
             case = self._case(parts, passing, order)
             if min(case.layers) < order.chunks:
                 continue
@@ -158,11 +159,22 @@ class _Search:
             return Case(tuple(parts), layers)
         return split(self._problem, parts, passing, order)
 
-    def _orders(self, parts: Sequence[Part], passing: Pass) -> list[Order]:
-        """The schedules for these parts; first eager 1F1B where it may be, which is seldom slow."""
+    def _plain_case(self, parts: Sequence[Part], passing: Pass) -> Case:
+        """With the layers that are best for 1F1B, which keeps the fewest microbatches in flight."""
         num_stages = sum(part.num_stages for part in parts)
-        plain = Order("1f1b", num_stages, passing.microbatches)
-        case = self._case(parts, passing, plain)
+        return self._case(parts, passing, Order("1f1b", num_stages, passing.microbatches))
+
+    def _fits(self, case: Case, passing: Pass) -> bool:
+        """Whether memory holds a case with 1F1B, and so with any schedule."""
+        order = Order("1f1b", len(case.layers), passing.microbatches)
+        stages = zip(case.seats, roles(order.num_stages), case.layers, strict=True)
+        return all(
+            self._problem.fits(seat, passing, role, n, self._problem.in_flight(order, stage, n))
+            for stage, (seat, role, n) in enumerate(stages)
+        )
+
+    def _orders(self, case: Case, passing: Pass) -> list[Order]:
+        """The schedules for a case; first eager 1F1B where it may be, which is seldom slow."""
         orders = dict.fromkeys(
             order
             for kind in kinds(self._problem, passing)
@@ -176,10 +188,13 @@ class _Search:
         The slowest stage or link is busy all the time, but for the first microbatch, which goes
         down and back up. Infinite where memory is too small.
         """
-        problem = self._problem
-        for order in self._orders(parts, passing)[:2]:
-            num_shared = min(problem.num_layers, MAX_SHARED)
-            self._spend(order.num_stages * num_shared / SPLIT_PER_TASK)
+        problem, plain = self._problem, self._plain_case(parts, passing)
+        effort = len(plain.layers) * min(problem.num_layers, MAX_SHARED) / SPLIT_PER_TASK
+        if not self._fits(plain, passing):
+            self._spend(effort)
+            return math.inf
+        for order in self._orders(plain, passing)[:2]:
+            self._spend(effort)
             case = self._case(parts, passing, order)
             task_s, once_s = [], []
             for stage, (seat, n, role) in enumerate(

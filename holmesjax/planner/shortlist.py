@@ -74,6 +74,20 @@ def numbers_of_stages(config: Config, passing: Pass) -> list[int] | None:
     return None
 
 
+class Room(NamedTuple):
+    """What the memory of one pool has room for in one pass, [meshes] each."""
+
+    usable_bytes: float
+    fixed_bytes: np.ndarray  # of a stage, however many layers it has
+    layer_bytes: np.ndarray
+    kept_bytes: np.ndarray  # by a layer of each microbatch in flight
+
+    def layers(self, depth: int, times: float = 1.0) -> np.ndarray:
+        """Layers of a stage, [meshes], with so many in flight and so many times the memory."""
+        left_bytes = times * self.usable_bytes - self.fixed_bytes
+        return left_bytes / (self.layer_bytes + depth * self.kept_bytes)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Offers:
     """What one pool can do in one pass, [meshes] each. A stage of n layers costs fixed + n layer.
@@ -88,29 +102,20 @@ class Offers:
     layer_s: np.ndarray  # all tasks
     fixed_load_s: np.ndarray  # of tasks, with a share of what comes once in a step
     layer_load_s: np.ndarray
-    usable_bytes: float
-    fixed_bytes: np.ndarray  # of memory that is left
-    layer_bytes: np.ndarray
-    kept_bytes: np.ndarray  # by a layer of each microbatch in flight
+    room: Room
     way_s: np.ndarray  # a microbatch to the pool that is reached fastest
     count: int | None = None  # of stages; None: as many as are best
 
     def most(self, limit_s: float, depth: int, crosses: bool) -> np.ndarray:
         """Layers that a stage can hold, [meshes], with so many microbatches in flight."""
         in_time = (limit_s - self.fixed_load_s) / self.layer_load_s * (1 + 1e-9)
-        in_memory = self.fixed_bytes / (self.layer_bytes + depth * self.kept_bytes)
-        most = np.maximum(np.floor(np.minimum(in_time, in_memory)), 0)
+        most = np.maximum(np.floor(np.minimum(in_time, self.room.layers(depth))), 0)
         return np.where(self.way_s <= limit_s, most, 0) if crosses else most
 
     def counted(self, count: int) -> "Offers":
         """With so many stages, and no other number of them."""
         most_stages = np.where(self.most_stages >= count, count, 0)
         return replace(self, most_stages=most_stages, count=count)
-
-    def with_memory(self, factor: float) -> "Offers":
-        """On devices with so many times the memory."""
-        more_bytes = (factor - 1) * self.usable_bytes
-        return replace(self, fixed_bytes=self.fixed_bytes + more_bytes)
 
     @property
     def alone(self) -> "Offers":
@@ -134,9 +139,6 @@ def _offers(problem: Problem, pool_index: int, passing: Pass) -> Offers | None:
     times = [stage_costs.many_times(pool, found, passing, n) for n in (1, 2)]
     task_s = np.asarray(times[0].microbatch_s)
     first_s, second_s = (t.microbatch_s + t.once_s / passing.microbatches for t in times)
-    one, more, deep = (
-        stage_costs.many_bytes(found, passing, n, depth) for n, depth in ((1, 1), (2, 1), (1, 2))
-    )
     num_nodes = np.array([len(problem.nodes(Seat(pool_index, mesh, 1, 0))) for mesh in found])
     time_s = lambda link: (
         link.latency_s
@@ -149,19 +151,27 @@ def _offers(problem: Problem, pool_index: int, passing: Pass) -> Offers | None:
     return Offers(
         pool=pool_index,
         meshes=tuple(found),
-        most_stages=np.array(
-            [min(MAX_STAGES, pool.num_devices // mesh.num_devices) for mesh in found]
-        ),
+        most_stages=_most_stages(pool, found),
         fixed_s=2 * time_s(own_link),
         layer_s=task_s,
         fixed_load_s=np.asarray(2 * first_s - second_s),
         layer_load_s=np.asarray(second_s - first_s),
-        usable_bytes=pool.usable_bytes,
-        fixed_bytes=pool.usable_bytes - (2 * one - more),
-        layer_bytes=more - deep,
-        kept_bytes=deep - one,
+        room=_room(problem, pool_index, found, passing),
         way_s=np.min(ways_s, axis=0) if ways_s else np.zeros(len(found)),
     )
+
+
+def _most_stages(pool: Pool, found: Sequence[Mesh]) -> np.ndarray:
+    """Stages that a pool has devices for, [meshes]."""
+    return np.array([min(MAX_STAGES, pool.num_devices // mesh.num_devices) for mesh in found])
+
+
+def _room(problem: Problem, pool_index: int, found: Sequence[Mesh], passing: Pass) -> Room:
+    one, more, deep = (
+        problem.stage_costs.many_bytes(found, passing, n, depth)
+        for n, depth in ((1, 1), (2, 1), (1, 2))
+    )
+    return Room(problem.usable_bytes(pool_index), 2 * one - more, more - deep, deep - one)
 
 
 class Choice(NamedTuple):
@@ -291,10 +301,18 @@ def least_memory(problem: Problem, least: float, most: float) -> float:
     The ends of the model are not counted, nor more than one microbatch in flight.
     """
     for passing in passes(problem.config):
-        offers = make_offers(problem, passing)
-        holds = lambda factor, own=offers: Choice(
-            tuple(offer.with_memory(factor) for offer in own.values()), crosses=False
-        ).holds(problem.num_layers, math.inf, depth=1)
+        rooms = [
+            (_most_stages(pool, found), _room(problem, index, found, passing))
+            for index, pool in enumerate(problem.pools)
+            if (found := list(meshes(problem.config, pool, passing)))
+        ]
+        holds = lambda times, own=rooms: (
+            problem.num_layers
+            <= sum(
+                (stages * np.maximum(np.floor(room.layers(1, times)), 0)).max()
+                for stages, room in own
+            )
+        )
         if holds(least):
             return least
         if not holds(most):
@@ -363,8 +381,7 @@ def _depths(passing: Pass) -> list[int]:
 
 def _is_roomy(choice: Choice, num_layers: int, depth: int) -> bool:
     """Whether every stage could keep all layers of so many microbatches."""
-    most = [o.fixed_bytes / (o.layer_bytes + depth * o.kept_bytes) for o in choice.offers]
-    return all((room >= num_layers).all() for room in most)
+    return all((offer.room.layers(depth) >= num_layers).all() for offer in choice.offers)
 
 
 def _knapsack(

@@ -10,6 +10,7 @@ layers each holds is chosen one by one. A pool is a cluster, or the nodes of one
 where a cluster has several; or all machines, where a stage has to cross clusters.
 """
 
+import functools
 import itertools
 import math
 from collections.abc import Iterator, Sequence
@@ -111,7 +112,6 @@ class Pool:
     cluster: Cluster
     devices: Devices
     paths: Paths
-    usable_memory: float = USABLE_MEMORY  # share of each device's memory
 
     @cached_property
     def num_devices(self) -> int:
@@ -122,9 +122,10 @@ class Pool:
         """Each once: equal nodes cost the same, and a cluster has many."""
         return kinds_of(node for node in self.cluster.nodes if node.name in self.devices)
 
-    @property
-    def usable_bytes(self) -> float:
-        return self.usable_memory * min(kind.memory_bytes for kind in self.kinds)
+    @cached_property
+    def memory_bytes(self) -> float:
+        """The memory of the smallest device."""
+        return min(kind.memory_bytes for kind in self.kinds)
 
     @cached_property
     def most_in_a_node(self) -> int:
@@ -190,22 +191,22 @@ def _choose(devices: Devices, mesh: Mesh) -> Devices:
     Of more than are needed, every node first gives whole replicas, then whole tensor groups, so
     that few of them cross nodes.
     """
-    seats = [(node, number) for node, numbers in devices.items() for number in numbers]
     part = mesh.context * mesh.tensor
     groups = mesh.fsdp * part, part, mesh.tensor
 
-    def left_over(seat: tuple[str, int]) -> int:
-        """How many kinds of whole group the device is no part of."""
-        numbers = devices[seat[0]]
-        place = numbers.index(seat[1])
-        return sum(place >= len(numbers) // size * size for size in groups)
+    @functools.cache
+    def left_over(place: int, size: int) -> int:
+        """How many kinds of whole group a device of a node of some size is no part of."""
+        return sum(place >= size // group * group for group in groups)
 
-    return _by_node(sorted(seats, key=left_over)[: mesh.num_devices])
+    seats: list[list[tuple[str, int]]] = [[] for _ in range(len(groups) + 1)]
+    for node, numbers in devices.items():
+        for place, number in enumerate(numbers):
+            seats[left_over(place, len(numbers))].append((node, number))
+    return _by_node(list(itertools.chain(*seats))[: mesh.num_devices])
 
 
-def make_pools(
-    topology: Topology, by_kind: bool, usable_memory: float = USABLE_MEMORY
-) -> list[Pool]:
+def make_pools(topology: Topology, by_kind: bool) -> list[Pool]:
     """The pools of all clusters; `by_kind` makes one for each kind of device of a cluster.
 
     Nodes that reach each other fast are neighbours, so that a stage gets those.
@@ -217,9 +218,7 @@ def make_pools(
         for kind in kinds_of(iter(cluster.nodes)) if by_kind else [None]:
             names = [node.name for node in order if kind in (None, node.device)]
             devices = {name: numbers[name] for name in names}
-            pools.append(
-                Pool(cluster=cluster, devices=devices, paths=paths, usable_memory=usable_memory)
-            )
+            pools.append(Pool(cluster=cluster, devices=devices, paths=paths))
     return pools
 
 
@@ -330,6 +329,7 @@ class StageCosts:
         self._arranged: dict[tuple[int, Mesh, int, int], list[Arrangement[Axis]]] = {}
         self._placements: dict[tuple[object, ...], Placement[Axis]] = {}
         self._times: dict[tuple[object, ...], StageTimes] = {}
+        self._many_times: dict[tuple[object, ...], StageTimes] = {}
         self._bytes: dict[tuple[object, ...], float] = {}
         self._pools: list[Pool] = []  # they are named by their ids, and so must not go away
 
@@ -423,6 +423,14 @@ class StageCosts:
         self, pool: Pool, found: Sequence[Mesh], passing: Pass, num_blocks: int
     ) -> StageTimes:
         """Of a stage with each of some meshes, in the middle of the pipeline: arrays, [meshes]."""
+        key = id(pool), tuple(found), passing, num_blocks
+        if key not in self._many_times:
+            self._many_times[key] = self._work_out_times(pool, found, passing, num_blocks)
+        return self._many_times[key]
+
+    def _work_out_times(
+        self, pool: Pool, found: Sequence[Mesh], passing: Pass, num_blocks: int
+    ) -> StageTimes:
         placements = [self.placement(pool, mesh, 1, 0, passing) for mesh in found]
         data, tensor, fsdp, context = (
             Groups.of([placement.groups.get(axis) for placement in placements]) for axis in SENDING

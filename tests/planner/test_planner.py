@@ -17,6 +17,7 @@ from holmesjax.parallel import sharding
 from holmesjax.plan.pipeline_schedules import validate
 from holmesjax.plan.plan import Axis, Plan, describe, layer_names
 from holmesjax.plan.processes import make_processes
+from holmesjax.planner import planner, shortlist
 from holmesjax.planner.planner import make_plan, make_problem
 from holmesjax.planner.problem import Part
 from holmesjax.planner.stage_layouts import USABLE_MEMORY, Mesh, Pass, Role
@@ -754,3 +755,17 @@ def test_layers_move_to_where_they_fit():
         )
         splits.append(split_of(one_each(make_config(), topology)))
     assert splits[0][0] > splits[1][0]
+
+
+def test_a_refusal_takes_few_searches_and_names_how_many_nodes_every_plan_needs(monkeypatch):
+    searched, search = [], planner.search
+    monkeypatch.setattr(planner, "search", lambda *args: searched.append(args) or search(*args))
+    topology = make_topology(make_cluster("a", "roce", (8,) * 64, memory_gib=0.25))
+    config = make_config(parallel={}, model={"num_layers": 2000})
+    error = refusal(config, topology)
+    assert len(searched) <= 4  # for the nearest plan: no search has to show that none fits
+    [more] = map(int, re.findall(r"use more nodes, about (\d+) more in 'a'", error.fix))
+    for num_nodes, is_enough in ((more // 2, False), (more, True)):
+        changed = upgrades.with_more_nodes(topology, "a", num_nodes)
+        [problem] = planner.make_problems(config, changed)
+        assert (shortlist.least_memory(problem, 1.0, 1e9) == 1.0) == is_enough
