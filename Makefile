@@ -7,7 +7,7 @@ VENV := .venv$(if $(filter-out python3,$(notdir $(PYTHON))),-$(notdir $(PYTHON))
 BIN := $(VENV)/bin
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: help train test mutants pictures clean
+.PHONY: help train test test-all mutants pictures clean
 
 help: ## List the targets (the default).
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-9s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -16,11 +16,14 @@ help: ## List the targets (the default).
 train: $(VENV)/installed-base ## Train the quickstart model on two rehearsed clusters.
 	$(BIN)/python -m launch train configs/runs/quickstart.yaml
 
-test: $(VENV)/installed-dev ## Check style and types, and run the whole test suite.
+test: $(VENV)/installed-dev ## Check style and types, and run the tests: ten minutes on two cores.
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/pytest -q -n 3
+	$(BIN)/pytest -q -n 3 --dist loadgroup $(SELECT)
+
+test-all: SELECT := -m ''
+test-all: test ## The same, with the exhaustive searches and every fault at every moment.
 
 mutants: $(VENV)/installed-dev ## Plant forty bugs in copies of the checkout, and list those that no test finds.
 	$(BIN)/python -m tests.mutations -j 2

@@ -44,5 +44,3 @@ def float64():
 def pytest_addoption(parser):
     parser.addoption("--update-golden", action="store_true", help="rewrite tests/golden/*.json")
     parser.addoption("--gpu", action="store_true", help="tests of kernels, on the GPU that is here")
-    parser.addoption("--all-faults", action="store_true", help="kill each role at each moment")
-    parser.addoption("--all-plans", action="store_true", help="try all plans for sixteen devices")

@@ -1,6 +1,7 @@
 """Jobs that lose a process, a link or their patience: what is told, what is left, what is resumed.
 
-The suite kills each role, and kills at each moment; `pytest --all-faults` kills each role at each.
+Jobs are dear, so one job goes through several troubles where these do not hide one another. What
+is marked exhaustive, such as each role killed at each moment, is left to `make test-all`.
 """
 
 import contextlib
@@ -30,12 +31,13 @@ from tests.jobs import (
     write_run,
 )
 
+STEPS = 32
 CLUSTERS = {"a": (1, 1), "b": (1,)}  # process 0 coordinates two; 2 is a stage by itself
 SETTINGS = [
     "model.num_layers=2",
     "model.width=16",
-    "train.steps=12",
-    "checkpoint.every=4",
+    f"train.steps={STEPS}",
+    "checkpoint.every=8",
 ]
 LOCAL = ("--launcher", "local")
 ENDLESS = "train.steps=100000"  # for what must not end by itself before the test is done with it
@@ -74,11 +76,14 @@ def starting(job, folder):
     wait_until(lambda: len(job.workers()) == 3)
 
 
-def compiling(job, folder):
+def listening(pids):
     """JAX has started: its coordinator listens, beside the controller and each node's two ports."""
-    starting(job, folder)
-    pids = [job.process.pid, *job.workers()]
     wait_until(lambda: len(listening_ports(pids)) >= 1 + 3 * 2 + 1)
+
+
+def compiling(job, folder):
+    starting(job, folder)
+    listening([job.process.pid, *job.workers()])
 
 
 def first_step(job, folder):
@@ -86,33 +91,52 @@ def first_step(job, folder):
 
 
 def middle(job, folder):
-    job.until("step  6/12")
+    job.until("step  6/")
 
 
 def writing(job, folder):
-    """While the second checkpoint is written."""
-    path = folder / "run/checkpoints/step_00000008"
-    wait_until(lambda: path.exists() and any(path.iterdir()))
+    """While a checkpoint is written."""
+    folders = lambda: set((folder / "run" / manifest.FOLDER).glob("step_*"))
+    before = folders()
+    wait_until(lambda: any(any(path.iterdir()) for path in folders() - before))
 
 
 MOMENTS = {f.__name__: f for f in (starting, compiling, first_step, middle, writing)}
 ROLES = {"coordinator": 0, "other of its stage": 1, "other stage": 2, "launcher": None}
-EACH = [
-    ("coordinator", "starting"),
-    ("other of its stage", "compiling"),
-    ("other stage", "first_step"),
-    ("other of its stage", "writing"),
-    ("launcher", "middle"),
-]
+NAMES = ("a/a-0", "a/a-1", "b/b-0")
 
 
-def pytest_generate_tests(metafunc):
-    if "moment" in metafunc.fixturenames:
-        every = metafunc.config.getoption("--all-faults")
-        pairs = list(itertools.product(ROLES, MOMENTS)) if every else EACH
-        metafunc.parametrize("role, moment", pairs)
+def assert_told(output: str, number: int):
+    """That a process was killed."""
+    error = f"error: {NAMES[number]} (stage {number // 2}, process {number}): "
+    [told] = [line for line in output.splitlines() if line.startswith(error)]
+    assert "was killed by signal 9 (SIGKILL)" in told
 
 
+def test_a_job_that_loses_one_process_after_another_goes_on_exactly(tmp_path, undisturbed):
+    """Of each role, and at each moment; in the end the launcher, which the user starts again."""
+    losses = [(0, starting), (2, compiling), (1, first_step), (2, writing)]
+    restarts = ("--max-restarts", len(losses) + 1)
+    with start(tmp_path, *restarts) as job:
+        for number, moment in losses:
+            seen = len(job.lines)
+            moment(job, tmp_path)
+            job.note_workers()
+            os.kill(job.workers()[number], signal.SIGKILL)
+            job.until("starting again")
+            assert_told("".join(job.lines[seen:]), number)
+        first_step(job, tmp_path)
+        job.process.kill()
+        job.end(TIMEOUT_S)  # nothing outlives it
+        assert "Traceback" not in job.output
+    with RunningJob(tmp_path / "run.yaml", *LOCAL, *SETTINGS, *restarts) as job:
+        assert job.end(120) == 0, job.output
+    assert losses_of(tmp_path) == undisturbed
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("moment", MOMENTS)
+@pytest.mark.parametrize("role", ROLES)
 def test_a_job_that_lost_a_process_goes_on_exactly(tmp_path, undisturbed, role, moment):
     number = ROLES[role]
     with start(tmp_path, "--max-restarts", 1) as job:
@@ -124,20 +148,17 @@ def test_a_job_that_lost_a_process_goes_on_exactly(tmp_path, undisturbed, role, 
         else:
             os.kill(job.workers()[number], signal.SIGKILL)
             assert job.end(120) == 0, job.output
+            assert_told(job.output, number)
+            assert "starting again" in job.output
+            assert "Traceback" not in job.output
     if number is None:
         with RunningJob(tmp_path / "run.yaml", *LOCAL, *SETTINGS) as job:  # the user's own restart
             assert job.end(120) == 0, job.output
-        assert losses_of(tmp_path) == undisturbed
-        return
-    name = ("a/a-0", "a/a-1", "b/b-0")[number]
-    assert f"error: {name} (stage {number // 2}, process {number}): " in job.output
-    assert "was killed by signal 9 (SIGKILL)" in job.output
-    assert "starting again" in job.output
-    assert "Traceback" not in job.output
     assert losses_of(tmp_path) == undisturbed
 
 
-def test_without_restarts_it_ends_with_75_and_one_paragraph(tmp_path, undisturbed):
+def test_a_job_that_stops_says_why_and_goes_on_where_it_was(tmp_path, undisturbed):
+    """A process is lost, then signals come: all stop after the same step, and a user goes on."""
     with start(tmp_path) as job:
         middle(job, tmp_path)
         held = listening_ports([job.process.pid, *job.workers()])
@@ -155,8 +176,23 @@ def test_without_restarts_it_ends_with_75_and_one_paragraph(tmp_path, undisturbe
     assert len(lines) == 3, paragraph  # where and what, what the others waited for, what to do
     assert "b/b-0 (stage 1) w" in lines[1]
     assert "--max-restarts" in lines[2]
-    with RunningJob(tmp_path / "run", *LOCAL) as job:  # the user does what it says
-        assert job.end() == 0
+
+    done = None
+    for number, status, worker in (
+        (signal.SIGINT, 0, None),
+        (signal.SIGTERM, 75, None),
+        (signal.SIGTERM, 75, 1),
+    ):
+        with RunningJob(tmp_path / "run", *LOCAL) as job:  # the user does what it says
+            first_step(job, tmp_path)
+            os.kill(job.process.pid if worker is None else job.workers()[worker], number)
+            assert job.end() == status, job.output
+        assert done is None or f"resuming after step {done}" in job.output
+        done = len(losses_of(tmp_path))
+        assert f"stopped after step {done} of {STEPS}" in job.output
+    with RunningJob(tmp_path / "run", *LOCAL) as job:
+        assert job.end() == 0, job.output
+    assert f"resuming after step {done}" in job.output
     assert losses_of(tmp_path) == undisturbed
 
 
@@ -176,8 +212,12 @@ def test_a_process_that_hangs_ends_the_job_in_time(tmp_path):
 
 @pytest.mark.parametrize(
     "clusters, number, name",
-    [(CLUSTERS, 2, "b/b-0 (stage 1, process 2)"), ({"a": (1, 1)}, 1, "a/a-1 (stage 0, process 1)")],
-    ids=["two stages", "one stage"],
+    [
+        (CLUSTERS, 1, "a/a-1 (stage 0, process 1)"),
+        pytest.param(CLUSTERS, 2, "b/b-0 (stage 1, process 2)", marks=pytest.mark.exhaustive),
+        pytest.param({"a": (1, 1)}, 1, "a/a-1 (stage 0, process 1)", marks=pytest.mark.exhaustive),
+    ],
+    ids=["first of two stages", "last of two stages", "one stage"],
 )
 def test_a_step_that_hangs_ends_the_job_with_stacks(tmp_path, clusters, number, name):
     """All processes beat. Others wait for one in a collective, or for what it should send."""
@@ -192,17 +232,6 @@ def test_a_step_that_hangs_ends_the_job_with_stacks(tmp_path, clusters, number, 
         text = (tmp_path / f"{other}.out").read_text()
         stack = text.split("thread MainThread")[1].split("\nthread ")[0]
         assert ("in hang\n" in stack) == (other == number), stack
-
-
-def test_a_process_that_is_slow_is_waited_for(tmp_path, undisturbed):
-    with start(tmp_path) as job:
-        first_step(job, tmp_path)
-        worker = job.workers()[1]
-        os.kill(worker, signal.SIGSTOP)
-        time.sleep(0.5 * TIMEOUT_S)
-        os.kill(worker, signal.SIGCONT)
-        assert job.end() == 0, job.output
-    assert losses_of(tmp_path) == undisturbed
 
 
 @contextlib.contextmanager
@@ -262,22 +291,6 @@ def test_a_port_that_is_taken_is_told_before_jax_falls_over_it(tmp_path):
     assert "choose another distributed.port" in job.output
 
 
-def test_a_process_of_another_plan_is_refused_with_both_hashes(tmp_path):
-    other = tmp_path / "other"
-    with start(tmp_path, ENDLESS) as job:
-        first_step(job, tmp_path)
-        other.mkdir()
-        for name in ("config.yaml", "topology.yaml", "plan.yaml"):
-            shutil.copy(tmp_path / "run" / name, other)
-        stray = start_stray(job, other)
-        job.process.send_signal(signal.SIGINT)
-        assert job.end() == 0, job.output  # it went on all the while
-    hashes = [line.split()[1].rstrip(":") for line in job.lines if line.startswith("plan ")]
-    assert stray.returncode == 2
-    for text in (stray.stderr, job.output):
-        assert f"plan hash is {Plan.load(other / 'plan.yaml').hash()}, not {hashes[0]}" in text
-
-
 def start_stray(job: RunningJob, run_dir: Path) -> subprocess.CompletedProcess:
     """A worker with all that a real one has, but another plan."""
     text = (run_dir / "plan.yaml").read_text()
@@ -297,46 +310,40 @@ def start_stray(job: RunningJob, run_dir: Path) -> subprocess.CompletedProcess:
     )
 
 
-def test_strangers_at_every_port_change_nothing(tmp_path, undisturbed):
+def test_strangers_a_slow_process_and_a_save_that_fails_change_nothing(tmp_path, undisturbed):
+    """A scheduler starts the processes: its variable says which is which, the launcher the rest.
+
+    Strangers call at every port, a process stands still for a while, and a file stands where the
+    folder of the first checkpoint should.
+    """
     rng = random.Random(0)
     greetings = [b"", rng.randbytes(1000), b"\x7f\xff\xff\xff" * 64, b"GET / HTTP/1.0\r\n\r\n"]
-    with start(tmp_path) as job, contextlib.ExitStack() as stack:
-        compiling(job, tmp_path)
-        ports = listening_ports([job.process.pid, *job.workers()])
+    checkpoints = tmp_path / "run" / manifest.FOLDER
+    checkpoints.mkdir(parents=True)
+    (checkpoints / "step_00000008").touch()
+    with external_job(tmp_path, CLUSTERS, *SETTINGS) as job, contextlib.ExitStack() as stack:
+        pids = [job.process.pid, *(process.pid for process in job.processes)]
+        listening(pids)
+        ports = listening_ports(pids)
         for (address, port), greeting in itertools.product(sorted(ports), greetings):
             stranger = stack.enter_context(socket.create_connection((address, port), timeout=5))
             with contextlib.suppress(OSError):  # some doors close at once
                 stranger.sendall(greeting)
-        assert job.end() == 0, job.output
-    assert not any(address == "0.0.0.0" for address, _ in ports)
-    assert losses_of(tmp_path) == undisturbed
-
-
-def test_a_scheduler_starts_the_processes(tmp_path, undisturbed):
-    """Slurm's variable says which is which; everything else is what the launcher printed."""
-    with external_job(tmp_path, CLUSTERS, *SETTINGS) as job:
+        first_step(job, tmp_path)
+        os.kill(pids[2], signal.SIGSTOP)
+        time.sleep(0.5 * TIMEOUT_S)
+        os.kill(pids[2], signal.SIGCONT)
         assert job.end(120) == 0, job.output
+    assert not any(address == "0.0.0.0" for address, _ in ports)
+    [told] = [i for i, line in enumerate(job.lines) if "no checkpoint after step 8: " in line]
+    assert "File exists" in job.lines[told]
+    assert any(line.startswith(f"step {STEPS}/{STEPS}") for line in job.lines[told:])
+    assert "Traceback" not in job.output
+    assert [found.step for found in manifest.find(tmp_path / "run")] == [32, 24]
     assert losses_of(tmp_path) == undisturbed
 
 
 # ---- what all stages decide together -------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "number, status, worker",
-    [(signal.SIGINT, 0, None), (signal.SIGTERM, 75, None), (signal.SIGTERM, 75, 1)],
-)
-def test_a_signal_stops_all_after_the_same_step(tmp_path, undisturbed, number, status, worker):
-    with start(tmp_path) as job:
-        first_step(job, tmp_path)
-        os.kill(job.process.pid if worker is None else job.workers()[worker], number)
-        assert job.end() == status, job.output
-    done = len(losses_of(tmp_path))
-    assert f"stopped after step {done} of 12" in job.output
-    with RunningJob(tmp_path / "run", *LOCAL) as job:
-        assert job.end() == 0, job.output
-    assert f"resuming after step {done}" in job.output
-    assert losses_of(tmp_path) == undisturbed
 
 
 def test_gradients_that_stay_infinite_end_the_run(tmp_path):
@@ -352,24 +359,12 @@ def test_gradients_that_stay_infinite_end_the_run(tmp_path):
 # ---- what cannot be written ----------------------------------------------------------------------
 
 
-def test_a_save_that_fails_is_told_and_the_run_goes_on(tmp_path, undisturbed):
-    """A file stands where the folder of the first checkpoint should."""
-    checkpoints = tmp_path / "run" / manifest.FOLDER
-    checkpoints.mkdir(parents=True)
-    (checkpoints / "step_00000004").touch()
-    with start(tmp_path) as job:
-        assert job.end() == 0, job.output
-    [told] = [i for i, line in enumerate(job.lines) if "no checkpoint after step 4: " in line]
-    assert "File exists" in job.lines[told]
-    assert any(line.startswith("step 12/12") for line in job.lines[told:])
-    assert "Traceback" not in job.output
-    assert [found.step for found in manifest.find(tmp_path / "run")] == [12, 8]
-    assert losses_of(tmp_path) == undisturbed
+def test_one_process_that_cannot_write_and_one_of_another_plan_hold_nobody_up(tmp_path):
+    """The other process of its stage has written its share, and waits for it.
 
-
-def test_one_process_that_cannot_write_holds_nobody_up(tmp_path):
-    """The other process of its stage has written its share, and waits for it."""
-    run_dir = tmp_path / "run"
+    The process of another plan is refused with both hashes.
+    """
+    run_dir, other = tmp_path / "run", tmp_path / "other"
     with start(tmp_path, ENDLESS, "checkpoint.every=100") as job:
         wait_until(lambda: manifest.find(run_dir))
         worker, (soft, hard) = job.workers()[1], resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -378,6 +373,10 @@ def test_one_process_that_cannot_write_holds_nobody_up(tmp_path):
         resource.prlimit(worker, resource.RLIMIT_FSIZE, (soft, hard))
         step = int(told.split(":")[1].split()[-1])
         wait_until(lambda: manifest.find(run_dir)[0].step > step)
+        other.mkdir()
+        for name in ("config.yaml", "topology.yaml", "plan.yaml"):
+            shutil.copy(run_dir / name, other)
+        stray = start_stray(job, other)
         job.process.send_signal(signal.SIGINT)
         assert job.end() == 0, job.output
     assert "a/a-1 says File too large" in told
@@ -387,8 +386,13 @@ def test_one_process_that_cannot_write_holds_nobody_up(tmp_path):
     assert f"stopped after step {newest.step} of" in job.output
     unfinished = [path.parent for path in run_dir.glob("checkpoints/*/part_*")]
     assert all((path / manifest.MANIFEST).exists() for path in unfinished)
+    hashes = [line.split()[1].rstrip(":") for line in job.lines if line.startswith("plan ")]
+    assert stray.returncode == 2
+    for text in (stray.stderr, job.output):
+        assert f"plan hash is {Plan.load(other / 'plan.yaml').hash()}, not {hashes[0]}" in text
 
 
+@pytest.mark.exhaustive
 def test_a_disk_that_stays_full_ends_the_run_and_keeps_the_last_checkpoint(tmp_path):
     run_dir = tmp_path / "run"
     checkpoints = run_dir / manifest.FOLDER

@@ -19,44 +19,45 @@ from tests.runtime.test_pipeline import plain_loss
 
 RTOL = 1e-5  # sums in another order, in float32
 
+# Settings of all jobs here: a block for each of two stages, and a few steps.
+SHORT = ("train.steps=5", "model.num_layers=2")
+
 # name -> nodes of each cluster, by their devices; settings
 JOBS = {
-    "1+2+1, unequal data, tied": (
-        {"a": (1,), "b": (1, 1), "c": (1,)},
-        ["parallel.layers=[1,2,1]", "parallel.schedule=gpipe", "model.tied_embeddings=true"],
+    "three stages, unequal data over devices and nodes, tied, a process for each device": (
+        {"a": (2,), "b": (1, 1), "c": (1,)},
+        ["parallel.schedule=gpipe", "distributed.processes=device"],
+        ["model.num_layers=3", "model.tied_embeddings=true"],
     ),
-    "tensor over nodes, a process for each device": (
-        {"a": (2,), "b": (1, 1)},
-        ["parallel.tensor=2", "parallel.data=1", "distributed.processes=device"],
-    ),
-    "one stage over clusters": (
+    "one stage over clusters, tensor over nodes": (
         {"ib": (1, 1), "roce": (1, 1)},
-        ["parallel.clusters=null", "parallel.data=4"],
+        ["parallel.clusters=null", "parallel.data=2", "parallel.tensor=2"],
+        [],
     ),
 }
 
 
 @functools.cache
-def plain_losses(tied: bool) -> list[float]:
-    """Ten steps of `jax.grad` and optax on one device, on the same batches."""
+def plain_losses(*settings: str) -> list[float]:
+    """A run by `jax.grad` and optax on one device, on the same batches."""
     import tempfile
     from pathlib import Path
 
     with tempfile.TemporaryDirectory() as folder:
         path = write_run(Path(folder), {"a": (1,)})
-        config = configs.load(path, [f"model.tied_embeddings={str(tied).lower()}"])
+        config = configs.load(path, [*SHORT, *settings])
     model, batches = config.model, read_batches(config)
     params = transformer.init_params(model, config.train.seed, layer_names(model.num_layers))
     optimizer = make_optimizer(config.optimizer, config.train.steps)
     clip = optax.clip_by_global_norm(config.optimizer.clip_norm)
-    opt_state = optimizer.init(params)
+    opt_state, update = optimizer.init(params), jax.jit(optimizer.update)
     loss_and_gradient = jax.jit(jax.value_and_grad(plain_loss), static_argnums=1)
     losses = []
     for step in range(config.train.steps):
         inputs = model_inputs(batches.train(step * batches.global_batch))
         loss, gradient = loss_and_gradient(params, model, inputs)
         gradient, _ = clip.update(gradient, clip.init(params))
-        updates, opt_state = optimizer.update(gradient, opt_state, params)
+        updates, opt_state = update(gradient, opt_state, params)
         params = optax.apply_updates(params, updates)
         losses.append(float(loss))
     return losses
@@ -67,21 +68,22 @@ def losses_of(run_dir) -> list[float]:
 
 
 @pytest.mark.parametrize("name", JOBS)
-def test_ten_steps_are_those_of_one_device(tmp_path, name):
-    clusters, settings = JOBS[name]
+def test_the_steps_are_those_of_one_device(tmp_path, name):
+    clusters, settings, model = JOBS[name]
     run_file = write_run(tmp_path, clusters)
-    with RunningJob(run_file, "--launcher", "local", *settings) as job:
+    with RunningJob(run_file, "--launcher", "local", *SHORT, *settings, *model) as job:
         assert job.end(120) == 0, job.output
     got = losses_of(tmp_path / "run")
-    np.testing.assert_allclose(got, plain_losses("tied" in name), rtol=RTOL)
+    np.testing.assert_allclose(got, plain_losses(*model), rtol=RTOL)
 
 
 def test_all_processes_of_a_stage_keep_to_the_schedule_whatever_comes_late(tmp_path):
     """A W that only one of them runs early holds collectives that the others reach later."""
     settings = ["parallel.schedule=zero_bubble", "parallel.fsdp=2", "parallel.data=1"]
-    settings += ["parallel.tensor=2", "parallel.microbatches=4", "parallel.layers=[3,1]"]
+    settings += ["parallel.microbatches=4"]
     odd = {number: {"late_s": 0.1} for number in range(4)}
-    with external_job(tmp_path, {"ib": (2, 2), "roce": (2, 2)}, *settings, odd=odd) as job:
+    clusters = {"ib": (1, 1), "roce": (1, 1)}
+    with external_job(tmp_path, clusters, *SHORT, *settings, odd=odd) as job:
         assert job.end(120) == 0, job.output
     got = losses_of(tmp_path / "run")
-    np.testing.assert_allclose(got, plain_losses(False), rtol=RTOL)
+    np.testing.assert_allclose(got, plain_losses(), rtol=RTOL)
