@@ -59,6 +59,7 @@ WITHOUT_JAX = [
     "holmesjax.transport.crossings",
     "holmesjax.transport.frame_timing",
     "holmesjax.transport.frames",
+    "holmesjax.transport.pull",
     "holmesjax.transport.rendezvous",
     "holmesjax.transport.routes",
     "holmesjax.hosts.agent",

@@ -3,9 +3,10 @@
     source: offer -> [copy to the host] -> wait for PULL -> DATA straight from the array's memory
     target: expect -> PULL, a few arrays ahead -> memory that JAX takes over -> arrived -> fetch
 
-What a process sends of a crossing and what it receives is in `ends`, the connections are in
-`frames`, who may connect in `connections`. Nothing here makes the executor wait but `wait`, a
-`fetch` of what has not arrived, and `close`.
+The byte mover: memory, connections, threads and failures. `pull` decides who asks for which array
+when, `ends` says what a process sends and receives of a crossing, the connections are in `frames`,
+who may connect in `connections`. The executor waits only in `wait`, in a `fetch` of what has not
+arrived, and in `close`.
 """
 
 import hashlib
@@ -33,47 +34,28 @@ from holmesjax.transport import connections
 from holmesjax.transport.buffers import Pool, runs_of
 from holmesjax.transport.crossings import Crossing, Key
 from holmesjax.transport.ends import End, make_end, shape_of, size_of
-from holmesjax.transport.frames import Channel, Frame, FrameKind, Packet, ViolationError, parts_of
+from holmesjax.transport.frames import Channel, Frame, Packet, ViolationError
+from holmesjax.transport.pull import Shared, Source, Target, Traffic
 from holmesjax.transport.rendezvous import Book, Ports, between, meet, num_streams
-
-# Arrays asked for and not yet fetched: one that arrives while the one before is computed with. Each
-# more would hold another boundary in memory and hide nothing longer than a task.
-PREFETCH = 2
-MAX_WAITING = 1 << 12  # arrays that others may have asked for and that are not yet offered
-
-Where = tuple[int, int, int, int]  # crossing, step, microbatch and piece, as in a frame
 
 
 @dataclass(eq=False)
-class Offer:
-    """An array that others have not all of yet."""
+class Sending:
+    """The memory of an offered array."""
 
     end: End
     copies: dict[int, jax.Array]  # by device, on their way to the host
-    unasked: set[int]  # pieces
-    left: dict[int, int]  # bytes of each piece that are not delivered yet
-    parts: dict[int, np.ndarray] | None = None  # by piece, once they are there
+    pieces: dict[int, np.ndarray] | None = None  # by number, once they are there
 
 
 @dataclass(eq=False)
-class Pull:
-    """An array on its way here."""
+class Receiving:
+    """The memory of an array on its way here."""
 
-    key: Key
     end: End
-    blocks: dict[Box, np.ndarray]  # memory for what each device holds
-    missing: int  # pieces
+    blocks: dict[Box, np.ndarray]  # of each box that a device holds
+    views: dict[int, np.ndarray]  # of each piece, by number
     array: jax.Array | None = None  # once all is here
-
-
-@dataclass(eq=False)
-class Landing:
-    """Where a piece of it lands."""
-
-    pull: Pull
-    view: np.ndarray
-    unseen: dict[int, int]  # offset and length of the parts that have not begun to come
-    missing: int  # parts
 
 
 @dataclass(eq=False)
@@ -83,8 +65,7 @@ class Peer:
     process: Process
     num_streams: int
     channels: dict[int, Channel] = field(default_factory=dict)  # by stream
-    parts: deque[Packet] = field(default_factory=deque)  # to send
-    awaited: dict[Where, Landing] = field(default_factory=dict)  # the pieces it owes
+    packets: deque[Packet] = field(default_factory=deque)  # to send
 
     @property
     def has_left(self) -> bool:
@@ -148,10 +129,8 @@ class TcpTransport:
                 other = piece.target if piece.source == me.number else piece.source
                 shared[other].append((index, asdict(crossing), number, piece))
         self._pool = Pool()
-        self._offers: dict[Key, Offer] = {}
-        self._early: dict[Key, dict[int, None]] = {}  # pieces asked for before the offer
-        self._expected: deque[Key] = deque()
-        self._pulls: dict[Key, Pull] = {}
+        self._sending: dict[Key, Sending] = {}
+        self._receiving: dict[Key, Receiving] = {}
         self._bytes: Counter[str] = Counter()
         self._error: Exception | None = None
         self._is_closing = False
@@ -159,7 +138,7 @@ class TcpTransport:
         self._peers: dict[int, Peer] = {}
         self._peer_of: dict[Channel, Peer] = {}
         self._turn = itertools.count()
-        self._staging: queue.SimpleQueue[tuple[Key, Offer] | None] = queue.SimpleQueue()
+        self._staging: queue.SimpleQueue[tuple[Key, Sending] | None] = queue.SimpleQueue()
         self._stager = threading.Thread(target=self._stage, name="stager", daemon=True)
         self._stager.start()
         try:
@@ -167,6 +146,8 @@ class TcpTransport:
             for other in shared:
                 count = num_streams(topology, me, processes[other], book, streams)
                 self._peers[other] = Peer(processes[other], count)
+            traffic = [self._traffic(end) for end in self._by_index.values()]
+            self._source, self._target = Source(traffic), Target(traffic)
             meet(
                 me=me,
                 processes=processes,
@@ -187,10 +168,26 @@ class TcpTransport:
             self._end()
             raise
 
+    def _traffic(self, end: End) -> Traffic:
+        size = lambda piece: size_of(piece.box, end.crossing)
+        streams = lambda peer: self._peers[peer].num_streams
+        return Traffic(
+            index=end.index,
+            name=end.crossing.name,
+            sends={
+                i: Shared(piece.target, size(piece), streams(piece.target))
+                for i, piece in end.sends.items()
+            },
+            receives={
+                i: Shared(piece.source, size(piece), streams(piece.source))
+                for i, piece in end.receives.items()
+            },
+        )
+
     def _enter(self, number: int, stream: int, connection: connections.Connection) -> None:
         """Takes a connection; from here on its heartbeat counts."""
         peer = self._peers[number]
-        channel = Channel(connection.sock, self, self._silence_s, peer.parts)
+        channel = Channel(connection.sock, self, self._silence_s, peer.packets)
         with self._changed:
             if self._is_closing:
                 connection.close()
@@ -210,37 +207,31 @@ class TcpTransport:
         assert end.here.is_equivalent_to(array.sharding, array.ndim), f"{key}: {array.sharding}"
         with self._changed:
             self._raise_failure()
-            assert key not in self._offers, f"{key} is offered twice"
-            if not end.sends:
+            if not self._source.offer(key):
                 return  # other processes have the same bytes, and send them
             data = {shard.device: shard.data for shard in array.addressable_shards}
             copies = {
                 device: compat.start_copy_to_host(data[self._devices[device]])
                 for device in set(end.senders.values())
             }
-            sizes = {i: size_of(piece.box, crossing) for i, piece in end.sends.items()}
-            self._offers[key] = offer = Offer(end, copies, set(sizes), sizes)
-        self._staging.put((key, offer))
+            self._sending[key] = sending = Sending(end, copies)
+        self._staging.put((key, sending))
 
     def expect(self, keys: Sequence[Key]) -> None:
         """Says what will be fetched next, in this order."""
         with self._changed:
-            known = {*self._expected, *self._pulls}
-            assert known.isdisjoint(keys), f"{known & set(keys)} are expected twice"
-            self._expected += keys
-            self._pull_ahead()
+            self._ask(self._target.expect(keys))
 
     def arrived(self, key: Key) -> bool:
         """Whether a fetch would not wait."""
-        pull = self._pulls.get(key)
-        return pull is not None and pull.array is not None
+        return self._target.arrived(key)
 
     def wait(self, keys: Collection[Key]) -> None:
         """Returns when one of them has arrived. Raises PeerError where that cannot be."""
         start_s = time.monotonic()
         with self._changed:
             for key in keys:
-                self._hurry(key)
+                self._ask(self._target.hurry(key))
             while not any(map(self.arrived, keys)):
                 self._raise_failure()
                 late = self._late(next(iter(keys)), start_s)
@@ -257,10 +248,10 @@ class TcpTransport:
         if not self.arrived(key):
             self.wait([key])
         with self._changed:
-            pull = self._pulls.pop(key)
-            self._pull_ahead()
-        assert pull.array is not None
-        return pull.end.rebuild(pull.array)
+            receiving = self._receiving.pop(key)
+            self._ask(self._target.take(key))
+        assert receiving.array is not None
+        return receiving.end.rebuild(receiving.array)
 
     def take_bytes(self) -> dict[str, int]:
         """Bytes received over each link since the last call."""
@@ -283,11 +274,7 @@ class TcpTransport:
         self._end()
 
     def _undelivered(self) -> bool:
-        return any(
-            not self._peers[offer.end.sends[i].target].has_left
-            for offer in self._offers.values()
-            for i in offer.left
-        )
+        return any(not self._peers[number].has_left for number in self._source.owed_to)
 
     def _end(self) -> None:
         with self._changed:
@@ -301,30 +288,22 @@ class TcpTransport:
 
     # ---- receiving -----------------------------------------------------------------------------
 
-    def _pull_ahead(self) -> None:
-        while self._expected and len(self._pulls) < PREFETCH and self._error is None:
-            self._ask(self._expected.popleft())
-
-    def _hurry(self, key: Key) -> None:
-        """Asks for what is waited for, however far it is in the order."""
-        if key not in self._pulls:
-            assert key in self._expected, f"{key} was not expected, or has been fetched"
-            self._expected.remove(key)
-            self._ask(key)
-
-    def _ask(self, key: Key) -> None:
-        end = self._ends[key.crossing]
-        dtype = np.dtype(end.crossing.dtype)
-        blocks = {box: self._pool.take(shape_of(box), dtype) for box in set(end.held.values())}
-        pull = self._pulls[key] = Pull(key, end, blocks, len(end.receives))
-        for i, piece in end.receives.items():
-            peer, where = self._peers[piece.source], (end.index, key.step, key.microbatch, i)
-            outer = end.held[piece.devices[0]]
-            view = blocks[outer][within(piece.box, outer)]
-            parts = dict(parts_of(view.nbytes, peer.num_streams))
-            peer.awaited[where] = Landing(pull, view, parts, len(parts))
-            self._channels(peer)[0].send(Frame(FrameKind.PULL, *where, 0, view.nbytes))
-            self._check_presence(peer)
+    def _ask(self, keys: Sequence[Key]) -> None:
+        """Asks for arrays, whose memory waits for them from now on."""
+        for key in keys:
+            if self._error is not None:
+                return
+            end = self._ends[key.crossing]
+            dtype = np.dtype(end.crossing.dtype)
+            blocks = {box: self._pool.take(shape_of(box), dtype) for box in set(end.held.values())}
+            views = {}
+            for i, piece in end.receives.items():
+                outer = end.held[piece.devices[0]]
+                views[i] = blocks[outer][within(piece.box, outer)]
+            self._receiving[key] = Receiving(end, blocks, views)
+            for number, frame in self._target.ask(key):
+                self._channels(self._peers[number])[0].send(frame)
+                self._check_presence(self._peers[number])
 
     def _channels(self, peer: Peer) -> list[Channel]:
         """Those to a process, each time another one first, so that NICs share small arrays too."""
@@ -335,103 +314,76 @@ class TcpTransport:
     def landing(self, channel: Channel, frame: Frame) -> list[memoryview]:
         """Where the payload goes."""
         with self._changed:
-            landing = self._peer_of[channel].awaited.get(frame.where)
-            if landing is None or landing.unseen.pop(frame.offset, None) != frame.length:
-                raise ViolationError(f"data that was not asked for: {frame}")
-        return runs_of(landing.view, frame.offset, frame.length)
+            key = self._target.landing(self._peer_of[channel].process.number, frame)
+            view = self._receiving[key].views[frame.piece]
+        return runs_of(view, frame.offset, frame.length)
 
     def landed(self, channel: Channel, frame: Frame) -> None:
         """Makes an array when it was the last part of the last piece."""
-        awaited = self._peer_of[channel].awaited
         with self._changed:
-            landing = awaited[frame.where]
-            landing.missing -= 1
-            if landing.missing:
+            peer = self._peer_of[channel].process.number
+            num_bytes, key = self._target.landed(peer, frame)
+            crossing = self._by_index[frame.crossing].crossing
+            if num_bytes and not crossing.is_whole:
+                self._bytes[crossing.link] += num_bytes
+            if key is None:
                 return
-            del awaited[frame.where]
-            pull = landing.pull
-            if not pull.end.crossing.is_whole:
-                self._bytes[pull.end.crossing.link] += landing.view.nbytes
-            pull.missing -= 1
-            if pull.missing:
-                return
-        array = self._assemble(pull)
+            receiving = self._receiving[key]
+        array = self._assemble(receiving)
         with self._changed:
-            pull.array = array
+            receiving.array = array
+            self._target.arrive(key)
             self._changed.notify_all()
 
-    def _assemble(self, pull: Pull) -> jax.Array:
+    def _assemble(self, receiving: Receiving) -> jax.Array:
         """The array of pieces that are all here, as it is cut on the wire."""
-        shape, blocks = pull.end.crossing.shape, pull.blocks
-        pull.blocks = {}
+        shape, blocks = receiving.end.crossing.shape, receiving.blocks
+        receiving.blocks, receiving.views = {}, {}
 
         def block(index: tuple[slice, ...] | None) -> np.ndarray:
             assert index is not None
             return blocks[tuple(s.indices(n)[:2] for s, n in zip(index, shape, strict=True))]
 
         # From here on the memory is JAX's, until it drops the array.
-        return jax.make_array_from_callback(shape, pull.end.here, block)
+        return jax.make_array_from_callback(shape, receiving.end.here, block)
 
     # ---- sending -------------------------------------------------------------------------------
 
     def _stage(self) -> None:
         """Waits for each offered array in turn, and answers who has asked for it."""
-        for key, offer in iter(self._staging.get, None):
+        for key, sending in iter(self._staging.get, None):
             try:
-                parts = {i: _part(offer, i) for i in offer.end.sends}
+                pieces = {i: _piece(sending, i) for i in sending.end.sends}
             except Exception as error:  # of the computation
                 self._fail(error)
                 return
             with self._changed:
-                offer.parts = parts
-                asked = self._early.pop(key, {})
-                offer.unasked -= asked.keys()
+                sending.pieces = pieces
+                asked = self._source.ready(key)
             for i in asked:
-                self._answer(key, offer, i)
+                self._answer(key, sending, i)
 
     def pulled(self, channel: Channel, frame: Frame) -> None:
-        """Answers, or remembers what to answer when it is there."""
-        end = self._by_index.get(frame.crossing)
-        piece = end.sends.get(frame.piece) if end else None
-        if end is None or piece is None or self._peers.get(piece.target) != self._peer_of[channel]:
-            raise ViolationError(f"a wish for what is not sent from here to there: {frame}")
-        size = size_of(piece.box, end.crossing)
-        if (frame.offset, frame.length) != (0, size):
-            raise ViolationError(f"a wish for another range than the {size} bytes: {frame}")
-        key = Key(end.crossing.name, frame.step, frame.microbatch)
+        """Answers at once, unless the array is not here yet."""
         with self._changed:
-            offer = self._offers.get(key)
-            if offer is None or offer.parts is None:
-                early = self._early.setdefault(key, {})
-                if frame.piece in early or len(self._early) > MAX_WAITING:
-                    raise ViolationError(f"a wish that is one too many: {frame}")
-                early[frame.piece] = None
-                return
-            if frame.piece not in offer.unasked:
-                raise ViolationError(f"a wish for what it has got: {frame}")
-            offer.unasked.remove(frame.piece)
-        self._answer(key, offer, frame.piece)
+            key = self._source.pulled(self._peer_of[channel].process.number, frame)
+            sending = self._sending[key] if key else None
+        if key and sending:
+            self._answer(key, sending, frame.piece)
 
-    def _answer(self, key: Key, offer: Offer, i: int) -> None:
+    def _answer(self, key: Key, sending: Sending, i: int) -> None:
         """Puts a piece, part by part, where the free channels take it from."""
-        assert offer.parts is not None
-        piece, part = offer.end.sends[i], offer.parts[i]
-        peer, where = self._peers[piece.target], (offer.end.index, key.step, key.microbatch, i)
-        for offset, length in parts_of(part.nbytes, peer.num_streams):
-            frame = Frame(FrameKind.DATA, *where, offset, length)
-            peer.parts.append((frame, runs_of(part, offset, length)))
+        assert sending.pieces is not None
+        peer = self._peers[sending.end.sends[i].target]
+        for frame in self._source.parts(key, i):
+            peer.packets.append((frame, runs_of(sending.pieces[i], frame.offset, frame.length)))
             any(channel.take_part() for channel in self._channels(peer))
 
     def sent(self, channel: Channel, frame: Frame) -> None:
         """Drops an array when all of it is delivered, of which the frame is a part."""
-        key = Key(self._by_index[frame.crossing].crossing.name, frame.step, frame.microbatch)
         with self._changed:
-            left = self._offers[key].left
-            left[frame.piece] -= frame.length
-            if not left[frame.piece]:
-                del left[frame.piece]
-            if not left:
-                del self._offers[key]
+            if key := self._source.sent(frame):
+                del self._sending[key]
                 self._changed.notify_all()
 
     # ---- failing -------------------------------------------------------------------------------
@@ -443,7 +395,8 @@ class TcpTransport:
             self._check_presence(self._peer_of[channel])
 
     def _check_presence(self, peer: Peer) -> None:
-        if peer.awaited and all(channel.has_left for channel in peer.channels.values()):
+        is_awaited = self._target.awaited_from(peer.process.number)
+        if is_awaited and all(channel.has_left for channel in peer.channels.values()):
             self._fail(self._peer_error(peer, "left the job", "it said goodbye"))
 
     def broken(self, channel: Channel, error: Exception) -> None:
@@ -468,21 +421,21 @@ class TcpTransport:
         self, peer: Peer, problem: str, found: object, fix: str | None = None
     ) -> PeerError:
         with self._changed:
-            waiting = next((landing.pull.key for landing in peer.awaited.values()), None)
+            waiting = self._target.awaited_from(peer.process.number)
         during = f", while waiting for {waiting}" if waiting else ""
         fix = fix or f"see the log of {peer.process.name}"
         return PeerError(between(peer.process, self._me), problem + during, found=found, fix=fix)
 
     def _late(self, key: Key, start_s: float) -> float | PeerError:
         """How long a key may still take, or what to say if that is over. Any data is progress."""
-        peers = [self._peers[p.source] for p in self._ends[key.crossing].receives.values()]
+        peers = [self._peers[number] for number in self._target.sources(key)]
         channels = [channel for peer in peers for channel in peer.channels.values()]
         progress_s = max(start_s, *(channel.payload_s for channel in channels))
         left_s = progress_s + self._pull_timeout_s - time.monotonic()
         if left_s > 0:
             return left_s
-        late = (p for p in peers for landing in p.awaited.values() if landing.pull.key == key)
-        process = next(late, peers[0]).process
+        owing = self._target.owing(key) or self._target.sources(key)
+        process = self._peers[owing[0]].process
         return PeerError(
             between(process, self._me),
             f"{key} did not come for {self._pull_timeout_s:g} s",
@@ -506,10 +459,10 @@ class TcpTransport:
             raise self._error
 
 
-def _part(offer: Offer, i: int) -> np.ndarray:
+def _piece(sending: Sending, i: int) -> np.ndarray:
     """A piece in the memory of its copy. Waits for that, and raises what made it fail."""
-    device = offer.end.senders[i]
-    return np.asarray(offer.copies[device])[within(offer.end.sends[i].box, offer.end.held[device])]
+    device, end = sending.end.senders[i], sending.end
+    return np.asarray(sending.copies[device])[within(end.sends[i].box, end.held[device])]
 
 
 def _digest(what: object) -> str:
