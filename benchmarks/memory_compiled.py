@@ -17,12 +17,13 @@ Ends with 1 if a stage holds more than its plan would leave room for.
 """
 
 import argparse
+import functools
 import json
 import math
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import jax
 
@@ -43,7 +44,9 @@ from holmesjax.optimizers.adamw import make_optimizer
 from holmesjax.parallel.mesh import build_meshes
 from holmesjax.plan.plan import EMBED, HEAD, Plan, StagePlan, block_name
 from holmesjax.planner.stage_layouts import USABLE_MEMORY, Mesh
+from holmesjax.runtime import microbatch
 from holmesjax.runtime.programs import (
+    Key,
     Programs,
     batch_shapes,
     boundary_shape,
@@ -167,22 +170,23 @@ def moments_of(programs: Programs, in_flight: int) -> dict[str, int]:
     replicas = bytes_on_a_device(replica_shapes(stage))
     gradients = bytes_on_a_device(gradient_shapes(stage))
     x_BLD = None if stage.is_first else boundary_shape(stage)
-    _, saved = jax.eval_shape(stage.forward, replica_shapes(stage), x_BLD, batch_shapes(stage))
-    assert programs.forward, "there are microbatches besides the first"
-    where = cast(Any, programs.forward).output_shardings[1].arrays
+    run = functools.partial(microbatch.forward, stage)
+    _, saved = jax.eval_shape(run, replica_shapes(stage), x_BLD, batch_shapes(stage))
+    table = programs.table
+    forward, backward = (table[Key(name, False)] for name in ("forward", "backward"))
+    where = forward.output_shardings[1].arrays
     kept = bytes_on_a_device(jax.tree.map(lambda x, s: x.update(sharding=s), saved.arrays, where))
     held = state + replicas + gradients
     found = {
-        "forward": held + (in_flight - 1) * kept + temporary_bytes(programs.forward),
-        "backward": held + in_flight * kept + temporary_bytes(programs.backward),
-        "update": held + temporary_bytes(programs.update),
+        "forward": held + (in_flight - 1) * kept + temporary_bytes(forward),
+        "backward": held + in_flight * kept + temporary_bytes(backward),
+        "update": held + temporary_bytes(programs["update"]),
     }
-    if programs.gather is not None:
-        found["gather"] = state + temporary_bytes(programs.gather)
-    if programs.last_backward is not None:
-        found["last backward"] = held + kept + temporary_bytes(programs.last_backward)
-    if programs.reduce is not None:
-        found["reduce"] = held + temporary_bytes(programs.reduce)
+    others = {"gather": state, "backward": held + kept, "reduce": held}
+    for name, num_bytes in others.items():
+        if program := table.get(Key(name, True)):
+            moment = "last backward" if name == "backward" else name
+            found[moment] = num_bytes + temporary_bytes(program)
     return found
 
 

@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 from holmesjax.runtime import programs
-from holmesjax.runtime.programs import Compiled, Compiler, Programs
+from holmesjax.runtime.programs import Compiled, Compiler, Key, Programs
 from holmesjax.runtime.stage import Stage, Tree
 from launch.__main__ import main
 
@@ -20,19 +20,16 @@ def compile_stage(stage: Stage, compiler: Compiler) -> Programs:
     made = _compile_overlapped(stage, compiler)
     if stage.num_replicas == 1:  # it sends nothing
         return made
-    assert made.forward, "a step of one microbatch has no forward besides the first"
-    assert made.backward, "the backward is split, or there is one microbatch"
+    forward, backward = (made.table[Key(name, False)] for name in ("forward", "backward"))
     masters, replicas = stage.state_shapes.params, programs.replica_shapes(stage)
     gather = programs._submit(compiler, stage.gather, masters, out=replicas).result()
     gradients = programs.gradient_shapes(stage)
     reduce = programs._submit(compiler, stage.reduce, gradients, out=masters).result()
-    return dataclasses.replace(
-        made,
-        gather=None,
-        reduce=None,
-        first_forward=partial(_gather_and_forward, gather, made.forward),
-        last_backward=partial(_backward_and_reduce, made.backward, reduce),
-    )
+    alone = ("gather", "reduce")
+    table = {key: program for key, program in made.table.items() if key.function not in alone}
+    table[Key("forward", True)] = partial(_gather_and_forward, gather, forward)
+    table[Key("backward", True)] = partial(_backward_and_reduce, backward, reduce)
+    return dataclasses.replace(made, table=table)
 
 
 def _gather_and_forward(gather: Compiled, forward: Compiled, params: Tree, *args: Any) -> tuple:

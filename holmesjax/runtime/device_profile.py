@@ -25,7 +25,8 @@ from holmesjax.costs.work import HOLMESJAX
 from holmesjax.models import ops, transformer
 from holmesjax.optimizers.adamw import make_optimizer
 from holmesjax.plan.plan import block_name
-from holmesjax.runtime.stage import Saved, Tree
+from holmesjax.runtime.microbatch import Residuals
+from holmesjax.runtime.stage import Tree
 from holmesjax.topology.calibration import Calibration, Product, ProductSpeed
 from holmesjax.topology.machines import DeviceKind
 
@@ -252,12 +253,12 @@ def _block_s(model: ModelConfig, dtype: str, sequences: int) -> float:
         return x
 
     @jax.jit
-    def forward(params: Tree, x: jax.Array) -> tuple[jax.Array, Saved]:
+    def forward(params: Tree, x: jax.Array) -> tuple[jax.Array, Residuals]:
         y, pullback = jax.vjp(apply, params, x)
-        return y, Saved.of(pullback, params)
+        return y, Residuals.of(pullback, params)
 
     @functools.partial(jax.jit, donate_argnums=2)
-    def backward(params: Tree, saved: Saved, gradients: Tree, dy: jax.Array) -> tuple:
+    def backward(params: Tree, saved: Residuals, gradients: Tree, dy: jax.Array) -> tuple:
         new, dx = saved.restore(params)(dy)
         return jax.tree.map(lambda total, g: total + g.astype(total.dtype), gradients, new), dx
 

@@ -21,15 +21,15 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 from holmesjax.parallel import sharding
 from holmesjax.plan.pipeline_schedules import Task
 from holmesjax.plan.plan import EMBED, Plan
+from holmesjax.runtime.microbatch import Batch, Residuals
 from holmesjax.runtime.prefetch import Inputs, Placer
 from holmesjax.runtime.programs import (
     Programs,
-    WholeStep,
     boundary_shape,
     compile_stages,
     compile_whole_step,
 )
-from holmesjax.runtime.stage import Batch, Saved, Stage, StageState, Tree
+from holmesjax.runtime.stage import Stage, StageState, Tree
 from holmesjax.runtime.timeline import Timeline
 from holmesjax.transport.crossings import Crossing, Key
 from holmesjax.transport.local import LocalTransport, Transport
@@ -66,9 +66,10 @@ class _Flight:
 
     params: Tree  # masters
     gradients: Tree | None  # None: no backward follows, as in a validation
-    left: int  # backwards, or weight gradients where they are split
-    replicas: Tree = None  # once they are gathered
-    saved: dict[int, Saved] = field(default_factory=dict)
+    left: int  # tasks that will add to the gradients: B, or W where backwards are split
+    replicas: Tree = None  # once `gather` has been called
+    has_begun: bool = False  # whether a forward has been dispatched
+    saved: dict[int, Residuals] = field(default_factory=dict)
     passed: dict[int, tuple] = field(default_factory=dict)  # between B and W
 
 
@@ -222,7 +223,7 @@ class Pipeline:
         flights = {
             v: _Flight(
                 params=state.params,
-                gradients=programs.zero_gradients() if gradients else None,
+                gradients=programs["zero_gradients"]() if gradients else None,
                 left=self._plan.microbatches,
             )
             for (v, programs), state in zip(self._programs.items(), states, strict=True)
@@ -234,9 +235,9 @@ class Pipeline:
         return flights
 
     def _gather(self, v: int, flight: _Flight) -> None:
-        """Unless that is done, or left to the first forward."""
-        if flight.replicas is None and (gather := self._programs[v].gather) is not None:
-            flight.replicas = gather(flight.params)
+        """Once for each chunk."""
+        if flight.replicas is None:
+            flight.replicas = self._programs[v].gather(flight.params)
 
     # ---- tasks ---------------------------------------------------------------------------------
 
@@ -339,15 +340,12 @@ class Pipeline:
     ) -> tuple[jax.Array | None, jax.Array]:
         """What the task waits for, and what it gives."""
         v, key = self._chunk(s, task), self._input(s, task)
-        programs = self._programs[v]
         x_BLD = self._transport.fetch(key) if key else None
         self._gather(v, flight)
-        if flight.replicas is None:
-            assert programs.first_forward is not None
-            flight.replicas, out, saved = programs.first_forward(flight.params, x_BLD, batch)
-        else:
-            assert programs.forward is not None
-            out, saved = programs.forward(flight.replicas, x_BLD, batch)
+        flight.replicas, out, saved = self._programs[v].forward(
+            flight.replicas, x_BLD, batch, is_first=not flight.has_begun
+        )
+        flight.has_begun = True
         if flight.gradients is not None:  # a backward will follow
             flight.saved[task.microbatch] = saved
         if v < self._last:
@@ -361,32 +359,32 @@ class Pipeline:
         v, m, key = self._chunk(s, task), task.microbatch, self._input(s, task)
         programs, saved = self._programs[v], flight.saved.pop(m)
         dy = self._transport.fetch(key) if key else weight
-        if programs.split is not None:
-            dx, passed = programs.split.input_gradient(flight.replicas, saved, dy)
-            flight.passed[m] = programs.split.keep(flight.replicas, saved, dy), passed
+        if programs.is_split:
+            dx, passed = programs["input_gradient"](flight.replicas, saved, dy)
+            flight.passed[m] = programs.kept(flight.replicas, saved, dy), passed
         else:
             flight.left -= 1
-            run = (not flight.left and programs.last_backward) or programs.backward
-            assert run is not None
-            flight.gradients, dx = run(flight.replicas, saved, flight.gradients, dy)
+            args = flight.replicas, saved, flight.gradients, dy
+            flight.gradients, dx = programs.add_gradients(
+                "backward", *args, is_last=not flight.left
+            )
         if v > 0:
             self._transport.offer(Key(f"B{v}", self._round, m), dx)
         self._reduce(v, flight)
         return dy, dx
 
     def _reduce(self, v: int, flight: _Flight) -> None:
-        """After the last microbatch, unless its backward has done that."""
-        if not flight.left and (reduce := self._programs[v].reduce) is not None:
-            flight.gradients = reduce(flight.gradients)
+        """After the last task that adds to the gradients."""
+        if not flight.left:
+            flight.gradients = self._programs[v].reduce(flight.gradients)
 
     def _weight_gradient(self, v: int, m: int, flight: _Flight) -> jax.Array:
         """What the task gives; what it reads is here."""
-        programs = self._programs[v].split
-        assert programs is not None
         flight.left -= 1
-        run = (not flight.left and programs.last_weight_gradient) or programs.weight_gradient
-        assert run is not None
-        flight.gradients, done = run(flight.gradients, *flight.passed.pop(m))
+        args = flight.gradients, *flight.passed.pop(m)
+        flight.gradients, done = self._programs[v].add_gradients(
+            "weight_gradient", *args, is_last=not flight.left
+        )
         self._reduce(v, flight)
         return done
 
@@ -405,13 +403,13 @@ class Pipeline:
             self._add_tied_gradients(reduced)
         own: dict[int, jax.Array] = {}
         for v, programs in self._programs.items():
-            s, norm = self._plan.chunks[v][0], programs.square_norm(reduced[v])
+            s, norm = self._plan.chunks[v][0], programs["square_norm"](reduced[v])
             own[s] = own[s] + norm if s in own else norm
         norms = self._share_norms(own, idle)
         new_states, metrics = [], {}
         for (v, programs), state in zip(self._programs.items(), states, strict=True):
             s = self._plan.chunks[v][0]
-            state, metrics = programs.update(state, reduced[v], norms[s])
+            state, metrics = programs["update"](state, reduced[v], norms[s])
             timeline.watch(s, "U", None, None, metrics["grad_norm"])
             new_states.append(state)
         if loss is not None:
@@ -466,9 +464,8 @@ class Pipeline:
     ) -> jax.Array | None:
         if weight is None:
             return None
-        total_loss = self._programs[self._last].total_loss
-        assert total_loss is not None
-        return total_loss(losses_MR, weight)
+        total: jax.Array = self._programs[self._last]["total_loss"](losses_MR, weight)
+        return total
 
     def _add_tied_gradients(self, reduced: dict[int, Tree]) -> None:
         """The table is used twice: both ends add the other's gradient, and stay equal."""
@@ -500,7 +497,7 @@ class _Once:
 class OneStage:
     """A plan with one stage: the pipeline disappears, a step is one program."""
 
-    def __init__(self, programs: WholeStep):
+    def __init__(self, programs: Programs):
         self._programs = programs
         self.placer = Placer(programs.stage.plan, [programs.stage], is_one_program=True)
 
@@ -519,7 +516,7 @@ class OneStage:
             np.float32(1.0 / max(inputs.num_targets, 1)), sharding.replicated(stage.mesh)
         )
         [batch_M] = inputs.microbatches[stage.index]
-        state, metrics = self._programs.step(states[0], batch_M, weight)
+        state, metrics = self._programs["step"](states[0], batch_M, weight)
         timeline.watch(0, "S", None, None, metrics["loss"])
         meanwhile.nearly()
         meanwhile.idle()
@@ -527,15 +524,15 @@ class OneStage:
 
     def evaluate(self, states: Sequence[StageState], inputs: Inputs) -> jax.Array:
         """Sum of the losses of a batch's tokens."""
-        programs = self._programs.evaluation
-        assert programs is not None, "the run has no validations"
+        programs, stage = self._programs, self._programs.stage
         replicas = programs.gather(states[0].params)
         losses_MR = tuple(
-            programs.forward(replicas, None, batch)[0]
-            for batch in inputs.microbatches[self._programs.stage.index]
+            programs["forward"](replicas, None, batch)[0]
+            for batch in inputs.microbatches[stage.index]
         )
-        one = sharding.put(np.float32(1.0), sharding.replicated(self._programs.stage.mesh))
-        return programs.total_loss(losses_MR, one)
+        one = sharding.put(np.float32(1.0), sharding.replicated(stage.mesh))
+        total: jax.Array = programs["total_loss"](losses_MR, one)
+        return total
 
     def take_link_bytes(self) -> dict[str, int]:
         return {}

@@ -19,8 +19,9 @@ import numpy as np
 from holmesjax.data.batches import Batches, model_inputs
 from holmesjax.errors import DataError
 from holmesjax.plan.plan import Plan
+from holmesjax.runtime.microbatch import Batch
 from holmesjax.runtime.programs import batch_shapes
-from holmesjax.runtime.stage import Batch, Stage
+from holmesjax.runtime.stage import Stage
 
 AHEAD = 2  # batches that are made or being made, besides that of the step
 

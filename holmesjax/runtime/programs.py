@@ -7,11 +7,11 @@ soon as what it depends on is known: a backward reads what XLA made of its forwa
 
 import dataclasses
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, cast
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,64 +19,108 @@ import numpy as np
 
 from holmesjax.parallel import sharding
 from holmesjax.plan.plan import Axis
-from holmesjax.runtime.split_backward import Split, split
-from holmesjax.runtime.stage import Batch, Saved, Stage, StageState, Tree
+from holmesjax.runtime import end_of_step, microbatch
+from holmesjax.runtime.microbatch import Batch, Residuals
+from holmesjax.runtime.split_backward import SplitBackward, split_backward
+from holmesjax.runtime.stage import Stage, StageState, Tree
 
 Compiled = Any  # a compiled program: to be called
 MAX_THREADS = 8  # that compile: each program has its temporaries in the host's memory
 Shapes = dict[str, jax.ShapeDtypeStruct]
 
 
+class Key(NamedTuple):
+    """A program of a chunk."""
+
+    function: str
+    sends: bool  # whether the program gathers or reduces over `data`
+
+
 @dataclass(frozen=True, kw_only=True)
 class Programs:
-    """Compiled functions of one chunk of a pipeline; each takes and returns arrays on its mesh.
+    """The compiled functions of one chunk; each takes and returns arrays on the chunk's mesh.
 
-    Donated, so not to be used again: the gradients by what adds to them, the state by `update`.
-    What a plan does not run is None. So where the first forward gathers, there is no `gather`, and
-    where the last backward reduces, no `reduce`; nor are there others besides these two with a
-    single microbatch. Of one replica the gradients are what the others reduce theirs to.
+    `table` has the programs that the plan runs, and no others:
+
+        gather            sends    params -> replicas
+        forward                    replicas, x, batch -> out, residuals
+        forward           sends    params, x, batch -> replicas, out, residuals
+        zero_gradients             -> gradients
+        backward                   replicas, residuals, gradients, dy -> gradients, dx
+        backward          sends    the same -> reduced gradients, dx
+        input_gradient             replicas, residuals, dy -> dx, passed
+        weight_gradient            gradients, kept, passed -> gradients, a zero
+        weight_gradient   sends    the same -> reduced gradients, a zero
+        reduce            sends    gradients -> reduced gradients
+        square_norm                reduced gradients -> a number for each stage
+        update                     state, reduced gradients, norms -> state, metrics
+        total_loss                 losses of all microbatches, weight -> loss; on the last chunk
+        step              sends    state, batches, weight -> state, metrics; of a plan's only chunk
+
+    A chunk whose first forward sends has no `gather`, and a chunk whose last backward or weight
+    gradient sends has no `reduce`. With a single microbatch the first and the last are the only
+    ones. With one replica there is no `reduce`; `update` reads the gradients directly.
+
+    Donated, so not to be used again: the gradients by the programs that add to them, the state by
+    `update` and `step`.
     """
 
     stage: Stage
-    gather: Compiled | None  # params -> replicas
-    first_forward: Compiled | None  # (params, x, batch) -> replicas, out, saved
-    forward: Compiled | None  # (replicas, x, batch) -> out, saved
-    zero_gradients: Compiled
-    backward: Compiled | None  # (replicas, saved, gradients, dy) -> gradients, dx
-    last_backward: Compiled | None  # the same -> reduced gradients, dx
-    split: "SplitPrograms | None"  # in their place, where the schedule splits the backward
-    reduce: Compiled | None  # gradients -> reduced gradients
-    square_norm: Compiled
-    update: Compiled
-    total_loss: Compiled | None  # (losses of all microbatches, weight) -> scalar, on the last stage
+    table: Mapping[Key, Compiled]
+    # The arguments of `input_gradient` that `weight_gradient` reads.
+    kept: Callable[..., list[jax.Array]] = lambda *args: []
 
+    @property
+    def is_split(self) -> bool:
+        """Whether a backward is two programs."""
+        return Key("input_gradient", False) in self.table
 
-@dataclass(frozen=True, kw_only=True)
-class SplitPrograms:
-    """A backward in two programs, with what the first hands to the second."""
+    def __getitem__(self, function: str) -> Compiled:
+        """The only program of a function."""
+        [program] = (program for key, program in self.table.items() if key.function == function)
+        return program
 
-    input_gradient: Compiled  # (replicas, saved, dy) -> dx, passed
-    keep: Callable[[Tree, Saved, Any], list[jax.Array]]  # what of these W still needs
-    weight_gradient: Compiled | None  # (gradients, kept, passed) -> gradients, a zero
-    last_weight_gradient: Compiled | None  # the same -> reduced gradients, a zero
+    def gather(self, params: Tree) -> Tree:
+        """The replicas; or the parameters as they are, where the first forward gathers."""
+        gather = self.table.get(Key("gather", True))
+        return params if gather is None else gather(params)
 
+    def forward(
+        self, replicas: Tree, x_BLD: jax.Array | None, batch: Batch, *, is_first: bool
+    ) -> tuple[Tree, jax.Array, Residuals]:
+        """A microbatch.
 
-@dataclass(frozen=True, kw_only=True)
-class WholeStep:
-    """Compiled functions of a plan with one stage. `step` donates its state."""
+        Args:
+          replicas: from `gather`, or from the forward before.
+          x_BLD: the boundary that comes in; None on the first chunk.
+          batch: what the chunk reads of the microbatch.
+          is_first: whether it is the first forward since `gather`.
 
-    stage: Stage
-    step: Compiled
-    evaluation: "Evaluation | None"  # None: no run asks for it
+        Returns:
+          The replicas; the boundary, or the losses; and the residuals.
+        """
+        if is_first and (gathering := self.table.get(Key("forward", True))) is not None:
+            found: tuple[Tree, jax.Array, Residuals] = gathering(replicas, x_BLD, batch)
+            return found
+        return replicas, *self.table[Key("forward", False)](replicas, x_BLD, batch)
 
+    def add_gradients(self, function: str, *args: Any, is_last: bool) -> tuple[Tree, Any]:
+        """Runs `backward` or `weight_gradient`; the last one of a step may reduce.
 
-@dataclass(frozen=True, kw_only=True)
-class Evaluation:
-    """The programs of a loss without gradients, for a plan with one stage."""
+        Args:
+          function: its name in the table.
+          args: its arguments.
+          is_last: whether no other will add to the gradients.
+        """
+        reducing = self.table.get(Key(function, True)) if is_last else None
+        program = self.table[Key(function, False)] if reducing is None else reducing
+        gradients, out = program(*args)
+        return gradients, out
 
-    gather: Compiled
-    forward: Compiled
-    total_loss: Compiled
+    def reduce(self, gradients: Tree) -> Tree:
+        """The gradients of a step, reduced; as they are, where another program reduces."""
+        reduce = self.table.get(Key("reduce", True))
+        return gradients if reduce is None else reduce(gradients)
 
 
 class Compiler:
@@ -138,19 +182,17 @@ def _renamed(programs: Programs, stage: Stage) -> Programs:
         return programs
     names = dict(zip(stage.layers, programs.stage.layers, strict=True))
     back = {theirs: own for own, theirs in names.items()}
-    gather, update = programs.gather, programs.update
-    assert gather is not None, "only the first chunk gathers in its forward"
+    gather, update = programs["gather"], programs["update"]
+
+    def gather_renamed(params: Tree) -> Tree:
+        return gather({names[layer]: params[layer] for layer in params})
 
     def update_renamed(state: StageState, *args: Any) -> tuple[StageState, Any]:
         state, metrics = update(_with_layers(state, names), *args)
         return _with_layers(state, back), metrics
 
-    return dataclasses.replace(
-        programs,
-        stage=stage,
-        gather=lambda params: gather({names[layer]: params[layer] for layer in params}),
-        update=update_renamed,
-    )
+    renamed = {Key("gather", True): gather_renamed, Key("update", False): update_renamed}
+    return dataclasses.replace(programs, stage=stage, table={**programs.table, **renamed})
 
 
 def _with_layers(state: StageState, names: dict[str, str]) -> StageState:
@@ -161,56 +203,51 @@ def _with_layers(state: StageState, names: dict[str, str]) -> StageState:
 
 
 def compile_stage(stage: Stage, compiler: Compiler) -> Programs:
+    """The programs of one chunk."""
     state, replicas, gradients = stage.state_shapes, replica_shapes(stage), gradient_shapes(stage)
-    x_BLD = None if stage.is_first else boundary_shape(stage)
-    scalar = scalar_shape(stage)
-    dy = scalar if stage.is_last else boundary_shape(stage)
-    dx = scalar if x_BLD is None else x_BLD
+    boundary, scalar = boundary_shape(stage), scalar_shape(stage)
+    x_BLD = None if stage.is_first else boundary
+    dy, dx = scalar if stage.is_last else boundary, scalar if stage.is_first else boundary
     submit = partial(_submit, compiler)
-    gather = reduce = total_loss = None
+    found: dict[Key, Future[Compiled]] = {}
     forward: _Forward | None = None
     if _accumulates(stage) or not sends_within(stage):
         forward = _Forward(stage, replicas, x_BLD, compiler)
     if not sends_within(stage):
-        gather = submit(stage.gather, state.params, out=replicas)
-    reduced, update = state.params, cast(Callable, stage.update)
+        found[Key("gather", True)] = submit(stage.gather, state.params, out=replicas)
+    reduced, update = state.params, partial(end_of_step.update, stage)
     if stage.num_replicas == 1 and not stage.shares_table:
         reduced = gradients
-        update = lambda state, own, norms: stage.update(state, stage.reduce(own), norms)
+        update = partial(end_of_step.reduce_and_update, stage)
     elif not last_reduces(stage):
-        reduce = submit(stage.reduce, gradients, out=reduced)
-    zero_gradients = submit(stage.zero_gradients, out=gradients)
-    norms = norms_shape(stage)
-    square_norm = submit(stage.square_norm, reduced, out=norms)
-    updated = submit(update, state, reduced, norms, out=(state, scalar), donate=(0,))
+        found[Key("reduce", True)] = submit(stage.reduce, gradients, out=reduced)
+    found[Key("zero_gradients", False)] = submit(stage.zero_gradients, out=gradients)
+    norms, square_norm = norms_shape(stage), partial(end_of_step.square_norm, stage)
+    found[Key("square_norm", False)] = submit(square_norm, reduced, out=norms)
+    out = (state, scalar)
+    found[Key("update", False)] = submit(update, state, reduced, norms, out=out, donate=(0,))
     if stage.is_last:
-        total_loss = submit_total_loss(stage, compiler)
-    forwards: list[_Forward | _FirstForward] = [forward] if forward else []
+        found[Key("total_loss", False)] = submit_total_loss(stage, compiler)
+    forwards: dict[Key, _Forward | _FirstForward] = {}
     if sends_within(stage):
-        forwards.append(_FirstForward(stage, forward, replicas, x_BLD, compiler))
-    saved = forwards[0].saved
-    parts = backward = last_backward = None
+        first = _FirstForward(stage, forward, replicas, x_BLD, compiler)
+        forwards[Key("forward", True)] = first
+    if forward is not None:
+        forwards[Key("forward", False)] = forward
+    residuals = next(iter(forwards.values())).residuals
+    kept: Callable[..., list[jax.Array]] = lambda *args: []
     if is_split(stage):
-        parts = _compile_split(stage, compiler, replicas, saved, gradients, dy)
+        kept, halves = _compile_split(stage, compiler, replicas, residuals, gradients, dy)
+        found |= halves
     else:
-        args = (replicas, saved, gradients, dy)
-        backward, last_backward = _submit_sums(
-            stage, compiler, stage.backward, *args, out=(gradients, dx), donate=2
+        args = (replicas, residuals, gradients, dy)
+        backward = partial(microbatch.backward, stage)
+        found |= _submit_sums(
+            stage, compiler, "backward", backward, *args, out=(gradients, dx), donate=2
         )
-    return Programs(
-        stage=stage,
-        gather=_result(gather),
-        first_forward=forwards[-1].program if sends_within(stage) else None,
-        forward=forward and forward.program,
-        zero_gradients=zero_gradients.result(),
-        backward=_result(backward),
-        last_backward=_result(last_backward),
-        split=parts,
-        reduce=_result(reduce),
-        square_norm=square_norm.result(),
-        update=updated.result(),
-        total_loss=_result(total_loss),
-    )
+    table = {key: made.program for key, made in forwards.items()}
+    table |= {key: program.result() for key, program in found.items()}
+    return Programs(stage=stage, table=table, kept=kept)
 
 
 def is_split(stage: Stage) -> bool:
@@ -219,7 +256,7 @@ def is_split(stage: Stage) -> bool:
 
 def submit_total_loss(stage: Stage, compiler: Compiler) -> "Future[Compiled]":
     losses, scalar = (losses_shape(stage),) * stage.plan.microbatches, scalar_shape(stage)
-    return _submit(compiler, stage.total_loss, losses, scalar, out=scalar)
+    return _submit(compiler, end_of_step.total_loss, losses, scalar, out=scalar)
 
 
 def _accumulates(stage: Stage) -> bool:
@@ -247,94 +284,97 @@ def last_reduces(stage: Stage) -> bool:
 
 
 def _submit_sums(
-    stage: Stage, compiler: Compiler, backward: Callable, *args: Any, out: tuple, donate: int
-) -> tuple["Future[Compiled] | None", "Future[Compiled] | None"]:
-    """A backward, whose first result are gradients, and the last one, if that reduces them."""
-    last = accumulate = None
+    stage: Stage,
+    compiler: Compiler,
+    name: str,
+    function: Callable,
+    *args: Any,
+    out: tuple,
+    donate: int,
+) -> dict[Key, "Future[Compiled]"]:
+    """A function whose first result is gradients; and the last one of a step, if that reduces."""
+    found = {}
     if last_reduces(stage):
         # No result has the form of the gradients that come in: nothing to donate them to.
         masters = stage.state_shapes.params
-        last = _submit(compiler, stage.reducing(backward), *args, out=(masters, *out[1:]))
-    if last is None or _accumulates(stage):
-        accumulate = _submit(compiler, backward, *args, out=out, donate=(donate,))
-    return accumulate, last
+        reducing = microbatch.reducing(stage, function)
+        found[Key(name, True)] = _submit(compiler, reducing, *args, out=(masters, *out[1:]))
+    if not found or _accumulates(stage):
+        found[Key(name, False)] = _submit(compiler, function, *args, out=out, donate=(donate,))
+    return found
 
 
 def _compile_split(
     stage: Stage,
     compiler: Compiler,
     replicas: Tree,
-    saved: Saved,
+    residuals: Residuals,
     gradients: Tree,
     dy: jax.ShapeDtypeStruct,
-) -> SplitPrograms:
-    args = (replicas, saved, dy)
+) -> tuple[Callable[..., list[jax.Array]], dict[Key, "Future[Compiled]"]]:
+    """A backward in two programs, and the arguments of the first that the second reads."""
+    args = (replicas, residuals, dy)
     leaves = jax.tree.leaves(args)
-    found: list[Split] = []
+    found: list[SplitBackward] = []
 
     def first_on(*own: Any) -> tuple:
-        # Split where it runs: on a replica, with what that has.
-        found.append(split(stage.replica_gradients, *own))
+        # Split where it runs: on a replica, with the arrays of that replica.
+        found.append(split_backward(partial(microbatch.replica_gradients, stage), *own))
         dx, passed = found[-1].first(*jax.tree.leaves(own))
-        return dx, stage.stack(passed)
+        return dx, microbatch.stack(stage, passed)
 
     def first(*args: Any) -> tuple:
-        dx, passed = stage.on_replicas(first_on)(*args)
+        dx, passed = microbatch.on_replicas(stage, first_on)(*args)
         return dx[0] if dx else jnp.zeros(()), passed
 
     dx = sharding.replicated(stage.mesh) if stage.is_first else boundary_shape(stage).sharding
     lowered = jax.jit(first, out_shardings=(dx, None)).lower(*args)
-    parts = found[-1]
-    input_gradient = compiler.compile(lowered).result()
-    passed = _with_shardings(lowered.out_info[1], input_gradient.output_shardings[1])
+    halves = found[-1]
+    input_gradient = compiler.compile(lowered)
+    passed = _with_shardings(lowered.out_info[1], input_gradient.result().output_shardings[1])
 
     def second_on(gradients: Tree, kept: list, passed: list) -> Tree:
-        return stage.accumulate(gradients, parts.second(*kept, *stage.unstack(passed)))
+        weights = halves.second(*kept, *microbatch.unstack(stage, passed))
+        return microbatch.accumulate(gradients, weights)
 
     def weights(gradients: Tree, kept: list, passed: list) -> tuple[Tree, jax.Array]:
         # The zero tells a clock when it was done: the gradients are donated to the next one.
-        return stage.on_replicas(second_on)(gradients, kept, passed), jnp.zeros(())
+        run = microbatch.on_replicas(stage, second_on)
+        return run(gradients, kept, passed), jnp.zeros(())
 
-    kept = [leaves[i] for i in parts.keeps]
+    kept = [leaves[i] for i in halves.keeps]
     out = (gradients, scalar_shape(stage))
-    accumulate, last = _submit_sums(
-        stage, compiler, weights, gradients, kept, passed, out=out, donate=0
+    programs = _submit_sums(
+        stage, compiler, "weight_gradient", weights, gradients, kept, passed, out=out, donate=0
     )
-    return SplitPrograms(
-        input_gradient=input_gradient,
-        keep=lambda *args: [jax.tree.leaves(args)[i] for i in parts.keeps],
-        weight_gradient=_result(accumulate),
-        last_weight_gradient=_result(last),
-    )
+    programs[Key("input_gradient", False)] = input_gradient
+    return lambda *args: [jax.tree.leaves(args)[i] for i in halves.keeps], programs
 
 
 def compile_whole_step(
     stage: Stage, *, evaluates: bool = True, compiled: Callable[[], None] = lambda: None
-) -> WholeStep:
+) -> Programs:
     """The programs of a plan's only stage.
 
     Args:
+      stage: all layers.
       evaluates: whether the run has validations.
       compiled: called after each program.
     """
-    state, replicas = stage.state_shapes, replica_shapes(stage)
-    scalar, evaluation = scalar_shape(stage), None
+    state, replicas, scalar = stage.state_shapes, replica_shapes(stage), scalar_shape(stage)
     with Compiler(compiled) as compiler:
-        step = _submit(
-            compiler,
-            stage.step,
-            *(state, batch_shapes(stage, stage.plan.microbatches), scalar),
-            out=(state, scalar),
-            donate=(0,),
-        )
+        submit = partial(_submit, compiler)
+        args = state, batch_shapes(stage, stage.plan.microbatches), scalar
+        step = partial(end_of_step.step, stage)
+        found = {Key("step", True): submit(step, *args, out=(state, scalar), donate=(0,))}
+        table = {}
         if evaluates:
             forward = _Forward(stage, replicas, None, compiler)
-            gather = _submit(compiler, stage.gather, state.params, out=replicas)
-            total_loss = submit_total_loss(stage, compiler)
-            evaluation = Evaluation(
-                gather=gather.result(), forward=forward.program, total_loss=total_loss.result()
-            )
-        return WholeStep(stage=stage, step=step.result(), evaluation=evaluation)
+            found[Key("gather", True)] = submit(stage.gather, state.params, out=replicas)
+            found[Key("total_loss", False)] = submit_total_loss(stage, compiler)
+            table = {Key("forward", False): forward.program}
+        table |= {key: program.result() for key, program in found.items()}
+        return Programs(stage=stage, table=table)
 
 
 def replica_shapes(stage: Stage) -> Tree:
@@ -356,7 +396,7 @@ def _stacked(stage: Stage, dtype: str) -> Tree:
 
 def boundary_shape(stage: Stage) -> jax.ShapeDtypeStruct:
     """Of the activations that enter or leave a stage, and of their gradients."""
-    shape = (stage.microbatch, stage.model.context_length, stage.model.width)
+    shape = (stage.microbatch_size, stage.model.context_length, stage.model.width)
     where = sharding.batch_sharding(stage.mesh)
     return jax.ShapeDtypeStruct(shape, stage.compute_dtype, sharding=where)
 
@@ -381,12 +421,12 @@ def batch_shapes(stage: Stage, num_microbatches: int | None = None) -> Shapes:
     """What a microbatch brings to this stage; with M, of all microbatches stacked."""
     lead = () if num_microbatches is None else (num_microbatches,)
     where = sharding.batch_sharding(stage.mesh, num_leading=len(lead))
-    shape = (*lead, stage.microbatch, stage.model.context_length)
+    shape = (*lead, stage.microbatch_size, stage.model.context_length)
     return {name: jax.ShapeDtypeStruct(shape, np.int32, sharding=where) for name in stage.inputs}
 
 
 class _Forward:
-    """A forward that is being compiled, and then what XLA made of what it saves."""
+    """A forward that is being compiled, and then the layouts that XLA chose for its residuals."""
 
     def __init__(
         self,
@@ -395,7 +435,8 @@ class _Forward:
         x_BLD: jax.ShapeDtypeStruct | None,
         compiler: Compiler,
     ):
-        function = jax.jit(stage.forward, out_shardings=(_out_sharding(stage), None))
+        forward = partial(microbatch.forward, stage)
+        function = jax.jit(forward, out_shardings=(_out_sharding(stage), None))
         self._lowered = function.lower(replicas, x_BLD, batch_shapes(stage))
         self._program = compiler.compile(self._lowered)
 
@@ -404,14 +445,14 @@ class _Forward:
         return self._program.result()
 
     @property
-    def saved(self) -> Saved:
+    def residuals(self) -> Residuals:
         """Shapes, with the shardings that XLA chose."""
         shardings = self.program.output_shardings[1]
         return _with_shardings(self._lowered.out_info[1], shardings)
 
 
 class _FirstForward:
-    """The first forward of a step, which saves as the others do, if there are any."""
+    """The first forward of a step, whose residuals are those of the others, if there are any."""
 
     def __init__(
         self,
@@ -421,34 +462,34 @@ class _FirstForward:
         x_BLD: jax.ShapeDtypeStruct | None,
         compiler: Compiler,
     ):
-        where = others and jax.tree.map(lambda x: x.sharding, others.saved.arrays)
+        where = others and jax.tree.map(lambda x: x.sharding, others.residuals.arrays)
         forms = []
 
         def first(params: Tree, x_BLD: jax.Array | None, batch: Batch) -> tuple:
-            here, out, kept = stage.first_forward(params, x_BLD, batch)
-            forms.append(dataclasses.replace(kept, arrays=()))
-            return here, out, kept.arrays
+            here, out, residuals = microbatch.first_forward(stage, params, x_BLD, batch)
+            forms.append(dataclasses.replace(residuals, arrays=()))
+            return here, out, residuals.arrays
 
         shardings = (jax.tree.map(lambda x: x.sharding, replicas), _out_sharding(stage), where)
         params = stage.state_shapes.params
         lowered = jax.jit(first, out_shardings=shardings).lower(params, x_BLD, batch_shapes(stage))
         self._program = compiler.compile(lowered)
         if others is not None:
-            self.saved = others.saved
+            self.residuals = others.residuals
         else:
             arrays = _with_shardings(
                 lowered.out_info[2], self._program.result().output_shardings[2]
             )
-            self.saved = dataclasses.replace(forms[-1], arrays=arrays)
-        same = self.saved.parameter_of == forms[-1].parameter_of
+            self.residuals = dataclasses.replace(forms[-1], arrays=arrays)
+        same = self.residuals.parameter_of == forms[-1].parameter_of
         assert same, "the first forward saves something else"
 
     @property
     def program(self) -> Compiled:
-        return partial(_forward_with, self.saved, self._program.result())
+        return partial(_forward_with, self.residuals, self._program.result())
 
 
-def _forward_with(form: Saved, forward: Compiled, *args: Any) -> tuple:
+def _forward_with(form: Residuals, forward: Compiled, *args: Any) -> tuple:
     replicas, out, arrays = forward(*args)
     return replicas, out, dataclasses.replace(form, arrays=arrays)
 
@@ -469,7 +510,3 @@ def _submit(
     shardings = jax.tree.map(lambda x: x.sharding, out)
     program = jax.jit(function, out_shardings=shardings, donate_argnums=donate)
     return compiler.compile(program.lower(*args))
-
-
-def _result(program: "Future[Compiled] | None") -> Compiled | None:
-    return None if program is None else program.result()

@@ -1,9 +1,10 @@
-"""Splits a backward in two: what others wait for, and the gradients of the weights.
+"""Splits a backward in two: the gradient of the input first, the gradients of the weights second.
 
 Zero-bubble schedules (Qi et al., arXiv:2401.10241) send the gradient of a stage's input as soon as
-it is there, and compute the weights' own when there is nothing else to do. Running `jax.vjp` once
-for each would run the chain of activation gradients twice. So the backward is traced once, and its
-equations are divided: one that only a single weight depends on belongs to the second part.
+it is there, and compute the gradients of the weights when there is nothing else to do. Running
+`jax.vjp` once for each half would run the chain of activation gradients twice. So the backward is
+traced once, and its equations are divided: an equation on which a single weight's gradient depends,
+and nothing else, belongs to the second half.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,8 +18,8 @@ Tree = Any
 
 
 @dataclass(frozen=True)
-class Split:
-    """The two parts, over flat lists of arrays.
+class SplitBackward:
+    """The two halves, over flat lists of arrays.
 
     `first(*leaves) -> (rest, passed)` and `second(*kept, *passed) -> weights`, where `kept` are the
     arguments with the numbers `keeps`.
@@ -29,8 +30,8 @@ class Split:
     keeps: tuple[int, ...]
 
 
-def split(function: Callable[..., tuple[Tree, Tree]], *args: Tree) -> Split:
-    """Divides `function(*args) -> (weights, rest)` of which `rest` is wanted first.
+def split_backward(function: Callable[..., tuple[Tree, Tree]], *args: Tree) -> SplitBackward:
+    """Divides `function(*args) -> (weights, rest)`, where `rest` is wanted first.
 
     Args:
       function: any JAX function.
@@ -64,13 +65,13 @@ def split(function: Callable[..., tuple[Tree, Tree]], *args: Tree) -> Split:
     kept = [jaxpr.invars[i] for i in keeps]
 
     def run(equations: list, invars: Sequence, outvars: Sequence) -> Callable[..., list]:
-        part = jaxpr.replace(
+        half = jaxpr.replace(
             eqns=equations,
             invars=list(invars),
             outvars=list(outvars),
             debug_info=jaxpr.debug_info.with_unknown_names(),
         )
-        return jaxpr_as_fun(ClosedJaxpr(part, closed.consts))
+        return jaxpr_as_fun(ClosedJaxpr(half, closed.consts))
 
     first = run(ours, jaxpr.invars, [*rest, *passed])
     second = run(later, [*kept, *passed], weights)
@@ -83,7 +84,7 @@ def split(function: Callable[..., tuple[Tree, Tree]], *args: Tree) -> Split:
     def run_second(*leaves: jax.Array) -> Tree:
         return jax.tree.unflatten(structures[0], second(*leaves))
 
-    return Split(run_first, run_second, keeps)
+    return SplitBackward(run_first, run_second, keeps)
 
 
 def _add(reaches: dict[Var, int], variables: Sequence, outputs: int) -> None:

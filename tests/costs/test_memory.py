@@ -11,8 +11,8 @@ from holmesjax.costs import memory
 from holmesjax.models import transformer
 from holmesjax.parallel import sharding
 from holmesjax.plan.plan import block_name
+from holmesjax.runtime.microbatch import CHECKPOINT_POLICIES, Residuals
 from holmesjax.runtime.programs import compile_stages
-from holmesjax.runtime.stage import CHECKPOINT_POLICIES, Saved
 from tests.runtime.test_pipeline import SMOOTH, VARIANTS, hand_made_plan, make_model, make_stages
 from tests.shapes import shape_of
 
@@ -42,7 +42,7 @@ def test_residuals_are_those_that_jax_keeps(model, dtype, policy):
         run = jax.checkpoint(run, policy=CHECKPOINT_POLICIES[policy])
 
     def kept(params, x_BLD):
-        return Saved.of(jax.vjp(run, params, x_BLD)[1], params).arrays
+        return Residuals.of(jax.vjp(run, params, x_BLD)[1], params).arrays
 
     params = transformer.param_shapes(layer, model)
     params = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, jnp.dtype(dtype)), params)
@@ -240,8 +240,7 @@ def test_compiled_programs_take_and_give_what_the_memory_says(variant, remat, da
         ways = {name: items[name] for name in ("replicas", "gradients", "parameters", "optimizer")}
         boundary = items["boundaries"] / 4  # to or from the one neighbour, twice each
         forward, backward, update = (
-            program.memory_analysis()
-            for program in (programs.forward, programs.backward, programs.update)
+            programs[name].memory_analysis() for name in ("forward", "backward", "update")
         )
         kept = items["activations"] + items["logits"]
         assert forward.argument_size_in_bytes == pytest.approx(

@@ -16,8 +16,10 @@ from benchmarks.memory_compiled import bytes_on_a_device
 from holmesjax.checkpoints import checkpoint, manifest
 from holmesjax.costs import memory, work
 from holmesjax.plan.plan import Axis
+from holmesjax.runtime import microbatch
 from holmesjax.runtime.pipeline import OneStage, in_one_process
 from holmesjax.runtime.programs import (
+    Key,
     batch_shapes,
     boundary_shape,
     compile_stages,
@@ -123,7 +125,7 @@ def test_one_stage_in_one_program_gathers_again_in_the_backward(case, request):
     programs = compile_whole_step(stage)
     check_against_plain(OneStage(programs), case.model, case.plan, mask=case.mask)
     gathered = sum(work.gathered_parameters(case.model, shape_of(case, 0)))
-    total = sent(programs.step.as_text(), stage.mesh)
+    total = sent(programs["step"].as_text(), stage.mesh)
     assert total["all-gather", parameter_axes(stage.mesh)] == 4 * gathered
 
 
@@ -163,7 +165,10 @@ def test_a_microbatch_sends_what_the_costs_say_and_nothing_over_data(case, index
     programs, shape = compiled(case)[index], shape_of(case, index)
     mesh = programs.stage.mesh
     parts = parameter_axes(mesh)
-    passes = [sent(p.as_text(), mesh) for p in (programs.forward, programs.backward)]
+    passes = [
+        sent(p.as_text(), mesh)
+        for p in (programs.table[Key(name, False)] for name in ("forward", "backward"))
+    ]
     gathers = work.gathered_parameters(case.model, shape) if parts else (0, 0)
     for total, gathered in zip(passes, gathers, strict=True):
         assert total["all-gather", parts] == 4 * gathered
@@ -191,16 +196,19 @@ def test_a_step_gathers_and_reduces_over_data_alone(case):
     for i, programs in enumerate(compiled(case)):
         mesh, shape = programs.stage.mesh, shape_of(case, i)
         num_bytes = 4 * work.stage_parameters(case.model, shape) // shape.parameter_parts
-        for step, own, microbatch, kind in (
-            (programs.first_forward, programs.gather, programs.forward, "all-gather"),
-            (programs.last_backward, programs.reduce, programs.backward, "reduce-scatter"),
+        for function, alone, kind in (
+            ("forward", "gather", "all-gather"),
+            ("backward", "reduce", "reduce-scatter"),
         ):
+            step, own = (programs.table.get(Key(name, True)) for name in (function, alone))
             if kind == "reduce-scatter" and shape.data == 1 and not programs.stage.shares_table:
                 assert step is own is None
                 continue
             assert (step is None) == (own is not None)
             once = sum((sent(text, mesh) for text in texts(step or own)), Counter())
-            always = sent(microbatch.as_text(), mesh) if step else Counter()
+            always = (
+                sent(programs.table[Key(function, False)].as_text(), mesh) if step else Counter()
+            )
             assert not always - once
             assert once - always == ({(kind, (Axis.DATA,)): num_bytes} if shape.data > 1 else {})
 
@@ -212,7 +220,9 @@ def kept_bytes(case, fsdp):
     """Of a microbatch, from its forward to its backward, over all devices."""
     [stage] = stages_of(case._replace(fsdp=(fsdp,)))
     batch = {n: jax.ShapeDtypeStruct((4, 16), np.int32) for n in stage.inputs}
-    out = jax.eval_shape(lambda r, b: stage.forward(r, None, b)[1], replica_shapes(stage), batch)
+    out = jax.eval_shape(
+        lambda r, b: microbatch.forward(stage, r, None, b)[1], replica_shapes(stage), batch
+    )
     return sum(x.size * x.dtype.itemsize for x in out.arrays)
 
 
@@ -244,8 +254,9 @@ def test_what_is_kept_is_cut_over_the_sequences(case):
     for i, programs in enumerate(compiled(case)):
         stage = programs.stage
         x_BLD = None if stage.is_first else boundary_shape(stage)
-        _, saved = jax.eval_shape(stage.forward, replica_shapes(stage), x_BLD, batch_shapes(stage))
-        _, where = programs.forward.output_shardings
+        run = functools.partial(microbatch.forward, stage)
+        _, saved = jax.eval_shape(run, replica_shapes(stage), x_BLD, batch_shapes(stage))
+        _, where = programs.table[Key("forward", False)].output_shardings
         kept = jax.tree.map(lambda x, s: x.update(sharding=s), saved.arrays, where.arrays)
         whole = sum(x.size * x.dtype.itemsize for x in kept)
         cuts = case.data[i] * shape_of(case, i).parameter_parts

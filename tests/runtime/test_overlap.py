@@ -12,7 +12,9 @@ import pytest
 
 from holmesjax.costs import work
 from holmesjax.plan.plan import Axis
+from holmesjax.runtime import microbatch
 from holmesjax.runtime.programs import (
+    Key,
     batch_shapes,
     compile_stages,
     gradient_shapes,
@@ -57,7 +59,7 @@ def parameters(stage) -> int:
         is_last=stage.is_last,
         data=stage.num_replicas,
         tensor=stage.mesh.shape[Axis.TENSOR],
-        sequences=stage.microbatch // stage.num_replicas,
+        sequences=stage.microbatch_size // stage.num_replicas,
         chunks=1,
         in_flight=1,
         head_in_flight=1,
@@ -94,13 +96,12 @@ CASES = [{}, {"tensor": 2}, {"schedule": "zero_bubble"}]
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_a_microbatch_sends_nothing_over_data(case):
     programs = compiled(2, **case)
-    mesh, split = programs.stage.mesh, programs.split
-    backwards = (split.input_gradient, split.weight_gradient) if split else (programs.backward,)
-    for program in (programs.forward, *backwards):
-        assert over_data(program, mesh) == []
+    names = ["input_gradient", "weight_gradient"] if programs.is_split else ["backward"]
+    for name in ("forward", *names):
+        assert over_data(programs.table[Key(name, False)], programs.stage.mesh) == []
     last = compiled(2, is_first=False, **case)
-    assert over_data(last.forward, last.stage.mesh) == []
-    assert over_data(last.total_loss, last.stage.mesh) == [("all-reduce", 4)]
+    assert over_data(last["forward"], last.stage.mesh) == []
+    assert over_data(last["total_loss"], last.stage.mesh) == [("all-reduce", 4)]
 
 
 def num_transposes(program) -> int:
@@ -115,9 +116,9 @@ def test_a_replica_computes_as_one_alone(is_first):
     alone = make_stage(1, is_first=is_first)
     half = dataclasses.replace(alone.plan, global_batch=pair.plan.global_batch // 2)
     alone = compile_stages([dataclasses.replace(alone, plan=half)])[0]
-    assert num_transposes(alone.backward) > 0
     pair = compile_stages([pair])[0]
-    assert num_transposes(pair.backward) == num_transposes(alone.backward)
+    of_pair, of_one = (num_transposes(p.table[Key("backward", False)]) for p in (pair, alone))
+    assert of_pair == of_one > 0
 
 
 @pytest.mark.parametrize("is_first", [True, False])
@@ -125,12 +126,12 @@ def test_a_replica_computes_as_one_alone(is_first):
 def test_a_step_sends_each_layer_once_and_as_one_array(case, is_first):
     """The first stage with its first forward and its last backward, others by themselves."""
     programs = compiled(2, is_first=is_first, **case)
-    stage, split = programs.stage, programs.split
-    assert (programs.gather is None) == is_first
-    gathers = over_data(programs.first_forward if is_first else programs.gather, stage.mesh)
-    last = split.last_weight_gradient if split else programs.last_backward
-    assert (last is None) == (programs.reduce is not None) == (not is_first and split is None)
-    reductions = over_data(last or programs.reduce, stage.mesh)
+    stage = programs.stage
+    sending = {key.function: program for key, program in programs.table.items() if key.sends}
+    last = "weight_gradient" if programs.is_split else "backward" if is_first else "reduce"
+    assert sending.keys() == {"forward" if is_first else "gather", last}
+    reductions = over_data(sending.pop(last), stage.mesh)
+    gathers = over_data(*sending.values(), stage.mesh)
     for kind, found in (("all-gather", gathers), ("reduce-scatter", reductions)):
         assert [k for k, _ in found] == [kind] * NUM_LAYERS
         assert sum(num_bytes for _, num_bytes in found) == 4 * parameters(stage)
@@ -141,17 +142,27 @@ def test_what_does_not_divide_is_reduced_whole_and_never_gathered():
     programs = compiled(4, width=30, num_kv_heads=4, head_dim=12)
     mesh = programs.stage.mesh
     cut = 4 * (4 * 30 * 4 * 12)  # bytes of q, k, v, out
-    gathers = over_data(programs.first_forward, mesh)
+    gathers = over_data(programs.table[Key("forward", True)], mesh)
     assert gathers == [("all-gather", cut)] * NUM_BLOCKS
-    reductions = over_data(programs.last_backward, mesh)
+    reductions = over_data(programs.table[Key("backward", True)], mesh)
     assert [x for x in reductions if x[0] != "all-reduce"] == [("reduce-scatter", cut)] * NUM_BLOCKS
     assert sum(num_bytes for _, num_bytes in reductions) == 4 * parameters(programs.stage)
 
 
+def first_forward(stage):
+    return lambda *args: microbatch.first_forward(stage, *args)[:2]
+
+
+def last_backward(stage):
+    return microbatch.reducing(stage, functools.partial(microbatch.backward, stage))
+
+
 def shapes_of_arguments(stage) -> tuple[tuple, tuple]:
-    """Of `first_forward` and of `last_backward`."""
+    """The shapes that `first_forward` and `last_backward` take."""
     replicas, inputs = replica_shapes(stage), (None, batch_shapes(stage))
-    boundary, saved = jax.eval_shape(stage.forward, replicas, *inputs)
+    boundary, saved = jax.eval_shape(
+        functools.partial(microbatch.forward, stage), replicas, *inputs
+    )
     forward = stage.state_shapes.params, *inputs
     return forward, (replicas, saved, gradient_shapes(stage), boundary)
 
@@ -160,10 +171,14 @@ def test_for_gpus_it_is_gathered_in_the_compute_dtype_and_reduced_in_float32():
     """Lowered, not compiled: XLA:CPU computes in float32 what is bfloat16 here."""
     stage = make_stage(2, dtype="bfloat16")
     forward, backward = shapes_of_arguments(stage)
-    first_forward = lambda *args: stage.first_forward(*args)[:2]
     for function, shapes, kind, dtype in (
-        (first_forward, forward, "all_gather", "bf16"),
-        (stage.reducing(stage.backward), backward, "reduce_scatter", "f32"),
+        (first_forward(stage), forward, "all_gather", "bf16"),
+        (
+            last_backward(stage),
+            backward,
+            "reduce_scatter",
+            "f32",
+        ),
     ):
         lowered = jax.jit(function).trace(*shapes).lower(lowering_platforms=("cuda",))
         pattern = r'"stablehlo\.(all_\w+|reduce_scatter)".*?: \(tensor<(.*?)>\) -> tensor<(.*?)>'
@@ -199,14 +214,18 @@ def test_a_reduction_waits_for_no_gradient_that_it_does_not_send():
     blocks = [(i + 1) * passes_on + WEIGHTS for i in range(NUM_BLOCKS)]
     embedding = NUM_BLOCKS * passes_on  # its own gradient is no product
     want, every = sorted([embedding, *blocks]), NUM_BLOCKS * (passes_on + WEIGHTS)
-    program = graph(compiled(2).last_backward)
+    program = graph(compiled(2).table[Key("backward", True)])
     before = [waits_for(program, name) for name in of_kind(program, "reduce-scatter")]
     assert sorted(num_products(program, names) for names in before) == want
     assert num_products(program, set(program)) == every
 
     stage = make_stage(2)
     _, shapes = shapes_of_arguments(stage)
-    before, products = traced(stage.reducing(stage.backward), shapes, "reduce_scatter")
+    before, products = traced(
+        last_backward(stage),
+        shapes,
+        "reduce_scatter",
+    )
     assert sorted(len(names & products.keys()) for names in before) == want
     assert len(products) == every
 
@@ -214,7 +233,7 @@ def test_a_reduction_waits_for_no_gradient_that_it_does_not_send():
 def test_a_layer_waits_for_no_gather_but_its_own_and_those_before():
     blocks = [(i + 1) * (WEIGHTS + ATTENTION_FORWARD) for i in range(NUM_BLOCKS)]
     want = [*blocks, blocks[-1]]  # behind the embedding comes all that is behind the first block
-    program = graph(compiled(2).first_forward)
+    program = graph(compiled(2).table[Key("forward", True)])
     gathers = of_kind(program, "all-gather")
     before = {name: waits_for(program, name) for name in program}
     after = [{name for name in program if gather in before[name]} for gather in gathers]
@@ -223,7 +242,7 @@ def test_a_layer_waits_for_no_gather_but_its_own_and_those_before():
 
     stage = make_stage(2)
     shapes, _ = shapes_of_arguments(stage)
-    before, products = traced(lambda *x: stage.first_forward(*x)[:2], shapes, "all_gather")
+    before, products = traced(first_forward(stage), shapes, "all_gather")
     gathers = frozenset().union(*products.values()) - products.keys()
     after = [sum(gather in names for names in products.values()) for gather in gathers]
     assert sorted(after) == want
@@ -232,7 +251,7 @@ def test_a_layer_waits_for_no_gather_but_its_own_and_those_before():
 
 def test_the_schedule_sends_the_last_block_before_it_computes_the_first():
     """XLA:CPU's own order: most of the first block's work comes after the first reduction."""
-    program = graph(compiled(2).last_backward)
+    program = graph(compiled(2).table[Key("backward", True)])
     names = [*program]
     first = min(names.index(name) for name in of_kind(program, "reduce-scatter"))
     block = 2 * WEIGHTS + ATTENTION_BACKWARD

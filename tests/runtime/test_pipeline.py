@@ -24,6 +24,7 @@ from holmesjax.plan.plan import EMBED, HEAD, Plan, StagePlan, block_name
 from holmesjax.planner.planner import make_plan
 from holmesjax.planner.problem import split_chunks
 from holmesjax.planner.stage_layouts import Mesh
+from holmesjax.runtime import microbatch
 from holmesjax.runtime.pipeline import (
     OneStage,
     Pipeline,
@@ -363,7 +364,7 @@ def saved_bytes(remat, dtype="float32"):
     [stage] = make_stages(make_model(), hand_made_plan((4,), 1, 1, remat=remat), dtype=dtype)
     batch = {name: x for name, x in random_inputs(MICROBATCH, 0).items() if name in stage.inputs}
     replicas = jax.eval_shape(stage.gather, stage.state_shapes.params)
-    _, saved = jax.eval_shape(lambda r, b: stage.forward(r, None, b), replicas, batch)
+    _, saved = jax.eval_shape(lambda r, b: microbatch.forward(stage, r, None, b), replicas, batch)
     return sum(x.size * x.dtype.itemsize for x in saved.arrays), saved, replicas
 
 

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from holmesjax.runtime.split_backward import split
+from holmesjax.runtime.split_backward import split_backward
 
 N, D = 3, 4
 
@@ -99,7 +99,7 @@ def make_backward(function):
 def test_both_parts_are_the_backward_and_no_more(function):
     backward, args = make_backward(function)
     want_weights, want_rest = backward(*args)
-    parts, leaves = split(backward, *args), jax.tree.leaves(args)
+    parts, leaves = split_backward(backward, *args), jax.tree.leaves(args)
     rest, passed = parts.first(*leaves)
     kept = [leaves[i] for i in parts.keeps]
     weights = parts.second(*kept, *passed)
@@ -116,7 +116,7 @@ def test_both_parts_are_the_backward_and_no_more(function):
 
 def test_what_the_second_part_does_not_read_is_not_kept():
     backward, args = make_backward(chain)
-    parts, leaves = split(backward, *args), jax.tree.leaves(args)
+    parts, leaves = split_backward(backward, *args), jax.tree.leaves(args)
     assert len(parts.keeps) < len(leaves)
     shapes = [leaves[i].shape for i in parts.keeps]
     assert (D, D) not in shapes  # a weight's gradient needs no weight
@@ -125,7 +125,7 @@ def test_what_the_second_part_does_not_read_is_not_kept():
 def test_a_function_without_rest_does_everything_that_one_weight_needs_second():
     """The first chunk of a model has no input to differentiate."""
     backward, args = make_backward(chain)
-    parts, leaves = split(lambda *a: (backward(*a)[0], ()), *args), jax.tree.leaves(args)
+    parts, leaves = split_backward(lambda *a: (backward(*a)[0], ()), *args), jax.tree.leaves(args)
     rest, passed = parts.first(*leaves)
     weights = parts.second(*[leaves[i] for i in parts.keeps], *passed)
     assert rest == ()
@@ -140,7 +140,7 @@ def test_a_function_without_rest_does_everything_that_one_weight_needs_second():
 def test_a_weight_whose_gradient_is_a_constant_or_an_argument():
     backward = lambda x, dy: ((jnp.zeros(3), dy, 2.0 * dy), x * dy)
     args = jnp.arange(3.0), jnp.ones(3)
-    parts = split(backward, *args)
+    parts = split_backward(backward, *args)
     rest, passed = parts.first(*args)
     weights = parts.second(*[args[i] for i in parts.keeps], *passed)
     np.testing.assert_array_equal(rest, args[0])
