@@ -1,8 +1,36 @@
 """Boxes of arrays: the start and stop of every dim. No JAX."""
 
+import math
+from collections.abc import Sequence
 from types import EllipsisType
 
 Box = tuple[tuple[int, int], ...]
+
+
+def from_index(index: Sequence[slice] | None, shape: Sequence[int]) -> Box:
+    """Returns the box of an index into an array of this shape, as JAX's shardings give it.
+
+    JAX's types allow None for an index; no device of this process has it.
+
+    >>> from_index((slice(None), slice(2, 4)), (3, 8))
+    ((0, 3), (2, 4))
+    """
+    assert index is not None
+    bounds = (x.indices(size)[:2] for x, size in zip(index, shape, strict=True))
+    return tuple((start, stop) for start, stop in bounds)
+
+
+def shape_of(box: Box) -> tuple[int, ...]:
+    """Returns the shape of the elements in a box.
+
+    >>> shape_of(((2, 4), (0, 3)))
+    (2, 3)
+    """
+    return tuple(stop - start for start, stop in box)
+
+
+def num_elements(box: Box) -> int:
+    return math.prod(shape_of(box))
 
 
 def intersection(a: Box, b: Box) -> Box | None:

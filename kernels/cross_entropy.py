@@ -70,12 +70,12 @@ def linear_cross_entropy(
     return _linear((num_chunks, z_loss, is_transposed), x_BLD, w, target_BL)
 
 
-How = tuple[int, float, bool]  # num_chunks, z_loss, is_transposed
+_Static = tuple[int, float, bool]  # num_chunks, z_loss, is_transposed
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _linear(how: How, x_BLD: jax.Array, w: jax.Array, target_BL: jax.Array) -> jax.Array:
-    num_chunks, z_loss, is_transposed = how
+def _linear(static: _Static, x_BLD: jax.Array, w: jax.Array, target_BL: jax.Array) -> jax.Array:
+    num_chunks, z_loss, is_transposed = static
     w_DV = _matrix(w, x_BLD, is_transposed)
 
     def add(total: jax.Array, chunk: tuple) -> tuple[jax.Array, None]:
@@ -86,9 +86,9 @@ def _linear(how: How, x_BLD: jax.Array, w: jax.Array, target_BL: jax.Array) -> j
 
 
 def _linear_forward(
-    how: How, x_BLD: jax.Array, w: jax.Array, target_BL: jax.Array
+    static: _Static, x_BLD: jax.Array, w: jax.Array, target_BL: jax.Array
 ) -> tuple[jax.Array, tuple]:
-    num_chunks, z_loss, is_transposed = how
+    num_chunks, z_loss, is_transposed = static
     w_DV = _matrix(w, x_BLD, is_transposed)
 
     def add(carry: tuple, chunk: tuple) -> tuple[tuple, jax.Array]:
@@ -112,7 +112,7 @@ def _linear_forward(
     return loss, (dx_BLD, dw.astype(w.dtype))
 
 
-def _linear_backward(how: How, saved: tuple, dloss: jax.Array) -> tuple:
+def _linear_backward(static: _Static, saved: tuple, dloss: jax.Array) -> tuple:
     dx_BLD, dw = ((g * dloss).astype(g.dtype) for g in saved)
     return dx_BLD, dw, None
 

@@ -16,24 +16,24 @@ def embedding(table_VD: jax.Array, row: jax.Array, dtype: str | None = None) -> 
     least, and rounded to the table's dtype: in bfloat16 the sum for a token that comes a thousand
     times in a microbatch is off by 7%.
     """
-    how = (table_VD.shape[0], table_VD.dtype, jnp.dtype(dtype or table_VD.dtype))
-    return _rows(how, table_VD, row)
+    static = (table_VD.shape[0], table_VD.dtype, jnp.dtype(dtype or table_VD.dtype))
+    return _rows(static, table_VD, row)
 
 
-How = tuple[int, jnp.dtype, jnp.dtype]  # rows of the table, its dtype, that of the result
+_Static = tuple[int, jnp.dtype, jnp.dtype]  # rows of the table, its dtype, that of the result
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _rows(how: How, table_VD: jax.Array, row: jax.Array) -> jax.Array:
-    return table_VD.astype(how[2])[row]
+def _rows(static: _Static, table_VD: jax.Array, row: jax.Array) -> jax.Array:
+    return table_VD.astype(static[2])[row]
 
 
-def _forward(how: How, table_VD: jax.Array, row: jax.Array) -> tuple[jax.Array, jax.Array]:
-    return _rows(how, table_VD, row), row
+def _forward(static: _Static, table_VD: jax.Array, row: jax.Array) -> tuple[jax.Array, jax.Array]:
+    return _rows(static, table_VD, row), row
 
 
-def _backward(how: How, row: jax.Array, dy: jax.Array) -> tuple[jax.Array, None]:
-    num_rows, dtype, _ = how
+def _backward(static: _Static, row: jax.Array, dy: jax.Array) -> tuple[jax.Array, None]:
+    num_rows, dtype, _ = static
     wide = jnp.promote_types(dtype, jnp.float32)
     zeros_VD = jnp.zeros((num_rows, dy.shape[-1]), wide)
     return zeros_VD.at[row].add(dy.astype(wide)).astype(dtype), None

@@ -21,7 +21,7 @@ from statistics import NormalDist
 
 import numpy as np
 
-from holmesjax.boxes import Box
+from holmesjax.boxes import Box, shape_of
 
 BLOCK = 1 << 16  # values of a thread at a time: they stay in its cache
 QUANTILES = 1 << 16
@@ -53,7 +53,7 @@ def draw(name: str, shape: tuple[int, ...], box: Box, std: float) -> np.ndarray:
     else:
         with ThreadPoolExecutor(len(os.sched_getaffinity(0)), "draw") as pool:
             list(pool.map(fill, blocks))
-    return out.reshape([stop - start for start, stop in box])
+    return out.reshape(shape_of(box))
 
 
 def _runs(shape: tuple[int, ...], box: Box) -> tuple[np.ndarray, int]:

@@ -1,4 +1,4 @@
-"""Array functions that models are made of; the only importer of `kernels`.
+"""Array functions that models are made of. No other module imports `kernels`.
 
 `Kernels` says which implementation of a function is asked for. `kernels.attention.choice` chooses
 between cuDNN, the Pallas kernels and plain JAX.
@@ -193,6 +193,16 @@ def attention(
     """Causal attention, inside each document where segments tell them apart; [B, L, H, K].
 
     Where devices share sequences, B counts the parts of sequences, as `to_parts` gives them.
+
+    Args:
+      q_BLHK: queries. H is a multiple of G.
+      k_BLGK: keys.
+      v_BLGK: values.
+      segment_BL: the number of each token's document; None: a sequence is one document.
+      kernels: the implementation that is asked for, and the mesh.
+
+    Raises:
+      ConfigError: the implementation that is asked for cannot compute these arrays.
     """
     config, arrays = kernels.config, (q_BLHK, k_BLGK, v_BLGK)
     try:
@@ -273,7 +283,15 @@ def _has_whole_blocks(moment: Moment, spec: PartitionSpec, sizes: Mapping[str, i
 
 
 def round_moment(x: jax.Array, like: Moment, update: jax.Array, seed: int, which: Which) -> Moment:
-    """float32 numbers as `like` is kept, rounded by the noise of an update."""
+    """float32 numbers in the format of a moment, rounded by the noise of an update.
+
+    Args:
+      x: the numbers.
+      like: a moment of the same shape.
+      update: the number of the update, int32.
+      seed: of the parameter.
+      which: the first moment or the second.
+    """
     bits = noise(positions(x.shape), step_seed(update, seed))
     return narrow(x, like, bits[0 if which == "first" else 1], which)
 

@@ -23,7 +23,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from holmesjax.boxes import Box
+from holmesjax.boxes import Box, shape_of
 from holmesjax.config import ModelConfig
 from holmesjax.models import initial_values, ops
 from holmesjax.plan.plan import EMBED, HEAD, layer_names
@@ -183,7 +183,16 @@ def apply(
     kernels: ops.Kernels = ops.DEFAULT,
     method: str = "",
 ) -> Any:
-    """Runs a layer, given by its name, on its parameters."""
+    """Runs a layer on its parameters.
+
+    Args:
+      layer: its name in the plan.
+      config: of the model.
+      params: of the layer.
+      args: of the layer's method.
+      kernels: who computes the array functions, and on which mesh.
+      method: its name; "" is `__call__`.
+    """
     return module(layer, config, kernels).apply({"params": params}, *args, method=method or None)
 
 
@@ -209,12 +218,15 @@ def init_values(
     They are drawn on the host: XLA takes seconds to compile the random numbers of one layer.
 
     Args:
+      config: of the model.
+      seed: of the run.
       path: of the parameter, in a tree by layer name.
       shape: of the whole parameter.
+      box: the elements that are wanted.
     """
     name = path[-1].key
     if name in CONSTANTS:
-        return np.full([stop - start for start, stop in box], CONSTANTS[name], np.float32)
+        return np.full(shape_of(box), CONSTANTS[name], np.float32)
     where = "/".join(key.key for key in path)
     shrink = (2 * config.num_layers) ** -0.5 if name in RESIDUAL else 1.0
     return initial_values.draw(f"{seed}/{where}", shape, box, INIT_STD * shrink)

@@ -1,7 +1,7 @@
 """AdamW and its learning-rate schedules.
 
-Clipping is not in it: its norm is global over all stages, so `stage` says by how much the gradients
-are to be scaled.
+Clipping is not in it: the norm is global over all stages, so `end_of_step` says by which factor the
+gradients are to be scaled.
 """
 
 import functools
@@ -113,9 +113,17 @@ class AdamW:
         applies: jax.Array | bool = True,
         kernels: ops.Kernels = ops.DEFAULT,
     ) -> tuple[Tree, AdamWState]:
-        """The parameters and the state after a step with gradients times `scale`, if it applies.
+        """The parameters and the state after a step, if it applies; otherwise as they are.
 
         On the mesh of `kernels` parameters, moments and gradients are in the master layout.
+
+        Args:
+          gradients: of the shapes of the parameters.
+          state: of the step before.
+          params: float32.
+          scale: by which gradients are multiplied, to clip their norm.
+          applies: whether the step changes anything.
+          kernels: tells the mesh.
         """
         c, count = self.config, state.updates + 1
         paths, structure = jax.tree_util.tree_flatten_with_path(params)

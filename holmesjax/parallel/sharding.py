@@ -15,7 +15,6 @@ Sequences are shared out over `data` and `fsdp`, and each is cut over `context`.
 of the last two has a single part.
 """
 
-import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -23,7 +22,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
-from holmesjax.boxes import Box, within
+from holmesjax.boxes import Box, from_index, num_elements, within
 from holmesjax.plan.plan import Axis
 
 Tree = Any  # a nested dict of arrays, keyed by layer and parameter name
@@ -162,22 +161,18 @@ def build(
     Args:
       make: what is in a box of the array; a function of the box alone.
     """
-    bounds = lambda index: tuple(x.indices(n)[:2] for x, n in zip(index, shape, strict=True))
-    boxes = set(map(bounds, where.addressable_devices_indices_map(shape).values()))
+    indices = where.addressable_devices_indices_map(shape).values()
+    boxes = {from_index(index, shape) for index in indices}
     around = tuple(
         (min(start for start, _ in ends), max(stop for _, stop in ends))
         for ends in zip(*boxes, strict=True)
     )
-    if sum(map(_size, boxes)) == _size(around):
+    if sum(map(num_elements, boxes)) == num_elements(around):
         whole = make(around)
         made = {box: whole[within(box, around)] for box in boxes}
     else:
         made = {box: make(box) for box in boxes}
-    return jax.make_array_from_callback(shape, where, lambda index: made[bounds(index)])
-
-
-def _size(box: Box) -> int:
-    return math.prod(stop - start for start, stop in box)
+    return jax.make_array_from_callback(shape, where, lambda index: made[from_index(index, shape)])
 
 
 def spec_axes(spec: P, num_dims: int) -> tuple[tuple[str, ...], ...]:

@@ -56,6 +56,17 @@ class Clock:
         arrived: Awaitable | None,
         done: Awaitable,
     ) -> "Future[Interval]":
+        """The interval of a task, once the task has ended.
+
+        Args:
+          stage: the number of the stage.
+          kind: as in `Interval`.
+          microbatch: None for a task of the whole step.
+          dispatched_s: when the host dispatched the task.
+          arrived: the array that the task waits for; None: all is here.
+          done: a result of the task.
+        """
+
         def run() -> Interval:
             if arrived is not None:
                 arrived.block_until_ready()
@@ -86,7 +97,15 @@ class Timeline:
         arrived: Awaitable | None,
         done: Awaitable,
     ) -> None:
-        """Notes a task just dispatched: `arrived` is what it waits for, `done` what it gives."""
+        """Notes a task that was just dispatched.
+
+        Args:
+          stage: the number of the stage.
+          kind: as in `Interval`.
+          microbatch: None for a task of the whole step.
+          arrived: the array that the task waits for; None: all is here.
+          done: a result of the task.
+        """
         now_s = time.perf_counter()
         future = self._clock.wait(stage, kind, microbatch, now_s, arrived, done)
         self._futures.append(future)

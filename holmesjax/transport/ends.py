@@ -1,6 +1,5 @@
 """One end of a crossing: what a process sends or receives of it, and how its devices hold that."""
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -8,7 +7,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
-from holmesjax.boxes import Box, intersection
+from holmesjax.boxes import Box, intersection, num_elements
 from holmesjax.parallel.sharding import from_axes
 from holmesjax.plan.plan import Plan
 from holmesjax.plan.processes import Process
@@ -62,10 +61,6 @@ def make_end(
     return end
 
 
-def shape_of(box: Box) -> tuple[int, ...]:
-    return tuple(stop - start for start, stop in box)
-
-
 def size_of(box: Box, crossing: Crossing) -> int:
     """Bytes of what lies in a box."""
-    return math.prod(shape_of(box)) * np.dtype(crossing.dtype).itemsize
+    return num_elements(box) * np.dtype(crossing.dtype).itemsize

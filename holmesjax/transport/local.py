@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 
+from holmesjax.boxes import Box, from_index, intersection, shape_of, within
 from holmesjax.transport.crossings import Key
 
 
@@ -88,11 +89,13 @@ def move(array: jax.Array, target: NamedSharding) -> jax.Array:
     `jax.device_put` between meshes goes through the host, and waits, when the shards differ; so
     each target shard is put together from the pieces of source shards that it covers.
     """
-    sources = {_bounds(shard.index, array.shape): shard.data for shard in array.addressable_shards}
+    sources = {
+        from_index(shard.index, array.shape): shard.data for shard in array.addressable_shards
+    }
     devices, shards = [], []
     for device, index in target.addressable_devices_indices_map(array.shape).items():
         assert index is not None
-        wanted = _bounds(index, array.shape)
+        wanted = from_index(index, array.shape)
         if wanted not in sources:
             sources[wanted] = _assemble(wanted, sources, array.dtype)
         devices.append(device)
@@ -101,26 +104,18 @@ def move(array: jax.Array, target: NamedSharding) -> jax.Array:
     return jax.make_array_from_single_device_arrays(array.shape, target, shards)
 
 
-Bounds = tuple[tuple[int, int], ...]  # start and stop of every dim
-
-
-def _bounds(index: tuple[slice, ...], shape: tuple[int, ...]) -> Bounds:
-    return tuple(s.indices(size)[:2] for s, size in zip(index, shape, strict=True))
-
-
-def _assemble(wanted: Bounds, sources: dict[Bounds, jax.Array], dtype: np.dtype) -> jax.Array:
+def _assemble(wanted: Box, sources: dict[Box, jax.Array], dtype: np.dtype) -> jax.Array:
     """Cuts the wanted box out of the source boxes, which tile the whole array."""
     out = None
     for have, data in sources.items():
-        box = [(max(a, c), min(b, d)) for (a, b), (c, d) in zip(wanted, have, strict=True)]
-        if any(start >= stop for start, stop in box):
+        box = intersection(wanted, have)
+        if box is None:
             continue
-        piece = data[tuple(slice(a - c, b - c) for (a, b), (c, _) in zip(box, have, strict=True))]
-        if tuple(box) == wanted:
+        piece = data[within(box, have)]
+        if box == wanted:
             return piece
         if out is None:
-            device = next(iter(data.devices()))
-            out = jnp.zeros([b - a for a, b in wanted], dtype, device=device)
+            out = jnp.zeros(shape_of(wanted), dtype, device=next(iter(data.devices())))
         piece = jax.device_put(piece, next(iter(out.devices())))
         start = [a - c for (a, _), (c, _) in zip(box, wanted, strict=True)]
         out = jax.lax.dynamic_update_slice(out, piece, start)

@@ -18,7 +18,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from holmesjax.boxes import Box, intersection
+from holmesjax.boxes import Box, intersection, num_elements
 from holmesjax.errors import PlanError
 from holmesjax.plan.plan import Plan, StagePlan
 from holmesjax.plan.processes import Process
@@ -126,7 +126,7 @@ def pieces(crossing: Crossing, plan: Plan, processes: Sequence[Process]) -> tupl
             common = intersection(wanted, held)
             assert common is not None, f"{wanted} does not reach {held}"
             source = _take_turn(turns[held], sent)
-            sent[source] += math.prod(stop - start for start, stop in common)
+            sent[source] += num_elements(common)
             found.append(Piece(common, source, target, tuple(devices)))
     return tuple(found)
 

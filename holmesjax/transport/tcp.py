@@ -24,7 +24,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from holmesjax.boxes import Box, within
+from holmesjax.boxes import Box, from_index, shape_of, within
 from holmesjax.errors import PeerError
 from holmesjax.parallel import compat
 from holmesjax.plan.plan import Plan
@@ -33,7 +33,7 @@ from holmesjax.topology.machines import Topology
 from holmesjax.transport import connections
 from holmesjax.transport.buffers import Pool, runs_of
 from holmesjax.transport.crossings import Crossing, Key
-from holmesjax.transport.ends import End, make_end, shape_of, size_of
+from holmesjax.transport.ends import End, make_end, size_of
 from holmesjax.transport.frames import Channel, Frame, Packet, ViolationError
 from holmesjax.transport.pull import Shared, Source, Target, Traffic
 from holmesjax.transport.rendezvous import Book, Ports, between, meet, num_streams
@@ -341,8 +341,7 @@ class TcpTransport:
         receiving.blocks, receiving.views = {}, {}
 
         def block(index: tuple[slice, ...] | None) -> np.ndarray:
-            assert index is not None
-            return blocks[tuple(s.indices(n)[:2] for s, n in zip(index, shape, strict=True))]
+            return blocks[from_index(index, shape)]
 
         # From here on the memory is JAX's, until it drops the array.
         return jax.make_array_from_callback(shape, receiving.end.here, block)

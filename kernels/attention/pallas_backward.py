@@ -58,7 +58,22 @@ def backward(
     *,
     deterministic: bool,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The gradients of q, k and v, of one device's sequences and heads."""
+    """The gradients of q, k and v, of one device's sequences and heads.
+
+    Args:
+      rule: which keys a query sees, and what is done to scores.
+      tiles: how the kernels cut their work.
+      interpret: whether threads are simulated.
+      q: queries [B, L, H, K].
+      k: keys [B, M, G, K].
+      v: values [B, M, G, K].
+      segments: the document of each query [B, L] and of each key [B, M].
+      out: the output [B, L, H, K].
+      log_sum: the log-sum-exp of the scores [B, H, L].
+      dout: the gradient of the output.
+      dlog_sum: the gradient of the log-sum-exp.
+      deterministic: whether gradients have the same bits each time.
+    """
     (B, L, H, K), (_, M, G, _) = q.shape, k.shape
     of_keys = tiles.dkv if deterministic else tiles.joint
     held = ROWS if K > WIDEST_OF_EACH else HELD  # keys of a block

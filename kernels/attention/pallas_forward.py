@@ -51,7 +51,17 @@ def forward(
     v: jax.Array,
     segments: Segments | None,
 ) -> tuple[jax.Array, jax.Array]:
-    """The output and the log-sum-exp, of one device's sequences and heads."""
+    """The output and the log-sum-exp, of one device's sequences and heads.
+
+    Args:
+      rule: which keys a query sees, and what is done to scores.
+      tiles: how the kernel cuts its work.
+      interpret: whether threads are simulated.
+      q: queries [B, L, H, K].
+      k: keys [B, M, G, K].
+      v: values [B, M, G, K].
+      segments: the document of each query [B, L] and of each key [B, M].
+    """
     (B, L, H, K), M = q.shape, k.shape[1]
     rows, keys = COMPUTING * ROWS, tiles.forward.streamed
     table, _ = runs(rule, L, M, segments, (rows, keys))

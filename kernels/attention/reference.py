@@ -52,7 +52,10 @@ def forward_reference(
     v_BMGK: jax.Array,
     segments: Segments | None,
 ) -> tuple[jax.Array, jax.Array]:
-    """`attention_reference`, not to be differentiated: `backward_reference` is its gradient."""
+    """`attention_reference`, not to be differentiated: `backward_reference` is its gradient.
+
+    Args: see `attention_reference`.
+    """
     return _forward(rule, q_BLHK, k_BMGK, v_BMGK, segments)[0]
 
 
@@ -67,9 +70,18 @@ def backward_reference(
     dout_BLHK: jax.Array,
     dlog_sum_BHL: jax.Array,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Gradients of queries, keys and values from those of the output and its log-sum-exp.
+    """The gradients of queries, keys and values.
 
-    The output and the log-sum-exp may be of more keys than these: of attention to all of them.
+    Args:
+      rule: which keys a query sees, and what is done to scores.
+      q_BLHK: queries.
+      k_BMGK: keys; all of them, or some.
+      v_BMGK: values of these keys.
+      segments: the document of each query [B, L] and of each key [B, M].
+      out_BLHK: the output of attention to all keys.
+      log_sum_BHL: the log-sum-exp of the scores of all keys.
+      dout_BLHK: the gradient of the output.
+      dlog_sum_BHL: the gradient of the log-sum-exp.
     """
     q, k, v = _operands(rule, q_BLHK, k_BMGK, v_BMGK)
     log_sum = log_sum_BHL.reshape(*q.shape[:4], 1)

@@ -64,6 +64,13 @@ def attention_on(
 ) -> tuple[jax.Array, jax.Array]:
     """As `attention_reference`, on each device's shards.
 
+    Args:
+      placement: the rule, what computes it on each device, and how B, H and G are cut.
+      q_BLHK: queries. H is a multiple of G.
+      k_BMGK: keys; M = L if the rule is causal.
+      v_BMGK: values.
+      segments: the document of each query [B, L] and of each key [B, M].
+
     Raises:
       ValueError: sequences are cut, and the rule is not causal or has a window.
     """

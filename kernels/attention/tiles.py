@@ -81,8 +81,15 @@ def runs(
 ) -> tuple[Array, Array]:
     """The tables of runs, by rows and by columns: int32, [B, I, 4] and [B, J, 4].
 
-    A run is (first, first_whole, end_whole, end): visit the tiles from `first` up to `end`; those
-    from `first_whole` up to `end_whole` need no mask. B is 1 without segments.
+    A run is (first, first_whole, end_whole, end): visit the tiles from `first` up to `end`. The
+    tiles from `first_whole` up to `end_whole` need no mask. B is 1 without segments.
+
+    Args:
+      rule: which keys a query sees.
+      num_queries: L.
+      num_keys: M.
+      segments: the document of each query [B, L] and of each key [B, M].
+      block: queries and keys in a tile.
 
     >>> rows, columns = runs(Rule(window=4), 8, 8, None, (2, 2))
     >>> rows[0].tolist()
