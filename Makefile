@@ -13,7 +13,7 @@ help: ## List the targets (the default).
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-9s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 	@echo "Add PYTHON=python3.12, for example, to use another interpreter; it gets its own environment."
 
-train: $(VENV)/installed-base ## Train the quickstart model on two rehearsed clusters.
+train: $(VENV)/installed-base ## Train the quickstart model on two clusters simulated on this machine.
 	$(BIN)/python -m launch train configs/runs/quickstart.yaml
 
 test: $(VENV)/installed-dev ## Check style and types, and run the tests: ten minutes on two cores.

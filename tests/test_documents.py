@@ -20,6 +20,9 @@ RUN_FILES = sorted(CHECKOUT.glob("configs/runs/*.yaml"))
 README = (CHECKOUT / "README.md").read_text()
 VERBS = (CHECKOUT / "docs/verbs.md").read_text()
 BENCHMARKS = (CHECKOUT / "docs/benchmarks.md").read_text()
+SOURCES = {}  # by the last name of each module
+for file in sorted(CHECKOUT.glob("[hklb]*/**/*.py")):
+    SOURCES[file.stem] = SOURCES.get(file.stem, "") + file.read_text()
 PAGES = [
     *(CHECKOUT / name for name in ("README.md", "CONTRIBUTING.md", "benchmarks/README.md")),
     *sorted(CHECKOUT.glob("docs/*.md")),
@@ -97,6 +100,20 @@ def headings(page):
     """The anchors of a page's headings, as GitHub makes them."""
     titles = re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE)
     return {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
+def test_the_names_that_a_page_has_from_the_code_are_there(path):
+    """`module.name`, where such a module exists; `checkpoint.every` may be a setting, too."""
+    named = set(re.findall(r"`(?:\w+\.)?([a-z_]+)\.([A-Za-z_]+)[`.(]", path.read_text()))
+    files = {"json", "md", "py", "sbatch", "svg", "yaml"}
+    missing = [
+        f"{module}.{name}"
+        for module, name in named
+        if module in SOURCES and name not in files
+        if not re.search(rf"\b{name}\b", SOURCES[module] + SOURCES["config"])
+    ]
+    assert not missing
 
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
