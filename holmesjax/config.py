@@ -1,8 +1,8 @@
-"""Every setting of a run, as frozen dataclasses. Does not import JAX.
+"""Settings of a run, as frozen dataclasses. Does not import JAX.
 
 The dataclasses are the schema of `configs/runs/*.yaml`: a section of the file is a field of
-`Config`. Validation never changes a value, reads the environment or starts anything. What one
-setting may be stands beside it; what must hold between settings is in `CHECKS`, below.
+`Config`. Validation never changes a value, reads the environment or starts anything. The
+type of a setting stands beside it; the rules between settings are in `CHECKS`, below.
 """
 
 import dataclasses
@@ -49,7 +49,7 @@ LayersPerStage = Annotated[tuple[Count, ...], Field(min_length=1)]
 
 @dataclass(frozen=True, kw_only=True, slots=True, config=STRICT)
 class RunConfig:
-    """Where a run lives."""
+    """The folders of a run."""
 
     dir: Text  # the run folder; made by the run
     rehearse: Flag = False  # one virtual CPU device for every device of the topology
@@ -63,7 +63,7 @@ class RunConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True, config=STRICT)
 class TrainConfig:
-    """How long, how much at a time, and in which numbers."""
+    """The length of a run, its batches, and its number formats."""
 
     steps: Count  # optimizer steps of the whole run
     global_batch: Count  # sequences per step, over all replicas and microbatches
@@ -156,7 +156,7 @@ class KernelsConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True, config=STRICT)
 class ParallelConfig:
-    """How a step is cut over devices. What is None is chosen by the planner."""
+    """The cut of a step over devices. The planner chooses each setting that is None."""
 
     stages: Count | None = None
     clusters: ClusterOfEachStage | None = None  # in the order of the pipeline
@@ -176,7 +176,7 @@ class ParallelConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True, config=STRICT)
 class PlanConfig:
-    """Which of the possible plans is the best; prices are those of the topology."""
+    """The measure by which plans are compared; the topology has the prices."""
 
     objective: Literal["step_time", "tokens_per_dollar"] = "step_time"
     budget_dollars: Positive | None = None  # for all steps of the run
@@ -226,7 +226,7 @@ class CheckpointConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True, config=STRICT)
 class LogConfig:
-    """Where metrics go besides the console and metrics.jsonl."""
+    """Places for metrics besides the console and metrics.jsonl."""
 
     tensorboard: Flag | None = None  # needs the extra `tb`; None: if that is installed
     wandb: Flag = False  # needs the extra `wandb`
@@ -480,7 +480,7 @@ def _microbatches_are_equal(train: TrainConfig, parallel: ParallelConfig) -> Ite
 
 
 def _product(cuts: Mapping[str, int]) -> tuple[int, str]:
-    """Of settings of `parallel`, and its arithmetic."""
+    """Returns the product of settings of `parallel`, and its arithmetic as text."""
     parts = math.prod(cuts.values())
     arithmetic = " * ".join(f"parallel.{name}" for name in cuts)
     if len(cuts) > 1:
@@ -566,7 +566,7 @@ CHECKS: dict[tuple[str, ...], tuple[Callable[..., Iterator[ConfigError]], ...]] 
 
 
 def _mistakes(sections: Mapping[str, Any]) -> Iterator[HolmesError]:
-    """What the checks find that read only these sections."""
+    """Yields the mistakes found by the checks that read only these sections."""
     for names, checks in CHECKS.items():
         if sections.keys() >= set(names):
             for check in checks:

@@ -1,8 +1,8 @@
 """Errors that HolmesJAX raises on purpose.
 
-What the user can repair is a `HolmesError`: the command line prints it as one paragraph, without a
-traceback, and exits with its status. A broken invariant is an `assert`: our bug, and there the
-traceback is wanted.
+A mistake that the user can repair is a `HolmesError`: the command line prints it as one paragraph,
+without a traceback, and exits with its status. A broken invariant is an `assert`: it is our
+bug, and its traceback is wanted.
 """
 
 from collections.abc import Sequence

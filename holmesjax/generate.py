@@ -30,7 +30,7 @@ Params = dict[str, dict]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sampling:
-    """How the next token is drawn from its logits."""
+    """The rule that draws the next token from its logits."""
 
     temperature: float = 0.8  # 0: always the likeliest
     top_k: int = 0  # only of the k likeliest; 0: of all
@@ -81,7 +81,18 @@ def extend(
     start: jax.Array,
     model: ModelConfig,
 ) -> tuple[jax.Array, dict[str, Cache]]:
-    """Logits after every one of the tokens, which follow `start` cached ones; [B, L, V] float32."""
+    """Computes the logits after each of the tokens, and adds the tokens to the caches.
+
+    Args:
+      params: the parameters by layer.
+      caches: keys and values by layer, [B, T, G, K]; donated.
+      token_BL: tokens that follow those in the caches.
+      start: the number of tokens in the caches; a scalar.
+      model: the model's settings; static.
+
+    Returns:
+      Logits, [B, L, V] float32, and the caches with the new tokens.
+    """
     position_L = start + jnp.arange(token_BL.shape[1])
     caches = dict(caches)
     x_BLD = transformer.apply(EMBED, model, params[EMBED], token_BL, position_L)
@@ -110,7 +121,7 @@ class Sampler:
 
     @classmethod
     def load(cls, run_dir: str | Path, warn: Callable[[str], None] = warnings.warn) -> "Sampler":
-        """From the newest whole checkpoint of a run, which is only read.
+        """Loads the newest whole checkpoint of a run, and writes nothing.
 
         Args:
           warn: takes what is wrong with newer ones.

@@ -34,7 +34,7 @@ CPU = "cpu"  # the kind of a virtual device, whose peak is a guess
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """What `launch plan` prints and `Trainer` runs."""
+    """A run before it starts: `launch plan` prints it, `Trainer` runs it."""
 
     config: Config
     topology: Topology
@@ -45,13 +45,13 @@ class Job:
         return Path(self.config.run.dir)
 
     def about(self, restart: int) -> dict[str, Any]:
-        """What all processes of the job must have in common, in its attempt number `restart`."""
+        """Returns the values that all processes of attempt number `restart` must have in common."""
         hashes = {"plan hash": self.plan.hash(), "settings hash": _settings_hash(self.config)}
         return {**hashes, "restart": restart, **versions()}
 
     @property
     def device_kinds(self) -> Collection[str]:
-        """Of the devices that JAX will show."""
+        """Returns the kinds of the devices that JAX will show."""
         return {CPU} if self.config.run.rehearse else self.topology.device_kinds
 
     def environment(self, own: Mapping[str, str]) -> dict[str, str]:
@@ -118,7 +118,7 @@ class Job:
         return None if self.config.run.rehearse else self.peak_step_s
 
     def _rate(self) -> str:
-        """How fast the run should be, and how long it should take."""
+        """Returns the text of the predicted rate and the predicted time of the run."""
         step_s, steps = self.plan.step_time_s, self.config.train.steps
         mfu = f", MFU {self.peak_step_s / step_s:.1%}" if self.peak_step_s else ""
         whose = " of these machines, which are rehearsed" if self.config.run.rehearse else ""
@@ -128,7 +128,7 @@ class Job:
         )
 
     def _numbers(self) -> str:
-        """In which numbers the run computes and sums; gradients are float32 on every plan."""
+        """Returns the text of the number formats; gradients are float32 on every plan."""
         train, optimizer = self.config.train, self.config.optimizer
         return (
             f"numbers     products in {train.compute_dtype}, gradients summed in float32, "
@@ -136,7 +136,7 @@ class Job:
         )
 
     def _price(self) -> list[str]:
-        """What the run costs, where the topology says what its machines do."""
+        """Returns the text of the cost of the run, where the topology has prices."""
         train, items = self.config.train, self.plan.step_dollars
         if not (dollars := sum(items.values())):
             return []
@@ -148,7 +148,7 @@ class Job:
         ]
 
     def unfinished(self, done: int) -> list[str]:
-        """What to say of a run that was asked to stop."""
+        """Returns the line about a run that was asked to stop."""
         return [
             f"stopped after step {done} of {self.config.train.steps}; resume with",
             f"  python -m launch train {self.run_dir}",
@@ -163,9 +163,9 @@ class Job:
     def save(self, done: int = 0) -> Callable[[], None]:
         """Writes the three files that describe the run into its folder.
 
-        Files of before that say something else stay, as `config.000120.yaml` where 120 steps were
-        `done`; before the first step nothing was made with them. What is returned puts the files
-        of before back, for a start that is refused after all.
+        Earlier files that differ are kept, as `config.000120.yaml` where 120 steps were `done`.
+        Before the first step they are not kept, since nothing was made with them. The function
+        that is returned puts the earlier files back, for a start that is refused after all.
         """
         before: dict[Path, str] = {}
         copies = []
@@ -202,7 +202,7 @@ def _replace(path: Path, text: str) -> None:
 
 
 def _differ(name: str, before: str, now: str) -> bool:
-    """Whether two texts of a file say different things of the run, wherever its folder is."""
+    """Tells whether two texts of a file describe different runs, wherever the run folder is."""
     if name != CONFIG or before == now:
         return before != now
     try:
@@ -281,9 +281,9 @@ def load(
 
 
 def _refuse_no_folder(run_dir: Path) -> None:
-    """Raises ConfigError where a file is in the way of the run folder; told before a plan is made.
+    """Raises ConfigError where a file is in the way of the run folder, before a plan is made.
 
-    Whether it can be written is seen where it is (`lease`).
+    `lease` finds out whether the folder can be written.
     """
     for path in (run_dir, *run_dir.parents):
         try:

@@ -197,7 +197,7 @@ class Lease:
 
 
 def end_process(error: LostLeaseError) -> None:
-    """For `on_loss`: ends this process at once, from any thread; its children end with it."""
+    """Ends this process and its children at once, from any thread; meant for `on_loss`."""
     lifeline.end_process(error.exit_status, lambda: print(f"error: {error}", file=sys.stderr))
 
 
@@ -209,10 +209,20 @@ def wait_until_stale(
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
 ) -> None:
-    """Returns when the lease that was `seen` has not moved for a term, or is there no more.
+    """Waits until the lease that was `seen` has not moved for a term, or is there no more.
 
-    A look that the file system holds up counts no more than any other: it may do the same to the
-    owner. Raises LeaseError if the owner lives.
+    A look that the file system holds up counts no more than any other: the owner may be held up
+    too.
+
+    Args:
+      path: the file of the lease.
+      seen: the lease as it was read before; this file is compared with it.
+      say: takes one line, which tells why the wait begins.
+      clock: seconds of a clock that never goes back.
+      sleep: waits for a number of seconds.
+
+    Raises:
+      LeaseError: the owner lives.
     """
     if _is_here(seen):
         raise _owned(path, seen)  # its process was just seen
@@ -255,7 +265,7 @@ def _text(record: Record) -> bytes:
 
 
 def _read(path: Path) -> Record | None:
-    """None if there is none. What is no lease is a record of its text."""
+    """Reads the lease; None if there is none. A file that is no lease is a record of its text."""
     try:
         content = path.read_bytes()  # opened anew each time: NFS then asks the server
     except FileNotFoundError:
@@ -319,7 +329,7 @@ def _is_here(record: Record) -> bool:
 
 
 def _is_gone(record: Record) -> bool:
-    """Whether it is certain that the owner's process has ended."""
+    """Tells whether the owner's process has certainly ended."""
     pid = record.get("pid")
     if not _is_here(record) or not isinstance(pid, int):
         return False

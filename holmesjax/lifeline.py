@@ -18,7 +18,7 @@ LAST_WORDS_S = 10.0  # for all that a process has to say before it ends
 
 
 def hear_signals(numbers: Collection[int], heard: Callable[[int], object]) -> None:
-    """From now on calls `heard` with the number of each of these signals, on a thread of its own.
+    """Starts a thread that calls `heard` with the number of each of these signals.
 
     A signal without a handler gets one that does nothing. Call it from the main thread.
     """

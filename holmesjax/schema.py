@@ -2,6 +2,10 @@
 
 The fields of a dataclass are the keys that a section may have; their types, with pydantic's
 constraints, are what the values may be. All mistakes are found in one pass.
+
+Pydantic checks each value. `_Reader` walks the sections, because pydantic validates a dataclass
+whole or not at all. The checks across settings run on a file with other mistakes too, so they need
+the values that are right by themselves. docs/design.md has what else would suffer.
 """
 
 import contextlib
@@ -68,7 +72,7 @@ def build(value: Any) -> Any:
 
 
 def findings(check: Callable[..., Iterable[HolmesError]], *args: Any) -> list[HolmesError]:
-    """What a check across settings finds before it needs one that is itself a mistake."""
+    """Returns what a check finds before it needs a setting that is itself a mistake."""
     found: list[HolmesError] = []
     with contextlib.suppress(Unknown):
         for mistake in check(*args):  # one by one, to keep those before `Unknown`
@@ -77,7 +81,7 @@ def findings(check: Callable[..., Iterable[HolmesError]], *args: Any) -> list[Ho
 
 
 def near(name: object, choices: Sequence[str]) -> str:
-    """What to do about a misspelt name.
+    """Suggests what to do about a misspelt name.
 
     >>> near("schedul", ["schedule", "stages"]), near("x", ["schedule", "stages"])
     ("did you mean 'schedule'?", 'choose from: schedule, stages')
@@ -195,7 +199,7 @@ def _member(members: Sequence[Any], value: Any) -> Any:
 
 
 def _form(hint: Any) -> str:
-    """How a value of a type is written: a list, a section of keys, or neither."""
+    """Returns the form in which a value of a type is written: a list, a section, or a leaf."""
     if dataclasses.is_dataclass(hint):
         return "section"
     return "list" if get_origin(hint) is tuple else "leaf"
@@ -222,7 +226,7 @@ def _place(keys: Keys) -> str:
 
 
 def _words(error: Any, hint: Any, value: Any, default: Any) -> tuple[str, str]:
-    """What is wrong and what to do, for one of pydantic's errors."""
+    """Returns the problem and the fix for one of pydantic's errors."""
     kind, limits = error["type"], error.get("ctx", {})
     if kind == "literal_error":
         choices = [str(choice) for choice in _choices(hint)]

@@ -72,14 +72,15 @@ class _Unread:
 
 @dataclass(kw_only=True)
 class Session:
-    """What the loop needs, once everything is up.
+    """The loop of steps, once everything is up.
 
     Args:
       tell: takes each step's part, in order (`recorder`).
       vote: called in each step when most of it is dispatched: the answer is what `is_stopping` and
         `is_saving` say after it.
-      is_stopping: asked before every step; in all processes of a job alike.
-      is_saving: asked after every step, with its number, whether to write a checkpoint; alike.
+      is_stopping: asked before every step; with the same answer in all processes of a job.
+      is_saving: asked after every step, with its number, whether to write a checkpoint; with the
+        same answer in all processes of a job.
       begins: told of each step, each batch of validation and each checkpoint before it begins.
     """
 

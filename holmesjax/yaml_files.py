@@ -1,8 +1,13 @@
 """Reads a YAML file that people write, with the line of every key, and writes one back.
 
-A subset of YAML, so that a file means what it looks like: one mapping of keys to values, nested
-mappings and lists, texts, numbers (`3e-4` is one), `true`, `false`, `null`. No aliases, tags or
-dates, and `yes` and `no` are texts. `schema` turns the values into dataclasses.
+The files are a subset of YAML, so that a file means what it looks like: one mapping of keys to
+values, nested mappings and lists, texts, numbers (`3e-4` is one), `true`, `false`, `null`. Aliases,
+tags and dates are not read, and `yes` and `no` are texts. `schema` turns the values into
+dataclasses.
+
+PyYAML's events are read here, and not a tree that a library builds. Events come from libyaml, and
+they show what a tree hides: every duplicate key, aliases, tags, and how deep a file nests before
+anything is built. docs/design.md has what ruamel.yaml does in their place.
 """
 
 import json
@@ -99,7 +104,7 @@ def read(path: str | Path, error: type[HolmesError], overrides: Sequence[str] = 
 
 
 def may_be_file(path: Path) -> bool:
-    """Whether a file is there, or nobody may know: reading it says what is in the way.
+    """Tells whether a file is there; also true where that cannot be seen, since reading says why.
 
     >>> may_be_file(Path("pyproject.toml")), may_be_file(Path("absent.yaml"))
     (True, False)
@@ -285,12 +290,12 @@ def _apply(override: str, document: Document) -> None:
 
 
 def _at(section: Any, key: str | int) -> Any:
-    """What a section or a list has there; None for nothing."""
+    """Returns the value of a section or a list at a key; None for nothing."""
     return section.get(key) if isinstance(section, dict) else section[key]
 
 
 def _name_of(item: object) -> str:
-    """By what an override finds an item of a list: `ib`, or `ib<->roce` of a link.
+    """Returns the name of an item of a list in overrides: `ib`, or `ib<->roce` of a link.
 
     >>> _name_of({"name": "ib"}), _name_of({"between": ["ib", "roce"]}), _name_of({"kind": "h100"})
     ('ib', 'ib<->roce', 'h100')

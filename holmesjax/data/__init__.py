@@ -1,1 +1,1 @@
-"""From files to batches of tokens, as a function of seed and position. No devices, no plan."""
+"""Files to batches of tokens, as a function of seed and position. No devices, no plan."""

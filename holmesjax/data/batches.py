@@ -50,7 +50,7 @@ class Batches:
         return windows[order]
 
     def validation(self, index: int, row_N: np.ndarray | None = None) -> np.ndarray:
-        """Rows of validation batch 0, ..., num_validation - 1, for all seeds alike; [N, L + 1]."""
+        """Rows of validation batch 0, ..., num_validation - 1, [N, L + 1]; equal for all seeds."""
         assert index < self.num_validation
         windows = windows_of(self.corpus.validation, self.length)
         sequence = index * self.global_batch + self._rows(row_N)
@@ -128,12 +128,12 @@ INPUTS = ("token_BL", "target_BL", "segment_BL")
 
 
 def model_inputs(rows: np.ndarray, names: Collection[str] = INPUTS) -> dict[str, np.ndarray]:
-    """What the stages read of the rows: tokens, targets, and the document of each token; int32.
+    """Returns the inputs of the stages: tokens, targets, and the document of each token; int32.
 
     A token whose target is below 0 would not count in the loss; rows of a corpus have none.
 
     Args:
-      names: of what is needed.
+      names: the inputs that are needed.
 
     >>> {name: x.tolist() for name, x in model_inputs(np.array([[7, 0, 8, 9]])).items()}
     {'token_BL': [[7, 0, 8]], 'target_BL': [[0, 8, 9]], 'segment_BL': [[0, 1, 1]]}

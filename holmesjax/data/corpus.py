@@ -154,7 +154,7 @@ def _stdlib(root: Path) -> Iterator[Path]:
 
 
 def is_validation(name: str, fraction: float) -> bool:
-    """Whether a file is held out: a function of its path alone, so the split never moves."""
+    """Tells whether a file is held out: a function of its path alone, so the split never moves."""
     digest = hashlib.sha256(os.fsencode(name)).digest()
     return int.from_bytes(digest[:8]) < fraction * 2**64
 

@@ -1,1 +1,1 @@
-"""What a run tells: metrics, console lines, figures and the report page. It decides nothing."""
+"""Reports of a run: metrics, console lines, figures and the report page. It decides nothing."""

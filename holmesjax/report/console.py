@@ -1,4 +1,4 @@
-"""What a run prints while it trains: one line every few seconds.
+"""Prints the progress of a run: one line every few seconds.
 
     step  20/400  loss 3.412  12.4k tok/s  |g| 1.23  lr 3.0e-04  0.33 s/step  bubble 21%  0->1 3 MiB
 

@@ -480,7 +480,7 @@ def _group_means(values: np.ndarray, size: int) -> np.ndarray:
 
 
 def _centred_means(values: np.ndarray, window: int) -> np.ndarray:
-    """Each value averaged with the `window // 2` on both sides, fewer at the ends alike."""
+    """Averages each value with the `window // 2` on both sides, and with fewer at both ends."""
     reach = [min(window // 2, i, len(values) - 1 - i) for i in range(len(values))]
     return np.array([_mean(values[i - n : i + n + 1]) for i, n in enumerate(reach)])
 

@@ -1,4 +1,4 @@
-"""What a run measures, and where it is written.
+"""Measured numbers of a run, and the places they are written to.
 
 `metrics.jsonl` in the run folder is the record: one JSON object a step. TensorBoard and Weights &
 Biases get the same numbers when `log` of the run file asks for them; `console` prints them.
@@ -49,7 +49,7 @@ def _is_installed(field: str) -> bool:
 
 
 class _Sink(Protocol):
-    """Where scalars go besides the file."""
+    """A place for scalars besides the file."""
 
     def write(self, step: int, scalars: Mapping[str, float]) -> None: ...
 

@@ -28,10 +28,10 @@ KINDS = {
 def events(
     name: str, number: int, tasks: Sequence[Record], transfers: Sequence[Record] = ()
 ) -> list[Event]:
-    """Of one step: a row for each stage, then one for each way between two.
+    """Returns the events of one step: a row for each stage, then one for each direction of a link.
 
     Args:
-      name: of the step, as it is shown.
+      name: the name of the step, as it is shown.
       number: tells steps of one file apart.
       tasks, transfers: as `forecast` gives them; the first starts at 0.
     """

@@ -1,0 +1,148 @@
+"""Functions are short, say what they take, and no two public classes share a name."""
+
+import ast
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+MAX_LINES = 80  # of a function; a kernel may have more
+NUM_PARAMETERS = 5  # from which a public function describes each of them
+
+# What is still to do. These lists only shrink.
+# Functions above the limit.
+LONG = {
+    "holmesjax/costs/stage_times.py stage_times",
+}
+# Functions without `Args:`.
+SILENT = {
+    "holmesjax/lab/scaled_topology.py scale",
+    "holmesjax/models/ops.py attention",
+    "holmesjax/models/ops.py round_moment",
+    "holmesjax/models/transformer.py apply",
+    "holmesjax/optimizers/adamw.py apply",
+    "holmesjax/plan/pipeline_schedules.py in_flight_bound",
+    "holmesjax/plan/pipeline_schedules.py validate",
+    "holmesjax/planner/candidates.py work",
+    "holmesjax/planner/problem.py seconds",
+    "holmesjax/planner/problem.py fits",
+    "holmesjax/planner/problem.py step_seconds",
+    "holmesjax/planner/stage_layouts.py placement",
+    "holmesjax/planner/stage_layouts.py shape",
+    "holmesjax/planner/stage_layouts.py times",
+    "holmesjax/planner/stage_layouts.py memory_bytes",
+    "holmesjax/runtime/timeline.py wait",
+    "holmesjax/runtime/timeline.py watch",
+    "holmesjax/transport/ends.py make_end",
+    "holmesjax/transport/rendezvous.py num_streams",
+    "launch/launchers/kubernetes.py manifest",
+    "launch/launchers/launcher.py start",
+    "launch/launchers/slurm.py write",
+    "kernels/attention/pallas_backward.py backward",
+    "kernels/attention/pallas_backward.py dq_kernel",
+    "kernels/attention/pallas_backward_keys.py probabilities",
+    "kernels/attention/pallas_backward_keys.py add_to_queries",
+    "kernels/attention/pallas_forward.py forward",
+    "kernels/attention/pallas_forward.py forward_kernel",
+    "kernels/attention/reference.py forward_reference",
+    "kernels/attention/reference.py backward_reference",
+    "kernels/attention/ring.py attention_on",
+    "kernels/attention/tiles.py runs",
+}
+# Names of several classes.
+SHARED = {
+    "Block",
+    "Choice",
+    "Clock",
+    "ClusterEntry",
+    "Host",
+    "Nic",
+    "OptionsEntry",
+    "Placement",
+    "Pool",
+    "Start",
+}
+
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+def trees(*places: str) -> Iterator[tuple[str, ast.Module]]:
+    for place in places:
+        for file in sorted(ROOT.glob(f"{place}/**/*.py")):
+            yield file.relative_to(ROOT).as_posix(), ast.parse(file.read_text())
+
+
+def functions(tree: ast.Module) -> Iterator[Function]:
+    yield from (node for node in ast.walk(tree) if isinstance(node, Function))
+
+
+def public_functions(body: list[ast.stmt]) -> Iterator[Function]:
+    """Public functions of a module and public methods of its public classes."""
+    for node in body:
+        if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+            yield from public_functions(node.body)
+        elif isinstance(node, Function) and not node.name.startswith("_"):
+            yield node
+
+
+def parameters(function: Function) -> list[str]:
+    args = function.args
+    some = [arg for arg in (args.vararg, args.kwarg) if arg is not None]
+    return [arg.arg for arg in (*args.posonlyargs, *args.args, *args.kwonlyargs, *some)]
+
+
+def test_no_function_is_longer_than_a_page():
+    long = [
+        f"{file} {function.name}"
+        for file, tree in trees("holmesjax", "launch", "benchmarks", "docs", "tests")
+        for function in functions(tree)
+        if (function.end_lineno or 0) - function.lineno + 1 > MAX_LINES
+    ]
+    assert not set(long) - LONG
+
+
+def test_a_public_function_with_many_parameters_describes_them():
+    silent = [
+        f"{file} {function.name}"
+        for file, tree in trees("holmesjax", "launch", "kernels")
+        for function in public_functions(tree.body)
+        if len({*parameters(function)} - {"self", "cls"}) >= NUM_PARAMETERS
+        and "Args:" not in (ast.get_docstring(function) or "")
+    ]
+    assert not set(silent) - SILENT
+
+
+def test_args_name_parameters():
+    wrong = [
+        f"{file}:{function.lineno} {function.name}: {name}"
+        for file, tree in trees("holmesjax", "launch", "kernels")
+        for function in functions(tree)
+        for name in described(ast.get_docstring(function) or "")
+        if name not in parameters(function)
+    ]
+    assert not wrong
+
+
+def described(docstring: str) -> list[str]:
+    """The names in the `Args:` of a docstring.
+
+    >>> described("Adds.\\n\\nArgs:\\n  a, b: numbers\\n    to add\\n\\nReturns:\\n  c: x")
+    ['a', 'b']
+    """
+    if "Args:\n" not in docstring:
+        return []
+    block = docstring.split("Args:\n")[1].split("\n\n")[0]
+    indent = len(block) - len(block.lstrip())
+    lines = [line[indent:] for line in block.splitlines()]
+    names = [line.partition(":")[0] for line in lines if line[:1].strip() and ":" in line]
+    return [name.strip().lstrip("*") for group in names for name in group.split(",")]
+
+
+def test_no_two_public_classes_share_a_name():
+    places = defaultdict(list)
+    for file, tree in trees("holmesjax", "launch", "kernels"):
+        for node in tree.body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                places[node.name].append(file)
+    shared = {name: files for name, files in places.items() if len(files) > 1}
+    assert not shared.keys() - SHARED, shared
