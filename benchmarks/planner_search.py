@@ -33,6 +33,7 @@ from holmesjax.config import (
 )
 from holmesjax.planner import planner
 from holmesjax.planner.search import EFFORT, search
+from holmesjax.planner.selection import make_problem
 from holmesjax.report.figures import BLUE, GRID, INK, MUTED
 from holmesjax.topology.fabrics import Fabric
 from holmesjax.topology.machines import Cluster, Link, Nic, Node, Topology, known_device
@@ -129,7 +130,7 @@ def measure(size: Size, context_length: int) -> dict[str, float]:
 def try_harder(size: Size, context_length: int) -> float:
     """Seconds of the step that ten times the effort finds."""
     config, topology = make_config(size, context_length), make_topology(size)
-    problem = planner.make_problem(config, topology)
+    problem = make_problem(config, topology)
     found = search(problem, 10 * EFFORT)
     assert found is not None, "there is a plan"
     return found.best[0].step_s

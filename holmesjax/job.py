@@ -22,7 +22,8 @@ from holmesjax.data import batches
 from holmesjax.errors import ConfigError
 from holmesjax.plan import plan as plans
 from holmesjax.plan.plan import Plan
-from holmesjax.planner.planner import Saying, make_plan, silently
+from holmesjax.planner.planner import make_plan
+from holmesjax.planner.selection import Saying, silently
 from holmesjax.topology import machines
 from holmesjax.topology.machines import Node, Topology
 from holmesjax.transport import buffers

@@ -15,10 +15,12 @@ from holmesjax.config import (
     RunConfig,
     TrainConfig,
 )
+from holmesjax.planner.assembly import as_plan
 from holmesjax.planner.candidates import split
-from holmesjax.planner.planner import as_plan, make_plan, make_problem
+from holmesjax.planner.planner import make_plan
 from holmesjax.planner.problem import Case, Order, Part, step_seconds
 from holmesjax.planner.search import Candidate
+from holmesjax.planner.selection import make_problem
 from holmesjax.planner.stage_layouts import Mesh, Pass
 from holmesjax.topology import machines
 from holmesjax.topology.machines import Cluster, DeviceKind, Link, Measured, Nic, Node, Topology

@@ -23,17 +23,11 @@ from dataclasses import dataclass, replace
 from holmesjax.config import Config, ParallelConfig
 from holmesjax.errors import PlanError
 from holmesjax.planner import prices
-from holmesjax.planner.planner import (
-    Saying,
-    as_plan,
-    find,
-    find_within,
-    make_problems,
-    silently,
-    timed_again,
-)
+from holmesjax.planner.assembly import as_plan
+from holmesjax.planner.planner import find, timed_again
 from holmesjax.planner.problem import Case, Order, Part, Problem, split_chunks, step_seconds
 from holmesjax.planner.search import Candidate, Found
+from holmesjax.planner.selection import Saying, find_within, make_problems, silently
 from holmesjax.planner.shortlist import passes
 from holmesjax.planner.stage_layouts import (
     USABLE_MEMORY,

@@ -13,7 +13,8 @@ from holmesjax.job import Job
 from holmesjax.plan import forecast, plan as plans
 from holmesjax.plan.plan import Plan
 from holmesjax.planner import explain
-from holmesjax.planner.planner import Saying, make_changed_plan
+from holmesjax.planner.planner import make_changed_plan
+from holmesjax.planner.selection import Saying
 from holmesjax.report import trace
 from holmesjax.topology import machines
 from holmesjax.units import show

@@ -17,9 +17,10 @@ from holmesjax.parallel import sharding
 from holmesjax.plan.pipeline_schedules import validate
 from holmesjax.plan.plan import Axis, Plan, describe, layer_names
 from holmesjax.plan.processes import make_processes
-from holmesjax.planner import planner, shortlist
-from holmesjax.planner.planner import make_plan, make_problem
+from holmesjax.planner import selection, shortlist
+from holmesjax.planner.planner import make_plan
 from holmesjax.planner.problem import Part
+from holmesjax.planner.selection import make_problem
 from holmesjax.planner.stage_layouts import USABLE_MEMORY, Mesh, Pass, Role
 from holmesjax.topology import upgrades
 from holmesjax.topology.catalogue import TRANSPORT_BYTES_PER_S
@@ -758,8 +759,8 @@ def test_layers_move_to_where_they_fit():
 
 
 def test_a_refusal_takes_few_searches_and_names_how_many_nodes_every_plan_needs(monkeypatch):
-    searched, search = [], planner.search
-    monkeypatch.setattr(planner, "search", lambda *args: searched.append(args) or search(*args))
+    searched, search = [], selection.search
+    monkeypatch.setattr(selection, "search", lambda *args: searched.append(args) or search(*args))
     topology = make_topology(make_cluster("a", "roce", (8,) * 64, memory_gib=0.25))
     config = make_config(parallel={}, model={"num_layers": 2000})
     error = refusal(config, topology)
@@ -767,5 +768,5 @@ def test_a_refusal_takes_few_searches_and_names_how_many_nodes_every_plan_needs(
     [more] = map(int, re.findall(r"use more nodes, about (\d+) more in 'a'", error.fix))
     for num_nodes, is_enough in ((more // 2, False), (more, True)):
         changed = upgrades.with_more_nodes(topology, "a", num_nodes)
-        [problem] = planner.make_problems(config, changed)
+        [problem] = selection.make_problems(config, changed)
         assert (shortlist.least_memory(problem, 1.0, 1e9) == 1.0) == is_enough

@@ -10,7 +10,8 @@ from holmesjax import job
 from holmesjax.config import PlanConfig
 from holmesjax.errors import Mistakes, PlanError
 from holmesjax.planner import prices
-from holmesjax.planner.planner import make_plan, make_problem
+from holmesjax.planner.planner import make_plan
+from holmesjax.planner.selection import make_problem
 from holmesjax.topology import machines
 from tests.clusters import make_cluster, make_config, make_topology, one_each, two_clusters
 

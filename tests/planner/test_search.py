@@ -19,9 +19,10 @@ from holmesjax.plan.plan import Axis
 from holmesjax.planner import planner, shortlist
 from holmesjax.planner.candidates import Around, Kind
 from holmesjax.planner.mesh_order import Paths, arrangements
-from holmesjax.planner.planner import find, make_plan, make_problem, timed_again
+from holmesjax.planner.planner import find, make_plan, timed_again
 from holmesjax.planner.problem import roles, split_chunks
 from holmesjax.planner.search import _Search, search
+from holmesjax.planner.selection import make_problem
 from holmesjax.planner.stage_layouts import USABLE_MEMORY, divisors
 from holmesjax.topology import upgrades
 from tests.clusters import make_cluster, make_config, make_topology

@@ -1,0 +1,220 @@
+"""A plan assembled from what a search has found: its devices, and what each stage costs."""
+
+import itertools
+import math
+from collections.abc import Sequence
+
+from holmesjax.costs import memory
+from holmesjax.costs.stage_times import StageTimes
+from holmesjax.plan.plan import EMBED, HEAD, Plan, StagePlan, TaskSeconds, block_name
+from holmesjax.planner import prices
+from holmesjax.planner.problem import (
+    Problem,
+    StageSeconds,
+    chunk_roles,
+    link_bytes,
+    roles,
+    split_chunks,
+    step_seconds,
+    table_times,
+    transfer_times,
+)
+from holmesjax.planner.search import Candidate
+from holmesjax.planner.stage_layouts import (
+    clusters_of,
+    joined_name,
+)
+from holmesjax.topology.machines import Topology
+
+
+def as_plan(problem: Problem, candidate: Candidate, bound_s: float) -> Plan:
+    """The plan of a candidate, with what each of its stages costs."""
+    config, case, passing = problem.config, candidate.case, candidate.passing
+    order, num_stages = candidate.order, len(case.layers)
+    sends_s = _send_times(problem, candidate)
+    tables_s = [0.0] * num_stages
+    tables_s[0], tables_s[-1] = table_times(problem, case)
+    chunks = _chunks(case.layers, order.chunks)
+    parts = [_part_seconds(problem, candidate, stage) for stage in range(num_stages)]
+    ways_s: list[Sequence[float]] = [*transfer_times(problem, case, passing, order.chunks), ()]
+    stages = []
+    for i, (seat, role) in enumerate(zip(case.seats, roles(num_stages), strict=True)):
+        nodes, placement = problem.nodes(seat), problem.placement(seat, passing)
+        in_flight = problem.in_flight(order, i, case.layers[i])
+        shape = problem.stage_costs.shape(seat.mesh, passing, role, case.layers[i], in_flight)
+        items = memory.stage_memory_bytes(config.model, shape)
+        sent_s = passing.microbatches * sends_s[i] + tables_s[i]
+        stages.append(
+            StagePlan(
+                cluster=joined_name(problem.topology, nodes),
+                nodes=tuple(nodes),
+                chunks=chunks[i],
+                devices=placement.devices,
+                mesh=placement.sizes,
+                fabrics=dict(placement.fabrics),
+                memory_bytes={name: float(size) for name, size in items.items()},
+                seconds=parts[i] | {"boundary": sent_s},
+                task_seconds=_task_seconds(problem, candidate, i, ways_s[i]),
+            )
+        )
+    assert sum(case.layers) == config.model.num_layers, f"{case.layers} drops layers"
+    return Plan(
+        topology=problem.topology.name,
+        topology_hash=problem.topology.hash(),
+        stages=tuple(stages),
+        idle=_idle(problem.topology, stages),
+        global_batch=config.train.global_batch,
+        microbatches=passing.microbatches,
+        schedule=order.schedule,
+        in_flight=order.in_flight,
+        activation_checkpointing=passing.checkpointing,
+        boundary_bytes=problem.boundary_bytes(passing) if num_stages > 1 else 0.0,
+        step_time_s=candidate.step_s,
+        bound_s=bound_s,
+        step_dollars=prices.step_dollars(problem, candidate),
+        shares=_shares(problem, candidate, parts),
+        pipes=_pipe_shares(problem, candidate),
+        queues=tuple(problem.queues(case, passing, order.chunks)),
+        exception=_exception(problem, stages),
+    )
+
+
+def _exception(problem: Problem, stages: Sequence[StagePlan]) -> str:
+    """Which stages break the rule that collectives stay within one fabric, and why."""
+    crossing = [
+        f"stage {i} crosses clusters {' and '.join(names)}"
+        for i, stage in enumerate(stages)
+        if len(names := clusters_of(problem.topology, stage.nodes)) > 1
+    ]
+    if not crossing:
+        return ""
+    return (
+        f"{', '.join(crossing)}, against the rule that collectives stay within one fabric: no "
+        f"other plan is possible ({problem.crosses_because})"
+    )
+
+
+def _pipe_shares(problem: Problem, candidate: Candidate) -> dict[str, float]:
+    """The share of each pipe's capacity that a step uses."""
+    sent = link_bytes(problem, candidate.case, candidate.passing, candidate.order.chunks)
+    return {
+        " -> ".join(pipe): sent[pipe]
+        / (problem.topology.capacity_bytes_per_s(*pipe) * candidate.step_s)
+        for pipe in problem.pipes
+        if pipe in sent
+    }
+
+
+def _times(problem: Problem, candidate: Candidate, stage: int) -> StageTimes:
+    case, passing = candidate.case, candidate.passing
+    seat, role = case.seats[stage], roles(len(case.layers))[stage]
+    pool, placement = problem.pools[seat.pool], problem.placement(seat, passing)
+    layers = case.layers[stage]
+    return problem.stage_costs.times(pool, placement, seat.mesh, passing, role, layers)
+
+
+def _task_seconds(
+    problem: Problem, candidate: Candidate, stage: int, ways_s: Sequence[float]
+) -> TaskSeconds:
+    """As `step_seconds` takes them."""
+    case, passing, order = candidate.case, candidate.passing, candidate.order
+    seat, is_split = case.seats[stage], order.schedule == "zero_bubble"
+    own_roles = chunk_roles(roles(len(case.layers))[stage], order.chunks)
+    sizes = split_chunks(case.layers[stage], order.chunks)
+    chunks = [
+        problem.seconds(seat, passing, role, n, is_split)
+        for role, n in zip(own_roles, sizes, strict=True)
+    ]
+    whole = _whole(problem, candidate, stage)
+    return TaskSeconds(
+        forward_s=tuple(chunk.forward for chunk in chunks),
+        backward_s=tuple(chunk.backward for chunk in chunks),
+        weight_s=tuple(is_split * chunk.weight for chunk in chunks),
+        transfer_s=tuple(ways_s),
+        gather_s=whole.gather,
+        reduce_s=whole.reduce,
+        update_s=whole.update,
+    )
+
+
+def _whole(problem: Problem, candidate: Candidate, stage: int) -> StageSeconds:
+    """Of all chunks of a stage."""
+    case, is_split = candidate.case, candidate.order.schedule == "zero_bubble"
+    role, layers = roles(len(case.layers))[stage], case.layers[stage]
+    return problem.seconds(case.seats[stage], candidate.passing, role, layers, is_split)
+
+
+def _part_seconds(problem: Problem, candidate: Candidate, stage: int) -> dict[str, float]:
+    """Seconds of a stage in a step, by what they go into; `fsdp` and `context` where used."""
+    times, whole = _times(problem, candidate, stage), _whole(problem, candidate, stage)
+    microbatches = candidate.passing.microbatches
+    fsdp_s = microbatches * (times.forward_fsdp_s + times.backward_fsdp_s)
+    context_s = microbatches * (times.forward_context_s + times.backward_context_s)
+    meshes = [part.mesh for part in candidate.case.parts]
+    uses_context = any(mesh.context > 1 for mesh in meshes)
+    uses_fsdp = uses_context or any(mesh.fsdp > 1 for mesh in meshes)
+    return {
+        "compute": microbatches * (times.forward_s + times.backward_s) + times.update_s,
+        "tensor": microbatches * (times.forward_tensor_s + times.backward_tensor_s),
+        **({"fsdp": fsdp_s} if uses_fsdp else {}),
+        **({"context": context_s} if uses_context else {}),
+        "data": whole.gather + whole.reduce,
+    }
+
+
+def _shares(
+    problem: Problem, candidate: Candidate, parts: Sequence[dict[str, float]]
+) -> dict[str, float]:
+    """The shares of a step's parts, averaged over stages.
+
+    `boundary` is what a step would be shorter if transfers took no time; `bubble` is the rest of
+    the time without work.
+    """
+    step_s = candidate.step_s
+    mean_s = {name: math.fsum(part[name] for part in parts) / len(parts) for name in parts[0]}
+    shares = {name: part_s / step_s for name, part_s in mean_s.items()}
+    [alone_s] = step_seconds(
+        problem, [candidate.case], candidate.passing, candidate.order, with_links=False
+    )
+    shares["boundary"] = 1.0 - float(alone_s) / step_s
+    shares["bubble"] = max(0.0, 1.0 - math.fsum(shares.values()))
+    return shares
+
+
+def _send_times(problem: Problem, candidate: Candidate) -> list[float]:
+    """Seconds in which each stage sends boundaries, both ways, per microbatch."""
+    num_stages, chunks = len(candidate.case.layers), candidate.order.chunks
+    transfer_s = transfer_times(problem, candidate.case, candidate.passing, chunks)
+    sends_s = [0.0] * num_stages
+    for virtual in range(chunks * num_stages - 1):
+        stage, after = virtual % num_stages, (virtual + 1) % num_stages
+        there_s, back_s = transfer_s[stage]
+        sends_s[stage] += there_s
+        sends_s[after] += back_s
+    return sends_s
+
+
+def _chunks(num_blocks: Sequence[int], num_chunks: int) -> list[tuple[tuple[str, ...], ...]]:
+    """The layers of each stage, by chunk; model order goes through all stages chunk by chunk.
+
+    >>> _chunks([2, 2], 2)
+    [(('embed', 'block_000'), ('block_002',)), (('block_001',), ('block_003', 'head'))]
+    """
+    shares = [split_chunks(n, num_chunks) for n in num_blocks]
+    names = iter(map(block_name, range(sum(num_blocks))))
+    take = lambda n: tuple(itertools.islice(names, n))
+    in_order = [[take(share[chunk]) for share in shares] for chunk in range(num_chunks)]
+    in_order[0][0] = (EMBED, *in_order[0][0])
+    in_order[-1][-1] = (*in_order[-1][-1], HEAD)
+    return list(zip(*in_order, strict=True))
+
+
+def _idle(topology: Topology, stages: Sequence[StagePlan]) -> dict[str, int]:
+    """Devices of each node that no stage uses; nodes without any are left out."""
+    used = {device for stage in stages for device in stage.devices}
+    numbers = itertools.count()
+    idle = {
+        node.name: sum(next(numbers) not in used for _ in range(node.num_devices))
+        for node in topology.nodes
+    }
+    return {node: num_devices for node, num_devices in idle.items() if num_devices}

@@ -1,0 +1,188 @@
+"""Settings that are refused without a search, with what to write in their place."""
+
+import math
+
+from holmesjax.config import Config, PlanConfig
+from holmesjax.costs import work
+from holmesjax.errors import PlanError
+from holmesjax.planner import prices, shortlist
+from holmesjax.planner.stage_layouts import (
+    Mesh,
+    Pass,
+    Role,
+    StageCosts,
+)
+from holmesjax.topology.machines import Topology
+from holmesjax.units import show
+
+ABSURD = 10.0  # times the memory of all devices: nothing near it is looked for
+
+
+def refuse_impossible(config: Config, topology: Topology) -> None:
+    """Raises PlanError for settings that no plan on these machines can have."""
+    _refuse_absurd_sizes(config, topology)
+    _refuse_unpriced(config, topology)
+    _refuse_unknown_clusters(config, topology)
+    _refuse_number_of_stages(config, topology)
+
+
+def _refuse_absurd_sizes(config: Config, topology: Topology) -> None:
+    """Numbers that no plan comes near: without a search, which would take long or overflow."""
+    model, train, parallel = config.model, config.train, config.parallel
+    sizes = f"{topology.num_devices} devices"
+    all_bytes = sum(node.num_devices * node.device.memory_bytes for node in topology.nodes)
+    if (parallel.microbatches or 1) > shortlist.MAX_MICROBATCHES:
+        raise PlanError(
+            "parallel.microbatches",
+            f"must be at most {shortlist.MAX_MICROBATCHES:,} for a step to be planned",
+            found=f"{parallel.microbatches:,}",
+            fix="use fewer, or leave the number to the planner",
+        )
+    whole = Mesh(data=1, fsdp=1, tensor=1)
+    ends = Role(is_first=True, is_last=True)
+    shape = StageCosts(config).shape(whole, Pass(1, "none"), ends, model.num_layers)
+    num_parameters = work.stage_parameters(model, shape)
+    width = work.DTYPE_BYTES[train.compute_dtype]
+    least_bytes = num_parameters * (4 + width + 4) + 2 * work.moment_bytes(model, shape)
+    if least_bytes > ABSURD * all_bytes:
+        raise PlanError(
+            "model",
+            f"has {num_parameters:.3g} parameters, which take at least {show(least_bytes, 'B')}; "
+            f"all {sizes} of the topology have {show(all_bytes, 'B')}",
+            found=f"num_layers {model.num_layers:,}, width {model.width:,}, "
+            f"vocab_size {model.vocab_size:,}",
+            fix="use a smaller model, or at least "
+            f"{math.ceil(least_bytes / all_bytes):,} times as many devices",
+        )
+    microbatches = parallel.microbatches or min(shortlist.MAX_MICROBATCHES, train.global_batch)
+    sequences = math.ceil(train.global_batch / microbatches)
+    for name, value, number in (
+        ("model.context_length", model.context_length, 1),
+        ("train.global_batch", train.global_batch, sequences),
+    ):
+        tokens = number * model.context_length
+        token_bytes = work.boundary_bytes(model, tokens, train.compute_dtype)
+        if token_bytes > ABSURD * all_bytes:
+            raise PlanError(
+                name,
+                f"gives one microbatch {tokens:,} tokens, which take {show(token_bytes, 'B')} "
+                f"between two layers; all {sizes} of the topology have {show(all_bytes, 'B')}",
+                found=f"{value:,}",
+                fix="use a smaller number",
+            )
+
+
+def _refuse_unpriced(config: Config, topology: Topology) -> None:
+    if config.plan == PlanConfig():
+        return
+    for name in prices.unpriced(topology):
+        setting = "objective" if config.plan.budget_dollars is None else "budget_dollars"
+        raise PlanError(
+            f"plan.{setting}",
+            f"needs the price of every device, and the topology has none for those of {name!r}",
+            found=f"no `price` in the devices of {name}",
+            fix="add what an hour of a device costs, such as price: 2.5 $/h",
+        )
+
+
+def _refuse_unknown_clusters(config: Config, topology: Topology) -> None:
+    known = [cluster.name for cluster in topology.clusters]
+    for name in config.parallel.clusters or ():
+        if name not in known:
+            raise PlanError(
+                "parallel.clusters",
+                f"topology {topology.name} has no such cluster",
+                found=name,
+                fix=f"use {' or '.join(known)}",
+            )
+
+
+def _num_stages(config: Config) -> int | None:
+    """What the config says of it."""
+    parallel = config.parallel
+    return len(given) if (given := parallel.layers or parallel.clusters) else parallel.stages
+
+
+def _refuse_number_of_stages(config: Config, topology: Topology) -> None:
+    parallel, num_layers = config.parallel, config.model.num_layers
+    num_stages = _num_stages(config)
+    if num_stages is not None:
+        limits = (
+            (num_layers, "layers of the model"),
+            (topology.num_devices, "devices of the topology"),
+            (shortlist.MAX_STAGES, "stages that are planned"),
+        )
+        most, of = min(limits)
+        if num_stages > most:
+            raise PlanError(
+                "parallel.stages",
+                f"must be at most {most}, the number of {of}",
+                found=f"{num_stages} stages",
+                fix=f"set parallel.stages to {most} or less, or leave it to the planner",
+            )
+    if parallel.schedule == "interleaved_1f1b":
+        _refuse_interleaving(config, num_stages)
+
+
+def _refuse_interleaving(config: Config, num_stages: int | None) -> None:
+    parallel, num_layers = config.parallel, config.model.num_layers
+    chunks, microbatches = parallel.chunks or 2, parallel.microbatches
+    if (num_stages or 2) * chunks > num_layers:
+        most = num_layers // (num_stages or 2)
+        raise PlanError(
+            "parallel.chunks",
+            f"chunks * stages must be at most the number of layers, {num_layers}",
+            found=f"{chunks} * {num_stages or 2} = {chunks * (num_stages or 2)}",
+            fix=f"set parallel.chunks to {most} or less" if most > 1 else "use fewer stages",
+        )
+    if num_stages == 1:
+        raise PlanError(
+            "parallel.schedule",
+            "interleaved_1f1b needs two stages or more",
+            found="1 stage",
+            fix="set parallel.stages to 2 or more, or parallel.schedule to 1f1b",
+        )
+    if num_stages is not None and microbatches is not None and microbatches % num_stages:
+        below = microbatches // num_stages * num_stages
+        values = f"{below} or {below + num_stages}" if below else f"{num_stages}"
+        raise PlanError(
+            "parallel.microbatches",
+            f"must be a multiple of the number of stages, {num_stages}, for interleaved_1f1b",
+            found=f"{microbatches} / {num_stages} leaves {microbatches % num_stages}",
+            fix=f"use parallel.microbatches={values}, or set parallel.schedule to 1f1b",
+        )
+
+
+def refuse_large_meshes(config: Config, topology: Topology) -> None:
+    """Every stage lies in one cluster, so that must have the devices of one mesh."""
+    parallel = config.parallel
+    sizes = {name: size for name in Mesh._fields if (size := getattr(parallel, name)) is not None}
+    mesh = Mesh(**dict.fromkeys(Mesh._fields, 1) | sizes)
+    num_stages = _num_stages(config) or 1
+    room = {
+        cluster.name: sum(node.num_devices for node in cluster.nodes) // mesh.num_devices
+        for cluster in topology.clusters
+    }
+    if sum(room.values()) >= num_stages:
+        return
+    names = " * ".join(f"parallel.{name}" for name in sizes)
+    arithmetic = " * ".join(map(str, sizes.values()))
+    if len(sizes) > 1:
+        arithmetic += f" = {mesh.num_devices}"
+    largest = max(topology.clusters, key=lambda c: sum(node.num_devices for node in c.nodes))
+    num_devices = sum(node.num_devices for node in largest.nodes)
+    if not any(room.values()):
+        raise PlanError(
+            f"parallel.{max(sizes, key=lambda name: sizes[name])}",
+            f"a stage lies in one cluster, and {largest.name!r}, the largest, has {num_devices} "
+            f"devices: {names} must be at most that",
+            found=arithmetic,
+            fix="use smaller numbers, or leave them to the planner",
+        )
+    raise PlanError(
+        "parallel.stages",
+        f"must be at most {sum(room.values())}: so many stages of {mesh.num_devices} devices have "
+        "room in the clusters",
+        found=f"{num_stages} stages",
+        fix=f"set parallel.stages to {sum(room.values())} or less, or use smaller {names}",
+    )

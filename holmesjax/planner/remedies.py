@@ -1,0 +1,171 @@
+"""Plans that do not fit: what the nearest one lacks, and the mildest change that helps."""
+
+import bisect
+import dataclasses
+import functools
+import math
+from collections.abc import Sequence
+
+from holmesjax.errors import PlanError
+from holmesjax.plan.plan import Axis, Plan
+from holmesjax.planner import shortlist
+from holmesjax.planner.assembly import as_plan
+from holmesjax.planner.problem import (
+    Problem,
+)
+from holmesjax.planner.search import EFFORT, Found
+from holmesjax.planner.selection import find_within, make_problems
+from holmesjax.planner.stage_layouts import (
+    USABLE_MEMORY,
+)
+from holmesjax.topology import upgrades
+from holmesjax.units import show
+
+MEMORY_STEPS = (1.0, 1.05, 1.2, 1.5, 2.0, 4.0, 10.0, 100.0)  # to the least that was worked out
+MOST_MEMORY = 1e9  # times what there is, in which all fits that fits at all
+LITTLE = EFFORT / 20  # for a plan that need not be the best
+NODES_STEPS = (1.0, 1.3, 1.7, 2.5)  # times the nodes that should do, each with one more
+MOST_DEVICES = 512  # for which it is tried how many nodes would do
+# What may be left to the planner, in the order in which a change is the milder.
+FREED = (
+    "activation_checkpointing",
+    "microbatches",
+    "fsdp",
+    "data",
+    "tensor",
+    "context",
+    "layers",
+    "stages",
+    "clusters",
+)
+
+
+def memory_refusal(problems: Sequence[Problem]) -> PlanError:
+    """The refusal says what the nearest plan lacks; the fix is left to `with_remedy`."""
+    config, topology = problems[0].config, problems[0].topology
+    lean, least = [_leanest(problem) for problem in problems], least_memory(problems)
+
+    @functools.cache
+    def within(factor: float) -> tuple[Problem, Found] | None:
+        share = least * factor * USABLE_MEMORY
+        return find_within([own.set_to(own.config.parallel, share) for own in lean], LITTLE)
+
+    step = bisect.bisect_left(MEMORY_STEPS, True, key=lambda factor: within(factor) is not None)
+    nearest = within(MEMORY_STEPS[step]) if step < len(MEMORY_STEPS) else None
+    if least < MOST_MEMORY and nearest is None:
+        return PlanError(
+            "memory",
+            f"no plan was found that fits: each needs at least {least:.3g} times what there is",
+            found=f"{topology.num_devices} devices, {config.model.num_layers:,} layers, "
+            f"train.global_batch {config.train.global_batch:,}",
+            fix="",
+        )
+    if nearest is None:
+        return PlanError(
+            "parallel",
+            "no mesh, number of microbatches and schedule go together as they are set",
+            found=f"train.global_batch {config.train.global_batch}, {topology.num_devices} devices",
+            fix="leave more of parallel: to the planner",
+        )
+    problem, found = nearest
+    plan = as_plan(problem, found.best[0], found.bound_s)
+    kinds = [problem.pools[seat.pool].kinds for seat in found.best[0].case.seats]
+    usable = [USABLE_MEMORY * min(kind.memory_bytes for kind in own) for own in kinds]
+    excess = [
+        sum(stage.memory_bytes.values()) - room
+        for stage, room in zip(plan.stages, usable, strict=True)
+    ]
+    i = max(range(len(excess)), key=excess.__getitem__)
+    stage, kind = plan.stages[i], min(kinds[i], key=lambda kind: kind.memory_bytes)
+    items = stage.memory_bytes
+    largest = sorted(items, key=lambda name: -items[name])[:3]
+    return PlanError(
+        f"stage {i}",
+        f"does not fit {kind.name} in cluster {stage.cluster!r}: {show(excess[i], 'B')} more than "
+        f"{USABLE_MEMORY:.0%} of its {show(kind.memory_bytes, 'B')}, in the plan that comes "
+        "nearest",
+        found=f"{show(sum(items.values()), 'B')} per device for {stage.num_blocks} Transformer "
+        "layers: " + ", ".join(f"{name} {show(items[name], 'B')}" for name in largest),
+        fix="",
+    )
+
+
+def least_memory(problems: Sequence[Problem]) -> float:
+    """How many times the memory there is no plan can do without."""
+    most = MOST_MEMORY
+    for problem in problems:
+        most = shortlist.least_memory(_leanest(problem), 1.0, most)
+    return most
+
+
+def _leanest(problem: Problem) -> Problem:
+    """With the checkpointing that keeps least, unless the config says which."""
+    parallel = problem.config.parallel
+    if parallel.schedule == "zero_bubble" or parallel.activation_checkpointing is not None:
+        return problem
+    return problem.set_to(dataclasses.replace(parallel, activation_checkpointing="full"))
+
+
+def with_remedy(refusal: PlanError, problems: Sequence[Problem]) -> PlanError:
+    """A refusal that says what helps: the mildest change of the settings, or more machines."""
+    if refusal.fix:
+        return refusal
+    fix = _milder_settings(problems) or _more_machines(problems)
+    return PlanError(refusal.where, refusal.problem, found=refusal.found, fix=fix)
+
+
+def _milder_settings(problems: Sequence[Problem]) -> str | None:
+    """The mildest change of one setting that makes a plan fit, with the value that is best."""
+    parallel = problems[0].config.parallel
+    set_here = [name for name in FREED if getattr(parallel, name) is not None]
+    without = lambda names: [
+        problem.set_to(dataclasses.replace(parallel, **dict.fromkeys(names)))
+        for problem in problems
+    ]
+    free = without(set_here)
+    if not set_here or least_memory(free) > 1.0:
+        return None
+    for name in set_here:
+        if (result := find_within(without([name]), LITTLE)) is not None:
+            plan = as_plan(result[0], result[1].best[0], result[1].bound_s)
+            return f"set parallel.{name}={_value(plan, name)}, or leave it to the planner"
+    if find_within(free, LITTLE) is not None:
+        return f"leave to the planner: {', '.join(f'parallel.{name}' for name in set_here)}"
+    return None
+
+
+def _more_machines(problems: Sequence[Problem]) -> str:
+    """More nodes of the cluster whose nodes have most memory, if so many were found to do.
+
+    Where no plan is tried, so many hold the layers: "about" them.
+    """
+    config, topology = problems[0].config, problems[0].topology
+    node_bytes = lambda node: node.num_devices * node.device.memory_bytes
+    cluster = max(topology.clusters, key=lambda own: node_bytes(own.nodes[-1]))
+    lacks = (least_memory(problems) - 1.0) * sum(map(node_bytes, topology.nodes))
+    found = ""
+    for extra, step in enumerate(NODES_STEPS):
+        more = extra + math.ceil(max(1.0, step * lacks / node_bytes(cluster.nodes[-1])))
+        is_tried = topology.num_devices + more * cluster.nodes[-1].num_devices <= MOST_DEVICES
+        if not is_tried and not lacks:
+            break
+        changed = make_problems(config, upgrades.with_more_nodes(topology, cluster.name, more))
+        if least_memory(changed) <= 1.0 and (not is_tried or find_within(changed, LITTLE)):
+            found = f", {'such as' if is_tried else 'about'} {more:,} more in {cluster.name!r}"
+            break
+    return (
+        f"use more nodes{found}, or devices with more memory, or a smaller model, "
+        "train.global_batch or model.context_length"
+    )
+
+
+def _value(plan: Plan, name: str) -> object:
+    """What a plan has for a setting."""
+    if name in ("microbatches", "activation_checkpointing"):
+        return getattr(plan, name)
+    if name == "clusters":
+        return [stage.cluster for stage in plan.stages]
+    if name in ("stages", "layers"):
+        layers = [stage.num_blocks for stage in plan.stages]
+        return len(layers) if name == "stages" else layers
+    return max(dict(stage.mesh).get(Axis(name), 1) for stage in plan.stages)

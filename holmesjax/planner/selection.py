@@ -1,0 +1,93 @@
+"""The searches of a run: on all its machines, or on those that are worth their price."""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+
+from holmesjax.config import Config, PlanConfig
+from holmesjax.errors import PlanError
+from holmesjax.planner import prices
+from holmesjax.planner.problem import (
+    Problem,
+)
+from holmesjax.planner.search import EFFORT, Candidate, Found, search
+from holmesjax.planner.stage_layouts import (
+    StageCosts,
+    has_unlike_devices,
+    make_pools,
+)
+from holmesjax.topology.machines import Topology
+
+Saying = Callable[[str], None]  # what is worked on now
+
+
+def silently(what: str) -> None:
+    """For who does not ask what is worked on."""
+
+
+def make_problem(config: Config, topology: Topology, by_kind: bool = False) -> Problem:
+    """With the pools of `make_pools`."""
+    return Problem(
+        config=config,
+        topology=topology,
+        pools=make_pools(topology, by_kind),
+        stage_costs=StageCosts(config),
+    )
+
+
+def make_problems(config: Config, topology: Topology) -> list[Problem]:
+    """One whose stages may lie anywhere in a cluster, and one for each kind of device if unlike."""
+    kinds = (False, True) if has_unlike_devices(topology) else (False,)
+    return [make_problem(config, topology, by_kind) for by_kind in kinds]
+
+
+def find_within(
+    problems: Sequence[Problem], effort: float = EFFORT, say: Saying = silently
+) -> tuple[Problem, Found] | None:
+    """The best plans of some problems; None where no plan was found that fits the memory.
+
+    Raises PlanError where none is within the budget.
+    """
+    config = problems[0].config
+    is_priced = config.plan != PlanConfig()
+    results = []
+    for whole, by_kind in zip(problems, (False, True), strict=False):
+        for pools in prices.selections(whole.pools) if is_priced else [whole.pools]:
+            problem = whole.on(whole.topology, pools) if is_priced else whole
+            used = ", ".join(dict.fromkeys(pool.cluster.name for pool in pools))
+            say(f"plans on {used}" + " with stages of one kind of device" * by_kind)
+            if (found := search(problem, effort)) is not None:
+                results.append((problem, found))
+    if not results:
+        return None
+    bound_s = min(found.bound_s for _, found in results)
+    if is_priced:
+        problem, best = _best_for_its_price(config, results)
+        return problem, Found(best=best, bound_s=bound_s)
+    problem, found = min(results, key=lambda result: result[1].best[0].step_s)
+    return problem, dataclasses.replace(found, bound_s=bound_s)
+
+
+def _best_for_its_price(
+    config: Config, results: Sequence[tuple[Problem, Found]]
+) -> tuple[Problem, tuple[Candidate, ...]]:
+    """Of all that was tried, within the budget; with the others of the same machines behind it."""
+    priced = [
+        (problem, candidate, sum(prices.step_dollars(problem, candidate).values()))
+        for problem, found in results
+        for candidate in found.best
+    ]
+    steps, budget = config.train.steps, config.plan.budget_dollars
+    within = [item for item in priced if budget is None or item[2] * steps <= budget]
+    if not within:
+        least = min(dollars for _, _, dollars in priced) * steps
+        raise PlanError(
+            "plan.budget_dollars",
+            f"the cheapest plan that was found takes {least:.2f} dollars for {steps} steps",
+            found=f"{budget:g}",
+            fix="raise the budget, train for fewer steps, or give cheaper machines",
+        )
+    is_cheapest = config.plan.objective == "tokens_per_dollar"
+    rank = lambda item: (item[2], item[1].step_s) if is_cheapest else (item[1].step_s, item[2])
+    in_order = sorted(within, key=rank)
+    problem = in_order[0][0]
+    return problem, tuple(candidate for own, candidate, _ in in_order if own is problem)
