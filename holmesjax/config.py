@@ -34,6 +34,7 @@ Width = Annotated[int, Field(ge=1, le=2**20, strict=True)]
 Wide = Annotated[int, Field(ge=1, le=2**24, strict=True)]
 Length = Annotated[int, Field(ge=1, le=2**27, strict=True)]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False, strict=True)]
+HeartbeatTimeout = Annotated[float, Field(ge=0.1, allow_inf_nan=False, strict=True)]
 NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False, strict=True)]
 Fraction = Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False, strict=True)]
 Text = Annotated[str, Field(min_length=1, strict=True)]
@@ -189,7 +190,9 @@ class DistributedConfig:
     processes: Literal["node", "device"] = "node"  # one of every stage's processes for each
     streams: Streams = 4  # connections between two processes, or more, so that all NICs have some
     port: Port = 0  # of the first stage's coordinator, then one for each stage; 0: free ones
-    heartbeat_timeout_s: Positive = 60.0  # until the end of a job that has lost a process or link
+    heartbeat_timeout_s: HeartbeatTimeout = (
+        60.0  # until the end of a job that has lost a process or link
+    )
     # Until the next sign of progress of a job that starts: a process comes, a program is compiled,
     # a layer is drawn.
     start_timeout_s: Positive = 600.0

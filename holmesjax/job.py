@@ -270,6 +270,9 @@ def load(
 
     Raises HolmesError for what cannot be, in the files, the data or the plan.
     """
+    if not isinstance(target, str | os.PathLike):
+        fix = "give the path of a run file, such as configs/runs/quickstart.yaml, or a run folder"
+        raise ConfigError("the run", "must be a path", found=repr(target), fix=fix)
     target, overrides = Path(target), yaml_files.as_overrides(overrides)
     if os.path.isdir(target):  # False where it may not be looked at, and then reading it says so
         return _load_folder(target, overrides, reads_data, say)

@@ -108,6 +108,7 @@ BAD_VALUES = [
     ("train.steps=1e30", "must be at most 2147483647", "1e+30", "use 2147483647 or less"),
     ("train.steps=-2.0", "must be at least 1", "-2.0", "use 1 or more"),
     ("model.width=1000000000", "must be at most 1048576", "1000000000", "use 1048576 or less"),
+    ("distributed.heartbeat_timeout_s=1e-9", "must be at least 0.1", "1e-09", "use 0.1 or more"),
     ("train.seed=1e20", "must be at most 9223372036854775807", "1e+20", "or less"),
     ("train.steps=2.5", "must be a whole number", "2.5", "write a number such as 8"),
     ("train.steps=true", "must be a whole number", "true", "write a number such as 8"),

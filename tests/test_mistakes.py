@@ -5,6 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from holmesjax import job
+from holmesjax.errors import HolmesError
 from launch import verbs
 from launch.__main__ import main
 from launch.arguments import VERBS
@@ -74,3 +76,8 @@ def test_the_help_lists_every_module_of_the_verbs(capsys):
     listed = re.findall(r"^    (\w+) +(.+)$", capsys.readouterr().out, re.MULTILINE)
     assert dict(listed) == {name: verb.help for name, verb in VERBS.items()}
     assert VERBS.keys() == modules
+
+
+def test_a_run_that_is_no_path_is_refused():
+    with pytest.raises(HolmesError, match="the run: must be a path\n  found: None"):
+        job.load(None)

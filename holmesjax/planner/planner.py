@@ -1,7 +1,7 @@
 """Topology + config -> plan: which devices hold which layers, and how long a step takes.
 
-`search` finds the layout, and `assembly` makes a plan of it. `refusals` and `remedies` say why there is
-no plan.
+`search` finds the layout, and `assembly` makes a plan of it. `refusals` and `remedies` say why
+there is no plan.
 """
 
 import dataclasses

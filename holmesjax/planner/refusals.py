@@ -1,6 +1,7 @@
 """Settings that are refused without a search, with what to write in their place."""
 
 import math
+from collections import Counter
 
 from holmesjax.config import Config, PlanConfig
 from holmesjax.costs import work
@@ -24,6 +25,7 @@ def refuse_impossible(config: Config, topology: Topology) -> None:
     _refuse_unpriced(config, topology)
     _refuse_unknown_clusters(config, topology)
     _refuse_number_of_stages(config, topology)
+    _refuse_crowded_clusters(config, topology)
 
 
 def _refuse_absurd_sizes(config: Config, topology: Topology) -> None:
@@ -97,6 +99,30 @@ def _refuse_unknown_clusters(config: Config, topology: Topology) -> None:
             )
 
 
+def _refuse_crowded_clusters(config: Config, topology: Topology) -> None:
+    """A cluster that is named more often than it has devices for stages of the mesh."""
+    _, mesh = _least_mesh(config)
+    for name, num_stages in Counter(config.parallel.clusters or ()).items():
+        [cluster] = [cluster for cluster in topology.clusters if cluster.name == name]
+        num_devices = sum(node.num_devices for node in cluster.nodes)
+        if num_stages > 1 and num_stages * mesh.num_devices > num_devices:
+            raise PlanError(
+                "parallel.clusters",
+                f"names {name!r} {num_stages} times: its stages need at least "
+                f"{num_stages * mesh.num_devices} devices, and the cluster has {num_devices}",
+                found=str(list(config.parallel.clusters or ())),
+                fix=f"name {name!r} at most {max(1, num_devices // mesh.num_devices)} times, once "
+                "for each of its stages",
+            )
+
+
+def _least_mesh(config: Config) -> tuple[dict[str, int], Mesh]:
+    """The sizes of axes that the config sets, and the smallest mesh that has them."""
+    parallel = config.parallel
+    sizes = {name: size for name in Mesh._fields if (size := getattr(parallel, name)) is not None}
+    return sizes, Mesh(**dict.fromkeys(Mesh._fields, 1) | sizes)
+
+
 def _num_stages(config: Config) -> int | None:
     """What the config says of it."""
     parallel = config.parallel
@@ -155,9 +181,7 @@ def _refuse_interleaving(config: Config, num_stages: int | None) -> None:
 
 def refuse_large_meshes(config: Config, topology: Topology) -> None:
     """Every stage lies in one cluster, so that must have the devices of one mesh."""
-    parallel = config.parallel
-    sizes = {name: size for name in Mesh._fields if (size := getattr(parallel, name)) is not None}
-    mesh = Mesh(**dict.fromkeys(Mesh._fields, 1) | sizes)
+    sizes, mesh = _least_mesh(config)
     num_stages = _num_stages(config) or 1
     room = {
         cluster.name: sum(node.num_devices for node in cluster.nodes) // mesh.num_devices

@@ -21,7 +21,7 @@ from jinja2 import Environment, StrictUndefined, Template
 from markupsafe import Markup
 from matplotlib.figure import Figure
 
-from holmesjax.errors import DataError
+from holmesjax.errors import DataError, HolmesError
 from holmesjax.lab import scaled_topology
 from holmesjax.plan import forecast
 from holmesjax.plan.plan import Plan, StagePlan
@@ -88,13 +88,13 @@ def write_report(run_dir: str | Path) -> Path:
     timeline = run_dir / "timeline.json"
     timed = json.loads(timeline.read_text()) if timeline.exists() else {"tasks": []}
     predicted, sent = forecast.tasks(plan), forecast.transfers(plan)
-    lab = run_dir / scaled_topology.FILE
+    lab = _read_lab(run_dir / scaled_topology.FILE)
     sections = [
         _plan_section(plan, records),
         _loss_section(records),
         _timeline_section(predicted, sent, timed),
         _traffic_section(records),
-        *([_lab_section(json.loads(lab.read_text()))] if lab.exists() else []),
+        *([lab] if lab else []),
         _machines_section(plan, topology),
     ]
     text = _template().render(
@@ -269,6 +269,21 @@ def _traffic_section(records: Sequence[Record]) -> _Section:
     text = "What the stages sent each other; the links are stacked on one another."
     picture = _picture("traffic", figures.link_traffic(records))
     return _Section("Traffic", text, pictures=[("", picture)])
+
+
+def _read_lab(path: Path) -> _Section | None:
+    """The section of a lab's file, if there is one. Raises HolmesError for another format."""
+    if not path.exists():
+        return None
+    try:
+        return _lab_section(json.loads(path.read_text(encoding="utf-8")))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise HolmesError(
+            str(path),
+            "is no record of a lab that this version writes",
+            found=f"{type(error).__name__}: {error}",
+            fix="write the report with the version that ran the lab, or delete the file",
+        ) from None
 
 
 def _lab_section(lab: Record) -> _Section:

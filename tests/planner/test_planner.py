@@ -770,3 +770,10 @@ def test_a_refusal_takes_few_searches_and_names_how_many_nodes_every_plan_needs(
         changed = upgrades.with_more_nodes(topology, "a", num_nodes)
         [problem] = selection.make_problems(config, changed)
         assert (shortlist.least_memory(problem, 1.0, 1e9) == 1.0) == is_enough
+
+
+def test_a_cluster_that_is_named_more_often_than_it_has_room_is_refused():
+    error = refusal(make_config(tensor=8, clusters=("ib", "ib", "ib")), two_clusters())
+    assert error.where == "parallel.clusters"
+    assert "names 'ib' 3 times: its stages need at least 24 devices" in error.problem
+    assert error.fix.startswith("name 'ib' at most 2 times")

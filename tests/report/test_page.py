@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from holmesjax.config import LogConfig
-from holmesjax.errors import DataError
+from holmesjax.errors import DataError, HolmesError
 from holmesjax.plan.plan import Axis, Plan, StagePlan, TaskSeconds
 from holmesjax.report import page as report
 from holmesjax.report.metrics import Metrics
@@ -347,3 +347,11 @@ def test_a_rule_that_the_plan_breaks_is_named(make_run):
     plan = dataclasses.replace(Plan.load(run_dir / "plan.yaml"), exception=reason)
     plan.save(run_dir / "plan.yaml")
     assert f"An exception: {reason}." in " ".join(read(run_dir).texts)
+
+
+def test_a_lab_of_another_format_is_refused(make_run):
+    run_dir = make_run([record(1)])
+    (run_dir / "lab.json").write_text('{"scale": 0.001, "nodes": []}')
+    with pytest.raises(HolmesError, match="is no record of a lab") as raised:
+        write_report(run_dir)
+    assert raised.value.found == "KeyError: 'links'"
