@@ -1,4 +1,4 @@
-"""Cross-entropy: of logits, and of an output projection whose logits are never all there.
+"""Cross-entropy of logits, and of an output projection whose logits are never all there.
 
 Dims: ... any, V vocabulary; B sequences, L tokens in each, l of them in a chunk, D model width.
 """

@@ -1,21 +1,21 @@
 """An optimizer's moments in fewer bits than float32 has.
 
 A step changes a moment by a few percent, which may be less than the distance between two numbers
-that can be written. So numbers are rounded up or down at random, in proportion: what is lost in one
-step comes back in another, and the mean is exact. The noise is a function of the step and of the
-place in the whole array: the same on any mesh.
+that can be written. So numbers are rounded up or down at random, in proportion: the mean is exact.
+The noise is a function of the step and of the place in the whole array: the same on any mesh.
 
     bfloat16   2 bytes a number
     int8       17/16 of a byte: a code, and a float32 scale for every 64 numbers along the last dim
 
-Codes are not evenly spaced, since the numbers of a block are of unlike size. With s for the scale,
+Codes are not evenly spaced, since the numbers of a block differ much in size. With s for the scale,
 the largest of its block, a code c stands for
 
     in a first moment     s (c / 127) |c / 127|,    c from -127 to 127
     in a second moment    s (c / 255)^4,            c from 0 to 255, stored less 128
 
-The first moment is divided by the root of the second, and the smallest of both are alike, s / 127^2
-and s / 255^2: what is rounded badly changes little. A second moment above zero never becomes zero.
+The first moment is divided by the root of the second. The smallest numbers above zero of both have
+a similar size, s / 127^2 and s / 255^2: a number that is rounded badly changes little. A second
+moment above zero never becomes zero.
 
 Blocks: Dettmers et al., arXiv:2110.02861. Why no zeros: Li et al., arXiv:2309.01507.
 """
@@ -63,7 +63,7 @@ def zero_moment(shape: Sequence[int], kept: Kept, which: Which) -> Moment:
 
 
 def widen(moment: Moment, which: Which) -> jax.Array:
-    """As float32."""
+    """The moment as float32."""
     if not isinstance(moment, Quantized):
         return moment.astype(jnp.float32)
     found = decode(_blocks(moment.codes), moment.scales, which)
@@ -95,7 +95,7 @@ def decode(codes: jax.Array, scales: jax.Array, which: Which) -> jax.Array:
 
 
 def _size(c: Any, which: Which) -> Any:
-    """What a code above zero is worth: its square, or its fourth power."""
+    """The value of a code above zero: its square, or its fourth power."""
     return c * c if which == "first" else (c * c) * (c * c)
 
 
@@ -130,7 +130,7 @@ def noise(position: jax.Array, seed: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def step_seed(update: jax.Array, seed: int) -> jax.Array:
-    """Of the noise of an array in an update, of both numbers; uint32."""
+    """The seed of the noise of an array in an update, from both numbers; uint32."""
     return _mix(update.astype(jnp.int32).astype(jnp.uint32) ^ np.uint32(seed))
 
 

@@ -77,11 +77,11 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Kernels:
-    """What the layers of a stage are computed with, and on which devices."""
+    """The implementations that the layers of a stage ask for, and the devices of the stage."""
 
     config: KernelsConfig = field(default_factory=KernelsConfig)
     mesh: Mesh | None = None  # None: JAX's default device
-    dtype: str | None = None  # of matrix products; None: that of the parameters
+    dtype: str | None = None  # of matrix products; None: the dtype of the parameters
 
     @property
     def device(self) -> jax.Device:
@@ -160,7 +160,7 @@ def from_parts(x_Bl: jax.Array, kernels: Kernels) -> jax.Array:
 
 
 def token_positions(num_sequences: int, length: int, kernels: Kernels) -> jax.Array:
-    """Of the tokens of sequences: [L]; of their parts, [B, L]."""
+    """The positions of tokens: [L]; where devices share sequences, [B, L] of their parts."""
     if kernels.context == 1:
         return jnp.arange(length)
     count = kernels.context
@@ -262,7 +262,7 @@ def adamw(
 
 
 def moment_spec(moment: Moment, spec: PartitionSpec, sizes: Mapping[str, int]) -> Any:
-    """How a moment lies on a mesh, for that of its parameter: the same way.
+    """The partition spec of a moment: that of its parameter.
 
     Scales that the devices of the last dim share lie on all of them.
     """

@@ -34,12 +34,12 @@ def decays(path: tuple) -> bool:
 
 
 def _seed(path: tuple) -> int:
-    """Of the noise of a parameter's moments: of its name in the model, whatever the plan."""
+    """The seed of the noise of a parameter's moments: a hash of its name in the model."""
     return zlib.crc32("/".join(key.key for key in path).encode())
 
 
 def _moments(tree: Tree) -> list[Any]:
-    """Of each parameter, in the order of the parameters."""
+    """The moments of each parameter, in the order of the parameters."""
     return jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, ops.Quantized))
 
 
@@ -69,7 +69,7 @@ class AdamW:
         return AdamWState(jnp.zeros((), jnp.int32), zeros("first"), zeros("second"))
 
     def shardings(self, params: Tree, mesh: Mesh) -> AdamWState:
-        """Of the state for parameters of these shapes: moments lie as their parameters do."""
+        """The shardings of the state, for parameters of these shapes; moments lie as they do."""
 
         def of_moment(path: tuple, x: jax.ShapeDtypeStruct, moment: Any) -> Any:
             spec = sharding.master_spec(sharding.name_of(path), x.shape, mesh.shape)
@@ -99,7 +99,7 @@ class AdamW:
     def update(
         self, gradients: Tree, state: AdamWState, params: Tree | None = None
     ) -> tuple[Tree, AdamWState]:
-        """What to add to the parameters, and the next state."""
+        """Returns the changes to add to the parameters, and the next state."""
         assert params is not None, "weight decay needs the parameters"
         new, state = self.apply(gradients, state, params)
         return jax.tree.map(lambda new, old: new - old, new, params), state

@@ -1,4 +1,4 @@
-"""The learning rate of every update, for numbers and for arrays alike. Does not import JAX."""
+"""The learning rate of every update, for numbers and for arrays. Does not import JAX."""
 
 from types import ModuleType
 from typing import Any

@@ -16,8 +16,8 @@ Tree = Any  # of arrays; `dims` is a tree of the same form, of ints
 def all_gather(shards: Tree, dims: Tree, axis: str, *, by_sum: bool = False) -> Tree:
     """Whole arrays from their shards along `dims`; where that is -1 they are whole already.
 
-    `by_sum` lets two devices exchange theirs as a reduce-scatter, for a platform on which that is
-    faster.
+    `by_sum` lets two devices exchange their shards as a reduce-scatter, for a platform on which a
+    reduce-scatter is faster.
     """
     leaves, structure = jax.tree.flatten(shards)
     cut = jax.tree.leaves(dims)
@@ -66,7 +66,7 @@ def reduce_scatter(arrays: Tree, dims: Tree, axis: str, *, by_ring: bool = False
 
 
 def _gather_by_sum(row: jax.Array, axis: str) -> jax.Array:
-    """As `all_gather`, [2, n] from [n].
+    """Does what `all_gather` does: [2, n] from [n].
 
     Each device adds its row to the zeros of the other: as integers, which keeps every bit.
     """
@@ -79,7 +79,7 @@ def _gather_by_sum(row: jax.Array, axis: str) -> jax.Array:
 
 
 def _sum_by_ring(rows: jax.Array, axis: str) -> jax.Array:
-    """As `psum_scatter`, [n] from [devices, n], in steps that send one row to the next device.
+    """Does what `psum_scatter` does, [n] from [devices, n], in steps that send one row on.
 
     Row i starts at device i + 1, and gathers what each device has of it until it is at i.
     Reference: Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms ...", JPDC 69(2), 2009.

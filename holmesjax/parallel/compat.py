@@ -1,4 +1,4 @@
-"""What differs between JAX versions and platforms, and how devices are asked for."""
+"""Differences between JAX versions and platforms, and the devices that JAX shows."""
 
 from collections.abc import Collection
 
@@ -27,9 +27,9 @@ def use_devices(kinds: Collection[str], num_devices: int, *, rehearse: bool) -> 
 def sums_by_ring(mesh: Mesh, axis: str) -> bool:
     """Whether gradients are better summed step by step than by XLA's reduce-scatter.
 
-    Between processes, that of XLA:CPU sends 79 MB from each of four for 26 MB of gradients, where a
-    ring takes 20 (counted by the kernel, JAX 0.10.2). Two exchange halves either way, and XLA does
-    that in both directions at once.
+    XLA:CPU's reduce-scatter between four processes sends 79 MB from each for 26 MB of gradients. A
+    ring sends 20 MB (counted by the kernel, JAX 0.10.2). Two processes exchange halves either way,
+    and XLA exchanges them in both directions at once.
     """
     return _is_of_cpu_processes(mesh) and mesh.shape[axis] > 2
 
@@ -37,8 +37,8 @@ def sums_by_ring(mesh: Mesh, axis: str) -> bool:
 def gathers_by_sum(mesh: Mesh, axis: str) -> bool:
     """Whether parameters are better gathered by a reduce-scatter than by XLA's all-gather.
 
-    Between two processes, that of XLA:CPU sends in one direction at a time for a part of the bytes:
-    it reaches 16.7 Mb/s of 25, and a reduce-scatter 23.9 (`launch probe` in a lab, JAX 0.10.2).
+    XLA:CPU's all-gather between two processes sends some of the bytes in one direction at a time.
+    It reaches 16.7 Mb/s of 25, and a reduce-scatter 23.9 (`launch probe` in a lab, JAX 0.10.2).
     """
     return _is_of_cpu_processes(mesh) and mesh.shape[axis] == 2
 

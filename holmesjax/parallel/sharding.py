@@ -121,7 +121,7 @@ def master_shardings(shapes: Tree, mesh: Mesh) -> Tree:
 
 
 def batch_sharding(mesh: Mesh, num_leading: int = 0) -> NamedSharding:
-    """Of arrays whose first dims, after `num_leading` others, are B and L of a microbatch."""
+    """The sharding of arrays whose dims, after `num_leading` others, begin with B and L."""
     return NamedSharding(mesh, batch_spec(mesh.shape, num_leading))
 
 
@@ -153,10 +153,10 @@ def put(host: np.ndarray | np.float32, where: NamedSharding) -> jax.Array:
 def build(
     shape: tuple[int, ...], where: NamedSharding, make: Callable[[Box], np.ndarray]
 ) -> jax.Array:
-    """An array that nobody has as a whole.
+    """An array of which no process has the whole.
 
-    A process makes what its devices hold, once, and compares it with no other's. What several of
-    its devices hold next to each other is made together.
+    A process makes the boxes of its devices once, and compares them with no other process. Boxes
+    that lie next to each other are made together.
 
     Args:
       make: what is in a box of the array; a function of the box alone.

@@ -46,7 +46,7 @@ NOISE = 0.05
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Timed:
-    """What was measured."""
+    """The measurements of a kind of device."""
 
     products: dict[Product, float]  # seconds of each
     attention: list[Product]  # of scores and weighted values, forward
@@ -125,7 +125,7 @@ def explain(
 
 
 def _rest(timed: Timed, kind: DeviceKind, model: ModelConfig) -> tuple[float, float]:
-    """What is left of a layer when its products, its attention and its sums are taken away.
+    """The time of a layer without its products, its attention and its sums.
 
     Of that `between` is what grows with the sequences, over its bytes, and `layer_s` what does not.
     At least a hundredth, and nothing: products are not that exact.
@@ -188,7 +188,7 @@ def _rounded(number: float) -> float:
 
 
 def _seconds(run: Callable[[], Any], round_s: float = ROUND_S) -> float:
-    """Of one call, when many follow each other without a wait."""
+    """Seconds of one call, when many follow each other without a wait."""
     jax.block_until_ready(run())  # compiles
     start_s = time.perf_counter()
     jax.block_until_ready(run())
@@ -219,7 +219,7 @@ def _product_s(product: Product, dtype: str) -> float:
 
 
 def _attention_s(model: ModelConfig, dtype: str) -> float:
-    """Of a forward and a backward."""
+    """Seconds of a forward and a backward of attention."""
     tokens = SEQUENCES[-1], model.context_length
     q_BLHK = _normal(0, *tokens, model.num_heads, model.head_width, dtype=dtype)
     k_BLGK = _normal(1, *tokens, model.kv_heads, model.head_width, dtype=dtype)
@@ -229,7 +229,7 @@ def _attention_s(model: ModelConfig, dtype: str) -> float:
 
 
 def _block_s(model: ModelConfig, dtype: str, sequences: int) -> float:
-    """Of a forward and a backward of a Transformer layer, one of several, as a stage runs them.
+    """Seconds of a forward and a backward of a Transformer layer, one of several, as in a stage.
 
     Two programs, the second of which adds to the gradients. A layer alone would find its parameters
     in the caches, where those of a stage have no room.
@@ -274,7 +274,7 @@ def _block_s(model: ModelConfig, dtype: str, sequences: int) -> float:
 
 
 def _update_s() -> float:
-    """Of AdamW on one array of float32, in place."""
+    """Seconds of AdamW on one array of float32, in place."""
     optimizer = make_optimizer(OptimizerConfig(learning_rate=1e-3), num_steps=100)
     params = {"block_000": {"up_DF": _normal(0, 2**12, UNCACHED / 2**12, dtype="float32")}}
     gradient = jax.tree.map(jnp.ones_like, params)

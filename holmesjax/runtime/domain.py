@@ -28,7 +28,7 @@ NICS = "nics"  # a folder in the run folder: for each process, which NICs it use
 
 
 def device_kinds(job: Job, domain: Sequence[Process]) -> set[str]:
-    """What its processes compute on."""
+    """The devices that its processes compute on."""
     if job.config.run.rehearse:
         return {"cpu"}
     return {job.topology.node(process.node).device.name for process in domain}

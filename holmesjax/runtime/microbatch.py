@@ -118,7 +118,7 @@ def _gathered(stage: Stage, run: Callable, policy: Callable[..., bool] | None = 
     def backward(residuals: tuple[Tree, Residuals], dy: jax.Array) -> tuple:
         params, saved = residuals
         # Or XLA could keep what `forward` gathered or computed, where both are in one program.
-        # Of parameters in the compute dtype: XLA would make copies of what is behind one.
+        # The barrier is around parameters in the compute dtype: XLA copies the arrays behind one.
         again = (narrow(params), saved if policy else (), dy)
         params, again, dy = jax.lax.optimization_barrier(again)
         dparams, *dargs = (again or saved).restore(gather(params))(dy)
@@ -175,7 +175,7 @@ def on_replicas(stage: Stage, function: Callable) -> Callable:
 
 
 def stack(stage: Stage, tree: Tree) -> Tree:
-    """Arrays of one replica, to be joined along a dim R; those of a single one as they are."""
+    """The arrays of a replica with a dim R, along which they are joined; a single one has none."""
     return tree if stage.num_replicas == 1 else jax.tree.map(lambda x: x[None], tree)
 
 

@@ -48,7 +48,7 @@ class Meanwhile:
     """The work of a process in a step while it has nothing to dispatch.
 
     Args:
-      nearly: called when the last forward is dispatched. What others answer to that can come
+      nearly: called when the last forward is dispatched. The answers of other processes can come
         while backwards run.
       idle: called once, when nothing can be dispatched until something arrives.
     """
@@ -62,7 +62,7 @@ BUSY = Meanwhile()  # nothing
 
 @dataclass
 class _Flight:
-    """What one chunk of a stage holds in the middle of a step."""
+    """The arrays that one chunk holds in the middle of a step."""
 
     params: Tree  # masters
     gradients: Tree | None  # None: no backward follows, as in a validation
@@ -77,8 +77,9 @@ def crossings(stage: Stage) -> tuple[Crossing, ...]:
     """Everything that crosses between the chunks of a plan, as any one of them can tell.
 
     Chunk v gives "F<v>" forward and "B<v>" back; with tied embeddings, the first and the last chunk
-    give each other "table<v>". Stage s gives to the next one "norms to <s>", the squared norms of
-    the gradients of stages 0 to s, and to the one before "norms from <s>", those of s to the last.
+    give each other "table<v>". Stage s gives the next stage "norms to <s>": the squared norms of
+    the gradients of stages 0 to s. It gives the stage before "norms from <s>": the squared norms of
+    stage s to the last.
     """
     plan, last = stage.plan, len(stage.plan.chunks) - 1
     homes = [home for home, _ in plan.chunks]
@@ -298,7 +299,7 @@ class Pipeline:
     def _weight_gradients(
         self, waiting: Mapping[int, Iterable[Task]], flights: Mapping[int, _Flight]
     ) -> list[tuple[int, Task]]:
-        """What can run while stages wait: of each the next W, so that sums stay in order.
+        """The tasks that can run while stages wait: the next W of each, so that sums stay in order.
 
         Stages that other processes share keep to the order of the schedule.
         """
@@ -318,7 +319,7 @@ class Pipeline:
         return task.chunk * len(self._plan.stages) + s
 
     def _input(self, s: int, task: Task) -> Key | None:
-        """What a task reads from another stage."""
+        """The key of the array that a task reads from another stage."""
         v = self._chunk(s, task)
         if task.kind == "F" and v > 0:
             return Key(f"F{v - 1}", self._round, task.microbatch)
@@ -338,7 +339,7 @@ class Pipeline:
     def _forward(
         self, s: int, task: Task, flight: _Flight, batch: Batch
     ) -> tuple[jax.Array | None, jax.Array]:
-        """What the task waits for, and what it gives."""
+        """Returns the array that the task waits for, and a result of it."""
         v, key = self._chunk(s, task), self._input(s, task)
         x_BLD = self._transport.fetch(key) if key else None
         self._gather(v, flight)
@@ -355,7 +356,7 @@ class Pipeline:
     def _backward(
         self, s: int, task: Task, flight: _Flight, weight: jax.Array | None
     ) -> tuple[jax.Array | None, jax.Array]:
-        """What the task waits for, and what it gives."""
+        """Returns the array that the task waits for, and a result of it."""
         v, m, key = self._chunk(s, task), task.microbatch, self._input(s, task)
         programs, saved = self._programs[v], flight.saved.pop(m)
         dy = self._transport.fetch(key) if key else weight
@@ -379,7 +380,7 @@ class Pipeline:
             flight.gradients = self._programs[v].reduce(flight.gradients)
 
     def _weight_gradient(self, v: int, m: int, flight: _Flight) -> jax.Array:
-        """What the task gives; what it reads is here."""
+        """Returns a result of the task; it waits for nothing."""
         flight.left -= 1
         args = flight.gradients, *flight.passed.pop(m)
         flight.gradients, done = self._programs[v].add_gradients(
@@ -421,9 +422,9 @@ class Pipeline:
     ) -> dict[int, jax.Array]:
         """The squared norms of all stages, for each stage here.
 
-        They go from neighbour to neighbour, as boundaries do, and no host waits for a device. The
-        first stage, which ends last, has those of all others by then; and the norm of the first
-        stage is ahead of the first boundary of the next step.
+        Norms go from neighbour to neighbour, as boundaries do, and no host waits for a device. The
+        first stage ends last, and has the norms of all others by then. The norm of the first stage
+        is ahead of the first boundary of the next step.
         """
         norms = dict(own)
         last = len(self._plan.stages) - 1

@@ -23,7 +23,7 @@ from holmesjax.runtime.microbatch import Batch
 from holmesjax.runtime.programs import batch_shapes
 from holmesjax.runtime.stage import Stage
 
-AHEAD = 2  # batches that are made or being made, besides that of the step
+AHEAD = 2  # batches that are made or being made, besides the batch of the step
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -153,7 +153,7 @@ class Compiler:
 def compile_stages(
     stages: Sequence[Stage], compiled: Callable[[], None] = lambda: None
 ) -> list[Programs]:
-    """All programs of all stages. Chunks that differ in their names alone share theirs.
+    """All programs of all stages. Chunks that differ only in their names share their programs.
 
     Args:
       compiled: called after each program.
@@ -174,14 +174,14 @@ def _form(stage: Stage) -> Any:
 
 
 def _renamed(programs: Programs, stage: Stage) -> Programs:
-    """Programs of one chunk for another that is like it: its state has other names of layers.
+    """Programs of one chunk for another that differs only in the names of its layers.
 
-    Arrays that pass from program to program keep the names of the first.
+    Arrays that pass from program to program keep the names of the first chunk.
     """
     if programs.stage is stage:
         return programs
     names = dict(zip(stage.layers, programs.stage.layers, strict=True))
-    back = {theirs: own for own, theirs in names.items()}
+    back = {other: own for own, other in names.items()}
     gather, update = programs["gather"], programs["update"]
 
     def gather_renamed(params: Tree) -> Tree:
@@ -395,7 +395,7 @@ def _stacked(stage: Stage, dtype: str) -> Tree:
 
 
 def boundary_shape(stage: Stage) -> jax.ShapeDtypeStruct:
-    """Of the activations that enter or leave a stage, and of their gradients."""
+    """The shape of the activations that enter or leave a stage, and of their gradients."""
     shape = (stage.microbatch_size, stage.model.context_length, stage.model.width)
     where = sharding.batch_sharding(stage.mesh)
     return jax.ShapeDtypeStruct(shape, stage.compute_dtype, sharding=where)
@@ -412,13 +412,13 @@ def norms_shape(stage: Stage) -> jax.ShapeDtypeStruct:
 
 
 def losses_shape(stage: Stage) -> jax.ShapeDtypeStruct:
-    """Of a microbatch, one for each replica."""
+    """The shape of a microbatch's losses, one for each replica."""
     where = jax.sharding.NamedSharding(stage.mesh, jax.P(Axis.DATA.value))
     return jax.ShapeDtypeStruct((stage.num_replicas,), jnp.float32, sharding=where)
 
 
 def batch_shapes(stage: Stage, num_microbatches: int | None = None) -> Shapes:
-    """What a microbatch brings to this stage; with M, of all microbatches stacked."""
+    """The shapes of what the stage reads of a microbatch; with M, of all microbatches stacked."""
     lead = () if num_microbatches is None else (num_microbatches,)
     where = sharding.batch_sharding(stage.mesh, num_leading=len(lead))
     shape = (*lead, stage.microbatch_size, stage.model.context_length)
@@ -452,7 +452,7 @@ class _Forward:
 
 
 class _FirstForward:
-    """The first forward of a step, whose residuals are those of the others, if there are any."""
+    """The first forward of a step. Its residuals have the layouts of other forwards'."""
 
     def __init__(
         self,

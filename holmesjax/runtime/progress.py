@@ -13,8 +13,8 @@ from typing import Literal
 
 from holmesjax.config import DistributedConfig
 
-# What a process is at. Steps have a pace, validation tells of each batch, and a checkpoint takes as
-# long as the disks take.
+# The phase of a process. Steps have a pace, validation reports each batch, and a checkpoint takes
+# as long as the disks take.
 Work = Literal["step", "validation", "checkpoint"]
 
 FACTOR = 10.0  # of the median step, until one is late

@@ -78,7 +78,7 @@ class Stage:
 
     @property
     def inputs(self) -> tuple[str, ...]:
-        """What of a batch this stage reads."""
+        """The names of the arrays of a batch that this stage reads."""
         names = ["token_BL"] if self.is_first else []
         names += ["target_BL"] if self.is_last else []
         return (*names, "segment_BL") if self.mask_documents else tuple(names)

@@ -36,7 +36,7 @@ def attention_reference(
       k_BMGK: keys; M = L if the rule is causal.
       v_BMGK: values.
       segments: the document of each query [B, L] and of each key [B, M]; a query sees its own only.
-      rule: what a query sees besides, and what is done to scores.
+      rule: which keys a query sees besides, and what is done to scores.
 
     Returns:
       The output [B, L, H, K], in the dtype of v, and the log-sum-exp of the scores [B, H, L],
@@ -90,7 +90,7 @@ def backward_reference(
 
 
 def deltas(out_BLHK: jax.Array, dout_BLHK: jax.Array, dlog_sum_BHL: jax.Array) -> jax.Array:
-    """What a gradient of probabilities is more than one of scores, float32 [B, H, L]."""
+    """Sums to subtract from the gradients of probabilities, for those of scores; [B, H, L]."""
     products = dout_BLHK.astype(jnp.float32) * out_BLHK.astype(jnp.float32)
     return products.sum(3).transpose(0, 2, 1) - dlog_sum_BHL
 

@@ -78,7 +78,7 @@ def attention_on(
 
 
 def _dims(segments: Segments | None) -> tuple:
-    """Of queries, keys, values and segments."""
+    """The dims of queries, keys, values and segments."""
     return "BLHK", "BMGK", "BMGK", segments and ("BL", "BM")
 
 
@@ -115,7 +115,7 @@ attention_on.defvjp(_forward, _backward)
 
 
 def _whole(rule: Rule) -> Rule:
-    """What a query sees of a part that lies before its own."""
+    """The rule for keys of a part that lies before the query's own: every query sees all."""
     if not rule.causal or rule.window is not None:
         raise ValueError(
             f"sequences cut over devices need a causal rule without window, not {rule}"
@@ -208,7 +208,7 @@ def _ring_backward(
     dout_BLHK: jax.Array,
     dlog_sum_BHL: jax.Array,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The gradients of keys and values follow those, and go on to the device that has them."""
+    """The gradients of keys and values travel with them, and end at the device that has them."""
     rule, local = placement.rule, placement.local
     whole = _whole(rule)
     rest = (out_BLHK, log_sum_BHL, dout_BLHK, dlog_sum_BHL)
@@ -244,7 +244,7 @@ def _ring_backward(
 
 
 def _homes(count: int) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
-    """Where the first and the second half of what device i has in a row belong: (i, device).
+    """The devices to which the two halves of device i's tokens in a row belong: (i, device).
 
     >>> _homes(4)
     ([(0, 0), (1, 2), (2, 3), (3, 1)], [(0, 1), (1, 3), (2, 2), (3, 0)])

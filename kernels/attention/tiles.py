@@ -1,4 +1,4 @@
-"""What a query sees, and which tiles of the scores a fused attention has to compute.
+"""The keys that a query sees, and the tiles of scores that a fused attention has to compute.
 
     rule    which keys a query may see by its position, and what becomes of a score
     tile    `block_q` queries by `block_k` keys: what a kernel computes at a time
