@@ -448,7 +448,8 @@ FREE = {}
 SMALL = {"num_layers": 4, "width": 1024, "num_heads": 4, "vocab_size": 32000}
 CASES = {
     "two equal clusters": (one_node_clusters(1.0, 1.0, devices=2), SMALL, FREE, 4),
-    "a slow one": (one_node_clusters(1.0, 0.3, devices=2), SMALL, FREE, 4),
+    # With a small head the bounds, which leave it out, are near the best plans.
+    "a slow one": (one_node_clusters(1.0, 0.3, devices=2), SMALL | {"vocab_size": 256}, FREE, 4),
     "slow Ethernet": (
         one_node_clusters(1.0, 0.8, devices=2, ethernet_bytes_per_s=2e8), SMALL, FREE, 4
     ),
