@@ -16,11 +16,6 @@ LONG = {
 }
 # Functions without `Args:`.
 SILENT = {
-    "holmesjax/lab/scaled_topology.py scale",
-    "holmesjax/models/ops.py attention",
-    "holmesjax/models/ops.py round_moment",
-    "holmesjax/models/transformer.py apply",
-    "holmesjax/optimizers/adamw.py apply",
     "holmesjax/plan/pipeline_schedules.py in_flight_bound",
     "holmesjax/plan/pipeline_schedules.py validate",
     "holmesjax/planner/candidates.py work",
@@ -31,23 +26,14 @@ SILENT = {
     "holmesjax/planner/stage_layouts.py shape",
     "holmesjax/planner/stage_layouts.py times",
     "holmesjax/planner/stage_layouts.py memory_bytes",
-    "holmesjax/runtime/timeline.py wait",
-    "holmesjax/runtime/timeline.py watch",
     "holmesjax/transport/ends.py make_end",
     "holmesjax/transport/rendezvous.py num_streams",
-    "launch/launchers/kubernetes.py manifest",
     "launch/launchers/launcher.py start",
     "launch/launchers/slurm.py write",
-    "kernels/attention/pallas_backward.py backward",
     "kernels/attention/pallas_backward.py dq_kernel",
     "kernels/attention/pallas_backward_keys.py probabilities",
     "kernels/attention/pallas_backward_keys.py add_to_queries",
-    "kernels/attention/pallas_forward.py forward",
     "kernels/attention/pallas_forward.py forward_kernel",
-    "kernels/attention/reference.py forward_reference",
-    "kernels/attention/reference.py backward_reference",
-    "kernels/attention/ring.py attention_on",
-    "kernels/attention/tiles.py runs",
 }
 # Names of several classes.
 SHARED = {
@@ -57,7 +43,6 @@ SHARED = {
     "ClusterEntry",
     "Host",
     "Nic",
-    "OptionsEntry",
     "Placement",
     "Pool",
     "Start",

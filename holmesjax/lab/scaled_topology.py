@@ -157,11 +157,21 @@ def scale(
     lab: Workload,
     real: Workload,
 ) -> tuple[float, list[str]]:
-    """The scale that keeps the ratio of sending between stages to computing, and its arithmetic.
+    """Computes the scale of rates that keeps the ratio of sending between stages to computing.
 
     A node computes for F / S seconds and sends for B / R: the ratio stays with
     R' / R = (S' / S) (B' / F') / (B / F), where ' is the lab. Shares are in proportion to speeds,
-    so the first node speaks for all.
+    so the first node stands for all.
+
+    Args:
+      topology: the machines that the lab stands for.
+      shares: the share of this machine's cores for each node.
+      core_flop_per_s: measured speed of one core here.
+      lab: bytes per FLOP of the run in the lab.
+      real: bytes per FLOP of the run whose ratio is kept.
+
+    Returns:
+      The factor, and the lines of its arithmetic.
     """
     node, share = topology.nodes[0], shares[0]
     here, there = share.quota * core_flop_per_s, node_speed(node, real.dtype)

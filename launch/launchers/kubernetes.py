@@ -36,7 +36,7 @@ Object = dict[str, Any]  # of Kubernetes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ClusterEntry:
+class KubernetesCluster:
     """Where the pods of a cluster run."""
 
     name: Name
@@ -45,7 +45,7 @@ class ClusterEntry:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class OptionsEntry:
+class KubernetesOptions:
     """The options file."""
 
     image: Name  # with this version of HolmesJAX
@@ -56,7 +56,7 @@ class OptionsEntry:
     namespace: Name = "default"
     port: Annotated[int, Field(ge=1024, le=65535, strict=True)] = 7000  # of the launcher
     gpu: Name = "nvidia.com/gpu"  # what the cluster calls a GPU
-    clusters: tuple[ClusterEntry, ...] = ()
+    clusters: tuple[KubernetesCluster, ...] = ()
 
 
 def write(
@@ -73,7 +73,7 @@ def write(
         fix = "write --options KUBERNETES.yaml; docs/launching.md has an example"
         problem = "the launcher `kubernetes` needs an image and a volume"
         raise ConfigError("--options", problem, found="nothing", fix=fix)
-    options = read_options(OptionsEntry, options_file, job.topology, _paths_are_absolute)
+    options = read_options(KubernetesOptions, options_file, job.topology, _paths_are_absolute)
     name = _label(job.run_dir.absolute().name)
     print(*job.describe(), sep="\n", flush=True)
     path, key = job.run_dir.absolute() / MANIFEST, job.run_dir.absolute() / KEY
@@ -95,7 +95,7 @@ def write(
     return 0
 
 
-def _paths_are_absolute(document: Document, file: OptionsEntry) -> Iterator[HolmesError]:
+def _paths_are_absolute(document: Document, file: KubernetesOptions) -> Iterator[HolmesError]:
     for name, path in (("mount", file.mount), ("folder", file.folder)):
         if not path.startswith("/"):
             fix = f"write it as /{path}"
@@ -115,13 +115,21 @@ def _label(text: str) -> str:
 
 def manifest(
     job: Job,
-    options: OptionsEntry,
+    options: KubernetesOptions,
     *,
     name: str,
     max_restarts: int | None,
     allow: Sequence[str] = (),
 ) -> list[Object]:
-    """The objects to create, besides the Secret `<name>-key` with the key `job.key`."""
+    """Returns the objects to create, besides the Secret `<name>-key` with the key `job.key`.
+
+    Args:
+      job: the job that the objects run.
+      options: settings of the cluster, as their file has them.
+      name: the name of the objects; a DNS label.
+      max_restarts: restarts without a new step; None: the default of schedulers.
+      allow: settings that may differ from the checkpoint's.
+    """
     components = make_components(job)
     own = {"namespace": options.namespace}
     files = {file: (job.run_dir / file).read_text() for file in (CONFIG, TOPOLOGY)}
@@ -158,7 +166,7 @@ def manifest(
 
 
 def _launcher(
-    job: Job, options: OptionsEntry, name: str, max_restarts: int | None, allow: Sequence[str]
+    job: Job, options: KubernetesOptions, name: str, max_restarts: int | None, allow: Sequence[str]
 ) -> Object:
     container = {
         "command": [options.python, "-m", "launch", "train", f"{SETTINGS_DIR}/{CONFIG}"],
@@ -183,7 +191,7 @@ def _launcher(
     return {"name": LAUNCHER, "replicas": 1, "template": _job(options, name, container, 1, final)}
 
 
-def _workers(job: Job, options: OptionsEntry, name: str, component: Component) -> Object:
+def _workers(job: Job, options: KubernetesOptions, name: str, component: Component) -> Object:
     clusters = [c for c in options.clusters if c.name == component.cluster]
     limits = {options.gpu: str(component.num_gpus)} if component.num_gpus else {}
     for cluster in clusters:
@@ -212,7 +220,7 @@ def _workers(job: Job, options: OptionsEntry, name: str, component: Component) -
     }
 
 
-def _run_dir(job: Job, options: OptionsEntry) -> str:
+def _run_dir(job: Job, options: KubernetesOptions) -> str:
     """In the pods."""
     return f"{options.mount.rstrip('/')}/{job.run_dir.absolute().name}"
 
@@ -223,7 +231,7 @@ def _variables(values: dict[str, str]) -> list[Object]:
 
 
 def _job(
-    options: OptionsEntry, name: str, container: Object, num_pods: int, final: list[int]
+    options: KubernetesOptions, name: str, container: Object, num_pods: int, final: list[int]
 ) -> Object:
     """A batch/v1 Job without its kind: `num_pods` pods, numbered from 0, that end once.
 
