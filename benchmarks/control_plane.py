@@ -41,7 +41,8 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.pipeline_overhead import RESULTS, commit, count, cpu_model, versions
+from benchmarks.pipeline_overhead import count
+from benchmarks.provenance import RESULTS, cpu_model, provenance
 from holmesjax.config import DistributedConfig
 from holmesjax.distributed.controller import (
     BEATS,
@@ -579,11 +580,7 @@ def main() -> int:
     names = ("admitted_s", "started_s", "verdict_s")
     fitted = {name: fit(lines, name) for name in names} if len(lines) > 1 else {}
     result = {
-        "command": " ".join([f"python -m benchmarks.{NAME}", *sys.argv[1:]]),
-        "commit": commit(),
-        "date": time.strftime("%Y-%m-%d"),
-        "device": {"cpu": cpu_model(), "cores": os.cpu_count()},
-        "versions": versions(),
+        **provenance(NAME),
         "round_trip_s": args.round_trip,
         "lines": lines,
         "fitted": {"members": FITTED, **fitted},

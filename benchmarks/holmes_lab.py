@@ -59,7 +59,8 @@ from benchmarks.lab_rows import (
     told_text,
 )
 from benchmarks.lab_steps import machine_cpu_s
-from benchmarks.pipeline_overhead import RESULTS, commit, count, cpu_model, versions
+from benchmarks.pipeline_overhead import count
+from benchmarks.provenance import RESULTS, provenance, versions
 from holmesjax import config as configs
 from holmesjax.config import CHECKOUT, Schedule
 from holmesjax.errors import ConfigError, HolmesError
@@ -345,10 +346,7 @@ def main() -> int:
     signal.signal(signal.SIGTERM, _leave)
     found_versions = versions()
     result: Result = {
-        "command": " ".join(["python -m benchmarks.holmes_lab", *sys.argv[1:]]),
-        "commit": commit(),
-        "date": time.strftime("%Y-%m-%d"),
-        "device": {"cpu": cpu_model(), "cores": os.cpu_count(), "host": socket.gethostname()},
+        **provenance("holmes_lab", host=socket.gethostname()),
         "versions": found_versions,
         "settings": {**settings(args.schedule), "steps": args.steps},
         "runs": [],

@@ -20,7 +20,6 @@ import os
 import re
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
@@ -32,7 +31,7 @@ import numpy as np
 from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
-from benchmarks.pipeline_overhead import RESULTS, commit, versions
+from benchmarks.provenance import RESULTS, provenance, versions
 from kernels.attention.pallas import (
     DETERMINISTIC_HEAD_WIDTHS,
     DTYPES,
@@ -228,10 +227,7 @@ def save(name: str, lines: list[dict[str, Any]], text: str, out: Path) -> None:
     """Writes and prints what became of all that was compiled: lines as JSON, text as Markdown."""
     installed = sorted(path.stem for path in FOLDER.glob("*/*.dist-info"))
     result = {
-        "command": " ".join([f"python -m benchmarks.{name}", *sys.argv[1:]]),
-        "commit": commit(),
-        "date": time.strftime("%Y-%m-%d"),
-        "device": "described as an H200; none was there",
+        **provenance(name, "described as an H200; none was there"),
         "versions": {**versions(), "installed": installed},
         "lines": lines,
     }

@@ -33,7 +33,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from benchmarks.pipeline_overhead import RESULTS, commit, middle, versions
+from benchmarks.pipeline_overhead import middle
+from benchmarks.provenance import RESULTS, provenance
 from holmesjax.costs import work
 from kernels.adamw import Hyperparameters, Leaf, adamw_step, factors
 from kernels.attention.pallas import attention_pallas, unsupported
@@ -415,11 +416,7 @@ def main() -> int:
     if args.rehearse:
         return 0
     result = {
-        "command": " ".join([f"python -m benchmarks.{NAME}", *sys.argv[1:]]),
-        "commit": commit(),
-        "date": time.strftime("%Y-%m-%d"),
-        "device": device.device_kind,
-        "versions": versions(),
+        **provenance(NAME, device.device_kind),
         "limits": most,
         "lines": lines,
     }

@@ -25,7 +25,6 @@ import os
 import statistics
 import sys
 import tempfile
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -46,7 +45,8 @@ from benchmarks.lab_rows import (
     network_text,
     told_text,
 )
-from benchmarks.pipeline_overhead import RESULTS, commit, count, cpu_model, versions
+from benchmarks.pipeline_overhead import count
+from benchmarks.provenance import RESULTS, provenance, versions
 from holmesjax import config as configs
 from holmesjax.config import CHECKOUT, Schedule
 from holmesjax.errors import ConfigError, HolmesError
@@ -299,11 +299,7 @@ def main() -> int:
 
 def how() -> dict[str, Any]:
     return {
-        "command": " ".join(["python -m benchmarks.lab_accuracy", *sys.argv[1:]]),
-        "commit": commit(),
-        "date": time.strftime("%Y-%m-%d"),
-        "device": {"cpu": cpu_model(), "cores": os.cpu_count()},
-        "versions": versions(),
+        **provenance("lab_accuracy"),
     }
 
 

@@ -35,7 +35,7 @@ from benchmarks.kernels_compiled import (
     install,
     save,
 )
-from benchmarks.pipeline_overhead import RESULTS
+from benchmarks.provenance import RESULTS
 from holmesjax import xla_flags
 from holmesjax.config import KernelsConfig, ModelConfig, OptimizerConfig
 from holmesjax.costs import memory

@@ -27,7 +27,8 @@ from typing import Any
 import jax
 
 from benchmarks import transports
-from benchmarks.pipeline_overhead import RESULTS, commit, cpu_model, middle, versions
+from benchmarks.pipeline_overhead import middle
+from benchmarks.provenance import RESULTS, provenance
 from holmesjax import job as jobs
 from holmesjax.costs import work
 from holmesjax.job import Job
@@ -257,11 +258,7 @@ def main() -> None:
         return
     load = os.getloadavg()[0]
     result: Result = {
-        "command": " ".join(["python -m benchmarks.mpmd", *sys.argv[1:]]),
-        "commit": commit(),
-        "date": time.strftime("%Y-%m-%d"),
-        "device": {"cpu": cpu_model(), "cores": os.cpu_count(), "used": 2},
-        "versions": versions(),
+        **provenance("mpmd", used=2),
         "load_average": {"before": load},
         "job": measure(args.steps, args.rounds, args.batch),
     }

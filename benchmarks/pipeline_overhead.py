@@ -23,18 +23,16 @@ import importlib
 import importlib.util
 import json
 import os
-import platform
 import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, NamedTuple
 
-RESULTS = Path(__file__).parent / "results"
-PACKAGES = ("jax", "jaxlib", "flax", "optax", "numpy", "torch")
+from benchmarks.provenance import RESULTS, provenance
+
 MAX_SPREAD, MIN_BUSY = 0.05, 0.95  # beyond these, something else had the core
 MAX_DIFFERENCE = 1e-3  # of the losses of loops that do the same, in nats
 
@@ -245,31 +243,6 @@ def show(label: str, part: Result) -> None:
 # ---- where it ran --------------------------------------------------------------------------------
 
 
-def cpu_model() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor()
-    return next((x.partition(":")[2].strip() for x in lines if x.startswith("model name")), "?")
-
-
-def commit() -> str:
-    git = lambda *args: subprocess.run(
-        ["git", *args], capture_output=True, text=True, cwd=RESULTS.parent
-    ).stdout.strip()
-    return git("rev-parse", "--short", "HEAD") + (" dirty" if git("status", "--porcelain") else "")
-
-
-def versions() -> dict[str, str]:
-    found = {"python": platform.python_version(), "libc": " ".join(platform.libc_ver())}
-    for package in PACKAGES:
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            continue
-    return found
-
-
 def count(text: str) -> int:
     """A number above 0, of the command line."""
     if not text.isdecimal() or int(text) < 1:
@@ -291,11 +264,7 @@ def main() -> None:
         return
     load = os.getloadavg()[0]
     result: Result = {
-        "command": " ".join(["python -m benchmarks.pipeline_overhead", *sys.argv[1:]]),
-        "commit": commit(),
-        "date": time.strftime("%Y-%m-%d"),
-        "device": {"cpu": cpu_model(), "cores": os.cpu_count(), "used": 1},
-        "versions": versions(),
+        **provenance("pipeline_overhead", used=1),
         "load_average": {"before": load},
         "rounds": args.rounds,
         "parts": {},

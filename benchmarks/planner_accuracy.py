@@ -29,7 +29,7 @@ from matplotlib.figure import Figure
 from scipy.stats import spearmanr
 
 from benchmarks import fits, published, published_files
-from benchmarks.pipeline_overhead import RESULTS, commit
+from benchmarks.provenance import RESULTS, commit
 from benchmarks.published import AS_SHIPPED, Fitted, Held, Run
 from benchmarks.published_files import Row
 from holmesjax.errors import DataError, HolmesError

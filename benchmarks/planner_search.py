@@ -22,7 +22,8 @@ from typing import Any, NamedTuple
 
 from matplotlib.figure import Figure
 
-from benchmarks.pipeline_overhead import RESULTS, commit, count, cpu_model, versions
+from benchmarks.pipeline_overhead import count
+from benchmarks.provenance import RESULTS, cpu_model, provenance
 from holmesjax.config import (
     Config,
     DataConfig,
@@ -220,11 +221,7 @@ def main() -> int:
         harder_s = try_harder(size, args.context_length) if size.devices <= args.harder else None
         lines.append(summarise(size, runs, harder_s))
     result = {
-        "command": " ".join([f"python -m benchmarks.{NAME}", *sys.argv[1:]]),
-        "commit": commit(),
-        "date": time.strftime("%Y-%m-%d"),
-        "device": {"cpu": cpu_model(), "cores": os.cpu_count()},
-        "versions": versions(),
+        **provenance(NAME),
         "lines": lines,
     }
     about = f"commit {result['commit']}, {result['date']}, {os.cpu_count()} cores of {cpu_model()}"

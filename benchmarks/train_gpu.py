@@ -35,7 +35,8 @@ from typing import Any, Literal
 
 import numpy as np
 
-from benchmarks.pipeline_overhead import RESULTS, commit, middle, versions
+from benchmarks.pipeline_overhead import middle
+from benchmarks.provenance import RESULTS, provenance
 from holmesjax import xla_flags
 from holmesjax.config import (
     CHECKOUT,
@@ -313,11 +314,7 @@ def main() -> int:
     if args.rehearse:
         return status
     result = {
-        "command": " ".join([f"python -m benchmarks.{NAME}", *sys.argv[1:]]),
-        "commit": commit(),
-        "date": time.strftime("%Y-%m-%d"),
-        "device": name,
-        "versions": versions(),
+        **provenance(NAME, name),
         "lines": lines,
         "wrong": wrong,
     }

@@ -28,7 +28,8 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
 
-from benchmarks.pipeline_overhead import RESULTS, commit, cpu_model, middle, versions
+from benchmarks.pipeline_overhead import middle
+from benchmarks.provenance import RESULTS, provenance
 from holmesjax.plan.plan import Axis, Plan, StagePlan
 from holmesjax.plan.processes import make_processes
 from holmesjax.topology import machines
@@ -293,11 +294,7 @@ def main() -> None:
     found = measure(args.sizes, args.rounds, args.streams)
     show(found)
     result = {
-        "command": " ".join(["python -m benchmarks.transports", *sys.argv[1:]]),
-        "commit": commit(),
-        "date": time.strftime("%Y-%m-%d"),
-        "device": {"cpu": cpu_model(), "cores": os.cpu_count(), "network": "loopback"},
-        "versions": versions(),
+        **provenance("transports", network="loopback"),
         "load_average": {"before": load, "after": os.getloadavg()[0]},
         "rounds": args.rounds,
         "streams": args.streams,
