@@ -253,9 +253,9 @@ BUGS = (
     # ---- runtime -------------------------------------------------------------------------------
     Bug(
         name="clipping-that-grows",
-        module="holmesjax.runtime.stage",
-        old="scale = jnp.minimum(1.0, self.clip_norm / jnp.maximum(norm, 1e-12))",
-        new="scale = self.clip_norm / jnp.maximum(norm, 1e-12)",
+        module="holmesjax.runtime.end_of_step",
+        old="jnp.minimum(1.0, stage.clip_norm / jnp.maximum(norm, 1e-12))",
+        new="stage.clip_norm / jnp.maximum(norm, 1e-12)",
         wrong="gradients below the limit are scaled up to it",
         tests=(
             "tests/runtime/test_pipeline.py::test_clipping_by_the_norm_over_all_stages[1000000.0]",
