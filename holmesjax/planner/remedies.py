@@ -55,7 +55,8 @@ def memory_refusal(problems: Sequence[Problem]) -> PlanError:
     if least < MOST_MEMORY and nearest is None:
         return PlanError(
             "memory",
-            f"no plan was found that fits: each needs at least {least:.3g} times what there is",
+            "no plan was found that fits"
+            + f": each needs at least {least:.3g} times what there is" * (least > 1.0),
             found=f"{topology.num_devices} devices, {config.model.num_layers:,} layers, "
             f"train.global_batch {config.train.global_batch:,}",
             fix="",
