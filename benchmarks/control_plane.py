@@ -52,6 +52,7 @@ from holmesjax.distributed.controller import (
     Controller,
 )
 from holmesjax.distributed.data_agreement import DataAgreement
+from holmesjax.distributed.messages import PROTOCOL, Compiled, Done, Go, Up
 from holmesjax.plan.plan import Axis, StagePlan
 from holmesjax.plan.processes import Process
 from holmesjax.runtime.progress import Progress
@@ -107,7 +108,7 @@ def serve(num_members: int, pipe: Pipe) -> None:
         address="127.0.0.1",
         port=0,
         about=ABOUT,
-        start={"resume": 0},
+        resume=0,
         key=KEY,
         heartbeat_timeout_s=SILENCE_S,
         is_saving=lambda step: False,
@@ -119,14 +120,14 @@ def serve(num_members: int, pipe: Pipe) -> None:
         most = before
         while num_done < num_members:
             event = controller.events.get(timeout=LIMIT_S)
-            if event.kind == "compiled":
-                if agreement.take(event.process, event.message):
+            if isinstance(event.record, Compiled):
+                if agreement.take(event.process, event.record):
                     most = max(most, resident_bytes())
-                    controller.broadcast({"kind": "go"})
-            elif event.kind == "done":
+                    controller.broadcast(Go())
+            elif isinstance(event.record, Done):
                 num_done += 1
-            elif event.kind != "up":
-                wrong.append(f"{event.kind} {event.process}")
+            elif not isinstance(event.record, Up):
+                wrong.append(f"{event.record.kind} {event.process}")
         pipe.send({"bytes_each": (most - before) / num_members, "wrong": wrong})
         pipe.recv()
 
@@ -188,7 +189,7 @@ class Member:
         connections.prepare(self._sock)
         self._sock.connect_ex(self._crowd.address)
         self._heard = bytearray()
-        hello = {"process": self._process.number, **ABOUT}
+        hello = {"process": self._process.number, **ABOUT, "protocol": PROTOCOL}
         self._talk = connections.introduction(KEY, hello, lambda hello: None, self._process.name)
         next(self._talk)
         self._has_entered = False

@@ -1,4 +1,4 @@
-"""Who makes a job fail. Of several failures one is the cause: what is told, seen and missed.
+"""Who makes a job fail. Of several failures one is the cause: what is reported, seen and missed.
 
 Failures come together: a process that loses another one fails too, within the same second.
 """
@@ -6,7 +6,7 @@ Failures come together: a process that loses another one fails too, within the s
 import signal
 from collections.abc import Mapping, Sequence
 
-from holmesjax.distributed.controller import ProcessEvent
+from holmesjax.distributed.messages import Exit, Failed, Lost, ProcessEvent, Silent
 from holmesjax.errors import REQUEUE, HolmesError
 
 
@@ -30,30 +30,29 @@ def behind(positions: Mapping[int, tuple[int, int]], statuses: Mapping[int, str]
 
 
 def cause_of(failures: Sequence[ProcessEvent]) -> ProcessEvent:
-    """The failure that made the others; of several alike, the first that was heard of."""
+    """The failure that made the others; of several of one rank, the first that was heard of."""
     return min(failures, key=_rank)
 
 
 def _rank(failure: ProcessEvent) -> int:
     """The place of a failure in this order; a lower one is never the consequence of a higher one.
 
-    0  a mistake was told: exit status 1 or 2, with what to do; nobody else can make it
+    0  a mistake was reported: exit status 1 or 2, with what to do; nobody else can make it
     1  ended with status 2: a mistake again, found before the controller was reached
     2  killed by a signal: such a process says nothing, and all others say what they miss
     3  silent for several heartbeats: it hangs, or its node or network does
-    4  an exception was told: a bug, or a collective that has lost another process
-    5  the loss of another process or of a link was told: exit status 75
+    4  an exception was reported: a bug, or a collective that has lost another process
+    5  the loss of another process or of a link was reported: exit status 75
     6  ended in any other way; JAX aborts a process that has lost another one of its domain
     7  its connection closed
     """
-    kind, message = failure.kind, failure.message
-    if kind == "failed":
-        if message["exit_status"] == REQUEUE:
+    record = failure.record
+    if isinstance(record, Failed):
+        if record.exit_status == REQUEUE:
             return 5
-        return 0 if "fix" in message else 4
-    if kind == "exit":
-        status = message["status"]
-        if status == HolmesError.exit_status:
+        return 4 if record.fix is None else 0
+    if isinstance(record, Exit):
+        if record.status == HolmesError.exit_status:
             return 1
-        return 2 if status < 0 and status != -signal.SIGABRT else 6
-    return {"silent": 3, "lost": 7}[kind]
+        return 2 if record.status < 0 and record.status != -signal.SIGABRT else 6
+    return {Silent: 3, Lost: 7}[type(record)]

@@ -24,8 +24,29 @@ from typing import Any, Protocol
 from holmesjax import lease
 from holmesjax.checkpoints import manifest, resume
 from holmesjax.checkpoints.saves import Due, Saves
-from holmesjax.distributed.controller import Controller, ProcessEvent
+from holmesjax.distributed.controller import Controller
 from holmesjax.distributed.data_agreement import DataAgreement
+from holmesjax.distributed.messages import (
+    AskBeat,
+    Compiled,
+    Done,
+    End,
+    Exit,
+    Failed,
+    Files,
+    Go,
+    Lost,
+    Measured,
+    Output,
+    ProcessEvent,
+    Refused,
+    Saved,
+    Silent,
+    Stop,
+    Unsaved,
+    Up,
+    Warned,
+)
 from holmesjax.errors import REQUEUE, DamagedError, FatalError, HolmesError, PeerError
 from holmesjax.job import Job
 from holmesjax.lease import Lease
@@ -259,7 +280,7 @@ class Supervisor:
                 address=self._launcher.address,
                 port=self._launcher.port,
                 about=job.about(restart),
-                start={"resume": start.step},
+                resume=start.step,
                 key=make_or_read(key_file),
                 heartbeat_timeout_s=self._config.silence_s,
                 is_saving=Due(config.checkpoint),
@@ -351,7 +372,7 @@ class Supervisor:
             self._hear(event, controller, recorder, attempt)
             attempt.saves.check()
             if len(attempt.done) == len(self._processes) and end_s is None:
-                controller.broadcast({"kind": "end"})
+                controller.broadcast(End())
                 end_s = time.monotonic() + END_S
         for _, line in attempt.output:
             recorder.console.print(line)
@@ -366,54 +387,56 @@ class Supervisor:
         """Takes an event. Raises HolmesError if it is the end of the job."""
         if self._is_failure(event, attempt):
             raise self._diagnose(event, controller, recorder, attempt)
-        if event.kind in ("compiled", "files"):
-            self._agree(event, attempt, controller)
+        if isinstance(event.record, Compiled | Files):
+            self._agree(event.process, event.record, attempt, controller)
         else:
             self._take(event, attempt, recorder)
 
     def _take(self, event: ProcessEvent, attempt: _Attempt, recorder: Recorder) -> None:
-        number, message = event.process, event.message
-        if event.kind == "up":
-            attempt.up.add(number)
-        elif event.kind == "part":
-            recorder.take(message["part"])
-        elif event.kind == "saved":
-            attempt.saves.saved(message["step"], message["arrays"], message["files"])
-        elif event.kind == "unsaved":
-            process = self._processes[number]
-            reason = f"{process.name} says {message['reason']}"
-            attempt.saves.failed(message["step"], reason, counts=process.leads)
-        elif event.kind == "done":
-            attempt.done[number] = message["step"]
-        elif event.kind == "stop":
-            signalled = signal.Signals(message["signal"])
-            recorder.console.print(f"{self._processes[number].name} was sent {signalled.name}")
-            self._ask_to_stop(signalled)
-        elif event.kind == "exit":
-            attempt.exited[number] = message["status"]
-        elif event.kind == "output":
-            self._log(number, message["line"], attempt)
-            if not is_noise(message["line"]):
-                line = f"{self._processes[number].name} | {message['line']}"
-                attempt.output.append((time.monotonic(), line))
-        elif event.kind == "refused":
-            name = self._processes[number].name
-            recorder.console.print(f"refused another {name}: {message['reason']}")
-        elif event.kind == "warning":
-            recorder.console.print(f"warning: {message['text']}")
-        else:
-            assert event.kind == "lost", f"what is {event}?"
-            if not self._launcher.sees_exits:
-                attempt.exited[number] = 0
+        number, console = event.process, recorder.console
+        name = self._processes[number].name
+        match event.record:
+            case Up():
+                attempt.up.add(number)
+            case Measured(part=part):
+                recorder.take(part)
+            case Saved(step=step, arrays=arrays, files=files):
+                attempt.saves.saved(step, arrays, files)
+            case Unsaved(step=step, reason=reason):
+                leads = self._processes[number].leads
+                attempt.saves.failed(step, f"{name} says {reason}", counts=leads)
+            case Done(step=step):
+                attempt.done[number] = step
+            case Stop(signal=signal_number):
+                signalled = signal.Signals(signal_number)
+                console.print(f"{name} was sent {signalled.name}")
+                self._ask_to_stop(signalled)
+            case Exit(status=status):
+                attempt.exited[number] = status
+            case Output(line=line):
+                self._log(number, line, attempt)
+                if not is_noise(line):
+                    attempt.output.append((time.monotonic(), f"{name} | {line}"))
+            case Refused(reason=reason):
+                console.print(f"refused another {name}: {reason}")
+            case Warned(text=text):
+                console.print(f"warning: {text}")
+            case Lost():
+                if not self._launcher.sees_exits:
+                    attempt.exited[number] = 0
+            case _:
+                raise AssertionError(f"what is {event}?")
 
-    def _agree(self, event: ProcessEvent, attempt: _Attempt, controller: Controller) -> None:
+    def _agree(
+        self, number: int, record: Compiled | Files, attempt: _Attempt, controller: Controller
+    ) -> None:
         """Lets all processes go once all have read the same data."""
-        if data := attempt.agreement.take(event.process, event.message):
+        if data := attempt.agreement.take(number, record):
             for line in self._resumed.check_data(data):
                 print(line, flush=True)
             attempt.data.update(data)
             self._unsave = lambda: None  # the run goes on with what was saved
-            controller.broadcast({"kind": "go"})
+            controller.broadcast(Go())
 
     def _log(self, number: int, line: str, attempt: _Attempt) -> None:
         if line.strip() and not is_noise(line):
@@ -434,19 +457,20 @@ class Supervisor:
                 event = controller.events.get(timeout=left_s)
             except queue.Empty:
                 return
-            if event.kind == "output":
-                self._log(event.process, event.message["line"], attempt)
+            if isinstance(event.record, Output):
+                self._log(event.process, event.record.line, attempt)
             else:
                 yield event
 
     # ---- failures ------------------------------------------------------------------------------
 
     def _is_failure(self, event: ProcessEvent, attempt: _Attempt) -> bool:
-        if event.kind == "exit":
-            return event.message["status"] != 0 or event.process not in attempt.done
-        if event.kind == "lost":
-            return event.process not in attempt.done
-        return event.kind in ("failed", "silent")
+        match event.record:
+            case Exit(status=status):
+                return status != 0 or event.process not in attempt.done
+            case Lost():
+                return event.process not in attempt.done
+        return isinstance(event.record, Failed | Silent)
 
     def _diagnose(
         self, first: ProcessEvent, controller: Controller, recorder: Recorder, attempt: _Attempt
@@ -454,14 +478,14 @@ class Supervisor:
         """What went wrong, from all that is told within a moment of the first sign of it."""
         is_asked = bool(self._signals)
         failures = [first]
-        controller.broadcast({"kind": "tell"})
+        controller.broadcast(AskBeat())
         for event in self._events(controller, attempt, GRACE_S):
-            if event.kind == "part":
-                recorder.take(event.message["part"])
-            elif event.kind in ("exit", "failed", "silent", "lost"):
+            if isinstance(event.record, Measured):
+                recorder.take(event.record.part)
+            elif isinstance(event.record, Exit | Failed | Silent | Lost):
                 failures.append(event)
         for number, silent_s in controller.overdue().items():
-            failures.append(ProcessEvent(number, "silent", {"silent_s": silent_s}))
+            failures.append(ProcessEvent(number, Silent(silent_s=silent_s)))
         cause = cause_of(failures)
         process = self._processes[cause.process]
         self._blamed = None if is_asked else process.node
@@ -476,24 +500,25 @@ class Supervisor:
             f"resume from the last checkpoint with the same command, {self._advice}; "
             f"its output is in {self._log_path(process.number)}"
         )
-        if cause.kind == "failed":
-            return _as_told(cause.message, where, found, fix)
+        record = cause.record
+        if isinstance(record, Failed):
+            return _as_reported(record, where, found, fix)
         if lines := attempt.last.get(process.number):
             recorder.console.print(f"the last lines of {process.name}:")
             for line in lines:
                 recorder.console.print(f"  {line}")
-        if cause.kind == "silent":
-            silent_s = cause.message["silent_s"]
+        if isinstance(record, Silent):
+            silent_s = record.silent_s
             problem = f"has been silent for {silent_s:.0f} s: it hangs, or its node or network does"
-        elif cause.kind == "lost":
-            problem = "has closed its connection: it ended, or its node did"
-        else:
-            problem = _ending(cause.message["status"])
-            if cause.message["status"] > 0 and cause.message["status"] != REQUEUE:
-                kind = _kind(cause.message["status"])
+        elif isinstance(record, Exit):
+            problem = _ending(record.status)
+            if record.status > 0 and record.status != REQUEUE:
+                kind = _kind(record.status)
                 return kind(
                     where, problem, found=found, fix=f"see {self._log_path(process.number)}"
                 )
+        else:
+            problem = "has closed its connection: it ended, or its node did"
         last = controller.status(process.number)
         return PeerError(where, f"{problem}; it {last}", found=found, fix=fix)
 
@@ -513,7 +538,7 @@ class Supervisor:
         self, controller: Controller, recorder: Recorder, attempt: _Attempt
     ) -> None:
         """Lets all processes write what they are at into their logs, and tell it."""
-        controller.broadcast({"kind": "tell", "stacks": True})
+        controller.broadcast(AskBeat(stacks=True))
         for event in self._events(controller, attempt, STACKS_S):
             self._hear(event, controller, recorder, attempt)
 
@@ -558,12 +583,12 @@ def _kind(status: int) -> type[HolmesError]:
     return HolmesError if status == HolmesError.exit_status else FatalError
 
 
-def _as_told(message: dict[str, Any], process: str, others: str, fix: str) -> HolmesError:
-    """The error that a process told of itself; with what the others waited for, if it is news."""
-    status = message["exit_status"]
-    where = ": ".join(filter(None, (process, message["where"])))
-    found = message.get("found", others)
+def _as_reported(failed: Failed, process: str, others: str, fix: str) -> HolmesError:
+    """The error that a process reported; with what the others waited for, if it is news."""
+    status = failed.exit_status
+    where = ": ".join(filter(None, (process, failed.where)))
+    found = others if failed.found is None else failed.found
     if status == REQUEUE:
-        return PeerError(where, message["problem"], found=f"{found}; {others}", fix=fix)
-    kind = DamagedError if message.get("damaged") else _kind(status)
-    return kind(where, message["problem"], found=found, fix=message.get("fix", fix))
+        return PeerError(where, failed.problem, found=f"{found}; {others}", fix=fix)
+    kind = DamagedError if failed.damaged else _kind(status)
+    return kind(where, failed.problem, found=found, fix=fix if failed.fix is None else failed.fix)

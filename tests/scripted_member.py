@@ -23,6 +23,7 @@ import time
 from holmesjax import job as jobs
 from holmesjax.checkpoints import manifest
 from holmesjax.distributed.controller import Member
+from holmesjax.distributed.messages import FROM_MEMBER, Done, End, Saved
 from holmesjax.hosts.process_environment import ProcessEnvironment, die_with
 from holmesjax.plan.processes import make_processes
 from launch.launchers.launcher import Children, variables_here
@@ -67,11 +68,11 @@ def main(run_dir, script):
         start_timeout_s=config.start_timeout_s,
         on_loss=lambda error: os._exit(75),
     )
-    tell = member.tell
+    send = member.send
 
     def act(what, *arguments):
         if what == "tell":
-            tell(arguments[0], **dict(*arguments[1:]))
+            send(FROM_MEMBER[arguments[0]](**dict(*arguments[1:])))
         elif what in ("status", "begin"):
             getattr(member, what)(*arguments)
         elif what == "advance":
@@ -79,19 +80,19 @@ def main(run_dir, script):
                 member.advance()
                 time.sleep(0.5)
         elif what == "late":
-            member.tell = lambda kind, **content: (time.sleep(arguments[0]), tell(kind, **content))
+            member.send = lambda record: (time.sleep(arguments[0]), send(record))
         elif what == "save":
             path = manifest.begin(run_dir, arguments[0]) / manifest.part_name(member.process.stage)
             path.mkdir()
-            tell("saved", step=arguments[0], arrays={}, files={})
+            send(Saved(step=arguments[0], arrays={}, files={}))
         elif what == "await":
             while not (manifest.folder_of(run_dir, arguments[0]) / manifest.MANIFEST).exists():
                 time.sleep(0.01)
         elif what == "sleep":
             time.sleep(arguments[0])
         elif what == "done":
-            tell("done", step=arguments[0])
-            member.wait_for("end", 60.0)
+            send(Done(step=arguments[0]))
+            member.wait_for(End, 60.0)
             os._exit(0)
         elif arguments[0] < 0:
             os.kill(os.getpid(), -arguments[0])

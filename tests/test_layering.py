@@ -76,6 +76,7 @@ WITHOUT_JAX = [
     "holmesjax.checkpoints.saves",
     "holmesjax.distributed.controller",
     "holmesjax.distributed.data_agreement",
+    "holmesjax.distributed.messages",
     "launch.arguments",
 ]
 OUTSIDE = {"jax", "jaxlib", "flax", "optax", "orbax"}

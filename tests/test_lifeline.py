@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from holmesjax.distributed.messages import Exit, Output
 from launch.launchers.launcher import Children
 from tests.jobs import ROOT
 
@@ -24,8 +25,8 @@ from holmesjax.distributed.worker import _Worker
 lifeline.LAST_WORDS_S = 0.5
 
 class Member:
-    def tell(self, kind, **content):
-        {tell}
+    def send(self, record):
+        {send}
 
 worker = object.__new__(_Worker)
 worker._failing, worker._member = threading.Lock(), Member()
@@ -38,12 +39,12 @@ time.sleep(100)
 
 
 @pytest.mark.parametrize(
-    "tell, output",
+    "send, output",
     [("pass", "/dev/full"), ("raise KeyError", "/dev/null"), ("time.sleep(100)", "/dev/null")],
 )
-def test_a_process_that_gives_up_ends_whatever_fails(tell, output):
+def test_a_process_that_gives_up_ends_whatever_fails(send, output):
     """The disk is full, or telling fails or hangs; the main thread waits for ever."""
-    script = GIVE_UP.format(tell=tell, output=output)
+    script = GIVE_UP.format(send=send, output=output)
     done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, timeout=60, check=False)
     assert done.returncode == 75
 
@@ -87,7 +88,7 @@ def test_the_end_does_not_wait_for_what_a_child_has_started(prefix):
     children, events = Children(), queue.Queue()
     script = f"{prefix}sleep 300 & echo $!; exec sleep 300"
     children.start(0, ["sh", "-c", script], dict(os.environ), events)
-    grandchild = int(events.get(timeout=30).message["line"])
+    grandchild = int(events.get(timeout=30).record.line)
     ending = threading.Thread(target=children.end, daemon=True)
     ending.start()
     ending.join(30)
@@ -116,6 +117,6 @@ def test_a_child_costs_one_descriptor_and_what_it_says_is_heard_to_its_end():
         assert len(os.listdir("/proc/self/fd")) - before <= 10
     finally:
         children.end()
-    own = [(event.kind, *event.message.values()) for event in heard if event.process == 0]
-    assert own == [("output", "one"), ("output", "two"), ("exit", 3)]
+    own = [record for number, record in heard if number == 0]
+    assert own == [Output(line="one"), Output(line="two"), Exit(status=3)]
     assert [len(os.listdir("/proc/self/fd"))] == [before]

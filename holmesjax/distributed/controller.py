@@ -1,32 +1,7 @@
 """How the processes of a job hear of each other: one controller, which all of them know.
 
-    member -> controller    hello      number, plan, versions: compared before anything else
-                            ready      the addresses where it listens
-                            compiled   compiled and connected; the digests of the data it has read
-                            files      the digests of some of its files
-                            up         about to train
-                            vote       it has dispatched most of a step (leaders only)
-                            part       what it measured in a step
-                            saved      the files of a checkpoint's part (leaders only)
-                            unsaved    why its part of a checkpoint could not be written
-                            failed     why it gives up, and the exit status that goes with it
-                            stop       asks that all stop, because of a signal
-                            done       it has trained to the end
-                            addresses  asks where some processes listen
-                            clock      asks what time it is
-                            beat       it lives; with this, as with all others, comes what it is
-                                       at, and what it is waiting for
-    controller -> member    start      all are there; where its stage's coordinator listens
-                            addresses  where those that it has named listen
-                            clock      what time it is
-                            files      asks for these (`data_agreement`)
-                            go         everybody has compiled and read the same data
-                            refused    a mistake that ends the job, for all processes
-                            verdict    whether to save or stop after a step
-                            tell       asks for a beat at once, and for the stacks of all threads
-                                       in the log where the job is given up for want of progress
-                            end        everybody is done
-                            beat       it lives, and has heard of so much progress
+`messages` has the records that a member and the controller send each other. With each message of a
+member comes what it is at, and what it is waiting for.
 
 The controller runs in the launcher. It needs no JAX, and carries scalars and words only: arrays go
 from process to process (`tcp`). Either end that hears nothing for the heartbeat timeout, or whose
@@ -34,6 +9,7 @@ connection closes, knows that the other is gone.
 """
 
 import contextlib
+import dataclasses
 import math
 import queue
 import random
@@ -42,9 +18,42 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, get_args
+from typing import Any, get_args
 
 from holmesjax import lifeline
+from holmesjax.distributed.messages import (
+    FROM_CONTROLLER,
+    PROTOCOL,
+    Addresses,
+    AskAddresses,
+    AskBeat,
+    AskClock,
+    AskFiles,
+    Beat,
+    Clock,
+    Compiled,
+    Done,
+    Files,
+    Heartbeat,
+    Lost,
+    Mistake,
+    ProcessEvent,
+    R,
+    Ready,
+    Record,
+    Refused,
+    Silent,
+    Standing,
+    Start,
+    Stop,
+    Up,
+    Verdict,
+    Vote,
+    Warned,
+    decode,
+    decode_from_member,
+    encode,
+)
 from holmesjax.errors import HolmesError, PeerError
 from holmesjax.plan.processes import Process
 from holmesjax.runtime.progress import Progress, Work
@@ -71,14 +80,6 @@ def differences(about: Message, theirs: Message) -> str | None:
     return ", ".join(f"its {n} is {theirs.get(n)}, not {about[n]}" for n in differ) or None
 
 
-class ProcessEvent(NamedTuple):
-    """What the launcher hears."""
-
-    process: int  # NOBODY for what the controller itself has to say, a "warning"
-    kind: str  # of a member's message; or its connection was "lost", or "silent", or "refused"
-    message: Message
-
-
 @dataclass
 class _Seat:
     """What the controller knows of one member."""
@@ -90,7 +91,7 @@ class _Seat:
     step: int = 0  # that it is at, or has validated or saved after
     num_begun: int = 0  # steps, batches of validation and checkpoints
     num_done: int = 0  # programs and layers, before the first step
-    addresses: Any = None
+    addresses: dict[str, Any] | None = None
 
 
 class Controller:
@@ -100,7 +101,7 @@ class Controller:
       processes: who is expected.
       address, port: where to listen; one named address.
       about: what every member's hello must say of plan and versions.
-      start: what all members are told when all are there, besides their coordinators.
+      resume: the step that all members resume; 0: none.
       key: of the job.
       heartbeat_timeout_s: how long a member may be silent.
       is_saving: asked once about each step, when all have voted on it.
@@ -114,7 +115,7 @@ class Controller:
         address: str,
         port: int,
         about: Message,
-        start: Message,
+        resume: int,
         key: bytes,
         heartbeat_timeout_s: float,
         is_saving: Callable[[int], bool],
@@ -123,7 +124,8 @@ class Controller:
         self.events: queue.Queue[ProcessEvent] = queue.Queue()
         self._seats = [_Seat(process) for process in processes]
         self._num_stages = 1 + max(process.stage for process in processes)
-        self._about, self._start, self._timeout_s = about, start, heartbeat_timeout_s
+        self._about = {**about, "protocol": PROTOCOL}
+        self._resume, self._timeout_s = resume, heartbeat_timeout_s
         self._is_saving, self._progress = is_saving, progress
         self._votes: dict[int, set[int]] = {}  # step -> stages
         self._num_ready = 0
@@ -140,7 +142,7 @@ class Controller:
             check=self._check,
             enter=self._enter,
             expected=len(processes),
-            warn=lambda text: self.events.put(ProcessEvent(NOBODY, "warning", {"text": text})),
+            warn=lambda text: self.events.put(ProcessEvent(NOBODY, Warned(text=text))),
         )
         self._keeper = threading.Thread(target=self._keep, name="keeper", daemon=True)
         self._keeper.start()
@@ -158,19 +160,19 @@ class Controller:
         """All members end after the same step, the next on which they vote."""
         self._stopping = True
 
-    def broadcast(self, message: Message) -> None:
-        data = connections.encode(message)
+    def broadcast(self, record: Record) -> None:
+        data = connections.encode(encode(record))
         for seat in self._seats:
             if seat.connection:
                 seat.connection.send(data)
 
-    def send(self, process: int, message: Message) -> None:
+    def send(self, process: int, record: Record) -> None:
         if connection := self._seats[process].connection:
-            connection.send(connections.encode(message))
+            connection.send(connections.encode(encode(record)))
 
     def refuse(self, error: HolmesError) -> None:
         """Tells all members of a mistake; each ends with it."""
-        self.broadcast({"kind": "refused", **error.parts()})
+        self.broadcast(Mistake(**error.parts()))
 
     def status(self, process: int) -> str:
         """What a member said last of what it is waiting for."""
@@ -204,7 +206,7 @@ class Controller:
         if reason is None and seat.connection is not None:
             reason = f"number {number}, {seat.process.name}, is here already"
         if reason is not None:
-            self.events.put(ProcessEvent(number, "refused", {"reason": reason}))
+            self.events.put(ProcessEvent(number, Refused(reason=reason)))
         return reason
 
     def _enter(self, connection: Connection) -> None:
@@ -219,65 +221,71 @@ class Controller:
         self._loop.add(seat.connection)
 
     def _lose(self, connection: LoopConnection, error: Exception) -> None:
-        if isinstance(error, TimeoutError):
-            self._tell(self._seat_of[connection], "silent", {"silent_s": self._timeout_s})
-        else:
-            self._tell(self._seat_of[connection], "lost", {})
+        silence = Silent(silent_s=self._timeout_s)
+        self._note(self._seat_of[connection], silence if _is_silence(error) else Lost())
 
-    def _tell(self, seat: _Seat, kind: str, message: Message) -> None:
-        self.events.put(ProcessEvent(seat.process.number, kind, message))
+    def _note(self, seat: _Seat, record: Record) -> None:
+        self.events.put(ProcessEvent(seat.process.number, record))
 
     def _hear_connection(self, connection: LoopConnection, message: Message) -> None:
-        self._hear(self._seat_of[connection], message)
+        self._hear(self._seat_of[connection], *decode_from_member(message))
 
-    def _hear(self, seat: _Seat, message: Message) -> None:
-        kind = message["kind"]
-        seat.status = message.get("status", seat.status)
-        if message.get("num_begun", 0) > seat.num_begun:
-            seat.work, seat.step = message["work"], message["at_step"]
-            seat.num_begun = message["num_begun"]
+    def _hear(self, seat: _Seat, record: Record, standing: Standing) -> None:
+        if standing.status is not None:
+            seat.status = standing.status
+        if standing.num_begun > seat.num_begun:
+            seat.work, seat.step = standing.work, standing.at_step
+            seat.num_begun = standing.num_begun
             self._progress.begin(seat.work, seat.step, seat.process.number)
-        if kind in ("ready", "compiled", "up", "done"):
+        if isinstance(record, Ready | Compiled | Up | Done):
             self._progress.note()
-        if message.get("num_done", 0) > seat.num_done:
-            seat.num_done = message["num_done"]
+        if standing.num_done > seat.num_done:
+            seat.num_done = standing.num_done
             self._progress.note()
-        if kind == "ready":
-            self._num_ready += seat.addresses is None
-            seat.addresses = message["addresses"]
-            if self._num_ready == len(self._seats):
-                self._start_all()
-        elif kind == "addresses":
-            found = {number: self._seats[number].addresses["data"] for number in message["of"]}
-            self.send(seat.process.number, {"kind": kind, "found": list(found.items())})
-        elif kind == "clock":
-            now_s = time.perf_counter()
-            self.send(
-                seat.process.number, {"kind": kind, "asked_s": message["asked_s"], "now_s": now_s}
-            )
-        elif kind == "vote":
-            step = message["step"]
-            votes = self._votes.setdefault(step, set())
-            votes.add(seat.process.stage)
-            if len(votes) == self._num_stages:
-                del self._votes[step]
-                verdict = {"stop": self._stopping, "save": self._is_saving(step)}
-                self.broadcast({"kind": "verdict", "step": step, **verdict})
-        elif kind == "stop":
-            self.stop()
-            self._tell(seat, kind, message)
-        elif kind != "beat":
-            self._tell(seat, kind, message)
+        match record:
+            case Ready():
+                self._num_ready += seat.addresses is None
+                seat.addresses = record.addresses
+                if self._num_ready == len(self._seats):
+                    self._start_all()
+            case AskAddresses():
+                found = [[number, self._addresses(number)["data"]] for number in record.of]
+                self.send(seat.process.number, Addresses(found=found))
+            case AskClock():
+                answer = Clock(asked_s=record.asked_s, now_s=time.perf_counter())
+                self.send(seat.process.number, answer)
+            case Vote():
+                self._count_vote(seat, record.step)
+            case Stop():
+                self.stop()
+                self._note(seat, record)
+            case Beat():
+                pass
+            case _:
+                self._note(seat, record)
+
+    def _addresses(self, process: int) -> dict[str, Any]:
+        found = self._seats[process].addresses
+        assert found is not None, f"process {process} has not said where it listens"
+        return found
+
+    def _count_vote(self, seat: _Seat, step: int) -> None:
+        votes = self._votes.setdefault(step, set())
+        votes.add(seat.process.stage)
+        if len(votes) == self._num_stages:
+            del self._votes[step]
+            verdict = Verdict(step=step, stop=self._stopping, save=self._is_saving(step))
+            self.broadcast(verdict)
 
     def _start_all(self) -> None:
         """Tells each stage where its coordinator listens: the same words for all of a stage."""
         coordinators = {
-            seat.process.stage: seat.addresses["coordinator"]
+            seat.process.stage: self._addresses(seat.process.number)["coordinator"]
             for seat in self._seats
             if seat.process.leads
         }
         words = {
-            stage: connections.encode({"kind": "start", "coordinator": coordinator, **self._start})
+            stage: connections.encode(encode(Start(coordinator=coordinator, resume=self._resume)))
             for stage, coordinator in coordinators.items()
         }
         for seat in self._seats:
@@ -286,8 +294,12 @@ class Controller:
 
     def _keep(self) -> None:
         while not self._closed.wait(self._timeout_s / BEATS):
-            signs = {"num_noted": self._progress.num_noted, "limit_s": self._progress.limit_s}
-            self.broadcast({"kind": "beat", **signs})
+            progress = self._progress
+            self.broadcast(Heartbeat(num_noted=progress.num_noted, limit_s=progress.limit_s))
+
+
+def _is_silence(error: Exception) -> bool:
+    return isinstance(error, TimeoutError)
 
 
 class ClockOffset:
@@ -316,13 +328,6 @@ class ClockOffset:
         return min(self._found)[1] if self._found else 0.0
 
 
-class Verdict(NamedTuple):
-    """The decisions that all processes follow after a step."""
-
-    stop: bool  # whether to end after this step
-    save: bool  # whether to write a checkpoint after it
-
-
 @dataclass
 class Member:
     """A process's end; connects when it is made.
@@ -342,10 +347,9 @@ class Member:
     timeout_s: float
     start_timeout_s: float
     on_loss: Callable[[HolmesError], None]
-    _inbox: "queue.Queue[Message]" = field(default_factory=queue.Queue)
+    _inbox: "queue.Queue[Record]" = field(default_factory=queue.Queue)
     _status: str = "was starting"
-    _at: Message = field(default_factory=dict)  # what it is at
-    _num_done: int = 0  # of what a start consists of
+    _standing: Standing = field(default_factory=Standing)  # but for its status
     _advanced_s: float = 0.0  # when that was told
     _advancing: threading.Lock = field(default_factory=threading.Lock)
     _num_noted: int = -1  # signs of progress, as the controller has told last
@@ -359,7 +363,7 @@ class Member:
             self.address,
             self.port,
             key=self.key,
-            hello={"process": self.process.number, **self.about},
+            hello={"process": self.process.number, **self.about, "protocol": PROTOCOL},
             check=lambda hello: None if hello.get("controller") else "it is no controller",
             where=f"{self.process.name} to the controller",
             timeout_s=self.start_timeout_s,
@@ -377,43 +381,48 @@ class Member:
         """Notes what this process waits for: told with each beat, and when somebody is lost."""
         self._status = text
 
-    def tell(self, kind: str, **content: Any) -> None:
-        signs = {**self._at, "num_done": self._num_done}
-        self._connection.send({"kind": kind, "status": self._status, **signs, **content})
+    def send(self, record: Record) -> None:
+        """Sends what this process is at, too. Raises OSError if the controller is gone."""
+        standing = dataclasses.replace(self._standing, status=self._status)
+        self._connection.send(encode(record, standing))
 
     def begin(self, work: Work, step: int) -> None:
-        """Tells what this process begins: at once, or it would be news when it is long ago."""
-        num_begun = self._at.get("num_begun", 0) + 1
-        self._at = {"work": work, "at_step": step, "num_begun": num_begun}
-        self.tell("beat")
+        """Says what this process begins: at once, or it would be news when it is long ago."""
+        with self._advancing:
+            num_begun = self._standing.num_begun + 1
+            self._standing = dataclasses.replace(
+                self._standing, work=work, at_step=step, num_begun=num_begun
+            )
+        self.send(Beat())
 
     def advance(self) -> None:
         """Something that a start consists of is done: a program is compiled, a layer is drawn.
 
-        Told with what comes next, and at once where that is a second ago. From any thread.
+        Sent with the next message, and at once where the last was a second ago. From any thread.
         """
         with self._advancing:
-            self._num_done += 1
+            num_done = self._standing.num_done + 1
+            self._standing = dataclasses.replace(self._standing, num_done=num_done)
             if time.monotonic() - self._advanced_s < ADVANCE_S:
                 return
             self._advanced_s = time.monotonic()
         with contextlib.suppress(OSError):  # the listening thread says why
-            self.tell("beat")
+            self.send(Beat())
 
     def addresses(self, numbers: Sequence[int], timeout_s: float) -> dict[int, Any]:
         """The addresses of some processes, by their numbers; once all have come."""
-        self.tell("addresses", of=list(numbers))
-        return dict(self.wait_for("addresses", timeout_s)["found"])
+        self.send(AskAddresses(of=list(numbers)))
+        return dict(self.wait_for(Addresses, timeout_s).found)
 
-    def tell_compiled(
+    def send_compiled(
         self, digests: Mapping[str, str], source: str, files: Mapping[str, str]
     ) -> None:
         """Says that this process could go, and what data it has read; `files` if it is asked."""
         self._files = list(files.items())
-        self.tell("compiled", digests=digests, source=source)
+        self.send(Compiled(digests=dict(digests), source=source))
 
-    def wait_for(self, kind: str, timeout_s: float | None = None) -> Message:
-        """The next message of the controller, which must be of that kind.
+    def wait_for(self, kind: type[R], timeout_s: float | None = None) -> R:
+        """The next record of the controller that is for the main thread; it must be of that kind.
 
         Without a `timeout_s` it waits while the job makes progress, and then for twice as long as
         the next sign of it may take: the controller should have ended the job by then.
@@ -424,7 +433,7 @@ class Member:
             if timeout_s is None:
                 raise PeerError(
                     self.process.name,
-                    f"has waited too long for the {kind} of the launcher",
+                    f"has waited too long for the {kind.kind} of the launcher",
                     found=f"no progress for {time.monotonic() - self._noted_s:.0f} s",
                     fix="see what the launcher says, and start again from the last checkpoint",
                 ) from None
@@ -434,10 +443,10 @@ class Member:
                 found="not all processes came",
                 fix="start them all, or raise distributed.start_timeout_s",
             ) from None
-        assert message["kind"] == kind, f"waited for {kind}, heard {message['kind']}"
+        assert isinstance(message, kind), f"waited for {kind.kind}, heard {message}"
         return message
 
-    def _next(self) -> Message:
+    def _next(self) -> Record:
         """Raises queue.Empty where none comes and there is no progress."""
         self._noted_s = time.monotonic()
         while True:
@@ -449,18 +458,18 @@ class Member:
     def vote(self, step: int) -> None:
         """Says, for its stage, that the end of this step is near."""
         if self.process.leads:
-            self.tell("vote", step=step)
+            self.send(Vote(step=step))
 
     def verdict(self, step: int) -> Verdict:
         """What came of all votes; waits for them."""
-        message = self.wait_for("verdict")
-        assert message["step"] == step, f"the verdict of step {message['step']} in step {step}"
-        return Verdict(message["stop"], message["save"])
+        verdict = self.wait_for(Verdict)
+        assert verdict.step == step, f"the verdict of step {verdict.step} in step {step}"
+        return verdict
 
     def _listen(self) -> None:
         while True:
             try:
-                message = self._connection.receive()
+                record = decode(self._connection.receive(), FROM_CONTROLLER)
             except (OSError, ValueError) as error:
                 if not self._closed.is_set():
                     silent = isinstance(error, TimeoutError)
@@ -473,27 +482,35 @@ class Member:
                         )
                     )
                 return
-            if message.get("num_noted", self._num_noted) != self._num_noted:
-                self._num_noted, self._noted_s = message["num_noted"], time.monotonic()
-            if "limit_s" in message:
-                self._patience_s = 2 * message["limit_s"] + self.timeout_s
-            if message["kind"] == "refused":
-                parts = {name: message[name] for name in ("where", "problem", "found", "fix")}
-                self.on_loss(HolmesError(**parts))
+            if not self._take(record):
                 return
-            if message["kind"] == "clock":
-                self.clock.hear(message["asked_s"], message["now_s"], time.perf_counter())
-            elif message["kind"] == "files":
-                end = message["first"] + message["count"]
+
+    def _take(self, record: Record) -> bool:
+        """Whether to go on listening."""
+        match record:
+            case Heartbeat():
+                if record.num_noted != self._num_noted:
+                    self._num_noted, self._noted_s = record.num_noted, time.monotonic()
+                self._patience_s = 2 * record.limit_s + self.timeout_s
+            case Mistake():
+                self.on_loss(
+                    HolmesError(record.where, record.problem, found=record.found, fix=record.fix)
+                )
+                return False
+            case Clock():
+                self.clock.hear(record.asked_s, record.now_s, time.perf_counter())
+            case AskFiles():
+                files = self._files[record.first : record.first + record.count]
                 with contextlib.suppress(OSError):
-                    self.tell("files", files=self._files[message["first"] : end])
-            elif message["kind"] == "tell":
-                if message.get("stacks"):
+                    self.send(Files(files=files))
+            case AskBeat():
+                if record.stacks:
                     lifeline.write_stacks()
                 with contextlib.suppress(OSError):
-                    self.tell("beat")
-            elif message["kind"] != "beat":
-                self._inbox.put(message)
+                    self.send(Beat())
+            case _:
+                self._inbox.put(record)
+        return True
 
     def _beat(self) -> None:
         """Beats, and asks for the time with each; a few times at once in the beginning."""
@@ -501,4 +518,4 @@ class Member:
         beat_s = self.timeout_s / BEATS
         while not self._closed.wait(min(pauses_s.pop(), beat_s) if pauses_s else beat_s):
             with contextlib.suppress(OSError):  # the listening thread says why
-                self.tell("clock", asked_s=time.perf_counter())
+                self.send(AskClock(asked_s=time.perf_counter()))

@@ -1,6 +1,6 @@
 """Whether all processes of a job have read the same data, and the first file that is not the same.
 
-Each process tells the digests of what it has read when it has compiled. Where they are not all
+Each process reports the digests of what it has read when it has compiled. Where they are not all
 equal, one process of the largest group and the first of another are asked for the digests of their
 files, a piece of the list at a time: a message is small, however many files a corpus has.
 """
@@ -8,8 +8,9 @@ files, a piece of the list at a time: a message is small, however many files a c
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
+from holmesjax.distributed.messages import AskFiles, Compiled, Files
 from holmesjax.errors import DataError
 from holmesjax.plan.processes import Process
 
@@ -18,7 +19,7 @@ ANSWER_S = 30.0  # for a piece; the lists are in memory
 MAX_NAMES = 4  # of processes in a message
 SHOWN = 12  # digits of a digest in a message
 
-Files = Sequence[Sequence[str]]  # path and SHA-256 of each, sorted by path
+FileDigests = Sequence[Sequence[str]]  # path and SHA-256 of each, sorted by path
 
 
 class ReadData(NamedTuple):
@@ -30,7 +31,7 @@ class ReadData(NamedTuple):
 
 @dataclass
 class DataAgreement:
-    """The comparison of all that the processes have told so far.
+    """The comparison of all that the processes have reported so far.
 
     Args:
       processes: of the job.
@@ -38,26 +39,26 @@ class DataAgreement:
     """
 
     processes: Sequence[Process]
-    ask: Callable[[int, dict[str, Any]], None]
-    _told: dict[int, ReadData] = field(default_factory=dict)
+    ask: Callable[[int, AskFiles], None]
+    _read: dict[int, ReadData] = field(default_factory=dict)
     _pair: list[int] = field(default_factory=list)  # who is asked for its files
     _first: int = 0  # place in the lists of the piece that is asked for
-    _pieces: dict[int, Files] = field(default_factory=dict)
+    _pieces: dict[int, FileDigests] = field(default_factory=dict)
     _deadline_s: float | None = None  # of `time.monotonic`, for the answers
 
-    def take(self, number: int, message: Mapping[str, Any]) -> dict[str, str] | None:
-        """The digests, once all processes have told the same.
+    def take(self, number: int, message: Compiled | Files) -> dict[str, str] | None:
+        """The digests, once all processes have reported the same.
 
         Args:
           number: of the process.
-          message: `compiled`, or its answer to a question.
+          message: what it has read, or its answer to a question.
 
         Raises DataError once it is known in what they differ.
         """
-        if message["kind"] == "compiled":
-            self._told[number] = ReadData(message["digests"], message["source"])
-            return self._compare() if len(self._told) == len(self.processes) else None
-        self._pieces[number] = message["files"]
+        if isinstance(message, Compiled):
+            self._read[number] = ReadData(message.digests, message.source)
+            return self._compare() if len(self._read) == len(self.processes) else None
+        self._pieces[number] = message.files
         if len(self._pieces) == len(self._pair):
             self._compare_files()
         return None
@@ -74,7 +75,7 @@ class DataAgreement:
     def _compare(self) -> dict[str, str] | None:
         groups = self._groups()
         if len(groups) == 1:
-            return dict(self._told[0].digests)
+            return dict(self._read[0].digests)
         self._pair = [groups[0][0], min(group[0] for group in groups[1:])]
         if set(self._differing()) == {"order"}:
             raise self._error("the data are the same, and read in another order")
@@ -82,21 +83,21 @@ class DataAgreement:
         return None
 
     def _groups(self) -> list[list[int]]:
-        """Processes that told the same; the largest group first, of equal ones the first."""
+        """Processes that reported the same; the largest group first, of equal ones the first."""
         groups: dict[tuple[tuple[str, str], ...], list[int]] = {}
-        for number in sorted(self._told):
-            groups.setdefault(tuple(sorted(self._told[number].digests.items())), []).append(number)
+        for number in sorted(self._read):
+            groups.setdefault(tuple(sorted(self._read[number].digests.items())), []).append(number)
         return sorted(groups.values(), key=lambda group: -len(group))
 
     def _differing(self) -> list[str]:
-        ours, theirs = (self._told[number].digests for number in self._pair)
+        ours, theirs = (self._read[number].digests for number in self._pair)
         return [name for name in ours if theirs.get(name) != ours[name]]
 
     def _ask(self, first: int) -> None:
         self._first, self._pieces = first, {}
         self._deadline_s = time.monotonic() + ANSWER_S
         for number in self._pair:
-            self.ask(number, {"kind": "files", "first": first, "count": PIECE})
+            self.ask(number, AskFiles(first=first, count=PIECE))
 
     def _compare_files(self) -> None:
         ours, theirs = (self._pieces[number] for number in self._pair)
@@ -115,8 +116,8 @@ class DataAgreement:
         groups, differing = self._groups(), self._differing()
         others = sorted(number for group in groups[1:] for number in group)
         values = "; ".join(
-            f"{self._names(group)} read {self._told[group[0]].source}: "
-            + ", ".join(f"{d} {self._told[group[0]].digests.get(d, '')[:SHOWN]}" for d in differing)
+            f"{self._names(group)} read {self._read[group[0]].source}: "
+            + ", ".join(f"{d} {self._read[group[0]].digests.get(d, '')[:SHOWN]}" for d in differing)
             for group in groups[:MAX_NAMES]
         )
         return DataError(
@@ -137,8 +138,10 @@ class DataAgreement:
         return f"{names} and {more} more" if more > 0 else names
 
 
-def first_difference(ours: Files, theirs: Files) -> tuple[str, str | None, str | None] | None:
-    """The first file that two lists do not have alike, with both digests; None: it is missing.
+def first_difference(
+    ours: FileDigests, theirs: FileDigests
+) -> tuple[str, str | None, str | None] | None:
+    """The first file that two lists do not share, with both digests; None: it is missing.
 
     >>> first_difference([["a", "12"], ["c", "34"]], [["a", "12"], ["b", "56"], ["c", "34"]])
     ('b', None, '56')

@@ -23,6 +23,20 @@ from holmesjax.checkpoints import checkpoint, manifest
 from holmesjax.checkpoints.manifest import Checkpoint
 from holmesjax.data.batches import look_for_data
 from holmesjax.distributed.controller import Member
+from holmesjax.distributed.messages import (
+    Done,
+    End,
+    Failed,
+    Go,
+    Measured,
+    Ready,
+    Record,
+    Saved,
+    Start,
+    Stop,
+    Unsaved,
+    Up,
+)
 from holmesjax.errors import DamagedError, HolmesError
 from holmesjax.hosts import nics
 from holmesjax.hosts.nics import Host
@@ -99,7 +113,7 @@ class _Worker:
     def run(self) -> int:
         # On another thread: the main one may compile, or be in the middle of telling something.
         lifeline.hear_signals(
-            (signal.SIGINT, signal.SIGTERM), lambda number: self._tell("stop", signal=number)
+            (signal.SIGINT, signal.SIGTERM), lambda number: self._send(Stop(signal=number))
         )
         try:
             self._run()
@@ -107,22 +121,21 @@ class _Worker:
             self._give_up(error)
         return 0
 
-    def _tell(self, kind: str, **content: Any) -> None:
+    def _send(self, record: Record) -> None:
         with contextlib.suppress(OSError):  # the listening thread says why
-            self._member.tell(kind, **content)
+            self._member.send(record)
 
     def _give_up(self, error: BaseException) -> NoReturn:
         """Ends this process with what went wrong, from any thread; the first call counts."""
         self._failing.acquire()  # never released
-        status = 1
-        told: dict[str, Any] = {"where": "", "problem": f"{type(error).__name__}: {error}"}
-        last_words = [lambda: self._tell("failed", exit_status=status, **told)]
+        failed = Failed(exit_status=1, where="", problem=f"{type(error).__name__}: {error}")
+        last_words = [lambda: self._send(failed)]
         if isinstance(error, HolmesError):
-            status = error.exit_status
-            told = {**error.parts(), "damaged": isinstance(error, DamagedError)}
+            damaged = isinstance(error, DamagedError)
+            failed = Failed(exit_status=error.exit_status, **error.parts(), damaged=damaged)
         else:
             last_words.insert(0, lambda: traceback.print_exception(error))
-        lifeline.end_process(status, *last_words)
+        lifeline.end_process(failed.exit_status, *last_words)
 
     # ---- the normal course ---------------------------------------------------------------------
 
@@ -135,11 +148,11 @@ class _Worker:
             print(f"warning: {warning}", flush=True)
         ports = Ports.open(self._environment.addresses)
         addresses = {"data": ports.book, "coordinator": self._coordinator(ports.book)}
-        member.tell("ready", addresses=addresses)
+        member.send(Ready(addresses=addresses))
         member.status("waited for the other processes to start")
-        start = member.wait_for("start")
+        start = member.wait_for(Start)
         member.status("was starting JAX")
-        stages = self._join(start["coordinator"])
+        stages = self._join(start.coordinator)
         with ThreadPoolExecutor(1) as pool, ExitStack() as stack:
             reading = pool.submit(read_batches, job.config)
             member.status("was compiling")
@@ -148,11 +161,11 @@ class _Worker:
             batches = reading.result()
             corpus = batches.corpus
             # XLA:CPU gives up on a collective whose other processes come half a minute later.
-            member.tell_compiled(batches.digests(), corpus.source, corpus.files)
+            member.send_compiled(batches.digests(), corpus.source, corpus.files)
             member.status("waited for the other processes to compile")
-            member.wait_for("go")
+            member.wait_for(Go)
             member.status("was reading the checkpoint")
-            saved = self._checkpoint(start["resume"])
+            saved = self._checkpoint(start.resume)
             states = (
                 checkpoint.restore(saved, stages)
                 if saved
@@ -164,19 +177,19 @@ class _Worker:
                 batches=batches,
                 clock=stack.enter_context(Clock(len(job.plan.stages))),
                 writer=stack.enter_context(
-                    checkpoint.Writer(job.run_dir, stages, self._tell_saved, self._tell_unsaved)
+                    checkpoint.Writer(job.run_dir, stages, self._send_saved, self._send_unsaved)
                 ),
-                tell=_Teller(member),
+                tell=_Reporter(member),
                 is_stopping=lambda: self._stopping,
                 is_saving=self._decide,
                 begins=self._begins,
                 vote=lambda: self._member.vote(self._step),
             )
-            member.tell("up")
-            done = session.run(states, start["resume"], sequences=saved.sequences if saved else 0)
+            member.send(Up())
+            done = session.run(states, start.resume, sequences=saved.sequences if saved else 0)
         member.status("waited for the other processes to end")
-        member.tell("done", step=done)
-        member.wait_for("end")
+        member.send(Done(step=done))
+        member.wait_for(End)
         if isinstance(runner, Pipeline):
             runner.close()
         if len(self._domain) > 1:
@@ -259,17 +272,17 @@ class _Worker:
         [found] = [found for found in manifest.find(self._job.run_dir) if found.step == step]
         return found
 
-    def _tell_saved(
+    def _send_saved(
         self, step: int, arrays: dict[str, dict[str, Any]], files: manifest.Files
     ) -> None:
-        self._member.tell("saved", step=step, arrays=arrays, files=files)
+        self._member.send(Saved(step=step, arrays=arrays, files=files))
 
-    def _tell_unsaved(self, step: int, reason: str) -> None:
-        self._member.tell("unsaved", step=step, reason=reason)
+    def _send_unsaved(self, step: int, reason: str) -> None:
+        self._member.send(Unsaved(step=step, reason=reason))
 
 
-class _Teller:
-    """Sends parts to the controller, with times on its clock; only one process tells of a stage."""
+class _Reporter:
+    """Reports steps to the controller, on its clock; one process reports the tasks of a stage."""
 
     def __init__(self, member: Member):
         self._member = member
@@ -280,4 +293,4 @@ class _Teller:
             interval._replace(start_s=interval.start_s + offset_s, end_s=interval.end_s + offset_s)
             for interval in (part["intervals"] if leads else ())
         ]
-        self._member.tell("part", part={**part, "intervals": intervals})
+        self._member.send(Measured(part={**part, "intervals": intervals}))

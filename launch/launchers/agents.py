@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from holmesjax.distributed.controller import ProcessEvent
+from holmesjax.distributed.messages import Exit, Failed, Output, ProcessEvent
 from holmesjax.errors import PeerError
 from holmesjax.plan.processes import Process, node_processes
 from holmesjax.topology.machines import Topology
@@ -138,14 +138,13 @@ class Agents:
 
     def _hear(self) -> None:
         while not self._events.empty():
-            event = self._events.get()
-            if event.kind == "output":
-                self._lines[event.process].append(event.message["line"])
-            elif event.kind == "exit":
-                self._ended[event.process] = f"ended with status {event.message['status']}"
-            elif event.kind == "failed":
-                told = event.message
-                self._ended[event.process] = f"{told['where']}: {told['problem']} ({told['found']})"
+            number, record = self._events.get()
+            if isinstance(record, Output):
+                self._lines[number].append(record.line)
+            elif isinstance(record, Exit):
+                self._ended[number] = f"ended with status {record.status}"
+            elif isinstance(record, Failed):
+                self._ended[number] = f"{record.where}: {record.problem} ({record.found})"
 
     def _why(self, process: Process) -> str:
         lines = [line.strip() for line in self._lines[process.number] if line.strip()]

@@ -13,7 +13,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
-from holmesjax.distributed.controller import ProcessEvent
+from holmesjax.distributed.messages import Exit, Output, ProcessEvent
 from holmesjax.errors import REQUEUE, ConfigError
 from holmesjax.plan.processes import Process
 
@@ -230,10 +230,10 @@ def _read(
 ) -> None:
     with sock, io.TextIOWrapper(io.BufferedReader(_Output(sock)), errors="replace") as output:
         for line in output:
-            events.put(ProcessEvent(number, "output", {"line": line.rstrip("\n")}))
+            events.put(ProcessEvent(number, Output(line=line.rstrip("\n"))))
     status = process.wait()
     _kill_group(process)
-    events.put(ProcessEvent(number, "exit", {"status": status}))
+    events.put(ProcessEvent(number, Exit(status=status)))
 
 
 def _kill_group(child: subprocess.Popen[bytes]) -> None:

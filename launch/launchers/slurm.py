@@ -18,7 +18,7 @@ from typing import Annotated
 from pydantic import Field
 
 from holmesjax.checkpoints import resume
-from holmesjax.distributed.controller import ProcessEvent
+from holmesjax.distributed.messages import Exit, Output, ProcessEvent, Record
 from holmesjax.errors import REQUEUE, ConfigError, HolmesError
 from holmesjax.job import Job
 from holmesjax.lease import Lease
@@ -289,26 +289,28 @@ class _Tasks:
         self._failed: set[int] = set()  # places in the component
 
     def put(self, event: ProcessEvent) -> None:
-        if event.kind == "exit":
+        record = event.record
+        if isinstance(record, Exit):
             # Unless it said of a task how that one failed, srun itself failed, or none did.
-            status = 0 if self._failed else event.message["status"]
+            status = 0 if self._failed else record.status
             for position in set(range(len(self._numbers))) - self._failed:
-                self._tell(position, "exit", status=status)
+                self._put(position, Exit(status=status))
             return
-        line = event.message["line"]
+        assert isinstance(record, Output), f"what is {event}?"
+        line = record.line
         if found := LABELLED.fullmatch(line):
-            self._tell(int(found[1]), "output", line=found[2])
+            self._put(int(found[1]), Output(line=found[2]))
             return
-        self._tell(0, "output", line=line)
+        self._put(0, Output(line=line))
         if found := ENDED.fullmatch(line):
             name = found[3] and found[3].removesuffix(" (core dumped)")
             status = -SIGNALS.get(name, signal.SIGKILL) if name else int(found[2])
             for position in _places(found[1]):
                 self._failed.add(position)
-                self._tell(position, "exit", status=status)
+                self._put(position, Exit(status=status))
 
-    def _tell(self, position: int, kind: str, **message: object) -> None:
-        self._events.put(ProcessEvent(self._numbers[position], kind, message))
+    def _put(self, position: int, record: Record) -> None:
+        self._events.put(ProcessEvent(self._numbers[position], record))
 
 
 def _places(text: str) -> list[int]:

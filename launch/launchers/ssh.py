@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
-from holmesjax.distributed.controller import ProcessEvent
+from holmesjax.distributed.messages import Exit, Failed, Output, ProcessEvent
 from holmesjax.errors import REQUEUE, ConfigError, HolmesError, Mistakes
 from holmesjax.plan.processes import Process
 from holmesjax.topology.machines import Topology
@@ -190,16 +190,18 @@ class _Ears:
         self._lines: deque[str] = deque(maxlen=20)
 
     def put(self, event: ProcessEvent) -> None:
-        if event.kind == "output":
-            self._lines.append(event.message["line"])
-        elif (told := self._told(status := event.message["status"])) is not None:
-            event = ProcessEvent(event.process, "failed", told)
-        elif status > 128:  # how a shell says that a signal ended its command
-            event = event._replace(message={"status": 128 - status})
+        record = event.record
+        if isinstance(record, Output):
+            self._lines.append(record.line)
+        elif isinstance(record, Exit):
+            if failed := self._failed(record.status):
+                event = event._replace(record=failed)
+            elif record.status > 128:  # how a shell says that a signal ended its command
+                event = event._replace(record=Exit(status=128 - record.status))
         self._events.put(event)
 
-    def _told(self, status: int) -> dict[str, object] | None:
-        """What a process that gives up would tell, if this one was never started or is cut off."""
+    def _failed(self, status: int) -> Failed | None:
+        """The reason, if this process was never started or is cut off."""
         host = self._host
         if status in REFUSALS:
             refusal = REFUSALS[status]
@@ -212,13 +214,13 @@ class _Ears:
             found = self._lines[-1].strip() if self._lines else "not a word"
         else:
             return None
-        return {
-            "where": f"ssh {host.destination}",
-            "problem": refusal.problem,
-            "found": found,
-            "fix": refusal.fix.format(destination=host.destination),
-            "exit_status": refusal.exit_status,
-        }
+        return Failed(
+            exit_status=refusal.exit_status,
+            where=f"ssh {host.destination}",
+            problem=refusal.problem,
+            found=found,
+            fix=refusal.fix.format(destination=host.destination),
+        )
 
 
 # ---- where ssh goes ------------------------------------------------------------------------------

@@ -11,7 +11,17 @@ import pytest
 
 from holmesjax.config import DistributedConfig
 from holmesjax.distributed.controller import ClockOffset, Controller, Member, differences
-from holmesjax.distributed.worker import _Teller
+from holmesjax.distributed.messages import (
+    Addresses,
+    AskBeat,
+    AskFiles,
+    Beat,
+    Go,
+    Ready,
+    Start,
+    Verdict,
+)
+from holmesjax.distributed.worker import _Reporter
 from holmesjax.errors import DataError, HolmesError, PeerError, RefusedError
 from holmesjax.plan.processes import Process
 from holmesjax.runtime.domain import coordinator_port
@@ -46,7 +56,7 @@ def open_controller(processes, silence_s=SILENCE_S):
         address="127.0.0.1",
         port=0,
         about=ABOUT,
-        start={"resume": 7},
+        resume=7,
         key=KEY,
         heartbeat_timeout_s=silence_s,
         is_saving=lambda step: step % 2 == 0,
@@ -83,26 +93,26 @@ def members(controller):
 
 def next_event(controller, kind):
     event = controller.events.get(timeout=5)
-    assert event.kind == kind, event
+    assert event.record.kind == kind, event
     return event
 
 
 def tell_ready(member):
     number = member.process.number
     coordinator = ["there", number] if member.process.leads else None
-    member.tell("ready", addresses={"data": ["here", number], "coordinator": coordinator})
+    member.send(Ready(addresses={"data": ["here", number], "coordinator": coordinator}))
 
 
 def test_the_start_comes_when_all_are_there_and_has_what_one_needs(controller, members):
     for member in members[:2]:
         tell_ready(member)
     with pytest.raises(PeerError, match="not all processes came"):
-        members[0].wait_for("start", 0.2)
+        members[0].wait_for(Start, 0.2)
     tell_ready(members[2])
     for member in members:
         leader = 0 if member.process.stage == 0 else 2
-        start = {"kind": "start", "coordinator": ["there", leader], "resume": 7}
-        assert member.wait_for("start", 5) == start
+        start = Start(coordinator=["there", leader], resume=7)
+        assert member.wait_for(Start, 5) == start
     assert members[0].addresses([2, 0], 5) == {2: ["here", 2], 0: ["here", 0]}
 
 
@@ -143,10 +153,10 @@ def test_tasks_of_all_hosts_stand_on_the_clock_of_the_controller():
         clock = ClockOffset()
         clock.hear(10.0, 10.1 + ahead_s, 10.2)
         member = SimpleNamespace(
-            process=process(0, 0, rank), clock=clock, tell=lambda kind, part: told.append(part)
+            process=process(0, 0, rank), clock=clock, send=lambda record: told.append(record.part)
         )
         task = Interval(0, "F", 0, 9000.0 - ahead_s, 9001.0 - ahead_s)
-        _Teller(member)({"step": 1, "intervals": [task]})
+        _Reporter(member)({"step": 1, "intervals": [task]})
     times_s = [[(i.start_s, i.end_s) for i in part["intervals"]] for part in told]
     want = [(pytest.approx(9000.0), pytest.approx(9001.0))]
     assert times_s == [want, want, []]
@@ -181,7 +191,7 @@ def test_a_member_that_takes_nothing_holds_up_nobody(controller, members, monkey
 
     monkeypatch.setattr(members[1]._connection, "receive", receive)
     for _ in range(2):  # it may be about to take one
-        controller.send(1, {"kind": "end", "words": "x" * (1 << 25)})
+        controller.send(1, Addresses(found=["x" * (1 << 25)]))
     for step in (1, 2):
         members[0].vote(step)
         members[2].vote(step)
@@ -193,22 +203,22 @@ def test_a_member_that_takes_nothing_holds_up_nobody(controller, members, monkey
 
 def test_nobody_goes_before_all_are_told_to(controller, members):
     for member in members:
-        member.tell_compiled({"train": "1"}, "here", {})
+        member.send_compiled({"train": "1"}, "here", {})
         event = next_event(controller, "compiled")
         assert event.process == member.process.number
-        assert event.message["digests"] == {"train": "1"}
+        assert event.record.digests == {"train": "1"}
     with pytest.raises(PeerError, match="has not started within"):
-        members[0].wait_for("go", 0.2)
-    controller.broadcast({"kind": "go"})
+        members[0].wait_for(Go, 0.2)
+    controller.broadcast(Go())
     for member in members:
-        assert member.wait_for("go", 5) == {"kind": "go"}
+        assert member.wait_for(Go, 5) == Go()
 
 
 def test_a_member_tells_the_digests_of_the_files_that_are_asked_for(controller, members):
-    members[1].tell_compiled({}, "here", {"a": "1", "b": "2", "c": "3"})
+    members[1].send_compiled({}, "here", {"a": "1", "b": "2", "c": "3"})
     next_event(controller, "compiled")
-    controller.send(1, {"kind": "files", "first": 1, "count": 2})
-    assert next_event(controller, "files").message["files"] == [["b", "2"], ["c", "3"]]
+    controller.send(1, AskFiles(first=1, count=2))
+    assert next_event(controller, "files").record.files == [["b", "2"], ["c", "3"]]
 
 
 def test_a_mistake_of_the_job_ends_all_members_with_it(controller):
@@ -217,7 +227,7 @@ def test_a_mistake_of_the_job_ends_all_members_with_it(controller):
         join(controller, who, on_loss=end.put) for who, end in zip(PROCESSES, ends, strict=True)
     ]
     for member in members:  # who has told something is seated
-        member.tell_compiled({}, "here", {})
+        member.send_compiled({}, "here", {})
         next_event(controller, "compiled")
     mistake = DataError("c0/n0", "has other data", found="1, not 2", fix="copy it")
     controller.refuse(mistake)
@@ -256,13 +266,13 @@ def test_who_does_not_belong_is_refused(controller, members, change, words):
     for word in words:
         assert word in str(error.value)
     if who is PROCESSES[1] or "about" in change:  # whoever started the job is told too
-        assert words[0] in str(next_event(controller, "refused").message)
+        assert words[0] in str(next_event(controller, "refused").record)
 
 
 def test_a_wrong_key_is_told_on_both_ends(controller):
     with pytest.raises(PeerError, match="nobody who holds the key of this job answers"):
         join(controller, PROCESSES[0], key=b"x" * connections.KEY_BYTES)
-    assert connections.WRONG_KEY in next_event(controller, "warning").message["text"]
+    assert connections.WRONG_KEY in next_event(controller, "warning").record.text
 
 
 def test_differences_are_told_with_both_values():
@@ -289,7 +299,7 @@ def test_a_silent_member_is_told_in_time_and_a_quiet_one_is_not(controller, memb
 
 def test_who_misses_heartbeats_is_known_before_its_time_is_up(controller, members, monkeypatch):
     monkeypatch.setattr(members[1]._connection, "send", lambda message: None)
-    controller.broadcast({"kind": "tell"})
+    controller.broadcast(AskBeat())
     deadline_s = time.monotonic() + SILENCE_S
     while list(controller.overdue()) != [1]:
         assert time.monotonic() < deadline_s
@@ -308,24 +318,27 @@ def test_members_notice_that_the_controller_is_gone(controller):
 def test_a_controller_that_stops_beating_is_gone(monkeypatch):
     """It holds the connection open and says nothing, as a stopped process does."""
     with open_controller(PROCESSES, silence_s=1000.0) as controller:
-        controller._hear = lambda seat, message: None  # it does not answer
+        controller._hear = lambda seat, record, standing: None  # it does not answer
         lost = queue.Queue()
         member = join(controller, PROCESSES[0], on_loss=lost.put)
         assert f"silent for {SILENCE_S:g} s" in str(lost.get(timeout=10 * SILENCE_S))
         member.close()
 
 
-def test_a_member_that_talks_nonsense_is_lost_and_the_others_go_on(controller, members):
-    members[1]._connection.send({"kind": "vote"})
+@pytest.mark.parametrize(
+    "nonsense", [{"kind": "vote"}, {"kind": "beat", "work": "play"}], ids=["record", "standing"]
+)
+def test_a_member_that_talks_nonsense_is_lost_and_the_others_go_on(controller, members, nonsense):
+    members[1]._connection.send(nonsense)
     assert next_event(controller, "lost").process == 1
     members[0].vote(1)
     members[2].vote(1)
-    assert members[2].verdict(1) == (False, False)
+    assert members[2].verdict(1) == Verdict(step=1, stop=False, save=False)
 
 
 def test_what_it_is_asked_to_tell_comes_at_once(controller, members):
     members[2].status("waited for B1")
-    controller.broadcast({"kind": "tell"})
+    controller.broadcast(AskBeat())
     deadline_s = time.monotonic() + 5
     while controller.status(2) != "waited for B1":
         assert time.monotonic() < deadline_s
@@ -340,7 +353,7 @@ def test_what_is_done_at_a_start_is_progress_and_a_heartbeat_is_none(controller,
         return controller._progress.num_noted
 
     before = noted(1)
-    members[0].tell("beat")
+    members[0].send(Beat())
     assert noted(2) == before
     members[0].advance()
     assert noted(3) == before + 1

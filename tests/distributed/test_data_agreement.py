@@ -15,6 +15,7 @@ from holmesjax import job as jobs
 from holmesjax.data.batches import order_digest
 from holmesjax.distributed import data_agreement
 from holmesjax.distributed.data_agreement import DataAgreement
+from holmesjax.distributed.messages import Compiled, Files
 from holmesjax.errors import DataError
 from holmesjax.plan.processes import Process
 from holmesjax.report import metrics
@@ -43,14 +44,14 @@ def agree(*corpora, orders=None, mute=()):
         assert agreed is None, "it did not wait for all"
         digests = {"train": str(sorted(files.items())), "validation": "", "order": "0"}
         digests |= {"order": orders[number]} if orders else {}
-        told = {"kind": "compiled", "digests": digests, "source": f"/data/{number}"}
+        told = Compiled(digests=digests, source=f"/data/{number}")
         agreed = agrees.take(number, told)
     while questions:
         number, question = questions.pop(0)
-        end = question["first"] + question["count"]
-        piece = [list(item) for item in sorted(corpora[number].items())[question["first"] : end]]
+        end = question.first + question.count
+        piece = [list(item) for item in sorted(corpora[number].items())[question.first : end]]
         if number not in mute:
-            agrees.take(number, {"kind": "files", "files": piece})
+            agrees.take(number, Files(files=piece))
     agrees.check()
     return agreed
 

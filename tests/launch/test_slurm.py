@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from holmesjax import job as jobs
-from holmesjax.distributed.controller import ProcessEvent
+from holmesjax.distributed.messages import Exit, Output, ProcessEvent
 from holmesjax.errors import HolmesError
 from holmesjax.hosts import nics
 from holmesjax.hosts.process_environment import ProcessEnvironment
@@ -363,12 +363,12 @@ def told(lines: list[str], status: int) -> list[tuple]:
     events = queue.Queue()
     tasks = slurm._Tasks(tasks_of(4, 6, 5), events)
     for line in lines:
-        tasks.put(ProcessEvent(0, "output", {"line": line}))
-    tasks.put(ProcessEvent(0, "exit", {"status": status}))
+        tasks.put(ProcessEvent(0, Output(line=line)))
+    tasks.put(ProcessEvent(0, Exit(status=status)))
     found = []
     while not events.empty():
-        event = events.get()
-        found.append((event.process, event.message.get("line", event.message.get("status"))))
+        number, record = events.get()
+        found.append((number, record.line if isinstance(record, Output) else record.status))
     return found
 
 

@@ -18,6 +18,7 @@ from types import SimpleNamespace
 import pytest
 
 from holmesjax import job as jobs
+from holmesjax.distributed.messages import Exit
 from holmesjax.errors import HolmesError
 from holmesjax.plan.processes import make_processes
 from holmesjax.report import metrics
@@ -261,8 +262,8 @@ def test_the_status_of_a_process_comes_through(sshd, tmp_path, script, status):
     finally:
         ssh.end()
     addresses = '{"infiniband": ["127.0.9.1"], "ethernet": ["127.0.9.1"]}'
-    assert output.message["line"] == f"it's $HOME -m launch worker a b {addresses}"
-    assert (exited.process, exited.kind, exited.message) == (0, "exit", {"status": status})
+    assert output.record.line == f"it's $HOME -m launch worker a b {addresses}"
+    assert exited == (0, Exit(status=status))
 
 
 # ---- the hosts file ------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ import threading
 import pytest
 
 from holmesjax import job as jobs
-from holmesjax.distributed.controller import ProcessEvent
+from holmesjax.distributed.messages import Exit, Failed, Lost, ProcessEvent, Silent
 from holmesjax.errors import FatalError, HolmesError, PeerError
 from launch import restarts
 from launch.failure_causes import cause_of
@@ -18,7 +18,7 @@ from tests.jobs import write_run
 from tests.scripted_member import ScriptedLauncher
 
 CLUSTERS = {"a": (1, 1), "b": (1,)}
-MISTAKE = {"where": "stage 0", "problem": "has 7 devices, needs 8", "found": 7, "fix": "add one"}
+MISTAKE = {"where": "stage 0", "problem": "has 7 devices, needs 8", "found": "7", "fix": "add one"}
 LOSS = {"where": "link a -> b", "problem": "was lost", "found": "a reset", "fix": "start again"}
 BUG = {"where": "", "problem": "XlaRuntimeError: gloo"}
 
@@ -38,16 +38,16 @@ def told(content, status):
 # ---- the cause -----------------------------------------------------------------------------------
 
 FAILURES = {
-    "mistake": ("failed", {**MISTAKE, "exit_status": 2}),
-    "fatal": ("failed", {**MISTAKE, "exit_status": 1}),
-    "exit 2": ("exit", {"status": 2}),
-    "killed": ("exit", {"status": -signal.SIGKILL}),
-    "silent": ("silent", {"silent_s": 40.0}),
-    "bug": ("failed", {**BUG, "exit_status": 1}),
-    "loss": ("failed", {**LOSS, "exit_status": 75}),
-    "aborted": ("exit", {"status": -signal.SIGABRT}),
-    "exit 75": ("exit", {"status": 75}),
-    "lost": ("lost", {}),
+    "mistake": Failed(**MISTAKE, exit_status=2),
+    "fatal": Failed(**MISTAKE, exit_status=1),
+    "exit 2": Exit(status=2),
+    "killed": Exit(status=-signal.SIGKILL),
+    "silent": Silent(silent_s=40.0),
+    "bug": Failed(**BUG, exit_status=1),
+    "loss": Failed(**LOSS, exit_status=75),
+    "aborted": Exit(status=-signal.SIGABRT),
+    "exit 75": Exit(status=75),
+    "lost": Lost(),
 }
 
 
@@ -67,12 +67,12 @@ FAILURES = {
 def test_the_cause_is_found_in_whatever_order_failures_come(cause, others):
     for other in others:
         for names in ([cause, other], [other, cause]):
-            events = [ProcessEvent(number, *FAILURES[name]) for number, name in enumerate(names)]
+            events = [ProcessEvent(number, FAILURES[name]) for number, name in enumerate(names)]
             assert cause_of(events).process == names.index(cause), names
 
 
 def test_of_failures_alike_the_first_is_the_cause():
-    events = [ProcessEvent(number, *FAILURES["loss"]) for number in (2, 0, 1)]
+    events = [ProcessEvent(number, FAILURES["loss"]) for number in (2, 0, 1)]
     assert cause_of(events).process == 2
 
 

@@ -358,8 +358,8 @@ BUGS = (
     Bug(
         name="blames-who-waits",
         module="launch.failure_causes",
-        old='return 5\n        return 0 if "fix" in message else 4',
-        new='return 0\n        return 0 if "fix" in message else 4',
+        old="return 5\n        return 4 if record.fix is None else 0",
+        new="return 0\n        return 4 if record.fix is None else 0",
         wrong="a process that tells of the loss of another is blamed for it",
         tests=(
             "tests/launch/test_supervisor.py::test_the_cause_is_found_in_whatever_order_failures_come",
@@ -368,8 +368,8 @@ BUGS = (
     Bug(
         name="signals-as-statuses",
         module="launch.launchers.ssh",
-        old='message={"status": 128 - status}',
-        new='message={"status": status - 128}',
+        old="record=Exit(status=128 - record.status)",
+        new="record=Exit(status=record.status - 128)",
         wrong="a process that was killed on a host counts as one that ended with a status",
         tests=("tests/launch/test_ssh.py::test_the_status_of_a_process_comes_through",),
     ),
