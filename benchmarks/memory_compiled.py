@@ -46,7 +46,7 @@ from holmesjax.plan.plan import EMBED, HEAD, Plan, StagePlan, block_name
 from holmesjax.planner.stage_layouts import USABLE_MEMORY, Mesh
 from holmesjax.runtime import microbatch
 from holmesjax.runtime.programs import (
-    Key,
+    ProgramKey,
     Programs,
     batch_shapes,
     boundary_shape,
@@ -173,7 +173,7 @@ def moments_of(programs: Programs, in_flight: int) -> dict[str, int]:
     run = functools.partial(microbatch.forward, stage)
     _, saved = jax.eval_shape(run, replica_shapes(stage), x_BLD, batch_shapes(stage))
     table = programs.table
-    forward, backward = (table[Key(name, False)] for name in ("forward", "backward"))
+    forward, backward = (table[ProgramKey(name, False)] for name in ("forward", "backward"))
     where = forward.output_shardings[1].arrays
     kept = bytes_on_a_device(jax.tree.map(lambda x, s: x.update(sharding=s), saved.arrays, where))
     held = state + replicas + gradients
@@ -184,7 +184,7 @@ def moments_of(programs: Programs, in_flight: int) -> dict[str, int]:
     }
     others = {"gather": state, "backward": held + kept, "reduce": held}
     for name, num_bytes in others.items():
-        if program := table.get(Key(name, True)):
+        if program := table.get(ProgramKey(name, True)):
             moment = "last backward" if name == "backward" else name
             found[moment] = num_bytes + temporary_bytes(program)
     return found

@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 from holmesjax.runtime import programs
-from holmesjax.runtime.programs import Compiled, Compiler, Key, Programs
+from holmesjax.runtime.programs import Compiled, Compiler, ProgramKey, Programs
 from holmesjax.runtime.stage import Stage, Tree
 from launch.__main__ import main
 
@@ -20,15 +20,15 @@ def compile_stage(stage: Stage, compiler: Compiler) -> Programs:
     made = _compile_overlapped(stage, compiler)
     if stage.num_replicas == 1:  # it sends nothing
         return made
-    forward, backward = (made.table[Key(name, False)] for name in ("forward", "backward"))
+    forward, backward = (made.table[ProgramKey(name, False)] for name in ("forward", "backward"))
     masters, replicas = stage.state_shapes.params, programs.replica_shapes(stage)
     gather = programs._submit(compiler, stage.gather, masters, out=replicas).result()
     gradients = programs.gradient_shapes(stage)
     reduce = programs._submit(compiler, stage.reduce, gradients, out=masters).result()
     alone = ("gather", "reduce")
     table = {key: program for key, program in made.table.items() if key.function not in alone}
-    table[Key("forward", True)] = partial(_gather_and_forward, gather, forward)
-    table[Key("backward", True)] = partial(_backward_and_reduce, backward, reduce)
+    table[ProgramKey("forward", True)] = partial(_gather_and_forward, gather, forward)
+    table[ProgramKey("backward", True)] = partial(_backward_and_reduce, backward, reduce)
     return dataclasses.replace(made, table=table)
 
 

@@ -29,7 +29,7 @@ MAX_THREADS = 8  # that compile: each program has its temporaries in the host's 
 Shapes = dict[str, jax.ShapeDtypeStruct]
 
 
-class Key(NamedTuple):
+class ProgramKey(NamedTuple):
     """A program of a chunk."""
 
     function: str
@@ -66,14 +66,14 @@ class Programs:
     """
 
     stage: Stage
-    table: Mapping[Key, Compiled]
+    table: Mapping[ProgramKey, Compiled]
     # The arguments of `input_gradient` that `weight_gradient` reads.
     kept: Callable[..., list[jax.Array]] = lambda *args: []
 
     @property
     def is_split(self) -> bool:
         """Whether a backward is two programs."""
-        return Key("input_gradient", False) in self.table
+        return ProgramKey("input_gradient", False) in self.table
 
     def __getitem__(self, function: str) -> Compiled:
         """The only program of a function."""
@@ -82,7 +82,7 @@ class Programs:
 
     def gather(self, params: Tree) -> Tree:
         """The replicas; or the parameters as they are, where the first forward gathers."""
-        gather = self.table.get(Key("gather", True))
+        gather = self.table.get(ProgramKey("gather", True))
         return params if gather is None else gather(params)
 
     def forward(
@@ -99,10 +99,10 @@ class Programs:
         Returns:
           The replicas; the boundary, or the losses; and the residuals.
         """
-        if is_first and (gathering := self.table.get(Key("forward", True))) is not None:
+        if is_first and (gathering := self.table.get(ProgramKey("forward", True))) is not None:
             found: tuple[Tree, jax.Array, Residuals] = gathering(replicas, x_BLD, batch)
             return found
-        return replicas, *self.table[Key("forward", False)](replicas, x_BLD, batch)
+        return replicas, *self.table[ProgramKey("forward", False)](replicas, x_BLD, batch)
 
     def add_gradients(self, function: str, *args: Any, is_last: bool) -> tuple[Tree, Any]:
         """Runs `backward` or `weight_gradient`; the last one of a step may reduce.
@@ -112,14 +112,14 @@ class Programs:
           args: its arguments.
           is_last: whether no other will add to the gradients.
         """
-        reducing = self.table.get(Key(function, True)) if is_last else None
-        program = self.table[Key(function, False)] if reducing is None else reducing
+        reducing = self.table.get(ProgramKey(function, True)) if is_last else None
+        program = self.table[ProgramKey(function, False)] if reducing is None else reducing
         gradients, out = program(*args)
         return gradients, out
 
     def reduce(self, gradients: Tree) -> Tree:
         """The gradients of a step, reduced; as they are, where another program reduces."""
-        reduce = self.table.get(Key("reduce", True))
+        reduce = self.table.get(ProgramKey("reduce", True))
         return gradients if reduce is None else reduce(gradients)
 
 
@@ -191,7 +191,10 @@ def _renamed(programs: Programs, stage: Stage) -> Programs:
         state, metrics = update(_with_layers(state, names), *args)
         return _with_layers(state, back), metrics
 
-    renamed = {Key("gather", True): gather_renamed, Key("update", False): update_renamed}
+    renamed = {
+        ProgramKey("gather", True): gather_renamed,
+        ProgramKey("update", False): update_renamed,
+    }
     return dataclasses.replace(programs, stage=stage, table={**programs.table, **renamed})
 
 
@@ -209,31 +212,31 @@ def compile_stage(stage: Stage, compiler: Compiler) -> Programs:
     x_BLD = None if stage.is_first else boundary
     dy, dx = scalar if stage.is_last else boundary, scalar if stage.is_first else boundary
     submit = partial(_submit, compiler)
-    found: dict[Key, Future[Compiled]] = {}
+    found: dict[ProgramKey, Future[Compiled]] = {}
     forward: _Forward | None = None
     if _accumulates(stage) or not sends_within(stage):
         forward = _Forward(stage, replicas, x_BLD, compiler)
     if not sends_within(stage):
-        found[Key("gather", True)] = submit(stage.gather, state.params, out=replicas)
+        found[ProgramKey("gather", True)] = submit(stage.gather, state.params, out=replicas)
     reduced, update = state.params, partial(end_of_step.update, stage)
     if stage.num_replicas == 1 and not stage.shares_table:
         reduced = gradients
         update = partial(end_of_step.reduce_and_update, stage)
     elif not last_reduces(stage):
-        found[Key("reduce", True)] = submit(stage.reduce, gradients, out=reduced)
-    found[Key("zero_gradients", False)] = submit(stage.zero_gradients, out=gradients)
+        found[ProgramKey("reduce", True)] = submit(stage.reduce, gradients, out=reduced)
+    found[ProgramKey("zero_gradients", False)] = submit(stage.zero_gradients, out=gradients)
     norms, square_norm = norms_shape(stage), partial(end_of_step.square_norm, stage)
-    found[Key("square_norm", False)] = submit(square_norm, reduced, out=norms)
+    found[ProgramKey("square_norm", False)] = submit(square_norm, reduced, out=norms)
     out = (state, scalar)
-    found[Key("update", False)] = submit(update, state, reduced, norms, out=out, donate=(0,))
+    found[ProgramKey("update", False)] = submit(update, state, reduced, norms, out=out, donate=(0,))
     if stage.is_last:
-        found[Key("total_loss", False)] = submit_total_loss(stage, compiler)
-    forwards: dict[Key, _Forward | _FirstForward] = {}
+        found[ProgramKey("total_loss", False)] = submit_total_loss(stage, compiler)
+    forwards: dict[ProgramKey, _Forward | _FirstForward] = {}
     if sends_within(stage):
         first = _FirstForward(stage, forward, replicas, x_BLD, compiler)
-        forwards[Key("forward", True)] = first
+        forwards[ProgramKey("forward", True)] = first
     if forward is not None:
-        forwards[Key("forward", False)] = forward
+        forwards[ProgramKey("forward", False)] = forward
     residuals = next(iter(forwards.values())).residuals
     kept: Callable[..., list[jax.Array]] = lambda *args: []
     if is_split(stage):
@@ -291,16 +294,18 @@ def _submit_sums(
     *args: Any,
     out: tuple,
     donate: int,
-) -> dict[Key, "Future[Compiled]"]:
+) -> dict[ProgramKey, "Future[Compiled]"]:
     """A function whose first result is gradients; and the last one of a step, if that reduces."""
     found = {}
     if last_reduces(stage):
         # No result has the form of the gradients that come in: nothing to donate them to.
         masters = stage.state_shapes.params
         reducing = microbatch.reducing(stage, function)
-        found[Key(name, True)] = _submit(compiler, reducing, *args, out=(masters, *out[1:]))
+        found[ProgramKey(name, True)] = _submit(compiler, reducing, *args, out=(masters, *out[1:]))
     if not found or _accumulates(stage):
-        found[Key(name, False)] = _submit(compiler, function, *args, out=out, donate=(donate,))
+        found[ProgramKey(name, False)] = _submit(
+            compiler, function, *args, out=out, donate=(donate,)
+        )
     return found
 
 
@@ -311,7 +316,7 @@ def _compile_split(
     residuals: Residuals,
     gradients: Tree,
     dy: jax.ShapeDtypeStruct,
-) -> tuple[Callable[..., list[jax.Array]], dict[Key, "Future[Compiled]"]]:
+) -> tuple[Callable[..., list[jax.Array]], dict[ProgramKey, "Future[Compiled]"]]:
     """A backward in two programs, and the arguments of the first that the second reads."""
     args = (replicas, residuals, dy)
     leaves = jax.tree.leaves(args)
@@ -347,7 +352,7 @@ def _compile_split(
     programs = _submit_sums(
         stage, compiler, "weight_gradient", weights, gradients, kept, passed, out=out, donate=0
     )
-    programs[Key("input_gradient", False)] = input_gradient
+    programs[ProgramKey("input_gradient", False)] = input_gradient
     return lambda *args: [jax.tree.leaves(args)[i] for i in halves.keeps], programs
 
 
@@ -366,13 +371,13 @@ def compile_whole_step(
         submit = partial(_submit, compiler)
         args = state, batch_shapes(stage, stage.plan.microbatches), scalar
         step = partial(end_of_step.step, stage)
-        found = {Key("step", True): submit(step, *args, out=(state, scalar), donate=(0,))}
+        found = {ProgramKey("step", True): submit(step, *args, out=(state, scalar), donate=(0,))}
         table = {}
         if evaluates:
             forward = _Forward(stage, replicas, None, compiler)
-            found[Key("gather", True)] = submit(stage.gather, state.params, out=replicas)
-            found[Key("total_loss", False)] = submit_total_loss(stage, compiler)
-            table = {Key("forward", False): forward.program}
+            found[ProgramKey("gather", True)] = submit(stage.gather, state.params, out=replicas)
+            found[ProgramKey("total_loss", False)] = submit_total_loss(stage, compiler)
+            table = {ProgramKey("forward", False): forward.program}
         table |= {key: program.result() for key, program in found.items()}
         return Programs(stage=stage, table=table)
 

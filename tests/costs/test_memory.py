@@ -12,7 +12,7 @@ from holmesjax.models import transformer
 from holmesjax.parallel import sharding
 from holmesjax.plan.plan import block_name
 from holmesjax.runtime.microbatch import CHECKPOINT_POLICIES, Residuals
-from holmesjax.runtime.programs import Key, compile_stages
+from holmesjax.runtime.programs import ProgramKey, compile_stages
 from tests.runtime.test_pipeline import SMOOTH, VARIANTS, hand_made_plan, make_model, make_stages
 from tests.shapes import shape_of
 
@@ -240,7 +240,7 @@ def test_compiled_programs_take_and_give_what_the_memory_says(variant, remat, da
         ways = {name: items[name] for name in ("replicas", "gradients", "parameters", "optimizer")}
         boundary = items["boundaries"] / 4  # to or from the one neighbour, twice each
         forward, backward, update = (
-            programs.table[Key(name, False)].memory_analysis()
+            programs.table[ProgramKey(name, False)].memory_analysis()
             for name in ("forward", "backward", "update")
         )
         kept = items["activations"] + items["logits"]
