@@ -485,17 +485,20 @@ def test_later_stages_send_over_data_while_there_is_nothing_else_to_do():
     first, last = compile_stages(make_stages(model, plan))
     order = []
 
-    def noted(name, program):
-        return lambda *args: (order.append(name), program(*args))[1]
+    def noted(programs, *functions):
+        note = lambda name, run: lambda *args: (order.append(name), run(*args))[1]
+        table = {
+            key: note(key.function, run) if key.function in functions else run
+            for key, run in programs.table.items()
+        }
+        return dataclasses.replace(programs, table=table)
 
     class Noting(LocalTransport):
         def offer(self, key, array):
             order.append(f"offer {key}")
             super().offer(key, array)
 
-    first = dataclasses.replace(first, first_forward=noted("forward", first.first_forward))
-    names = ("gather", "backward", "reduce")
-    last = dataclasses.replace(last, **{n: noted(n, getattr(last, n)) for n in names})
+    first, last = noted(first, "forward"), noted(last, "gather", "backward", "reduce")
     transport = Noting(local_targets([first.stage, last.stage]))
     runner = Pipeline(plan, [first, last], transport)
     clock = Clock(2)
