@@ -45,6 +45,8 @@ SHARED = {
     "Nic",
     "Placement",
     "Pool",
+    "Measured",
+    "End",
     "Start",
 }
 
