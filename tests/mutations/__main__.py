@@ -76,27 +76,29 @@ def failures(output: str) -> list[str]:
     return re.findall(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", output, re.MULTILINE)
 
 
-def plant(bug: Bug, tree: Path) -> Path:
-    """Writes the module with the bug; its path."""
+def plant(bug: Bug, tree: Path) -> None:
+    """Writes the module with the bug."""
     path = bug.path(tree)
     about = path.stat()
     path.write_text(bug.planted(path.read_text(encoding="utf-8")), encoding="utf-8")
     # Python compares times in whole seconds: the compiled module without the bug must look old.
     os.utime(path, (about.st_atime, about.st_mtime + 10))
-    return path
 
 
 def try_bug(bug: Bug, trees: "queue.Queue[Path]") -> tuple[bool, str, float]:
     """Whether the tests find the bug, which test or why not, and the seconds it took."""
     tree, start_s = trees.get(), time.monotonic()
     try:
-        path = plant(bug, tree)
+        aside = tree.with_name(f"{tree.name}.py")  # the checkout may have changed since
+        path = bug.path(tree)
+        shutil.copy2(path, aside)
+        plant(bug, tree)
         try:
             status, output = run_tests(
                 tree, bug.tests, RUN_LIMIT_S, "-x", PYTHONDONTWRITEBYTECODE="1"
             )
         finally:
-            shutil.copy2(ROOT / path.relative_to(tree), path)
+            shutil.copy2(aside, path)
     finally:
         trees.put(tree)
     failed, took_s = failures(output), time.monotonic() - start_s
