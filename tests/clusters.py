@@ -15,6 +15,7 @@ from holmesjax.config import (
     RunConfig,
     TrainConfig,
 )
+from holmesjax.plan.plan import Plan
 from holmesjax.planner.assembly import as_plan
 from holmesjax.planner.candidates import split
 from holmesjax.planner.planner import make_plan
@@ -177,6 +178,13 @@ PLANS = {
     "gpt_39b1": lambda: of_file("gpt_39b1"),
 }
 PLANS = {name: cache(make) for name, make in PLANS.items()}
+
+
+@cache
+def golden_plan(name: str) -> Plan:
+    """One of PLANS without the time to find it; a test of the planner holds the file true."""
+    path = Path(__file__).parent / "golden" / f"plan_{name}.json"
+    return Plan.from_json(path.read_text())
 
 
 def compositions(total, parts):

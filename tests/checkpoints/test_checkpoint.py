@@ -84,22 +84,23 @@ def write_states(run_dir, model, stages, steps, keep=2, states=()):
 
 
 @pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("target", PLANS)
 @pytest.mark.parametrize("source", PLANS)
-def test_any_plan_restores_any_other(tmp_path, source, target, tied):
+def test_any_plan_restores_any_other(tmp_path, source, tied):
     model = make_model(tied_embeddings=tied)
     write(tmp_path, model, source)
     [found] = manifest.find(tmp_path)
     manifest.verify(found)
-    stages = stages_of(target, model)
-    for stage, state, want in zip(
-        stages, checkpoint.restore(found, stages), random_states(stages), strict=True
-    ):
-        wanted = checkpoint.flatten(want)
-        shapes = checkpoint.flatten(stage.state_shapes)
-        for key, got in checkpoint.flatten(state).items():
-            assert got.sharding == shapes[key].sharding
-            np.testing.assert_array_equal(np.asarray(got), np.asarray(wanted[key]), key)
+    for target in PLANS:
+        stages = stages_of(target, model)
+        for stage, state, want in zip(
+            stages, checkpoint.restore(found, stages), random_states(stages), strict=True
+        ):
+            wanted = checkpoint.flatten(want)
+            shapes = checkpoint.flatten(stage.state_shapes)
+            for key, got in checkpoint.flatten(state).items():
+                where = f"{key} of {target}"
+                assert got.sharding == shapes[key].sharding, where
+                np.testing.assert_array_equal(np.asarray(got), np.asarray(wanted[key]), where)
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -134,9 +135,10 @@ def as_float32(stages, states):
     ],
 )
 def test_moments_may_be_kept_in_another_way(tmp_path, source, target):
-    model = make_model(width=128, num_heads=2)
+    model = make_model(width=128, num_heads=2, num_layers=2)
+    plans = {"two": hand_made_plan((1, 1), 2, 2), "one": hand_made_plan((2,), 2, 1)}
     keeping = lambda name, kept: make_stages(
-        model, hand_made_plan(*PLANS[name]), config=dataclasses.replace(SMOOTH, moments=kept)
+        model, plans[name], config=dataclasses.replace(SMOOTH, moments=kept)
     )
     stages = keeping("two", source)
     states = []
@@ -145,7 +147,7 @@ def test_moments_may_be_kept_in_another_way(tmp_path, source, target):
         states.append(StageState(state.params, stage.optimizer.adopt(opt_state)))
     write_states(tmp_path, model, stages, (10,), states=states)
     [found] = manifest.find(tmp_path)
-    others = keeping("three", target)
+    others = keeping("one", target)
     restored = checkpoint.restore(found, others)
     for stage, state in zip(others, restored, strict=True):
         shapes = checkpoint.flatten(stage.state_shapes)

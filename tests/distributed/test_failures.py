@@ -31,6 +31,9 @@ from tests.jobs import (
     write_run,
 )
 
+# One worker runs them all: they share what is made once.
+pytestmark = pytest.mark.xdist_group("failures")
+
 STEPS = 32
 CLUSTERS = {"a": (1, 1), "b": (1,)}  # process 0 coordinates two; 2 is a stage by itself
 SETTINGS = [

@@ -16,6 +16,9 @@ from holmesjax.checkpoints import manifest
 from holmesjax.plan.plan import Plan
 from holmesjax.report import metrics
 
+# One worker runs them all: they share what is made once.
+pytestmark = pytest.mark.xdist_group("launch")
+
 ROOT = Path(__file__).parents[2]
 TINY = """
 topology: configs/topologies/ib_roce.yaml

@@ -257,9 +257,7 @@ BUGS = (
         old="jnp.minimum(1.0, stage.clip_norm / jnp.maximum(norm, 1e-12))",
         new="stage.clip_norm / jnp.maximum(norm, 1e-12)",
         wrong="gradients below the limit are scaled up to it",
-        tests=(
-            "tests/runtime/test_pipeline.py::test_clipping_by_the_norm_over_all_stages[1000000.0]",
-        ),
+        tests=("tests/runtime/test_whole_steps.py::test_every_row_equals_one_device",),
     ),
     Bug(
         name="every-chunk-sends-within",

@@ -5,6 +5,7 @@ import itertools
 import json
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,15 @@ from holmesjax.errors import PlanError
 from holmesjax.plan import forecast
 from holmesjax.plan.plan import Plan
 from holmesjax.report import trace
-from tests.clusters import PLANS, make_cluster, make_config, make_topology, one_each, two_clusters
+from tests.clusters import (
+    PLANS,
+    golden_plan,
+    make_cluster,
+    make_config,
+    make_topology,
+    one_each,
+    two_clusters,
+)
 
 ROOT = Path(__file__).parents[2]
 
@@ -30,7 +39,7 @@ SCHEDULES = {
     "zero_bubble": lambda: with_schedule("zero_bubble"),
     "interleaved_1f1b": lambda: with_schedule("interleaved_1f1b", chunks=2),
 }
-ALL = {**PLANS, **SCHEDULES}
+ALL = {**{name: partial(golden_plan, name) for name in PLANS}, **SCHEDULES}
 
 
 @pytest.mark.parametrize("name", ALL)

@@ -7,7 +7,7 @@ import pytest
 
 from holmesjax.errors import PlanError
 from holmesjax.plan.plan import Plan, describe
-from tests.clusters import PLANS, make_config, one_each, two_clusters
+from tests.clusters import PLANS, golden_plan, make_config, one_each, two_clusters
 
 
 def interleaved():
@@ -21,7 +21,7 @@ def interleaved():
 @pytest.mark.parametrize("name", PLANS)
 @pytest.mark.parametrize("suffix", ["json", "yaml"])
 def test_a_saved_plan_is_read_back_equal(name, suffix, tmp_path):
-    plan, path = PLANS[name](), tmp_path / f"plan.{suffix}"
+    plan, path = golden_plan(name), tmp_path / f"plan.{suffix}"
     plan.save(path)
     again = Plan.load(path)
     assert again == plan
@@ -150,9 +150,9 @@ def test_an_edit_is_accepted_without_the_hash():
 
 @pytest.mark.parametrize("name", PLANS)
 def test_the_description_fits_the_console(name):
-    lines = describe(PLANS[name]())
+    lines = describe(golden_plan(name))
     assert max(map(len, lines)) <= 100
-    plan = PLANS[name]()
+    plan = golden_plan(name)
     extra = bool(plan.in_flight) + bool(plan.idle)
     assert len(lines) == 4 + extra + 4 * len(plan.stages)
 

@@ -34,6 +34,7 @@ from tests.clusters import (
     PLANS,
     ROOT,
     chosen_plan,
+    golden_plan,
     make_cluster,
     make_config,
     make_topology,
@@ -72,13 +73,13 @@ def test_plan_matches_golden(name, request):
 @pytest.mark.parametrize("name", ["gpt_3b6", "gpt_7b5", "gpt_39b1"])
 def test_the_header_of_a_run_tells_its_prediction(name):
     header = (ROOT / f"configs/runs/{name}.yaml").read_text()
-    expected = f"a step of {show(PLANS[name]().step_time_s, 's')} is predicted"
+    expected = f"a step of {show(golden_plan(name).step_time_s, 's')} is predicted"
     assert expected in header.replace("\n#            ", " ")
 
 
 @pytest.mark.parametrize("name", PLANS)
 def test_every_plan_holds_every_layer_and_adds_up(name):
-    plan = PLANS[name]()
+    plan = golden_plan(name)
     layers = [layer for _, chunk in plan.chunks for layer in chunk]
     others = {"gpt_3b6": 30, "gpt_7b5": 36, "gpt_39b1": 48}
     wide = dict.fromkeys(("three_clusters", "a_slow_link", "two_kinds"), 24)

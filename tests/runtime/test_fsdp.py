@@ -37,6 +37,9 @@ from tests.runtime.test_pipeline import (
     make_stages,
 )
 
+# One worker runs them all: they share what is made once.
+pytestmark = pytest.mark.xdist_group("fsdp")
+
 
 class Case(NamedTuple):
     split: tuple[int, ...]

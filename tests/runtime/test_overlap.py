@@ -31,6 +31,9 @@ from tests.collectives import (
 )
 from tests.runtime.test_pipeline import VARIANTS, hand_made_plan, make_model, make_stages
 
+# One worker runs them all: they share what is made once.
+pytestmark = pytest.mark.xdist_group("overlap")
+
 NUM_BLOCKS = 2  # of the stage that is looked at
 NUM_LAYERS = NUM_BLOCKS + 1  # with the embedding, or with the head
 # Matrix products of a llama block: of the weights (q, k, v, out, gate, up, down) and of attention.

@@ -1,0 +1,171 @@
+"""The table of whole steps: each row is a plan, a model and the ways in which they are computed.
+
+Rows are few because each of them changes many things at once. `tests/test_whole_steps.py` runs
+every row against one device, and proves that every two values that can occur together do.
+"""
+
+import ast
+import functools
+from typing import NamedTuple
+
+from holmesjax.config import KernelsConfig, ModelConfig, OptimizerConfig
+from holmesjax.plan.plan import Plan
+from holmesjax.runtime.pipeline import OneStage, in_one_process
+from holmesjax.runtime.programs import compile_stages, compile_whole_step
+from tests.runtime.test_pipeline import hand_made_plan, make_stages
+
+# Heads of 64 numbers are whole blocks of int8. Those of "llama" are wider than the model, and the
+# parts of its feed-forward on two devices are blocks and a half.
+MODELS = {
+    "gpt2": {"num_heads": 2, "positions": "learned"},
+    "llama": {
+        "num_heads": 4,
+        "num_kv_heads": 2,
+        "head_dim": 64,
+        "mlp_width": 192,
+        "activation": "swiglu",
+        "norm": "rms_norm",
+    },
+}
+
+
+class Row(NamedTuple):
+    """Sizes of axes are one number, or one for each stage."""
+
+    split: tuple[int, ...]  # blocks of each stage
+    data: int | tuple[int, ...] = 1
+    fsdp: int | tuple[int, ...] = 1
+    tensor: int = 1
+    context: int | tuple[int, ...] = 1
+    schedule: str = "1f1b"  # which also stands for those that run the same programs
+    chunks: int = 1
+    microbatches: int = 1
+    remat: str = "none"
+    cross_entropy: str = "reference"
+    moments: str = "float32"
+    clip_norm: float | None = None
+    kind: str = "gpt2"  # of the model
+    tied: bool = False
+    mask: bool = False
+
+    def __str__(self) -> str:
+        changed = [
+            f"{name} {value}"
+            for name, value in self._asdict().items()
+            if name == "split" or value != self._field_defaults[name]
+        ]
+        return ", ".join(changed)
+
+    @property
+    def model(self) -> ModelConfig:
+        return ModelConfig(
+            num_layers=sum(self.split),
+            width=128,
+            context_length=16,
+            tied_embeddings=self.tied,
+            **MODELS[self.kind],
+        )
+
+    @property
+    def optimizer(self) -> OptimizerConfig:
+        """With beta1 = 0 the first moment is the gradient; rounded moments are summed over steps.
+
+        A large epsilon: dividing by the root of a second moment near zero would magnify roundings.
+        """
+        return OptimizerConfig(
+            learning_rate=1e-2,
+            beta1=0.0 if self.moments == "float32" else 0.9,
+            epsilon=1e-3,
+            clip_norm=self.clip_norm,
+            moments=self.moments,
+        )
+
+    @property
+    def plan(self) -> Plan:
+        return hand_made_plan(
+            self.split,
+            self.data,
+            self.tensor,
+            fsdp=self.fsdp,
+            context=self.context,
+            schedule=self.schedule,
+            chunks=self.chunks,
+            microbatches=self.microbatches,
+            remat=self.remat,
+        )
+
+    @property
+    def stages(self):
+        kernels = KernelsConfig(attention="reference", cross_entropy=self.cross_entropy)
+        return make_stages(
+            self.model, self.plan, config=self.optimizer, mask=self.mask, kernels=kernels
+        )
+
+    @property
+    def values(self) -> dict[str, str]:
+        """The value of each thing that rows change, in words."""
+        size = lambda sizes: "unequal" if isinstance(sizes, tuple) else str(sizes)
+        cuts = {1: "one program", 2: "two stages", 3: "three stages"}
+        own = self.schedule in ("interleaved_1f1b", "zero_bubble")
+        return {
+            "cut": self.schedule if own else cuts[len(self.split)],
+            "data": size(self.data),
+            "fsdp": size(self.fsdp),
+            "tensor": str(self.tensor),
+            "context": str(self.context),
+            "microbatches": "one" if self.microbatches == 1 else "several",
+            **{name: str(getattr(self, name)) for name in Row._fields[8:]},
+        }
+
+
+@functools.cache
+def compiled(row: Row):
+    """The programs of each chunk; of one stage, those of its whole step."""
+    stages = row.stages
+    return compile_stages(stages) if len(stages) > 1 else compile_whole_step(stages[0])
+
+
+def runner(row: Row, plan: Plan):
+    """Runs a plan that needs the programs of a row."""
+    programs = compiled(row)
+    return in_one_process(plan, programs) if isinstance(programs, list) else OneStage(programs)
+
+
+# In the order of the fields of `Row`; "-" is the default.
+TABLE = """
+1     2     2     2 - -                - 3 dots chunked int8     -   -     True True
+1     2     -     2 2 -                - - full chunked -        1e6 llama -    True
+1     -     2     - 2 -                - - -    -       bfloat16 0.1 llama -    -
+1,1   -     2,1   - - -                - - full chunked -        1e6 -     True True
+2,1   1,2   2,1   2 - -                - 3 full -       -        1e6 llama -    -
+1,1   2     -     2 - -                - 3 dots chunked bfloat16 0.1 llama True -
+1,1   -     2     - 2 -                - 3 -    -       int8     -   -     -    True
+1,1,1 1,2,1 -     - 2 -                - 4 -    chunked bfloat16 -   -     -    True
+1,1,1 1,2,1 2,1,2 - - -                - - dots -       int8     -   -     True -
+1,1,1 -     2     - - -                - 4 full chunked int8     0.1 llama True -
+1,1,1 -     -     2 - -                - 4 dots -       -        -   llama -    -
+1,1,1 2     -     - - -                - - full -       -        1e6 llama -    -
+2,2   -     -     2 2 interleaved_1f1b 2 4 dots -       int8     1e6 llama -    -
+2,2   2     2,1   - - interleaved_1f1b 2 4 full -       bfloat16 -   llama True True
+3,4   1,2   2     - - interleaved_1f1b 3 4 -    chunked -        0.1 -     True True
+1,1   2     2     - - zero_bubble      - - -    -       bfloat16 1e6 llama True -
+1,2   -     -     2 2 zero_bubble      - 3 -    chunked -        -   -     True -
+1,1   1,2   2,1   - 2 zero_bubble      - - -    -       int8     0.1 llama -    True
+"""
+
+
+def _value(name: str, cell: str):
+    if name == "split" or "," in cell:
+        return tuple(map(int, cell.split(",")))
+    try:
+        return ast.literal_eval(cell)
+    except ValueError:
+        return cell
+
+
+def _read(line: str) -> Row:
+    cells = zip(Row._fields, line.split(), strict=True)
+    return Row(**{name: _value(name, cell) for name, cell in cells if cell != "-"})
+
+
+ROWS = [_read(line) for line in TABLE.strip().splitlines()]
