@@ -201,6 +201,58 @@ def _compute_s(
     )
 
 
+def _num_layers(stage: StageShape) -> int:
+    """The number of layers of a stage, with the embedding and the head."""
+    return stage.num_blocks + stage.is_first + stage.is_last
+
+
+def _fsdp_s(
+    model: ModelConfig,
+    stage: StageShape,
+    fsdp: Group | Groups | None,
+    context: Group | Groups | None,
+    implementation: Implementation,
+) -> tuple[Any, Any]:
+    """Seconds of a microbatch for parameters and gradients over `fsdp`: forward, backward.
+
+    Each layer has one collective of the mean size.
+    """
+    num_layers = _num_layers(stage)
+    gather_s = lambda num_bytes: (
+        num_layers
+        * (
+            collective_times.all_gather_s(num_bytes / num_layers / stage.context, fsdp)
+            + collective_times.all_gather_s(num_bytes / num_layers, context)
+        )
+    )
+    forward_s, backward_s = (
+        gather_s(DTYPE_BYTES[stage.dtype] * numbers)
+        for numbers in work.gathered_parameters(model, stage)
+    )
+    reduced = implementation.gradient_bytes * work.reduced_numbers(model, stage)
+    return forward_s, backward_s + gather_s(reduced)
+
+
+def _context_s(
+    model: ModelConfig, stage: StageShape, context: Group | Groups | None
+) -> tuple[Any, Any]:
+    """Seconds of a microbatch for keys and values over `context`: forward, backward.
+
+    The tokens of a boundary are in order and those of a ring are not, so each boundary is permuted.
+    """
+    num_tokens = work.stage_tokens(model, stage)
+    sent = stage.context * num_tokens * work.key_value_numbers(model, stage.tensor)
+    ring_s = collective_times.all_gather_s(DTYPE_BYTES[stage.dtype] * sent, context)
+    gradients_s = collective_times.reduce_scatter_s(DTYPE_BYTES["float32"] * sent, context)
+    boundary = work.boundary_bytes(model, num_tokens, stage.dtype)
+    permute_s = collective_times.permute_s(boundary, context)
+    moved_s = (2 - stage.is_first - stage.is_last) * permute_s
+    return (
+        stage.num_blocks * ring_s + moved_s,
+        stage.num_blocks * (ring_s + gradients_s) + moved_s,
+    )
+
+
 def stage_times(
     model: ModelConfig,
     stage: StageShape,
@@ -213,8 +265,9 @@ def stage_times(
 ) -> StageTimes:
     """Predicted seconds of one stage; its slowest kind of device sets the pace.
 
-    Matrix products take the time of their FLOP at what their shapes reach. What lies between them,
-    the embedding's rows, adding up gradients and the optimizer take the time of their bytes.
+    Matrix products take the time of their FLOP at the speed that their shapes reach. The operations
+    between them, the embedding's rows, sums of gradients and the optimizer take the time of their
+    bytes.
     Collectives over `data` may overlap with the last backward and the first forward; others do not.
 
     Over `fsdp` (ZeRO-3, Rajbhandari et al., arXiv:1910.02054; Zhao et al., arXiv:2304.11277), each
@@ -235,51 +288,33 @@ def stage_times(
       data, tensor, fsdp, context: the slowest group of each axis; None for size 1.
       implementation: how the layers are computed.
     """
-    num_tokens = work.stage_tokens(model, stage)
     kinds = [_compute_s(model, stage, device, implementation) for device in devices]
     forward_s, backward_s, weight_s, update_s = (
         reduce(collective_times.most, own) for own in zip(*kinds, strict=True)
     )
     held = work.stage_parameters(model, stage) / stage.parameter_parts
-    summed = work.boundary_bytes(model, num_tokens, stage.dtype)
-    all_reduce_s = collective_times.all_reduce_s(summed, tensor)
+    num_bytes = work.boundary_bytes(model, work.stage_tokens(model, stage), stage.dtype)
+    all_reduce_s = collective_times.all_reduce_s(num_bytes, tensor)
     num_forward = work.FORWARD_ALL_REDUCES
     num_backward = work.block_all_reduces(stage.checkpointing) - num_forward
-    # One collective for each layer, of the mean size.
-    num_layers = stage.num_blocks + stage.is_first + stage.is_last
-    fsdp_s = lambda num_bytes: (
-        num_layers
-        * (
-            collective_times.all_gather_s(num_bytes / num_layers / stage.context, fsdp)
-            + collective_times.all_gather_s(num_bytes / num_layers, context)
-        )
-    )
-    sent = stage.context * num_tokens * work.key_value_numbers(model, stage.tensor)
-    ring_s = collective_times.all_gather_s(DTYPE_BYTES[stage.dtype] * sent, context)
-    gradients_s = collective_times.reduce_scatter_s(DTYPE_BYTES["float32"] * sent, context)
-    # Boundaries have their tokens in a row.
-    moved_s = (2 - stage.is_first - stage.is_last) * collective_times.permute_s(summed, context)
-    forward_gathers_s, backward_gathers_s = (
-        fsdp_s(DTYPE_BYTES[stage.dtype] * numbers)
-        for numbers in work.gathered_parameters(model, stage)
-    )
-    reduced_s = fsdp_s(implementation.gradient_bytes * work.reduced_numbers(model, stage))
+    forward_fsdp_s, backward_fsdp_s = _fsdp_s(model, stage, fsdp, context, implementation)
+    forward_context_s, backward_context_s = _context_s(model, stage, context)
     reduce_s = collective_times.reduce_scatter_s(implementation.gradient_bytes * held, data)
     gather_s = collective_times.all_gather_s(DTYPE_BYTES[stage.dtype] * held, data)
     exposed_reduce_s, exposed_gather_s = reduce_s, gather_s
     if implementation.overlaps:
-        exposed_reduce_s = exposed_s(reduce_s, backward_s, num_layers)
-        exposed_gather_s = exposed_s(gather_s, forward_s, num_layers)
+        exposed_reduce_s = exposed_s(reduce_s, backward_s, _num_layers(stage))
+        exposed_gather_s = exposed_s(gather_s, forward_s, _num_layers(stage))
     return StageTimes(
         forward_s=forward_s,
         backward_s=backward_s,
         weight_s=weight_s,
         forward_tensor_s=(num_forward * stage.num_blocks + stage.is_first) * all_reduce_s,
         backward_tensor_s=(num_backward * stage.num_blocks + stage.is_last) * all_reduce_s,
-        forward_fsdp_s=forward_gathers_s,
-        backward_fsdp_s=backward_gathers_s + reduced_s,
-        forward_context_s=stage.num_blocks * ring_s + moved_s,
-        backward_context_s=stage.num_blocks * (ring_s + gradients_s) + moved_s,
+        forward_fsdp_s=forward_fsdp_s,
+        backward_fsdp_s=backward_fsdp_s,
+        forward_context_s=forward_context_s,
+        backward_context_s=backward_context_s,
         reduce_s=reduce_s,
         gather_s=gather_s,
         exposed_reduce_s=exposed_reduce_s,

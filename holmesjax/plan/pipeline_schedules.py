@@ -202,12 +202,20 @@ def in_flight_bound(
     num_chunks: int = 1,
     in_flight: Sequence[int] = (),
 ) -> int:
-    """Most chunks of microbatches that a schedule may hold in flight: its promise about memory.
+    """The most chunks of microbatches that a stage may hold in flight under a schedule.
 
-    The arguments are those of `schedule`.
+    This number is the promise of a schedule about memory.
 
-    >>> [in_flight_bound("1f1b", s, num_stages=3, num_microbatches=8) for s in range(3)]
-    [3, 2, 1]
+    Args:
+      name: `schedule` of `ParallelConfig`.
+      stage: index of the stage, from 0.
+      num_stages, num_microbatches: sizes of the pipeline.
+      num_chunks: chunks of a stage, `interleaved_1f1b` only.
+      in_flight: microbatches in flight on each stage, `eager_1f1b` only.
+
+    Example:
+      >>> [in_flight_bound("1f1b", s, num_stages=3, num_microbatches=8) for s in range(3)]
+      [3, 2, 1]
     """
     all_of_them = num_microbatches * num_chunks
     bound = {
@@ -243,10 +251,20 @@ def validate(
     num_chunks: int = 1,
     in_flight: Sequence[int] = (),
 ) -> None:
-    """Asserts what `pipeline` relies on.
+    """Asserts the properties of a schedule that `pipeline` relies on.
 
-    Every task runs once; of a chunk and microbatch F comes first, then B, then W; the promised
-    bound on what is in flight holds; and no stage waits forever.
+    Every task runs once. For each chunk and microbatch F runs first, then B, then W. No stage holds
+    more in flight than `in_flight_bound` promises. No stage waits forever.
+
+    Args:
+      name: `schedule` of `ParallelConfig`.
+      schedules: tasks of each stage, in the order in which they run.
+      num_microbatches: microbatches of a step.
+      num_chunks: chunks of a stage, `interleaved_1f1b` only.
+      in_flight: microbatches in flight on each stage, `eager_1f1b` only.
+
+    Raises:
+      AssertionError: the schedule lacks one of these properties.
     """
     num_stages = len(schedules)
     kinds: tuple[Kind, ...] = ("F", "B", "W") if name == "zero_bubble" else ("F", "B")

@@ -148,7 +148,15 @@ class Kind(NamedTuple):
         return Order(names[self.name], num_stages, microbatches, self.chunks)
 
     def work(self, problem: Problem, seat: Seat, passing: Pass, role: Role, layers: int) -> Work:
-        """Of a stage with so many layers."""
+        """Seconds of the tasks of one stage under schedules of this kind.
+
+        Args:
+          problem: source of the predicted seconds.
+          seat: devices of the stage and their mesh.
+          passing: microbatches and checkpointing of a step.
+          role: whether the stage holds the embedding or the head.
+          layers: Transformer layers of the stage, in all its chunks.
+        """
         is_split = self.name == "split"
         whole = problem.seconds(seat, passing, role, layers, is_split)
         chunks = [

@@ -165,6 +165,15 @@ class Problem:
     def seconds(
         self, seat: Seat, passing: Pass, role: Role, num_blocks: int, is_split: bool
     ) -> StageSeconds:
+        """Predicted seconds of one stage, or of one of its chunks. Each is worked out once.
+
+        Args:
+          seat: devices of the stage and their mesh.
+          passing: microbatches and checkpointing of a step.
+          role: whether the stage holds the embedding or the head.
+          num_blocks: Transformer layers of the stage.
+          is_split: whether gradients of weights are tasks of their own, as in `zero_bubble`.
+        """
         seat = self.like(seat)
         key = seat, passing, role, num_blocks, is_split
         if key not in self._seconds:
@@ -188,6 +197,15 @@ class Problem:
     def fits(
         self, seat: Seat, passing: Pass, role: Role, num_blocks: int, in_flight: InFlight
     ) -> bool:
+        """Whether the memory of each device holds its share of a stage.
+
+        Args:
+          seat: devices of the stage and their mesh.
+          passing: microbatches and checkpointing of a step.
+          role: whether the stage holds the embedding or the head.
+          num_blocks: Transformer layers of the stage.
+          in_flight: the most microbatches whose activations the stage holds at a time.
+        """
         num_bytes = self.stage_costs.memory_bytes(seat.mesh, passing, role, num_blocks, in_flight)
         return num_bytes <= self.usable_bytes(seat.pool)
 
@@ -470,11 +488,18 @@ def link_bytes(
 def step_seconds(
     problem: Problem, cases: Sequence[Case], passing: Pass, order: Order, with_links: bool = True
 ) -> np.ndarray:
-    """Predicted seconds of a step of each case, [cases]; infinite for what memory does not hold.
+    """Predicted seconds of a step of each case, [cases].
 
-    All have the same number of stages. Each gathers its parameters before its first task, and
-    reduces its gradients after its last. All wait for the norm of the whole gradient; then each
-    updates. Without links, boundaries and tied tables are sent in no time.
+    A case that does not fit in memory takes infinite time. Each stage gathers its parameters before
+    its first task and reduces its gradients after its last. All stages wait for the norm of the
+    whole gradient; then each updates its parameters.
+
+    Args:
+      problem: source of the seconds of stages and links.
+      cases: stages and their layers; all cases have the same number of stages.
+      passing: microbatches and checkpointing of a step.
+      order: the schedule, its chunks, and what each stage holds in flight.
+      with_links: whether boundaries and tied tables take time to send.
     """
     clock, _ = problem.clock(order)
     is_split = order.schedule == "zero_bubble"

@@ -344,7 +344,15 @@ class StageCosts:
     def placement(
         self, pool: Pool, mesh: Mesh, num_stages: int, index: int, passing: Pass
     ) -> Placement[Axis]:
-        """Of stage `index` of the `num_stages` in a pool."""
+        """The cheapest order of the axes of one stage over its devices.
+
+        Args:
+          pool: devices that its stages share equally.
+          mesh: sizes of the axes of the stage.
+          num_stages: stages in the pool.
+          index: index of the stage among them, from 0.
+          passing: microbatches and checkpointing, which decide the bytes that each axis sends.
+        """
         where = id(pool), mesh, num_stages, index
         if (key := (where, passing)) not in self._placements:
             if where not in self._arranged:
@@ -382,6 +390,15 @@ class StageCosts:
         num_blocks: int,
         in_flight: InFlight = InFlight(all=1, head=1),
     ) -> work.StageShape:
+        """The shape of one stage, from which its times and its memory follow.
+
+        Args:
+          mesh: sizes of the axes of the stage.
+          passing: microbatches and checkpointing of a step.
+          role: whether the stage holds the embedding or the head.
+          num_blocks: Transformer layers of the stage.
+          in_flight: the most microbatches whose activations it holds; only memory depends on it.
+        """
         train = self._config.train
         return work.StageShape(
             num_blocks=num_blocks,
@@ -409,6 +426,16 @@ class StageCosts:
         role: Role,
         num_blocks: int,
     ) -> StageTimes:
+        """Predicted seconds of one stage. Each is worked out once.
+
+        Args:
+          pool: source of the kinds of device.
+          placement: groups of devices of each axis.
+          mesh: sizes of the axes of the stage.
+          passing: microbatches and checkpointing of a step.
+          role: whether the stage holds the embedding or the head.
+          num_blocks: Transformer layers of the stage.
+        """
         groups = tuple(placement.groups.get(axis) for axis in SENDING)
         key = pool.kinds, groups, mesh, passing, role, num_blocks
         if key not in self._times:
@@ -461,7 +488,15 @@ class StageCosts:
     def memory_bytes(
         self, mesh: Mesh, passing: Pass, role: Role, num_blocks: int, in_flight: InFlight
     ) -> float:
-        """On each device of a stage."""
+        """Predicted bytes on each device of a stage. Each is worked out once.
+
+        Args:
+          mesh: sizes of the axes of the stage.
+          passing: microbatches and checkpointing of a step.
+          role: whether the stage holds the embedding or the head.
+          num_blocks: Transformer layers of the stage.
+          in_flight: the most microbatches whose activations the stage holds at a time.
+        """
         key = mesh, passing, role, num_blocks, in_flight
         if key not in self._bytes:
             shape = self.shape(mesh, passing, role, num_blocks, in_flight)

@@ -37,7 +37,16 @@ def make_end(
     processes: Sequence[Process],
     mesh: Mesh,
 ) -> End | None:
-    """The part of one process in a crossing; None between other stages."""
+    """The part of one process in a crossing; None for a process of a third stage.
+
+    Args:
+      index: index of the crossing among the crossings of the plan.
+      crossing: an array that goes from one stage to another.
+      me: the process whose part this is.
+      plan: source of the mesh of each stage.
+      processes: all processes of the job.
+      mesh: devices of the stage of `me`.
+    """
     if me.stage not in (crossing.source, crossing.target):
         return None
     is_source = crossing.source == me.stage

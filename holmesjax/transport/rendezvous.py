@@ -222,7 +222,14 @@ def between(source: Process, target: Process) -> str:
 def num_streams(
     topology: Topology, me: Process, peer: Process, book: Mapping[int, Book], at_least: int
 ) -> int:
-    """Connections between two processes, over the network of their link."""
+    """The number of connections between two processes, over the network of their link.
+
+    Args:
+      topology: source of the fabric between the two.
+      me, peer: the two processes.
+      book: addresses of each process, by its number.
+      at_least: the fewest connections, however few NICs there are.
+    """
     fabric = fabric_between(topology, me, peer)
     nics = (len(_nics(book[end.number], end, fabric)) for end in (peer, me))
     return streams_over(at_least, *nics)

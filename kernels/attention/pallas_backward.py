@@ -161,6 +161,20 @@ def dq_kernel(
     interpret: bool,
     **shared: Ref,
 ) -> None:
+    """Computes the gradients of the queries of one block: 64 queries for each warpgroup.
+
+    Args:
+      run_ref: the run of tiles of keys for each block of queries, as made by `runs`.
+      q_ref, dout_ref: queries and gradients of outputs [B, L, H, K].
+      k_ref, v_ref: keys and values [B, M, G, K].
+      both_ref: log-sum-exps as exponents of two, and deltas [B, H, 2, L].
+      refs: with segments the documents of queries [B, L] and keys [B, M]; then the result
+        [B, L, H, K].
+      rule: which keys a query sees, and what is done to scores.
+      num_queries, num_keys: lengths without padding.
+      interpret: whether threads are simulated.
+      shared: arrays in the shared memory of a block, by name.
+    """
     *id_refs, dq_ref = refs
     row, h, b = warpgroups.place()
     i = run_ref.shape[1] - 1 - row  # the longest runs of a causal rule first

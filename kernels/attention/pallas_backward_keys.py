@@ -121,7 +121,15 @@ class Block:
     def probabilities(
         self, raw: jax.Array, log_sum: Ref, masked: bool, start: jax.Array, i: jax.Array
     ) -> jax.Array:
-        """Of the keys from `start` on, by the queries of tile i."""
+        """Attention probabilities of 64 keys for a tile of queries [keys, queries].
+
+        Args:
+          raw: products of keys and queries [keys, queries], before they are scaled.
+          log_sum: log-sum-exps of the queries, as exponents of two [queries].
+          masked: whether some of the pairs do not count.
+          start: the first of the keys.
+          i: index of the tile of queries.
+        """
         exponent = raw * self.rule.unit(self.width)
         p = jnp.exp2(exponent - by_column(load(log_sum, OF_COLUMNS), raw.shape))
         return jnp.where(self._keep(start, i), p, 0.0) if masked else p
@@ -147,7 +155,15 @@ class Block:
         factors: list[tuple[Ref, Ref]],
         warpgroup: Any,
     ) -> None:
-        """The products of gradients of scores, queries by keys, and keys: for 64 queries."""
+        """Adds the contribution of some keys to the gradients of 64 queries.
+
+        Args:
+          n: index of the head among those that share the keys.
+          start: the first of the queries.
+          dims: the dims of a head that are added to.
+          factors: pairs whose products are summed: gradients of scores [queries, keys], and keys.
+          warpgroup: index of the warpgroup that adds.
+        """
         dq = warpgroups.sum_of_products(*factors)
         row = self.row if self.interpret else 0
         assert self.dq_ref is not None

@@ -100,6 +100,19 @@ def forward_kernel(
     interpret: bool,
     **shared: Ref,
 ) -> None:
+    """Computes attention of the queries of one block: 64 queries for each warpgroup.
+
+    Args:
+      run_ref: the run of tiles of keys for each block of queries, as made by `runs`.
+      q_ref: queries [B, L, H, K].
+      k_ref, v_ref: keys and values [B, M, G, K].
+      refs: with segments the documents of queries [B, L] and keys [B, M]; then the output
+        [B, L, H, K] and the log-sum-exp [B, H, L].
+      rule: which keys a query sees, and what is done to scores.
+      num_keys: keys without padding.
+      interpret: whether threads are simulated.
+      shared: arrays in the shared memory of a block, by name.
+    """
     *id_refs, out_ref, log_sum_ref = refs
     row, h, b = warpgroups.place()
     i = run_ref.shape[1] - 1 - row  # the longest runs of a causal rule first

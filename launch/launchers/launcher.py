@@ -152,9 +152,19 @@ class Children:
         *,
         stdin: str = "",
     ) -> None:
-        """Starts process `number` of the job; `env` is all of its environment.
+        """Starts one process of the job.
 
-        It can read `stdin`, and then nothing more until `end`, or until this process is gone.
+        The process can read `stdin`, then nothing more until `end` or until this process is gone.
+
+        Args:
+          number: number of the process in the job.
+          argv: the program and its arguments.
+          env: all of its environment.
+          events: receives its output and its exit.
+          stdin: text that it can read at once.
+
+        Raises:
+          OSError: the program cannot be started.
         """
         # One descriptor here for both directions: a job has thousands of processes.
         here, there = socket.socketpair()

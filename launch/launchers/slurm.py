@@ -64,11 +64,22 @@ def write(
     submit: bool,
     allow: Sequence[str] = (),
 ) -> int:
-    """Writes the file into the run folder; submits it, or says how to.
+    """Writes the batch file into the run folder, then submits it or prints how to.
 
-    What `allow` permits is kept in the run folder, not in the file, which starts more than once.
+    Returns the exit status of the verb: 0.
 
-    Raises Mistakes for the options, HolmesError where sbatch refuses the file, or as `resume.find`.
+    Args:
+      job: the run and its folder.
+      options_file: YAML file with options of Slurm; None: no options.
+      listen: `HOST[:PORT]` on which the controller listens; None: Slurm decides.
+      max_restarts: restarts without a new step; None: the default.
+      submit: whether `sbatch` is called.
+      allow: changes since the checkpoint that are permitted, as in `resume.find`. They are kept in
+        the run folder, since the file starts more than once.
+
+    Raises:
+      Mistakes: the options file is wrong.
+      HolmesError: sbatch is missing or refuses the file, or an error of `resume.find`.
     """
     options = (
         read_options(OptionsEntry, options_file, job.topology, _options_are_options)
