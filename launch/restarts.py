@@ -26,7 +26,7 @@ FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 300.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class Start:
+class StartEntry:
     """One start of all processes."""
 
     step: int  # optimizer steps that were done before it
@@ -48,9 +48,9 @@ class Restarts:
         self._path, self._warn, self.limit = run_dir / RECORD, warn, limit
         self._starts = self._read()
 
-    def failed(self, step: int) -> list[Start]:
+    def failed(self, step: int) -> list[StartEntry]:
         """The starts that failed since there was a new step, up to `step`; the newest is last."""
-        found: list[Start] = []
+        found: list[StartEntry] = []
         for start in reversed(self._starts):
             if start.stopped:
                 continue
@@ -70,7 +70,7 @@ class Restarts:
 
     def begin(self, step: int) -> None:
         """Notes a start after `step` steps. Raises HolmesError where nothing can be written."""
-        self._starts = [*self._starts, Start(step=step)][-KEPT:]
+        self._starts = [*self._starts, StartEntry(step=step)][-KEPT:]
         try:
             self._write()
         except OSError as error:
@@ -107,9 +107,9 @@ class Restarts:
         except OSError as error:  # what ended the job is worth more
             self._warn(f"warning: {self._path} cannot be written: {error.strerror}")
 
-    def _read(self) -> list[Start]:
+    def _read(self) -> list[StartEntry]:
         try:
-            starts = [Start(**entry) for entry in json.loads(self._path.read_text())["starts"]]
+            starts = [StartEntry(**entry) for entry in json.loads(self._path.read_text())["starts"]]
             if all(isinstance(start.step, int) for start in starts):
                 return starts
             raise ValueError("a step that is no number")
@@ -125,7 +125,7 @@ class Restarts:
         manifest.write_durably(self._path, json.dumps({"starts": starts}, indent=1))
 
 
-def _first_line(start: Start) -> str:
+def _first_line(start: StartEntry) -> str:
     if start.status is None:
         return "the launcher was killed, or its machine was lost"
     return start.cause.partition("\n")[0]

@@ -27,16 +27,16 @@ from holmesjax.checkpoints.saves import Due, Saves
 from holmesjax.distributed.controller import Controller
 from holmesjax.distributed.data_agreement import DataAgreement
 from holmesjax.distributed.messages import (
+    AllDone,
     AskBeat,
     Compiled,
     Done,
-    End,
     Exit,
     Failed,
     Files,
     Go,
     Lost,
-    Measured,
+    Measurements,
     Output,
     ProcessEvent,
     Refused,
@@ -372,7 +372,7 @@ class Supervisor:
             self._hear(event, controller, recorder, attempt)
             attempt.saves.check()
             if len(attempt.done) == len(self._processes) and end_s is None:
-                controller.broadcast(End())
+                controller.broadcast(AllDone())
                 end_s = time.monotonic() + END_S
         for _, line in attempt.output:
             recorder.console.print(line)
@@ -398,7 +398,7 @@ class Supervisor:
         match event.record:
             case Up():
                 attempt.up.add(number)
-            case Measured(part=part):
+            case Measurements(part=part):
                 recorder.take(part)
             case Saved(step=step, arrays=arrays, files=files):
                 attempt.saves.saved(step, arrays, files)
@@ -480,7 +480,7 @@ class Supervisor:
         failures = [first]
         controller.broadcast(AskBeat())
         for event in self._events(controller, attempt, GRACE_S):
-            if isinstance(event.record, Measured):
+            if isinstance(event.record, Measurements):
                 recorder.take(event.record.part)
             elif isinstance(event.record, Exit | Failed | Silent | Lost):
                 failures.append(event)

@@ -23,7 +23,7 @@ import time
 from holmesjax import job as jobs
 from holmesjax.checkpoints import manifest
 from holmesjax.distributed.controller import Member
-from holmesjax.distributed.messages import FROM_MEMBER, Done, End, Saved
+from holmesjax.distributed.messages import FROM_MEMBER, AllDone, Done, Saved
 from holmesjax.hosts.process_environment import ProcessEnvironment, die_with
 from holmesjax.plan.processes import make_processes
 from launch.launchers.launcher import Children, variables_here
@@ -92,7 +92,7 @@ def main(run_dir, script):
             time.sleep(arguments[0])
         elif what == "done":
             send(Done(step=arguments[0]))
-            member.wait_for(End, 60.0)
+            member.wait_for(AllDone, 60.0)
             os._exit(0)
         elif arguments[0] < 0:
             os.kill(os.getpid(), -arguments[0])

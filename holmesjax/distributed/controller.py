@@ -30,11 +30,12 @@ from holmesjax.distributed.messages import (
     AskClock,
     AskFiles,
     Beat,
-    Clock,
+    ClockReading,
     Compiled,
     Done,
     Files,
     Heartbeat,
+    JobStart,
     Lost,
     Mistake,
     ProcessEvent,
@@ -44,7 +45,6 @@ from holmesjax.distributed.messages import (
     Refused,
     Silent,
     Standing,
-    Start,
     Stop,
     Up,
     Verdict,
@@ -252,7 +252,7 @@ class Controller:
                 found = [[number, self._addresses(number)["data"]] for number in record.of]
                 self.send(seat.process.number, Addresses(found=found))
             case AskClock():
-                answer = Clock(asked_s=record.asked_s, now_s=time.perf_counter())
+                answer = ClockReading(asked_s=record.asked_s, now_s=time.perf_counter())
                 self.send(seat.process.number, answer)
             case Vote():
                 self._count_vote(seat, record.step)
@@ -285,7 +285,9 @@ class Controller:
             if seat.process.leads
         }
         words = {
-            stage: connections.encode(encode(Start(coordinator=coordinator, resume=self._resume)))
+            stage: connections.encode(
+                encode(JobStart(coordinator=coordinator, resume=self._resume))
+            )
             for stage, coordinator in coordinators.items()
         }
         for seat in self._seats:
@@ -497,7 +499,7 @@ class Member:
                     HolmesError(record.where, record.problem, found=record.found, fix=record.fix)
                 )
                 return False
-            case Clock():
+            case ClockReading():
                 self.clock.hear(record.asked_s, record.now_s, time.perf_counter())
             case AskFiles():
                 files = self._files[record.first : record.first + record.count]

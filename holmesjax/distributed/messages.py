@@ -81,7 +81,7 @@ class Vote(Record):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Measured(Record):
+class Measurements(Record):
     """What a member measured in a step."""
 
     kind = "part"
@@ -163,7 +163,7 @@ class Beat(Record):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Start(Record):
+class JobStart(Record):
     """All members are there; their stage's coordinator listens here, and this step is resumed."""
 
     kind = "start"
@@ -180,7 +180,7 @@ class Addresses(Record):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Clock(Record):
+class ClockReading(Record):
     """The controller's time, and the time of the member's clock when it asked."""
 
     kind = "clock"
@@ -234,7 +234,7 @@ class AskBeat(Record):
 
 
 @dataclass(frozen=True, kw_only=True)
-class End(Record):
+class AllDone(Record):
     """All members are done."""
 
     kind = "end"
@@ -309,12 +309,13 @@ class ProcessEvent(NamedTuple):
 # fmt: off
 FROM_MEMBER: dict[str, type[Record]] = {
     record.kind: record
-    for record in (Ready, Compiled, Files, Up, Vote, Measured, Saved, Unsaved, Failed, Stop, Done,
-                   AskAddresses, AskClock, Beat)
+    for record in (Ready, Compiled, Files, Up, Vote, Measurements, Saved, Unsaved, Failed, Stop,
+                   Done, AskAddresses, AskClock, Beat)
 }
 FROM_CONTROLLER: dict[str, type[Record]] = {
     record.kind: record
-    for record in (Start, Addresses, Clock, AskFiles, Go, Mistake, Verdict, AskBeat, End, Heartbeat)
+    for record in (JobStart, Addresses, ClockReading, AskFiles, Go, Mistake, Verdict,
+                   AskBeat, AllDone, Heartbeat)
 }
 # fmt: on
 STANDING = tuple(field.name for field in fields(Standing))

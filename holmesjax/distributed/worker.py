@@ -24,15 +24,15 @@ from holmesjax.checkpoints.manifest import Checkpoint
 from holmesjax.data.batches import look_for_data
 from holmesjax.distributed.controller import Member
 from holmesjax.distributed.messages import (
+    AllDone,
     Done,
-    End,
     Failed,
     Go,
-    Measured,
+    JobStart,
+    Measurements,
     Ready,
     Record,
     Saved,
-    Start,
     Stop,
     Unsaved,
     Up,
@@ -150,7 +150,7 @@ class _Worker:
         addresses = {"data": ports.book, "coordinator": self._coordinator(ports.book)}
         member.send(Ready(addresses=addresses))
         member.status("waited for the other processes to start")
-        start = member.wait_for(Start)
+        start = member.wait_for(JobStart)
         member.status("was starting JAX")
         stages = self._join(start.coordinator)
         with ThreadPoolExecutor(1) as pool, ExitStack() as stack:
@@ -189,7 +189,7 @@ class _Worker:
             done = session.run(states, start.resume, sequences=saved.sequences if saved else 0)
         member.status("waited for the other processes to end")
         member.send(Done(step=done))
-        member.wait_for(End)
+        member.wait_for(AllDone)
         if isinstance(runner, Pipeline):
             runner.close()
         if len(self._domain) > 1:
@@ -293,4 +293,4 @@ class _Reporter:
             interval._replace(start_s=interval.start_s + offset_s, end_s=interval.end_s + offset_s)
             for interval in (part["intervals"] if leads else ())
         ]
-        self._member.send(Measured(part={**part, "intervals": intervals}))
+        self._member.send(Measurements(part={**part, "intervals": intervals}))

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from holmesjax.errors import HolmesError
-from holmesjax.hosts.nics import Host, Nic, rdma_nics
+from holmesjax.hosts.nics import DiscoveredNic, Host, rdma_nics
 from holmesjax.topology.fabrics import NAMES, RDMA
 
 # Variables that undo what is set here: name -> what they do when they are not 0.
@@ -152,7 +152,7 @@ def _add_ports(found: _Variables, host: Host, fabric: str) -> None:
         _add_gid_index(found, nics)
 
 
-def _add_gid_index(found: _Variables, nics: Sequence[Nic]) -> None:
+def _add_gid_index(found: _Variables, nics: Sequence[DiscoveredNic]) -> None:
     """NCCL has one index for all ports of a host."""
     indexes = [{gid.index for gid in nic.gids} for nic in nics]
     if common := set.intersection(*indexes):

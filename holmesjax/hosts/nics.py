@@ -1,7 +1,7 @@
 """Which NICs this host has, which fabric each is on, and its addresses there. No JAX.
 
 `hardware` reads, this module decides, and every decision has its reason as text. One RDMA port, or
-one network interface without RDMA, is a `Nic`:
+one network interface without RDMA, is a `DiscoveredNic`:
 
     infiniband  an active port whose link layer is InfiniBand; its IP address is that of its IPoIB
     roce        an active port whose link layer is Ethernet and that has a GID of RoCE
@@ -38,7 +38,7 @@ STACKED = ("bond", "bridge", "vlan", "macvlan", "ipvlan")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Nic:
+class DiscoveredNic:
     """A port or an interface, and what it is good for."""
 
     name: str  # "mlx5_0 port 1", "eth0"
@@ -62,14 +62,14 @@ class Host:
     """This host."""
 
     name: str
-    nics: tuple[Nic, ...]  # RDMA ports first
+    nics: tuple[DiscoveredNic, ...]  # RDMA ports first
     gpus: tuple[Gpu, ...]
     interfaces: tuple[Interface, ...]
     default_routes: tuple[str, ...]  # interfaces, the preferred one first
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Choice:
+class FabricAddresses:
     """The addresses that a host has on one fabric."""
 
     addresses: tuple[str, ...]
@@ -121,7 +121,7 @@ class _Classifier:
         self.interfaces = {interface.name: interface for interface in interfaces}
         self.ports, self.default_routes, self.gpus = ports, default_routes, gpus
 
-    def nics(self) -> tuple[Nic, ...]:
+    def nics(self) -> tuple[DiscoveredNic, ...]:
         of_ports = [self._of_port(port) for port in self.ports]
         # The interface of a RoCE port is Ethernet too, in the same row.
         taken = {
@@ -133,7 +133,7 @@ class _Classifier:
         others = [i for name, i in self.interfaces.items() if name not in taken]
         return (*of_ports, *map(self._of_interface, others))
 
-    def _of_port(self, port: Port) -> Nic:
+    def _of_port(self, port: Port) -> DiscoveredNic:
         gids = self._best_gids(port) if port.link_layer == "Ethernet" else ()
         named = [str(gid.interface) for gid in gids]
         carriers = [self._carrier(name) for name in (*named, *self._interfaces_of(port))]
@@ -141,7 +141,7 @@ class _Classifier:
         carriers.sort(key=lambda interface: not _reachable(interface))
         interface = carriers[0] if carriers else None
         fabric, reason = self._judge_port(port, gids)
-        return Nic(
+        return DiscoveredNic(
             name=f"{port.device} port {port.number}",
             fabric=fabric,
             reason=reason,
@@ -175,9 +175,9 @@ class _Classifier:
         which = f"GID {gid.index} is {gid.kind} of {address} on {gid.interface}"
         return "roce", f"{layer}, {rate}, active; {which}"
 
-    def _of_interface(self, interface: Interface) -> Nic:
+    def _of_interface(self, interface: Interface) -> DiscoveredNic:
         fabric, reason = self._judge_interface(interface)
-        return Nic(
+        return DiscoveredNic(
             name=interface.name,
             fabric=fabric,
             reason=reason,
@@ -289,7 +289,7 @@ def distance(pci: PciPath, numa_node: int | None, other: PciPath, other_node: in
 # ---- what to use of it ---------------------------------------------------------------------------
 
 
-def rdma_nics(host: Host, fabric: str) -> tuple[list[Nic], dict[str, str]]:
+def rdma_nics(host: Host, fabric: str) -> tuple[list[DiscoveredNic], dict[str, str]]:
     """The ports for a cluster's collectives, and why the others of the fabric are left out.
 
     Hosts with many NICs have some for storage, often on a network of their own. They are slower, or
@@ -298,7 +298,7 @@ def rdma_nics(host: Host, fabric: str) -> tuple[list[Nic], dict[str, str]]:
     chosen = [nic for nic in host.nics if nic.fabric == fabric]
     left_out: dict[str, str] = {}
 
-    def keep(is_good: Callable[[Nic], bool], reason: str) -> None:
+    def keep(is_good: Callable[[DiscoveredNic], bool], reason: str) -> None:
         nonlocal chosen
         if any(map(is_good, chosen)):
             left_out.update({nic.name: reason for nic in chosen if not is_good(nic)})
@@ -313,13 +313,15 @@ def rdma_nics(host: Host, fabric: str) -> tuple[list[Nic], dict[str, str]]:
     return chosen, left_out
 
 
-def choices(host: Host) -> dict[str, Choice]:
+def choices(host: Host) -> dict[str, FabricAddresses]:
     """Where this host is reached, fabric by fabric; a fabric without an address is missing.
 
     RDMA needs no IP address, but the sockets around it do: those of a cluster's coordinator, and of
     boundaries inside it. Ports without any borrow the address on Ethernet.
     """
-    found = {"local": Choice(addresses=("127.0.0.1",), interfaces=("lo",), reason="this host")}
+    found = {
+        "local": FabricAddresses(addresses=("127.0.0.1",), interfaces=("lo",), reason="this host")
+    }
     ethernet = _ethernet(host)
     for fabric in RDMA:
         nics, _ = rdma_nics(host, fabric)
@@ -328,7 +330,7 @@ def choices(host: Host) -> dict[str, Choice]:
             found[fabric] = _choice(with_address, reason)
         elif nics and ethernet:
             reason = f"no {NAMES[fabric]} port has an IPv4 address; that on Ethernet stands in"
-            found[fabric] = Choice(
+            found[fabric] = FabricAddresses(
                 addresses=ethernet.addresses, interfaces=ethernet.interfaces, reason=reason
             )
     if ethernet:
@@ -336,7 +338,7 @@ def choices(host: Host) -> dict[str, Choice]:
     return found
 
 
-def _ethernet(host: Host) -> Choice | None:
+def _ethernet(host: Host) -> FabricAddresses | None:
     """Of the NIC with the default route, which leads to other clusters; or else of the fastest."""
     nics = [nic for nic in host.nics if nic.fabric in ("ethernet", "roce") and nic.ipv4]
     for name in host.default_routes:
@@ -347,9 +349,9 @@ def _ethernet(host: Host) -> Choice | None:
     return _choice(best, "no default route; the fastest") if best else None
 
 
-def _choice(nics: Sequence[Nic], reason: str) -> Choice:
+def _choice(nics: Sequence[DiscoveredNic], reason: str) -> FabricAddresses:
     """One address a NIC, since others may move to other hosts; a bond of several ports once."""
-    return Choice(
+    return FabricAddresses(
         addresses=tuple(dict.fromkeys(nic.ipv4[0] for nic in nics)),
         interfaces=tuple(dict.fromkeys(str(nic.interface) for nic in nics)),
         reason=reason,

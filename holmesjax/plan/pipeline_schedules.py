@@ -289,7 +289,7 @@ def validate(
     simulate(schedules, ones, ones, [(0.0, 0.0)] * num_links, weight_s=ones)
 
 
-# ---- the clock -----------------------------------------------------------------------------------
+# ---- simulation ------------------------------------------------------------------------------------
 
 
 class Event(NamedTuple):
@@ -339,7 +339,7 @@ class Queue(NamedTuple):
     latency_s: float
 
 
-class Clock:
+class Simulator:
     """The tasks of a pipeline as arrays, to be timed for many cases at once.
 
     Tasks that wait for none of each other make a wave, and all of a wave are timed together. Waves
@@ -524,7 +524,7 @@ def simulate(
     ready_s: Sequence[float] = (),
     queues: Sequence[Queue] = (),
 ) -> Simulation:
-    """Runs the schedules against the clock: each stage in its order, as soon as inputs arrive.
+    """Simulates the schedules: each stage runs its tasks in order, as soon as inputs arrive.
 
     A transfer overlaps with compute. From one stage to another there is one transfer at a time, in
     the order in which the results were made. Asserts that no stage waits forever.
@@ -563,22 +563,22 @@ def simulate(
     assert len(transfer_s) == num_stages - (num_chunks == 1)
     column = lambda seconds: np.array(seconds, float).reshape(-1, 1)
     weight = column(weight_s if len(weight_s) else [0.0] * len(forward_s))
-    clock = Clock(schedules, num_chunks)
+    simulator = Simulator(schedules, num_chunks)
     transfers = np.array(transfer_s, float).reshape(-1, 2, 1)
     ready = column(ready_s if len(ready_s) else [0.0] * num_stages)
     tasks = column(forward_s), column(backward_s), transfers, weight, ready
-    starts, ends, sent = clock.run(*tasks, queues=[queues])
+    starts, ends, sent = simulator.run(*tasks, queues=[queues])
     events = [
         Event(stage, task, start_s, end_s)
         for (stage, task), start_s, end_s in zip(
-            clock.tasks, starts[:, 0].tolist(), ends[:, 0].tolist(), strict=True
+            simulator.tasks, starts[:, 0].tolist(), ends[:, 0].tolist(), strict=True
         )
     ]
     step_time_s = max(event.end_s for event in events)
     busy_s = [sum(e.end_s - e.start_s for e in events if e.stage == s) for s in range(num_stages)]
     return Simulation(
         events=tuple(sorted(events, key=lambda event: (event.start_s, event.stage))),
-        transfers=tuple(clock.transfers(ends[:, 0], sent[:, 0])),
+        transfers=tuple(simulator.transfers(ends[:, 0], sent[:, 0])),
         step_time_s=step_time_s,
         bubbles=tuple(1.0 - busy / step_time_s for busy in busy_s),
     )

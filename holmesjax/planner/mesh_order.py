@@ -34,7 +34,7 @@ A = TypeVar("A", bound=str)  # the name of an axis
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Placement(Generic[A]):
+class MeshPlacement(Generic[A]):
     """The devices of one stage, laid out as a mesh."""
 
     sizes: dict[A, int]  # axis -> size, in the order of the mesh: slowest link first
@@ -214,10 +214,12 @@ def arrangements(
     return list(found.values())
 
 
-def cheapest(arranged: Sequence[Arrangement[A]], traffic_bytes: Mapping[A, float]) -> Placement[A]:
-    """The first of those with the least price."""
+def cheapest(
+    arranged: Sequence[Arrangement[A]], traffic_bytes: Mapping[A, float]
+) -> MeshPlacement[A]:
+    """The first of the arrangements with the least price."""
     best = min(arranged, key=lambda arrangement: arrangement.price_s(traffic_bytes))
-    return Placement(
+    return MeshPlacement(
         sizes=best.sizes,
         devices=best.devices,
         groups=best.groups,
@@ -230,7 +232,7 @@ def place(
     devices: Mapping[str, Sequence[int]],
     sizes: Mapping[A, int],
     traffic_bytes: Mapping[A, float],
-) -> Placement[A]:
+) -> MeshPlacement[A]:
     """The cheapest placement of a stage's devices in its mesh.
 
     Args:

@@ -20,9 +20,9 @@ import numpy as np
 
 from holmesjax.config import Config, ParallelConfig, Schedule
 from holmesjax.costs import work
-from holmesjax.plan.pipeline_schedules import Clock, Queue, Task, max_in_flight, schedule
+from holmesjax.plan.pipeline_schedules import Queue, Simulator, Task, max_in_flight, schedule
 from holmesjax.plan.plan import Axis
-from holmesjax.planner.mesh_order import Placement
+from holmesjax.planner.mesh_order import MeshPlacement
 from holmesjax.planner.stage_layouts import (
     USABLE_MEMORY,
     Devices,
@@ -113,7 +113,9 @@ class Problem:
     crosses_because: str = ""  # why stages may lie in several clusters, if they may
     usable_memory: float = USABLE_MEMORY  # share of each device's memory
     _seconds: dict[tuple[object, ...], StageSeconds] = field(default_factory=dict)
-    _clocks: dict[Order, tuple[Clock, tuple[tuple[Task, ...], ...]]] = field(default_factory=dict)
+    _simulators: dict[Order, tuple[Simulator, tuple[tuple[Task, ...], ...]]] = field(
+        default_factory=dict
+    )
     _links_of: dict[int, list[Link]] = field(default_factory=dict)
     _like: dict[Seat, Seat] = field(default_factory=dict)
     _in_flight: dict[tuple[object, ...], InFlight] = field(default_factory=dict)
@@ -135,7 +137,7 @@ class Problem:
             stage_costs=StageCosts(self.config),
             crosses_because=self.crosses_because,
             usable_memory=self.usable_memory,
-            _clocks=self._clocks,
+            _simulators=self._simulators,
         )
 
     def set_to(self, parallel: ParallelConfig, usable_memory: float = USABLE_MEMORY) -> "Problem":
@@ -218,9 +220,9 @@ class Problem:
         times = self.seconds(seat, passing, role, num_blocks, is_split=False)
         return times.forward + times.backward
 
-    def clock(self, order: Order) -> tuple[Clock, tuple[tuple[Task, ...], ...]]:
-        """The clock of a schedule, and its tasks."""
-        if order not in self._clocks:
+    def simulator(self, order: Order) -> tuple[Simulator, tuple[tuple[Task, ...], ...]]:
+        """The simulator of a schedule, and its tasks."""
+        if order not in self._simulators:
             tasks = schedule(
                 order.schedule,
                 order.num_stages,
@@ -228,8 +230,8 @@ class Problem:
                 num_chunks=order.chunks,
                 in_flight=order.in_flight,
             )
-            self._clocks[order] = Clock(tasks, order.chunks), tasks
-        return self._clocks[order]
+            self._simulators[order] = Simulator(tasks, order.chunks), tasks
+        return self._simulators[order]
 
     def in_flight(self, order: Order, stage: int, layers: int) -> InFlight:
         """What a stage with so many layers holds at most."""
@@ -240,7 +242,7 @@ class Problem:
             return InFlight(all=order.in_flight[stage], head=order.in_flight[stage])
         key = order, stage, layers if v > 1 else 0
         if key not in self._in_flight:
-            tasks = self.clock(order)[1][stage]
+            tasks = self.simulator(order)[1][stage]
             self._in_flight[key] = InFlight(
                 all=max_in_flight(tasks, [n / layers for n in split_chunks(layers, v)]),
                 head=max_in_flight(tasks, [0] * (v - 1) + [1]),
@@ -369,7 +371,7 @@ class Problem:
         devices = self._devices(seat)
         return sum(map(len, devices.values())) if self._is_per_device else len(devices)
 
-    def placement(self, seat: Seat, passing: Pass) -> Placement[Axis]:
+    def placement(self, seat: Seat, passing: Pass) -> MeshPlacement[Axis]:
         pool = self.pools[seat.pool]
         return self.stage_costs.placement(pool, seat.mesh, seat.num_stages, seat.number, passing)
 
@@ -501,7 +503,7 @@ def step_seconds(
       order: the schedule, its chunks, and what each stage holds in flight.
       with_links: whether boundaries and tied tables take time to send.
     """
-    clock, _ = problem.clock(order)
+    simulator, _ = problem.simulator(order)
     is_split = order.schedule == "zero_bubble"
     p, v, num_cases = order.num_stages, order.chunks, len(cases)
     stage_s = np.empty((3, p, num_cases))  # reduce, gather, update
@@ -534,10 +536,10 @@ def step_seconds(
         forward_s, backward_s, weight_s = task_s[:, :, holds]
         reduce_s, gather_s, update_s = stage_s[:, :, holds]
         ways_s = transfer_s[:, :, holds]
-        _, end_s, _ = clock.run(forward_s, backward_s, ways_s, weight_s, ready_s=gather_s)
+        _, end_s, _ = simulator.run(forward_s, backward_s, ways_s, weight_s, ready_s=gather_s)
         own = [queues[k] for k in np.flatnonzero(holds)]
         if waiting := [k for k, queue in enumerate(own) if queue]:
-            _, end_s[:, waiting], _ = clock.run(
+            _, end_s[:, waiting], _ = simulator.run(
                 forward_s[:, waiting],
                 backward_s[:, waiting],
                 ways_s[:, :, waiting],
@@ -545,6 +547,6 @@ def step_seconds(
                 ready_s=gather_s[:, waiting],
                 queues=[own[k] for k in waiting],
             )
-        finish_s = clock.finish_s(end_s)
+        finish_s = simulator.finish_s(end_s)
         found[holds] = (finish_s + reduce_s).max(0) + update_s.max(0) + tables_s[holds]
     return found

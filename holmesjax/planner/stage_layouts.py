@@ -27,8 +27,8 @@ from holmesjax.costs.stage_times import StageTimes, layer_s, stage_times
 from holmesjax.plan.plan import Axis
 from holmesjax.planner.mesh_order import (
     Arrangement,
+    MeshPlacement,
     Paths,
-    Placement,
     arrangements,
     cheapest,
     sorted_by_block,
@@ -327,7 +327,7 @@ class StageCosts:
         self._config = config
         self._seats: dict[tuple[int, Mesh, int], list[Devices]] = {}
         self._arranged: dict[tuple[int, Mesh, int, int], list[Arrangement[Axis]]] = {}
-        self._placements: dict[tuple[object, ...], Placement[Axis]] = {}
+        self._placements: dict[tuple[object, ...], MeshPlacement[Axis]] = {}
         self._times: dict[tuple[object, ...], StageTimes] = {}
         self._many_times: dict[tuple[object, ...], StageTimes] = {}
         self._bytes: dict[tuple[object, ...], float] = {}
@@ -343,7 +343,7 @@ class StageCosts:
 
     def placement(
         self, pool: Pool, mesh: Mesh, num_stages: int, index: int, passing: Pass
-    ) -> Placement[Axis]:
+    ) -> MeshPlacement[Axis]:
         """The cheapest order of the axes of one stage over its devices.
 
         Args:
@@ -420,7 +420,7 @@ class StageCosts:
     def times(
         self,
         pool: Pool,
-        placement: Placement[Axis],
+        placement: MeshPlacement[Axis],
         mesh: Mesh,
         passing: Pass,
         role: Role,

@@ -32,7 +32,7 @@ def allocator_for(kinds: Collection[str], own: Mapping[str, str]) -> dict[str, s
     return {} if chosen or set(kinds) != {"cpu"} else dict(ALLOCATOR)
 
 
-class Pool:
+class BufferPool:
     """Memory that is used again when JAX has dropped the array that lay in it.
 
     Receiving into pages that the process has not touched yet takes several times as long.

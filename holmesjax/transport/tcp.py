@@ -31,7 +31,7 @@ from holmesjax.plan.plan import Plan
 from holmesjax.plan.processes import Process
 from holmesjax.topology.machines import Topology
 from holmesjax.transport import connections
-from holmesjax.transport.buffers import Pool, runs_of
+from holmesjax.transport.buffers import BufferPool, runs_of
 from holmesjax.transport.crossings import Crossing, Key
 from holmesjax.transport.ends import End, make_end, size_of
 from holmesjax.transport.frames import Channel, Frame, Packet, ViolationError
@@ -128,7 +128,7 @@ class TcpTransport:
             for number, piece in (end.sends | end.receives).items():
                 other = piece.target if piece.source == me.number else piece.source
                 shared[other].append((index, asdict(crossing), number, piece))
-        self._pool = Pool()
+        self._pool = BufferPool()
         self._sending: dict[Key, Sending] = {}
         self._receiving: dict[Key, Receiving] = {}
         self._bytes: Counter[str] = Counter()

@@ -37,7 +37,7 @@ DK, DV = 0, 1  # the sums of a warpgroup
 
 
 @dataclass(frozen=True)
-class Block:
+class ThreadBlock:
     """What a block is told, where its arrays are, and what both kernels do."""
 
     rule: Rule
@@ -194,7 +194,7 @@ def _block(
     interpret: bool,
     joint: bool,
     **shared: Ref,
-) -> Block:
+) -> ThreadBlock:
     *id_refs, dk_ref, dv_ref = refs
     dq_ref = id_refs.pop() if joint else None
     told = (rule, num_queries, num_keys, interpret)
@@ -202,7 +202,7 @@ def _block(
     row, kv_head, sequence = warpgroups.place()
     run = warpgroups.run_of(run_ref, sequence, row)
     outs = (dq_ref, dk_ref, dv_ref)
-    return Block(*told, *ins, *outs, shared, row, kv_head, sequence, run)
+    return ThreadBlock(*told, *ins, *outs, shared, row, kv_head, sequence, run)
 
 
 def dkv_kernel(*refs: Ref, **told: Any) -> None:
@@ -215,7 +215,7 @@ def joint_kernel(*refs: Ref, **told: Any) -> None:
     _each_its_keys(_block(*refs, joint=True, **told))
 
 
-def _each_its_keys(block: Block) -> None:
+def _each_its_keys(block: ThreadBlock) -> None:
     """Each of two warpgroups has 64 keys."""
     joint = block.dq_ref is not None
     shared, size, width = block.shared, block.size, block.width

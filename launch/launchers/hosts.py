@@ -71,7 +71,7 @@ class HostsEntry:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Host:
+class SshHost:
     """How a node is reached, with nothing left out but what is left to `ssh`."""
 
     destination: str
@@ -84,7 +84,7 @@ class Host:
     addresses: dict[str, list[str]]  # by fabric; empty: the process finds them itself
 
 
-def read(path: str | Path, topology: Topology) -> dict[str, Host]:
+def read(path: str | Path, topology: Topology) -> dict[str, SshHost]:
     """The hosts of all nodes, by their names. Raises `Mistakes` with all that is wrong."""
     document = yaml_files.read(path, ConfigError)
     file, mistakes = schema.read(HostsEntry, document)
@@ -101,14 +101,14 @@ def read(path: str | Path, topology: Topology) -> dict[str, Host]:
     return {host.node: _filled(host, entry.defaults) for host in entry.hosts}
 
 
-def _filled(host: HostEntry, defaults: ReachEntry) -> Host:
+def _filled(host: HostEntry, defaults: ReachEntry) -> SshHost:
     def of(name: str) -> Any:
         own = getattr(host, name)
         return getattr(defaults, name) if own is None else own
 
     addresses = {fabric: getattr(host.addresses, fabric) for fabric in FABRICS}
     identity_file = of("identity_file")
-    return Host(
+    return SshHost(
         destination=host.ssh or host.node,
         port=of("port"),
         identity_file=identity_file and os.path.expanduser(identity_file),

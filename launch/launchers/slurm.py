@@ -36,7 +36,7 @@ Name = Annotated[str, Field(min_length=1, strict=True)]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ClusterEntry:
+class SlurmCluster:
     """What a cluster's component needs besides nodes and GPUs."""
 
     name: Name
@@ -44,7 +44,7 @@ class ClusterEntry:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class OptionsEntry:
+class SlurmOptions:
     """The options file."""
 
     time: Name | None = None  # the limit, "2-00:00:00"; None: that of the partition
@@ -52,7 +52,7 @@ class OptionsEntry:
     sbatch: tuple[Name, ...] = ()  # for all clusters: "--account=me"
     setup: tuple[Name, ...] = ()  # lines of bash before the job: "module load cuda"
     python: Name | None = None  # on the nodes; None: this process's
-    clusters: tuple[ClusterEntry, ...] = ()
+    clusters: tuple[SlurmCluster, ...] = ()
 
 
 def write(
@@ -82,9 +82,9 @@ def write(
       HolmesError: sbatch is missing or refuses the file, or an error of `resume.find`.
     """
     options = (
-        read_options(OptionsEntry, options_file, job.topology, _options_are_options)
+        read_options(SlurmOptions, options_file, job.topology, _options_are_options)
         if options_file
-        else OptionsEntry()
+        else SlurmOptions()
     )
     if listen:
         parse_listen(listen)
@@ -114,7 +114,7 @@ def write(
     return 0
 
 
-def _options_are_options(document: Document, file: OptionsEntry) -> Iterator[HolmesError]:
+def _options_are_options(document: Document, file: SlurmOptions) -> Iterator[HolmesError]:
     places: list[tuple[Keys, tuple[str, ...]]] = [(("sbatch",), file.sbatch)]
     places += [(("clusters", i, "sbatch"), c.sbatch) for i, c in enumerate(file.clusters)]
     for keys, options in places:
@@ -124,7 +124,7 @@ def _options_are_options(document: Document, file: OptionsEntry) -> Iterator[Hol
                 yield document.mistake((*keys, i), "is no option", found=option, fix=fix)
 
 
-def script(job: Job, options: OptionsEntry, *, listen: str | None, max_restarts: int | None) -> str:
+def script(job: Job, options: SlurmOptions, *, listen: str | None, max_restarts: int | None) -> str:
     """The text of the file for sbatch."""
     run_dir = job.run_dir.absolute()
     command = [options.python or sys.executable, "-m", "launch", "train", str(run_dir)]
@@ -174,7 +174,7 @@ exit $status
 """
 
 
-def _request(job: Job, component: Component, options: OptionsEntry) -> Iterator[str]:
+def _request(job: Job, component: Component, options: SlurmOptions) -> Iterator[str]:
     """What a component asks of Slurm."""
     yield f"--job-name={job.run_dir.name}"
     yield f"--nodes={component.num_nodes}"

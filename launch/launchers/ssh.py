@@ -21,7 +21,7 @@ from holmesjax.errors import REQUEUE, ConfigError, HolmesError, Mistakes
 from holmesjax.plan.processes import Process
 from holmesjax.topology.machines import Topology
 from launch.launchers import hosts
-from launch.launchers.hosts import Host
+from launch.launchers.hosts import SshHost
 from launch.launchers.launcher import (
     Children,
     EventSink,
@@ -171,7 +171,7 @@ class SshLauncher:
         self._children.end(patience_s=END_S)
 
 
-def _arguments(host: Host) -> list[str]:
+def _arguments(host: SshHost) -> list[str]:
     """Of ssh, before the destination; of an option given twice it takes the first."""
     arguments = [f"-o{option}" for option in host.ssh_options]
     arguments += [f"-o{name}={value}" for name, value in OPTIONS.items()]
@@ -185,7 +185,7 @@ def _arguments(host: Host) -> list[str]:
 class _Ears:
     """Events of one ssh client, with its ways to fail put in words."""
 
-    def __init__(self, host: Host, events: EventSink):
+    def __init__(self, host: SshHost, events: EventSink):
         self._host, self._events = host, events
         self._lines: deque[str] = deque(maxlen=20)
 
@@ -235,7 +235,7 @@ class _Target(NamedTuple):
     is_direct: bool  # not by way of another host
 
 
-def _targets(nodes: Mapping[str, Host], file: str) -> list[_Target]:
+def _targets(nodes: Mapping[str, SshHost], file: str) -> list[_Target]:
     """As ssh's configuration files have it. Raises Mistakes where two nodes are one host."""
     with ThreadPoolExecutor(MAX_AT_ONCE) as pool:
         found = list(pool.map(_target, nodes, nodes.values()))
@@ -253,7 +253,7 @@ def _targets(nodes: Mapping[str, Host], file: str) -> list[_Target]:
     return found
 
 
-def _target(node: str, host: Host) -> _Target:
+def _target(node: str, host: SshHost) -> _Target:
     argv = ["ssh", "-G", *_arguments(host), "--", host.destination]
     try:
         asked = subprocess.run(argv, capture_output=True, text=True, check=False)

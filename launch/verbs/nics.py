@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from holmesjax import units
 from holmesjax.hosts import nccl, nics
 from holmesjax.hosts.nccl import Environment
-from holmesjax.hosts.nics import Host, Nic
+from holmesjax.hosts.nics import DiscoveredNic, Host
 from holmesjax.topology.fabrics import NAMES, RDMA
 
 
@@ -68,7 +68,7 @@ def describe(host: Host) -> list[str]:
     )
 
 
-def _row(nic: Nic) -> tuple[str, ...]:
+def _row(nic: DiscoveredNic) -> tuple[str, ...]:
     return (
         nic.name,
         nic.fabric or "-",
@@ -81,7 +81,7 @@ def _row(nic: Nic) -> tuple[str, ...]:
     )
 
 
-def _nearest(nic: Nic) -> str:
+def _nearest(nic: DiscoveredNic) -> str:
     """The GPUs that share a PCIe switch with it."""
     near = [str(i) for i, far in enumerate(nic.distances) if far == nics.SAME_SWITCH]
     return ",".join(near) or "-"

@@ -17,8 +17,8 @@ from holmesjax.distributed.messages import (
     AskFiles,
     Beat,
     Go,
+    JobStart,
     Ready,
-    Start,
     Verdict,
 )
 from holmesjax.distributed.worker import _Reporter
@@ -107,12 +107,12 @@ def test_the_start_comes_when_all_are_there_and_has_what_one_needs(controller, m
     for member in members[:2]:
         tell_ready(member)
     with pytest.raises(PeerError, match="not all processes came"):
-        members[0].wait_for(Start, 0.2)
+        members[0].wait_for(JobStart, 0.2)
     tell_ready(members[2])
     for member in members:
         leader = 0 if member.process.stage == 0 else 2
-        start = Start(coordinator=["there", leader], resume=7)
-        assert member.wait_for(Start, 5) == start
+        start = JobStart(coordinator=["there", leader], resume=7)
+        assert member.wait_for(JobStart, 5) == start
     assert members[0].addresses([2, 0], 5) == {2: ["here", 2], 0: ["here", 0]}
 
 

@@ -214,7 +214,7 @@ clusters:
 
 
 def read(path, topology):
-    return read_options(slurm.OptionsEntry, path, topology, slurm._options_are_options)
+    return read_options(slurm.SlurmOptions, path, topology, slurm._options_are_options)
 
 
 def gpu_job(tmp_path, *settings):

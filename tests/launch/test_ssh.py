@@ -283,7 +283,7 @@ def two_nodes(tmp_path):
 def test_a_hosts_file_fills_in_its_defaults(tmp_path):
     (tmp_path / "hosts.yaml").write_text(GOOD)
     found = hosts.read(tmp_path / "hosts.yaml", two_nodes(tmp_path))
-    assert found["a-0"] == hosts.Host(
+    assert found["a-0"] == hosts.SshHost(
         destination="me@one",
         port=2222,
         identity_file=None,

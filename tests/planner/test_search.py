@@ -14,7 +14,7 @@ import pytest
 from holmesjax.costs import memory, work as costs
 from holmesjax.costs.stage_times import stage_times
 from holmesjax.errors import PlanError
-from holmesjax.plan.pipeline_schedules import Clock, max_in_flight, schedule, simulate
+from holmesjax.plan.pipeline_schedules import Simulator, max_in_flight, schedule, simulate
 from holmesjax.plan.plan import Axis
 from holmesjax.planner import planner, shortlist
 from holmesjax.planner.candidates import Around, Kind
@@ -71,9 +71,9 @@ def test_the_clock_says_of_many_cases_when_each_ends(name, p, m, v, in_flight):
     rng, cases, links = np.random.default_rng(0), 7, p - (v == 1)
     forward, backward, weight = rng.uniform(0.1, 1.0, (3, p * v, cases))
     transfer = rng.uniform(0.0, 1.0, (links, 2, cases))
-    clock = Clock(tasks, v)
+    simulator = Simulator(tasks, v)
     ready = rng.uniform(0.0, 3.0, (p, cases))
-    found = clock.finish_s(clock.run(forward, backward, transfer, weight, ready)[1])
+    found = simulator.finish_s(simulator.run(forward, backward, transfer, weight, ready)[1])
     for k in range(cases):
         own = (x[..., k] for x in (forward, backward, weight, transfer, ready))
         alone = finish_times(tasks, *own)

@@ -17,7 +17,7 @@ import pytest
 from holmesjax.errors import HolmesError, PeerError, RefusedError
 from holmesjax.parallel import compat
 from holmesjax.transport import connections, frames
-from holmesjax.transport.buffers import Pool, runs_of
+from holmesjax.transport.buffers import BufferPool, runs_of
 from holmesjax.transport.crossings import Key
 from holmesjax.transport.frames import Channel, Frame, FrameKind
 from holmesjax.transport.rendezvous import Ports
@@ -92,7 +92,7 @@ def test_no_array_is_overwritten_while_it_lives(pair):
 
 
 def test_memory_is_aligned_and_used_again_by_size():
-    pool = Pool()
+    pool = BufferPool()
     first = pool.take((3, 5), np.dtype(np.float32))
     address = first.ctypes.data
     assert address % 64 == 0
@@ -125,7 +125,7 @@ def test_an_array_goes_out_and_comes_in_without_a_copy():
     on_device = array(1.0)
     host = np.asarray(compat.start_copy_to_host(on_device))
     assert host.ctypes.data == on_device.unsafe_buffer_pointer()
-    block = Pool().take(SHAPE, np.dtype(np.float32))
+    block = BufferPool().take(SHAPE, np.dtype(np.float32))
     assert jax.device_put(block).unsafe_buffer_pointer() == block.ctypes.data
 
 
