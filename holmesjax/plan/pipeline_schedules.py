@@ -289,7 +289,7 @@ def validate(
     simulate(schedules, ones, ones, [(0.0, 0.0)] * num_links, weight_s=ones)
 
 
-# ---- simulation ------------------------------------------------------------------------------------
+# ---- simulation ----------------------------------------------------------------------------------
 
 
 class Event(NamedTuple):
