@@ -167,8 +167,11 @@ def compile_stages(
 
 
 def _form(stage: Stage) -> Any:
-    """Equal for chunks whose programs are the same but for the names of their layers."""
-    if stage.is_first or stage.is_last:
+    """Equal for chunks whose programs are the same but for the names of their layers.
+
+    Moments in fewer bits are rounded by noise whose seeds are names, so their programs differ.
+    """
+    if stage.is_first or stage.is_last or stage.optimizer.config.moments != "float32":
         return stage.index
     return stage.mesh, len(stage.layers)
 

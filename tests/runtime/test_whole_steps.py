@@ -117,6 +117,26 @@ def plain_steps(row: Row) -> list[tuple]:
     return found
 
 
+def test_a_document_does_not_see_the_one_before():
+    """Both sides of the table use the same layers, so it would not notice."""
+    row = next(row for row in ROWS if row.mask)
+    [stage] = make_stages(row.model, hand_made_plan((row.model.num_layers,), 1, 1))
+    params, inputs = stage.init(SEED).params, step_inputs(MICROBATCH, 0)
+    changed = {**inputs, "token_BL": inputs["token_BL"].copy()}
+    changed["token_BL"][:, :8] += 1  # the first document
+    target_BL = inputs["target_BL"].copy()
+    target_BL[:, :8] = -1  # the second document alone counts
+    losses = {
+        mask: [
+            float(summed_loss(params, row.model, {**own, "target_BL": target_BL}, mask))
+            for own in (inputs, changed)
+        ]
+        for mask in (True, False)
+    }
+    assert losses[True][0] == losses[True][1]
+    assert losses[False][0] != losses[False][1]
+
+
 # ---- the rows ------------------------------------------------------------------------------------
 
 
@@ -153,6 +173,16 @@ def check(row, plan):
 
 @pytest.mark.parametrize("row", ROWS, ids=str)
 def test_every_row_equals_one_device(row):
+    check_row(row)
+
+
+@pytest.mark.exhaustive
+def test_chunks_that_differ_in_names_alone_round_their_moments_by_their_own_names():
+    changed = {"split": (3, 3), "chunks": 3, "schedule": "interleaved_1f1b", "microbatches": 4}
+    check_row(Row(**changed, moments="int8"))
+
+
+def check_row(row):
     check(row, row.plan)
     programs = compiled(row)
     if not isinstance(programs, list):
