@@ -43,7 +43,7 @@ from holmesjax.costs.work import StageShape
 from holmesjax.optimizers.adamw import make_optimizer
 from holmesjax.parallel.mesh import build_meshes
 from holmesjax.plan.plan import EMBED, HEAD, Plan, StagePlan, block_name
-from holmesjax.planner.stage_layouts import USABLE_MEMORY, Mesh
+from holmesjax.planner.stage_layouts import USABLE_MEMORY, MeshShape
 from holmesjax.runtime import microbatch
 from holmesjax.runtime.programs import (
     ProgramKey,
@@ -74,7 +74,7 @@ class Case(NamedTuple):
 
     model: str
     checkpointing: Any = "none"
-    mesh: Mesh = Mesh(1, 1, 1)
+    mesh: MeshShape = MeshShape(1, 1, 1)
     moments: Any = "float32"
 
     @property
@@ -87,9 +87,12 @@ class Case(NamedTuple):
 
 CASES = [
     *(Case(model, policy) for model in MODELS for policy in ("none", "dots", "full")),
-    *(Case("llama", "none", mesh) for mesh in (Mesh(1, 1, 2), Mesh(1, 2, 1), Mesh(1, 1, 1, 2))),
-    *(Case("llama", policy, Mesh(2, 1, 1)) for policy in ("none", "full")),
-    Case("gpt", "dots", Mesh(2, 2, 1)),
+    *(
+        Case("llama", "none", mesh)
+        for mesh in (MeshShape(1, 1, 2), MeshShape(1, 2, 1), MeshShape(1, 1, 1, 2))
+    ),
+    *(Case("llama", policy, MeshShape(2, 1, 1)) for policy in ("none", "full")),
+    Case("gpt", "dots", MeshShape(2, 2, 1)),
     Case("gpt", "none", moments="bfloat16"),
 ]
 
@@ -117,7 +120,7 @@ def plan_of(case: Case) -> Plan:
         topology="described",
         topology_hash="",
         stages=tuple(stages),
-        global_batch=SEQUENCES * MICROBATCHES * case.mesh.parts,
+        global_batch=SEQUENCES * MICROBATCHES * case.mesh.batch_shards,
         microbatches=MICROBATCHES,
         schedule="1f1b",
         in_flight=(),

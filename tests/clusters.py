@@ -19,10 +19,10 @@ from holmesjax.plan.plan import Plan
 from holmesjax.planner.assembly import as_plan
 from holmesjax.planner.candidates import split
 from holmesjax.planner.planner import make_plan
-from holmesjax.planner.problem import Case, Order, Part, step_seconds
+from holmesjax.planner.problem import Case, Part, TaskOrder, step_seconds
 from holmesjax.planner.search import Candidate
 from holmesjax.planner.selection import make_problem
-from holmesjax.planner.stage_layouts import Mesh, Pass
+from holmesjax.planner.stage_layouts import MeshShape, StepSettings
 from holmesjax.topology import machines
 from holmesjax.topology.machines import Cluster, DeviceKind, Link, Measured, Nic, Node, Topology
 
@@ -103,13 +103,13 @@ def chosen_plan(config, topology, *parts, layers=None, chunks=1, in_flight=()):
     """The plan with stages where the test wants them: (cluster, (data, fsdp, tensor), stages)."""
     problem = make_problem(config, topology)
     names = [cluster.name for cluster in topology.clusters]
-    chosen = [Part(names.index(name), Mesh(*mesh), count) for name, mesh, count in parts]
+    chosen = [Part(names.index(name), MeshShape(*mesh), count) for name, mesh, count in parts]
     parallel, num_stages = config.parallel, sum(part.num_stages for part in chosen)
-    passing = Pass(parallel.microbatches, parallel.activation_checkpointing)
-    order = Order(parallel.schedule, num_stages, parallel.microbatches, chunks, in_flight)
-    case = Case(tuple(chosen), layers) if layers else split(problem, chosen, passing, order)
-    [step_s] = map(float, step_seconds(problem, [case], passing, order))
-    candidate = Candidate(case=case, passing=passing, order=order, step_s=step_s)
+    settings = StepSettings(parallel.microbatches, parallel.activation_checkpointing)
+    order = TaskOrder(parallel.schedule, num_stages, parallel.microbatches, chunks, in_flight)
+    case = Case(tuple(chosen), layers) if layers else split(problem, chosen, settings, order)
+    [step_s] = map(float, step_seconds(problem, [case], settings, order))
+    candidate = Candidate(case=case, settings=settings, order=order, step_s=step_s)
     return as_plan(problem, candidate, bound_s=step_s)
 
 

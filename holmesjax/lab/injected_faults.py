@@ -19,8 +19,8 @@ from holmesjax import schema, units
 from holmesjax.errors import ConfigError, HolmesError, Mistakes
 from holmesjax.topology.machines import Topology
 
-Kind = Literal["cut", "slow", "kill", "freeze"]
-KINDS: dict[str, Kind] = {"cut": "cut", "slow": "slow", "kill": "kill", "freeze": "freeze"}
+FaultKind = Literal["cut", "slow", "kill", "freeze"]
+KINDS: dict[str, FaultKind] = {"cut": "cut", "slow": "slow", "kill": "kill", "freeze": "freeze"}
 UNIT = "(?:[numµμ]?s|min|h|[kMGT]?i?[bB]/s|[kMGT]?bps)"
 EXAMPLE = "write, say, 'step=20 cut ib<->roce 10s' or 't=30s freeze ib-0 10s'"
 
@@ -30,7 +30,7 @@ class Fault:
     """One thing that goes wrong. It is done to a node, or to a link, one way or both."""
 
     text: str  # as it was written, without its moment
-    kind: Kind
+    kind: FaultKind
     step: int | None = None  # after which it is done
     time_s: float = 0.0  # after the start at which it is done, without a step
     node: str | None = None
@@ -109,7 +109,7 @@ def _moment(text: str, word: str) -> tuple[int | None, float]:
 
 
 def _target(
-    text: str, kind: Kind, target: str, topology: Topology
+    text: str, kind: FaultKind, target: str, topology: Topology
 ) -> tuple[str | None, tuple[tuple[str, str], ...]]:
     """The node, or the ways of a link."""
     clusters = [cluster.name for cluster in topology.clusters]

@@ -18,7 +18,7 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-Kind = Literal["F", "B", "W"]
+TaskKind = Literal["F", "B", "W"]
 
 
 class Task(NamedTuple):
@@ -28,7 +28,7 @@ class Task(NamedTuple):
     F3 B3.1
     """
 
-    kind: Kind
+    kind: TaskKind
     microbatch: int
     chunk: int = 0
 
@@ -267,7 +267,7 @@ def validate(
       AssertionError: the schedule lacks one of these properties.
     """
     num_stages = len(schedules)
-    kinds: tuple[Kind, ...] = ("F", "B", "W") if name == "zero_bubble" else ("F", "B")
+    kinds: tuple[TaskKind, ...] = ("F", "B", "W") if name == "zero_bubble" else ("F", "B")
     passes = list(itertools.product(range(num_microbatches), range(num_chunks)))
     for stage, tasks in enumerate(schedules):
         position = {task: i for i, task in enumerate(tasks)}

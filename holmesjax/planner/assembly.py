@@ -20,30 +20,27 @@ from holmesjax.planner.problem import (
     transfer_times,
 )
 from holmesjax.planner.search import Candidate
-from holmesjax.planner.stage_layouts import (
-    clusters_of,
-    joined_name,
-)
+from holmesjax.planner.stage_layouts import clusters_of, joined_name
 from holmesjax.topology.machines import Topology
 
 
 def as_plan(problem: Problem, candidate: Candidate, bound_s: float) -> Plan:
     """The plan of a candidate, with what each of its stages costs."""
-    config, case, passing = problem.config, candidate.case, candidate.passing
+    config, case, settings = problem.config, candidate.case, candidate.settings
     order, num_stages = candidate.order, len(case.layers)
     sends_s = _send_times(problem, candidate)
     tables_s = [0.0] * num_stages
     tables_s[0], tables_s[-1] = table_times(problem, case)
     chunks = _chunks(case.layers, order.chunks)
     parts = [_part_seconds(problem, candidate, stage) for stage in range(num_stages)]
-    ways_s: list[Sequence[float]] = [*transfer_times(problem, case, passing, order.chunks), ()]
+    ways_s: list[Sequence[float]] = [*transfer_times(problem, case, settings, order.chunks), ()]
     stages = []
     for i, (seat, role) in enumerate(zip(case.seats, roles(num_stages), strict=True)):
-        nodes, placement = problem.nodes(seat), problem.placement(seat, passing)
+        nodes, placement = problem.nodes(seat), problem.placement(seat, settings)
         in_flight = problem.in_flight(order, i, case.layers[i])
-        shape = problem.stage_costs.shape(seat.mesh, passing, role, case.layers[i], in_flight)
+        shape = problem.stage_costs.shape(seat.mesh, settings, role, case.layers[i], in_flight)
         items = memory.stage_memory_bytes(config.model, shape)
-        sent_s = passing.microbatches * sends_s[i] + tables_s[i]
+        sent_s = settings.microbatches * sends_s[i] + tables_s[i]
         stages.append(
             StagePlan(
                 cluster=joined_name(problem.topology, nodes),
@@ -64,17 +61,17 @@ def as_plan(problem: Problem, candidate: Candidate, bound_s: float) -> Plan:
         stages=tuple(stages),
         idle=_idle(problem.topology, stages),
         global_batch=config.train.global_batch,
-        microbatches=passing.microbatches,
+        microbatches=settings.microbatches,
         schedule=order.schedule,
         in_flight=order.in_flight,
-        activation_checkpointing=passing.checkpointing,
-        boundary_bytes=problem.boundary_bytes(passing) if num_stages > 1 else 0.0,
+        activation_checkpointing=settings.checkpointing,
+        boundary_bytes=problem.boundary_bytes(settings) if num_stages > 1 else 0.0,
         step_time_s=candidate.step_s,
         bound_s=bound_s,
         step_dollars=prices.step_dollars(problem, candidate),
         shares=_shares(problem, candidate, parts),
         pipes=_pipe_shares(problem, candidate),
-        queues=tuple(problem.queues(case, passing, order.chunks)),
+        queues=tuple(problem.queues(case, settings, order.chunks)),
         exception=_exception(problem, stages),
     )
 
@@ -96,7 +93,7 @@ def _exception(problem: Problem, stages: Sequence[StagePlan]) -> str:
 
 def _pipe_shares(problem: Problem, candidate: Candidate) -> dict[str, float]:
     """The share of each pipe's capacity that a step uses."""
-    sent = link_bytes(problem, candidate.case, candidate.passing, candidate.order.chunks)
+    sent = link_bytes(problem, candidate.case, candidate.settings, candidate.order.chunks)
     return {
         " -> ".join(pipe): sent[pipe]
         / (problem.topology.capacity_bytes_per_s(*pipe) * candidate.step_s)
@@ -106,23 +103,23 @@ def _pipe_shares(problem: Problem, candidate: Candidate) -> dict[str, float]:
 
 
 def _times(problem: Problem, candidate: Candidate, stage: int) -> StageTimes:
-    case, passing = candidate.case, candidate.passing
+    case, settings = candidate.case, candidate.settings
     seat, role = case.seats[stage], roles(len(case.layers))[stage]
-    pool, placement = problem.pools[seat.pool], problem.placement(seat, passing)
+    pool, placement = problem.pools[seat.pool], problem.placement(seat, settings)
     layers = case.layers[stage]
-    return problem.stage_costs.times(pool, placement, seat.mesh, passing, role, layers)
+    return problem.stage_costs.times(pool, placement, seat.mesh, settings, role, layers)
 
 
 def _task_seconds(
     problem: Problem, candidate: Candidate, stage: int, ways_s: Sequence[float]
 ) -> TaskSeconds:
     """As `step_seconds` takes them."""
-    case, passing, order = candidate.case, candidate.passing, candidate.order
+    case, settings, order = candidate.case, candidate.settings, candidate.order
     seat, is_split = case.seats[stage], order.schedule == "zero_bubble"
     own_roles = chunk_roles(roles(len(case.layers))[stage], order.chunks)
     sizes = split_chunks(case.layers[stage], order.chunks)
     chunks = [
-        problem.seconds(seat, passing, role, n, is_split)
+        problem.seconds(seat, settings, role, n, is_split)
         for role, n in zip(own_roles, sizes, strict=True)
     ]
     whole = _whole(problem, candidate, stage)
@@ -141,13 +138,13 @@ def _whole(problem: Problem, candidate: Candidate, stage: int) -> StageSeconds:
     """Of all chunks of a stage."""
     case, is_split = candidate.case, candidate.order.schedule == "zero_bubble"
     role, layers = roles(len(case.layers))[stage], case.layers[stage]
-    return problem.seconds(case.seats[stage], candidate.passing, role, layers, is_split)
+    return problem.seconds(case.seats[stage], candidate.settings, role, layers, is_split)
 
 
 def _part_seconds(problem: Problem, candidate: Candidate, stage: int) -> dict[str, float]:
     """Seconds of a stage in a step, by what they go into; `fsdp` and `context` where used."""
     times, whole = _times(problem, candidate, stage), _whole(problem, candidate, stage)
-    microbatches = candidate.passing.microbatches
+    microbatches = candidate.settings.microbatches
     fsdp_s = microbatches * (times.forward_fsdp_s + times.backward_fsdp_s)
     context_s = microbatches * (times.forward_context_s + times.backward_context_s)
     meshes = [part.mesh for part in candidate.case.parts]
@@ -174,7 +171,7 @@ def _shares(
     mean_s = {name: math.fsum(part[name] for part in parts) / len(parts) for name in parts[0]}
     shares = {name: part_s / step_s for name, part_s in mean_s.items()}
     [alone_s] = step_seconds(
-        problem, [candidate.case], candidate.passing, candidate.order, with_links=False
+        problem, [candidate.case], candidate.settings, candidate.order, with_links=False
     )
     shares["boundary"] = 1.0 - float(alone_s) / step_s
     shares["bubble"] = max(0.0, 1.0 - math.fsum(shares.values()))
@@ -184,7 +181,7 @@ def _shares(
 def _send_times(problem: Problem, candidate: Candidate) -> list[float]:
     """Seconds in which each stage sends boundaries, both ways, per microbatch."""
     num_stages, chunks = len(candidate.case.layers), candidate.order.chunks
-    transfer_s = transfer_times(problem, candidate.case, candidate.passing, chunks)
+    transfer_s = transfer_times(problem, candidate.case, candidate.settings, chunks)
     sends_s = [0.0] * num_stages
     for virtual in range(chunks * num_stages - 1):
         stage, after = virtual % num_stages, (virtual + 1) % num_stages

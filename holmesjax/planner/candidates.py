@@ -10,10 +10,10 @@ from holmesjax.config import Schedule
 from holmesjax.planner.problem import (
     CHUNKS,
     Case,
-    Order,
     Part,
     Problem,
     Seat,
+    TaskOrder,
     chunk_roles,
     roles,
     split_chunks,
@@ -21,7 +21,7 @@ from holmesjax.planner.problem import (
     transfer_times,
 )
 from holmesjax.planner.shortlist import Listed
-from holmesjax.planner.stage_layouts import Pass, Role
+from holmesjax.planner.stage_layouts import Role, StepSettings
 
 MAX_ORDERS = 720  # of parts that are tried
 MAX_TASKS = 2_000_000  # of a step
@@ -29,7 +29,9 @@ FEW_LAYERS = 128  # so many are shared out one by one
 DEEP = (1.0, 2.0, 0.0)  # in flight for a link, to what is under way on it
 
 
-def split(problem: Problem, parts: Sequence[Part], passing: Pass, order: Order) -> Case:
+def split(
+    problem: Problem, parts: Sequence[Part], settings: StepSettings, order: TaskOrder
+) -> Case:
     """The layers of each stage so that the slowest is as fast as can be, inside their memory.
 
     A stage's seconds never fall with its layers, so giving each next layer to the stage that is
@@ -44,10 +46,10 @@ def split(problem: Problem, parts: Sequence[Part], passing: Pass, order: Order) 
 
     def load(stage: int, more: int) -> tuple[bool, float, int]:
         seat, role, n = seats[stage], own_roles[stage], layers[stage] + more
-        times = problem.seconds(seat, passing, role, n, is_split=False)
-        once_s = times.once / passing.microbatches
+        times = problem.seconds(seat, settings, role, n, is_split=False)
+        once_s = times.once / settings.microbatches
         in_flight = problem.in_flight(order, stage, n)
-        full = not problem.fits(seat, passing, role, n, in_flight)
+        full = not problem.fits(seat, settings, role, n, in_flight)
         return full, times.forward + times.backward + once_s, -stage
 
     left = problem.num_layers - sum(layers)
@@ -66,13 +68,13 @@ def split(problem: Problem, parts: Sequence[Part], passing: Pass, order: Order) 
 
 def in_order(problem: Problem, listed: Listed) -> list[tuple[Part, ...]]:
     """Orders of the parts, those first whose links are fastest and whose ends cost least."""
-    parts, passing = listed.parts, listed.passing
-    num_bytes = problem.boundary_bytes(passing)
+    parts, settings = listed.parts, listed.settings
+    num_bytes = problem.boundary_bytes(settings)
     way_s = {
         (a, b): problem.transfer_s(a.seats[-1], b.seats[0], num_bytes)
         for a, b in itertools.permutations(parts, 2)
     }
-    microbatch_s = lambda part, role: problem.microbatch_s(part.seats[0], passing, role, 1)
+    microbatch_s = lambda part, role: problem.microbatch_s(part.seats[0], settings, role, 1)
     ends_s = {
         part: [microbatch_s(part, role) - microbatch_s(part, Role()) for role in roles(2)]
         for part in parts
@@ -81,9 +83,9 @@ def in_order(problem: Problem, listed: Listed) -> list[tuple[Part, ...]]:
     def cost_s(order: Sequence[Part]) -> float:
         ways = [way_s[pair] + way_s[pair[::-1]] for pair in itertools.pairwise(order)]
         slowest_s = max((way_s[pair] for pair in itertools.pairwise(order)), default=0.0)
-        late_s = max(0.0, slowest_s - listed.estimate_s / passing.microbatches)
+        late_s = max(0.0, slowest_s - listed.estimate_s / settings.microbatches)
         return (
-            sum(ways) + ends_s[order[0]][0] + ends_s[order[-1]][1] + passing.microbatches * late_s
+            sum(ways) + ends_s[order[0]][0] + ends_s[order[-1]][1] + settings.microbatches * late_s
         )
 
     if asked := problem.config.parallel.clusters:
@@ -125,7 +127,7 @@ class Work(NamedTuple):
     update: float
 
 
-class Kind(NamedTuple):
+class ScheduleKind(NamedTuple):
     """Schedules in which a stage waits alike for the ones before it."""
 
     name: Literal["whole", "split", "interleaved"]  # backwards, or stages in chunks
@@ -138,35 +140,37 @@ class Kind(NamedTuple):
             return True
         return num_stages > 1 and (self.name == "split" or microbatches % num_stages == 0)
 
-    def leanest(self, num_stages: int, microbatches: int) -> Order:
+    def leanest(self, num_stages: int, microbatches: int) -> TaskOrder:
         """The schedule that keeps the fewest microbatches in flight on every stage."""
         names: dict[str, Schedule] = {
             "whole": "1f1b",
             "split": "zero_bubble",
             "interleaved": "interleaved_1f1b",
         }
-        return Order(names[self.name], num_stages, microbatches, self.chunks)
+        return TaskOrder(names[self.name], num_stages, microbatches, self.chunks)
 
-    def work(self, problem: Problem, seat: Seat, passing: Pass, role: Role, layers: int) -> Work:
+    def work(
+        self, problem: Problem, seat: Seat, settings: StepSettings, role: Role, layers: int
+    ) -> Work:
         """Seconds of the tasks of one stage under schedules of this kind.
 
         Args:
           problem: source of the predicted seconds.
           seat: devices of the stage and their mesh.
-          passing: microbatches and checkpointing of a step.
+          settings: microbatches and checkpointing of a step.
           role: whether the stage holds the embedding or the head.
           layers: Transformer layers of the stage, in all its chunks.
         """
         is_split = self.name == "split"
-        whole = problem.seconds(seat, passing, role, layers, is_split)
+        whole = problem.seconds(seat, settings, role, layers, is_split)
         chunks = [
-            problem.seconds(seat, passing, part, own, is_split)
+            problem.seconds(seat, settings, part, own, is_split)
             for part, own in zip(
                 chunk_roles(role, self.chunks), split_chunks(layers, self.chunks), strict=True
             )
         ]
         return Work(
-            microbatch=problem.microbatch_s(seat, passing, role, layers),
+            microbatch=problem.microbatch_s(seat, settings, role, layers),
             tasks=sum(own.forward + own.backward for own in chunks),
             weight=whole.weight if is_split else 0.0,
             first_forward=chunks[0].forward,
@@ -205,50 +209,52 @@ class Kind(NamedTuple):
         return least_s, Around(before_s, after_s, update_s)
 
 
-def kinds(problem: Problem, passing: Pass) -> Iterator[Kind]:
+def kinds(problem: Problem, settings: StepSettings) -> Iterator[ScheduleKind]:
     """Those that the config allows."""
     parallel = problem.config.parallel
     if parallel.schedule not in ("zero_bubble", "interleaved_1f1b"):
-        yield Kind("whole")
-    if parallel.schedule in (None, "zero_bubble") and passing.checkpointing == "none":
-        yield Kind("split")
+        yield ScheduleKind("whole")
+    if parallel.schedule in (None, "zero_bubble") and settings.checkpointing == "none":
+        yield ScheduleKind("split")
     if parallel.schedule in (None, "interleaved_1f1b"):
         for chunks in [parallel.chunks] if parallel.chunks else CHUNKS:
-            yield Kind("interleaved", chunks)
+            yield ScheduleKind("interleaved", chunks)
 
 
-def orders_of(problem: Problem, case: Case, passing: Pass, kind: Kind) -> Iterator[Order]:
+def orders_of(
+    problem: Problem, case: Case, settings: StepSettings, kind: ScheduleKind
+) -> Iterator[TaskOrder]:
     """The schedules of a kind that are possible; eager 1F1B as the links of the case need it."""
-    wanted, p, m = problem.config.parallel.schedule, len(case.layers), passing.microbatches
+    wanted, p, m = problem.config.parallel.schedule, len(case.layers), settings.microbatches
     if not kind.suits(p, m):
         return
     if kind.name == "split":
-        yield Order("zero_bubble", p, m)
+        yield TaskOrder("zero_bubble", p, m)
         return
     if kind.name == "interleaved":
         if kind.chunks * p <= problem.num_layers:
-            yield Order("interleaved_1f1b", p, m, kind.chunks)
+            yield TaskOrder("interleaved_1f1b", p, m, kind.chunks)
         return
     if wanted in (None, "1f1b"):
-        yield Order("1f1b", p, m)
+        yield TaskOrder("1f1b", p, m)
     if wanted == "gpipe":  # else it is an eager 1F1B
-        yield Order("gpipe", p, m)
+        yield TaskOrder("gpipe", p, m)
     if wanted in (None, "eager_1f1b"):
         plain = tuple(min(m, p - stage) for stage in range(p))
         for share in DEEP:
-            in_flight = _deep(problem, case, passing, share)
+            in_flight = _deep(problem, case, settings, share)
             if in_flight != plain or wanted is not None:
-                yield Order("eager_1f1b", p, m, in_flight=in_flight)
+                yield TaskOrder("eager_1f1b", p, m, in_flight=in_flight)
 
 
-def _deep(problem: Problem, case: Case, passing: Pass, share: float) -> tuple[int, ...]:
+def _deep(problem: Problem, case: Case, settings: StepSettings, share: float) -> tuple[int, ...]:
     """In flight on each stage: 1F1B's, and a share of what is under way on the links after it."""
-    load_s = max(stage_loads(problem, case, passing))
+    load_s = max(stage_loads(problem, case, settings))
     extra = [
         math.ceil(share * sum(ways) / load_s)
-        for ways in transfer_times(problem, case, passing, chunks=1)
+        for ways in transfer_times(problem, case, settings, chunks=1)
     ]
-    p, m = len(case.layers), passing.microbatches
+    p, m = len(case.layers), settings.microbatches
     return tuple(min(m, p - stage + sum(extra[stage:])) for stage in range(p))
 
 
@@ -264,7 +270,7 @@ def with_moves(case: Case, least: int, busy: Sequence[int], free: Sequence[int])
     return cases
 
 
-def near_depths(order: Order) -> Iterator[Order]:
+def near_depths(order: TaskOrder) -> Iterator[TaskOrder]:
     """One microbatch more or fewer in flight up to any stage, but never fewer than in 1F1B."""
     p, m = order.num_stages, order.microbatches
     for stage, change in itertools.product(range(p - 1), (1, -1)):

@@ -25,16 +25,16 @@ from holmesjax.errors import PlanError
 from holmesjax.planner import prices
 from holmesjax.planner.assembly import as_plan
 from holmesjax.planner.planner import find, timed_again
-from holmesjax.planner.problem import Case, Order, Part, Problem, split_chunks, step_seconds
+from holmesjax.planner.problem import Case, Part, Problem, TaskOrder, split_chunks, step_seconds
 from holmesjax.planner.search import Candidate, Found
 from holmesjax.planner.selection import Saying, find_within, make_problems, silently
-from holmesjax.planner.shortlist import passes
+from holmesjax.planner.shortlist import step_settings
 from holmesjax.planner.stage_layouts import (
     USABLE_MEMORY,
     Devices,
-    Mesh,
-    Pass,
+    MeshShape,
     StageCosts,
+    StepSettings,
     clusters_of,
     divisors,
     joined_pool,
@@ -124,7 +124,7 @@ def _dollars(problem: Problem, candidate: Candidate, step_s: float | None = None
 
 
 def _ranked(problem: Problem, candidate: Candidate) -> Ranked:
-    passing, order = candidate.passing, candidate.order
+    settings, order = candidate.settings, candidate.order
     plan = as_plan(problem, candidate, candidate.step_s)
     room = [problem.usable_bytes(seat.pool) for seat in candidate.case.seats]
     shares = [
@@ -135,8 +135,8 @@ def _ranked(problem: Problem, candidate: Candidate) -> Ranked:
         step_s=candidate.step_s,
         dollars=_dollars(problem, candidate),
         pipeline=_pipeline(problem, candidate),
-        microbatches=passing.microbatches,
-        checkpointing=passing.checkpointing,
+        microbatches=settings.microbatches,
+        checkpointing=settings.checkpointing,
         schedule=order.schedule,
         memory_share=max(shares),
         binds=_binds(problem, candidate),
@@ -209,7 +209,7 @@ def _pipe_name(pair: upgrades.Way) -> str:
 
 def _step_s(problem: Problem, candidate: Candidate) -> float:
     """Of the same plan in another problem; infinite where its memory is too small."""
-    [step_s] = step_seconds(problem, [candidate.case], candidate.passing, candidate.order)
+    [step_s] = step_seconds(problem, [candidate.case], candidate.settings, candidate.order)
     return float(step_s)
 
 
@@ -251,19 +251,19 @@ def _data_parallel(config: Config, topology: Topology) -> Alternative:
     )
     fits = [n for n in divisors(config.train.global_batch) if n <= topology.num_devices]
     steps_s = [
-        _one_stage_s(problem, Mesh(fits[-1] // fsdp, fsdp, 1), passing)
+        _one_stage_s(problem, MeshShape(fits[-1] // fsdp, fsdp, 1), settings)
         for fsdp in {1, pool.most_in_a_node, fits[-1]} & set(divisors(fits[-1]))
-        for passing in passes(one_stage)
-        if config.train.global_batch % (passing.microbatches * fits[-1]) == 0
+        for settings in step_settings(one_stage)
+        if config.train.global_batch % (settings.microbatches * fits[-1]) == 0
         and config.model.width % fsdp == 0
     ]
     return _alternative("data parallelism over all devices", min(steps_s))
 
 
-def _one_stage_s(problem: Problem, mesh: Mesh, passing: Pass) -> float:
+def _one_stage_s(problem: Problem, mesh: MeshShape, settings: StepSettings) -> float:
     case = Case((Part(0, mesh, num_stages=1),), (problem.num_layers,))
-    order = Order("1f1b", num_stages=1, microbatches=passing.microbatches)
-    [step_s] = step_seconds(problem, [case], passing, order)
+    order = TaskOrder("1f1b", num_stages=1, microbatches=settings.microbatches)
+    [step_s] = step_seconds(problem, [case], settings, order)
     return float(step_s)
 
 

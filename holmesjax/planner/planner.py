@@ -11,18 +11,12 @@ from holmesjax.config import Config, PlanConfig
 from holmesjax.errors import PlanError
 from holmesjax.plan.plan import Plan
 from holmesjax.planner.assembly import as_plan
-from holmesjax.planner.problem import (
-    Problem,
-    step_seconds,
-)
+from holmesjax.planner.problem import Problem, step_seconds
 from holmesjax.planner.refusals import refuse_impossible, refuse_large_meshes
 from holmesjax.planner.remedies import least_memory, memory_refusal, with_remedy
 from holmesjax.planner.search import Candidate, Found, search
 from holmesjax.planner.selection import Saying, find_within, make_problems, silently
-from holmesjax.planner.stage_layouts import (
-    StageCosts,
-    joined_pool,
-)
+from holmesjax.planner.stage_layouts import StageCosts, joined_pool
 from holmesjax.topology.machines import Topology
 
 
@@ -68,8 +62,8 @@ def timed_again(
     again = problem.on(changed)
     timed = []
     for candidate in found.best:
-        case, passing, order = candidate.case, candidate.passing, candidate.order
-        [step_s] = step_seconds(again, [case], passing, order)
+        case, settings, order = candidate.case, candidate.settings, candidate.order
+        [step_s] = step_seconds(again, [case], settings, order)
         timed.append(dataclasses.replace(candidate, step_s=float(step_s)))
     best = min(timed, key=lambda candidate: candidate.step_s)
     return (again, best) if math.isfinite(best.step_s) else None

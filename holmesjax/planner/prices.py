@@ -41,10 +41,10 @@ def step_dollars(problem: Problem, candidate: Candidate) -> dict[str, float]:
 
 
 def _egress_dollars(problem: Problem, candidate: Candidate) -> float:
-    case, passing, chunks = candidate.case, candidate.passing, candidate.order.chunks
+    case, settings, chunks = candidate.case, candidate.settings, candidate.order.chunks
     return sum(
         num_bytes / 1e9 * problem.topology.links[way].egress_dollars_per_gb
-        for way, num_bytes in link_bytes(problem, case, passing, chunks).items()
+        for way, num_bytes in link_bytes(problem, case, settings, chunks).items()
     )
 
 

@@ -27,11 +27,11 @@ from holmesjax.planner.stage_layouts import (
     USABLE_MEMORY,
     Devices,
     InFlight,
-    Mesh,
-    Pass,
+    MeshShape,
     Pool,
     Role,
     StageCosts,
+    StepSettings,
 )
 from holmesjax.topology.machines import Link, Node, Topology
 
@@ -42,7 +42,7 @@ class Seat(NamedTuple):
     """Where one stage is: one of the stages of a part."""
 
     pool: int
-    mesh: Mesh
+    mesh: MeshShape
     num_stages: int  # of the part
     number: int  # of them
 
@@ -51,7 +51,7 @@ class Part(NamedTuple):
     """Consecutive stages on one pool."""
 
     pool: int
-    mesh: Mesh
+    mesh: MeshShape
     num_stages: int
 
     @property
@@ -59,8 +59,8 @@ class Part(NamedTuple):
         return tuple(Seat(*self, index) for index in range(self.num_stages))
 
 
-class Order(NamedTuple):
-    """What decides the tasks of a pipeline."""
+class TaskOrder(NamedTuple):
+    """A schedule and the numbers that fix the order of the tasks of every stage."""
 
     schedule: Schedule
     num_stages: int
@@ -113,7 +113,7 @@ class Problem:
     crosses_because: str = ""  # why stages may lie in several clusters, if they may
     usable_memory: float = USABLE_MEMORY  # share of each device's memory
     _seconds: dict[tuple[object, ...], StageSeconds] = field(default_factory=dict)
-    _simulators: dict[Order, tuple[Simulator, tuple[tuple[Task, ...], ...]]] = field(
+    _simulators: dict[TaskOrder, tuple[Simulator, tuple[tuple[Task, ...], ...]]] = field(
         default_factory=dict
     )
     _links_of: dict[int, list[Link]] = field(default_factory=dict)
@@ -149,8 +149,8 @@ class Problem:
     def pipes(self) -> list[tuple[str, str]]:
         return self.topology.pipes
 
-    def boundary_bytes(self, passing: Pass) -> float:
-        sequences = self.config.train.global_batch // passing.microbatches
+    def boundary_bytes(self, settings: StepSettings) -> float:
+        sequences = self.config.train.global_batch // settings.microbatches
         num_tokens = sequences * self.config.model.context_length
         return work.boundary_bytes(self.config.model, num_tokens, self.config.train.compute_dtype)
 
@@ -165,26 +165,26 @@ class Problem:
         return tuple(found) == asked
 
     def seconds(
-        self, seat: Seat, passing: Pass, role: Role, num_blocks: int, is_split: bool
+        self, seat: Seat, settings: StepSettings, role: Role, num_blocks: int, is_split: bool
     ) -> StageSeconds:
         """Predicted seconds of one stage, or of one of its chunks. Each is worked out once.
 
         Args:
           seat: devices of the stage and their mesh.
-          passing: microbatches and checkpointing of a step.
+          settings: microbatches and checkpointing of a step.
           role: whether the stage holds the embedding or the head.
           num_blocks: Transformer layers of the stage.
           is_split: whether gradients of weights are tasks of their own, as in `zero_bubble`.
         """
         seat = self.like(seat)
-        key = seat, passing, role, num_blocks, is_split
+        key = seat, settings, role, num_blocks, is_split
         if key not in self._seconds:
             pool = self.pools[seat.pool]
-            placement = self.placement(seat, passing)
-            times = self.stage_costs.times(pool, placement, seat.mesh, passing, role, num_blocks)
+            placement = self.placement(seat, settings)
+            times = self.stage_costs.times(pool, placement, seat.mesh, settings, role, num_blocks)
             # As `programs.sends_within`. A whole step in one program loops over microbatches, with
             # what it sends before and behind the loop. W, too, reduces while it computes.
-            sends_within = role.is_first and not (role.is_last and passing.microbatches > 1)
+            sends_within = role.is_first and not (role.is_last and settings.microbatches > 1)
             self._seconds[key] = StageSeconds(
                 times.whole_forward_s,
                 times.whole_backward_s - is_split * times.weight_s,
@@ -197,30 +197,32 @@ class Problem:
         return self._seconds[key]
 
     def fits(
-        self, seat: Seat, passing: Pass, role: Role, num_blocks: int, in_flight: InFlight
+        self, seat: Seat, settings: StepSettings, role: Role, num_blocks: int, in_flight: InFlight
     ) -> bool:
         """Whether the memory of each device holds its share of a stage.
 
         Args:
           seat: devices of the stage and their mesh.
-          passing: microbatches and checkpointing of a step.
+          settings: microbatches and checkpointing of a step.
           role: whether the stage holds the embedding or the head.
           num_blocks: Transformer layers of the stage.
           in_flight: the most microbatches whose activations the stage holds at a time.
         """
-        num_bytes = self.stage_costs.memory_bytes(seat.mesh, passing, role, num_blocks, in_flight)
+        num_bytes = self.stage_costs.memory_bytes(seat.mesh, settings, role, num_blocks, in_flight)
         return num_bytes <= self.usable_bytes(seat.pool)
 
     def usable_bytes(self, pool_index: int) -> float:
         """Bytes that a stage may fill on each device of a pool."""
         return self.usable_memory * self.pools[pool_index].memory_bytes
 
-    def microbatch_s(self, seat: Seat, passing: Pass, role: Role, num_blocks: int) -> float:
+    def microbatch_s(
+        self, seat: Seat, settings: StepSettings, role: Role, num_blocks: int
+    ) -> float:
         """Seconds that a stage works for a microbatch, forward and backward."""
-        times = self.seconds(seat, passing, role, num_blocks, is_split=False)
+        times = self.seconds(seat, settings, role, num_blocks, is_split=False)
         return times.forward + times.backward
 
-    def simulator(self, order: Order) -> tuple[Simulator, tuple[tuple[Task, ...], ...]]:
+    def simulator(self, order: TaskOrder) -> tuple[Simulator, tuple[tuple[Task, ...], ...]]:
         """The simulator of a schedule, and its tasks."""
         if order not in self._simulators:
             tasks = schedule(
@@ -233,7 +235,7 @@ class Problem:
             self._simulators[order] = Simulator(tasks, order.chunks), tasks
         return self._simulators[order]
 
-    def in_flight(self, order: Order, stage: int, layers: int) -> InFlight:
+    def in_flight(self, order: TaskOrder, stage: int, layers: int) -> InFlight:
         """What a stage with so many layers holds at most."""
         p, m, v = order.num_stages, order.microbatches, order.chunks
         if order.schedule == "1f1b":
@@ -286,14 +288,14 @@ class Problem:
         parts = (capacity(*pipe) / count for pipe, count in counts.items() if count)
         return min(parts, default=math.inf)
 
-    def queues(self, case: Case, passing: Pass, chunks: int) -> list[Queue]:
+    def queues(self, case: Case, settings: StepSettings, chunks: int) -> list[Queue]:
         """All flows over pipes that could not take what these would send at once."""
         if not self.pipes:
             return []
         key = case.parts, chunks > 1
         if key not in self._queues:
             self._queues[key] = self._shared(case.seats, chunks > 1)
-        num_bytes = self.boundary_bytes(passing)
+        num_bytes = self.boundary_bytes(settings)
         return [
             Queue(
                 source,
@@ -371,9 +373,9 @@ class Problem:
         devices = self._devices(seat)
         return sum(map(len, devices.values())) if self._is_per_device else len(devices)
 
-    def placement(self, seat: Seat, passing: Pass) -> MeshPlacement[Axis]:
+    def placement(self, seat: Seat, settings: StepSettings) -> MeshPlacement[Axis]:
         pool = self.pools[seat.pool]
-        return self.stage_costs.placement(pool, seat.mesh, seat.num_stages, seat.number, passing)
+        return self.stage_costs.placement(pool, seat.mesh, seat.num_stages, seat.number, settings)
 
 
 def _links(
@@ -430,15 +432,17 @@ def chunk_roles(role: Role, num_chunks: int) -> list[Role]:
     return [Role(role.is_first and c == 0, role.is_last and c == last) for c in range(num_chunks)]
 
 
-def stage_loads(problem: Problem, case: Case, passing: Pass) -> list[float]:
+def stage_loads(problem: Problem, case: Case, settings: StepSettings) -> list[float]:
     """Seconds that each stage works for a microbatch."""
     stages = zip(case.seats, roles(len(case.layers)), case.layers, strict=True)
-    return [problem.microbatch_s(seat, passing, role, n) for seat, role, n in stages]
+    return [problem.microbatch_s(seat, settings, role, n) for seat, role, n in stages]
 
 
-def transfer_times(problem: Problem, case: Case, passing: Pass, chunks: int) -> list[list[float]]:
+def transfer_times(
+    problem: Problem, case: Case, settings: StepSettings, chunks: int
+) -> list[list[float]]:
     """Seconds to the next stage and back, of each stage but the last; of it too with chunks."""
-    num_bytes, seats = problem.boundary_bytes(passing), case.seats
+    num_bytes, seats = problem.boundary_bytes(settings), case.seats
     pairs = list(itertools.pairwise(seats))
     if chunks > 1:
         pairs.append((seats[-1], seats[0]))
@@ -463,7 +467,7 @@ def table_times(problem: Problem, case: Case) -> tuple[float, float]:
 
 
 def link_bytes(
-    problem: Problem, case: Case, passing: Pass, chunks: int
+    problem: Problem, case: Case, settings: StepSettings, chunks: int
 ) -> dict[tuple[str, str], float]:
     """Bytes that a step sends from cluster to cluster, by their names: boundaries and tied tables.
 
@@ -480,7 +484,7 @@ def link_bytes(
             found.update({(a, b): num_bytes, (b, a): num_bytes})
 
     for at in range(chunks * num_stages - 1):
-        num_bytes = passing.microbatches * problem.boundary_bytes(passing)
+        num_bytes = settings.microbatches * problem.boundary_bytes(settings)
         add(clusters[at % num_stages], clusters[(at + 1) % num_stages], num_bytes)
     if model.tied_embeddings and num_stages > 1:
         add(clusters[0], clusters[-1], 4.0 * work.table_parameters(model))
@@ -488,7 +492,11 @@ def link_bytes(
 
 
 def step_seconds(
-    problem: Problem, cases: Sequence[Case], passing: Pass, order: Order, with_links: bool = True
+    problem: Problem,
+    cases: Sequence[Case],
+    settings: StepSettings,
+    order: TaskOrder,
+    with_links: bool = True,
 ) -> np.ndarray:
     """Predicted seconds of a step of each case, [cases].
 
@@ -499,7 +507,7 @@ def step_seconds(
     Args:
       problem: source of the seconds of stages and links.
       cases: stages and their layers; all cases have the same number of stages.
-      passing: microbatches and checkpointing of a step.
+      settings: microbatches and checkpointing of a step.
       order: the schedule, its chunks, and what each stage holds in flight.
       with_links: whether boundaries and tied tables take time to send.
     """
@@ -514,10 +522,10 @@ def step_seconds(
     for k, case in enumerate(cases):
         stages = zip(case.seats, case.layers, roles(p), strict=True)
         for stage, (seat, layers, role) in enumerate(stages):
-            whole = problem.seconds(seat, passing, role, layers, is_split)
+            whole = problem.seconds(seat, settings, role, layers, is_split)
             stage_s[:, stage, k] = whole.reduce, whole.gather, whole.update
             in_flight = problem.in_flight(order, stage, layers)
-            if not problem.fits(seat, passing, role, layers, in_flight):
+            if not problem.fits(seat, settings, role, layers, in_flight):
                 holds[k] = False
                 break
             if v == 1:
@@ -525,12 +533,12 @@ def step_seconds(
                 continue
             parts = zip(split_chunks(layers, v), chunk_roles(role, v), strict=True)
             for chunk, (n, part) in enumerate(parts):
-                chunk_s = problem.seconds(seat, passing, part, n, is_split)
+                chunk_s = problem.seconds(seat, settings, part, n, is_split)
                 task_s[:, chunk * p + stage, k] = chunk_s[:3]
         if holds[k] and with_links:
-            transfer_s[:, :, k] = np.reshape(transfer_times(problem, case, passing, v), (-1, 2))
+            transfer_s[:, :, k] = np.reshape(transfer_times(problem, case, settings, v), (-1, 2))
             tables_s[k] = sum(table_times(problem, case))
-            queues[k] = problem.queues(case, passing, v)
+            queues[k] = problem.queues(case, settings, v)
     found = np.full(num_cases, math.inf)
     if holds.any():
         forward_s, backward_s, weight_s = task_s[:, :, holds]

@@ -7,12 +7,7 @@ from holmesjax.config import Config, PlanConfig
 from holmesjax.costs import work
 from holmesjax.errors import PlanError
 from holmesjax.planner import prices, shortlist
-from holmesjax.planner.stage_layouts import (
-    Mesh,
-    Pass,
-    Role,
-    StageCosts,
-)
+from holmesjax.planner.stage_layouts import MeshShape, Role, StageCosts, StepSettings
 from holmesjax.topology.machines import Topology
 from holmesjax.units import show
 
@@ -40,9 +35,9 @@ def _refuse_absurd_sizes(config: Config, topology: Topology) -> None:
             found=f"{parallel.microbatches:,}",
             fix="use fewer, or leave the number to the planner",
         )
-    whole = Mesh(data=1, fsdp=1, tensor=1)
+    whole = MeshShape(data=1, fsdp=1, tensor=1)
     ends = Role(is_first=True, is_last=True)
-    shape = StageCosts(config).shape(whole, Pass(1, "none"), ends, model.num_layers)
+    shape = StageCosts(config).shape(whole, StepSettings(1, "none"), ends, model.num_layers)
     num_parameters = work.stage_parameters(model, shape)
     width = work.DTYPE_BYTES[train.compute_dtype]
     least_bytes = num_parameters * (4 + width + 4) + 2 * work.moment_bytes(model, shape)
@@ -116,11 +111,13 @@ def _refuse_crowded_clusters(config: Config, topology: Topology) -> None:
             )
 
 
-def _least_mesh(config: Config) -> tuple[dict[str, int], Mesh]:
+def _least_mesh(config: Config) -> tuple[dict[str, int], MeshShape]:
     """The sizes of axes that the config sets, and the smallest mesh that has them."""
     parallel = config.parallel
-    sizes = {name: size for name in Mesh._fields if (size := getattr(parallel, name)) is not None}
-    return sizes, Mesh(**dict.fromkeys(Mesh._fields, 1) | sizes)
+    sizes = {
+        name: size for name in MeshShape._fields if (size := getattr(parallel, name)) is not None
+    }
+    return sizes, MeshShape(**dict.fromkeys(MeshShape._fields, 1) | sizes)
 
 
 def _num_stages(config: Config) -> int | None:

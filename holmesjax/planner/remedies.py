@@ -10,14 +10,10 @@ from holmesjax.errors import PlanError
 from holmesjax.plan.plan import Axis, Plan
 from holmesjax.planner import shortlist
 from holmesjax.planner.assembly import as_plan
-from holmesjax.planner.problem import (
-    Problem,
-)
+from holmesjax.planner.problem import Problem
 from holmesjax.planner.search import EFFORT, Found
 from holmesjax.planner.selection import find_within, make_problems
-from holmesjax.planner.stage_layouts import (
-    USABLE_MEMORY,
-)
+from holmesjax.planner.stage_layouts import USABLE_MEMORY
 from holmesjax.topology import upgrades
 from holmesjax.units import show
 

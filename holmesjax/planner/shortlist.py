@@ -25,7 +25,7 @@ import numpy as np
 from holmesjax.config import Config
 from holmesjax.costs import work
 from holmesjax.planner.problem import CHUNKS, Part, Problem, Seat
-from holmesjax.planner.stage_layouts import Mesh, Pass, Pool, divisors, meshes
+from holmesjax.planner.stage_layouts import MeshShape, Pool, StepSettings, divisors, meshes
 
 CHECKPOINTING: tuple[work.Checkpointing, ...] = ("none", "dots", "full")  # the last keeps least
 # Seconds of a stage, to the least that any plan needs: how unevenly stages may be loaded.
@@ -38,8 +38,8 @@ MAX_LISTED = 64  # numbers of microbatches for which a list is made
 MAX_SHARES = 128  # numbers of layers that the pools before one may have: more are rounded
 
 
-def passes(config: Config) -> Iterator[Pass]:
-    """All that the config allows."""
+def step_settings(config: Config) -> Iterator[StepSettings]:
+    """All settings of a step that the config allows."""
     parallel, batch = config.parallel, config.train.global_batch
     counts = [parallel.microbatches] if parallel.microbatches else divisors(batch)
     counts = [count for count in counts if count <= MAX_MICROBATCHES]
@@ -49,19 +49,19 @@ def passes(config: Config) -> Iterator[Pass]:
     elif parallel.schedule == "zero_bubble":
         policies = ["none"]
     for policy in policies:
-        yield from (Pass(count, policy) for count in counts)
+        yield from (StepSettings(count, policy) for count in counts)
 
 
-def thinned(found: Sequence[Pass]) -> list[Pass]:
+def thinned(found: Sequence[StepSettings]) -> list[StepSettings]:
     """Not all, where there are very many numbers of microbatches: those as far apart as can be."""
-    counts = sorted({passing.microbatches for passing in found})
+    counts = sorted({settings.microbatches for settings in found})
     if len(counts) > MAX_LISTED:
         at = np.linspace(0, len(counts) - 1, MAX_LISTED).round().astype(int)
         counts = [counts[i] for i in at]
-    return [passing for passing in found if passing.microbatches in counts]
+    return [settings for settings in found if settings.microbatches in counts]
 
 
-def numbers_of_stages(config: Config, passing: Pass) -> list[int] | None:
+def numbers_of_stages(config: Config, settings: StepSettings) -> list[int] | None:
     """Those that the config allows; None: any number."""
     parallel = config.parallel
     if given := parallel.layers or parallel.clusters:
@@ -70,7 +70,7 @@ def numbers_of_stages(config: Config, passing: Pass) -> list[int] | None:
         return [parallel.stages]
     if parallel.schedule == "interleaved_1f1b":  # goes through its stages in groups of them
         most = config.model.num_layers // (parallel.chunks or min(CHUNKS))
-        return [n for n in divisors(passing.microbatches) if 1 < n <= most]
+        return [n for n in divisors(settings.microbatches) if 1 < n <= most]
     return None
 
 
@@ -96,7 +96,7 @@ class Offers:
     """
 
     pool: int
-    meshes: tuple[Mesh, ...]
+    meshes: tuple[MeshShape, ...]
     most_stages: np.ndarray
     fixed_s: np.ndarray  # of a microbatch: to the next stage of the pool, and back
     layer_s: np.ndarray  # all tasks
@@ -123,22 +123,22 @@ class Offers:
         return replace(self, fixed_load_s=0.0 * self.fixed_s, layer_load_s=self.layer_s)
 
 
-def make_offers(problem: Problem, passing: Pass) -> dict[int, Offers]:
+def make_offers(problem: Problem, settings: StepSettings) -> dict[int, Offers]:
     """Of each pool that has a possible mesh."""
-    offers = (_offers(problem, index, passing) for index in range(len(problem.pools)))
+    offers = (_offers(problem, index, settings) for index in range(len(problem.pools)))
     return {offer.pool: offer for offer in offers if offer is not None}
 
 
-def _offers(problem: Problem, pool_index: int, passing: Pass) -> Offers | None:
+def _offers(problem: Problem, pool_index: int, settings: StepSettings) -> Offers | None:
     pool, stage_costs = problem.pools[pool_index], problem.stage_costs
-    num_bytes = problem.boundary_bytes(passing)
+    num_bytes = problem.boundary_bytes(settings)
     own_link, *links = problem.links_of(pool_index)
-    found = list(meshes(problem.config, pool, passing))
+    found = list(meshes(problem.config, pool, settings))
     if not found:
         return None
-    times = [stage_costs.many_times(pool, found, passing, n) for n in (1, 2)]
+    times = [stage_costs.many_times(pool, found, settings, n) for n in (1, 2)]
     task_s = np.asarray(times[0].microbatch_s)
-    first_s, second_s = (t.microbatch_s + t.once_s / passing.microbatches for t in times)
+    first_s, second_s = (t.microbatch_s + t.once_s / settings.microbatches for t in times)
     num_nodes = np.array([len(problem.nodes(Seat(pool_index, mesh, 1, 0))) for mesh in found])
     time_s = lambda link: (
         link.latency_s
@@ -156,19 +156,21 @@ def _offers(problem: Problem, pool_index: int, passing: Pass) -> Offers | None:
         layer_s=task_s,
         fixed_load_s=np.asarray(2 * first_s - second_s),
         layer_load_s=np.asarray(second_s - first_s),
-        room=_room(problem, pool_index, found, passing),
+        room=_room(problem, pool_index, found, settings),
         way_s=np.min(ways_s, axis=0) if ways_s else np.zeros(len(found)),
     )
 
 
-def _most_stages(pool: Pool, found: Sequence[Mesh]) -> np.ndarray:
+def _most_stages(pool: Pool, found: Sequence[MeshShape]) -> np.ndarray:
     """Stages that a pool has devices for, [meshes]."""
     return np.array([min(MAX_STAGES, pool.num_devices // mesh.num_devices) for mesh in found])
 
 
-def _room(problem: Problem, pool_index: int, found: Sequence[Mesh], passing: Pass) -> Room:
+def _room(
+    problem: Problem, pool_index: int, found: Sequence[MeshShape], settings: StepSettings
+) -> Room:
     one, more, deep = (
-        problem.stage_costs.many_bytes(found, passing, n, depth)
+        problem.stage_costs.many_bytes(found, settings, n, depth)
         for n, depth in ((1, 1), (2, 1), (1, 2))
     )
     return Room(problem.usable_bytes(pool_index), 2 * one - more, more - deep, deep - one)
@@ -199,12 +201,12 @@ class Choice(NamedTuple):
         return low_s
 
 
-def choices(problem: Problem, passing: Pass, offers: Mapping[int, Offers]) -> list[Choice]:
+def choices(problem: Problem, settings: StepSettings, offers: Mapping[int, Offers]) -> list[Choice]:
     """Which pools may be used together: all of them, or one; or with stages as they are asked for.
 
     Of the latter, those that may be fastest.
     """
-    numbers = numbers_of_stages(problem.config, passing)
+    numbers = numbers_of_stages(problem.config, settings)
     if numbers is None:
         alone = [Choice((offer,), crosses=False) for offer in offers.values()]
         return alone if len(alone) == 1 else [Choice(tuple(offers.values()), True), *alone]
@@ -283,16 +285,16 @@ def _counts(num_pools: int, num_stages: int) -> Iterator[tuple[int, ...]]:
                 yield tuple(counts)
 
 
-def bound_s(problem: Problem, passing: Pass, offers: Mapping[int, Offers]) -> float:
-    """Seconds that no step of this pass takes less than: its slowest stage works that long."""
+def bound_s(problem: Problem, settings: StepSettings, offers: Mapping[int, Offers]) -> float:
+    """A lower bound in seconds on a step with these settings: its slowest stage works that long."""
     alone = {pool: offer.alone for pool, offer in offers.items()}
-    numbers = numbers_of_stages(problem.config, passing)
+    numbers = numbers_of_stages(problem.config, settings)
     if alone and any(_num_counts(problem, n) > MAX_COUNTS for n in numbers or ()):
         found = [Choice(tuple(alone.values()), crosses=False)]  # not all ways are looked at
     else:
-        found = choices(problem, passing, alone)
+        found = choices(problem, settings, alone)
     limits_s = (choice.least_limit_s(problem.num_layers, depth=1) for choice in found)
-    return passing.microbatches * min(limits_s, default=math.inf)
+    return settings.microbatches * min(limits_s, default=math.inf)
 
 
 def least_memory(problem: Problem, least: float, most: float) -> float:
@@ -300,11 +302,11 @@ def least_memory(problem: Problem, least: float, most: float) -> float:
 
     The ends of the model are not counted, nor more than one microbatch in flight.
     """
-    for passing in passes(problem.config):
+    for settings in step_settings(problem.config):
         rooms = [
-            (_most_stages(pool, found), _room(problem, index, found, passing))
+            (_most_stages(pool, found), _room(problem, index, found, settings))
             for index, pool in enumerate(problem.pools)
-            if (found := list(meshes(problem.config, pool, passing)))
+            if (found := list(meshes(problem.config, pool, settings)))
         ]
         holds = lambda times, own=rooms: (
             problem.num_layers
@@ -324,59 +326,59 @@ def least_memory(problem: Problem, least: float, most: float) -> float:
     return most
 
 
-def rough_bound_s(problem: Problem, passing: Pass) -> float:
+def rough_bound_s(problem: Problem, settings: StepSettings) -> float:
     """The same, but sooner: as if layers could be cut, and nothing were sent or held."""
     layers_per_s = 0.0
     for pool in problem.pools:
         seconds = {}
-        for mesh in meshes(problem.config, pool, passing):
-            if (cut := (mesh.tensor, mesh.context, mesh.parts)) not in seconds:
-                own_s = problem.stage_costs.layer_s(pool, mesh, passing)
+        for mesh in meshes(problem.config, pool, settings):
+            if (cut := (mesh.tensor, mesh.context, mesh.batch_shards)) not in seconds:
+                own_s = problem.stage_costs.layer_s(pool, mesh, settings)
                 seconds[cut] = own_s * mesh.num_devices
         if seconds:
             layers_per_s += pool.num_devices / min(seconds.values())
     if not layers_per_s:
         return math.inf
-    return passing.microbatches * problem.num_layers / layers_per_s
+    return settings.microbatches * problem.num_layers / layers_per_s
 
 
 class Listed(NamedTuple):
     """Parts that may make a good plan, in any order."""
 
     estimate_s: float  # of a step
-    passing: Pass
+    settings: StepSettings
     parts: tuple[Part, ...]
 
 
 def listed(
-    problem: Problem, passing: Pass, offers: Mapping[int, Offers], most_s: float
+    problem: Problem, settings: StepSettings, offers: Mapping[int, Offers], most_s: float
 ) -> Iterator[Listed]:
     """The best parts for every limit, and for several numbers of microbatches in flight.
 
     Only those whose slowest stage works no longer than `most_s` in a step.
     """
     num_layers = problem.num_layers
-    for choice in choices(problem, passing, offers):
+    for choice in choices(problem, settings, offers):
         seen: list[float] = []
-        for depth in _depths(passing):
+        for depth in _depths(settings):
             limit_s = choice.least_limit_s(num_layers, depth)
-            if not passing.microbatches * limit_s <= most_s:
+            if not settings.microbatches * limit_s <= most_s:
                 break
             if limit_s in seen and _is_roomy(choice, num_layers, depth):
                 continue
             seen.append(limit_s)
             for factor in LIMITS:
-                if passing.microbatches * factor * limit_s > most_s:
+                if settings.microbatches * factor * limit_s > most_s:
                     break
                 fill_s, parts = _knapsack(choice, factor * limit_s, depth, num_layers)
                 if parts:
-                    estimate_s = fill_s + (passing.microbatches - 1) * factor * limit_s
-                    yield Listed(estimate_s, passing, parts)
+                    estimate_s = fill_s + (settings.microbatches - 1) * factor * limit_s
+                    yield Listed(estimate_s, settings, parts)
 
 
-def _depths(passing: Pass) -> list[int]:
+def _depths(settings: StepSettings) -> list[int]:
     """Microbatches in flight that stages are given memory for, when the list is made."""
-    return [n for n in (1, 2, 4, 8, 16, 32) if n <= passing.microbatches]
+    return [n for n in (1, 2, 4, 8, 16, 32) if n <= settings.microbatches]
 
 
 def _is_roomy(choice: Choice, num_layers: int, depth: int) -> bool:

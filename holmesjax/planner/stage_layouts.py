@@ -1,9 +1,9 @@
 """Ways for stages to sit in a cluster, and what each of them costs.
 
-    pool     devices that stages share, in the order in which stages take them
-    mesh     how many replicas, parts and devices a stage has: `data`, `fsdp`, `context`, `tensor`
-    seat     one stage: a mesh, on devices of a pool
-    pass     what holds for a whole step: microbatches and what is computed again
+    pool      devices that stages share, in the order in which stages take them
+    mesh      how many replicas, parts and devices a stage has: `data`, `fsdp`, `context`, `tensor`
+    seat      one stage: a mesh, on devices of a pool
+    settings  of a step, for all stages: microbatches and what is computed again
 
 All stages of a pool have the same mesh, since they compute equal layers on equal devices; how many
 layers each holds is chosen one by one. A pool is a cluster, or the nodes of one kind of device
@@ -52,8 +52,8 @@ SENDING = (Axis.DATA, Axis.TENSOR, Axis.FSDP, Axis.CONTEXT)
 Devices = dict[str, tuple[int, ...]]  # node -> numbers of its devices in the topology
 
 
-class Mesh(NamedTuple):
-    """Sizes of the axes of a stage."""
+class MeshShape(NamedTuple):
+    """Sizes of the axes of the mesh of a stage."""
 
     data: int
     fsdp: int
@@ -65,7 +65,7 @@ class Mesh(NamedTuple):
         return math.prod(self)
 
     @property
-    def parts(self) -> int:
+    def batch_shards(self) -> int:
         """Groups of devices among which the sequences of a microbatch are shared out."""
         return self.data * self.fsdp
 
@@ -82,8 +82,8 @@ class Mesh(NamedTuple):
         return {axis: n for axis, n in sizes.items() if axis in always or n > 1}
 
 
-class Pass(NamedTuple):
-    """How all stages go through a step."""
+class StepSettings(NamedTuple):
+    """Settings of a step that hold for all stages."""
 
     microbatches: int
     checkpointing: work.Checkpointing
@@ -131,7 +131,7 @@ class Pool:
     def most_in_a_node(self) -> int:
         return max(map(len, self.devices.values()))
 
-    def is_even(self, mesh: Mesh) -> bool:
+    def is_even(self, mesh: MeshShape) -> bool:
         """Whether all stages with a mesh are on equally many devices of equal nodes."""
         size = self.most_in_a_node
         return (
@@ -151,7 +151,7 @@ class Pool:
         cluster = replace(self.cluster, nodes=nodes)
         return replace(self, cluster=cluster, devices=devices, paths=paths)
 
-    def seats(self, mesh: Mesh, num_stages: int) -> list[Devices]:
+    def seats(self, mesh: MeshShape, num_stages: int) -> list[Devices]:
         """The devices of each of its stages; of more than are needed, every stage leaves some.
 
         Stages take runs of whole nodes where each can have as many as it needs, else equal runs of
@@ -185,7 +185,7 @@ def _by_node(seats: Sequence[tuple[str, int]]) -> Devices:
     return {node: tuple(own) for node, own in numbers.items()}
 
 
-def _choose(devices: Devices, mesh: Mesh) -> Devices:
+def _choose(devices: Devices, mesh: MeshShape) -> Devices:
     """As many devices as the mesh has.
 
     Of more than are needed, every node first gives whole replicas, then whole tensor groups, so
@@ -289,10 +289,10 @@ def context_sizes(config: Config, most: int) -> list[int]:
     return [n for n in found if n == 1 or n <= min(most, longest)]
 
 
-def meshes(config: Config, pool: Pool, passing: Pass) -> Iterator[Mesh]:
+def meshes(config: Config, pool: Pool, settings: StepSettings) -> Iterator[MeshShape]:
     """All that the pool has devices for, and that give every part whole sequences."""
     parallel = config.parallel
-    sequences, rest = divmod(config.train.global_batch, passing.microbatches)
+    sequences, rest = divmod(config.train.global_batch, settings.microbatches)
     if rest:
         return
     cuts = [
@@ -311,7 +311,7 @@ def meshes(config: Config, pool: Pool, passing: Pass) -> Iterator[Mesh]:
                     continue
                 data = parts // fsdp
                 if parallel.fsdp in (None, fsdp) and parallel.data in (None, data):
-                    yield Mesh(data, fsdp, tensor, context)
+                    yield MeshShape(data, fsdp, tensor, context)
 
 
 # ---- what a stage costs --------------------------------------------------------------------------
@@ -325,15 +325,15 @@ class StageCosts:
 
     def __init__(self, config: Config):
         self._config = config
-        self._seats: dict[tuple[int, Mesh, int], list[Devices]] = {}
-        self._arranged: dict[tuple[int, Mesh, int, int], list[Arrangement[Axis]]] = {}
+        self._seats: dict[tuple[int, MeshShape, int], list[Devices]] = {}
+        self._arranged: dict[tuple[int, MeshShape, int, int], list[Arrangement[Axis]]] = {}
         self._placements: dict[tuple[object, ...], MeshPlacement[Axis]] = {}
         self._times: dict[tuple[object, ...], StageTimes] = {}
         self._many_times: dict[tuple[object, ...], StageTimes] = {}
         self._bytes: dict[tuple[object, ...], float] = {}
         self._pools: list[Pool] = []  # they are named by their ids, and so must not go away
 
-    def devices(self, pool: Pool, mesh: Mesh, num_stages: int, index: int) -> Devices:
+    def devices(self, pool: Pool, mesh: MeshShape, num_stages: int, index: int) -> Devices:
         """Of stage `index` of the `num_stages` in a pool."""
         key = id(pool), mesh, num_stages
         if key not in self._seats:
@@ -342,7 +342,7 @@ class StageCosts:
         return self._seats[key][index]
 
     def placement(
-        self, pool: Pool, mesh: Mesh, num_stages: int, index: int, passing: Pass
+        self, pool: Pool, mesh: MeshShape, num_stages: int, index: int, settings: StepSettings
     ) -> MeshPlacement[Axis]:
         """The cheapest order of the axes of one stage over its devices.
 
@@ -351,27 +351,27 @@ class StageCosts:
           mesh: sizes of the axes of the stage.
           num_stages: stages in the pool.
           index: index of the stage among them, from 0.
-          passing: microbatches and checkpointing, which decide the bytes that each axis sends.
+          settings: microbatches and checkpointing, which decide the bytes that each axis sends.
         """
         where = id(pool), mesh, num_stages, index
-        if (key := (where, passing)) not in self._placements:
+        if (key := (where, settings)) not in self._placements:
             if where not in self._arranged:
                 devices = self.devices(pool, mesh, num_stages, index)
                 self._arranged[where] = arrangements(pool.paths, devices, mesh.sizes)
-            traffic = self._traffic_bytes(mesh, passing)
+            traffic = self._traffic_bytes(mesh, settings)
             self._placements[key] = cheapest(self._arranged[where], traffic)
         return self._placements[key]
 
-    def _traffic_bytes(self, mesh: Mesh, passing: Pass) -> dict[Axis, float]:
+    def _traffic_bytes(self, mesh: MeshShape, settings: StepSettings) -> dict[Axis, float]:
         """Bytes that a device sends along each axis in a step, to weigh the axes: per layer."""
         model, train = self._config.model, self._config.train
         width = work.DTYPE_BYTES[train.compute_dtype]
         sent = lambda size: (size - 1) / size  # of a ring reduce-scatter
         num_parameters = work.block_parameters(model, mesh.tensor)
-        num_tokens = train.global_batch / mesh.parts * model.context_length
+        num_tokens = train.global_batch / mesh.batch_shards * model.context_length
         summed = work.boundary_bytes(model, num_tokens, train.compute_dtype)
-        num_sums = work.block_all_reduces(passing.checkpointing)
-        num_gathers = 3 * passing.microbatches  # parameters in both passes, gradients in one
+        num_sums = work.block_all_reduces(settings.checkpointing)
+        num_gathers = 3 * settings.microbatches  # parameters in both passes, gradients in one
         gathered = width * num_parameters * num_gathers
         # Keys and values in both passes, and their gradients.
         passed = (2 * width + 4) * num_tokens * work.key_value_numbers(model, mesh.tensor)
@@ -384,8 +384,8 @@ class StageCosts:
 
     def shape(
         self,
-        mesh: Mesh,
-        passing: Pass,
+        mesh: MeshShape,
+        settings: StepSettings,
         role: Role,
         num_blocks: int,
         in_flight: InFlight = InFlight(all=1, head=1),
@@ -394,7 +394,7 @@ class StageCosts:
 
         Args:
           mesh: sizes of the axes of the stage.
-          passing: microbatches and checkpointing of a step.
+          settings: microbatches and checkpointing of a step.
           role: whether the stage holds the embedding or the head.
           num_blocks: Transformer layers of the stage.
           in_flight: the most microbatches whose activations it holds; only memory depends on it.
@@ -408,12 +408,12 @@ class StageCosts:
             tensor=mesh.tensor,
             fsdp=mesh.fsdp,
             context=mesh.context,
-            sequences=train.global_batch // (passing.microbatches * mesh.parts),
+            sequences=train.global_batch // (settings.microbatches * mesh.batch_shards),
             chunks=in_flight.chunks,
             in_flight=in_flight.all,
             head_in_flight=in_flight.head,
             dtype=train.compute_dtype,
-            checkpointing=passing.checkpointing,
+            checkpointing=settings.checkpointing,
             moments=self._config.optimizer.moments,
         )
 
@@ -421,8 +421,8 @@ class StageCosts:
         self,
         pool: Pool,
         placement: MeshPlacement[Axis],
-        mesh: Mesh,
-        passing: Pass,
+        mesh: MeshShape,
+        settings: StepSettings,
         role: Role,
         num_blocks: int,
     ) -> StageTimes:
@@ -432,14 +432,14 @@ class StageCosts:
           pool: source of the kinds of device.
           placement: groups of devices of each axis.
           mesh: sizes of the axes of the stage.
-          passing: microbatches and checkpointing of a step.
+          settings: microbatches and checkpointing of a step.
           role: whether the stage holds the embedding or the head.
           num_blocks: Transformer layers of the stage.
         """
         groups = tuple(placement.groups.get(axis) for axis in SENDING)
-        key = pool.kinds, groups, mesh, passing, role, num_blocks
+        key = pool.kinds, groups, mesh, settings, role, num_blocks
         if key not in self._times:
-            shape = self.shape(mesh, passing, role, num_blocks)
+            shape = self.shape(mesh, settings, role, num_blocks)
             data, tensor, fsdp, context = groups
             self._times[key] = stage_times(
                 self._config.model, shape, pool.kinds, data, tensor, fsdp, context
@@ -447,59 +447,68 @@ class StageCosts:
         return self._times[key]
 
     def many_times(
-        self, pool: Pool, found: Sequence[Mesh], passing: Pass, num_blocks: int
+        self, pool: Pool, found: Sequence[MeshShape], settings: StepSettings, num_blocks: int
     ) -> StageTimes:
         """Of a stage with each of some meshes, in the middle of the pipeline: arrays, [meshes]."""
-        key = id(pool), tuple(found), passing, num_blocks
+        key = id(pool), tuple(found), settings, num_blocks
         if key not in self._many_times:
-            self._many_times[key] = self._work_out_times(pool, found, passing, num_blocks)
+            self._many_times[key] = self._work_out_times(pool, found, settings, num_blocks)
         return self._many_times[key]
 
     def _work_out_times(
-        self, pool: Pool, found: Sequence[Mesh], passing: Pass, num_blocks: int
+        self, pool: Pool, found: Sequence[MeshShape], settings: StepSettings, num_blocks: int
     ) -> StageTimes:
-        placements = [self.placement(pool, mesh, 1, 0, passing) for mesh in found]
+        placements = [self.placement(pool, mesh, 1, 0, settings) for mesh in found]
         data, tensor, fsdp, context = (
             Groups.of([placement.groups.get(axis) for placement in placements]) for axis in SENDING
         )
-        shape = self._many_shapes(found, passing, num_blocks, InFlight(all=1, head=1))
+        shape = self._many_shapes(found, settings, num_blocks, InFlight(all=1, head=1))
         return stage_times(self._config.model, shape, pool.kinds, data, tensor, fsdp, context)
 
     def many_bytes(
-        self, found: Sequence[Mesh], passing: Pass, num_blocks: int, in_flight: int
+        self, found: Sequence[MeshShape], settings: StepSettings, num_blocks: int, in_flight: int
     ) -> np.ndarray:
         """On each device of such stages, [meshes]."""
         held = InFlight(all=in_flight, head=in_flight)
-        shape = self._many_shapes(found, passing, num_blocks, held)
+        shape = self._many_shapes(found, settings, num_blocks, held)
         items = memory.stage_memory_bytes(self._config.model, shape)
         return np.sum(np.broadcast_arrays(*items.values()), axis=0)
 
     def _many_shapes(
-        self, found: Sequence[Mesh], passing: Pass, num_blocks: int, in_flight: InFlight
+        self,
+        found: Sequence[MeshShape],
+        settings: StepSettings,
+        num_blocks: int,
+        in_flight: InFlight,
     ) -> work.StageShape:
-        sizes: Any = Mesh(*np.array(found).T)
-        return self.shape(sizes, passing, Role(), num_blocks, in_flight)
+        sizes: Any = MeshShape(*np.array(found).T)
+        return self.shape(sizes, settings, Role(), num_blocks, in_flight)
 
-    def layer_s(self, pool: Pool, mesh: Mesh, passing: Pass) -> float:
+    def layer_s(self, pool: Pool, mesh: MeshShape, settings: StepSettings) -> float:
         """Seconds of a microbatch in one Transformer layer, without what is sent."""
-        shape = self.shape(mesh, passing, Role(), 1)
+        shape = self.shape(mesh, settings, Role(), 1)
         return layer_s(self._config.model, shape, pool.kinds)
 
     def memory_bytes(
-        self, mesh: Mesh, passing: Pass, role: Role, num_blocks: int, in_flight: InFlight
+        self,
+        mesh: MeshShape,
+        settings: StepSettings,
+        role: Role,
+        num_blocks: int,
+        in_flight: InFlight,
     ) -> float:
         """Predicted bytes on each device of a stage. Each is worked out once.
 
         Args:
           mesh: sizes of the axes of the stage.
-          passing: microbatches and checkpointing of a step.
+          settings: microbatches and checkpointing of a step.
           role: whether the stage holds the embedding or the head.
           num_blocks: Transformer layers of the stage.
           in_flight: the most microbatches whose activations the stage holds at a time.
         """
-        key = mesh, passing, role, num_blocks, in_flight
+        key = mesh, settings, role, num_blocks, in_flight
         if key not in self._bytes:
-            shape = self.shape(mesh, passing, role, num_blocks, in_flight)
+            shape = self.shape(mesh, settings, role, num_blocks, in_flight)
             items = memory.stage_memory_bytes(self._config.model, shape)
             self._bytes[key] = sum(items.values())
         return self._bytes[key]

@@ -23,12 +23,7 @@ from holmesjax.plan.pipeline_schedules import Task
 from holmesjax.plan.plan import EMBED, Plan
 from holmesjax.runtime.microbatch import Batch, Residuals
 from holmesjax.runtime.prefetch import Inputs, Placer
-from holmesjax.runtime.programs import (
-    Programs,
-    boundary_shape,
-    compile_stages,
-    compile_whole_step,
-)
+from holmesjax.runtime.programs import Programs, boundary_shape, compile_stages, compile_whole_step
 from holmesjax.runtime.stage import Stage, StageState, Tree
 from holmesjax.runtime.timeline import Timeline
 from holmesjax.transport.crossings import Crossing, Key

@@ -23,13 +23,7 @@ from holmesjax.checkpoints import manifest
 from holmesjax.plan.plan import Plan
 from holmesjax.report import metrics
 from tests.disks import disk
-from tests.jobs import (
-    ROOT,
-    RunningJob,
-    external_job,
-    listening_ports,
-    write_run,
-)
+from tests.jobs import ROOT, RunningJob, external_job, listening_ports, write_run
 
 # One worker runs them all: they share what is made once.
 pytestmark = pytest.mark.xdist_group("failures")

@@ -125,8 +125,8 @@ BUGS = (
     Bug(
         name="stale-seconds",
         module="holmesjax.planner.problem",
-        old="key = seat, passing, role, num_blocks, is_split\n",
-        new="key = seat, passing, role, num_blocks\n",
+        old="key = seat, settings, role, num_blocks, is_split\n",
+        new="key = seat, settings, role, num_blocks\n",
         wrong="a stage keeps the seconds of whole backwards where they are split, or the other way",
         tests=(
             "tests/planner/test_planner.py::test_a_backward_takes_as_long_in_one_piece_as_in_two_whichever_is_asked_for_first",

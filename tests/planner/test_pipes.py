@@ -12,13 +12,7 @@ from holmesjax.planner.planner import make_plan
 from holmesjax.planner.stage_layouts import joined_pool
 from holmesjax.topology import upgrades
 from holmesjax.topology.fabrics import REACHED
-from tests.clusters import (
-    chosen_plan,
-    make_cluster,
-    make_config,
-    make_topology,
-    two_clusters,
-)
+from tests.clusters import chosen_plan, make_cluster, make_config, make_topology, two_clusters
 
 MESSAGES_GET = REACHED["ethernet"]
 LATENCY_S, RATE = 1e-4, 3e9  # of the link between two nodes, as `make_topology` has it

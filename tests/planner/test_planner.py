@@ -21,7 +21,7 @@ from holmesjax.planner import selection, shortlist
 from holmesjax.planner.planner import make_plan
 from holmesjax.planner.problem import Part
 from holmesjax.planner.selection import make_problem
-from holmesjax.planner.stage_layouts import USABLE_MEMORY, Mesh, Pass, Role
+from holmesjax.planner.stage_layouts import USABLE_MEMORY, MeshShape, Role, StepSettings
 from holmesjax.topology import upgrades
 from holmesjax.topology.catalogue import TRANSPORT_BYTES_PER_S
 from holmesjax.topology.fabrics import REACHED
@@ -221,10 +221,10 @@ def test_a_boundary_is_no_faster_than_its_slower_end():
 @pytest.mark.parametrize("is_first", [False, True])
 def test_a_backward_takes_as_long_in_one_piece_as_in_two_whichever_is_asked_for_first(is_first):
     problem = make_problem(make_config(), two_clusters())
-    [seat] = Part(0, Mesh(data=2, fsdp=1, tensor=8), 1).seats
-    passing = Pass(microbatches=8, checkpointing="none")
+    [seat] = Part(0, MeshShape(data=2, fsdp=1, tensor=8), 1).seats
+    settings = StepSettings(microbatches=8, checkpointing="none")
     of = {
-        is_split: problem.seconds(seat, passing, Role(), 2, is_split)
+        is_split: problem.seconds(seat, settings, Role(), 2, is_split)
         for is_split in (is_first, not is_first)
     }
     assert of[True].forward == of[False].forward

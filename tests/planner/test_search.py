@@ -17,7 +17,7 @@ from holmesjax.errors import PlanError
 from holmesjax.plan.pipeline_schedules import Simulator, max_in_flight, schedule, simulate
 from holmesjax.plan.plan import Axis
 from holmesjax.planner import planner, shortlist
-from holmesjax.planner.candidates import Around, Kind
+from holmesjax.planner.candidates import Around, ScheduleKind
 from holmesjax.planner.mesh_order import Paths, arrangements
 from holmesjax.planner.planner import find, make_plan, timed_again
 from holmesjax.planner.problem import roles, split_chunks
@@ -86,7 +86,7 @@ KINDS = {"zero_bubble": "split", "interleaved_1f1b": "interleaved"}
 def problem_of(forward_s, inputs_s, weight_s, gather_s, reduce_s, update_s):
     """Of stages that take so long, for a layer or for what comes once; seats are numbers."""
 
-    def seconds(seat, passing, role, n, is_split):
+    def seconds(seat, settings, role, n, is_split):
         return types.SimpleNamespace(
             forward=n * forward_s[seat],
             backward=n * (inputs_s[seat] + weight_s[seat] * (not is_split)),
@@ -105,10 +105,10 @@ def problem_of(forward_s, inputs_s, weight_s, gather_s, reduce_s, update_s):
 
 def least_of(kind, problem, m, layers, ways_s):
     """Seconds that the rule for a kind says no step takes less than."""
-    passing, around, least_s = None, Around(), []
+    settings, around, least_s = None, Around(), []
     stages = zip(roles(len(layers)), layers, [*ways_s, (0.0, 0.0)], strict=True)
     for seat, (role, n, own_s) in enumerate(stages):
-        work = kind.work(problem, seat, passing, role, n)
+        work = kind.work(problem, seat, settings, role, n)
         found_s, around = kind.with_stage(work, m, around, own_s)
         least_s.append(found_s)
     return max(least_s)
@@ -119,7 +119,7 @@ def least_of(kind, problem, m, layers, ways_s):
 def test_a_stage_has_the_time_in_which_no_other_must_work(name, p, m, v, in_flight, slow):
     """What the search leaves out for taking too long could not have been faster."""
     tasks = schedule(name, p, m, num_chunks=v, in_flight=in_flight)
-    kind, whole = Kind(KINDS.get(name, "whole"), v), Kind("whole")
+    kind, whole = ScheduleKind(KINDS.get(name, "whole"), v), ScheduleKind("whole")
     rng, shares, is_over = np.random.default_rng(0), [], []
     for _ in range(200):
         layers = rng.integers(v, 4 * v, p)
@@ -490,7 +490,9 @@ def test_no_plan_is_faster(name):
     assert found.best[0].step_s == pytest.approx(best_s, rel=1e-9)
     assert found.bound_s <= best_s * (1 + 1e-9)
     assert make_plan(config, topology).step_time_s == found.best[0].step_s
-    for step in shortlist.passes(config):  # none is left out because of a bound that is too high
+    for step in shortlist.step_settings(
+        config
+    ):  # none is left out because of a bound that is too high
         least_s = least_of.get((step.microbatches, step.checkpointing), math.inf)
         assert shortlist.rough_bound_s(problem, step) <= least_s * (1 + 1e-9)
         bound_s = shortlist.bound_s(problem, step, shortlist.make_offers(problem, step))

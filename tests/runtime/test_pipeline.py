@@ -25,15 +25,8 @@ from holmesjax.planner.planner import make_plan
 from holmesjax.planner.problem import split_chunks
 from holmesjax.planner.stage_layouts import Mesh
 from holmesjax.runtime import microbatch
-from holmesjax.runtime.pipeline import (
-    Pipeline,
-    in_one_process,
-    local_targets,
-    make_runner,
-)
-from holmesjax.runtime.programs import (
-    compile_stages,
-)
+from holmesjax.runtime.pipeline import Pipeline, in_one_process, local_targets, make_runner
+from holmesjax.runtime.programs import compile_stages
 from holmesjax.runtime.stage import Stage
 from holmesjax.runtime.timeline import Clock
 from holmesjax.transport.local import LocalTransport

@@ -21,15 +21,7 @@ from holmesjax.transport.buffers import BufferPool, runs_of
 from holmesjax.transport.crossings import Key
 from holmesjax.transport.frames import Channel, Frame, FrameKind
 from holmesjax.transport.rendezvous import Ports
-from tests.two_stages import (
-    KEY,
-    addresses,
-    make_crossing,
-    make_plan,
-    start,
-    start_pair,
-    together,
-)
+from tests.two_stages import KEY, addresses, make_crossing, make_plan, start, start_pair, together
 
 SHAPE = (16, 1 << 15)  # 2 MiB: more than one part
 PLAN = make_plan((1, 1), (1, 1))
