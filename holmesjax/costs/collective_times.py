@@ -50,7 +50,7 @@ def _trips(kind: CollectiveKind) -> int:
 
 
 def sent_bytes(kind: CollectiveKind, num_nodes: int, num_bytes: float) -> float:
-    """By each node in a ring, for an array of so many bytes."""
+    """Bytes that each node of a ring sends for an array of `num_bytes` bytes."""
     return _trips(kind) * (num_nodes - 1) / num_nodes * num_bytes
 
 
@@ -128,14 +128,14 @@ class Group:
         return min(self.links, key=lambda link: link.bandwidth_bytes_per_s)
 
     def reached(self, kind: CollectiveKind) -> Reached:
-        """What collectives of a kind have of the slowest link."""
+        """Start time and bandwidth of collectives of a kind on the slowest link."""
         own = self.software[kind] if self.nodes > 1 else NCCL[kind]
         rates = self.slowest.bandwidth_bytes_per_s, own.bandwidth_bytes_per_s
         return Reached(start_s=own.start_s, bandwidth_bytes_per_s=min(rates))
 
     @property
     def step_s(self) -> float:
-        """Of a ring, without its bytes."""
+        """Seconds of one step of a ring, without its bytes."""
         return max(map(hop_s, self.links))
 
     @property

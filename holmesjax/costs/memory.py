@@ -134,7 +134,7 @@ def stage_memory_bytes(
 def _block_temporary_bytes(
     model: ModelConfig, stage: work.StageShape, implementation: work.Implementation
 ) -> float:
-    """Of the backward of one Transformer layer."""
+    """Temporary bytes of the backward of one Transformer layer."""
     width = work.DTYPE_BYTES[stage.dtype]
     hidden = (3 if model.activation == "swiglu" else 2) * model.feed_forward_width / stage.tensor
     stream: Any = np.where(stage.tensor > 1, 8, 4)[()] * model.width

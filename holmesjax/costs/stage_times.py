@@ -1,7 +1,7 @@
-"""Seconds of one stage of the pipeline: what there is to do, over how fast its devices do it.
+"""Seconds of one stage of the pipeline: its work, divided by the speed of its devices.
 
-`work` says what there is to do, `calibration` what a device reaches, `collective_times` what
-collectives take.
+`work` counts the work, `calibration` has the speed that a device reaches, and `collective_times`
+the seconds of collectives.
 """
 
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ from holmesjax.topology.machines import DeviceKind
 # of an operation reads the gradient of its result beside its operands. Counted over the operations
 # of `work.block_numbers` for GELU: 36 D to 28 D.
 BACKWARD_NUMBERS = 1.3
-# Of what a layer takes however few its tokens: as of its products.
+# The share of the forward in the least seconds of a layer: the same as in its products.
 FORWARD_SHARE = 1 / 3
 
 
@@ -65,9 +65,10 @@ class StageTimes:
 
     @property
     def once_s(self) -> float:
-        """What comes once in a step, however many microbatches it has.
+        """Seconds that come once in a step, for any number of microbatches.
 
-        About: where collectives are by themselves, the bubble of the pipeline hides about as much.
+        This is an approximation: the bubble of the pipeline hides about as much of collectives that
+        do not overlap with compute.
         """
         return self.exposed_reduce_s + self.exposed_gather_s + self.update_s
 
@@ -85,7 +86,7 @@ def exposed_s(collective_s: Any, compute_s: Any, num_layers: int) -> Any:
 
 
 class _LayerShape(NamedTuple):
-    """What of a `StageShape` decides the costs of a layer."""
+    """The fields of a `StageShape` that decide the costs of a layer."""
 
     sequences: int
     tensor: int
@@ -156,7 +157,7 @@ def layer_s(
 def _layers(
     model: ModelConfig, stage: StageShape, device: DeviceKind, implementation: Implementation
 ) -> _Layer:
-    """Of a stage's shape, or of each of many."""
+    """Seconds of a layer for the shape of a stage; arrays if the shape has arrays."""
     make = lambda sequences, tensor, context: _layer(
         model,
         _LayerShape(int(sequences), int(tensor), int(context), stage.dtype, stage.checkpointing),

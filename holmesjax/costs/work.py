@@ -19,11 +19,11 @@ Checkpointing = Literal["none", "dots", "full"]
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 
-# Of a number in each of AdamW's two moments; int8 has a float32 scale for 64.
+# Bytes of a number in each of AdamW's two moments; int8 has a float32 scale for 64 numbers.
 MOMENT_BYTES: dict[Moments, float] = {"float32": 4, "bfloat16": 2, "int8": 1 + 4 / 64}
 QUANTIZED = 64  # int8 holds matrices whose last dim is a multiple of this, others stay float32
 
-# Of float32 logits that a device computes at a time: more tokens are cut into chunks.
+# Bytes of float32 logits that a device computes at a time: more tokens are cut into chunks.
 MAX_LOGIT_BYTES = 2**29
 
 # All-reduces over `tensor` in a Transformer layer's forward: after attention and the feed-forward.
@@ -428,7 +428,7 @@ class Implementation:
     kept_mask_bytes: float = 0.0  # per number of the residual stream: where dropout hit
     kept_products: float = 1.0  # share of products whose results `dots` keeps
     keeps_activation: bool = False  # the result of the activation function beside its operand
-    # Of each in the backward, with nothing kept before; None: as `memory` says.
+    # Bytes of each logit in the backward, if none were kept; None: as `memory` says.
     logit_bytes: float | None = None
 
     def pairs(self, context: Any) -> Any:

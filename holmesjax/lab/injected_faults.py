@@ -1,4 +1,4 @@
-"""What can be done to a lab while a job runs in it, and how that is written.
+"""Faults that are injected into a lab while a job runs in it, and their notation.
 
     step=20 cut ib<->roce 10s            nothing gets through for ten seconds; nobody is told
     t=30s slow ib->roce to 10Mb/s 20s    one way only

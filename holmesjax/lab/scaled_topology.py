@@ -76,7 +76,7 @@ class LabLink:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Lab:
-    """All that `shell` needs."""
+    """Nodes, links and rates of a lab, for `shell`."""
 
     topology: Topology
     scale: float
@@ -122,7 +122,7 @@ class Workload:
 
 
 def workload(config: Config) -> Workload:
-    """Of a run, from its model, batch, dtype and checkpointing."""
+    """The workload of a run, from its model, batch, dtype and checkpointing."""
     model, train = config.model, config.train
     forward_flop = model.num_layers * work.block_forward_flop(model, 1)
     head_flop = work.head_forward_flop(model, 1)
@@ -230,7 +230,7 @@ def make_shares(
 
 
 def _hold(quotas: Sequence[float], cores: Sequence[int]) -> list[list[int]]:
-    """For each node the cores it is held to: those with the least load, largest nodes first."""
+    """Cores of each node: the least loaded ones, chosen for the largest node first."""
     load = dict.fromkeys(cores, 0.0)
     held: dict[int, list[int]] = {}
     for i in sorted(range(len(quotas)), key=lambda i: -quotas[i]):
@@ -242,7 +242,7 @@ def _hold(quotas: Sequence[float], cores: Sequence[int]) -> list[list[int]]:
 
 
 def _load(held: Sequence[Sequence[int]], quotas: Sequence[float]) -> float:
-    """What is asked of the fullest core."""
+    """The load of the fullest core."""
     pairs = list(zip(held, quotas, strict=True))
     return max(
         sum(quota / len(own) for own, quota in pairs if core in own)

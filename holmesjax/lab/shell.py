@@ -49,7 +49,7 @@ Version = Literal["v1", "v2"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Commands:
-    """Of one lab on one machine."""
+    """Shell commands of one lab on one machine."""
 
     lab: Lab
     id: str
@@ -192,10 +192,10 @@ class Commands:
         return lines
 
     def _link_rates(self, node: LabNode, target: int) -> str:
-        """Of the class for another cluster.
+        """Rates of the class of a node for another cluster.
 
-        A class may always send at its own rate, so those of a NIC must not add up to more than the
-        NIC's; it may borrow up to the rate of the link.
+        A class may always send at its own rate, so the rates of the classes of a NIC must not add
+        up to more than the NIC's. A class may borrow up to the rate of the link.
         """
         links = sum(a == node.cluster for a, _ in self.lab.links)
         link_rate = self.lab.links[node.cluster, target].rate_bytes_per_s
@@ -312,7 +312,7 @@ def _rates(rate: float, ceil: float) -> str:
 
 
 def _limit_chunks(namespace: str, device: str, rate: float) -> str:
-    """Without it TCP hands over 64 KiB at once, which is long on a slow link."""
+    """The command that limits segments: TCP hands over 64 KiB at once, long on a slow link."""
     size = min(max(round(rate * CHUNK_S), MTU_BYTES), 65536)
     return f"ip -n {namespace} link set dev {device} gso_max_size {size}"
 

@@ -438,9 +438,10 @@ class Simulator:
         ready_s: np.ndarray,
         queues: Sequence[Sequence[Queue]],
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """As `run`; arrays queue in the order in which they are made if sending takes no time.
+        """Times the tasks as `run` does, while arrays queue at pipes.
 
-        So who comes first does not depend on links, and a smaller capacity is never faster.
+        The order of a queue is the order in which arrays are made if sending takes no time. This
+        order does not depend on links, so a smaller capacity is never faster.
         """
         before, source, kind, link_before, way = (self._rows[i] for i in (1, 2, 3, 4, 5))
         count, num_cases = len(self.tasks), task_s.shape[1]
@@ -498,7 +499,7 @@ class Simulator:
         return start_s[:count], end_s[:count], sent_s[:count]
 
     def transfers(self, end_s: np.ndarray, sent_s: np.ndarray) -> list[Transfer]:
-        """Of what `run` gives, for one case, [tasks]."""
+        """Transfers of one case, from the results of `run`, [tasks] each."""
         num_stages, free_s = len(self._last), dict[int, float]()
         found = []
         for number in np.argsort(end_s, kind="stable"):

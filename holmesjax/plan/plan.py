@@ -55,7 +55,7 @@ class Axis(StrEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TaskSeconds:
-    """What each task of a stage is predicted to take."""
+    """Predicted seconds of each task of a stage."""
 
     __pydantic_config__ = ConfigDict(extra="forbid")
 
@@ -132,7 +132,7 @@ class Plan:
         return tuple((s, stage.chunks[c]) for c in range(self.num_chunks) for s, stage in stages)
 
     def tasks(self) -> tuple[tuple[Task, ...], ...]:
-        """What every stage runs in a step, in order."""
+        """Tasks of every stage in a step, in order."""
         return schedule(
             self.schedule,
             len(self.stages),
@@ -368,7 +368,7 @@ def _pipes(shares: dict[str, float]) -> str:
 
 
 def _proof(plan: Plan) -> str:
-    """What is known of plans that are faster."""
+    """The bound on plans that could be faster."""
     gap = 1.0 - plan.bound_s / plan.step_time_s
     if gap <= 0.0:
         return "no plan is faster: all that could be were tried"

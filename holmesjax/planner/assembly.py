@@ -113,7 +113,7 @@ def _times(problem: Problem, candidate: Candidate, stage: int) -> StageTimes:
 def _task_seconds(
     problem: Problem, candidate: Candidate, stage: int, ways_s: Sequence[float]
 ) -> TaskSeconds:
-    """As `step_seconds` takes them."""
+    """Seconds of the tasks of a stage, as `step_seconds` counts them."""
     case, settings, order = candidate.case, candidate.settings, candidate.order
     seat, is_split = case.seats[stage], order.schedule == "zero_bubble"
     own_roles = chunk_roles(roles(len(case.layers))[stage], order.chunks)
@@ -135,7 +135,7 @@ def _task_seconds(
 
 
 def _whole(problem: Problem, candidate: Candidate, stage: int) -> StageSeconds:
-    """Of all chunks of a stage."""
+    """Seconds of one stage with all its chunks."""
     case, is_split = candidate.case, candidate.order.schedule == "zero_bubble"
     role, layers = roles(len(case.layers))[stage], case.layers[stage]
     return problem.seconds(case.seats[stage], candidate.settings, role, layers, is_split)

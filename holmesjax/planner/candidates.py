@@ -210,7 +210,7 @@ class ScheduleKind(NamedTuple):
 
 
 def kinds(problem: Problem, settings: StepSettings) -> Iterator[ScheduleKind]:
-    """Those that the config allows."""
+    """Kinds of schedules that the config allows."""
     parallel = problem.config.parallel
     if parallel.schedule not in ("zero_bubble", "interleaved_1f1b"):
         yield ScheduleKind("whole")

@@ -77,7 +77,7 @@ class Alternative:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Explanation:
-    """All that is said of a plan."""
+    """A plan beside its alternatives, and the gains of better machines."""
 
     by_dollars: bool  # whether the best plan is the cheapest, and not the fastest
     best: tuple[Ranked, ...]  # the first is the plan
@@ -113,7 +113,7 @@ def _is_by_dollars(config: Config) -> bool:
 
 
 def _dollars(problem: Problem, candidate: Candidate, step_s: float | None = None) -> float | None:
-    """Of a step, or of one that takes so long."""
+    """Dollars of a step of a candidate; `step_s` replaces its predicted seconds."""
     if step_s is not None:
         candidate = replace(candidate, step_s=step_s)
     dollars = prices.step_dollars(problem, candidate)
@@ -195,7 +195,7 @@ def _things(problem: Problem, candidate: Candidate) -> Iterator[tuple[str, Topol
 
 
 def _nodes(problem: Problem, candidate: Candidate) -> list[str]:
-    """Of all stages, in the order of the pipeline."""
+    """Nodes of all stages, in the order of the pipeline."""
     return [node for seat in candidate.case.seats for node in problem.nodes(seat)]
 
 
@@ -208,7 +208,7 @@ def _pipe_name(pair: upgrades.Way) -> str:
 
 
 def _step_s(problem: Problem, candidate: Candidate) -> float:
-    """Of the same plan in another problem; infinite where its memory is too small."""
+    """Seconds of a step of the same plan in another problem; infinite if memory is too small."""
     [step_s] = step_seconds(problem, [candidate.case], candidate.settings, candidate.order)
     return float(step_s)
 
@@ -233,7 +233,7 @@ def _against(problem: Problem, chosen: Candidate, say: Saying) -> Iterator[Alter
 def _alternative(
     what: str, step_s: float, problem: Problem | None = None, candidate: Candidate | None = None
 ) -> Alternative:
-    """With its dollars, for a candidate that has a price."""
+    """An alternative, with its dollars if the candidate has a price."""
     if not math.isfinite(step_s):
         return Alternative(what=what, step_s=None, why="does not fit the devices' memory")
     dollars = None
@@ -327,7 +327,7 @@ def _planned(
 
 
 def _best(config: Config, alternatives: Sequence[Alternative]) -> Alternative:
-    """Of those that are possible; the first always is."""
+    """The best of the possible alternatives; the first one is always possible."""
     dollars = lambda a: math.inf if a.dollars is None else a.dollars
     rank = lambda a: (dollars(a), a.step_s) if _is_by_dollars(config) else (a.step_s, dollars(a))
     return min((a for a in alternatives if a.step_s is not None), key=rank)
@@ -380,7 +380,7 @@ def _upgraded(topology: Topology) -> Iterator[tuple[str, Topology]]:
 
 
 def describe(explanation: Explanation) -> list[str]:
-    """For the console."""
+    """Lines of an explanation for the console."""
     best, by_dollars = explanation.best[0], explanation.by_dollars
     has_prices = best.dollars is not None
     lines = ["the best plans, side by side"]

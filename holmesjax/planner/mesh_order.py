@@ -105,7 +105,7 @@ class Paths:
         return self.topology.effective_link(self.nodes[a], self.nodes[b])
 
     def shared_link(self, pair: tuple[int, int], num_rings: int) -> Link:
-        """What a group has of the path between two nodes when `num_rings` groups use it at once.
+        """The share of the path between two nodes that one of `num_rings` simultaneous groups has.
 
         The groups share the network interfaces of a node, and each has its own devices' links.
         """
@@ -135,7 +135,7 @@ class Paths:
     def shared_software(
         self, pair: tuple[int, int], num_nodes: int, num_rings: int
     ) -> Mapping[CollectiveKind, Reached]:
-        """What one of `num_rings` groups of so many nodes reaches; NCCL's if not measured.
+        """The speeds that one of `num_rings` groups of nodes reaches; NCCL's if not measured.
 
         Two nodes of a group say in which cluster. Where groups of another size were measured, the
         next larger counts, or else the largest.
@@ -154,7 +154,7 @@ class Paths:
 def _software(
     topology: Topology, names: Collection[str]
 ) -> dict[str, dict[int, Mapping[CollectiveKind, Reached]]]:
-    """Of some clusters, those in which collectives were measured."""
+    """Measured speeds of collectives in each of some clusters, by the number of nodes."""
     measured: dict[str, dict[int, list[Collective]]] = {}
     for own in topology.measured.collectives if topology.measured else ():
         if own.cluster in names:

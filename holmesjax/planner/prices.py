@@ -21,10 +21,10 @@ def unpriced(topology: Topology) -> list[str]:
 
 
 def step_dollars(problem: Problem, candidate: Candidate) -> dict[str, float]:
-    """Of a step: `nodes` that any stage uses, idle devices included, and `egress`.
+    """Dollars of a step: `nodes` that any stage uses, idle devices included, and `egress`.
 
-    Empty where a device that is used has no price, and where stages cross clusters, whose
-    collectives are not counted.
+    The result is empty if a device in use has no price. It is also empty if stages cross clusters,
+    because the bytes of their collectives are not counted.
     """
     if problem.crosses_because:
         return {}

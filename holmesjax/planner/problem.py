@@ -1,4 +1,4 @@
-"""What a plan has to decide, and how long a step of any way to decide it takes.
+"""The decisions of a plan, and the predicted seconds of a step for any of them.
 
 part       consecutive stages of the pipeline that share a pool, and their mesh
 case       parts in the order of the pipeline, with the layers of every stage
@@ -39,7 +39,7 @@ CHUNKS = (2, 3, 4, 6, 8)  # of a stage that are tried for interleaving
 
 
 class Seat(NamedTuple):
-    """Where one stage is: one of the stages of a part."""
+    """The place of one stage: one of the stages of a part."""
 
     pool: int
     mesh: MeshShape
@@ -91,7 +91,7 @@ class Way(NamedTuple):
 
 
 class StageSeconds(NamedTuple):
-    """Of one stage."""
+    """Predicted seconds of one stage."""
 
     forward: float
     backward: float  # without the weights' gradients, where these are a task of their own
@@ -129,7 +129,7 @@ class Problem:
         return self.config.model.num_layers
 
     def on(self, topology: Topology, pools: Sequence[Pool] | None = None) -> "Problem":
-        """The same on other machines; with the same pools, unless others are given."""
+        """The same problem on other machines; with the same pools, unless others are given."""
         return Problem(
             config=self.config,
             topology=topology,
@@ -141,7 +141,7 @@ class Problem:
         )
 
     def set_to(self, parallel: ParallelConfig, usable_memory: float = USABLE_MEMORY) -> "Problem":
-        """The same machines with other settings, or more memory: what was worked out stays true."""
+        """The same machines with other settings or more memory. Cached results stay valid."""
         config = replace(self.config, parallel=parallel)
         return replace(self, config=config, usable_memory=usable_memory)
 
@@ -182,8 +182,8 @@ class Problem:
             pool = self.pools[seat.pool]
             placement = self.placement(seat, settings)
             times = self.stage_costs.times(pool, placement, seat.mesh, settings, role, num_blocks)
-            # As `programs.sends_within`. A whole step in one program loops over microbatches, with
-            # what it sends before and behind the loop. W, too, reduces while it computes.
+            # The same rule as `programs.sends_within`. A whole step in one program loops over
+            # microbatches and sends before and after the loop. W, too, reduces while it computes.
             sends_within = role.is_first and not (role.is_last and settings.microbatches > 1)
             self._seconds[key] = StageSeconds(
                 times.whole_forward_s,
@@ -236,7 +236,7 @@ class Problem:
         return self._simulators[order]
 
     def in_flight(self, order: TaskOrder, stage: int, layers: int) -> InFlight:
-        """What a stage with so many layers holds at most."""
+        """The most microbatches in flight that a stage with `layers` layers holds."""
         p, m, v = order.num_stages, order.microbatches, order.chunks
         if order.schedule == "1f1b":
             return InFlight(all=min(m, p - stage), head=min(m, p - stage))
@@ -289,7 +289,7 @@ class Problem:
         return min(parts, default=math.inf)
 
     def queues(self, case: Case, settings: StepSettings, chunks: int) -> list[Queue]:
-        """All flows over pipes that could not take what these would send at once."""
+        """The flows over pipes whose capacity is less than these flows would send together."""
         if not self.pipes:
             return []
         key = case.parts, chunks > 1
@@ -417,13 +417,13 @@ def split_chunks(num_layers: int, num_chunks: int) -> tuple[int, ...]:
 
 @functools.cache  # a search asks over and over
 def roles(num_stages: int) -> tuple[Role, ...]:
-    """Of each stage."""
+    """The role of each stage."""
     last = num_stages - 1
     return tuple(Role(stage == 0, stage == last) for stage in range(num_stages))
 
 
 def chunk_roles(role: Role, num_chunks: int) -> list[Role]:
-    """Of each chunk of a stage: the ends of the model are in its first and in its last.
+    """The role of each chunk of a stage: the ends of the model are in its first and its last.
 
     >>> [tuple(role) for role in chunk_roles(Role(is_first=True, is_last=True), 2)]
     [(True, False), (False, True)]

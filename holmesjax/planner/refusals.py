@@ -121,7 +121,7 @@ def _least_mesh(config: Config) -> tuple[dict[str, int], MeshShape]:
 
 
 def _num_stages(config: Config) -> int | None:
-    """What the config says of it."""
+    """The number of stages that the config sets; None if it sets none."""
     parallel = config.parallel
     return len(given) if (given := parallel.layers or parallel.clusters) else parallel.stages
 

@@ -22,7 +22,7 @@ MOST_MEMORY = 1e9  # times what there is, in which all fits that fits at all
 LITTLE = EFFORT / 20  # for a plan that need not be the best
 NODES_STEPS = (1.0, 1.3, 1.7, 2.5)  # times the nodes that should do, each with one more
 MOST_DEVICES = 512  # for which it is tried how many nodes would do
-# What may be left to the planner, in the order in which a change is the milder.
+# Settings that may be left to the planner, the mildest change first.
 FREED = (
     "activation_checkpointing",
     "microbatches",
@@ -88,7 +88,7 @@ def memory_refusal(problems: Sequence[Problem]) -> PlanError:
 
 
 def least_memory(problems: Sequence[Problem]) -> float:
-    """How many times the memory there is no plan can do without."""
+    """A factor of the present memory below which no plan fits."""
     most = MOST_MEMORY
     for problem in problems:
         most = shortlist.least_memory(_leanest(problem), 1.0, most)
@@ -96,7 +96,7 @@ def least_memory(problems: Sequence[Problem]) -> float:
 
 
 def _leanest(problem: Problem) -> Problem:
-    """With the checkpointing that keeps least, unless the config says which."""
+    """The problem with the checkpointing that keeps least, unless the config sets one."""
     parallel = problem.config.parallel
     if parallel.schedule == "zero_bubble" or parallel.activation_checkpointing is not None:
         return problem
@@ -157,7 +157,7 @@ def _more_machines(problems: Sequence[Problem]) -> str:
 
 
 def _value(plan: Plan, name: str) -> object:
-    """What a plan has for a setting."""
+    """The value of a setting in a plan."""
     if name in ("microbatches", "activation_checkpointing"):
         return getattr(plan, name)
     if name == "clusters":

@@ -1,10 +1,10 @@
 """The search for the layout with the shortest predicted step.
 
 `shortlist` names parts that may make a good plan. Each is simulated as it would run, in several
-orders of its parts, with layers moved between stages, under every schedule; then parts near the
-best ones are tried. What that may miss is bounded: no stage can work less than its layers take.
-Where the cases that could still be faster are few enough all of them are tried, and the best plan
-is then the best there is.
+orders of its parts, with layers moved between stages, under every schedule. Then parts near the
+best ones are tried. A bound says how much faster a missed plan could be, since no stage can work
+less than its layers take. If few cases could still be faster, all of them are tried, and the best
+plan is then the best there is.
 """
 
 import bisect
@@ -161,14 +161,14 @@ class _Search:
         return least_s
 
     def _case(self, parts: Sequence[Part], settings: StepSettings, order: TaskOrder) -> Case:
-        """With the layers of the config, or else by speed."""
+        """A case with the layers of the config, or else with layers split by speed."""
         layers = self._problem.config.parallel.layers
         if layers:
             return Case(tuple(parts), layers)
         return split(self._problem, parts, settings, order)
 
     def _plain_case(self, parts: Sequence[Part], settings: StepSettings) -> Case:
-        """With the layers that are best for 1F1B, which keeps the fewest microbatches in flight."""
+        """A case split for 1F1B, the schedule with the fewest microbatches in flight."""
         num_stages = sum(part.num_stages for part in parts)
         return self._case(parts, settings, TaskOrder("1f1b", num_stages, settings.microbatches))
 
@@ -256,7 +256,7 @@ class _Search:
         return sorted(self._bounds, key=lambda settings: self._bounds[settings])
 
     def _offers_of(self, settings: StepSettings) -> dict[int, Offers]:
-        """What the pools can do in a pass, and with it a better bound of its steps."""
+        """Offers of the pools for some settings; they also give a better bound on a step."""
         if settings not in self._offers:
             if len(self._offers) == MAX_OFFERED:
                 raise _Over
@@ -294,7 +294,7 @@ class _Search:
                 return
 
     def _try_best(self, ways: Iterable[tuple[tuple[Part, ...], StepSettings]]) -> None:
-        """Of many parts the best by estimate with one schedule, of those the best with every."""
+        """Tries the parts with the best estimates under one schedule, then the best under all."""
         estimates = sorted((self.estimate_s(*way), way) for way in ways)
         possible = [way for estimate_s, way in estimates if estimate_s < MOST_ABOVE * self.best_s]
         tried = sorted(
@@ -389,7 +389,7 @@ class _Search:
     def _sequences(
         self, offers: Sequence[Offers], settings: StepSettings, kind: ScheduleKind, crosses: bool
     ) -> Iterator[Case]:
-        """Those on one pool, or on several."""
+        """Cases of a kind of schedule, on one pool or on several."""
         numbers = shortlist.numbers_of_stages(self._problem.config, settings)
         num_layers = self._problem.num_layers
         most_stages = num_layers if numbers is None else max(numbers, default=0)

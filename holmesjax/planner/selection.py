@@ -15,11 +15,11 @@ Saying = Callable[[str], None]  # what is worked on now
 
 
 def silently(what: str) -> None:
-    """For who does not ask what is worked on."""
+    """Reports no progress."""
 
 
 def make_problem(config: Config, topology: Topology, by_kind: bool = False) -> Problem:
-    """With the pools of `make_pools`."""
+    """The problem of a config on a topology, with the pools of `make_pools`."""
     return Problem(
         config=config,
         topology=topology,
@@ -64,7 +64,7 @@ def find_within(
 def _best_for_its_price(
     config: Config, results: Sequence[tuple[Problem, Found]]
 ) -> tuple[Problem, tuple[Candidate, ...]]:
-    """Of all that was tried, within the budget; with the others of the same machines behind it."""
+    """The best candidate within the budget, then the others on the same machines."""
     priced = [
         (problem, candidate, sum(prices.step_dollars(problem, candidate).values()))
         for problem, found in results

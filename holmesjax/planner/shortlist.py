@@ -8,8 +8,8 @@ down and back up, less what overlaps. So for a number of microbatches, a checkpo
 the best parts are those that hold all layers in the fewest seconds of one microbatch: a knapsack
 over the pools, solved exactly by dynamic programming over layers. A range of limits makes a list.
 
-Where parts meet, a whole microbatch crosses in each direction, and the nodes of the smaller stage
-share it; that takes no longer than the limit either.
+Between two parts a whole microbatch crosses in each direction, shared by the nodes of the smaller
+stage. The crossing takes no longer than the limit either.
 """
 
 import functools
@@ -53,7 +53,7 @@ def step_settings(config: Config) -> Iterator[StepSettings]:
 
 
 def thinned(found: Sequence[StepSettings]) -> list[StepSettings]:
-    """Not all, where there are very many numbers of microbatches: those as far apart as can be."""
+    """Settings with at most `MAX_LISTED` numbers of microbatches, evenly spaced."""
     counts = sorted({settings.microbatches for settings in found})
     if len(counts) > MAX_LISTED:
         at = np.linspace(0, len(counts) - 1, MAX_LISTED).round().astype(int)
@@ -62,7 +62,7 @@ def thinned(found: Sequence[StepSettings]) -> list[StepSettings]:
 
 
 def numbers_of_stages(config: Config, settings: StepSettings) -> list[int] | None:
-    """Those that the config allows; None: any number."""
+    """Numbers of stages that the config allows; None: any number."""
     parallel = config.parallel
     if given := parallel.layers or parallel.clusters:
         return [len(given)]
@@ -75,7 +75,7 @@ def numbers_of_stages(config: Config, settings: StepSettings) -> list[int] | Non
 
 
 class Room(NamedTuple):
-    """What the memory of one pool has room for in one pass, [meshes] each."""
+    """Memory of the stages of one pool with some settings; arrays are [meshes]."""
 
     usable_bytes: float
     fixed_bytes: np.ndarray  # of a stage, however many layers it has
@@ -90,9 +90,10 @@ class Room(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Offers:
-    """What one pool can do in one pass, [meshes] each. A stage of n layers costs fixed + n layer.
+    """Costs of a stage on one pool with some settings; arrays are [meshes].
 
-    Stages in the middle of the pipeline are meant: those at its ends cost more.
+    A stage of n layers costs `fixed` + n `layer`. The numbers are those of a stage in the middle of
+    the pipeline; stages at its ends cost more.
     """
 
     pool: int
@@ -113,18 +114,18 @@ class Offers:
         return np.where(self.way_s <= limit_s, most, 0) if crosses else most
 
     def counted(self, count: int) -> "Offers":
-        """With so many stages, and no other number of them."""
+        """The same offers with exactly `count` stages."""
         most_stages = np.where(self.most_stages >= count, count, 0)
         return replace(self, most_stages=most_stages, count=count)
 
     @property
     def alone(self) -> "Offers":
-        """Without what comes once in a step: a load that nothing can hide."""
+        """The same offers without the load that comes once in a step."""
         return replace(self, fixed_load_s=0.0 * self.fixed_s, layer_load_s=self.layer_s)
 
 
 def make_offers(problem: Problem, settings: StepSettings) -> dict[int, Offers]:
-    """Of each pool that has a possible mesh."""
+    """Offers of each pool that has a possible mesh, by its index."""
     offers = (_offers(problem, index, settings) for index in range(len(problem.pools)))
     return {offer.pool: offer for offer in offers if offer is not None}
 
@@ -202,9 +203,10 @@ class Choice(NamedTuple):
 
 
 def choices(problem: Problem, settings: StepSettings, offers: Mapping[int, Offers]) -> list[Choice]:
-    """Which pools may be used together: all of them, or one; or with stages as they are asked for.
+    """Sets of pools that may be used together: all pools, or one.
 
-    Of the latter, those that may be fastest.
+    If the config sets the number of stages, the sets are the ways to share out the stages that may
+    be fastest.
     """
     numbers = numbers_of_stages(problem.config, settings)
     if numbers is None:
@@ -229,8 +231,8 @@ def choices(problem: Problem, settings: StepSettings, offers: Mapping[int, Offer
 def _shared_out(problem: Problem, num_stages: int) -> Iterator[tuple[int, ...]]:
     """Stages of every pool, in the ways that are looked at; a pool with none stays idle.
 
-    Only the clusters that the run names, if it does. All ways, where they are not too
-    many; else as the devices are shared out over the largest pools, or with a stage moved.
+    If the run names clusters, only these have stages. If there are few ways, all are looked at.
+    Otherwise stages are shared out over the largest pools as devices are, or with one stage moved.
     """
     pools, asked = problem.pools, problem.config.parallel.clusters
     if asked is not None:
@@ -298,7 +300,7 @@ def bound_s(problem: Problem, settings: StepSettings, offers: Mapping[int, Offer
 
 
 def least_memory(problem: Problem, least: float, most: float) -> float:
-    """How many times the memory there is no plan can do without, between two bounds of that.
+    """A factor of the present memory below which no plan fits, from `least` to `most`.
 
     The ends of the model are not counted, nor more than one microbatch in flight.
     """
@@ -327,7 +329,10 @@ def least_memory(problem: Problem, least: float, most: float) -> float:
 
 
 def rough_bound_s(problem: Problem, settings: StepSettings) -> float:
-    """The same, but sooner: as if layers could be cut, and nothing were sent or held."""
+    """A looser bound than `bound_s`, found sooner.
+
+    It assumes that layers can be cut and that sending and memory are free.
+    """
     layers_per_s = 0.0
     for pool in problem.pools:
         seconds = {}
@@ -355,7 +360,7 @@ def listed(
 ) -> Iterator[Listed]:
     """The best parts for every limit, and for several numbers of microbatches in flight.
 
-    Only those whose slowest stage works no longer than `most_s` in a step.
+    The slowest stage of each works no longer than `most_s` in a step.
     """
     num_layers = problem.num_layers
     for choice in choices(problem, settings, offers):

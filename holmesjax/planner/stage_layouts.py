@@ -1,13 +1,13 @@
-"""Ways for stages to sit in a cluster, and what each of them costs.
+"""Layouts of stages on the devices of a cluster, and their costs.
 
     pool      devices that stages share, in the order in which stages take them
-    mesh      how many replicas, parts and devices a stage has: `data`, `fsdp`, `context`, `tensor`
+    mesh      the sizes of the axes of a stage: `data`, `fsdp`, `context`, `tensor`
     seat      one stage: a mesh, on devices of a pool
-    settings  of a step, for all stages: microbatches and what is computed again
+    settings  the microbatches and the checkpointing of a step, equal for all stages
 
-All stages of a pool have the same mesh, since they compute equal layers on equal devices; how many
-layers each holds is chosen one by one. A pool is a cluster, or the nodes of one kind of device
-where a cluster has several; or all machines, where a stage has to cross clusters.
+All stages of a pool have the same mesh, since they compute equal layers on equal devices. Each has
+its own number of layers. A pool is a cluster, or its nodes with one kind of device if it has
+several. If a stage has to cross clusters, the pool is all machines.
 """
 
 import functools
@@ -39,7 +39,7 @@ from holmesjax.topology.machines import Cluster, DeviceKind, Node, Topology
 # collectives' buffers and the runtime.
 USABLE_MEMORY = 0.9
 
-# Tokens of a part of a sequence, at least, where the planner chooses how many parts there are.
+# The fewest tokens in a shard of a sequence, if the planner chooses `context`.
 MIN_CONTEXT_TOKENS = 4096
 
 # Devices of a pool up to which all sizes of `fsdp` are tried; in larger ones those that stay inside
@@ -66,12 +66,12 @@ class MeshShape(NamedTuple):
 
     @property
     def batch_shards(self) -> int:
-        """Groups of devices among which the sequences of a microbatch are shared out."""
+        """The number of shards into which the sequences of a microbatch are cut."""
         return self.data * self.fsdp
 
     @property
     def sizes(self) -> dict[Axis, int]:
-        """Without `fsdp` and `context` where they are not used: no axes of the mesh."""
+        """Sizes by axis. `fsdp` and `context` of size 1 are no axes of the mesh."""
         sizes = {
             Axis.DATA: self.data,
             Axis.FSDP: self.fsdp,
@@ -90,7 +90,7 @@ class StepSettings(NamedTuple):
 
 
 class Role(NamedTuple):
-    """Which ends of the model a stage holds."""
+    """The ends of the model that a stage holds."""
 
     is_first: bool = False
     is_last: bool = False
@@ -239,12 +239,12 @@ def clusters_of(topology: Topology, nodes: Sequence[str]) -> list[str]:
 
 
 def joined_name(topology: Topology, nodes: Sequence[str]) -> str:
-    """Of the clusters of some nodes: "ib", or "ib+roce"."""
+    """The joined names of the clusters of some nodes: "ib", or "ib+roce"."""
     return "+".join(clusters_of(topology, nodes))
 
 
 def device_numbers(topology: Topology) -> Devices:
-    """Of every node."""
+    """Numbers of the devices of every node."""
     numbers = itertools.count()
     return {
         node.name: tuple(itertools.islice(numbers, node.num_devices)) for node in topology.nodes
@@ -270,16 +270,16 @@ def divisors(number: int) -> list[int]:
 
 
 def tensor_sizes(config: Config, most: int) -> list[int]:
-    """How many devices may share the products of a layer: each must get whole heads."""
+    """Possible sizes of `tensor`: each device must get whole heads."""
     model, size = config.model, config.parallel.tensor
     cut = (model.num_heads, model.kv_heads, model.feed_forward_width, model.vocab_size)
     return [size] if size else [n for n in divisors(math.gcd(*cut)) if n <= most]
 
 
 def context_sizes(config: Config, most: int) -> list[int]:
-    """Into how many parts sequences are cut: each part of the parameters has as many.
+    """Possible sizes of `context`, which cuts sequences and parameters.
 
-    Where the planner chooses, no part is shorter than `MIN_CONTEXT_TOKENS`.
+    If the planner chooses, no shard of a sequence is shorter than `MIN_CONTEXT_TOKENS`.
     """
     model, size = config.model, config.parallel.context
     if size:
@@ -290,7 +290,7 @@ def context_sizes(config: Config, most: int) -> list[int]:
 
 
 def meshes(config: Config, pool: Pool, settings: StepSettings) -> Iterator[MeshShape]:
-    """All that the pool has devices for, and that give every part whole sequences."""
+    """Meshes that the pool has devices for and that give every shard whole sequences."""
     parallel = config.parallel
     sequences, rest = divmod(config.train.global_batch, settings.microbatches)
     if rest:
@@ -334,7 +334,7 @@ class StageCosts:
         self._pools: list[Pool] = []  # they are named by their ids, and so must not go away
 
     def devices(self, pool: Pool, mesh: MeshShape, num_stages: int, index: int) -> Devices:
-        """Of stage `index` of the `num_stages` in a pool."""
+        """Devices of stage `index` of the `num_stages` in a pool."""
         key = id(pool), mesh, num_stages
         if key not in self._seats:
             self._pools.append(pool)
@@ -449,7 +449,7 @@ class StageCosts:
     def many_times(
         self, pool: Pool, found: Sequence[MeshShape], settings: StepSettings, num_blocks: int
     ) -> StageTimes:
-        """Of a stage with each of some meshes, in the middle of the pipeline: arrays, [meshes]."""
+        """Times of a stage in the middle of the pipeline with each of some meshes: [meshes]."""
         key = id(pool), tuple(found), settings, num_blocks
         if key not in self._many_times:
             self._many_times[key] = self._work_out_times(pool, found, settings, num_blocks)

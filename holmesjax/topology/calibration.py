@@ -89,7 +89,7 @@ UNKNOWN = Calibration()  # of a kind that nobody has measured
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sources:
-    """Where each number is from."""
+    """The source of each number."""
 
     products: Text
     attention: Text
@@ -100,7 +100,7 @@ class Sources:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CalibrationFile:
-    """What a file holds."""
+    """The contents of a calibration file."""
 
     devices: Annotated[tuple[Text, ...], Field(min_length=1)]  # kinds that it is of
     calibration: Calibration

@@ -28,7 +28,7 @@ def _quantity(unit: units.Unit) -> BeforeValidator:
 
 
 def _one_way_s(text: object) -> float:
-    """As `units.parse`; people know round trips, so whoever must write it again is told."""
+    """Parses seconds; an error says that a latency is half of a round trip."""
     try:
         return units.parse(text, "s")
     except HolmesError as error:
@@ -166,7 +166,7 @@ class CapacityEntry:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MeasuredEntry:
-    """What `launch probe` has measured."""
+    """Measurements of `launch probe`."""
 
     date: Name
     pairs: tuple[PairEntry, ...] = ()

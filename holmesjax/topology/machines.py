@@ -105,7 +105,7 @@ class Cluster:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Collective:
-    """One that was measured over nodes of a cluster."""
+    """A collective that was measured over nodes of a cluster."""
 
     cluster: str
     num_nodes: int  # of a group; as many groups as the cluster has ran at once
@@ -116,7 +116,7 @@ class Collective:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Measured:
-    """What `launch probe` has measured."""
+    """Measurements of `launch probe`."""
 
     date: str
     pairs: dict[tuple[str, str], Link]  # from one node to another
@@ -179,7 +179,7 @@ class Topology:
         return measured.get((node_a, node_b)) or self.nominal_link(node_a, node_b)
 
     def effective_link(self, node_a: str, node_b: str) -> Link:
-        """What messages get of the path: as it was measured, or a share of what it should be."""
+        """The link that messages get: as measured, or a share of the nominal one."""
         link = self.link(node_a, node_b)
         if self.measured and (node_a, node_b) in self.measured.pairs:
             return link
@@ -221,7 +221,7 @@ class Topology:
         return REACHED[self.links[cluster_a, cluster_b].fabric] * capacity
 
     def transport_bytes_per_s(self, cluster: str) -> float:
-        """What one process sends or receives of boundaries, however fast the network."""
+        """Bytes per second of boundaries that one process can send or receive on any network."""
         measured = self.measured.transports if self.measured else {}
         return measured.get(cluster, catalogue.TRANSPORT_BYTES_PER_S)
 
@@ -426,7 +426,7 @@ def save(topology: Topology, path: str | Path) -> None:
 
 
 def _cluster_values(cluster: Cluster) -> dict[str, Any]:
-    """As in the file: equal nodes with plain names are counted, others are listed."""
+    """Values of a cluster for its file: equal nodes with plain names become a number."""
     first, *_ = cluster.nodes
     shared = _node_values(first)
     plain = [replace(first, name=f"{cluster.name}-{i}") for i in range(len(cluster.nodes))]

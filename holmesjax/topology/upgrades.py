@@ -171,7 +171,7 @@ def _with_pipes(topology: Topology, factor_of: Callable[[Way], float]) -> Topolo
 
 
 def _with_collectives(topology: Topology, clusters: Collection[str], factor: float) -> Topology:
-    """Those that were measured in some clusters faster."""
+    """The topology with faster measured collectives in some clusters."""
     if topology.measured is None:
         return topology
     faster = lambda own: replace(own, bandwidth_bytes_per_s=factor * own.bandwidth_bytes_per_s)
