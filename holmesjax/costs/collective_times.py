@@ -35,7 +35,7 @@ KINDS: tuple[CollectiveKind, ...] = ("all_reduce", "reduce_scatter", "all_gather
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Reached:
-    """What collectives of one kind reach; NCCL's, which fills the links, where nobody measured."""
+    """Start time and bandwidth of collectives of one kind; by default those of NCCL."""
 
     start_s: Any = START_S  # a float, or an array of them
     bandwidth_bytes_per_s: Any = math.inf
@@ -55,7 +55,7 @@ def sent_bytes(kind: CollectiveKind, num_nodes: int, num_bytes: float) -> float:
 
 
 def reached(measured: Sequence[Collective], step_s: float) -> dict[CollectiveKind, Reached]:
-    """What explains the collectives that were measured over as many nodes of one cluster.
+    """Start time and bandwidth that explain collectives measured over equally many nodes.
 
     Of each kind the seconds are `start_s`, and the bytes that each node sends over the bandwidth,
     by least squares of relative errors. Where larger arrays reach less, as gloo's gathers of

@@ -147,7 +147,7 @@ def _block_temporary_bytes(
 def _logit_bytes(
     model: ModelConfig, stage: work.StageShape, implementation: work.Implementation
 ) -> tuple[float, float]:
-    """What is kept, and what the backward of the head needs beside it."""
+    """Bytes that are kept, and bytes that the backward of the head needs beside them."""
     num_tokens = work.stage_tokens(model, stage)
     vocab_size = model.vocab_size / stage.tensor
     if implementation.logit_bytes:

@@ -1,4 +1,4 @@
-"""What there is to do: parameters, matrix products, bytes. Closed form; `stage_times` has seconds.
+"""The work of a stage in closed form: parameters, matrix products, bytes, but no seconds.
 
 FLOP count a multiplication and an addition as two, of matrix products only: norms, activations and
 softmax are left out, as in published model FLOP utilisations.
@@ -96,7 +96,7 @@ def logit_chunks(num_tokens: float, vocab_size: float, width: int) -> Any:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StageShape:
-    """What decides the costs of a stage, besides the model and the machines.
+    """The shape of a stage, which decides its costs with the model and the machines.
 
     `data`, `tensor`, `fsdp`, `context` and `sequences` may be arrays: results are then arrays, too.
     """
@@ -406,7 +406,7 @@ def boundary_bytes(model: ModelConfig, num_tokens: float, dtype: str) -> float:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Implementation:
-    """How a system trains, where systems differ; the defaults are what HolmesJAX does.
+    """The details in which training systems differ; the defaults are those of HolmesJAX.
 
     Others are for predicting what has been published of them.
     """
@@ -423,12 +423,12 @@ class Implementation:
     overlaps: bool = True  # collectives over `data` with the last backward and the first forward
     accumulate_bytes: float = 12.0  # moved per parameter to add a microbatch's float32 gradient
     shards_optimizer: bool = True  # over `data`: ZeRO-1
-    # What a layer keeps for its backward besides the operands of its products, for each token.
+    # Kept by a layer for its backward besides the operands of its products, for each token.
     kept_score_bytes: float = 0.0  # per key and query head
     kept_mask_bytes: float = 0.0  # per number of the residual stream: where dropout hit
     kept_products: float = 1.0  # share of products whose results `dots` keeps
     keeps_activation: bool = False  # the result of the activation function beside its operand
-    # Bytes of each logit in the backward, if none were kept; None: as `memory` says.
+    # Bytes of each logit in the backward, with none kept before; None: as `memory` says.
     logit_bytes: float | None = None
 
     def pairs(self, context: Any) -> Any:

@@ -35,7 +35,7 @@ HOST_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,62}")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Share:
-    """What a node may use of this machine."""
+    """The share of this machine that a node may use."""
 
     quota: float  # cores
     cores: tuple[int, ...]  # to which its processes are held; enough for the quota
@@ -103,7 +103,7 @@ class Lab:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Workload:
-    """What training takes, as far as it decides how long sending is beside computing."""
+    """The numbers of a run that decide the ratio of sending to computing."""
 
     dtype: str  # that matrix products are computed in
     flop_per_token: float  # forward and backward, of all layers

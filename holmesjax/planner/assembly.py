@@ -77,7 +77,7 @@ def as_plan(problem: Problem, candidate: Candidate, bound_s: float) -> Plan:
 
 
 def _exception(problem: Problem, stages: Sequence[StagePlan]) -> str:
-    """Which stages break the rule that collectives stay within one fabric, and why."""
+    """The stages whose collectives leave one fabric, and the reason."""
     crossing = [
         f"stage {i} crosses clusters {' and '.join(names)}"
         for i, stage in enumerate(stages)

@@ -1,4 +1,4 @@
-"""What may be made of some parts: their order, the layers of each stage, and the schedule."""
+"""Choices for some parts: their order, the layers of each stage, and the schedule."""
 
 import heapq
 import itertools
@@ -107,7 +107,7 @@ def in_order(problem: Problem, listed: Listed) -> list[tuple[Part, ...]]:
 
 
 class Around(NamedTuple):
-    """What the stages before one need of a step beside it, at least, in seconds."""
+    """The least seconds of a step that the stages before one need besides its own."""
 
     before: float = 0.0  # it begins
     after: float = 0.0  # the last gradient of its input, to the end of theirs
@@ -128,7 +128,7 @@ class Work(NamedTuple):
 
 
 class ScheduleKind(NamedTuple):
-    """Schedules in which a stage waits alike for the ones before it."""
+    """Schedules in which a stage waits for the ones before it by the same rule."""
 
     name: Literal["whole", "split", "interleaved"]  # backwards, or stages in chunks
     chunks: int = 1

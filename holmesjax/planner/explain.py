@@ -67,7 +67,7 @@ class Ranked:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Alternative:
-    """What a step would take otherwise."""
+    """Another plan, and the time of its step."""
 
     what: str
     step_s: float | None  # None: not possible
@@ -295,7 +295,7 @@ def _shuffled(problem: Problem, chosen: Candidate) -> Alternative:
 
 
 def _clusters(problem: Problem, best: Sequence[Candidate], say: Saying) -> Iterator[Alternative]:
-    """What each cluster is worth: a plan without it, or with it where the plan leaves it out."""
+    """The worth of each cluster: a plan without it, or a tried plan that uses it."""
     topology = problem.topology
     if len(topology.clusters) == 1:
         return

@@ -1,4 +1,4 @@
-"""Which device sits where in a stage's mesh: the axis that moves most bytes gets the fastest links.
+"""The order of devices in the mesh of a stage: the axis with most bytes gets the fastest links.
 
 A group is a line of the mesh along one axis: the devices that take part in one of its collectives.
 The price of a placement, in seconds, is the sum over axes of the bytes the axis moves times the
@@ -52,7 +52,7 @@ class MeshPlacement(Generic[A]):
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Paths:
-    """How fast some nodes reach each other, and their own devices each other.
+    """Speeds of the paths between some nodes, and between the devices of each.
 
     Bytes between nodes cross the network and both devices' own links; the slowest counts.
     """

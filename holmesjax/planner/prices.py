@@ -1,4 +1,4 @@
-"""What a step costs: whole nodes for as long as it takes, and bytes that leave a cluster."""
+"""The cost of a step: whole nodes for its duration, and bytes that leave a cluster."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -49,7 +49,7 @@ def _egress_dollars(problem: Problem, candidate: Candidate) -> float:
 
 
 def selections(pools: Sequence[Pool]) -> Iterator[list[Pool]]:
-    """Which machines to rent: some clusters whole, or a half, a quarter, ... of one's nodes."""
+    """Machines that may be rented: some clusters whole, or a half, a quarter, ... of one."""
     names = list(dict.fromkeys(pool.cluster.name for pool in pools))
     of = lambda chosen: [pool for pool in pools if pool.cluster.name in chosen]
     if len(names) <= MAX_SUBSETS:

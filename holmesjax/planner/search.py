@@ -72,14 +72,14 @@ class Candidate:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Found:
-    """What a search has found."""
+    """The result of a search."""
 
     best: tuple[Candidate, ...]  # of different parts or settings, the fastest first
     bound_s: float  # no plan that the config allows takes less
 
     @property
     def gap(self) -> float:
-        """How much faster than the best a plan could be at most, as a share of the step."""
+        """The most by which a plan could be faster than the best, as a share of the step."""
         return 1.0 - self.bound_s / self.best[0].step_s
 
 
@@ -240,7 +240,7 @@ class _Search:
             if not self.found:  # that nothing fits is seldom proven, and then soon
                 self._left = min(self._left, self._more / UNFOUND)
                 self._more = 0.0
-            # What 1F1B allows is soon tried, and makes the limits of all else tighter.
+            # Plans with 1F1B are tried soon, and make the limits of all others tighter.
             if all(
                 self._bounds[settings] >= self.best_s or self._exhaust(settings, is_first)
                 for is_first in (True, False)
@@ -342,7 +342,7 @@ class _Search:
             yield from ((*rest[:to], part, *rest[to:]) for to in range(len(parts)))
 
     def _exhaust(self, settings: StepSettings, is_first: bool) -> bool:
-        """Tries the cases of a pass that could be faster than the best; in two turns, all of them.
+        """Tries all cases of some settings that could be faster than the best, in two turns.
 
         First those with 1F1B and its like, then those with the other schedules. Returns whether
         that was all that had to be tried.

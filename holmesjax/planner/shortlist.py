@@ -1,4 +1,4 @@
-"""Which parts may make a good plan: a list to simulate, and a bound on what is not on it.
+"""Parts that may make a good plan: a list to simulate, and a bound on plans not on the list.
 
     limit    seconds that no stage may take for a microbatch, its share of what comes once included
     offer    what a pool can do: a mesh, and the seconds and bytes of its stages, by their layers

@@ -1,4 +1,4 @@
-"""How fast a kind of device works: what it reaches of its data sheet, operation by operation.
+"""The speed of a kind of device: the share of its data sheet that each operation reaches.
 
 The data sheet is in the topology, and a calibration stands beside it. `launch profile` measures
 one, `configs/calibrations/` has some, and each states where its numbers are from. It is also a
@@ -71,7 +71,7 @@ class ProductSpeed:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Calibration:
-    """What one kind of device reaches.
+    """The speed that one kind of device reaches.
 
     The values of a kind without a calibration: half the peak is between the 0.41 and 0.56 of
     Korthikanti et al. (arXiv:2205.05198, table 5), all else is what the data sheet says.

@@ -126,7 +126,7 @@ class LinkEntry:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PairEntry:
-    """What was measured from one node to another; one way, the first one is the sender."""
+    """A measurement from one node, the sender, to another."""
 
     between: tuple[Name, ...]
     fabric: Network
@@ -150,7 +150,7 @@ class CollectiveEntry:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TransportEntry:
-    """What one process of a cluster sends to another one of boundaries between stages."""
+    """The speed at which one process of a cluster sends boundaries to another one."""
 
     cluster: Name
     bandwidth: NetworkRate
@@ -247,8 +247,8 @@ def _gaps(entry: Any, is_device: bool) -> list[str]:
     return [*gaps, *(f"peak_flop_per_s.{dtype}" for dtype in missing)]
 
 
-# What must hold in a file, beyond the type of each value. A check reads `schema.Known` entries, so
-# that it can run on a file with other mistakes.
+# Checks of a file beyond the type of each value. A check reads `schema.Known` entries, so that it
+# can run on a file with other mistakes.
 
 
 def _clusters_make_sense(document: Document, file: TopologyEntry) -> Iterator[HolmesError]:

@@ -1,4 +1,4 @@
-"""What the machines are: clusters, their nodes and devices, and the links between them.
+"""The machines: clusters, their nodes and devices, and the links between them.
 
     device    an accelerator
     node      a host with its devices and network interfaces (NICs)
