@@ -19,7 +19,7 @@ from holmesjax.plan.plan import Axis
 from holmesjax.runtime import microbatch
 from holmesjax.runtime.pipeline import OneStage, in_one_process
 from holmesjax.runtime.programs import (
-    Key,
+    ProgramKey,
     batch_shapes,
     boundary_shape,
     compile_stages,
@@ -170,7 +170,7 @@ def test_a_microbatch_sends_what_the_costs_say_and_nothing_over_data(case, index
     parts = parameter_axes(mesh)
     passes = [
         sent(p.as_text(), mesh)
-        for p in (programs.table[Key(name, False)] for name in ("forward", "backward"))
+        for p in (programs.table[ProgramKey(name, False)] for name in ("forward", "backward"))
     ]
     gathers = work.gathered_parameters(case.model, shape) if parts else (0, 0)
     for total, gathered in zip(passes, gathers, strict=True):
@@ -203,14 +203,16 @@ def test_a_step_gathers_and_reduces_over_data_alone(case):
             ("forward", "gather", "all-gather"),
             ("backward", "reduce", "reduce-scatter"),
         ):
-            step, own = (programs.table.get(Key(name, True)) for name in (function, alone))
+            step, own = (programs.table.get(ProgramKey(name, True)) for name in (function, alone))
             if kind == "reduce-scatter" and shape.data == 1 and not programs.stage.shares_table:
                 assert step is own is None
                 continue
             assert (step is None) == (own is not None)
             once = sum((sent(text, mesh) for text in texts(step or own)), Counter())
             always = (
-                sent(programs.table[Key(function, False)].as_text(), mesh) if step else Counter()
+                sent(programs.table[ProgramKey(function, False)].as_text(), mesh)
+                if step
+                else Counter()
             )
             assert not always - once
             assert once - always == ({(kind, (Axis.DATA,)): num_bytes} if shape.data > 1 else {})
@@ -259,7 +261,7 @@ def test_what_is_kept_is_cut_over_the_sequences(case):
         x_BLD = None if stage.is_first else boundary_shape(stage)
         run = functools.partial(microbatch.forward, stage)
         _, saved = jax.eval_shape(run, replica_shapes(stage), x_BLD, batch_shapes(stage))
-        _, where = programs.table[Key("forward", False)].output_shardings
+        _, where = programs.table[ProgramKey("forward", False)].output_shardings
         kept = jax.tree.map(lambda x, s: x.update(sharding=s), saved.arrays, where.arrays)
         whole = sum(x.size * x.dtype.itemsize for x in kept)
         cuts = case.data[i] * shape_of(case, i).parameter_parts

@@ -14,7 +14,7 @@ from holmesjax.costs import work
 from holmesjax.plan.plan import Axis
 from holmesjax.runtime import microbatch
 from holmesjax.runtime.programs import (
-    Key,
+    ProgramKey,
     batch_shapes,
     compile_stages,
     gradient_shapes,
@@ -101,7 +101,7 @@ def test_a_microbatch_sends_nothing_over_data(case):
     programs = compiled(2, **case)
     names = ["input_gradient", "weight_gradient"] if programs.is_split else ["backward"]
     for name in ("forward", *names):
-        assert over_data(programs.table[Key(name, False)], programs.stage.mesh) == []
+        assert over_data(programs.table[ProgramKey(name, False)], programs.stage.mesh) == []
     last = compiled(2, is_first=False, **case)
     assert over_data(last["forward"], last.stage.mesh) == []
     assert over_data(last["total_loss"], last.stage.mesh) == [("all-reduce", 4)]
@@ -120,7 +120,9 @@ def test_a_replica_computes_as_one_alone(is_first):
     half = dataclasses.replace(alone.plan, global_batch=pair.plan.global_batch // 2)
     alone = compile_stages([dataclasses.replace(alone, plan=half)])[0]
     pair = compile_stages([pair])[0]
-    of_pair, of_one = (num_transposes(p.table[Key("backward", False)]) for p in (pair, alone))
+    of_pair, of_one = (
+        num_transposes(p.table[ProgramKey("backward", False)]) for p in (pair, alone)
+    )
     assert of_pair == of_one > 0
 
 
@@ -145,9 +147,9 @@ def test_what_does_not_divide_is_reduced_whole_and_never_gathered():
     programs = compiled(4, width=30, num_kv_heads=4, head_dim=12)
     mesh = programs.stage.mesh
     cut = 4 * (4 * 30 * 4 * 12)  # bytes of q, k, v, out
-    gathers = over_data(programs.table[Key("forward", True)], mesh)
+    gathers = over_data(programs.table[ProgramKey("forward", True)], mesh)
     assert gathers == [("all-gather", cut)] * NUM_BLOCKS
-    reductions = over_data(programs.table[Key("backward", True)], mesh)
+    reductions = over_data(programs.table[ProgramKey("backward", True)], mesh)
     assert [x for x in reductions if x[0] != "all-reduce"] == [("reduce-scatter", cut)] * NUM_BLOCKS
     assert sum(num_bytes for _, num_bytes in reductions) == 4 * parameters(programs.stage)
 
@@ -217,7 +219,7 @@ def test_a_reduction_waits_for_no_gradient_that_it_does_not_send():
     blocks = [(i + 1) * passes_on + WEIGHTS for i in range(NUM_BLOCKS)]
     embedding = NUM_BLOCKS * passes_on  # its own gradient is no product
     want, every = sorted([embedding, *blocks]), NUM_BLOCKS * (passes_on + WEIGHTS)
-    program = graph(compiled(2).table[Key("backward", True)])
+    program = graph(compiled(2).table[ProgramKey("backward", True)])
     before = [waits_for(program, name) for name in of_kind(program, "reduce-scatter")]
     assert sorted(num_products(program, names) for names in before) == want
     assert num_products(program, set(program)) == every
@@ -236,7 +238,7 @@ def test_a_reduction_waits_for_no_gradient_that_it_does_not_send():
 def test_a_layer_waits_for_no_gather_but_its_own_and_those_before():
     blocks = [(i + 1) * (WEIGHTS + ATTENTION_FORWARD) for i in range(NUM_BLOCKS)]
     want = [*blocks, blocks[-1]]  # behind the embedding comes all that is behind the first block
-    program = graph(compiled(2).table[Key("forward", True)])
+    program = graph(compiled(2).table[ProgramKey("forward", True)])
     gathers = of_kind(program, "all-gather")
     before = {name: waits_for(program, name) for name in program}
     after = [{name for name in program if gather in before[name]} for gather in gathers]
@@ -254,7 +256,7 @@ def test_a_layer_waits_for_no_gather_but_its_own_and_those_before():
 
 def test_the_schedule_sends_the_last_block_before_it_computes_the_first():
     """XLA:CPU's own order: most of the first block's work comes after the first reduction."""
-    program = graph(compiled(2).table[Key("backward", True)])
+    program = graph(compiled(2).table[ProgramKey("backward", True)])
     names = [*program]
     first = min(names.index(name) for name in of_kind(program, "reduce-scatter"))
     block = 2 * WEIGHTS + ATTENTION_BACKWARD

@@ -23,7 +23,7 @@ from holmesjax.parallel.mesh import build_meshes
 from holmesjax.plan.plan import EMBED, HEAD, Plan, StagePlan, block_name
 from holmesjax.planner.planner import make_plan
 from holmesjax.planner.problem import split_chunks
-from holmesjax.planner.stage_layouts import Mesh
+from holmesjax.planner.stage_layouts import MeshShape
 from holmesjax.runtime import microbatch
 from holmesjax.runtime.pipeline import Pipeline, in_one_process, local_targets, make_runner
 from holmesjax.runtime.programs import compile_stages
@@ -72,7 +72,7 @@ def hand_made_plan(
     sizes = zip(*map(of_each, (data, fsdp, tensor, context)), strict=True)
     stages, start = [], 0
     for i, (layers, size) in enumerate(zip(names, sizes, strict=True)):
-        mesh = Mesh(*size).sizes
+        mesh = MeshShape(*size).sizes
         stop = start + math.prod(mesh.values())
         stages.append(
             StagePlan(
