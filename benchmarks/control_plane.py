@@ -167,7 +167,7 @@ class Crowd:
 
 
 class Member:
-    """What `controller.Member` says and hears, without waiting."""
+    """Says and hears the messages of `controller.Member`, without waiting."""
 
     def __init__(self, crowd: Crowd, process: Process, num_members: int):
         self._crowd, self._process, self._num_members = crowd, process, num_members

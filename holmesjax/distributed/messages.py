@@ -30,7 +30,7 @@ class Record:
 
 @dataclass(frozen=True, kw_only=True)
 class Standing(Record):
-    """What a member is at; comes with each of its messages."""
+    """The work that a member is at; each of its messages has one."""
 
     kind = "standing"
     status: str | None = None  # what it is doing or waiting for, in words
@@ -82,7 +82,7 @@ class Vote(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class Measurements(Record):
-    """What a member measured in a step."""
+    """The measurements of one member in one step."""
 
     kind = "part"
     part: dict[str, Any]
@@ -217,7 +217,7 @@ class Mistake(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict(Record):
-    """What all members do after a step."""
+    """The decision after a step, for all members."""
 
     kind = "verdict"
     step: int

@@ -134,7 +134,7 @@ def _milder_settings(problems: Sequence[Problem]) -> str | None:
 def _more_machines(problems: Sequence[Problem]) -> str:
     """More nodes of the cluster whose nodes have most memory, if so many were found to do.
 
-    Where no plan is tried, so many hold the layers: "about" them.
+    The word "about" marks a number that holds the layers and with which no plan was tried.
     """
     config, topology = problems[0].config, problems[0].topology
     node_bytes = lambda node: node.num_devices * node.device.memory_bytes

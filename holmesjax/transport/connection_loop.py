@@ -69,7 +69,7 @@ class LoopConnection:
         return bool(self._rest)
 
     def read(self) -> Message | None:
-        """As `connections.Reader`."""
+        """Reads one message, in the way of `connections.Reader`."""
         return self._reader.read()
 
     def _push(self) -> None:

@@ -111,7 +111,7 @@ def assert_told(output: str, number: int):
 
 
 def test_a_job_that_loses_one_process_after_another_goes_on_exactly(tmp_path, undisturbed):
-    """Of each role, and at each moment; in the end the launcher, which the user starts again."""
+    """A process of each role dies, at each moment; the launcher dies last, and is started again."""
     losses = [(0, starting), (2, compiling), (1, first_step), (2, writing)]
     restarts = ("--max-restarts", len(losses) + 1)
     with start(tmp_path, *restarts) as job:

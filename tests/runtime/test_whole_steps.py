@@ -86,7 +86,7 @@ def summed_loss(params, model, inputs, mask):
 
 
 def plain_loss_and_gradient(params, model, inputs, mask):
-    """Of the mean over the tokens that count; some sequences at a time, for fewer compilations."""
+    """Returns both for the mean over the tokens that count, computed a few sequences at a time."""
     loss, gradient = 0.0, jax.tree.map(jnp.zeros_like, params)
     for start in range(0, len(inputs["token_BL"]), MICROBATCH):
         some = {name: x[start : start + MICROBATCH] for name, x in inputs.items()}
