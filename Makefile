@@ -16,7 +16,7 @@ help: ## List the targets (the default).
 train: $(VENV)/installed-base ## Train the quickstart model on two clusters simulated on this machine.
 	$(BIN)/python -m launch train configs/runs/quickstart.yaml
 
-test: $(VENV)/installed-dev ## Check style and types, and run the tests: ten minutes on two cores.
+test: $(VENV)/installed-dev ## Check style and types, and run the tests: about twenty minutes on two cores.
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
