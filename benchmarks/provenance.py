@@ -1,4 +1,4 @@
-"""Where a result comes from: the command, commit, date, device and versions of a measurement."""
+"""The origin of a result: command, commit, date, device and versions of its measurement."""
 
 import os
 import platform

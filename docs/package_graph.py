@@ -53,7 +53,7 @@ def places() -> dict[str, Place]:
     packages = {room for room in rooms.values() if _is_package(room)}
     graph: dict[str, set[str]] = {room: set() for room in rooms.values()}
     for name, room in rooms.items():
-        graph[room] |= {rooms[other] for other in _imports(sources[name]) & rooms.keys()} - {room}
+        graph[room] |= {rooms[other] for other in imports_of(sources[name]) & rooms.keys()} - {room}
     alone = {room for room in graph.keys() - packages if _below(graph, room) & packages}
     basement = {room: room.partition(".")[0] for room in graph.keys() - packages - alone}
     found: dict[str, Place] = {}
@@ -87,13 +87,14 @@ def _is_package(room: str) -> bool:
     return (ROOT / room.replace(".", "/")).is_dir()
 
 
-def _imports(source: ast.Module) -> set[str]:
-    """Everything that a module imports, at any depth, functions included."""
+def imports_of(source: ast.Module) -> set[str]:
+    """Everything that a module imports, at any depth, functions included; written in full."""
     found: set[str] = set()
     for node in ast.walk(source):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"line {node.lineno}: write imports in full"
             found |= {f"{node.module}.{alias.name}" for alias in node.names} | {str(node.module)}
     return found
 

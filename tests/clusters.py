@@ -183,8 +183,7 @@ PLANS = {name: cache(make) for name, make in PLANS.items()}
 @cache
 def golden_plan(name: str) -> Plan:
     """One of PLANS without the time to find it; a test of the planner holds the file true."""
-    path = Path(__file__).parent / "golden" / f"plan_{name}.json"
-    return Plan.from_json(path.read_text())
+    return Plan.from_json((ROOT / f"tests/golden/plan_{name}.json").read_text())
 
 
 def compositions(total, parts):

@@ -3,6 +3,7 @@
 import os
 import shutil
 import tempfile
+from pathlib import Path
 
 # LLVM's optimizations are half of the time that a tiny program takes to compile; XLA's own stay on.
 # Set for the processes that tests start, too.
@@ -13,6 +14,8 @@ import pytest
 
 from holmesjax.config import AUTO
 from holmesjax.runtime import program_cache
+
+GOLDEN = Path(__file__).parent / "golden"
 
 
 def pytest_configure(config):
@@ -41,6 +44,21 @@ def float64():
         yield
 
 
+@pytest.fixture
+def assert_golden(request):
+    """Compares a text with a file of tests/golden; --update-golden writes the file before."""
+
+    def compare(name: str, text: str) -> None:
+        path = GOLDEN / name
+        if request.config.getoption("--update-golden"):
+            path.write_text(text)
+        assert path.read_text() == text
+
+    return compare
+
+
 def pytest_addoption(parser):
-    parser.addoption("--update-golden", action="store_true", help="rewrite tests/golden/*.json")
+    parser.addoption(
+        "--update-golden", action="store_true", help="rewrite the files of tests/golden"
+    )
     parser.addoption("--gpu", action="store_true", help="tests of kernels, on the GPU that is here")

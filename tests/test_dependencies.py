@@ -1,4 +1,4 @@
-"""What the code imports is declared in pyproject.toml, and what is declared there is imported."""
+"""Every package that the code imports is declared in pyproject.toml, and the other way round."""
 
 import ast
 import re
@@ -8,19 +8,21 @@ from pathlib import Path
 
 import pytest
 
+from docs.package_graph import imports_of
+
 ROOT = Path(__file__).parent.parent
 OURS = {"holmesjax", "launch", "kernels", "tests", "benchmarks", "docs"}
 # The name under which a package is imported, where that is not its own.
 MODULE = {"nvidia-ml-py": "pynvml", "orbax-checkpoint": "orbax", "pyyaml": "yaml"}
-# What is run or read by other tools, and not imported.
+# Packages that other tools run or read, and that nothing imports.
 TOOLS = {
     "holmesjax": "its own extras",
     "ipykernel": "the kernel of the notebooks",
     "jupyterlab": "shows the notebooks",
-    "mypy": "make lint",
+    "mypy": "make test",
     "pytest-timeout": "a plugin of pytest",
     "pytest-xdist": "a plugin of pytest",
-    "ruff": "make lint",
+    "ruff": "make test",
     "types-psutil": "types for mypy",
     "types-pyyaml": "types for mypy",
 }
@@ -32,13 +34,10 @@ def name_of(requirement: str) -> str:
 
 def imported(text: str) -> set[str]:
     """The outermost modules that a text of Python imports, by name as well: `import_module`."""
-    found = set()
-    for node in ast.walk(ast.parse(text)):
-        if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            found.add(str(node.module))
-        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module"):
+    source = ast.parse(text)
+    found = imports_of(source)
+    for node in ast.walk(source):
+        if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module"):
             found |= {arg.value for arg in node.args if isinstance(arg, ast.Constant)}
     return {name.split(".")[0] for name in found}
 

@@ -4,6 +4,8 @@ import ast
 from graphlib import TopologicalSorter
 from pathlib import Path
 
+from docs.package_graph import imports_of
+
 ROOT = Path(__file__).parent.parent
 # From bottom to top. A place is a package, or a module of the root of `holmesjax` or `launch`.
 PLACES = [
@@ -94,19 +96,7 @@ def modules() -> dict[str, Path]:
 MODULES = modules()
 
 
-def all_imports(module: str) -> set[str]:
-    """Everything a module imports, at any depth, functions included."""
-    found = set()
-    for node in ast.walk(ast.parse(MODULES[module].read_text())):
-        if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{module}: write imports in full"
-            found |= {f"{node.module}.{alias.name}" for alias in node.names} | {str(node.module)}
-    return found
-
-
-IMPORTS = {module: all_imports(module) for module in MODULES}
+IMPORTS = {module: imports_of(ast.parse(file.read_text())) for module, file in MODULES.items()}
 
 
 def place_of(module: str) -> str:

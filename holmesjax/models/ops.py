@@ -192,7 +192,7 @@ def attention(
 ) -> jax.Array:
     """Causal attention, inside each document where segments tell them apart; [B, L, H, K].
 
-    Where devices share sequences, B counts the parts of sequences, as `to_parts` gives them.
+    B counts the parts of sequences, as `to_parts` gives them, if devices share sequences.
 
     Args:
       q_BLHK: queries. H is a multiple of G.

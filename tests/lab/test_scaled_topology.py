@@ -3,7 +3,6 @@
 import dataclasses
 import re
 import subprocess
-from pathlib import Path
 
 import pytest
 
@@ -47,7 +46,6 @@ links:
   - {between: [a, c], fabric: infiniband, bandwidth: 40 Gb/s, latency: 50 us}
   - {between: [b, c], fabric: ethernet, bandwidth: 20 Gb/s, latency: 50 us}
 """
-GOLDEN = Path(__file__).parents[1] / "golden"
 
 
 def topology(tmp_path, text=TWO_BY_TWO):
@@ -67,7 +65,7 @@ def commands(tmp_path, text=TWO_BY_TWO, *, scale=0.01, version="v1", has_netem=F
 
 
 @pytest.mark.parametrize("version, has_netem", [("v1", False), ("v2", True)])
-def test_the_lines_match_golden(tmp_path, request, version, has_netem):
+def test_the_lines_match_golden(tmp_path, assert_golden, version, has_netem):
     """To accept a change on purpose: pytest --update-golden, then read the diff."""
     made = commands(tmp_path, version=version, has_netem=has_netem)
     lines = [*made.build(), *map(str, made.enter(made.lab.nodes[3], ["true"]))]
@@ -75,10 +73,7 @@ def test_the_lines_match_golden(tmp_path, request, version, has_netem):
         doing, undoing = made.fault(parse(text, made.lab.topology))
         lines += [f"# {text}", *doing, "# and back", *undoing]
     text = "\n".join([*lines, "# take away", *tear_down("test", version)]) + "\n"
-    path = GOLDEN / f"lab_{version}.txt"
-    if request.config.getoption("--update-golden"):
-        path.write_text(text)
-    assert path.read_text() == text
+    assert_golden(f"lab_{version}.txt", text)
 
 
 SHARED = THREE.replace("bandwidth: 20 Gb/s", "bandwidth: 20 Gb/s, capacity: 30 Gb/s")

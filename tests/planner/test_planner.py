@@ -5,7 +5,6 @@ import functools
 import math
 import re
 from collections import Counter
-from pathlib import Path
 
 import pytest
 
@@ -60,14 +59,10 @@ def test_the_slow_cluster_gets_fewer_layers():
 
 
 @pytest.mark.parametrize("name", PLANS)
-def test_plan_matches_golden(name, request):
+def test_plan_matches_golden(name, assert_golden):
     """To accept a change on purpose: pytest --update-golden, then read the diff."""
-    path = Path(__file__).parents[1] / "golden" / f"plan_{name}.json"
     text = dataclasses.replace(PLANS[name](), topology_hash="-").to_json()
-    if request.config.getoption("--update-golden"):
-        path.parent.mkdir(exist_ok=True)
-        path.write_text(text)
-    assert path.read_text() == text
+    assert_golden(f"plan_{name}.json", text)
 
 
 @pytest.mark.parametrize("name", ["gpt_3b6", "gpt_7b5", "gpt_39b1"])

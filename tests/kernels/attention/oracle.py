@@ -24,7 +24,7 @@ def documents(length, seed=0, batch=2):
 
 
 def seen(L, M, rule, segments):
-    """Which query sees which key, told one by one; [B, L, M]."""
+    """The mask of the keys that each query sees, decided one by one; [B, L, M]."""
     mask = np.zeros((1 if segments is None else len(segments[0]), L, M), bool)
     for b, i, j in np.ndindex(mask.shape):
         same = segments is None or segments[0][b, i] == segments[1][b, j]

@@ -1,4 +1,4 @@
-"""Which implementation is chosen, and the reasons that are told."""
+"""The choice of an implementation, and the reasons that are reported."""
 
 import jax
 import pytest
