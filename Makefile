@@ -7,7 +7,7 @@ VENV := .venv$(if $(filter-out python3,$(notdir $(PYTHON))),-$(notdir $(PYTHON))
 BIN := $(VENV)/bin
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: help train test test-all mutants pictures clean
+.PHONY: help train test test-all mutants docs pictures clean
 
 help: ## List the targets (the default).
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-9s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -16,17 +16,21 @@ help: ## List the targets (the default).
 train: $(VENV)/installed-base ## Train the quickstart model on two clusters simulated on this machine.
 	$(BIN)/python -m launch train configs/runs/quickstart.yaml
 
-test: $(VENV)/installed-dev ## Check style and types, and run the tests: about twenty minutes on two cores.
+test: $(VENV)/installed-dev ## Check style and types, and run the tests: about ten minutes on two cores.
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/pytest -q -n 3 --dist loadgroup $(SELECT)
+	$(BIN)/pytest -q -n 3 --dist loadgroup --max-worker-restart 0 $(SELECT)
 
 test-all: SELECT := -m ''
-test-all: test ## The same, with the exhaustive searches and every fault at every moment.
+test-all: $(VENV)/installed-parity
+test-all: test ## The same, with the exhaustive searches, every fault at every moment, and transformers.
 
 mutants: $(VENV)/installed-dev ## Plant forty bugs in copies of the checkout, and list those that no test finds.
 	$(BIN)/python -m tests.mutations -j 2
+
+docs: $(VENV)/installed-dev ## Write the documents as a site, with search: site/index.html.
+	$(BIN)/python -m sphinx -q -W --keep-going -d site/.doctrees docs site
 
 pictures: $(VENV)/installed-base ## Draw the pictures in docs/ again from the code and the results.
 	$(BIN)/python -m docs.pictures
@@ -40,6 +44,11 @@ $(VENV)/bin/python:
 $(VENV)/installed-base: $(VENV)/bin/python pyproject.toml constraints.txt
 	@echo "installing into $(VENV) (a minute, once)"
 	$(PIP_INSTALL) -e '.[tb]'
+	@touch $@
+
+$(VENV)/installed-parity: $(VENV)/installed-dev
+	@echo "installing PyTorch, transformers and peft into $(VENV) (minutes, once)"
+	$(PIP_INSTALL) -e '.[dev,parity]'
 	@touch $@
 
 $(VENV)/installed-dev: $(VENV)/bin/python pyproject.toml constraints.txt

@@ -52,13 +52,21 @@ from holmesjax.distributed.controller import (
     Controller,
 )
 from holmesjax.distributed.data_agreement import DataAgreement
-from holmesjax.distributed.messages import PROTOCOL, Compiled, Done, Go, Up
+from holmesjax.distributed.messages import (
+    PROTOCOL,
+    Compiled,
+    ControllerHello,
+    Done,
+    Go,
+    MemberHello,
+    Up,
+)
 from holmesjax.plan.plan import Axis, StagePlan
 from holmesjax.plan.processes import Process
-from holmesjax.runtime.progress import Progress
-from holmesjax.transport import connections
-from holmesjax.transport.connections import Message
+from holmesjax.runtime.step_timeout import Progress
+from holmesjax.transport import connections, handshake, records
 from holmesjax.transport.crossings import Crossing, Spec
+from holmesjax.transport.records import Message
 from holmesjax.transport.routes import pieces
 
 NAME = "control_plane"
@@ -189,8 +197,9 @@ class Member:
         connections.prepare(self._sock)
         self._sock.connect_ex(self._crowd.address)
         self._heard = bytearray()
-        hello = {"process": self._process.number, **ABOUT, "protocol": PROTOCOL}
-        self._talk = connections.introduction(KEY, hello, lambda hello: None, self._process.name)
+        hello = MemberHello(process=self._process.number, about=ABOUT, protocol=PROTOCOL)
+        accept = lambda hello: None
+        self._talk = handshake.call(KEY, hello, ControllerHello, accept, self._process.name)
         next(self._talk)
         self._has_entered = False
         listen = lambda: self._crowd.selector.register(self._sock, selectors.EVENT_READ, self._read)
@@ -234,7 +243,7 @@ class Member:
         sock = self._sock
 
         def go() -> None:
-            data = connections.encode(message() if callable(message) else message)
+            data = connections.pack(message() if callable(message) else message)
             try:
                 sent = sock.send(data)
             except BlockingIOError:
@@ -256,7 +265,7 @@ class Member:
                 self._say(self._talk.send(message))
             except StopIteration:
                 self._has_entered = True
-                self._say(connections.ENTERED, self._note_entry)
+                self._say(records.encode(handshake.Entered()), self._note_entry)
                 leads = self._process.leads
                 coordinator = ["10.0.0.1", 40_000] if leads else None
                 self._tell("ready", addresses={"data": BOOK, "coordinator": coordinator})

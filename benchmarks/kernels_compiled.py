@@ -44,7 +44,7 @@ NAME = "kernels_compiled"
 MOST_SPILLED = 64  # bytes of a thread
 ROOT = Path(__file__).parent.parent
 FOLDER = ROOT / f".cuda-{version('jax')}"
-COMPILER = ["nvidia-cuda-nvcc==13.0.*", "nvidia-nvvm==13.0.*"]
+COMPILER = ["nvidia-cuda-nvcc==13.1.*", "nvidia-nvvm==13.1.*"]
 
 ONE_BY_ONE = "wgmma.mma_async instructions are serialized"
 
@@ -123,9 +123,13 @@ def install(folder: Path) -> None:
 
 
 def compiling_environment(folder: Path) -> dict[str, str]:
-    """The environment of a process that sees the plugin."""
+    """The environment of a process that sees the plugin.
+
+    XLA takes the compiler of its flag, and Mosaic the first on PATH.
+    """
     return {
         **os.environ,
+        "PATH": os.pathsep.join([str(folder / "data" / "bin"), os.environ.get("PATH", "")]),
         "JAX_PLATFORMS": "cpu",
         "PYTHONPATH": os.pathsep.join([str(ROOT), str(folder / "plugin")]),
         "TF_CPP_MIN_LOG_LEVEL": "3",

@@ -25,8 +25,7 @@ import json
 import os
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -36,6 +35,8 @@ import jax.numpy as jnp
 from benchmarks.pipeline_overhead import middle
 from benchmarks.provenance import RESULTS, provenance
 from holmesjax.costs import work
+from holmesjax.runtime import call_times
+from holmesjax.runtime.call_times import Call, normal
 from kernels.adamw import Hyperparameters, Leaf, adamw_step, factors
 from kernels.attention.pallas import attention_pallas, unsupported
 from kernels.attention.reference import attention_reference
@@ -50,7 +51,6 @@ ROUND_S = 0.05
 ROUNDS = 11
 HYPER = Hyperparameters(0.9, 0.95, 1e-8, 0.1)
 
-Call = Callable[[], Any]  # starts the work; what it returns can be waited for
 Calls = dict[str, Call]
 
 
@@ -99,19 +99,17 @@ ATTENTION = [
 SMALL_ATTENTION = [Attention(64, 4, 2, 64), Attention(64, 4, 2, 64, Seen(window=8), 2)]
 
 
-def normal(seed: int, *shape: int, dtype: str = "bfloat16") -> jax.Array:
-    """Random: products of zeros take less power, and so less time."""
-    return jax.random.normal(jax.random.key(seed), shape, jnp.float32).astype(dtype)
-
-
 # ---- what is compared --------------------------------------------------------------------------
 
 
-def attention_calls(case: Attention, interpret: bool) -> tuple[Calls, Calls]:
-    """Forward, and forward and backward, of everyone that can compute this."""
+def attention_calls(
+    case: Attention, interpret: bool, only: Mapping[str, Callable] | None = None
+) -> tuple[Calls, Calls]:
+    """Forward, and forward and backward, of everyone that can compute this, or of these only."""
     shape = lambda heads: (1, case.length, heads, case.head_width)
-    q, dout = normal(0, *shape(case.heads)), normal(1, *shape(case.heads))
-    k, v = (normal(seed, *shape(case.kv_heads)) for seed in (2, 3))
+    drawn = functools.partial(normal, dtype="bfloat16")
+    q, dout = (drawn(seed, *shape(case.heads)) for seed in (0, 1))
+    k, v = (drawn(seed, *shape(case.kv_heads)) for seed in (2, 3))
     segment = jnp.arange(case.length, dtype=jnp.int32)[None] // (case.length // case.documents)
     segments = (segment, segment) if case.documents > 1 else None
 
@@ -119,7 +117,9 @@ def attention_calls(case: Attention, interpret: bool) -> tuple[Calls, Calls]:
         return lambda q, k, v: attention(q, k, v, segments, case.seen)[0]
 
     functions = {"plain JAX": ours(attention_reference)}
-    if not interpret:
+    if only is not None:
+        functions = {name: ours(attention) for name, attention in only.items()}
+    elif not interpret:
         for deterministic in (False, True):
             if not unsupported(q, k, v, deterministic):
                 kernels = functools.partial(attention_pallas, deterministic=deterministic)
@@ -138,7 +138,7 @@ def attention_calls(case: Attention, interpret: bool) -> tuple[Calls, Calls]:
     for name, function in functions.items():
         forward[name] = functools.partial(jax.jit(function), q, k, v)
         backward[name] = functools.partial(jax.jit(both(function)), q, k, v, dout)
-    if not interpret and case.documents == 1 and not case.seen.window:
+    if only is None and not interpret and case.documents == 1 and not case.seen.window:
         with contextlib.suppress(ImportError):
             forward["PyTorch"], backward["PyTorch"] = _torch_attention(case)
     return forward, backward
@@ -250,10 +250,11 @@ def _torch_adamw(sizes: list[tuple[int, int]]) -> Call:
 
 def cross_entropy_calls(tokens: int, width: int, vocab: int, chunks: int) -> tuple[Calls, dict]:
     """The calls, and the bytes of temporaries of each."""
-    x, w = normal(0, 1, tokens, width), normal(1, width, vocab)
+    shapes = (1, tokens, width), (width, vocab)
+    x, w = (normal(seed, *shape, dtype="bfloat16") for seed, shape in enumerate(shapes))
     target = jax.random.randint(jax.random.key(2), (1, tokens), 0, vocab)
     functions = {
-        "ours": lambda x, w: linear_cross_entropy(x, w, target, num_chunks=chunks),
+        "ours": lambda x, w: linear_cross_entropy(x, w, target, num_chunks=chunks)[0],
         "all at once": lambda x, w: cross_entropy(linear(x, w, "float32"), target).sum(),
     }
     calls: Calls = {}
@@ -270,14 +271,10 @@ def cross_entropy_calls(tokens: int, width: int, vocab: int, chunks: int) -> tup
 def limits(rehearse: bool) -> dict[str, float]:
     """FLOP/s of a large product, and bytes/s of a large copy."""
     side, size = (64, 2**12) if rehearse else (8192, 2**30)
-    a, b = normal(0, side, side), normal(1, side, side)
-    product = jax.jit(lambda a, b: a @ b)
-    source = normal(2, size // 2)
+    source = normal(2, size // 2, dtype="bfloat16")
     copy = jax.jit(lambda x: x * jnp.bfloat16(-1))
-    times = measure(
-        {"product": functools.partial(product, a, b), "copy": functools.partial(copy, source)},
-        rehearse,
-    )
+    product = call_times.product(side, side, side, "bfloat16")
+    times = measure({"product": product, "copy": functools.partial(copy, source)}, rehearse)
     return {
         "flop_per_s": 2.0 * side**3 / times["product"]["s"],
         "bytes_per_s": 2.0 * source.nbytes / times["copy"]["s"],
@@ -295,52 +292,46 @@ def wait(result: Any) -> None:
 
 def measure(calls: Calls, rehearse: bool) -> dict[str, dict[str, float]]:
     """Seconds of each, in turns, and their spread."""
-    repeats: dict[str, int] = {}
-    times: dict[str, list[float]] = {name: [] for name in calls}
-    for name, call in calls.items():
-        wait(call())  # compiles
-        start = time.perf_counter()
-        wait(call())
-        took = max(time.perf_counter() - start, 1e-6)
-        repeats[name] = 1 if rehearse else max(1, round(ROUND_S / took))
-    for _ in range(2 if rehearse else ROUNDS):
-        for name, call in calls.items():
-            start = time.perf_counter()
-            for _ in range(repeats[name]):
-                result = call()
-            wait(result)
-            times[name].append((time.perf_counter() - start) / repeats[name])
+    rounds, round_s = (2, 0.0) if rehearse else (ROUNDS, ROUND_S)
+    times = call_times.rounds_s(calls, rounds=rounds, round_s=round_s, wait=wait)
     found = {name: middle(took) for name, took in times.items()}
     return {name: {"s": x["median"], "spread": x["spread"]} for name, x in found.items()}
 
 
+def attention_rows(
+    case: Attention, forward: Calls, both: Calls, rehearse: bool
+) -> Iterator[dict[str, Any]]:
+    """A line for each way of everyone, from `attention_calls`."""
+    forward_times, both_times = measure(forward, rehearse), measure(both, rehearse)
+    for name, one in forward_times.items():
+        backward_s = both_times[name]["s"] - one["s"]
+        for way, s, flop, spread in (
+            ("forward", one["s"], case.forward_flop, one["spread"]),
+            ("backward", backward_s, 2.5 * case.forward_flop, both_times[name]["spread"]),
+        ):
+            yield {
+                "what": f"attention {way}: {case.label}",
+                "by": name,
+                "ms": s * 1e3,
+                "spread": spread,
+                "rate": f"{flop / s / 1e12:.0f} TFLOP/s",
+                "flop_per_s": flop / s,
+            }
+
+
 def attention_lines(rehearse: bool, most: dict[str, float]) -> Iterator[dict[str, Any]]:
     for case in SMALL_ATTENTION if rehearse else ATTENTION:
-        forward, both = (measure(calls, rehearse) for calls in attention_calls(case, rehearse))
-        for name in forward:
-            backward_s = both[name]["s"] - forward[name]["s"]
-            for way, s, flop, spread in (
-                ("forward", forward[name]["s"], case.forward_flop, forward[name]["spread"]),
-                ("backward", backward_s, 2.5 * case.forward_flop, both[name]["spread"]),
-            ):
-                rate = flop / s
-                yield {
-                    "what": f"attention {way}: {case.label}",
-                    "by": name,
-                    "ms": s * 1e3,
-                    "spread": spread,
-                    "rate": f"{rate / 1e12:.0f} TFLOP/s",
-                    "limit": rate / most["flop_per_s"],
-                }
+        for row in attention_rows(case, *attention_calls(case, rehearse), rehearse):
+            yield {**row, "limit": row["flop_per_s"] / most["flop_per_s"]}
 
 
 def adamw_lines(rehearse: bool, most: dict[str, float]) -> Iterator[dict[str, Any]]:
     one, many = ((256, 64), [(5, 64)] * 2) if rehearse else ((2**16, 2**12), [(256, 192)] * 300)
-    for kept, num_bytes in work.MOMENT_BYTES.items():
+    for kept, num_bytes in work.KEPT_BYTES.items():
         for label, sizes in (("one array", [one]), (f"{len(many)} arrays", many)):
             count = sum(rows * columns for rows, columns in sizes)
             for name, time_of in measure(adamw_calls(sizes, kept, rehearse), rehearse).items():
-                rate = work.update_bytes(count, num_bytes * count) / time_of["s"]
+                rate = work.update_bytes(count, 2 * num_bytes * count) / time_of["s"]
                 yield {
                     "what": f"adamw: {count:,} parameters, {label}, moments in {kept}",
                     "by": name,

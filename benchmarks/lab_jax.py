@@ -19,7 +19,7 @@ from benchmarks.lab_steps import tell_step
 from benchmarks.loops import composed_loss, plain_optimizer
 from holmesjax import config as configs
 from holmesjax.data.batches import model_inputs
-from holmesjax.models import transformer
+from holmesjax.models.layer import init_params
 from holmesjax.session import read_batches
 
 NUM_NODES = 4
@@ -33,7 +33,7 @@ def main() -> None:
     jax.distributed.initialize(address, NUM_NODES, int(rank), cluster_detection_method="deactivate")
     mesh = Mesh(np.array(jax.devices()), ("data",))
     whole, cut_batch = NamedSharding(mesh, P()), NamedSharding(mesh, P("data"))
-    optimizer = plain_optimizer(config.optimizer)
+    optimizer = plain_optimizer(config.optimizer, config.model)
 
     def sharding(x: jax.Array) -> NamedSharding:
         dims = [i for i, n in enumerate(x.shape) if n % NUM_NODES == 0]
@@ -49,7 +49,7 @@ def main() -> None:
         updates, opt_state = optimizer.update(gradients, opt_state, params)
         return value, optax.apply_updates(params, updates), opt_state
 
-    host = transformer.init_params(config.model, config.train.seed)
+    host = init_params(config.model, config.train.seed)
     place = sharding if mode == "fsdp" else lambda x: whole
     params = jax.tree.map(lambda x: jax.device_put(jnp.asarray(x), place(x)), host)
     shapes = jax.eval_shape(optimizer.init, host)

@@ -24,7 +24,7 @@ from benchmarks.pytorch_loop import GPT, make_gpt, make_optimizer
 from holmesjax import config as configs
 from holmesjax.config import Config
 from holmesjax.data.batches import model_inputs
-from holmesjax.models import transformer
+from holmesjax.models.layer import init_params
 from holmesjax.session import read_batches
 
 NUM_NODES, NUM_STAGES = 4, 2
@@ -102,7 +102,7 @@ def main() -> None:
     rank, config = int(rank_text), configs.load(run_file)
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"tcp://{address}", rank=rank, world_size=NUM_NODES)
-    whole = make_gpt(config.model, transformer.init_params(config.model, config.train.seed))
+    whole = make_gpt(config.model, init_params(config.model, config.train.seed))
     if mode == "ddp":
         replica, num_replicas, step = rank, NUM_NODES, data_parallel(config, whole)
     else:

@@ -18,10 +18,12 @@ import numpy as np
 import optax
 
 from holmesjax.config import KernelsConfig, ModelConfig, OptimizerConfig
-from holmesjax.models import ops, transformer
-from holmesjax.optimizers.adamw import decays, make_optimizer
+from holmesjax.layers.model_layers import EMBED, HEAD, block_name, layer_names
+from holmesjax.models import ops
+from holmesjax.models.layer import apply, init_params, statements
+from holmesjax.optimizers.optimizer import make_optimizer
 from holmesjax.parallel.mesh import build_meshes
-from holmesjax.plan.plan import EMBED, HEAD, Axis, Plan, StagePlan, block_name, layer_names
+from holmesjax.plan.plan import Axis, Plan, StagePlan
 from holmesjax.runtime.pipeline import make_runner
 from holmesjax.runtime.stage import Stage
 from holmesjax.runtime.timeline import Clock
@@ -36,6 +38,17 @@ OPTIMIZER = OptimizerConfig(learning_rate=3e-4, schedule="constant")
 SMALL = ModelConfig(num_layers=4, width=64, num_heads=4, context_length=64, positions="learned")
 LARGE = ModelConfig(
     num_layers=8, width=256, num_heads=4, context_length=256, vocab_size=512, positions="learned"
+)
+# 10.1 million parameters.
+LLAMA = ModelConfig(
+    num_layers=6,
+    width=320,
+    num_heads=5,
+    mlp_width=864,
+    context_length=256,
+    vocab_size=4096,
+    activation="swiglu",
+    norm="rms_norm",
 )
 
 
@@ -111,7 +124,7 @@ def holmesjax(sizes: Sizes) -> Step:
             plan=plan,
             index=index,
             mesh=mesh,
-            optimizer=make_optimizer(OPTIMIZER, NUM_STEPS),
+            optimizer=make_optimizer(OPTIMIZER, NUM_STEPS, statements(sizes.model)),
             compute_dtype="float32",
             clip_norm=OPTIMIZER.clip_norm,
             mask_documents=False,
@@ -138,11 +151,12 @@ def holmesjax(sizes: Sizes) -> Step:
 def composed_loss(model: ModelConfig, params: Tree, batch: dict[str, jax.Array]) -> jax.Array:
     """The same layer functions as HolmesJAX runs, one after the other."""
     position_L = jnp.arange(model.context_length)
-    x_BLD = transformer.apply(EMBED, model, params[EMBED], batch["token_BL"], position_L)
-    for layer in layer_names(model.num_layers)[1:-1]:
-        x_BLD = transformer.apply(layer, model, params[layer], x_BLD, position_L, None)
-    logits_BLV = transformer.apply(HEAD, model, params[HEAD], x_BLD, None)
-    return jnp.mean(ops.cross_entropy(logits_BLV, batch["target_BL"]))
+    x: jax.Array | None = None
+    for layer in layer_names(model.num_layers):
+        arrays = {"position_L": position_L, "token_BL": batch["token_BL"]}
+        x, _ = apply(layer, model, params[layer], x, **arrays)
+    assert x is not None
+    return jnp.mean(ops.cross_entropy(x, batch["target_BL"]))
 
 
 def textbook_loss(model: ModelConfig, params: Tree, batch: dict[str, jax.Array]) -> jax.Array:
@@ -169,9 +183,9 @@ def textbook_loss(model: ModelConfig, params: Tree, batch: dict[str, jax.Array])
     return -jnp.take_along_axis(log_p, batch["target_BL"][..., None], axis=-1).mean()
 
 
-def plain_optimizer(c: OptimizerConfig) -> optax.GradientTransformation:
+def plain_optimizer(c: OptimizerConfig, model: ModelConfig) -> optax.GradientTransformation:
     """AdamW at a constant rate behind a clipping of the global norm."""
-    mask = functools.partial(jax.tree_util.tree_map_with_path, lambda path, _: decays(path))
+    mask = jax.tree.map(lambda parameter: parameter.decays, statements(model))
     assert c.clip_norm is not None
     return optax.chain(
         optax.clip_by_global_norm(c.clip_norm),
@@ -183,7 +197,7 @@ def plain_optimizer(c: OptimizerConfig) -> optax.GradientTransformation:
 
 def plain_jax(sizes: Sizes, loss: Callable[..., jax.Array] = composed_loss) -> Step:
     """One jitted function: value_and_grad, then an optax chain; its state is donated."""
-    optimizer = plain_optimizer(OPTIMIZER)
+    optimizer = plain_optimizer(OPTIMIZER, sizes.model)
     loss_and_gradient = jax.value_and_grad(functools.partial(loss, sizes.model))
 
     @functools.partial(jax.jit, donate_argnums=(0, 1))
@@ -202,7 +216,7 @@ def plain_jax(sizes: Sizes, loss: Callable[..., jax.Array] = composed_loss) -> S
         updates, opt_state = optimizer.update(gradients, opt_state, params)
         return value, optax.apply_updates(params, updates), opt_state
 
-    params = jax.device_put(transformer.init_params(sizes.model, SEED))
+    params = jax.device_put(init_params(sizes.model, SEED))
     opt_state, batch = optimizer.init(params), inputs(sizes)
 
     def step() -> Any:
@@ -225,13 +239,23 @@ def pytorch(sizes: Sizes) -> Step:
     from benchmarks import pytorch_loop
 
     return pytorch_loop.make_step(
-        sizes.model, OPTIMIZER, transformer.init_params(sizes.model, SEED), inputs(sizes)
+        sizes.model, OPTIMIZER, init_params(sizes.model, SEED), inputs(sizes)
+    )
+
+
+def transformers(sizes: Sizes) -> Step:
+    # Here, as the packages are extras.
+    from benchmarks import transformers_loop
+
+    return transformers_loop.make_step(
+        sizes.model, OPTIMIZER, init_params(sizes.model, SEED), inputs(sizes)
     )
 
 
 ONE = Sizes()
 FOUR = replace(ONE, microbatches=4)
 SMALL_ONE = Sizes(model=SMALL, microbatches=8, global_batch=32)
+LLAMA_ONE = Sizes(model=LLAMA)
 SMALL_2x2 = replace(SMALL_ONE, data=2, tensor=2)
 
 LOOPS: dict[str, tuple[Callable[[Sizes], Step], Sizes]] = {
@@ -241,6 +265,8 @@ LOOPS: dict[str, tuple[Callable[[Sizes], Step], Sizes]] = {
     "plain jax, 4 microbatches": (plain_jax, FOUR),
     "textbook jax": (textbook_jax, ONE),
     "pytorch": (pytorch, ONE),
+    "holmesjax, a Llama": (holmesjax, LLAMA_ONE),
+    "transformers, a Llama": (transformers, LLAMA_ONE),
     "1 stage": (holmesjax, SMALL_ONE),
     "2 stages": (holmesjax, replace(SMALL_ONE, stages=2)),
     "1 stage of 2x2": (holmesjax, SMALL_2x2),

@@ -40,9 +40,11 @@ from holmesjax import xla_flags
 from holmesjax.config import KernelsConfig, ModelConfig, OptimizerConfig
 from holmesjax.costs import memory
 from holmesjax.costs.work import StageShape
-from holmesjax.optimizers.adamw import make_optimizer
+from holmesjax.layers.model_layers import EMBED, HEAD, block_name
+from holmesjax.models.layer import statements
+from holmesjax.optimizers.optimizer import make_optimizer
 from holmesjax.parallel.mesh import build_meshes
-from holmesjax.plan.plan import EMBED, HEAD, Plan, StagePlan, block_name
+from holmesjax.plan.plan import Plan, StagePlan
 from holmesjax.planner.stage_layouts import USABLE_MEMORY, MeshShape
 from holmesjax.runtime import microbatch
 from holmesjax.runtime.programs import (
@@ -97,6 +99,13 @@ CASES = [
 ]
 
 
+def job_environment() -> dict[str, str]:
+    """The environment of a process that compiles with the flags of jobs."""
+    environment = compiling_environment(FOLDER)
+    flags = xla_flags.for_devices({"h200"})
+    return environment | {"XLA_FLAGS": xla_flags.joined(flags, environment["XLA_FLAGS"])}
+
+
 def plan_of(case: Case) -> Plan:
     num_layers = SIZES["num_layers"] // NUM_STAGES
     size = case.mesh.num_devices
@@ -135,7 +144,7 @@ def plan_of(case: Case) -> Plan:
 def shape_of(case: Case, index: int) -> StageShape:
     in_flight = NUM_STAGES - index
     return StageShape(
-        num_blocks=SIZES["num_layers"] // NUM_STAGES,
+        blocks=(SIZES["num_layers"] // NUM_STAGES,),
         is_first=index == 0,
         is_last=index == NUM_STAGES - 1,
         data=case.mesh.data,
@@ -148,7 +157,7 @@ def shape_of(case: Case, index: int) -> StageShape:
         head_in_flight=in_flight,
         dtype="bfloat16",
         checkpointing=case.checkpointing,
-        moments=case.moments,
+        kept=(case.moments,) * 2,
     )
 
 
@@ -173,11 +182,11 @@ def moments_of(programs: Programs, in_flight: int) -> dict[str, int]:
     replicas = bytes_on_a_device(replica_shapes(stage))
     gradients = bytes_on_a_device(gradient_shapes(stage))
     x_BLD = None if stage.is_first else boundary_shape(stage)
-    run = functools.partial(microbatch.forward, stage)
-    _, saved = jax.eval_shape(run, replica_shapes(stage), x_BLD, batch_shapes(stage))
+    run = functools.partial(microbatch.forward, stage, stage.state_shapes.fixed)
+    *_, saved = jax.eval_shape(run, replica_shapes(stage), x_BLD, batch_shapes(stage))
     table = programs.table
     forward, backward = (table[ProgramKey(name, False)] for name in ("forward", "backward"))
-    where = forward.output_shardings[1].arrays
+    where = forward.output_shardings[-1].arrays
     kept = bytes_on_a_device(jax.tree.map(lambda x, s: x.update(sharding=s), saved.arrays, where))
     held = state + replicas + gradients
     found = {
@@ -205,7 +214,7 @@ def compile_here(number: int) -> None:
             plan=plan,
             index=index,
             mesh=mesh,
-            optimizer=make_optimizer(config, 100),
+            optimizer=make_optimizer(config, 100, statements(model)),
             compute_dtype="bfloat16",
             clip_norm=config.clip_norm,
             mask_documents=False,
@@ -246,6 +255,15 @@ def table(lines: list[dict[str, Any]]) -> str:
     return "\n".join(rows)
 
 
+def compiled_apart(name: str, number: int) -> list[dict[str, Any]]:
+    """The lines that a process of its own prints of a case of `benchmarks.NAME`."""
+    command = [sys.executable, "-m", f"benchmarks.{name}", "--compile", str(number)]
+    out = subprocess.run(
+        command, env=job_environment(), cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True
+    ).stdout
+    return [json.loads(text) for text in out.splitlines() if text.startswith('{"what"')]
+
+
 def main() -> int:
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(NAME, description=__doc__, formatter_class=raw)
@@ -259,14 +277,7 @@ def main() -> int:
     lines = []
     for number, case in enumerate(CASES):
         print(f"{number + 1}/{len(CASES)}  {case.label}", flush=True)
-        command = [sys.executable, "-m", f"benchmarks.{NAME}", "--compile", str(number)]
-        environment = compiling_environment(FOLDER)
-        flags = xla_flags.for_devices({"h200"})
-        environment["XLA_FLAGS"] = xla_flags.joined(flags, environment["XLA_FLAGS"])
-        out = subprocess.run(
-            command, env=environment, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True
-        ).stdout
-        lines += [json.loads(text) for text in out.splitlines() if text.startswith('{"what"')]
+        lines += compiled_apart(NAME, number)
     save(NAME, lines, table(lines), args.out)
     return 0 if all(line["error"] >= -BAR for line in lines) else 1
 

@@ -34,12 +34,11 @@ from holmesjax.costs import work
 from holmesjax.job import Job
 from holmesjax.parallel import compat
 from holmesjax.parallel.mesh import build_mesh
-from holmesjax.plan.pipeline_schedules import simulate
-from holmesjax.plan.processes import Process
 from holmesjax.report import metrics
 from holmesjax.runtime.programs import Programs, batch_shapes, boundary_shape, compile_stages
+from holmesjax.schedules.simulation import simulate
 from holmesjax.session import make_stages
-from launch.launchers.launcher import EventSink
+from launch.launchers.launcher import EventSink, ProcessStart
 from launch.launchers.local import LocalLauncher
 from launch.supervisor import Supervisor
 
@@ -74,15 +73,11 @@ log: {{tensorboard: false}}
 class PinnedLauncher(LocalLauncher):
     """Every process on a core of its own."""
 
-    def start(
-        self,
-        process: Process,
-        command: Sequence[str],
-        env: Mapping[str, str],
-        events: EventSink,
-    ) -> None:
-        super().start(process, command, env, events)
-        os.sched_setaffinity(self.pids[-1], {cores()[process.number]})  # before it has threads
+    def start(self, start: ProcessStart, events: EventSink) -> None:
+        super().start(start, events)
+        os.sched_setaffinity(
+            self.pids[-1], {cores()[start.process.number]}
+        )  # before it has threads
 
 
 def cores() -> list[int]:
@@ -126,13 +121,13 @@ def _timed_step(programs: Programs, state: Any, found: dict[str, list[float]]) -
         found.setdefault(name, []).append(time.perf_counter() - start_s)
         return out
 
-    replicas = timed("gather", programs["gather"], state.params)
+    replicas, fixed = timed("gather", programs["gather"], state.params), state.fixed
     for _ in range(2):
-        _, saved = timed("forward", programs["forward"], replicas, x_BLD, batch)
-        gradients, _ = timed("backward", programs["backward"], replicas, saved, gradients, dy)
-    norm = timed("square_norm", programs["square_norm"], gradients)
-    norms = (norm,) * len(stage.plan.stages)
-    return timed("update", programs["update"], state, gradients, norms)[0]
+        *_, saved = timed("forward", programs["forward"], fixed, replicas, x_BLD, batch)
+        args = fixed, replicas, saved, gradients, dy, None
+        gradients, _ = timed("backward", programs["backward"], *args)
+    totals = timed("square_norm", programs["square_norm"], gradients, {}, None)
+    return timed("update", programs["update"], state, gradients, totals, {})[0]
 
 
 def measure_pure(run_dir: Path, rounds: int, *, together: bool) -> list[dict[str, list[float]]]:

@@ -32,9 +32,10 @@ def compile_stage(stage: Stage, compiler: Compiler) -> Programs:
     return dataclasses.replace(made, table=table)
 
 
-def _gather_and_forward(gather: Compiled, forward: Compiled, params: Tree, *args: Any) -> tuple:
+def _gather_and_forward(gather: Compiled, forward: Compiled, fixed: Tree, *args: Any) -> tuple:
+    params, *rest = args
     replicas = gather(params)
-    return replicas, *forward(replicas, *args)
+    return replicas, *forward(fixed, replicas, *rest)
 
 
 def _backward_and_reduce(backward: Compiled, reduce: Compiled, *args: Any) -> tuple:

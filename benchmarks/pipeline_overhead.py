@@ -11,6 +11,7 @@
                   runs on each stage. `dispatch` is the CPU time that the calling thread takes for a
                   task before `train_step` returns. The model is small, so that all this shows.
 (c) one core      tokens per second of one stage, beside PyTorch and textbook JAX. Bar: >= 1.
+(d) a Llama       of 10 million parameters, the same beside `transformers`. Bar: >= 1.
 
 Every loop is a process of its own on one core, and the parent lets one at a time take a step, in
 rounds, so what disturbs the machine disturbs all of them. A ratio is the median of the ratios of a
@@ -65,7 +66,13 @@ PARTS = {
         },
         1,
     ),
+    "d": Part(
+        ("holmesjax, a Llama", "transformers, a Llama"),
+        {"transformers": ("transformers, a Llama", "holmesjax, a Llama", 1.0)},
+        1,
+    ),
 }
+INSTALL = "pip install -e '.[bench]'"
 PAIRS = {"1 device a stage": ("2 stages", "1 stage"), "2x2": ("2 stages of 2x2", "1 stage of 2x2")}
 
 
@@ -203,9 +210,10 @@ def extra(two: Loop, one: Loop) -> Result:
 def run_part(label: str, rounds: int, core: int) -> Result:
     part = PARTS[label]
     names = part.loops
-    if importlib.util.find_spec("torch") is None and any("pytorch" in name for name in names):
-        print("no PyTorch here: part (c) runs without it. Install: pip install -e '.[bench]'")
-        names = tuple(name for name in names if "pytorch" not in name)
+    for module, start in (("torch", "pytorch"), ("transformers", "transformers")):
+        if importlib.util.find_spec(module) is None and any(n.startswith(start) for n in names):
+            print(f"no {module} here: part ({label}) runs without it. Install: {INSTALL}")
+            names = tuple(name for name in names if not name.startswith(start))
     loops = measure(names, part, rounds, core)
     found: Result = {"loops": {name: summary(loop) for name, loop in loops.items()}}
     found["ratios"] = {

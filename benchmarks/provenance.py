@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 RESULTS = Path(__file__).parent / "results"
-PACKAGES = ("jax", "jaxlib", "flax", "optax", "numpy", "torch")
+PACKAGES = ("jax", "jaxlib", "optax", "numpy", "torch")
 
 
 def provenance(name: str, device: Any = None, **more: Any) -> dict[str, Any]:

@@ -14,13 +14,13 @@ import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from holmesjax.config import ModelConfig, Schedule
+from holmesjax.config import Checkpointing, ModelConfig, Schedule
 from holmesjax.costs import memory, work
 from holmesjax.costs.collective_times import Group
 from holmesjax.costs.stage_times import StageTimes, stage_times
-from holmesjax.costs.work import Checkpointing, Implementation, StageShape
-from holmesjax.plan import pipeline_schedules
-from holmesjax.planner.problem import split_chunks
+from holmesjax.costs.work import Implementation, StageShape
+from holmesjax.planner.layer_ranges import split_chunks
+from holmesjax.schedules import pipeline_schedules
 from holmesjax.topology.calibration import Calibration
 from holmesjax.topology.fabrics import Fabric
 from holmesjax.topology.machines import DeviceKind, Link
@@ -214,7 +214,7 @@ def _stage_times(
         run.implementation, layer_call_s=fitted.layer_call * run.implementation.layer_call_s
     )
     shape = StageShape(
-        num_blocks=blocks,
+        blocks=(blocks,),
         is_first=is_first,
         is_last=is_last,
         data=run.data,

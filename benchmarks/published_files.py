@@ -7,10 +7,10 @@ from collections.abc import Mapping
 
 from benchmarks.published import Held, Machine, Run
 from holmesjax.config import ModelConfig
-from holmesjax.costs import work
+from holmesjax.costs.products import blocks_forward_flop, head_forward_flop
 from holmesjax.costs.work import Implementation, StageShape
-from holmesjax.plan import pipeline_schedules
-from holmesjax.planner.problem import split_chunks
+from holmesjax.planner.layer_ranges import split_chunks
+from holmesjax.schedules import pipeline_schedules
 from holmesjax.topology import fabrics, machines
 from holmesjax.topology.machines import DeviceKind, Link
 
@@ -43,11 +43,11 @@ MEGATRON_CORE = Implementation(sequence_parallel=True, gradient_bytes=4.0, accum
 def _machine(kind: str, per_node: int, nic_bytes_per_s: float) -> Machine:
     """Of the catalogue, on InfiniBand."""
     device = machines.known_device(kind)
-    inside = fabrics.REACHED["nvlink"] * device.link.bandwidth_bytes_per_s
+    inside = fabrics.FABRICS["nvlink"].reached * device.link.bandwidth_bytes_per_s
     device = dataclasses.replace(
         device, link=dataclasses.replace(device.link, bandwidth_bytes_per_s=inside)
     )
-    reached = fabrics.REACHED["infiniband"] * nic_bytes_per_s
+    reached = fabrics.FABRICS["infiniband"].reached * nic_bytes_per_s
     return Machine(device=device, per_node=per_node, nic_bytes_per_s=reached)
 
 
@@ -131,8 +131,8 @@ def megatron_core(row: Row) -> Run:
     model = _gpt(row, *_integers(row, "vocab"))
     tensor, stages, data, batch = _integers(row, "t", "p", "d", "global_batch")
     tokens = batch * model.context_length
-    blocks = model.num_layers * work.block_forward_flop(model, tokens)
-    flop = 3 * (blocks + work.head_forward_flop(model, tokens))
+    blocks = blocks_forward_flop(model, tokens)
+    flop = 3 * (blocks + head_forward_flop(model, tokens))
     return Run(
         name=row["model"],
         model=model,
@@ -248,7 +248,7 @@ def korthikanti(row: Row) -> Held:
         "interleaved_1f1b" if chunks > 1 else "1f1b", stages, 2 * stages, num_chunks=chunks
     )
     stage = StageShape(
-        num_blocks=layers // stages,
+        blocks=(layers // stages,),
         is_first=False,
         is_last=False,
         data=1,
@@ -305,7 +305,7 @@ def torchtitan(row: Row) -> Held:
     chunks = 2 if "Interleaved" in row["technique"] else 1
     shards, microbatches = fsdp * context, stages * chunks
     stage = StageShape(
-        num_blocks=-(-layers // stages),
+        blocks=(-(-layers // stages),),
         is_first=True,
         is_last=stages == 1,
         # In a pipeline, parameters stay gathered, and gradients whole, for all microbatches.

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from benchmarks.pytorch_loop import make_optimizer, weights
 from holmesjax.config import Config, ModelConfig
-from holmesjax.models import transformer
+from holmesjax.models.layer import init_params
 
 EPSILON = 1e-5
 
@@ -75,7 +75,7 @@ def train(
     """How it trains, then the seconds and the loss of each step, then the peak of its memory."""
     device = torch.device("cuda" if on_gpu else "cpu")
     model = Llama(config.model)
-    arrays = weights(config.model, transformer.init_params(config.model, config.train.seed))
+    arrays = weights(config.model, init_params(config.model, config.train.seed))
     model.load_state_dict({name: torch.from_numpy(x.copy()) for name, x in arrays.items()})
     del arrays
     model.to(device)

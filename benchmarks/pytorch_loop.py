@@ -9,7 +9,9 @@ from torch import nn
 from torch.nn import functional as F
 
 from holmesjax.config import ModelConfig, OptimizerConfig
-from holmesjax.plan.plan import EMBED, HEAD, layer_names
+from holmesjax.layers.model_layers import EMBED, HEAD, layer_names
+
+TABLES = ("token.weight", "position.weight", "embed_tokens.weight")  # without weight decay
 
 
 class Block(nn.Module):
@@ -49,7 +51,7 @@ class GPT(nn.Module):
 
 
 def weights(c: ModelConfig, params: Any) -> dict[str, np.ndarray]:
-    """`transformer.init_params` under PyTorch's names; its matrices are transposed."""
+    """`layer.init_params` under PyTorch's names; its matrices are transposed."""
 
     def flat(array: np.ndarray) -> np.ndarray:
         return array.reshape(c.width, -1).T
@@ -77,7 +79,7 @@ def weights(c: ModelConfig, params: Any) -> dict[str, np.ndarray]:
 
 
 def make_gpt(model: ModelConfig, params: Any) -> GPT:
-    """With the parameters of `transformer.init_params`."""
+    """With the parameters of `layer.init_params`."""
     gpt = GPT(model)
     arrays = weights(model, params)
     gpt.load_state_dict({name: torch.from_numpy(x.copy()) for name, x in arrays.items()})
@@ -88,7 +90,7 @@ def make_optimizer(module: nn.Module, c: OptimizerConfig) -> torch.optim.Optimiz
     """Of the model, or of a part of it that keeps the names of its tables."""
 
     def decays(name: str, x: torch.Tensor) -> bool:
-        return x.ndim > 1 and not name.endswith(("token.weight", "position.weight"))
+        return x.ndim > 1 and not name.endswith(TABLES)
 
     groups = [
         {
@@ -111,15 +113,24 @@ def make_step(
 ) -> Callable[[], tuple[torch.Tensor]]:
     torch.set_num_threads(1)
     gpt = make_gpt(model, params)
-    optimizer = make_optimizer(gpt, c)
     token_BL, target_BL = (torch.from_numpy(inputs[n]).long() for n in ("token_BL", "target_BL"))
+    return clipped_step(gpt, make_optimizer(gpt, c), c, lambda: gpt(token_BL, target_BL))
+
+
+def clipped_step(
+    module: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    c: OptimizerConfig,
+    loss_of: Callable[[], torch.Tensor],
+) -> Callable[[], tuple[torch.Tensor]]:
+    """A function that takes a step with clipped gradients, and returns its loss."""
 
     def step() -> tuple[torch.Tensor]:
         optimizer.zero_grad(set_to_none=True)
-        loss = gpt(token_BL, target_BL)
+        loss = loss_of()
         loss.backward()
         assert c.clip_norm is not None
-        nn.utils.clip_grad_norm_(gpt.parameters(), c.clip_norm)
+        nn.utils.clip_grad_norm_(module.parameters(), c.clip_norm)
         optimizer.step()
         return (loss.detach(),)
 

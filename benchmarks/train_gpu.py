@@ -49,6 +49,7 @@ from holmesjax.config import (
     TrainConfig,
 )
 from holmesjax.costs import work
+from holmesjax.costs.products import blocks_forward_flop, head_forward_flop, layer_weight_flop
 from holmesjax.job import Job
 from holmesjax.planner.planner import make_plan
 from holmesjax.topology import machines
@@ -133,10 +134,11 @@ def token_flop(model: ModelConfig, *, all_pairs: bool) -> float:
     >>> token_flop(model, all_pairs=True) - token_flop(model, all_pairs=False) == 6 * 4 * 8
     True
     """
-    weights = work.block_weight_flop(model, 1)
-    pairs = work.block_forward_flop(model, 1) - weights
-    layer = weights + (pairs if all_pairs else pairs / 2)
-    return 3 * (model.num_layers * layer + work.head_forward_flop(model, 1))
+    [block] = work.kinds(model).blocks
+    weights = model.num_layers * layer_weight_flop(block, 1)
+    pairs = blocks_forward_flop(model, 1) - weights
+    layers = weights + (pairs if all_pairs else pairs / 2)
+    return 3 * (layers + head_forward_flop(model, 1))
 
 
 def inputs(config: Config, step: int) -> dict[str, np.ndarray]:

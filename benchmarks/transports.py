@@ -35,8 +35,9 @@ from holmesjax.plan.processes import make_processes
 from holmesjax.topology import machines
 from holmesjax.transport import connections
 from holmesjax.transport.crossings import Crossing, Key
-from holmesjax.transport.rendezvous import Ports
-from holmesjax.transport.tcp import TcpTransport
+from holmesjax.transport.handshake import Entered
+from holmesjax.transport.rendezvous import Ports, Rendezvous
+from holmesjax.transport.tcp import TcpTransport, Timeouts
 
 SIZES_BYTES = (64 << 10, 1 << 20, 16 << 20, 128 << 20)
 WARM_UP = 5
@@ -59,7 +60,7 @@ def serve(
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", 1)
     control_sock, *socks = _connections(number, port, 1 + streams)
-    control = connections.Connection(control_sock, {})
+    control = connections.Connection(control_sock, Entered())
     with connections.listen(ADDRESS) as probe:
         coordinator = connections.address_of(probe)[1]
     ports = Ports.open({"ethernet": [ADDRESS]})
@@ -101,7 +102,7 @@ def _connections(number: int, port: int, count: int) -> list[socket.socket]:
 
 
 def _take_turns(
-    number: int, control: connections.Connection, turns: dict[str, Turn], rounds: int
+    number: int, control: connections.Connection[Entered], turns: dict[str, Turn], rounds: int
 ) -> dict[str, list[float]]:
     """Seconds from the start at the source to the end at the target: one clock serves both."""
     seconds: dict[str, list[float]] = {name: [] for name in turns}
@@ -161,22 +162,20 @@ def _transport(
         for size in sizes
     )
     processes = make_processes(plan, TOPOLOGY, "node")
-    return TcpTransport(
+    rendezvous = Rendezvous(
         me=processes[number],
         processes=processes,
-        plan=plan,
         topology=TOPOLOGY,
-        crossings=crossings,
-        mesh=Mesh(np.array(jax.local_devices()), ("data",), axis_types=(AxisType.Auto,)),
         ports=ports,
         look_up=lambda numbers: {number: book[number] for number in numbers},
         key=KEY,
         about={},
-        streams=streams,
-        heartbeat_timeout_s=60.0,
-        pull_timeout_s=60.0,
-        start_timeout_s=60.0,
+        min_streams=streams,
+        timeout_s=60.0,
     )
+    mesh = Mesh(np.array(jax.local_devices()), ("data",), axis_types=(AxisType.Auto,))
+    timeouts = Timeouts(silence_s=60.0, pull_s=60.0)
+    return TcpTransport(plan, crossings, mesh, rendezvous=rendezvous, timeouts=timeouts)
 
 
 def _offer_or_fetch(number: int, transport: TcpTransport, x: jax.Array, count: int) -> Turn:

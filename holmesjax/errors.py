@@ -42,6 +42,10 @@ class DataError(HolmesError):
     """A corpus that is missing, empty or too small."""
 
 
+class AbsentDataError(DataError):
+    """Data that is not on this machine; where only a plan is wanted, it need not be."""
+
+
 class CheckpointError(HolmesError):
     """A checkpoint that is missing, damaged, or of another model."""
 

@@ -15,22 +15,28 @@ from typing import Any
 
 import yaml
 
-from holmesjax import config as configs, units, xla_flags, yaml_files
-from holmesjax.config import Config
+from holmesjax import config as configs, units, update_rules, xla_flags, yaml_files
+from holmesjax.config import BYTES, Config
 from holmesjax.costs import work
-from holmesjax.data import batches
+from holmesjax.costs.products import train_flop
+from holmesjax.data import cluster_paths, tokenizer_files
 from holmesjax.errors import ConfigError
+from holmesjax.hugging_face import folder as hugging_face, peft
+from holmesjax.layers.model_layers import layers
+from holmesjax.optimizers import groups
 from holmesjax.plan import plan as plans
 from holmesjax.plan.plan import Plan
-from holmesjax.planner.planner import make_plan
-from holmesjax.planner.selection import Saying, silently
+from holmesjax.schedules.pipeline_schedules import SCHEDULES
 from holmesjax.topology import machines
+from holmesjax.topology.catalogue import CPU
 from holmesjax.topology.machines import Node, Topology
 from holmesjax.transport import buffers
 
 CONFIG, TOPOLOGY, PLAN = "config.yaml", "topology.yaml", "plan.yaml"
 ENVIRONMENT = "environment.yaml"
-CPU = "cpu"  # the kind of a virtual device, whose peak is a guess
+PROFILES = "profiles"  # what JAX's profiler writes of steps
+
+SETTINGS_OF: configs.SettingsOf = {"hf": hugging_face.settings_of, "peft": peft.settings_of}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,8 +53,16 @@ class Job:
 
     def about(self, restart: int) -> dict[str, Any]:
         """Returns the values that all processes of attempt number `restart` must have in common."""
-        hashes = {"plan hash": self.plan.hash(), "settings hash": _settings_hash(self.config)}
-        return {**hashes, "restart": restart, **versions()}
+        model = self.config.model
+        return {
+            "plan hash": self.plan.hash(),
+            "settings hash": _settings_hash(self.config),
+            "tokenizer": tokenizer_files.identity(self.config.data.tokenizer),
+            # Each process imports a model of its user's own by itself.
+            **({"model hash": _short_hash(repr(layers(model)))} if model.module else {}),
+            "restart": restart,
+            **versions(),
+        }
 
     @property
     def device_kinds(self) -> Collection[str]:
@@ -57,7 +71,15 @@ class Job:
 
     def environment(self, own: Mapping[str, str]) -> dict[str, str]:
         """Variables that JAX reads, for a user who has `own`."""
-        flags = xla_flags.joined(xla_flags.for_devices(self.device_kinds), own.get("XLA_FLAGS", ""))
+        of_user, deterministic = own.get("XLA_FLAGS", ""), self.config.train.deterministic
+        ours = xla_flags.for_devices(self.device_kinds, deterministic=deterministic)
+        if ours and deterministic and xla_flags.undoes_determinism(of_user):
+            problem = "takes the flag back that train.deterministic needs"
+            fix = (
+                f"remove {xla_flags.DETERMINISTIC} or the file from it, or set the setting to false"
+            )
+            raise ConfigError("XLA_FLAGS", problem, found=of_user, fix=fix)
+        flags = xla_flags.joined(ours, of_user)
         return {"XLA_FLAGS": flags} if flags else {}
 
     def process_environment(self, own: Mapping[str, str]) -> dict[str, str]:
@@ -86,9 +108,10 @@ class Job:
         """The machines, the plan and the run folder, for the console."""
         return [
             *machines.describe(self.topology),
-            *plans.describe(self.plan),
+            *plans.describe(self.plan, work.kind_names(self.config.model)),
+            *self._active(),
             self._rate(),
-            self._numbers(),
+            *self._numbers(),
             *self._price(),
             f"run folder  {self.run_dir}",
         ]
@@ -111,7 +134,7 @@ class Job:
         if any(kind.name == CPU or dtype not in kind.peak_flop_per_s for kind in kinds):
             return None
         peak = math.fsum(kind.peak_flop_per_s[dtype] for kind in kinds)
-        return work.train_flop(self.config.model, self.step_tokens) / peak
+        return train_flop(self.config.model, self.step_tokens) / peak
 
     @property
     def measured_peak_step_s(self) -> float | None:
@@ -128,13 +151,33 @@ class Job:
             f"{_count(steps, 'step')} in {units.duration(steps * step_s)}"
         )
 
-    def _numbers(self) -> str:
-        """Returns the text of the number formats; gradients are float32 on every plan."""
+    def _active(self) -> list[str]:
+        """Returns the text of the model's size, where a token uses a part of the parameters."""
+        everything, active = work.parameter_counts(self.config.model)
+        return [f"model       {everything:,} parameters, {active:,} active"] * (active < everything)
+
+    def _numbers(self) -> list[str]:
+        """Returns the lines of the number formats; gradients are float32 on every plan."""
         train, optimizer = self.config.train, self.config.optimizer
-        return (
+        return [
             f"numbers     products in {train.compute_dtype}, gradients summed in float32, "
-            f"moments in {optimizer.moments}"
-        )
+            f"{'' if train.param_dtype == 'float32' else f'parameters in {train.param_dtype}, '}"
+            f"{update_rules.describe(optimizer)}",
+            *self._fp8(),
+        ]
+
+    def _fp8(self) -> list[str]:
+        """Returns the lines about products in fp8, if there are any."""
+        if (fp8 := self.config.model.fp8) is None:
+            return []
+        scales = f"{fp8.scaling} scales of activations"
+        scales += f" over {_count(fp8.history, 'step')}" if fp8.scaling == "delayed" else ""
+        lines = [f"fp8         products of blocks in e4m3, their gradients in e5m2, {scales}"]
+        if CPU in self.device_kinds:
+            lines.append("  emulated on CPUs: the numbers are those of fp8, and no step is faster")
+        if self.topology.device_kinds - {CPU}:
+            lines.append("  predicted from the peak of the data sheet: not measured on any GPU")
+        return lines
 
     def _price(self) -> list[str]:
         """Returns the text of the cost of the run, where the topology has prices."""
@@ -162,15 +205,18 @@ class Job:
         (self.run_dir / ENVIRONMENT).write_text(text, encoding="utf-8")
 
     def save(self, done: int = 0) -> Callable[[], None]:
-        """Writes the three files that describe the run into its folder.
+        """Writes the three files that describe the run into its folder, and its tokenizer.
 
         Earlier files that differ are kept, as `config.000120.yaml` where 120 steps were `done`.
         Before the first step they are not kept, since nothing was made with them. The function
         that is returned puts the earlier files back, for a start that is refused after all.
         """
+        self._save_tokenizer(done)
         before: dict[Path, str] = {}
         copies = []
         self.run_dir.mkdir(parents=True, exist_ok=True)
+        if self.config.model.hf is not None:
+            hugging_face.keep(Path(self.config.model.hf), self.run_dir)
         texts = {
             CONFIG: configs.to_yaml(self.config),
             TOPOLOGY: machines.to_yaml(self.topology),
@@ -195,6 +241,22 @@ class Job:
 
         return undo
 
+    def _save_tokenizer(self, done: int) -> None:
+        """Copies the files of the tokenizer, unless the run folder has them.
+
+        The machine of a launcher may lack them, as it may lack the data. A process that reads data
+        refuses a run without them.
+        """
+        path, own = Path(self.config.data.tokenizer), self.run_dir / tokenizer_files.FOLDER
+        if self.config.data.tokenizer == BYTES or not path.exists():
+            return
+        if own.exists():
+            if tokenizer_files.find(own).identity == tokenizer_files.find(path).identity:
+                return
+            if done and not (earlier := own.with_name(f"{own.name}.{done:06d}")).exists():
+                own.replace(earlier)
+        tokenizer_files.copy(path, own)
+
 
 def _replace(path: Path, text: str) -> None:
     temporary = path.with_suffix(".tmp")
@@ -209,7 +271,9 @@ def _differ(name: str, before: str, now: str) -> bool:
     try:
         contents = [yaml.safe_load(text) for text in (before, now)]
         for content in contents:
-            del content["run"]["dir"], content["topology"]  # which is another of the files
+            # Of these, the run folder has files of their own.
+            del content["run"]["dir"], content["topology"]
+            content["data"].pop("tokenizer", None)
     except (yaml.YAMLError, KeyError, TypeError):
         return True
     return bool(contents[0] != contents[1])
@@ -222,8 +286,12 @@ def _count(number: int, noun: str) -> str:
 def _settings_hash(config: Config) -> str:
     """First 12 hex digits of the SHA-256 of all settings; hosts may differ in the paths."""
     content = dataclasses.asdict(config)
-    del content["topology"], content["run"]["dir"]
-    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:12]
+    del content["topology"], content["run"]["dir"], content["data"]["tokenizer"]
+    return _short_hash(json.dumps(content, sort_keys=True))
+
+
+def _short_hash(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
 def versions() -> dict[str, str]:
@@ -238,10 +306,21 @@ def load_saved(run_dir: str | Path) -> Job:
     folder = Path(run_dir)
     config = load_config(folder)
     return Job(
-        config=dataclasses.replace(config, run=dataclasses.replace(config.run, dir=str(folder))),
+        config=dataclasses.replace(
+            config,
+            run=dataclasses.replace(config.run, dir=str(folder)),
+            data=dataclasses.replace(config.data, tokenizer=saved_tokenizer(folder, config)),
+        ),
         topology=machines.load(folder / TOPOLOGY),
         plan=Plan.load(folder / PLAN),
     )
+
+
+def saved_tokenizer(run_dir: Path, config: Config) -> str:
+    """The `data.tokenizer` of a run that was started before: its own copy, if there is one."""
+    own = run_dir / tokenizer_files.FOLDER
+    named = config.data.tokenizer
+    return str(own) if named != BYTES and own.exists() else named
 
 
 def load_config(run_dir: str | Path) -> Config:
@@ -250,7 +329,7 @@ def load_config(run_dir: str | Path) -> Config:
     if not yaml_files.may_be_file(path):
         fix = "name the folder of a run, such as runs/quickstart"
         raise ConfigError(str(run_dir), "is no run folder", found=f"no {CONFIG} in it", fix=fix)
-    return configs.load(path)
+    return configs.load(path, settings_of=SETTINGS_OF)
 
 
 def load(
@@ -258,7 +337,7 @@ def load(
     overrides: Sequence[str] | Mapping[str, Any] = (),
     *,
     reads_data: bool = False,
-    say: Saying = silently,
+    say: Callable[[str], None] = lambda _: None,
 ) -> Job:
     """The job of a run file, or of the folder of a run that was started before.
 
@@ -276,12 +355,42 @@ def load(
     target, overrides = Path(target), yaml_files.as_overrides(overrides)
     if os.path.isdir(target):  # False where it may not be looked at, and then reading it says so
         return _load_folder(target, overrides, reads_data, say)
-    config = configs.load(target, overrides)
+    config = configs.load(target, overrides, SETTINGS_OF)
+    groups.refuse_useless(config)
     topology = machines.load(configs.topology_path(config, target))
+    clusters = [cluster.name for cluster in topology.clusters]
+    cluster_paths.check(config, clusters)
     _refuse_no_folder(Path(config.run.dir))
     if reads_data:
-        batches.look_for_data(config)
-    return Job(config=config, topology=topology, plan=make_plan(config, topology, say))
+        cluster_paths.look(config, clusters)
+    # Imported here: the processes of a job read its plan.
+    from holmesjax.planner.planner import make_plan
+
+    plan = make_plan(config, topology, say)
+    _refuse_uneven_rampup(config, plan)
+    return Job(config=config, topology=topology, plan=plan)
+
+
+def _refuse_uneven_rampup(config: Config, plan: Plan) -> None:
+    """Raises ConfigError for batches of `train.rampup` that the plan's microbatches do not fill."""
+    size, order = plan.global_batch // plan.microbatches, SCHEDULES[plan.schedule]
+    for number, part in enumerate(config.train.rampup):
+        where, count = f"train.rampup[{number}].global_batch", part.global_batch // size
+        if part.global_batch % size:
+            raise ConfigError(
+                where,
+                f"must be a multiple of the plan's microbatches, of {size} sequences",
+                found=part.global_batch,
+                fix=f"use {max(count, 1) * size}, or more parallel.microbatches",
+            )
+        if not order.suits(len(plan.stages), count):
+            raise ConfigError(
+                where,
+                f"gives {count} microbatches, of which {plan.schedule} on {len(plan.stages)} "
+                "stages needs a multiple of its stages",
+                found=part.global_batch,
+                fix=f"use a multiple of {size * len(plan.stages)}, or another parallel.schedule",
+            )
 
 
 def _refuse_no_folder(run_dir: Path) -> None:
@@ -302,10 +411,14 @@ def _refuse_no_folder(run_dir: Path) -> None:
             raise ConfigError("run.dir", "is no folder", found=found, fix=fix)
 
 
-def _load_folder(folder: Path, overrides: Sequence[str], reads_data: bool, say: Saying) -> Job:
+def _load_folder(
+    folder: Path, overrides: Sequence[str], reads_data: bool, say: Callable[[str], None]
+) -> Job:
     """A run folder is complete in itself, wherever it has been moved."""
-    load_config(folder)
+    config = load_config(folder)
+    own = {"topology": folder / TOPOLOGY, "data.tokenizer": saved_tokenizer(folder, config)}
     here = [f"run.dir={folder}"]
-    if not any(override.startswith("topology=") for override in overrides):
-        here.append(f"topology={folder / TOPOLOGY}")
+    for name, value in own.items():
+        if not any(override.startswith(f"{name}=") for override in overrides):
+            here.append(f"{name}={value}")
     return load(folder / CONFIG, [*here, *overrides], reads_data=reads_data, say=say)

@@ -26,7 +26,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
-from holmesjax import lifeline
+from holmesjax import hung_main_thread
 from holmesjax.errors import ConfigError, LeaseError, LostLeaseError
 
 FILE = "owner.json"
@@ -198,7 +198,16 @@ class Lease:
 
 def end_process(error: LostLeaseError) -> None:
     """Ends this process and its children at once, from any thread; meant for `on_loss`."""
-    lifeline.end_process(error.exit_status, lambda: print(f"error: {error}", file=sys.stderr))
+    say = lambda: print(f"error: {error}", file=sys.stderr)
+    hung_main_thread.end_process(error.exit_status, say)
+
+
+def owner(run_dir: str | Path) -> str | None:
+    """Who owns a run folder, in words; None if nobody does, or its owner here has ended."""
+    record = _read(Path(run_dir) / FILE)
+    if record is None or _is_gone(record):
+        return None
+    return "process {pid} on {host}".format_map({"pid": "?", "host": "?"} | record)
 
 
 def wait_until_stale(

@@ -15,9 +15,9 @@ import functools
 import math
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import BeforeValidator, GetCoreSchemaHandler, TypeAdapter, ValidationError
 
 from holmesjax.errors import HolmesError
 from holmesjax.yaml_files import Document, Keys, dotted, shown
@@ -41,6 +41,24 @@ WORDS = {
     "string_too_short": ("must not be empty", "write a text"),
 }
 EXAMPLES = {"int_type": 8, "float_type": 0.1, "finite_number": 0.1}
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class OneOf:
+    """An annotation: the value is a name in a table, which may grow after the annotation is made.
+
+    A `Literal` would have the names that the table has now.
+    """
+
+    table: Mapping[str, object]
+
+    def __get_pydantic_core_schema__(self, _: Any, handler: GetCoreSchemaHandler) -> Any:
+        return handler.generate_schema(Annotated[Any, BeforeValidator(self._check)])
+
+    def _check(self, value: Any) -> str:
+        if not isinstance(value, str) or value not in self.table:
+            raise ValueError("no name of the table")
+        return value
 
 
 class Unknown(Exception):
@@ -176,7 +194,10 @@ class _Reader:
         except HolmesError as quantity:  # refused by `units`
             self.refuse(keys, quantity.problem, found=shown(value), fix=quantity.fix)
         except ValidationError as failure:
-            for error in failure.errors(include_url=False):
+            errors = failure.errors(include_url=False)
+            for error in errors:
+                if error["type"] == "too_short" and len(errors) > 1:
+                    continue  # only items that are mistakes are missing
                 found = error["input"] if error["loc"] else value
                 problem, fix = _words(error, hint, found, default)
                 self.refuse((*keys, *error["loc"]), problem, found=shown(found), fix=fix)
@@ -228,7 +249,7 @@ def _place(keys: Keys) -> str:
 def _words(error: Any, hint: Any, value: Any, default: Any) -> tuple[str, str]:
     """Returns the problem and the fix for one of pydantic's errors."""
     kind, limits = error["type"], error.get("ctx", {})
-    if kind == "literal_error":
+    if kind in ("literal_error", "value_error"):
         choices = [str(choice) for choice in _choices(hint)]
         return f"must be one of {', '.join(choices)}", near(value, choices)
     problem, fix = WORDS[kind]
@@ -236,7 +257,7 @@ def _words(error: Any, hint: Any, value: Any, default: Any) -> tuple[str, str]:
         if beyond := _out_of_bounds(hint, number):
             return _words(beyond, hint, number, default)
         return problem, f"write {number}" + " without quotes" * isinstance(value, str)
-    example = EXAMPLES.get(kind) if default in (None, dataclasses.MISSING) else default
+    example = EXAMPLES.get(kind) if default in (None, (), dataclasses.MISSING) else default
     return problem.format(**limits), fix.format(example=example, **limits)
 
 
@@ -251,6 +272,8 @@ def _out_of_bounds(hint: Any, number: float) -> Any:
 
 
 def _choices(hint: Any) -> tuple[Any, ...]:
+    if isinstance(hint, OneOf):
+        return tuple(hint.table)
     if get_origin(hint) is Literal:
         return get_args(hint)
     return next(filter(None, map(_choices, get_args(hint))), ())

@@ -9,55 +9,116 @@ exactly as if it had never stopped.
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 from jax.sharding import Mesh
 
 from holmesjax.checkpoints import checkpoint
-from holmesjax.config import Config
-from holmesjax.data import corpus
-from holmesjax.data.batches import Batches
-from holmesjax.errors import FatalError
+from holmesjax.config import Config, TrainConfig
+from holmesjax.data import sources
+from holmesjax.data.batches import INPUTS, Batches
+from holmesjax.errors import DataError, FatalError
 from holmesjax.job import Job
-from holmesjax.optimizers.adamw import make_optimizer
+from holmesjax.layers.kind import BatchArray
+from holmesjax.layers.model_layers import auxiliary_names, layers
+from holmesjax.models import ops
+from holmesjax.models.layer import statements
+from holmesjax.optimizers.optimizer import make_optimizer
 from holmesjax.report.recorder import Part
+from holmesjax.runtime import layer_statistics
+from holmesjax.runtime.device_memory import PeakMemory
 from holmesjax.runtime.pipeline import Meanwhile, OneStage, Pipeline
 from holmesjax.runtime.prefetch import Feed, Step, Validation
-from holmesjax.runtime.progress import Work
+from holmesjax.runtime.spikes import SpikeRule
 from holmesjax.runtime.stage import Stage, StageState
+from holmesjax.runtime.step_timeout import Work
 from holmesjax.runtime.timeline import Clock, Timeline
 
 
-def make_stages(job: Job, meshes: Mapping[int, Mesh]) -> list[Stage]:
-    """The chunks of the stages that have a mesh here, in the order of the model."""
+def make_stages(
+    job: Job, meshes: Mapping[int, Mesh], unproven: str | None = ops.UNCHECKED
+) -> list[Stage]:
+    """The chunks of the stages that have a mesh here, in the order of the model.
+
+    `unproven` says what the Pallas kernels lack to be taken, if anything.
+    """
     config = job.config
+    stated = statements(config.model)
     return [
         Stage(
             model=config.model,
             plan=job.plan,
             index=index,
             mesh=meshes[stage],
-            optimizer=make_optimizer(config.optimizer, config.train.steps),
+            optimizer=make_optimizer(config.optimizer, config.train.steps, stated),
             compute_dtype=config.train.compute_dtype,
+            param_dtype=config.train.param_dtype,
             clip_norm=config.optimizer.clip_norm,
+            ema_decay=config.optimizer.ema_decay,
+            spike_rule=_spike_rule(config.train),
+            has_statistics=config.log.statistics,
             mask_documents=config.data.documents == "mask",
             kernels=config.kernels,
+            seed=config.train.seed,
+            unproven=unproven,
         )
         for index, (stage, _) in enumerate(job.plan.chunks)
         if stage in meshes
     ]
 
 
+def _spike_rule(train: TrainConfig) -> SpikeRule | None:
+    if train.spike_policy == "none":
+        return None
+    return SpikeRule(train.spike_window, train.spike_sigmas, train.spike_policy == "skip")
+
+
 def read_batches(config: Config) -> Batches:
+    """The data of a run, which has what the layers of its model read."""
+    data = sources.module_of(config.data).read(config.data, config.model.context_length)
+    _refuse_missing(config, data)
     return Batches(
-        corpus=corpus.read(config.data),
+        data=data,
         seed=config.train.seed,
         global_batch=config.train.global_batch,
         length=config.model.context_length,
         num_validation=config.train.eval_batches if config.train.eval_every else 0,
     )
+
+
+def _refuse_missing(config: Config, data: sources.Splits) -> None:
+    """Raises DataError where a layer reads an array that the data does not have as it reads it."""
+    train = data.train
+    if isinstance(train, sources.Mixed):
+        train = next(iter(train.parts.values()))
+    if not len(train):
+        return  # which is refused in its own words
+    item, length = train[0], (config.model.context_length,)
+    has: dict[str, Any] = {name: (length, "integer") for name in INPUTS}
+    if not isinstance(item, sources.Item):
+        has = {name: (own.shape, _sort_of(own.dtype)) for name, own in item.items()}
+    wanted = {own.name: own for kind in layers(config.model).values() for own in kind.reads or ()}
+    if config.model.module is None:
+        names = INPUTS if config.data.documents == "mask" else INPUTS[:2]
+        wanted = {name: BatchArray(name, length, "int32") for name in names}
+    for name, own in wanted.items():
+        if has.get(name) == (own.shape, _sort_of(np.dtype(own.dtype))):
+            continue
+        shape = ", ".join(map(str, own.shape))
+        raise DataError(
+            "data.corpus",
+            f"has no {name} [{shape}] of {own.dtype}, which a layer of the model reads",
+            found=", ".join(f"{key} {list(dims)} {sort}" for key, (dims, sort) in has.items()),
+            fix="give this array for each item, or change what the layer reads",
+        )
+
+
+def _sort_of(dtype: np.dtype) -> str:
+    return "integer" if np.issubdtype(dtype, np.integer) else "floating"
 
 
 @dataclass
@@ -68,6 +129,7 @@ class _Unread:
     metrics: dict[str, Any]
     timeline: Timeline
     link_bytes: dict[str, int]
+    input_wait_s: float
 
 
 @dataclass(kw_only=True)
@@ -82,6 +144,8 @@ class Session:
       is_saving: asked after every step, with its number, whether to write a checkpoint; with the
         same answer in all processes of a job.
       begins: told of each step, each batch of validation and each checkpoint before it begins.
+      profiles: the folder of this process for what JAX's profiler writes.
+      memory: of the devices of this process.
     """
 
     config: Config
@@ -93,9 +157,12 @@ class Session:
     is_stopping: Callable[[], bool]
     is_saving: Callable[[int], bool]
     begins: Callable[[Work, int], None]
+    profiles: Path
+    memory: PeakMemory = field(default_factory=lambda: PeakMemory({}))
     vote: Callable[[], None] = lambda: None
     _last_s: float = field(default=0.0, init=False)  # when the step before ended
     _num_skipped: int = field(default=0, init=False)  # in a row
+    _checkpoint_s: float = field(default=0.0, init=False)  # that no part has told yet
 
     def run(self, states: Sequence[StageState], done: int, sequences: int) -> int:
         """Trains until the last step or until asked to stop; the number of steps done.
@@ -117,10 +184,11 @@ class Session:
         """All batches from here to the last step."""
         train = self.config.train
         for step in range(done + 1, train.steps + 1):
-            yield Step(sequences)
-            sequences += train.global_batch
+            yield Step(sequences, train.batch_of(step))
+            sequences += train.batch_of(step)
             if self._is_evaluating(step):
-                yield from map(Validation, range(train.eval_batches))
+                num_sets = len(self.batches.data.validation_sets())
+                yield from map(Validation, range(num_sets * train.eval_batches))
 
     def _run(self, feed: Feed, states: Sequence[StageState], done: int) -> int:
         steps, saved = self.config.train.steps, done
@@ -136,14 +204,19 @@ class Session:
         while done < steps and not self.is_stopping():
             self.begins("step", done + 1)
             timeline = self.clock.timeline()
-            states, metrics = self.runner.train_step(states, feed.take(), timeline, meanwhile)
+            began_s = time.perf_counter()
+            inputs = feed.take()
+            waited_s = time.perf_counter() - began_s
+            states, metrics = self._step(done + 1, states, inputs, timeline, meanwhile)
             done += 1
-            unread = _Unread(done, metrics, timeline, self.runner.take_link_bytes())
+            unread = _Unread(done, metrics, timeline, self.runner.take_link_bytes(), waited_s)
             if self._is_evaluating(done):
                 part = self._read(unread)
+                began_s = time.perf_counter()
                 losses = self._evaluate(feed, states, done)
+                part["validation_s"] = time.perf_counter() - began_s
                 part["validation_bytes"] = self.runner.take_link_bytes()
-                self.tell({**part, "val_loss": losses} if losses is not None else part)
+                self.tell({**part, **losses})
                 unread, self._last_s = None, time.perf_counter()
             if self.is_saving(done):
                 self._save(done, states)
@@ -153,9 +226,23 @@ class Session:
             self._save(done, states)
         return done
 
+    def _step(self, step: int, states: Sequence[StageState], *args: Any) -> tuple[Any, Any]:
+        """Runs a step; with JAX's profiler, where the run asks for it."""
+        if step not in self.config.train.profile_steps:
+            return self.runner.train_step(states, *args)
+        jax.block_until_ready(states)
+        folder = self.profiles / f"step_{step:06d}"
+        jax.profiler.start_trace(folder, create_perfetto_trace=True)
+        try:
+            return jax.block_until_ready(self.runner.train_step(states, *args))
+        finally:
+            jax.profiler.stop_trace()
+
     def _save(self, done: int, states: Sequence[StageState]) -> None:
         self.begins("checkpoint", done)
+        began_s = time.perf_counter()
         self.writer.save(done, states)
+        self._checkpoint_s += time.perf_counter() - began_s
 
     def _is_evaluating(self, done: int) -> bool:
         every, steps = self.config.train.eval_every, self.config.train.steps
@@ -170,17 +257,30 @@ class Session:
             "learning_rate": float(metrics["learning_rate"]),
             "skipped": bool(metrics["skipped"]),
         }
+        if "spike" in metrics:
+            part["spike"] = bool(metrics["spike"])
         if "loss" in metrics:
             part["loss"] = float(metrics["loss"])
+        names = auxiliary_names(self.config.model)
+        if self.config.log.statistics:
+            names += layer_statistics.names(self.config.model)
+        if names:
+            part["auxiliary"] = {name: float(metrics[name]) for name in names}
         intervals = part["intervals"] = unread.timeline.intervals()
         part["link_bytes"] = unread.link_bytes
+        part["input_wait_s"] = unread.input_wait_s
+        if risen := self.memory.risen():
+            part["memory_bytes"] = risen
+        if self._checkpoint_s:
+            part["checkpoint_s"], self._checkpoint_s = self._checkpoint_s, 0.0
         end_s = max(interval.end_s for interval in intervals)
         part["step_time_s"], self._last_s = end_s - self._last_s, end_s
         self._refuse_divergence(part, metrics)
         return part
 
     def _refuse_divergence(self, part: Part, metrics: dict[str, Any]) -> None:
-        self._num_skipped = self._num_skipped + 1 if part["skipped"] else 0
+        is_infinite = part["skipped"] and not part.get("spike", False)
+        self._num_skipped = self._num_skipped + 1 if is_infinite else 0
         if self._num_skipped < self.config.train.max_skipped:
             return
         norms = np.atleast_1d(np.asarray(metrics.get("square_norms", part["grad_norm"])))
@@ -193,13 +293,29 @@ class Session:
             "train.max_skipped sets how many steps are skipped",
         )
 
-    def _evaluate(self, feed: Feed, states: Sequence[StageState], done: int) -> float | None:
-        """Mean loss over the validation batches, nats per token, where the last stage is here."""
-        losses, count = [], 0
-        for _ in range(self.config.train.eval_batches):
-            self.begins("validation", done)
-            inputs = feed.take()
-            count += inputs.num_targets
-            if (loss := self.runner.evaluate(states, inputs)) is not None:
-                losses.append(float(loss))
-        return sum(losses) / max(count, 1) if losses else None
+    def _evaluate(self, feed: Feed, states: Sequence[StageState], done: int) -> Part:
+        """Mean losses of the validation sets, nats per token; empty if the last stage is elsewhere.
+
+        `val_loss` is the mean over the tokens of all sets; `val_losses` has one of each, if a run
+        names its sets.
+        """
+        if self.config.train.eval_ema:
+            assert all(state.average for state in states), "a check of the settings sees to it"
+            states = [replace(s, params=s.average.weights) for s in states if s.average]
+        sets = self.batches.data.validation_sets()
+        sums, counts = dict.fromkeys(sets, 0.0), dict.fromkeys(sets, 0)
+        knows = False
+        for name in sets:
+            for _ in range(self.config.train.eval_batches):
+                self.begins("validation", done)
+                inputs = feed.take()
+                counts[name] += inputs.num_targets
+                if (loss := self.runner.evaluate(states, inputs)) is not None:
+                    sums[name] += float(loss)
+                    knows = True
+        if not knows:
+            return {}
+        losses = {name: sums[name] / max(counts[name], 1) for name in sets}
+        whole = sum(sums.values()) / max(sum(counts.values()), 1)
+        named = {"val_losses": losses} if self.batches.data.sets else {}
+        return {"val_loss": whole, **named}

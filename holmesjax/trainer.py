@@ -3,10 +3,12 @@
 job -> devices -> stages -> compiled programs -> states -> steps -> checkpoints and report
 """
 
+import dataclasses
 import functools
 import os
 import sys
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
@@ -17,18 +19,26 @@ import jax
 from holmesjax import job as jobs
 from holmesjax.checkpoints import checkpoint, manifest, resume
 from holmesjax.checkpoints.saves import Due, Saves
-from holmesjax.errors import DamagedError
+from holmesjax.data import cluster_paths
+from holmesjax.errors import ConfigError, DamagedError
+from holmesjax.hosts import nics
 from holmesjax.job import Job
+from holmesjax.layers.model_layers import forget
 from holmesjax.lease import Lease
+from holmesjax.models.own_model import name_of
 from holmesjax.parallel import compat
 from holmesjax.parallel.mesh import build_meshes
 from holmesjax.report import metrics
 from holmesjax.report.recorder import Recorder
 from holmesjax.runtime import program_cache
-from holmesjax.runtime.pipeline import make_runner
-from holmesjax.runtime.progress import Progress
+from holmesjax.runtime.device_memory import PeakMemory, devices_of
+from holmesjax.runtime.kernel_choice import attention_lines, find_unproven
+from holmesjax.runtime.pipeline import OneStage, Pipeline, make_runner
+from holmesjax.runtime.stage import Stage
+from holmesjax.runtime.step_timeout import Progress
 from holmesjax.runtime.timeline import Clock
 from holmesjax.session import Session, make_stages, read_batches
+from holmesjax.yaml_files import as_overrides
 
 
 class Trainer:
@@ -45,6 +55,7 @@ class Trainer:
         overrides: Sequence[str] | Mapping[str, Any] = (),
         stream: TextIO | None = None,
         *,
+        model: Callable[..., Any] | None = None,
         allow: str | Sequence[str] = (),
         lease: Lease | None = None,
     ):
@@ -54,10 +65,18 @@ class Trainer:
           source: a job, a run file, or the folder of a run that was started before.
           overrides: settings on top of it, `["train.steps=100"]` or `{"train.steps": 100}`.
           stream: where progress is printed; standard output if None.
+          model: a model of your own, `model.module` of the run: a function of the section `model`
+            that gives layers (`models.own_model`).
           allow: settings that may differ from the checkpoint's, though the run then goes on
             otherwise than if it had never stopped: `"data.corpus"`.
           lease: on the run folder; if None, `train` takes it for as long as it runs.
         """
+        if model is not None and isinstance(source, Job):
+            problem, fix = "must be left out beside a job", "make the job with model.module"
+            raise ConfigError("model", problem, found=name_of(model), fix=fix)
+        if model is not None:
+            forget()  # another function may have had its name
+            overrides = [*as_overrides(overrides), *as_overrides({"model.module": name_of(model)})]
         self.job = (
             source if isinstance(source, Job) else jobs.load(source, overrides, reads_data=True)
         )
@@ -101,7 +120,7 @@ class Trainer:
                 start = resume.find(self.job, self._allow, self._print, known)
 
     def _train_from(self, start: resume.Start, lease: Lease) -> list[dict[str, Any]]:
-        config, plan = self.job.config, self.job.plan
+        began_s, config, plan = time.monotonic(), self.job.config, self.job.plan
         done = start.step
         self.history = [r for r in metrics.read(self.run_dir) if r["step"] <= done]
         if done >= config.train.steps:
@@ -111,19 +130,14 @@ class Trainer:
         for line in start.describe():
             self._print(line)
         manifest.remove_unfinished(self.run_dir)
-        compat.use_devices(
-            self.job.topology.device_kinds,
-            self.job.topology.num_devices,
-            rehearse=config.run.rehearse,
-        )
-        meshes = build_meshes(plan, jax.devices())
-        program_cache.use(config.run.compilation_cache, os.environ, self._print)
-        stages = make_stages(self.job, dict(enumerate(meshes)))
+        stages = self._make_stages()
         progress = Progress(config.distributed)
         with ThreadPoolExecutor(1) as pool, ExitStack() as stack:
             stack.callback(setattr, self, "progress", None)
-            reading = pool.submit(read_batches, config)
-            runner = make_runner(plan, stages, evaluates=config.train.eval_every > 0)
+            # The paths of the first cluster: all stages are in this process.
+            data_here = cluster_paths.here(config.data, self.job.topology.clusters[0].name)
+            reading = pool.submit(read_batches, dataclasses.replace(config, data=data_here))
+            runner = self._make_runner(stages)
             states = (
                 checkpoint.restore(start.checkpoint, stages)
                 if start.checkpoint
@@ -143,6 +157,7 @@ class Trainer:
                     peak_step_s=self.job.measured_peak_step_s,
                     past=self.history,
                     stream=self._stream,
+                    began_s=began_s,
                 )
             )
             saves = Saves(self.run_dir, 1, commit, recorder.console.print)
@@ -164,6 +179,8 @@ class Trainer:
                 is_stopping=is_stopping,
                 is_saving=Due(config.checkpoint),
                 begins=progress.begin,
+                profiles=self.run_dir / jobs.PROFILES,
+                memory=PeakMemory(devices_of(stages)),
             )
             self.progress = progress
             self.history = recorder.history
@@ -174,10 +191,30 @@ class Trainer:
         if not self.finished:
             self._print(*self.job.unfinished(done))
         lease.check()
-        self._print(*filter(None, [recorder.summary()]))
+        self._print(*recorder.summary())
         if path := recorder.write_report():
             self._print(f"report  {path}")
         return self.history
 
+    def _make_runner(self, stages: Sequence[Stage]) -> Pipeline | OneStage:
+        train = self.job.config.train
+        sorts = {"evaluates": train.eval_every > 0, "ramps": bool(train.rampup)}
+        return make_runner(self.job.plan, stages, **sorts)
+
+    def _make_stages(self) -> list[Stage]:
+        """The stages on the devices, and what computes attention there."""
+        topology, plan, config = self.job.topology, self.job.plan, self.job.config.run
+        kinds, count = topology.device_kinds, topology.num_devices
+        compat.use_devices(kinds, count, rehearse=config.rehearse)
+        # Before this process uses a device, whose memory a check needs.
+        numbers = range(len(plan.stages))
+        unproven = find_unproven(self.job, numbers, nics.discover, os.environ, self._print)
+        meshes = build_meshes(plan, jax.devices())
+        program_cache.use(config.compilation_cache, os.environ, self._print)
+        stages = make_stages(self.job, dict(enumerate(meshes)), unproven)
+        self._print(*attention_lines(stages))
+        return stages
+
     def _print(self, *lines: str) -> None:
-        print(*lines, sep="\n", file=self._stream, flush=True)
+        for line in lines:
+            print(line, file=self._stream, flush=True)

@@ -1,10 +1,11 @@
-"""The flags with which XLA overlaps a step's collectives with computation. Does not import JAX.
+"""The flags of XLA: for the collectives of a step, and for tiny programs. Does not import JAX.
 
 XLA reads the variable XLA_FLAGS once, when a process first asks for a device, and aborts the
 process for a flag it does not know. A test gives the whole table to the JAX that is installed.
 """
 
 from collections.abc import Collection
+from importlib.metadata import version
 
 # From JAX-Toolbox, docs/GPU_performance.md, less what is for loops over layers, which a stage does
 # not have. How much each brings is not measured here.
@@ -19,15 +20,52 @@ GPU = {
 }
 
 
-def for_devices(kinds: Collection[str]) -> str:
+def for_tiny_programs() -> str:
+    """XLA_FLAGS with which a CPU compiles tiny programs soonest: for tests and rehearsals.
+
+    Most of that time is LLVM's, and before JAX 0.11 that of newer emitters of fused loops. XLA's
+    own passes stay on.
+    """
+    flags = {
+        "xla_backend_optimization_level": "0",
+        "xla_llvm_disable_expensive_passes": "true",
+        "xla_cpu_opt_preset": "CPU_OPT_PRESET_FAST_COMPILE",
+        "xla_cpu_parallel_codegen_split_count": "1",
+    }
+    if tuple(map(int, version("jax").split(".")[:2])) < (0, 11):
+        flags["xla_cpu_use_fusion_emitters"] = "false"
+    return " ".join(f"--{name}={value}" for name, value in flags.items())
+
+
+# The same bits each time: no sum has an order of its own, and nothing is chosen by its time.
+DETERMINISTIC = "xla_gpu_deterministic_ops"
+
+
+def for_devices(kinds: Collection[str], *, deterministic: bool = False) -> str:
     """XLA_FLAGS for processes with devices of these kinds.
 
     >>> for_devices({"cpu"})
     ''
+    >>> for_devices({"h100"}, deterministic=True).split()[-1]
+    '--xla_gpu_deterministic_ops=true'
     """
     if set(kinds) <= {"cpu"}:
         return ""
-    return " ".join(f"--{name}={value}" for name, value in GPU.items())
+    flags = GPU | ({DETERMINISTIC: "true"} if deterministic else {})
+    return " ".join(f"--{name}={value}" for name, value in flags.items())
+
+
+def undoes_determinism(own: str) -> bool:
+    """Whether the user's own XLA_FLAGS take the flag of determinism back.
+
+    >>> undoes_determinism("--xla_gpu_deterministic_ops=false"), undoes_determinism("--xla_a=1")
+    (True, False)
+    >>> undoes_determinism("flags.txt")  # a file of flags stands alone
+    True
+    """
+    last = [flag for flag in own.split() if flag.startswith(f"--{DETERMINISTIC}")][-1:]
+    is_file = bool(own.strip()) and not own.lstrip().startswith("-")
+    return is_file or any(flag.partition("=")[2].lower() in ("false", "0") for flag in last)
 
 
 def joined(flags: str, own: str) -> str:

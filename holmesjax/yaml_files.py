@@ -13,7 +13,7 @@ anything is built. docs/design.md has what ruamel.yaml does in their place.
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -83,8 +83,15 @@ class Document:
         return self.error(self.where(keys), problem, found=found, fix=fix)
 
 
-def read(path: str | Path, error: type[HolmesError], overrides: Sequence[str] = ()) -> Document:
+def read(
+    path: str | Path,
+    error: type[HolmesError],
+    overrides: Sequence[str] = (),
+    change: Callable[[dict[str, Any]], None] = lambda values: None,
+) -> Document:
     """Reads a file, then puts `"a.b=value"` overrides on top. Raises `Mistakes` of `error`.
+
+    `change` may change the values of the file, before overrides come on top.
 
     An item of a list is named by its place from 0, or by what it calls itself: `clusters.ib.nodes`,
     `links.ib<->roce.bandwidth`.
@@ -98,6 +105,7 @@ def read(path: str | Path, error: type[HolmesError], overrides: Sequence[str] = 
         problem = "must be settings, one `key: value` a line"
         raise Mistakes([error(str(path), problem, found=shown(values), fix=SEE_EXAMPLES)])
     document.values.update(values)
+    change(document.values)
     for override in overrides:
         _apply(override, document)
     return document

@@ -23,6 +23,7 @@ class Hyperparameters(NamedTuple):
     epsilon: float
     weight_decay: float
     seed: int = 0  # of the noise that rounds the moments; another for each parameter
+    rate: float = 1.0  # by which the learning rate of a step is multiplied
 
 
 class Leaf(NamedTuple):
@@ -69,6 +70,8 @@ def adamw_step(
     """
     scale, learning_rate, correction1, correction2, update, _ = factors
     h, parameter = hyperparameters, leaf.parameter
+    if h.rate != 1.0:
+        learning_rate = h.rate * learning_rate
     mu, nu = moments.widen(leaf.mu, "first"), moments.widen(leaf.nu, "second")
     g = gradient.astype(jnp.float32) * scale
     mu = h.beta1 * mu + (1.0 - h.beta1) * g

@@ -4,6 +4,7 @@ Dims: ... any, V vocabulary; B sequences, L tokens in each, l of them in a chunk
 """
 
 import functools
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,30 +13,52 @@ from jax.lax import optimization_barrier as materialize
 IGNORED = -1  # in place of a target: the token does not count
 
 
-@jax.custom_vjp
-def cross_entropy(logits: jax.Array, target: jax.Array) -> jax.Array:
+def capped(logits: jax.Array, soft_cap: float | None) -> jax.Array:
+    """c tanh(logits / c), in float32, as Gemma 2 has it (arXiv:2408.00118); None: the logits."""
+    wide = logits.astype(jnp.float32)
+    return wide if soft_cap is None else soft_cap * jnp.tanh(wide / soft_cap)
+
+
+def _before_cap(dlogits: jax.Array, wide: jax.Array, soft_cap: float | None) -> jax.Array:
+    """The gradient of logits from that of `capped` ones, which are `wide`."""
+    return dlogits if soft_cap is None else dlogits * (1.0 - jnp.square(wide / soft_cap))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+def cross_entropy(
+    logits: jax.Array, target: jax.Array, soft_cap: float | None = None, z_loss: float = 0.0
+) -> jax.Array:
     """-log softmax(logits)[target], in nats and float32, from logits [..., V] and target [...].
 
     The loss of a token whose target is below 0 is 0, and so is its gradient. The gradient of others
-    is softmax - onehot, computed from the log-sum-exp and never scattered.
+    is softmax - onehot, computed from the log-sum-exp and never scattered. With a soft cap, logits
+    are `capped` first; what is kept are the logits before. The gradient, and it alone, is that of
+    the loss with z_loss * logsumexp(logits)^2 added (PaLM, arXiv:2204.02311).
     """
-    return _forward(logits, target)[0]
+    return _forward(logits, target, soft_cap, z_loss)[0]
 
 
-def _forward(logits: jax.Array, target: jax.Array) -> tuple[jax.Array, tuple]:
+def _forward(
+    logits: jax.Array, target: jax.Array, soft_cap: float | None, z_loss: float
+) -> tuple[jax.Array, tuple]:
     logits = materialize(logits)
-    log_sum = jax.nn.logsumexp(logits.astype(jnp.float32), axis=-1)
+    log_sum = jax.nn.logsumexp(capped(logits, soft_cap), axis=-1)
     picked = jnp.take_along_axis(logits, target[..., None], axis=-1)[..., 0]
-    loss = jnp.where(target < 0, 0.0, log_sum - picked.astype(jnp.float32))
+    loss = jnp.where(target < 0, 0.0, log_sum - capped(picked, soft_cap))
     return loss, (logits, target, log_sum)
 
 
-def _backward(saved: tuple, dloss: jax.Array) -> tuple[jax.Array, None]:
+def _backward(
+    soft_cap: float | None, z_loss: float, saved: tuple, dloss: jax.Array
+) -> tuple[jax.Array, None]:
     logits, target, log_sum = saved
-    softmax = jnp.exp(logits.astype(jnp.float32) - log_sum[..., None])
+    wide = capped(logits, soft_cap)
+    softmax = jnp.exp(wide - log_sum[..., None])
+    if z_loss:
+        softmax = softmax * (1.0 + 2.0 * z_loss * log_sum)[..., None]
     weight = jnp.where(target < 0, 0.0, dloss)
     dlogits = (softmax - _is_target(logits, target)) * weight[..., None]
-    return dlogits.astype(logits.dtype), None
+    return _before_cap(dlogits, wide, soft_cap).astype(logits.dtype), None
 
 
 cross_entropy.defvjp(_forward, _backward)
@@ -49,8 +72,11 @@ def linear_cross_entropy(
     is_transposed: bool = False,
     z_loss: float = 0.0,
     num_chunks: int = 1,
-) -> jax.Array:
-    """Sum of -log softmax(x w)[target] + z_loss * logsumexp(x w)^2 over tokens; a float32 scalar.
+    soft_cap: float | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """Sums of -log softmax(x w)[target] and of logsumexp(x w)^2 over tokens; float32 scalars.
+
+    The gradient of the first is that of the first plus z_loss times the second, which has none.
 
     The logits of L / num_chunks tokens of each sequence are there at a time, in float32. Where
     gradients are wanted, they are computed with them: a chunk's logits are needed once, no product
@@ -63,56 +89,68 @@ def linear_cross_entropy(
       w: [D, V]; if `is_transposed`, [V, D], as a token table. Its gradient is in its own dtype.
       target_BL: ids of tokens; one whose target is below 0 does not count.
       num_chunks: 1 to L.
+      soft_cap: logits are `capped` with it.
     """
     length = target_BL.shape[1]
     if not 1 <= num_chunks <= length:
         raise ValueError(f"num_chunks must be 1 to {length}, the length, not {num_chunks}")
-    return _linear((num_chunks, z_loss, is_transposed), x_BLD, w, target_BL)
+    return _linear(_Static(num_chunks, z_loss, is_transposed, soft_cap), x_BLD, w, target_BL)
 
 
-_Static = tuple[int, float, bool]  # num_chunks, z_loss, is_transposed
+class _Static(NamedTuple):
+    num_chunks: int
+    z_loss: float
+    is_transposed: bool
+    soft_cap: float | None
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _linear(static: _Static, x_BLD: jax.Array, w: jax.Array, target_BL: jax.Array) -> jax.Array:
-    num_chunks, z_loss, is_transposed = static
-    w_DV = _matrix(w, x_BLD, is_transposed)
+def _linear(
+    static: _Static, x_BLD: jax.Array, w: jax.Array, target_BL: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    w_DV = _matrix(w, x_BLD, static.is_transposed)
 
-    def add(total: jax.Array, chunk: tuple) -> tuple[jax.Array, None]:
-        loss, _, _ = _chunk_loss(z_loss, w_DV, *chunk)
-        return total + loss, None
+    def add(totals: tuple, chunk: tuple) -> tuple[tuple, None]:
+        sums, _, _ = _chunk_loss(static, w_DV, *chunk)
+        return _added(totals, sums), None
 
-    return jax.lax.scan(add, jnp.zeros(()), _cut(num_chunks, x_BLD, target_BL))[0]
+    start = (jnp.zeros(()), jnp.zeros(()))
+    return jax.lax.scan(add, start, _cut(static.num_chunks, x_BLD, target_BL))[0]
+
+
+def _added(totals: tuple, sums: tuple) -> tuple[jax.Array, jax.Array]:
+    return totals[0] + sums[0], totals[1] + sums[1]
 
 
 def _linear_forward(
     static: _Static, x_BLD: jax.Array, w: jax.Array, target_BL: jax.Array
-) -> tuple[jax.Array, tuple]:
-    num_chunks, z_loss, is_transposed = static
-    w_DV = _matrix(w, x_BLD, is_transposed)
+) -> tuple[tuple[jax.Array, jax.Array], tuple]:
+    w_DV = _matrix(w, x_BLD, static.is_transposed)
 
     def add(carry: tuple, chunk: tuple) -> tuple[tuple, jax.Array]:
-        total, dw_DV = carry
+        totals, dw_DV = carry
         x_BlD, target_Bl = chunk
-        loss, logits_BlV, log_sum_Bl = _chunk_loss(z_loss, w_DV, *chunk)
-        slope = 1.0 + 2.0 * z_loss * log_sum_Bl
+        sums, logits_BlV, log_sum_Bl = _chunk_loss(static, w_DV, *chunk)
+        slope = 1.0 + 2.0 * static.z_loss * log_sum_Bl
         softmax = jnp.exp(logits_BlV - log_sum_Bl[..., None])
         dlogits = softmax * slope[..., None] - _is_target(logits_BlV, target_Bl)
+        dlogits = _before_cap(dlogits, logits_BlV, static.soft_cap)
         dlogits_BlV = jnp.where(target_Bl[..., None] < 0, 0.0, dlogits).astype(x_BlD.dtype)
         dx_BlD = jnp.einsum("blv,dv->bld", dlogits_BlV, w_DV)
         new = jnp.einsum("bld,blv->dv", x_BlD, dlogits_BlV, preferred_element_type=jnp.float32)
-        return (total + loss, dw_DV + new), dx_BlD
+        return (_added(totals, sums), dw_DV + new), dx_BlD
 
-    start = (jnp.zeros(()), jnp.zeros(w_DV.shape))
-    chunks = _cut(num_chunks, x_BLD, target_BL)
-    (loss, dw_DV), dx_CBlD = jax.lax.scan(add, start, chunks)
+    start = ((jnp.zeros(()), jnp.zeros(())), jnp.zeros(w_DV.shape))
+    chunks = _cut(static.num_chunks, x_BLD, target_BL)
+    (totals, dw_DV), dx_CBlD = jax.lax.scan(add, start, chunks)
     B, L, D = x_BLD.shape
     dx_BLD = dx_CBlD.swapaxes(0, 1).reshape(B, -1, D)[:, :L]
-    dw = dw_DV.T if is_transposed else dw_DV
-    return loss, (dx_BLD, dw.astype(w.dtype))
+    dw = dw_DV.T if static.is_transposed else dw_DV
+    return totals, (dx_BLD, dw.astype(w.dtype))
 
 
-def _linear_backward(static: _Static, saved: tuple, dloss: jax.Array) -> tuple:
+def _linear_backward(static: _Static, saved: tuple, cotangents: tuple) -> tuple:
+    dloss, _ = cotangents
     dx_BLD, dw = ((g * dloss).astype(g.dtype) for g in saved)
     return dx_BLD, dw, None
 
@@ -142,16 +180,17 @@ def _cut(num_chunks: int, x_BLD: jax.Array, target_BL: jax.Array) -> tuple[jax.A
 
 
 def _chunk_loss(
-    z_loss: float, w_DV: jax.Array, x_BlD: jax.Array, target_Bl: jax.Array
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The loss of a chunk, its logits and their log-sum-exp."""
+    static: _Static, w_DV: jax.Array, x_BlD: jax.Array, target_Bl: jax.Array
+) -> tuple[tuple[jax.Array, jax.Array], jax.Array, jax.Array]:
+    """Both sums of a chunk, its logits, capped, and their log-sum-exp."""
     logits = jnp.einsum("bld,dv->blv", x_BlD, w_DV, preferred_element_type=jnp.float32)
-    logits_BlV = materialize(logits)
+    logits_BlV = materialize(capped(logits, static.soft_cap))
     log_sum_Bl = jax.nn.logsumexp(logits_BlV, axis=-1)
     # A sum over the vocabulary, which may be cut over devices, where a look-up would gather it.
     picked_Bl = jnp.where(_is_target(logits_BlV, target_Bl), logits_BlV, 0.0).sum(-1)
-    loss_Bl = log_sum_Bl - picked_Bl + z_loss * jnp.square(log_sum_Bl)
-    return jnp.sum(jnp.where(target_Bl < 0, 0.0, loss_Bl)), logits_BlV, log_sum_Bl
+    total = lambda x_Bl: jnp.sum(jnp.where(target_Bl < 0, 0.0, x_Bl))
+    sums = total(log_sum_Bl - picked_Bl), total(jnp.square(log_sum_Bl))
+    return sums, logits_BlV, log_sum_Bl
 
 
 def _is_target(logits: jax.Array, target: jax.Array) -> jax.Array:

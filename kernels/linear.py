@@ -5,6 +5,7 @@ Dims: ... any, N all of them merged, D width of the input, F width of the output
 
 import functools
 import math
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -30,7 +31,7 @@ def linear(x: jax.Array, w_DF: jax.Array, dtype: str | None = None) -> jax.Array
     return linears(x, (w_DF,), 1, dtype)[0]
 
 
-def _flat(array: jax.Array, split: int) -> jax.Array:
+def flat(array: jax.Array, split: int) -> jax.Array:
     """The array as a matrix: the dims before `split` merged, and those after."""
     return array.reshape(math.prod(array.shape[:split]), -1)
 
@@ -39,9 +40,9 @@ def _forward(
     x: jax.Array, weights: tuple[jax.Array, ...], num_in: int, dtype: str | None
 ) -> tuple[tuple, tuple]:
     lead = x.ndim - num_in
-    x_ND = _flat(x, lead)
+    x_ND = flat(x, lead)
     multiply = functools.partial(jnp.matmul, preferred_element_type=dtype)
-    products = [multiply(x_ND, _flat(w, num_in).astype(x.dtype)) for w in weights]
+    products = [multiply(x_ND, flat(w, num_in).astype(x.dtype)) for w in weights]
     ys = [
         y.reshape(*x.shape[:lead], *w.shape[num_in:])
         for y, w in zip(products, weights, strict=True)
@@ -55,9 +56,9 @@ def _backward(
     x, weights = saved
     lead = x.ndim - num_in
     dys = materialize(tuple(dy.astype(x.dtype) for dy in dys))
-    x_ND, dys = _flat(x, lead), tuple(_flat(dy, lead) for dy in dys)
+    x_ND, dys = flat(x, lead), tuple(flat(dy, lead) for dy in dys)
     pairs = list(zip(dys, weights, strict=True))
-    first, *rest = (dy @ _flat(w, num_in).astype(x.dtype).T for dy, w in pairs)
+    first, *rest = (dy @ flat(w, num_in).astype(x.dtype).T for dy, w in pairs)
     dweights = tuple(weight_gradient(x_ND, dy, w.dtype).reshape(w.shape) for dy, w in pairs)
     return sum(rest, first).reshape(x.shape), dweights
 
@@ -85,7 +86,7 @@ def _transposed_backward(
 ) -> tuple[jax.Array, jax.Array]:
     x, w_FD = saved
     dy = materialize(dy.astype(x.dtype))
-    dw_FD = weight_gradient(_flat(dy, dy.ndim - 1), _flat(x, x.ndim - 1), w_FD.dtype)
+    dw_FD = weight_gradient(flat(dy, dy.ndim - 1), flat(x, x.ndim - 1), w_FD.dtype)
     return dy @ w_FD.astype(x.dtype), dw_FD
 
 
@@ -110,46 +111,122 @@ def gelu(u: jax.Array) -> jax.Array:
     return jax.nn.gelu(u, approximate=True)
 
 
+def gelu_erf(u: jax.Array) -> jax.Array:
+    """GELU itself."""
+    return jax.nn.gelu(u, approximate=False)
+
+
 def swiglu(gate: jax.Array, up: jax.Array) -> jax.Array:
     """silu(gate) * up. Shazeer, arXiv:2002.05202."""
     return jax.nn.silu(gate) * up
 
 
-def _activate(inner: tuple[jax.Array, ...]) -> jax.Array:
-    """Computes in float32; one inner array is GELU, two are SwiGLU."""
+def geglu(gate: jax.Array, up: jax.Array) -> jax.Array:
+    """gelu(gate) * up. Shazeer, arXiv:2002.05202."""
+    return gelu(gate) * up
+
+
+ACTIVATIONS: dict[str, Callable[..., jax.Array]] = {
+    "gelu": gelu,
+    "gelu_erf": gelu_erf,
+    "swiglu": swiglu,
+    "geglu": geglu,
+}
+
+
+def activate(activation: str, inner: tuple[jax.Array, ...]) -> jax.Array:
+    """Computes in float32."""
     wide = [u.astype(jnp.float32) for u in inner]
-    return (gelu(*wide) if len(inner) == 1 else swiglu(*wide)).astype(inner[0].dtype)
+    return ACTIVATIONS[activation](*wide).astype(inner[0].dtype)
 
 
-@jax.custom_vjp
-def feed_forward(x: jax.Array, w_in: tuple[jax.Array, ...], w_out: jax.Array) -> jax.Array:
-    """activation(x @ w_in) @ w_out: GELU with one weight [D, F] in `w_in`, SwiGLU with (gate, up).
+def add_bias(y: jax.Array, bias: jax.Array) -> jax.Array:
+    """y [B, L, ...] and a bias of its last dims, whose gradient is summed in float32."""
+    row = jnp.expand_dims(bias.astype(jnp.float32), range(y.ndim - bias.ndim))
+    return (y.astype(jnp.float32) + row).astype(y.dtype)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def feed_forward(
+    activation: str,
+    x: jax.Array,
+    w_in: tuple[jax.Array, ...],
+    w_out: tuple[jax.Array, ...],
+    b_in: tuple[jax.Array, ...] = (),
+    added: tuple[jax.Array | None, ...] = (),
+    reads: tuple[jax.Array | None, ...] = (),
+) -> tuple[jax.Array, ...]:
+    """activation(x @ w_in + added + b_in) times each weight of `w_out`.
 
     The backward pass keeps the activation's inputs and computes its output again. Products and
     gradients are in the dtypes that they have in `linears`.
+
+    Args:
+      activation: a name of `ACTIVATIONS`.
+      x: [..., D].
+      w_in: one weight [D, F], or those of (gate, up).
+      w_out: weights [F, D].
+      b_in: a bias [F] for each weight of `w_in`, in its dtype, or none.
+      added: what is added to the product with each weight of `w_in`, [..., F]; None: nothing.
+      reads: for each weight of `w_out`, which numbers it reads, booleans [..., F]; the others count
+        as zeros. None: all.
     """
-    return _feed_forward_forward(x, w_in, w_out)[0]
+    return _feed_forward_forward(activation, x, w_in, w_out, b_in, added, reads)[0]
+
+
+def _read(hidden: jax.Array, mask: jax.Array | None) -> jax.Array:
+    return hidden if mask is None else jnp.where(mask, hidden, jnp.zeros((), hidden.dtype))
 
 
 def _feed_forward_forward(
-    x: jax.Array, w_in: tuple[jax.Array, ...], w_out: jax.Array
-) -> tuple[jax.Array, tuple]:
-    inner = materialize(tuple(x @ w.astype(x.dtype) for w in w_in))
-    return materialize(_activate(inner)) @ w_out.astype(x.dtype), (x, w_in, inner, w_out)
+    activation: str,
+    x: jax.Array,
+    w_in: tuple[jax.Array, ...],
+    w_out: tuple[jax.Array, ...],
+    b_in: tuple[jax.Array, ...],
+    added: tuple[jax.Array | None, ...],
+    reads: tuple[jax.Array | None, ...],
+) -> tuple[tuple[jax.Array, ...], tuple]:
+    inner = tuple(x @ w.astype(x.dtype) for w in w_in)
+    if added:
+        both = zip(inner, added, strict=True)
+        inner = tuple(u if extra is None else u + extra for u, extra in both)
+    if b_in:
+        inner = tuple(map(add_bias, inner, b_in))
+    inner = materialize(inner)
+    hidden = materialize(activate(activation, inner))
+    masks = reads or (None,) * len(w_out)
+    ys = tuple(
+        _read(hidden, mask) @ w.astype(x.dtype) for w, mask in zip(w_out, masks, strict=True)
+    )
+    is_added = tuple(None if extra is None else () for extra in added)  # structure alone
+    return ys, (x, w_in, inner, w_out, (None,) * len(b_in), is_added, reads)
 
 
 def _feed_forward_backward(
-    saved: tuple, dy: jax.Array
-) -> tuple[jax.Array, tuple[jax.Array, ...], jax.Array]:
-    x, w_in, inner, w_out = saved
-    dy, inner = materialize((dy, inner))
-    dh = materialize(dy @ w_out.astype(x.dtype).T)
-    hidden, pullback = jax.vjp(_activate, inner)
+    activation: str, saved: tuple, dys: tuple[jax.Array, ...]
+) -> tuple[jax.Array, tuple, tuple, tuple, tuple, tuple]:
+    x, w_in, inner, w_out, b_in, is_added, reads = saved
+    masks = reads or (None,) * len(w_out)
+    dys, inner = materialize((dys, inner))
+    first, *rest = (
+        _read(dy @ w.astype(x.dtype).T, mask) for dy, w, mask in zip(dys, w_out, masks, strict=True)
+    )
+    dh = materialize(sum(rest, first))
+    hidden, pullback = jax.vjp(functools.partial(activate, activation), inner)
     [dinner] = materialize(pullback(dh))
     dx, dw_in = _backward(1, None, (x, w_in), dinner)
     lead = x.ndim - 1
-    dw_out = weight_gradient(_flat(materialize(hidden), lead), _flat(dy, lead), w_out.dtype)
-    return dx, dw_in, dw_out
+    hidden = materialize(hidden)
+    dw_out = tuple(
+        weight_gradient(flat(_read(hidden, mask), lead), flat(dy, lead), w.dtype)
+        for dy, w, mask in zip(dys, w_out, masks, strict=True)
+    )
+    rows = tuple(range(lead))
+    pairs = zip(dinner, w_in, strict=True) if b_in else ()
+    db_in = tuple(du.sum(rows, dtype=jnp.float32).astype(w.dtype) for du, w in pairs)
+    dadded = tuple(None if own is None else du for own, du in zip(is_added, dinner, strict=False))
+    return dx, dw_in, dw_out, db_in, dadded, (None,) * len(reads)
 
 
 feed_forward.defvjp(_feed_forward_forward, _feed_forward_backward)

@@ -118,9 +118,13 @@ def encode(x: jax.Array, bits: jax.Array, which: Which) -> tuple[jax.Array, jax.
 
 
 def round_to_bfloat16(x: jax.Array, bits: jax.Array) -> jax.Array:
-    """float32 numbers, rounded by 16 random bits of each."""
+    """float32 numbers, rounded by 16 random bits of each; NaN stays NaN.
+
+    To the bits of NVIDIA's NaN, 0x7fffffff, nothing can be added: they would become -0.
+    """
     kept = (lax.bitcast_convert_type(x, jnp.uint32) + bits) & np.uint32(0xFFFF0000)
-    return lax.bitcast_convert_type(kept, jnp.float32).astype(jnp.bfloat16)
+    rounded = lax.bitcast_convert_type(kept, jnp.float32)
+    return jnp.where(jnp.isnan(x), x, rounded).astype(jnp.bfloat16)
 
 
 def noise(position: jax.Array, seed: jax.Array) -> tuple[jax.Array, jax.Array]:

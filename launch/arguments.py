@@ -9,7 +9,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from holmesjax.errors import ConfigError
+from holmesjax.hugging_face.tensors import FAMILIES
 from holmesjax.topology.fabrics import NETWORKS
+from launch.launchers.table import LAUNCHERS
 
 EXAMPLES = """\
 Plan, train and sample: python -m launch <verb> ...
@@ -27,8 +29,6 @@ examples:
   python -m launch profile configs/runs/quickstart.yaml                # measure a device
   python -m launch nics                                                # what this host has
 """
-LAUNCHERS = ("local", "external", "ssh", "slurm", "kubernetes")
-LAUNCHERS_OF_AGENTS = ("local", "external", "ssh")
 COMMANDS_IN_LAB = ("train", "plan", "doctor", "probe", "profile")
 
 
@@ -108,7 +108,7 @@ def _command_in_lab(topology: str, argv: Sequence[str] | None) -> argparse.Names
 def _add_train(parser: argparse.ArgumentParser) -> None:
     _add_run(parser)
     add = parser.add_argument
-    add("--launcher", choices=LAUNCHERS, help="who starts a process for every node")
+    add("--launcher", choices=tuple(LAUNCHERS), help="who starts a process for every node")
     add("--listen", metavar="HOST:PORT", help="where the processes find this one")
     limit = "restarts without a new step (0; where a scheduler restarts it, 3)"
     add("--max-restarts", type=int, metavar="N", help=limit)
@@ -143,8 +143,8 @@ def _add_lab(parser: argparse.ArgumentParser) -> None:
 
 def _add_generate(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("run_dir", help="a run folder")
-    add("--prompt", default="", help="text to continue")
+    add("run_dir", help="a run folder, or a folder of Hugging Face's format")
+    add("--prompt", action="append", metavar="TEXT", help="text to continue; repeatable")
     add("--max-tokens", type=int, default=256, help="tokens to add (256)")
     add("--temperature", type=float, default=0.8, help="0 takes the likeliest token (0.8)")
     add("--top-k", type=int, default=0, help="sample from the k likeliest tokens; 0: from all (0)")
@@ -154,14 +154,100 @@ def _add_generate(parser: argparse.ArgumentParser) -> None:
         default=1.0,
         help="sample from the likeliest tokens of this share (1.0)",
     )
-    add("--seed", type=int, default=0, help="seed of the samples (0)")
+    add(
+        "--min-p",
+        type=float,
+        default=0.0,
+        help="sample from tokens that have this share of the likeliest one's probability (0.0)",
+    )
+    add("--seed", type=int, default=0, help="seed of the samples, plus 1 for each prompt (0)")
+    stop = "end a text before this string; repeatable"
+    add("--stop", action="append", default=[], metavar="TEXT", help=stop)
+    add("--chat", action="store_true", help="a prompt is what a user says, in the chat template")
+    add("--messages", metavar="JSON", help="a file with a dialogue to continue, as --chat does")
+    planned = "lay the model over the stages of the run's plan, on the devices of this host"
+    add("--as-planned", action="store_true", help=planned)
+    add("--ema", action="store_true", help="take the average of the weights (optimizer.ema_decay)")
+    add("--json", action="store_true", help="print a line of JSON for each text, for programs")
+    agents = [name for name, kind in LAUNCHERS.items() if not kind.needs_job]
+    started = "who starts the processes of the run's plan, which have the model together"
+    add("--launcher", choices=agents, help=started)
+    add("--listen", metavar="HOST:PORT", help="where the processes find this one")
+    add("--hosts", metavar="YAML", help="ssh: how each node is reached")
+    several = "lay the model over so many devices of this host"
+    add("--devices", type=int, metavar="N", help=several)
+
+
+def _add_tokenizer(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("corpus", help="a folder of text files, or python-stdlib")
+    add("--pattern", metavar="GLOB", help="files of the folder (every text file not hidden)")
+    add("--vocab", type=int, required=True, metavar="N", help="number of tokens: 4096")
+    add("--out", required=True, metavar="PATH", help="a file .json, or a folder")
+
+
+def _add_tokenize(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("corpus", help="a folder, file or dataset of documents, s3://..., or python-stdlib")
+    add("--pattern", metavar="GLOB", help="files of the folder (every text file not hidden)")
+    add("--tokenizer", required=True, metavar="T", help="a tokenizer's folder or file, or bytes")
+    add("--out", required=True, metavar="DIR", help="the folder of the files of tokens")
+    column = "the field or column of documents: of text, or of lists of tokens (text)"
+    add("--column", default="text", metavar="NAME", help=column)
+    numbers = "what the records of an array_record file are, if they are tokens"
+    add("--dtype", choices=("uint16", "uint32", "int32", "int64"), help=numbers)
+    add("--workers", type=int, metavar="N", help="processes (one for each core)")
+    size = "bytes of the corpus in a shard (268435456)"
+    add("--shard-bytes", type=int, default=2**28, metavar="N", help=size)
+
+
+def _add_data(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("run", help="a file of configs/runs/, or a run folder")
+    add("overrides", nargs="*", metavar="key=value", help="settings, dotted: train.seed=1")
+    add("--windows", type=int, default=2, metavar="N", help="windows of the first step to show (2)")
+    add("--verify", action="store_true", help="read all tokens, and compare the files' hashes")
+
+
+def _add_import(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("hf_dir", help="a folder with config.json and safetensors")
+    add("--to", metavar="RUN_DIR", required=True, help="the run folder, a new one")
+    add("--run", metavar="YAML", help="a run file, of which all but the model counts (defaults)")
+    add("overrides", nargs="*", metavar="key=value", help="settings, dotted: train.steps=20")
+
+
+def _add_export(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("run_dir", help="a run folder")
+    formats = "hf: Hugging Face's; peft: adapters alone (hf)"
+    add("--format", choices=("hf", "peft"), default="hf", help=formats)
+    add("--merge", action="store_true", help="add the adapters of model.lora to the weights")
+    add("--out", metavar="DIR", required=True, help="the folder that is written, a new one")
+    add("--dtype", choices=("float32", "bfloat16"), help="of the weights (as imported, or float32)")
+    add("--ema", action="store_true", help="write the average of the weights (optimizer.ema_decay)")
+    add("--step", type=int, metavar="N", help="of the checkpoint (the newest)")
+    add("--max-shard-size", default="5GB", metavar="SIZE", help="of a file's tensors (5GB)")
+    families = "gpt2, llama, .. (as imported, or the first that has such models)"
+    add("--family", choices=tuple(FAMILIES), metavar="NAME", help=families)
+
+
+def _add_compare(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("run_dirs", nargs="+", metavar="RUN_DIR", help="run folders")
+    add("--out", metavar="FILE", help="draw the losses into a file .png, .svg or .pdf")
+
+
+def _add_top(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run_dir", help="a run folder, of a run that goes on or has ended")
+    parser.add_argument("--once", action="store_true", help="print it once, and end")
 
 
 def _add_nics(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add(
         "--fabric",
-        choices=NETWORKS,
+        choices=tuple(NETWORKS),
         help="fabric of this host's cluster (any)",
     )
     add("--json", action="store_true", help="print JSON, for programs")
@@ -188,7 +274,9 @@ def _add_profile(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_worker(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run_dir", help="the folder of the job's run")
+    add = parser.add_argument
+    add("run_dir", help="the folder of the job's run")
+    add("--generates", action="store_true", help="generate text, which the launcher sends")
 
 
 def _add_nothing(parser: argparse.ArgumentParser) -> None:
@@ -205,8 +293,9 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
 
 def _add_agents(parser: argparse.ArgumentParser) -> None:
     """Adds how the nodes are reached."""
+    agents = [name for name, kind in LAUNCHERS.items() if not kind.needs_job]
     add = parser.add_argument
-    add("--launcher", choices=LAUNCHERS_OF_AGENTS, help="how nodes are reached (local)")
+    add("--launcher", choices=agents, help="how nodes are reached (local)")
     add("--listen", metavar="HOST:PORT", help="where the nodes find this machine")
     add("--hosts", metavar="YAML", help="ssh: how each node is reached")
 
@@ -222,7 +311,14 @@ VERBS = {
     "train": Verb("start a run, or resume one from its folder", _add_train),
     "plan": Verb("print the plan of a run and start nothing", _add_plan),
     "lab": Verb("rehearse on a topology rebuilt out of network namespaces", _add_lab),
-    "generate": Verb("sample text from a run's newest checkpoint", _add_generate),
+    "generate": Verb("continue texts with a run's newest checkpoint", _add_generate),
+    "tokenizer": Verb("train a byte-level BPE tokenizer on a corpus", _add_tokenizer),
+    "tokenize": Verb("turn text into files of tokens, which runs read", _add_tokenize),
+    "data": Verb("show what a run would read, and some of it", _add_data),
+    "import": Verb("begin a run with the weights of a Hugging Face folder", _add_import),
+    "export": Verb("write a run's model as a Hugging Face folder", _add_export),
+    "top": Verb("show a run that goes on: its loss, stages, links and time left", _add_top),
+    "compare": Verb("show runs side by side: losses, costs and settings", _add_compare),
     "nics": Verb("print this host's NICs, and what NCCL is told of them", _add_nics),
     "doctor": Verb("look at everything that a start needs, on all nodes", _add_doctor),
     "probe": Verb("measure the networks of a topology, and write them into its file", _add_probe),

@@ -1,4 +1,4 @@
-"""How often a job starts again: the record of its starts in the run folder, and what it allows.
+"""Limits how often a job starts again, by a record of its starts in the run folder.
 
     restarts.json    one entry for each start: the step it began after, how it ended, and why
 
@@ -49,7 +49,7 @@ class Restarts:
         self._starts = self._read()
 
     def failed(self, step: int) -> list[StartEntry]:
-        """The starts that failed since there was a new step, up to `step`; the newest is last."""
+        """Returns the failed starts since a new step, up to `step`; the newest is last."""
         found: list[StartEntry] = []
         for start in reversed(self._starts):
             if start.stopped:
@@ -60,11 +60,11 @@ class Restarts:
         return found
 
     def is_spent(self, step: int) -> bool:
-        """Whether a job that has done `step` steps may not start again."""
+        """Whether a job that has done `step` steps has no restart left."""
         return len(self.failed(step)) > self.limit
 
     def pause_s(self, step: int) -> float:
-        """How long to wait before the next start: longer each time, and not after a new step."""
+        """Returns the pause before the next start: longer each time, and none after a new step."""
         num_failed = len(self.failed(step))
         return min(FIRST_PAUSE_S * 2 ** (num_failed - 1), LONGEST_PAUSE_S) if num_failed else 0.0
 
@@ -84,7 +84,7 @@ class Restarts:
         self._replace(status=status, stopped=stopped, node=node, cause=cause)
 
     def give_up(self, step: int) -> FatalError:
-        """Ends the count; the error of a job that may not start again."""
+        """Ends the count; returns the error of a job that may not start again."""
         failed = self.failed(step)
         self._replace(status=FatalError.exit_status, stopped=False)
         last = {start.node: start for start in failed}

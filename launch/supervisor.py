@@ -1,11 +1,11 @@
 """Runs the processes of a job from start to end, wherever a launcher starts them.
 
-One attempt: start them, let them find each other, write down what they tell, and see them end. When
-one is lost, all are ended, and one paragraph says which, and what the others waited for. Does not
-import JAX: the supervisor holds no device, and starts at once.
+An attempt starts the processes, lets them find each other, records what they report, and waits for
+their end. When one process is lost, the supervisor ends all. One paragraph names the lost process,
+and says what the others waited for. The supervisor does not import JAX: it holds no device, and
+starts at once.
 """
 
-import contextlib
 import functools
 import itertools
 import math
@@ -52,15 +52,14 @@ from holmesjax.job import Job
 from holmesjax.lease import Lease
 from holmesjax.plan.processes import make_processes
 from holmesjax.report.recorder import Recorder
-from holmesjax.runtime.progress import Progress
+from holmesjax.runtime.step_timeout import Progress
 from holmesjax.transport import connections
-from launch.failure_causes import behind, cause_of
-from launch.launchers.launcher import Launcher, leaving
+from launch.failure_causes import behind, error_of, events_of, find_cause, statuses_of
+from launch.launchers.launcher import Launcher, ProcessStart, leaving
 from launch.restarts import DEFAULT, Restarts
 
 KEY = "job.key"
 LOGS = "logs"
-GRACE_S = 1.0  # after a failure, for others to say what they know of it
 STACKS_S = 3.0  # for the stacks of a job without progress to come
 END_S = 30.0  # for processes to leave after the end
 LAST_LINES = 8  # of a process that failed, shown on the console
@@ -87,7 +86,7 @@ def is_noise(line: str) -> bool:
 
 @dataclass
 class _Attempt:
-    """What has happened since the processes were started."""
+    """The state of an attempt since the processes were started."""
 
     agreement: DataAgreement
     saves: Saves
@@ -100,13 +99,13 @@ class _Attempt:
 
 
 class Watch(Protocol):
-    """Looks on while a job trains."""
+    """Watches a job while it trains."""
 
     def step(self, record: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Takes the record of a step that is done; what to add to it."""
+        """Takes the record of a step that is done, and returns additions to it."""
 
     def end(self) -> None:
-        """All processes have ended, and the report is not yet written."""
+        """Called when all processes have ended, before the report is written."""
 
 
 class Supervisor:
@@ -148,7 +147,9 @@ class Supervisor:
         self._blamed: str | None = None  # the node of a failure that came before any signal
 
     def run(self) -> int:
-        """Trains to the end, or until it is asked to stop; 0, or REQUEUE if no Ctrl-C did that.
+        """Trains to the end, or until it is asked to stop.
+
+        Returns 0, or REQUEUE if something other than Ctrl-C asked it to stop.
 
         Raises LeaseError where another process owns the run folder; PeerError, or what a process
         raised, if the last attempt failed; FatalError if no restart is left.
@@ -195,7 +196,7 @@ class Supervisor:
         raise AssertionError("the last attempt returns or raises")
 
     def _set_aside(self, error: DamagedError) -> None:
-        """Takes what a process found in the checkpoint that it read, so that an older one is next.
+        """Sets a damaged checkpoint aside, so that the next start reads an older one.
 
         Raises DamagedError if none is left, and PeerError where somebody else starts the processes.
         """
@@ -217,7 +218,7 @@ class Supervisor:
             time.sleep(min(0.1, pause_s))
 
     def _done(self) -> int:
-        """The step of the newest checkpoint."""
+        """Returns the step of the newest checkpoint."""
         return max((found.step for found in manifest.find(self._job.run_dir)), default=0)
 
     def _recorded_attempt(self, restart: int, restarts: Restarts, step: int) -> int:
@@ -234,7 +235,7 @@ class Supervisor:
         return status
 
     def _stopped(self) -> int:
-        """The exit status of a job that was asked to stop before its last step."""
+        """Returns the exit status of a job that was asked to stop before its last step."""
         return 0 if signal.SIGINT in self._signals else REQUEUE
 
     def _describe(self) -> list[str]:
@@ -312,7 +313,7 @@ class Supervisor:
                     self._watch.end()
                 if self._given_key_file is None:
                     key_file.unlink(missing_ok=True)
-        if line := recorder.summary():
+        for line in recorder.summary():
             say(line)
         if path := recorder.write_report():
             say(f"report  {path}")
@@ -335,10 +336,11 @@ class Supervisor:
                 "HOLMES_RESTART": str(restart),
             }
             command = ["worker", str(self._job.run_dir.absolute())]
-            self._launcher.start(process, command, env, controller.events)
+            start = ProcessStart(process=process, command=command, env=env)
+            self._launcher.start(start, controller.events)
 
     def _supervise(self, controller: Controller, recorder: Recorder, progress: Progress) -> int:
-        """Takes events until all processes have ended; the number of steps done."""
+        """Takes events until all processes have ended; returns the number of steps done."""
         job = self._job
         data: dict[str, str] = {}  # filled before there is anything to commit
         commit = self._lease.guard(functools.partial(self._resumed.commit, data=data))
@@ -450,13 +452,8 @@ class Supervisor:
     def _events(
         self, controller: Controller, attempt: _Attempt, for_s: float
     ) -> Iterator[ProcessEvent]:
-        """The events that come within so many seconds; output goes to the logs alone."""
-        deadline_s = time.monotonic() + for_s
-        while (left_s := deadline_s - time.monotonic()) > 0:
-            try:
-                event = controller.events.get(timeout=left_s)
-            except queue.Empty:
-                return
+        """Yields the events of the next seconds; output goes to the logs alone."""
+        for event in events_of(controller, for_s):
             if isinstance(event.record, Output):
                 self._log(event.process, event.record.line, attempt)
             else:
@@ -475,55 +472,40 @@ class Supervisor:
     def _diagnose(
         self, first: ProcessEvent, controller: Controller, recorder: Recorder, attempt: _Attempt
     ) -> HolmesError:
-        """What went wrong, from all that is told within a moment of the first sign of it."""
+        """Returns the cause of a failure, from all reports within a moment of its first sign."""
         is_asked = bool(self._signals)
-        failures = [first]
-        controller.broadcast(AskBeat())
-        for event in self._events(controller, attempt, GRACE_S):
-            if isinstance(event.record, Measurements):
-                recorder.take(event.record.part)
-            elif isinstance(event.record, Exit | Failed | Silent | Lost):
-                failures.append(event)
-        for number, silent_s in controller.overdue().items():
-            failures.append(ProcessEvent(number, Silent(silent_s=silent_s)))
-        cause = cause_of(failures)
+
+        def note(event: ProcessEvent) -> None:
+            match event.record:
+                case Output(line=line):
+                    self._log(event.process, line, attempt)
+                case Measurements(part=part):
+                    recorder.take(part)
+
+        cause = find_cause(first, controller, note)
         process = self._processes[cause.process]
         self._blamed = None if is_asked else process.node
         where = f"{process.name} (stage {process.stage}, process {process.number})"
-        others = [
-            f"{other.name} (stage {other.stage}) {controller.status(other.number)}"
-            for other in self._processes
-            if other is not process
-        ]
-        found = "; ".join(others) or "it is the only process"
+        found = statuses_of(self._processes, controller, but=process)
         fix = (
             f"resume from the last checkpoint with the same command, {self._advice}; "
             f"its output is in {self._log_path(process.number)}"
         )
-        record = cause.record
-        if isinstance(record, Failed):
-            return _as_reported(record, where, found, fix)
-        if lines := attempt.last.get(process.number):
+        if not isinstance(cause.record, Failed) and (lines := attempt.last.get(process.number)):
             recorder.console.print(f"the last lines of {process.name}:")
             for line in lines:
                 recorder.console.print(f"  {line}")
-        if isinstance(record, Silent):
-            silent_s = record.silent_s
-            problem = f"has been silent for {silent_s:.0f} s: it hangs, or its node or network does"
-        elif isinstance(record, Exit):
-            problem = _ending(record.status)
-            if record.status > 0 and record.status != REQUEUE:
-                kind = _kind(record.status)
-                return kind(
-                    where, problem, found=found, fix=f"see {self._log_path(process.number)}"
-                )
-        else:
-            problem = "has closed its connection: it ended, or its node did"
-        last = controller.status(process.number)
-        return PeerError(where, f"{problem}; it {last}", found=found, fix=fix)
+        return error_of(
+            cause.record,
+            where,
+            last=controller.status(process.number),
+            others=found,
+            fix=fix,
+            fix_alone=f"see {self._log_path(process.number)}",
+        )
 
     def _overdue(self, progress: Progress, attempt: _Attempt) -> str | None:
-        """Says what takes too long, if anything does, in a job that has started and not ended."""
+        """Describes what takes too long in a job that trains; None if nothing does."""
         if time.monotonic() > self._stop_by_s:
             asked = signal.Signals(self._signals[0]).name
             return (
@@ -537,22 +519,21 @@ class Supervisor:
     def _ask_for_stacks(
         self, controller: Controller, recorder: Recorder, attempt: _Attempt
     ) -> None:
-        """Lets all processes write what they are at into their logs, and tell it."""
+        """Makes all processes write their stacks into their logs, and report their status."""
         controller.broadcast(AskBeat(stacks=True))
         for event in self._events(controller, attempt, STACKS_S):
             self._hear(event, controller, recorder, attempt)
 
     def _hang(self, problem: str, controller: Controller) -> HolmesError:
-        """Names who is behind, and says of all what they are at."""
+        """Returns the error of a job without progress: who is behind, and the status of all."""
         statuses = {p.number: controller.status(p.number) for p in self._processes}
         positions = {p.number: controller.position(p.number) for p in self._processes}
         blamed = [self._processes[number] for number in behind(positions, statuses)]
         self._blamed = None if self._signals else ", ".join(process.node for process in blamed)
-        told = [f"{p.name} (stage {p.stage}) {statuses[p.number]}" for p in self._processes]
         return PeerError(
             ", ".join(f"{p.name} (stage {p.stage}, process {p.number})" for p in blamed),
             problem,
-            found="; ".join(told),
+            found=statuses_of(self._processes, controller),
             fix="start it again from the last checkpoint with the same command; the stacks of all "
             f"processes are in their logs: {self._log_path(blamed[0].number)}",
         )
@@ -568,27 +549,3 @@ class Supervisor:
             fix="raise distributed.start_timeout_s, or see their logs in "
             f"{self._job.run_dir / LOGS}",
         )
-
-
-def _ending(status: int) -> str:
-    if status >= 0:
-        return f"ended with status {status}"
-    with contextlib.suppress(ValueError):
-        return f"was killed by signal {-status} ({signal.Signals(-status).name})"
-    return f"was killed by signal {-status}"
-
-
-def _kind(status: int) -> type[HolmesError]:
-    """Of the error of a process that ended with a status that is not REQUEUE."""
-    return HolmesError if status == HolmesError.exit_status else FatalError
-
-
-def _as_reported(failed: Failed, process: str, others: str, fix: str) -> HolmesError:
-    """The error that a process reported; with what the others waited for, if it is news."""
-    status = failed.exit_status
-    where = ": ".join(filter(None, (process, failed.where)))
-    found = others if failed.found is None else failed.found
-    if status == REQUEUE:
-        return PeerError(where, failed.problem, found=f"{found}; {others}", fix=fix)
-    kind = DamagedError if failed.damaged else _kind(status)
-    return kind(where, failed.problem, found=found, fix=fix if failed.fix is None else failed.fix)

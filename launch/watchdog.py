@@ -1,6 +1,6 @@
 """Ends a run in one process that makes no progress, or does not stop when it is asked to.
 
-There is nobody else to do it: the main thread may wait in a collective of its own devices for ever,
+No other process would end it. The main thread may wait for ever in a collective of its own devices,
 where Python hears no signal.
 """
 
@@ -10,11 +10,11 @@ import threading
 import time
 from collections.abc import Callable
 from types import FrameType
-from typing import Protocol
+from typing import Protocol, Self
 
-from holmesjax import lifeline
+from holmesjax import hung_main_thread
 from holmesjax.errors import REQUEUE, PeerError
-from holmesjax.runtime.progress import Progress
+from holmesjax.runtime.step_timeout import Progress
 from launch.launchers.launcher import leaving
 
 CHECK_S = 0.2
@@ -23,20 +23,20 @@ NUMBERS = (signal.SIGINT, signal.SIGTERM)
 
 
 class Run(Protocol):
-    """What is watched."""
+    """A run that is watched."""
 
     @property
     def progress(self) -> Progress | None:
-        """Of its steps; None before the first and after the last."""
+        """The progress of its steps; None before the first and after the last."""
 
     def stop(self) -> None:
-        """Asks it to end after its step."""
+        """Asks the run to end after its step."""
 
 
 class Watchdog:
-    """Hears the signals of this process from now on, for a run; made on the main thread.
+    """Hears the signals of this process for a run; a context manager of the main thread.
 
-    `release` gives up what others wait for, before this process is ended.
+    `release` gives up the lease of the run folder before this process is ended.
     """
 
     def __init__(self, run: Run, stop_timeout_s: float, release: Callable[[], object]):
@@ -45,17 +45,22 @@ class Watchdog:
         self._num_handled = 0
         self._stop_by_s: float | None = None
         self._ended = threading.Event()
-        lifeline.hear_signals(NUMBERS, self._hear)
+        self._give_back = hung_main_thread.hear_signals(NUMBERS, self._hear)
         for number in NUMBERS:
             signal.signal(number, self._handle)
         threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
 
-    def end(self) -> None:
-        """The run is over."""
-        self._ended.set()
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """Stops watching: the run is over, or has failed."""
+        if kind is not SystemExit:  # asked twice: this process still has to end in time
+            self._ended.set()
+            self._give_back()
 
     def _handle(self, number: int, _: FrameType | None) -> None:
-        """On the main thread, if that is within reach."""
+        """Handles a signal on the main thread, if Python reaches it."""
         self._num_handled += 1
         if self._num_handled > 1:  # asked twice: do not wait for the step
             raise SystemExit(leaving(number))
@@ -66,7 +71,7 @@ class Watchdog:
         if len(self.signals) == 1:
             self._stop_by_s = time.monotonic() + self._stop_timeout_s
         elif not self._ended.wait(LEAVE_S):
-            lifeline.end_process(leaving(number), self._release)
+            hung_main_thread.end_process(leaving(number), self._release)
 
     def _watch(self) -> None:
         while not self._ended.wait(CHECK_S):
@@ -86,4 +91,4 @@ class Watchdog:
             fix="start it again with the same command: it resumes from the last checkpoint",
         )
         say = lambda: print(f"error: {error}", file=sys.stderr)
-        lifeline.end_process(REQUEUE, lifeline.write_stacks, say, self._release)
+        hung_main_thread.end_process(REQUEUE, hung_main_thread.write_stacks, say, self._release)

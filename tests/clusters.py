@@ -19,10 +19,11 @@ from holmesjax.plan.plan import Plan
 from holmesjax.planner.assembly import as_plan
 from holmesjax.planner.candidates import split
 from holmesjax.planner.planner import make_plan
-from holmesjax.planner.problem import Case, Part, TaskOrder, step_seconds
-from holmesjax.planner.search import Candidate
+from holmesjax.planner.problem import Assignment, Segment, step_seconds
 from holmesjax.planner.selection import make_problem
 from holmesjax.planner.stage_layouts import MeshShape, StepSettings
+from holmesjax.planner.trials import Candidate
+from holmesjax.schedules.pipeline_schedules import TaskOrder
 from holmesjax.topology import machines
 from holmesjax.topology.machines import Cluster, DeviceKind, Link, Measured, Nic, Node, Topology
 
@@ -103,13 +104,15 @@ def chosen_plan(config, topology, *parts, layers=None, chunks=1, in_flight=()):
     """The plan with stages where the test wants them: (cluster, (data, fsdp, tensor), stages)."""
     problem = make_problem(config, topology)
     names = [cluster.name for cluster in topology.clusters]
-    chosen = [Part(names.index(name), MeshShape(*mesh), count) for name, mesh, count in parts]
-    parallel, num_stages = config.parallel, sum(part.num_stages for part in chosen)
+    chosen = [Segment(names.index(name), MeshShape(*mesh), count) for name, mesh, count in parts]
+    parallel, num_stages = config.parallel, sum(segment.num_stages for segment in chosen)
     settings = StepSettings(parallel.microbatches, parallel.activation_checkpointing)
     order = TaskOrder(parallel.schedule, num_stages, parallel.microbatches, chunks, in_flight)
-    case = Case(tuple(chosen), layers) if layers else split(problem, chosen, settings, order)
-    [step_s] = map(float, step_seconds(problem, [case], settings, order))
-    candidate = Candidate(case=case, settings=settings, order=order, step_s=step_s)
+    assignment = (
+        Assignment(tuple(chosen), layers) if layers else split(problem, chosen, settings, order)
+    )
+    [step_s] = map(float, step_seconds(problem, [assignment], settings, order))
+    candidate = Candidate(assignment=assignment, settings=settings, order=order, step_s=step_s)
     return as_plan(problem, candidate, bound_s=step_s)
 
 
@@ -172,7 +175,10 @@ PLANS = {
     "a_slow_link": lambda: make_plan(
         make_config(model=WIDE, parallel={}), three_clusters(ethernet_bytes_per_s=1e8)
     ),
-    "two_kinds": lambda: make_plan(make_config(model=WIDE, parallel={}), two_kinds()),
+    "two_kinds": lambda: make_plan(
+        make_config(model=WIDE, parallel={"microbatches": 16, "schedule": "eager_1f1b"}),
+        two_kinds(),
+    ),
     "gpt_3b6": lambda: of_file("gpt_3b6"),
     "gpt_7b5": lambda: of_file("gpt_7b5"),
     "gpt_39b1": lambda: of_file("gpt_39b1"),

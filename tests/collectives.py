@@ -85,6 +85,12 @@ def sent(text: str, mesh) -> Counter:
     return total
 
 
+def over(axis: str, program, mesh) -> list[tuple[str, int]]:
+    """Kind and bytes of each collective that crosses an axis."""
+    found = [x for text in texts(program) for x in collectives(text, mesh)]
+    return [(kind, num_bytes) for kind, axes, num_bytes in found if axis in axes]
+
+
 # ---- what waits for what -------------------------------------------------------------------------
 
 

@@ -1,17 +1,15 @@
 """Eight simulated devices, or with --gpu the real ones, and no silent conversions."""
 
+import gc
 import os
 import shutil
 import tempfile
 from pathlib import Path
 
-# LLVM's optimizations are half of the time that a tiny program takes to compile; XLA's own stay on.
-# Set for the processes that tests start, too.
-os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
-
 import jax
 import pytest
 
+from holmesjax import xla_flags
 from holmesjax.config import AUTO
 from holmesjax.runtime import program_cache
 
@@ -20,16 +18,32 @@ GOLDEN = Path(__file__).parent / "golden"
 
 def pytest_configure(config):
     """Before any backend starts."""
+    gc.disable()  # until all modules are here
     if not hasattr(config, "workerinput"):  # the processes of pytest-xdist inherit the folder
         # Compiled programs are kept for this session alone, by all of its processes.
         os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="holmesjax-tests-")
     jax.config.update("jax_numpy_rank_promotion", "raise")
+    # Where each operation stands in the code costs a twelfth of a program's compilation.
+    os.environ.setdefault("JAX_TRACEBACK_IN_LOCATIONS_LIMIT", "0")  # for processes of tests
+    jax.config.update("jax_traceback_in_locations_limit", 0)
     if config.getoption("--gpu"):
         jax.config.update("jax_default_matmul_precision", "highest")  # of float32, not rounded
+        # A machine with a GPU has the JAX that it has: what that deprecates is no failure.
+        config.addinivalue_line("filterwarnings", "default::DeprecationWarning")
     else:
+        # XLA reads them when a device is asked for: here, and in the processes that tests start.
+        os.environ.setdefault("XLA_FLAGS", xla_flags.for_tiny_programs())
         jax.config.update("jax_platforms", "cpu")
         jax.config.update("jax_num_cpu_devices", 8)
         program_cache.use(AUTO, os.environ, print)
+
+
+def pytest_collection_finish():
+    """A tenth of the time was spent on looking for garbage, most of it where there is none."""
+    gc.enable()
+    gc.collect()
+    gc.freeze()  # modules and the list of tests stay
+    gc.set_threshold(700, 10, 100)
 
 
 def pytest_unconfigure(config):

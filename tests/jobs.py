@@ -10,6 +10,8 @@ import sys
 import time
 from pathlib import Path
 
+from launch.__main__ import main
+
 ROOT = Path(__file__).parent.parent
 CLUSTER = """
   - name: {name}
@@ -24,6 +26,7 @@ run: {{dir: {run_dir}}}
 model: {{num_layers: 4, width: 32, num_heads: 4, context_length: 32}}
 data: {{corpus: python-stdlib}}
 train: {{steps: 10, global_batch: 8, log_every_s: 0}}
+log: {{report: false, tensorboard: false}}
 optimizer: {{learning_rate: 3.0e-3, warmup_steps: 2, epsilon: 1.0e-3}}
 parallel:
   clusters: [{clusters}]
@@ -59,13 +62,52 @@ def write_run(folder: Path, clusters: dict[str, tuple[int, ...]], name="run") ->
     return path
 
 
-def compile_cache(folder: Path) -> dict[str, str]:
-    """Variables with which processes share what the first of them has compiled."""
-    return {
-        "JAX_COMPILATION_CACHE_DIR": str(folder / "compiled"),
-        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
-    }
+def compiling_as_here() -> dict[str, str]:
+    """Variables with which processes that inherit none share the programs of this session."""
+    return {name: os.environ[name] for name in ("XDG_CACHE_HOME", "XLA_FLAGS")}
+
+
+def compiling_once(folder: Path) -> dict[str, str]:
+    """Variables with which the first process of a stage compiles for the others.
+
+    Where it finds a program that the others have missed, they wait in vain. So each such job has a
+    folder of programs of its own, and only one stage of several processes: two would share some.
+    """
+    return {"JAX_SHARE_BINARY_BETWEEN_HOSTS": "1", "XDG_CACHE_HOME": str(folder)}
+
+
+def run_launch(
+    *words, prefix=(), module="launch", timeout_s=120.0, **options
+) -> subprocess.CompletedProcess:
+    """What became of `launch` with these words, in a process of its own.
+
+    Args:
+      words: the verb and its arguments.
+      prefix: what comes before the interpreter.
+      module: the program: `launch`, or one that adds to it.
+      options: more of `subprocess.run`.
+    """
+    return subprocess.run(
+        [*prefix, sys.executable, "-m", module, *map(str, words)],
+        **{"cwd": ROOT, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **options},
+        text=True,
+        timeout=timeout_s,
+        check=False,
+    )
+
+
+def run_launch_here(capsys, *words) -> subprocess.CompletedProcess:
+    """The same in this process, for what starts no devices: quicker by the start of Python."""
+    capsys.readouterr()
+    with contextlib.chdir(ROOT), contextlib.ExitStack() as stack:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            stack.callback(signal.signal, number, signal.getsignal(number))
+        try:
+            status = main(list(map(str, words)))
+        except SystemExit as end:
+            status = end.code
+    printed = capsys.readouterr()
+    return subprocess.CompletedProcess(words, status, printed.out, printed.err)
 
 
 def children(pid: int) -> list[int]:
@@ -165,11 +207,11 @@ def external_job(folder: Path, clusters: dict[str, tuple[int, ...]], *settings, 
         for number in range(sum(map(len, clusters.values()))):
             addresses = {fabric: [f"127.0.9.{number + 1}"] for fabric in fabrics}
             output = stack.enter_context((folder / f"{number}.out").open("w"))
+            words = ["launch", "worker", folder / "run"]
+            if number in (odd or {}):
+                words = ["tests.odd_worker", folder / "run", json.dumps(odd[number])]
             child = subprocess.Popen(
-                [
-                    *(sys.executable, "-m", "tests.odd_worker", folder / "run"),
-                    json.dumps((odd or {}).get(number, {})),
-                ],
+                [sys.executable, "-m", *words],
                 cwd=ROOT,
                 env={
                     **os.environ,

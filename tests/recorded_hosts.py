@@ -171,6 +171,7 @@ def gpu(index: int, path: str, numa: int = 0) -> Gpu:
         name="NVIDIA H100 80GB HBM3",
         memory_bytes=80 * 2**30,
         driver="570.86.15",
+        compute_capability="9.0",
         pci=tuple(path.split("/")),
         numa_node=numa,
     )

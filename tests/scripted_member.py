@@ -9,16 +9,19 @@ It joins the controller as a worker does, needs no JAX, and then does what its s
     late SECONDS        from now on says nothing for so long when it is asked how it is
     save STEP           writes its stage's part of a checkpoint
     await STEP          until that checkpoint is whole
+    train               steps, each with its vote, until all are to stop; then it saves and ends
     sleep SECONDS
     done STEP           has trained so far, and ends when all have
-    exit STATUS         or is killed, by signal -STATUS
+    exit STATUS         or signals itself, with -STATUS
 """
 
 import contextlib
+import itertools
 import json
 import os
 import sys
 import time
+from pathlib import Path
 
 from holmesjax import job as jobs
 from holmesjax.checkpoints import manifest
@@ -42,11 +45,12 @@ class ScriptedLauncher:
         self.starts = 0
         self._children = Children()
 
-    def start(self, process, command, env, events):
+    def start(self, start, events):
+        process = start.process
         self.starts += process.number == 0
         script = self._scripts[min(self.starts, len(self._scripts)) - 1].get(process.number, [])
-        argv = [sys.executable, "-m", "tests.scripted_member", command[1], json.dumps(script)]
-        own = {**os.environ, **env, **variables_here({"ethernet": ["127.0.0.1"]})}
+        argv = [sys.executable, "-m", "tests.scripted_member", start.command[1], json.dumps(script)]
+        own = {**os.environ, **start.env, **variables_here({"ethernet": ["127.0.0.1"]})}
         self._children.start(process.number, argv, own, events)
 
     def end(self):
@@ -58,8 +62,9 @@ def main(run_dir, script):
     environment = ProcessEnvironment.read(os.environ, lambda: None)
     job = jobs.load_saved(run_dir)
     config = job.config.distributed
+    processes = make_processes(job.plan, job.topology, config.processes)
     member = Member(
-        process=make_processes(job.plan, job.topology, config.processes)[environment.number],
+        process=processes[environment.number],
         address=environment.controller[0],
         port=environment.controller[1],
         key=environment.key,
@@ -69,6 +74,8 @@ def main(run_dir, script):
         on_loss=lambda error: os._exit(75),
     )
     send = member.send
+    here = f"here-{environment.restart}"
+    (Path(run_dir) / f"{here}-{environment.number}").touch()
 
     def act(what, *arguments):
         if what == "tell":
@@ -88,6 +95,19 @@ def main(run_dir, script):
         elif what == "await":
             while not (manifest.folder_of(run_dir, arguments[0]) / manifest.MANIFEST).exists():
                 time.sleep(0.01)
+        elif what == "train":
+            # A verdict goes to those who are connected.
+            while len(list(Path(run_dir).glob(f"{here}-*"))) < len(processes):
+                time.sleep(0.01)
+            for step in itertools.count(1):
+                member.begin("step", step)
+                member.vote(step)
+                if member.verdict(step).stop:
+                    break
+                time.sleep(0.01)
+            if member.process.leads:
+                act("save", step)
+            act("done", step)
         elif what == "sleep":
             time.sleep(arguments[0])
         elif what == "done":

@@ -5,9 +5,10 @@ import dataclasses
 from holmesjax.costs import work
 
 
-def shape_of(**changes):
+def shape_of(num_blocks=2, **changes):
+    """A stage of a model whose Transformer layers are of one kind."""
     stage = work.StageShape(
-        num_blocks=2,
+        blocks=(num_blocks,),
         is_first=True,
         is_last=True,
         data=1,

@@ -1,11 +1,13 @@
 """A process of a stage, as tests start it: python -m tests.stage_process RANK NUM_PROCESSES PORT
 
 It prints one line of JSON: what it drew for the initial state, what its devices hold of it, its
-digests, and how often JAX compared or gathered what processes have.
+digests, how often JAX compared or gathered what processes have, and the keys under which it looked
+for compiled programs.
 """
 
 import hashlib
 import json
+import os
 import sys
 
 import jax
@@ -44,7 +46,11 @@ def main(rank, num_processes, port):
     jax.config.update("jax_num_cpu_devices", 4 // num_processes)
     jax.distributed.initialize(f"127.0.0.1:{port}", num_processes, rank)
     from holmesjax.models import initial_values
+    from holmesjax.runtime import program_cache
 
+    keys, find = [], program_cache.Store.get
+    program_cache.Store.get = lambda store, key: keys.append(key) or find(store, key)
+    program_cache.use("auto", os.environ, print)
     counts = {"drawn": 0, "compared": 0}
 
     def counted(module, name, what, size=lambda _: 1):
@@ -62,7 +68,7 @@ def main(rank, num_processes, port):
         counted(multihost_utils, name, "compared")
     stage = make_stage()
     state = stage.init(3)
-    said = {**counts, "shards": shards(stage, state), "digests": digests_of(state)}
+    said = {**counts, "shards": shards(stage, state), "digests": digests_of(state), "keys": keys}
     print(json.dumps(said), flush=True)
     jax.distributed.shutdown()
 

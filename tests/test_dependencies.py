@@ -13,16 +13,26 @@ from docs.package_graph import imports_of
 ROOT = Path(__file__).parent.parent
 OURS = {"holmesjax", "launch", "kernels", "tests", "benchmarks", "docs"}
 # The name under which a package is imported, where that is not its own.
-MODULE = {"nvidia-ml-py": "pynvml", "orbax-checkpoint": "orbax", "pyyaml": "yaml"}
+MODULE = {
+    "array-record": "array_record",
+    "ml-dtypes": "ml_dtypes",
+    "nvidia-ml-py": "pynvml",
+    "orbax-checkpoint": "orbax",
+    "pyyaml": "yaml",
+    "universal-pathlib": "upath",
+}
 # Packages that other tools run or read, and that nothing imports.
 TOOLS = {
+    "furo": "the looks of the documents' site",
     "holmesjax": "its own extras",
     "ipykernel": "the kernel of the notebooks",
     "jupyterlab": "shows the notebooks",
     "mypy": "make test",
+    "myst-parser": "Markdown for sphinx",
     "pytest-timeout": "a plugin of pytest",
     "pytest-xdist": "a plugin of pytest",
     "ruff": "make test",
+    "sphinx-copybutton": "a plugin of sphinx",
     "types-psutil": "types for mypy",
     "types-pyyaml": "types for mypy",
 }
@@ -79,5 +89,6 @@ def test_every_pinned_package_is_pinned_once_for_each_python_and_every_direct_on
     project,
 ):
     pins = set(map(name_of, (ROOT / "constraints.txt").read_text().splitlines()))
-    installed = {name for extra in ("", "tb", "dev") for name in project[extra]}
+    extras = ("", "tb", "zstd", "hf", "array_record", "s3", "docs", "dev")
+    installed = {name for extra in extras for name in project[extra]}
     assert installed - {"holmesjax"} <= pins

@@ -4,6 +4,7 @@ import contextlib
 import errno
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -14,7 +15,7 @@ from holmesjax import lease
 from holmesjax.errors import ConfigError, LeaseError, LostLeaseError
 from holmesjax.lease import FILE, Lease
 from holmesjax.trainer import Trainer
-from tests.jobs import ROOT, RunningJob, write_run
+from tests.jobs import ROOT, RunningJob, run_launch, write_run
 
 OWNER = """
 import sys
@@ -54,8 +55,11 @@ def contenders(folder, count):
             process.stdout.close()
 
 
-def race(processes):
-    """Starts them at once; the one that won, after all others were refused by its name."""
+def race(processes, *, takes_over=False):
+    """Starts them at once; the one that won, after all others were refused by its name.
+
+    Where a lease is taken over, one that gives way to the winner afterwards may be named.
+    """
     for process in processes:
         process.stdin.write("\n")
         process.stdin.flush()
@@ -65,9 +69,11 @@ def race(processes):
             if line.startswith("taking "):
                 said[process] = process.stdout.readline()
     [winner] = [process for process, line in said.items() if line == "won\n"]
+    named = {process.pid for process in processes} if takes_over else {winner.pid}
     for process, line in said.items():
         if process is not winner:
-            assert f"is in use by another process   found: process {winner.pid} on " in line
+            [pid] = re.findall(r"is in use by another process   found: process (\d+) on ", line)
+            assert int(pid) in named
             assert process.wait(10) == 2
     return winner
 
@@ -76,7 +82,7 @@ def test_of_many_that_start_at_once_one_wins_and_the_others_name_it(tmp_path):
     with contenders(tmp_path / "run", 6) as first, contenders(tmp_path / "run", 4) as second:
         winner = race(first)
         winner.kill()  # not waited for: a process that has ended, and is not gone yet
-        again = race(second)
+        again = race(second, takes_over=True)
         again.stdin.close()
         assert again.wait(10) == 0
     assert list((tmp_path / "run").iterdir()) == []
@@ -252,14 +258,7 @@ def test_a_job_owns_its_folder_until_it_loses_it(tmp_path):
     endless = ["model.num_layers=2", "model.width=16", "train.steps=100000"]
     with RunningJob(run_file, "--launcher", "local", *endless, "checkpoint.every=20") as job:
         job.until("step ")
-        other = subprocess.run(
-            [sys.executable, "-m", "launch", "train", run_file, *endless],
-            cwd=ROOT,
-            capture_output=True,
-            text=True,
-            timeout=60,
-            check=False,
-        )
+        other = run_launch("train", run_file, *endless)
         assert (other.returncode, other.stdout) == (2, "")
         assert other.stderr.startswith(f"error: {tmp_path / 'run'}: is in use by another process")
         assert f"process {job.process.pid} on " in other.stderr

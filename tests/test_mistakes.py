@@ -73,7 +73,7 @@ def test_the_help_lists_every_module_of_the_verbs(capsys):
     modules = {path.stem for path in Path(verbs.__file__).parent.glob("[!_]*.py")}
     with pytest.raises(SystemExit):
         main(["--help"])
-    listed = re.findall(r"^    (\w+) +(.+)$", capsys.readouterr().out, re.MULTILINE)
+    listed = re.findall(r"^    (\w+)\s+(.+)$", capsys.readouterr().out, re.MULTILINE)
     assert dict(listed) == {name: verb.help for name, verb in VERBS.items()}
     assert VERBS.keys() == modules
 

@@ -52,7 +52,8 @@ def test_a_notebook_is_short_and_clean(name):
 @pytest.mark.filterwarnings("ignore::ResourceWarning")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_the_quickstart_runs(tmp_path):
-    shorter = {"train.steps=16": "train.steps=4", "train.steps=24": "train.steps=6", "=8": "=4"}
+    small = '"train.steps=4", "model.num_layers=2", "model.width=32", "model.context_length=64"'
+    shorter = {'"train.steps=16"': small, "train.steps=24": "train.steps=6", "=8": "=4"}
     cells = execute("quickstart", {"../runs/notebook": str(tmp_path / "run"), **shorter})
     assert have_pictures(cells) == [True, False, True, True, True, True]
     assert "resuming after step 4" in printed(cells)
@@ -62,7 +63,12 @@ def test_the_quickstart_runs(tmp_path):
 @pytest.mark.filterwarnings("ignore::ResourceWarning")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_the_planning_runs():
-    cells = execute("plan_two_clusters", {'("3b6", "7b5", "39b1")': '("7b5",)'})
+    """With less to choose from: the searches of the shipped runs have their own tests."""
+    settings = [f"parallel.{given}=1" for given in ("fsdp", "tensor")]
+    settings += ["parallel.stages=3", "parallel.microbatches=16", "parallel.schedule=1f1b"]
+    settings += ["parallel.activation_checkpointing=full"]
+    fewer = {'_{name}.yaml")': f'_{{name}}.yaml", {settings})'}
+    cells = execute("plan_two_clusters", {'("3b6", "7b5", "39b1")': '("7b5",)', **fewer})
     assert have_pictures(cells) == [False, True, True, False, False]
     text = printed(cells)
     assert "of topology holmes" in text
@@ -72,11 +78,23 @@ def test_the_planning_runs():
     assert "paper 1.14 1.39 1.66" in text
 
 
+@pytest.mark.filterwarnings("ignore::ResourceWarning")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_model_of_ones_own_trains(tmp_path):
+    small = '"model.num_layers": 2, "model.width": 32, "model.context_length": 32'
+    shorter = {'"train.steps": 16': f'"train.steps": 4, "train.eval_every": 0, {small}'}
+    cells = execute("your_own_model", {"../runs/own_model": str(tmp_path / "run"), **shorter})
+    assert have_pictures(cells) == [False, True, True]
+    assert "1 layer + head" in printed(cells)
+    assert "step 4/4" in printed(cells)
+
+
 @needs_lab
 @pytest.mark.filterwarnings("ignore::ResourceWarning")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_the_lab_runs(tmp_path):
     shorter = {"train.steps=12": "train.steps=3", "step=6": "step=1"}
+    shorter |= {"num_layers=3": "num_layers=2", "width=64": "width=32"}
     cells = execute("lab", {"../runs/lab": str(tmp_path / "run"), **shorter})
     assert have_pictures(cells) == [False, False, False, False, True, True, False]
     text = printed(cells)

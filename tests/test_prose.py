@@ -3,6 +3,7 @@
 import ast
 from collections import defaultdict
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
@@ -15,7 +16,12 @@ Function = ast.FunctionDef | ast.AsyncFunctionDef
 def trees(*places: str) -> Iterator[tuple[str, ast.Module]]:
     for place in places:
         for file in sorted(ROOT.glob(f"{place}/**/*.py")):
-            yield file.relative_to(ROOT).as_posix(), ast.parse(file.read_text())
+            yield file.relative_to(ROOT).as_posix(), parsed(file)
+
+
+@cache
+def parsed(file: Path) -> ast.Module:
+    return ast.parse(file.read_text())
 
 
 def functions(tree: ast.Module) -> Iterator[Function]:

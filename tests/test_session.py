@@ -1,9 +1,35 @@
 """The loop of steps, with a runner that writes down when it is asked and what is waited for."""
 
+import dataclasses
+import gzip
+import json
+from pathlib import Path
 from types import SimpleNamespace
 
+import jax
+import numpy as np
+import pytest
+
+from holmesjax.errors import FatalError
 from holmesjax.session import Session
 from tests.clusters import make_config
+
+
+def make_session(runner, events, **train):
+    """A session that trains nothing; `events` takes what it saves."""
+    interval = SimpleNamespace(end_s=0.0)
+    return Session(
+        config=make_config(train=train),
+        runner=runner,
+        batches=None,
+        clock=SimpleNamespace(timeline=lambda: SimpleNamespace(intervals=lambda: [interval])),
+        writer=SimpleNamespace(save=lambda step, states: events.append(f"save {step}")),
+        tell=lambda part: None,
+        is_stopping=lambda: False,
+        is_saving=lambda step: False,
+        begins=lambda work, step: None,
+        profiles=Path("unused"),
+    )
 
 
 def test_a_step_is_dispatched_before_anything_of_the_one_before_is_waited_for():
@@ -37,18 +63,7 @@ def test_a_step_is_dispatched_before_anything_of_the_one_before_is_waited_for():
         def take_link_bytes(self):
             return {}
 
-    interval = SimpleNamespace(end_s=0.0)
-    session = Session(
-        config=make_config(train={"steps": 3}),
-        runner=Runner(),
-        batches=None,
-        clock=SimpleNamespace(timeline=lambda: SimpleNamespace(intervals=lambda: [interval])),
-        writer=SimpleNamespace(save=lambda step, states: events.append(f"save {step}")),
-        tell=lambda part: None,
-        is_stopping=lambda: False,
-        is_saving=lambda step: False,
-        begins=lambda work, step: None,
-    )
+    session = make_session(Runner(), events, steps=3)
     assert session._run(SimpleNamespace(take=lambda: None), [], 0) == 3
     in_order = [event for i, event in enumerate(events) if event not in events[:i]]
     assert in_order == [
@@ -60,3 +75,48 @@ def test_a_step_is_dispatched_before_anything_of_the_one_before_is_waited_for():
         "wait 3",
         "save 3",
     ]
+
+
+def test_gradients_that_stay_infinite_end_the_run_and_a_finite_one_counts_anew():
+    skipped = [True, True, False, *[True] * 6]
+
+    class Runner:
+        def train_step(self, states, batch, timeline, meanwhile):
+            meanwhile.idle()  # the step before is read
+            is_skipped = skipped.pop(0)
+            norms = np.array([1.0, np.inf if is_skipped else 1.0])
+            names = {"grad_norm": norms.sum(), "learning_rate": 1.0, "loss": 1.0}
+            return states, names | {"skipped": is_skipped, "square_norms": norms}
+
+        def take_link_bytes(self):
+            return {}
+
+    session = make_session(Runner(), [], steps=9, max_skipped=3)
+    with pytest.raises(FatalError, match="not finite, for 3 steps in a row") as error:
+        session._run(SimpleNamespace(take=lambda: None), [], 0)
+    assert error.value.where == "step 6, stage 1"
+    assert error.value.exit_status == 1
+
+
+def test_the_steps_that_are_asked_for_are_profiled(tmp_path):
+    """Alone: what was dispatched before is waited for, and the step itself."""
+    double = jax.jit(lambda x: x @ x)
+
+    class Runner:
+        def train_step(self, states, *_):
+            numbers = {"grad_norm": 1.0, "learning_rate": 1.0, "skipped": False}
+            return [double(states[0])], numbers
+
+        def take_link_bytes(self):
+            return {}
+
+    session = make_session(Runner(), [], steps=4, profile_steps=(2, 4))
+    session = dataclasses.replace(session, profiles=tmp_path)
+    feed = SimpleNamespace(take=lambda: None)
+    session._run(feed, [jax.numpy.eye(8)], 0)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step_000002", "step_000004"]
+    for path in tmp_path.rglob("perfetto_trace.json.gz"):
+        with gzip.open(path) as file:
+            assert json.load(file)["traceEvents"]
+    assert len(list(tmp_path.rglob("perfetto_trace.json.gz"))) == 2
+    assert len(list(tmp_path.rglob("*.xplane.pb"))) == 2

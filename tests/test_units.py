@@ -8,6 +8,7 @@ from hypothesis import given, strategies as st
 
 from holmesjax import units
 from holmesjax.errors import HolmesError
+from tests.cases import cases
 
 QUANTITIES = [
     ("25 Gb/s", "b/s", 3.125e9),
@@ -32,7 +33,7 @@ QUANTITIES = [
 ]
 
 
-@pytest.mark.parametrize(("text", "unit", "value"), QUANTITIES)
+@cases("text, unit, value", QUANTITIES)
 def test_parse(text, unit, value):
     assert units.parse(text, unit) == value
 

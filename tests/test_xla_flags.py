@@ -11,12 +11,14 @@ import yaml
 
 from holmesjax import job as jobs, xla_flags
 from holmesjax.config import CHECKOUT
+from holmesjax.errors import ConfigError
 from holmesjax.job import ENVIRONMENT, Job
 from holmesjax.topology import machines
 from holmesjax.transport.buffers import ALLOCATOR
 from launch import supervisor
 from launch.launchers import launcher as launchers
 from launch.launchers.external import ExternalLauncher
+from launch.launchers.launcher import ProcessStart
 from launch.launchers.local import LocalLauncher
 from launch.supervisor import Supervisor
 
@@ -41,7 +43,8 @@ def start_jax(flags):
 
 def test_xla_knows_every_flag_and_the_last_value_wins():
     count = "--xla_force_host_platform_device_count"
-    flags = xla_flags.joined(f"{GPU_FLAGS} {count}=2", f"{count}=3")
+    every = xla_flags.for_devices({"h100"}, deterministic=True)
+    flags = xla_flags.joined(f"{every} {count}=2", f"{count}=3")
     done = start_jax(flags)
     assert (done.returncode, done.stdout.split()) == (0, ["3"]), done.stderr
 
@@ -69,9 +72,17 @@ def test_only_processes_with_gpus_get_flags(job):
     rehearsal = dataclasses.replace(job, config=dataclasses.replace(job.config, run=run))
     assert rehearsal.environment({}) == {}
     own = {"XLA_FLAGS": "--xla_a=1", "PATH": "/bin"}
+    kernels = {"kernels": dataclasses.replace(job.config.kernels, deterministic_attention=True)}
     assert rehearsal.environment(own) == {"XLA_FLAGS": "--xla_a=1"}
     assert job.environment(own) == {"XLA_FLAGS": f"{GPU_FLAGS} --xla_a=1"}
     assert job.environment({"XLA_FLAGS": "file"}) == {"XLA_FLAGS": "file"}
+    train = dataclasses.replace(job.config.train, deterministic=True)
+    fixed = dataclasses.replace(job, config=dataclasses.replace(job.config, **kernels, train=train))
+    asked = f"--{xla_flags.DETERMINISTIC}=true"
+    assert fixed.environment(own)["XLA_FLAGS"] == f"{GPU_FLAGS} {asked} --xla_a=1"
+    for undone in (f"--{xla_flags.DETERMINISTIC}=false", "file"):
+        with pytest.raises(ConfigError, match="takes the flag back"):
+            fixed.environment({"XLA_FLAGS": undone})
     assert job.process_environment(own) == job.environment(own)
     assert rehearsal.process_environment(own) == {"XLA_FLAGS": "--xla_a=1", **ALLOCATOR}
     assert rehearsal.process_environment({"GLIBC_TUNABLES": "glibc.malloc.perturb=1"}) == {}
@@ -101,12 +112,13 @@ def test_the_supervisor_gives_and_records_them(job, monkeypatch):
     assert env["XLA_FLAGS"] == f"{GPU_FLAGS} --xla_a=1"
     record = yaml.safe_load((job.run_dir / ENVIRONMENT).read_text())
     assert record.pop("XLA_FLAGS") == env["XLA_FLAGS"]
-    own = ("plan hash", "settings hash", "restart")
+    own = ("plan hash", "settings hash", "tokenizer", "restart")
     assert record == {name: v for name, v in job.about(0).items() if name not in own}
 
 
 def test_processes_that_others_start_are_told_to_have_them(job, capsys):
     launcher = ExternalLauncher("127.0.0.1:7000")
     [first, *_] = supervisor.make_processes(job.plan, job.topology, "node")
-    launcher.start(first, ["worker", str(job.run_dir)], job.process_environment({}), queue.Queue())
+    command, env = ["worker", str(job.run_dir)], job.process_environment({})
+    launcher.start(ProcessStart(process=first, command=command, env=env), queue.Queue())
     assert f"  XLA_FLAGS='{GPU_FLAGS}'\n" in capsys.readouterr().out

@@ -3,6 +3,7 @@
 import threading
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -12,8 +13,8 @@ from holmesjax.plan.plan import Axis, Plan, StagePlan
 from holmesjax.plan.processes import make_processes
 from holmesjax.topology import machines
 from holmesjax.transport.crossings import Crossing
-from holmesjax.transport.rendezvous import Ports
-from holmesjax.transport.tcp import TcpTransport
+from holmesjax.transport.rendezvous import Ports, Rendezvous
+from holmesjax.transport.tcp import TcpTransport, Timeouts
 
 TOPOLOGY = machines.load(Path(__file__).parent.parent / "configs/topologies/ib_roce.yaml")
 CLUSTERS = ("ib", "roce")
@@ -101,17 +102,27 @@ def start(number, plan, crossings, ports, book, processes=None, mesh=None, **cha
         "heartbeat_timeout_s": 10.0,
         "pull_timeout_s": 20.0,
         "start_timeout_s": 20.0,
+        "on_failure": lambda error: None,
     }
-    return TcpTransport(
+    chosen = SimpleNamespace(**{**settings, **changes})
+    rendezvous = Rendezvous(
         me=me,
         processes=processes,
-        plan=plan,
         topology=TOPOLOGY,
-        crossings=crossings,
-        mesh=mesh or mesh_of(plan.stages[me.stage]),
         ports=ports,
         look_up=lambda numbers: {number: book[number] for number in numbers},
-        **{**settings, **changes},
+        key=chosen.key,
+        about=chosen.about,
+        min_streams=chosen.streams,
+        timeout_s=chosen.start_timeout_s,
+    )
+    return TcpTransport(
+        plan,
+        crossings,
+        mesh or mesh_of(plan.stages[me.stage]),
+        rendezvous=rendezvous,
+        timeouts=Timeouts(chosen.heartbeat_timeout_s, chosen.pull_timeout_s),
+        on_failure=chosen.on_failure,
     )
 
 

@@ -1,12 +1,15 @@
 """The table of whole steps: each row is a plan, a model and the ways in which they are computed.
 
-Rows are few because each of them changes many things at once. `tests/test_whole_steps.py` runs
-every row against one device, and proves that every two values that can occur together do.
+Rows are few because each of them changes many things at once. `tests/runtime/test_whole_steps.py`
+runs every row against one device, and proves that every two values that can occur together do.
+`tests/runtime/test_sent.py` reads what the same programs send and keep.
 """
 
 import ast
 import functools
 from typing import NamedTuple
+
+import pytest
 
 from holmesjax.config import KernelsConfig, ModelConfig, OptimizerConfig
 from holmesjax.plan.plan import Plan
@@ -14,10 +17,10 @@ from holmesjax.runtime.pipeline import OneStage, in_one_process
 from holmesjax.runtime.programs import compile_stages, compile_whole_step
 from tests.runtime.test_pipeline import hand_made_plan, make_stages
 
-# Heads of 64 numbers are whole blocks of int8. Those of "llama" are wider than the model, and the
-# parts of its feed-forward on two devices are blocks and a half.
+# Heads of 64 numbers are whole blocks of int8, and together wider than the model. The parts of the
+# feed-forward of "llama" on two devices are blocks and a half.
 MODELS = {
-    "gpt2": {"num_heads": 2, "positions": "learned"},
+    "gpt2": {"num_heads": 4, "head_dim": 64, "positions": "learned"},
     "llama": {
         "num_heads": 4,
         "num_kv_heads": 2,
@@ -25,6 +28,13 @@ MODELS = {
         "mlp_width": 192,
         "activation": "swiglu",
         "norm": "rms_norm",
+        "norms": "both",
+        "zero_centered_norms": True,
+        "qk_norm": "all_heads",
+        "biases": "qkv",
+        "attention_soft_cap": 2.0,
+        "logit_soft_cap": 3.0,
+        "z_loss_multiplier": 0.01,
     },
 }
 
@@ -35,7 +45,7 @@ class Row(NamedTuple):
     split: tuple[int, ...]  # blocks of each stage
     data: int | tuple[int, ...] = 1
     fsdp: int | tuple[int, ...] = 1
-    tensor: int = 1
+    tensor: int | tuple[int, ...] = 1
     context: int | tuple[int, ...] = 1
     schedule: str = "1f1b"  # which also stands for those that run the same programs
     chunks: int = 1
@@ -105,14 +115,14 @@ class Row(NamedTuple):
     def values(self) -> dict[str, str]:
         """The value of each thing that rows change, in words."""
         size = lambda sizes: "unequal" if isinstance(sizes, tuple) else str(sizes)
-        cuts = {1: "one program", 2: "two stages", 3: "three stages"}
+        cuts = {1: "one program", 2: "two stages"}
         own = self.schedule in ("interleaved_1f1b", "zero_bubble")
         return {
-            "cut": self.schedule if own else cuts[len(self.split)],
+            "cut": self.schedule if own else cuts.get(len(self.split), "more stages"),
             "data": size(self.data),
             "fsdp": size(self.fsdp),
-            "tensor": str(self.tensor),
-            "context": str(self.context),
+            "tensor": "whole" if self.tensor == 1 else "cut",
+            "context": "whole" if self.context == 1 else "cut",
             "microbatches": "one" if self.microbatches == 1 else "several",
             **{name: str(getattr(self, name)) for name in Row._fields[8:]},
         }
@@ -133,24 +143,21 @@ def runner(row: Row, plan: Plan):
 
 # In the order of the fields of `Row`; "-" is the default.
 TABLE = """
-1     2     2     2 - -                - 3 dots chunked int8     -   -     True True
-1     2     -     2 2 -                - - full chunked -        1e6 llama -    True
-1     -     2     - 2 -                - - -    -       bfloat16 0.1 llama -    -
-1,1   -     2,1   - - -                - - full chunked -        1e6 -     True True
-2,1   1,2   2,1   2 - -                - 3 full -       -        1e6 llama -    -
-1,1   2     -     2 - -                - 3 dots chunked bfloat16 0.1 llama True -
-1,1   -     2     - 2 -                - 3 -    -       int8     -   -     -    True
-1,1,1 1,2,1 -     - 2 -                - 4 -    chunked bfloat16 -   -     -    True
-1,1,1 1,2,1 2,1,2 - - -                - - dots -       int8     -   -     True -
-1,1,1 -     2     - - -                - 4 full chunked int8     0.1 llama True -
-1,1,1 -     -     2 - -                - 4 dots -       -        -   llama -    -
-1,1,1 2     -     - - -                - - full -       -        1e6 llama -    -
-2,2   -     -     2 2 interleaved_1f1b 2 4 dots -       int8     1e6 llama -    -
-2,2   2     2,1   - - interleaved_1f1b 2 4 full -       bfloat16 -   llama True True
-3,4   1,2   2     - - interleaved_1f1b 3 4 -    chunked -        0.1 -     True True
-1,1   2     2     - - zero_bubble      - - -    -       bfloat16 1e6 llama True -
-1,2   -     -     2 2 zero_bubble      - 3 -    chunked -        -   -     True -
-1,1   1,2   2,1   - 2 zero_bubble      - - -    -       int8     0.1 llama -    True
+1       -     2     -     2     -                - - full chunked -        1e6 llama True -
+1       2     -     2     2     -                - - dots -       bfloat16 0.1 -     -    -
+1       -     -     4     -     -                - 3 -    -       int8     -   -     -    True
+1,1     2     1,2   -     -     -                - - dots chunked -        -   llama -    True
+1,2     1,2   2     -     -     -                - 3 -    chunked bfloat16 0.1 -     True True
+1,1     -     -     2     2     -                - - full -       int8     1e6 llama -    -
+1,1,1   1,2,1 1,2,1 2,1,1 1,1,2 -                - - full -       -        0.1 -     -    True
+1,1,1   2     -     -     -     -                - 4 -    -       bfloat16 1e6 llama True -
+1,1,1   -     2     2,1,1 -     -                - - dots chunked int8     -   -     True -
+2,2     -     2     2,1   1,2   interleaved_1f1b 2 4 -    chunked -        0.1 llama -    -
+2,2     2     -     -     -     interleaved_1f1b 2 4 full chunked bfloat16 -   -     -    True
+2,2     4,1   1,2   -     -     interleaved_1f1b 2 4 dots -       int8     1e6 -     True -
+1,1     1,2   -     2     2,1   zero_bubble      - - -    -       -        -   llama -    True
+1,1     -     1,2   -     -     zero_bubble      - - -    chunked bfloat16 1e6 -     -    True
+2,1     2     2     -     -     zero_bubble      - 3 -    -       int8     0.1 -     True -
 """
 
 
@@ -169,3 +176,9 @@ def _read(line: str) -> Row:
 
 
 ROWS = [_read(line) for line in TABLE.strip().splitlines()]
+
+# One worker has all tests of a row: its programs are compiled once.
+PARAMETERS = [
+    pytest.param(row, id=str(row), marks=pytest.mark.xdist_group(f"row {i}"))
+    for i, row in enumerate(ROWS)
+]

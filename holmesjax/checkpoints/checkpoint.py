@@ -10,31 +10,36 @@ import contextlib
 import dataclasses
 import functools
 import gc
+import itertools
 import logging
 import os
 import re
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 import orbax.checkpoint as ocp
+import tensorstore as ts
 from orbax.checkpoint.options import AsyncOptions
 
 from holmesjax.checkpoints import digests, manifest
 from holmesjax.checkpoints.manifest import Checkpoint
 from holmesjax.config import ModelConfig
 from holmesjax.errors import CheckpointError
-from holmesjax.models import transformer
-from holmesjax.optimizers.adamw import AdamW
-from holmesjax.plan.plan import EMBED, layer_names
+from holmesjax.layers.kind import Parameter
+from holmesjax.layers.model_layers import EMBED, layers
+from holmesjax.models.layer import merged, split_trained, stated, statements
+from holmesjax.runtime import spikes
 from holmesjax.runtime.domain import Gate
-from holmesjax.runtime.stage import Stage, StageState
+from holmesjax.runtime.stage import Average, Dtypes, Stage, StageState
 
 Arrays = dict[str, Any]  # key -> array, or its shape with a sharding
+CHUNK_BYTES = 4 << 20  # of an array, that are written or read at a time
 TIMEOUT_S = 1200  # of a save
 MAX_SHOWN = 3  # arrays that differ, in a message
 
@@ -59,49 +64,213 @@ def owned(stage: Stage, state: StageState) -> Arrays:
 def restore(checkpoint: Checkpoint, stages: Sequence[Stage]) -> list[StageState]:
     """The states of all stages, whatever the plan that wrote them. Verify first.
 
-    Moments that were kept in another way are read as they were, and kept in the stage's.
+    A state that was kept in another way, or in other dtypes, is read as it was, and kept in the
+    stage's. Where the optimizer has none, as of imported weights, it begins anew.
 
     Raises:
       CheckpointError: it holds other arrays than the model has; nothing is read.
       DamagedError: an array cannot be read, or is not what was written.
     """
-    model, optimizer = stages[0].model, _writing_optimizer(checkpoint, stages[0])
-    params = _param_shapes(model)
-    _check_arrays(checkpoint, StageState(params, jax.eval_shape(optimizer.init, params)))
+    model, settings = stages[0].model, checkpoint.settings["optimizer"]
+    optimizer = stages[0].optimizer.as_written(settings)
+    params, fixed = _param_shapes(model, _written(checkpoint))
+    wide = jax.tree.map(lambda x: x.update(dtype="float32"), params)
+    opt_state = jax.eval_shape(optimizer.init, wide) if _has_optimizer(checkpoint) else {}
+    is_averaged = stages[0].ema_decay is not None and has_average(checkpoint)
+    average = _average_shapes(wide) if is_averaged else None
+    remembered = stages[0].spike_rule if _remembers(checkpoint, stages[0]) else None
+    recent = remembered and jax.eval_shape(lambda: spikes.none_yet(remembered.window))
+    _check_arrays(checkpoint, StageState(params, opt_state, fixed, average, recent))
     return [_restore_state(checkpoint, stage) for stage in stages]
 
 
+def _has_optimizer(checkpoint: Checkpoint) -> bool:
+    """Whether it has the state of an optimizer; that of imported weights has none."""
+    return any(key.startswith("opt_state.") for key in checkpoint.manifest["arrays"])
+
+
+def has_average(checkpoint: Checkpoint) -> bool:
+    """Whether it has an average of the weights."""
+    return any(key.startswith("average.") for key in checkpoint.manifest["arrays"])
+
+
+def _remembers(checkpoint: Checkpoint, stage: Stage) -> bool:
+    """Whether it has the steps that a stage's rule for spikes remembers, as many as they are."""
+    saved = checkpoint.manifest["arrays"].get("recent.losses")
+    rule = stage.spike_rule
+    return saved is not None and rule is not None and saved["shape"] == [rule.window]
+
+
+def _average_shapes(params: Any) -> Average:
+    return Average(jax.ShapeDtypeStruct((), "int32"), params)
+
+
 def _restore_state(checkpoint: Checkpoint, stage: Stage) -> StageState:
-    written = _writing_optimizer(checkpoint, stage)
-    if written == stage.optimizer:
-        return _restore_tree(checkpoint, stage.state_shapes)
-    writer = dataclasses.replace(stage, optimizer=written)
-    state = _restore_tree(checkpoint, writer.state_shapes)
-    shardings = jax.tree.map(lambda x: x.sharding, stage.state_shapes.opt_state)
-    adopt = jax.jit(stage.optimizer.adopt, out_shardings=shardings)
-    return StageState(state.params, adopt(state.opt_state))
-
-
-def _writing_optimizer(checkpoint: Checkpoint, stage: Stage) -> AdamW:
-    """The stage's optimizer with moments as the checkpoint keeps them."""
-    config = dataclasses.replace(
-        stage.optimizer.config, moments=checkpoint.settings["optimizer"]["moments"]
+    written = stage.optimizer.as_written(checkpoint.settings["optimizer"])
+    dtypes = _written(checkpoint)
+    writer = dataclasses.replace(
+        stage,
+        optimizer=written,
+        param_dtype=dtypes.trained,
+        compute_dtype=dtypes.untrained,
+        ema_decay=stage.ema_decay if has_average(checkpoint) else None,
+        spike_rule=stage.spike_rule if _remembers(checkpoint, stage) else None,
     )
-    return dataclasses.replace(stage.optimizer, config=config)
+    shapes, own = writer.state_shapes, stage.state_shapes
+    if not _has_optimizer(checkpoint):
+        found = _restore_tree(checkpoint, {"params": shapes.params, "fixed": shapes.fixed})
+        params, fixed = _cast(found["params"], own.params), _cast(found["fixed"], own.fixed)
+        begun = stage.init_optimizer(params), fixed, stage.init_average(params)
+        return StageState(params, *begun, stage.init_recent())
+    state: StageState = _restore_tree(checkpoint, shapes)
+    params, fixed = _cast(state.params, own.params), _cast(state.fixed, own.fixed)
+    opt_state, average = state.opt_state, state.average or stage.init_average(params)
+    if written != stage.optimizer:
+        shardings = jax.tree.map(lambda x: x.sharding, own.opt_state)
+        opt_state = jax.jit(stage.optimizer.adopt, out_shardings=shardings)(opt_state)
+    recent = state.recent or stage.init_recent()
+    return StageState(params, opt_state, fixed, average, recent)
 
 
-def restore_params(checkpoint: Checkpoint, model: ModelConfig) -> Any:
-    """The parameters of all layers, on the first device. Verify first; raises as `restore`."""
+def _cast(arrays: Any, shapes: Any) -> Any:
+    """Arrays in the dtypes of others of the same layout; rounded to the nearest number."""
+
+    def cast(x: jax.Array, like: jax.ShapeDtypeStruct) -> jax.Array:
+        if x.dtype == like.dtype:
+            return x
+        found: jax.Array = jax.jit(lambda x: x.astype(like.dtype), out_shardings=like.sharding)(x)
+        return found
+
+    return jax.tree.map(cast, arrays, shapes)
+
+
+Where = Callable[[str, Parameter], jax.sharding.Sharding | None]  # of a layer's parameter
+
+
+def restore_params(
+    checkpoint: Checkpoint, model: ModelConfig, where: Where | None = None, *, ema: bool = False
+) -> Any:
+    """The parameters of all layers; on the first device, or as `restore_layers` takes it."""
     here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    shapes = {"params": jax.tree.map(lambda x: x.update(sharding=here), _param_shapes(model))}
-    _check_arrays(checkpoint, shapes)
-    return _restore_tree(checkpoint, shapes)["params"]
+    where = where or (lambda layer, parameter: here)
+    return dict(restore_layers(checkpoint, model, where, ema=ema))
 
 
-def _param_shapes(model: ModelConfig) -> dict[str, dict]:
+def restore_layers(
+    checkpoint: Checkpoint,
+    model: ModelConfig,
+    where: Where | None = None,
+    *,
+    ema: bool = False,
+    only: Container[str] | None = None,
+) -> Iterator[tuple[str, Any]]:
+    """The parameters of one layer after the other. Verify first; raises as `restore`.
+
+    Args:
+      checkpoint: which has them.
+      model: the model's settings.
+      where: the sharding of a layer's parameter. None: it is NumPy's, which is in memory once.
+      ema: whether what trains is read of the average of the weights.
+      only: the layers that are read; None: all.
+    """
+    if ema and not has_average(checkpoint):
+        raise CheckpointError(
+            str(checkpoint.path),
+            "has no average of the weights",
+            found="a run without optimizer.ema_decay",
+            fix="leave --ema out, or train with optimizer.ema_decay",
+        )
+    sharding_of = where or (lambda layer, parameter: None)
+    written = _written(checkpoint)
+    both = _param_shapes(model, written._replace(trained="float32") if ema else written)
+    parameter_at = functools.partial(stated, statements(model))
+    put = lambda path, x: x.update(sharding=sharding_of(path[0].key, parameter_at(path)))
+    trained, fixed = (jax.tree_util.tree_map_with_path(put, tree) for tree in both)
+    of_trained = {"average": _average_shapes(trained)} if ema else {"params": trained}
+    _check_arrays(checkpoint, {**of_trained, "fixed": fixed})
+    for layer in layers(model):
+        if only is not None and layer not in only:
+            continue
+        own = {"fixed": {layer: fixed[layer]}} if layer in fixed else {"fixed": {}}
+        here = {layer: trained[layer]}
+        wanted = {"average": {"weights": here}} if ema else {"params": here}
+        yield layer, _restore_layer(checkpoint, layer, {**wanted, **own})  # and is not kept here
+
+
+def _restore_layer(checkpoint: Checkpoint, layer: str, wanted: dict[str, Any]) -> Any:
+    found = _restore_tree(checkpoint, wanted)
+    params = found["average"]["weights"] if "average" in found else found["params"]
+    return merged(params[layer], found["fixed"].get(layer, {}))
+
+
+def save_layers(
+    run_dir: str | Path,
+    model: ModelConfig,
+    dtypes: Dtypes,
+    parameters: Iterable[tuple[str, dict[str, np.ndarray]]],
+) -> tuple[dict[str, dict[str, Any]], manifest.Files]:
+    """Writes the parameters of a model that has made no step, a part for each layer.
+
+    Such a checkpoint has no state of an optimizer, which begins with the run.
+
+    Args:
+      run_dir: of the run.
+      model: the model's settings.
+      dtypes: in which they are kept.
+      parameters: those of each layer, by name, in a dict that is emptied.
+
+    Returns:
+      What `manifest.commit` takes: the arrays and the files.
+    """
+    path = manifest.begin(run_dir, 0)
+    arrays: dict[str, dict[str, Any]] = {}
+    files: manifest.Files = {}
+    _silence_orbax()
+    # An OCDBT would hold all bytes of a part until it is closed.
+    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler(use_ocdbt=False)) as checkpointer:
+        for number, (layer, own) in enumerate(parameters):
+            part = manifest.part_name(number)
+            mine: Arrays = {}
+            for parameter in layers(model)[layer].parameters:
+                group = "params" if parameter.trains else "fixed"
+                value = own.pop(parameter.name)
+                key = ".".join((group, layer, *parameter.path))
+                mine[key] = jax.device_put(value.astype(dtypes.of(parameter), copy=False))
+                del value  # it is on the device
+            arrays |= _described(mine, part)
+            checkpointer.save(path / part, args=_in_chunks(mine), force=True)
+            files |= manifest.files_of(path, number)
+            mine.clear()  # before the next layer is made
+            gc.collect()  # cycles of Orbax's hold the arrays, too
+    return arrays, files
+
+
+def _in_chunks(arrays: Arrays) -> ocp.args.PyTreeSave:
+    """What Orbax writes: arrays in chunks, so that a part of one can be read by itself."""
+    cut = dict.fromkeys(arrays, ocp.SaveArgs(chunk_byte_size=CHUNK_BYTES))
+    return ocp.args.PyTreeSave(arrays, cut)
+
+
+def _described(arrays: Arrays, part: str) -> dict[str, dict[str, Any]]:
+    """The entries of a manifest for arrays in a part."""
+    found = digests.of(arrays)
     return {
-        layer: transformer.param_shapes(layer, model) for layer in layer_names(model.num_layers)
+        key: {"part": part, "dtype": str(x.dtype), "shape": list(x.shape), "digest": found[key]}
+        for key, x in arrays.items()
     }
+
+
+def _written(checkpoint: Checkpoint) -> Dtypes:
+    """The dtypes in which a checkpoint has its parameters."""
+    train = checkpoint.settings["train"]
+    return Dtypes(train.get("param_dtype", "float32"), train["compute_dtype"])
+
+
+def _param_shapes(model: ModelConfig, dtypes: Dtypes) -> tuple[dict, dict]:
+    """The shapes of the parameters that train, and of those that do not."""
+    shape = lambda own: jax.ShapeDtypeStruct(own.shape, dtypes.of(own))
+    trained, fixed = split_trained(statements(model))
+    return jax.tree.map(shape, trained), jax.tree.map(shape, fixed)
 
 
 def _check_arrays(checkpoint: Checkpoint, shapes: Any) -> None:
@@ -140,17 +309,11 @@ def _restore_tree(checkpoint: Checkpoint, shapes: Any) -> Any:
     known = checkpoint.manifest["arrays"]
     part_of = {key: known[key]["part"] for key in wanted}
     arrays: Arrays = {}
-    with ocp.PyTreeCheckpointer() as checkpointer:
-        for part in sorted(set(part_of.values())):
-            here = {key: x for key, x in wanted.items() if part_of[key] == part}
-            args = ocp.args.PyTreeRestore(
-                item=here,
-                restore_args=ocp.checkpoint_utils.construct_restore_args(here),
-                partial_restore=True,
-            )
-            arrays |= _read(checkpointer, checkpoint, part, args)
+    for part in sorted(set(part_of.values())):
+        arrays |= _read(checkpoint, part, {k: x for k, x in wanted.items() if part_of[k] == part})
     # Orbax gives back the shape where the file system has no array, or its metadata say so.
-    if missing := [key for key in wanted if not isinstance(arrays[key], jax.Array)]:
+    kinds = jax.Array, np.ndarray
+    if missing := [key for key in wanted if not isinstance(arrays[key], kinds)]:
         problem = f"is damaged: {missing[0]} is not in it"
         raise manifest.damaged(checkpoint, part_of[missing[0]], problem, "no such array")
     found = digests.of({key: arrays[key] for key in wanted})
@@ -161,20 +324,56 @@ def _restore_tree(checkpoint: Checkpoint, shapes: Any) -> Any:
     return jax.tree.unflatten(jax.tree.structure(shapes), [arrays[key] for key in wanted])
 
 
-def _read(
-    checkpointer: ocp.PyTreeCheckpointer,
-    checkpoint: Checkpoint,
-    part: str,
-    args: ocp.args.PyTreeRestore,
-) -> Arrays:
+def _read(checkpoint: Checkpoint, part: str, shapes: Arrays) -> Arrays:
+    """Reads arrays of a part: onto devices, or where they have no sharding into NumPy's."""
+    _silence_orbax()
+    is_numpys = all(x.sharding is None for x in shapes.values())
     try:
-        found: Arrays = checkpointer.restore(checkpoint.path / part, args=args)
-        return found
-    except (OSError, ValueError) as error:
-        reason = _reason(error)
+        return (_read_numpys if is_numpys else _read_onto_devices)(checkpoint.path / part, shapes)
+    except Exception as error:
+        reason = _unread(error)
+        if reason is None:
+            raise
     # Reads that Orbax has abandoned would print a traceback each when Python ends.
     gc.collect()
     raise manifest.damaged(checkpoint, part, "is damaged: its arrays cannot be read", reason)
+
+
+def _read_onto_devices(folder: Path, shapes: Arrays) -> Arrays:
+    args = ocp.args.PyTreeRestore(
+        item=shapes,
+        restore_args=ocp.checkpoint_utils.construct_restore_args(shapes),
+        partial_restore=True,
+    )
+    with ocp.PyTreeCheckpointer() as checkpointer:
+        found: Arrays = checkpointer.restore(folder, args=args)
+    return found
+
+
+def _read_numpys(folder: Path, shapes: Arrays) -> Arrays:
+    """Reads arrays chunk by chunk. Orbax would hold many chunks beside the arrays."""
+    is_ocdbt = ocp.type_handlers.is_ocdbt_checkpoint(folder)
+    files = {"driver": "ocdbt", "base": f"file://{folder.absolute()}/"}
+    found: Arrays = {}
+    for key in shapes:
+        one = {"driver": "file", "path": f"{folder.absolute()}/{key}/"}
+        store = {**files, "path": f"{key}/"} if is_ocdbt else one
+        array = ts.open({"driver": "zarr", "kvstore": store}, open=True).result()
+        found[key] = out = np.empty(array.shape, array.dtype.numpy_dtype)
+        for chunk in _chunks(array.shape, array.spec().to_json()["metadata"]["chunks"]):
+            out[chunk] = array[chunk].read().result()
+    return found
+
+
+def _chunks(shape: Sequence[int], size: Sequence[int]) -> Iterator[tuple[slice, ...]]:
+    """The chunks of an array, of a size each, in the order of its elements.
+
+    >>> list(_chunks((3,), (2,)))
+    [(slice(0, 2, None),), (slice(2, 3, None),)]
+    """
+    dims = zip(shape, size, strict=True)
+    cut = lambda n, step: [slice(a, min(a + step, n)) for a in range(0, n, step)]
+    return itertools.product(*(cut(n, step) for n, step in dims))
 
 
 # A writer tells when its parts are on disk: the step, each array's dtype, shape, digest and
@@ -238,18 +437,9 @@ class Writer:
             self._stages, states, self._checkpointers, strict=True
         ):
             part, mine = manifest.part_name(stage.index), owned(stage, state)
-            found = digests.of(mine)
-            arrays |= {
-                key: {
-                    "part": part,
-                    "dtype": str(x.dtype),
-                    "shape": list(x.shape),
-                    "digest": found[key],
-                }
-                for key, x in mine.items()
-            }
+            arrays |= _described(mine, part)
             with self._failing(step):
-                checkpointer.save(path / part, args=ocp.args.PyTreeSave(mine), force=True)
+                checkpointer.save(path / part, args=_in_chunks(mine), force=True)
         self._pending = self._finisher.submit(self._finish, path, step, arrays)
 
     def wait(self) -> None:
@@ -285,6 +475,15 @@ class Writer:
                 self._gate.fail()
 
 
+def _unread(error: Exception) -> str | None:
+    """The reason why arrays cannot be read, or None for another error.
+
+    Orbax tells what TensorStore could not read as the cause of a bare `Exception`.
+    """
+    cause = error.__cause__ if type(error) is Exception else error
+    return _reason(cause) if isinstance(cause, OSError | ValueError) else None
+
+
 def _reason(error: Exception) -> str:
     """In one line, without the chain of calls that TensorStore tells."""
     if number := re.search(r"os_error_code='(\d+)'", str(error)):
@@ -296,20 +495,23 @@ def _reason(error: Exception) -> str:
 
 @functools.cache
 def _silence_orbax() -> None:
-    """Keeps what `Writer` tells in one line from being printed in hundreds, from now on.
+    """Keeps what is told in one line from being printed in hundreds, from now on.
 
-    Orbax logs each error that it also raises. It abandons all other writes of a save with the
-    first that fails: asyncio logs theirs, those that come back later find their loop closed, and
-    some never began.
+    Orbax logs each error that it also raises. It abandons all other reads or writes with the first
+    that fails: asyncio logs theirs, those that come back later find their loop closed or raise
+    when they are collected, and some never began. It also warns of each save without OCDBT.
     """
     orbax, hook = str(Path(ocp.__file__).parent), sys.unraisablehook
     is_orbaxs = lambda r: r.levelno >= logging.ERROR and r.pathname.startswith(orbax)
+    is_of_no_use = lambda r: "Skipping merge of OCDBT checkpoints" in r.getMessage()
     is_abandoned = lambda r: "exception was never retrieved" in r.getMessage()
-    logging.getLogger("absl").addFilter(lambda record: not is_orbaxs(record))
+    logging.getLogger("absl").addFilter(lambda r: not (is_orbaxs(r) or is_of_no_use(r)))
     logging.getLogger("asyncio").addFilter(lambda record: not is_abandoned(record))
 
     def tell(unraisable: Any) -> None:
-        if str(unraisable.exc_value) != "Event loop is closed":
+        code = getattr(unraisable.object, "cr_code", None)  # of a coroutine
+        is_ours = code is None or not code.co_filename.startswith(orbax)
+        if is_ours and str(unraisable.exc_value) != "Event loop is closed":
             hook(unraisable)
 
     sys.unraisablehook = tell

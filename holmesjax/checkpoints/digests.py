@@ -18,30 +18,27 @@ from holmesjax.parallel import sharding
 
 BITS = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}  # by bytes of an element
 
+PIECE_BYTES = 4 << 20  # of NumPy's array at a time
+
 INDEX = np.uint32(0x9E3779B1)
 # The finalizer of MurmurHash3 (Appleby, 2011), a permutation of 32-bit words.
 FIRST, SECOND = np.uint32(0x85EBCA6B), np.uint32(0xC2B2AE35)
 
 
-def of(arrays: Mapping[str, jax.Array]) -> dict[str, str]:
+def of(arrays: Mapping[str, jax.Array] | Mapping[str, np.ndarray]) -> dict[str, str]:
     """The digest of each array, 16 hexadecimal digits, in every process.
 
     The processes that hold parts of the arrays come to it together, with the same arrays in the
     same order. One collective sums what all have found.
 
     Args:
-      arrays: on one mesh, or on one device.
+      arrays: on one mesh, on one device, or NumPy's.
     """
     # Programs without collectives: XLA:CPU may run several at once, in another order elsewhere.
-    parts = jax.device_get(
-        [
-            [shard.data for shard in _program(x.sharding)(x).addressable_shards]
-            for x in arrays.values()
-        ]
-    )
+    parts = jax.device_get([_parts(x) for x in arrays.values()])
     sums = np.array([np.sum(part, axis=(0, 1), dtype=np.uint32) for part in parts])
-    where = next(iter(arrays.values())).sharding
-    if not where.is_fully_addressable:
+    where = getattr(next(iter(arrays.values())), "sharding", None)
+    if where is not None and not where.is_fully_addressable:
         assert isinstance(where, NamedSharding), where
         sums = _sum_of_processes(sums, where)
     return {key: f"{a:08x}{b:08x}" for key, (a, b) in zip(arrays, sums.tolist(), strict=True)}
@@ -58,6 +55,24 @@ def _sum_of_processes(sums: np.ndarray, where: NamedSharding) -> np.ndarray:
         lambda x: jnp.sum(x, axis=0, dtype=jnp.uint32), out_shardings=NamedSharding(mesh, P())
     )
     return np.asarray(add(each))
+
+
+def _parts(x: jax.Array | np.ndarray) -> list[jax.Array]:
+    """Two sums, [1, 2], for each device here; of NumPy's array for some rows at a time."""
+    if isinstance(x, jax.Array):
+        return [shard.data for shard in _program(x.sharding)(x).addressable_shards]
+    step = max(1, PIECE_BYTES * len(x) // x.nbytes)
+    starts = range(0, len(x), step)
+    # One after the other, and each a copy: JAX holds what it reads until some later call.
+    of_rows = lambda a: jax.block_until_ready(
+        _sums_of_rows(x[a : a + step].copy(), np.uint32(a), x.shape)
+    )
+    return [of_rows(start) for start in starts]
+
+
+@functools.partial(jax.jit, static_argnames="shape")
+def _sums_of_rows(rows: jax.Array, start: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    return _sums(rows, shape, (start, *(0,) * (len(shape) - 1)))[None]
 
 
 @functools.cache

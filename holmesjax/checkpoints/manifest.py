@@ -204,8 +204,12 @@ def files_of(path: Path, stage: int) -> Files:
 def _describe(path: Path) -> dict[str, Any]:
     size = path.stat().st_size
     has_arrays = path.parent.name == DATA and size > SMALL_BYTES
-    sha256 = None if has_arrays else hashlib.sha256(path.read_bytes()).hexdigest()
-    return {"bytes": size, "sha256": sha256}
+    return {"bytes": size, "sha256": None if has_arrays else _sha256(path)}
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()  # a little at a time
 
 
 def commit(

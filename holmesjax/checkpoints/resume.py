@@ -18,7 +18,8 @@ from typing import Any, NamedTuple
 from holmesjax import job as jobs, schema
 from holmesjax.checkpoints import manifest
 from holmesjax.checkpoints.manifest import Checkpoint
-from holmesjax.config import DataConfig, OptimizerConfig
+from holmesjax.config import Config, DataConfig, OptimizerConfig
+from holmesjax.data import tokenizer_files
 from holmesjax.errors import CheckpointError, ConfigError
 from holmesjax.job import Job
 from holmesjax.optimizers.learning_rates import learning_rate
@@ -27,15 +28,32 @@ ALLOWED = "allowed.json"  # in the run folder
 # Sections of the config that shape the numbers. Parallelism does by way of the plan, which has a
 # hash; `distributed`, `checkpoint`, `log` and these settings do not.
 SECTIONS = ("run", "train", "model", "data", "optimizer", "kernels")
-LOGISTICS = ("run.dir", "train.log_every_s", "train.eval_every")
+LOGISTICS = (
+    "run.dir",
+    "train.log_every_s",
+    "train.profile_steps",
+    "train.eval_every",
+    "train.eval_ema",
+    "model.hf",
+    "data.paths",
+)
 # May change if they are allowed by name; of the model only what no array depends on.
 ALLOWABLE = (
     *(f"data.{field.name}" for field in dataclasses.fields(DataConfig)),
     "train.seed",
     "train.global_batch",
+    "train.rampup",
     "model.rotary_base",
+    "model.window_rotary_base",
+    "model.rotary_scaling",
+    "model.z_loss_multiplier",
 )
-FILES = ("data.corpus", "data.pattern", "data.validation_fraction")  # which, of which split
+OPTIMIZER = ("optimizer.name", "optimizer.function")  # which arrays there are
+# Which files are read, how, and of which split they are.
+FILES = (
+    *("data.corpus", "data.source", "data.pattern", "data.validation_fraction"),
+    *("data.mixture", "data.validation"),
+)
 SHOWN = 12  # digits of a digest
 RATE = ("learning_rate", "schedule", "warmup_steps", "decay_steps", "final_fraction")
 
@@ -162,7 +180,7 @@ class Start:
 
         Raises CheckpointError.
         """
-        if not self.checkpoint:
+        if not self.checkpoint or not self.checkpoint.step:
             return []
         saved = self.checkpoint.manifest["data"]
         differ = [name for name in digests if digests[name] != saved.get(name)]
@@ -188,10 +206,11 @@ class Start:
     ) -> None:
         """Makes a checkpoint of the parts that all stages have written after a step."""
         config = self.job.config
+        after = config.train.sequences_after
         manifest.commit(
             self.job.run_dir,
             step,
-            sequences=self.sequences + (step - self.step) * config.train.global_batch,
+            sequences=self.sequences + after(step) - after(self.step),
             settings=settings(self.job),
             data=data,
             plan_hash=self.job.plan.hash(),
@@ -222,15 +241,20 @@ def find(
     changes = tuple(_changes(checkpoint, job)) if checkpoint else ()
     start = Start(job=job, checkpoint=checkpoint, changes=changes, allow=names_of(allow))
     allowable = _allowable(job)
-    if never := [c for c in changes if c.name.startswith("model.") and c.name not in allowable]:
-        raise CheckpointError(
-            str(checkpoint and checkpoint.path),
-            "is of another model",
-            found=", ".join(map(str, never)),
-            fix="use the model's own settings, or another run.dir",
-        )
+    for what, never in (
+        ("model", [c for c in changes if c.name.startswith("model.") and c.name not in allowable]),
+        ("optimizer", [c for c in changes if c.name in OPTIMIZER and start.step]),
+    ):
+        if never:
+            raise CheckpointError(
+                str(checkpoint and checkpoint.path),
+                f"is of another {what}",
+                found=", ".join(map(str, never)),
+                fix=f"use the {what}'s own settings, or another run.dir",
+            )
     _refuse_useless(start)
-    start.permit([change for change in changes if change.name in allowable])
+    # Before the first step nothing has been done that another setting would have done otherwise.
+    start.permit([change for change in changes if change.name in allowable and start.step])
     return start
 
 
@@ -253,12 +277,17 @@ def settings(job: Job) -> dict[str, dict[str, Any]]:
     """Settings that shape the numbers of a run, as a manifest keeps them, by section and name."""
     found = {
         section: {
-            name: value
+            name: _read_back(value)
             for name, value in dataclasses.asdict(getattr(job.config, section)).items()
             if f"{section}.{name}" not in LOGISTICS
         }
         for section in SECTIONS
     }
+    # Wherever their files are; without what earlier versions did not have.
+    if (lora := found["model"]["lora"]) is not None:
+        own = {name: x for name, x in lora.items() if name != "peft" and x is not None}
+        found["model"]["lora"] = own
+    found["data"]["tokenizer"] = tokenizer_files.identity(job.config.data.tokenizer)
     return {**found, "versions": jobs.versions()}
 
 
@@ -276,10 +305,29 @@ def _changes(checkpoint: Checkpoint, job: Job) -> Iterable[Change]:
     saved, wanted = checkpoint.settings, settings(job)
     for section, values in wanted.items():
         for name, now in values.items():
-            if (was := saved.get(section, {}).get(name)) != now:
+            own = saved.get(section, {})
+            if name not in own and now == _default(section, name):
+                continue  # a setting that there was not yet
+            if (was := own.get(name)) != now:
                 yield Change(f"{section}.{name}", was, now)
     if (was := checkpoint.manifest["plan_hash"]) != (now := job.plan.hash()):
         yield Change("plan", was, now)
+
+
+def _default(section: str, name: str) -> Any:
+    """The default of a setting; MISSING if it has none, and for versions."""
+    sections: dict[str, Any] = {field.name: field.type for field in dataclasses.fields(Config)}
+    if section not in sections:
+        return dataclasses.MISSING
+    fields = dataclasses.fields(sections[section])
+    return _read_back({field.name: field.default for field in fields}[name])
+
+
+def _read_back(value: Any) -> Any:
+    """A setting as JSON gives it back."""
+    if isinstance(value, dict):
+        return {key: _read_back(own) for key, own in value.items()}
+    return list(map(_read_back, value)) if isinstance(value, tuple) else value
 
 
 def _allowable(job: Job) -> tuple[str, ...]:
@@ -296,6 +344,8 @@ def _allowed(run_dir: Path) -> list[_Allowed]:
 
 
 def _show(value: object) -> str:
+    if isinstance(value, dict):
+        value = {name: own for name, own in value.items() if own is not None}
     return value if isinstance(value, str) else json.dumps(value)
 
 

@@ -18,13 +18,13 @@ from typing import Any
 
 import numpy as np
 
-from holmesjax.topology.fabrics import STEP_S
+from holmesjax.topology.fabrics import FABRICS
 from holmesjax.topology.file import CollectiveKind
 from holmesjax.topology.machines import Collective, Link
 
 # Seconds of a collective before its first step, which NCCL's kernels take to start. `START_S`, and
 # the latency of NVLink in the catalogue: all-reduces of 1 MiB on 2 to 8 A100 of one node
-# (nccl-tests, in VIA-Research/vTrain@f8dda84, trace/a100). `fabrics.STEP_S` over RDMA: the shares
+# (nccl-tests, in VIA-Research/vTrain@f8dda84, trace/a100). `RDMA_STEP_S` of `fabrics`: the shares
 # of bandwidth that all-reduces of 16 MiB on 16 to 1,024 GPUs reach (aliyun/SimAI@cef83f9,
 # nic_ratio.csv), with NICs of 400 Gb/s.
 START_S = 34e-6
@@ -186,18 +186,8 @@ class Groups:
         return self.by_kind[kind]
 
 
-def least(a: Any, b: Any) -> Any:
-    """The smaller of two numbers, or of each two of arrays."""
-    return np.minimum(a, b) if np.ndim(a) or np.ndim(b) else min(a, b)
-
-
-def most(a: Any, b: Any) -> Any:
-    """The larger of two numbers, or of each two of arrays."""
-    return np.maximum(a, b) if np.ndim(a) or np.ndim(b) else max(a, b)
-
-
 def hop_s(link: Link) -> float:
-    return link.latency_s + STEP_S.get(link.fabric, 0.0)
+    return link.latency_s + FABRICS[link.fabric].step_s
 
 
 def reduce_scatter_s(num_bytes: Any, group: Group | Groups | None) -> Any:
@@ -269,7 +259,7 @@ def all_reduce_s(num_bytes: Any, group: Group | Groups | None) -> Any:
       >>> group = Group(size=1024, nodes=128, inside=fast, between=nics)
       >>> ideal_s = 2 * 2**24 / 50e9
       >>> ring_s = 2 * reduce_scatter_s(2**24, group)
-      >>> round(ideal_s / ring_s, 3), round(ideal_s / all_reduce_s(2**24, group), 2)
+      >>> round(ideal_s / ring_s, 3), round(float(ideal_s / all_reduce_s(2**24, group)), 2)
       (0.01, 0.56)
 
     Reference: Sanders et al., "Two-tree algorithms for full bandwidth broadcast, reduction and
@@ -280,4 +270,4 @@ def all_reduce_s(num_bytes: Any, group: Group | Groups | None) -> Any:
     own = group.reached("all_reduce")
     ring_s = 2 * _scatter_s(num_bytes, group, "all_reduce") - own.start_s
     tree_s = own.start_s + 2 * (group.climb_s + num_bytes / own.bandwidth_bytes_per_s)
-    return (group.size > 1) * least(ring_s, tree_s)
+    return (group.size > 1) * np.minimum(ring_s, tree_s)

@@ -12,23 +12,33 @@ import numpy as np
 
 from holmesjax.config import ModelConfig
 from holmesjax.costs import work
+from holmesjax.layers.kind import Kind
 
 # Buffers of each boundary array: one is sent or received while another is filled or read.
 BUFFERS = 2
 
 # Items that grow with the parameters; the others grow with the tokens of a microbatch.
-PER_PARAMETER = ("parameters", "optimizer", "replicas", "gradients", "gathered", "reduction")
+PER_PARAMETER = (
+    "parameters",
+    "optimizer",
+    "replicas",
+    "gradients",
+    "gathered",
+    "reduction",
+    "orthogonalized",
+)
 
 
-def block_residual_bytes(
+def residual_bytes(
     model: ModelConfig,
+    kind: Kind,
     stage: work.StageShape,
     implementation: work.Implementation = work.HOLMESJAX,
 ) -> float:
-    """Bytes that one Transformer layer keeps per token from its forward to its backward.
+    """Bytes that one layer keeps per token from its forward to its backward.
 
-    With c bytes per number of the compute dtype, and dims as in `work`; what is in brackets is cut
-    over `tensor`:
+    A Transformer layer keeps these, with c bytes per number of the compute dtype, and dims as in
+    `work`; what is in brackets is cut over `tensor`:
 
         none   4 c D + [c (2 H K + 2 G K + a F) + 4 H],   a = 2 for SwiGLU, else 1
         dots   2 c D + [the same]
@@ -38,24 +48,33 @@ def block_residual_bytes(
     the 4 H of log-sum-exps, and the result of the activation function (a larger by 1). They may
     also cut all of it.
 
-    These are the residuals of `jax.vjp` of `models.gpt.Block`, which the tests count: the inputs of
-    norms and of matrix products, and attention's queries, keys, values, output and log-sum-exp.
+    These are the residuals of `jax.vjp`, which the tests count: the inputs of norms and of matrix
+    products, and attention's queries, keys, values, output and log-sum-exp. The ends of the model
+    are never computed again.
     """
     width = work.DTYPE_BYTES[stage.dtype]
-    cuts = stage.tensor if implementation.sequence_parallel else 1
-    if stage.checkpointing == "full":
-        return width * model.width / cuts
-    share = implementation.kept_products if stage.checkpointing == "dots" else 1.0
-    gates = (2 if model.activation == "swiglu" else 1) + implementation.keeps_activation
-    results = (model.num_heads + 2 * model.kv_heads) * model.head_width
-    results += gates * model.feed_forward_width
-    scores = implementation.kept_score_bytes * model.context_length * model.num_heads
-    if not implementation.score_bytes:
-        scores += 4 * model.num_heads
-    attention = width * model.num_heads * model.head_width + scores
-    operands = 4 if stage.checkpointing == "none" else 1 + share
-    whole = (operands * width + implementation.kept_mask_bytes) * model.width
-    return whole / cuts + (attention + share * width * results) / stage.tensor
+    kept, attention = kind.kept, kind.attention
+    is_middle = kind.place == "middle"
+    policy = stage.checkpointing if is_middle else "none"
+    cuts = stage.tensor if implementation.sequence_parallel and is_middle else 1
+    if policy == "full":
+        return width * (kept.input.whole / cuts + kept.input.cut / stage.tensor)
+    share = implementation.kept_products if policy == "dots" else 1.0
+    whole = kept.input.whole + share * kept.products.whole
+    results = kept.products.cut + implementation.keeps_activation * kept.activation.cut
+    cut = kept.input.cut + share * results
+    if policy == "dots":
+        whole, cut = whole + kept.summed.whole, cut + kept.summed.cut
+    if policy == "none":
+        whole, cut = whole + kept.between.whole, cut + kept.between.cut
+    of_attention = 0.0
+    if attention is not None:
+        scores = implementation.kept_score_bytes * model.context_length * attention.heads
+        if not implementation.score_bytes:
+            scores += 4 * attention.heads
+        of_attention = width * attention.heads * attention.head_width + scores
+    masks = implementation.kept_mask_bytes * kept.input.whole * is_middle
+    return (width * whole + masks) / cuts + (of_attention + width * cut) / stage.tensor
 
 
 def stage_memory_bytes(
@@ -69,8 +88,8 @@ def stage_memory_bytes(
     per number of the compute dtype, T tokens of a microbatch on a device, and parts = fsdp *
     context:
 
-        parameters    4 P / (parts * data)   float32 masters
-        optimizer     8 P / (parts * data)   two moments in float32, or less (`work.moment_bytes`)
+        parameters    4 P / (parts * data)   float32 masters; 2 P where they are bfloat16
+        optimizer     8 P / (parts * data)   for AdamW in float32; else `work.kept_bytes`
         replicas      c P / parts            what the forward reads
         gradients     4 P / parts            float32, each replica's own sum of a step
         activations   in_flight * T * (residuals of all layers)
@@ -80,6 +99,9 @@ def stage_memory_bytes(
         gathered      (c + 4) Q              of several parts: a layer's parameters, its gradients
         reduction     4 P / parts * (1 + 1 / data)    of several replicas: gradients, copied to be
                       sent and summed, as far as there is no room yet where activations were
+        orthogonalized    of Muon's update: momenta of hidden matrices as they are cut, dealt out
+                      and coming back, 12 bytes each, and 16 of one whole matrix, as far as there
+                      is no room where activations were
 
     A microbatch that has been through some chunks of a stage counts in `in_flight` with their share
     of its layers. Between B and W it counts in full: W needs the inputs of all products, and the
@@ -94,27 +116,28 @@ def stage_memory_bytes(
 
     `data` cuts nothing where a part of the model width is not a multiple of it.
     """
-    num_parameters = work.stage_parameters(model, stage)
     num_tokens = work.stage_tokens(model, stage)
     width = work.DTYPE_BYTES[stage.dtype]
     parts = stage.parameter_parts
-    held = num_parameters / parts
+    held, trained = work.held_parameters(model, stage)
     is_whole = model.width // parts % stage.data == 0
     shards = 1 + (stage.data - 1) * (implementation.shards_optimizer & is_whole)
-    residuals = stage.num_blocks * block_residual_bytes(model, stage, implementation)
-    activations = stage.in_flight * num_tokens * residuals
-    if stage.is_last:  # the input and the result of the last norm
-        activations += stage.head_in_flight * num_tokens * 2 * width * model.width
+    residuals = {"middle": 0.0, "last": 0.0}
+    for count, kind in stage.kinds(model):
+        place = "middle" if kind.place == "first" else kind.place
+        residuals[place] += count * residual_bytes(model, kind, stage, implementation)
+    activations = stage.in_flight * num_tokens * residuals["middle"]
+    activations += stage.head_in_flight * num_tokens * residuals["last"]
     num_neighbours = 2 if stage.chunks > 1 else (not stage.is_first) + (not stage.is_last)
     boundary = work.boundary_bytes(model, num_tokens, stage.dtype)
     items = {
-        "parameters": 4.0 * held / shards,
-        "optimizer": 2.0 * work.moment_bytes(model, stage) / parts / shards,
+        "parameters": 1.0 * work.DTYPE_BYTES[stage.param_dtype] * trained / shards,
+        "optimizer": 1.0 * work.kept_bytes(model, stage, shards),
         "replicas": 1.0 * width * held,
-        "gradients": 4.0 * held,
+        "gradients": 4.0 * trained,
         "activations": 1.0 * activations,
         "logits": 0.0,
-        "temporaries": _block_temporary_bytes(model, stage, implementation),
+        "temporaries": _temporary_bytes(model, stage, implementation),
         "boundaries": boundary * 2 * BUFFERS * num_neighbours,
     }
     if stage.is_last:
@@ -128,28 +151,40 @@ def stage_memory_bytes(
         room = share * items["activations"] + items["logits"]
         needed = items["gradients"] * (1 + 1 / shards)
         items["reduction"] = is_summed * np.maximum(0.0, needed - room)
+    if matrices := work.hidden_matrices(model, stage):
+        num_devices = stage.parameter_parts * stage.tensor * shards
+        dealt = [np.ceil(n / num_devices) * matrix.size for matrix, n in matrices.items()]
+        needed = 12.0 * sum(dealt) + 16.0 * max(matrix.size for matrix in matrices)
+        items["orthogonalized"] = np.maximum(0.0, needed - items["activations"] - items["logits"])
     return items
 
 
-def _block_temporary_bytes(
+def _temporary_bytes(
     model: ModelConfig, stage: work.StageShape, implementation: work.Implementation
-) -> float:
-    """Temporary bytes of the backward of one Transformer layer."""
-    width = work.DTYPE_BYTES[stage.dtype]
-    hidden = (3 if model.activation == "swiglu" else 2) * model.feed_forward_width / stage.tensor
-    stream: Any = np.where(stage.tensor > 1, 8, 4)[()] * model.width
-    of_all = replace(stage, checkpointing="none")
-    again = block_residual_bytes(model, of_all, implementation)
-    again -= block_residual_bytes(model, stage, implementation)
-    return work.stage_tokens(model, stage) * (width * (hidden + stream) + again)
+) -> Any:
+    """Temporary bytes of the backward of the layer that needs most, but for our own head's."""
+    width, of_all = work.DTYPE_BYTES[stage.dtype], replace(stage, checkpointing="none")
+    twice = np.where(stage.tensor > 1, 2, 1)
+    found = [
+        width * (kind.needed.cut / stage.tensor + twice * kind.needed.whole)
+        + residual_bytes(model, kind, of_all, implementation)
+        - residual_bytes(model, kind, stage, implementation)
+        for _, kind in stage.kinds(model)
+    ]
+    most: Any = 0.0
+    for own in found:
+        most = np.maximum(most, own)
+    return work.stage_tokens(model, stage) * most
 
 
 def _logit_bytes(
     model: ModelConfig, stage: work.StageShape, implementation: work.Implementation
-) -> tuple[float, float]:
+) -> tuple[Any, Any]:
     """Bytes that are kept, and bytes that the backward of the head needs beside them."""
     num_tokens = work.stage_tokens(model, stage)
-    vocab_size = model.vocab_size / stage.tensor
+    if not (of_whole := work.kinds(model).head.logits):
+        return 0.0, 0.0
+    vocab_size = of_whole / stage.tensor
     if implementation.logit_bytes:
         return 0.0, implementation.logit_bytes * num_tokens * vocab_size
     width = work.DTYPE_BYTES[stage.dtype]
@@ -158,6 +193,6 @@ def _logit_bytes(
     logits, chunk = num_tokens * vocab_size, num_tokens / num_chunks * vocab_size
     in_chunks = num_chunks > 1
     in_parts = width * (table + num_tokens * model.width)
-    kept: Any = np.where(in_chunks, in_parts, 4 * logits)[()]
-    needed: Any = np.where(in_chunks, (4 + width) * chunk + 4 * table, width * (logits + table))[()]
+    kept = np.where(in_chunks, in_parts, 4 * logits)
+    needed = np.where(in_chunks, (4 + width) * chunk + 4 * table, width * (logits + table))
     return stage.head_in_flight * kept, needed

@@ -6,15 +6,24 @@ the seconds of collectives.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache, reduce
+from functools import reduce
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from holmesjax.config import ModelConfig
+from holmesjax.config import Checkpointing, ModelConfig
 from holmesjax.costs import collective_times, work
 from holmesjax.costs.collective_times import Group, Groups
+from holmesjax.costs.products import (
+    attention_products,
+    layer_products,
+    mixed_products,
+    orthogonalizing_products,
+    trained_products,
+)
 from holmesjax.costs.work import DTYPE_BYTES, HOLMESJAX, Implementation, StageShape
+from holmesjax.layers.kind import Kind
+from holmesjax.layers.model_layers import cached
 from holmesjax.topology.machines import DeviceKind
 
 # Numbers that a layer's backward moves between its products, to those of its forward: the gradient
@@ -78,10 +87,10 @@ def exposed_s(collective_s: Any, compute_s: Any, num_layers: int) -> Any:
 
     One layer has nothing to hide behind. What is hidden slows the computation down.
 
-    >>> round(exposed_s(1.0, 10.0, 4), 3), round(exposed_s(10.0, 1.0, 4), 3)
-    (0.344, 9.126)
+    >>> [round(float(exposed_s(*both_s, 4)), 3) for both_s in ((1.0, 10.0), (10.0, 1.0))]
+    [0.344, 9.126]
     """
-    hidden_s = collective_times.least(collective_s * (1 - 1 / num_layers), compute_s)
+    hidden_s = np.minimum(collective_s * (1 - 1 / num_layers), compute_s)
     return collective_s - hidden_s + (OVERLAP_SLOWDOWN - 1) * hidden_s
 
 
@@ -92,7 +101,7 @@ class _LayerShape(NamedTuple):
     tensor: int
     context: int
     dtype: str
-    checkpointing: work.Checkpointing
+    checkpointing: Checkpointing
 
 
 class _Layer(NamedTuple):
@@ -103,23 +112,32 @@ class _Layer(NamedTuple):
     weight_s: float  # of the backward: the products that make the gradients of weights
 
 
-@lru_cache(maxsize=10_000)  # a search asks for the same layers over and over
+@cached(10_000)  # a search asks for the same layers over and over
 def _layer(
-    model: ModelConfig, stage: _LayerShape, device: DeviceKind, implementation: Implementation
+    model: ModelConfig,
+    number: int,  # of the kind, in `Kinds.blocks`
+    stage: _LayerShape,
+    device: DeviceKind,
+    implementation: Implementation,
 ) -> _Layer:
-    num_tokens = stage.sequences * model.context_length // stage.context
-    products = work.block_products(model, num_tokens, stage.tensor)
-    attention = work.attention_products(model, num_tokens, stage.tensor, stage.context)
-    whole, cut = work.block_numbers(model, stage.tensor)
+    kind, length = work.kinds(model).blocks[number], model.context_length
+    num_tokens = stage.sequences * length // stage.context
+    products = layer_products(kind, num_tokens, stage.tensor)
+    mixed = mixed_products(kind, length, num_tokens, stage.tensor)
+    attention = attention_products(kind, length, num_tokens, stage.tensor, stage.context)
+    whole, cut = work.layer_numbers(kind, stage.tensor)
     if implementation.sequence_parallel:
         whole /= stage.tensor
-    pairs = num_tokens * model.context_length * model.num_heads / stage.tensor
-    products_s = device.products_s(products, stage.dtype)
+    heads = kind.attention.heads if kind.attention else 0
+    pairs = num_tokens * length * heads / stage.tensor
+    products_s = device.products_s([*products, *mixed], stage.dtype)
     numbers_s = device.between_s(num_tokens * (whole + cut) * DTYPE_BYTES[stage.dtype])
     attention_s = implementation.pairs(stage.context) * device.attention_s(attention, stage.dtype)
     scores_s = device.memory_s(implementation.score_bytes * pairs)
-    inputs, weights = zip(*(product.gradients for product in products), strict=True)
-    weight_s = device.products_s(weights, stage.dtype)
+    inputs = [product.gradients[0] for product in products]
+    inputs += [own for product in mixed for own in product.gradients]
+    trained = trained_products(kind, num_tokens, stage.tensor)
+    weight_s = device.products_s([product.gradients[1] for product in trained], stage.dtype)
     always_s = device.calibration.layer_s
     forward_s = products_s + numbers_s + attention_s + scores_s + FORWARD_SHARE * always_s
     backward_s = device.products_s(inputs, stage.dtype) + weight_s + (1 - FORWARD_SHARE) * always_s
@@ -140,44 +158,67 @@ def _layer(
     )
 
 
-def layer_s(
+def layers_s(
     model: ModelConfig,
     stage: StageShape,
     devices: Sequence[DeviceKind],
     implementation: Implementation = HOLMESJAX,
-) -> float:
-    """Seconds of a microbatch in one Transformer layer on the slowest of some kinds of device.
+) -> list[float]:
+    """Seconds of a microbatch in a layer of each kind on the slowest of some kinds of device.
 
     Forward and backward, without collectives.
     """
-    layers = [_layers(model, stage, device, implementation) for device in devices]
-    return max(layer.forward_s + layer.backward_s for layer in layers)
+    return [
+        max(
+            layer.forward_s + layer.backward_s
+            for layer in (_layers(model, i, stage, device, implementation) for device in devices)
+        )
+        for i in range(len(stage.blocks))
+    ]
 
 
 def _layers(
-    model: ModelConfig, stage: StageShape, device: DeviceKind, implementation: Implementation
+    model: ModelConfig,
+    number: int,
+    stage: StageShape,
+    device: DeviceKind,
+    implementation: Implementation,
 ) -> _Layer:
-    """Seconds of a layer for the shape of a stage; arrays if the shape has arrays."""
-    make = lambda sequences, tensor, context: _layer(
-        model,
-        _LayerShape(int(sequences), int(tensor), int(context), stage.dtype, stage.checkpointing),
-        device,
-        implementation,
-    )
-    cuts: Any = stage.sequences, stage.tensor, stage.context
-    if np.ndim(stage.sequences) == 0:
-        return make(*cuts)
-    return _Layer(*np.array([make(*own) for own in zip(*cuts, strict=True)]).T)
+    """Seconds of a layer of one kind, in the shape of the stage's numbers."""
+    cuts = np.array([stage.sequences, stage.tensor, stage.context])
+    found = [
+        _layer(
+            model,
+            number,
+            _LayerShape(sequences, tensor, context, stage.dtype, stage.checkpointing),
+            device,
+            implementation,
+        )
+        for sequences, tensor, context in cuts.reshape(3, -1).T.tolist()
+    ]
+    forward_s, backward_s, weight_s = np.reshape(np.transpose(found), cuts.shape)
+    return _Layer(forward_s, backward_s, weight_s)
 
 
-def _head_s(
-    model: ModelConfig, stage: StageShape, device: DeviceKind
-) -> tuple[float, float, float]:
-    """Seconds of the output projection: forward, gradient of its input, gradient of its weight."""
-    product = work.head_product(model, work.stage_tokens(model, stage), stage.tensor)
-    times = (device.products_s([p], stage.dtype) for p in (product, *product.gradients))
+def _end_s(
+    model: ModelConfig, kind: Kind, stage: StageShape, device: DeviceKind
+) -> tuple[Any, Any, Any]:
+    """Seconds of a first or last layer: forward, gradient of its input, gradient of its weights.
+
+    Only the output projection of our own layers is one.
+    """
+    num_tokens, length = work.stage_tokens(model, stage), model.context_length
+    products = layer_products(kind, num_tokens, stage.tensor)
+    mixed = mixed_products(kind, length, num_tokens, stage.tensor)
+    inputs = [product.gradients[0] for product in products]
+    inputs += [own for product in mixed for own in product.gradients]
+    trained = trained_products(kind, num_tokens, stage.tensor)
+    weights = [product.gradients[1] for product in trained]
+    times = (device.products_s(p, stage.dtype) for p in ([*products, *mixed], inputs, weights))
     forward_s, input_s, weight_s = times
-    return forward_s, input_s, weight_s
+    whole, cut = work.layer_numbers(kind, stage.tensor)
+    numbers_s = device.between_s(num_tokens * (whole + cut) * DTYPE_BYTES[stage.dtype])
+    return forward_s + numbers_s, input_s + BACKWARD_NUMBERS * numbers_s, weight_s
 
 
 def _compute_s(
@@ -185,26 +226,55 @@ def _compute_s(
 ) -> tuple[float, float, float, float]:
     """Seconds on one kind of device: forward, backward, its weight gradients, update."""
     num_tokens = work.stage_tokens(model, stage)
-    num_parameters = work.stage_parameters(model, stage)
-    held = num_parameters / stage.parameter_parts
-    updated = work.update_bytes(num_parameters, work.moment_bytes(model, stage))
-    layer = _layers(model, stage, device, implementation)
-    head_s = _head_s(model, stage, device) if stage.is_last else (0.0, 0.0, 0.0)
-    rows = stage.is_first * work.embed_bytes(model, num_tokens, stage.dtype)
-    rows_s = device.memory_s(rows)
-    added_s = device.memory_s(implementation.accumulate_bytes * held)
-    weight_s = stage.num_blocks * layer.weight_s + head_s[2] + 2 * rows_s + added_s
+    _, trained = work.held_parameters(model, stage)
+    forward_s, backward_s, weight_s = 0.0, 0.0, 0.0
+    for number, count in enumerate(stage.blocks):
+        if count:
+            layer = _layers(model, number, stage, device, implementation)
+            forward_s += count * layer.forward_s
+            backward_s += count * layer.backward_s
+            weight_s += count * layer.weight_s
+    ends = [kind for _, kind in stage.kinds(model) if kind.place != "middle"]
+    ends_s = [_end_s(model, kind, stage, device) for kind in ends]
+    head_s = [sum(own[i] for own in ends_s) for i in range(3)]
+    rows_s, trained_rows_s = (
+        device.memory_s(
+            sum(
+                count * work.looked_up_bytes(kind, num_tokens, stage.dtype, trains=trains)
+                for count, kind in stage.kinds(model)
+            )
+        )
+        for trains in (False, True)
+    )
+    added_s = device.memory_s(implementation.accumulate_bytes * trained)
     return (
-        stage.num_blocks * layer.forward_s + head_s[0] + rows_s,
-        stage.num_blocks * layer.backward_s + head_s[1] + head_s[2] + 2 * rows_s + added_s,
-        weight_s,
-        device.memory_s(updated / stage.parameter_parts / stage.data),
+        forward_s + head_s[0] + rows_s,
+        backward_s + head_s[1] + head_s[2] + 2 * trained_rows_s + added_s,
+        weight_s + head_s[2] + 2 * trained_rows_s + added_s,
+        device.memory_s(work.updated_bytes(model, stage)) + _muon_s(model, stage, device),
     )
 
 
-def _num_layers(stage: StageShape) -> int:
-    """The number of layers of a stage, with the embedding and the head."""
-    return stage.num_blocks + stage.is_first + stage.is_last
+def _muon_s(model: ModelConfig, stage: StageShape, device: DeviceKind) -> Any:
+    """Seconds in which a device orthogonalises its share of whole matrices; 0 without Muon."""
+    num_devices = stage.data * stage.parameter_parts * stage.tensor
+    seconds: Any = 0.0
+    for matrix, count in work.hidden_matrices(model, stage).items():
+        one_s = device.products_s(orthogonalizing_products(matrix), "float32")
+        seconds = seconds + np.ceil(count / num_devices) * one_s
+    return seconds
+
+
+def _dealt_s(model: ModelConfig, stage: StageShape, groups: Sequence[Group | Groups | None]) -> Any:
+    """Seconds of Muon's exchanges of matrices, there and back; 0 without Muon.
+
+    A device sends all but its own share of its parts; they are taken to go through each axis.
+    """
+    if not (matrices := work.hidden_matrices(model, stage)):
+        return 0.0
+    num_devices = stage.data * stage.parameter_parts * stage.tensor
+    num_bytes = 4.0 * sum(n * matrix.size for matrix, n in matrices.items()) / num_devices
+    return sum(2 * collective_times.permute_s(num_bytes, group) for group in groups)
 
 
 def _fsdp_s(
@@ -218,7 +288,7 @@ def _fsdp_s(
 
     Each layer has one collective of the mean size.
     """
-    num_layers = _num_layers(stage)
+    num_layers = stage.num_layers
     gather_s = lambda num_bytes: (
         num_layers
         * (
@@ -242,16 +312,41 @@ def _context_s(
     The tokens of a boundary are in order and those of a ring are not, so each boundary is permuted.
     """
     num_tokens = work.stage_tokens(model, stage)
-    sent = stage.context * num_tokens * work.key_value_numbers(model, stage.tensor)
-    ring_s = collective_times.all_gather_s(DTYPE_BYTES[stage.dtype] * sent, context)
-    gradients_s = collective_times.reduce_scatter_s(DTYPE_BYTES["float32"] * sent, context)
+    forward_s, backward_s = 0.0, 0.0
+    for count, kind in stage.kinds(model):
+        if kind.attention is not None:
+            # As if all others' parts came: then as many as the layer's window needs.
+            sent = stage.context * num_tokens * work.key_value_numbers(kind, stage.tensor)
+            received = work.parts_received(kind, model.context_length, stage.context)
+            sent = sent * (received / np.maximum(stage.context - 1, 1))
+            ring_s = collective_times.all_gather_s(DTYPE_BYTES[stage.dtype] * sent, context)
+            gradients_s = collective_times.reduce_scatter_s(DTYPE_BYTES["float32"] * sent, context)
+            forward_s += count * ring_s
+            backward_s += count * (ring_s + gradients_s)
     boundary = work.boundary_bytes(model, num_tokens, stage.dtype)
     permute_s = collective_times.permute_s(boundary, context)
     moved_s = (2 - stage.is_first - stage.is_last) * permute_s
-    return (
-        stage.num_blocks * ring_s + moved_s,
-        stage.num_blocks * (ring_s + gradients_s) + moved_s,
-    )
+    return forward_s + moved_s, backward_s + moved_s
+
+
+def _tensor_s(
+    model: ModelConfig, stage: StageShape, tensor: Group | Groups | None
+) -> tuple[Any, Any]:
+    """Seconds of a microbatch for all-reduces over `tensor`: forward, backward."""
+    num_tokens = work.stage_tokens(model, stage)
+    counts: dict[int, list[int]] = {}  # of numbers per token: all-reduces in each direction
+    for count, kind in stage.kinds(model):
+        for numbers, forward, backward in work.all_reduces(kind, stage.checkpointing):
+            both = counts.setdefault(numbers, [0, 0])
+            both[0] += count * forward
+            both[1] += count * backward
+    forward_s, backward_s = 0.0, 0.0
+    for numbers, (forward, backward) in counts.items():
+        num_bytes = 1.0 * num_tokens * numbers * DTYPE_BYTES[stage.dtype]
+        all_reduce_s = collective_times.all_reduce_s(num_bytes, tensor)
+        forward_s += forward * all_reduce_s
+        backward_s += backward * all_reduce_s
+    return forward_s, backward_s
 
 
 def stage_times(
@@ -291,27 +386,24 @@ def stage_times(
     """
     kinds = [_compute_s(model, stage, device, implementation) for device in devices]
     forward_s, backward_s, weight_s, update_s = (
-        reduce(collective_times.most, own) for own in zip(*kinds, strict=True)
+        reduce(np.maximum, own) for own in zip(*kinds, strict=True)
     )
-    held = work.stage_parameters(model, stage) / stage.parameter_parts
-    num_bytes = work.boundary_bytes(model, work.stage_tokens(model, stage), stage.dtype)
-    all_reduce_s = collective_times.all_reduce_s(num_bytes, tensor)
-    num_forward = work.FORWARD_ALL_REDUCES
-    num_backward = work.block_all_reduces(stage.checkpointing) - num_forward
+    _, trained = work.held_parameters(model, stage)
+    forward_tensor_s, backward_tensor_s = _tensor_s(model, stage, tensor)
     forward_fsdp_s, backward_fsdp_s = _fsdp_s(model, stage, fsdp, context, implementation)
     forward_context_s, backward_context_s = _context_s(model, stage, context)
-    reduce_s = collective_times.reduce_scatter_s(implementation.gradient_bytes * held, data)
-    gather_s = collective_times.all_gather_s(DTYPE_BYTES[stage.dtype] * held, data)
+    reduce_s = collective_times.reduce_scatter_s(implementation.gradient_bytes * trained, data)
+    gather_s = collective_times.all_gather_s(DTYPE_BYTES[stage.dtype] * trained, data)
     exposed_reduce_s, exposed_gather_s = reduce_s, gather_s
     if implementation.overlaps:
-        exposed_reduce_s = exposed_s(reduce_s, backward_s, _num_layers(stage))
-        exposed_gather_s = exposed_s(gather_s, forward_s, _num_layers(stage))
+        exposed_reduce_s = exposed_s(reduce_s, backward_s, stage.num_layers)
+        exposed_gather_s = exposed_s(gather_s, forward_s, stage.num_layers)
     return StageTimes(
         forward_s=forward_s,
         backward_s=backward_s,
         weight_s=weight_s,
-        forward_tensor_s=(num_forward * stage.num_blocks + stage.is_first) * all_reduce_s,
-        backward_tensor_s=(num_backward * stage.num_blocks + stage.is_last) * all_reduce_s,
+        forward_tensor_s=forward_tensor_s,
+        backward_tensor_s=backward_tensor_s,
         forward_fsdp_s=forward_fsdp_s,
         backward_fsdp_s=backward_fsdp_s,
         forward_context_s=forward_context_s,
@@ -320,5 +412,5 @@ def stage_times(
         gather_s=gather_s,
         exposed_reduce_s=exposed_reduce_s,
         exposed_gather_s=exposed_gather_s,
-        update_s=update_s,
+        update_s=update_s + _dealt_s(model, stage, (data, tensor, fsdp, context)),
     )

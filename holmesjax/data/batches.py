@@ -1,146 +1,214 @@
 """Batches of token sequences as a function of (seed, sequences consumed), whatever the plan.
 
-Dims: B sequences of a batch, L tokens of a sequence, W windows. The corpus is cut into windows of
-L + 1 bytes, the last of which is the first of the next window: the target of the last token. Each
-epoch visits every window once, in an order of its own.
+Dims: B sequences of a batch, N of them that are asked for, L tokens of a sequence. Each epoch
+visits every item of a source once, in an order of its own.
 """
 
 import hashlib
-from collections.abc import Collection
-from dataclasses import dataclass
+import zlib
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from holmesjax.config import Config
-from holmesjax.data import corpus as corpora
-from holmesjax.data.corpus import Corpus
+from holmesjax.data import text
+from holmesjax.data.mixing import Schedule, WeightsFrom
 from holmesjax.data.permutation import permute, round_keys
-from holmesjax.data.tokenizer import BEGIN
+from holmesjax.data.sources import Item, Mixed, Sequences, Splits, too_small
 from holmesjax.errors import DataError
+
+
+class Rows(NamedTuple):
+    """Sequences of a batch."""
+
+    token_NL: np.ndarray  # int32 [N, L + 1]
+    begins_NL: np.ndarray  # bool [N, L + 1]: the tokens that begin a document
+    # int32 [N, L], below 0: does not count. None: the tokens after, which all count.
+    target_NL: np.ndarray | None
+    num_targets: int  # that count in the whole batch
+
+
+class ArrayRows(NamedTuple):
+    """Items of a batch that are arrays by name."""
+
+    arrays: dict[str, np.ndarray]  # [N, ...]
+    num_targets: int
+
+
+# Streams of a seed. A source of a mixture has one an epoch, from a number of its name on; a run of
+# one source has those from 0 on.
+OF_NAME, MOST_EPOCHS = 2**20, 2**20
+OF_ROWS = 2**60  # the rows of a batch of a mixture
 
 
 @dataclass(frozen=True, kw_only=True)
 class Batches:
-    """The batches of a run; `train` and `validation` give rows of L + 1 tokens, uint8."""
+    """The batches of a run."""
 
-    corpus: Corpus
+    data: Splits
     seed: int
     global_batch: int  # B
     length: int  # L
-    num_validation: int  # batches
+    num_validation: int  # batches of each validation set
 
     def __post_init__(self) -> None:
-        for split, count in {"train": 1, "validation": self.num_validation}.items():
-            size = len(getattr(self.corpus, split))
-            _refuse_too_small(split, size, count, self.global_batch, self.length)
+        train = self.data.train
+        sizes = {"train": (len(train), 1)}
+        for name, sequences in self.data.validation_sets().items():
+            sizes[name] = (len(sequences), self.num_validation)
+        if isinstance(train, Mixed):
+            del sizes["train"]  # which may be read as often as it takes
+        for split, (size, count) in sizes.items():
+            if size < (needed := count * self.global_batch):
+                what = f"{self.global_batch:,} sequences of {self.length:,} tokens"
+                needs = f"{needed:,} sequences"
+                raise too_small(split, count, what, needs, found=f"{size:,} sequences")
 
-    def train(self, first_sequence: int, row_N: np.ndarray | None = None) -> np.ndarray:
-        """Rows of the step before which that many sequences were consumed; [N, L + 1].
+    def of_size(self, global_batch: int) -> "Batches":
+        """The same data in batches of another size."""
+        return (
+            self if global_batch == self.global_batch else replace(self, global_batch=global_batch)
+        )
+
+    def train(self, first_sequence: int, row_N: np.ndarray | None = None) -> Rows | ArrayRows:
+        """Rows of the step before which that many sequences were consumed.
 
         Args:
           row_N: which of the B rows; None: all.
+
+        Raises DataError where no target of the whole batch counts.
         """
-        windows = windows_of(self.corpus.train, self.length)
-        sequence = first_sequence + self._rows(row_N)
-        epoch, index = np.divmod(sequence, len(windows))
-        order = np.empty_like(index)
-        for e in np.unique(epoch):
-            here = epoch == e
-            order[here] = permute(index[here], len(windows), round_keys(self.seed, stream=int(e)))
-        return windows[order]
+        picked = self._picked(first_sequence)
+        rows = self._rows(picked, row_N)
+        if not rows.num_targets:
+            problem = "has no target that counts in the loss of a step"
+            last = f"{first_sequence + self.global_batch:,}"
+            found = f"none in sequences {first_sequence + 1:,} to {last} of the run"
+            fix = "leave documents without targets out, or use a larger train.global_batch"
+            raise DataError("data.corpus", problem, found=found, fix=fix)
+        return rows
 
-    def validation(self, index: int, row_N: np.ndarray | None = None) -> np.ndarray:
-        """Rows of validation batch 0, ..., num_validation - 1, [N, L + 1]; equal for all seeds."""
-        assert index < self.num_validation
-        windows = windows_of(self.corpus.validation, self.length)
-        sequence = index * self.global_batch + self._rows(row_N)
-        return windows[permute(sequence, len(windows), round_keys(0))]
+    def _picked(self, first_sequence: int) -> list[tuple[Sequences, int]]:
+        """The source and the item of each row of a batch."""
+        source = self.data.train
+        row_B = np.arange(self.global_batch)
+        if not isinstance(source, Mixed):
+            order_B = self._in_epochs(first_sequence + row_B, len(source), stream=0)
+            return [(source, index) for index in order_B.tolist()]
+        # A schedule is periodic: in its order, the rows of a device would be of the same sources.
+        row_B = permute(row_B, len(row_B), round_keys(self.seed, stream=OF_ROWS + first_sequence))
+        part_B, order_B = source.schedule.picks(first_sequence + row_B)
+        for number, (name, part) in enumerate(source.parts.items()):
+            stream = OF_NAME * (1 + zlib.crc32(name.encode()))
+            is_own_B = part_B == number
+            order_B[is_own_B] = self._in_epochs(order_B[is_own_B], len(part), stream)
+        parts = list(source.parts.values())
+        pairs = zip(part_B.tolist(), order_B.tolist(), strict=True)
+        return [(parts[part], index) for part, index in pairs]
 
-    def _rows(self, row_N: np.ndarray | None) -> np.ndarray:
-        return np.arange(self.global_batch) if row_N is None else row_N
+    def _in_epochs(self, index_I: np.ndarray, size: int, stream: int) -> np.ndarray:
+        """The items that are read at some places of endless epochs of so many items."""
+        epoch_I, place_I = np.divmod(index_I, size)
+        order_I = np.empty_like(place_I)
+        for epoch in np.unique(epoch_I).tolist():
+            here = epoch_I == epoch
+            order_I[here] = permute(place_I[here], size, round_keys(self.seed, stream + epoch))
+        return order_I
+
+    def validation(self, index: int, row_N: np.ndarray | None = None) -> Rows | ArrayRows:
+        """Rows of a validation batch; equal for all seeds.
+
+        Args:
+          index: of num_validation batches of the first set, those of the next, and so on.
+          row_N: which of the B rows; None: all.
+        """
+        number, index = divmod(index, self.num_validation)
+        source = list(self.data.validation_sets().values())[number]
+        sequence_B = index * self.global_batch + np.arange(self.global_batch)
+        order_B = permute(sequence_B, len(source), round_keys(0))
+        return self._rows([(source, item) for item in order_B.tolist()], row_N)
+
+    def _rows(
+        self, picked: Sequence[tuple[Sequences, int]], row_N: np.ndarray | None
+    ) -> Rows | ArrayRows:
+        """Some rows of the batch of these items."""
+        wanted = picked if row_N is None else [picked[row] for row in row_N.tolist()]
+        found = [source[i] for source, i in wanted]
+        num_targets = sum(source.num_targets(i) for source, i in picked)
+        items = [item for item in found if isinstance(item, Item)]
+        if arrays := [item for item in found if not isinstance(item, Item)]:
+            stacked = {name: np.stack([own[name] for own in arrays]) for name in arrays[0]}
+            return ArrayRows(stacked, num_targets)
+        return Rows(
+            self._stack([item.tokens for item in items], np.int32),
+            self._stack([item.begins for item in items], np.bool_),
+            self._targets(items),
+            num_targets,
+        )
+
+    def _stack(self, arrays: Sequence[np.ndarray], dtype: Any) -> np.ndarray:
+        return np.stack(arrays) if arrays else np.empty((0, self.length + 1), dtype)
+
+    def _targets(self, items: Sequence[Item]) -> np.ndarray | None:
+        if all(item.targets is None for item in items):
+            return None
+        return np.stack(
+            [item.tokens[1:] if item.targets is None else item.targets for item in items]
+        )
 
     def digests(self) -> dict[str, str]:
         """SHA-256 of each split and of the order in which windows are read."""
-        return {**self.corpus.digests, "order": order_digest()}
-
-
-def look_for_data(config: Config) -> None:
-    """Looks whether there are files enough for a run, without reading them; in a fraction of 1 s.
-
-    Raises DataError for a corpus that is missing, empty or too small.
-    """
-    train, length = config.train, config.model.context_length
-    num_batches = {"train": 1, "validation": train.eval_batches if train.eval_every else 0}
-    sizes = corpora.sizes(
-        config.data,
-        {name: _bytes_of(count, train.global_batch, length) for name, count in num_batches.items()},
-    )
-    for name, count in num_batches.items():
-        _refuse_too_small(name, sizes[name], count, train.global_batch, length)
-
-
-def _bytes_of(num_batches: int, global_batch: int, length: int) -> int:
-    """The least that a split needs."""
-    return num_batches * global_batch * length + 1 if num_batches else 0
-
-
-def _refuse_too_small(
-    split: str, num_bytes: int, num_batches: int, global_batch: int, length: int
-) -> None:
-    needed = _bytes_of(num_batches, global_batch, length)
-    if num_bytes >= needed:
-        return
-    count, need = (f"{num_batches} batches", "need") if num_batches > 1 else ("a batch", "needs")
-    problem = (
-        f"the {split} split is too small: {count} of {global_batch:,} sequences of {length:,} "
-        f"tokens {need} {needed:,} bytes"
-    )
-    fix = "use more files, a smaller train.global_batch, or a smaller model.context_length"
-    if split == "validation":
-        fix = (
-            "use more files, a larger data.validation_fraction, fewer train.eval_batches, "
-            "or train.eval_every=0 for no validation"
-        )
-    raise DataError("data.corpus", problem, found=f"{num_bytes:,} bytes", fix=fix)
-
-
-def windows_of(tokens: np.ndarray, length: int) -> np.ndarray:
-    """All windows of an array of tokens, a view; [W, L + 1].
-
-    >>> windows_of(np.arange(8), 3).tolist()
-    [[0, 1, 2, 3], [3, 4, 5, 6]]
-    """
-    if len(tokens) <= length:
-        return np.empty((0, length + 1), tokens.dtype)
-    return np.lib.stride_tricks.sliding_window_view(tokens, length + 1)[::length]
+        is_mixed = isinstance(self.data.train, Mixed)
+        mixed = {"order of a mixture": mixture_digest()} if is_mixed else {}
+        return {**self.data.digests, "order": order_digest(), **mixed}
 
 
 def order_digest() -> str:
     """SHA-256 of what two epochs of a small corpus are, and its validation batch."""
-    tokens = np.arange(1000, dtype="<i8")
-    corpus = Corpus(train=tokens, validation=tokens, source="", files={}, digests={})
-    batches = Batches(corpus=corpus, seed=1, global_batch=300, length=3, num_validation=1)
-    rows = [batches.train(first) for first in (0, 300)]
-    return hashlib.sha256(np.concatenate([*rows, batches.validation(0)]).tobytes()).hexdigest()
+    windows = text.Windows(text.windows_of(np.arange(1000), 3), np.arange(0))
+    return _order_digest(windows, windows)
+
+
+def mixture_digest() -> str:
+    """SHA-256 of what the first batches of a small mixture are, whose weights change."""
+    windows = text.Windows(text.windows_of(np.arange(1000), 3), np.arange(0))
+    other = text.Windows(text.windows_of(np.arange(1000, 1100), 3), np.arange(0))
+    phases = [WeightsFrom(0, {"a": 0.75, "b": 0.25}), WeightsFrom(400, {"a": 0.5, "b": 0.5})]
+    parts: dict[str, Sequences] = {"a": windows, "b": other}
+    return _order_digest(Mixed(parts=parts, schedule=Schedule(list(parts), phases)), windows)
+
+
+def _order_digest(train: Sequences | Mixed, validation: Sequences) -> str:
+    data = Splits(train=train, validation=validation, place="", digests={}, files={})
+    batches = Batches(data=data, seed=1, global_batch=300, length=3, num_validation=1)
+    rows = [batches.train(0), batches.train(300), batches.validation(0)]
+    tokens = np.concatenate([row.token_NL for row in rows if isinstance(row, Rows)])
+    return hashlib.sha256(tokens.astype("<i8").tobytes()).hexdigest()
 
 
 INPUTS = ("token_BL", "target_BL", "segment_BL")
 
 
-def model_inputs(rows: np.ndarray, names: Collection[str] = INPUTS) -> dict[str, np.ndarray]:
+def model_inputs(rows: Rows | ArrayRows, names: Collection[str] = INPUTS) -> dict[str, np.ndarray]:
     """Returns the inputs of the stages: tokens, targets, and the document of each token; int32.
 
-    A token whose target is below 0 would not count in the loss; rows of a corpus have none.
+    A target that does not count is below 0. Of arrays by name, these are the arrays themselves.
 
     Args:
       names: the inputs that are needed.
 
-    >>> {name: x.tolist() for name, x in model_inputs(np.array([[7, 0, 8, 9]])).items()}
+    >>> rows = Rows(np.array([[7, 0, 8, 9]]), np.array([[False, True, False, False]]), None, 3)
+    >>> {name: x.tolist() for name, x in model_inputs(rows).items()}
     {'token_BL': [[7, 0, 8]], 'target_BL': [[0, 8, 9]], 'segment_BL': [[0, 1, 1]]}
     """
+
+    if isinstance(rows, ArrayRows):
+        return {name: rows.arrays[name] for name in names}
+
     make = {
-        "token_BL": lambda: rows[:, :-1].astype(np.int32),
-        "target_BL": lambda: rows[:, 1:].astype(np.int32),
-        "segment_BL": lambda: np.cumsum(rows[:, :-1] == BEGIN, axis=1, dtype=np.int32),
+        "token_BL": lambda: rows.token_NL[:, :-1],
+        "target_BL": lambda: rows.token_NL[:, 1:] if rows.target_NL is None else rows.target_NL,
+        "segment_BL": lambda: np.cumsum(rows.begins_NL[:, :-1], axis=1),
     }
-    return {name: make[name]() for name in names}
+    return {name: make[name]().astype(np.int32) for name in names}

@@ -17,8 +17,9 @@ from typing import NoReturn
 import numpy as np
 
 from holmesjax.config import PYTHON_STDLIB, DataConfig
+from holmesjax.data import stores
 from holmesjax.data.tokenizer import BEGIN
-from holmesjax.errors import DataError
+from holmesjax.errors import AbsentDataError, DataError
 
 SNIFFED = 8192  # bytes of a file that show, as a rule, whether it is text
 # Left out, since not every distribution of a release has them, or has them in the same place.
@@ -60,11 +61,11 @@ def sizes(config: DataConfig, enough: Mapping[str, int]) -> dict[str, int]:
     for name, path in _paths(config):
         try:
             if config.pattern is None and config.corpus != PYTHON_STDLIB:
-                with path.open("rb") as file:
+                with stores.open_file(path) as file:
                     if BEGIN in file.read(SNIFFED):
                         continue
             size = path.stat().st_size
-        except OSError as error:
+        except stores.errors() as error:
             raise _unreadable(path, error) from None
         is_empty = False
         found[split_of(name, config.validation_fraction)] += 1 + size
@@ -86,24 +87,30 @@ def _paths(config: DataConfig) -> Iterator[tuple[str, Path]]:
 def _in_folder(root: Path, config: DataConfig) -> Iterator[Path]:
     """The files that the pattern matches; without one, all that are not hidden."""
 
-    def refuse(error: OSError) -> NoReturn:
+    def refuse(error: Exception) -> NoReturn:
         fix = "make it readable, or name another folder"
         raise DataError("data.corpus", "cannot be read", found=error, fix=fix) from None
 
+    is_remote = stores.is_remote(config.corpus)
     try:
+        stores.ask(root)
         is_folder, is_there = root.is_dir(), root.exists()
-    except OSError as error:
+    except stores.errors() as error:
         refuse(error)
     if not is_folder:
-        found = f"{config.corpus}, " + (
-            "a file" if is_there else f"not there; the current folder is {Path.cwd()}"
-        )
+        here = "" if is_remote else f"; the current folder is {Path.cwd()}"
+        found = f"{config.corpus}, {'a file' if is_there else f'not there{here}'}"
         fix = (
             f"name the folder that it is in, and data.pattern={root.name}"
             if is_there
-            else f"name a folder, or {PYTHON_STDLIB!r} where only the plan is wanted"
+            else f"name a folder, or {PYTHON_STDLIB!r} for a first try"
         )
-        raise DataError("data.corpus", "is no folder", found=found, fix=fix)
+        kind = DataError if is_there else AbsentDataError
+        raise kind("data.corpus", "is no folder", found=found, fix=fix)
+    if config.pattern is None and is_remote:
+        parts = {path: path.relative_to(root).parts for path in stores.files_below(root)}
+        yield from (p for p, own in parts.items() if not any(n.startswith(".") for n in own))
+        return
     if config.pattern is None:
         for folder, subfolders, names in os.walk(root, onerror=refuse):
             subfolders[:] = [name for name in subfolders if not name.startswith(".")]
@@ -115,7 +122,7 @@ def _in_folder(root: Path, config: DataConfig) -> Iterator[Path]:
         fix = "write a pattern inside the folder, such as **/*.txt"
         found = f"{config.pattern}: {error}"
         raise DataError("data.pattern", "is no pattern", found=found, fix=fix) from None
-    except OSError as error:
+    except stores.errors() as error:
         refuse(error)
 
 
@@ -129,15 +136,15 @@ def _no_file(config: DataConfig) -> DataError:
     return DataError("data.pattern", problem, found=config.pattern, fix=fix)
 
 
-def _unreadable(path: Path, error: OSError) -> DataError:
+def _unreadable(path: Path, error: Exception) -> DataError:
     fix = "make it readable, or leave it out by data.pattern"
-    return DataError(str(path), "cannot be read", found=error.strerror, fix=fix)
+    return DataError(str(path), "cannot be read", found=stores.said_by(error), fix=fix)
 
 
 def _root(config: DataConfig) -> Path:
     if config.corpus == PYTHON_STDLIB:
         return Path(sysconfig.get_path("stdlib"))
-    return Path(config.corpus)
+    return stores.path_of(config.corpus)
 
 
 def _stdlib(root: Path) -> Iterator[Path]:
@@ -151,6 +158,18 @@ def _stdlib(root: Path) -> Iterator[Path]:
         for folder, subfolders, names in os.walk(root / name):
             subfolders[:] = [name for name in subfolders if name not in APART_BELOW]
             yield from (Path(folder, name) for name in names if name.endswith(".py"))
+
+
+def documents(corpus: Corpus, split: np.ndarray) -> Iterator[str]:
+    """The files of a split as text, in their order. Raises DataError for one that is no UTF-8."""
+    for text in split.tobytes().split(bytes([BEGIN]))[1:]:
+        try:
+            yield text.decode()
+        except UnicodeDecodeError as error:
+            digest = hashlib.sha256(text).hexdigest()
+            name = next(name for name, known in corpus.files.items() if known == digest)
+            fix = "save it as UTF-8, leave it out by data.pattern, or use data.tokenizer=bytes"
+            raise DataError(name, "is no UTF-8", found=error, fix=fix) from None
 
 
 def is_validation(name: str, fraction: float) -> bool:
@@ -175,7 +194,7 @@ def read(config: DataConfig) -> Corpus:
     for name, path in files(config).items():
         try:
             text = path.read_bytes()
-        except OSError as error:
+        except stores.errors() as error:
             raise _unreadable(path, error) from None
         if BEGIN in text:
             if config.pattern is None and config.corpus != PYTHON_STDLIB:

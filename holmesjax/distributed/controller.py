@@ -1,10 +1,10 @@
-"""How the processes of a job hear of each other: one controller, which all of them know.
+"""The controller of a job, and its members: how processes start, agree and hear of failures.
 
-`messages` has the records that a member and the controller send each other. With each message of a
-member comes what it is at, and what it is waiting for.
+`messages` has the records that a member and the controller send each other. A message of a member
+also says what the member does, and what it waits for.
 
 The controller runs in the launcher. It needs no JAX, and carries scalars and words only: arrays go
-from process to process (`tcp`). Either end that hears nothing for the heartbeat timeout, or whose
+from process to process (`tcp`). An end that hears nothing for the heartbeat timeout, or whose
 connection closes, knows that the other is gone.
 """
 
@@ -20,7 +20,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, get_args
 
-from holmesjax import lifeline
+from holmesjax import hung_main_thread
 from holmesjax.distributed.messages import (
     FROM_CONTROLLER,
     PROTOCOL,
@@ -32,16 +32,16 @@ from holmesjax.distributed.messages import (
     Beat,
     ClockReading,
     Compiled,
+    ControllerHello,
     Done,
     Files,
     Heartbeat,
     JobStart,
     Lost,
+    MemberHello,
     Mistake,
     ProcessEvent,
-    R,
     Ready,
-    Record,
     Refused,
     Silent,
     Standing,
@@ -50,17 +50,17 @@ from holmesjax.distributed.messages import (
     Verdict,
     Vote,
     Warned,
-    decode,
-    decode_from_member,
-    encode,
+    decode_of_member,
+    encode_of_member,
 )
 from holmesjax.errors import HolmesError, PeerError
 from holmesjax.plan.processes import Process
-from holmesjax.runtime.progress import Progress, Work
+from holmesjax.runtime.step_timeout import Progress, Work
 from holmesjax.transport import connections
 from holmesjax.transport.admission import Admission
 from holmesjax.transport.connection_loop import ConnectionLoop, LoopConnection
-from holmesjax.transport.connections import Connection, Message
+from holmesjax.transport.connections import Connection
+from holmesjax.transport.records import Message, R, Record, decode, encode
 
 BEATS = 4  # in the time that an end may be silent
 CLOCKS = 16  # questions for the time that count
@@ -70,8 +70,8 @@ ADVANCE_S = 1.0  # between two words about a start
 NOBODY = -1  # no process of the job
 
 
-def differences(about: Message, theirs: Message) -> str | None:
-    """What two ends that must agree disagree on, with both values.
+def differences(about: Mapping[str, Any], theirs: Mapping[str, Any]) -> str | None:
+    """Describes what two ends disagree on, with both values; None if they agree.
 
     >>> differences({"plan": "ab", "jax": "0.10.2"}, {"plan": "cd", "jax": "0.10.2"})
     'its plan is cd, not ab'
@@ -82,7 +82,7 @@ def differences(about: Message, theirs: Message) -> str | None:
 
 @dataclass
 class _Seat:
-    """What the controller knows of one member."""
+    """The controller's record of one member."""
 
     process: Process
     connection: LoopConnection | None = None
@@ -92,6 +92,7 @@ class _Seat:
     num_begun: int = 0  # steps, batches of validation and checkpoints
     num_done: int = 0  # programs and layers, before the first step
     addresses: dict[str, Any] | None = None
+    unproven: str | None = None  # what the attention kernels lack on its host
 
 
 class Controller:
@@ -114,7 +115,7 @@ class Controller:
         *,
         address: str,
         port: int,
-        about: Message,
+        about: Mapping[str, Any],
         resume: int,
         key: bytes,
         heartbeat_timeout_s: float,
@@ -138,10 +139,11 @@ class Controller:
         self._admission = Admission(
             sock,
             key=key,
-            hello={"controller": True},
+            hello=ControllerHello(),
+            expected=MemberHello,
             check=self._check,
             enter=self._enter,
-            expected=len(processes),
+            num_callers=len(processes),
             warn=lambda text: self.events.put(ProcessEvent(NOBODY, Warned(text=text))),
         )
         self._keeper = threading.Thread(target=self._keep, name="keeper", daemon=True)
@@ -157,36 +159,36 @@ class Controller:
         self._keeper.join()
 
     def stop(self) -> None:
-        """All members end after the same step, the next on which they vote."""
+        """Lets all members end after the same step, the next on which they vote."""
         self._stopping = True
 
     def broadcast(self, record: Record) -> None:
-        data = connections.encode(encode(record))
+        data = connections.pack(encode(record))
         for seat in self._seats:
             if seat.connection:
                 seat.connection.send(data)
 
     def send(self, process: int, record: Record) -> None:
         if connection := self._seats[process].connection:
-            connection.send(connections.encode(encode(record)))
+            connection.send(connections.pack(encode(record)))
 
     def refuse(self, error: HolmesError) -> None:
         """Tells all members of a mistake; each ends with it."""
         self.broadcast(Mistake(**error.parts()))
 
     def status(self, process: int) -> str:
-        """What a member said last of what it is waiting for."""
+        """Returns the last status of a member: what it does, or waits for."""
         return self._seats[process].status
 
     def position(self, process: int) -> tuple[int, int]:
-        """How far a member has come: its step, and which work of it. To be compared."""
+        """Returns how far a member has come, for comparison: its step, and the work in it."""
         seat = self._seats[process]
         return seat.step, get_args(Work).index(seat.work)
 
     def overdue(self) -> dict[int, float]:
-        """Connected members that have missed two heartbeats: for each the seconds of its silence.
+        """Returns the seconds of silence of each connected member that has missed two heartbeats.
 
-        One that merely answers late is none of them.
+        A member that merely answers late is not among them.
         """
         now_s = time.monotonic()
         return {
@@ -197,20 +199,20 @@ class Controller:
             and now_s - seat.connection.heard_s > 2 * self._timeout_s / BEATS
         }
 
-    def _check(self, hello: Message) -> str | None:
-        number = hello.get("process")
-        if not isinstance(number, int) or not 0 <= number < len(self._seats):
+    def _check(self, hello: MemberHello) -> str | None:
+        number = hello.process
+        if not 0 <= number < len(self._seats):
             return f"the job has {len(self._seats)} processes, and it is number {number}"
         seat = self._seats[number]
-        reason = differences(self._about, hello)
+        reason = differences(self._about, {**hello.about, "protocol": hello.protocol})
         if reason is None and seat.connection is not None:
             reason = f"number {number}, {seat.process.name}, is here already"
         if reason is not None:
             self.events.put(ProcessEvent(number, Refused(reason=reason)))
         return reason
 
-    def _enter(self, connection: Connection) -> None:
-        seat = self._seats[connection.hello["process"]]
+    def _enter(self, connection: Connection[MemberHello]) -> None:
+        seat = self._seats[connection.hello.process]
         if seat.connection is not None:  # two have come at once
             connection.close()
             return
@@ -228,7 +230,7 @@ class Controller:
         self.events.put(ProcessEvent(seat.process.number, record))
 
     def _hear_connection(self, connection: LoopConnection, message: Message) -> None:
-        self._hear(self._seat_of[connection], *decode_from_member(message))
+        self._hear(self._seat_of[connection], *decode_of_member(message))
 
     def _hear(self, seat: _Seat, record: Record, standing: Standing) -> None:
         if standing.status is not None:
@@ -245,7 +247,7 @@ class Controller:
         match record:
             case Ready():
                 self._num_ready += seat.addresses is None
-                seat.addresses = record.addresses
+                seat.addresses, seat.unproven = record.addresses, record.unproven
                 if self._num_ready == len(self._seats):
                     self._start_all()
             case AskAddresses():
@@ -278,15 +280,25 @@ class Controller:
             self.broadcast(verdict)
 
     def _start_all(self) -> None:
-        """Tells each stage where its coordinator listens: the same words for all of a stage."""
+        """Tells each stage where its coordinator listens: the same words for all of a stage.
+
+        One member that cannot use the attention kernels speaks for its stage: its members would
+        compile different programs otherwise.
+        """
         coordinators = {
             seat.process.stage: self._addresses(seat.process.number)["coordinator"]
             for seat in self._seats
             if seat.process.leads
         }
+        unproven: dict[int, str | None] = {}
+        for seat in self._seats:
+            stage = seat.process.stage
+            unproven[stage] = unproven.get(stage) or seat.unproven
         words = {
-            stage: connections.encode(
-                encode(JobStart(coordinator=coordinator, resume=self._resume))
+            stage: connections.pack(
+                encode(
+                    JobStart(coordinator=coordinator, resume=self._resume, unproven=unproven[stage])
+                )
             )
             for stage, coordinator in coordinators.items()
         }
@@ -305,17 +317,17 @@ def _is_silence(error: Exception) -> bool:
 
 
 class ClockOffset:
-    """How far the controller's clock is ahead of this process's, from questions and answers.
+    """The lead of the controller's clock over this process's, from questions and answers.
 
-    The answer that came back soonest counts: it is off by half of what its way there took longer
-    than its way back. Old answers do not count, since clocks drift apart.
+    The answer with the shortest round trip counts. Its error is half of the difference between the
+    two ways. Old answers do not count, since clocks drift apart.
     """
 
     def __init__(self) -> None:
         self._found: deque[tuple[float, float]] = deque(maxlen=CLOCKS)  # round trip, offset
 
     def hear(self, asked_s: float, now_s: float, heard_s: float) -> None:
-        """Takes an answer: when it was asked and heard on this clock, and what the other said.
+        """Takes an answer: the times of question and answer on this clock, and the other's time.
 
         >>> clock = ClockOffset()
         >>> clock.hear(1.0, 15.2, 1.4), clock.hear(2.0, 16.9, 3.0)
@@ -332,7 +344,7 @@ class ClockOffset:
 
 @dataclass
 class Member:
-    """A process's end; connects when it is made.
+    """A process's end of its connection with the controller; connects when it is made.
 
     Args:
       process: who this is.
@@ -345,7 +357,7 @@ class Member:
     address: str
     port: int
     key: bytes
-    about: Message
+    about: Mapping[str, Any]
     timeout_s: float
     start_timeout_s: float
     on_loss: Callable[[HolmesError], None]
@@ -365,8 +377,11 @@ class Member:
             self.address,
             self.port,
             key=self.key,
-            hello={"process": self.process.number, **self.about, "protocol": PROTOCOL},
-            check=lambda hello: None if hello.get("controller") else "it is no controller",
+            hello=MemberHello(
+                process=self.process.number, about=dict(self.about), protocol=PROTOCOL
+            ),
+            expected=ControllerHello,
+            check=lambda hello: None,
             where=f"{self.process.name} to the controller",
             timeout_s=self.start_timeout_s,
         )
@@ -380,16 +395,16 @@ class Member:
         self._connection.close()
 
     def status(self, text: str) -> None:
-        """Notes what this process waits for: told with each beat, and when somebody is lost."""
+        """Notes what this process waits for; each message carries it."""
         self._status = text
 
     def send(self, record: Record) -> None:
-        """Sends what this process is at, too. Raises OSError if the controller is gone."""
+        """Sends a record with this process's standing. Raises OSError if the controller is gone."""
         standing = dataclasses.replace(self._standing, status=self._status)
-        self._connection.send(encode(record, standing))
+        self._connection.send(encode_of_member(record, standing))
 
     def begin(self, work: Work, step: int) -> None:
-        """Says what this process begins: at once, or it would be news when it is long ago."""
+        """Reports at once what this process begins."""
         with self._advancing:
             num_begun = self._standing.num_begun + 1
             self._standing = dataclasses.replace(
@@ -398,9 +413,9 @@ class Member:
         self.send(Beat())
 
     def advance(self) -> None:
-        """Something that a start consists of is done: a program is compiled, a layer is drawn.
+        """Counts a part of a start: a program is compiled, or a layer is drawn. From any thread.
 
-        Sent with the next message, and at once where the last was a second ago. From any thread.
+        The count goes with the next message; at once if the last report is a second old.
         """
         with self._advancing:
             num_done = self._standing.num_done + 1
@@ -412,22 +427,22 @@ class Member:
             self.send(Beat())
 
     def addresses(self, numbers: Sequence[int], timeout_s: float) -> dict[int, Any]:
-        """The addresses of some processes, by their numbers; once all have come."""
+        """Returns the addresses of some processes, by number, once all have come."""
         self.send(AskAddresses(of=list(numbers)))
         return dict(self.wait_for(Addresses, timeout_s).found)
 
     def send_compiled(
         self, digests: Mapping[str, str], source: str, files: Mapping[str, str]
     ) -> None:
-        """Says that this process could go, and what data it has read; `files` if it is asked."""
+        """Reports that this process is ready to train, and its data; `files` only if asked."""
         self._files = list(files.items())
         self.send(Compiled(digests=dict(digests), source=source))
 
     def wait_for(self, kind: type[R], timeout_s: float | None = None) -> R:
-        """The next record of the controller that is for the main thread; it must be of that kind.
+        """Returns the next record for the main thread, which must be of that kind.
 
-        Without a `timeout_s` it waits while the job makes progress, and then for twice as long as
-        the next sign of it may take: the controller should have ended the job by then.
+        Without a `timeout_s` it waits while the job makes progress. Without progress it waits twice
+        as long as the next sign of progress may take: the controller ends the job before.
         """
         try:
             message = self._next() if timeout_s is None else self._inbox.get(timeout=timeout_s)
@@ -449,7 +464,7 @@ class Member:
         return message
 
     def _next(self) -> Record:
-        """Raises queue.Empty where none comes and there is no progress."""
+        """Returns the next record. Raises queue.Empty if none comes and there is no progress."""
         self._noted_s = time.monotonic()
         while True:
             with contextlib.suppress(queue.Empty):
@@ -458,12 +473,12 @@ class Member:
                 raise queue.Empty
 
     def vote(self, step: int) -> None:
-        """Says, for its stage, that the end of this step is near."""
+        """Reports, for its stage, that the end of this step is near."""
         if self.process.leads:
             self.send(Vote(step=step))
 
     def verdict(self, step: int) -> Verdict:
-        """What came of all votes; waits for them."""
+        """Waits for all votes, and returns the verdict."""
         verdict = self.wait_for(Verdict)
         assert verdict.step == step, f"the verdict of step {verdict.step} in step {step}"
         return verdict
@@ -488,7 +503,7 @@ class Member:
                 return
 
     def _take(self, record: Record) -> bool:
-        """Whether to go on listening."""
+        """Takes a record; returns whether to go on listening."""
         match record:
             case Heartbeat():
                 if record.num_noted != self._num_noted:
@@ -507,7 +522,7 @@ class Member:
                     self.send(Files(files=files))
             case AskBeat():
                 if record.stacks:
-                    lifeline.write_stacks()
+                    hung_main_thread.write_stacks()
                 with contextlib.suppress(OSError):
                     self.send(Beat())
             case _:
@@ -515,7 +530,7 @@ class Member:
         return True
 
     def _beat(self) -> None:
-        """Beats, and asks for the time with each; a few times at once in the beginning."""
+        """Asks for the time regularly, which is a heartbeat too; more often in the beginning."""
         pauses_s = [random.uniform(0.0, CLOCK_PAUSE_S) for _ in range(FIRST_CLOCKS - 1)] + [0.0]
         beat_s = self.timeout_s / BEATS
         while not self._closed.wait(min(pauses_s.pop(), beat_s) if pauses_s else beat_s):

@@ -1,8 +1,8 @@
-"""Whether all processes of a job have read the same data, and the first file that is not the same.
+"""Checks that all processes of a job have read the same data, and finds the first other file.
 
-Each process reports the digests of what it has read when it has compiled. Where they are not all
-equal, one process of the largest group and the first of another are asked for the digests of their
-files, a piece of the list at a time: a message is small, however many files a corpus has.
+Each process reports the digests of its data when it has compiled. If they differ, one process of
+the largest group and the first of another are asked for the digests of their files. Each message
+has a piece of the list: it is small, however many files a corpus has.
 """
 
 import time
@@ -47,7 +47,7 @@ class DataAgreement:
     _deadline_s: float | None = None  # of `time.monotonic`, for the answers
 
     def take(self, number: int, message: Compiled | Files) -> dict[str, str] | None:
-        """The digests, once all processes have reported the same.
+        """Takes a report; returns the digests once all processes have reported the same.
 
         Args:
           number: of the process.
@@ -64,7 +64,7 @@ class DataAgreement:
         return None
 
     def check(self) -> None:
-        """Raises DataError where an answer is overdue."""
+        """Raises DataError if an answer is overdue."""
         if self._deadline_s is not None and time.monotonic() > self._deadline_s:
             silent = [self._name(n) for n in self._pair if n not in self._pieces]
             raise self._error(
@@ -83,7 +83,7 @@ class DataAgreement:
         return None
 
     def _groups(self) -> list[list[int]]:
-        """Processes that reported the same; the largest group first, of equal ones the first."""
+        """Groups processes that reported the same; large groups and first processes come first."""
         groups: dict[tuple[tuple[str, str], ...], list[int]] = {}
         for number in sorted(self._read):
             groups.setdefault(tuple(sorted(self._read[number].digests.items())), []).append(number)
@@ -141,7 +141,7 @@ class DataAgreement:
 def first_difference(
     ours: FileDigests, theirs: FileDigests
 ) -> tuple[str, str | None, str | None] | None:
-    """The first file that two lists do not share, with both digests; None: it is missing.
+    """Returns the first file that two lists do not share, with both digests; None: it is missing.
 
     >>> first_difference([["a", "12"], ["c", "34"]], [["a", "12"], ["b", "56"], ["c", "34"]])
     ('b', None, '56')

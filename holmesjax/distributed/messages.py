@@ -1,28 +1,37 @@
 """The messages between the processes of a job and their controller: typed records. No JAX.
 
-A message on the wire is a JSON object: the fields of a record, and its `kind`. One from a member
-also has the fields of `Standing`. `decode` refuses unknown kinds, missing or unknown fields, and
-values of another type. A change of any record counts `PROTOCOL` up: both ends compare it first.
+`transport.records` turns a record into a message and back. A message from a member has the fields
+of `Standing` besides its own. A change of any record counts `PROTOCOL` up, which both ends compare.
 """
 
 from collections.abc import Mapping
-from dataclasses import MISSING, Field, dataclass, fields
-from typing import Any, ClassVar, NamedTuple, TypeVar, get_type_hints
+from dataclasses import dataclass, fields
+from typing import Any, NamedTuple
 
-from pydantic import ConfigDict, TypeAdapter, ValidationError
+from holmesjax.runtime.step_timeout import Work
+from holmesjax.transport.records import Message, Record, by_kind, decode, encode, make
 
-from holmesjax.runtime.progress import Work
-from holmesjax.transport.connections import Message
+PROTOCOL = 5
 
-PROTOCOL = 2
-R = TypeVar("R", bound="Record")
+
+# ---- hellos --------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
-class Record:
-    """A message; each kind is a class of its own."""
+class MemberHello(Record):
+    """The hello of a member, which calls the controller."""
 
-    kind: ClassVar[str]
+    kind = "member"
+    process: int
+    about: dict[str, Any]  # its plan, settings and versions, by name
+    protocol: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class ControllerHello(Record):
+    """The hello of the controller."""
+
+    kind = "controller"
 
 
 # ---- member -> controller ------------------------------------------------------------------------
@@ -30,7 +39,7 @@ class Record:
 
 @dataclass(frozen=True, kw_only=True)
 class Standing(Record):
-    """The work that a member is at; each of its messages has one."""
+    """The progress and the status of a member; each of its messages has one."""
 
     kind = "standing"
     status: str | None = None  # what it is doing or waiting for, in words
@@ -42,10 +51,14 @@ class Standing(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class Ready(Record):
-    """The addresses where a member listens: `data` by fabric, and `coordinator` of its stage."""
+    """A member has started, and listens at addresses: `data` by fabric, `coordinator` of its stage.
+
+    `unproven` says what the attention kernels lack on its host to be used; None: nothing.
+    """
 
     kind = "ready"
     addresses: dict[str, Any]
+    unproven: str | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,7 +135,7 @@ class Failed(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class Stop(Record):
-    """A member asks that all stop, because it got a signal."""
+    """A member asks all to stop, because it got a signal."""
 
     kind = "stop"
     signal: int
@@ -134,6 +147,24 @@ class Done(Record):
 
     kind = "done"
     step: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextPiece(Record):
+    """More of a text that is generated."""
+
+    kind = "piece"
+    row: int
+    text: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Continued(Record):
+    """All texts that were generated, and what is said of the time that it took."""
+
+    kind = "continued"
+    rows: list[Any]  # the fields of a `Continuation` each
+    rate: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -164,11 +195,27 @@ class Beat(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class JobStart(Record):
-    """All members are there; their stage's coordinator listens here, and this step is resumed."""
+    """All members have come; the coordinator of the member's stage, and the step to resume.
+
+    `unproven` is what all members of the stage go by: that of one which has something to say.
+    """
 
     kind = "start"
     coordinator: Any
     resume: int
+    unproven: str | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Texts(Record):
+    """The texts that all members continue, and how."""
+
+    kind = "texts"
+    prompts: list[Any]  # the tokens of each
+    max_tokens: int
+    sampling: dict[str, Any]  # the fields of `Sampling`
+    stop: list[str]
+    ema: bool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -242,7 +289,7 @@ class AllDone(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class Heartbeat(Record):
-    """The controller lives, and has heard of so much progress."""
+    """The controller lives, and reports the progress of the job."""
 
     kind = "beat"
     num_noted: int
@@ -277,7 +324,7 @@ class Lost(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class Silent(Record):
-    """A member has said nothing for so long."""
+    """A member has been silent for too long."""
 
     kind = "silent"
     silent_s: float
@@ -300,86 +347,32 @@ class Warned(Record):
 
 
 class ProcessEvent(NamedTuple):
-    """Something that the launcher hears of a process of the job."""
+    """An event of a process of the job, for the launcher."""
 
     process: int  # its number, or `controller.NOBODY`
     record: Record
 
 
 # fmt: off
-FROM_MEMBER: dict[str, type[Record]] = {
-    record.kind: record
-    for record in (Ready, Compiled, Files, Up, Vote, Measurements, Saved, Unsaved, Failed, Stop,
-                   Done, AskAddresses, AskClock, Beat)
-}
-FROM_CONTROLLER: dict[str, type[Record]] = {
-    record.kind: record
-    for record in (JobStart, Addresses, ClockReading, AskFiles, Go, Mistake, Verdict,
-                   AskBeat, AllDone, Heartbeat)
-}
+FROM_MEMBER = by_kind(
+    Ready, Compiled, Files, Up, Vote, Measurements, Saved, Unsaved, Failed, Stop, Done,
+    AskAddresses, AskClock, Beat, TextPiece, Continued,
+)
+FROM_CONTROLLER = by_kind(
+    JobStart, Addresses, ClockReading, AskFiles, Go, Mistake, Verdict, AskBeat, AllDone, Heartbeat,
+    Texts,
+)
 # fmt: on
 STANDING = tuple(field.name for field in fields(Standing))
 
 
-def encode(record: Record, standing: Standing | None = None) -> Message:
-    """The message of a record, with what its sender is at."""
-    message: Message = {"kind": record.kind}
-    for one in (record, standing):
-        if one is not None:
-            message |= {field.name: getattr(one, field.name) for field in fields(one)}
-    return message
+def encode_of_member(record: Record, standing: Standing) -> Message:
+    """Returns the message of a member's record, with the member's standing."""
+    return {**encode(standing), **encode(record)}
 
 
-def decode(message: Mapping[str, Any], kinds: Mapping[str, type[Record]]) -> Record:
-    """The record of a message.
-
-    Args:
-      message: as it was received.
-      kinds: the records that the other end may send, by kind.
-
-    Raises ValueError for an unknown kind, or fields that are missing, unknown or of another type.
-    """
-    kind = message.get("kind")
-    if not isinstance(kind, str) or kind not in kinds:
-        raise ValueError(f"a message of unknown kind {kind!r}")
-    return _make(kinds[kind], {name: message[name] for name in message if name != "kind"})
-
-
-def decode_from_member(message: Mapping[str, Any]) -> tuple[Record, Standing]:
-    """The record and the standing of a member's message; raises ValueError as `decode` does."""
+def decode_of_member(message: Mapping[str, Any]) -> tuple[Record, Standing]:
+    """Returns the record and the standing of a member's message; raises ValueError as `decode`."""
     own = {name: message[name] for name in message if name not in STANDING}
     standing = {name: message[name] for name in STANDING if name in message}
-    return decode(own, FROM_MEMBER), _make(Standing, standing)
-
-
-def _types(record: type[Record]) -> dict[str, TypeAdapter[Any]]:
-    """The checks of a record's fields, by name."""
-    hints, strict = get_type_hints(record), ConfigDict(strict=True)
-    return {field.name: TypeAdapter(hints[field.name], config=strict) for field in fields(record)}
-
-
-TYPES: dict[type[Record], dict[str, TypeAdapter[Any]]] = {
-    record: _types(record)
-    for record in (*FROM_MEMBER.values(), *FROM_CONTROLLER.values(), Standing)
-}
-
-
-def _make(record: type[R], values: Mapping[str, Any]) -> R:
-    types = TYPES[record]
-    if unknown := values.keys() - types.keys():
-        raise ValueError(f"a message {record.kind} with an unknown field {min(unknown)!r}")
-    for name, value in values.items():
-        try:
-            types[name].validate_python(value)
-        except ValidationError as error:
-            problem = error.errors()[0]["msg"]
-            raise ValueError(f"a message {record.kind} whose {name} is wrong: {problem}") from None
-    try:
-        return record(**values)
-    except TypeError:
-        missing = [one.name for one in fields(record) if _is_missing(one, values)]
-        raise ValueError(f"a message {record.kind} without {' and '.join(missing)}") from None
-
-
-def _is_missing(field: Field[Any], values: Mapping[str, Any]) -> bool:
-    return field.default is MISSING and field.name not in values
+    return decode(own, FROM_MEMBER), make(Standing, standing)

@@ -1,27 +1,29 @@
-"""One process of a job: its stage's domain, its transport, its steps.
+"""Runs one process of a job: its stage's domain, its transport, its steps.
 
-It learns from the environment who it is and where the controller listens. Whatever goes wrong in
-it, in any thread, is told to the controller and ends the process at once: a main thread that waits
-in a collective could not end by itself.
+The environment has its number and the address of the controller. An error in any thread is reported
+to the controller, and ends the process at once: a main thread that waits in a collective could not
+end by itself.
 """
 
 import contextlib
+import dataclasses
 import functools
 import signal
 import threading
 import traceback
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable, MutableMapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NoReturn
 
 import jax
+from jax.sharding import Mesh
 
-from holmesjax import job as jobs, lifeline
+from holmesjax import hung_main_thread, job as jobs
 from holmesjax.checkpoints import checkpoint, manifest
 from holmesjax.checkpoints.manifest import Checkpoint
-from holmesjax.data.batches import look_for_data
+from holmesjax.data import cluster_paths, sources
 from holmesjax.distributed.controller import Member
 from holmesjax.distributed.messages import (
     AllDone,
@@ -31,7 +33,6 @@ from holmesjax.distributed.messages import (
     JobStart,
     Measurements,
     Ready,
-    Record,
     Saved,
     Stop,
     Unsaved,
@@ -46,23 +47,30 @@ from holmesjax.parallel import compat
 from holmesjax.parallel.mesh import build_mesh
 from holmesjax.plan.processes import Process, domain_fabric, make_processes
 from holmesjax.runtime import domain, program_cache
-from holmesjax.runtime.pipeline import OneStage, Pipeline, crossings
+from holmesjax.runtime.device_memory import PeakMemory, devices_of
+from holmesjax.runtime.kernel_choice import attention_lines, find_unproven
+from holmesjax.runtime.pipeline import OneStage, Pipeline, crossings, in_one_process
 from holmesjax.runtime.programs import compile_stages, compile_whole_step
-from holmesjax.runtime.progress import Work
 from holmesjax.runtime.stage import Stage
+from holmesjax.runtime.step_timeout import Work
 from holmesjax.runtime.timeline import Clock
 from holmesjax.session import Session, make_stages, read_batches
 from holmesjax.transport import connections
-from holmesjax.transport.rendezvous import Book, Ports, nic
-from holmesjax.transport.tcp import TcpTransport
+from holmesjax.transport.crossings import Crossing
+from holmesjax.transport.records import Record
+from holmesjax.transport.rendezvous import Book, Ports, Rendezvous, nic
+from holmesjax.transport.tcp import TcpTransport, Timeouts
 
 
-def work(run_dir: str | Path, env: MutableMapping[str, str]) -> int:
-    """Runs one process of the job in a run folder to its end; its exit status.
+def work(
+    run_dir: str | Path, env: MutableMapping[str, str], kind: "type[Worker] | None" = None
+) -> int:
+    """Runs one process of the job in a run folder to its end, and returns its exit status.
 
     Args:
       run_dir: the run folder.
       env: the environment of this process, which NCCL's variables are added to.
+      kind: what the process does; None: it trains.
 
     Raises:
       HolmesError: for mistakes that are found before the controller is reached.
@@ -77,11 +85,11 @@ def work(run_dir: str | Path, env: MutableMapping[str, str]) -> int:
         where, problem = "the environment", f"the plan has {len(processes)} processes"
         fix = "start as many processes as the plan needs, numbered from 0"
         raise HolmesError(where, problem, found=f"number {environment.number}", fix=fix)
-    return _Worker(job, environment, processes, env, find_host).run()
+    return (kind or Worker)(job, environment, processes, env, find_host).run()
 
 
-class _Worker:
-    """A process and its ways to fail."""
+class Worker:
+    """A process of a job, which trains."""
 
     def __init__(
         self,
@@ -112,7 +120,7 @@ class _Worker:
 
     def run(self) -> int:
         # On another thread: the main one may compile, or be in the middle of telling something.
-        lifeline.hear_signals(
+        hung_main_thread.hear_signals(
             (signal.SIGINT, signal.SIGTERM), lambda number: self._send(Stop(signal=number))
         )
         try:
@@ -135,33 +143,33 @@ class _Worker:
             failed = Failed(exit_status=error.exit_status, **error.parts(), damaged=damaged)
         else:
             last_words.insert(0, lambda: traceback.print_exception(error))
-        lifeline.end_process(failed.exit_status, *last_words)
+        hung_main_thread.end_process(failed.exit_status, *last_words)
 
     # ---- the normal course ---------------------------------------------------------------------
 
     def _run(self) -> None:
         job, member = self._job, self._member
-        look_for_data(job.config)  # before JAX starts: compiling may take minutes
-        for warning in domain.choose_nics(
-            job, self._domain, self._me, self._environment.addresses, self._env, self._find_host
-        ):
-            print(f"warning: {warning}", flush=True)
-        ports = Ports.open(self._environment.addresses)
-        addresses = {"data": ports.book, "coordinator": self._coordinator(ports.book)}
-        member.send(Ready(addresses=addresses))
-        member.status("waited for the other processes to start")
-        start = member.wait_for(JobStart)
+        data = cluster_paths.here(job.config.data, self._me.cluster)
+        config = dataclasses.replace(job.config, data=data)
+        # Before JAX starts: compiling may take minutes.
+        sources.module_of(data).look(config)
+        ports = self._listen()
+        member.status("was checking the attention kernels")
+        unproven = find_unproven(
+            job, [self._me.stage], self._find_host, self._env, functools.partial(print, flush=True)
+        )
+        start = self._meet_controller(ports, unproven)
         member.status("was starting JAX")
-        stages = self._join(start.coordinator)
+        stages = self._make_stages(self._join(start), start)
         with ThreadPoolExecutor(1) as pool, ExitStack() as stack:
-            reading = pool.submit(read_batches, job.config)
+            reading = pool.submit(read_batches, config)
             member.status("was compiling")
             runner = self._make_runner(stages, ports)
             member.status("was reading the corpus")
             batches = reading.result()
-            corpus = batches.corpus
+            splits = batches.data
             # XLA:CPU gives up on a collective whose other processes come half a minute later.
-            member.send_compiled(batches.digests(), corpus.source, corpus.files)
+            member.send_compiled(batches.digests(), splits.place, splits.files)
             member.status("waited for the other processes to compile")
             member.wait_for(Go)
             member.status("was reading the checkpoint")
@@ -183,66 +191,111 @@ class _Worker:
                 is_stopping=lambda: self._stopping,
                 is_saving=self._decide,
                 begins=self._begins,
+                profiles=job.run_dir / jobs.PROFILES / f"process_{self._me.number}",
+                memory=PeakMemory(devices_of(stages)),
                 vote=lambda: self._member.vote(self._step),
             )
             member.send(Up())
             done = session.run(states, start.resume, sequences=saved.sequences if saved else 0)
+        self._leave(done, runner.close if isinstance(runner, Pipeline) else lambda: None)
+
+    def _listen(self) -> Ports:
+        """Chooses NICs, and opens the ports at which others reach this process."""
+        for warning in domain.choose_nics(
+            self._job,
+            self._domain,
+            self._me,
+            self._environment.addresses,
+            self._env,
+            self._find_host,
+        ):
+            print(f"warning: {warning}", flush=True)
+        return Ports.open(self._environment.addresses)
+
+    def _meet_controller(self, ports: Ports, unproven: str | None) -> JobStart:
+        """Says that this process is ready, and waits until all are."""
+        member = self._member
+        addresses = {"data": ports.book, "coordinator": self._coordinator(ports.book)}
+        member.send(Ready(addresses=addresses, unproven=unproven))
+        member.status("waited for the other processes to start")
+        return member.wait_for(JobStart)
+
+    def _leave(self, done: int, close: Callable[[], None]) -> None:
+        """Ends this process with all others, after so many steps; `close` ends its transport."""
+        member = self._member
         member.status("waited for the other processes to end")
         member.send(Done(step=done))
         member.wait_for(AllDone)
-        if isinstance(runner, Pipeline):
-            runner.close()
+        close()
         if len(self._domain) > 1:
             jax.distributed.shutdown()
         member.close()
 
     def _coordinator(self, book: Book) -> tuple[str, int] | None:
-        """Where the domain's coordinator will listen, if that is here."""
+        """Returns the address of the domain's coordinator, if it will run in this process."""
         if not self._me.leads or len(self._domain) == 1:
             return None
         fabric = domain_fabric(self._job.topology, self._domain)
         address, _ = nic(book, self._me, fabric, 0)
         return address, domain.coordinator_port(address, self._config, self._me.stage)
 
-    def _join(self, coordinator: tuple[str, int] | None) -> list[Stage]:
-        """Its stage's chunks, on the devices of its domain."""
+    def _join(self, start: JobStart) -> Mesh:
+        """Joins the domain, and returns the mesh of its stage."""
         job, me = self._job, self._me
         kinds = domain.device_kinds(job, self._domain)
         compat.use_devices(kinds, len(me.devices), rehearse=job.config.run.rehearse)
-        devices = domain.join(me, self._domain, coordinator, self._config)
+        devices = domain.join(me, self._domain, start.coordinator, self._config)
         # The first process of a domain alone writes, so it alone can tell that it does not.
-        say = functools.partial(print, flush=True) if me.leads else lambda text: None
-        program_cache.use(job.config.run.compilation_cache, self._env, say)
-        return make_stages(job, {me.stage: build_mesh(job.plan.stages[me.stage], devices)})
+        program_cache.use(job.config.run.compilation_cache, self._env, self._say)
+        return build_mesh(job.plan.stages[me.stage], devices)
+
+    def _say(self, text: str) -> None:
+        if self._me.leads:
+            print(text, flush=True)
+
+    def _make_stages(self, mesh: Mesh, start: JobStart) -> list[Stage]:
+        """The chunks of the stage on its mesh."""
+        stages = make_stages(self._job, {self._me.stage: mesh}, start.unproven)
+        for line in attention_lines(stages):
+            self._say(line)
+        return stages
 
     def _make_runner(self, stages: list[Stage], ports: Ports) -> Pipeline | OneStage:
         member = self._member
+        if len(self._job.plan.stages) == 1 and self._job.config.train.rampup:
+            return in_one_process(self._job.plan, compile_stages(stages, member.advance))
         if len(self._job.plan.stages) == 1:
             evaluates = self._job.config.train.eval_every > 0
             whole = compile_whole_step(stages[0], evaluates=evaluates, compiled=member.advance)
             return OneStage(whole)
         # First, while all are as far: some compile for longer than a neighbour would wait.
-        member.status("was connecting to its neighbours")
-        transport = TcpTransport(
+        transport = self._connect(crossings(stages[0]), stages[0].mesh, ports)
+        member.status("was compiling")
+        programs = compile_stages(stages, member.advance)
+        return Pipeline(self._job.plan, programs, transport, self._waits_for)
+
+    def _connect(self, all_crossings: Sequence[Crossing], mesh: Mesh, ports: Ports) -> TcpTransport:
+        """Connects with all that this process shares arrays with."""
+        self._member.status("was connecting to its neighbours")
+        rendezvous = Rendezvous(
             me=self._me,
             processes=self._processes,
-            plan=self._job.plan,
             topology=self._job.topology,
-            crossings=crossings(stages[0]),
-            mesh=stages[0].mesh,
             ports=ports,
             look_up=lambda numbers: self._member.addresses(numbers, self._config.start_timeout_s),
             key=self._environment.key,
             about=self._about,
-            streams=self._config.streams,
-            heartbeat_timeout_s=self._config.silence_s,
-            pull_timeout_s=self._config.pull_timeout_s,
-            start_timeout_s=self._config.start_timeout_s,
+            min_streams=self._config.streams,
+            timeout_s=self._config.start_timeout_s,
+        )
+        return TcpTransport(
+            self._job.plan,
+            all_crossings,
+            mesh,
+            rendezvous=rendezvous,
+            timeouts=Timeouts(self._config.silence_s, self._config.pull_timeout_s),
             on_failure=self._give_up,
         )
-        member.status("was compiling")
-        programs = compile_stages(stages, member.advance)
-        return Pipeline(self._job.plan, programs, transport, self._waits_for)
 
     def _begins(self, work: Work, step: int) -> None:
         if work == "step":
@@ -254,7 +307,7 @@ class _Worker:
         self._member.begin(work, step)
 
     def _decide(self, step: int) -> bool:
-        """Whether to save after a step, and whether to stop, as the controller says it to all."""
+        """Waits for the controller's verdict on a step; returns whether to save after it."""
         self._waits_for("the votes of all stages")
         verdict = self._member.verdict(step)
         self._waits_for("")
@@ -266,11 +319,10 @@ class _Worker:
         self._member.status(f"{waiting} step {self._step}")
 
     def _checkpoint(self, step: int) -> Checkpoint | None:
-        """The one after that step; None for step 0."""
-        if not step:
-            return None
-        [found] = [found for found in manifest.find(self._job.run_dir) if found.step == step]
-        return found
+        """Returns the checkpoint after that step; None for step 0, unless weights were imported."""
+        found = [found for found in manifest.find(self._job.run_dir) if found.step == step]
+        assert found or not step, f"no checkpoint after step {step}"
+        return found[0] if found else None
 
     def _send_saved(
         self, step: int, arrays: dict[str, dict[str, Any]], files: manifest.Files

@@ -1,23 +1,13 @@
-"""What a node answers before there is a job: for `launch doctor` and `launch probe`. No JAX.
+"""Answers the questions of `launch doctor` and `launch probe` about one node. No JAX.
 
-An agent runs on every node, for as long as the launcher's end asks (`launch.launchers.agents`):
-
-    inspect   what the node is: name, versions, clock, folder, limits, NICs, GPUs
-    bind      whether a port can be listened on, or which one is free
-    open      listens on every address of the node; the addresses and ports
-    reach     connects with other nodes; seconds for each, or the reason why not
-    send      sends bytes to another node, as boundaries are sent; the seconds
-    join      joins the JAX job of its cluster: the only answer that imports JAX
-    collect   takes part in collectives of that job; how long they took
-
-Whoever connects must hold the key of the agents.
+An agent runs on every node while the launcher's end asks (`launch.launchers.agents`). `questions`
+has the questions and the answers. Whoever connects must hold the key of the agents.
 """
 
 import contextlib
 import hashlib
 import importlib
 import itertools
-import os
 import resource
 import secrets
 import shutil
@@ -35,20 +25,47 @@ from typing import Any
 import numpy as np
 
 from holmesjax.errors import HolmesError
-from holmesjax.hosts import nccl
+from holmesjax.hosts import kernel_check, nccl
 from holmesjax.hosts.nics import Host
 from holmesjax.hosts.process_environment import ProcessEnvironment
-from holmesjax.topology.file import CollectiveKind
+from holmesjax.hosts.questions import (
+    BETWEEN_AGENTS,
+    QUESTIONS,
+    AgentHello,
+    Arrays,
+    AskerHello,
+    Bind,
+    CheckKernels,
+    Collect,
+    CollectiveTimes,
+    Echo,
+    FolderFacts,
+    FreePort,
+    Inspect,
+    Join,
+    Joined,
+    KernelFacts,
+    Listening,
+    NicFacts,
+    NicPath,
+    NoAnswer,
+    NodeFacts,
+    Open,
+    Reach,
+    ReachTimes,
+    Send,
+    SendTimes,
+)
 from holmesjax.transport import connections as wire
 from holmesjax.transport.admission import Admission
-from holmesjax.transport.connections import Connection, Message
+from holmesjax.transport.connections import Connection
 from holmesjax.transport.frame_timing import Receiver, Sender
+from holmesjax.transport.records import Message, Record, decode, decode_as, encode
 from holmesjax.transport.rendezvous import Ports
 
-PACKAGES = ("holmesjax", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
+PACKAGES = ("holmesjax", "jax", "jaxlib", "optax", "orbax-checkpoint", "numpy")
 START_S = 30.0  # for the launcher's end to be there
 STALL_S = 30.0  # in which a connection must take a part, or answer
-NicPath = tuple[str, str, int]  # the address of a NIC here; the address and port of one there
 
 
 def serve(
@@ -56,7 +73,7 @@ def serve(
 ) -> int:
     """Answers until the launcher's end has gone. Raises PeerError if it never was there.
 
-    `env` is of this process: NCCL's variables are added to it before JAX is imported.
+    NCCL's variables are added to `env`, the environment of this process, before JAX is imported.
     """
     wire.raise_open_files()
     address, port = environment.controller
@@ -64,20 +81,20 @@ def serve(
         address,
         port,
         key=environment.key,
-        hello={"process": environment.number},
+        hello=AgentHello(process=environment.number),
+        expected=AskerHello,
         check=lambda hello: None,
         where=f"agent {environment.number}",
         timeout_s=START_S,
     )
     with _Agent(environment, find_host, env) as agent, contextlib.suppress(OSError):
         while True:
-            question = connection.receive()
-            connection.send(agent.answer(question.pop("what"), question))
+            connection.send(encode(agent.answer(connection.receive())))
     return 0
 
 
 class _Agent:
-    """Answers, and the sockets that it listens on; a context manager."""
+    """The answers of one node, and the sockets that it listens on; a context manager."""
 
     def __init__(
         self,
@@ -86,19 +103,11 @@ class _Agent:
         env: MutableMapping[str, str],
     ):
         self._environment, self._find_host, self._env = environment, find_host, env
+        self._hello = AgentHello(process=environment.number)
         self._collectives: Any = None  # once this node has joined
         self._receivers: dict[str, Receiver] = {}  # by what the sender calls them
         self._receiving = threading.Lock()
         self._admissions = contextlib.ExitStack()
-        self._answers: dict[str, Callable[..., Message]] = {
-            "inspect": self._inspect,
-            "bind": self._bind,
-            "open": self._open,
-            "reach": self._reach,
-            "send": self._send,
-            "join": self._join,
-            "collect": self._collect,
-        }
 
     def __enter__(self) -> "_Agent":
         return self
@@ -106,74 +115,107 @@ class _Agent:
     def __exit__(self, *_: object) -> None:
         self._admissions.close()
 
-    def answer(self, what: str, arguments: Message) -> Message:
+    def answer(self, message: Message) -> Record:
+        """Returns the answer to a question, or the reason why there is none."""
         try:
-            return self._answers[what](**arguments)
+            question = decode(message, QUESTIONS)
+        except ValueError as error:
+            return NoAnswer(problem="was asked by another version of HolmesJAX", found=str(error))
+        try:
+            return self._answer(question)
         except HolmesError as error:
-            return {"problem": f"{error.where}: {error.problem}", "found": str(error.found)}
+            return NoAnswer(problem=f"{error.where}: {error.problem}", found=str(error.found))
         except (OSError, RuntimeError) as error:  # a connection broke; JAX
-            return {"problem": f"could not {what}", "found": str(error) or type(error).__name__}
+            found = str(error) or type(error).__name__
+            return NoAnswer(problem=f"could not {question.kind}", found=found)
+
+    def _answer(self, question: Record) -> Record:
+        match question:
+            case Inspect():
+                return self._inspect(question)
+            case CheckKernels():
+                return self._check_kernels(question)
+            case Bind():
+                with wire.listen(question.address, question.port) as sock:
+                    return FreePort(port=wire.address_of(sock)[1])
+            case Open():
+                return self._open()
+            case Reach():
+                return self._reach(question)
+            case Send():
+                return self._send(question)
+            case Join():
+                return self._join(question)
+            case Collect():
+                return self._collect(question)
+        raise AssertionError(f"what is {question}?")
 
     # ---- what the node is ----------------------------------------------------------------------
 
-    def _inspect(self, folder: str, marker: str) -> Message:
-        limits = {"nofile": resource.RLIMIT_NOFILE, "memlock": resource.RLIMIT_MEMLOCK}
+    def _inspect(self, question: Inspect) -> NodeFacts:
         host = self._find_host()
-        return {
-            "now_s": time.time(),
-            "host": socket.gethostname(),
-            "resolves_to": _resolve(socket.gethostname()),
-            "python": ".".join(map(str, sys.version_info[:2])),
-            "packages": {name: _version(name) for name in PACKAGES},
-            "source": source_digest(),
-            "folder": _look_at(Path(folder), marker),
-            "limits": {
-                name: None if (soft := resource.getrlimit(which)[0]) == -1 else soft
-                for name, which in limits.items()
-            },
-            "cores": len(os.sched_getaffinity(0)),
-            "gpus": [gpu.name for gpu in host.gpus],
-            "drivers": sorted({gpu.driver for gpu in host.gpus}),
-            "nics": [
-                {
-                    "name": nic.name,
-                    "fabric": nic.fabric,
-                    "reason": nic.reason,
-                    "rate_bytes_per_s": nic.rate_bytes_per_s,
-                }
+        name = socket.gethostname()
+        mtu_bytes = {
+            fabric: {i.mtu_bytes for i in host.interfaces if set(i.ipv4) & set(found)}
+            for fabric, found in self._environment.addresses.items()
+        }
+        return NodeFacts(
+            now_s=time.time(),
+            host=name,
+            resolves_to=_resolve(name),
+            python=".".join(map(str, sys.version_info[:2])),
+            packages={package: _version(package) for package in PACKAGES},
+            source=source_digest(),
+            folder=_look_at(Path(question.folder), question.marker),
+            max_open_files=_limit(resource.RLIMIT_NOFILE),
+            max_locked_bytes=_limit(resource.RLIMIT_MEMLOCK),
+            gpus=[gpu.name for gpu in host.gpus],
+            drivers=sorted({gpu.driver for gpu in host.gpus}),
+            nics=[
+                NicFacts(
+                    name=nic.name,
+                    fabric=nic.fabric,
+                    reason=nic.reason,
+                    rate_bytes_per_s=nic.rate_bytes_per_s,
+                )
                 for nic in host.nics
             ],
-            "mtu_bytes": {
-                fabric: sorted(
-                    {i.mtu_bytes for i in host.interfaces if set(i.ipv4) & set(found)} - {None}
-                )
-                for fabric, found in self._environment.addresses.items()
+            mtu_bytes={
+                fabric: sorted(size for size in sizes if size is not None)
+                for fabric, sizes in mtu_bytes.items()
             },
-            "addresses": self._environment.addresses,
-        }
+            addresses={fabric: [*found] for fabric, found in self._environment.addresses.items()},
+        )
+
+    def _check_kernels(self, question: CheckKernels) -> KernelFacts:
+        gpus = self._find_host().gpus
+        if not any(gpu.compute_capability == kernel_check.CAPABILITY for gpu in gpus):
+            return KernelFacts(problem=None, text="none to check: they are for Hopper GPUs")
+        if not question.asked["layers"]:
+            return KernelFacts(problem=None, text="none to check: the model does not use them")
+        found = kernel_check.verdict(question.asked, gpus, self._env, say=lambda text: None)
+        return KernelFacts(problem=found.problem, text=str(found))
 
     # ---- whether it is reached -----------------------------------------------------------------
 
-    def _bind(self, address: str, port: int) -> Message:
-        with wire.listen(address, port) as sock:
-            return {"port": wire.address_of(sock)[1]}
-
-    def _open(self) -> Message:
+    def _open(self) -> Listening:
         ports = Ports.open(self._environment.addresses)
         for sock in itertools.chain(*ports.sockets.values()):
             admission = Admission(
                 sock,
                 key=self._environment.key,
-                hello={},
+                hello=self._hello,
+                expected=AgentHello,
                 check=lambda hello: None,
                 enter=self._take_in_beside,
             )
             self._admissions.enter_context(admission)
-        return {"book": ports.book}
+        return Listening(book=ports.book)
 
-    def _reach(self, paths: list[NicPath], timeout_s: float) -> Message:
-        with ThreadPoolExecutor(max(len(paths), 1)) as pool:
-            return {"seconds": list(pool.map(lambda path: self._try(path, timeout_s), paths))}
+    def _reach(self, question: Reach) -> ReachTimes:
+        with ThreadPoolExecutor(max(len(question.paths), 1)) as pool:
+            tries = pool.map(lambda path: self._try(path, question.timeout_s), question.paths)
+            return ReachTimes(seconds=list(tries))
 
     def _try(self, path: NicPath, timeout_s: float) -> float | str:
         start_s = time.monotonic()
@@ -183,101 +225,94 @@ class _Agent:
             return str(error.found)
         return time.monotonic() - start_s
 
-    def _connect(self, path: NicPath, timeout_s: float) -> Connection:
-        source, address, port = path
+    def _connect(self, path: NicPath, timeout_s: float) -> Connection[AgentHello]:
         return wire.connect(
-            address,
-            port,
+            path.address,
+            path.port,
             key=self._environment.key,
-            hello={},
+            hello=self._hello,
+            expected=AgentHello,
             check=lambda hello: None,
-            where=f"{source} -> {address}",
+            where=f"{path.source} -> {path.address}",
             timeout_s=timeout_s,
-            source=source,
+            source=path.source,
         )
 
     # ---- how fast ------------------------------------------------------------------------------
 
-    def _send(
-        self,
-        paths: list[NicPath],
-        sizes: list[int],
-        rounds: int,
-        timeout_s: float,
-        limit_s: float,
-    ) -> Message:
-        """Seconds of a message there and back, then of each size: of each round, over all paths.
-
-        Sizes after one that took more than `limit_s` longer than the message are left out.
-        """
+    def _send(self, question: Send) -> SendTimes:
         found: list[list[float]] = []
+        rounds = question.rounds
         with contextlib.ExitStack() as opened:
             connections = [
-                opened.enter_context(contextlib.closing(self._connect(path, timeout_s)))
-                for path in paths
+                opened.enter_context(contextlib.closing(self._connect(path, question.timeout_s)))
+                for path in question.paths
             ]
             for connection in connections:
                 connection.sock.settimeout(STALL_S)
             with ThreadPoolExecutor(len(connections)) as pool:
                 found.append([_there_and_back(pool, connections) for _ in range(rounds)])
-            arrays = [size for size in sizes for _ in range(rounds)]
-            name = secrets.token_hex(8)
+            sizes = [size for size in question.sizes_bytes for _ in range(rounds)]
+            arrays = Arrays(name=secrets.token_hex(8), sizes_bytes=sizes)
             for connection in connections:
-                connection.send({"array_bytes": arrays, "name": name})
+                connection.send(encode(arrays))
                 connection.sock.settimeout(None)  # frames have a timeout of their own
             sender = Sender([connection.sock for connection in connections], STALL_S)
             opened.callback(sender.close)
-            for i, size in enumerate(sizes):
+            for i, size in enumerate(question.sizes_bytes):
                 block, numbers = np.ones(size, np.uint8), range(i * rounds, (i + 1) * rounds)
                 found.append([sender.seconds(number, block) for number in numbers])
-                if min(found[-1]) - min(found[0]) > limit_s:
+                if min(found[-1]) - min(found[0]) > question.limit_s:
                     break
-        return {"seconds": found}
+        return SendTimes(seconds=found)
 
-    def _take_in_beside(self, connection: Connection) -> None:
+    def _take_in_beside(self, connection: Connection[AgentHello]) -> None:
         threading.Thread(target=self._take_in, args=(connection,), daemon=True).start()
 
-    def _take_in(self, connection: Connection) -> None:
-        """Answers messages; then receives arrays, if they are told of, and drops them."""
-        with contextlib.suppress(OSError), contextlib.closing(connection):
-            while "name" not in (message := connection.receive()):
-                connection.send({})
+    def _take_in(self, connection: Connection[AgentHello]) -> None:
+        """Answers echoes. Then receives the arrays that are announced, and drops them."""
+        with contextlib.suppress(OSError, ValueError), contextlib.closing(connection):
+            while isinstance(record := decode(connection.receive(), BETWEEN_AGENTS), Echo):
+                connection.send(encode(Echo()))
+            assert isinstance(record, Arrays), record
             with self._receiving:
-                made = self._receivers.get(message["name"])
-                receiver = made or Receiver(message["array_bytes"], STALL_S)
-                self._receivers[message["name"]] = receiver
+                made = self._receivers.get(record.name)
+                receiver = made or Receiver(record.sizes_bytes, STALL_S)
+                self._receivers[record.name] = receiver
             receiver.receive(connection.sock)
             with self._receiving:
-                self._receivers.pop(message["name"], None)
+                self._receivers.pop(record.name, None)
 
-    def _join(
-        self,
-        fabric: str,
-        coordinator: str,
-        num_nodes: int,
-        rank: int,
-        on_cpu: bool,
-        timeout_s: float,
-    ) -> Message:
-        if not on_cpu:
+    def _join(self, question: Join) -> Joined:
+        if not question.on_cpu:
             own = nccl.own_settings(self._env)
-            here = self._environment.addresses.get(fabric, [])
-            self._env.update(nccl.environment(self._find_host(), fabric, here, own).added)
+            here = self._environment.addresses.get(question.fabric, [])
+            found = nccl.environment(self._find_host(), question.fabric, here, own)
+            self._env.update(found.added)
         self._collectives = importlib.import_module(
             "holmesjax.hosts.collective_timing"
-        ).Collectives(coordinator, num_nodes, rank, on_cpu=on_cpu, timeout_s=timeout_s)
-        return {}
+        ).Collectives(
+            question.coordinator,
+            question.num_nodes,
+            question.rank,
+            on_cpu=question.on_cpu,
+            timeout_s=question.timeout_s,
+        )
+        return Joined()
 
-    def _collect(
-        self, kind: CollectiveKind, group_nodes: int, num_bytes: int, rounds: int
-    ) -> Message:
-        return {"seconds": self._collectives.time(kind, group_nodes, num_bytes, rounds)}
+    def _collect(self, question: Collect) -> CollectiveTimes:
+        seconds = self._collectives.time(
+            question.collective, question.group_nodes, question.num_bytes, question.rounds
+        )
+        return CollectiveTimes(seconds=seconds)
 
 
-def _there_and_back(pool: ThreadPoolExecutor, connections: Sequence[Connection]) -> float:
-    def ask(connection: Connection) -> None:
-        connection.send({})
-        connection.receive()
+def _there_and_back(
+    pool: ThreadPoolExecutor, connections: Sequence[Connection[AgentHello]]
+) -> float:
+    def ask(connection: Connection[AgentHello]) -> None:
+        connection.send(encode(Echo()))
+        decode_as(connection.receive(), Echo)
 
     start_s = time.perf_counter()
     list(pool.map(ask, connections))
@@ -302,7 +337,7 @@ def _version(package: str) -> str | None:
 
 
 def source_digest() -> str:
-    """16 hex digits of all the Python files of this installation's package."""
+    """Returns 16 hex digits of a digest of the package's Python files."""
     digest = hashlib.sha256()
     folder = Path(__file__).parents[1]
     for path in sorted(folder.rglob("*.py")):
@@ -310,13 +345,18 @@ def source_digest() -> str:
     return digest.hexdigest()[:16]
 
 
-def _look_at(folder: Path, marker: str) -> Message:
-    """Whether it is the folder of the launcher's end, can be written to, and has space left."""
+def _limit(which: int) -> int | None:
+    """Returns the soft limit of this process, or None if there is no limit."""
+    soft = resource.getrlimit(which)[0]
+    return None if soft == resource.RLIM_INFINITY else soft
+
+
+def _look_at(folder: Path, marker: str) -> FolderFacts:
     try:
         with tempfile.TemporaryFile(dir=folder) as file:
             file.write(b"x")
             file.flush()
         free_bytes = shutil.disk_usage(folder).free
     except OSError as error:
-        return {"problem": error.strerror}
-    return {"is_shared": (folder / marker).exists(), "free_bytes": free_bytes}
+        return FolderFacts(problem=error.strerror)
+    return FolderFacts(is_shared=(folder / marker).exists(), free_bytes=free_bytes)

@@ -1,4 +1,4 @@
-"""Collectives over the nodes of a cluster, timed, for `launch probe`."""
+"""Times collectives over the nodes of a cluster, for `launch probe`."""
 
 import time
 from collections.abc import Callable, Mapping
@@ -54,7 +54,7 @@ class Collectives:
     def time(
         self, kind: CollectiveKind, group_nodes: int, num_bytes: int, rounds: int
     ) -> list[float]:
-        """Seconds of each round, after one that compiles, in groups of nodes that all run at once.
+        """Returns the seconds of each round, after one that compiles. All groups run at once.
 
         Each node holds about `num_bytes`, of what is gathered afterwards.
         """
@@ -80,7 +80,7 @@ class Collectives:
 
 
 def _on_rows(mesh: Mesh, kind: CollectiveKind) -> Callable[[jax.Array], jax.Array]:
-    """Compiled for an array [nodes, n]."""
+    """Compiles a collective for an array [nodes, n]."""
     by_ring, by_sum = (has(mesh, "node") for has in (compat.sums_by_ring, compat.gathers_by_sum))
     functions: Mapping[CollectiveKind, Callable[[jax.Array], jax.Array]] = {
         "all_reduce": lambda x: jax.lax.psum(x, "node"),

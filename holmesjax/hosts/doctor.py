@@ -1,20 +1,20 @@
-"""What is wrong with the nodes of a run before it starts: facts in, findings out. No JAX.
+"""Finds what is wrong with the nodes of a run before it starts: facts in, findings out. No JAX.
 
-`agent` gathers the facts on every node, `launch doctor` prints the findings. A finding says what
-was looked at, on which nodes, how it is and, where it is not well, what to do.
+`agent` gathers the facts on every node, and `launch doctor` prints the findings. A finding names
+the check, the nodes and the result. If something is wrong, it says what to do.
 """
 
 import ipaddress
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from holmesjax import units
-from holmesjax.topology.fabrics import RDMA
+from holmesjax.hosts.questions import KernelFacts, NicFacts, NoAnswer, NodeFacts
+from holmesjax.topology.fabrics import FABRICS
 from holmesjax.topology.machines import Node, Topology
 
-Facts = Mapping[str, Any]  # of one node, as `agent` tells them
 Level = Literal["ok", "warning", "problem"]
 
 MAX_CLOCK_S = 2.0  # apart: more would mislead whoever compares logs
@@ -24,7 +24,7 @@ SLOW_SHARE = 0.9  # of the rate that the topology says
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Finding:
-    """One thing that was looked at."""
+    """The result of one check."""
 
     what: str  # "clocks"
     level: Level
@@ -37,12 +37,12 @@ class Finding:
 
 
 def findings(
-    topology: Topology, facts: Mapping[str, Facts], *, is_rehearsal: bool, needed_bytes: float
+    topology: Topology, facts: Mapping[str, NodeFacts], *, is_rehearsal: bool, needed_bytes: float
 ) -> list[Finding]:
-    """What the facts of all nodes say together.
+    """Checks the facts of all nodes together.
 
     Args:
-      topology: what the run file says the machines are.
+      topology: the machines, as the run file describes them.
       facts: of the nodes that answered. `now_s` is how far ahead of this machine the clock is.
       is_rehearsal: devices and NICs of the topology stand for others, and are not looked for.
       needed_bytes: that the run folder must have room for.
@@ -67,16 +67,16 @@ def findings(
     ]
 
 
-def _host_names(topology: Topology, facts: Mapping[str, Facts]) -> Finding:
+def _host_names(topology: Topology, facts: Mapping[str, NodeFacts]) -> Finding:
     bad = {}
     for node, fact in facts.items():
         cluster = topology.cluster_of(node)
-        here = fact["addresses"].get(cluster.fabric, [])
+        here = fact.addresses.get(cluster.fabric, [])
         if len(cluster.nodes) == 1 or any(address.startswith("127.") for address in here):
             continue  # nobody looks for it by its name, or all nodes are on one machine
-        address = fact["resolves_to"]
+        address = fact.resolves_to
         if address is None or ipaddress.ip_address(address).is_loopback:
-            bad[node] = f"{fact['host']} resolves to {address or 'nothing'}"
+            bad[node] = f"{fact.host} resolves to {address or 'nothing'}"
     return _judge(
         "host names",
         bad,
@@ -87,13 +87,13 @@ def _host_names(topology: Topology, facts: Mapping[str, Facts]) -> Finding:
     )
 
 
-def _versions(facts: Mapping[str, Facts]) -> Iterator[Finding]:
+def _versions(facts: Mapping[str, NodeFacts]) -> Iterator[Finding]:
     values: dict[str, dict[str, str | None]] = defaultdict(dict)
     for node, fact in facts.items():
-        values["Python"][node] = fact["python"]
-        values["the source of HolmesJAX"][node] = fact["source"]
-        values["NVIDIA's driver"][node] = ", ".join(fact["drivers"]) or None
-        for package, version in fact["packages"].items():
+        values["Python"][node] = fact.python
+        values["the source of HolmesJAX"][node] = fact.source
+        values["NVIDIA's driver"][node] = ", ".join(fact.drivers) or None
+        for package, version in fact.packages.items():
             values[package][node] = version
     differ = {what: of for what, of in values.items() if len(set(of.values())) > 1}
     for what, of in differ.items():
@@ -103,41 +103,41 @@ def _versions(facts: Mapping[str, Facts]) -> Iterator[Finding]:
         yield Finding(what="versions", level=level, text=f"{what}: {_groups(of)}", fix=fix)
     if not differ:
         [one, *_] = facts.values()
-        text = f"Python {one['python']}, JAX {one['packages']['jax']}, source {one['source']}"
+        text = f"Python {one.python}, JAX {one.packages['jax']}, source {one.source}"
         yield Finding(what="versions", level="ok", text=f"{text}, everywhere")
 
 
-def _clocks(facts: Mapping[str, Facts]) -> Finding:
-    bad = {n: f"{f['now_s']:+.1f} s" for n, f in facts.items() if abs(f["now_s"]) > MAX_CLOCK_S}
-    most_s = max(abs(fact["now_s"]) for fact in facts.values())
+def _clocks(facts: Mapping[str, NodeFacts]) -> Finding:
+    bad = {n: f"{f.now_s:+.1f} s" for n, f in facts.items() if abs(f.now_s) > MAX_CLOCK_S}
+    most_s = max(abs(fact.now_s) for fact in facts.values())
     good = f"at most {most_s:.2f} s from this machine's"
     return _judge("clocks", bad, level="warning", good=good, fix="run an NTP client there")
 
 
-def _open_files(facts: Mapping[str, Facts]) -> Finding:
-    limits = {node: fact["limits"]["nofile"] for node, fact in facts.items()}
+def _open_files(facts: Mapping[str, NodeFacts]) -> Finding:
+    limits = {node: fact.max_open_files for node, fact in facts.items()}
     bad = {n: f"at most {k}" for n, k in limits.items() if k is not None and k < MIN_FILES}
     # Processes raise the soft limit themselves.
     fix = f"ulimit -Hn {MIN_FILES}, or LimitNOFILE= where a service starts the processes"
     return _judge("open files", bad, level="warning", good="enough", fix=fix)
 
 
-def _locked_memory(topology: Topology, facts: Mapping[str, Facts]) -> Finding:
+def _locked_memory(topology: Topology, facts: Mapping[str, NodeFacts]) -> Finding:
     limits = {
-        node: fact["limits"]["memlock"]
+        node: fact.max_locked_bytes
         for node, fact in facts.items()
-        if fact["gpus"] and topology.cluster_of(node).fabric in RDMA
+        if fact.gpus and FABRICS[topology.cluster_of(node).fabric].is_rdma
     }
     bad = {n: f"at most {units.show(k, 'B')}" for n, k in limits.items() if k is not None}
     fix = "ulimit -l unlimited: RDMA locks the memory that it sends from"
     return _judge("locked memory", bad, level="problem", good="unlimited for RDMA", fix=fix)
 
 
-def _mtus(topology: Topology, facts: Mapping[str, Facts]) -> Finding:
-    """Where they differ, large packets vanish on the way to an interface that takes less."""
+def _mtus(topology: Topology, facts: Mapping[str, NodeFacts]) -> Finding:
+    """Compares MTUs: large packets vanish on the way to an interface with a smaller one."""
     networks: dict[str, dict[str, str]] = defaultdict(dict)
     for node, fact in facts.items():
-        for fabric, sizes in fact["mtu_bytes"].items():
+        for fabric, sizes in fact.mtu_bytes.items():
             home = "" if fabric == "ethernet" else f" of {topology.cluster_of(node).name}"
             if sizes and fabric != "local":
                 networks[fabric + home][node] = ", ".join(map(str, sizes))
@@ -148,25 +148,25 @@ def _mtus(topology: Topology, facts: Mapping[str, Facts]) -> Finding:
     return Finding(what="MTU", level="warning", text="; ".join(bad), fix=fix)
 
 
-def _run_folder(facts: Mapping[str, Facts], needed_bytes: float) -> Finding:
+def _run_folder(facts: Mapping[str, NodeFacts], needed_bytes: float) -> Finding:
     bad, needed = {}, units.show(needed_bytes, "B")
     for node, fact in facts.items():
-        folder = fact["folder"]
-        if "problem" in folder:
-            bad[node] = f"cannot write there ({folder['problem']})"
-        elif not folder["is_shared"]:
+        folder = fact.folder
+        if folder.problem is not None:
+            bad[node] = f"cannot write there ({folder.problem})"
+        elif not folder.is_shared:
             bad[node] = "another folder than here"
-        elif folder["free_bytes"] < needed_bytes:
-            bad[node] = f"{units.show(folder['free_bytes'], 'B')} free, {needed} needed"
+        elif folder.free_bytes < needed_bytes:
+            bad[node] = f"{units.show(folder.free_bytes, 'B')} free, {needed} needed"
     fix = "put run.dir on a file system that all nodes share and may write to, with enough room"
     good = f"shared, writable, room for the {needed} of its checkpoints"
     return _judge("run folder", bad, level="problem", good=good, fix=fix)
 
 
-def _gpus(topology: Topology, facts: Mapping[str, Facts]) -> Finding:
+def _gpus(topology: Topology, facts: Mapping[str, NodeFacts]) -> Finding:
     bad = {}
     for node, fact in facts.items():
-        wanted, gpus = topology.node(node), fact["gpus"]
+        wanted, gpus = topology.node(node), fact.gpus
         model = wanted.device.name.split("_")[0]  # "a100_80gb"
         if model == "cpu":
             continue
@@ -179,41 +179,41 @@ def _gpus(topology: Topology, facts: Mapping[str, Facts]) -> Finding:
     return _judge("GPUs", bad, level="problem", good="as the topology says", fix=fix)
 
 
-def _nics(topology: Topology, facts: Mapping[str, Facts]) -> Finding:
+def _nics(topology: Topology, facts: Mapping[str, NodeFacts]) -> Finding:
     bad = {
         node: "; ".join(complaints)
         for node, fact in facts.items()
-        if (complaints := list(_complaints(topology.node(node), fact["nics"])))
+        if (complaints := list(_complaints(topology.node(node), fact.nics)))
     }
     fix = "correct the link or the topology; python -m launch nics says more there"
     return _judge("NICs", bad, level="problem", good="as the topology says", fix=fix)
 
 
-def _complaints(node: Node, nics: Sequence[Facts]) -> Iterator[str]:
+def _complaints(node: Node, nics: Sequence[NicFacts]) -> Iterator[str]:
     for wanted in node.nics:
         # A RoCE port carries Ethernet as well.
         fabrics = ("ethernet", "roce") if wanted.fabric == "ethernet" else (wanted.fabric,)
-        there = [nic for nic in nics if nic["fabric"] in fabrics]
+        there = [nic for nic in nics if nic.fabric in fabrics]
         enough = SLOW_SHARE * wanted.rate_bytes_per_s
-        slow = [nic for nic in there if 0 < (nic["rate_bytes_per_s"] or 0) < enough]
+        slow = [nic for nic in there if 0 < (nic.rate_bytes_per_s or 0) < enough]
         if len(there) < wanted.count:
-            others = [f"{nic['name']}: {nic['reason']}" for nic in nics if not nic["fabric"]]
+            others = [f"{nic.name}: {nic.reason}" for nic in nics if not nic.fabric]
             found = f"{len(there)} of {wanted.count} {wanted.fabric} NICs work"
             yield f"{found} ({'; '.join(others) or 'there are no others'})"
         elif len(there) - len(slow) < wanted.count:
-            rates = [f"{n['name']} {units.show(n['rate_bytes_per_s'], 'b/s')}" for n in slow]
+            rates = [f"{n.name} {units.show(n.rate_bytes_per_s or 0.0, 'b/s')}" for n in slow]
             rate = units.show(wanted.rate_bytes_per_s, "b/s")
             yield f"{', '.join(rates)}, where {wanted.fabric} has {rate}"
 
 
-def _nic_names(topology: Topology, facts: Mapping[str, Facts]) -> Iterator[Finding]:
+def _nic_names(topology: Topology, facts: Mapping[str, NodeFacts]) -> Iterator[Finding]:
     for cluster in topology.clusters:
         names = {
             node.name: ", ".join(
-                nic["name"] for nic in facts[node.name]["nics"] if nic["fabric"] == cluster.fabric
+                nic.name for nic in facts[node.name].nics if nic.fabric == cluster.fabric
             )
             for node in cluster.nodes
-            if node.name in facts and not list(_complaints(node, facts[node.name]["nics"]))
+            if node.name in facts and not list(_complaints(node, facts[node.name].nics))
         }
         if len(set(names.values())) > 1:
             fix = "set no NCCL_IB_HCA for all hosts at once: each process finds its own"
@@ -221,8 +221,17 @@ def _nic_names(topology: Topology, facts: Mapping[str, Facts]) -> Iterator[Findi
             yield Finding(what=what, level="warning", text=_groups(names), fix=fix)
 
 
+def kernels(answers: Mapping[str, KernelFacts | NoAnswer]) -> Finding:
+    """The findings of checks of the attention kernels. A run does without kernels that fail."""
+    said = {node: str(answer) for node, answer in answers.items()}
+    bad = {node: said[node] for node, answer in answers.items() if answer.problem is not None}
+    good = _groups(said)
+    fix = "nothing, if cuDNN or plain JAX will do; else install the versions that it names"
+    return _judge("attention kernels", bad, level="warning", good=good, fix=fix)
+
+
 def reachability(tries: Mapping[tuple[str, str, str], float | str]) -> list[Finding]:
-    """What trying says: (from, to, fabric) -> seconds, or why it did not work."""
+    """Judges attempts to connect: (from, to, fabric) -> seconds, or the reason of a failure."""
     shut = {way: why for way, why in tries.items() if isinstance(why, str)}
     if not shut:
         slowest_s = max((s for s in tries.values() if isinstance(s, float)), default=0.0)
@@ -247,7 +256,7 @@ def _judge(what: str, bad: Mapping[str, str], *, level: Level, good: str, fix: s
 
 
 def _groups(values: Mapping[str, str | None]) -> str:
-    """Which nodes have which value.
+    """Lists the nodes that have each value.
 
     >>> _groups({"a": "1", "b": None, "c": "1"})
     '1 on a, c; nothing on b'

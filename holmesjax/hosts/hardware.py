@@ -1,8 +1,8 @@
-"""What this host says of itself: network interfaces, RDMA ports, default routes, GPUs. No JAX.
+"""Reads what this host has: network interfaces, RDMA ports, default routes, GPUs. No JAX.
 
-Facts as the kernel and NVIDIA's driver give them; `nics` says what they mean. Rates are in
-bytes per second. What cannot be read is not known, which is None, and no error: `speed` of an
-interface that is down fails with EINVAL, as does an empty place in a table of GIDs.
+The kernel and NVIDIA's driver give these facts; `nics` says what they mean. Rates are in bytes per
+second. A fact that cannot be read is None, and no error: `speed` of an interface that is down
+fails with EINVAL, as does an empty place in a table of GIDs.
 
     port  of an RDMA device (HCA): what InfiniBand and RoCE traffic goes through
     GID   an address of a port; RoCE has one for each IP address of its interfaces, and version
@@ -30,7 +30,7 @@ PciPath = tuple[str, ...]  # ("pci0000:15", "0000:15:01.0", ...): host bridge, b
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Interface:
-    """One of /sys/class/net."""
+    """A network interface, as /sys/class/net describes it."""
 
     name: str
     kind: str  # "ethernet", "ipoib", "loopback", "bond", "bridge", "vlan", "tun", "virtual", ...
@@ -61,7 +61,7 @@ class Gid:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Port:
-    """One of /sys/class/infiniband/*/ports."""
+    """A port of an RDMA device, as /sys/class/infiniband/*/ports describes it."""
 
     device: str  # "mlx5_0"
     number: int  # from 1
@@ -80,18 +80,19 @@ class Port:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Gpu:
-    """As NVIDIA's driver numbers them, which CUDA_VISIBLE_DEVICES does not change."""
+    """A GPU. NVIDIA's driver numbers GPUs, whatever CUDA_VISIBLE_DEVICES says."""
 
     index: int
     name: str
     memory_bytes: int
     driver: str
+    compute_capability: str  # "9.0"
     pci: PciPath
     numa_node: int | None
 
 
 def interfaces(root: Path, addresses: Mapping[str, Sequence[str]]) -> tuple[Interface, ...]:
-    """Of /sys/class/net, by name. Raises HolmesError where that cannot be read.
+    """Reads the network interfaces, by name. Raises HolmesError if /sys/class/net is unreadable.
 
     Args:
       root: "/", or a folder with a recorded /sys.
@@ -151,13 +152,13 @@ def _kind(folder: Path) -> str:
 
 
 def ports(root: Path) -> tuple[Port, ...]:
-    """Of /sys/class/infiniband, in the order of their numbers; none where there is no RDMA."""
+    """Reads the RDMA ports, in the order of their numbers; none if there is no RDMA."""
     devices = sorted((root / "sys/class/infiniband").glob("*"), key=lambda path: natural(path.name))
     return tuple(port for device in devices for port in _ports(device))
 
 
 def natural(name: str) -> list[int | str]:
-    """A key that sorts numbers in names by their size.
+    """Returns a key that sorts numbers in names by their size.
 
     >>> sorted(["mlx5_10", "mlx5_9", "mlx5_bond_0"], key=natural)
     ['mlx5_9', 'mlx5_10', 'mlx5_bond_0']
@@ -191,12 +192,12 @@ def _ports(device: Path) -> list[Port]:
 
 
 def _word(path: Path) -> str:
-    """The meaning of "4: ACTIVE"."""
+    """Returns the word in "4: ACTIVE"."""
     return (_text(path) or "unknown").rpartition(": ")[2]
 
 
 def _rate(text: str | None) -> float | None:
-    """Bytes per second of "200 Gb/sec (4X HDR)"."""
+    """Returns the bytes per second of "200 Gb/sec (4X HDR)"."""
     match = re.match(r"([\d.]+) Gb/sec", text or "")
     return float(match[1]) * 1e9 / 8 if match else None
 
@@ -213,7 +214,7 @@ def _gids(port: Path) -> tuple[Gid, ...]:
 
 
 def default_routes(root: Path) -> list[str]:
-    """Interfaces with an IPv4 default route, the preferred one first."""
+    """Reads the interfaces with an IPv4 default route, the preferred one first."""
     found = []
     for line in (_text(root / "proc/net/route") or "").splitlines()[1:]:
         name, destination, _, flags, _, _, metric, mask = line.split()[:8]
@@ -223,7 +224,7 @@ def default_routes(root: Path) -> list[str]:
 
 
 def kernel_addresses() -> dict[str, list[str]]:
-    """IPv4 and IPv6 addresses of this host's interfaces; those of `eth0:1` are of `eth0`."""
+    """Reads the IPv4 and IPv6 addresses of the interfaces; `eth0` has the addresses of `eth0:1`."""
     found: dict[str, list[str]] = {}
     for name, entries in psutil.net_if_addrs().items():
         addresses = [e.address for e in entries if e.family.name in ("AF_INET", "AF_INET6")]
@@ -232,7 +233,7 @@ def kernel_addresses() -> dict[str, list[str]]:
 
 
 def gpus(root: Path) -> tuple[Gpu, ...]:
-    """Of NVIDIA's driver; none without it or without the package nvidia-ml-py."""
+    """Asks NVIDIA's driver for the GPUs; none without it or without the package nvidia-ml-py."""
     try:
         nvml = import_module("pynvml")
     except ImportError:
@@ -257,15 +258,16 @@ def _gpu(root: Path, nvml: Any, index: int, driver: str) -> Gpu:
         name=nvml.nvmlDeviceGetName(handle),
         memory_bytes=nvml.nvmlDeviceGetMemoryInfo(handle).total,
         driver=driver,
+        compute_capability=".".join(map(str, nvml.nvmlDeviceGetCudaComputeCapability(handle))),
         pci=pci,
         numa_node=numa_node,
     )
 
 
 def _pci(device: Path) -> tuple[PciPath, int | None]:
-    """Where a device of /sys is, and the NUMA node nearest to it.
+    """Finds the PCI path of a device of /sys, and the NUMA node nearest to it.
 
-    What hangs on a PCI device, as a virtio NIC does, is where that is.
+    A device that hangs on a PCI device, such as a virtio NIC, has the path of the PCI device.
     """
     real = Path(os.path.realpath(device))
     path = tuple(part for part in real.parts if PCI.fullmatch(part))

@@ -1,9 +1,9 @@
-"""The variables with which NCCL uses this host's NICs on the fabric of its cluster. No JAX.
+"""Finds the variables that make NCCL use this host's NICs on the fabric of its cluster. No JAX.
 
-NCCL looks for NICs in each process for itself and asks nobody: where one host finds InfiniBand and
-another does not, the start hangs, and where a host has two kinds of NICs, any may be taken. XLA has
-no setting of its own for it. Every variable has its reason; what the user has set stays, and a
-difference is told.
+NCCL looks for NICs in each process, and asks no other process. If one host finds InfiniBand and
+another does not, the start hangs. If a host has two kinds of NICs, NCCL may take any. XLA has no
+setting of its own for this. Every variable has a reason. The user's own variables stay, and a
+difference is reported.
 """
 
 from collections.abc import Mapping, Sequence
@@ -13,7 +13,7 @@ from typing import Any
 
 from holmesjax.errors import HolmesError
 from holmesjax.hosts.nics import DiscoveredNic, Host, rdma_nics
-from holmesjax.topology.fabrics import NAMES, RDMA
+from holmesjax.topology.fabrics import FABRICS
 
 # Variables that undo what is set here: name -> what they do when they are not 0.
 HARMFUL = {
@@ -34,7 +34,7 @@ class Variable:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Environment:
-    """What NCCL is told on one host, and what is wrong there."""
+    """The variables of one host, and the problems of its NICs."""
 
     variables: tuple[Variable, ...] = ()
     problems: tuple[str, ...] = ()
@@ -46,7 +46,7 @@ class Environment:
 
     @property
     def warnings(self) -> list[str]:
-        """What somebody should read: conflicts with the user's variables, and problems."""
+        """The conflicts with the user's variables, and the problems, for a person to read."""
         conflicts = [
             f"{v.name} stays {v.own!r}, as the user set it; this host would get {v.value!r}: "
             f"{v.reason}"
@@ -57,9 +57,9 @@ class Environment:
 
 
 def own_settings(env: Mapping[str, str], root: str | Path = "/") -> dict[str, str]:
-    """What the user has set for NCCL: in the environment, or in the files that NCCL reads.
+    """Finds the variables that the user has set for NCCL.
 
-    As in NCCL, the first to set a variable wins: the environment, NCCL_CONF_FILE or else
+    As in NCCL, the first source of a variable wins: the environment, NCCL_CONF_FILE or else
     ~/.nccl.conf, /etc/nccl.conf.
     """
     own = env.get("NCCL_CONF_FILE") or Path(env.get("HOME", root), ".nccl.conf")
@@ -77,7 +77,7 @@ def own_settings(env: Mapping[str, str], root: str | Path = "/") -> dict[str, st
 
 
 def report(host: Host, environment: Environment) -> dict[str, Any]:
-    """What a host has and what NCCL is told there, for a file."""
+    """Describes a host and its variables, for a file."""
     return {
         "host": host.name,
         "nics": [str(nic) for nic in host.nics],
@@ -93,7 +93,7 @@ def report(host: Host, environment: Environment) -> dict[str, Any]:
 def environment(
     host: Host, fabric: str, addresses: Sequence[str], own: Mapping[str, str]
 ) -> Environment:
-    """What a process on a host needs whose domain spans hosts of one fabric.
+    """Finds the variables of a process on a host, for a domain that spans hosts of one fabric.
 
     Args:
       fabric: of the cluster; "local" needs nothing.
@@ -106,8 +106,8 @@ def environment(
     if fabric == "local":
         return Environment()
     found = _Variables(own)
-    if fabric in RDMA:
-        name = NAMES[fabric]
+    if FABRICS[fabric].is_rdma:
+        name = FABRICS[fabric].title
         found.add("NCCL_NET", "IB", f"verbs, for {name}; without it a host may fall back to TCP")
         if own.get("NCCL_NET", "IB").upper() == "IB":
             _add_ports(found, host, fabric)
@@ -115,13 +115,13 @@ def environment(
         found.add("NCCL_NET", "Socket", "TCP: Ethernet joins the nodes, whatever else they have")
     _add_interface(found, host, fabric, addresses)
     for name, harm in HARMFUL.items():
-        if fabric in RDMA and own.get(name, "0") != "0":
+        if FABRICS[fabric].is_rdma and own.get(name, "0") != "0":
             found.problems.append(f"{name} is {own[name]!r}: it {harm}; unset it")
     return Environment(variables=tuple(found.variables), problems=tuple(found.problems))
 
 
 class _Variables:
-    """Those found so far."""
+    """The variables that have been found so far."""
 
     def __init__(self, own: Mapping[str, str]):
         self.own = own
@@ -136,15 +136,16 @@ class _Variables:
 def _add_ports(found: _Variables, host: Host, fabric: str) -> None:
     nics, left_out = rdma_nics(host, fabric)
     if not nics:
+        title = FABRICS[fabric].title
         raise HolmesError(
             f"host {host.name}",
-            f"has no usable {NAMES[fabric]} port, and its cluster is on {NAMES[fabric]}",
+            f"has no usable {title} port, and its cluster is on {title}",
             found="; ".join(str(nic) for nic in host.nics if nic.port) or "no RDMA device",
             fix="repair the port, correct the fabric of the cluster in the topology file, or set "
             "NCCL_NET=Socket on every host of the cluster",
         )
     ports = ",".join(f"{nic.port.device}:{nic.port.number}" for nic in nics if nic.port)
-    reason = f"the active {NAMES[fabric]} ports"
+    reason = f"the active {FABRICS[fabric].title} ports"
     for why in dict.fromkeys(left_out.values()):
         reason += f"; not {', '.join(name for name in left_out if left_out[name] == why)}: {why}"
     found.add("NCCL_IB_HCA", f"={ports}", reason)
@@ -153,7 +154,7 @@ def _add_ports(found: _Variables, host: Host, fabric: str) -> None:
 
 
 def _add_gid_index(found: _Variables, nics: Sequence[DiscoveredNic]) -> None:
-    """NCCL has one index for all ports of a host."""
+    """Adds the index of GIDs: NCCL has one for all ports of a host."""
     indexes = [{gid.index for gid in nic.gids} for nic in nics]
     if common := set.intersection(*indexes):
         index = min(common)
@@ -169,7 +170,7 @@ def _add_gid_index(found: _Variables, nics: Sequence[DiscoveredNic]) -> None:
 
 
 def _add_interface(found: _Variables, host: Host, fabric: str, addresses: Sequence[str]) -> None:
-    """NCCL's sockets go where HolmesJAX's go."""
+    """Adds the interface: the sockets of NCCL take the way of HolmesJAX's own."""
     names = [
         interface.name
         for address in addresses
@@ -181,7 +182,7 @@ def _add_interface(found: _Variables, host: Host, fabric: str, addresses: Sequen
         where = ", ".join(addresses) or "no address"
         problem = f"NCCL_SOCKET_IFNAME is not set: {where} on {fabric}, on no interface of the host"
         found.problems.append(problem)
-    elif fabric in RDMA:
+    elif FABRICS[fabric].is_rdma:
         reason = f"{addresses[0]}: the host's address on {fabric}, for NCCL's start"
         found.add("NCCL_SOCKET_IFNAME", f"={names[0]}", reason)
     else:

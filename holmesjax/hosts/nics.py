@@ -1,6 +1,6 @@
-"""Which NICs this host has, which fabric each is on, and its addresses there. No JAX.
+"""Finds the NICs of this host, the fabric of each, and its addresses there. No JAX.
 
-`hardware` reads, this module decides, and every decision has its reason as text. One RDMA port, or
+`hardware` reads, and this module decides. Every decision has its reason as text. One RDMA port, or
 one network interface without RDMA, is a `DiscoveredNic`:
 
     infiniband  an active port whose link layer is InfiniBand; its IP address is that of its IPoIB
@@ -8,7 +8,7 @@ one network interface without RDMA, is a `DiscoveredNic`:
     ethernet    an interface that leads out of the host
     None        not usable: down, virtual, part of a bond
 
-The topology says which fabric a cluster is on; this says what there is for it.
+The topology names the fabric of a cluster; this module finds the NICs for it.
 """
 
 import ipaddress
@@ -21,7 +21,7 @@ from pathlib import Path
 from holmesjax import units
 from holmesjax.hosts import hardware
 from holmesjax.hosts.hardware import Gid, Gpu, Interface, PciPath, Port
-from holmesjax.topology.fabrics import NAMES, RDMA, Network
+from holmesjax.topology.fabrics import FABRICS, Network, rdma_networks
 
 # How far a NIC is from a GPU, nearest first.
 SAME_SWITCH, SAME_ROOT, SAME_NUMA, OTHER_SOCKET = (
@@ -39,7 +39,7 @@ STACKED = ("bond", "bridge", "vlan", "macvlan", "ipvlan")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DiscoveredNic:
-    """A port or an interface, and what it is good for."""
+    """A port or an interface, with its fabric and the reason."""
 
     name: str  # "mlx5_0 port 1", "eth0"
     fabric: Network | None
@@ -59,7 +59,7 @@ class DiscoveredNic:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Host:
-    """This host."""
+    """A host: its NICs, interfaces and GPUs."""
 
     name: str
     nics: tuple[DiscoveredNic, ...]  # RDMA ports first
@@ -83,7 +83,7 @@ def discover(
     addresses: Mapping[str, Sequence[str]] | None = None,
     gpus: Sequence[Gpu] | None = None,
 ) -> Host:
-    """This host, or one whose /sys was recorded.
+    """Reads this host, or a host whose /sys was recorded.
 
     Args:
       root: the folder that has `sys` and `proc`.
@@ -109,7 +109,7 @@ def discover(
 
 
 class _Classifier:
-    """Sees all interfaces and ports, because what one is depends on the others."""
+    """Classifies interfaces and ports. It sees all of them: a class depends on the others."""
 
     def __init__(
         self,
@@ -211,14 +211,14 @@ class _Classifier:
         return "ethernet", ", ".join(facts)
 
     def _is_physical(self, interface: Interface) -> bool:
-        """Whether it is hardware, or built on such."""
+        """Whether an interface is hardware, or is built on hardware."""
         if interface.kind not in STACKED:
             return not interface.is_virtual
         below = [self.interfaces[name] for name in interface.lower if name in self.interfaces]
         return any(map(self._is_physical, below))
 
     def _best_gids(self, port: Port) -> tuple[Gid, ...]:
-        """RoCE v2 before v1, which cannot be routed; then IPv4, IPv6, and link-local at last."""
+        """Prefers RoCE v2 to v1, which cannot be routed; then IPv4, IPv6 and link-local."""
         # In a container the table also names interfaces of the host outside.
         found = [gid for gid in port.gids if gid.kind and gid.interface in self.interfaces]
 
@@ -231,7 +231,7 @@ class _Classifier:
         return tuple(gid for gid in found if rank(gid) == best)
 
     def _interfaces_of(self, port: Port) -> list[str]:
-        """The network interfaces on the same hardware."""
+        """Finds the network interfaces on the hardware of a port."""
         return [
             interface.name
             for interface in self.interfaces.values()
@@ -242,7 +242,7 @@ class _Classifier:
         ]
 
     def _carrier(self, name: str) -> Interface:
-        """The interface that has the addresses: itself, or the bond or bridge it is part of."""
+        """Finds the interface with the addresses: the interface itself, its bond or its bridge."""
         interface = self.interfaces[name]
         if interface.master in self.interfaces and not interface.ipv4:
             return self._carrier(str(interface.master))
@@ -259,7 +259,7 @@ def _why_inactive(port: Port) -> str:
 
 
 def _reachable(interface: Interface) -> tuple[str, ...]:
-    """Its IPv4 addresses, less those that mean something on one host or one wire only."""
+    """Returns the IPv4 addresses that other hosts can reach."""
     parsed = [ipaddress.IPv4Address(address) for address in interface.ipv4]
     return tuple(str(a) for a in parsed if not (a.is_loopback or a.is_link_local))
 
@@ -269,7 +269,7 @@ def _show_rate(rate_bytes_per_s: float | None) -> str:
 
 
 def distance(pci: PciPath, numa_node: int | None, other: PciPath, other_node: int | None) -> str:
-    """How far two PCI devices are from each other.
+    """Returns the distance of two PCI devices, in words.
 
     >>> gpu = ("pci0000:15", "0000:15:01.0", "0000:16:00.0", "0000:17:00.0", "0000:18:00.0")
     >>> nic = ("pci0000:15", "0000:15:01.0", "0000:16:00.0", "0000:17:01.0", "0000:19:00.0")
@@ -290,7 +290,7 @@ def distance(pci: PciPath, numa_node: int | None, other: PciPath, other_node: in
 
 
 def rdma_nics(host: Host, fabric: str) -> tuple[list[DiscoveredNic], dict[str, str]]:
-    """The ports for a cluster's collectives, and why the others of the fabric are left out.
+    """Chooses the ports for a cluster's collectives; other ports have the reason against them.
 
     Hosts with many NICs have some for storage, often on a network of their own. They are slower, or
     share no PCIe switch with a GPU where those for collectives do.
@@ -314,7 +314,7 @@ def rdma_nics(host: Host, fabric: str) -> tuple[list[DiscoveredNic], dict[str, s
 
 
 def choices(host: Host) -> dict[str, FabricAddresses]:
-    """Where this host is reached, fabric by fabric; a fabric without an address is missing.
+    """Chooses the addresses of this host on each fabric; a fabric without an address is missing.
 
     RDMA needs no IP address, but the sockets around it do: those of a cluster's coordinator, and of
     boundaries inside it. Ports without any borrow the address on Ethernet.
@@ -323,13 +323,15 @@ def choices(host: Host) -> dict[str, FabricAddresses]:
         "local": FabricAddresses(addresses=("127.0.0.1",), interfaces=("lo",), reason="this host")
     }
     ethernet = _ethernet(host)
-    for fabric in RDMA:
+    for fabric in rdma_networks():
         nics, _ = rdma_nics(host, fabric)
         if with_address := [nic for nic in nics if nic.ipv4]:
             reason = "IPoIB of its ports" if fabric == "infiniband" else "those of its ports"
             found[fabric] = _choice(with_address, reason)
         elif nics and ethernet:
-            reason = f"no {NAMES[fabric]} port has an IPv4 address; that on Ethernet stands in"
+            reason = (
+                f"no {FABRICS[fabric].title} port has an IPv4 address; that on Ethernet stands in"
+            )
             found[fabric] = FabricAddresses(
                 addresses=ethernet.addresses, interfaces=ethernet.interfaces, reason=reason
             )
@@ -339,7 +341,7 @@ def choices(host: Host) -> dict[str, FabricAddresses]:
 
 
 def _ethernet(host: Host) -> FabricAddresses | None:
-    """Of the NIC with the default route, which leads to other clusters; or else of the fastest."""
+    """Chooses the NIC with the default route, which leads to other clusters, or the fastest NIC."""
     nics = [nic for nic in host.nics if nic.fabric in ("ethernet", "roce") and nic.ipv4]
     for name in host.default_routes:
         if routed := [nic for nic in nics if nic.interface == name]:
@@ -350,7 +352,7 @@ def _ethernet(host: Host) -> FabricAddresses | None:
 
 
 def _choice(nics: Sequence[DiscoveredNic], reason: str) -> FabricAddresses:
-    """One address a NIC, since others may move to other hosts; a bond of several ports once."""
+    """Takes one address of each NIC, since others may move to other hosts; a bond counts once."""
     return FabricAddresses(
         addresses=tuple(dict.fromkeys(nic.ipv4[0] for nic in nics)),
         interfaces=tuple(dict.fromkeys(str(nic.interface) for nic in nics)),
@@ -359,5 +361,5 @@ def _choice(nics: Sequence[DiscoveredNic], reason: str) -> FabricAddresses:
 
 
 def addresses(host: Host) -> dict[str, list[str]]:
-    """Fabric -> IPv4 addresses of this host on it, as in HOLMES_ADDRESSES."""
+    """Returns the IPv4 addresses of a host by fabric, as in HOLMES_ADDRESSES."""
     return {fabric: list(choice.addresses) for fabric, choice in choices(host).items()}

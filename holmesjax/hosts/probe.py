@@ -1,11 +1,11 @@
-"""What `launch probe` measures, in which order, and what the times say. No JAX.
+"""Schedules the measurements of `launch probe`, and turns their times into rates. No JAX.
 
     way      from one node to another, over one fabric
     step     ways that are measured at the same time
     round    a step in which no node is on two ways
 
-Inside a cluster a round pairs all nodes, so that no NIC is in two measurements. Between clusters
-pairs come one by one, because all share one link; then all of them together.
+Inside a cluster a round pairs all nodes, so that no NIC is in two measurements. Pairs between
+clusters share one link: they are measured one by one, and then together.
 """
 
 import statistics
@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from holmesjax.costs import collective_times
 from holmesjax.hosts.doctor import Finding
+from holmesjax.topology.fabrics import FABRICS
 from holmesjax.topology.file import CollectiveKind
 from holmesjax.topology.machines import Topology
 from holmesjax.topology.probe_speed import ProbeSpeed, Seconds
@@ -47,7 +48,7 @@ class Phase:
 
 
 def schedule(topology: Topology, nodes: Sequence[str]) -> list[Phase]:
-    """All phases, for the nodes that answer."""
+    """Returns all phases, for the nodes that answer."""
     present = {
         cluster.name: [node.name for node in cluster.nodes if node.name in nodes]
         for cluster in topology.clusters
@@ -64,7 +65,7 @@ def schedule(topology: Topology, nodes: Sequence[str]) -> list[Phase]:
 
 
 def tournament(nodes: Sequence[str]) -> Iterator[Step]:
-    """Rounds in which every two nodes meet once, and each node is in one pair at most.
+    """Yields rounds of pairs: every two nodes meet once, and a round has each node once at most.
 
     >>> list(tournament("abc"))
     [(('b', 'c'),), (('a', 'c'),), (('a', 'b'),)]
@@ -89,7 +90,7 @@ def _inside(name: str, fabric: str, nodes: Sequence[str]) -> Phase:
 
 
 def _between(names: Way, fabric: str, a: Sequence[str], b: Sequence[str]) -> Phase:
-    """Node i of one with node i of the other, the smaller cluster's nodes over and over."""
+    """Pairs node i of one cluster with node i of the other; the smaller cluster's nodes repeat."""
     count = min(max(len(a), len(b)), MAX_PAIRS)
     pairs = [(a[i % len(a)], b[i % len(b)]) for i in range(count)]
     rest = len(a) * len(b) - count
@@ -108,7 +109,7 @@ def _back(step: Step) -> Step:
 
 
 def group_sizes(num_nodes: int) -> list[int]:
-    """Nodes of the groups in which collectives are measured: stages have some of them, or all.
+    """Returns the sizes of the groups of nodes in which collectives are measured.
 
     >>> group_sizes(8), group_sizes(6), group_sizes(3)
     ([2, 4, 8], [2, 6], [3])
@@ -121,7 +122,10 @@ def group_sizes(num_nodes: int) -> list[int]:
 
 
 def speed(fabric: str, seconds: Seconds) -> ProbeSpeed:
-    """Of the medians: half a round trip, and the largest size by the best number of streams.
+    """Computes latency and bandwidth from the medians of a way.
+
+    The latency is half a round trip. The bandwidth is that of the largest size, by the best number
+    of streams.
 
     >>> speed("roce", {1: {0: [2e-4], 1000: [1.2e-3]}, 4: {0: [2e-4], 1000: [7e-4]}})
     ... # doctest: +ELLIPSIS
@@ -144,7 +148,7 @@ def speed(fabric: str, seconds: Seconds) -> ProbeSpeed:
 def bus_bandwidth(
     kind: CollectiveKind, num_nodes: int, num_bytes: float, seconds: Sequence[Sequence[float]]
 ) -> float:
-    """Bytes per second that each node sends in a ring, as NCCL's tests count it.
+    """Returns the bytes per second that each node sends in a ring, as NCCL's tests count them.
 
     Args:
       num_bytes: that each node holds, of what is gathered afterwards.
@@ -158,17 +162,17 @@ def bus_bandwidth(
 
 
 def goes_over_tcp(topology: Topology, way: Way) -> bool:
-    """Whether a run's own traffic does: between clusters, on Ethernet, and from CPUs (gloo).
+    """Whether all traffic of a run goes over TCP: between clusters, on Ethernet, and from CPUs.
 
-    Inside an InfiniBand or RoCE cluster of GPUs only boundaries do: collectives are NCCL's.
+    Inside an InfiniBand or RoCE cluster of GPUs only boundaries do: NCCL runs the collectives.
     """
     homes = [topology.cluster_of(node) for node in way]
     kinds = {topology.node(node).device.name for node in way}
-    return homes[0] != homes[1] or homes[0].fabric == "ethernet" or kinds == {"cpu"}
+    return homes[0] != homes[1] or not FABRICS[homes[0].fabric].is_rdma or kinds == {"cpu"}
 
 
 def transports(topology: Topology, speeds: Mapping[Way, ProbeSpeed]) -> dict[str, float]:
-    """Rates of boundaries sent by a process where collectives go by NCCL: medians, by cluster."""
+    """Returns the median rate of boundaries in each cluster where NCCL runs the collectives."""
     found: dict[str, list[float]] = {}
     for way, speed in speeds.items():
         if not goes_over_tcp(topology, way):
@@ -180,7 +184,9 @@ def transports(topology: Topology, speeds: Mapping[Way, ProbeSpeed]) -> dict[str
 def capacities(
     topology: Topology, speeds: Mapping[Way, ProbeSpeed], together: Mapping[Step, float]
 ) -> dict[Way, float]:
-    """By clusters, the rates of links that pairs of nodes share: less than the sum of all alone.
+    """Returns the rates of links that pairs of nodes share, by clusters.
+
+    Pairs share a link if they are slower together than the sum of their rates alone.
 
     Args:
       speeds: of each way alone.
@@ -198,7 +204,7 @@ def capacities(
 def slow_ways(
     topology: Topology, speeds: Mapping[Way, ProbeSpeed], scale: float = 1.0
 ) -> list[Finding]:
-    """A warning for each way far below nominal, with what is likely to be the reason.
+    """Returns a warning for each way far below nominal, with the likely reason.
 
     Args:
       scale: of all rates, in a lab.

@@ -37,9 +37,9 @@ class ProcessEnvironment:
 
     @classmethod
     def read(cls, env: Mapping[str, str], find_host: Callable[[], Host]) -> "ProcessEnvironment":
-        """Raises HolmesError if a variable is missing or makes no sense.
+        """Reads the environment. Raises HolmesError if a variable is missing or makes no sense.
 
-        `find_host` is asked where nobody has set HOLMES_ADDRESSES.
+        `find_host` is called if nobody has set HOLMES_ADDRESSES.
         """
         number = next((env[name] for name in NUMBER if name in env), None)
         if number is None:
@@ -63,7 +63,7 @@ class ProcessEnvironment:
 
 
 def _key(env: Mapping[str, str]) -> bytes:
-    """The job's key. A file system may show the key of the start before for a moment."""
+    """Reads the job's key. A file system may show the key of an earlier start for a moment."""
     path = _take(env, "HOLMES_KEY_FILE", "the job's key file")
     wanted = env.get("HOLMES_KEY_DIGEST")
     deadline_s = time.monotonic() + KEY_S
@@ -103,7 +103,7 @@ def _missing(name: str, what: str, found: str = "not set") -> HolmesError:
 
 
 def die_with(parent: str | None) -> None:
-    """Linux ends this process when the launcher that started it on this machine ends."""
+    """Makes Linux end this process when the launcher that started it on this machine ends."""
     if parent is None:
         return
     set_death_signal = 1  # PR_SET_PDEATHSIG

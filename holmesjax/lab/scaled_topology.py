@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 from holmesjax.config import Config
 from holmesjax.costs import work
+from holmesjax.costs.products import backward_flop, blocks_forward_flop, head_forward_flop
 from holmesjax.errors import ConfigError, TopologyError
 from holmesjax.topology.machines import Node, Topology
 from holmesjax.units import show
@@ -124,18 +125,13 @@ class Workload:
 def workload(config: Config) -> Workload:
     """The workload of a run, from its model, batch, dtype and checkpointing."""
     model, train = config.model, config.train
-    forward_flop = model.num_layers * work.block_forward_flop(model, 1)
-    head_flop = work.head_forward_flop(model, 1)
+    forward_flop = blocks_forward_flop(model, 1)
+    head_flop = head_forward_flop(model, 1)
     policy = config.parallel.activation_checkpointing or "none"
-    backward_flop = work.backward_flop(forward_flop, policy)
-    parameters = (
-        model.num_layers * work.block_parameters(model)
-        + work.embed_parameters(model)
-        + work.head_parameters(model)
-    )
+    parameters = work.num_parameters(model)
     return Workload(
         dtype=train.compute_dtype,
-        flop_per_token=forward_flop + backward_flop + 3 * head_flop,
+        flop_per_token=forward_flop + backward_flop(forward_flop, policy) + 3 * head_flop,
         boundary_bytes_per_token=work.boundary_bytes(model, 1, train.compute_dtype),
         gradient_bytes_per_token=4 * parameters / (train.global_batch * model.context_length),
     )

@@ -1,27 +1,28 @@
-"""Normal random numbers that can be drawn from anywhere in an array. No JAX.
+"""Random numbers that can be drawn from anywhere in an array. No JAX.
 
-    draw("seed and name", (V, D), ((0, 8), (4, 6)), std)
+    draw("seed and name", (V, D), ((0, 8), (4, 6)), Normal(std))
 
 A value depends on the name and on its index in the whole array, and on nothing else: whoever draws
 a box of an array draws what anybody else does. Values come of integers, and of float32 numbers by
 one product and one sum, so that they are the same bits on every platform and in every version of
 NumPy.
 
-A value is the sum of two of 65,536 quantiles of the normal distribution, times half the root of 2:
-it has 2^32 different values, up to 6.1 standard deviations.
+A normal value is the sum of two of 65,536 quantiles of the normal distribution, times half the root
+of 2: it has 2^32 different values, up to 6.1 standard deviations. A uniform value is one of 2^24.
 """
 
 import functools
 import hashlib
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from statistics import NormalDist
 
 import numpy as np
 
 from holmesjax.boxes import Box, shape_of
+from holmesjax.layers.kind import Normal, Uniform
 
 BLOCK = 1 << 16  # values of a thread at a time: they stay in its cache
 QUANTILES = 1 << 16
@@ -32,7 +33,7 @@ GAMMA = np.uint64(0x9E3779B97F4A7C15)
 FIRST, SECOND = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
 
 
-def draw(name: str, shape: tuple[int, ...], box: Box, std: float) -> np.ndarray:
+def draw(name: str, shape: tuple[int, ...], box: Box, initial: Normal | Uniform) -> np.ndarray:
     """The values in a box of the array of that name and shape; float32 with the box's shape.
 
     Threads share the work, one for each CPU that this process may use.
@@ -41,11 +42,11 @@ def draw(name: str, shape: tuple[int, ...], box: Box, std: float) -> np.ndarray:
     out = np.empty((len(starts), length), np.float32)
     digest = hashlib.sha256(name.encode()).digest()
     keys = np.frombuffer(digest, "<u8", 2)
-    table = _quantiles() * np.float32(std * math.sqrt(0.5))
+    of_words = _uniform(initial) if isinstance(initial, Uniform) else _normal(initial)
 
     def fill(block: tuple[slice, slice]) -> None:
         rows, columns = block
-        _fill(out[block], starts[rows] + columns.start, keys, table)
+        _fill(out[block], starts[rows] + columns.start, keys, of_words)
 
     blocks = list(_blocks(*out.shape))
     if len(blocks) == 1:
@@ -79,7 +80,30 @@ def _blocks(num_rows: int, length: int) -> Iterator[tuple[slice, slice]]:
             yield slice(row, row + rows), slice(column, min(column + BLOCK, length))
 
 
-def _fill(out: np.ndarray, starts: np.ndarray, keys: np.ndarray, table: np.ndarray) -> None:
+def _normal(initial: Normal) -> Callable[[np.ndarray], np.ndarray]:
+    table = _quantiles() * np.float32(initial.std * math.sqrt(0.5))
+
+    def of_words(words: np.ndarray) -> np.ndarray:
+        parts = table.take(words.view(np.uint16), mode="wrap")
+        values: np.ndarray = parts[:, ::2] + parts[:, 1::2]
+        return values
+
+    return of_words
+
+
+def _uniform(initial: Uniform) -> Callable[[np.ndarray], np.ndarray]:
+    """The middles of 2^24 equal parts: float32 holds each of these numbers between 0 and 1."""
+    unit, bound = np.float32(2**-23), np.float32(initial.bound)
+    middle = np.float32(2**23 - 0.5)
+    return lambda words: ((words.view(np.uint32) >> 8).astype(np.float32) - middle) * unit * bound
+
+
+def _fill(
+    out: np.ndarray,
+    starts: np.ndarray,
+    keys: np.ndarray,
+    of_words: Callable[[np.ndarray], np.ndarray],
+) -> None:
     """The values that follow each of `starts`, [rows], in [rows, length]. Two come of one word."""
     length = out.shape[1]
     for odd in (0, 1):
@@ -89,8 +113,7 @@ def _fill(out: np.ndarray, starts: np.ndarray, keys: np.ndarray, table: np.ndarr
         num_words = (length + odd + 1) // 2
         words = (starts[rows, None] // 2 + np.arange(num_words)).astype(np.uint64)
         _mix(words, keys)
-        parts = table.take(words.view(np.uint16), mode="wrap")
-        out[rows] = (parts[:, ::2] + parts[:, 1::2])[:, odd : odd + length]
+        out[rows] = of_words(words)[:, odd : odd + length]
 
 
 def _mix(words: np.ndarray, keys: np.ndarray) -> None:

@@ -3,32 +3,42 @@
 `Kernels` says which implementation of a function is asked for. `kernels.attention.choice` chooses
 between cuDNN, the Pallas kernels and plain JAX.
 
-Dims: see `models/gpt.py`. Each returns the dtype of its first argument, unless it says otherwise.
+Dims: see `models/transformer.py`. Each returns the dtype of its first argument, unless it says
+otherwise.
 """
 
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
 from holmesjax.config import KernelsConfig
 from holmesjax.costs import work
 from holmesjax.errors import ConfigError
+from holmesjax.layers.kind import Attention
 from holmesjax.plan.plan import Axis
 from kernels.adamw import Hyperparameters, Leaf, adamw_step, factors
-from kernels.attention import choice
-from kernels.attention.pallas import attention_pallas
-from kernels.attention.reference import CAUSAL, SAVED, attention_reference
+from kernels.attention.choice import (
+    UNCHECKED,
+    AttentionChoice,
+    UnsupportedError,
+    choose,
+    depends_on_check,
+)
+from kernels.attention.reference import CAUSAL, MASKED, SAVED, attention_reference
 from kernels.attention.ring import REFERENCE, Placement, attention_on, from_runs, to_runs
 from kernels.attention.shards import Shards
-from kernels.cross_entropy import cross_entropy, linear_cross_entropy
+from kernels.attention.tiles import Rule
+from kernels.cross_entropy import capped, cross_entropy, linear_cross_entropy
 from kernels.embedding import embedding
-from kernels.linear import feed_forward, linear, linear_transposed, linears
+from kernels.fp8 import delayed_scale, fp8_linears, fp8_of_activation, later_maxima
+from kernels.linear import add_bias, feed_forward, linear, linear_transposed, linears
 from kernels.moments import (
     Moment,
     Quantized,
@@ -36,6 +46,7 @@ from kernels.moments import (
     narrow,
     noise,
     positions,
+    round_to_bfloat16,
     step_seed,
     widen,
     zero_moment,
@@ -45,34 +56,48 @@ from kernels.norm import layer_norm, rms_norm
 __all__ = [
     "DEFAULT",
     "SAVED",
+    "UNCHECKED",
+    "AttentionChoice",
     "Hyperparameters",
     "Kernels",
     "Leaf",
     "Quantized",
     "adamw",
+    "add_bias",
     "attention",
+    "attention_depends_on_check",
     "cached_attention",
+    "capped",
+    "changed_if",
+    "choose_attention",
+    "contract",
     "cross_entropy",
+    "delayed_scale",
     "embedding",
     "factors",
     "feed_forward",
+    "fp8_linears",
+    "fp8_of_activation",
     "from_parts",
+    "later_maxima",
     "layer_norm",
     "linear",
     "linear_cross_entropy",
     "linear_transposed",
-    "merge_heads",
+    "linears",
     "moment_spec",
-    "project_heads",
     "rms_norm",
     "rotate",
     "round_moment",
+    "round_parameter",
+    "rule_of",
     "separate",
     "to_parts",
     "token_positions",
     "widen",
     "zero_moment",
 ]
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -82,6 +107,7 @@ class Kernels:
     config: KernelsConfig = field(default_factory=KernelsConfig)
     mesh: Mesh | None = None  # None: JAX's default device
     dtype: str | None = None  # of matrix products; None: the dtype of the parameters
+    unproven: str | None = UNCHECKED  # what the Pallas kernels lack for `auto`, if anything
 
     @property
     def device(self) -> jax.Device:
@@ -125,14 +151,9 @@ def separate(x: jax.Array) -> jax.Array:
     return jax.lax.optimization_barrier(x)
 
 
-def project_heads(x_BLD: jax.Array, *weights: jax.Array) -> tuple[jax.Array, ...]:
-    """x [B, L, D] times each weight [D, H, K]; [B, L, H, K] each."""
-    return linears(x_BLD, weights)
-
-
-def merge_heads(x_BLHK: jax.Array, w_HKD: jax.Array) -> jax.Array:
-    """Sum over the heads of x times w; [B, L, D]."""
-    return linears(x_BLHK, (w_HKD,), 2)[0]
+def contract(x: jax.Array, w: jax.Array) -> jax.Array:
+    """x [B, L, ...] times w, whose first dims are those of x after B and L, and the others last."""
+    return linears(x, (w,), x.ndim - 2)[0]
 
 
 def to_parts(x_BL: jax.Array, kernels: Kernels) -> jax.Array:
@@ -171,16 +192,105 @@ def token_positions(num_sequences: int, length: int, kernels: Kernels) -> jax.Ar
     return jnp.repeat(position_Cl, num_sequences, axis=0)
 
 
-def rotate(x_BLHK: jax.Array, position_L: jax.Array, base: float) -> jax.Array:
-    """Rotary positions, halves paired as in GPT-NeoX. Su et al., arXiv:2104.09864."""
-    half = x_BLHK.shape[-1] // 2
-    frequency_K = base ** (-jnp.arange(half, dtype=jnp.float32) / half)
+def rotate(
+    x_BLHK: jax.Array, position_L: jax.Array, frequency_R: np.ndarray, factor: float = 1.0
+) -> jax.Array:
+    """Rotary positions, halves paired as in GPT-NeoX. Su et al., arXiv:2104.09864.
+
+    Args:
+      x_BLHK: queries or keys. The first numbers of a head turn, two for each frequency.
+      position_L: of the tokens: [L], or [B, L].
+      frequency_R: of each pair (`holmesjax.rotary`).
+      factor: of cosines and sines.
+    """
+    width = 2 * frequency_R.size
     position_BL = position_L.reshape(-1, x_BLHK.shape[1]).astype(jnp.float32)
-    angle_BLK = position_BL[..., None] * frequency_K[None, None]
-    cos, sin = jnp.cos(angle_BLK)[:, :, None], jnp.sin(angle_BLK)[:, :, None]
-    low, high = jnp.split(x_BLHK.astype(jnp.float32), 2, axis=-1)
-    rotated = jnp.concatenate([low * cos - high * sin, high * cos + low * sin], axis=-1)
-    return rotated.astype(x_BLHK.dtype)
+    angle_BLR = position_BL[..., None] * jnp.asarray(frequency_R)[None, None]
+    cos, sin = jnp.cos(angle_BLR)[:, :, None], jnp.sin(angle_BLR)[:, :, None]
+    if factor != 1.0:
+        cos, sin = factor * cos, factor * sin
+    low, high = jnp.split(x_BLHK[..., :width].astype(jnp.float32), 2, axis=-1)
+    turned = [low * cos - high * sin, high * cos + low * sin]
+    if width < x_BLHK.shape[-1]:
+        turned.append(x_BLHK[..., width:].astype(jnp.float32))
+    return jnp.concatenate(turned, axis=-1).astype(x_BLHK.dtype)
+
+
+def rule_of(attention: Attention) -> Rule:
+    """The keys that the queries of a layer see, and what is done to its scores."""
+    return Rule(window=attention.window, soft_cap=attention.soft_cap, scale=attention.scale)
+
+
+def choose_attention(
+    q_BLHK: Any,
+    k_BLGK: Any,
+    v_BLGK: Any,
+    has_segments: bool,
+    kernels: Kernels,
+    rule: Rule = CAUSAL,
+) -> AttentionChoice:
+    """Returns what computes `attention` of these arrays, and why.
+
+    Args:
+      q_BLHK: queries, or their shape and dtype.
+      k_BLGK: keys, likewise.
+      v_BLGK: values, likewise.
+      has_segments: whether segments tell documents apart.
+      kernels: the implementation that is asked for, and the mesh.
+      rule: which keys a query sees, and what is done to scores.
+
+    Raises:
+      ConfigError: the implementation that is asked for cannot compute these arrays.
+    """
+    config = kernels.config
+    try:
+        return choose(
+            config.attention,
+            kernels.device,
+            q_BLHK,
+            k_BLGK,
+            v_BLGK,
+            rule=rule,
+            has_segments=has_segments,
+            is_cut=kernels.context > 1,
+            deterministic=config.deterministic_attention,
+            unproven=kernels.unproven,
+        )
+    except UnsupportedError as reason:
+        problem = f"{config.attention} cannot do it"
+        fix = "use auto, which takes the best that can, or reference"
+        raise ConfigError("kernels.attention", problem, found=str(reason), fix=fix) from None
+
+
+def attention_depends_on_check(
+    config: KernelsConfig,
+    device: Any,
+    dtype: str,
+    attention: Attention,
+    masked: bool,
+    is_cut: bool,
+) -> bool:
+    """Whether a check of the Pallas kernels decides what computes attention. Starts no device.
+
+    Args:
+      config: the implementations that are asked for.
+      device: the platform, kind and compute capability of a device.
+      dtype: of queries, keys and values.
+      attention: of a layer.
+      masked: whether attention stays inside documents.
+      is_cut: whether devices share sequences.
+    """
+    x = jax.ShapeDtypeStruct((1, 1, 1, attention.head_width), dtype)
+    return config.attention == "auto" and depends_on_check(
+        device,
+        x,
+        x,
+        x,
+        rule=rule_of(attention),
+        has_segments=masked,
+        is_cut=is_cut,
+        deterministic=config.deterministic_attention,
+    )
 
 
 def attention(
@@ -189,6 +299,7 @@ def attention(
     v_BLGK: jax.Array,
     segment_BL: jax.Array | None = None,
     kernels: Kernels = DEFAULT,
+    rule: Rule = CAUSAL,
 ) -> jax.Array:
     """Causal attention, inside each document where segments tell them apart; [B, L, H, K].
 
@@ -200,34 +311,32 @@ def attention(
       v_BLGK: values.
       segment_BL: the number of each token's document; None: a sequence is one document.
       kernels: the implementation that is asked for, and the mesh.
+      rule: which keys a query sees, and what is done to scores.
 
     Raises:
       ConfigError: the implementation that is asked for cannot compute these arrays.
     """
-    config, arrays = kernels.config, (q_BLHK, k_BLGK, v_BLGK)
-    try:
-        implementation = choice.choose(
-            config.attention,
-            kernels.device,
-            *arrays,
-            has_segments=segment_BL is not None,
-            is_cut=kernels.context > 1,
-            deterministic=config.deterministic_attention,
-        )
-    except choice.UnsupportedError as reason:
-        problem = f"{config.attention} cannot do it"
-        fix = "use auto, which takes the best that can, or reference"
-        raise ConfigError("kernels.attention", problem, found=str(reason), fix=fix) from None
+    arrays = q_BLHK, k_BLGK, v_BLGK
+    implementation = choose_attention(*arrays, segment_BL is not None, kernels, rule).implementation
     if implementation == "cudnn":
-        return jax.nn.dot_product_attention(*arrays, is_causal=True, implementation="cudnn")
+        local = None if rule.window is None else (rule.window - 1, 0)
+        return jax.nn.dot_product_attention(
+            *arrays,
+            is_causal=True,
+            scale=rule.scale,
+            local_window_size=local,
+            implementation="cudnn",
+        )
     segments = None if segment_BL is None else (segment_BL, segment_BL)
     if implementation == "pallas":
-        deterministic = config.deterministic_attention
+        from kernels.attention.pallas import attention_pallas  # `choice` says why here
+
+        deterministic = kernels.config.deterministic_attention
         run = functools.partial(attention_pallas, deterministic=deterministic)
-        return run(*arrays, segments, shards=kernels.shards)[0]
+        return run(*arrays, segments, rule, shards=kernels.shards)[0]
     if kernels.context > 1:
-        return attention_on(Placement(CAUSAL, REFERENCE, kernels.shards), *arrays, segments)[0]
-    return attention_reference(*arrays, segments)[0]
+        return attention_on(Placement(rule, REFERENCE, kernels.shards), *arrays, segments)[0]
+    return attention_reference(*arrays, segments, rule)[0]
 
 
 def adamw(
@@ -238,9 +347,6 @@ def adamw(
     kernels: Kernels,
 ) -> list[Leaf]:
     """Parameters and moments after a step, if it applies; in place where they are donated.
-
-    A conditional is in place on a CPU, and a choice between new and old on a GPU. On a GPU a
-    conditional keeps a copy of all that it may change; on a CPU a choice keeps one.
 
     Args:
       leaves: parameters and their moments.
@@ -255,10 +361,21 @@ def adamw(
         rows = zip(leaves, gradients, hyperparameters, strict=True)
         return [adamw_step(leaf, gradient, factors, h) for leaf, gradient, h in rows]
 
+    return changed_if(applies, update, list(leaves), kernels)
+
+
+def changed_if(applies: jax.Array, update: Callable[[T], T], held: T, kernels: Kernels) -> T:
+    """What `update` makes of some arrays, if it applies; in place where they are donated.
+
+    A conditional is in place on a CPU, and a choice between new and old on a GPU. On a GPU a
+    conditional keeps a copy of all that it may change; on a CPU a choice keeps one.
+    """
     if kernels.device.platform == "cpu":
-        return jax.lax.cond(applies, update, lambda leaves: leaves, list(leaves))
+        found: T = jax.lax.cond(applies, update, lambda held: held, held)
+        return found
     choose = lambda new, old: jnp.where(applies, new, old)
-    return jax.tree.map(choose, update(list(leaves)), list(leaves))
+    chosen: T = jax.tree.map(choose, update(held), held)
+    return chosen
 
 
 def moment_spec(moment: Moment, spec: PartitionSpec, sizes: Mapping[str, int]) -> Any:
@@ -296,9 +413,44 @@ def round_moment(x: jax.Array, like: Moment, update: jax.Array, seed: int, which
     return narrow(x, like, bits[0 if which == "first" else 1], which)
 
 
+def round_parameter(x: jax.Array, update: jax.Array, seed: int) -> jax.Array:
+    """float32 numbers in bfloat16, rounded up or down at random so that their mean is exact.
+
+    Args:
+      x: the numbers.
+      update: the number of the update, int32.
+      seed: of the parameter.
+    """
+    bits, _ = noise(positions(x.shape), step_seed(update, seed))
+    return round_to_bfloat16(x, bits)
+
+
 def cached_attention(
-    q_BLHK: jax.Array, key_BTGK: jax.Array, value_BTGK: jax.Array, position_L: jax.Array
+    q_BLHK: jax.Array,
+    key_BTGK: jax.Array,
+    value_BTGK: jax.Array,
+    position_BT: jax.Array,
+    position_BL: jax.Array,
+    rule: Rule = CAUSAL,
 ) -> jax.Array:
-    """Attention of tokens at `position_L` to all cached tokens up to and including their own."""
-    mask = jnp.arange(key_BTGK.shape[1])[None] <= position_L[:, None]
-    return jax.nn.dot_product_attention(q_BLHK, key_BTGK, value_BTGK, mask=mask[None, None])
+    """Attention of new tokens to cached ones up to and including their own.
+
+    Args:
+      q_BLHK: queries of the new tokens.
+      key_BTGK: cached keys, with those of the new tokens.
+      value_BTGK: cached values.
+      position_BT: the positions of the keys; below 0: no key.
+      position_BL: the positions of the new tokens; below 0: padding, whose results mean nothing.
+      rule: which keys a query sees, and what is done to scores.
+    """
+    B, L, H, K = q_BLHK.shape
+    G = key_BTGK.shape[2]
+    q_BLGhK = q_BLHK.reshape(B, L, G, H // G, K)
+    multiply = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
+    raw = rule.raw(multiply("blghk,btgk->bghlt", q_BLGhK, key_BTGK), K)
+    scores = raw * (rule.soft_cap or rule.factor(K))
+    key_B1T = position_BT[:, None]
+    seen_BLT = rule.sees(position_BL[..., None], key_B1T) & (key_B1T >= 0)
+    weights = jax.nn.softmax(jnp.where(seen_BLT[:, None, None], scores, MASKED))
+    out = multiply("bghlt,btgk->blghk", weights.astype(value_BTGK.dtype), value_BTGK)
+    return out.reshape(B, L, H, K).astype(value_BTGK.dtype)

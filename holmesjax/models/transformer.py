@@ -1,8 +1,8 @@
-"""A decoder-only Transformer, written for one device; `sharding` spreads it over a mesh.
+"""The layers of a decoder-only Transformer, as functions of their parameters.
 
-Layers have the names of `plan`: `embed`, `block_000`, ..., `head`. Each is a flax module of its
-own, so that a stage holds just its own layers. Suffixes of array and parameter names give their
-dims, one capital letter each, in order; they are logical dims, and `sharding` maps them to axes.
+`holmesjax.layers.transformer` states the parameters. Suffixes of array and parameter names give
+their dims, one capital letter each, in order; they are logical dims, and `sharding` maps them to
+axes.
 
     B  sequences in the batch   D  model width            H  query heads       K  width of a head
     L  tokens in a sequence     F  feed-forward width     G  key-value heads   V  vocabulary size
@@ -14,236 +14,266 @@ Matrix products run in the dtype of the kernels, if they say one, else of the pa
 softmax and the loss compute in float32, and logits are float32.
 """
 
-import functools
+import zlib
 from collections.abc import Sequence
-from typing import Any
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from holmesjax.boxes import Box, shape_of
-from holmesjax.config import ModelConfig
-from holmesjax.models import initial_values, ops
-from holmesjax.plan.plan import EMBED, HEAD, layer_names
-
-# Initial values. Radford et al., "Language Models are Unsupervised Multitask Learners", 2019:
-# weights that add to the residual stream start smaller, by the root of the number of additions.
-INIT_STD = 0.02
-RESIDUAL = {"out_HKD", "down_FD"}
-CONSTANTS = {"scale_D": 1.0, "bias_D": 0.0}
-
-Params = Any  # a nested dict of arrays
-Cache = dict[str, jax.Array]  # key_BTGK, value_BTGK
+from holmesjax.config import TABLE
+from holmesjax.models import key_cache, ops
+from holmesjax.models.key_cache import Cache
+from holmesjax.models.layer import Auxiliary, Context, Params
+from holmesjax.models.products import PLAIN, Fp8Products, Products
+from holmesjax.rotary import frequencies
 
 
-def declare(layer: nn.Module, name: str, *shape: int) -> jax.Array:
-    """A parameter of a layer. flax wants an initial value; the real ones are `init_values`."""
-    return layer.param(name, nn.initializers.zeros, shape)
-
-
-class Norm(nn.Module):
-    """LayerNorm (Ba et al., arXiv:1607.06450) or RMSNorm (Zhang and Sennrich, arXiv:1910.07467)."""
-
-    config: ModelConfig
-
-    @nn.compact
-    def __call__(self, x_BLD: jax.Array) -> jax.Array:
-        scale_D = declare(self, "scale_D", self.config.width)
-        if self.config.norm == "rms_norm":
-            return ops.rms_norm(x_BLD, scale_D)
-        bias_D = declare(self, "bias_D", self.config.width)
-        return ops.layer_norm(x_BLD, scale_D, bias_D)
-
-
-class Embed(nn.Module):
+def embed(params: Params, _: None, context: Context) -> tuple[jax.Array, Auxiliary]:
     """Token vectors, plus position vectors where positions are learned."""
-
-    config: ModelConfig
-    kernels: ops.Kernels = ops.DEFAULT
-
-    @nn.compact
-    def __call__(self, token_BL: jax.Array, position_L: jax.Array) -> jax.Array:
-        config = self.config
-        token_VD = declare(self, "token_VD", config.vocab_size, config.width)
-        x_BLD = ops.embedding(token_VD, token_BL, self.kernels.dtype)
-        if config.positions == "learned":
-            position_PD = declare(self, "position_PD", config.context_length, config.width)
-            vectors = ops.embedding(position_PD, position_L)
-            # Added in the dtype of the table, in which its gradient is then summed over sequences.
-            x_BLD = (x_BLD + vectors.reshape(-1, *x_BLD.shape[1:])).astype(x_BLD.dtype)
-        return x_BLD
+    assert context.token_BL is not None, "an embedding needs tokens"
+    x_BLD = ops.embedding(params["token_VD"], context.token_BL, context.kernels.dtype)
+    if context.model.scaled_embedding:
+        # The factor is rounded as the weights are: so are those of published models.
+        x_BLD = x_BLD * jnp.asarray(context.model.width**0.5, x_BLD.dtype)
+    if "position_PD" in params:
+        vectors = ops.embedding(params["position_PD"], context.position_L)
+        # Added in the dtype of the table, in which its gradient is then summed over sequences.
+        x_BLD = (x_BLD + vectors.reshape(-1, *x_BLD.shape[1:])).astype(x_BLD.dtype)
+    return x_BLD, Auxiliary()
 
 
-class Block(nn.Module):
-    """Attention, then feed-forward, each behind a norm and added to the residual stream."""
+def block(params: Params, x_BLD: jax.Array, context: Context) -> tuple[jax.Array, Auxiliary]:
+    """Attention, then feed-forward, each with its norms and added to the residual stream.
 
-    config: ModelConfig
-    kernels: ops.Kernels = ops.DEFAULT
+    Text is generated without fp8.
+    """
 
-    def setup(self) -> None:
-        c = self.config
-        self.attention_norm, self.mlp_norm = Norm(c), Norm(c)
-        self.query_DHK = declare(self, "query_DHK", c.width, c.num_heads, c.head_width)
-        self.key_DGK = declare(self, "key_DGK", c.width, c.kv_heads, c.head_width)
-        self.value_DGK = declare(self, "value_DGK", c.width, c.kv_heads, c.head_width)
-        self.out_HKD = declare(self, "out_HKD", c.num_heads, c.head_width, c.width)
-        self.up_DF = declare(self, "up_DF", c.width, c.feed_forward_width)
-        if c.activation == "swiglu":
-            self.gate_DF = declare(self, "gate_DF", c.width, c.feed_forward_width)
-        self.down_FD = declare(self, "down_FD", c.feed_forward_width, c.width)
+    def normed(name: str, x_BLD: jax.Array) -> jax.Array:
+        return norm(params[name], x_BLD, context) if name in params else x_BLD
 
-    def __call__(
-        self, x_BLD: jax.Array, position_L: jax.Array, segment_BL: jax.Array | None
-    ) -> jax.Array:
+    products = PLAIN
+    if context.cache is None:
         x_BLD = ops.separate(x_BLD)
-        q_BLHK, k_BLGK, v_BLGK = self._project(x_BLD, position_L)
-        attention_BLHK = ops.attention(q_BLHK, k_BLGK, v_BLGK, segment_BL, self.kernels)
-        return self._finish(x_BLD, attention_BLHK)
-
-    def decode(
-        self, x_BLD: jax.Array, position_L: jax.Array, cache: Cache
-    ) -> tuple[jax.Array, Cache]:
-        """The same for tokens that follow those in the cache; returns the extended cache."""
-        q_BLHK, k_BLGK, v_BLGK = self._project(x_BLD, position_L)
-        start = (0, position_L[0], 0, 0)
-        key_BTGK = jax.lax.dynamic_update_slice(cache["key_BTGK"], k_BLGK, start)
-        value_BTGK = jax.lax.dynamic_update_slice(cache["value_BTGK"], v_BLGK, start)
-        attention_BLHK = ops.cached_attention(q_BLHK, key_BTGK, value_BTGK, position_L)
-        return self._finish(x_BLD, attention_BLHK), {
-            "key_BTGK": key_BTGK,
-            "value_BTGK": value_BTGK,
-        }
-
-    def _project(
-        self, x_BLD: jax.Array, position_L: jax.Array
-    ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        weights = (self.query_DHK, self.key_DGK, self.value_DGK)
-        q_BLHK, k_BLGK, v_BLGK = ops.project_heads(self.attention_norm(x_BLD), *weights)
-        if self.config.positions == "rotary":
-            q_BLHK = ops.rotate(q_BLHK, position_L, self.config.rotary_base)
-            k_BLGK = ops.rotate(k_BLGK, position_L, self.config.rotary_base)
-        return q_BLHK, k_BLGK, v_BLGK
-
-    def _finish(self, x_BLD: jax.Array, attention_BLHK: jax.Array) -> jax.Array:
-        x_BLD = ops.separate(x_BLD + ops.merge_heads(attention_BLHK, self.out_HKD))
-        w_in = (self.up_DF,) if self.config.activation == "gelu" else (self.gate_DF, self.up_DF)
-        return x_BLD + ops.feed_forward(self.mlp_norm(x_BLD), w_in, self.down_FD)
+        if context.model.fp8 is not None:
+            products = Fp8Products(params.get("fp8", {}).get("maxima_ST"))
+    y_BLD, cache = attention(params, normed("attention_norm", x_BLD), context, products)
+    x_BLD = ops.separate(x_BLD + normed("attention_post_norm", y_BLD))
+    y_BLD = feed_forward(params, normed("mlp_norm", x_BLD), context, products)
+    sums = products.sums()
+    return x_BLD + normed("mlp_post_norm", y_BLD), Auxiliary(cache=cache, sums=sums)
 
 
-class Head(nn.Module):
-    """The last norm and the output projection: logits, or their loss."""
+def head(params: Params, x_BLD: jax.Array, context: Context) -> tuple[jax.Array, Auxiliary]:
+    """The last norm and the output projection: logits, or the loss where there are targets.
 
-    config: ModelConfig
-    kernels: ops.Kernels = ops.DEFAULT
-
-    def setup(self) -> None:
-        c = self.config
-        self.norm = Norm(c)
-        if not c.tied_embeddings:
-            self.output_DV = declare(self, "output_DV", c.width, c.vocab_size)
-
-    def __call__(self, x_BLD: jax.Array, token_VD: jax.Array | None) -> jax.Array:
-        h_BLD = self.norm(ops.separate(x_BLD))
-        if self.config.tied_embeddings:
-            assert token_VD is not None, "a tied head needs the token table"
-            return ops.linear_transposed(h_BLD, token_VD, "float32")
-        return ops.linear(h_BLD, self.output_DV, "float32")
-
-    def loss(self, x_BLD: jax.Array, token_VD: jax.Array | None, target_BL: jax.Array) -> jax.Array:
-        """The cross-entropy of the next tokens, summed over those whose target is not below 0.
-
-        The logits are computed in chunks where they are many.
-        """
-        num_chunks = self.kernels.logit_chunks(x_BLD, self.config.vocab_size)
-        if num_chunks == 1:
-            return jnp.sum(ops.cross_entropy(self(x_BLD, token_VD), target_BL))
-        h_BLD = self.norm(ops.separate(x_BLD))
-        is_tied = self.config.tied_embeddings
-        w = token_VD if is_tied else self.output_DV
-        assert w is not None, "a tied head needs the token table"
-        return ops.linear_cross_entropy(
-            h_BLD, w, target_BL, is_transposed=is_tied, num_chunks=num_chunks
+    The loss is the cross-entropy of the next tokens, summed over those whose target is not below 0.
+    Its gradient is that of the loss and the z-loss. Logits are computed in chunks where they are
+    many.
+    """
+    h_BLD = norm(params["norm"], ops.separate(x_BLD), context)
+    is_tied = TABLE in params
+    w = params[TABLE if is_tied else "output_DV"]
+    project = ops.linear_transposed if is_tied else ops.linear
+    target_BL, soft_cap = context.target_BL, context.model.logit_soft_cap
+    if target_BL is None:
+        return ops.capped(project(h_BLD, w, "float32"), soft_cap), Auxiliary()
+    num_chunks = context.kernels.logit_chunks(x_BLD, context.model.vocab_size)
+    z_loss = context.model.z_loss_multiplier
+    if num_chunks > 1:
+        loss, squares = ops.linear_cross_entropy(
+            h_BLD,
+            w,
+            target_BL,
+            is_transposed=is_tied,
+            z_loss=z_loss,
+            num_chunks=num_chunks,
+            soft_cap=soft_cap,
         )
-
-
-def module(layer: str, config: ModelConfig, kernels: ops.Kernels = ops.DEFAULT) -> nn.Module:
-    """The module of a layer by its name."""
-    if layer == EMBED:
-        return Embed(config, kernels)
-    return Head(config, kernels) if layer == HEAD else Block(config, kernels)
-
-
-def apply(
-    layer: str,
-    config: ModelConfig,
-    params: Params,
-    *args: Any,
-    kernels: ops.Kernels = ops.DEFAULT,
-    method: str = "",
-) -> Any:
-    """Runs a layer on its parameters.
-
-    Args:
-      layer: its name in the plan.
-      config: of the model.
-      params: of the layer.
-      args: of the layer's method.
-      kernels: who computes the array functions, and on which mesh.
-      method: its name; "" is `__call__`.
-    """
-    return module(layer, config, kernels).apply({"params": params}, *args, method=method or None)
-
-
-def param_shapes(layer: str, config: ModelConfig) -> dict:
-    """Shape and dtype of each of the layer's parameters."""
-    position_L = jnp.zeros((1,), jnp.int32)
-    x_BLD = jnp.zeros((1, 1, config.width))
-    if layer == EMBED:
-        args: tuple = (jnp.zeros((1, 1), jnp.int32), position_L)
-    elif layer == HEAD:
-        args = (x_BLD, jnp.zeros((config.vocab_size, config.width)))
     else:
-        args = (x_BLD, position_L, None)
-    init = functools.partial(module(layer, config).init, jax.random.key(0))
-    return jax.eval_shape(init, *args)["params"]
+        logits_BLV = project(h_BLD, w, "float32")
+        loss = jnp.sum(ops.cross_entropy(logits_BLV, target_BL, soft_cap, z_loss))
+        if not z_loss:
+            return loss, Auxiliary()
+        still_BLV = ops.capped(jax.lax.stop_gradient(logits_BLV), soft_cap)
+        squares_BL = jnp.square(jax.nn.logsumexp(still_BLV, axis=-1))
+        squares = jnp.sum(squares_BL, where=target_BL >= 0)
+    return loss, Auxiliary(metrics={"z_loss": z_loss * squares} if z_loss else {})
 
 
-def init_values(
-    config: ModelConfig, seed: int, path: tuple, shape: tuple[int, ...], box: Box
-) -> np.ndarray:
-    """Initial values in a box of a parameter, float32: a function of the seed, not of any plan.
+# ---- parts of blocks -----------------------------------------------------------------------------
 
-    They are drawn on the host: XLA takes seconds to compile the random numbers of one layer.
 
-    Args:
-      config: of the model.
-      seed: of the run.
-      path: of the parameter, in a tree by layer name.
-      shape: of the whole parameter.
-      box: the elements that are wanted.
+def norm(params: Params, x: jax.Array, context: Context) -> jax.Array:
+    """LayerNorm (Ba et al., arXiv:1607.06450) or RMSNorm (Zhang and Sennrich, arXiv:1910.07467).
+
+    That of queries and keys has a scale with the dims of a head, or of all heads.
     """
-    name = path[-1].key
-    if name in CONSTANTS:
-        return np.full(shape_of(box), CONSTANTS[name], np.float32)
-    where = "/".join(key.key for key in path)
-    shrink = (2 * config.num_layers) ** -0.5 if name in RESIDUAL else 1.0
-    return initial_values.draw(f"{seed}/{where}", shape, box, INIT_STD * shrink)
+    model = context.model
+    scale = next(array for name, array in params.items() if name.startswith("scale_"))
+    how = model.norm_epsilon, float(model.zero_centered_norms)
+    if "bias_D" in params:
+        return ops.layer_norm(x, scale, params["bias_D"], *how)
+    return ops.rms_norm(x, scale, *how)
 
 
-def init_params(
-    config: ModelConfig, seed: int, layers: Sequence[str] | None = None
-) -> dict[str, dict]:
-    """The initial values of whole layers, NumPy by layer name.
+def attention(
+    params: Params, h_BLD: jax.Array, context: Context, products: Products = PLAIN
+) -> tuple[jax.Array, Cache | None]:
+    """Attention of the tokens to those before, projected back; and the extended cache, if any."""
+    assert context.kind.attention is not None, "a kind that calls this states its attention"
+    rule = ops.rule_of(context.kind.attention)
+    q_BLHK, k_BLGK, v_BLGK = _project(params, h_BLD, context, products)
+    cache: Cache | None = None
+    if context.cache is None:
+        arrays = q_BLHK, k_BLGK, v_BLGK
+        out_BLHK = ops.attention(*arrays, context.segment_BL, context.kernels, rule)
+    else:
+        position_BL = jnp.broadcast_to(context.position_L, k_BLGK.shape[:2])
+        held, cache = key_cache.extended(context.cache, k_BLGK, v_BLGK, position_BL, rule.window)
+        out_BLHK = ops.cached_attention(q_BLHK, *held, position_BL, rule)
+    ys = products.linears("out", out_BLHK, [params["out_HKD"]], 2)
+    [y_BLD] = _with_adapters(ys, params, ["out"], out_BLHK, context)
+    return _biased(params, "out_D", y_BLD), cache
 
-    Args:
-      layers: which of the model's layers; all if None.
-    """
-    names = layers or layer_names(config.num_layers)
-    return jax.tree_util.tree_map_with_path(
-        lambda path, x: init_values(
-            config, seed, path, x.shape, tuple((0, size) for size in x.shape)
-        ),
-        {layer: param_shapes(layer, config) for layer in names},
+
+def feed_forward(
+    params: Params, h_BLD: jax.Array, context: Context, products: Products = PLAIN
+) -> jax.Array:
+    """The feed-forward, with a gate and biases where there are any."""
+    names = ("gate", "up") if "gate_DF" in params else ("up",)
+    weights = tuple(params[f"{name}_DF"] for name in names)
+    biases = tuple(params[f"{name}_F"] for name in names if f"{name}_F" in params)
+    activation = context.model.activation
+    extra = _adapters(params, names, h_BLD, context)
+    down = params.get("down_lora", {})
+    a_down = (down["a_FR"],) if down else ()
+    mask = _mask("down", (context.model.feed_forward_width,), context) if down else None
+    reads = () if mask is None else (None, mask)
+    y_BLD, *of_a = products.feed_forward(
+        activation, h_BLD, weights, (params["down_FD"], *a_down), biases, extra, reads
     )
+    if of_a:
+        y_BLD = y_BLD + _times_b(of_a[0], down, "down", context)
+    return _biased(params, "down_D", y_BLD)
+
+
+def _biased(params: Params, name: str, y: jax.Array) -> jax.Array:
+    return ops.add_bias(y, params[name]) if name in params else y
+
+
+def _adapters(
+    params: Params, names: Sequence[str], x: jax.Array, context: Context
+) -> tuple[jax.Array | None, ...]:
+    """s (x A) B of each weight; None of those without an adapter.
+
+    A weight with a B alone shares the A of the one before.
+    """
+    found: list[jax.Array | None] = []
+    of_a_BLR = None
+    for name in names:
+        if own := params.get(f"{name}_lora"):
+            if a := [array for key, array in own.items() if key.startswith("a_")]:
+                of_a_BLR = _times_a(x, a[0], name, context)
+            assert of_a_BLR is not None, f"{name} has no A"
+            found.append(_times_b(of_a_BLR, own, name, context))
+        else:
+            found.append(None)
+    return tuple(found)
+
+
+def _times_a(x: jax.Array, a: jax.Array, name: str, context: Context) -> jax.Array:
+    """x A, with some numbers of x as zeros where the run asks for dropout.
+
+    A backward draws the same again: neither what was drawn nor what is left of x is kept.
+    """
+
+    def run(x: jax.Array, a: jax.Array) -> jax.Array:
+        mask = _mask(name, x.shape[2:], context)
+        assert mask is not None, "this step drops"
+        return ops.contract(jnp.where(mask, x, jnp.zeros((), x.dtype)), a)
+
+    return jax.checkpoint(run)(x, a) if _drops(context) else ops.contract(x, a)
+
+
+def _drops(context: Context) -> bool:
+    """Whether random numbers are there to drop by; where text is generated there are none."""
+    lora = context.model.lora
+    return lora is not None and bool(lora.dropout) and context.key_Bk is not None
+
+
+def _share(context: Context) -> float:
+    """The share of its input that an adapter reads while it trains."""
+    assert context.model.lora is not None, "the model has adapters"
+    return 1.0 - (context.model.lora.dropout or 0.0)
+
+
+def _mask(name: str, dims: tuple[int, ...], context: Context) -> jax.Array | None:
+    """The numbers of its input that an adapter reads, [B, L, ...]; None: all. In a validation all.
+
+    Args:
+      name: of the first weight of the adapter.
+      dims: of the input, for a token.
+      context: of the layer.
+    """
+    if not _drops(context):
+        return None
+    assert context.trains is not None, "a kind that draws knows whether it trains"
+    shape, number = (context.model.context_length, *dims), zlib.crc32(name.encode())
+    share = _share(context)
+    draw = lambda key: jax.random.bernoulli(jax.random.fold_in(key, number), share, shape)
+    return context.random(draw) | ~context.trains
+
+
+def _times_b(of_a_BLR: jax.Array, own: Params, name: str, context: Context) -> jax.Array:
+    """s (x A) B, of x A and the adapter of a weight."""
+    scale = dict(context.kind.scales)[name]
+    b = next(array for key, array in own.items() if key.startswith("b_"))
+    scaled_BLR = scale * of_a_BLR
+    if _drops(context):
+        assert context.trains is not None, "a kind that draws knows whether it trains"
+        scaled_BLR = jnp.where(context.trains, scaled_BLR / _share(context), scaled_BLR)
+    return ops.contract(scaled_BLR, b)
+
+
+def _with_adapters(
+    ys: Sequence[jax.Array],
+    params: Params,
+    names: Sequence[str],
+    x: jax.Array,
+    context: Context,
+) -> list[jax.Array]:
+    """Products of x with weights, each plus that of its adapter, if it has one."""
+    both = zip(ys, _adapters(params, names, x, context), strict=True)
+    return [y if extra is None else y + extra for y, extra in both]
+
+
+def _project(
+    params: Params, h_BLD: jax.Array, context: Context, products: Products
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Queries, keys and values: projected, biased, normed, and turned by their positions."""
+    weights = (params["query_DHK"], params["key_DGK"], params["value_DGK"])
+    ys = products.linears("attention", h_BLD, weights)
+    projected = _with_adapters(ys, params, ("query", "key", "value"), h_BLD, context)
+    names = ("query_HK", "key_GK", "value_GK")
+    q_BLHK, k_BLGK, v_BLGK = (
+        _biased(params, name, y) for name, y in zip(names, projected, strict=True)
+    )
+    if "query_norm" in params:
+        q_BLHK = norm(params["query_norm"], q_BLHK, context)
+        k_BLGK = norm(params["key_norm"], k_BLGK, context)
+    if context.model.positions == "rotary":
+        turn = _frequencies(context)
+        q_BLHK = ops.rotate(q_BLHK, context.position_L, *turn)
+        k_BLGK = ops.rotate(k_BLGK, context.position_L, *turn)
+    return q_BLHK, k_BLGK, v_BLGK
+
+
+def _frequencies(context: Context) -> tuple[np.ndarray, float]:
+    """The frequencies of a layer's rotary positions, and the factor of cosines and sines."""
+    model, attention = context.model, context.kind.attention
+    assert attention is not None, "a kind that turns its keys states its attention"
+    if attention.window is not None and model.window_rotary_base is not None:
+        return frequencies(model.rotary_width, model.window_rotary_base)
+    scaling, length = model.rotary_scaling, model.context_length
+    return frequencies(model.rotary_width, model.rotary_base, scaling, length)

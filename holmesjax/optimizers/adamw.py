@@ -1,11 +1,8 @@
-"""AdamW and its learning-rate schedules.
+"""AdamW, with moments that may be kept in fewer bits than float32 has."""
 
-Clipping is not in it: the norm is global over all stages, so `end_of_step` says by which factor the
-gradients are to be scaled.
-"""
-
-import functools
+import dataclasses
 import zlib
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -16,21 +13,10 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from holmesjax.config import OptimizerConfig
 from holmesjax.models import ops
-from holmesjax.optimizers import learning_rates
+from holmesjax.models.layer import stated
+from holmesjax.optimizers.groups import own_settings
+from holmesjax.optimizers.optimizer import Tree
 from holmesjax.parallel import sharding
-from holmesjax.plan.plan import EMBED
-
-Tree = Any
-
-
-def learning_rate(config: OptimizerConfig, num_steps: int) -> optax.Schedule:
-    """`learning_rates.learning_rate` of update n = 0, 1, ..., as a program computes it."""
-    return functools.partial(learning_rates.learning_rate, config, num_steps, xp=jnp)
-
-
-def decays(path: tuple) -> bool:
-    """Whether weight decay applies: to matrices, not to norms, biases and embeddings."""
-    return len(sharding.dims(sharding.name_of(path))) > 1 and path[0].key != EMBED
 
 
 def _seed(path: tuple) -> int:
@@ -61,6 +47,12 @@ class AdamW:
 
     config: OptimizerConfig
     schedule: optax.Schedule
+    statements: Tree  # the `Parameter`s of all layers
+
+    @property
+    def reads_names(self) -> bool:
+        """Groups have patterns of names, and the noise that rounds moments has seeds of them."""
+        return self.config.moments != "float32" or bool(self.config.groups)
 
     def init(self, params: Tree) -> AdamWState:
         zeros = lambda which: jax.tree.map(
@@ -69,17 +61,25 @@ class AdamW:
         return AdamWState(jnp.zeros((), jnp.int32), zeros("first"), zeros("second"))
 
     def shardings(self, params: Tree, mesh: Mesh) -> AdamWState:
-        """The shardings of the state, for parameters of these shapes; moments lie as they do."""
+        """The shardings of the state; moments lie as their parameters do."""
 
-        def of_moment(path: tuple, x: jax.ShapeDtypeStruct, moment: Any) -> Any:
-            spec = sharding.master_spec(sharding.name_of(path), x.shape, mesh.shape)
-            specs = ops.moment_spec(moment, spec, mesh.shape)
+        def of_moment(path: tuple, _: jax.ShapeDtypeStruct, moment: Any) -> Any:
+            master = sharding.master_sharding(stated(self.statements, path), mesh)
+            specs = ops.moment_spec(moment, master.spec, mesh.shape)
             is_spec = lambda x: isinstance(x, PartitionSpec)
             return jax.tree.map(lambda s: NamedSharding(mesh, s), specs, is_leaf=is_spec)
 
         state = jax.eval_shape(self.init, params)
         of = lambda moments: jax.tree_util.tree_map_with_path(of_moment, params, moments)
         return AdamWState._make([sharding.replicated(mesh), of(state.mu), of(state.nu)])
+
+    def learning_rate(self, state: AdamWState) -> jax.Array:
+        return self.schedule(state.updates)
+
+    def as_written(self, settings: Mapping[str, Any]) -> "AdamW":
+        """The same with moments as these settings keep them."""
+        config = dataclasses.replace(self.config, moments=settings["moments"])
+        return dataclasses.replace(self, config=config)
 
     def adopt(self, state: AdamWState) -> AdamWState:
         """A state with moments that are kept in another way, kept in this one's."""
@@ -113,16 +113,14 @@ class AdamW:
         applies: jax.Array | bool = True,
         kernels: ops.Kernels = ops.DEFAULT,
     ) -> tuple[Tree, AdamWState]:
-        """The parameters and the state after a step, if it applies; otherwise as they are.
-
-        On the mesh of `kernels` parameters, moments and gradients are in the master layout.
+        """`Optimizer.apply`, in one pass over parameters, gradients and moments.
 
         Args:
           gradients: of the shapes of the parameters.
-          state: of the step before.
+          state: of the update before.
           params: float32.
           scale: by which gradients are multiplied, to clip their norm.
-          applies: whether the step changes anything.
+          applies: whether the update changes anything.
           kernels: tells the mesh.
         """
         c, count = self.config, state.updates + 1
@@ -131,15 +129,16 @@ class AdamW:
         leaves = [ops.Leaf(*part) for part in parts]
         hyperparameters = []
         for path, _ in paths:
-            decay = c.weight_decay if decays(path) else 0.0
-            own = ops.Hyperparameters(c.beta1, c.beta2, c.epsilon, decay, _seed(path))
+            rate, decay = own_settings(c, path, stated(self.statements, path))
+            own = ops.Hyperparameters(c.beta1, c.beta2, c.epsilon, decay, _seed(path), rate)
             hyperparameters.append(own)
         rate = self.schedule(state.updates)
         step = ops.factors(count, scale, rate, c.beta1, c.beta2, applies)
         new = ops.adamw(leaves, jax.tree.leaves(gradients), step, hyperparameters, kernels)
-        trees = [jax.tree.unflatten(structure, column) for column in zip(*new, strict=True)]
+        columns = zip(*new, strict=True) if new else ((), (), ())  # a stage may train nothing
+        trees = [jax.tree.unflatten(structure, column) for column in columns]
         return trees[0], AdamWState(jnp.where(applies, count, state.updates), trees[1], trees[2])
 
 
-def make_optimizer(config: OptimizerConfig, num_steps: int) -> AdamW:
-    return AdamW(config, learning_rate(config, num_steps))
+def make(config: OptimizerConfig, schedule: optax.Schedule, statements: Tree) -> AdamW:
+    return AdamW(config, schedule, statements)

@@ -1,12 +1,9 @@
 """Differences between JAX versions and platforms, and the devices that JAX shows."""
 
+import importlib
 from collections.abc import Collection
 
 import jax
-
-# An interpreted Pallas kernel imports this when it is compiled. Stages are compiled by threads, and
-# what the import adds to must not grow while another thread reads it.
-import jax.experimental.pallas.tpu
 from jax.sharding import Mesh
 
 
@@ -16,6 +13,8 @@ def use_devices(kinds: Collection[str], num_devices: int, *, rehearse: bool) -> 
     Must come before the first use of a device; afterwards JAX keeps the devices it has.
     """
     if not rehearse and set(kinds) != {"cpu"}:
+        # Here: stages are compiled by threads, and the import changes what other threads read.
+        importlib.import_module("jax.experimental.pallas.mosaic_gpu")
         return
     try:
         jax.config.update("jax_platforms", "cpu")

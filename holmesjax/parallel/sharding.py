@@ -1,7 +1,7 @@
 """From logical dims to mesh axes: where every dim of every array of a stage lives.
 
-A parameter's name ends in its dims (`query_DHK`), so its sharding follows from its name. Three
-layouts of the same parameter tree exist during a step:
+A parameter states its dims, a letter each, and its sharding follows from them. Three layouts of the
+same parameter tree exist during a step:
 
     master      float32, cut over `tensor`, `fsdp`, `context` and, where a dim divides, over `data`
                 (ZeRO-1); the optimizer's moments and the reduced gradients lie the same way
@@ -23,28 +23,11 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 from holmesjax.boxes import Box, from_index, num_elements, within
+from holmesjax.layers.kind import PARTS_DIM, TENSOR_DIMS, Parameter
 from holmesjax.plan.plan import Axis
 
 Tree = Any  # a nested dict of arrays, keyed by layer and parameter name
 Sizes = Mapping[Any, int]  # axis -> size, of a mesh or of a stage's plan
-
-# Megatron's cut (Shoeybi et al., arXiv:1909.08053): heads, feed-forward width and vocabulary.
-TENSOR_DIMS = "HGFV"
-
-# Cut over `fsdp` and `context`: the model width, a dim of every parameter.
-PARTS_DIM = "D"
-
-
-def dims(name: str) -> str:
-    """Logical dims of a parameter, one letter each.
-
-    >>> dims("query_DHK")
-    'DHK'
-    """
-    suffix = name.rpartition("_")[2]
-    assert suffix.isalpha(), f"{name}: a parameter's name ends in its dims"
-    assert suffix.isupper(), f"{name}: a parameter's name ends in its dims"
-    return suffix
 
 
 def num_parts(sizes: Sizes) -> int:
@@ -52,19 +35,20 @@ def num_parts(sizes: Sizes) -> int:
     return sizes.get(Axis.FSDP, 1) * sizes.get(Axis.CONTEXT, 1)
 
 
-def tensor_spec(name: str) -> P:
+def tensor_spec(dims: str) -> P:
     """How a parameter is cut while its layer computes: over `tensor`.
 
-    >>> tuple(tensor_spec("query_DHK"))
+    >>> tuple(tensor_spec("DHK"))
     (None, 'tensor', None)
     """
-    return P(*(Axis.TENSOR.value if dim in TENSOR_DIMS else None for dim in dims(name)))
+    return P(*(Axis.TENSOR.value if dim in TENSOR_DIMS else None for dim in dims))
 
 
-def shard_spec(name: str, sizes: Sizes) -> P:
+def shard_spec(dims: str, sizes: Sizes) -> P:
     """How one replica of a parameter is cut between its uses: over all axes but `data`."""
-    spec = list(tensor_spec(name))
-    spec[dims(name).index(PARTS_DIM)] = _axes(sizes, Axis.FSDP, Axis.CONTEXT)
+    spec = list(tensor_spec(dims))
+    if PARTS_DIM in dims:
+        spec[dims.index(PARTS_DIM)] = _axes(sizes, Axis.FSDP, Axis.CONTEXT)
     return P(*spec)
 
 
@@ -74,50 +58,46 @@ def _axes(sizes: Sizes, *axes: Axis) -> str | tuple[str, ...] | None:
     return found if len(found) > 1 else found[0] if found else None
 
 
-def data_dim(name: str, shape: tuple[int, ...], data: int, parts: int = 1) -> int | None:
+def data_dim(dims: str, shape: tuple[int, ...], data: int, parts: int = 1) -> int | None:
     """The dim of a master parameter that is cut over `data`: the first free one that divides.
 
     Args:
+      dims: of the parameter, a letter each.
+      shape: of the parameter.
+      data: replicas.
       parts: of the replica (`num_parts`).
 
-    >>> data_dim("query_DHK", (192, 6, 32), 2)
+    >>> data_dim("DHK", (192, 6, 32), 2)
     0
-    >>> data_dim("query_DHK", (6, 6, 32), 2, parts=2)  # D has 3 left for each part
+    >>> data_dim("DHK", (6, 6, 32), 2, parts=2)  # D has 3 left for each part
     2
-    >>> data_dim("scale_D", (191,), 2) is None
+    >>> data_dim("D", (191,), 2) is None
     True
     """
-    for i, (dim, size) in enumerate(zip(dims(name), shape, strict=True)):
+    for i, (dim, size) in enumerate(zip(dims, shape, strict=True)):
         cuts = data * parts if dim == PARTS_DIM else data
         if dim not in TENSOR_DIMS and size % cuts == 0:
             return i
     return None
 
 
-def master_spec(name: str, shape: tuple[int, ...], sizes: Sizes) -> P:
+def master_spec(dims: str, shape: tuple[int, ...], sizes: Sizes) -> P:
     """Inside a part of a replica, the parts of `data`: a gather over `data` gives that part."""
-    spec = list(shard_spec(name, sizes))
-    if (dim := data_dim(name, shape, sizes[Axis.DATA], num_parts(sizes))) is not None:
+    spec = list(shard_spec(dims, sizes))
+    if (dim := data_dim(dims, shape, sizes[Axis.DATA], num_parts(sizes))) is not None:
         data = Axis.DATA.value
         axes = spec_axes(P(spec[dim]), 1)[0]
         spec[dim] = (*axes, data) if axes else data
     return P(*spec)
 
 
-def replica_spec(name: str, sizes: Sizes) -> P:
-    return P(Axis.DATA.value, *shard_spec(name, sizes))
+def master_sharding(parameter: Parameter, mesh: Mesh) -> NamedSharding:
+    """The sharding of a parameter's master, and of what an optimizer keeps of its shape."""
+    return NamedSharding(mesh, master_spec(parameter.dims, parameter.shape, mesh.shape))
 
 
-def name_of(path: tuple) -> str:
-    """The parameter's name: the last key of its path in the tree."""
-    return str(path[-1].key)
-
-
-def master_shardings(shapes: Tree, mesh: Mesh) -> Tree:
-    """The sharding of every leaf; `shapes` is a tree of arrays or of their shapes."""
-    return jax.tree_util.tree_map_with_path(
-        lambda path, x: NamedSharding(mesh, master_spec(name_of(path), x.shape, mesh.shape)), shapes
-    )
+def replica_spec(dims: str, sizes: Sizes) -> P:
+    return P(Axis.DATA.value, *shard_spec(dims, sizes))
 
 
 def batch_sharding(mesh: Mesh, num_leading: int = 0) -> NamedSharding:

@@ -8,7 +8,8 @@ import hashlib
 import itertools
 import json
 import math
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
@@ -19,28 +20,11 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from holmesjax.config import Schedule
 from holmesjax.errors import PlanError
-from holmesjax.plan.pipeline_schedules import Queue, Simulation, Task, schedule, simulate
+from holmesjax.layers.model_layers import EMBED, HEAD, layer_names
+from holmesjax.schedules.pipeline_schedules import SCHEDULES, TaskOrder, chunked
+from holmesjax.schedules.simulation import Queue, Simulation, simulate
+from holmesjax.schedules.tasks import Task
 from holmesjax.units import show
-
-EMBED, HEAD = "embed", "head"  # the first and the last layer of every model
-
-
-def block_name(index: int) -> str:
-    """Name of a Transformer layer.
-
-    >>> block_name(7)
-    'block_007'
-    """
-    return f"block_{index:03d}"
-
-
-def layer_names(num_layers: int) -> tuple[str, ...]:
-    """Names of all layers of a model, in order.
-
-    >>> layer_names(2)
-    ('embed', 'block_000', 'block_001', 'head')
-    """
-    return (EMBED, *map(block_name, range(num_layers)), HEAD)
 
 
 class Axis(StrEnum):
@@ -114,7 +98,7 @@ class Plan:
     bound_s: float  # that no plan's predicted step takes less than
     shares: dict[str, float]  # of the predicted step time: `seconds` of the stages, and bubble
     idle: dict[str, int] = field(default_factory=dict)  # node -> devices that no stage uses
-    in_flight: tuple[int, ...] = ()  # microbatches of each stage, for eager_1f1b only
+    in_flight: tuple[int, ...] = ()  # microbatches of each stage, if the schedule lets us choose
     step_dollars: dict[str, float] = field(default_factory=dict)  # empty where prices lack
     pipes: dict[str, float] = field(default_factory=dict)  # "ib -> roce" -> share of its capacity
     queues: tuple[Queue, ...] = ()  # of boundaries that may want more of a pipe than it has
@@ -131,15 +115,18 @@ class Plan:
         stages = list(enumerate(self.stages))
         return tuple((s, stage.chunks[c]) for c in range(self.num_chunks) for s, stage in stages)
 
-    def tasks(self) -> tuple[tuple[Task, ...], ...]:
-        """Tasks of every stage in a step, in order."""
-        return schedule(
-            self.schedule,
-            len(self.stages),
-            self.microbatches,
-            num_chunks=self.num_chunks,
-            in_flight=self.in_flight,
-        )
+    @property
+    def order(self) -> TaskOrder:
+        """The schedule with its numbers."""
+        sizes = len(self.stages), self.microbatches, self.num_chunks
+        return TaskOrder(self.schedule, *sizes, self.in_flight)
+
+    def tasks(self, microbatches: int | None = None) -> tuple[tuple[Task, ...], ...]:
+        """Tasks of every stage in a step, in order; of a step with fewer microbatches, if given."""
+        if microbatches is None:
+            return self.order.tasks()
+        in_flight = tuple(min(depth, microbatches) for depth in self.in_flight)
+        return self.order._replace(microbatches=microbatches, in_flight=in_flight).tasks()
 
     @property
     def num_layers(self) -> int:
@@ -287,19 +274,22 @@ def _refuse_missing_seconds(plan: Plan, where: str) -> None:
 
 
 def _refuse_impossible_schedule(plan: Plan, where: str) -> None:
+    own = SCHEDULES[plan.schedule]
     num_stages, num_chunks = len(plan.stages), [len(stage.chunks) for stage in plan.stages]
     if len(set(num_chunks)) != 1 or not all(all(stage.chunks) for stage in plan.stages):
         raise _damaged(where, "stages must hold equally many chunks, none empty", num_chunks)
-    if (plan.schedule == "interleaved_1f1b") != (plan.num_chunks > 1):
-        problem = "a stage holds several chunks in interleaved_1f1b, and in it alone"
+    if own.is_chunked != (plan.num_chunks > 1):
+        problem = f"a stage holds several chunks in {' and '.join(chunked())} alone"
         raise _damaged(where, problem, f"{plan.schedule}, {_count(plan.num_chunks, 'chunk')}")
-    if plan.num_chunks > 1 and (num_stages == 1 or plan.microbatches % num_stages):
-        problem = "interleaved_1f1b needs stages, and microbatches that are a multiple of them"
+    if not own.suits(num_stages, plan.microbatches):
+        groups = ", and microbatches that are a multiple of them" * own.is_in_groups
+        problem = f"{plan.schedule} needs {own.least_stages} stages or more{groups}"
         found = f"{_count(plan.microbatches, 'microbatch', 'es')}, {_count(num_stages, 'stage')}"
         raise _damaged(where, problem, found)
     depths = plan.in_flight
-    if len(depths) != (num_stages if plan.schedule == "eager_1f1b" else 0):
-        problem = "in_flight must have a number for each stage of eager_1f1b, and else none"
+    if len(depths) != num_stages * own.chooses_in_flight:
+        names = " and ".join(name for name, s in SCHEDULES.items() if s.chooses_in_flight)
+        problem = f"in_flight must have a number for each stage of {names}, and else none"
         raise _damaged(where, problem, depths)
     if not all(1 <= depth <= plan.microbatches for depth in depths):
         raise _damaged(where, f"in_flight must be from 1 to {plan.microbatches}", depths)
@@ -311,8 +301,13 @@ IDLE_SHOWN = 4  # nodes by name
 DEPTHS_SHOWN = 16  # stages
 
 
-def describe(plan: Plan) -> list[str]:
-    """The plan for the console: four lines for each stage, and a few for the whole."""
+def describe(plan: Plan, kind_of: Mapping[str, str] | None = None) -> list[str]:
+    """The plan for the console: four lines for each stage, and a few for the whole.
+
+    Args:
+      plan: any.
+      kind_of: the kind of each Transformer layer by its name, where a model has several kinds.
+    """
     num_devices = sum(len(stage.devices) for stage in plan.stages)
     sequences = plan.global_batch // plan.microbatches
     shares = ", ".join(f"{name} {share:.1%}" for name, share in plan.shares.items())
@@ -325,7 +320,7 @@ def describe(plan: Plan) -> list[str]:
     nodes_width = max(len(_nodes(stage.nodes)) for stage in plan.stages)
     for i, stage in enumerate(plan.stages):
         place = f"{stage.cluster:{cluster_width}}  {_nodes(stage.nodes):{nodes_width}}"
-        lines += [f"  stage {i:<3} {place}  {_layers(stage)}", *_details(stage)]
+        lines += [f"  stage {i:<3} {place}  {_layers(stage, kind_of or {})}", *_details(stage)]
     if plan.idle:
         idle = [f"{node} {num_devices}" for node, num_devices in plan.idle.items()]
         if len(idle) > IDLE_SHOWN:
@@ -394,19 +389,33 @@ def _nodes(nodes: Sequence[str]) -> str:
     return ", ".join(nodes) if len(nodes) < 4 else f"{nodes[0]} to {nodes[-1]}, {len(nodes)} nodes"
 
 
-def _layers(stage: StagePlan) -> str:
+def _layers(stage: StagePlan, kind_of: Mapping[str, str]) -> str:
     """What the stage holds.
 
     >>> stage = StagePlan(cluster="ib", nodes=("ib-0",), devices=(0,), mesh={Axis.DATA: 1},
     ...                   chunks=(("block_001",), ("block_003", "head")),
     ...                   fabrics={}, memory_bytes={}, seconds={})
-    >>> _layers(stage)
+    >>> _layers(stage, {})
     '2 layers + head in 2 chunks'
+    >>> _layers(stage, {"block_001": "block", "block_003": "window_block"})
+    '2 layers (1 block, 1 window_block) + head in 2 chunks'
     """
     embed = [EMBED] if EMBED in stage.layers else []
     head = [HEAD] if HEAD in stage.layers else []
     chunks = f" in {len(stage.chunks)} chunks" if len(stage.chunks) > 1 else ""
-    return " + ".join([*embed, _count(stage.num_blocks, "layer"), *head]) + chunks
+    blocks = _count(stage.num_blocks, "layer")
+    if kind_of:
+        blocks += f" ({of_kinds(kind_of[name] for name in stage.layers if name in kind_of)})"
+    return " + ".join([*embed, blocks, *head]) + chunks
+
+
+def of_kinds(kinds: Iterable[str]) -> str:
+    """How many layers of each kind there are.
+
+    >>> of_kinds(["block", "window_block", "block"])
+    '2 block, 1 window_block'
+    """
+    return ", ".join(f"{number} {kind}" for kind, number in Counter(kinds).items())
 
 
 def _count(number: int, noun: str, plural: str = "s") -> str:

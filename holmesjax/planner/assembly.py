@@ -6,39 +6,44 @@ from collections.abc import Sequence
 
 from holmesjax.costs import memory
 from holmesjax.costs.stage_times import StageTimes
-from holmesjax.plan.plan import EMBED, HEAD, Plan, StagePlan, TaskSeconds, block_name
+from holmesjax.layers.model_layers import EMBED, HEAD, block_name
+from holmesjax.plan.plan import Plan, StagePlan, TaskSeconds
 from holmesjax.planner import prices
+from holmesjax.planner.layer_ranges import Counts, add, split_chunks
 from holmesjax.planner.problem import (
     Problem,
     StageSeconds,
     chunk_roles,
     link_bytes,
     roles,
-    split_chunks,
     step_seconds,
     table_times,
     transfer_times,
 )
-from holmesjax.planner.search import Candidate
 from holmesjax.planner.stage_layouts import clusters_of, joined_name
+from holmesjax.planner.trials import Candidate
 from holmesjax.topology.machines import Topology
 
 
 def as_plan(problem: Problem, candidate: Candidate, bound_s: float) -> Plan:
     """The plan of a candidate, with what each of its stages costs."""
-    config, case, settings = problem.config, candidate.case, candidate.settings
-    order, num_stages = candidate.order, len(case.layers)
+    config, assignment, settings = problem.config, candidate.assignment, candidate.settings
+    order, num_stages = candidate.order, len(assignment.layers)
     sends_s = _send_times(problem, candidate)
     tables_s = [0.0] * num_stages
-    tables_s[0], tables_s[-1] = table_times(problem, case)
-    chunks = _chunks(case.layers, order.chunks)
+    tables_s[0], tables_s[-1] = table_times(problem, assignment)
+    chunks = _chunks(assignment.layers, order.chunks)
     parts = [_part_seconds(problem, candidate, stage) for stage in range(num_stages)]
-    ways_s: list[Sequence[float]] = [*transfer_times(problem, case, settings, order.chunks), ()]
+    ways_s: list[Sequence[float]] = [
+        *transfer_times(problem, assignment, settings, order.chunks),
+        (),
+    ]
     stages = []
-    for i, (seat, role) in enumerate(zip(case.seats, roles(num_stages), strict=True)):
-        nodes, placement = problem.nodes(seat), problem.placement(seat, settings)
-        in_flight = problem.in_flight(order, i, case.layers[i])
-        shape = problem.stage_costs.shape(seat.mesh, settings, role, case.layers[i], in_flight)
+    for i, (slot, role) in enumerate(zip(assignment.slots, roles(num_stages), strict=True)):
+        nodes, placement = problem.nodes(slot), problem.placement(slot, settings)
+        in_flight = problem.in_flight(order, i, assignment.layers[i])
+        blocks = add(_chunk_blocks(problem, candidate, i))
+        shape = problem.stage_costs.shape(slot.mesh, settings, role, blocks, in_flight)
         items = memory.stage_memory_bytes(config.model, shape)
         sent_s = settings.microbatches * sends_s[i] + tables_s[i]
         stages.append(
@@ -54,7 +59,7 @@ def as_plan(problem: Problem, candidate: Candidate, bound_s: float) -> Plan:
                 task_seconds=_task_seconds(problem, candidate, i, ways_s[i]),
             )
         )
-    assert sum(case.layers) == config.model.num_layers, f"{case.layers} drops layers"
+    assert sum(assignment.layers) == config.model.num_layers, f"{assignment.layers} drops layers"
     return Plan(
         topology=problem.topology.name,
         topology_hash=problem.topology.hash(),
@@ -71,7 +76,7 @@ def as_plan(problem: Problem, candidate: Candidate, bound_s: float) -> Plan:
         step_dollars=prices.step_dollars(problem, candidate),
         shares=_shares(problem, candidate, parts),
         pipes=_pipe_shares(problem, candidate),
-        queues=tuple(problem.queues(case, settings, order.chunks)),
+        queues=tuple(problem.queues(assignment, settings, order.chunks)),
         exception=_exception(problem, stages),
     )
 
@@ -93,7 +98,7 @@ def _exception(problem: Problem, stages: Sequence[StagePlan]) -> str:
 
 def _pipe_shares(problem: Problem, candidate: Candidate) -> dict[str, float]:
     """The share of each pipe's capacity that a step uses."""
-    sent = link_bytes(problem, candidate.case, candidate.settings, candidate.order.chunks)
+    sent = link_bytes(problem, candidate.assignment, candidate.settings, candidate.order.chunks)
     return {
         " -> ".join(pipe): sent[pipe]
         / (problem.topology.capacity_bytes_per_s(*pipe) * candidate.step_s)
@@ -102,25 +107,29 @@ def _pipe_shares(problem: Problem, candidate: Candidate) -> dict[str, float]:
     }
 
 
+def _chunk_blocks(problem: Problem, candidate: Candidate, stage: int) -> list[Counts]:
+    """The Transformer layers of each chunk of one stage, of each kind."""
+    return problem.ranges.chunks(candidate.assignment.layers, candidate.order.chunks)[stage]
+
+
 def _times(problem: Problem, candidate: Candidate, stage: int) -> StageTimes:
-    case, settings = candidate.case, candidate.settings
-    seat, role = case.seats[stage], roles(len(case.layers))[stage]
-    pool, placement = problem.pools[seat.pool], problem.placement(seat, settings)
-    layers = case.layers[stage]
-    return problem.stage_costs.times(pool, placement, seat.mesh, settings, role, layers)
+    assignment, settings = candidate.assignment, candidate.settings
+    slot, role = assignment.slots[stage], roles(len(assignment.layers))[stage]
+    pool, placement = problem.pools[slot.pool], problem.placement(slot, settings)
+    blocks = add(_chunk_blocks(problem, candidate, stage))
+    return problem.stage_costs.times(pool, placement, slot.mesh, settings, role, blocks)
 
 
 def _task_seconds(
     problem: Problem, candidate: Candidate, stage: int, ways_s: Sequence[float]
 ) -> TaskSeconds:
     """Seconds of the tasks of a stage, as `step_seconds` counts them."""
-    case, settings, order = candidate.case, candidate.settings, candidate.order
-    seat, is_split = case.seats[stage], order.schedule == "zero_bubble"
-    own_roles = chunk_roles(roles(len(case.layers))[stage], order.chunks)
-    sizes = split_chunks(case.layers[stage], order.chunks)
+    assignment, settings, order = candidate.assignment, candidate.settings, candidate.order
+    slot, is_split = assignment.slots[stage], order.splits_backward
+    own_roles = chunk_roles(roles(len(assignment.layers))[stage], order.chunks)
     chunks = [
-        problem.seconds(seat, settings, role, n, is_split)
-        for role, n in zip(own_roles, sizes, strict=True)
+        problem.seconds(slot, settings, role, blocks, is_split)
+        for role, blocks in zip(own_roles, _chunk_blocks(problem, candidate, stage), strict=True)
     ]
     whole = _whole(problem, candidate, stage)
     return TaskSeconds(
@@ -136,9 +145,10 @@ def _task_seconds(
 
 def _whole(problem: Problem, candidate: Candidate, stage: int) -> StageSeconds:
     """Seconds of one stage with all its chunks."""
-    case, is_split = candidate.case, candidate.order.schedule == "zero_bubble"
-    role, layers = roles(len(case.layers))[stage], case.layers[stage]
-    return problem.seconds(case.seats[stage], candidate.settings, role, layers, is_split)
+    assignment, is_split = candidate.assignment, candidate.order.splits_backward
+    role = roles(len(assignment.layers))[stage]
+    blocks = add(_chunk_blocks(problem, candidate, stage))
+    return problem.seconds(assignment.slots[stage], candidate.settings, role, blocks, is_split)
 
 
 def _part_seconds(problem: Problem, candidate: Candidate, stage: int) -> dict[str, float]:
@@ -147,14 +157,14 @@ def _part_seconds(problem: Problem, candidate: Candidate, stage: int) -> dict[st
     microbatches = candidate.settings.microbatches
     fsdp_s = microbatches * (times.forward_fsdp_s + times.backward_fsdp_s)
     context_s = microbatches * (times.forward_context_s + times.backward_context_s)
-    meshes = [part.mesh for part in candidate.case.parts]
+    meshes = [segment.mesh for segment in candidate.assignment.segments]
     uses_context = any(mesh.context > 1 for mesh in meshes)
     uses_fsdp = uses_context or any(mesh.fsdp > 1 for mesh in meshes)
     return {
-        "compute": microbatches * (times.forward_s + times.backward_s) + times.update_s,
-        "tensor": microbatches * (times.forward_tensor_s + times.backward_tensor_s),
-        **({"fsdp": fsdp_s} if uses_fsdp else {}),
-        **({"context": context_s} if uses_context else {}),
+        "compute": float(microbatches * (times.forward_s + times.backward_s) + times.update_s),
+        "tensor": float(microbatches * (times.forward_tensor_s + times.backward_tensor_s)),
+        **({"fsdp": float(fsdp_s)} if uses_fsdp else {}),
+        **({"context": float(context_s)} if uses_context else {}),
         "data": whole.gather + whole.reduce,
     }
 
@@ -171,7 +181,7 @@ def _shares(
     mean_s = {name: math.fsum(part[name] for part in parts) / len(parts) for name in parts[0]}
     shares = {name: part_s / step_s for name, part_s in mean_s.items()}
     [alone_s] = step_seconds(
-        problem, [candidate.case], candidate.settings, candidate.order, with_links=False
+        problem, [candidate.assignment], candidate.settings, candidate.order, with_links=False
     )
     shares["boundary"] = 1.0 - float(alone_s) / step_s
     shares["bubble"] = max(0.0, 1.0 - math.fsum(shares.values()))
@@ -180,8 +190,8 @@ def _shares(
 
 def _send_times(problem: Problem, candidate: Candidate) -> list[float]:
     """Seconds in which each stage sends boundaries, both ways, per microbatch."""
-    num_stages, chunks = len(candidate.case.layers), candidate.order.chunks
-    transfer_s = transfer_times(problem, candidate.case, candidate.settings, chunks)
+    num_stages, chunks = len(candidate.assignment.layers), candidate.order.chunks
+    transfer_s = transfer_times(problem, candidate.assignment, candidate.settings, chunks)
     sends_s = [0.0] * num_stages
     for virtual in range(chunks * num_stages - 1):
         stage, after = virtual % num_stages, (virtual + 1) % num_stages

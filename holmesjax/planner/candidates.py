@@ -1,56 +1,89 @@
-"""Choices for some parts: their order, the layers of each stage, and the schedule."""
+"""Choices for some segments: their order, the layers of each stage, and the schedule."""
 
+import bisect
 import heapq
 import itertools
 import math
 from collections.abc import Iterator, Sequence
-from typing import Literal, NamedTuple
+from functools import partial
+from typing import NamedTuple
 
-from holmesjax.config import Schedule
+from holmesjax.config import ParallelConfig
+from holmesjax.planner.layer_ranges import Counts, add, split_chunks
 from holmesjax.planner.problem import (
-    CHUNKS,
-    Case,
-    Part,
+    Assignment,
     Problem,
-    Seat,
-    TaskOrder,
+    Segment,
+    StageSlot,
     chunk_roles,
     roles,
-    split_chunks,
     stage_loads,
     transfer_times,
 )
 from holmesjax.planner.shortlist import Listed
 from holmesjax.planner.stage_layouts import Role, StepSettings
+from holmesjax.schedules.pipeline_schedules import (
+    SCHEDULES,
+    PipelineSchedule,
+    TaskOrder,
+    allowed,
+    leanest,
+)
 
-MAX_ORDERS = 720  # of parts that are tried
+MAX_ORDERS = 720  # of segments that are tried
 MAX_TASKS = 2_000_000  # of a step
 FEW_LAYERS = 128  # so many are shared out one by one
+LIMIT_ERROR = 1e-4  # of the slowest stage, where unequal layers are shared out
 DEEP = (1.0, 2.0, 0.0)  # in flight for a link, to what is under way on it
 
 
 def split(
-    problem: Problem, parts: Sequence[Part], settings: StepSettings, order: TaskOrder
-) -> Case:
+    problem: Problem, segments: Sequence[Segment], settings: StepSettings, order: TaskOrder
+) -> Assignment:
     """The layers of each stage so that the slowest is as fast as can be, inside their memory.
+
+    If memory is too small, the assignment is one that does not fit.
+    """
+    assignment = Assignment(tuple(segments), ())
+    share_out = _share_equal if problem.ranges.num_kinds == 1 else _share_unequal
+    return assignment._replace(layers=share_out(problem, assignment.slots, settings, order))
+
+
+def _load(
+    problem: Problem,
+    slot: StageSlot,
+    settings: StepSettings,
+    order: TaskOrder,
+    stage: int,
+    blocks: Counts,
+) -> tuple[bool, float]:
+    """Whether some layers are too much for a stage's memory, and the seconds that they take.
+
+    The seconds are those of a microbatch, with a share of what comes once in a step.
+    """
+    role = roles(order.num_stages)[stage]
+    times = problem.seconds(slot, settings, role, blocks, is_split=False)
+    once_s = times.once / settings.microbatches
+    in_flight = problem.in_flight(order, stage, sum(blocks))
+    full = not problem.fits(slot, settings, role, blocks, in_flight)
+    return full, times.forward + times.backward + once_s
+
+
+def _share_equal(
+    problem: Problem, slots: Sequence[StageSlot], settings: StepSettings, order: TaskOrder
+) -> tuple[int, ...]:
+    """Numbers of equal layers.
 
     A stage's seconds never fall with its layers, so giving each next layer to the stage that is
     fastest with it is optimal: whichever stage ends up slowest, any other split gives some stage
     at least as many layers as that one. Of equally fast stages the last takes the layer, since it
-    holds the fewest microbatches in flight. Where memory is too small, the last case it does not
-    hold is given.
+    holds the fewest microbatches in flight.
     """
-    case = Case(tuple(parts), ())
-    seats, own_roles = case.seats, roles(order.num_stages)
     layers = [order.chunks] * order.num_stages
 
     def load(stage: int, more: int) -> tuple[bool, float, int]:
-        seat, role, n = seats[stage], own_roles[stage], layers[stage] + more
-        times = problem.seconds(seat, settings, role, n, is_split=False)
-        once_s = times.once / settings.microbatches
-        in_flight = problem.in_flight(order, stage, n)
-        full = not problem.fits(seat, settings, role, n, in_flight)
-        return full, times.forward + times.backward + once_s, -stage
+        blocks = (layers[stage] + more,)
+        return *_load(problem, slots[stage], settings, order, stage, blocks), -stage
 
     left = problem.num_layers - sum(layers)
     while left > 0:
@@ -63,24 +96,70 @@ def split(
             layers[stage] += more
             left -= more
             heapq.heappush(waiting, (*load(stage, more), stage))
-    return case._replace(layers=tuple(layers))
+    return tuple(layers)
 
 
-def in_order(problem: Problem, listed: Listed) -> list[tuple[Part, ...]]:
-    """Orders of the parts, those first whose links are fastest and whose ends cost least."""
-    parts, settings = listed.parts, listed.settings
+def _share_unequal(
+    problem: Problem, slots: Sequence[StageSlot], settings: StepSettings, order: TaskOrder
+) -> tuple[int, ...]:
+    """Sizes of ranges of unequal layers, by the least limit within which the stages hold them.
+
+    A range takes no less time, and no less memory, than any range inside it. So if each stage in
+    turn takes as many layers as it can within a limit, the stages hold the model if any can.
+    """
+    num_layers, last = problem.num_layers, order.num_stages - 1
+
+    def load(stage: int, start: int, stop: int) -> tuple[bool, float]:
+        blocks = problem.ranges.counts(start, stop)
+        return _load(problem, slots[stage], settings, order, stage, blocks)
+
+    def within(limit: tuple[bool, float]) -> tuple[int, ...] | None:
+        sizes: list[int] = []
+        for stage in range(order.num_stages):
+            start = sum(sizes)
+            most = num_layers - order.chunks * (last - stage)
+            stops = range(most if stage == last else start + order.chunks, most + 1)
+            loads = partial(load, stage, start)
+            found = bisect.bisect_left(stops, True, key=lambda stop: loads(stop) > limit)
+            if found == 0:
+                return None
+            sizes.append(stops[found - 1] - start)
+        return tuple(sizes)
+
+    def slowest(sizes: Sequence[int]) -> tuple[bool, float]:
+        edges = [0, *itertools.accumulate(sizes)]
+        return max(load(stage, *edges[stage : stage + 2]) for stage in range(len(sizes)))
+
+    best = within((False, math.inf)) or within((True, math.inf))
+    assert best is not None, "there are at least as many layers as chunks of all stages"
+    full, high_s = slowest(best)
+    low_s = 0.0
+    while high_s - low_s > LIMIT_ERROR * high_s:
+        middle_s = (low_s + high_s) / 2
+        if (found := within((full, middle_s))) is None:
+            low_s = middle_s
+        else:
+            best = found
+            _, high_s = slowest(found)
+    return best
+
+
+def in_order(problem: Problem, listed: Listed) -> list[tuple[Segment, ...]]:
+    """Orders of the segments, those first whose links are fastest and whose ends cost least."""
+    segments, settings = listed.segments, listed.settings
     num_bytes = problem.boundary_bytes(settings)
     way_s = {
-        (a, b): problem.transfer_s(a.seats[-1], b.seats[0], num_bytes)
-        for a, b in itertools.permutations(parts, 2)
+        (a, b): problem.transfer_s(a.slots[-1], b.slots[0], num_bytes)
+        for a, b in itertools.permutations(segments, 2)
     }
-    microbatch_s = lambda part, role: problem.microbatch_s(part.seats[0], settings, role, 1)
+    one = problem.ranges.counts(0, 1)
+    microbatch_s = lambda segment, role: problem.microbatch_s(segment.slots[0], settings, role, one)
     ends_s = {
-        part: [microbatch_s(part, role) - microbatch_s(part, Role()) for role in roles(2)]
-        for part in parts
+        segment: [microbatch_s(segment, role) - microbatch_s(segment, Role()) for role in roles(2)]
+        for segment in segments
     }
 
-    def cost_s(order: Sequence[Part]) -> float:
+    def cost_s(order: Sequence[Segment]) -> float:
         ways = [way_s[pair] + way_s[pair[::-1]] for pair in itertools.pairwise(order)]
         slowest_s = max((way_s[pair] for pair in itertools.pairwise(order)), default=0.0)
         late_s = max(0.0, slowest_s - listed.estimate_s / settings.microbatches)
@@ -89,12 +168,14 @@ def in_order(problem: Problem, listed: Listed) -> list[tuple[Part, ...]]:
         )
 
     if asked := problem.config.parallel.clusters:
-        in_turn = sorted(parts, key=lambda part: asked.index(problem.pools[part.pool].cluster.name))
+        in_turn = sorted(
+            segments, key=lambda segment: asked.index(problem.pools[segment.pool].cluster.name)
+        )
         return [tuple(in_turn)] if problem.is_asked_for(in_turn) else []
-    if math.factorial(len(parts)) <= MAX_ORDERS:
-        return sorted(itertools.permutations(parts), key=cost_s)
-    best = tuple(parts)
-    while True:  # move one part at a time to where it is best
+    if math.factorial(len(segments)) <= MAX_ORDERS:
+        return sorted(itertools.permutations(segments), key=cost_s)
+    best = tuple(segments)
+    while True:  # move one segment at a time to where it is best
         moved = [
             (*rest[:to], best[i], *rest[to:])
             for i in range(len(best))
@@ -120,6 +201,7 @@ class Work(NamedTuple):
     microbatch: float  # forward and backward of one, in one piece
     tasks: float  # of one: all that has another stage waiting
     weight: float  # of one: the gradients of weights, where they are tasks of their own
+    last_weight: float  # of the chunk in which they take least
     first_forward: float  # of its first chunk
     first_backward: float
     gather: float  # in front of a step, and behind it
@@ -130,54 +212,93 @@ class Work(NamedTuple):
 class ScheduleKind(NamedTuple):
     """Schedules in which a stage waits for the ones before it by the same rule."""
 
-    name: Literal["whole", "split", "interleaved"]  # backwards, or stages in chunks
+    leanest: str  # the one that keeps the fewest microbatches in flight on every stage
     chunks: int = 1
+
+    @property
+    def splits_backward(self) -> bool:
+        return SCHEDULES[self.leanest].splits_backward
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether it is that of 1F1B: a stage has one chunk, and a backward is one task."""
+        return self.chunks == 1 and not self.splits_backward
 
     def suits(self, num_stages: int, microbatches: int) -> bool:
         if 2 * num_stages * microbatches * self.chunks > MAX_TASKS:
             return False
-        if self.name == "whole":
-            return True
-        return num_stages > 1 and (self.name == "split" or microbatches % num_stages == 0)
+        return SCHEDULES[self.leanest].suits(num_stages, microbatches)
 
-    def leanest(self, num_stages: int, microbatches: int) -> TaskOrder:
-        """The schedule that keeps the fewest microbatches in flight on every stage."""
-        names: dict[str, Schedule] = {
-            "whole": "1f1b",
-            "split": "zero_bubble",
-            "interleaved": "interleaved_1f1b",
-        }
-        return TaskOrder(names[self.name], num_stages, microbatches, self.chunks)
+    def leanest_order(self, num_stages: int, microbatches: int) -> TaskOrder:
+        return TaskOrder(self.leanest, num_stages, microbatches, self.chunks)
 
     def work(
-        self, problem: Problem, seat: Seat, settings: StepSettings, role: Role, layers: int
+        self,
+        problem: Problem,
+        slot: StageSlot,
+        settings: StepSettings,
+        role: Role,
+        chunks: Sequence[Counts],
     ) -> Work:
         """Seconds of the tasks of one stage under schedules of this kind.
 
         Args:
           problem: source of the predicted seconds.
-          seat: devices of the stage and their mesh.
+          slot: devices of the stage and their mesh.
           settings: microbatches and checkpointing of a step.
           role: whether the stage holds the embedding or the head.
-          layers: Transformer layers of the stage, in all its chunks.
+          chunks: Transformer layers of each of its chunks, of each kind.
         """
-        is_split = self.name == "split"
-        whole = problem.seconds(seat, settings, role, layers, is_split)
-        chunks = [
-            problem.seconds(seat, settings, part, own, is_split)
-            for part, own in zip(
-                chunk_roles(role, self.chunks), split_chunks(layers, self.chunks), strict=True
-            )
+        is_split, blocks = self.splits_backward, add(chunks)
+        whole = problem.seconds(slot, settings, role, blocks, is_split)
+        times = [
+            problem.seconds(slot, settings, own_role, own, is_split)
+            for own_role, own in zip(chunk_roles(role, self.chunks), chunks, strict=True)
         ]
         return Work(
-            microbatch=problem.microbatch_s(seat, settings, role, layers),
-            tasks=sum(own.forward + own.backward for own in chunks),
-            weight=whole.weight if is_split else 0.0,
-            first_forward=chunks[0].forward,
-            first_backward=chunks[0].backward,
+            microbatch=problem.microbatch_s(slot, settings, role, blocks),
+            tasks=sum(own.forward + own.backward for own in times),
+            weight=sum(own.weight for own in times) if is_split else 0.0,
+            last_weight=min(own.weight for own in times) if is_split else 0.0,
+            first_forward=times[0].forward,
+            first_backward=times[0].backward,
             gather=whole.gather,
             reduce=whole.reduce,
             update=whole.update,
+        )
+
+    def least_work(
+        self, problem: Problem, slot: StageSlot, settings: StepSettings, role: Role, layers: int
+    ) -> Work:
+        """Seconds that no tasks of a stage take less than, wherever its chunks lie in the model.
+
+        Args:
+          problem: source of the predicted seconds.
+          slot: devices of the stage and their mesh.
+          settings: microbatches and checkpointing of a step.
+          role: whether the stage holds the embedding or the head.
+          layers: the number of Transformer layers of the stage, in all its chunks.
+        """
+        is_split, least = self.splits_backward, []
+        sizes = split_chunks(layers, self.chunks)
+        for own_role, size in zip(chunk_roles(role, self.chunks), sizes, strict=True):
+            found = [
+                problem.seconds(slot, settings, own_role, blocks, is_split)[:3]
+                for blocks in problem.ranges.of_size(size)
+            ]
+            least.append(tuple(map(min, zip(*found, strict=True))))
+        forwards, backwards, weights = zip(*least, strict=True)
+        tasks = sum(map(sum, zip(forwards, backwards, strict=True)))
+        return Work(
+            microbatch=tasks + is_split * sum(weights),
+            tasks=tasks,
+            weight=is_split * sum(weights),
+            last_weight=is_split * min(weights),
+            first_forward=forwards[0],
+            first_backward=backwards[0],
+            gather=0.0,
+            reduce=0.0,
+            update=0.0,
         )
 
     def with_stage(
@@ -196,7 +317,7 @@ class ScheduleKind(NamedTuple):
         """
         there_s, back_s = ways_s
         before_s = max(around.before, work.gather)
-        after_s = max(around.after, work.weight + work.reduce)
+        after_s = max(around.after, work.last_weight + work.reduce)
         update_s = max(around.update, work.update)
         tasks_s = microbatches * work.tasks
         stage_s = max(tasks_s + around.after, tasks_s + microbatches * work.weight + work.reduce)
@@ -210,64 +331,71 @@ class ScheduleKind(NamedTuple):
 
 
 def kinds(problem: Problem, settings: StepSettings) -> Iterator[ScheduleKind]:
-    """Kinds of schedules that the config allows."""
+    """Kinds of schedules that the config allows, those with the fewest chunks first."""
     parallel = problem.config.parallel
-    if parallel.schedule not in ("zero_bubble", "interleaved_1f1b"):
-        yield ScheduleKind("whole")
-    if parallel.schedule in (None, "zero_bubble") and settings.checkpointing == "none":
-        yield ScheduleKind("split")
-    if parallel.schedule in (None, "interleaved_1f1b"):
-        for chunks in [parallel.chunks] if parallel.chunks else CHUNKS:
-            yield ScheduleKind("interleaved", chunks)
+    found = {
+        ScheduleKind(leanest(name, of_its_kind=True), chunks)
+        for name in allowed(parallel.schedule)
+        for chunks in _numbers_of_chunks(parallel, SCHEDULES[name])
+    }
+    for kind in sorted(found, key=lambda kind: (kind.chunks, kind.splits_backward, kind.leanest)):
+        if settings.checkpointing == "none" or not kind.splits_backward:
+            yield kind
+
+
+def _numbers_of_chunks(parallel: ParallelConfig, own: PipelineSchedule) -> tuple[int, ...]:
+    """Chunks of a stage under a schedule that the config allows."""
+    if parallel.chunks is None:
+        return own.chunks
+    return (parallel.chunks,) if own.is_chunked == (parallel.chunks > 1) else ()
 
 
 def orders_of(
-    problem: Problem, case: Case, settings: StepSettings, kind: ScheduleKind
+    problem: Problem, assignment: Assignment, settings: StepSettings, kind: ScheduleKind
 ) -> Iterator[TaskOrder]:
-    """The schedules of a kind that are possible; eager 1F1B as the links of the case need it."""
-    wanted, p, m = problem.config.parallel.schedule, len(case.layers), settings.microbatches
-    if not kind.suits(p, m):
+    """The possible schedules of a kind; eager 1F1B as the links of the assignment need it."""
+    wanted, p, m = problem.config.parallel.schedule, len(assignment.layers), settings.microbatches
+    if not kind.suits(p, m) or kind.chunks * p > problem.num_layers:
         return
-    if kind.name == "split":
-        yield TaskOrder("zero_bubble", p, m)
-        return
-    if kind.name == "interleaved":
-        if kind.chunks * p <= problem.num_layers:
-            yield TaskOrder("interleaved_1f1b", p, m, kind.chunks)
-        return
-    if wanted in (None, "1f1b"):
-        yield TaskOrder("1f1b", p, m)
-    if wanted == "gpipe":  # else it is an eager 1F1B
-        yield TaskOrder("gpipe", p, m)
-    if wanted in (None, "eager_1f1b"):
+    for name in allowed(wanted):
+        own = SCHEDULES[name]
+        if leanest(name, of_its_kind=True) != kind.leanest or not own.suits(p, m):
+            continue
+        if not own.chooses_in_flight:
+            yield TaskOrder(name, p, m, kind.chunks)
+            continue
         plain = tuple(min(m, p - stage) for stage in range(p))
         for share in DEEP:
-            in_flight = _deep(problem, case, settings, share)
+            in_flight = _deep(problem, assignment, settings, share)
             if in_flight != plain or wanted is not None:
-                yield TaskOrder("eager_1f1b", p, m, in_flight=in_flight)
+                yield TaskOrder(name, p, m, kind.chunks, in_flight)
 
 
-def _deep(problem: Problem, case: Case, settings: StepSettings, share: float) -> tuple[int, ...]:
+def _deep(
+    problem: Problem, assignment: Assignment, settings: StepSettings, share: float
+) -> tuple[int, ...]:
     """In flight on each stage: 1F1B's, and a share of what is under way on the links after it."""
-    load_s = max(stage_loads(problem, case, settings))
+    load_s = max(stage_loads(problem, assignment, settings))
     extra = [
         math.ceil(share * sum(ways) / load_s)
-        for ways in transfer_times(problem, case, settings, chunks=1)
+        for ways in transfer_times(problem, assignment, settings, chunks=1)
     ]
-    p, m = len(case.layers), settings.microbatches
+    p, m = len(assignment.layers), settings.microbatches
     return tuple(min(m, p - stage + sum(extra[stage:])) for stage in range(p))
 
 
-def with_moves(case: Case, least: int, busy: Sequence[int], free: Sequence[int]) -> list[Case]:
-    """The case with a layer moved from any busy stage to any free one, where it leaves enough."""
-    cases = []
+def with_moves(
+    assignment: Assignment, least: int, busy: Sequence[int], free: Sequence[int]
+) -> list[Assignment]:
+    """Assignments with a layer moved from a busy stage to a free one, where it leaves enough."""
+    assignments = []
     for source, target in itertools.product(busy, free):
-        if source != target and case.layers[source] > least:
-            layers = list(case.layers)
+        if source != target and assignment.layers[source] > least:
+            layers = list(assignment.layers)
             layers[source] -= 1
             layers[target] += 1
-            cases.append(case._replace(layers=tuple(layers)))
-    return cases
+            assignments.append(assignment._replace(layers=tuple(layers)))
+    return assignments
 
 
 def near_depths(order: TaskOrder) -> Iterator[TaskOrder]:

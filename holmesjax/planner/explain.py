@@ -21,12 +21,20 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from holmesjax.config import Config, ParallelConfig
+from holmesjax.costs import work
 from holmesjax.errors import PlanError
+from holmesjax.plan import plan as plans
 from holmesjax.planner import prices
 from holmesjax.planner.assembly import as_plan
+from holmesjax.planner.layer_ranges import add, split_chunks
 from holmesjax.planner.planner import find, timed_again
-from holmesjax.planner.problem import Case, Part, Problem, TaskOrder, split_chunks, step_seconds
-from holmesjax.planner.search import Candidate, Found
+from holmesjax.planner.problem import (
+    Assignment,
+    Problem,
+    Segment,
+    step_seconds,
+)
+from holmesjax.planner.search import Found
 from holmesjax.planner.selection import Saying, find_within, make_problems, silently
 from holmesjax.planner.shortlist import step_settings
 from holmesjax.planner.stage_layouts import (
@@ -39,6 +47,8 @@ from holmesjax.planner.stage_layouts import (
     divisors,
     joined_pool,
 )
+from holmesjax.planner.trials import Candidate
+from holmesjax.schedules.pipeline_schedules import PLAIN, TaskOrder
 from holmesjax.topology import upgrades
 from holmesjax.topology.machines import Topology
 from holmesjax.units import show
@@ -126,7 +136,7 @@ def _dollars(problem: Problem, candidate: Candidate, step_s: float | None = None
 def _ranked(problem: Problem, candidate: Candidate) -> Ranked:
     settings, order = candidate.settings, candidate.order
     plan = as_plan(problem, candidate, candidate.step_s)
-    room = [problem.usable_bytes(seat.pool) for seat in candidate.case.seats]
+    room = [problem.usable_bytes(slot.pool) for slot in candidate.assignment.slots]
     shares = [
         USABLE_MEMORY * sum(stage.memory_bytes.values()) / usable
         for stage, usable in zip(plan.stages, room, strict=True)
@@ -144,15 +154,24 @@ def _ranked(problem: Problem, candidate: Candidate) -> Ranked:
 
 
 def _pipeline(problem: Problem, candidate: Candidate) -> str:
-    """`ib 14 (data 4 x tensor 8) > roce 9 + 9 (data 2 x tensor 8)`; runs of many stages as one."""
-    texts, layers = [], iter(candidate.case.layers)
-    for part in candidate.case.parts:
-        own = list(itertools.islice(layers, part.num_stages))
+    """`ib 14 (data 4 x tensor 8) > roce 9 + 9 (data 2 x tensor 8)`; runs of many stages as one.
+
+    Layers of several kinds are counted by kind: `14: 7 block, 7 window_block`.
+    """
+    texts, layers = [], iter(candidate.assignment.layers)
+    chunks = iter(problem.ranges.chunks(candidate.assignment.layers, candidate.order.chunks))
+    kinds = work.kinds(problem.config.model).blocks
+    for segment in candidate.assignment.segments:
+        own = list(itertools.islice(layers, segment.num_stages))
         held = " + ".join(map(str, own))
         if len(own) > 3:
             held = f"{sum(own)} in {len(own)} stages"
-        mesh = " x ".join(f"{axis} {size}" for axis, size in part.mesh.sizes.items() if size > 1)
-        texts.append(f"{problem.pools[part.pool].cluster.name} {held} ({mesh or 'one device'})")
+        if len(kinds) > 1:
+            counts = add([*itertools.chain(*itertools.islice(chunks, segment.num_stages))])
+            pairs = zip(kinds, counts, strict=True)
+            held += f": {plans.of_kinds(kind.name for kind, n in pairs for _ in range(n))}"
+        mesh = " x ".join(f"{axis} {size}" for axis, size in segment.mesh.sizes.items() if size > 1)
+        texts.append(f"{problem.pools[segment.pool].cluster.name} {held} ({mesh or 'one device'})")
     return " > ".join(texts)
 
 
@@ -196,7 +215,7 @@ def _things(problem: Problem, candidate: Candidate) -> Iterator[tuple[str, Topol
 
 def _nodes(problem: Problem, candidate: Candidate) -> list[str]:
     """Nodes of all stages, in the order of the pipeline."""
-    return [node for seat in candidate.case.seats for node in problem.nodes(seat)]
+    return [node for slot in candidate.assignment.slots for node in problem.nodes(slot)]
 
 
 def _link_name(topology: Topology, pair: upgrades.Way) -> str:
@@ -209,7 +228,7 @@ def _pipe_name(pair: upgrades.Way) -> str:
 
 def _step_s(problem: Problem, candidate: Candidate) -> float:
     """Seconds of a step of the same plan in another problem; infinite if memory is too small."""
-    [step_s] = step_seconds(problem, [candidate.case], candidate.settings, candidate.order)
+    [step_s] = step_seconds(problem, [candidate.assignment], candidate.settings, candidate.order)
     return float(step_s)
 
 
@@ -219,11 +238,11 @@ def _step_s(problem: Problem, candidate: Candidate) -> float:
 def _against(problem: Problem, chosen: Candidate, say: Saying) -> Iterator[Alternative]:
     say("data parallelism")
     yield _data_parallel(problem.config, problem.topology)
-    num_stages = len(chosen.case.layers)
+    num_stages = len(chosen.assignment.layers)
     if num_stages > 1:
         say("an even split")
-        case = chosen.case._replace(layers=split_chunks(problem.num_layers, num_stages))
-        even = replace(chosen, case=case)
+        assignment = chosen.assignment._replace(layers=split_chunks(problem.num_layers, num_stages))
+        even = replace(chosen, assignment=assignment)
         yield _alternative("as many layers on every stage", _step_s(problem, even), problem, even)
     if len(problem.topology.nodes) > 1:
         say("a random order")
@@ -261,9 +280,9 @@ def _data_parallel(config: Config, topology: Topology) -> Alternative:
 
 
 def _one_stage_s(problem: Problem, mesh: MeshShape, settings: StepSettings) -> float:
-    case = Case((Part(0, mesh, num_stages=1),), (problem.num_layers,))
-    order = TaskOrder("1f1b", num_stages=1, microbatches=settings.microbatches)
-    [step_s] = step_seconds(problem, [case], settings, order)
+    assignment = Assignment((Segment(0, mesh, num_stages=1),), (problem.num_layers,))
+    order = TaskOrder(PLAIN, num_stages=1, microbatches=settings.microbatches)
+    [step_s] = step_seconds(problem, [assignment], settings, order)
     return float(step_s)
 
 
@@ -271,9 +290,9 @@ def _shuffled(problem: Problem, chosen: Candidate) -> Alternative:
     """The same stages on nodes in a random order; the median of several."""
     topology = problem.topology
     everything = joined_pool(topology)
-    seats = chosen.case.seats
-    case = chosen.case._replace(
-        parts=tuple(Part(i, seat.mesh, num_stages=1) for i, seat in enumerate(seats))
+    slots = chosen.assignment.slots
+    assignment = chosen.assignment._replace(
+        segments=tuple(Segment(i, slot.mesh, num_stages=1) for i, slot in enumerate(slots))
     )
     nodes = list(everything.devices)
     generator = random.Random(0)
@@ -282,12 +301,12 @@ def _shuffled(problem: Problem, chosen: Candidate) -> Alternative:
         generator.shuffle(nodes)
         devices = iter([(node, number) for node in nodes for number in everything.devices[node]])
         pools = []
-        for seat in seats:
+        for slot in slots:
             share: Devices = {}
-            for node, number in itertools.islice(devices, seat.mesh.num_devices):
+            for node, number in itertools.islice(devices, slot.mesh.num_devices):
                 share[node] = (*share.get(node, ()), number)
             pools.append(replace(everything, devices=share))
-        steps_s.append(_step_s(problem.on(topology, pools), replace(chosen, case=case)))
+        steps_s.append(_step_s(problem.on(topology, pools), replace(chosen, assignment=assignment)))
     return _alternative("the same on nodes in a random order", statistics.median(steps_s))
 
 

@@ -14,9 +14,10 @@ from holmesjax.planner.assembly import as_plan
 from holmesjax.planner.problem import Problem, step_seconds
 from holmesjax.planner.refusals import refuse_impossible, refuse_large_meshes
 from holmesjax.planner.remedies import least_memory, memory_refusal, with_remedy
-from holmesjax.planner.search import Candidate, Found, search
+from holmesjax.planner.search import Found, search
 from holmesjax.planner.selection import Saying, find_within, make_problems, silently
 from holmesjax.planner.stage_layouts import StageCosts, joined_pool
+from holmesjax.planner.trials import Candidate
 from holmesjax.topology.machines import Topology
 
 
@@ -62,8 +63,8 @@ def timed_again(
     again = problem.on(changed)
     timed = []
     for candidate in found.best:
-        case, settings, order = candidate.case, candidate.settings, candidate.order
-        [step_s] = step_seconds(again, [case], settings, order)
+        assignment, settings, order = candidate.assignment, candidate.settings, candidate.order
+        [step_s] = step_seconds(again, [assignment], settings, order)
         timed.append(dataclasses.replace(candidate, step_s=float(step_s)))
     best = min(timed, key=lambda candidate: candidate.step_s)
     return (again, best) if math.isfinite(best.step_s) else None

@@ -4,8 +4,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from holmesjax.planner.problem import Problem, link_bytes
-from holmesjax.planner.search import Candidate
 from holmesjax.planner.stage_layouts import Pool
+from holmesjax.planner.trials import Candidate
 from holmesjax.topology.machines import Topology
 
 MAX_SUBSETS = 4  # clusters of which every choice is tried; of more all, each, and all but each
@@ -28,7 +28,7 @@ def step_dollars(problem: Problem, candidate: Candidate) -> dict[str, float]:
     """
     if problem.crosses_because:
         return {}
-    names = {name for seat in candidate.case.seats for name in problem.nodes(seat)}
+    names = {name for slot in candidate.assignment.slots for name in problem.nodes(slot)}
     nodes = [problem.topology.node(name) for name in sorted(names)]
     rents = [node.device.price_dollars_per_h for node in nodes]
     if None in rents:
@@ -41,10 +41,10 @@ def step_dollars(problem: Problem, candidate: Candidate) -> dict[str, float]:
 
 
 def _egress_dollars(problem: Problem, candidate: Candidate) -> float:
-    case, settings, chunks = candidate.case, candidate.settings, candidate.order.chunks
+    assignment, settings, chunks = candidate.assignment, candidate.settings, candidate.order.chunks
     return sum(
         num_bytes / 1e9 * problem.topology.links[way].egress_dollars_per_gb
-        for way, num_bytes in link_bytes(problem, case, settings, chunks).items()
+        for way, num_bytes in link_bytes(problem, assignment, settings, chunks).items()
     )
 
 

@@ -1,10 +1,11 @@
 """The decisions of a plan, and the predicted seconds of a step for any of them.
 
-part       consecutive stages of the pipeline that share a pool, and their mesh
-case       parts in the order of the pipeline, with the layers of every stage
-order      which schedule the pipeline runs, and with how many microbatches
-flow       what one stage sends to another, one array after the other
-pipe       a link between two clusters with a capacity: flows that want more of it queue
+segment     consecutive stages of the pipeline that share a pool, and their mesh
+slot        the place of one stage in its segment
+assignment  segments in the order of the pipeline, with the layers of every stage
+order       which schedule the pipeline runs, and with how many microbatches
+flow        what one stage sends to another, one array after the other
+pipe        a link between two clusters with a capacity: flows that want more of it queue
 """
 
 import functools
@@ -18,10 +19,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from holmesjax.config import Config, ParallelConfig, Schedule
+from holmesjax.config import Config, ParallelConfig
 from holmesjax.costs import work
-from holmesjax.plan.pipeline_schedules import Queue, Simulator, Task, max_in_flight, schedule
 from holmesjax.plan.plan import Axis
+from holmesjax.planner.layer_ranges import Counts, LayerRanges, add, split_chunks
 from holmesjax.planner.mesh_order import MeshPlacement
 from holmesjax.planner.stage_layouts import (
     USABLE_MEMORY,
@@ -33,21 +34,22 @@ from holmesjax.planner.stage_layouts import (
     StageCosts,
     StepSettings,
 )
+from holmesjax.schedules.pipeline_schedules import TaskOrder
+from holmesjax.schedules.simulation import Queue, Simulator
+from holmesjax.schedules.tasks import Task, max_in_flight
 from holmesjax.topology.machines import Link, Node, Topology
 
-CHUNKS = (2, 3, 4, 6, 8)  # of a stage that are tried for interleaving
 
-
-class Seat(NamedTuple):
-    """The place of one stage: one of the stages of a part."""
+class StageSlot(NamedTuple):
+    """The place of one stage: one of the stages of a segment."""
 
     pool: int
     mesh: MeshShape
-    num_stages: int  # of the part
+    num_stages: int  # of the segment
     number: int  # of them
 
 
-class Part(NamedTuple):
+class Segment(NamedTuple):
     """Consecutive stages on one pool."""
 
     pool: int
@@ -55,35 +57,30 @@ class Part(NamedTuple):
     num_stages: int
 
     @property
-    def seats(self) -> tuple[Seat, ...]:
-        return tuple(Seat(*self, index) for index in range(self.num_stages))
+    def slots(self) -> tuple[StageSlot, ...]:
+        return _slots(self)
 
 
-class TaskOrder(NamedTuple):
-    """A schedule and the numbers that fix the order of the tasks of every stage."""
-
-    schedule: Schedule
-    num_stages: int
-    microbatches: int
-    chunks: int = 1
-    in_flight: tuple[int, ...] = ()  # eager_1f1b only
+@functools.cache  # a search asks over and over
+def _slots(segment: Segment) -> tuple[StageSlot, ...]:
+    return tuple(StageSlot(*segment, index) for index in range(segment.num_stages))
 
 
-class Case(NamedTuple):
-    """One way to train, but for its schedule."""
+class Assignment(NamedTuple):
+    """The devices and the layers of every stage; with a schedule, one way to train."""
 
-    parts: tuple[Part, ...]
+    segments: tuple[Segment, ...]
     layers: tuple[int, ...]  # Transformer layers of each stage
 
     @property
-    def seats(self) -> tuple[Seat, ...]:
-        return tuple(itertools.chain(*(part.seats for part in self.parts)))
+    def slots(self) -> tuple[StageSlot, ...]:
+        return tuple(itertools.chain(*(segment.slots for segment in self.segments)))
 
 
-Flow = tuple[Seat, Seat]  # from one stage to another
+Flow = tuple[StageSlot, StageSlot]  # from one stage to another
 
 
-class Way(NamedTuple):
+class FlowPath(NamedTuple):
     """The path of a flow."""
 
     link: Link  # of each pair of nodes: the slowest, or its part of the pipe
@@ -117,9 +114,10 @@ class Problem:
         default_factory=dict
     )
     _links_of: dict[int, list[Link]] = field(default_factory=dict)
-    _like: dict[Seat, Seat] = field(default_factory=dict)
+    _like: dict[StageSlot, StageSlot] = field(default_factory=dict)
     _in_flight: dict[tuple[object, ...], InFlight] = field(default_factory=dict)
-    _ways: dict[Flow, Way] = field(default_factory=dict)
+    _paths: dict[Flow, FlowPath] = field(default_factory=dict)
+    _both_ways_s: dict[tuple[Flow, float], tuple[float, float]] = field(default_factory=dict)
     _queues: dict[tuple[object, ...], list[tuple[int, int, tuple[str, str]]]] = field(
         default_factory=dict
     )
@@ -127,6 +125,10 @@ class Problem:
     @property
     def num_layers(self) -> int:
         return self.config.model.num_layers
+
+    @property
+    def ranges(self) -> LayerRanges:
+        return self.stage_costs.ranges
 
     def on(self, topology: Topology, pools: Sequence[Pool] | None = None) -> "Problem":
         """The same problem on other machines; with the same pools, unless others are given."""
@@ -154,95 +156,95 @@ class Problem:
         num_tokens = sequences * self.config.model.context_length
         return work.boundary_bytes(self.config.model, num_tokens, self.config.train.compute_dtype)
 
-    def is_asked_for(self, parts: Sequence[Part]) -> bool:
+    def is_asked_for(self, segments: Sequence[Segment]) -> bool:
         """Whether the stages are on the clusters that the config names, if it does."""
         asked = self.config.parallel.clusters
         if asked is None:
             return True
         found = [
-            self.pools[part.pool].cluster.name for part in parts for _ in range(part.num_stages)
+            self.pools[segment.pool].cluster.name
+            for segment in segments
+            for _ in range(segment.num_stages)
         ]
         return tuple(found) == asked
 
     def seconds(
-        self, seat: Seat, settings: StepSettings, role: Role, num_blocks: int, is_split: bool
+        self, slot: StageSlot, settings: StepSettings, role: Role, blocks: Counts, is_split: bool
     ) -> StageSeconds:
         """Predicted seconds of one stage, or of one of its chunks. Each is worked out once.
 
         Args:
-          seat: devices of the stage and their mesh.
+          slot: devices of the stage and their mesh.
           settings: microbatches and checkpointing of a step.
           role: whether the stage holds the embedding or the head.
-          num_blocks: Transformer layers of the stage.
-          is_split: whether gradients of weights are tasks of their own, as in `zero_bubble`.
+          blocks: Transformer layers of the stage, of each kind.
+          is_split: whether gradients of weights are tasks of their own.
         """
-        seat = self.like(seat)
-        key = seat, settings, role, num_blocks, is_split
+        slot = self.like(slot)
+        key = slot, settings, role, blocks, is_split
         if key not in self._seconds:
-            pool = self.pools[seat.pool]
-            placement = self.placement(seat, settings)
-            times = self.stage_costs.times(pool, placement, seat.mesh, settings, role, num_blocks)
+            pool = self.pools[slot.pool]
+            placement = self.placement(slot, settings)
+            times = self.stage_costs.times(pool, placement, slot.mesh, settings, role, blocks)
             # The same rule as `programs.sends_within`. A whole step in one program loops over
             # microbatches and sends before and after the loop. W, too, reduces while it computes.
             sends_within = role.is_first and not (role.is_last and settings.microbatches > 1)
             self._seconds[key] = StageSeconds(
-                times.whole_forward_s,
-                times.whole_backward_s - is_split * times.weight_s,
-                times.weight_s,
-                times.exposed_reduce_s if sends_within or is_split else times.reduce_s,
-                times.exposed_gather_s if sends_within else times.gather_s,
-                times.update_s,
-                times.once_s,
+                float(times.whole_forward_s),
+                float(times.whole_backward_s - is_split * times.weight_s),
+                float(times.weight_s),
+                float(times.exposed_reduce_s if sends_within or is_split else times.reduce_s),
+                float(times.exposed_gather_s if sends_within else times.gather_s),
+                float(times.update_s),
+                float(times.once_s),
             )
         return self._seconds[key]
 
     def fits(
-        self, seat: Seat, settings: StepSettings, role: Role, num_blocks: int, in_flight: InFlight
+        self,
+        slot: StageSlot,
+        settings: StepSettings,
+        role: Role,
+        blocks: Counts,
+        in_flight: InFlight,
     ) -> bool:
         """Whether the memory of each device holds its share of a stage.
 
         Args:
-          seat: devices of the stage and their mesh.
+          slot: devices of the stage and their mesh.
           settings: microbatches and checkpointing of a step.
           role: whether the stage holds the embedding or the head.
-          num_blocks: Transformer layers of the stage.
+          blocks: Transformer layers of the stage, of each kind.
           in_flight: the most microbatches whose activations the stage holds at a time.
         """
-        num_bytes = self.stage_costs.memory_bytes(seat.mesh, settings, role, num_blocks, in_flight)
-        return num_bytes <= self.usable_bytes(seat.pool)
+        num_bytes = self.stage_costs.memory_bytes(slot.mesh, settings, role, blocks, in_flight)
+        return num_bytes <= self.usable_bytes(slot.pool)
 
     def usable_bytes(self, pool_index: int) -> float:
         """Bytes that a stage may fill on each device of a pool."""
         return self.usable_memory * self.pools[pool_index].memory_bytes
 
     def microbatch_s(
-        self, seat: Seat, settings: StepSettings, role: Role, num_blocks: int
+        self, slot: StageSlot, settings: StepSettings, role: Role, blocks: Counts
     ) -> float:
         """Seconds that a stage works for a microbatch, forward and backward."""
-        times = self.seconds(seat, settings, role, num_blocks, is_split=False)
+        times = self.seconds(slot, settings, role, blocks, is_split=False)
         return times.forward + times.backward
 
     def simulator(self, order: TaskOrder) -> tuple[Simulator, tuple[tuple[Task, ...], ...]]:
         """The simulator of a schedule, and its tasks."""
         if order not in self._simulators:
-            tasks = schedule(
-                order.schedule,
-                order.num_stages,
-                order.microbatches,
-                num_chunks=order.chunks,
-                in_flight=order.in_flight,
-            )
+            tasks = order.tasks()
             self._simulators[order] = Simulator(tasks, order.chunks), tasks
         return self._simulators[order]
 
     def in_flight(self, order: TaskOrder, stage: int, layers: int) -> InFlight:
         """The most microbatches in flight that a stage with `layers` layers holds."""
-        p, m, v = order.num_stages, order.microbatches, order.chunks
-        if order.schedule == "1f1b":
-            return InFlight(all=min(m, p - stage), head=min(m, p - stage))
-        if order.schedule == "eager_1f1b":
-            return InFlight(all=order.in_flight[stage], head=order.in_flight[stage])
-        key = order, stage, layers if v > 1 else 0
+        v = order.chunks
+        if v == 1:
+            most = order.bound(stage)
+            return InFlight(all=most, head=most)
+        key = order, stage, layers
         if key not in self._in_flight:
             tasks = self.simulator(order)[1][stage]
             self._in_flight[key] = InFlight(
@@ -252,28 +254,36 @@ class Problem:
             )
         return self._in_flight[key]
 
-    def transfer_s(self, source: Seat, target: Seat, num_bytes: float) -> float:
+    def transfer_s(self, source: StageSlot, target: StageSlot, num_bytes: float) -> float:
         """Seconds in which an array goes from one stage to another, if no other flow is on its way.
 
         Each node of the smaller stage sends, or receives, an equal part of it at once (`routes`).
         """
-        way = self._way((source, target))
-        return way.link.time_s(num_bytes / way.num_pairs)
+        path = self._path((source, target))
+        return path.link.time_s(num_bytes / path.num_pairs)
 
-    def _way(self, flow: Flow) -> Way:
-        if flow not in self._ways:
+    def both_ways_s(self, flow: Flow, num_bytes: float) -> tuple[float, float]:
+        """Seconds in which an array goes from one stage to another, and an equal one back."""
+        key = flow, num_bytes
+        if key not in self._both_ways_s:
+            there_s, back_s = (self.transfer_s(*ends, num_bytes) for ends in (flow, flow[::-1]))
+            self._both_ways_s[key] = there_s, back_s
+        return self._both_ways_s[key]
+
+    def _path(self, flow: Flow) -> FlowPath:
+        if flow not in self._paths:
             source, target = flow
             ends = self.nodes(source), self.nodes(target)
             num_pairs = min(map(len, ends))
             processes = min(self._num_processes(source), self._num_processes(target))
-            ways = _links(self.topology, *ends, processes / num_pairs)
-            slowest = min(ways, key=lambda link: link.bandwidth_bytes_per_s)
-            # Unlike ways count with the worst of each: a faster one makes no other one count.
-            slowest = replace(slowest, latency_s=max(link.latency_s for link in ways))
+            paths = _links(self.topology, *ends, processes / num_pairs)
+            slowest = min(paths, key=lambda link: link.bandwidth_bytes_per_s)
+            # Unlike paths count with the worst of each: a faster one makes no other one count.
+            slowest = replace(slowest, latency_s=max(link.latency_s for link in paths))
             if (part := self._part_of_pipes(*ends)) < slowest.bandwidth_bytes_per_s:
                 slowest = replace(slowest, bandwidth_bytes_per_s=part)
-            self._ways[flow] = Way(slowest, num_pairs)
-        return self._ways[flow]
+            self._paths[flow] = FlowPath(slowest, num_pairs)
+        return self._paths[flow]
 
     def _part_of_pipes(self, sources: Sequence[str], targets: Sequence[str]) -> float:
         """Each pair of nodes' share of the pipes, where as many cross one as may."""
@@ -288,13 +298,13 @@ class Problem:
         parts = (capacity(*pipe) / count for pipe, count in counts.items() if count)
         return min(parts, default=math.inf)
 
-    def queues(self, case: Case, settings: StepSettings, chunks: int) -> list[Queue]:
+    def queues(self, assignment: Assignment, settings: StepSettings, chunks: int) -> list[Queue]:
         """The flows over pipes whose capacity is less than these flows would send together."""
         if not self.pipes:
             return []
-        key = case.parts, chunks > 1
+        key = assignment.segments, chunks > 1
         if key not in self._queues:
-            self._queues[key] = self._shared(case.seats, chunks > 1)
+            self._queues[key] = self._shared(assignment.slots, chunks > 1)
         num_bytes = self.boundary_bytes(settings)
         return [
             Queue(
@@ -302,27 +312,29 @@ class Problem:
                 target,
                 " -> ".join(pipe),
                 hold_s=num_bytes / self.topology.effective_capacity(*pipe),
-                latency_s=self._way((case.seats[source], case.seats[target])).link.latency_s,
+                latency_s=self._path(
+                    (assignment.slots[source], assignment.slots[target])
+                ).link.latency_s,
             )
             for source, target, pipe in self._queues[key]
         ]
 
     def _shared(
-        self, seats: Sequence[Seat], goes_round: bool
+        self, slots: Sequence[StageSlot], goes_round: bool
     ) -> list[tuple[int, int, tuple[str, str]]]:
         """Sources and targets of the flows that queue, each with its pipe."""
-        pairs = list(itertools.pairwise(range(len(seats))))
+        pairs = list(itertools.pairwise(range(len(slots))))
         if goes_round:
-            pairs.append((len(seats) - 1, 0))
+            pairs.append((len(slots) - 1, 0))
         users: dict[tuple[str, str], set[tuple[int, int]]] = {}
         for ends in {*pairs, *((b, a) for a, b in pairs)}:
-            a, b = (self.pools[seats[stage].pool].cluster.name for stage in ends)
+            a, b = (self.pools[slots[stage].pool].cluster.name for stage in ends)
             if (a, b) in self.pipes:
                 users.setdefault((a, b), set()).add(ends)
         found = []
         for pipe, own in users.items():
-            ways = [self._way((seats[a], seats[b])) for a, b in own]
-            wanted = math.fsum(way.num_pairs * way.link.bandwidth_bytes_per_s for way in ways)
+            paths = [self._path((slots[a], slots[b])) for a, b in own]
+            wanted = math.fsum(path.num_pairs * path.link.bandwidth_bytes_per_s for path in paths)
             if wanted > self.topology.effective_capacity(*pipe) * (1 + 1e-9):
                 found += [(a, b, pipe) for a, b in sorted(own)]
         return found
@@ -350,32 +362,32 @@ class Problem:
         a, b = source.cluster.name, target.cluster.name
         return math.inf if a == b else self.topology.effective_capacity(a, b)
 
-    def like(self, seat: Seat) -> Seat:
-        """A seat that costs as much: the same one for all stages of equal whole nodes."""
-        if seat not in self._like:
-            pool = self.pools[seat.pool]
-            own = seat._replace(num_stages=1, number=0)
-            self._like[seat] = own if pool.is_even(seat.mesh) else seat
-        return self._like[seat]
+    def like(self, slot: StageSlot) -> StageSlot:
+        """A slot that costs as much: the same one for all stages of equal whole nodes."""
+        if slot not in self._like:
+            pool = self.pools[slot.pool]
+            own = slot._replace(num_stages=1, number=0)
+            self._like[slot] = own if pool.is_even(slot.mesh) else slot
+        return self._like[slot]
 
-    def nodes(self, seat: Seat) -> list[str]:
-        return list(self._devices(seat))
+    def nodes(self, slot: StageSlot) -> list[str]:
+        return list(self._devices(slot))
 
-    def _devices(self, seat: Seat) -> Devices:
-        pool = self.pools[seat.pool]
-        return self.stage_costs.devices(pool, seat.mesh, seat.num_stages, seat.number)
+    def _devices(self, slot: StageSlot) -> Devices:
+        pool = self.pools[slot.pool]
+        return self.stage_costs.devices(pool, slot.mesh, slot.num_stages, slot.number)
 
     @property
     def _is_per_device(self) -> bool:
         return self.config.distributed.processes == "device"
 
-    def _num_processes(self, seat: Seat) -> int:
-        devices = self._devices(seat)
+    def _num_processes(self, slot: StageSlot) -> int:
+        devices = self._devices(slot)
         return sum(map(len, devices.values())) if self._is_per_device else len(devices)
 
-    def placement(self, seat: Seat, settings: StepSettings) -> MeshPlacement[Axis]:
-        pool = self.pools[seat.pool]
-        return self.stage_costs.placement(pool, seat.mesh, seat.num_stages, seat.number, settings)
+    def placement(self, slot: StageSlot, settings: StepSettings) -> MeshPlacement[Axis]:
+        pool = self.pools[slot.pool]
+        return self.stage_costs.placement(pool, slot.mesh, slot.num_stages, slot.number, settings)
 
 
 def _links(
@@ -402,17 +414,7 @@ def _two_of_each(topology: Topology, names: Sequence[str]) -> list[str]:
     return [name for _, chosen in seen for name in chosen]
 
 
-# ---- how long cases take -------------------------------------------------------------------------
-
-
-def split_chunks(num_layers: int, num_chunks: int) -> tuple[int, ...]:
-    """Layers of each chunk of a stage: equal, or one more in the first ones.
-
-    >>> split_chunks(5, 2)
-    (3, 2)
-    """
-    each, rest = divmod(num_layers, num_chunks)
-    return tuple(each + (chunk < rest) for chunk in range(num_chunks))
+# ---- how long assignments take -------------------------------------------------------------------
 
 
 @functools.cache  # a search asks over and over
@@ -432,42 +434,38 @@ def chunk_roles(role: Role, num_chunks: int) -> list[Role]:
     return [Role(role.is_first and c == 0, role.is_last and c == last) for c in range(num_chunks)]
 
 
-def stage_loads(problem: Problem, case: Case, settings: StepSettings) -> list[float]:
-    """Seconds that each stage works for a microbatch."""
-    stages = zip(case.seats, roles(len(case.layers)), case.layers, strict=True)
-    return [problem.microbatch_s(seat, settings, role, n) for seat, role, n in stages]
+def stage_loads(problem: Problem, assignment: Assignment, settings: StepSettings) -> list[float]:
+    """Seconds that each stage works for a microbatch, with layers in one chunk."""
+    ranges = problem.ranges.ranges(assignment.layers)
+    stages = zip(assignment.slots, roles(len(ranges)), ranges, strict=True)
+    return [problem.microbatch_s(slot, settings, role, blocks) for slot, role, blocks in stages]
 
 
 def transfer_times(
-    problem: Problem, case: Case, settings: StepSettings, chunks: int
-) -> list[list[float]]:
+    problem: Problem, assignment: Assignment, settings: StepSettings, chunks: int
+) -> list[tuple[float, float]]:
     """Seconds to the next stage and back, of each stage but the last; of it too with chunks."""
-    num_bytes, seats = problem.boundary_bytes(settings), case.seats
-    pairs = list(itertools.pairwise(seats))
+    num_bytes, slots = problem.boundary_bytes(settings), assignment.slots
+    pairs = list(itertools.pairwise(slots))
     if chunks > 1:
-        pairs.append((seats[-1], seats[0]))
-    both_ways = lambda a, b: [
-        problem.transfer_s(a, b, num_bytes),
-        problem.transfer_s(b, a, num_bytes),
-    ]
-    return [both_ways(a, b) for a, b in pairs]
+        pairs.append((slots[-1], slots[0]))
+    return [problem.both_ways_s(pair, num_bytes) for pair in pairs]
 
 
-def table_times(problem: Problem, case: Case) -> tuple[float, float]:
+def table_times(problem: Problem, assignment: Assignment) -> tuple[float, float]:
     """Seconds in which the first and the last stage send the token table of tied embeddings.
 
     Once a step the last stage sends its gradient of the table; the first, the sum of both back.
     """
-    model, seats = problem.config.model, case.seats
-    if not model.tied_embeddings or len(seats) == 1:
+    model, slots = problem.config.model, assignment.slots
+    if not model.sums_table or len(slots) == 1:
         return 0.0, 0.0
     num_bytes = 4.0 * work.table_parameters(model)
-    ends = seats[0], seats[-1]
-    return problem.transfer_s(*ends, num_bytes), problem.transfer_s(*ends[::-1], num_bytes)
+    return problem.both_ways_s((slots[0], slots[-1]), num_bytes)
 
 
 def link_bytes(
-    problem: Problem, case: Case, settings: StepSettings, chunks: int
+    problem: Problem, assignment: Assignment, settings: StepSettings, chunks: int
 ) -> dict[tuple[str, str], float]:
     """Bytes that a step sends from cluster to cluster, by their names: boundaries and tied tables.
 
@@ -475,7 +473,7 @@ def link_bytes(
     """
     if problem.crosses_because:
         return {}
-    clusters = [problem.pools[seat.pool].cluster.name for seat in case.seats]
+    clusters = [problem.pools[slot.pool].cluster.name for slot in assignment.slots]
     model, num_stages = problem.config.model, len(clusters)
     found = Counter[tuple[str, str]]()
 
@@ -486,60 +484,64 @@ def link_bytes(
     for at in range(chunks * num_stages - 1):
         num_bytes = settings.microbatches * problem.boundary_bytes(settings)
         add(clusters[at % num_stages], clusters[(at + 1) % num_stages], num_bytes)
-    if model.tied_embeddings and num_stages > 1:
+    if model.sums_table and num_stages > 1:
         add(clusters[0], clusters[-1], 4.0 * work.table_parameters(model))
     return dict(found)
 
 
 def step_seconds(
     problem: Problem,
-    cases: Sequence[Case],
+    assignments: Sequence[Assignment],
     settings: StepSettings,
     order: TaskOrder,
     with_links: bool = True,
 ) -> np.ndarray:
-    """Predicted seconds of a step of each case, [cases].
+    """Predicted seconds of a step of each assignment, [assignments].
 
-    A case that does not fit in memory takes infinite time. Each stage gathers its parameters before
-    its first task and reduces its gradients after its last. All stages wait for the norm of the
-    whole gradient; then each updates its parameters.
+    An assignment that does not fit in memory takes infinite time. Each stage gathers its parameters
+    before its first task and reduces its gradients after its last. All stages wait for the norm of
+    the whole gradient; then each updates its parameters.
 
     Args:
       problem: source of the seconds of stages and links.
-      cases: stages and their layers; all cases have the same number of stages.
+      assignments: stages and their layers; all assignments have the same number of stages.
       settings: microbatches and checkpointing of a step.
       order: the schedule, its chunks, and what each stage holds in flight.
       with_links: whether boundaries and tied tables take time to send.
     """
     simulator, _ = problem.simulator(order)
-    is_split = order.schedule == "zero_bubble"
-    p, v, num_cases = order.num_stages, order.chunks, len(cases)
-    stage_s = np.empty((3, p, num_cases))  # reduce, gather, update
-    task_s = np.empty((3, p * v, num_cases))  # forward, backward, weight
-    transfer_s = np.zeros((p - (v == 1), 2, num_cases))
-    tables_s, holds = np.zeros(num_cases), np.ones(num_cases, bool)
-    queues: list[list[Queue]] = [[] for _ in cases]
-    for k, case in enumerate(cases):
-        stages = zip(case.seats, case.layers, roles(p), strict=True)
-        for stage, (seat, layers, role) in enumerate(stages):
-            whole = problem.seconds(seat, settings, role, layers, is_split)
+    is_split = order.splits_backward
+    p, v, num_assignments = order.num_stages, order.chunks, len(assignments)
+    stage_s = np.empty((3, p, num_assignments))  # reduce, gather, update
+    task_s = np.empty((3, p * v, num_assignments))  # forward, backward, weight
+    transfer_s = np.zeros((p - (v == 1), 2, num_assignments))
+    tables_s, holds = np.zeros(num_assignments), np.ones(num_assignments, bool)
+    queues: list[list[Queue]] = [[] for _ in assignments]
+    for k, assignment in enumerate(assignments):
+        chunks = problem.ranges.chunks(assignment.layers, v)
+        stages = zip(assignment.slots, chunks, roles(p), strict=True)
+        for stage, (slot, own_chunks, role) in enumerate(stages):
+            blocks = add(own_chunks)
+            whole = problem.seconds(slot, settings, role, blocks, is_split)
             stage_s[:, stage, k] = whole.reduce, whole.gather, whole.update
-            in_flight = problem.in_flight(order, stage, layers)
-            if not problem.fits(seat, settings, role, layers, in_flight):
+            in_flight = problem.in_flight(order, stage, assignment.layers[stage])
+            if not problem.fits(slot, settings, role, blocks, in_flight):
                 holds[k] = False
                 break
             if v == 1:
                 task_s[:, stage, k] = whole[:3]
                 continue
-            parts = zip(split_chunks(layers, v), chunk_roles(role, v), strict=True)
-            for chunk, (n, part) in enumerate(parts):
-                chunk_s = problem.seconds(seat, settings, part, n, is_split)
+            both = zip(own_chunks, chunk_roles(role, v), strict=True)
+            for chunk, (chunk_blocks, chunk_role) in enumerate(both):
+                chunk_s = problem.seconds(slot, settings, chunk_role, chunk_blocks, is_split)
                 task_s[:, chunk * p + stage, k] = chunk_s[:3]
         if holds[k] and with_links:
-            transfer_s[:, :, k] = np.reshape(transfer_times(problem, case, settings, v), (-1, 2))
-            tables_s[k] = sum(table_times(problem, case))
-            queues[k] = problem.queues(case, settings, v)
-    found = np.full(num_cases, math.inf)
+            transfer_s[:, :, k] = np.reshape(
+                transfer_times(problem, assignment, settings, v), (-1, 2)
+            )
+            tables_s[k] = sum(table_times(problem, assignment))
+            queues[k] = problem.queues(assignment, settings, v)
+    found = np.full(num_assignments, math.inf)
     if holds.any():
         forward_s, backward_s, weight_s = task_s[:, :, holds]
         reduce_s, gather_s, update_s = stage_s[:, :, holds]

@@ -6,8 +6,18 @@ from collections import Counter
 from holmesjax.config import Config, PlanConfig
 from holmesjax.costs import work
 from holmesjax.errors import PlanError
+from holmesjax.layers.kind import PARTS_DIM, TENSOR_DIMS
 from holmesjax.planner import prices, shortlist
-from holmesjax.planner.stage_layouts import MeshShape, Role, StageCosts, StepSettings
+from holmesjax.planner.stage_layouts import (
+    MeshShape,
+    Role,
+    StageCosts,
+    StepSettings,
+    divisors,
+    most_parts,
+)
+from holmesjax.schedules.pipeline_schedules import PLAIN, SCHEDULES, PipelineSchedule
+from holmesjax.topology.catalogue import CPU, FP8
 from holmesjax.topology.machines import Topology
 from holmesjax.units import show
 
@@ -16,11 +26,57 @@ ABSURD = 10.0  # times the memory of all devices: nothing near it is looked for
 
 def refuse_impossible(config: Config, topology: Topology) -> None:
     """Raises PlanError for settings that no plan on these machines can have."""
+    _refuse_uneven_cuts(config)
+    _refuse_devices_without_fp8(config, topology)
     _refuse_absurd_sizes(config, topology)
     _refuse_unpriced(config, topology)
     _refuse_unknown_clusters(config, topology)
     _refuse_number_of_stages(config, topology)
     _refuse_crowded_clusters(config, topology)
+
+
+def _refuse_uneven_cuts(config: Config) -> None:
+    """Cuts of parameters that a model of one's own does not have; ours are settings with checks."""
+    if config.model.module is None:
+        return
+    for name, dims in (("tensor", TENSOR_DIMS), ("fsdp", PARTS_DIM)):
+        size, most = getattr(config.parallel, name) or 1, most_parts(config.model, dims)
+        if most % size:
+            raise PlanError(
+                f"parallel.{name}",
+                f"must divide all dims that {name} cuts in the parameters of {config.model.module}",
+                found=f"{size}; of these dims {most} is the greatest common divisor"
+                if most > 1
+                else f"{size}, and no parameter can be cut",
+                fix=f"use {' or '.join(map(str, divisors(most)[-3:]))}, or give parameters axes: "
+                'functions(init, apply, axes={"up": ("fsdp", "tensor")})',
+            )
+
+
+def _refuse_devices_without_fp8(config: Config, topology: Topology) -> None:
+    """Every device that a plan may have needs the products of the model."""
+    if config.model.fp8 is None:
+        return
+    named = config.parallel.clusters
+    able: list[str] = []
+    unable: dict[str, str] = {}
+    for cluster in topology.clusters:
+        kinds = {node.device for node in cluster.nodes}
+        others = [kind for kind in kinds if kind.name != CPU]  # which computes with any numbers
+        lacking = sorted(kind.name for kind in others if FP8 not in kind.peak_flop_per_s)
+        if not lacking:
+            able.append(cluster.name)
+        elif named is None or cluster.name in named:
+            unable[cluster.name] = ", ".join(lacking)
+    if unable:
+        move = f"name only {', '.join(able)} in parallel.clusters, " if able else ""
+        raise PlanError(
+            "model.fp8",
+            "needs devices with products in fp8, in every cluster that a plan may use",
+            found="; ".join(f"{name} has {kinds}" for name, kinds in unable.items()),
+            fix=f"{move}leave model.fp8 out, or add peak_flop_per_s.{FP8} of a kind that has "
+            "them to the topology",
+        )
 
 
 def _refuse_absurd_sizes(config: Config, topology: Topology) -> None:
@@ -37,10 +93,11 @@ def _refuse_absurd_sizes(config: Config, topology: Topology) -> None:
         )
     whole = MeshShape(data=1, fsdp=1, tensor=1)
     ends = Role(is_first=True, is_last=True)
-    shape = StageCosts(config).shape(whole, StepSettings(1, "none"), ends, model.num_layers)
+    settings, blocks = StepSettings(1, "none"), work.block_counts(model)
+    shape = StageCosts(config).shape(whole, settings, ends, blocks)
     num_parameters = work.stage_parameters(model, shape)
-    width = work.DTYPE_BYTES[train.compute_dtype]
-    least_bytes = num_parameters * (4 + width + 4) + 2 * work.moment_bytes(model, shape)
+    width = work.DTYPE_BYTES[train.compute_dtype] + work.DTYPE_BYTES[train.param_dtype]
+    least_bytes = num_parameters * (width + 4) + work.kept_bytes(model, shape)
     if least_bytes > ABSURD * all_bytes:
         raise PlanError(
             "model",
@@ -143,36 +200,41 @@ def _refuse_number_of_stages(config: Config, topology: Topology) -> None:
                 found=f"{num_stages} stages",
                 fix=f"set parallel.stages to {most} or less, or leave it to the planner",
             )
-    if parallel.schedule == "interleaved_1f1b":
-        _refuse_interleaving(config, num_stages)
+    if parallel.schedule is not None:
+        _refuse_schedule(config, SCHEDULES[parallel.schedule], num_stages)
 
 
-def _refuse_interleaving(config: Config, num_stages: int | None) -> None:
+def _refuse_schedule(config: Config, own: PipelineSchedule, num_stages: int | None) -> None:
+    """Refuses a schedule that was asked for, and that no pipeline of the config can run."""
     parallel, num_layers = config.parallel, config.model.num_layers
-    chunks, microbatches = parallel.chunks or 2, parallel.microbatches
-    if (num_stages or 2) * chunks > num_layers:
-        most = num_layers // (num_stages or 2)
+    chunks, microbatches = parallel.chunks or min(own.chunks), parallel.microbatches
+    stages = num_stages or own.least_stages
+    if own.is_chunked and stages * chunks > num_layers:
+        most = num_layers // stages
         raise PlanError(
             "parallel.chunks",
             f"chunks * stages must be at most the number of layers, {num_layers}",
-            found=f"{chunks} * {num_stages or 2} = {chunks * (num_stages or 2)}",
+            found=f"{chunks} * {stages} = {chunks * stages}",
             fix=f"set parallel.chunks to {most} or less" if most > 1 else "use fewer stages",
         )
-    if num_stages == 1:
+    if stages < own.least_stages:
         raise PlanError(
             "parallel.schedule",
-            "interleaved_1f1b needs two stages or more",
-            found="1 stage",
-            fix="set parallel.stages to 2 or more, or parallel.schedule to 1f1b",
+            f"{parallel.schedule} needs {own.least_stages} stages or more",
+            found="1 stage" if stages == 1 else f"{stages} stages",
+            fix=f"set parallel.stages to {own.least_stages} or more, "
+            f"or parallel.schedule to {PLAIN}",
         )
-    if num_stages is not None and microbatches is not None and microbatches % num_stages:
+    if num_stages is None or microbatches is None:
+        return
+    if own.is_in_groups and microbatches % num_stages:
         below = microbatches // num_stages * num_stages
         values = f"{below} or {below + num_stages}" if below else f"{num_stages}"
         raise PlanError(
             "parallel.microbatches",
-            f"must be a multiple of the number of stages, {num_stages}, for interleaved_1f1b",
+            f"must be a multiple of the number of stages, {num_stages}, for {parallel.schedule}",
             found=f"{microbatches} / {num_stages} leaves {microbatches % num_stages}",
-            fix=f"use parallel.microbatches={values}, or set parallel.schedule to 1f1b",
+            fix=f"use parallel.microbatches={values}, or set parallel.schedule to {PLAIN}",
         )
 
 

@@ -14,6 +14,7 @@ from holmesjax.planner.problem import Problem
 from holmesjax.planner.search import EFFORT, Found
 from holmesjax.planner.selection import find_within, make_problems
 from holmesjax.planner.stage_layouts import USABLE_MEMORY
+from holmesjax.schedules.pipeline_schedules import SCHEDULES
 from holmesjax.topology import upgrades
 from holmesjax.units import show
 
@@ -66,7 +67,7 @@ def memory_refusal(problems: Sequence[Problem]) -> PlanError:
         )
     problem, found = nearest
     plan = as_plan(problem, found.best[0], found.bound_s)
-    kinds = [problem.pools[seat.pool].kinds for seat in found.best[0].case.seats]
+    kinds = [problem.pools[slot.pool].kinds for slot in found.best[0].assignment.slots]
     usable = [USABLE_MEMORY * min(kind.memory_bytes for kind in own) for own in kinds]
     excess = [
         sum(stage.memory_bytes.values()) - room
@@ -98,7 +99,8 @@ def least_memory(problems: Sequence[Problem]) -> float:
 def _leanest(problem: Problem) -> Problem:
     """The problem with the checkpointing that keeps least, unless the config sets one."""
     parallel = problem.config.parallel
-    if parallel.schedule == "zero_bubble" or parallel.activation_checkpointing is not None:
+    splits = parallel.schedule is not None and SCHEDULES[parallel.schedule].splits_backward
+    if splits or parallel.activation_checkpointing is not None:
         return problem
     return problem.set_to(dataclasses.replace(parallel, activation_checkpointing="full"))
 
@@ -141,7 +143,8 @@ def _more_machines(problems: Sequence[Problem]) -> str:
     cluster = max(topology.clusters, key=lambda own: node_bytes(own.nodes[-1]))
     lacks = (least_memory(problems) - 1.0) * sum(map(node_bytes, topology.nodes))
     found = ""
-    for extra, step in enumerate(NODES_STEPS):
+    can_grow = cluster.fabric != "local"
+    for extra, step in enumerate(NODES_STEPS if can_grow else ()):
         more = extra + math.ceil(max(1.0, step * lacks / node_bytes(cluster.nodes[-1])))
         is_tried = topology.num_devices + more * cluster.nodes[-1].num_devices <= MOST_DEVICES
         if not is_tried and not lacks:

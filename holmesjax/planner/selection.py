@@ -7,8 +7,9 @@ from holmesjax.config import Config, PlanConfig
 from holmesjax.errors import PlanError
 from holmesjax.planner import prices
 from holmesjax.planner.problem import Problem
-from holmesjax.planner.search import EFFORT, Candidate, Found, search
+from holmesjax.planner.search import EFFORT, Found, search
 from holmesjax.planner.stage_layouts import StageCosts, has_unlike_devices, make_pools
+from holmesjax.planner.trials import Candidate
 from holmesjax.topology.machines import Topology
 
 Saying = Callable[[str], None]  # what is worked on now

@@ -1,15 +1,19 @@
 """Parts that may make a good plan: a list to simulate, and a bound on plans not on the list.
 
     limit    seconds that no stage may take for a microbatch, its share of what comes once included
-    offer    what a pool can do: a mesh, and the seconds and bytes of its stages, by their layers
+    offer    what a pool can do: a mesh, and the seconds and bytes of its stages, by their load
+    load     the number of layers, each counted as often as its work asks (`LayerRanges.loads`)
 
 A step of m microbatches takes m times the limit and the time in which the first microbatch goes
 down and back up, less what overlaps. So for a number of microbatches, a checkpointing and a limit,
-the best parts are those that hold all layers in the fewest seconds of one microbatch: a knapsack
-over the pools, solved exactly by dynamic programming over layers. A range of limits makes a list.
+the best segments are those that hold all layers in the fewest seconds of one microbatch: a knapsack
+over the pools, solved exactly by dynamic programming over loads. A range of limits makes a list.
 
-Between two parts a whole microbatch crosses in each direction, shared by the nodes of the smaller
-stage. The crossing takes no longer than the limit either.
+With layers of several kinds, a unit of load costs what it costs in the cheapest kind, so that a
+bound holds for any of them.
+
+Between two segments a whole microbatch crosses in each direction, shared by the nodes of the
+smaller stage. The crossing takes no longer than the limit either.
 """
 
 import functools
@@ -22,12 +26,13 @@ from typing import NamedTuple
 
 import numpy as np
 
-from holmesjax.config import Config
-from holmesjax.costs import work
-from holmesjax.planner.problem import CHUNKS, Part, Problem, Seat
+from holmesjax.config import Checkpointing, Config
+from holmesjax.planner.layer_ranges import LayerRanges
+from holmesjax.planner.problem import Problem, Segment, StageSlot
 from holmesjax.planner.stage_layouts import MeshShape, Pool, StepSettings, divisors, meshes
+from holmesjax.schedules.pipeline_schedules import SCHEDULES
 
-CHECKPOINTING: tuple[work.Checkpointing, ...] = ("none", "dots", "full")  # the last keeps least
+CHECKPOINTING: tuple[Checkpointing, ...] = ("none", "dots", "full")  # the last keeps least
 # Seconds of a stage, to the least that any plan needs: how unevenly stages may be loaded.
 LIMITS = (1.0002, 1.03, 1.1, 1.2, 1.4, 1.8, 2.5, 4.0)
 MAX_CHOICES = 24  # of how many stages each pool has
@@ -35,7 +40,7 @@ MAX_COUNTS = 500  # ways to share out stages over pools that are looked at
 MAX_STAGES = 512  # of a pipeline
 MAX_MICROBATCHES = 8192  # of a step
 MAX_LISTED = 64  # numbers of microbatches for which a list is made
-MAX_SHARES = 128  # numbers of layers that the pools before one may have: more are rounded
+MAX_SHARES = 128  # loads that the pools before one may have: more are rounded
 
 
 def step_settings(config: Config) -> Iterator[StepSettings]:
@@ -43,10 +48,10 @@ def step_settings(config: Config) -> Iterator[StepSettings]:
     parallel, batch = config.parallel, config.train.global_batch
     counts = [parallel.microbatches] if parallel.microbatches else divisors(batch)
     counts = [count for count in counts if count <= MAX_MICROBATCHES]
-    policies: Iterable[work.Checkpointing] = CHECKPOINTING
+    policies: Iterable[Checkpointing] = CHECKPOINTING
     if parallel.activation_checkpointing is not None:
         policies = [parallel.activation_checkpointing]
-    elif parallel.schedule == "zero_bubble":
+    elif parallel.schedule is not None and SCHEDULES[parallel.schedule].splits_backward:
         policies = ["none"]
     for policy in policies:
         yield from (StepSettings(count, policy) for count in counts)
@@ -68,9 +73,10 @@ def numbers_of_stages(config: Config, settings: StepSettings) -> list[int] | Non
         return [len(given)]
     if parallel.stages:
         return [parallel.stages]
-    if parallel.schedule == "interleaved_1f1b":  # goes through its stages in groups of them
-        most = config.model.num_layers // (parallel.chunks or min(CHUNKS))
-        return [n for n in divisors(settings.microbatches) if 1 < n <= most]
+    own = None if parallel.schedule is None else SCHEDULES[parallel.schedule]
+    if own is not None and own.is_in_groups:
+        most = config.model.num_layers // (parallel.chunks or min(own.chunks))
+        return [n for n in divisors(settings.microbatches) if own.least_stages <= n <= most]
     return None
 
 
@@ -79,11 +85,11 @@ class Room(NamedTuple):
 
     usable_bytes: float
     fixed_bytes: np.ndarray  # of a stage, however many layers it has
-    layer_bytes: np.ndarray
-    kept_bytes: np.ndarray  # by a layer of each microbatch in flight
+    layer_bytes: np.ndarray  # of a unit of load
+    kept_bytes: np.ndarray  # by a unit of load of each microbatch in flight
 
-    def layers(self, depth: int, times: float = 1.0) -> np.ndarray:
-        """Layers of a stage, [meshes], with so many in flight and so many times the memory."""
+    def load(self, depth: int, times: float = 1.0) -> np.ndarray:
+        """The load of a stage, [meshes], with so many in flight and so many times the memory."""
         left_bytes = times * self.usable_bytes - self.fixed_bytes
         return left_bytes / (self.layer_bytes + depth * self.kept_bytes)
 
@@ -92,8 +98,8 @@ class Room(NamedTuple):
 class Offers:
     """Costs of a stage on one pool with some settings; arrays are [meshes].
 
-    A stage of n layers costs `fixed` + n `layer`. The numbers are those of a stage in the middle of
-    the pipeline; stages at its ends cost more.
+    A stage of n units of load costs `fixed` + n `layer`. The numbers are those of a stage in the
+    middle of the pipeline; stages at its ends cost more.
     """
 
     pool: int
@@ -105,12 +111,14 @@ class Offers:
     layer_load_s: np.ndarray
     room: Room
     way_s: np.ndarray  # a microbatch to the pool that is reached fastest
+    least: int  # load of a layer
     count: int | None = None  # of stages; None: as many as are best
 
     def most(self, limit_s: float, depth: int, crosses: bool) -> np.ndarray:
-        """Layers that a stage can hold, [meshes], with so many microbatches in flight."""
+        """The load that a stage can hold, [meshes], with so many microbatches in flight."""
         in_time = (limit_s - self.fixed_load_s) / self.layer_load_s * (1 + 1e-9)
-        most = np.maximum(np.floor(np.minimum(in_time, self.room.layers(depth))), 0)
+        most = np.floor(np.minimum(in_time, self.room.load(depth)))
+        most = np.where(most >= self.least, most, 0)
         return np.where(self.way_s <= limit_s, most, 0) if crosses else most
 
     def counted(self, count: int) -> "Offers":
@@ -137,10 +145,16 @@ def _offers(problem: Problem, pool_index: int, settings: StepSettings) -> Offers
     found = list(meshes(problem.config, pool, settings))
     if not found:
         return None
-    times = [stage_costs.many_times(pool, found, settings, n) for n in (1, 2)]
-    task_s = np.asarray(times[0].microbatch_s)
-    first_s, second_s = (t.microbatch_s + t.once_s / settings.microbatches for t in times)
-    num_nodes = np.array([len(problem.nodes(Seat(pool_index, mesh, 1, 0))) for mesh in found])
+    ranges, task_s, fixed_load_s, layer_load_s = problem.ranges, [], [], []
+    for kind, load in enumerate(ranges.loads):
+        times = [
+            stage_costs.many_times(pool, found, settings, ranges.unit(kind, n)) for n in (1, 2)
+        ]
+        first_s, second_s = (t.microbatch_s + t.once_s / settings.microbatches for t in times)
+        task_s.append(times[0].microbatch_s / load)
+        fixed_load_s.append(2 * first_s - second_s)
+        layer_load_s.append((second_s - first_s) / load)
+    num_nodes = np.array([len(problem.nodes(StageSlot(pool_index, mesh, 1, 0))) for mesh in found])
     time_s = lambda link: (
         link.latency_s
         + np.maximum(
@@ -154,11 +168,12 @@ def _offers(problem: Problem, pool_index: int, settings: StepSettings) -> Offers
         meshes=tuple(found),
         most_stages=_most_stages(pool, found),
         fixed_s=2 * time_s(own_link),
-        layer_s=task_s,
-        fixed_load_s=np.asarray(2 * first_s - second_s),
-        layer_load_s=np.asarray(second_s - first_s),
+        layer_s=np.min(task_s, axis=0),
+        fixed_load_s=np.min(fixed_load_s, axis=0),
+        layer_load_s=np.min(layer_load_s, axis=0),
         room=_room(problem, pool_index, found, settings),
         way_s=np.min(ways_s, axis=0) if ways_s else np.zeros(len(found)),
+        least=min(ranges.loads),
     )
 
 
@@ -170,11 +185,17 @@ def _most_stages(pool: Pool, found: Sequence[MeshShape]) -> np.ndarray:
 def _room(
     problem: Problem, pool_index: int, found: Sequence[MeshShape], settings: StepSettings
 ) -> Room:
-    one, more, deep = (
-        problem.stage_costs.many_bytes(found, settings, n, depth)
-        for n, depth in ((1, 1), (2, 1), (1, 2))
-    )
-    return Room(problem.usable_bytes(pool_index), 2 * one - more, more - deep, deep - one)
+    fixed, layer, kept = [], [], []
+    for kind, load in enumerate(problem.ranges.loads):
+        one, more, deep = (
+            problem.stage_costs.many_bytes(found, settings, problem.ranges.unit(kind, n), depth)
+            for n, depth in ((1, 1), (2, 1), (1, 2))
+        )
+        fixed.append(2 * one - more)
+        layer.append((more - deep) / load)
+        kept.append((deep - one) / load)
+    least = (np.min(own, axis=0) for own in (fixed, layer, kept))
+    return Room(problem.usable_bytes(pool_index), *least)
 
 
 class Choice(NamedTuple):
@@ -183,16 +204,19 @@ class Choice(NamedTuple):
     offers: tuple[Offers, ...]
     crosses: bool
 
-    def holds(self, num_layers: int, limit_s: float, depth: int) -> bool:
-        """Whether the pools hold all layers within a limit."""
-        most = ((o.most_stages * o.most(limit_s, depth, self.crosses)).max() for o in self.offers)
-        return bool(sum(most) >= num_layers)
+    def holds(self, ranges: LayerRanges, limit_s: float, depth: int) -> bool:
+        """Whether the pools hold all layers within a limit, and a stage the largest of them."""
+        most = [o.most(limit_s, depth, self.crosses) for o in self.offers]
+        all_stages = zip(self.offers, most, strict=True)
+        together = sum((offer.most_stages * own).max() for offer, own in all_stages)
+        largest = max((own.max() for own in most), default=0)
+        return bool(together >= ranges.load and largest >= max(ranges.loads))
 
-    def least_limit_s(self, num_layers: int, depth: int) -> float:
+    def least_limit_s(self, ranges: LayerRanges, depth: int) -> float:
         """Just below the least limit within which the pools hold all layers; infinite if none."""
-        if not self.holds(num_layers, math.inf, depth):
+        if not self.holds(ranges, math.inf, depth):
             return math.inf
-        holds = lambda limit_s: self.holds(num_layers, limit_s, depth)
+        holds = lambda limit_s: self.holds(ranges, limit_s, depth)
         low_s, high_s = 0.0, 1e-3
         while not holds(high_s):
             low_s, high_s = high_s, 4 * high_s
@@ -222,8 +246,8 @@ def choices(problem: Problem, settings: StepSettings, offers: Mapping[int, Offer
     best: list[tuple[float, int]] = []
     for i, choice in enumerate(counted):
         most_s = best[-1][0] if len(best) == MAX_CHOICES else math.inf
-        if choice.holds(problem.num_layers, most_s, depth=1):
-            best.append((choice.least_limit_s(problem.num_layers, depth=1), i))
+        if choice.holds(problem.ranges, most_s, depth=1):
+            best.append((choice.least_limit_s(problem.ranges, depth=1), i))
             best = sorted(best)[:MAX_CHOICES]
     return [counted[i] for _, i in best]
 
@@ -295,7 +319,7 @@ def bound_s(problem: Problem, settings: StepSettings, offers: Mapping[int, Offer
         found = [Choice(tuple(alone.values()), crosses=False)]  # not all ways are looked at
     else:
         found = choices(problem, settings, alone)
-    limits_s = (choice.least_limit_s(problem.num_layers, depth=1) for choice in found)
+    limits_s = (choice.least_limit_s(problem.ranges, depth=1) for choice in found)
     return settings.microbatches * min(limits_s, default=math.inf)
 
 
@@ -311,9 +335,9 @@ def least_memory(problem: Problem, least: float, most: float) -> float:
             if (found := list(meshes(problem.config, pool, settings)))
         ]
         holds = lambda times, own=rooms: (
-            problem.num_layers
+            problem.ranges.load
             <= sum(
-                (stages * np.maximum(np.floor(room.layers(1, times)), 0)).max()
+                (stages * np.maximum(np.floor(room.load(1, times)), 0)).max()
                 for stages, room in own
             )
         )
@@ -333,18 +357,19 @@ def rough_bound_s(problem: Problem, settings: StepSettings) -> float:
 
     It assumes that layers can be cut and that sending and memory are free.
     """
-    layers_per_s = 0.0
+    load_per_s = 0.0
     for pool in problem.pools:
         seconds = {}
         for mesh in meshes(problem.config, pool, settings):
             if (cut := (mesh.tensor, mesh.context, mesh.batch_shards)) not in seconds:
-                own_s = problem.stage_costs.layer_s(pool, mesh, settings)
-                seconds[cut] = own_s * mesh.num_devices
+                layers_s = problem.stage_costs.layers_s(pool, mesh, settings)
+                pairs = zip(layers_s, problem.ranges.loads, strict=True)
+                seconds[cut] = min(own_s / load for own_s, load in pairs) * mesh.num_devices
         if seconds:
-            layers_per_s += pool.num_devices / min(seconds.values())
-    if not layers_per_s:
+            load_per_s += pool.num_devices / min(seconds.values())
+    if not load_per_s:
         return math.inf
-    return settings.microbatches * problem.num_layers / layers_per_s
+    return settings.microbatches * problem.ranges.load / load_per_s
 
 
 class Listed(NamedTuple):
@@ -352,33 +377,33 @@ class Listed(NamedTuple):
 
     estimate_s: float  # of a step
     settings: StepSettings
-    parts: tuple[Part, ...]
+    segments: tuple[Segment, ...]
 
 
 def listed(
     problem: Problem, settings: StepSettings, offers: Mapping[int, Offers], most_s: float
 ) -> Iterator[Listed]:
-    """The best parts for every limit, and for several numbers of microbatches in flight.
+    """The best segments for every limit, and for several numbers of microbatches in flight.
 
     The slowest stage of each works no longer than `most_s` in a step.
     """
-    num_layers = problem.num_layers
     for choice in choices(problem, settings, offers):
         seen: list[float] = []
         for depth in _depths(settings):
-            limit_s = choice.least_limit_s(num_layers, depth)
+            limit_s = choice.least_limit_s(problem.ranges, depth)
             if not settings.microbatches * limit_s <= most_s:
                 break
-            if limit_s in seen and _is_roomy(choice, num_layers, depth):
+            if limit_s in seen and _is_roomy(choice, problem.ranges.load, depth):
                 continue
             seen.append(limit_s)
             for factor in LIMITS:
                 if settings.microbatches * factor * limit_s > most_s:
                     break
-                fill_s, parts = _knapsack(choice, factor * limit_s, depth, num_layers)
-                if parts:
+                most_load_s = factor * limit_s
+                fill_s, segments = _knapsack(choice, most_load_s, depth, problem.ranges.load)
+                if segments and sum(own.num_stages for own in segments) <= problem.num_layers:
                     estimate_s = fill_s + (settings.microbatches - 1) * factor * limit_s
-                    yield Listed(estimate_s, settings, parts)
+                    yield Listed(estimate_s, settings, segments)
 
 
 def _depths(settings: StepSettings) -> list[int]:
@@ -386,17 +411,17 @@ def _depths(settings: StepSettings) -> list[int]:
     return [n for n in (1, 2, 4, 8, 16, 32) if n <= settings.microbatches]
 
 
-def _is_roomy(choice: Choice, num_layers: int, depth: int) -> bool:
+def _is_roomy(choice: Choice, load: int, depth: int) -> bool:
     """Whether every stage could keep all layers of so many microbatches."""
-    return all((offer.room.layers(depth) >= num_layers).all() for offer in choice.offers)
+    return all((offer.room.load(depth) >= load).all() for offer in choice.offers)
 
 
 def _knapsack(
-    choice: Choice, limit_s: float, depth: int, num_layers: int
-) -> tuple[float, tuple[Part, ...]]:
-    """The parts that hold all layers in the fewest seconds of a microbatch."""
-    held, own, sizes, place = _shares(num_layers)
-    least_s = np.where(held == 0, 0.0, np.inf)  # of all pools so far, by layers that they hold
+    choice: Choice, limit_s: float, depth: int, load: int
+) -> tuple[float, tuple[Segment, ...]]:
+    """The segments that hold all layers in the fewest seconds of a microbatch."""
+    held, own, sizes, place = _shares(load)
+    least_s = np.where(held == 0, 0.0, np.inf)  # of all pools so far, by the load that they hold
     steps = []
     for offer in choice.offers:
         most = offer.most(limit_s, depth, choice.crosses)
@@ -407,38 +432,38 @@ def _knapsack(
         steps.append((offer, most, chosen, taken))
     if not np.isfinite(least_s[-1]):
         return math.inf, ()
-    parts, share = [], len(held) - 1
+    segments, share = [], len(held) - 1
     for offer, most, chosen, taken in reversed(steps):
         before = len(held) - 1 - int(taken[share])
         if num_own := int(held[share] - held[before]):
             mesh = int(chosen[place[share, taken[share]]])
             num_stages = offer.count or math.ceil(num_own / most[mesh])
-            parts.append(Part(offer.pool, offer.meshes[mesh], num_stages))
+            segments.append(Segment(offer.pool, offer.meshes[mesh], num_stages))
             share = before
-    return float(least_s[-1]), tuple(parts[::-1])
+    return float(least_s[-1]), tuple(segments[::-1])
 
 
 @functools.cache
-def _shares(num_layers: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Layers that pools may hold together; one more pool; the sizes of that, and where they are.
+def _shares(load: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Loads that pools may hold together; one more pool; the sizes of that, and where they are.
 
-    For very many layers not every number is tried. The second has a row for what all hold, a column
-    for what the pools before hold, most first.
+    If the load is large, only some numbers are tried. The second has a row for what all hold, a
+    column for what the pools before hold, most first.
     """
-    step = -(-num_layers // MAX_SHARES)
-    held = np.unique([0, *range(num_layers, 0, -step)])
+    step = -(-load // MAX_SHARES)
+    held = np.unique([0, *range(load, 0, -step)])
     own = held[:, None] - held[::-1]
     sizes, place = np.unique(np.maximum(own, 0), return_inverse=True)
     return held, own, sizes, place.reshape(own.shape)
 
 
 def _fill(offer: Offers, most: np.ndarray, sizes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Seconds of a microbatch through so many layers on one pool, and by which mesh; 0 is first."""
+    """Seconds of a microbatch through such loads on one pool, and by which mesh; 0 is first."""
     n = sizes[None, :]
     stages = np.ceil(n / np.maximum(most, 1)[:, None])
     possible = (most >= 1)[:, None] & (stages <= offer.most_stages[:, None])
     if offer.count is not None:
-        possible &= n >= offer.count
+        possible &= n >= offer.count * offer.least
         stages = np.full_like(stages, offer.count)
     seconds = n * offer.layer_s[:, None] + stages * offer.fixed_s[:, None]
     seconds = np.where(possible, seconds, np.inf)

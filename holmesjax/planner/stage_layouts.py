@@ -2,12 +2,12 @@
 
     pool      devices that stages share, in the order in which stages take them
     mesh      the sizes of the axes of a stage: `data`, `fsdp`, `context`, `tensor`
-    seat      one stage: a mesh, on devices of a pool
+    slot      the place of one stage: a mesh, on devices of a pool
     settings  the microbatches and the checkpointing of a step, equal for all stages
 
-All stages of a pool have the same mesh, since they compute equal layers on equal devices. Each has
-its own number of layers. A pool is a cluster, or its nodes with one kind of device if it has
-several. If a stage has to cross clusters, the pool is all machines.
+All stages of a pool have the same mesh, since they are equal devices. Each has its own layers. A
+pool is a cluster, or its nodes with one kind of device if it has several. If a stage has to cross
+clusters, the pool is all machines.
 """
 
 import functools
@@ -20,11 +20,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from holmesjax.config import Config
+from holmesjax import update_rules
+from holmesjax.config import Checkpointing, Config, ModelConfig
 from holmesjax.costs import memory, work
 from holmesjax.costs.collective_times import Groups
-from holmesjax.costs.stage_times import StageTimes, layer_s, stage_times
+from holmesjax.costs.stage_times import StageTimes, layers_s, stage_times
+from holmesjax.layers.kind import PARTS_DIM, TENSOR_DIMS
 from holmesjax.plan.plan import Axis
+from holmesjax.planner.layer_ranges import Counts, LayerRanges
 from holmesjax.planner.mesh_order import (
     Arrangement,
     MeshPlacement,
@@ -86,7 +89,7 @@ class StepSettings(NamedTuple):
     """Settings of a step that hold for all stages."""
 
     microbatches: int
-    checkpointing: work.Checkpointing
+    checkpointing: Checkpointing
 
 
 class Role(NamedTuple):
@@ -151,7 +154,7 @@ class Pool:
         cluster = replace(self.cluster, nodes=nodes)
         return replace(self, cluster=cluster, devices=devices, paths=paths)
 
-    def seats(self, mesh: MeshShape, num_stages: int) -> list[Devices]:
+    def slots(self, mesh: MeshShape, num_stages: int) -> list[Devices]:
         """The devices of each of its stages; of more than are needed, every stage leaves some.
 
         Stages take runs of whole nodes where each can have as many as it needs, else equal runs of
@@ -164,9 +167,9 @@ class Pool:
         if each and all(sum(len(self.devices[n]) for n in run) >= size for run in runs):
             shares = [{name: self.devices[name] for name in run} for run in runs]
         else:
-            seats = [(name, number) for name, numbers in self.devices.items() for number in numbers]
-            each = len(seats) // num_stages
-            shares = [_by_node(seats[i * each : (i + 1) * each]) for i in range(num_stages)]
+            slots = [(name, number) for name, numbers in self.devices.items() for number in numbers]
+            each = len(slots) // num_stages
+            shares = [_by_node(slots[i * each : (i + 1) * each]) for i in range(num_stages)]
         return [_choose(share, mesh) for share in shares]
 
 
@@ -178,9 +181,9 @@ def kinds_of(nodes: Iterator[Node]) -> tuple[DeviceKind, ...]:
     return tuple(found)
 
 
-def _by_node(seats: Sequence[tuple[str, int]]) -> Devices:
+def _by_node(slots: Sequence[tuple[str, int]]) -> Devices:
     numbers: dict[str, list[int]] = {}
-    for node, number in seats:
+    for node, number in slots:
         numbers.setdefault(node, []).append(number)
     return {node: tuple(own) for node, own in numbers.items()}
 
@@ -199,11 +202,11 @@ def _choose(devices: Devices, mesh: MeshShape) -> Devices:
         """How many kinds of whole group a device of a node of some size is no part of."""
         return sum(place >= size // group * group for group in groups)
 
-    seats: list[list[tuple[str, int]]] = [[] for _ in range(len(groups) + 1)]
+    slots: list[list[tuple[str, int]]] = [[] for _ in range(len(groups) + 1)]
     for node, numbers in devices.items():
         for place, number in enumerate(numbers):
-            seats[left_over(place, len(numbers))].append((node, number))
-    return _by_node(list(itertools.chain(*seats))[: mesh.num_devices])
+            slots[left_over(place, len(numbers))].append((node, number))
+    return _by_node(list(itertools.chain(*slots))[: mesh.num_devices])
 
 
 def make_pools(topology: Topology, by_kind: bool) -> list[Pool]:
@@ -270,10 +273,22 @@ def divisors(number: int) -> list[int]:
 
 
 def tensor_sizes(config: Config, most: int) -> list[int]:
-    """Possible sizes of `tensor`: each device must get whole heads."""
-    model, size = config.model, config.parallel.tensor
-    cut = (model.num_heads, model.kv_heads, model.feed_forward_width, model.vocab_size)
-    return [size] if size else [n for n in divisors(math.gcd(*cut)) if n <= most]
+    """Possible sizes of `tensor`: it must divide all dims that it cuts, such as heads."""
+    if size := config.parallel.tensor:
+        return [size]
+    return [n for n in divisors(most_parts(config.model, TENSOR_DIMS)) if n <= most]
+
+
+def most_parts(model: ModelConfig, dims: str) -> int:
+    """The most parts into which all dims of these letters can be cut; 1 if no parameter has one."""
+    sizes = {
+        size
+        for kind in work.kinds(model).in_order
+        for parameter in kind.parameters
+        for dim, size in zip(parameter.dims, parameter.shape, strict=True)
+        if dim in dims
+    }
+    return math.gcd(*sizes) or 1
 
 
 def context_sizes(config: Config, most: int) -> list[int]:
@@ -284,6 +299,8 @@ def context_sizes(config: Config, most: int) -> list[int]:
     model, size = config.model, config.parallel.context
     if size:
         return [size] if size <= most else []
+    if model.module is not None:  # its layers read whole sequences
+        return [1]
     longest = model.context_length // MIN_CONTEXT_TOKENS
     found = divisors(math.gcd(model.context_length // 2, model.width))
     return [n for n in found if n == 1 or n <= min(most, longest)]
@@ -300,12 +317,13 @@ def meshes(config: Config, pool: Pool, settings: StepSettings) -> Iterator[MeshS
         for tensor in tensor_sizes(config, pool.most_in_a_node)
         for context in context_sizes(config, pool.num_devices // tensor)
     ]
+    width = most_parts(config.model, PARTS_DIM)
     for tensor, context in cuts:
         most = pool.num_devices // (tensor * context)
         for parts in divisors(sequences):
             if parts > most:
                 break
-            for fsdp in divisors(math.gcd(parts, config.model.width // context)):
+            for fsdp in divisors(math.gcd(parts, width // context)):
                 inside = fsdp * context * tensor <= pool.most_in_a_node or fsdp == parts
                 if pool.num_devices > MOST_FREE and not inside and fsdp != parallel.fsdp:
                     continue
@@ -325,7 +343,8 @@ class StageCosts:
 
     def __init__(self, config: Config):
         self._config = config
-        self._seats: dict[tuple[int, MeshShape, int], list[Devices]] = {}
+        self.ranges = LayerRanges(config.model)
+        self._slots: dict[tuple[int, MeshShape, int], list[Devices]] = {}
         self._arranged: dict[tuple[int, MeshShape, int, int], list[Arrangement[Axis]]] = {}
         self._placements: dict[tuple[object, ...], MeshPlacement[Axis]] = {}
         self._times: dict[tuple[object, ...], StageTimes] = {}
@@ -336,10 +355,10 @@ class StageCosts:
     def devices(self, pool: Pool, mesh: MeshShape, num_stages: int, index: int) -> Devices:
         """Devices of stage `index` of the `num_stages` in a pool."""
         key = id(pool), mesh, num_stages
-        if key not in self._seats:
+        if key not in self._slots:
             self._pools.append(pool)
-            self._seats[key] = pool.seats(mesh, num_stages)
-        return self._seats[key][index]
+            self._slots[key] = pool.slots(mesh, num_stages)
+        return self._slots[key][index]
 
     def placement(
         self, pool: Pool, mesh: MeshShape, num_stages: int, index: int, settings: StepSettings
@@ -363,23 +382,31 @@ class StageCosts:
         return self._placements[key]
 
     def _traffic_bytes(self, mesh: MeshShape, settings: StepSettings) -> dict[Axis, float]:
-        """Bytes that a device sends along each axis in a step, to weigh the axes: per layer."""
+        """Bytes that a device sends along each axis in a step, to weigh the axes.
+
+        They are those of a few layers, with as many of each kind as the model has in proportion.
+        """
         model, train = self._config.model, self._config.train
         width = work.DTYPE_BYTES[train.compute_dtype]
         sent = lambda size: (size - 1) / size  # of a ring reduce-scatter
-        num_parameters = work.block_parameters(model, mesh.tensor)
+        own = list(zip(self.ranges.proportions, work.kinds(model).blocks, strict=True))
+        num_parameters = sum(n * kind.size(mesh.tensor) for n, kind in own)
         num_tokens = train.global_batch / mesh.batch_shards * model.context_length
-        summed = work.boundary_bytes(model, num_tokens, train.compute_dtype)
-        num_sums = work.block_all_reduces(settings.checkpointing)
+        summed = sum(
+            n * num_tokens * numbers * width * (forward + backward)
+            for n, kind in own
+            for numbers, forward, backward in work.all_reduces(kind, settings.checkpointing)
+        )
         num_gathers = 3 * settings.microbatches  # parameters in both passes, gradients in one
         gathered = width * num_parameters * num_gathers
         # Keys and values in both passes, and their gradients.
-        passed = (2 * width + 4) * num_tokens * work.key_value_numbers(model, mesh.tensor)
+        key_values = sum(n * work.key_value_numbers(kind, mesh.tensor) for n, kind in own)
+        passed = (2 * width + 4) * num_tokens * key_values
         return {
             Axis.DATA: sent(mesh.data) * (4 + width) * num_parameters / (mesh.fsdp * mesh.context),
             Axis.FSDP: sent(mesh.fsdp) * gathered / mesh.context,
             Axis.CONTEXT: sent(mesh.context) * (gathered + passed),
-            Axis.TENSOR: sent(mesh.tensor) * 2 * summed * num_sums / mesh.context,
+            Axis.TENSOR: sent(mesh.tensor) * 2 * summed / mesh.context,
         }
 
     def shape(
@@ -387,7 +414,7 @@ class StageCosts:
         mesh: MeshShape,
         settings: StepSettings,
         role: Role,
-        num_blocks: int,
+        blocks: Counts,
         in_flight: InFlight = InFlight(all=1, head=1),
     ) -> work.StageShape:
         """The shape of one stage, from which its times and its memory follow.
@@ -396,12 +423,12 @@ class StageCosts:
           mesh: sizes of the axes of the stage.
           settings: microbatches and checkpointing of a step.
           role: whether the stage holds the embedding or the head.
-          num_blocks: Transformer layers of the stage.
+          blocks: Transformer layers of the stage, of each kind.
           in_flight: the most microbatches whose activations it holds; only memory depends on it.
         """
-        train = self._config.train
+        train, optimizer = self._config.train, self._config.optimizer
         return work.StageShape(
-            num_blocks=num_blocks,
+            blocks=blocks,
             is_first=role.is_first,
             is_last=role.is_last,
             data=mesh.data,
@@ -413,8 +440,9 @@ class StageCosts:
             in_flight=in_flight.all,
             head_in_flight=in_flight.head,
             dtype=train.compute_dtype,
+            param_dtype=train.param_dtype,
             checkpointing=settings.checkpointing,
-            moments=self._config.optimizer.moments,
+            kept=update_rules.kept(optimizer),
         )
 
     def times(
@@ -424,7 +452,7 @@ class StageCosts:
         mesh: MeshShape,
         settings: StepSettings,
         role: Role,
-        num_blocks: int,
+        blocks: Counts,
     ) -> StageTimes:
         """Predicted seconds of one stage. Each is worked out once.
 
@@ -434,12 +462,12 @@ class StageCosts:
           mesh: sizes of the axes of the stage.
           settings: microbatches and checkpointing of a step.
           role: whether the stage holds the embedding or the head.
-          num_blocks: Transformer layers of the stage.
+          blocks: Transformer layers of the stage, of each kind.
         """
         groups = tuple(placement.groups.get(axis) for axis in SENDING)
-        key = pool.kinds, groups, mesh, settings, role, num_blocks
+        key = pool.kinds, groups, mesh, settings, role, blocks
         if key not in self._times:
-            shape = self.shape(mesh, settings, role, num_blocks)
+            shape = self.shape(mesh, settings, role, blocks)
             data, tensor, fsdp, context = groups
             self._times[key] = stage_times(
                 self._config.model, shape, pool.kinds, data, tensor, fsdp, context
@@ -447,30 +475,30 @@ class StageCosts:
         return self._times[key]
 
     def many_times(
-        self, pool: Pool, found: Sequence[MeshShape], settings: StepSettings, num_blocks: int
+        self, pool: Pool, found: Sequence[MeshShape], settings: StepSettings, blocks: Counts
     ) -> StageTimes:
         """Times of a stage in the middle of the pipeline with each of some meshes: [meshes]."""
-        key = id(pool), tuple(found), settings, num_blocks
+        key = id(pool), tuple(found), settings, blocks
         if key not in self._many_times:
-            self._many_times[key] = self._work_out_times(pool, found, settings, num_blocks)
+            self._many_times[key] = self._work_out_times(pool, found, settings, blocks)
         return self._many_times[key]
 
     def _work_out_times(
-        self, pool: Pool, found: Sequence[MeshShape], settings: StepSettings, num_blocks: int
+        self, pool: Pool, found: Sequence[MeshShape], settings: StepSettings, blocks: Counts
     ) -> StageTimes:
         placements = [self.placement(pool, mesh, 1, 0, settings) for mesh in found]
         data, tensor, fsdp, context = (
             Groups.of([placement.groups.get(axis) for placement in placements]) for axis in SENDING
         )
-        shape = self._many_shapes(found, settings, num_blocks, InFlight(all=1, head=1))
+        shape = self._many_shapes(found, settings, blocks, InFlight(all=1, head=1))
         return stage_times(self._config.model, shape, pool.kinds, data, tensor, fsdp, context)
 
     def many_bytes(
-        self, found: Sequence[MeshShape], settings: StepSettings, num_blocks: int, in_flight: int
+        self, found: Sequence[MeshShape], settings: StepSettings, blocks: Counts, in_flight: int
     ) -> np.ndarray:
         """On each device of such stages, [meshes]."""
         held = InFlight(all=in_flight, head=in_flight)
-        shape = self._many_shapes(found, settings, num_blocks, held)
+        shape = self._many_shapes(found, settings, blocks, held)
         items = memory.stage_memory_bytes(self._config.model, shape)
         return np.sum(np.broadcast_arrays(*items.values()), axis=0)
 
@@ -478,23 +506,23 @@ class StageCosts:
         self,
         found: Sequence[MeshShape],
         settings: StepSettings,
-        num_blocks: int,
+        blocks: Counts,
         in_flight: InFlight,
     ) -> work.StageShape:
         sizes: Any = MeshShape(*np.array(found).T)
-        return self.shape(sizes, settings, Role(), num_blocks, in_flight)
+        return self.shape(sizes, settings, Role(), blocks, in_flight)
 
-    def layer_s(self, pool: Pool, mesh: MeshShape, settings: StepSettings) -> float:
-        """Seconds of a microbatch in one Transformer layer, without what is sent."""
-        shape = self.shape(mesh, settings, Role(), 1)
-        return layer_s(self._config.model, shape, pool.kinds)
+    def layers_s(self, pool: Pool, mesh: MeshShape, settings: StepSettings) -> list[float]:
+        """Seconds of a microbatch in a layer of each kind, without what is sent."""
+        shape = self.shape(mesh, settings, Role(), self.ranges.proportions)
+        return layers_s(self._config.model, shape, pool.kinds)
 
     def memory_bytes(
         self,
         mesh: MeshShape,
         settings: StepSettings,
         role: Role,
-        num_blocks: int,
+        blocks: Counts,
         in_flight: InFlight,
     ) -> float:
         """Predicted bytes on each device of a stage. Each is worked out once.
@@ -503,12 +531,12 @@ class StageCosts:
           mesh: sizes of the axes of the stage.
           settings: microbatches and checkpointing of a step.
           role: whether the stage holds the embedding or the head.
-          num_blocks: Transformer layers of the stage.
+          blocks: Transformer layers of the stage, of each kind.
           in_flight: the most microbatches whose activations the stage holds at a time.
         """
-        key = mesh, settings, role, num_blocks, in_flight
+        key = mesh, settings, role, blocks, in_flight
         if key not in self._bytes:
-            shape = self.shape(mesh, settings, role, num_blocks, in_flight)
+            shape = self.shape(mesh, settings, role, blocks, in_flight)
             items = memory.stage_memory_bytes(self._config.model, shape)
-            self._bytes[key] = sum(items.values())
+            self._bytes[key] = float(sum(items.values()))
         return self._bytes[key]

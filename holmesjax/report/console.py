@@ -128,6 +128,8 @@ def step_line(record: Mapping[str, Any], total_steps: int) -> str:
         parts.append(f"bubble {record['bubble_share']:.0%}")
     if record["skipped"]:
         parts.append("SKIPPED")
+    if record.get("spike"):
+        parts.append("SPIKE")
     left = [f"left {duration(s)}"] if (s := record.get("time_left_s")) else []
     whole = [f"links {show(sum(links.values()), 'B')}"] if links else []
     ends: tuple[list[str], ...] = [*_by_link(links), *left], [*whole, *left], left, whole, []
@@ -158,7 +160,17 @@ def validation_line(record: Mapping[str, Any], total_steps: int) -> str:
     >>> validation_line({"step": 20, "val_loss": 3.5}, 400)
     'step  20/400  val loss 3.500'
     """
-    return f"{_place(record, total_steps)}  val loss {record['val_loss']:.3f}"
+    return f"{_place(record, total_steps)}  {validation_losses(record)}"
+
+
+def validation_losses(record: Mapping[str, Any]) -> str:
+    """The loss of a validation, and of each of its sets that has a name.
+
+    >>> validation_losses({"val_loss": 3.5, "val_losses": {"web": 3.25, "code": 3.75}})
+    'val loss 3.500 (web 3.250, code 3.750)'
+    """
+    named = [f"{name} {loss:.3f}" for name, loss in record.get("val_losses", {}).items()]
+    return f"val loss {record['val_loss']:.3f}" + (f" ({', '.join(named)})" if named else "")
 
 
 def _place(record: Mapping[str, Any], total_steps: int) -> str:

@@ -33,7 +33,7 @@ DARK, LIGHT = "#10151b", "#fefefe"  # text on a colour: the same on a white and 
 TEXT_ON = {BLUE: LIGHT, ORANGE: DARK, GREEN: DARK, PINK: DARK, RED: DARK, SKY: DARK}
 # Kinds of task; whole steps and gathering are never in one picture.
 COLOR_OF = {"G": SKY, "F": BLUE, "B": ORANGE, "W": GREEN, "R": RED, "U": PINK, "S": SKY}
-# Of the text that names an axis: what its collectives go over.
+# Of the text that names an axis: what its collectives go over. Other fabrics are orange.
 FABRIC_COLOR = {
     "nvlink": GREEN,
     "infiniband": BLUE,
@@ -41,6 +41,11 @@ FABRIC_COLOR = {
     "ethernet": RED,
     "local": MUTED,
 }
+
+
+def _fabric_color(fabric: str) -> str:
+    return FABRIC_COLOR.get(fabric, ORANGE)
+
 
 LEGEND: dict[str, Any] = {"frameon": False, "fontsize": 9, "labelcolor": INK}
 
@@ -56,36 +61,65 @@ MAX_POINTS, MAX_BARS = 800, 200
 def loss_curve(records: Sequence[Record]) -> Figure:
     """Training and validation loss over steps, in nats per token; skipped steps are marked."""
     figure, axes = _figure(height_in=3.6)
+    _draw_loss(axes, records, BLUE, "training")
+    validated = [record for record in records if "val_loss" in record]
+    if validated:
+        at, value = zip(*((r["step"], r["val_loss"]) for r in validated), strict=True)
+        style: dict[str, Any] = {"color": ORANGE, "markersize": 4.5, "linewidth": 1}
+        axes.plot(at, value, "o-", **style, clip_on=False, label="validation")
+    for number, name in enumerate(validated[-1].get("val_losses", {}) if validated else {}):
+        own = [r for r in validated if name in r.get("val_losses", {})]
+        at, value = zip(*((r["step"], r["val_losses"][name]) for r in own), strict=True)
+        style = {"color": SERIES[(number + 2) % len(SERIES)], "markersize": 3, "linewidth": 0.8}
+        axes.plot(at, value, "o--", **style, clip_on=False, label=f"validation: {name}")
+    bad = [r["step"] for r in records if r["skipped"] or not math.isfinite(r["loss"])]
+    if bad:
+        height = [0.03] * len(bad)
+        transform = axes.get_xaxis_transform()
+        label = "skipped: gradient not finite"
+        if any(r.get("spike") for r in records):
+            label += ", or a spike"
+        axes.plot(bad, height, "x", color=RED, markersize=5, transform=transform, label=label)
+    if not any(math.isfinite(record["loss"]) for record in records):
+        axes.set_yticks([])
+    axes.set_ylabel("loss (nats per token)")
+    _step_axis(axes, records[0]["step"], records[-1]["step"])
+    axes.legend(loc="upper right", **LEGEND)
+    return figure
+
+
+def loss_curves(runs: Mapping[str, Sequence[Record]]) -> Figure:
+    """Training losses of runs over steps, by name; dots are validation losses."""
+    figure, axes = _figure(height_in=4.2)
+    for number, (name, records) in enumerate(runs.items()):
+        color = SERIES[number % len(SERIES)]
+        _draw_loss(axes, records, color, name)
+        validated = [record for record in records if "val_loss" in record]
+        at, value = ([record[key] for record in validated] for key in ("step", "val_loss"))
+        axes.plot(at, value, "o", color=color, markersize=4.5, clip_on=False)
+    axes.set_ylabel("loss (nats per token)")
+    ends = [(records[0]["step"], records[-1]["step"]) for records in runs.values()]
+    _step_axis(axes, min(first for first, _ in ends), max(last for _, last in ends))
+    axes.legend(loc="upper right", **LEGEND)
+    return figure
+
+
+def _draw_loss(axes: Axes, records: Sequence[Record], color: str, label: str) -> None:
+    """Draws a training loss, and behind a mean of many steps the losses themselves."""
     step = np.array([record["step"] for record in records], float)
     loss = np.array([record["loss"] for record in records], float)
     loss[~np.isfinite(loss)] = np.nan
     group = -(-len(records) // MAX_POINTS)
     x, y = _group_means(step, group), _group_means(loss, group)
     if len(x) < 50:
-        axes.plot(x, y, color=BLUE, marker="o", markersize=3.5, label="training")
-    else:
-        window = len(x) // 40 | 1  # odd, so that it has a middle
-        axes.plot(x, y, color=BLUE, alpha=0.3, linewidth=0.8)
-        label = f"training (mean of {window * group} steps)"
-        smooth = _centred_means(x, window), _centred_means(y, window)
-        axes.plot(*smooth, color=BLUE, linewidth=1.8, label=label)
-    validated = [record for record in records if "val_loss" in record]
-    if validated:
-        at, value = zip(*((r["step"], r["val_loss"]) for r in validated), strict=True)
-        style: dict[str, Any] = {"color": ORANGE, "markersize": 4.5, "linewidth": 1}
-        axes.plot(at, value, "o-", **style, clip_on=False, label="validation")
-    bad = [r["step"] for r in records if r["skipped"] or not math.isfinite(r["loss"])]
-    if bad:
-        height = [0.03] * len(bad)
-        transform = axes.get_xaxis_transform()
-        label = "skipped: gradient not finite"
-        axes.plot(bad, height, "x", color=RED, markersize=5, transform=transform, label=label)
-    if np.isnan(loss).all():
-        axes.set_yticks([])
-    axes.set_ylabel("loss (nats per token)")
-    _step_axis(axes, records)
-    axes.legend(loc="upper right", **LEGEND)
-    return figure
+        axes.plot(x, y, color=color, marker="o", markersize=3.5, label=label)
+        return
+    window = len(x) // 40 | 1  # odd, so that it has a middle
+    axes.plot(x, y, color=color, alpha=0.3, linewidth=0.8)
+    if window * group > 1:
+        label = f"{label} (mean of {window * group} steps)"
+    smooth = _centred_means(x, window), _centred_means(y, window)
+    axes.plot(*smooth, color=color, linewidth=1.8, label=label)
 
 
 def pipeline_timeline(tasks: Sequence[Record], transfers: Sequence[Record] = ()) -> Figure:
@@ -195,7 +229,7 @@ def link_traffic(records: Sequence[Record]) -> Figure:
         _style(axes)
         axes.set_title(title, loc="left", fontsize=10, color=INK)
         axes.set_ylabel(f"{unit} sent")
-        _step_axis(axes, records)
+        _step_axis(axes, records[0]["step"], records[-1]["step"])
         axes.set_ylim(0, 1.1 * top / scale or 1.0)
     if sent:
         handles, labels = per_step.get_legend_handles_labels()
@@ -288,7 +322,7 @@ def mesh_picture(plan: Plan, topology: Topology) -> Figure:
         bottom += 0.42
         text = "Axes have the colour of what they go over:"
         start = _text(axes, 0.15, bottom, text, fontsize=8.5, color=MUTED)
-        _add_words(axes, start, [(name, FABRIC_COLOR[name]) for name in fabrics], between="·")
+        _add_words(axes, start, [(name, _fabric_color(name)) for name in fabrics], between="·")
     bottom += 0.25
     axes.set(xlim=(0, width), ylim=(bottom, 0))
     axes.set_axis_off()
@@ -431,7 +465,7 @@ def _stage_text(stage: StagePlan) -> str:
 def _mesh_words(stage: StagePlan) -> list[tuple[str, str]]:
     """The axes of a stage's mesh, each with the colour of what it goes over."""
     used = [(axis, size) for axis, size in stage.mesh.items() if size > 1]
-    words = [(f"{axis} {size}", FABRIC_COLOR[stage.fabrics[axis]]) for axis, size in used]
+    words = [(f"{axis} {size}", _fabric_color(stage.fabrics[axis])) for axis, size in used]
     return words or [("of one device", INK)]
 
 
@@ -497,9 +531,9 @@ def _figure(*, height_in: float) -> tuple[Figure, Axes]:
     return figure, axes
 
 
-def _step_axis(axes: Axes, records: Sequence[Record]) -> None:
+def _step_axis(axes: Axes, first: int, last: int) -> None:
     axes.set_xlabel("step")
-    axes.set_xlim(records[0]["step"] - 0.5, records[-1]["step"] + 0.5)
+    axes.set_xlim(first - 0.5, last + 0.5)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
 
 

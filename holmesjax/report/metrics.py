@@ -28,8 +28,26 @@ def read(run_dir: str | Path) -> list[dict[str, Any]]:
 
     A last line that a crash has cut short is left out.
     """
-    records = {record["step"]: record for _, record in _lines(Path(run_dir) / FILE)}
+    records = {record["step"]: record for record in read_all(run_dir)}
     return [records[step] for step in sorted(records)]
+
+
+def read_all(run_dir: str | Path) -> list[dict[str, Any]]:
+    """The records of a run in the order in which they were written, those of repeated steps too."""
+    return [record for _, record in _lines(Path(run_dir) / FILE)]
+
+
+def read_tail(run_dir: str | Path, num_bytes: int) -> list[dict[str, Any]]:
+    """The last records of a run that goes on: those of the file's last bytes, in order."""
+    path = Path(run_dir) / FILE
+    if not path.exists():
+        return []
+    with path.open("rb") as file:
+        file.seek(0, os.SEEK_END)
+        start = max(file.tell() - num_bytes, 0)
+        file.seek(start)
+        lines = file.read().splitlines()[bool(start) :]  # the first may be torn
+    return [record for _, record in _parsed(path, lines)]
 
 
 def check_installed(log: LogConfig) -> None:
@@ -172,7 +190,10 @@ def _scalars(record: Mapping[str, Any]) -> dict[str, float]:
 
 def _lines(path: Path) -> list[tuple[bytes, dict[str, Any]]]:
     """Every whole line of the file with its record; a torn last line is left out."""
-    lines = path.read_bytes().splitlines() if path.exists() else []
+    return _parsed(path, path.read_bytes().splitlines() if path.exists() else [])
+
+
+def _parsed(path: Path, lines: list[bytes]) -> list[tuple[bytes, dict[str, Any]]]:
     found = []
     for number, line in enumerate(lines, start=1):
         try:

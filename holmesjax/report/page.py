@@ -25,7 +25,7 @@ from holmesjax.errors import DataError, HolmesError
 from holmesjax.lab import scaled_topology
 from holmesjax.plan import forecast
 from holmesjax.plan.plan import Plan, StagePlan
-from holmesjax.report import figures, metrics, trace
+from holmesjax.report import figures, goodput, metrics, trace
 from holmesjax.topology import machines
 from holmesjax.topology.machines import Topology
 from holmesjax.units import duration, show
@@ -153,8 +153,14 @@ def _cards(plan: Plan, records: Sequence[Record]) -> list[_Card]:
             "nats/token" if validated else "",
             f"at step {validated[-1]['step']:,}" if validated else "not measured in this run",
         ),
+        *(
+            _Card(f"Validation: {name}", _number(loss, ".3f"), "nats/token", "")
+            for name, loss in (validated[-1].get("val_losses", {}) if validated else {}).items()
+        ),
         _Card("Throughput", _number(rate, ",.0f"), "tokens/s", "median over steps"),
         _Card("Step time", _number(step_s, ".3g"), "s", "median over steps"),
+        *_input_wait(records),
+        *_goodput(last),
         _Card(
             "Tokens",
             _number(tokens, ",.0f"),
@@ -178,6 +184,24 @@ def _cards(plan: Plan, records: Sequence[Record]) -> list[_Card]:
     ]
 
 
+def _input_wait(records: Sequence[Record]) -> list[_Card]:
+    """The wait for batches; nothing of runs that did not measure it."""
+    waits = [record for record in records if "input_wait_s" in record]
+    if not waits:
+        return []
+    share = sum(r["input_wait_s"] for r in waits) / sum(r["step_time_s"] for r in waits)
+    wait_s = _number(_median(waits, "input_wait_s"), ".3g")
+    return [_Card("Input wait", wait_s, "s", f"median over steps; {share:.1%} of the wall time")]
+
+
+def _goodput(last: Record) -> list[_Card]:
+    """The share of the run's time in steps that count; nothing of runs that did not measure it."""
+    if "wall_s" not in last:
+        return []
+    spent = ", ".join(f"{name} {duration(seconds)}" for name, seconds in goodput.rows(last))
+    return [_Card("Goodput", _number(goodput.goodput(last), ".1%"), "", spent)]
+
+
 def _plan_section(plan: Plan, records: Sequence[Record]) -> _Section:
     columns = ("Stage", "Cluster", "Layers", "Mesh and fabrics", "Devices", "Memory per device")
     stages = [_stage_row(number, stage) for number, stage in enumerate(plan.stages)]
@@ -190,7 +214,24 @@ def _plan_section(plan: Plan, records: Sequence[Record]) -> _Section:
     if plan.exception:
         text += f" An exception: {plan.exception}."
     headings = ("", "Predicted", "Measured (median)")
-    return _Section("Plan", text, [_Table(columns, stages), _Table(headings, compared)])
+    tables = [_Table(columns, stages), _Table(headings, compared)]
+    if memory := _memory_rows(plan, records):
+        tables.append(_Table(("Memory of the fullest device", "Predicted", "Measured"), memory))
+    return _Section("Plan", text, tables)
+
+
+def _memory_rows(plan: Plan, records: Sequence[Record]) -> list[tuple[str, str, str]]:
+    """The fullest device of each stage; nothing where devices keep no statistics, as CPUs."""
+    peaks: dict[str, int] = {}
+    for record in records:
+        peaks |= record.get("memory_bytes", {})
+    rows = []
+    for number, stage in enumerate(plan.stages):
+        names = (f"device {device}" for device in stage.devices)
+        if known := [peaks[name] for name in names if name in peaks]:
+            predicted = show(sum(stage.memory_bytes.values()), "B")
+            rows.append((f"stage {number}", predicted, show(max(known), "B")))
+    return rows
 
 
 def _stage_row(number: int, stage: StagePlan) -> list[tuple[str, str]]:

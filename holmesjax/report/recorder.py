@@ -6,8 +6,15 @@ A part is what one process tells of one step: a dict with
     intervals      its tasks, as `timeline.Interval`
     link_bytes     what it received, by link
     step_time_s    since the step before
+    input_wait_s   until its batch was there
+    validation_s   of the validation behind the step, where there is one
+    memory_bytes   of its devices whose peak has risen, the most that was in use
+    checkpoint_s   for which steps waited for a checkpoint since the part before, where one was
     validation_bytes    the same, for the validation behind the step, where there is one
     loss, grad_norm, learning_rate, skipped, val_loss     where it knows them
+    val_losses     the validation loss of each set, where sets have names
+    spike          whether it is one, where the run looks for spikes
+    auxiliary      auxiliary losses and metrics of the model's layers by name, where there are any
 
 With one process the part is the step; with many, the step is complete when all have told of it.
 """
@@ -24,11 +31,13 @@ from typing import Any, TextIO
 from holmesjax.config import Config
 from holmesjax.errors import LostLeaseError
 from holmesjax.report.console import Console
-from holmesjax.report.metrics import Metrics
-from holmesjax.runtime.timeline import Interval, bubble_share, from_first_start
+from holmesjax.report.goodput import WallTime, goodput, rows
+from holmesjax.report.metrics import Metrics, read_all
+from holmesjax.runtime.timeline import Interval, busy_shares, from_first_start
 from holmesjax.units import duration
 
 TIMELINE = "timeline.json"
+SHOWN = 3  # of what took time, on the console
 Part = dict[str, Any]
 
 
@@ -44,6 +53,7 @@ class Recorder:
       past: the records of the steps before this session.
       stream: where progress is printed; standard output if None.
       on_step: takes the record of each step; what it returns is added.
+      began_s: when the session began, by `time.monotonic`; None: now.
     """
 
     def __init__(
@@ -57,6 +67,7 @@ class Recorder:
         past: Sequence[dict[str, Any]] = (),
         stream: TextIO | None = None,
         on_step: Callable[[Mapping[str, Any]], Mapping[str, Any]] | None = None,
+        began_s: float | None = None,
     ):
         self.history: list[dict[str, Any]] = list(past)
         self._num_past = len(self.history)
@@ -65,8 +76,9 @@ class Recorder:
         self._on_step, self._peak_step_s = on_step, peak_step_s
         self._began_s = time.monotonic()
         self._first_s = self._began_s  # when the first step of the session ended
-        self._step_tokens = config.train.global_batch * config.model.context_length
         self._parts: dict[int, list[Part]] = {}
+        start_s = self._began_s if began_s is None else began_s
+        self._wall_time = WallTime(read_all(run_dir), done_steps, start_s)  # before it is cut
         with ExitStack() as stack:
             self._metrics = stack.enter_context(Metrics(run_dir, config.log, done_steps=done_steps))
             self.console = stack.enter_context(
@@ -97,21 +109,27 @@ class Recorder:
         if len(parts) == self._num_parts:
             self._write(self._parts.pop(part["step"]))
 
-    def summary(self) -> str:
-        """The session's result, in a line; empty if it has no step."""
+    def summary(self) -> list[str]:
+        """The session's result, and where the time of the whole run went; empty without a step."""
         if not (own := self._own):
-            return ""
+            return []
         count, whole_s = len(own), time.monotonic() - self._began_s
         step_s = statistics.median(record["step_time_s"] for record in own)
         mfu = f", MFU {self._peak_step_s / step_s:.1%}" if self._peak_step_s else ""
-        return (
+        tokens = statistics.median(self._tokens_of(record["step"]) for record in own)
+        spent = ", ".join(f"{name} {duration(seconds)}" for name, seconds in rows(own[-1])[:SHOWN])
+        return [
             f"trained     {count} step{'s' if count != 1 else ''} in {duration(whole_s)}: "
-            f"{self._step_tokens / step_s:,.0f} tokens/s{mfu}, {step_s:.3g} s/step (median)"
-        )
+            f"{tokens / step_s:,.0f} tokens/s{mfu}, {step_s:.3g} s/step (median)",
+            f"goodput     {goodput(own[-1]):.1%} of the run's time to its last step: {spent}",
+        ]
+
+    def _tokens_of(self, step: int) -> int:
+        return self._config.train.batch_of(step) * self._config.model.context_length
 
     def write_report(self) -> Path | None:
-        """The report of all steps so far; None if this session has none."""
-        if not self._own:
+        """The report of all steps so far; None if this session has no step, or none is wanted."""
+        if not self._own or not self._config.log.report:
             return None
         from holmesjax.report import page
 
@@ -131,22 +149,32 @@ class Recorder:
         for part in parts:
             known |= part
         intervals = from_first_start([Interval(*i) for part in parts for i in part["intervals"]])
+        busy = busy_shares(intervals)
         step_time_s = max(part["step_time_s"] for part in parts)
+        share = self._config.train.batch_of(known["step"]) / self._config.train.global_batch
         record = {
             "step": known["step"],
             "loss": known["loss"],
             "grad_norm": known["grad_norm"],
             "learning_rate": known["learning_rate"],
-            "tokens_per_s": self._step_tokens / step_time_s,
-            **({"mfu": self._peak_step_s / step_time_s} if self._peak_step_s else {}),
+            "tokens_per_s": self._tokens_of(known["step"]) / step_time_s,
+            **({"mfu": share * self._peak_step_s / step_time_s} if self._peak_step_s else {}),
             "step_time_s": step_time_s,
+            "input_wait_s": max(part["input_wait_s"] for part in parts),
             **self._time_left(known["step"]),
-            "bubble_share": bubble_share(intervals),
+            **self._wall_time.step(parts),
+            "bubble_share": 1.0 - statistics.fmean(busy),
+            **({"busy_share": {f"stage {i}": x for i, x in enumerate(busy)}} if busy[1:] else {}),
             "skipped": known["skipped"],
+            **({"spike": known["spike"]} if "spike" in known else {}),
+            **known.get("auxiliary", {}),
             "link_bytes": _sum_by_link(part["link_bytes"] for part in parts),
         }
-        if "val_loss" in known:
-            record["val_loss"] = known["val_loss"]
+        for name in ("val_loss", "val_losses"):
+            if name in known:
+                record[name] = known[name]
+        if memory := {n: b for part in parts for n, b in part.get("memory_bytes", {}).items()}:
+            record["memory_bytes"] = memory
         if "validation_bytes" in known:
             record["validation_bytes"] = _sum_by_link(p["validation_bytes"] for p in parts)
         if self._on_step:

@@ -8,8 +8,7 @@ import dataclasses
 import functools
 import math
 import statistics
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,11 +19,16 @@ from scipy.optimize import least_squares
 
 from holmesjax.config import ModelConfig, OptimizerConfig
 from holmesjax.costs import work
-from holmesjax.costs.stage_times import layer_s
+from holmesjax.costs.products import attention_products, head_product, layer_products
+from holmesjax.costs.stage_times import layers_s
 from holmesjax.costs.work import HOLMESJAX
-from holmesjax.models import ops, transformer
-from holmesjax.optimizers.adamw import make_optimizer
-from holmesjax.plan.plan import block_name
+from holmesjax.layers.kind import Constant, Kind, Parameter
+from holmesjax.layers.model_layers import block_name
+from holmesjax.models import ops
+from holmesjax.models.layer import apply, init_params
+from holmesjax.optimizers.optimizer import make_optimizer
+from holmesjax.runtime import call_times
+from holmesjax.runtime.call_times import Call, normal
 from holmesjax.runtime.microbatch import Residuals
 from holmesjax.runtime.stage import Tree
 from holmesjax.topology.calibration import Calibration, Product, ProductSpeed
@@ -57,6 +61,11 @@ class Timed:
     dtype: str
 
 
+def _block(model: ModelConfig) -> Kind:
+    """The kind of the first Transformer layer, which is timed."""
+    return work.kinds(model).blocks[0]
+
+
 def shapes(model: ModelConfig) -> list[Product]:
     """The products that are timed: each shape of a layer and of the head, forward and backward."""
     divides = lambda n: (
@@ -67,8 +76,8 @@ def shapes(model: ModelConfig) -> list[Product]:
     for sequences in SEQUENCES:
         num_tokens = sequences * model.context_length
         for tensor in {1, sharing}:
-            products = work.block_products(model, num_tokens, tensor)
-            products.append(work.head_product(model, num_tokens, tensor))
+            products = layer_products(_block(model), num_tokens, tensor)
+            products.append(head_product(model, num_tokens, tensor))
             for product in products:
                 found |= dict.fromkeys([product, *product.gradients])
     return list(found)
@@ -80,6 +89,7 @@ def measure(model: ModelConfig, dtype: str, progress: Callable[[str], None]) -> 
     for i, product in enumerate(todo := shapes(model)):
         progress(f"{i + 1} of {len(todo)} products")
         products[product] = _product_s(product, dtype)
+    num_tokens = SEQUENCES[-1] * model.context_length
     progress("attention")
     attention_s = _attention_s(model, dtype)
     progress("layers")
@@ -87,10 +97,10 @@ def measure(model: ModelConfig, dtype: str, progress: Callable[[str], None]) -> 
     progress("optimizer")
     return Timed(
         products=products,
-        attention=work.attention_products(model, SEQUENCES[-1] * model.context_length),
+        attention=attention_products(_block(model), model.context_length, num_tokens),
         attention_s=attention_s,
         block_s=block_s,
-        update_bytes=float(work.update_bytes(UNCACHED, work.MOMENT_BYTES["float32"] * UNCACHED)),
+        update_bytes=float(work.update_bytes(UNCACHED, 2 * work.KEPT_BYTES["float32"] * UNCACHED)),
         update_s=_update_s(),
         dtype=dtype,
     )
@@ -131,7 +141,7 @@ def _rest(timed: Timed, kind: DeviceKind, model: ModelConfig) -> tuple[float, fl
     At least a hundredth, and nothing: products are not that exact.
     """
     shape = lambda sequences: work.StageShape(
-        num_blocks=1,
+        blocks=tuple(int(own is _block(model)) for own in work.kinds(model).blocks),
         is_first=False,
         is_last=False,
         data=1,
@@ -146,12 +156,12 @@ def _rest(timed: Timed, kind: DeviceKind, model: ModelConfig) -> tuple[float, fl
     with_factor = lambda factor: dataclasses.replace(
         kind, calibration=dataclasses.replace(kind.calibration, between=factor)
     )
-    added_s = kind.memory_s(HOLMESJAX.accumulate_bytes * work.block_parameters(model))
+    added_s = kind.memory_s(HOLMESJAX.accumulate_bytes * _block(model).size())
     rest_s, between_s = [], []
     for sequences, measured_s in timed.block_s.items():
         # Seconds are linear in the factor.
         one, two = (
-            layer_s(model, shape(sequences), [with_factor(factor)]) for factor in (1.0, 2.0)
+            layers_s(model, shape(sequences), [with_factor(factor)])[0] for factor in (1.0, 2.0)
         )
         between_s.append(two - one)
         rest_s.append(measured_s - added_s - one + between_s[-1])
@@ -187,42 +197,22 @@ def _rounded(number: float) -> float:
     return float(f"{number:.3g}")
 
 
-def _seconds(run: Callable[[], Any], round_s: float = ROUND_S) -> float:
+def _seconds(run: Call, round_s: float = ROUND_S) -> float:
     """Seconds of one call, when many follow each other without a wait."""
-    jax.block_until_ready(run())  # compiles
-    start_s = time.perf_counter()
-    jax.block_until_ready(run())
-    calls = max(1, math.ceil(round_s / max(time.perf_counter() - start_s, 1e-9)))
-    return statistics.median(_rounds(run, min(calls, 10_000)))
-
-
-def _rounds(run: Callable[[], Any], calls: int) -> Iterator[float]:
-    for _ in range(ROUNDS):
-        start_s = time.perf_counter()
-        for _ in range(calls):
-            result = run()
-        jax.block_until_ready(result)
-        yield (time.perf_counter() - start_s) / calls
-
-
-def _normal(seed: int, *shape: float, dtype: str) -> jax.Array:
-    """Random: products of zeros take less power, and so less time."""
-    numbers = np.random.default_rng(seed).standard_normal([round(n) for n in shape], np.float32)
-    return jnp.asarray(numbers, dtype)
+    (seconds,) = call_times.rounds_s({"": run}, rounds=ROUNDS, round_s=round_s).values()
+    return statistics.median(seconds)
 
 
 def _product_s(product: Product, dtype: str) -> float:
-    a = _normal(0, product.rows, product.depth, dtype=dtype)
-    b = _normal(1, product.depth, product.columns, dtype=dtype)
-    multiply = jax.jit(lambda a, b: jnp.matmul(a, b))
-    return product.times * _seconds(lambda: multiply(a, b))
+    call = call_times.product(product.rows, product.columns, product.depth, dtype)
+    return product.times * _seconds(call)
 
 
 def _attention_s(model: ModelConfig, dtype: str) -> float:
     """Seconds of a forward and a backward of attention."""
     tokens = SEQUENCES[-1], model.context_length
-    q_BLHK = _normal(0, *tokens, model.num_heads, model.head_width, dtype=dtype)
-    k_BLGK = _normal(1, *tokens, model.kv_heads, model.head_width, dtype=dtype)
+    q_BLHK = normal(0, *tokens, model.num_heads, model.head_width, dtype=dtype)
+    k_BLGK = normal(1, *tokens, model.kv_heads, model.head_width, dtype=dtype)
     total = lambda q, k, v: ops.attention(q, k, v).astype(jnp.float32).sum()
     gradients = jax.jit(jax.grad(total, argnums=(0, 1, 2)))
     return _seconds(lambda: gradients(q_BLHK, k_BLGK, k_BLGK))
@@ -234,27 +224,25 @@ def _block_s(model: ModelConfig, dtype: str, sequences: int) -> float:
     Two programs, the second of which adds to the gradients. A layer alone would find its parameters
     in the caches, where those of a stage have no room.
     """
-    num_parameters = work.block_parameters(model)
+    num_parameters = _block(model).size()
     num_layers = min(model.num_layers, math.ceil(UNCACHED / num_parameters))
     layers = [block_name(layer) for layer in range(num_layers)]
     params = {
-        layer: jax.tree.map(
-            lambda x: jnp.asarray(x, dtype), transformer.init_params(model, 0, [layer])[layer]
-        )
+        layer: jax.tree.map(lambda x: jnp.asarray(x, dtype), init_params(model, 0, [layer])[layer])
         for layer in layers
     }
-    x_BLD = _normal(0, sequences, model.context_length, model.width, dtype=dtype)
-    dy_BLD = _normal(1, *x_BLD.shape, dtype=dtype)
+    x_BLD = normal(0, sequences, model.context_length, model.width, dtype=dtype)
+    dy_BLD = normal(1, *x_BLD.shape, dtype=dtype)
     position_L = jnp.arange(model.context_length)
 
-    def apply(params: Tree, x: jax.Array) -> jax.Array:
+    def run_layers(params: Tree, x: jax.Array) -> jax.Array:
         for layer in layers:
-            x = transformer.apply(layer, model, params[layer], x, position_L, None)
+            x, _ = apply(layer, model, params[layer], x, position_L=position_L)
         return x
 
     @jax.jit
     def forward(params: Tree, x: jax.Array) -> tuple[jax.Array, Residuals]:
-        y, pullback = jax.vjp(apply, params, x)
+        y, pullback = jax.vjp(run_layers, params, x)
         return y, Residuals.of(pullback, params)
 
     @functools.partial(jax.jit, donate_argnums=2)
@@ -275,8 +263,11 @@ def _block_s(model: ModelConfig, dtype: str, sequences: int) -> float:
 
 def _update_s() -> float:
     """Seconds of AdamW on one array of float32, in place."""
-    optimizer = make_optimizer(OptimizerConfig(learning_rate=1e-3), num_steps=100)
-    params = {"block_000": {"up_DF": _normal(0, 2**12, UNCACHED / 2**12, dtype="float32")}}
+    shape = 2**12, UNCACHED // 2**12
+    stated = Parameter(name="up_DF", shape=shape, initial=Constant(0.0), decays=True)
+    stated_tree = {"block_000": {"up_DF": stated}}
+    optimizer = make_optimizer(OptimizerConfig(learning_rate=1e-3), 100, stated_tree)
+    params = {"block_000": {"up_DF": normal(0, *shape, dtype="float32")}}
     gradient = jax.tree.map(jnp.ones_like, params)
     update = lambda params, state, gradient: optimizer.apply(gradient, state, params)
     step = jax.jit(update, donate_argnums=(0, 1))

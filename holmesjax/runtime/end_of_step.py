@@ -1,12 +1,24 @@
 """The end of an optimizer step on one chunk: the loss, the norm of gradients, and the update."""
 
+import functools
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from operator import getitem
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
+from holmesjax.layers.model_layers import load
 from holmesjax.models import ops
-from holmesjax.runtime import microbatch
-from holmesjax.runtime.microbatch import Batch
-from holmesjax.runtime.stage import Stage, StageState, Tree
+from holmesjax.models.layer import changing
+from holmesjax.optimizers.optimizer import State
+from holmesjax.runtime import layer_statistics, microbatch, spikes
+from holmesjax.runtime.microbatch import Batch, Values
+from holmesjax.runtime.stage import Average, Stage, StageState, Tree, widened
+
+Sums = tuple[jax.Array, ...] | jax.Array  # of each microbatch, or of all of them stacked
+JOIN: dict[str, Callable[..., jax.Array]] = {"sum": jnp.sum, "max": jnp.max}
 
 
 def total_loss(losses_MR: tuple[jax.Array, ...] | jax.Array, weight: jax.Array) -> jax.Array:
@@ -17,45 +29,204 @@ def total_loss(losses_MR: tuple[jax.Array, ...] | jax.Array, weight: jax.Array) 
     return jnp.sum(jnp.stack(losses_MR)) * weight
 
 
-def square_norm(stage: Stage, gradients: Tree) -> jax.Array:
-    """The sum of squares of the reduced gradients that this chunk owns; float32 [stages].
+def auxiliary(stage: Stage, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Of values by name, the auxiliary losses and metrics, and statistics."""
+    return {name: value for name, value in values.items() if name in stage.shared_names}
 
-    The number stands at the chunk's stage, and zeros elsewhere: the results of all chunks add up to
-    the `square_norms` of `update`.
+
+def sums_of_layers(stage: Stage, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Of values by name, the others: sums for changing parameters."""
+    return {name: value for name, value in values.items() if name not in stage.shared_names}
+
+
+def square_norm(
+    stage: Stage,
+    gradients: Tree,
+    values_MR: Mapping[str, Sums],
+    weight: jax.Array | None,
+    loss: jax.Array | None = None,
+    recent: spikes.Recent | None = None,
+    params: Tree = None,
+) -> jax.Array:
+    """The sum of squares of the reduced gradients that this chunk owns; float32 [stages + names].
+
+    The number stands at the chunk's stage, and zeros elsewhere. Behind the stages stand the
+    shared numbers (`Stage.shared_names`). The results of all chunks add up to the `totals` of
+    `update`.
+
+    Args:
+      stage: the chunk.
+      gradients: in the master layout.
+      values_MR: the auxiliary values of all microbatches and replicas, by name.
+      weight: of a token in the step; None where there are no values.
+      loss: of the step, where this chunk remembers losses.
+      recent: the steps before, likewise.
+      params: where the run has statistics.
     """
     if stage.borrows_table:
         gradients = {layer: gradients[layer] for layer in stage.layers}
     own = sum((jnp.sum(jnp.square(g)) for g in jax.tree.leaves(gradients)), jnp.zeros(()))
-    return jnp.zeros(len(stage.plan.stages)).at[stage.plan.chunks[stage.index][0]].set(own)
+    num_stages = len(stage.plan.stages)
+    totals = jnp.zeros(num_stages + len(stage.shared_names))
+    totals = totals.at[stage.plan.chunks[stage.index][0]].set(own)
+    for name, value_MR in values_MR.items():
+        assert weight is not None, "values need the weight of a token"
+        at = num_stages + stage.shared_names.index(name)
+        is_mean = name in stage.statistic_names
+        own_weight = jnp.asarray(1.0 / (stage.plan.microbatches * stage.num_replicas))
+        totals = totals.at[at].set(total_loss(value_MR, own_weight if is_mean else weight))
+    if params is not None:
+        for name, square in layer_statistics.squares(stage.kinds, gradients, params).items():
+            totals = totals.at[num_stages + stage.shared_names.index(name)].set(square)
+    if recent is not None:
+        assert stage.spike_rule is not None, "this chunk remembers losses"
+        found = loss, *spikes.limits(recent, stage.spike_rule)
+        for name, value in zip(spikes.TOTALS, found, strict=True):
+            totals = totals.at[num_stages + stage.shared_names.index(name)].set(value)
+    return totals
 
 
 def update(
-    stage: Stage, state: StageState, gradients: Tree, square_norms: jax.Array
+    stage: Stage,
+    state: StageState,
+    gradients: Tree,
+    totals: jax.Array,
+    sums_MR: Mapping[str, Sums],
 ) -> tuple[StageState, dict[str, jax.Array]]:
-    """Clips by the global norm and applies the optimizer; changes nothing if it is not finite.
+    """Clips by the global norm and applies the optimizer, unless the step is left out.
 
-    `square_norms` are the squared norms of all stages, in order, so that all stages decide alike.
+    A step whose norm is not finite changes nothing, nor does a spike where the run skips them.
+
+    Args:
+      stage: the chunk.
+      state: of the step before.
+      gradients: in the master layout.
+      totals: the squared norms of all stages, in order, and then the shared numbers: so all stages
+        decide alike.
+      sums_MR: for parameters that do not train and yet change, by layer and name.
     """
-    norm = jnp.sqrt(sum(square_norms[i] for i in range(len(stage.plan.stages))))
-    finite = jnp.isfinite(norm)
+    num_stages = len(stage.plan.stages)
+    square = sum(totals[i] for i in range(num_stages))
+    norm = jnp.sqrt(square)
+    finite = applies = jnp.isfinite(norm)
     scale = jnp.ones(())
     if stage.clip_norm is not None:
         scale = jnp.minimum(1.0, stage.clip_norm / jnp.maximum(norm, 1e-12))
     kernels = ops.Kernels(stage.kernels, stage.mesh)
-    args = gradients, state.opt_state, state.params, scale, finite, kernels
+    shared = {name: totals[num_stages + i] for i, name in enumerate(stage.shared_names)}
+    recent = state.recent
+    if stage.spike_rule is not None:
+        loss, *limits = (shared[name] for name in spikes.TOTALS)
+        is_spike = finite & ((loss > limits[0]) | (square > limits[1]))
+        applies = finite & ~is_spike if stage.spike_rule.skips else finite
+        if recent is not None:
+            recent = spikes.remembering(recent, loss, norm, finite & jnp.isfinite(loss))
+    args = gradients, state.opt_state, state.params, scale, applies, kernels
     metrics = {
         "grad_norm": norm,
-        "learning_rate": stage.optimizer.schedule(state.opt_state.updates),
-        "skipped": ~finite,
+        "learning_rate": stage.optimizer.learning_rate(state.opt_state),
+        "skipped": ~applies,
+        **{name: shared[name] for name in stage.auxiliary_names},
+        **layer_statistics.finished(stage.model, {n: shared[n] for n in stage.statistic_names}),
     }
-    return StageState(*stage.optimizer.apply(*args)), metrics
+    if stage.spike_rule is not None:
+        metrics["spike"] = is_spike
+    apply = (
+        functools.partial(_apply_rounded, stage) if stage.rounds_params else stage.optimizer.apply
+    )
+    fixed = _changed(stage, state.fixed, sums_MR, applies)
+    params, opt_state = apply(*args)
+    average = _averaged(stage, state.average, params, applies, kernels)
+    return StageState(params, opt_state, fixed, average, recent), metrics
+
+
+def _averaged(
+    stage: Stage, old: Average | None, params: Tree, applies: jax.Array, kernels: ops.Kernels
+) -> Average | None:
+    """The average after update n = 0, 1, ... since it began, if the update applies.
+
+    It keeps min(decay, (1 + n) / (10 + n)) of itself, so that the weights with which it began do
+    not weigh long in a short run.
+
+    Args:
+      stage: the chunk.
+      old: the average before.
+      params: after the update.
+      applies: whether the update changes anything.
+      kernels: tells the mesh.
+    """
+    if old is None:
+        return None
+    assert stage.ema_decay is not None, "a stage with an average has its decay"
+    n = old.updates.astype(jnp.float32)
+    keep = jnp.minimum(stage.ema_decay, (1.0 + n) / (10.0 + n))
+
+    def averaged(weights: Tree) -> Tree:
+        return jax.tree.map(lambda mean, x: keep * mean + (1.0 - keep) * x, weights, params)
+
+    weights = ops.changed_if(applies, averaged, old.weights, kernels)
+    return Average(old.updates + applies.astype(jnp.int32), weights)
+
+
+def _apply_rounded(
+    stage: Stage,
+    gradients: Tree,
+    opt_state: State,
+    params: Tree,
+    scale: jax.Array,
+    applies: jax.Array,
+    kernels: ops.Kernels,
+) -> tuple[Tree, State]:
+    """`Optimizer.apply` of parameters in bfloat16, which have no other copy."""
+
+    def update(held: tuple[Tree, State]) -> tuple[Tree, State]:
+        params, opt_state = held
+        args = gradients, opt_state, widened(params), scale, True, kernels
+        new, opt_state = stage.optimizer.apply(*args)
+        return _rounded(new, opt_state.updates), opt_state
+
+    return ops.changed_if(applies, update, (params, opt_state), kernels)
+
+
+def _rounded(params: Tree, update: jax.Array) -> Tree:
+    """Parameters after an update in bfloat16."""
+
+    def rounded(path: tuple, x: jax.Array) -> jax.Array:
+        # Another seed than that of the moments of the same parameter.
+        name = "/".join(("rounded", *(key.key for key in path)))
+        return ops.round_parameter(x, update, zlib.crc32(name.encode()))
+
+    return jax.tree_util.tree_map_with_path(rounded, params)
+
+
+def _changed(stage: Stage, fixed: Tree, sums_MR: Mapping[str, Sums], applies: jax.Array) -> Tree:
+    """The parameters that do not train, after the step's change of those that change."""
+    new = dict(fixed)
+    for layer, kind in stage.kinds.items():
+        if not (own := {parameter.name: parameter for parameter in changing(kind)}):
+            continue
+        old = {name: functools.reduce(getitem, it.path, fixed[layer]) for name, it in own.items()}
+        joined = {
+            name: JOIN[parameter.joined](jnp.stack(sums_MR[f"{layer}/{name}"]), (0, 1))
+            for name, parameter in own.items()
+        }
+        for name, value in load(kind.change)(old, joined).items():
+            kept = jnp.where(applies, value, old[name])
+            new[layer] = _replaced(new[layer], own[name].path, kept)
+    return new
+
+
+def _replaced(tree: Tree, path: Sequence[str], value: jax.Array) -> Tree:
+    """A nested dict with another array at a path."""
+    first, *rest = path
+    return {**tree, first: _replaced(tree[first], rest, value) if rest else value}
 
 
 def reduce_and_update(
-    stage: Stage, state: StageState, gradients: Tree, square_norms: jax.Array
+    stage: Stage, state: StageState, gradients: Tree, *args: Any
 ) -> tuple[StageState, dict[str, jax.Array]]:
     """`update` of a chunk with one replica, from gradients in the layout of the replica."""
-    return update(stage, state, stage.reduce(gradients), square_norms)
+    return update(stage, state, stage.reduce(gradients), *args)
 
 
 def step(
@@ -65,19 +236,29 @@ def step(
 
     `weight` is the weight of a token in the step's loss.
     """
-    replicas = stage.gather(state.params)
+    replicas, fixed = stage.gather(state.params), state.fixed
+    for_losses = weight if stage.has_auxiliary_losses else None
 
-    def add_microbatch(gradients: Tree, batch: Batch) -> tuple[Tree, jax.Array]:
-        losses_R, saved = microbatch.forward(stage, replicas, None, batch)
-        gradients, _ = microbatch.backward(stage, replicas, saved, gradients, weight)
-        return gradients, losses_R
+    def add_microbatch(gradients: Tree, batch: Batch) -> tuple[Tree, tuple[jax.Array, Values]]:
+        losses_R, values_R, saved = microbatch.forward(stage, fixed, replicas, None, batch)
+        gradients, _ = microbatch.backward(
+            stage, fixed, replicas, saved, gradients, weight, for_losses
+        )
+        return gradients, (losses_R, values_R)
 
     if stage.plan.microbatches == 1:
         batch = jax.tree.map(lambda x: x[0], batch_M)
-        gradients, losses_R = add_microbatch(stage.zero_gradients(), batch)
-        losses_MR = losses_R[None]
+        gradients, found = add_microbatch(stage.zero_gradients(), batch)
+        losses_MR, values_MR = jax.tree.map(lambda x: x[None], found)
     else:
-        gradients, losses_MR = jax.lax.scan(add_microbatch, stage.zero_gradients(), batch_M)
+        gradients, (losses_MR, values_MR) = jax.lax.scan(
+            add_microbatch, stage.zero_gradients(), batch_M
+        )
     gradients = stage.reduce(gradients)
-    state, metrics = update(stage, state, gradients, square_norm(stage, gradients))
-    return state, {"loss": total_loss(losses_MR, weight), **metrics}
+    loss = total_loss(losses_MR, weight)
+    by_name = auxiliary(stage, values_MR)
+    measured = state.params if stage.has_statistics else None
+    totals = square_norm(stage, gradients, by_name, weight, loss, state.recent, measured)
+    sums_MR = sums_of_layers(stage, values_MR)
+    state, metrics = update(stage, state, gradients, totals, sums_MR)
+    return state, {"loss": loss, **metrics}

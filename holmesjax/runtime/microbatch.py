@@ -9,21 +9,28 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec as P
 
-from holmesjax.models import ops, transformer
+from holmesjax.layers.kind import Kind, Parameter
+from holmesjax.layers.model_layers import EMBED
+from holmesjax.models import ops
+from holmesjax.models.layer import (
+    CHECKPOINT_POLICIES,
+    Auxiliary,
+    Context,
+    changing,
+    function_of,
+    keys_of,
+    merged,
+)
+from holmesjax.models.transformer import TABLE
 from holmesjax.parallel import sharding
-from holmesjax.plan.plan import EMBED, HEAD, Axis
+from holmesjax.plan.plan import Axis
+from holmesjax.runtime import layer_statistics
 from holmesjax.runtime.stage import Stage, Tree
 
-Batch = dict[str, jax.Array]  # token_BL, target_BL, segment_BL: what the stage needs of them
-
-# `dots` keeps the results of matrix products and of attention, and recomputes the rest.
-CHECKPOINT_POLICIES = {
-    "dots": jax.checkpoint_policies.save_from_both_policies(
-        jax.checkpoint_policies.dots_saveable,
-        jax.checkpoint_policies.save_only_these_names(ops.SAVED),
-    ),
-    "full": jax.checkpoint_policies.nothing_saveable,
-}
+# Sums over the tokens of a microbatch: auxiliary losses and metrics by name, and those for changing
+# parameters by layer and name.
+Values = dict[str, jax.Array]
+Batch = dict[str, jax.Array]  # token_BL, target_BL, segment_BL, or others: what the stage needs
 
 
 @functools.partial(
@@ -59,38 +66,97 @@ class Residuals:
         return jax.tree.unflatten(self.pullback, leaves)
 
 
-def apply(stage: Stage, params: Tree, x_BLD: jax.Array | None, batch: Batch) -> jax.Array:
-    """The layers of this stage on one replica: the boundary x_BLD, or its tokens' loss."""
-    kernels = ops.Kernels(stage.kernels, stage.mesh, stage.compute_dtype)
-    batch = {name: ops.to_parts(array, kernels) for name, array in batch.items()}
+def apply(
+    stage: Stage, params: Tree, fixed: Tree, x_BLD: jax.Array | None, batch: Batch
+) -> tuple[tuple[jax.Array, jax.Array | None], Values]:
+    """The layers of this stage on one replica.
+
+    Args:
+      stage: the chunk.
+      params: of the layers, float32.
+      fixed: what does not train, float32.
+      x_BLD: the boundary that comes in; None on the first stage.
+      batch: what the stage reads of the microbatch.
+
+    Returns:
+      The boundary x_BLD, or its tokens' loss; beside it the auxiliary losses of the layers here,
+      weighted and added up, or None where there are none. Then all auxiliary values by name.
+    """
+    kernels = stage.array_functions
+    sequence_B = batch.get("sequence_B", jnp.zeros(()))
+    of_tokens = {name: array for name, array in batch.items() if name != "sequence_B"}
+    batch = {name: ops.to_parts(array, kernels) for name, array in of_tokens.items()}
     x_BLD = None if x_BLD is None else ops.to_parts(x_BLD, kernels)
     sequences = stage.microbatch_size // stage.num_replicas
     position_L = ops.token_positions(sequences, stage.model.context_length, kernels)
     if kernels.context > 1:
         position_L = _cut_sequences(stage, position_L)
-    segment_BL = batch.get("segment_BL")
-    for layer in stage.layers:
-        run: Callable[..., jax.Array] = functools.partial(
-            transformer.apply, layer, stage.model, kernels=kernels
+    values: Values = {}
+    weighted: jax.Array | None = None
+    functions: dict[Kind, Callable] = {}
+    for layer, kind in stage.kinds.items():
+        own, of_own = _parameters(stage, layer, params, fixed)
+        context = Context(
+            model=stage.model,
+            kind=kind,
+            kernels=kernels,
+            position_L=position_L,
+            token_BL=batch["token_BL"] if kind.place == "first" and kind.reads is None else None,
+            target_BL=batch["target_BL"] if kind.place == "last" and kind.reads is None else None,
+            batch={array.name: batch[array.name] for array in kind.reads or ()},
+            segment_BL=batch.get("segment_BL") if kind.place == "middle" else None,
+            key_Bk=keys_of(stage.seed, layer, sequence_B) if kind.draws else None,
+            trains=sequence_B[0] >= 0 if kind.draws else None,
         )
-        if layer == EMBED:
-            x_BLD = _gathered(stage, run)(params[layer], batch["token_BL"], position_L)
-        elif layer == HEAD:
-            tied = {"token_VD": params[EMBED]["token_VD"]} if stage.model.tied_embeddings else {}
-            head = lambda p, x_BLD, target_BL, run=run: run(
-                p, x_BLD, p.get("token_VD"), target_BL, method="loss"
-            )
-            return _gathered(stage, head)(params[layer] | tied, x_BLD, batch["target_BL"])
-        else:
-            policy = CHECKPOINT_POLICIES.get(stage.plan.activation_checkpointing)
-            run = _gathered(stage, run, policy)
-            x_BLD = run(params[layer], x_BLD, position_L, segment_BL)
-        x_BLD = _cut_sequences(stage, x_BLD)
+        if kind not in functions:
+            functions[kind] = _function(stage, kind, of_own)
+        auxiliary: Auxiliary
+        x_BLD, auxiliary = functions[kind](own, x_BLD, context)
+        for name, weight in kind.losses:
+            loss = weight * auxiliary.losses[name].astype(jnp.float32)
+            weighted = loss if weighted is None else weighted + loss
+        for name, value in {**auxiliary.losses, **auxiliary.metrics}.items():
+            values[name] = values.get(name, 0.0) + value.astype(jnp.float32)
+        for parameter in changing(kind):
+            total = auxiliary.sums[parameter.name].astype(jnp.float32)
+            values[f"{layer}/{parameter.name}"] = total
+        if kind.place != "last" and stage.has_statistics:
+            name = layer_statistics.ACTIVATIONS + kind.name
+            values[name] = values.get(name, 0.0) + layer_statistics.activation_square(x_BLD)
+        if kind.place != "last":
+            x_BLD = _cut_sequences(stage, x_BLD)
     assert x_BLD is not None
-    return ops.from_parts(x_BLD, kernels)
+    return (x_BLD if stage.is_last else ops.from_parts(x_BLD, kernels), weighted), values
 
 
-def _gathered(stage: Stage, run: Callable, policy: Callable[..., bool] | None = None) -> Callable:
+def _parameters(stage: Stage, layer: str, params: Tree, fixed: Tree) -> tuple[Tree, Tree]:
+    """The parameters that a layer reads, and what is stated of them."""
+    own = merged(params[layer], fixed.get(layer, {}))
+    of_own = stage.statements[layer]
+    if TABLE in stage.kinds[layer].borrows:
+        of_embed = merged(params[EMBED], fixed.get(EMBED, {}))
+        own = {**own, TABLE: of_embed["token_VD"]}
+        of_own = {**of_own, TABLE: stage.statements[EMBED]["token_VD"]}
+    return own, of_own
+
+
+def _function(stage: Stage, kind: Kind, statements: Tree) -> Callable:
+    """The function that computes the layers of a kind here.
+
+    JAX traces, differentiates and lowers it once, however many layers call it. XLA puts it in the
+    place of each call, so it compiles what it would compile without.
+    """
+    if kind.place != "middle":
+        return _gathered(stage, statements, function_of(kind), None)
+    policy = CHECKPOINT_POLICIES.get(stage.plan.activation_checkpointing)
+    run = _gathered(stage, statements, function_of(kind), policy)
+    # A backward is divided by its equations: there each layer has its own.
+    return jax.jit(run, inline=stage.plan.order.splits_backward)
+
+
+def _gathered(
+    stage: Stage, statements: Tree, run: Callable, policy: Callable[..., bool] | None
+) -> Callable:
     """`run(params, *args)` for parameters of which each device has a part.
 
     The function gathers the parameters, and gathers them again for its gradient: nothing of their
@@ -103,40 +169,41 @@ def _gathered(stage: Stage, run: Callable, policy: Callable[..., bool] | None = 
         return run
     narrow = functools.partial(jax.tree.map, lambda x: x.astype(stage.compute_dtype))
     widen = functools.partial(jax.tree.map, lambda x: x.astype(jnp.float32))
-    gather = lambda params: widen(_constrain(stage, params, sharding.tensor_spec))
+    constrain = functools.partial(_constrain, stage, statements)
+    gather = lambda params: widen(constrain(params, sharding.tensor_spec))
     shard_spec = functools.partial(sharding.shard_spec, sizes=stage.mesh.shape)
 
     @jax.custom_vjp
-    def gathered(params: Tree, *args: Any) -> jax.Array:
+    def gathered(params: Tree, *args: Any) -> Tree:
         return run(gather(narrow(params)), *args)
 
-    def forward(params: Tree, *args: Any) -> tuple[jax.Array, tuple[Tree, Residuals]]:
+    def forward(params: Tree, *args: Any) -> tuple[Tree, tuple[Tree, Residuals]]:
         whole = gather(narrow(params))
         out, pullback = jax.vjp(run, whole, *args)
         return out, (params, Residuals.of(pullback, whole))
 
-    def backward(residuals: tuple[Tree, Residuals], dy: jax.Array) -> tuple:
+    def backward(residuals: tuple[Tree, Residuals], dy: Tree) -> tuple:
         params, saved = residuals
         # Or XLA could keep what `forward` gathered or computed, where both are in one program.
         # The barrier is around parameters in the compute dtype: XLA copies the arrays behind one.
         again = (narrow(params), saved if policy else (), dy)
         params, again, dy = jax.lax.optimization_barrier(again)
         dparams, *dargs = (again or saved).restore(gather(params))(dy)
-        return _constrain(stage, dparams, shard_spec), *dargs
+        return constrain(dparams, shard_spec), *dargs
 
     gathered.defvjp(forward, backward)
     return gathered
 
 
-def _constrain(stage: Stage, params: Tree, spec: Callable[[str], P]) -> Tree:
+def _constrain(stage: Stage, statements: Tree, params: Tree, spec: Callable[[str], P]) -> Tree:
     if stage.num_parts == 1:
         return params
 
-    def constrain(path: tuple, x: jax.Array) -> jax.Array:
-        where = NamedSharding(stage.mesh, spec(sharding.name_of(path)))
+    def constrain(parameter: Parameter, x: jax.Array) -> jax.Array:
+        where = NamedSharding(stage.mesh, spec(parameter.dims))
         return jax.lax.with_sharding_constraint(x, where)
 
-    return jax.tree_util.tree_map_with_path(constrain, params)
+    return jax.tree.map(constrain, statements, params)
 
 
 def _cut_sequences(stage: Stage, x_BLD: jax.Array) -> jax.Array:
@@ -152,23 +219,25 @@ def _cut_sequences(stage: Stage, x_BLD: jax.Array) -> jax.Array:
 
 
 def on_replicas(stage: Stage, function: Callable) -> Callable:
-    """`function` of what one replica has, on each; it gives no scalars.
+    """`function(shared, *args)` of what one replica has, on each; it gives no scalars.
 
-    Arrays are cut, and results joined, along their first dim; scalars all replicas have.
+    Arrays are cut, and results joined, along their first dim. All replicas have the whole of
+    `shared`, and scalars.
     """
     if stage.num_replicas == 1:
         return function
     data = Axis.DATA.value
 
-    def run(*args: Any) -> Any:
+    def run(shared: Tree, *args: Any) -> Any:
         if stage.mesh.size == stage.num_replicas:
             specs = jax.tree.map(lambda x: P(data) if jnp.ndim(x) else P(), args)
-            return stage.on_shards(function, specs, P(data))(*args)
+            whole = jax.tree.map(lambda _: P(), shared)
+            return stage.on_shards(function, (whole, *specs), P(data))(shared, *args)
         # XLA aborts where it has to cut a lookup over other axes inside of that.
         dims = jax.tree.map(lambda x: 0 if jnp.ndim(x) else None, args)
         by_replica = lambda x: x.reshape(stage.num_replicas, -1, *x.shape[1:]) if jnp.ndim(x) else x
-        mapped = jax.vmap(function, in_axes=dims, spmd_axis_name=data)
-        results = mapped(*jax.tree.map(by_replica, args))
+        mapped = jax.vmap(function, in_axes=(None, *dims), spmd_axis_name=data)
+        results = mapped(shared, *jax.tree.map(by_replica, args))
         return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), results)
 
     return run
@@ -185,64 +254,99 @@ def unstack(stage: Stage, tree: Tree) -> Tree:
 
 
 def forward(
-    stage: Stage, replicas: Tree, x_BLD: jax.Array | None, batch: Batch
-) -> tuple[jax.Array, Residuals]:
-    """One microbatch: the boundary, or the losses of its replicas; what backward needs.
+    stage: Stage, fixed: Tree, replicas: Tree, x_BLD: jax.Array | None, batch: Batch
+) -> tuple[jax.Array, Values, Residuals]:
+    """One microbatch: the boundary, or the losses; auxiliary values; what backward needs.
 
-    A replica's loss is the sum over its tokens that count. The losses are not added over `data`
-    here: replicas would wait for each other in every microbatch.
+    Losses and values are [R]: a replica's loss is the sum over its tokens that count. They are not
+    added over `data` here: replicas would wait for each other in every microbatch.
+
+    Args:
+      stage: the chunk.
+      fixed: what does not train.
+      replicas: the parameters, from `Stage.gather`.
+      x_BLD: the boundary that comes in; None on the first stage.
+      batch: what the stage reads of the microbatch.
     """
-    return on_replicas(stage, functools.partial(_forward, stage))(replicas, x_BLD, batch)
+    if "sequence" in batch:  # the number of the first one: each replica has some of them
+        first, rest = batch["sequence"], {k: x for k, x in batch.items() if k != "sequence"}
+        sequence_B = jnp.where(first < 0, -1, first + jnp.arange(stage.microbatch_size))
+        batch = {**rest, "sequence_B": sequence_B}
+    return on_replicas(stage, functools.partial(_forward, stage))(fixed, replicas, x_BLD, batch)
 
 
 def _forward(
-    stage: Stage, replica: Tree, x_BLD: jax.Array | None, batch: Batch
-) -> tuple[jax.Array, Residuals]:
+    stage: Stage, fixed: Tree, replica: Tree, x_BLD: jax.Array | None, batch: Batch
+) -> tuple[jax.Array, Values, Residuals]:
     """On one replica, [1, ...]."""
-    params = _widened(replica)
+    params, wide = _widened(replica), _wide(fixed)
     if stage.is_first:
-        out, pullback = jax.vjp(lambda p: apply(stage, p, None, batch), params)
+        run = lambda p: apply(stage, p, wide, None, batch)
+        (out, _), pullback, values = jax.vjp(run, params, has_aux=True)
     else:
-        out, pullback = jax.vjp(lambda p, x: apply(stage, p, x, batch), params, x_BLD)
-    saved = stack(stage, Residuals.of(pullback, params))
-    return (out[None] if stage.is_last else out), saved
+        run_on = lambda p, x: apply(stage, p, wide, x, batch)
+        (out, _), pullback, values = jax.vjp(run_on, params, x_BLD, has_aux=True)
+    saved = stack(stage, Residuals.of(pullback, (params, wide)))
+    values = jax.tree.map(lambda x: x[None], values)
+    return (out[None] if stage.is_last else out), values, saved
 
 
 def backward(
-    stage: Stage, replicas: Tree, saved: Residuals, gradients: Tree, dy: jax.Array
+    stage: Stage,
+    fixed: Tree,
+    replicas: Tree,
+    saved: Residuals,
+    gradients: Tree,
+    dy: jax.Array,
+    weight: jax.Array | None,
 ) -> tuple[Tree, jax.Array]:
     """Adds the microbatch's share to the gradients; also the gradient of the stage's input.
 
     Args:
       stage: the chunk.
+      fixed: what does not train, as `forward` read it.
       replicas: the parameters, as `forward` read them.
       saved: the residuals of the same microbatch.
       gradients: the sums so far.
       dy: the gradient of the step's loss with respect to the result of `forward`: dy_BLD. On the
         last stage, the weight of a token: one over the number of tokens that count in the step.
+      weight: of a token, where layers here have auxiliary losses; else None.
 
     Returns:
       The gradients, and dx_BLD. The first stage has no input to differentiate: a zero.
     """
     run = on_replicas(stage, functools.partial(_backward, stage))
-    gradients, dx = run(replicas, saved, gradients, dy)
+    gradients, dx = run(fixed, replicas, saved, gradients, dy, weight)
     return gradients, dx[0] if dx else jnp.zeros(())
 
 
 def _backward(
-    stage: Stage, replica: Tree, saved: Residuals, gradients: Tree, dy: jax.Array
+    stage: Stage,
+    fixed: Tree,
+    replica: Tree,
+    saved: Residuals,
+    gradients: Tree,
+    *cotangents: jax.Array | None,
 ) -> tuple[Tree, list[jax.Array]]:
     """On one replica, [1, ...]; the second result is empty on the first stage."""
-    new, dx = replica_gradients(stage, replica, saved, dy)
+    new, dx = replica_gradients(stage, fixed, replica, saved, *cotangents)
     return accumulate(gradients, new), dx
 
 
 def replica_gradients(
-    stage: Stage, replica: Tree, saved: Residuals, dy: jax.Array
+    stage: Stage, fixed: Tree, replica: Tree, saved: Residuals, *cotangents: jax.Array | None
 ) -> tuple[Tree, list[jax.Array]]:
-    """The microbatch's share, float32, of one replica; the gradient of its input, if any."""
-    params = _widened(replica)
-    new, *dx = unstack(stage, saved).restore(params)(dy)
+    """The microbatch's share, float32, of one replica; the gradient of its input, if any.
+
+    Args:
+      stage: the chunk.
+      fixed: what does not train, as `forward` read it.
+      replica: the parameters, [1, ...].
+      saved: the residuals of the same microbatch.
+      cotangents: `dy` and `weight` of `backward`.
+    """
+    params = _widened(replica), _wide(fixed)
+    new, *dx = unstack(stage, saved).restore(params)(cotangents)
     return new, dx
 
 
@@ -264,16 +368,29 @@ def _widened(replica: Tree) -> Tree:
     return jax.tree.map(lambda x: x[0].astype(jnp.float32), replica)
 
 
+def _wide(fixed: Tree) -> Tree:
+    """What does not train in float32, as the parameters are."""
+    return jax.tree.map(lambda x: x.astype(jnp.float32), fixed)
+
+
 # The first forward of a step may gather, and the last backward reduce, in one program: XLA can then
 # send one layer while it computes another.
 
 
 def first_forward(
-    stage: Stage, params: Tree, x_BLD: jax.Array | None, batch: Batch
-) -> tuple[Tree, jax.Array, Residuals]:
-    """`gather` and `forward`: the replicas, and what `forward` returns."""
+    stage: Stage, fixed: Tree, params: Tree, x_BLD: jax.Array | None, batch: Batch
+) -> tuple[Tree, jax.Array, Values, Residuals]:
+    """`gather` and `forward`: the replicas, and what `forward` returns.
+
+    Args:
+      stage: the chunk.
+      fixed: what does not train.
+      params: masters.
+      x_BLD: the boundary that comes in; None on the first stage.
+      batch: what the stage reads of the microbatch.
+    """
     replicas = stage.gather(params)
-    return replicas, *forward(stage, replicas, x_BLD, batch)
+    return replicas, *forward(stage, fixed, replicas, x_BLD, batch)
 
 
 def reducing(stage: Stage, backward: Callable[..., tuple]) -> Callable[..., tuple]:

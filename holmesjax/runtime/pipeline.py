@@ -12,25 +12,35 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec as P
 
+from holmesjax.layers.model_layers import EMBED
 from holmesjax.parallel import sharding
-from holmesjax.plan.pipeline_schedules import Task
-from holmesjax.plan.plan import EMBED, Plan
-from holmesjax.runtime.microbatch import Batch, Residuals
+from holmesjax.plan.plan import Plan
+from holmesjax.runtime.end_of_step import auxiliary, sums_of_layers
+from holmesjax.runtime.microbatch import Batch, Residuals, Values
 from holmesjax.runtime.prefetch import Inputs, Placer
-from holmesjax.runtime.programs import Programs, boundary_shape, compile_stages, compile_whole_step
+from holmesjax.runtime.programs import (
+    Programs,
+    boundary_shape,
+    compile_stages,
+    compile_whole_step,
+    totals_shape,
+)
 from holmesjax.runtime.stage import Stage, StageState, Tree
 from holmesjax.runtime.timeline import Timeline
+from holmesjax.schedules.tasks import Task
 from holmesjax.transport.crossings import Crossing, Key
 from holmesjax.transport.local import LocalTransport, Transport
 
-# Scalars: loss, where the last stage is here; grad_norm, learning_rate, skipped; and square_norms,
-# a number for each stage.
+# Scalars: loss, where the last stage is here; grad_norm, learning_rate, skipped; the auxiliary
+# losses and metrics of layers, by name; spike, where the run looks for them; and square_norms, a
+# number for each stage.
 Metrics = dict[str, Any]
 
 
@@ -60,10 +70,12 @@ class _Flight:
     """The arrays that one chunk holds in the middle of a step."""
 
     params: Tree  # masters
+    fixed: Tree
     gradients: Tree | None  # None: no backward follows, as in a validation
     left: int  # tasks that will add to the gradients: B, or W where backwards are split
     replicas: Tree = None  # once `gather` has been called
     has_begun: bool = False  # whether a forward has been dispatched
+    values: dict[int, Values] = field(default_factory=dict)  # by microbatch
     saved: dict[int, Residuals] = field(default_factory=dict)
     passed: dict[int, tuple] = field(default_factory=dict)  # between B and W
 
@@ -73,8 +85,8 @@ def crossings(stage: Stage) -> tuple[Crossing, ...]:
 
     Chunk v gives "F<v>" forward and "B<v>" back; with tied embeddings, the first and the last chunk
     give each other "table<v>". Stage s gives the next stage "norms to <s>": the squared norms of
-    the gradients of stages 0 to s. It gives the stage before "norms from <s>": the squared norms of
-    stage s to the last.
+    the gradients of stages 0 to s, with their auxiliary values. It gives the stage before "norms
+    from <s>": the same of stage s to the last.
     """
     plan, last = stage.plan, len(stage.plan.chunks) - 1
     homes = [home for home, _ in plan.chunks]
@@ -110,7 +122,7 @@ def crossings(stage: Stage) -> tuple[Crossing, ...]:
         for name, a, b in ((f"F{v}", v, v + 1), (f"B{v + 1}", v + 1, v)):
             ends, dtype = (homes[a], homes[b]), str(boundary.dtype)
             add(name, *ends, boundary.shape, dtype, sharding.batch_spec)
-    if stage.model.tied_embeddings and last > 0:
+    if stage.model.sums_table and last > 0:
         shape = (stage.model.vocab_size, stage.model.width)
         for a, b in ((0, last), (last, 0)):
             ends = homes[a], homes[b]
@@ -118,7 +130,7 @@ def crossings(stage: Stage) -> tuple[Crossing, ...]:
     replicated = lambda sizes: P()
     for s in range(len(plan.stages) - 1):
         for name, a, b in ((_below(s), s, s + 1), (_above(s + 1), s + 1, s)):
-            add(name, a, b, (len(plan.stages),), "float32", replicated, is_whole=True)
+            add(name, a, b, totals_shape(stage).shape, "float32", replicated, is_whole=True)
     return tuple(found)
 
 
@@ -131,7 +143,7 @@ def _above(s: int) -> str:
 
 
 def _table_spec(shape: tuple[int, ...], sizes: sharding.Sizes) -> P:
-    return sharding.master_spec("token_VD", shape, sizes)
+    return sharding.master_spec("VD", shape, sizes)
 
 
 def local_targets(stages: Sequence[Stage]) -> dict[str, tuple[NamedSharding, str | None]]:
@@ -179,7 +191,7 @@ class Pipeline:
         self._tasks = plan.tasks()
         self._forwards = [tuple(t for t in tasks if t.kind == "F") for tasks in self._tasks]
         stage = programs[0].stage
-        self._is_tied = stage.model.tied_embeddings and self._last > 0
+        self._is_tied = stage.model.sums_table and self._last > 0
         self._links = {crossing.name: crossing.link for crossing in crossings(stage)}
         self._round = 0  # counts train steps and validation batches: part of each key
 
@@ -195,17 +207,20 @@ class Pipeline:
         meanwhile: Meanwhile = BUSY,
     ) -> tuple[list[StageState], Metrics]:
         """One optimizer step on the global batch; the old states are donated."""
-        flights = self._take_off(states)
-        weight = self._put_weight(1.0 / max(inputs.num_targets, 1))
+        count = len(next(iter(inputs.microbatches.values())))
+        flights = self._take_off(states, count)
+        weights = self._put_weight(1.0 / max(inputs.num_targets, 1))
         idle = _Once(meanwhile.idle)
-        losses = self._run(self._tasks, flights, inputs, weight, timeline, meanwhile.nearly, idle)
-        done = self._finish(states, flights, self._total(losses, weight), timeline, idle)
+        tasks = self._tasks_of(count)
+        losses = self._run(tasks, flights, inputs, weights, timeline, meanwhile.nearly, idle)
+        loss = self._total(self._filled(losses), weights)
+        done = self._finish(states, flights, weights, loss, timeline, idle)
         idle()
         return done
 
     def evaluate(self, states: Sequence[StageState], inputs: Inputs) -> jax.Array | None:
         """Sum of the losses of a batch's tokens, where the last stage is here; changes nothing."""
-        flights = self._take_off(states, gradients=False)
+        flights = self._take_off(states, self._plan.microbatches, gradients=False)
         losses = self._run(self._forwards, flights, inputs)
         return self._total(losses, self._put_weight(1.0))
 
@@ -215,12 +230,34 @@ class Pipeline:
     def close(self) -> None:
         self._transport.close()
 
-    def _take_off(self, states: Sequence[StageState], gradients: bool = True) -> dict[int, _Flight]:
+    def _by_name(self, flight: _Flight) -> dict[str, tuple[jax.Array, ...]]:
+        """The values of all microbatches, in their order."""
+        in_order = [flight.values[m] for m in sorted(flight.values)]
+        return {name: self._filled(tuple(own[name] for own in in_order)) for name in in_order[0]}
+
+    def _tasks_of(self, count: int) -> tuple[tuple[Task, ...], ...]:
+        """The tasks of a step with so many microbatches."""
+        return self._tasks if count == self._plan.microbatches else self._plan.tasks(count)
+
+    def _filled(self, of_microbatch: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        """With zeros for the microbatches that a small batch has not, as programs expect them."""
+        missing = self._plan.microbatches - len(of_microbatch)
+        if not missing or not of_microbatch:
+            return of_microbatch
+        like = of_microbatch[0]
+        zeros = np.zeros(like.shape, like.dtype)
+        fill = jax.make_array_from_callback(like.shape, like.sharding, lambda index: zeros[index])
+        return of_microbatch + (fill,) * missing
+
+    def _take_off(
+        self, states: Sequence[StageState], count: int, gradients: bool = True
+    ) -> dict[int, _Flight]:
         flights = {
             v: _Flight(
                 params=state.params,
+                fixed=state.fixed,
                 gradients=programs["zero_gradients"]() if gradients else None,
-                left=self._plan.microbatches,
+                left=count,
             )
             for (v, programs), state in zip(self._programs.items(), states, strict=True)
         }
@@ -242,7 +279,7 @@ class Pipeline:
         tasks: Sequence[Sequence[Task]],
         flights: Mapping[int, _Flight],
         inputs: Inputs,
-        weight: jax.Array | None = None,
+        weights: Mapping[int, jax.Array] = MappingProxyType({}),
         timeline: Timeline | None = None,
         nearly: Callable[[], None] = _nothing,
         idle: Callable[[], None] = _nothing,
@@ -267,7 +304,7 @@ class Pipeline:
                     losses[m] = out
                 num_forwards -= 1
             elif task.kind == "B":
-                arrived, out = self._backward(s, task, flights[v], weight)
+                arrived, out = self._backward(s, task, flights[v], weights.get(v))
             else:
                 out = self._weight_gradient(v, m, flights[v])
             if timeline is not None:
@@ -338,9 +375,10 @@ class Pipeline:
         v, key = self._chunk(s, task), self._input(s, task)
         x_BLD = self._transport.fetch(key) if key else None
         self._gather(v, flight)
-        flight.replicas, out, saved = self._programs[v].forward(
-            flight.replicas, x_BLD, batch, is_first=not flight.has_begun
+        flight.replicas, out, values, saved = self._programs[v].forward(
+            flight.fixed, flight.replicas, x_BLD, batch, is_first=not flight.has_begun
         )
+        flight.values[task.microbatch] = values
         flight.has_begun = True
         if flight.gradients is not None:  # a backward will follow
             flight.saved[task.microbatch] = saved
@@ -355,12 +393,14 @@ class Pipeline:
         v, m, key = self._chunk(s, task), task.microbatch, self._input(s, task)
         programs, saved = self._programs[v], flight.saved.pop(m)
         dy = self._transport.fetch(key) if key else weight
+        cotangents = dy, weight if programs.stage.has_auxiliary_losses else None
+        held = flight.fixed, flight.replicas, saved
         if programs.is_split:
-            dx, passed = programs["input_gradient"](flight.replicas, saved, dy)
-            flight.passed[m] = programs.kept(flight.replicas, saved, dy), passed
+            dx, passed = programs["input_gradient"](*held, *cotangents)
+            flight.passed[m] = programs.kept(*held, *cotangents), passed
         else:
             flight.left -= 1
-            args = flight.replicas, saved, flight.gradients, dy
+            args = *held, flight.gradients, *cotangents
             flight.gradients, dx = programs.add_gradients(
                 "backward", *args, is_last=not flight.left
             )
@@ -390,6 +430,7 @@ class Pipeline:
         self,
         states: Sequence[StageState],
         flights: Mapping[int, _Flight],
+        weights: Mapping[int, jax.Array],
         loss: jax.Array | None,
         timeline: Timeline,
         idle: Callable[[], None],
@@ -398,19 +439,27 @@ class Pipeline:
         if self._is_tied:
             self._add_tied_gradients(reduced)
         own: dict[int, jax.Array] = {}
-        for v, programs in self._programs.items():
-            s, norm = self._plan.chunks[v][0], programs["square_norm"](reduced[v])
+        for (v, programs), state in zip(self._programs.items(), states, strict=True):
+            s = self._plan.chunks[v][0]
+            values_MR = auxiliary(programs.stage, self._by_name(flights[v]))
+            weight = weights[v] if values_MR else None
+            watched = None if state.recent is None else loss, state.recent
+            measured = state.params if programs.stage.has_statistics else None
+            args = reduced[v], values_MR, weight, *watched, measured
+            norm = programs["square_norm"](*args)
             own[s] = own[s] + norm if s in own else norm
         norms = self._share_norms(own, idle)
         new_states, metrics = [], {}
         for (v, programs), state in zip(self._programs.items(), states, strict=True):
             s = self._plan.chunks[v][0]
-            state, metrics = programs["update"](state, reduced[v], norms[s])
+            sums_MR = sums_of_layers(programs.stage, self._by_name(flights[v]))
+            state, metrics = programs["update"](state, reduced[v], norms[s], sums_MR)
             timeline.watch(s, "U", None, None, metrics["grad_norm"])
             new_states.append(state)
         if loss is not None:
             metrics["loss"] = loss
-        return new_states, {"square_norms": norms[self._here[0]], **metrics}
+        square_norms = norms[self._here[0]][: len(self._plan.stages)]
+        return new_states, {"square_norms": square_norms, **metrics}
 
     def _share_norms(
         self, own: Mapping[int, jax.Array], idle: Callable[[], None]
@@ -448,19 +497,20 @@ class Pipeline:
         """Sends the norms of a stage and all beyond it: with `_above` back, else on."""
         self._transport.offer(Key(name(s), self._round, 0), norms)
 
-    def _put_weight(self, weight: float) -> jax.Array | None:
-        """The weight of a token in the loss, where the last stage is here."""
-        if self._last not in self._programs:
-            return None
-        where = sharding.replicated(self._programs[self._last].stage.mesh)
-        return sharding.put(np.float32(weight), where)
+    def _put_weight(self, weight: float) -> dict[int, jax.Array]:
+        """The weight of a token in the loss, for the chunks here that have losses or values."""
+        return {
+            v: sharding.put(np.float32(weight), sharding.replicated(programs.stage.mesh))
+            for v, programs in self._programs.items()
+            if v == self._last or programs.stage.has_auxiliary
+        }
 
     def _total(
-        self, losses_MR: tuple[jax.Array, ...], weight: jax.Array | None
+        self, losses_MR: tuple[jax.Array, ...], weights: Mapping[int, jax.Array]
     ) -> jax.Array | None:
-        if weight is None:
+        if self._last not in self._programs:
             return None
-        total: jax.Array = self._programs[self._last]["total_loss"](losses_MR, weight)
+        total: jax.Array = self._programs[self._last]["total_loss"](losses_MR, weights[self._last])
         return total
 
     def _add_tied_gradients(self, reduced: dict[int, Tree]) -> None:
@@ -523,7 +573,7 @@ class OneStage:
         programs, stage = self._programs, self._programs.stage
         replicas = programs.gather(states[0].params)
         losses_MR = tuple(
-            programs["forward"](replicas, None, batch)[0]
+            programs["forward"](states[0].fixed, replicas, None, batch)[0]
             for batch in inputs.microbatches[stage.index]
         )
         one = sharding.put(np.float32(1.0), sharding.replicated(stage.mesh))
@@ -535,14 +585,17 @@ class OneStage:
 
 
 def make_runner(
-    plan: Plan, stages: Sequence[Stage], *, evaluates: bool = True
+    plan: Plan, stages: Sequence[Stage], *, evaluates: bool = True, ramps: bool = False
 ) -> Pipeline | OneStage:
     """Compiles the chunks of a plan, all of them in this process.
 
     Args:
+      plan: of the run.
+      stages: all chunks.
       evaluates: whether the run has validations.
+      ramps: whether some steps have fewer microbatches: a step is then no program of its own.
     """
-    if len(stages) == 1:
+    if len(stages) == 1 and not ramps:
         return OneStage(compile_whole_step(stages[0], evaluates=evaluates))
     return in_one_process(plan, compile_stages(stages))
 

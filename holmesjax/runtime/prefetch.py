@@ -18,6 +18,7 @@ import numpy as np
 
 from holmesjax.data.batches import Batches, model_inputs
 from holmesjax.errors import DataError
+from holmesjax.parallel import sharding
 from holmesjax.plan.plan import Plan
 from holmesjax.runtime.microbatch import Batch
 from holmesjax.runtime.programs import batch_shapes
@@ -31,6 +32,8 @@ class Inputs:
     """The parts of one global batch that the chunks of this process read."""
 
     num_targets: int  # tokens of the whole batch that count in its loss
+    # Beside the arrays of a batch stands `sequence`, where layers draw: the number of its first
+    # sequence in the run, or -1 in a validation.
     # By each chunk's place in the model. Where a training step is one program, all of its
     # microbatches are one batch, [M, B, L].
     microbatches: Mapping[int, Sequence[Batch]]
@@ -56,21 +59,31 @@ class Placer:
                 for rows, *_ in x.sharding.addressable_devices_indices_map(x.shape).values():
                     held.update(range(microbatch)[rows])
         self._held_N = np.array(sorted(held), int)
-        starts_M = np.arange(plan.microbatches) * microbatch
-        self.row_MN = starts_M[:, None] + self._held_N  # in the global batch
+        self._microbatch_size = microbatch
+        self._start_M = np.arange(plan.microbatches, dtype=np.int32) * microbatch
+        self.row_MN = self._start_M[:, None] + self._held_N  # in the global batch
 
     def place(
-        self, host: Mapping[str, np.ndarray], num_targets: int, *, trains: bool = True
+        self,
+        host: Mapping[str, np.ndarray],
+        num_targets: int,
+        *,
+        trains: bool = True,
+        first_sequence: int = 0,
+        num_microbatches: int | None = None,
     ) -> Inputs:
-        """A batch on the devices.
+        """A batch on the devices, which has some of the first microbatches or all of them.
 
         Args:
-          host: what `names` names, of the rows `row_MN`; each [M * N, L].
+          host: what `names` names, of the rows `row_MN` of its microbatches; each [M * N, ...].
           num_targets: of the whole batch.
           trains: whether it is for a training step, and not for a validation.
+          first_sequence: of a training step: how many sequences the run had before.
+          num_microbatches: of this batch; None: all.
         """
-        shape = (*self.row_MN.shape, -1)
-        host_MNL = {name: host[name].reshape(shape) for name in self.names}
+        num_microbatches = num_microbatches or self._num_microbatches
+        shape = num_microbatches, len(self._held_N)
+        host_MN = {name: host[name].reshape(*shape, *host[name].shape[1:]) for name in self.names}
         of_mesh: dict[Any, list[jax.Array]] = {}  # what several chunks of a stage read is put once
         placed: dict[int, list[Batch]] = {}
         for stage in self._stages:
@@ -78,37 +91,53 @@ class Placer:
             shapes = batch_shapes(stage, self._num_microbatches if is_stacked else None)
             for name, x in shapes.items():
                 if (stage.mesh, name) not in of_mesh:
-                    parts = host_MNL[name][None] if is_stacked else host_MNL[name]
-                    of_mesh[stage.mesh, name] = [self._put(part, x) for part in parts]
-            num_parts = 1 if is_stacked else self._num_microbatches
+                    parts = host_MN[name][None] if is_stacked else host_MN[name]
+                    of_mesh[stage.mesh, name] = [
+                        self._put(part, x, num_leading=int(is_stacked)) for part in parts
+                    ]
+            num_parts = 1 if is_stacked else num_microbatches
             placed[stage.index] = [
                 {name: of_mesh[stage.mesh, name][m] for name in shapes} for m in range(num_parts)
             ]
+            if stage.draws:
+                start_M = self._start_M[:num_microbatches]
+                first_M = first_sequence + start_M if trains else -np.ones_like(start_M)
+                for m, batch in enumerate(placed[stage.index]):
+                    own = first_M if is_stacked else first_M[m]
+                    batch["sequence"] = sharding.put(own, sharding.replicated(stage.mesh))
         return Inputs(num_targets=num_targets, microbatches=placed)
 
-    def place_all(self, host: Mapping[str, np.ndarray], *, trains: bool = True) -> Inputs:
+    def place_all(
+        self, host: Mapping[str, np.ndarray], *, trains: bool = True, first_sequence: int = 0
+    ) -> Inputs:
         """The same for arrays that have all rows of the batch, [M * B, L]."""
         rows = self.row_MN.ravel()
         num_targets = int(np.count_nonzero(host["target_BL"] >= 0))
         own = {name: host[name][rows] for name in self.names}
-        return self.place(own, num_targets, trains=trains)
+        return self.place(own, num_targets, trains=trains, first_sequence=first_sequence)
 
-    def _put(self, host: np.ndarray, x: jax.ShapeDtypeStruct) -> jax.Array:
+    def count(self, global_batch: int) -> int:
+        """The microbatches of a batch of so many sequences."""
+        return global_batch // self._microbatch_size
+
+    def _put(self, host: np.ndarray, x: jax.ShapeDtypeStruct, num_leading: int) -> jax.Array:
         def part(index: tuple[slice, ...] | None) -> np.ndarray:
             assert index is not None
-            *lead, rows, columns = index
-            first, last = range(x.shape[-2])[rows][0], range(x.shape[-2])[rows][-1]
-            start, stop = np.searchsorted(self._held_N, (first, last))
-            return host[(*lead, slice(start, stop + 1), columns)]
+            rows = range(x.shape[num_leading])[index[num_leading]]
+            start, stop = np.searchsorted(self._held_N, (rows[0], rows[-1]))
+            after = index[num_leading + 1 :]
+            return host[(*index[:num_leading], slice(start, stop + 1), *after)]
 
+        host = host.astype(x.dtype, copy=False)
         return jax.make_array_from_callback(x.shape, x.sharding, part)
 
 
 @dataclass(frozen=True)
 class Step:
-    """The batch of a training step before which that many sequences were consumed."""
+    """The batch of a training step, and the sequences that were consumed before it."""
 
     first_sequence: int
+    global_batch: int
 
 
 @dataclass(frozen=True)
@@ -169,12 +198,17 @@ class Feed:
             self._ahead.append(self._pool.submit(self._make, what))
 
     def _make(self, what: Step | Validation) -> Inputs:
-        rows = self._placer.row_MN.ravel()
-        trains = isinstance(what, Step)
-        if isinstance(what, Step):
-            tokens = self._batches.train(what.first_sequence, rows)
-        else:
-            tokens = self._batches.validation(what.index, rows)
-        host = model_inputs(tokens, self._placer.names)
-        num_targets = self._batches.global_batch * self._batches.length  # in a corpus all count
-        return self._placer.place(host, num_targets, trains=trains)
+        row_MN = self._placer.row_MN
+        if isinstance(what, Validation):
+            own = self._batches.validation(what.index, row_MN.ravel())
+            host = model_inputs(own, self._placer.names)
+            return self._placer.place(host, own.num_targets, trains=False)
+        count = self._placer.count(what.global_batch)
+        batches = self._batches.of_size(what.global_batch)
+        own = batches.train(what.first_sequence, row_MN[:count].ravel())
+        return self._placer.place(
+            model_inputs(own, self._placer.names),
+            own.num_targets,
+            first_sequence=what.first_sequence,
+            num_microbatches=count,
+        )

@@ -19,9 +19,11 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import jax
-from jax._src import compilation_cache
+import numpy as np
+from jax._src import cache_key, compilation_cache
 from jax._src.compilation_cache_interface import CacheInterface
 
 from holmesjax.config import AUTO
@@ -45,6 +47,7 @@ def use(setting: str | None, env: Mapping[str, str], say: Callable[[str], None])
     if setting == AUTO and env.get("JAX_COMPILATION_CACHE_DIR"):
         return
     path = None if setting is None else _open(setting, env, say)
+    cache_key._hash_accelerator_config = _hash_accelerators
     compilation_cache.reset_cache()
     compilation_cache.get_file_cache = lambda path: (Store(Path(path)), path)
     jax.config.update("jax_compilation_cache_dir", path and str(path))
@@ -89,6 +92,21 @@ def folder_of(setting: str, env: Mapping[str, str]) -> Path:
     home = env.get("XDG_CACHE_HOME", "")
     base = Path(home) if home.startswith("/") else Path("~/.cache").expanduser()
     return base / "holmesjax" / "programs"
+
+
+def _hash_accelerators(hash_obj: Any, accelerators: np.ndarray) -> None:
+    """Adds the devices of a program to its key, the same in each process of a domain.
+
+    XLA:CPU's fingerprint of them differs from process to process. Only the first process writes, so
+    the others would compile all programs again at every start.
+    """
+    if accelerators.flat[0].platform == "cpu":
+        cache_key._hash_devices(hash_obj, accelerators)
+    else:
+        _hash_fingerprint(hash_obj, accelerators)
+
+
+_hash_fingerprint = cache_key._hash_accelerator_config
 
 
 def _machine() -> str:

@@ -17,12 +17,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from holmesjax.layers.kind import Parameter
+from holmesjax.models.layer import changing
+from holmesjax.optimizers.optimizer import map_layers
 from holmesjax.parallel import sharding
 from holmesjax.plan.plan import Axis
-from holmesjax.runtime import end_of_step, microbatch
-from holmesjax.runtime.microbatch import Batch, Residuals
+from holmesjax.runtime import end_of_step, layer_statistics, microbatch
+from holmesjax.runtime.end_of_step import auxiliary, sums_of_layers
+from holmesjax.runtime.microbatch import Batch, Residuals, Values
 from holmesjax.runtime.split_backward import SplitBackward, split_backward
 from holmesjax.runtime.stage import Stage, StageState, Tree
+from holmesjax.runtime.weight_copies import refuse_weight_copies
 
 Compiled = Any  # a compiled program: to be called
 MAX_THREADS = 8  # that compile: each program has its temporaries in the host's memory
@@ -43,19 +48,25 @@ class Programs:
     `table` has the programs that the plan runs, and no others:
 
         gather            sends    params -> replicas
-        forward                    replicas, x, batch -> out, residuals
-        forward           sends    params, x, batch -> replicas, out, residuals
+        forward                    fixed, replicas, x, batch -> out, values, residuals
+        forward           sends    fixed, params, x, batch -> replicas, out, values, residuals
         zero_gradients             -> gradients
-        backward                   replicas, residuals, gradients, dy -> gradients, dx
+        backward                   fixed, replicas, residuals, gradients, dy, weight
+                                       -> gradients, dx
         backward          sends    the same -> reduced gradients, dx
-        input_gradient             replicas, residuals, dy -> dx, passed
+        input_gradient             fixed, replicas, residuals, dy, weight -> dx, passed
         weight_gradient            gradients, kept, passed -> gradients, a zero
         weight_gradient   sends    the same -> reduced gradients, a zero
         reduce            sends    gradients -> reduced gradients
-        square_norm                reduced gradients -> a number for each stage
-        update                     state, reduced gradients, norms -> state, metrics
+        square_norm                reduced gradients, values of all microbatches, weight, loss and
+                                       recent steps, where the chunk remembers them, params, where
+                                       there are statistics -> totals
+        update                     state, reduced gradients, totals, sums -> state, metrics
         total_loss                 losses of all microbatches, weight -> loss; on the last chunk
         step              sends    state, batches, weight -> state, metrics; of a plan's only chunk
+
+    A weight is None where there are no auxiliary losses, or no values, to be weighted. Totals are a
+    number for each stage, and one for each shared number. Sums are those for changing parameters.
 
     A chunk whose first forward sends has no `gather`, and a chunk whose last backward or weight
     gradient sends has no `reduce`. With a single microbatch the first and the last are the only
@@ -68,7 +79,7 @@ class Programs:
     stage: Stage
     table: Mapping[ProgramKey, Compiled]
     # The arguments of `input_gradient` that `weight_gradient` reads.
-    kept: Callable[..., list[jax.Array]] = lambda *args: []
+    kept: Callable[..., tuple] = lambda *args: ()
 
     @property
     def is_split(self) -> bool:
@@ -86,23 +97,31 @@ class Programs:
         return params if gather is None else gather(params)
 
     def forward(
-        self, replicas: Tree, x_BLD: jax.Array | None, batch: Batch, *, is_first: bool
-    ) -> tuple[Tree, jax.Array, Residuals]:
+        self,
+        fixed: Tree,
+        replicas: Tree,
+        x_BLD: jax.Array | None,
+        batch: Batch,
+        *,
+        is_first: bool,
+    ) -> tuple[Tree, jax.Array, Values, Residuals]:
         """A microbatch.
 
         Args:
+          fixed: what does not train.
           replicas: from `gather`, or from the forward before.
           x_BLD: the boundary that comes in; None on the first chunk.
           batch: what the chunk reads of the microbatch.
           is_first: whether it is the first forward since `gather`.
 
         Returns:
-          The replicas; the boundary, or the losses; and the residuals.
+          The replicas; the boundary, or the losses; auxiliary values; and the residuals.
         """
+        args = fixed, replicas, x_BLD, batch
         if is_first and (gathering := self.table.get(ProgramKey("forward", True))) is not None:
-            found: tuple[Tree, jax.Array, Residuals] = gathering(replicas, x_BLD, batch)
+            found: tuple[Tree, jax.Array, Values, Residuals] = gathering(*args)
             return found
-        return replicas, *self.table[ProgramKey("forward", False)](replicas, x_BLD, batch)
+        return replicas, *self.table[ProgramKey("forward", False)](*args)
 
     def add_gradients(self, function: str, *args: Any, is_last: bool) -> tuple[Tree, Any]:
         """Runs `backward` or `weight_gradient`; the last one of a step may reduce.
@@ -169,11 +188,13 @@ def compile_stages(
 def _form(stage: Stage) -> Any:
     """Equal for chunks whose programs are the same but for the names of their layers.
 
-    Moments in fewer bits are rounded by noise whose seeds are names, so their programs differ.
+    An optimizer may read these names; then programs differ.
     """
-    if stage.is_first or stage.is_last or stage.optimizer.config.moments != "float32":
+    has_fixed = bool(jax.tree.leaves(fixed_shapes(stage)))
+    is_own = stage.is_first or stage.is_last or has_fixed or stage.draws
+    if is_own or stage.optimizer.reads_names or stage.rounds_params:
         return stage.index
-    return stage.mesh, len(stage.layers)
+    return stage.mesh, tuple(stage.kinds.values())
 
 
 def _renamed(programs: Programs, stage: Stage) -> Programs:
@@ -203,9 +224,9 @@ def _renamed(programs: Programs, stage: Stage) -> Programs:
 
 def _with_layers(state: StageState, names: dict[str, str]) -> StageState:
     rename = lambda tree: {names[layer]: part for layer, part in tree.items()}
-    opt_state = state.opt_state
-    opt_state = opt_state._replace(mu=rename(opt_state.mu), nu=rename(opt_state.nu))
-    return StageState(rename(state.params), opt_state)
+    opt_state = map_layers(rename, state.opt_state)
+    average = state.average and state.average._replace(weights=rename(state.average.weights))
+    return StageState(rename(state.params), opt_state, state.fixed, average, state.recent)
 
 
 def compile_stage(stage: Stage, compiler: Compiler) -> Programs:
@@ -214,6 +235,8 @@ def compile_stage(stage: Stage, compiler: Compiler) -> Programs:
     boundary, scalar = boundary_shape(stage), scalar_shape(stage)
     x_BLD = None if stage.is_first else boundary
     dy, dx = scalar if stage.is_last else boundary, scalar if stage.is_first else boundary
+    cotangents = dy, scalar if stage.has_auxiliary_losses else None
+    fixed = fixed_shapes(stage)
     submit = partial(_submit, compiler)
     found: dict[ProgramKey, Future[Compiled]] = {}
     forward: _Forward | None = None
@@ -221,17 +244,22 @@ def compile_stage(stage: Stage, compiler: Compiler) -> Programs:
         forward = _Forward(stage, replicas, x_BLD, compiler)
     if not sends_within(stage):
         found[ProgramKey("gather", True)] = submit(stage.gather, state.params, out=replicas)
-    reduced, update = state.params, partial(end_of_step.update, stage)
+    reduced, update = stage.reduced_shapes, partial(end_of_step.update, stage)
     if stage.num_replicas == 1 and not stage.shares_table:
         reduced = gradients
         update = partial(end_of_step.reduce_and_update, stage)
     elif not last_reduces(stage):
         found[ProgramKey("reduce", True)] = submit(stage.reduce, gradients, out=reduced)
     found[ProgramKey("zero_gradients", False)] = submit(stage.zero_gradients, out=gradients)
-    norms, square_norm = norms_shape(stage), partial(end_of_step.square_norm, stage)
-    found[ProgramKey("square_norm", False)] = submit(square_norm, reduced, out=norms)
-    out = (state, scalar)
-    found[ProgramKey("update", False)] = submit(update, state, reduced, norms, out=out, donate=(0,))
+    totals, square_norm = totals_shape(stage), partial(end_of_step.square_norm, stage)
+    values = {name: (x,) * stage.plan.microbatches for name, x in values_shapes(stage).items()}
+    by_name, sums = auxiliary(stage, values), sums_of_layers(stage, values)
+    watched = scalar if stage.remembers else None, state.recent
+    measured = state.params if stage.has_statistics else None
+    counted = reduced, by_name, scalar if by_name else None, *watched, measured
+    found[ProgramKey("square_norm", False)] = submit(square_norm, *counted, out=totals)
+    args, out = (state, reduced, totals, sums), (state, scalar)
+    found[ProgramKey("update", False)] = submit(update, *args, out=out, donate=(0,))
     if stage.is_last:
         found[ProgramKey("total_loss", False)] = submit_total_loss(stage, compiler)
     forwards: dict[ProgramKey, _Forward | _FirstForward] = {}
@@ -241,23 +269,23 @@ def compile_stage(stage: Stage, compiler: Compiler) -> Programs:
     if forward is not None:
         forwards[ProgramKey("forward", False)] = forward
     residuals = next(iter(forwards.values())).residuals
-    kept: Callable[..., list[jax.Array]] = lambda *args: []
+    kept: Callable[..., tuple] = lambda *args: ()
+    held = fixed, replicas, residuals
     if is_split(stage):
-        kept, halves = _compile_split(stage, compiler, replicas, residuals, gradients, dy)
+        kept, halves = _compile_split(stage, compiler, gradients, *held, *cotangents)
         found |= halves
     else:
-        args = (replicas, residuals, gradients, dy)
         backward = partial(microbatch.backward, stage)
-        found |= _submit_sums(
-            stage, compiler, "backward", backward, *args, out=(gradients, dx), donate=2
-        )
+        taken, given = (*held, gradients, *cotangents), (gradients, dx)
+        found |= _submit_sums(stage, compiler, "backward", backward, *taken, out=given, donate=3)
     table = {key: made.program for key, made in forwards.items()}
     table |= {key: program.result() for key, program in found.items()}
     return Programs(stage=stage, table=table, kept=kept)
 
 
 def is_split(stage: Stage) -> bool:
-    return stage.plan.schedule == "zero_bubble"
+    """Whether gradients of weights are tasks of their own."""
+    return stage.plan.order.splits_backward
 
 
 def submit_total_loss(stage: Stage, compiler: Compiler) -> "Future[Compiled]":
@@ -302,7 +330,7 @@ def _submit_sums(
     found = {}
     if last_reduces(stage):
         # No result has the form of the gradients that come in: nothing to donate them to.
-        masters = stage.state_shapes.params
+        masters = stage.reduced_shapes
         reducing = microbatch.reducing(stage, function)
         found[ProgramKey(name, True)] = _submit(compiler, reducing, *args, out=(masters, *out[1:]))
     if not found or _accumulates(stage):
@@ -313,16 +341,12 @@ def _submit_sums(
 
 
 def _compile_split(
-    stage: Stage,
-    compiler: Compiler,
-    replicas: Tree,
-    residuals: Residuals,
-    gradients: Tree,
-    dy: jax.ShapeDtypeStruct,
-) -> tuple[Callable[..., list[jax.Array]], dict[ProgramKey, "Future[Compiled]"]]:
-    """A backward in two programs, and the arguments of the first that the second reads."""
-    args = (replicas, residuals, dy)
-    leaves = jax.tree.leaves(args)
+    stage: Stage, compiler: Compiler, gradients: Tree, *args: Any
+) -> tuple[Callable[..., tuple], dict[ProgramKey, "Future[Compiled]"]]:
+    """A backward in two programs, and the arguments of the first that the second reads.
+
+    `args` are those of the first, shapes. The second reads some of `fixed`, and some of the others.
+    """
     found: list[SplitBackward] = []
 
     def first_on(*own: Any) -> tuple:
@@ -341,22 +365,29 @@ def _compile_split(
     input_gradient = compiler.compile(lowered)
     passed = _with_shardings(lowered.out_info[1], input_gradient.result().output_shardings[1])
 
-    def second_on(gradients: Tree, kept: list, passed: list) -> Tree:
-        weights = halves.second(*kept, *microbatch.unstack(stage, passed))
+    num_fixed = len(jax.tree.leaves(args[0]))
+
+    def kept(*args: Any) -> tuple[list, list]:
+        leaves = jax.tree.leaves(args)
+        own = [i for i in halves.keeps if i >= num_fixed]
+        return [leaves[i] for i in halves.keeps if i < num_fixed], [leaves[i] for i in own]
+
+    def second_on(fixed: list, gradients: Tree, kept: list, passed: list) -> Tree:
+        weights = halves.second(*fixed, *kept, *microbatch.unstack(stage, passed))
         return microbatch.accumulate(gradients, weights)
 
-    def weights(gradients: Tree, kept: list, passed: list) -> tuple[Tree, jax.Array]:
+    def weights(gradients: Tree, kept: tuple, passed: list) -> tuple[Tree, jax.Array]:
         # The zero tells a clock when it was done: the gradients are donated to the next one.
-        run = microbatch.on_replicas(stage, second_on)
-        return run(gradients, kept, passed), jnp.zeros(())
+        run, (fixed, own) = microbatch.on_replicas(stage, second_on), kept
+        return run(fixed, gradients, own, passed), jnp.zeros(())
 
-    kept = [leaves[i] for i in halves.keeps]
     out = (gradients, scalar_shape(stage))
+    passing = gradients, kept(*args), passed
     programs = _submit_sums(
-        stage, compiler, "weight_gradient", weights, gradients, kept, passed, out=out, donate=0
+        stage, compiler, "weight_gradient", weights, *passing, out=out, donate=0
     )
     programs[ProgramKey("input_gradient", False)] = input_gradient
-    return lambda *args: [jax.tree.leaves(args)[i] for i in halves.keeps], programs
+    return kept, programs
 
 
 def compile_whole_step(
@@ -372,7 +403,7 @@ def compile_whole_step(
     state, replicas, scalar = stage.state_shapes, replica_shapes(stage), scalar_shape(stage)
     with Compiler(compiled) as compiler:
         submit = partial(_submit, compiler)
-        args = state, batch_shapes(stage, stage.plan.microbatches), scalar
+        args = state, task_shapes(stage, stage.plan.microbatches), scalar
         step = partial(end_of_step.step, stage)
         found = {ProgramKey("step", True): submit(step, *args, out=(state, scalar), donate=(0,))}
         table = {}
@@ -394,17 +425,22 @@ def gradient_shapes(stage: Stage) -> Tree:
 
 
 def _stacked(stage: Stage, dtype: str) -> Tree:
-    def stack(path: tuple, x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-        spec = sharding.replica_spec(sharding.name_of(path), stage.mesh.shape)
+    def stack(parameter: Parameter) -> jax.ShapeDtypeStruct:
+        spec = sharding.replica_spec(parameter.dims, stage.mesh.shape)
         where = jax.sharding.NamedSharding(stage.mesh, spec)
-        return jax.ShapeDtypeStruct((stage.num_replicas, *x.shape), dtype, sharding=where)
+        shape = stage.num_replicas, *parameter.shape
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=where)
 
-    return jax.tree_util.tree_map_with_path(stack, stage.state_shapes.params)
+    return jax.tree.map(stack, stage.trained)
+
+
+def fixed_shapes(stage: Stage) -> Tree:
+    return stage.state_shapes.fixed
 
 
 def boundary_shape(stage: Stage) -> jax.ShapeDtypeStruct:
     """The shape of the activations that enter or leave a stage, and of their gradients."""
-    shape = (stage.microbatch_size, stage.model.context_length, stage.model.width)
+    shape = (stage.microbatch_size, *stage.boundary)
     where = sharding.batch_sharding(stage.mesh)
     return jax.ShapeDtypeStruct(shape, stage.compute_dtype, sharding=where)
 
@@ -413,10 +449,28 @@ def scalar_shape(stage: Stage) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct((), jnp.float32, sharding=sharding.replicated(stage.mesh))
 
 
-def norms_shape(stage: Stage) -> jax.ShapeDtypeStruct:
-    """The shape of one number for each stage of the plan."""
-    shape, where = (len(stage.plan.stages),), sharding.replicated(stage.mesh)
+def totals_shape(stage: Stage) -> jax.ShapeDtypeStruct:
+    """The shape of one number for each stage of the plan, and for each shared number."""
+    shape = (len(stage.plan.stages) + len(stage.shared_names),)
+    where = sharding.replicated(stage.mesh)
     return jax.ShapeDtypeStruct(shape, jnp.float32, sharding=where)
+
+
+def values_shapes(stage: Stage) -> Shapes:
+    """The shapes of the auxiliary values of a microbatch, by name; one for each replica."""
+    losses = losses_shape(stage)
+    names = [name for kind in stage.kinds.values() for name, _ in kind.losses]
+    names += [name for kind in stage.kinds.values() for name in kind.metrics]
+    if stage.has_statistics:
+        handing = [kind for kind in stage.kinds.values() if kind.place != "last"]
+        names += [layer_statistics.ACTIVATIONS + kind.name for kind in handing]
+    found = dict.fromkeys(names, losses)
+    for layer, kind in stage.kinds.items():
+        for parameter in changing(kind):
+            found[f"{layer}/{parameter.name}"] = jax.ShapeDtypeStruct(
+                (stage.num_replicas, *parameter.shape), jnp.float32, sharding=losses.sharding
+            )
+    return found
 
 
 def losses_shape(stage: Stage) -> jax.ShapeDtypeStruct:
@@ -429,8 +483,21 @@ def batch_shapes(stage: Stage, num_microbatches: int | None = None) -> Shapes:
     """The shapes of what the stage reads of a microbatch; with M, of all microbatches stacked."""
     lead = () if num_microbatches is None else (num_microbatches,)
     where = sharding.batch_sharding(stage.mesh, num_leading=len(lead))
-    shape = (*lead, stage.microbatch_size, stage.model.context_length)
-    return {name: jax.ShapeDtypeStruct(shape, np.int32, sharding=where) for name in stage.inputs}
+    lead = (*lead, stage.microbatch_size)
+    return {
+        name: jax.ShapeDtypeStruct((*lead, *array.shape), array.dtype, sharding=where)
+        for name, array in stage.input_arrays.items()
+    }
+
+
+def task_shapes(stage: Stage, num_microbatches: int | None = None) -> Shapes:
+    """The same, with the number of its first sequence where layers draw."""
+    found = batch_shapes(stage, num_microbatches)
+    if stage.draws:
+        lead = () if num_microbatches is None else (num_microbatches,)
+        where = sharding.replicated(stage.mesh)
+        found["sequence"] = jax.ShapeDtypeStruct(lead, np.int32, sharding=where)
+    return found
 
 
 class _Forward:
@@ -444,8 +511,12 @@ class _Forward:
         compiler: Compiler,
     ):
         forward = partial(microbatch.forward, stage)
-        function = jax.jit(forward, out_shardings=(_out_sharding(stage), None))
-        self._lowered = function.lower(replicas, x_BLD, batch_shapes(stage))
+        function = jax.jit(forward, out_shardings=(*_out_shardings(stage), None))
+        args = fixed_shapes(stage), replicas, x_BLD, task_shapes(stage)
+        traced = function.trace(*args)
+        weights = jax.tree.leaves((stage.untrained, stage.trained))
+        refuse_weight_copies(traced.jaxpr, weights, len(jax.tree.leaves(traced.out_info[-1])))
+        self._lowered = traced.lower()
         self._program = compiler.compile(self._lowered)
 
     @property
@@ -455,8 +526,8 @@ class _Forward:
     @property
     def residuals(self) -> Residuals:
         """Shapes, with the shardings that XLA chose."""
-        shardings = self.program.output_shardings[1]
-        return _with_shardings(self._lowered.out_info[1], shardings)
+        shardings = self.program.output_shardings[-1]
+        return _with_shardings(self._lowered.out_info[-1], shardings)
 
 
 class _FirstForward:
@@ -473,20 +544,20 @@ class _FirstForward:
         where = others and jax.tree.map(lambda x: x.sharding, others.residuals.arrays)
         forms = []
 
-        def first(params: Tree, x_BLD: jax.Array | None, batch: Batch) -> tuple:
-            here, out, residuals = microbatch.first_forward(stage, params, x_BLD, batch)
+        def first(*args: Any) -> tuple:
+            *here, residuals = microbatch.first_forward(stage, *args)
             forms.append(dataclasses.replace(residuals, arrays=()))
-            return here, out, residuals.arrays
+            return *here, residuals.arrays
 
-        shardings = (jax.tree.map(lambda x: x.sharding, replicas), _out_sharding(stage), where)
-        params = stage.state_shapes.params
-        lowered = jax.jit(first, out_shardings=shardings).lower(params, x_BLD, batch_shapes(stage))
+        shardings = (jax.tree.map(lambda x: x.sharding, replicas), *_out_shardings(stage), where)
+        args = fixed_shapes(stage), stage.state_shapes.params, x_BLD, task_shapes(stage)
+        lowered = jax.jit(first, out_shardings=shardings).lower(*args)
         self._program = compiler.compile(lowered)
         if others is not None:
             self.residuals = others.residuals
         else:
             arrays = _with_shardings(
-                lowered.out_info[2], self._program.result().output_shardings[2]
+                lowered.out_info[-1], self._program.result().output_shardings[-1]
             )
             self.residuals = dataclasses.replace(forms[-1], arrays=arrays)
         same = self.residuals.parameter_of == forms[-1].parameter_of
@@ -498,12 +569,14 @@ class _FirstForward:
 
 
 def _forward_with(form: Residuals, forward: Compiled, *args: Any) -> tuple:
-    replicas, out, arrays = forward(*args)
-    return replicas, out, dataclasses.replace(form, arrays=arrays)
+    *found, arrays = forward(*args)
+    return *found, dataclasses.replace(form, arrays=arrays)
 
 
-def _out_sharding(stage: Stage) -> jax.sharding.NamedSharding:
-    return (losses_shape if stage.is_last else boundary_shape)(stage).sharding
+def _out_shardings(stage: Stage) -> tuple[Any, dict[str, Any]]:
+    """Those of the boundary or the losses, and of auxiliary values."""
+    out = (losses_shape if stage.is_last else boundary_shape)(stage).sharding
+    return out, {name: x.sharding for name, x in values_shapes(stage).items()}
 
 
 def _with_shardings(shapes: Tree, shardings: Tree) -> Tree:

@@ -128,13 +128,14 @@ def from_first_start(intervals: Sequence[Interval]) -> list[Interval]:
     ]
 
 
-def bubble_share(intervals: Sequence[Interval]) -> float:
-    """Share of the step in which a stage idles, mean over the stages.
+def busy_shares(intervals: Sequence[Interval]) -> list[float]:
+    """The share of the step in which each stage computes; the rest is its bubble.
 
-    >>> bubble_share([Interval(0, "F", 0, 0.0, 1.0), Interval(1, "F", 0, 1.0, 2.0)])
-    0.5
+    >>> busy_shares([Interval(0, "F", 0, 0.0, 1.0), Interval(1, "F", 0, 1.0, 4.0)])
+    [0.25, 0.75]
     """
-    num_stages = 1 + max(interval.stage for interval in intervals)
+    busy_s = [0.0] * (1 + max(interval.stage for interval in intervals))
+    for interval in intervals:
+        busy_s[interval.stage] += interval.end_s - interval.start_s
     span_s = max(i.end_s for i in intervals) - min(i.start_s for i in intervals)
-    busy_s = sum(interval.end_s - interval.start_s for interval in intervals)
-    return 1.0 - busy_s / (num_stages * span_s)
+    return [own_s / span_s for own_s in busy_s]

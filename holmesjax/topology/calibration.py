@@ -8,7 +8,7 @@ section of a topology file, `calibration:` of `devices`, as a file's name or wri
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import Field
 
@@ -31,6 +31,7 @@ class Product(NamedTuple):
     columns: float
     depth: float
     times: float = 1
+    dtype: str = ""  # of its operands; "": the compute dtype
 
     @property
     def flop(self) -> float:
@@ -40,8 +41,9 @@ class Product(NamedTuple):
     @property
     def gradients(self) -> tuple["Product", "Product"]:
         """The products that make the gradients of its left and of its right operand."""
-        rows, columns, depth, times = self
-        return Product(rows, depth, columns, times), Product(depth, columns, rows, times)
+        rows, columns, depth, times, dtype = self
+        left = Product(rows, depth, columns, times, dtype)
+        return left, Product(depth, columns, rows, times, dtype)
 
 
 def flop(products: Iterable[Product]) -> float:
@@ -64,7 +66,7 @@ class ProductSpeed:
     depth: Dim = 0.0
 
     def seconds(self, product: Product, peak_flop_per_s: float) -> float:
-        m, n, k, times = product
+        m, n, k, times, _ = product
         padded = 2.0 * times * (m + self.rows) * (n + self.columns) * (k + self.depth)
         return padded / (self.share * peak_flop_per_s)
 
@@ -103,6 +105,7 @@ class CalibrationFile:
     """The contents of a calibration file."""
 
     devices: Annotated[tuple[Text, ...], Field(min_length=1)]  # kinds that it is of
+    measured_by: Literal["HolmesJAX", "others"] = "others"  # by `launch profile`, or see `sources`
     calibration: Calibration
     sources: Sources
 

@@ -6,14 +6,21 @@ sheet promises for dense matrices, and one way for links. `launch probe` measure
 
 from typing import Any
 
-DTYPES = ("float32", "tf32", "float16", "bfloat16")
+CPU = "cpu"  # the kind of a virtual device, whose peak is a guess
+FP8 = "float8"  # e4m3fn and e5m2, of which NVIDIA's GPUs since Hopper have products
+DTYPES = ("float32", "tf32", "float16", "bfloat16", FP8)
+
+
+NONE = "-"  # in a row: no products of this dtype
 
 
 def _row(peaks: str, memory: str, bandwidth: str, fabric: str, link: str) -> dict[str, Any]:
     tflop_per_s = dict(zip(DTYPES, peaks.split(), strict=True))
     latency = "3.5 us" if fabric == "nvlink" else "5 us"
     return {
-        "peak_flop_per_s": {dtype: f"{peak} TFLOP/s" for dtype, peak in tflop_per_s.items()},
+        "peak_flop_per_s": {
+            dtype: f"{peak} TFLOP/s" for dtype, peak in tflop_per_s.items() if peak != NONE
+        },
         "memory": memory,
         "memory_bandwidth": bandwidth,
         "link": {"fabric": fabric, "bandwidth": link, "latency": latency},
@@ -31,19 +38,19 @@ def _nic(fabric: str, rate: str, latency: str) -> dict[str, str]:
 #
 # NVIDIA A100 (nvidia-a100-datasheet-us, 2021), H100 and H200 (their product pages, SXM; halved
 # where the page gives "with sparsity"), B200 (Blackwell architecture technical brief, HGX B200 at
-# 1,000 W), AMD Instinct MI300X (data sheet, 2023).
+# 1,000 W), AMD Instinct MI300X (data sheet, 2023; its fp8 has other codes than NVIDIA's).
 # `cpu` is one virtual device of a rehearsal: a guess at one core, shared by all of them.
 # Rows stay on one line, so that a column can be read down.
 # fmt: off
 DATA_SHEETS: dict[str, dict[str, Any]] = {
-    # TFLOP/s: float32 tf32 float16 bfloat16          memory     its bandwidth  link, one way
-    "a100_40gb": _row("19.5 156 312 312",          "40 GiB",  "1.555 TB/s", "nvlink", "300 GB/s"),
-    "a100_80gb": _row("19.5 156 312 312",          "80 GiB",  "2.039 TB/s", "nvlink", "300 GB/s"),
-    "h100":      _row("67 494.5 989 989",          "80 GiB",  "3.35 TB/s",  "nvlink", "450 GB/s"),
-    "h200":      _row("67 494.5 989 989",          "141 GiB", "4.8 TB/s",   "nvlink", "450 GB/s"),
-    "b200":      _row("80 1100 2250 2250",         "180 GiB", "8 TB/s",     "nvlink", "900 GB/s"),
-    "mi300x":    _row("163.4 653.7 1307.4 1307.4", "192 GiB", "5.3 TB/s",   "local",  "448 GB/s"),
-    "cpu":       _row("0.03 0.03 0.01 0.01",       "2 GiB",   "10 GB/s",    "local",  "5 GB/s"),
+    # TFLOP/s: float32 tf32 float16 bfloat16 float8  memory     its bandwidth  link, one way
+    "a100_40gb": _row("19.5 156 312 312 -",          "40 GiB",  "1.555 TB/s", "nvlink", "300 GB/s"),
+    "a100_80gb": _row("19.5 156 312 312 -",          "80 GiB",  "2.039 TB/s", "nvlink", "300 GB/s"),
+    "h100":      _row("67 494.5 989 989 1979",       "80 GiB",  "3.35 TB/s",  "nvlink", "450 GB/s"),
+    "h200":      _row("67 494.5 989 989 1979",       "141 GiB", "4.8 TB/s",   "nvlink", "450 GB/s"),
+    "b200":      _row("80 1100 2250 2250 4500",      "180 GiB", "8 TB/s",     "nvlink", "900 GB/s"),
+    "mi300x":    _row("163.4 653.7 1307.4 1307.4 -", "192 GiB", "5.3 TB/s",   "local",  "448 GB/s"),
+    "cpu":       _row("0.03 0.03 0.01 0.01 -",       "2 GiB",   "10 GB/s",    "local",  "5 GB/s"),
 }
 # fmt: on
 

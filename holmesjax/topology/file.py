@@ -19,7 +19,7 @@ from holmesjax import schema, units, yaml_files
 from holmesjax.errors import HolmesError, Mistakes, TopologyError
 from holmesjax.topology import calibration, catalogue
 from holmesjax.topology.calibration import Calibration
-from holmesjax.topology.fabrics import ClusterFabric, Network
+from holmesjax.topology.fabrics import NETWORKS, ClusterFabric, DeviceFabric, Network
 from holmesjax.yaml_files import Document, Keys
 
 
@@ -56,13 +56,14 @@ class PeakEntry:
     tf32: Speed | None = None
     float16: Speed | None = None
     bfloat16: Speed | None = None
+    float8: Speed | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DeviceLinkEntry:
     """From one device to the others of its node, one way."""
 
-    fabric: Literal["local", "nvlink"]
+    fabric: DeviceFabric
     bandwidth: MemoryRate
     latency: Latency
 
@@ -363,7 +364,8 @@ def _fabric_has_nics(
     if cluster.fabric == "local":
         num_nodes = len(nodes_of(cluster))
         if num_nodes > 1:
-            problem = "must be infiniband, roce or ethernet: local is the inside of one node"
+            *names, last = NETWORKS
+            problem = f"must be {', '.join(names)} or {last}: local is the inside of one node"
             fix = "name the network between the nodes, or set nodes to 1"
             found = f"local, with {num_nodes} nodes"
             yield document.mistake((*keys, "fabric"), problem, found=found, fix=fix)

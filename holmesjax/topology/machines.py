@@ -25,7 +25,7 @@ from typing import Any
 from holmesjax import units, yaml_files
 from holmesjax.topology import calibration, catalogue, file as topology_file
 from holmesjax.topology.calibration import UNKNOWN, Calibration, Product
-from holmesjax.topology.fabrics import REACHED, Fabric
+from holmesjax.topology.fabrics import FABRICS, Fabric
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,10 +55,15 @@ class DeviceKind:
     price_dollars_per_h: float | None = None
 
     def products_s(self, products: Iterable[Product], dtype: str) -> float:
-        """Seconds of matrix products, one after the other."""
-        peak, speed = self.peak_flop_per_s[dtype], self.calibration.products
+        """Seconds of matrix products, one after the other.
+
+        Products in another dtype reach the same share of its peak: none has been measured. A device
+        that has none counts as if it computed in `dtype`: a CPU, or one that no plan uses.
+        """
+        peaks, speed = self.peak_flop_per_s, self.calibration.products
+        peak = lambda own: peaks.get(own.dtype, peaks[dtype])
         # `sum` rounds differently from Python 3.12 on, and a plan is the same in all of them.
-        return math.fsum(speed.seconds(product, peak) for product in products)
+        return math.fsum(speed.seconds(own, peak(own)) for own in products)
 
     def attention_s(self, products: Iterable[Product], dtype: str) -> float:
         """Seconds of attention, of the products of its scores and its weighted values."""
@@ -183,7 +188,7 @@ class Topology:
         link = self.link(node_a, node_b)
         if self.measured and (node_a, node_b) in self.measured.pairs:
             return link
-        reached = REACHED[link.fabric]
+        reached = FABRICS[link.fabric].reached
         return replace(link, bandwidth_bytes_per_s=reached * link.bandwidth_bytes_per_s)
 
     def boundary_link(self, node_a: str, node_b: str, processes: float = 1.0) -> Link:
@@ -218,7 +223,7 @@ class Topology:
         capacity = self.capacity_bytes_per_s(cluster_a, cluster_b)
         if self.measured and (cluster_a, cluster_b) in self.measured.capacities:
             return capacity
-        return REACHED[self.links[cluster_a, cluster_b].fabric] * capacity
+        return FABRICS[self.links[cluster_a, cluster_b].fabric].reached * capacity
 
     def transport_bytes_per_s(self, cluster: str) -> float:
         """Bytes per second of boundaries that one process can send or receive on any network."""

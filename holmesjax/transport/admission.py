@@ -1,56 +1,53 @@
-"""Lets callers in: one thread hears the hellos of all who call, and passes on who proves the key.
+"""Lets callers in: one thread hears the hellos of all callers, and passes on who proves the key.
 
-A caller costs a descriptor and a few hundred bytes until it has proved that it holds the key
-(`connections`). A stranger may do that for `HELLO_TIMEOUT_S`. Where more wait than those who are
-expected and some strangers, the oldest is sent away: a member proves the key within a round trip,
-so the oldest is a stranger. Whoever has proved the key is never sent away for others.
+Until a caller has proved the key (`handshake`), it costs a descriptor and a few hundred bytes, for
+`HELLO_TIMEOUT_S` at most. If more callers wait than are expected, and some strangers, the oldest is
+sent away. A member proves the key within a round trip, so the oldest is a stranger. A caller that
+has proved the key is never sent away for others.
 """
 
 import contextlib
 import errno
-import secrets
+import functools
 import selectors
 import socket
 import threading
 import time
 from collections.abc import Callable, Generator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import Any, Generic
 
-from holmesjax.transport import connections
-from holmesjax.transport.connections import Check, Connection, Message
+from holmesjax.transport import connections, handshake, records
+from holmesjax.transport.connections import Connection
+from holmesjax.transport.handshake import Check, RejectedError, Rejection
+from holmesjax.transport.records import Message, R, Record
 
 STRANGERS = 1024  # that may wait beside those who are expected
 BATCH = 256  # calls that are accepted before hellos are heard again
 
 
-class _RefusedError(Exception):
-    """The caller is told why, and sent away."""
-
-    def __init__(self, answer: Message):
-        self.answer = answer
-
-
 @dataclass(eq=False)
 class _Caller:
-    """Somebody whose hello is not finished."""
+    """A caller whose handshake is not finished."""
 
     sock: socket.socket
     deadline_s: float
     reader: connections.Reader
-    talk: Generator[Message, Message, Message]  # is sent what it says, and gives the answers
-    hello: Message = field(default_factory=dict)  # once all is said
+    talk: Generator[Message, Message, Any]  # is sent what it says, and gives the answers
+    hello: Any = None  # once all is said
 
 
-class Admission:
+class Admission(Generic[R]):
     """Lets in, on a listening socket, whoever holds the key; a context manager.
 
     Args:
       sock: from `listen`; closed with the admission.
       key: of the job.
       hello: what this end says of itself.
+      expected: the kind of the callers' hello.
       check: looks at the caller's hello; a text refuses it.
       enter: takes each authenticated connection, on the admission's thread: it must not wait.
-      expected: how many may call at once, where they are more than a few.
+      num_callers: how many may call at once, where they are more than a few.
       warn: told once of each kind of trouble: this process cannot accept calls, or one came with
         another key.
     """
@@ -60,15 +57,16 @@ class Admission:
         sock: socket.socket,
         *,
         key: bytes,
-        hello: Message,
-        check: Check,
-        enter: Callable[[Connection], None],
-        expected: int = 0,
+        hello: Record,
+        expected: type[R],
+        check: Check[R],
+        enter: Callable[[Connection[R]], None],
+        num_callers: int = 0,
         warn: Callable[[str], object] = connections.warn,
     ):
-        self._sock, self._key, self._hello = sock, key, hello
-        self._check, self._enter, self._warn = check, enter, warn
-        self._max_waiting = expected + STRANGERS
+        self._sock, self._enter, self._warn = sock, enter, warn
+        self._talk = functools.partial(handshake.answer, key, hello, expected, check)
+        self._max_waiting = num_callers + STRANGERS
         self.trouble = ""  # why no call is accepted at present
         self._where = "{}:{}".format(*connections.address_of(sock))
         self._warned: set[str] = set()
@@ -84,7 +82,7 @@ class Admission:
         self._thread = threading.Thread(target=self._run, name="admission", daemon=True)
         self._thread.start()
 
-    def __enter__(self) -> "Admission":
+    def __enter__(self) -> "Admission[R]":
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -129,7 +127,7 @@ class Admission:
             self._greet(sock)
 
     def _pause(self, error: OSError) -> None:
-        """Accepts nobody for a moment: strangers time out soon."""
+        """Accepts no calls for a moment: strangers time out soon."""
         self.trouble = f"cannot accept calls at {self._where}: {connections.shortage(error)}"
         self._warn_once("accept", self.trouble)
         self._selector.unregister(self._sock)
@@ -144,27 +142,11 @@ class Admission:
         self._waiting[caller] = None
         self._selector.register(sock, selectors.EVENT_READ, caller)
         try:
-            sock.sendall(connections.encode(next(caller.talk)))
+            sock.sendall(connections.pack(next(caller.talk)))
         except OSError:
             self._send_away(caller)
         if len(self._waiting) > self._max_waiting:
             self._send_away(next(iter(self._waiting)))
-
-    def _talk(self) -> Generator[Message, Message, Message]:
-        """The listener's part of a hello; ends with the caller's."""
-        mine = secrets.token_hex(16)
-        answer = yield {"nonce": mine}
-        theirs, hello, mac = (connections.take(answer, name) for name in ("nonce", "hello", "mac"))
-        if not connections.is_proof(
-            connections.prove(self._key, "caller", mine, theirs, hello), mac
-        ):
-            raise _RefusedError({"refused": connections.WRONG_KEY})
-        if reason := self._check(hello):
-            mac = connections.prove(self._key, "refusal", theirs, mine, reason)
-            raise _RefusedError({"refused": reason, "mac": mac})
-        mac = connections.prove(self._key, "listener", theirs, mine, self._hello)
-        connections.take((yield {"hello": self._hello, "mac": mac}), "entered")
-        return hello
 
     # ---- what they say -------------------------------------------------------------------------
 
@@ -174,8 +156,8 @@ class Admission:
                 self._let_go(caller)
                 caller.sock.setblocking(True)
                 self._enter(Connection(caller.sock, caller.hello))
-        except _RefusedError as refused:
-            self._refuse(caller, refused.answer)
+        except RejectedError as error:
+            self._reject(caller, error.rejection)
         except Exception:  # whatever it says, it does not close the door for others
             self._send_away(caller)
 
@@ -191,18 +173,18 @@ class Admission:
         except StopIteration as end:
             caller.hello = end.value
             return True
-        caller.sock.sendall(connections.encode(answer))
+        caller.sock.sendall(connections.pack(answer))
         self._forget(caller)
         self._entering[caller] = None
         caller.deadline_s = time.monotonic() + connections.HELLO_TIMEOUT_S
         return False
 
-    def _refuse(self, caller: _Caller, answer: Message) -> None:
+    def _reject(self, caller: _Caller, rejection: Rejection) -> None:
         with contextlib.suppress(OSError):
-            caller.sock.sendall(connections.encode(answer))
-            if "mac" not in answer:
+            caller.sock.sendall(connections.pack(records.encode(rejection)))
+            if rejection.mac is None:
                 who = "{}:{}".format(*caller.sock.getpeername())
-                self._warn_once("key", f"refused a call from {who}: {answer['refused']}")
+                self._warn_once("key", f"refused a call from {who}: {rejection.reason}")
         self._send_away(caller)
 
     def _warn_once(self, kind: str, text: str) -> None:
@@ -213,7 +195,7 @@ class Admission:
     # ---- who leaves ----------------------------------------------------------------------------
 
     def _patience_s(self) -> float | None:
-        """Until somebody is overdue; callers of one kind are in the order of their deadlines."""
+        """Returns the seconds until a caller is overdue; both groups are ordered by deadline."""
         ends_s = [next(iter(held)).deadline_s for held in (self._waiting, self._entering) if held]
         if self._accepts_from_s:
             ends_s.append(self._accepts_from_s)

@@ -1,7 +1,4 @@
-"""Host memory: what is kept, what sockets fill and JAX takes over, where the bytes of an array lie.
-
-Does not import JAX.
-"""
+"""Host memory that sockets fill and JAX takes over, and the memory of parts of arrays. No JAX."""
 
 import itertools
 import math
@@ -21,7 +18,7 @@ ALLOCATOR = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRE
 
 
 def allocator_for(kinds: Collection[str], own: Mapping[str, str]) -> dict[str, str]:
-    """Variables for processes with devices of these kinds; none where the user's own set some.
+    """Returns the allocator's variables for these kinds of devices; none if the user has set some.
 
     >>> allocator_for({"h100"}, {})
     {}
@@ -58,7 +55,7 @@ class BufferPool:
 
 
 def runs_of(view: np.ndarray, offset: int, length: int) -> list[memoryview]:
-    """The memory of a range of an array's bytes, in runs: one if they lie together."""
+    """Returns the memory of a range of an array's bytes, as contiguous runs."""
     run, num_outer = view.itemsize, view.ndim
     while num_outer and (view.shape[num_outer - 1] == 1 or view.strides[num_outer - 1] == run):
         num_outer -= 1

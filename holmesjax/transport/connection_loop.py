@@ -1,6 +1,6 @@
 """Many authenticated connections, heard and served by one thread.
 
-No call waits for another end: what a connection does not take at once is sent when it does.
+No call waits for another end. Bytes that a connection does not take at once are sent later.
 """
 
 import contextlib
@@ -11,17 +11,19 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from typing import Any
 
 from holmesjax.transport import connections
-from holmesjax.transport.connections import Connection, Message
+from holmesjax.transport.connections import Connection
+from holmesjax.transport.records import Message
 
 CLOSE_S = 1.0  # for the last words to go
 
 
 class LoopConnection:
-    """One of its connections."""
+    """A connection of the loop."""
 
-    def __init__(self, connection: Connection):
+    def __init__(self, connection: Connection[Any]):
         self.sock = connection.sock
         self._connection = connection
         self.heard_s = self.took_s = time.monotonic()  # when it said, and took, something last
@@ -33,7 +35,7 @@ class LoopConnection:
         self._lock = threading.Lock()
 
     def send(self, data: bytes) -> None:
-        """Sends bytes of `connections.encode`, from any thread, unless the connection has ended."""
+        """Sends bytes of `connections.pack`, from any thread, unless the connection has ended."""
         with self._lock:
             if self.is_over:
                 return
@@ -48,13 +50,13 @@ class LoopConnection:
                 self._note()
 
     def serve_by(self, note: Callable[[], object]) -> None:
-        """Has what it cannot send noted; `note` is called once at the beginning."""
+        """Calls `note` once now, and whenever bytes cannot be sent at once."""
         with self._lock:
             self._note = note
             note()
 
     def flush(self) -> bool:
-        """Whether all that was to be sent has gone."""
+        """Sends what the connection takes; returns whether everything has gone."""
         with self._lock:
             self._push()
             return not self._rest
@@ -69,7 +71,7 @@ class LoopConnection:
         return bool(self._rest)
 
     def read(self) -> Message | None:
-        """Reads one message, in the way of `connections.Reader`."""
+        """Reads one message, as `connections.Reader` does."""
         return self._reader.read()
 
     def _push(self) -> None:
@@ -81,7 +83,7 @@ class LoopConnection:
             pass
 
     def _put(self, data: bytes | bytearray) -> int:
-        """How many bytes the connection takes; all of them where it is broken: reading says why."""
+        """Sends bytes; returns their number. A broken connection takes all: reading says why."""
         try:
             return self.sock.send(data)
         except BlockingIOError:
@@ -91,7 +93,7 @@ class LoopConnection:
 
 
 class ConnectionLoop:
-    """All of them, until it is closed.
+    """Serves connections until it is closed.
 
     Args:
       hear: takes each message, on the thread of the loop.
@@ -122,7 +124,7 @@ class ConnectionLoop:
         self._thread.start()
 
     def add(self, connection: LoopConnection) -> None:
-        """Serves it from now on."""
+        """Serves a connection from now on."""
         connection.serve_by(functools.partial(self._take_note, connection))
 
     def _take_note(self, connection: LoopConnection) -> None:

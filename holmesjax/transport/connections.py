@@ -1,30 +1,18 @@
 """Authenticated connections between the processes of a job. No JAX, no pickle.
 
 Whoever connects or listens must hold the job's key, 32 random bytes in a file that only its owner
-can read. Both ends prove it before anything else is read, by a keyed hash over two fresh nonces:
-
-    listener -> caller    {"nonce"}
-    caller -> listener    {"nonce", "hello", "mac"}
-    listener -> caller    {"hello", "mac"}, or {"refused", "mac"} with the reason
-    caller -> listener    {"entered"}: it has read that
-
-A caller believes a refusal only with its proof. Whatever else it hears comes from a stranger, or
-from a listener with another key, which says {"refused"} without a proof; these look the same to it.
-So it says at once what it heard, and calls again until its time is up: a stranger at the right
-address delays a job, and cannot end it.
-
-The listener lets nobody in before the last message. A caller that has lost the one before it has
-no seat yet, and takes it when it calls again.
+can read; `handshake` has the messages that prove it. A caller that hears an answer without the key
+says so at once, and calls again until its time is up: a stranger at the right address delays a job,
+and cannot end it.
 
 A message is JSON behind its length, four bytes, which is checked before memory is taken for it.
-Traffic after the hello is neither encrypted nor signed: the key keeps strangers and other jobs out,
-not someone who can read the network.
+Traffic after the handshake is neither encrypted nor signed: the key keeps strangers and other jobs
+out, not someone who can read the network.
 """
 
 import contextlib
 import errno
 import hashlib
-import hmac
 import itertools
 import json
 import os
@@ -36,11 +24,14 @@ import struct
 import sys
 import threading
 import time
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Generator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic
 
-from holmesjax.errors import HolmesError, PeerError, RefusedError
+from holmesjax.errors import HolmesError, PeerError
+from holmesjax.transport import handshake, records
+from holmesjax.transport.handshake import Check
+from holmesjax.transport.records import Message, R, Record
 
 HELLO_LIMIT_BYTES = 64 * 1024  # before the other end has proved that it holds the key
 MESSAGE_LIMIT_BYTES = 64 * 1024 * 1024
@@ -53,17 +44,12 @@ PAUSE_S = 0.1  # before a call that did not get through is repeated; longer each
 MAX_PAUSE_S = 2.0
 STRANGER_PAUSE_S = 1.0  # the same after an answer without the key
 BACKLOG = 4096  # calls that the system holds until they are accepted; it may allow fewer
-WRONG_KEY = "it does not hold the key of this job"
 CLOSED = "the other end closed the connection"
 LENGTH = struct.Struct(">I")  # before each message
-ENTERED: dict[str, Any] = {"entered": True}
-
-Message = dict[str, Any]
-Check = Callable[[Message], str | None]  # what is wrong with the other end's hello, if anything
 
 
 def warn(text: str) -> None:
-    """Says what goes on in spite of it."""
+    """Prints a warning."""
     print(f"warning: {text}", file=sys.stderr, flush=True)
 
 
@@ -104,7 +90,7 @@ def make_key_file(path: str | Path) -> bytes:
 
 
 def read_key_file(path: str | Path) -> bytes:
-    """The job's key. Raises HolmesError for a file that others can read, or that holds no key."""
+    """Reads the job's key. Raises HolmesError if others can read the file, or it holds no key."""
     fix = "start the job again, or copy its key file with mode 0600 to this machine"
     try:
         mode, text = Path(path).stat().st_mode & 0o777, Path(path).read_text()
@@ -121,21 +107,21 @@ def read_key_file(path: str | Path) -> bytes:
 
 
 def key_digest(key: bytes) -> str:
-    """16 hex digits that tell keys apart, and say nothing of them."""
+    """Returns 16 hex digits that tell keys apart, and reveal nothing about a key."""
     return hashlib.sha256(b"key of a job" + key).hexdigest()[:16]
 
 
-class Connection:
+class Connection(Generic[R]):
     """One authenticated connection; sending is safe from several threads, receiving is not."""
 
-    def __init__(self, sock: socket.socket, hello: Message):
+    def __init__(self, sock: socket.socket, hello: R):
         self.sock = sock
         self.hello = hello  # of the other end
         self._lock = threading.Lock()
 
     def send(self, message: Mapping[str, Any]) -> None:
         """Raises OSError if the other end is gone or takes nothing for the socket's timeout."""
-        data = encode(message)
+        data = pack(message)
         with self._lock:
             self.sock.sendall(data)
 
@@ -182,9 +168,9 @@ class Reader:
 
 
 def listen(address: str, port: int = 0) -> socket.socket:
-    """A listening socket on one named address; port 0 takes any free one.
+    """Opens a listening socket on one address; port 0 takes any free port.
 
-    Raises HolmesError where the address is not of this machine, or the port is taken.
+    Raises HolmesError if the address is not of this machine, or the port is taken.
     """
     sock = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -200,7 +186,7 @@ def listen(address: str, port: int = 0) -> socket.socket:
 
 
 def address_of(sock: socket.socket) -> tuple[str, int]:
-    """Where a listening socket can be reached."""
+    """Returns the address and the port of a listening socket."""
     address, port = sock.getsockname()
     return address, port
 
@@ -210,16 +196,23 @@ def connect(
     port: int,
     *,
     key: bytes,
-    hello: Message,
-    check: Check,
+    hello: Record,
+    expected: type[R],
+    check: Check[R],
     where: str,
     timeout_s: float,
     source: str | None = None,
-) -> Connection:
+) -> Connection[R]:
     """Connects and proves the key; tries again until the other end listens and proves it too.
 
     Args:
-      where: what the connection is for, in errors.
+      address, port: where the other end listens.
+      key: the key of the job.
+      hello: the hello of this end.
+      expected: the kind of the other end's hello.
+      check: looks at the other end's hello.
+      where: the purpose of the connection, in errors.
+      timeout_s: for all attempts together.
       source: address of this machine to connect from, where it matters which NIC is used.
 
     Raises:
@@ -229,8 +222,9 @@ def connect(
     deadline_s = time.monotonic() + timeout_s
     stranger = ""  # what was heard without the key
     for attempt in itertools.count():
+        talk = handshake.call(key, hello, expected, check, where)
         try:
-            return _call(address, port, source, key, hello, check, where, deadline_s)
+            return _call(address, port, source, talk, deadline_s)
         except (OSError, ValueError, RecursionError) as error:
             heard = str(error) or type(error).__name__
             if is_stranger := not isinstance(error, OSError):
@@ -246,7 +240,7 @@ def connect(
 
 
 def pause_after(attempt: int) -> float:
-    """Seconds before a call is repeated: twice as long each time, and not as long for everybody.
+    """Returns the seconds before a call is repeated: twice as many each time, and partly random.
 
     A crowd that calls at once does not come again at once.
     """
@@ -275,12 +269,9 @@ def _call(
     address: str,
     port: int,
     source: str | None,
-    key: bytes,
-    hello: Message,
-    check: Check,
-    where: str,
+    talk: Generator[Message, Message, R],
     deadline_s: float,
-) -> Connection:
+) -> Connection[R]:
     """One attempt. Raises OSError where nobody answers, ValueError where it is a stranger."""
     sock = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     try:
@@ -288,17 +279,17 @@ def _call(
         if source is not None:
             sock.bind((source, 0))
         sock.connect((address, port))
-        return _introduce(sock, key, hello, check, where, deadline_s)
+        return _introduce(sock, talk, deadline_s)
     except BaseException:
         sock.close()
         raise
 
 
 def _introduce(
-    sock: socket.socket, key: bytes, hello: Message, check: Check, where: str, deadline_s: float
-) -> Connection:
+    sock: socket.socket, talk: Generator[Message, Message, R], deadline_s: float
+) -> Connection[R]:
     prepare(sock)
-    talk, timeout_s = introduction(key, hello, check, where), NONCE_TIMEOUT_S
+    timeout_s = NONCE_TIMEOUT_S
     next(talk)
     try:
         while True:
@@ -306,58 +297,13 @@ def _introduce(
             _send(sock, talk.send(_receive(sock, HELLO_LIMIT_BYTES, within_s)))
             timeout_s = HELLO_TIMEOUT_S
     except StopIteration as end:
-        _send(sock, ENTERED)
+        _send(sock, records.encode(handshake.Entered()))
         sock.settimeout(None)
         return Connection(sock, end.value)
 
 
-def introduction(
-    key: bytes, hello: Message, check: Check, where: str
-) -> Generator[Message, Message, Message]:
-    """A caller's part: is sent what it hears and gives what it says; ends with the other's hello.
-
-    The first thing that it gives is empty, and not to be said. `ENTERED` is to be said at the end.
-
-    Raises:
-      ValueError: the other end does not prove that it holds the key.
-      RefusedError: one of the two ends refuses the other.
-    """
-    theirs, mine = take((yield {}), "nonce"), secrets.token_hex(16)
-    mac = prove(key, "caller", theirs, mine, hello)
-    answer = yield {"nonce": mine, "hello": hello, "mac": mac}
-    reason = answer.get("refused")
-    role, said = ("listener", take(answer, "hello")) if reason is None else ("refusal", reason)
-    if not is_proof(prove(key, role, mine, theirs, said), answer.get("mac")):
-        raise ValueError("no proof" if reason is None else f"{str(reason)[:200]!r}, without proof")
-    if reason is None:
-        reason = check(said)
-    if reason is not None:
-        fix = "start all processes of a job from one run folder and one installation"
-        raise RefusedError(where, "the other end was refused", found=reason, fix=fix)
-    return said
-
-
-def prove(key: bytes, role: str, *parts: Any) -> str:
-    """The proof, of nonces and a hello, that only a holder of the key can give."""
-    text = json.dumps([role, *parts], sort_keys=True)
-    return hmac.digest(key, text.encode(), "sha256").hex()
-
-
-def is_proof(expected: str, found: object) -> bool:
-    """Whether what the other end says is what a holder of the key would."""
-    # As bytes: the comparison raises for text that is not ASCII.
-    return hmac.compare_digest(expected.encode(), str(found).encode())
-
-
-def take(message: Message, name: str) -> Any:
-    """A part of a message. Raises ValueError where it is not there."""
-    if name not in message:
-        raise ValueError(f"no {name}")
-    return message[name]
-
-
 def shortage(error: Exception) -> str:
-    """What this process or its host is short of, and what to do."""
+    """Describes what this process or its host is short of, and what to do."""
     if isinstance(error, OSError) and error.errno == errno.EMFILE:
         limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         return f"{error.strerror}, the limit is {limit}; raise it (ulimit -Hn, or LimitNOFILE=)"
@@ -365,7 +311,7 @@ def shortage(error: Exception) -> str:
 
 
 def shut(sock: socket.socket) -> None:
-    """Ends both directions, and wakes whoever waits in one."""
+    """Ends both directions, and wakes a thread that waits in one."""
     with contextlib.suppress(OSError):  # the other end was faster
         sock.shutdown(socket.SHUT_RDWR)
 
@@ -375,8 +321,8 @@ def prepare(sock: socket.socket) -> None:
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
 
-def encode(message: Mapping[str, Any]) -> bytes:
-    """A message as it is sent."""
+def pack(message: Mapping[str, Any]) -> bytes:
+    """The bytes of a message: its length, then its text."""
     text = json.dumps(message).encode()
     assert len(text) <= MESSAGE_LIMIT_BYTES, f"a message of {len(text)} bytes"
     return LENGTH.pack(len(text)) + text
@@ -400,7 +346,7 @@ def _length(head: bytes | bytearray, limit_bytes: int) -> int:
 
 
 def _send(sock: socket.socket, message: Mapping[str, Any]) -> None:
-    sock.sendall(encode(message))
+    sock.sendall(pack(message))
 
 
 def _receive(sock: socket.socket, limit_bytes: int, deadline_s: float | None = None) -> Message:
@@ -409,7 +355,7 @@ def _receive(sock: socket.socket, limit_bytes: int, deadline_s: float | None = N
 
 
 def _read(sock: socket.socket, num_bytes: int, deadline_s: float | None) -> bytes:
-    """Exactly that many bytes; before the deadline, however slowly they trickle in."""
+    """Reads exactly that many bytes before the deadline, however slowly they come."""
     data = bytearray()
     while len(data) < num_bytes:
         if deadline_s is not None:

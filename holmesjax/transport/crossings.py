@@ -1,7 +1,7 @@
-"""What crosses from stage to stage: arrays of known shape and layout, again and again.
+"""The arrays that cross from stage to stage in every step, with their shapes and layouts.
 
-Plain data, the same in every process of a job, so that both ends of a link can compute who sends
-what to whom and compare notes before the first byte.
+They are plain data, and the same in every process of a job. So both ends of a link compute who
+sends what to whom, and compare the result before the first byte.
 """
 
 from dataclasses import dataclass
@@ -27,7 +27,7 @@ class Crossing:
 
 
 class Key(NamedTuple):
-    """One array on its way."""
+    """The key of one array: its crossing, step and microbatch."""
 
     crossing: str
     step: int  # counts optimizer steps and validations of this session

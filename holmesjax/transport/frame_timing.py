@@ -1,4 +1,4 @@
-"""Seconds of bytes that travel as boundaries do: in frames, over several streams. No JAX.
+"""Times bytes that travel as boundaries do: in frames, over several streams. No JAX.
 
 sender: DATA, part by part, on whichever stream is free -> waits for PULL
 receiver: memory that it has held before -> PULL once all is there, as if for the next
@@ -35,7 +35,7 @@ class Sender:
             channel.start()
 
     def seconds(self, number: int, block: np.ndarray) -> float:
-        """Until the other end has all bytes of `block`, which is its array `number`.
+        """Sends `block`, the array `number`; returns the seconds until the other end has all of it.
 
         Raises:
           OSError: the connection broke, or nothing moved.

@@ -1,11 +1,11 @@
-"""Numbered binary frames on an authenticated connection, and its heartbeat. No JAX.
+"""Numbered binary frames on an authenticated connection. No JAX.
 
-A frame is a fixed header; a `DATA` header is followed by its payload. Frames are counted in each
-direction of a connection, and the header carries a CRC-32, so that a lost place in the stream is
-noticed at once. Whatever does not fit ends the connection. The payload relies on TCP's checksum:
-a CRC of ours would cost more than copying the bytes.
+A frame is a fixed header; its payload follows a `DATA` header. The header has the number of the
+frame in its direction and a CRC-32, so that a lost place in the stream is noticed at once. A frame
+that does not fit ends the connection. The payload relies on TCP's checksum: a CRC of ours would
+cost more than copying the bytes.
 
-    PING   the sender is alive; sent where nothing else was for a quarter of the silence allowed
+    PING   the sender is alive; sent where nothing else is for a while (`heartbeats`)
     PULL   asks for a piece
     DATA   a part of it, on whichever connection is free
     BYE    the sender wants and gives nothing more; answered by BYE, then the connection is closed
@@ -17,11 +17,12 @@ import os
 import socket
 import struct
 import threading
-import time
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple, Protocol
+
+from holmesjax.transport.heartbeats import Silence
 
 MAGIC = b"HJX1"
 HEADER = struct.Struct(">4sBxHQQIIQQ")  # magic, kind, crossing, sequence, then the rest of Frame
@@ -33,7 +34,7 @@ MAX_BUFFERS = os.sysconf("SC_IOV_MAX")  # that one system call takes
 
 
 class FrameKind(enum.IntEnum):
-    """What a frame is for."""
+    """The purpose of a frame."""
 
     PING = 1
     PULL = 2
@@ -62,7 +63,7 @@ Packet = tuple[Frame, Sequence[memoryview]]
 
 
 def parts_of(num_bytes: int, num_streams: int) -> Iterator[tuple[int, int]]:
-    """Offset and length of the parts that a piece is sent in; the same at both ends.
+    """Yields offset and length of the parts of a piece; the same at both ends.
 
     >>> list(parts_of(5 << 20, 2))
     [(0, 2621440), (2621440, 2621440)]
@@ -77,13 +78,13 @@ class ViolationError(Exception):
 
 
 class Handler(Protocol):
-    """What a channel tells; called on its threads."""
+    """Takes what a channel hears; called on its threads."""
 
     def pulled(self, channel: "Channel", frame: Frame) -> None:
         """The other end asks for a piece. Raises ViolationError if it must not."""
 
     def landing(self, channel: "Channel", frame: Frame) -> Sequence[memoryview]:
-        """Where the payload of a DATA frame goes. Raises ViolationError if nobody asked for it."""
+        """Returns the memory for a payload. Raises ViolationError if nobody asked for it."""
 
     def landed(self, channel: "Channel", frame: Frame) -> None:
         """The payload is there."""
@@ -95,9 +96,10 @@ class Handler(Protocol):
         """The other end said goodbye."""
 
     def broken(self, channel: "Channel", error: Exception) -> None:
-        """The connection ended otherwise.
+        """The connection ended without a goodbye.
 
-        A ViolationError, TimeoutError for silence, OSError, or whatever a handler raised.
+        The error is a ViolationError, a TimeoutError for silence, an OSError, or an error of the
+        handler.
         """
 
 
@@ -114,18 +116,17 @@ class Channel:
     def __init__(
         self, sock: socket.socket, handler: Handler, silence_s: float, parts: deque[Packet]
     ):
-        self._sock, self._handler, self._silence_s = sock, handler, silence_s
+        self._sock, self._handler, self._silence = sock, handler, Silence(silence_s)
         self._control: deque[Frame] = deque()  # sent before data, so that asking waits for nobody
         self._parts = parts
         self._wakeup = threading.Condition()
         self._said_bye = self._is_closed = self._is_idle = self._is_in_payload = False
         self._byes = 0  # that are out or in
-        self.payload_s = self._heard_s = time.monotonic()  # when bytes of a payload, or any, came
+        self.payload_s = self._silence.heard_s  # when bytes of a payload came last
         self.has_left = False  # the other end, orderly
         self.is_over = threading.Event()  # both ends have said goodbye, or it was closed
-        # The kernel's own timeout: with Python's, every call would be two system calls. Shorter
-        # than the silence: a call that has heard something tells of it only when it ends.
-        wait_s = silence_s / 8
+        # The kernel's own timeout: with Python's, every call would be two system calls.
+        wait_s = self._silence.look_s
         timeout = struct.pack("ll", int(wait_s), int(wait_s % 1 * 1e6))
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, timeout)
         self._threads = [
@@ -144,7 +145,7 @@ class Channel:
             self._wakeup.notify()
 
     def take_part(self) -> bool:
-        """Wakes it for what has been put among the parts; False if it is busy."""
+        """Wakes the channel for a new part; returns False if the channel is busy."""
         with self._wakeup:
             if not self._is_idle:
                 return False
@@ -153,7 +154,7 @@ class Channel:
             return True
 
     def leave(self) -> None:
-        """Says goodbye, once, and takes no further part."""
+        """Says goodbye, once."""
         with self._wakeup:
             if not self._said_bye:
                 self._said_bye = True
@@ -170,7 +171,7 @@ class Channel:
             self._sock.shutdown(socket.SHUT_RDWR)
 
     def join(self, timeout_s: float) -> None:
-        """Waits for the threads, but for the calling one."""
+        """Waits for the threads, except the calling one."""
         for thread in self._threads:
             if thread is not threading.current_thread():
                 thread.join(timeout_s)
@@ -218,22 +219,21 @@ class Channel:
                 self._count_bye()
 
     def _hear(self, buffers: Sequence[memoryview]) -> int:
-        """Bytes received: all that fit, or those that came before the kernel's timeout.
+        """Receives all bytes that fit, or those before the kernel's timeout; returns their number.
 
-        A call that ended with each packet would take the GIL as often, on a slow link for each.
+        A call that ended with each packet would take the GIL for each, on a slow link.
         """
         while True:
             try:
                 received = self._sock.recvmsg_into(buffers, 0, socket.MSG_WAITALL)[0]
             except BlockingIOError:  # what the kernel's timeout looks like
-                if time.monotonic() - self._heard_s >= self._silence_s:
-                    raise TimeoutError(f"silent for {self._silence_s:g} s") from None
+                self._silence.check()
                 continue
             if not received:
                 raise ConnectionResetError("the other end closed the connection")
-            self._heard_s = time.monotonic()
+            self._silence.end()
             if self._is_in_payload:
-                self.payload_s = self._heard_s
+                self.payload_s = self._silence.heard_s
             return received
 
     # ---- writing -------------------------------------------------------------------------------
@@ -253,13 +253,13 @@ class Channel:
                 return
 
     def _next(self) -> Packet:
-        """What to send now; a ping if there is nothing for too long."""
+        """Returns what to send next; a ping if there is nothing for a while."""
         while True:
             with self._wakeup:
                 self._is_idle = True  # before looking, so that nothing is put there unseen
                 is_needed = self._wakeup.wait_for(
                     lambda: self._control or self._parts or self._is_closed or not self._is_idle,
-                    self._silence_s / 4,
+                    self._silence.ping_s,
                 )
                 self._is_idle = False
                 if self._control:

@@ -1,7 +1,7 @@
-"""Moves arrays from one stage to another.
+"""Moves arrays from one stage to another inside a process, and the protocol of all transports.
 
-`offer` announces an array under a key; `fetch` gives it on the other stage's mesh, once. Every
-implementation passes the same contract tests.
+`offer` announces an array under a key. `fetch` gives it on the other stage's mesh, once. Every
+transport passes the same contract tests.
 """
 
 from collections import Counter
@@ -18,13 +18,13 @@ from holmesjax.transport.crossings import Key
 
 
 class Transport(Protocol):
-    """What the pipeline needs of any transport."""
+    """A transport, as the pipeline uses it."""
 
     def offer(self, key: Key, array: jax.Array) -> None:
         """Announces an array. It must not be donated before it has been fetched."""
 
     def expect(self, keys: Sequence[Key]) -> None:
-        """Says what will be fetched next, in this order, so that it can be asked for ahead."""
+        """Announces the next fetches, in their order, so that arrays can be asked for ahead."""
 
     def arrived(self, key: Key) -> bool:
         """Whether a fetch of that key would not wait."""
@@ -33,17 +33,17 @@ class Transport(Protocol):
         """Returns when one of them has arrived. Raises PeerError if none can."""
 
     def fetch(self, key: Key) -> jax.Array:
-        """The array of that key, laid out for its target. Each key can be fetched once."""
+        """Returns the array of a key, laid out for its target. Each key can be fetched once."""
 
     def take_bytes(self) -> dict[str, int]:
-        """Bytes that crossed each link since the last call; replicas count once."""
+        """Returns the bytes that crossed each link since the last call; replicas count once."""
 
     def close(self) -> None:
         """Returns when everything that was offered has been delivered."""
 
 
 class LocalTransport:
-    """Between meshes of one process.
+    """A transport between meshes of one process.
 
     Args:
       targets: for each crossing, by name, the sharding at its target and the name of its link; None
@@ -84,10 +84,10 @@ class LocalTransport:
 
 
 def move(array: jax.Array, target: NamedSharding) -> jax.Array:
-    """The array on another mesh, without waiting for it.
+    """Moves an array to another mesh, without waiting for it.
 
-    `jax.device_put` between meshes goes through the host, and waits, when the shards differ; so
-    each target shard is put together from the pieces of source shards that it covers.
+    `jax.device_put` between meshes goes through the host, and waits, if the shards differ. So each
+    target shard is assembled from the pieces of source shards that it covers.
     """
     sources = {
         from_index(shard.index, array.shape): shard.data for shard in array.addressable_shards

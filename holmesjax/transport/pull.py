@@ -3,8 +3,8 @@
     source: offer, ready -> answer what was asked for, before or since -> sent -> delivered
     target: expect -> ask, a few arrays ahead -> every part lands once -> arrive -> take
 
-Methods change the state and return what the byte mover (`tcp`) is to do next. They send nothing,
-wait for nothing and take no lock: the mover calls them one at a time. Whatever the other end must
+Methods change the state, and return what the byte mover (`tcp`) does next. They send nothing, wait
+for nothing and take no lock: the mover calls them one at a time. A frame that the other end must
 not send raises ViolationError.
 """
 
@@ -44,7 +44,7 @@ class Traffic:
 
 @dataclass
 class _Offer:
-    """An array that others do not have all of yet."""
+    """An array that has not been delivered completely."""
 
     unasked: set[int]  # pieces
     left: dict[int, int]  # bytes of each piece that are not delivered yet
@@ -65,7 +65,7 @@ class Source:
         self._early: dict[Key, dict[int, None]] = {}  # pieces asked for before they were ready
 
     def offer(self, key: Key) -> bool:
-        """Announces an array; False where other processes send all of it."""
+        """Announces an array; returns False if other processes send all of it."""
         assert key not in self._offers, f"{key} is offered twice"
         sends = self._by_name[key.crossing].sends
         if sends:
@@ -74,14 +74,14 @@ class Source:
         return bool(sends)
 
     def ready(self, key: Key) -> list[int]:
-        """The pieces of an offered array to answer now that its bytes are on the host."""
+        """Returns the pieces to send now that the bytes of an offered array are on the host."""
         offer, asked = self._offers[key], list(self._early.pop(key, {}))
         offer.is_ready = True
         offer.unasked.difference_update(asked)
         return asked
 
     def pulled(self, peer: int, frame: Frame) -> Key | None:
-        """The array of which a PULL is to be answered at once; None where it has to wait."""
+        """Returns the array that answers a PULL at once; None if the PULL has to wait."""
         traffic = self._by_index.get(frame.crossing)
         shared = traffic.sends.get(frame.piece) if traffic else None
         if traffic is None or shared is None or shared.peer != peer:
@@ -103,7 +103,7 @@ class Source:
         return key
 
     def parts(self, key: Key, piece: int) -> Iterator[Frame]:
-        """The DATA frames that answer a PULL."""
+        """Yields the DATA frames that answer a PULL."""
         traffic = self._by_name[key.crossing]
         shared = traffic.sends[piece]
         for offset, length in parts_of(shared.num_bytes, shared.num_streams):
@@ -111,7 +111,7 @@ class Source:
             yield Frame(FrameKind.DATA, *where, offset, length)
 
     def sent(self, frame: Frame) -> Key | None:
-        """Counts a DATA frame that is out; the array, if that was the last of all it is owed."""
+        """Counts a DATA frame that was sent; returns the array if all of it is sent now."""
         key = Key(self._by_index[frame.crossing].name, frame.step, frame.microbatch)
         left = self._offers[key].left
         left[frame.piece] -= frame.length
@@ -124,7 +124,7 @@ class Source:
 
     @property
     def owed_to(self) -> set[int]:
-        """Processes that do not have all yet of what was offered."""
+        """The processes to which offered arrays are still owed."""
         return {
             self._by_name[key.crossing].sends[piece].peer
             for key, offer in self._offers.items()
@@ -157,14 +157,14 @@ class Target:
         self._awaited: dict[tuple[int, Where], _Landing] = {}  # by peer and piece
 
     def expect(self, keys: Sequence[Key]) -> list[Key]:
-        """Adds what will be taken next, in this order; the arrays to ask for now."""
+        """Adds the next arrays, in their order; returns the arrays to ask for now."""
         known = {*self._expected, *self._missing}
         assert known.isdisjoint(keys), f"{known & set(keys)} are expected twice"
         self._expected += keys
         return self._ahead()
 
     def hurry(self, key: Key) -> list[Key]:
-        """The arrays to ask for when one is waited for, however far it is in the order."""
+        """Returns the arrays to ask for when one is waited for, wherever it is in the order."""
         if key in self._missing:
             return []
         assert key in self._expected, f"{key} was not expected, or has been fetched"
@@ -173,7 +173,7 @@ class Target:
         return [key]
 
     def take(self, key: Key) -> list[Key]:
-        """Takes an array that has arrived; the arrays to ask for now."""
+        """Takes an array that has arrived; returns the arrays to ask for now."""
         self._arrived.remove(key)
         del self._missing[key]
         return self._ahead()
@@ -186,7 +186,7 @@ class Target:
         return found
 
     def ask(self, key: Key) -> list[tuple[int, Frame]]:
-        """The PULL frames for an array and the processes to send them to; data may land now."""
+        """Returns the PULL frames for an array, with their receivers; data may land from now on."""
         traffic = self._by_name[key.crossing]
         self._missing[key] = len(traffic.receives)
         frames = []
@@ -198,7 +198,7 @@ class Target:
         return frames
 
     def landing(self, peer: int, frame: Frame) -> Key:
-        """The array that a DATA frame is a part of; each part may come once."""
+        """Returns the array of a DATA frame; each part may come once."""
         landing = self._awaited.get((peer, frame.where))
         if landing is None or landing.unseen.pop(frame.offset, None) != frame.length:
             raise ViolationError(f"data that was not asked for: {frame}")
@@ -207,7 +207,8 @@ class Target:
     def landed(self, peer: int, frame: Frame) -> tuple[int, Key | None]:
         """Counts a part whose bytes are here.
 
-        Returns the bytes of its piece if that is complete now, or 0; and the array if that is.
+        Returns the bytes of its piece if the piece is complete now, else 0; and the array if the
+        array is complete.
         """
         landing = self._awaited[peer, frame.where]
         landing.missing -= 1
@@ -219,20 +220,20 @@ class Target:
         return landing.shared.num_bytes, landing.key if is_whole else None
 
     def arrive(self, key: Key) -> None:
-        """The array can be taken."""
+        """Notes that an array can be taken."""
         self._arrived.add(key)
 
     def arrived(self, key: Key) -> bool:
         return key in self._arrived
 
     def sources(self, key: Key) -> list[int]:
-        """The processes that send pieces of an array."""
+        """Returns the processes that send pieces of an array."""
         return [shared.peer for shared in self._by_name[key.crossing].receives.values()]
 
     def owing(self, key: Key) -> list[int]:
-        """The processes that have not sent all their pieces of an array."""
+        """Returns the processes that have not sent all their pieces of an array."""
         return [one.shared.peer for one in self._awaited.values() if one.key == key]
 
     def awaited_from(self, peer: int) -> Key | None:
-        """The first array that a process owes a piece of."""
+        """Returns the first array of which a process owes a piece."""
         return next((one.key for (who, _), one in self._awaited.items() if who == peer), None)

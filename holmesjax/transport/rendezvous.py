@@ -1,7 +1,7 @@
-"""Finds the processes that one shares something with: where all listen, and who calls whom.
+"""Connects a process with those that it shares something with.
 
-Of two processes the one with the lower number calls. They open several connections, over the
-network of their link, so many that every NIC of both nodes carries some.
+The process with the lower number calls the other. The two open several connections, over the
+network of their link, so that every NIC of both nodes carries some.
 """
 
 import itertools
@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass, replace
 from socket import socket
 from typing import Any
 
@@ -17,12 +18,26 @@ from holmesjax.plan.processes import Process, fabric_between
 from holmesjax.topology.machines import Topology
 from holmesjax.transport import connections
 from holmesjax.transport.admission import Admission
+from holmesjax.transport.connections import Connection
+from holmesjax.transport.records import Record
 
 Book = Mapping[str, Sequence[tuple[str, int]]]  # fabric -> address and port of each NIC
 
 
+@dataclass(frozen=True, kw_only=True)
+class NeighbourHello(Record):
+    """The hello of a process to another with which it shares arrays."""
+
+    kind = "neighbour"
+    process: int
+    about: dict[str, Any]  # what must be equal at both ends, by name
+    digests: dict[str, str]  # of what is shared with each process, by its number
+    streams: dict[str, int]  # connections with each process, by its number
+    stream: int | None = None  # the number of this connection; only the caller has one
+
+
 class Ports:
-    """Listening sockets on some addresses, so that others can be told where before JAX is up."""
+    """Listening sockets. They are open before JAX is up, so that others can be told the ports."""
 
     def __init__(self, sockets: Mapping[str, Sequence[socket]]):
         self.sockets = sockets
@@ -52,121 +67,130 @@ class Ports:
             sock.close()
 
 
+@dataclass(frozen=True, kw_only=True)
+class Rendezvous:
+    """The parties that a process may meet, and how it meets those that it shares something with."""
+
+    me: Process  # this process, one of `processes`
+    processes: Sequence[Process]
+    topology: Topology
+    ports: Ports  # where this process listens; closed once it has met all
+    look_up: Callable[[Sequence[int]], Mapping[int, Book]]  # where some processes listen
+    key: bytes  # of the job
+    about: Mapping[str, Any]  # what must be equal at both ends of a connection, by name
+    min_streams: int  # connections between two processes; there are more where nodes have more NICs
+    timeout_s: float  # for all to come
+
+    def num_streams(self, peer: Process, book: Mapping[int, Book]) -> int:
+        """The number of connections with a process, over the network of their link.
+
+        Args:
+          peer: the other process.
+          book: addresses of both processes, by their numbers.
+        """
+        fabric = fabric_between(self.topology, self.me, peer)
+        nics = (len(_nics(book[end.number], end, fabric)) for end in (peer, self.me))
+        return streams_over(self.min_streams, *nics)
+
+
 def meet(
+    rendezvous: Rendezvous,
     *,
-    me: Process,
-    processes: Sequence[Process],
-    topology: Topology,
-    ports: Ports,
     book: Mapping[int, Book],
-    key: bytes,
-    about: Mapping[str, Any],
     digests: Mapping[int, str],
     streams: Mapping[int, int],
-    timeout_s: float,
-    enter: Callable[[int, int, connections.Connection], None],
+    enter: Callable[[int, int, Connection[NeighbourHello]], None],
 ) -> None:
     """Connects with every process that has a digest; then nobody is let in any more.
 
     Args:
-      me: this process, one of `processes`.
-      ports: where it listens; closed at the end.
-      book: where it and those that it shares something with do, by their numbers.
-      key: of the job.
-      about: what must be equal everywhere, by name.
+      rendezvous: the parties; its ports are closed at the end.
+      book: where this process and those that it shares something with listen, by their numbers.
       digests: for each process that something is shared with, of what is shared.
       streams: connections with each of them; both ends must say the same.
-      timeout_s: for all of it.
       enter: takes a process number, the number of a stream, and the connection.
 
     Raises:
       PeerError: a process does not come.
       RefusedError: it does, and something differs; the message has both values.
     """
-    _Meeting(me, processes, about, digests, streams, enter).hold(
-        topology, ports, book, key, timeout_s
-    )
+    _Meeting(rendezvous, digests, streams, enter).hold(book)
 
 
 class _Meeting:
-    """What the two ways to be connected, to call and to be called, have in common."""
+    """The state that calls and callers share."""
 
     def __init__(
         self,
-        me: Process,
-        processes: Sequence[Process],
-        about: Mapping[str, Any],
+        rendezvous: Rendezvous,
         digests: Mapping[int, str],
         streams: Mapping[int, int],
-        enter: Callable[[int, int, connections.Connection], None],
+        enter: Callable[[int, int, Connection[NeighbourHello]], None],
     ):
-        self._me, self._processes, self._digests = me, processes, digests
-        self._about, self._streams, self._enter_connection = about, streams, enter
+        self._rendezvous = rendezvous
+        self._me, self._processes = rendezvous.me, rendezvous.processes
+        self._digests, self._streams, self._enter_connection = digests, streams, enter
         self._present: set[tuple[int, int]] = set()  # process and stream
         self._refused: dict[int, str] = {}
         self._changed = threading.Condition()
 
-    def hold(
-        self,
-        topology: Topology,
-        ports: Ports,
-        book: Mapping[int, Book],
-        key: bytes,
-        timeout_s: float,
-    ) -> None:
-        me, deadline_s = self._me, time.monotonic() + timeout_s
-        hello = {
-            "process": me.number,
-            "about": self._about,
-            "digests": {str(other): digest for other, digest in self._digests.items()},
-            "streams": {str(other): count for other, count in self._streams.items()},
-        }
+    def hold(self, book: Mapping[int, Book]) -> None:
+        me, rendezvous = self._me, self._rendezvous
+        deadline_s = time.monotonic() + rendezvous.timeout_s
+        hello = NeighbourHello(
+            process=me.number,
+            about=dict(rendezvous.about),
+            digests={str(other): digest for other, digest in self._digests.items()},
+            streams={str(other): count for other, count in self._streams.items()},
+        )
         with ExitStack() as admissions:
             self._admissions = [
                 admissions.enter_context(
                     Admission(
                         sock,
-                        key=key,
+                        key=rendezvous.key,
                         hello=hello,
+                        expected=NeighbourHello,
                         check=self._check,
                         enter=self._let_in,
-                        expected=sum(self._streams.values()),
+                        num_callers=sum(self._streams.values()),
                     )
                 )
-                for sock in itertools.chain(*ports.sockets.values())
+                for sock in itertools.chain(*rendezvous.ports.sockets.values())
             ]
             above = [self._processes[other] for other in sorted(self._digests) if other > me.number]
             ways = [(peer, s) for peer in above for s in range(self._streams[peer.number])]
             for peer, stream in ways:
-                fabric = fabric_between(topology, me, peer)
+                fabric = fabric_between(rendezvous.topology, me, peer)
                 address, port = nic(book[peer.number], peer, fabric, stream)
                 connection = connections.connect(
                     address,
                     port,
-                    key=key,
-                    hello={**hello, "stream": stream},
+                    key=rendezvous.key,
+                    hello=replace(hello, stream=stream),
+                    expected=NeighbourHello,
                     check=self._check,
                     where=between(me, peer),
                     timeout_s=max(deadline_s - time.monotonic(), 0.0),
                     source=nic(book[me.number], me, fabric, stream)[0],
                 )
                 self._enter(peer.number, stream, connection)
-            self._wait(deadline_s, timeout_s)
+            self._wait(deadline_s)
 
-    def _check(self, hello: connections.Message) -> str | None:
-        """What is wrong with a process at the other end."""
-        number, stream = int(hello["process"]), hello.get("stream")
+    def _check(self, hello: NeighbourHello) -> str | None:
+        """Returns what is wrong with a process at the other end, if anything."""
+        number, stream = hello.process, hello.stream
         if number not in self._digests:
             return f"{self._me.name} shares nothing with process {number}"
         name = self._processes[number].name
         to_me = str(self._me.number)
         theirs = {
-            **hello["about"],
-            "crossings": hello["digests"].get(to_me),
-            "streams": hello["streams"].get(to_me),
+            **hello.about,
+            "crossings": hello.digests.get(to_me),
+            "streams": hello.streams.get(to_me),
         }
         count = self._streams[number]
-        mine = {**self._about, "crossings": self._digests[number], "streams": count}
+        mine = {**self._rendezvous.about, "crossings": self._digests[number], "streams": count}
         differences = [
             f"{what} is {mine.get(what)!r} in {self._me.name} and {theirs.get(what)!r} in {name}"
             for what in mine | theirs
@@ -180,17 +204,19 @@ class _Meeting:
             return f"stream {stream} of {name} is none of {count}, or is there already"
         return None
 
-    def _let_in(self, connection: connections.Connection) -> None:
-        self._enter(connection.hello["process"], connection.hello["stream"], connection)
+    def _let_in(self, connection: Connection[NeighbourHello]) -> None:
+        stream = connection.hello.stream
+        assert stream is not None, "the check has let it in"
+        self._enter(connection.hello.process, stream, connection)
 
-    def _enter(self, number: int, stream: int, connection: connections.Connection) -> None:
+    def _enter(self, number: int, stream: int, connection: Connection[NeighbourHello]) -> None:
         self._enter_connection(number, stream, connection)
         with self._changed:
             self._present.add((number, stream))
             self._changed.notify_all()
 
-    def _wait(self, deadline_s: float, timeout_s: float) -> None:
-        """For those that call."""
+    def _wait(self, deadline_s: float) -> None:
+        """Waits for the processes that call."""
         wanted = {(other, s) for other, count in self._streams.items() for s in range(count)}
         with self._changed:
             self._changed.wait_for(
@@ -207,38 +233,22 @@ class _Meeting:
             ]
             raise PeerError(
                 self._me.name,
-                f"{names} did not connect for {timeout_s:g} s",
+                f"{names} did not connect for {self._rendezvous.timeout_s:g} s",
                 found="; ".join(reasons) or "no call",
                 fix="see the log of that process, and that the network lets it reach this one",
             )
 
 
 def between(source: Process, target: Process) -> str:
-    """The link from one process to another, as errors name it."""
+    """Names the link from one process to another, for errors."""
     link = f"{source.cluster} -> {target.cluster}"
     return f"link {link}, from {source.name} to {target.name}"
 
 
-def num_streams(
-    topology: Topology, me: Process, peer: Process, book: Mapping[int, Book], at_least: int
-) -> int:
-    """The number of connections between two processes, over the network of their link.
-
-    Args:
-      topology: source of the fabric between the two.
-      me, peer: the two processes.
-      book: addresses of each process, by its number.
-      at_least: the fewest connections, however few NICs there are.
-    """
-    fabric = fabric_between(topology, me, peer)
-    nics = (len(_nics(book[end.number], end, fabric)) for end in (peer, me))
-    return streams_over(at_least, *nics)
-
-
 def streams_over(at_least: int, *nics: int) -> int:
-    """So many connections that all NICs of both nodes carry some.
+    """Returns a number of connections with which all NICs of both nodes carry some.
 
-    Those of the node that has more of them carry equally many.
+    The NICs of the node with more NICs carry equally many.
 
     >>> streams_over(4, 1, 1), streams_over(4, 8, 2), streams_over(4, 3, 1)
     (4, 8, 6)
@@ -247,7 +257,7 @@ def streams_over(at_least: int, *nics: int) -> int:
 
 
 def nic(book: Book, process: Process, fabric: str, stream: int) -> tuple[str, int]:
-    """Where a stream of a process begins or ends; the book is its own."""
+    """Returns the NIC of a stream of a process, from the process's own book."""
     found = _nics(book, process, fabric)
     return found[stream % len(found)]
 

@@ -1,4 +1,4 @@
-"""Who sends which part of a crossing to whom. No JAX.
+"""Decides who sends which part of a crossing to whom. No JAX.
 
     box     a part of an array: start and stop of every dim
     wire    how the target's devices share what they receive: `target_spec`, plus the mesh axes
@@ -6,9 +6,9 @@
     piece   what of a wire box one process sends to one other
 
 Every byte crosses once, replicas included. A process whose devices hold the same box receives it
-once and copies it; where several processes hold it, each receives a share, and a collective of the
-target stage rebuilds the whole. Only scalars, which no axis cuts, and
-what a crossing calls whole go to every process.
+once and copies it. If several processes hold it, each receives a share, and a collective of the
+target stage rebuilds the whole. Scalars, which no axis cuts, and crossings that are `is_whole` go
+to every process.
 """
 
 import heapq
@@ -26,7 +26,7 @@ from holmesjax.transport.crossings import Crossing, Spec
 
 
 class Piece(NamedTuple):
-    """What one process sends to another of one array."""
+    """A part of an array that one process sends to another."""
 
     box: Box  # in the whole array
     source: int  # process number
@@ -35,7 +35,7 @@ class Piece(NamedTuple):
 
 
 def boxes(shape: Sequence[int], spec: Spec, stage: StagePlan) -> dict[int, Box]:
-    """What each device of a stage holds, by its number; as `jax.sharding.NamedSharding` cuts."""
+    """Returns the box of each device of a stage, by number, as `NamedSharding` cuts."""
     sizes = _sizes(stage)
     held = {}
     places = itertools.product(*map(range, sizes.values()))  # row-major, like the devices
@@ -54,7 +54,7 @@ def _sizes(stage: StagePlan) -> dict[str, int]:
 def _range(
     size: int, axes: Sequence[str], sizes: Mapping[str, int], at: Mapping[str, int]
 ) -> tuple[int, int]:
-    """The part of a dim at some mesh coordinates; the first axis is the major one."""
+    """Returns the part of a dim at some mesh coordinates; the first axis is the major one."""
     part, num_parts = 0, 1
     for axis in axes:
         part, num_parts = part * sizes[axis] + at[axis], num_parts * sizes[axis]
@@ -64,7 +64,7 @@ def _range(
 
 
 def wire_spec(crossing: Crossing, plan: Plan, processes: Sequence[Process]) -> Spec:
-    """How the array is cut when it lands at its target.
+    """Returns how an array is cut when it arrives at its target.
 
     Raises:
       PlanError: replicas in several processes cannot share it, because no dim divides.
@@ -107,7 +107,7 @@ def _spans_processes(axis: str, stage: StagePlan, processes: Sequence[Process]) 
 
 
 def pieces(crossing: Crossing, plan: Plan, processes: Sequence[Process]) -> tuple[Piece, ...]:
-    """All pieces of a crossing, target by target; the same in every process of the job."""
+    """Returns all pieces of a crossing, target by target; the same in every process of the job."""
     home = {device: p.number for p in processes for device in p.devices}
     stages = plan.stages[crossing.source], plan.stages[crossing.target]
     holders: dict[Box, set[int]] = defaultdict(set)  # of each box, the processes that have it
@@ -132,7 +132,7 @@ def pieces(crossing: Crossing, plan: Plan, processes: Sequence[Process]) -> tupl
 
 
 def _grid(shape: Sequence[int], spec: Spec, sizes: Mapping[str, int]) -> list[int]:
-    """The length of each dim's parts."""
+    """Returns the length of the parts of each dim."""
     return [
         size // math.prod(sizes[axis] for axis in axes)
         for size, axes in zip(shape, spec, strict=True)
@@ -140,7 +140,7 @@ def _grid(shape: Sequence[int], spec: Spec, sizes: Mapping[str, int]) -> list[in
 
 
 def _overlapping(box: Box, grid: Sequence[int]) -> Iterator[Box]:
-    """The boxes of a grid that share something with one, in ascending order; no others are seen."""
+    """Yields the boxes of a grid that overlap a box, in ascending order; it visits no others."""
     ranges = (
         [(at, at + step) for at in range(start // step * step, stop, step)]
         for (start, stop), step in zip(box, grid, strict=True)
@@ -149,7 +149,7 @@ def _overlapping(box: Box, grid: Sequence[int]) -> Iterator[Box]:
 
 
 def _take_turn(turns: list[tuple[int, int]], sent: Mapping[int, int]) -> int:
-    """The process of a heap of (elements sent, number) that has sent least, and then the first.
+    """Returns the process that has sent least, from a heap of (elements sent, number).
 
     Counts of elements sent only grow: one that is out of date is corrected when it comes up.
     """

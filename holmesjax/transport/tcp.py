@@ -3,10 +3,10 @@
     source: offer -> [copy to the host] -> wait for PULL -> DATA straight from the array's memory
     target: expect -> PULL, a few arrays ahead -> memory that JAX takes over -> arrived -> fetch
 
-The byte mover: memory, connections, threads and failures. `pull` decides who asks for which array
-when, `ends` says what a process sends and receives of a crossing, the connections are in `frames`,
-who may connect in `connections`. The executor waits only in `wait`, in a `fetch` of what has not
-arrived, and in `close`.
+This module moves bytes: it has the memory, the threads and the failures. `pull` decides who asks
+for which array when, `crossing_ends` what a process sends and receives of a crossing. `frames` has
+the connections, `rendezvous` opens them. The executor waits only in `wait`, in `close`, and in a
+`fetch` of an array that has not arrived.
 """
 
 import hashlib
@@ -16,9 +16,9 @@ import queue
 import threading
 import time
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -29,14 +29,13 @@ from holmesjax.errors import PeerError
 from holmesjax.parallel import compat
 from holmesjax.plan.plan import Plan
 from holmesjax.plan.processes import Process
-from holmesjax.topology.machines import Topology
-from holmesjax.transport import connections
 from holmesjax.transport.buffers import BufferPool, runs_of
+from holmesjax.transport.connections import Connection
+from holmesjax.transport.crossing_ends import End, make_end, size_of
 from holmesjax.transport.crossings import Crossing, Key
-from holmesjax.transport.ends import End, make_end, size_of
 from holmesjax.transport.frames import Channel, Frame, Packet, ViolationError
 from holmesjax.transport.pull import Shared, Source, Target, Traffic
-from holmesjax.transport.rendezvous import Book, Ports, between, meet, num_streams
+from holmesjax.transport.rendezvous import NeighbourHello, Rendezvous, between, meet
 
 
 @dataclass(eq=False)
@@ -60,7 +59,7 @@ class Receiving:
 
 @dataclass(eq=False)
 class Peer:
-    """A process that something is shared with."""
+    """A process with which this one shares pieces."""
 
     process: Process
     num_streams: int
@@ -72,21 +71,21 @@ class Peer:
         return any(channel.has_left for channel in self.channels.values())
 
 
+class Timeouts(NamedTuple):
+    """How long a transport waits for others, in seconds."""
+
+    silence_s: float  # for a connection on which nothing is heard, and for the last deliveries
+    pull_s: float  # for an array, while its sender is alive and no data comes
+
+
 class TcpTransport:
-    """Between the processes of a plan.
+    """A transport between the processes of a plan.
 
     Args:
-      me: this process, one of `processes`.
-      plan, topology, crossings: the same in every process.
+      plan, crossings: the same in every process.
       mesh: of this process's stage.
-      ports: where this process listens.
-      look_up: tells where some processes do, by their numbers.
-      key: of the job.
-      about: what must be equal at both ends of a connection, by name.
-      streams: connections between two processes, at least; more where nodes have more NICs.
-      heartbeat_timeout_s: how long a connection may be silent.
-      pull_timeout_s: how long `wait` waits for a process that is alive, while no data comes.
-      start_timeout_s: how long the others may take to connect.
+      rendezvous: this process and the others, and how they meet.
+      timeouts: how long it waits for others.
       on_failure: told of the first failure, on the thread that noticed it.
 
     Raises:
@@ -96,26 +95,17 @@ class TcpTransport:
 
     def __init__(
         self,
-        *,
-        me: Process,
-        processes: Sequence[Process],
         plan: Plan,
-        topology: Topology,
         crossings: Sequence[Crossing],
         mesh: Mesh,
-        ports: Ports,
-        look_up: Callable[[Sequence[int]], Mapping[int, Book]],
-        key: bytes,
-        about: Mapping[str, Any],
-        streams: int,
-        heartbeat_timeout_s: float,
-        pull_timeout_s: float,
-        start_timeout_s: float,
+        *,
+        rendezvous: Rendezvous,
+        timeouts: Timeouts,
         on_failure: Callable[[Exception], object] = lambda error: None,
     ):
-        self._me, self._plan = me, plan
-        self._silence_s, self._pull_timeout_s = heartbeat_timeout_s, pull_timeout_s
-        self._on_failure = on_failure
+        self._me = me = rendezvous.me
+        self._timeouts, self._on_failure = timeouts, on_failure
+        processes = rendezvous.processes
         self._devices = dict(zip(plan.stages[me.stage].devices, mesh.devices.flat, strict=True))
         self._ends: dict[str, End] = {}
         self._by_index: dict[int, End] = {}
@@ -142,29 +132,24 @@ class TcpTransport:
         self._stager = threading.Thread(target=self._stage, name="stager", daemon=True)
         self._stager.start()
         try:
-            book = look_up([me.number, *sorted(shared)])
+            book = rendezvous.look_up([me.number, *sorted(shared)])
             for other in shared:
-                count = num_streams(topology, me, processes[other], book, streams)
+                count = rendezvous.num_streams(processes[other], book)
                 self._peers[other] = Peer(processes[other], count)
             traffic = [self._traffic(end) for end in self._by_index.values()]
             self._source, self._target = Source(traffic), Target(traffic)
+            # Whoever is heard at other times than it promises would seem lost.
+            about = {**rendezvous.about, "heartbeat_timeout_s": timeouts.silence_s}
             meet(
-                me=me,
-                processes=processes,
-                topology=topology,
-                ports=ports,
+                replace(rendezvous, about=about),
                 book=book,
-                key=key,
-                # Whoever is heard at other times than it promises would seem lost.
-                about={**about, "heartbeat_timeout_s": heartbeat_timeout_s},
                 digests={other: _digest(what) for other, what in shared.items()},
                 streams={other: peer.num_streams for other, peer in self._peers.items()},
-                timeout_s=start_timeout_s,
                 enter=self._enter,
             )
             self._raise_failure()
         except BaseException:
-            ports.close()
+            rendezvous.ports.close()
             self._end()
             raise
 
@@ -184,10 +169,10 @@ class TcpTransport:
             },
         )
 
-    def _enter(self, number: int, stream: int, connection: connections.Connection) -> None:
-        """Takes a connection; from here on its heartbeat counts."""
+    def _enter(self, number: int, stream: int, connection: Connection[NeighbourHello]) -> None:
+        """Takes a connection, whose heartbeat counts from now on."""
         peer = self._peers[number]
-        channel = Channel(connection.sock, self, self._silence_s, peer.packets)
+        channel = Channel(connection.sock, self, self._timeouts.silence_s, peer.packets)
         with self._changed:
             if self._is_closing:
                 connection.close()
@@ -199,7 +184,7 @@ class TcpTransport:
     # ---- the executor's calls ------------------------------------------------------------------
 
     def offer(self, key: Key, array: jax.Array) -> None:
-        """Announces an array. It must not be donated before others have got all of it."""
+        """Announces an array. It must not be donated before others have received all of it."""
         end = self._ends[key.crossing]
         crossing = end.crossing
         assert array.shape == crossing.shape, f"{key}: {array.aval}"
@@ -218,7 +203,7 @@ class TcpTransport:
         self._staging.put((key, sending))
 
     def expect(self, keys: Sequence[Key]) -> None:
-        """Says what will be fetched next, in this order."""
+        """Announces the next fetches, in their order."""
         with self._changed:
             self._ask(self._target.expect(keys))
 
@@ -227,7 +212,7 @@ class TcpTransport:
         return self._target.arrived(key)
 
     def wait(self, keys: Collection[Key]) -> None:
-        """Returns when one of them has arrived. Raises PeerError where that cannot be."""
+        """Returns when one of the arrays has arrived. Raises PeerError if none can."""
         start_s = time.monotonic()
         with self._changed:
             for key in keys:
@@ -244,7 +229,7 @@ class TcpTransport:
         raise self._error or late
 
     def fetch(self, key: Key) -> jax.Array:
-        """The array, laid out for its target; each key once. Waits if it has not arrived."""
+        """Returns an array, laid out for its target; each key once. Waits if it has not arrived."""
         if not self.arrived(key):
             self.wait([key])
         with self._changed:
@@ -254,14 +239,14 @@ class TcpTransport:
         return receiving.end.rebuild(receiving.array)
 
     def take_bytes(self) -> dict[str, int]:
-        """Bytes received over each link since the last call."""
+        """Returns the bytes received over each link since the last call."""
         with self._changed:
             taken, self._bytes = dict(self._bytes), Counter()
         return taken
 
     def close(self) -> None:
-        """Returns when all that was offered has been delivered, or nobody asks for it any more."""
-        deadline_s = time.monotonic() + self._silence_s
+        """Returns when all offered arrays have been delivered, or nobody can ask for them."""
+        deadline_s = time.monotonic() + self._timeouts.silence_s
         with self._changed:
             self._changed.wait_for(
                 lambda: self._error or not self._undelivered(), deadline_s - time.monotonic()
@@ -289,7 +274,7 @@ class TcpTransport:
     # ---- receiving -----------------------------------------------------------------------------
 
     def _ask(self, keys: Sequence[Key]) -> None:
-        """Asks for arrays, whose memory waits for them from now on."""
+        """Asks for arrays, and makes memory for them."""
         for key in keys:
             if self._error is not None:
                 return
@@ -306,20 +291,20 @@ class TcpTransport:
                 self._check_presence(self._peers[number])
 
     def _channels(self, peer: Peer) -> list[Channel]:
-        """Those to a process, each time another one first, so that NICs share small arrays too."""
+        """Returns the channels to a process, in turns: NICs share small arrays too."""
         found = list(peer.channels.values())
         first = next(self._turn) % len(found)
         return found[first:] + found[:first]
 
     def landing(self, channel: Channel, frame: Frame) -> list[memoryview]:
-        """Where the payload goes."""
+        """Returns the memory for a payload."""
         with self._changed:
             key = self._target.landing(self._peer_of[channel].process.number, frame)
             view = self._receiving[key].views[frame.piece]
         return runs_of(view, frame.offset, frame.length)
 
     def landed(self, channel: Channel, frame: Frame) -> None:
-        """Makes an array when it was the last part of the last piece."""
+        """Counts a payload; the last one of an array makes the array."""
         with self._changed:
             peer = self._peer_of[channel].process.number
             num_bytes, key = self._target.landed(peer, frame)
@@ -336,7 +321,7 @@ class TcpTransport:
             self._changed.notify_all()
 
     def _assemble(self, receiving: Receiving) -> jax.Array:
-        """The array of pieces that are all here, as it is cut on the wire."""
+        """Makes an array of its pieces, cut as on the wire."""
         shape, blocks = receiving.end.crossing.shape, receiving.blocks
         receiving.blocks, receiving.views = {}, {}
 
@@ -349,7 +334,7 @@ class TcpTransport:
     # ---- sending -------------------------------------------------------------------------------
 
     def _stage(self) -> None:
-        """Waits for each offered array in turn, and answers who has asked for it."""
+        """Waits for each offered array in turn, and answers the PULLs for it."""
         for key, sending in iter(self._staging.get, None):
             try:
                 pieces = {i: _piece(sending, i) for i in sending.end.sends}
@@ -363,7 +348,7 @@ class TcpTransport:
                 self._answer(key, sending, i)
 
     def pulled(self, channel: Channel, frame: Frame) -> None:
-        """Answers at once, unless the array is not here yet."""
+        """Answers a PULL at once, unless the array is not computed yet."""
         with self._changed:
             key = self._source.pulled(self._peer_of[channel].process.number, frame)
             sending = self._sending[key] if key else None
@@ -371,7 +356,7 @@ class TcpTransport:
             self._answer(key, sending, frame.piece)
 
     def _answer(self, key: Key, sending: Sending, i: int) -> None:
-        """Puts a piece, part by part, where the free channels take it from."""
+        """Queues the parts of a piece for the free channels."""
         assert sending.pieces is not None
         peer = self._peers[sending.end.sends[i].target]
         for frame in self._source.parts(key, i):
@@ -379,7 +364,7 @@ class TcpTransport:
             any(channel.take_part() for channel in self._channels(peer))
 
     def sent(self, channel: Channel, frame: Frame) -> None:
-        """Drops an array when all of it is delivered, of which the frame is a part."""
+        """Drops the array of a frame if all of it is delivered."""
         with self._changed:
             if key := self._source.sent(frame):
                 del self._sending[key]
@@ -388,7 +373,7 @@ class TcpTransport:
     # ---- failing -------------------------------------------------------------------------------
 
     def left(self, channel: Channel) -> None:
-        """What a process that leaves has not given, it never will."""
+        """Fails if this process waits for an array of a process that leaves."""
         with self._changed:
             self._changed.notify_all()
             self._check_presence(self._peer_of[channel])
@@ -399,7 +384,7 @@ class TcpTransport:
             self._fail(self._peer_error(peer, "left the job", "it said goodbye"))
 
     def broken(self, channel: Channel, error: Exception) -> None:
-        """The job is over: one of its processes or links is gone."""
+        """Fails: a process or a link of the job is gone."""
         peer = self._peer_of[channel]
         name = peer.process.name
         if isinstance(error, ViolationError):
@@ -426,18 +411,18 @@ class TcpTransport:
         return PeerError(between(peer.process, self._me), problem + during, found=found, fix=fix)
 
     def _late(self, key: Key, start_s: float) -> float | PeerError:
-        """How long a key may still take, or what to say if that is over. Any data is progress."""
+        """Returns how long an array may still take, or the error if it is late."""
         peers = [self._peers[number] for number in self._target.sources(key)]
         channels = [channel for peer in peers for channel in peer.channels.values()]
         progress_s = max(start_s, *(channel.payload_s for channel in channels))
-        left_s = progress_s + self._pull_timeout_s - time.monotonic()
+        left_s = progress_s + self._timeouts.pull_s - time.monotonic()
         if left_s > 0:
             return left_s
         owing = self._target.owing(key) or self._target.sources(key)
         process = self._peers[owing[0]].process
         return PeerError(
             between(process, self._me),
-            f"{key} did not come for {self._pull_timeout_s:g} s",
+            f"{key} did not come for {self._timeouts.pull_s:g} s",
             found="its heartbeat, but no data",
             fix=f"see in the log of {process.name} what it does; distributed.pull_timeout_s sets "
             "how long it may take",
@@ -459,7 +444,7 @@ class TcpTransport:
 
 
 def _piece(sending: Sending, i: int) -> np.ndarray:
-    """A piece in the memory of its copy. Waits for that, and raises what made it fail."""
+    """Returns a piece in the memory of its copy. Waits for the copy, and raises its error."""
     device, end = sending.end.senders[i], sending.end
     return np.asarray(sending.copies[device])[within(end.sends[i].box, end.held[device])]
 

@@ -2,6 +2,7 @@
 
     choice                 which of cuDNN, Pallas and plain JAX computes given arrays
     reference              plain JAX, forward and backward
+    check                  the kernels compared with plain JAX on the device at hand
     pallas                 the kernels as one function with gradients
     pallas_forward         the kernel of the forward pass
     pallas_backward        the backward pass, and its kernel that holds queries

@@ -4,10 +4,11 @@ The kernels go through Pallas's Mosaic GPU backend.
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
 from kernels.attention import pallas_backward, pallas_forward
 from kernels.attention.reference import CAUSAL
@@ -75,9 +76,21 @@ def attention_pallas(
 
 
 def _one_by_one(function: Callable) -> Callable:
-    """Under `jax.vmap`: JAX before 0.11 cannot batch a kernel that changes arrays."""
+    """Under `jax.vmap`: JAX before 0.11 cannot batch a kernel that changes arrays.
+
+    The function's constants are arguments: the backward of a checkpoint batches them, too, and
+    JAX's loop asserts that it gets no constant that is batched.
+    """
 
     def run(rule: Rule, *arrays: Any) -> Any:
-        return jax.custom_batching.sequential_vmap(functools.partial(function, rule))(*arrays)
+        traced = jax.make_jaxpr(functools.partial(function, rule), return_shape=True)
+        program, out = traced(*arrays)
+
+        @jax.custom_batching.sequential_vmap
+        def flat(constants: Sequence[Any], *leaves: jax.Array) -> list[jax.Array]:
+            return jaxpr_as_fun(ClosedJaxpr(program.jaxpr, constants))(*leaves)
+
+        results = flat(program.consts, *jax.tree.leaves(arrays))
+        return jax.tree.unflatten(jax.tree.structure(out), results)
 
     return run

@@ -8,6 +8,7 @@ come: its last bits differ from run to run. Where they must not, queries have a 
 which holds them and goes through keys: seven products, and no block writes where another does.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -41,6 +42,7 @@ from kernels.attention.warpgroups import (
 
 HELD = COMPUTING * ROWS  # queries of a block, and keys
 WIDEST_OF_EACH = 128  # in wider heads, both warpgroups have the same keys
+BLOCKS_OF_A_GPU = 2 * 132  # with fewer, some of the multiprocessors of an H100 or H200 are idle
 
 
 def backward(
@@ -74,9 +76,45 @@ def backward(
       dlog_sum: the gradient of the log-sum-exp.
       deterministic: whether gradients have the same bits each time.
     """
+    (B, _, H, K), (_, M, G, _) = q.shape, k.shape
+    others = out, log_sum, dout, dlog_sum
+    run = functools.partial(_backward, rule, tiles, interpret, deterministic=deterministic)
+    if G == H or B * G * -(-M // _held(K)) >= BLOCKS_OF_A_GPU:
+        return run(q, k, v, segments, *others)
+    # A block for each query head: then they are more, and each is done sooner.
+    each_k, each_v = (jnp.repeat(x, H // G, axis=2) for x in (k, v))
+    dq, *of_heads = run(q, each_k, each_v, segments, *others)
+    dk, dv = (x.reshape(B, M, G, -1, K).sum(3, dtype=jnp.float32) for x in of_heads)
+    return dq, dk.astype(k.dtype), dv.astype(v.dtype)
+
+
+def _held(width: int) -> int:
+    """Keys of a block."""
+    return ROWS if width > WIDEST_OF_EACH else HELD
+
+
+def _backward(
+    rule: Rule,
+    tiles: KernelTiles,
+    interpret: bool,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    segments: Segments | None,
+    out: jax.Array,
+    log_sum: jax.Array,
+    dout: jax.Array,
+    dlog_sum: jax.Array,
+    *,
+    deterministic: bool,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """As `backward`, with a block for all query heads that share keys.
+
+    Args: see `backward`.
+    """
     (B, L, H, K), (_, M, G, _) = q.shape, k.shape
     of_keys = tiles.dkv if deterministic else tiles.joint
-    held = ROWS if K > WIDEST_OF_EACH else HELD  # keys of a block
+    held = _held(K)
     most = max(HELD, tiles.dq.streamed, of_keys.streamed)  # all are powers of two
     # Of each query, in one array [B, H, 2, L]: the two come and go together.
     both = jnp.stack([log_sum * LOG2_E, deltas(out, dout, dlog_sum)], 2)

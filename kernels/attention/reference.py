@@ -1,12 +1,17 @@
 """Softmax attention with grouped queries, in plain JAX: the reference.
 
 Products take the dtype of their inputs and sum in float32; the softmax is float32. Queries go in
-blocks that meet no key beyond what their rule lets them see, so what a causal mask would drop is
-never computed. The backward pass keeps the output and its log-sum-exp, and computes the
-probabilities again: memory is linear in L (Dao et al., arXiv:2205.14135).
+blocks that meet no key beyond what their rule lets them see, so most of what a causal mask would
+drop is never computed. A loop goes through the chunks of a block, and has the scores of one chunk
+at a time. The backward pass keeps the output and its log-sum-exp, and computes the probabilities
+again. So memory is linear in L (Dao et al., arXiv:2205.14135).
+
+Dims besides those of the package: l  the queries of a chunk, m  the keys that they meet.
 """
 
 import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,8 +20,8 @@ from jax.lax import optimization_barrier as materialize
 
 from kernels.attention.tiles import Rule, Segments
 
-QUERY_BLOCK = 128  # 64 is as fast and compiles slower (measured on a CPU, L = 256)
-MAX_BLOCKS = 8  # longer sequences get longer blocks, so that compile time stays bounded
+QUERY_CHUNK = 128  # 64 is as fast and compiles slower (measured on a CPU, L = 256)
+MAX_BLOCKS = 8  # longer sequences get blocks of more chunks, so that compile time stays bounded
 MASKED = -1e30  # not -inf: its difference from itself is NaN
 SAVED = "attention"  # the name of what a backward needs: `jax.checkpoint` policies may keep it
 CAUSAL = Rule()
@@ -107,14 +112,75 @@ def _attention(
 
 
 def _blocks(length: int) -> list[tuple[int, int]]:
-    """Start and stop of the blocks of queries.
+    """Start and stop of the blocks of queries: of whole chunks, but for a shorter last one.
 
     >>> _blocks(300)
     [(0, 128), (128, 256), (256, 300)]
+    >>> _blocks(9 * 128 + 1)[-2:]
+    [(1024, 1152), (1152, 1153)]
     """
-    count = -(-length // QUERY_BLOCK)
-    size = QUERY_BLOCK * -(-count // MAX_BLOCKS)
-    return [(start, min(length, start + size)) for start in range(0, length, size)]
+    whole = length // QUERY_CHUNK
+    size = QUERY_CHUNK * max(1, -(-whole // MAX_BLOCKS))
+    starts = range(0, whole * QUERY_CHUNK, size)
+    blocks = [(start, min(whole * QUERY_CHUNK, start + size)) for start in starts]
+    rest = [(whole * QUERY_CHUNK, length)] if length % QUERY_CHUNK else []
+    return blocks + rest
+
+
+class _Chunk(NamedTuple):
+    """Some queries and the keys that they meet: positions, which may be those of a loop."""
+
+    query: int | jax.Array  # the first
+    num_queries: int
+    key: int | jax.Array
+    num_keys: int
+
+    def queries(self, x: jax.Array, dim: int) -> jax.Array:
+        """Those of an array, along its dim of queries."""
+        return jax.lax.dynamic_slice_in_dim(x, self.query, self.num_queries, dim)
+
+    def keys(self, x: jax.Array, dim: int) -> jax.Array:
+        return jax.lax.dynamic_slice_in_dim(x, self.key, self.num_keys, dim)
+
+    def add_at_keys(self, total_BGKM: jax.Array, new_BGKm: jax.Array) -> jax.Array:
+        before = self.keys(total_BGKM, 3)
+        return jax.lax.dynamic_update_slice_in_dim(total_BGKM, before + new_BGKm, self.key, 3)
+
+
+def _for_each_chunk(
+    rule: Rule,
+    block: tuple[int, int],
+    num_keys: int,
+    carry: Any,
+    step: Callable[[Any, _Chunk], tuple[Any, Any]],
+) -> tuple[Any, Any]:
+    """The carry after all chunks of a block, and what `step` found, joined along dim 3.
+
+    Args:
+      rule: which keys a query sees.
+      block: the first and the end of its queries.
+      num_keys: M.
+      carry: what the first chunk gets.
+      step: the carry and a chunk, to the next carry and arrays [B, G, R, l, ...].
+    """
+    start, stop = block
+    first, end = rule.keys(start, stop, num_keys)
+    if stop - start <= QUERY_CHUNK:
+        return step(carry, _Chunk(start, stop - start, first, end - first))
+    met = end - first  # by each chunk: with a window fewer than by all of them
+    if rule.window is not None:
+        met = min(met, QUERY_CHUNK + rule.window - 1)
+
+    def one(carry: Any, i: jax.Array) -> tuple[Any, Any]:
+        query = start + i * QUERY_CHUNK
+        is_windowed = rule.window is not None
+        key = jnp.clip(query + QUERY_CHUNK - met, first, end - met) if is_windowed else first
+        return step(carry, _Chunk(query, QUERY_CHUNK, key, met))
+
+    carry, found = jax.lax.scan(one, carry, jnp.arange((stop - start) // QUERY_CHUNK))
+    # [chunks, B, G, R, l, ...]
+    join = lambda x: jnp.moveaxis(x, 0, 3).reshape(*x.shape[1:4], -1, *x.shape[5:])
+    return carry, jax.tree.map(join, found)
 
 
 def _group(x_BLHK: jax.Array, num_groups: int) -> jax.Array:
@@ -146,10 +212,9 @@ def _scores(
     q_BGRlK: jax.Array,
     k_BGmK: jax.Array,
     segments: Segments | None,
-    here: tuple[int, int],
-    keys: tuple[int, int],
+    chunk: _Chunk,
 ) -> tuple[jax.Array, jax.Array]:
-    """Scores of the queries `here` with `keys`, and which of them count; [B, G, R, l, m] and less.
+    """Scores of the queries of a chunk with its keys, and which count; [B, G, R, l, m] and less.
 
     q is multiplied by the scale already.
     """
@@ -158,11 +223,12 @@ def _scores(
     scores = flat.reshape(B, G, R, num_queries, k_BGmK.shape[2])
     if rule.soft_cap is not None:
         scores = rule.soft_cap * jnp.tanh(scores / rule.soft_cap)
-    mask = rule.sees(jnp.arange(*here)[:, None], jnp.arange(*keys)[None])[None, None, None]
+    query_l = chunk.query + jnp.arange(chunk.num_queries)
+    key_m = chunk.key + jnp.arange(chunk.num_keys)
+    mask = rule.sees(query_l[:, None], key_m[None])[None, None, None]
     if segments is not None:
-        query_BL, key_BM = segments
-        same = query_BL[:, slice(*here), None] == key_BM[:, None, slice(*keys)]
-        mask = mask & same[:, None, None]
+        query_Bl, key_Bm = chunk.queries(segments[0], 1), chunk.keys(segments[1], 1)
+        mask = mask & (query_Bl[:, :, None] == key_Bm[:, None])[:, None, None]
     return scores, mask
 
 
@@ -186,23 +252,23 @@ def _forward(
     B, L, H, K = q_BLHK.shape
     M = k_BMGK.shape[1]
     q, k, v = _operands(rule, q_BLHK, k_BMGK, v_BMGK)
-    outs, log_sums = [], []
-    for here in _blocks(L):
-        keys = rule.keys(*here, M)
-        seen = slice(*keys)
-        scores, mask = _scores(rule, q[:, :, :, slice(*here)], k[:, :, seen], segments, here, keys)
+
+    def attend(_: None, chunk: _Chunk) -> tuple[None, tuple[jax.Array, jax.Array]]:
+        scores, mask = _scores(rule, chunk.queries(q, 3), chunk.keys(k, 2), segments, chunk)
         scores = materialize(jnp.where(mask, scores, MASKED))
         top = scores.max(-1, keepdims=True)
         weights = materialize(jnp.exp(scores - top))
         total = weights.sum(-1, keepdims=True)
-        out = _times(_merge(weights.astype(v.dtype)), v[:, :, seen])
+        out = _times(_merge(weights.astype(v.dtype)), chunk.keys(v, 2))
         out = out.reshape(*weights.shape[:4], K) / total
         log_sum = top + jnp.log(total)
         if segments is not None:  # all the keys of a document may be elsewhere
             sees_none = top == MASKED
             out, log_sum = jnp.where(sees_none, 0, out), jnp.where(sees_none, MASKED, log_sum)
-        outs.append(out.astype(v.dtype))
-        log_sums.append(log_sum)
+        return None, (out.astype(v.dtype), log_sum)
+
+    found = [_for_each_chunk(rule, block, M, None, attend)[1] for block in _blocks(L)]
+    outs, log_sums = zip(*found, strict=True)
     # Named, so that a checkpointing policy can keep them and never runs this pass again.
     out_BLHK = checkpoint_name(materialize(_ungroup(jnp.concatenate(outs, 3))), SAVED)
     log_sum = checkpoint_name(jnp.concatenate(log_sums, 3), SAVED)
@@ -221,28 +287,34 @@ def _backward(rule: Rule, saved: tuple, gradients: tuple[jax.Array, jax.Array]) 
     if segments is not None:
         log_sum = jnp.maximum(log_sum, MASKED / 2)  # so that its difference to MASKED is not 0
     dout = materialize(_group(dout_BLHK, G))
-    dqs = []
-    dk_BGKM = jnp.zeros((*k.shape[:2], K, M), jnp.float32)  # transposed, so that no product is
-    dv_BGKM = dk_BGKM
-    for here in reversed(_blocks(L)):
-        keys = rule.keys(*here, M)
-        queries, seen = slice(*here), slice(*keys)
-        q_here, dout_here = q[:, :, :, queries], dout[:, :, :, queries]
-        scores, mask = _scores(rule, q_here, k[:, :, seen], segments, here, keys)
-        p = jnp.where(mask, scores, MASKED) - log_sum[:, :, :, queries]
+
+    def gradients_of(
+        sums: tuple[jax.Array, jax.Array], chunk: _Chunk
+    ) -> tuple[tuple[jax.Array, jax.Array], jax.Array]:
+        """The gradients of a chunk's queries, and those of all keys with what it adds."""
+        q_here, dout_here = chunk.queries(q, 3), chunk.queries(dout, 3)
+        k_here, v_here = chunk.keys(k, 2), chunk.keys(v, 2)
+        scores, mask = _scores(rule, q_here, k_here, segments, chunk)
+        p = jnp.where(mask, scores, MASKED) - chunk.queries(log_sum, 3)
         p = materialize(jnp.exp(p))
-        dp = _times(_merge(dout_here), v[:, :, seen], transpose_b=True).reshape(p.shape)
-        ds = p * (materialize(dp) - delta[:, :, :, queries])
+        dp = _times(_merge(dout_here), v_here, transpose_b=True).reshape(p.shape)
+        ds = p * (materialize(dp) - chunk.queries(delta, 3))
         if rule.soft_cap is not None:
             ds = ds * (1 - jnp.square(scores / rule.soft_cap))
         ds = materialize(ds.astype(k.dtype))
-        dq = _times(_merge(ds), k[:, :, seen]).reshape(q_here.shape)
-        dqs.append(dq * rule.factor(K))
+        dq = _times(_merge(ds), k_here).reshape(q_here.shape)
         q_turned = materialize(_merge(q_here).swapaxes(2, 3))
         dout_turned = materialize(_merge(dout_here).swapaxes(2, 3))
-        pad = [(0, 0)] * 3 + [(keys[0], M - keys[1])]
-        dk_BGKM = dk_BGKM + jnp.pad(_times(q_turned, _merge(ds)), pad)
-        dv_BGKM = dv_BGKM + jnp.pad(_times(dout_turned, _merge(p.astype(v.dtype))), pad)
+        dk_BGKM = chunk.add_at_keys(sums[0], _times(q_turned, _merge(ds)))
+        dv_BGKM = chunk.add_at_keys(sums[1], _times(dout_turned, _merge(p.astype(v.dtype))))
+        return (dk_BGKM, dv_BGKM), dq * rule.factor(K)
+
+    dqs = []
+    sums = (jnp.zeros((*k.shape[:2], K, M), jnp.float32),) * 2  # transposed: no product is
+    for block in reversed(_blocks(L)):
+        sums, dq = _for_each_chunk(rule, block, M, sums, gradients_of)
+        dqs.append(dq)
+    dk_BGKM, dv_BGKM = sums
     dq_BLHK = _ungroup(materialize(jnp.concatenate(dqs[::-1], 3)))
     dk_BMGK, dv_BMGK = (materialize(x).transpose(0, 3, 1, 2) for x in (dk_BGKM, dv_BGKM))
     return dq_BLHK.astype(q.dtype), dk_BMGK.astype(k.dtype), dv_BMGK.astype(v.dtype), None

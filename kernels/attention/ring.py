@@ -10,6 +10,10 @@ of a `lax.cond`. The log-sum-exps say how much the keys of each device weigh. Th
 log-sum-exps of all keys, and computes the probabilities of each device's again. A device keeps
 nothing of the others.
 
+Under a rule with a window nothing goes round. Each run meets its own keys and those of as many runs
+before it as the window reaches, which come straight from their devices: `_with_runs_before`. That
+is attention on one device, of a sequence that begins with queries of no document.
+
 References: Liu et al., "Ring Attention with Blockwise Transformers", arXiv:2310.01889. The order of
 the runs is that of Llama 3, arXiv:2407.21783, section 3.3.2.
 """
@@ -72,7 +76,7 @@ def attention_on(
       segments: the document of each query [B, L] and of each key [B, M].
 
     Raises:
-      ValueError: sequences are cut, and the rule is not causal or has a window.
+      ValueError: sequences are cut, and the rule is not causal.
     """
     return _forward(placement, q_BLHK, k_BMGK, v_BMGK, segments)[0]
 
@@ -91,6 +95,8 @@ def _forward(
 ) -> tuple[tuple[jax.Array, jax.Array], tuple]:
     if placement.ring is None:
         local = functools.partial(placement.local.forward, placement.rule)
+    elif placement.rule.window is not None:
+        local = functools.partial(_window_forward, placement, placement.ring)
     else:
         local = functools.partial(_ring_forward, placement, placement.ring)
     run = on_shards(local, placement.shards, _dims(segments), ("BLHK", "BHL"))
@@ -104,6 +110,8 @@ def _forward(
 def _backward(placement: Placement, saved: tuple, gradients: tuple[jax.Array, jax.Array]) -> tuple:
     if placement.ring is None:
         local = functools.partial(placement.local.backward, placement.rule)
+    elif placement.rule.window is not None:
+        local = functools.partial(_window_backward, placement, placement.ring)
     else:
         local = functools.partial(_ring_backward, placement, placement.ring)
     ins = (*_dims(saved[3]), "BLHK", "BHL", "BLHK", "BHL")
@@ -116,10 +124,8 @@ attention_on.defvjp(_forward, _backward)
 
 def _whole(rule: Rule) -> Rule:
     """The rule for keys of a part that lies before the query's own: every query sees all."""
-    if not rule.causal or rule.window is not None:
-        raise ValueError(
-            f"sequences cut over devices need a causal rule without window, not {rule}"
-        )
+    if not rule.causal:
+        raise ValueError(f"sequences cut over devices need a causal rule, not {rule}")
     return replace(rule, causal=False)
 
 
@@ -238,6 +244,119 @@ def _ring_backward(
     found = dq, dk + others[0], dv + others[1]
     dq, dk, dv = (x.astype(one.dtype) for x, one in zip(found, own, strict=True))
     return dq, dk, dv
+
+
+# ---- windows -------------------------------------------------------------------------------------
+
+
+NOWHERE, DUMMY = -1, -2  # documents of keys that there are not, and of queries that nobody asks
+
+
+def _num_before(window: int, run: int, count: int) -> int:
+    """Runs before its own that a query may see, of 2 * count runs of so many tokens.
+
+    >>> [_num_before(window, run=4, count=2) for window in (1, 2, 5, 6, 100)]
+    [0, 1, 1, 2, 3]
+    """
+    return min(-(-(window - 1) // run), 2 * count - 1)
+
+
+def _with_runs_before(x_BL: jax.Array, num_before: int, axis: str) -> jax.Array:
+    """[2B, L, ...]: both runs of a part, first all first ones, behind the runs before each.
+
+    Runs that do not exist are zeros. Linear in x.
+    """
+    count = jax.lax.axis_size(axis)
+    first, second = _halves(x_BL)
+
+    def run_before(back: int) -> jax.Array:
+        """The run so many before each of the two; that of a second run is a first or a second."""
+        send = lambda x, pairs: jax.lax.ppermute(x, axis, pairs)
+        before_first = send(first, [(i - back, i) for i in range(back, count)])
+        before_second = send(second, [(i + back, i) for i in range(count - back)])
+        homes = [(2 * count - 1 - back - i, i) for i in range(count)]
+        turned = [(home, i) for home, i in homes if 0 <= home < count and i + back >= count]
+        return jnp.concatenate([before_first, before_second + send(first, turned)])
+
+    own = jnp.concatenate([first, second])
+    return jnp.concatenate([*map(run_before, range(num_before, 0, -1)), own], axis=1)
+
+
+def _behind_dummies(x_BL: jax.Array, num_before: int, fill: float, dim: int = 1) -> jax.Array:
+    """[2B, L, ...]: the same of arrays of queries, which have nothing before."""
+    own = jnp.concatenate(_halves(x_BL, dim))
+    pad = [(0, 0)] * own.ndim
+    pad[dim] = (num_before * own.shape[dim], 0)
+    return jnp.pad(own, pad, constant_values=fill)
+
+
+def _of_runs(x_BL: jax.Array, num_before: int, dim: int = 1) -> jax.Array:
+    """The part of which `_behind_dummies` is made."""
+    length = x_BL.shape[dim] // (num_before + 1)
+    own = jax.lax.slice_in_dim(x_BL, num_before * length, None, axis=dim)
+    return jnp.concatenate(jnp.split(own, 2), axis=dim)
+
+
+def _window_inputs(
+    num_before: int,
+    axis: str,
+    q_BLHK: jax.Array,
+    k_BMGK: jax.Array,
+    v_BMGK: jax.Array,
+    segments: Segments | None,
+) -> tuple[jax.Array, jax.Array, jax.Array, Segments]:
+    """Queries, keys, values and segments of attention on one device."""
+    ids_BL, ids_BM = segments or (jnp.zeros(q_BLHK.shape[:2], jnp.int32),) * 2
+    # 0 stands for what does not come.
+    keys = _with_runs_before(ids_BM - NOWHERE, num_before, axis) + NOWHERE
+    both = _behind_dummies(ids_BL, num_before, DUMMY), keys
+    k, v = (_with_runs_before(x, num_before, axis) for x in (k_BMGK, v_BMGK))
+    return _behind_dummies(q_BLHK, num_before, 0), k, v, both
+
+
+def _window_forward(
+    placement: Placement,
+    axis: str,
+    q_BLHK: jax.Array,
+    k_BMGK: jax.Array,
+    v_BMGK: jax.Array,
+    segments: Segments | None,
+) -> tuple[jax.Array, jax.Array]:
+    num_before = _runs_seen(placement.rule, q_BLHK, axis)
+    arrays = _window_inputs(num_before, axis, q_BLHK, k_BMGK, v_BMGK, segments)
+    out, log_sum = placement.local.forward(placement.rule, *arrays)
+    return _of_runs(out, num_before), _of_runs(log_sum, num_before, 2)
+
+
+def _window_backward(
+    placement: Placement,
+    axis: str,
+    q_BLHK: jax.Array,
+    k_BMGK: jax.Array,
+    v_BMGK: jax.Array,
+    segments: Segments | None,
+    out_BLHK: jax.Array,
+    log_sum_BHL: jax.Array,
+    dout_BLHK: jax.Array,
+    dlog_sum_BHL: jax.Array,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The gradients of keys and values of other runs go back to their devices, in float32."""
+    num_before = _runs_seen(placement.rule, q_BLHK, axis)
+    arrays = _window_inputs(num_before, axis, q_BLHK, k_BMGK, v_BMGK, segments)
+    behind = functools.partial(_behind_dummies, num_before=num_before)
+    out, dout = behind(out_BLHK, fill=0), behind(dout_BLHK, fill=0)
+    log_sum = behind(log_sum_BHL, fill=MASKED, dim=2)
+    dlog_sum = behind(dlog_sum_BHL, fill=0, dim=2)
+    dq, *dkv = placement.local.backward(placement.rule, *arrays, out, log_sum, dout, dlog_sum)
+    there = functools.partial(_with_runs_before, num_before=num_before, axis=axis)
+    back = jax.linear_transpose(there, jax.ShapeDtypeStruct(k_BMGK.shape, jnp.float32))
+    dk, dv = (back(x.astype(jnp.float32))[0].astype(x.dtype) for x in dkv)
+    return _of_runs(dq, num_before), dk, dv
+
+
+def _runs_seen(rule: Rule, q_BLHK: jax.Array, axis: str) -> int:
+    assert rule.window is not None, "a rule without a window goes round the ring"
+    return _num_before(rule.window, q_BLHK.shape[1] // 2, jax.lax.axis_size(axis))
 
 
 # ---- from tokens in a row to runs, and back ------------------------------------------------------

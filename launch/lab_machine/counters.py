@@ -1,12 +1,12 @@
-"""The counts of the kernel in a lab: bytes of every interface, and from cluster to cluster.
+"""Reads the kernel's counts in a lab: bytes of every interface, and from cluster to cluster.
 
-The kernel counts more between clusters than what steps tell that they have received. Its parts:
+The kernel counts more bytes between clusters than the steps report. The parts:
 
     steps        boundaries and tables of training
     validation   boundaries of validation, which go forward only
     headers      of Ethernet, IP and TCP, of all packets: acknowledgements are nothing else
-    again        what found the queue of a shared link full, and was sent again
-    rest         heads of frames, wishes for them, heartbeats, hellos
+    again        bytes that found the queue of a shared link full, and were sent again
+    rest         headers of frames, PULLs, heartbeats, hellos
 """
 
 import json
@@ -27,7 +27,7 @@ HEADERS_BYTES = 14 + 20 + 20 + 12
 
 
 class Counters:
-    """Of one lab, in whose switch namespace this process must be."""
+    """The counts of one lab. This process must be in the lab's switch namespace."""
 
     def __init__(self, commands: Commands):
         self._commands = commands
@@ -36,7 +36,7 @@ class Counters:
         self._last = self._ports("rx")
 
     def step(self, record: Mapping[str, Any]) -> dict[str, dict[str, int]]:
-        """What each interface has sent since the step before, for the record of a step."""
+        """Returns what each interface has sent since the step before, for the record of a step."""
         self._told.update(record["link_bytes"])
         self._validation.update(record.get("validation_bytes", {}))
         sent = self._ports("rx")
@@ -84,7 +84,7 @@ class Counters:
         (run_dir / FILE).write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
 
     def _ports(self, way: str) -> Counter[str]:
-        """Bytes at the ports of the bridges: what a port receives, its node has sent."""
+        """Reads the bytes at the ports of the bridges: a port receives what its node sends."""
         # Not /sys/class/net: that shows the namespace in which it was mounted.
         table = Path("/proc/net/dev").read_text()
         column = {"rx": 0, "tx": 8}[way]
@@ -100,7 +100,7 @@ class Counters:
     def _parts(
         self, ends: tuple[int, int], link: LabLink, num_bytes: int, num_packets: int
     ) -> dict[str, int]:
-        """The purposes that the bytes of a link serve."""
+        """Returns the bytes of a link by their purpose."""
         a, b = ends
         clusters = self._commands.lab.topology.clusters
         name = f"{clusters[a].name} -> {clusters[b].name}"
@@ -117,7 +117,7 @@ class Counters:
         return {**parts, "rest": num_bytes - sum(parts.values())}
 
     def _classes(self, namespace: str, device: str) -> dict[int, tuple[int, int]]:
-        """Bytes and packets for each other cluster that a device has let through."""
+        """Reads the bytes and packets for each other cluster that a device has let through."""
         text = run_line(f"tc -n {namespace} -s class show dev {device}")
         return {
             int(minor, 16) - FIRST_LINK: (int(num_bytes), int(num_packets))
@@ -126,7 +126,7 @@ class Counters:
         }
 
     def _links(self) -> tuple[Counter[tuple[int, int]], Counter[tuple[int, int]]]:
-        """Bytes and packets of the classes of all nodes, by the numbers of clusters."""
+        """Reads the bytes and packets of the classes of all nodes, by the numbers of clusters."""
         found: Counter[tuple[int, int]] = Counter()
         packets: Counter[tuple[int, int]] = Counter()
         for node in self._commands.lab.nodes:

@@ -1,4 +1,4 @@
-"""Does faults to a lab, at their steps and times, and undoes them."""
+"""Injects faults into a lab at their steps and times, and undoes them."""
 
 import heapq
 import threading
@@ -20,7 +20,7 @@ class _Due(NamedTuple):
 
 
 class Injector:
-    """A context manager; its thread does what is due."""
+    """A context manager, whose thread injects and undoes what is due."""
 
     def __init__(self, commands: Commands, faults: Sequence[Fault]):
         self.done: list[dict[str, Any]] = []  # what was done, and how long after the start
@@ -48,7 +48,7 @@ class Injector:
         self._thread.join()
 
     def step(self, step: int) -> None:
-        """Says that a step is done."""
+        """Notes that a step is done."""
         with self._changed:
             self._step = step
             reached = [fault for fault in self._waiting if (fault.step or 0) <= step]

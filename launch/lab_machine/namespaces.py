@@ -16,15 +16,14 @@ from typing import IO
 from holmesjax.errors import FatalError, HolmesError
 from holmesjax.lab.scaled_topology import SUPERVISOR, Lab
 from holmesjax.lab.shell import CGROUPS, STATE, Commands, Version, tear_down
-from holmesjax.plan.processes import Process
-from launch.launchers.launcher import Children, EventSink, variables_here
+from launch.launchers.launcher import Children, EventSink, ProcessStart, variables_here
 
 PROGRAMS = {"ip": "iproute2", "tc": "iproute2", "taskset": "util-linux", "unshare": "util-linux"}
 CLONE_NEWNET = 0x40000000
 
 
 def cgroup_version() -> Version | None:
-    """What this machine offers for quotas."""
+    """Returns the version of control groups that this machine offers for quotas."""
     if Path(CGROUPS["v2"], "cgroup.controllers").exists():
         return "v2"
     return "v1" if Path(CGROUPS["v1"], "cpu.cfs_quota_us").exists() else None
@@ -59,7 +58,7 @@ def refuse_without_means() -> None:
 
 
 def run_line(line: str) -> str:
-    """Its output. Raises FatalError with what it said, if it failed."""
+    """Runs a line and returns its output. Raises FatalError with its errors if it fails."""
     # In a session of its own: Ctrl-C is for the lab, which then takes down what is there.
     done = subprocess.run(
         ["sh", "-c", line], capture_output=True, text=True, start_new_session=True, check=False
@@ -71,7 +70,7 @@ def run_line(line: str) -> str:
 
 
 def commands_for(lab: Lab) -> Commands:
-    """With a new name, for the means of this machine."""
+    """Returns the commands of a lab with a new name, for the means of this machine."""
     return Commands(
         lab=lab,
         id=secrets.token_hex(2),
@@ -95,7 +94,7 @@ def owned(id: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def built(commands: Commands) -> Iterator[None]:
-    """The lab, with this process in its switch namespace; taken away at the end."""
+    """Builds the lab, with this process in its switch namespace; takes it away at the end."""
     home = os.open("/proc/self/ns/net", os.O_RDONLY)
     with owned(commands.id):
         try:
@@ -113,7 +112,7 @@ def built(commands: Commands) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _undisturbed() -> Iterator[None]:
-    """Without signals: whoever presses Ctrl-C twice would leave half of the lab behind."""
+    """Blocks signals: a second Ctrl-C would leave half of the lab behind."""
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     old = {number: signal.signal(number, signal.SIG_IGN) for number in numbers}
     try:
@@ -124,7 +123,7 @@ def _undisturbed() -> Iterator[None]:
 
 
 def clean() -> list[str]:
-    """Takes away every lab whose process is gone; their names."""
+    """Takes away every lab whose process is gone; returns their names."""
     version = cgroup_version()
     assert version is not None, "a lab needs cgroups"
     cleaned = []
@@ -161,13 +160,13 @@ def run_on(
     env: Mapping[str, str],
     log: IO[str] | None = None,
 ) -> int:
-    """Runs a verb of `launch` on a node of a lab that is built; its exit status.
+    """Runs a verb of `launch` on a node of a lab that is built; returns its exit status.
 
     Args:
-      name: of the node.
-      words: the verb, and what it is told.
-      env: variables, on top of this process's.
-      log: takes what it prints; else that goes where this process prints.
+      name: the name of the node.
+      words: the verb and its arguments.
+      env: variables besides those of this process.
+      log: takes the output; None: the output of this process.
     """
     [node] = [node for node in commands.lab.nodes if node.name == name]
     argv = commands.enter(node, [sys.executable, "-m", "launch", *words])
@@ -189,17 +188,11 @@ class LabLauncher:
         self._nodes = {node.name: node for node in commands.lab.nodes}
         self._children = Children()
 
-    def start(
-        self,
-        process: Process,
-        command: Sequence[str],
-        env: Mapping[str, str],
-        events: EventSink,
-    ) -> None:
-        node = self._nodes[process.node]
-        own = {**os.environ, **env, **variables_here(node.addresses)}
-        argv = self._commands.enter(node, [sys.executable, "-m", self.module, *command])
-        self._children.start(process.number, argv, own, events)
+    def start(self, start: ProcessStart, events: EventSink) -> None:
+        node = self._nodes[start.process.node]
+        own = {**os.environ, **start.env, **variables_here(node.addresses)}
+        argv = self._commands.enter(node, [sys.executable, "-m", self.module, *start.command])
+        self._children.start(start.process.number, argv, own, events)
 
     def end(self) -> None:
         self._children.end()

@@ -1,4 +1,4 @@
-"""Agents on all nodes of a topology, as the launcher's end sees them."""
+"""Starts an agent on every node of a topology, and asks it questions."""
 
 import queue
 import threading
@@ -7,38 +7,39 @@ from collections import defaultdict, deque
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import cast
 
 from holmesjax.distributed.messages import Exit, Failed, Output, ProcessEvent
 from holmesjax.errors import PeerError
+from holmesjax.hosts.questions import A, AgentHello, AskerHello, NoAnswer, Question
 from holmesjax.plan.processes import Process, node_processes
 from holmesjax.topology.machines import Topology
 from holmesjax.transport import connections
 from holmesjax.transport.admission import Admission
-from holmesjax.transport.connections import Connection, Message
-from launch.launchers.launcher import Launcher
+from holmesjax.transport.connections import Connection
+from holmesjax.transport.records import by_kind, decode, encode
+from launch.launchers.launcher import Launcher, ProcessStart
 
 KEY = "agents.key"
 LAST_LINES = 3
 START_S = 20.0  # for the agents to come: SSH, Python
 ANSWER_S = 180.0  # for the longest answer: measurements over a slow link
-Question = tuple[str, dict[str, Any]]  # what, and its arguments
 
 
 class Agents:
     """One agent a node; a context manager.
 
     Args:
-      topology: whose nodes.
-      launcher: starts them.
-      folder: that the nodes share, for the key.
+      topology: has the nodes.
+      launcher: starts the agents.
+      folder: a folder that the nodes share, for the key.
     """
 
     def __init__(self, topology: Topology, launcher: Launcher, folder: Path):
         self._launcher = launcher
         self._processes = {p.node: p for p in node_processes(topology)}
         self._node_of = {p.number: p.node for p in self._processes.values()}
-        self._connections: dict[str, Connection] = {}
+        self._connections: dict[str, Connection[AgentHello]] = {}
         self._lines: dict[int, deque[str]] = defaultdict(lambda: deque(maxlen=LAST_LINES))
         self._ended: dict[int, str] = {}
         self._events: queue.SimpleQueue[ProcessEvent] = queue.SimpleQueue()
@@ -51,16 +52,18 @@ class Agents:
         self._admission = Admission(
             sock,
             key=key,
-            hello={},
+            hello=AskerHello(),
+            expected=AgentHello,
             check=self._check,
             enter=self._enter,
-            expected=len(self._processes),
+            num_callers=len(self._processes),
         )
         env = {"HOLMES_CONTROLLER": address, "HOLMES_KEY_FILE": str(self._key_file.absolute())}
         try:
             for process in self._processes.values():
                 own = {**env, "HOLMES_PROCESS": str(process.number)}
-                launcher.start(process, ["agent"], own, self._events)
+                start = ProcessStart(process=process, command=["agent"], env=own)
+                launcher.start(start, self._events)
             self._wait()
         except BaseException:
             self.__exit__()
@@ -78,44 +81,45 @@ class Agents:
 
     @property
     def nodes(self) -> list[str]:
-        """Those that answer, in the order of the topology."""
+        """The nodes that answer, in the order of the topology."""
         return [node for node in self._processes if node in self._connections]
 
     @property
     def missing(self) -> dict[str, str]:
-        """The nodes that do not, and why."""
+        """The nodes that do not answer, with the reason."""
         return {
             node: self._why(process)
             for node, process in self._processes.items()
             if node not in self._connections
         }
 
-    def ask(self, node: str, what: str, **arguments: Any) -> Message:
-        """Its answer. Raises PeerError if it is gone."""
+    def ask(self, node: str, question: Question[A]) -> A | NoAnswer:
+        """Returns the answer of a node. Raises PeerError if the node is gone."""
         connection = self._connections[node]
         try:
-            connection.send({"what": what, **arguments})
-            return connection.receive()
+            connection.send(encode(question))
+            answer = decode(connection.receive(), by_kind(question.answer, NoAnswer))
+        except ValueError as error:
+            return NoAnswer(problem="answers as another version of HolmesJAX", found=str(error))
         except OSError as error:
-            problem = f"was lost while it was asked to {what}"
+            problem = f"was lost while it was asked to {question.kind}"
             fix = "see that it is up, and its network"
             raise PeerError(f"node {node}", problem, found=error, fix=fix) from None
+        return cast(A | NoAnswer, answer)
 
-    def ask_all(self, questions: Mapping[str, Question]) -> dict[str, Message]:
-        """The answers of several nodes, asked at once."""
+    def ask_all(self, questions: Mapping[str, Question[A]]) -> dict[str, A | NoAnswer]:
+        """Returns the answers of several nodes, asked at once."""
         with ThreadPoolExecutor(max(len(questions), 1)) as pool:
-            answers = pool.map(
-                lambda node: self.ask(node, questions[node][0], **questions[node][1]), questions
-            )
+            answers = pool.map(lambda node: self.ask(node, questions[node]), questions)
             return dict(zip(questions, answers, strict=True))
 
-    def _check(self, hello: Message) -> str | None:
-        node = self._node_of.get(hello["process"])
+    def _check(self, hello: AgentHello) -> str | None:
+        node = self._node_of.get(hello.process)
         is_wanted = node is not None and node not in self._connections
         return None if is_wanted else "no such agent, or it is here already"
 
-    def _enter(self, connection: Connection) -> None:
-        node = self._node_of[connection.hello["process"]]
+    def _enter(self, connection: Connection[AgentHello]) -> None:
+        node = self._node_of[connection.hello.process]
         connection.sock.settimeout(ANSWER_S)
         with self._changed:
             if node in self._connections:  # two agents of one node have come at once
@@ -125,7 +129,7 @@ class Agents:
             self._changed.notify_all()
 
     def _wait(self) -> None:
-        """Until every agent has come or has ended."""
+        """Waits until every agent has come or has ended."""
         deadline_s = time.monotonic() + START_S
         while time.monotonic() < deadline_s:
             self._hear()

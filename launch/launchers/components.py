@@ -1,4 +1,4 @@
-"""What schedulers give together: equal processes of one cluster, as a component of the job.
+"""Groups equal processes of one cluster: a component of the job, which a scheduler gives as one.
 
 A cluster of equal nodes is one component. A scheduler numbers the processes of each from 0;
 HOLMES_PROCESSES lists their numbers in the job, in that order.
@@ -36,12 +36,12 @@ class Component:
 
     @property
     def numbers(self) -> str:
-        """For HOLMES_PROCESSES."""
+        """The value of HOLMES_PROCESSES."""
         return ",".join(str(process.number) for process in self.processes)
 
 
 def make_components(job: Job) -> tuple[Component, ...]:
-    """In the order of the topology."""
+    """Returns the components of a job, in the order of the topology."""
     topology = job.topology
     processes = make_processes(job.plan, topology, job.config.distributed.processes)
     groups: dict[tuple[str, str, int, int], list[Process]] = {}
@@ -71,11 +71,13 @@ def read_options(
     topology: Topology,
     check: Callable[[Document, Any], Iterator[HolmesError]],
 ) -> Options:
-    """The options file of a scheduler. Raises Mistakes with all that is wrong with it.
+    """Reads the options file of a scheduler. Raises Mistakes with all that is wrong in it.
 
     Args:
-      cls: its keys; `clusters` says something of each cluster by its name.
-      check: finds what else is wrong with it.
+      cls: has its keys; `clusters` has options of each cluster, by name.
+      path: the file.
+      topology: has the clusters.
+      check: finds other mistakes in it.
     """
     document = yaml_files.read(path, ConfigError)
     file, mistakes = schema.read(cls, document)

@@ -1,11 +1,11 @@
 """Waits for processes that somebody else starts: a scheduler, or a person on each node."""
 
 import shlex
-from collections.abc import Mapping, Sequence
 
 from holmesjax.errors import ConfigError
-from holmesjax.plan.processes import Process
-from launch.launchers.launcher import EventSink, parse_listen
+from holmesjax.topology.machines import Topology
+from launch.launchers.launcher import EventSink, ProcessStart, parse_listen
+from launch.launchers.table import LauncherOptions
 
 # Not the same for each process, or each start of the job: whoever sets it once leaves them out.
 OF_A_START = ("HOLMES_PROCESS", "HOLMES_RESTART", "HOLMES_KEY_DIGEST")
@@ -30,21 +30,21 @@ class ExternalLauncher:
                 fix="write --listen 10.0.0.1:7000, with an address that all nodes reach",
             )
 
-    def start(
-        self,
-        process: Process,
-        command: Sequence[str],
-        env: Mapping[str, str],
-        events: EventSink,
-    ) -> None:
-        if process.number == 0:
+    def start(self, start: ProcessStart, events: EventSink) -> None:
+        if start.process.number == 0:
+            env = start.env
             variables = [name for name in env if name not in OF_A_START]
             print("waiting for the processes; start each on its node with these set:")
             print(*(f"  {name}={shlex.quote(env[name])}" for name in variables), sep="\n")
             print("  HOLMES_PROCESS=<number>        # or let Slurm, Open MPI or Kubernetes say it")
             print("  # where `python -m launch nics` finds the wrong addresses of a node:")
             print("""  HOLMES_ADDRESSES='{"<fabric>": ["<its address there>"]}'""")
-            print(f"  python -m launch {shlex.join(command)}", flush=True)
+            print(f"  python -m launch {shlex.join(start.command)}", flush=True)
 
     def end(self) -> None:
-        """Nothing: processes end by themselves when the controller has gone."""
+        """Does nothing: processes end by themselves when the controller has gone."""
+
+
+def for_nodes(topology: Topology, options: LauncherOptions) -> ExternalLauncher:
+    """Returns the launcher for the nodes of a topology (`table`)."""
+    return ExternalLauncher(options.listen)

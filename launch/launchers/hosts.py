@@ -43,7 +43,7 @@ FABRICS = [field.name for field in dataclasses.fields(AddressesEntry)]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReachEntry:
-    """What is the same on many hosts; what is left out is as on this machine, or up to `ssh`."""
+    """The settings that hosts share; a missing one is as on this machine, or is left to `ssh`."""
 
     port: Port | None = None
     identity_file: Name | None = None  # a private key on this machine
@@ -55,7 +55,7 @@ class ReachEntry:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HostEntry(ReachEntry):
-    """One node."""
+    """The entry of one node."""
 
     node: Name  # its name in the topology
     ssh: Name | None = None  # HOST or USER@HOST, as for `ssh`; None: the name of the node
@@ -64,7 +64,7 @@ class HostEntry(ReachEntry):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HostsEntry:
-    """The file."""
+    """The whole file."""
 
     hosts: tuple[HostEntry, ...]
     defaults: ReachEntry = ReachEntry()
@@ -72,7 +72,7 @@ class HostsEntry:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SshHost:
-    """How a node is reached, with nothing left out but what is left to `ssh`."""
+    """The way to reach a node; only `ssh` may add to it."""
 
     destination: str
     port: int | None
@@ -85,7 +85,7 @@ class SshHost:
 
 
 def read(path: str | Path, topology: Topology) -> dict[str, SshHost]:
-    """The hosts of all nodes, by their names. Raises `Mistakes` with all that is wrong."""
+    """Reads the hosts of all nodes, by name. Raises `Mistakes` with all that is wrong."""
     document = yaml_files.read(path, ConfigError)
     file, mistakes = schema.read(HostsEntry, document)
     for check in (_nodes_match, _destinations_differ, _addresses_differ, _defaults_make_sense):
@@ -195,7 +195,7 @@ def _destination_makes_sense(
 def _addresses_suffice(
     document: Document, keys: Keys, host: HostEntry, topology: Topology
 ) -> Iterator[HolmesError]:
-    """Whoever names some addresses names one on each fabric that the node's traffic takes."""
+    """Refuses addresses that lack a fabric of the node's traffic."""
     given = {fabric for fabric in FABRICS if getattr(host.addresses, fabric)}
     if given and host.node in [node.name for node in topology.nodes]:
         cluster = topology.cluster_of(host.node)

@@ -1,10 +1,10 @@
 """Writes the manifest of a job for Kubernetes, as a JobSet: one replicated job for each cluster.
 
-Besides them there is one for the launcher itself, `external`, whose exit status is that of the job.
-Its pod has a name in the JobSet's headless service, and the others start when its controller
-listens. The run folder is on a volume that all pods share, the run's settings are a ConfigMap, the
-job's key is a Secret. Kubernetes numbers the pods of each replicated job from 0
-(JOB_COMPLETION_INDEX); HOLMES_PROCESSES says which processes these are.
+One more replicated job is for the launcher itself, `external`. Its exit status is that of the job.
+Its pod has a name in the JobSet's headless service. The other pods start when its controller
+listens. The run folder is on a volume that all pods share, the run's settings are a ConfigMap, and
+the job's key is a Secret. Kubernetes numbers the pods of each replicated job from 0
+(JOB_COMPLETION_INDEX); HOLMES_PROCESSES lists their processes.
 """
 
 import re
@@ -22,6 +22,7 @@ from holmesjax.lease import Lease
 from holmesjax.transport import connections
 from holmesjax.yaml_files import Document
 from launch.launchers.components import Component, make_components, read_options
+from launch.launchers.table import LauncherOptions
 
 MANIFEST, KEY = "jobset.yaml", "kubernetes.key"
 LAUNCHER = "launcher"  # the replicated job of the launcher
@@ -37,7 +38,7 @@ Object = dict[str, Any]  # of Kubernetes
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KubernetesCluster:
-    """Where the pods of a cluster run."""
+    """The options of the pods of a cluster."""
 
     name: Name
     node_selector: dict[str, str] = field(default_factory=dict)
@@ -64,8 +65,8 @@ def write(
 ) -> int:
     """Writes manifest and key into the run folder and says what to do with them.
 
-    The checkpoints are where the pods are: there `allow` is looked at. JobSet starts the launcher
-    with the same arguments again; what they allowed once needs no permission then (`resume`).
+    The pods have the checkpoints, so `allow` is checked there. JobSet starts the launcher again
+    with the same arguments. A change that was allowed once needs no permission then (`resume`).
 
     Raises ConfigError or Mistakes for the options.
     """
@@ -95,6 +96,11 @@ def write(
     return 0
 
 
+def for_job(job: Job, options: LauncherOptions) -> int:
+    """Writes the manifest; `table` calls it."""
+    return write(job, options.options, max_restarts=options.max_restarts, allow=options.allow)
+
+
 def _paths_are_absolute(document: Document, file: KubernetesOptions) -> Iterator[HolmesError]:
     for name, path in (("mount", file.mount), ("folder", file.folder)):
         if not path.startswith("/"):
@@ -104,7 +110,7 @@ def _paths_are_absolute(document: Document, file: KubernetesOptions) -> Iterator
 
 
 def _label(text: str) -> str:
-    """A name that Kubernetes takes.
+    """Returns a name that Kubernetes accepts.
 
     >>> _label("Quick_start.2")
     'quick-start-2'
@@ -221,7 +227,7 @@ def _workers(job: Job, options: KubernetesOptions, name: str, component: Compone
 
 
 def _run_dir(job: Job, options: KubernetesOptions) -> str:
-    """In the pods."""
+    """Returns the run folder in the pods."""
     return f"{options.mount.rstrip('/')}/{job.run_dir.absolute().name}"
 
 
@@ -233,7 +239,7 @@ def _variables(values: dict[str, str]) -> list[Object]:
 def _job(
     options: KubernetesOptions, name: str, container: Object, num_pods: int, final: list[int]
 ) -> Object:
-    """A batch/v1 Job without its kind: `num_pods` pods, numbered from 0, that end once.
+    """Returns a batch/v1 Job without its kind: `num_pods` pods, numbered from 0, that end once.
 
     A pod that ends with one of the statuses `final` ends the JobSet.
     """

@@ -1,4 +1,7 @@
-"""What every launcher offers the supervisor, and the child processes that most of them have."""
+"""The protocol of launchers, and the child processes that most launchers start.
+
+A launcher is a class with the methods of `Launcher`, and a row of `table`.
+"""
 
 import contextlib
 import io
@@ -11,6 +14,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 from holmesjax.distributed.messages import Exit, Output, ProcessEvent
@@ -21,9 +25,18 @@ KILLED_S = 5.0  # for what was killed to be gone; what hangs in the kernel is le
 
 
 class EventSink(Protocol):
-    """Where events go: the supervisor's queue, or what translates them for it."""
+    """Takes events: the supervisor's queue, or a translator in front of it."""
 
     def put(self, event: ProcessEvent) -> None: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProcessStart:
+    """A process to start: `python -m launch <command>` on the node of a process of the job."""
+
+    process: Process
+    command: Sequence[str]
+    env: Mapping[str, str]  # variables besides those that the node has
 
 
 class Launcher(Protocol):
@@ -31,11 +44,11 @@ class Launcher(Protocol):
 
     @property
     def address(self) -> str:
-        """Of this machine, where all processes can reach it."""
+        """The address of this machine at which all processes can reach it."""
 
     @property
     def port(self) -> int:
-        """On which the controller listens; 0: any."""
+        """The port on which the controller listens; 0: any."""
 
     @property
     def sees_exits(self) -> bool:
@@ -43,26 +56,17 @@ class Launcher(Protocol):
 
     @property
     def files_each(self) -> int:
-        """Descriptors of this process that each one costs, besides its connection."""
+        """Descriptors that each process costs this one, besides its connection."""
 
-    def start(
-        self,
-        process: Process,
-        command: Sequence[str],
-        env: Mapping[str, str],
-        events: EventSink,
-    ) -> None:
-        """Starts `python -m launch <command>` on a node, with variables besides those it has.
-
-        From now on its `output` and its `exit` are events.
-        """
+    def start(self, start: ProcessStart, events: EventSink) -> None:
+        """Starts a process. From now on its `Output` and its `Exit` are events."""
 
     def end(self) -> None:
         """Ends every process that still runs, at once, and waits for it."""
 
 
 def parse_listen(listen: str) -> tuple[str, int]:
-    """The address and the port of `--listen HOST[:PORT]`; port 0, any, where there is none.
+    """Returns the address and the port of `--listen HOST[:PORT]`; without a port, 0.
 
     >>> parse_listen("10.0.0.1:7000"), parse_listen("10.0.0.1")
     (('10.0.0.1', 7000), ('10.0.0.1', 0))
@@ -77,9 +81,10 @@ def parse_listen(listen: str) -> tuple[str, int]:
 
 
 def own_address(hosts: Mapping[str, str]) -> str:
-    """The address of this machine on its routes to other hosts: node -> name or address.
+    """Finds the address of this machine on its routes to other hosts.
 
-    Raises ConfigError where a host is not known, or the routes start at different addresses.
+    `hosts` has the name or address of each node. Raises ConfigError if a host is not known, or if
+    the routes start at different addresses.
     """
     sources: dict[str, str] = {}  # address of this machine -> a host that it leads to
     for node, host in hosts.items():
@@ -102,15 +107,17 @@ def own_address(hosts: Mapping[str, str]) -> str:
 
 
 def leaving(number: int) -> int:
-    """The exit status of a run that ends at once because of a signal: whoever starts it again does.
+    """Returns the exit status of a run that a signal ends at once.
 
-    Ctrl-C is a person's.
+    A scheduler starts the run again, unless the signal was a person's Ctrl-C.
     """
     return 128 + number if number == signal.SIGINT else REQUEUE
 
 
 def visible_devices(process: Process, env: Mapping[str, str]) -> dict[str, str]:
-    """Each process sees its own GPUs only, or it would take memory on all of them.
+    """Returns the variable that shows a process its own GPUs alone.
+
+    JAX would take memory on the others, too.
 
     >>> own = Process(number=1, name="a/n", cluster="a", node="n", stage=1, rank=0, devices=(2, 3),
     ...               local_devices=(2, 3))
@@ -124,7 +131,7 @@ def visible_devices(process: Process, env: Mapping[str, str]) -> dict[str, str]:
 
 
 def variables_here(addresses: Mapping[str, Sequence[str]]) -> dict[str, str]:
-    """Of a process on this machine, which ends with this one; its addresses by fabric."""
+    """Returns the variables of a process on this machine, which ends with this one."""
     return {
         "HOLMES_ADDRESSES": json.dumps(addresses),
         "HOLMES_PARENT": str(os.getpid()),
@@ -140,7 +147,7 @@ class Children:
 
     @property
     def pids(self) -> list[int]:
-        """Of the processes that were started, in that order."""
+        """The process ids of the children, in the order of their starts."""
         return [child.process.pid for child in self._children]
 
     def start(
@@ -186,11 +193,11 @@ class Children:
         self._children.append(_Child(process, here, reader))
 
     def end(self, *, ask: int = 0, patience_s: float = 0.0) -> None:
-        """Kills all that do not end by themselves in time, and what they have started.
+        """Kills the children that do not end by themselves in time, and their own children.
 
         Args:
-          ask: a signal to send first; none for 0. What they read ends in any case.
-          patience_s: how long they may take then.
+          ask: a signal to send first; 0: none. Their stdin ends in any case.
+          patience_s: how long they may take to end.
         """
         children, self._children = self._children, []
         deadline_s = time.monotonic() + patience_s
@@ -220,7 +227,7 @@ class _Child(NamedTuple):
 
 
 class _Output(io.RawIOBase):
-    """The bytes that a child writes; one that leaves its stdin unread ends like any other."""
+    """The bytes that a child writes. A child may leave its stdin unread."""
 
     def __init__(self, sock: socket.socket):
         self._sock = sock
@@ -247,9 +254,9 @@ def _read(
 
 
 def _kill_group(child: subprocess.Popen[bytes]) -> None:
-    """Kills a child and what it has started, unless that has a session of its own.
+    """Kills a child and its own children, except those with a session of their own.
 
-    JAX may keep SIGTERM from ending it, and a stopped one ignores it.
+    SIGTERM would not do: JAX may keep it from ending a process, and a stopped process ignores it.
     """
     with contextlib.suppress(ProcessLookupError, PermissionError):  # macOS: of a group of zombies
         os.killpg(child.pid, signal.SIGKILL)

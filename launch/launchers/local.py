@@ -6,25 +6,27 @@ fabric it belongs to, as on real clusters.
 
 import os
 import sys
-from collections.abc import Mapping, Sequence
-from typing import get_args
 
-from holmesjax.plan.processes import Process
-from holmesjax.topology.fabrics import ClusterFabric
+from holmesjax.topology.fabrics import OF_CLUSTERS
 from holmesjax.topology.machines import Topology
-from launch.launchers.launcher import Children, EventSink, variables_here, visible_devices
-
-FABRICS = get_args(ClusterFabric)
+from launch.launchers.launcher import (
+    Children,
+    EventSink,
+    ProcessStart,
+    variables_here,
+    visible_devices,
+)
+from launch.launchers.table import LauncherOptions
 
 
 def addresses(topology: Topology, node: str) -> dict[str, list[str]]:
-    """Loopback addresses of a node's NICs, by fabric; `local` is the node itself.
+    """Returns loopback addresses of a node's NICs, by fabric; `local` is the node itself.
 
     127.F.N.i is NIC i of node N (two digits of base 256) on fabric F.
     """
     number = [other.name for other in topology.nodes].index(node) + 1
     found: dict[str, list[str]] = {}
-    for f, fabric in enumerate(FABRICS, start=1):
+    for f, fabric in enumerate(OF_CLUSTERS, start=1):
         nics = [nic for nic in topology.node(node).nics if nic.fabric == fabric]
         count = max(sum(nic.count for nic in nics), 1)  # a link may need no NIC in a topology file
         found[fabric] = [
@@ -47,24 +49,23 @@ class LocalLauncher:
 
     @property
     def pids(self) -> list[int]:
-        """Of the processes that were started, in that order."""
+        """The process ids, in the order of their starts."""
         return self._children.pids
 
-    def start(
-        self,
-        process: Process,
-        command: Sequence[str],
-        env: Mapping[str, str],
-        events: EventSink,
-    ) -> None:
+    def start(self, start: ProcessStart, events: EventSink) -> None:
         own = {
             **os.environ,
-            **env,
-            **visible_devices(process, os.environ),
-            **variables_here(addresses(self._topology, process.node)),
+            **start.env,
+            **visible_devices(start.process, os.environ),
+            **variables_here(addresses(self._topology, start.process.node)),
         }
-        argv = [sys.executable, "-m", "launch", *command]
-        self._children.start(process.number, argv, own, events)
+        argv = [sys.executable, "-m", "launch", *start.command]
+        self._children.start(start.process.number, argv, own, events)
 
     def end(self) -> None:
         self._children.end()
+
+
+def for_nodes(topology: Topology, options: LauncherOptions) -> LocalLauncher:
+    """Returns the launcher for the nodes of a topology (`table`)."""
+    return LocalLauncher(topology)

@@ -1,10 +1,11 @@
 """Runs a job under Slurm: a heterogeneous job, with one component for each cluster.
 
-Outside of an allocation the launcher writes the file for `sbatch`. What that file starts is this
-launcher again, on the first node: there it starts the processes with `srun`, one step for each
-component, in which SLURM_PROCID says which of the component's processes each is.
+Outside of an allocation the launcher writes the file for `sbatch`. The file starts this launcher
+again, on the first node. There it starts the processes with `srun`, one step for each component.
+SLURM_PROCID is the place of a process in its component.
 """
 
+import os
 import re
 import shlex
 import signal
@@ -18,14 +19,21 @@ from typing import Annotated
 from pydantic import Field
 
 from holmesjax.checkpoints import resume
-from holmesjax.distributed.messages import Exit, Output, ProcessEvent, Record
+from holmesjax.distributed.messages import Exit, Output, ProcessEvent
 from holmesjax.errors import REQUEUE, ConfigError, HolmesError
 from holmesjax.job import Job
 from holmesjax.lease import Lease
-from holmesjax.plan.processes import Process
+from holmesjax.transport.records import Record
 from holmesjax.yaml_files import Document, Keys
 from launch.launchers.components import Component, make_components, read_options
-from launch.launchers.launcher import Children, EventSink, own_address, parse_listen
+from launch.launchers.launcher import (
+    Children,
+    EventSink,
+    ProcessStart,
+    own_address,
+    parse_listen,
+)
+from launch.launchers.table import LauncherOptions
 
 SCRIPT = "job.sbatch"
 END_S = 10.0  # for srun to see that its tasks are gone
@@ -37,7 +45,7 @@ Name = Annotated[str, Field(min_length=1, strict=True)]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SlurmCluster:
-    """What a cluster's component needs besides nodes and GPUs."""
+    """The options of a cluster's component."""
 
     name: Name
     sbatch: tuple[Name, ...] = ()  # "--partition=hopper"
@@ -125,7 +133,7 @@ def _options_are_options(document: Document, file: SlurmOptions) -> Iterator[Hol
 
 
 def script(job: Job, options: SlurmOptions, *, listen: str | None, max_restarts: int | None) -> str:
-    """The text of the file for sbatch."""
+    """Returns the text of the file for sbatch."""
     run_dir = job.run_dir.absolute()
     command = [options.python or sys.executable, "-m", "launch", "train", str(run_dir)]
     command += ["--launcher", "slurm"]
@@ -175,7 +183,7 @@ exit $status
 
 
 def _request(job: Job, component: Component, options: SlurmOptions) -> Iterator[str]:
-    """What a component asks of Slurm."""
+    """Yields the options of a component."""
     yield f"--job-name={job.run_dir.name}"
     yield f"--nodes={component.num_nodes}"
     yield f"--ntasks-per-node={component.per_node}"
@@ -191,7 +199,7 @@ def _request(job: Job, component: Component, options: SlurmOptions) -> Iterator[
 
 
 def _directive(option: str) -> str:
-    """A line that sbatch reads; it takes quotes as a shell does."""
+    """Returns a line for sbatch, which reads quotes as a shell does."""
     return f"#SBATCH {shlex.quote(option)}"
 
 
@@ -204,7 +212,7 @@ def is_inside(env: Mapping[str, str]) -> bool:
 
 
 class SlurmLauncher:
-    """The launcher `slurm`, where there is an allocation.
+    """The launcher `slurm` inside of an allocation.
 
     Raises ConfigError if the allocation is not what the plan needs.
     """
@@ -221,7 +229,7 @@ class SlurmLauncher:
         self.address, self.port = parse_listen(listen) if listen else (own_address(hosts), 0)
 
     def _hosts(self) -> dict[str, str]:
-        """The hosts of the allocation, by the nodes of the topology that they are."""
+        """Returns the host of each node of the topology, in the order of the allocation."""
         found: dict[str, str] = {}
         for g, component in enumerate(self._components):
             group = f"_HET_GROUP_{g}" if len(self._components) > 1 else ""
@@ -244,23 +252,19 @@ class SlurmLauncher:
         done = subprocess.run(argv, capture_output=True, text=True, check=True)
         return done.stdout.split()
 
-    def start(
-        self,
-        process: Process,
-        command: Sequence[str],
-        env: Mapping[str, str],
-        events: EventSink,
-    ) -> None:
+    def start(self, start: ProcessStart, events: EventSink) -> None:
         """Starts the step of the process's component once all of its processes are to start."""
+        process = start.process
         [component] = [c for c in self._components if process in c.processes]
         waiting = self._waiting.setdefault(component.name, set())
         waiting.add(process.number)
         if len(waiting) < len(component.processes):
             return
         del self._waiting[component.name]
-        own = {**self._env, **env, "HOLMES_PROCESSES": component.numbers, "PYTHONUNBUFFERED": "1"}
+        more = {"HOLMES_PROCESSES": component.numbers, "PYTHONUNBUFFERED": "1"}
+        own = {**self._env, **start.env, **more}
         del own["HOLMES_PROCESS"]
-        argv = [*self._srun(component), sys.executable, "-m", "launch", *command]
+        argv = [*self._srun(component), sys.executable, "-m", "launch", *start.command]
         self._children.start(process.number, argv, own, _Tasks(component, events))
 
     def _srun(self, component: Component) -> list[str]:
@@ -286,13 +290,27 @@ class SlurmLauncher:
         self._waiting.clear()
 
 
+def for_job(job: Job, options: LauncherOptions) -> SlurmLauncher | int:
+    """Returns the launcher inside of an allocation; else it writes the file, and returns 0."""
+    if is_inside(os.environ):
+        return SlurmLauncher(job, os.environ, options.listen)
+    return write(
+        job,
+        options.options,
+        listen=options.listen,
+        max_restarts=options.max_restarts,
+        submit=options.submit,
+        allow=options.allow,
+    )
+
+
 LABELLED = re.compile(r" *(\d+): (.*)")
 ENDED = re.compile(r"srun: error: [^ ]+: tasks? ([\d,-]+): (?:Exited with exit code (\d+)|(.*))")
 SIGNALS = {signal.strsignal(number): number for number in signal.valid_signals()}
 
 
 class _Tasks:
-    """Events of the processes of a component, from those of their srun."""
+    """Translates the events of an srun into events of the component's processes."""
 
     def __init__(self, component: Component, events: EventSink):
         self._numbers = [process.number for process in component.processes]
@@ -325,7 +343,7 @@ class _Tasks:
 
 
 def _places(text: str) -> list[int]:
-    """Of tasks, as srun lists them.
+    """Returns the places of tasks in a list of srun.
 
     >>> _places("0,2-4")
     [0, 2, 3, 4]

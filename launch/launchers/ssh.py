@@ -1,9 +1,9 @@
 """Starts the processes of a job over SSH, with the system's own client.
 
-There is one connection for each process. What the host's shell runs, and the variables of the
-process, go in over its stdin, so that nothing of them is on a command line. That stdin stays open:
-when it ends, because the job is over, the launcher was killed or the connection broke, the process
-is killed. Whatever the process prints, and its exit status, come back.
+There is one connection for each process. The script for the host's shell and the variables of the
+process go in over stdin, so that no command line shows them. The stdin stays open. It ends when the
+job is over, the launcher is killed or the connection breaks, and then the process is killed. The
+output of the process and its exit status come back.
 """
 
 import json
@@ -18,17 +18,18 @@ from typing import NamedTuple
 
 from holmesjax.distributed.messages import Exit, Failed, Output, ProcessEvent
 from holmesjax.errors import REQUEUE, ConfigError, HolmesError, Mistakes
-from holmesjax.plan.processes import Process
 from holmesjax.topology.machines import Topology
 from launch.launchers import hosts
 from launch.launchers.hosts import SshHost
 from launch.launchers.launcher import (
     Children,
     EventSink,
+    ProcessStart,
     own_address,
     parse_listen,
     visible_devices,
 )
+from launch.launchers.table import LauncherOptions
 
 OPTIONS = {
     "BatchMode": "yes",  # never asks for a password
@@ -122,7 +123,7 @@ class SshLauncher:
 
     Args:
       topology: on whose nodes processes are to be started.
-      hosts_file: how its nodes are reached.
+      hosts_file: says how its nodes are reached.
       listen: HOST or HOST:PORT where the controller listens; None: the address from which this
         machine reaches the hosts.
 
@@ -141,22 +142,17 @@ class SshLauncher:
         self.address, self.port = parse_listen(listen) if listen else (_own_address(targets), 0)
         self._children = Children()
 
-    def start(
-        self,
-        process: Process,
-        command: Sequence[str],
-        env: Mapping[str, str],
-        events: EventSink,
-    ) -> None:
-        host = self._hosts[process.node]
-        own = {"PYTHONUNBUFFERED": "1", **visible_devices(process, host.env), **env, **host.env}
+    def start(self, start: ProcessStart, events: EventSink) -> None:
+        host = self._hosts[start.process.node]
+        gpus = visible_devices(start.process, host.env)
+        own = {"PYTHONUNBUFFERED": "1", **gpus, **start.env, **host.env}
         if host.addresses:
             own["HOLMES_ADDRESSES"] = json.dumps(host.addresses)
         script = SCRIPT.format(
             folder=shlex.quote(host.folder),
             python=shlex.quote(host.python),
             exports="\n".join(f"export {name}={shlex.quote(own[name])}" for name in own),
-            command=shlex.join(command),
+            command=shlex.join(start.command),
             no_folder=NO_FOLDER,
             no_checkout=NO_CHECKOUT,
             no_python=NO_PYTHON,
@@ -165,14 +161,19 @@ class SshLauncher:
         # ssh's own words are compared with SSH_REFUSALS.
         client_env = {**os.environ, "LC_ALL": "C"}
         ears = _Ears(host, events)
-        self._children.start(process.number, argv, client_env, ears, stdin=script)
+        self._children.start(start.process.number, argv, client_env, ears, stdin=script)
 
     def end(self) -> None:
         self._children.end(patience_s=END_S)
 
 
+def for_nodes(topology: Topology, options: LauncherOptions) -> SshLauncher:
+    """Returns the launcher for the nodes of a topology (`table`)."""
+    return SshLauncher(topology, options.hosts, options.listen)
+
+
 def _arguments(host: SshHost) -> list[str]:
-    """Of ssh, before the destination; of an option given twice it takes the first."""
+    """Returns the arguments of ssh before the destination; of equal options the first counts."""
     arguments = [f"-o{option}" for option in host.ssh_options]
     arguments += [f"-o{name}={value}" for name, value in OPTIONS.items()]
     if host.port is not None:
@@ -183,7 +184,7 @@ def _arguments(host: SshHost) -> list[str]:
 
 
 class _Ears:
-    """Events of one ssh client, with its ways to fail put in words."""
+    """Translates the events of one ssh client: its exit statuses become reasons."""
 
     def __init__(self, host: SshHost, events: EventSink):
         self._host, self._events = host, events
@@ -201,7 +202,7 @@ class _Ears:
         self._events.put(event)
 
     def _failed(self, status: int) -> Failed | None:
-        """The reason, if this process was never started or is cut off."""
+        """Returns the reason if this process was never started or is cut off."""
         host = self._host
         if status in REFUSALS:
             refusal = REFUSALS[status]
@@ -227,7 +228,7 @@ class _Ears:
 
 
 class _Target(NamedTuple):
-    """Where ssh connects to for a node."""
+    """The host to which ssh connects for a node."""
 
     node: str
     name: str  # of the host
@@ -236,7 +237,7 @@ class _Target(NamedTuple):
 
 
 def _targets(nodes: Mapping[str, SshHost], file: str) -> list[_Target]:
-    """As ssh's configuration files have it. Raises Mistakes where two nodes are one host."""
+    """Asks ssh for the host of each node. Raises Mistakes if two nodes are one host."""
     with ThreadPoolExecutor(MAX_AT_ONCE) as pool:
         found = list(pool.map(_target, nodes, nodes.values()))
     seen: dict[tuple[str, int], str] = {}
@@ -272,7 +273,7 @@ def _target(node: str, host: SshHost) -> _Target:
 
 
 def _own_address(targets: Sequence[_Target]) -> str:
-    """Of this machine, for the hosts. Raises ConfigError where only ssh knows the way to one."""
+    """Finds this machine's address for the hosts. Raises ConfigError if only ssh reaches one."""
     for target in targets:
         if not target.is_direct:
             problem = (

@@ -1,47 +1,128 @@
-"""The launcher that a command line names."""
+"""The launchers that a command line can name: add a launcher here.
 
-from collections.abc import Mapping
+This module imports no launcher before it is chosen: the arguments of a command are read at once.
+"""
+
+import argparse
+import importlib
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, cast
 
 from holmesjax.errors import ConfigError
-from holmesjax.topology.machines import Topology
-from launch.launchers.external import ExternalLauncher
-from launch.launchers.launcher import Launcher
-from launch.launchers.local import LocalLauncher
-from launch.launchers.ssh import SshLauncher
 
-# option -> the launchers that it means something to; a lab is one, and has a verb of its own
-USEFUL = {
-    "--max-restarts": ("local", "external", "ssh", "slurm", "kubernetes", "lab"),
-    "--listen": ("external", "ssh", "slurm"),
-    "--hosts": ("ssh",),
-    "--options": ("slurm", "kubernetes"),
-    "--submit": ("slurm",),
+if TYPE_CHECKING:
+    from holmesjax.job import Job
+    from holmesjax.topology.machines import Topology
+    from launch.launchers.launcher import Launcher
+
+
+@dataclass(frozen=True, kw_only=True)
+class LauncherOptions:
+    """The options of a command line that launchers read."""
+
+    hosts: str | None = None  # a file
+    listen: str | None = None  # HOST or HOST:PORT
+    options: str | None = None  # a file
+    submit: bool = False
+    max_restarts: int | None = None
+    allow: Sequence[str] = ()  # settings that may differ from the checkpoint's
+
+
+@dataclass(frozen=True, kw_only=True)
+class LauncherKind:
+    """A launcher that a command line can name.
+
+    Args:
+      module: has `for_nodes(topology, options)`, which gives a `Launcher`. A module that needs a
+        job has `for_job(job, options)`: a launcher, or the exit status of the verb where a
+        scheduler starts the job later.
+      reads: the options that mean something to it: "--hosts".
+      needs_job: `doctor` and `probe`, which have no job, cannot use it.
+      is_here: all nodes are this machine.
+      is_passive: somebody else starts the processes, also again, and may give them the key.
+    """
+
+    module: str
+    reads: Collection[str]
+    needs_job: bool = False
+    is_here: bool = False
+    is_passive: bool = False
+
+    def for_job(self, job: "Job", options: LauncherOptions) -> "Launcher | int":
+        """Returns a launcher for a job; or an exit status, where the job starts later."""
+        if not self.needs_job:
+            return self.for_nodes(job.topology, options)
+        return cast("Launcher | int", importlib.import_module(self.module).for_job(job, options))
+
+    def for_nodes(self, topology: "Topology", options: LauncherOptions) -> "Launcher":
+        """Returns a launcher for the nodes of a topology, whether there is a job or not."""
+        assert not self.needs_job, f"{self.module} needs a job"
+        found = importlib.import_module(self.module).for_nodes(topology, options)
+        return cast("Launcher", found)
+
+
+LAUNCHERS: dict[str, LauncherKind] = {
+    "local": LauncherKind(
+        module="launch.launchers.local",
+        reads=("--max-restarts",),
+        is_here=True,
+    ),
+    "external": LauncherKind(
+        module="launch.launchers.external",
+        reads=("--max-restarts", "--listen"),
+        is_passive=True,
+    ),
+    "ssh": LauncherKind(
+        module="launch.launchers.ssh",
+        reads=("--max-restarts", "--listen", "--hosts"),
+    ),
+    "slurm": LauncherKind(
+        module="launch.launchers.slurm",
+        reads=("--max-restarts", "--listen", "--options", "--submit"),
+        needs_job=True,
+    ),
+    "kubernetes": LauncherKind(
+        module="launch.launchers.kubernetes",
+        reads=("--max-restarts", "--options"),
+        needs_job=True,
+    ),
 }
+LAB_READS = ("--max-restarts",)  # a lab starts processes too, and has a verb of its own
 
 
-def refuse_useless(options: Mapping[str, object], launcher: str | None) -> None:
-    """Raises ConfigError for an option that is given and means nothing to this launcher."""
+def options_of(args: argparse.Namespace) -> LauncherOptions:
+    """Returns the options that the arguments of a verb have."""
+    names = [field.name for field in fields(LauncherOptions)]
+    return LauncherOptions(**{name: getattr(args, name) for name in names if hasattr(args, name)})
+
+
+def refuse_useless(options: Mapping[str, object], reads: Collection[str]) -> None:
+    """Raises ConfigError for an option that is given and is not among those that are read.
+
+    Args:
+      options: values of the command line, by option.
+      reads: the options that mean something to the launcher.
+    """
     for option, value in options.items():
-        if value and launcher not in (useful := USEFUL[option]):
-            names = " or ".join(name for name in useful if name != "lab")
+        if value and option not in reads:
+            useful = [name for name, kind in LAUNCHERS.items() if option in kind.reads]
             fix = f"add --launcher {useful[0]}, or leave it out"
             found = option if value is True else value
-            problem = f"is only for --launcher {names}"
+            problem = f"is only for --launcher {' or '.join(useful)}"
             raise ConfigError(option, problem, found=found, fix=fix)
 
 
-def make(name: str, topology: Topology, *, hosts: str | None, listen: str | None) -> Launcher:
-    """One that starts processes now. Raises ConfigError or Mistakes for a wrong option.
+def make(kind: LauncherKind, topology: "Topology", args: argparse.Namespace) -> "Launcher":
+    """Makes a launcher for the nodes of a topology, before there is a job.
 
     Args:
-      name: "local", "external" or "ssh".
+      kind: a launcher that does not need a job.
       topology: on whose nodes processes are to be started.
-      hosts: the hosts file of `ssh`.
-      listen: where the controller listens: HOST:PORT.
+      args: of a verb that has `--hosts` and `--listen`.
+
+    Raises:
+      ConfigError, Mistakes: an option is wrong, or means nothing to the launcher.
     """
-    if name == "local":
-        return LocalLauncher(topology)
-    if name == "external":
-        return ExternalLauncher(listen)
-    assert name == "ssh", name
-    return SshLauncher(topology, hosts, listen)
+    refuse_useless({"--hosts": args.hosts, "--listen": args.listen}, kind.reads)
+    return kind.for_nodes(topology, options_of(args))

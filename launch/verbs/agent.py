@@ -1,4 +1,4 @@
-"""`launch agent`: answers the questions of `doctor` and `probe` about its node; they start it."""
+"""`launch agent`: answers `doctor` and `probe`, which start it, about its node."""
 
 import argparse
 import functools

@@ -1,4 +1,4 @@
-"""`launch doctor`: looks at everything that a start needs, and says what to do."""
+"""`launch doctor`: checks everything that a start needs, and says what to do."""
 
 import argparse
 import secrets
@@ -7,37 +7,49 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import pairwise, product
 from pathlib import Path
 from typing import TypeVar
 
+from holmesjax import update_rules
 from holmesjax.config import Config
 from holmesjax.costs import work
-from holmesjax.hosts import doctor
-from holmesjax.hosts.doctor import Facts, Finding
+from holmesjax.hosts import doctor, kernel_check
+from holmesjax.hosts.doctor import Finding
+from holmesjax.hosts.questions import (
+    Bind,
+    CheckKernels,
+    Inspect,
+    Listening,
+    NicPath,
+    NoAnswer,
+    NodeFacts,
+    Open,
+    Reach,
+)
 from holmesjax.job import Job
+from holmesjax.plan.plan import Axis
 from holmesjax.plan.processes import Process, domain_fabric, fabric_between, make_processes
-from launch import outputs
+from launch import writable_outputs
 from launch.launchers import table
 from launch.launchers.agents import Agents
 from launch.launchers.launcher import Launcher
 
+S = TypeVar("S")
 T = TypeVar("T")
 MAX_AT_ONCE = 16  # nodes whose clocks are compared
 REACH_S = 3.0  # for one connection
-STATE_BYTES = 12  # of a parameter in a checkpoint: a float32 master and two moments
 
 
 def run(args: argparse.Namespace, launcher: Launcher | None = None) -> int:
-    """0 if nothing is in the way of a start, or else 1. With a launcher that is given: a lab."""
+    """Returns 0 if nothing is in the way of a start, else 1. A given launcher is a lab's."""
     start_s = time.monotonic()
     job: Job = args.job
-    name = args.launcher or "local"
-    is_rehearsal = job.config.run.rehearse or launcher is not None or name == "local"
-    if launcher is None:
-        table.refuse_useless({"--hosts": args.hosts, "--listen": args.listen}, name)
-        launcher = table.make(name, job.topology, hosts=args.hosts, listen=args.listen)
-    outputs.make_folder(job.run_dir, "run.dir")
+    kind = table.LAUNCHERS[args.launcher or "local"]
+    is_rehearsal = job.config.run.rehearse or launcher is not None or kind.is_here
+    launcher = launcher or table.make(kind, job.topology, args)
+    writable_outputs.make_folder(job.run_dir, "run.dir")
     with Agents(job.topology, launcher, job.run_dir) as agents:
         found = [_missing(node, why) for node, why in agents.missing.items()]
         if agents.nodes:
@@ -55,35 +67,39 @@ def _missing(node: str, why: str) -> Finding:
     return Finding(what="start", level="problem", text=f"no process on {node}: {why}", fix=fix)
 
 
-def _look(job: Job, agents: Agents, *, is_rehearsal: bool) -> list[Finding]:
+def _look(job: Job, agents: Agents, *, is_rehearsal: bool) -> Iterator[Finding]:
     with _marker(job.run_dir) as marker:
-        facts = _inspect(job.run_dir, marker, agents)
-    return [
-        *doctor.findings(
-            job.topology,
-            facts,
-            is_rehearsal=is_rehearsal,
-            needed_bytes=checkpoint_bytes(job.config) * (job.config.checkpoint.keep + 1),
-        ),
-        *_coordinators(job, agents, facts),
-        *doctor.reachability(_reach(job, agents, facts)),
-    ]
+        answers = _inspect(job.run_dir, marker, agents)
+    facts = {node: answer for node, answer in answers.items() if isinstance(answer, NodeFacts)}
+    for node, answer in answers.items():
+        if isinstance(answer, NoAnswer):
+            fix = "install the same on all nodes, from one checkout and constraints.txt"
+            yield Finding(what="start", level="problem", text=f"{node} {answer}", fix=fix)
+    if not facts:
+        return
+    yield from doctor.findings(
+        job.topology,
+        facts,
+        is_rehearsal=is_rehearsal,
+        needed_bytes=checkpoint_bytes(job.config) * (job.config.checkpoint.keep + 1),
+    )
+    if not is_rehearsal:
+        is_cut = any(stage.mesh.get(Axis.CONTEXT, 1) > 1 for stage in job.plan.stages)
+        question = CheckKernels(asked=kernel_check.asked_of(job.config, is_cut=is_cut))
+        yield doctor.kernels(agents.ask_all(dict.fromkeys(facts, question)))
+    yield from _coordinators(job, agents, facts)
+    yield from doctor.reachability(_reach(job, agents, facts))
 
 
 def checkpoint_bytes(config: Config) -> float:
-    """Of one checkpoint of the whole model."""
-    model = config.model
-    num_parameters = (
-        model.num_layers * work.block_parameters(model)
-        + work.embed_parameters(model)
-        + work.head_parameters(model)
-    )
-    return STATE_BYTES * num_parameters
+    """Returns the bytes of one checkpoint of the whole model."""
+    kept = update_rules.kept(config.optimizer)
+    return work.checkpoint_bytes(config.model, kept, config.train.param_dtype)
 
 
 @contextmanager
 def _marker(folder: Path) -> Iterator[str]:
-    """A file that only this folder has."""
+    """Makes a file that only this folder has, and gives its name."""
     path = folder / f".doctor-{secrets.token_hex(8)}"
     path.touch()
     try:
@@ -92,21 +108,24 @@ def _marker(folder: Path) -> Iterator[str]:
         path.unlink()
 
 
-def _inspect(folder: Path, marker: str, agents: Agents) -> dict[str, Facts]:
-    """The facts of every node, its clock compared with this one's."""
+def _inspect(folder: Path, marker: str, agents: Agents) -> dict[str, NodeFacts | NoAnswer]:
+    """Asks for the facts of every node, and compares its clock with this machine's."""
+    question = Inspect(folder=str(folder.absolute()), marker=marker)
 
-    def ask(node: str) -> Facts:
+    def ask(node: str) -> NodeFacts | NoAnswer:
         start_s = time.time()
-        fact = agents.ask(node, "inspect", folder=str(folder.absolute()), marker=marker)
+        answer = agents.ask(node, question)
         end_s = time.time()
-        return {**fact, "now_s": fact["now_s"] - (start_s + end_s) / 2}
+        if isinstance(answer, NoAnswer):
+            return answer
+        return replace(answer, now_s=answer.now_s - (start_s + end_s) / 2)
 
     with ThreadPoolExecutor(MAX_AT_ONCE) as pool:
         return dict(zip(agents.nodes, pool.map(ask, agents.nodes), strict=True))
 
 
-def _coordinators(job: Job, agents: Agents, facts: Mapping[str, Facts]) -> Iterator[Finding]:
-    """Whether the ports that the config names are free."""
+def _coordinators(job: Job, agents: Agents, facts: Mapping[str, NodeFacts]) -> Iterator[Finding]:
+    """Yields a finding for each port of the config that is taken."""
     config = job.config.distributed
     if not config.port:
         return
@@ -116,56 +135,58 @@ def _coordinators(job: Job, agents: Agents, facts: Mapping[str, Facts]) -> Itera
             continue
         domain = [other for other in processes if other.stage == process.stage]
         fabric = domain_fabric(job.topology, domain)
-        for address in facts[process.node]["addresses"].get(fabric, [])[:1]:
+        for address in facts[process.node].addresses.get(fabric, [])[:1]:
             port = config.port + process.stage
-            answer = agents.ask(process.node, "bind", address=address, port=port)
-            if "problem" in answer:
+            answer = agents.ask(process.node, Bind(address=address, port=port))
+            if isinstance(answer, NoAnswer):
                 yield Finding(
                     what="distributed.port",
                     level="problem",
-                    text=f"{address}:{port} on {process.node}: {answer['found']}",
+                    text=f"{address}:{port} on {process.node}: {answer.found}",
                     fix="choose another distributed.port, or 0 for any that is free",
                 )
 
 
 def _reach(
-    job: Job, agents: Agents, facts: Mapping[str, Facts]
+    job: Job, agents: Agents, facts: Mapping[str, NodeFacts]
 ) -> dict[tuple[str, str, str], float | str]:
-    """Every way that the job will use: (from, to, fabric) -> seconds, or why it is shut."""
+    """Tries every way of the job: (from, to, fabric) -> seconds, or the reason of a failure."""
+    listening = agents.ask_all(dict.fromkeys(facts, Open()))
     books = {
-        node: answer.get("book", {})
-        for node, answer in agents.ask_all(dict.fromkeys(agents.nodes, ("open", {}))).items()
+        node: answer.book if isinstance(answer, Listening) else {}
+        for node, answer in listening.items()
     }
     found: dict[tuple[str, str, str], float | str] = {}
-    plans: dict[str, list[tuple[tuple[str, str, str], tuple[str, str, int]]]] = {}
+    plans: dict[str, list[tuple[tuple[str, str, str], NicPath]]] = {}
     for source, target, fabric in sorted(ways(job)):
         if source not in books or target not in books:
             continue  # told of already
         key = source, target, fabric
-        own = facts[source]["addresses"].get(fabric, [])
+        own = facts[source].addresses.get(fabric, [])
         theirs = books[target].get(fabric, [])
         if not own or not theirs:
             found[key] = f"{target if own else source} has no address on {fabric}"
             continue
         for here, (there, port) in paired(own, theirs):
             nics = f"{fabric}, {here} to {there}" if len(own) + len(theirs) > 2 else fabric
-            plans.setdefault(source, []).append(((source, target, nics), (here, there, port)))
+            path = NicPath(source=here, address=there, port=port)
+            plans.setdefault(source, []).append(((source, target, nics), path))
     questions = {
-        source: ("reach", {"paths": [path for _, path in planned], "timeout_s": REACH_S})
+        source: Reach(paths=[path for _, path in planned], timeout_s=REACH_S)
         for source, planned in plans.items()
     }
     for source, answer in agents.ask_all(questions).items():
-        keys = [key for key, _ in plans[source]]
-        found |= dict(zip(keys, answer["seconds"], strict=True))
+        for i, (key, _) in enumerate(plans[source]):
+            found[key] = str(answer) if isinstance(answer, NoAnswer) else answer.seconds[i]
     return found
 
 
 def ways(job: Job) -> set[tuple[str, str, str]]:
-    """(from, to, fabric) of nodes that the plan lets talk: enough for each of them, both ways.
+    """Returns the ways to try: (from, to, fabric) of nodes, in both directions.
 
-    The nodes of a stage stand in a ring; those of two stages that hand something to each other are
-    paired, cluster by cluster. So every node sends and receives over every fabric that it uses, in
-    a number of ways that grows with the nodes and not with their pairs.
+    The nodes of a stage stand in a ring. The nodes of two stages that hand something to each other
+    are paired, cluster by cluster. So every node sends and receives over every fabric that it uses,
+    and the number of ways grows with the nodes, not with their pairs.
     """
     processes = make_processes(job.plan, job.topology, job.config.distributed.processes)
     stages: dict[int, dict[str, Process]] = defaultdict(dict)  # of each, one process a node
@@ -195,8 +216,8 @@ def _by_cluster(stage: Mapping[str, Process]) -> list[list[Process]]:
     return list(found.values())
 
 
-def paired(a: Sequence[T], b: Sequence[T]) -> list[tuple[T, T]]:
-    """Pairs, as many as the longer one has; those of the shorter one are there several times.
+def paired(a: Sequence[S], b: Sequence[T]) -> list[tuple[S, T]]:
+    """Pairs two sequences; the shorter one repeats.
 
     >>> paired([1, 2, 3], [4, 5])
     [(1, 4), (2, 5), (3, 4)]

@@ -1,35 +1,188 @@
-"""`launch generate`: samples text from a run's newest checkpoint, as it comes."""
+"""`launch generate`: continues texts with a run's newest checkpoint."""
 
 import argparse
+import dataclasses
+import json
 import os
 import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
 
-from holmesjax import job
-from holmesjax.errors import ConfigError
-from holmesjax.generate import Sampler, Sampling
+from holmesjax import job, yaml_files
+from holmesjax.config import AUTO, ModelConfig
+from holmesjax.data import chat_template, tokenizer_files
+from holmesjax.data.chat_template import ChatTemplate
+from holmesjax.distributed.messages import Texts
+from holmesjax.errors import ConfigError, DamagedError
+from holmesjax.generation.sampler import Continuation, Sampler, encoded, refuse_own, tokenizer_of
+from holmesjax.generation.sampling import Sampling
 from holmesjax.runtime import program_cache
+from launch.generation_job import GenerationJob
+from launch.launchers import table
+from launch.launchers.table import LAUNCHERS
+
+Complete = Callable[..., tuple[list[Continuation], Any]]  # as `Sampler.complete`
 
 
 def run(args: argparse.Namespace) -> int:
+    prompts = args.prompt or [""]
+    _refuse_wrong(args, prompts)
+    sampling = Sampling(
+        temperature=args.temperature,
+        top_k=args.top_k,
+        top_p=args.top_p,
+        min_p=args.min_p,
+        seed=args.seed,
+    )
+    folder = Path(args.run_dir)
+    is_run = yaml_files.may_be_file(folder / job.CONFIG)
+    is_chat = args.chat or args.messages is not None
+    said = [chat_template.of_user(prompt) for prompt in prompts]
+    if args.messages is not None:
+        said = [chat_template.read_messages(Path(args.messages))]
+    make = _of_processes if args.launcher else _of_run if is_run else _of_weights
+    complete, tokenizer = make(folder, args)
+    known: Sequence[str | Sequence[int]] = prompts
+    if is_chat:
+        template = ChatTemplate.load(tokenizer)
+        known = [template.tokens(messages) for messages in said]
+    streams = len(prompts) == 1 and not args.json
+    if streams and not is_chat:
+        sys.stdout.write(prompts[0])
+    found, rate = complete(
+        known,
+        args.max_tokens,
+        sampling,
+        stop=args.stop,
+        show=_write if streams else lambda row, piece: None,
+    )
+    if streams:
+        sys.stdout.write("\n")
+    else:
+        _print(prompts, found, args)
+    print(rate, file=sys.stderr)
+    return 0
+
+
+def _refuse_wrong(args: argparse.Namespace, prompts: list[str]) -> None:
+    """Raises ConfigError for options that cannot be, or not together."""
     if args.max_tokens < 0:
         fix = "use 0 or more"
         raise ConfigError("--max-tokens", "must be 0 or more", found=args.max_tokens, fix=fix)
+    for option, texts in {"--prompt": prompts, "--stop": args.stop}.items():
+        for text in texts:
+            _refuse_no_text(option, text)
+    if "" in args.stop:
+        fix = "leave it out, or name a string"
+        raise ConfigError("--stop", "must not be empty", found=repr(""), fix=fix)
+    if args.messages is not None and args.prompt:
+        fix = "write the prompt as the last message of the file"
+        problem = "has all that is said, so there is no prompt beside it"
+        raise ConfigError("--messages", problem, found=args.messages, fix=fix)
+    where = {
+        "--as-planned": args.as_planned,
+        "--devices": args.devices is not None,
+        "--launcher": args.launcher is not None,
+    }
+    if len(several := [option for option, is_set in where.items() if is_set]) > 1:
+        problem = "each says where the model lies"
+        found, fix = "all of them", "leave all but one out"
+        raise ConfigError(" and ".join(several), problem, found=found, fix=fix)
+    reads = LAUNCHERS[args.launcher].reads if args.launcher else ()
+    table.refuse_useless({"--hosts": args.hosts, "--listen": args.listen}, reads)
+
+
+def _warn(text: str) -> None:
+    print(text, file=sys.stderr)
+
+
+def _of_run(folder: Path, args: argparse.Namespace) -> tuple[Complete, Path]:
+    """What continues texts with a run's weights here, and the folder of its tokenizer."""
+    program_cache.use(job.load_config(folder).run.compilation_cache, os.environ, _warn)
+    sampler = Sampler.load(
+        folder, _warn, as_planned=args.as_planned, devices=_count(args), ema=args.ema
+    )
+    return sampler.complete, folder / tokenizer_files.FOLDER
+
+
+def _count(args: argparse.Namespace) -> int:
+    """The devices of this process that have the model."""
+    return 1 if args.devices is None else args.devices
+
+
+def _of_processes(folder: Path, args: argparse.Namespace) -> tuple[Complete, Path]:
+    """The same in the processes of the run's plan."""
+    if not yaml_files.may_be_file(folder / job.CONFIG):
+        fix = f"make a run of it: python -m launch import {folder} --to RUN_DIR; or use --devices"
+        raise ConfigError("--launcher", "needs a run, which has a plan", found=folder, fix=fix)
+    own = job.load_saved(folder)
+    launcher = table.make(LAUNCHERS[args.launcher], own.topology, args)
+    processes = GenerationJob(own, launcher, _warn)
+
+    def complete(
+        prompts: Sequence[str | Sequence[int]],
+        max_tokens: int,
+        sampling: Sampling,
+        *,
+        stop: Sequence[str],
+        show: Callable[[int, str], None],
+    ) -> tuple[list[Continuation], Any]:
+        known: dict[Path, DamagedError] = {}
+        while True:
+            found = processes.checkpoint(known)
+            refuse_own(ModelConfig(**found.settings["model"]))
+            tokenizer = tokenizer_of(folder, found)
+            texts = Texts(
+                prompts=[encoded(tokenizer, prompt) for prompt in prompts],
+                max_tokens=max_tokens,
+                sampling=dataclasses.asdict(sampling),
+                stop=list(stop),
+                ema=args.ema,
+            )
+            try:
+                continued = processes.run(found, texts, show)
+            except DamagedError as error:
+                known[found.path] = error
+                continue
+            return [Continuation(**row) for row in continued.rows], continued.rate
+
+    return complete, folder / tokenizer_files.FOLDER
+
+
+def _of_weights(folder: Path, args: argparse.Namespace) -> tuple[Complete, Path]:
+    """The same with a folder of Hugging Face's format, which has its tokenizer."""
+    if not yaml_files.may_be_file(folder / "config.json"):
+        fix = "name the folder of a run, such as runs/quickstart"
+        problem = "is no run folder, and no folder of Hugging Face's format"
+        found = f"no {job.CONFIG} and no config.json in it"
+        raise ConfigError(str(folder), problem, found=found, fix=fix)
+    if args.as_planned:
+        fix = f"make a run of it: python -m launch import {folder} --to RUN_DIR; or use --devices"
+        raise ConfigError("--as-planned", "needs a run, which has a plan", found=folder, fix=fix)
+    if args.ema:
+        raise ConfigError("--ema", "needs a run", found=folder, fix="leave it out")
+    program_cache.use(AUTO, os.environ, _warn)
+    return Sampler.of_hugging_face(folder, devices=_count(args)).complete, folder
+
+
+def _refuse_no_text(option: str, text: str) -> None:
     try:
-        args.prompt.encode()
+        text.encode()
     except UnicodeEncodeError:  # bytes of the command line that are no UTF-8
         fix = "type it again, in a terminal that is set to UTF-8"
-        found = ascii(args.prompt)
-        raise ConfigError("--prompt", "must be text", found=found, fix=fix) from None
-    sampling = Sampling(
-        temperature=args.temperature, top_k=args.top_k, top_p=args.top_p, seed=args.seed
-    )
-    warn = lambda text: print(text, file=sys.stderr)
-    run_config = job.load_config(args.run_dir).run
-    program_cache.use(run_config.compilation_cache, os.environ, warn)
-    sampler = Sampler.load(args.run_dir, warn)
-    sys.stdout.write(args.prompt)
-    for text in sampler.stream(args.prompt, args.max_tokens, sampling):
-        sys.stdout.write(text)
-        sys.stdout.flush()
-    sys.stdout.write("\n")
-    return 0
+        raise ConfigError(option, "must be text", found=ascii(text), fix=fix) from None
+
+
+def _write(_: int, piece: str) -> None:
+    sys.stdout.write(piece)
+    sys.stdout.flush()
+
+
+def _print(prompts: list[str], found: list[Continuation], args: argparse.Namespace) -> None:
+    """Prints all texts, each whole: as a line of JSON, or behind its number."""
+    for i, (prompt, row) in enumerate(zip(prompts, found, strict=True)):
+        if args.json:
+            print(json.dumps({"prompt": prompt, **dataclasses.asdict(row)}))
+        else:
+            print(f"[{i}] {prompt if args.messages is None and not args.chat else ''}{row.text}")

@@ -64,7 +64,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 class _Watch:
-    """Tells the injector which step is done, and writes down what the kernel has counted."""
+    """Tells the injector of each step, and records the counts of the kernel."""
 
     def __init__(self, counters: Counters, injector: Injector, run_dir: Path):
         self._counters, self._injector, self._run_dir = counters, injector, run_dir
@@ -99,14 +99,14 @@ def _run_in(commands: Commands, command: argparse.Namespace, faults: list[Fault]
 
 
 def _profile(commands: Commands, command: argparse.Namespace) -> int:
-    """Runs the verb on the node that is named, or on one like all others."""
+    """Runs the verb on the node that is named, or on any if all are equal."""
     node = command.job.node_to_measure(command.node)
     env = command.job.process_environment(os.environ)
     return namespaces.run_on(commands, node.name, _profile_words(command, node), env)
 
 
 def _profile_words(command: argparse.Namespace, node: Node) -> list[str]:
-    """The verb with all that it was told."""
+    """Returns the verb with all of its arguments."""
     output = command.output or f"{node.device.name}_lab.yaml"
     overrides = [str(command.target), *command.overrides]
     return ["profile", *overrides, "--output", output, "--node", node.name]
@@ -135,7 +135,7 @@ def _topology(args: argparse.Namespace) -> Topology:
 def _make_lab(
     args: argparse.Namespace, topology: Topology, config: Config | None
 ) -> tuple[scaled_topology.Lab, list[str]]:
-    """The lab, and the arithmetic of its scale. A probe has no config of a run."""
+    """Makes the lab, and the arithmetic of its scale. A probe has no config of a run."""
     real = configs.load(args.real) if args.real else config
     cores = sorted(os.sched_getaffinity(0))
     if real is None and args.scale is None:
@@ -154,7 +154,7 @@ def _make_lab(
 
 
 def _quota(text: str | None) -> float | None:
-    """Cores, of the fastest node."""
+    """Returns the cores of the fastest node."""
     if text is None:
         return None
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*%", text)
@@ -165,7 +165,7 @@ def _quota(text: str | None) -> float | None:
 
 
 def _core_flop_per_s(core: int) -> float:
-    """How fast one core multiplies float32 matrices."""
+    """Measures how fast one core multiplies float32 matrices."""
     env = {**os.environ, "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
     hold = lambda: os.sched_setaffinity(0, {core})
     words = [sys.executable, "-c", MEASURE]
@@ -174,7 +174,7 @@ def _core_flop_per_s(core: int) -> float:
 
 
 def _dry_run(commands: Commands, faults: list[Fault], command: argparse.Namespace) -> list[str]:
-    """Every line that would be run, with comments between them."""
+    """Yields every line that would be run, with comments between them."""
     lines = ["# build the lab", *commands.build()]
     words = ["worker", str(command.job.run_dir)] if command.verb == "train" else ["agent"]
     nodes = commands.lab.nodes

@@ -10,7 +10,7 @@ from holmesjax import units
 from holmesjax.hosts import nccl, nics
 from holmesjax.hosts.nccl import Environment
 from holmesjax.hosts.nics import DiscoveredNic, Host
-from holmesjax.topology.fabrics import NAMES, RDMA
+from holmesjax.topology.fabrics import FABRICS, NETWORKS, rdma_networks
 
 
 def run(args: argparse.Namespace) -> int:
@@ -27,14 +27,14 @@ def run(args: argparse.Namespace) -> int:
 
 
 def fabrics(host: Host, asked: str | None) -> list[str]:
-    """The fabrics whose variables are shown: the one asked for, or all that the host is on."""
+    """Returns the fabrics to show variables of: the one asked for, or all that the host is on."""
     if asked is not None:
         return [asked]
-    return [fabric for fabric in NAMES if fabric in nics.choices(host)]
+    return [fabric for fabric in NETWORKS if fabric in nics.choices(host)]
 
 
 def environment(host: Host, fabric: str, own: Mapping[str, str]) -> Environment:
-    """What NCCL would be told if the host's cluster were on this fabric.
+    """Returns the variables of NCCL if the host's cluster were on this fabric.
 
     Raises HolmesError if the host is not on it.
     """
@@ -43,7 +43,7 @@ def environment(host: Host, fabric: str, own: Mapping[str, str]) -> Environment:
 
 
 def describe(host: Host) -> list[str]:
-    """The host's GPUs, its NICs with the reason for each, and its addresses, as lines."""
+    """Describes the host's GPUs, its NICs with the reason for each, and its addresses, as lines."""
     lines = [f"host {host.name}: {len(host.gpus)} GPUs"]
     rows = [
         (
@@ -59,7 +59,7 @@ def describe(host: Host) -> list[str]:
     lines += _table(rows)
     head = ("NIC", "fabric", "rate", "interface", "address", "NUMA", "GPUs", "why")
     lines += _table([head, *map(_row, host.nics)])
-    left_out = [_ for fabric in RDMA for _ in nics.rdma_nics(host, fabric)[1].items()]
+    left_out = [_ for fabric in rdma_networks() for _ in nics.rdma_nics(host, fabric)[1].items()]
     lines += [f"  not for collectives: {name}, {why}" for name, why in left_out]
     lines.append("addresses")
     choices = nics.choices(host).items()
@@ -82,7 +82,7 @@ def _row(nic: DiscoveredNic) -> tuple[str, ...]:
 
 
 def _nearest(nic: DiscoveredNic) -> str:
-    """The GPUs that share a PCIe switch with it."""
+    """Returns the GPUs that share a PCIe switch with a NIC."""
     near = [str(i) for i, far in enumerate(nic.distances) if far == nics.SAME_SWITCH]
     return ",".join(near) or "-"
 
@@ -92,17 +92,17 @@ def _numa(node: int | None) -> str:
 
 
 def describe_environment(fabric: str, found: Environment) -> list[str]:
-    """The variables of a fabric with the reason for each, then what is wrong, as lines."""
+    """Describes the variables of a fabric with their reasons, then the warnings, as lines."""
     rows = [
         (f"{v.name}={v.value if v.own is None else v.own}", v.reason if v.own is None else "yours")
         for v in found.variables
     ]
-    title = f"environment on {NAMES[fabric]}"
+    title = f"environment on {FABRICS[fabric].title}"
     return [title, *_table(rows), *(f"  warning: {text}" for text in found.warnings)]
 
 
 def to_json(host: Host, environments: Mapping[str, Environment]) -> str:
-    """The same for programs; rates in bytes per second, memory in bytes."""
+    """Returns all of it as JSON, for programs; rates in bytes per second, memory in bytes."""
     values = {
         **dataclasses.asdict(host),
         "addresses": nics.addresses(host),
@@ -115,7 +115,7 @@ def to_json(host: Host, environments: Mapping[str, Environment]) -> str:
 
 
 def _table(rows: Iterable[Sequence[str]]) -> list[str]:
-    """Rows with their columns aligned."""
+    """Returns rows with their columns aligned."""
     rows = list(rows)
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return ["  " + "  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]

@@ -1,4 +1,4 @@
-"""`launch plan`: prints the plan of a run, and what is behind it; starts nothing."""
+"""`launch plan`: prints the plan of a run and its reasons; starts nothing."""
 
 import argparse
 import json
@@ -8,6 +8,7 @@ from pathlib import Path
 import rich.console
 
 from holmesjax import config as configs
+from holmesjax.costs import work
 from holmesjax.errors import ConfigError
 from holmesjax.job import Job
 from holmesjax.plan import forecast, plan as plans
@@ -35,21 +36,22 @@ def run(args: argparse.Namespace) -> int:
     if explained:
         lines += explain.describe(explained)
     if changed:
-        lines += [f"what if     {', '.join(args.what_if)}", *plans.describe(changed.plan)]
+        described = plans.describe(changed.plan, work.kind_names(job.config.model))
+        lines += [f"what if     {', '.join(args.what_if)}", *described]
         lines.append(f"            {_difference(job, changed)}")
     print("\n".join(lines))
     return 0
 
 
 def _changed(job: Job, target: Path, overrides: list[str], say: Saying) -> Job:
-    """The same run on the machines as they would be. Raises as `machines.load` and `make_plan`."""
+    """Plans the same run on changed machines. Raises as `machines.load` and `make_plan`."""
     topology = machines.load(configs.topology_path(job.config, target), overrides)
     plan = make_changed_plan(job.config, job.topology, topology, say)
     return Job(config=job.config, topology=topology, plan=plan)
 
 
 def _write_trace(plan: Plan, path: str) -> None:
-    """The simulated step. Raises ConfigError where the file cannot be written."""
+    """Writes the simulated step. Raises ConfigError if the file cannot be written."""
     found = trace.events("predicted", 1, forecast.tasks(plan), forecast.transfers(plan))
     try:
         trace.write(path, found)
@@ -67,7 +69,7 @@ def _difference(job: Job, changed: Job) -> str:
 
 
 def _as_json(job: Job, changed: Job | None, explained: explain.Explanation | None) -> str:
-    """The plan as `Plan.to_json`; with anything more, each under a key of its own."""
+    """Returns the plan as `Plan.to_json`; additions have keys of their own."""
     if not changed and not explained:
         return job.plan.to_json()
     values = {"plan": json.loads(job.plan.to_json())}

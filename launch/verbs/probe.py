@@ -22,15 +22,26 @@ from holmesjax.errors import ConfigError, Mistakes, PeerError
 from holmesjax.hosts import probe
 from holmesjax.hosts.doctor import Finding
 from holmesjax.hosts.probe import Phase, Step, Way
+from holmesjax.hosts.questions import (
+    A,
+    Bind,
+    Book,
+    Collect,
+    Join,
+    NicPath,
+    NoAnswer,
+    Open,
+    Question,
+    Send,
+)
 from holmesjax.topology import machines
 from holmesjax.topology.machines import Cluster, Collective, Link, Measured, Topology
 from holmesjax.topology.probe_speed import ProbeSpeed, Seconds
-from holmesjax.transport.connections import Message
 from holmesjax.transport.rendezvous import streams_over
 from holmesjax.units import show
-from launch import outputs
+from launch import writable_outputs
 from launch.launchers import table
-from launch.launchers.agents import Agents, Question
+from launch.launchers.agents import Agents
 from launch.launchers.launcher import Launcher
 
 SECTION = "measured"  # of the topology file
@@ -41,27 +52,27 @@ JOIN_S = 60.0  # for the nodes of a cluster to import JAX and to meet
 def run(
     args: argparse.Namespace, launcher: Launcher | None = None, scale: float | None = None
 ) -> int:
-    """0 if everything was measured, or else 1. With a launcher and the scale of rates: in a lab."""
+    """Returns 0 if everything was measured, else 1. A given launcher and scale are a lab's."""
     path = _topology_path(args)
     topology = machines.load(path)
-    name = "lab" if launcher else args.launcher or "local"
-    output = Path(args.output) if args.output else _default_output(path, name)
+    name = args.launcher or "local"
+    kind, is_in_lab = table.LAUNCHERS[name], launcher is not None
+    stand_in = "lab" if is_in_lab else name if kind.is_here else None
+    output = Path(args.output) if args.output else _default_output(path, stand_in)
     text = _text_to_extend(path)
-    if launcher is None:
-        table.refuse_useless({"--hosts": args.hosts, "--listen": args.listen}, name)
-        launcher = table.make(name, topology, hosts=args.hosts, listen=args.listen)
-    outputs.make_folder(output.absolute().parent, "--output")
-    outputs.check_file(output, "--output")
+    launcher = launcher or table.make(kind, topology, args)
+    writable_outputs.make_folder(output.absolute().parent, "--output")
+    writable_outputs.check_file(output, "--output")
     start_s = time.monotonic()
     print(f"probe       {len(topology.nodes)} nodes of {topology.name}", flush=True)
     with Agents(topology, launcher, output.absolute().parent) as agents:
-        session = _Session(topology, agents, on_cpu=name in ("local", "lab"))
+        session = _Session(topology, agents, on_cpu=stand_in is not None)
         session.measure(collectives=not args.no_collectives)
     if not session.speeds:
         print(*session.findings, "nothing was measured, and nothing is written", sep="\n")
         return 1
     print(*_table(session.speeds), sep="\n")
-    is_judged = name != "local"
+    is_judged = is_in_lab or not kind.is_here
     warnings = probe.slow_ways(topology, session.speeds, scale or 1.0) if is_judged else []
     print(*session.findings, *warnings, sep="\n", end="\n" * bool(session.findings or warnings))
     if not is_judged:
@@ -81,13 +92,13 @@ def _topology_path(args: argparse.Namespace) -> Path:
     return Path(args.topology)
 
 
-def _default_output(path: Path, name: str) -> Path:
-    """The topology file; where others stand for its machines, a file of its own."""
-    return path.with_name(f"{path.stem}_{name}.yaml") if name in ("lab", "local") else path
+def _default_output(path: Path, stand_in: str | None) -> Path:
+    """Returns the topology file; if others stand in for its machines, a file of its own."""
+    return path.with_name(f"{path.stem}_{stand_in}.yaml") if stand_in else path
 
 
 def _text_to_extend(path: Path) -> str:
-    """The text of a topology file, if the section can be put into it. Raises ConfigError."""
+    """Returns the text of a topology file. Raises ConfigError if it cannot take the section."""
     text, values = path.read_bytes().decode("utf-8"), yaml_files.read(path, ConfigError).values
     with tempfile.TemporaryDirectory() as folder:
         trial = Path(folder, path.name)
@@ -103,11 +114,11 @@ def _text_to_extend(path: Path) -> str:
 
 
 class _Session:
-    """What is measured and what went wrong, while agents answer."""
+    """The measurements and the problems, while agents answer."""
 
     def __init__(self, topology: Topology, agents: Agents, *, on_cpu: bool):
         self._topology, self._agents, self._on_cpu = topology, agents, on_cpu
-        self._books: dict[str, dict[str, list[tuple[str, int]]]] = {}
+        self._books: dict[str, Book] = {}
         self._collectives: list[Collective] = []
         self.findings: list[Finding] = []
         self.speeds: dict[Way, ProbeSpeed] = {}
@@ -121,13 +132,16 @@ class _Session:
         for phase in probe.schedule(self._topology, list(self._books)):
             self._phase(phase)
         for cluster in self._topology.clusters if collectives else ():
-            nodes = [node.name for node in cluster.nodes if node.name in self._books]
-            if len(nodes) == len(cluster.nodes) > 1:
+            nodes = [node.name for node in cluster.nodes]
+            if self._can_collect(cluster, nodes):
                 print(f"  collectives in {cluster.name}", flush=True)
                 self._collect(cluster, nodes)
 
     def measured(self) -> Measured:
-        """In the digits that mean something; ways of NCCL are not those that TCP has measured."""
+        """Returns the measurements in the digits that mean something.
+
+        It leaves out ways that NCCL takes, which TCP cannot measure.
+        """
         ways = [way for way in self.speeds if probe.goes_over_tcp(self._topology, way)]
         return Measured(
             date=datetime.date.today().isoformat(),
@@ -151,35 +165,33 @@ class _Session:
         return probe.capacities(self._topology, self.speeds, self.together)
 
     def ends(self, step: Step) -> str:
-        """The clusters of a step between two, "ib -> roce"."""
+        """Returns the two clusters of a step between clusters: "ib -> roce"."""
         return " -> ".join(self._topology.cluster_of(node).name for node in step[0])
 
     def _problem(self, what: str, text: str, fix: str) -> None:
         self.findings.append(Finding(what=what, level="problem", text=text, fix=fix))
 
-    def _ask(self, questions: Mapping[str, Question]) -> dict[str, Message]:
-        """Answers of several nodes at once; of a node that is lost, what was."""
+    def _ask(self, questions: Mapping[str, Question[A]]) -> dict[str, A | NoAnswer]:
+        """Asks several nodes at once. A lost node has the reason as its answer."""
 
-        def ask(node: str) -> Message:
-            what, arguments = questions[node]
+        def ask(node: str) -> A | NoAnswer:
             try:
-                return self._agents.ask(node, what, **arguments)
+                return self._agents.ask(node, questions[node])
             except PeerError as error:
                 self._books.pop(node, None)
-                return {"problem": f"{error.where} {error.problem}", "found": str(error.found)}
+                return NoAnswer(problem=f"{error.where} {error.problem}", found=str(error.found))
 
         with ThreadPoolExecutor(max(len(questions), 1)) as pool:
             return dict(zip(questions, pool.map(ask, questions), strict=True))
 
     def _open(self) -> None:
-        """Lets all nodes listen; nodes of which two have one address are left out."""
-        answers = self._ask(dict.fromkeys(self._agents.nodes, ("open", {})))
-        for node, answer in answers.items():
-            if "problem" in answer:
-                text = f"{node}: {answer['problem']}: {answer['found']}"
-                self._problem("addresses", text, "see that its addresses are those of its NICs")
+        """Lets all nodes listen, and leaves out nodes that share an address."""
+        for node, answer in self._ask(dict.fromkeys(self._agents.nodes, Open())).items():
+            if isinstance(answer, NoAnswer):
+                fix = "see that its addresses are those of its NICs"
+                self._problem("addresses", f"{node}: {answer}", fix)
             else:
-                self._books[node] = answer["book"]
+                self._books[node] = answer.book
         owners: dict[str, list[str]] = {}
         for node, book in self._books.items():
             for address in {a for fabric in book if fabric != "local" for a, _ in book[fabric]}:
@@ -212,20 +224,19 @@ class _Session:
                 print(f"    {ends}: {rate} by {len(step)} pairs together", flush=True)
 
     def _step(self, fabric: str, step: Step) -> Mapping[Way, Seconds]:
-        """Times of the ways of a step, measured at once; those that could not be are findings."""
+        """Measures the ways of a step at once; a way that cannot be measured is a finding."""
         ways = [way for way in step if all(self._has_address(node, fabric) for node in way)]
         found: dict[Way, dict[int, dict[int, list[float]]]] = {way: {} for way in ways}
         for is_one in (True, False):
             asked = {a: self._send(fabric, (a, b), 1 if is_one else None) for a, b in found}
             for (a, b), answer in zip(list(found), self._ask(asked).values(), strict=True):
-                if "problem" in answer:
-                    text = f"{answer['problem']}: {answer['found']}"
+                if isinstance(answer, NoAnswer):
                     fix = "see that the network and its firewalls let it through"
-                    self._problem(f"{a} -> {b}", text, fix)
+                    self._problem(f"{a} -> {b}", str(answer), fix)
                     del found[a, b]
                     continue
-                streams = len(asked[a][1]["paths"])
-                times = zip(probe.SIZES_BYTES, answer["seconds"], strict=False)  # it stops early
+                streams = len(asked[a].paths)
+                times = zip(probe.SIZES_BYTES, answer.seconds, strict=False)  # it stops early
                 found[a, b][streams] = dict(times)
         return found
 
@@ -238,43 +249,55 @@ class _Session:
                 self._problem("addresses", text, fix)
         return bool(self._books.get(node, {}).get(fabric))
 
-    def _send(self, fabric: str, way: Way, streams: int | None) -> Question:
+    def _send(self, fabric: str, way: Way, streams: int | None) -> Send:
         own, theirs = (self._books[node][fabric] for node in way)
         count = streams or streams_over(probe.STREAMS, len(own), len(theirs))
-        paths = [(own[i % len(own)][0], *theirs[i % len(theirs)]) for i in range(count)]
-        return "send", {
-            "paths": paths,
-            "sizes": probe.SIZES_BYTES[1:],
-            "rounds": probe.ROUNDS,
-            "timeout_s": CONNECT_S,
-            "limit_s": probe.LIMIT_S,
-        }
+        pairs = [(own[i % len(own)][0], theirs[i % len(theirs)]) for i in range(count)]
+        return Send(
+            paths=[NicPath(source=here, address=a, port=port) for here, (a, port) in pairs],
+            sizes_bytes=list(probe.SIZES_BYTES[1:]),
+            rounds=probe.ROUNDS,
+            timeout_s=CONNECT_S,
+            limit_s=probe.LIMIT_S,
+        )
 
     # ---- collectives ---------------------------------------------------------------------------
 
+    def _can_collect(self, cluster: Cluster, nodes: list[str]) -> bool:
+        """Whether all nodes have an address on the cluster's fabric, and some reach each other."""
+        is_reached = any(a in nodes and b in nodes for a, b in self.speeds)
+        return is_reached and all(self._has_address(node, cluster.fabric) for node in nodes)
+
     def _collect(self, cluster: Cluster, nodes: list[str]) -> None:
-        """One JAX job of the cluster; sizes as long as they are quick."""
+        """Measures collectives in a JAX job of the cluster, up to the first slow size."""
         kinds = {node.device.name for node in cluster.nodes}
         [address, *_] = [address for address, _ in self._books[nodes[0]][cluster.fabric]]
-        free = self._ask({nodes[0]: ("bind", {"address": address, "port": 0})})[nodes[0]]
-        if self._refused(cluster, {nodes[0]: free}):
+        [free] = self._ask({nodes[0]: Bind(address=address, port=0)}).values()
+        if isinstance(free, NoAnswer):
+            self._refuse(cluster, nodes[0], free)
             return
-        place = {"coordinator": f"{address}:{free['port']}", "num_nodes": len(nodes)}
-        place |= {"fabric": cluster.fabric, "on_cpu": self._on_cpu or kinds == {"cpu"}}
         joins = {
-            node: ("join", {**place, "rank": rank, "timeout_s": JOIN_S})
+            node: Join(
+                fabric=cluster.fabric,
+                coordinator=f"{address}:{free.port}",
+                num_nodes=len(nodes),
+                rank=rank,
+                on_cpu=self._on_cpu or kinds == {"cpu"},
+                timeout_s=JOIN_S,
+            )
             for rank, node in enumerate(nodes)
         }
-        if self._refused(cluster, self._ask(joins)):
+        if self._answered(cluster, self._ask(joins)) is None:
             return
         for group, kind in itertools.product(probe.group_sizes(len(nodes)), collective_times.KINDS):
             for size in probe.COLLECTIVE_BYTES:
-                asked = {"kind": kind, "group_nodes": group, "num_bytes": size}
-                question = ("collect", {**asked, "rounds": probe.ROUNDS})
-                answers = self._ask(dict.fromkeys(nodes, question))
-                if self._refused(cluster, answers):
+                question = Collect(
+                    collective=kind, group_nodes=group, num_bytes=size, rounds=probe.ROUNDS
+                )
+                answers = self._answered(cluster, self._ask(dict.fromkeys(nodes, question)))
+                if answers is None:
                     return
-                seconds = [answer["seconds"] for answer in answers.values()]
+                seconds = [answer.seconds for answer in answers]
                 rate = _rounded(probe.bus_bandwidth(kind, group, size, seconds), "b/s")
                 self._collectives.append(
                     Collective(
@@ -288,25 +311,31 @@ class _Session:
                 if max(map(statistics.median, seconds)) > probe.LIMIT_S:
                     break
 
-    def _refused(self, cluster: Cluster, answers: Mapping[str, Message]) -> bool:
+    def _answered(self, cluster: Cluster, answers: Mapping[str, A | NoAnswer]) -> list[A] | None:
+        """Returns the answers of all nodes, or None if one is missing, which is a finding."""
+        found = []
         for node, answer in answers.items():
-            if "problem" in answer:
-                text = f"{node}: {answer['problem']}: {answer['found']}"
-                fix = "see what `launch doctor` says; --no-collectives leaves them out"
-                self._problem(f"collectives in {cluster.name}", text, fix)
-        return any("problem" in answer for answer in answers.values())
+            if isinstance(answer, NoAnswer):
+                self._refuse(cluster, node, answer)
+            else:
+                found.append(answer)
+        return found if len(found) == len(answers) else None
+
+    def _refuse(self, cluster: Cluster, node: str, answer: NoAnswer) -> None:
+        fix = "see what `launch doctor` says; --no-collectives leaves them out"
+        self._problem(f"collectives in {cluster.name}", f"{node}: {answer}", fix)
 
 
 # ---- what is printed and written -----------------------------------------------------------------
 
 
 def _rounded(value: float, unit: units.Unit) -> float:
-    """Three digits: the rest is noise."""
+    """Rounds to three digits: the rest is noise."""
     return units.parse(show(value, unit), unit)
 
 
 def _table(speeds: Mapping[Way, ProbeSpeed]) -> Iterator[str]:
-    """A line for each pair, with both ways where both are known."""
+    """Yields a line for each pair, with both ways if both are known."""
     width = max(len(f"{a} -> {b}") for a, b in speeds)
     for (a, b), speed in speeds.items():
         rate, latency = show(speed.bandwidth_bytes_per_s, "b/s"), show(speed.latency_s, "s")
@@ -314,7 +343,7 @@ def _table(speeds: Mapping[Way, ProbeSpeed]) -> Iterator[str]:
 
 
 def _write(output: Path, text: str, topology: Topology, session: _Session) -> None:
-    """The topology file with its section, and beside it a picture and all times."""
+    """Writes the topology file with its section, and beside it a picture and all times."""
     assert topology.measured is not None
     section = machines.measured_section(topology.measured)
     output.write_bytes(yaml_files.with_section(text, SECTION, section).encode())

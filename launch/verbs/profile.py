@@ -1,4 +1,4 @@
-"""`launch profile`: measures a device of this host, and writes what the planner takes it for."""
+"""`launch profile`: measures a device of this host, and writes its calibration."""
 
 import argparse
 import dataclasses
@@ -17,13 +17,13 @@ from holmesjax.runtime import device_profile
 from holmesjax.topology import calibration
 from holmesjax.topology.calibration import Calibration, Product
 from holmesjax.topology.machines import DeviceKind
-from launch import outputs
+from launch import writable_outputs
 
 
 def run(args: argparse.Namespace) -> int:
     kind = args.job.node_to_measure(args.node).device
     path = Path(args.output or f"{kind.name}.yaml")
-    outputs.check_file(path, "--output")
+    writable_outputs.check_file(path, "--output")
     compat.use_devices({kind.name}, 1, rehearse=args.job.config.run.rehearse)
     device = jax.devices()[0]
     _refuse_another(device, kind)
@@ -38,7 +38,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _refuse_another(device: jax.Device, kind: DeviceKind) -> None:
-    """A CPU for a GPU, or the other way round; names of GPUs are the user's to compare."""
+    """Refuses a CPU for a GPU, and a GPU for a CPU. The user compares names of GPUs."""
     if (device.platform == "cpu") != (kind.name == "cpu"):
         fix = "run it on a host that has one"
         problem = f"this host has no {kind.name}"
@@ -46,7 +46,7 @@ def _refuse_another(device: jax.Device, kind: DeviceKind) -> None:
 
 
 def _progress(text: str) -> None:
-    """One line that each call replaces, for people."""
+    """Shows a line on a terminal; each call replaces the line before."""
     if sys.stderr.isatty():
         print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)
 
@@ -76,6 +76,7 @@ def _file(
     }
     values = {
         "devices": [kind.name],
+        "measured_by": "HolmesJAX",
         "calibration": calibration.values(found),
         "sources": sources,
     }
@@ -89,7 +90,7 @@ def _lines(
     off: dict[Product, float],
     timed: device_profile.Timed,
 ) -> list[str]:
-    """The table of products, and what they come to."""
+    """Yields the table of products, and the calibration."""
     lines = [f"{kind.name} ({device.device_kind}), {timed.dtype}"]
     lines.append(f"  {'rows':>8} {'columns':>8} {'depth':>8}  {'speed':>13}  predicted")
     for product, seconds in timed.products.items():

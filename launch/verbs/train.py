@@ -4,11 +4,12 @@ import argparse
 import importlib
 import os
 import signal
+from collections.abc import Collection
 
 from holmesjax import lease
 from holmesjax.errors import REQUEUE, ConfigError
 from holmesjax.lease import Lease
-from launch.launchers import kubernetes, slurm, table
+from launch.launchers import table
 from launch.launchers.launcher import Launcher
 from launch.supervisor import Supervisor, Watch
 from launch.watchdog import Watchdog
@@ -19,58 +20,39 @@ OPTIONS = ("--max-restarts", "--listen", "--hosts", "--options", "--submit")
 def run(
     args: argparse.Namespace, launcher: Launcher | None = None, watch: Watch | None = None
 ) -> int:
-    """With a launcher that is given, a lab's, instead of one that `args` names."""
-    _refuse_useless_options(args, "lab" if launcher else args.launcher)
-    if launcher is not None:
-        return Supervisor(
-            args.job,
-            launcher,
-            max_restarts=args.max_restarts,
-            watch=watch,
-            allow=args.allow,
-        ).run()
-    if args.launcher is None:
-        return _run_here(args)
-    if args.launcher == "kubernetes":
-        return kubernetes.write(
-            args.job, args.options, max_restarts=args.max_restarts, allow=args.allow
-        )
-    if args.launcher == "slurm" and not slurm.is_inside(os.environ):
-        return slurm.write(
-            args.job,
-            args.options,
-            listen=args.listen,
-            max_restarts=args.max_restarts,
-            submit=args.submit,
-            allow=args.allow,
-        )
-    if args.launcher == "slurm":
-        launcher = slurm.SlurmLauncher(args.job, os.environ, args.listen)
-    else:
-        launcher = table.make(
-            args.launcher, args.job.topology, hosts=args.hosts, listen=args.listen
-        )
+    """Returns the exit status. A given launcher is a lab's, in place of one of `args`."""
+    kind = table.LAUNCHERS[args.launcher] if args.launcher else None
+    _refuse_useless_options(args, table.LAB_READS if launcher else kind.reads if kind else ())
+    if launcher is None:
+        if kind is None:
+            return _run_here(args)
+        made = kind.for_job(args.job, table.options_of(args))
+        if isinstance(made, int):
+            return made
+        launcher = made
+    is_passive = kind is not None and kind.is_passive
     return Supervisor(
         args.job,
         launcher,
         max_restarts=args.max_restarts,
-        starts_again=args.launcher != "external",
+        starts_again=not is_passive,
         # Of a scheduler that gives the processes theirs.
-        key_file=os.environ.get("HOLMES_KEY_FILE") if args.launcher == "external" else None,
+        key_file=os.environ.get("HOLMES_KEY_FILE") if is_passive else None,
+        watch=watch,
         allow=args.allow,
     ).run()
 
 
-def _refuse_useless_options(args: argparse.Namespace, launcher: str | None) -> None:
+def _refuse_useless_options(args: argparse.Namespace, reads: Collection[str]) -> None:
     options = {name: getattr(args, name.removeprefix("--").replace("-", "_")) for name in OPTIONS}
-    table.refuse_useless(options, launcher)
+    table.refuse_useless(options, reads)
     if args.max_restarts is not None and args.max_restarts < 0:
         fix, found = "use 0 or more", args.max_restarts
         raise ConfigError("--max-restarts", "must be 0 or more", found=found, fix=fix)
 
 
 def _run_here(args: argparse.Namespace) -> int:
-    """All stages in this process."""
+    """Runs all stages in this process."""
     with Lease(args.job.run_dir, on_loss=lease.end_process) as held:
         return _train_here(args, held)
 
@@ -82,7 +64,7 @@ def _train_here(args: argparse.Namespace, held: Lease) -> int:
     # Imported here: a supervisor needs no JAX.
     make = importlib.import_module("holmesjax.trainer").Trainer
     trainer = make(args.job, allow=args.allow, lease=held)
-    watchdog = Watchdog(trainer, args.job.config.distributed.stop_timeout_s, held.release)
-    trainer.train()
-    watchdog.end()
+    stop_timeout_s = args.job.config.distributed.stop_timeout_s
+    with Watchdog(trainer, stop_timeout_s, held.release) as watchdog:
+        trainer.train()
     return 0 if trainer.finished or signal.SIGINT in watchdog.signals else REQUEUE

@@ -3,8 +3,9 @@
 import argparse
 import os
 
-from holmesjax.distributed.worker import work
+from holmesjax.distributed.generating import Generator
+from holmesjax.distributed.worker import Worker, work
 
 
 def run(args: argparse.Namespace) -> int:
-    return work(args.run_dir, os.environ)
+    return work(args.run_dir, os.environ, Generator if args.generates else Worker)

@@ -15,21 +15,23 @@ import pytest
 
 from holmesjax.checkpoints import checkpoint, manifest
 from holmesjax.checkpoints.saves import Saves
+from holmesjax.config import DataConfig, LoraConfig
 from holmesjax.errors import CheckpointError, DamagedError
 from holmesjax.runtime.stage import StageState
 from tests.disks import files_of_at_most
+from tests.one_device import wide_moments
 from tests.runtime.test_pipeline import SMOOTH, hand_made_plan, make_model, make_stages
 
 PLANS = {
-    "two": ((3, 1), 2, 2),
-    "one": ((4,), 2, 1),
-    "four": ((1, 1, 1, 1), 1, 2),
-    "three": ((1, 2, 1), 2, 1),
+    "two": hand_made_plan((3, 1), 2, 2),
+    "one": hand_made_plan((4,), 2, 1, fsdp=2, context=2),
+    "four": hand_made_plan((1, 1, 1, 1), 1, 2),
+    "three": hand_made_plan((1, 2, 1), (2, 1, 1), 1, fsdp=(1, 4, 2)),
 }
 
 
 def stages_of(name, model):
-    return make_stages(model, hand_made_plan(*PLANS[name]))
+    return make_stages(model, PLANS[name])
 
 
 def random_states(stages):
@@ -60,12 +62,15 @@ def write_states(run_dir, model, stages, steps, keep=2, states=()):
     said = []
 
     def commit(step, arrays, files):
-        optimizer = dataclasses.asdict(stages[0].optimizer.config)
+        data, config = DataConfig(corpus="x"), stages[0].optimizer.config
+        sections = {"model": model, "data": data, "optimizer": config}
+        dtypes = {name: getattr(stages[0], name) for name in ("param_dtype", "compute_dtype")}
         manifest.commit(
             run_dir,
             step,
             sequences=8 * step,
-            settings={"model": dataclasses.asdict(model), "optimizer": optimizer},
+            settings={name: dataclasses.asdict(own) for name, own in sections.items()}
+            | {"train": dtypes},
             data={},
             plan_hash="x",
             keep=keep,
@@ -83,14 +88,22 @@ def write_states(run_dir, model, stages, steps, keep=2, states=()):
     return said
 
 
-@pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("source", PLANS)
-def test_any_plan_restores_any_other(tmp_path, source, tied):
+@pytest.mark.parametrize(
+    "source, targets, tied",
+    [
+        ("two", ("one", "four"), True),
+        ("one", ("two", "three"), False),
+        ("four", ("three", "two"), False),
+        ("three", ("four", "one"), True),
+    ],
+)
+def test_any_plan_restores_any_other(tmp_path, source, targets, tied):
+    """Each plan is read onto two others, and each reads from two: a file names no plan."""
     model = make_model(tied_embeddings=tied)
     write(tmp_path, model, source)
     [found] = manifest.find(tmp_path)
     manifest.verify(found)
-    for target in PLANS:
+    for target in targets:
         stages = stages_of(target, model)
         for stage, state, want in zip(
             stages, checkpoint.restore(found, stages), random_states(stages), strict=True
@@ -116,50 +129,100 @@ def test_every_array_of_the_model_is_saved_once_and_the_count_of_updates_by_each
     assert saved == dict.fromkeys(once, 1)
 
 
-def as_float32(stages, states):
+def as_float32(states):
     """Moments by name."""
     found = {}
-    for stage, state in zip(stages, states, strict=True):
-        config = dataclasses.replace(stage.optimizer.config, moments="float32")
-        wide = dataclasses.replace(stage.optimizer, config=config).adopt(state.opt_state)
-        found |= {key: np.asarray(x) for key, x in checkpoint.flatten(wide).items()}
+    for state in states:
+        _, mu, nu = state.opt_state
+        wide = {"mu": wide_moments(mu, "first"), "nu": wide_moments(nu, "second")}
+        found |= checkpoint.flatten(wide)
     return found
 
 
 @pytest.mark.parametrize(
-    "source, target",
+    "source, target, plan",
     [
-        ("float32", "int8"),
-        ("int8", "int8"),
-        ("bfloat16", "float32"),
+        ("float32", "int8", hand_made_plan((1, 1, 1), 1, 1, fsdp=(2, 1, 2))),
+        ("int8", "int8", hand_made_plan((1, 1, 1), (1, 2, 1), 1)),
+        ("bfloat16", "float32", hand_made_plan((3,), 2, 1)),
     ],
 )
-def test_moments_may_be_kept_in_another_way(tmp_path, source, target):
-    model = make_model(width=128, num_heads=2, num_layers=2)
-    plans = {"two": hand_made_plan((1, 1), 2, 2), "one": hand_made_plan((2,), 2, 1)}
-    keeping = lambda name, kept: make_stages(
-        model, plans[name], config=dataclasses.replace(SMOOTH, moments=kept)
+def test_moments_may_be_kept_in_another_way(tmp_path, source, target, plan):
+    model = make_model(width=128, num_heads=2, num_layers=3)
+    keeping = lambda plan, kept: make_stages(
+        model, plan, config=dataclasses.replace(SMOOTH, moments=kept)
     )
-    stages = keeping("two", source)
+    two = hand_made_plan((2, 1), 2, 2)
+    stages = keeping(two, source)
     states = []
-    for stage, state in zip(stages, random_states(keeping("two", "float32")), strict=True):
+    for stage, state in zip(stages, random_states(keeping(two, "float32")), strict=True):
         opt_state = state.opt_state._replace(nu=jax.tree.map(jnp.square, state.opt_state.nu))
-        states.append(StageState(state.params, stage.optimizer.adopt(opt_state)))
+        where = jax.tree.map(lambda x: x.sharding, stage.state_shapes.opt_state)
+        adopt = jax.jit(stage.optimizer.adopt, out_shardings=where)
+        states.append(StageState(state.params, adopt(opt_state), {}))
     write_states(tmp_path, model, stages, (10,), states=states)
     [found] = manifest.find(tmp_path)
-    others = keeping("one", target)
+    others = keeping(plan, target)
     restored = checkpoint.restore(found, others)
     for stage, state in zip(others, restored, strict=True):
         shapes = checkpoint.flatten(stage.state_shapes)
         for key, x in checkpoint.flatten(state).items():
             assert (x.dtype, x.sharding) == (shapes[key].dtype, shapes[key].sharding)
-    want, got = as_float32(stages, states), as_float32(others, restored)
+    want, got = as_float32(states), as_float32(restored)
     assert want.keys() == got.keys()
     for key, x in want.items():
         # Two codes next to each other differ by at most 4 / 255 of their block's largest number.
         near = {"int8": 4 / 255 * np.abs(x).max(), "bfloat16": 2.0**-7 * np.abs(x)}
         is_kept = target in ("float32", source)
         assert np.all(np.abs(got[key] - x) <= (0 if is_kept else near[target] + 1e-12)), key
+
+
+def test_an_average_may_begin_or_end_with_a_resumption(tmp_path):
+    model, config = make_model(), dataclasses.replace(SMOOTH, ema_decay=0.9)
+    with_average, without = (make_stages(model, PLANS["two"], config=c) for c in (config, SMOOTH))
+    others = make_stages(model, PLANS["one"], config=config)
+    for name, stages in (("with", with_average), ("without", without)):
+        write_states(tmp_path / name, model, stages, (10,))
+    of = {name: manifest.find(tmp_path / name)[0] for name in ("with", "without")}
+    [kept], [begun] = (checkpoint.restore(of[name], others) for name in of)
+    [wanted] = random_states(others)
+    ended = checkpoint.restore(of["with"], stages_of("one", model))
+    assert [state.average for state in ended] == [None]
+    np.testing.assert_array_equal(begun.average.updates, 0)
+    saved, first = kept.average.weights, begun.average.weights
+    jax.tree.map(np.testing.assert_array_equal, saved, wanted.average.weights)
+    jax.tree.map(np.testing.assert_array_equal, first, begun.params)
+    read = checkpoint.restore_params(of["with"], model, ema=True)
+    jax.tree.map(np.testing.assert_array_equal, read, saved)
+    assert not np.array_equal(read["head"]["output_DV"], kept.params["head"]["output_DV"])
+    with pytest.raises(CheckpointError, match="has no average of the weights"):
+        checkpoint.restore_params(of["without"], model, ema=True)
+
+
+@pytest.mark.parametrize("was, now", [("float32", "bfloat16"), ("bfloat16", "float32")])
+@pytest.mark.parametrize("lora", [None, LoraConfig(rank=4)], ids=["whole", "adapters"])
+def test_a_run_goes_on_with_other_dtypes_on_another_plan(tmp_path, was, now, lora):
+    """Of what trains, and with adapters of the frozen weights as well; averages are float32."""
+    model, config = make_model(num_layers=3, lora=lora), dataclasses.replace(SMOOTH, ema_decay=0.9)
+    in_dtype = lambda plan, dtype: [
+        dataclasses.replace(stage, param_dtype=dtype)
+        for stage in make_stages(model, plan, dtype=dtype, config=config)
+    ]
+    stages = in_dtype(hand_made_plan((2, 1), 2, 2), was)
+    states = random_states(stages)
+    write_states(tmp_path, model, stages, (10,), states=states)
+    [found] = manifest.find(tmp_path)
+    others = in_dtype(hand_made_plan((1, 2), 1, 1, fsdp=2), now)
+    got = {}
+    for stage, state in zip(others, checkpoint.restore(found, others), strict=True):
+        shapes = checkpoint.flatten(stage.state_shapes)
+        for key, x in checkpoint.flatten(state).items():
+            assert (x.dtype, x.sharding) == (shapes[key].dtype, shapes[key].sharding)
+            got[key] = np.asarray(x)
+    for key, x in checkpoint.flatten(states).items():
+        name = key.partition(".")[2]
+        if not name.endswith("updates"):
+            np.testing.assert_array_equal(got[name], np.asarray(x).astype(got[name].dtype), name)
 
 
 def test_a_checkpoint_of_another_format_is_refused(tmp_path):
@@ -243,11 +306,11 @@ def test_every_damaged_file_is_noticed(tmp_path):
 def test_a_flipped_byte_of_a_large_file_is_noticed_by_whoever_reads_it(tmp_path, monkeypatch):
     """Wherever it is: arrays are restored as they were written, or not at all."""
     monkeypatch.setattr(manifest, "SMALL_BYTES", 0)
-    model = make_model()
-    write(tmp_path, model, "one")
+    model = make_model(num_layers=1)
+    stages = make_stages(model, hand_made_plan((1,), 1, 1))
+    write_states(tmp_path, model, stages, (10,))
     [found] = manifest.find(tmp_path)
     large = [name for name, what in found.manifest["files"].items() if not what["sha256"]]
-    stages = stages_of("one", model)
     want = random_states(stages)
     num_noticed = 0
     for name in large:
@@ -265,6 +328,12 @@ def test_a_flipped_byte_of_a_large_file_is_noticed_by_whoever_reads_it(tmp_path,
             jax.tree.map(np.testing.assert_array_equal, states, want)
         path.write_bytes(whole)
     assert num_noticed >= 2, large
+    path = found.path / max(large, key=lambda name: (found.path / name).stat().st_size)
+    whole = np.frombuffer(path.read_bytes(), np.uint8)
+    begin, end = whole.size // 4, whole.size // 2  # numbers of arrays, whatever else is there
+    path.write_bytes(np.r_[whole[:begin], ~whole[begin:end], whole[end:]].tobytes())
+    with pytest.raises(DamagedError, match="its arrays cannot be read"):
+        checkpoint.restore(found, stages)
 
 
 def test_what_a_crash_leaves_behind_is_no_checkpoint(tmp_path):

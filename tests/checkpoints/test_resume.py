@@ -58,6 +58,9 @@ BREAKING = {
     "data.documents=mask": "data.documents: concatenate -> mask",
     "model.rotary_base=500000.0": "model.rotary_base: 10000.0 -> 500000.0",
     "model.context_length=64": "model.context_length: 32 -> 64",
+    "model.rotary_scaling={type: linear, factor: 2.0}": (
+        'model.rotary_scaling: null -> {"type": "linear", "factor": 2.0}'
+    ),
 }
 
 
@@ -70,6 +73,54 @@ def test_what_breaks_the_run_is_refused_unless_it_is_allowed_by_name(folder, set
     assert error.value.fix.endswith(f"--allow {name}")
     start = resume.find(job, [name], print)
     assert f"  {said}" in start.describe()
+
+
+def test_settings_with_lists_inside_are_read_back_equal(tmp_path):
+    scaling = "model.rotary_scaling={type: longrope, factor: 4.0, short_factor: [1.0, 1.5], "
+    scaling += "long_factor: [2.0, 3.0], original_max_position_embeddings: 16}"
+    job = load(tmp_path, scaling, "model.head_dim=4")
+    checkpoint(job, steps=10)
+    assert resume.find(jobs.load(job.run_dir), (), print).changes == ()
+
+
+def test_another_tokenizer_is_refused_and_the_folder_keeps_its_own(tmp_path):
+    """Wherever the files of the first one are, and where they are gone."""
+    paths = [tmp_path / name for name in ("one.model", "two.model")]
+    for path in paths:
+        path.write_text(path.name)  # of which the digest is all that counts here
+    checkpoint(load(tmp_path, f"data.tokenizer={paths[0]}"), steps=10)
+    own = tmp_path / "run" / "tokenizer"
+    assert (own / "tokenizer.model").read_text() == "one.model"
+    paths[0].unlink()
+    job = jobs.load(tmp_path / "run")
+    assert job.config.data.tokenizer == str(own)
+    assert resume.find(job, (), print).changes == ()
+    with pytest.raises(CheckpointError) as error:
+        resume.find(jobs.load(tmp_path / "run", [f"data.tokenizer={paths[1]}"]), (), print)
+    assert error.value.found.startswith("data.tokenizer: sentencepiece ")
+    assert error.value.fix.endswith("--allow data.tokenizer")
+    start = checkpoint(load(tmp_path, f"data.tokenizer={own}"), steps=20)
+    assert start.step == 10
+    start = resume.find(load(tmp_path, f"data.tokenizer={paths[1]}"), "data.tokenizer", print)
+    start.job.save(start.step)
+    assert (own / "tokenizer.model").read_text() == "two.model"
+    assert (own.with_name("tokenizer.000020") / "tokenizer.model").read_text() == "one.model"
+
+
+def test_a_setting_that_a_checkpoint_does_not_know_had_its_default(tmp_path, monkeypatch):
+    job, known = load(tmp_path), resume.settings
+
+    def before(job):
+        found = known(job)
+        del found["model"]["pattern"], found["model"]["window"], found["optimizer"]["name"]
+        return found
+
+    monkeypatch.setattr(resume, "settings", before)
+    checkpoint(job, steps=10)
+    monkeypatch.undo()
+    assert not resume.find(job, (), print).changes
+    with pytest.raises(CheckpointError, match="is of another model"):
+        resume.find(load(tmp_path, "model.pattern=[window_block]", "model.window=4"), (), print)
 
 
 MODEL = ("width=64", "num_layers=3", "num_kv_heads=2", "activation=swiglu", "norm=rms_norm")

@@ -8,7 +8,7 @@ import pytest
 
 from holmesjax.costs import collective_times
 from holmesjax.costs.collective_times import Group, Groups, Reached
-from holmesjax.topology.fabrics import STEP_S
+from holmesjax.topology.fabrics import FABRICS
 from holmesjax.topology.machines import Collective, Link
 
 LINK = Link(fabric="nvlink", bandwidth_bytes_per_s=100.0, latency_s=3.0)
@@ -80,11 +80,11 @@ def test_small_arrays_are_summed_in_a_tree(nodes, per_node):
         between=NIC if nodes > 1 else None,
     )
     levels = math.ceil(math.log2(nodes))
-    steps_s += 2 * levels * STEP_S["infiniband"]
+    steps_s += 2 * levels * FABRICS["infiniband"].step_s
     slowest = NIC if nodes > 1 else LINK
     sent_s = 2 * 24 / slowest.bandwidth_bytes_per_s
     tree_s = collective_times.START_S + steps_s + sent_s
-    step_s = max(3.0, 5.0 + STEP_S["infiniband"]) if nodes > 1 else 3.0
+    step_s = max(3.0, 5.0 + FABRICS["infiniband"].step_s) if nodes > 1 else 3.0
     n = nodes * per_node
     ring_s = collective_times.START_S + 2 * (n - 1) * (
         step_s + 24 / n / slowest.bandwidth_bytes_per_s

@@ -7,8 +7,9 @@ import pytest
 from hypothesis import given, strategies as st
 
 from holmesjax.config import ModelConfig
-from holmesjax.costs import collective_times, work
+from holmesjax.costs import collective_times
 from holmesjax.costs.collective_times import Group
+from holmesjax.costs.products import head_forward_flop
 from holmesjax.costs.stage_times import HOLMESJAX, exposed_s, stage_times
 from holmesjax.topology.calibration import Calibration, ProductSpeed
 from holmesjax.topology.machines import DeviceKind, Link
@@ -141,7 +142,7 @@ def test_the_ends_of_the_model_cost_what_they_hold():
     assert first.backward_tensor_s == middle.backward_tensor_s
     assert last.forward_tensor_s == middle.forward_tensor_s
     assert last.backward_tensor_s == pytest.approx(middle.backward_tensor_s + all_reduce_s)
-    head_s = work.head_forward_flop(GPT2, 2 * 24) / 2 / 1e6
+    head_s = head_forward_flop(GPT2, 2 * 24) / 2 / 1e6
     assert last.forward_s == pytest.approx(middle.forward_s + head_s)
 
 

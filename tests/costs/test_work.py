@@ -1,17 +1,13 @@
-"""Costs are checked against the model's own arrays and published numbers."""
+"""Parameters and bytes are those of the model's own arrays."""
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 import pytest
-from jax.interpreters import partial_eval
 
 from holmesjax.config import ModelConfig
 from holmesjax.costs import work
-from holmesjax.models import transformer
-from holmesjax.parallel.sharding import TENSOR_DIMS, dims
-from holmesjax.plan.plan import EMBED, HEAD, block_name
-from holmesjax.topology.calibration import flop
+from holmesjax.layers.kind import TENSOR_DIMS, dims
+from holmesjax.layers.model_layers import EMBED, HEAD, block_name, layer_names
+from holmesjax.models.layer import param_shapes
 from tests.shapes import shape_of
 
 SMALL = {"num_layers": 3, "width": 64, "num_heads": 4, "context_length": 24, "vocab_size": 96}
@@ -27,7 +23,7 @@ MODELS = {
 
 def parameters_of(model, layer, tensor):
     """Counted from the shapes of the model's own arrays, cut as `sharding` cuts them."""
-    shapes = transformer.param_shapes(layer, model)
+    shapes = param_shapes(layer, model)
     total = 0
     for path, array in jax.tree_util.tree_leaves_with_path(shapes):
         is_cut = any(dim in TENSOR_DIMS for dim in dims(path[-1].key))
@@ -38,10 +34,13 @@ def parameters_of(model, layer, tensor):
 @pytest.mark.parametrize("tensor", [1, 2])
 @pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)
 def test_parameters_are_those_of_the_model(model, tensor):
-    assert work.block_parameters(model, tensor) == parameters_of(model, block_name(0), tensor)
-    assert work.embed_parameters(model, tensor) == parameters_of(model, EMBED, tensor)
-    table = work.table_parameters(model, tensor) if model.tied_embeddings else 0
-    assert work.head_parameters(model, tensor) == parameters_of(model, HEAD, tensor) + table
+    embed, [block], head = work.kinds(model)
+    assert block.size(tensor) == parameters_of(model, block_name(0), tensor)
+    assert embed.size(tensor) == parameters_of(model, EMBED, tensor)
+    assert head.size(tensor) == parameters_of(model, HEAD, tensor)
+    table = work.table_parameters(model, 1) if model.tied_embeddings else 0
+    layers = {layer: parameters_of(model, layer, 1) for layer in layer_names(model.num_layers)}
+    assert work.num_parameters(model) == sum(layers.values()) + table
 
 
 @pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)
@@ -52,138 +51,6 @@ def test_a_tied_table_counts_once_per_stage_that_reads_it(model):
     assert count() == whole
     copy = work.table_parameters(model) if model.tied_embeddings else 0
     assert count(is_last=False) + count(is_first=False, num_blocks=0) == whole + copy
-
-
-def dot_flop(jaxpr) -> int:
-    """Two for each multiplication in the matrix products of a jaxpr, at any depth."""
-    total = 0
-    for equation in jaxpr.eqns:
-        if equation.primitive.name == "dot_general":
-            contracted = equation.params["dimension_numbers"][0][0]
-            lhs, out = equation.invars[0].aval.shape, equation.outvars[0].aval.shape
-            total += 2 * int(np.prod(out)) * int(np.prod([lhs[i] for i in contracted]))
-        for value in jax.tree.leaves(tuple(equation.params.values())):
-            inner = getattr(value, "jaxpr", value)
-            total += dot_flop(inner) if hasattr(inner, "eqns") else 0
-    return total
-
-
-def forward_jaxpr(model, layer, *args):
-    params = transformer.param_shapes(layer, model)
-    apply = lambda params, *args: transformer.module(layer, model).apply({"params": params}, *args)
-    return apply, params, args
-
-
-@pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)
-def test_flop_are_those_of_the_models_matrix_products(model):
-    x_BLD = jnp.zeros((2, model.context_length, model.width))
-    position_L = jnp.arange(model.context_length)
-    num_tokens = 2 * model.context_length
-    apply, params, args = forward_jaxpr(model, block_name(0), x_BLD, position_L, None)
-    flop = work.block_forward_flop(model, num_tokens)
-    assert flop == dot_flop(jax.make_jaxpr(apply)(params, *args).jaxpr)
-
-    table_VD = jnp.zeros((model.vocab_size, model.width))
-    apply, params, args = forward_jaxpr(model, HEAD, x_BLD, table_VD)
-    assert work.head_forward_flop(model, num_tokens) == dot_flop(
-        jax.make_jaxpr(apply)(params, *args).jaxpr
-    )
-
-
-@pytest.mark.parametrize("policy", ["none", "full"])
-def test_backward_flop_are_those_of_the_gradient(policy):
-    model = MODELS["llama"]
-    x_BLD = jnp.zeros((2, model.context_length, model.width))
-    position_L = jnp.arange(model.context_length)
-    apply, params, args = forward_jaxpr(model, block_name(0), x_BLD, position_L, None)
-    if policy == "full":
-        apply = jax.checkpoint(apply, policy=jax.checkpoint_policies.nothing_saveable)
-
-    def loss(params, x_BLD):
-        return apply(params, x_BLD, *args[1:]).sum()
-
-    jaxpr = jax.make_jaxpr(jax.grad(loss, argnums=(0, 1)))(params, x_BLD).jaxpr
-    forward = work.block_forward_flop(model, 2 * model.context_length)
-    total = forward + work.backward_flop(forward, policy)
-    num_tokens = 2 * model.context_length
-    # Not counted: attention's backward computes the scores again.
-    total += 2 * num_tokens * model.context_length * model.num_heads * model.head_width
-    # Counted, not done: the last product of the forward that is run again, which nothing needs.
-    if policy == "full":
-        total -= 2 * num_tokens * model.width * model.feed_forward_width
-    assert dot_flop(jaxpr) == total
-
-
-# Published: Narayanan et al., arXiv:2104.04473; Korthikanti et al., arXiv:2205.05198, table 5.
-PUBLISHED = {
-    # layers, width, heads, batch, devices, seconds per step, model FLOP utilisation in percent
-    "22B": (48, 6144, 64, 4, 8, 1.10, 41.5),
-    "530B": (105, 20480, 128, 280, 280, 37.83, 56.0),
-}
-
-
-@pytest.mark.parametrize("size", PUBLISHED)
-def test_flop_give_the_published_utilisation(size):
-    num_layers, width, num_heads, batch, num_devices, step_s, percent = PUBLISHED[size]
-    s, vocab = 2048, 51200
-    model = ModelConfig(
-        num_layers=num_layers,
-        width=width,
-        num_heads=num_heads,
-        context_length=s,
-        vocab_size=vocab,
-        positions="learned",
-    )
-    blocks = num_layers * work.block_forward_flop(model, batch * s)
-    head = work.head_forward_flop(model, batch * s)
-    total = blocks + head + work.backward_flop(blocks + head, "none")
-    formula = 72 * batch * s * num_layers * width**2
-    formula *= 1 + s / (6 * width) + vocab / (12 * num_layers * width)
-    assert total == pytest.approx(formula, rel=1e-12)
-    recomputed = total + work.backward_flop(blocks, "full") - work.backward_flop(blocks, "none")
-    formula = 96 * batch * s * num_layers * width**2
-    formula *= 1 + s / (6 * width) + vocab / (16 * num_layers * width)
-    assert recomputed == pytest.approx(formula, rel=1e-12)
-    # The step times are published with two or three digits.
-    assert 100 * total / (step_s * num_devices * 312e12) == pytest.approx(percent, rel=0.006)
-
-
-@pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)
-def test_gradients_of_weights_take_the_products_that_jax_does_for_them(model):
-    """Of the backward's products, those that go when only the input's gradient is asked for."""
-    x_BLD = jnp.zeros((2, model.context_length, model.width))
-    position_L = jnp.arange(model.context_length)
-    apply, params, args = forward_jaxpr(model, block_name(0), x_BLD, position_L, None)
-    loss = lambda params, x_BLD: apply(params, x_BLD, *args[1:]).sum()
-    jaxpr = jax.make_jaxpr(jax.value_and_grad(loss, argnums=(0, 1)))(params, x_BLD).jaxpr
-    only_loss_and_input = [True] + [False] * (len(jaxpr.outvars) - 2) + [True]
-    without, _ = partial_eval.dce_jaxpr(jaxpr, only_loss_and_input)
-    expected = work.block_weight_flop(model, 2 * model.context_length)
-    assert dot_flop(jaxpr) - dot_flop(without) == expected
-
-
-@pytest.mark.parametrize("policy, factor", [("none", 2.0), ("dots", 2.0), ("full", 3.0)])
-def test_only_full_checkpointing_runs_the_forward_again(policy, factor):
-    assert work.backward_flop(10.0, policy) == 10.0 * factor
-
-
-@pytest.mark.parametrize("tensor", [1, 2])
-@pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)
-def test_products_are_those_of_one_device(model, tensor):
-    """Cut over `tensor`, they do a part of the FLOP; neither tokens nor the width are cut."""
-    num_tokens = 2 * model.context_length
-    products = work.block_products(model, num_tokens, tensor)
-    assert flop(products) * tensor == work.block_weight_flop(model, num_tokens)
-    assert {product.rows for product in products} == {num_tokens}
-    assert all(model.width in (product.columns, product.depth) for product in products)
-    for product in (*products, work.head_product(model, num_tokens, tensor)):
-        inputs, weights = product.gradients
-        assert inputs.flop == weights.flop == product.flop
-        assert (inputs.rows, inputs.columns) == (
-            product.rows,
-            product.depth,
-        )  # like its left operand
-        assert (weights.rows, weights.columns) == (product.depth, product.columns)
 
 
 def test_bfloat16_halves_a_boundary():

@@ -1,5 +1,6 @@
 """The data is a function of (seed, sequences consumed); each byte comes once an epoch."""
 
+import dataclasses
 import hashlib
 import math
 import os
@@ -11,13 +12,16 @@ from hypothesis import given, strategies as st
 
 from holmesjax import job as jobs
 from holmesjax.config import DataConfig
-from holmesjax.data import corpus
-from holmesjax.data.batches import Batches, model_inputs, windows_of
+from holmesjax.data import corpus, text
+from holmesjax.data.batches import Batches, Rows, model_inputs
 from holmesjax.data.corpus import Corpus
-from holmesjax.data.tokenizer import BEGIN, decode, encode
+from holmesjax.data.text import windows_of
+from holmesjax.data.tokenizer import BEGIN, ByteTokenizer
 from holmesjax.errors import ConfigError, DataError
+from holmesjax.planner import planner
 from launch.__main__ import _reads_data, main
 from launch.arguments import parse
+from tests.cases import cases
 from tests.jobs import write_run
 
 
@@ -30,8 +34,21 @@ def make_corpus(num_bytes=10_000, num_validation=4_000):
 
 
 def make_batches(seed=0, global_batch=4, length=16, **changes):
-    sizes = {"corpus": make_corpus(), "num_validation": 3, "length": length}
-    return Batches(**{**sizes, "seed": seed, "global_batch": global_batch, **changes})
+    sizes = {"num_validation": 3, "seed": seed, "global_batch": global_batch, **changes}
+    return Batches(data=text.cut(make_corpus(), length), length=length, **sizes)
+
+
+def train(batches, first):
+    """The tokens of a step, as bytes."""
+    return np.uint8(batches.train(first).token_NL)
+
+
+def validation(batches, index):
+    return np.uint8(batches.validation(index).token_NL)
+
+
+def decode(tokens):
+    return ByteTokenizer().decode(np.ravel(tokens).tolist())
 
 
 @pytest.mark.parametrize("size", [0, 1, 16, 17, 32, 33, 97, 100])
@@ -43,8 +60,8 @@ def test_windows_are_slices_of_the_corpus(size):
 
 def test_every_epoch_visits_every_window_once_in_an_order_of_its_own():
     batches = make_batches(global_batch=7)  # does not divide the 624 windows: batches span epochs
-    want = sorted(row.tobytes() for row in windows_of(batches.corpus.train, 16))
-    rows = [row.tobytes() for i in range(0, 2 * len(want) + 7, 7) for row in batches.train(i)]
+    want = sorted(row.tobytes() for row in windows_of(make_corpus().train, 16))
+    rows = [row.tobytes() for i in range(0, 2 * len(want) + 7, 7) for row in train(batches, i)]
     first, second = rows[: len(want)], rows[len(want) : 2 * len(want)]
     assert sorted(first) == want == sorted(second)
     assert sum(a == b for a, b in zip(first, second, strict=True)) < 10
@@ -52,28 +69,28 @@ def test_every_epoch_visits_every_window_once_in_an_order_of_its_own():
 
 def test_an_epoch_of_one_seed_is_no_epoch_of_another():
     batches = [make_batches(seed=seed, num_validation=0, global_batch=600) for seed in (0, 1)]
-    assert not np.array_equal(batches[0].train(624), batches[1].train(0))
+    assert not np.array_equal(train(batches[0], 624), train(batches[1], 0))
 
 
 def test_a_batch_is_the_same_whenever_and_wherever_it_is_asked_for():
-    forwards = [make_batches().train(first) for first in range(0, 20, 4)]
+    forwards = [train(make_batches(), first) for first in range(0, 20, 4)]
     batches = make_batches()
-    backwards = [batches.train(first) for first in reversed(range(0, 20, 4))][::-1]
+    backwards = [train(batches, first) for first in reversed(range(0, 20, 4))][::-1]
     np.testing.assert_array_equal(forwards, backwards)
-    assert not np.array_equal(forwards[0], make_batches(seed=1).train(0))
+    assert not np.array_equal(forwards[0], train(make_batches(seed=1), 0))
 
 
 def test_another_batch_size_reads_on_where_the_last_one_stopped():
-    rows = [make_batches(global_batch=b).train(first) for b, first in [(2, 0), (4, 2), (3, 6)]]
-    np.testing.assert_array_equal(np.concatenate(rows), make_batches(global_batch=9).train(0))
+    rows = [train(make_batches(global_batch=b), first) for b, first in [(2, 0), (4, 2), (3, 6)]]
+    np.testing.assert_array_equal(np.concatenate(rows), train(make_batches(global_batch=9), 0))
 
 
 def test_validation_does_not_depend_on_the_seed_and_never_trains():
     one, other = make_batches(seed=1), make_batches(seed=2)
     for i in range(3):
-        np.testing.assert_array_equal(one.validation(i), other.validation(i))
-    trained = {row.tobytes() for i in range(0, 600, 4) for row in one.train(i)}
-    held = {row.tobytes() for i in range(3) for row in one.validation(i)}
+        np.testing.assert_array_equal(validation(one, i), validation(other, i))
+    trained = {row.tobytes() for i in range(0, 600, 4) for row in train(one, i)}
+    held = {row.tobytes() for i in range(3) for row in validation(one, i)}
     assert len(held) == 12
     assert trained.isdisjoint(held)
 
@@ -88,7 +105,7 @@ def test_a_corpus_that_is_too_small_is_refused(changes, name):
 
 def test_documents_are_numbered_from_their_marks():
     rows = np.array([[5, 6, BEGIN, 7, BEGIN, 8]])
-    inputs = model_inputs(rows)
+    inputs = model_inputs(Rows(rows, rows == BEGIN, None, 5))
     assert inputs["token_BL"].tolist() == [[5, 6, 0, 7, 0]]
     assert inputs["target_BL"].tolist() == [[6, 0, 7, 0, 8]]
     assert inputs["segment_BL"].tolist() == [[0, 0, 1, 1, 2]]
@@ -96,8 +113,31 @@ def test_documents_are_numbered_from_their_marks():
 
 
 @given(st.text().filter(lambda text: "\0" not in text))
-def test_text_survives_the_tokenizer(text):
-    assert decode(encode(text)) == text
+def test_text_survives_the_tokenizer(words):
+    assert decode(ByteTokenizer().encode(words)) == words
+
+
+def test_targets_that_do_not_count_are_below_zero_and_counted_over_the_whole_batch():
+    class Marked(text.Windows):
+        """Every third target of a window counts, from the third on."""
+
+        def __getitem__(self, index):
+            counts = np.arange(1, 17) % 3 == 0
+            item = super().__getitem__(index)
+            return item._replace(targets=np.where(counts, item.tokens[1:], -1))
+
+        def num_targets(self, index):
+            return 5
+
+    windows = Marked(windows_of(make_corpus().train, 16), np.arange(0))
+    data = dataclasses.replace(text.cut(make_corpus(), 16), train=windows)
+    batches = dataclasses.replace(make_batches(), data=data)
+    rows = batches.train(8, np.array([1, 3]))
+    assert rows.num_targets == 4 * 5
+    got = model_inputs(rows)["target_BL"]
+    want = train(make_batches(), 8)[[1, 3], 1:]
+    np.testing.assert_array_equal(got[:, 2::3], want[:, 2::3])
+    assert np.count_nonzero(got >= 0) == 2 * 5
 
 
 # ---- files --------------------------------------------------------------------------------------
@@ -146,9 +186,9 @@ def test_digests_are_those_of_sha256sum(tmp_path):
 
 def test_a_digest_knows_names_and_contents_and_not_where_the_corpus_is(tmp_path):
     def digests(folder, **files):
-        for name, text in {"a": "x = 1\n", **files}.items():
+        for name, words in {"a": "x = 1\n", **files}.items():
             (tmp_path / folder).mkdir(exist_ok=True)
-            (tmp_path / folder / f"{name}.py").write_text(text)
+            (tmp_path / folder / f"{name}.py").write_text(words)
         config = DataConfig(corpus=str(tmp_path / folder), validation_fraction=0.0)
         return corpus.read(config).digests["train"]
 
@@ -157,7 +197,7 @@ def test_a_digest_knows_names_and_contents_and_not_where_the_corpus_is(tmp_path)
     assert len(set(all_digests)) == 4
 
 
-@pytest.mark.parametrize("fraction", [0.0, 0.05, 0.3, 1.0])
+@cases("fraction", [0.0, 0.05, 0.3, 1.0])
 def test_the_share_of_the_files_held_out_is_the_fraction(fraction):
     """Within five standard errors of as many independent draws."""
     names = [f"folder/{i}.txt" for i in range(10_000)]
@@ -214,9 +254,9 @@ def test_a_name_that_is_no_utf8_is_read(tmp_path):
 def test_the_corpus_of_a_folder_is_every_text_file_that_is_not_hidden(tmp_path):
     texts = {"a.txt": "a", "deep/b.md": "b", "no_suffix": "c", "UPPER.TXT": "d"}
     others = {".hidden": "h", ".git/config": "g", "deep/.cache/x.txt": "x", "image.png": "\x89\0"}
-    for name, text in (texts | others).items():
+    for name, words in (texts | others).items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_bytes(text.encode("latin-1"))
+        (tmp_path / name).write_bytes(words.encode("latin-1"))
     config = DataConfig(corpus=str(tmp_path), validation_fraction=0.0)
     assert corpus.read(config).files.keys() == texts.keys()
     assert decode(corpus.read(config).train) == "dabc"  # in order of their names
@@ -225,7 +265,6 @@ def test_the_corpus_of_a_folder_is_every_text_file_that_is_not_hidden(tmp_path):
 
 # Faults of the data, by a change of the run and what is said; the folder has 2,000 bytes.
 TOO_LITTLE = [
-    (["data.corpus=absent"], "is no folder", "the current folder is", "python-stdlib"),
     (["data.corpus=text/a.txt"], "is no folder", "a file", "data.pattern=a.txt"),
     (["data.corpus=empty"], "holds no text", "no file but hidden and binary", "another folder"),
     (["data.pattern=*.py"], "no file in", "*.py", "change data.pattern"),
@@ -251,7 +290,7 @@ def test_data_are_looked_at_before_anything_is_planned(
         jobs.load(path, own, reads_data=True).save()
         path, own = tmp_path / "run", []
     planned = []
-    monkeypatch.setattr(jobs, "make_plan", lambda *_: planned.append(1))
+    monkeypatch.setattr(planner, "make_plan", lambda *_: planned.append(1))
     assert main(["plan", str(path), *own, *settings]) == 2
     said = capsys.readouterr().err.splitlines()
     assert len(said) == 3
@@ -260,13 +299,37 @@ def test_data_are_looked_at_before_anything_is_planned(
     assert not planned
 
 
+@pytest.mark.parametrize(
+    "settings",
+    [
+        [],
+        ["data.source=tokens"],
+        ["data.source=chat", "data.documents=mask"],
+        ["data.tokenizer=absent"],
+    ],
+)
+def test_a_plan_does_not_need_the_data_and_a_run_does(tmp_path, monkeypatch, capsys, settings):
+    monkeypatch.chdir(tmp_path)
+    path, where = write_run(tmp_path, {"a": (1,), "b": (1,)}), "data.corpus"
+    own = ["data.corpus=absent", *settings]
+    if "data.tokenizer=absent" in settings:
+        (tmp_path / "absent.txt").write_text("x" * 2000)
+        own, where = [f"data.corpus={tmp_path}", *settings], "data.tokenizer"
+    assert main(["plan", str(path), *own]) == 0
+    said = capsys.readouterr()
+    assert "stage 1" in said.out
+    assert said.err.startswith(f"note: {where} ")
+    assert main(["train", str(path), *own]) == 2
+    assert capsys.readouterr().err.startswith(f"error: {where}: ")
+
+
 @pytest.mark.parametrize("name", ["text/a.txt", "text/a.txt/run"])
 def test_a_file_in_place_of_the_run_folder_is_told_before_anything_is_planned(
     tmp_path, monkeypatch, name
 ):
     (tmp_path / "text").mkdir()
     (tmp_path / "text/a.txt").write_text("x")
-    monkeypatch.setattr(jobs, "make_plan", None)
+    monkeypatch.setattr(planner, "make_plan", None)
     path = write_run(tmp_path, {"a": (1,), "b": (1,)})
     with pytest.raises(ConfigError, match=r"run.dir: is no folder") as error:
         jobs.load(path, [f"run.dir={tmp_path / name}"])

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from holmesjax.config import DistributedConfig
+from holmesjax.distributed import controller as controllers
 from holmesjax.distributed.controller import ClockOffset, Controller, Member, differences
 from holmesjax.distributed.messages import (
     Addresses,
@@ -17,6 +18,7 @@ from holmesjax.distributed.messages import (
     AskFiles,
     Beat,
     Go,
+    Heartbeat,
     JobStart,
     Ready,
     Verdict,
@@ -25,9 +27,10 @@ from holmesjax.distributed.worker import _Reporter
 from holmesjax.errors import DataError, HolmesError, PeerError, RefusedError
 from holmesjax.plan.processes import Process
 from holmesjax.runtime.domain import coordinator_port
-from holmesjax.runtime.progress import Progress
+from holmesjax.runtime.step_timeout import Progress
 from holmesjax.runtime.timeline import Interval
 from holmesjax.transport import connections
+from holmesjax.transport.handshake import WRONG_KEY
 
 ABOUT = {"plan hash": "aaaa", "jax": "1.0"}
 KEY = b"k" * connections.KEY_BYTES
@@ -97,21 +100,25 @@ def next_event(controller, kind):
     return event
 
 
-def tell_ready(member):
+def tell_ready(member, unproven=None):
     number = member.process.number
     coordinator = ["there", number] if member.process.leads else None
-    member.send(Ready(addresses={"data": ["here", number], "coordinator": coordinator}))
+    addresses = {"data": ["here", number], "coordinator": coordinator}
+    member.send(Ready(addresses=addresses, unproven=unproven))
 
 
-def test_the_start_comes_when_all_are_there_and_has_what_one_needs(controller, members):
-    for member in members[:2]:
-        tell_ready(member)
+@pytest.mark.parametrize("says", [0, 1])
+def test_the_start_comes_when_all_are_there_and_has_what_one_needs(controller, members, says):
+    for number in (0, 1):
+        tell_ready(members[number], "passed check" if number == says else None)
     with pytest.raises(PeerError, match="not all processes came"):
         members[0].wait_for(JobStart, 0.2)
     tell_ready(members[2])
     for member in members:
         leader = 0 if member.process.stage == 0 else 2
-        start = JobStart(coordinator=["there", leader], resume=7)
+        # What one member of a stage says of its kernels counts for all of the stage.
+        unproven = "passed check" if member.process.stage == 0 else None
+        start = JobStart(coordinator=["there", leader], resume=7, unproven=unproven)
         assert member.wait_for(JobStart, 5) == start
     assert members[0].addresses([2, 0], 5) == {2: ["here", 2], 0: ["here", 0]}
 
@@ -168,8 +175,10 @@ def test_the_coordinators_of_a_node_do_not_share_a_port():
         config = DistributedConfig(port=connections.address_of(taken)[1] - 2)
         ports = {coordinator_port(address, config, stage) for stage in (0, 1)}
         assert len(ports) == 2
-        with pytest.raises(HolmesError, match="the coordinator of stage 2 cannot listen there"):
+        with pytest.raises(HolmesError, match="the coordinator of stage 2 cannot listen") as error:
             coordinator_port(address, config, 2)
+    assert error.value.where == f"distributed.port, {address}:{config.port + 2}"
+    assert "choose another distributed.port" in error.value.fix
 
 
 def test_a_member_asks_for_the_time_again_and_again(controller, members):
@@ -272,7 +281,7 @@ def test_who_does_not_belong_is_refused(controller, members, change, words):
 def test_a_wrong_key_is_told_on_both_ends(controller):
     with pytest.raises(PeerError, match="nobody who holds the key of this job answers"):
         join(controller, PROCESSES[0], key=b"x" * connections.KEY_BYTES)
-    assert connections.WRONG_KEY in next_event(controller, "warning").record.text
+    assert WRONG_KEY in next_event(controller, "warning").record.text
 
 
 def test_differences_are_told_with_both_values():
@@ -368,6 +377,30 @@ def test_strangers_cost_nothing(controller, members):
     assert not members[1].verdict(1).stop
     for stranger in strangers:
         stranger.close()
+
+
+def test_the_patience_of_a_member_counts_from_the_last_progress(monkeypatch):
+    """On a clock that moves only while the member waits; progress is heard of after 100 s."""
+    monkeypatch.setattr(Member, "__post_init__", lambda self: None)  # it calls nobody
+    now_s = 0.0
+
+    class Inbox:
+        def get(self, timeout):
+            nonlocal now_s
+            now_s += timeout
+            member._take(Heartbeat(num_noted=1 if now_s < 100 else 2, limit_s=100.0))
+            raise queue.Empty
+
+    member = Member(
+        process=PROCESSES[0], address="", port=0, key=KEY, about=ABOUT, timeout_s=8.0,
+        start_timeout_s=1.0, on_loss=lambda error: None,
+    )  # fmt: skip
+    member._inbox = Inbox()
+    monkeypatch.setattr(controllers, "time", SimpleNamespace(monotonic=lambda: now_s))
+    with pytest.raises(PeerError, match="no progress for 210 s"):
+        member.verdict(1)
+    # Twice the limit and one silence, in beats of 2 s.
+    assert now_s == 100 + 210
 
 
 def test_a_member_waits_while_there_is_progress_and_no_longer(controller, members):

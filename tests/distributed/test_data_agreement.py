@@ -118,15 +118,19 @@ def test_a_process_with_other_settings_does_not_belong(tmp_path):
 
 
 def test_a_job_whose_processes_have_unlike_corpora_ends_before_its_first_step(tmp_path):
-    """Each process starts in the folder of its own corpus; one corpus has eight more bytes."""
+    """Each process starts in the folder of its own corpus; one corpus has eight more bytes.
+
+    The cluster of the second one has another name for it.
+    """
     texts = {f"{name}.txt": f"{name} " * 4000 for name in "abcd"}
-    for number in range(2):
-        corpus = tmp_path / str(number) / "corpus"
+    for place in ("0/corpus", "1/texts"):
+        corpus = tmp_path / place
         corpus.mkdir(parents=True)
         for name, text in texts.items():
             (corpus / name).write_text(text)
-    (tmp_path / "1/corpus/c.txt").write_text(texts["c.txt"] + "eight mb")
+    (tmp_path / "1/texts/c.txt").write_text(texts["c.txt"] + "eight mb")
     settings = ["data.corpus=corpus", "data.pattern=*.txt", "data.validation_fraction=0"]
+    settings += ["model.num_layers=2", "model.width=16", "data.paths={b: {corpus: texts}}"]
     run_file = write_run(tmp_path, {"a": (1,), "b": (1,)})
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -159,7 +163,7 @@ def test_a_job_whose_processes_have_unlike_corpora_ends_before_its_first_step(tm
         assert [worker.wait(30) for worker in workers] == [2, 2]
     for text in (
         *("b/b-0 (process 1): has other data than a/a-0 (process 0) (train)", "c.txt"),
-        *(str(tmp_path / "0/corpus"), str(tmp_path / "1/corpus")),
+        *(str(tmp_path / "0/corpus"), str(tmp_path / "1/texts")),
     ):
         assert text in job.output
     assert not metrics.read(tmp_path / "run")

@@ -1,11 +1,9 @@
 """Messages are records: what is sent is what arrives, and nothing else is taken for one."""
 
 import dataclasses
-import json
-import typing
 
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, settings
 
 from holmesjax.distributed import messages
 from holmesjax.distributed.messages import (
@@ -13,42 +11,20 @@ from holmesjax.distributed.messages import (
     FROM_MEMBER,
     Standing,
     Vote,
-    decode,
-    decode_from_member,
-    encode,
+    decode_of_member,
+    encode_of_member,
 )
-
-WORDS = st.dictionaries(st.text("ab"), st.integers() | st.none())
-VALUES = {
-    "Any": st.sampled_from([1, "a", [1, "b"], {"c": [None]}]),
-    "dict[str, typing.Any]": WORDS,
-    "list[typing.Any]": st.lists(st.lists(st.text("ab"))),
-    "<class 'float'>": st.floats(allow_nan=False, allow_infinity=False),
-}
+from holmesjax.transport.records import decode, encode
+from tests.any_record import any_record, on_the_wire
 
 
-def records(kinds):
-    """Any record of some kinds, with any fields of the right types."""
-    made = []
-    for kind in kinds.values():
-        hints = typing.get_type_hints(kind)
-        fields = {field.name: hints[field.name] for field in dataclasses.fields(kind)}
-        of = lambda hint: VALUES.get(str(hint).removeprefix("typing."), st.from_type(hint))
-        made.append(st.builds(kind, **{name: of(hint) for name, hint in fields.items()}))
-    return st.one_of(made)
-
-
-def on_the_wire(message):
-    return json.loads(json.dumps(message))
-
-
-@given(records(FROM_MEMBER), records({"standing": Standing}))
+@given(any_record(*FROM_MEMBER.values()), any_record(Standing))
 @settings(max_examples=100, deadline=None)
 def test_a_member_is_heard_as_it_speaks(record, standing):
-    assert decode_from_member(on_the_wire(encode(record, standing))) == (record, standing)
+    assert decode_of_member(on_the_wire(encode_of_member(record, standing))) == (record, standing)
 
 
-@given(records(FROM_CONTROLLER))
+@given(any_record(*FROM_CONTROLLER.values()))
 @settings(max_examples=100, deadline=None)
 def test_a_controller_is_heard_as_it_speaks(record):
     assert decode(on_the_wire(encode(record)), FROM_CONTROLLER) == record
@@ -77,12 +53,13 @@ def test_no_field_is_of_the_record_and_of_the_standing():
 )
 def test_whatever_is_no_record_is_refused_with_a_reason(message, problem):
     with pytest.raises(ValueError, match=problem):
-        decode_from_member(message)
+        decode_of_member(message)
 
 
 def test_the_bytes_of_a_record_are_pinned():
     """A change of these is a change of `PROTOCOL`."""
-    message = encode(Vote(step=3), Standing(status="was busy", work="step", at_step=3, num_begun=3))
+    record = Standing(status="was busy", work="step", at_step=3, num_begun=3)
+    message = encode_of_member(Vote(step=3), record)
     standing = {"status": "was busy", "work": "step", "at_step": 3, "num_begun": 3, "num_done": 0}
     assert message == {"kind": "vote", "step": 3, **standing}
-    assert messages.PROTOCOL == 2
+    assert messages.PROTOCOL == 5

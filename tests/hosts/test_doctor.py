@@ -1,11 +1,8 @@
 """The doctor finds what is wrong, says where, and finds nothing where nothing is."""
 
-import copy
 import itertools
 import socket
-import subprocess
-import sys
-from pathlib import Path
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -13,11 +10,12 @@ from hypothesis import given, settings, strategies as st
 
 from holmesjax import job as jobs
 from holmesjax.hosts import doctor
+from holmesjax.hosts.questions import FolderFacts, KernelFacts, NicFacts, NoAnswer, NodeFacts
 from holmesjax.plan.processes import domain_fabric, fabric_between
 from holmesjax.topology import machines
 from launch.verbs import doctor as verb
+from tests.jobs import ROOT, run_launch
 
-ROOT = Path(__file__).parents[2]
 GIB = 2**30
 
 TOPOLOGY = """
@@ -40,28 +38,29 @@ links:
 
 def nic(name, fabric, gb_per_s, reason="active"):
     rate = None if gb_per_s is None else gb_per_s * 1e9 / 8
-    return {"name": name, "fabric": fabric, "reason": reason, "rate_bytes_per_s": rate}
+    return NicFacts(name=name, fabric=fabric, reason=reason, rate_bytes_per_s=rate)
 
 
 IB = [nic("mlx5_0 port 1", "infiniband", 400), nic("mlx5_1 port 1", "infiniband", 400)]
 
 
 def node(address, gpu, nics):
-    return {
-        "now_s": 0.01,
-        "host": "host",
-        "resolves_to": address,
-        "python": "3.12",
-        "packages": {"jax": "0.12.0", "numpy": "2.4.0"},
-        "source": "0123456789abcdef",
-        "folder": {"is_shared": True, "free_bytes": 100 * GIB},
-        "limits": {"nofile": 65536, "memlock": None},
-        "gpus": [gpu, gpu],
-        "drivers": ["580.1"],
-        "nics": nics,
-        "mtu_bytes": {"local": [65536], "ethernet": [1500]},
-        "addresses": {"local": ["127.0.0.1"], "ethernet": [address]},
-    }
+    return NodeFacts(
+        now_s=0.01,
+        host="host",
+        resolves_to=address,
+        python="3.12",
+        packages={"jax": "0.12.0", "numpy": "2.4.0"},
+        source="0123456789abcdef",
+        folder=FolderFacts(is_shared=True, free_bytes=100 * GIB),
+        max_open_files=65536,
+        max_locked_bytes=None,
+        gpus=[gpu, gpu],
+        drivers=["580.1"],
+        nics=nics,
+        mtu_bytes={"local": [65536], "ethernet": [1500]},
+        addresses={"local": ["127.0.0.1"], "ethernet": [address]},
+    )
 
 
 @pytest.fixture
@@ -101,97 +100,91 @@ def test_nothing_is_wrong_with_good_nodes(topology, facts):
     ]
 
 
-def change(node, *path, to):
-    def apply(facts):
-        place = facts[node]
-        for key in path[:-1]:
-            place = place[key]
-        place[path[-1]] = to
-
-    return apply
+def change(node, **to):
+    return lambda facts: {**facts, node: replace(facts[node], **to)}
 
 
 # What is changed, the check that must notice, how bad it is, and words of what it says.
 WRONG = {
     "loopback": (
-        change("a-1", "resolves_to", to="127.0.1.1"),
+        change("a-1", resolves_to="127.0.1.1"),
         ("host names", "warning", "host resolves to 127.0.1.1 on a-1"),
     ),
     "no name": (
-        change("a-0", "resolves_to", to=None),
+        change("a-0", resolves_to=None),
         ("host names", "warning", "host resolves to nothing on a-0"),
     ),
     "python": (
-        change("b-0", "python", to="3.11"),
+        change("b-0", python="3.11"),
         ("versions", "problem", "Python: 3.12 on a-0, a-1; 3.11 on b-0"),
     ),
     "no package": (
-        change("a-0", "packages", "numpy", to=None),
+        change("a-0", packages={"jax": "0.12.0", "numpy": None}),
         ("versions", "problem", "numpy: nothing on a-0; 2.4.0 on a-1, b-0"),
     ),
     "source": (
-        change("a-0", "source", to="fedcba9876543210"),
+        change("a-0", source="fedcba9876543210"),
         ("versions", "problem", "fedcba9876543210 on a-0; 0123456789abcdef on a-1, b-0"),
     ),
     "driver": (
-        change("a-0", "drivers", to=["570.2"]),
+        change("a-0", drivers=["570.2"]),
         ("versions", "warning", "NVIDIA's driver: 570.2 on a-0; 580.1 on a-1, b-0"),
     ),
-    "clock": (change("a-1", "now_s", to=-3.25), ("clocks", "warning", "-3.2 s on a-1")),
+    "clock": (change("a-1", now_s=-3.25), ("clocks", "warning", "-3.2 s on a-1")),
     "files": (
-        change("b-0", "limits", "nofile", to=1024),
+        change("b-0", max_open_files=1024),
         ("open files", "warning", "at most 1024 on b-0"),
     ),
     "memlock": (
-        change("a-0", "limits", "memlock", to=8 * 2**20),
+        change("a-0", max_locked_bytes=8 * 2**20),
         ("locked memory", "problem", "at most 8 MiB on a-0"),
     ),
     "mtu": (
-        change("b-0", "mtu_bytes", "ethernet", to=[9000]),
+        change("b-0", mtu_bytes={"local": [65536], "ethernet": [9000]}),
         ("MTU", "warning", "ethernet: 1500 on a-0, a-1; 9000 on b-0"),
     ),
     "read-only": (
-        change("a-0", "folder", to={"problem": "Read-only file system"}),
+        change("a-0", folder=FolderFacts(problem="Read-only file system")),
         ("run folder", "problem", "cannot write there (Read-only file system) on a-0"),
     ),
     "not shared": (
-        change("b-0", "folder", "is_shared", to=False),
+        change("b-0", folder=FolderFacts(is_shared=False, free_bytes=100 * GIB)),
         ("run folder", "problem", "another folder than here on b-0"),
     ),
     "full": (
-        change("b-0", "folder", "free_bytes", to=9 * GIB),
+        change("b-0", folder=FolderFacts(is_shared=True, free_bytes=9 * GIB)),
         ("run folder", "problem", "9 GiB free, 10 GiB needed on b-0"),
     ),
     "a GPU less": (
-        change("a-1", "gpus", to=["NVIDIA H100 80GB HBM3"]),
+        change("a-1", gpus=["NVIDIA H100 80GB HBM3"]),
         ("GPUs", "problem", "1 of 2 on a-1"),
     ),
     "another GPU": (
-        change("b-0", "gpus", to=["NVIDIA L4"] * 2),
+        change("b-0", gpus=["NVIDIA L4"] * 2),
         ("GPUs", "problem", "NVIDIA L4 for a100_80gb on b-0"),
     ),
     "a port down": (
-        change("a-0", "nics", to=[
+        change("a-0", nics=[
             IB[0], nic("mlx5_1 port 1", None, None, "down"), nic("eth0", "ethernet", 25)
         ]),
         ("NICs", "problem", "1 of 2 infiniband NICs work (mlx5_1 port 1: down) on a-0"),
     ),
     "no NIC": (
-        change("b-0", "nics", to=[]),
+        change("b-0", nics=[]),
         ("NICs", "problem", "0 of 1 roce NICs work (there are no others) on b-0"),
     ),
     "slow": (
-        change("a-1", "nics", to=[*IB, nic("eth0", "ethernet", 1)]),
+        change("a-1", nics=[*IB, nic("eth0", "ethernet", 1)]),
         ("NICs", "problem", "eth0 1 Gb/s, where ethernet has 25 Gb/s on a-1"),
     ),
     "one of two slow": (
-        change("a-1", "nics", to=[
+        change("a-1", nics=[
             IB[0], nic("mlx5_1 port 1", "infiniband", 100), nic("eth0", "ethernet", 25)
         ]),
         ("NICs", "problem", "mlx5_1 port 1 100 Gb/s, where infiniband has 400 Gb/s on a-1"),
     ),
     "other numbers": (
-        change("a-1", "nics", to=[
+        change("a-1", nics=[
             nic("mlx5_2 port 1", "infiniband", 400),
             nic("mlx5_3 port 1", "infiniband", 400),
             nic("eth0", "ethernet", 25),
@@ -203,10 +196,8 @@ WRONG = {
 
 @pytest.mark.parametrize(("spoil", "expected"), WRONG.values(), ids=WRONG)
 def test_one_thing_wrong_is_one_finding(topology, facts, spoil, expected):
-    spoilt = copy.deepcopy(facts)
-    spoil(spoilt)
     what, level, text = expected
-    [finding] = [found for found in judge(topology, spoilt) if found.level != "ok"]
+    [finding] = [found for found in judge(topology, spoil(facts)) if found.level != "ok"]
     assert (finding.what, finding.level) == (what, level)
     assert text in finding.text
     assert finding.fix
@@ -214,16 +205,27 @@ def test_one_thing_wrong_is_one_finding(topology, facts, spoil, expected):
 
 
 def test_a_name_nobody_looks_for_may_lead_anywhere(topology, facts):
-    facts["b-0"]["resolves_to"] = "127.0.1.1"  # alone in its cluster
-    facts["a-0"] |= {"resolves_to": "127.0.1.1", "addresses": {"infiniband": ["127.16.0.1"]}}
+    facts["b-0"] = replace(facts["b-0"], resolves_to="127.0.1.1")  # alone in its cluster
+    addresses = {"infiniband": ["127.16.0.1"]}
+    facts["a-0"] = replace(facts["a-0"], resolves_to="127.0.1.1", addresses=addresses)
     assert {finding.level for finding in judge(topology, facts)} == {"ok"}
 
 
 def test_a_rehearsal_has_no_gpus(topology, facts):
-    for fact in facts.values():
-        fact |= {"gpus": [], "nics": [], "drivers": []}
+    facts = {node: replace(facts[node], gpus=[], nics=[], drivers=[]) for node in facts}
     assert {finding.level for finding in judge(topology, facts, is_rehearsal=True)} == {"ok"}
     assert any(finding.level == "problem" for finding in judge(topology, facts))
+
+
+def test_kernels_that_fail_their_check_are_named_and_stop_nothing():
+    passed = KernelFacts(problem=None, text="passed (driver 580.1)")
+    failed = KernelFacts(problem="x", text="failed: x (driver 570.1)")
+    found = doctor.kernels({"a": passed, "b": passed})
+    assert (found.level, found.text) == ("ok", "passed (driver 580.1) on a, b")
+    silent = NoAnswer(problem="could not check kernels", found="y")
+    found = doctor.kernels({"a": passed, "b": failed, "c": silent})
+    text = "failed: x (driver 570.1) on b; could not check kernels: y on c"
+    assert (found.level, found.text) == ("warning", text)
 
 
 def test_every_way_that_is_shut_is_named():
@@ -318,10 +320,7 @@ def test_a_stage_over_clusters_talks_over_what_joins_them():
 
 
 def run_doctor(*overrides):
-    command = [sys.executable, "-m", "launch", "doctor", "configs/runs/quickstart.yaml"]
-    return subprocess.run(
-        [*command, *overrides], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
-    )
+    return run_launch("doctor", "configs/runs/quickstart.yaml", *overrides)
 
 
 def test_nodes_of_this_machine_are_well(tmp_path):

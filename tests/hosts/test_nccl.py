@@ -5,8 +5,6 @@ import json
 import os
 import re
 import socket
-import subprocess
-import sys
 from ipaddress import IPv6Address
 from pathlib import Path
 
@@ -22,7 +20,8 @@ from holmesjax.plan.processes import make_processes
 from holmesjax.runtime import domain
 from holmesjax.topology import fabrics
 from launch.verbs import nics
-from tests.jobs import ROOT, RunningJob
+from tests.cases import cases
+from tests.jobs import ROOT, RunningJob, run_launch
 from tests.recorded_hosts import HOSTS, LO, materialise
 
 TOPOLOGY = """
@@ -69,12 +68,14 @@ def values(environment):
     return {variable.name: variable.value for variable in environment.variables}
 
 
-@pytest.mark.parametrize("name", HOSTS)
+@cases("name", HOSTS)
 def test_variables_of_each_fabric(name, tmp_path):
     host, recorded = find(name, tmp_path), HOSTS[name]
     for fabric in ("infiniband", "roce"):
         if fabric not in recorded.variables:
-            with pytest.raises(HolmesError, match=f"has no usable {fabrics.NAMES[fabric]} port"):
+            with pytest.raises(
+                HolmesError, match=f"has no usable {fabrics.FABRICS[fabric].title} port"
+            ):
                 nics.environment(host, fabric, {})
     problems = 0
     for fabric, expected in recorded.variables.items():
@@ -267,9 +268,7 @@ def test_a_host_without_the_fabric_ends_the_start_with_one_sentence(run_file):
             "HOLMES_PROCESS": "1",
             "HOLMES_ADDRESSES": '{"infiniband": ["10.1.0.4"]}',
         }
-        worker = [sys.executable, "-m", "launch", "worker", run_file.parent / "run"]
-        status = subprocess.run(worker, cwd=ROOT, env=env, timeout=60, check=False).returncode
-        assert status == 2
+        assert run_launch("worker", run_file.parent / "run", env=env).returncode == 2
         assert job.end(60) == 2
     assert "has no usable InfiniBand port, and its cluster is on InfiniBand" in job.output
     assert "no RDMA device" in job.output
@@ -310,11 +309,8 @@ def test_json_is_json(mixed):
 
 
 def launch(*arguments):
-    command = [sys.executable, "-m", "launch", "nics", *arguments]
     env = {name: value for name, value in os.environ.items() if not name.startswith("NCCL_")}
-    return subprocess.run(
-        command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=60, check=False
-    )
+    return run_launch("nics", *arguments, env=env)
 
 
 @pytest.mark.skipif(not Path("/sys/class/net").is_dir(), reason="needs Linux")

@@ -9,8 +9,9 @@ from hypothesis import given, settings, strategies as st
 from holmesjax.errors import HolmesError
 from holmesjax.hosts import hardware, nics
 from holmesjax.hosts.nics import OTHER_SOCKET, SAME_NUMA, SAME_ROOT, SAME_SWITCH, discover
-from holmesjax.topology.fabrics import RDMA
+from holmesjax.topology.fabrics import rdma_networks
 from tests import recorded_hosts
+from tests.cases import cases
 from tests.recorded_hosts import HOSTS, Recorded, materialise
 
 
@@ -45,11 +46,11 @@ def test_addresses_of_each_fabric(recorded, host):
 
 
 def test_ports_for_collectives(recorded, host):
-    left_out = {name for fabric in RDMA for name in nics.rdma_nics(host, fabric)[1]}
+    left_out = {name for fabric in rdma_networks() for name in nics.rdma_nics(host, fabric)[1]}
     assert left_out == recorded.left_out
 
 
-@pytest.mark.parametrize(
+@cases(
     "name, sentence",
     [
         ("mixed_infiniband_and_roce", "mlx5_0 port 1: link layer InfiniBand, 200 Gb/s, active"),
@@ -257,6 +258,9 @@ class FakeNvml(types.ModuleType):
     def nvmlDeviceGetName(self, handle):
         return "NVIDIA H100 80GB HBM3"
 
+    def nvmlDeviceGetCudaComputeCapability(self, handle):
+        return [9, 0]
+
     def nvmlDeviceGetMemoryInfo(self, handle):
         return types.SimpleNamespace(total=80 * 2**30)
 
@@ -272,6 +276,7 @@ def test_gpus_come_from_the_driver_and_have_a_place(monkeypatch, tmp_path):
         name="NVIDIA H100 80GB HBM3",
         memory_bytes=80 * 2**30,
         driver="570.86.15",
+        compute_capability="9.0",
         pci=tuple(path.split("/")),
         numa_node=1,
     )

@@ -134,3 +134,20 @@ def test_noise_is_even_and_new_in_every_step():
 def test_every_entry_has_a_position_of_its_own(shape):
     want = np.arange(np.prod(shape)).reshape(shape)
     np.testing.assert_array_equal(moments.positions(shape), want)
+
+
+@pytest.mark.parametrize("kept", ["bfloat16", "int8"])
+@pytest.mark.parametrize("bits", [0x7FFFFFFF, 0x7FC00000, 0xFFFFFFFF, 0x7F800001])
+def test_what_is_no_number_stays_none(kept, bits):
+    """Whatever the noise; the first is what NVIDIA's GPUs compute. Infinity is kept, too."""
+    x = jnp.asarray(np.full((2, BLOCK), bits, np.uint32).view(np.float32))
+    for noise in (0, 1, 0xFFFF):
+        narrow = lambda x, noise=noise: moments.narrow(
+            x,
+            moments.zero_moment(x.shape, kept, "second"),
+            jnp.full(x.shape, noise, jnp.uint32),
+            "second",
+        )
+        assert np.isnan(moments.widen(jax.jit(narrow)(x), "second")).all()
+    if kept == "bfloat16":
+        assert np.isposinf(moments.round_to_bfloat16(jnp.float32(np.inf), np.uint32(0xFFFF)))

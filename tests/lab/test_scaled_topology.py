@@ -8,6 +8,7 @@ import pytest
 
 from holmesjax import config as configs
 from holmesjax.costs import work
+from holmesjax.costs.products import blocks_forward_flop, head_forward_flop
 from holmesjax.errors import ConfigError, HolmesError, Mistakes, TopologyError
 from holmesjax.lab import scaled_topology
 from holmesjax.lab.injected_faults import parse, parse_all
@@ -196,8 +197,8 @@ def test_the_scale_keeps_sending_over_computing_for_another_run(tmp_path):
 
     def ratio(config, flop_per_s, bytes_per_s):
         model, tokens = config.model, 1000
-        layers = model.num_layers * work.block_forward_flop(model, tokens)
-        flop = 3 * (layers + work.head_forward_flop(model, tokens))
+        layers = blocks_forward_flop(model, tokens)
+        flop = 3 * (layers + head_forward_flop(model, tokens))
         num_bytes = work.boundary_bytes(model, tokens, config.train.compute_dtype)
         return (num_bytes / bytes_per_s) / (flop / flop_per_s)
 

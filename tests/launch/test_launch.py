@@ -1,12 +1,11 @@
 """The command line as a user meets it: real commands, real processes, real files."""
 
 import json
+import re
 import shutil
 import signal
 import subprocess
 import sys
-import time
-from pathlib import Path
 
 import pytest
 import yaml
@@ -15,17 +14,18 @@ from holmesjax import lease
 from holmesjax.checkpoints import manifest
 from holmesjax.plan.plan import Plan
 from holmesjax.report import metrics
+from tests.jobs import ROOT, run_launch, run_launch_here
 
 # One worker runs them all: they share what is made once.
 pytestmark = pytest.mark.xdist_group("launch")
 
-ROOT = Path(__file__).parents[2]
 TINY = """
 topology: configs/topologies/ib_roce.yaml
 run: {dir: unset}
-model: {num_layers: 3, width: 32, num_heads: 4, context_length: 32}
+model: {num_layers: 2, width: 32, num_heads: 4, context_length: 32}
 data: {corpus: python-stdlib}
 train: {steps: 8, global_batch: 8, log_every_s: 0, eval_every: 4, eval_batches: 1}
+log: {report: false, tensorboard: false}
 optimizer: {learning_rate: 3.0e-3, warmup_steps: 2}
 parallel:
   clusters: [ib, roce]
@@ -45,16 +45,6 @@ def run_file(tmp_path):
     return path
 
 
-def command(*arguments):
-    return [sys.executable, "-m", "launch", *map(str, arguments)]
-
-
-def launch(*arguments, timeout=120):
-    return subprocess.run(
-        command(*arguments), cwd=ROOT, capture_output=True, text=True, timeout=timeout, check=False
-    )
-
-
 def losses(run_dir):
     return {record["step"]: record["loss"] for record in metrics.read(run_dir)}
 
@@ -64,7 +54,8 @@ def finished(tmp_path_factory):
     """A run of 8 steps that was never stopped, and what it printed."""
     folder = tmp_path_factory.mktemp("launch")
     (folder / "tiny.yaml").write_text(TINY)
-    done = launch("train", folder / "tiny.yaml", f"run.dir={folder / 'run'}")
+    log = ("log.report=true", "log.tensorboard=null")
+    done = run_launch("train", folder / "tiny.yaml", f"run.dir={folder / 'run'}", *log)
     assert done.returncode == 0, done.stdout + done.stderr
     return folder / "run", done
 
@@ -106,14 +97,14 @@ def test_the_console_says_what_matters_and_nothing_else(finished):
         assert word in steps[-1]
 
 
-def test_plan_prints_the_plan_of_the_run(finished, run_file):
+def test_plan_prints_the_plan_of_the_run(finished, run_file, capsys):
     run_dir, _ = finished
-    printed = launch("plan", run_file, "--json", f"run.dir={run_dir}")
+    printed = run_launch_here(capsys, "plan", run_file, "--json", f"run.dir={run_dir}")
     assert printed.returncode == 0
     assert json.loads(printed.stdout) == yaml.safe_load((run_dir / "plan.yaml").read_text())
     plan = Plan.load(run_dir / "plan.yaml")
     assert [stage.cluster for stage in plan.stages] == ["ib", "roce"]
-    text = launch("plan", run_file).stdout
+    text = run_launch_here(capsys, "plan", run_file).stdout
     assert text in finished[1].stdout.replace(str(run_dir), "unset")
 
 
@@ -124,7 +115,10 @@ def test_interrupted_runs_resume_bit_for_bit(finished, run_file, tmp_path):
         target = run_dir if run_dir.exists() else run_file
         arguments = () if run_dir.exists() else (f"run.dir={run_dir}",)
         process = subprocess.Popen(
-            command("train", target, *arguments), cwd=ROOT, stdout=subprocess.PIPE, text=True
+            [sys.executable, "-m", "launch", "train", target, *arguments],
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            text=True,
         )
         try:
             seen = []
@@ -142,95 +136,65 @@ def test_interrupted_runs_resume_bit_for_bit(finished, run_file, tmp_path):
         assert f"python -m launch train {run_dir}" in "".join(seen)
         done = manifest.find(run_dir)[0].step
         assert max(losses(run_dir)) == done < 8
-    last = launch("train", run_dir)
+    last = run_launch("train", run_dir)
     assert last.returncode == 0, last.stdout + last.stderr
     assert f"resuming after step {done}" in last.stdout
     assert losses(run_dir) == losses(finished[0])
 
 
-def test_a_run_resumes_on_another_plan(finished, tmp_path):
+def test_a_damaged_checkpoint_is_noticed_and_the_one_before_resumes_on_another_plan(
+    finished, tmp_path
+):
     """From step 6 on one stage: the same losses up to rounding."""
     run_dir = tmp_path / "run"
-    subprocess.run(["cp", "-r", finished[0], run_dir], check=True)
-    subprocess.run(["rm", "-r", run_dir / "checkpoints/step_00000008"], check=True)
-    done = launch(
-        "train",
-        run_dir,
-        "topology=configs/topologies/one_node.yaml",
-        "parallel.microbatches=1",
-        "parallel.clusters=null",
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "resuming after step 6" in done.stdout
-    got, want = losses(run_dir), losses(finished[0])
-    for step in (7, 8):
-        assert got[step] == pytest.approx(want[step], rel=1e-5)
-
-
-def test_a_finished_run_says_so(finished):
-    done = launch("train", finished[0])
-    assert done.returncode == 0
-    assert "8 of 8 steps are done" in done.stdout
-
-
-def test_a_damaged_checkpoint_is_noticed_and_the_one_before_is_used(finished, tmp_path):
-    run_dir = tmp_path / "run"
-    subprocess.run(["cp", "-r", finished[0], run_dir], check=True)
+    shutil.copytree(finished[0], run_dir)
     newest = run_dir / "checkpoints/step_00000008"
     largest = max((p for p in newest.rglob("*") if p.is_file()), key=lambda p: p.stat().st_size)
     damaged = bytearray(largest.read_bytes())
     damaged[len(damaged) // 2] ^= 1
     largest.write_bytes(damaged)
-    text = launch("generate", run_dir, "--prompt", "def ", "--max-tokens", "5")
+    text = run_launch("generate", run_dir, "--prompt", "def ", "--max-tokens", "5")
     assert text.returncode == 0, text.stderr
     assert text.stdout.startswith("def ")
     assert "is damaged" in text.stderr
     assert newest.exists()  # a reader renames nothing
-    done = launch("train", run_dir)
+    one_node = ["topology=configs/topologies/one_node.yaml", "parallel.clusters=null"]
+    done = run_launch("train", run_dir, *one_node, "parallel.microbatches=1")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "is damaged" in done.stdout
     assert "resuming after step 6" in done.stdout
     assert [path.name for path in newest.parent.glob("*.damaged")] == ["step_00000008.damaged"]
-    assert losses(run_dir) == losses(finished[0])
+    got, want = losses(run_dir), losses(finished[0])
+    assert got.keys() == want.keys()
+    for step in (7, 8):
+        assert got[step] == pytest.approx(want[step], rel=1e-5)
 
 
-def test_a_save_that_fails_is_a_line_and_two_in_a_row_are_the_end(finished, run_file, tmp_path):
+def test_a_save_that_fails_is_a_line_and_two_in_a_row_are_the_end(run_file, tmp_path):
     checkpoints = tmp_path / "run/checkpoints"
     checkpoints.mkdir(parents=True)
-    (checkpoints / "step_00000003").touch()  # where a folder should be
-    done = launch("train", run_file, f"run.dir={tmp_path / 'run'}")
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stderr == ""
-    assert done.stdout.count("warning: no checkpoint after step 3: File exists") == 1
-    assert [found.step for found in manifest.find(tmp_path / "run")] == [8, 6]
-    assert losses(tmp_path / "run") == losses(finished[0])
-    shutil.rmtree(checkpoints)
-    checkpoints.mkdir()
-    for step in (3, 6):
+    for step in (3, 6):  # where a folder should be
         (checkpoints / f"step_{step:08d}").touch()
-    done = launch("train", run_file, f"run.dir={tmp_path / 'run'}")
+    done = run_launch("train", run_file, f"run.dir={tmp_path / 'run'}")
     assert done.returncode == 2, done.stdout + done.stderr
+    assert done.stdout.count("warning: no checkpoint after step 3: File exists") == 1
     assert "step 5/8" in done.stdout
     assert "a checkpoint could not be written" in done.stderr
     assert "Traceback" not in done.stderr
 
 
-def test_another_model_is_refused(finished):
-    done = launch("train", finished[0], "model.width=64")
+def test_another_model_is_refused(finished, capsys):
+    done = run_launch_here(capsys, "train", finished[0], "model.width=64")
     assert done.returncode == 2
     assert "model.width" in done.stderr
-    assert "Traceback" not in done.stderr
 
 
 def test_generate_continues_the_prompt(finished):
-    texts = [
-        launch("generate", finished[0], "--prompt", "def ", "--max-tokens", "20", "--seed", seed)
-        for seed in ("1", "1", "2")
-    ]
-    assert [text.returncode for text in texts] == [0, 0, 0], texts[0].stderr
-    assert all(text.stdout.startswith("def ") for text in texts)
-    assert texts[0].stdout == texts[1].stdout != texts[2].stdout
-    assert texts[0].stderr == ""
+    text = run_launch("generate", finished[0], "--prompt", "def ", "--max-tokens", "20")
+    assert text.returncode == 0, text.stderr
+    assert text.stdout.startswith("def ")
+    [rate] = text.stderr.splitlines()
+    assert re.fullmatch(r"5 tokens of prompt and the first \d+ in .* tokens/s", rate)
 
 
 MISTAKES = [
@@ -246,15 +210,12 @@ MISTAKES = [
 
 @pytest.mark.parametrize("overrides, where, words", MISTAKES)
 @pytest.mark.parametrize("verb", ["train", "plan"])
-def test_mistakes_are_refused_at_once(run_file, verb, overrides, where, words):
-    start = time.monotonic()
-    done = launch(verb, run_file, *overrides)
+def test_mistakes_are_refused_at_once(run_file, capsys, verb, overrides, where, words):
+    done = run_launch_here(capsys, verb, run_file, *overrides)
     assert done.returncode == 2, done.stdout + done.stderr
-    assert time.monotonic() - start < 20  # a hang guard; the benchmark measures the start
     assert done.stderr.startswith("error: ")
     for word in (where, words, "found:", "fix:"):
         assert word in done.stderr
-    assert "Traceback" not in done.stderr
     assert done.stdout == ""
 
 
@@ -268,10 +229,9 @@ def test_mistakes_are_refused_at_once(run_file, verb, overrides, where, words):
         ["plan", "/"],
     ],
 )
-def test_wrong_command_lines_exit_with_2(arguments):
-    done = launch(*arguments)
+def test_wrong_command_lines_exit_with_2(capsys, arguments):
+    done = run_launch_here(capsys, *arguments)
     assert done.returncode == 2
-    assert "Traceback" not in done.stderr
     assert done.stderr
 
 
@@ -289,6 +249,6 @@ def test_a_plan_needs_no_jax(run_file):
 
 def test_a_second_run_file_in_a_used_folder_is_not_mixed_up(finished, run_file):
     """The same command again, as a scheduler repeats it, goes on where the run is."""
-    done = launch("train", run_file, f"run.dir={finished[0]}")
+    done = run_launch("train", run_file, f"run.dir={finished[0]}")
     assert done.returncode == 0
     assert "8 of 8 steps are done" in done.stdout

@@ -7,9 +7,12 @@ import threading
 
 import pytest
 
+import launch.supervisor
 from holmesjax import job as jobs
-from holmesjax.distributed.messages import Exit, Failed, Lost, ProcessEvent, Silent
+from holmesjax.checkpoints import manifest
+from holmesjax.distributed.messages import Exit, Failed, Lost, ProcessEvent, Silent, Up
 from holmesjax.errors import FatalError, HolmesError, PeerError
+from holmesjax.runtime.step_timeout import Progress
 from launch import restarts
 from launch.failure_causes import cause_of
 from launch.restarts import RECORD, Restarts
@@ -88,18 +91,80 @@ def test_one_that_answers_late_is_not_the_cause(tmp_path, content, status):
     assert error.value.where == f"a/a-0 (stage 0, process 0): {content['where']}"
 
 
-def test_a_start_may_take_as_long_as_there_is_progress(tmp_path, capsys):
-    """Two that compile for longer than the limit; and then one that does nothing, for as long."""
-    limit = ["distributed.start_timeout_s=4"]
+class SlowSigns(Progress):
+    """Each sign of progress comes after most of the limit; `now_s` is what the clock shows."""
+
+    def __init__(self, config):
+        self.now_s, self._between_s = 0.0, 0.75 * config.start_timeout_s
+        super().__init__(config, lambda: self.now_s)
+
+    def _note(self):
+        self.now_s += self._between_s
+        super()._note()
+
+
+def test_a_start_may_take_as_long_as_there_is_progress(tmp_path, monkeypatch):
+    """Signs of progress take longer than the limit together; then one has none for as long."""
+    made = []
+
+    def make(config):
+        made.append(SlowSigns(config))
+        return made[-1]
+
+    monkeypatch.setattr(launch.supervisor, "Progress", make)
+    limit = ["distributed.start_timeout_s=100"]
     ends = [["tell", "up"], ["done", 0]]
-    starting = {0: [["advance", 12], *ends], 1: [["advance", 14], *ends], 2: ends}
+    starting = {0: [["advance", 3], *ends], 1: [["advance", 4], *ends], 2: ends}
     supervisor, _ = supervise(tmp_path, starting, settings=limit)
     assert supervisor.run() == 75  # asked by nobody to go on to the last step
+    # Each comes, is up and is done; and what two of them compile counts, too.
+    assert made[-1].num_noted >= 3 * 3 + 2
+    assert made[-1].now_s > 5 * 100
     stuck = {**starting, 1: [["sleep", 60]]}
     supervisor, _ = supervise(tmp_path, stuck, settings=limit)
+    take = supervisor._take
+
+    def take_and_wait(event, attempt, recorder):
+        take(event, attempt, recorder)
+        if isinstance(event.record, Up) and len(attempt.up) == 2:
+            made[-1].now_s += 101
+
+    supervisor._take = take_and_wait
     with pytest.raises(PeerError, match="no progress within distributed") as error:
         supervisor.run()
     assert error.value.where == "a/a-1"
+
+
+def test_one_that_hangs_is_named_in_time_with_what_the_others_wait_for(tmp_path):
+    """It is stopped, threads and all, and its connection stays open."""
+    up = ["tell", "up"]
+    hanging = {2: [up, ["exit", -signal.SIGSTOP]], 1: [up]}
+    waiting = {0: [up, ["status", "waited for F0 of b/b-0"]]}
+    limit = ["distributed.heartbeat_timeout_s=4"]
+    supervisor, _ = supervise(tmp_path, hanging | waiting, settings=limit)
+    with pytest.raises(PeerError, match="has been silent for") as error:
+        supervisor.run()
+    assert error.value.where == "b/b-0 (stage 1, process 2)"
+    assert "a/a-0 (stage 0) waited for F0 of b/b-0" in str(error.value.found)
+
+
+@pytest.mark.parametrize("number, status", [(signal.SIGINT, 0), (signal.SIGTERM, 75)])
+def test_all_stop_after_the_same_step_when_the_launcher_is_told_to(
+    tmp_path, capsys, number, status
+):
+    training = [["tell", "up"], ["train"]]
+    supervisor, _ = supervise(tmp_path, dict.fromkeys(range(3), training))
+    take = supervisor._take
+
+    def take_and_tell(event, attempt, recorder):
+        take(event, attempt, recorder)
+        if isinstance(event.record, Up) and len(attempt.up) == 3:
+            os.kill(os.getpid(), number)
+
+    supervisor._take = take_and_tell
+    assert supervisor.run() == status
+    [saved] = manifest.find(tmp_path / "run")
+    assert f"stopped after step {saved.step} of" in capsys.readouterr().out
 
 
 def test_what_gloo_prints_stays_in_the_logs_however_it_is_cut_or_mixed():

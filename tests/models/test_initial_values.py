@@ -8,18 +8,21 @@ import numpy as np
 import pytest
 
 from holmesjax.config import ModelConfig
-from holmesjax.models import initial_values, transformer
+from holmesjax.layers.kind import Normal, Uniform
+from holmesjax.models import initial_values
+from holmesjax.models.layer import init_params
 
 # Rows of odd and of even sizes, and rows longer than a block.
 SHAPES = [(7,), (5, 3), (6, 4, 5), (3, 2 * initial_values.BLOCK + 9), (2, 3, 70001)]
+STANDARD = Normal(1.0)
 
 
 def whole(shape):
     return tuple((0, size) for size in shape)
 
 
-def draw(shape, box=None, name="0/block_000/up_DF", std=1.0):
-    return initial_values.draw(name, shape, box or whole(shape), std)
+def draw(shape, box=None, name="0/block_000/up_DF", initial=STANDARD):
+    return initial_values.draw(name, shape, box or whole(shape), initial)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -36,7 +39,7 @@ def test_a_box_is_that_box_of_the_whole_array(shape):
 def test_values_are_the_same_bits_everywhere():
     """The pinned values come of integers, and of a table of roundings to float32."""
     table = hashlib.sha256(initial_values._quantiles().tobytes()).hexdigest()
-    values = hashlib.sha256(draw((300, 301), std=0.02).tobytes()).hexdigest()
+    values = hashlib.sha256(draw((300, 301), initial=Normal(0.02)).tobytes()).hexdigest()
     assert (table[:16], values[:16]) == ("1cfbba1e07e34386", "cd829714f18eb10d")
 
 
@@ -62,9 +65,7 @@ def test_a_model_starts_as_gpt_2_did():
     sizes = {"num_layers": 8, "width": 64, "num_heads": 4, "context_length": 32}
     model = ModelConfig(**sizes, vocab_size=96, positions="learned", norm="layer_norm")
     seen = set()
-    for layer, params in transformer.init_params(
-        model, seed=0, layers=("embed", "block_003", "head")
-    ).items():
+    for layer, params in init_params(model, seed=0, names=("embed", "block_003", "head")).items():
         for name, x in params.items():
             if isinstance(x, dict):  # of a norm
                 np.testing.assert_array_equal(x["scale_D"], 1.0)
@@ -74,3 +75,16 @@ def test_a_model_starts_as_gpt_2_did():
             assert abs(x.std() / std - 1) < 5 / math.sqrt(2 * x.size), f"{layer}.{name}"
             seen.add(name)
     assert seen >= {"token_VD", "position_PD", "query_DHK", "out_HKD", "up_DF", "down_FD"}
+
+
+def test_uniform_values_fill_their_bounds_evenly():
+    """Against the uniform distribution; five standard errors, of a million values."""
+    shape, bound = (1000, 1000), 0.25
+    x = draw(shape, initial=Uniform(bound))
+    np.testing.assert_array_equal(
+        draw(shape, ((3, 8), (1, 1000)), initial=Uniform(bound)), x[3:8, 1:]
+    )
+    counts, _ = np.histogram(x, 64, (-bound, bound))
+    assert counts.sum() == x.size
+    assert np.abs(counts / x.size - 1 / 64).max() < 5 / math.sqrt(64 * x.size)
+    assert abs((x * np.roll(x, 1, 1)).mean()) < 5 * bound**2 / 3 / math.sqrt(x.size)

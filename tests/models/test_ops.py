@@ -6,24 +6,27 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax._src.cudnn import fused_attention_stablehlo
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 from holmesjax.config import KernelsConfig
 from holmesjax.errors import ConfigError
 from holmesjax.models import ops
+from holmesjax.rotary import frequencies
 from kernels.adamw import adamw_step
 from kernels.attention import choice
+from kernels.attention.reference import CAUSAL
 from kernels.attention.tiles import Rule
 from tests.arrays import assert_near, normal, wide
-from tests.kernels.attention.gpus import H200, lowered_for_cuda
+from tests.kernels.attention.gpus import H200, first_devices, lowered_for_cuda
 from tests.kernels.attention.oracle import inputs, oracle
 from tests.kernels.test_adamw import HERE, assert_near_steps, leaf_kept
 
 
-def causal(q, k, v):
+def causal(q, k, v, rule=CAUSAL):
     """In float64."""
     zeros = np.zeros((q.shape[0], q.shape[2], q.shape[1]))
-    return oracle(q, k, v, np.zeros(q.shape), zeros, None, Rule())[0]
+    return oracle(q, k, v, np.zeros(q.shape), zeros, None, rule)[0]
 
 
 def test_attention_is_computed_as_the_config_asks(monkeypatch):
@@ -33,19 +36,44 @@ def test_attention_is_computed_as_the_config_asks(monkeypatch):
     monkeypatch.setattr(ops.Kernels, "device", H200)
     ids = jnp.zeros((2, 20), jnp.int32)
     texts = {}
-    for asked in ("reference", "pallas", "auto"):
-        kernels = ops.Kernels(KernelsConfig(attention=asked, deterministic_attention=True))
+    for asked, unproven in (
+        ("reference", None),
+        ("pallas", "all"),
+        ("auto", "all"),
+        ("auto", None),
+    ):
+        config = KernelsConfig(attention=asked, deterministic_attention=True)
+        kernels = ops.Kernels(config, unproven=unproven)
         run = lambda q, k, v, kernels=kernels: ops.attention(q, k, v, ids, kernels)
         gradients = lambda q, k, v, run=run: jax.vjp(run, q, k, v)[1](q)
-        texts[asked] = lowered_for_cuda(gradients, q, k, v).count("mosaic_gpu_v2")
-    assert texts == {"reference": 0, "pallas": 3, "auto": 3}
+        texts[asked, unproven] = lowered_for_cuda(gradients, q, k, v).count("mosaic_gpu_v2")
+    assert list(texts.values()) == [0, 3, 0, 3]
     monkeypatch.setattr(choice, "_cudnn_is_missing", lambda: None)
     calls = []
     monkeypatch.setattr(
         jax.nn, "dot_product_attention", lambda *args, **options: calls.append(options) or args[0]
     )
     assert ops.attention(q, k, v, kernels=ops.Kernels(KernelsConfig(attention="cudnn"))) is q
-    assert calls == [{"is_causal": True, "implementation": "cudnn"}]
+    asked = {"is_causal": True, "scale": None, "local_window_size": None}
+    assert calls == [{**asked, "implementation": "cudnn"}]
+
+
+@pytest.mark.parametrize("window", [None, 8])
+def test_a_window_goes_to_cudnn_forward_and_backward(monkeypatch, window):
+    """cuDNN counts the query's own key too. Its library is not there, and JAX lowers the calls."""
+    monkeypatch.setattr(choice, "_cudnn_is_missing", lambda: None)
+    monkeypatch.setattr(fused_attention_stablehlo, "check_cudnn_version", lambda: 91200)
+    monkeypatch.setattr(ops.Kernels, "device", H200)
+    q, k, v = inputs(20, 20, 4, 2, 64, dtype="bfloat16")
+    rule = Rule(window=window, scale=0.25)
+    run = lambda q, k, v: ops.attention(q, k, v, rule=rule)  # `auto` takes it
+    text = lowered_for_cuda(lambda q, k, v: jax.vjp(run, q, k, v)[1](q), q, k, v)
+    for call in ("__cudnn$fmhaSoftmax(", "__cudnn$fmhaSoftmaxBackward("):
+        [line] = (line for line in text.splitlines() if call in line)
+        said = line.replace("\\22", '"')
+        assert f'"sliding_window_length": {window or 0},' in said
+        assert '"mask_type": "CAUSAL"' in said
+        assert '"fmha_scale": 0.25,' in said
 
 
 def test_what_cannot_be_is_refused():
@@ -61,27 +89,29 @@ def test_what_cannot_be_is_refused():
 def test_cached_attention_is_the_last_rows_of_attention():
     q, k, v = inputs(12, 12, 4, 2, 16)
     padded = [jnp.pad(x, [(0, 0), (0, 5), (0, 0), (0, 0)], constant_values=3.0) for x in (k, v)]
-    got = ops.cached_attention(q[:, 9:], *padded, jnp.arange(9, 12))
-    assert_near(got, causal(q, k, v)[:, 9:])
+    for rule in (Rule(), Rule(window=4, soft_cap=1.5, scale=0.7)):
+        places = jnp.where(jnp.arange(17) < 12, jnp.arange(17), -1)[None], jnp.arange(9, 12)[None]
+        got = ops.cached_attention(q[:, 9:], *padded, *places, rule)
+        assert_near(got, causal(q, k, v, rule)[:, 9:])
 
 
 def test_projections_to_and_from_heads():
     x, weights = normal(0, 2, 5, 12), (normal(1, 12, 4, 3), normal(2, 12, 2, 3))
-    for got, w in zip(ops.project_heads(x, *weights), weights, strict=True):
+    for got, w in zip(ops.linears(x, weights), weights, strict=True):
         assert_near(got, np.einsum("bld,dhk->blhk", *wide((x, w))))
     heads, out = normal(3, 2, 5, 4, 3), normal(4, 4, 3, 12)
-    assert_near(ops.merge_heads(heads, out), np.einsum("blhk,hkd->bld", *wide((heads, out))))
+    assert_near(ops.linears(heads, (out,), 2)[0], np.einsum("blhk,hkd->bld", *wide((heads, out))))
 
 
 def test_rotary_turns_pairs_and_keeps_distances():
-    x = normal(0, 1, 6, 2, 8)
-    got = np.asarray(ops.rotate(x, jnp.arange(6), 100.0), np.float64)
-    frequency = 100.0 ** (-np.arange(4) / 4)
+    """The last two numbers of a head do not turn."""
+    x, (frequency, _) = normal(0, 1, 6, 2, 10), frequencies(8, 100.0)
+    got = np.asarray(ops.rotate(x, jnp.arange(6), frequency, 1.5), np.float64)
     for i in range(6):
-        turn = np.exp(1j * i * frequency)
-        pairs = (wide(x)[0, i, :, :4] + 1j * wide(x)[0, i, :, 4:]) * turn
-        assert_near(got[0, i], np.concatenate([pairs.real, pairs.imag], axis=-1))
-    shifted = ops.rotate(x, 50 + jnp.arange(6), 100.0)
+        turn = 1.5 * np.exp(1j * i * 100.0 ** (-np.arange(4) / 4))
+        pairs = (wide(x)[0, i, :, :4] + 1j * wide(x)[0, i, :, 4:8]) * turn
+        assert_near(got[0, i], np.concatenate([pairs.real, pairs.imag, x[0, i, :, 8:]], axis=-1))
+    shifted = ops.rotate(x, 50 + jnp.arange(6), frequency, 1.5)
     products = lambda y: np.einsum("blhk,bmhk->hlm", y, y)
     assert_near(products(shifted), products(got))
 
@@ -99,7 +129,7 @@ def test_many_logits_are_cut_into_chunks():
     assert chunks("auto", 1, 4096, 4096) == 1  # the sum of the weight's gradient is larger
     assert chunks("chunked", 2, 16, 8, vocab_size=256) == 2
     assert chunks("chunked", 2, 1, 8, vocab_size=256) == 1
-    mesh = Mesh(np.array(jax.devices()[:8]).reshape(2, 2, 2), ("data", "fsdp", "tensor"))
+    mesh = Mesh(first_devices(8).reshape(2, 2, 2), ("data", "fsdp", "tensor"))
     assert chunks("auto", 4, 4096, 2048, mesh) == 4
 
 
@@ -122,7 +152,7 @@ def placed(kept, i, mesh):
 
 
 def eight_devices():
-    return Mesh(np.array(jax.devices()[:8]).reshape(2, 2, 2), ("data", "fsdp", "tensor"))
+    return Mesh(first_devices(8).reshape(2, 2, 2), ("data", "fsdp", "tensor"))
 
 
 def third_step():

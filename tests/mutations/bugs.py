@@ -40,11 +40,11 @@ BUGS = (
     ),
     Bug(
         name="odd-runs",
-        module="holmesjax.config",
+        module="holmesjax.config.checks",
         old="runs = 2 * context  # of tokens: each part has two",
         new="runs = context  # of tokens: each part has two",
         wrong="sequences that ring attention cannot cut in two runs for each device are accepted",
-        tests=("tests/test_config.py::test_settings_that_do_not_fit_each_other",),
+        tests=("tests/config/test_config.py::test_settings_that_do_not_fit_each_other",),
     ),
     # ---- topology ------------------------------------------------------------------------------
     Bug(
@@ -55,7 +55,60 @@ BUGS = (
         wrong="the faster of two ends decides how fast boundaries go over TCP",
         tests=("tests/planner/test_planner.py::test_a_boundary_is_no_faster_than_its_slower_end",),
     ),
+    # ---- fp8 -----------------------------------------------------------------------------------
+    Bug(
+        name="scale-rounded-down",
+        module="kernels.fp8",
+        old="least = jnp.clip(exponent - (mantissa == 0.5), -100, 100)",
+        new="least = jnp.clip(exponent - 1, -100, 100)",
+        wrong="the largest numbers of an array are beyond the range of fp8 and are cut off",
+        tests=("tests/kernels/test_fp8.py::test_scales",),
+    ),
+    Bug(
+        name="magnitudes-of-one-microbatch-after-the-other",
+        module="holmesjax.runtime.end_of_step",
+        old='"max": jnp.max}',
+        new='"max": jnp.sum}',
+        wrong="largest magnitudes of microbatches and replicas are added up",
+        tests=("tests/layers/test_fp8.py::test_every_plan_trains_as_one_device",),
+    ),
     # ---- data ----------------------------------------------------------------------------------
+    Bug(
+        name="special-tokens-in-a-corpus",
+        module="holmesjax.data.tokenizer_files",
+        old="inner.encode_special_tokens = True",
+        new="inner.encode_special_tokens = False",
+        wrong="a special token that stands in a text becomes a mark",
+        tests=("tests/data/test_tokenizer_files.py::test_a_text_comes_back_whole_and_in_pieces",),
+    ),
+    Bug(
+        name="arrow-end",
+        module="holmesjax.data.row_documents",
+        old="if content.read() != END:",
+        new="if not content.read():",
+        wrong="rows of a dataset that was cut off behind a batch are missing without a word",
+        tests=(
+            "tests/data/test_document_formats.py::test_a_damaged_file_is_refused_with_its_place",
+        ),
+    ),
+    Bug(
+        name="page-of-ranks",
+        module="holmesjax.data.number_files",
+        old="np.searchsorted(self._first_P, value)) - 1",
+        new='np.searchsorted(self._first_P, value, side="right")) - 1',
+        wrong="documents that begin at one place are counted from their last page on",
+        tests=("tests/data/test_number_files.py::test_ranks_are_those_of_the_array_on_every_page",),
+    ),
+    Bug(
+        name="short-read",
+        module="holmesjax.data.stores",
+        old="if len(found) < count:",
+        new="if len(found) < 0:",
+        wrong="a file of tokens that shrinks gives short windows, and no message",
+        tests=(
+            "tests/data/test_token_files.py::test_a_file_that_becomes_shorter_while_it_is_read_is_named",
+        ),
+    ),
     Bug(
         name="half-the-validation",
         module="holmesjax.data.corpus",
@@ -67,12 +120,50 @@ BUGS = (
     Bug(
         name="one-order-for-all-epochs",
         module="holmesjax.data.batches",
-        old="round_keys(self.seed, stream=int(e))",
+        old="round_keys(self.seed, stream + epoch)",
         new="round_keys(self.seed)",
         wrong="every epoch reads the windows in the same order",
         tests=(
             "tests/data/test_batches.py::test_every_epoch_visits_every_window_once_in_an_order_of_its_own",
         ),
+    ),
+    Bug(
+        name="a-change-of-weights-begins-a-corpus-anew",
+        module="holmesjax.data.mixing",
+        old="own_K + self._taken[phase][source_K[here]]",
+        new="own_K",
+        wrong="where weights change, each corpus is read from its beginning again",
+        tests=(
+            "tests/data/test_mixing.py::test_a_change_of_weights_goes_on_where_each_source_was",
+        ),
+    ),
+    Bug(
+        name="prompts-are-targets",
+        module="holmesjax.data.packing",
+        old="targets[here][~trained] = -1",
+        new="pass",
+        wrong="what a user says counts in the loss",
+        tests=(
+            "tests/data/test_chat.py::test_answers_and_their_end_marks_are_the_targets_of_dialogues",
+        ),
+    ),
+    Bug(
+        name="a-piece-ends-without-its-target",
+        module="holmesjax.data.packing",
+        old="yield place + cut, min(length, count - cut)",
+        new="yield place + cut, min(length, count - cut) - (cut + length < count)",
+        wrong="the target behind each cut of a long document is lost",
+        tests=(
+            "tests/data/test_packing.py::test_each_target_of_each_document_comes_once_however_documents_are_cut",
+        ),
+    ),
+    Bug(
+        name="rows-of-a-mixture-stay",
+        module="holmesjax.data.batches",
+        old="part_B, order_B = source.schedule.picks(first_sequence + row_B)",
+        new="part_B, order_B = source.schedule.picks(first_sequence + np.sort(row_B))",
+        wrong="a corpus of a mixture is always read by the same devices",
+        tests=("tests/data/test_mixing.py::test_sources_do_not_stay_in_rows_of_their_own",),
     ),
     # ---- costs ---------------------------------------------------------------------------------
     Bug(
@@ -86,21 +177,21 @@ BUGS = (
     Bug(
         name="wide-gathers",
         module="holmesjax.costs.stage_times",
-        old="DTYPE_BYTES[stage.dtype] * held, data)",
-        new='DTYPE_BYTES["float32"] * held, data)',
+        old="DTYPE_BYTES[stage.dtype] * trained, data)",
+        new='DTYPE_BYTES["float32"] * trained, data)',
         wrong="parameters are gathered in float32, whatever is computed in",
         tests=("tests/costs/test_stage_times.py::test_bfloat16_halves_what_is_gathered",),
     ),
     # ---- plan ----------------------------------------------------------------------------------
     Bug(
         name="gradients-on-the-way-there",
-        module="holmesjax.plan.pipeline_schedules",
+        module="holmesjax.schedules.simulation",
         old="np.where(kind == 0, 2 * stage, 2 * to + 1)",
         new="np.where(kind == 0, 2 * stage, 2 * to)",
         wrong="gradients take the time of the way there, not of the way back",
         tests=(
-            "tests/plan/test_pipeline_schedules.py::test_simulation_agrees_with_a_ticking_clock",
-            "tests/plan/test_pipeline_schedules.py::test_both_directions_of_a_link_are_independent",
+            "tests/schedules/test_pipeline_schedules.py::test_simulation_agrees_with_a_ticking_clock",
+            "tests/schedules/test_pipeline_schedules.py::test_both_directions_of_a_link_are_independent",
         ),
     ),
     Bug(
@@ -115,6 +206,48 @@ BUGS = (
     ),
     # ---- planner -------------------------------------------------------------------------------
     Bug(
+        name="weights-of-all-chunks-at-the-end",
+        module="holmesjax.planner.candidates",
+        old="last_weight=min(",
+        new="last_weight=sum(",
+        wrong="the gradients of weights of all chunks come after the last gradient of an input",
+        tests=("tests/planner/test_search.py::test_chunks_with_split_backwards_have_a_bound",),
+    ),
+    Bug(
+        name="targets-of-own-rows",
+        module="holmesjax.data.batches",
+        old="for source, i in picked)",
+        new="for source, i in wanted)",
+        wrong="a process weighs the loss by the targets of its own rows, not of the whole batch",
+        tests=(
+            "tests/data/test_batches.py::test_targets_that_do_not_count_are_below_zero_and_counted_over_the_whole_batch",
+        ),
+    ),
+    Bug(
+        name="unclipped-direction",
+        module="holmesjax.optimizers.elementwise",
+        old="g.astype(jnp.float32) * scale",
+        new="g.astype(jnp.float32)",
+        wrong="the gradients of an optax transformation are not clipped",
+        tests=("tests/optimizers/test_elementwise.py",),
+    ),
+    Bug(
+        name="rows-for-columns",
+        module="holmesjax.optimizers.adafactor",
+        old="pairs = zip(old, dims, strict=True)",
+        new="pairs = zip(old, dims[::-1], strict=True)",
+        wrong="the rows of a square matrix are means over its rows",
+        tests=("tests/optimizers/test_adafactor.py",),
+    ),
+    Bug(
+        name="means-cut-as-others",
+        module="holmesjax.optimizers.adafactor",
+        old="return Factored._make(map(without, dims))\n\n        shapes",
+        new="return Factored._make(map(without, dims[::-1]))\n\n        shapes",
+        wrong="the rows lie where the columns should",
+        tests=("tests/optimizers/test_adafactor.py",),
+    ),
+    Bug(
         name="nobody-shares-a-nic",
         module="holmesjax.planner.mesh_order",
         old="self.link(way).bandwidth_bytes_per_s / num_rings for way in",
@@ -125,18 +258,28 @@ BUGS = (
     Bug(
         name="stale-seconds",
         module="holmesjax.planner.problem",
-        old="key = seat, settings, role, num_blocks, is_split\n",
-        new="key = seat, settings, role, num_blocks\n",
+        old="key = slot, settings, role, blocks, is_split\n",
+        new="key = slot, settings, role, blocks\n",
         wrong="a stage keeps the seconds of whole backwards where they are split, or the other way",
         tests=(
             "tests/planner/test_planner.py::test_a_backward_takes_as_long_in_one_piece_as_in_two_whichever_is_asked_for_first",
         ),
     ),
     Bug(
+        name="nothing-goes-round",
+        module="holmesjax.planner.problem",
+        old="key = assignment.segments, chunks > 1\n",
+        new="key = assignment.segments\n",
+        wrong="stages with chunks keep the queues of those without, or the other way",
+        tests=(
+            "tests/planner/test_pipes.py::test_only_stages_with_chunks_have_boundaries_that_go_round_and_queue",
+        ),
+    ),
+    Bug(
         name="bound-too-high",
         module="holmesjax.planner.shortlist",
-        old="np.floor(np.minimum(in_time, self.room.layers(depth)))",
-        new="np.floor(np.minimum(in_time, self.room.layers(depth))) - 1",
+        old="np.floor(np.minimum(in_time, self.room.load(depth)))",
+        new="np.floor(np.minimum(in_time, self.room.load(depth))) - 1",
         wrong="stages count as holding a layer less than they can: good plans are left out unseen",
         tests=("tests/planner/test_search.py::test_no_plan_is_faster[a slow one]",),
     ),
@@ -168,11 +311,73 @@ BUGS = (
     # ---- models and optimizers -----------------------------------------------------------------
     Bug(
         name="large-residual-weights",
-        module="holmesjax.models.transformer",
-        old="(2 * config.num_layers) ** -0.5",
-        new="config.num_layers**-0.5",
+        module="holmesjax.layers.transformer",
+        old="(2 * model.num_layers) ** -0.5",
+        new="model.num_layers**-0.5",
         wrong="weights that add to the residual stream start as if a layer added once",
         tests=("tests/models/test_initial_values.py::test_a_model_starts_as_gpt_2_did",),
+    ),
+    Bug(
+        name="window-of-one-more-key",
+        module="holmesjax.layers.transformer",
+        old="window=model.window)",
+        new="window=model.window + 1)",
+        wrong="a query of a block with a window sees one key too many",
+        tests=("tests/layers/test_window.py::test_windows_equal_masked_dense_attention",),
+    ),
+    Bug(
+        name="auxiliary-loss-without-weight",
+        module="holmesjax.runtime.microbatch",
+        old="loss = weight * auxiliary.losses[name]",
+        new="loss = auxiliary.losses[name]",
+        wrong="an auxiliary loss pulls on parameters as if its weight were 1",
+        tests=(
+            "tests/layers/test_toy_kind.py::test_auxiliary_losses_reach_all_gradients_and_all_stages",
+        ),
+    ),
+    Bug(
+        name="every-microbatch-draws-the-same",
+        module="holmesjax.runtime.microbatch",
+        old="first + jnp.arange(stage.microbatch_size)",
+        new="jnp.arange(stage.microbatch_size)",
+        wrong="a sequence draws by its place in a microbatch, and not by its number in the run",
+        tests=(
+            "tests/layers/test_toy_kind.py::test_auxiliary_losses_reach_all_gradients_and_all_stages",
+        ),
+    ),
+    Bug(
+        name="epsilon-of-another-family",
+        module="holmesjax.models.transformer",
+        old="how = model.norm_epsilon,",
+        new="how = 1e-5,",
+        wrong="all norms have the epsilon of GPT-2",
+        tests=("tests/models/test_families.py::test_logits_are_those_of_transformers[qwen3]",),
+    ),
+    Bug(
+        name="scaled-angles-of-windows",
+        module="holmesjax.models.transformer",
+        old="model.window_rotary_base)",
+        new="model.window_rotary_base, model.rotary_scaling)",
+        wrong="layers with a window turn by scaled frequencies",
+        tests=(
+            "tests/models/test_families.py::test_logits_are_those_of_transformers[gemma3_text]",
+        ),
+    ),
+    Bug(
+        name="slope-of-a-cap-forgotten",
+        module="kernels.cross_entropy",
+        old="dlogits if soft_cap is None else dlogits * (1.0 - jnp.square(wide / soft_cap))",
+        new="dlogits",
+        wrong="gradients of capped logits are those of logits without a cap",
+        tests=("tests/kernels/test_cross_entropy.py::test_logits_are_capped_before_the_loss",),
+    ),
+    Bug(
+        name="run-before-forgotten",
+        module="kernels.attention.ring",
+        old="return min(-(-(window - 1) // run), 2 * count - 1)",
+        new="return min((window - 1) // run, 2 * count - 1)",
+        wrong="a window does not reach into the last of the runs before on other devices",
+        tests=("tests/kernels/attention/test_ring.py::test_sequences_cut_over_a_ring[window]",),
     ),
     Bug(
         name="turned-the-other-way",
@@ -193,9 +398,9 @@ BUGS = (
     # ---- transport -----------------------------------------------------------------------------
     Bug(
         name="silent-link",
-        module="holmesjax.transport.frames",
-        old="if time.monotonic() - self._heard_s >= self._silence_s:",
-        new="if time.monotonic() - self._heard_s >= 10 * self._silence_s:",
+        module="holmesjax.transport.heartbeats",
+        old="if time.monotonic() - self.heard_s >= self.limit_s:",
+        new="if time.monotonic() - self.heard_s >= 10 * self.limit_s:",
         wrong="a link may be silent for ten times as long as it should",
         tests=("tests/transport/test_frames.py::test_silence_is_noticed_when_its_time_is_up",),
     ),
@@ -216,6 +421,14 @@ BUGS = (
         new="progress_s = start_s",
         wrong="a slow array is given up while its bytes arrive",
         tests=("tests/transport/test_tcp.py::test_a_slow_link_is_not_lost",),
+    ),
+    Bug(
+        name="long-goodbyes",
+        module="holmesjax.transport.tcp",
+        old="        deadline_s = time.monotonic() + self._timeouts.silence_s\n",
+        new="        deadline_s = time.monotonic() + 10 * self._timeouts.silence_s\n",
+        wrong="a process that ends waits ten times as long for others as it should",
+        tests=("tests/transport/test_tcp.py::test_closing_waits_as_long_as_a_link_may_be_silent",),
     ),
     # ---- hosts ---------------------------------------------------------------------------------
     Bug(
@@ -316,6 +529,16 @@ BUGS = (
     ),
     # ---- distributed ---------------------------------------------------------------------------
     Bug(
+        name="a-patient-member",
+        module="holmesjax.distributed.controller",
+        old="self._patience_s = 2 * record.limit_s + self.timeout_s",
+        new="self._patience_s = 20 * record.limit_s + 10 * self.timeout_s",
+        wrong="a member of a job without progress waits ten times as long as it should",
+        tests=(
+            "tests/distributed/test_controller.py::test_the_patience_of_a_member_counts_from_the_last_progress",
+        ),
+    ),
+    Bug(
         name="a-vote-for-all",
         module="holmesjax.distributed.controller",
         old="if len(votes) == self._num_stages:",
@@ -371,6 +594,33 @@ BUGS = (
         wrong="a process that was killed on a host counts as one that ended with a status",
         tests=("tests/launch/test_ssh.py::test_the_status_of_a_process_comes_through",),
     ),
+    # ---- models of one's own -------------------------------------------------------------------
+    Bug(
+        name="weights-kept-as-activations",
+        module="holmesjax.models.layer_tracing",
+        old="        if own.weights is None:\n            found",
+        new="        if True:\n            found",
+        wrong="what a layer keeps counts its weights once for each microbatch",
+        tests=("tests/models/test_layer_tracing.py::test_programs_say_what_the_closed_forms_say",),
+    ),
+    Bug(
+        name="copies-of-weights-kept",
+        module="holmesjax.models.own_model",
+        old="without_weights(run)(params, *inputs)",
+        new="run(params, *inputs)",
+        wrong="a layer in bfloat16 keeps its weights as it has cast them, for each microbatch",
+        tests=(
+            "tests/models/test_flax_layers.py::test_products_in_bfloat16_keep_no_copy_of_a_weight",
+        ),
+    ),
+    Bug(
+        name="one-key-for-all-layers",
+        module="holmesjax.models.own_model",
+        old="jax.random.fold_in(jax.random.key(seed), zlib.crc32(layer.encode()))",
+        new="jax.random.key(seed)",
+        wrong="all layers of a model of one's own begin with the same numbers",
+        tests=("tests/models/test_own_model.py::test_a_step_is_that_of_one_device",),
+    ),
     # ---- kernels -------------------------------------------------------------------------------
     Bug(
         name="rounded-to-the-nearest",
@@ -388,6 +638,6 @@ BUGS = (
         old="seen & (key > query - self.window)",
         new="seen & (key >= query - self.window)",
         wrong="a window sees one key more than it is wide",
-        tests=("tests/kernels/attention/test_reference.py::test_long_sequences_get_longer_blocks",),
+        tests=("tests/kernels/attention/test_reference.py::test_long_sequences_go_in_chunks",),
     ),
 )

@@ -5,8 +5,10 @@ import numpy as np
 import optax
 import pytest
 
-from holmesjax.config import OptimizerConfig
-from holmesjax.optimizers.adamw import decays, learning_rate, make_optimizer
+from holmesjax.config import ModelConfig, OptimizerConfig
+from holmesjax.layers.kind import Constant, Parameter
+from holmesjax.layers.model_layers import layers
+from holmesjax.optimizers.optimizer import learning_rate, make_optimizer
 from tests.arrays import normal
 
 NUM_STEPS = 40
@@ -48,20 +50,36 @@ def test_a_run_shorter_than_its_warmup_only_rises(schedule):
     np.testing.assert_allclose(got, 2.0 * np.arange(1, NUM_STEPS + 1) / 100, rtol=0, atol=2.0**-22)
 
 
+def stated(tree):
+    """Statements of an array for each of a tree's: matrices decay."""
+    zero = Constant(0.0)
+    return jax.tree_util.tree_map_with_path(
+        lambda path, x: Parameter(
+            name=path[-1].key, shape=x.shape, initial=zero, decays=len(x.shape) > 1
+        ),
+        tree,
+    )
+
+
 def test_matrices_decay_and_nothing_else():
-    tree = {
-        "embed": {"token_VD": 0, "position_PD": 0},
-        "block_000": {"up_DF": 0, "attention_norm": {"scale_D": 0, "bias_D": 0}},
-        "head": {"output_DV": 0},
+    model = ModelConfig(
+        num_layers=1,
+        width=8,
+        num_heads=2,
+        context_length=4,
+        positions="learned",
+        activation="swiglu",
+        norm="layer_norm",
+    )
+    found = {
+        f"{layer}/{p.name}": p for layer, kind in layers(model).items() for p in kind.parameters
     }
-    got = {
-        "/".join(key.key for key in path): decays(path)
-        for path, _ in jax.tree_util.tree_leaves_with_path(tree)
-    }
-    assert {name for name, decayed in got.items() if decayed} == {
-        "block_000/up_DF",
+    block = ("query_DHK", "key_DGK", "value_DGK", "out_HKD", "gate_DF", "up_DF", "down_FD")
+    assert {name for name, parameter in found.items() if parameter.decays} == {
         "head/output_DV",
+        *(f"block_000/{name}" for name in block),
     }
+    assert found.keys() >= {"embed/token_VD", "embed/position_PD", "block_000/mlp_norm/bias_D"}
 
 
 def test_adamw_equals_its_formulas():
@@ -69,9 +87,10 @@ def test_adamw_equals_its_formulas():
     config = OptimizerConfig(
         learning_rate=0.1, schedule="linear", warmup_steps=3, weight_decay=0.2, epsilon=1e-6
     )
-    optimizer, rate = make_optimizer(config, NUM_STEPS), learning_rate(config, NUM_STEPS)
     random = np.random.default_rng(0)
     params = {"block_000": {"up_DF": random.normal(size=(4, 3)), "scale_D": random.normal(size=4)}}
+    rate = learning_rate(config, NUM_STEPS)
+    optimizer = make_optimizer(config, NUM_STEPS, stated(params))
     got = {"block_000": {k: np.float32(v) for k, v in params["block_000"].items()}}
     state = optimizer.init(got)
     moments = {k: [np.zeros_like(v), np.zeros_like(v)] for k, v in params["block_000"].items()}
@@ -98,10 +117,10 @@ def test_it_is_one_of_optax_transformations():
     """In a chain with optax's clipping, it does what optax's own AdamW does."""
     config = OptimizerConfig(learning_rate=0.1, schedule="constant", weight_decay=0.2)
     clip, c = optax.clip_by_global_norm(0.5), config
-    ours = optax.chain(clip, make_optimizer(config, NUM_STEPS))
+    start = {"block_000": {"up_DF": normal(0, 4, 3)}}
+    ours = optax.chain(clip, make_optimizer(config, NUM_STEPS, stated(start)))
     theirs = optax.adamw(0.1, c.beta1, c.beta2, c.epsilon, weight_decay=c.weight_decay)
     theirs = optax.chain(clip, theirs)
-    start = {"block_000": {"up_DF": normal(0, 4, 3)}}
     trees = []
     for optimizer in (ours, theirs):
         params, state = start, optimizer.init(start)
@@ -126,7 +145,8 @@ def test_moments_in_fewer_bits_lead_to_the_same_place(moments, beta2):
         config = OptimizerConfig(
             learning_rate=0.03, schedule="linear", beta2=beta2, weight_decay=0.0, moments=moments
         )
-        optimizer = make_optimizer(config, len(noise))
+        params = {"block_000": {"up_DF": np.zeros((16, 128), np.float32)}}
+        optimizer = make_optimizer(config, len(noise), stated(params))
 
         def step(carry, noise):
             params, state = carry
@@ -134,7 +154,6 @@ def test_moments_in_fewer_bits_lead_to_the_same_place(moments, beta2):
             gradients = {"block_000": {"up_DF": slopes * (x - 1 + noise)}}
             return optimizer.apply(gradients, state, params), None
 
-        params = {"block_000": {"up_DF": np.zeros((16, 128), np.float32)}}
         carry = params, optimizer.init(params)
         (params, _), _ = jax.jit(lambda *args: jax.lax.scan(step, *args))(carry, np.float32(noise))
         return np.sqrt(np.mean(np.square(params["block_000"]["up_DF"] - 1.0)))

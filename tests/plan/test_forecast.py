@@ -3,10 +3,7 @@
 import dataclasses
 import itertools
 import json
-import subprocess
-import sys
 from functools import partial
-from pathlib import Path
 
 import pytest
 
@@ -23,8 +20,7 @@ from tests.clusters import (
     one_each,
     two_clusters,
 )
-
-ROOT = Path(__file__).parents[2]
+from tests.jobs import run_launch_here
 
 
 def with_schedule(name, **choice):
@@ -133,12 +129,10 @@ def test_a_device_alone_sums_no_gradients():
     assert {task["kind"] for task in forecast.tasks(plan)} == {"F", "B", "U"}
 
 
-def test_the_verb_writes_the_trace(tmp_path):
+def test_the_verb_writes_the_trace(tmp_path, capsys):
     path = tmp_path / "trace.json"
-    words = [sys.executable, "-m", "launch", "plan", "configs/runs/quickstart.yaml", "--trace"]
-    run = lambda to: subprocess.run(
-        [*words, str(to)], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
-    )
+    words = ["plan", "configs/runs/quickstart.yaml", "--trace"]
+    run = lambda to: run_launch_here(capsys, *words, to)
     assert run(path).returncode == 0
     values = json.loads(path.read_text())
     assert {event["ph"] for event in values["traceEvents"]} == {"M", "X"}

@@ -2,20 +2,22 @@
 
 import dataclasses
 import json
-import subprocess
-import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
 
 from holmesjax.config import ParallelConfig
+from holmesjax.costs import work
 from holmesjax.planner import explain
 from holmesjax.planner.explain import Alternative, describe
 from holmesjax.planner.planner import find, make_plan
 from holmesjax.planner.stage_layouts import USABLE_MEMORY
 from holmesjax.topology import machines, upgrades
+from launch.__main__ import main
 from tests.clusters import (
     GIB,
+    golden_plan,
     make_cluster,
     make_config,
     make_topology,
@@ -23,15 +25,25 @@ from tests.clusters import (
     two_clusters,
     two_uneven,
 )
+from tests.layer_kinds import DEAR
 from tests.planner.test_prices import asked, small
 
 ROOT = Path(__file__).parents[2]
 WIDE = {"width": 4096, "num_heads": 32}  # so much to compute that two clusters pay
+# Few plans to search, where a test is about any plan.
+FEW = {"parallel": {"schedule": "1f1b", "activation_checkpointing": "none"}}
+FEW["train"] = {"global_batch": 8}
 IB_ROCE = ROOT / "configs/topologies/ib_roce.yaml"
 
 
 def explained(config, topology):
     return explain.explain(config, topology)
+
+
+@pytest.fixture(scope="module")
+def all_free():
+    """The golden plan of this name is what is explained."""
+    return explained(make_config(parallel={}), two_clusters())
 
 
 def named(alternatives, start):
@@ -44,19 +56,17 @@ def named(alternatives, start):
 
 def test_a_plan_on_one_device_is_bound_by_it_alone():
     topology = make_topology(make_cluster("only", "ethernet", (1,)))
-    binds = explained(make_config(parallel={}), topology).best[0].binds
+    binds = explained(make_config(**FEW), topology).best[0].binds
     assert binds == {"gpu-1 of only": pytest.approx(1.0)}
 
 
-@pytest.mark.parametrize(
-    ("ethernet_bytes_per_s", "least", "most"), [(1e11, 0.0, 0.1), (3e9, 0.1, 0.8), (3e7, 0.8, 1.0)]
-)
-def test_a_slow_link_binds_the_more_the_slower_it_is(ethernet_bytes_per_s, least, most):
-    topology = two_clusters(ethernet_bytes_per_s=ethernet_bytes_per_s)
+def test_a_slow_link_binds_the_more_the_slower_it_is():
     config = make_config(clusters=("ib", "roce"), model=WIDE)
-    binds = explained(config, topology).best[0].binds
-    assert list(binds.values()) == sorted(binds.values(), reverse=True)
-    assert least <= binds.get("ethernet ib<->roce", 0.0) <= most
+    for bytes_per_s, least, most in ((1e11, 0.0, 0.1), (3e9, 0.1, 0.8), (3e7, 0.8, 1.0)):
+        topology = two_clusters(ethernet_bytes_per_s=bytes_per_s)
+        binds = explained(config, topology).best[0].binds
+        assert list(binds.values()) == sorted(binds.values(), reverse=True), bytes_per_s
+        assert least <= binds.get("ethernet ib<->roce", 0.0) <= most, bytes_per_s
 
 
 def test_what_a_process_sends_binds_where_the_link_is_faster():
@@ -106,16 +116,15 @@ def test_a_balanced_plan_is_bound_by_both_clusters():
     assert sum(devices) > 1.1
 
 
-def test_the_best_plans_come_in_order_and_the_first_is_the_plan():
-    config, topology = make_config(parallel={}), two_clusters()
-    best = explained(config, topology).best
+def test_the_best_plans_come_in_order_and_the_first_is_the_plan(all_free):
+    best = all_free.best
     assert len(best) == explain.NUM_PLANS
     assert [plan.step_s for plan in best] == sorted(plan.step_s for plan in best)
-    plan = make_plan(config, topology)
+    plan = golden_plan("all_free")
     assert best[0].step_s == plan.step_time_s
     assert best[0].schedule == plan.schedule
     assert best[0].microbatches == plan.microbatches
-    capacity = topology.nodes[0].device.memory_bytes
+    capacity = two_clusters().nodes[0].device.memory_bytes
     fullest = max(sum(stage.memory_bytes.values()) for stage in plan.stages)
     assert best[0].memory_share == pytest.approx(fullest / capacity)
 
@@ -124,7 +133,7 @@ def test_a_pipeline_is_told_in_short():
     topology = two_clusters()
     config = make_config(clusters=("ib", "ib", "roce"), tensor=4)
     problem, found = find(config, topology)
-    layers = found.best[0].case.layers
+    layers = found.best[0].assignment.layers
     text = explain._pipeline(problem, found.best[0])
     assert text.startswith(f"ib {layers[0]} + {layers[1]} (")
     assert f" > roce {layers[2]} (" in text
@@ -132,6 +141,18 @@ def test_a_pipeline_is_told_in_short():
 
 
 # ---- in place of the plan ------------------------------------------------------------------------
+
+
+def test_layers_of_several_kinds_are_told_by_kind():
+    """Each stage of an interleaved pipeline has two runs of the model's layers."""
+    model = {"num_layers": 7, "pattern": (DEAR, "block", "block")}
+    config = make_config(model=model, schedule="interleaved_1f1b", layers=(4, 3))
+    plan, [told] = make_plan(config, two_clusters()), explained(config, two_clusters()).best[:1]
+    kinds = work.kind_names(config.model)
+    for stage in plan.stages:
+        held = Counter(kinds[name] for name in stage.layers if name in kinds)
+        text = f"{stage.num_blocks}: {held['dear']} dear, {held['block']} block"
+        assert f"{stage.cluster} {text} (" in told.pipeline
 
 
 def test_an_even_split_is_the_plan_with_as_many_layers_on_each_stage():
@@ -144,8 +165,8 @@ def test_an_even_split_is_the_plan_with_as_many_layers_on_each_stage():
 
 def test_data_parallelism_in_one_cluster_is_a_plan_of_one_stage():
     topology = make_topology(make_cluster("only", "infiniband", (4, 4)))
-    config = make_config(parallel={})
-    found = named(explained(config, topology).against, "data parallelism")
+    config = make_config(parallel={}, train={"global_batch": 8})
+    found = explain._data_parallel(config, topology)
     alone = dataclasses.replace(config, parallel=ParallelConfig(stages=1, tensor=1))
     assert found.step_s == make_plan(alone, topology).step_time_s
 
@@ -158,7 +179,7 @@ def test_data_parallelism_over_two_clusters_goes_at_the_speed_of_their_link():
     two = dataclasses.replace(two, links=links)
     one = make_topology(make_cluster("slow", "ethernet", (4, 4, 4, 4)))
     config = make_config(parallel={})
-    found = named(explained(config, two).against, "data parallelism")
+    found = explain._data_parallel(config, two)
     on_all = [ParallelConfig(stages=1, tensor=1, data=16 // n, fsdp=n) for n in (1, 4, 16)]
     plans = [make_plan(dataclasses.replace(config, parallel=own), one) for own in on_all]
     assert found.step_s == pytest.approx(min(plan.step_time_s for plan in plans), rel=0.01)
@@ -203,11 +224,11 @@ def test_a_cluster_is_worth_what_a_plan_without_it_lacks():
 
 def test_a_cluster_that_is_left_out_is_named():
     topology = make_topology(
-        make_cluster("ib", "infiniband", (8, 8)),
+        make_cluster("ib", "infiniband", (2, 2)),
         make_cluster("tiny", "ethernet", (1,), speed=0.01),
         ethernet_bytes_per_s=1e7,
     )
-    found = explained(make_config(parallel={}), topology)
+    found = explained(make_config(**FEW), topology)
     alternative = named(found.clusters, "with tiny")
     assert alternative.step_s is None or alternative.step_s > found.step_s
 
@@ -277,7 +298,7 @@ def test_nodes_and_clusters_come_and_go():
 
 
 def test_unlike_devices_and_unlike_nodes_are_explained():
-    found = explained(make_config(parallel={}), two_uneven())
+    found = explained(make_config(model={"num_layers": 4}, **FEW), two_uneven())
     lines = describe(found)
     assert any(line.startswith("what upgrades would buy") for line in lines)
     assert sum(line.startswith("  1 ") for line in lines) == 1
@@ -285,10 +306,12 @@ def test_unlike_devices_and_unlike_nodes_are_explained():
 
 # ---- prices --------------------------------------------------------------------------------------
 
+SHALLOW = WIDE | {"num_layers": 2}
+
 
 def test_what_is_best_for_its_price_is_explained_by_dollars():
     topology = small(ib=4.0, roce=3.0)
-    config = asked(make_config(model=WIDE, parallel={}), objective="tokens_per_dollar")
+    config = asked(make_config(model=SHALLOW, **FEW), objective="tokens_per_dollar")
     found = explained(config, topology)
     assert found.by_dollars
     dollars = [plan.dollars for plan in found.best]
@@ -308,7 +331,7 @@ def test_what_is_best_for_its_price_is_explained_by_dollars():
 
 def test_within_a_budget_what_is_too_dear_is_not_possible():
     topology = small(ib=4.0, roce=0.5)
-    config = make_config(model=WIDE, parallel={})
+    config = make_config(model=SHALLOW, **FEW)
     cheapest = make_plan(asked(config, objective="tokens_per_dollar"), topology)
     budget = 1.05 * config.train.steps * sum(cheapest.step_dollars.values())
     found = explained(asked(config, budget_dollars=budget), topology)
@@ -320,28 +343,27 @@ def test_within_a_budget_what_is_too_dear_is_not_possible():
     assert header[:3] == ["step", "dollars", "slower"]
 
 
-def test_without_prices_there_are_no_dollars():
-    found = explained(make_config(parallel={}), two_clusters())
-    assert found.best[0].dollars is None
-    assert "dollars" not in "\n".join(describe(found))
+def test_without_prices_there_are_no_dollars(all_free):
+    assert all_free.best[0].dollars is None
+    assert "dollars" not in "\n".join(describe(all_free))
 
 
 # ---- the verb ------------------------------------------------------------------------------------
 
 
-def plan(*words):
-    done = subprocess.run(
-        [sys.executable, "-m", "launch", "plan", "configs/runs/quickstart.yaml", *words],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    return done.returncode, done.stdout, done.stderr
+@pytest.fixture
+def plan(capsys, monkeypatch):
+    """Runs the verb; returns its exit status, and the text on stdout and stderr."""
+    monkeypatch.chdir(ROOT)
+
+    def run(*words):
+        status = main(["plan", "configs/runs/quickstart.yaml", *words])
+        return status, *capsys.readouterr()
+
+    return run
 
 
-def test_the_verb_explains_and_plans_again():
+def test_the_verb_explains_and_plans_again(plan):
     status, out, err = plan("--explain", "--what-if", "links.ib<->roce.bandwidth=100 Mb/s")
     assert (status, err) == (0, "")
     titles = ("the best plans, side by side", "in place of the plan", "what upgrades would buy")
@@ -351,7 +373,7 @@ def test_the_verb_explains_and_plans_again():
     assert "longer than the" in out
 
 
-def test_the_verb_tells_programs_the_same():
+def test_the_verb_tells_programs_the_same(plan):
     change = "clusters.ib.devices.memory=1 GiB"
     status, out, _ = plan("--explain", "--json", "--what-if", change)
     values = json.loads(out)
@@ -363,19 +385,18 @@ def test_the_verb_tells_programs_the_same():
     assert (status, json.loads(out)["topology"]) == (0, "h100_a100")
 
 
-@pytest.mark.parametrize(
-    ("change", "problem"),
-    [
-        ("clusters.ibb.nodes=3", "clusters has no ibb\n  found: it has ib, roce"),
-        ("clusters.ib.nodes=0", "override clusters.ib.nodes=0: must be at least 1"),
-        ("clusters.ib.nodes=many", "override clusters.ib.nodes=many"),
-        ("links.roce<->ib.bandwidth=fast", "links has no roce<->ib"),
-        ("links.0.bandwidth=fast", "override links.0.bandwidth=fast"),
-        ("nodes", "must be key=value"),
-    ],
-)
-def test_a_bad_change_is_refused(change, problem):
-    status, out, err = plan("--what-if", change)
-    assert (status, out) == (2, "")
-    assert problem in err
-    assert "Traceback" not in err
+BAD_CHANGES = {
+    "clusters.ibb.nodes=3": "clusters has no ibb\n  found: it has ib, roce",
+    "clusters.ib.nodes=0": "override clusters.ib.nodes=0: must be at least 1",
+    "clusters.ib.nodes=many": "override clusters.ib.nodes=many",
+    "links.roce<->ib.bandwidth=fast": "links has no roce<->ib",
+    "links.0.bandwidth=fast": "override links.0.bandwidth=fast",
+    "nodes": "must be key=value",
+}
+
+
+def test_a_bad_change_is_refused(plan):
+    for change, problem in BAD_CHANGES.items():
+        status, out, err = plan("--what-if", change)
+        assert (status, out) == (2, ""), change
+        assert problem in err, change

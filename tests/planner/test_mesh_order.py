@@ -9,7 +9,7 @@ from hypothesis import given, settings, strategies as st
 
 from holmesjax.plan.plan import Axis
 from holmesjax.planner.mesh_order import Paths, place
-from holmesjax.topology.fabrics import REACHED
+from holmesjax.topology.fabrics import FABRICS
 from holmesjax.topology.machines import (
     Cluster,
     Collective,
@@ -20,6 +20,7 @@ from holmesjax.topology.machines import (
     Node,
     Topology,
 )
+from tests.cases import cases
 
 TRAFFIC = {Axis.DATA: 1.0, Axis.FSDP: 3.0, Axis.CONTEXT: 10.0, Axis.EXPERT: 30.0, Axis.TENSOR: 99.0}
 
@@ -130,10 +131,9 @@ COUNTS = {
 }
 
 
-@pytest.mark.parametrize(
+@cases(
     "counts, sizes",
     [(counts, sizes) for n in MESHES for counts in COUNTS[n] for sizes in MESHES[n]],
-    ids=str,
 )
 def test_no_placement_is_cheaper_on_nodes_of_unequal_size(counts, sizes):
     check(uniform(*counts), sizes)
@@ -172,7 +172,7 @@ def test_tensor_lies_inside_the_nodes_and_data_across_them():
     assert placement.devices == tuple(range(8))
     # Data groups 0 2 4 6 and 1 3 5 7 share the interfaces of each node.
     data, tensor = placement.groups[Axis.DATA], placement.groups[Axis.TENSOR]
-    nvlink, nic = REACHED["nvlink"] * 100.0, REACHED["infiniband"] * 10.0
+    nvlink, nic = FABRICS["nvlink"].reached * 100.0, FABRICS["infiniband"].reached * 10.0
     assert (data.size, data.nodes, tensor.size, tensor.nodes) == (4, 2, 2, 1)
     assert data.between.bandwidth_bytes_per_s == nic / 2
     assert data.inside.bandwidth_bytes_per_s == tensor.inside.bandwidth_bytes_per_s == nvlink
@@ -181,7 +181,7 @@ def test_tensor_lies_inside_the_nodes_and_data_across_them():
 
 def test_a_group_between_nodes_is_no_faster_than_its_own_devices():
     placement = check(uniform(2, 2, nvlink=1.0, nic=10.0), {Axis.DATA: 2, Axis.TENSOR: 2})
-    own = REACHED["nvlink"] * 1.0
+    own = FABRICS["nvlink"].reached * 1.0
     slowest = {group.slowest.bandwidth_bytes_per_s for group in placement.groups.values()}
     assert slowest == {own}
     assert placement.fabrics == {Axis.DATA: "infiniband", Axis.TENSOR: "nvlink"}
@@ -279,14 +279,14 @@ def test_a_group_has_its_share_of_what_collectives_reach():
         group = place(Paths.between(topology, names), used, sizes, TRAFFIC).groups[Axis.DATA]
         for kind in ("all_gather", "reduce_scatter"):
             rates[names[0], names[1], kind] = group.reached(kind).bandwidth_bytes_per_s
-    full = REACHED["infiniband"] * 10.0 / 2
+    full = FABRICS["infiniband"].reached * 10.0 / 2
     assert rates == {
         ("a0", "a1", "all_gather"): pytest.approx(4.0 / 2),
         ("a0", "a1", "reduce_scatter"): pytest.approx(full),
         ("b0", "b1", "all_gather"): pytest.approx(full),
         ("b0", "b1", "reduce_scatter"): pytest.approx(full),
-        ("a0", "b0", "all_gather"): pytest.approx(REACHED["ethernet"] * 0.4 / 2),
-        ("a0", "b0", "reduce_scatter"): pytest.approx(REACHED["ethernet"] * 0.4 / 2),
+        ("a0", "b0", "all_gather"): pytest.approx(FABRICS["ethernet"].reached * 0.4 / 2),
+        ("a0", "b0", "reduce_scatter"): pytest.approx(FABRICS["ethernet"].reached * 0.4 / 2),
     }
 
 

@@ -9,12 +9,14 @@ from holmesjax.plan.plan import Plan, describe
 from holmesjax.planner.explain import explain
 from holmesjax.planner.mesh_order import place
 from holmesjax.planner.planner import make_plan
-from holmesjax.planner.stage_layouts import joined_pool
+from holmesjax.planner.problem import Assignment, Segment
+from holmesjax.planner.selection import make_problem
+from holmesjax.planner.stage_layouts import MeshShape, StepSettings, joined_pool
 from holmesjax.topology import upgrades
-from holmesjax.topology.fabrics import REACHED
+from holmesjax.topology.fabrics import FABRICS
 from tests.clusters import chosen_plan, make_cluster, make_config, make_topology, two_clusters
 
-MESSAGES_GET = REACHED["ethernet"]
+MESSAGES_GET = FABRICS["ethernet"].reached
 LATENCY_S, RATE = 1e-4, 3e9  # of the link between two nodes, as `make_topology` has it
 
 
@@ -190,6 +192,24 @@ def test_flows_over_a_pipe_end_when_a_simulation_of_events_says(case):
         if capacity >= 2 * RATE:
             assert (predicted_s, plan.queues) == (pytest.approx(free_s, rel=1e-9), ())
     assert slower == sorted(slower)
+
+
+@pytest.mark.parametrize("numbers", [(1, 2), (2, 1)])
+def test_only_stages_with_chunks_have_boundaries_that_go_round_and_queue(numbers):
+    """Whichever is asked for first: a search asks for both of the same stages."""
+    topology = several(5e9)[1]
+    problem = make_problem(make_config(), topology)
+    assignment = Assignment(
+        tuple(Segment(pool, MeshShape(1, 1, 8), 2) for pool in (0, 1)), (3, 3, 3, 3)
+    )
+    found = {
+        chunks: [
+            (queue.source, queue.target)
+            for queue in problem.queues(assignment, StepSettings(8, "none"), chunks)
+        ]
+        for chunks in numbers
+    }
+    assert found == {1: [], 2: [(0, 3), (1, 2), (2, 1), (3, 0)]}
 
 
 # ---- plans and files -----------------------------------------------------------------------------

@@ -8,22 +8,24 @@ from collections import Counter
 
 import pytest
 
-from holmesjax.config import DistributedConfig
+from holmesjax.config import DistributedConfig, Fp8Config
 from holmesjax.costs import work
+from holmesjax.costs.products import attention_products, layer_products
 from holmesjax.costs.stage_times import BACKWARD_NUMBERS, HOLMESJAX, OVERLAP_SLOWDOWN
 from holmesjax.errors import PlanError
+from holmesjax.layers.model_layers import layer_names
 from holmesjax.parallel import sharding
-from holmesjax.plan.pipeline_schedules import validate
-from holmesjax.plan.plan import Axis, Plan, describe, layer_names
+from holmesjax.plan.plan import Axis, Plan, describe
 from holmesjax.plan.processes import make_processes
 from holmesjax.planner import selection, shortlist
 from holmesjax.planner.planner import make_plan
-from holmesjax.planner.problem import Part
+from holmesjax.planner.problem import Segment
 from holmesjax.planner.selection import make_problem
 from holmesjax.planner.stage_layouts import USABLE_MEMORY, MeshShape, Role, StepSettings
-from holmesjax.topology import upgrades
+from holmesjax.schedules.pipeline_schedules import validate
+from holmesjax.topology import machines, upgrades
 from holmesjax.topology.catalogue import TRANSPORT_BYTES_PER_S
-from holmesjax.topology.fabrics import REACHED
+from holmesjax.topology.fabrics import FABRICS
 from holmesjax.topology.machines import Link, Measured
 from holmesjax.transport import routes
 from holmesjax.transport.crossings import Crossing
@@ -40,6 +42,7 @@ from tests.clusters import (
     one_each,
     two_clusters,
 )
+from tests.layer_kinds import DEAR
 
 
 def split_of(plan):
@@ -180,7 +183,7 @@ def test_a_boundary_takes_as_long_as_the_node_that_sends_or_receives_most(nodes,
         num_bytes = 2 * math.prod(stop - start for start, stop in piece.box)
         moved[piece.source, "sent"] += num_bytes
         moved[piece.target, "received"] += num_bytes
-    transfer_s = 1e-4 + max(moved.values()) / (REACHED["ethernet"] * 3e9)
+    transfer_s = 1e-4 + max(moved.values()) / (FABRICS["ethernet"].reached * 3e9)
     assert [s.seconds["boundary"] for s in plan.stages] == pytest.approx([2 * transfer_s] * 2)
 
 
@@ -216,10 +219,10 @@ def test_a_boundary_is_no_faster_than_its_slower_end():
 @pytest.mark.parametrize("is_first", [False, True])
 def test_a_backward_takes_as_long_in_one_piece_as_in_two_whichever_is_asked_for_first(is_first):
     problem = make_problem(make_config(), two_clusters())
-    [seat] = Part(0, MeshShape(data=2, fsdp=1, tensor=8), 1).seats
+    [slot] = Segment(0, MeshShape(data=2, fsdp=1, tensor=8), 1).slots
     settings = StepSettings(microbatches=8, checkpointing="none")
     of = {
-        is_split: problem.seconds(seat, settings, Role(), 2, is_split)
+        is_split: problem.seconds(slot, settings, Role(), (2,), is_split)
         for is_split in (is_first, not is_first)
     }
     assert of[True].forward == of[False].forward
@@ -254,7 +257,7 @@ def test_tied_embeddings_send_the_table_once_a_step():
     topology = two_clusters()
     plans = [one_each(make_config(model={"tied_embeddings": t}), topology) for t in (False, True)]
     # Two nodes of each side send half of it each.
-    table_s = 4 * 32000 * 1024 / 2 / (REACHED["ethernet"] * 3e9) + 1e-4
+    table_s = 4 * 32000 * 1024 / 2 / (FABRICS["ethernet"].reached * 3e9) + 1e-4
     untied, tied = plans
     assert tied.step_time_s >= untied.step_time_s + 2 * table_s - 1e-9
     for before, after in zip(untied.stages, tied.stages, strict=True):
@@ -316,6 +319,23 @@ def test_interleaved_stages_share_their_layers_over_chunks_in_model_order():
     assert any("embed + 7 layers in 2 chunks" in line for line in describe(plan))
 
 
+def test_stages_tell_the_kinds_of_their_layers():
+    model = {"num_layers": 6, "pattern": (DEAR, *["block"] * 5)}
+    config = make_config(model=model, clusters=("ib", "roce"), layers=(3, 3), schedule="1f1b")
+    text = "\n".join(describe(make_plan(config, two_clusters()), work.kind_names(config.model)))
+    assert "embed + 3 layers (1 dear, 2 block)\n" in text
+    assert " 3 layers (3 block) + head\n" in text
+
+
+def test_devices_share_sequences_of_layers_with_windows():
+    model = {"pattern": ("block", "tests.layer_kinds:near")}
+    plan = make_plan(make_config(model=model, context=2, tensor=1), two_clusters())
+    assert all(stage.mesh["context"] == 2 for stage in plan.stages)
+    dense = make_plan(make_config(context=2, tensor=1), two_clusters())
+    sent = [sum(stage.seconds["context"] for stage in own.stages) for own in (plan, dense)]
+    assert 0 < sent[0] <= sent[1]
+
+
 def test_interleaving_sends_every_boundary_of_its_chunks():
     """Four virtual stages on two: three boundaries each way for a microbatch, not one."""
     even = {"layers": (6, 6)}
@@ -340,12 +360,12 @@ def test_the_predicted_bubble_of_even_stages_is_near_that_of_the_papers(schedule
     plan = chosen_plan(config, topology, QUARTERS, layers=(16,) * 4, chunks=chunks)
     step_s = plan.step_time_s * (1 - plan.shares["boundary"])  # as if transfers took no time
     kind, model = cluster.nodes[0].device, make_config(model=changes).model
-    num_tokens = 8 * 1024
-    products_s = 16 * kind.products_s(work.block_products(model, num_tokens), "bfloat16")
-    attention = work.attention_products(model, num_tokens)
+    [block], num_tokens = work.kinds(model).blocks, 8 * 1024
+    products_s = 16 * kind.products_s(layer_products(block, num_tokens), "bfloat16")
+    attention = attention_products(block, model.context_length, num_tokens)
     attention_s = 16 * HOLMESJAX.attention_pairs * kind.attention_s(attention, "bfloat16")
-    numbers_s = 16 * kind.memory_s(2 * num_tokens * sum(work.block_numbers(model)))
-    added_s = kind.memory_s(12 * 16 * work.block_parameters(model))
+    numbers_s = 16 * kind.memory_s(2 * num_tokens * sum(work.layer_numbers(block)))
+    added_s = kind.memory_s(12 * 16 * block.size())
     forward_s = products_s + attention_s + numbers_s
     both_s = 2 * products_s + 2.5 * attention_s + BACKWARD_NUMBERS * numbers_s + added_s
     weight_s = products_s + added_s
@@ -354,7 +374,7 @@ def test_the_predicted_bubble_of_even_stages_is_near_that_of_the_papers(schedule
         "interleaved_1f1b": (forward_s + both_s) / 2,
         "zero_bubble": forward_s + both_s - 2 * weight_s,  # F + B - W
     }[schedule]
-    update_s = 28 * 16 * work.block_parameters(model) / kind.memory_bandwidth_bytes_per_s
+    update_s = 28 * 16 * block.size() / kind.memory_bandwidth_bytes_per_s
     expected_s = 8 * (forward_s + both_s) + 3 * bubble_s + update_s
     assert step_s == pytest.approx(expected_s, rel=0.01)  # the embedding and the head
 
@@ -624,6 +644,28 @@ def test_more_devices_than_a_cluster_has_are_refused():
     assert error.found == "4 * 1 * 2 = 8"
 
 
+def test_devices_without_fp8_are_refused_unless_no_stage_is_there():
+    h100, a100 = machines.known_device("h100"), machines.known_device("a100_80gb")
+    of = lambda cluster, device: dataclasses.replace(
+        cluster,
+        nodes=tuple(dataclasses.replace(node, device=device) for node in cluster.nodes),
+    )
+    new, old = make_cluster("new", "infiniband", (8,)), make_cluster("old", "roce", (8,))
+    topology = make_topology(of(new, h100), of(old, a100))
+    in_fp8 = {"fp8": Fp8Config()}
+    error = refusal(make_config(model=in_fp8), topology)
+    assert (error.where, error.found) == ("model.fp8", "old has a100_80gb")
+    assert error.fix.startswith("name only new in parallel.clusters, leave model.fp8 out, or add")
+    error = refusal(make_config(model=in_fp8), make_topology(of(old, a100)))
+    assert error.fix.startswith("leave model.fp8 out")
+    cuts, wide = {"clusters": ("new",), "data": 8, "tensor": 1}, {"width": 2048}
+    faster, before = (
+        make_plan(make_config(model={**wide, **model}, **cuts), topology) for model in (in_fp8, {})
+    )
+    assert [stage.cluster for stage in faster.stages] == ["new"]
+    assert before.step_time_s / 2 < faster.step_time_s < before.step_time_s
+
+
 def test_more_stages_than_there_is_room_for_are_refused():
     topology = make_topology(make_cluster("a", "roce", (6,)))
     error = refusal(make_config(tensor=4, stages=2), topology)
@@ -704,8 +746,14 @@ def test_fsdp_fits_a_model_that_data_alone_does_not():
     assert stage.mesh == {Axis.DATA: 1, Axis.FSDP: 8, Axis.TENSOR: 1}
 
 
-def test_a_model_that_fits_nowhere_needs_other_machines():
-    topology = make_topology(make_cluster("a", "roce", (1,), memory_gib=1.0))
+@pytest.mark.parametrize("fabric", ["roce", "local"])
+def test_a_model_that_fits_nowhere_needs_other_machines(fabric):
+    """A host without a network is not tried with others beside it."""
+    cluster = make_cluster("a", "roce", (1,), memory_gib=1.0)
+    if fabric == "local":
+        nodes = tuple(dataclasses.replace(node, nics=()) for node in cluster.nodes)
+        cluster = dataclasses.replace(cluster, fabric="local", nodes=nodes)
+    topology = make_topology(cluster)
     error = refusal(make_config(parallel={}), topology)
     assert "in the plan that comes nearest" in error.problem
     assert error.fix.startswith("use more nodes")
@@ -717,7 +765,7 @@ def test_a_model_that_fits_nowhere_needs_other_machines():
         ({"width": 2**20}, {}, "model", "1.58e+14 parameters"),
         ({"context_length": 2**27}, {}, "model.context_length", "134,217,728 tokens"),
         ({}, {"global_batch": 10**9}, "train.global_batch", "between two layers"),
-        ({"num_layers": 2000, "width": 256}, {}, "stage 0", "GiB more than"),
+        ({"num_layers": 2000, "width": 256}, {"global_batch": 4}, "stage 0", "GiB more than"),
     ],
     ids=["width", "context", "batch", "layers"],
 )

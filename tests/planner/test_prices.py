@@ -122,7 +122,11 @@ def small(**rents):
     )
 
 
-FREE = make_config(model={"width": 4096, "num_heads": 32, "num_layers": 4}, parallel={})
+FREE = make_config(
+    model={"width": 4096, "num_heads": 32, "num_layers": 4},
+    parallel={"schedule": "1f1b"},
+    train={"global_batch": 16},
+)
 
 
 def test_machines_are_chosen_by_cluster_and_by_halves():

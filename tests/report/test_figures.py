@@ -100,6 +100,16 @@ def test_loss_curve_shows_every_loss():
     assert set(curves) == {"training", "validation"}
 
 
+def test_loss_curve_shows_each_validation_set():
+    losses = [{"web": 2.5, "code": 2.7}, {"web": 2.0, "code": 2.4}]
+    records = [
+        record(step, 3.0, val_loss=2.6, val_losses=own) for step, own in enumerate(losses, start=1)
+    ]
+    curves = lines(draw(loss_curve([*records, record(3, 2.0)])))
+    assert curves["validation: web"].tolist() == [[1, 2.5], [2, 2.0]]
+    assert curves["validation: code"].tolist() == [[1, 2.7], [2, 2.4]]
+
+
 def test_loss_curve_marks_steps_without_an_update():
     records = [record(1), record(2, math.nan), record(3, skipped=True), record(4, math.inf)]
     curves = lines(draw(loss_curve(records)))

@@ -13,6 +13,7 @@ import pytest
 from holmesjax.config import LogConfig
 from holmesjax.errors import ConfigError, DataError, HolmesError
 from holmesjax.report.metrics import FILE, Metrics, check_installed, read
+from tests.cases import cases
 from tests.disks import files_of_at_most
 
 NO_LOG = LogConfig(tensorboard=False)
@@ -80,7 +81,7 @@ def test_damage_before_the_last_line_is_reported(tmp_path):
         read(tmp_path)
 
 
-@pytest.mark.parametrize("done_steps", [0, 1, 2, 3, 9])
+@cases("done_steps", [0, 1, 2, 3, 9])
 def test_resume_cuts_off_the_steps_that_will_run_again(done_steps, tmp_path):
     write(tmp_path, [1, 2, 3], loss=1.0)
     write(tmp_path, [done_steps + 1], done_steps=done_steps, loss=2.0)
@@ -160,6 +161,24 @@ def test_wandb_that_does_not_start_says_what_to_do(tmp_path, monkeypatch):
     with pytest.raises(ConfigError, match=r"found: No API key configured.\n  fix: wandb login"):
         Metrics(tmp_path, LogConfig(wandb=True))
     assert len(read(tmp_path)) == 2  # nothing was cut off
+
+
+def test_wandb_gets_the_numbers_that_tensorboard_gets(tmp_path, monkeypatch):
+    """Those of the time and the memory of a run, too."""
+    logged, written = [], {}
+    nothing = lambda *args, **kwargs: None
+    run = SimpleNamespace(id="a", define_metric=nothing, log=logged.append, finish=nothing)
+    pretend_wandb(monkeypatch, lambda **_: run)
+    add = lambda name, value, step: written.update({"step": step, name: value})
+    writer = SimpleNamespace(add_scalar=add, close=nothing)
+    spec = importlib.util.spec_from_loader("tensorboardX", loader=None)
+    package = SimpleNamespace(SummaryWriter=lambda *args, **kwargs: writer, __spec__=spec)
+    monkeypatch.setitem(sys.modules, "tensorboardX", package)
+    record = {"step": 7, "loss": 0.5, "wall_s": {"step": 3.0}, "memory_bytes": {"device 1": 5}}
+    with Metrics(tmp_path, LogConfig(tensorboard=True, wandb=True)) as metrics:
+        metrics.write(record)
+    assert logged == [written]
+    assert written == {"step": 7, "loss": 0.5, "wall_s/step": 3.0, "memory_bytes/device_1": 5.0}
 
 
 def test_a_resumed_run_continues_the_same_wandb_run(tmp_path, monkeypatch):

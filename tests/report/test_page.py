@@ -191,6 +191,19 @@ def test_numbers_equal_the_run(make_run):
     assert page.texts[at + 2 : at + 8] == compared
 
 
+def test_each_validation_set_and_the_wait_for_batches_have_a_card(make_run):
+    losses = {"web": 4.5, "code": 4.75}
+    records = [
+        record(1, input_wait_s=0.0),
+        record(2, val_loss=4.625, val_losses=losses, input_wait_s=0.125),
+    ]
+    texts = read(make_run(records)).texts
+    after = lambda label: texts[texts.index(label) + 1 : texts.index(label) + 4]
+    assert after("Validation: web")[:2] == ["4.500", "nats/token"]
+    assert after("Validation: code")[:2] == ["4.750", "nats/token"]
+    assert after("Input wait") == ["0.0625", "s", "median over steps; 25.0% of the wall time"]
+
+
 def test_plan_table_has_a_row_for_each_stage(make_run):
     page = read(make_run([record(1)]))
     at = page.texts.index("Memory per device") + 1
@@ -202,6 +215,15 @@ def test_plan_table_has_a_row_for_each_stage(make_run):
         *(*first, "4", "0 to 3", *memory),
         *(*second, "4", "4 to 7", *memory),
     ]
+
+
+def test_memory_that_was_measured_stands_beside_the_prediction(make_run):
+    """The last peak of each device counts; the fullest one stands for its stage."""
+    peaks = [{"device 0": 2**30, "device 5": 2**29}, {"device 3": 3 * 2**30}, {"device 5": 2**31}]
+    records = [record(i, memory_bytes=own) for i, own in enumerate(peaks, start=1)]
+    texts = read(make_run(records)).texts
+    at = texts.index("Memory of the fullest device")
+    assert texts[at + 3 : at + 9] == ["stage 0", "2 GiB", "3 GiB", "stage 1", "2 GiB", "2 GiB"]
 
 
 def test_every_section_is_there(make_run):

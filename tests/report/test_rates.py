@@ -56,6 +56,7 @@ def part(step, step_time_s):
         "intervals": [(0, "F", 0, 0.0, 1.0)],
         "link_bytes": {},
         "step_time_s": step_time_s,
+        "input_wait_s": step_time_s / 8,
         **numbers,
     }
 
@@ -66,16 +67,17 @@ def test_what_is_measured_stands_on_the_console_in_the_summary_and_in_the_file(
     """Steps of 2, 1, 1 and 3 s; 4 s of validation lie between the second and the third."""
     now_s = 100.0
     monkeypatch.setattr(recorder.time, "monotonic", lambda: now_s)
-    config = load(tmp_path, "train.steps=9", "log.tensorboard=false").config
+    config = load(tmp_path, "train.steps=9").config
     past, out = [{"step": 1, "tokens_per_s": 1e9, "step_time_s": 1e-9}], io.StringIO()
     with recorder.Recorder(
         tmp_path, config, done_steps=1, peak_step_s=0.5, past=past, stream=out
     ) as recording:
-        assert recording.summary() == ""
+        assert recording.summary() == []
         for step, (step_s, passed_s) in enumerate([(2, 2), (1, 1), (1, 5), (3, 3)], start=2):
             now_s += passed_s
             recording.take(part(step, float(step_s)))
-        summary = recording.summary()
+        summary, spent = recording.summary()
+        assert recording.write_report() is None  # a test's run wants none
     records = metrics.read(tmp_path)
     assert recording.history == [*past, *records]
     tokens = config.train.global_batch * config.model.context_length
@@ -90,17 +92,23 @@ def test_what_is_measured_stands_on_the_console_in_the_summary_and_in_the_file(
         f"trained     4 steps in 11.0 s: {tokens / 1.5:,.0f} tokens/s, MFU {0.5 / 1.5:.1%}, "
         "1.5 s/step (median)"
     )
+    assert (
+        spent == "goodput     92.0% of the run's time to its last step: step 10.1 s, input 875 ms"
+    )
 
 
 def test_a_step_ends_with_its_slowest_process(tmp_path):
     """Two processes tell of two steps, out of order; each is written when both have told."""
-    config = load(tmp_path, "log.tensorboard=false").config
+    config = load(tmp_path).config
     out = io.StringIO()
     with recorder.Recorder(tmp_path, config, done_steps=0, num_parts=2, stream=out) as recording:
         for step, step_s, number in [(1, 3.0, 1), (2, 1.0, 1), (1, 2.0, 2), (2, 4.0, 2)]:
-            recording.take({**part(step, step_s), "link_bytes": {"a -> b": number}})
+            risen = {"memory_bytes": {f"device {number}": 100 * step}} if step_s == 3.0 else {}
+            recording.take({**part(step, step_s), **risen, "link_bytes": {"a -> b": number}})
     records = metrics.read(tmp_path)
     assert [record["step_time_s"] for record in records] == [3.0, 4.0]
+    assert [record.get("memory_bytes") for record in records] == [{"device 1": 100}, None]
+    assert [record["input_wait_s"] for record in records] == [3 / 8, 4 / 8]
     assert [record["link_bytes"] for record in records] == [{"a -> b": 3}] * 2
 
 

@@ -1,7 +1,6 @@
 """`launch profile`: what explains the times of a device, and the file that the planner reads."""
 
 import dataclasses
-import os
 import subprocess
 import sys
 
@@ -13,25 +12,27 @@ import yaml
 from holmesjax import job as jobs
 from holmesjax.config import CHECKOUT, ModelConfig
 from holmesjax.costs import work
-from holmesjax.costs.stage_times import layer_s
+from holmesjax.costs.products import attention_products
+from holmesjax.costs.stage_times import layers_s
 from holmesjax.costs.work import HOLMESJAX
 from holmesjax.runtime import device_profile
 from holmesjax.runtime.device_profile import Timed
 from holmesjax.topology import calibration, machines
 from holmesjax.topology.calibration import Calibration, Product, ProductSpeed
-from tests.jobs import compile_cache
+from launch.__main__ import main
 
 MODEL = ModelConfig(
     num_layers=2, width=1024, num_heads=16, num_kv_heads=4, context_length=1024, vocab_size=32000
 )
 TINY = ModelConfig(num_layers=2, width=32, num_heads=4, context_length=16, vocab_size=64)
 KIND = machines.known_device("h100")
+[BLOCK] = work.kinds(MODEL).blocks
 TRUTH = ProductSpeed(share=0.6, rows=40, columns=200, depth=120)
 
 
 def one_layer(sequences):
     return work.StageShape(
-        **{"num_blocks": 1, "is_first": False, "is_last": False, "data": 1, "tensor": 1},
+        **{"blocks": (1,), "is_first": False, "is_last": False, "data": 1, "tensor": 1},
         **{"sequences": sequences, "chunks": 1, "in_flight": 1, "head_in_flight": 1},
         **{"dtype": "bfloat16", "checkpointing": "none"},
     )
@@ -45,17 +46,18 @@ def timed(noise=0.0, **changes):
         product: TRUTH.seconds(product, peak) * np.exp(noise * jitter[i])
         for i, product in enumerate(device_profile.shapes(MODEL))
     }
-    attention = work.attention_products(MODEL, 4096)
+    attention = attention_products(BLOCK, MODEL.context_length, 4096)
     attention_s = sum(TRUTH.seconds(product, peak) for product in attention)
     truth = Calibration(products=TRUTH, attention=0.8, memory=0.9, between=1.7, layer_s=2e-4)
     device = dataclasses.replace(KIND, calibration=truth)
-    added_s = 12 * work.block_parameters(MODEL) / (0.9 * 3.35e12)  # to the sums of gradients
+    added_s = 12 * BLOCK.size() / (0.9 * 3.35e12)  # to the sums of gradients
     found = Timed(
         products=products,
         attention=attention,
         attention_s=0.8 * HOLMESJAX.attention_pairs * 3.5 * attention_s,
         block_s={
-            n: added_s + layer_s(MODEL, one_layer(n), [device]) for n in device_profile.SEQUENCES
+            n: added_s + layers_s(MODEL, one_layer(n), [device])[0]
+            for n in device_profile.SEQUENCES
         },
         update_bytes=28e9,
         update_s=28e9 / (0.9 * 3.35e12),
@@ -153,8 +155,7 @@ def folder(tmp_path):
 
 def profile(folder, *arguments):
     command = [sys.executable, "-m", "launch", "profile", "run.yaml", *arguments]
-    env = {**os.environ, **compile_cache(folder)}
-    return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=250)
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=250)
 
 
 def test_a_device_is_measured_and_the_planner_takes_it(folder):
@@ -162,7 +163,7 @@ def test_a_device_is_measured_and_the_planner_takes_it(folder):
     assert done.returncode == 0, done.stderr
     assert "wrote cpu.yaml" in done.stdout
     file = calibration.read(folder / "cpu.yaml")
-    assert file.devices == ("cpu",)
+    assert (file.devices, file.measured_by) == (("cpu",), "HolmesJAX")
     assert "JAX" in file.sources.products
     table = [line for line in done.stdout.splitlines() if "of the time" in line]
     model = ModelConfig(num_layers=2, width=32, num_heads=4, context_length=16)
@@ -174,27 +175,33 @@ def test_a_device_is_measured_and_the_planner_takes_it(folder):
     assert device.calibration == file.calibration
 
 
+def test_a_device_that_is_not_here_is_refused(folder):
+    (folder / "one.yaml").write_text(TOPOLOGY.replace("kind: cpu", "kind: h100"))
+    done = profile(folder)
+    assert done.returncode == 2
+    assert "this host has no h100" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert {path.name for path in folder.glob("*.yaml")} == {"run.yaml", "one.yaml"}
+
+
 @pytest.mark.parametrize(
-    "devices, arguments, problem",
+    "more, arguments, problem",
     [
-        ("{kind: h100, count: 1}", (), "this host has no h100"),
-        ("{kind: cpu, count: 1}", ("--node", "b-0"), "must be a node of the topology"),
+        ("", ("--node", "b-0"), "must be a node of the topology"),
         (
-            "{kind: cpu, count: 1}\n  - name: b\n    fabric: local\n    nodes: 1\n"
+            "  - name: b\n    fabric: local\n    nodes: 1\n"
             "    devices: {kind: h100, count: 1}\nlinks:\n"
-            "  - {between: [a, b], fabric: ethernet, bandwidth: 1 Gb/s, latency: 50 us}",
+            "  - {between: [a, b], fabric: ethernet, bandwidth: 1 Gb/s, latency: 50 us}\n",
             (),
             "--node a-0 or b-0",
         ),
     ],
 )
-def test_a_device_that_is_not_here_is_refused(folder, devices, arguments, problem):
-    text = TOPOLOGY.replace("{kind: cpu, count: 1}", devices)
-    (folder / "one.yaml").write_text(text)
-    done = profile(folder, *arguments)
-    assert done.returncode == 2
-    assert problem in done.stderr
-    assert "Traceback" not in done.stderr
+def test_which_device_must_be_clear(folder, monkeypatch, capsys, more, arguments, problem):
+    (folder / "one.yaml").write_text(TOPOLOGY + more)
+    monkeypatch.chdir(folder)
+    assert main(["profile", "run.yaml", *arguments]) == 2
+    assert problem in capsys.readouterr().err
     assert {path.name for path in folder.glob("*.yaml")} == {"run.yaml", "one.yaml"}
 
 

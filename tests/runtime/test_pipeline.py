@@ -11,18 +11,17 @@ import math
 import random
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 
 from holmesjax.config import KernelsConfig, ModelConfig, OptimizerConfig
-from holmesjax.models import transformer
-from holmesjax.optimizers.adamw import make_optimizer
+from holmesjax.layers.model_layers import EMBED, HEAD, block_name
+from holmesjax.models.layer import statements
+from holmesjax.optimizers.optimizer import make_optimizer
 from holmesjax.parallel.mesh import build_meshes
-from holmesjax.plan.plan import EMBED, HEAD, Plan, StagePlan, block_name
+from holmesjax.plan.plan import Plan, StagePlan
+from holmesjax.planner.layer_ranges import split_chunks
 from holmesjax.planner.planner import make_plan
-from holmesjax.planner.problem import split_chunks
 from holmesjax.planner.stage_layouts import MeshShape
 from holmesjax.runtime import microbatch
 from holmesjax.runtime.pipeline import Pipeline, in_one_process, local_targets, make_runner
@@ -31,15 +30,15 @@ from holmesjax.runtime.stage import Stage
 from holmesjax.runtime.timeline import Clock
 from holmesjax.transport.local import LocalTransport
 from tests.clusters import make_cluster, make_config, make_topology
+from tests.one_device import MICROBATCH, SEED, assert_near, check, step_inputs, steps
 
 # One worker runs them all: they share what is made once.
 pytestmark = pytest.mark.xdist_group("pipeline")
 
-NUM_LAYERS, MICROBATCH, SEED, NUM_STEPS = 4, 4, 3, 3
+NUM_LAYERS = 4
 # A large epsilon: dividing by the root of a second moment near zero would magnify roundings.
 SMOOTH = OptimizerConfig(learning_rate=1e-2, beta1=0.0, epsilon=1e-3, clip_norm=None)
 PLAIN = KernelsConfig(attention="reference", cross_entropy="reference")
-RTOL = 1e-5  # of the norm of each array: sums in another order, in float32
 
 
 def make_model(**changes) -> ModelConfig:
@@ -71,14 +70,14 @@ def hand_made_plan(
     of_each = lambda size: [size] * len(split) if isinstance(size, int) else size
     sizes = zip(*map(of_each, (data, fsdp, tensor, context)), strict=True)
     stages, start = [], 0
-    for i, (layers, size) in enumerate(zip(names, sizes, strict=True)):
+    for i, (of_chunks, size) in enumerate(zip(names, sizes, strict=True)):
         mesh = MeshShape(*size).sizes
         stop = start + math.prod(mesh.values())
         stages.append(
             StagePlan(
                 cluster=f"c{i}",
                 nodes=(f"c{i}-0",),
-                chunks=tuple(map(tuple, layers)),
+                chunks=tuple(map(tuple, of_chunks)),
                 devices=tuple(range(start, stop)),
                 mesh=mesh,
                 fabrics={},
@@ -113,9 +112,10 @@ def make_stages(
             plan=plan,
             index=i,
             mesh=meshes[s],
-            optimizer=make_optimizer(config, 100),
+            optimizer=make_optimizer(config, 100, statements(model)),
             compute_dtype=dtype,
             clip_norm=config.clip_norm,
+            ema_decay=config.ema_decay,
             mask_documents=mask,
             kernels=kernels,
         )
@@ -123,87 +123,16 @@ def make_stages(
     ]
 
 
-def random_inputs(num_sequences, step) -> dict[str, np.ndarray]:
-    rows = np.random.default_rng([SEED, step]).integers(
-        256, size=(num_sequences, 17), dtype=np.int32
-    )
-    segment = np.repeat([[0, 1]], 8, axis=1) + np.zeros((num_sequences, 1), np.int32)
-    return {
-        "token_BL": rows[:, :-1],
-        "target_BL": rows[:, 1:].copy(),
-        "segment_BL": np.int32(segment),
-    }
-
-
-def plain_loss(params, model, inputs, mask=False):
-    """The whole model, one layer after the other, and the textbook cross-entropy."""
-    position_L = jnp.arange(model.context_length)
-    segment_BL = inputs["segment_BL"] if mask else None
-    x = transformer.Embed(model).apply({"params": params[EMBED]}, inputs["token_BL"], position_L)
-    for i in range(model.num_layers):
-        x = transformer.Block(model).apply(
-            {"params": params[block_name(i)]}, x, position_L, segment_BL
-        )
-    logits = transformer.Head(model).apply({"params": params[HEAD]}, x, params[EMBED]["token_VD"])
-    log_p = logits - jax.nn.logsumexp(logits, axis=-1, keepdims=True)
-    picked = jnp.take_along_axis(log_p, inputs["target_BL"][..., None], axis=-1)[..., 0]
-    return -picked.mean(where=inputs["target_BL"] >= 0)
-
-
-@functools.cache
-def plain_steps(model, num_sequences, mask=False):
-    """Losses, gradients and final parameters of NUM_STEPS steps on one device."""
-    [stage] = make_stages(model, hand_made_plan((model.num_layers,), 1, 1))
-    params = jax.tree.map(np.asarray, stage.init(SEED).params)
-    optimizer = make_optimizer(SMOOTH, 100)
-    opt_state = optimizer.init(params)
-    losses, gradients = [], []
-    loss_and_gradient = jax.jit(jax.value_and_grad(plain_loss), static_argnums=(1, 3))
-    for step in range(NUM_STEPS):
-        inputs = random_inputs(num_sequences, step)
-        loss, gradient = loss_and_gradient(params, model, inputs, mask)
-        updates, opt_state = optimizer.update(gradient, opt_state, params)
-        params = optax.apply_updates(params, updates)
-        losses.append(float(loss))
-        gradients.append(jax.tree.map(np.asarray, gradient))
-    return losses, gradients, params
-
-
-def assert_near(got, want, rtol=RTOL, where=""):
-    error = np.linalg.norm(np.asarray(got, np.float64) - want) / np.linalg.norm(want)
-    assert error <= rtol, f"{where}: relative error {error:.1e}"
-
-
 def put(runner, inputs, **options):
     return runner.placer.place_all(inputs, **options)
 
 
-def run_steps(runner, states, num_sequences, num_stages):
-    """Yields the loss and the states after each step."""
-    clock = Clock(num_stages)
-    for step in range(NUM_STEPS):
-        states, metrics = runner.train_step(
-            states, put(runner, random_inputs(num_sequences, step)), clock.timeline()
-        )
-        yield float(metrics["loss"]), states
+def first_step(runner, plan):
+    """The loss, and the states after it."""
+    clock, inputs = Clock(len(plan.stages)), step_inputs(plan.global_batch, 0)
+    states, metrics = runner.train_step(runner.init(SEED), put(runner, inputs), clock.timeline())
     clock.close()
-
-
-def check_against_plain(runner, model, plan, mask=False, rtol=RTOL):
-    losses, gradients, params = plain_steps(model, plan.global_batch, mask)
-    steps = run_steps(runner, runner.init(SEED), plan.global_batch, len(plan.stages))
-    for step, (loss, states) in enumerate(steps):
-        assert abs(loss - losses[step]) <= rtol * losses[step]
-        for state in states:
-            for layer, moments in state.opt_state.mu.items():
-                for path, got in jax.tree_util.tree_leaves_with_path(moments):
-                    want = functools.reduce(lambda t, k: t[k.key], path, gradients[step][layer])
-                    assert_near(got, want, rtol, f"step {step} {layer} {path}")
-    for state in states:
-        for layer, arrays in state.params.items():
-            for path, got in jax.tree_util.tree_leaves_with_path(arrays):
-                want = functools.reduce(lambda t, k: t[k.key], path, params[layer])
-                assert_near(got, want, rtol, f"{layer} {path}")
+    return float(metrics["loss"]), states
 
 
 def random_plan(seed, model) -> Plan:
@@ -237,7 +166,7 @@ def test_what_the_planner_makes_is_read_back_and_equals_one_device(seed):
     plan = random_plan(seed, model)
     assert Plan.from_json(plan.to_json()) == plan
     runner = in_one_process(plan, compile_stages(make_stages(model, plan)))
-    check_against_plain(runner, model, plan)
+    check(runner, plan, steps(model, SMOOTH, plan.global_batch))
 
 
 def test_random_plans_differ():
@@ -255,9 +184,10 @@ VARIANTS = {
 
 def saved_bytes(remat, dtype="float32"):
     [stage] = make_stages(make_model(), hand_made_plan((4,), 1, 1, remat=remat), dtype=dtype)
-    batch = {name: x for name, x in random_inputs(MICROBATCH, 0).items() if name in stage.inputs}
+    batch = {name: x for name, x in step_inputs(MICROBATCH, 0).items() if name in stage.inputs}
     replicas = jax.eval_shape(stage.gather, stage.state_shapes.params)
-    _, saved = jax.eval_shape(lambda r, b: microbatch.forward(stage, r, None, b), replicas, batch)
+    run = lambda r, b: microbatch.forward(stage, stage.state_shapes.fixed, r, None, b)
+    *_, saved = jax.eval_shape(run, replicas, batch)
     return sum(x.size * x.dtype.itemsize for x in saved.arrays), saved, replicas
 
 
@@ -278,15 +208,15 @@ def test_bfloat16_computes_near_and_accumulates_in_float32():
     plan = hand_made_plan((1, 1), 2, 2, microbatches=4)
     programs = compile_stages(make_stages(model, plan, dtype="bfloat16"))
     runner = in_one_process(plan, programs)
-    [loss, *_], [gradient, *_], _ = plain_steps(model, plan.global_batch)
-    got, states = next(run_steps(runner, runner.init(SEED), plan.global_batch, 2))
-    assert abs(got - loss) < 2**-8 * loss
+    [want, *_] = steps(model, SMOOTH, plan.global_batch)
+    loss, states = first_step(runner, plan)
+    assert abs(loss - want.loss) < 2**-8 * want.loss
     for state in states:
         leaves = jax.tree_util.tree_leaves_with_path(state.opt_state.mu)
         for path, moment in leaves:
             assert moment.dtype == np.float32
-            want = functools.reduce(lambda tree, k: tree[k.key], path, gradient)
-            assert_near(moment, want, 2**-4, str(path))
+            gradient = functools.reduce(lambda tree, k: tree[k.key], path, want.gradient)
+            assert_near(moment, gradient, 2**-4, str(path))
         assert all(x.dtype == np.float32 for x in jax.tree.leaves(state.params))
 
 
@@ -313,7 +243,7 @@ def test_gradients_of_weights_are_never_rounded_to_bfloat16(name, cross_entropy)
     model = make_model(num_layers=2, tied_embeddings=tied, positions="learned")
     kernels = dataclasses.replace(PLAIN, cross_entropy=cross_entropy)
     runner = make_runner(plan, make_stages(model, plan, dtype="bfloat16", kernels=kernels))
-    _, states = next(run_steps(runner, runner.init(SEED), plan.global_batch, len(plan.stages)))
+    _, states = first_step(runner, plan)
     for state in states:
         for path, moment in jax.tree_util.tree_leaves_with_path(state.opt_state.mu):
             gradient = np.asarray(moment)
@@ -354,7 +284,7 @@ def test_later_stages_send_over_data_while_there_is_nothing_else_to_do():
     runner = Pipeline(plan, [first, last], transport)
     clock = Clock(2)
     runner.train_step(
-        runner.init(SEED), put(runner, random_inputs(plan.global_batch, 0)), clock.timeline()
+        runner.init(SEED), put(runner, step_inputs(plan.global_batch, 0)), clock.timeline()
     )
     clock.close()
     assert order[:2] == ["gather", "forward"]
@@ -393,7 +323,7 @@ def test_stages_of_several_processes_run_their_tasks_in_the_order_of_the_schedul
             patch.setitem(vars(mesh), "is_multi_process", shared)
         runner = Pipeline(plan, programs, transport)
     watched = Watched()
-    runner.train_step(runner.init(SEED), put(runner, random_inputs(plan.global_batch, 0)), watched)
+    runner.train_step(runner.init(SEED), put(runner, step_inputs(plan.global_batch, 0)), watched)
     ran = [[(k, m) for s, k, m in watched.tasks if s == stage and k != "U"] for stage in (0, 1)]
     planned = [[(task.kind, task.microbatch) for task in tasks] for tasks in plan.tasks()]
     assert (ran == planned) == shared
@@ -410,7 +340,7 @@ def test_a_step_that_is_not_finite_changes_nothing_on_any_stage():
     before = jax.tree.map(np.asarray, states)
     clock = Clock(2)
     states, metrics = runner.train_step(
-        states, put(runner, random_inputs(plan.global_batch, 0)), clock.timeline()
+        states, put(runner, step_inputs(plan.global_batch, 0)), clock.timeline()
     )
     clock.close()
     assert bool(metrics["skipped"])
@@ -437,7 +367,7 @@ def test_a_batch_in_which_nothing_counts_has_no_loss_and_no_gradient(split):
     else:
         plan, programs = two_stages()
         runner = in_one_process(plan, programs)
-    inputs = random_inputs(plan.global_batch, 0)
+    inputs = step_inputs(plan.global_batch, 0)
     inputs["target_BL"] = np.full_like(inputs["target_BL"], -1)
     states, clock = runner.init(SEED), Clock(len(split))
     assert float(runner.evaluate(states, put(runner, inputs, trains=False))) == 0
@@ -465,7 +395,7 @@ def test_what_a_clock_waits_for_is_not_donated(schedule):
     states = runner.init(SEED)
     for step in range(2):
         states, _ = runner.train_step(
-            states, put(runner, random_inputs(plan.global_batch, step)), watched
+            states, put(runner, step_inputs(plan.global_batch, step)), watched
         )
     assert {kind for kind, x in watched.arrays if x.is_deleted()} == set()
     assert {kind for kind, _ in watched.arrays} >= set(plan.tasks()[0][0].kind) | {"B", "U"}
@@ -475,7 +405,7 @@ def test_what_crosses_the_link_is_counted():
     plan, programs = two_stages()
     runner, model, clock = in_one_process(plan, programs), programs[0].stage.model, Clock(2)
     runner.train_step(
-        runner.init(SEED), put(runner, random_inputs(plan.global_batch, 0)), clock.timeline()
+        runner.init(SEED), put(runner, step_inputs(plan.global_batch, 0)), clock.timeline()
     )
     clock.close()
     activations = plan.global_batch * model.context_length * model.width * 4

@@ -40,6 +40,7 @@ def num_values(box):
 
 
 def test_each_process_draws_what_its_devices_hold_and_compares_nothing():
+    """Programs over all devices have one key: each process finds what the first has compiled."""
     stage = make_stage()
     state = stage.init(3)
     whole = shards(stage, state)
@@ -57,3 +58,6 @@ def test_each_process_draws_what_its_devices_hold_and_compares_nothing():
             assert boxes.items() <= whole[key].items(), key
     for key, boxes in whole.items():
         assert set().union(*(process["shards"][key] for process in said)) == set(boxes)
+    of_all = ("jit_init", "jit_on_shards")
+    first, second = ({key for key in p["keys"] if key.startswith(of_all)} for p in said)
+    assert first == second != set()

@@ -1,10 +1,11 @@
 """What the clock reports of tasks whose times are known."""
 
+import statistics
 import time
 
 import pytest
 
-from holmesjax.runtime.timeline import Clock, Interval, bubble_share, from_first_start
+from holmesjax.runtime.timeline import Clock, Interval, busy_shares, from_first_start
 
 
 class Later:
@@ -42,4 +43,4 @@ def test_bubble_share_of_equal_stages(num_stages, num_microbatches):
         for m in range(num_microbatches)
     ]
     want = (num_stages - 1) / (num_microbatches + num_stages - 1)
-    assert bubble_share(intervals) == pytest.approx(want)
+    assert 1 - statistics.fmean(busy_shares(intervals)) == pytest.approx(want)

@@ -38,6 +38,14 @@ def test_a_shipped_calibration_is_of_devices_that_name_it(path):
         assert machines.known_device(kind).calibration == file.calibration
 
 
+def test_calibrations_say_whether_holmesjax_measured_them():
+    """Those that it did are of `launch profile`, which names itself as the source."""
+    for path in SHIPPED:
+        file = calibration.read(path)
+        own = "launch profile" in file.sources.products
+        assert (file.measured_by == "HolmesJAX") == own, path
+
+
 def test_the_catalogue_names_calibrations_that_are_shipped():
     named = {row["calibration"] for row in catalogue.DEVICES.values() if "calibration" in row}
     assert named == {path.stem for path in SHIPPED}

@@ -291,7 +291,9 @@ def test_a_link_has_the_capacity_that_the_file_and_the_probe_say(load, tmp_path)
     topology = load(text)
     assert load(TWO).pipes == []
     assert topology.pipes == [("ib", "roce"), ("roce", "ib")]
-    assert topology.effective_capacity("ib", "roce") == fabrics.REACHED["ethernet"] * 30e9 / 8
+    assert (
+        topology.effective_capacity("ib", "roce") == fabrics.FABRICS["ethernet"].reached * 30e9 / 8
+    )
     assert (
         "ethernet, 50 us, 20 Gb/s a node, 30 Gb/s all together" in machines.describe(topology)[-1]
     )
@@ -415,7 +417,8 @@ kinds = st.builds(
     DeviceKind,
     name=st.sampled_from([*catalogue.DEVICES, "other", "1e3"]),
     peak_flop_per_s=st.fixed_dictionaries(
-        {"float32": rates, "bfloat16": rates}, optional={"tf32": rates, "float16": rates}
+        {"float32": rates, "bfloat16": rates},
+        optional={"tf32": rates, "float16": rates, "float8": rates},
     ),
     memory_bytes=rates,
     memory_bandwidth_bytes_per_s=rates,
@@ -470,7 +473,10 @@ def test_every_device_of_the_catalogue_is_complete(load, name):
     device = load(TWO.replace("kind: h100, count: 4, memory: 94 GB", f"kind: {name}, count: 1"))
     device = device.node("b").device
     peaks = device.peak_flop_per_s
-    assert set(peaks) == set(catalogue.DTYPES)
+    has_fp8 = name in ("h100", "h200", "b200")
+    assert set(peaks) == set(catalogue.DTYPES) - ({catalogue.FP8} if not has_fp8 else set())
+    if has_fp8:
+        assert peaks["float8"] / peaks["bfloat16"] == pytest.approx(2, rel=0.01)
     if name != "cpu":
         assert peaks["bfloat16"] == peaks["float16"] > peaks["tf32"] > peaks["float32"] > 1e13
         assert peaks["bfloat16"] / peaks["tf32"] == pytest.approx(2, rel=0.03)

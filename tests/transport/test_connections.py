@@ -12,15 +12,28 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import dataclass
 
 import pytest
 
 from holmesjax.errors import HolmesError, PeerError, RefusedError
 from holmesjax.hosts import process_environment
-from holmesjax.transport import admission, connections
+from holmesjax.transport import admission, connections, handshake, records
 from holmesjax.transport.admission import Admission
+from holmesjax.transport.handshake import WRONG_KEY
+from holmesjax.transport.records import Record
 
 KEY = bytes(range(32))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Named(Record):
+    kind = "named"
+    name: str
+    number: int = 0
+
+
+GUEST = Named(name="guest")
 
 
 @pytest.fixture
@@ -28,11 +41,12 @@ def patience(monkeypatch):
     monkeypatch.setattr(connections, "HELLO_TIMEOUT_S", 0.5)
 
 
-def call_at(address, key=KEY, check=lambda hello: None, hello=None, timeout_s=5.0, source=None):
+def call_at(address, key=KEY, check=lambda hello: None, hello=GUEST, timeout_s=5.0, source=None):
     return connections.connect(
         *address,
         key=key,
-        hello=hello or {"name": "guest"},
+        hello=hello,
+        expected=Named,
         check=check,
         where="a to b",
         timeout_s=timeout_s,
@@ -43,17 +57,18 @@ def call_at(address, key=KEY, check=lambda hello: None, hello=None, timeout_s=5.
 class Inn:
     """A admission, who came in, and what it warned of."""
 
-    def __init__(self, check=lambda hello: None, key=KEY, sock=None, expected=1):
+    def __init__(self, check=lambda hello: None, key=KEY, sock=None, num_callers=1):
         self.entered, self.warnings = queue.Queue(), []
         sock = sock or connections.listen("127.0.0.1")
         self.address = connections.address_of(sock)
         self.admission = Admission(
             sock,
             key=key,
-            hello={"name": "inn"},
+            hello=Named(name="inn"),
+            expected=Named,
             check=check,
             enter=self.entered.put,
-            expected=expected,
+            num_callers=num_callers,
             warn=self.warnings.append,
         )
 
@@ -104,9 +119,10 @@ def still_opens(inn):
 
 
 def test_both_ends_learn_the_others_hello(inn):
-    ours = inn.call(hello={"name": "guest", "number": 3}, source="127.0.0.1")
+    guest = Named(name="guest", number=3)
+    ours = inn.call(hello=guest, source="127.0.0.1")
     theirs = inn.entered.get(timeout=5)
-    assert (ours.hello, theirs.hello) == ({"name": "inn"}, {"name": "guest", "number": 3})
+    assert (ours.hello, theirs.hello) == (Named(name="inn"), guest)
     theirs.send({"x": [1.5, "é"]})
     assert ours.receive() == {"x": [1.5, "é"]}
     theirs.close()
@@ -119,25 +135,25 @@ def test_a_wrong_key_is_refused_on_both_ends(inn, capsys):
     """Neither can prove anything to the other: the caller says so at once, and tries again."""
     with pytest.raises(PeerError, match="nobody who holds the key of this job answers") as error:
         inn.call(key=bytes(32), timeout_s=0.5)
-    assert repr(connections.WRONG_KEY) in error.value.found
+    assert repr(WRONG_KEY) in error.value.found
     assert inn.entered.empty()
     [said] = [line for line in capsys.readouterr().err.splitlines() if "without the key" in line]
     assert "trying again" in said
     assert len(inn.warnings) == 1
-    assert connections.WRONG_KEY in inn.warnings[0]
+    assert WRONG_KEY in inn.warnings[0]
     still_opens(inn)
 
 
 def refuse(caller, **more):
-    caller.sendall(frame({"nonce": "0" * 32}))
+    caller.sendall(frame({"kind": "challenge", "nonce": "0" * 32}))
     read_frame(caller)
-    caller.sendall(frame({"refused": "go away", **more}))
+    caller.sendall(frame({"kind": "rejection", "reason": "go away", **more}))
 
 
 def let_in(caller):
-    caller.sendall(frame({"nonce": "0" * 32}))
+    caller.sendall(frame({"kind": "challenge", "nonce": "0" * 32}))
     read_frame(caller)
-    caller.sendall(frame({"hello": {}, "mac": "0" * 64}))
+    caller.sendall(frame({"kind": "welcome", "hello": {}, "mac": "0" * 64}))
 
 
 STRANGERS = {
@@ -200,10 +216,10 @@ def pass_on(caller, onward, num):
 def test_a_call_whose_last_answer_was_lost_is_repeated(patience):
     """It has no seat before it has said that it knows."""
     seats = set()
-    inn = Inn(lambda hello: "is here already" if hello["name"] in seats else None)
+    inn = Inn(lambda hello: "is here already" if hello.name in seats else None)
     enter = inn.admission._enter
     inn.admission._enter = lambda connection: (
-        seats.add(connection.hello["name"]),
+        seats.add(connection.hello.name),
         enter(connection),
     )
     with connections.listen("127.0.0.1") as tap:
@@ -229,13 +245,38 @@ def test_a_call_whose_last_answer_was_lost_is_repeated(patience):
 
 
 def test_a_reason_reaches_the_other_end(patience):
-    inn = Inn(check=lambda hello: f"plan {hello['plan']} there, plan p1 here")
-    with pytest.raises(RefusedError, match="plan p2 there, plan p1 here"):
-        inn.call(hello={"plan": "p2"})
+    inn = Inn(check=lambda hello: f"plan {hello.number} there, plan 1 here")
+    with pytest.raises(RefusedError, match="plan 2 there, plan 1 here"):
+        inn.call(hello=Named(name="guest", number=2))
     with pytest.raises(RefusedError, match="wrong inn"):
-        Inn().call(check=lambda hello: f"wrong {hello['name']}")
+        Inn().call(check=lambda hello: f"wrong {hello.name}")
     inn.admission.close()
     assert inn.entered.empty()
+
+
+@dataclass(frozen=True, kw_only=True)
+class NewNamed(Record):
+    """The same hello in another version."""
+
+    kind = "named"
+    name: str
+    age: int = 3
+
+
+def test_a_hello_of_another_version_is_refused_by_the_name_of_its_field(inn):
+    """Its sender holds the key, so both ends hear the reason at once."""
+    with pytest.raises(RefusedError, match="a message named with an unknown field 'age'"):
+        inn.call(hello=NewNamed(name="guest"))
+    assert inn.entered.empty()
+
+
+def test_a_hello_for_another_kind_of_connection_is_refused(inn):
+    with pytest.raises(RefusedError, match="a message of unknown kind 'entered'"):
+        inn.call(hello=handshake.Entered())
+
+
+INTRODUCTION = {"kind": "introduction", "nonce": "n", "hello": {}, "mac": "m"}
+DEEP = b'{"kind": "introduction", "nonce": "n", "hello": {"x": %b}, "mac": ""}'
 
 
 @pytest.mark.parametrize(
@@ -247,11 +288,14 @@ def test_a_reason_reaches_the_other_end(patience):
         pytest.param(struct.pack(">I", connections.HELLO_LIMIT_BYTES + 1), id="long length"),
         pytest.param(frame(b"{" * 1000), id="no JSON"),
         pytest.param(frame(b"[" * 60000), id="deep JSON"),
-        pytest.param(frame(b'{"nonce": ' + b"[" * 990 + b"]" * 990 + b"}"), id="deep nonce"),
+        pytest.param(frame(DEEP % (b"[" * 990 + b"]" * 990)), id="deep hello"),
         pytest.param(frame([1, 2]), id="no object"),
-        pytest.param(frame({"nonce": "n"}), id="no mac"),
-        pytest.param(frame({"nonce": "n", "hello": {}, "mac": "é"}), id="not ASCII"),
-        pytest.param(frame({"nonce": "n", "hello": {}, "mac": 3}), id="no text"),
+        pytest.param(frame(INTRODUCTION), id="wrong proof"),
+        pytest.param(frame({**INTRODUCTION, "kind": "entered"}), id="another kind"),
+        pytest.param(frame({**INTRODUCTION, "more": 1}), id="unknown field"),
+        pytest.param(frame({"kind": "introduction", "nonce": "n", "hello": {}}), id="no mac"),
+        pytest.param(frame({**INTRODUCTION, "mac": "é"}), id="not ASCII"),
+        pytest.param(frame({**INTRODUCTION, "mac": 3}), id="no text"),
         pytest.param(b"GET / HTTP/1.1\r\n\r\n", id="HTTP"),
     ],
 )
@@ -262,7 +306,7 @@ def test_strangers_are_sent_away(inn, said):
         stranger.sendall(said)
         answer = rest_of(stranger)
         assert not said or time.monotonic() - start_s < connections.HELLO_TIMEOUT_S  # at once
-        assert answer == b"" or b"refused" in answer
+        assert answer == b"" or b"rejection" in answer
     assert inn.entered.empty()
     still_opens(inn)
 
@@ -273,9 +317,9 @@ def test_nesting_of_any_depth_is_survived(inn):
         with inn.stranger() as stranger:
             read_frame(stranger)
             nested = b"[" * depth + b"]" * depth
-            stranger.sendall(frame(b'{"nonce": ' + nested + b', "hello": {}, "mac": ""}'))
+            stranger.sendall(frame(DEEP % nested))
             answer = rest_of(stranger)
-            assert answer == b"" or b"refused" in answer
+            assert answer == b"" or b"rejection" in answer
     still_opens(inn)
 
 
@@ -284,7 +328,7 @@ def test_a_slow_hello_is_cut_off(inn):
     with inn.stranger() as stranger:
         read_frame(stranger)
         try:
-            for byte in frame({"nonce": "n" * 1000}):
+            for byte in frame({**INTRODUCTION, "nonce": "n" * 1000}):
                 stranger.sendall(bytes([byte]))
                 time.sleep(0.05)
         except (BrokenPipeError, ConnectionResetError):
@@ -311,7 +355,7 @@ def test_a_replayed_hello_is_refused(inn):
     with inn.stranger() as stranger:
         read_frame(stranger)
         stranger.sendall(frame(recorded[1]))
-        assert read_frame(stranger) == {"refused": connections.WRONG_KEY}
+        assert read_frame(stranger) == {"kind": "rejection", "reason": WRONG_KEY, "mac": None}
         assert rest_of(stranger) == b""
     assert inn.entered.empty()
 
@@ -338,21 +382,22 @@ def test_a_crowd_of_strangers_does_not_keep_others_out(monkeypatch):
 def test_members_that_come_all_at_once_are_all_let_in(monkeypatch):
     """Each takes its time to answer, so that all of them wait at once, and beside strangers."""
     monkeypatch.setattr(admission, "STRANGERS", 20)
-    inn = Inn(expected=150)
+    inn = Inn(num_callers=150)
     strangers = [inn.stranger() for _ in range(100)]
     members = [inn.stranger() for _ in range(150)]
-    talks = [connections.introduction(KEY, {"name": i}, lambda hello: None, "") for i in range(150)]
+    hellos = [Named(name="guest", number=i) for i in range(150)]
+    talks = [handshake.call(KEY, hello, Named, lambda hello: None, "") for hello in hellos]
     for talk in talks:
         next(talk)
     for _ in range(2):
         heard = [read_frame(member) for member in members]  # all of them, before one answers
         for member, talk, message in zip(members, talks, heard, strict=True):
             try:
-                member.sendall(connections.encode(talk.send(message)))
+                member.sendall(connections.pack(talk.send(message)))
             except StopIteration:
-                member.sendall(connections.encode(connections.ENTERED))
+                member.sendall(connections.pack(records.encode(handshake.Entered())))
     names = [inn.entered.get(timeout=5) for _ in range(150)]
-    assert sorted(connection.hello["name"] for connection in names) == [*range(150)]
+    assert sorted(connection.hello.number for connection in names) == [*range(150)]
     for sock in (*members, *strangers, *names):
         sock.close()
     inn.admission.close()
@@ -434,12 +479,13 @@ OPEN_A_DOOR = """
 import resource, sys, time
 from holmesjax.transport import connections
 from holmesjax.transport.admission import Admission
+from tests.transport.test_connections import Named
 
 resource.setrlimit(resource.RLIMIT_NOFILE, (20, 20))
 sock = connections.listen("127.0.0.1")
 print(connections.address_of(sock)[1], flush=True)
-admission = Admission(sock, key=bytes(range(32)), hello={}, check=lambda hello: None,
-            enter=lambda connection: print("entered", flush=True))
+admission = Admission(sock, key=bytes(range(32)), hello=Named(name="inn"), expected=Named,
+            check=lambda hello: None, enter=lambda connection: print("entered", flush=True))
 sys.stdin.read()
 print(f"trouble: {admission.trouble!r}")
 """
@@ -503,14 +549,15 @@ connections.raise_open_files(4097 - connections.OWN_FILES)
 
 WAIT_FOR_A_NEIGHBOUR = """
 import resource
-from holmesjax.transport.rendezvous import Ports, meet
+from holmesjax.transport.rendezvous import Ports, Rendezvous, meet
 from tests.distributed.test_controller import PROCESSES
 
 ports = Ports.open({"ethernet": ["127.0.0.1"]})
 print(ports.book["ethernet"][0][1], flush=True)
 resource.setrlimit(resource.RLIMIT_NOFILE, (20, 20))
-meet(me=PROCESSES[2], processes=PROCESSES, topology=None, ports=ports, book={}, key=bytes(32),
-     about={}, digests={0: "d"}, streams={0: 1}, timeout_s=2.0, enter=None)
+rendezvous = Rendezvous(me=PROCESSES[2], processes=PROCESSES, topology=None, ports=ports,
+                        look_up=None, key=bytes(32), about={}, min_streams=1, timeout_s=2.0)
+meet(rendezvous, book={}, digests={0: "d"}, streams={0: 1}, enter=None)
 """
 
 

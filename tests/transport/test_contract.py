@@ -91,9 +91,10 @@ def host_array(shape=SHAPE, dtype="float32", start=0):
 
 @pytest.mark.parametrize("meshes", list(itertools.product(MESHES, MESHES)), ids=str)
 def test_any_layout_to_any_other(rig, meshes):
+    # Each pair of specs meets every dtype, with some meshes or others.
+    first = sum(map(sum, meshes))
     crossings = [
-        make_crossing(f"{dtype} {i}", SHAPE, dtype, *specs)
-        for dtype in ("float32", "bfloat16", "int32")
+        make_crossing(f"F{i}", SHAPE, ("float32", "bfloat16", "int32")[(first + i) % 3], *specs)
         for i, specs in enumerate(itertools.product(SPECS, SPECS))
     ]
     opened = rig(meshes, crossings)
@@ -179,7 +180,7 @@ def test_both_directions_at_once(rig):
 
 
 def busy(x):
-    return jax.lax.fori_loop(0, 600, lambda _, y: jnp.sin(y), x)
+    return jax.lax.fori_loop(0, 300, lambda _, y: jnp.sin(y), x)
 
 
 @pytest.mark.parametrize("target", [((2, 2), SPECS[1]), ((4, 1), SPECS[1])])

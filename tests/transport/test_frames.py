@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from holmesjax.transport import frames
+from holmesjax.transport import frames, heartbeats
 from holmesjax.transport.frames import Channel, Frame, FrameKind, ViolationError
 
 PULL = Frame(FrameKind.PULL, 3, 2**40, 7, 5, 2**35, 2**33)
@@ -152,7 +152,7 @@ def test_a_quiet_channel_beats_and_a_goodbye_is_no_failure(opened):
 def test_silence_is_noticed_when_its_time_is_up(opened, monkeypatch):
     """On a clock of the test: nothing happens just before the time is up, whoever looks."""
     now_s = 100.0
-    monkeypatch.setattr(frames, "time", SimpleNamespace(monotonic=lambda: now_s))
+    monkeypatch.setattr(heartbeats, "time", SimpleNamespace(monotonic=lambda: now_s))
     _, (told,), _ = opened(silence_s=0.4, ends=1)
     now_s += 0.399
     time.sleep(0.2)  # the channel looks every 50 ms

@@ -8,6 +8,7 @@ import threading
 import time
 from collections import Counter, deque
 from dataclasses import replace
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -16,11 +17,11 @@ import pytest
 
 from holmesjax.errors import HolmesError, PeerError, RefusedError
 from holmesjax.parallel import compat
-from holmesjax.transport import connections, frames
+from holmesjax.transport import connections, frames, tcp
 from holmesjax.transport.buffers import BufferPool, runs_of
 from holmesjax.transport.crossings import Key
 from holmesjax.transport.frames import Channel, Frame, FrameKind
-from holmesjax.transport.rendezvous import Ports
+from holmesjax.transport.rendezvous import NeighbourHello, Ports
 from tests.two_stages import KEY, addresses, make_crossing, make_plan, start, start_pair, together
 
 SHAPE = (16, 1 << 15)  # 2 MiB: more than one part
@@ -409,19 +410,20 @@ class Impostor:
         opened = threading.Thread(target=self._open, args=([other, self._ports.book],))
         opened.start()
         about = {"plan hash": PLAN.hash(), "restart": 0, "jax": jax.__version__}
-        hello = {
-            "process": 0,
-            "stream": 0,
-            "about": {**about, "heartbeat_timeout_s": 10.0},
-            "streams": {"1": 1},
-            "digests": {},
-        }
+        hello = NeighbourHello(
+            process=0,
+            stream=0,
+            about={**about, "heartbeat_timeout_s": 10.0},
+            streams={"1": 1},
+            digests={},
+        )
 
         def connect(hello):
             return connections.connect(
                 *address,
                 key=KEY,
                 hello=hello,
+                expected=NeighbourHello,
                 check=lambda hello: None,
                 where="impostor",
                 timeout_s=5,
@@ -430,7 +432,7 @@ class Impostor:
         with pytest.raises(RefusedError) as refused:
             connect(hello)
         [digest] = re.findall(r"crossings is '(\w+)'", str(refused.value))
-        self.sock = connect({**hello, "digests": {"1": digest}}).sock
+        self.sock = connect(replace(hello, digests={"1": digest})).sock
         opened.join()
         self._sequence = 0
 
@@ -515,6 +517,19 @@ def test_strangers_at_the_ports_do_not_keep_the_neighbour_out():
 def test_a_taken_port_is_told():
     with pytest.raises(HolmesError, match=r"192\.0\.2\.1:0: cannot listen here"):
         Ports.open({"ethernet": ["127.0.0.1", "192.0.2.1"]})
+
+
+def test_closing_waits_as_long_as_a_link_may_be_silent(pair, monkeypatch):
+    """For the deliveries and then for the goodbyes, on a clock that stands still."""
+    source, _ = pair(heartbeat_timeout_s=10.0)
+    source.offer(KEYS[0], array(1))  # nobody asks for it
+    waits_s = []
+    monkeypatch.setattr(tcp, "time", SimpleNamespace(monotonic=lambda: 100.0))
+    source._changed.wait_for = lambda is_over, limit_s: waits_s.append(limit_s)
+    for channel in source._peer_of:
+        channel.is_over.wait = waits_s.append
+    source.close()
+    assert waits_s == [10.0] * 3  # two streams
 
 
 def test_a_channel_needs_no_transport_to_be_closed_twice():

@@ -83,9 +83,13 @@ def settings(**changes):
 @pytest.mark.parametrize(
     "specs",
     [
-        pytest.param([[["data"], []], [["data"], []]], id="cut over data"),
         pytest.param([[["data"], []], [[], []]], id="replicas"),
-        pytest.param([[[], ["data"]], [[], ["tensor"]]], id="other dims"),
+        pytest.param(
+            [[["data"], []], [["data"], []]], id="cut over data", marks=pytest.mark.exhaustive
+        ),
+        pytest.param(
+            [[[], ["data"]], [[], ["tensor"]]], id="other dims", marks=pytest.mark.exhaustive
+        ),
     ],
 )
 def test_two_processes_and_one(children, specs):

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh
 
-from kernels.attention import pallas_forward, warpgroups
+from kernels.attention import pallas_backward, pallas_forward, warpgroups
 from kernels.attention.pallas import (
     DETERMINISTIC_HEAD_WIDTHS,
     DTYPES,
@@ -21,7 +21,7 @@ from kernels.attention.reference import SAVED
 from kernels.attention.shards import Shards
 from kernels.attention.tiles import Rule
 from tests.arrays import assert_near
-from tests.kernels.attention.gpus import INTERPRET, lowered_for_cuda
+from tests.kernels.attention.gpus import INTERPRET, first_devices, lowered_for_cuda
 from tests.kernels.attention.oracle import FULL, check, documents, inputs, oracle, run
 
 simulated = pytest.mark.skipif(
@@ -54,6 +54,19 @@ def test_values_and_gradients(L, M, K, rule, has_documents, deterministic):
         )
     kernels = functools.partial(attention_pallas, deterministic=deterministic, interpret=INTERPRET)
     check(kernels, inputs(L, M, 2, 1, K, dtype="bfloat16", batch=1), segments, rule, "bfloat16")
+
+
+@simulated
+@pytest.mark.parametrize("blocks, deterministic", [(0, False), (0, True), (100, False)])
+def test_sequences_and_heads_that_share_keys_are_kept_apart(blocks, deterministic, monkeypatch):
+    """Two sequences with documents of their own, and two query heads for each of two key heads.
+
+    On a GPU of so many blocks: with few, a block has the gradients of keys of all query heads.
+    """
+    monkeypatch.setattr(pallas_backward, "BLOCKS_OF_A_GPU", blocks)
+    kernels = functools.partial(attention_pallas, deterministic=deterministic, interpret=INTERPRET)
+    arrays = inputs(150, 150, 4, 2, 128, dtype="bfloat16")
+    check(kernels, arrays, (documents(150),) * 2, Rule(), "bfloat16")
 
 
 @simulated
@@ -106,10 +119,17 @@ CONFIGURATIONS = [
     for dtype, width in itertools.product(DTYPES, widths)
 ]
 RULES = itertools.cycle([Rule(), Rule(window=100, soft_cap=30.0), FULL])  # kernels take each alike
+FLOAT16 = [("float16", 256, False), ("float16", 64, True)]  # every width is there in bfloat16
+ORDINARY = [x for x in CONFIGURATIONS if x[0] == "bfloat16" or x in FLOAT16]
 
 
 @pytest.mark.parametrize(
-    "configuration, rule", [*zip(CONFIGURATIONS, RULES, strict=False)], ids=str
+    "configuration, rule",
+    [
+        pytest.param(*case, marks=[] if case[0] in ORDINARY else pytest.mark.exhaustive)
+        for case in zip(CONFIGURATIONS, RULES, strict=False)
+    ],
+    ids=str,
 )
 def test_every_configuration_lowers_for_cuda(configuration, rule):
     dtype, head_width, deterministic = configuration
@@ -123,6 +143,16 @@ def test_every_configuration_lowers_for_cuda(configuration, rule):
     ids = jax.ShapeDtypeStruct((2, 500), jnp.int32)
     text = lowered_for_cuda(jax.grad(total, (0, 1, 2)), *shapes, ids)
     assert text.count("mosaic_gpu_v2") == (3 if deterministic else 2)  # or one for all gradients
+
+
+@pytest.mark.parametrize("length, heads", [(2048, 64), (8192, 8)])
+def test_few_blocks_are_made_more_by_one_for_each_query_head(length, heads):
+    """64 query and 8 key heads at 2k are 128 blocks of keys; an H200 has 132 multiprocessors."""
+    shapes = [jax.ShapeDtypeStruct((1, length, n, 128), "bfloat16") for n in (64, 8, 8, 64)]
+    gradients = lambda q, k, v, dout: jax.vjp(lambda *x: attention_pallas(*x)[0], q, k, v)[1](dout)
+    text = lowered_for_cuda(gradients, *shapes)
+    _, backward = (line for line in text.splitlines() if "mosaic_gpu_v2" in line)
+    assert backward.rpartition("->")[2].count(f"tensor<1x{length}x{heads}x128xbf16>") == 2
 
 
 @pytest.mark.parametrize("head_width", [64, 256])
@@ -153,7 +183,7 @@ def test_a_checkpoint_runs_mosaic_again_only_where_it_keeps_nothing(keeps, num_k
 
 
 def test_a_ring_of_kernels_is_lowered_for_a_gpu():
-    mesh = Mesh(np.array(jax.devices()[:2]), ("context",))
+    mesh = Mesh(first_devices(2), ("context",))
     shards = Shards(mesh, (("B", ("context",)), ("H", ()), ("G", ())), "context")
     attention = functools.partial(attention_pallas, shards=shards)
 

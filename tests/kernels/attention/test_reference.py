@@ -9,7 +9,7 @@ from hypothesis import given, settings, strategies as st
 from kernels.attention import reference
 from kernels.attention.reference import (
     MAX_BLOCKS,
-    QUERY_BLOCK,
+    QUERY_CHUNK,
     SAVED,
     _blocks,
     attention_reference,
@@ -45,10 +45,42 @@ def test_narrow_dtypes(dtype):
     check(attention_reference, arrays, (documents(70),) * 2, Rule(window=50), dtype)
 
 
-def test_long_sequences_get_longer_blocks(monkeypatch):
-    monkeypatch.setattr(reference, "QUERY_BLOCK", 8)
-    assert len(_blocks(150)) < MAX_BLOCKS == len(_blocks(8 * MAX_BLOCKS))
-    check(attention_reference, inputs(150, 150, 1, 1, 8, batch=1), None, Rule(window=40))
+@pytest.fixture
+def short_chunks(monkeypatch):
+    """Of 8 queries, so that sequences are long."""
+    monkeypatch.setattr(reference, "QUERY_CHUNK", 8)
+    assert len(_blocks(150)) <= MAX_BLOCKS == len(_blocks(8 * MAX_BLOCKS))
+
+
+LONG_CASES = {  # in chunks, and with six queries that are none
+    "causal": (150, Rule(soft_cap=2.0), True),
+    "window": (150, Rule(window=13), False),
+    "wide window, documents": (150, Rule(window=40), True),
+    "full": (77, FULL, True),
+}
+
+
+@pytest.mark.usefixtures("short_chunks")
+@pytest.mark.parametrize("case", LONG_CASES)
+def test_long_sequences_go_in_chunks(case):
+    M, rule, has_documents = LONG_CASES[case]
+    segments = (documents(150), documents(M)) if has_documents else None
+    check(attention_reference, inputs(150, M, 2, 1, 8), segments, rule)
+
+
+@pytest.mark.usefixtures("short_chunks")
+@pytest.mark.parametrize("rule", [Rule(), Rule(window=20)], ids=str)
+def test_memory_is_linear_in_the_sequence(rule, monkeypatch):
+    """The temporaries of a forward and a backward, as XLA plans them."""
+    monkeypatch.setattr(reference, "MAX_BLOCKS", 2)  # compiles sooner
+
+    def temporary_bytes(length):
+        attention = lambda q, k, v: attention_reference(q, k, v, None, rule)[0].sum()
+        q, k, v = inputs(length, length, 2, 1, 8)
+        compiled = jax.jit(jax.grad(attention, (0, 1, 2))).lower(q, k, v).compile()
+        return compiled.memory_analysis().temp_size_in_bytes
+
+    assert temporary_bytes(1024) < 2.1 * temporary_bytes(512)
 
 
 @pytest.mark.usefixtures("float64")
@@ -143,6 +175,7 @@ def test_blocks_cover_every_query_once(length):
     blocks = _blocks(length)
     assert [start for start, _ in blocks] == [0, *(stop for _, stop in blocks[:-1])]
     assert blocks[-1][1] == length
-    assert len(blocks) <= MAX_BLOCKS
-    assert all(start < stop for start, stop in blocks)
-    assert length > QUERY_BLOCK or len(blocks) == 1
+    assert len(blocks) <= MAX_BLOCKS + 1
+    sizes = [stop - start for start, stop in blocks]
+    assert all(size % QUERY_CHUNK == 0 for size in sizes[:-1])
+    assert 0 < sizes[-1] < QUERY_CHUNK or sizes[-1] % QUERY_CHUNK == 0

@@ -12,11 +12,12 @@ from kernels.attention.reference import CAUSAL
 from kernels.attention.ring import REFERENCE, Placement, attention_on, from_runs, to_runs
 from kernels.attention.shards import Shards
 from kernels.attention.tiles import Rule
+from tests.kernels.attention.gpus import first_devices
 from tests.kernels.attention.oracle import check, documents, inputs
 
 
 def test_on_a_mesh_each_device_has_its_sequences_and_heads():
-    devices = np.array(jax.devices()[:8]).reshape(2, 2, 2)
+    devices = first_devices(8).reshape(2, 2, 2)
     mesh = Mesh(devices, ("data", "fsdp", "tensor"))
     shards = Shards(mesh, (("B", ("fsdp",)), ("H", ("tensor",)), ("G", ("tensor",))))
 
@@ -34,6 +35,10 @@ RINGS = {  # sizes of the mesh, rule, whether there are documents
     "two": ({"context": 2}, Rule(), False),
     "four": ({"context": 4}, Rule(soft_cap=2.0, scale=0.3), True),
     "beside others": ({"fsdp": 2, "context": 2, "tensor": 2}, Rule(), True),
+    # Runs have 12 and 6 tokens: a window reaches into one run before, or into all of them.
+    "window": ({"context": 2, "tensor": 2}, Rule(window=5, soft_cap=2.0), False),
+    "windows over several runs": ({"context": 4}, Rule(window=15), True),
+    "a window as long as the sequence": ({"context": 2}, Rule(window=48), True),
 }
 
 
@@ -41,7 +46,7 @@ RINGS = {  # sizes of the mesh, rule, whether there are documents
 def test_sequences_cut_over_a_ring(case):
     sizes, rule, has_documents = RINGS[case]
     count = sizes["context"]
-    devices = np.array(jax.devices()[: math.prod(sizes.values())])
+    devices = first_devices(math.prod(sizes.values()))
     mesh = Mesh(devices.reshape(tuple(sizes.values())), tuple(sizes))
     has = lambda *axes: tuple(axis for axis in axes if axis in sizes)
     heads = has("tensor")
@@ -72,7 +77,7 @@ def test_sequences_cut_over_a_ring(case):
 
 def test_a_ring_has_no_branches():
     """XLA:GPU would wait on the host for the predicate of each, and half of the devices differ."""
-    mesh = Mesh(np.array(jax.devices()[:4]), ("context",))
+    mesh = Mesh(first_devices(4), ("context",))
     shards = Shards(mesh, (("B", ("context",)), ("H", ()), ("G", ())), "context")
     segments = (documents(48).reshape(8, 12),) * 2
 
@@ -85,9 +90,9 @@ def test_a_ring_has_no_branches():
     assert " conditional(" not in step.lower(*args).compile().as_text()
 
 
-def test_a_ring_refuses_windows():
-    mesh = Mesh(np.array(jax.devices()[:2]), ("context",))
+def test_a_ring_refuses_what_is_not_causal():
+    mesh = Mesh(first_devices(2), ("context",))
     shards = Shards(mesh, (("B", ("context",)),), "context")
-    placement = Placement(Rule(window=3), REFERENCE, shards)
-    with pytest.raises(ValueError, match="a causal rule without window, not Rule"):
+    placement = Placement(Rule(causal=False), REFERENCE, shards)
+    with pytest.raises(ValueError, match="need a causal rule, not Rule"):
         attention_on(placement, *inputs(4, 4, 1, 1, 16), None)

@@ -1,0 +1,164 @@
+"""Compiles products in fp8 for a GPU, without one: python -m benchmarks.fp8_compiled
+
+The first stage of a Llama, the embedding and three layers, is compiled whole for an H200, as
+`benchmarks.memory_compiled` does, with the flags that jobs get: with fp8, and without. Then the
+products of all its programs are counted by the dtypes of their operands. XLA joins products that
+share an operand, so there are fewer than a layer has weights.
+
+    forward    products of e4m3 and e4m3
+    backward   products of e4m3 and e5m2
+    others     all other products but those of attention, which has kernels of its own
+    maxima     all-reduces of up to 1,024 numbers, in all programs: XLA joins largest magnitudes
+
+Ends with 1 if a stage in fp8 has other products, or none in fp8.
+"""
+
+import argparse
+import json
+import math
+import re
+import sys
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from benchmarks import memory_compiled
+from benchmarks.kernels_compiled import FOLDER, described_devices, install, save
+from benchmarks.provenance import RESULTS
+from holmesjax.config import Fp8Config, KernelsConfig, ModelConfig, OptimizerConfig
+from holmesjax.models.layer import statements
+from holmesjax.optimizers.optimizer import make_optimizer
+from holmesjax.parallel.mesh import build_meshes
+from holmesjax.planner.stage_layouts import MeshShape
+from holmesjax.runtime.programs import compile_stages
+from holmesjax.runtime.stage import Stage
+
+NAME = "fp8_compiled"
+PAIRS = {"forward": ("f8e4m3fn", "f8e4m3fn"), "backward": ("f8e4m3fn", "f8e5m2")}
+DEFINED = re.compile(r"^\s*(?:ROOT )?%?([\w.-]+) = \(?(\w+)\[", re.MULTILINE)
+OPERANDS = re.compile(r" (?:dot|custom-call)\(([^)]*)\)")
+MOST = 1024  # numbers
+CUBLAS = 'custom_call_target="__cublas'
+
+
+class Case(NamedTuple):
+    """Two stages of a Llama, in fp8 or not."""
+
+    scaling: Any  # None: without fp8
+    checkpointing: Any = "none"
+    mesh: MeshShape = MeshShape(1, 1, 1)
+
+    @property
+    def label(self) -> str:
+        numbers = f"fp8, {self.scaling} scales" if self.scaling else "bfloat16"
+        return f"{numbers}, {self.like.label.partition(', ')[2]}"
+
+    @property
+    def like(self) -> memory_compiled.Case:
+        return memory_compiled.Case("llama", self.checkpointing, self.mesh)
+
+    @property
+    def model(self) -> ModelConfig:
+        fp8 = Fp8Config(scaling=self.scaling) if self.scaling else None
+        return replace(memory_compiled.MODELS["llama"], fp8=fp8)
+
+
+CASES = [
+    Case(None),
+    Case("delayed"),
+    Case("current", "full"),
+    Case("delayed", "none", MeshShape(1, 1, 2)),
+    Case("delayed", "dots", MeshShape(1, 2, 1)),
+]
+
+
+def products_in(text: str) -> Counter[tuple[str, ...]]:
+    """The dtypes of both operands of each product of a compiled program."""
+    dtypes = dict(DEFINED.findall(text))
+    found: Counter[tuple[str, ...]] = Counter()
+    for line in text.splitlines():
+        if " dot(" in line or CUBLAS in line:
+            [operands] = OPERANDS.findall(line)
+            names = re.findall(r"%([\w.-]+)", operands)[:2]
+            found[tuple(sorted(dtypes[name] for name in names))] += 1
+    return found
+
+
+def small_all_reduces(text: str) -> int:
+    """The all-reduces of a compiled program whose results are no larger than `MOST`."""
+    results = re.findall(r"= (.*?) all-reduce(?:-start)?\(", text)
+    return sum(_num_elements(result) <= MOST for result in results)
+
+
+def _num_elements(shapes: str) -> int:
+    """The numbers in all arrays of a result, such as `(f32[2,3]{1,0}, f32[])`."""
+    dims = re.findall(r"\w+\[([\d,]*)\]", shapes)
+    return sum(math.prod(int(size) for size in own.split(",") if size) for own in dims)
+
+
+def compile_here(number: int) -> None:
+    """In a process that sees the plugin: a line of JSON."""
+    case = CASES[number]
+    model, plan = case.model, memory_compiled.plan_of(case.like)
+    devices = described_devices(memory_compiled.NUM_STAGES * case.mesh.num_devices)
+    config = OptimizerConfig(learning_rate=1e-4)
+    stage = Stage(
+        model=model,
+        plan=plan,
+        index=0,
+        mesh=build_meshes(plan, devices)[0],
+        optimizer=make_optimizer(config, 100, statements(model)),
+        compute_dtype="bfloat16",
+        clip_norm=config.clip_norm,
+        mask_documents=False,
+        kernels=KernelsConfig(attention="pallas"),
+    )
+    [programs] = compile_stages([stage])
+    texts = [program.as_text() for program in programs.table.values()]
+    products = sum(map(products_in, texts), Counter())
+    own = {name: products.pop(pair, 0) for name, pair in PAIRS.items()}
+    others = {" ".join(pair): count for pair, count in products.items()}
+    maxima = sum(map(small_all_reduces, texts))
+    line = {"what": case.label, "in_fp8": bool(case.scaling), **own}
+    print(json.dumps({**line, "others": others, "maxima": maxima}), flush=True)
+
+
+def is_good(line: dict[str, Any]) -> bool:
+    """Whether all products of a stage in fp8 are."""
+    has_fp8 = line["forward"] > 0 and line["backward"] > 0
+    return has_fp8 and not line["others"] if line["in_fp8"] else not has_fp8
+
+
+def table(lines: list[dict[str, Any]]) -> str:
+    rows = [
+        "| stage | forward | backward | others | maxima |",
+        "| --- | ---: | ---: | --- | ---: |",
+    ]
+    for line in lines:
+        others = ", ".join(f"{count} of {pair}" for pair, count in line["others"].items())
+        numbers = f"{line['forward']} | {line['backward']} | {others or 'none'} | {line['maxima']}"
+        rows.append(f"| {line['what']} | {numbers} |{' MISSED' * (not is_good(line))}")
+    return "\n".join(rows)
+
+
+def main() -> int:
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(NAME, description=__doc__, formatter_class=raw)
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder (results/)")
+    parser.add_argument("--compile", type=int, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.compile is not None:
+        compile_here(args.compile)
+        return 0
+    install(FOLDER)
+    lines = []
+    for number in range(len(CASES)):
+        lines += memory_compiled.compiled_apart(NAME, number)
+        print(table(lines[-1:]).splitlines()[-1], flush=True)
+    save(NAME, lines, table(lines), args.out)
+    return 0 if all(map(is_good, lines)) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,203 @@
+"""Pages of the site that are written from the code: settings, commands and a gallery of plans.
+
+settings.md    every section of a run file: its settings, their values, defaults and meaning
+commands.md    the help of every verb
+gallery.md     the topologies of configs/topologies, with the plans of configs/runs on them
+"""
+
+import argparse
+import ast
+import dataclasses
+import io
+import re
+import tokenize
+import types
+import typing
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from holmesjax import config as configs
+from holmesjax.config import sections
+from holmesjax.plan.plan import Plan, describe
+from holmesjax.report import figures
+from holmesjax.schema import OneOf
+from holmesjax.topology import machines
+from launch import arguments
+
+CHECKOUT = Path(__file__).parent.parent
+GOLDEN = CHECKOUT / "tests/golden"
+NUMBERS = {int: "whole number", float: "number"}
+WORDS = {bool: "`true` or `false`", str: "text"}
+BOUNDS = {"ge": "at least {}", "gt": "above {}", "le": "at most {}", "lt": "below {}"}
+LIMIT = 2**14  # a bound from here on is only there to find slips
+
+
+def write(folder: Path) -> None:
+    """Writes all pages and their pictures into a folder."""
+    folder.mkdir(exist_ok=True)
+    for name, page in {"settings": settings, "commands": commands}.items():
+        _write(folder / f"{name}.md", page())
+    _write(folder / "gallery.md", gallery(folder))
+
+
+def _write(path: Path, text: str) -> None:
+    if not path.exists() or path.read_text(encoding="utf-8") != text:  # else it is built again
+        path.write_text(text, encoding="utf-8")
+
+
+# ---- settings ------------------------------------------------------------------------------------
+
+
+def settings() -> str:
+    """The page of all settings of a run file."""
+    lines = [
+        "# Settings",
+        "",
+        "A run file has these sections. A setting without a default must be given. On a command",
+        "line a setting is `section.name=value`.",
+    ]
+    comments = _comments(Path(sections.__file__).read_text(encoding="utf-8"))
+    for field in dataclasses.fields(configs.Config):
+        if isinstance(field.type, type) and dataclasses.is_dataclass(field.type):
+            lines += _section(field.name, field.type, comments)
+    return "\n".join(lines) + "\n"
+
+
+def _section(path: str, section: type, comments: dict[tuple[str, str], str]) -> Iterator[str]:
+    """Yields the lines of a section, and then those of the sections inside of it."""
+    yield from ["", f"## `{path}`", "", _markdown(_summary(section)), ""]
+    yield from ["| setting | values | default | meaning |", "| --- | --- | --- | --- |"]
+    inner = []
+    hints = typing.get_type_hints(section, include_extras=True)
+    for field in dataclasses.fields(section):
+        cells = [
+            f"`{field.name}`",
+            values_of(hints[field.name]),
+            _default(field),
+            _markdown(comments.get((section.__name__, field.name), "")),
+        ]
+        yield "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+        inner += [(field.name, part) for part in _parts(hints[field.name])]
+    for name, part in inner:
+        yield from _section(f"{path}.{name}", part, comments)
+
+
+def values_of(hint: Any) -> str:
+    """The values that a type lets through, in words.
+
+    >>> values_of(typing.Annotated[int, sections.Field(ge=0)] | None)
+    'whole number, at least 0; or null'
+    """
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (typing.Union, types.UnionType):
+        rest = [values_of(part) for part in arguments if part is not type(None)]
+        return "; or ".join([*rest, *["null"] * (type(None) in arguments)])
+    if origin is typing.Literal:
+        return ", ".join(f"`{value}`" for value in arguments)
+    if origin is tuple:
+        return f"list of: {values_of(arguments[0])}"
+    if dataclasses.is_dataclass(hint):
+        return "a section"
+    if origin is not typing.Annotated:
+        return NUMBERS.get(hint) or WORDS.get(hint) or f"`{hint}`"
+    base, *facts = arguments
+    if names := [fact for fact in facts if isinstance(fact, OneOf)]:
+        return ", ".join(f"`{name}`" for name in names[0].table)
+    bounds = [
+        words.format(f"{getattr(part, name):g}")
+        for fact in facts
+        for part in getattr(fact, "metadata", ())
+        for name, words in BOUNDS.items()
+        if hasattr(part, name) and abs(getattr(part, name)) < LIMIT
+    ]
+    return ", ".join([values_of(base), *bounds]) if base in NUMBERS else values_of(base)
+
+
+def _parts(hint: Any) -> Iterator[type]:
+    """Yields the dataclasses inside of a type."""
+    if isinstance(hint, type) and dataclasses.is_dataclass(hint):
+        yield hint
+    for part in typing.get_args(hint):
+        yield from _parts(part)
+
+
+def _default(field: Any) -> str:
+    if field.default is dataclasses.MISSING:
+        return "" if field.default_factory is dataclasses.MISSING else "its defaults"
+    value = field.default
+    if isinstance(value, tuple):
+        return f"`[{', '.join(map(str, value))}]`"
+    return (
+        "`null`"
+        if value is None
+        else f"`{str(value).lower() if isinstance(value, bool) else value}`"
+    )
+
+
+def _summary(section: type) -> str:
+    return (section.__doc__ or "").strip().split("\n\n")[0].replace("\n", " ")
+
+
+def _markdown(text: str) -> str:
+    return re.sub(r"\s+", " ", text).strip()
+
+
+def _comments(source: str) -> dict[tuple[str, str], str]:
+    """The comment of each field by class and name: that on its lines, else that above it."""
+    by_line: dict[int, str] = {}
+    alone: dict[int, str] = {}
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type == tokenize.COMMENT:
+            text = token.string.lstrip("# ")
+            (alone if token.line.strip().startswith("#") else by_line)[token.start[0]] = text
+    found = {}
+    classes = [node for node in ast.parse(source).body if isinstance(node, ast.ClassDef)]
+    for section in classes:
+        for field in section.body:
+            if not isinstance(field, ast.AnnAssign) or not isinstance(field.target, ast.Name):
+                continue
+            last = field.end_lineno or field.lineno
+            words = [by_line[n] for n in range(field.lineno, last + 1) if n in by_line]
+            above = field.lineno - 1
+            while above in alone:
+                words.insert(0, alone[above])
+                above -= 1
+            found[section.name, field.target.id] = " ".join(words)
+    return found
+
+
+# ---- commands ------------------------------------------------------------------------------------
+
+
+def commands() -> str:
+    """The page of all verbs with their help."""
+    lines = ["# Commands and their options", "", "[Commands](../verbs.md) says when to use which."]
+    for name, verb in arguments.VERBS.items():
+        parser = argparse.ArgumentParser(
+            f"python -m launch {name}",
+            formatter_class=lambda prog: argparse.HelpFormatter(prog, width=100),
+        )
+        verb.add_to(parser)
+        sentence = verb.help[:1].upper() + verb.help[1:]
+        lines += ["", f"## `{name}`", "", f"{sentence}.", "", "```text"]
+        lines += [parser.format_help().rstrip(), "```"]
+    return "\n".join(lines) + "\n"
+
+
+# ---- gallery -------------------------------------------------------------------------------------
+
+
+def gallery(folder: Path) -> str:
+    """The page of topologies and plans, whose pictures are written into the folder."""
+    lines = ["# Topologies and plans", "", "Each plan is that of a run file in `configs/runs`."]
+    for path in sorted(GOLDEN.glob("plan_gpt_*.json")):
+        name = path.stem.removeprefix("plan_")
+        run_file = CHECKOUT / f"configs/runs/{name}.yaml"
+        topology_file = configs.topology_path(configs.load(run_file), run_file)
+        topology, plan = machines.load(topology_file), Plan.load(path)
+        picture = f"{name}.svg"
+        figures.mesh_picture(plan, topology).savefig(folder / picture)
+        lines += ["", f"## {name} on {topology.name}", ""]
+        lines += ["```text", *describe(plan), "```", "", f"![The plan of {name}]({picture})"]
+    return "\n".join(lines) + "\n"

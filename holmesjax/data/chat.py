@@ -1,0 +1,283 @@
+"""Dialogues as a data source: the targets that count are those that a model is to say.
+
+A line of a file `.jsonl` is a dialogue: `{"messages": [{"role": "user", "content": "..."}, ...]}`,
+or `{"prompt": "...", "answer": "..."}`. The chat template of the tokenizer makes one text of it,
+and this text becomes tokens as a whole: a token counts where its last character is in an answer.
+Without a template, only prompts and answers can be read: their text is the prompt and, right
+behind it, the answer and the mark of the end.
+
+Tokens and marks are made once, into files beside the dialogues, and packed into rows. A dialogue
+that is longer than a row is left out: a part of it would answer what is not there.
+
+Dims: T tokens, D dialogues.
+"""
+
+import hashlib
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from holmesjax.config import BYTES, Config, DataConfig
+from holmesjax.data import packing, text, text_documents, token_files, tokenizer_files
+from holmesjax.data.chat_template import BEGIN_MARK, END_MARK, ChatTemplate
+from holmesjax.data.documents import FilePart
+from holmesjax.data.packing import DocumentRange, PackedRows, Spans
+from holmesjax.data.sources import Splits
+from holmesjax.data.tokenizer import BEGIN
+from holmesjax.errors import AbsentDataError, ConfigError, DataError
+
+WHERE = "data.corpus"
+VERSION = 1  # of the tokens of a dialogue: another one where the same words give others
+DTYPES = {"tokens": "<i4", "trained": "|b1", "starts": "<i8", "dropped": "<i8"}
+EXAMPLE = '{"messages": [{"role": "user", "content": "..."}, {"role": "assistant", ...}]}'
+
+tokenizer = text.tokenizer
+Dialogue = Sequence[Mapping[str, Any]]
+# The tokens of a dialogue, and which of them a model is to say.
+Encode = Callable[[Dialogue, str], tuple[list[int], list[bool]]]
+
+
+def look(config: Config) -> None:
+    """Reads the first dialogue of each file. Raises HolmesError."""
+    data = config.data
+    if data.tokenizer != BYTES:
+        least = tokenizer_files.load(data.tokenizer).num_tokens  # a template may use all marks
+        if config.model.vocab_size < least:
+            problem = f"must be at least {least}: the tokenizer has so many tokens"
+            fix = f"use {tokenizer_files.padded(least)}, the next multiple of 128"
+            raise ConfigError("model.vocab_size", problem, found=config.model.vocab_size, fix=fix)
+    encode = _encoder(data)
+    for path in _files(data):
+        where, dialogue = next(_dialogues(path), (str(path), None))
+        if dialogue is None:
+            fix = f"write lines as {EXAMPLE}"
+            raise DataError(where, "has no dialogue", found="no line", fix=fix)
+        encode(dialogue, where)
+
+
+def read(config: DataConfig, length: int) -> Splits:
+    """The dialogues as rows of so many tokens. Raises DataError for one that cannot be read."""
+    paths = _files(config)
+    files = {path.name: token_files.hash_of(path) for path in paths}
+    about = [VERSION, length, config.tokenizer == BYTES, *sorted(files.items())]
+    if config.tokenizer != BYTES:
+        template = ChatTemplate.find(Path(config.tokenizer))
+        about += [tokenizer_files.identity(config.tokenizer), template and template.source]
+    key = hashlib.sha256(json.dumps(about).encode()).hexdigest()
+    beside = paths[0].parent
+    make = lambda folder: _write(config, paths, length, folder)
+    found = packing.kept_arrays(key, DTYPES, make, beside)
+    start_D, whole = found["starts"], len(found["tokens"])
+    held_out = int(len(start_D) * config.validation_fraction)
+    edges = [0, int(start_D[-held_out]) if held_out else whole, whole]
+    splits: dict[str, PackedRows] = {}
+    digests: dict[str, str] = {}
+    for name, first, last in zip(("train", "validation"), edges, edges[1:], strict=False):
+        own = DocumentRange(
+            token_T=found["tokens"],
+            start_D=start_D[slice(*np.searchsorted(start_D, (first, last)))],
+            first=first,
+            last=last,
+            marks_end=config.tokenizer == BYTES,
+            trained_T=found["trained"],
+        )
+        digests[name] = _digest(own)
+        splits[name] = packing.packed(Spans([own]), length, digests[name], beside)
+    dropped = int(found["dropped"][0])
+    left_out = f", {dropped:,} dialogues longer than {length:,} tokens left out" if dropped else ""
+    return Splits(
+        train=splits["train"],
+        validation=splits["validation"],
+        place=f"{Path(config.corpus).absolute()}{left_out}",
+        digests=digests,
+        files=dict(sorted(files.items())),
+    )
+
+
+def _digest(own: DocumentRange) -> str:
+    """SHA-256 of tokens, marks and places: a template may depend on more than the files."""
+    digest = hashlib.sha256()
+    assert own.trained_T is not None
+    assert isinstance(own.start_D, np.ndarray), "dialogues are in arrays"
+    for array in (own.token_T[own.first : own.last], own.trained_T[own.first : own.last]):
+        digest.update(np.ascontiguousarray(array).data)
+    digest.update((own.start_D - own.first).astype("<i8").tobytes())
+    return digest.hexdigest()
+
+
+def _files(config: DataConfig) -> list[Path]:
+    path = Path(config.corpus)
+    try:
+        if path.is_file():
+            found = [path]
+        elif path.is_dir():
+            own = path.glob(config.pattern) if config.pattern else path.iterdir()
+            found = sorted(file for file in own if text_documents.is_lines(file))
+        else:
+            fix = "name a file .jsonl, or a folder with such files"
+            here = f"{config.corpus}; the current folder is {Path.cwd()}"
+            raise AbsentDataError(WHERE, "is not there", found=here, fix=fix)
+    except OSError as error:
+        raise DataError(WHERE, "cannot be read", found=error, fix="make it readable") from None
+    except (ValueError, NotImplementedError) as error:
+        fix = "write a pattern inside the folder, such as *.jsonl"
+        found_here = f"{config.pattern}: {error}"
+        raise DataError("data.pattern", "is no pattern", found=found_here, fix=fix) from None
+    if not found or not all(map(text_documents.is_lines, found)):
+        shown = path.name if found else config.pattern or "no file .jsonl"
+        fix = "name a file .jsonl, .jsonl.gz or .jsonl.zst, or a folder with such files"
+        raise DataError(WHERE, "has no dialogues", found=shown, fix=fix)
+    return found
+
+
+def _write(config: DataConfig, paths: Sequence[Path], length: int, folder: Path) -> None:
+    """Writes the tokens of all dialogues."""
+    encode = _encoder(config)
+    end = [] if config.tokenizer == BYTES else [1]  # whose last token has no target
+    place, dropped, starts = 0, 0, list[int]()
+    with (folder / "tokens").open("wb") as tokens, (folder / "trained").open("wb") as marks:
+        for where, dialogue in chain.from_iterable(map(_dialogues, paths)):
+            token_T, trained_T = encode(dialogue, where)
+            if len(token_T) - len(end) > length:
+                dropped += 1
+                continue
+            starts.append(place)
+            place += len(token_T)
+            tokens.write(np.array(token_T, DTYPES["tokens"]).tobytes())
+            marks.write(np.array(trained_T, DTYPES["trained"]).tobytes())
+    if not starts:
+        fix = f"use a model.context_length above {length:,}"
+        found = f"{dropped:,} dialogues"
+        raise DataError(WHERE, f"has none of at most {length:,} tokens", found=found, fix=fix)
+    (folder / "starts").write_bytes(np.array(starts, DTYPES["starts"]).tobytes())
+    (folder / "dropped").write_bytes(np.array([dropped], DTYPES["dropped"]).tobytes())
+
+
+# ---- one dialogue ------------------------------------------------------------------------------
+
+
+def _dialogues(path: Path) -> Iterator[tuple[str, Dialogue]]:
+    """The dialogues of a file, each with its place for messages."""
+    part = FilePart(str(path), 0, path.stat().st_size)
+    for where, line in text_documents.lines(path, part):
+        if line.strip():
+            yield where, _messages(line, where)
+
+
+def _messages(line: bytes, where: str) -> Dialogue:
+    found = text_documents.from_json(line, where)
+    said = found.get("messages") if isinstance(found, dict) else None
+    if isinstance(found, dict) and said is None and {"prompt", "answer"} <= found.keys():
+        said = [
+            {"role": "user", "content": found["prompt"]},
+            {"role": "assistant", "content": found["answer"]},
+        ]
+    if not isinstance(said, list) or not said:
+        shown = ", ".join(found) if isinstance(found, dict) else type(found).__name__
+        fix = f'write lines as {EXAMPLE}, or as {{"prompt": "...", "answer": "..."}}'
+        raise DataError(where, "is no dialogue", found=shown or "{}", fix=fix)
+    for number, message in enumerate(said, 1):
+        words = message.get("content") if isinstance(message, dict) else None
+        if not isinstance(words, str) or not isinstance(message.get("role"), str):
+            fix = 'write a message as {"role": "user", "content": "..."}'
+            problem = f"has no role and text in message {number}"
+            raise DataError(where, problem, found=json.dumps(message), fix=fix)
+        if found_mark := next((m for m in (BEGIN_MARK, END_MARK) if m in words), None):
+            fix = "leave it out"
+            problem = f"holds what is no character, in message {number}"
+            raise DataError(where, problem, found=ascii(found_mark), fix=fix)
+    if not any(message["role"] == "assistant" and message["content"] for message in said):
+        roles = ", ".join(message["role"] for message in said)
+        fix = "give it an answer of the role assistant, or leave it out"
+        raise DataError(where, "has nothing that a model is to say", found=roles, fix=fix)
+    return said
+
+
+def _encoder(config: DataConfig) -> Encode:
+    """The function that makes tokens of dialogues. Raises DataError for a tokenizer without one."""
+    if config.tokenizer == BYTES:
+        return _bytes_of
+    path = Path(config.tokenizer)
+    found = tokenizer_files.find(path)
+    if found.kind != "tokenizers":
+        fix = "use a tokenizer.json of Hugging Face, or bytes for prompts and answers"
+        problem = "does not say where in a text its tokens are, which answers need"
+        raise DataError("data.tokenizer", problem, found=f"{found.kind}: {path}", fix=fix)
+    if (template := ChatTemplate.find(path)) is None:
+        return _plain_encoder(path)
+    marks = tokenizer_files.special_tokens(path)
+    encode = tokenizer_files.encoder_with_places(path, is_rendered=True)
+
+    def encode_dialogue(dialogue: Dialogue, where: str) -> tuple[list[int], list[bool]]:
+        for number, message in enumerate(dialogue, 1):
+            if said := next((mark for mark in marks if mark in message["content"]), None):
+                problem = f"holds a special token in message {number}"
+                fix = "leave it out: it would end a turn"
+                raise DataError(where, problem, found=said, fix=fix)
+        try:
+            whole, answers = template.answers(dialogue)
+        except DataError as error:
+            fix = f"{error.fix}; the dialogue is {where}"
+            raise DataError(error.where, error.problem, found=error.found, fix=fix) from None
+        tokens, places = encode(whole)
+        return _checked(tokens, _in_answers(places, answers), where)
+
+    return encode_dialogue
+
+
+def _plain_encoder(path: Path) -> Encode:
+    """The function that makes tokens of prompts and answers without a template."""
+    encode = tokenizer_files.encoder_with_places(path, is_rendered=False)
+    end = tokenizer_files.load(path).end
+
+    def encode_pair(dialogue: Dialogue, where: str) -> tuple[list[int], list[bool]]:
+        prompt, answer = _pair(dialogue, where)
+        tokens, places = encode(prompt + answer)
+        trained = _in_answers(places, [(len(prompt), len(prompt) + len(answer))])
+        if tokens[-1] == end:
+            return _checked(tokens, [*trained[:-1], True], where)
+        return _checked([*tokens, end], [*trained, True], where)
+
+    return encode_pair
+
+
+def _bytes_of(dialogue: Dialogue, where: str) -> tuple[list[int], list[bool]]:
+    prompt, answer = (words.encode() for words in _pair(dialogue, where))
+    if BEGIN in prompt + answer:
+        fix = "leave it out, or use another tokenizer"
+        raise DataError(where, "holds a zero byte", found="a mark of documents", fix=fix)
+    # The mark is the target of the last byte of the dialogue before.
+    return [BEGIN, *prompt, *answer], [True, *[False] * len(prompt), *[True] * len(answer)]
+
+
+def _pair(dialogue: Dialogue, where: str) -> tuple[str, str]:
+    if [message["role"] for message in dialogue] != ["user", "assistant"]:
+        found = ", ".join(message["role"] for message in dialogue)
+        fix = "use a tokenizer with a chat template, or write a prompt and an answer"
+        problem = "is a dialogue, and data.tokenizer has no chat template"
+        raise DataError(where, problem, found=found, fix=fix)
+    prompt, answer = (message["content"] for message in dialogue)
+    return prompt, answer
+
+
+def _in_answers(
+    places: Sequence[tuple[int, int]], answers: Sequence[tuple[int, int]]
+) -> list[bool]:
+    """Marks the tokens that end in an answer; one that stands for no character does not."""
+    return [
+        first < last and any(begin < last <= end for begin, end in answers)
+        for first, last in places
+    ]
+
+
+def _checked(tokens: list[int], trained: list[bool], where: str) -> tuple[list[int], list[bool]]:
+    """Tokens, of which one at least is to be said. Raises DataError."""
+    if not any(trained[1:]):
+        fix = "look at the template, or leave the dialogue out"
+        problem = "has no token that counts in the loss"
+        raise DataError(where, problem, found=f"{len(tokens):,} tokens", fix=fix)
+    return tokens, trained

@@ -1,0 +1,131 @@
+"""Several corpora as one data source: those of `data.mixture`, and the sets of `data.validation`.
+
+Each corpus is read by the module of its own source, with the other settings of the section `data`.
+A mixture takes whole sequences by weight. The validation sets are what each corpus of the mixture
+holds out, by the name of the corpus, and those of `data.validation`, which are read whole.
+"""
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+from holmesjax.config import Config, DataConfig, NamedCorpus, ParallelConfig
+from holmesjax.data import sources
+from holmesjax.data.mixing import Schedule, WeightsFrom
+from holmesjax.data.sources import Mixed, Sequences, Splits, Tokenizer, too_small
+from holmesjax.errors import ConfigError, DataError
+
+ONLY = "corpus"  # the name of `data.corpus` beside named validation sets
+
+
+def tokenizer(config: DataConfig) -> Tokenizer:
+    """The tokenizer of all corpora."""
+    alone = _alone(config, config.mixture[0]) if config.mixture else _plain(config)
+    return sources.module_of(alone).tokenizer(alone)
+
+
+def read(config: DataConfig, length: int) -> Splits:
+    """Reads all corpora. Raises DataError, which names the corpus."""
+    found: dict[str, Splits] = {}
+    if not config.mixture:
+        found[ONLY] = _read(_plain(config), length)
+    for entry in config.mixture or ():
+        with _naming("mixture", entry):
+            found[entry.name] = own = _read(_alone(config, entry), length)
+            if not len(own.train):
+                of, needs = f"1 sequence of {length:,} tokens", "1 sequence"
+                raise too_small("train", 1, of, needs, found="0 sequences")
+    trained = dict(found)
+    digests = {
+        split if name == ONLY else f"{split} of {name}": digest
+        for name, own in found.items()
+        for split, digest in own.digests.items()
+    }
+    sets = {n: own.validation for n, own in found.items() if config.validation_fraction}
+    for each in config.validation or ():
+        with _naming("validation", each):
+            found[each.name] = own = _read(_whole(config, each), length)
+            sets[each.name] = _sequences(own)
+            digests[f"validation set {each.name}"] = own.digests["train"]
+    files = {f"{name}: {path}": d for name, own in found.items() for path, d in own.files.items()}
+    return Splits(
+        train=_train(config, length, {name: _sequences(own) for name, own in trained.items()}),
+        validation=next(iter(trained.values())).validation,
+        place=", ".join(f"{name}: {own.place}" for name, own in found.items()),
+        digests=digests,
+        files=dict(sorted(files.items())),
+        sets=sets,
+    )
+
+
+def _train(config: DataConfig, length: int, parts: dict[str, Sequences]) -> Sequences | Mixed:
+    if not config.mixture:
+        return parts[ONLY]
+    first = WeightsFrom(0, {entry.name: entry.weight for entry in config.mixture})
+    # A sequence counts with the weights of its first token.
+    later = [WeightsFrom(-(-c.tokens // length), c.weights) for c in config.mixture_changes or ()]
+    return Mixed(parts=parts, schedule=Schedule(list(parts), [first, *later]))
+
+
+def look(config: Config) -> None:
+    """Looks at each corpus. Raises HolmesError, which names the corpus."""
+    data, train = config.data, config.train
+    num_batches = train.eval_batches if train.eval_every else 0
+    held_out = num_batches if data.validation_fraction else 0
+    if not data.mixture:
+        _look(config, _plain(data), train.global_batch, held_out)
+    for entry in data.mixture or ():
+        with _naming("mixture", entry):
+            _look(config, _alone(data, entry), 1, held_out * train.global_batch)
+    for each in data.validation or ():
+        with _naming("validation", each):
+            _look(config, _whole(data, each), max(num_batches * train.global_batch, 1), 0)
+
+
+def _look(config: Config, data: DataConfig, global_batch: int, num_validation: int) -> None:
+    """Looks whether a corpus has a batch to train on, and so many for validation."""
+    sizes: dict[str, Any] = {"global_batch": global_batch, "eval_every": min(num_validation, 1)}
+    if num_validation:
+        sizes["eval_batches"] = num_validation
+    train = dataclasses.replace(config.train, **sizes)
+    alone = dataclasses.replace(config, data=data, train=train, parallel=ParallelConfig())
+    sources.module_of(data).look(alone)
+
+
+def _plain(data: DataConfig) -> DataConfig:
+    """The settings of `data.corpus` alone."""
+    return dataclasses.replace(data, mixture=None, mixture_changes=None, validation=None)
+
+
+def _alone(data: DataConfig, entry: NamedCorpus) -> DataConfig:
+    """The settings of one corpus, whose last part is held out."""
+    own: dict[str, Any] = {name: getattr(entry, name) for name in ("corpus", "source", "pattern")}
+    return dataclasses.replace(data, **own, mixture=None, mixture_changes=None, validation=None)
+
+
+def _whole(data: DataConfig, entry: NamedCorpus) -> DataConfig:
+    """The settings of one corpus of which nothing is held out."""
+    return dataclasses.replace(_alone(data, entry), validation_fraction=0.0)
+
+
+def _read(config: DataConfig, length: int) -> Splits:
+    return sources.module_of(config).read(config, length)
+
+
+def _sequences(splits: Splits) -> Sequences:
+    assert not isinstance(splits.train, Mixed), "a mixture has no mixtures"
+    return splits.train
+
+
+@contextlib.contextmanager
+def _naming(setting: str, entry: NamedCorpus) -> Iterator[None]:
+    """Says which of several corpora a mistake inside is of."""
+    try:
+        yield
+    except (ConfigError, DataError) as error:
+        parts = error.parts()
+        own = f"data.{setting}, {entry.name}"
+        name = parts["where"].removeprefix("data.")
+        parts["where"] = f"{own}: {name}" if name != parts["where"] else f"{own}: {error.where}"
+        raise type(error)(**parts) from None

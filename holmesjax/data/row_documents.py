@@ -1,0 +1,223 @@
+"""Documents in rows: columns of parquet files and of Hugging Face datasets, and array_record.
+
+Each is read by the library that owns it, some rows at a time.
+"""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from holmesjax.data import extras, stores
+from holmesjax.data.documents import Documents, FilePart, Wanted, damaged, decoded, no_text
+from holmesjax.errors import DataError
+
+ROWS = 256  # read at once
+STATE, SPLITS = "state.json", "dataset_dict.json"  # of folders that `datasets` wrote
+END = b"\xff\xff\xff\xff\0\0\0\0"  # of an Arrow stream
+
+Parts = Iterator[tuple[int, int, int]]  # the ranges of a file's parts, each with its bytes
+
+
+# ---- parquet -----------------------------------------------------------------------------------
+
+
+def cut_parquet(path: Path, step: int) -> Parts:
+    """Each row group, which is what can be read by itself."""
+    del step
+    with stores.open_file(path) as file:
+        about = _parquet(path, file).metadata
+        for group in range(about.num_row_groups):
+            yield group, group + 1, about.row_group(group).total_byte_size
+
+
+def read_parquet(part: FilePart, wanted: Wanted) -> Documents:
+    """The documents of row groups."""
+    path = stores.path_of(part.path)
+    with stores.open_file(path) as file:
+        parquet = _parquet(path, file)
+        _refuse_no_column(part.path, wanted.column, parquet.schema_arrow)
+        first = sum(parquet.metadata.row_group(group).num_rows for group in range(part.first))
+        for group in range(part.first, part.last):
+            batches = parquet.iter_batches(ROWS, row_groups=[group], columns=[wanted.column])
+            while True:
+                try:
+                    batch = next(batches, None)
+                except Exception as error:  # of any class, by what is damaged
+                    where = f"{part.path}, row group {group}"
+                    raise damaged(where, "row group", error) from None
+                if batch is None:
+                    break
+                yield from _column(batch.column(0), part.path, first, wanted.column)
+                first += batch.num_rows
+
+
+def _parquet(path: Path, file: Any) -> Any:
+    with extras.package("pyarrow", extra="hf", where=str(path)):
+        import pyarrow
+        from pyarrow import parquet
+    try:
+        return parquet.ParquetFile(file, page_checksum_verification=True)
+    except (pyarrow.ArrowException, OSError) as error:
+        raise damaged(str(path), "parquet file", error) from None
+
+
+# ---- datasets of Hugging Face ------------------------------------------------------------------
+
+
+def is_hugging_face(path: Path) -> bool:
+    """Tells whether a folder is a dataset, or has one for each split, as `datasets` writes it."""
+    return (path / STATE).is_file() or (path / SPLITS).is_file()
+
+
+def cut_hugging_face(path: Path, step: int) -> Parts:
+    """Ranges of rows of about so many bytes."""
+    num_rows, size = len(_dataset(path)), sum(file.stat().st_size for file in _arrows(path))
+    rows = max(1, num_rows * step // max(size, 1))
+    for first in range(0, num_rows, rows):
+        last = min(first + rows, num_rows)
+        yield first, last, (last - first) * size // num_rows
+
+
+def refuse_arrow(path: Path, step: int) -> Parts:
+    """Raises DataError for a file of a dataset, which is not read by itself."""
+    del step
+    fix = "name the folder of the dataset, or leave it out by --pattern"
+    raise DataError(str(path), "is a part of a dataset", found="a file .arrow", fix=fix)
+
+
+def read_hugging_face(part: FilePart, wanted: Wanted) -> Documents:
+    """The documents of rows."""
+    dataset = _dataset(Path(part.path)).with_format("arrow")
+    _refuse_no_column(part.path, wanted.column, dataset.features.arrow_schema)
+    dataset = dataset.select_columns([wanted.column])
+    for first in range(part.first, part.last, ROWS):
+        table = dataset[first : min(first + ROWS, part.last)]
+        yield from _column(table.column(0), part.path, first, wanted.column)
+
+
+def _dataset(path: Path) -> Any:
+    """Opens a dataset, of which it reads no rows."""
+    if stores.is_remote(path):
+        fix = "copy the folder here, or write parquet files"
+        raise DataError(str(path), "cannot be read in a store", found="a dataset", fix=fix)
+    if (path / SPLITS).is_file():
+        names = json.loads((path / SPLITS).read_text()).get("splits", [])
+        fix = f"name one of them: {path / names[0]}" if names else "copy it again"
+        raise DataError(str(path), "has several splits", found=", ".join(names), fix=fix)
+    for file in _arrows(path):
+        with file.open("rb") as content:
+            size = content.seek(0, 2)
+            content.seek(max(size - len(END), 0))
+            if content.read() != END:
+                raise damaged(str(file), "Arrow stream", f"it is cut off at byte {size:,}")
+    with extras.package("datasets", extra="hf", where=str(path)):
+        import datasets
+        import pyarrow
+    try:
+        return datasets.load_from_disk(str(path))
+    except (pyarrow.ArrowException, OSError, ValueError, KeyError) as error:
+        raise damaged(str(path), "dataset of Hugging Face", error) from None
+
+
+def _arrows(path: Path) -> list[Path]:
+    """The files of rows. Raises DataError if one is missing."""
+    try:
+        said = json.loads((path / STATE).read_text())
+        files = [path / own["filename"] for own in said["_data_files"]]
+    except (ValueError, KeyError, TypeError) as error:
+        raise damaged(str(path / STATE), "list of files", error) from None
+    for file in files:
+        if not file.is_file():
+            problem, fix = "is missing", "copy the whole folder again"
+            raise DataError(str(file), problem, found=f"named by {STATE}", fix=fix)
+    return files
+
+
+# ---- array_record ------------------------------------------------------------------------------
+
+
+def cut_array_record(path: Path, step: int) -> Parts:
+    """Ranges of records of about so many bytes."""
+    num_records, size = _reader(path).num_records(), path.stat().st_size
+    records = max(1, num_records * step // size)
+    for first in range(0, num_records, records):
+        last = min(first + records, num_records)
+        yield first, last, (last - first) * size // num_records
+
+
+def read_array_record(part: FilePart, wanted: Wanted) -> Documents:
+    """The documents of records, which are text or numbers."""
+    reader = _reader(Path(part.path))
+    for first in range(part.first, part.last, ROWS):
+        last = min(first + ROWS, part.last)
+        try:
+            records = reader.read(first, last)
+        except RuntimeError as error:
+            where = f"{part.path}, records {first:,} to {last - 1:,}"
+            raise damaged(where, "part of an array_record file", error) from None
+        for number, record in enumerate(records, first):
+            where = f"{part.path}, record {number:,}"
+            yield where, _record(record, where, wanted.dtype)
+
+
+def _record(record: bytes, where: str, dtype: str | None) -> str | np.ndarray:
+    if dtype is None:
+        return decoded(record, where)
+    kind = np.dtype(dtype).newbyteorder("<")
+    if len(record) % kind.itemsize:
+        problem, fix = f"holds no numbers of {dtype}", "name another --dtype"
+        raise DataError(where, problem, found=f"{len(record):,} bytes", fix=fix)
+    return np.frombuffer(record, kind)
+
+
+def _reader(path: Path) -> Any:
+    if stores.is_remote(path):
+        fix = "copy the file here"
+        raise DataError(str(path), "cannot be read in a store", found="array_record", fix=fix)
+    with extras.package("array_record", extra="array_record", where=str(path)):
+        from array_record.python import array_record_module
+    # Without reading ahead, which makes reading by ranges slow.
+    reader = array_record_module.ArrayRecordReader(str(path), options="readahead_buffer_size:0")
+    if not reader.ok():  # the only sign: the number of records of a file that was cut off is 0
+        size = f"{path.stat().st_size:,} bytes, and no index of records at their end"
+        raise damaged(str(path), "array_record file", size)
+    return reader
+
+
+# ---- columns -----------------------------------------------------------------------------------
+
+
+def _refuse_no_column(where: str, column: str, schema: Any) -> None:
+    import pyarrow
+
+    types = pyarrow.types
+    texts = (types.is_string, types.is_large_string, types.is_string_view)
+    lists = (types.is_list, types.is_large_list, types.is_fixed_size_list)
+    if column in schema.names:
+        kind = schema.field(column).type
+        is_list = any(is_one(kind) for is_one in lists)
+        if any(is_one(kind) for is_one in texts):
+            return
+        if is_list and types.is_integer(kind.value_type):
+            return
+    found = ", ".join(f"{own.name}: {own.type}" for own in schema)
+    problem = f"has no column `{column}` of text, or of lists of integers"
+    raise DataError(where, problem, found=found, fix="name another by --column")
+
+
+def _column(column: Any, path: str, first: int, name: str) -> Documents:
+    for row, value in enumerate(column, first):
+        where = f"{path}, row {row:,}"
+        if not value.is_valid:
+            fix = "leave such rows out"
+            raise DataError(where, f"has nothing in `{name}`", found="null", fix=fix)
+        if hasattr(value, "values"):
+            yield where, value.values.to_numpy(zero_copy_only=False)
+            continue
+        try:
+            yield where, value.as_py()
+        except UnicodeDecodeError as error:
+            raise no_text(where, error) from None

@@ -1,0 +1,107 @@
+"""A byte-level BPE, trained on the text of a corpus (Sennrich et al., arXiv:1508.07909).
+
+The same corpus gives the same file, byte for byte. Every text can be told in its tokens, since each
+byte is one, and comes back as it was.
+"""
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from holmesjax.config import DataConfig
+from holmesjax.data import corpus as corpora, tokenizer_files
+from holmesjax.data.tokenizer_files import MAIN, padded
+from holmesjax.errors import ConfigError, DataError
+
+END = "<|endoftext|>"  # token 0: the mark behind a document
+LEAST = 257  # tokens: the mark, and each byte
+MOST = 2**24  # tokens, as `model.vocab_size`
+
+
+class Trained(NamedTuple):
+    """The result of a training."""
+
+    num_tokens: int
+    num_bytes: int  # of the corpus
+    num_encoded: int  # tokens of the corpus
+
+
+def train(
+    config: DataConfig, num_tokens: int, out: Path, say: Callable[[str], None], is_shown: bool
+) -> Trained:
+    """Trains a tokenizer on all files of a corpus, and writes it.
+
+    Args:
+      config: names the corpus.
+      num_tokens: of the vocabulary; fewer, if the corpus has no more pairs.
+      out: a file `.json`, or a folder, which also says which token ends a document.
+      say: takes what is worked on.
+      is_shown: whether the library draws its progress on the terminal.
+
+    Raises:
+      ConfigError: the vocabulary has no room for all bytes.
+      DataError: a file is no text, or does not come back as it was.
+    """
+    if not LEAST <= num_tokens <= MOST:
+        fix = f"use 4096, or {LEAST} for bytes alone"
+        problem = f"must be from {LEAST}, a token for each byte and the mark {END}, to {MOST}"
+        raise ConfigError("--vocab", problem, found=num_tokens, fix=fix)
+    with tokenizer_files.extra("tokenizers"):
+        import tokenizers
+        from tokenizers.pre_tokenizers import ByteLevel
+    say("reading the corpus")
+    corpus = corpora.read(config)
+    texts = [
+        *corpora.documents(corpus, corpus.train),
+        *corpora.documents(corpus, corpus.validation),
+    ]
+    tokenizer: Any = tokenizers.Tokenizer(tokenizers.models.BPE())
+    tokenizer.pre_tokenizer = ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=num_tokens,
+        special_tokens=[END],
+        initial_alphabet=sorted(ByteLevel.alphabet()),
+        show_progress=is_shown,
+    )
+    say(f"counting pairs in {len(texts):,} files")
+    tokenizer.train_from_iterator(texts, trainer, length=len(texts))
+    tokenizer.encode_special_tokens = True
+    say("telling the corpus in tokens, and back")
+    num_encoded = _check(tokenizer, texts)
+    _write(tokenizer, out)
+    num_bytes = len(corpus.train) + len(corpus.validation) - len(texts)
+    return Trained(tokenizer.get_vocab_size(), num_bytes, num_encoded)
+
+
+def _check(tokenizer: Any, texts: Sequence[str]) -> int:
+    """The number of tokens of all texts. Raises DataError if one does not come back."""
+    count = 0
+    for text in texts:
+        tokens = tokenizer.encode(text).ids
+        count += len(tokens)
+        if tokenizer.decode(tokens, skip_special_tokens=False) != text:
+            fix = "leave it out by --pattern"
+            problem = "a text does not come back from its tokens as it was"
+            raise DataError("the corpus", problem, found=repr(text[:40]), fix=fix)
+    return count
+
+
+def _write(tokenizer: Any, out: Path) -> None:
+    tokenizer.encode_special_tokens = False  # is of the texts of a corpus, not of the file
+    if out.suffix == ".json":
+        tokenizer.save(str(out))
+        return
+    tokenizer.save(str(out / MAIN))
+    about = {"eos_token": END, "tokenizer_class": "PreTrainedTokenizerFast"}
+    (out / "tokenizer_config.json").write_text(json.dumps(about, indent=2) + "\n")
+
+
+def settings(out: Path, trained: Trained) -> list[str]:
+    """The settings of a run that uses it.
+
+    >>> settings(Path("bpe"), Trained(4096, 10, 5))
+    ['data.tokenizer=bpe', 'model.vocab_size=4096']
+    """
+    return [f"data.tokenizer={out}", f"model.vocab_size={padded(trained.num_tokens)}"]

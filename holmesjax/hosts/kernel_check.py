@@ -1,0 +1,237 @@
+"""The verdict on this machine's attention kernels: do they compute what plain JAX does? No JAX.
+
+The check (`kernels.attention.check`) is a process of its own with a limit of time, since a kernel
+may hang, or leave the device of its process unusable. It has to end before this process uses the
+device. Its verdict is kept by all that it depends on: device, driver, jaxlib, NVIDIA's assembler
+ptxas, the source of the kernels, and what a run needs of them. The processes of a node check one
+after the other, so that all but the first find a verdict.
+"""
+
+import fcntl
+import hashlib
+import importlib.util
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from holmesjax.config import Config
+from holmesjax.costs import work
+
+if TYPE_CHECKING:  # a launcher looks at no hardware
+    from holmesjax.hosts.hardware import Gpu
+
+CAPABILITY = "9.0"  # of the GPUs that the kernels are for
+LIMIT_S = 60.0
+# ptxas that miscompiles Hopper kernels: the first such version and the first that does not. JAX's
+# own kernels refuse CUDA 12.8.0 to 12.9.0; 13.0.88 is reported for sm_90a.
+MISCOMPILING = (((12, 8, 0), (12, 9, 86)), ((13, 0, 88), (13, 0, 89)))
+SOUND = "nvidia-cuda-nvcc 13.1 or newer, and put its ptxas first on PATH"
+
+Version = tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckVerdict:
+    """The outcome of a check."""
+
+    problem: str | None  # None: the kernels have passed
+    versions: dict[str, str]  # of what was checked
+
+    def __str__(self) -> str:
+        outcome = "passed" if self.problem is None else f"failed: {self.problem}"
+        return f"{outcome} ({', '.join(f'{k} {v}' for k, v in self.versions.items())})"
+
+
+def asked_of(config: Config, *, is_cut: bool) -> dict[str, Any]:
+    """The needs of a run, as `kernels.attention.check.cases` takes them: each rule once.
+
+    `is_cut` says whether devices share sequences.
+    """
+    attention = [kind.attention for kind in work.kinds(config.model).blocks]
+    names = ("head_width", "window", "soft_cap", "scale")
+    layers = [{name: getattr(own, name) for name in names} for own in attention if own is not None]
+    return {
+        "dtype": config.train.compute_dtype,
+        "has_documents": config.data.documents == "mask",
+        "deterministic": config.kernels.deterministic_attention,
+        "is_cut": is_cut,
+        "layers": [own for i, own in enumerate(layers) if own not in layers[:i]],
+    }
+
+
+def verdict(
+    asked: Mapping[str, Any],
+    gpus: "Sequence[Gpu]",
+    env: Mapping[str, str],
+    say: Callable[[str], None],
+    *,
+    check: Sequence[str] = (),
+    limit_s: float = LIMIT_S,
+) -> CheckVerdict:
+    """Returns what a check has found, now or before.
+
+    Args:
+      asked: what a run needs (`asked_of`).
+      gpus: of this host.
+      env: of this process.
+      say: takes a line before a check begins, and one if it fails.
+      check: arguments of the check, besides what is asked.
+      limit_s: for the check.
+    """
+    assembler = find_assembler()
+    versions = {
+        "devices": ", ".join(sorted({gpu.name for gpu in gpus})) or "none",
+        "driver": ", ".join(sorted({gpu.driver for gpu in gpus})) or "none",
+        "jaxlib": _version("jaxlib"),
+        "ptxas": ".".join(map(str, assembler)) if assembler else "unknown",
+    }
+    if reason := miscompiles(assembler):
+        return CheckVerdict(problem=reason, versions=versions)
+    key = {**versions, "source": source_digest(), "asked": dict(asked)}
+    name = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:24]
+    with _alone(_folder(env), name) as path:
+        if (kept := _read(path)) is not None:
+            return CheckVerdict(problem=kept["problem"], versions=versions)
+        say(f"checking the attention kernels on this machine, once: at most {limit_s:g} s")
+        found = CheckVerdict(problem=_run([json.dumps(asked), *check], limit_s), versions=versions)
+        with suppress(OSError):  # then the next process checks again
+            path.write_text(json.dumps({"problem": found.problem, **key}, indent=1) + "\n")
+    if found.problem is not None:
+        say(f"warning: the attention kernels are not used: {found}")
+    return found
+
+
+def _read(path: Path) -> dict[str, Any] | None:
+    with suppress(OSError, ValueError):
+        kept = json.loads(path.read_text())
+        if isinstance(kept, dict) and "problem" in kept:
+            return kept
+    return None
+
+
+def _run(arguments: Sequence[str], limit_s: float) -> str | None:
+    """Why the check has failed; None if it has passed."""
+    command = [sys.executable, "-m", "kernels.attention.check", *arguments]
+    env = os.environ | {"JAX_TRACEBACK_FILTERING": "off"}  # an error's last line is the error
+    with (
+        tempfile.TemporaryFile("w+", errors="replace") as out,
+        tempfile.TemporaryFile("w+", errors="replace") as words,
+        # A session of its own: what it has started ends with it.
+        subprocess.Popen(
+            command, env=env, stdout=out, stderr=words, start_new_session=True
+        ) as process,
+    ):
+        try:
+            status = process.wait(limit_s)
+        except subprocess.TimeoutExpired:
+            return f"the check did not end within {limit_s:g} s"
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+        out.seek(0)
+        words.seek(0)
+        last = words.read().strip().splitlines()[-1:]
+        found = [json.loads(line) for line in out if line.startswith('{"what"')]
+    if problems := [case["problem"] for case in found if case["problem"]]:
+        return str(problems[0])
+    if status:
+        how = f"signal {-status}" if status < 0 else f"exit status {status}"
+        return f"the check ended with {how}: {' '.join(last)}"
+    if not found or found[-1]["left"]:
+        return "the check ended early"
+    return None
+
+
+@contextmanager
+def _alone(folder: Path, name: str) -> Iterator[Path]:
+    """The file of a verdict, while no other process of this host looks for it."""
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        lock = open(folder / f".{name}", "w")  # noqa: SIM115, closed below
+    except OSError:  # nothing can be kept: each process checks for itself
+        yield folder / f"{name}.json"
+        return
+    with lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield folder / f"{name}.json"
+
+
+def _folder(env: Mapping[str, str]) -> Path:
+    home = env.get("XDG_CACHE_HOME", "")
+    base = Path(home) if home.startswith("/") else Path("~/.cache").expanduser()
+    return base / "holmesjax" / "kernel_checks"
+
+
+# ---- what a verdict depends on -------------------------------------------------------------------
+
+
+def source_digest() -> str:
+    """16 hex digits of the source of the attention kernels."""
+    found = importlib.util.find_spec("kernels")
+    assert found is not None
+    assert found.submodule_search_locations
+    digest = hashlib.sha256()
+    for path in sorted(Path(found.submodule_search_locations[0], "attention").glob("*.py")):
+        digest.update(path.name.encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def find_assembler() -> Version | None:
+    """The version of NVIDIA's assembler that compiles the kernels.
+
+    Mosaic takes the first on PATH, whatever JAX's packages have. Where there is none, it takes that
+    of the packages, and then that of the machine.
+    """
+    places = [shutil.which("ptxas")]
+    if (spec := importlib.util.find_spec("nvidia")) and spec.submodule_search_locations:
+        for folder in spec.submodule_search_locations:
+            places += [f"{folder}/{part}/bin/ptxas" for part in ("cu13", "cuda_nvcc")]
+    for place in filter(None, [*places, "/usr/local/cuda/bin/ptxas"]):
+        with suppress(OSError, subprocess.SubprocessError):
+            command = [place, "--version"]
+            done = subprocess.run(command, capture_output=True, text=True, timeout=20)
+            if found := read_version(done.stdout):
+                return found
+    return None
+
+
+def read_version(said: str) -> Version | None:
+    """
+    >>> read_version("Cuda compilation tools, release 13.0, V13.0.88")
+    (13, 0, 88)
+    """
+    found = re.search(r"\bV(\d+)\.(\d+)\.(\d+)", said)
+    return tuple(map(int, found.groups())) if found else None
+
+
+def miscompiles(assembler: Version | None) -> str | None:
+    """Why an assembler is refused, and what to install.
+
+    >>> miscompiles((12, 9, 86)) is None
+    True
+    >>> miscompiles((13, 0, 88)).partition(":")[0]
+    'ptxas 13.0.88 miscompiles Hopper kernels'
+    """
+    for first, sound in MISCOMPILING:
+        if assembler is not None and first <= assembler < sound:
+            found = ".".join(map(str, assembler))
+            return f"ptxas {found} miscompiles Hopper kernels: install {SOUND}"
+    return None
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "unknown"

@@ -1,0 +1,182 @@
+"""Writes a model as a folder of Hugging Face's format, one layer at a time. No JAX.
+
+The folder is whole or absent: it is written beside its place and renamed at the end.
+"""
+
+import contextlib
+import itertools
+import json
+import os
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+
+import numpy as np
+
+from holmesjax.config import ModelConfig
+from holmesjax.errors import CheckpointError, ConfigError
+from holmesjax.hugging_face import config_json, folder, pieces, safetensors_file
+from holmesjax.hugging_face.config_json import CONFIG, ConfigJson, Json
+from holmesjax.hugging_face.safetensors_file import DTYPES
+from holmesjax.hugging_face.tensors import Place, places
+
+GENERATION_CONFIG = "generation_config.json"
+DTYPE_OF = {"float32": "F32", "bfloat16": "BF16"}  # names of settings -> names of the format
+MODE = 0o755  # of the folder, as `mkdir` gives it
+
+Shapes = dict[str, tuple[int, ...]]
+Layer = tuple[str, dict[str, np.ndarray]]  # its name, and its parameters by theirs
+
+
+def kept_dtype(kept: ConfigJson | None) -> str:
+    """The dtype in which a model goes out: that in which it came, if we write it, or float32."""
+    found = kept and (kept.values.get("dtype") or kept.values.get("torch_dtype"))
+    return found if found in DTYPE_OF else "float32"
+
+
+def refuse_full(out: Path) -> None:
+    """Raises ConfigError unless a folder can be written here: it is empty, or not there."""
+    try:
+        is_full = out.exists() and (not out.is_dir() or any(out.iterdir()))
+        problem = "there is something in it" if out.is_dir() else "a file"
+        if not is_full:
+            out.parent.mkdir(parents=True, exist_ok=True)
+            problem = "" if os.access(out.parent, os.W_OK | os.X_OK) else "no permission to write"
+    except OSError as error:
+        problem = str(error.strerror)
+    if problem:
+        where, fix = "--out", "name a folder that is empty or not there"
+        raise ConfigError(where, "cannot be written", found=f"{out}: {problem}", fix=fix)
+
+
+def write(
+    out: Path,
+    config: Json,
+    model: ModelConfig,
+    layers: Iterable[Layer],
+    *,
+    max_bytes: int,
+    others: Iterable[Path] = (),
+) -> list[str]:
+    """Writes a folder; returns the names of the files with weights.
+
+    Args:
+      out: the folder, which is empty or not there.
+      config: its config.json, which says family and dtype (`config_json.exported`).
+      model: the model's settings.
+      layers: the name of each layer in order, and its parameters by name, in a dict that is
+        emptied.
+      max_bytes: of a file's tensors, unless a single tensor has more.
+      others: folders whose other files, such as a tokenizer's, are copied; later ones replace those
+        of the same names.
+
+    Raises CheckpointError if the disk is full.
+    """
+    with whole_folder(out) as whole:
+        names = _write_weights(whole, config, model, layers, max_bytes)
+        for other in others:
+            folder.copy_files(other, whole)
+        write_json(whole / CONFIG, config)
+        if not (whole / GENERATION_CONFIG).exists():
+            ids = {key: x for key, x in config.items() if key.endswith("_token_id")}
+            write_json(whole / GENERATION_CONFIG, ids)
+    return names
+
+
+@contextlib.contextmanager
+def whole_folder(out: Path) -> Iterator[Path]:
+    """A folder to write into, which becomes `out` at the end, and is gone if that never comes.
+
+    Raises CheckpointError if the disk is full.
+    """
+    refuse_full(out)
+    try:
+        with tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{out.name}.") as temporary:
+            whole = Path(temporary) / out.name
+            whole.mkdir(mode=MODE)
+            yield whole
+            whole.rename(out)  # also onto an empty folder
+    except OSError as error:
+        fix = "make room, or name another folder"
+        found = error.strerror or str(error)
+        raise CheckpointError(str(out), "cannot be written", found=found, fix=fix) from None
+
+
+def _write_weights(
+    whole: Path, config: Json, model: ModelConfig, layers: Iterable[Layer], max_bytes: int
+) -> list[str]:
+    dtype = DTYPE_OF[config["dtype"]]
+    its_places = places(model, config["model_type"])
+    shapes: Shapes = {
+        place.tensor: place.shape for layer in its_places.values() for place in layer.values()
+    }
+    files = shards(shapes, DTYPES[dtype].itemsize, max_bytes)
+    stream = _tensors(its_places, layers)
+    for name, own in files.items():
+        rows = (piece for _, tensor in itertools.islice(stream, len(own)) for piece in tensor)
+        safetensors_file.write(whole / name, dtype, own, rows)
+    assert next(stream, None) is None, "a layer has other tensors than its places say"
+    if len(files) > 1:
+        num = sum(int(np.prod(shape)) for shape in shapes.values())
+        weight_map = {tensor: name for name, own in files.items() for tensor in own}
+        metadata = {"total_parameters": num, "total_size": num * DTYPES[dtype].itemsize}
+        write_json(whole / folder.INDEX, {"metadata": metadata, "weight_map": weight_map})
+    return list(files)
+
+
+def _tensors(
+    its_places: Mapping[str, Mapping[str, Place]], layers: Iterable[Layer]
+) -> Iterator[tuple[str, Iterator[np.ndarray]]]:
+    """Each tensor's name and rows, in the order of the places."""
+    for (layer, own), (name, values) in zip(its_places.items(), layers, strict=True):
+        assert layer == name, f"{name} comes where {layer} should"
+        boxes: dict[str, list[Place]] = {}
+        for place in own.values():
+            boxes.setdefault(place.tensor, []).append(place)
+        for tensor, together in boxes.items():
+            yield tensor, pieces.rows_of(together, values)
+        values.clear()  # before the next layer is read
+
+
+def shards(shapes: Shapes, itemsize: int, max_bytes: int) -> dict[str, Shapes]:
+    """The tensors of each file, in order: as many as stay within the limit, or a single one.
+
+    >>> shards({"a": (2,), "b": (3,), "c": (9,), "d": (1,)}, 1, 5)
+    {'model-00001-of-00003.safetensors': {'a': (2,), 'b': (3,)}, \
+'model-00002-of-00003.safetensors': {'c': (9,)}, 'model-00003-of-00003.safetensors': {'d': (1,)}}
+    """
+    groups: list[Shapes] = [{}]
+    num_bytes = 0
+    for name, shape in shapes.items():
+        size = itemsize * int(np.prod(shape))
+        if groups[-1] and num_bytes + size > max_bytes:
+            groups.append({})
+            num_bytes = 0
+        groups[-1][name] = shape
+        num_bytes += size
+    if len(groups) == 1:
+        return {folder.WEIGHTS: groups[0]}
+    of = f"of-{len(groups):05d}"
+    return {f"model-{i:05d}-{of}.safetensors": group for i, group in enumerate(groups, 1)}
+
+
+def write_json(path: Path, value: Json) -> None:
+    path.write_text(json.dumps(value, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def config_of(
+    model: ModelConfig, imported: Path | None, family: str | None, dtype: str | None
+) -> Json:
+    """The config.json of an export.
+
+    Args:
+      model: the model's settings.
+      imported: the folder with the config.json that came with the model, if it came from one.
+      family: that is asked for; None: that of the folder, or the first that has such models.
+      dtype: that is asked for; None: that of the folder, or float32.
+
+    Raises ConfigError if the family has no such model.
+    """
+    kept = ConfigJson.load(imported) if imported is not None else None
+    family = family or (kept.family if kept else config_json.family_of(model))
+    return config_json.exported(model, kept, family, dtype or kept_dtype(kept))

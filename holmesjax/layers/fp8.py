@@ -1,0 +1,68 @@
+"""Products in fp8: what they change in the statements of a kind of layer.
+
+The products of a block's weights are in fp8 then: query, key, value, out, gate, up and down. With
+delayed scaling a block keeps the largest magnitudes of their inputs in the last T steps:
+
+    fp8/maxima_ST     of each of the S inputs, the oldest step first
+
+A step changes them though they do not train. A layer returns them with the magnitudes of its own
+tokens in the place of the newest step, and their maximum over the microbatches and replicas of the
+step is what the next one reads.
+"""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from holmesjax.config import ModelConfig
+from holmesjax.errors import ConfigError
+from holmesjax.layers.kind import Constant, Kind, Numbers, Parameter
+from holmesjax.topology.catalogue import FP8
+
+BLOCK = "holmesjax.models.transformer:block"  # the function that knows fp8
+# The inputs of products: of query, key and value; of out; of gate and up; of down.
+INPUTS = ("attention", "out", "feed_forward", "down")
+MAXIMA = "fp8/maxima_ST"
+
+
+def in_fp8(kind: Kind, model: ModelConfig) -> Kind:
+    """A kind of layer with its products in fp8; the embedding and the head stay as they are.
+
+    A forward reads each input of a product to find its codes, and writes those. A current scale
+    takes one more reading. The same of weights is not counted: it does not grow with the tokens.
+
+    Raises:
+      ConfigError: a layer between the ends has another function than our block's.
+    """
+    assert model.fp8 is not None, "the model has products in fp8"
+    if kind.place != "middle":
+        return kind
+    if kind.function != BLOCK:
+        problem = "must have blocks alone with model.fp8: other layers know no fp8"
+        fix = "use block or window_block, or leave model.fp8 out"
+        raise ConfigError("model.pattern", problem, found=kind.name, fix=fix)
+    times = {"delayed": 2, "current": 3}[model.fp8.scaling]
+    heads = model.num_heads * model.head_width
+    moved = Numbers(
+        kind.moved.whole + times * 2 * model.width,
+        kind.moved.cut + times * (heads + model.feed_forward_width),
+    )
+    products = tuple(replace(own, dtype=FP8) for own in kind.products)
+    kind = replace(kind, products=products, moved=moved)
+    if model.fp8.scaling == "current":
+        return kind
+    maxima = Parameter(
+        name=MAXIMA,
+        shape=(len(INPUTS), model.fp8.history),
+        initial=Constant(0.0),
+        trains=False,
+        changes=True,
+        joined="max",
+    )
+    change = f"{__name__}:{replaced.__name__}"
+    return replace(kind, parameters=(*kind.parameters, maxima), change=change)
+
+
+def replaced(old: Mapping[str, Any], joined: Mapping[str, Any]) -> Mapping[str, Any]:
+    """`Kind.change`: what the layers returned takes the place of what they read."""
+    return joined

@@ -1,0 +1,480 @@
+"""A model of your own: a function that gives its layers, which `model.module` of a run names.
+
+    def my_model(settings: ModelConfig) -> list[Layer]:
+        return [functions(init_embed, embed), *settings.num_layers * [block], head]
+
+A layer is a pair of functions (`functions`), or a module of flax (`flax_layers`). The first layer
+reads arrays of a batch, each layer hands one array to the next, and the last gives losses. What the
+planner wants to know of a layer is traced (`layer_tracing`), so that no layer states any costs.
+
+`apply` and `draw` are the functions that the kinds of such layers name.
+"""
+
+import dataclasses
+import re
+import zlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from holmesjax.config import ModelConfig
+from holmesjax.errors import ConfigError, HolmesError
+from holmesjax.layers.kind import PARTS_DIM, BatchArray, Drawn, Kind, Parameter
+from holmesjax.layers.model_layers import EMBED, HEAD, block_name, cached, load
+from holmesjax.models import layer_tracing
+from holmesjax.models.kept_parameters import without_weights
+from holmesjax.models.layer import Auxiliary, Context, Params
+
+WHERE = "model.module"
+SEQUENCES = 2  # of the shapes on which layers are traced
+WHOLE = "W"  # a dim that no mesh axis but `data` cuts
+LETTERS = {None: WHOLE, "fsdp": PARTS_DIM, "tensor": "F"}  # of the mesh axes that cut a dim
+Array = jax.Array | jax.ShapeDtypeStruct
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layer:
+    """A layer of a model of your own. Layers that are equal are one kind, and compiled once.
+
+    Args:
+      init: `init(key, *inputs)` draws the parameters: arrays in dicts.
+      apply: `apply(params, *inputs)`, of the array that the layer before gives and of the arrays
+        that the layer reads, each with a first dim for sequences. It gives the array for the next
+        layer. A last layer without `loss` gives the losses.
+      loss: of a last layer: `loss(outputs, *arrays)`, of what `apply` gives of the layer before
+        alone, in float32, and of the arrays that the layer reads. It gives losses, which are added.
+      reads: the arrays of a batch, each with the shape and the dtype that one sequence has.
+        None: the first layer reads the tokens, the last the targets, and others nothing.
+      axes: for parameters whose names match a regular expression, the mesh axis that cuts each dim:
+        "tensor", "fsdp" or None.
+      label: for messages and the plan.
+      named_axes: gives the axes of parameters that the module itself names, by parameter.
+    """
+
+    init: Callable[..., Params]
+    apply: Callable[..., Any]
+    loss: Callable[..., Any] | None = None
+    reads: tuple[BatchArray, ...] | None = None
+    axes: tuple[tuple[str, tuple[str | None, ...]], ...] = ()
+    label: str = "layer"
+    named_axes: Callable[..., Mapping[str, tuple[str | None, ...]]] | None = None
+
+
+Reads = Mapping[str, tuple[Sequence[int], str]] | None
+Axes = Mapping[str, Sequence[str | None]]
+
+
+@dataclass(frozen=True)
+class _OfKeyAlone:
+    """`init(key)` as a function that may be given inputs."""
+
+    init: Callable[[jax.Array], Params]
+
+    def __call__(self, key: jax.Array, *inputs: Array) -> Params:
+        return self.init(key)
+
+
+def functions(
+    init: Callable[[jax.Array], Params],
+    apply: Callable[..., Any],
+    *,
+    loss: Callable[..., Any] | None = None,
+    reads: Reads = None,
+    axes: Axes = {},  # noqa: B006  # never changed
+) -> Layer:
+    """A layer of two functions, `init(key)` and `apply(params, *inputs)`.
+
+    Args:
+      init: draws the parameters: arrays in dicts.
+      apply: computes the layer.
+      loss: of a last layer, as in `Layer`.
+      reads: the arrays of a batch that the layer reads: `{"image": ((28, 28), "float32")}`.
+      axes: regular expressions of parameter names, and the mesh axis that cuts each of their dims.
+    """
+    label = getattr(apply, "__name__", type(apply).__name__)
+    return Layer(
+        init=_OfKeyAlone(init),
+        apply=apply,
+        loss=loss,
+        reads=reads_of(reads),
+        axes=axes_of(axes),
+        label=label,
+    )
+
+
+def reads_of(reads: Reads) -> tuple[BatchArray, ...] | None:
+    """`Layer.reads` of a mapping from names to shapes and dtypes."""
+    if reads is None:
+        return None
+    return tuple(
+        BatchArray(name, tuple(shape), str(jnp.dtype(dtype)))
+        for name, (shape, dtype) in reads.items()
+    )
+
+
+def axes_of(axes: Axes) -> tuple[tuple[str, tuple[str | None, ...]], ...]:
+    """`Layer.axes` of a mapping from regular expressions to mesh axes."""
+    return tuple((pattern, tuple(own)) for pattern, own in axes.items())
+
+
+def next_token_losses(logits_BLV: jax.Array, target_BL: jax.Array) -> jax.Array:
+    """The cross-entropy of each token that counts, [B, L]; others have 0."""
+    log_p_BLV = jax.nn.log_softmax(logits_BLV)
+    target_BL1 = jnp.maximum(target_BL, 0)[..., None]
+    picked_BL = jnp.take_along_axis(log_p_BLV, target_BL1, axis=-1)[..., 0]
+    return jnp.where(target_BL >= 0, -picked_BL, 0.0)
+
+
+def name_of(model: Callable[..., Any]) -> str:
+    """The "module:function" of a model, by which any process finds it.
+
+    Raises:
+      ConfigError: no module has it under its name.
+    """
+    module, name = getattr(model, "__module__", ""), getattr(model, "__qualname__", "")
+    text = f"{module}:{name}"
+    try:
+        if load(text) is model:
+            return text
+    except (ImportError, AttributeError, ValueError):
+        pass
+    raise ConfigError(
+        WHERE,
+        "must be a function or a class at the top level of a module, found by its name",
+        found=text if name else repr(model),
+        fix="define it with `def` or `class` outside of functions, and give it as it is",
+    )
+
+
+# ---- the kinds -----------------------------------------------------------------------------------
+
+
+@cached(64)
+def layers_of(model: ModelConfig) -> dict[str, Layer]:
+    """The layers of a model that `model.module` names, by the names of `model_layers`.
+
+    Raises:
+      ConfigError: nothing has this name, or it gives something else than layers.
+    """
+    assert model.module is not None
+    make = _named(model.module)
+    try:
+        found: Any = make(model)
+    except HolmesError:
+        raise
+    except Exception as error:
+        raise _wrong(
+            "cannot be called with the section `model`",
+            f"{model.module}: {type(error).__name__}: {error}",
+            "write it as def my_model(settings), where settings has num_layers, width and the rest",
+        ) from error
+    layers = list(found) if isinstance(found, Iterable) else []
+    wrong = [type(own).__name__ for own in layers if not isinstance(own, Layer)]
+    if wrong or not isinstance(found, Iterable):
+        raise _wrong(
+            "must give a list of layers",
+            f"{wrong[0]} in its list" if wrong else type(found).__name__,
+            "make layers with functions(init, apply) of holmesjax.models.own_model, or with linen "
+            "or nnx of holmesjax.models.flax_layers",
+        )
+    if len(layers) != model.num_layers + 2:
+        most = max(len(layers) - 2, 0)
+        raise _wrong(
+            f"must give model.num_layers = {model.num_layers} layers between its first and last",
+            f"{len(layers)} layers in all",
+            f"set model.num_layers={most}, and parallel.layers to numbers with this sum"
+            if most
+            else "give a first layer, one or more layers, and a last one",
+        )
+    middle = map(block_name, range(model.num_layers))
+    return dict(zip((EMBED, *middle, HEAD), layers, strict=True))
+
+
+def _named(name: str) -> Callable[[ModelConfig], Sequence[Layer]]:
+    try:
+        make: Callable[[ModelConfig], Sequence[Layer]] = load(name)
+    except (ImportError, AttributeError, ValueError) as error:
+        fix = "write module:function, of a module that each process of the run can import: "
+        fix += "install it, or start in its folder"
+        problem = "names no model"
+        if name.startswith("__main__:"):
+            problem = "was defined in a notebook or a script, which other processes cannot import"
+            fix = "move it to a module, such as my_model.py, and name it as my_model:my_function"
+        raise _wrong(problem, f"{name}: {error}", fix) from None
+    return make
+
+
+@cached(64)
+def kinds(model: ModelConfig) -> dict[str, Kind]:
+    """The kinds of the layers by their names, traced. Equal layers share one kind.
+
+    Raises:
+      ConfigError: a layer does not give what the next one reads, or cannot be traced.
+    """
+    layers, found, by_layer = layers_of(model), {}, dict[Any, Kind]()
+    taken: dict[str, int] = {}
+    boundary: jax.ShapeDtypeStruct | None = None
+    for name, layer in layers.items():
+        key = (name in (EMBED, HEAD) and name, layer)
+        if key not in by_layer:
+            taken[layer.label] = number = taken.get(layer.label, 0) + 1
+            label = layer.label if number == 1 else f"{layer.label}_{number}"
+            by_layer[key], boundary = _kind(model, name, layer, label, boundary)
+        found[name] = by_layer[key]
+    return found
+
+
+@cached(256)
+def _layer_of(model: ModelConfig, kind: Kind) -> Layer:
+    """The layer of a kind, the first of those that share it."""
+    name = next(name for name, own in kinds(model).items() if own.name == kind.name)
+    return layers_of(model)[name]
+
+
+def _kind(
+    model: ModelConfig,
+    name: str,
+    layer: Layer,
+    label: str,
+    boundary: jax.ShapeDtypeStruct | None,
+) -> tuple[Kind, jax.ShapeDtypeStruct]:
+    """The kind of a layer, and what the layer hands on where the model is traced.
+
+    Args:
+      model: the settings.
+      name: of the layer in the model.
+      layer: the layer.
+      label: the name of its kind.
+      boundary: what the layer before hands on; None: it is the first.
+    """
+    where, is_last = f"{name} ({label})", name == HEAD
+    is_middle = boundary is not None and not is_last
+    default = {EMBED: "token_BL", HEAD: "target_BL"}.get(name)
+    length = (model.context_length,)
+    of_tokens = (BatchArray(default, length, "int32"),) if default else ()
+    reads: tuple[BatchArray, ...] = of_tokens if layer.reads is None else layer.reads
+    if boundary is None and not reads:
+        fix = 'name what it reads: reads={"image": ((28, 28), "float32")}'
+        raise _wrong(f"has a first layer that reads nothing: {where}", "no array", fix)
+    arrays = [jax.ShapeDtypeStruct((SEQUENCES, *own.shape), own.dtype) for own in reads]
+    inputs = [*([] if boundary is None else [boundary]), *arrays]
+    of_apply = _inputs_of_apply(layer, inputs, len(reads))
+    params, parameters = _parameters(where, layer, of_apply, is_first=boundary is None)
+    run = _computing(layer, layer_tracing.TRACED, len(reads) if is_last else None)
+    narrow = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, layer_tracing.TRACED), params)
+    with _explaining(where, "cannot be computed"):
+        out = jax.eval_shape(run, narrow, *inputs)
+    if not is_last:
+        out = _checked_boundary(model, where, out, boundary)
+    num_tokens = SEQUENCES * model.context_length
+    with _explaining(where, "cannot be differentiated"):
+        traced = layer_tracing.trace(
+            run,
+            narrow,
+            [own.dims for own in parameters],
+            inputs,
+            num_tokens=num_tokens,
+            is_middle=is_middle,
+        )
+    kind = Kind(
+        name=label,
+        function=f"{__name__}:apply",
+        parameters=tuple(
+            dataclasses.replace(own, use=use, matrix=int(is_middle and _is_matrix(own)))
+            for own, use in zip(parameters, traced.uses, strict=True)
+        ),
+        place="first" if boundary is None else "last" if is_last else "middle",
+        products=traced.products,
+        mixes=traced.mixes,
+        moved=traced.moved,
+        kept=traced.kept,
+        needed=traced.needed,
+        collectives=traced.collectives,
+        reads=reads,
+        boundary=out.shape[1:] if not is_last else (),
+        draw=f"{__name__}:draw",
+    )
+    return kind, out
+
+
+def _checked_boundary(
+    model: ModelConfig, where: str, out: Any, boundary: jax.ShapeDtypeStruct | None
+) -> jax.ShapeDtypeStruct:
+    shown = ", ".join(str(getattr(own, "shape", own)) for own in jax.tree.leaves(out)) or "nothing"
+    if not isinstance(out, jax.ShapeDtypeStruct) or not out.shape or out.shape[0] != SEQUENCES:
+        raise _wrong(
+            f"must give one array with a first dim for sequences in layer {where}",
+            f"{shown} of {SEQUENCES} sequences",
+            "return the array for the next layer, [sequences, ...]",
+        )
+    if boundary is not None and out.shape != boundary.shape:
+        raise _wrong(
+            f"must give the shape that it takes in layer {where}: all layers hand on one shape",
+            f"{list(boundary.shape[1:])} to {list(out.shape[1:])} for each sequence",
+            "change the layer, or put both shapes into one layer",
+        )
+    numbers, wanted = out.size // SEQUENCES, model.context_length * model.width
+    if numbers != wanted:
+        raise _wrong(
+            f"must give model.context_length * model.width = {wanted} numbers in layer {where}",
+            f"{list(out.shape[1:])}: {numbers} for each sequence",
+            f"set model.width={out.shape[-1]} and model.context_length="
+            f"{numbers // max(out.shape[-1], 1)}, or change the layer",
+        )
+    return out
+
+
+def _is_matrix(parameter: Parameter) -> bool:
+    """Whether it has rows and columns: which of three dims are rows, nothing says."""
+    return parameter.decays and len(parameter.shape) == 2
+
+
+def _parameters(
+    where: str, layer: Layer, inputs: Sequence[jax.ShapeDtypeStruct], *, is_first: bool
+) -> tuple[Params, tuple[Parameter, ...]]:
+    """The shapes of a layer's parameters, and what is stated of them, in the order of the tree."""
+    with _explaining(where, "cannot be initialised"):
+        key = jax.eval_shape(jax.random.key, 0)
+        params = jax.eval_shape(layer.init, key, *inputs)
+    named = layer.named_axes(*inputs) if layer.named_axes else {}
+    found = []
+    for path, own in jax.tree_util.tree_leaves_with_path(params):
+        steps = [getattr(step, "key", None) for step in path]
+        keys = [key for key in steps if isinstance(key, str)]
+        if not path or len(keys) < len(path):
+            raise _wrong(
+                f"has a parameter without a name in layer {where}",
+                f"{jax.tree_util.keystr(path) or 'an array'} in what init gives",
+                'give parameters in dicts, such as {"up": {"kernel": array}}',
+            )
+        name = "/".join(keys)
+        if not jnp.issubdtype(own.dtype, jnp.floating):
+            raise _wrong(
+                f"has a parameter that cannot train in layer {where}",
+                f"{name} of {own.dtype}",
+                "make it in apply, or give floating-point numbers",
+            )
+        found.append(
+            Parameter(
+                name=name,
+                shape=own.shape,
+                initial=Drawn(),
+                dims=_dims(where, layer, name, own.shape, named),
+                decays=len(own.shape) > 1 and not is_first and keys[-1] != "bias",
+            )
+        )
+    return params, tuple(found)
+
+
+def _dims(
+    where: str,
+    layer: Layer,
+    name: str,
+    shape: tuple[int, ...],
+    named: Mapping[str, tuple[str | None, ...]],
+) -> str:
+    """A letter for each dim: by a rule, by the module's own names, or by the parameter's name."""
+    axes = next((own for pattern, own in layer.axes if re.search(pattern, name)), named.get(name))
+    suffix = name.rpartition("_")[2]
+    if axes is None:
+        is_stated = suffix.isalpha() and suffix.isupper() and len(suffix) == len(shape)
+        return suffix if is_stated else WHOLE * len(shape)
+    known = [own for own in axes if own is not None]
+    if len(axes) != len(shape) or len(set(known)) < len(known) or not set(axes) <= set(LETTERS):
+        raise _wrong(
+            f"has axes that do not fit its parameter {name} in layer {where}",
+            f"{tuple(axes)} for the shape {shape}",
+            'give "tensor", "fsdp" or None for each dim, each axis once',
+        )
+    return "".join(LETTERS[own] for own in axes)
+
+
+def _inputs_of_apply(layer: Layer, inputs: Sequence[Any], num_reads: int) -> list[Any]:
+    """Those of a layer's inputs that `apply` and `init` take; a loss takes the others."""
+    return list(inputs[: len(inputs) - num_reads] if layer.loss is not None else inputs)
+
+
+class _explaining:
+    """Turns what a user's function raises into a message about its layer."""
+
+    def __init__(self, where: str, problem: str):
+        self._where, self._problem = where, problem
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+        if isinstance(error, Exception) and not isinstance(error, HolmesError):
+            lines = str(error).strip().splitlines()
+            raise _wrong(
+                f"has a layer that {self._problem}: {self._where}",
+                f"{type(error).__name__}: {lines[0] if lines else 'no more is said'}",
+                "look at its functions and at the shapes of its inputs; the error above says where",
+            ) from error
+
+
+def _wrong(problem: str, found: str, fix: str) -> ConfigError:
+    return ConfigError(WHERE, problem, found=found, fix=fix)
+
+
+# ---- what the runtime calls ----------------------------------------------------------------------
+
+
+def _computing(layer: Layer, dtype: str | None, num_targets: int | None) -> Callable[..., Any]:
+    """The layer of its parameters and inputs, in a compute dtype; the last gives a sum of losses.
+
+    `num_targets` are the last inputs of a last layer, which its loss reads; None for other layers.
+    """
+
+    def narrow(x: jax.Array) -> jax.Array:
+        return x if dtype is None else x.astype(dtype)
+
+    def run(params: Params, *inputs: jax.Array) -> Any:
+        params = jax.tree.map(narrow, params)
+        if num_targets is None:
+            return jax.tree.map(narrow, layer.apply(params, *inputs))
+        losses: Any
+        if layer.loss is None:
+            losses = layer.apply(params, *inputs)
+        else:
+            of_layer = _inputs_of_apply(layer, inputs, num_targets)
+            arrays = inputs[len(of_layer) :]
+            outputs = layer.apply(params, *of_layer)
+            losses = layer.loss(jax.tree.map(lambda x: x.astype(jnp.float32), outputs), *arrays)
+        return jnp.sum(jnp.asarray(losses).astype(jnp.float32))
+
+    return run
+
+
+def apply(params: Params, x: jax.Array | None, context: Context) -> tuple[jax.Array, Auxiliary]:
+    """`models.layer.Function` of these layers."""
+    kind = context.kind
+    assert kind.reads is not None, "such a kind states what it reads"
+    layer = _layer_of(context.model, kind)
+    num_targets = len(kind.reads) if kind.place == "last" else None
+    run = _computing(layer, context.kernels.dtype, num_targets)
+    inputs = [*([] if x is None else [x]), *(context.batch[own.name] for own in kind.reads)]
+    return without_weights(run)(params, *inputs), Auxiliary()
+
+
+def draw(model: ModelConfig, layer: str, seed: int, shardings: Params) -> Params:
+    """The initial values of a layer: a function of the seed and of its name, whatever the plan.
+
+    Each device draws its own part, by `jax.random` as `init` does.
+    """
+    own, kind = layers_of(model)[layer], kinds(model)[layer]
+    before = kinds(model)[EMBED].boundary
+    arrays = [jnp.zeros((SEQUENCES, *array.shape), array.dtype) for array in kind.reads or ()]
+    is_first = kind.place == "first"
+    inputs = [*([] if is_first else [jnp.zeros((SEQUENCES, *before))]), *arrays]
+    inputs = _inputs_of_apply(own, inputs, len(arrays))
+
+    def run(key: jax.Array) -> Params:
+        drawn = own.init(key, *inputs)
+        return jax.tree.map(lambda x: x.astype(jnp.float32), drawn)
+
+    key = jax.random.fold_in(jax.random.key(seed), zlib.crc32(layer.encode()))
+    return jax.jit(run, out_shardings=shardings)(key)

@@ -1,0 +1,93 @@
+"""The protocol of an optimizer, and the one that a run names."""
+
+import functools
+import importlib
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import Mesh
+
+from holmesjax.config import OptimizerConfig
+from holmesjax.models import ops
+from holmesjax.optimizers import learning_rates
+from holmesjax.update_rules import RULES
+
+Tree = Any  # a nested dict of arrays, keyed by layer and parameter name
+State = Any  # arrays, and dicts keyed by layer and parameter name as parameters are
+
+
+class Optimizer(Protocol):
+    """The optimizer of a stage. Clipping is not in it: `end_of_step` gives the factor.
+
+    A state is any tree of JAX with a number `updates` (int32) of the updates so far. What it keeps
+    of each parameter stands in dicts with the keys of the parameters, so a checkpoint names arrays
+    by layer, and any plan can read them.
+    """
+
+    @property
+    def reads_names(self) -> bool:
+        """Whether an update depends on the names of layers, and not on arrays alone."""
+
+    def init(self, params: Tree) -> State:
+        """The state before the first update."""
+
+    def shardings(self, params: Tree, mesh: Mesh) -> State:
+        """The sharding of each array of the state, for parameters of these shapes."""
+
+    def apply(
+        self,
+        gradients: Tree,
+        state: State,
+        params: Tree,
+        scale: jax.Array | float = 1.0,
+        applies: jax.Array | bool = True,
+        kernels: ops.Kernels = ops.DEFAULT,
+    ) -> tuple[Tree, State]:
+        """The parameters and the state after an update, if it applies; otherwise as they are.
+
+        On the mesh of `kernels` parameters, state and gradients are in the master layout.
+
+        Args:
+          gradients: of the shapes of the parameters.
+          state: of the update before.
+          params: float32.
+          scale: by which gradients are multiplied, to clip their norm.
+          applies: whether the update changes anything.
+          kernels: tells the mesh.
+        """
+
+    def learning_rate(self, state: State) -> jax.Array:
+        """The learning rate of the next update."""
+
+    def as_written(self, settings: Mapping[str, Any]) -> "Optimizer":
+        """The optimizer of a checkpoint with these settings; equal to this one if they are."""
+
+    def adopt(self, state: State) -> State:
+        """A state of `as_written`, kept as this optimizer keeps it."""
+
+
+def make_optimizer(config: OptimizerConfig, num_steps: int, statements: Tree) -> Optimizer:
+    """The optimizer that a run names.
+
+    Args:
+      config: its settings.
+      num_steps: of the whole run.
+      statements: the `Parameter`s of all layers, by layer.
+    """
+    module = importlib.import_module(RULES[config.name].module)
+    optimizer: Optimizer = module.make(config, learning_rate(config, num_steps), statements)
+    return optimizer
+
+
+def learning_rate(config: OptimizerConfig, num_steps: int) -> optax.Schedule:
+    """`learning_rates.learning_rate` of update n = 0, 1, ..., as a program computes it."""
+    return functools.partial(learning_rates.learning_rate, config, num_steps, xp=jnp)
+
+
+def map_layers(change: Callable[[dict[str, Tree]], Tree], state: State) -> State:
+    """A state with each dict keyed by layer changed, and all else as it is."""
+    is_dict = lambda x: isinstance(x, dict)
+    return jax.tree.map(lambda x: change(x) if is_dict(x) else x, state, is_leaf=is_dict)

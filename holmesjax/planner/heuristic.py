@@ -1,0 +1,231 @@
+"""The search near what looks good: a shortlist, simulated, and then changed one step at a time.
+
+`shortlist` names segments that may make a good plan. Each is simulated as it would run, in several
+orders of its segments, with layers moved between stages, under every schedule. Then segments near
+the best ones are tried.
+"""
+
+import itertools
+import math
+from collections.abc import Iterable, Iterator, Sequence
+
+import numpy as np
+
+from holmesjax.planner import shortlist
+from holmesjax.planner.candidates import in_order, kinds, near_depths, orders_of, split, with_moves
+from holmesjax.planner.problem import (
+    Assignment,
+    Segment,
+    roles,
+    stage_loads,
+    transfer_times,
+)
+from holmesjax.planner.shortlist import Listed
+from holmesjax.planner.stage_layouts import StepSettings
+from holmesjax.planner.trials import Candidate, Trials
+from holmesjax.schedules.pipeline_schedules import PLAIN, TaskOrder, leanest
+
+NUM_CANDIDATES = 32  # of the list that are tried
+NUM_SIMULATED = 8  # of those and their orders
+NUM_REFINED = 2  # of those that are tried with every schedule
+NUM_ORDERS = 3  # of the segments of a candidate that are tried
+MAX_MOVED = 12  # stages that give a layer away, and that take one
+NUM_MESHES = 8  # of a pool that are tried in place of the best plan's
+MOST_ABOVE = 1.2  # the best estimate: settings with larger bounds are not listed
+SPLIT_PER_TASK = 10  # layers that are shared out while a task is simulated
+MAX_SHARED = 1000  # layers that are shared out at all: of more, several at a time
+
+
+class HeuristicSearch:
+    """The half of a search that finds good plans soon."""
+
+    def __init__(self, trials: Trials):
+        self._trials = trials
+        self._problem = trials.problem
+
+    def run(self) -> None:
+        """Tries the shortlist, then what is near the best of it."""
+        self._try_candidates(self._candidates())
+        self._improve()
+
+    def _candidates(self) -> list[Listed]:
+        """Lists of segments for all settings that may be good, the best estimates first."""
+        found: dict[tuple[frozenset[Segment], StepSettings], Listed] = {}
+        least_s = math.inf
+        for settings in shortlist.thinned(self._trials.in_turn()):
+            if self._trials.bounds[settings] > MOST_ABOVE * least_s:
+                break
+            offers = self._trials.offers_of(settings)
+            for item in shortlist.listed(self._problem, settings, offers, MOST_ABOVE * least_s):
+                key = frozenset(item.segments), settings
+                if key not in found or item.estimate_s < found[key].estimate_s:
+                    found[key] = item
+                    least_s = min(least_s, item.estimate_s)
+        return sorted(found.values(), key=lambda item: item.estimate_s)
+
+    def _try_candidates(self, items: Sequence[Listed]) -> None:
+        """The best by estimate in a few orders; of those the best by simulation, and so on.
+
+        The next are tried if none of the first fits memory.
+        """
+        for start in range(0, len(items), NUM_CANDIDATES):
+            self._try_best(
+                (segments, item.settings)
+                for item in items[start : start + NUM_CANDIDATES]
+                for segments in in_order(self._problem, item)[:NUM_ORDERS]
+            )
+            if self._trials.found:
+                return
+
+    def _try_best(self, ways: Iterable[tuple[tuple[Segment, ...], StepSettings]]) -> None:
+        """Tries segments with good estimates under one schedule, then the best under all."""
+        estimates = sorted((self._estimate_s(*way), way) for way in ways)
+        possible = [
+            way for estimate_s, way in estimates if estimate_s < MOST_ABOVE * self._trials.best_s
+        ]
+        tried = sorted(
+            (self._try_segments(*way, is_first=True), way) for way in possible[:NUM_SIMULATED]
+        )
+        for _, way in tried[:NUM_REFINED]:
+            self._try_segments(*way)
+
+    def _improve(self) -> None:
+        """Changes one segment of the best plan at a time for as long as that helps."""
+        tried: set[tuple[Segment, ...]] = set()
+        while self._trials.found:
+            best = min(self._trials.found.values(), key=lambda candidate: candidate.step_s)
+            allowed = shortlist.numbers_of_stages(self._problem.config, best.settings)
+            near = []
+            for segments in dict.fromkeys(self._near(best)):
+                num_stages = sum(segment.num_stages for segment in segments)
+                if allowed is not None and num_stages not in allowed:
+                    continue
+                if not self._problem.is_asked_for(segments):
+                    continue
+                if 1 <= num_stages <= self._problem.num_layers and segments not in tried:
+                    tried.add(segments)
+                    near.append((segments, best.settings))
+            self._try_best(near)
+            if best.order.chooses_in_flight:
+                for order in near_depths(best.order):
+                    self._trials.try_assignments([best.assignment], best.settings, order)
+            if self._trials.best_s >= best.step_s:
+                return
+
+    def _near(self, candidate: Candidate) -> Iterator[tuple[Segment, ...]]:
+        """Parts with one of them changed: its mesh or stages, its place, or left out."""
+        segments = candidate.assignment.segments
+        for i, segment in enumerate(segments):
+            offers = self._trials.offers_of(candidate.settings)[segment.pool]
+            effort = offers.layer_load_s * [mesh.num_devices for mesh in offers.meshes]
+            for j in np.argsort(effort, kind="stable")[:NUM_MESHES]:
+                for count in (segment.num_stages - 1, segment.num_stages, segment.num_stages + 1):
+                    if 1 <= count <= offers.most_stages[j]:
+                        other = Segment(segment.pool, offers.meshes[j], count)
+                        yield (*segments[:i], other, *segments[i + 1 :])
+            rest = (*segments[:i], *segments[i + 1 :])
+            yield rest
+            yield from ((*rest[:to], segment, *rest[to:]) for to in range(len(segments)))
+
+    def _try_segments(
+        self, segments: Sequence[Segment], settings: StepSettings, is_first: bool = False
+    ) -> float:
+        """The least seconds of a step of these segments in this order, with layers moved.
+
+        With every schedule, or with the first.
+        """
+        layers = self._problem.config.parallel.layers
+        least_s = math.inf
+        plain = self._plain_assignment(segments, settings)
+        for order in self._orders(plain, settings)[: 1 if is_first else None]:
+            assignment = self._assignment(segments, settings, order)
+            if min(assignment.layers) < order.chunks:
+                continue
+            best = self._trials.try_assignments([assignment], settings, order)
+            while best is not None and not layers:
+                busy, free = self._ends(best)
+                moves = with_moves(best.assignment, order.chunks, busy, free)
+                better = self._trials.try_assignments(moves, settings, order)
+                if better is None or better.step_s >= best.step_s:
+                    break
+                best = better
+            if best is not None:
+                least_s = min(least_s, best.step_s)
+        return least_s
+
+    def _assignment(
+        self, segments: Sequence[Segment], settings: StepSettings, order: TaskOrder
+    ) -> Assignment:
+        """An assignment with the layers of the config, or else with layers split by speed."""
+        layers = self._problem.config.parallel.layers
+        if layers:
+            return Assignment(tuple(segments), layers)
+        return split(self._problem, segments, settings, order)
+
+    def _plain_assignment(self, segments: Sequence[Segment], settings: StepSettings) -> Assignment:
+        """An assignment split for the schedule with the fewest microbatches in flight."""
+        num_stages = sum(segment.num_stages for segment in segments)
+        return self._assignment(segments, settings, self._leanest(num_stages, settings))
+
+    def _leanest(self, num_stages: int, settings: StepSettings) -> TaskOrder:
+        """1F1B, or a schedule that the config asks for and that may hold less."""
+        name = leanest(self._problem.config.parallel.schedule or PLAIN)
+        return TaskOrder(name, num_stages, settings.microbatches)
+
+    def _fits(self, assignment: Assignment, settings: StepSettings) -> bool:
+        """Whether memory holds an assignment with the schedule that holds least."""
+        order = self._leanest(len(assignment.layers), settings)
+        ranges = self._problem.ranges.ranges(assignment.layers)
+        stages = zip(assignment.slots, roles(order.num_stages), ranges, strict=True)
+        in_flight = lambda stage, blocks: self._problem.in_flight(order, stage, sum(blocks))
+        return all(
+            self._problem.fits(slot, settings, role, blocks, in_flight(stage, blocks))
+            for stage, (slot, role, blocks) in enumerate(stages)
+        )
+
+    def _orders(self, assignment: Assignment, settings: StepSettings) -> list[TaskOrder]:
+        """The schedules for an assignment; first eager 1F1B if allowed, which is seldom slow."""
+        orders = dict.fromkeys(
+            order
+            for kind in kinds(self._problem, settings)
+            for order in orders_of(self._problem, assignment, settings, kind)
+        )
+        return sorted(orders, key=lambda order: not order.chooses_in_flight)
+
+    def _estimate_s(self, segments: Sequence[Segment], settings: StepSettings) -> float:
+        """About the seconds of a step of these segments in this order, without a simulation.
+
+        The slowest stage or link is busy all the time, but for the first microbatch, which goes
+        down and back up. Infinite where memory is too small.
+        """
+        problem, plain = self._problem, self._plain_assignment(segments, settings)
+        effort = len(plain.layers) * min(problem.num_layers, MAX_SHARED) / SPLIT_PER_TASK
+        if not self._fits(plain, settings):
+            self._trials.spend(effort)
+            return math.inf
+        for order in self._orders(plain, settings)[:2]:
+            self._trials.spend(effort)
+            assignment = self._assignment(segments, settings, order)
+            task_s, once_s = [], []
+            ranges = problem.ranges.ranges(assignment.layers)
+            for stage, (slot, blocks, role) in enumerate(
+                zip(assignment.slots, ranges, roles(order.num_stages), strict=True)
+            ):
+                in_flight = problem.in_flight(order, stage, sum(blocks))
+                if not problem.fits(slot, settings, role, blocks, in_flight):
+                    break
+                times = problem.seconds(slot, settings, role, blocks, is_split=False)
+                task_s.append(times.forward + times.backward)
+                once_s.append(times.once)
+            else:
+                ways_s = transfer_times(problem, assignment, settings, chunks=1)
+                slowest_s = max(*task_s, *itertools.chain(*ways_s), 0.0)
+                first_s = sum(task_s) + sum(map(sum, ways_s))
+                return first_s + (settings.microbatches - 1) * slowest_s + max(once_s)
+        return math.inf
+
+    def _ends(self, candidate: Candidate) -> tuple[list[int], list[int]]:
+        """The stages that work longest, and those that work shortest."""
+        load_s = stage_loads(self._problem, candidate.assignment, candidate.settings)
+        by_load = sorted(range(len(load_s)), key=load_s.__getitem__)
+        return by_load[::-1][:MAX_MOVED], by_load[:MAX_MOVED]

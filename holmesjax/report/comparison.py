@@ -1,0 +1,148 @@
+"""Runs side by side: what they have reached, what a step costs, and the settings that differ."""
+
+import dataclasses
+import json
+import math
+import os
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from holmesjax import job as jobs
+from holmesjax.config import Config
+from holmesjax.errors import DataError
+from holmesjax.report import metrics
+from holmesjax.report.goodput import goodput
+from holmesjax.units import duration, show
+
+LAST = 0.1  # the share of the common steps over which the last loss is a mean
+NOWHERE = "-"  # a run has no such number
+
+Record = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class ComparedRun:
+    """A run that has finished at least one step."""
+
+    name: str
+    records: Sequence[Record]  # of all steps, in order
+    config: Config
+
+
+def load(run_dirs: Sequence[str]) -> list[ComparedRun]:
+    """Reads the runs of some folders; each is named by the part of its path that is its own.
+
+    Raises:
+      ConfigError: a folder is no run folder.
+      DataError: a run has no finished step.
+    """
+    found = []
+    for run_dir, name in zip(run_dirs, short_names(run_dirs), strict=True):
+        config, records = jobs.load_config(run_dir), metrics.read(run_dir)
+        if not records:
+            raise DataError(
+                str(Path(run_dir) / metrics.FILE),
+                "has no finished step, so there is nothing to compare",
+                found="no records",
+                fix="train at least one step, or leave this run out",
+            )
+        found.append(ComparedRun(name, records, config))
+    return found
+
+
+def short_names(run_dirs: Sequence[str]) -> list[str]:
+    """The paths without the folders that all of them share.
+
+    >>> short_names(["runs/a/run", "runs/b/run/"])
+    ['a/run', 'b/run']
+    >>> short_names(["runs/a", "runs/a"])
+    ['a', 'a']
+    """
+    paths = [os.path.abspath(run_dir) for run_dir in run_dirs]
+    shared = os.path.commonpath([os.path.dirname(path) for path in paths])
+    return [os.path.relpath(path, shared) for path in paths]
+
+
+def numbers(runs: Sequence[ComparedRun]) -> list[tuple[str, list[str]]]:
+    """Rows of a table: a name, and a text for each run.
+
+    The last losses are means over the same steps, those before the last step that all runs have.
+    """
+    common = min(run.records[-1]["step"] for run in runs)
+    first = common - max(1, round(LAST * common)) + 1
+    window = f"{first} to {common}" if first < common else str(common)
+
+    def loss(run: ComparedRun) -> str:
+        own = [r["loss"] for r in run.records if first <= r["step"] <= common]
+        return _text(own, statistics.fmean, "{:.4f}")
+
+    def validation(run: ComparedRun) -> str:
+        own = [(r["val_loss"], r["step"]) for r in run.records if "val_loss" in r]
+        if not (finite := [pair for pair in own if math.isfinite(pair[0])]):
+            return NOWHERE
+        value, step = min(finite)
+        return f"{value:.4f} at {step}"
+
+    def middle(name: str, form: Any) -> Any:
+        return lambda run: _text([r[name] for r in run.records if name in r], _median, form)
+
+    traffic = lambda run: show(
+        _median([sum(record["link_bytes"].values()) for record in run.records]), "B"
+    )
+    whole = lambda run: duration(math.fsum(record["step_time_s"] for record in run.records))
+    skipped = lambda run: str(sum(bool(record["skipped"]) for record in run.records))
+    useful = lambda run: (
+        f"{goodput(run.records[-1]):.1%}" if "wall_s" in run.records[-1] else NOWHERE
+    )
+    rows: list[tuple[str, Any]] = [
+        ("steps", lambda run: f"{run.records[-1]['step']:,} of {run.config.train.steps:,}"),
+        (f"loss, steps {window}", loss),
+        ("best validation loss", validation),
+        ("steps skipped", skipped),
+        ("tokens/s", middle("tokens_per_s", "{:,.0f}")),
+        ("time of a step", middle("step_time_s", lambda s: show(s, "s"))),
+        ("input wait, a step", middle("input_wait_s", lambda s: show(s, "s"))),
+        ("time of all steps", whole),
+        ("goodput", useful),
+        ("MFU", middle("mfu", "{:.1%}")),
+        ("bubble", middle("bubble_share", "{:.1%}")),
+        ("bytes between stages, a step", traffic),
+    ]
+    table = [(name, [cell(run) for run in runs]) for name, cell in rows]
+    return [(name, cells) for name, cells in table if set(cells) != {NOWHERE}]
+
+
+def _text(values: Sequence[float], mean: Any, form: Any) -> str:
+    if not (finite := [value for value in values if math.isfinite(value)]):
+        return NOWHERE
+    return form.format(mean(finite)) if isinstance(form, str) else form(mean(finite))
+
+
+def _median(values: Sequence[float]) -> float:
+    return float(statistics.median(values))
+
+
+def settings(runs: Sequence[ComparedRun]) -> list[tuple[str, list[str]]]:
+    """The settings in which the runs differ, but for their folders; rows as those of `numbers`."""
+    flat = [_flat(dataclasses.asdict(run.config)) for run in runs]
+    names = dict.fromkeys(name for own in flat for name in own)
+    rows = [(name, [own.get(name, NOWHERE) for own in flat]) for name in names]
+    return [(name, cells) for name, cells in rows if len(set(cells)) > 1 and name != "run.dir"]
+
+
+def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
+    """Settings by dotted name, as texts.
+
+    >>> _flat({"train": {"steps": 8}, "topology": "x.yaml"})
+    {'train.steps': '8', 'topology': '"x.yaml"'}
+    """
+    found: dict[str, str] = {}
+    for name, value in tree.items():
+        if isinstance(value, Mapping):
+            found |= _flat(value, f"{prefix}{name}.")
+        else:
+            found[prefix + name] = json.dumps(value, ensure_ascii=False)
+    return found

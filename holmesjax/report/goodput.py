@@ -1,0 +1,83 @@
+"""The seconds of a run since it was first started, by what they were spent on. No JAX.
+
+    start        processes start, compile, read data and restore a checkpoint
+    step         steps that count
+    input        steps wait for their batches
+    validation   validations
+    checkpoint   steps wait for a checkpoint to be taken
+    lost         steps after the checkpoint from which a run goes on: they are done again
+    stopped      nobody trains: between sessions, and while a failure is found out
+
+They add up to the time from the first start of the run to its last record. The record of each step
+has the sums so far, `wall_s`, so they outlive every crash, and its time, `time_s`. A session that
+ends before its first step leaves no record, and counts as stopped.
+"""
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+BUCKETS = ("step", "input", "validation", "checkpoint", "start", "lost", "stopped")
+MEASURED = {
+    "input": "input_wait_s",
+    "validation": "validation_s",
+    "checkpoint": "checkpoint_s",
+}  # what processes tell of a step
+Record = Mapping[str, Any]
+
+
+class WallTime:
+    """The clock of one session of a run.
+
+    Args:
+      records: of the run's file as earlier sessions left it, in the order in which they wrote them.
+      done_steps: steps that the session need not do again.
+      began_s: when it began, by `time.monotonic`.
+    """
+
+    def __init__(self, records: Sequence[Record], done_steps: int, began_s: float):
+        timed = [record for record in records if "wall_s" in record]
+        kept = [record for record in timed if record["step"] <= done_steps]
+        self._sums = dict.fromkeys(BUCKETS, 0.0)
+        self._told_s = began_s
+        self._is_starting = True
+        # Of the clock of the host alone the time between sessions is taken.
+        self._epoch_s = time.time() - time.monotonic()
+        if kept:
+            self._sums |= kept[-1]["wall_s"]
+        if timed:
+            all_s = sum(timed[-1]["wall_s"].values())
+            self._sums["lost"] += max(all_s - sum(self._sums.values()), 0.0)
+            self._sums["stopped"] += max(self._epoch_s + began_s - timed[-1]["time_s"], 0.0)
+
+    def step(self, parts: Sequence[Record]) -> dict[str, Any]:
+        """What the record of a step has of the time; parts are what its processes told."""
+        now_s = time.monotonic()
+        left_s, self._told_s = now_s - self._told_s, now_s
+        if self._is_starting:
+            in_step_s = max(part["step_time_s"] for part in parts)
+            self._sums["start"] += max(left_s - in_step_s, 0.0)
+            left_s, self._is_starting = min(left_s, in_step_s), False
+        for bucket, name in MEASURED.items():
+            # Processes overlap, and each is told of its longest: they cannot be more than all.
+            measured_s = min(max(part.get(name, 0.0) for part in parts), left_s)
+            self._sums[bucket] += measured_s
+            left_s -= measured_s
+        self._sums["step"] += left_s
+        return {"time_s": self._epoch_s + now_s, "wall_s": dict(self._sums)}
+
+
+def goodput(record: Record) -> float:
+    """The share of a run's time that went into steps that count.
+
+    >>> goodput({"wall_s": {"step": 6.0, "start": 1.0, "lost": 1.0}})
+    0.75
+    """
+    spent = record["wall_s"]
+    return float(spent["step"] / max(sum(spent.values()), 1e-9))
+
+
+def rows(record: Record) -> list[tuple[str, float]]:
+    """What took time, the longest first; nothing that took none."""
+    found = [(name, seconds) for name, seconds in record["wall_s"].items() if seconds]
+    return sorted(found, key=lambda row: -row[1])

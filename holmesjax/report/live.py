@@ -1,0 +1,139 @@
+"""A run that goes on, as a terminal shows it: its loss, stages, links, and the time left. No JAX.
+
+The record of a run is read again for each look, from its last part alone. So a look costs as much
+after a million steps as after ten, and disturbs no run, on whichever host it is.
+"""
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from holmesjax import job as jobs, lease
+from holmesjax.config import Config
+from holmesjax.plan.plan import Plan
+from holmesjax.report import metrics
+from holmesjax.report.console import validation_losses
+from holmesjax.units import duration, show
+
+TAIL_BYTES = 2**18  # of the file, a few hundred steps
+RECENT = 20  # steps whose medians are shown
+BARS = " ▁▂▃▄▅▆▇█"
+WIDTH = 60  # of the picture of losses, in columns
+
+Record = Mapping[str, Any]
+
+
+class View:
+    """Looks at a run folder.
+
+    Raises:
+      ConfigError: it is no run folder.
+    """
+
+    def __init__(self, run_dir: str | Path):
+        self._run_dir = Path(run_dir)
+        self._config = jobs.load_config(run_dir)
+
+    def look(self) -> RenderableType:
+        """The run as it is now."""
+        plan_file = self._run_dir / jobs.PLAN
+        plan = Plan.load(plan_file) if plan_file.exists() else None
+        records = metrics.read_tail(self._run_dir, TAIL_BYTES)
+        owner = lease.owner(self._run_dir)
+        return Group(*describe(self._run_dir, self._config, plan, records, owner))
+
+
+def describe(
+    run_dir: Path,
+    config: Config,
+    plan: Plan | None,
+    records: Sequence[Record],
+    owner: str | None,
+) -> list[RenderableType]:
+    """The lines and tables that show a run.
+
+    Args:
+      run_dir: its folder.
+      config: its settings.
+      plan: of its stages; None: it has not begun.
+      records: the last ones.
+      owner: who trains it; None: nobody.
+    """
+    state = f"trained by {owner}" if owner else "nobody trains it"
+    shown: list[RenderableType] = [Text(f"{run_dir}: {state}")]
+    if not records:
+        return [*shown, Text("no step is finished yet")]
+    last, recent = records[-1], records[-RECENT:]
+    middle = lambda name: statistics.median(record[name] for record in recent)
+    left = f", left {duration(last['time_left_s'])}" if owner and "time_left_s" in last else ""
+    shown.append(Text(f"step {last['step']:,} of {config.train.steps:,}{left}"))
+    mfu = f"  MFU {middle('mfu'):.1%}" if "mfu" in last else ""
+    rates = f"{middle('tokens_per_s'):,.0f} tokens/s  {show(middle('step_time_s'), 's')} a step"
+    wait = f"  input wait {show(middle('input_wait_s'), 's')}" if "input_wait_s" in last else ""
+    shown.append(Text(f"{rates}{mfu}{wait}  (medians of {len(recent)} steps)"))
+    validated = [r for r in records if "val_loss" in r]
+    validation = f"  {validation_losses(validated[-1])}" if validated else ""
+    skipped = sum(bool(record["skipped"]) for record in records)
+    bad = f"  {skipped} of the last {len(records)} steps skipped" if skipped else ""
+    shown.append(Text(f"loss {last['loss']:.4f}{validation}{bad}"))
+    shown.append(Text(sparkline([record["loss"] for record in records], WIDTH)))
+    if plan is not None and len(plan.stages) > 1:
+        shown += [Text(""), _stages(plan, recent), Text(""), _links(recent, middle("step_time_s"))]
+    return shown
+
+
+def _stages(plan: Plan, records: Sequence[Record]) -> Table:
+    """Each stage with its share of the step; the busiest sets the pace of all."""
+    table = Table("stage", "cluster", "nodes", "layers", "busy", box=None, pad_edge=False)
+    shares = [
+        _median([r["busy_share"].get(f"stage {i}") for r in records if "busy_share" in r])
+        for i in range(len(plan.stages))
+    ]
+    busiest = max((share for share in shares if not math.isnan(share)), default=math.nan)
+    for number, (stage, share) in enumerate(zip(plan.stages, shares, strict=True)):
+        busy = "-" if math.isnan(share) else f"{share:.0%}"
+        mark = "  slowest" if share == busiest else ""
+        nodes = f"{stage.nodes[0]} .. {stage.nodes[-1]}" if stage.nodes[1:] else stage.nodes[0]
+        layers = sum(map(len, stage.chunks))
+        table.add_row(str(number), stage.cluster, nodes, str(layers), f"{busy}{mark}")
+    return table
+
+
+def _links(records: Sequence[Record], step_time_s: float) -> Table:
+    table = Table("link", "a step", "rate", box=None, pad_edge=False)
+    for name in records[-1]["link_bytes"]:
+        num_bytes = _median([record["link_bytes"].get(name) for record in records])
+        rate = show(num_bytes / step_time_s, "b/s")
+        table.add_row(name, show(num_bytes, "B"), rate)
+    return table
+
+
+def _median(values: Sequence[float | None]) -> float:
+    known = [value for value in values if value is not None]
+    return float(statistics.median(known)) if known else math.nan
+
+
+def sparkline(values: Sequence[float], width: int) -> str:
+    """Numbers as a row of bars, each of which is the mean of its neighbours.
+
+    >>> sparkline([1.0, 1.0, 2.0, 3.0, float("nan")], 5)
+    '▁▁▅█ '
+    """
+    size = -(-len(values) // width)
+    groups = [values[i : i + size] for i in range(0, len(values), size)]
+    finite = [[value for value in group if math.isfinite(value)] for group in groups]
+    means = [statistics.fmean(group) if group else math.nan for group in finite]
+    known = [mean for mean in means if not math.isnan(mean)]
+    if not known:
+        return BARS[0] * len(means)
+    low, high = min(known), max(known)
+    scale = (len(BARS) - 2) / (high - low) if high > low else 0.0
+    return "".join(
+        BARS[0] if math.isnan(mean) else BARS[1 + round((mean - low) * scale)] for mean in means
+    )

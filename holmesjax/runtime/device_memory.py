@@ -1,0 +1,44 @@
+"""The most bytes that programs and arrays have taken on each device of this process."""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import jax
+
+from holmesjax.runtime.stage import Stage
+
+
+def devices_of(stages: Iterable[Stage]) -> dict[str, jax.Device]:
+    """The devices of this process by the names that records have for them: their plan's numbers."""
+    own = jax.process_index()
+    return {
+        f"device {number}": device
+        for stage in stages
+        for number, device in zip(_numbers(stage), stage.mesh.devices.flat, strict=True)
+        if device.process_index == own
+    }
+
+
+def _numbers(stage: Stage) -> tuple[int, ...]:
+    place, _ = stage.plan.chunks[stage.index]
+    return stage.plan.stages[place].devices
+
+
+class PeakMemory:
+    """Tells of the devices whose peak has risen, so that records of a long run stay short.
+
+    Args:
+      devices: by name. Those that keep no statistics, such as CPUs, are left out.
+    """
+
+    def __init__(self, devices: Mapping[str, Any]):
+        self._devices, self._told = devices, dict.fromkeys(devices, 0)
+
+    def risen(self) -> dict[str, int]:
+        """Bytes of the devices whose peak is above what was told of them."""
+        found = {}
+        for name, device in self._devices.items():
+            num_bytes = (device.memory_stats() or {}).get("peak_bytes_in_use", 0)
+            if num_bytes > self._told[name]:
+                found[name] = self._told[name] = num_bytes
+        return found

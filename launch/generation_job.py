@@ -1,0 +1,190 @@
+"""Text from the processes of a run's plan, which have the model together.
+
+A process runs the layers of its stage. This one starts them, sends all of them the texts, and hears
+what comes of these. It needs no JAX, and writes nothing but the key of the processes.
+"""
+
+import os
+import queue
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from holmesjax.checkpoints import manifest
+from holmesjax.checkpoints.manifest import Checkpoint
+from holmesjax.distributed.controller import Controller
+from holmesjax.distributed.messages import (
+    AllDone,
+    Continued,
+    Done,
+    Exit,
+    Failed,
+    Lost,
+    Output,
+    ProcessEvent,
+    Silent,
+    Stop,
+    TextPiece,
+    Texts,
+    Up,
+)
+from holmesjax.errors import CheckpointError, DamagedError, HolmesError, PeerError
+from holmesjax.job import Job
+from holmesjax.plan.processes import make_processes
+from holmesjax.runtime.step_timeout import Progress
+from holmesjax.transport import connections
+from launch.failure_causes import error_of, find_cause, statuses_of
+from launch.launchers.launcher import Launcher, ProcessStart
+
+END_S = 30.0  # for processes to leave after the end
+LAST_LINES = 8  # of a process that failed
+
+Show = Callable[[int, str], None]  # the number of a text, and more of it
+
+
+class GenerationJob:
+    """The processes of a run's plan while they generate text.
+
+    Args:
+      job: the run.
+      launcher: starts its processes.
+      warn: takes what is wrong with newer checkpoints, and what a failing process printed.
+    """
+
+    def __init__(self, job: Job, launcher: Launcher, warn: Callable[[str], None]):
+        self._job, self._launcher, self._warn = job, launcher, warn
+        self._config = job.config.distributed
+        self._processes = make_processes(job.plan, job.topology, self._config.processes)
+
+    def checkpoint(self, known: Mapping[Path, DamagedError]) -> Checkpoint:
+        """The newest whole checkpoint, but for those that are known to be damaged."""
+        run_dir = self._job.run_dir
+        if found := manifest.newest(run_dir, self._warn, set_aside=False, known=known):
+            return found
+        fix = f"train it first: python -m launch train {run_dir}"
+        raise CheckpointError(str(run_dir), "has no checkpoint", found="none", fix=fix)
+
+    def run(self, found: Checkpoint, texts: Texts, show: Show) -> Continued:
+        """Continues the texts with the weights of a checkpoint.
+
+        Raises PeerError if a process is lost, or what a process raised.
+        """
+        job = self._job
+        self._last: dict[int, deque[str]] = {}  # process -> its last lines
+        self._done: set[int] = set()
+        self._gone: set[int] = set()
+        connections.raise_open_files(len(self._processes) * (1 + self._launcher.files_each))
+        key_file = job.run_dir / f"generate_{os.getpid()}.key"
+        progress = Progress(self._config)
+        try:
+            with Controller(
+                self._processes,
+                address=self._launcher.address,
+                port=self._launcher.port,
+                about=job.about(0),
+                resume=found.step,
+                key=connections.make_key_file(key_file),
+                heartbeat_timeout_s=self._config.silence_s,
+                is_saving=lambda step: False,
+                progress=progress,
+            ) as controller:
+                try:
+                    self._start(controller, key_file)
+                    return self._hear_all(controller, progress, texts, show)
+                finally:
+                    self._launcher.end()
+        finally:
+            key_file.unlink(missing_ok=True)
+
+    def _start(self, controller: Controller, key_file: Path) -> None:
+        variables = {
+            **self._job.process_environment(os.environ),
+            "HOLMES_CONTROLLER": "{}:{}".format(*controller.address),
+            "HOLMES_KEY_FILE": str(key_file.absolute()),
+            "HOLMES_KEY_DIGEST": connections.key_digest(connections.read_key_file(key_file)),
+            "HOLMES_RESTART": "0",
+        }
+        command = ["worker", str(self._job.run_dir.absolute()), "--generates"]
+        for process in self._processes:
+            env = {**variables, "HOLMES_PROCESS": str(process.number)}
+            start = ProcessStart(process=process, command=command, env=env)
+            self._launcher.start(start, controller.events)
+
+    def _hear_all(
+        self, controller: Controller, progress: Progress, texts: Texts, show: Show
+    ) -> Continued:
+        """Takes events until all processes have ended."""
+        continued: Continued | None = None
+        end_s: float | None = None
+        while len(self._gone) < len(self._processes):
+            if end_s is None and progress.is_late():
+                raise self._late(controller, progress)
+            if end_s is not None and time.monotonic() > end_s:
+                break
+            try:
+                event = controller.events.get(timeout=0.2)
+            except queue.Empty:
+                continue
+            if self._is_failure(event):
+                raise self._diagnose(event, controller)
+            match event.record:
+                case Up():
+                    controller.send(event.process, texts)
+                case TextPiece(row=row, text=text):
+                    show(row, text)
+                case Continued():
+                    continued = event.record
+                case _:
+                    self._note(event)
+            if len(self._done) == len(self._processes) and end_s is None:
+                controller.broadcast(AllDone())
+                end_s = time.monotonic() + END_S
+        assert continued is not None, "the process that leads the last stage has told it"
+        return continued
+
+    def _note(self, event: ProcessEvent) -> None:
+        match event.record:
+            case Done():
+                self._done.add(event.process)
+            case Output(line=line) if line.strip():
+                self._last.setdefault(event.process, deque(maxlen=LAST_LINES)).append(line)
+            case Exit():
+                self._gone.add(event.process)
+            case Lost() if not self._launcher.sees_exits:
+                self._gone.add(event.process)
+
+    def _is_failure(self, event: ProcessEvent) -> bool:
+        match event.record:
+            case Exit(status=status):
+                return status != 0 or event.process not in self._done
+            case Lost():
+                return event.process not in self._done
+        return isinstance(event.record, Failed | Silent | Stop)
+
+    def _diagnose(self, first: ProcessEvent, controller: Controller) -> HolmesError:
+        """Returns the cause of a failure, from all reports within a moment of its first sign."""
+        if isinstance(first.record, Stop):
+            name, fix = self._processes[first.process].name, "run it again"
+            problem, found = "was asked to stop", f"signal {first.record.signal}"
+            return PeerError(name, problem, found=found, fix=fix)
+        cause = find_cause(first, controller, self._note)
+        process = self._processes[cause.process]
+        for line in self._last.get(cause.process, ()):
+            self._warn(f"{process.name} | {line}")
+        return error_of(
+            cause.record,
+            f"{process.name} (stage {process.stage}, process {process.number})",
+            last=controller.status(cause.process),
+            others=statuses_of(self._processes, controller, but=process),
+            fix="run it again; the last lines of the process are above",
+            fix_alone="see its last lines above",
+        )
+
+    def _late(self, controller: Controller, progress: Progress) -> HolmesError:
+        return PeerError(
+            "the processes",
+            f"no progress for {progress.describe_limit()}",
+            found=statuses_of(self._processes, controller),
+            fix="run it again, or raise distributed.start_timeout_s",
+        )

@@ -1,0 +1,120 @@
+"""`launch export`: writes a run's model as a folder of Hugging Face's format."""
+
+import argparse
+import importlib
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from holmesjax import job as jobs, units
+from holmesjax.checkpoints import manifest
+from holmesjax.checkpoints.manifest import Checkpoint
+from holmesjax.config import ModelConfig
+from holmesjax.data import tokenizer_files
+from holmesjax.errors import CheckpointError, ConfigError, HolmesError
+from holmesjax.hugging_face import export, folder, peft
+from holmesjax.layers import lora
+from holmesjax.layers.model_layers import layers
+
+
+def run(args: argparse.Namespace) -> int:
+    run_dir, out = Path(args.run_dir), Path(args.out)
+    max_bytes = _bytes(args.max_shard_size)
+    export.refuse_full(out)
+    job_config = jobs.load_config(run_dir)
+    found = _checkpoint(run_dir, args.step)
+    model = ModelConfig(**found.settings["model"])
+    _refuse_other_parts(args, model)
+    kept = run_dir / folder.KEPT
+    base = replace(model, lora=None, fp8=None)
+    config = export.config_of(base, kept if kept.is_dir() else None, args.family, args.dtype)
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")  # nothing is computed
+    checkpoint = importlib.import_module("holmesjax.checkpoints.checkpoint")
+    restored = checkpoint.restore_layers(found, model, ema=args.ema)
+    values = _layers(restored, model, merges=args.merge)
+    if args.format == "peft":
+        peft.write(out, model, config["model_type"], values, job_config.model.hf)
+        print(f"exported    step {found.step}: adapters of a {config['model_type']} in float32")
+        print(f"written     {out}: {peft.WEIGHTS}")
+        return 0
+    # The run's own tokenizer replaces the one that came with the weights.
+    others = [kept, run_dir / tokenizer_files.FOLDER]
+    names = export.write(out, config, base, values, max_bytes=max_bytes, others=others)
+    files = f"{len(names)} files" if len(names) > 1 else names[0]
+    whose = f"the average of step {found.step}" if args.ema else f"step {found.step}"
+    print(f"exported    {whose} as a {config['model_type']} in {config['dtype']}")
+    print(f"written     {out}: {files}")
+    return 0
+
+
+def _refuse_other_parts(args: argparse.Namespace, model: ModelConfig) -> None:
+    """Raises ConfigError unless the run has the parts that are asked for."""
+    if model.lora is None and (args.format == "peft" or args.merge):
+        where = "--merge" if args.merge else "--format"
+        problem, fix = "is for a run with adapters", "leave it out: the model goes out as it is"
+        raise ConfigError(where, problem, found="a run without model.lora", fix=fix)
+    if args.format == "peft" and args.merge:
+        problem = "cannot be set beside --format peft, which writes adapters alone"
+        raise ConfigError("--merge", problem, found="both", fix="leave one of the two out")
+    if model.lora is not None and args.format == "hf" and not args.merge:
+        problem = "has no place for the adapters of the run"
+        fix = "add --merge, or write the adapters alone with --format peft"
+        raise ConfigError("--format hf", problem, found="a run with model.lora", fix=fix)
+
+
+def _layers(
+    restored: Iterator[tuple[str, Any]], model: ModelConfig, *, merges: bool
+) -> Iterator[export.Layer]:
+    """The parameters of each layer by their stated names; no layer is kept here."""
+    for layer, own in restored:
+        named = _by_name(layer, model, own)
+        own.clear()
+        yield layer, lora.merged(layers(model)[layer], named) if merges else named
+        named.clear()
+
+
+def _by_name(layer: str, model: ModelConfig, own: Mapping[str, Any]) -> dict[str, np.ndarray]:
+    """The parameters of a layer by their stated names, of a nested dict.
+
+    Those that a step changes without training them are of the run, and stay there.
+    """
+    found = {}
+    for parameter in (own for own in layers(model)[layer].parameters if not own.changes):
+        node: Any = own
+        for name in parameter.path:
+            node = node[name]
+        found[parameter.name] = np.asarray(node)
+    return found
+
+
+def _checkpoint(run_dir: Path, step: int | None) -> Checkpoint:
+    """The checkpoint after a step, or the newest that is whole."""
+    if step is None:
+        warn = lambda text: print(text, flush=True)
+        if newest := manifest.newest(run_dir, warn, set_aside=False):
+            return newest
+        fix = f"train it first: python -m launch train {run_dir}"
+        raise CheckpointError(str(run_dir), "has no checkpoint", found="none", fix=fix)
+    known = manifest.find(run_dir)
+    for found in known:
+        if found.step == step:
+            manifest.verify(found)
+            return found
+    steps = ", ".join(str(found.step) for found in reversed(known)) or "none"
+    problem = f"has no checkpoint after step {step}"
+    raise CheckpointError(str(run_dir), problem, found=steps, fix="name one of them: --step N")
+
+
+def _bytes(text: str) -> int:
+    try:
+        size = int(units.parse(text, "B"))
+    except HolmesError as error:
+        where, fix = "--max-shard-size", "write it as 5GB"
+        raise ConfigError(where, error.problem, found=text, fix=fix) from None
+    if size < 1:
+        raise ConfigError("--max-shard-size", "must be above 0", found=text, fix="write it as 5GB")
+    return size

@@ -1,0 +1,32 @@
+"""Parts of a day on a GPU that end in every way that a process can end. No JAX."""
+
+import os
+import time
+from pathlib import Path
+
+
+def note(path, rehearse):
+    """Notes that it ran."""
+    with open(path, "a", encoding="utf-8") as file:
+        file.write("ran\n")
+    yield {"what": "a", "is": f"rehearsal {rehearse}"}
+    yield {"what": "b", "rate": "1 TFLOP/s", "spread": 0.5}
+
+
+def crash(_, rehearse):
+    yield {"what": "before", "is": "well"}
+    raise RuntimeError("CUDA_ERROR_ILLEGAL_ADDRESS")
+
+
+def die(_, rehearse):
+    yield {"what": "before", "is": "well"}
+    os._exit(7)
+
+
+def hang(path, rehearse):
+    """Starts a process that hangs as well."""
+    yield {"what": "before", "is": "well"}
+    child = os.fork()
+    if child:
+        Path(path).write_text(str(child))
+    time.sleep(600)

@@ -1,0 +1,33 @@
+"""The products of a compiled program are counted by the dtypes of their operands."""
+
+from benchmarks.fp8_compiled import is_good, products_in, small_all_reduces
+
+TEXT = """
+%gemm (parameter_0: f8e4m3fn[64,32], parameter_1: f8e5m2[32,16]) -> bf16[64,16] {
+  %parameter_0 = f8e4m3fn[64,32]{1,0} parameter(0)
+  %parameter_1 = f8e5m2[32,16]{1,0} parameter(1)
+  ROOT %dot.1 = bf16[64,16]{1,0} dot(%parameter_0, %parameter_1), lhs_contracting_dims={1}
+}
+ENTRY %main {
+  %a = bf16[8,8]{1,0} parameter(0)
+  %b = f32[8,8]{1,0} parameter(1)
+  %cublas = (bf16[8,8]{1,0}, s8[4]{0}) custom-call(%a, %b), custom_call_target="__cublas$lt$matmul"
+  %other = bf16[8]{0} custom-call(%a), custom_call_target="mosaic_gpu_v2"
+  %max = (f32[], f32[]) all-reduce(%x, %y), to_apply=%region
+  %joined = f32[21]{0} all-reduce-start(%z), to_apply=%region
+  %sum = f32[2048,8]{1,0} all-reduce(%z), to_apply=%region
+}
+"""
+
+
+def test_products_and_small_all_reduces_are_counted():
+    assert products_in(TEXT) == {("f8e4m3fn", "f8e5m2"): 1, ("bf16", "f32"): 1}
+    assert small_all_reduces(TEXT) == 2
+
+
+def test_what_is_good():
+    fp8 = {"in_fp8": True, "forward": 4, "backward": 8, "others": {}}
+    assert is_good(fp8)
+    assert not is_good({**fp8, "others": {"bf16 bf16": 1}})
+    assert not is_good({**fp8, "backward": 0})
+    assert not is_good({**fp8, "in_fp8": False})

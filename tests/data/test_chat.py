@@ -1,0 +1,174 @@
+"""Dialogues train on answers alone, whatever packs and reads them."""
+
+import dataclasses
+import json
+
+import numpy as np
+import pytest
+
+from holmesjax import config as configs
+from holmesjax.config import DataConfig
+from holmesjax.data import chat, packing, tokenizer_files
+from holmesjax.data.batches import Batches, model_inputs
+from holmesjax.errors import DataError, HolmesError
+from tests.cases import cases
+from tests.data.test_chat_template import MARKED, PLAIN, TURNS, write_dialogue_tokenizer
+from tests.jobs import write_run
+
+LENGTH = 64
+SAID = [f"answer {n} of them" for n in range(20)]
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A tokenizer with a chat template, and the words of its settings."""
+    folder = write_dialogue_tokenizer(tmp_path)
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|im_end|>"}))
+    (folder / "chat_template.jinja").write_text(PLAIN)
+    return folder
+
+
+def write(tmp_path, dialogues, name="chat.jsonl"):
+    lines = [own if isinstance(own, str) else json.dumps(own) for own in dialogues]
+    (tmp_path / "data").mkdir(exist_ok=True)
+    (tmp_path / "data" / name).write_text("\n".join(lines) + "\n")
+    return tmp_path / "data"
+
+
+def settings(corpus, tokenizer="bytes", **changes):
+    return DataConfig(
+        **{"corpus": str(corpus), "source": "chat", "tokenizer": str(tokenizer)},
+        **{"documents": "mask", "validation_fraction": 0.0, **changes},
+    )
+
+
+def trained(rows):
+    """The targets that count, in order of the rows, each behind the token before it."""
+    batches = Batches.__new__(Batches)
+    found = []
+    for index in range(len(rows)):
+        inputs = model_inputs(batches._rows([(rows, index)], None))
+        token_L, target_L, segment_L = (x[0] for x in inputs.values())
+        counted = target_L >= 0
+        assert rows.num_targets(index) == np.count_nonzero(counted)
+        for segment in np.unique(segment_L[counted]).tolist():
+            here = counted & (segment_L == segment)
+            found.append((token_L[segment_L == segment].tolist(), target_L[here].tolist()))
+    return found
+
+
+@pytest.mark.parametrize("source", [PLAIN, MARKED], ids=["prompts", "blocks"])
+def test_answers_and_their_end_marks_are_the_targets_of_dialogues(tmp_path, folder, source):
+    (folder / "chat_template.jinja").write_text(source)
+    dialogues = [{"messages": [*TURNS[:3], {"role": "assistant", "content": own}]} for own in SAID]
+    rows = chat.read(settings(write(tmp_path, dialogues), folder), 4 * LENGTH).train
+    tokenizer, end = tokenizer_files.load(folder), 301
+    found = []
+    for inputs, targets in trained(rows):
+        assert tokenizer.decode(inputs).startswith(
+            "user\nhi\nassistant\nok\nuser\nx\nassistant\nans"
+        )
+        assert targets.count(end) == 2
+        found.append(tokenizer.decode(targets))
+    assert sorted(found) == sorted(f"ok{own}" for own in SAID)
+    assert len(rows) < len(SAID)  # packed
+
+
+@pytest.mark.parametrize("name", ["bytes", "bpe"])
+def test_answers_are_the_targets_behind_a_plain_prompt(tmp_path, folder, name):
+    (folder / "chat_template.jinja").unlink()
+    pairs = [{"prompt": f"Q{n}: ", "answer": own} for n, own in enumerate(SAID)]
+    corpus = write(tmp_path, pairs)
+    found = trained(chat.read(settings(corpus, folder if name == "bpe" else name), LENGTH).train)
+    if name == "bytes":
+        said = [bytes(targets).decode() for _, targets in found]
+        assert sorted(said) == sorted([f"{own}\0" for own in SAID[:-1]] + [SAID[-1]])
+        return
+    decode = tokenizer_files.load(folder).decode
+    # The space before a word is in its token, whose last letter is the answer's.
+    assert sorted(decode(targets) for _, targets in found) == sorted(f" {own}" for own in SAID)
+    assert all(targets[-1] == 301 for _, targets in found)
+    assert all(decode(inputs).startswith("Q") for inputs, _ in found)
+
+
+def test_long_dialogues_are_left_out_and_counted_and_the_last_are_held_out(tmp_path):
+    pairs = [{"prompt": "q", "answer": own} for own in [*SAID, "x" * 64, "y" * 62]]
+    whole = chat.read(settings(write(tmp_path, pairs)), LENGTH)
+    assert "1 dialogues longer than 64 tokens left out" in whole.place
+    held = chat.read(settings(write(tmp_path, pairs), validation_fraction=0.2), LENGTH)
+    said = [bytes(targets) for _, targets in trained(held.validation)]
+    assert sorted(said) == sorted(
+        [*(f"{own}\0".encode() for own in SAID[17:]), ("y" * 62).encode()]
+    )
+    assert len(trained(held.train)) == 17
+    assert whole.digests != held.digests
+
+
+def test_tokens_are_made_once_and_anew_for_other_dialogues(tmp_path, folder, monkeypatch):
+    corpus = write(tmp_path, [{"messages": TURNS}] * 5)
+    first = chat.read(settings(corpus, folder), LENGTH)
+    with monkeypatch.context() as patch:
+        patch.setattr(chat, "_write", None)  # would fail
+        patch.setattr(packing, "pack", None)
+        assert chat.read(settings(corpus, folder), LENGTH).digests == first.digests
+    (folder / "chat_template.jinja").write_text(PLAIN.replace("im_end|>", "im_end|>!"))
+    other = chat.read(settings(corpus, folder), LENGTH)
+    assert other.digests["train"] != first.digests["train"]
+    assert other.files == first.files
+
+
+@cases(
+    "line, problem, found",
+    [
+        ("{", "is no JSON", "Expecting"),
+        ("[1]", "is no dialogue", "list"),
+        ('{"text": "a"}', "is no dialogue", "text"),
+        ('{"messages": []}', "is no dialogue", "messages"),
+        ('{"messages": [{"role": "user"}]}', "no role and text in message 1", '{"role": "user"}'),
+        ('{"messages": [{"role": "user", "content": "a"}]}', "nothing that a model is", "user"),
+        ('{"prompt": "a", "answer": ""}', "nothing that a model is", "user, assistant"),
+        ('{"prompt": "a", "answer": 3}', "no role and text in message 2", "3"),
+        ('{"prompt": "a", "answer": "b<|im_end|>"}', "a special token in message 2", "<|im_end|>"),
+        ('{"prompt": "a", "answer": "\\ufdd0"}', "no character, in message 2", "ufdd0"),
+    ],
+)
+def test_a_line_that_is_no_dialogue_is_refused_with_its_place(
+    tmp_path, folder, line, problem, found
+):
+    corpus = write(tmp_path, [{"messages": TURNS}, line])
+    with pytest.raises(DataError) as error:
+        chat.read(settings(corpus, folder), LENGTH)
+    assert f"{corpus / 'chat.jsonl'}, byte {len(json.dumps({'messages': TURNS})) + 1}" in str(
+        error.value
+    )
+    assert problem in error.value.problem
+    assert found in str(error.value.found)
+    assert not list(corpus.glob(f"{packing.FOLDER}/*"))  # nothing half made stays
+
+
+def test_what_cannot_be_read_is_told_before_a_run(tmp_path, folder):
+    path = write_run(tmp_path, {"a": (1,), "b": (1,)})
+    corpus = write(tmp_path, [{"messages": TURNS}] * 3)
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "none").mkdir()
+    (tmp_path / "none/a.jsonl").write_text("\n")
+
+    def said(*words):
+        own = [f"data.corpus={corpus}", "data.source=chat", f"data.tokenizer={folder}"]
+        with pytest.raises(HolmesError) as error:
+            chat.look(configs.load(path, [*own, "data.documents=mask", *words]))
+        return str(error.value)
+
+    assert "must be mask where documents are packed" in said("data.documents=concatenate")
+    assert "must be rotary" in said("model.positions=learned", "model.vocab_size=384")
+    assert "model.vocab_size: must be at least 302" in said("model.vocab_size=300")
+    fits = "model.vocab_size=384"
+    assert "data.corpus: is not there" in said(fits, "data.corpus=absent")
+    assert "has no dialogues" in said(fits, f"data.corpus={tmp_path / 'empty'}")
+    assert "has no dialogue\n" in said(fits, f"data.corpus={tmp_path / 'none'}")
+    assert "data.tokenizer has no chat template" in said("data.tokenizer=bytes", fits)
+    lines = dataclasses.replace(settings(corpus, folder), corpus=str(folder / "tokenizer.json"))
+    with pytest.raises(DataError, match="has no dialogues"):
+        chat.read(lines, LENGTH)
+    with pytest.raises(DataError, match="has none of at most 8 tokens\n  found: 3 dialogues"):
+        chat.read(settings(corpus, folder), 8)

@@ -1,0 +1,199 @@
+"""A mixture reads what its corpora have, and each validation set is one of its own."""
+
+import dataclasses
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from holmesjax import config as configs
+from holmesjax.data import sources
+from holmesjax.data.batches import Batches
+from holmesjax.errors import HolmesError
+from holmesjax.session import Session
+from launch.__main__ import main
+from tests.cases import cases
+from tests.jobs import write_run
+
+LENGTH = 8
+WORDS = {
+    "web": "the quick brown fox jumps ",
+    "code": "def f(x): return x + 1\n",
+    "own": "0123456789",
+}
+
+
+@pytest.fixture
+def load(tmp_path, monkeypatch):
+    """Gives the settings of a run that may name three folders of text."""
+    for name, words in WORDS.items():
+        (tmp_path / name).mkdir()
+        for i in range(12):
+            (tmp_path / name / f"{i}.txt").write_text(f"{i} {words}" * 8)
+    monkeypatch.chdir(tmp_path)
+    path = write_run(tmp_path, {"a": (1,), "b": (1,)})
+    path.write_text(path.read_text().replace("corpus: python-stdlib", "validation_fraction: 0.3"))
+    return lambda *words: configs.load(
+        path, [f"model.context_length={LENGTH}", "train.global_batch=4", *words]
+    )
+
+
+MIXED = "{name: web, corpus: web, weight: 0.75}", "{name: code, corpus: code, weight: 0.25}"
+MIXTURE = f"data.mixture=[{', '.join(MIXED)}]"
+OWN_SET = "data.validation=[{name: own, corpus: own}]"
+
+
+def read(config, num_validation=2):
+    module = sources.module_of(config.data)
+    module.look(config)
+    data = module.read(config.data, LENGTH)
+    return Batches(data=data, seed=3, global_batch=4, length=LENGTH, num_validation=num_validation)
+
+
+def texts(rows):
+    return ["".join(map(chr, row)) for row in rows.token_NL.tolist()]
+
+
+def test_a_mixture_takes_windows_of_each_corpus_by_weight(load):
+    change = "data.mixture_changes=[{tokens: 3200, weights: {code: 1}}]"
+    mixed = read(load(MIXTURE, change))
+    alone = {
+        name: {"".join(map(chr, item.tokens)) for item in map(train.__getitem__, range(len(train)))}
+        for name in ("web", "code")
+        for train in [read(load(f"data.corpus={name}")).data.train]
+    }
+    seen = [texts(mixed.train(first)) for first in range(0, 480, 4)]
+    assert all(text in alone["web"] | alone["code"] for batch in seen for text in batch)
+    of_code = np.array([[text in alone["code"] for text in batch] for batch in seen])
+    assert of_code[:100].sum() == 100
+    assert of_code[100:].all()  # 400 sequences of 8 tokens are before
+
+
+def test_each_validation_set_is_what_its_corpus_holds_out_or_is_named(load):
+    batches = read(load(MIXTURE, OWN_SET, "train.eval_every=5", "train.eval_batches=2"))
+    assert list(batches.data.validation_sets()) == ["web", "code", "own"]
+    whole = read(load("data.corpus=own", "data.validation_fraction=0"), num_validation=0).data.train
+    for number, name in enumerate(["web", "code"]):
+        alone = read(load(f"data.corpus={name}"))
+        for index in range(2):
+            got = texts(batches.validation(2 * number + index))
+            assert got == texts(alone.validation(index))
+    own = dataclasses.replace(batches, data=dataclasses.replace(batches.data, sets={"x": whole}))
+    assert [texts(batches.validation(4 + i)) for i in (0, 1)] == [
+        texts(own.validation(i)) for i in (0, 1)
+    ]
+    single = read(load("data.corpus=web", OWN_SET))
+    assert list(single.data.validation_sets()) == ["corpus", "own"]
+    assert texts(single.train(8)) == texts(read(load("data.corpus=web")).train(8))
+    only = read(load("data.corpus=web", OWN_SET, "data.validation_fraction=0"))
+    assert list(only.data.validation_sets()) == ["own"]
+
+
+def test_the_loss_of_each_set_is_a_mean_over_its_targets(load):
+    config = load(MIXTURE, "train.eval_every=1", "train.eval_batches=2")
+    losses, counts = iter([2.0, 4.0, 9.0, 3.0]), iter([2, 1, 3, 3])
+    session = Session(
+        config=config,
+        runner=SimpleNamespace(evaluate=lambda states, inputs: next(losses)),
+        batches=read(config),
+        **dict.fromkeys(["clock", "writer", "tell", "is_stopping", "is_saving", "profiles"]),
+        begins=lambda work, step: None,
+    )
+    feed = SimpleNamespace(take=lambda: SimpleNamespace(num_targets=next(counts)))
+    found = session._evaluate(feed, [], 1)
+    assert found == {"val_loss": 18 / 9, "val_losses": {"web": 6 / 3, "code": 12 / 6}}
+
+
+def test_digests_name_the_corpus_and_do_not_move_with_another(load, tmp_path):
+    before = read(load(MIXTURE, OWN_SET)).digests()
+    assert set(before) == {
+        *("train of web", "validation of web", "train of code", "validation of code"),
+        *("validation set own", "order", "order of a mixture"),
+    }
+    (tmp_path / "code/more.txt").write_text("x" * 99)
+    after = read(load(MIXTURE, OWN_SET)).digests()
+    assert {n for n in before if before[n] != after[n]} <= {"train of code", "validation of code"}
+    assert before != after
+
+
+@cases(
+    "words, where, problem, found",
+    [
+        (["data.corpus=web"], "data.corpus", "left out beside data.mixture", "web"),
+        (["data.source=tokens"], "data.source", "left out beside data.mixture", "tokens"),
+        (["data.mixture=null"], "data.corpus", "is missing", "nothing"),
+        (["data.mixture=[]"], "data.mixture", "must not be empty", "[]"),
+        (["data.mixture=3"], "data.mixture", "a list of sections", "3"),
+        (
+            ["data.mixture=[{name: web, corpus: web, source: arrays}]"],
+            "data.mixture[0].source",
+            "arrays are no sequences of tokens",
+            "arrays",
+        ),
+        (
+            ["data.mixture=[{name: web, corpus: web, weight: 0}]"],
+            "data.mixture",
+            "a weight above 0",
+            "all weights are 0",
+        ),
+        (
+            ["data.mixture=[{name: a, corpus: absent}]"],
+            "data.mixture, a: corpus",
+            "no folder",
+            "absent",
+        ),
+        (
+            ["data.validation=[{name: web, corpus: own}]"],
+            "data.validation[0].name",
+            "of one corpus alone",
+            "web",
+        ),
+        (
+            ["data.validation=[{name: x, corpus: own, pattern: '*.md'}]"],
+            "data.validation, x: pattern",
+            "no file in",
+            "*.md",
+        ),
+        (
+            ["data.mixture_changes=[{tokens: 9, weights: {cod: 1}}]"],
+            "data.mixture_changes[0].weights",
+            "no corpus of the mixture",
+            "cod",
+        ),
+        (
+            ["data.mixture_changes=[{tokens: 9, weights: {code: 0}}]"],
+            "data.mixture_changes[0].weights",
+            "a weight above 0",
+            "code",
+        ),
+        (
+            [
+                "data.mixture_changes=[{tokens: 9, weights: {web: 1}}, "
+                "{tokens: 9, weights: {code: 1}}]"
+            ],
+            "data.mixture_changes[1].tokens",
+            "after the change before it",
+            "9",
+        ),
+        (
+            ["train.eval_every=1", "train.eval_batches=999"],
+            "data.mixture, web: corpus",
+            "the validation split is too small",
+            "bytes",
+        ),
+    ],
+)
+def test_mistakes_are_named(load, words, where, problem, found):
+    with pytest.raises(HolmesError) as error:
+        read(load(MIXTURE, *words))
+    for part in (where, problem, found):
+        assert part in str(error.value)
+
+
+def test_the_command_shows_each_corpus_and_how_often_a_run_reads_it(load, tmp_path, capsys):
+    words = [f"model.context_length={LENGTH}", "train.global_batch=4", MIXTURE, OWN_SET]
+    assert main(["data", str(tmp_path / "run.yaml"), *words]) == 0
+    out = capsys.readouterr().out
+    assert "train of web documents: " in out
+    assert "validation set own documents: 12, " in out
+    assert "run         30 of 40 sequences are of web: " in out

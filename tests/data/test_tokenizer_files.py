@@ -1,0 +1,188 @@
+"""Tokenizers of each library: what a path names, documents, text and back, and mistakes."""
+
+import base64
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import sentencepiece
+
+from holmesjax.config import DataConfig
+from holmesjax.data import corpus, text, tokenizer_files, tokenizer_training
+from holmesjax.data.tokenizer import ByteTokenizer
+from holmesjax.errors import ConfigError, DataError
+from launch.__main__ import main
+
+TEXTS = [
+    "def f(x):\n    return x  # naïve → 🙂\n",
+    "<|endoftext|> is text here\n",
+    "a  b\n\tc " * 40,
+]
+END = tokenizer_training.END
+
+
+def write_corpus(folder):
+    folder.mkdir()
+    for i, words in enumerate(TEXTS):
+        (folder / f"{i}.txt").write_text(words)
+    return folder
+
+
+def write_bpe(folder, out):
+    config = DataConfig(corpus=str(folder))
+    tokenizer_training.train(config, 300, out, lambda _: None, is_shown=False)
+
+
+def write_ranks(path):
+    """A tiktoken file: all bytes, and two pairs."""
+    tokens = [*(bytes([i]) for i in range(256)), b"  ", b"de"]
+    lines = [f"{base64.b64encode(t).decode()} {i}\n" for i, t in enumerate(tokens)]
+    path.write_text("".join(lines))
+    about = {"pattern": r"\w+|\s+|.", "special_tokens": {END: 260}, "end": END}
+    path.with_name(f"{path.name}.json").write_text(json.dumps(about))
+
+
+def write_sentencepiece(folder, path):
+    sentencepiece.SentencePieceTrainer.train(
+        input=",".join(map(str, sorted(folder.glob("*.txt")))),
+        model_prefix=str(path.with_suffix("")),
+        vocab_size=300,
+        byte_fallback=True,
+        normalization_rule_name="identity",
+        remove_extra_whitespaces=False,
+        hard_vocab_limit=False,
+        minloglevel=2,
+    )
+
+
+@pytest.fixture(scope="module")
+def paths(tmp_path_factory):
+    """One tokenizer of each kind."""
+    root = tmp_path_factory.mktemp("tokenizers")
+    folder = write_corpus(root / "corpus")
+    (root / "bpe").mkdir()
+    write_bpe(folder, root / "bpe")
+    write_bpe(folder, root / "alone.json")
+    write_ranks(root / "ranks.tiktoken")
+    write_sentencepiece(folder, root / "pieces.model")
+    return root
+
+
+KINDS = {
+    "bpe": "tokenizers",
+    "alone.json": "tokenizers",
+    "ranks.tiktoken": "tiktoken",
+    "pieces.model": "sentencepiece",
+}
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_a_text_comes_back_whole_and_in_pieces(paths, name, tmp_path):
+    """Documents have their end mark; a special token in a text is text; a copy is the same."""
+    tokenizer_files.copy(paths / name, tmp_path / "copy")
+    found = tokenizer_files.find(tmp_path / "copy")
+    assert found.kind == KINDS[name]
+    assert found.identity == tokenizer_files.find(paths / name).identity
+    for copied, source in tokenizer_files.find(paths / name).files.items():
+        assert (tmp_path / "copy" / copied).read_bytes() == source.read_bytes()
+    tokenizer = tokenizer_files.load(tmp_path / "copy")
+    documents = tokenizer.documents(TEXTS)
+    for tokens, words in zip(documents, TEXTS, strict=True):
+        assert tokens.dtype == np.int32
+        assert tokens[-1] == tokenizer.end == tokenizer.ends[0]
+        assert np.count_nonzero(tokens == tokenizer.end) == 1
+        assert tokens.max() < tokenizer.num_tokens
+        np.testing.assert_array_equal(tokenizer.encode(words), tokens[:-1])
+        for cut in (0, len(tokens) // 2):
+            known, new = tokens[:cut].tolist(), tokens[cut:].tolist()
+            pieces = tokenizer.pieces(known)
+            said = "".join([*map(pieces.push, new), pieces.rest()])
+            assert tokenizer.decode(known) + said == words
+    assert len(tokenizer.encode("")) == 1  # a text has something to begin with
+
+
+def test_windows_are_the_documents_one_after_the_other(paths):
+    """Against the documents themselves; each begins where its first token is."""
+    config = DataConfig(
+        corpus=str(paths / "corpus"), tokenizer=str(paths / "bpe"), validation_fraction=0.0
+    )
+    tokenizer = tokenizer_files.load(paths / "bpe")
+    texts = [(paths / "corpus" / name).read_text() for name in corpus.files(config)]
+    documents = tokenizer.documents(texts)
+    want = np.concatenate(documents)
+    begins = np.zeros(len(want), bool)
+    begins[np.cumsum([0, *map(len, documents)])[:-1]] = True
+    train = text.read(config, 7).train
+    assert len(train) == (len(want) - 1) // 7 > 3
+    for i, item in enumerate(train):
+        np.testing.assert_array_equal(item.tokens, want[7 * i : 7 * i + 8])
+        np.testing.assert_array_equal(item.begins, begins[7 * i : 7 * i + 8])
+        if i == len(train) - 1:
+            break
+
+
+def test_training_is_deterministic_and_the_settings_it_prints_are_right(paths, tmp_path, capsys):
+    out = tmp_path / "again"
+    assert main(["tokenizer", str(paths / "corpus"), "--vocab", "300", "--out", str(out)]) == 0
+    assert f"data.tokenizer={out} model.vocab_size=384" in capsys.readouterr().out
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        assert (out / name).read_bytes() == (paths / "bpe" / name).read_bytes()
+    assert (out / "tokenizer.json").read_bytes() == (paths / "alone.json").read_bytes()
+
+
+def damaged(paths, tmp_path, name, *, drop=(), **texts):
+    """A copy of a tokenizer without some files, and with others in their place."""
+    folder = tmp_path / "damaged"
+    tokenizer_files.copy(paths / name, folder)
+    for file in drop:
+        (folder / file).unlink()
+    for file, content in texts.items():
+        (folder / file.replace("__", ".")).write_text(content)
+    return folder
+
+
+def test_mistakes_say_where_and_what(paths, tmp_path):
+    bpe = json.loads((paths / "alone.json").read_text())
+    more = {**bpe["added_tokens"][0], "id": 300, "content": "<|other|>"}
+    two = json.dumps({**bpe, "added_tokens": [*bpe["added_tokens"], more]})
+    (tmp_path / "empty").mkdir()
+    rows = [
+        (tmp_path / "missing", "data.tokenizer: cannot be read"),
+        (tmp_path / "empty", "holds no tokenizer"),
+        (("bpe", {"tokenizer__json": '{"model": 3}'}), "is no tokenizer that tokenizers reads"),
+        (("bpe", {"tokenizer_config__json": "[]"}), "is no JSON object"),
+        (("bpe", {"tokenizer_config__json": "{"}), "is no JSON"),
+        (("bpe", {"tokenizer_config__json": '{"eos_token": "</s>"}'}), "names an eos_token"),
+        (("bpe", {"tokenizer_config__json": "{}", "tokenizer__json": two}), "which token ends"),
+        (("bpe", {"generation_config__json": '{"eos_token_id": ["x"]}'}), "is no number"),
+        (("ranks.tiktoken", {"drop": ["tokenizer.tiktoken.json"]}), "and neither pattern"),
+        (("ranks.tiktoken", {"tokenizer__tiktoken__json": "{}"}), "needs a pattern"),
+        (("ranks.tiktoken", {"tokenizer__tiktoken": "IQ== 0\nIQ== 1\n"}), "that tiktoken reads"),
+        (("pieces.model", {"tokenizer__model": "no model"}), "that sentencepiece reads"),
+    ]
+    for what, problem in rows:
+        if isinstance(what, Path):
+            path = what
+        else:
+            shutil.rmtree(tmp_path / "damaged", ignore_errors=True)
+            path = damaged(paths, tmp_path, what[0], **what[1])
+        with pytest.raises(DataError) as error:
+            tokenizer_files.load(path)
+        assert problem in str(error.value), (what, str(error.value))
+
+
+def test_a_corpus_that_is_no_text_and_a_vocabulary_without_room_are_refused(paths, tmp_path):
+    folder = write_corpus(tmp_path / "corpus")
+    (folder / "3.txt").write_bytes(b"caf\xe9")
+    config = DataConfig(corpus=str(folder), tokenizer=str(paths / "bpe"))
+    with pytest.raises(DataError, match=r"3\.txt: is no UTF-8"):
+        text.read(config, 7)
+    with pytest.raises(ConfigError, match="--vocab: must be from 257"):
+        tokenizer_training.train(config, 256, tmp_path, print, is_shown=False)
+
+
+def test_a_byte_tokenizer_needs_no_file():
+    assert isinstance(text.tokenizer(DataConfig(corpus="x")), ByteTokenizer)
+    assert tokenizer_files.identity("bytes") == "bytes"

@@ -1,0 +1,145 @@
+"""A verdict on the kernels costs one check, whatever the check does to its process."""
+
+import dataclasses
+import os
+import re
+from types import SimpleNamespace
+
+import pytest
+
+from holmesjax.hosts import kernel_check
+from holmesjax.hosts.kernel_check import miscompiles, verdict
+from tests.clusters import make_config
+from tests.recorded_hosts import gpu
+
+LAYER = {"head_width": 8, "window": None, "soft_cap": None, "scale": None}
+ASKED = {
+    "dtype": "bfloat16",
+    "has_documents": True,
+    "deterministic": False,
+    "is_cut": False,
+    "layers": [LAYER],
+}
+GPUS = (gpu(0, "pci0000:15/0000:15:01.0/0000:1b:00.0"),)
+
+
+@pytest.fixture
+def judge(tmp_path, monkeypatch):
+    """Judges a planted kernel, on a machine that has a sound assembler."""
+    monkeypatch.setattr(kernel_check, "find_assembler", lambda: (13, 1, 80))
+    env = {"XDG_CACHE_HOME": str(tmp_path)}
+    monkeypatch.setitem(os.environ, "JAX_PLATFORMS", "cpu")
+    said = []
+
+    def run(name, limit_s=120.0, gpus=GPUS, asked=ASKED):
+        attention = f"tests.kernels.attention.planted:{name}"
+        check = ["--attention", attention, "--small"]
+        said.clear()
+        found = verdict(asked, gpus, env, said.append, check=check, limit_s=limit_s)
+        return found, [line.split(":")[0] for line in said]
+
+    return run
+
+
+CHECKING, WARNING = "checking the attention kernels on this machine, once", "warning"
+
+
+def test_right_kernels_pass_and_are_not_checked_again(judge):
+    found, said = judge("right")
+    assert found.problem is None
+    assert said == [CHECKING]
+    assert str(found).startswith("passed (devices NVIDIA H100 80GB HBM3, driver ")
+    assert str(found).endswith(", ptxas 13.1.80)")
+    again, said = judge("crashing")  # is not even started
+    assert again == found
+    assert said == []
+
+
+@pytest.mark.parametrize(
+    "name, limit_s, problem",
+    [
+        ("wrong", 120.0, "2 x 20 tokens, .*: the key gradient is off by"),
+        ("hanging", 10.0, "the check did not end within 10 s"),
+        ("crashing", 120.0, "the check ended with signal 11: "),
+        ("raising", 120.0, "the check ended with exit status 1: RuntimeError: CUDA_ERROR_ILLEGAL"),
+    ],
+)
+def test_a_failure_is_named_and_kept(judge, name, limit_s, problem):
+    found, said = judge(name, limit_s)
+    assert re.search(problem, found.problem)
+    assert said == [CHECKING, WARNING]
+    assert judge("right") == (found, [])
+
+
+def test_another_machine_or_another_question_is_another_check(judge, monkeypatch):
+    judge("raising")
+    assert judge("right")[1] == []
+    newer = (dataclasses.replace(GPUS[0], driver="999.1"),)
+    monkeypatch.setattr(kernel_check, "_run", lambda *args: None)
+    assert judge("right", gpus=newer)[1] == [CHECKING]
+    assert judge("right", asked=ASKED | {"layers": [LAYER | {"window": 9}]})[1] == [CHECKING]
+    monkeypatch.setattr(kernel_check, "source_digest", lambda: "0123456789abcdef")
+    assert judge("right")[1] == [CHECKING]
+    monkeypatch.setattr(kernel_check, "find_assembler", lambda: (13, 2, 1))
+    assert judge("right")[1] == [CHECKING]
+
+
+@pytest.mark.parametrize(
+    "version, bad",
+    [
+        ((12, 6, 85), False),
+        ((12, 8, 61), True),
+        ((12, 8, 93), True),
+        ((12, 9, 41), True),
+        ((12, 9, 86), False),
+        ((13, 0, 88), True),
+        ((13, 1, 80), False),
+        (None, False),
+    ],
+)
+def test_an_assembler_that_miscompiles_is_refused(judge, monkeypatch, version, bad):
+    monkeypatch.setattr(kernel_check, "find_assembler", lambda: version)
+    monkeypatch.setattr(kernel_check, "_run", lambda *args: None)
+    found, said = judge("right")
+    assert (found.problem is not None) == bad == (miscompiles(version) is not None)
+    if bad:
+        name = ".".join(map(str, version))
+        install = "install nvidia-cuda-nvcc 13.1 or newer, and put its ptxas first on PATH"
+        assert found.problem == f"ptxas {name} miscompiles Hopper kernels: {install}"
+        assert said == []
+
+
+def test_a_check_is_asked_for_the_rules_that_layers_have():
+    """The model has windows of 1,024 in every second layer, and a soft cap and a scale in all."""
+    config = make_config(
+        parallel={"tensor": 1},
+        model={
+            "num_layers": 4,
+            "num_heads": 2,
+            "width": 128,
+            "head_dim": 32,
+            "pattern": ("window_block", "block"),
+            "window": 1024,
+            "attention_soft_cap": 50.0,
+            "attention_scale": 0.125,
+        },
+    )
+    both = {"head_width": 32, "soft_cap": 50.0, "scale": 0.125}
+    asked = kernel_check.asked_of(config, is_cut=True)
+    assert asked["is_cut"]
+    assert asked["layers"] == [both | {"window": 1024}, both | {"window": None}]
+
+
+def test_the_assembler_is_the_first_on_path(tmp_path, monkeypatch):
+    """Mosaic takes that one, so a sound one of a package does not excuse it."""
+    package = tmp_path / "site/nvidia/cu13/bin/ptxas"
+    for path, number in ((tmp_path / "path/ptxas", "13.0.88"), (package, "13.1.80")):
+        path.parent.mkdir(parents=True)
+        path.write_text(f"#!/bin/sh\necho release 13, V{number}\n")
+        path.chmod(0o755)
+    spec = SimpleNamespace(submodule_search_locations=[str(tmp_path / "site/nvidia")])
+    monkeypatch.setattr(kernel_check.importlib.util, "find_spec", lambda name: spec)
+    monkeypatch.setenv("PATH", f"{tmp_path / 'path'}:/bin")
+    assert kernel_check.find_assembler() == (13, 0, 88)
+    monkeypatch.setenv("PATH", "/bin")
+    assert kernel_check.find_assembler() == (13, 1, 80)

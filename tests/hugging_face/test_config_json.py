@@ -1,0 +1,158 @@
+"""A config.json means the settings that it should, and so does the one that is written."""
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from holmesjax.config import ModelConfig
+from holmesjax.errors import ConfigError, HolmesError
+from holmesjax.hugging_face import config_json
+from holmesjax.hugging_face.config_json import ConfigJson, canonical
+from tests.cases import cases
+from tests.hugging_face.families import CONFIGS, config_of, model_of
+
+
+def read(family: str, **values: Any) -> dict[str, Any]:
+    return ConfigJson(where="config.json", family=family, values=values).settings()
+
+
+# V, D, F, n, H, G, K, epsilon, context and whether the table is tied, of the class in transformers.
+DEFAULTS = {
+    "gpt2": (50257, 768, 3072, 12, 12, 12, 64, 1e-5, 1024, True),
+    "llama": (32000, 4096, 11008, 32, 32, 32, 128, 1e-6, 2048, False),
+    "qwen2": (151936, 4096, 22016, 32, 32, 32, 128, 1e-6, 32768, False),
+    "qwen3": (151936, 4096, 22016, 32, 32, 32, 128, 1e-6, 32768, False),
+    "mistral": (32000, 4096, 14336, 32, 32, 8, 128, 1e-6, 131072, False),
+    "gemma2": (256000, 2304, 9216, 26, 8, 4, 256, 1e-6, 8192, True),
+    "gemma3_text": (262208, 2304, 9216, 26, 8, 4, 256, 1e-6, 131072, True),
+    "olmo2": (50304, 4096, 11008, 32, 32, 32, 128, 1e-5, 2048, False),
+    "phi3": (32064, 3072, 8192, 32, 32, 32, 96, 1e-5, 4096, False),
+}
+# Those besides that a class has otherwise than ours.
+OTHERS = {
+    "mistral": {"window": 4096, "pattern": ["window_block"]},
+    "gemma2": {
+        **{"attention_soft_cap": 50.0, "logit_soft_cap": 30.0, "attention_scale": 1 / 16},
+        **{"pattern": ["window_block", "block"], "window": 4096},
+    },
+    "gemma3_text": {
+        **{"logit_soft_cap": None, "rotary_base": 1e6, "window_rotary_base": 1e4},
+        **{"pattern": [*["window_block"] * 5, "block"], "window": 4096},
+    },
+    "phi3": {"rotary_base": 1e4},
+}
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_an_absent_key_means_the_default_of_the_class(family: str):
+    settings = read(family)
+    model = ModelConfig(**settings)
+    found = (
+        *(model.vocab_size, model.width, model.feed_forward_width, model.num_layers),
+        *(model.num_heads, model.kv_heads, model.head_width),
+        *(model.norm_epsilon, model.context_length, model.tied_embeddings),
+    )
+    assert found == DEFAULTS[family]
+    assert {name: settings[name] for name in OTHERS.get(family, {})} == OTHERS.get(family, {})
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_what_is_written_means_the_same_in_either_spelling_of_rotary_positions(family: str):
+    model = model_of(family)
+    written = config_json.write(model, family, "bfloat16")
+    old = {k: x for k, x in written.items() if k != "rope_parameters"}
+    new = {k: x for k, x in written.items() if k not in ("rope_theta", "rope_scaling")}
+    for values in (written, old, new):
+        back = ModelConfig(**read(family, **values))
+        assert canonical(back) == canonical(model)
+    defaults = config_json.FAMILIES[family].defaults
+    assert defaults.keys() - written.keys() <= {config_json.ORIGINAL}, "every key is written"
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_a_family_is_found_for_each_model(family: str):
+    found = config_json.family_of(model_of(family))
+    assert canonical(ModelConfig(**read(found, **config_json.write(model_of(family), found, "x"))))
+    same = {"phi3": "phi3", "mistral": "mistral"}
+    assert found == same.get(family, family)
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_an_unchanged_model_keeps_the_keys_with_which_it_came(family: str):
+    values = config_of(family) | {"an_unknown_key": [1]}
+    kept = ConfigJson(where="config.json", family=family, values=values)
+    model = ModelConfig(**kept.settings())
+    exported = config_json.exported(model, kept, family, "bfloat16")
+    assert exported | values == exported
+    if family != "gpt2":  # whose positions are an array
+        shorter = dataclasses.replace(model, context_length=8)
+        assert config_json.exported(shorter, kept, family, "bfloat16") == exported
+    wider = dataclasses.replace(model, norm_epsilon=1e-3)
+    changed = config_json.exported(wider, kept, family, "bfloat16")
+    key = config_json.FAMILIES[family].keys["norm_epsilon"]
+    assert (changed[key], changed["an_unknown_key"], changed["eos_token_id"]) == (1e-3, [1], 2)
+
+
+REFUSED: list[tuple[str, dict[str, Any], str]] = [
+    ("llama", {"attention_bias": True}, "attention_bias"),
+    ("qwen3", {"attention_bias": True}, "attention_bias"),
+    ("llama", {"mlp_bias": True}, "mlp_bias"),
+    ("llama", {"quantization_config": {"bits": 4}}, "quantization_config"),
+    ("llama", {"auto_map": {"AutoModel": "x.Y"}}, "auto_map"),
+    ("qwen2", {"num_experts": 8}, "num_experts"),
+    ("llama", {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_scaling.rope_type"),
+    ("llama", {"rope_parameters": {"rope_type": "axial"}}, "rope_parameters.rope_type"),
+    ("phi3", {"rope_scaling": {"type": "su"}}, "rope_scaling.rope_type"),
+    ("llama", {"rope_scaling": [1]}, "rope_scaling"),
+    ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+    ("llama", {"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
+    ("llama", {"hidden_act": "relu"}, "hidden_act"),
+    ("llama", {"hidden_act": "gelu"}, "hidden_act"),
+    ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx"),
+    ("gpt2", {"reorder_and_upcast_attn": True}, "reorder_and_upcast_attn"),
+    ("gemma3_text", {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
+    ("mistral", {"layer_types": ["full_attention"] * 32}, "layer_types"),
+    ("gemma2", {"layer_types": ["full_attention"]}, "layer_types"),
+    ("gemma2", {"layer_types": ["chunked_attention"] * 26}, "layer_types"),
+    ("llama", {"hidden_size": "4096"}, "hidden_size"),
+    ("llama", {"hidden_size": 4096.0}, "hidden_size"),
+    ("llama", {"hidden_size": True}, "hidden_size"),
+    ("llama", {"num_hidden_layers": 10**9}, "num_hidden_layers"),
+    ("llama", {"rms_norm_eps": 0}, "rms_norm_eps"),
+    ("llama", {"tie_word_embeddings": "no"}, "tie_word_embeddings"),
+    ("llama", {"rope_theta": "1e4"}, "rope_theta"),
+    ("gemma2", {"query_pre_attn_scalar": 0}, "query_pre_attn_scalar"),
+]
+
+
+@cases("family, values, key", REFUSED)
+def test_what_cannot_be_computed_is_refused_with_its_key_and_value(
+    family: str, values: dict[str, Any], key: str
+):
+    with pytest.raises(ConfigError) as error:
+        read(family, **values)
+    assert error.value.where.startswith("config.json: ")
+    assert key in error.value.where
+    assert error.value.found
+
+
+def test_another_family_is_refused(tmp_path):
+    for text in ('{"model_type": "mixtral"}', "{}", '{"model_type": ["llama"]}'):
+        (tmp_path / "config.json").write_text(text)
+        with pytest.raises(ConfigError, match="of a family that we do not compute"):
+            ConfigJson.load(tmp_path)
+    (tmp_path / "config.json").write_text("[]")
+    with pytest.raises(HolmesError, match="must be an object"):
+        ConfigJson.load(tmp_path)
+
+
+def test_a_model_that_a_family_cannot_hold_is_refused_with_its_setting():
+    model = dataclasses.replace(model_of("llama"), activation="gelu")
+    with pytest.raises(ConfigError, match="hidden_act"):
+        config_json.write(model, "llama", "float32")
+    with pytest.raises(ConfigError, match="none of the families"):
+        config_json.family_of(model)
+    windows = model_of("mistral")
+    with pytest.raises(ConfigError, match=r"model\.pattern"):
+        config_json.write(windows, "llama", "float32")

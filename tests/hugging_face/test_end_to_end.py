@@ -1,0 +1,145 @@
+"""A folder becomes a run, trains on two plans, and leaves as a folder of the same model."""
+
+import dataclasses
+import io
+import json
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from holmesjax import job as jobs
+from holmesjax.checkpoints import checkpoint, manifest
+from holmesjax.config import ModelConfig
+from holmesjax.hugging_face import config_json
+from holmesjax.layers.model_layers import layers
+from holmesjax.models.layer import apply, init_params
+from holmesjax.models.transformer import TABLE
+from holmesjax.parallel.mesh import build_meshes
+from holmesjax.session import make_stages
+from holmesjax.trainer import Trainer
+from launch.__main__ import main
+from tests.hugging_face import transformers_child
+from tests.hugging_face.families import tensors_of, write_config
+from tests.models import family_oracle
+from tests.models.families import MODELS
+
+SLOW = pytest.mark.exhaustive
+# Layers of a family, the one with the most settings first; others in make test-all.
+FAMILIES = [
+    pytest.param("gemma2", 2),
+    *(pytest.param(family, 7, marks=[SLOW]) for family in MODELS if family != "gemma2"),
+]
+TOKENS = (7 * np.arange(32) + 3) % 256
+NEAR = 1e-4
+PLANS = [
+    {"topology": "configs/topologies/ib_roce.yaml", "parallel.stages": 2, "parallel.data": 2},
+    {"topology": "configs/topologies/one_node.yaml", "parallel.stages": 1, "parallel.data": 1},
+]
+
+
+def write_folder(where: Path, family: str, num_layers: int, dtype: str = "F32") -> ModelConfig:
+    """A small random model of a family that reads bytes."""
+    model = dataclasses.replace(
+        MODELS[family], vocab_size=256, context_length=32, num_layers=num_layers
+    )
+    where.mkdir()
+    name = {"F32": "float32", "BF16": "bfloat16"}[dtype]
+    config = config_json.write(model, family, name) | {"eos_token_id": 0}
+    (where / "config.json").write_text(json.dumps(config))
+    save_file(tensors_of(family, model, dtype), where / "model.safetensors")
+    return model
+
+
+def logits_of(model: ModelConfig, params: dict, tokens: np.ndarray = TOKENS) -> np.ndarray:
+    """The logits of tokens, [L, V]."""
+    x = None
+    arrays = {"token_BL": jnp.asarray(tokens)[None], "position_L": jnp.arange(len(tokens))}
+    for layer, kind in layers(model).items():
+        borrowed = {TABLE: params["embed"]["token_VD"]} if kind.borrows else {}
+        x, _ = apply(layer, model, params[layer] | borrowed, x, **arrays)
+    return np.asarray(x[0])
+
+
+@pytest.mark.parametrize("family, num_layers", FAMILIES)
+def test_a_model_comes_trains_on_two_plans_and_leaves(family, num_layers, tmp_path):
+    source, run_dir, out = tmp_path / "in", tmp_path / "run", tmp_path / "out"
+    model = write_folder(source, family, num_layers)
+    (tmp_path / "corpus").mkdir()
+    (tmp_path / "corpus/digits.txt").write_text("0123456789" * 1000)
+    settings = [f"data.corpus={tmp_path / 'corpus'}", "data.validation_fraction=0"]
+    assert main(["import", str(source), "--to", str(run_dir), *settings]) == 0
+    shared = {"parallel.tensor": 2, "train.global_batch": 8, "optimizer.learning_rate": 1e-3}
+    for plan, steps in zip(PLANS, (10, 12), strict=True):
+        # A microbatch of two sequences for each replica.
+        overrides = shared | plan | {"train.steps": steps, "parallel.microbatches": 2}
+        told = io.StringIO()
+        trainer = Trainer(run_dir, overrides, told)
+        records = trainer.train()
+        assert f"resuming after step {steps - 2 if steps > 10 else 0}" in told.getvalue()
+    assert records[-1]["loss"] < records[0]["loss"]
+    arguments = ["--out", str(out), "--dtype", "float32", "--max-shard-size", "100kB"]
+    assert main(["export", str(run_dir), *arguments]) == 0
+    config = json.loads((out / "config.json").read_text())
+    assert (config["model_type"], config["eos_token_id"]) == (family, 0)
+    tensors = {}
+    for path in out.glob("*.safetensors"):
+        tensors |= load_file(path)
+    [newest, *_] = manifest.find(run_dir)
+    found = logits_of(model, checkpoint.restore_params(newest, model))
+    wide = {name: x.astype(np.float64) for name, x in tensors.items()}
+    expected = family_oracle.logits(family, wide, TOKENS, num_layers)
+    np.testing.assert_allclose(found, expected, atol=NEAR)
+    before = tensors_of(family, model)
+    assert all(np.abs(x - before[name]).max() > 1e-6 for name, x in tensors.items()), "all train"
+    # The folder is a source of the same parameters, whatever part is asked for.
+    again = dataclasses.replace(model, hf=str(out))
+    np.testing.assert_array_equal(logits_of(again, init_params(again, 0)), found)
+    if transformers_child.is_installed():
+        theirs = transformers_child.run(out, TOKENS)
+        assert not theirs.problems
+        np.testing.assert_allclose(found, theirs.logits, atol=NEAR)
+
+
+@pytest.mark.parametrize("plan", PLANS, ids=["stages", "one stage"])
+def test_the_devices_of_any_plan_read_what_they_hold(plan, tmp_path):
+    model = write_folder(tmp_path / "in", "gemma2", 2, "BF16")
+    hf = {"model.hf": str(tmp_path / "in"), "run.dir": str(tmp_path / "run")}
+    shared = {"parallel.tensor": 2, "parallel.fsdp": 2, "parallel.data": 1}
+    job = jobs.load("configs/runs/quickstart.yaml", hf | plan | shared)
+    assert dataclasses.replace(job.config.model, hf=None) == model
+    whole = init_params(job.config.model, 0)
+    meshes = build_meshes(job.plan, jax.devices())
+    for stage in make_stages(job, dict(enumerate(meshes)), {}):
+        for layer, params in stage.init(0).params.items():
+            jax.tree.map(
+                np.testing.assert_array_equal, params, {k: whole[layer][k] for k in params}
+            )
+
+
+@SLOW
+@pytest.mark.parametrize("family", MODELS)
+def test_transformers_computes_the_same_logits_and_tokens(family, tmp_path):
+    if not transformers_child.is_installed():
+        pytest.skip("needs the extra parity")
+    model = dataclasses.replace(write_folder(tmp_path / "in", family, 7), hf=str(tmp_path / "in"))
+    theirs = transformers_child.run(tmp_path / "in", TOKENS)
+    params = init_params(model, 0)
+    np.testing.assert_allclose(logits_of(model, params), theirs.logits, atol=NEAR)
+    tokens = TOKENS[:8]
+    for _ in range(transformers_child.NUM_NEW):
+        tokens = np.append(tokens, logits_of(model, params, tokens)[-1].argmax())
+    assert tokens.tolist() == theirs.greedy.tolist()
+
+
+def test_a_mistake_of_an_import_names_its_setting_and_no_file_of_ours(tmp_path, capsys):
+    write_config(tmp_path / "llama", "llama")
+    argv = ["import", str(tmp_path / "llama"), "--to", str(tmp_path / "run"), "parallel.tensor=5"]
+    assert main(argv) == 2
+    said = capsys.readouterr().err
+    assert "error: model.num_heads: must be a multiple of parallel.tensor = 5" in said
+    assert "error: model.vocab_size: must be at least 256" in said
+    assert "import.yaml" not in said

@@ -1,0 +1,109 @@
+"""An import and an export give back the bits of a folder, and nothing else is left behind."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings, strategies as st
+from safetensors import safe_open
+from safetensors.numpy import save_file
+
+from holmesjax.errors import CheckpointError, ConfigError
+from holmesjax.hugging_face import export, folder, pieces
+from holmesjax.hugging_face.safetensors_file import DTYPES, write
+from tests.hugging_face.families import CONFIGS, model_of, tensors_of, write_config
+
+TOKENIZER = {
+    "tokenizer.json": b"{ \n}",
+    "tokenizer.model": b"\x00\xff",
+    "chat_template.jinja": b"x",
+}
+
+
+def layers_of(weights: folder.Weights) -> Iterator[export.Layer]:
+    for layer, places in weights.places.items():
+        yield layer, {name: weights.read(layer, name) for name in places}
+
+
+def load(where: Path) -> dict[str, np.ndarray]:
+    """All tensors of a folder, as the library `safetensors` reads them."""
+    found = {}
+    for path in sorted(where.glob("*.safetensors")):
+        with safe_open(path, "np") as file:
+            found |= {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    return found
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_an_import_and_an_export_give_back_all_bits(family: str, tmp_path, monkeypatch):
+    monkeypatch.setattr(pieces, "MAX_BYTES", 700)  # many pieces, of a few rows each
+    model = model_of(family)
+    for dtype, name in (("F32", "float32"), ("BF16", "bfloat16")):
+        source, out = tmp_path / f"in_{dtype}", tmp_path / f"out_{dtype}"
+        write_config(source, family, dtype=name)
+        tensors = tensors_of(family, model, dtype)
+        save_file(tensors, source / folder.WEIGHTS)
+        for other, content in TOKENIZER.items():
+            (source / other).write_bytes(content)
+        layers = layers_of(folder.open_weights(source, model))
+        config = export.config_of(model, source, None, None)
+        names = export.write(out, config, model, layers, max_bytes=50_000, others=[source])
+        back = load(out)
+        assert back.keys() == tensors.keys()
+        for key, tensor in tensors.items():
+            assert (back[key].dtype, back[key].tobytes()) == (tensor.dtype, tensor.tobytes()), key
+        index = json.loads((out / folder.INDEX).read_text())
+        assert index["metadata"]["total_size"] == sum(x.nbytes for x in tensors.values())
+        assert index["weight_map"].keys() == tensors.keys()
+        assert len(names) > 1
+        assert all((out / file).stat().st_mode & 0o777 == 0o644 for file in names)
+        written = json.loads((out / "config.json").read_text())
+        assert written | json.loads((source / "config.json").read_text()) == written
+        assert {other: (out / other).read_bytes() for other in TOKENIZER} == TOKENIZER
+        others = {"config.json", "generation_config.json", folder.INDEX, *TOKENIZER, *names}
+        assert {path.name for path in out.iterdir()} == others
+
+
+def test_an_export_that_fails_leaves_nothing(tmp_path):
+    model = model_of("llama")
+
+    def layers() -> Iterator[export.Layer]:
+        yield "embed", {"token_VD": np.zeros((model.vocab_size, model.width), np.float32)}
+        raise OSError(28, "No space left on device")
+
+    config = export.config_of(model, None, "llama", "float32")
+    with pytest.raises(CheckpointError, match="No space left"):
+        export.write(tmp_path / "out", config, model, layers(), max_bytes=10**9)
+    assert not list(tmp_path.iterdir())
+
+
+def test_only_an_empty_folder_is_written(tmp_path):
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "model.safetensors").touch()
+    (tmp_path / "file").touch()
+    for name in ("full", "file", "file/inside"):
+        with pytest.raises(ConfigError, match="--out: cannot be written"):
+            export.refuse_full(tmp_path / name)
+    (tmp_path / "empty").mkdir()
+    export.refuse_full(tmp_path / "empty")
+
+
+names = st.text(st.characters(exclude_categories=["Cs"]), max_size=8)
+shapes = st.lists(st.integers(0, 3), max_size=3).map(tuple)
+
+
+@settings(deadline=None, max_examples=30)
+@given(shapes=st.dictionaries(names, shapes, max_size=4), dtype=st.sampled_from(sorted(DTYPES)))
+def test_a_file_is_what_the_library_reads(shapes: dict, dtype: str, tmp_path_factory):
+    shapes.pop("__metadata__", None)
+    random = np.random.default_rng(0)
+    arrays = {name: random.standard_normal(shape[::-1]).T for name, shape in shapes.items()}
+    path = tmp_path_factory.mktemp("file") / "x.safetensors"
+    write(path, dtype, shapes, arrays.values())
+    with safe_open(path, "np") as file:
+        assert set(file.keys()) == arrays.keys()
+        for name, array in arrays.items():
+            expected = np.asarray(array).astype(DTYPES[dtype])
+            np.testing.assert_array_equal(file.get_tensor(name), expected)

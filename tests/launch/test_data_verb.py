@@ -1,0 +1,52 @@
+"""`launch data` shows what a run would read."""
+
+import re
+
+import pytest
+
+from launch.__main__ import main
+from tests.jobs import ROOT
+
+RUN = str(ROOT / "configs/runs/quickstart.yaml")
+
+
+@pytest.fixture
+def corpus(tmp_path):
+    folder = tmp_path / "corpus"
+    folder.mkdir()
+    for i in range(8):
+        (folder / f"{i}.txt").write_text(f"text {i} " * 200)
+    out = tmp_path / "tokens"
+    words = ["--tokenizer", "bytes", "--out", str(out), "--workers", "1"]
+    assert main(["tokenize", str(folder), *words]) == 0
+    return out
+
+
+def shown(capsys, *words):
+    assert main(["data", RUN, "model.context_length=32", *words]) == 0
+    return capsys.readouterr().out
+
+
+def test_documents_tokens_and_windows_are_those_of_the_files(corpus, capsys):
+    settings = ["data.source=tokens", "train.eval_every=0", "data.validation_fraction=0.2"]
+    out = shown(capsys, f"data.corpus={corpus}", *settings, "--verify", "--windows", "3")
+    assert "every token was read; 2 files have their SHA-256" in out
+    length = 1 + len("text 0 ") * 200
+    for name, count in {"train": 7, "validation": 1}.items():
+        windows = (count * length - 1) // 32
+        size = f"{count * length:,} tokens, documents: {count}, {windows} windows of 32 tokens"
+        assert re.search(rf"^{name} +{size}, digest \w+$", out, re.MULTILINE)
+    assert len(re.findall(r"^  '.*text \d .*'$", out, re.MULTILINE)) == 3
+    with (corpus / "shard-00000.bin").open("r+b") as file:
+        file.seek(-4, 2)
+        file.write(b"x")
+    assert main(["data", RUN, f"data.corpus={corpus}", *settings, "--verify"]) == 2
+    assert "shard-00000.bin: is not as it was written" in capsys.readouterr().err
+
+
+def test_text_is_shown_and_has_nothing_to_verify(corpus, capsys):
+    place = f"data.corpus={corpus.parent / 'corpus'}"
+    out = shown(capsys, place, "train.eval_every=0", "data.validation_fraction=0.0")
+    assert re.search(r"^train +documents: 8, 350 windows of 32 tokens", out, re.MULTILINE)
+    assert main(["data", RUN, place, "train.eval_every=0", "--verify"]) == 2
+    assert "--verify: is for files of tokens" in capsys.readouterr().err

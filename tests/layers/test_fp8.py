@@ -1,0 +1,195 @@
+"""Blocks whose products are in fp8: on any plan, step after step, and beside bfloat16."""
+
+import dataclasses
+import functools
+import re
+from collections import Counter
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from holmesjax.config import Fp8Config, OptimizerConfig
+from holmesjax.costs.products import layer_products, train_flop
+from holmesjax.costs.work import kinds
+from holmesjax.errors import ConfigError
+from holmesjax.layers.model_layers import layers
+from holmesjax.models.layer import apply, init_params, merged
+from holmesjax.runtime.pipeline import make_runner
+from holmesjax.runtime.timeline import Clock
+from tests.one_device import SEED, assert_near, step_inputs
+from tests.runtime.test_pipeline import hand_made_plan, make_model, make_stages, put
+
+pytestmark = pytest.mark.xdist_group("pipeline")
+
+HISTORY = 3
+MODEL = make_model(
+    num_layers=3,
+    num_kv_heads=2,
+    activation="swiglu",
+    norm="rms_norm",
+    fp8=Fp8Config(history=HISTORY),
+)
+# A sum in another order moves a number over the middle of two codes once in a million times, and
+# then by a sixteenth of itself. A weight's gradient is a sum over few such numbers here.
+FLIPPED_RTOL = 2e-3
+PLANS = {
+    "one program, replicas": hand_made_plan((3,), 2, 1, microbatches=2),
+    "split backward, unequal replicas": hand_made_plan(
+        (1, 2), (1, 2), 1, microbatches=2, schedule="zero_bubble"
+    ),
+    "fsdp and tensor, computed again": hand_made_plan(
+        (1, 2), 1, 2, fsdp=2, microbatches=2, remat="dots"
+    ),
+    "sequences cut, computed again": hand_made_plan((3,), 2, 1, context=2, remat="full"),
+}
+
+
+def plain_loss(trained, fixed, model, inputs):
+    """The mean loss on one device, all sequences at once, and the largest magnitudes by layer."""
+    x, maxima = None, {}
+    for layer in layers(model):
+        own = merged(trained[layer], fixed.get(layer, {}))
+        position_L = jnp.arange(model.context_length)
+        x, auxiliary = apply(layer, model, own, x, position_L=position_L, **inputs)
+        maxima[layer] = auxiliary.sums.get("fp8/maxima_ST")
+    return x / jnp.sum(inputs["target_BL"] >= 0), maxima
+
+
+@functools.cache
+def plain_gradient(model):
+    return jax.jit(functools.partial(jax.value_and_grad(plain_loss, has_aux=True), model=model))
+
+
+def on_host(states, name):
+    """The arrays of all stages by layer."""
+    found = {}
+    for state in states:
+        found |= jax.tree.map(np.asarray, getattr(state, name))
+    return found
+
+
+CASES = [
+    *((name, "delayed") for name in PLANS),
+    ("fsdp and tensor, computed again", "current"),
+]
+
+
+@pytest.mark.parametrize("name, scaling", CASES)
+def test_every_plan_trains_as_one_device(name, scaling):
+    """Two steps: in the first no magnitude is known, and the second has the scales of the first."""
+    fp8 = Fp8Config(scaling=scaling, history=HISTORY if scaling == "delayed" else 16)
+    plan, model = PLANS[name], dataclasses.replace(MODEL, fp8=fp8)
+    runner = make_runner(plan, make_stages(model, plan), evaluates=False)
+    states, clock = runner.init(SEED), Clock(len(plan.stages))
+    for step in range(2):
+        params, fixed = on_host(states, "params"), on_host(states, "fixed")
+        inputs = step_inputs(plan.global_batch, step)
+        names = ("token_BL", "target_BL")
+        plain = {name: inputs[name] for name in names}
+        (loss, maxima), gradient = plain_gradient(model)(params, fixed, inputs=plain)
+        states, found = runner.train_step(states, put(runner, inputs), clock.timeline())
+        assert float(found["loss"]) == pytest.approx(float(loss), rel=1e-4)
+        for state in states:  # with beta1 = 0 the first moment is the gradient
+            for path, got in jax.tree_util.tree_leaves_with_path(state.opt_state.mu):
+                want = functools.reduce(lambda tree, key: tree[key.key], path, gradient)
+                assert_near(got, want, FLIPPED_RTOL, str(path))
+        for layer, own in on_host(states, "fixed").items():
+            assert_near(own["fp8"]["maxima_ST"], maxima[layer], 1e-4, layer)
+            assert np.count_nonzero(own["fp8"]["maxima_ST"][:, ::-1].all(0)) == step + 1
+    clock.close()
+    assert bool(on_host(states, "fixed")) == (scaling == "delayed")
+
+
+def test_the_largest_magnitudes_are_those_of_the_inputs():
+    """Of the first product and of the last, by other means."""
+    params, inputs = init_params(MODEL, SEED), step_inputs(2, 0)
+    x, _ = apply(
+        "embed", MODEL, params["embed"], None, position_L=None, token_BL=inputs["token_BL"]
+    )
+    wide = np.asarray(x, np.float64)
+    normed = wide / np.sqrt(np.mean(wide**2, -1, keepdims=True) + MODEL.norm_epsilon)
+    own = params["block_000"]
+    own = {**own, "fp8": {"maxima_ST": np.float32([[5, 3, 4]] * 4)}}
+    _, found = apply("block_000", MODEL, own, x, position_L=np.arange(16))
+    maxima = np.asarray(found.sums["fp8/maxima_ST"])
+    np.testing.assert_array_equal(maxima[:, :2], [[3, 4]] * 4)
+    assert maxima[0, 2] == pytest.approx(np.abs(normed).max(), rel=1e-5)
+
+
+DOT = re.compile(r"stablehlo.dot_general .*: \(tensor<[^>]*x(\w+)>, tensor<[^>]*x(\w+)>\) ->")
+
+
+def dots(model, layer):
+    """The types of both operands of all products of a layer's forward and backward."""
+    d, own = model.width, init_params(model, SEED, [layer])[layer]
+    x = None if layer == "embed" else jax.ShapeDtypeStruct((2, 16, d), jnp.bfloat16)
+    token = jax.ShapeDtypeStruct((2, 16), jnp.int32)
+
+    def both(params, x, token):
+        arrays = {"position_L": jnp.arange(16), "token_BL": token, "target_BL": token}
+        run = lambda params, x: apply(layer, model, params, x, **arrays)[0]
+        out, pullback = jax.vjp(run, params, x)
+        return pullback(out)
+
+    text = jax.jit(both).lower(own, x, token).as_text()
+    return Counter(tuple(sorted(found)) for found in DOT.findall(text))
+
+
+def test_all_products_of_a_block_are_of_fp8_operands_and_no_others():
+    """Seven weights, each with a product in the forward and one for either gradient."""
+    codes = {("f8E4M3FN", "f8E4M3FN"): 7, ("f8E4M3FN", "f8E5M2"): 14}
+    plain = dataclasses.replace(MODEL, fp8=None)
+    found, without = dots(MODEL, "block_000"), dots(plain, "block_000")
+    assert {pair: found[pair] for pair in codes} == codes
+    assert sum(found.values()) == sum(without.values())
+    assert not any(name.startswith("f8") for pair in without for name in pair)
+    assert dots(MODEL, "head") == dots(plain, "head")
+
+
+def test_a_layer_that_knows_no_fp8_is_refused():
+    own = "tests.layers.test_toy_kind:toy"
+    with pytest.raises(ConfigError, match=r"model.fp8: other layers know no fp8\n  found: toy"):
+        layers(dataclasses.replace(MODEL, pattern=("block", own)))
+
+
+def test_costs_know_fp8():
+    plain = dataclasses.replace(MODEL, fp8=None)
+    [block], [before] = kinds(MODEL).blocks, kinds(plain).blocks
+    assert {own.dtype for own in layer_products(block, 8)} == {"float8"}
+    assert {own.dtype for own in layer_products(kinds(MODEL).head, 8)} == {""}
+    assert train_flop(MODEL, 8) == train_flop(plain, 8)
+    assert block.kept == before.kept
+    assert block.size() - before.size() == 4 * HISTORY
+
+
+TEXT = "".join(f"{n} squared is {n * n}, and {n} cubed is {n**3}.\n" for n in range(400)).encode()
+
+
+def trained(model):
+    """Losses of some steps on text, on one device."""
+    plan = hand_made_plan((2,), 1, 1)
+    config = OptimizerConfig(learning_rate=1e-2, schedule="constant")
+    [stage] = make_stages(model, plan, config=config, dtype="bfloat16")
+    runner = make_runner(plan, [stage], evaluates=False)
+    states, clock, losses = runner.init(SEED), Clock(1), []
+    random, length = np.random.default_rng(0), model.context_length
+    text = np.frombuffer(TEXT, np.uint8).astype(np.int32)
+    for _ in range(60):
+        starts = random.integers(len(text) - length - 1, size=plan.global_batch)
+        rows = np.stack([text[start : start + length + 1] for start in starts])
+        inputs = put(runner, {"token_BL": rows[:, :-1], "target_BL": rows[:, 1:]})
+        states, found = runner.train_step(states, inputs, clock.timeline())
+        losses.append(float(found["loss"]))
+    clock.close()
+    return np.array(losses)
+
+
+def test_losses_are_near_those_of_bfloat16():
+    sizes = {"num_layers": 2, "activation": "swiglu", "norm": "rms_norm"}
+    last = lambda **changes: trained(make_model(**sizes, **changes))[-20:].mean()
+    wanted = last()
+    assert wanted < 2.5  # of log(256) = 5.5 before
+    assert last(fp8=Fp8Config()) == pytest.approx(wanted, rel=0.02)
+    assert last(fp8=Fp8Config(scaling="current")) == pytest.approx(wanted, rel=0.02)

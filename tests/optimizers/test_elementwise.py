@@ -1,0 +1,199 @@
+"""Optax transformations through the pipeline equal optax on one device, checkpoints included."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import optax
+import pytest
+
+from holmesjax import config as configs
+from holmesjax.checkpoints import checkpoint, manifest
+from holmesjax.config import OptimizerConfig, ParameterGroupConfig
+from holmesjax.costs import memory
+from holmesjax.errors import ConfigError, Mistakes
+from holmesjax.layers.model_layers import EMBED
+from holmesjax.optimizers.optimizer import make_optimizer
+from holmesjax.runtime.pipeline import in_one_process
+from holmesjax.runtime.programs import compile_stages
+from holmesjax.runtime.timeline import Clock
+from holmesjax.update_rules import RULES, kept
+from tests.checkpoints.test_checkpoint import write_states
+from tests.costs.test_memory import shape_of
+from tests.jobs import write_run
+from tests.one_device import assert_trees_near, plain_loss, step_inputs
+from tests.optimizers.test_adamw import stated
+from tests.optimizers.test_muon import numpy_steps
+from tests.runtime.test_pipeline import hand_made_plan, make_model, make_stages, put
+
+pytestmark = pytest.mark.xdist_group("pipeline")
+
+SEED, NUM_STEPS, RTOL = 3, 3, 1e-5
+SETTINGS = {"learning_rate": 1e-2, "schedule": "constant", "weight_decay": 0.2, "clip_norm": 0.5}
+# Parameters of a group go twice as fast. The average's decay is reached in its fifth update.
+OTHERS = {"groups": (ParameterGroupConfig(pattern="block_001/*", learning_rate=2e-2),)}
+DECAY = 0.35
+CONFIGS = {
+    "lion": OptimizerConfig(name="lion", beta1=0.9, beta2=0.99, **SETTINGS),
+    "sgd": OptimizerConfig(name="sgd", beta1=0.9, ema_decay=DECAY, **OTHERS, **SETTINGS),
+    "adafactor": OptimizerConfig(name="adafactor", **SETTINGS),
+    "muon": OptimizerConfig(name="muon", epsilon=1e-3, **SETTINGS),
+}
+# Adafactor factors matrices of 128 rows and columns or more; some of these are square.
+FACTORED = {"num_layers": 2, "width": 128, "mlp_width": 128}
+
+
+def optax_of(config):
+    """Optax's own, with the clipping that the pipeline does by itself."""
+    is_matrix = lambda path, x: x.ndim > 1 and path[0].key != EMBED
+    is_decayed = lambda params: jax.tree_util.tree_map_with_path(is_matrix, params)
+    c, decay = config, {"weight_decay": config.weight_decay, "mask": is_decayed}
+    after = optax.chain(
+        optax.trace(c.beta1),
+        optax.add_decayed_weights(**decay),
+        optax.scale_by_learning_rate(c.learning_rate),
+        optax.masked(optax.scale(2.0), lambda params: {k: k == "block_001" for k in params}),
+    )
+    lion = optax.lion(c.learning_rate, c.beta1, c.beta2, **decay)
+    factored = optax.chain(
+        optax.scale_by_factored_rms(),
+        optax.clip_by_block_rms(1.0),
+        optax.add_decayed_weights(**decay),
+        optax.scale_by_learning_rate(c.learning_rate),
+    )
+    matrices = optax.chain(
+        plain_muon(), optax.add_decayed_weights(c.weight_decay), optax.scale(-c.learning_rate)
+    )
+    rest = optax.adamw(c.learning_rate, c.beta1, c.beta2, c.epsilon, **decay)
+    muon = optax.partition(
+        {True: matrices, False: rest},
+        lambda params: jax.tree_util.tree_map_with_path(is_hidden, params),
+    )
+    clip = optax.clip_by_global_norm(c.clip_norm)
+    own = {"lion": lion, "sgd": after, "adafactor": factored, "muon": muon}[c.name]
+    return optax.chain(clip, own)
+
+
+def is_hidden(path, x):
+    return path[0].key.startswith("block") and x.ndim > 1
+
+
+def plain_muon():
+    """The directions of hidden matrices, in float64: Moonlight's scale, without bias correction."""
+
+    def update(gradients, momentum, params=None):
+        mean = lambda m, g: 0.95 * m + 0.05 * g
+        momentum = jax.tree.map(mean, momentum, gradients)
+
+        def direction(path, m, g):
+            x = np.asarray(mean(m, g), np.float64)
+            rows = int(np.prod(x.shape[: 2 if path[-1].key == "out_HKD" else 1]))
+            whole = numpy_steps(x.reshape(rows, -1))
+            return np.float32(0.2 * max(whole.shape) ** 0.5 * whole.reshape(x.shape))
+
+        return jax.tree_util.tree_map_with_path(direction, momentum, gradients), momentum
+
+    zeros = lambda params: jax.tree.map(lambda x: np.zeros(x.shape, np.float32), params)
+    return optax.GradientTransformation(zeros, update)
+
+
+def steps_on_one_device(model, config, num_sequences):
+    """Parameters after each step, and their average."""
+    [stage] = make_stages(model, hand_made_plan((model.num_layers,), 1, 1))
+    params = jax.tree.map(np.asarray, stage.init(SEED).params)
+    optimizer = optax_of(config)
+    state = optimizer.init(params)
+    average = params
+    gradient_of = jax.jit(jax.grad(plain_loss), static_argnums=1)
+    for step in range(NUM_STEPS):
+        gradient = gradient_of(params, model, step_inputs(num_sequences, step))
+        updates, state = optimizer.update(gradient, state, params)
+        params = optax.apply_updates(params, updates)
+        keep = min(DECAY, (1 + step) / (10 + step))
+        average = jax.tree.map(lambda a, p, k=keep: k * a + (1 - k) * p, average, params)
+        yield params, average
+
+
+def train_step(runner, states, num_sequences, step, num_stages):
+    clock = Clock(num_stages)
+    inputs = put(runner, step_inputs(num_sequences, step))
+    states, _ = runner.train_step(states, inputs, clock.timeline())
+    clock.close()
+    return states
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_steps_are_those_of_optax_before_and_after_a_resume_on_another_plan(name, tmp_path):
+    sizes = FACTORED if name == "adafactor" else {"num_layers": 2}
+    config, model = CONFIGS[name], make_model(tied_embeddings=True, **sizes)
+    plans = [
+        hand_made_plan((1, 1), 2, 1, microbatches=2),
+        hand_made_plan((2,), 1, 2, fsdp=2, microbatches=2),
+    ]
+    stages, others = (make_stages(model, plan, config=config) for plan in plans)
+    runner = in_one_process(plans[0], compile_stages(stages))
+    states, batch = runner.init(SEED), plans[0].global_batch
+    wanted = steps_on_one_device(model, config, batch)
+    for step, want in zip(range(NUM_STEPS - 1), wanted, strict=False):
+        states = train_step(runner, states, batch, step, 2)
+        check(states, want)
+    write_states(tmp_path, model, stages, (NUM_STEPS - 1,), states=states)
+    [found] = manifest.find(tmp_path)
+    restored = checkpoint.restore(found, others)
+    saved = {key: x for state in states for key, x in checkpoint.flatten(state).items()}
+    for key, x in checkpoint.flatten(restored[0]).items():
+        np.testing.assert_array_equal(x, saved[key], key)
+    runner = in_one_process(plans[1], compile_stages(others))
+    check(train_step(runner, restored, batch, NUM_STEPS - 1, 1), next(wanted))
+
+
+def check(states, want):
+    for state in states:
+        averages = () if state.average is None else (state.average.weights,)
+        for tree, wanted in zip((state.params, *averages), want, strict=False):
+            assert_trees_near(tree, wanted, RTOL, "a parameter or its average")
+
+
+@pytest.mark.parametrize("ema_decay", [None, 0.9])
+@pytest.mark.parametrize("name", RULES)
+def test_memory_and_updates_are_those_of_what_an_optimizer_keeps(name, ema_decay):
+    function = "tests.own_models:signs" if RULES[name].takes_function else None
+    config = OptimizerConfig(name=name, learning_rate=1.0, function=function, ema_decay=ema_decay)
+    model = make_model(**FACTORED)
+    [stage] = make_stages(model, hand_made_plan((2,), 1, 1), config=config)
+    state = stage.state_shapes
+    held = sum(x.size * 4 for x in jax.tree.leaves((state.opt_state, state.average)) if x.shape)
+    shape = shape_of(num_blocks=2, is_first=True, is_last=True, kept=kept(config))
+    assert memory.stage_memory_bytes(model, shape)["optimizer"] == held
+
+
+def test_an_update_that_does_not_apply_changes_nothing():
+    params = {"block_000": {"up_DF": np.ones((2, 2), np.float32)}}
+    optimizer = make_optimizer(CONFIGS["lion"], 10, stated(params))
+    state, gradient = optimizer.init(params), jax.tree.map(lambda x: x * np.nan, params)
+    new, after = optimizer.apply(gradient, state, params, applies=False)
+    for got, want in zip(
+        jax.tree.leaves((new, after)), jax.tree.leaves((params, state)), strict=True
+    ):
+        np.testing.assert_array_equal(got, want)
+
+
+def test_a_state_of_other_shapes_is_our_mistake():
+    """Optax's Adafactor's, say: it is not elementwise."""
+    stage = make_stages(make_model(width=128), hand_made_plan((4,), 1, 1))[0]
+    factored = make_optimizer(CONFIGS["sgd"], 10, stage.statements)
+    factored = dataclasses.replace(factored, direction=optax.scale_by_factored_rms())
+    with pytest.raises(AssertionError, match="not elementwise"):
+        factored.shardings(stage.state_shapes.params, stage.mesh)
+
+
+@pytest.mark.parametrize(
+    "settings, problem",
+    [
+        (["optimizer.name=lion", "optimizer.moments=int8"], "is only for optimizer adamw"),
+        (["optimizer.name=lyon"], "must be one of adamw, lion"),
+    ],
+)
+def test_what_cannot_be_is_refused(settings, problem, tmp_path):
+    with pytest.raises((ConfigError, Mistakes), match=problem):
+        configs.load(write_run(tmp_path, {"a": (1,)}), settings)

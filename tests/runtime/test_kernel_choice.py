@@ -1,0 +1,118 @@
+"""The attention kernels that a stage takes, what decides, and the line that says so."""
+
+import dataclasses
+from types import MappingProxyType, SimpleNamespace
+
+import jax
+import numpy as np
+import pytest
+
+from holmesjax.config import KernelsConfig
+from holmesjax.errors import ConfigError
+from holmesjax.hosts import kernel_check
+from holmesjax.hosts.kernel_check import CheckVerdict
+from holmesjax.models import ops
+from holmesjax.optimizers.optimizer import make_optimizer
+from holmesjax.runtime import kernel_choice
+from holmesjax.runtime.kernel_choice import attention_lines
+from holmesjax.runtime.stage import Stage
+from tests.clusters import make_config
+from tests.kernels.attention.gpus import H200
+from tests.recorded_hosts import gpu
+
+CAPPED = {"attention_soft_cap": 50.0}
+HOPPER = gpu(0, "pci0000:15/0000:15:01.0/0000:1b:00.0")
+
+
+def stage_on(device, number, **changes):
+    """A chunk whose mesh has one device, which need not be there."""
+    config = make_config(parallel={"tensor": 1}, model={"num_heads": 4, "width": 256})
+    mesh = SimpleNamespace(devices=np.array([device]), shape={}, size=1)
+    told = {
+        "model": config.model,
+        "plan": SimpleNamespace(chunks=[(n // 2, ("block_000",)) for n in range(4)]),
+        "index": number,
+        "mesh": mesh,
+        "optimizer": make_optimizer(config.optimizer, 100, {}),
+        "compute_dtype": "bfloat16",
+        "clip_norm": None,
+        "mask_documents": True,
+        "kernels": KernelsConfig(),
+    }
+    return Stage(**told | changes)
+
+
+def test_the_header_says_what_computes_attention_in_each_stage():
+    """Chunks of the same stage are told once, and stages that do the same together."""
+    assert attention_lines([stage_on(jax.devices()[0], 0)]) == []
+    why = "cuDNN has no documents: supported is attention to all that came before"
+    lack = "the Pallas kernels have no passed check on this machine"
+    stages = [stage_on(H200, number) for number in range(4)]
+    told = f"plain JAX ({why}; {lack})"
+    assert attention_lines(stages) == [f"attention   stages 0, 1: {told}"]
+    stages[2:] = [stage_on(H200, number, unproven=None) for number in (2, 3)]
+    assert attention_lines(stages) == [
+        f"attention   stage 0: {told}",
+        f"attention   stage 1: the Pallas kernels ({why})",
+    ]
+    asked = stage_on(H200, 0, kernels=KernelsConfig(attention="cudnn"))
+    with pytest.raises(ConfigError, match="cudnn cannot do it"):
+        attention_lines([asked])
+    model = dataclasses.replace(stages[0].model, **CAPPED)
+    [line] = attention_lines([stage_on(H200, 0, model=model, mask_documents=False)])
+    assert f"plain JAX (cuDNN has no soft cap of scores; {lack})" in line
+
+
+@pytest.fixture
+def checks(monkeypatch):
+    """The questions of checks, each of which fails, on a machine without cuDNN."""
+    asked = []
+
+    def verdict(question, gpus, env, say):
+        asked.append(question)
+        return CheckVerdict(problem="the output is off by 0.5", versions={})
+
+    monkeypatch.setattr(kernel_check, "verdict", verdict)
+    monkeypatch.setattr(kernel_check, "find_assembler", lambda: (13, 0, 88))
+    return asked
+
+
+def find_unproven(
+    *, kind="h100", gpus=(HOPPER,), context=1, rehearse=False, model=MappingProxyType({}), **kernels
+):
+    config = make_config(parallel={"tensor": 1}, model={"num_heads": 8, **model})
+    sections = {"kernels": KernelsConfig(**kernels), "run": SimpleNamespace(rehearse=rehearse)}
+    told = {name: getattr(config, name) for name in ("train", "model", "data")} | sections
+    plan = SimpleNamespace(stages=[SimpleNamespace(mesh={"context": context})])
+    topology = SimpleNamespace(device_kinds={kind})
+    job = SimpleNamespace(config=SimpleNamespace(**told), plan=plan, topology=topology)
+    find_host = lambda: SimpleNamespace(gpus=gpus)
+    return kernel_choice.find_unproven(job, [0], find_host, {}, print)
+
+
+def test_a_check_is_made_where_it_decides(checks):
+    """Neither where cuDNN can do it, nor where there is no GPU for the kernels."""
+    assert find_unproven() == ops.UNCHECKED  # cuDNN
+    assert find_unproven(kind="cpu", context=2) == ops.UNCHECKED
+    assert find_unproven(gpus=(), context=2) == ops.UNCHECKED
+    assert find_unproven(rehearse=True, context=2) == ops.UNCHECKED
+    assert find_unproven(attention="reference", context=2) == ops.UNCHECKED
+    assert checks == []
+    failed = "passed check: the output is off by 0.5"
+    assert find_unproven(context=2) == find_unproven(deterministic_attention=True) == failed
+    layer = {"head_width": 128, "window": None, "soft_cap": None, "scale": None}
+    plain = {"dtype": "bfloat16", "has_documents": False, "layers": [layer]}
+    cut = {"is_cut": True, "deterministic": False}
+    assert checks == [plain | cut, plain | {"is_cut": False, "deterministic": True}]
+    assert find_unproven(model=CAPPED) == failed
+
+
+def test_a_check_that_passes_is_all_that_the_kernels_lack(checks, monkeypatch):
+    passed = CheckVerdict(problem=None, versions={})
+    monkeypatch.setattr(kernel_check, "verdict", lambda *args: passed)
+    assert find_unproven(context=2) is None
+
+
+def test_kernels_that_would_be_miscompiled_are_refused_by_name(checks):
+    with pytest.raises(ConfigError, match=r"kernels.attention(.|\n)*ptxas 13.0.88(.|\n)*13.1"):
+        find_unproven(attention="pallas")

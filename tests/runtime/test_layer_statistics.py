@@ -1,0 +1,60 @@
+"""Norms by kind of layer equal those of one device, on any plan."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+
+from holmesjax.layers.model_layers import layers
+from holmesjax.models.layer import apply, init_params
+from holmesjax.runtime.layer_statistics import names
+from holmesjax.runtime.pipeline import make_runner
+from holmesjax.runtime.timeline import Clock
+from tests.one_device import SEED, plain_loss, step_inputs
+from tests.runtime.test_pipeline import hand_made_plan, make_model, make_stages, put
+
+MODEL = make_model(num_layers=2, tied_embeddings=True)
+
+
+def wanted(inputs):
+    params = init_params(MODEL, SEED)
+    gradients = jax.grad(plain_loss)(params, MODEL, inputs)
+    squares = {"grad_norm": {}, "param_norm": {}, "activation_rms": {}}
+    x = None
+    for layer, kind in layers(MODEL).items():
+        for name, tree in (("grad_norm", gradients), ("param_norm", params)):
+            own = sum(np.sum(np.square(np.float64(x))) for x in jax.tree.leaves(tree[layer]))
+            squares[name].setdefault(kind.name, []).append(own)
+        if kind.place != "last":
+            arrays = {"token_BL": inputs["token_BL"], "position_L": np.arange(16)}
+            x, _ = apply(layer, MODEL, params[layer], x, **arrays)
+            squares["activation_rms"].setdefault(kind.name, []).append(np.mean(np.square(x)))
+    join = {"grad_norm": np.sum, "param_norm": np.sum, "activation_rms": np.mean}
+    return {
+        f"{name}/{kind}": np.sqrt(join[name](found))
+        for name, kinds in squares.items()
+        for kind, found in kinds.items()
+    }
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        hand_made_plan((1, 1), 2, 1, microbatches=2),
+        hand_made_plan((2,), 2, 2, fsdp=2, microbatches=2, remat="full"),
+    ],
+    ids=["two stages", "one program"],
+)
+def test_norms_by_kind_are_those_of_one_device(plan):
+    stages = [dataclasses.replace(s, has_statistics=True) for s in make_stages(MODEL, plan)]
+    runner, clock = make_runner(plan, stages), Clock(len(plan.stages))
+    inputs = step_inputs(plan.global_batch, 1)  # in which few targets count
+    _, metrics = runner.train_step(runner.init(SEED), put(runner, inputs), clock.timeline())
+    clock.close()
+    want = wanted(inputs)
+    assert set(names(MODEL)) == want.keys()
+    for name, value in want.items():
+        np.testing.assert_allclose(metrics[name], value, rtol=1e-5, err_msg=name)
+    norms = [float(metrics[name]) for name in want if name.startswith("grad_norm/")]
+    np.testing.assert_allclose(np.linalg.norm(norms), metrics["grad_norm"], rtol=1e-5)

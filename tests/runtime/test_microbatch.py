@@ -1,0 +1,65 @@
+"""A chunk's forward and backward with the kernels of a GPU, lowered and not compiled.
+
+`tests/kernels/attention/test_pallas.py` compares the values of the kernels, where JAX can simulate
+them. Here they are counted.
+"""
+
+import functools
+
+import jax
+import pytest
+
+from holmesjax.config import KernelsConfig
+from holmesjax.models import ops
+from holmesjax.models.layer import function_of
+from holmesjax.runtime import microbatch
+from holmesjax.runtime.programs import batch_shapes, gradient_shapes, replica_shapes
+from tests.kernels.attention.gpus import H200, lowered_for_cuda
+from tests.runtime.test_pipeline import hand_made_plan, make_model, make_stages
+
+
+@pytest.mark.parametrize(
+    "cut, remat, in_forward, in_backward",
+    [
+        ({"data": 2, "tensor": 2}, "dots", 1, 1),  # the result of the forward is kept
+        ({"data": 1, "tensor": 2, "fsdp": 2}, "full", 1, 2),  # or computed again
+        ({"data": 2, "tensor": 2}, "full", 1, 2),  # for each replica by itself
+        ({"data": 1, "tensor": 1, "context": 2}, "none", 2, 2),  # for own keys, and for others'
+    ],
+)
+def test_a_stage_runs_mosaic_once_for_each_block(cut, remat, in_forward, in_backward, monkeypatch):
+    monkeypatch.setattr(ops.Kernels, "device", H200)
+    model = make_model(num_layers=2, num_heads=2, head_dim=64)
+    plan = hand_made_plan((1, 1), **cut, remat=remat)
+    kernels = KernelsConfig(attention="pallas", cross_entropy="reference")
+    stage, _ = make_stages(model, plan, dtype="bfloat16", kernels=kernels, mask=True)
+    replicas, batch = replica_shapes(stage), batch_shapes(stage)
+    fixed = stage.state_shapes.fixed
+    forward = functools.partial(microbatch.forward, stage, fixed)
+    backward = functools.partial(microbatch.backward, stage, fixed, weight=None)
+    dy, _, saved = jax.eval_shape(forward, replicas, None, batch)
+    kernels_in = lambda *program: lowered_for_cuda(*program).count("mosaic_gpu_v2")
+    assert kernels_in(forward, replicas, None, batch) == in_forward
+    assert kernels_in(backward, replicas, saved, gradient_shapes(stage), dy) == in_backward
+
+
+@pytest.mark.parametrize("cut", [{}, {"remat": "full"}, {"fsdp": 2}, {"schedule": "zero_bubble"}])
+def test_equal_layers_are_traced_together(cut, monkeypatch):
+    """Ten blocks of two kinds in turns, whatever is around a layer's function."""
+    traced = []
+
+    def counted(kind):
+        def run(params, x, context):
+            traced.append(context.kind)
+            return function_of(kind)(params, x, context)
+
+        return run
+
+    monkeypatch.setattr(microbatch, "function_of", counted)
+    model = make_model(num_layers=12, pattern=("block", "window_block"), window=4)
+    stage, _ = make_stages(model, hand_made_plan((10, 2), 1, 1, **cut))
+    run = functools.partial(microbatch.forward, stage, stage.state_shapes.fixed)
+    jax.eval_shape(run, replica_shapes(stage), None, batch_shapes(stage))
+    assert set(traced) == set(stage.kinds.values())
+    # Where the function has a rule for its gradients, JAX traces it by itself and in the rule.
+    assert max(map(traced.count, traced)) <= 2

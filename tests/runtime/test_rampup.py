@@ -1,0 +1,78 @@
+"""Steps with fewer microbatches than others equal steps of one device with these batches."""
+
+import jax
+import numpy as np
+import pytest
+
+from holmesjax import job as jobs
+from holmesjax.config import RampupConfig, TrainConfig
+from holmesjax.errors import ConfigError
+from holmesjax.models.layer import init_params, statements
+from holmesjax.optimizers.optimizer import make_optimizer
+from holmesjax.runtime.pipeline import make_runner
+from holmesjax.runtime.timeline import Clock
+from tests.jobs import write_run
+from tests.one_device import MICROBATCH, RTOL, SEED, assert_trees_near, plain_loss, step_inputs
+from tests.runtime.test_pipeline import SMOOTH, hand_made_plan, make_model, make_stages
+
+pytestmark = pytest.mark.xdist_group("pipeline")
+
+MODEL = make_model(num_layers=2, tied_embeddings=True, z_loss_multiplier=0.01)
+COUNTS = (1, 2, 4, 3)  # microbatches of each step
+
+
+def test_batches_and_sequences_follow_the_parts():
+    parts = RampupConfig(steps=2, global_batch=4), RampupConfig(steps=1, global_batch=8)
+    train = TrainConfig(steps=9, global_batch=16, rampup=parts)
+    assert [train.batch_of(step) for step in range(1, 6)] == [4, 4, 8, 16, 16]
+    assert [train.sequences_after(step) for step in range(6)] == [0, 4, 8, 16, 32, 48]
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        hand_made_plan((1, 1), 2, 1, microbatches=4, schedule="zero_bubble"),
+        hand_made_plan((1, 1), 1, 1, microbatches=4, schedule="eager_1f1b", in_flight=(3, 1)),
+        hand_made_plan((2,), 2, 1, microbatches=4),
+    ],
+    ids=["zero bubble", "eager", "one stage"],
+)
+def test_small_batches_are_those_of_one_device(plan):
+    runner = make_runner(plan, make_stages(MODEL, plan), ramps=True)
+    states, clock = runner.init(SEED), Clock(len(plan.stages))
+    params = init_params(MODEL, SEED)
+    optimizer = make_optimizer(SMOOTH, 100, statements(MODEL))
+    opt_state = optimizer.init(params)
+    loss_and_gradient = jax.jit(jax.value_and_grad(plain_loss), static_argnums=1)
+    for step, count in enumerate(COUNTS):
+        inputs = step_inputs(count * MICROBATCH, step)
+        num_targets = np.count_nonzero(inputs["target_BL"] >= 0)
+        host = {name: inputs[name] for name in runner.placer.names}
+        placed = runner.placer.place(host, num_targets, num_microbatches=count)
+        states, metrics = runner.train_step(states, placed, clock.timeline())
+        loss, gradient = loss_and_gradient(params, MODEL, inputs)
+        params, opt_state = optimizer.apply(gradient, opt_state, params)
+        found = float(metrics["loss"]) + float(metrics["z_loss"])
+        np.testing.assert_allclose(found, loss, rtol=1e-5)
+        for state in states:
+            assert_trees_near(state.params, params, RTOL, f"step {step}")
+    clock.close()
+
+
+@pytest.mark.parametrize(
+    "settings, problem",
+    [
+        (["parallel.microbatches=4"], "must be a multiple of the plan's microbatches, of 2"),
+        (
+            ["train.rampup=[{steps: 1, global_batch: 2}]", "parallel.schedule=interleaved_1f1b"],
+            "gives 1 microbatches, of which interleaved_1f1b on 2 stages",
+        ),
+    ],
+)
+def test_batches_that_a_plan_cannot_make_are_refused(settings, problem, tmp_path):
+    file = write_run(tmp_path, {"a": (1,), "b": (1,)})
+    base = ["train.global_batch=8", "train.rampup=[{steps: 1, global_batch: 3}]"]
+    more = ["parallel.stages=2", "parallel.microbatches=4", "model.num_layers=4"]
+    with pytest.raises(ConfigError, match=problem) as error:
+        jobs.load(file, [*base, *more, *settings])
+    assert error.value.where == "train.rampup[0].global_batch"

@@ -1,0 +1,220 @@
+"""What the programs of every row of whole steps send and keep, read from XLA's text.
+
+The rows are in `tests/whole_steps.py`; `tests/runtime/test_whole_steps.py` runs the same programs.
+"""
+
+import functools
+from collections import Counter
+from contextlib import nullcontext
+
+import jax
+import numpy as np
+import pytest
+
+from benchmarks.memory_compiled import bytes_on_a_device
+from holmesjax.costs import memory, work
+from holmesjax.layers.model_layers import EMBED, HEAD
+from holmesjax.plan.plan import Axis
+from holmesjax.runtime import microbatch
+from holmesjax.runtime.programs import (
+    ProgramKey,
+    batch_shapes,
+    boundary_shape,
+    gradient_shapes,
+    replica_shapes,
+)
+from tests.collectives import over, sent, texts
+from tests.runtime.test_pipeline import hand_made_plan, make_model, make_stages
+from tests.whole_steps import PARAMETERS, compiled
+
+COUNT = 4  # bytes of the number of updates
+BACKWARD = ("backward", "input_gradient", "weight_gradient")
+
+
+def gathers_otherwise(programs) -> bool:
+    """Whether XLA gathers more than it needs to for the embedding, in a backward of one program.
+
+    With `tensor` beside `fsdp` or `context`, the embedding's gradient goes from a cut along
+    sequences to one along the width. The XLA of JAX 0.12 gathers the whole, of which it warns
+    ("Involuntary full rematerialization"); that of 0.10 has an all-to-all.
+    """
+    stage = programs.stage
+    is_cut = stage.num_parts > 1 and stage.mesh.shape[Axis.TENSOR] > 1
+    return jax.__version_info__ >= (0, 11) and stage.is_first and is_cut and not programs.is_split
+
+
+def shape_of(stage) -> work.StageShape:
+    data, parts = stage.num_replicas, stage.num_parts
+    size = lambda axis: stage.mesh.shape.get(axis, 1)
+    return work.StageShape(
+        blocks=(len(set(stage.layers) - {EMBED, HEAD}),),
+        is_first=stage.is_first,
+        is_last=stage.is_last,
+        data=data,
+        tensor=size(Axis.TENSOR),
+        fsdp=size(Axis.FSDP),
+        context=size(Axis.CONTEXT),
+        sequences=stage.microbatch_size * size(Axis.CONTEXT) // (data * parts),
+        chunks=1,
+        in_flight=1,
+        head_in_flight=1,
+        dtype="float32",
+        checkpointing=stage.plan.activation_checkpointing,
+        kept=(stage.optimizer.config.moments,) * 2,
+    )
+
+
+def parameter_axes(mesh):
+    return tuple(axis for axis in (Axis.FSDP, Axis.CONTEXT) if axis in mesh.shape)
+
+
+def total_sent(programs, mesh) -> Counter:
+    found = (sent(text, mesh) for program in programs for text in texts(program))
+    return sum(found, Counter())
+
+
+# ---- what is sent --------------------------------------------------------------------------------
+
+
+def is_chunked_head(stage) -> bool:
+    """Whether the forward of the head computes its gradients, too, and keeps them whole."""
+    return stage.is_last and stage.kernels.cross_entropy == "chunked"
+
+
+def parameters_sent(stage) -> tuple[int, int, int]:
+    """Gathered by a microbatch's forward, by its backward, and reduced there; on each device."""
+    if not parameter_axes(stage.mesh):
+        return 0, 0, 0
+    model, shape = stage.model, shape_of(stage)
+    forward, backward = work.gathered_parameters(model, shape)
+    head = is_chunked_head(stage) * model.vocab_size * model.width // shape.tensor
+    return forward, backward - head, work.reduced_numbers(model, shape) - head
+
+
+def check_microbatch(programs):
+    """A microbatch sends what the costs say.
+
+    XLA:CPU sums gradients with all-reduces of whole arrays, and keeps a part of each.
+    """
+    stage, model = programs.stage, programs.stage.model
+    mesh, shape, parts = stage.mesh, shape_of(stage), parameter_axes(stage.mesh)
+    own = lambda name: [p for key, p in programs.table.items() if key.function == name]
+    forward = [total_sent([program], mesh) for program in own("forward")]
+    backward = [total_sent([program], mesh) for program in own("backward")]
+    *gathers, reduced = parameters_sent(stage)
+    # Keys and values go to all other parts of their sequences; in the backward, gradients too.
+    [block] = work.kinds(model).blocks
+    passed = work.key_value_numbers(block, shape.tensor) * sum(shape.blocks)
+    passed *= work.stage_tokens(model, shape) * (shape.context - 1)
+    # Boundaries of cut sequences. Runs that stay where they are send to themselves.
+    num_boundaries = 2 - shape.is_first - shape.is_last
+    moved = (shape.context > 1) * work.stage_tokens(model, shape) * model.width * num_boundaries
+    for totals, gathered, numbers in (
+        (forward, gathers[0], passed + moved),
+        (backward, gathers[1], 2 * passed + moved),
+    ):
+        for total in totals:
+            assert total["all-gather", parts] == 4 * gathered
+            permuted = [
+                total.pop(("collective-permute", axes), 0) for axes in ((Axis.CONTEXT,), ())
+            ]
+            assert sum(permuted) == 4 * numbers
+    reductions = ("all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
+    for total in backward:
+        assert sum(total[kind, parts] for kind in reductions) == 4 * reduced
+
+
+def check_step(programs):
+    """Each layer crosses `data` once a step, as one array, and in no other program."""
+    stage, shape = programs.stage, shape_of(programs.stage)
+    found = {key: over(Axis.DATA, program, stage.mesh) for key, program in programs.table.items()}
+    if stage.is_last:  # the losses of the replicas
+        assert found.pop(ProgramKey("total_loss", False)) == [("all-reduce", 4)] * (shape.data > 1)
+    within = stage.is_first and shape.data > 1
+    gathers = found.pop(ProgramKey("forward" if within else "gather", True))
+    last = "weight_gradient" if programs.is_split else "backward" if within else "reduce"
+    reductions = found.pop(ProgramKey(last, True), None)
+    assert (reductions is None) == (shape.data == 1 and not stage.shares_table)
+    layers = stage.state_shapes.params
+    num_bytes = 4 * work.held_parameters(stage.model, shape)[0]
+    for kind, crossed in (("all-gather", gathers), ("reduce-scatter", reductions or [])):
+        assert [k for k, _ in crossed] == [kind] * (len(layers) if shape.data > 1 else 0)
+        assert sum(n for _, n in crossed) == (num_bytes if shape.data > 1 else 0)
+    assert not any(found[key] for key in found if key.function in ("forward", *BACKWARD))
+
+
+def check_whole_step(programs):
+    """One program gathers again in its backward."""
+    stage, parts = programs.stage, parameter_axes(programs.stage.mesh)
+    total = sent(programs["step"].as_text(), stage.mesh)
+    assert total["all-gather", parts] == 4 * sum(parameters_sent(stage)[:2])
+
+
+@pytest.mark.parametrize("row", PARAMETERS)
+def test_what_is_sent(row):
+    programs = compiled(row)
+    if not isinstance(programs, list):
+        check_whole_step(programs)
+        return
+    for chunk in programs:
+        with pytest.raises(AssertionError) if gathers_otherwise(chunk) else nullcontext():
+            check_microbatch(chunk)
+        check_step(chunk)
+
+
+# ---- what is kept --------------------------------------------------------------------------------
+
+
+def kept_bytes(fsdp, data, remat):
+    """Of a microbatch, from its forward to its backward, over all devices."""
+    model = make_model(num_layers=1, positions="learned")
+    [stage] = make_stages(model, hand_made_plan((1,), data, 1, fsdp=fsdp, remat=remat))
+    batch = {n: jax.ShapeDtypeStruct((4, 16), np.int32) for n in stage.inputs}
+    run = lambda r, b: microbatch.forward(stage, stage.state_shapes.fixed, r, None, b)[-1]
+    out = jax.eval_shape(run, replica_shapes(stage), batch)
+    return sum(x.size * x.dtype.itemsize for x in out.arrays)
+
+
+@pytest.mark.parametrize("remat", ["none", "dots", "full"])
+@pytest.mark.parametrize("data", [1, 2])
+def test_nothing_gathered_is_kept_for_the_backward(remat, data):
+    """Or there would be more of it than without fsdp."""
+    assert kept_bytes(2, data, remat) == kept_bytes(1, data, remat)
+
+
+@pytest.mark.parametrize("row", PARAMETERS)
+def test_each_device_holds_what_the_memory_says(row):
+    for stage in row.stages:
+        items = memory.stage_memory_bytes(row.model, shape_of(stage))
+        assert bytes_on_a_device(stage.state_shapes.params) == items["parameters"]
+        # Devices that share a block of int8 each have its scale.
+        rounded = 0.06 if row.moments == "int8" else 0
+        found = bytes_on_a_device(stage.state_shapes.opt_state) - COUNT
+        assert found == pytest.approx(items["optimizer"], rel=rounded, abs=0)
+        assert bytes_on_a_device(replica_shapes(stage)) == items["replicas"]
+        assert bytes_on_a_device(gradient_shapes(stage)) == items["gradients"]
+        sides = 2 - stage.is_first - stage.is_last
+        ways = 2 * memory.BUFFERS * sides
+        assert bytes_on_a_device(boundary_shape(stage)) * ways == items["boundaries"]
+
+
+@pytest.mark.parametrize("row", PARAMETERS)
+def test_what_is_kept_is_cut_over_the_sequences(row):
+    """XLA chooses how. Every device has the tables of angles, and 2% are left to it."""
+    programs = compiled(row)
+    for chunk in programs if isinstance(programs, list) else []:
+        stage, forward = chunk.stage, chunk.table.get(ProgramKey("forward", False))
+        if forward is None or is_chunked_head(stage):
+            continue
+        x_BLD = None if stage.is_first else boundary_shape(stage)
+        run = functools.partial(microbatch.forward, stage, stage.state_shapes.fixed)
+        *_, saved = jax.eval_shape(run, replica_shapes(stage), x_BLD, batch_shapes(stage))
+        *_, where = forward.output_shardings
+        kept = [
+            x.update(sharding=s)
+            for x, s in zip(saved.arrays, where.arrays, strict=True)
+            if x.shape[-2:] != (1, stage.model.head_width // 2)
+        ]
+        whole = sum(x.size * x.dtype.itemsize for x in kept)
+        cuts = stage.num_replicas * stage.num_parts
+        assert bytes_on_a_device(kept) * cuts <= 1.02 * whole

@@ -1,0 +1,3 @@
+"""What adds the toys to other processes is no test."""
+
+collect_ignore = ["on_path"]

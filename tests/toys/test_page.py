@@ -1,0 +1,85 @@
+"""The rows of docs/extending.md are added as they stand there, in the files that the page names."""
+
+import re
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+from holmesjax.config import CHECKOUT
+
+# Each section of the page, the file that gets what it shows, and the line that this comes behind.
+ROWS = {
+    "Add a fabric": ("holmesjax/topology/fabrics.py", r"^FABRICS.*\{\n"),
+    "Add a NIC": ("holmesjax/topology/catalogue.py", r"^NICS.*\{\n"),
+    "Add a GPU": ("holmesjax/topology/catalogue.py", r"^DATA_SHEETS.*\{\n"),
+    "Add a verb": ("launch/arguments.py", r"^VERBS.*\{\n"),
+    "Add a setting": ("holmesjax/config/sections.py", r"^class LogConfig:\n.*\n\n"),
+}
+TOPOLOGY = """
+name: toys
+clusters:
+  - name: a
+    fabric: slingshot
+    nodes: 2
+    devices: {kind: b300, count: 2}
+    nics: [{kind: roce_800, fabric: slingshot}, {kind: ethernet_25}]
+"""
+RUN = """
+topology: topology.yaml
+run: {dir: run}
+model: {num_layers: 2, width: 256, num_heads: 4, context_length: 128}
+data: {corpus: python-stdlib}
+train: {steps: 1, global_batch: 16, compute_dtype: bfloat16}
+optimizer: {learning_rate: 1.0e-3}
+parallel: {data: 4, fsdp: 1, tensor: 1}
+log: {flush_every_s: 5}
+"""
+COMMANDS = """
+from holmesjax import config
+from launch.__main__ import main
+
+assert main(["nodes", "run.yaml"]) == 0
+assert main(["plan", "run.yaml", "--explain"]) == 0
+assert main(["plan", "run.yaml", "log.flush_every_s=0"]) == 2
+print(config.to_yaml(config.load("run.yaml")).partition("log:")[2])
+"""
+
+
+@pytest.fixture
+def copy(tmp_path):
+    """The packages, with what the page adds."""
+    skipped = shutil.ignore_patterns("__pycache__")
+    for name in ("holmesjax", "launch", "kernels", "configs"):
+        shutil.copytree(CHECKOUT / name, tmp_path / name, ignore=skipped)
+    page = (CHECKOUT / "docs/extending.md").read_text()
+    for title, (name, anchor) in ROWS.items():
+        section = page.split(f"## {title}\n")[1].split("\n## ")[0]
+        assert f"`{name}`" in section
+        [added] = re.findall(r"```python\n(.*?)```", section, re.DOTALL)
+        if title == "Add a verb":
+            _, added, module = re.split(r"# launch/.*\n", added)
+            (tmp_path / "launch/verbs/nodes.py").write_text(module)
+        added = added.split("class LogConfig:\n")[-1]
+        path = tmp_path / name
+        behind = lambda found, own=added: found[0] + own
+        text, count = re.subn(anchor, behind, path.read_text(), flags=re.MULTILINE)
+        assert count == 1
+        path.write_text(text)
+    (tmp_path / "topology.yaml").write_text(TOPOLOGY)
+    (tmp_path / "run.yaml").write_text(RUN)
+    return tmp_path
+
+
+def test_the_page_adds_a_fabric_a_nic_a_gpu_a_verb_and_a_setting(copy):
+    """Nothing else of the packages is changed, and commands know all five."""
+    done = subprocess.run(
+        [sys.executable, "-c", COMMANDS], cwd=copy, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("a-0 a-1\n")
+    assert "2 nodes x 2 b300 (2.5 PFLOP/s bfloat16, 270 GiB), slingshot: roce_800" in done.stdout
+    assert "data 4 (slingshot)" in done.stdout
+    assert "flush_every_s: 5" in done.stdout
+    assert "log.flush_every_s=0: must be more than 0" in done.stderr
