@@ -34,7 +34,7 @@ import jax.numpy as jnp
 
 from benchmarks.pipeline_overhead import middle
 from benchmarks.provenance import RESULTS, provenance
-from holmesjax.costs import work
+from holmesjax.costs.optimizer_state import KEPT_BYTES, update_bytes
 from holmesjax.runtime import call_times
 from holmesjax.runtime.call_times import Call, normal
 from kernels.adamw import Hyperparameters, Leaf, adamw_step, factors
@@ -327,11 +327,11 @@ def attention_lines(rehearse: bool, most: dict[str, float]) -> Iterator[dict[str
 
 def adamw_lines(rehearse: bool, most: dict[str, float]) -> Iterator[dict[str, Any]]:
     one, many = ((256, 64), [(5, 64)] * 2) if rehearse else ((2**16, 2**12), [(256, 192)] * 300)
-    for kept, num_bytes in work.KEPT_BYTES.items():
+    for kept, num_bytes in KEPT_BYTES.items():
         for label, sizes in (("one array", [one]), (f"{len(many)} arrays", many)):
             count = sum(rows * columns for rows, columns in sizes)
             for name, time_of in measure(adamw_calls(sizes, kept, rehearse), rehearse).items():
-                rate = work.update_bytes(count, 2 * num_bytes * count) / time_of["s"]
+                rate = update_bytes(count, 2 * num_bytes * count) / time_of["s"]
                 yield {
                     "what": f"adamw: {count:,} parameters, {label}, moments in {kept}",
                     "by": name,

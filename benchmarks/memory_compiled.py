@@ -39,7 +39,7 @@ from benchmarks.provenance import RESULTS
 from holmesjax import xla_flags
 from holmesjax.config import KernelsConfig, ModelConfig, OptimizerConfig
 from holmesjax.costs import memory
-from holmesjax.costs.work import StageShape
+from holmesjax.costs.stage_shape import StageShape
 from holmesjax.layers.model_layers import EMBED, HEAD, block_name
 from holmesjax.models.layer import statements
 from holmesjax.optimizers.optimizer import make_optimizer

@@ -17,8 +17,9 @@ from dataclasses import dataclass
 from holmesjax.config import Checkpointing, ModelConfig, Schedule
 from holmesjax.costs import memory, work
 from holmesjax.costs.collective_times import Group
+from holmesjax.costs.implementation import Implementation
+from holmesjax.costs.stage_shape import StageShape
 from holmesjax.costs.stage_times import StageTimes, stage_times
-from holmesjax.costs.work import Implementation, StageShape
 from holmesjax.planner.layer_ranges import split_chunks
 from holmesjax.schedules import pipeline_schedules
 from holmesjax.topology.calibration import Calibration

@@ -7,8 +7,9 @@ from collections.abc import Mapping
 
 from benchmarks.published import Held, Machine, Run
 from holmesjax.config import ModelConfig
+from holmesjax.costs.implementation import Implementation
 from holmesjax.costs.products import blocks_forward_flop, head_forward_flop
-from holmesjax.costs.work import Implementation, StageShape
+from holmesjax.costs.stage_shape import StageShape
 from holmesjax.planner.layer_ranges import split_chunks
 from holmesjax.schedules import pipeline_schedules
 from holmesjax.topology import fabrics, machines

@@ -48,9 +48,9 @@ from holmesjax.config import (
     RunConfig,
     TrainConfig,
 )
-from holmesjax.costs import work
 from holmesjax.costs.products import blocks_forward_flop, head_forward_flop, layer_weight_flop
 from holmesjax.job import Job
+from holmesjax.layers.distinct_kinds import kinds
 from holmesjax.planner.planner import make_plan
 from holmesjax.topology import machines
 from holmesjax.topology.catalogue import DATA_SHEETS
@@ -134,7 +134,7 @@ def token_flop(model: ModelConfig, *, all_pairs: bool) -> float:
     >>> token_flop(model, all_pairs=True) - token_flop(model, all_pairs=False) == 6 * 4 * 8
     True
     """
-    [block] = work.kinds(model).blocks
+    [block] = kinds(model).blocks
     weights = model.num_layers * layer_weight_flop(block, 1)
     pairs = blocks_forward_flop(model, 1) - weights
     layers = weights + (pairs if all_pairs else pairs / 2)

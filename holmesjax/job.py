@@ -17,11 +17,12 @@ import yaml
 
 from holmesjax import config as configs, units, update_rules, xla_flags, yaml_files
 from holmesjax.config import BYTES, Config
-from holmesjax.costs import work
+from holmesjax.costs.parameters import parameter_counts
 from holmesjax.costs.products import train_flop
 from holmesjax.data import cluster_paths, tokenizer_files
 from holmesjax.errors import ConfigError
 from holmesjax.hugging_face import folder as hugging_face, peft
+from holmesjax.layers.distinct_kinds import kind_names
 from holmesjax.layers.model_layers import layers
 from holmesjax.optimizers import groups
 from holmesjax.plan import plan as plans
@@ -108,7 +109,7 @@ class Job:
         """The machines, the plan and the run folder, for the console."""
         return [
             *machines.describe(self.topology),
-            *plans.describe(self.plan, work.kind_names(self.config.model)),
+            *plans.describe(self.plan, kind_names(self.config.model)),
             *self._active(),
             self._rate(),
             *self._numbers(),
@@ -153,7 +154,7 @@ class Job:
 
     def _active(self) -> list[str]:
         """Returns the text of the model's size, where a token uses a part of the parameters."""
-        everything, active = work.parameter_counts(self.config.model)
+        everything, active = parameter_counts(self.config.model)
         return [f"model       {everything:,} parameters, {active:,} active"] * (active < everything)
 
     def _numbers(self) -> list[str]:

@@ -2,12 +2,12 @@
 
 import dataclasses
 
-from holmesjax.costs import work
+from holmesjax.costs.stage_shape import StageShape
 
 
 def shape_of(num_blocks=2, **changes):
     """A stage of a model whose Transformer layers are of one kind."""
-    stage = work.StageShape(
+    stage = StageShape(
         blocks=(num_blocks,),
         is_first=True,
         is_last=True,

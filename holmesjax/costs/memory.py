@@ -12,6 +12,11 @@ import numpy as np
 
 from holmesjax.config import ModelConfig
 from holmesjax.costs import work
+from holmesjax.costs.implementation import HOLMESJAX, Implementation
+from holmesjax.costs.optimizer_state import hidden_matrices, kept_bytes
+from holmesjax.costs.parameters import held_parameters, largest_layer_parameters
+from holmesjax.costs.stage_shape import DTYPE_BYTES, StageShape, stage_tokens
+from holmesjax.layers.distinct_kinds import kinds
 from holmesjax.layers.kind import Kind
 
 # Buffers of each boundary array: one is sent or received while another is filled or read.
@@ -32,8 +37,8 @@ PER_PARAMETER = (
 def residual_bytes(
     model: ModelConfig,
     kind: Kind,
-    stage: work.StageShape,
-    implementation: work.Implementation = work.HOLMESJAX,
+    stage: StageShape,
+    implementation: Implementation = HOLMESJAX,
 ) -> float:
     """Bytes that one layer keeps per token from its forward to its backward.
 
@@ -52,7 +57,7 @@ def residual_bytes(
     products, and attention's queries, keys, values, output and log-sum-exp. The ends of the model
     are never computed again.
     """
-    width = work.DTYPE_BYTES[stage.dtype]
+    width = DTYPE_BYTES[stage.dtype]
     kept, attention = kind.kept, kind.attention
     is_middle = kind.place == "middle"
     policy = stage.checkpointing if is_middle else "none"
@@ -79,8 +84,8 @@ def residual_bytes(
 
 def stage_memory_bytes(
     model: ModelConfig,
-    stage: work.StageShape,
-    implementation: work.Implementation = work.HOLMESJAX,
+    stage: StageShape,
+    implementation: Implementation = HOLMESJAX,
 ) -> dict[str, float]:
     """Bytes on each device of a stage, by what they hold, when it holds most.
 
@@ -89,7 +94,7 @@ def stage_memory_bytes(
     context:
 
         parameters    4 P / (parts * data)   float32 masters; 2 P where they are bfloat16
-        optimizer     8 P / (parts * data)   for AdamW in float32; else `work.kept_bytes`
+        optimizer     8 P / (parts * data)   for AdamW in float32; else `kept_bytes`
         replicas      c P / parts            what the forward reads
         gradients     4 P / parts            float32, each replica's own sum of a step
         activations   in_flight * T * (residuals of all layers)
@@ -116,10 +121,10 @@ def stage_memory_bytes(
 
     `data` cuts nothing where a part of the model width is not a multiple of it.
     """
-    num_tokens = work.stage_tokens(model, stage)
-    width = work.DTYPE_BYTES[stage.dtype]
+    num_tokens = stage_tokens(model, stage)
+    width = DTYPE_BYTES[stage.dtype]
     parts = stage.parameter_parts
-    held, trained = work.held_parameters(model, stage)
+    held, trained = held_parameters(model, stage)
     is_whole = model.width // parts % stage.data == 0
     shards = 1 + (stage.data - 1) * (implementation.shards_optimizer & is_whole)
     residuals = {"middle": 0.0, "last": 0.0}
@@ -131,8 +136,8 @@ def stage_memory_bytes(
     num_neighbours = 2 if stage.chunks > 1 else (not stage.is_first) + (not stage.is_last)
     boundary = work.boundary_bytes(model, num_tokens, stage.dtype)
     items = {
-        "parameters": 1.0 * work.DTYPE_BYTES[stage.param_dtype] * trained / shards,
-        "optimizer": 1.0 * work.kept_bytes(model, stage, shards),
+        "parameters": 1.0 * DTYPE_BYTES[stage.param_dtype] * trained / shards,
+        "optimizer": 1.0 * kept_bytes(model, stage, shards),
         "replicas": 1.0 * width * held,
         "gradients": 4.0 * trained,
         "activations": 1.0 * activations,
@@ -144,14 +149,14 @@ def stage_memory_bytes(
         items["logits"], in_head = _logit_bytes(model, stage, implementation)
         items["temporaries"] = np.maximum(items["temporaries"], in_head)
     if np.any(is_cut := parts > 1):
-        items["gathered"] = is_cut * (width + 4.0) * work.largest_layer_parameters(model, stage)
+        items["gathered"] = is_cut * (width + 4.0) * largest_layer_parameters(model, stage)
     if np.any(is_summed := stage.data > 1):
         # The first stage does it in its last backward: before that, activations are still there.
         share = (stage.in_flight - 1) / stage.in_flight if stage.is_first else 1.0
         room = share * items["activations"] + items["logits"]
         needed = items["gradients"] * (1 + 1 / shards)
         items["reduction"] = is_summed * np.maximum(0.0, needed - room)
-    if matrices := work.hidden_matrices(model, stage):
+    if matrices := hidden_matrices(model, stage):
         num_devices = stage.parameter_parts * stage.tensor * shards
         dealt = [np.ceil(n / num_devices) * matrix.size for matrix, n in matrices.items()]
         needed = 12.0 * sum(dealt) + 16.0 * max(matrix.size for matrix in matrices)
@@ -159,11 +164,9 @@ def stage_memory_bytes(
     return items
 
 
-def _temporary_bytes(
-    model: ModelConfig, stage: work.StageShape, implementation: work.Implementation
-) -> Any:
+def _temporary_bytes(model: ModelConfig, stage: StageShape, implementation: Implementation) -> Any:
     """Temporary bytes of the backward of the layer that needs most, but for our own head's."""
-    width, of_all = work.DTYPE_BYTES[stage.dtype], replace(stage, checkpointing="none")
+    width, of_all = DTYPE_BYTES[stage.dtype], replace(stage, checkpointing="none")
     twice = np.where(stage.tensor > 1, 2, 1)
     found = [
         width * (kind.needed.cut / stage.tensor + twice * kind.needed.whole)
@@ -174,20 +177,20 @@ def _temporary_bytes(
     most: Any = 0.0
     for own in found:
         most = np.maximum(most, own)
-    return work.stage_tokens(model, stage) * most
+    return stage_tokens(model, stage) * most
 
 
 def _logit_bytes(
-    model: ModelConfig, stage: work.StageShape, implementation: work.Implementation
+    model: ModelConfig, stage: StageShape, implementation: Implementation
 ) -> tuple[Any, Any]:
     """Bytes that are kept, and bytes that the backward of the head needs beside them."""
-    num_tokens = work.stage_tokens(model, stage)
-    if not (of_whole := work.kinds(model).head.logits):
+    num_tokens = stage_tokens(model, stage)
+    if not (of_whole := kinds(model).head.logits):
         return 0.0, 0.0
     vocab_size = of_whole / stage.tensor
     if implementation.logit_bytes:
         return 0.0, implementation.logit_bytes * num_tokens * vocab_size
-    width = work.DTYPE_BYTES[stage.dtype]
+    width = DTYPE_BYTES[stage.dtype]
     num_chunks = work.logit_chunks(num_tokens, vocab_size, model.width)
     table = model.width * vocab_size
     logits, chunk = num_tokens * vocab_size, num_tokens / num_chunks * vocab_size

@@ -7,7 +7,8 @@ softmax are left out, as in published model FLOP utilisations.
 from dataclasses import replace
 
 from holmesjax.config import Checkpointing, ModelConfig
-from holmesjax.costs.work import Matrix, block_counts, kinds
+from holmesjax.costs.optimizer_state import Matrix
+from holmesjax.layers.distinct_kinds import block_counts, kinds
 from holmesjax.layers.kind import Kind
 from holmesjax.topology.calibration import Product, flop
 

@@ -1,7 +1,7 @@
 """Seconds of one stage of the pipeline: its work, divided by the speed of its devices.
 
-`work` counts the work, `calibration` has the speed that a device reaches, and `collective_times`
-the seconds of collectives.
+`products`, `parameters` and `work` count what there is to do, `calibration` has the speed that a
+device reaches, and `collective_times` the seconds of collectives.
 """
 
 from collections.abc import Sequence
@@ -14,6 +14,9 @@ import numpy as np
 from holmesjax.config import Checkpointing, ModelConfig
 from holmesjax.costs import collective_times, work
 from holmesjax.costs.collective_times import Group, Groups
+from holmesjax.costs.implementation import HOLMESJAX, Implementation
+from holmesjax.costs.optimizer_state import hidden_matrices, updated_bytes
+from holmesjax.costs.parameters import gathered_parameters, held_parameters, reduced_numbers
 from holmesjax.costs.products import (
     attention_products,
     layer_products,
@@ -21,14 +24,15 @@ from holmesjax.costs.products import (
     orthogonalizing_products,
     trained_products,
 )
-from holmesjax.costs.work import DTYPE_BYTES, HOLMESJAX, Implementation, StageShape
+from holmesjax.costs.stage_shape import DTYPE_BYTES, StageShape, stage_tokens
+from holmesjax.layers.distinct_kinds import kinds
 from holmesjax.layers.kind import Kind
 from holmesjax.layers.model_layers import cached
 from holmesjax.topology.machines import DeviceKind
 
 # Numbers that a layer's backward moves between its products, to those of its forward: the gradient
 # of an operation reads the gradient of its result beside its operands. Counted over the operations
-# of `work.block_numbers` for GELU: 36 D to 28 D.
+# of `work.layer_numbers` for GELU: 36 D to 28 D.
 BACKWARD_NUMBERS = 1.3
 # The share of the forward in the least seconds of a layer: the same as in its products.
 FORWARD_SHARE = 1 / 3
@@ -120,7 +124,7 @@ def _layer(
     device: DeviceKind,
     implementation: Implementation,
 ) -> _Layer:
-    kind, length = work.kinds(model).blocks[number], model.context_length
+    kind, length = kinds(model).blocks[number], model.context_length
     num_tokens = stage.sequences * length // stage.context
     products = layer_products(kind, num_tokens, stage.tensor)
     mixed = mixed_products(kind, length, num_tokens, stage.tensor)
@@ -207,7 +211,7 @@ def _end_s(
 
     Only the output projection of our own layers is one.
     """
-    num_tokens, length = work.stage_tokens(model, stage), model.context_length
+    num_tokens, length = stage_tokens(model, stage), model.context_length
     products = layer_products(kind, num_tokens, stage.tensor)
     mixed = mixed_products(kind, length, num_tokens, stage.tensor)
     inputs = [product.gradients[0] for product in products]
@@ -225,8 +229,8 @@ def _compute_s(
     model: ModelConfig, stage: StageShape, device: DeviceKind, implementation: Implementation
 ) -> tuple[float, float, float, float]:
     """Seconds on one kind of device: forward, backward, its weight gradients, update."""
-    num_tokens = work.stage_tokens(model, stage)
-    _, trained = work.held_parameters(model, stage)
+    num_tokens = stage_tokens(model, stage)
+    _, trained = held_parameters(model, stage)
     forward_s, backward_s, weight_s = 0.0, 0.0, 0.0
     for number, count in enumerate(stage.blocks):
         if count:
@@ -251,7 +255,7 @@ def _compute_s(
         forward_s + head_s[0] + rows_s,
         backward_s + head_s[1] + head_s[2] + 2 * trained_rows_s + added_s,
         weight_s + head_s[2] + 2 * trained_rows_s + added_s,
-        device.memory_s(work.updated_bytes(model, stage)) + _muon_s(model, stage, device),
+        device.memory_s(updated_bytes(model, stage)) + _muon_s(model, stage, device),
     )
 
 
@@ -259,7 +263,7 @@ def _muon_s(model: ModelConfig, stage: StageShape, device: DeviceKind) -> Any:
     """Seconds in which a device orthogonalises its share of whole matrices; 0 without Muon."""
     num_devices = stage.data * stage.parameter_parts * stage.tensor
     seconds: Any = 0.0
-    for matrix, count in work.hidden_matrices(model, stage).items():
+    for matrix, count in hidden_matrices(model, stage).items():
         one_s = device.products_s(orthogonalizing_products(matrix), "float32")
         seconds = seconds + np.ceil(count / num_devices) * one_s
     return seconds
@@ -270,7 +274,7 @@ def _dealt_s(model: ModelConfig, stage: StageShape, groups: Sequence[Group | Gro
 
     A device sends all but its own share of its parts; they are taken to go through each axis.
     """
-    if not (matrices := work.hidden_matrices(model, stage)):
+    if not (matrices := hidden_matrices(model, stage)):
         return 0.0
     num_devices = stage.data * stage.parameter_parts * stage.tensor
     num_bytes = 4.0 * sum(n * matrix.size for matrix, n in matrices.items()) / num_devices
@@ -298,9 +302,9 @@ def _fsdp_s(
     )
     forward_s, backward_s = (
         gather_s(DTYPE_BYTES[stage.dtype] * numbers)
-        for numbers in work.gathered_parameters(model, stage)
+        for numbers in gathered_parameters(model, stage)
     )
-    reduced = implementation.gradient_bytes * work.reduced_numbers(model, stage)
+    reduced = implementation.gradient_bytes * reduced_numbers(model, stage)
     return forward_s, backward_s + gather_s(reduced)
 
 
@@ -311,7 +315,7 @@ def _context_s(
 
     The tokens of a boundary are in order and those of a ring are not, so each boundary is permuted.
     """
-    num_tokens = work.stage_tokens(model, stage)
+    num_tokens = stage_tokens(model, stage)
     forward_s, backward_s = 0.0, 0.0
     for count, kind in stage.kinds(model):
         if kind.attention is not None:
@@ -333,7 +337,7 @@ def _tensor_s(
     model: ModelConfig, stage: StageShape, tensor: Group | Groups | None
 ) -> tuple[Any, Any]:
     """Seconds of a microbatch for all-reduces over `tensor`: forward, backward."""
-    num_tokens = work.stage_tokens(model, stage)
+    num_tokens = stage_tokens(model, stage)
     counts: dict[int, list[int]] = {}  # of numbers per token: all-reduces in each direction
     for count, kind in stage.kinds(model):
         for numbers, forward, backward in work.all_reduces(kind, stage.checkpointing):
@@ -384,11 +388,11 @@ def stage_times(
       data, tensor, fsdp, context: the slowest group of each axis; None for size 1.
       implementation: how the layers are computed.
     """
-    kinds = [_compute_s(model, stage, device, implementation) for device in devices]
+    of_kinds = [_compute_s(model, stage, device, implementation) for device in devices]
     forward_s, backward_s, weight_s, update_s = (
-        reduce(np.maximum, own) for own in zip(*kinds, strict=True)
+        reduce(np.maximum, own) for own in zip(*of_kinds, strict=True)
     )
-    _, trained = work.held_parameters(model, stage)
+    _, trained = held_parameters(model, stage)
     forward_tensor_s, backward_tensor_s = _tensor_s(model, stage, tensor)
     forward_fsdp_s, backward_fsdp_s = _fsdp_s(model, stage, fsdp, context, implementation)
     forward_context_s, backward_context_s = _context_s(model, stage, context)

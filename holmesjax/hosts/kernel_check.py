@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from holmesjax.config import Config
-from holmesjax.costs import work
+from holmesjax.layers.distinct_kinds import kinds
 
 if TYPE_CHECKING:  # a launcher looks at no hardware
     from holmesjax.hosts.hardware import Gpu
@@ -58,7 +58,7 @@ def asked_of(config: Config, *, is_cut: bool) -> dict[str, Any]:
 
     `is_cut` says whether devices share sequences.
     """
-    attention = [kind.attention for kind in work.kinds(config.model).blocks]
+    attention = [kind.attention for kind in kinds(config.model).blocks]
     names = ("head_width", "window", "soft_cap", "scale")
     layers = [{name: getattr(own, name) for name in names} for own in attention if own is not None]
     return {

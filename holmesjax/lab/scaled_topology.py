@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 from holmesjax.config import Config
 from holmesjax.costs import work
+from holmesjax.costs.parameters import num_parameters
 from holmesjax.costs.products import backward_flop, blocks_forward_flop, head_forward_flop
 from holmesjax.errors import ConfigError, TopologyError
 from holmesjax.topology.machines import Node, Topology
@@ -128,7 +129,7 @@ def workload(config: Config) -> Workload:
     forward_flop = blocks_forward_flop(model, 1)
     head_flop = head_forward_flop(model, 1)
     policy = config.parallel.activation_checkpointing or "none"
-    parameters = work.num_parameters(model)
+    parameters = num_parameters(model)
     return Workload(
         dtype=train.compute_dtype,
         flop_per_token=forward_flop + backward_flop(forward_flop, policy) + 3 * head_flop,

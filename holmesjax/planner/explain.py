@@ -21,8 +21,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from holmesjax.config import Config, ParallelConfig
-from holmesjax.costs import work
 from holmesjax.errors import PlanError
+from holmesjax.layers import distinct_kinds
 from holmesjax.plan import plan as plans
 from holmesjax.planner import prices
 from holmesjax.planner.assembly import as_plan
@@ -160,7 +160,7 @@ def _pipeline(problem: Problem, candidate: Candidate) -> str:
     """
     texts, layers = [], iter(candidate.assignment.layers)
     chunks = iter(problem.ranges.chunks(candidate.assignment.layers, candidate.order.chunks))
-    kinds = work.kinds(problem.config.model).blocks
+    kinds = distinct_kinds.kinds(problem.config.model).blocks
     for segment in candidate.assignment.segments:
         own = list(itertools.islice(layers, segment.num_stages))
         held = " + ".join(map(str, own))

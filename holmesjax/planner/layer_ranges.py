@@ -1,6 +1,6 @@
 """The Transformer layers of a model as a list that stages cut into ranges of consecutive layers.
 
-counts  the number of layers of each kind, in the order of `work.Kinds.blocks`
+counts  the number of layers of each kind, in the order of `Kinds.blocks`
 load    a whole number for each layer, about its share of the model's work; for layers of one kind 1
 
 Ranges with equal counts cost the same, so results are kept by counts.
@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from functools import cached_property
 
 from holmesjax.config import ModelConfig
-from holmesjax.costs import work
 from holmesjax.costs.products import layer_forward_flop
+from holmesjax.layers.distinct_kinds import block_counts, blocks_in_order, kinds
 
 Counts = tuple[int, ...]
 
@@ -31,14 +31,14 @@ class LayerRanges:
     def _before(self) -> list[Counts]:
         """The counts of the layers before each layer: prefix sums."""
         found = [[0] * self.num_kinds]
-        for kind in work.blocks_in_order(self._model):
+        for kind in blocks_in_order(self._model):
             found.append(found[-1].copy())
             found[-1][kind] += 1
         return list(map(tuple, found))
 
     @cached_property
     def num_kinds(self) -> int:
-        return len(work.kinds(self._model).blocks)
+        return len(kinds(self._model).blocks)
 
     def counts(self, start: int, stop: int) -> Counts:
         """The counts of a range; stop is behind its last layer."""
@@ -76,7 +76,7 @@ class LayerRanges:
         """The load of a layer of each kind: in proportion to the products of its forward."""
         flop = [
             layer_forward_flop(kind, self._model.context_length, num_tokens=1)
-            for kind in work.kinds(self._model).blocks
+            for kind in kinds(self._model).blocks
         ]
         least = max(1.0, min(flop))
         found = [max(1, round(LOADS * own / least)) for own in flop]
@@ -85,13 +85,13 @@ class LayerRanges:
     @cached_property
     def load(self) -> int:
         """The load of all layers; their number if they are of one kind."""
-        pairs = zip(work.block_counts(self._model), self.loads, strict=True)
+        pairs = zip(block_counts(self._model), self.loads, strict=True)
         return sum(count * own for count, own in pairs)
 
     @cached_property
     def proportions(self) -> Counts:
         """The counts of the whole model without their common factor."""
-        counts = work.block_counts(self._model)
+        counts = block_counts(self._model)
         return tuple(count // math.gcd(*counts) for count in counts)
 
     def unit(self, kind: int, number: int = 1) -> Counts:

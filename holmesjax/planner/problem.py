@@ -21,6 +21,7 @@ import numpy as np
 
 from holmesjax.config import Config, ParallelConfig
 from holmesjax.costs import work
+from holmesjax.costs.parameters import table_parameters
 from holmesjax.plan.plan import Axis
 from holmesjax.planner.layer_ranges import Counts, LayerRanges, add, split_chunks
 from holmesjax.planner.mesh_order import MeshPlacement
@@ -460,7 +461,7 @@ def table_times(problem: Problem, assignment: Assignment) -> tuple[float, float]
     model, slots = problem.config.model, assignment.slots
     if not model.sums_table or len(slots) == 1:
         return 0.0, 0.0
-    num_bytes = 4.0 * work.table_parameters(model)
+    num_bytes = 4.0 * table_parameters(model)
     return problem.both_ways_s((slots[0], slots[-1]), num_bytes)
 
 
@@ -485,7 +486,7 @@ def link_bytes(
         num_bytes = settings.microbatches * problem.boundary_bytes(settings)
         add(clusters[at % num_stages], clusters[(at + 1) % num_stages], num_bytes)
     if model.sums_table and num_stages > 1:
-        add(clusters[0], clusters[-1], 4.0 * work.table_parameters(model))
+        add(clusters[0], clusters[-1], 4.0 * table_parameters(model))
     return dict(found)
 
 

@@ -5,7 +5,11 @@ from collections import Counter
 
 from holmesjax.config import Config, PlanConfig
 from holmesjax.costs import work
+from holmesjax.costs.optimizer_state import kept_bytes
+from holmesjax.costs.parameters import stage_parameters
+from holmesjax.costs.stage_shape import DTYPE_BYTES
 from holmesjax.errors import PlanError
+from holmesjax.layers.distinct_kinds import block_counts
 from holmesjax.layers.kind import PARTS_DIM, TENSOR_DIMS
 from holmesjax.planner import prices, shortlist
 from holmesjax.planner.stage_layouts import (
@@ -93,11 +97,11 @@ def _refuse_absurd_sizes(config: Config, topology: Topology) -> None:
         )
     whole = MeshShape(data=1, fsdp=1, tensor=1)
     ends = Role(is_first=True, is_last=True)
-    settings, blocks = StepSettings(1, "none"), work.block_counts(model)
+    settings, blocks = StepSettings(1, "none"), block_counts(model)
     shape = StageCosts(config).shape(whole, settings, ends, blocks)
-    num_parameters = work.stage_parameters(model, shape)
-    width = work.DTYPE_BYTES[train.compute_dtype] + work.DTYPE_BYTES[train.param_dtype]
-    least_bytes = num_parameters * (width + 4) + work.kept_bytes(model, shape)
+    num_parameters = stage_parameters(model, shape)
+    width = DTYPE_BYTES[train.compute_dtype] + DTYPE_BYTES[train.param_dtype]
+    least_bytes = num_parameters * (width + 4) + kept_bytes(model, shape)
     if least_bytes > ABSURD * all_bytes:
         raise PlanError(
             "model",

@@ -24,7 +24,9 @@ from holmesjax import update_rules
 from holmesjax.config import Checkpointing, Config, ModelConfig
 from holmesjax.costs import memory, work
 from holmesjax.costs.collective_times import Groups
+from holmesjax.costs.stage_shape import DTYPE_BYTES, StageShape
 from holmesjax.costs.stage_times import StageTimes, layers_s, stage_times
+from holmesjax.layers import distinct_kinds
 from holmesjax.layers.kind import PARTS_DIM, TENSOR_DIMS
 from holmesjax.plan.plan import Axis
 from holmesjax.planner.layer_ranges import Counts, LayerRanges
@@ -283,7 +285,7 @@ def most_parts(model: ModelConfig, dims: str) -> int:
     """The most parts into which all dims of these letters can be cut; 1 if no parameter has one."""
     sizes = {
         size
-        for kind in work.kinds(model).in_order
+        for kind in distinct_kinds.kinds(model).in_order
         for parameter in kind.parameters
         for dim, size in zip(parameter.dims, parameter.shape, strict=True)
         if dim in dims
@@ -387,9 +389,9 @@ class StageCosts:
         They are those of a few layers, with as many of each kind as the model has in proportion.
         """
         model, train = self._config.model, self._config.train
-        width = work.DTYPE_BYTES[train.compute_dtype]
+        width = DTYPE_BYTES[train.compute_dtype]
         sent = lambda size: (size - 1) / size  # of a ring reduce-scatter
-        own = list(zip(self.ranges.proportions, work.kinds(model).blocks, strict=True))
+        own = list(zip(self.ranges.proportions, distinct_kinds.kinds(model).blocks, strict=True))
         num_parameters = sum(n * kind.size(mesh.tensor) for n, kind in own)
         num_tokens = train.global_batch / mesh.batch_shards * model.context_length
         summed = sum(
@@ -416,7 +418,7 @@ class StageCosts:
         role: Role,
         blocks: Counts,
         in_flight: InFlight = InFlight(all=1, head=1),
-    ) -> work.StageShape:
+    ) -> StageShape:
         """The shape of one stage, from which its times and its memory follow.
 
         Args:
@@ -427,7 +429,7 @@ class StageCosts:
           in_flight: the most microbatches whose activations it holds; only memory depends on it.
         """
         train, optimizer = self._config.train, self._config.optimizer
-        return work.StageShape(
+        return StageShape(
             blocks=blocks,
             is_first=role.is_first,
             is_last=role.is_last,
@@ -508,7 +510,7 @@ class StageCosts:
         settings: StepSettings,
         blocks: Counts,
         in_flight: InFlight,
-    ) -> work.StageShape:
+    ) -> StageShape:
         sizes: Any = MeshShape(*np.array(found).T)
         return self.shape(sizes, settings, Role(), blocks, in_flight)
 

@@ -18,10 +18,13 @@ import numpy as np
 from scipy.optimize import least_squares
 
 from holmesjax.config import ModelConfig, OptimizerConfig
-from holmesjax.costs import work
+from holmesjax.costs import optimizer_state
+from holmesjax.costs.implementation import HOLMESJAX
+from holmesjax.costs.optimizer_state import KEPT_BYTES
 from holmesjax.costs.products import attention_products, head_product, layer_products
+from holmesjax.costs.stage_shape import StageShape
 from holmesjax.costs.stage_times import layers_s
-from holmesjax.costs.work import HOLMESJAX
+from holmesjax.layers.distinct_kinds import kinds
 from holmesjax.layers.kind import Constant, Kind, Parameter
 from holmesjax.layers.model_layers import block_name
 from holmesjax.models import ops
@@ -63,7 +66,7 @@ class Timed:
 
 def _block(model: ModelConfig) -> Kind:
     """The kind of the first Transformer layer, which is timed."""
-    return work.kinds(model).blocks[0]
+    return kinds(model).blocks[0]
 
 
 def shapes(model: ModelConfig) -> list[Product]:
@@ -100,7 +103,9 @@ def measure(model: ModelConfig, dtype: str, progress: Callable[[str], None]) -> 
         attention=attention_products(_block(model), model.context_length, num_tokens),
         attention_s=attention_s,
         block_s=block_s,
-        update_bytes=float(work.update_bytes(UNCACHED, 2 * work.KEPT_BYTES["float32"] * UNCACHED)),
+        update_bytes=float(
+            optimizer_state.update_bytes(UNCACHED, 2 * KEPT_BYTES["float32"] * UNCACHED)
+        ),
         update_s=_update_s(),
         dtype=dtype,
     )
@@ -140,8 +145,8 @@ def _rest(timed: Timed, kind: DeviceKind, model: ModelConfig) -> tuple[float, fl
     Of that `between` is what grows with the sequences, over its bytes, and `layer_s` what does not.
     At least a hundredth, and nothing: products are not that exact.
     """
-    shape = lambda sequences: work.StageShape(
-        blocks=tuple(int(own is _block(model)) for own in work.kinds(model).blocks),
+    shape = lambda sequences: StageShape(
+        blocks=tuple(int(own is _block(model)) for own in kinds(model).blocks),
         is_first=False,
         is_last=False,
         data=1,

@@ -3,11 +3,11 @@
 from collections.abc import Callable, Mapping, Sequence
 from types import SimpleNamespace
 
-from holmesjax.costs import work
 from holmesjax.errors import ConfigError
 from holmesjax.hosts import kernel_check
 from holmesjax.hosts.nics import Host
 from holmesjax.job import Job
+from holmesjax.layers import distinct_kinds
 from holmesjax.models import ops
 from holmesjax.plan.plan import Axis
 from holmesjax.runtime.stage import Stage
@@ -52,7 +52,7 @@ def find_unproven(
         device_kind=f"NVIDIA {gpus[0].name}",
         compute_capability=gpus[0].compute_capability,
     )
-    kinds = (kind.attention for kind in work.kinds(config.model).blocks)
+    kinds = (kind.attention for kind in distinct_kinds.kinds(config.model).blocks)
     if not any(
         ops.attention_depends_on_check(
             config.kernels, device, asked["dtype"], attention, asked["has_documents"], is_cut

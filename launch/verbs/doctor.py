@@ -14,7 +14,7 @@ from typing import TypeVar
 
 from holmesjax import update_rules
 from holmesjax.config import Config
-from holmesjax.costs import work
+from holmesjax.costs import optimizer_state
 from holmesjax.hosts import doctor, kernel_check
 from holmesjax.hosts.doctor import Finding
 from holmesjax.hosts.questions import (
@@ -94,7 +94,7 @@ def _look(job: Job, agents: Agents, *, is_rehearsal: bool) -> Iterator[Finding]:
 def checkpoint_bytes(config: Config) -> float:
     """Returns the bytes of one checkpoint of the whole model."""
     kept = update_rules.kept(config.optimizer)
-    return work.checkpoint_bytes(config.model, kept, config.train.param_dtype)
+    return optimizer_state.checkpoint_bytes(config.model, kept, config.train.param_dtype)
 
 
 @contextmanager

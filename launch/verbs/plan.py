@@ -8,9 +8,9 @@ from pathlib import Path
 import rich.console
 
 from holmesjax import config as configs
-from holmesjax.costs import work
 from holmesjax.errors import ConfigError
 from holmesjax.job import Job
+from holmesjax.layers.distinct_kinds import kind_names
 from holmesjax.plan import forecast, plan as plans
 from holmesjax.plan.plan import Plan
 from holmesjax.planner import explain
@@ -36,7 +36,7 @@ def run(args: argparse.Namespace) -> int:
     if explained:
         lines += explain.describe(explained)
     if changed:
-        described = plans.describe(changed.plan, work.kind_names(job.config.model))
+        described = plans.describe(changed.plan, kind_names(job.config.model))
         lines += [f"what if     {', '.join(args.what_if)}", *described]
         lines.append(f"            {_difference(job, changed)}")
     print("\n".join(lines))

@@ -8,7 +8,7 @@ import pytest
 from benchmarks import train_gpu
 from benchmarks.train_gpu import MODELS, OPTIMIZER, SMALL, WARM_UP_STEPS
 from holmesjax.config import ModelConfig
-from holmesjax.costs import work
+from holmesjax.costs.parameters import stage_parameters
 from tests.shapes import shape_of
 
 needs_pytorch = pytest.mark.skipif(
@@ -50,7 +50,7 @@ def test_pytorch_trains_the_same_model():
 def test_models_have_the_parameters_of_their_names(name, billions):
     model = MODELS[name]
     shape = shape_of(num_blocks=model.num_layers)
-    assert work.stage_parameters(model, shape) / 1e9 == pytest.approx(billions, abs=0.06)
+    assert stage_parameters(model, shape) / 1e9 == pytest.approx(billions, abs=0.06)
 
 
 @pytest.mark.parametrize("kind", ["h100", "h200"])

@@ -8,7 +8,8 @@ import jax.numpy as jnp
 import pytest
 
 from holmesjax.config import ModelConfig
-from holmesjax.costs import memory, work
+from holmesjax.costs import memory
+from holmesjax.layers.distinct_kinds import kinds
 from holmesjax.layers.model_layers import block_name
 from holmesjax.models.layer import apply, param_shapes
 from holmesjax.parallel import sharding
@@ -58,7 +59,7 @@ def test_residuals_are_those_that_jax_keeps(model, dtype, policy):
     stage = dataclasses.replace(SHAPE, dtype=dtype, checkpointing=policy)
     num_tokens = sequences * model.context_length
     # Statistics of norms and tables of angles are left out: 4% at this size, in bfloat16.
-    [kind] = work.kinds(model).blocks
+    [kind] = kinds(model).blocks
     predicted = num_tokens * memory.residual_bytes(model, kind, stage)
     assert predicted == pytest.approx(num_bytes, rel=0.04)
 

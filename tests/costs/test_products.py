@@ -7,7 +7,6 @@ import pytest
 from jax.interpreters import partial_eval
 
 from holmesjax.config import ModelConfig
-from holmesjax.costs import work
 from holmesjax.costs.products import (
     backward_flop,
     blocks_forward_flop,
@@ -17,10 +16,11 @@ from holmesjax.costs.products import (
     layer_products,
     layer_weight_flop,
 )
+from holmesjax.layers.distinct_kinds import kinds
 from holmesjax.layers.model_layers import HEAD, block_name, layers
 from holmesjax.models.layer import apply, param_shapes
 from holmesjax.topology.calibration import flop
-from tests.costs.test_work import MODELS
+from tests.costs.test_parameters import MODELS
 
 
 def dot_flop(jaxpr) -> int:
@@ -51,7 +51,7 @@ def test_flop_are_those_of_the_models_matrix_products(model):
     x_BLD = jnp.zeros((2, model.context_length, model.width))
     num_tokens = 2 * model.context_length
     apply, params, args = forward_jaxpr(model, block_name(0), x_BLD)
-    [block] = work.kinds(model).blocks
+    [block] = kinds(model).blocks
     flop = layer_forward_flop(block, model.context_length, num_tokens)
     assert flop == dot_flop(jax.make_jaxpr(apply)(params, *args).jaxpr)
 
@@ -73,7 +73,7 @@ def test_backward_flop_are_those_of_the_gradient(policy):
         return apply(params, x_BLD, *args[1:]).sum()
 
     jaxpr = jax.make_jaxpr(jax.grad(loss, argnums=(0, 1)))(params, x_BLD).jaxpr
-    [block] = work.kinds(model).blocks
+    [block] = kinds(model).blocks
     forward = layer_forward_flop(block, model.context_length, 2 * model.context_length)
     total = forward + backward_flop(forward, policy)
     num_tokens = 2 * model.context_length
@@ -128,7 +128,7 @@ def test_gradients_of_weights_take_the_products_that_jax_does_for_them(model):
     jaxpr = jax.make_jaxpr(jax.value_and_grad(loss, argnums=(0, 1)))(params, x_BLD).jaxpr
     only_loss_and_input = [True] + [False] * (len(jaxpr.outvars) - 2) + [True]
     without, _ = partial_eval.dce_jaxpr(jaxpr, only_loss_and_input)
-    [block] = work.kinds(model).blocks
+    [block] = kinds(model).blocks
     expected = layer_weight_flop(block, 2 * model.context_length)
     assert dot_flop(jaxpr) - dot_flop(without) == expected
 
@@ -143,7 +143,7 @@ def test_only_full_checkpointing_runs_the_forward_again(policy, factor):
 def test_products_are_those_of_one_device(model, tensor):
     """Cut over `tensor`, they do a part of the FLOP; neither tokens nor the width are cut."""
     num_tokens = 2 * model.context_length
-    [block] = work.kinds(model).blocks
+    [block] = kinds(model).blocks
     products = layer_products(block, num_tokens, tensor)
     assert flop(products) * tensor == layer_weight_flop(block, num_tokens)
     assert {product.rows for product in products} == {num_tokens}

@@ -12,8 +12,8 @@ import pytest
 
 from holmesjax.config import Fp8Config, OptimizerConfig
 from holmesjax.costs.products import layer_products, train_flop
-from holmesjax.costs.work import kinds
 from holmesjax.errors import ConfigError
+from holmesjax.layers.distinct_kinds import kinds
 from holmesjax.layers.model_layers import layers
 from holmesjax.models.layer import apply, init_params, merged
 from holmesjax.runtime.pipeline import make_runner

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 from holmesjax.config import LoraConfig, LoraPattern
-from holmesjax.costs import memory, work
+from holmesjax.costs import memory
 from holmesjax.costs.products import train_flop
+from holmesjax.layers.distinct_kinds import kinds
 from holmesjax.layers.model_layers import block_name
 from holmesjax.models.layer import apply, init_params
 from holmesjax.runtime.microbatch import CHECKPOINT_POLICIES, Residuals
@@ -181,7 +182,7 @@ def test_a_new_adapter_changes_nothing(model):
 @pytest.mark.parametrize("policy", ["none", "dots", "full"])
 @pytest.mark.parametrize("model", [LLAMA, GPT2], ids=["llama", "gpt2"])
 def test_residuals_are_those_that_jax_keeps(model, policy):
-    [kind] = work.kinds(model).blocks
+    [kind] = kinds(model).blocks
     x_BLD = jnp.zeros((3, model.context_length, model.width))
 
     def run(adapters, x_BLD, base):
@@ -209,7 +210,7 @@ def num_bytes(tree):
 
 def test_the_planner_knows_unlike_ranks():
     [stage] = make_stages(UNLIKE, hand_made_plan((2,), 1, 1))
-    one, other = work.kinds(UNLIKE).blocks
+    one, other = kinds(UNLIKE).blocks
     of_stage = memory.stage_memory_bytes(UNLIKE, shape_of(blocks=(1, 1)))
     shapes = stage.state_shapes
     assert of_stage["parameters"] == num_bytes(shapes.params)

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from holmesjax.config import LoraConfig
-from holmesjax.costs import memory, work
+from holmesjax.costs import memory
+from holmesjax.layers.distinct_kinds import kinds
 from holmesjax.layers.model_layers import block_name, layers
 from holmesjax.models import transformer
 from holmesjax.models.layer import Context, keys_of
@@ -139,6 +140,6 @@ def test_what_is_dropped_is_drawn_again():
 
     arrays = jax.tree.leaves(jax.eval_shape(kept, adapters, base, x_BLD))
     found = sum(array.size * array.dtype.itemsize for array in arrays)
-    [kind] = work.kinds(MODEL).blocks
+    [kind] = kinds(MODEL).blocks
     stage = shape_of(sequences=3, dtype="bfloat16")
     assert 3 * 16 * memory.residual_bytes(MODEL, kind, stage) == pytest.approx(found, rel=0.04)

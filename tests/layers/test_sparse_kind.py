@@ -11,8 +11,10 @@ import jax.numpy as jnp
 import pytest
 from jax.extend.core import jaxprs_in_params
 
-from holmesjax.costs import memory, work
+from holmesjax.costs import memory
+from holmesjax.costs.parameters import parameter_counts
 from holmesjax.costs.products import layer_forward_flop, train_flop
+from holmesjax.layers.distinct_kinds import kinds
 from holmesjax.layers.kind import (
     Constant,
     Kept,
@@ -106,7 +108,7 @@ def test_flop_are_those_of_the_products_that_are_computed():
         out, pullback = jax.vjp(forward, params, x)
         return pullback(out)
 
-    [_, kind] = work.kinds(model).blocks
+    [_, kind] = kinds(model).blocks
     flop = layer_forward_flop(kind, model.context_length, x_BLD.size / model.width)
     shapes = param_shapes(layer, model)
     assert flop_of_products(jax.make_jaxpr(forward)(shapes, x_BLD).jaxpr) == flop
@@ -129,10 +131,10 @@ def test_the_share_of_a_weight_is_in_flop_and_not_in_memory():
     )
     assert items["parameters"] == num_bytes(state.params)
     assert items["optimizer"] == num_bytes([state.opt_state.mu, state.opt_state.nu])
-    everything, active = work.parameter_counts(MODEL)
+    everything, active = parameter_counts(MODEL)
     assert everything - active == 2 * per_layer * (1 - 1 / EXPERTS)
     assert everything == sum(x.size for x in jax.tree.leaves(init_params(MODEL, 0)))
-    assert work.parameter_counts(whole) == (everything, everything)
+    assert parameter_counts(whole) == (everything, everything)
 
 
 def test_experts_are_no_copies_for_each_microbatch():

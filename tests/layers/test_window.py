@@ -10,6 +10,7 @@ import pytest
 from holmesjax.config import ModelConfig
 from holmesjax.costs import work
 from holmesjax.errors import Mistakes
+from holmesjax.layers.distinct_kinds import kinds
 from holmesjax.layers.model_layers import EMBED, HEAD, block_name
 from holmesjax.planner.stage_layouts import context_sizes
 from holmesjax.runtime.pipeline import make_runner
@@ -85,7 +86,7 @@ def test_keys_of_a_window_come_from_few_devices():
     model = {"context_length": 16384, "pattern": ("block", "window_block"), "window": 4096}
     config = make_config(model=model)
     assert context_sizes(config, 8) == [1, 2, 4]
-    block, window_block = work.kinds(config.model).blocks
+    block, window_block = kinds(config.model).blocks
     received = lambda kind: [float(work.parts_received(kind, 16384, n)) for n in (1, 2, 4)]
     assert received(block) == [0, 1, 3]
     assert received(window_block) == [0, 1, 2]  # of runs of 4096 and 2048 tokens: 1 and 2 before

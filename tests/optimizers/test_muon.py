@@ -11,7 +11,8 @@ import pytest
 
 from benchmarks.memory_compiled import bytes_on_a_device
 from holmesjax.config import OptimizerConfig
-from holmesjax.costs import memory, products, work
+from holmesjax.costs import memory, products
+from holmesjax.costs.optimizer_state import Matrix, hidden_matrices
 from holmesjax.layers.kind import Constant, Parameter
 from holmesjax.optimizers.muon import newton_schulz, orthogonalized
 from holmesjax.optimizers.optimizer import make_optimizer
@@ -130,9 +131,9 @@ def test_each_device_holds_what_the_memory_says(data, tensor, fsdp):
 
 def test_matrices_and_their_products_are_counted():
     shape = shape_of(num_blocks=3, kept=("float32", "others"))
-    found = work.hidden_matrices(MODEL, shape)
+    found = hidden_matrices(MODEL, shape)
     # Queries and outputs are square with 4 heads of 16; keys and values have 2 heads.
     assert found == {(64, 64): 6, (32, 64): 6, (64, 96): 6}
-    assert not work.hidden_matrices(MODEL, shape_of(num_blocks=3))
-    own = products.orthogonalizing_products(work.Matrix(64, 96))
+    assert not hidden_matrices(MODEL, shape_of(num_blocks=3))
+    own = products.orthogonalizing_products(Matrix(64, 96))
     assert products.flop(own) == 5 * (4 * 64**2 * 96 + 2 * 64**3)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from holmesjax.config import ParallelConfig
-from holmesjax.costs import work
+from holmesjax.layers.distinct_kinds import kind_names
 from holmesjax.planner import explain
 from holmesjax.planner.explain import Alternative, describe
 from holmesjax.planner.planner import find, make_plan
@@ -148,7 +148,7 @@ def test_layers_of_several_kinds_are_told_by_kind():
     model = {"num_layers": 7, "pattern": (DEAR, "block", "block")}
     config = make_config(model=model, schedule="interleaved_1f1b", layers=(4, 3))
     plan, [told] = make_plan(config, two_clusters()), explained(config, two_clusters()).best[:1]
-    kinds = work.kind_names(config.model)
+    kinds = kind_names(config.model)
     for stage in plan.stages:
         held = Counter(kinds[name] for name in stage.layers if name in kinds)
         text = f"{stage.num_blocks}: {held['dear']} dear, {held['block']} block"

@@ -13,6 +13,7 @@ from holmesjax.costs import work
 from holmesjax.costs.products import attention_products, layer_products
 from holmesjax.costs.stage_times import BACKWARD_NUMBERS, HOLMESJAX, OVERLAP_SLOWDOWN
 from holmesjax.errors import PlanError
+from holmesjax.layers.distinct_kinds import kind_names, kinds
 from holmesjax.layers.model_layers import layer_names
 from holmesjax.parallel import sharding
 from holmesjax.plan.plan import Axis, Plan, describe
@@ -322,7 +323,7 @@ def test_interleaved_stages_share_their_layers_over_chunks_in_model_order():
 def test_stages_tell_the_kinds_of_their_layers():
     model = {"num_layers": 6, "pattern": (DEAR, *["block"] * 5)}
     config = make_config(model=model, clusters=("ib", "roce"), layers=(3, 3), schedule="1f1b")
-    text = "\n".join(describe(make_plan(config, two_clusters()), work.kind_names(config.model)))
+    text = "\n".join(describe(make_plan(config, two_clusters()), kind_names(config.model)))
     assert "embed + 3 layers (1 dear, 2 block)\n" in text
     assert " 3 layers (3 block) + head\n" in text
 
@@ -360,7 +361,7 @@ def test_the_predicted_bubble_of_even_stages_is_near_that_of_the_papers(schedule
     plan = chosen_plan(config, topology, QUARTERS, layers=(16,) * 4, chunks=chunks)
     step_s = plan.step_time_s * (1 - plan.shares["boundary"])  # as if transfers took no time
     kind, model = cluster.nodes[0].device, make_config(model=changes).model
-    [block], num_tokens = work.kinds(model).blocks, 8 * 1024
+    [block], num_tokens = kinds(model).blocks, 8 * 1024
     products_s = 16 * kind.products_s(layer_products(block, num_tokens), "bfloat16")
     attention = attention_products(block, model.context_length, num_tokens)
     attention_s = 16 * HOLMESJAX.attention_pairs * kind.attention_s(attention, "bfloat16")

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from holmesjax.costs import memory, work as costs
+from holmesjax.costs.stage_shape import StageShape
 from holmesjax.costs.stage_times import stage_times
 from holmesjax.errors import PlanError
 from holmesjax.layers import model_layers
@@ -279,7 +280,7 @@ class Definition:
     def shape(self, mesh, m, policy, blocks, first, last, **held):
         data, fsdp, tensor, context = mesh
         train = self.config.train
-        return costs.StageShape(
+        return StageShape(
             blocks=blocks,
             is_first=first,
             is_last=last,

@@ -11,10 +11,11 @@ import yaml
 
 from holmesjax import job as jobs
 from holmesjax.config import CHECKOUT, ModelConfig
-from holmesjax.costs import work
+from holmesjax.costs.implementation import HOLMESJAX
 from holmesjax.costs.products import attention_products
+from holmesjax.costs.stage_shape import StageShape
 from holmesjax.costs.stage_times import layers_s
-from holmesjax.costs.work import HOLMESJAX
+from holmesjax.layers.distinct_kinds import kinds
 from holmesjax.runtime import device_profile
 from holmesjax.runtime.device_profile import Timed
 from holmesjax.topology import calibration, machines
@@ -26,12 +27,12 @@ MODEL = ModelConfig(
 )
 TINY = ModelConfig(num_layers=2, width=32, num_heads=4, context_length=16, vocab_size=64)
 KIND = machines.known_device("h100")
-[BLOCK] = work.kinds(MODEL).blocks
+[BLOCK] = kinds(MODEL).blocks
 TRUTH = ProductSpeed(share=0.6, rows=40, columns=200, depth=120)
 
 
 def one_layer(sequences):
-    return work.StageShape(
+    return StageShape(
         **{"blocks": (1,), "is_first": False, "is_last": False, "data": 1, "tensor": 1},
         **{"sequences": sequences, "chunks": 1, "in_flight": 1, "head_in_flight": 1},
         **{"dtype": "bfloat16", "checkpointing": "none"},

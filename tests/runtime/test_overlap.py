@@ -11,7 +11,8 @@ import re
 import jax
 import pytest
 
-from holmesjax.costs import work
+from holmesjax.costs.parameters import stage_parameters
+from holmesjax.costs.stage_shape import StageShape
 from holmesjax.plan.plan import Axis
 from holmesjax.runtime import microbatch
 from holmesjax.runtime.programs import (
@@ -56,7 +57,7 @@ def compiled(data, **changes):
 
 
 def parameters(stage) -> int:
-    shape = work.StageShape(
+    shape = StageShape(
         blocks=(NUM_BLOCKS,),
         is_first=stage.is_first,
         is_last=stage.is_last,
@@ -69,7 +70,7 @@ def parameters(stage) -> int:
         dtype=stage.compute_dtype,
         checkpointing="none",
     )
-    return work.stage_parameters(stage.model, shape)
+    return stage_parameters(stage.model, shape)
 
 
 # ---- what is sent over data ----------------------------------------------------------------------

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from holmesjax.config import OptimizerConfig
-from holmesjax.costs import memory, work
+from holmesjax.costs import memory
+from holmesjax.costs.optimizer_state import updated_bytes
 from holmesjax.models import ops
 from holmesjax.models.layer import init_params, statements
 from holmesjax.optimizers.optimizer import make_optimizer
@@ -133,5 +134,5 @@ def test_the_planner_knows_their_bytes():
     items, wide = (memory.stage_memory_bytes(MODEL, shape) for shape in (narrow, whole))
     assert items == wide | {"parameters": num_bytes(stage.state_shapes.params)}
     assert items["parameters"] == wide["parameters"] / 2
-    moved = [work.updated_bytes(MODEL, shape) for shape in (whole, narrow)]
+    moved = [updated_bytes(MODEL, shape) for shape in (whole, narrow)]
     assert moved[0] - moved[1] == 4 * items["parameters"] / 2

@@ -13,6 +13,9 @@ import pytest
 
 from benchmarks.memory_compiled import bytes_on_a_device
 from holmesjax.costs import memory, work
+from holmesjax.costs.parameters import gathered_parameters, held_parameters, reduced_numbers
+from holmesjax.costs.stage_shape import StageShape, stage_tokens
+from holmesjax.layers.distinct_kinds import kinds
 from holmesjax.layers.model_layers import EMBED, HEAD
 from holmesjax.plan.plan import Axis
 from holmesjax.runtime import microbatch
@@ -43,10 +46,10 @@ def gathers_otherwise(programs) -> bool:
     return jax.__version_info__ >= (0, 11) and stage.is_first and is_cut and not programs.is_split
 
 
-def shape_of(stage) -> work.StageShape:
+def shape_of(stage) -> StageShape:
     data, parts = stage.num_replicas, stage.num_parts
     size = lambda axis: stage.mesh.shape.get(axis, 1)
-    return work.StageShape(
+    return StageShape(
         blocks=(len(set(stage.layers) - {EMBED, HEAD}),),
         is_first=stage.is_first,
         is_last=stage.is_last,
@@ -86,9 +89,9 @@ def parameters_sent(stage) -> tuple[int, int, int]:
     if not parameter_axes(stage.mesh):
         return 0, 0, 0
     model, shape = stage.model, shape_of(stage)
-    forward, backward = work.gathered_parameters(model, shape)
+    forward, backward = gathered_parameters(model, shape)
     head = is_chunked_head(stage) * model.vocab_size * model.width // shape.tensor
-    return forward, backward - head, work.reduced_numbers(model, shape) - head
+    return forward, backward - head, reduced_numbers(model, shape) - head
 
 
 def check_microbatch(programs):
@@ -103,12 +106,12 @@ def check_microbatch(programs):
     backward = [total_sent([program], mesh) for program in own("backward")]
     *gathers, reduced = parameters_sent(stage)
     # Keys and values go to all other parts of their sequences; in the backward, gradients too.
-    [block] = work.kinds(model).blocks
+    [block] = kinds(model).blocks
     passed = work.key_value_numbers(block, shape.tensor) * sum(shape.blocks)
-    passed *= work.stage_tokens(model, shape) * (shape.context - 1)
+    passed *= stage_tokens(model, shape) * (shape.context - 1)
     # Boundaries of cut sequences. Runs that stay where they are send to themselves.
     num_boundaries = 2 - shape.is_first - shape.is_last
-    moved = (shape.context > 1) * work.stage_tokens(model, shape) * model.width * num_boundaries
+    moved = (shape.context > 1) * stage_tokens(model, shape) * model.width * num_boundaries
     for totals, gathered, numbers in (
         (forward, gathers[0], passed + moved),
         (backward, gathers[1], 2 * passed + moved),
@@ -136,7 +139,7 @@ def check_step(programs):
     reductions = found.pop(ProgramKey(last, True), None)
     assert (reductions is None) == (shape.data == 1 and not stage.shares_table)
     layers = stage.state_shapes.params
-    num_bytes = 4 * work.held_parameters(stage.model, shape)[0]
+    num_bytes = 4 * held_parameters(stage.model, shape)[0]
     for kind, crossed in (("all-gather", gathers), ("reduce-scatter", reductions or [])):
         assert [k for k, _ in crossed] == [kind] * (len(layers) if shape.data > 1 else 0)
         assert sum(n for _, n in crossed) == (num_bytes if shape.data > 1 else 0)

@@ -1,0 +1,257 @@
+"""The parameters of layers and stages, by the mesh axes that cut them.
+
+All of it derives from what the kinds of a model's layers state (`layers.kind`).
+
+    D  model width   V  vocabulary size   T  tokens in all
+"""
+
+import functools
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import numpy as np
+
+from holmesjax.config import ModelConfig
+from holmesjax.costs.stage_shape import StageShape, stage_tokens
+from holmesjax.layers.distinct_kinds import block_counts, kinds
+from holmesjax.layers.kind import PARTS_DIM, Kind, Parameter
+from holmesjax.layers.model_layers import cached, layers
+
+
+class Extent(NamedTuple):
+    """Numbers of some parameters, by the mesh axes that cut them.
+
+    `parts` are those of `fsdp` and `context`, which cut the same dim.
+    """
+
+    whole: int = 0
+    by_tensor: int = 0
+    by_parts: int = 0
+    by_both: int = 0
+
+    @classmethod
+    def of(cls, parameters: Iterable[Parameter]) -> "Extent":
+        numbers = [0, 0, 0, 0]
+        for own in parameters:
+            numbers[own.is_cut + 2 * (PARTS_DIM in own.dims)] += own.size()
+        return cls(*numbers)
+
+    def times(self, number: int) -> "Extent":
+        """The numbers of several equal layers."""
+        return Extent(*(number * own for own in self))
+
+    def without(self, other: "Extent") -> "Extent":
+        return Extent(*(a - b for a, b in zip(self, other, strict=True)))
+
+    @staticmethod
+    def total(extents: Iterable["Extent"]) -> "Extent":
+        return Extent(*map(sum, zip(*extents, strict=True)))
+
+    def on(self, tensor: int) -> int:
+        """Numbers on each of `tensor` devices, before `fsdp` and `context` cut them."""
+        return self.in_parts(tensor) + self.out_of_parts(tensor)
+
+    def in_parts(self, tensor: int) -> int:
+        """The part of these numbers that `fsdp` and `context` cut."""
+        return self.by_parts + self.by_both // tensor
+
+    def out_of_parts(self, tensor: int) -> int:
+        """The other numbers."""
+        return self.whole + self.by_tensor // tensor
+
+    def held(self, tensor: int, num_parts: int) -> float:
+        """Numbers on each device."""
+        return self.in_parts(tensor) / num_parts + self.out_of_parts(tensor)
+
+
+class _LayerExtents(NamedTuple):
+    """The parameters of one layer, by what becomes of them."""
+
+    all: Extent
+    trained: Extent  # with a master, moments and gradients
+    unread: Extent  # that its backward does not read, if its forward does not run again
+    looked_up: Extent  # row by row
+    trained_rows: Extent  # of what is looked up
+    borrowed: Extent  # of other layers
+
+
+@cached(256)
+def _layer_extents(model: ModelConfig) -> tuple[_LayerExtents, ...]:
+    """The extents of each kind of layer, in the order of `Kinds.in_order`."""
+    return tuple(
+        _LayerExtents(
+            all=Extent.of(kind.parameters),
+            trained=Extent.of(own for own in kind.parameters if own.trains),
+            unread=Extent.of(own for own in kind.parameters if own.use == "added"),
+            looked_up=Extent.of(_looked_up(kind)),
+            trained_rows=Extent.of(own for own in _looked_up(kind) if own.trains),
+            borrowed=Extent.of(own for _, own in _borrowed(model, kind)),
+        )
+        for kind in kinds(model).in_order
+    )
+
+
+def _looked_up(kind: Kind) -> list[Parameter]:
+    return [own for own in kind.parameters if own.use == "looked_up"]
+
+
+def _borrowed(model: ModelConfig, kind: Kind) -> list[tuple[str, Parameter]]:
+    """Parameters of other layers that a layer reads, each beside the name of its layer."""
+    found = []
+    for path in kind.borrows:
+        layer, _, name = path.partition("/")
+        [parameter] = [own for own in layers(model)[layer].parameters if own.name == name]
+        found.append((layer, parameter))
+    return found
+
+
+class StageExtents(NamedTuple):
+    """The parameters of a stage, by what becomes of them."""
+
+    all: Extent  # with copies
+    trained: Extent
+    copies: tuple[Parameter, ...]  # of what its layers borrow from layers of other stages
+    unread: Extent  # by a backward that computes nothing again
+    unread_again: Extent  # by one that runs the forwards of Transformer layers again
+    rows_alone: Extent  # trained tables of which only rows are read
+    row_numbers: int  # of a token's rows of trained tables
+
+
+@cached(100_000)
+def stage_extents(model: ModelConfig, counts: tuple[int, ...]) -> StageExtents:
+    """The extents of a stage with so many layers of each kind."""
+    own = list(zip(counts, kinds(model).in_order, _layer_extents(model), strict=True))
+    borrowed = {
+        (layer, parameter.name): parameter
+        for count, kind, _ in own
+        for layer, parameter in (_borrowed(model, kind) if count else ())
+    }
+    present = {id(kind) for count, kind, _ in own if count}
+    is_here = lambda layer: id(layers(model)[layer]) in present
+    copies = tuple(item for (layer, _), item in borrowed.items() if not is_here(layer))
+    read_whole = [item for (layer, _), item in borrowed.items() if is_here(layer)]
+    total = lambda name: Extent.total(getattr(e, name).times(n) for n, _, e in own)
+    alone = total("looked_up").without(Extent.of(read_whole))
+    ends = Extent.total(e.unread.times(n) for n, kind, e in own if kind.place != "middle")
+    return StageExtents(
+        all=Extent.total([total("all"), Extent.of(copies)]),
+        trained=Extent.total([total("trained"), Extent.of(c for c in copies if c.trains)]),
+        copies=copies,
+        unread=Extent.total([total("unread"), alone]),
+        unread_again=Extent.total([ends, alone]),
+        rows_alone=total("trained_rows").without(Extent.of(p for p in read_whole if p.trains)),
+        row_numbers=sum(n * row_numbers(kind, trains=True) for n, kind, _ in own),
+    )
+
+
+def row_numbers(kind: Kind, *, trains: bool = False) -> int:
+    """Numbers of the rows that a layer looks up for one token; with `trains`, of trained tables."""
+    tables = [own for own in _looked_up(kind) if own.trains or not trains]
+    return sum(own.size() // own.shape[0] for own in tables)
+
+
+def table_parameters(model: ModelConfig, tensor: int = 1) -> int:
+    """The token table, V D / tensor: of the embedding, and of a tied output projection."""
+    return Extent.of(_looked_up(kinds(model).embed)).on(tensor)
+
+
+def num_parameters(model: ModelConfig) -> int:
+    """Parameters of all layers, each with what it borrows: a tied table counts twice.
+
+    GPT-2's layers have 12 D^2 (1 + 13 / 12 D) less their 9 D biases, which our model does not have:
+      >>> gpt2 = ModelConfig(
+      ...     num_layers=12, width=768, num_heads=12, context_length=1024, norm="layer_norm")
+      >>> kinds(gpt2).blocks[0].size()
+      7080960
+
+    Reference: Narayanan et al., arXiv:2104.04473, section 5.
+    """
+    counts = (1, *block_counts(model), 1)
+    pairs = zip(counts, _layer_extents(model), strict=True)
+    return sum(n * (extents.all.on(1) + extents.borrowed.on(1)) for n, extents in pairs)
+
+
+def parameter_counts(model: ModelConfig) -> tuple[int, int]:
+    """Parameters of the model, and those of them that one token uses.
+
+    A table that two layers share counts once. A token uses a share of the weights of a sparse layer
+    (`Parameter.active_share`), and of others all; an embedding counts as a whole.
+
+    >>> parameter_counts(ModelConfig(
+    ...     num_layers=1, width=8, num_heads=2, context_length=4, vocab_size=16, mlp_width=8,
+    ...     tied_embeddings=True, norm="rms_norm"))
+    (536, 536)
+    """
+    counts = (1, *block_counts(model), 1)
+    pairs = list(zip(counts, kinds(model).in_order, strict=True))
+    active = sum(n * own.size() * own.active_share for n, kind in pairs for own in kind.parameters)
+    return sum(n * kind.size() for n, kind in pairs), round(active)
+
+
+def stage_parameters(model: ModelConfig, stage: StageShape) -> int:
+    """Parameters of one replica on each of its devices, before `fsdp` cuts them.
+
+    A tied head needs the token table: where the embedding is on another stage, it holds a copy.
+
+    >>> model = ModelConfig(
+    ...     num_layers=1, width=8, num_heads=2, context_length=4, vocab_size=16,
+    ...     tied_embeddings=True, norm="rms_norm")
+    >>> last = StageShape(blocks=(0,), is_first=False, is_last=True, data=1, tensor=1, sequences=1,
+    ...                   chunks=1, in_flight=1, head_in_flight=1, dtype="float32",
+    ...                   checkpointing="none")
+    >>> stage_parameters(model, last) == 16 * 8 + 8
+    True
+    """
+    return stage_extents(model, stage.counts).all.on(stage.tensor)
+
+
+def held_parameters(model: ModelConfig, stage: StageShape) -> tuple[float, float]:
+    """Parameters of a replica on each device, and of these the parameters that train.
+
+    A parameter without the model width is whole on all devices of `fsdp` and `context`.
+    """
+    own, parts = stage_extents(model, stage.counts), stage.parameter_parts
+    return own.all.held(stage.tensor, parts), own.trained.held(stage.tensor, parts)
+
+
+def gathered_parameters(model: ModelConfig, stage: StageShape) -> tuple[int, int]:
+    """Parameters that a device gathers over `fsdp` in a forward, and in a backward.
+
+    A forward reads all. A backward does not read a table whose rows were looked up, unless it is
+    the output projection too, nor the bias of a norm that is not computed again.
+
+    >>> model = ModelConfig(
+    ...     num_layers=1, width=8, num_heads=2, context_length=4, vocab_size=16, norm="rms_norm")
+    >>> both = StageShape(blocks=(1,), is_first=True, is_last=True, data=1, tensor=1, fsdp=2,
+    ...                   sequences=1, chunks=1, in_flight=1, head_in_flight=1, dtype="float32",
+    ...                   checkpointing="none")
+    >>> forward, backward = gathered_parameters(model, both)
+    >>> forward == stage_parameters(model, both), forward - backward == 16 * 8
+    (True, True)
+    """
+    own = stage_extents(model, stage.counts)
+    unread = own.unread if stage.checkpointing == "none" else own.unread_again
+    numbers = own.all.in_parts(stage.tensor)
+    return numbers, numbers - unread.in_parts(stage.tensor)
+
+
+def reduced_numbers(model: ModelConfig, stage: StageShape) -> int:
+    """Numbers that a device gives to its reductions over `fsdp` in a backward.
+
+    The gradient of every parameter that trains. Where rows of a table are looked up, these are the
+    gradients of the rows, T D numbers: XLA moves those to the devices that hold the dims.
+    """
+    own = stage_extents(model, stage.counts)
+    numbers = own.trained.on(stage.tensor) - own.rows_alone.on(stage.tensor)
+    return numbers + stage_tokens(model, stage) * own.row_numbers
+
+
+def largest_layer_parameters(model: ModelConfig, stage: StageShape) -> int:
+    """Parameters that the stage's largest layer reads, on each device of `tensor`."""
+    own = zip(stage.counts, _layer_extents(model), strict=True)
+    sizes = [
+        extents.all.in_parts(stage.tensor) + extents.borrowed.in_parts(stage.tensor)
+        for count, extents in own
+        if count
+    ]
+    return functools.reduce(lambda a, b: np.maximum(a, b), sizes)

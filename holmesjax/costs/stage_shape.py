@@ -1,0 +1,65 @@
+"""The shape of a stage: its layers and how they are cut, which decide what it costs.
+
+The sizes of a mesh and the sequences of a `StageShape` are NumPy arrays of one shape, a number for
+each stage, or plain numbers for one stage. Each function of the costs works element by element, so
+its results have the same shape. Nothing asks which of the two it has.
+"""
+
+from dataclasses import dataclass
+
+from holmesjax.config import Checkpointing, ModelConfig
+from holmesjax.layers.distinct_kinds import kinds
+from holmesjax.layers.kind import Kind
+from holmesjax.update_rules import Kept
+
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StageShape:
+    """The shape of a stage, which decides its costs with the model and the machines.
+
+    `data`, `tensor`, `fsdp`, `context` and `sequences` may be arrays of one shape.
+    """
+
+    blocks: tuple[int, ...]  # Transformer layers of each kind, in the order of `Kinds.blocks`
+    is_first: bool  # holds the embedding
+    is_last: bool  # holds the head
+    data: int  # replicas
+    tensor: int  # devices that share each matrix product
+    fsdp: int = 1  # parts of each replica's parameters, and of its sequences
+    context: int = 1  # parts of each sequence; each part of the parameters has as many
+    sequences: int  # in a microbatch, of which a device has some part each
+    chunks: int  # runs of consecutive layers that it holds
+    in_flight: float  # microbatches that wait: `pipeline_schedules.max_in_flight`
+    head_in_flight: float  # of them, those whose forward has run through the head
+    dtype: str  # of the matrix products
+    param_dtype: str = "float32"  # of the parameters that are kept and updated
+    checkpointing: Checkpointing
+    # Format of each array that the optimizer keeps of a parameter (`update_rules`).
+    kept: tuple[Kept, ...] = ("float32", "float32")
+
+    @property
+    def parameter_parts(self) -> int:
+        """Parts of a replica's parameters, besides those of `tensor`."""
+        return self.fsdp * self.context
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """Layers of each kind, in the order of `Kinds.in_order`."""
+        return int(self.is_first), *self.blocks, int(self.is_last)
+
+    @property
+    def num_layers(self) -> int:
+        """The number of layers, with the embedding and the head."""
+        return sum(self.blocks) + self.is_first + self.is_last
+
+    def kinds(self, model: ModelConfig) -> list[tuple[int, Kind]]:
+        """The kinds of the stage's layers, each beside the number of these layers."""
+        pairs = zip(self.counts, kinds(model).in_order, strict=True)
+        return [(count, kind) for count, kind in pairs if count]
+
+
+def stage_tokens(model: ModelConfig, stage: StageShape) -> int:
+    """Tokens of a microbatch on each device."""
+    return stage.sequences * model.context_length // stage.context
