@@ -34,13 +34,17 @@ def _write_reference(app: Sphinx) -> None:
 
 def _link_to_files(app: Sphinx, page: str, content: list[str]) -> None:
     """Makes files outside of docs/ downloads, and folders plain names."""
+    docs = Path(app.srcdir).resolve()
+    folder = (docs / page).parent
 
     def changed(link: re.Match[str]) -> str:
         text, target = link[1], link[2].partition("#")[0]
-        return text if (Path(app.srcdir) / target).is_dir() else f"[{text}](path:{target})"
+        file = (folder / target).resolve()
+        if file.is_relative_to(docs):
+            return link[0]
+        return text if file.is_dir() else f"[{text}](path:{target})"
 
-    if "/" not in page:
-        content[0] = re.sub(r"(?<!!)\[([^\]]+)\]\((\.\./[^)]+)\)", changed, content[0])
+    content[0] = re.sub(r"(?<!!)\[([^\]]+)\]\((\.\./[^)]+)\)", changed, content[0])
 
 
 def _show_indented_lines_as_they_are(*arguments: Any) -> None:

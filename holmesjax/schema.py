@@ -5,7 +5,7 @@ constraints, are what the values may be. All mistakes are found in one pass.
 
 Pydantic checks each value. `_Reader` walks the sections, because pydantic validates a dataclass
 whole or not at all. The checks across settings run on a file with other mistakes too, so they need
-the values that are right by themselves. docs/design.md has what else would suffer.
+the values that are right by themselves. docs/design/rejected.md has what else would suffer.
 """
 
 import contextlib

@@ -7,7 +7,7 @@ dataclasses.
 
 PyYAML's events are read here, and not a tree that a library builds. Events come from libyaml, and
 they show what a tree hides: every duplicate key, aliases, tags, and how deep a file nests before
-anything is built. docs/design.md has what ruamel.yaml does in their place.
+anything is built. docs/design/rejected.md has what ruamel.yaml does in their place.
 """
 
 import json

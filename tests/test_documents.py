@@ -28,6 +28,7 @@ for file in sorted(CHECKOUT.glob("[hklb]*/**/*.py")):
 PAGES = [
     *(CHECKOUT / name for name in ("README.md", "CONTRIBUTING.md", "benchmarks/README.md")),
     *sorted(CHECKOUT.glob("docs/*.md")),
+    *sorted(CHECKOUT.glob("docs/design/*.md")),
 ]
 
 

@@ -13,7 +13,7 @@ ALIGNMENT = 64  # bytes; JAX takes over host memory without a copy only so
 
 # glibc's allocator with one heap that is never given back. XLA:CPU asks for its temporaries anew on
 # each call of a program; by default their pages go back to the kernel, and each is a fault when it
-# is touched again (docs/design.md, Measured).
+# is touched again (docs/measurements.md).
 ALLOCATOR = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": "-1"}
 
 
