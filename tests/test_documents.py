@@ -1,6 +1,7 @@
 """What the documents say is what the code does."""
 
 import json
+import math
 import re
 import shlex
 from pathlib import Path
@@ -20,7 +21,8 @@ from tests.clusters import PLANS, golden_plan
 
 RUN_FILES = sorted(CHECKOUT.glob("configs/r[ue]*s/*.yaml"))
 README = (CHECKOUT / "README.md").read_text()
-VERBS = (CHECKOUT / "docs/verbs.md").read_text()
+PLANNING = (CHECKOUT / "docs/planner.md").read_text()
+TRAINING = (CHECKOUT / "docs/training.md").read_text()
 BENCHMARKS = (CHECKOUT / "docs/benchmarks.md").read_text()
 SOURCES = {}  # by the last name of each module
 for file in sorted(CHECKOUT.glob("[hklb]*/**/*.py")):
@@ -59,7 +61,7 @@ def test_every_topology_loads(path):
 
 
 def test_the_plan_in_the_documents_is_the_plan():
-    [shown] = re.findall(r"```text\n(topology .*?)```", VERBS, re.DOTALL)
+    [shown] = re.findall(r"```text\n(topology .*?)```", PLANNING, re.DOTALL)
     printed = job.load("configs/runs/quickstart.yaml").describe()
     assert shown.splitlines() == printed
 
@@ -67,7 +69,7 @@ def test_the_plan_in_the_documents_is_the_plan():
 def test_the_mistake_in_the_documents_is_what_is_printed():
     with pytest.raises(HolmesError) as error:
         job.load("configs/runs/quickstart.yaml", ["train.stepz=10"])
-    assert f"error: {error.value}" in VERBS
+    assert f"error: {error.value}" in TRAINING
 
 
 def test_the_topology_in_the_readme_can_be_planned(tmp_path):
@@ -98,6 +100,16 @@ def test_the_files_and_headings_that_a_page_names_exist(path):
     whole = [CHECKOUT / name for name in named]
     missing = [str(path) for path in whole if not path.exists() and made not in path.parents]
     assert not missing
+
+
+def test_no_page_is_longer_than_three_screens():
+    """Of fifty lines each; a longer line is shown as several."""
+    lengths = {
+        path.name: sum(max(1, math.ceil(len(line) / 130)) for line in path.read_text().splitlines())
+        for path in PAGES
+        if CHECKOUT / "docs" in path.parents
+    }
+    assert not {name: length for name, length in lengths.items() if length > 150}
 
 
 def test_each_question_about_the_code_has_its_file():

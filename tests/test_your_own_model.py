@@ -1,4 +1,4 @@
-"""The modules of the page about models of your own train, with the losses of their layers."""
+"""The modules of the pages about models of your own train, with the losses of their layers."""
 
 import importlib
 import io
@@ -19,7 +19,7 @@ from holmesjax.trainer import Trainer
 from tests.jobs import ROOT, write_run
 from tests.models.test_own_model import initial
 
-PAGE = (ROOT / "docs/your_own_model.md").read_text()
+PAGE = "".join(path.read_text() for path in sorted(ROOT.glob("docs/your_own_*.md")))
 BLOCKS = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
 NAMED = [re.match(r"# (\w+)\.py\n+(.*)", block, re.DOTALL) for block in BLOCKS]
 MODULES = dict(found.groups() for found in NAMED if found)

@@ -1,4 +1,4 @@
-"""The family that docs/extending.md adds is added as it stands there, and computes what it says."""
+"""The family of docs/extending_models.md is added as it stands there, and computes what it says."""
 
 import re
 import sys
@@ -27,7 +27,7 @@ parallel: {microbatches: 2, schedule: 1f1b, stages: 2}
 
 def blocks_of_the_page():
     """The module and the preset."""
-    page = (CHECKOUT / "docs/extending.md").read_text()
+    page = (CHECKOUT / "docs/extending_models.md").read_text()
     section = page.split("## Add a family")[1].split("\n## ")[0]
     [module] = re.findall(r"```python\n(.*?)```", section, re.DOTALL)
     [preset] = re.findall(r"```yaml\n(.*?)```", section, re.DOTALL)
