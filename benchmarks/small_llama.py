@@ -7,8 +7,9 @@ Trains configs/runs/small_llama.yaml twice, about an hour each on two idle cores
     one device     the same model, data and optimizer in one stage, in one process
 
 Both runs read the same sequences in the same order, so their losses differ only by rounding. Prints
-the numbers, draws both losses into one picture, and draws samples from the run over two clusters.
-A run that was stopped goes on when the command is given again.
+the numbers, draws the losses into one picture, and draws samples from the run over two clusters.
+The result is written after each run. A run that was stopped goes on when the command is given
+again; with `--run NAME`, the result keeps the numbers of the other run.
 """
 
 import argparse
@@ -22,7 +23,7 @@ from typing import Any
 
 from benchmarks.provenance import RESULTS, provenance
 from holmesjax.errors import DataError, HolmesError
-from holmesjax.report import comparison
+from holmesjax.report import metrics
 from holmesjax.report.figures import loss_curves
 
 RUN_FILE = "configs/runs/small_llama.yaml"
@@ -45,49 +46,68 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--text", metavar="DIR", default="corpora/technical", help="(%(default)s)")
     parser.add_argument("--out", metavar="DIR", default="runs", help="of the runs (%(default)s)")
     parser.add_argument("--result", metavar="NAME", default="small_llama", help="(%(default)s)")
+    parser.add_argument("--run", choices=RUNS, help="train this one alone (both)")
     parser.add_argument("settings", nargs="*", metavar="key=value", help="for both runs")
     args = parser.parse_args(arguments)
-    text = Path(args.text)
+    text, out = Path(args.text), RESULTS / args.result
+    result: dict[str, Any] = {"runs": {}}
+    if args.run and out.with_suffix(".json").exists():
+        result = json.loads(out.with_suffix(".json").read_text(encoding="utf-8"))
     try:
         if not (text / "tokens").is_dir():
             problem, fix = "has no files of tokens", "run python -m benchmarks.technical_text"
             raise DataError(str(text), problem, found="no folder tokens", fix=fix)
         corpus = [f"data.corpus={text / 'tokens'}", f"data.tokenizer={text / 'tokenizer'}"]
-        folders = []
-        for name, settings in RUNS.items():
-            folders.append(Path(args.out) / f"small_llama_{name.replace(' ', '_')}")
-            own = [*corpus, *settings, *args.settings, f"run.dir={folders[-1]}"]
+        for name in [args.run] if args.run else RUNS:
+            folder = Path(args.out) / f"small_llama_{name.replace(' ', '_')}"
+            own = [*corpus, *RUNS[name], *args.settings, f"run.dir={folder}"]
             _launch(["train", RUN_FILE, *own, "--launcher", "local"])
-        runs = comparison.load([str(folder) for folder in folders])
+            numbers = _numbers(metrics.read(str(folder)))
+            result["runs"][name] = {**provenance("small_llama"), **numbers}
+            if name == "two clusters":
+                result["documents"] = _documents(text / "manifest")
+                result["samples"] = _samples(folder)
+            _write(out, result)
     except HolmesError as error:
         print(error, file=sys.stderr)
         return error.exit_status
-    result: dict[str, Any] = {
-        **provenance("small_llama"),
-        "documents": _documents(text / "manifest"),
-        "runs": {name: _numbers(run.records) for name, run in zip(RUNS, runs, strict=True)},
-    }
-    first, second = (numbers["validation"] for numbers in result["runs"].values())
-    result["largest_difference"] = max(abs(first[step] - second[step]) for step in first)
-    result["samples"] = _samples(folders[0])
-    curves = {name: run.records for name, run in zip(RUNS, runs, strict=True)}
-    out = RESULTS / args.result
+    print(page(result))
+    return 0 if (_difference(result) or 0) <= MAX_DIFFERENCE else 1
+
+
+def _write(out: Path, result: dict[str, Any]) -> None:
+    """Writes the result beside its picture and its page."""
+    curves = {name: _losses(run) for name, run in result["runs"].items()}
     loss_curves(curves).savefig(out.with_suffix(".png"), dpi=150, facecolor="white")
     out.with_suffix(".json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     out.with_suffix(".md").write_text(page(result), encoding="utf-8")
-    print(page(result))
-    return 0 if result["largest_difference"] <= MAX_DIFFERENCE else 1
+
+
+def _losses(run: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The losses of a run as records of its steps."""
+    records = [{"step": step, "loss": loss} for step, loss in enumerate(run["losses"], 1)]
+    for step, loss in run["validation"].items():
+        records[int(step) - 1]["val_loss"] = loss
+    return records
+
+
+def _difference(result: Mapping[str, Any]) -> float | None:
+    """The largest difference between validation losses of both runs; None with one run."""
+    if len(result["runs"]) < len(RUNS):
+        return None
+    first, second = (run["validation"] for run in result["runs"].values())
+    return max(abs(first[step] - second[step]) for step in first)
 
 
 def page(result: dict[str, Any]) -> str:
-    """The result as Markdown: a table of both runs, and the samples."""
-    lines = [
-        f"`{result['command']}` at commit {result['commit']}, {result['date']}, "
-        f"{result['device']['cores']} cores of {result['device']['cpu']}.",
-        "",
-        "| | " + " | ".join(result["runs"]) + " |",
-        "| --- |" + " --- |" * len(result["runs"]),
-    ]
+    """The result as Markdown: a table of the runs, and the samples."""
+    runs = result["runs"]
+    lines = []
+    for name, run in runs.items():
+        made = f"`{run['command']}` at commit {run['commit']}, {run['date']}"
+        on = f"{run['device']['cores']} cores of {run['device']['cpu']}"
+        lines.append(f"- {name}: {made}, {on}.")
+    lines += ["", "| | " + " | ".join(runs) + " |", "| --- |" + " --- |" * len(runs)]
     rows = {
         "steps": lambda run: f"{run['steps']:,}",
         "tokens": lambda run: f"{run['tokens']:,}",
@@ -96,10 +116,11 @@ def page(result: dict[str, Any]) -> str:
         "last validation loss": lambda run: f"{list(run['validation'].values())[-1]:.4f}",
     }
     for name, cell in rows.items():
-        cells = [cell(run) for run in result["runs"].values()]
-        lines.append(f"| {name} | " + " | ".join(cells) + " |")
-    lines += ["", f"Largest difference of validation losses: {result['largest_difference']:.2g}."]
-    for prompt, text in result["samples"].items():
+        lines.append(f"| {name} | " + " | ".join(cell(run) for run in runs.values()) + " |")
+    lines += ["", *(f"Not measured: {name}." for name in RUNS if name not in runs)]
+    if (difference := _difference(result)) is not None:
+        lines.append(f"Largest difference of validation losses: {difference:.2g}.")
+    for prompt, text in result.get("samples", {}).items():
         lines += ["", f"After `{prompt}`:", "", "```text", prompt + text, "```"]
     return "\n".join(lines) + "\n"
 
