@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import yaml
 
@@ -36,6 +36,9 @@ from holmesjax.transport import buffers
 CONFIG, TOPOLOGY, PLAN = "config.yaml", "topology.yaml", "plan.yaml"
 ENVIRONMENT = "environment.yaml"
 PROFILES = "profiles"  # what JAX's profiler writes of steps
+
+# Who reads the data on this machine: the one process of a run, or the processes of a node.
+DataReader = Literal["process", "node"]
 
 SETTINGS_OF: configs.SettingsOf = {"hf": hugging_face.settings_of, "peft": peft.settings_of}
 
@@ -337,7 +340,7 @@ def load(
     target: str | Path,
     overrides: Sequence[str] | Mapping[str, Any] = (),
     *,
-    reads_data: bool = False,
+    reads_data: DataReader | None = None,
     say: Callable[[str], None] = lambda _: None,
 ) -> Job:
     """The job of a run file, or of the folder of a run that was started before.
@@ -345,7 +348,8 @@ def load(
     Args:
       target: a file of `configs/runs/`, or a run folder.
       overrides: settings on top of it, `["train.steps=100"]` or `{"train.steps": 100}`.
-      reads_data: whether this machine should have the data; looked at before anything is planned.
+      reads_data: who reads the data on this machine, which is looked at before anything is planned.
+        One process has the paths of the first cluster; a node may be of any. None: nobody here.
       say: is called with what the planner tries.
 
     Raises HolmesError for what cannot be, in the files, the data or the plan.
@@ -363,7 +367,7 @@ def load(
     cluster_paths.check(config, clusters)
     _refuse_no_folder(Path(config.run.dir))
     if reads_data:
-        cluster_paths.look(config, clusters)
+        cluster_paths.look(config, clusters[:1] if reads_data == "process" else clusters)
     # Imported here: the processes of a job read its plan.
     from holmesjax.planner.planner import make_plan
 
@@ -413,7 +417,10 @@ def _refuse_no_folder(run_dir: Path) -> None:
 
 
 def _load_folder(
-    folder: Path, overrides: Sequence[str], reads_data: bool, say: Callable[[str], None]
+    folder: Path,
+    overrides: Sequence[str],
+    reads_data: DataReader | None,
+    say: Callable[[str], None],
 ) -> Job:
     """A run folder is complete in itself, wherever it has been moved."""
     config = load_config(folder)

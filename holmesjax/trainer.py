@@ -78,7 +78,9 @@ class Trainer:
             forget()  # another function may have had its name
             overrides = [*as_overrides(overrides), *as_overrides({"model.module": name_of(model)})]
         self.job = (
-            source if isinstance(source, Job) else jobs.load(source, overrides, reads_data=True)
+            source
+            if isinstance(source, Job)
+            else jobs.load(source, overrides, reads_data="process")
         )
         self.history: list[dict[str, Any]] = []  # the records of the run's steps, once it trains
         self.tasks: list[dict[str, Any]] = []  # of the last step, as `timeline.json` has them

@@ -6,21 +6,24 @@ import importlib
 import signal
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from holmesjax.errors import REQUEUE, AbsentDataError, HolmesError
 from launch.arguments import parse
 from launch.progress_message import ProgressMessage
 
 
-def _reads_data(args: argparse.Namespace) -> bool:
-    """Whether the run would read its data here; a plan looks at the data that is here."""
-    return args.verb == "plan" or (args.verb == "train" and args.launcher in (None, "local"))
+def _data_reader(args: argparse.Namespace, *, in_lab: bool) -> Literal["process", "node"] | None:
+    """Who would read the data of the run here; a plan looks at the data that is here."""
+    if args.verb == "train" and args.launcher is None and not in_lab:
+        return "process"
+    is_here = args.verb == "train" and args.launcher in (None, "local")
+    return "node" if is_here or args.verb == "plan" else None
 
 
-def _load(load: Callable[..., Any], args: argparse.Namespace) -> Any:
+def _load(load: Callable[..., Any], args: argparse.Namespace, *, in_lab: bool) -> Any:
     """Loads the job of a verb. Data that is not on this machine does not hinder a plan."""
-    reads_data = _reads_data(args)
+    reads_data = _data_reader(args, in_lab=in_lab)
     with ProgressMessage("planning") as say:
         try:
             return load(args.target, args.overrides, reads_data=reads_data, say=say)
@@ -50,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if planned and hasattr(planned, "target"):  # a verb of a run
             load = importlib.import_module("holmesjax.job").load
             _collect_garbage()
-            planned.job = _load(load, planned)
+            planned.job = _load(load, planned, in_lab=planned is not args)
         verb = importlib.import_module(f"launch.verbs.{args.verb}")
         _collect_garbage()
         return verb.run(args)

@@ -56,7 +56,7 @@ def check(config: Config, clusters: Sequence[str]) -> None:
 
 
 def look(config: Config, clusters: Sequence[str]) -> None:
-    """Looks whether this machine has the data of one of the clusters. Raises HolmesError."""
+    """Looks whether this machine has the data of one of these clusters. Raises HolmesError."""
     views = [here(config.data, cluster) for cluster in clusters]
     refusals = []
     for number, view in enumerate(views):

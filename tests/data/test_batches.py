@@ -19,7 +19,7 @@ from holmesjax.data.text import windows_of
 from holmesjax.data.tokenizer import BEGIN, ByteTokenizer
 from holmesjax.errors import ConfigError, DataError
 from holmesjax.planner import planner
-from launch.__main__ import _reads_data, main
+from launch.__main__ import _data_reader, main
 from launch.arguments import parse
 from tests.cases import cases
 from tests.jobs import write_run
@@ -287,7 +287,7 @@ def test_data_are_looked_at_before_anything_is_planned(
     monkeypatch.chdir(tmp_path)
     path, own = write_run(tmp_path, {"a": (1,), "b": (1,)}), ["data.corpus=text"]
     if target == "folder":
-        jobs.load(path, own, reads_data=True).save()
+        jobs.load(path, own, reads_data="node").save()
         path, own = tmp_path / "run", []
     planned = []
     monkeypatch.setattr(planner, "make_plan", lambda *_: planned.append(1))
@@ -341,5 +341,7 @@ def test_a_launcher_that_reads_the_data_elsewhere_does_not_look_for_them(tmp_pat
     arguments = ["train", str(path), "data.corpus=/only/there", "--launcher"]
     assert main([*arguments, "kubernetes"]) == 2
     assert "--options" in capsys.readouterr().err  # and not the data
-    assert not _reads_data(parse([*arguments, "ssh"]))
-    assert _reads_data(parse([*arguments, "local"]))
+    assert _data_reader(parse([*arguments, "ssh"]), in_lab=False) is None
+    assert _data_reader(parse([*arguments, "local"]), in_lab=False) == "node"
+    alone = parse(arguments[:-1])
+    assert [_data_reader(alone, in_lab=in_lab) for in_lab in (False, True)] == ["process", "node"]

@@ -42,13 +42,15 @@ def test_paths_of_no_cluster_and_of_no_path_are_refused(tmp_path: Path, paths, m
         jobs.load(run_file, ["data.corpus=corpus/x", f"data.paths={paths}"])
 
 
-def test_a_machine_has_the_data_of_one_of_the_clusters(tmp_path: Path):
+def test_a_node_has_the_data_of_one_of_the_clusters_and_one_process_that_of_the_first(tmp_path):
     run_file = write_run(tmp_path, {"a": (1,), "b": (1,)})
     there = tmp_path / "there"
     there.mkdir()
     (there / "a.txt").write_text("text " * 20_000)
     settings = ["data.corpus=/nothing/here", "data.validation_fraction=0", "train.eval_every=0"]
-    paths = f"data.paths={{b: {{/nothing/here: {there}}}}}"
-    jobs.load(run_file, [*settings, paths], reads_data=True)
-    with pytest.raises(DataError, match=r"data.corpus: is no folder\n  found: /nothing/here"):
-        jobs.load(run_file, settings, reads_data=True)
+    first, second = (f"data.paths={{{name}: {{/nothing/here: {there}}}}}" for name in "ab")
+    for paths, reader in ((first, "node"), (first, "process"), (second, "node")):
+        jobs.load(run_file, [*settings, paths], reads_data=reader)
+    for paths, reader in (([], "node"), ([second], "process")):
+        with pytest.raises(DataError, match=r"data.corpus: is no folder\n  found: /nothing/here"):
+            jobs.load(run_file, [*settings, *paths], reads_data=reader)
