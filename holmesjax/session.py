@@ -161,6 +161,7 @@ class Session:
     memory: PeakMemory = field(default_factory=lambda: PeakMemory({}))
     vote: Callable[[], None] = lambda: None
     _last_s: float = field(default=0.0, init=False)  # when the step before ended
+    _held: list[Part] = field(default_factory=list, init=False)  # their ends are not told apart
     _num_skipped: int = field(default=0, init=False)  # in a row
     _checkpoint_s: float = field(default=0.0, init=False)  # that no part has told yet
 
@@ -178,7 +179,10 @@ class Session:
         # It waits as long as the first step, which waits for what is as slow.
         timeout_s = self.config.distributed.start_timeout_s
         with Feed(self.batches, self.runner.placer, order, timeout_s) as feed:
-            return self._run(feed, states, done)
+            try:
+                return self._run(feed, states, done)
+            finally:
+                self._tell_held()
 
     def _order(self, done: int, sequences: int) -> Iterator[Step | Validation]:
         """All batches from here to the last step."""
@@ -195,12 +199,12 @@ class Session:
         unread: _Unread | None = None
         self._last_s = time.perf_counter()
 
-        def tell() -> None:
+        def tell(following: Timeline | None = None) -> None:
             """While there is nothing to dispatch: of the step before."""
             if unread:
-                self.tell(self._read(unread))
+                self._tell(self._read(unread), following)
 
-        meanwhile = Meanwhile(nearly=self.vote, idle=tell)
+        meanwhile = Meanwhile(nearly=self.vote, idle=lambda: tell(timeline))
         while done < steps and not self.is_stopping():
             self.begins("step", done + 1)
             timeline = self.clock.timeline()
@@ -216,7 +220,7 @@ class Session:
                 losses = self._evaluate(feed, states, done)
                 part["validation_s"] = time.perf_counter() - began_s
                 part["validation_bytes"] = self.runner.take_link_bytes()
-                self.tell({**part, **losses})
+                self._tell({**part, **losses}, None)
                 unread, self._last_s = None, time.perf_counter()
             if self.is_saving(done):
                 self._save(done, states)
@@ -225,6 +229,22 @@ class Session:
         if saved != done:
             self._save(done, states)
         return done
+
+    def _tell(self, part: Part, following: Timeline | None) -> None:
+        """Tells of a step, unless the step that follows has ended, too.
+
+        Then a busy machine has woken this process late: it sees both ends at once, and knows only
+        how long both steps took. Each of them is told with the mean.
+        """
+        self._held.append(part)
+        if following is None or not following.has_ended(self._last_s):
+            self._tell_held()
+
+    def _tell_held(self) -> None:
+        held, self._held = self._held, []
+        for part in held:
+            mean_s = math.fsum(own["step_time_s"] for own in held) / len(held)
+            self.tell({**part, "step_time_s": mean_s})
 
     def _step(self, step: int, states: Sequence[StageState], *args: Any) -> tuple[Any, Any]:
         """Runs a step; with JAX's profiler, where the run asks for it."""

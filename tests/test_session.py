@@ -3,6 +3,7 @@
 import dataclasses
 import gzip
 import json
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -10,7 +11,9 @@ import jax
 import numpy as np
 import pytest
 
+from holmesjax import session
 from holmesjax.errors import FatalError
+from holmesjax.runtime import timeline
 from holmesjax.session import Session
 from tests.clusters import make_config
 
@@ -18,11 +21,12 @@ from tests.clusters import make_config
 def make_session(runner, events, **train):
     """A session that trains nothing; `events` takes what it saves."""
     interval = SimpleNamespace(end_s=0.0)
+    timeline = SimpleNamespace(intervals=lambda: [interval], has_ended=lambda since_s: False)
     return Session(
         config=make_config(train=train),
         runner=runner,
         batches=None,
-        clock=SimpleNamespace(timeline=lambda: SimpleNamespace(intervals=lambda: [interval])),
+        clock=SimpleNamespace(timeline=lambda: timeline),
         writer=SimpleNamespace(save=lambda step, states: events.append(f"save {step}")),
         tell=lambda part: None,
         is_stopping=lambda: False,
@@ -74,6 +78,56 @@ def test_a_step_is_dispatched_before_anything_of_the_one_before_is_waited_for():
         "wait 2",
         "wait 3",
         "save 3",
+    ]
+
+
+class Result:
+    """Stands for a result of a step, which is ready once it is told to be."""
+
+    def __init__(self):
+        self._ready = threading.Event()
+        self.is_ready, self.set = self._ready.is_set, self._ready.set
+
+    def block_until_ready(self):
+        assert self._ready.wait(60)
+
+
+def test_steps_whose_ends_are_seen_at_once_share_their_time(monkeypatch):
+    """Steps of 10 s on a clock of the test; the end of the second is seen 10 s late."""
+    now_s, told = 0.0, []
+    for module in (timeline, session):
+        monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: now_s))
+    results = [Result() for _ in range(5)]
+    # When a step is told of in the step after: the time, and how many steps have ended.
+    moments = {2: (10.0, 1), 3: (30.0, 3), 4: (30.0, 3), 5: (40.0, 4)}
+
+    class Runner:
+        def __init__(self):
+            self.step = 0
+
+        def train_step(self, states, batch, timeline, meanwhile):
+            nonlocal now_s
+            timeline.watch(0, "S", None, None, results[self.step])
+            self.step += 1
+            now_s, num_ended = moments.get(self.step, (now_s, 0))
+            for result in results[:num_ended]:
+                result.set()
+            meanwhile.idle()
+            if self.step == 5:
+                now_s = 50.0
+                results[4].set()
+            numbers = {"grad_norm": 1.0, "learning_rate": 1.0, "loss": 1.0, "skipped": False}
+            return states, numbers
+
+        def take_link_bytes(self):
+            return {}
+
+    with timeline.Clock(1) as clock:
+        own = make_session(Runner(), [], steps=5)
+        own = dataclasses.replace(own, clock=clock, tell=told.append)
+        own._run(SimpleNamespace(take=lambda: None), [], 0)
+    assert [(part["step"], part["step_time_s"]) for part in told] == [
+        (step, 10.0) for step in range(1, 6)
     ]
 
 

@@ -5,7 +5,7 @@ A part is what one process tells of one step: a dict with
     step           optimizer steps done
     intervals      its tasks, as `timeline.Interval`
     link_bytes     what it received, by link
-    step_time_s    since the step before
+    step_time_s    since the step before; the mean of steps whose ends were seen at once
     input_wait_s   until its batch was there
     validation_s   of the validation behind the step, where there is one
     memory_bytes   of its devices whose peak has risen, the most that was in use

@@ -88,6 +88,7 @@ class Timeline:
     def __init__(self, clock: Clock):
         self._clock = clock
         self._futures: list[Future[Interval]] = []
+        self._last: list[tuple[float, Awaitable]] = []  # tasks of the whole step, with their times
 
     def watch(
         self,
@@ -109,10 +110,20 @@ class Timeline:
         now_s = time.perf_counter()
         future = self._clock.wait(stage, kind, microbatch, now_s, arrived, done)
         self._futures.append(future)
+        if microbatch is None:
+            self._last.append((now_s, done))
 
     def intervals(self) -> list[Interval]:
         """All tasks, once they have ended, by `time.perf_counter`."""
         return [future.result() for future in self._futures]
+
+    def has_ended(self, since_s: float) -> bool:
+        """Whether the step's last tasks have ended and were dispatched before `since_s`."""
+        return bool(self._last) and all(
+            # Arrays of JAX have the method; their types leave it out.
+            dispatched_s < since_s and done.is_ready()  # type: ignore[attr-defined]
+            for dispatched_s, done in self._last
+        )
 
 
 def from_first_start(intervals: Sequence[Interval]) -> list[Interval]:
