@@ -1,6 +1,7 @@
 """Pages of the site that are written from the code: settings, commands and a gallery of plans.
 
-settings.md    every section of a run file: its settings, their values, defaults and meaning
+settings.md    every section of a run file: its settings, their values, defaults and meaning. The
+               meaning is the comment of a setting in `holmesjax/config/sections.py`: each has one
 commands.md    the help of every verb
 gallery.md     the topologies of configs/topologies, with the plans of configs/runs on them
 """
@@ -54,8 +55,9 @@ def settings() -> str:
     lines = [
         "# Settings",
         "",
-        "A run file has these sections. A setting without a default must be given. On a command",
-        "line a setting is `section.name=value`.",
+        "A run file names a `topology`, a file of `configs/topologies`, and has these sections. A",
+        "setting without a default must be given. On a command line a setting is",
+        "`section.name=value`.",
     ]
     comments = _comments(Path(sections.__file__).read_text(encoding="utf-8"))
     for field in dataclasses.fields(configs.Config):
@@ -75,7 +77,7 @@ def _section(path: str, section: type, comments: dict[tuple[str, str], str]) -> 
             f"`{field.name}`",
             values_of(hints[field.name]),
             _default(field),
-            _markdown(comments.get((section.__name__, field.name), "")),
+            _sentence(section, field.name, comments),
         ]
         yield "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
         inner += [(field.name, part) for part in _parts(hints[field.name])]
@@ -136,11 +138,21 @@ def _default(field: Any) -> str:
 
 
 def _summary(section: type) -> str:
-    return (section.__doc__ or "").strip().split("\n\n")[0].replace("\n", " ")
+    return (section.__doc__ or "").strip().split("\n\n")[0]
+
+
+def _sentence(section: type, name: str, comments: dict[tuple[str, str], str]) -> str:
+    """What a setting means: its comment in the first class that defines it."""
+    found = [comments.get((own.__name__, name), "") for own in section.__mro__]
+    text = _markdown(next(filter(None, found), ""))
+    if not text:
+        raise ValueError(f"{section.__name__}.{name} has no comment in sections.py")
+    return text[0].upper() + text[1:] + "." * (text[-1] != ".")
 
 
 def _markdown(text: str) -> str:
-    return re.sub(r"\s+", " ", text).strip()
+    text = re.sub(r"\s+", " ", text).strip().replace("None", "`null`")
+    return re.sub(r"(`[^`]*`)|\*", lambda found: found[1] or r"\*", text)  # no emphasis
 
 
 def _comments(source: str) -> dict[tuple[str, str], str]:

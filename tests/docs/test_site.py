@@ -11,6 +11,7 @@ import pytest
 
 from docs import reference_pages
 from holmesjax import config as configs
+from holmesjax.config import sections
 from launch import arguments
 
 CHECKOUT = Path(__file__).parent.parent.parent
@@ -48,12 +49,23 @@ def test_the_settings_page_has_every_setting_with_its_default():
         for setting in dataclasses.fields(field.type) if field.name != "topology" else ():
             assert re.search(rf"^\| `{setting.name}` \|", page, re.MULTILINE), setting.name
     train = page[page.index("## `train`") : page.index("## `model`")]
-    assert "| `steps` | whole number, at least 1 |  | optimizer steps of the whole run |" in train
+    assert "| `steps` | whole number, at least 1 |  | Optimizer steps of the whole run. |" in train
     assert "| `seed` | whole number, at least 0 | `0` |" in train
     parallel = page[page.index("## `parallel`") : page.index("## `plan`")]
     schedules = parallel.partition("`schedule` | ")[2].partition(" | `null`")[0]
     assert {"`1f1b`", "`gpipe`", "`zero_bubble`"} <= set(re.split(r"[,;] ", schedules))
     assert "| list of: whole number, at least 1; or null | `null` |" in parallel
+    mixture = page[page.index("## `data.mixture`") : page.index("## `data.mixture_changes`")]
+    assert "| `corpus` | text |  | As data.corpus. |" in mixture  # of the class below
+
+
+def test_a_setting_without_a_sentence_is_an_error(monkeypatch):
+    source = Path(sections.__file__).read_text()
+    silent = source.replace("  # tokens in a sequence", "")
+    assert silent != source
+    monkeypatch.setattr(Path, "read_text", lambda *_, **__: silent)
+    with pytest.raises(ValueError, match=r"ModelConfig\.context_length has no comment"):
+        reference_pages.settings()
 
 
 def test_the_page_of_commands_has_every_verb_with_its_options():
