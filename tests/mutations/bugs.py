@@ -40,7 +40,7 @@ BUGS = (
     ),
     Bug(
         name="odd-runs",
-        module="holmesjax.config.checks",
+        module="holmesjax.config.parallel_checks",
         old="runs = 2 * context  # of tokens: each part has two",
         new="runs = context  # of tokens: each part has two",
         wrong="sequences that ring attention cannot cut in two runs for each device are accepted",

@@ -1,0 +1,128 @@
+"""Rules of corpora, mixtures and documents."""
+
+from collections.abc import Iterator
+
+from holmesjax import schema
+from holmesjax.config.mistakes import wrong
+from holmesjax.config.sections import MIXTURE, PYTHON_STDLIB, DataConfig, ModelConfig, TrainConfig
+from holmesjax.data_sources import SOURCES
+from holmesjax.errors import ConfigError
+
+
+def corpus_or_mixture(data: DataConfig) -> Iterator[ConfigError]:
+    if data.mixture is None:
+        if data.corpus == MIXTURE:
+            fix = "add `corpus:` to section 'data', or `mixture:`, a list of corpora"
+            yield wrong("data.corpus", "is missing", "nothing", fix)
+        if data.mixture_changes is not None:
+            fix = "leave it out, or name the corpora in data.mixture"
+            problem, found = "is only for a mixture", f"{len(data.mixture_changes)} changes"
+            yield wrong("data.mixture_changes", problem, found, fix)
+        return
+    if data.corpus != MIXTURE:
+        problem, fix = "must be left out beside data.mixture", "add it to the list of the mixture"
+        yield wrong("data.corpus", problem, data.corpus, fix)
+    for name, default in (("source", "text"), ("pattern", None)):
+        if (value := getattr(data, name)) != default:
+            fix = f"write {name}: {value} below each corpus of the mixture that has it"
+            yield wrong(f"data.{name}", "must be left out beside data.mixture", value, fix)
+
+
+def names_are_of_one(data: DataConfig) -> Iterator[ConfigError]:
+    """No two corpora have the same name, and each corpus can be read as it is written."""
+    seen = {"corpus"} if data.mixture is None else set()
+    for setting, entries in (("mixture", data.mixture), ("validation", data.validation)):
+        if entries == ():
+            fix = "name a corpus, or leave it out"
+            yield wrong(f"data.{setting}", "must not be empty", "[]", fix)
+        for number, entry in enumerate(entries or ()):
+            where = f"data.{setting}[{number}]"
+            if entry.name in seen:
+                fix = "give each corpus and each validation set a name of its own"
+                yield wrong(f"{where}.name", "must be of one corpus alone", entry.name, fix)
+            seen.add(entry.name)
+            if entry.corpus.startswith("~"):
+                problem = "must be a path as it is: only a shell knows what ~ is"
+                yield wrong(f"{where}.corpus", problem, entry.corpus, "write the whole path")
+            if entry.source == "arrays":
+                fix = "use files of tokens or text, or give all arrays in data.corpus"
+                problem = "cannot be one of several: arrays are no sequences of tokens"
+                yield wrong(f"{where}.source", problem, entry.source, fix)
+            if entry.corpus == PYTHON_STDLIB and entry.pattern is not None:
+                problem = f"is only for a folder: {PYTHON_STDLIB} has its own files"
+                yield wrong(f"{where}.pattern", problem, entry.pattern, "remove it")
+
+
+def weights_are_of_the_mixture(data: DataConfig) -> Iterator[ConfigError]:
+    if not data.mixture:
+        return
+    names = [entry.name for entry in data.mixture]
+    if not any(entry.weight for entry in data.mixture):
+        problem, fix = "must have a weight above 0", "give one corpus a weight"
+        yield wrong("data.mixture", problem, "all weights are 0", fix)
+    before = 0
+    for number, change in enumerate(data.mixture_changes or ()):
+        where = f"data.mixture_changes[{number}]"
+        if change.tokens <= before:
+            problem = "must be after the change before it"
+            fix = f"use more than {before:,}, and write the changes in their order"
+            yield wrong(f"{where}.tokens", problem, change.tokens, fix)
+        before = change.tokens
+        for name in change.weights:
+            if name not in names:
+                fix = schema.near(name, names)
+                yield wrong(f"{where}.weights", "names no corpus of the mixture", name, fix)
+        if not any(change.weights.values()):
+            problem, fix = "must have a weight above 0", "give one corpus a weight"
+            yield wrong(f"{where}.weights", problem, dict(change.weights), fix)
+
+
+def _packs(data: DataConfig) -> bool:
+    """Whether documents are packed into rows: all, or those of a source that always does it."""
+    named = [*(data.mixture or (data,)), *(data.validation or ())]
+    return data.packing is not None or any(SOURCES[each.source].packs for each in named)
+
+
+def packed_documents_are_apart(data: DataConfig) -> Iterator[ConfigError]:
+    if _packs(data) and data.documents != "mask":
+        problem = "must be mask where documents are packed: those of a row have nothing in common"
+        fix = "use mask" + ("" if data.packing is None else ", or no data.packing")
+        yield wrong("data.documents", problem, data.documents, fix)
+    if data.packing is not None and data.source == "arrays":
+        problem, fix = "is for documents of tokens, and not for arrays", "leave it out"
+        yield wrong("data.packing", problem, data.packing, fix)
+
+
+def packed_documents_begin_at_0(model: ModelConfig, data: DataConfig) -> Iterator[ConfigError]:
+    if _packs(data) and model.positions == "learned":
+        problem = "must be rotary where documents are packed: each begins at its own position 0"
+        fix = "use rotary" + ("" if data.packing is None else ", or no data.packing")
+        yield wrong("model.positions", problem, model.positions, fix)
+
+
+def own_models_read_no_documents(model: ModelConfig, data: DataConfig) -> Iterator[ConfigError]:
+    if model.module is not None and data.documents == "mask":
+        problem = "must be concatenate with model.module: only our own attention knows documents"
+        yield wrong("data.documents", problem, data.documents, "use concatenate")
+
+
+def vocabulary_holds_tokens(model: ModelConfig, data: DataConfig) -> Iterator[ConfigError]:
+    named = [SOURCES[each.source] for each in data.mixture or ()] or [SOURCES[data.source]]
+    source = max(named, key=lambda own: own.num_tokens(data))
+    if model.vocab_size < (least := source.num_tokens(data)):
+        problem = f"must be at least {least}: the tokens of the corpus are {source.tokens_are}"
+        fix = f"use {least}, or a padded size"
+        yield wrong("model.vocab_size", problem, model.vocab_size, fix)
+
+
+def validation_has_data(train: TrainConfig, data: DataConfig) -> Iterator[ConfigError]:
+    if train.eval_every and not data.validation_fraction and not data.validation:
+        problem = f"must be more than 0: train.eval_every = {train.eval_every} asks for validation"
+        fix = "use 0.05, or set train.eval_every to 0"
+        yield wrong("data.validation_fraction", problem, data.validation_fraction, fix)
+
+
+def pattern_is_for_folders(data: DataConfig) -> Iterator[ConfigError]:
+    if data.corpus == PYTHON_STDLIB and data.pattern is not None:
+        problem = f"is only for a folder: {PYTHON_STDLIB} has its own files"
+        yield wrong("data.pattern", problem, data.pattern, "remove it, or name a data.corpus")

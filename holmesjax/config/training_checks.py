@@ -1,0 +1,114 @@
+"""Rules of steps, batches, the optimizer and its learning rate."""
+
+import dataclasses
+import itertools
+from collections.abc import Iterator
+
+from holmesjax.config.mistakes import wrong
+from holmesjax.config.sections import KernelsConfig, LogConfig, OptimizerConfig, TrainConfig
+from holmesjax.errors import ConfigError
+from holmesjax.update_rules import RULES
+
+
+def optimizer_is_possible(optimizer: OptimizerConfig) -> Iterator[ConfigError]:
+    rule, name = RULES[optimizer.name], optimizer.name
+    if optimizer.moments != "float32" and not rule.rounds:
+        names = " or ".join(n for n, other in RULES.items() if other.rounds)
+        problem = f"is only for optimizer {names}: {name} keeps its numbers in float32"
+        yield wrong("optimizer.moments", problem, optimizer.moments, "leave it out")
+
+
+def muon_settings_are_for_muon(optimizer: OptimizerConfig) -> Iterator[ConfigError]:
+    defaults = {field.name: field.default for field in dataclasses.fields(OptimizerConfig)}
+    for name in () if RULES[optimizer.name].has_muon else ("muon_beta", "muon_consistent_rms"):
+        if (value := getattr(optimizer, name)) != defaults[name]:
+            problem = f"is only for optimizer muon, not for {optimizer.name}"
+            fix = "leave it out, or set optimizer.name to muon"
+            yield wrong(f"optimizer.{name}", problem, value, fix)
+
+
+def function_is_for_optax(optimizer: OptimizerConfig) -> Iterator[ConfigError]:
+    is_own, where = RULES[optimizer.name].takes_function, "optimizer.function"
+    if is_own and optimizer.function is None:
+        fix = "name a function of the section `optimizer` that gives a transformation of optax"
+        yield wrong(where, f"is missing: {optimizer.name} needs it", "nothing", fix)
+    if not is_own and optimizer.function is not None:
+        names = " or ".join(name for name, rule in RULES.items() if rule.takes_function)
+        problem = f"is only for optimizer {names}, not for {optimizer.name}"
+        fix = f"remove it, or set optimizer.name to {names}"
+        yield wrong(where, problem, optimizer.function, fix)
+
+
+def decay_is_for_wsd(optimizer: OptimizerConfig) -> Iterator[ConfigError]:
+    is_wsd, where = optimizer.schedule == "wsd", "optimizer.decay_steps"
+    if is_wsd and optimizer.decay_steps is None:
+        fix = "add the number of steps at the end in which the learning rate falls"
+        yield wrong(where, "is missing: schedule wsd needs it", "nothing", fix)
+    if not is_wsd and optimizer.decay_steps is not None:
+        fix = "remove it, or set optimizer.schedule to wsd"
+        problem = f"is only for schedule wsd, not for {optimizer.schedule}"
+        yield wrong(where, problem, optimizer.decay_steps, fix)
+
+
+def schedule_fits_run(train: TrainConfig, optimizer: OptimizerConfig) -> Iterator[ConfigError]:
+    """A warm-up may outlast a short run, but stable steps and a decay have to fit behind it."""
+    warmup, decay, steps = optimizer.warmup_steps, optimizer.decay_steps, train.steps
+    if optimizer.schedule == "wsd" and decay is not None and warmup + decay > steps:
+        problem = f"warmup_steps + decay_steps must be at most train.steps = {steps}"
+        found = f"{warmup} + {decay} = {warmup + decay}"
+        fix = f"use {steps - warmup} or less, or more steps" if warmup < steps else "use more steps"
+        yield wrong("optimizer.decay_steps", problem, found, fix)
+
+
+def profiled_steps_are_of_the_run(train: TrainConfig) -> Iterator[ConfigError]:
+    if train.profile_steps and max(train.profile_steps) > train.steps:
+        problem = f"must each be at most train.steps = {train.steps}"
+        fix = "use earlier steps, or more train.steps"
+        yield wrong("train.profile_steps", problem, list(train.profile_steps), fix)
+
+
+def gradients_have_exponents(train: TrainConfig) -> Iterator[ConfigError]:
+    fix = "use bfloat16, which has the exponents of float32"
+    if train.compute_dtype == "float16":
+        problem = (
+            "must not be float16: its least number is 6e-8 and its largest 65504, so gradients "
+            "vanish and sums overflow, and no step scales its loss"
+        )
+        yield wrong("train.compute_dtype", problem, train.compute_dtype, fix)
+    if train.param_dtype == "float16":
+        problem = (
+            "must not be float16: a parameter or a change below 6e-8 would become zero, and one "
+            "above 65504 infinite"
+        )
+        yield wrong("train.param_dtype", problem, train.param_dtype, fix)
+
+
+def rampup_grows(train: TrainConfig) -> Iterator[ConfigError]:
+    sizes = [part.global_batch for part in train.rampup] + [train.global_batch]
+    for number, (size, following) in enumerate(itertools.pairwise(sizes)):
+        if size >= following:
+            where, problem = f"train.rampup[{number}].global_batch", "must be below the next batch"
+            yield wrong(where, f"{problem}, of {following}", size, f"use {following - 1} or less")
+
+
+def rampup_has_no_statistics(train: TrainConfig, log: LogConfig) -> Iterator[ConfigError]:
+    if train.rampup and log.statistics:
+        problem = "must be false beside train.rampup: means over microbatches need equal batches"
+        yield wrong("log.statistics", problem, True, "leave one of the two out")
+
+
+def validated_average_is_kept(
+    train: TrainConfig, optimizer: OptimizerConfig
+) -> Iterator[ConfigError]:
+    if train.eval_ema and optimizer.ema_decay is None:
+        problem = "needs optimizer.ema_decay: without it there is no average of the weights"
+        yield wrong("train.eval_ema", problem, True, "set optimizer.ema_decay, such as 0.999")
+
+
+def attention_is_deterministic_too(
+    train: TrainConfig, kernels: KernelsConfig
+) -> Iterator[ConfigError]:
+    if train.deterministic and not kernels.deterministic_attention:
+        problem = "must be true for train.deterministic: faster gradients differ"
+        fix = "set it to true, or train.deterministic to false"
+        yield wrong("kernels.deterministic_attention", problem, False, fix)
