@@ -11,7 +11,7 @@
                several layouts
 
 The controller is the real one, in a process of its own. Members are simulated, thousands in a
-process: they say what `controller.Member` says, over real sockets on loopback. What they send waits
+process: they say what `member.Member` says, over real sockets on loopback. What they send waits
 for half of the round trip before it goes, and so does what they hear before they act on it; a
 connection is made after a whole one. Each has a clock of its own.
 
@@ -44,15 +44,11 @@ import numpy as np
 from benchmarks.pipeline_overhead import count
 from benchmarks.provenance import RESULTS, cpu_model, provenance
 from holmesjax.config import DistributedConfig
-from holmesjax.distributed.controller import (
-    BEATS,
-    CLOCK_PAUSE_S,
-    FIRST_CLOCKS,
-    ClockOffset,
-    Controller,
-)
+from holmesjax.distributed.controller import Controller
 from holmesjax.distributed.data_agreement import DataAgreement
+from holmesjax.distributed.member import CLOCK_PAUSE_S, FIRST_CLOCKS, ClockOffset
 from holmesjax.distributed.messages import (
+    BEATS,
     PROTOCOL,
     Compiled,
     ControllerHello,
@@ -175,7 +171,7 @@ class Crowd:
 
 
 class Member:
-    """Says and hears the messages of `controller.Member`, without waiting."""
+    """Says and hears the messages of `member.Member`, without waiting."""
 
     def __init__(self, crowd: Crowd, process: Process, num_members: int):
         self._crowd, self._process, self._num_members = crowd, process, num_members

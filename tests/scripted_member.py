@@ -25,7 +25,7 @@ from pathlib import Path
 
 from holmesjax import job as jobs
 from holmesjax.checkpoints import manifest
-from holmesjax.distributed.controller import Member
+from holmesjax.distributed.member import Member
 from holmesjax.distributed.messages import FROM_MEMBER, AllDone, Done, Saved
 from holmesjax.hosts.process_environment import ProcessEnvironment, die_with
 from holmesjax.plan.processes import make_processes

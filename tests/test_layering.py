@@ -93,6 +93,7 @@ WITHOUT_JAX = [
     "holmesjax.checkpoints.saves",
     "holmesjax.distributed.controller",
     "holmesjax.distributed.data_agreement",
+    "holmesjax.distributed.member",
     "holmesjax.distributed.messages",
     "launch.launchers.launcher",
     "launch.launchers.table",

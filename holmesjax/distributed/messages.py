@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 from holmesjax.runtime.step_timeout import Work
 from holmesjax.transport.records import Message, Record, by_kind, decode, encode, make
 
+BEATS = 4  # heartbeats in the time that an end may be silent
 PROTOCOL = 5
 
 

@@ -24,7 +24,7 @@ from holmesjax import hung_main_thread, job as jobs
 from holmesjax.checkpoints import checkpoint, manifest
 from holmesjax.checkpoints.manifest import Checkpoint
 from holmesjax.data import cluster_paths, sources
-from holmesjax.distributed.controller import Member
+from holmesjax.distributed.member import Member
 from holmesjax.distributed.messages import (
     AllDone,
     Done,

@@ -10,8 +10,9 @@ from types import SimpleNamespace
 import pytest
 
 from holmesjax.config import DistributedConfig
-from holmesjax.distributed import controller as controllers
-from holmesjax.distributed.controller import ClockOffset, Controller, Member, differences
+from holmesjax.distributed import member as members_end
+from holmesjax.distributed.controller import Controller, differences
+from holmesjax.distributed.member import ClockOffset, Member
 from holmesjax.distributed.messages import (
     Addresses,
     AskBeat,
@@ -396,7 +397,7 @@ def test_the_patience_of_a_member_counts_from_the_last_progress(monkeypatch):
         start_timeout_s=1.0, on_loss=lambda error: None,
     )  # fmt: skip
     member._inbox = Inbox()
-    monkeypatch.setattr(controllers, "time", SimpleNamespace(monotonic=lambda: now_s))
+    monkeypatch.setattr(members_end, "time", SimpleNamespace(monotonic=lambda: now_s))
     with pytest.raises(PeerError, match="no progress for 210 s"):
         member.verdict(1)
     # Twice the limit and one silence, in beats of 2 s.

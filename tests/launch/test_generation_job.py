@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from holmesjax import job as jobs
-from holmesjax.distributed.controller import Member
+from holmesjax.distributed.member import Member
 from holmesjax.distributed.messages import (
     AllDone,
     Continued,

@@ -530,7 +530,7 @@ BUGS = (
     # ---- distributed ---------------------------------------------------------------------------
     Bug(
         name="a-patient-member",
-        module="holmesjax.distributed.controller",
+        module="holmesjax.distributed.member",
         old="self._patience_s = 2 * record.limit_s + self.timeout_s",
         new="self._patience_s = 20 * record.limit_s + 10 * self.timeout_s",
         wrong="a member of a job without progress waits ten times as long as it should",
