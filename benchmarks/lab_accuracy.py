@@ -51,7 +51,7 @@ from holmesjax import config as configs
 from holmesjax.config import CHECKOUT, Schedule
 from holmesjax.errors import ConfigError, HolmesError
 from holmesjax.plan.plan import Plan
-from holmesjax.topology import calibration, machines
+from holmesjax.topology import calibration, loading, machines, saving
 from holmesjax.topology.machines import Topology
 from holmesjax.transport.buffers import allocator_for
 from launch.lab_machine import namespaces
@@ -128,7 +128,7 @@ def _probe(folder: Path, launcher: namespaces.LabLauncher) -> Topology:
         topology=str(folder / "told.yaml"), output=str(output), no_collectives=False, launcher=None
     )
     probe.run(args, launcher, 1.0)
-    return machines.load(output)
+    return loading.load(output)
 
 
 def with_devices(topology: Topology, devices: Mapping[str, machines.DeviceKind]) -> Topology:
@@ -230,7 +230,7 @@ def measure_all(cells: Sequence[Cell], steps: int) -> Iterator[tuple[str, Found]
                 runs.append({"row": row, "point": point, **run})
                 seconds = statistics.median(run["step_s"])
                 print(f"{seconds:.2f} s, others {run['disturbed_share']:.0%}", flush=True)
-            yield name, {"topology": machines.to_yaml(topology), "runs": runs}
+            yield name, {"topology": saving.to_yaml(topology), "runs": runs}
 
 
 def new_folder(parent: Path) -> Path:

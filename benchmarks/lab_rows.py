@@ -27,7 +27,7 @@ from holmesjax.job import Job
 from holmesjax.lab import scaled_topology
 from holmesjax.lab.scaled_topology import Lab
 from holmesjax.planner.planner import make_plan
-from holmesjax.topology import machines
+from holmesjax.topology import loading
 from holmesjax.topology.machines import Topology
 from holmesjax.transport.buffers import ALLOCATOR
 
@@ -227,7 +227,7 @@ def _link(a: str, b: str, rate_bit_per_s: float) -> str:
 def load_topology(text: str, path: Path) -> Topology:
     """By way of a file, as users give it."""
     path.write_text(text, encoding="utf-8")
-    return machines.load(path)
+    return loading.load(path)
 
 
 # ---- the lab and the job -------------------------------------------------------------------------

@@ -37,7 +37,8 @@ from holmesjax.planner.search import EFFORT, search
 from holmesjax.planner.selection import make_problem
 from holmesjax.report.figures import BLUE, GRID, INK, MUTED
 from holmesjax.topology.fabrics import Fabric
-from holmesjax.topology.machines import Cluster, Link, Nic, Node, Topology, known_device
+from holmesjax.topology.loading import known_device
+from holmesjax.topology.machines import Cluster, Link, Nic, Node, Topology
 
 NAME = "planner_search"
 PER_NODE = 8

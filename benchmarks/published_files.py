@@ -12,7 +12,7 @@ from holmesjax.costs.products import blocks_forward_flop, head_forward_flop
 from holmesjax.costs.stage_shape import StageShape
 from holmesjax.planner.layer_ranges import split_chunks
 from holmesjax.schedules import pipeline_schedules
-from holmesjax.topology import fabrics, machines
+from holmesjax.topology import fabrics, loading
 from holmesjax.topology.machines import DeviceKind, Link
 
 Row = Mapping[str, str]
@@ -43,7 +43,7 @@ MEGATRON_CORE = Implementation(sequence_parallel=True, gradient_bytes=4.0, accum
 
 def _machine(kind: str, per_node: int, nic_bytes_per_s: float) -> Machine:
     """Of the catalogue, on InfiniBand."""
-    device = machines.known_device(kind)
+    device = loading.known_device(kind)
     inside = fabrics.FABRICS["nvlink"].reached * device.link.bandwidth_bytes_per_s
     device = dataclasses.replace(
         device, link=dataclasses.replace(device.link, bandwidth_bytes_per_s=inside)

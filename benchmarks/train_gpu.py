@@ -52,7 +52,7 @@ from holmesjax.costs.products import blocks_forward_flop, head_forward_flop, lay
 from holmesjax.job import Job
 from holmesjax.layers.distinct_kinds import kinds
 from holmesjax.planner.planner import make_plan
-from holmesjax.topology import machines
+from holmesjax.topology import loading
 from holmesjax.topology.catalogue import DATA_SHEETS
 from holmesjax.units import parse
 
@@ -111,7 +111,7 @@ def make_job(config: Config, kind: str) -> Job:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "device.yaml")
         path.write_text(text)
-        topology = machines.load(path)
+        topology = loading.load(path)
     return Job(config=config, topology=topology, plan=make_plan(config, topology))
 
 

@@ -32,7 +32,7 @@ from benchmarks.pipeline_overhead import middle
 from benchmarks.provenance import RESULTS, provenance
 from holmesjax.plan.plan import Axis, Plan, StagePlan
 from holmesjax.plan.processes import make_processes
-from holmesjax.topology import machines
+from holmesjax.topology import loading
 from holmesjax.transport import connections
 from holmesjax.transport.crossings import Crossing, Key
 from holmesjax.transport.handshake import Entered
@@ -42,7 +42,7 @@ from holmesjax.transport.tcp import TcpTransport, Timeouts
 SIZES_BYTES = (64 << 10, 1 << 20, 16 << 20, 128 << 20)
 WARM_UP = 5
 BAR, BAR_BYTES = 0.8, 16 << 20
-TOPOLOGY = machines.load(Path(__file__).parent.parent / "configs/topologies/ib_roce.yaml")
+TOPOLOGY = loading.load(Path(__file__).parent.parent / "configs/topologies/ib_roce.yaml")
 ADDRESS = "127.0.0.1"
 KEY = bytes(32)  # nobody else is on this machine's loopback
 

@@ -23,7 +23,7 @@ from holmesjax.config import sections
 from holmesjax.plan.plan import Plan, describe
 from holmesjax.report import figures
 from holmesjax.schema import OneOf
-from holmesjax.topology import machines
+from holmesjax.topology import loading
 from launch import arguments
 
 CHECKOUT = Path(__file__).parent.parent
@@ -207,7 +207,7 @@ def gallery(folder: Path) -> str:
         name = path.stem.removeprefix("plan_")
         run_file = CHECKOUT / f"configs/runs/{name}.yaml"
         topology_file = configs.topology_path(configs.load(run_file), run_file)
-        topology, plan = machines.load(topology_file), Plan.load(path)
+        topology, plan = loading.load(topology_file), Plan.load(path)
         picture = f"{name}.svg"
         figures.mesh_picture(plan, topology).savefig(folder / picture)
         lines += ["", f"## {name} on {topology.name}", ""]

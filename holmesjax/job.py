@@ -28,7 +28,7 @@ from holmesjax.optimizers import groups
 from holmesjax.plan import plan as plans
 from holmesjax.plan.plan import Plan
 from holmesjax.schedules.pipeline_schedules import SCHEDULES
-from holmesjax.topology import machines
+from holmesjax.topology import description, loading, saving
 from holmesjax.topology.catalogue import CPU
 from holmesjax.topology.machines import Node, Topology
 from holmesjax.transport import buffers
@@ -111,7 +111,7 @@ class Job:
     def describe(self) -> list[str]:
         """The machines, the plan and the run folder, for the console."""
         return [
-            *machines.describe(self.topology),
+            *description.describe(self.topology),
             *plans.describe(self.plan, kind_names(self.config.model)),
             *self._active(),
             self._rate(),
@@ -223,7 +223,7 @@ class Job:
             hugging_face.keep(Path(self.config.model.hf), self.run_dir)
         texts = {
             CONFIG: configs.to_yaml(self.config),
-            TOPOLOGY: machines.to_yaml(self.topology),
+            TOPOLOGY: saving.to_yaml(self.topology),
             PLAN: self.plan.to_yaml(),
         }
         for name, text in texts.items():
@@ -315,7 +315,7 @@ def load_saved(run_dir: str | Path) -> Job:
             run=dataclasses.replace(config.run, dir=str(folder)),
             data=dataclasses.replace(config.data, tokenizer=saved_tokenizer(folder, config)),
         ),
-        topology=machines.load(folder / TOPOLOGY),
+        topology=loading.load(folder / TOPOLOGY),
         plan=Plan.load(folder / PLAN),
     )
 
@@ -362,7 +362,7 @@ def load(
         return _load_folder(target, overrides, reads_data, say)
     config = configs.load(target, overrides, SETTINGS_OF)
     groups.refuse_useless(config)
-    topology = machines.load(configs.topology_path(config, target))
+    topology = loading.load(configs.topology_path(config, target))
     clusters = [cluster.name for cluster in topology.clusters]
     cluster_paths.check(config, clusters)
     _refuse_no_folder(Path(config.run.dir))

@@ -24,7 +24,7 @@ from holmesjax.planner.selection import make_problem
 from holmesjax.planner.stage_layouts import MeshShape, StepSettings
 from holmesjax.planner.trials import Candidate
 from holmesjax.schedules.pipeline_schedules import TaskOrder
-from holmesjax.topology import machines
+from holmesjax.topology import loading
 from holmesjax.topology.machines import Cluster, DeviceKind, Link, Measured, Nic, Node, Topology
 
 ROOT = Path(__file__).parent.parent
@@ -154,7 +154,7 @@ def of_file(name):
     """The plan of a run of configs/runs/."""
     path = ROOT / f"configs/runs/{name}.yaml"
     config = configs.load(path)
-    return make_plan(config, machines.load(configs.topology_path(config, path)))
+    return make_plan(config, loading.load(configs.topology_path(config, path)))
 
 
 WIDE = {"width": 4096, "num_heads": 32, "num_layers": 24}

@@ -15,7 +15,7 @@ from holmesjax import config as configs, job
 from holmesjax.config import CHECKOUT
 from holmesjax.errors import HolmesError
 from holmesjax.job import Job
-from holmesjax.topology import machines
+from holmesjax.topology import loading
 from launch.arguments import parse
 from tests.clusters import PLANS, golden_plan
 
@@ -39,7 +39,7 @@ def test_every_run_file_can_be_planned_and_its_header_is_a_claim(path):
     if path.stem in PLANS:  # which takes seconds, and a test of the planner does it
         loaded = Job(
             config=configs.load(path),
-            topology=machines.load(configs.topology_path(configs.load(path), path)),
+            topology=loading.load(configs.topology_path(configs.load(path), path)),
             plan=golden_plan(path.stem),
         )
     else:
@@ -57,7 +57,7 @@ def test_every_run_file_can_be_planned_and_its_header_is_a_claim(path):
     "path", sorted(CHECKOUT.glob("configs/topologies/*.yaml")), ids=lambda path: path.stem
 )
 def test_every_topology_loads(path):
-    assert machines.load(path).name == path.stem
+    assert loading.load(path).name == path.stem
 
 
 def test_the_plan_in_the_documents_is_the_plan():

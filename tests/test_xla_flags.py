@@ -13,7 +13,7 @@ from holmesjax import job as jobs, xla_flags
 from holmesjax.config import CHECKOUT
 from holmesjax.errors import ConfigError
 from holmesjax.job import ENVIRONMENT, Job
-from holmesjax.topology import machines
+from holmesjax.topology import loading
 from holmesjax.transport.buffers import ALLOCATOR
 from launch import supervisor
 from launch.launchers import launcher as launchers
@@ -60,7 +60,7 @@ def test_xla_aborts_for_an_unknown_flag():
 def job(tmp_path) -> Job:
     """Of a run on GPUs of two kinds."""
     path = CHECKOUT / "configs/topologies/h100_a100.yaml"
-    assert machines.load(path).device_kinds.isdisjoint({"cpu"})
+    assert loading.load(path).device_kinds.isdisjoint({"cpu"})
     file = tmp_path / "run.yaml"
     file.write_text(RUN.format(topology=path, run_dir=tmp_path / "run"))
     return jobs.load(file)

@@ -12,7 +12,7 @@ from hypothesis import given, settings, strategies as st
 from holmesjax import config as configs, yaml_files
 from holmesjax.config import Config
 from holmesjax.errors import ConfigError, Mistakes
-from holmesjax.topology import machines
+from holmesjax.topology import loading
 from holmesjax.topology.machines import Topology
 
 ROOT = Path(__file__).parent.parent
@@ -165,7 +165,7 @@ def test_a_file_of_100_mb_is_not_read(tmp_path):
 def test_a_long_value_is_read_at_once(write, text):
     start = time.perf_counter()
     with pytest.raises(Mistakes):
-        machines.load(write(TOPOLOGY.replace("25 Gb/s", text)))
+        loading.load(write(TOPOLOGY.replace("25 Gb/s", text)))
     assert time.perf_counter() - start < HANG_S
 
 
@@ -235,7 +235,7 @@ TOPOLOGY = (ROOT / "configs/topologies/ib_roce.yaml").read_text()
 
 @pytest.mark.parametrize(
     ("text", "load", "kind"),
-    [(RUN, configs.load, Config), (TOPOLOGY, machines.load, Topology)],
+    [(RUN, configs.load, Config), (TOPOLOGY, loading.load, Topology)],
     ids=["run", "topology"],
 )
 def test_a_mutated_file_is_valid_or_refused(write, text, load, kind):

@@ -11,12 +11,12 @@ from jax.sharding import AxisType, Mesh
 
 from holmesjax.plan.plan import Axis, Plan, StagePlan
 from holmesjax.plan.processes import make_processes
-from holmesjax.topology import machines
+from holmesjax.topology import loading
 from holmesjax.transport.crossings import Crossing
 from holmesjax.transport.rendezvous import Ports, Rendezvous
 from holmesjax.transport.tcp import TcpTransport, Timeouts
 
-TOPOLOGY = machines.load(Path(__file__).parent.parent / "configs/topologies/ib_roce.yaml")
+TOPOLOGY = loading.load(Path(__file__).parent.parent / "configs/topologies/ib_roce.yaml")
 CLUSTERS = ("ib", "roce")
 KEY = bytes(range(32))
 

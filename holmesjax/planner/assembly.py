@@ -22,6 +22,7 @@ from holmesjax.planner.problem import (
 )
 from holmesjax.planner.stage_layouts import clusters_of, joined_name
 from holmesjax.planner.trials import Candidate
+from holmesjax.topology import saving
 from holmesjax.topology.machines import Topology
 
 
@@ -62,7 +63,7 @@ def as_plan(problem: Problem, candidate: Candidate, bound_s: float) -> Plan:
     assert sum(assignment.layers) == config.model.num_layers, f"{assignment.layers} drops layers"
     return Plan(
         topology=problem.topology.name,
-        topology_hash=problem.topology.hash(),
+        topology_hash=saving.hash_of(problem.topology),
         stages=tuple(stages),
         idle=_idle(problem.topology, stages),
         global_batch=config.train.global_batch,

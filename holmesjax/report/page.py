@@ -26,7 +26,7 @@ from holmesjax.lab import scaled_topology
 from holmesjax.plan import forecast
 from holmesjax.plan.plan import Plan, StagePlan
 from holmesjax.report import figures, goodput, metrics, trace
-from holmesjax.topology import machines
+from holmesjax.topology import loading
 from holmesjax.topology.machines import Topology
 from holmesjax.units import duration, show
 
@@ -84,7 +84,7 @@ def write_report(run_dir: str | Path) -> Path:
             fix="train at least one step, or pass the folder named by run.dir",
         )
     plan = Plan.load(run_dir / "plan.yaml")
-    topology = machines.load(run_dir / "topology.yaml")
+    topology = loading.load(run_dir / "topology.yaml")
     timeline = run_dir / "timeline.json"
     timed = json.loads(timeline.read_text()) if timeline.exists() else {"tasks": []}
     predicted, sent = forecast.tasks(plan), forecast.transfers(plan)

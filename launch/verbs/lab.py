@@ -19,7 +19,7 @@ from holmesjax.errors import ConfigError
 from holmesjax.lab import injected_faults, scaled_topology
 from holmesjax.lab.injected_faults import Fault
 from holmesjax.lab.shell import Commands, tear_down
-from holmesjax.topology import machines
+from holmesjax.topology import loading
 from holmesjax.topology.machines import Node, Topology
 from launch.lab_machine import namespaces
 from launch.lab_machine.counters import Counters
@@ -127,7 +127,7 @@ def _clean(args: argparse.Namespace) -> int:
 
 def _topology(args: argparse.Namespace) -> Topology:
     if args.command.verb == "probe":
-        return machines.load(args.topology)
+        return loading.load(args.topology)
     topology: Topology = args.command.job.topology
     return topology
 

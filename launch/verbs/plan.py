@@ -17,7 +17,7 @@ from holmesjax.planner import explain
 from holmesjax.planner.planner import make_changed_plan
 from holmesjax.planner.selection import Saying
 from holmesjax.report import trace
-from holmesjax.topology import machines
+from holmesjax.topology import loading
 from holmesjax.units import show
 
 
@@ -44,8 +44,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _changed(job: Job, target: Path, overrides: list[str], say: Saying) -> Job:
-    """Plans the same run on changed machines. Raises as `machines.load` and `make_plan`."""
-    topology = machines.load(configs.topology_path(job.config, target), overrides)
+    """Plans the same run on changed machines. Raises as `loading.load` and `make_plan`."""
+    topology = loading.load(configs.topology_path(job.config, target), overrides)
     plan = make_changed_plan(job.config, job.topology, topology, say)
     return Job(config=job.config, topology=topology, plan=plan)
 

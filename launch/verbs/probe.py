@@ -34,7 +34,7 @@ from holmesjax.hosts.questions import (
     Question,
     Send,
 )
-from holmesjax.topology import machines
+from holmesjax.topology import loading, saving
 from holmesjax.topology.machines import Cluster, Collective, Link, Measured, Topology
 from holmesjax.topology.probe_speed import ProbeSpeed, Seconds
 from holmesjax.transport.rendezvous import streams_over
@@ -54,7 +54,7 @@ def run(
 ) -> int:
     """Returns 0 if everything was measured, else 1. A given launcher and scale are a lab's."""
     path = _topology_path(args)
-    topology = machines.load(path)
+    topology = loading.load(path)
     name = args.launcher or "local"
     kind, is_in_lab = table.LAUNCHERS[name], launcher is not None
     stand_in = "lab" if is_in_lab else name if kind.is_here else None
@@ -345,7 +345,7 @@ def _table(speeds: Mapping[Way, ProbeSpeed]) -> Iterator[str]:
 def _write(output: Path, text: str, topology: Topology, session: _Session) -> None:
     """Writes the topology file with its section, and beside it a picture and all times."""
     assert topology.measured is not None
-    section = machines.measured_section(topology.measured)
+    section = saving.measured_section(topology.measured)
     output.write_bytes(yaml_files.with_section(text, SECTION, section).encode())
     picture = output.with_name(f"{output.stem}_probe.svg")
     figures = importlib.import_module("holmesjax.report.figures")  # it is slow to import

@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks import lab_accuracy
 from benchmarks.lab_rows import ROWS, load_topology, network_text
-from holmesjax.topology import machines
+from holmesjax.topology import saving
 from holmesjax.topology.calibration import Calibration, ProductSpeed
 from holmesjax.topology.machines import Link, Measured
 
@@ -90,7 +90,7 @@ def start(monkeypatch, tmp_path, *words):
 
 def test_what_was_measured_before_is_predicted_again(tmp_path, monkeypatch, capsys):
     measured = {
-        "topology": machines.to_yaml(network(tmp_path)),
+        "topology": saving.to_yaml(network(tmp_path)),
         "runs": [run("no-overlap", 8, 3.0), run("plan", 8, 2.0)],
     }
     (tmp_path / "before.json").write_text(

@@ -12,7 +12,7 @@ from holmesjax import job as jobs
 from holmesjax.hosts import doctor
 from holmesjax.hosts.questions import FolderFacts, KernelFacts, NicFacts, NoAnswer, NodeFacts
 from holmesjax.plan.processes import domain_fabric, fabric_between
-from holmesjax.topology import machines
+from holmesjax.topology import loading
 from launch.verbs import doctor as verb
 from tests.jobs import ROOT, run_launch
 
@@ -67,7 +67,7 @@ def node(address, gpu, nics):
 def topology(tmp_path):
     path = tmp_path / "two.yaml"
     path.write_text(TOPOLOGY)
-    return machines.load(path)
+    return loading.load(path)
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ from holmesjax.errors import Mistakes
 from holmesjax.hosts import probe
 from holmesjax.planner.mesh_order import Paths, place
 from holmesjax.report import figures
-from holmesjax.topology import machines
+from holmesjax.topology import description, loading, saving
 from holmesjax.topology.probe_speed import ProbeSpeed
 from holmesjax.transport import connections
 from tests.jobs import ROOT, run_launch, run_launch_here
@@ -42,7 +42,7 @@ SLOW = MEASURED + PAIR % ("a-0, a-1", "infiniband", "1 Gb/s")
 def load(folder, text):
     path = folder / "t.yaml"
     path.write_text(text)
-    return machines.load(path)
+    return loading.load(path)
 
 
 def cluster_of(folder, count, device="cpu"):
@@ -80,7 +80,7 @@ def test_what_is_left_out_of_a_large_cluster_is_said(tmp_path):
 
 
 def test_between_clusters_one_way_at_a_time_then_together(tmp_path):
-    topology = machines.load(ROOT / "configs/topologies/ib_roce.yaml")
+    topology = loading.load(ROOT / "configs/topologies/ib_roce.yaml")
     *_, phase = probe.schedule(topology, [node.name for node in topology.nodes])
     assert (phase.title, phase.fabric) == ("ib <-> roce", "ethernet")
     assert [len(step) for step in phase.steps] == [1] * 4
@@ -161,7 +161,7 @@ def test_boundaries_over_rdma_nics_are_measured_by_cluster(tmp_path):
     section = "measured:\n  date: '2026-11-21'\n  transports:\n"
     section += "    - {cluster: a, bandwidth: 24 Gb/s}\n"
     found = load(tmp_path, text + section)
-    assert machines.measured_section(found.measured) == section
+    assert saving.measured_section(found.measured) == section
     assert found.link("a-0", "a-1") == plain.link("a-0", "a-1")  # of which NCCL has all
     assert found.boundary_link("a-0", "a-1").bandwidth_bytes_per_s == 3e9
     assert plain.boundary_link("a-0", "a-1").bandwidth_bytes_per_s == 3.3e9
@@ -185,16 +185,16 @@ def test_a_measured_pair_stands_for_its_link_and_nothing_else_changes(tmp_path):
         "    - {cluster: a, nodes: 2, kind: all_gather, size: 1 MiB, bandwidth: 5 Gb/s}\n"
     )
     plain, slow = load(tmp_path, UNEQUAL), load(tmp_path, UNEQUAL + SLOW + collective)
-    assert machines.measured_section(slow.measured) == SLOW + collective
+    assert saving.measured_section(slow.measured) == SLOW + collective
     assert slow.link("a-0", "a-1").bandwidth_bytes_per_s == 125e6
     assert slow.link("a-0", "a-1").latency_s == 1e-3
     for way in (("a-1", "a-0"), ("a-0", "b-0"), ("a-0", "a-0")):
         assert slow.link(*way) == plain.link(*way)
     assert slow.nominal_link("a-0", "a-1") == plain.link("a-0", "a-1")
-    assert slow.hash() != plain.hash()
-    machines.save(slow, tmp_path / "saved.yaml")
-    assert machines.load(tmp_path / "saved.yaml") == slow
-    assert "a-0 -> a-1 infiniband, 1 ms, 1 Gb/s of 100 Gb/s" in machines.describe(slow)[-1]
+    assert saving.hash_of(slow) != saving.hash_of(plain)
+    saving.save(slow, tmp_path / "saved.yaml")
+    assert loading.load(tmp_path / "saved.yaml") == slow
+    assert "a-0 -> a-1 infiniband, 1 ms, 1 Gb/s of 100 Gb/s" in description.describe(slow)[-1]
 
 
 def test_the_mapper_goes_around_a_slow_pair(tmp_path):
@@ -295,7 +295,7 @@ def test_the_rates_of_a_lab_are_found_again(tmp_path):
     assert path.read_text() == UNEQUAL
     text = (tmp_path / "t_lab.yaml").read_text()
     assert text.startswith(UNEQUAL + "measured:\n")
-    measured = machines.load(tmp_path / "t_lab.yaml").measured
+    measured = loading.load(tmp_path / "t_lab.yaml").measured
     bit_per_s = {way: 8 * link.bandwidth_bytes_per_s for way, link in measured.pairs.items()}
     expected = {("a-0", "a-1"): 100e6, ("a-1", "a-0"): 100e6}
     expected |= {("a-0", "b-0"): 30e6, ("a-1", "b-0"): 30e6}
@@ -329,7 +329,7 @@ def test_collectives_are_measured_in_groups_of_a_clusters_nodes(tmp_path, capsys
     path.write_text(UNEQUAL.replace("nodes: 2", "nodes: 4"))
     done = run_launch_here(capsys, "probe", path)
     assert (done.returncode, done.stderr) == (0, ""), done.stdout
-    measured = machines.load(tmp_path / "t_local.yaml").measured
+    measured = loading.load(tmp_path / "t_local.yaml").measured
     found = {(own.cluster, own.num_nodes, own.kind) for own in measured.collectives}
     assert found == {("a", nodes, kind) for nodes in (2, 4) for kind in collective_times.KINDS}
 
@@ -350,7 +350,7 @@ def test_a_second_probe_replaces_the_section_and_a_lost_node_is_told_of(
     assert (done.returncode, done.stderr) == (1, "")
     assert "no process on a-1: ended with status 1; broken" in done.stdout
     assert "1 problem" in done.stdout
-    measured = machines.load(tmp_path / "out.yaml").measured
+    measured = loading.load(tmp_path / "out.yaml").measured
     assert set(measured.pairs) == {("a-0", "b-0"), ("b-0", "a-0")}
     assert (tmp_path / "out.yaml").read_text().startswith(UNEQUAL)
     assert path.read_text() == UNEQUAL + SLOW

@@ -20,7 +20,7 @@ from holmesjax.lab import scaled_topology
 from holmesjax.lab.injected_faults import parse
 from holmesjax.lab.shell import FIRST_LINK, NIC, OWN, Commands, port_name, tear_down
 from holmesjax.report import metrics
-from holmesjax.topology import calibration, machines
+from holmesjax.topology import calibration, loading
 from launch.lab_machine import namespaces
 from tests.jobs import RunningJob, compiling_once, run_launch, run_launch_here, write_run
 from tests.labs import needs_lab
@@ -74,7 +74,7 @@ def left_behind(id: str) -> list[str]:
 @contextlib.contextmanager
 def network(topology_file: Path, scale: float):
     """A lab without a supervisor, built with the same lines."""
-    topology = machines.load(topology_file)
+    topology = loading.load(topology_file)
     shares = scaled_topology.make_shares(topology, "float32", sorted(os.sched_getaffinity(0)), None)
     version = namespaces.cgroup_version()
     lab = scaled_topology.make_lab(topology, shares, scale)

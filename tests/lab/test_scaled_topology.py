@@ -14,7 +14,7 @@ from holmesjax.lab import scaled_topology
 from holmesjax.lab.injected_faults import parse, parse_all
 from holmesjax.lab.scaled_topology import Share
 from holmesjax.lab.shell import Commands, tear_down
-from holmesjax.topology import machines as topologies
+from holmesjax.topology import loading, machines as topologies
 
 TWO_BY_TWO = """
 name: two
@@ -52,7 +52,7 @@ links:
 def topology(tmp_path, text=TWO_BY_TWO):
     path = tmp_path / "topology.yaml"
     path.write_text(text)
-    return topologies.load(path)
+    return loading.load(path)
 
 
 def commands(tmp_path, text=TWO_BY_TWO, *, scale=0.01, version="v1", has_netem=False, cores=(0, 1)):

@@ -21,7 +21,7 @@ from holmesjax.distributed.messages import Exit
 from holmesjax.errors import HolmesError
 from holmesjax.plan.processes import make_processes
 from holmesjax.report import metrics
-from holmesjax.topology import machines
+from holmesjax.topology import loading
 from launch.launchers import hosts, launcher
 from launch.launchers.launcher import ProcessStart
 from launch.launchers.ssh import SshLauncher
@@ -277,7 +277,7 @@ hosts:
 
 
 def two_nodes(tmp_path):
-    return machines.load(write_run(tmp_path, CLUSTERS).parent / "run_topology.yaml")
+    return loading.load(write_run(tmp_path, CLUSTERS).parent / "run_topology.yaml")
 
 
 def test_a_hosts_file_fills_in_its_defaults(tmp_path):

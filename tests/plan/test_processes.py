@@ -5,9 +5,9 @@ import pytest
 from holmesjax.layers.model_layers import EMBED, HEAD, block_name
 from holmesjax.plan.plan import Axis, Plan, StagePlan
 from holmesjax.plan.processes import domain_fabric, fabric_between, make_processes
-from holmesjax.topology import machines
+from holmesjax.topology import loading
 
-IB_ROCE = machines.load("configs/topologies/ib_roce.yaml")  # 2 clusters x 2 nodes x 2 devices
+IB_ROCE = loading.load("configs/topologies/ib_roce.yaml")  # 2 clusters x 2 nodes x 2 devices
 
 
 def plan_of(*stages):

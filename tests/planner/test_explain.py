@@ -13,7 +13,7 @@ from holmesjax.planner import explain
 from holmesjax.planner.explain import Alternative, describe
 from holmesjax.planner.planner import find, make_plan
 from holmesjax.planner.stage_layouts import USABLE_MEMORY
-from holmesjax.topology import machines, upgrades
+from holmesjax.topology import loading, upgrades
 from launch.__main__ import main
 from tests.clusters import (
     GIB,
@@ -260,7 +260,7 @@ def test_a_faster_link_brings_its_nics_and_its_measured_pairs_with_it(tmp_path):
         own = f"cluster: {cluster}, nodes: 2, kind: all_gather, size: 1 MiB, bandwidth: 1 Gb/s"
         pairs += f"    - {{{own}}}\n"
     path.write_text(IB_ROCE.read_text() + pairs)
-    before = machines.load(path)
+    before = loading.load(path)
     collected = lambda topology: [
         8e-9 * own.bandwidth_bytes_per_s for own in topology.measured.collectives
     ]
@@ -287,7 +287,7 @@ def test_a_faster_link_brings_its_nics_and_its_measured_pairs_with_it(tmp_path):
 
 
 def test_nodes_and_clusters_come_and_go():
-    before = machines.load(IB_ROCE)
+    before = loading.load(IB_ROCE)
     more = upgrades.with_more_nodes(before, "ib", 2)
     names = [node.name for node in more.nodes]
     assert names == ["ib-0", "ib-1", "ib-2", "ib-3", "roce-0", "roce-1"]

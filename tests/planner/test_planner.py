@@ -24,7 +24,7 @@ from holmesjax.planner.problem import Segment
 from holmesjax.planner.selection import make_problem
 from holmesjax.planner.stage_layouts import USABLE_MEMORY, MeshShape, Role, StepSettings
 from holmesjax.schedules.pipeline_schedules import validate
-from holmesjax.topology import machines, upgrades
+from holmesjax.topology import loading, upgrades
 from holmesjax.topology.catalogue import TRANSPORT_BYTES_PER_S
 from holmesjax.topology.fabrics import FABRICS
 from holmesjax.topology.machines import Link, Measured
@@ -646,7 +646,7 @@ def test_more_devices_than_a_cluster_has_are_refused():
 
 
 def test_devices_without_fp8_are_refused_unless_no_stage_is_there():
-    h100, a100 = machines.known_device("h100"), machines.known_device("a100_80gb")
+    h100, a100 = loading.known_device("h100"), loading.known_device("a100_80gb")
     of = lambda cluster, device: dataclasses.replace(
         cluster,
         nodes=tuple(dataclasses.replace(node, device=device) for node in cluster.nodes),

@@ -12,7 +12,7 @@ from holmesjax.errors import Mistakes, PlanError
 from holmesjax.planner import prices
 from holmesjax.planner.planner import make_plan
 from holmesjax.planner.selection import make_problem
-from holmesjax.topology import machines
+from holmesjax.topology import loading, saving
 from tests.clusters import make_cluster, make_config, make_topology, one_each, two_clusters
 
 ROOT = Path(__file__).parents[2]
@@ -89,11 +89,11 @@ def test_prices_of_a_file_are_read_and_written(tmp_path):
     text = text.replace("latency: 50 us}", "latency: 50 us, egress: 20 $/TB}")
     path = tmp_path / "priced.yaml"
     path.write_text(text)
-    topology = machines.load(path)
+    topology = loading.load(path)
     assert {node.device.price_dollars_per_h for node in topology.nodes} == {0.5}
     assert {link.egress_dollars_per_gb for link in topology.links.values()} == {0.02}
-    machines.save(topology, tmp_path / "saved.yaml")
-    assert machines.load(tmp_path / "saved.yaml") == topology
+    saving.save(topology, tmp_path / "saved.yaml")
+    assert loading.load(tmp_path / "saved.yaml") == topology
     lines = job.load(ROOT / "configs/runs/quickstart.yaml", [f"topology={path}"]).describe()
     [line] = [line for line in lines if line.startswith("price")]
     assert "dollars a step (nodes " in line
@@ -104,7 +104,7 @@ def test_prices_of_a_file_are_read_and_written(tmp_path):
 def test_a_bad_price_is_refused(price):
     path = ROOT / "configs/topologies/ib_roce.yaml"
     with pytest.raises(Mistakes) as raised:
-        machines.load(path, [f"clusters.ib.devices.price={price}"])
+        loading.load(path, [f"clusters.ib.devices.price={price}"])
     assert f"override clusters.ib.devices.price={price}" in str(raised.value)
 
 

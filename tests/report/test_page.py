@@ -16,7 +16,7 @@ from holmesjax.plan.plan import Axis, Plan, StagePlan, TaskSeconds
 from holmesjax.report import page as report
 from holmesjax.report.metrics import Metrics
 from holmesjax.report.page import write_report
-from holmesjax.topology import machines as topologies
+from holmesjax.topology import saving
 from holmesjax.topology.machines import Cluster, DeviceKind, Link, Nic, Node, Topology
 
 VOID = {"meta", "link"}
@@ -146,7 +146,7 @@ def make_run(tmp_path):
             for written in records:
                 metrics.write(written)
         plan.save(run_dir / "plan.yaml")
-        topologies.save(topology, run_dir / "topology.yaml")
+        saving.save(topology, run_dir / "topology.yaml")
         if tasks is not None:
             (run_dir / "timeline.json").write_text(json.dumps({"step": 3, "tasks": tasks}))
         (run_dir / "config.yaml").write_text(config)

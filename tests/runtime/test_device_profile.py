@@ -18,7 +18,7 @@ from holmesjax.costs.stage_times import layers_s
 from holmesjax.layers.distinct_kinds import kinds
 from holmesjax.runtime import device_profile
 from holmesjax.runtime.device_profile import Timed
-from holmesjax.topology import calibration, machines
+from holmesjax.topology import calibration, loading
 from holmesjax.topology.calibration import Calibration, Product, ProductSpeed
 from launch.__main__ import main
 
@@ -26,7 +26,7 @@ MODEL = ModelConfig(
     num_layers=2, width=1024, num_heads=16, num_kv_heads=4, context_length=1024, vocab_size=32000
 )
 TINY = ModelConfig(num_layers=2, width=32, num_heads=4, context_length=16, vocab_size=64)
-KIND = machines.known_device("h100")
+KIND = loading.known_device("h100")
 [BLOCK] = kinds(MODEL).blocks
 TRUTH = ProductSpeed(share=0.6, rows=40, columns=200, depth=120)
 
@@ -172,7 +172,7 @@ def test_a_device_is_measured_and_the_planner_takes_it(folder):
     described = yaml.safe_load(TOPOLOGY)
     described["clusters"][0]["devices"]["calibration"] = "cpu.yaml"
     (folder / "one.yaml").write_text(yaml.safe_dump(described))
-    device = machines.load(folder / "one.yaml").nodes[0].device
+    device = loading.load(folder / "one.yaml").nodes[0].device
     assert device.calibration == file.calibration
 
 

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from holmesjax.errors import Mistakes
-from holmesjax.topology import calibration, catalogue, machines
+from holmesjax.topology import calibration, catalogue, loading, saving
 from holmesjax.topology.calibration import FOLDER, Calibration, Product, ProductSpeed
 
 SPEED = ProductSpeed(share=0.8, rows=100, columns=80, depth=60)
@@ -35,7 +35,7 @@ def test_a_shipped_calibration_is_of_devices_that_name_it(path):
     named = [kind for kind, row in catalogue.DEVICES.items() if row.get("calibration") == path.stem]
     assert sorted(file.devices) == sorted(named)
     for kind in named:
-        assert machines.known_device(kind).calibration == file.calibration
+        assert loading.known_device(kind).calibration == file.calibration
 
 
 def test_calibrations_say_whether_holmesjax_measured_them():
@@ -81,7 +81,7 @@ def load(tmp_path):
         value = f", calibration: {value}" if value else ""
         text = TOPOLOGY.replace("KIND", kind).replace("CALIBRATION", value)
         (tmp_path / "one.yaml").write_text(text)
-        return machines.load(tmp_path / "one.yaml")
+        return loading.load(tmp_path / "one.yaml")
 
     return load_text
 
@@ -104,15 +104,15 @@ def test_a_topology_names_a_file_beside_it_a_shipped_one_or_the_numbers(load):
 def test_a_saved_topology_holds_the_numbers(load, tmp_path):
     """It is read back where the file is not, and its hash is that of the numbers."""
     named = load("h100", "mine.yaml")
-    machines.save(named, tmp_path / "saved.yaml")
+    saving.save(named, tmp_path / "saved.yaml")
     (tmp_path / "mine.yaml").unlink()
-    assert machines.load(tmp_path / "saved.yaml") == named
+    assert loading.load(tmp_path / "saved.yaml") == named
     faster = dataclasses.replace(EXPECTED, attention=1.0)
     device = dataclasses.replace(device_of(named), calibration=faster)
     [cluster] = named.clusters
     node = dataclasses.replace(cluster.nodes[0], device=device)
     other = dataclasses.replace(named, clusters=(dataclasses.replace(cluster, nodes=(node,)),))
-    assert other.hash() != named.hash()
+    assert saving.hash_of(other) != saving.hash_of(named)
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 
 import pytest
 
-from holmesjax.topology import fabrics, machines
+from holmesjax.topology import fabrics, loading
 from holmesjax.topology.fabrics import FabricFacts
 from launch.__main__ import main
 
@@ -38,7 +38,7 @@ def topology_file(monkeypatch, tmp_path):
 def test_a_fabric_of_a_table_row_goes_through_topology_plan_and_explain(
     topology_file, tmp_path, capsys
 ):
-    topology = machines.load(topology_file)
+    topology = loading.load(topology_file)
     nominal = topology.nominal_link("a-0", "a-1")
     assert nominal.fabric == "slingshot"
     reached = topology.effective_link("a-0", "a-1").bandwidth_bytes_per_s

@@ -1,0 +1,74 @@
+"""Machines as lines for the console."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import combinations, groupby
+
+from holmesjax import units
+from holmesjax.topology.machines import Cluster, Link, Measured, Node, Topology
+
+
+def describe(topology: Topology) -> list[str]:
+    """Lines for the console: what there is, cluster by cluster, and the links between them."""
+    num_nodes, num_devices = len(topology.nodes), topology.num_devices
+    lines = [f"topology    {topology.name}: {_counted(num_nodes, 'node')}, {num_devices} devices"]
+    for cluster in topology.clusters:
+        groups = [list(g) for _, g in groupby(cluster.nodes, key=lambda n: replace(n, name=""))]
+        lines += [_group_line(cluster, nodes) for nodes in groups[:GROUPS_SHOWN]]
+        if rest := [node for nodes in groups[GROUPS_SHOWN:] for node in nodes]:
+            count = sum(node.num_devices for node in rest)
+            lines.append(f"  {cluster.name:<9} {_counted(len(rest), 'more node')}, {count} devices")
+    order = [cluster.name for cluster in topology.clusters]
+    for a, b in combinations(order, 2):
+        there, back = topology.links[a, b], topology.links[b, a]
+        if there == back:
+            lines.append(f"  {a} <-> {b}: {_link_text(there)} each way")
+        else:
+            lines += [f"  {a} -> {b}: {_link_text(there)}", f"  {b} -> {a}: {_link_text(back)}"]
+    if topology.measured is not None:
+        lines.append(_measured_line(topology, topology.measured))
+    return lines
+
+
+def _measured_line(topology: Topology, measured: Measured) -> str:
+    """How much was measured, and which pair fell shortest of what it should be."""
+    line = f"  measured  {_counted(len(measured.pairs), 'way')} between nodes, {measured.date}"
+    if not measured.pairs:
+        return line
+    nominal = {pair: topology.nominal_link(*pair) for pair in measured.pairs}
+    share = lambda pair: (
+        measured.pairs[pair].bandwidth_bytes_per_s / nominal[pair].bandwidth_bytes_per_s
+    )
+    a, b = pair = min(measured.pairs, key=share)
+    should = units.show(nominal[pair].bandwidth_bytes_per_s, "b/s")
+    return f"{line}; least of nominal: {a} -> {b} {_link_text(measured.pairs[pair])} of {should}"
+
+
+GROUPS_SHOWN = 2  # of unlike nodes in a cluster
+
+
+def _group_line(cluster: Cluster, nodes: Sequence[Node]) -> str:
+    """One line for equal nodes."""
+    device, nics = nodes[0].device, nodes[0].nics
+    dtype = max(("float32", "bfloat16"), key=lambda dtype: device.peak_flop_per_s.get(dtype, 0.0))
+    speed = units.show(device.peak_flop_per_s[dtype], "FLOP/s")
+    counted_nics = [f"{nic.count} x {nic.name}" if nic.count > 1 else nic.name for nic in nics]
+    num_nodes, num_devices = _counted(len(nodes), "node"), nodes[0].num_devices
+    return (
+        f"  {cluster.name:<9} {num_nodes} x {num_devices} {device.name} "
+        f"({speed} {dtype}, {units.show(device.memory_bytes, 'B')}), "
+        f"{cluster.fabric}: {', '.join(counted_nics) or 'no NICs'}"
+    )
+
+
+def _counted(count: int, noun: str) -> str:
+    return f"{count} {noun}" + "s" * (count != 1)
+
+
+def _link_text(link: Link) -> str:
+    rate, latency_s = link.bandwidth_bytes_per_s, link.latency_s
+    text = f"{link.fabric}, {units.show(latency_s, 's')}, {units.show(rate, 'b/s')}"
+    if math.isfinite(capacity := link.capacity_bytes_per_s):
+        return f"{text} a node, {units.show(capacity, 'b/s')} all together"
+    return text
