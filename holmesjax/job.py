@@ -1,5 +1,6 @@
 """A run before it starts: its config, its machines and its plan, checked. Does not import JAX."""
 
+import bisect
 import dataclasses
 import hashlib
 import json
@@ -115,6 +116,7 @@ class Job:
             *plans.describe(self.plan, kind_names(self.config.model)),
             *self._active(),
             self._rate(),
+            *self._schedule(),
             *self._numbers(),
             *self._price(),
             f"run folder  {self.run_dir}",
@@ -154,6 +156,20 @@ class Job:
             f"rate        {self.step_tokens / step_s:,.0f} tokens/s{mfu} predicted{whose}; "
             f"{_count(steps, 'step')} in {units.duration(steps * step_s)}"
         )
+
+    def _schedule(self) -> list[str]:
+        """Returns the text of a learning rate that follows tokens, with its steps."""
+        optimizer, train = self.config.optimizer, self.config.train
+        if optimizer.schedule_by == "steps":
+            return []
+        tokens_after = lambda step: train.sequences_after(step) * self.config.model.context_length
+        total, name, parts = tokens_after(train.steps), optimizer.schedule, []
+        if warmup := optimizer.warmup_tokens:
+            steps = bisect.bisect_left(range(train.steps), warmup, key=tokens_after)
+            parts.append(f"warm-up {warmup:,} ({_count(steps, 'step')})")
+        if decay := optimizer.decay_tokens:
+            parts.append(f"decay the last {decay:,}")
+        return [f"schedule    {name} by tokens: {', '.join([*parts, f'{total:,} in all'])}"]
 
     def _active(self) -> list[str]:
         """Returns the text of the model's size, where a token uses a part of the parameters."""

@@ -27,6 +27,7 @@ from holmesjax.layers.kind import BatchArray
 from holmesjax.layers.model_layers import auxiliary_names, layers
 from holmesjax.models import ops
 from holmesjax.models.layer import statements
+from holmesjax.optimizers.learning_rates import step_tokens
 from holmesjax.optimizers.optimizer import make_optimizer
 from holmesjax.report.recorder import Part
 from holmesjax.runtime import layer_statistics
@@ -48,13 +49,14 @@ def make_stages(
     """
     config = job.config
     stated = statements(config.model)
+    tokens = step_tokens(config.train, config.model.context_length)
     return [
         Stage(
             model=config.model,
             plan=job.plan,
             index=index,
             mesh=meshes[stage],
-            optimizer=make_optimizer(config.optimizer, config.train.steps, stated),
+            optimizer=make_optimizer(config.optimizer, config.train.steps, stated, tokens),
             compute_dtype=config.train.compute_dtype,
             param_dtype=config.train.param_dtype,
             clip_norm=config.optimizer.clip_norm,

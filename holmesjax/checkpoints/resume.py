@@ -18,11 +18,11 @@ from typing import Any, NamedTuple
 from holmesjax import job as jobs, schema
 from holmesjax.checkpoints import manifest
 from holmesjax.checkpoints.manifest import Checkpoint
-from holmesjax.config import Config, DataConfig, OptimizerConfig
+from holmesjax.config import Config, DataConfig, OptimizerConfig, TrainConfig
 from holmesjax.data import tokenizer_files
 from holmesjax.errors import CheckpointError, ConfigError
 from holmesjax.job import Job
-from holmesjax.optimizers.learning_rates import learning_rate
+from holmesjax.optimizers.learning_rates import learning_rate, step_tokens
 
 ALLOWED = "allowed.json"  # in the run folder
 # Sections of the config that shape the numbers. Parallelism does by way of the plan, which has a
@@ -55,7 +55,14 @@ FILES = (
     *("data.mixture", "data.validation"),
 )
 SHOWN = 12  # digits of a digest
-RATE = ("learning_rate", "schedule", "warmup_steps", "decay_steps", "final_fraction")
+# By which a learning rate changes; the batches count for a schedule by tokens.
+RATE = (
+    "train.steps",
+    *("optimizer.learning_rate", "optimizer.schedule", "optimizer.schedule_by"),
+    *("optimizer.warmup_steps", "optimizer.warmup_tokens"),
+    *("optimizer.decay_steps", "optimizer.decay_tokens", "optimizer.final_fraction"),
+)
+BATCHES = ("train.global_batch", "train.rampup", "model.context_length")
 
 
 class Change(NamedTuple):
@@ -110,12 +117,14 @@ class Start:
     def _rate_change(self, checkpoint: Checkpoint) -> list[str]:
         """Both learning rates of the next step, where they differ; skipped steps not counted."""
         saved, config = checkpoint.settings, self.job.config
-        was_steps, now_steps = saved["train"]["steps"], config.train.steps
-        was = learning_rate(OptimizerConfig(**saved["optimizer"]), was_steps, self.step)
-        now = learning_rate(config.optimizer, now_steps, self.step)
+        before = TrainConfig(**saved["train"])
+        was_steps, now_steps = before.steps, config.train.steps
+        length = saved["model"]["context_length"]
+        was = _rate(OptimizerConfig(**saved["optimizer"]), before, length, self.step)
+        now = _rate(config.optimizer, config.train, config.model.context_length, self.step)
         if math.isclose(was, now, rel_tol=1e-6):
             return []
-        names = ("train.steps", *(f"optimizer.{name}" for name in RATE))
+        names = RATE + (BATCHES if config.optimizer.schedule_by == "tokens" else ())
         reasons = [change for change in self.changes if change.name in names]
         why = ", ".join(f"{c.name} {_show(c.was)} -> {_show(c.now)}" for c in reasons)
         if [change.name for change in reasons] == ["train.steps"]:
@@ -125,18 +134,21 @@ class Start:
 
     def finished(self) -> list[str]:
         """Lines for the console where there is nothing left to do."""
-        optimizer, steps = self.job.config.optimizer, self.job.config.train.steps
-        longer = 2 * self.step
-        last = learning_rate(optimizer, steps, self.step - 1)
-        following = learning_rate(optimizer, longer, self.step)
+        optimizer, train = self.job.config.optimizer, self.job.config.train
+        length, steps, longer = self.job.config.model.context_length, train.steps, 2 * self.step
+        last = _rate(optimizer, train, length, self.step - 1)
+        following = _rate(optimizer, dataclasses.replace(train, steps=longer), length, self.step)
         lines = [
             f"finished: {self.step} of {steps} steps are done",
             f"to train longer: python -m launch train {self.job.run_dir} train.steps={longer}",
         ]
         if math.isclose(last, following, rel_tol=1e-6):
             return lines
-        rest = ["optimizer.decay_steps=null"] if optimizer.decay_steps else []
+        decays = ("decay_steps", "decay_tokens")
+        rest = [f"optimizer.{name}=null" for name in decays if getattr(optimizer, name)]
         rest += ["optimizer.warmup_steps=0"] if optimizer.warmup_steps > self.step else []
+        consumed = train.sequences_after(self.step) * length
+        rest += ["optimizer.warmup_tokens=null"] * ((optimizer.warmup_tokens or 0) > consumed)
         rate = f"{last:.6g}" if last else "RATE"
         settings = ["optimizer.schedule=constant", f"optimizer.learning_rate={rate}", *rest]
         return [
@@ -289,6 +301,14 @@ def settings(job: Job) -> dict[str, dict[str, Any]]:
         found["model"]["lora"] = own
     found["data"]["tokenizer"] = tokenizer_files.identity(job.config.data.tokenizer)
     return {**found, "versions": jobs.versions()}
+
+
+def _rate(
+    optimizer: OptimizerConfig, train: TrainConfig, context_length: int, update: int
+) -> float:
+    """The learning rate of update n = 0, 1, ... of a run with these settings."""
+    tokens = step_tokens(train, context_length)
+    return float(learning_rate(optimizer, train.steps, update, tokens=tokens))
 
 
 def names_of(allow: str | Iterable[str]) -> list[str]:

@@ -87,6 +87,7 @@ CHECKS |= {
         training_checks.optimizer_is_possible,
         training_checks.muon_settings_are_for_muon,
         training_checks.function_is_for_optax,
+        training_checks.schedule_has_one_unit,
         training_checks.decay_is_for_wsd,
     ),
     ("data",): (
@@ -116,10 +117,8 @@ CHECKS |= {
         parallel_checks.own_sequences_are_whole,
     ),
     ("train", "parallel"): (parallel_checks.microbatches_are_equal,),
-    ("train", "optimizer"): (
-        training_checks.schedule_fits_run,
-        training_checks.validated_average_is_kept,
-    ),
+    ("train", "optimizer"): (training_checks.validated_average_is_kept,),
+    ("train", "model", "optimizer"): (training_checks.schedule_fits_run,),
     ("train", "log"): (training_checks.rampup_has_no_statistics,),
     ("train", "kernels"): (training_checks.attention_is_deterministic_too,),
     ("train", "data"): (data_checks.validation_has_data,),

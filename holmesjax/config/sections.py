@@ -403,8 +403,13 @@ class OptimizerConfig:
     learning_rate: Positive  # the peak of the learning rate
     # How the learning rate falls after the warm-up.
     schedule: Literal["constant", "cosine", "linear", "wsd"] = "cosine"
+    # Whether the learning rate follows the number of updates or their tokens; these differ where
+    # batches grow.
+    schedule_by: Literal["steps", "tokens"] = "steps"
     warmup_steps: Natural = 0  # steps in which the learning rate rises
+    warmup_tokens: Tokens | None = None  # for a schedule by tokens: tokens in which the rate rises
     decay_steps: Count | None = None  # for wsd: steps of the final decay
+    decay_tokens: Tokens | None = None  # for wsd by tokens: tokens of the final decay
     final_fraction: Fraction = 0.1  # share of the peak that is left at the last step
     # Decay of the first moment, or of the momentum. adafactor reads neither beta nor epsilon.
     beta1: Fraction = 0.9

@@ -5,7 +5,13 @@ import itertools
 from collections.abc import Iterator
 
 from holmesjax.config.mistakes import wrong
-from holmesjax.config.sections import KernelsConfig, LogConfig, OptimizerConfig, TrainConfig
+from holmesjax.config.sections import (
+    KernelsConfig,
+    LogConfig,
+    ModelConfig,
+    OptimizerConfig,
+    TrainConfig,
+)
 from holmesjax.errors import ConfigError
 from holmesjax.update_rules import RULES
 
@@ -39,25 +45,43 @@ def function_is_for_optax(optimizer: OptimizerConfig) -> Iterator[ConfigError]:
         yield wrong(where, problem, optimizer.function, fix)
 
 
+def schedule_has_one_unit(optimizer: OptimizerConfig) -> Iterator[ConfigError]:
+    unit = optimizer.schedule_by
+    other = "steps" if unit == "tokens" else "tokens"
+    for name in ("warmup", "decay"):
+        if found := getattr(optimizer, f"{name}_{other}"):
+            where, problem = f"optimizer.{name}_{other}", f"is only for a schedule by {other}"
+            fix = f"give optimizer.{name}_{unit}, or set optimizer.schedule_by to {other}"
+            yield wrong(where, problem, found, fix)
+
+
 def decay_is_for_wsd(optimizer: OptimizerConfig) -> Iterator[ConfigError]:
-    is_wsd, where = optimizer.schedule == "wsd", "optimizer.decay_steps"
-    if is_wsd and optimizer.decay_steps is None:
-        fix = "add the number of steps at the end in which the learning rate falls"
+    is_wsd, unit = optimizer.schedule == "wsd", optimizer.schedule_by
+    where, decay = f"optimizer.decay_{unit}", getattr(optimizer, f"decay_{unit}")
+    if is_wsd and decay is None:
+        fix = f"add the number of {unit} at the end in which the learning rate falls"
         yield wrong(where, "is missing: schedule wsd needs it", "nothing", fix)
-    if not is_wsd and optimizer.decay_steps is not None:
+    if not is_wsd and decay is not None:
         fix = "remove it, or set optimizer.schedule to wsd"
-        problem = f"is only for schedule wsd, not for {optimizer.schedule}"
-        yield wrong(where, problem, optimizer.decay_steps, fix)
+        yield wrong(where, f"is only for schedule wsd, not for {optimizer.schedule}", decay, fix)
 
 
-def schedule_fits_run(train: TrainConfig, optimizer: OptimizerConfig) -> Iterator[ConfigError]:
+def schedule_fits_run(
+    train: TrainConfig, model: ModelConfig, optimizer: OptimizerConfig
+) -> Iterator[ConfigError]:
     """A warm-up may outlast a short run, but stable steps and a decay have to fit behind it."""
-    warmup, decay, steps = optimizer.warmup_steps, optimizer.decay_steps, train.steps
-    if optimizer.schedule == "wsd" and decay is not None and warmup + decay > steps:
-        problem = f"warmup_steps + decay_steps must be at most train.steps = {steps}"
+    unit, whole, total = optimizer.schedule_by, "train.steps", train.steps
+    if unit == "tokens":
+        whole = "the tokens of the run"
+        # The function of the class: what stands for a section has only its settings.
+        total = TrainConfig.sequences_after(train, train.steps) * model.context_length
+    warmup = getattr(optimizer, f"warmup_{unit}") or 0
+    decay = getattr(optimizer, f"decay_{unit}") or 0
+    if optimizer.schedule == "wsd" and warmup + decay > total:
+        problem = f"warmup_{unit} + decay_{unit} must be at most {whole} = {total}"
         found = f"{warmup} + {decay} = {warmup + decay}"
-        fix = f"use {steps - warmup} or less, or more steps" if warmup < steps else "use more steps"
-        yield wrong("optimizer.decay_steps", problem, found, fix)
+        fix = f"use {total - warmup} or less, or more steps" if warmup < total else "use more steps"
+        yield wrong(f"optimizer.decay_{unit}", problem, found, fix)
 
 
 def profiled_steps_are_of_the_run(train: TrainConfig) -> Iterator[ConfigError]:

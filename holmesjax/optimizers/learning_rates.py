@@ -1,36 +1,81 @@
-"""The learning rate of every update, for numbers and for arrays. Does not import JAX."""
+"""The learning rate of every update, for numbers and for arrays. Does not import JAX.
+
+A schedule by tokens is a schedule by steps of the whole batch: an update whose batch has half of
+its tokens takes half a step. So both are the same, to the bit, where no batch is smaller.
+"""
 
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from holmesjax.config import OptimizerConfig
+from holmesjax.config import OptimizerConfig, TrainConfig
 
 
-def learning_rate(config: OptimizerConfig, num_steps: int, update: Any, xp: ModuleType = np) -> Any:
+class StepTokens(NamedTuple):
+    """The tokens of each step."""
+
+    whole: int  # of a step of the whole batch
+    rampup: tuple[tuple[int, float], ...] = ()  # of the first steps: how many, and what part of it
+
+    def whole_steps(self, num_steps: Any, xp: ModuleType = np) -> Any:
+        """The tokens of the first steps, in those of a step of the whole batch."""
+        found, left = 0, num_steps
+        for steps, part in self.rampup:
+            here = xp.minimum(left, steps)
+            found, left = found + here * part, left - here
+        return found + left
+
+
+def step_tokens(train: TrainConfig, context_length: int) -> StepTokens:
+    """The tokens of each step of a run."""
+    parts = ((part.steps, part.global_batch / train.global_batch) for part in train.rampup)
+    return StepTokens(train.global_batch * context_length, tuple(parts))
+
+
+def learning_rate(
+    config: OptimizerConfig,
+    num_steps: int,
+    update: Any,
+    xp: ModuleType = np,
+    tokens: StepTokens | None = None,
+) -> Any:
     """Learning rate of update n = 0, 1, ...: a linear warm-up, then the schedule of the config.
 
     The last update, `num_steps - 1`, and all later ones have `final_fraction` of the peak, except
     for "constant".
 
     Args:
+      config: of the schedule.
+      num_steps: of the whole run.
       update: n, a number or an array.
       xp: whose functions compute it: `numpy`, or `jax.numpy` inside of a program.
+      tokens: of each step, which a schedule by tokens needs.
     """
-    peak, warmup = config.learning_rate, config.warmup_steps
+    peak: float = config.learning_rate
+    warmup: float | None = config.warmup_steps
+    decay: float | None = config.decay_steps
+    last, before, after = num_steps - 1, update, update + 1  # in steps of the whole batch
+    if config.schedule_by == "tokens":
+        assert tokens is not None, "a schedule by tokens needs the tokens of each step"
+        warmup, decay = (
+            x and x / tokens.whole for x in (config.warmup_tokens, config.decay_tokens)
+        )
+        last = tokens.whole_steps(num_steps - 1)
+        before, after = (tokens.whole_steps(n, xp) for n in (update, update + 1))
+    warmup = warmup or 0
     if config.schedule == "constant":
-        after = peak
+        rate = peak
     else:
-        length = max(num_steps - 1 - warmup, 1)
+        length = last - warmup if last > warmup else 1
         if config.schedule == "wsd":  # warm-up, stable, decay: Hu et al., arXiv:2404.06395
-            assert config.decay_steps is not None
-            length = config.decay_steps
-        start = max(num_steps - 1 - length, warmup)
-        fallen = xp.clip((update - start) / length, 0.0, 1.0)
+            assert decay is not None
+            length = decay
+        start = max(last - length, warmup)
+        fallen = xp.clip((before - start) / length, 0.0, 1.0)
         if config.schedule == "cosine":
             fallen = 0.5 * (1.0 - xp.cos(xp.pi * fallen))
-        after = peak * (1.0 - (1.0 - config.final_fraction) * fallen)
+        rate = peak * (1.0 - (1.0 - config.final_fraction) * fallen)
     if not warmup:
-        return after
-    return xp.where(update < warmup, peak * ((update + 1) / warmup), after)
+        return rate
+    return xp.where(after <= warmup, peak * (after / warmup), rate)

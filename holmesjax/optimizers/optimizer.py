@@ -13,6 +13,7 @@ from jax.sharding import Mesh
 from holmesjax.config import OptimizerConfig
 from holmesjax.models import ops
 from holmesjax.optimizers import learning_rates
+from holmesjax.optimizers.learning_rates import StepTokens
 from holmesjax.update_rules import RULES
 
 Tree = Any  # a nested dict of arrays, keyed by layer and parameter name
@@ -69,22 +70,29 @@ class Optimizer(Protocol):
         """A state of `as_written`, kept as this optimizer keeps it."""
 
 
-def make_optimizer(config: OptimizerConfig, num_steps: int, statements: Tree) -> Optimizer:
+def make_optimizer(
+    config: OptimizerConfig, num_steps: int, statements: Tree, tokens: StepTokens | None = None
+) -> Optimizer:
     """The optimizer that a run names.
 
     Args:
       config: its settings.
       num_steps: of the whole run.
       statements: the `Parameter`s of all layers, by layer.
+      tokens: of each step, which a schedule by tokens needs.
     """
     module = importlib.import_module(RULES[config.name].module)
-    optimizer: Optimizer = module.make(config, learning_rate(config, num_steps), statements)
+    schedule = learning_rate(config, num_steps, tokens)
+    optimizer: Optimizer = module.make(config, schedule, statements)
     return optimizer
 
 
-def learning_rate(config: OptimizerConfig, num_steps: int) -> optax.Schedule:
+def learning_rate(
+    config: OptimizerConfig, num_steps: int, tokens: StepTokens | None = None
+) -> optax.Schedule:
     """`learning_rates.learning_rate` of update n = 0, 1, ..., as a program computes it."""
-    return functools.partial(learning_rates.learning_rate, config, num_steps, xp=jnp)
+    own = learning_rates.learning_rate
+    return functools.partial(own, config, num_steps, xp=jnp, tokens=tokens)
 
 
 def map_layers(change: Callable[[dict[str, Tree]], Tree], state: State) -> State:

@@ -318,6 +318,30 @@ def test_the_advice_to_train_longer_says_what_the_rate_will_be(tmp_path, schedul
     assert "learning rate" not in "".join(resume.find(steady, (), print).describe()[-1:])
 
 
+def test_by_tokens_the_rate_is_told_where_another_batch_changes_it(tmp_path):
+    by = ["optimizer.schedule=linear", "optimizer.schedule_by=tokens", "optimizer.warmup_steps=0"]
+    checkpoint(load(tmp_path, *by, "train.steps=20"), steps=10)
+    # Ten steps have a half of the batch of the others: five whole steps are before step 11.
+    ramped = load(tmp_path, *by, "train.steps=20", "train.rampup=[{steps: 10, global_batch: 4}]")
+    told = resume.find(ramped, "train.rampup", print).describe()
+    was, now = (3e-3 * (1 - 0.9 * fallen) for fallen in (10 / 19, 5 / 14))
+    [line] = [line for line in told if "learning rate of" in line]
+    assert f"step 11: {was:.1e} -> {now:.1e} (train.rampup [] -> " in line
+    [added] = [
+        line.partition(", add ")[2] for line in finished_by_tokens(tmp_path) if ", add " in line
+    ]
+    assert added == (
+        "optimizer.schedule=constant optimizer.learning_rate=0.0003 optimizer.decay_tokens=null"
+    )
+
+
+def finished_by_tokens(folder):
+    own = ["optimizer.schedule=wsd", "optimizer.schedule_by=tokens", "optimizer.warmup_steps=0"]
+    job = load(folder, *own, "optimizer.decay_tokens=512")
+    checkpoint(job, steps=10)
+    return resume.find(job, (), print).finished()
+
+
 def test_another_batch_takes_the_sequences_that_follow(tmp_path, monkeypatch):
     """4 steps with 8 and 4 with 4 sequences: the first 48 in order, none twice, none left out."""
     seen = []

@@ -467,6 +467,27 @@ optimizer.decay_steps: warmup_steps + decay_steps must be at most train.steps = 
   found: 10 + 91 = 101
   fix: use 90 or less, or more steps
 
+optimizer.schedule_by=tokens optimizer.warmup_steps=10
+optimizer.warmup_steps: is only for a schedule by steps
+  found: 10
+  fix: give optimizer.warmup_tokens, or set optimizer.schedule_by to steps
+
+optimizer.warmup_tokens=1000
+optimizer.warmup_tokens: is only for a schedule by tokens
+  found: 1000
+  fix: give optimizer.warmup_steps, or set optimizer.schedule_by to tokens
+
+optimizer.schedule=wsd optimizer.schedule_by=tokens
+optimizer.decay_tokens: is missing: schedule wsd needs it
+  found: nothing
+  fix: add the number of tokens at the end in which the learning rate falls
+
+optimizer.schedule=wsd optimizer.schedule_by=tokens optimizer.warmup_tokens=9 \
+optimizer.decay_tokens=307192 train.rampup=[{"steps":50,"global_batch":16}]
+optimizer.decay_tokens: warmup_tokens + decay_tokens must be at most the tokens of the run = 307200
+  found: 9 + 307192 = 307201
+  fix: use 307191 or less, or more steps
+
 train.eval_every=5 data.validation_fraction=0
 data.validation_fraction: must be more than 0: train.eval_every = 5 asks for validation
   found: 0.0
@@ -499,6 +520,13 @@ AT_THE_LIMIT = [
     ["optimizer.warmup_steps=101"],
     ["model.rotary_fraction=0.5", "model.rotary_scaling={type: linear, factor: 2.0}"],
     ["optimizer.schedule=wsd", "optimizer.warmup_steps=10", "optimizer.decay_steps=90"],
+    [
+        "optimizer.schedule=wsd",
+        "optimizer.schedule_by=tokens",
+        "optimizer.warmup_tokens=9",
+        "optimizer.decay_tokens=307191",
+        "train.rampup=[{steps: 50, global_batch: 16}]",
+    ],
     ["data.validation_fraction=0"],
 ]
 

@@ -5,9 +5,10 @@ import numpy as np
 import optax
 import pytest
 
-from holmesjax.config import ModelConfig, OptimizerConfig
+from holmesjax.config import ModelConfig, OptimizerConfig, RampupConfig, TrainConfig
 from holmesjax.layers.kind import Constant, Parameter
 from holmesjax.layers.model_layers import layers
+from holmesjax.optimizers.learning_rates import step_tokens
 from holmesjax.optimizers.optimizer import learning_rate, make_optimizer
 from tests.arrays import normal
 
@@ -48,6 +49,60 @@ def test_a_run_shorter_than_its_warmup_only_rises(schedule):
     got = rates(schedule=schedule, warmup_steps=100)
     # float32 sums with the peak: an error of a rounding of the peak, wherever the rate is.
     np.testing.assert_allclose(got, 2.0 * np.arange(1, NUM_STEPS + 1) / 100, rtol=0, atol=2.0**-22)
+
+
+BY_TOKENS = [
+    {"schedule": "constant", "warmup": 6},
+    {"schedule": "cosine", "warmup": 6},
+    {"schedule": "linear"},
+    {"schedule": "wsd", "warmup": 6, "decay": 10, "final_fraction": 0.0},
+]
+LENGTH = 48  # tokens of a sequence
+
+
+def rates_by_tokens(train, *, warmup=None, decay=None, **settings):
+    """The rates as a program computes them, all at once; the lengths are in steps of the batch."""
+    whole = train.global_batch * LENGTH
+    settings |= {
+        "warmup_tokens": warmup and round(warmup * whole),
+        "decay_tokens": decay and round(decay * whole),
+    }
+    config = OptimizerConfig(learning_rate=2.0, schedule_by="tokens", **settings)
+    schedule = learning_rate(config, train.steps, step_tokens(train, LENGTH))
+    return np.asarray(jax.jit(schedule)(np.arange(train.steps)) + np.zeros(train.steps))
+
+
+@pytest.mark.parametrize("case", BY_TOKENS, ids=lambda case: case["schedule"])
+def test_by_tokens_equal_batches_have_the_rates_of_steps(case):
+    train = TrainConfig(steps=NUM_STEPS, global_batch=12)
+    names = {"warmup": "warmup_steps", "decay": "decay_steps"}
+    by_steps = OptimizerConfig(
+        learning_rate=2.0, **{names.get(name, name): value for name, value in case.items()}
+    )
+    schedule = learning_rate(by_steps, NUM_STEPS)
+    want = np.asarray(jax.jit(schedule)(np.arange(NUM_STEPS)) + np.zeros(NUM_STEPS))
+    np.testing.assert_array_equal(rates_by_tokens(train, **case), want)
+
+
+@pytest.mark.parametrize("case", BY_TOKENS, ids=lambda case: case["schedule"])
+def test_by_tokens_the_rates_follow_a_batch_that_grows(case):
+    """The tokens of every step are counted one by one, in float64."""
+    rampup = RampupConfig(steps=7, global_batch=2), RampupConfig(steps=9, global_batch=8)
+    train = TrainConfig(steps=NUM_STEPS, global_batch=12, rampup=rampup)
+    ends = np.cumsum([2] * 7 + [8] * 9 + [12] * (NUM_STEPS - 16)) * LENGTH
+    begins = np.r_[0, ends[:-1]]
+    warmup = case.get("warmup", 0) * 12 * LENGTH
+    length = begins[-1] - warmup if "decay" not in case else case["decay"] * 12 * LENGTH
+    fallen = np.clip((begins - (begins[-1] - length)) / length, 0, 1)
+    shape = {
+        "constant": np.zeros(NUM_STEPS),
+        "cosine": (1 - np.cos(np.pi * fallen)) / 2,
+    }.get(case["schedule"], fallen)
+    want = 2 * (1 - (1 - case.get("final_fraction", 0.1)) * shape)
+    want = np.where(ends < warmup, 2 * ends / max(warmup, 1), want)
+    np.testing.assert_allclose(rates_by_tokens(train, **case), want, rtol=1e-5, atol=1e-6)
+    if warmup:
+        assert 0 < np.count_nonzero(ends < warmup) - 6 < 10  # more steps than of the whole batch
 
 
 def stated(tree):

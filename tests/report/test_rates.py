@@ -49,6 +49,13 @@ def test_the_plan_says_in_which_numbers_it_sums(tmp_path, moments):
     assert f"numbers     {line}" in job.describe()
 
 
+def test_the_header_says_when_a_warmup_by_tokens_ends(tmp_path):
+    settings = ["optimizer.schedule_by=tokens", "optimizer.warmup_steps=0"]
+    settings += ["optimizer.warmup_tokens=600", "train.rampup=[{steps: 3, global_batch: 4}]"]
+    line = "schedule    cosine by tokens: warm-up 600 (4 steps), 2,176 in all"  # 3 * 128 + 256
+    assert line in load(tmp_path, *settings).describe()
+
+
 def part(step, step_time_s):
     numbers = {"loss": 1.0, "grad_norm": 1.0, "learning_rate": 0.1, "skipped": False}
     return {
