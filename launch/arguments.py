@@ -180,8 +180,9 @@ def _add_generate(parser: argparse.ArgumentParser) -> None:
 
 def _add_tokenizer(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("corpus", help="a folder of text files, or python-stdlib")
+    add("corpus", help="a folder, file or dataset of documents, s3://..., or python-stdlib")
     add("--pattern", metavar="GLOB", help="files of the folder (every text file not hidden)")
+    add("--column", default="text", metavar="NAME", help="the field or column of documents (text)")
     add("--vocab", type=int, required=True, metavar="N", help="number of tokens: 4096")
     add("--out", required=True, metavar="PATH", help="a file .json, or a folder")
 

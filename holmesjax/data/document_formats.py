@@ -4,7 +4,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from holmesjax.data import row_documents as rows, stores, text_documents as texts
+from holmesjax.config import PYTHON_STDLIB, DataConfig
+from holmesjax.data import corpus as corpora, row_documents as rows, stores, text_documents as texts
 from holmesjax.data.documents import Documents, FilePart, Wanted
 
 
@@ -39,6 +40,17 @@ FORMATS = (  # the first that fits
     ),
     Format(is_of=lambda path: True, cut=texts.cut, read=texts.read),
 )
+
+
+def files(config: DataConfig) -> list[Path]:
+    """The files of a corpus in the order of their names, or its folder, where that is a dataset."""
+    if config.corpus == PYTHON_STDLIB:
+        return list(corpora.files(config).values())
+    path = stores.path_of(config.corpus)
+    stores.ask(path)
+    if path.is_file() or rows.is_hugging_face(path):
+        return [path]
+    return list(corpora.files(config).values())
 
 
 def cut(path: Path, step: int) -> Iterator[tuple[FilePart, int]]:

@@ -1,36 +1,44 @@
 """A byte-level BPE, trained on the text of a corpus (Sennrich et al., arXiv:1508.07909).
 
 The same corpus gives the same file, byte for byte. Every text can be told in its tokens, since each
-byte is one, and comes back as it was.
+byte is one, and comes back as it was. A corpus is what `tokenizing` reads; it is read twice, and no
+more than a few of its documents are in memory.
 """
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from holmesjax.config import DataConfig
-from holmesjax.data import corpus as corpora, tokenizer_files
+from holmesjax.data import document_formats, stores, tokenizer_files, tokenizing
+from holmesjax.data.documents import Wanted
 from holmesjax.data.tokenizer_files import MAIN, padded
 from holmesjax.errors import ConfigError, DataError
 
 END = "<|endoftext|>"  # token 0: the mark behind a document
 LEAST = 257  # tokens: the mark, and each byte
 MOST = 2**24  # tokens, as `model.vocab_size`
+PART_BYTES = 2**26  # of a file that is read at once, where its format allows parts
 
 
 class Trained(NamedTuple):
     """The result of a training."""
 
     num_tokens: int
-    num_bytes: int  # of the corpus
+    num_bytes: int  # of the text of the corpus
     num_encoded: int  # tokens of the corpus
 
 
 def train(
-    config: DataConfig, num_tokens: int, out: Path, say: Callable[[str], None], is_shown: bool
+    config: DataConfig,
+    num_tokens: int,
+    out: Path,
+    say: Callable[[str], None],
+    is_shown: bool,
+    column: str = Wanted().column,
 ) -> Trained:
-    """Trains a tokenizer on all files of a corpus, and writes it.
+    """Trains a tokenizer on all documents of a corpus, and writes it.
 
     Args:
       config: names the corpus.
@@ -38,10 +46,11 @@ def train(
       out: a file `.json`, or a folder, which also says which token ends a document.
       say: takes what is worked on.
       is_shown: whether the library draws its progress on the terminal.
+      column: the field of a line, or the column of a table, that has the text.
 
     Raises:
       ConfigError: the vocabulary has no room for all bytes.
-      DataError: a file is no text, or does not come back as it was.
+      DataError: a document is no text, or does not come back as it was.
     """
     if not LEAST <= num_tokens <= MOST:
         fix = f"use 4096, or {LEAST} for bytes alone"
@@ -50,12 +59,12 @@ def train(
     with tokenizer_files.extra("tokenizers"):
         import tokenizers
         from tokenizers.pre_tokenizers import ByteLevel
-    say("reading the corpus")
-    corpus = corpora.read(config)
-    texts = [
-        *corpora.documents(corpus, corpus.train),
-        *corpora.documents(corpus, corpus.validation),
-    ]
+    say("looking at the corpus")
+    try:
+        files = document_formats.files(config)
+    except stores.errors() as error:
+        raise tokenizing.unreadable(error, config.corpus) from None
+    wanted = Wanted(column=column, is_picked=config.pattern is not None)
     tokenizer: Any = tokenizers.Tokenizer(tokenizers.models.BPE())
     tokenizer.pre_tokenizer = ByteLevel(add_prefix_space=False)
     tokenizer.decoder = tokenizers.decoders.ByteLevel()
@@ -65,27 +74,40 @@ def train(
         initial_alphabet=sorted(ByteLevel.alphabet()),
         show_progress=is_shown,
     )
-    say(f"counting pairs in {len(texts):,} files")
-    tokenizer.train_from_iterator(texts, trainer, length=len(texts))
+    say(f"counting pairs in {len(files):,} files")
+    tokenizer.train_from_iterator(_texts(files, wanted), trainer)
     tokenizer.encode_special_tokens = True
     say("telling the corpus in tokens, and back")
-    num_encoded = _check(tokenizer, texts)
+    num_bytes, num_encoded = _check(tokenizer, _texts(files, wanted))
     _write(tokenizer, out)
-    num_bytes = len(corpus.train) + len(corpus.validation) - len(texts)
     return Trained(tokenizer.get_vocab_size(), num_bytes, num_encoded)
 
 
-def _check(tokenizer: Any, texts: Sequence[str]) -> int:
-    """The number of tokens of all texts. Raises DataError if one does not come back."""
-    count = 0
+def _texts(files: Sequence[Path], wanted: Wanted) -> Iterator[str]:
+    """The documents of files, one after another. Raises DataError for one that is no text."""
+    for path in files:
+        try:
+            parts = [part for part, _ in document_formats.cut(path, PART_BYTES)]
+            for where, found in (own for p in parts for own in document_formats.read(p, wanted)):
+                if not isinstance(found, str):
+                    problem, fix = "is tokens already", "name a field or column of text by --column"
+                    raise DataError(where, problem, found=f"{len(found):,} numbers", fix=fix)
+                yield found
+        except stores.errors() as error:
+            raise tokenizing.unreadable(error, path) from None
+
+
+def _check(tokenizer: Any, texts: Iterable[str]) -> tuple[int, int]:
+    """The bytes and the tokens of all texts. Raises DataError if one does not come back."""
+    num_bytes = num_tokens = 0
     for text in texts:
         tokens = tokenizer.encode(text).ids
-        count += len(tokens)
+        num_bytes, num_tokens = num_bytes + len(text.encode()), num_tokens + len(tokens)
         if tokenizer.decode(tokens, skip_special_tokens=False) != text:
             fix = "leave it out by --pattern"
             problem = "a text does not come back from its tokens as it was"
             raise DataError("the corpus", problem, found=repr(text[:40]), fix=fix)
-    return count
+    return num_bytes, num_tokens
 
 
 def _write(tokenizer: Any, out: Path) -> None:

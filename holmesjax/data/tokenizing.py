@@ -22,10 +22,9 @@ from typing import Any
 
 import numpy as np
 
-from holmesjax.config import BYTES, PYTHON_STDLIB, DataConfig
-from holmesjax.data import corpus as corpora, document_formats, stores, token_files, tokenizer_files
+from holmesjax.config import BYTES, DataConfig
+from holmesjax.data import document_formats, stores, token_files, tokenizer_files
 from holmesjax.data.documents import Documents, FilePart, Wanted
-from holmesjax.data.row_documents import is_hugging_face
 from holmesjax.data.text_documents import COMPRESSED
 from holmesjax.data.tokenizer import BEGIN, ByteTokenizer
 from holmesjax.data.tokenizer_files import FileTokenizer, read_json
@@ -91,7 +90,7 @@ def tokenize(
         paths = {piece.path for own in plan for piece in own}
         changed = {path: stores.version_of(stores.path_of(path)) for path in sorted(paths)}
     except stores.errors() as error:
-        raise _unreadable(error, config.corpus) from None
+        raise unreadable(error, config.corpus) from None
     names = [f"shard-{i:05d}" for i in range(len(plan))]
     inputs = hashlib.sha256(json.dumps([plan, changed, wanted]).encode()).hexdigest()
     job = {"tokenizer": identity, "inputs": inputs, "shards": names}
@@ -144,7 +143,7 @@ def _plan(
     """The pieces of each shard, in the order of the names of their files."""
     shards: list[list[FilePart]] = []
     room = 0
-    for path in _files(config):
+    for path in document_formats.files(config):
         for part, num_bytes in document_formats.cut(path, shard_bytes):
             if num_bytes > shard_bytes and path.suffix in COMPRESSED:
                 warn(f"{path} is read by one process: a compressed file cannot be divided")
@@ -154,16 +153,6 @@ def _plan(
             shards[-1].append(part)
             room -= num_bytes
     return shards
-
-
-def _files(config: DataConfig) -> list[Path]:
-    if config.corpus == PYTHON_STDLIB:
-        return list(corpora.files(config).values())
-    path = stores.path_of(config.corpus)
-    stores.ask(path)
-    if path.is_file() or is_hugging_face(path):
-        return [path]
-    return list(corpora.files(config).values())
 
 
 def _run(shards: Sequence[Shard], workers: int, say: Callable[[Tokenized], None]) -> Tokenized:
@@ -218,10 +207,11 @@ def _work(shard: Shard) -> tuple[dict[str, Any], bool, dict[str, str] | None]:
     except DataError as error:
         return {}, False, error.parts()
     except stores.errors() as error:
-        return {}, False, _unreadable(error, shard.out).parts()
+        return {}, False, unreadable(error, shard.out).parts()
 
 
-def _unreadable(error: Exception, where: object) -> DataError:
+def unreadable(error: Exception, where: object) -> DataError:
+    """The refusal of a file that the system cannot read, or a folder that it cannot write."""
     place, fix = getattr(error, "filename", None) or where, "make room, or make it readable"
     words = stores.said_by(error)
     return DataError(str(place), "cannot be read or written", found=words, fix=fix)

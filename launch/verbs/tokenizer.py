@@ -18,7 +18,8 @@ def run(args: argparse.Namespace) -> int:
         make_folder(out, "--out")
     config = DataConfig(corpus=args.corpus, pattern=args.pattern)
     with ProgressMessage("tokenizer") as say:
-        trained = tokenizer_training.train(config, args.vocab, out, say, sys.stderr.isatty())
+        is_shown = sys.stderr.isatty()
+        trained = tokenizer_training.train(config, args.vocab, out, say, is_shown, args.column)
     rate = trained.num_bytes / max(trained.num_encoded, 1)
     print(f"{trained.num_tokens:,} tokens in {out}")
     print(

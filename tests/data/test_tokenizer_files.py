@@ -1,13 +1,19 @@
 """Tokenizers of each library: what a path names, documents, text and back, and mistakes."""
 
 import base64
+import gzip
 import json
 import shutil
 from pathlib import Path
 
+import datasets
 import numpy as np
+import pyarrow as pa
 import pytest
 import sentencepiece
+import zstandard
+from array_record.python.array_record_module import ArrayRecordWriter
+from pyarrow import parquet
 
 from holmesjax.config import DataConfig
 from holmesjax.data import corpus, text, tokenizer_files, tokenizer_training
@@ -130,6 +136,52 @@ def test_training_is_deterministic_and_the_settings_it_prints_are_right(paths, t
     for name in ("tokenizer.json", "tokenizer_config.json"):
         assert (out / name).read_bytes() == (paths / "bpe" / name).read_bytes()
     assert (out / "tokenizer.json").read_bytes() == (paths / "alone.json").read_bytes()
+
+
+@pytest.mark.parametrize("name", ["a.jsonl.gz", "a.jsonl.zst", "a.parquet", "hf", "a.array_record"])
+def test_training_reads_the_formats_that_tokenize_reads(paths, tmp_path, name, capsys):
+    """The same documents give the same file as text does, byte for byte."""
+    path = tmp_path / name
+    lines = "".join(json.dumps({"own": own}) + "\n" for own in TEXTS).encode()
+    match name:
+        case "a.jsonl.gz":
+            path.write_bytes(gzip.compress(lines))
+        case "a.jsonl.zst":
+            path.write_bytes(zstandard.ZstdCompressor().compress(lines))
+        case "a.parquet":
+            parquet.write_table(pa.table({"own": TEXTS}), path, row_group_size=2)
+        case "hf":
+            datasets.Dataset.from_dict({"own": TEXTS}).save_to_disk(path)
+        case "a.array_record":
+            writer = ArrayRecordWriter(str(path), "group_size:1")
+            for own in TEXTS:
+                writer.write(own.encode())
+            writer.close()
+    command = ["tokenizer", str(path), "--vocab", "300", "--column", "own", "--out"]
+    assert main([*command, str(tmp_path / "bpe.json")]) == 0
+    assert (tmp_path / "bpe.json").read_bytes() == (paths / "alone.json").read_bytes()
+    assert f"{sum(len(own.encode()) for own in TEXTS):,} bytes" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "name, content, said",
+    [
+        ("a.jsonl", b'{"text": [1, 2, 3]}\n', "byte 0: is tokens already"),
+        ("a.jsonl", b'{"own": "x"}\n', "has no text in a field `text`"),
+        ("a.jsonl", b'{"text": "x"}\n{"text": ', "byte 14: is no JSON"),
+        ("a.jsonl.gz", gzip.compress(b'{"text": "x"}\n' * 9)[:-9], "is no whole gzip file"),
+        ("a.parquet", b"PAR1", "is no whole parquet file"),
+        ("a.txt", b"caf\xe9", "is no UTF-8"),
+    ],
+)
+def test_documents_that_train_no_tokenizer_are_refused_by_place(tmp_path, name, content, said):
+    (tmp_path / name).write_bytes(content)
+    config = DataConfig(corpus=str(tmp_path / name))
+    with pytest.raises(DataError) as error:
+        tokenizer_training.train(config, 300, tmp_path / "t.json", lambda _: None, is_shown=False)
+    assert f"{tmp_path / name}" in error.value.where
+    assert said in str(error.value)
+    assert not (tmp_path / "t.json").exists()
 
 
 def damaged(paths, tmp_path, name, *, drop=(), **texts):
