@@ -148,6 +148,7 @@ class Session:
       begins: told of each step, each batch of validation and each checkpoint before it begins.
       profiles: the folder of this process for what JAX's profiler writes.
       memory: of the devices of this process.
+      compile_s: for which this process compiled its programs, before the first step.
     """
 
     config: Config
@@ -161,6 +162,7 @@ class Session:
     begins: Callable[[Work, int], None]
     profiles: Path
     memory: PeakMemory = field(default_factory=lambda: PeakMemory({}))
+    compile_s: float = 0.0
     vote: Callable[[], None] = lambda: None
     _last_s: float = field(default=0.0, init=False)  # when the step before ended
     _held: list[Part] = field(default_factory=list, init=False)  # their ends are not told apart
@@ -295,6 +297,8 @@ class Session:
             part["memory_bytes"] = risen
         if self._checkpoint_s:
             part["checkpoint_s"], self._checkpoint_s = self._checkpoint_s, 0.0
+        if self.compile_s:
+            part["compile_s"], self.compile_s = self.compile_s, 0.0
         end_s = max(interval.end_s for interval in intervals)
         part["step_time_s"], self._last_s = end_s - self._last_s, end_s
         self._refuse_divergence(part, metrics)

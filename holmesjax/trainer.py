@@ -139,7 +139,9 @@ class Trainer:
             # The paths of the first cluster: all stages are in this process.
             data_here = cluster_paths.here(config.data, self.job.topology.clusters[0].name)
             reading = pool.submit(read_batches, dataclasses.replace(config, data=data_here))
+            compiles_s = time.perf_counter()
             runner = self._make_runner(stages)
+            compile_s = time.perf_counter() - compiles_s
             states = (
                 checkpoint.restore(start.checkpoint, stages)
                 if start.checkpoint
@@ -183,6 +185,7 @@ class Trainer:
                 begins=progress.begin,
                 profiles=self.run_dir / jobs.PROFILES,
                 memory=PeakMemory(devices_of(stages)),
+                compile_s=compile_s,
             )
             self.progress = progress
             self.history = recorder.history

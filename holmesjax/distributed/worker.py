@@ -10,6 +10,7 @@ import dataclasses
 import functools
 import signal
 import threading
+import time
 import traceback
 from collections.abc import Callable, MutableMapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -164,7 +165,9 @@ class Worker:
         with ThreadPoolExecutor(1) as pool, ExitStack() as stack:
             reading = pool.submit(read_batches, config)
             member.status("was compiling")
+            began_s = time.perf_counter()
             runner = self._make_runner(stages, ports)
+            compile_s = time.perf_counter() - began_s
             member.status("was reading the corpus")
             batches = reading.result()
             splits = batches.data
@@ -193,6 +196,7 @@ class Worker:
                 begins=self._begins,
                 profiles=job.run_dir / jobs.PROFILES / f"process_{self._me.number}",
                 memory=PeakMemory(devices_of(stages)),
+                compile_s=compile_s,
                 vote=lambda: self._member.vote(self._step),
             )
             member.send(Up())

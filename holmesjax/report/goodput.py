@@ -1,6 +1,7 @@
 """The seconds of a run since it was first started, by what they were spent on. No JAX.
 
-    start        processes start, compile, read data and restore a checkpoint
+    start        processes start, read data and restore a checkpoint
+    compile      programs are compiled, or taken from the folder of programs
     step         steps that count
     input        steps wait for their batches
     validation   validations
@@ -17,7 +18,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-BUCKETS = ("step", "input", "validation", "checkpoint", "start", "lost", "stopped")
+BUCKETS = ("step", "input", "validation", "checkpoint", "start", "compile", "lost", "stopped")
 MEASURED = {
     "input": "input_wait_s",
     "validation": "validation_s",
@@ -56,7 +57,10 @@ class WallTime:
         left_s, self._told_s = now_s - self._told_s, now_s
         if self._is_starting:
             in_step_s = max(part["step_time_s"] for part in parts)
-            self._sums["start"] += max(left_s - in_step_s, 0.0)
+            start_s = max(left_s - in_step_s, 0.0)
+            compile_s = min(max(part.get("compile_s", 0.0) for part in parts), start_s)
+            self._sums["compile"] += compile_s
+            self._sums["start"] += start_s - compile_s
             left_s, self._is_starting = min(left_s, in_step_s), False
         for bucket, name in MEASURED.items():
             # Processes overlap, and each is told of its longest: they cannot be more than all.

@@ -10,6 +10,7 @@ A part is what one process tells of one step: a dict with
     validation_s   of the validation behind the step, where there is one
     memory_bytes   of its devices whose peak has risen, the most that was in use
     checkpoint_s   for which steps waited for a checkpoint since the part before, where one was
+    compile_s      of its programs, in the part of its first step
     validation_bytes    the same, for the validation behind the step, where there is one
     loss, grad_norm, learning_rate, skipped, val_loss     where it knows them
     val_losses     the validation loss of each set, where sets have names

@@ -41,9 +41,11 @@ def test_the_seconds_of_a_run_add_up_to_its_time(tmp_path, monkeypatch):
             hosts.now_s += 2.0  # a crash
             return recorder.summary()
 
-    session(0, [(10, {}), (14, {"validation_s": 4.0}), (13, {"checkpoint_s": 3.0})])
+    session(
+        0, [(10, {"compile_s": 21.0}), (14, {"validation_s": 4.0}), (13, {"checkpoint_s": 3.0})]
+    )
     hosts.change(100.0)
-    session(2, [(12, {}), (10, {"checkpoint_s": 99.0})])
+    session(2, [(12, {"compile_s": 40.0}), (10, {"checkpoint_s": 99.0})])
     hosts.change(50.0)
     session(4, [])  # killed before its first step
     _, line = session(4, [(10, {})])
@@ -54,7 +56,8 @@ def test_the_seconds_of_a_run_add_up_to_its_time(tmp_path, monkeypatch):
             "input": 1 + 1 + 1 + 1 + 1,
             "validation": 4,
             "checkpoint": 9,  # no more than there is
-            "start": 30 + 30 + 2 + 30,
+            "start": 9 + 0 + 30,
+            "compile": 21 + 32,  # no more than there is before the first step
             "lost": 13,
             "stopped": 2 + 100 + 2 + 50 + 30 + 2,
         }
@@ -65,7 +68,7 @@ def test_the_seconds_of_a_run_add_up_to_its_time(tmp_path, monkeypatch):
     assert line.startswith(
         "goodput     10.4% of the run's time to its last step: stopped 3 min 6 s"
     )
-    assert [name for name, _ in goodput.rows(last)][:2] == ["stopped", "start"]
+    assert [name for name, _ in goodput.rows(last)][:2] == ["stopped", "compile"]
 
 
 def test_records_of_before_goodput_was_measured_are_no_time(tmp_path, monkeypatch):
