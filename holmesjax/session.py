@@ -289,7 +289,10 @@ class Session:
         if self.config.log.statistics:
             names += layer_statistics.names(self.config.model)
         if names:
-            part["auxiliary"] = {name: float(metrics[name]) for name in names}
+            found = {name: float(metrics[name]) for name in names}
+            train = self.config.train
+            of_whole = train.batch_of(unread.step) / train.global_batch
+            part["auxiliary"] = layer_statistics.of_small_batch(found, of_whole)
         intervals = part["intervals"] = unread.timeline.intervals()
         part["link_bytes"] = unread.link_bytes
         part["input_wait_s"] = unread.input_wait_s

@@ -119,7 +119,6 @@ CHECKS |= {
     ("train", "parallel"): (parallel_checks.microbatches_are_equal,),
     ("train", "optimizer"): (training_checks.validated_average_is_kept,),
     ("train", "model", "optimizer"): (training_checks.schedule_fits_run,),
-    ("train", "log"): (training_checks.rampup_has_no_statistics,),
     ("train", "kernels"): (training_checks.attention_is_deterministic_too,),
     ("train", "data"): (data_checks.validation_has_data,),
 }

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from holmesjax.config.mistakes import wrong
 from holmesjax.config.sections import (
     KernelsConfig,
-    LogConfig,
     ModelConfig,
     OptimizerConfig,
     TrainConfig,
@@ -113,12 +112,6 @@ def rampup_grows(train: TrainConfig) -> Iterator[ConfigError]:
         if size >= following:
             where, problem = f"train.rampup[{number}].global_batch", "must be below the next batch"
             yield wrong(where, f"{problem}, of {following}", size, f"use {following - 1} or less")
-
-
-def rampup_has_no_statistics(train: TrainConfig, log: LogConfig) -> Iterator[ConfigError]:
-    if train.rampup and log.statistics:
-        problem = "must be false beside train.rampup: means over microbatches need equal batches"
-        yield wrong("log.statistics", problem, True, "leave one of the two out")
 
 
 def validated_average_is_kept(

@@ -3,6 +3,7 @@
 All of them are sums of squares that chunks add to, so any plan gives the same numbers.
 """
 
+import math
 from collections import Counter
 from collections.abc import Mapping
 from typing import Any
@@ -53,3 +54,18 @@ def finished(model: ModelConfig, sums: Mapping[str, jax.Array]) -> dict[str, jax
     """The statistics of a step, from the sums of all chunks: roots, and means over layers."""
     counts = Counter(ACTIVATIONS + kind.name for kind in layers(model).values())
     return {name: jnp.sqrt(x / counts.get(name, 1)) for name, x in sums.items()}
+
+
+def of_small_batch(found: Mapping[str, float], part: float) -> dict[str, float]:
+    """The statistics of a step whose batch is a part of the whole one.
+
+    A program takes the mean over the microbatches of the whole batch, of which the others are 0.
+
+    Args:
+      found: the numbers of the step, by name; those of activations change.
+      part: the share of the whole batch that the step has.
+    """
+    return {
+        name: value / math.sqrt(part) if name.startswith(ACTIVATIONS) else value
+        for name, value in found.items()
+    }

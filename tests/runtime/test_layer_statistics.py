@@ -1,16 +1,20 @@
 """Norms by kind of layer equal those of one device, on any plan."""
 
 import dataclasses
+import io
 
 import jax
 import numpy as np
 import pytest
 
+from holmesjax import job as jobs
 from holmesjax.layers.model_layers import layers
 from holmesjax.models.layer import apply, init_params
-from holmesjax.runtime.layer_statistics import names
+from holmesjax.runtime.layer_statistics import names, of_small_batch
 from holmesjax.runtime.pipeline import make_runner
 from holmesjax.runtime.timeline import Clock
+from holmesjax.trainer import Trainer
+from tests.jobs import write_run
 from tests.one_device import SEED, plain_loss, step_inputs
 from tests.runtime.test_pipeline import hand_made_plan, make_model, make_stages, put
 
@@ -58,3 +62,39 @@ def test_norms_by_kind_are_those_of_one_device(plan):
         np.testing.assert_allclose(metrics[name], value, rtol=1e-5, err_msg=name)
     norms = [float(metrics[name]) for name in want if name.startswith("grad_norm/")]
     np.testing.assert_allclose(np.linalg.norm(norms), metrics["grad_norm"], rtol=1e-5)
+
+
+def test_norms_of_a_small_batch_are_those_of_its_microbatches():
+    plan = hand_made_plan((1, 1), 1, 1, microbatches=4)
+    stages = [dataclasses.replace(s, has_statistics=True) for s in make_stages(MODEL, plan)]
+    runner, clock = make_runner(plan, stages, ramps=True), Clock(len(plan.stages))
+    inputs = step_inputs(plan.global_batch // 4, 0)
+    host = {name: inputs[name] for name in runner.placer.names}
+    placed = runner.placer.place(host, inputs["target_BL"].size, num_microbatches=1)
+    _, metrics = runner.train_step(runner.init(SEED), placed, clock.timeline())
+    clock.close()
+    want = wanted(inputs)
+    found = of_small_batch({name: float(metrics[name]) for name in want}, 1 / 4)
+    for name, value in want.items():
+        np.testing.assert_allclose(found[name], value, rtol=1e-5, err_msg=name)
+
+
+def test_a_run_whose_batch_grows_records_the_norms_of_each_batch(tmp_path):
+    """Its first step is that of a run with the small batch."""
+    records = []
+    for name, settings in {
+        "grows": ["train.rampup=[{steps: 1, global_batch: 4}]", "parallel.microbatches=2"],
+        "small": ["train.global_batch=4", "parallel.microbatches=1"],
+    }.items():
+        run_file = write_run(tmp_path, {"a": (1,)}, name=name)
+        small = ["train.steps=2", "model.num_layers=2", "model.width=16", "log.statistics=true"]
+        records.append(Trainer(run_file, [*small, *settings], io.StringIO()).train())
+    grows, small = ({k: v for k, v in own[0].items() if "/" in k} for own in records)
+    assert (
+        grows.keys() == small.keys() == set(names(jobs.load_saved(tmp_path / "small").config.model))
+    )
+    for name, value in small.items():
+        np.testing.assert_allclose(grows[name], value, rtol=1e-5, err_msg=name)
+    assert not np.isclose(
+        records[0][1]["activation_rms/block"], records[1][1]["activation_rms/block"]
+    )
