@@ -165,6 +165,69 @@ BUGS = (
         wrong="a corpus of a mixture is always read by the same devices",
         tests=("tests/data/test_mixing.py::test_sources_do_not_stay_in_rows_of_their_own",),
     ),
+    Bug(
+        name="masks-a-token-late",
+        module="holmesjax.data.batches",
+        old="np.cumsum(rows.begins_NL[:, :-1], axis=1)",
+        new="np.cumsum(rows.begins_NL[:, 1:], axis=1)",
+        wrong="the last token of a document is of the next one, as its target is",
+        tests=(
+            "tests/data/test_packing.py::test_documents_of_a_row_have_segments_of_their_own_and_padding_another",
+        ),
+    ),
+    Bug(
+        name="the-smallest-remainder",
+        module="holmesjax.data.mixing",
+        old='largest = np.argsort(-(share_S - whole_S), kind="stable")',
+        new='largest = np.argsort(share_S - whole_S, kind="stable")',
+        wrong="what is left of the weights of a mixture goes to those that were rounded least",
+        tests=(
+            "tests/data/test_mixing.py::test_weights_become_whole_numbers_by_largest_remainder",
+        ),
+    ),
+    # ---- optimizers ----------------------------------------------------------------------------
+    Bug(
+        name="muon-without-lookahead",
+        module="holmesjax.optimizers.muon",
+        old="directions[path] = c.muon_beta * momenta[path] + (1.0 - c.muon_beta) * g",
+        new="directions[path] = momenta[path]",
+        wrong="Muon's momentum is not Nesterov's",
+        tests=("tests/optimizers/test_muon.py::test_two_updates_worked_in_float64",),
+    ),
+    Bug(
+        name="a-rate-for-a-factor",
+        module="holmesjax.optimizers.groups",
+        old="1.0 if own_rate is None else own_rate / config.learning_rate",
+        new="1.0 if own_rate is None else own_rate",
+        wrong="the learning rate of a group is multiplied with that of the section",
+        tests=("tests/optimizers/test_groups.py::test_updates_are_those_of_optax_partitions",),
+    ),
+    Bug(
+        name="an-average-of-the-beginning",
+        module="holmesjax.runtime.end_of_step",
+        old="keep = jnp.minimum(stage.ema_decay, (1.0 + n) / (10.0 + n))",
+        new="keep = jnp.maximum(stage.ema_decay, (1.0 + n) / (10.0 + n))",
+        wrong="the weights with which a run began weigh in its average for long",
+        tests=(
+            "tests/optimizers/test_elementwise.py::test_steps_are_those_of_optax_before_and_after_a_resume_on_another_plan[sgd]",
+        ),
+    ),
+    Bug(
+        name="half-a-z-loss",
+        module="kernels.cross_entropy",
+        old="softmax = softmax * (1.0 + 2.0 * z_loss * log_sum)[..., None]",
+        new="softmax = softmax * (1.0 + z_loss * log_sum)[..., None]",
+        wrong="the gradient of the z-loss is half of what it is",
+        tests=("tests/kernels/test_cross_entropy.py",),
+    ),
+    Bug(
+        name="a-warm-up-ends-a-step-late",
+        module="holmesjax.optimizers.learning_rates",
+        old="peak * (after / warmup)",
+        new="peak * (before / warmup)",
+        wrong="the first update has a learning rate of 0, and the warm-up ends below its peak",
+        tests=("tests/optimizers/test_adamw.py::test_cosine_with_warmup",),
+    ),
     # ---- costs ---------------------------------------------------------------------------------
     Bug(
         name="zero-of-the-whole-width",
