@@ -19,6 +19,7 @@ from jax.sharding import Mesh
 
 from holmesjax.checkpoints import checkpoint
 from holmesjax.config import Config, TrainConfig
+from holmesjax.config.data_checks import packs
 from holmesjax.data import sources
 from holmesjax.data.batches import INPUTS, Batches
 from holmesjax.errors import DataError, FatalError
@@ -64,6 +65,7 @@ def make_stages(
             spike_rule=_spike_rule(config.train),
             has_statistics=config.log.statistics,
             mask_documents=config.data.documents == "mask",
+            restarts_positions=packs(config.data) and config.model.positions == "learned",
             kernels=config.kernels,
             seed=config.train.seed,
             unproven=unproven,

@@ -103,7 +103,6 @@ CHECKS |= {
     ("model", "data"): (
         data_checks.vocabulary_holds_tokens,
         data_checks.own_models_read_no_documents,
-        data_checks.packed_documents_begin_at_0,
     ),
     ("model", "parallel"): (
         parallel_checks.every_layer_is_placed,

@@ -77,27 +77,20 @@ def weights_are_of_the_mixture(data: DataConfig) -> Iterator[ConfigError]:
             yield wrong(f"{where}.weights", problem, dict(change.weights), fix)
 
 
-def _packs(data: DataConfig) -> bool:
+def packs(data: DataConfig) -> bool:
     """Whether documents are packed into rows: all, or those of a source that always does it."""
     named = [*(data.mixture or (data,)), *(data.validation or ())]
     return data.packing is not None or any(SOURCES[each.source].packs for each in named)
 
 
 def packed_documents_are_apart(data: DataConfig) -> Iterator[ConfigError]:
-    if _packs(data) and data.documents != "mask":
+    if packs(data) and data.documents != "mask":
         problem = "must be mask where documents are packed: those of a row have nothing in common"
         fix = "use mask" + ("" if data.packing is None else ", or no data.packing")
         yield wrong("data.documents", problem, data.documents, fix)
     if data.packing is not None and data.source == "arrays":
         problem, fix = "is for documents of tokens, and not for arrays", "leave it out"
         yield wrong("data.packing", problem, data.packing, fix)
-
-
-def packed_documents_begin_at_0(model: ModelConfig, data: DataConfig) -> Iterator[ConfigError]:
-    if _packs(data) and model.positions == "learned":
-        problem = "must be rotary where documents are packed: each begins at its own position 0"
-        fix = "use rotary" + ("" if data.packing is None else ", or no data.packing")
-        yield wrong("model.positions", problem, model.positions, fix)
 
 
 def own_models_read_no_documents(model: ModelConfig, data: DataConfig) -> Iterator[ConfigError]:

@@ -192,6 +192,13 @@ def token_positions(num_sequences: int, length: int, kernels: Kernels) -> jax.Ar
     return jnp.repeat(position_Cl, num_sequences, axis=0)
 
 
+def positions_in_documents(segment_BL: jax.Array) -> jax.Array:
+    """The position of each token in its document, of which a row has one behind the other."""
+    place_BL = jnp.indices(segment_BL.shape)[1]
+    begins_BL = jnp.diff(segment_BL, axis=1, prepend=segment_BL[:, :1] - 1) != 0
+    return place_BL - jax.lax.cummax(jnp.where(begins_BL, place_BL, 0), axis=1)
+
+
 def rotate(
     x_BLHK: jax.Array, position_L: jax.Array, frequency_R: np.ndarray, factor: float = 1.0
 ) -> jax.Array:

@@ -91,6 +91,10 @@ def apply(
     position_L = ops.token_positions(sequences, stage.model.context_length, kernels)
     if kernels.context > 1:
         position_L = _cut_sequences(stage, position_L)
+    learned_L = position_L  # as the embedding reads them; attention has no others than its tokens'
+    if stage.restarts_positions:
+        in_documents_BL = ops.positions_in_documents(of_tokens["segment_BL"])
+        learned_L = _cut_sequences(stage, ops.to_parts(in_documents_BL, kernels))
     values: Values = {}
     weighted: jax.Array | None = None
     functions: dict[Kind, Callable] = {}
@@ -100,7 +104,7 @@ def apply(
             model=stage.model,
             kind=kind,
             kernels=kernels,
-            position_L=position_L,
+            position_L=learned_L if kind.place == "first" else position_L,
             token_BL=batch["token_BL"] if kind.place == "first" and kind.reads is None else None,
             target_BL=batch["target_BL"] if kind.place == "last" and kind.reads is None else None,
             batch={array.name: batch[array.name] for array in kind.reads or ()},

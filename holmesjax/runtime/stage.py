@@ -94,6 +94,7 @@ class Stage:
     clip_norm: float | None
     mask_documents: bool
     kernels: KernelsConfig
+    restarts_positions: bool = False  # whether learned ones begin anew in each document
     ema_decay: float | None = None  # of an average of the parameters; None: there is none
     spike_rule: spikes.SpikeRule | None = None  # None: nothing looks for spikes
     has_statistics: bool = False  # whether steps have norms by kind of layer

@@ -160,7 +160,6 @@ def test_what_cannot_be_read_is_told_before_a_run(tmp_path, folder):
         return str(error.value)
 
     assert "must be mask where documents are packed" in said("data.documents=concatenate")
-    assert "must be rotary" in said("model.positions=learned", "model.vocab_size=384")
     assert "model.vocab_size: must be at least 302" in said("model.vocab_size=300")
     fits = "model.vocab_size=384"
     assert "data.corpus: is not there" in said(fits, "data.corpus=absent")
