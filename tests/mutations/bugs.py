@@ -208,9 +208,7 @@ BUGS = (
         old="keep = jnp.minimum(stage.ema_decay, (1.0 + n) / (10.0 + n))",
         new="keep = jnp.maximum(stage.ema_decay, (1.0 + n) / (10.0 + n))",
         wrong="the weights with which a run began weigh in its average for long",
-        tests=(
-            "tests/optimizers/test_elementwise.py::test_steps_are_those_of_optax_before_and_after_a_resume_on_another_plan[sgd]",
-        ),
+        tests=("tests/runtime/test_average.py",),
     ),
     Bug(
         name="half-a-z-loss",
