@@ -15,6 +15,7 @@ OURS = {"holmesjax", "launch", "kernels", "tests", "benchmarks", "docs"}
 # The name under which a package is imported, where that is not its own.
 MODULE = {
     "array-record": "array_record",
+    "huggingface-hub": "huggingface_hub",
     "ml-dtypes": "ml_dtypes",
     "nvidia-ml-py": "pynvml",
     "orbax-checkpoint": "orbax",

@@ -4,7 +4,6 @@ The folder is whole or absent: it is written beside its place and renamed at the
 """
 
 import contextlib
-import itertools
 import json
 import os
 import tempfile
@@ -111,14 +110,27 @@ def _write_weights(
         place.tensor: place.shape for layer in its_places.values() for place in layer.values()
     }
     files = shards(shapes, DTYPES[dtype].itemsize, max_bytes)
+    weight_map = {tensor: name for name, own in files.items() for tensor in own}
     stream = _tensors(its_places, layers)
-    for name, own in files.items():
-        rows = (piece for _, tensor in itertools.islice(stream, len(own)) for piece in tensor)
-        safetensors_file.write(whole / name, dtype, own, rows)
+
+    def rows_of(name: str) -> Iterator[np.ndarray]:
+        """Those of a file. A larger tensor between its own has a file, too, written on the way."""
+        left = len(files[name])
+        while left:
+            tensor, rows = next(stream)
+            if weight_map[tensor] == name:
+                left -= 1
+                yield from rows
+            else:
+                large = {tensor: shapes[tensor]}
+                safetensors_file.write(whole / weight_map[tensor], dtype, large, rows)
+
+    for name in dict.fromkeys(weight_map[tensor] for tensor in shapes):
+        if not (whole / name).exists():
+            safetensors_file.write(whole / name, dtype, files[name], rows_of(name))
     assert next(stream, None) is None, "a layer has other tensors than its places say"
     if len(files) > 1:
         num = sum(int(np.prod(shape)) for shape in shapes.values())
-        weight_map = {tensor: name for name, own in files.items() for tensor in own}
         metadata = {"total_parameters": num, "total_size": num * DTYPES[dtype].itemsize}
         write_json(whole / folder.INDEX, {"metadata": metadata, "weight_map": weight_map})
     return list(files)
@@ -139,21 +151,30 @@ def _tensors(
 
 
 def shards(shapes: Shapes, itemsize: int, max_bytes: int) -> dict[str, Shapes]:
-    """The tensors of each file, in order: as many as stay within the limit, or a single one.
+    """The tensors of each file, as huggingface_hub shares them out: as many as the limit allows.
 
-    >>> shards({"a": (2,), "b": (3,), "c": (9,), "d": (1,)}, 1, 5)
-    {'model-00001-of-00003.safetensors': {'a': (2,), 'b': (3,)}, \
-'model-00002-of-00003.safetensors': {'c': (9,)}, 'model-00003-of-00003.safetensors': {'d': (1,)}}
+    A tensor above the limit has a file of its own, and the one that is being filled goes on.
+
+    >>> shards({"a": (2,), "b": (9,), "c": (3,), "d": (1,)}, 1, 5)
+    {'model-00001-of-00003.safetensors': {'b': (9,)}, \
+'model-00002-of-00003.safetensors': {'a': (2,), 'c': (3,)}, \
+'model-00003-of-00003.safetensors': {'d': (1,)}}
     """
-    groups: list[Shapes] = [{}]
+    groups: list[Shapes] = []
+    filling: Shapes = {}
     num_bytes = 0
     for name, shape in shapes.items():
         size = itemsize * int(np.prod(shape))
-        if groups[-1] and num_bytes + size > max_bytes:
-            groups.append({})
-            num_bytes = 0
-        groups[-1][name] = shape
+        if size > max_bytes:
+            groups.append({name: shape})
+            continue
+        if num_bytes + size > max_bytes:
+            groups.append(filling)
+            filling, num_bytes = {}, 0
+        filling[name] = shape
         num_bytes += size
+    if filling:
+        groups.append(filling)
     if len(groups) == 1:
         return {folder.WEIGHTS: groups[0]}
     of = f"of-{len(groups):05d}"

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from huggingface_hub.serialization import split_state_dict_into_shards_factory
 from hypothesis import given, settings, strategies as st
 from safetensors import safe_open
 from safetensors.numpy import save_file
@@ -88,6 +89,44 @@ def test_only_an_empty_folder_is_written(tmp_path):
             export.refuse_full(tmp_path / name)
     (tmp_path / "empty").mkdir()
     export.refuse_full(tmp_path / "empty")
+
+
+sizes = st.lists(st.integers(0, 12), min_size=1, max_size=12)
+
+
+@settings(deadline=None, max_examples=200)
+@given(sizes=sizes, max_bytes=st.integers(1, 20))
+def test_files_have_the_tensors_that_huggingface_hub_gives_them(sizes, max_bytes):
+    shapes = {f"t{i}": (size,) for i, size in enumerate(sizes)}
+    found = export.shards(shapes, 2, max_bytes)
+    own = split_state_dict_into_shards_factory(
+        shapes,
+        get_storage_size=lambda shape: 2 * shape[0],
+        filename_pattern="model{suffix}.safetensors",
+        max_shard_size=max_bytes,
+    )
+    assert {name: list(tensors) for name, tensors in found.items()} == own.filename_to_tensors
+
+
+def test_a_tensor_above_the_limit_has_a_file_and_the_others_theirs(tmp_path):
+    """Every tensor is above it, then the tables alone, then nothing."""
+    model = model_of("llama")
+    tensors = tensors_of("llama", model)
+    write_config(tmp_path / "in", "llama")
+    save_file(tensors, tmp_path / "in" / folder.WEIGHTS)
+    config = export.config_of(model, tmp_path / "in", None, None)
+    table = 4 * model.vocab_size * model.width
+    for max_bytes, num_files in ((1, len(tensors)), (table - 1, None), (10**9, 1)):
+        out = tmp_path / f"out_{max_bytes}"
+        layers = layers_of(folder.open_weights(tmp_path / "in", model))
+        names = export.write(out, config, model, layers, max_bytes=max_bytes)
+        assert num_files in (None, len(names))
+        assert {path.name for path in out.glob("*.safetensors")} == set(names)
+        back = load(out)
+        assert back.keys() == tensors.keys()
+        for key, tensor in tensors.items():
+            np.testing.assert_array_equal(back[key], tensor, key)
+        folder.open_weights(out, model)  # each tensor is where the index says
 
 
 names = st.text(st.characters(exclude_categories=["Cs"]), max_size=8)
