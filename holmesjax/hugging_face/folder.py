@@ -20,6 +20,7 @@ from holmesjax.hugging_face import config_json, json_file, pieces, safetensors_f
 from holmesjax.hugging_face.config_json import ConfigJson
 from holmesjax.hugging_face.safetensors_file import DTYPES, Tensor
 from holmesjax.hugging_face.tensors import Place, places
+from holmesjax.layers.model_layers import EMBED
 
 KEPT = "hugging_face"  # in a run folder: the files of a folder that are not its weights
 OTHER_FILES = (
@@ -29,6 +30,7 @@ OTHER_FILES = (
 )
 TOKENIZERS = ("tokenizer.json", "tokenizer.model")
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+HEAD_TENSOR = "lm_head.weight"  # in all families
 MAX_INDEX_BYTES = 50_000_000
 SHOWN = 5  # names in a message
 
@@ -109,7 +111,11 @@ def open_weights(folder: Path, model: ModelConfig) -> Weights:
     found = _by_our_names(folder, _all_tensors(folder), family)
     layers = places(model, family)
     shapes = {place.tensor: place.shape for layer in layers.values() for place in layer.values()}
-    tied = {"lm_head.weight"} if model.tied_embeddings and "lm_head.weight" in found else set()
+    table = layers[EMBED]["token_VD"].tensor
+    tied = {HEAD_TENSOR} if model.tied_embeddings and HEAD_TENSOR in found else set()
+    if tied and table not in found:  # the same numbers, under the other name
+        found[table] = found.pop(HEAD_TENSOR)
+        tied = set()
     problems = []
     if missing := [name for name in shapes if name not in found]:
         problems.append(f"{_some(missing)} missing")
@@ -129,15 +135,14 @@ def open_weights(folder: Path, model: ModelConfig) -> Weights:
             fix="check config.json and the overrides of model, or download the folder again",
         )
     if tied:
-        _refuse_untied(folder, found, shapes)
+        _refuse_untied(folder, table, found)
     tensors = {name: found[name] for name in shapes}
     return Weights(places=layers, tensors=tensors)
 
 
-def _refuse_untied(folder: Path, found: Mapping[str, Tensor], shapes: Mapping[str, Any]) -> None:
+def _refuse_untied(folder: Path, name: str, found: Mapping[str, Tensor]) -> None:
     """Raises CheckpointError if the output projection of a tied model is not its token table."""
-    name = next(name for name in shapes if name.endswith(("embed_tokens.weight", "wte.weight")))
-    table, head = found[name], found["lm_head.weight"]
+    table, head = found[name], found[HEAD_TENSOR]
     problem = ""
     if (table.shape, table.dtype) != (head.shape, head.dtype):
         problem = f"{list(head.shape)} {head.dtype}, not {list(table.shape)} {table.dtype}"
@@ -152,7 +157,7 @@ def _refuse_untied(folder: Path, found: Mapping[str, Tensor], shapes: Mapping[st
     if problem:
         raise CheckpointError(
             str(folder),
-            f"has a tied output projection, lm_head.weight, that is not {name}",
+            f"has a tied output projection, {HEAD_TENSOR}, that is not {name}",
             found=problem,
             fix="set tie_word_embeddings to false in config.json, or remove the tensor",
         )

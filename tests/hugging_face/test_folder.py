@@ -1,5 +1,6 @@
 """Folders as a source of parameters: parts of them, and every folder that is refused."""
 
+import dataclasses
 import json
 import os
 import time
@@ -206,6 +207,23 @@ def test_a_tied_table_may_be_there_twice_if_both_are_equal(tmp_path):
     head[-1, -1] += 1
     with pytest.raises(CheckpointError, match=r"lm_head\.weight, that is not model\.embed_tokens"):
         folder.open_weights(write_folder(tmp_path / "other", "gemma2", tensors), model)
+
+
+@pytest.mark.parametrize(
+    "family, table", [("gemma2", "model.embed_tokens"), ("gpt2", "transformer.wte")]
+)
+def test_a_tied_table_may_be_there_as_the_head_alone(family, table, tmp_path):
+    model = model_of(family)
+    tensors = tensors_of(family, model)
+    head = tensors["lm_head.weight"] = tensors.pop(f"{table}.weight")
+    found = folder.open_weights(write_folder(tmp_path / "good", family, tensors), model)
+    np.testing.assert_array_equal(found.read("embed", "token_VD"), head)
+    untied = dataclasses.replace(model, tied_embeddings=False)
+    with pytest.raises(CheckpointError, match=rf"{table}\.weight missing"):
+        folder.open_weights(tmp_path / "good", untied)
+    tensors["lm_head.weight"] = head[1:].copy()
+    with pytest.raises(CheckpointError, match=rf"{table}\.weight \[95, 40\], not \[96, 40\]"):
+        folder.open_weights(write_folder(tmp_path / "short", family, tensors), model)
 
 
 def test_the_text_model_of_a_gemma_3_with_images_is_found(tmp_path):
