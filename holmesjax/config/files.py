@@ -76,8 +76,9 @@ def _with_base(
 ) -> Document:
     """The document of a file, with settings below its own: those of a preset or a folder it names.
 
-    A preset or a folder that an override names stands for all of the file's section. A folder is
-    not read where the section has all settings, as that of a saved run.
+    An override may name a preset or a folder. Where the file names another one, the settings beside
+    it stay on top of the new one; else the new one stands for all of the file's section. A folder
+    is not read where the section has all settings, as that of a saved run.
     """
     model = document.values.get("model")
     if not isinstance(model, dict):
@@ -99,7 +100,9 @@ def _with_base(
     is_override = ("model", key) in document.overrides
 
     def put_below(sections: dict[str, Any]) -> None:
-        own = {} if is_override and name is not None else sections.get("model") or {}
+        own = sections.get("model") or {}
+        if is_override and name is not None and own.get(key) is None:
+            own = {}
         sections["model"] = {**values, **own}
 
     found = yaml_files.read(path, ConfigError, overrides, put_below)

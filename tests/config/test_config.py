@@ -554,7 +554,10 @@ def test_all_mistakes_of_a_file_are_reported_with_their_lines(run_file):
 
 
 def test_a_preset_stands_below_what_the_section_says(run_file):
-    """In a file it stands for what the section leaves out; on a command line, for the section."""
+    """On a command line, the settings that stand beside a preset in the file stay on top of it.
+
+    A model that the file writes out has none, so that the preset stands for all of the section.
+    """
     start, end = RUN.index("model:"), RUN.index("data:")
     scaling = "rotary_scaling: {type: linear, factor: 2.0}"
     section = f"model:\n  preset: llama3_1_8b\n  context_length: 512\n  {scaling}\n"
@@ -566,10 +569,14 @@ def test_a_preset_stands_below_what_the_section_says(run_file):
     assert model.rotary_scaling.factor == 4.0
     changes = ["model.rotary_scaling.factor=16.0", "model.preset=llama3_2_1b"]
     model = configs.load(path, [*one, *changes]).model
-    assert (model.width, model.context_length) == (2048, 131072)
-    assert model.rotary_scaling == dataclasses.replace(
-        ModelConfig(**configs.preset("llama3_2_1b")).rotary_scaling, factor=16.0
-    )
+    wanted = ModelConfig(**configs.preset("llama3_2_1b"))
+    assert (model.rotary_scaling.type, model.rotary_scaling.factor) == ("linear", 16.0)
+    beside = {"context_length": 512, "rotary_scaling": model.rotary_scaling}
+    assert model == dataclasses.replace(wanted, **beside)
+    plain = run_file()  # as the fixture writes it, with all of its model
+    model = configs.load(plain, [*one, *changes]).model
+    scaling = dataclasses.replace(wanted.rotary_scaling, factor=16.0)
+    assert model == dataclasses.replace(wanted, rotary_scaling=scaling)
     assert configs.load(run_file(), ["model.preset=null"]) == configs.load(run_file())
     for found in ("7", "[gpt2]", "../models/gpt2"):
         assert [where for where, *_ in refused(path, [f"model.preset={found}"])]
