@@ -60,7 +60,8 @@ def on_devices(model: ModelConfig, count: int = 1) -> list[ModelPart]:
     where = "--devices"
     if not 1 <= count <= len(jax.devices()):
         found = f"{count}; this process has {len(jax.devices())}"
-        fix = "XLA_FLAGS=--xla_force_host_platform_device_count=N gives so many on a CPU"
+        flag = f"XLA_FLAGS=--xla_force_host_platform_device_count={count}"
+        fix = f"{flag} before the command gives so many on a CPU" if count > 0 else "use 1 or more"
         problem = "must be devices of this process"
         raise ConfigError(where, problem, found=found, fix=fix)
     cut = [p for kind in layers(model).values() for p in kind.parameters]
