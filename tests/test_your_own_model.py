@@ -10,10 +10,12 @@ import jax.numpy as jnp
 import pytest
 
 from holmesjax import config as configs
+from holmesjax.config import TABLE
 from holmesjax.data.batches import model_inputs
 from holmesjax.errors import ConfigError, DataError
 from holmesjax.layers.model_layers import EMBED, HEAD, forget, layers
-from holmesjax.models.own_model import layers_of
+from holmesjax.models.layer import keys_of
+from holmesjax.models.own_model import Random, layers_of
 from holmesjax.session import read_batches
 from holmesjax.trainer import Trainer
 from tests.jobs import ROOT, write_run
@@ -42,6 +44,7 @@ RUNS = {
         "optimizer.name=optax",
         "optimizer.function='my_optimizer:sign_of_momentum'",
     ),
+    "my_dropout:my_model": ("model.tied_embeddings=true",),
     "my_flax:my_model": ("train.compute_dtype=bfloat16", ONE),
     "my_images:my_model": of_arrays("my_images:images", 16),
     "my_losses:masked": (*of_arrays("my_losses:answers", 8), ONE),
@@ -72,9 +75,13 @@ def plain_loss(config):
     params, own = initial(config.model, config.train.seed), layers_of(config.model)
     reads = lambda layer: [batch[array.name] for array in kinds[layer].reads]
     x = own[EMBED].apply(params[EMBED], *reads(EMBED))
+    numbers = jnp.arange(config.train.global_batch)
     for layer in list(kinds)[1:-1]:
-        x = own[layer].apply(params[layer], x)
-    losses = own[HEAD].loss(own[HEAD].apply(params[HEAD], x), *reads(HEAD))
+        key_Bk = keys_of(config.train.seed, layer, numbers)
+        random = [Random(key_Bk, jnp.array(True))] if own[layer].draws else []
+        x = own[layer].apply(params[layer], x, *random)
+    borrowed = {TABLE: params[EMBED]["token_VD"]} if config.model.tied_embeddings else {}
+    losses = own[HEAD].loss(own[HEAD].apply(params[HEAD] | borrowed, x), *reads(HEAD))
     return float(jnp.sum(losses) / rows.num_targets)
 
 

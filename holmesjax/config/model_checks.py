@@ -164,7 +164,6 @@ def fp8_is_for_whole_training(model: ModelConfig) -> Iterator[ConfigError]:
 
 
 OF_TRANSFORMERS = (
-    "tied_embeddings",
     "pattern",
     "window",
     "hf",

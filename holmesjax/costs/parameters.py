@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from holmesjax.config import ModelConfig
+from holmesjax.config import TABLE, ModelConfig
 from holmesjax.costs.stage_shape import StageShape, stage_tokens
 from holmesjax.layers.distinct_kinds import block_counts, kinds
 from holmesjax.layers.kind import PARTS_DIM, Kind, Parameter
@@ -152,7 +152,8 @@ def row_numbers(kind: Kind, *, trains: bool = False) -> int:
 
 def table_parameters(model: ModelConfig, tensor: int = 1) -> int:
     """The token table, V D / tensor: of the embedding, and of a tied output projection."""
-    return Extent.of(_looked_up(kinds(model).embed)).on(tensor)
+    name = TABLE.rpartition("/")[2]
+    return Extent.of(own for own in kinds(model).embed.parameters if own.name == name).on(tensor)
 
 
 def num_parameters(model: ModelConfig) -> int:

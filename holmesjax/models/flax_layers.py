@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 from flax import linen as nn, nnx as objects
+from flax.errors import InvalidRngError
 
 from holmesjax.errors import ConfigError
 from holmesjax.models.layer import Params
@@ -109,7 +110,11 @@ class _Linen:
         return nn.meta.unbox(self._variables(key, *inputs))
 
     def apply(self, params: Params, *inputs: jax.Array) -> Any:
-        return self.module.apply({"params": params}, *inputs)
+        try:
+            return self.module.apply({"params": params}, *inputs)
+        except InvalidRngError as error:
+            found = f"random numbers: {str(error).splitlines()[0]}"
+            raise _more_than_parameters(type(self.module).__name__, found) from error
 
     def named_axes(self, *inputs: Array) -> NamedAxes:
         key = jax.eval_shape(jax.random.key, 0)
@@ -186,10 +191,14 @@ def _axes_by_name(specs: Params, logical_axes: dict[str, str]) -> NamedAxes:
 
 def _refuse_others(module: str, names: list[str]) -> None:
     if names:
-        raise ConfigError(
-            WHERE,
-            f"has a module with more than parameters: {module}",
-            found=", ".join(names),
-            fix="use a module without running statistics and dropout, such as LayerNorm in the "
-            "place of BatchNorm",
-        )
+        raise _more_than_parameters(module, ", ".join(names))
+
+
+def _more_than_parameters(module: str, found: str) -> ConfigError:
+    return ConfigError(
+        WHERE,
+        f"has a module with more than parameters: {module}",
+        found=found,
+        fix="use LayerNorm in the place of BatchNorm; for dropout use functions(init, apply, "
+        "draws=True), with random.dropout(x, rate) in apply",
+    )

@@ -186,15 +186,20 @@ def _with(tree: Params, *, trains: bool) -> Params:
 
 def split_by(statements: Params, arrays: Params) -> tuple[Params, Params]:
     """The arrays of one layer, apart: those of parameters that train, and those of frozen ones."""
-
-    def of(tree: Params, like: Params) -> Params:
-        return {
-            name: of(tree[name], own) if isinstance(own, dict) else tree[name]
-            for name, own in like.items()
-        }
-
     trained, frozen = split_trained({"": statements})
-    return of(arrays, trained[""]), of(arrays, frozen.get("", {}))
+    return named_as(trained[""], arrays), named_as(frozen.get("", {}), arrays)
+
+
+def named_as(like: Params, arrays: Params) -> Params:
+    """The arrays of a nested dict whose names another one has.
+
+    >>> named_as({"norm": {"scale": 0}}, {"norm": {"scale": 1, "bias": 2}, "up": 3})
+    {'norm': {'scale': 1}}
+    """
+    return {
+        name: named_as(own, arrays[name]) if isinstance(own, dict) else arrays[name]
+        for name, own in like.items()
+    }
 
 
 def merged(trained: Params, frozen: Params) -> Params:

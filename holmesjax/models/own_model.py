@@ -11,6 +11,7 @@ planner wants to know of a layer is traced (`layer_tracing`), so that no layer s
 """
 
 import dataclasses
+import itertools
 import re
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -20,13 +21,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from holmesjax.config import ModelConfig
+from holmesjax.config import TABLE, ModelConfig
 from holmesjax.errors import ConfigError, HolmesError
 from holmesjax.layers.kind import PARTS_DIM, BatchArray, Drawn, Kind, Parameter
 from holmesjax.layers.model_layers import EMBED, HEAD, block_name, cached, load
 from holmesjax.models import layer_tracing
+from holmesjax.models.jaxprs import roots
 from holmesjax.models.kept_parameters import without_weights
-from holmesjax.models.layer import Auxiliary, Context, Params
+from holmesjax.models.layer import Auxiliary, Context, Params, named_as
 
 WHERE = "model.module"
 SEQUENCES = 2  # of the shapes on which layers are traced
@@ -43,7 +45,8 @@ class Layer:
       init: `init(key, *inputs)` draws the parameters: arrays in dicts.
       apply: `apply(params, *inputs)`, of the array that the layer before gives and of the arrays
         that the layer reads, each with a first dim for sequences. It gives the array for the next
-        layer. A last layer without `loss` gives the losses.
+        layer. A last layer without `loss` gives the losses. One that draws has a `Random` behind
+        its arrays, `apply(params, *inputs, random)`.
       loss: of a last layer: `loss(outputs, *arrays)`, of what `apply` gives of the layer before
         alone, in float32, and of the arrays that the layer reads. It gives losses, which are added.
       reads: the arrays of a batch, each with the shape and the dtype that one sequence has.
@@ -51,6 +54,7 @@ class Layer:
       axes: for parameters whose names match a regular expression, the mesh axis that cuts each dim:
         "tensor", "fsdp" or None.
       label: for messages and the plan.
+      draws: whether `apply` reads random numbers.
       named_axes: gives the axes of parameters that the module itself names, by parameter.
     """
 
@@ -60,6 +64,7 @@ class Layer:
     reads: tuple[BatchArray, ...] | None = None
     axes: tuple[tuple[str, tuple[str | None, ...]], ...] = ()
     label: str = "layer"
+    draws: bool = False
     named_axes: Callable[..., Mapping[str, tuple[str | None, ...]]] | None = None
 
 
@@ -84,6 +89,7 @@ def functions(
     loss: Callable[..., Any] | None = None,
     reads: Reads = None,
     axes: Axes = {},  # noqa: B006  # never changed
+    draws: bool = False,
 ) -> Layer:
     """A layer of two functions, `init(key)` and `apply(params, *inputs)`.
 
@@ -93,6 +99,7 @@ def functions(
       loss: of a last layer, as in `Layer`.
       reads: the arrays of a batch that the layer reads: `{"image": ((28, 28), "float32")}`.
       axes: regular expressions of parameter names, and the mesh axis that cuts each of their dims.
+      draws: whether `apply` has a `Random` behind its inputs: `apply(params, *inputs, random)`.
     """
     label = getattr(apply, "__name__", type(apply).__name__)
     return Layer(
@@ -102,7 +109,42 @@ def functions(
         reads=reads_of(reads),
         axes=axes_of(axes),
         label=label,
+        draws=draws,
     )
+
+
+class Random:
+    """The random numbers of a layer: others for each sequence, step and layer.
+
+    They are functions of the seed of the run, the name of the layer and the number of the sequence
+    in the run, so that no plan changes them. `trains` is an array: false in a validation.
+    """
+
+    def __init__(self, bits_Bk: jax.Array, trains: jax.Array):
+        self.trains = trains
+        self._bits_Bk, self._count = bits_Bk, itertools.count()
+
+    def keys(self) -> jax.Array:
+        """A key for each sequence, [B]; another one in each call."""
+        number = next(self._count)
+        key_of = lambda bits: jax.random.fold_in(jax.random.wrap_key_data(bits), number)
+        return jax.vmap(key_of)(self._bits_Bk)
+
+    def dropout(self, x: jax.Array, rate: float) -> jax.Array:
+        """x [B, ...] with a share of its numbers as zeros, the others divided by 1 - rate.
+
+        In a validation x as it is. (Srivastava et al., JMLR 15, 2014.)
+
+        Raises:
+          ConfigError: the rate is not from 0 to below 1.
+        """
+        if not isinstance(rate, int | float) or not 0 <= rate < 1:
+            problem, fix = "drops a share that is no number from 0 to below 1", "use 0.1, say"
+            raise _wrong(problem, repr(rate), fix)
+        keeps = lambda key: jax.random.bernoulli(key, 1 - rate, x.shape[1:])
+        is_kept = jax.vmap(keeps)(self.keys()) | ~self.trains
+        scale = jnp.where(self.trains, 1 / (1 - rate), 1.0).astype(x.dtype)
+        return jnp.where(is_kept, x * scale, jnp.zeros((), x.dtype))
 
 
 def reads_of(reads: Reads) -> tuple[BatchArray, ...] | None:
@@ -214,7 +256,7 @@ def kinds(model: ModelConfig) -> dict[str, Kind]:
     Raises:
       ConfigError: a layer does not give what the next one reads, or cannot be traced.
     """
-    layers, found, by_layer = layers_of(model), {}, dict[Any, Kind]()
+    layers, found, by_layer = layers_of(model), dict[str, Kind](), dict[Any, Kind]()
     taken: dict[str, int] = {}
     boundary: jax.ShapeDtypeStruct | None = None
     for name, layer in layers.items():
@@ -222,7 +264,8 @@ def kinds(model: ModelConfig) -> dict[str, Kind]:
         if key not in by_layer:
             taken[layer.label] = number = taken.get(layer.label, 0) + 1
             label = layer.label if number == 1 else f"{layer.label}_{number}"
-            by_layer[key], boundary = _kind(model, name, layer, label, boundary)
+            first = found.get(EMBED)
+            by_layer[key], boundary = _kind(model, name, layer, label, boundary, first)
         found[name] = by_layer[key]
     return found
 
@@ -240,6 +283,7 @@ def _kind(
     layer: Layer,
     label: str,
     boundary: jax.ShapeDtypeStruct | None,
+    first: Kind | None,
 ) -> tuple[Kind, jax.ShapeDtypeStruct]:
     """The kind of a layer, and what the layer hands on where the model is traced.
 
@@ -249,43 +293,51 @@ def _kind(
       layer: the layer.
       label: the name of its kind.
       boundary: what the layer before hands on; None: it is the first.
+      first: the kind of the first layer; None: it is this one.
     """
     where, is_last = f"{name} ({label})", name == HEAD
     is_middle = boundary is not None and not is_last
-    default = {EMBED: "token_BL", HEAD: "target_BL"}.get(name)
-    length = (model.context_length,)
-    of_tokens = (BatchArray(default, length, "int32"),) if default else ()
-    reads: tuple[BatchArray, ...] = of_tokens if layer.reads is None else layer.reads
-    if boundary is None and not reads:
-        fix = 'name what it reads: reads={"image": ((28, 28), "float32")}'
-        raise _wrong(f"has a first layer that reads nothing: {where}", "no array", fix)
+    reads = _reads(model, name, layer, where)
     arrays = [jax.ShapeDtypeStruct((SEQUENCES, *own.shape), own.dtype) for own in reads]
     inputs = [*([] if boundary is None else [boundary]), *arrays]
     of_apply = _inputs_of_apply(layer, inputs, len(reads))
     params, parameters = _parameters(where, layer, of_apply, is_first=boundary is None)
+    statements = {own.path: own for own in parameters}
+    borrows = (TABLE,) if is_last and model.tied_embeddings else ()
+    if borrows:
+        assert first is not None, "a model begins with another layer than its last"
+        statements[TABLE,] = table = _table(model, first)
+        params = {**params, TABLE: jax.ShapeDtypeStruct(table.shape, jnp.float32)}
     run = _computing(layer, layer_tracing.TRACED, len(reads) if is_last else None)
     narrow = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, layer_tracing.TRACED), params)
+    paths = [_keys(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)]
+    if layer.draws:
+        inputs += _random_shapes()
     with _explaining(where, "cannot be computed"):
         out = jax.eval_shape(run, narrow, *inputs)
     if not is_last:
         out = _checked_boundary(model, where, out, boundary)
+    elif borrows:
+        _refuse_unread_table(where, run, narrow, inputs)
     num_tokens = SEQUENCES * model.context_length
     with _explaining(where, "cannot be differentiated"):
         traced = layer_tracing.trace(
             run,
             narrow,
-            [own.dims for own in parameters],
+            [statements[path].dims for path in paths],
             inputs,
             num_tokens=num_tokens,
             is_middle=is_middle,
         )
+    uses = dict(zip(paths, traced.uses, strict=True))
     kind = Kind(
         name=label,
         function=f"{__name__}:apply",
         parameters=tuple(
-            dataclasses.replace(own, use=use, matrix=int(is_middle and _is_matrix(own)))
-            for own, use in zip(parameters, traced.uses, strict=True)
+            dataclasses.replace(own, use=uses[own.path], matrix=int(is_middle and _is_matrix(own)))
+            for own in parameters
         ),
+        borrows=borrows,
         place="first" if boundary is None else "last" if is_last else "middle",
         products=traced.products,
         mixes=traced.mixes,
@@ -296,8 +348,57 @@ def _kind(
         reads=reads,
         boundary=out.shape[1:] if not is_last else (),
         draw=f"{__name__}:draw",
+        draws=layer.draws,
     )
     return kind, out
+
+
+def _reads(model: ModelConfig, name: str, layer: Layer, where: str) -> tuple[BatchArray, ...]:
+    """The arrays of a batch that a layer reads."""
+    if layer.reads is None:
+        default = {EMBED: "token_BL", HEAD: "target_BL"}.get(name)
+        return (BatchArray(default, (model.context_length,), "int32"),) if default else ()
+    if name == EMBED and not layer.reads:
+        fix = 'name what it reads: reads={"image": ((28, 28), "float32")}'
+        raise _wrong(f"has a first layer that reads nothing: {where}", "no array", fix)
+    return layer.reads
+
+
+def _random_shapes() -> list[jax.ShapeDtypeStruct]:
+    """The shapes of the random bits of each sequence, and of `trains`."""
+    bits = jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0)))
+    bits_Bk = jax.ShapeDtypeStruct((SEQUENCES, *bits.shape), bits.dtype)
+    return [bits_Bk, jax.ShapeDtypeStruct((), jnp.bool)]
+
+
+def _table(model: ModelConfig, first: Kind) -> Parameter:
+    """The parameter of the first layer that a tied last layer reads, too."""
+    name = TABLE.rpartition("/")[2]
+    found = [own for own in first.parameters if own.name == name]
+    if not found or len(found[0].shape) != 2:
+        names = ", ".join(f"{own.name} {list(own.shape)}" for own in first.parameters)
+        raise ConfigError(
+            "model.tied_embeddings",
+            f"ties the last layer to {name} of the first, a matrix that {model.module} lacks",
+            found=names or "a first layer without parameters",
+            fix=f"name the table {name} in what init of the first layer gives",
+        )
+    return found[0]
+
+
+def _refuse_unread_table(
+    where: str, run: Callable[..., Any], params: Params, inputs: Sequence[jax.ShapeDtypeStruct]
+) -> None:
+    jaxpr = jax.make_jaxpr(run)(params, *inputs).jaxpr
+    paths = [path[0].key for path, _ in jax.tree_util.tree_leaves_with_path(params)]
+    [of_loss] = roots(jaxpr, [frozenset([i]) for i in range(len(jaxpr.invars))])
+    if paths.index(TABLE) not in of_loss:
+        raise ConfigError(
+            "model.tied_embeddings",
+            f"ties a last layer that does not read the table: {where}",
+            found=f"no use of params[{TABLE!r}]",
+            fix=f"multiply by params[{TABLE!r}].T in the last layer, or leave the setting out",
+        )
 
 
 def _checked_boundary(
@@ -342,8 +443,7 @@ def _parameters(
     named = layer.named_axes(*inputs) if layer.named_axes else {}
     found = []
     for path, own in jax.tree_util.tree_leaves_with_path(params):
-        steps = [getattr(step, "key", None) for step in path]
-        keys = [key for key in steps if isinstance(key, str)]
+        keys = _keys(path)
         if not path or len(keys) < len(path):
             raise _wrong(
                 f"has a parameter without a name in layer {where}",
@@ -351,6 +451,9 @@ def _parameters(
                 'give parameters in dicts, such as {"up": {"kernel": array}}',
             )
         name = "/".join(keys)
+        if name.count("/") >= len(keys):
+            fix = "write dicts in dicts in its place"
+            raise _wrong(f"has a slash in the name of a parameter in layer {where}", name, fix)
         if not jnp.issubdtype(own.dtype, jnp.floating):
             raise _wrong(
                 f"has a parameter that cannot train in layer {where}",
@@ -367,6 +470,12 @@ def _parameters(
             )
         )
     return params, tuple(found)
+
+
+def _keys(path: Sequence[Any]) -> tuple[str, ...]:
+    """The names on a path of JAX: all of its steps, if all are keys of dicts."""
+    steps = [getattr(step, "key", None) for step in path]
+    return tuple(key for key in steps if isinstance(key, str))
 
 
 def _dims(
@@ -427,6 +536,7 @@ def _computing(layer: Layer, dtype: str | None, num_targets: int | None) -> Call
     """The layer of its parameters and inputs, in a compute dtype; the last gives a sum of losses.
 
     `num_targets` are the last inputs of a last layer, which its loss reads; None for other layers.
+    Behind the inputs of a layer that draws are the random bits of each sequence, and `trains`.
     """
 
     def narrow(x: jax.Array) -> jax.Array:
@@ -434,15 +544,18 @@ def _computing(layer: Layer, dtype: str | None, num_targets: int | None) -> Call
 
     def run(params: Params, *inputs: jax.Array) -> Any:
         params = jax.tree.map(narrow, params)
+        random: tuple[Random, ...] = ()
+        if layer.draws:
+            inputs, random = inputs[:-2], (Random(*inputs[-2:]),)
         if num_targets is None:
-            return jax.tree.map(narrow, layer.apply(params, *inputs))
+            return jax.tree.map(narrow, layer.apply(params, *inputs, *random))
         losses: Any
         if layer.loss is None:
-            losses = layer.apply(params, *inputs)
+            losses = layer.apply(params, *inputs, *random)
         else:
             of_layer = _inputs_of_apply(layer, inputs, num_targets)
             arrays = inputs[len(of_layer) :]
-            outputs = layer.apply(params, *of_layer)
+            outputs = layer.apply(params, *of_layer, *random)
             losses = layer.loss(jax.tree.map(lambda x: x.astype(jnp.float32), outputs), *arrays)
         return jnp.sum(jnp.asarray(losses).astype(jnp.float32))
 
@@ -457,13 +570,18 @@ def apply(params: Params, x: jax.Array | None, context: Context) -> tuple[jax.Ar
     num_targets = len(kind.reads) if kind.place == "last" else None
     run = _computing(layer, context.kernels.dtype, num_targets)
     inputs = [*([] if x is None else [x]), *(context.batch[own.name] for own in kind.reads)]
+    if layer.draws:
+        assert context.key_Bk is not None, f"{kind.name} states that it draws"
+        assert context.trains is not None, "a kind that draws knows whether it trains"
+        inputs += [context.key_Bk, context.trains]
     return without_weights(run)(params, *inputs), Auxiliary()
 
 
 def draw(model: ModelConfig, layer: str, seed: int, shardings: Params) -> Params:
     """The initial values of a layer: a function of the seed and of its name, whatever the plan.
 
-    Each device draws its own part, by `jax.random` as `init` does.
+    Each device draws its own part, by `jax.random` as `init` does; of parameters that `shardings`
+    has alone.
     """
     own, kind = layers_of(model)[layer], kinds(model)[layer]
     before = kinds(model)[EMBED].boundary
@@ -473,7 +591,7 @@ def draw(model: ModelConfig, layer: str, seed: int, shardings: Params) -> Params
     inputs = _inputs_of_apply(own, inputs, len(arrays))
 
     def run(key: jax.Array) -> Params:
-        drawn = own.init(key, *inputs)
+        drawn = named_as(shardings, own.init(key, *inputs))
         return jax.tree.map(lambda x: x.astype(jnp.float32), drawn)
 
     key = jax.random.fold_in(jax.random.key(seed), zlib.crc32(layer.encode()))

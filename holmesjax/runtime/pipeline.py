@@ -19,7 +19,9 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec as P
 
+from holmesjax.layers.kind import Parameter
 from holmesjax.layers.model_layers import EMBED
+from holmesjax.models.layer import statements
 from holmesjax.parallel import sharding
 from holmesjax.plan.plan import Plan
 from holmesjax.runtime.end_of_step import auxiliary, sums_of_layers
@@ -123,10 +125,10 @@ def crossings(stage: Stage) -> tuple[Crossing, ...]:
             ends, dtype = (homes[a], homes[b]), str(boundary.dtype)
             add(name, *ends, boundary.shape, dtype, sharding.batch_spec)
     if stage.model.sums_table and last > 0:
-        shape = (stage.model.vocab_size, stage.model.width)
+        table = statements(stage.model)[EMBED]["token_VD"]
         for a, b in ((0, last), (last, 0)):
             ends = homes[a], homes[b]
-            add(f"table{a}", *ends, shape, "float32", partial(_table_spec, shape))
+            add(f"table{a}", *ends, table.shape, "float32", partial(_table_spec, table))
     replicated = lambda sizes: P()
     for s in range(len(plan.stages) - 1):
         for name, a, b in ((_below(s), s, s + 1), (_above(s + 1), s + 1, s)):
@@ -142,8 +144,8 @@ def _above(s: int) -> str:
     return f"norms from {s}"
 
 
-def _table_spec(shape: tuple[int, ...], sizes: sharding.Sizes) -> P:
-    return sharding.master_spec("VD", shape, sizes)
+def _table_spec(table: Parameter, sizes: sharding.Sizes) -> P:
+    return sharding.master_spec(table.dims, table.shape, sizes)
 
 
 def local_targets(stages: Sequence[Stage]) -> dict[str, tuple[NamedSharding, str | None]]:

@@ -258,7 +258,7 @@ class Stage:
         params: dict[str, Tree] = {}
         fixed: dict[str, Tree] = {}
         for layer in shapes.params:
-            if layer in self.kinds and (function := self.kinds[layer].draw):
+            if function := layers(self.model)[layer].draw:
                 own = merged(shapes.params[layer], shapes.fixed.get(layer, {}))
                 where = jax.tree.map(lambda x: x.sharding, own)
                 values_here = load(function)(self.model, layer, seed, where)

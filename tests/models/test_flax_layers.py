@@ -113,6 +113,14 @@ def own_model(*changed):
             lambda: nnx_layer(lambda rngs: nnx.BatchNorm(WIDTH, rngs=rngs)),
             r"more than parameters: BatchNorm\n  found: mean, var",
         ),
+        (
+            lambda: linen(nn.Dropout(0.1, deterministic=False)),
+            r"more than parameters: Dropout\n  found: random numbers: .*\n  fix: .*draws=True",
+        ),
+        (
+            lambda: nnx_layer(lambda rngs: nnx.Dropout(0.1, rngs=rngs)),
+            r"more than parameters: Dropout\n  found: rngs.*\n  fix: .*draws=True",
+        ),
         (lambda: nn.Dense(WIDTH), r"must give a list of layers\n  found: Dense in its list"),
         (
             lambda: linen(nn.Dense(WIDTH + 1)),

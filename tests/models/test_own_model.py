@@ -222,6 +222,10 @@ MISTAKES = {
         (FIRST, functions(lambda key: [jnp.ones(3)], own_model.block), LAST),
         r"a parameter without a name in layer block_000 \(block\)\n  found: \[0\] in what init",
     ),
+    "slash": (
+        (FIRST, functions(lambda key: {"a/b": jnp.ones(3)}, own_model.block), LAST),
+        r"a slash in the name of a parameter in layer block_000 \(block\)\n  found: a/b",
+    ),
     "whole numbers": (
         (FIRST, functions(lambda key: {"n": jnp.arange(3)}, own_model.block), LAST),
         r"a parameter that cannot train in layer block_000 \(block\)\n  found: n of int32",
