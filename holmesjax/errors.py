@@ -74,6 +74,16 @@ class PeerError(HolmesError):
     exit_status = REQUEUE
 
 
+class SpikeError(HolmesError):
+    """A step whose loss or norm stands out, in a run that then goes back to a checkpoint."""
+
+    exit_status = REQUEUE
+
+    def __init__(self, where: str, problem: str, *, found: object, fix: str, step: int):
+        super().__init__(where, problem, found=found, fix=fix)
+        self.step = step
+
+
 class RefusedError(HolmesError):
     """Another process of the job does not want to talk to this one."""
 

@@ -17,12 +17,13 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from holmesjax.checkpoints import checkpoint
+from holmesjax.checkpoints import checkpoint, skipped_data
+from holmesjax.checkpoints.skipped_data import Skipped
 from holmesjax.config import Config, TrainConfig
 from holmesjax.config.data_checks import packs
 from holmesjax.data import sources
 from holmesjax.data.batches import INPUTS, Batches
-from holmesjax.errors import DataError, FatalError
+from holmesjax.errors import DataError, FatalError, SpikeError
 from holmesjax.job import Job
 from holmesjax.layers.kind import BatchArray
 from holmesjax.layers.model_layers import auxiliary_names, layers
@@ -78,7 +79,8 @@ def make_stages(
 def _spike_rule(train: TrainConfig) -> SpikeRule | None:
     if train.spike_policy == "none":
         return None
-    return SpikeRule(train.spike_window, train.spike_sigmas, train.spike_policy == "skip")
+    skips = train.spike_policy in ("skip", "roll_back")
+    return SpikeRule(train.spike_window, train.spike_sigmas, skips)
 
 
 def read_batches(config: Config) -> Batches:
@@ -125,6 +127,17 @@ def _sort_of(dtype: np.dtype) -> str:
     return "integer" if np.issubdtype(dtype, np.integer) else "floating"
 
 
+def _spike(part: Part) -> SpikeError:
+    loss = [f"loss {part['loss']:.4g}"] if "loss" in part else []
+    return SpikeError(
+        f"step {part['step']}",
+        "its loss, or the norm of its gradient, stands out (train.spike_sigmas)",
+        found=", ".join([*loss, f"|g| {part['grad_norm']:.4g}"]),
+        fix="start it again: it goes back to its last checkpoint, and leaves out the data since",
+        step=part["step"],
+    )
+
+
 @dataclass
 class _Unread:
     """A step whose numbers are still being computed."""
@@ -150,6 +163,7 @@ class Session:
       begins: told of each step, each batch of validation and each checkpoint before it begins.
       profiles: the folder of this process for what JAX's profiler writes.
       memory: of the devices of this process.
+      skipped: data that the run leaves out.
       compile_s: for which this process compiled its programs, before the first step.
     """
 
@@ -164,6 +178,7 @@ class Session:
     begins: Callable[[Work, int], None]
     profiles: Path
     memory: PeakMemory = field(default_factory=lambda: PeakMemory({}))
+    skipped: Sequence[Skipped] = ()
     compile_s: float = 0.0
     vote: Callable[[], None] = lambda: None
     _last_s: float = field(default=0.0, init=False)  # when the step before ended
@@ -179,7 +194,9 @@ class Session:
           done: steps before this session.
           sequences: consumed in them.
 
-        Raises FatalError after too many steps in a row whose gradient is not finite.
+        Raises:
+          FatalError: the gradient of too many steps in a row is not finite.
+          SpikeError: a step is a spike, in a run that goes back then.
         """
         order = self._order(done, sequences)
         # It waits as long as the first step, which waits for what is as slow.
@@ -194,6 +211,7 @@ class Session:
         """All batches from here to the last step."""
         train = self.config.train
         for step in range(done + 1, train.steps + 1):
+            sequences += skipped_data.sequences(self.skipped, step - 1, step)
             yield Step(sequences, train.batch_of(step))
             sequences += train.batch_of(step)
             if self._is_evaluating(step):
@@ -229,6 +247,9 @@ class Session:
                 self._tell({**part, **losses}, None)
                 unread, self._last_s = None, time.perf_counter()
             if self.is_saving(done):
+                if self.config.train.spike_policy == "roll_back":
+                    tell()  # no checkpoint is made behind a spike
+                    unread = None
                 self._save(done, states)
                 saved = done
         tell()
@@ -307,6 +328,8 @@ class Session:
         end_s = max(interval.end_s for interval in intervals)
         part["step_time_s"], self._last_s = end_s - self._last_s, end_s
         self._refuse_divergence(part, metrics)
+        if part.get("spike", False) and self.config.train.spike_policy == "roll_back":
+            raise _spike(part)
         return part
 
     def _refuse_divergence(self, part: Part, metrics: dict[str, Any]) -> None:

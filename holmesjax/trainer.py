@@ -20,7 +20,7 @@ from holmesjax import job as jobs
 from holmesjax.checkpoints import checkpoint, manifest, resume
 from holmesjax.checkpoints.saves import Due, Saves
 from holmesjax.data import cluster_paths
-from holmesjax.errors import ConfigError, DamagedError
+from holmesjax.errors import ConfigError, DamagedError, SpikeError
 from holmesjax.hosts import nics
 from holmesjax.job import Job
 from holmesjax.layers.model_layers import forget
@@ -120,6 +120,9 @@ class Trainer:
                 assert start.checkpoint, "arrays are read of a checkpoint"
                 known = {start.checkpoint.path: error}
                 start = resume.find(self.job, self._allow, self._print, known)
+            except SpikeError as error:
+                resume.roll_back(self.job, error, self._print)
+                start = resume.find(self.job, self._allow, self._print)
 
     def _train_from(self, start: resume.Start, lease: Lease) -> list[dict[str, Any]]:
         began_s, config, plan = time.monotonic(), self.job.config, self.job.plan
@@ -185,6 +188,7 @@ class Trainer:
                 begins=progress.begin,
                 profiles=self.run_dir / jobs.PROFILES,
                 memory=PeakMemory(devices_of(stages)),
+                skipped=start.skipped,
                 compile_s=compile_s,
             )
             self.progress = progress

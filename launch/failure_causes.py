@@ -11,7 +11,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from holmesjax.distributed.controller import Controller
 from holmesjax.distributed.messages import AskBeat, Exit, Failed, Lost, ProcessEvent, Silent
-from holmesjax.errors import REQUEUE, DamagedError, FatalError, HolmesError, PeerError
+from holmesjax.errors import (
+    REQUEUE,
+    DamagedError,
+    FatalError,
+    HolmesError,
+    PeerError,
+    SpikeError,
+)
 from holmesjax.plan.processes import Process
 from holmesjax.transport.records import Record
 
@@ -89,7 +96,8 @@ def cause_of(failures: Sequence[ProcessEvent]) -> ProcessEvent:
 def _rank(failure: ProcessEvent) -> int:
     """Returns the rank of a failure: a low rank is never the consequence of a higher one.
 
-    0  a mistake was reported: exit status 1 or 2, with what to do; nobody else can make it
+    0  a mistake was reported: exit status 1 or 2, with what to do; nobody else can make it. Or a
+       spike was, from which the run goes back: whoever has not read it yet loses the others
     1  ended with status 2: a mistake again, found before the controller was reached
     2  killed by a signal: such a process says nothing, and all others say what they miss
     3  silent for several heartbeats: it hangs, or its node or network does
@@ -100,6 +108,8 @@ def _rank(failure: ProcessEvent) -> int:
     """
     record = failure.record
     if isinstance(record, Failed):
+        if record.spike is not None:
+            return 0
         if record.exit_status == REQUEUE:
             return 5
         return 4 if record.fix is None else 0
@@ -155,6 +165,9 @@ def _as_reported(failed: Failed, process: str, others: str, fix: str) -> HolmesE
     status = failed.exit_status
     where = ": ".join(filter(None, (process, failed.where)))
     found = others if failed.found is None else failed.found
+    if failed.spike is not None:
+        words = {"found": found, "fix": failed.fix or fix}
+        return SpikeError(where, failed.problem, **words, step=failed.spike)
     if status == REQUEUE:
         return PeerError(where, failed.problem, found=f"{found}; {others}", fix=fix)
     kind = DamagedError if failed.damaged else _kind(status)

@@ -31,7 +31,7 @@ class StartEntry:
 
     step: int  # optimizer steps that were done before it
     status: int | None = None  # exit status; None: it runs, or its launcher was killed
-    stopped: bool = False  # somebody asked for the end
+    stopped: bool = False  # somebody asked for the end, or the run goes back from a spike
     node: str = ""  # where the cause of the end was
     cause: str = ""  # the error as it was printed
 

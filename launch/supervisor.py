@@ -47,7 +47,14 @@ from holmesjax.distributed.messages import (
     Up,
     Warned,
 )
-from holmesjax.errors import REQUEUE, DamagedError, FatalError, HolmesError, PeerError
+from holmesjax.errors import (
+    REQUEUE,
+    DamagedError,
+    FatalError,
+    HolmesError,
+    PeerError,
+    SpikeError,
+)
 from holmesjax.job import Job
 from holmesjax.lease import Lease
 from holmesjax.plan.processes import make_processes
@@ -189,6 +196,8 @@ class Supervisor:
                 return self._recorded_attempt(restart, restarts, step)
             except DamagedError as error:
                 self._set_aside(error)
+            except SpikeError as error:
+                self._roll_back(error)
             except PeerError as error:
                 if self._signals or not (self._starts_again or restarts.is_spent(self._done())):
                     raise
@@ -208,6 +217,17 @@ class Supervisor:
             fix = "start it again with the same command: it goes on from the older checkpoint"
             raise PeerError(error.where, error.problem, found=error.found, fix=fix)
 
+    def _roll_back(self, error: SpikeError) -> None:
+        """Lets the next start go back to the newest checkpoint, and leave out the data since.
+
+        Raises FatalError if it did so too often, and PeerError where somebody else starts the
+        processes.
+        """
+        resume.roll_back(self._job, error, lambda text: print(text, flush=True))
+        if not self._can_start:
+            fix = "start it again with the same command: it goes back to its last checkpoint"
+            raise PeerError(error.where, error.problem, found=error.found, fix=fix)
+
     def _pause(self, restarts: Restarts, step: int) -> None:
         """Waits before a restart that follows one without a new step; a signal ends it at once."""
         pause_s = restarts.pause_s(step)
@@ -223,14 +243,15 @@ class Supervisor:
 
     def _recorded_attempt(self, restart: int, restarts: Restarts, step: int) -> int:
         restarts.begin(step)
-        self._blamed, status, cause = None, FatalError.exit_status, ""
+        self._blamed, status, cause, is_meant = None, FatalError.exit_status, "", False
         try:
             status = self._attempt(restart)
         except HolmesError as error:
             status, cause = error.exit_status, str(error)
+            is_meant = isinstance(error, SpikeError)
             raise
         finally:
-            stopped = bool(self._signals) and self._blamed is None
+            stopped = is_meant or (bool(self._signals) and self._blamed is None)
             restarts.end(status, stopped=stopped, node=self._blamed or "", cause=cause)
         return status
 

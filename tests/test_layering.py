@@ -91,6 +91,7 @@ WITHOUT_JAX = [
     "holmesjax.checkpoints.manifest",
     "holmesjax.checkpoints.resume",
     "holmesjax.checkpoints.saves",
+    "holmesjax.checkpoints.skipped_data",
     "holmesjax.distributed.controller",
     "holmesjax.distributed.data_agreement",
     "holmesjax.distributed.member",

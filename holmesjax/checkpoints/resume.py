@@ -16,11 +16,12 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from holmesjax import job as jobs, schema
-from holmesjax.checkpoints import manifest
+from holmesjax.checkpoints import manifest, skipped_data
 from holmesjax.checkpoints.manifest import Checkpoint
+from holmesjax.checkpoints.skipped_data import Skipped
 from holmesjax.config import Config, DataConfig, OptimizerConfig, TrainConfig
 from holmesjax.data import tokenizer_files
-from holmesjax.errors import CheckpointError, ConfigError
+from holmesjax.errors import CheckpointError, ConfigError, SpikeError
 from holmesjax.job import Job
 from holmesjax.optimizers.learning_rates import learning_rate, step_tokens
 
@@ -96,6 +97,7 @@ class Start:
     checkpoint: Checkpoint | None = None
     changes: tuple[Change, ...] = ()  # since the checkpoint
     allow: Sequence[str] = ()  # names of settings that may differ
+    skipped: Sequence[Skipped] = ()  # data that the run leaves out
 
     @property
     def step(self) -> int:
@@ -109,10 +111,12 @@ class Start:
 
     def describe(self) -> list[str]:
         """Lines for the console before the first step."""
+        left_out = [f"  leaves out {own}" for own in self.skipped]
         if not self.checkpoint:
-            return []
+            return left_out
         lines = [f"resuming after step {self.step}", *(f"  {change}" for change in self.changes)]
-        return lines + [f"  {line}" for line in self._rate_change(self.checkpoint)]
+        lines += [f"  {line}" for line in self._rate_change(self.checkpoint)]
+        return lines + left_out
 
     def _rate_change(self, checkpoint: Checkpoint) -> list[str]:
         """Both learning rates of the next step, where they differ; skipped steps not counted."""
@@ -219,10 +223,11 @@ class Start:
         """Makes a checkpoint of the parts that all stages have written after a step."""
         config = self.job.config
         after = config.train.sequences_after
+        left_out = skipped_data.sequences(self.skipped, self.step, step)
         manifest.commit(
             self.job.run_dir,
             step,
-            sequences=self.sequences + after(step) - after(self.step),
+            sequences=self.sequences + after(step) - after(self.step) + left_out,
             settings=settings(self.job),
             data=data,
             plan_hash=self.job.plan.hash(),
@@ -251,7 +256,13 @@ def find(
     """
     checkpoint = manifest.newest(job.run_dir, warn, set_aside=True, known=known)
     changes = tuple(_changes(checkpoint, job)) if checkpoint else ()
-    start = Start(job=job, checkpoint=checkpoint, changes=changes, allow=names_of(allow))
+    start = Start(
+        job=job,
+        checkpoint=checkpoint,
+        changes=changes,
+        allow=names_of(allow),
+        skipped=skipped_data.read(job.run_dir),
+    )
     allowable = _allowable(job)
     for what, never in (
         ("model", [c for c in changes if c.name.startswith("model.") and c.name not in allowable]),
@@ -268,6 +279,19 @@ def find(
     # Before the first step nothing has been done that another setting would have done otherwise.
     start.permit([change for change in changes if change.name in allowable and start.step])
     return start
+
+
+def roll_back(job: Job, spike: SpikeError, say: Callable[[str], None]) -> None:
+    """Notes that the data from the newest checkpoint to a spike are left out; `find` goes back.
+
+    Raises FatalError where the run has gone back there too often.
+    """
+    checkpoint = manifest.newest(job.run_dir, say, set_aside=True)
+    step = checkpoint.step if checkpoint else 0
+    found = skipped_data.add(job.run_dir, job.config.train, spike.step, step)
+    say(
+        f"spike       {spike.where}, {spike.found}: going back to step {step}; {found} are left out"
+    )
 
 
 def _refuse_useless(start: Start) -> None:

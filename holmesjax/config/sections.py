@@ -121,8 +121,9 @@ class TrainConfig:
     eval_batches: Count = 4  # global batches per validation
     eval_ema: Flag = False  # whether validations are of the average of optimizer.ema_decay
     # What is done about a step whose loss or norm is more than `spike_sigmas` standard deviations
-    # above the mean of the last `spike_window` steps: it is recorded, or it also changes nothing.
-    spike_policy: Literal["none", "record", "skip"] = "none"
+    # above the mean of the last `spike_window` steps: it is recorded; it also changes nothing; or
+    # the run goes back to its last checkpoint, and the data since then are left out.
+    spike_policy: Literal["none", "record", "skip", "roll_back"] = "none"
     # Steps before a step that give the mean and the deviation.
     spike_window: Annotated[int, Field(ge=4, le=65536, strict=True)] = 128
     spike_sigmas: Positive = 6.0  # standard deviations above the mean that make a spike

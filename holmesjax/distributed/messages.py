@@ -12,7 +12,7 @@ from holmesjax.runtime.step_timeout import Work
 from holmesjax.transport.records import Message, Record, by_kind, decode, encode, make
 
 BEATS = 4  # heartbeats in the time that an end may be silent
-PROTOCOL = 5
+PROTOCOL = 6
 
 
 # ---- hellos --------------------------------------------------------------------------------------
@@ -132,6 +132,7 @@ class Failed(Record):
     found: str | None = None
     fix: str | None = None  # None: the error has no advice, because it is a bug
     damaged: bool = False  # the checkpoint that it read
+    spike: int | None = None  # the step, where the run goes back from one
 
 
 @dataclass(frozen=True, kw_only=True)

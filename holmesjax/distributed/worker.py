@@ -22,7 +22,7 @@ import jax
 from jax.sharding import Mesh
 
 from holmesjax import hung_main_thread, job as jobs
-from holmesjax.checkpoints import checkpoint, manifest
+from holmesjax.checkpoints import checkpoint, manifest, skipped_data
 from holmesjax.checkpoints.manifest import Checkpoint
 from holmesjax.data import cluster_paths, sources
 from holmesjax.distributed.member import Member
@@ -39,7 +39,7 @@ from holmesjax.distributed.messages import (
     Unsaved,
     Up,
 )
-from holmesjax.errors import DamagedError, HolmesError
+from holmesjax.errors import DamagedError, HolmesError, SpikeError
 from holmesjax.hosts import nics
 from holmesjax.hosts.nics import Host
 from holmesjax.hosts.process_environment import ProcessEnvironment, die_with
@@ -141,7 +141,9 @@ class Worker:
         last_words = [lambda: self._send(failed)]
         if isinstance(error, HolmesError):
             damaged = isinstance(error, DamagedError)
-            failed = Failed(exit_status=error.exit_status, **error.parts(), damaged=damaged)
+            spike = error.step if isinstance(error, SpikeError) else None
+            status, parts = error.exit_status, error.parts()
+            failed = Failed(exit_status=status, **parts, damaged=damaged, spike=spike)
         else:
             last_words.insert(0, lambda: traceback.print_exception(error))
         hung_main_thread.end_process(failed.exit_status, *last_words)
@@ -196,6 +198,7 @@ class Worker:
                 begins=self._begins,
                 profiles=job.run_dir / jobs.PROFILES / f"process_{self._me.number}",
                 memory=PeakMemory(devices_of(stages)),
+                skipped=skipped_data.read(job.run_dir),
                 compile_s=compile_s,
                 vote=lambda: self._member.vote(self._step),
             )

@@ -9,7 +9,8 @@ import pytest
 
 import launch.supervisor
 from holmesjax import job as jobs
-from holmesjax.checkpoints import manifest
+from holmesjax.checkpoints import manifest, skipped_data
+from holmesjax.checkpoints.skipped_data import Skipped
 from holmesjax.distributed.messages import Exit, Failed, Lost, ProcessEvent, Silent, Up
 from holmesjax.errors import FatalError, HolmesError, PeerError
 from holmesjax.runtime.step_timeout import Progress
@@ -48,6 +49,7 @@ FAILURES = {
     "silent": Silent(silent_s=40.0),
     "bug": Failed(**BUG, exit_status=1),
     "loss": Failed(**LOSS, exit_status=75),
+    "spike": Failed(**LOSS, exit_status=75, spike=3),
     "aborted": Exit(status=-signal.SIGABRT),
     "exit 75": Exit(status=75),
     "lost": Lost(),
@@ -64,6 +66,7 @@ FAILURES = {
         ("silent", ["loss", "bug", "aborted", "lost"]),
         ("bug", ["loss", "aborted", "lost"]),
         ("loss", ["aborted", "exit 75", "lost"]),
+        ("spike", ["killed", "loss", "bug", "aborted", "lost"]),
         ("aborted", ["lost"]),
     ],
 )
@@ -228,6 +231,31 @@ def test_a_new_step_sets_the_count_back(tmp_path, no_pause):
     with pytest.raises(FatalError, match="no new step since step 3, in the last 2 "):
         supervisor.run()
     assert launcher.starts == len(scripts)
+
+
+def test_a_spike_lets_all_start_again_from_the_last_checkpoint_without_the_data_since(
+    tmp_path, capsys
+):
+    """Without --max-restarts, too; and it is no failure that counts."""
+    spike = [told({**LOSS, "spike": 5}, 75), ["exit", 75]]
+    first = {**saving(2), 1: [["await", 2], *spike]}
+    ends = [["tell", "up"], ["done", 10]]
+    supervisor, launcher = supervise(tmp_path, first, {0: ends, 1: ends, 2: ends})
+    assert supervisor.run() == 0
+    assert launcher.starts == 2
+    assert skipped_data.read(tmp_path / "run") == (Skipped(step=2, spike=5, sequences=24),)
+    starts = json.loads((tmp_path / "run" / RECORD).read_text())["starts"]
+    assert [(start["status"], start["stopped"]) for start in starts] == [(75, True), (0, False)]
+    assert "going back to step 2; 24 sequences behind step 2" in capsys.readouterr().out
+
+
+def test_a_spike_ends_a_job_that_a_scheduler_starts_again(tmp_path):
+    first = {**saving(2), 1: [["await", 2], told({**LOSS, "spike": 4}, 75), ["exit", 75]]}
+    supervisor, launcher = supervise(tmp_path, first, starts_again=False)
+    with pytest.raises(PeerError, match="it goes back to its last checkpoint") as error:
+        supervisor.run()
+    assert (error.value.exit_status, launcher.starts) == (75, 1)
+    assert [own.sequences for own in skipped_data.read(tmp_path / "run")] == [16]
 
 
 def test_whoever_starts_the_launcher_again_shares_the_count(tmp_path, no_pause):

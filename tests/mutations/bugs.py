@@ -185,6 +185,16 @@ BUGS = (
             "tests/data/test_mixing.py::test_weights_become_whole_numbers_by_largest_remainder",
         ),
     ),
+    Bug(
+        name="left-out-a-step-late",
+        module="holmesjax.session",
+        old="skipped_data.sequences(self.skipped, step - 1, step)",
+        new="skipped_data.sequences(self.skipped, step, step + 1)",
+        wrong="a run that goes back after a spike reads a batch of before again",
+        tests=(
+            "tests/checkpoints/test_skipped_data.py::test_each_return_goes_on_behind_the_spike",
+        ),
+    ),
     # ---- optimizers ----------------------------------------------------------------------------
     Bug(
         name="muon-without-lookahead",

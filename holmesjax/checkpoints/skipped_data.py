@@ -1,0 +1,73 @@
+"""The data that a run leaves out where it went back after a spike. Does not import JAX.
+
+    skipped.json    in the run folder: for each time, the step that the run went back to, the step
+                    of the spike, and how many sequences are left out behind the first
+
+The batch of the next step comes behind them. So the order of the data is a function of the seed,
+the sequences of each step and this record, whatever checkpoint a run goes on from.
+"""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from holmesjax.checkpoints import manifest
+from holmesjax.config import TrainConfig
+from holmesjax.errors import CheckpointError, FatalError
+
+RECORD = "skipped.json"
+MOST = 3  # times that a run goes back to the same step
+
+
+class Skipped(NamedTuple):
+    """Sequences that are left out behind a step."""
+
+    step: int  # of a checkpoint, or 0
+    spike: int  # the step that stood out
+    sequences: int
+
+    def __str__(self) -> str:
+        return f"{self.sequences:,} sequences behind step {self.step} (spike in step {self.spike})"
+
+
+def read(run_dir: Path) -> tuple[Skipped, ...]:
+    """All of a run. Raises CheckpointError for a record that cannot be read."""
+    path = run_dir / RECORD
+    try:
+        return tuple(Skipped(**entry) for entry in json.loads(path.read_text()))
+    except FileNotFoundError:
+        return ()
+    except (OSError, ValueError, TypeError) as error:
+        problem = "cannot be read, and the order of the data follows it"
+        fix = f"copy it back from elsewhere, or remove {path} to leave nothing out from here on"
+        raise CheckpointError(str(path), problem, found=error, fix=fix) from None
+
+
+def sequences(skipped: Sequence[Skipped], first: int, last: int) -> int:
+    """The number of sequences that are left out behind the steps `first` to `last - 1`."""
+    return sum(own.sequences for own in skipped if first <= own.step < last)
+
+
+def add(run_dir: Path, train: TrainConfig, spike: int, step: int) -> Skipped:
+    """Records that a run goes back from a spike to an earlier step; the data between are left out.
+
+    Raises FatalError where it has gone back there too often.
+    """
+    assert step < spike, f"step {step} is not before the spike in step {spike}"
+    known = read(run_dir)
+    before = [own.spike for own in known if own.step == step]
+    if len(before) >= MOST:
+        raise FatalError(
+            str(run_dir),
+            f"has gone back to step {step} {MOST} times, with other data each time, and a step "
+            "behind it is a spike again",
+            found=f"spikes in steps {', '.join(map(str, before))} and now {spike}",
+            fix="lower optimizer.learning_rate, raise train.spike_sigmas, or set "
+            "train.spike_policy to skip",
+        )
+    own = train.sequences_after(spike) - train.sequences_after(step)
+    found = Skipped(step, spike, own + sequences(known, step + 1, spike))
+    entries = [entry._asdict() for entry in (*known, found)]
+    manifest.write_durably(run_dir / RECORD, json.dumps(entries, indent=1) + "\n")
+    return found
