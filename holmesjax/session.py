@@ -41,6 +41,8 @@ from holmesjax.runtime.stage import Stage, StageState
 from holmesjax.runtime.step_timeout import Work
 from holmesjax.runtime.timeline import Clock, Timeline
 
+MAX_HELD = 8  # steps that are told together, if a busy machine sees their ends at once
+
 
 def make_stages(
     job: Job, meshes: Mapping[int, Mesh], unproven: str | None = ops.UNCHECKED
@@ -264,7 +266,8 @@ class Session:
         how long both steps took. Each of them is told with the mean.
         """
         self._held.append(part)
-        if following is None or not following.has_ended(self._last_s):
+        late = following is not None and following.has_ended(self._last_s)
+        if not late or len(self._held) == MAX_HELD:
             self._tell_held()
 
     def _tell_held(self) -> None:

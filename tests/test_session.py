@@ -18,15 +18,18 @@ from holmesjax.session import Session
 from tests.clusters import make_config
 
 
+def make_timeline(*, has_ended=False):
+    interval = SimpleNamespace(end_s=0.0)
+    return SimpleNamespace(intervals=lambda: [interval], has_ended=lambda since_s: has_ended)
+
+
 def make_session(runner, events, **train):
     """A session that trains nothing; `events` takes what it saves."""
-    interval = SimpleNamespace(end_s=0.0)
-    timeline = SimpleNamespace(intervals=lambda: [interval], has_ended=lambda since_s: False)
     return Session(
         config=make_config(train=train),
         runner=runner,
         batches=None,
-        clock=SimpleNamespace(timeline=lambda: timeline),
+        clock=SimpleNamespace(timeline=make_timeline),
         writer=SimpleNamespace(save=lambda step, states: events.append(f"save {step}")),
         tell=lambda part: None,
         is_stopping=lambda: False,
@@ -129,6 +132,27 @@ def test_steps_whose_ends_are_seen_at_once_share_their_time(monkeypatch):
     assert [(part["step"], part["step_time_s"]) for part in told] == [
         (step, 10.0) for step in range(1, 6)
     ]
+
+
+def test_steps_that_always_end_at_once_are_told_while_the_run_goes_on():
+    told, num_told = [], []
+
+    class Runner:
+        def train_step(self, states, batch, timeline, meanwhile):
+            meanwhile.idle()
+            num_told.append(len(told))
+            return states, {"grad_norm": 1.0, "learning_rate": 1.0, "loss": 1.0, "skipped": False}
+
+        def take_link_bytes(self):
+            return {}
+
+    late = make_timeline(has_ended=True)
+    clock = SimpleNamespace(timeline=lambda: late)
+    own = make_session(Runner(), [], steps=20)
+    own = dataclasses.replace(own, clock=clock, tell=told.append)
+    own._run(SimpleNamespace(take=lambda: None), [], 0)
+    assert [part["step"] for part in told] == list(range(1, 21))
+    assert max(step - number for step, number in enumerate(num_told)) == session.MAX_HELD - 1
 
 
 def test_gradients_that_stay_infinite_end_the_run_and_a_finite_one_counts_anew():
