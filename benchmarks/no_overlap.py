@@ -8,7 +8,7 @@ import dataclasses
 from functools import partial
 from typing import Any
 
-from holmesjax.runtime import programs
+from holmesjax.runtime import program_shapes, programs
 from holmesjax.runtime.programs import Compiled, Compiler, ProgramKey, Programs
 from holmesjax.runtime.stage import Stage, Tree
 from launch.__main__ import main
@@ -21,9 +21,9 @@ def compile_stage(stage: Stage, compiler: Compiler) -> Programs:
     if stage.num_replicas == 1:  # it sends nothing
         return made
     forward, backward = (made.table[ProgramKey(name, False)] for name in ("forward", "backward"))
-    masters, replicas = stage.state_shapes.params, programs.replica_shapes(stage)
+    masters, replicas = stage.state_shapes.params, program_shapes.replica_shapes(stage)
     gather = programs._submit(compiler, stage.gather, masters, out=replicas).result()
-    gradients = programs.gradient_shapes(stage)
+    gradients = program_shapes.gradient_shapes(stage)
     reduce = programs._submit(compiler, stage.reduce, gradients, out=masters).result()
     alone = ("gather", "reduce")
     table = {key: program for key, program in made.table.items() if key.function not in alone}

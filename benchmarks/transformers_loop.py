@@ -9,7 +9,7 @@ import transformers
 
 from benchmarks.pytorch_loop import clipped_step, make_optimizer
 from holmesjax.config import ModelConfig, OptimizerConfig
-from holmesjax.hugging_face import config_json
+from holmesjax.hugging_face import config_json_export
 from holmesjax.hugging_face.tensors import places
 
 FAMILY = "llama"
@@ -17,7 +17,7 @@ FAMILY = "llama"
 
 def make_llama(model: ModelConfig, params: Any) -> transformers.LlamaForCausalLM:
     """With the parameters of `layer.init_params`."""
-    settings = config_json.write(model, FAMILY, "float32")
+    settings = config_json_export.write(model, FAMILY, "float32")
     llama = transformers.LlamaForCausalLM(transformers.LlamaConfig(**settings))
     arrays = {}
     for layer, own in places(model, FAMILY).items():

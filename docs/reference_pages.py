@@ -21,7 +21,7 @@ from typing import Any
 from holmesjax import config as configs
 from holmesjax.config import sections
 from holmesjax.plan.plan import Plan, describe
-from holmesjax.report import figures
+from holmesjax.report import mesh_picture
 from holmesjax.schema import OneOf
 from holmesjax.topology import loading
 from launch import arguments
@@ -209,7 +209,7 @@ def gallery(folder: Path) -> str:
         topology_file = configs.topology_path(configs.load(run_file), run_file)
         topology, plan = loading.load(topology_file), Plan.load(path)
         picture = f"{name}.svg"
-        figures.mesh_picture(plan, topology).savefig(folder / picture)
+        mesh_picture.mesh_picture(plan, topology).savefig(folder / picture)
         lines += ["", f"## {name} on {topology.name}", ""]
         lines += ["```text", *describe(plan), "```", "", f"![The plan of {name}]({picture})"]
     return "\n".join(lines) + "\n"

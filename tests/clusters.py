@@ -19,9 +19,10 @@ from holmesjax.plan.plan import Plan
 from holmesjax.planner.assembly import as_plan
 from holmesjax.planner.candidates import split
 from holmesjax.planner.planner import make_plan
-from holmesjax.planner.problem import Assignment, Segment, step_seconds
+from holmesjax.planner.problem import Assignment, Segment
 from holmesjax.planner.selection import make_problem
 from holmesjax.planner.stage_layouts import MeshShape, StepSettings
+from holmesjax.planner.step_time import step_seconds
 from holmesjax.planner.trials import Candidate
 from holmesjax.schedules.pipeline_schedules import TaskOrder
 from holmesjax.topology import loading

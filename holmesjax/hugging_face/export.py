@@ -14,7 +14,7 @@ import numpy as np
 
 from holmesjax.config import ModelConfig
 from holmesjax.errors import CheckpointError, ConfigError
-from holmesjax.hugging_face import config_json, folder, pieces, safetensors_file
+from holmesjax.hugging_face import config_json_export, folder, pieces, safetensors_file
 from holmesjax.hugging_face.config_json import CONFIG, ConfigJson, Json
 from holmesjax.hugging_face.safetensors_file import DTYPES
 from holmesjax.hugging_face.tensors import Place, places
@@ -61,7 +61,7 @@ def write(
 
     Args:
       out: the folder, which is empty or not there.
-      config: its config.json, which says family and dtype (`config_json.exported`).
+      config: its config.json, which says family and dtype (`config_json_export.exported`).
       model: the model's settings.
       layers: the name of each layer in order, and its parameters by name, in a dict that is
         emptied.
@@ -199,5 +199,5 @@ def config_of(
     Raises ConfigError if the family has no such model.
     """
     kept = ConfigJson.load(imported) if imported is not None else None
-    family = family or (kept.family if kept else config_json.family_of(model))
-    return config_json.exported(model, kept, family, dtype or kept_dtype(kept))
+    family = family or (kept.family if kept else config_json_export.family_of(model))
+    return config_json_export.exported(model, kept, family, dtype or kept_dtype(kept))

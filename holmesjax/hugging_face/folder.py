@@ -16,7 +16,12 @@ import numpy as np
 from holmesjax.boxes import Box
 from holmesjax.config import ModelConfig
 from holmesjax.errors import CheckpointError
-from holmesjax.hugging_face import config_json, json_file, pieces, safetensors_file
+from holmesjax.hugging_face import (
+    config_json_export,
+    json_file,
+    pieces,
+    safetensors_file,
+)
 from holmesjax.hugging_face.config_json import ConfigJson
 from holmesjax.hugging_face.safetensors_file import DTYPES, Tensor
 from holmesjax.hugging_face.tensors import Place, places
@@ -107,7 +112,7 @@ def open_weights(folder: Path, model: ModelConfig) -> Weights:
     """
     config = ConfigJson.load(folder)
     family = config.family
-    config_json.write(model, family, "float32")  # as a check
+    config_json_export.write(model, family, "float32")  # as a check
     found = _by_our_names(folder, _all_tensors(folder), family)
     layers = places(model, family)
     shapes = {place.tensor: place.shape for layer in layers.values() for place in layer.values()}

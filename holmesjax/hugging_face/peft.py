@@ -16,7 +16,12 @@ import numpy as np
 from holmesjax.boxes import Box
 from holmesjax.config import LORA_TARGETS, LoraConfig, ModelConfig
 from holmesjax.errors import CheckpointError, ConfigError
-from holmesjax.hugging_face import config_json, json_file, pieces, safetensors_file
+from holmesjax.hugging_face import (
+    config_json_export,
+    json_file,
+    pieces,
+    safetensors_file,
+)
 from holmesjax.hugging_face.config_json import ConfigJson
 from holmesjax.hugging_face.export import Layer, whole_folder, write_json
 from holmesjax.hugging_face.safetensors_file import DTYPES, Tensor
@@ -291,7 +296,7 @@ def family_of(model: ModelConfig) -> str:
     """The family of a model's base: that of its folder, or the first that has such models."""
     if model.hf is not None:
         return ConfigJson.load(Path(model.hf)).family
-    return config_json.family_of(replace(model, lora=None))
+    return config_json_export.family_of(replace(model, lora=None))
 
 
 def _refuse_others(

@@ -10,9 +10,9 @@ from holmesjax.layers.model_layers import EMBED, HEAD, block_name
 from holmesjax.plan.plan import Plan, StagePlan, TaskSeconds
 from holmesjax.planner import prices
 from holmesjax.planner.layer_ranges import Counts, add, split_chunks
-from holmesjax.planner.problem import (
-    Problem,
-    StageSeconds,
+from holmesjax.planner.problem import Problem, StageSeconds
+from holmesjax.planner.stage_layouts import clusters_of, joined_name
+from holmesjax.planner.step_time import (
     chunk_roles,
     link_bytes,
     roles,
@@ -20,7 +20,6 @@ from holmesjax.planner.problem import (
     table_times,
     transfer_times,
 )
-from holmesjax.planner.stage_layouts import clusters_of, joined_name
 from holmesjax.planner.trials import Candidate
 from holmesjax.topology import saving
 from holmesjax.topology.machines import Topology

@@ -28,25 +28,21 @@ from holmesjax.planner import prices
 from holmesjax.planner.assembly import as_plan
 from holmesjax.planner.layer_ranges import add, split_chunks
 from holmesjax.planner.planner import find, timed_again
-from holmesjax.planner.problem import (
-    Assignment,
-    Problem,
-    Segment,
-    step_seconds,
-)
+from holmesjax.planner.problem import Assignment, Problem, Segment
 from holmesjax.planner.search import Found
 from holmesjax.planner.selection import Saying, find_within, make_problems, silently
 from holmesjax.planner.shortlist import step_settings
+from holmesjax.planner.stage_costs import StageCosts
 from holmesjax.planner.stage_layouts import (
     USABLE_MEMORY,
     Devices,
     MeshShape,
-    StageCosts,
     StepSettings,
     clusters_of,
     divisors,
     joined_pool,
 )
+from holmesjax.planner.step_time import step_seconds
 from holmesjax.planner.trials import Candidate
 from holmesjax.schedules.pipeline_schedules import PLAIN, TaskOrder
 from holmesjax.topology import upgrades

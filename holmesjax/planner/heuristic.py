@@ -13,15 +13,10 @@ import numpy as np
 
 from holmesjax.planner import shortlist
 from holmesjax.planner.candidates import in_order, kinds, near_depths, orders_of, split, with_moves
-from holmesjax.planner.problem import (
-    Assignment,
-    Segment,
-    roles,
-    stage_loads,
-    transfer_times,
-)
+from holmesjax.planner.problem import Assignment, Segment
 from holmesjax.planner.shortlist import Listed
 from holmesjax.planner.stage_layouts import StepSettings
+from holmesjax.planner.step_time import roles, stage_loads, transfer_times
 from holmesjax.planner.trials import Candidate, Trials
 from holmesjax.schedules.pipeline_schedules import PLAIN, TaskOrder, leanest
 

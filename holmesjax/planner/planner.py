@@ -11,12 +11,14 @@ from holmesjax.config import Config, PlanConfig
 from holmesjax.errors import PlanError
 from holmesjax.plan.plan import Plan
 from holmesjax.planner.assembly import as_plan
-from holmesjax.planner.problem import Problem, step_seconds
+from holmesjax.planner.problem import Problem
 from holmesjax.planner.refusals import refuse_impossible, refuse_large_meshes
 from holmesjax.planner.remedies import least_memory, memory_refusal, with_remedy
 from holmesjax.planner.search import Found, search
 from holmesjax.planner.selection import Saying, find_within, make_problems, silently
-from holmesjax.planner.stage_layouts import StageCosts, joined_pool
+from holmesjax.planner.stage_costs import StageCosts
+from holmesjax.planner.stage_layouts import joined_pool
+from holmesjax.planner.step_time import step_seconds
 from holmesjax.planner.trials import Candidate
 from holmesjax.topology.machines import Topology
 

@@ -3,8 +3,9 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from holmesjax.planner.problem import Problem, link_bytes
+from holmesjax.planner.problem import Problem
 from holmesjax.planner.stage_layouts import Pool
+from holmesjax.planner.step_time import link_bytes
 from holmesjax.planner.trials import Candidate
 from holmesjax.topology.machines import Topology
 

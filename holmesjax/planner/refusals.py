@@ -12,14 +12,8 @@ from holmesjax.errors import PlanError
 from holmesjax.layers.distinct_kinds import block_counts
 from holmesjax.layers.kind import PARTS_DIM, TENSOR_DIMS
 from holmesjax.planner import prices, shortlist
-from holmesjax.planner.stage_layouts import (
-    MeshShape,
-    Role,
-    StageCosts,
-    StepSettings,
-    divisors,
-    most_parts,
-)
+from holmesjax.planner.stage_costs import StageCosts
+from holmesjax.planner.stage_layouts import MeshShape, Role, StepSettings, divisors, most_parts
 from holmesjax.schedules.pipeline_schedules import PLAIN, SCHEDULES, PipelineSchedule
 from holmesjax.topology.catalogue import CPU, FP8
 from holmesjax.topology.machines import Topology

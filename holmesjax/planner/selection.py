@@ -8,7 +8,8 @@ from holmesjax.errors import PlanError
 from holmesjax.planner import prices
 from holmesjax.planner.problem import Problem
 from holmesjax.planner.search import EFFORT, Found, search
-from holmesjax.planner.stage_layouts import StageCosts, has_unlike_devices, make_pools
+from holmesjax.planner.stage_costs import StageCosts
+from holmesjax.planner.stage_layouts import has_unlike_devices, make_pools
 from holmesjax.planner.trials import Candidate
 from holmesjax.topology.machines import Topology
 

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from holmesjax.planner import shortlist
-from holmesjax.planner.problem import Assignment, Problem, Segment, step_seconds
+from holmesjax.planner.problem import Assignment, Problem, Segment
 from holmesjax.planner.shortlist import Offers
 from holmesjax.planner.stage_layouts import StepSettings
+from holmesjax.planner.step_time import step_seconds
 from holmesjax.schedules.pipeline_schedules import TaskOrder
 
 ASSIGNMENTS_PER_TASK = 100  # a task of so many assignments is simulated while a simulator is made

@@ -25,7 +25,7 @@ from holmesjax.errors import DataError, HolmesError
 from holmesjax.lab import scaled_topology
 from holmesjax.plan import forecast
 from holmesjax.plan.plan import Plan, StagePlan
-from holmesjax.report import figures, goodput, metrics, trace
+from holmesjax.report import figures, goodput, mesh_picture, metrics, style, trace
 from holmesjax.topology import loading
 from holmesjax.topology.machines import Topology
 from holmesjax.units import duration, show
@@ -36,11 +36,11 @@ TEMPLATE = "page.html.jinja"
 MAX_BARS = 4000  # of a timeline; more would make a huge page
 SVG = "{http://www.w3.org/2000/svg}"
 THEME = {
-    figures.INK: "var(--ink)",
-    figures.MUTED: "var(--muted)",
-    figures.GRID: "var(--grid)",
-    figures.IDLE: "var(--idle)",
-    figures.PAPER: "var(--paper)",
+    style.INK: "var(--ink)",
+    style.MUTED: "var(--muted)",
+    style.GRID: "var(--grid)",
+    style.IDLE: "var(--idle)",
+    style.PAPER: "var(--paper)",
 }
 
 
@@ -267,7 +267,7 @@ def _loss_section(records: Sequence[Record]) -> _Section:
 
 def _machines_section(plan: Plan, topology: Topology) -> _Section:
     text = "Clusters, their fabrics, the links between them, and the stage of every device."
-    picture = _picture("machines", figures.mesh_picture(plan, topology))
+    picture = _picture("machines", mesh_picture.mesh_picture(plan, topology))
     return _Section("Machines", text, pictures=[("", picture)])
 
 

@@ -11,33 +11,24 @@ is a `Timeline`.
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from types import MappingProxyType
 from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec as P
 
-from holmesjax.layers.kind import Parameter
 from holmesjax.layers.model_layers import EMBED
-from holmesjax.models.layer import statements
 from holmesjax.parallel import sharding
 from holmesjax.plan.plan import Plan
 from holmesjax.runtime.end_of_step import auxiliary, sums_of_layers
 from holmesjax.runtime.microbatch import Batch, Residuals, Values
 from holmesjax.runtime.prefetch import Inputs, Placer
-from holmesjax.runtime.programs import (
-    Programs,
-    boundary_shape,
-    compile_stages,
-    compile_whole_step,
-    totals_shape,
-)
+from holmesjax.runtime.programs import Programs, compile_stages, compile_whole_step
 from holmesjax.runtime.stage import Stage, StageState, Tree
+from holmesjax.runtime.stage_crossings import above, below, crossings, local_targets
 from holmesjax.runtime.timeline import Timeline
 from holmesjax.schedules.tasks import Task
-from holmesjax.transport.crossings import Crossing, Key
+from holmesjax.transport.crossings import Key
 from holmesjax.transport.local import LocalTransport, Transport
 
 # Scalars: loss, where the last stage is here; grad_norm, learning_rate, skipped; the auxiliary
@@ -80,87 +71,6 @@ class _Flight:
     values: dict[int, Values] = field(default_factory=dict)  # by microbatch
     saved: dict[int, Residuals] = field(default_factory=dict)
     passed: dict[int, tuple] = field(default_factory=dict)  # between B and W
-
-
-def crossings(stage: Stage) -> tuple[Crossing, ...]:
-    """Everything that crosses between the chunks of a plan, as any one of them can tell.
-
-    Chunk v gives "F<v>" forward and "B<v>" back; with tied embeddings, the first and the last chunk
-    give each other "table<v>". Stage s gives the next stage "norms to <s>": the squared norms of
-    the gradients of stages 0 to s, with their auxiliary values. It gives the stage before "norms
-    from <s>": the same of stage s to the last.
-    """
-    plan, last = stage.plan, len(stage.plan.chunks) - 1
-    homes = [home for home, _ in plan.chunks]
-    boundary = boundary_shape(stage)
-    found = []
-
-    def add(
-        name: str,
-        source: int,
-        target: int,
-        shape: tuple[int, ...],
-        dtype: str,
-        spec: Callable[..., P],
-        is_whole: bool = False,
-    ) -> None:
-        link = f"{plan.stages[source].cluster} -> {plan.stages[target].cluster}"
-        specs = [spec(plan.stages[end].mesh) for end in (source, target)]
-        found.append(
-            Crossing(
-                name=name,
-                source=source,
-                target=target,
-                link=link,
-                shape=shape,
-                dtype=dtype,
-                source_spec=sharding.spec_axes(specs[0], len(shape)),
-                target_spec=sharding.spec_axes(specs[1], len(shape)),
-                is_whole=is_whole,
-            )
-        )
-
-    for v in range(last):
-        for name, a, b in ((f"F{v}", v, v + 1), (f"B{v + 1}", v + 1, v)):
-            ends, dtype = (homes[a], homes[b]), str(boundary.dtype)
-            add(name, *ends, boundary.shape, dtype, sharding.batch_spec)
-    if stage.model.sums_table and last > 0:
-        table = statements(stage.model)[EMBED]["token_VD"]
-        for a, b in ((0, last), (last, 0)):
-            ends = homes[a], homes[b]
-            add(f"table{a}", *ends, table.shape, "float32", partial(_table_spec, table))
-    replicated = lambda sizes: P()
-    for s in range(len(plan.stages) - 1):
-        for name, a, b in ((_below(s), s, s + 1), (_above(s + 1), s + 1, s)):
-            add(name, a, b, totals_shape(stage).shape, "float32", replicated, is_whole=True)
-    return tuple(found)
-
-
-def _below(s: int) -> str:
-    return f"norms to {s}"
-
-
-def _above(s: int) -> str:
-    return f"norms from {s}"
-
-
-def _table_spec(table: Parameter, sizes: sharding.Sizes) -> P:
-    return sharding.master_spec(table.dims, table.shape, sizes)
-
-
-def local_targets(stages: Sequence[Stage]) -> dict[str, tuple[NamedSharding, str | None]]:
-    """The sharding at its target of each crossing between stages of a process, and its link.
-
-    None for what is not counted.
-    """
-    meshes = {stage.plan.chunks[stage.index][0]: stage.mesh for stage in stages}
-    return {
-        crossing.name: (
-            sharding.from_axes(meshes[crossing.target], crossing.target_spec),
-            None if crossing.is_whole else crossing.link,
-        )
-        for crossing in crossings(stages[0])
-    }
 
 
 class Pipeline:
@@ -476,7 +386,7 @@ class Pipeline:
         last = len(self._plan.stages) - 1
         sources = {}
         for s in own:
-            for there, name in ((s + 1, _above), (s - 1, _below)):
+            for there, name in ((s + 1, above), (s - 1, below)):
                 if 0 <= there <= last:
                     sources[Key(name(there), self._round, 0)] = s
                 elif last:  # nobody is beyond this end of the pipeline
@@ -490,13 +400,13 @@ class Pipeline:
             for key in arrived:
                 s, others = sources.pop(key), self._transport.fetch(key)
                 norms[s] = norms[s] + others
-                name = _above if key.crossing == _above(s + 1) else _below
+                name = above if key.crossing == above(s + 1) else below
                 if 0 < s < last:
                     self._pass_on(name, s, own[s] + others)
         return norms
 
     def _pass_on(self, name: Callable[[int], str], s: int, norms: jax.Array) -> None:
-        """Sends the norms of a stage and all beyond it: with `_above` back, else on."""
+        """Sends the norms of a stage and all beyond it: with `above` back, else on."""
         self._transport.offer(Key(name(s), self._round, 0), norms)
 
     def _put_weight(self, weight: float) -> dict[int, jax.Array]:

@@ -21,7 +21,7 @@ from holmesjax.errors import DataError
 from holmesjax.parallel import sharding
 from holmesjax.plan.plan import Plan
 from holmesjax.runtime.microbatch import Batch
-from holmesjax.runtime.programs import batch_shapes
+from holmesjax.runtime.program_shapes import batch_shapes
 from holmesjax.runtime.stage import Stage
 
 AHEAD = 2  # batches that are made or being made, besides the batch of the step

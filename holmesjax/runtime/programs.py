@@ -15,23 +15,29 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
-from holmesjax.layers.kind import Parameter
-from holmesjax.models.layer import changing
 from holmesjax.optimizers.optimizer import map_layers
 from holmesjax.parallel import sharding
-from holmesjax.plan.plan import Axis
-from holmesjax.runtime import end_of_step, layer_statistics, microbatch
+from holmesjax.runtime import end_of_step, microbatch
 from holmesjax.runtime.end_of_step import auxiliary, sums_of_layers
 from holmesjax.runtime.microbatch import Batch, Residuals, Values
+from holmesjax.runtime.program_shapes import (
+    boundary_shape,
+    fixed_shapes,
+    gradient_shapes,
+    losses_shape,
+    replica_shapes,
+    scalar_shape,
+    task_shapes,
+    totals_shape,
+    values_shapes,
+)
 from holmesjax.runtime.split_backward import SplitBackward, split_backward
 from holmesjax.runtime.stage import Stage, StageState, Tree
 from holmesjax.runtime.weight_copies import refuse_weight_copies
 
 Compiled = Any  # a compiled program: to be called
 MAX_THREADS = 8  # that compile: each program has its temporaries in the host's memory
-Shapes = dict[str, jax.ShapeDtypeStruct]
 
 
 class ProgramKey(NamedTuple):
@@ -414,90 +420,6 @@ def compile_whole_step(
             table = {ProgramKey("forward", False): forward.program}
         table |= {key: program.result() for key, program in found.items()}
         return Programs(stage=stage, table=table)
-
-
-def replica_shapes(stage: Stage) -> Tree:
-    return _stacked(stage, stage.compute_dtype)
-
-
-def gradient_shapes(stage: Stage) -> Tree:
-    return _stacked(stage, "float32")
-
-
-def _stacked(stage: Stage, dtype: str) -> Tree:
-    def stack(parameter: Parameter) -> jax.ShapeDtypeStruct:
-        spec = sharding.replica_spec(parameter.dims, stage.mesh.shape)
-        where = jax.sharding.NamedSharding(stage.mesh, spec)
-        shape = stage.num_replicas, *parameter.shape
-        return jax.ShapeDtypeStruct(shape, dtype, sharding=where)
-
-    return jax.tree.map(stack, stage.trained)
-
-
-def fixed_shapes(stage: Stage) -> Tree:
-    return stage.state_shapes.fixed
-
-
-def boundary_shape(stage: Stage) -> jax.ShapeDtypeStruct:
-    """The shape of the activations that enter or leave a stage, and of their gradients."""
-    shape = (stage.microbatch_size, *stage.boundary)
-    where = sharding.batch_sharding(stage.mesh)
-    return jax.ShapeDtypeStruct(shape, stage.compute_dtype, sharding=where)
-
-
-def scalar_shape(stage: Stage) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct((), jnp.float32, sharding=sharding.replicated(stage.mesh))
-
-
-def totals_shape(stage: Stage) -> jax.ShapeDtypeStruct:
-    """The shape of one number for each stage of the plan, and for each shared number."""
-    shape = (len(stage.plan.stages) + len(stage.shared_names),)
-    where = sharding.replicated(stage.mesh)
-    return jax.ShapeDtypeStruct(shape, jnp.float32, sharding=where)
-
-
-def values_shapes(stage: Stage) -> Shapes:
-    """The shapes of the auxiliary values of a microbatch, by name; one for each replica."""
-    losses = losses_shape(stage)
-    names = [name for kind in stage.kinds.values() for name, _ in kind.losses]
-    names += [name for kind in stage.kinds.values() for name in kind.metrics]
-    if stage.has_statistics:
-        handing = [kind for kind in stage.kinds.values() if kind.place != "last"]
-        names += [layer_statistics.ACTIVATIONS + kind.name for kind in handing]
-    found = dict.fromkeys(names, losses)
-    for layer, kind in stage.kinds.items():
-        for parameter in changing(kind):
-            found[f"{layer}/{parameter.name}"] = jax.ShapeDtypeStruct(
-                (stage.num_replicas, *parameter.shape), jnp.float32, sharding=losses.sharding
-            )
-    return found
-
-
-def losses_shape(stage: Stage) -> jax.ShapeDtypeStruct:
-    """The shape of a microbatch's losses, one for each replica."""
-    where = jax.sharding.NamedSharding(stage.mesh, jax.P(Axis.DATA.value))
-    return jax.ShapeDtypeStruct((stage.num_replicas,), jnp.float32, sharding=where)
-
-
-def batch_shapes(stage: Stage, num_microbatches: int | None = None) -> Shapes:
-    """The shapes of what the stage reads of a microbatch; with M, of all microbatches stacked."""
-    lead = () if num_microbatches is None else (num_microbatches,)
-    where = sharding.batch_sharding(stage.mesh, num_leading=len(lead))
-    lead = (*lead, stage.microbatch_size)
-    return {
-        name: jax.ShapeDtypeStruct((*lead, *array.shape), array.dtype, sharding=where)
-        for name, array in stage.input_arrays.items()
-    }
-
-
-def task_shapes(stage: Stage, num_microbatches: int | None = None) -> Shapes:
-    """The same, with the number of its first sequence where layers draw."""
-    found = batch_shapes(stage, num_microbatches)
-    if stage.draws:
-        lead = () if num_microbatches is None else (num_microbatches,)
-        where = sharding.replicated(stage.mesh)
-        found["sequence"] = jax.ShapeDtypeStruct(lead, np.int32, sharding=where)
-    return found
 
 
 class _Forward:

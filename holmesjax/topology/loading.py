@@ -6,7 +6,9 @@ from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
-from holmesjax.topology import calibration, catalogue, file as topology_file
+from holmesjax import schema, yaml_files
+from holmesjax.errors import Mistakes, TopologyError
+from holmesjax.topology import calibration, catalogue, file as topology_file, file_checks
 from holmesjax.topology.calibration import UNKNOWN
 from holmesjax.topology.machines import (
     Cluster,
@@ -21,8 +23,11 @@ from holmesjax.topology.machines import (
 
 
 def load(path: str | Path, overrides: Sequence[str] = ()) -> Topology:
-    """Reads a topology from a YAML file; raises and takes overrides as `topology.file.read`."""
-    file = topology_file.read(path, overrides)
+    """Reads a topology from a YAML file; `"clusters.ib.nodes=4"` overrides on top.
+
+    Raises `Mistakes` with all that is wrong with it.
+    """
+    file = _read(path, overrides)
     calibrated = cache(lambda name: calibration.read(calibration.find(name, Path(path).parent)))
     links = {(a, b): _link(entry) for entry in file.links for a, b in [entry.between]}
     return Topology(
@@ -31,6 +36,23 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Topology:
         links={(b, a): link for (a, b), link in links.items()} | links,
         measured=_measured(file.measured) if file.measured else None,
     )
+
+
+def _read(path: str | Path, overrides: Sequence[str] = ()) -> topology_file.TopologyEntry:
+    """The entries of a topology file, which hold together. Raises `Mistakes`."""
+    document = yaml_files.read(path, TopologyError, overrides)
+    if "model" in document.values and "clusters" not in document.values:
+        problem, fix = "is a run, not a topology", "name a file of configs/topologies/"
+        raise TopologyError(str(path), problem, found="the key `model`", fix=fix)
+    file, mistakes = schema.read(topology_file.TopologyEntry, document)
+    mistakes += schema.findings(file_checks.clusters_make_sense, document, file)
+    mistakes += schema.findings(file_checks.calibrations_fit, document, file)
+    mistakes += schema.findings(file_checks.links_join_clusters, document, file)
+    mistakes += schema.findings(file_checks.measured_is_of_these, document, file)
+    if mistakes:
+        raise Mistakes(mistakes)
+    entry: topology_file.TopologyEntry = schema.build(file)
+    return entry
 
 
 def _measured(entry: topology_file.MeasuredEntry) -> Measured:

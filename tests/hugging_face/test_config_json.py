@@ -7,8 +7,9 @@ import pytest
 
 from holmesjax.config import ModelConfig
 from holmesjax.errors import ConfigError, HolmesError
-from holmesjax.hugging_face import config_json
-from holmesjax.hugging_face.config_json import ConfigJson, canonical
+from holmesjax.hugging_face import config_json, config_json_export
+from holmesjax.hugging_face.config_json import ConfigJson
+from holmesjax.hugging_face.config_json_export import canonical
 from tests.cases import cases
 from tests.hugging_face.families import CONFIGS, config_of, model_of
 
@@ -60,7 +61,7 @@ def test_an_absent_key_means_the_default_of_the_class(family: str):
 @pytest.mark.parametrize("family", CONFIGS)
 def test_what_is_written_means_the_same_in_either_spelling_of_rotary_positions(family: str):
     model = model_of(family)
-    written = config_json.write(model, family, "bfloat16")
+    written = config_json_export.write(model, family, "bfloat16")
     old = {k: x for k, x in written.items() if k != "rope_parameters"}
     new = {k: x for k, x in written.items() if k not in ("rope_theta", "rope_scaling")}
     for values in (written, old, new):
@@ -72,8 +73,10 @@ def test_what_is_written_means_the_same_in_either_spelling_of_rotary_positions(f
 
 @pytest.mark.parametrize("family", CONFIGS)
 def test_a_family_is_found_for_each_model(family: str):
-    found = config_json.family_of(model_of(family))
-    assert canonical(ModelConfig(**read(found, **config_json.write(model_of(family), found, "x"))))
+    found = config_json_export.family_of(model_of(family))
+    assert canonical(
+        ModelConfig(**read(found, **config_json_export.write(model_of(family), found, "x")))
+    )
     same = {"phi3": "phi3", "mistral": "mistral"}
     assert found == same.get(family, family)
 
@@ -83,13 +86,13 @@ def test_an_unchanged_model_keeps_the_keys_with_which_it_came(family: str):
     values = config_of(family) | {"an_unknown_key": [1]}
     kept = ConfigJson(where="config.json", family=family, values=values)
     model = ModelConfig(**kept.settings())
-    exported = config_json.exported(model, kept, family, "bfloat16")
+    exported = config_json_export.exported(model, kept, family, "bfloat16")
     assert exported | values == exported
     if family != "gpt2":  # whose positions are an array
         shorter = dataclasses.replace(model, context_length=8)
-        assert config_json.exported(shorter, kept, family, "bfloat16") == exported
+        assert config_json_export.exported(shorter, kept, family, "bfloat16") == exported
     wider = dataclasses.replace(model, norm_epsilon=1e-3)
-    changed = config_json.exported(wider, kept, family, "bfloat16")
+    changed = config_json_export.exported(wider, kept, family, "bfloat16")
     key = config_json.FAMILIES[family].keys["norm_epsilon"]
     assert (changed[key], changed["an_unknown_key"], changed["eos_token_id"]) == (1e-3, [1], 2)
 
@@ -150,9 +153,9 @@ def test_another_family_is_refused(tmp_path):
 def test_a_model_that_a_family_cannot_hold_is_refused_with_its_setting():
     model = dataclasses.replace(model_of("llama"), activation="gelu")
     with pytest.raises(ConfigError, match="hidden_act"):
-        config_json.write(model, "llama", "float32")
+        config_json_export.write(model, "llama", "float32")
     with pytest.raises(ConfigError, match="none of the families"):
-        config_json.family_of(model)
+        config_json_export.family_of(model)
     windows = model_of("mistral")
     with pytest.raises(ConfigError, match=r"model\.pattern"):
-        config_json.write(windows, "llama", "float32")
+        config_json_export.write(windows, "llama", "float32")

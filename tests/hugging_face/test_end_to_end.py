@@ -14,7 +14,7 @@ from safetensors.numpy import load_file, save_file
 from holmesjax import job as jobs
 from holmesjax.checkpoints import checkpoint, manifest
 from holmesjax.config import ModelConfig
-from holmesjax.hugging_face import config_json
+from holmesjax.hugging_face import config_json_export
 from holmesjax.layers.model_layers import layers
 from holmesjax.models.layer import apply, init_params
 from holmesjax.models.transformer import TABLE
@@ -48,7 +48,7 @@ def write_folder(where: Path, family: str, num_layers: int, dtype: str = "F32") 
     )
     where.mkdir()
     name = {"F32": "float32", "BF16": "bfloat16"}[dtype]
-    config = config_json.write(model, family, name) | {"eos_token_id": 0}
+    config = config_json_export.write(model, family, name) | {"eos_token_id": 0}
     (where / "config.json").write_text(json.dumps(config))
     save_file(tensors_of(family, model, dtype), where / "model.safetensors")
     return model

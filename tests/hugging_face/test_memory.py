@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from holmesjax.config import ModelConfig
-from holmesjax.hugging_face import config_json, safetensors_file
+from holmesjax.hugging_face import config_json_export, safetensors_file
 from holmesjax.hugging_face.tensors import places
 from tests.models.families import MODELS
 
@@ -21,7 +21,7 @@ NOISE_MIB = 12  # buffers, and pages that the allocator keeps
 def write_folder(where: Path, model: ModelConfig) -> list[float]:
     """A folder of zeros; returns the MiB of each layer."""
     where.mkdir()
-    config = config_json.write(model, "llama", "float32")
+    config = config_json_export.write(model, "llama", "float32")
     (where / "config.json").write_text(json.dumps(config))
     layers = [list(layer.values()) for layer in places(model, "llama").values()]
     shapes = {place.tensor: place.shape for layer in layers for place in layer}

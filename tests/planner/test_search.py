@@ -23,10 +23,11 @@ from holmesjax.planner.exhaustive import ExhaustiveSearch
 from holmesjax.planner.layer_ranges import split_chunks
 from holmesjax.planner.mesh_order import Paths, arrangements
 from holmesjax.planner.planner import find, make_plan, timed_again
-from holmesjax.planner.problem import Assignment, Segment, roles, step_seconds
+from holmesjax.planner.problem import Assignment, Segment
 from holmesjax.planner.search import search
 from holmesjax.planner.selection import make_problem
 from holmesjax.planner.stage_layouts import USABLE_MEMORY, MeshShape, StepSettings, divisors
+from holmesjax.planner.step_time import roles, step_seconds
 from holmesjax.planner.trials import Trials
 from holmesjax.schedules.pipeline_schedules import SCHEDULES, TaskOrder, leanest, schedule
 from holmesjax.schedules.simulation import Simulator

@@ -11,8 +11,9 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle, StepPatch
 
 from holmesjax.plan.plan import Axis, Plan, StagePlan
-from holmesjax.report import figures, trace
-from holmesjax.report.figures import link_traffic, loss_curve, mesh_picture, pipeline_timeline
+from holmesjax.report import figures, style, trace
+from holmesjax.report.figures import link_traffic, loss_curve, pipeline_timeline
+from holmesjax.report.mesh_picture import mesh_picture
 from holmesjax.topology.machines import Cluster, DeviceKind, Link, Nic, Node, Topology
 
 
@@ -225,8 +226,8 @@ def test_mesh_picture_places_every_device():
     at = shown.index("stage 1: block_001, mesh")
     assert shown[at + 1 : at + 4] == ["data 2", "x", "tensor 4"]
     colors = {text.get_text(): text.get_color() for text in figure.axes[0].texts}
-    assert colors["data 2"] == colors["infiniband"] == figures.FABRIC_COLOR["infiniband"]
-    assert colors["tensor 4"] == colors["nvlink"] == figures.FABRIC_COLOR["nvlink"]
+    assert colors["data 2"] == colors["infiniband"] == style.FABRIC_COLOR["infiniband"]
+    assert colors["tensor 4"] == colors["nvlink"] == style.FABRIC_COLOR["nvlink"]
     assert shown.count("infiniband, 2 x 200 Gb/s a node") == 2
     assert shown.count("nvlink 300 GB/s") == 4
     assert "alpha-0: 4 x A100" in shown

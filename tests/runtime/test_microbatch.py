@@ -13,7 +13,7 @@ from holmesjax.config import KernelsConfig
 from holmesjax.models import ops
 from holmesjax.models.layer import function_of
 from holmesjax.runtime import microbatch
-from holmesjax.runtime.programs import batch_shapes, gradient_shapes, replica_shapes
+from holmesjax.runtime.program_shapes import batch_shapes, gradient_shapes, replica_shapes
 from tests.kernels.attention.gpus import H200, lowered_for_cuda
 from tests.runtime.test_pipeline import hand_made_plan, make_model, make_stages
 

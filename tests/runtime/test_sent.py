@@ -19,13 +19,13 @@ from holmesjax.layers.distinct_kinds import kinds
 from holmesjax.layers.model_layers import EMBED, HEAD
 from holmesjax.plan.plan import Axis
 from holmesjax.runtime import microbatch
-from holmesjax.runtime.programs import (
-    ProgramKey,
+from holmesjax.runtime.program_shapes import (
     batch_shapes,
     boundary_shape,
     gradient_shapes,
     replica_shapes,
 )
+from holmesjax.runtime.programs import ProgramKey
 from tests.collectives import over, sent, texts
 from tests.runtime.test_pipeline import hand_made_plan, make_model, make_stages
 from tests.whole_steps import PARAMETERS, compiled

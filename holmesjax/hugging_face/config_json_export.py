@@ -1,0 +1,162 @@
+"""Settings of a model as a config.json: the way back of `config_json`. No JAX."""
+
+import dataclasses
+
+from holmesjax.config import ModelConfig
+from holmesjax.errors import ConfigError, HolmesError
+from holmesjax.hugging_face.config_json import (
+    CONFIG,
+    FAMILIES,
+    FULL,
+    GATED,
+    ROTATES_ALL,
+    SLIDING,
+    TYPES,
+    UNGATED,
+    ConfigJson,
+    Json,
+    shortest,
+)
+from holmesjax.rotary import ORIGINAL
+
+
+def write(model: ModelConfig, family: str, dtype: str) -> Json:
+    """The config.json of a model as one of a family, with every key.
+
+    Args:
+      dtype: of the weights, such as bfloat16.
+
+    Raises ConfigError if it does not mean the same model, read back.
+    """
+    rules = FAMILIES[family]
+    values: Json = {"architectures": [rules.architecture], "model_type": family}
+    values |= {"dtype": dtype, "torch_dtype": dtype}
+    whole = canonical(model)
+    for name, key in rules.keys.items():
+        values[key] = whole[name]
+    known = UNGATED if family == "gpt2" else GATED
+    names = {setting: name for name, setting in reversed(known.items())}
+    values[rules.keys["activation"]] = names.get(model.activation, model.activation)
+    values |= {key: allowed[0] for key, allowed in rules.computes.items() if key not in ROTATES_ALL}
+    values |= dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
+    if "query_pre_attn_scalar" in rules.defaults:
+        values["query_pre_attn_scalar"] = max(1, round(whole["attention_scale"] ** -2))
+    if family != "gpt2":
+        values |= _windows(model, family) | _rotary(model, family)
+    read = ConfigJson(where=CONFIG, family=family, values=values)
+    _refuse_other_model(read, whole, family)
+    return values
+
+
+def _refuse_other_model(read: ConfigJson, whole: Json, family: str) -> None:
+    """Raises ConfigError unless a config.json means the model for which it was written."""
+    problem = f"has no meaning in the config.json of a {family}"
+    fix = "export it as another family, or use a model that has the settings of one"
+    try:
+        back = canonical(ModelConfig(**read.settings()))
+    except HolmesError as error:
+        raise ConfigError("the model", problem, found=error, fix=fix) from None
+    for name, value in whole.items():
+        if value != back[name]:
+            found = f"{value}; read back, it would be {back[name]}"
+            raise ConfigError(f"model.{name}", problem, found=found, fix=fix)
+
+
+def canonical(model: ModelConfig) -> Json:
+    """The settings of a model, alike for models that compute the same."""
+    settings = dataclasses.asdict(model)
+    del settings["hf"], settings["frozen"]
+    settings["num_kv_heads"], settings["head_dim"] = model.kv_heads, model.head_width
+    settings["mlp_width"] = model.feed_forward_width
+    settings["attention_scale"] = model.attention_scale or model.head_width**-0.5
+    turns = [model.pattern[i % len(model.pattern)] for i in range(model.num_layers)]
+    settings["pattern"] = tuple(shortest(turns))
+    if model.window_rotary_base == model.rotary_base and model.rotary_scaling is None:
+        settings["window_rotary_base"] = None
+    return settings
+
+
+def _windows(model: ModelConfig, family: str) -> Json:
+    """The keys of windows."""
+    names = {kind: name for name, kind in TYPES.items()}
+    kinds = [model.pattern[i % len(model.pattern)] for i in range(model.num_layers)]
+    types = [names.get(kind, kind) for kind in kinds]
+    rule = FAMILIES[family].windows
+    if rule == "none":
+        return {}
+    if rule == "all":
+        return {"sliding_window": model.window}
+    found: Json = {"sliding_window": model.window, "layer_types": types}
+    if family in ("qwen2", "qwen3"):
+        has_windows = SLIDING in types
+        found |= {"use_sliding_window": has_windows}
+        found |= {"max_window_layers": types.index(SLIDING) if has_windows else model.num_layers}
+    if family == "gemma3_text":
+        turn = types.index(FULL) + 1 if FULL in types else model.num_layers + 1
+        found |= {"sliding_window_pattern": turn}
+    return found
+
+
+def _rotary(model: ModelConfig, family: str) -> Json:
+    """The keys of rotary positions, in both spellings."""
+    scaling: Json = {"rope_type": "default"}
+    if model.rotary_scaling is not None:
+        section = dataclasses.asdict(model.rotary_scaling)
+        scaling = {"rope_type": section.pop("type")}
+        scaling |= {name: value for name, value in section.items() if value is not None}
+    old = None if model.rotary_scaling is None else {**scaling, "type": scaling["rope_type"]}
+    found: Json = {"rope_theta": model.rotary_base, "rope_scaling": old}
+    parameters = {**scaling, "rope_theta": model.rotary_base}
+    if family == "phi3":
+        found["partial_rotary_factor"] = model.rotary_fraction
+        parameters["partial_rotary_factor"] = model.rotary_fraction
+        original = scaling.get(ORIGINAL, model.context_length)
+        found[ORIGINAL] = original
+    if family != "gemma3_text":
+        return {**found, "rope_parameters": parameters}
+    window = model.window_rotary_base or model.rotary_base
+    nested = {FULL: parameters, SLIDING: {"rope_type": "default", "rope_theta": window}}
+    return {**found, "rope_local_base_freq": window, "rope_parameters": nested}
+
+
+def exported(model: ModelConfig, kept: ConfigJson | None, family: str, dtype: str) -> Json:
+    """The config.json of an export.
+
+    Keys of the folder from which the run came stay as they are, where the run has not changed what
+    the model computes. A shorter context is no such change: the rotary positions are the same.
+
+    Args:
+      kept: of the folder from which the run came, if it came from one.
+      family: of the export.
+      dtype: of the weights.
+
+    Raises ConfigError as `write` does.
+    """
+    written = write(model, family, dtype)
+    if kept is None:
+        return written
+    own = {key: kept.values[key] for key in kept.values if key.endswith("_token_id")}
+    if kept.family != family:
+        return {**written, **own}
+    before = ModelConfig(**kept.settings())
+    length = before.context_length if model.positions == "rotary" else model.context_length
+    if canonical(before) != canonical(dataclasses.replace(model, context_length=length)):
+        return {**kept.values, **written, **own}
+    types = {"dtype": dtype, "torch_dtype": dtype, "model_type": family}
+    types["architectures"] = written["architectures"]
+    return {**write(before, family, dtype), **kept.values, **types}
+
+
+def family_of(model: ModelConfig) -> str:
+    """The first family of which a config.json can mean the model. Raises ConfigError for none."""
+    reasons = []
+    for family in FAMILIES:
+        try:
+            write(model, family, "float32")
+        except ConfigError as error:
+            reasons.append(f"{family}: {error.where} {error.found}")
+        else:
+            return family
+    problem = "is a model of none of the families that have a format of Hugging Face"
+    fix = f"use the settings of one of {', '.join(FAMILIES)}"
+    raise ConfigError("model", problem, found="; ".join(reasons), fix=fix)

@@ -1,0 +1,240 @@
+"""What a stage costs on its layouts: its shape, its seconds and its bytes."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from holmesjax import update_rules
+from holmesjax.config import Config
+from holmesjax.costs import memory, work
+from holmesjax.costs.collective_times import Groups
+from holmesjax.costs.stage_shape import DTYPE_BYTES, StageShape
+from holmesjax.costs.stage_times import StageTimes, layers_s, stage_times
+from holmesjax.layers import distinct_kinds
+from holmesjax.plan.plan import Axis
+from holmesjax.planner.layer_ranges import Counts, LayerRanges
+from holmesjax.planner.mesh_order import (
+    Arrangement,
+    MeshPlacement,
+    arrangements,
+    cheapest,
+)
+from holmesjax.planner.stage_layouts import (
+    SENDING,
+    Devices,
+    InFlight,
+    MeshShape,
+    Pool,
+    Role,
+    StepSettings,
+)
+
+ALONE = InFlight(all=1, head=1)  # one microbatch
+
+
+class StageCosts:
+    """Seconds and bytes of stages, each computed once.
+
+    One search asks for the same stages over and over.
+    """
+
+    def __init__(self, config: Config):
+        self._config = config
+        self.ranges = LayerRanges(config.model)
+        self._slots: dict[tuple[int, MeshShape, int], list[Devices]] = {}
+        self._arranged: dict[tuple[int, MeshShape, int, int], list[Arrangement[Axis]]] = {}
+        self._placements: dict[tuple[object, ...], MeshPlacement[Axis]] = {}
+        self._times: dict[tuple[object, ...], StageTimes] = {}
+        self._many_times: dict[tuple[object, ...], StageTimes] = {}
+        self._bytes: dict[tuple[object, ...], float] = {}
+        self._pools: list[Pool] = []  # they are named by their ids, and so must not go away
+
+    def devices(self, pool: Pool, mesh: MeshShape, num_stages: int, index: int) -> Devices:
+        """Devices of stage `index` of the `num_stages` in a pool."""
+        key = id(pool), mesh, num_stages
+        if key not in self._slots:
+            self._pools.append(pool)
+            self._slots[key] = pool.slots(mesh, num_stages)
+        return self._slots[key][index]
+
+    def placement(
+        self, pool: Pool, mesh: MeshShape, num_stages: int, index: int, settings: StepSettings
+    ) -> MeshPlacement[Axis]:
+        """The cheapest order of the axes of one stage over its devices.
+
+        Args:
+          pool: devices that its stages share equally.
+          mesh: sizes of the axes of the stage.
+          num_stages: stages in the pool.
+          index: index of the stage among them, from 0.
+          settings: microbatches and checkpointing, which decide the bytes that each axis sends.
+        """
+        where = id(pool), mesh, num_stages, index
+        if (key := (where, settings)) not in self._placements:
+            if where not in self._arranged:
+                devices = self.devices(pool, mesh, num_stages, index)
+                self._arranged[where] = arrangements(pool.paths, devices, mesh.sizes)
+            traffic = self._traffic_bytes(mesh, settings)
+            self._placements[key] = cheapest(self._arranged[where], traffic)
+        return self._placements[key]
+
+    def _traffic_bytes(self, mesh: MeshShape, settings: StepSettings) -> dict[Axis, float]:
+        """Bytes that a device sends along each axis in a step, to weigh the axes.
+
+        They are those of a few layers, with as many of each kind as the model has in proportion.
+        """
+        model, train = self._config.model, self._config.train
+        width = DTYPE_BYTES[train.compute_dtype]
+        sent = lambda size: (size - 1) / size  # of a ring reduce-scatter
+        own = list(zip(self.ranges.proportions, distinct_kinds.kinds(model).blocks, strict=True))
+        num_parameters = sum(n * kind.size(mesh.tensor) for n, kind in own)
+        num_tokens = train.global_batch / mesh.batch_shards * model.context_length
+        summed = sum(
+            n * num_tokens * numbers * width * (forward + backward)
+            for n, kind in own
+            for numbers, forward, backward in work.all_reduces(kind, settings.checkpointing)
+        )
+        num_gathers = 3 * settings.microbatches  # parameters in both passes, gradients in one
+        gathered = width * num_parameters * num_gathers
+        # Keys and values in both passes, and their gradients.
+        key_values = sum(n * work.key_value_numbers(kind, mesh.tensor) for n, kind in own)
+        passed = (2 * width + 4) * num_tokens * key_values
+        return {
+            Axis.DATA: sent(mesh.data) * (4 + width) * num_parameters / (mesh.fsdp * mesh.context),
+            Axis.FSDP: sent(mesh.fsdp) * gathered / mesh.context,
+            Axis.CONTEXT: sent(mesh.context) * (gathered + passed),
+            Axis.TENSOR: sent(mesh.tensor) * 2 * summed / mesh.context,
+        }
+
+    def shape(
+        self,
+        mesh: MeshShape,
+        settings: StepSettings,
+        role: Role,
+        blocks: Counts,
+        in_flight: InFlight = ALONE,
+    ) -> StageShape:
+        """The shape of one stage, from which its times and its memory follow.
+
+        Args:
+          mesh: sizes of the axes of the stage.
+          settings: microbatches and checkpointing of a step.
+          role: whether the stage holds the embedding or the head.
+          blocks: Transformer layers of the stage, of each kind.
+          in_flight: the most microbatches whose activations it holds; only memory depends on it.
+        """
+        train, optimizer = self._config.train, self._config.optimizer
+        return StageShape(
+            blocks=blocks,
+            is_first=role.is_first,
+            is_last=role.is_last,
+            data=mesh.data,
+            tensor=mesh.tensor,
+            fsdp=mesh.fsdp,
+            context=mesh.context,
+            sequences=train.global_batch // (settings.microbatches * mesh.batch_shards),
+            chunks=in_flight.chunks,
+            in_flight=in_flight.all,
+            head_in_flight=in_flight.head,
+            dtype=train.compute_dtype,
+            param_dtype=train.param_dtype,
+            checkpointing=settings.checkpointing,
+            kept=update_rules.kept(optimizer),
+        )
+
+    def times(
+        self,
+        pool: Pool,
+        placement: MeshPlacement[Axis],
+        mesh: MeshShape,
+        settings: StepSettings,
+        role: Role,
+        blocks: Counts,
+    ) -> StageTimes:
+        """Predicted seconds of one stage. Each is worked out once.
+
+        Args:
+          pool: source of the kinds of device.
+          placement: groups of devices of each axis.
+          mesh: sizes of the axes of the stage.
+          settings: microbatches and checkpointing of a step.
+          role: whether the stage holds the embedding or the head.
+          blocks: Transformer layers of the stage, of each kind.
+        """
+        groups = tuple(placement.groups.get(axis) for axis in SENDING)
+        key = pool.kinds, groups, mesh, settings, role, blocks
+        if key not in self._times:
+            shape = self.shape(mesh, settings, role, blocks)
+            data, tensor, fsdp, context = groups
+            self._times[key] = stage_times(
+                self._config.model, shape, pool.kinds, data, tensor, fsdp, context
+            )
+        return self._times[key]
+
+    def many_times(
+        self, pool: Pool, found: Sequence[MeshShape], settings: StepSettings, blocks: Counts
+    ) -> StageTimes:
+        """Times of a stage in the middle of the pipeline with each of some meshes: [meshes]."""
+        key = id(pool), tuple(found), settings, blocks
+        if key not in self._many_times:
+            self._many_times[key] = self._work_out_times(pool, found, settings, blocks)
+        return self._many_times[key]
+
+    def _work_out_times(
+        self, pool: Pool, found: Sequence[MeshShape], settings: StepSettings, blocks: Counts
+    ) -> StageTimes:
+        placements = [self.placement(pool, mesh, 1, 0, settings) for mesh in found]
+        data, tensor, fsdp, context = (
+            Groups.of([placement.groups.get(axis) for placement in placements]) for axis in SENDING
+        )
+        shape = self._many_shapes(found, settings, blocks, InFlight(all=1, head=1))
+        return stage_times(self._config.model, shape, pool.kinds, data, tensor, fsdp, context)
+
+    def many_bytes(
+        self, found: Sequence[MeshShape], settings: StepSettings, blocks: Counts, in_flight: int
+    ) -> np.ndarray:
+        """On each device of such stages, [meshes]."""
+        held = InFlight(all=in_flight, head=in_flight)
+        shape = self._many_shapes(found, settings, blocks, held)
+        items = memory.stage_memory_bytes(self._config.model, shape)
+        return np.sum(np.broadcast_arrays(*items.values()), axis=0)
+
+    def _many_shapes(
+        self,
+        found: Sequence[MeshShape],
+        settings: StepSettings,
+        blocks: Counts,
+        in_flight: InFlight,
+    ) -> StageShape:
+        sizes: Any = MeshShape(*np.array(found).T)
+        return self.shape(sizes, settings, Role(), blocks, in_flight)
+
+    def layers_s(self, pool: Pool, mesh: MeshShape, settings: StepSettings) -> list[float]:
+        """Seconds of a microbatch in a layer of each kind, without what is sent."""
+        shape = self.shape(mesh, settings, Role(), self.ranges.proportions)
+        return layers_s(self._config.model, shape, pool.kinds)
+
+    def memory_bytes(
+        self,
+        mesh: MeshShape,
+        settings: StepSettings,
+        role: Role,
+        blocks: Counts,
+        in_flight: InFlight,
+    ) -> float:
+        """Predicted bytes on each device of a stage. Each is worked out once.
+
+        Args:
+          mesh: sizes of the axes of the stage.
+          settings: microbatches and checkpointing of a step.
+          role: whether the stage holds the embedding or the head.
+          blocks: Transformer layers of the stage, of each kind.
+          in_flight: the most microbatches whose activations the stage holds at a time.
+        """
+        key = mesh, settings, role, blocks, in_flight
+        if key not in self._bytes:
+            shape = self.shape(mesh, settings, role, blocks, in_flight)
+            items = memory.stage_memory_bytes(self._config.model, shape)
+            self._bytes[key] = float(sum(items.values()))
+        return self._bytes[key]
