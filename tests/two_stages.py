@@ -100,8 +100,8 @@ def start(number, plan, crossings, ports, book, processes=None, mesh=None, **cha
         "about": {"plan hash": plan.hash(), "restart": 0, "jax": jax.__version__},
         "streams": 2,
         "heartbeat_timeout_s": 10.0,
-        "pull_timeout_s": 20.0,
-        "start_timeout_s": 20.0,
+        "pull_timeout_s": 60.0,
+        "start_timeout_s": 60.0,
         "on_failure": lambda error: None,
     }
     chosen = SimpleNamespace(**{**settings, **changes})

@@ -34,14 +34,24 @@ class Named(Record):
 
 
 GUEST = Named(name="guest")
+DEADLINE_S = 60.0  # for what must come: a hang guard
 
 
 @pytest.fixture
 def patience(monkeypatch):
+    """Nobody is sent away, or given up, for what a busy machine does."""
+    monkeypatch.setattr(connections, "HELLO_TIMEOUT_S", 1000.0)
+
+
+@pytest.fixture
+def impatience(patience, monkeypatch):
+    """Whoever says nothing is soon sent away."""
     monkeypatch.setattr(connections, "HELLO_TIMEOUT_S", 0.5)
 
 
-def call_at(address, key=KEY, check=lambda hello: None, hello=GUEST, timeout_s=5.0, source=None):
+def call_at(
+    address, key=KEY, check=lambda hello: None, hello=GUEST, timeout_s=DEADLINE_S, source=None
+):
     return connections.connect(
         *address,
         key=key,
@@ -77,7 +87,7 @@ class Inn:
 
     def stranger(self):
         sock = socket.create_connection(self.address)
-        sock.settimeout(5)
+        sock.settimeout(DEADLINE_S)
         return sock
 
 
@@ -111,7 +121,7 @@ def rest_of(sock):
 
 def still_opens(inn):
     ours = inn.call()
-    theirs = inn.entered.get(timeout=5)
+    theirs = inn.entered.get(timeout=DEADLINE_S)
     ours.send({"text": "hello"})
     assert theirs.receive() == {"text": "hello"}
     ours.close()
@@ -121,7 +131,7 @@ def still_opens(inn):
 def test_both_ends_learn_the_others_hello(inn):
     guest = Named(name="guest", number=3)
     ours = inn.call(hello=guest, source="127.0.0.1")
-    theirs = inn.entered.get(timeout=5)
+    theirs = inn.entered.get(timeout=DEADLINE_S)
     assert (ours.hello, theirs.hello) == (Named(name="inn"), guest)
     theirs.send({"x": [1.5, "é"]})
     assert ours.receive() == {"x": [1.5, "é"]}
@@ -131,10 +141,10 @@ def test_both_ends_learn_the_others_hello(inn):
     ours.close()
 
 
-def test_a_wrong_key_is_refused_on_both_ends(inn, capsys):
+def test_a_wrong_key_is_refused_on_both_ends(inn, capsys, pauses):
     """Neither can prove anything to the other: the caller says so at once, and tries again."""
     with pytest.raises(PeerError, match="nobody who holds the key of this job answers") as error:
-        inn.call(key=bytes(32), timeout_s=0.5)
+        inn.call(key=bytes(32))
     assert repr(WRONG_KEY) in error.value.found
     assert inn.entered.empty()
     [said] = [line for line in capsys.readouterr().err.splitlines() if "without the key" in line]
@@ -173,7 +183,7 @@ def test_a_stranger_at_the_right_address_is_not_believed(patience, stranger):
 
     def take_over():
         caller, _ = sock.accept()
-        caller.settimeout(5)
+        caller.settimeout(DEADLINE_S)
         with caller:
             stranger(caller)
         inns.append(Inn(sock=sock))
@@ -182,11 +192,11 @@ def test_a_stranger_at_the_right_address_is_not_believed(patience, stranger):
     thread.start()
     call_at(connections.address_of(sock)).close()
     thread.join()
-    inns[0].entered.get(timeout=5).close()
+    inns[0].entered.get(timeout=DEADLINE_S).close()
     inns[0].admission.close()
 
 
-def test_strangers_only_are_told_when_the_time_is_up(patience):
+def test_strangers_only_are_told_when_the_time_is_up(pauses):
     with connections.listen("127.0.0.1") as sock:
 
         def answer():
@@ -197,7 +207,7 @@ def test_strangers_only_are_told_when_the_time_is_up(patience):
         thread = threading.Thread(target=answer)
         thread.start()
         with pytest.raises(PeerError) as error:
-            call_at(connections.address_of(sock), timeout_s=0.5)
+            call_at(connections.address_of(sock))
         thread.join()
     assert error.value.found == "something there answered without it: 'go away', without proof"
 
@@ -238,7 +248,7 @@ def test_a_call_whose_last_answer_was_lost_is_repeated(patience):
         thread.start()
         call_at(connections.address_of(tap)).close()
         thread.join()
-    inn.entered.get(timeout=5).close()
+    inn.entered.get(timeout=DEADLINE_S).close()
     with pytest.raises(RefusedError, match="is here already"):  # another one with its name
         inn.call()
     inn.admission.close()
@@ -282,7 +292,6 @@ DEEP = b'{"kind": "introduction", "nonce": "n", "hello": {"x": %b}, "mac": ""}'
 @pytest.mark.parametrize(
     "said",
     [
-        pytest.param(b"", id="nothing"),
         pytest.param(bytes(range(256)) * 20, id="noise"),
         pytest.param(struct.pack(">I", 2**32 - 1), id="huge length"),
         pytest.param(struct.pack(">I", connections.HELLO_LIMIT_BYTES + 1), id="long length"),
@@ -302,10 +311,8 @@ DEEP = b'{"kind": "introduction", "nonce": "n", "hello": {"x": %b}, "mac": ""}'
 def test_strangers_are_sent_away(inn, said):
     with inn.stranger() as stranger:
         assert "nonce" in read_frame(stranger)
-        start_s = time.monotonic()
         stranger.sendall(said)
-        answer = rest_of(stranger)
-        assert not said or time.monotonic() - start_s < connections.HELLO_TIMEOUT_S  # at once
+        answer = rest_of(stranger)  # at once: a caller that says nothing could wait much longer
         assert answer == b"" or b"rejection" in answer
     assert inn.entered.empty()
     still_opens(inn)
@@ -323,17 +330,24 @@ def test_nesting_of_any_depth_is_survived(inn):
     still_opens(inn)
 
 
-def test_a_slow_hello_is_cut_off(inn):
-    start_s = time.monotonic()
+def test_a_slow_hello_is_cut_off(inn, impatience):
     with inn.stranger() as stranger:
-        read_frame(stranger)
-        try:
+        assert "nonce" in read_frame(stranger)
+
+        def trickle():
             for byte in frame({**INTRODUCTION, "nonce": "n" * 1000}):
                 stranger.sendall(bytes([byte]))
                 time.sleep(0.05)
-        except (BrokenPipeError, ConnectionResetError):
-            pass
-    assert time.monotonic() - start_s < 3 * connections.HELLO_TIMEOUT_S
+
+        with pytest.raises((BrokenPipeError, ConnectionResetError)):  # long before its end
+            trickle()
+
+
+def test_who_says_nothing_is_sent_away(inn, impatience):
+    with inn.stranger() as stranger:
+        assert "nonce" in read_frame(stranger)
+        assert rest_of(stranger) == b""
+    assert inn.entered.empty()
 
 
 def test_a_replayed_hello_is_refused(inn):
@@ -351,7 +365,7 @@ def test_a_replayed_hello_is_refused(inn):
         thread.start()
         call_at(connections.address_of(tap)).close()
         thread.join()
-    inn.entered.get(timeout=5).close()
+    inn.entered.get(timeout=DEADLINE_S).close()
     with inn.stranger() as stranger:
         read_frame(stranger)
         stranger.sendall(frame(recorded[1]))
@@ -360,26 +374,22 @@ def test_a_replayed_hello_is_refused(inn):
     assert inn.entered.empty()
 
 
-def test_a_crowd_of_strangers_does_not_keep_others_out(monkeypatch):
-    """With the real patience: 1,500 connections that say nothing, and members among them."""
+def test_a_crowd_of_strangers_does_not_keep_others_out(inn):
+    """1,500 connections that say nothing and are long waited for, and members among them."""
     connections.raise_open_files()
-    inn = Inn()
-    num_threads = threading.active_count()
+    threads = set(threading.enumerate())
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     crowd = [inn.stranger() for _ in range(750)]
-    start_s = time.monotonic()
     still_opens(inn)
     crowd += [inn.stranger() for _ in range(750)]
     still_opens(inn)
-    assert time.monotonic() - start_s < connections.HELLO_TIMEOUT_S
-    assert threading.active_count() == num_threads
+    assert set(threading.enumerate()) <= threads
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 32 * 1024  # KiB
     for stranger in crowd:
         stranger.close()
-    inn.admission.close()
 
 
-def test_members_that_come_all_at_once_are_all_let_in(monkeypatch):
+def test_members_that_come_all_at_once_are_all_let_in(monkeypatch, patience):
     """Each takes its time to answer, so that all of them wait at once, and beside strangers."""
     monkeypatch.setattr(admission, "STRANGERS", 20)
     inn = Inn(num_callers=150)
@@ -396,7 +406,7 @@ def test_members_that_come_all_at_once_are_all_let_in(monkeypatch):
                 member.sendall(connections.pack(talk.send(message)))
             except StopIteration:
                 member.sendall(connections.pack(records.encode(handshake.Entered())))
-    names = [inn.entered.get(timeout=5) for _ in range(150)]
+    names = [inn.entered.get(timeout=DEADLINE_S) for _ in range(150)]
     assert sorted(connection.hello.number for connection in names) == [*range(150)]
     for sock in (*members, *strangers, *names):
         sock.close()
@@ -416,7 +426,7 @@ def test_connecting_waits_for_the_listener_and_gives_up_in_time(patience):
     start_s = time.monotonic()
     with pytest.raises(PeerError, match=rf"a to b: nobody answers at 127.0.0.1:{port} for 0.3 s"):
         call_at((address, port), timeout_s=0.3)
-    assert 0.25 < time.monotonic() - start_s < 10  # above: a hang guard
+    assert time.monotonic() - start_s > 0.25
 
 
 def test_a_taken_port_and_a_foreign_address_are_refused():
@@ -496,7 +506,7 @@ def test_a_listener_without_descriptors_says_so_and_goes_on():
     argv = [sys.executable, "-c", OPEN_A_DOOR]
     pipe = subprocess.PIPE
     with subprocess.Popen(argv, stdin=pipe, stdout=pipe, stderr=pipe, text=True) as process:
-        guard = threading.Timer(30, process.kill)
+        guard = threading.Timer(2 * DEADLINE_S, process.kill)
         guard.start()
         try:
             address = ("127.0.0.1", int(process.stdout.readline()))
@@ -506,7 +516,7 @@ def test_a_listener_without_descriptors_says_so_and_goes_on():
                 stranger.close()
             call_at(address).close()
             assert process.stdout.readline() == "entered\n"
-            output, more = process.communicate("", timeout=20)
+            output, more = process.communicate("", timeout=DEADLINE_S)
         finally:
             guard.cancel()
             process.kill()
@@ -548,15 +558,16 @@ connections.raise_open_files(4097 - connections.OWN_FILES)
 
 
 WAIT_FOR_A_NEIGHBOUR = """
-import resource
+import resource, sys
 from holmesjax.transport.rendezvous import Ports, Rendezvous, meet
 from tests.distributed.test_controller import PROCESSES
 
 ports = Ports.open({"ethernet": ["127.0.0.1"]})
 print(ports.book["ethernet"][0][1], flush=True)
+sys.stdin.readline()  # all have called, and nobody has answered yet
 resource.setrlimit(resource.RLIMIT_NOFILE, (20, 20))
 rendezvous = Rendezvous(me=PROCESSES[2], processes=PROCESSES, topology=None, ports=ports,
-                        look_up=None, key=bytes(32), about={}, min_streams=1, timeout_s=2.0)
+                        look_up=None, key=bytes(32), about={}, min_streams=1, timeout_s=3.0)
 meet(rendezvous, book={}, digests={0: "d"}, streams={0: 1}, enter=None)
 """
 
@@ -564,12 +575,12 @@ meet(rendezvous, book={}, digests={0: "d"}, streams={0: 1}, enter=None)
 def test_a_neighbour_that_could_not_be_let_in_is_told_with_the_reason():
     argv = [sys.executable, "-c", WAIT_FOR_A_NEIGHBOUR]
     pipe = subprocess.PIPE
-    with subprocess.Popen(argv, stdout=pipe, stderr=pipe, text=True) as process:
+    with subprocess.Popen(argv, stdin=pipe, stdout=pipe, stderr=pipe, text=True) as process:
         address = ("127.0.0.1", int(process.stdout.readline()))
         crowd = [socket.create_connection(address) for _ in range(30)]
-        _, said = process.communicate(timeout=60)
+        _, said = process.communicate("\n", timeout=DEADLINE_S)
         for stranger in crowd:
             stranger.close()
     last = said[said.rindex("PeerError") :]
-    assert "c0/n0 did not connect for 2 s" in last
+    assert "c0/n0 did not connect for 3 s" in last
     assert "c1/n2 cannot accept calls at 127.0.0.1" in last

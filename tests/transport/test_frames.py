@@ -4,14 +4,21 @@ import socket
 import threading
 import time
 from collections import deque
-from types import SimpleNamespace
 
 import pytest
 
-from holmesjax.transport import frames, heartbeats
+from holmesjax.transport import frames
 from holmesjax.transport.frames import Channel, Frame, FrameKind, ViolationError
 
 PULL = Frame(FrameKind.PULL, 3, 2**40, 7, 5, 2**35, 2**33)
+DEADLINE_S = 60.0  # for what must come: a hang guard
+
+
+def wait_until(condition):
+    deadline_s = time.monotonic() + DEADLINE_S
+    while not condition():
+        assert time.monotonic() < deadline_s, "it does not come"
+        time.sleep(0.005)
 
 
 class Notes:
@@ -50,7 +57,7 @@ class Notes:
 
     def wait(self, list_, count=1):
         with self.told:
-            assert self.told.wait_for(lambda: len(list_) >= count, 10), list_
+            assert self.told.wait_for(lambda: len(list_) >= count, DEADLINE_S), list_
         return list_[count - 1]
 
 
@@ -108,10 +115,7 @@ def test_parts_are_spread_over_the_free_channels(opened):
     for offset in range(4):
         parts.append((Frame(FrameKind.DATA, offset=offset, length=len(large)), [large]))
         any(channel.take_part() for channel in channels)
-    deadline_s = time.monotonic() + 5
-    while parts and time.monotonic() < deadline_s:
-        time.sleep(0.01)
-    assert not parts
+    wait_until(lambda: not parts)
     assert not any(channel.take_part() for channel in channels)
 
 
@@ -135,47 +139,49 @@ def test_wishes_do_not_queue_behind_data(opened):
     assert not told.errors
 
 
-def test_a_quiet_channel_beats_and_a_goodbye_is_no_failure(opened):
+def wait_until_heard(clock, *channels):
+    """Waits until these channels have heard something since the clock was moved."""
+    wait_until(lambda: all(channel._silence.heard_s == clock.now_s for channel in channels))
+
+
+def test_a_quiet_channel_beats_and_a_goodbye_is_no_failure(opened, clock):
     (a, b), notes, _ = opened(silence_s=0.2)
-    time.sleep(0.7)
+    for _ in range(3):
+        clock.now_s += 0.15
+        wait_until_heard(clock, a, b)
     assert not notes[0].errors + notes[1].errors
     a.leave()
-    assert notes[1].gone.wait(5)
-    assert a.is_over.wait(5)
-    assert b.is_over.wait(5)
-    time.sleep(0.3)
+    assert notes[1].gone.wait(DEADLINE_S)
+    assert a.is_over.wait(DEADLINE_S)
+    assert b.is_over.wait(DEADLINE_S)
+    clock.now_s += 1.0  # neither says any more
+    time.sleep(0.1)
     a.close()
     time.sleep(0.05)
     assert not notes[0].errors + notes[1].errors
 
 
-def test_silence_is_noticed_when_its_time_is_up(opened, monkeypatch):
-    """On a clock of the test: nothing happens just before the time is up, whoever looks."""
-    now_s = 100.0
-    monkeypatch.setattr(heartbeats, "time", SimpleNamespace(monotonic=lambda: now_s))
-    _, (told,), _ = opened(silence_s=0.4, ends=1)
-    now_s += 0.399
+@pytest.mark.parametrize("num_bytes", [0, 6])
+def test_silence_is_noticed_when_its_time_is_up(opened, clock, num_bytes):
+    """In the middle of a frame, too. Nothing happens just before the time is up, whoever looks."""
+    (channel,), (told,), (_, sock) = opened(silence_s=0.4, ends=1)
+    for byte in GOOD[:num_bytes]:
+        clock.now_s += 0.399
+        sock.sendall(bytes([byte]))
+        wait_until_heard(clock, channel)
+    clock.now_s += 0.399
     time.sleep(0.2)  # the channel looks every 50 ms
     assert not told.errors
-    now_s += 0.002
+    clock.now_s += 0.002
     assert isinstance(told.wait(told.errors), TimeoutError)
 
 
-def test_silence_in_the_middle_of_a_frame_is_noticed_in_time(opened):
-    _, (told,), (_, sock) = opened(silence_s=0.4, ends=1)
-    for byte in GOOD[:6]:
-        sock.sendall(bytes([byte]))
-        time.sleep(0.05)
-    last_s = time.monotonic()
-    assert isinstance(told.wait(told.errors), TimeoutError)
-    assert time.monotonic() - last_s > 0.35
-
-
-def test_bytes_that_trickle_in_are_no_silence(opened):
-    _, (told,), (_, sock) = opened(silence_s=0.3, ends=1)
+def test_bytes_that_trickle_in_are_no_silence(opened, clock):
+    (channel,), (told,), (_, sock) = opened(silence_s=0.3, ends=1)
     for byte in frames._encode(PULL, 0)[:20]:
+        clock.now_s += 0.05
         sock.sendall(bytes([byte]))
-        time.sleep(0.05)
+        wait_until_heard(clock, channel)
     assert not told.errors
     sock.sendall(frames._encode(PULL, 0)[20:])
     assert told.wait(told.pulls) == PULL
