@@ -1,6 +1,22 @@
-"""A slow clock for pipelines, to compare the simulator and the planner with."""
+"""Clocks of the tests: a slow one for pipelines, to compare with, and one for callers."""
 
 import math
+from types import SimpleNamespace
+
+from holmesjax.transport import connections
+
+
+def stop_callers_clock(monkeypatch):
+    """Time passes for callers only in the pauses between calls; after a stranger it is up."""
+    now_s = 0.0
+
+    def sleep(seconds):
+        nonlocal now_s
+        now_s += seconds
+
+    times = SimpleNamespace(monotonic=lambda: now_s, sleep=sleep)
+    monkeypatch.setattr(connections, "time", times)
+    monkeypatch.setattr(connections, "STRANGER_PAUSE_S", 60.0)
 
 
 def finish_times(tasks, forward, backward, weight, transfer, ready):

@@ -5,7 +5,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from holmesjax.transport import connections, heartbeats
+from holmesjax.transport import heartbeats
+from tests.clock import stop_callers_clock
 
 
 @pytest.fixture
@@ -18,13 +19,4 @@ def clock(monkeypatch):
 
 @pytest.fixture
 def pauses(monkeypatch):
-    """For callers time passes only in the pauses between calls; after a stranger it is up."""
-    now_s = 0.0
-
-    def sleep(seconds):
-        nonlocal now_s
-        now_s += seconds
-
-    times = SimpleNamespace(monotonic=lambda: now_s, sleep=sleep)
-    monkeypatch.setattr(connections, "time", times)
-    monkeypatch.setattr(connections, "STRANGER_PAUSE_S", 60.0)
+    stop_callers_clock(monkeypatch)
