@@ -40,7 +40,7 @@ def main(number, about):
             f"127.0.0.1:{others[domain[0].number]['coordinator']}",
             num_processes=len(domain),
             process_id=me.rank,
-            heartbeat_timeout_seconds=10,
+            heartbeat_timeout_seconds=100,
         )
     devices = dict(zip(plan.stages[me.stage].devices, jax.devices(), strict=True))
     mesh = mesh_of(plan.stages[me.stage], devices)
