@@ -8,6 +8,7 @@ import time
 
 import pytest
 
+import launch.supervisor
 from holmesjax import job as jobs, lease
 from holmesjax.config import DistributedConfig
 from holmesjax.errors import PeerError
@@ -98,32 +99,86 @@ def supervise(tmp_path, script, others, *settings, **options):
     return Supervisor(job, launcher, **options), launcher
 
 
-UP = [["tell", "up"], ["begin", "step", 1], ["sleep", 0.2], ["begin", "step", 2]]
+UP = [["tell", "up"], ["begin", "step", 1], ["begin", "step", 2]]
 BUSY = [*UP, ["status", "was busy in step 2"]]
 WAITS = [*UP, ["status", "waited for B1 in step 2"]]
 
 
-def test_a_job_without_progress_ends_with_who_is_behind_and_the_stacks_of_all(tmp_path, capsys):
-    supervisor, _ = supervise(tmp_path, BUSY, WAITS, "distributed.step_timeout_s=1.5")
+class LateInStep2(Progress):
+    """Its clock stands still until all three processes are in step 2, and then shows much more."""
+
+    def __init__(self, config):
+        self.there, self.are_up = set(), False
+        is_over = lambda: self.are_up and len(self.there) == 3
+        super().__init__(config, lambda: 1000.0 if is_over() else 0.0)
+
+    def begin(self, work, step, process=0):
+        super().begin(work, step, process)
+        if step == 2:
+            self.there.add(process)
+
+
+def test_a_job_without_progress_ends_with_who_is_behind_and_the_stacks_of_all(
+    tmp_path, capsys, monkeypatch
+):
+    made = []
+    make = lambda config: made.append(LateInStep2(config)) or made[-1]
+    monkeypatch.setattr(launch.supervisor, "Progress", make)
+    supervisor, _ = supervise(tmp_path, BUSY, WAITS, "distributed.step_timeout_s=100")
+    take, events, logs = supervisor._take, supervisor._events, tmp_path / "run" / LOGS
+
+    def take_and_note(event, attempt, recorder):
+        take(event, attempt, recorder)
+        made[0].are_up = len(attempt.up) == 3
+
+    def until_all_have_told(controller, attempt, for_s):
+        """However long their stacks take; for a minute at most."""
+        deadline_s = time.monotonic() + 60
+        told = lambda number: controller.status(number).endswith(" in step 2")
+        while time.monotonic() < deadline_s and not all(map(told, range(3))):
+            yield from events(controller, attempt, 0.1)
+        while time.monotonic() < deadline_s and not all(
+            "scripted_member" in path.read_text() for path in logs.iterdir()
+        ):
+            yield from events(controller, attempt, 0.1)
+
+    supervisor._take, supervisor._events = take_and_note, until_all_have_told
     with pytest.raises(PeerError) as error:
         supervisor.run()
     assert error.value.where == "a/a-1 (stage 0, process 1)", error.value
-    assert "no progress for 2 s (distributed.step_timeout_s)" in error.value.problem
+    assert "no progress for 100 s (distributed.step_timeout_s)" in error.value.problem
     assert "b/b-0 (stage 1) waited for B1 in step 2" in error.value.found
     assert "was late" not in capsys.readouterr().out  # what is asked for is no progress
-    logs = [path.read_text() for path in (tmp_path / "run" / LOGS).iterdir()]
-    assert len(logs) == 3
-    assert all("thread MainThread" in text and "scripted_member" in text for text in logs)
+    stacks = [path.read_text() for path in logs.iterdir()]
+    assert len(stacks) == 3
+    assert all("thread MainThread" in text and "scripted_member" in text for text in stacks)
 
 
-def test_what_is_told_in_time_is_no_hang(tmp_path):
+class SlowValidation(Progress):
+    """Each batch of validation begins after most of what a sign of progress may take."""
+
+    def __init__(self, config):
+        self.now_s = 0.0
+        super().__init__(config, lambda: self.now_s)
+
+    def begin(self, work, step, process=0):
+        if work == "validation":
+            self.now_s += 0.75 * self.limit_s
+        super().begin(work, step, process)
+
+
+def test_what_is_told_in_time_is_no_hang(tmp_path, monkeypatch):
     """A step of the others lasts longer than one may, while one validates."""
-    validates = [["begin", "validation", 2], ["sleep", 1.0]] * 4
+    made = []
+    make = lambda config: made.append(SlowValidation(config)) or made[-1]
+    monkeypatch.setattr(launch.supervisor, "Progress", make)
+    validates = [["begin", "validation", 2]] * 4
     end = [["done", 10]]
-    script = [*UP, *validates, *end]
-    others = [*UP, ["sleep", 4.0], *end]
-    supervisor, _ = supervise(tmp_path, script, others, "distributed.step_timeout_s=3.0")
+    supervisor, _ = supervise(
+        tmp_path, [*UP, *validates, *end], [*UP, *end], "distributed.step_timeout_s=100"
+    )
     assert supervisor.run() == 0
+    assert made[0].now_s >= 4 * 75
 
 
 def stop(number):
