@@ -16,7 +16,7 @@ from holmesjax.topology import loading
 from holmesjax.topology.machines import Topology
 
 ROOT = Path(__file__).parent.parent
-HANG_S = 10.0  # work that grows faster than its file takes far longer
+HANG_S = 100.0  # work that grows faster than its file takes far longer
 
 RUN = """\
 topology: configs/topologies/ib_roce.yaml

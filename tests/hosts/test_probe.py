@@ -291,7 +291,6 @@ def test_the_rates_of_a_lab_are_found_again(tmp_path):
     path.write_text(UNEQUAL)
     done = run_launch("lab", path, "--scale", "0.001", "--", "probe")
     assert (done.returncode, done.stderr) == (0, ""), done.stdout
-    assert "no problems, no slow" in done.stdout
     assert path.read_text() == UNEQUAL
     text = (tmp_path / "t_lab.yaml").read_text()
     assert text.startswith(UNEQUAL + "measured:\n")
@@ -304,17 +303,19 @@ def test_the_rates_of_a_lab_are_found_again(tmp_path):
     times = json.loads((tmp_path / "t_lab_probe.json").read_text())["pairs"]
     for own in times:
         way = own["from"], own["to"]
-        # If this machine is busy, times grow and never shrink: no way is faster than shaped. Its
-        # rate leaves out the time of an empty message, which grows, too.
+        # If this machine is busy, times grow and never shrink: no way is faster than shaped. The
+        # rate of a way leaves out the time of an empty message, which grows, too.
         of_largest = {
             x["streams"]: 8 * x["bytes"] / statistics.median(x["seconds"]) for x in own["seconds"]
         }
         whole = max(of_largest.values())
-        assert 0.1 < whole / expected[way] < 1.1, way
+        assert whole < 1.1 * expected[way], way
         assert whole <= bit_per_s[way] * 1.01, way
+    slow = [way for way in expected if bit_per_s[way] < probe.FAR_BELOW * expected[way]]
+    assert f"no problems, {len(slow) or 'no'} slow way" in done.stdout
     largest = measured.collectives[-1]
     assert largest.cluster == "a"
-    assert 0.1 < 8 * largest.bandwidth_bytes_per_s / 100e6 < 1.1  # inside the cluster
+    assert 8 * largest.bandwidth_bytes_per_s < 1.1 * 100e6  # inside the cluster
     assert {found.kind for found in measured.collectives} == set(collective_times.KINDS)
     assert len(times) == 6
     assert (tmp_path / "t_lab_probe.svg").stat().st_size > 1000
@@ -415,7 +416,7 @@ def test_addresses_that_cannot_be_are_told_of(tmp_path, addresses, told):
             env = {**os.environ, **common, **mine}
             processes.append(subprocess.Popen([*command, "agent"], cwd=ROOT, env=env))
         output, _ = verb.communicate(timeout=60)
-        assert [process.wait(10) for process in processes] == [1, 0, 0, 0]
+        assert [process.wait(60) for process in processes] == [1, 0, 0, 0]
     finally:
         for process in processes:
             process.kill()

@@ -60,15 +60,15 @@ class Talkers:
             key=connections.read_key_file(start.env["HOLMES_KEY_FILE"]),
             about=self.job.about(0),
             timeout_s=10.0,
-            start_timeout_s=5.0,
+            start_timeout_s=60.0,
             on_loss=lambda error: None,
         )
         member.send(READY)
-        member.wait_for(JobStart, 20.0)
+        member.wait_for(JobStart, 60.0)
         member.send(Up())
-        self.heard[number] = member.wait_for(Texts, 20.0)
+        self.heard[number] = member.wait_for(Texts, 60.0)
         self.talk(number, member, lambda record: events.put(ProcessEvent(number, record)))
-        self.over.wait(20.0)  # a connection that closes is news, too
+        self.over.wait(60.0)  # a connection that closes is news, too
         member.close()
 
     def end(self):
@@ -99,7 +99,7 @@ def test_all_processes_get_the_texts_and_one_tells_what_comes_of_them(tmp_path):
             member.send(TextPiece(row=0, text="ab"))
             member.send(Continued(rows=rows, rate="fast"))
         member.send(Done(step=0))
-        member.wait_for(AllDone, 20.0)
+        member.wait_for(AllDone, 60.0)
         event(Exit(status=0))
 
     continued, launcher, shown = run(tmp_path, talk)

@@ -201,7 +201,7 @@ def test_the_pods_of_a_manifest_train(tmp_path, capsys, monkeypatch):
     assert list(found) == ["launcher", "a", "b-2"]
     with pods(objects, tmp_path, job.run_dir / "kubernetes.key") as start:
         launcher = start(found["launcher"], 0)
-        deadline_s = time.monotonic() + 30
+        deadline_s = time.monotonic() + 120  # a hang guard
         while not is_ready(port):
             assert launcher.poll() is None, launcher.stdout.read()
             assert time.monotonic() < deadline_s
@@ -213,7 +213,7 @@ def test_the_pods_of_a_manifest_train(tmp_path, capsys, monkeypatch):
         ]
         output, _ = launcher.communicate(timeout=120)
         assert launcher.returncode == 0, output
-        assert [worker.wait(30) for worker in workers] == [0, 0, 0]
+        assert [worker.wait(60) for worker in workers] == [0, 0, 0]
     records = metrics.read(tmp_path / "volume/run")
     assert [record["step"] for record in records] == list(range(1, 7))
     losses = [record["loss"] for record in records]

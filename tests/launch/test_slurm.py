@@ -93,7 +93,7 @@ def cluster(tmp_path_factory):
             log = running.enter_context((folder / f"{name}.out").open("w"))
             argv = [shutil.which(name, path=PATH), *arguments]
             daemon = subprocess.Popen(argv, env=env, stdout=log, stderr=log)
-            running.callback(daemon.wait, 20)
+            running.callback(daemon.wait, 60)
             running.callback(daemon.terminate)
 
         start("munged", *munge)
@@ -320,7 +320,7 @@ def test_the_batch_shell_passes_signals_on_and_requeues(setup, ends, asked, stat
         assert shell.stdout.readline() == "started\n"
         if asked:
             shell.terminate()
-        assert shell.wait(20) == status
+        assert shell.wait(60) == status
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(shell.pid, signal.SIGKILL)

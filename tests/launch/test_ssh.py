@@ -29,6 +29,7 @@ from tests.jobs import RunningJob, compiling_as_here, run_launch, run_launch_her
 
 CLUSTERS = {"a": (1,), "b": (1,)}
 SETTINGS = ["model.num_layers=2", "model.width=16"]
+DEADLINE_S = 60.0  # for what must come: a hang guard
 SSHD = shutil.which("sshd", path=f"{os.environ.get('PATH', '')}:/usr/sbin")
 CONFIG = """
 Port {port}
@@ -79,7 +80,7 @@ def sshd(tmp_path_factory):
     log = (folder / "log").open("w")
     server = subprocess.Popen([SSHD, "-D", "-e", "-f", folder / "config"], stderr=log)
     try:
-        deadline_s = time.monotonic() + 10
+        deadline_s = time.monotonic() + 60
         while "Server listening on 127.0.0.2" not in (text := (folder / "log").read_text()):
             if server.poll() is not None or time.monotonic() > deadline_s:
                 pytest.skip(f"sshd does not start here: {text}")
@@ -95,7 +96,7 @@ def sshd(tmp_path_factory):
         yield SimpleNamespace(hosts=write_hosts)
     finally:
         server.terminate()
-        server.wait(10)
+        server.wait(60)
         log.close()
 
 
@@ -119,8 +120,8 @@ def readers_of(path: Path) -> list[int]:
     return found
 
 
-def wait_until(condition, timeout_s=20.0):
-    deadline_s = time.monotonic() + timeout_s
+def wait_until(condition):
+    deadline_s = time.monotonic() + DEADLINE_S
     while not condition():
         assert time.monotonic() < deadline_s, "it does not come"
         time.sleep(0.02)
@@ -184,9 +185,9 @@ def test_nothing_is_left_of_a_job_whose_launcher_is_killed(sshd, tmp_path, numbe
         mine = started()
         try:
             job.process.send_signal(number)
-            assert job.process.wait(10) != 0
-            wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in mine), 5.0)
-            wait_until(lambda: not [p for p in pids_of(str(tmp_path)) if p != os.getpid()], 5.0)
+            assert job.process.wait(DEADLINE_S) != 0
+            wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in mine))
+            wait_until(lambda: not [p for p in pids_of(str(tmp_path)) if p != os.getpid()])
         finally:
             for pid in mine:
                 with contextlib.suppress(ProcessLookupError):
@@ -258,7 +259,7 @@ def test_the_status_of_a_process_comes_through(sshd, tmp_path, script, status):
     try:
         env = {"HOLMES_X": "it's $HOME"}
         ssh.start(ProcessStart(process=process, command=["worker", "a b"], env=env), events)
-        output, exited = events.get(timeout=20), events.get(timeout=20)
+        output, exited = (events.get(timeout=DEADLINE_S) for _ in range(2))
     finally:
         ssh.end()
     addresses = '{"infiniband": ["127.0.9.1"], "ethernet": ["127.0.9.1"]}'
