@@ -84,7 +84,7 @@ def test_of_many_that_start_at_once_one_wins_and_the_others_name_it(tmp_path):
         winner.kill()  # not waited for: a process that has ended, and is not gone yet
         again = race(second, takes_over=True)
         again.stdin.close()
-        assert again.wait(10) == 0
+        assert again.wait(60) == 0
     assert list((tmp_path / "run").iterdir()) == []
 
 
