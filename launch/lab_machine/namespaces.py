@@ -3,6 +3,7 @@
 import contextlib
 import ctypes
 import fcntl
+import itertools
 import os
 import secrets
 import shutil
@@ -71,9 +72,10 @@ def run_line(line: str) -> str:
 
 def commands_for(lab: Lab) -> Commands:
     """Returns the commands of a lab with a new name, for the means of this machine."""
+    ids = (secrets.token_hex(2) for _ in itertools.count())
     return Commands(
         lab=lab,
-        id=secrets.token_hex(2),
+        id=next(id for id in ids if not Path(STATE, id).exists()),
         cgroup_version=cgroup_version() or "v2",
         has_netem=has_netem(),
     )
@@ -83,8 +85,21 @@ def commands_for(lab: Lab) -> Commands:
 def owned(id: str) -> Iterator[None]:
     """Holds the lock that says a lab is in use: it ends with this process, however it ends."""
     folder = Path(STATE, id)
-    folder.mkdir(parents=True)
-    lock = os.open(folder, os.O_RDONLY)
+    with _exclusively():
+        folder.mkdir()
+        lock = os.open(folder, os.O_RDONLY)
+        fcntl.flock(lock, fcntl.LOCK_EX)
+    try:
+        yield
+    finally:
+        os.close(lock)
+
+
+@contextlib.contextmanager
+def _exclusively() -> Iterator[None]:
+    """Holds the lock of all labs: none is cleaned between its beginning and its own lock."""
+    Path(STATE).mkdir(parents=True, exist_ok=True)
+    lock = os.open(STATE, os.O_RDONLY)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
@@ -128,16 +143,16 @@ def clean() -> list[str]:
     assert version is not None, "a lab needs cgroups"
     cleaned = []
     for folder in sorted(Path(STATE).glob("*")):
-        lock = os.open(folder, os.O_RDONLY)
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:  # it is in use
-            continue
-        else:
+        with contextlib.ExitStack() as stack:
+            try:
+                with _exclusively():
+                    lock = os.open(folder, os.O_RDONLY)
+                    stack.callback(os.close, lock)
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except (BlockingIOError, FileNotFoundError):  # it is in use, or has just ended
+                continue
             _take_away(folder.name, version)
             cleaned.append(folder.name)
-        finally:
-            os.close(lock)
     return cleaned
 
 

@@ -400,6 +400,25 @@ def clean() -> str:
     return done.stdout
 
 
+@needs_lab
+def test_a_lab_that_ends_while_others_are_cleaned_is_no_trouble(tmp_path, monkeypatch):
+    monkeypatch.setattr(namespaces, "STATE", str(tmp_path))
+    taken_away = []
+    monkeypatch.setattr(namespaces, "_take_away", lambda id, version: taken_away.append(id))
+    for name in ("crashed", "ends"):
+        (tmp_path / name).mkdir()
+    lock = namespaces.fcntl.flock
+
+    def end(fd, operation):
+        with contextlib.suppress(FileNotFoundError):
+            (tmp_path / "ends").rmdir()
+        lock(fd, operation)
+
+    with namespaces.owned("lives"):
+        monkeypatch.setattr(namespaces.fcntl, "flock", end)
+        assert namespaces.clean() == taken_away == ["crashed"]
+
+
 # ---- the command line ----------------------------------------------------------------------
 
 
