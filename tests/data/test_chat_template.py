@@ -115,7 +115,6 @@ def test_marks_of_a_template_are_tokens_and_those_of_a_user_are_refused(folder):
 
 
 def test_a_template_cannot_do_harm(folder, monkeypatch):
-    monkeypatch.setattr(chat, "LONGEST_S", 0.5)
     loop = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
     for source, reason in {
         "{{ messages.__class__.__mro__ }}": "unsafe|undefined",
@@ -125,6 +124,7 @@ def test_a_template_cannot_do_harm(folder, monkeypatch):
         "{% if %}": "Expected an expression",
         loop.replace("99999", "6000"): "no end after 0.5 s",
     }.items():
+        monkeypatch.setattr(chat, "LONGEST_S", 0.5 if "6000" in source else 60.0)
         (folder / "chat_template.jinja").write_text(source)
         with pytest.raises(DataError, match=f"the chat template fails\n  found: .*({reason})"):
             ChatTemplate.load(folder).tokens(of_user("hi"))
