@@ -108,14 +108,39 @@ def test_plan_prints_the_plan_of_the_run(finished, run_file, capsys):
     assert text in finished[1].stdout.replace(str(run_dir), "unset")
 
 
+STOPPED = """
+import sys, threading
+from holmesjax.report.recorder import Recorder
+from holmesjax.trainer import Trainer
+from launch.__main__ import main
+
+is_stopping, stop, take = threading.Event(), Trainer.stop, Recorder.take
+
+def note_and_stop(trainer):
+    is_stopping.set()
+    stop(trainer)
+
+def take_and_wait(recorder, part):
+    take(recorder, part)
+    while not is_stopping.wait(0.01):  # in pieces, so that signals are heard
+        pass
+
+Trainer.stop, Recorder.take = note_and_stop, take_and_wait
+sys.exit(main(["train", *sys.argv[1:]]))
+"""
+
+
 def test_interrupted_runs_resume_bit_for_bit(finished, run_file, tmp_path):
-    """SIGINT in the middle, then SIGTERM, then to the end: the losses of a run never stopped."""
+    """SIGINT in the middle, then SIGTERM, then to the end: the losses of a run never stopped.
+
+    Each of the first two goes on after its first step only once it has heard its signal.
+    """
     run_dir = tmp_path / "run"
     for number, status in ((signal.SIGINT, 0), (signal.SIGTERM, 75)):
         target = run_dir if run_dir.exists() else run_file
         arguments = () if run_dir.exists() else (f"run.dir={run_dir}",)
         process = subprocess.Popen(
-            [sys.executable, "-m", "launch", "train", target, *arguments],
+            [sys.executable, "-c", STOPPED, target, *arguments],
             cwd=ROOT,
             stdout=subprocess.PIPE,
             text=True,
