@@ -13,6 +13,7 @@ from pathlib import Path
 from launch.__main__ import main
 
 ROOT = Path(__file__).parent.parent
+HANG_S = 240.0  # a process that takes longer hangs; pytest would end the test without its output
 CLUSTER = """
   - name: {name}
     fabric: {fabric}
@@ -76,9 +77,7 @@ def compiling_once(folder: Path) -> dict[str, str]:
     return {"JAX_SHARE_BINARY_BETWEEN_HOSTS": "1", "XDG_CACHE_HOME": str(folder)}
 
 
-def run_launch(
-    *words, prefix=(), module="launch", timeout_s=120.0, **options
-) -> subprocess.CompletedProcess:
+def run_launch(*words, prefix=(), module="launch", **options) -> subprocess.CompletedProcess:
     """What became of `launch` with these words, in a process of its own.
 
     Args:
@@ -91,7 +90,7 @@ def run_launch(
         [*prefix, sys.executable, "-m", module, *map(str, words)],
         **{"cwd": ROOT, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **options},
         text=True,
-        timeout=timeout_s,
+        timeout=HANG_S,
         check=False,
     )
 
@@ -172,10 +171,10 @@ class RunningJob:
                 return line
         raise AssertionError(f"no line {start!r} in\n{self.output}")
 
-    def end(self, timeout_s: float = 60.0) -> int:
+    def end(self) -> int:
         """Reads to the end; the exit status. Asserts that no process is left."""
-        deadline_s = time.monotonic() + timeout_s
-        self.lines += self.process.communicate(timeout=timeout_s)[0].splitlines(keepends=True)
+        deadline_s = time.monotonic() + HANG_S
+        self.lines += self.process.communicate(timeout=HANG_S)[0].splitlines(keepends=True)
         for pid in self._started:
             while Path(f"/proc/{pid}").exists():
                 assert time.monotonic() < deadline_s, f"process {pid} is left behind"

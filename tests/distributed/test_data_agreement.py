@@ -159,7 +159,7 @@ def test_a_job_whose_processes_have_unlike_corpora_ends_before_its_first_step(tm
             workers.append(worker)
             stack.callback(worker.wait, 30)
             stack.callback(worker.kill)
-        assert job.end(120) == 2, job.output
+        assert job.end() == 2, job.output
         assert [worker.wait(60) for worker in workers] == [2, 2]
     for text in (
         *("b/b-0 (process 1): has other data than a/a-0 (process 0) (train)", "c.txt"),

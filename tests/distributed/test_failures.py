@@ -50,7 +50,7 @@ def undisturbed(tmp_path_factory):
     """The losses of the job when nothing happens to it."""
     folder = tmp_path_factory.mktemp("undisturbed")
     with RunningJob(write_run(folder, CLUSTERS), *LOCAL, *SETTINGS) as job:
-        assert job.end(120) == 0, job.output
+        assert job.end() == 0, job.output
     return losses_of(folder)
 
 
@@ -168,7 +168,7 @@ def test_a_job_goes_on_exactly_whatever_befalls_it(tmp_path, undisturbed):
     assert damage_an_array(run_dir) == done
     older = manifest.find(run_dir)[1].step
     with RunningJob(run_dir, *LOCAL) as job:
-        assert job.end(120) == 0, job.output
+        assert job.end() == 0, job.output
     told = job.output.split(f"resuming after step {done}")[1]
     for said in ("part_1: is damaged", f"{done:08d}.damaged", f"resuming after step {older}"):
         assert said in told, job.output
@@ -189,13 +189,13 @@ def test_a_job_that_lost_a_process_goes_on_exactly(tmp_path, undisturbed, role, 
             job.end()  # nothing outlives it
         else:
             os.kill(job.workers()[number], signal.SIGKILL)
-            assert job.end(120) == 0, job.output
+            assert job.end() == 0, job.output
             assert_told(job.output, number)
             assert "starting again" in job.output
             assert "Traceback" not in job.output
     if number is None:
         with RunningJob(tmp_path / "run.yaml", *LOCAL, *SETTINGS) as job:  # the user's own restart
-            assert job.end(120) == 0, job.output
+            assert job.end() == 0, job.output
     assert losses_of(tmp_path) == undisturbed
 
 
@@ -228,7 +228,7 @@ def test_a_step_that_hangs_ends_the_job_with_stacks(tmp_path, clusters, number, 
     odd = {number: {"hangs_in": 6}}
     settings = (*SETTINGS, ENDLESS, f"distributed.step_timeout_s={STEP_TIMEOUT_S:g}")
     with external_job(tmp_path, clusters, *settings, odd=odd) as job:
-        assert job.end(120) == 75, job.output
+        assert job.end() == 75, job.output
     assert_hung(tmp_path, job, number, name, 6)
 
 
@@ -264,7 +264,7 @@ def test_strangers_a_slow_process_and_a_save_that_fails_change_nothing(tmp_path,
         os.kill(pids[2], signal.SIGSTOP)
         time.sleep(3.0)
         os.kill(pids[2], signal.SIGCONT)
-        assert job.end(120) == 75, job.output
+        assert job.end() == 75, job.output
     assert not any(address == "0.0.0.0" for address, _ in ports)
     [told] = [i for i, line in enumerate(job.lines) if "no checkpoint after step 8: " in line]
     assert "File exists" in job.lines[told]

@@ -74,7 +74,7 @@ def test_the_steps_are_those_of_one_device(tmp_path, name):
     run_file = write_run(tmp_path, clusters)
     words = [run_file, "--launcher", "local", *SHORT, *settings, *model]
     with RunningJob(*words, env=compiling_once(tmp_path)) as job:
-        assert job.end(120) == 0, job.output
+        assert job.end() == 0, job.output
     got = losses_of(tmp_path / "run")
     np.testing.assert_allclose(got, plain_losses(*model), rtol=RTOL)
 
@@ -86,6 +86,6 @@ def test_all_processes_of_a_stage_keep_to_the_schedule_whatever_comes_late(tmp_p
     odd = {number: {"late_s": 0.1} for number in range(3)}
     clusters, env = {"ib": (2,), "roce": (1, 1)}, compiling_once(tmp_path)
     with external_job(tmp_path, clusters, *SHORT, *settings, odd=odd, env=env) as job:
-        assert job.end(120) == 0, job.output
+        assert job.end() == 0, job.output
     got = losses_of(tmp_path / "run")
     np.testing.assert_allclose(got, plain_losses(), rtol=RTOL)

@@ -316,7 +316,7 @@ def test_a_job_is_the_same_in_a_lab_and_its_bytes_are_those_of_the_kernel(tmp_pa
     faults = ["--fault", "step=3 cut a<->b 2s", "--fault", "step=6 freeze b-0 1s"]
     with lab_job(tmp_path, *wide, options=faults, capacity="20 Gb/s", env=env) as job:
         id = id_of(job)
-        assert job.end(200) == 0, job.output
+        assert job.end() == 0, job.output
     assert left_behind(id) == []
     for said in ("cut a<->b 2s", "over: cut a<->b 2s", "freeze b-0 1s", "over: freeze b-0 1s"):
         assert re.search(rf"fault +after step \d+, .* s: {said}\n", job.output), said
@@ -354,7 +354,7 @@ def test_a_job_is_the_same_in_a_lab_and_its_bytes_are_those_of_the_kernel(tmp_pa
     one_core = ("taskset", "--cpu-list", "0")  # XLA adds in another order with other threads
     words = [tmp_path / "run.yaml", *local, *SETTINGS, *wide]
     with RunningJob(*words, prefix=one_core, env=env) as job:
-        assert job.end(120) == 0, job.output
+        assert job.end() == 0, job.output
     assert [r["loss"] for r in metrics.read(tmp_path / "run")] == [r["loss"] for r in records]
 
 
@@ -379,15 +379,15 @@ def test_nothing_is_left_whatever_ends_a_lab(tmp_path):
                 time.sleep(0.01)
             job.note_workers()
         killed.process.kill()
-        assert killed.end(200) == -signal.SIGKILL
+        assert killed.end() == -signal.SIGKILL
         assert left_behind(ids[2]) != []
         assert ids[2] in clean()
         assert left_behind(ids[2]) == []
         assert left_behind(ids[1]) != []  # its owner lives
         stopped.process.send_signal(signal.SIGINT)
-        assert stopped.end(200) in (0, 128 + signal.SIGINT)  # after its first step, and before
+        assert stopped.end() in (0, 128 + signal.SIGINT)  # after its first step, and before
         assert left_behind(ids[1]) == []
-        assert gives_up.end(200) == 75, gives_up.output
+        assert gives_up.end() == 75, gives_up.output
         assert left_behind(ids[0]) == []
     assert "b/b-0 (stage 1, process 2): was killed by signal 9" in gives_up.output
     for job in (gives_up, stopped):

@@ -154,7 +154,7 @@ def test_a_job_over_ssh_survives_the_death_of_a_process(sshd, tmp_path):
         assert not [line for line in lines if "HOLMES" in line]
         job.until("step ")
         os.kill(by_number["1"], signal.SIGKILL)
-        assert job.end(120) == 0, job.output
+        assert job.end() == 0, job.output
     assert "error: b/b-0 (stage 1, process 1): was killed by signal 9 (SIGKILL)" in job.output
     assert "starting again" in job.output
     assert workers() == []

@@ -235,7 +235,7 @@ def test_it_trains_in_processes_is_saved_and_goes_on_on_another_plan(tmp_path, c
     run_file = write_run(tmp_path, {"a": (1,), "b": (1,)})
     two, one = [*SETTINGS, "parallel.stages=2"], [*SETTINGS, "parallel.clusters=[a]"]
     with RunningJob(run_file, *two, "train.steps=2", "--launcher", "local") as job:
-        assert job.end(120) == 0, job.output
+        assert job.end() == 0, job.output
     [saved] = manifest.find(tmp_path / "run")
     assert {"fixed.block_001.mix_DF", "fixed.block_001.balance.shift_F"} <= saved.manifest[
         "arrays"

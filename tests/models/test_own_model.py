@@ -162,7 +162,7 @@ def test_it_trains_in_processes_and_resumes_on_another_plan(tmp_path):
     module = f"model.module={name_of(own_model.language_model)}"
     words = [*SETTINGS, module, "train.steps=2", "--launcher", "local"]
     with RunningJob(run_file, *words) as running:
-        assert running.end(120) == 0, running.output
+        assert running.end() == 0, running.output
     assert "2 stages" in running.output
     jax.devices()  # of the session, before a run says how many it needs
     settings = [*SETTINGS, "parallel.clusters=[a]", "train.steps=4", "run.rehearse=true"]

@@ -79,7 +79,7 @@ def test_toys_train_in_processes_and_resume_on_another_plan(tmp_path, toys, caps
     path = f"{ROOT / 'tests/toys/on_path'}:{ROOT}"
     settings = [*RUN, *PLANS[0], f"train.steps={STEPS[0]}"]
     with RunningJob(run_file, "--launcher", "local", *settings, env={"PYTHONPATH": path}) as job:
-        assert job.end(120) == 0, job.output
+        assert job.end() == 0, job.output
     plans = [Plan.load(tmp_path / "run/plan.yaml")]
     assert "beliefs in float32" in job.output
     out = io.StringIO()
