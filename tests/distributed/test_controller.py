@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import pytest
 
 from holmesjax.config import DistributedConfig
-from holmesjax.distributed import member as members_end
+from holmesjax.distributed import controller as controllers_end, member as members_end
 from holmesjax.distributed.controller import Controller, differences
 from holmesjax.distributed.member import ClockOffset, Member
 from holmesjax.distributed.messages import (
@@ -70,9 +70,10 @@ def clock(monkeypatch):
     times = SimpleNamespace(
         monotonic=lambda: clock.now_s, perf_counter=time.perf_counter, sleep=sleep
     )
-    for module in (controllers, connection_loop):
+    for module in (controllers_end, members_end, connection_loop):
         monkeypatch.setattr(module, "time", times)
-    monkeypatch.setattr(controllers, "BEATS", 400)
+    for module in (controllers_end, members_end):
+        monkeypatch.setattr(module, "BEATS", 400)
     return clock
 
 
@@ -418,7 +419,7 @@ def test_strangers_cost_nothing(controller, members):
 
 def test_the_patience_of_a_member_counts_from_the_last_progress(monkeypatch):
     """On a clock that moves only while the member waits; progress is heard of after 100 s."""
-    monkeypatch.setattr(controllers, "BEATS", 4)
+    monkeypatch.setattr(members_end, "BEATS", 4)
     monkeypatch.setattr(Member, "__post_init__", lambda self: None)  # it calls nobody
     now_s = 0.0
 
