@@ -1,12 +1,16 @@
 """The notebooks run from top to bottom, as a user would run them."""
 
+import os
 import re
+import sys
 from pathlib import Path
 
 import nbformat
 import pytest
 from nbclient import NotebookClient
+from safetensors.numpy import load_file
 
+from holmesjax.report import metrics
 from tests.labs import needs_lab
 
 ROOT = Path(__file__).parent.parent
@@ -44,7 +48,7 @@ def have_pictures(cells):
 def test_a_notebook_is_short_and_clean(name):
     cells = code_cells(nbformat.read(NOTEBOOKS[name], as_version=4))
     lines = [line for cell in cells for line in cell.source.splitlines() if line.strip()]
-    assert len(lines) <= 30
+    assert len(lines) < 25
     assert not any(cell.outputs for cell in cells), "clear the outputs before committing"
 
 
@@ -87,6 +91,25 @@ def test_a_model_of_ones_own_trains(tmp_path):
     assert have_pictures(cells) == [False, True, True]
     assert "1 layer + head" in printed(cells)
     assert "step 4/4" in printed(cells)
+
+
+@pytest.mark.filterwarnings("ignore::ResourceWarning")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_model_is_imported_trains_adapters_and_leaves(tmp_path, monkeypatch):
+    """Its commands are those of this Python. The folders of the notebook are in a folder apart."""
+    monkeypatch.setenv(
+        "PATH", os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    )
+    cells = execute("import_and_fine_tune", {"../runs": str(tmp_path)})
+    assert have_pictures(cells) == [False, False, False, False, False, True, False]
+    text = printed(cells)
+    assert "imported    1,041,664 parameters" in text
+    assert "Capital of Japan? Tokyo" in text
+    losses = [record["loss"] for record in metrics.read(tmp_path / "tuned")]
+    assert losses[0] > 5.5 > 0.5 > losses[-1]  # nats
+    adapters = load_file(tmp_path / "adapters/adapter_model.safetensors")
+    assert any("lora_A" in name for name in adapters)
+    assert not any("embed" in name for name in adapters)
 
 
 @needs_lab
