@@ -141,7 +141,7 @@ def nic(machine: Machine, fitted: Fitted, sharers: int) -> Link:
 def transfer_s(run: Run, machine: Machine, fitted: Fitted) -> float:
     """Seconds of a boundary, there and back: all devices of a node send their parts at once."""
     num_tokens = run.sequences * run.model.context_length
-    part = work.boundary_bytes(run.model, num_tokens, run.dtype) / run.tensor
+    part = float(work.boundary_bytes(run.model, num_tokens, run.dtype)) / run.tensor
     if not run.sends_both_ways:
         part *= 2
     if run.num_devices <= machine.per_node:
@@ -191,9 +191,13 @@ def _times(run: Run, machines: Sequence[Machine], fitted: Fitted) -> Times:
     whole = [part(s, run.layers[s], s == 0, s == run.stages - 1) for s in ends]
     half_s = [waits_s[v % run.stages] / 2 for v in range(num_virtual)]
     return Times(
-        forward_s=[t.whole_forward_s + wait for t, wait in zip(virtual, half_s, strict=True)],
-        backward_s=[t.whole_backward_s + wait for t, wait in zip(virtual, half_s, strict=True)],
-        once_s=max(t.once_s for t in whole),
+        forward_s=[
+            float(t.whole_forward_s) + wait for t, wait in zip(virtual, half_s, strict=True)
+        ],
+        backward_s=[
+            float(t.whole_backward_s) + wait for t, wait in zip(virtual, half_s, strict=True)
+        ],
+        once_s=max(float(t.once_s) for t in whole),
     )
 
 
@@ -282,7 +286,7 @@ class Held:
 def predict_held(held: Held, _: Fitted = AS_SHIPPED) -> float:
     """In the unit of the figure. Nothing of it can be fitted."""
     bytes_of = memory.stage_memory_bytes(held.model, held.stage, held.implementation)
-    total = sum(bytes_of[item] for item in held.items or bytes_of)
+    total = sum(float(bytes_of[item]) for item in held.items or bytes_of)
     return 100 * total / _bytes(held.share_of) if held.share_of else total / 2**30
 
 

@@ -14,13 +14,12 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
 
 import numpy as np
 
 from holmesjax.topology.fabrics import FABRICS
 from holmesjax.topology.file import CollectiveKind
-from holmesjax.topology.machines import Collective, Link
+from holmesjax.topology.machines import Collective, Link, Numbers
 
 # Seconds of a collective before its first step, which NCCL's kernels take to start. `START_S`, and
 # the latency of NVLink in the catalogue: all-reduces of 1 MiB on 2 to 8 A100 of one node
@@ -37,8 +36,8 @@ KINDS: tuple[CollectiveKind, ...] = ("all_reduce", "reduce_scatter", "all_gather
 class Reached:
     """Start time and bandwidth of collectives of one kind; by default those of NCCL."""
 
-    start_s: Any = START_S  # a float, or an array of them
-    bandwidth_bytes_per_s: Any = math.inf
+    start_s: Numbers = START_S
+    bandwidth_bytes_per_s: Numbers = math.inf
 
 
 NCCL = dict.fromkeys(KINDS, Reached())
@@ -153,8 +152,8 @@ class Group:
     def row(self) -> tuple[float, ...]:
         """Its numbers, as `Groups` has them; a search asks for the same groups over and over."""
         kinds = [self.reached(kind) for kind in KINDS]
-        starts_s = (own.start_s for own in kinds)
-        rates = (own.bandwidth_bytes_per_s for own in kinds)
+        starts_s = (float(own.start_s) for own in kinds)
+        rates = (float(own.bandwidth_bytes_per_s) for own in kinds)
         return (self.size, self.step_s, self.climb_s, *starts_s, *rates)
 
 
@@ -190,7 +189,7 @@ def hop_s(link: Link) -> float:
     return link.latency_s + FABRICS[link.fabric].step_s
 
 
-def reduce_scatter_s(num_bytes: Any, group: Group | Groups | None) -> Any:
+def reduce_scatter_s(num_bytes: Numbers, group: Group | Groups | None) -> Numbers:
     """Seconds of a ring reduce-scatter; 0.0 without a group, or for one device.
 
     Each of the n - 1 steps sends one n-th of the array over every link at once:
@@ -212,7 +211,7 @@ def reduce_scatter_s(num_bytes: Any, group: Group | Groups | None) -> Any:
     return _scatter_s(num_bytes, group, "reduce_scatter")
 
 
-def all_gather_s(num_bytes: Any, group: Group | Groups | None) -> Any:
+def all_gather_s(num_bytes: Numbers, group: Group | Groups | None) -> Numbers:
     """Seconds of a ring all-gather: a reduce-scatter backwards, without the sums.
 
     `num_bytes` is the size of the gathered array; the rest is as in `reduce_scatter_s`.
@@ -220,7 +219,7 @@ def all_gather_s(num_bytes: Any, group: Group | Groups | None) -> Any:
     return _scatter_s(num_bytes, group, "all_gather")
 
 
-def permute_s(num_bytes: Any, group: Group | Groups | None) -> Any:
+def permute_s(num_bytes: Numbers, group: Group | Groups | None) -> Numbers:
     """Seconds in which each device sends so many bytes to another one; 0.0 for one device.
 
     >>> link = Link(fabric="nvlink", bandwidth_bytes_per_s=25e9, latency_s=0.0)
@@ -233,7 +232,7 @@ def permute_s(num_bytes: Any, group: Group | Groups | None) -> Any:
     return (group.size > 1) * (own.start_s + group.step_s + num_bytes / own.bandwidth_bytes_per_s)
 
 
-def _scatter_s(num_bytes: Any, group: Group | Groups | None, kind: CollectiveKind) -> Any:
+def _scatter_s(num_bytes: Numbers, group: Group | Groups | None, kind: CollectiveKind) -> Numbers:
     if group is None or (isinstance(group, Group) and group.size == 1):
         return 0.0
     n, own = group.size, group.reached(kind)
@@ -241,7 +240,7 @@ def _scatter_s(num_bytes: Any, group: Group | Groups | None, kind: CollectiveKin
     return (n > 1) * (own.start_s + (n - 1) * (group.step_s + sent_s))
 
 
-def all_reduce_s(num_bytes: Any, group: Group | Groups | None) -> Any:
+def all_reduce_s(num_bytes: Numbers, group: Group | Groups | None) -> Numbers:
     """Seconds of an all-reduce, in a ring or in a tree, whichever is faster.
 
     A ring is a reduce-scatter, then an all-gather, with one start. A tree sums along a chain inside

@@ -6,7 +6,6 @@ them cut over `fsdp` (ZeRO-3 there; Zhao et al., arXiv:2304.11277) and `context`
 """
 
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 
@@ -18,6 +17,7 @@ from holmesjax.costs.parameters import held_parameters, largest_layer_parameters
 from holmesjax.costs.stage_shape import DTYPE_BYTES, StageShape, stage_tokens
 from holmesjax.layers.distinct_kinds import kinds
 from holmesjax.layers.kind import Kind
+from holmesjax.topology.machines import Numbers
 
 # Buffers of each boundary array: one is sent or received while another is filled or read.
 BUFFERS = 2
@@ -39,7 +39,7 @@ def residual_bytes(
     kind: Kind,
     stage: StageShape,
     implementation: Implementation = HOLMESJAX,
-) -> float:
+) -> Numbers:
     """Bytes that one layer keeps per token from its forward to its backward.
 
     A Transformer layer keeps these, with c bytes per number of the compute dtype, and dims as in
@@ -86,7 +86,7 @@ def stage_memory_bytes(
     model: ModelConfig,
     stage: StageShape,
     implementation: Implementation = HOLMESJAX,
-) -> dict[str, float]:
+) -> dict[str, Numbers]:
     """Bytes on each device of a stage, by what they hold, when it holds most.
 
     With P parameters of a replica on a device of `tensor`, Q of them in the largest layer, c bytes
@@ -127,7 +127,7 @@ def stage_memory_bytes(
     held, trained = held_parameters(model, stage)
     is_whole = model.width // parts % stage.data == 0
     shards = 1 + (stage.data - 1) * (implementation.shards_optimizer & is_whole)
-    residuals = {"middle": 0.0, "last": 0.0}
+    residuals: dict[str, Numbers] = {"middle": 0.0, "last": 0.0}
     for count, kind in stage.kinds(model):
         place = "middle" if kind.place == "first" else kind.place
         residuals[place] += count * residual_bytes(model, kind, stage, implementation)
@@ -164,7 +164,9 @@ def stage_memory_bytes(
     return items
 
 
-def _temporary_bytes(model: ModelConfig, stage: StageShape, implementation: Implementation) -> Any:
+def _temporary_bytes(
+    model: ModelConfig, stage: StageShape, implementation: Implementation
+) -> Numbers:
     """Temporary bytes of the backward of the layer that needs most, but for our own head's."""
     width, of_all = DTYPE_BYTES[stage.dtype], replace(stage, checkpointing="none")
     twice = np.where(stage.tensor > 1, 2, 1)
@@ -174,7 +176,7 @@ def _temporary_bytes(model: ModelConfig, stage: StageShape, implementation: Impl
         - residual_bytes(model, kind, stage, implementation)
         for _, kind in stage.kinds(model)
     ]
-    most: Any = 0.0
+    most: Numbers = 0.0
     for own in found:
         most = np.maximum(most, own)
     return stage_tokens(model, stage) * most
@@ -182,7 +184,7 @@ def _temporary_bytes(model: ModelConfig, stage: StageShape, implementation: Impl
 
 def _logit_bytes(
     model: ModelConfig, stage: StageShape, implementation: Implementation
-) -> tuple[Any, Any]:
+) -> tuple[Numbers, Numbers]:
     """Bytes that are kept, and bytes that the backward of the head needs beside them."""
     num_tokens = stage_tokens(model, stage)
     if not (of_whole := kinds(model).head.logits):

@@ -8,7 +8,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -18,6 +18,7 @@ from holmesjax.costs.stage_shape import DTYPE_BYTES, StageShape
 from holmesjax.layers.distinct_kinds import block_counts, kinds
 from holmesjax.layers.kind import PARTS_DIM, TENSOR_DIMS, Parameter
 from holmesjax.layers.model_layers import cached
+from holmesjax.topology.machines import Numbers, Sizes
 from holmesjax.update_rules import Kept, NumberFormat, factored_dims
 
 # Bytes of a number that an optimizer keeps; int8 has a float32 scale for 64 numbers.
@@ -135,7 +136,7 @@ def _stage_state(model: ModelConfig, counts: tuple[int, ...]) -> _StageState:
     )
 
 
-def kept_bytes(model: ModelConfig, stage: StageShape, shards: float = 1) -> float:
+def kept_bytes(model: ModelConfig, stage: StageShape, shards: Numbers = 1) -> Numbers:
     """Bytes that the optimizer keeps on each device, where `data` cuts masters into `shards`."""
     in_parts, rest = _kept_bytes(model, stage)
     return (in_parts / stage.parameter_parts + rest) / shards + _undivided_bytes(model, stage)
@@ -147,19 +148,19 @@ def checkpoint_bytes(
     """Bytes of a checkpoint of the whole model: its parameters, and what the optimizer keeps."""
     numbers = num_parameters(model)
     whole = _stage_state(model, (1, *block_counts(model), 1))
-    squares, others = sum(extent.on(1) for extent in whole.squares), whole.others.on(1)
+    squares, others = sum(extent.size for extent in whole.squares), whole.others.size
     own = sum(_format_bytes(form, numbers, 0, squares, others) for form in kept)
-    return DTYPE_BYTES[param_dtype] * numbers + own
+    return float(DTYPE_BYTES[param_dtype] * numbers + own)
 
 
-def _undivided_bytes(model: ModelConfig, stage: StageShape) -> float:
+def _undivided_bytes(model: ModelConfig, stage: StageShape) -> Numbers:
     """Bytes that the optimizer keeps on each device although other devices keep them too.
 
     These are Adafactor's means over the dim that `data` cuts, and the scales of int8 blocks that
     devices share, without the part that is counted as cut.
     """
     own = _stage_state(model, stage.counts)
-    numbers = 0.0
+    numbers: Numbers = 0.0
     if means := stage.kept.count("factored"):
         numbers += means * own.squares.whole.held(stage.tensor, stage.parameter_parts)
     if arrays := stage.kept.count("int8"):
@@ -168,7 +169,7 @@ def _undivided_bytes(model: ModelConfig, stage: StageShape) -> float:
     return KEPT_BYTES["float32"] * numbers
 
 
-def _repeated_scales(parameter: Parameter, stage: StageShape) -> Any:
+def _repeated_scales(parameter: Parameter, stage: StageShape) -> Numbers:
     """Scales on each device of an array in int8, without its share of all scales.
 
     Devices between which the last dim does not lie in whole blocks all hold its scales
@@ -184,9 +185,9 @@ def _repeated_scales(parameter: Parameter, stage: StageShape) -> Any:
       >>> float(_repeated_scales(table, stage)) == 512 * 2 * (1 - 1 / 4)
       True
     """
-    is_free: Any = True  # whether `data` has cut no dim yet
-    cuts: Any = 1
-    of_last: Any = 1
+    is_free: bool | np.ndarray = True  # whether `data` has cut no dim yet
+    cuts: Sizes = 1
+    of_last: Sizes = 1
     for dim, size in zip(parameter.dims, parameter.shape, strict=True):
         of_last = stage.parameter_parts if dim == PARTS_DIM else 1
         if dim in TENSOR_DIMS:
@@ -200,7 +201,7 @@ def _repeated_scales(parameter: Parameter, stage: StageShape) -> Any:
     return parameter.size() / QUANTIZED / cuts * (of_last - 1) * shared
 
 
-def _kept_bytes(model: ModelConfig, stage: StageShape) -> tuple[float, float]:
+def _kept_bytes(model: ModelConfig, stage: StageShape) -> tuple[Numbers, Numbers]:
     """Bytes that `data` cuts: those that `fsdp` and `context` cut too, and the others."""
     trained = stage_extents(model, stage.counts).trained
     own = _stage_state(model, stage.counts)
@@ -213,7 +214,9 @@ def _kept_bytes(model: ModelConfig, stage: StageShape) -> tuple[float, float]:
     return in_parts, rest
 
 
-def _format_bytes(form: Kept, numbers: int, wide: int, squares: int, others: int) -> float:
+def _format_bytes(
+    form: Kept, numbers: Sizes, wide: Sizes, squares: Sizes, others: Sizes
+) -> Numbers:
     """Bytes kept of some numbers in a format.
 
     Args:
@@ -253,7 +256,7 @@ def hidden_matrices(model: ModelConfig, stage: StageShape) -> Counter[Matrix]:
     return found
 
 
-def updated_bytes(model: ModelConfig, stage: StageShape) -> float:
+def updated_bytes(model: ModelConfig, stage: StageShape) -> Numbers:
     """Bytes that the optimizer moves on each device."""
     in_parts, rest = _kept_bytes(model, stage)
     trained = stage_extents(model, stage.counts).trained
@@ -263,7 +266,7 @@ def updated_bytes(model: ModelConfig, stage: StageShape) -> float:
     return moved / stage.data + update_bytes(0, _undivided_bytes(model, stage))
 
 
-def update_bytes(num_parameters: float, kept: float, dtype: str = "float32") -> float:
+def update_bytes(num_parameters: Numbers, kept: Numbers, dtype: str = "float32") -> Numbers:
     """Bytes that an update moves: parameters and state, read and written; gradients, read.
 
     Args:

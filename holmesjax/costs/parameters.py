@@ -16,6 +16,7 @@ from holmesjax.costs.stage_shape import StageShape, stage_tokens
 from holmesjax.layers.distinct_kinds import block_counts, kinds
 from holmesjax.layers.kind import PARTS_DIM, Kind, Parameter
 from holmesjax.layers.model_layers import cached, layers
+from holmesjax.topology.machines import Numbers, Sizes
 
 
 class Extent(NamedTuple):
@@ -47,19 +48,24 @@ class Extent(NamedTuple):
     def total(extents: Iterable["Extent"]) -> "Extent":
         return Extent(*map(sum, zip(*extents, strict=True)))
 
-    def on(self, tensor: int) -> int:
+    @property
+    def size(self) -> int:
+        """All numbers."""
+        return sum(self)
+
+    def on(self, tensor: Sizes) -> Sizes:
         """Numbers on each of `tensor` devices, before `fsdp` and `context` cut them."""
         return self.in_parts(tensor) + self.out_of_parts(tensor)
 
-    def in_parts(self, tensor: int) -> int:
+    def in_parts(self, tensor: Sizes) -> Sizes:
         """The part of these numbers that `fsdp` and `context` cut."""
         return self.by_parts + self.by_both // tensor
 
-    def out_of_parts(self, tensor: int) -> int:
+    def out_of_parts(self, tensor: Sizes) -> Sizes:
         """The other numbers."""
         return self.whole + self.by_tensor // tensor
 
-    def held(self, tensor: int, num_parts: int) -> float:
+    def held(self, tensor: Sizes, num_parts: Sizes) -> Numbers:
         """Numbers on each device."""
         return self.in_parts(tensor) / num_parts + self.out_of_parts(tensor)
 
@@ -150,10 +156,10 @@ def row_numbers(kind: Kind, *, trains: bool = False) -> int:
     return sum(own.size() // own.shape[0] for own in tables)
 
 
-def table_parameters(model: ModelConfig, tensor: int = 1) -> int:
-    """The token table, V D / tensor: of the embedding, and of a tied output projection."""
+def table_parameters(model: ModelConfig) -> int:
+    """The token table, V D: of the embedding, and of a tied output projection."""
     name = TABLE.rpartition("/")[2]
-    return Extent.of(own for own in kinds(model).embed.parameters if own.name == name).on(tensor)
+    return Extent.of(own for own in kinds(model).embed.parameters if own.name == name).size
 
 
 def num_parameters(model: ModelConfig) -> int:
@@ -169,7 +175,7 @@ def num_parameters(model: ModelConfig) -> int:
     """
     counts = (1, *block_counts(model), 1)
     pairs = zip(counts, _layer_extents(model), strict=True)
-    return sum(n * (extents.all.on(1) + extents.borrowed.on(1)) for n, extents in pairs)
+    return sum(n * (extents.all.size + extents.borrowed.size) for n, extents in pairs)
 
 
 def parameter_counts(model: ModelConfig) -> tuple[int, int]:
@@ -189,7 +195,7 @@ def parameter_counts(model: ModelConfig) -> tuple[int, int]:
     return sum(n * kind.size() for n, kind in pairs), round(active)
 
 
-def stage_parameters(model: ModelConfig, stage: StageShape) -> int:
+def stage_parameters(model: ModelConfig, stage: StageShape) -> Sizes:
     """Parameters of one replica on each of its devices, before `fsdp` cuts them.
 
     A tied head needs the token table: where the embedding is on another stage, it holds a copy.
@@ -206,7 +212,7 @@ def stage_parameters(model: ModelConfig, stage: StageShape) -> int:
     return stage_extents(model, stage.counts).all.on(stage.tensor)
 
 
-def held_parameters(model: ModelConfig, stage: StageShape) -> tuple[float, float]:
+def held_parameters(model: ModelConfig, stage: StageShape) -> tuple[Numbers, Numbers]:
     """Parameters of a replica on each device, and of these the parameters that train.
 
     A parameter without the model width is whole on all devices of `fsdp` and `context`.
@@ -215,7 +221,7 @@ def held_parameters(model: ModelConfig, stage: StageShape) -> tuple[float, float
     return own.all.held(stage.tensor, parts), own.trained.held(stage.tensor, parts)
 
 
-def gathered_parameters(model: ModelConfig, stage: StageShape) -> tuple[int, int]:
+def gathered_parameters(model: ModelConfig, stage: StageShape) -> tuple[Sizes, Sizes]:
     """Parameters that a device gathers over `fsdp` in a forward, and in a backward.
 
     A forward reads all. A backward does not read a table whose rows were looked up, unless it is
@@ -236,7 +242,7 @@ def gathered_parameters(model: ModelConfig, stage: StageShape) -> tuple[int, int
     return numbers, numbers - unread.in_parts(stage.tensor)
 
 
-def reduced_numbers(model: ModelConfig, stage: StageShape) -> int:
+def reduced_numbers(model: ModelConfig, stage: StageShape) -> Sizes:
     """Numbers that a device gives to its reductions over `fsdp` in a backward.
 
     The gradient of every parameter that trains. Where rows of a table are looked up, these are the
@@ -247,7 +253,7 @@ def reduced_numbers(model: ModelConfig, stage: StageShape) -> int:
     return numbers + stage_tokens(model, stage) * own.row_numbers
 
 
-def largest_layer_parameters(model: ModelConfig, stage: StageShape) -> int:
+def largest_layer_parameters(model: ModelConfig, stage: StageShape) -> Sizes:
     """Parameters that the stage's largest layer reads, on each device of `tensor`."""
     own = zip(stage.counts, _layer_extents(model), strict=True)
     sizes = [

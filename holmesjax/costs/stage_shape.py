@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from holmesjax.config import Checkpointing, ModelConfig
 from holmesjax.layers.distinct_kinds import kinds
 from holmesjax.layers.kind import Kind
+from holmesjax.topology.machines import Sizes
 from holmesjax.update_rules import Kept
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
@@ -25,11 +26,11 @@ class StageShape:
     blocks: tuple[int, ...]  # Transformer layers of each kind, in the order of `Kinds.blocks`
     is_first: bool  # holds the embedding
     is_last: bool  # holds the head
-    data: int  # replicas
-    tensor: int  # devices that share each matrix product
-    fsdp: int = 1  # parts of each replica's parameters, and of its sequences
-    context: int = 1  # parts of each sequence; each part of the parameters has as many
-    sequences: int  # in a microbatch, of which a device has some part each
+    data: Sizes  # replicas
+    tensor: Sizes  # devices that share each matrix product
+    fsdp: Sizes = 1  # parts of each replica's parameters, and of its sequences
+    context: Sizes = 1  # parts of each sequence; each part of the parameters has as many
+    sequences: Sizes  # in a microbatch, of which a device has some part each
     chunks: int  # runs of consecutive layers that it holds
     in_flight: float  # microbatches that wait: `pipeline_schedules.max_in_flight`
     head_in_flight: float  # of them, those whose forward has run through the head
@@ -40,7 +41,7 @@ class StageShape:
     kept: tuple[Kept, ...] = ("float32", "float32")
 
     @property
-    def parameter_parts(self) -> int:
+    def parameter_parts(self) -> Sizes:
         """Parts of a replica's parameters, besides those of `tensor`."""
         return self.fsdp * self.context
 
@@ -60,6 +61,6 @@ class StageShape:
         return [(count, kind) for count, kind in pairs if count]
 
 
-def stage_tokens(model: ModelConfig, stage: StageShape) -> int:
+def stage_tokens(model: ModelConfig, stage: StageShape) -> Sizes:
     """Tokens of a microbatch on each device."""
     return stage.sequences * model.context_length // stage.context

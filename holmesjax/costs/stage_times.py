@@ -7,7 +7,7 @@ device reaches, and `collective_times` the seconds of collectives.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import reduce
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -28,7 +28,7 @@ from holmesjax.costs.stage_shape import DTYPE_BYTES, StageShape, stage_tokens
 from holmesjax.layers.distinct_kinds import kinds
 from holmesjax.layers.kind import Kind
 from holmesjax.layers.model_layers import cached
-from holmesjax.topology.machines import DeviceKind
+from holmesjax.topology.machines import DeviceKind, Numbers
 
 # Numbers that a layer's backward moves between its products, to those of its forward: the gradient
 # of an operation reads the gradient of its result beside its operands. Counted over the operations
@@ -47,37 +47,37 @@ OVERLAP_SLOWDOWN = 1.1256
 class StageTimes:
     """Predicted seconds of one stage, without its boundaries."""
 
-    forward_s: float  # of a microbatch: compute
-    backward_s: float
-    weight_s: float  # of the backward: the gradients of the weights, a W where it is split
-    forward_tensor_s: float  # of a microbatch: all-reduces over `tensor`
-    backward_tensor_s: float
-    forward_fsdp_s: float  # of a microbatch: parameters and gradients over `fsdp` and `context`
-    backward_fsdp_s: float
-    forward_context_s: float  # of a microbatch: keys and values, and their gradients
-    backward_context_s: float
-    reduce_s: float  # of a step: summing gradients over `data`
-    gather_s: float  # of a step: gathering parameters over `data`
-    exposed_reduce_s: float  # what that adds to the last backward, if it overlaps with it
-    exposed_gather_s: float  # what that adds to the first forward, if it overlaps with it
-    update_s: float  # of a step: optimizer
+    forward_s: Numbers  # of a microbatch: compute
+    backward_s: Numbers
+    weight_s: Numbers  # of the backward: the gradients of the weights, a W where it is split
+    forward_tensor_s: Numbers  # of a microbatch: all-reduces over `tensor`
+    backward_tensor_s: Numbers
+    forward_fsdp_s: Numbers  # of a microbatch: parameters and gradients over `fsdp` and `context`
+    backward_fsdp_s: Numbers
+    forward_context_s: Numbers  # of a microbatch: keys and values, and their gradients
+    backward_context_s: Numbers
+    reduce_s: Numbers  # of a step: summing gradients over `data`
+    gather_s: Numbers  # of a step: gathering parameters over `data`
+    exposed_reduce_s: Numbers  # what that adds to the last backward, if it overlaps with it
+    exposed_gather_s: Numbers  # what that adds to the first forward, if it overlaps with it
+    update_s: Numbers  # of a step: optimizer
 
     @property
-    def whole_forward_s(self) -> float:
+    def whole_forward_s(self) -> Numbers:
         sent_s = self.forward_tensor_s + self.forward_fsdp_s + self.forward_context_s
         return self.forward_s + sent_s
 
     @property
-    def whole_backward_s(self) -> float:
+    def whole_backward_s(self) -> Numbers:
         sent_s = self.backward_tensor_s + self.backward_fsdp_s + self.backward_context_s
         return self.backward_s + sent_s
 
     @property
-    def microbatch_s(self) -> float:
+    def microbatch_s(self) -> Numbers:
         return self.whole_forward_s + self.whole_backward_s
 
     @property
-    def once_s(self) -> float:
+    def once_s(self) -> Numbers:
         """Seconds that come once in a step, for any number of microbatches.
 
         This is an approximation: the bubble of the pipeline hides about as much of collectives that
@@ -86,7 +86,7 @@ class StageTimes:
         return self.exposed_reduce_s + self.exposed_gather_s + self.update_s
 
 
-def exposed_s(collective_s: Any, compute_s: Any, num_layers: int) -> Any:
+def exposed_s(collective_s: Numbers, compute_s: Numbers, num_layers: int) -> Numbers:
     """Seconds that a collective, layer by layer, adds to the computation that it overlaps with.
 
     One layer has nothing to hide behind. What is hidden slows the computation down.
@@ -116,6 +116,14 @@ class _Layer(NamedTuple):
     weight_s: float  # of the backward: the products that make the gradients of weights
 
 
+class _Layers(NamedTuple):
+    """The same of a layer on the devices of each stage."""
+
+    forward_s: Numbers
+    backward_s: Numbers
+    weight_s: Numbers
+
+
 @cached(10_000)  # a search asks for the same layers over and over
 def _layer(
     model: ModelConfig,
@@ -135,9 +143,9 @@ def _layer(
     heads = kind.attention.heads if kind.attention else 0
     pairs = num_tokens * length * heads / stage.tensor
     products_s = device.products_s([*products, *mixed], stage.dtype)
-    numbers_s = device.between_s(num_tokens * (whole + cut) * DTYPE_BYTES[stage.dtype])
+    numbers_s = float(device.between_s(num_tokens * (whole + cut) * DTYPE_BYTES[stage.dtype]))
     attention_s = implementation.pairs(stage.context) * device.attention_s(attention, stage.dtype)
-    scores_s = device.memory_s(implementation.score_bytes * pairs)
+    scores_s = float(device.memory_s(implementation.score_bytes * pairs))
     inputs = [product.gradients[0] for product in products]
     inputs += [own for product in mixed for own in product.gradients]
     trained = trained_products(kind, num_tokens, stage.tensor)
@@ -174,7 +182,7 @@ def layers_s(
     """
     return [
         max(
-            layer.forward_s + layer.backward_s
+            float(layer.forward_s + layer.backward_s)
             for layer in (_layers(model, i, stage, device, implementation) for device in devices)
         )
         for i in range(len(stage.blocks))
@@ -187,7 +195,7 @@ def _layers(
     stage: StageShape,
     device: DeviceKind,
     implementation: Implementation,
-) -> _Layer:
+) -> _Layers:
     """Seconds of a layer of one kind, in the shape of the stage's numbers."""
     cuts = np.array([stage.sequences, stage.tensor, stage.context])
     found = [
@@ -201,37 +209,40 @@ def _layers(
         for sequences, tensor, context in cuts.reshape(3, -1).T.tolist()
     ]
     forward_s, backward_s, weight_s = np.reshape(np.transpose(found), cuts.shape)
-    return _Layer(forward_s, backward_s, weight_s)
+    return _Layers(forward_s, backward_s, weight_s)
 
 
 def _end_s(
     model: ModelConfig, kind: Kind, stage: StageShape, device: DeviceKind
-) -> tuple[Any, Any, Any]:
+) -> tuple[float, float, float]:
     """Seconds of a first or last layer: forward, gradient of its input, gradient of its weights.
 
     Only the output projection of our own layers is one.
     """
-    num_tokens, length = stage_tokens(model, stage), model.context_length
-    products = layer_products(kind, num_tokens, stage.tensor)
-    mixed = mixed_products(kind, length, num_tokens, stage.tensor)
+    # A stage with an end of the model comes alone.
+    num_tokens, tensor = int(stage_tokens(model, stage)), int(stage.tensor)
+    products = layer_products(kind, num_tokens, tensor)
+    mixed = mixed_products(kind, model.context_length, num_tokens, tensor)
     inputs = [product.gradients[0] for product in products]
     inputs += [own for product in mixed for own in product.gradients]
-    trained = trained_products(kind, num_tokens, stage.tensor)
+    trained = trained_products(kind, num_tokens, tensor)
     weights = [product.gradients[1] for product in trained]
     times = (device.products_s(p, stage.dtype) for p in ([*products, *mixed], inputs, weights))
     forward_s, input_s, weight_s = times
-    whole, cut = work.layer_numbers(kind, stage.tensor)
-    numbers_s = device.between_s(num_tokens * (whole + cut) * DTYPE_BYTES[stage.dtype])
+    whole, cut = work.layer_numbers(kind, tensor)
+    numbers_s = float(device.between_s(num_tokens * (whole + cut) * DTYPE_BYTES[stage.dtype]))
     return forward_s + numbers_s, input_s + BACKWARD_NUMBERS * numbers_s, weight_s
 
 
 def _compute_s(
     model: ModelConfig, stage: StageShape, device: DeviceKind, implementation: Implementation
-) -> tuple[float, float, float, float]:
+) -> tuple[Numbers, Numbers, Numbers, Numbers]:
     """Seconds on one kind of device: forward, backward, its weight gradients, update."""
     num_tokens = stage_tokens(model, stage)
     _, trained = held_parameters(model, stage)
-    forward_s, backward_s, weight_s = 0.0, 0.0, 0.0
+    forward_s: Numbers = 0.0
+    backward_s: Numbers = 0.0
+    weight_s: Numbers = 0.0
     for number, count in enumerate(stage.blocks):
         if count:
             layer = _layers(model, number, stage, device, implementation)
@@ -259,17 +270,19 @@ def _compute_s(
     )
 
 
-def _muon_s(model: ModelConfig, stage: StageShape, device: DeviceKind) -> Any:
+def _muon_s(model: ModelConfig, stage: StageShape, device: DeviceKind) -> Numbers:
     """Seconds in which a device orthogonalises its share of whole matrices; 0 without Muon."""
     num_devices = stage.data * stage.parameter_parts * stage.tensor
-    seconds: Any = 0.0
+    seconds: Numbers = 0.0
     for matrix, count in hidden_matrices(model, stage).items():
         one_s = device.products_s(orthogonalizing_products(matrix), "float32")
         seconds = seconds + np.ceil(count / num_devices) * one_s
     return seconds
 
 
-def _dealt_s(model: ModelConfig, stage: StageShape, groups: Sequence[Group | Groups | None]) -> Any:
+def _dealt_s(
+    model: ModelConfig, stage: StageShape, groups: Sequence[Group | Groups | None]
+) -> Numbers:
     """Seconds of Muon's exchanges of matrices, there and back; 0 without Muon.
 
     A device sends all but its own share of its parts; they are taken to go through each axis.
@@ -287,7 +300,7 @@ def _fsdp_s(
     fsdp: Group | Groups | None,
     context: Group | Groups | None,
     implementation: Implementation,
-) -> tuple[Any, Any]:
+) -> tuple[Numbers, Numbers]:
     """Seconds of a microbatch for parameters and gradients over `fsdp`: forward, backward.
 
     Each layer has one collective of the mean size.
@@ -310,13 +323,14 @@ def _fsdp_s(
 
 def _context_s(
     model: ModelConfig, stage: StageShape, context: Group | Groups | None
-) -> tuple[Any, Any]:
+) -> tuple[Numbers, Numbers]:
     """Seconds of a microbatch for keys and values over `context`: forward, backward.
 
     The tokens of a boundary are in order and those of a ring are not, so each boundary is permuted.
     """
     num_tokens = stage_tokens(model, stage)
-    forward_s, backward_s = 0.0, 0.0
+    forward_s: Numbers = 0.0
+    backward_s: Numbers = 0.0
     for count, kind in stage.kinds(model):
         if kind.attention is not None:
             # As if all others' parts came: then as many as the layer's window needs.
@@ -335,7 +349,7 @@ def _context_s(
 
 def _tensor_s(
     model: ModelConfig, stage: StageShape, tensor: Group | Groups | None
-) -> tuple[Any, Any]:
+) -> tuple[Numbers, Numbers]:
     """Seconds of a microbatch for all-reduces over `tensor`: forward, backward."""
     num_tokens = stage_tokens(model, stage)
     counts: dict[int, list[int]] = {}  # of numbers per token: all-reduces in each direction
@@ -344,7 +358,8 @@ def _tensor_s(
             both = counts.setdefault(numbers, [0, 0])
             both[0] += count * forward
             both[1] += count * backward
-    forward_s, backward_s = 0.0, 0.0
+    forward_s: Numbers = 0.0
+    backward_s: Numbers = 0.0
     for numbers, (forward, backward) in counts.items():
         num_bytes = 1.0 * num_tokens * numbers * DTYPE_BYTES[stage.dtype]
         all_reduce_s = collective_times.all_reduce_s(num_bytes, tensor)

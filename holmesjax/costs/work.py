@@ -6,20 +6,19 @@ The matrix products are in `products`.
     F  feed-forward width   V  vocabulary size   S  tokens in a sequence   T  tokens in all
 """
 
-from typing import Any
-
 import numpy as np
 
 from holmesjax.config import Checkpointing, ModelConfig
 from holmesjax.costs.parameters import row_numbers
 from holmesjax.costs.stage_shape import DTYPE_BYTES
 from holmesjax.layers.kind import Kind
+from holmesjax.topology.machines import Numbers, Sizes
 
 # Bytes of float32 logits that a device computes at a time: more tokens are cut into chunks.
 MAX_LOGIT_BYTES = 2**29
 
 
-def logit_chunks(num_tokens: float, vocab_size: float, width: int) -> np.ndarray:
+def logit_chunks(num_tokens: Numbers, vocab_size: Numbers, width: int) -> np.ndarray:
     """Chunks in which a device computes the logits of so many tokens, one after the other.
 
     1, all at once, keeps logits in float32 and has their gradients, (4 + c) T V bytes. A chunk of t
@@ -35,14 +34,14 @@ def logit_chunks(num_tokens: float, vocab_size: float, width: int) -> np.ndarray
     return np.where(num_tokens > num_tokens / num_chunks + width, num_chunks, 1)
 
 
-def key_value_numbers(kind: Kind, tensor: int = 1) -> float:
+def key_value_numbers(kind: Kind, tensor: Sizes = 1) -> Numbers:
     """Numbers of a token's keys and values in one layer: 2 G K / tensor."""
     if (attention := kind.attention) is None:
         return 0.0
     return 2 * attention.key_heads * attention.head_width / tensor
 
 
-def parts_received(kind: Kind, length: int, context: int = 1) -> Any:
+def parts_received(kind: Kind, length: int, context: Sizes = 1) -> Numbers:
     """Parts of a sequence whose keys and values come to each device of `context` in a forward.
 
     A ring brings those of all others. To a window come the runs before each of a device's two, as
@@ -61,12 +60,14 @@ def parts_received(kind: Kind, length: int, context: int = 1) -> Any:
     return np.where(context > 1, np.minimum(runs, 2 * context - 1), 0.0)
 
 
-def layer_numbers(kind: Kind, tensor: int = 1) -> tuple[float, float]:
+def layer_numbers(kind: Kind, tensor: Sizes = 1) -> tuple[float, Numbers]:
     """Numbers that a layer's forward moves between its products, per token: whole, and cut."""
     return float(kind.moved.whole), kind.moved.cut / tensor
 
 
-def looked_up_bytes(kind: Kind, num_tokens: float, dtype: str, *, trains: bool = False) -> float:
+def looked_up_bytes(
+    kind: Kind, num_tokens: Numbers, dtype: str, *, trains: bool = False
+) -> Numbers:
     """Bytes of device memory that look-ups move: they read T rows and write T rows.
 
     With `trains`, those of trained tables: a backward moves the gradients of their rows.
@@ -95,7 +96,7 @@ def all_reduces(kind: Kind, checkpointing: Checkpointing) -> list[tuple[int, int
     ]
 
 
-def boundary_bytes(model: ModelConfig, num_tokens: float, dtype: str) -> float:
+def boundary_bytes(model: ModelConfig, num_tokens: Numbers, dtype: str) -> Numbers:
     """Bytes of the array handed from stage to stage, and of its gradient: T D numbers.
 
     >>> model = ModelConfig(num_layers=1, width=8, num_heads=2, context_length=4)

@@ -133,7 +133,7 @@ def workload(config: Config) -> Workload:
     return Workload(
         dtype=train.compute_dtype,
         flop_per_token=forward_flop + backward_flop(forward_flop, policy) + 3 * head_flop,
-        boundary_bytes_per_token=work.boundary_bytes(model, 1, train.compute_dtype),
+        boundary_bytes_per_token=float(work.boundary_bytes(model, 1, train.compute_dtype)),
         gradient_bytes_per_token=4 * parameters / (train.global_batch * model.context_length),
     )
 

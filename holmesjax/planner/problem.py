@@ -152,7 +152,8 @@ class Problem:
     def boundary_bytes(self, settings: StepSettings) -> float:
         sequences = self.config.train.global_batch // settings.microbatches
         num_tokens = sequences * self.config.model.context_length
-        return work.boundary_bytes(self.config.model, num_tokens, self.config.train.compute_dtype)
+        dtype = self.config.train.compute_dtype
+        return float(work.boundary_bytes(self.config.model, num_tokens, dtype))
 
     def is_asked_for(self, segments: Sequence[Segment]) -> bool:
         """Whether the stages are on the clusters that the config names, if it does."""

@@ -95,7 +95,7 @@ def _refuse_absurd_sizes(config: Config, topology: Topology) -> None:
     shape = StageCosts(config).shape(whole, settings, ends, blocks)
     num_parameters = stage_parameters(model, shape)
     width = DTYPE_BYTES[train.compute_dtype] + DTYPE_BYTES[train.param_dtype]
-    least_bytes = num_parameters * (width + 4) + kept_bytes(model, shape)
+    least_bytes = float(num_parameters * (width + 4) + kept_bytes(model, shape))
     if least_bytes > ABSURD * all_bytes:
         raise PlanError(
             "model",
@@ -113,7 +113,7 @@ def _refuse_absurd_sizes(config: Config, topology: Topology) -> None:
         ("train.global_batch", train.global_batch, sequences),
     ):
         tokens = number * model.context_length
-        token_bytes = work.boundary_bytes(model, tokens, train.compute_dtype)
+        token_bytes = float(work.boundary_bytes(model, tokens, train.compute_dtype))
         if token_bytes > ABSURD * all_bytes:
             raise PlanError(
                 name,

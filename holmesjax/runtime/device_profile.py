@@ -161,7 +161,7 @@ def _rest(timed: Timed, kind: DeviceKind, model: ModelConfig) -> tuple[float, fl
     with_factor = lambda factor: dataclasses.replace(
         kind, calibration=dataclasses.replace(kind.calibration, between=factor)
     )
-    added_s = kind.memory_s(HOLMESJAX.accumulate_bytes * _block(model).size())
+    added_s = float(kind.memory_s(HOLMESJAX.accumulate_bytes * _block(model).size()))
     rest_s, between_s = [], []
     for sequences, measured_s in timed.block_s.items():
         # Seconds are linear in the factor.

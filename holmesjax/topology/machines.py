@@ -17,9 +17,14 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
+import numpy as np
+
 from holmesjax.topology import catalogue, file as topology_file
 from holmesjax.topology.calibration import UNKNOWN, Calibration, Product
 from holmesjax.topology.fabrics import FABRICS, Fabric
+
+Numbers = float | np.ndarray  # one, or an array with one for each of several stages
+Sizes = int | np.ndarray  # whole ones
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,11 +68,11 @@ class DeviceKind:
         """Seconds of attention, of the products of its scores and its weighted values."""
         return self.calibration.attention * self.products_s(products, dtype)
 
-    def memory_s(self, num_bytes: float) -> float:
+    def memory_s(self, num_bytes: Numbers) -> Numbers:
         """Seconds to move bytes from or to the memory of the device."""
         return num_bytes / (self.memory_bandwidth_bytes_per_s * self.calibration.memory)
 
-    def between_s(self, num_bytes: float) -> float:
+    def between_s(self, num_bytes: Numbers) -> Numbers:
         """Seconds of what lies between the products of a layer, which moves so many bytes."""
         return self.calibration.between * self.memory_s(num_bytes)
 

@@ -39,7 +39,7 @@ def test_parameters_are_those_of_the_model(model, tensor):
     assert block.size(tensor) == parameters_of(model, block_name(0), tensor)
     assert embed.size(tensor) == parameters_of(model, EMBED, tensor)
     assert head.size(tensor) == parameters_of(model, HEAD, tensor)
-    table = table_parameters(model, 1) if model.tied_embeddings else 0
+    table = table_parameters(model) if model.tied_embeddings else 0
     layers = {layer: parameters_of(model, layer, 1) for layer in layer_names(model.num_layers)}
     assert num_parameters(model) == sum(layers.values()) + table
 
