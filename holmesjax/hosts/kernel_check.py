@@ -18,12 +18,13 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
 
 from holmesjax.config import Config
 from holmesjax.layers.distinct_kinds import kinds
@@ -33,6 +34,8 @@ if TYPE_CHECKING:  # a launcher looks at no hardware
 
 CAPABILITY = "9.0"  # of the GPUs that the kernels are for
 LIMIT_S = 60.0
+KILLED_S = 5.0  # for a check that was killed to be gone; what hangs in a driver is left to it
+PAUSE_S = 0.1  # between two looks whether another process has ended its check
 # ptxas that miscompiles Hopper kernels: the first such version and the first that does not. JAX's
 # own kernels refuse CUDA 12.8.0 to 12.9.0; 13.0.88 is reported for sm_90a.
 MISCOMPILING = (((12, 8, 0), (12, 9, 86)), ((13, 0, 88), (13, 0, 89)))
@@ -100,13 +103,14 @@ def verdict(
         return CheckVerdict(problem=reason, versions=versions)
     key = {**versions, "source": source_digest(), "asked": dict(asked)}
     name = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:24]
-    with _alone(_folder(env), name) as path:
+    # Another process holds the lock for one check; where none can be kept, several hold it in turn.
+    with _alone(_folder(env), name, patience_s=2 * limit_s) as path:
         if (kept := _read(path)) is not None:
             return CheckVerdict(problem=kept["problem"], versions=versions)
         say(f"checking the attention kernels on this machine, once: at most {limit_s:g} s")
         found = CheckVerdict(problem=_run([json.dumps(asked), *check], limit_s), versions=versions)
         with suppress(OSError):  # then the next process checks again
-            path.write_text(json.dumps({"problem": found.problem, **key}, indent=1) + "\n")
+            _keep(path, {"problem": found.problem, **key})
     if found.problem is not None:
         say(f"warning: the attention kernels are not used: {found}")
     return found
@@ -120,18 +124,27 @@ def _read(path: Path) -> dict[str, Any] | None:
     return None
 
 
+def _keep(path: Path, kept: Mapping[str, Any]) -> None:
+    """Writes a verdict whole or not at all. Raises OSError."""
+    part = path.with_suffix(f".{os.getpid()}")
+    part.write_text(json.dumps(kept, indent=1) + "\n")
+    part.replace(path)
+
+
 def _run(arguments: Sequence[str], limit_s: float) -> str | None:
     """Why the check has failed; None if it has passed."""
     command = [sys.executable, "-m", "kernels.attention.check", *arguments]
+    # Its own limit is for the case that this process is killed meanwhile.
+    command += ["--limit-s", str(limit_s + KILLED_S)]
     env = os.environ | {"JAX_TRACEBACK_FILTERING": "off"}  # an error's last line is the error
     with (
         tempfile.TemporaryFile("w+", errors="replace") as out,
         tempfile.TemporaryFile("w+", errors="replace") as words,
-        # A session of its own: what it has started ends with it.
-        subprocess.Popen(
-            command, env=env, stdout=out, stderr=words, start_new_session=True
-        ) as process,
     ):
+        # A session of its own: what it has started ends with it.
+        process = subprocess.Popen(
+            command, env=env, stdout=out, stderr=words, start_new_session=True
+        )
         try:
             status = process.wait(limit_s)
         except subprocess.TimeoutExpired:
@@ -139,6 +152,8 @@ def _run(arguments: Sequence[str], limit_s: float) -> str | None:
         finally:
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(KILLED_S)
         out.seek(0)
         words.seek(0)
         last = words.read().strip().splitlines()[-1:]
@@ -154,17 +169,29 @@ def _run(arguments: Sequence[str], limit_s: float) -> str | None:
 
 
 @contextmanager
-def _alone(folder: Path, name: str) -> Iterator[Path]:
-    """The file of a verdict, while no other process of this host looks for it."""
-    try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        lock = open(folder / f".{name}", "w")  # noqa: SIM115, closed below
-    except OSError:  # nothing can be kept: each process checks for itself
+def _alone(folder: Path, name: str, patience_s: float) -> Iterator[Path]:
+    """The file of a verdict, while no other process of this host looks for it.
+
+    Where there can be no lock, or none for so many seconds, each process checks for itself.
+    """
+    with ExitStack() as stack:
+        with suppress(OSError):
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            lock = stack.enter_context(open(folder / f".{name}", "w"))
+            _wait_for(lock, patience_s)
         yield folder / f"{name}.json"
-        return
-    with lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield folder / f"{name}.json"
+
+
+def _wait_for(lock: TextIO, patience_s: float) -> None:
+    """Locks a file; raises OSError if that is impossible, or not in time."""
+    deadline_s = time.monotonic() + patience_s
+    while True:
+        try:
+            return fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() > deadline_s:
+                raise
+        time.sleep(PAUSE_S)
 
 
 def _folder(env: Mapping[str, str]) -> Path:

@@ -1,7 +1,8 @@
 """A check of attention kernels on the device at hand, against plain JAX in float32.
 
 A kernel that is wrong may hang, or leave the device of its process unusable. So the check is a
-process of its own, and its caller sets the limit of time: `python -m kernels.attention.check`.
+process of its own, and its caller sets the limit of time: `python -m kernels.attention.check`. A
+check that its caller has left behind ends by itself (`--limit-s`).
 
     error    of an output or a gradient: the largest difference from plain JAX over the largest
              number there, below 2^-6
@@ -12,6 +13,7 @@ process of its own, and its caller sets the limit of time: `python -m kernels.at
 import argparse
 import importlib
 import json
+import signal
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
@@ -198,7 +200,10 @@ def main() -> int:
     parser.add_argument("asked", type=json.loads, help="what a run needs, as JSON")
     parser.add_argument("--attention", default=PALLAS, help="module:function (the Pallas kernels)")
     parser.add_argument("--small", action="store_true", help="short cases, to try the check itself")
+    parser.add_argument("--limit-s", type=float, default=0.0, help="seconds to end in; 0: no limit")
     args = parser.parse_args()
+    # Without a handler the signal ends a process that hangs in a kernel, too.
+    signal.setitimer(signal.ITIMER_REAL, args.limit_s)
     for found in results(args.asked, named(args.attention), small=args.small):
         print(json.dumps(found), flush=True)
     return 0

@@ -1,8 +1,14 @@
 """A verdict on the kernels costs one check, whatever the check does to its process."""
 
 import dataclasses
+import errno
+import json
 import os
 import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -69,6 +75,67 @@ def test_a_failure_is_named_and_kept(judge, name, limit_s, problem):
     assert re.search(problem, found.problem)
     assert said == [CHECKING, WARNING]
     assert judge("right") == (found, [])
+
+
+def test_a_verdict_of_which_half_is_written_is_none(judge, tmp_path, monkeypatch):
+    """A process may be killed at any time, and leaves the whole file or none."""
+
+    def full(*args):
+        raise OSError(errno.ENOSPC, "no space left on the device")
+
+    monkeypatch.setattr(kernel_check, "_run", lambda *args: None)
+    assert judge("right")[1] == [CHECKING]
+    [kept] = tmp_path.rglob("*.json")
+    kept.write_text(kept.read_text()[:40])
+    monkeypatch.setattr(Path, "replace", full)
+    assert judge("right")[1] == [CHECKING]
+    assert len(kept.read_text()) == 40
+
+
+@pytest.mark.parametrize("error", [BlockingIOError(), OSError(errno.ENOLCK, "no locks")])
+def test_a_process_checks_for_itself_where_it_gets_no_lock(judge, monkeypatch, error):
+    """Some file systems have none, and a process that holds one may hang in the driver."""
+
+    def flock(*args):
+        raise error
+
+    monkeypatch.setattr(kernel_check.fcntl, "flock", flock)
+    monkeypatch.setattr(kernel_check, "_run", lambda *args: "bad")
+    found, said = judge("right", limit_s=0.0)
+    assert found.problem == "bad"
+    assert said == [CHECKING, WARNING]
+
+
+def test_a_check_that_cannot_be_killed_is_left_behind(judge, monkeypatch):
+    """SIGKILL does not end what hangs in the driver."""
+    waits, killed = [], []
+
+    class Hanging:
+        pid = 12345
+
+        def __init__(self, *args, **options):
+            pass
+
+        def wait(self, timeout=None):
+            waits.append(timeout)
+            raise subprocess.TimeoutExpired("check", timeout)
+
+    monkeypatch.setattr(kernel_check.subprocess, "Popen", Hanging)
+    monkeypatch.setattr(kernel_check.os, "killpg", lambda pid, number: killed.append(pid))
+    assert judge("right", 10.0)[0].problem == "the check did not end within 10 s"
+    assert waits == [10.0, kernel_check.KILLED_S]
+    assert killed == [12345]
+
+
+def test_a_check_ends_by_itself_where_its_caller_is_gone():
+    words = [json.dumps(ASKED), "--attention", "tests.kernels.attention.planted:hanging", "--small"]
+    done = subprocess.run(
+        [sys.executable, "-m", "kernels.attention.check", *words, "--limit-s", "0.1"],
+        env=os.environ | {"JAX_PLATFORMS": "cpu"},
+        capture_output=True,
+        timeout=120,
+    )
+    assert done.returncode == -signal.SIGALRM
 
 
 def test_another_machine_or_another_question_is_another_check(judge, monkeypatch):
