@@ -8,9 +8,12 @@ import sys
 import pytest
 
 from holmesjax.config import CHECKOUT
+from holmesjax.report import metrics
+from tests.jobs import run_launch, write_run
 
 # Each section of the page, the file that gets what it shows, and the line that this comes behind.
 ROWS = {
+    "Add a launcher": ("launch/launchers/table.py", r"^LAUNCHERS.*\{\n"),
     "Add a fabric": ("holmesjax/topology/fabrics.py", r"^FABRICS.*\{\n"),
     "Add a NIC": ("holmesjax/topology/catalogue.py", r"^NICS.*\{\n"),
     "Add a GPU": ("holmesjax/topology/catalogue.py", r"^DATA_SHEETS.*\{\n"),
@@ -47,9 +50,14 @@ print(config.to_yaml(config.load("run.yaml")).partition("log:")[2])
 """
 
 
-@pytest.fixture
-def copy(tmp_path):
+# The module that the page adds to the packages, besides the row.
+MODULES = {"Add a launcher": "launch/launchers/script.py", "Add a verb": "launch/verbs/nodes.py"}
+
+
+@pytest.fixture(scope="module")
+def copy(tmp_path_factory):
     """The packages, with what the page adds."""
+    tmp_path = tmp_path_factory.mktemp("copy")
     skipped = shutil.ignore_patterns("__pycache__")
     for name in ("holmesjax", "launch", "kernels", "configs"):
         shutil.copytree(CHECKOUT / name, tmp_path / name, ignore=skipped)
@@ -58,9 +66,12 @@ def copy(tmp_path):
         section = page.split(f"## {title}\n")[1].split("\n## ")[0]
         assert f"`{name}`" in section
         [added] = re.findall(r"```python\n(.*?)```", section, re.DOTALL)
-        if title == "Add a verb":
-            _, added, module = re.split(r"# launch/.*\n", added)
-            (tmp_path / "launch/verbs/nodes.py").write_text(module)
+        if title in MODULES:
+            blocks = dict(re.findall(r"# (launch/\S+)\n(.*?)(?=\n# launch/|\Z)", added, re.DOTALL))
+            added = blocks.pop(name) + "\n"
+            [(module, text)] = blocks.items()
+            assert module == MODULES[title]
+            (tmp_path / module).write_text(text)
         added = added.split("class LogConfig:\n")[-1]
         path = tmp_path / name
         behind = lambda found, own=added: found[0] + own
@@ -83,3 +94,18 @@ def test_the_page_adds_a_fabric_a_nic_a_gpu_a_verb_and_a_setting(copy):
     assert "data 4 (slingshot)" in done.stdout
     assert "flush_every_s: 5" in done.stdout
     assert "log.flush_every_s=0: must be more than 0" in done.stderr
+
+
+def test_the_page_adds_a_launcher(copy):
+    """It trains a job of two processes, and its row says which options mean something to it."""
+    run_file = write_run(copy, {"a": (1,), "b": (1,)}, "job")
+    words = ["train", run_file, "--launcher", "script"]
+    short = ["train.steps=2", "model.num_layers=2", "log.report=true"]
+    done = run_launch(*words, "--max-restarts", "0", *short, cwd=copy)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert [record["step"] for record in metrics.read(copy / "job")] == [1, 2]
+    assert (copy / "job/report.html").exists()
+    assert sorted(path.name for path in copy.glob("start-*.sh")) == ["start-0.sh", "start-1.sh"]
+    done = run_launch(*words, "--listen", "10.0.0.1", cwd=copy)
+    assert done.returncode == 2
+    assert "--listen: is only for --launcher external or ssh or slurm" in done.stderr
