@@ -22,7 +22,7 @@ from launch.launchers.launcher import Launcher, ProcessStart
 
 KEY = "agents.key"
 LAST_LINES = 3
-START_S = 20.0  # for the agents to come: SSH, Python
+START_S = 60.0  # for the agents to come: SSH, Python on a slow file system or a busy host
 ANSWER_S = 180.0  # for the longest answer: measurements over a slow link
 
 
