@@ -11,11 +11,15 @@ import pytest
 
 from benchmarks.lab_rows import ROWS
 from docs import package_graph, pictures
-from holmesjax import config as configs, job
+from holmesjax import config as configs, job, lease
+from holmesjax.checkpoints import resume, skipped_data
 from holmesjax.config import CHECKOUT
 from holmesjax.errors import HolmesError
 from holmesjax.job import Job
+from holmesjax.lab import scaled_topology as lab
+from holmesjax.report import goodput, metrics, page as report_page, recorder, trace
 from holmesjax.topology import loading
+from launch import restarts, supervisor
 from launch.arguments import parse
 from tests.clusters import PLANS, golden_plan
 
@@ -78,6 +82,15 @@ def test_the_topology_in_the_readme_can_be_planned(tmp_path):
     (tmp_path / "ours.yaml").write_text(shown)
     loaded = job.load("configs/runs/quickstart.yaml", [f"topology={tmp_path / 'ours.yaml'}"])
     assert [cluster.name for cluster in loaded.topology.clusters] == ["new", "old"]
+
+
+def test_the_page_of_the_run_folder_has_every_file_and_every_part_of_the_time():
+    page = (CHECKOUT / "docs/run_folder.md").read_text()
+    files = (metrics.FILE, report_page.FILE, trace.FILE, recorder.TIMELINE, resume.ALLOWED)
+    files += (skipped_data.RECORD, lease.FILE, restarts.RECORD, job.ENVIRONMENT, lab.FILE)
+    files += (job.CONFIG, job.TOPOLOGY, job.PLAN, f"{supervisor.LOGS}/")
+    missing = [name for name in (*files, *goodput.BUCKETS) if f"`{name}`" not in page]
+    assert not missing
 
 
 def test_the_readme_is_one_screen():

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from holmesjax import config as configs, job as jobs
+from holmesjax.config import CHECKOUT
 from holmesjax.report import metrics, recorder
 from tests.jobs import write_run
 
@@ -87,6 +88,8 @@ def test_what_is_measured_stands_on_the_console_in_the_summary_and_in_the_file(
         assert recording.write_report() is None  # a test's run wants none
     records = metrics.read(tmp_path)
     assert recording.history == [*past, *records]
+    page = (CHECKOUT / "docs/run_folder.md").read_text()
+    assert all(f"`{key}`" in page for record in records for key in record)
     tokens = config.train.global_batch * config.model.context_length
     np.testing.assert_allclose(
         [r["tokens_per_s"] for r in records], tokens / np.array([2, 1, 1, 3])
