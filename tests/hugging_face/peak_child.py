@@ -1,4 +1,7 @@
-"""Prints the memory that an import and an export of a folder add at their peaks, in MiB each."""
+"""Prints the memory that imports and exports add at their peaks, in MiB each.
+
+The arguments are folders of weights, which are imported and exported, and a run, which is exported.
+"""
 
 import sys
 from pathlib import Path
@@ -21,7 +24,9 @@ def added_mib(*argv: str) -> float:
 
 
 if __name__ == "__main__":
-    for folder in sys.argv[1:]:  # the first one has all modules imported and programs compiled
+    *folders, trained = sys.argv[1:]
+    for folder in folders:  # the first one has all modules imported and programs compiled
         run_dir, out = f"{folder}_run", f"{folder}_out"
         print("import", added_mib("import", folder, "--to", run_dir))
         print("export", added_mib("export", run_dir, "--out", out))
+    print("export", added_mib("export", trained, "--out", f"{trained}_out"))
