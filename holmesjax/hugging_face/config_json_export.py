@@ -3,7 +3,7 @@
 import dataclasses
 
 from holmesjax.config import ModelConfig
-from holmesjax.errors import ConfigError, HolmesError
+from holmesjax.errors import ConfigError, HolmesError, Mistakes
 from holmesjax.hugging_face.config_json import (
     CONFIG,
     FAMILIES,
@@ -55,7 +55,9 @@ def _refuse_other_model(read: ConfigJson, whole: Json, family: str) -> None:
     try:
         back = canonical(ModelConfig(**read.settings()))
     except HolmesError as error:
-        raise ConfigError("the model", problem, found=error, fix=fix) from None
+        first = error.mistakes[0] if isinstance(error, Mistakes) else error
+        found = f"{first.where}: {first.problem}: {first.found}"
+        raise ConfigError("the model", problem, found=found, fix=fix) from None
     for name, value in whole.items():
         if value != back[name]:
             found = f"{value}; read back, it would be {back[name]}"

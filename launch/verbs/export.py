@@ -113,8 +113,8 @@ def _bytes(text: str) -> int:
     try:
         size = int(units.parse(text, "B"))
     except HolmesError as error:
-        where, fix = "--max-shard-size", "write it as 5GB"
-        raise ConfigError(where, error.problem, found=text, fix=fix) from None
+        where = "--max-shard-size"
+        raise ConfigError(where, error.problem, found=text, fix=error.fix) from None
     if size < 1:
         raise ConfigError("--max-shard-size", "must be above 0", found=text, fix="write it as 5GB")
     return size

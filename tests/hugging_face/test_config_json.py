@@ -159,3 +159,7 @@ def test_a_model_that_a_family_cannot_hold_is_refused_with_its_setting():
     windows = model_of("mistral")
     with pytest.raises(ConfigError, match=r"model\.pattern"):
         config_json_export.write(windows, "llama", "float32")
+    gated = dataclasses.replace(model_of("qwen3"), qk_norm="none")
+    found = r'config.json: activation_function: names a function .* for a gpt2: "swiglu"'
+    with pytest.raises(ConfigError, match=rf"gpt2\n  found: {found}\n  fix: export it as another"):
+        config_json_export.write(gated, "gpt2", "float32")

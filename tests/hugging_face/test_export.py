@@ -14,6 +14,7 @@ from safetensors.numpy import save_file
 from holmesjax.errors import CheckpointError, ConfigError
 from holmesjax.hugging_face import export, folder, pieces
 from holmesjax.hugging_face.safetensors_file import DTYPES, write
+from launch.__main__ import main
 from tests.hugging_face.families import CONFIGS, model_of, tensors_of, write_config
 
 TOKENIZER = {
@@ -127,6 +128,16 @@ def test_a_tensor_above_the_limit_has_a_file_and_the_others_theirs(tmp_path):
         for key, tensor in tensors.items():
             np.testing.assert_array_equal(back[key], tensor, key)
         folder.open_weights(out, model)  # each tensor is where the index says
+
+
+def test_a_size_of_files_that_is_none_is_refused_first(capsys):
+    for size, message in {
+        "10KB": "'KB' is not a unit of size\n  found: 10KB\n  fix: did you mean 10 kB",
+        "7": "has no unit\n  found: 7\n  fix: write a number and a unit",
+        "0GB": "must be above 0\n  found: 0GB",
+    }.items():
+        assert main(["export", "nowhere", "--out", "nowhere", "--max-shard-size", size]) == 2
+        assert f"error: --max-shard-size: {message}" in capsys.readouterr().err
 
 
 names = st.text(st.characters(exclude_categories=["Cs"]), max_size=8)
