@@ -125,6 +125,19 @@ def test_no_page_is_longer_than_three_screens():
     assert not {name: length for name, length in lengths.items() if length > 150}
 
 
+def test_every_decision_of_the_design_has_its_date():
+    pages = {path.stem: path.read_text() for path in CHECKOUT.glob("docs/design/*.md")}
+    decisions = [
+        paragraph
+        for text in pages.values()
+        for paragraph in text.split("\n\n")
+        if paragraph.startswith("**")
+    ]
+    decisions += re.findall(r"^- .*(?:\n  .*)*", pages["rejected"], re.MULTILINE)
+    assert len(decisions) > 100
+    assert not [own for own in decisions if not re.search(r"\(20\d\d-\d\d-\d\d[;)]", own)]
+
+
 def test_each_question_about_the_code_has_its_file():
     _, table = (CHECKOUT / "docs/code.md").read_text().split("\n## Twenty questions\n")
     rows = re.findall(r"^\| ([A-Z].*\?) \| (`.*`) \|$", table, re.MULTILINE)
