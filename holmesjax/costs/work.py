@@ -47,6 +47,7 @@ def parts_received(kind: Kind, length: int, context: Sizes = 1) -> Numbers:
     A ring brings those of all others. To a window come the runs before each of a device's two, as
     far as it reaches (`kernels.attention.ring`).
 
+    >>> from holmesjax.layers.distinct_kinds import kinds
     >>> model = ModelConfig(num_layers=1, width=8, num_heads=2, context_length=64,
     ...                     pattern=("window_block",), window=9)
     >>> [block] = kinds(model).blocks  # runs of 8 tokens
@@ -82,6 +83,7 @@ def all_reduces(kind: Kind, checkpointing: Checkpointing) -> list[tuple[int, int
     arrays are summed in a forward and in a backward. `full` checkpointing runs the forward of a
     Transformer layer again.
 
+    >>> from holmesjax.layers.distinct_kinds import kinds
     >>> [block] = kinds(ModelConfig(num_layers=1, width=8, num_heads=2, context_length=4)).blocks
     >>> all_reduces(block, "none"), all_reduces(block, "full")
     ([(8, 2, 2)], [(8, 2, 4)])
