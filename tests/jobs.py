@@ -186,19 +186,27 @@ class RunningJob:
         return "".join(self.lines)
 
 
+def free_listen() -> str:
+    """`HOST:PORT` for a controller, which stays free: no other process has this loopback address.
+
+    A port of 127.0.0.1 that was free a moment ago may be given to a connection of another test.
+    """
+    pid = os.getpid()
+    with socket.socket() as probe:
+        probe.bind((f"127.10.{pid >> 8 & 255}.{pid & 255}", 0))
+        return "{}:{}".format(*probe.getsockname())
+
+
 @contextlib.contextmanager
 def external_job(folder: Path, clusters: dict[str, tuple[int, ...]], *settings, odd=None, env=None):
     """A job whose processes the test starts itself, as a scheduler would; the `RunningJob`.
 
     `odd` says how they misbehave (`tests.odd_worker`), by number; those that are not in it do not.
     """
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        listen = f"127.0.0.1:{probe.getsockname()[1]}"
     run_file = write_run(folder, clusters)
     with (
         contextlib.ExitStack() as stack,
-        RunningJob(run_file, "--launcher", "external", "--listen", listen, *settings) as job,
+        RunningJob(run_file, "--launcher", "external", "--listen", free_listen(), *settings) as job,
     ):
         printed = [job.until(f"  {name}=") for name in ("HOLMES_CONTROLLER", "HOLMES_KEY_FILE")]
         variables = dict(line.strip().split("=", 1) for line in printed)

@@ -4,7 +4,6 @@ import contextlib
 import json
 import os
 import shutil
-import socket
 import subprocess
 import sys
 
@@ -19,7 +18,7 @@ from holmesjax.distributed.messages import Compiled, Files
 from holmesjax.errors import DataError
 from holmesjax.plan.processes import Process
 from holmesjax.report import metrics
-from tests.jobs import ROOT, RunningJob, write_run
+from tests.jobs import ROOT, RunningJob, free_listen, write_run
 
 
 def process(number):
@@ -132,12 +131,9 @@ def test_a_job_whose_processes_have_unlike_corpora_ends_before_its_first_step(tm
     settings = ["data.corpus=corpus", "data.pattern=*.txt", "data.validation_fraction=0"]
     settings += ["model.num_layers=2", "model.width=16", "data.paths={b: {corpus: texts}}"]
     run_file = write_run(tmp_path, {"a": (1,), "b": (1,)})
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        listen = f"127.0.0.1:{probe.getsockname()[1]}"
     with (
         contextlib.ExitStack() as stack,
-        RunningJob(run_file, "--launcher", "external", "--listen", listen, *settings) as job,
+        RunningJob(run_file, "--launcher", "external", "--listen", free_listen(), *settings) as job,
     ):
         printed = [job.until(f"  {name}=") for name in ("HOLMES_CONTROLLER", "HOLMES_KEY_FILE")]
         variables = dict(line.strip().split("=", 1) for line in printed)

@@ -4,7 +4,6 @@ import dataclasses
 import json
 import os
 import re
-import socket
 from ipaddress import IPv6Address
 from pathlib import Path
 
@@ -21,7 +20,7 @@ from holmesjax.runtime import domain
 from holmesjax.topology import fabrics
 from launch.verbs import nics
 from tests.cases import cases
-from tests.jobs import ROOT, RunningJob, run_launch
+from tests.jobs import ROOT, RunningJob, free_listen, run_launch
 from tests.recorded_hosts import HOSTS, LO, materialise
 
 TOPOLOGY = """
@@ -255,11 +254,8 @@ def test_nothing_is_told_where_nccl_needs_no_nic(run_file, mixed, overrides, add
 )
 def test_a_host_without_the_fabric_ends_the_start_with_one_sentence(run_file):
     """Before JAX looks for a GPU, and without waiting for the other hosts."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        listen = f"127.0.0.1:{probe.getsockname()[1]}"
     here = f"run.dir={run_file.parent / 'run'}"
-    with RunningJob(run_file, here, "--launcher", "external", "--listen", listen) as job:
+    with RunningJob(run_file, here, "--launcher", "external", "--listen", free_listen()) as job:
         printed = [job.until(f"  {name}=") for name in ("HOLMES_CONTROLLER", "HOLMES_KEY_FILE")]
         variables = dict(line.strip().split("=", 1) for line in printed)
         env = {

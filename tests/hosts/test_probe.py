@@ -18,8 +18,7 @@ from holmesjax.planner.mesh_order import Paths, place
 from holmesjax.report import figures
 from holmesjax.topology import description, loading, saving
 from holmesjax.topology.probe_speed import ProbeSpeed
-from holmesjax.transport import connections
-from tests.jobs import ROOT, run_launch, run_launch_here
+from tests.jobs import ROOT, free_listen, run_launch, run_launch_here
 from tests.labs import needs_lab
 
 UNEQUAL = """\
@@ -400,8 +399,7 @@ WRONG_ADDRESSES = {
 @pytest.mark.parametrize("addresses, told", WRONG_ADDRESSES.values(), ids=WRONG_ADDRESSES)
 def test_addresses_that_cannot_be_are_told_of(tmp_path, addresses, told):
     (tmp_path / "t.yaml").write_text(UNEQUAL)
-    with connections.listen("127.0.0.1") as free:
-        listen = "{}:{}".format(*connections.address_of(free))
+    listen = free_listen()
     common = {"HOLMES_CONTROLLER": listen, "HOLMES_KEY_FILE": str(tmp_path / "agents.key")}
     command = [sys.executable, "-m", "launch"]
     words = [*command, "probe", tmp_path / "t.yaml", "--output", tmp_path / "out.yaml"]
