@@ -6,6 +6,7 @@ import shutil
 import tempfile
 from pathlib import Path
 
+import hypothesis
 import jax
 import pytest
 
@@ -15,6 +16,14 @@ from holmesjax.runtime import program_cache
 
 GOLDEN = Path(__file__).parent / "golden"
 
+# The same examples each time, however long a busy machine takes for one.
+hypothesis.settings.register_profile(
+    "steady",
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[hypothesis.HealthCheck.too_slow],
+)
+
 
 def pytest_configure(config):
     """Before any backend starts."""
@@ -22,6 +31,7 @@ def pytest_configure(config):
     if not hasattr(config, "workerinput"):  # the processes of pytest-xdist inherit the folder
         # Compiled programs are kept for this session alone, by all of its processes.
         os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="holmesjax-tests-")
+    hypothesis.settings.load_profile("steady")
     jax.config.update("jax_numpy_rank_promotion", "raise")
     # Where each operation stands in the code costs a twelfth of a program's compilation.
     os.environ.setdefault("JAX_TRACEBACK_IN_LOCATIONS_LIMIT", "0")  # for processes of tests
