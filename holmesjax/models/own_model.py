@@ -518,10 +518,15 @@ class _explaining:
     def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
         if isinstance(error, Exception) and not isinstance(error, HolmesError):
             lines = str(error).strip().splitlines()
+            fix = (
+                "look at its functions and at the shapes of its inputs; the error above says where"
+            )
+            if isinstance(error, KeyError) and error.args == (TABLE,):
+                fix = "set model.tied_embeddings=true, and read the table in the last layer alone"
             raise _wrong(
                 f"has a layer that {self._problem}: {self._where}",
                 f"{type(error).__name__}: {lines[0] if lines else 'no more is said'}",
-                "look at its functions and at the shapes of its inputs; the error above says where",
+                fix,
             ) from error
 
 

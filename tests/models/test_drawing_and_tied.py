@@ -160,6 +160,16 @@ MISTAKES = {
 }
 
 
+def test_a_table_without_the_setting_is_told():
+    global made
+    made = lambda settings: [FIRST, PLAIN, LAST]
+    forget()
+    sizes = {**SIZES, "tied_embeddings": False}
+    message = r"head \(<lambda>\)\n  found: KeyError: 'embed/token_VD'\n  fix: set model.tied_emb"
+    with pytest.raises(ConfigError, match=message):
+        layers(make_model(num_layers=1, module=f"{__name__}:made", **sizes))
+
+
 @pytest.mark.parametrize("own, message", MISTAKES.values(), ids=MISTAKES)
 def test_a_mistake_is_told(own, message):
     global made
