@@ -198,6 +198,10 @@ def config_of(
 
     Raises ConfigError if the family has no such model.
     """
+    if model.module is not None:
+        problem = "has no place in the format of Hugging Face, which has layers of known families"
+        fix = "write its arrays from Python, with checkpoint.restore_layers"
+        raise ConfigError("model.module", problem, found=model.module, fix=fix)
     kept = ConfigJson.load(imported) if imported is not None else None
     family = family or (kept.family if kept else config_json_export.family_of(model))
     return config_json_export.exported(model, kept, family, dtype or kept_dtype(kept))

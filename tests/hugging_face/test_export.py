@@ -1,5 +1,6 @@
 """An import and an export give back the bits of a folder, and nothing else is left behind."""
 
+import dataclasses
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -128,6 +129,13 @@ def test_a_tensor_above_the_limit_has_a_file_and_the_others_theirs(tmp_path):
         for key, tensor in tensors.items():
             np.testing.assert_array_equal(back[key], tensor, key)
         folder.open_weights(out, model)  # each tensor is where the index says
+
+
+def test_a_model_of_ones_own_is_refused_whatever_its_settings_are():
+    own = dataclasses.replace(model_of("llama"), module="my:model")
+    for family in (None, "llama"):
+        with pytest.raises(ConfigError, match=r"model\.module: has no place .*\n  found: my:model"):
+            export.config_of(own, None, family, None)
 
 
 def test_a_size_of_files_that_is_none_is_refused_first(capsys):
