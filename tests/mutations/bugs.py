@@ -692,6 +692,27 @@ BUGS = (
         wrong="all layers of a model of one's own begin with the same numbers",
         tests=("tests/models/test_own_model.py::test_a_step_is_that_of_one_device",),
     ),
+    Bug(
+        name="dropout-in-a-validation",
+        module="holmesjax.models.own_model",
+        old="jax.vmap(keeps)(self.keys()) | ~self.trains",
+        new="jax.vmap(keeps)(self.keys())",
+        wrong="a validation of a model of one's own drops numbers, as a step does",
+        tests=(
+            "tests/models/test_drawing_and_tied.py::test_a_step_with_dropout_and_a_tied_table_is_that_of_one_device",
+        ),
+    ),
+    # ---- Hugging Face's folders ----------------------------------------------------------------
+    Bug(
+        name="a-large-tensor-ends-a-file",
+        module="holmesjax.hugging_face.export",
+        old="if size > max_bytes:",
+        new="if size > max_bytes and not filling:",
+        wrong="a tensor above the limit of a file ends the file that is being filled",
+        tests=(
+            "tests/hugging_face/test_export.py::test_files_have_the_tensors_that_huggingface_hub_gives_them",
+        ),
+    ),
     # ---- kernels -------------------------------------------------------------------------------
     Bug(
         name="rounded-to-the-nearest",
