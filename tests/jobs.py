@@ -36,7 +36,7 @@ parallel:
   tensor: 1
   schedule: 1f1b
   activation_checkpointing: none
-distributed: {{heartbeat_timeout_s: 10, start_timeout_s: 120}}
+distributed: {{heartbeat_timeout_s: 40, start_timeout_s: 240}}
 """
 
 

@@ -343,7 +343,13 @@ def test_one_that_cannot_write_one_of_another_plan_and_a_silent_link_are_named(t
     run_dir, other = tmp_path / "run", tmp_path / "other"
     with (
         own_network(f"holmes{os.getpid()}") as (inside, cut),
-        start(tmp_path, ENDLESS, "checkpoint.every=60", prefix=inside) as job,
+        start(
+            tmp_path,
+            ENDLESS,
+            "checkpoint.every=60",
+            "distributed.heartbeat_timeout_s=10",
+            prefix=inside,
+        ) as job,
         contextlib.ExitStack() as stack,
     ):
         first_step(job, tmp_path)

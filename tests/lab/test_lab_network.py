@@ -290,8 +290,7 @@ print(repr([socket.gethostname(), names, sorted(os.sched_getaffinity(0)), share]
 
 
 CLUSTERS = {"a": (1, 1), "b": (1,)}
-# A machine that does other things too may stand still for seconds.
-SETTINGS = ["model.num_layers=2", "model.width=16", "distributed.heartbeat_timeout_s=60"]
+SETTINGS = ["model.num_layers=2", "model.width=16"]
 
 
 def lab_job(folder: Path, *arguments, options=(), capacity=None, env=None) -> RunningJob:
