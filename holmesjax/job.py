@@ -33,6 +33,7 @@ from holmesjax.topology import description, loading, saving
 from holmesjax.topology.catalogue import CPU
 from holmesjax.topology.machines import Node, Topology
 from holmesjax.transport import buffers
+from holmesjax.whole_files import write_whole
 
 CONFIG, TOPOLOGY, PLAN = "config.yaml", "topology.yaml", "plan.yaml"
 ENVIRONMENT = "environment.yaml"
@@ -251,11 +252,11 @@ class Job:
                     if not earlier.exists():  # else no step was kept that was made with this one
                         shutil.copyfile(path, earlier)
                         copies.append(earlier)
-            _replace(path, text)
+            write_whole(path, text)
 
         def undo() -> None:
             for path, text in before.items():
-                _replace(path, text)
+                write_whole(path, text)
             for copy in copies:
                 copy.unlink(missing_ok=True)
 
@@ -276,12 +277,6 @@ class Job:
             if done and not (earlier := own.with_name(f"{own.name}.{done:06d}")).exists():
                 own.replace(earlier)
         tokenizer_files.copy(path, own)
-
-
-def _replace(path: Path, text: str) -> None:
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text(text, encoding="utf-8")
-    temporary.replace(path)
 
 
 def _differ(name: str, before: str, now: str) -> bool:

@@ -16,8 +16,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from holmesjax.checkpoints import manifest
 from holmesjax.errors import REQUEUE, FatalError, HolmesError
+from holmesjax.whole_files import write_whole
 
 RECORD = "restarts.json"
 DEFAULT = 3  # restarts without a new step
@@ -122,7 +122,7 @@ class Restarts:
     def _write(self) -> None:
         self._path.parent.mkdir(parents=True, exist_ok=True)
         starts = [dataclasses.asdict(start) for start in self._starts]
-        manifest.write_durably(self._path, json.dumps({"starts": starts}, indent=1))
+        write_whole(self._path, json.dumps({"starts": starts}, indent=1))
 
 
 def _first_line(start: StartEntry) -> str:

@@ -14,6 +14,7 @@ PLACES = [
     "kernels",
     "holmesjax.errors",
     "holmesjax.boxes",
+    "holmesjax.whole_files",
     "holmesjax.hung_main_thread",
     "holmesjax.xla_flags",
     "holmesjax.units",

@@ -13,7 +13,6 @@ error. So whoever reads arrays compares their digests (`checkpoint`); here is ve
 
 import hashlib
 import json
-import os
 import re
 import shutil
 from collections.abc import Callable, Mapping
@@ -24,6 +23,7 @@ from types import MappingProxyType
 from typing import Any
 
 from holmesjax.errors import CheckpointError, DamagedError
+from holmesjax.whole_files import write_whole
 
 FOLDER, MANIFEST, FORMAT = "checkpoints", "manifest.json", 6
 PART = "part_"
@@ -248,7 +248,7 @@ def commit(
         "files": files,
     }
     manifest["sha256"] = _manifest_sha256(manifest)
-    write_durably(path / MANIFEST, json.dumps(manifest, indent=1))
+    write_whole(path / MANIFEST, json.dumps(manifest, indent=1))
     for old in [found for found in find(run_dir) if found.step <= step][keep:]:
         (old.path / MANIFEST).unlink()  # first: a half-deleted folder is no checkpoint
         shutil.rmtree(old.path)
@@ -264,18 +264,3 @@ def remove_unfinished(run_dir: str | Path) -> None:
 def _manifest_sha256(manifest: dict[str, Any]) -> str:
     content = {name: value for name, value in manifest.items() if name != "sha256"}
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
-
-
-def write_durably(path: Path, text: str) -> None:
-    """After a crash the file is either absent or whole."""
-    temporary = path.with_suffix(".tmp")
-    with temporary.open("w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
-    folder = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)

@@ -24,6 +24,7 @@ from holmesjax.data import tokenizer_files
 from holmesjax.errors import CheckpointError, ConfigError, SpikeError
 from holmesjax.job import Job
 from holmesjax.optimizers.learning_rates import learning_rate, step_tokens
+from holmesjax.whole_files import write_whole
 
 ALLOWED = "allowed.json"  # in the run folder
 # Sections of the config that shape the numbers. Parallelism does by way of the plan, which has a
@@ -186,7 +187,7 @@ class Start:
         if new := [entry for entry in new if entry not in known]:
             path = self.job.run_dir / ALLOWED
             content = [entry._asdict() for entry in (*known, *new)]
-            manifest.write_durably(path, json.dumps(content, indent=1) + "\n")
+            write_whole(path, json.dumps(content, indent=1) + "\n")
 
     def check_data(self, digests: Mapping[str, str]) -> list[str]:
         """Refuses other data than the checkpoint's; what to say of those that are allowed.

@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from holmesjax.checkpoints import manifest
 from holmesjax.config import TrainConfig
 from holmesjax.errors import CheckpointError, FatalError
+from holmesjax.whole_files import write_whole
 
 RECORD = "skipped.json"
 MOST = 3  # times that a run goes back to the same step
@@ -69,5 +69,5 @@ def add(run_dir: Path, train: TrainConfig, spike: int, step: int) -> Skipped:
     own = train.sequences_after(spike) - train.sequences_after(step)
     found = Skipped(step, spike, own + sequences(known, step + 1, spike))
     entries = [entry._asdict() for entry in (*known, found)]
-    manifest.write_durably(run_dir / RECORD, json.dumps(entries, indent=1) + "\n")
+    write_whole(run_dir / RECORD, json.dumps(entries, indent=1) + "\n")
     return found

@@ -29,6 +29,7 @@ from holmesjax.data.text_documents import COMPRESSED
 from holmesjax.data.tokenizer import BEGIN, ByteTokenizer
 from holmesjax.data.tokenizer_files import FileTokenizer, read_json
 from holmesjax.errors import ConfigError, DataError
+from holmesjax.whole_files import write_whole
 
 BATCH_BYTES = 2**20  # of the texts that a library tokenizes at once
 
@@ -127,7 +128,7 @@ def _begin(path: Path, job: dict[str, Any]) -> None:
             fix = "name a new folder"
             problem = f"{path.parent} has files of tokens that are not of this command"
             raise DataError("--out", problem, found=others[0].name, fix=fix)
-        _write(path, json.dumps(job, indent=2) + "\n")
+        write_whole(path, json.dumps(job, indent=2) + "\n")
         return
     before = read_json(path)
     for key, what in {"tokenizer": "tokenizer", "inputs": "files or shards"}.items():
@@ -255,7 +256,7 @@ def write_shard(shard: Shard) -> dict[str, Any]:
     said |= {"starts_sha256": token_files.hash_of(temporary[starts])}
     for final, own in temporary.items():
         own.replace(final)
-    _write(about, token_files.as_json(said))
+    write_whole(about, token_files.as_json(said))
     return said
 
 
@@ -305,12 +306,3 @@ def _refuse_no_token(where: str, tokens: np.ndarray, num_tokens: int) -> None:
 def _sync(file: Any) -> None:
     file.flush()
     os.fsync(file.fileno())
-
-
-def _write(path: Path, text: str) -> None:
-    """Writes a file at once: it is whole, or not there."""
-    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    with temporary.open("w") as file:
-        file.write(text)
-        _sync(file)
-    temporary.replace(path)

@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from holmesjax.config import Config
 from holmesjax.layers.distinct_kinds import kinds
+from holmesjax.whole_files import write_whole
 
 if TYPE_CHECKING:  # a launcher looks at no hardware
     from holmesjax.hosts.hardware import Gpu
@@ -110,7 +111,7 @@ def verdict(
         say(f"checking the attention kernels on this machine, once: at most {limit_s:g} s")
         found = CheckVerdict(problem=_run([json.dumps(asked), *check], limit_s), versions=versions)
         with suppress(OSError):  # then the next process checks again
-            _keep(path, {"problem": found.problem, **key})
+            write_whole(path, json.dumps({"problem": found.problem, **key}, indent=1) + "\n")
     if found.problem is not None:
         say(f"warning: the attention kernels are not used: {found}")
     return found
@@ -122,13 +123,6 @@ def _read(path: Path) -> dict[str, Any] | None:
         if isinstance(kept, dict) and "problem" in kept:
             return kept
     return None
-
-
-def _keep(path: Path, kept: Mapping[str, Any]) -> None:
-    """Writes a verdict whole or not at all. Raises OSError."""
-    part = path.with_suffix(f".{os.getpid()}")
-    part.write_text(json.dumps(kept, indent=1) + "\n")
-    part.replace(path)
 
 
 def _run(arguments: Sequence[str], limit_s: float) -> str | None:

@@ -18,6 +18,7 @@ from typing import Any, Protocol
 
 from holmesjax.config import LogConfig
 from holmesjax.errors import ConfigError, DataError, HolmesError
+from holmesjax.whole_files import write_whole
 
 FILE = "metrics.jsonl"
 PACKAGES = {"tensorboard": ("tensorboardX", "tb"), "wandb": ("wandb", "wandb")}  # module, extra
@@ -216,9 +217,4 @@ def _nan_for_null(record: dict[str, Any]) -> dict[str, Any]:
 def _cut(path: Path, done_steps: int) -> None:
     """Drops what is torn, repeated or after `done_steps`; the old file or the new, never half."""
     kept = {record["step"]: line for line, record in _lines(path) if record["step"] <= done_steps}
-    partial = path.with_suffix(".partial")
-    with partial.open("wb") as file:
-        file.writelines(kept[step] + b"\n" for step in sorted(kept))
-        file.flush()
-        os.fsync(file.fileno())
-    partial.replace(path)
+    write_whole(path, b"".join(kept[step] + b"\n" for step in sorted(kept)))

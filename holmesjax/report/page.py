@@ -29,6 +29,7 @@ from holmesjax.report import figures, goodput, mesh_picture, metrics, style, tra
 from holmesjax.topology import loading
 from holmesjax.topology.machines import Topology
 from holmesjax.units import duration, show
+from holmesjax.whole_files import write_whole
 
 Record = Mapping[str, Any]
 FILE = "report.html"
@@ -106,9 +107,7 @@ def write_report(run_dir: str | Path) -> Path:
     )
     _write_trace(run_dir / trace.FILE, predicted, sent, timed)
     path = run_dir / FILE
-    partial = path.with_suffix(".partial")
-    partial.write_text(text, encoding="utf-8")
-    partial.replace(path)
+    write_whole(path, text)
     return path
 
 
