@@ -508,7 +508,7 @@ def summarise(runs: Sequence[dict[str, float]]) -> dict[str, Any]:
 
 
 def fit(lines: Sequence[dict[str, Any]], name: str) -> float:
-    """What `FITTED` members would take, by a straight line through the medians."""
+    """Seconds that `FITTED` members would take, by a straight line through the medians."""
     sizes = [line["members"] for line in lines]
     slope, start = np.polyfit(sizes, [line[name]["median"] for line in lines], 1)
     return float(slope * FITTED + start)

@@ -1,4 +1,4 @@
-"""What fits a few unknowns of a machine to published runs, and tests the fit on others.
+"""Fits a few unknowns of a machine to published runs, and tests the fit on others.
 
 Every unknown is a factor of what is shipped, with a guess of how far off that may be, so that a few
 rows cannot bend the model to their noise: least squares on logarithms of step times, each one's

@@ -86,7 +86,7 @@ class Failed(Exception):
 
 
 def cpu_seconds(commands: Commands) -> list[float]:
-    """Of the processes that run on each node now."""
+    """CPU seconds of the processes that run on each node now."""
     found = []
     for node in commands.lab.nodes:
         total_s = 0.0

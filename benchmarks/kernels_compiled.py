@@ -1,4 +1,4 @@
-"""What GPU kernels compile to, without a GPU: python -m benchmarks.kernels_compiled
+"""The machine code of GPU kernels, compiled without a GPU: python -m benchmarks.kernels_compiled
 
 Every configuration is compiled for an H200, down to machine code, by XLA's CUDA plugin and NVIDIA's
 compiler. They are installed into a folder of their own, once (230 MB to download): where JAX found
@@ -149,7 +149,7 @@ def described_devices(number: int) -> list[jax.Device]:
 
 
 def compile_in_a_process(folder: Path, numbers: list[int]) -> Iterator[dict[str, Any]]:
-    """What became of each configuration, by their numbers, as they get done."""
+    """The results of configurations, by their numbers, as they get done."""
     environment = compiling_environment(folder)
     environment |= {"MOSAIC_GPU_DUMP_PTX": "1", "MOSAIC_GPU_DUMP_PTXAS": "1"}
     command = [sys.executable, "-m", f"benchmarks.{NAME}", "--compile", *map(str, numbers)]

@@ -86,7 +86,7 @@ def network_of(row: Row, point: int | None) -> str:
 
 
 def measure(row: Row, point: int | None, folder: Path) -> Topology:
-    """What a row is told, with what a probe and profiles say of its lab. Raises HolmesError.
+    """The topology that a row is told, with a probe and profiles of its lab. Raises HolmesError.
 
     All nodes are profiled at once, each for itself: they share cores that are not equally fast.
     """
@@ -147,7 +147,7 @@ def with_devices(topology: Topology, devices: Mapping[str, machines.DeviceKind])
 
 
 def plan_of(row: Row, point: int | None, layers: Sequence[int], network: Topology) -> Plan:
-    """Of a row, with the layers that its runs had, on its network as it was measured."""
+    """The plan of a row, with the layers of its runs, on its network as it was measured."""
     row = dataclasses.replace(row, layers=tuple(layers))
     with tempfile.TemporaryDirectory() as folder:
         told = load_topology(told_text(row, point), Path(folder) / "told.yaml")
@@ -238,7 +238,7 @@ def new_folder(parent: Path) -> Path:
 
 
 def read_measured(path: Path) -> tuple[dict[str, Found], dict[str, Any]]:
-    """What an earlier result has measured, and how. Raises ConfigError."""
+    """Reads an earlier result: its measurements and settings. Raises ConfigError."""
     try:
         result = json.loads(path.read_text())
         found: dict[str, Found] = result["networks"]

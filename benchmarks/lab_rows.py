@@ -1,4 +1,4 @@
-"""What `benchmarks.holmes_lab` compares: each row's network, and what is told to its system.
+"""The rows that `benchmarks.holmes_lab` compares: each row's network, and its system's inputs.
 
 network   what the lab is built as: four nodes on one fast fabric, on Ethernet, or hybrid, that
           is two clusters of two nodes on unlike fast fabrics with Ethernet between them
@@ -252,7 +252,7 @@ def make_lab(row: Row, network: Topology, cores: Sequence[int]) -> Lab:
 
 
 def make_config(row: Row, folder: Path, steps: int, schedule: Schedule) -> Config:
-    """Of a run of so many steps in a folder; all systems take model, batches and AdamW from it."""
+    """The settings of a run of so many steps; all systems take model, batches and AdamW from it."""
     return Config(
         topology=str(folder / "told.yaml"),
         run=RunConfig(dir=str(folder / "run")),
@@ -275,7 +275,7 @@ def make_config(row: Row, folder: Path, steps: int, schedule: Schedule) -> Confi
 
 
 def _clusters_of_stages(row: Row) -> tuple[str, ...]:
-    """As the job is told of them."""
+    """The clusters of the stages, by the names that the job is told."""
     if row.network != "hybrid":
         return ("all",) * row.stages
     return ("ib", "roce") if row.pairs is None else ("first", "second")
@@ -286,7 +286,7 @@ def make_job(config: Config, told: Topology) -> Job:
 
 
 def settings(schedule: Schedule) -> Mapping[str, object]:
-    """What all rows share, for the result file."""
+    """The settings that all rows share, for the result file."""
     return {
         "model": dataclasses.asdict(LARGE),
         "optimizer": dataclasses.asdict(OPTIMIZER),

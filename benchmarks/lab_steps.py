@@ -1,4 +1,4 @@
-"""What a node's process tells of its steps, on standard output, to `benchmarks.holmes_lab`."""
+"""Words of a node's process about its steps, on standard output, for `benchmarks.holmes_lab`."""
 
 import json
 import time

@@ -54,7 +54,7 @@ LLAMA = ModelConfig(
 
 @dataclass(frozen=True, kw_only=True)
 class Sizes:
-    """What a loop trains, and on how many virtual devices."""
+    """The model of a loop, and its number of virtual devices."""
 
     model: ModelConfig = LARGE
     global_batch: int = 8  # sequences

@@ -1,4 +1,4 @@
-"""What stages hold as compiled for GPUs, without one: python -m benchmarks.memory_compiled
+"""Bytes that stages hold as compiled for GPUs, without one: python -m benchmarks.memory_compiled
 
 Stages of two models, each with several ways to checkpoint and to be cut, are compiled whole for an
 H200, as `benchmarks.kernels_compiled` does kernels, with the flags that jobs get. Then what they
@@ -167,7 +167,7 @@ def bytes_on_a_device(shapes: Any) -> int:
 
 
 def temporary_bytes(program: Any) -> int:
-    """Of a program, and its results that take no argument's place."""
+    """Bytes of a program's temporaries, and of results that take no argument's place."""
     analysis = program.memory_analysis()
     new = analysis.output_size_in_bytes - analysis.alias_size_in_bytes
     return int(analysis.temp_size_in_bytes + new)

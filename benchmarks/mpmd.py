@@ -132,7 +132,7 @@ def _timed_step(programs: Programs, state: Any, found: dict[str, list[float]]) -
 
 
 def measure_pure(run_dir: Path, rounds: int, *, together: bool) -> list[dict[str, list[float]]]:
-    """Of both stages, each on its core."""
+    """Measures both stages, each on its core."""
     found: list[dict[str, list[float]]] = []
     for stages in [(0, 1)] if together else [(0,), (1,)]:
         children = [

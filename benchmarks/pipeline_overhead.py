@@ -1,4 +1,4 @@
-"""What HolmesJAX costs beside plain loops: python -m benchmarks.pipeline_overhead
+"""The overhead of HolmesJAX beside plain loops: python -m benchmarks.pipeline_overhead
 
 (a) one stage     a step of one stage, beside a plain jitted optax loop over the same layer
                   functions; with 1 and with 4 microbatches. Ratio of step times, bar: <= 1.03.

@@ -218,7 +218,7 @@ def choices(pairs: Sequence[tuple[Run, float]]) -> tuple[float | None, float | N
 
 
 def _mean(numbers: Iterable[float | None]) -> float | None:
-    """Of those that there are."""
+    """The mean of the numbers that there are."""
     known = [number for number in numbers if number is not None]
     return statistics.fmean(known) if known else None
 

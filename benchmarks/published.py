@@ -41,7 +41,7 @@ class Machine:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fitted:
-    """What is fitted to runs, as factors of what is shipped."""
+    """Constants that are fitted to runs, as factors of those that are shipped."""
 
     rows: float = 1.0  # of the calibration's products: `ProductSpeed`
     columns: float = 1.0
@@ -116,7 +116,7 @@ class Run:
 
 
 def groups(run: Run, machine: Machine, fitted: Fitted) -> tuple[Group | None, Group | None]:
-    """Of `data` and of `tensor`, where all nodes are like this one."""
+    """The groups of `data` and of `tensor`, where all nodes are like this one."""
     per_node, inside = machine.per_node, machine.device.link
 
     def group(size: int, stride: int) -> Group | None:
@@ -133,7 +133,7 @@ def groups(run: Run, machine: Machine, fitted: Fitted) -> tuple[Group | None, Gr
 
 
 def nic(machine: Machine, fitted: Fitted, sharers: int) -> Link:
-    """What one of several has of a node's network."""
+    """The share that one of several has of a node's network."""
     bandwidth = fitted.between * machine.nic_bytes_per_s / sharers
     return Link(fabric=machine.fabric, bandwidth_bytes_per_s=bandwidth, latency_s=2e-6)
 
@@ -159,7 +159,7 @@ class Times:
 
 
 def times(run: Run, fitted: Fitted) -> list[Times]:
-    """What is predicted of each unlike replica: pipelines that meet when gradients are summed."""
+    """Predicted seconds of each unlike replica: their pipelines meet when gradients are summed."""
     return [_times(run, machines, fitted) for machines in run.replicas]
 
 

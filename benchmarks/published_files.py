@@ -42,7 +42,7 @@ MEGATRON_CORE = Implementation(sequence_parallel=True, gradient_bytes=4.0, accum
 
 
 def _machine(kind: str, per_node: int, nic_bytes_per_s: float) -> Machine:
-    """Of the catalogue, on InfiniBand."""
+    """A machine of the catalogue, on InfiniBand."""
     device = loading.known_device(kind)
     inside = fabrics.FABRICS["nvlink"].reached * device.link.bandwidth_bytes_per_s
     device = dataclasses.replace(

@@ -87,7 +87,7 @@ def make_gpt(model: ModelConfig, params: Any) -> GPT:
 
 
 def make_optimizer(module: nn.Module, c: OptimizerConfig) -> torch.optim.Optimizer:
-    """Of the model, or of a part of it that keeps the names of its tables."""
+    """Makes AdamW for the model, or for a part of it that keeps the names of its tables."""
 
     def decays(name: str, x: torch.Tensor) -> bool:
         return x.ndim > 1 and not name.endswith(TABLES)

@@ -126,7 +126,7 @@ def kind_of(device_name: str) -> str | None:
 
 
 def token_flop(model: ModelConfig, *, all_pairs: bool) -> float:
-    """Of a token's forward and backward.
+    """FLOP of a token's forward and backward.
 
     >>> model = ModelConfig(num_layers=1, width=8, num_heads=2, context_length=4, vocab_size=16)
     >>> token_flop(model, all_pairs=True) == 6 * (12 * 8**2 + 8 * 16) + 12 * 4 * 8
@@ -195,7 +195,7 @@ def serve(told: Line) -> None:
 
 
 def measure(system: str, model: str, context: int, tokens: int, kind: str) -> Line:
-    """What a process has printed; `failed` with its last words where it ended otherwise."""
+    """The line that a process has printed; `failed` with its last words where it ended badly."""
     told = {"system": system, "model": model, "context": context, "tokens": tokens, "kind": kind}
     flags = xla_flags.joined(xla_flags.for_devices({kind}), os.environ.get("XLA_FLAGS", ""))
     done = subprocess.run(
@@ -257,7 +257,7 @@ def table(lines: list[Line]) -> str:
 
 
 def disagreements(lines: list[Line]) -> list[str]:
-    """Where two systems did not train the same model on the same tokens."""
+    """Cases in which two systems did not train the same model on the same tokens."""
     found = []
     by_case: dict[tuple, list[Line]] = {}
     for line in lines:

@@ -142,7 +142,7 @@ def _summary(section: type) -> str:
 
 
 def _sentence(section: type, name: str, comments: dict[tuple[str, str], str]) -> str:
-    """What a setting means: its comment in the first class that defines it."""
+    """The meaning of a setting: its comment in the first class that defines it."""
     found = [comments.get((own.__name__, name), "") for own in section.__mro__]
     text = _markdown(next(filter(None, found), ""))
     if not text:

@@ -1,4 +1,4 @@
-"""What a program sends, and what in it waits for what: read from XLA's text and from JAX's."""
+"""The collectives of a program, and the order of its operations, read from XLA's text and JAX's."""
 
 import functools
 import math
@@ -20,7 +20,7 @@ FLOAT_BYTES = {"f32": 4, "bf16": 2}
 
 
 def texts(program) -> list[str]:
-    """Of a compiled program, or of those that it runs one after the other."""
+    """The text of a compiled program, or of programs that run one after the other."""
     if isinstance(program, functools.partial):
         return [part.as_text() for part in program.args if hasattr(part, "as_text")]
     return [program.as_text()]
@@ -38,7 +38,7 @@ def iota(text: str) -> np.ndarray:
 
 
 def groups_of(text: str) -> np.ndarray:
-    """Of a collective in XLA's text, in its three notations: one row of devices for each group."""
+    """The groups of a collective in XLA's text, in its three notations: a row of devices each."""
     if text.startswith("{"):
         return np.array([row.split(",") for row in re.findall(rf"\{{({NUMBER})\}}", text)], int)
     if text.startswith("["):
@@ -60,7 +60,7 @@ def axes_of(groups: np.ndarray, mesh) -> tuple[str, ...]:
 
 
 def collectives(text: str, mesh) -> list[tuple[str, tuple[str, ...], int]]:
-    """Of each: its kind, its axes, and the bytes of the whole array of float numbers."""
+    """The kind, the axes and the bytes of each collective: those of the whole array of floats."""
     found = []
     for line in text.splitlines():
         if not re.search(f" {KINDS}", line):

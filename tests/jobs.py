@@ -78,7 +78,7 @@ def compiling_once(folder: Path) -> dict[str, str]:
 
 
 def run_launch(*words, prefix=(), module="launch", **options) -> subprocess.CompletedProcess:
-    """What became of `launch` with these words, in a process of its own.
+    """The outcome of `launch` with these words, in a process of its own.
 
     Args:
       words: the verb and its arguments.

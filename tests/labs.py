@@ -1,4 +1,4 @@
-"""What tests that build a lab need of this machine."""
+"""The needs of tests that build a lab on this machine."""
 
 import subprocess
 

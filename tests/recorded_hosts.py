@@ -133,7 +133,7 @@ def hca(
 
 
 def rdma_of(on: str, name: str) -> Tree:
-    """What a PCI device says of its own RDMA device."""
+    """The files of a PCI device about its own RDMA device."""
     return {f"/sys/devices/{on}/infiniband/{name}/node_guid": "a088:c203:0012:3456"}
 
 
@@ -147,7 +147,7 @@ LINK_LOCAL = "fe80:0000:0000:0000:0ac0:ebff:fe12:3456"
 
 
 def roce_gids(ipv4: str, interface: str, first: int = 2) -> dict[int, tuple[str, str, str]]:
-    """As the kernel fills the table: link-local, then IPv4, each in both versions."""
+    """The table as the kernel fills it: link-local, then IPv4, each in both versions."""
     return {
         0: (LINK_LOCAL, "IB/RoCE v1", interface),
         1: (LINK_LOCAL, "RoCE v2", interface),

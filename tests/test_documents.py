@@ -1,4 +1,4 @@
-"""What the documents say is what the code does."""
+"""The code does what the documents say."""
 
 import json
 import math
@@ -116,7 +116,7 @@ def test_the_files_and_headings_that_a_page_names_exist(path):
 
 
 def test_no_page_is_longer_than_three_screens():
-    """Of fifty lines each; a longer line is shown as several."""
+    """Screens have fifty lines; a longer line is shown as several."""
     lengths = {
         path.name: sum(max(1, math.ceil(len(line) / 130)) for line in path.read_text().splitlines())
         for path in PAGES

@@ -1,4 +1,4 @@
-"""What ends when it must: a process whose last words fail or hang, and all that it has started."""
+"""Processes that end when they must: one whose last words fail or hang, and its children."""
 
 import contextlib
 import os

@@ -1,4 +1,4 @@
-"""Functions are short, say what they take, and no two public classes share a name."""
+"""Functions are short, docstrings have subjects, and no two public classes share a name."""
 
 import ast
 from collections import defaultdict
@@ -8,6 +8,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 MAX_LINES = 80  # of a function; a kernel may have more
+OPENINGS = ("Of", "What", "Where", "Which", "As")  # of sentences without a subject
 NUM_PARAMETERS = 5  # from which a public function describes each of them
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
@@ -88,6 +89,17 @@ def described(docstring: str) -> list[str]:
     lines = [line[indent:] for line in block.splitlines()]
     names = [line.partition(":")[0] for line in lines if line[:1].strip() and ":" in line]
     return [name.strip().lstrip("*") for group in names for name in group.split(",")]
+
+
+def test_docstrings_name_their_subject_first():
+    wrong = [
+        f"{file}: {text.splitlines()[0]}"
+        for file, tree in trees("holmesjax", "launch", "kernels", "benchmarks", "docs", "tests")
+        for node in ast.walk(tree)
+        if isinstance(node, Function | ast.ClassDef | ast.Module)
+        and (text := ast.get_docstring(node) or "").partition(" ")[0] in OPENINGS
+    ]
+    assert not wrong
 
 
 def test_no_two_public_classes_share_a_name():

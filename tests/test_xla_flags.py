@@ -1,4 +1,4 @@
-"""What a run gives to XLA, and that the XLA installed here takes it."""
+"""The flags that a run gives to XLA, which the XLA installed here takes."""
 
 import dataclasses
 import os
@@ -58,7 +58,7 @@ def test_xla_aborts_for_an_unknown_flag():
 
 @pytest.fixture
 def job(tmp_path) -> Job:
-    """Of a run on GPUs of two kinds."""
+    """The flags of a run on GPUs of two kinds."""
     path = CHECKOUT / "configs/topologies/h100_a100.yaml"
     assert loading.load(path).device_kinds.isdisjoint({"cpu"})
     file = tmp_path / "run.yaml"

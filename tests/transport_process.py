@@ -13,7 +13,7 @@ import numpy as np
 
 
 def content(step, shape):
-    """What crosses in a step, the same wherever it is computed."""
+    """The arrays that cross in a step, the same wherever it is computed."""
     return np.random.default_rng(step).normal(size=shape).astype(np.float32)
 
 

@@ -54,7 +54,7 @@ def flatten(state: Any) -> Arrays:
 
 
 def owned(stage: Stage, state: StageState) -> Arrays:
-    """What a stage saves: all but a borrowed token table."""
+    """The arrays that a stage saves: all but a borrowed token table."""
     arrays = flatten(state)
     if stage.borrows_table:
         arrays = {key: x for key, x in arrays.items() if f".{EMBED}." not in key}
@@ -246,7 +246,7 @@ def save_layers(
 
 
 def _in_chunks(arrays: Arrays) -> ocp.args.PyTreeSave:
-    """What Orbax writes: arrays in chunks, so that a part of one can be read by itself."""
+    """Arrays for Orbax, in chunks, so that a part of one can be read by itself."""
     cut = dict.fromkeys(arrays, ocp.SaveArgs(chunk_byte_size=CHUNK_BYTES))
     return ocp.args.PyTreeSave(arrays, cut)
 

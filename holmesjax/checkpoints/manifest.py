@@ -1,4 +1,4 @@
-"""Which checkpoints of a run are whole: their manifests. No JAX.
+"""Manifests: they say which checkpoints of a run are whole. No JAX.
 
     checkpoints/step_00000100/part_0/     what stage 0 wrote
                               part_1/     what stage 1 wrote
@@ -174,7 +174,7 @@ def _set_aside(path: Path) -> Path:
 
 
 def folder_of(run_dir: str | Path, step: int) -> Path:
-    """Where the checkpoint after `step` optimizer steps is written."""
+    """The folder of the checkpoint after `step` optimizer steps."""
     return Path(run_dir).absolute() / FOLDER / f"step_{step:08d}"  # Orbax takes absolute paths only
 
 

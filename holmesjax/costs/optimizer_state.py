@@ -1,4 +1,4 @@
-"""What an optimizer keeps of a stage's parameters, and the bytes that an update moves.
+"""The state that an optimizer keeps of a stage's parameters, and the bytes that an update moves.
 
 The formats are those of `update_rules`. Masters are parameters, not state (`parameters`).
 """

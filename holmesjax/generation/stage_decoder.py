@@ -102,7 +102,7 @@ class StageDecoder(Decoder):
         position_BL: np.ndarray,
         wanted_B: np.ndarray | None = None,
     ) -> tuple[jax.Array | None, list[dict[str, Cache]]]:
-        """As `Decoder.extend`; there are logits on the last stage alone."""
+        """Does what `Decoder.extend` does; there are logits on the last stage alone."""
         step, length = next(self._steps), token_BL.shape[1]
         chunks = [v for v, (home, _) in enumerate(self.plan.chunks) if home == self.stage]
         x: jax.Array | None = None

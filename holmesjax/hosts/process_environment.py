@@ -27,7 +27,7 @@ KEY_S = 10.0  # for a file system to show the newest key
 
 @dataclass(frozen=True, kw_only=True)
 class ProcessEnvironment:
-    """What the environment tells a process of a job."""
+    """The facts that its environment tells a process of a job."""
 
     number: int
     controller: tuple[str, int]

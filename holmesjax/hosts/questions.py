@@ -1,4 +1,4 @@
-"""What `launch doctor` and `launch probe` ask agents, and what agents answer, as records. No JAX.
+"""Questions of `launch doctor` and `launch probe` to agents, and answers, as records. No JAX.
 
 An agent answers a question with the record that the question names, or with `NoAnswer` and the
 reason. `transport.records` turns a record into a message and back.

@@ -318,7 +318,7 @@ def _limit_chunks(namespace: str, device: str, rate: float) -> str:
 
 
 def _filters(tc: str, device: str, cluster: int, preference: int, minor: int) -> list[str]:
-    """What goes to a cluster, by either address of its nodes, belongs to a class."""
+    """Lines that put packets to a cluster, by either address of its nodes, into a class."""
     add = f"{tc} filter add dev {device} parent 1: protocol ip pref {preference}"
     return [
         f"{add} u32 match ip dst {network}.{cluster}.0/24 flowid 1:{minor:x}"

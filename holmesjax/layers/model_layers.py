@@ -123,7 +123,7 @@ def _named(name: str) -> Callable[[ModelConfig], Kind]:
 
 
 def load(name: str) -> Any:
-    """What "module:name" names."""
+    """Imports the object that "module:name" names."""
     module, _, attribute = name.partition(":")
     return getattr(importlib.import_module(module), attribute)
 

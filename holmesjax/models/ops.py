@@ -372,7 +372,7 @@ def adamw(
 
 
 def changed_if(applies: jax.Array, update: Callable[[T], T], held: T, kernels: Kernels) -> T:
-    """What `update` makes of some arrays, if it applies; in place where they are donated.
+    """Changes some arrays by `update`, if it applies; in place where they are donated.
 
     A conditional is in place on a CPU, and a choice between new and old on a GPU. On a GPU a
     conditional keeps a copy of all that it may change; on a CPU a choice keeps one.

@@ -12,7 +12,7 @@ from holmesjax.layers.model_layers import layers
 
 
 class OwnSettings(NamedTuple):
-    """What a parameter has of its own in an update."""
+    """The settings of an update that a parameter has for itself."""
 
     rate: float  # by which the learning rate of a step is multiplied
     weight_decay: float

@@ -390,7 +390,7 @@ def _nodes(nodes: Sequence[str]) -> str:
 
 
 def _layers(stage: StagePlan, kind_of: Mapping[str, str]) -> str:
-    """What the stage holds.
+    """The layers that the stage holds, as text.
 
     >>> stage = StagePlan(cluster="ib", nodes=("ib-0",), devices=(0,), mesh={Axis.DATA: 1},
     ...                   chunks=(("block_001",), ("block_003", "head")),

@@ -1,4 +1,4 @@
-"""Which processes run a plan: each stage is a domain of one process per node, or one per device.
+"""The processes that run a plan: each stage is a domain of one process per node, or one per device.
 
 A domain is one `jax.distributed` job. Its processes are ranked in the order of their devices in the
 topology, and every device of the stage belongs to exactly one of them.

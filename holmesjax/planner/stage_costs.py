@@ -1,4 +1,4 @@
-"""What a stage costs on its layouts: its shape, its seconds and its bytes."""
+"""The costs of a stage on its layouts: its shape, its seconds and its bytes."""
 
 from collections.abc import Sequence
 from typing import Any

@@ -179,9 +179,9 @@ def _by_node(slots: Sequence[tuple[str, int]]) -> Devices:
 
 
 def _choose(devices: Devices, mesh: MeshShape) -> Devices:
-    """As many devices as the mesh has.
+    """Chooses as many devices as the mesh has.
 
-    Of more than are needed, every node first gives whole replicas, then whole tensor groups, so
+    Where there are more, every node first gives whole replicas, then whole tensor groups, so
     that few of them cross nodes.
     """
     part = mesh.context * mesh.tensor

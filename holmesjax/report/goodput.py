@@ -52,7 +52,7 @@ class WallTime:
             self._sums["stopped"] += max(self._epoch_s + began_s - timed[-1]["time_s"], 0.0)
 
     def step(self, parts: Sequence[Record]) -> dict[str, Any]:
-        """What the record of a step has of the time; parts are what its processes told."""
+        """The entries of a step's record for its time; parts are the records of its processes."""
         now_s = time.monotonic()
         left_s, self._told_s = now_s - self._told_s, now_s
         if self._is_starting:
@@ -82,6 +82,6 @@ def goodput(record: Record) -> float:
 
 
 def rows(record: Record) -> list[tuple[str, float]]:
-    """What took time, the longest first; nothing that took none."""
+    """The activities that took time, the longest first."""
     found = [(name, seconds) for name, seconds in record["wall_s"].items() if seconds]
     return sorted(found, key=lambda row: -row[1])

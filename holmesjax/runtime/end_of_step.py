@@ -30,12 +30,12 @@ def total_loss(losses_MR: tuple[jax.Array, ...] | jax.Array, weight: jax.Array) 
 
 
 def auxiliary(stage: Stage, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Of values by name, the auxiliary losses and metrics, and statistics."""
+    """Returns the auxiliary losses and metrics, and statistics, among values by name."""
     return {name: value for name, value in values.items() if name in stage.shared_names}
 
 
 def sums_of_layers(stage: Stage, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Of values by name, the others: sums for changing parameters."""
+    """Returns the other values by name: sums for changing parameters."""
     return {name: value for name, value in values.items() if name not in stage.shared_names}
 
 

@@ -373,7 +373,7 @@ def _widened(replica: Tree) -> Tree:
 
 
 def _wide(fixed: Tree) -> Tree:
-    """What does not train in float32, as the parameters are."""
+    """Parameters that do not train, in float32 as the others are."""
     return jax.tree.map(lambda x: x.astype(jnp.float32), fixed)
 
 

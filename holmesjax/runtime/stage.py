@@ -227,7 +227,7 @@ class Stage:
         return ops.Kernels(self.kernels, self.mesh, self.compute_dtype, self.unproven)
 
     def choose_attention(self) -> dict[ops.AttentionChoice, None]:
-        """What computes attention in its layers, and why. Raises ConfigError as it does."""
+        """Tells which kernel computes attention in its layers, and why. Raises ConfigError."""
         found: dict[ops.AttentionChoice, None] = {}
         for attention in dict.fromkeys(kind.attention for kind in self.kinds.values()):
             if attention is not None:

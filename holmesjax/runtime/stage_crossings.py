@@ -1,4 +1,4 @@
-"""What crosses between the chunks of a plan in a step."""
+"""The arrays that cross between the chunks of a plan in a step."""
 
 from collections.abc import Callable, Sequence
 from functools import partial

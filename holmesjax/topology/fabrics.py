@@ -15,7 +15,7 @@ RDMA_STEP_S = 30e-6
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FabricFacts:
-    """What the planner and the reports know of a fabric."""
+    """The facts that the planner and the reports know of a fabric."""
 
     title: str  # as people write it
     joins: Joined  # the devices of a host, or nodes

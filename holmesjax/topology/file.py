@@ -215,7 +215,7 @@ def _merged(entry: Any, kind: Any) -> Any:
 
 
 def missing_values(entry: Any, is_device: bool) -> list[str]:
-    """What an entry must still say to be complete, with the peaks of the dtypes we compute in."""
+    """Keys that an entry still needs to be complete, with the peaks of the dtypes we compute in."""
     if not is_device:
         return [name for name in ("fabric", "rate", "latency") if getattr(entry, name) is None]
     names = ("memory", "memory_bandwidth", "link")

@@ -1,4 +1,4 @@
-"""What must hold between the entries of a topology file, beyond the type of each value.
+"""Rules between the entries of a topology file, beyond the type of each value.
 
 A check reads `schema.Known` entries, so that it can run on a file with other mistakes.
 """

@@ -191,7 +191,7 @@ class Topology:
         return replace(link, bandwidth_bytes_per_s=reached * link.bandwidth_bytes_per_s)
 
     def boundary_link(self, node_a: str, node_b: str, processes: float = 1.0) -> Link:
-        """What boundaries between stages get of the path, which go over TCP on any fabric.
+        """The share of the path that boundaries between stages get: they go over TCP on any fabric.
 
         Args:
           processes: of each node that send or receive at once, in the mean.

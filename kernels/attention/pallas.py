@@ -47,7 +47,7 @@ def attention_pallas(
     tiles: KernelTiles | None = None,
     interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
-    """As `attention_reference`, on a Hopper GPU.
+    """Computes `attention_reference` on a Hopper GPU.
 
     Args:
       q_BLHK: queries. H is a multiple of G.

@@ -108,7 +108,7 @@ def _backward(
     *,
     deterministic: bool,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """As `backward`, with a block for all query heads that share keys.
+    """Does what `backward` does, with a block for all query heads that share keys.
 
     Args: see `backward`.
     """

@@ -38,7 +38,7 @@ DK, DV = 0, 1  # the sums of a warpgroup
 
 @dataclass(frozen=True)
 class ThreadBlock:
-    """What a block is told, where its arrays are, and what both kernels do."""
+    """The numbers and arrays of a block, and the work that both kernels share."""
 
     rule: Rule
     num_queries: int
@@ -70,19 +70,19 @@ class ThreadBlock:
 
     @property
     def num_heads(self) -> int:
-        """Of queries that share these keys."""
+        """The number of query heads that share these keys."""
         return int(self.q_ref.shape[2] // self.k_ref.shape[2])
 
     @property
     def num_tiles(self) -> jax.Array:
-        """Of each head."""
+        """The number of tiles of each head."""
         return self.run[3] - self.run[0]
 
     def head(self, n: jax.Array) -> jax.Array:
         return self.kv_head * self.num_heads + n
 
     def number(self, n: jax.Array, i: jax.Array) -> jax.Array:
-        """Of tile i of head n, among all."""
+        """The number of tile i of head n among all tiles."""
         return n * self.num_tiles + i - self.run[0]
 
     def copy_queries(self) -> None:
@@ -135,7 +135,7 @@ class ThreadBlock:
         return jnp.where(self._keep(start, i), p, 0.0) if masked else p
 
     def _keep(self, start: jax.Array, i: jax.Array) -> jax.Array:
-        """Which of them count."""
+        """True for the scores that count."""
         tile = (ROWS, self.size)
         key = warpgroups.positions(0, start, tile)
         query = warpgroups.positions(1, i * self.size, tile)
@@ -286,7 +286,7 @@ def _each_its_keys(block: ThreadBlock) -> None:
 
 
 def wide_kernel(*refs: Ref, **told: Any) -> None:
-    """As `joint_kernel`, of wider heads.
+    """Does what `joint_kernel` does, for wider heads.
 
     Both warpgroups have the same 64 keys, and each half of the dims of all gradients. One has
     the scores and the probabilities, the other the gradients of both.

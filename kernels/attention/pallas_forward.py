@@ -134,7 +134,7 @@ def forward_kernel(
         meet = functools.partial(warpgroups.meet, shared)
 
         def keep(j: jax.Array) -> jax.Array:
-            """Which scores of a tile count."""
+            """True for the scores of a tile that count."""
             query = warpgroups.positions(0, start, tile)
             key = warpgroups.positions(1, j * size, tile)
             kept = (key < num_keys) & rule.sees(query, key)

@@ -66,7 +66,7 @@ def attention_on(
     v_BMGK: jax.Array,
     segments: Segments | None,
 ) -> tuple[jax.Array, jax.Array]:
-    """As `attention_reference`, on each device's shards.
+    """Computes `attention_reference` on each device's shards.
 
     Args:
       placement: the rule, what computes it on each device, and how B, H and G are cut.

@@ -14,7 +14,7 @@ from jax.sharding import Mesh, PartitionSpec as P
 
 @dataclass(frozen=True)
 class Shards:
-    """Which dims of a kernel's arrays are cut over which axis of a mesh."""
+    """The dims of a kernel's arrays that axes of a mesh cut."""
 
     mesh: Mesh
     axes_of: tuple[tuple[str, tuple[str, ...]], ...]  # ("B", ("fsdp",)), ...: dims by their letters

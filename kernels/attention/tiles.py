@@ -26,7 +26,7 @@ Segments = tuple[jax.Array, jax.Array]  # ids of the queries [B, L] and of the k
 
 @dataclass(frozen=True, kw_only=True)
 class Rule:
-    """Which keys a query sees, and what is done to its scores before the softmax."""
+    """The keys that a query sees, and the changes of its scores before the softmax."""
 
     causal: bool = True  # query i sees keys 0 to i; then there are as many of each
     window: int | None = None  # with `causal`: the last so many of them, its own included

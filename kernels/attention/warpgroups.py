@@ -1,4 +1,4 @@
-"""What Hopper kernels of three warpgroups have in common, through Pallas's Mosaic GPU backend.
+"""The parts that Hopper kernels of three warpgroups share, through Pallas's Mosaic GPU backend.
 
 A block of threads has three warpgroups. One copies tiles from memory, ahead of the others by as
 many as there are slots; two hold 64 rows each and multiply on the tensor cores as soon as a tile
@@ -163,7 +163,7 @@ def _simulated() -> Any:
 
 
 def place() -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Of a block in the grid: row, head and sequence."""
+    """The place of a block in the grid: row, head and sequence."""
     return lax.axis_index("row"), lax.axis_index("head"), lax.axis_index("sequence")
 
 
@@ -209,7 +209,7 @@ def copy_tiles(
 
 
 def fetch(sources: Mapping[str, Ref], warpgroup: jax.Array | None, shared: Shared) -> None:
-    """What a warpgroup, or all together, keep of some arrays; `wait_for_held` waits for it."""
+    """Copies tiles that a warpgroup, or all together, keep; `wait_for_held` waits for them."""
     for name, source in sources.items():
         here, came = _held(name, warpgroup, shared)
         plgpu.copy_gmem_to_smem(source, here, came)
@@ -250,7 +250,7 @@ def send(*copies: tuple[Ref, Ref]) -> None:
 
 
 def slot_of(name: str, n: jax.Array, shared: Shared) -> jax.Array:
-    """Where tile n of an array is."""
+    """The slot of tile n of an array."""
     return lax.rem(n, jnp.int32(shared[name].shape[0]))
 
 
@@ -309,7 +309,7 @@ def by_column(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
 
 
 def positions(dim: int, start: jax.Array, shape: tuple[int, int]) -> jax.Array:
-    """Of the rows (0) or the columns (1) of a tile."""
+    """The positions of the rows (0) or the columns (1) of a tile."""
     return start + plgpu.broadcasted_iota(jnp.int32, shape, dim, layout=ACROSS)
 
 
@@ -329,7 +329,7 @@ def turned(ref: Ref) -> Ref:
 
 
 def sum_of_products(*factors: tuple[Ref, Ref]) -> jax.Array:
-    """Of a @ b of each two."""
+    """The sum of a @ b over all pairs."""
 
     def multiply(total: Ref) -> jax.Array:
         for a, b in factors:

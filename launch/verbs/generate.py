@@ -98,7 +98,7 @@ def _warn(text: str) -> None:
 
 
 def _of_run(folder: Path, args: argparse.Namespace) -> tuple[Complete, Path]:
-    """What continues texts with a run's weights here, and the folder of its tokenizer."""
+    """Makes the sampler that continues texts with a run's weights, and finds its tokenizer."""
     program_cache.use(job.load_config(folder).run.compilation_cache, os.environ, _warn)
     sampler = Sampler.load(
         folder, _warn, as_planned=args.as_planned, devices=_count(args), ema=args.ema

@@ -1,4 +1,4 @@
-"""What `benchmarks.lab_accuracy` predicts of a row, and what it says of its errors."""
+"""Predictions of `benchmarks.lab_accuracy` for a row, and its words about errors."""
 
 import dataclasses
 import json

@@ -202,7 +202,7 @@ def test_an_average_may_begin_or_end_with_a_resumption(tmp_path):
 @pytest.mark.parametrize("was, now", [("float32", "bfloat16"), ("bfloat16", "float32")])
 @pytest.mark.parametrize("lora", [None, LoraConfig(rank=4)], ids=["whole", "adapters"])
 def test_a_run_goes_on_with_other_dtypes_on_another_plan(tmp_path, was, now, lora):
-    """Of what trains, and with adapters of the frozen weights as well; averages are float32."""
+    """The average has trained weights, and with adapters the frozen ones; all are float32."""
     model, config = make_model(num_layers=3, lora=lora), dataclasses.replace(SMOOTH, ema_decay=0.9)
     in_dtype = lambda plan, dtype: [
         dataclasses.replace(stage, param_dtype=dtype)
@@ -226,7 +226,7 @@ def test_a_run_goes_on_with_other_dtypes_on_another_plan(tmp_path, was, now, lor
 
 
 def test_a_checkpoint_of_another_format_is_refused(tmp_path):
-    """Of before the settings of a run were kept."""
+    """The checkpoint is older than the settings of a run in it."""
     write(tmp_path, make_model())
     [found] = manifest.find(tmp_path)
     content = found.manifest | {"format": 3}
@@ -422,7 +422,7 @@ def test_what_is_newer_than_a_new_checkpoint_neither_counts_nor_goes(tmp_path):
 
 @pytest.mark.parametrize("other", [{"width": 64}, {"norm": "rms_norm"}, {"num_layers": 5}])
 def test_other_arrays_are_refused_before_any_is_read(tmp_path, other, monkeypatch):
-    """As if the settings were the same, and the code had changed what they mean."""
+    """The settings are the same, and the code has changed their meaning."""
     write(tmp_path, make_model())
     [found] = manifest.find(tmp_path)
     model = make_model(**other)
@@ -450,7 +450,7 @@ def test_other_arrays_are_refused_before_any_is_read(tmp_path, other, monkeypatc
 
 
 def found_arrays(found):
-    """Of a checkpoint, as Orbax says what is on disk."""
+    """The arrays of a checkpoint on disk, as Orbax lists them."""
     with ocp.PyTreeCheckpointer() as checkpointer:
         return {
             key: x

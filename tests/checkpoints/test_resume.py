@@ -44,7 +44,7 @@ def checkpoint(job, *, steps):
 
 @pytest.fixture
 def folder(tmp_path):
-    """Of a run with a checkpoint after 10 steps of 8 sequences."""
+    """The folder of a run with a checkpoint after 10 steps of 8 sequences."""
     checkpoint(load(tmp_path), steps=10)
     return tmp_path
 

@@ -103,7 +103,7 @@ FUNCTIONS = {
 @pytest.mark.parametrize("kind", collective_times.KINDS)
 @pytest.mark.parametrize("sizes", [(2**16, 2**20, 2**24), (2**16, 2**20)])
 def test_collectives_take_the_time_that_was_measured(kind, sizes):
-    """Where the software starts slowly, and fills two thirds of the link."""
+    """The software starts slowly, and fills two thirds of the link."""
     num_nodes, step_s = 4, 1e-4
     link = Link(fabric="ethernet", bandwidth_bytes_per_s=3e6, latency_s=step_s)
     hops = (2 if kind == "all_reduce" else 1) * (num_nodes - 1)

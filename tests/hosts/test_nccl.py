@@ -1,4 +1,4 @@
-"""What NCCL is told on recorded hosts, and that a worker tells it."""
+"""The variables of NCCL on recorded hosts, and in a worker."""
 
 import dataclasses
 import json

@@ -1,4 +1,4 @@
-"""What is measured, in which order, what becomes of it; in a lab, against rates that are known."""
+"""Measurements, their order and their results; in a lab, against rates that are known."""
 
 import itertools
 import json

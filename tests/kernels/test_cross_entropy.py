@@ -106,7 +106,7 @@ def test_logits_are_capped_before_the_loss(num_chunks):
 
 @pytest.mark.parametrize("loss", [at_once, at_once_tied, in_chunks])
 def test_logits_are_not_rounded(loss):
-    """Of bfloat16 inputs the loss is as exact as of float32; their gradients are rounded last.
+    """With bfloat16 inputs the loss is as exact as with float32; their gradients are rounded last.
 
     With rounded logits, here of some tens, the loss is off by 1e-4 and gradients by 0.65%.
     """

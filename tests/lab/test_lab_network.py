@@ -58,7 +58,7 @@ def wait_until(condition):
 
 
 def left_behind(id: str) -> list[str]:
-    """What a lab of this name has left on this machine."""
+    """The traces of a lab of this name on this machine."""
     lab = f"holmes-{id}"
     found = [name for name in os.listdir("/var/run/netns") if name.partition(".")[0] == lab]
     found += [str(p) for root in ("cpu", "") for p in Path("/sys/fs/cgroup", root).glob(lab)]

@@ -90,7 +90,7 @@ def test_every_line_is_a_shell_line_and_names_are_short_enough(tmp_path, text):
 
 
 def test_a_nic_is_never_promised_to_more_than_it_has(tmp_path):
-    """What classes below one may send without asking adds up to at most its rate."""
+    """The rates that classes below one may send without asking add up to at most its rate."""
     for line, by_class in _htb_classes(commands(tmp_path, THREE).build()).items():
         for minor, (_, rate, ceil) in by_class.items():
             assert rate <= ceil

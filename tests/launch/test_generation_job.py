@@ -76,7 +76,7 @@ class Talkers:
 
 
 def run(tmp_path, talk):
-    """What comes of two processes, each of which does `talk(number, member, event)`."""
+    """The outcome of two processes, each of which does `talk(number, member, event)`."""
     (tmp_path / "run").mkdir()
     job = jobs.load(write_run(tmp_path, {"a": (1,), "b": (1,)}), ["train.steps=1"])
     launcher, said, shown = Talkers(job, talk), [], []

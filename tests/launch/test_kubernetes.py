@@ -42,7 +42,7 @@ clusters:
 
 
 def schema() -> dict:
-    """Of a JobSet, as its custom resource definition has it; unknown keys are mistakes too."""
+    """The schema of a JobSet, from its custom resource definition; unknown keys are mistakes."""
     path = Path(os.environ.get("JOBSET_CRD", ROOT.parent / "shared/data/jobset-crd.yaml"))
     if not path.is_file():
         pytest.skip(f"needs JobSet's custom resource definition: set JOBSET_CRD; not at {path}")
@@ -221,7 +221,7 @@ def test_the_pods_of_a_manifest_train(tmp_path, capsys, monkeypatch):
 
 
 def is_ready(port: int) -> bool:
-    """As the readiness probe asks."""
+    """The readiness probe asks so."""
     try:
         socket.create_connection(("127.0.0.1", port), timeout=1).close()
     except OSError:

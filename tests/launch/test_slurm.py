@@ -112,7 +112,7 @@ def cluster(tmp_path_factory):
 
 
 def ask(env, *argv: str) -> str:
-    """What a command of Slurm prints."""
+    """The output of a command of Slurm."""
     return subprocess.run(argv, env=env, capture_output=True, text=True, check=False).stdout
 
 

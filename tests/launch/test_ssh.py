@@ -131,7 +131,7 @@ def wait_until(condition):
 
 
 def number_of(pid: int) -> str:
-    """Which process of the job it is; and that its variables came through ssh, unseen."""
+    """The process tells which one it is; its variables came through ssh, unseen."""
     variables = Path(f"/proc/{pid}/environ").read_text().split("\0")
     assert any(line.startswith("SSH_CONNECTION=") for line in variables)
     [number] = [line for line in variables if line.startswith("HOLMES_PROCESS=")]
@@ -353,7 +353,7 @@ def test_whoever_names_addresses_names_all_that_are_needed(tmp_path):
 
 
 def test_two_names_of_one_host_are_noticed(tmp_path):
-    """As ssh's own configuration resolves them."""
+    """The addresses are those of ssh's own configuration."""
     if shutil.which("ssh") is None:
         pytest.skip("needs ssh")
     text = "hosts:\n  - {node: a-0, ssh: me@127.0.0.1}\n  - {node: b-0, ssh: 127.0.0.1}\n"

@@ -1,4 +1,4 @@
-"""What the supervisor makes of what processes tell, or do not: real ones, which only talk."""
+"""The supervisor hears what processes tell, or do not: real ones, which only talk."""
 
 import json
 import os
@@ -259,7 +259,7 @@ def test_a_spike_ends_a_job_that_a_scheduler_starts_again(tmp_path):
 
 
 def test_whoever_starts_the_launcher_again_shares_the_count(tmp_path, no_pause):
-    """As Slurm and Kubernetes do; once the job has ended with 1, the next start is a person's."""
+    """Slurm and Kubernetes do so; once the job has ended with 1, the next start is a person's."""
     start = lambda **options: supervise(tmp_path, {0: LOST}, **options)[0].run()
     for expected in (*[PeerError] * restarts.DEFAULT, FatalError, PeerError):
         with pytest.raises(expected):

@@ -103,7 +103,7 @@ def test_every_plan_trains_as_one_device(name, scaling):
 
 
 def test_the_largest_magnitudes_are_those_of_the_inputs():
-    """Of the first product and of the last, by other means."""
+    """Magnitudes of the first product and of the last, by other means."""
     params, inputs = init_params(MODEL, SEED), step_inputs(2, 0)
     x, _ = apply(
         "embed", MODEL, params["embed"], None, position_L=None, token_BL=inputs["token_BL"]

@@ -78,7 +78,7 @@ def test_every_preset_is_in_the_table():
 
 
 class Published(NamedTuple):
-    """What a published config.json says of positions, windows and norms."""
+    """Positions, windows and norms of a published config.json."""
 
     context_length: int  # max_position_embeddings
     norm_epsilon: float = 1e-5

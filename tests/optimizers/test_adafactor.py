@@ -1,4 +1,4 @@
-"""Where Adafactor's rows and columns lie; `test_elementwise` has its steps and its resumption."""
+"""The places of Adafactor's rows and columns; `test_elementwise` has its steps and resumption."""
 
 import jax
 import numpy as np

@@ -72,7 +72,7 @@ def test_two_devices_gather_by_a_sum(name, dtype):
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", jnp.bfloat16])
 def test_a_sum_gathers_every_bit(dtype):
-    """Of what sums of floats would change: -0, a subnormal, the payload of a NaN."""
+    """Numbers that sums of floats would change: -0, a subnormal, the payload of a NaN."""
     size = np.dtype(dtype).itemsize
     strange = [0x80 << 8 * (size - 1), 1, {2: 0x7FC1, 4: 0x7FC00001}[size], 0]
     bits = np.array(strange, f"uint{8 * size}")

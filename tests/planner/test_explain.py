@@ -1,4 +1,4 @@
-"""What is said of a plan: shares that add up, comparisons that are plans themselves, upgrades."""
+"""Explanations of a plan: shares that add up, comparisons that are plans themselves, upgrades."""
 
 import dataclasses
 import json
@@ -172,7 +172,7 @@ def test_data_parallelism_in_one_cluster_is_a_plan_of_one_stage():
 
 
 def test_data_parallelism_over_two_clusters_goes_at_the_speed_of_their_link():
-    """As on one cluster whose network is as slow as the link between the two."""
+    """The plan is that of one cluster whose network is as slow as the link between the two."""
     fast = make_cluster("a", "infiniband", (4, 4)), make_cluster("b", "roce", (4, 4))
     two = make_topology(*fast, ethernet_bytes_per_s=3e9)
     links = {way: dataclasses.replace(link, latency_s=3e-6) for way, link in two.links.items()}

@@ -108,7 +108,7 @@ def test_two_clusters_become_two_stages_with_data_on_rdma_and_tensor_on_nvlink()
 
 
 def test_only_the_first_stage_hides_what_it_sends_over_data_behind_its_own_work():
-    """Of seven layers one has nothing to hide behind, and the others slow the work down by 13%."""
+    """One of seven layers has nothing to hide behind, and the others slow the work down by 13%."""
     topology = make_topology(*(make_cluster(name, "roce", (8, 8)) for name in "ab"))
     plan = one_each(make_config(tensor=1, train={"global_batch": 1024}), topology, layers=(6, 6))
     first, last = (stage.task_seconds for stage in plan.stages)

@@ -1,4 +1,4 @@
-"""What a step costs, against arithmetic; and the best plans for it."""
+"""The price of a step, against arithmetic; and the best plans for it."""
 
 import dataclasses
 import itertools

@@ -64,7 +64,7 @@ def test_the_clock_says_of_many_assignments_when_each_ends():
 
 
 def problem_of(forward_s, inputs_s, weight_s, gather_s, reduce_s, update_s):
-    """Of stages that take so long, for a layer or for what comes once; seats are numbers."""
+    """A problem of stages that take so long, for a layer or once a step; seats are numbers."""
 
     def seconds(seat, settings, role, blocks, is_split):
         [n] = blocks
@@ -98,7 +98,7 @@ def least_of(kind, problem, m, layers, ways_s):
 
 @pytest.mark.parametrize("slow", ["stages", "links", "once"])
 def test_a_stage_has_the_time_in_which_no_other_must_work(slow):
-    """What the search leaves out for taking too long could not have been faster."""
+    """Plans that the search leaves out for taking too long could not have been faster."""
     for order in ORDERS:
         shares, is_over, is_plain = least_shares(*order, slow)
         assert max(shares) <= 1 + 1e-9, order
@@ -214,7 +214,7 @@ def chunk_sizes(n, v):
 
 
 class Seat(NamedTuple):
-    """Where a stage is."""
+    """The place of a stage."""
 
     nodes: tuple[str, ...]  # equal parts of its devices on each
     mesh: tuple[int, int, int, int]
@@ -249,7 +249,7 @@ class Definition:
         return found
 
     def seats(self, cluster, mesh, axes, k):
-        """Of so many stages: runs of whole nodes, where these have the devices; else of devices."""
+        """Places of so many stages: whole nodes, where these have the devices; else devices."""
         nodes, size = [node.name for node in cluster.nodes], math.prod(mesh)
         in_each, each = cluster.nodes[0].num_devices, len(nodes) // k
         if each * in_each >= size:
@@ -328,7 +328,7 @@ class Definition:
         )
 
     def chunk_times(self, stages, layers, m, policy, v):
-        """Of each stage, those of its chunks."""
+        """The numbers of the chunks of each stage."""
         p = len(stages)
         return [
             [

@@ -1,4 +1,4 @@
-"""What is printed and when: a stream and a clock made by hand, so nothing waits."""
+"""Printed lines and their times: a stream and a clock made by hand, so nothing waits."""
 
 import io
 import math

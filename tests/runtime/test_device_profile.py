@@ -40,7 +40,7 @@ def one_layer(sequences):
 
 
 def timed(noise=0.0, **changes):
-    """What a device would show that is as `TRUTH` says."""
+    """The times that a device would show if `TRUTH` were its calibration."""
     peak = KIND.peak_flop_per_s["bfloat16"]
     jitter = np.random.default_rng(0).normal(size=1000)
     products = {
@@ -207,7 +207,7 @@ def test_which_device_must_be_clear(folder, monkeypatch, capsys, more, arguments
 
 
 def test_devices_of_one_name_need_no_node():
-    """As the help says; the file names the peak that its shares are of."""
+    """The help says so; the file names the peak that its shares are of."""
     job = jobs.load(CHECKOUT / "configs/runs/quickstart.yaml")
     assert job.node_to_measure(None).name == "ib-0"
     assert job.node_to_measure("roce-1").device.peak_flop_per_s["float32"] == 30e9

@@ -1,4 +1,4 @@
-"""What waits for the collectives of a step over `data`, and what they send where arrays are odd.
+"""Operations that wait for collectives over `data`, and the bytes that odd arrays send.
 
 Nothing keeps a scheduler from overlapping them with computation; no test says that one does it.
 `tests/runtime/test_sent.py` reads what each row of whole steps sends.
@@ -114,7 +114,7 @@ def test_a_replica_computes_as_one_alone(is_first):
 
 
 def test_what_does_not_divide_is_reduced_whole_and_never_gathered():
-    """Of 4 heads of width 12, on 4 replicas, and a model width of 30."""
+    """The model has 4 heads of width 12 and a width of 30, on 4 replicas."""
     programs = compiled(4, width=30, num_kv_heads=4, head_dim=12)
     mesh = programs.stage.mesh
     cut = 4 * (4 * 30 * 4 * 12)  # bytes of q, k, v, out
@@ -180,7 +180,7 @@ def of_kind(program, kind) -> list[str]:
 
 
 def traced(function, shapes, kind) -> tuple[list[frozenset[int]], dict[int, frozenset[int]]]:
-    """What each collective of the kind waits for, and each product, in numbers of both."""
+    """The numbers of products and collectives that each collective of the kind waits for."""
     events = traced_events(jax.make_jaxpr(function)(*shapes), {kind, "dot_general"})
     products = {i: before for i, (name, before) in enumerate(events) if name == "dot_general"}
     return [before for name, before in events if name == kind], products

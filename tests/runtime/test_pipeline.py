@@ -137,7 +137,7 @@ def first_step(runner, plan):
 
 
 def random_plan(seed, model) -> Plan:
-    """What the planner makes of random machines with up to eight devices, all left to it."""
+    """Plans of random machines with up to eight devices, all left to the planner."""
     generator = random.Random(seed)
     clusters, left = [], 8
     for name in ("a", "b", "c")[: generator.randint(1, 3)]:
@@ -296,7 +296,7 @@ def test_later_stages_send_over_data_while_there_is_nothing_else_to_do():
 
 
 class Late(LocalTransport):
-    """What is offered is not there for the first few times that somebody looks."""
+    """Arrays that are offered are absent for the first few looks."""
 
     def __init__(self, *args):
         super().__init__(*args)

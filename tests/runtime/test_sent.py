@@ -1,4 +1,4 @@
-"""What the programs of every row of whole steps send and keep, read from XLA's text.
+"""Bytes that the programs of every row of whole steps send and keep, read from XLA's text.
 
 The rows are in `tests/whole_steps.py`; `tests/runtime/test_whole_steps.py` runs the same programs.
 """
@@ -169,7 +169,7 @@ def test_what_is_sent(row):
 
 
 def kept_bytes(fsdp, data, remat):
-    """Of a microbatch, from its forward to its backward, over all devices."""
+    """Bytes of a microbatch, from its forward to its backward, over all devices."""
     model = make_model(num_layers=1, positions="learned")
     [stage] = make_stages(model, hand_made_plan((1,), data, 1, fsdp=fsdp, remat=remat))
     batch = {n: jax.ShapeDtypeStruct((4, 16), np.int32) for n in stage.inputs}

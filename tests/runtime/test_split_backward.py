@@ -86,7 +86,7 @@ def count(function, *args) -> int:
 
 
 def make_backward(function):
-    """What it saves, and `backward(saved, dy) -> (weights, rest)`."""
+    """The arrays that it saves, and `backward(saved, dy) -> (weights, rest)`."""
     rng = np.random.default_rng(0)
     draw = lambda *shape: jnp.asarray(rng.standard_normal(shape), jnp.float32)
     params, x, dy = {name: draw(D, D) for name in "abc"}, draw(N, D), draw(N, D)

@@ -1,4 +1,4 @@
-"""What the clock reports of tasks whose times are known."""
+"""The reports of the clock about tasks whose times are known."""
 
 import statistics
 import threading

@@ -1,3 +1,3 @@
-"""What adds the toys to other processes is no test."""
+"""The file that adds the toys to other processes is no test."""
 
 collect_ignore = ["on_path"]

@@ -51,7 +51,7 @@ def toys(monkeypatch):
 
 
 def plain_losses(run_file):
-    """Of a run by `jax.grad` and optax on one device, on the same batches."""
+    """The losses of a run by `jax.grad` and optax on one device, on the same batches."""
     config = configs.load(run_file, [*RUN, *PLANS[0], f"train.steps={STEPS[1]}"])
     model, batches, c = config.model, read_batches(config), config.optimizer
     params = init_params(model, config.train.seed)
@@ -111,5 +111,5 @@ def test_a_vocabulary_must_hold_the_tokens_of_the_source(toys, tmp_path):
 
 
 def test_no_toy_is_left_in_a_table():
-    """What another test of this process sees."""
+    """Other tests of this process see none."""
     assert not [name for table in (SCHEDULES, RULES, SOURCES) for name in table if "toy" in name]

@@ -11,7 +11,7 @@ from tests.clock import stop_callers_clock
 
 @pytest.fixture
 def clock(monkeypatch):
-    """What silences are measured with; heartbeats still go, and bytes are heard, in real time."""
+    """A clock that measures silences; heartbeats still go, and bytes are heard, in real time."""
     clock = SimpleNamespace(now_s=time.monotonic())
     monkeypatch.setattr(heartbeats, "time", SimpleNamespace(monotonic=lambda: clock.now_s))
     return clock

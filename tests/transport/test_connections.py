@@ -109,7 +109,7 @@ def read_frame(sock):
 
 
 def rest_of(sock):
-    """What comes before the other end closes; a reset is an end too."""
+    """The bytes that come before the other end closes; a reset is an end too."""
     found = b""
     try:
         while part := sock.recv(65536):

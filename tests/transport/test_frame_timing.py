@@ -1,4 +1,4 @@
-"""What `launch probe` times is what boundaries do: frames, shared by all streams of a pair."""
+"""`launch probe` times the frames of boundaries: frames, shared by all streams of a pair."""
 
 import socket
 import threading

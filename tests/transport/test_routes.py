@@ -106,7 +106,7 @@ def setting(source, target, sizes, shape=SHAPE, reverse=False):
 
 
 def oracle(whole, spec, stage):
-    """What each device holds, cut one axis at a time."""
+    """The box that each device holds, cut one axis at a time."""
     sizes = {axis.value: size for axis, size in stage.mesh.items()}
     held = {}
     for device, place in zip(stage.devices, np.ndindex(*sizes.values()), strict=True):

@@ -124,7 +124,7 @@ def test_an_array_goes_out_and_comes_in_without_a_copy():
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int32"])
 def test_the_way_through_pinned_memory(dtype, monkeypatch, pair):
-    """What other platforms than the CPU do; its devices have that kind of memory too."""
+    """Other platforms than the CPU do this; its devices have that kind of memory too."""
     monkeypatch.setattr(compat, "start_copy_to_host", compat.copy_to_pinned)
     source, target = pair([make_crossing("F0", (4, 6), dtype)])
     x = jnp.arange(24).reshape(4, 6).astype(dtype)

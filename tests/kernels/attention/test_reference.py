@@ -47,7 +47,7 @@ def test_narrow_dtypes(dtype):
 
 @pytest.fixture
 def short_chunks(monkeypatch):
-    """Of 8 queries, so that sequences are long."""
+    """Blocks have 8 queries, so that sequences are long."""
     monkeypatch.setattr(reference, "QUERY_CHUNK", 8)
     assert len(_blocks(150)) <= MAX_BLOCKS == len(_blocks(8 * MAX_BLOCKS))
 
