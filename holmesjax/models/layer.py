@@ -72,12 +72,17 @@ class Context:
         return ops.to_parts(drawn_BL, self.kernels)
 
 
+def layer_key(seed: int, layer: str) -> jax.Array:
+    """The random key of a layer, by its name."""
+    return jax.random.fold_in(jax.random.key(seed), zlib.crc32(layer.encode()))
+
+
 def keys_of(seed: int, layer: str, sequence_B: jax.Array) -> jax.Array:
     """`Context.key_Bk`: functions of the seed, the layer, and the number of a sequence in the run.
 
     No plan, and no size of a batch, changes what a sequence draws.
     """
-    key = jax.random.fold_in(jax.random.key(seed), zlib.crc32(layer.encode()))
+    key = layer_key(seed, layer)
     return jax.vmap(lambda n: jax.random.key_data(jax.random.fold_in(key, n)))(sequence_B)
 
 

@@ -13,7 +13,6 @@ planner wants to know of a layer is traced (`layer_tracing`), so that no layer s
 import dataclasses
 import itertools
 import re
-import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -28,7 +27,7 @@ from holmesjax.layers.model_layers import EMBED, HEAD, block_name, cached, load
 from holmesjax.models import layer_tracing
 from holmesjax.models.jaxprs import roots
 from holmesjax.models.kept_parameters import without_weights
-from holmesjax.models.layer import Auxiliary, Context, Params, named_as
+from holmesjax.models.layer import Auxiliary, Context, Params, layer_key, named_as
 
 WHERE = "model.module"
 SEQUENCES = 2  # of the shapes on which layers are traced
@@ -599,5 +598,4 @@ def draw(model: ModelConfig, layer: str, seed: int, shardings: Params) -> Params
         drawn = named_as(shardings, own.init(key, *inputs))
         return jax.tree.map(lambda x: x.astype(jnp.float32), drawn)
 
-    key = jax.random.fold_in(jax.random.key(seed), zlib.crc32(layer.encode()))
-    return jax.jit(run, out_shardings=shardings)(key)
+    return jax.jit(run, out_shardings=shardings)(layer_key(seed, layer))

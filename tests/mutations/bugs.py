@@ -687,8 +687,8 @@ BUGS = (
     Bug(
         name="one-key-for-all-layers",
         module="holmesjax.models.own_model",
-        old="jax.random.fold_in(jax.random.key(seed), zlib.crc32(layer.encode()))",
-        new="jax.random.key(seed)",
+        old="out_shardings=shardings)(layer_key(seed, layer))",
+        new="out_shardings=shardings)(jax.random.key(seed))",
         wrong="all layers of a model of one's own begin with the same numbers",
         tests=("tests/models/test_own_model.py::test_a_step_is_that_of_one_device",),
     ),
