@@ -17,7 +17,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from holmesjax.checkpoints import checkpoint, skipped_data
+from holmesjax.checkpoints import skipped_data, writing
 from holmesjax.checkpoints.skipped_data import Skipped
 from holmesjax.config import Config, TrainConfig
 from holmesjax.config.data_checks import packs
@@ -173,7 +173,7 @@ class Session:
     runner: Pipeline | OneStage
     batches: Batches
     clock: Clock
-    writer: checkpoint.Writer
+    writer: writing.Writer
     tell: Callable[[Part], None]
     is_stopping: Callable[[], bool]
     is_saving: Callable[[int], bool]

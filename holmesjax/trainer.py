@@ -17,7 +17,7 @@ from typing import Any, TextIO
 import jax
 
 from holmesjax import job as jobs
-from holmesjax.checkpoints import checkpoint, manifest, resume
+from holmesjax.checkpoints import checkpoint, manifest, resume, writing
 from holmesjax.checkpoints.saves import Due, Saves
 from holmesjax.data import cluster_paths
 from holmesjax.errors import ConfigError, DamagedError, SpikeError
@@ -180,7 +180,7 @@ class Trainer:
                 batches=batches,
                 clock=stack.enter_context(Clock(len(plan.stages))),
                 writer=stack.enter_context(
-                    checkpoint.Writer(self.run_dir, stages, saves.saved, saves.failed)
+                    writing.Writer(self.run_dir, stages, saves.saved, saves.failed)
                 ),
                 tell=recorder.take,
                 is_stopping=is_stopping,

@@ -1,4 +1,4 @@
-"""Writes and restores the arrays of a checkpoint, with Orbax.
+"""Restores the arrays of a checkpoint, with Orbax; `writing` writes them.
 
 A part is what one stage wrote: a flat dict of arrays. A key is the array's path in the state
 (`params.block_003.up_DF`), so it names the layer and never the stage, the mesh or the cluster, and
@@ -6,18 +6,11 @@ any plan restores what another has written. `manifest` says which checkpoints ar
 arrays: each has a digest, computed where it lies before it is written, and again where it is read.
 """
 
-import contextlib
 import dataclasses
 import functools
 import gc
 import itertools
-import logging
-import os
-import re
-import sys
-import warnings
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Container, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,22 +18,20 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 import tensorstore as ts
-from orbax.checkpoint.options import AsyncOptions
 
 from holmesjax.checkpoints import digests, manifest
 from holmesjax.checkpoints.manifest import Checkpoint
+from holmesjax.checkpoints.orbax_errors import silence_orbax, unread
 from holmesjax.config import ModelConfig
 from holmesjax.errors import CheckpointError
 from holmesjax.layers.kind import Parameter
-from holmesjax.layers.model_layers import EMBED, layers
+from holmesjax.layers.model_layers import layers
 from holmesjax.models.layer import merged, split_trained, stated, statements
 from holmesjax.runtime import spikes
-from holmesjax.runtime.domain import Gate
 from holmesjax.runtime.stage import Average, Dtypes, Stage, StageState
 
 Arrays = dict[str, Any]  # key -> array, or its shape with a sharding
 CHUNK_BYTES = 4 << 20  # of an array, that are written or read at a time
-TIMEOUT_S = 1200  # of a save
 MAX_SHOWN = 3  # arrays that differ, in a message
 
 
@@ -51,14 +42,6 @@ def key_of(path: tuple) -> str:
 
 def flatten(state: Any) -> Arrays:
     return {key_of(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(state)}
-
-
-def owned(stage: Stage, state: StageState) -> Arrays:
-    """The arrays that a stage saves: all but a borrowed token table."""
-    arrays = flatten(state)
-    if stage.borrows_table:
-        arrays = {key: x for key, x in arrays.items() if f".{EMBED}." not in key}
-    return arrays
 
 
 def restore(checkpoint: Checkpoint, stages: Sequence[Stage]) -> list[StageState]:
@@ -203,63 +186,6 @@ def _restore_layer(checkpoint: Checkpoint, layer: str, wanted: dict[str, Any]) -
     return merged(params[layer], found["fixed"].get(layer, {}))
 
 
-def save_layers(
-    run_dir: str | Path,
-    model: ModelConfig,
-    dtypes: Dtypes,
-    parameters: Iterable[tuple[str, dict[str, np.ndarray]]],
-) -> tuple[dict[str, dict[str, Any]], manifest.Files]:
-    """Writes the parameters of a model that has made no step, a part for each layer.
-
-    Such a checkpoint has no state of an optimizer, which begins with the run.
-
-    Args:
-      run_dir: of the run.
-      model: the model's settings.
-      dtypes: in which they are kept.
-      parameters: those of each layer, by name, in a dict that is emptied.
-
-    Returns:
-      What `manifest.commit` takes: the arrays and the files.
-    """
-    path = manifest.begin(run_dir, 0)
-    arrays: dict[str, dict[str, Any]] = {}
-    files: manifest.Files = {}
-    _silence_orbax()
-    # An OCDBT would hold all bytes of a part until it is closed.
-    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler(use_ocdbt=False)) as checkpointer:
-        for number, (layer, own) in enumerate(parameters):
-            part = manifest.part_name(number)
-            mine: Arrays = {}
-            for parameter in layers(model)[layer].parameters:
-                group = "params" if parameter.trains else "fixed"
-                value = own.pop(parameter.name)
-                key = ".".join((group, layer, *parameter.path))
-                mine[key] = jax.device_put(value.astype(dtypes.of(parameter), copy=False))
-                del value  # it is on the device
-            arrays |= _described(mine, part)
-            checkpointer.save(path / part, args=_in_chunks(mine), force=True)
-            files |= manifest.files_of(path, number)
-            mine.clear()  # before the next layer is made
-            gc.collect()  # cycles of Orbax's hold the arrays, too
-    return arrays, files
-
-
-def _in_chunks(arrays: Arrays) -> ocp.args.PyTreeSave:
-    """Arrays for Orbax, in chunks, so that a part of one can be read by itself."""
-    cut = dict.fromkeys(arrays, ocp.SaveArgs(chunk_byte_size=CHUNK_BYTES))
-    return ocp.args.PyTreeSave(arrays, cut)
-
-
-def _described(arrays: Arrays, part: str) -> dict[str, dict[str, Any]]:
-    """The entries of a manifest for arrays in a part."""
-    found = digests.of(arrays)
-    return {
-        key: {"part": part, "dtype": str(x.dtype), "shape": list(x.shape), "digest": found[key]}
-        for key, x in arrays.items()
-    }
-
-
 def _written(checkpoint: Checkpoint) -> Dtypes:
     """The dtypes in which a checkpoint has its parameters."""
     train = checkpoint.settings["train"]
@@ -326,12 +252,12 @@ def _restore_tree(checkpoint: Checkpoint, shapes: Any) -> Any:
 
 def _read(checkpoint: Checkpoint, part: str, shapes: Arrays) -> Arrays:
     """Reads arrays of a part: onto devices, or where they have no sharding into NumPy's."""
-    _silence_orbax()
+    silence_orbax()
     is_numpys = all(x.sharding is None for x in shapes.values())
     try:
         return (_read_numpys if is_numpys else _read_onto_devices)(checkpoint.path / part, shapes)
     except Exception as error:
-        reason = _unread(error)
+        reason = unread(error)
         if reason is None:
             raise
     # Reads that Orbax has abandoned would print a traceback each when Python ends.
@@ -374,145 +300,3 @@ def _chunks(shape: Sequence[int], size: Sequence[int]) -> Iterator[tuple[slice, 
     dims = zip(shape, size, strict=True)
     cut = lambda n, step: [slice(a, min(a + step, n)) for a in range(0, n, step)]
     return itertools.product(*(cut(n, step) for n, step in dims))
-
-
-# A writer tells when its parts are on disk: the step, each array's dtype, shape, digest and
-# part, and what its files are; or when they cannot be written: the step, and why, in one line.
-# Whoever hears it from all stages commits the checkpoint (`saves`).
-Saved = Callable[[int, dict[str, dict[str, Any]], manifest.Files], None]
-Failed = Callable[[int, str], None]
-
-
-class Writer:
-    """Writes parts of a run's checkpoints in the background; a context manager.
-
-    `save` returns when the arrays are on the host. It does not raise where they cannot be written:
-    `saved` or `failed` is called from another thread. At most one checkpoint is being written: a
-    second `save` waits for the first. In a domain of several processes all of them save. The
-    leading one tells that the part is saved, and each what has failed in it.
-    """
-
-    def __init__(self, run_dir: str | Path, stages: Sequence[Stage], saved: Saved, failed: Failed):
-        self._run_dir, self._stages = Path(run_dir), stages
-        self._saved, self._failed = saved, failed
-        self._gate = Gate("checkpoints") if jax.process_count() > 1 else None
-        options = AsyncOptions(timeout_secs=TIMEOUT_S, barrier_sync_fn=self._gate)
-        self._checkpointers = [
-            ocp.AsyncCheckpointer(ocp.PyTreeCheckpointHandler(), async_options=options)
-            for _ in stages
-        ]
-        self._finisher = ThreadPoolExecutor(1, "checkpoint")
-        self._pending: Future | None = None
-        self._is_failing = False  # in the save that was begun last
-        _silence_orbax()
-
-    def __enter__(self) -> "Writer":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        try:
-            self.wait()
-        finally:
-            self._finisher.shutdown()
-            for checkpointer in self._checkpointers:
-                checkpointer.close()
-
-    def save(self, step: int, states: Sequence[StageState]) -> None:
-        """Starts to write the states of the writer's stages after `step` optimizer steps."""
-        self.wait()
-        path = manifest.folder_of(self._run_dir, step)
-        arrays: dict[str, dict[str, Any]] = {}
-        if self._gate:
-            self._gate.begin()
-        self._is_failing = False
-        with self._failing(step):
-            manifest.begin(self._run_dir, step)
-        if self._gate and not self._is_failing:
-            # Orbax waits in collectives for the others: all must come to it, or none.
-            with self._failing(step):
-                self._gate(key="begun", timeout_ms=1000 * TIMEOUT_S)
-        if self._is_failing:
-            return
-        for stage, state, checkpointer in zip(
-            self._stages, states, self._checkpointers, strict=True
-        ):
-            part, mine = manifest.part_name(stage.index), owned(stage, state)
-            arrays |= _described(mine, part)
-            with self._failing(step):
-                checkpointer.save(path / part, args=_in_chunks(mine), force=True)
-        self._pending = self._finisher.submit(self._finish, path, step, arrays)
-
-    def wait(self) -> None:
-        """Returns when the last save is complete, or has failed."""
-        pending, self._pending = self._pending, None
-        if pending is not None:
-            pending.result()
-
-    def _finish(self, path: Path, step: int, arrays: dict[str, dict[str, Any]]) -> None:
-        for checkpointer in self._checkpointers:  # all: each would raise its error in the next save
-            with self._failing(step):
-                checkpointer.wait_until_finished()
-        if self._is_failing or jax.process_index() > 0:
-            return
-        files: manifest.Files = {}
-        with self._failing(step):
-            for stage in self._stages:
-                files |= manifest.files_of(path, stage.index)
-        if not self._is_failing:
-            self._saved(step, arrays, files)
-
-    @contextlib.contextmanager
-    def _failing(self, step: int) -> Iterator[None]:
-        """Tells what a file system gives, the first time; it comes from Orbax as a ValueError."""
-        try:
-            yield
-        except (OSError, ValueError) as error:
-            if self._is_failing:
-                return
-            self._is_failing = True
-            self._failed(step, _reason(error))
-            if self._gate:
-                self._gate.fail()
-
-
-def _unread(error: Exception) -> str | None:
-    """The reason why arrays cannot be read, or None for another error.
-
-    Orbax tells what TensorStore could not read as the cause of a bare `Exception`.
-    """
-    cause = error.__cause__ if type(error) is Exception else error
-    return _reason(cause) if isinstance(cause, OSError | ValueError) else None
-
-
-def _reason(error: Exception) -> str:
-    """In one line, without the chain of calls that TensorStore tells."""
-    if number := re.search(r"os_error_code='(\d+)'", str(error)):
-        return os.strerror(int(number[1]))
-    if isinstance(error, OSError) and error.strerror:
-        return error.strerror + (f": {error.filename}" if error.filename else "")
-    return str(error).splitlines()[0]
-
-
-@functools.cache
-def _silence_orbax() -> None:
-    """Keeps what is told in one line from being printed in hundreds, from now on.
-
-    Orbax logs each error that it also raises. It abandons all other reads or writes with the first
-    that fails: asyncio logs theirs, those that come back later find their loop closed or raise
-    when they are collected, and some never began. It also warns of each save without OCDBT.
-    """
-    orbax, hook = str(Path(ocp.__file__).parent), sys.unraisablehook
-    is_orbaxs = lambda r: r.levelno >= logging.ERROR and r.pathname.startswith(orbax)
-    is_of_no_use = lambda r: "Skipping merge of OCDBT checkpoints" in r.getMessage()
-    is_abandoned = lambda r: "exception was never retrieved" in r.getMessage()
-    logging.getLogger("absl").addFilter(lambda r: not (is_orbaxs(r) or is_of_no_use(r)))
-    logging.getLogger("asyncio").addFilter(lambda record: not is_abandoned(record))
-
-    def tell(unraisable: Any) -> None:
-        code = getattr(unraisable.object, "cr_code", None)  # of a coroutine
-        is_ours = code is None or not code.co_filename.startswith(orbax)
-        if is_ours and str(unraisable.exc_value) != "Event loop is closed":
-            hook(unraisable)
-
-    sys.unraisablehook = tell
-    warnings.filterwarnings("ignore", "coroutine .* was never awaited", RuntimeWarning)

@@ -22,7 +22,7 @@ import jax
 from jax.sharding import Mesh
 
 from holmesjax import hung_main_thread, job as jobs
-from holmesjax.checkpoints import checkpoint, manifest, skipped_data
+from holmesjax.checkpoints import checkpoint, manifest, skipped_data, writing
 from holmesjax.checkpoints.manifest import Checkpoint
 from holmesjax.data import cluster_paths, sources
 from holmesjax.distributed.member import Member
@@ -191,7 +191,7 @@ class Worker:
                 batches=batches,
                 clock=stack.enter_context(Clock(len(job.plan.stages))),
                 writer=stack.enter_context(
-                    checkpoint.Writer(job.run_dir, stages, self._send_saved, self._send_unsaved)
+                    writing.Writer(job.run_dir, stages, self._send_saved, self._send_unsaved)
                 ),
                 tell=_Reporter(member),
                 is_stopping=lambda: self._stopping,

@@ -39,12 +39,12 @@ def run(args: argparse.Namespace) -> int:
     if model.lora is not None and model.lora.peft is not None:
         peft.open_adapters(Path(model.lora.peft), model)  # as a check
     os.environ.setdefault("JAX_PLATFORMS", "cpu")  # nothing is computed
-    checkpoint = importlib.import_module("holmesjax.checkpoints.checkpoint")
+    writing = importlib.import_module("holmesjax.checkpoints.writing")
     with Lease(run_dir):
         job.save()
         values = _layers(model, train.seed)
-        dtypes = checkpoint.Dtypes(train.param_dtype, train.compute_dtype)
-        arrays, files = checkpoint.save_layers(run_dir, model, dtypes, values)
+        dtypes = writing.Dtypes(train.param_dtype, train.compute_dtype)
+        arrays, files = writing.save_layers(run_dir, model, dtypes, values)
         resume.Start(job=job).commit(0, arrays, files, data={})
     num_parameters = sum(int(np.prod(array["shape"])) for array in arrays.values())
     print(f"imported    {num_parameters:,} parameters of {source}, {weights.dtype}")

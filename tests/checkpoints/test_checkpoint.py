@@ -13,7 +13,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 
-from holmesjax.checkpoints import checkpoint, manifest
+from holmesjax.checkpoints import checkpoint, manifest, writing
 from holmesjax.checkpoints.saves import Saves
 from holmesjax.config import DataConfig, LoraConfig
 from holmesjax.errors import CheckpointError, DamagedError
@@ -81,7 +81,7 @@ def write_states(run_dir, model, stages, steps, keep=2, states=()):
     states = states or random_states(stages)
     manifest.remove_unfinished(run_dir)
     saves = Saves(run_dir, 1, commit, said.append)
-    with checkpoint.Writer(run_dir, stages, saves.saved, saves.failed) as writer:
+    with writing.Writer(run_dir, stages, saves.saved, saves.failed) as writer:
         for step in steps:
             writer.save(step, states)
     saves.check(at_end=True)
@@ -123,7 +123,7 @@ def test_every_array_of_the_model_is_saved_once_and_the_count_of_updates_by_each
     model = make_model(tied_embeddings=tied)
     [whole] = make_stages(model, hand_made_plan((4,), 1, 1))
     stages = stages_of(name, model)
-    saved = Counter(key for s in stages for key in checkpoint.owned(s, s.state_shapes))
+    saved = Counter(key for s in stages for key in writing.owned(s, s.state_shapes))
     assert saved.pop("opt_state.updates") == len(stages)
     once = checkpoint.flatten(whole.state_shapes).keys() - {"opt_state.updates"}
     assert saved == dict.fromkeys(once, 1)
@@ -479,7 +479,7 @@ def test_a_save_that_failed_spoils_none_that_follows(tmp_path):
     note = lambda step, *rest: told.append((step, rest[0] if len(rest) == 1 else "saved"))
     (tmp_path / manifest.FOLDER).mkdir()
     (tmp_path / manifest.FOLDER / "step_00000001").touch()
-    with checkpoint.Writer(tmp_path, stages, note, note) as writer:
+    with writing.Writer(tmp_path, stages, note, note) as writer:
         for step in (1, 2, 3, 4):
             with files_of_at_most(20_000) if step == 3 else contextlib.nullcontext():
                 writer.save(step, states)

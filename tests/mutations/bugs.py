@@ -555,7 +555,7 @@ BUGS = (
     ),
     Bug(
         name="tied-table-twice",
-        module="holmesjax.checkpoints.checkpoint",
+        module="holmesjax.checkpoints.writing",
         old='if f".{EMBED}." not in key}',
         new="}",
         wrong="the last stage saves the token table that it borrows from the first",
