@@ -1,15 +1,15 @@
 """A small Llama over two clusters and on one device: python -m benchmarks.small_llama --out DIR
 
-Trains configs/runs/small_llama.yaml twice, about an hour each on two idle cores, on the text of
+Trains configs/runs/small_llama.yaml twice, one to two hours each on two cores, on the text of
 `benchmarks.technical_text`:
 
     two clusters   a process for each cluster, which exchange boundaries over sockets
     one device     the same model, data and optimizer in one stage, in one process
 
-Both runs read the same sequences in the same order, so their losses differ only by rounding. Prints
-the numbers, draws the losses into one picture, and draws samples from the run over two clusters.
-The result is written after each run. A run that was stopped goes on when the command is given
-again; with `--run NAME`, the result keeps the numbers of the other run.
+Both runs read the same sequences in the same order. Their losses differ by rounding, which the
+training amplifies. Prints the numbers, draws the losses into one picture, and draws samples from
+the run over two clusters. The result is written after each run. A run that was stopped goes on when
+the command is given again; with `--run NAME`, the result keeps the numbers of the other run.
 """
 
 import argparse
