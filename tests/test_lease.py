@@ -81,7 +81,8 @@ def race(processes, *, takes_over=False):
 def test_of_many_that_start_at_once_one_wins_and_the_others_name_it(tmp_path):
     with contenders(tmp_path / "run", 6) as first, contenders(tmp_path / "run", 4) as second:
         winner = race(first)
-        winner.kill()  # not waited for: a process that has ended, and is not gone yet
+        winner.kill()
+        os.waitid(os.P_PID, winner.pid, os.WEXITED | os.WNOWAIT)  # ended, and not gone yet
         again = race(second, takes_over=True)
         again.stdin.close()
         assert again.wait(60) == 0
