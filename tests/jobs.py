@@ -71,7 +71,7 @@ def compiling_as_here() -> dict[str, str]:
 def compiling_once(folder: Path) -> dict[str, str]:
     """Variables with which the first process of a stage compiles for the others.
 
-    Where it finds a program that the others have missed, they wait in vain. So each such job has a
+    If it finds a program that the others have missed, they wait in vain. So each such job has a
     folder of programs of its own, and only one stage of several processes: two would share some.
     """
     return {"JAX_SHARE_BINARY_BETWEEN_HOSTS": "1", "XDG_CACHE_HOME": str(folder)}

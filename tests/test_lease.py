@@ -58,7 +58,7 @@ def contenders(folder, count):
 def race(processes, *, takes_over=False):
     """Starts them at once; the one that won, after all others were refused by its name.
 
-    Where a lease is taken over, one that gives way to the winner afterwards may be named.
+    If a lease is taken over, one that gives way to the winner afterwards may be named.
     """
     for process in processes:
         process.stdin.write("\n")

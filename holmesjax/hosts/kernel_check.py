@@ -166,7 +166,7 @@ def _run(arguments: Sequence[str], limit_s: float) -> str | None:
 def _alone(folder: Path, name: str, patience_s: float) -> Iterator[Path]:
     """The file of a verdict, while no other process of this host looks for it.
 
-    Where there can be no lock, or none for so many seconds, each process checks for itself.
+    Each process checks for itself if there can be no lock, or none within so many seconds.
     """
     with ExitStack() as stack:
         with suppress(OSError):

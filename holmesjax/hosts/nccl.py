@@ -59,7 +59,7 @@ class Environment:
 def own_settings(env: Mapping[str, str], root: str | Path = "/") -> dict[str, str]:
     """Finds the variables that the user has set for NCCL.
 
-    As in NCCL, the first source of a variable wins: the environment, NCCL_CONF_FILE or else
+    The first source of a variable wins, as in NCCL: the environment, NCCL_CONF_FILE or else
     ~/.nccl.conf, /etc/nccl.conf.
     """
     own = env.get("NCCL_CONF_FILE") or Path(env.get("HOME", root), ".nccl.conf")

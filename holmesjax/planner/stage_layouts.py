@@ -181,7 +181,7 @@ def _by_node(slots: Sequence[tuple[str, int]]) -> Devices:
 def _choose(devices: Devices, mesh: MeshShape) -> Devices:
     """Chooses as many devices as the mesh has.
 
-    Where there are more, every node first gives whole replicas, then whole tensor groups, so
+    If there are more, every node first gives whole replicas, then whole tensor groups, so
     that few of them cross nodes.
     """
     part = mesh.context * mesh.tensor

@@ -284,7 +284,7 @@ def test_strangers_a_slow_process_and_a_save_that_fails_change_nothing(tmp_path,
 def own_network(name: str):
     """A network namespace with a loopback of its own: what enters it, and cuts an address off.
 
-    Where there can be none, the words are empty and there is nothing to cut with.
+    If there can be none, the words are empty and there is nothing to cut with.
     """
     run = lambda *words: subprocess.run(words, check=True, capture_output=True)
     inside = ("ip", "netns", "exec", name)
