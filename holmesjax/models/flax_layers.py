@@ -14,7 +14,7 @@ from flax.errors import InvalidRngError
 
 from holmesjax.errors import ConfigError
 from holmesjax.models.layer import Params
-from holmesjax.models.own_model import WHERE, Array, Axes, Layer, Reads, axes_of, reads_of
+from holmesjax.models.own_model import Array, Axes, Layer, Reads, axes_of, reads_of, wrong_model
 
 # Names of dims that flax's own examples use, and those of the axes themselves. Others are whole.
 LOGICAL_AXES = {
@@ -195,10 +195,9 @@ def _refuse_others(module: str, names: list[str]) -> None:
 
 
 def _more_than_parameters(module: str, found: str) -> ConfigError:
-    return ConfigError(
-        WHERE,
+    return wrong_model(
         f"has a module with more than parameters: {module}",
-        found=found,
-        fix="use LayerNorm in the place of BatchNorm; for dropout use functions(init, apply, "
+        found,
+        "use LayerNorm in the place of BatchNorm; for dropout use functions(init, apply, "
         "draws=True), with random.dropout(x, rate) in apply",
     )

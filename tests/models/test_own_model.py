@@ -21,7 +21,8 @@ from holmesjax.errors import ConfigError, Mistakes, PlanError
 from holmesjax.generation.sampler import Sampler
 from holmesjax.layers.model_layers import EMBED, HEAD, forget, layers
 from holmesjax.models.layer import apply
-from holmesjax.models.own_model import draw, functions, layers_of, name_of, next_token_losses
+from holmesjax.models.own_kinds import draw
+from holmesjax.models.own_model import functions, layers_of, name_of, next_token_losses
 from holmesjax.optimizers.optimizer import learning_rate
 from holmesjax.runtime.pipeline import make_runner
 from holmesjax.runtime.programs import ProgramKey, compile_stages

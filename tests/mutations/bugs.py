@@ -676,7 +676,7 @@ BUGS = (
     ),
     Bug(
         name="copies-of-weights-kept",
-        module="holmesjax.models.own_model",
+        module="holmesjax.models.own_kinds",
         old="without_weights(run)(params, *inputs)",
         new="run(params, *inputs)",
         wrong="a layer in bfloat16 keeps its weights as it has cast them, for each microbatch",
@@ -686,7 +686,7 @@ BUGS = (
     ),
     Bug(
         name="one-key-for-all-layers",
-        module="holmesjax.models.own_model",
+        module="holmesjax.models.own_kinds",
         old="out_shardings=shardings)(layer_key(seed, layer))",
         new="out_shardings=shardings)(jax.random.key(seed))",
         wrong="all layers of a model of one's own begin with the same numbers",
