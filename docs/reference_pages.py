@@ -1,7 +1,7 @@
 """Pages of the site that are written from the code: settings, commands and a gallery of plans.
 
 settings.md    every section of a run file: its settings, their values, defaults and meaning. The
-               meaning is the comment of a setting in `holmesjax/config/sections.py`: each has one
+               meaning is the comment of a setting in its section: each has one
 commands.md    the help of every verb
 gallery.md     the topologies of configs/topologies, with the plans of configs/runs on them
 """
@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 from holmesjax import config as configs
-from holmesjax.config import sections
 from holmesjax.plan.plan import Plan, describe
 from holmesjax.report import mesh_picture
 from holmesjax.schema import OneOf
@@ -59,7 +58,9 @@ def settings() -> str:
         "setting without a default must be given. On a command line a setting is",
         "`section.name=value`.",
     ]
-    comments = _comments(Path(sections.__file__).read_text(encoding="utf-8"))
+    comments = dict[tuple[str, str], str]()
+    for path in Path(configs.__file__).parent.glob("*sections.py"):
+        comments |= _comments(path.read_text(encoding="utf-8"))
     for field in dataclasses.fields(configs.Config):
         if isinstance(field.type, type) and dataclasses.is_dataclass(field.type):
             lines += _section(field.name, field.type, comments)
@@ -88,7 +89,8 @@ def _section(path: str, section: type, comments: dict[tuple[str, str], str]) -> 
 def values_of(hint: Any) -> str:
     """The values that a type lets through, in words.
 
-    >>> values_of(typing.Annotated[int, sections.Field(ge=0)] | None)
+    >>> from holmesjax.config.allowed_values import Natural
+    >>> values_of(Natural | None)
     'whole number, at least 0; or null'
     """
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
@@ -146,7 +148,7 @@ def _sentence(section: type, name: str, comments: dict[tuple[str, str], str]) ->
     found = [comments.get((own.__name__, name), "") for own in section.__mro__]
     text = _markdown(next(filter(None, found), ""))
     if not text:
-        raise ValueError(f"{section.__name__}.{name} has no comment in sections.py")
+        raise ValueError(f"{section.__name__}.{name} has no comment")
     return text[0].upper() + text[1:] + "." * (text[-1] != ".")
 
 

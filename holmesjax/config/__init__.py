@@ -1,37 +1,43 @@
 """Every setting of a run: its sections, the rules between settings, and the files. No JAX."""
 
 from holmesjax.config import checks  # noqa: F401 - a section is made with its checks
-from holmesjax.config.files import CHECKOUT, SettingsOf, load, preset, save, to_yaml, topology_path
-from holmesjax.config.sections import (
-    AUTO,
+from holmesjax.config.data_sections import (
     BYTES,
-    LORA_TARGETS,
     MIXTURE,
     PYTHON_STDLIB,
+    DataConfig,
+    MixedCorpus,
+    MixtureChange,
+    NamedCorpus,
+)
+from holmesjax.config.files import CHECKOUT, SettingsOf, load, preset, save, to_yaml, topology_path
+from holmesjax.config.model_sections import (
+    LORA_TARGETS,
     TABLE,
     WINDOW_BLOCK,
+    Fp8Config,
+    LoraConfig,
+    LoraPattern,
+    ModelConfig,
+    RotaryScalingConfig,
+)
+from holmesjax.config.sections import (
+    AUTO,
     CheckpointConfig,
     Checkpointing,
     Config,
-    DataConfig,
     DistributedConfig,
-    Fp8Config,
     KernelsConfig,
     LogConfig,
-    LoraConfig,
-    LoraPattern,
-    MixedCorpus,
-    MixtureChange,
-    ModelConfig,
-    NamedCorpus,
-    OptimizerConfig,
     ParallelConfig,
-    ParameterGroupConfig,
     PlanConfig,
-    RampupConfig,
-    RotaryScalingConfig,
     RunConfig,
     Schedule,
+)
+from holmesjax.config.training_sections import (
+    OptimizerConfig,
+    ParameterGroupConfig,
+    RampupConfig,
     TrainConfig,
 )
 

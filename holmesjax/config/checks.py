@@ -9,15 +9,10 @@ from functools import partial
 from typing import Any
 
 from holmesjax.config import data_checks, model_checks, parallel_checks, training_checks
-from holmesjax.config.mistakes import wrong
-from holmesjax.config.sections import (
-    AUTO,
-    CHECKS,
-    CheckpointConfig,
-    DataConfig,
-    ModelConfig,
-    RunConfig,
-)
+from holmesjax.config.data_sections import DataConfig
+from holmesjax.config.mistakes import CHECKS, wrong
+from holmesjax.config.model_sections import ModelConfig
+from holmesjax.config.sections import AUTO, CheckpointConfig, RunConfig
 from holmesjax.errors import ConfigError
 
 

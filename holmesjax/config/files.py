@@ -6,7 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from holmesjax import schema, yaml_files
-from holmesjax.config.sections import PRESET, Config, LoraConfig, ModelConfig, mistakes_of
+from holmesjax.config.mistakes import mistakes_of
+from holmesjax.config.model_sections import PRESET, LoraConfig, ModelConfig
+from holmesjax.config.sections import Config
 from holmesjax.errors import ConfigError, Mistakes
 from holmesjax.yaml_files import Document
 

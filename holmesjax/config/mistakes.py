@@ -1,6 +1,14 @@
-"""A mistake between settings, and the words that several rules share."""
+"""Mistakes between settings: what finds them, and the words that several rules share."""
 
-from holmesjax.errors import ConfigError
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from holmesjax import schema
+from holmesjax.errors import ConfigError, HolmesError, Mistakes
+
+# By the sections that a check reads: the checks. `checks` fills it.
+Check = Callable[..., Iterator[ConfigError]]
+CHECKS: dict[tuple[str, ...], tuple[Check, ...]] = {}
 
 
 def wrong(where: str, problem: str, found: object, fix: str) -> ConfigError:
@@ -11,3 +19,17 @@ def multiples(value: int, unit: int) -> str:
     """The multiples of `unit` next to `value`: "60 or 66"."""
     below = value // unit * unit
     return f"{below} or {below + unit}" if below else f"{unit}"
+
+
+def mistakes_of(sections: Mapping[str, Any]) -> Iterator[HolmesError]:
+    """Yields the mistakes found by the checks that read only these sections."""
+    for names, checks in CHECKS.items():
+        if sections.keys() >= set(names):
+            for check in checks:
+                yield from schema.findings(check, *(sections[name] for name in names))
+
+
+def refuse_mistakes(**sections: Any) -> None:
+    """Raises the mistakes of sections, given by name, that the checks of these sections find."""
+    if mistakes := list(mistakes_of(sections)):
+        raise Mistakes(mistakes)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from holmesjax import schema, yaml_files
 from holmesjax.config.mistakes import multiples, wrong
-from holmesjax.config.sections import (
+from holmesjax.config.model_sections import (
     ALL_LINEAR,
     GATED,
     LORA_TARGETS,

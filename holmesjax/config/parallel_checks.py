@@ -5,7 +5,9 @@ import math
 from collections.abc import Iterator, Mapping
 
 from holmesjax.config.mistakes import multiples, wrong
-from holmesjax.config.sections import ModelConfig, ParallelConfig, TrainConfig
+from holmesjax.config.model_sections import ModelConfig
+from holmesjax.config.sections import ParallelConfig
+from holmesjax.config.training_sections import TrainConfig
 from holmesjax.errors import ConfigError
 from holmesjax.schedules.pipeline_schedules import PLAIN, SCHEDULES, chunked
 

@@ -5,12 +5,9 @@ import itertools
 from collections.abc import Iterator
 
 from holmesjax.config.mistakes import wrong
-from holmesjax.config.sections import (
-    KernelsConfig,
-    ModelConfig,
-    OptimizerConfig,
-    TrainConfig,
-)
+from holmesjax.config.model_sections import ModelConfig
+from holmesjax.config.sections import KernelsConfig
+from holmesjax.config.training_sections import OptimizerConfig, TrainConfig
 from holmesjax.errors import ConfigError
 from holmesjax.update_rules import RULES
 

@@ -11,7 +11,6 @@ import pytest
 
 from docs import reference_pages
 from holmesjax import config as configs
-from holmesjax.config import sections
 from launch import arguments
 
 CHECKOUT = Path(__file__).parent.parent.parent
@@ -60,10 +59,9 @@ def test_the_settings_page_has_every_setting_with_its_default():
 
 
 def test_a_setting_without_a_sentence_is_an_error(monkeypatch):
-    source = Path(sections.__file__).read_text()
-    silent = source.replace("  # tokens in a sequence", "")
-    assert silent != source
-    monkeypatch.setattr(Path, "read_text", lambda *_, **__: silent)
+    read, comment = Path.read_text, "  # tokens in a sequence"
+    silent = lambda path, **how: read(path, **how).replace(comment, "")
+    monkeypatch.setattr(Path, "read_text", silent)
     with pytest.raises(ValueError, match=r"ModelConfig\.context_length has no comment"):
         reference_pages.settings()
 

@@ -1,0 +1,25 @@
+"""The values that settings may have: types with constraints, for the fields of sections."""
+
+from typing import Annotated
+
+from pydantic import ConfigDict, Field
+
+STRICT = ConfigDict(extra="forbid")
+
+# Strict: a text is no number, and true is not 1. A list may stand for a tuple.
+# Sizes have an end far beyond any model or machine, so that a slip is told as one, and what is
+# computed with them stays within 64 bits.
+Count = Annotated[int, Field(ge=1, le=2**31 - 1, strict=True)]
+Tokens = Annotated[int, Field(ge=1, le=2**46 - 1, strict=True)]
+Natural = Annotated[int, Field(ge=0, le=2**31 - 1, strict=True)]
+Seed = Annotated[int, Field(ge=0, le=2**63 - 1, strict=True)]
+NumLayers = Annotated[int, Field(ge=1, le=2**14, strict=True)]
+Width = Annotated[int, Field(ge=1, le=2**20, strict=True)]
+Wide = Annotated[int, Field(ge=1, le=2**24, strict=True)]
+Length = Annotated[int, Field(ge=1, le=2**27, strict=True)]
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False, strict=True)]
+NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False, strict=True)]
+Fraction = Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False, strict=True)]
+Share = Annotated[float, Field(gt=0, le=1, allow_inf_nan=False, strict=True)]
+Text = Annotated[str, Field(min_length=1, strict=True)]
+Flag = Annotated[bool, Field(strict=True)]

@@ -1,0 +1,234 @@
+"""The section `model` of a run file, with those inside of it."""
+
+import math
+from fnmatch import fnmatchcase
+from typing import Annotated, Literal
+
+from pydantic import Field
+from pydantic.dataclasses import dataclass
+
+from holmesjax import schema
+from holmesjax.config.allowed_values import (
+    STRICT,
+    Count,
+    Flag,
+    Fraction,
+    Length,
+    NonNegative,
+    NumLayers,
+    Positive,
+    Share,
+    Text,
+    Wide,
+    Width,
+)
+from holmesjax.config.mistakes import refuse_mistakes
+from holmesjax.rotary import SCALINGS
+
+PRESET = "preset"  # in section `model`: a file of configs/models/, for what the section leaves out
+WINDOW_BLOCK = "window_block"  # the kind of layer that `model.window` is for
+History = Annotated[int, Field(ge=1, le=4096, strict=True)]
+Activation = Literal["gelu", "gelu_erf", "swiglu", "geglu"]
+GATED = ("swiglu", "geglu")
+KindsInTurns = Annotated[tuple[Text, ...], Field(min_length=1)]
+FactorOfEachPair = Annotated[tuple[Positive, ...], Field(min_length=1)]
+
+TABLE = "embed/token_VD"  # the token table, which a tied head borrows
+ALL_LINEAR = "all-linear"
+WEIGHTS = ("query", "key", "value", "out", "gate", "up", "down")  # of a block's products
+# The weights of each target of LoRA: our names, and those of modules of Hugging Face's models. What
+# stands together shares an A: it is one map there.
+LORA_TARGETS: dict[str, tuple[tuple[str, ...], ...]] = {
+    **{name: ((name,),) for name in WEIGHTS},
+    **{f"{module}_proj": ((name,),) for module, name in zip("qkvo", WEIGHTS, strict=False)},
+    **{f"{name}_proj": ((name,),) for name in WEIGHTS[4:]},
+    "qkv_proj": (("query", "key", "value"),),
+    "gate_up_proj": (("gate", "up"),),
+    "c_attn": (("query", "key", "value"),),
+    "c_proj": (("out",), ("down",)),
+    "c_fc": (("up",),),
+    ALL_LINEAR: tuple((name,) for name in WEIGHTS),  # those that the model has
+}
+LoraTargets = Annotated[tuple[Annotated[str, schema.OneOf(LORA_TARGETS)], ...], Field(min_length=1)]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, config=STRICT)
+class RotaryScalingConfig:
+    """Rotary frequencies for sequences longer than those of a model's first training.
+
+    `holmesjax.rotary` has the formula of each type, and the settings that it needs.
+    """
+
+    type: Annotated[str, schema.OneOf(SCALINGS)]  # the formula
+    factor: Positive | None = None  # how many times as long sequences are
+    # Tokens in a sequence of the first training.
+    original_max_position_embeddings: Length | None = None
+    # For llama3: a pair that turns less often in such a sequence is scaled.
+    low_freq_factor: Positive | None = None
+    # For llama3: a pair that turns more often in such a sequence is not scaled.
+    high_freq_factor: Positive | None = None
+    # For yarn: a pair that turns more often in such a sequence is not scaled. None: 32.
+    beta_fast: Positive | None = None
+    # For yarn: a pair that turns less often in such a sequence is scaled. None: 1.
+    beta_slow: Positive | None = None
+    truncate: Flag | None = None  # for yarn: whether its ramp is between whole pairs. None: true
+    # For yarn: the numerator of the attention factor, where mscale_all_dim is given too.
+    mscale: Positive | None = None
+    mscale_all_dim: Positive | None = None  # for yarn: the denominator of the attention factor
+    # For longrope: a factor for each pair, in sequences of that length.
+    short_factor: FactorOfEachPair | None = None
+    long_factor: FactorOfEachPair | None = None  # for longrope: the same in longer sequences
+    attention_factor: Positive | None = None  # factor of cosines and sines. None: that of the type
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, config=STRICT)
+class LoraPattern:
+    """Another rank or alpha of some adapters. The first pattern that gives one counts."""
+
+    # A shell pattern of whole names: of targets, as q_proj or [qk]_proj, or of a layer and a
+    # target, as block_003/q_proj.
+    maps: Text
+    rank: Count | None = None  # rank of these adapters. None: as without the pattern
+    alpha: Positive | None = None  # alpha of these adapters. None: as without the pattern
+
+    def matches(self, layer: str, group: tuple[str, ...]) -> bool:
+        """Whether it is for the adapter of weights with one A in a layer."""
+        targets = [name for name, groups in LORA_TARGETS.items() if group in groups]
+        names = [name for name in targets if name != ALL_LINEAR]
+        names += [f"{layer}/{name}" for name in names]
+        return any(fnmatchcase(name, self.maps) for name in names)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, config=STRICT)
+class LoraConfig:
+    """Low-rank adapters beside frozen weights. Hu et al., arXiv:2106.09685.
+
+    A target's product W x becomes W x + s B (A x). A has `rank` rows, and B as many columns.
+    """
+
+    rank: Count = 8  # rows of A, and columns of B
+    alpha: Positive = 16.0  # the product of an adapter counts s = alpha / rank times
+    use_rslora: Flag = False  # whether s = alpha / sqrt(rank). Kalajdzievski, arXiv:2312.03732
+    targets: LoraTargets = ("query", "value")  # weights of a block that have an adapter
+    patterns: tuple[LoraPattern, ...] | None = None  # adapters with another rank or alpha
+    # The share of an adapter's input numbers that a step takes as zero. None: 0.
+    dropout: Fraction | None = None
+    # A folder of PEFT's format. It has the initial adapters, and the settings of this section that
+    # the run file leaves out.
+    peft: Text | None = None
+
+    def rank_and_alpha(self, layer: str, group: tuple[str, ...]) -> tuple[int, float]:
+        """The rank and the alpha of the adapter of weights with one A in a layer."""
+        own = [pattern for pattern in self.patterns or () if pattern.matches(layer, group)]
+        rank = next((pattern.rank for pattern in own if pattern.rank is not None), self.rank)
+        alpha = next((pattern.alpha for pattern in own if pattern.alpha is not None), self.alpha)
+        return rank, alpha
+
+    def rank_and_scale(self, layer: str, group: tuple[str, ...]) -> tuple[int, float]:
+        """The same with s, by which the product of the adapter counts, in place of alpha."""
+        rank, alpha = self.rank_and_alpha(layer, group)
+        return rank, alpha / (math.sqrt(rank) if self.use_rslora else rank)
+
+    @property
+    def adapters(self) -> tuple[tuple[str, ...], ...]:
+        """The weights of each A: several, where a target is one map of another format."""
+        return tuple(group for name in self.targets for group in LORA_TARGETS[name])
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, config=STRICT)
+class Fp8Config:
+    """Products of blocks in 8-bit floating point. Micikevicius et al., arXiv:2209.05433.
+
+    Activations and weights are e4m3, gradients e5m2, each with one scale for a whole array.
+    """
+
+    # How scales of activations are found. delayed: from their largest magnitudes in the steps
+    # before. current: from their own. Weights and gradients always have their own.
+    scaling: Literal["delayed", "current"] = "delayed"
+    history: History = 16  # steps that a delayed scale looks back
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, config=STRICT)
+class ModelConfig:
+    """A decoder-only Transformer.
+
+    In a run file `preset: NAME` stands for the settings of `configs/models/NAME.yaml`, on top of
+    which are those beside it.
+    """
+
+    num_layers: NumLayers  # Transformer layers, or those of your own between first and last
+    width: Width  # numbers of a token in the residual stream
+    num_heads: Width  # query heads of a layer
+    context_length: Length  # tokens in a sequence
+    vocab_size: Wide = 256  # tokens that the model knows; bytes are 256
+    num_kv_heads: Width | None = None  # key and value heads of a layer. None: num_heads
+    head_dim: Width | None = None  # numbers of a head. None: width / num_heads
+    mlp_width: Wide | None = None  # numbers of a token inside the feed-forward. None: 4 * width
+    positions: Literal["learned", "rotary"] = "rotary"  # how a layer knows the place of a token
+    rotary_base: Positive = 10_000.0  # base of the wavelengths of rotary positions
+    # Base of the wavelengths in a window_block, unscaled. None: as in other layers.
+    window_rotary_base: Positive | None = None
+    rotary_fraction: Share = 1.0  # share of a head's numbers that turn, its first ones
+    rotary_scaling: RotaryScalingConfig | None = None  # positions for longer sequences
+    activation: Activation = "gelu"  # function of the feed-forward; gelu is by tanh, gelu_erf exact
+    norm: Literal["layer_norm", "rms_norm"] = "layer_norm"  # kind of all norms
+    norm_epsilon: Positive = 1e-5  # what a norm adds to the variance or mean square
+    zero_centered_norms: Flag = False  # whether a stored scale w of a norm counts as 1 + w
+    # Places of a block's norms: before attention and feed-forward, after each, or both.
+    norms: Literal["before", "after", "both"] = "before"
+    # An RMSNorm of queries and of keys before they turn: of each head, or of all heads together.
+    qk_norm: Literal["none", "head", "all_heads"] = "none"
+    biases: Literal["none", "qkv", "all"] = "none"  # products of a block that have a bias
+    attention_scale: Positive | None = None  # factor of scores. None: 1 / sqrt(width of a head)
+    attention_soft_cap: Positive | None = None  # with c, a score s becomes c tanh(s / c)
+    logit_soft_cap: Positive | None = None  # with c, a logit l becomes c tanh(l / c)
+    # With c, training adds c logsumexp(logits)^2 to the loss of a token (arXiv:2204.02311).
+    z_loss_multiplier: NonNegative = 0.0
+    scaled_embedding: Flag = False  # whether token vectors are multiplied by sqrt(width)
+    tied_embeddings: Flag = False  # whether the output projection is the token table
+    # Kinds of the Transformer layers, which repeat in turns: block, window_block, or one of your
+    # own, as module:function.
+    pattern: KindsInTurns = ("block",)
+    window: Count | None = None  # keys that a query of a window_block sees, with its own
+    # A model of your own, as module:function: the function gives its layers, and reads from this
+    # section what it likes. num_layers counts those between the first and the last; context_length
+    # times width are the numbers of a sequence that one layer hands to the next.
+    module: Text | None = None
+    # A folder of Hugging Face's format. It has the initial parameters, and the settings of this
+    # section that the run file leaves out.
+    hf: Text | None = None
+    lora: LoraConfig | None = None  # adapters, which alone train. None: all parameters train
+    # Shell patterns of the parameters that do not train, for whole names such as block_*/query_DHK
+    # or head/*; * reaches over slashes.
+    frozen: tuple[Text, ...] = ()
+    fp8: Fp8Config | None = None  # products of blocks in fp8. None: all in train.compute_dtype
+
+    def __post_init__(self) -> None:
+        refuse_mistakes(model=self)
+
+    @property
+    def kv_heads(self) -> int:
+        return self.num_kv_heads or self.num_heads
+
+    @property
+    def head_width(self) -> int:
+        return self.head_dim or self.width // self.num_heads
+
+    @property
+    def feed_forward_width(self) -> int:
+        return self.mlp_width or 4 * self.width
+
+    @property
+    def sums_table(self) -> bool:
+        """Whether the gradient of the token table is a sum of both uses, at both ends."""
+        is_frozen = any(fnmatchcase(TABLE, pattern) for pattern in self.frozen)
+        return self.tied_embeddings and self.lora is None and not is_frozen
+
+    @property
+    def is_gated(self) -> bool:
+        return self.activation in GATED
+
+    @property
+    def rotary_width(self) -> int:
+        """Numbers of a head that turn: an even number of its first ones."""
+        return int(self.head_width * self.rotary_fraction)
