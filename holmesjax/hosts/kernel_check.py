@@ -36,6 +36,8 @@ if TYPE_CHECKING:  # a launcher looks at no hardware
 CAPABILITY = "9.0"  # of the GPUs that the kernels are for
 LIMIT_S = 60.0
 KILLED_S = 5.0  # for a check that was killed to be gone; what hangs in a driver is left to it
+RETRY_S = 3600.0  # a check that did not end is repeated by a start so much later: it may have been
+# the machine that was busy. All processes of one start find the same verdict.
 PAUSE_S = 0.1  # between two looks whether another process has ended its check
 # ptxas that miscompiles Hopper kernels: the first such version and the first that does not. JAX's
 # own kernels refuse CUDA 12.8.0 to 12.9.0; 13.0.88 is reported for sm_90a.
@@ -85,6 +87,8 @@ def verdict(
 ) -> CheckVerdict:
     """Returns what a check has found, now or before.
 
+    A verdict is kept for good, but an hour only if the check did not end.
+
     Args:
       asked: what a run needs (`asked_of`).
       gpus: of this host.
@@ -109,9 +113,15 @@ def verdict(
         if (kept := _read(path)) is not None:
             return CheckVerdict(problem=kept["problem"], versions=versions)
         say(f"checking the attention kernels on this machine, once: at most {limit_s:g} s")
-        found = CheckVerdict(problem=_run([json.dumps(asked), *check], limit_s), versions=versions)
+        has_ended = True
+        try:
+            problem = _run([json.dumps(asked), *check], limit_s)
+        except subprocess.TimeoutExpired:
+            has_ended, problem = False, f"the check did not end within {limit_s:g} s"
+        found = CheckVerdict(problem=problem, versions=versions)
+        text = json.dumps({"problem": problem, "has_ended": has_ended, **key}, indent=1) + "\n"
         with suppress(OSError):  # then the next process checks again
-            write_whole(path, json.dumps({"problem": found.problem, **key}, indent=1) + "\n")
+            write_whole(path, text)
     if found.problem is not None:
         say(f"warning: the attention kernels are not used: {found}")
     return found
@@ -120,13 +130,14 @@ def verdict(
 def _read(path: Path) -> dict[str, Any] | None:
     with suppress(OSError, ValueError):
         kept = json.loads(path.read_text())
-        if isinstance(kept, dict) and "problem" in kept:
-            return kept
+        if isinstance(kept, dict) and {"problem", "has_ended"} <= kept.keys():
+            age_s = time.time() - path.stat().st_mtime
+            return kept if kept["has_ended"] or age_s < RETRY_S else None
     return None
 
 
 def _run(arguments: Sequence[str], limit_s: float) -> str | None:
-    """Why the check has failed; None if it has passed."""
+    """Why the check has failed; None if it has passed. TimeoutExpired if it does not end."""
     command = [sys.executable, "-m", "kernels.attention.check", *arguments]
     # Its own limit is for the case that this process is killed meanwhile.
     command += ["--limit-s", str(limit_s + KILLED_S)]
@@ -141,8 +152,6 @@ def _run(arguments: Sequence[str], limit_s: float) -> str | None:
         )
         try:
             status = process.wait(limit_s)
-        except subprocess.TimeoutExpired:
-            return f"the check did not end within {limit_s:g} s"
         finally:
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
