@@ -1,6 +1,6 @@
-"""A process of a job that only talks: python -m tests.scripted_member RUN_DIR '[["sleep", 1]]'
+"""Processes of a job that only talk, each with a script such as [["sleep", 1]].
 
-It joins the controller as a worker does, needs no JAX, and then does what its script says:
+A process joins the controller as a worker does, needs no JAX, and then does what its script says:
 
     tell KIND {...}     says this to the controller
     status TEXT         tells it with whatever comes next
@@ -13,23 +13,39 @@ It joins the controller as a worker does, needs no JAX, and then does what its s
     sleep SECONDS
     done STEP           has trained so far, and ends when all have
     exit STATUS         or signals itself, with -STATUS
+
+A process that has imported this module once forks them all: imports would take nearly all of their
+time.
 """
 
 import contextlib
 import itertools
-import json
+import multiprocessing
 import os
-import sys
+import signal
+import socket
+import threading
 import time
 from pathlib import Path
 
 from holmesjax import job as jobs
 from holmesjax.checkpoints import manifest
 from holmesjax.distributed.member import Member
-from holmesjax.distributed.messages import FROM_MEMBER, AllDone, Done, Saved
+from holmesjax.distributed.messages import (
+    FROM_MEMBER,
+    AllDone,
+    Done,
+    Exit,
+    Output,
+    ProcessEvent,
+    Saved,
+)
 from holmesjax.hosts.process_environment import ProcessEnvironment, die_with
 from holmesjax.plan.processes import make_processes
-from launch.launchers.launcher import Children, variables_here
+from launch.launchers.launcher import variables_here
+
+FORKS = multiprocessing.get_context("forkserver")
+FORKS.set_forkserver_preload([__name__])
 
 
 class ScriptedLauncher:
@@ -43,23 +59,45 @@ class ScriptedLauncher:
     def __init__(self, *scripts):
         self._scripts = scripts
         self.starts = 0
-        self._children = Children()
+        self._children = []
 
     def start(self, start, events):
-        process = start.process
-        self.starts += process.number == 0
-        script = self._scripts[min(self.starts, len(self._scripts)) - 1].get(process.number, [])
-        argv = [sys.executable, "-m", "tests.scripted_member", start.command[1], json.dumps(script)]
-        own = {**os.environ, **start.env, **variables_here({"ethernet": ["127.0.0.1"]})}
-        self._children.start(process.number, argv, own, events)
+        number = start.process.number
+        self.starts += number == 0
+        script = self._scripts[min(self.starts, len(self._scripts)) - 1].get(number, [])
+        env = {**start.env, **variables_here({"ethernet": ["127.0.0.1"]})}
+        here, there = socket.socketpair()
+        with there:
+            child = FORKS.Process(target=main, args=(start.command[1], script, env, there))
+            child.start()
+        reader = threading.Thread(target=_read, args=(child, here, number, events), daemon=True)
+        reader.start()
+        self._children.append((child, reader))
 
     def end(self):
-        self._children.end()
+        for child, reader in self._children:
+            if reader.is_alive():
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(child.pid, signal.SIGKILL)
+        for _, reader in self._children:
+            reader.join(60)
 
 
-def main(run_dir, script):
-    die_with(os.environ.get("HOLMES_PARENT"))
-    environment = ProcessEnvironment.read(os.environ, lambda: None)
+def _read(child, sock, number, events):
+    with sock, sock.makefile(errors="replace") as output:
+        for line in output:
+            events.put(ProcessEvent(number, Output(line=line.rstrip("\n"))))
+    child.join()
+    events.put(ProcessEvent(number, Exit(status=child.exitcode)))
+
+
+def main(run_dir, script, env, output):
+    """Runs in a process of its own, whose output goes to a socket."""
+    die_with(str(os.getppid()))
+    for fd in (1, 2):
+        os.dup2(output.fileno(), fd)
+    output.close()
+    environment = ProcessEnvironment.read(env, lambda: None)
     job = jobs.load_saved(run_dir)
     config = job.config.distributed
     processes = make_processes(job.plan, job.topology, config.processes)
@@ -123,7 +161,3 @@ def main(run_dir, script):
         act(*line)
     with contextlib.suppress(KeyboardInterrupt):
         time.sleep(60)
-
-
-if __name__ == "__main__":
-    main(sys.argv[1], json.loads(sys.argv[2]))
