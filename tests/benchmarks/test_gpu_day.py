@@ -8,7 +8,8 @@ import psutil
 import pytest
 
 from benchmarks import gpu_day
-from benchmarks.gpu_day import PARTS, Part, run_part, run_parts
+from benchmarks.gpu_day import PARTS
+from benchmarks.gpu_day_processes import Part, run_part, run_parts
 
 
 def planted(name, limit_s=60.0, argument=None):

@@ -1,0 +1,329 @@
+"""The parts of `gpu_day`: functions that yield rows, each called in a process of its own.
+
+A function takes the argument of its part, and whether this is a rehearsal: tiny shapes on a CPU.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.gpu_day_processes import Row
+from holmesjax.config import CHECKOUT
+
+REPEATS = 30
+
+# ---- the machine ---------------------------------------------------------------------------------
+
+
+def machine(_: None, rehearse: bool) -> Iterator[Row]:
+    import jax
+    import jax.numpy as jnp
+
+    from benchmarks.kernels_gpu import limits, measure
+
+    device = jax.devices()[0]
+    yield {"what": "device", "is": f"{device.device_kind}, {device.client.platform_version}"}
+    asked = "driver_version,clocks.sm,clocks.max.sm,clocks.mem,power.limit,temperature.gpu"
+    for what, command in (
+        ("driver, clocks, power", ["nvidia-smi", f"--query-gpu={asked}", "--format=csv,noheader"]),
+        ("assembler", ["ptxas", "--version"]),
+    ):
+        with contextlib.suppress(OSError, subprocess.TimeoutExpired):
+            done = subprocess.run(command, capture_output=True, text=True, timeout=20)
+            yield {"what": what, "is": " ".join(done.stdout.split())[-200:]}
+    most = limits(rehearse)
+    yield {"what": "product of 8192^3, bfloat16", "rate": tera(most["flop_per_s"])}
+    yield {"what": "copy, read and written", "rate": giga(most["bytes_per_s"])}
+    x = jnp.ones(2**12 if rehearse else 2**28, jnp.float32)
+    pinned = x.sharding.with_memory_kind("pinned_host")
+    on_host = jax.device_put(x, pinned)
+    ways = {
+        "device to pinned host": lambda: jax.device_put(x, pinned),
+        "pinned host to device": lambda: jax.device_put(on_host, x.sharding),
+    }
+    for what, found in measure(ways, rehearse).items():
+        yield {"what": what, "rate": giga(x.nbytes / found["s"]), "spread": found["spread"]}
+
+
+def tera(flop_per_s: float) -> str:
+    return f"{flop_per_s / 1e12:.4g} TFLOP/s"
+
+
+def giga(bytes_per_s: float) -> str:
+    return f"{bytes_per_s / 1e9:.4g} GB/s"
+
+
+# ---- values --------------------------------------------------------------------------------------
+
+
+def values_of_cudnn(argument: Row, rehearse: bool) -> Iterator[Row]:
+    import jax
+
+    def cudnn(q: Any, k: Any, v: Any, segments: Any, rule: Any, deterministic: bool) -> Any:
+        local = None if rule.window is None else (rule.window - 1, 0)
+        attention = functools.partial(
+            jax.nn.dot_product_attention,
+            is_causal=rule.causal,
+            local_window_size=local,
+            implementation="xla" if rehearse else "cudnn",
+            return_residual=True,
+        )
+        out, log_sum_BLH = attention(q, k, v)
+        return out, log_sum_BLH.swapaxes(1, 2).astype("float32")
+
+    yield _values(argument | {"feeds_log_sum": False}, cudnn, rehearse)
+
+
+def values_of_pallas(argument: Row, rehearse: bool) -> Iterator[Row]:
+    from kernels.attention import pallas, reference
+
+    def plain(*args: Any, deterministic: bool) -> Any:
+        return reference.attention_reference(*args)
+
+    yield _values(argument, plain if rehearse else pallas.attention_pallas, rehearse)
+
+
+def _values(argument: Row, attention: Callable, rehearse: bool) -> Row:
+    from kernels.attention.check import Case, check
+    from kernels.attention.tiles import Rule
+
+    case = Case(**{**argument, "rule": Rule(**argument.get("rule", {}))})
+    if rehearse:
+        case = case._replace(length=min(case.length, 40), head_width=8)
+    found = check(case, attention, 2 if rehearse else REPEATS)
+    errors = ", ".join(f"{name} {error:.1e}" for name, error in found["errors"].items())
+    verdict = "FAILED" if found["problem"] else "ok"
+    return {"what": found["what"], "is": verdict, "errors": errors, "problem": found["problem"]}
+
+
+def shape(batch: int, length: int, heads: int, kv_heads: int, width: int, **more: Any) -> Row:
+    names = ("batch", "length", "heads", "kv_heads", "head_width")
+    return dict(zip(names, (batch, length, heads, kv_heads, width), strict=True)) | more
+
+
+CUDNN = [
+    shape(2, 397, 4, 2, 128),
+    shape(2, 397, 4, 2, 64, rule={"window": 100}),
+    shape(2, 397, 4, 2, 256),
+]
+# From one tile on, one thing more each.
+PALLAS = [
+    shape(1, 64, 1, 1, 64, rule={"causal": False}),
+    shape(1, 128, 1, 1, 64),
+    shape(1, 128, 1, 1, 64, deterministic=True),
+    shape(2, 397, 4, 2, 64),
+    shape(2, 397, 4, 2, 128),
+    shape(2, 397, 4, 2, 128, deterministic=True),
+    shape(2, 397, 4, 2, 128, has_documents=True),
+    shape(2, 397, 4, 2, 128, rule={"window": 100, "soft_cap": 2.0}, has_documents=True),
+    shape(2, 397, 4, 2, 256),
+    shape(2, 2048, 20, 10, 128, has_documents=True),
+    shape(2, 2048, 20, 10, 256),
+]
+
+
+# ---- speed ---------------------------------------------------------------------------------------
+
+
+def speed(argument: Row, rehearse: bool) -> Iterator[Row]:
+    """Forward and backward of attention, by everyone whose name begins as `argument` says."""
+    from benchmarks.kernels_gpu import Attention, attention_calls, attention_rows
+
+    names = "plain" if rehearse else argument["by"]
+    case = Attention(64, 4, 2, 64) if rehearse else Attention(*argument["case"])
+    calls = attention_calls(case, rehearse)
+    forward, both = (
+        {name: call for name, call in found.items() if name.startswith(names)} for found in calls
+    )
+    yield from attention_rows(case, forward, both, rehearse)
+
+
+def lines_of(part: str, rehearse: bool) -> Iterator[Row]:
+    """A part of `kernels_gpu`, beside what the device reaches now."""
+    from benchmarks import kernels_gpu
+
+    yield from kernels_gpu.PARTS[part](rehearse, kernels_gpu.limits(rehearse))
+
+
+# ---- training ------------------------------------------------------------------------------------
+
+
+def training(argument: Row, rehearse: bool) -> Iterator[Row]:
+    from benchmarks import train_gpu
+
+    name, kind = train_gpu.device_kind()
+    if rehearse:
+        kind = "cpu"
+    if kind is None:
+        raise SystemExit(f"no GPU of a known kind here: {name}")
+    context, tokens = (32, 256) if rehearse else (4096, train_gpu.TOKENS)
+    sizes = train_gpu.SMALL if rehearse else train_gpu.MODELS[argument["model"]]
+    sizes = dataclasses.replace(sizes, context_length=context)
+    system = argument["system"]
+    what = f"{system}: {argument['model']} at {context} tokens"
+    if system == "PyTorch" and importlib.util.find_spec("torch") is None:
+        yield {"what": what, "is": "PyTorch is not installed"}
+        return
+    line = train_gpu.measure(system, argument["model"], context, tokens, kind)
+    if "failed" in line:
+        yield {"what": what, "problem": " ".join(line["failed"])}
+        return
+    line = train_gpu.judge(line, sizes)
+    row = {
+        "what": what,
+        "is": line["how"],
+        "rate": f"{line['tokens_per_s']:,.0f} tokens/s, {line['tflop_per_s']:.4g} TFLOP/s",
+        "mfu": line["mfu"],
+        "spread": line["spread"],
+        "measured_gib": line["peak_bytes"] / 2**30,
+        "losses": line["losses"],
+    }
+    if system == "HolmesJAX":
+        config = train_gpu.make_config(sizes, tokens, "float32" if rehearse else "bfloat16")
+        job = train_gpu.make_job(config, kind)
+        predicted = sum(job.plan.stages[0].memory_bytes.values())
+        row |= {"predicted_gib": predicted / 2**30, "predicted_s": job.plan.step_time_s}
+    yield row
+
+
+PROFILED = """
+topology: {folder}/topology.yaml
+run: {{dir: {folder}/run}}
+model: {{num_layers: 1, width: {width}, num_heads: {heads}, context_length: {context}}}
+data: {{corpus: python-stdlib}}
+train: {{steps: 1, global_batch: 4, compute_dtype: {dtype}}}
+optimizer: {{learning_rate: 1.0e-3}}
+"""
+ONE_DEVICE = """
+name: device
+clusters:
+  - {{name: a, fabric: local, nodes: 1, devices: {{kind: {kind}, count: 1}}}}
+"""
+
+
+def profile(_: None, rehearse: bool) -> Iterator[Row]:
+    """The calibration, as a row: the file is small, and part of the result."""
+    from benchmarks import train_gpu
+
+    kind = "cpu" if rehearse else train_gpu.device_kind()[1]
+    sizes = {"width": 64, "heads": 4, "context": 32, "dtype": "float32"}
+    if not rehearse:
+        sizes = {"width": 4096, "heads": 32, "context": 4096, "dtype": "bfloat16"}
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "topology.yaml").write_text(ONE_DEVICE.format(kind=kind))
+        Path(folder, "run.yaml").write_text(PROFILED.format(folder=folder, **sizes))
+        row = _launch(["profile", f"{folder}/run.yaml", "--output", f"{folder}/found.yaml"], {})
+        with contextlib.suppress(OSError):
+            row["calibration"] = Path(folder, "found.yaml").read_text()
+        yield row
+
+
+# ---- runs ----------------------------------------------------------------------------------------
+
+
+SMALL_RUN = ["train.steps=2", "model.num_layers=2", "model.width=64", "model.context_length=64"]
+
+
+def quickstart(_: None, rehearse: bool) -> Iterator[Row]:
+    with tempfile.TemporaryDirectory() as folder:
+        run = ["train", "configs/runs/quickstart.yaml", f"run.dir={folder}/run"]
+        yield _launch(run + SMALL_RUN * rehearse, {})
+
+
+TWO_STAGES = """
+topology: {folder}/topology.yaml
+run: {{dir: {folder}/run}}
+model: {{num_layers: {layers}, width: {width}, num_heads: 16, context_length: {context}}}
+data: {{corpus: python-stdlib}}
+train: {{steps: {steps}, global_batch: 16, compute_dtype: {dtype}, log_every_s: 0}}
+optimizer: {{learning_rate: 1.0e-3}}
+parallel: {{clusters: [a, b], microbatches: 8, schedule: 1f1b}}
+log: {{tensorboard: false}}
+"""
+TWO_CLUSTERS = """
+name: shared
+clusters:
+  - {{name: a, fabric: local, nodes: 1, devices: {device}, nics: [{{kind: ethernet_25}}]}}
+  - {{name: b, fabric: local, nodes: 1, devices: {device}, nics: [{{kind: ethernet_25}}]}}
+links:
+  - {{between: [a, b], fabric: ethernet, bandwidth: 25 Gb/s, latency: 50 us}}
+"""
+
+
+def pipeline(_: None, rehearse: bool) -> Iterator[Row]:
+    """Two processes, each with a stage, share the device; boundaries go through its host."""
+    from benchmarks import train_gpu
+
+    kind = "cpu" if rehearse else train_gpu.device_kind()[1]
+    sizes = {"layers": 2, "width": 64, "context": 32, "steps": 3, "dtype": "float32"}
+    if not rehearse:
+        sizes = {"layers": 8, "width": 2048, "context": 2048, "steps": 20, "dtype": "bfloat16"}
+    with tempfile.TemporaryDirectory() as folder:
+        device = f"{{kind: {kind}, count: 1}}"
+        Path(folder, "topology.yaml").write_text(TWO_CLUSTERS.format(device=device))
+        Path(folder, "run.yaml").write_text(TWO_STAGES.format(folder=folder, **sizes))
+        run = ["train", f"{folder}/run.yaml", "--launcher", "local"]
+        yield _launch(run, {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.4"})
+
+
+def _launch(arguments: Sequence[str], environment: dict[str, str]) -> Row:
+    """A command of HolmesJAX, with its last lines of steps."""
+    start_s = time.perf_counter()
+    done = subprocess.run(
+        [sys.executable, "-m", "launch", *arguments],
+        cwd=CHECKOUT,
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
+    )
+    print(done.stdout, done.stderr, file=sys.stderr)
+    steps = [line for line in done.stdout.splitlines() if re.match(r"step +\d+/", line)]
+    row = {
+        "what": " ".join(["launch", *arguments[:1], Path(arguments[1]).name]),
+        "is": steps[-1] if steps else "",
+        "s": time.perf_counter() - start_s,
+    }
+    if done.returncode:
+        words = (done.stderr or done.stdout).strip().splitlines()[-3:]
+        row["problem"] = f"exit status {done.returncode}: {' '.join(words)}"
+    return row
+
+
+# ---- tiles ---------------------------------------------------------------------------------------
+
+
+def tiles(argument: Row, rehearse: bool) -> Iterator[Row]:
+    """The kernels with other tiles, at 4k: 64 query and 8 key heads 128 wide."""
+    import jax
+
+    from benchmarks.kernels_gpu import Attention, attention_calls, attention_rows
+    from kernels.attention import pallas, pallas_forward
+    from kernels.attention.warpgroups import Tiles
+
+    found = dataclasses.replace(
+        pallas_forward.default_tiles(128),
+        **{kernel: Tiles(streamed=size, slots=n) for kernel, (size, n) in argument.items()},
+    )
+    label = ", ".join(f"{kernel} {size} x {n}" for kernel, (size, n) in argument.items())
+    if rehearse:
+        yield {"what": label, "is": "not run: there is no GPU"}
+        return
+    case = Attention(4096, 64, 8, 128)
+    attention = functools.partial(pallas.attention_pallas, tiles=found)
+    calls = attention_calls(case, rehearse, {f"ours, {label}": attention})
+    jax.block_until_ready([call() for call in calls[0].values()])
+    yield from attention_rows(case, *calls, rehearse)
+
+
+TILES = [{"forward": size} for size in ([64, 2], [64, 3], [128, 3])]
+TILES += [{"joint": size} for size in ([64, 1], [128, 1])]
