@@ -25,7 +25,8 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
-from tests.mutations.bugs import BUGS, Bug
+from tests.mutations.bug import Bug
+from tests.mutations.bugs import BUGS
 
 ROOT = Path(__file__).parent.parent.parent
 TEST_LIMIT_S = 120  # for one test: a bug may make it wait for ever

@@ -33,5 +33,5 @@ def test_every_bug_can_be_planted_and_names_tests_that_exist():
                 wrong.append(f"{bug.name}: there is no {file}")
             elif name and name.partition("[")[0] not in functions_of(ROOT / file):
                 wrong.append(f"{bug.name}: {file} has no {name}")
-    assert not wrong, "tests/mutations/bugs.py must follow the code:\n" + "\n".join(wrong)
+    assert not wrong, "the bugs of tests/mutations must follow the code:\n" + "\n".join(wrong)
     assert len({bug.name for bug in BUGS}) == len(BUGS)

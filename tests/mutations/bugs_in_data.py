@@ -1,0 +1,154 @@
+"""Planted bugs in settings, data and the folders of other libraries."""
+
+from tests.mutations.bug import Bug
+
+DATA = (
+    Bug(
+        name="bits-for-bytes",
+        module="holmesjax.units",
+        old='_scaled(DECIMAL, "bps", 1 / 8)',
+        new='_scaled(DECIMAL, "bps")',
+        wrong="Gbps are read as gigabytes per second",
+        tests=("tests/test_units.py::test_parse",),
+    ),
+    Bug(
+        name="odd-runs",
+        module="holmesjax.config.parallel_checks",
+        old="runs = 2 * context  # of tokens: each part has two",
+        new="runs = context  # of tokens: each part has two",
+        wrong="sequences that ring attention cannot cut in two runs for each device are accepted",
+        tests=("tests/config/test_config.py::test_settings_that_do_not_fit_each_other",),
+    ),
+    Bug(
+        name="special-tokens-in-a-corpus",
+        module="holmesjax.data.tokenizer_files",
+        old="inner.encode_special_tokens = True",
+        new="inner.encode_special_tokens = False",
+        wrong="a special token that stands in a text becomes a mark",
+        tests=("tests/data/test_tokenizer_files.py::test_a_text_comes_back_whole_and_in_pieces",),
+    ),
+    Bug(
+        name="arrow-end",
+        module="holmesjax.data.row_documents",
+        old="if content.read() != END:",
+        new="if not content.read():",
+        wrong="rows of a dataset that was cut off behind a batch are missing without a word",
+        tests=(
+            "tests/data/test_document_formats.py::test_a_damaged_file_is_refused_with_its_place",
+        ),
+    ),
+    Bug(
+        name="page-of-ranks",
+        module="holmesjax.data.number_files",
+        old="np.searchsorted(self._first_P, value)) - 1",
+        new='np.searchsorted(self._first_P, value, side="right")) - 1',
+        wrong="documents that begin at one place are counted from their last page on",
+        tests=("tests/data/test_number_files.py::test_ranks_are_those_of_the_array_on_every_page",),
+    ),
+    Bug(
+        name="short-read",
+        module="holmesjax.data.stores",
+        old="if len(found) < count:",
+        new="if len(found) < 0:",
+        wrong="a file of tokens that shrinks gives short windows, and no message",
+        tests=(
+            "tests/data/test_token_files.py::test_a_file_that_becomes_shorter_while_it_is_read_is_named",
+        ),
+    ),
+    Bug(
+        name="half-the-validation",
+        module="holmesjax.data.corpus",
+        old="fraction * 2**64",
+        new="fraction * 2**63",
+        wrong="the validation split is half as large as it should be",
+        tests=("tests/data/test_batches.py::test_the_share_of_the_files_held_out_is_the_fraction",),
+    ),
+    Bug(
+        name="one-order-for-all-epochs",
+        module="holmesjax.data.batches",
+        old="round_keys(self.seed, stream + epoch)",
+        new="round_keys(self.seed)",
+        wrong="every epoch reads the windows in the same order",
+        tests=(
+            "tests/data/test_batches.py::test_every_epoch_visits_every_window_once_in_an_order_of_its_own",
+        ),
+    ),
+    Bug(
+        name="a-change-of-weights-begins-a-corpus-anew",
+        module="holmesjax.data.mixing",
+        old="own_K + self._taken[phase][source_K[here]]",
+        new="own_K",
+        wrong="where weights change, each corpus is read from its beginning again",
+        tests=(
+            "tests/data/test_mixing.py::test_a_change_of_weights_goes_on_where_each_source_was",
+        ),
+    ),
+    Bug(
+        name="prompts-are-targets",
+        module="holmesjax.data.packing",
+        old="targets[here][~trained] = -1",
+        new="pass",
+        wrong="what a user says counts in the loss",
+        tests=(
+            "tests/data/test_chat.py::test_answers_and_their_end_marks_are_the_targets_of_dialogues",
+        ),
+    ),
+    Bug(
+        name="a-piece-ends-without-its-target",
+        module="holmesjax.data.packing",
+        old="yield place + cut, min(length, count - cut)",
+        new="yield place + cut, min(length, count - cut) - (cut + length < count)",
+        wrong="the target behind each cut of a long document is lost",
+        tests=(
+            "tests/data/test_packing.py::test_each_target_of_each_document_comes_once_however_documents_are_cut",
+        ),
+    ),
+    Bug(
+        name="rows-of-a-mixture-stay",
+        module="holmesjax.data.batches",
+        old="part_B, order_B = source.schedule.picks(first_sequence + row_B)",
+        new="part_B, order_B = source.schedule.picks(first_sequence + np.sort(row_B))",
+        wrong="a corpus of a mixture is always read by the same devices",
+        tests=("tests/data/test_mixing.py::test_sources_do_not_stay_in_rows_of_their_own",),
+    ),
+    Bug(
+        name="masks-a-token-late",
+        module="holmesjax.data.batches",
+        old="np.cumsum(rows.begins_NL[:, :-1], axis=1)",
+        new="np.cumsum(rows.begins_NL[:, 1:], axis=1)",
+        wrong="the last token of a document is of the next one, as its target is",
+        tests=(
+            "tests/data/test_packing.py::test_documents_of_a_row_have_segments_of_their_own_and_padding_another",
+        ),
+    ),
+    Bug(
+        name="the-smallest-remainder",
+        module="holmesjax.data.mixing",
+        old='largest = np.argsort(-(share_S - whole_S), kind="stable")',
+        new='largest = np.argsort(share_S - whole_S, kind="stable")',
+        wrong="what is left of the weights of a mixture goes to those that were rounded least",
+        tests=(
+            "tests/data/test_mixing.py::test_weights_become_whole_numbers_by_largest_remainder",
+        ),
+    ),
+    Bug(
+        name="targets-of-own-rows",
+        module="holmesjax.data.batches",
+        old="for source, i in picked)",
+        new="for source, i in wanted)",
+        wrong="a process weighs the loss by the targets of its own rows, not of the whole batch",
+        tests=(
+            "tests/data/test_batches.py::test_targets_that_do_not_count_are_below_zero_and_counted_over_the_whole_batch",
+        ),
+    ),
+    Bug(
+        name="a-large-tensor-ends-a-file",
+        module="holmesjax.hugging_face.export",
+        old="if size > max_bytes:",
+        new="if size > max_bytes and not filling:",
+        wrong="a tensor above the limit of a file ends the file that is being filled",
+        tests=(
+            "tests/hugging_face/test_export.py::test_files_have_the_tensors_that_huggingface_hub_gives_them",
+        ),
+    ),
+)

@@ -1,0 +1,95 @@
+"""Planted bugs in topologies, costs, schedules and plans."""
+
+from tests.mutations.bug import Bug
+
+PLANS = (
+    Bug(
+        name="fastest-transport",
+        module="holmesjax.topology.machines",
+        old="most = processes * min(map(self.transport_bytes_per_s, ends))",
+        new="most = processes * max(map(self.transport_bytes_per_s, ends))",
+        wrong="the faster of two ends decides how fast boundaries go over TCP",
+        tests=("tests/planner/test_planner.py::test_a_boundary_is_no_faster_than_its_slower_end",),
+    ),
+    Bug(
+        name="zero-of-the-whole-width",
+        module="holmesjax.costs.memory",
+        old="is_whole = model.width // parts % stage.data == 0",
+        new="is_whole = model.width % stage.data == 0",
+        wrong="masters count as cut over data where fsdp leaves no whole parts",
+        tests=("tests/costs/test_memory.py::test_data_cuts_masters_where_their_sharding_does",),
+    ),
+    Bug(
+        name="wide-gathers",
+        module="holmesjax.costs.stage_times",
+        old="DTYPE_BYTES[stage.dtype] * trained, data)",
+        new='DTYPE_BYTES["float32"] * trained, data)',
+        wrong="parameters are gathered in float32, whatever is computed in",
+        tests=("tests/costs/test_stage_times.py::test_bfloat16_halves_what_is_gathered",),
+    ),
+    Bug(
+        name="gradients-on-the-way-there",
+        module="holmesjax.schedules.simulation",
+        old="np.where(kind == 0, 2 * stage, 2 * to + 1)",
+        new="np.where(kind == 0, 2 * stage, 2 * to)",
+        wrong="gradients take the time of the way there, not of the way back",
+        tests=(
+            "tests/schedules/test_pipeline_schedules.py::test_simulation_agrees_with_a_ticking_clock",
+            "tests/schedules/test_pipeline_schedules.py::test_both_directions_of_a_link_are_independent",
+        ),
+    ),
+    Bug(
+        name="chunks-stage-by-stage",
+        module="holmesjax.plan.plan",
+        old="for c in range(self.num_chunks) for s, stage in stages)",
+        new="for s, stage in stages for c in range(self.num_chunks))",
+        wrong="interleaved chunks are in the order of stages, not of the model",
+        tests=(
+            "tests/planner/test_planner.py::test_interleaved_stages_share_their_layers_over_chunks_in_model_order",
+        ),
+    ),
+    Bug(
+        name="weights-of-all-chunks-at-the-end",
+        module="holmesjax.planner.candidates",
+        old="last_weight=min(",
+        new="last_weight=sum(",
+        wrong="the gradients of weights of all chunks come after the last gradient of an input",
+        tests=("tests/planner/test_search.py::test_chunks_with_split_backwards_have_a_bound",),
+    ),
+    Bug(
+        name="nobody-shares-a-nic",
+        module="holmesjax.planner.mesh_order",
+        old="self.link(way).bandwidth_bytes_per_s / num_rings for way in",
+        new="self.link(way).bandwidth_bytes_per_s for way in",
+        wrong="groups that leave a node together each have all of its NICs",
+        tests=("tests/planner/test_mesh_order.py",),
+    ),
+    Bug(
+        name="stale-seconds",
+        module="holmesjax.planner.problem",
+        old="key = slot, settings, role, blocks, is_split\n",
+        new="key = slot, settings, role, blocks\n",
+        wrong="a stage keeps the seconds of whole backwards where they are split, or the other way",
+        tests=(
+            "tests/planner/test_planner.py::test_a_backward_takes_as_long_in_one_piece_as_in_two_whichever_is_asked_for_first",
+        ),
+    ),
+    Bug(
+        name="nothing-goes-round",
+        module="holmesjax.planner.problem",
+        old="key = assignment.segments, chunks > 1\n",
+        new="key = assignment.segments\n",
+        wrong="stages with chunks keep the queues of those without, or the other way",
+        tests=(
+            "tests/planner/test_pipes.py::test_only_stages_with_chunks_have_boundaries_that_go_round_and_queue",
+        ),
+    ),
+    Bug(
+        name="bound-too-high",
+        module="holmesjax.planner.shortlist",
+        old="np.floor(np.minimum(in_time, self.room.load(depth)))",
+        new="np.floor(np.minimum(in_time, self.room.load(depth))) - 1",
+        wrong="stages count as holding a layer less than they can: good plans are left out unseen",
+        tests=("tests/planner/test_search.py::test_no_plan_is_faster[a slow one]",),
+    ),
+)
