@@ -14,13 +14,26 @@ import socket
 import time
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection as Pipe
-from typing import Any
 
 from holmesjax.distributed.member import CLOCK_PAUSE_S, FIRST_CLOCKS, ClockOffset
-from holmesjax.distributed.messages import BEATS, PROTOCOL, ControllerHello, MemberHello
+from holmesjax.distributed.messages import (
+    BEATS,
+    PROTOCOL,
+    AskAddresses,
+    AskClock,
+    Compiled,
+    ControllerHello,
+    Done,
+    MemberHello,
+    Ready,
+    Standing,
+    Up,
+    Vote,
+    encode_of_member,
+)
 from holmesjax.plan.processes import Process
 from holmesjax.transport import connections, handshake, records
-from holmesjax.transport.records import Message
+from holmesjax.transport.records import Message, Record
 
 STAGES = 16
 NEIGHBOURS = 8  # whose addresses a member asks for
@@ -158,8 +171,8 @@ class Member:
 
         self._crowd.after(self._crowd.half_s, go)
 
-    def _tell(self, kind: str, **content: Any) -> None:
-        self._say({"kind": kind, "status": "was starting", **content})
+    def _tell(self, record: Record) -> None:
+        self._say(encode_of_member(record, Standing(status="was starting")))
 
     def _take(self, message: Message) -> None:
         if not self._has_entered:
@@ -170,7 +183,8 @@ class Member:
                 self._say(records.encode(handshake.Entered()), self._note_entry)
                 leads = self._process.leads
                 coordinator = ["10.0.0.1", 40_000] if leads else None
-                self._tell("ready", addresses={"data": BOOK, "coordinator": coordinator})
+                addresses = {"data": BOOK, "coordinator": coordinator}
+                self._tell(Ready(addresses=addresses, unproven=None))
                 self._ask_time(FIRST_CLOCKS - 1)
             return
         getattr(self, f"_on_{message['kind']}")(message)
@@ -182,7 +196,7 @@ class Member:
         if not self._has_left:
             # The lateness of a process with a thousand members is not that of a member.
             asked_s = lambda: time.perf_counter() - self._crowd.half_s + self._ahead_s
-            self._say(lambda: {"kind": "clock", "asked_s": asked_s()})
+            self._say(lambda: records.encode(AskClock(asked_s=asked_s())))
             pause_s = random.uniform(0.0, CLOCK_PAUSE_S) if left > 0 else SILENCE_S / BEATS
             self._crowd.after(pause_s, lambda: self._ask_time(left - 1))
 
@@ -195,16 +209,16 @@ class Member:
 
     def _on_start(self, message: Message) -> None:
         numbers = random.Random(self._process.number).sample(range(self._num_members), NEIGHBOURS)
-        self._tell("addresses", of=numbers)
+        self._tell(AskAddresses(of=numbers))
 
     def _on_addresses(self, message: Message) -> None:
         assert len(message["found"]) == NEIGHBOURS
-        self._tell("compiled", digests={"train": "12ab"}, source="a corpus")
+        self._tell(Compiled(digests={"train": "12ab"}, source="a corpus"))
 
     def _on_go(self, message: Message) -> None:
         self.went_s = time.perf_counter()
         self.error_s.append(abs(self._clock.offset_s + self._ahead_s))
-        self._tell("up")
+        self._tell(Up())
         self._vote(1)
 
     def _vote(self, step: int) -> None:
@@ -213,8 +227,8 @@ class Member:
             def told() -> None:
                 self.votes_s[step] = time.perf_counter()
 
-            vote = {"kind": "vote", "status": f"was busy in step {step}", "step": step}
-            self._say(vote, told)
+            standing = Standing(status=f"was busy in step {step}")
+            self._say(encode_of_member(Vote(step=step), standing), told)
 
     def _on_verdict(self, message: Message) -> None:
         step = message["step"]
@@ -223,7 +237,7 @@ class Member:
             self._crowd.after(STEP_S, lambda: self._vote(step + 1))
             return
         self.error_s.append(abs(self._clock.offset_s + self._ahead_s))
-        self._tell("done", step=STEPS)
+        self._tell(Done(step=STEPS))
         self._crowd.after(3 * self._crowd.half_s, self._leave)
 
     def _leave(self) -> None:
