@@ -105,7 +105,11 @@ def near(name: object, choices: Sequence[str]) -> str:
     ("did you mean 'schedule'?", 'choose from: schedule, stages')
     """
     close = difflib.get_close_matches(str(name)[:100], choices, n=1)
-    return f"did you mean {close[0]!r}?" if close else f"choose from: {', '.join(choices)}"
+    return (
+        f"did you mean {close[0]!r}?"
+        if close
+        else f"choose from: {', '.join(dict.fromkeys(choices))}"
+    )
 
 
 def read(
@@ -147,7 +151,8 @@ class _Reader:
             self.refuse(keys, "must be a section of keys", found=shown(value), fix=fix)
             return Known(cls, {})
         given = value or {}
-        for key in [key for key in given if key not in _hints(cls)]:
+        unknown = [key for key in given if key not in _hints(cls)]
+        for key in unknown:
             if (where := dotted((*keys, key))) in self.gone:
                 problem, found, fix = "no longer a setting", shown(given[key]), self.gone[where]
             else:
@@ -164,7 +169,7 @@ class _Reader:
                     values[field.name] = field.default
                 elif field.default_factory is not dataclasses.MISSING:
                     values[field.name] = field.default_factory()
-                else:
+                elif not difflib.get_close_matches(field.name, map(str, unknown), n=1):
                     fix = f"add `{field.name}:` to {_place(keys)}"
                     self.refuse(below, "is missing", found="nothing", fix=fix)
             except Unknown:
@@ -205,6 +210,8 @@ class _Reader:
 
     def suggestion(self, cls: type, key: str) -> str:
         """The section that has this very name, or a near name in this one."""
+        if (before := key.partition(":")[0]) in _hints(cls):
+            return f"write a space behind the colon of `{before}:`"
         name = key.split(".")[-1]
         homes = [place for place, other in _settings(self.root) if place and other == name]
         if homes and name not in _hints(cls):

@@ -268,7 +268,9 @@ def _apply(override: str, document: Document) -> None:
     name, equals, text = (part.strip() for part in override.partition("="))
     words = name.split(".")
     if not equals or not all(words):
-        return refuse("must be key=value", repr(override), "write it as train.steps=100")
+        return refuse(
+            "must be key=value", repr(override), "write it as train.steps=100, without spaces"
+        )
     if not text:
         return refuse("has no value", repr(override), f"write {name}=null to set nothing")
     keys: Keys = ()
@@ -282,7 +284,9 @@ def _apply(override: str, document: Document) -> None:
             names = [_name_of(item) for item in section]
             if word not in names and not (word.isdecimal() and int(word) < len(names)):
                 known = ", ".join(filter(None, names)) or f"0 to {len(names) - 1}"
-                return refuse(f"{dotted(keys)} has no {word}", f"it has {known}", "name one of it")
+                return refuse(
+                    f"{dotted(keys)} has no {word}", f"it has {known}", "name one of them"
+                )
             keys = (*keys, names.index(word) if word in names else int(word))
         elif isinstance(section, dict):
             keys = (*keys, word)

@@ -4,6 +4,7 @@ A verb's module in `launch.verbs` may import JAX, so its arguments are described
 """
 
 import argparse
+import difflib
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -40,7 +41,8 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         command behind `--`, on the lab's topology; None for `lab clean`.
 
     Raises:
-        ConfigError: a lab without a command, or with one that it cannot run.
+        ConfigError: an option that the verb does not have, or a lab without a command that it can
+            run.
     """
     parser, parsers = _make_parsers()
     if not argv:
@@ -52,7 +54,9 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         words, command = words[:at], words[at + 1 :]
     if words[0] in parsers:  # argparse itself does not mix a verb's options with its overrides
         verb = argparse.Namespace(verb=words[0])
-        args = parsers[words[0]].parse_intermixed_args(words[1:], verb)
+        args, unknown = parsers[words[0]].parse_known_intermixed_args(words[1:], verb)
+        if unknown:
+            raise _unknown_option(args, unknown)
     else:
         args = parser.parse_args(words)
     if getattr(args, "target", "") is None:  # argparse would ask for overrides, too
@@ -76,6 +80,23 @@ def _make_parsers() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.Argu
     for name, verb in VERBS.items():
         verb.add_to(verbs.add_parser(name, help=verb.help, description=verb.help))
     return parser, verbs.choices
+
+
+def _unknown_option(args: argparse.Namespace, words: Sequence[str]) -> ConfigError:
+    """Makes the error of words for which a verb has no place."""
+    found = " ".join(words)
+    if args.verb == "lab" and words[0] in COMMANDS_IN_LAB:
+        fix = f"write -- {found}"
+        return ConfigError("lab", "needs `--` before its command", found=found, fix=fix)
+    option = next((word for word in words if word.startswith("-")), words[0]).partition("=")[0]
+    options = [f"--{name.replace('_', '-')}" for name in vars(args)]
+    if close := difflib.get_close_matches(option, options, n=1, cutoff=0.8):
+        fix = f"did you mean {close[0]}?"
+    else:
+        fix = f"python -m launch {args.verb} --help lists the options"
+        if "overrides" in args:
+            fix += f"; a setting has no dashes: {option.lstrip('-')}=VALUE"
+    return ConfigError(args.verb, "has no such option", found=found, fix=fix)
 
 
 def _command_in_lab(topology: str, argv: Sequence[str] | None) -> argparse.Namespace | None:

@@ -31,6 +31,16 @@ MISTAKES = [
     ("profile RUN --output /nope/x", "--output: cannot be written", "no folder /nope", "a file"),
     ("train RUN --submit", "--submit: is only for", "--submit", "add --launcher slurm"),
     ("train RUN --launcher external", "--listen: the launcher", "found: nothing", "10.0.0.1:7000"),
+    (
+        "plan RUN --train.steps=2",
+        "plan: has no such option",
+        "--train.steps=2",
+        "train.steps=VALUE",
+    ),
+    ("train RUN --hots H", "train: has no such option", "--hots H", "did you mean --hosts?"),
+    ("compare X --plot", "compare: has no such option", "--plot", "--help lists the options"),
+    ("lab TOPOLOGY train RUN", "lab: needs `--` before", "train", "write -- train"),
+    ("plan RUN parallel={tensor:2}", "no such setting", "tensor:2", "a space behind the colon"),
     ("train RUN --launcher local --max-restarts -1", "--max-restarts: must be", "-1", "0 or more"),
 ]
 

@@ -61,7 +61,7 @@ def parse(text: str, topology: Topology) -> Fault:
         raise _mistake(text, "must say what is done to whom", found=described, fix=EXAMPLE)
     word, target, *rest = words
     if word not in KINDS:
-        fix = f"{schema.near(word, list(KINDS))} {EXAMPLE}"
+        fix = f"{schema.near(word, list(KINDS))}; {EXAMPLE}"
         raise _mistake(text, "no such fault", found=word, fix=fix)
     kind = KINDS[word]
     node, ways = _target(text, kind, target, topology)

@@ -540,15 +540,16 @@ def test_all_mistakes_of_a_file_are_reported_with_their_lines(run_file):
     text = RUN.replace("steps: 100", "steps: -1").replace("width: 64", "widht: 64")
     text = text.replace("num_heads: 4", "num_heads: 4\n  num_kv_heads: 3")
     text = text.replace("global_batch: 32", "global_batch: 30").replace("3e-4", "high")
+    text = text.replace("  num_layers: 6\n", "")
     path = run_file(text)
     wheres = {where for where, *_ in refused(path, ["log.tensorbord=true"])}
     assert wheres == {
-        f"{path}:9: model.widht",
+        f"{path}:8: model.widht",  # which is not also missing
         "override log.tensorbord=true",
         f"{path}:5: train.steps",
-        f"{path}:7: model.width",  # missing: the line of its section
-        f"{path}:16: optimizer.learning_rate",
-        f"{path}:11: model.num_kv_heads",  # found although model.width is unknown
+        f"{path}:7: model.num_layers",  # missing: the line of its section
+        f"{path}:15: optimizer.learning_rate",
+        f"{path}:10: model.num_kv_heads",  # found although model.width is unknown
         f"{path}:6: train.global_batch",
     }
 
