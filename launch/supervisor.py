@@ -8,17 +8,14 @@ starts at once.
 
 import functools
 import itertools
-import math
 import os
 import queue
-import re
 import signal
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import FrameType
 from typing import Any, Protocol
 
 from holmesjax import lease
@@ -48,7 +45,6 @@ from holmesjax.distributed.messages import (
     Warned,
 )
 from holmesjax.errors import (
-    REQUEUE,
     DamagedError,
     FatalError,
     HolmesError,
@@ -63,38 +59,24 @@ from holmesjax.runtime.step_timeout import Progress
 from holmesjax.transport import connections
 from launch.failure_causes import behind, error_of, events_of, find_cause, statuses_of
 from launch.launchers.launcher import Launcher, ProcessStart, leaving
+from launch.process_logs import ProcessLogs, is_noise
 from launch.restarts import DEFAULT, Restarts
+from launch.stop_requests import StopRequests
 
 KEY = "job.key"
-LOGS = "logs"
 STACKS_S = 3.0  # for the stacks of a job without progress to come
 END_S = 30.0  # for processes to leave after the end
-LAST_LINES = 8  # of a process that failed, shown on the console
 DELAY_S = 0.5  # of the output on the console, so that the last words of a failing job stay in logs
-
-# What JAX's CPU collectives print when they connect: two at once mix their pieces, and a process
-# that dies leaves any part of it.
-GLOO = "[Gloo] Rank # is connected to # peer ranks. Expected number of connected peer ranks is : #"
-GLOO_PIECES = re.compile(
-    r"(\[Gloo\] Rank|is connected to|peer ranks\.|"
-    r"Expected number of connected peer ranks is :|\d|\s)+"
-)
-
-
-def is_noise(line: str) -> bool:
-    """Whether a line of a process is for its log only.
-
-    >>> is_noise("[Gloo] Rank 1 is connected to 1 pee"), is_noise("1"), is_noise("loss 1")
-    (True, True, False)
-    """
-    text = re.sub(r"\d+", "#", line.strip())
-    return bool(text) and (text in GLOO or GLOO_PIECES.fullmatch(line) is not None)
 
 
 @dataclass
 class _Attempt:
     """The state of an attempt since the processes were started."""
 
+    controller: Controller
+    recorder: Recorder
+    progress: Progress
+    logs: ProcessLogs
     agreement: DataAgreement
     saves: Saves
     data: dict[str, str]  # digests, once all agree
@@ -102,7 +84,6 @@ class _Attempt:
     done: dict[int, int] = field(default_factory=dict)  # process -> steps
     exited: dict[int, int] = field(default_factory=dict)  # process -> status
     output: deque[tuple[float, str]] = field(default_factory=deque)  # when it came, and the line
-    last: dict[int, deque[str]] = field(default_factory=dict)  # process -> its last lines
 
 
 class Watch(Protocol):
@@ -146,9 +127,7 @@ class Supervisor:
         self._given_key_file, self._watch, self._allow = key_file, watch, allow
         self._config = job.config.distributed
         self._processes = make_processes(job.plan, job.topology, self._config.processes)
-        self._signals: list[int] = []  # that came here, or to one of the processes
-        self._num_here = 0  # of these
-        self._stop_by_s = math.inf  # when a job that is asked to stop is given up
+        self._stops = StopRequests(self._config.stop_timeout_s, self._stop)
         self._controller: Controller | None = None
         self._unsave: Callable[[], None] = lambda: None
         self._blamed: str | None = None  # the node of a failure that came before any signal
@@ -168,15 +147,8 @@ class Supervisor:
     def _run_owned(self) -> int:
         job = self._job
         print(*job.describe(), *self._describe(), sep="\n", flush=True)
-        old = {
-            number: signal.signal(number, self._on_signal)
-            for number in (signal.SIGINT, signal.SIGTERM)
-        }
-        try:
+        with self._stops:
             return self._run()
-        finally:
-            for number, handler in old.items():
-                signal.signal(number, handler)
 
     def _run(self) -> int:
         job = self._job
@@ -189,9 +161,9 @@ class Supervisor:
                 self._pause(restarts, step)
             elif restart:
                 print(f"starting again, after step {step}", flush=True)
-            if self._signals:
+            if self._stops:
                 print(*job.unfinished(step), sep="\n", flush=True)
-                return self._stopped()
+                return self._stops.exit_status
             try:
                 return self._recorded_attempt(restart, restarts, step)
             except DamagedError as error:
@@ -199,7 +171,7 @@ class Supervisor:
             except SpikeError as error:
                 self._roll_back(error)
             except PeerError as error:
-                if self._signals or not (self._starts_again or restarts.is_spent(self._done())):
+                if self._stops or not (self._starts_again or restarts.is_spent(self._done())):
                     raise
                 print(f"error: {error}", flush=True)
         raise AssertionError("the last attempt returns or raises")
@@ -234,7 +206,7 @@ class Supervisor:
         count = f"restart {len(restarts.failed(step))} of {restarts.limit} without a new step"
         print(f"starting again in {pause_s:g} s, after step {step}: {count}", flush=True)
         deadline_s = time.monotonic() + pause_s
-        while time.monotonic() < deadline_s and not self._signals:
+        while time.monotonic() < deadline_s and not self._stops:
             time.sleep(min(0.1, pause_s))
 
     def _done(self) -> int:
@@ -251,28 +223,17 @@ class Supervisor:
             is_meant = isinstance(error, SpikeError)
             raise
         finally:
-            stopped = is_meant or (bool(self._signals) and self._blamed is None)
+            stopped = is_meant or (bool(self._stops) and self._blamed is None)
             restarts.end(status, stopped=stopped, node=self._blamed or "", cause=cause)
         return status
-
-    def _stopped(self) -> int:
-        """Returns the exit status of a job that was asked to stop before its last step."""
-        return 0 if signal.SIGINT in self._signals else REQUEUE
 
     def _describe(self) -> list[str]:
         names = ", ".join(process.name for process in self._processes)
         return [f"processes   {len(self._processes)}: {names}"]
 
-    def _on_signal(self, number: int, _: FrameType | None) -> None:
-        self._num_here += 1
-        self._ask_to_stop(number)
+    def _stop(self) -> None:
         if self._controller is not None:
             self._controller.stop()
-
-    def _ask_to_stop(self, number: int) -> None:
-        if not self._signals:
-            self._stop_by_s = time.monotonic() + self._config.stop_timeout_s
-        self._signals.append(number)
 
     # ---- one attempt ---------------------------------------------------------------------------
 
@@ -289,8 +250,7 @@ class Supervisor:
         variables = job.process_environment(os.environ)
         job.save_environment(variables)
         manifest.remove_unfinished(job.run_dir)
-        logs = job.run_dir / LOGS
-        logs.mkdir(exist_ok=True)
+        logs = ProcessLogs(job.run_dir, self._processes)
         key_file = Path(self._given_key_file or job.run_dir / KEY)
         make_or_read = (
             connections.read_key_file if self._given_key_file else connections.make_key_file
@@ -320,7 +280,7 @@ class Supervisor:
             self._controller = controller
             try:
                 self._start(controller, variables, key_file, restart)
-                done = self._supervise(controller, recorder, progress)
+                done = self._supervise(controller, recorder, progress, logs)
             except HolmesError as error:
                 is_final = error.exit_status == HolmesError.exit_status
                 if is_final and not isinstance(error, DamagedError):
@@ -340,7 +300,7 @@ class Supervisor:
             say(f"report  {path}")
         if done < config.train.steps:
             print(*job.unfinished(done), sep="\n", flush=True)
-            return self._stopped()
+            return self._stops.exit_status
         return 0
 
     def _start(
@@ -360,30 +320,36 @@ class Supervisor:
             start = ProcessStart(process=process, command=command, env=env)
             self._launcher.start(start, controller.events)
 
-    def _supervise(self, controller: Controller, recorder: Recorder, progress: Progress) -> int:
+    def _supervise(
+        self, controller: Controller, recorder: Recorder, progress: Progress, logs: ProcessLogs
+    ) -> int:
         """Takes events until all processes have ended; returns the number of steps done."""
         job = self._job
         data: dict[str, str] = {}  # filled before there is anything to commit
         commit = self._lease.guard(functools.partial(self._resumed.commit, data=data))
         attempt = _Attempt(
+            controller,
+            recorder,
+            progress,
+            logs,
             DataAgreement(self._processes, controller.send),
             Saves(job.run_dir, len(job.plan.stages), commit, recorder.console.print),
             data,
         )
         end_s: float | None = None
         while len(attempt.exited) < len(self._processes):
-            if self._signals and not attempt.up:  # nothing has been trained that could be saved
-                raise SystemExit(leaving(self._signals[0]))
-            if self._num_here > 1:  # asked twice: do not wait for the step
-                raise SystemExit(leaving(self._signals[-1]))
+            if self._stops and not attempt.up:  # nothing has been trained that could be saved
+                raise SystemExit(leaving(self._stops.first))
+            if self._stops.is_impatient:
+                raise SystemExit(leaving(self._stops.last))
             if len(attempt.up) < len(self._processes) and progress.is_late():
-                raise self._late(controller, attempt)
+                raise self._late(attempt)
             if end_s is not None and time.monotonic() > end_s:
                 break
-            if end_s is None and (problem := self._overdue(progress, attempt)):
-                self._ask_for_stacks(controller, recorder, attempt)
-                if self._overdue(progress, attempt):
-                    raise self._hang(problem, controller)
+            if end_s is None and (problem := self._overdue(attempt)):
+                self._ask_for_stacks(attempt)
+                if self._overdue(attempt):
+                    raise self._hang(problem, attempt)
                 recorder.console.print("warning: a step was late, and is done now")
             attempt.agreement.check()
             while attempt.output and time.monotonic() > attempt.output[0][0] + DELAY_S:
@@ -392,7 +358,7 @@ class Supervisor:
                 event = controller.events.get(timeout=0.2)
             except queue.Empty:
                 continue
-            self._hear(event, controller, recorder, attempt)
+            self._hear(event, attempt)
             attempt.saves.check()
             if len(attempt.done) == len(self._processes) and end_s is None:
                 controller.broadcast(AllDone())
@@ -404,25 +370,23 @@ class Supervisor:
         assert len(steps) == 1, f"the processes ended after different steps: {attempt.done}"
         return steps.pop()
 
-    def _hear(
-        self, event: ProcessEvent, controller: Controller, recorder: Recorder, attempt: _Attempt
-    ) -> None:
+    def _hear(self, event: ProcessEvent, attempt: _Attempt) -> None:
         """Takes an event. Raises HolmesError if it is the end of the job."""
         if self._is_failure(event, attempt):
-            raise self._diagnose(event, controller, recorder, attempt)
+            raise self._diagnose(event, attempt)
         if isinstance(event.record, Compiled | Files):
-            self._agree(event.process, event.record, attempt, controller)
+            self._agree(event.process, event.record, attempt)
         else:
-            self._take(event, attempt, recorder)
+            self._take(event, attempt)
 
-    def _take(self, event: ProcessEvent, attempt: _Attempt, recorder: Recorder) -> None:
-        number, console = event.process, recorder.console
+    def _take(self, event: ProcessEvent, attempt: _Attempt) -> None:
+        number, console = event.process, attempt.recorder.console
         name = self._processes[number].name
         match event.record:
             case Up():
                 attempt.up.add(number)
             case Measurements(part=part):
-                recorder.take(part)
+                attempt.recorder.take(part)
             case Saved(step=step, arrays=arrays, files=files):
                 attempt.saves.saved(step, arrays, files)
             case Unsaved(step=step, reason=reason):
@@ -433,11 +397,11 @@ class Supervisor:
             case Stop(signal=signal_number):
                 signalled = signal.Signals(signal_number)
                 console.print(f"{name} was sent {signalled.name}")
-                self._ask_to_stop(signalled)
+                self._stops.add(signalled)
             case Exit(status=status):
                 attempt.exited[number] = status
             case Output(line=line):
-                self._log(number, line, attempt)
+                attempt.logs.write(number, line)
                 if not is_noise(line):
                     attempt.output.append((time.monotonic(), f"{name} | {line}"))
             case Refused(reason=reason):
@@ -450,33 +414,20 @@ class Supervisor:
             case _:
                 raise AssertionError(f"what is {event}?")
 
-    def _agree(
-        self, number: int, record: Compiled | Files, attempt: _Attempt, controller: Controller
-    ) -> None:
+    def _agree(self, number: int, record: Compiled | Files, attempt: _Attempt) -> None:
         """Lets all processes go once all have read the same data."""
         if data := attempt.agreement.take(number, record):
             for line in self._resumed.check_data(data):
                 print(line, flush=True)
             attempt.data.update(data)
             self._unsave = lambda: None  # the run goes on with what was saved
-            controller.broadcast(Go())
+            attempt.controller.broadcast(Go())
 
-    def _log(self, number: int, line: str, attempt: _Attempt) -> None:
-        if line.strip() and not is_noise(line):
-            attempt.last.setdefault(number, deque(maxlen=LAST_LINES)).append(line)
-        with self._log_path(number).open("a") as file:
-            file.write(line + "\n")
-
-    def _log_path(self, number: int) -> Path:
-        return self._job.run_dir / LOGS / f"{self._processes[number].file_name}.log"
-
-    def _events(
-        self, controller: Controller, attempt: _Attempt, for_s: float
-    ) -> Iterator[ProcessEvent]:
+    def _events(self, attempt: _Attempt, for_s: float) -> Iterator[ProcessEvent]:
         """Yields the events of the next seconds; output goes to the logs alone."""
-        for event in events_of(controller, for_s):
+        for event in events_of(attempt.controller, for_s):
             if isinstance(event.record, Output):
-                self._log(event.process, event.record.line, attempt)
+                attempt.logs.write(event.process, event.record.line)
             else:
                 yield event
 
@@ -490,18 +441,16 @@ class Supervisor:
                 return event.process not in attempt.done
         return isinstance(event.record, Failed | Silent)
 
-    def _diagnose(
-        self, first: ProcessEvent, controller: Controller, recorder: Recorder, attempt: _Attempt
-    ) -> HolmesError:
+    def _diagnose(self, first: ProcessEvent, attempt: _Attempt) -> HolmesError:
         """Returns the cause of a failure, from all reports within a moment of its first sign."""
-        is_asked = bool(self._signals)
+        is_asked, controller = bool(self._stops), attempt.controller
 
         def note(event: ProcessEvent) -> None:
             match event.record:
                 case Output(line=line):
-                    self._log(event.process, line, attempt)
+                    attempt.logs.write(event.process, line)
                 case Measurements(part=part):
-                    recorder.take(part)
+                    attempt.recorder.take(part)
 
         cause = find_cause(first, controller, note)
         process = self._processes[cause.process]
@@ -510,63 +459,63 @@ class Supervisor:
         found = statuses_of(self._processes, controller, but=process)
         fix = (
             f"resume from the last checkpoint with the same command, {self._advice}; "
-            f"its output is in {self._log_path(process.number)}"
+            f"its output is in {attempt.logs.path(process.number)}"
         )
-        if not isinstance(cause.record, Failed) and (lines := attempt.last.get(process.number)):
-            recorder.console.print(f"the last lines of {process.name}:")
+        if not isinstance(cause.record, Failed) and (
+            lines := attempt.logs.last_lines(process.number)
+        ):
+            attempt.recorder.console.print(f"the last lines of {process.name}:")
             for line in lines:
-                recorder.console.print(f"  {line}")
+                attempt.recorder.console.print(f"  {line}")
         return error_of(
             cause.record,
             where,
             last=controller.status(process.number),
             others=found,
             fix=fix,
-            fix_alone=f"see {self._log_path(process.number)}",
+            fix_alone=f"see {attempt.logs.path(process.number)}",
         )
 
-    def _overdue(self, progress: Progress, attempt: _Attempt) -> str | None:
+    def _overdue(self, attempt: _Attempt) -> str | None:
         """Describes what takes too long in a job that trains; None if nothing does."""
-        if time.monotonic() > self._stop_by_s:
-            asked = signal.Signals(self._signals[0]).name
+        if self._stops.is_overdue:
+            asked = signal.Signals(self._stops.first).name
             return (
                 f"has not stopped within distributed.stop_timeout_s = "
                 f"{self._config.stop_timeout_s:g} s of {asked}; its step is given up"
             )
-        if len(attempt.up) == len(self._processes) and progress.is_late():
-            return f"no progress for {progress.describe_limit()}"
+        if len(attempt.up) == len(self._processes) and attempt.progress.is_late():
+            return f"no progress for {attempt.progress.describe_limit()}"
         return None
 
-    def _ask_for_stacks(
-        self, controller: Controller, recorder: Recorder, attempt: _Attempt
-    ) -> None:
+    def _ask_for_stacks(self, attempt: _Attempt) -> None:
         """Makes all processes write their stacks into their logs, and report their status."""
-        controller.broadcast(AskBeat(stacks=True))
-        for event in self._events(controller, attempt, STACKS_S):
-            self._hear(event, controller, recorder, attempt)
+        attempt.controller.broadcast(AskBeat(stacks=True))
+        for event in self._events(attempt, STACKS_S):
+            self._hear(event, attempt)
 
-    def _hang(self, problem: str, controller: Controller) -> HolmesError:
+    def _hang(self, problem: str, attempt: _Attempt) -> HolmesError:
         """Returns the error of a job without progress: who is behind, and the status of all."""
+        controller = attempt.controller
         statuses = {p.number: controller.status(p.number) for p in self._processes}
         positions = {p.number: controller.position(p.number) for p in self._processes}
         blamed = [self._processes[number] for number in behind(positions, statuses)]
-        self._blamed = None if self._signals else ", ".join(process.node for process in blamed)
+        self._blamed = None if self._stops else ", ".join(process.node for process in blamed)
         return PeerError(
             ", ".join(f"{p.name} (stage {p.stage}, process {p.number})" for p in blamed),
             problem,
             found=statuses_of(self._processes, controller),
             fix="start it again from the last checkpoint with the same command; the stacks of all "
-            f"processes are in their logs: {self._log_path(blamed[0].number)}",
+            f"processes are in their logs: {attempt.logs.path(blamed[0].number)}",
         )
 
-    def _late(self, controller: Controller, attempt: _Attempt) -> HolmesError:
+    def _late(self, attempt: _Attempt) -> HolmesError:
         missing = [p for p in self._processes if p.number not in attempt.up]
         self._blamed = ", ".join(process.node for process in missing)
         return PeerError(
             ", ".join(process.name for process in missing),
             f"not ready to train, and no progress within distributed.start_timeout_s = "
             f"{self._config.start_timeout_s:g} s",
-            found="; ".join(f"{p.name}: {controller.status(p.number)}" for p in missing),
-            fix="raise distributed.start_timeout_s, or see their logs in "
-            f"{self._job.run_dir / LOGS}",
+            found="; ".join(f"{p.name}: {attempt.controller.status(p.number)}" for p in missing),
+            fix=f"raise distributed.start_timeout_s, or see their logs in {attempt.logs.folder}",
         )

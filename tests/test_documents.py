@@ -19,7 +19,7 @@ from holmesjax.job import Job
 from holmesjax.lab import scaled_topology as lab
 from holmesjax.report import goodput, metrics, page as report_page, recorder, trace
 from holmesjax.topology import loading
-from launch import restarts, supervisor
+from launch import process_logs, restarts
 from launch.arguments import parse
 from tests.clusters import PLANS, golden_plan
 
@@ -89,7 +89,7 @@ def test_the_page_of_the_run_folder_has_every_file_and_every_part_of_the_time():
     page = (CHECKOUT / "docs/run_folder.md").read_text()
     files = (metrics.FILE, report_page.FILE, trace.FILE, recorder.TIMELINE, resume.ALLOWED)
     files += (skipped_data.RECORD, lease.FILE, restarts.RECORD, job.ENVIRONMENT, lab.FILE)
-    files += (job.CONFIG, job.TOPOLOGY, job.PLAN, f"{supervisor.LOGS}/")
+    files += (job.CONFIG, job.TOPOLOGY, job.PLAN, f"{process_logs.LOGS}/")
     missing = [name for name in (*files, *goodput.BUCKETS) if f"`{name}`" not in page]
     assert not missing
 

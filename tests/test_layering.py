@@ -54,6 +54,8 @@ PLACES = [
     "launch.failure_causes",
     "launch.restarts",
     "launch.watchdog",
+    "launch.process_logs",
+    "launch.stop_requests",
     "launch.supervisor",
     "launch.generation_job",
     "launch.lab_machine",

@@ -16,8 +16,9 @@ from holmesjax.errors import FatalError, HolmesError, PeerError
 from holmesjax.runtime.step_timeout import Progress
 from launch import failure_causes, restarts
 from launch.failure_causes import cause_of
+from launch.process_logs import is_noise
 from launch.restarts import RECORD, Restarts
-from launch.supervisor import Supervisor, is_noise
+from launch.supervisor import Supervisor
 from tests.jobs import write_run
 from tests.scripted_member import ScriptedLauncher
 
@@ -128,8 +129,8 @@ def test_a_start_may_take_as_long_as_there_is_progress(tmp_path, monkeypatch):
     supervisor, _ = supervise(tmp_path, stuck, settings=limit)
     take = supervisor._take
 
-    def take_and_wait(event, attempt, recorder):
-        take(event, attempt, recorder)
+    def take_and_wait(event, attempt):
+        take(event, attempt)
         if isinstance(event.record, Up) and len(attempt.up) == 2:
             made[-1].now_s += 101
 
@@ -160,8 +161,8 @@ def test_all_stop_after_the_same_step_when_the_launcher_is_told_to(
     supervisor, _ = supervise(tmp_path, dict.fromkeys(range(3), training))
     take = supervisor._take
 
-    def take_and_tell(event, attempt, recorder):
-        take(event, attempt, recorder)
+    def take_and_tell(event, attempt):
+        take(event, attempt)
         if isinstance(event.record, Up) and len(attempt.up) == 3:
             os.kill(os.getpid(), number)
 

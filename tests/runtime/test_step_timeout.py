@@ -13,7 +13,8 @@ from holmesjax import job as jobs, lease
 from holmesjax.config import DistributedConfig
 from holmesjax.errors import PeerError
 from holmesjax.runtime.step_timeout import Progress
-from launch.supervisor import LOGS, Supervisor
+from launch.process_logs import LOGS
+from launch.supervisor import Supervisor
 from tests.jobs import ROOT, write_run
 from tests.scripted_member import ScriptedLauncher
 
@@ -127,20 +128,20 @@ def test_a_job_without_progress_ends_with_who_is_behind_and_the_stacks_of_all(
     supervisor, _ = supervise(tmp_path, BUSY, WAITS, "distributed.step_timeout_s=100")
     take, events, logs = supervisor._take, supervisor._events, tmp_path / "run" / LOGS
 
-    def take_and_note(event, attempt, recorder):
-        take(event, attempt, recorder)
+    def take_and_note(event, attempt):
+        take(event, attempt)
         made[0].are_up = len(attempt.up) == 3
 
-    def until_all_have_told(controller, attempt, for_s):
+    def until_all_have_told(attempt, for_s):
         """However long their stacks take; for a minute at most."""
         deadline_s = time.monotonic() + 60
-        told = lambda number: controller.status(number).endswith(" in step 2")
+        told = lambda number: attempt.controller.status(number).endswith(" in step 2")
         while time.monotonic() < deadline_s and not all(map(told, range(3))):
-            yield from events(controller, attempt, 0.1)
+            yield from events(attempt, 0.1)
         while time.monotonic() < deadline_s and not all(
             "scripted_member" in path.read_text() for path in logs.iterdir()
         ):
-            yield from events(controller, attempt, 0.1)
+            yield from events(attempt, 0.1)
 
     supervisor._take, supervisor._events = take_and_note, until_all_have_told
     with pytest.raises(PeerError) as error:

@@ -1,0 +1,51 @@
+"""The output of a job's processes: a log file of each, and what of it is noise."""
+
+import re
+from collections import deque
+from collections.abc import Sequence
+from pathlib import Path
+
+from holmesjax.plan.processes import Process
+
+LOGS = "logs"
+LAST_LINES = 8  # of a process that failed, shown on the console
+
+# What JAX's CPU collectives print when they connect: two at once mix their pieces, and a process
+# that dies leaves any part of it.
+GLOO = "[Gloo] Rank # is connected to # peer ranks. Expected number of connected peer ranks is : #"
+GLOO_PIECES = re.compile(
+    r"(\[Gloo\] Rank|is connected to|peer ranks\.|"
+    r"Expected number of connected peer ranks is :|\d|\s)+"
+)
+
+
+def is_noise(line: str) -> bool:
+    """Whether a line of a process is for its log only.
+
+    >>> is_noise("[Gloo] Rank 1 is connected to 1 pee"), is_noise("1"), is_noise("loss 1")
+    (True, True, False)
+    """
+    text = re.sub(r"\d+", "#", line.strip())
+    return bool(text) and (text in GLOO or GLOO_PIECES.fullmatch(line) is not None)
+
+
+class ProcessLogs:
+    """The log files of a job's processes, in the folder `logs` of its run folder."""
+
+    def __init__(self, run_dir: Path, processes: Sequence[Process]):
+        self.folder, self._processes = run_dir / LOGS, processes
+        self._last: dict[int, deque[str]] = {}  # by process
+        self.folder.mkdir(exist_ok=True)
+
+    def path(self, number: int) -> Path:
+        return self.folder / f"{self._processes[number].file_name}.log"
+
+    def write(self, number: int, line: str) -> None:
+        if line.strip() and not is_noise(line):
+            self._last.setdefault(number, deque(maxlen=LAST_LINES)).append(line)
+        with self.path(number).open("a") as file:
+            file.write(line + "\n")
+
+    def last_lines(self, number: int) -> tuple[str, ...]:
+        """The last lines of a process that say something."""
+        return tuple(self._last.get(number, ()))

@@ -1,0 +1,74 @@
+"""The signals that ask a job to stop."""
+
+import math
+import signal
+import time
+from collections.abc import Callable
+from types import FrameType, TracebackType
+from typing import Self
+
+from holmesjax.errors import REQUEUE
+
+
+class StopRequests:
+    """The signals that came to the supervisor, which it hears in a `with`, or to a process.
+
+    Args:
+      timeout_s: for the step and the checkpoint of a job that is asked to stop.
+      heard: called after each signal to the supervisor.
+    """
+
+    def __init__(self, timeout_s: float, heard: Callable[[], object]):
+        self._timeout_s, self._heard = timeout_s, heard
+        self._numbers: list[int] = []
+        self._num_here = 0  # of these, to the supervisor
+        self._deadline_s = math.inf
+        self._old_handlers: dict[int, signal._HANDLER] = {}
+
+    def __enter__(self) -> Self:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            self._old_handlers[number] = signal.signal(number, self._hear)
+        return self
+
+    def __exit__(
+        self, _: type[BaseException] | None, __: BaseException | None, ___: TracebackType | None
+    ) -> None:
+        for number, handler in self._old_handlers.items():
+            signal.signal(number, handler)
+
+    def __bool__(self) -> bool:
+        return bool(self._numbers)
+
+    def _hear(self, number: int, _: FrameType | None) -> None:
+        self._num_here += 1
+        self.add(number)
+        self._heard()
+
+    def add(self, number: int) -> None:
+        """Notes a signal, of whichever process."""
+        if not self._numbers:
+            self._deadline_s = time.monotonic() + self._timeout_s
+        self._numbers.append(number)
+
+    @property
+    def first(self) -> int:
+        return self._numbers[0]
+
+    @property
+    def last(self) -> int:
+        return self._numbers[-1]
+
+    @property
+    def is_impatient(self) -> bool:
+        """Whether the supervisor was asked twice, and so is not to wait for the step."""
+        return self._num_here > 1
+
+    @property
+    def is_overdue(self) -> bool:
+        """Whether the job should have stopped by now."""
+        return time.monotonic() > self._deadline_s
+
+    @property
+    def exit_status(self) -> int:
+        """The exit status of a job that was asked to stop before its last step."""
+        return 0 if signal.SIGINT in self._numbers else REQUEUE
