@@ -31,7 +31,7 @@ from holmesjax.models.layer import statements
 from holmesjax.optimizers.optimizer import make_optimizer
 from holmesjax.parallel.mesh import build_meshes
 from holmesjax.planner.stage_layouts import MeshShape
-from holmesjax.runtime.programs import compile_stages
+from holmesjax.runtime.compilation import compile_stages
 from holmesjax.runtime.stage import Stage
 
 NAME = "fp8_compiled"

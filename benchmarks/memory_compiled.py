@@ -47,13 +47,14 @@ from holmesjax.parallel.mesh import build_meshes
 from holmesjax.plan.plan import Plan, StagePlan
 from holmesjax.planner.stage_layouts import USABLE_MEMORY, MeshShape
 from holmesjax.runtime import microbatch
+from holmesjax.runtime.compilation import compile_stages
 from holmesjax.runtime.program_shapes import (
     batch_shapes,
     boundary_shape,
     gradient_shapes,
     replica_shapes,
 )
-from holmesjax.runtime.programs import ProgramKey, Programs, compile_stages
+from holmesjax.runtime.programs import ProgramKey, Programs
 from holmesjax.runtime.stage import Stage
 
 NAME = "memory_compiled"

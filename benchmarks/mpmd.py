@@ -35,8 +35,9 @@ from holmesjax.job import Job
 from holmesjax.parallel import compat
 from holmesjax.parallel.mesh import build_mesh
 from holmesjax.report import metrics
+from holmesjax.runtime.compilation import compile_stages
 from holmesjax.runtime.program_shapes import batch_shapes, boundary_shape
-from holmesjax.runtime.programs import Programs, compile_stages
+from holmesjax.runtime.programs import Programs
 from holmesjax.schedules.simulation import simulate
 from holmesjax.session import make_stages
 from launch.launchers.launcher import EventSink, ProcessStart

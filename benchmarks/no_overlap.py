@@ -8,12 +8,13 @@ import dataclasses
 from functools import partial
 from typing import Any
 
-from holmesjax.runtime import program_shapes, programs
-from holmesjax.runtime.programs import Compiled, Compiler, ProgramKey, Programs
+from holmesjax.runtime import compilation, program_shapes
+from holmesjax.runtime.compilation import Compiler
+from holmesjax.runtime.programs import Compiled, ProgramKey, Programs
 from holmesjax.runtime.stage import Stage, Tree
 from launch.__main__ import main
 
-_compile_overlapped = programs.compile_stage
+_compile_overlapped = compilation.compile_stage
 
 
 def compile_stage(stage: Stage, compiler: Compiler) -> Programs:
@@ -22,9 +23,9 @@ def compile_stage(stage: Stage, compiler: Compiler) -> Programs:
         return made
     forward, backward = (made.table[ProgramKey(name, False)] for name in ("forward", "backward"))
     masters, replicas = stage.state_shapes.params, program_shapes.replica_shapes(stage)
-    gather = programs._submit(compiler, stage.gather, masters, out=replicas).result()
+    gather = compilation._submit(compiler, stage.gather, masters, out=replicas).result()
     gradients = program_shapes.gradient_shapes(stage)
-    reduce = programs._submit(compiler, stage.reduce, gradients, out=masters).result()
+    reduce = compilation._submit(compiler, stage.reduce, gradients, out=masters).result()
     alone = ("gather", "reduce")
     table = {key: program for key, program in made.table.items() if key.function not in alone}
     table[ProgramKey("forward", True)] = partial(_gather_and_forward, gather, forward)
@@ -44,5 +45,5 @@ def _backward_and_reduce(backward: Compiled, reduce: Compiled, *args: Any) -> tu
 
 
 if __name__ == "__main__":
-    programs.compile_stage = compile_stage
+    compilation.compile_stage = compile_stage
     raise SystemExit(main())

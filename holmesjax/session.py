@@ -34,7 +34,9 @@ from holmesjax.optimizers.optimizer import make_optimizer
 from holmesjax.report.recorder import Part
 from holmesjax.runtime import layer_statistics
 from holmesjax.runtime.device_memory import PeakMemory
-from holmesjax.runtime.pipeline import Meanwhile, OneStage, Pipeline
+from holmesjax.runtime.meanwhile import Meanwhile
+from holmesjax.runtime.one_stage import OneStage
+from holmesjax.runtime.pipeline import Pipeline
 from holmesjax.runtime.prefetch import Feed, Step, Validation
 from holmesjax.runtime.spikes import SpikeRule
 from holmesjax.runtime.stage import Stage, StageState

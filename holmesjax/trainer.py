@@ -33,7 +33,8 @@ from holmesjax.report.recorder import Recorder
 from holmesjax.runtime import program_cache
 from holmesjax.runtime.device_memory import PeakMemory, devices_of
 from holmesjax.runtime.kernel_choice import attention_lines, find_unproven
-from holmesjax.runtime.pipeline import OneStage, Pipeline, make_runner
+from holmesjax.runtime.one_stage import OneStage
+from holmesjax.runtime.pipeline import Pipeline, make_runner
 from holmesjax.runtime.stage import Stage
 from holmesjax.runtime.step_timeout import Progress
 from holmesjax.runtime.timeline import Clock

@@ -13,8 +13,9 @@ import pytest
 
 from holmesjax.config import KernelsConfig, ModelConfig, OptimizerConfig
 from holmesjax.plan.plan import Plan
-from holmesjax.runtime.pipeline import OneStage, in_one_process
-from holmesjax.runtime.programs import compile_stages, compile_whole_step
+from holmesjax.runtime.compilation import compile_stages, compile_whole_step
+from holmesjax.runtime.one_stage import OneStage
+from holmesjax.runtime.pipeline import in_one_process
 from tests.runtime.test_pipeline import hand_made_plan, make_stages
 
 # Heads of 64 numbers are whole blocks of int8, and together wider than the model. The parts of the

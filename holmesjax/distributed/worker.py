@@ -48,10 +48,11 @@ from holmesjax.parallel import compat
 from holmesjax.parallel.mesh import build_mesh
 from holmesjax.plan.processes import Process, domain_fabric, make_processes
 from holmesjax.runtime import domain, program_cache
+from holmesjax.runtime.compilation import compile_stages, compile_whole_step
 from holmesjax.runtime.device_memory import PeakMemory, devices_of
 from holmesjax.runtime.kernel_choice import attention_lines, find_unproven
-from holmesjax.runtime.pipeline import OneStage, Pipeline, in_one_process
-from holmesjax.runtime.programs import compile_stages, compile_whole_step
+from holmesjax.runtime.one_stage import OneStage
+from holmesjax.runtime.pipeline import Pipeline, in_one_process
 from holmesjax.runtime.stage import Stage
 from holmesjax.runtime.stage_crossings import crossings
 from holmesjax.runtime.step_timeout import Work

@@ -185,7 +185,7 @@ class Problem:
             pool = self.pools[slot.pool]
             placement = self.placement(slot, settings)
             times = self.stage_costs.times(pool, placement, slot.mesh, settings, role, blocks)
-            # The same rule as `programs.sends_within`. A whole step in one program loops over
+            # The same rule as `compilation.sends_within`. A whole step in one program loops over
             # microbatches and sends before and after the loop. W, too, reduces while it computes.
             sends_within = role.is_first and not (role.is_last and settings.microbatches > 1)
             self._seconds[key] = StageSeconds(

@@ -20,6 +20,11 @@ from holmesjax.runtime.stage import Average, Stage, StageState, Tree, widened
 Sums = tuple[jax.Array, ...] | jax.Array  # of each microbatch, or of all of them stacked
 JOIN: dict[str, Callable[..., jax.Array]] = {"sum": jnp.sum, "max": jnp.max}
 
+# Scalars: loss, where the last stage is here; grad_norm, learning_rate, skipped; the auxiliary
+# losses and metrics of layers, by name; spike, where the run looks for them; and square_norms, a
+# number for each stage.
+Metrics = dict[str, Any]
+
 
 def total_loss(losses_MR: tuple[jax.Array, ...] | jax.Array, weight: jax.Array) -> jax.Array:
     """The sum over all microbatches and replicas, times `weight`; a float32 scalar.

@@ -20,10 +20,13 @@ import numpy as np
 from holmesjax.layers.model_layers import EMBED
 from holmesjax.parallel import sharding
 from holmesjax.plan.plan import Plan
-from holmesjax.runtime.end_of_step import auxiliary, sums_of_layers
+from holmesjax.runtime.compilation import compile_stages, compile_whole_step
+from holmesjax.runtime.end_of_step import Metrics, auxiliary, sums_of_layers
+from holmesjax.runtime.meanwhile import BUSY, Meanwhile
 from holmesjax.runtime.microbatch import Batch, Residuals, Values
+from holmesjax.runtime.one_stage import OneStage
 from holmesjax.runtime.prefetch import Inputs, Placer
-from holmesjax.runtime.programs import Programs, compile_stages, compile_whole_step
+from holmesjax.runtime.programs import Programs
 from holmesjax.runtime.stage import Stage, StageState, Tree
 from holmesjax.runtime.stage_crossings import above, below, crossings, local_targets
 from holmesjax.runtime.timeline import Timeline
@@ -31,31 +34,9 @@ from holmesjax.schedules.tasks import Task
 from holmesjax.transport.crossings import Key
 from holmesjax.transport.local import LocalTransport, Transport
 
-# Scalars: loss, where the last stage is here; grad_norm, learning_rate, skipped; the auxiliary
-# losses and metrics of layers, by name; spike, where the run looks for them; and square_norms, a
-# number for each stage.
-Metrics = dict[str, Any]
-
 
 def _nothing(*_: Any) -> None:
     pass
-
-
-@dataclass(kw_only=True)
-class Meanwhile:
-    """The work of a process in a step while it has nothing to dispatch.
-
-    Args:
-      nearly: called when the last forward is dispatched. The answers of other processes can come
-        while backwards run.
-      idle: called once, when nothing can be dispatched until something arrives.
-    """
-
-    nearly: Callable[[], None] = _nothing
-    idle: Callable[[], None] = _nothing
-
-
-BUSY = Meanwhile()  # nothing
 
 
 @dataclass
@@ -450,50 +431,6 @@ class _Once:
         function, self._function = self._function, None
         if function is not None:
             function()
-
-
-class OneStage:
-    """A plan with one stage: the pipeline disappears, a step is one program."""
-
-    def __init__(self, programs: Programs):
-        self._programs = programs
-        self.placer = Placer(programs.stage.plan, [programs.stage], is_one_program=True)
-
-    def init(self, seed: int, drawn: Callable[[], None] = _nothing) -> list[StageState]:
-        return [self._programs.stage.init(seed, drawn)]
-
-    def train_step(
-        self,
-        states: Sequence[StageState],
-        inputs: Inputs,
-        timeline: Timeline,
-        meanwhile: Meanwhile = BUSY,
-    ) -> tuple[list[StageState], Metrics]:
-        stage = self._programs.stage
-        weight = sharding.put(
-            np.float32(1.0 / max(inputs.num_targets, 1)), sharding.replicated(stage.mesh)
-        )
-        [batch_M] = inputs.microbatches[stage.index]
-        state, metrics = self._programs["step"](states[0], batch_M, weight)
-        timeline.watch(0, "S", None, None, metrics["loss"])
-        meanwhile.nearly()
-        meanwhile.idle()
-        return [state], metrics
-
-    def evaluate(self, states: Sequence[StageState], inputs: Inputs) -> jax.Array:
-        """Sum of the losses of a batch's tokens."""
-        programs, stage = self._programs, self._programs.stage
-        replicas = programs.gather(states[0].params)
-        losses_MR = tuple(
-            programs["forward"](states[0].fixed, replicas, None, batch)[0]
-            for batch in inputs.microbatches[stage.index]
-        )
-        one = sharding.put(np.float32(1.0), sharding.replicated(stage.mesh))
-        total: jax.Array = programs["total_loss"](losses_MR, one)
-        return total
-
-    def take_link_bytes(self) -> dict[str, int]:
-        return {}
 
 
 def make_runner(

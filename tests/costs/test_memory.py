@@ -13,8 +13,9 @@ from holmesjax.layers.distinct_kinds import kinds
 from holmesjax.layers.model_layers import block_name
 from holmesjax.models.layer import apply, param_shapes
 from holmesjax.parallel import sharding
+from holmesjax.runtime.compilation import compile_stages
 from holmesjax.runtime.microbatch import CHECKPOINT_POLICIES, Residuals
-from holmesjax.runtime.programs import ProgramKey, compile_stages
+from holmesjax.runtime.programs import ProgramKey
 from tests.runtime.test_pipeline import SMOOTH, VARIANTS, hand_made_plan, make_model, make_stages
 from tests.shapes import shape_of
 

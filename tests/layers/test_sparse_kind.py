@@ -27,7 +27,7 @@ from holmesjax.layers.kind import (
 )
 from holmesjax.models import ops
 from holmesjax.models.layer import Auxiliary, apply, init_params, param_shapes
-from holmesjax.runtime.programs import compile_stages
+from holmesjax.runtime.compilation import compile_stages
 from tests.jobs import run_launch_here, write_run
 from tests.runtime.test_pipeline import hand_made_plan, make_model, make_stages
 from tests.shapes import shape_of

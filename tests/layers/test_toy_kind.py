@@ -33,8 +33,8 @@ from holmesjax.models import ops
 from holmesjax.models.layer import Auxiliary, apply, init_params, merged, statements
 from holmesjax.optimizers.optimizer import make_optimizer
 from holmesjax.report import metrics
+from holmesjax.runtime.compilation import compile_stages
 from holmesjax.runtime.pipeline import make_runner
-from holmesjax.runtime.programs import compile_stages
 from holmesjax.runtime.timeline import Clock
 from holmesjax.session import read_batches
 from tests.jobs import RunningJob, run_launch, run_launch_here, write_run

@@ -9,8 +9,8 @@ from flax import linen as nn, nnx
 from holmesjax.errors import ConfigError
 from holmesjax.layers.model_layers import EMBED, HEAD, block_name, forget, layers
 from holmesjax.models.flax_layers import linen, nnx as nnx_layer
+from holmesjax.runtime.compilation import compile_stages
 from holmesjax.runtime.pipeline import make_runner
-from holmesjax.runtime.programs import compile_stages
 from holmesjax.runtime.timeline import Clock
 from tests import own_models
 from tests.one_device import RTOL, SEED, assert_near

@@ -24,8 +24,9 @@ from holmesjax.models.layer import apply
 from holmesjax.models.own_kinds import draw
 from holmesjax.models.own_model import functions, layers_of, name_of, next_token_losses
 from holmesjax.optimizers.optimizer import learning_rate
+from holmesjax.runtime.compilation import compile_stages
 from holmesjax.runtime.pipeline import make_runner
-from holmesjax.runtime.programs import ProgramKey, compile_stages
+from holmesjax.runtime.programs import ProgramKey
 from holmesjax.runtime.timeline import Clock
 from holmesjax.session import read_batches
 from holmesjax.trainer import Trainer

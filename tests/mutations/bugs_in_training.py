@@ -195,7 +195,7 @@ TRAINING = (
     ),
     Bug(
         name="every-chunk-sends-within",
-        module="holmesjax.runtime.programs",
+        module="holmesjax.runtime.compilation",
         old="return stage.num_replicas > 1 and stage.is_first",
         new="return stage.num_replicas > 1",
         wrong="a later stage gathers in its first forward, and the next one waits for that",

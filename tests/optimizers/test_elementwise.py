@@ -14,8 +14,8 @@ from holmesjax.costs import memory
 from holmesjax.errors import ConfigError, Mistakes
 from holmesjax.layers.model_layers import EMBED
 from holmesjax.optimizers.optimizer import make_optimizer
+from holmesjax.runtime.compilation import compile_stages
 from holmesjax.runtime.pipeline import in_one_process
-from holmesjax.runtime.programs import compile_stages
 from holmesjax.runtime.timeline import Clock
 from holmesjax.update_rules import RULES, kept
 from tests.checkpoints.test_checkpoint import write_states

@@ -15,8 +15,9 @@ from holmesjax.costs.parameters import stage_parameters
 from holmesjax.costs.stage_shape import StageShape
 from holmesjax.plan.plan import Axis
 from holmesjax.runtime import microbatch
+from holmesjax.runtime.compilation import compile_stages
 from holmesjax.runtime.program_shapes import batch_shapes, gradient_shapes, replica_shapes
-from holmesjax.runtime.programs import ProgramKey, compile_stages
+from holmesjax.runtime.programs import ProgramKey
 from tests.collectives import (
     entry,
     groups_of,

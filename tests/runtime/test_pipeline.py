@@ -24,8 +24,8 @@ from holmesjax.planner.layer_ranges import split_chunks
 from holmesjax.planner.planner import make_plan
 from holmesjax.planner.stage_layouts import MeshShape
 from holmesjax.runtime import microbatch
+from holmesjax.runtime.compilation import compile_stages
 from holmesjax.runtime.pipeline import Pipeline, in_one_process, make_runner
-from holmesjax.runtime.programs import compile_stages
 from holmesjax.runtime.stage import Stage
 from holmesjax.runtime.stage_crossings import local_targets
 from holmesjax.runtime.timeline import Clock

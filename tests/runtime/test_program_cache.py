@@ -8,8 +8,8 @@ import pytest
 from holmesjax.config import AUTO, RunConfig
 from holmesjax.errors import ConfigError, HolmesError
 from holmesjax.runtime import program_cache
+from holmesjax.runtime.compilation import compile_stages
 from holmesjax.runtime.program_cache import Store
-from holmesjax.runtime.programs import compile_stages
 from tests.disks import files_of_at_most
 from tests.runtime.test_pipeline import hand_made_plan, make_model, make_stages
 

@@ -1,0 +1,58 @@
+"""Runs the steps of a plan with one stage: each is one program."""
+
+from collections.abc import Callable, Sequence
+
+import jax
+import numpy as np
+
+from holmesjax.parallel import sharding
+from holmesjax.runtime.end_of_step import Metrics
+from holmesjax.runtime.meanwhile import BUSY, Meanwhile
+from holmesjax.runtime.prefetch import Inputs, Placer
+from holmesjax.runtime.programs import Programs
+from holmesjax.runtime.stage import StageState
+from holmesjax.runtime.timeline import Timeline
+
+
+class OneStage:
+    """A plan with one stage: the pipeline disappears, a step is one program."""
+
+    def __init__(self, programs: Programs):
+        self._programs = programs
+        self.placer = Placer(programs.stage.plan, [programs.stage], is_one_program=True)
+
+    def init(self, seed: int, drawn: Callable[[], None] = lambda: None) -> list[StageState]:
+        return [self._programs.stage.init(seed, drawn)]
+
+    def train_step(
+        self,
+        states: Sequence[StageState],
+        inputs: Inputs,
+        timeline: Timeline,
+        meanwhile: Meanwhile = BUSY,
+    ) -> tuple[list[StageState], Metrics]:
+        stage = self._programs.stage
+        weight = sharding.put(
+            np.float32(1.0 / max(inputs.num_targets, 1)), sharding.replicated(stage.mesh)
+        )
+        [batch_M] = inputs.microbatches[stage.index]
+        state, metrics = self._programs["step"](states[0], batch_M, weight)
+        timeline.watch(0, "S", None, None, metrics["loss"])
+        meanwhile.nearly()
+        meanwhile.idle()
+        return [state], metrics
+
+    def evaluate(self, states: Sequence[StageState], inputs: Inputs) -> jax.Array:
+        """Sum of the losses of a batch's tokens."""
+        programs, stage = self._programs, self._programs.stage
+        replicas = programs.gather(states[0].params)
+        losses_MR = tuple(
+            programs["forward"](states[0].fixed, replicas, None, batch)[0]
+            for batch in inputs.microbatches[stage.index]
+        )
+        one = sharding.put(np.float32(1.0), sharding.replicated(stage.mesh))
+        total: jax.Array = programs["total_loss"](losses_MR, one)
+        return total
+
+    def take_link_bytes(self) -> dict[str, int]:
+        return {}
