@@ -7,7 +7,7 @@ import contextlib
 import queue
 import signal
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 
 from holmesjax.distributed.controller import Controller
 from holmesjax.distributed.messages import AskBeat, Exit, Failed, Lost, ProcessEvent, Silent
@@ -33,6 +33,16 @@ def events_of(controller: Controller, for_s: float) -> Iterator[ProcessEvent]:
             yield controller.events.get(timeout=left_s)
         except queue.Empty:
             return
+
+
+def is_failure(event: ProcessEvent, done: Container[int]) -> bool:
+    """Whether an event is the end of the job, where these processes have trained to the end."""
+    match event.record:
+        case Exit(status=status):
+            return status != 0 or event.process not in done
+        case Lost():
+            return event.process not in done
+    return isinstance(event.record, Failed | Silent)
 
 
 def find_cause(

@@ -19,11 +19,9 @@ from holmesjax.distributed.messages import (
     Continued,
     Done,
     Exit,
-    Failed,
     Lost,
     Output,
     ProcessEvent,
-    Silent,
     Stop,
     TextPiece,
     Texts,
@@ -34,8 +32,9 @@ from holmesjax.job import Job
 from holmesjax.plan.processes import make_processes
 from holmesjax.runtime.step_timeout import Progress
 from holmesjax.transport import connections
-from launch.failure_causes import error_of, find_cause, statuses_of
-from launch.launchers.launcher import Launcher, ProcessStart
+from launch.failure_causes import error_of, find_cause, is_failure, statuses_of
+from launch.launchers.launcher import Launcher
+from launch.workers import start_workers
 
 END_S = 30.0  # for processes to leave after the end
 LAST_LINES = 8  # of a process that failed
@@ -90,26 +89,20 @@ class GenerationJob:
                 progress=progress,
             ) as controller:
                 try:
-                    self._start(controller, key_file)
+                    start_workers(
+                        self._launcher,
+                        self._processes,
+                        controller,
+                        run_dir=job.run_dir,
+                        key_file=key_file,
+                        variables=job.process_environment(os.environ),
+                        options=["--generates"],
+                    )
                     return self._hear_all(controller, progress, texts, show)
                 finally:
                     self._launcher.end()
         finally:
             key_file.unlink(missing_ok=True)
-
-    def _start(self, controller: Controller, key_file: Path) -> None:
-        variables = {
-            **self._job.process_environment(os.environ),
-            "HOLMES_CONTROLLER": "{}:{}".format(*controller.address),
-            "HOLMES_KEY_FILE": str(key_file.absolute()),
-            "HOLMES_KEY_DIGEST": connections.key_digest(connections.read_key_file(key_file)),
-            "HOLMES_RESTART": "0",
-        }
-        command = ["worker", str(self._job.run_dir.absolute()), "--generates"]
-        for process in self._processes:
-            env = {**variables, "HOLMES_PROCESS": str(process.number)}
-            start = ProcessStart(process=process, command=command, env=env)
-            self._launcher.start(start, controller.events)
 
     def _hear_all(
         self, controller: Controller, progress: Progress, texts: Texts, show: Show
@@ -126,7 +119,7 @@ class GenerationJob:
                 event = controller.events.get(timeout=0.2)
             except queue.Empty:
                 continue
-            if self._is_failure(event):
+            if is_failure(event, self._done) or isinstance(event.record, Stop):
                 raise self._diagnose(event, controller)
             match event.record:
                 case Up():
@@ -154,14 +147,6 @@ class GenerationJob:
             case Lost() if not self._launcher.sees_exits:
                 self._gone.add(event.process)
 
-    def _is_failure(self, event: ProcessEvent) -> bool:
-        match event.record:
-            case Exit(status=status):
-                return status != 0 or event.process not in self._done
-            case Lost():
-                return event.process not in self._done
-        return isinstance(event.record, Failed | Silent | Stop)
-
     def _diagnose(self, first: ProcessEvent, controller: Controller) -> HolmesError:
         """Returns the cause of a failure, from all reports within a moment of its first sign."""
         if isinstance(first.record, Stop):
@@ -174,7 +159,7 @@ class GenerationJob:
             self._warn(f"{process.name} | {line}")
         return error_of(
             cause.record,
-            f"{process.name} (stage {process.stage}, process {process.number})",
+            process.full_name,
             last=controller.status(cause.process),
             others=statuses_of(self._processes, controller, but=process),
             fix="run it again; the last lines of the process are above",

@@ -38,7 +38,6 @@ from holmesjax.distributed.messages import (
     ProcessEvent,
     Refused,
     Saved,
-    Silent,
     Stop,
     Unsaved,
     Up,
@@ -57,11 +56,12 @@ from holmesjax.plan.processes import make_processes
 from holmesjax.report.recorder import Recorder
 from holmesjax.runtime.step_timeout import Progress
 from holmesjax.transport import connections
-from launch.failure_causes import behind, error_of, events_of, find_cause, statuses_of
-from launch.launchers.launcher import Launcher, ProcessStart, leaving
+from launch.failure_causes import behind, error_of, events_of, find_cause, is_failure, statuses_of
+from launch.launchers.launcher import Launcher, leaving
 from launch.process_logs import ProcessLogs, is_noise
 from launch.restarts import DEFAULT, Restarts
 from launch.stop_requests import StopRequests
+from launch.workers import start_workers
 
 KEY = "job.key"
 STACKS_S = 3.0  # for the stacks of a job without progress to come
@@ -279,7 +279,15 @@ class Supervisor:
         ):
             self._controller = controller
             try:
-                self._start(controller, variables, key_file, restart)
+                start_workers(
+                    self._launcher,
+                    self._processes,
+                    controller,
+                    run_dir=job.run_dir,
+                    key_file=key_file,
+                    variables=variables,
+                    restart=restart,
+                )
                 done = self._supervise(controller, recorder, progress, logs)
             except HolmesError as error:
                 is_final = error.exit_status == HolmesError.exit_status
@@ -302,23 +310,6 @@ class Supervisor:
             print(*job.unfinished(done), sep="\n", flush=True)
             return self._stops.exit_status
         return 0
-
-    def _start(
-        self, controller: Controller, variables: dict[str, str], key_file: Path, restart: int
-    ) -> None:
-        digest = connections.key_digest(connections.read_key_file(key_file))
-        for process in self._processes:
-            env = {
-                **variables,
-                "HOLMES_CONTROLLER": "{}:{}".format(*controller.address),
-                "HOLMES_KEY_FILE": str(key_file.absolute()),
-                "HOLMES_KEY_DIGEST": digest,
-                "HOLMES_PROCESS": str(process.number),
-                "HOLMES_RESTART": str(restart),
-            }
-            command = ["worker", str(self._job.run_dir.absolute())]
-            start = ProcessStart(process=process, command=command, env=env)
-            self._launcher.start(start, controller.events)
 
     def _supervise(
         self, controller: Controller, recorder: Recorder, progress: Progress, logs: ProcessLogs
@@ -372,7 +363,7 @@ class Supervisor:
 
     def _hear(self, event: ProcessEvent, attempt: _Attempt) -> None:
         """Takes an event. Raises HolmesError if it is the end of the job."""
-        if self._is_failure(event, attempt):
+        if is_failure(event, attempt.done):
             raise self._diagnose(event, attempt)
         if isinstance(event.record, Compiled | Files):
             self._agree(event.process, event.record, attempt)
@@ -433,14 +424,6 @@ class Supervisor:
 
     # ---- failures ------------------------------------------------------------------------------
 
-    def _is_failure(self, event: ProcessEvent, attempt: _Attempt) -> bool:
-        match event.record:
-            case Exit(status=status):
-                return status != 0 or event.process not in attempt.done
-            case Lost():
-                return event.process not in attempt.done
-        return isinstance(event.record, Failed | Silent)
-
     def _diagnose(self, first: ProcessEvent, attempt: _Attempt) -> HolmesError:
         """Returns the cause of a failure, from all reports within a moment of its first sign."""
         is_asked, controller = bool(self._stops), attempt.controller
@@ -455,7 +438,6 @@ class Supervisor:
         cause = find_cause(first, controller, note)
         process = self._processes[cause.process]
         self._blamed = None if is_asked else process.node
-        where = f"{process.name} (stage {process.stage}, process {process.number})"
         found = statuses_of(self._processes, controller, but=process)
         fix = (
             f"resume from the last checkpoint with the same command, {self._advice}; "
@@ -469,7 +451,7 @@ class Supervisor:
                 attempt.recorder.console.print(f"  {line}")
         return error_of(
             cause.record,
-            where,
+            process.full_name,
             last=controller.status(process.number),
             others=found,
             fix=fix,
@@ -502,7 +484,7 @@ class Supervisor:
         blamed = [self._processes[number] for number in behind(positions, statuses)]
         self._blamed = None if self._stops else ", ".join(process.node for process in blamed)
         return PeerError(
-            ", ".join(f"{p.name} (stage {p.stage}, process {p.number})" for p in blamed),
+            ", ".join(process.full_name for process in blamed),
             problem,
             found=statuses_of(self._processes, controller),
             fix="start it again from the last checkpoint with the same command; the stacks of all "

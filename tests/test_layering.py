@@ -51,6 +51,7 @@ PLACES = [
     "launch.progress_message",
     "launch.launchers",
     "launch.arguments",
+    "launch.workers",
     "launch.failure_causes",
     "launch.restarts",
     "launch.watchdog",

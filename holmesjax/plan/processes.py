@@ -35,6 +35,11 @@ class Process:
         return self.rank == 0
 
     @property
+    def full_name(self) -> str:
+        """Its name with its place in the job: "ib/ib-0 (stage 0, process 0)"."""
+        return f"{self.name} (stage {self.stage}, process {self.number})"
+
+    @property
     def file_name(self) -> str:
         """Its name, for files of its own in the run folder: "ib_ib-0"."""
         return self.name.replace("/", "_").replace(":", "_")

@@ -1,0 +1,46 @@
+"""The workers of a job: the command and the environment with which a launcher starts each."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from holmesjax.distributed.controller import Controller
+from holmesjax.plan.processes import Process
+from holmesjax.transport import connections
+from launch.launchers.launcher import Launcher, ProcessStart
+
+
+def start_workers(
+    launcher: Launcher,
+    processes: Sequence[Process],
+    controller: Controller,
+    *,
+    run_dir: Path,
+    key_file: Path,
+    variables: Mapping[str, str],
+    restart: int = 0,
+    options: Sequence[str] = (),
+) -> None:
+    """Starts a worker for each process of a job.
+
+    Args:
+      launcher: starts them.
+      processes: all processes.
+      controller: is called by the workers, and hears what the launcher tells of them.
+      run_dir: the run folder.
+      key_file: has the key of the job.
+      variables: of their environment, besides those that say where a worker is in the job.
+      restart: how often the job was started before.
+      options: of the command, behind the run folder.
+    """
+    shared = {
+        **variables,
+        "HOLMES_CONTROLLER": "{}:{}".format(*controller.address),
+        "HOLMES_KEY_FILE": str(key_file.absolute()),
+        "HOLMES_KEY_DIGEST": connections.key_digest(connections.read_key_file(key_file)),
+        "HOLMES_RESTART": str(restart),
+    }
+    command = ["worker", str(run_dir.absolute()), *options]
+    for process in processes:
+        env = {**shared, "HOLMES_PROCESS": str(process.number)}
+        start = ProcessStart(process=process, command=command, env=env)
+        launcher.start(start, controller.events)
