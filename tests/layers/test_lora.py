@@ -137,12 +137,9 @@ def plain_step(model):
 
 
 PLANS = {
-    "one program, replicas": (LLAMA, hand_made_plan((2,), 2, 1)),
-    "two stages, tensor": (GPT2, hand_made_plan((1, 1), 1, 2)),
-    "two stages, tensor, gated": (LLAMA, hand_made_plan((1, 1), 1, 2, remat="dots")),
-    "fsdp and tensor, computed again": (LLAMA, hand_made_plan((2,), 1, 2, fsdp=2, remat="full")),
-    "split backward": (GPT2, hand_made_plan((1, 1), 1, 1, schedule="zero_bubble")),
-    "unlike ranks, two stages, replicas": (UNLIKE, hand_made_plan((1, 1), 2, 1, remat="full")),
+    "one program, computed again": (LLAMA, hand_made_plan((2,), 2, 2, fsdp=2, remat="full")),
+    "split backward, a tied table": (GPT2, hand_made_plan((1, 1), 1, 2, schedule="zero_bubble")),
+    "unlike ranks, two stages": (UNLIKE, hand_made_plan((1, 1), 2, 2, remat="dots")),
 }
 
 

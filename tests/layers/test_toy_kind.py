@@ -159,15 +159,11 @@ def test_a_copy_of_a_weight_for_each_microbatch_is_refused_by_the_weights_name(c
 
 
 FIRST = 24  # the number of the first sequence of the step
-MODEL = make_model(num_layers=4, pattern=("block", TOY))
-# The step of each is one program, or one for each stage; replicas are alone, or cut.
+MODEL = make_model(num_layers=3, pattern=(TOY, "block"))
 PLANS = {
-    "one program, replicas": hand_made_plan((4,), 2, 1, microbatches=2),
-    "split backward, unequal replicas": hand_made_plan(
-        (1, 3), (1, 2), 1, microbatches=2, schedule="zero_bubble"
-    ),
-    "fsdp and tensor, computed again": hand_made_plan(
-        (2, 2), 1, 2, fsdp=2, microbatches=2, remat="full"
+    "one program, computed again": hand_made_plan((3,), 2, 2, fsdp=2, microbatches=2, remat="full"),
+    "split backward, unlike stages": hand_made_plan(
+        (1, 2), (1, 2), (2, 1), fsdp=(2, 1), microbatches=2, schedule="zero_bubble"
     ),
 }
 

@@ -67,7 +67,8 @@ def test_a_step_on_cut_stages_is_that_of_flax_on_one_device():
     arrays = own_models.images()["train"]
     host = {name: array[: plan.global_batch] for name, array in arrays.items()}
     with nnx.use_eager_sharding(False):
-        loss, gradient = jax.value_and_grad(plain_loss)(params, host["patches"], host["label"])
+        run = jax.jit(jax.value_and_grad(plain_loss))
+        loss, gradient = run(params, host["patches"], host["label"])
     rows = runner.placer.row_MN.ravel()
     inputs = runner.placer.place({k: x[rows] for k, x in host.items()}, plan.global_batch)
     states, found = runner.train_step(states, inputs, clock.timeline())

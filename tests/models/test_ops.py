@@ -35,7 +35,7 @@ def test_attention_is_computed_as_the_config_asks(monkeypatch):
     assert_near(ops.attention(q, k, v), causal(q, k, v), "bfloat16")
     monkeypatch.setattr(ops.Kernels, "device", H200)
     ids = jnp.zeros((2, 20), jnp.int32)
-    texts = {}
+    counts = []
     for asked, unproven in (
         ("reference", None),
         ("pallas", "all"),
@@ -46,8 +46,8 @@ def test_attention_is_computed_as_the_config_asks(monkeypatch):
         kernels = ops.Kernels(config, unproven=unproven)
         run = lambda q, k, v, kernels=kernels: ops.attention(q, k, v, ids, kernels)
         gradients = lambda q, k, v, run=run: jax.vjp(run, q, k, v)[1](q)
-        texts[asked, unproven] = lowered_for_cuda(gradients, q, k, v).count("mosaic_gpu_v2")
-    assert list(texts.values()) == [0, 3, 0, 3]
+        counts.append(str(jax.make_jaxpr(gradients)(q, k, v)).count("kernel_name"))
+    assert counts == [0, 3, 0, 3]
     monkeypatch.setattr(choice, "_cudnn_is_missing", lambda: None)
     calls = []
     monkeypatch.setattr(
@@ -170,9 +170,10 @@ def test_adamw_is_the_same_on_any_mesh(kept):
     )
     found = jax.jit(run, out_shardings=where)(leaves, gradients)
     found, own = jax.tree.map(np.asarray, (found, (leaves, gradients)))
+    step = jax.jit(adamw_step, static_argnums=3)
     for got, leaf, gradient, h in zip(found, *own, hyperparameters, strict=True):
         leaf, gradient = jax.tree.map(jnp.asarray, (leaf, gradient))
-        assert_near_steps(got, adamw_step(leaf, gradient, third_step(), h))
+        assert_near_steps(got, step(leaf, gradient, third_step(), h))
 
 
 @pytest.mark.parametrize("platform", ["cpu", "gpu"])

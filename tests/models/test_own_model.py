@@ -40,11 +40,10 @@ pytestmark = pytest.mark.xdist_group("pipeline")
 
 MODEL = make_model(num_layers=4, width=16, num_heads=1, module="tests.own_models:language_model")
 PLANS = {
-    "one program, replicas, full": hand_made_plan((4,), 2, 1, microbatches=2, remat="full"),
-    "split backward, unequal replicas": hand_made_plan(
-        (1, 3), (1, 2), 1, microbatches=2, schedule="zero_bubble"
+    "one program, dots": hand_made_plan((4,), 2, 2, fsdp=2, microbatches=2, remat="dots"),
+    "split backward, unlike stages": hand_made_plan(
+        (1, 3), (1, 2), (2, 1), fsdp=(2, 1), microbatches=2, schedule="zero_bubble"
     ),
-    "fsdp and tensor, dots": hand_made_plan((2, 2), 1, 2, fsdp=2, microbatches=2, remat="dots"),
 }
 
 
