@@ -100,7 +100,7 @@ def test_small_changes_add_up(kept, which):
 
     Rounding to the nearest would leave everything as it is.
     """
-    target = values(1, which, 256, BLOCK, powers=1)
+    target = values(1, which, 64, BLOCK, powers=1)
     like = moments.zero_moment(target.shape, kept, which)
 
     def step(t, moment):
