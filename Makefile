@@ -9,6 +9,9 @@ BIN := $(VENV)/bin
 export PYTHONDONTWRITEBYTECODE :=
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
+# Tests start hundreds of processes, and each would compile the packages again.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: help train test test-all mutants docs pictures clean
 
 help: ## List the targets (the default).
@@ -21,8 +24,8 @@ train: $(VENV)/installed-base ## Train the quickstart model on two clusters simu
 test: $(VENV)/installed-dev ## Check style and types, and run the tests: about ten minutes on two cores.
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy
-	$(BIN)/pytest -q -n 3 --dist loadgroup --max-worker-restart 0 $(SELECT)
+	$(BIN)/mypy & types=$$!; \
+	$(BIN)/pytest -q -n 3 --dist loadgroup --max-worker-restart 0 $(SELECT) && wait $$types
 
 test-all: SELECT := -m ''
 test-all: $(VENV)/installed-parity
