@@ -28,7 +28,8 @@ from holmesjax.layers.kind import Parameter
 from holmesjax.layers.model_layers import layers
 from holmesjax.models.layer import merged, split_trained, stated, statements
 from holmesjax.runtime import spikes
-from holmesjax.runtime.stage import Average, Dtypes, Stage, StageState
+from holmesjax.runtime.stage import Dtypes, Stage, StageState
+from holmesjax.runtime.weight_average import Average
 
 Arrays = dict[str, Any]  # key -> array, or its shape with a sharding
 CHUNK_BYTES = 4 << 20  # of an array, that are written or read at a time

@@ -23,15 +23,6 @@ from holmesjax.layers.model_layers import cached, layers, load
 from holmesjax.models import initial_values, ops
 from holmesjax.models.key_cache import Cache
 
-# `dots` keeps the results of matrix products and of attention, and recomputes the rest.
-CHECKPOINT_POLICIES = {
-    "dots": jax.checkpoint_policies.save_from_both_policies(
-        jax.checkpoint_policies.dots_saveable,
-        jax.checkpoint_policies.save_only_these_names(ops.SAVED),
-    ),
-    "full": jax.checkpoint_policies.nothing_saveable,
-}
-
 Params = Any  # a nested dict of arrays
 
 

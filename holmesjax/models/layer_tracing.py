@@ -35,8 +35,9 @@ from holmesjax.layers.kind import (
     Use,
     WeightProduct,
 )
+from holmesjax.models.activation_checkpointing import POLICIES, checkpointed
 from holmesjax.models.jaxprs import called
-from holmesjax.models.layer import CHECKPOINT_POLICIES, Params
+from holmesjax.models.layer import Params
 
 Cut = Either["depth", "columns", "none"]
 TRACED = "bfloat16"  # the compute dtype of traced programs
@@ -320,9 +321,7 @@ def trace(
     forward.write_all(outs)
     # A result of which devices have parts is gathered, which counts like a sum.
     forward.summed_forward += [out.numbers for out in outs if out.is_cut and out.shape]
-    found = {
-        policy: walk(_with_residuals(run, policy)) for policy in ("none", *CHECKPOINT_POLICIES)
-    }
+    found = {policy: walk(_with_residuals(run, policy)) for policy in ("none", *POLICIES)}
     held = {policy: _held(values, shapes) for policy, (_, values, shapes) in found.items()}
     of_weights = frozenset().union(
         *(own.weights for own in _residuals(*found["none"][1:]) if own.weights)
@@ -365,8 +364,7 @@ def _use(uses: set[str], is_kept: bool) -> Use:
 
 def _with_residuals(run: Callable[..., Any], policy: str) -> Callable[..., Any]:
     """The result of a layer, and the arrays that its backward needs."""
-    own = CHECKPOINT_POLICIES.get(policy)
-    kept = run if own is None else jax.checkpoint(run, policy=own, prevent_cse=False)
+    kept = checkpointed(run, policy)
 
     def both(*args: Any) -> tuple[Any, list[Any]]:
         out, pullback = _pullback(kept, args)

@@ -13,9 +13,9 @@ from holmesjax.layers.model_layers import load
 from holmesjax.models import ops
 from holmesjax.models.layer import changing
 from holmesjax.optimizers.optimizer import State
-from holmesjax.runtime import layer_statistics, microbatch, spikes
+from holmesjax.runtime import layer_statistics, microbatch, spikes, weight_average
 from holmesjax.runtime.microbatch import Batch, Values
-from holmesjax.runtime.stage import Average, Stage, StageState, Tree, widened
+from holmesjax.runtime.stage import Stage, StageState, Tree, widened
 
 Sums = tuple[jax.Array, ...] | jax.Array  # of each microbatch, or of all of them stacked
 JOIN: dict[str, Callable[..., jax.Array]] = {"sum": jnp.sum, "max": jnp.max}
@@ -141,36 +141,11 @@ def update(
     )
     fixed = _changed(stage, state.fixed, sums_MR, applies)
     params, opt_state = apply(*args)
-    average = _averaged(stage, state.average, params, applies, kernels)
+    average = state.average
+    if average is not None:
+        assert stage.ema_decay is not None, "a stage with an average has its decay"
+        average = weight_average.after(average, stage.ema_decay, params, applies, kernels)
     return StageState(params, opt_state, fixed, average, recent), metrics
-
-
-def _averaged(
-    stage: Stage, old: Average | None, params: Tree, applies: jax.Array, kernels: ops.Kernels
-) -> Average | None:
-    """The average after update n = 0, 1, ... since it began, if the update applies.
-
-    It keeps min(decay, (1 + n) / (10 + n)) of itself, so that the weights with which it began do
-    not weigh long in a short run.
-
-    Args:
-      stage: the chunk.
-      old: the average before.
-      params: after the update.
-      applies: whether the update changes anything.
-      kernels: tells the mesh.
-    """
-    if old is None:
-        return None
-    assert stage.ema_decay is not None, "a stage with an average has its decay"
-    n = old.updates.astype(jnp.float32)
-    keep = jnp.minimum(stage.ema_decay, (1.0 + n) / (10.0 + n))
-
-    def averaged(weights: Tree) -> Tree:
-        return jax.tree.map(lambda mean, x: keep * mean + (1.0 - keep) * x, weights, params)
-
-    weights = ops.changed_if(applies, averaged, old.weights, kernels)
-    return Average(old.updates + applies.astype(jnp.int32), weights)
 
 
 def _apply_rounded(

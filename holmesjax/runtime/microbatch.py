@@ -12,8 +12,8 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 from holmesjax.layers.kind import Kind, Parameter
 from holmesjax.layers.model_layers import EMBED
 from holmesjax.models import ops
+from holmesjax.models.activation_checkpointing import checkpointed
 from holmesjax.models.layer import (
-    CHECKPOINT_POLICIES,
     Auxiliary,
     Context,
     changing,
@@ -151,25 +151,21 @@ def _function(stage: Stage, kind: Kind, statements: Tree) -> Callable:
     place of each call, so it compiles what it would compile without.
     """
     if kind.place != "middle":
-        return _gathered(stage, statements, function_of(kind), None)
-    policy = CHECKPOINT_POLICIES.get(stage.plan.activation_checkpointing)
-    run = _gathered(stage, statements, function_of(kind), policy)
+        return _gathered(stage, statements, function_of(kind), "none")
+    run = _gathered(stage, statements, function_of(kind), stage.plan.activation_checkpointing)
     # A backward is divided by its equations: there each layer has its own.
     return jax.jit(run, inline=stage.plan.order.splits_backward)
 
 
-def _gathered(
-    stage: Stage, statements: Tree, run: Callable, policy: Callable[..., bool] | None
-) -> Callable:
+def _gathered(stage: Stage, statements: Tree, run: Callable, policy: str) -> Callable:
     """`run(params, *args)` for parameters of which each device has a part.
 
     The function gathers the parameters, and gathers them again for its gradient: nothing of their
     size is kept in between. The gradient of the parameters is summed over the devices, and cut as
-    the parameters are. With a policy, arrays that the policy does not save are computed again.
+    the parameters are. Arrays that the policy of checkpointing does not save are computed again.
     """
-    if policy:
-        run = jax.checkpoint(run, policy=policy, prevent_cse=False)
-    elif stage.num_parts == 1:
+    run = checkpointed(run, policy)
+    if policy == "none" and stage.num_parts == 1:
         return run
     narrow = functools.partial(jax.tree.map, lambda x: x.astype(stage.compute_dtype))
     widen = functools.partial(jax.tree.map, lambda x: x.astype(jnp.float32))

@@ -34,16 +34,10 @@ from holmesjax.models.layer import (
 from holmesjax.optimizers.optimizer import Optimizer, State
 from holmesjax.parallel import collectives, compat, sharding
 from holmesjax.plan.plan import Axis, Plan
-from holmesjax.runtime import layer_statistics, spikes
+from holmesjax.runtime import layer_statistics, spikes, weight_average
+from holmesjax.runtime.weight_average import Average
 
 Tree = Any  # a nested dict of arrays, keyed by layer and parameter name
-
-
-class Average(NamedTuple):
-    """An exponential moving average of the parameters that train: float32, in the master layout."""
-
-    updates: Any  # since it began: an int32 array
-    weights: Tree
 
 
 class Dtypes(NamedTuple):
@@ -288,9 +282,7 @@ class Stage:
         if self.ema_decay is None:
             return None
         shardings = jax.tree.map(lambda x: x.sharding, self.state_shapes.average)
-        # Copies: the average and the parameters are donated side by side.
-        copies = lambda params: jax.tree.map(jnp.copy, widened(params))
-        begin = lambda params: Average(jnp.zeros((), jnp.int32), copies(params))
+        begin = lambda params: weight_average.begin(widened(params))
         average: Average = jax.jit(begin, out_shardings=shardings)(params)
         return average
 

@@ -3,7 +3,7 @@
 import argparse
 import os
 
-from holmesjax.distributed.generating import Generator
+from holmesjax.distributed.generation_worker import Generator
 from holmesjax.distributed.worker import Worker, work
 
 

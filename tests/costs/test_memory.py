@@ -11,10 +11,11 @@ from holmesjax.config import ModelConfig
 from holmesjax.costs import memory
 from holmesjax.layers.distinct_kinds import kinds
 from holmesjax.layers.model_layers import block_name
+from holmesjax.models.activation_checkpointing import POLICIES
 from holmesjax.models.layer import apply, param_shapes
 from holmesjax.parallel import sharding
 from holmesjax.runtime.compilation import compile_stages
-from holmesjax.runtime.microbatch import CHECKPOINT_POLICIES, Residuals
+from holmesjax.runtime.microbatch import Residuals
 from holmesjax.runtime.programs import ProgramKey
 from tests.runtime.test_pipeline import SMOOTH, VARIANTS, hand_made_plan, make_model, make_stages
 from tests.shapes import shape_of
@@ -47,8 +48,8 @@ def test_residuals_are_those_that_jax_keeps(model, dtype, policy):
     def run(params, x_BLD):
         return apply(layer, model, params, x_BLD, position_L=jnp.arange(model.context_length))[0]
 
-    if policy in CHECKPOINT_POLICIES:
-        run = jax.checkpoint(run, policy=CHECKPOINT_POLICIES[policy])
+    if policy in POLICIES:
+        run = jax.checkpoint(run, policy=POLICIES[policy])
 
     def kept(params, x_BLD):
         return Residuals.of(jax.vjp(run, params, x_BLD)[1], params).arrays

@@ -13,8 +13,9 @@ from holmesjax.costs import memory
 from holmesjax.costs.products import train_flop
 from holmesjax.layers.distinct_kinds import kinds
 from holmesjax.layers.model_layers import block_name
+from holmesjax.models.activation_checkpointing import POLICIES
 from holmesjax.models.layer import apply, init_params
-from holmesjax.runtime.microbatch import CHECKPOINT_POLICIES, Residuals
+from holmesjax.runtime.microbatch import Residuals
 from holmesjax.runtime.pipeline import make_runner
 from holmesjax.runtime.timeline import Clock
 from tests.one_device import MICROBATCH, RTOL, SEED, assert_near, logits_of, plain_loss, step_inputs
@@ -186,8 +187,8 @@ def test_residuals_are_those_that_jax_keeps(model, policy):
         arrays = {"position_L": jnp.arange(model.context_length)}
         return apply(block_name(0), model, base | adapters, x_BLD, **arrays)[0]
 
-    if policy in CHECKPOINT_POLICIES:
-        run = jax.checkpoint(run, policy=CHECKPOINT_POLICIES[policy])
+    if policy in POLICIES:
+        run = jax.checkpoint(run, policy=POLICIES[policy])
 
     def kept(adapters, base, x_BLD):
         pullback = jax.vjp(lambda *args: run(*args, base), adapters, x_BLD)[1]

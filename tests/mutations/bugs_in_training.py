@@ -37,11 +37,11 @@ TRAINING = (
     ),
     Bug(
         name="an-average-of-the-beginning",
-        module="holmesjax.runtime.end_of_step",
-        old="keep = jnp.minimum(stage.ema_decay, (1.0 + n) / (10.0 + n))",
-        new="keep = jnp.maximum(stage.ema_decay, (1.0 + n) / (10.0 + n))",
+        module="holmesjax.runtime.weight_average",
+        old="keep = jnp.minimum(decay, (1.0 + n) / (10.0 + n))",
+        new="keep = jnp.maximum(decay, (1.0 + n) / (10.0 + n))",
         wrong="the weights with which a run began weigh in its average for long",
-        tests=("tests/runtime/test_average.py",),
+        tests=("tests/runtime/test_weight_average.py",),
     ),
     Bug(
         name="half-a-z-loss",

@@ -1,0 +1,24 @@
+"""Activation checkpointing: what of a forward its backward reads, and what it computes again."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from holmesjax.models import ops
+
+# `dots` keeps the results of matrix products and of attention, and recomputes the rest.
+POLICIES = {
+    "dots": jax.checkpoint_policies.save_from_both_policies(
+        jax.checkpoint_policies.dots_saveable,
+        jax.checkpoint_policies.save_only_these_names(ops.SAVED),
+    ),
+    "full": jax.checkpoint_policies.nothing_saveable,
+}
+
+
+def checkpointed(run: Callable[..., Any], policy: str) -> Callable[..., Any]:
+    """The function of a layer with a policy by its name; as it is with `none`."""
+    if policy == "none":
+        return run
+    return jax.checkpoint(run, policy=POLICIES[policy], prevent_cse=False)
