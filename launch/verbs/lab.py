@@ -27,6 +27,8 @@ from launch.lab_machine.injector import Injector
 
 # One core's rate of products, as NumPy's library does them: the best of five.
 MEASURE = """
+import os, sys
+os.sched_setaffinity(0, {int(sys.argv[1])})
 import time, numpy
 a = numpy.ones((1024, 1024), "float32")
 def once():
@@ -167,10 +169,8 @@ def _quota(text: str | None) -> float | None:
 def _core_flop_per_s(core: int) -> float:
     """Measures how fast one core multiplies float32 matrices."""
     env = {**os.environ, "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
-    hold = lambda: os.sched_setaffinity(0, {core})
-    words = [sys.executable, "-c", MEASURE]
-    output = subprocess.run(words, env=env, preexec_fn=hold, capture_output=True, check=True).stdout
-    return float(output)
+    words = [sys.executable, "-c", MEASURE, str(core)]
+    return float(subprocess.run(words, env=env, capture_output=True, check=True).stdout)
 
 
 def _dry_run(commands: Commands, faults: list[Fault], command: argparse.Namespace) -> list[str]:
