@@ -21,7 +21,7 @@ from holmesjax.runtime.timeline import Clock
 from tests.one_device import SEED, assert_near, step_inputs
 from tests.runtime.test_pipeline import hand_made_plan, make_model, make_stages, put
 
-pytestmark = pytest.mark.xdist_group("pipeline")
+pytestmark = pytest.mark.xdist_group("fp8")
 
 HISTORY = 3
 MODEL = make_model(

@@ -20,7 +20,7 @@ from tests.one_device import MICROBATCH, RTOL, SEED, assert_near, loss_and_gradi
 from tests.runtime.test_pipeline import hand_made_plan, make_model, make_stages, put
 from tests.shapes import shape_of
 
-pytestmark = pytest.mark.xdist_group("pipeline")
+pytestmark = pytest.mark.xdist_group("frozen")
 
 GATED = {"num_layers": 2, "num_kv_heads": 2, "activation": "swiglu", "norm": "rms_norm"}
 ENDS = make_model(**GATED, frozen=("embed/*", "*norm/scale_D", "*/key_DGK"))

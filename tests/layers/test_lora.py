@@ -22,7 +22,7 @@ from tests.one_device import MICROBATCH, RTOL, SEED, assert_near, logits_of, pla
 from tests.runtime.test_pipeline import hand_made_plan, make_model, make_stages, put
 from tests.shapes import shape_of
 
-pytestmark = pytest.mark.xdist_group("pipeline")
+pytestmark = pytest.mark.xdist_group("lora")
 
 WEIGHTS = {
     "query": ("DHK", "dr,rhk->dhk"),

@@ -23,7 +23,7 @@ from tests.one_device import RTOL, SEED, assert_near, step_inputs
 from tests.runtime.test_pipeline import hand_made_plan, make_model, make_stages, put
 from tests.shapes import shape_of
 
-pytestmark = pytest.mark.xdist_group("pipeline")
+pytestmark = pytest.mark.xdist_group("lora_dropout")
 
 RATE, FIRST = 0.25, 24  # FIRST: the number of the first sequence of the step
 LORA = LoraConfig(rank=4, alpha=6.0, targets=("all-linear",), dropout=RATE)

@@ -41,7 +41,7 @@ from tests.jobs import RunningJob, run_launch, run_launch_here, write_run
 from tests.one_device import RTOL, SEED, assert_near, step_inputs
 from tests.runtime.test_pipeline import hand_made_plan, make_model, make_stages, put
 
-pytestmark = pytest.mark.xdist_group("pipeline")
+pytestmark = pytest.mark.xdist_group("toy_kind")
 
 TOY = f"{__name__}:toy"
 WEIGHT, NOISE = 0.3, 0.1

@@ -19,7 +19,7 @@ from tests.clusters import make_config
 from tests.one_device import MICROBATCH, RTOL, SEED, assert_near, step_inputs
 from tests.runtime.test_pipeline import hand_made_plan, make_model, make_stages, put
 
-pytestmark = pytest.mark.xdist_group("pipeline")
+pytestmark = pytest.mark.xdist_group("window")
 
 WINDOW = 5
 MODEL = make_model(

@@ -19,7 +19,7 @@ from tests.models.test_own_model import initial
 from tests.one_device import RTOL, SEED, assert_near, step_inputs
 from tests.runtime.test_pipeline import hand_made_plan, make_model, make_stages, put
 
-pytestmark = pytest.mark.xdist_group("pipeline")
+pytestmark = pytest.mark.xdist_group("drawing_and_tied")
 
 TABLE = "embed/token_VD"
 EARLY, LATE = 0.25, 0.5  # what a block drops before and behind its products

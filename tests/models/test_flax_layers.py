@@ -17,7 +17,7 @@ from tests.one_device import RTOL, SEED, assert_near
 from tests.own_models import CLASSES, PATCHES, WIDTH
 from tests.runtime.test_pipeline import hand_made_plan, make_model, make_stages
 
-pytestmark = pytest.mark.xdist_group("pipeline")
+pytestmark = pytest.mark.xdist_group("flax_layers")
 
 SIZES = {"num_layers": 2, "width": WIDTH, "num_heads": 1, "context_length": PATCHES}
 MODEL = make_model(**SIZES, module="tests.own_models:image_model")

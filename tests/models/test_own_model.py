@@ -36,7 +36,7 @@ from tests.one_device import MICROBATCH, RTOL, SEED, assert_near, step_inputs
 from tests.runtime.test_pipeline import hand_made_plan, make_model, make_stages, put
 from tests.shapes import shape_of
 
-pytestmark = pytest.mark.xdist_group("pipeline")
+pytestmark = pytest.mark.xdist_group("own_model")
 
 MODEL = make_model(num_layers=4, width=16, num_heads=1, module="tests.own_models:language_model")
 PLANS = {

@@ -26,7 +26,7 @@ from tests.optimizers.test_adamw import stated
 from tests.optimizers.test_muon import numpy_steps
 from tests.runtime.test_pipeline import hand_made_plan, make_model, make_stages, put
 
-pytestmark = pytest.mark.xdist_group("pipeline")
+pytestmark = pytest.mark.xdist_group("elementwise")
 
 SEED, NUM_STEPS, RTOL = 3, 3, 1e-5
 SETTINGS = {"learning_rate": 1e-2, "schedule": "constant", "weight_decay": 0.2, "clip_norm": 0.5}

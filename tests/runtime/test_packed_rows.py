@@ -15,7 +15,7 @@ from holmesjax.runtime.timeline import Clock
 from tests.one_device import RTOL, SEED, assert_trees_near
 from tests.runtime.test_pipeline import hand_made_plan, make_model, make_stages, put
 
-pytestmark = pytest.mark.xdist_group("pipeline")
+pytestmark = pytest.mark.xdist_group("packed_rows")
 
 LENGTH = 16
 SIZES = (9, 8, 13, 4, 3, 17, 6, 2)  # tokens of each document, of which the first is no target

@@ -21,7 +21,7 @@ from tests.one_device import MICROBATCH, SEED, loss_and_gradient, step_inputs
 from tests.runtime.test_pipeline import SMOOTH, hand_made_plan, make_model, make_stages, put
 from tests.shapes import shape_of
 
-pytestmark = pytest.mark.xdist_group("pipeline")
+pytestmark = pytest.mark.xdist_group("param_dtype")
 
 MODEL = make_model(num_layers=2, tied_embeddings=True)
 SGD = OptimizerConfig(name="sgd", learning_rate=1.0, clip_norm=None, beta1=0.5)

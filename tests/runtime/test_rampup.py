@@ -15,7 +15,7 @@ from tests.jobs import write_run
 from tests.one_device import MICROBATCH, RTOL, SEED, assert_trees_near, plain_loss, step_inputs
 from tests.runtime.test_pipeline import SMOOTH, hand_made_plan, make_model, make_stages
 
-pytestmark = pytest.mark.xdist_group("pipeline")
+pytestmark = pytest.mark.xdist_group("rampup")
 
 MODEL = make_model(num_layers=2, tied_embeddings=True, z_loss_multiplier=0.01)
 COUNTS = (1, 2, 4, 3)  # microbatches of each step

@@ -16,7 +16,7 @@ from tests.checkpoints.test_checkpoint import write_states
 from tests.one_device import SEED, step_inputs
 from tests.runtime.test_pipeline import hand_made_plan, make_model, make_stages, put
 
-pytestmark = pytest.mark.xdist_group("pipeline")
+pytestmark = pytest.mark.xdist_group("spikes")
 
 RULE = SpikeRule(window=6, sigmas=3.0, skips=True)
 # So slow that the same batch has nearly the same loss again.
