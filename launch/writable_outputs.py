@@ -22,6 +22,12 @@ def make_folder(folder: Path, where: str) -> None:
         raise ConfigError(where, "cannot be written", found=f"{folder}: {problem}", fix=fix)
 
 
+def refuse_corpus(out: Path, corpus: str) -> None:
+    """Raises ConfigError if `--out` is the corpus itself, whose files the output would join."""
+    if out.resolve() == Path(corpus).resolve():
+        raise ConfigError("--out", "is the corpus", found=out, fix="name another folder")
+
+
 def check_file(path: Path, where: str) -> None:
     """Raises ConfigError if a file cannot be written, or its folder is missing.
 

@@ -39,6 +39,8 @@ MISTAKES = [
     ),
     ("train RUN --hots H", "train: has no such option", "--hots H", "did you mean --hosts?"),
     ("compare X --plot", "compare: has no such option", "--plot", "--help lists the options"),
+    ("tokenizer /tmp --vocab 300 --out /tmp/", "--out: is the corpus", "/tmp", "another folder"),
+    ("tokenize /tmp --tokenizer bytes --out /tmp", "--out: is the corpus", "/tmp", "another"),
     ("lab TOPOLOGY train RUN", "lab: needs `--` before", "train", "write -- train"),
     ("plan RUN parallel={tensor:2}", "no such setting", "tensor:2", "a space behind the colon"),
     ("train RUN --launcher local --max-restarts -1", "--max-restarts: must be", "-1", "0 or more"),

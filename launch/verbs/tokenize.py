@@ -9,11 +9,12 @@ from holmesjax.config import BYTES, DataConfig
 from holmesjax.data import tokenizer_files, tokenizing
 from holmesjax.data.documents import Wanted
 from holmesjax.data.tokenizing import Tokenized
-from launch.writable_outputs import make_folder
+from launch.writable_outputs import make_folder, refuse_corpus
 
 
 def run(args: argparse.Namespace) -> int:
     out = Path(args.out)
+    refuse_corpus(out, args.corpus)
     config = DataConfig(corpus=args.corpus, pattern=args.pattern, tokenizer=args.tokenizer)
     make_folder(out, "--out")
     began_s = time.monotonic()

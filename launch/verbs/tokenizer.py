@@ -7,11 +7,12 @@ from pathlib import Path
 from holmesjax.config import DataConfig
 from holmesjax.data import tokenizer_training
 from launch.progress_message import ProgressMessage
-from launch.writable_outputs import check_file, make_folder
+from launch.writable_outputs import check_file, make_folder, refuse_corpus
 
 
 def run(args: argparse.Namespace) -> int:
     out = Path(args.out)
+    refuse_corpus(out, args.corpus)
     if out.suffix == ".json":
         check_file(out, "--out")
     else:
