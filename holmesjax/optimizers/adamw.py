@@ -115,13 +115,7 @@ class AdamW:
     ) -> tuple[Tree, AdamWState]:
         """`Optimizer.apply`, in one pass over parameters, gradients and moments.
 
-        Args:
-          gradients: of the shapes of the parameters.
-          state: of the update before.
-          params: float32.
-          scale: by which gradients are multiplied, to clip their norm.
-          applies: whether the update changes anything.
-          kernels: tells the mesh.
+        Args: those of `Optimizer.apply`.
         """
         c, count = self.config, state.updates + 1
         paths, structure = jax.tree_util.tree_flatten_with_path(params)

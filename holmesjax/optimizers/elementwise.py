@@ -125,13 +125,7 @@ class Elementwise:
     ) -> tuple[Tree, ElementwiseState]:
         """`Optimizer.apply`, by optax's formula.
 
-        Args:
-          gradients: of the shapes of the parameters.
-          state: of the update before.
-          params: float32.
-          scale: by which gradients are multiplied, to clip their norm.
-          applies: whether the update changes anything.
-          kernels: tells the mesh.
+        Args: those of `Optimizer.apply`.
         """
 
         def update(held: tuple[Tree, ElementwiseState]) -> tuple[Tree, ElementwiseState]:

@@ -167,13 +167,7 @@ class Muon:
     ) -> tuple[Tree, MuonState]:
         """`Optimizer.apply`.
 
-        Args:
-          gradients: of the shapes of the parameters.
-          state: of the update before.
-          params: float32.
-          scale: by which gradients are multiplied, to clip their norm.
-          applies: whether the update changes anything.
-          kernels: tells the mesh.
+        Args: those of `Optimizer.apply`.
         """
         c, count, applies = self.config, state.updates + 1, jnp.asarray(applies)
         rate = self.schedule(state.updates)
