@@ -9,8 +9,9 @@ out: if A imports B and C, and B imports C, then A has an arrow to B alone.
 """
 
 import ast
+import functools
 import textwrap
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass
 from graphlib import TopologicalSorter
 from pathlib import Path
@@ -46,9 +47,10 @@ class Place:
 # ---- the graph -----------------------------------------------------------------------------------
 
 
-def places() -> dict[str, Place]:
+@functools.cache
+def places() -> Mapping[str, Place]:
     """The places of the code, by name."""
-    sources = {name: ast.parse(file.read_text(encoding="utf-8")) for name, file in _files().items()}
+    sources = {name: parsed(file) for name, file in _files().items()}
     rooms = {name: _room(name) for name in sources if name not in ("holmesjax", "launch")}
     packages = {room for room in rooms.values() if _is_package(room)}
     graph: dict[str, set[str]] = {room: set() for room in rooms.values()}
@@ -87,10 +89,26 @@ def _is_package(room: str) -> bool:
     return (ROOT / room.replace(".", "/")).is_dir()
 
 
-def imports_of(source: ast.Module) -> set[str]:
+@functools.cache
+def parsed(file: Path) -> ast.Module:
+    """The tree of a file of Python, which is read once."""
+    return ast.parse(file.read_text(encoding="utf-8"))
+
+
+def statements(source: ast.Module) -> Iterator[ast.AST]:
+    """A module and everything in it but expressions, at any depth."""
+    waiting: list[ast.AST] = [source]
+    while waiting:
+        yield (node := waiting.pop())
+        children = ast.iter_child_nodes(node)
+        waiting += [child for child in children if not isinstance(child, ast.expr)]
+
+
+@functools.cache
+def imports_of(source: ast.Module) -> Set[str]:
     """Everything that a module imports, at any depth, functions included; written in full."""
     found: set[str] = set()
-    for node in ast.walk(source):
+    for node in statements(source):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):

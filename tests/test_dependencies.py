@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from docs.package_graph import imports_of
+from docs.package_graph import imports_of, parsed
 
 ROOT = Path(__file__).parent.parent
 OURS = {"holmesjax", "launch", "kernels", "tests", "benchmarks", "docs"}
@@ -43,11 +43,10 @@ def name_of(requirement: str) -> str:
     return re.split(r"[\[<>=; ]", requirement, maxsplit=1)[0].lower().replace("_", "-")
 
 
-def imported(text: str) -> set[str]:
-    """The outermost modules that a text of Python imports, by name as well: `import_module`."""
-    source = ast.parse(text)
-    found = imports_of(source)
-    for node in ast.walk(source):
+def imported(file: Path) -> set[str]:
+    """The outermost modules that a file of Python imports, by name as well: `import_module`."""
+    found = set(imports_of(parsed(file)))
+    for node in ast.walk(parsed(file)) if "import_module" in file.read_text() else ():
         if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module"):
             found |= {arg.value for arg in node.args if isinstance(arg, ast.Constant)}
     return {name.split(".")[0] for name in found}
@@ -57,7 +56,7 @@ def imported(text: str) -> set[str]:
 def imports() -> dict[str, str]:
     """Every package that is imported, with a file that does it."""
     files = [file for place in OURS for file in sorted(ROOT.glob(f"{place}/**/*.py"))]
-    found = {name: str(file) for file in files for name in imported(file.read_text())}
+    found = {name: str(file) for file in files for name in imported(file)}
     return {k: v for k, v in found.items() if k not in OURS and k not in sys.stdlib_module_names}
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from docs.package_graph import imports_of
+from docs.package_graph import imports_of, parsed
 
 ROOT = Path(__file__).parent.parent
 # From bottom to top. A place is a package, or a module of the root of `holmesjax` or `launch`.
@@ -121,7 +121,7 @@ MODULES = modules()
 
 @pytest.fixture(scope="module")
 def imports() -> dict[str, set[str]]:
-    return {module: imports_of(ast.parse(file.read_text())) for module, file in MODULES.items()}
+    return {module: imports_of(parsed(file)) for module, file in MODULES.items()}
 
 
 def place_of(module: str) -> str:
@@ -174,7 +174,7 @@ def test_every_place_says_what_lives_there():
     for place in PLACES:
         folder = ROOT / place.replace(".", "/")
         file = folder / "__init__.py" if folder.is_dir() else folder.with_suffix(".py")
-        text = ast.get_docstring(ast.parse(file.read_text()))
+        text = ast.get_docstring(parsed(file))
         assert text, f"{place} has no docstring"
 
 

@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
+from docs.package_graph import parsed, statements
+
 ROOT = Path(__file__).parent.parent
 MAX_LINES = 80  # of a function; a kernel may have more
 OPENINGS = ("Of", "What", "Where", "Which", "As")  # of sentences without a subject
@@ -21,12 +23,14 @@ def trees(*places: str) -> Iterator[tuple[str, ast.Module]]:
 
 
 @cache
-def parsed(file: Path) -> ast.Module:
-    return ast.parse(file.read_text())
+def definitions(tree: ast.Module) -> list[ast.Module | ast.ClassDef | Function]:
+    """The module, and its classes and functions at any depth: all that have docstrings."""
+    kinds = ast.Module | ast.ClassDef | Function
+    return [node for node in statements(tree) if isinstance(node, kinds)]
 
 
 def functions(tree: ast.Module) -> Iterator[Function]:
-    yield from (node for node in ast.walk(tree) if isinstance(node, Function))
+    yield from (node for node in definitions(tree) if isinstance(node, Function))
 
 
 def public_functions(body: list[ast.stmt]) -> Iterator[Function]:
@@ -95,9 +99,8 @@ def test_docstrings_name_their_subject_first():
     wrong = [
         f"{file}: {text.splitlines()[0]}"
         for file, tree in trees("holmesjax", "launch", "kernels", "benchmarks", "docs", "tests")
-        for node in ast.walk(tree)
-        if isinstance(node, Function | ast.ClassDef | ast.Module)
-        and (text := ast.get_docstring(node) or "").partition(" ")[0] in OPENINGS
+        for node in definitions(tree)
+        if (text := ast.get_docstring(node) or "").partition(" ")[0] in OPENINGS
     ]
     assert not wrong
 

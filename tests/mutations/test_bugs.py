@@ -4,6 +4,7 @@ import ast
 import functools
 from pathlib import Path
 
+from docs.package_graph import parsed
 from tests.mutations.bugs import BUGS
 
 ROOT = Path(__file__).parent.parent.parent
@@ -12,9 +13,7 @@ ROOT = Path(__file__).parent.parent.parent
 @functools.cache
 def functions_of(path: Path) -> set[str]:
     """The names of the functions of a module that are not inside others."""
-    return {
-        node.name for node in ast.parse(path.read_text()).body if isinstance(node, ast.FunctionDef)
-    }
+    return {node.name for node in parsed(path).body if isinstance(node, ast.FunctionDef)}
 
 
 def test_every_bug_can_be_planted_and_names_tests_that_exist():
