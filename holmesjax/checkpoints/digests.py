@@ -7,7 +7,8 @@ damage leaves it as it was with a chance of 2^-64. It is a check of disks, not o
 """
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,9 +17,10 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 
 from holmesjax.parallel import sharding
 
-BITS = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}  # by bytes of an element
+BITS = {1: np.uint8, 2: np.uint16, 4: np.uint32}  # by bytes of an element
 
 PIECE_BYTES = 4 << 20  # of NumPy's array at a time
+SMALL = 1 << 16  # elements that NumPy adds up before a program for their shape would be compiled
 
 INDEX = np.uint32(0x9E3779B1)
 # The finalizer of MurmurHash3 (Appleby, 2011), a permutation of 32-bit words.
@@ -57,8 +59,10 @@ def _sum_of_processes(sums: np.ndarray, where: NamedSharding) -> np.ndarray:
     return np.asarray(add(each))
 
 
-def _parts(x: jax.Array | np.ndarray) -> list[jax.Array]:
+def _parts(x: jax.Array | np.ndarray) -> list[jax.Array] | list[np.ndarray]:
     """Two sums, [1, 2], for each device here; of NumPy's array for some rows at a time."""
+    if x.size <= SMALL:
+        return _parts_of_small(x)
     if isinstance(x, jax.Array):
         return [shard.data for shard in _program(x.sharding)(x).addressable_shards]
     step = max(1, PIECE_BYTES * len(x) // x.nbytes)
@@ -68,6 +72,20 @@ def _parts(x: jax.Array | np.ndarray) -> list[jax.Array]:
         _sums_of_rows(x[a : a + step].copy(), np.uint32(a), x.shape)
     )
     return [of_rows(start) for start in starts]
+
+
+def _parts_of_small(x: jax.Array | np.ndarray) -> list[np.ndarray]:
+    """The same by NumPy. A shard that several devices hold counts on one of them."""
+    held = [((slice(None),) * x.ndim, x)]
+    if isinstance(x, jax.Array):
+        held = [(own.index, own.data) for own in x.addressable_shards if own.replica_id == 0]
+    parts = [np.zeros((1, 2), np.uint32)]  # what a process has that counts nothing
+    for box, shard in held:
+        bits = np.ascontiguousarray(shard).view(BITS[x.dtype.itemsize])  # of a scalar: [1]
+        starts = [cut.start or 0 for cut in box] or [0]
+        terms = _terms(np, bits, x.shape or (1,), starts)
+        parts.append(np.array([[np.sum(term, dtype=np.uint32) for term in terms]]))
+    return parts
 
 
 @functools.partial(jax.jit, static_argnames="shape")
@@ -103,19 +121,29 @@ def _program(where: jax.sharding.Sharding) -> Callable[[jax.Array], jax.Array]:
     return jax.jit(on_shards)
 
 
-def _sums(shard: jax.Array, shape: tuple[int, ...], starts: tuple) -> jax.Array:
+def _sums(shard: jax.Array, shape: tuple[int, ...], starts: Sequence[Any]) -> jax.Array:
     """The sums of a box of an array of that shape."""
-    index, stride = jnp.zeros(shard.shape, jnp.uint32), 1
-    for dim in reversed(range(shard.ndim)):
-        inside = jax.lax.broadcasted_iota(jnp.uint32, shard.shape, dim)
-        index += np.uint32(stride % 2**32) * (inside + jnp.uint32(starts[dim]))
+    bits = jax.lax.bitcast_convert_type(shard, BITS[shard.dtype.itemsize])
+    # Both sums in one reduction: XLA:CPU makes vector instructions of this one alone.
+    add = lambda a, b: (a[0] + b[0], a[1] + b[1])
+    terms = _terms(jnp, bits, shape, starts)
+    return jnp.stack(jax.lax.reduce(terms, (np.uint32(0),) * 2, add, tuple(range(shard.ndim))))
+
+
+def _terms(numpy: Any, bits: Any, shape: tuple[int, ...], starts: Sequence[Any]) -> tuple[Any, Any]:
+    """The terms of both sums for the bits of a box, which starts there in an array of that shape.
+
+    Args:
+      numpy: the module that computes them, NumPy or JAX's.
+    """
+    index, stride = numpy.zeros(bits.shape, np.uint32), 1
+    for dim in reversed(range(bits.ndim)):
+        inside = numpy.arange(bits.shape[dim], dtype=np.uint32) + numpy.uint32(starts[dim])
+        along = [-1 if other == dim else 1 for other in range(bits.ndim)]
+        index += np.uint32(stride % 2**32) * inside.reshape(along)
         stride *= shape[dim]
-    bits = jax.lax.bitcast_convert_type(shard, BITS[shard.dtype.itemsize]).astype(jnp.uint32)
-    mixed = bits ^ (index * INDEX)
+    mixed = bits.astype(np.uint32) ^ (index * INDEX)
     mixed = (mixed ^ (mixed >> 16)) * FIRST
     mixed = (mixed ^ (mixed >> 13)) * SECOND
     mixed ^= mixed >> 16
-    # Both sums in one reduction: XLA:CPU makes vector instructions of this one alone.
-    add = lambda a, b: (a[0] + b[0], a[1] + b[1])
-    terms = mixed, mixed * (2 * index + 1)
-    return jnp.stack(jax.lax.reduce(terms, (np.uint32(0),) * 2, add, tuple(range(shard.ndim))))
+    return mixed, mixed * (2 * index + 1)

@@ -32,8 +32,10 @@ def values(shape, dtype):
     return np.array(jax.numpy.asarray(random).astype(dtype))
 
 
+@pytest.mark.parametrize("small", [0, digests.SMALL], ids=["a program", "NumPy"])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_digests_are_those_computed_by_hand_on_every_mesh(dtype):
+def test_digests_are_those_computed_by_hand_on_every_mesh(monkeypatch, dtype, small):
+    monkeypatch.setattr(digests, "SMALL", small)
     host = values((4, 6, 8), dtype)
     want = by_hand(host)
     assert digest(jax.device_put(host, jax.devices()[0])) == want
