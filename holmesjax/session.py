@@ -31,7 +31,7 @@ from holmesjax.models import ops
 from holmesjax.models.layer import statements
 from holmesjax.optimizers.learning_rates import step_tokens
 from holmesjax.optimizers.optimizer import make_optimizer
-from holmesjax.report.recorder import Part
+from holmesjax.report.parts import Part
 from holmesjax.runtime import layer_statistics
 from holmesjax.runtime.device_memory import PeakMemory
 from holmesjax.runtime.meanwhile import Meanwhile

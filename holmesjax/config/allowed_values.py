@@ -4,7 +4,8 @@ from typing import Annotated
 
 from pydantic import ConfigDict, Field
 
-STRICT = ConfigDict(extra="forbid")
+# A section that a process never makes costs its start nothing.
+STRICT = ConfigDict(extra="forbid", defer_build=True)
 
 # Strict: a text is no number, and true is not 1. A list may stand for a tuple.
 # Sizes have an end far beyond any model or machine, so that a slip is told as one, and what is

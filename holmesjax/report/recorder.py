@@ -1,23 +1,7 @@
 """Puts each step together from what its processes measured, and writes it down. No JAX.
 
-A part is what one process tells of one step: a dict with
-
-    step           optimizer steps done
-    intervals      its tasks, as `timeline.Interval`
-    link_bytes     what it received, by link
-    step_time_s    since the step before; the mean of steps whose ends were seen at once
-    input_wait_s   until its batch was there
-    validation_s   of the validation behind the step, where there is one
-    memory_bytes   of its devices whose peak has risen, the most that was in use
-    checkpoint_s   for which steps waited for a checkpoint since the part before, where one was
-    compile_s      of its programs, in the part of its first step
-    validation_bytes    the same, for the validation behind the step, where there is one
-    loss, grad_norm, learning_rate, skipped, val_loss     where it knows them
-    val_losses     the validation loss of each set, where sets have names
-    spike          whether it is one, where the run looks for spikes
-    auxiliary      auxiliary losses and metrics of the model's layers by name, where there are any
-
-With one process the part is the step; with many, the step is complete when all have told of it.
+With one process its part is the step; with many, the step is complete when all have told of it.
+`parts` says what is in a part.
 """
 
 import contextlib
@@ -34,12 +18,12 @@ from holmesjax.errors import LostLeaseError
 from holmesjax.report.console import Console
 from holmesjax.report.goodput import WallTime, goodput, rows
 from holmesjax.report.metrics import Metrics, read_all
+from holmesjax.report.parts import Part
 from holmesjax.runtime.timeline import Interval, busy_shares, from_first_start
 from holmesjax.units import duration
 
 TIMELINE = "timeline.json"
 SHOWN = 3  # of what took time, on the console
-Part = dict[str, Any]
 
 
 class Recorder:

@@ -1,11 +1,14 @@
 """`launch worker`: one process of a job; launchers start it."""
 
 import argparse
+import importlib
 import os
 
-from holmesjax.distributed.generation_worker import Generator
 from holmesjax.distributed.worker import Worker, work
 
 
 def run(args: argparse.Namespace) -> int:
-    return work(args.run_dir, os.environ, Generator if args.generates else Worker)
+    kind = Worker
+    if args.generates:  # what trains does not import how text is generated
+        kind = importlib.import_module("holmesjax.distributed.generation_worker").Generator
+    return work(args.run_dir, os.environ, kind)

@@ -1,0 +1,23 @@
+"""A part of a step: the dict in which one process tells of it. No JAX.
+
+It has
+
+    step           optimizer steps done
+    intervals      its tasks, as `timeline.Interval`
+    link_bytes     what it received, by link
+    step_time_s    since the step before; the mean of steps whose ends were seen at once
+    input_wait_s   until its batch was there
+    validation_s   of the validation behind the step, where there is one
+    memory_bytes   of its devices whose peak has risen, the most that was in use
+    checkpoint_s   for which steps waited for a checkpoint since the part before, where one was
+    compile_s      of its programs, in the part of its first step
+    validation_bytes    the same, for the validation behind the step, where there is one
+    loss, grad_norm, learning_rate, skipped, val_loss     where it knows them
+    val_losses     the validation loss of each set, where sets have names
+    spike          whether it is one, where the run looks for spikes
+    auxiliary      auxiliary losses and metrics of the model's layers by name, where there are any
+"""
+
+from typing import Any
+
+Part = dict[str, Any]
