@@ -15,7 +15,7 @@ from holmesjax import lease
 from holmesjax.errors import ConfigError, LeaseError, LostLeaseError
 from holmesjax.lease import FILE, Lease
 from holmesjax.trainer import Trainer
-from tests.jobs import ROOT, RunningJob, run_launch, write_run
+from tests.jobs import ROOT, RunningJob, run_launch_here, write_run
 
 OWNER = """
 import sys
@@ -254,12 +254,12 @@ def state(folder):
     }
 
 
-def test_a_job_owns_its_folder_until_it_loses_it(tmp_path):
+def test_a_job_owns_its_folder_until_it_loses_it(tmp_path, capsys):
     run_file = write_run(tmp_path, {"a": (1,), "b": (1,)})
     endless = ["model.num_layers=2", "model.width=16", "train.steps=100000"]
     with RunningJob(run_file, "--launcher", "local", *endless, "checkpoint.every=20") as job:
         job.until("step ")
-        other = run_launch("train", run_file, *endless)
+        other = run_launch_here(capsys, "train", run_file, *endless)
         assert (other.returncode, other.stdout) == (2, "")
         assert other.stderr.startswith(f"error: {tmp_path / 'run'}: is in use by another process")
         assert f"process {job.process.pid} on " in other.stderr

@@ -6,6 +6,7 @@ gradient, one without the model width, and it draws random numbers.
 
 import dataclasses
 import functools
+import io
 import zlib
 
 import jax
@@ -32,12 +33,12 @@ from holmesjax.layers.model_layers import layers
 from holmesjax.models import ops
 from holmesjax.models.layer import Auxiliary, apply, init_params, merged, statements
 from holmesjax.optimizers.optimizer import make_optimizer
-from holmesjax.report import metrics
 from holmesjax.runtime.compilation import compile_stages
 from holmesjax.runtime.pipeline import make_runner
 from holmesjax.runtime.timeline import Clock
 from holmesjax.session import read_batches
-from tests.jobs import RunningJob, run_launch, run_launch_here, write_run
+from holmesjax.trainer import Trainer
+from tests.jobs import RunningJob, run_launch_here, write_run
 from tests.one_device import RTOL, SEED, assert_near, step_inputs
 from tests.runtime.test_pipeline import hand_made_plan, make_model, make_stages, put
 
@@ -239,10 +240,7 @@ def test_it_trains_in_processes_is_saved_and_goes_on_on_another_plan(tmp_path, c
     assert not [key for key in saved.manifest["arrays"] if "opt_state" in key and "mix_DF" in key]
     done = run_launch_here(capsys, "plan", run_file, *one, "--explain")
     assert done.returncode == 0, done.stderr
-    # In a process of its own, which its watchdog may end.
-    done = run_launch("train", run_file, *one)
-    assert done.returncode == 0, done.stderr
-    records = metrics.read(tmp_path / "run")
+    records = Trainer(run_file, [*one, "run.rehearse=true"], io.StringIO()).train()
     wanted = list(plain_records(run_file))
     assert len(records) == len(wanted)
     for record, want in zip(records, wanted, strict=True):
