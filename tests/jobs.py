@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -174,7 +175,12 @@ class RunningJob:
     def end(self) -> int:
         """Reads to the end; the exit status. Asserts that no process is left."""
         deadline_s = time.monotonic() + HANG_S
-        self.lines += self.process.communicate(timeout=HANG_S)[0].splitlines(keepends=True)
+        guard = threading.Timer(HANG_S, self.process.kill)
+        guard.start()
+        # `communicate` would lose the lines behind the last one that `until` has read.
+        self.lines += self.process.stdout
+        self.process.wait()
+        guard.cancel()
         for pid in self._started:
             while Path(f"/proc/{pid}").exists():
                 assert time.monotonic() < deadline_s, f"process {pid} is left behind"
