@@ -5,11 +5,9 @@
 PYTHON ?= python3
 VENV := .venv$(if $(filter-out python3,$(notdir $(PYTHON))),-$(notdir $(PYTHON)))
 BIN := $(VENV)/bin
-# Tests and jobs start hundreds of processes: each would compile every module that it imports.
-export PYTHONDONTWRITEBYTECODE :=
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-# Tests start hundreds of processes, and each would compile the packages again.
+# Tests and jobs start many processes, and each would compile the packages again.
 unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help train test test-all mutants docs pictures clean
@@ -25,7 +23,7 @@ test: $(VENV)/installed-dev ## Check style and types, and run the tests: about t
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy & types=$$!; \
-	$(BIN)/pytest -q -n 3 --dist loadgroup --max-worker-restart 0 $(SELECT) && wait $$types
+	$(BIN)/pytest -q -n 3 --dist loadgroup --max-worker-restart 0 $(SELECT); tests=$$?; wait $$types && exit $$tests
 
 test-all: SELECT := -m ''
 test-all: $(VENV)/installed-parity
