@@ -14,7 +14,7 @@ from holmesjax.checkpoints.skipped_data import Skipped
 from holmesjax.distributed.messages import Exit, Failed, Lost, ProcessEvent, Silent, Up
 from holmesjax.errors import FatalError, HolmesError, PeerError
 from holmesjax.runtime.step_timeout import Progress
-from launch import failure_causes, restarts
+from launch import restarts
 from launch.failure_causes import cause_of
 from launch.process_logs import is_noise
 from launch.restarts import RECORD, Restarts
@@ -84,10 +84,9 @@ def test_of_failures_alike_the_first_is_the_cause():
 
 
 @pytest.mark.parametrize("content, status", [(MISTAKE, 2), (LOSS, 75)])
-def test_one_that_answers_late_is_not_the_cause(tmp_path, monkeypatch, content, status):
-    """The others are alive, and busy for longer than they are waited for."""
-    monkeypatch.setattr(failure_causes, "GRACE_S", 0.2)
-    late = [["late", 0.5]]
+def test_one_that_answers_late_is_not_the_cause(tmp_path, content, status):
+    """The others are alive, and busy for longer than the second that they are waited for."""
+    late = [["late", 1.3]]
     scripts = {0: [["sleep", 0.5], told(content, status), ["exit", status]], 1: late, 2: late}
     supervisor, _ = supervise(tmp_path, scripts)
     with pytest.raises(HolmesError) as error:
@@ -195,9 +194,7 @@ def test_what_gloo_prints_stays_in_the_logs_however_it_is_cut_or_mixed():
 
 @pytest.fixture
 def no_pause(monkeypatch):
-    """Neither before a restart, nor after a failure, for others that may know more of it."""
     monkeypatch.setattr(restarts, "FIRST_PAUSE_S", 0.001)
-    monkeypatch.setattr(failure_causes, "GRACE_S", 0.1)
 
 
 LOST = [told(LOSS, 75), ["exit", 75]]
@@ -210,30 +207,30 @@ def saving(step):
 
 def test_restarts_have_an_end_and_a_new_step_sets_their_count_back(tmp_path, no_pause, capsys):
     lost = [{number: LOST} for number in range(3)]
-    scripts = [lost[1], saving(1), lost[1], saving(2), saving(3), lost[0], lost[2], lost[0]]
+    scripts = [lost[1], saving(1), saving(2), lost[0], lost[2], lost[0]]
     supervisor, launcher = supervise(tmp_path, *scripts, max_restarts=2)
     with pytest.raises(FatalError) as error:
         supervisor.run()
     assert launcher.starts == len(scripts)
-    assert "no new step since step 3, in the last 3 of its starts" in str(error.value)
+    assert "no new step since step 2, in the last 3 of its starts" in str(error.value)
     found = str(error.value.found)
     assert found.startswith("a-0 (2 of 3): a/a-0 (stage 0, process 0): link a -> b: was lost; b-0 ")
     out = capsys.readouterr().out
-    assert out.count("starting again in") == 4
-    assert out.count("starting again, after step ") == 3
-    assert out.count("with the same command, as --max-restarts does;") == 8
+    assert out.count("starting again in") == 3
+    assert out.count("starting again, after step ") == 2
+    assert out.count("with the same command, as --max-restarts does;") == 6
     assert "add --max-restarts" not in out
     starts = json.loads((tmp_path / "run" / RECORD).read_text())["starts"]
     assert [(start["step"], start["status"], start["node"]) for start in starts] == [
-        *[(step, 75, "a-1") for step in (0, 0, 1, 1, 2)],
-        (3, 75, "a-0"),
-        (3, 75, "b-0"),
-        (3, 1, "a-0"),
+        *[(step, 75, "a-1") for step in (0, 0, 1)],
+        (2, 75, "a-0"),
+        (2, 75, "b-0"),
+        (2, 1, "a-0"),
     ]
 
 
 def test_a_spike_lets_all_start_again_from_the_last_checkpoint_without_the_data_since(
-    tmp_path, no_pause, capsys
+    tmp_path, capsys
 ):
     """Without --max-restarts, too; and it is no failure that counts."""
     spike = [told({**LOSS, "spike": 5}, 75), ["exit", 75]]
@@ -248,7 +245,7 @@ def test_a_spike_lets_all_start_again_from_the_last_checkpoint_without_the_data_
     assert "going back to step 2; 24 sequences behind step 2" in capsys.readouterr().out
 
 
-def test_a_spike_ends_a_job_that_a_scheduler_starts_again(tmp_path, no_pause):
+def test_a_spike_ends_a_job_that_a_scheduler_starts_again(tmp_path):
     first = {**saving(2), 1: [["await", 2], told({**LOSS, "spike": 4}, 75), ["exit", 75]]}
     supervisor, launcher = supervise(tmp_path, first, starts_again=False)
     with pytest.raises(PeerError, match="it goes back to its last checkpoint") as error:
@@ -271,7 +268,7 @@ def test_whoever_starts_the_launcher_again_shares_the_count(tmp_path, no_pause):
         start(max_restarts=0)
 
 
-def test_a_pause_ends_when_the_job_is_asked_to(tmp_path, no_pause, monkeypatch):
+def test_a_pause_ends_when_the_job_is_asked_to(tmp_path, monkeypatch):
     monkeypatch.setattr(restarts, "FIRST_PAUSE_S", 200.0)
     supervisor, launcher = supervise(tmp_path, {0: LOST}, max_restarts=3)
     pause = supervisor._pause
