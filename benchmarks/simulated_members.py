@@ -245,6 +245,10 @@ class Member:
         self._crowd.num_open -= 1
         self._crowd.selector.unregister(self._sock)
 
+    def close(self) -> None:
+        """Closes the connection, which the controller takes for the loss of a member."""
+        self._sock.close()
+
 
 def attend(
     numbers: Sequence[int],
@@ -273,6 +277,9 @@ def attend(
         }
     )
     pipe.recv()
+    for member in members:
+        member.close()
+    crowd.selector.close()
 
 
 def last_of_each_step(found: Sequence[dict[int, float]]) -> dict[int, float]:
