@@ -46,7 +46,7 @@ CASES = {
     ),
     "two stages, computed again": (
         "current",
-        hand_made_plan((1, 1), (2, 1), 2, fsdp=(1, 2), microbatches=2, remat="dots"),
+        hand_made_plan((1, 1), (2, 1), 2, fsdp=(1, 2), remat="dots"),
     ),
 }
 
