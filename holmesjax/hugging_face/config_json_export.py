@@ -3,7 +3,7 @@
 import dataclasses
 
 from holmesjax.config import ModelConfig
-from holmesjax.errors import ConfigError, HolmesError, Mistakes
+from holmesjax.errors import ConfigError
 from holmesjax.hugging_face.config_json import (
     CONFIG,
     FAMILIES,
@@ -36,7 +36,10 @@ def write(model: ModelConfig, family: str, dtype: str) -> Json:
         values[key] = whole[name]
     known = UNGATED if family == "gpt2" else GATED
     names = {setting: name for name, setting in reversed(known.items())}
-    values[rules.keys["activation"]] = names.get(model.activation, model.activation)
+    if model.activation not in names:
+        problem, fix = f"has no name in the config.json of a {family}", f"use {' or '.join(names)}"
+        raise ConfigError("model.activation", problem, found=model.activation, fix=fix)
+    values[rules.keys["activation"]] = names[model.activation]
     values |= {key: allowed[0] for key, allowed in rules.computes.items() if key not in ROTATES_ALL}
     values |= dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
     if "query_pre_attn_scalar" in rules.defaults:
@@ -52,15 +55,10 @@ def _refuse_other_model(read: ConfigJson, whole: Json, family: str) -> None:
     """Raises ConfigError unless a config.json means the model for which it was written."""
     problem = f"has no meaning in the config.json of a {family}"
     fix = "export it as another family, or use a model that has the settings of one"
-    try:
-        back = canonical(ModelConfig(**read.settings()))
-    except HolmesError as error:
-        first = error.mistakes[0] if isinstance(error, Mistakes) else error
-        found = f"{first.where}: {first.problem}: {first.found}"
-        raise ConfigError("the model", problem, found=found, fix=fix) from None
+    back = canonical(ModelConfig(**read.settings()))
     for name, value in whole.items():
         if value != back[name]:
-            found = f"{value}; read back, it would be {back[name]}"
+            found = f"{value}, which reads back as {back[name]}"
             raise ConfigError(f"model.{name}", problem, found=found, fix=fix)
 
 
@@ -151,14 +149,15 @@ def exported(model: ModelConfig, kept: ConfigJson | None, family: str, dtype: st
 
 def family_of(model: ModelConfig) -> str:
     """The first family of which a config.json can mean the model. Raises ConfigError for none."""
-    reasons = []
+    families: dict[str, list[str]] = {}  # that have no such model, by the reason
     for family in FAMILIES:
         try:
             write(model, family, "float32")
         except ConfigError as error:
-            reasons.append(f"{family}: {error.where} {error.found}")
+            families.setdefault(f"{error.where} {error.found}", []).append(family)
         else:
             return family
     problem = "is a model of none of the families that have a format of Hugging Face"
     fix = f"use the settings of one of {', '.join(FAMILIES)}"
-    raise ConfigError("model", problem, found="; ".join(reasons), fix=fix)
+    found = "; ".join(f"{', '.join(names)}: {reason}" for reason, names in families.items())
+    raise ConfigError("model", problem, found=found, fix=fix)
