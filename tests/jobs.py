@@ -177,10 +177,12 @@ class RunningJob:
         deadline_s = time.monotonic() + HANG_S
         guard = threading.Timer(HANG_S, self.process.kill)
         guard.start()
-        # `communicate` would lose the lines behind the last one that `until` has read.
-        self.lines += self.process.stdout
-        self.process.wait()
-        guard.cancel()
+        try:
+            # `communicate` would lose the lines behind the last one that `until` has read.
+            self.lines += self.process.stdout
+            self.process.wait()
+        finally:
+            guard.cancel()
         for pid in self._started:
             while Path(f"/proc/{pid}").exists():
                 assert time.monotonic() < deadline_s, f"process {pid} is left behind"

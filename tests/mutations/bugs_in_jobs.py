@@ -116,6 +116,16 @@ JOBS = (
         ),
     ),
     Bug(
+        name="small-copies-count-again",
+        module="holmesjax.checkpoints.digests",
+        old="if own.replica_id == 0]",
+        new="if own.replica_id >= 0]",
+        wrong="a small shard that several devices hold counts several times",
+        tests=(
+            "tests/checkpoints/test_digests.py::test_digests_are_those_computed_by_hand_on_every_mesh",
+        ),
+    ),
+    Bug(
         name="resume-forgets-a-step",
         module="holmesjax.report.metrics",
         old='if record["step"] <= done_steps}',
