@@ -58,19 +58,20 @@ def test_values_and_gradients(L, M, K, rule, has_documents, deterministic):
 
 @simulated
 @pytest.mark.parametrize(
-    "length, blocks, deterministic", [(150, 0, False), (70, 0, True), (70, 100, False)]
+    "length, batch, blocks, deterministic",
+    [(150, 1, 0, False), (70, 2, 0, True), (70, 2, 100, False)],
 )
 def test_sequences_and_heads_that_share_keys_are_kept_apart(
-    length, blocks, deterministic, monkeypatch
+    length, batch, blocks, deterministic, monkeypatch
 ):
-    """Two sequences with documents of their own, and two query heads for each of two key heads.
+    """Sequences with documents of their own, and two query heads for each of two key heads.
 
     On a GPU of so many blocks: with few, a block has the gradients of keys of all query heads.
     """
     monkeypatch.setattr(pallas_backward, "BLOCKS_OF_A_GPU", blocks)
     kernels = functools.partial(attention_pallas, deterministic=deterministic, interpret=INTERPRET)
-    arrays = inputs(length, length, 4, 2, 64, dtype="bfloat16")
-    check(kernels, arrays, (documents(length),) * 2, Rule(), "bfloat16")
+    arrays = inputs(length, length, 4, 2, 64, dtype="bfloat16", batch=batch)
+    check(kernels, arrays, (documents(length, batch=batch),) * 2, Rule(), "bfloat16")
 
 
 @simulated
