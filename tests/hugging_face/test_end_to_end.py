@@ -6,7 +6,6 @@ import json
 from pathlib import Path
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
@@ -15,13 +14,12 @@ from holmesjax import job as jobs
 from holmesjax.checkpoints import checkpoint, manifest
 from holmesjax.config import ModelConfig
 from holmesjax.hugging_face import config_json_export
-from holmesjax.layers.model_layers import layers
-from holmesjax.models.layer import apply, init_params
-from holmesjax.models.transformer import TABLE
+from holmesjax.models.layer import init_params
 from holmesjax.parallel.mesh import build_meshes
 from holmesjax.session import make_stages
 from holmesjax.trainer import Trainer
 from launch.__main__ import main
+from tests import one_device
 from tests.hugging_face import transformers_child
 from tests.hugging_face.families import tensors_of, write_config
 from tests.models import family_oracle
@@ -56,12 +54,7 @@ def write_folder(where: Path, family: str, num_layers: int, dtype: str = "F32") 
 
 def logits_of(model: ModelConfig, params: dict, tokens: np.ndarray = TOKENS) -> np.ndarray:
     """The logits of tokens, [L, V]."""
-    x = None
-    arrays = {"token_BL": jnp.asarray(tokens)[None], "position_L": jnp.arange(len(tokens))}
-    for layer, kind in layers(model).items():
-        borrowed = {TABLE: params["embed"]["token_VD"]} if kind.borrows else {}
-        x, _ = apply(layer, model, params[layer] | borrowed, x, **arrays)
-    return np.asarray(x[0])
+    return np.asarray(one_device.logits_of(params, model, tokens[None])[0])
 
 
 @pytest.mark.parametrize("family, num_layers", FAMILIES)
@@ -71,6 +64,7 @@ def test_a_model_comes_trains_on_two_plans_and_leaves(family, num_layers, tmp_pa
     (tmp_path / "corpus").mkdir()
     (tmp_path / "corpus/digits.txt").write_text("0123456789" * 1000)
     settings = [f"data.corpus={tmp_path / 'corpus'}", "data.validation_fraction=0"]
+    settings += ["log.report=false", "log.tensorboard=false"]
     assert main(["import", str(source), "--to", str(run_dir), *settings]) == 0
     shared = {"parallel.tensor": 2, "train.global_batch": 8, "optimizer.learning_rate": 1e-3}
     for plan, steps in zip(PLANS, (10, 12), strict=True):
@@ -97,7 +91,7 @@ def test_a_model_comes_trains_on_two_plans_and_leaves(family, num_layers, tmp_pa
     assert all(np.abs(x - before[name]).max() > 1e-6 for name, x in tensors.items()), "all train"
     # The folder is a source of the same parameters, whatever part is asked for.
     again = dataclasses.replace(model, hf=str(out))
-    np.testing.assert_array_equal(logits_of(again, init_params(again, 0)), found)
+    np.testing.assert_array_equal(logits_of(model, init_params(again, 0)), found)
     if transformers_child.is_installed():
         theirs = transformers_child.run(out, TOKENS)
         assert not theirs.problems

@@ -36,6 +36,7 @@ def write_folder(where: Path, model: ModelConfig) -> list[float]:
 def train_a_step(folder: Path, run_dir: Path) -> None:
     """A run with the weights of a folder, and the optimizer's state after its first step."""
     one = ["train.steps=1", "train.global_batch=1", "model.context_length=16"]
+    one += ["log.report=false", "log.tensorboard=false"]
     topology = "topology=configs/topologies/one_cpu.yaml"
     assert main(["import", str(folder), "--to", str(run_dir), topology, *one]) == 0
     assert main(["train", str(run_dir)]) == 0
