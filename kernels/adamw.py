@@ -6,10 +6,12 @@ and 20 with moments in bfloat16. With moments in int8 (`moments`) XLA reads the 
 for their scales.
 """
 
+import functools
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from kernels import moments
 from kernels.moments import Moment, Quantized
@@ -68,8 +70,17 @@ def adamw_step(
       factors: those of the step (`factors`).
       hyperparameters: of this parameter.
     """
+    seed, shared = np.uint32(hyperparameters.seed), hyperparameters._replace(seed=0)
+    return _step(leaf, gradient, factors, seed, shared)
+
+
+# Parameters of one shape, whose seeds are not static, share one trace.
+@functools.partial(jax.jit, static_argnames="h")
+def _step(
+    leaf: Leaf, gradient: jax.Array, factors: jax.Array, seed: jax.Array, h: Hyperparameters
+) -> Leaf:
     scale, learning_rate, correction1, correction2, update, _ = factors
-    h, parameter = hyperparameters, leaf.parameter
+    parameter = leaf.parameter
     if h.rate != 1.0:
         learning_rate = h.rate * learning_rate
     mu, nu = moments.widen(leaf.mu, "first"), moments.widen(leaf.nu, "second")
@@ -81,8 +92,8 @@ def adamw_step(
     parameter = parameter - learning_rate * change
     if not isinstance(leaf.mu, Quantized) and leaf.mu.dtype == jnp.float32:
         return Leaf(parameter, mu, nu)
-    seed = moments.step_seed(update, h.seed)
-    first, second = moments.noise(moments.positions(parameter.shape), seed)
+    bits = moments.positions(parameter.shape), moments.step_seed(update, seed)
+    first, second = moments.noise(*bits)
     return Leaf(
         parameter,
         moments.narrow(mu, leaf.mu, first, "first"),

@@ -133,9 +133,9 @@ def noise(position: jax.Array, seed: jax.Array) -> tuple[jax.Array, jax.Array]:
     return found & np.uint32(0xFFFF), found >> np.uint32(16)
 
 
-def step_seed(update: jax.Array, seed: int) -> jax.Array:
+def step_seed(update: jax.Array, seed: int | jax.Array) -> jax.Array:
     """The seed of the noise of an array in an update, from both numbers; uint32."""
-    return _mix(update.astype(jnp.int32).astype(jnp.uint32) ^ np.uint32(seed))
+    return _mix(update.astype(jnp.int32).astype(jnp.uint32) ^ jnp.asarray(seed, jnp.uint32))
 
 
 def _mix(x: jax.Array) -> jax.Array:
