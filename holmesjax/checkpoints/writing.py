@@ -55,7 +55,7 @@ def save_layers(
     files: manifest.Files = {}
     silence_orbax()
     # An OCDBT would hold all bytes of a part until it is closed.
-    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler(use_ocdbt=False)) as checkpointer:
+    with ocp.Checkpointer(_handler(use_ocdbt=False)) as checkpointer:
         for number, (layer, own) in enumerate(parameters):
             part = manifest.part_name(number)
             mine: Arrays = {}
@@ -71,6 +71,19 @@ def save_layers(
             mine.clear()  # before the next layer is made
             gc.collect()  # cycles of Orbax's hold the arrays, too
     return arrays, files
+
+
+def _handler(*, use_ocdbt: bool = True) -> ocp.PyTreeCheckpointHandler:
+    """Orbax's writer of arrays, with two of its settings changed.
+
+    No file of shardings is written: whoever restores gives the shardings of another plan. Devices
+    that hold copies of an array share the writing of it only if each has a chunk to write.
+    """
+    arrays = ocp.type_handlers.ArrayHandler(
+        min_slice_bytes_for_replica_parallel=CHUNK_BYTES, enable_write_sharding_file=False
+    )
+    registry = ocp.type_handlers.create_type_handler_registry((jax.Array, arrays))
+    return ocp.PyTreeCheckpointHandler(use_ocdbt=use_ocdbt, type_handler_registry=registry)
 
 
 def _in_chunks(arrays: Arrays) -> ocp.args.PyTreeSave:
@@ -111,8 +124,7 @@ class Writer:
         self._gate = Gate("checkpoints") if jax.process_count() > 1 else None
         options = AsyncOptions(timeout_secs=TIMEOUT_S, barrier_sync_fn=self._gate)
         self._checkpointers = [
-            ocp.AsyncCheckpointer(ocp.PyTreeCheckpointHandler(), async_options=options)
-            for _ in stages
+            ocp.AsyncCheckpointer(_handler(), async_options=options) for _ in stages
         ]
         self._finisher = ThreadPoolExecutor(1, "checkpoint")
         self._pending: Future | None = None

@@ -28,6 +28,8 @@ PLANS = {
     "four": hand_made_plan((1, 1, 1, 1), 1, 2),
     "three": hand_made_plan((1, 2, 1), (2, 1, 1), 1, fsdp=(1, 4, 2)),
 }
+# Tests of files and folders need few arrays, and a save of few arrays is quick.
+SMALL = make_model(num_layers=1)
 
 
 def stages_of(name, model):
@@ -50,8 +52,9 @@ def random_states(stages):
     return [fill(stage) for stage in stages]
 
 
-def write(run_dir, model, name="two", steps=(10,), keep=2):
-    return write_states(run_dir, model, stages_of(name, model), steps, keep)
+def write(run_dir, model=SMALL, name=None, steps=(10,), keep=2):
+    plan = PLANS[name] if name else hand_made_plan((model.num_layers,), 1, 1)
+    return write_states(run_dir, model, make_stages(model, plan), steps, keep)
 
 
 def write_states(run_dir, model, stages, steps, keep=2, states=()):
@@ -142,17 +145,17 @@ def as_float32(states):
 @pytest.mark.parametrize(
     "source, target, plan",
     [
-        ("float32", "int8", hand_made_plan((1, 1, 1), 1, 1, fsdp=(2, 1, 2))),
-        ("int8", "int8", hand_made_plan((1, 1, 1), (1, 2, 1), 1)),
-        ("bfloat16", "float32", hand_made_plan((3,), 2, 1)),
+        ("float32", "int8", hand_made_plan((2,), 1, 1, fsdp=2)),
+        ("int8", "int8", hand_made_plan((1, 1), (1, 2), 1)),
+        ("bfloat16", "float32", hand_made_plan((2,), 2, 1)),
     ],
 )
 def test_moments_may_be_kept_in_another_way(tmp_path, source, target, plan):
-    model = make_model(width=128, num_heads=2, num_layers=3)
+    model = make_model(width=128, num_heads=2, num_layers=2)
     keeping = lambda plan, kept: make_stages(
         model, plan, config=dataclasses.replace(SMOOTH, moments=kept)
     )
-    two = hand_made_plan((2, 1), 2, 2)
+    two = hand_made_plan((1, 1), 2, 2)
     stages = keeping(two, source)
     states = []
     for stage, state in zip(stages, random_states(keeping(two, "float32")), strict=True):
@@ -178,15 +181,16 @@ def test_moments_may_be_kept_in_another_way(tmp_path, source, target, plan):
 
 
 def test_an_average_may_begin_or_end_with_a_resumption(tmp_path):
-    model, config = make_model(), dataclasses.replace(SMOOTH, ema_decay=0.9)
-    with_average, without = (make_stages(model, PLANS["two"], config=c) for c in (config, SMOOTH))
-    others = make_stages(model, PLANS["one"], config=config)
+    model, config = make_model(num_layers=2), dataclasses.replace(SMOOTH, ema_decay=0.9)
+    two, one = hand_made_plan((1, 1), 1, 2), hand_made_plan((2,), 2, 1, fsdp=2)
+    with_average, without = (make_stages(model, two, config=c) for c in (config, SMOOTH))
+    others = make_stages(model, one, config=config)
     for name, stages in (("with", with_average), ("without", without)):
         write_states(tmp_path / name, model, stages, (10,))
     of = {name: manifest.find(tmp_path / name)[0] for name in ("with", "without")}
     [kept], [begun] = (checkpoint.restore(of[name], others) for name in of)
     [wanted] = random_states(others)
-    ended = checkpoint.restore(of["with"], stages_of("one", model))
+    ended = checkpoint.restore(of["with"], make_stages(model, one))
     assert [state.average for state in ended] == [None]
     np.testing.assert_array_equal(begun.average.updates, 0)
     saved, first = kept.average.weights, begun.average.weights
@@ -200,19 +204,19 @@ def test_an_average_may_begin_or_end_with_a_resumption(tmp_path):
 
 
 @pytest.mark.parametrize("was, now", [("float32", "bfloat16"), ("bfloat16", "float32")])
-@pytest.mark.parametrize("lora", [None, LoraConfig(rank=4)], ids=["whole", "adapters"])
-def test_a_run_goes_on_with_other_dtypes_on_another_plan(tmp_path, was, now, lora):
-    """The average has trained weights, and with adapters the frozen ones; all are float32."""
-    model, config = make_model(num_layers=3, lora=lora), dataclasses.replace(SMOOTH, ema_decay=0.9)
+def test_a_run_goes_on_with_other_dtypes_on_another_plan(tmp_path, was, now):
+    """The average has the trained weights and the frozen ones; all are float32."""
+    model = make_model(num_layers=2, lora=LoraConfig(rank=4))
+    config = dataclasses.replace(SMOOTH, ema_decay=0.9)
     in_dtype = lambda plan, dtype: [
         dataclasses.replace(stage, param_dtype=dtype)
         for stage in make_stages(model, plan, dtype=dtype, config=config)
     ]
-    stages = in_dtype(hand_made_plan((2, 1), 2, 2), was)
+    stages = in_dtype(hand_made_plan((1, 1), 2, 2), was)
     states = random_states(stages)
     write_states(tmp_path, model, stages, (10,), states=states)
     [found] = manifest.find(tmp_path)
-    others = in_dtype(hand_made_plan((1, 2), 1, 1, fsdp=2), now)
+    others = in_dtype(hand_made_plan((2,), 1, 1, fsdp=2), now)
     got = {}
     for stage, state in zip(others, checkpoint.restore(found, others), strict=True):
         shapes = checkpoint.flatten(stage.state_shapes)
@@ -227,7 +231,7 @@ def test_a_run_goes_on_with_other_dtypes_on_another_plan(tmp_path, was, now, lor
 
 def test_a_checkpoint_of_another_format_is_refused(tmp_path):
     """The checkpoint is older than the settings of a run in it."""
-    write(tmp_path, make_model())
+    write(tmp_path)
     [found] = manifest.find(tmp_path)
     content = found.manifest | {"format": 3}
     del content["settings"]
@@ -241,7 +245,7 @@ def test_a_checkpoint_of_another_format_is_refused(tmp_path):
 def test_parameters_alone_for_sampling_from_a_relative_path(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     model = make_model()
-    write("run", model)
+    write("run", model, "two")
     [found] = manifest.find("run")
     params = checkpoint.restore_params(found, model)
     [want] = random_states(stages_of("one", model))
@@ -253,7 +257,7 @@ def test_parameters_alone_for_sampling_from_a_relative_path(tmp_path, monkeypatc
 
 def test_orbax_and_tensorstore_open_it_as_the_documents_say(tmp_path):
     model = make_model()
-    write(tmp_path, model)
+    write(tmp_path, model, "two")
     [found] = manifest.find(tmp_path)
     wanted = checkpoint.flatten(random_states(stages_of("two", model)))
     text = (Path(__file__).parents[2] / "docs/checkpoints.md").read_text()
@@ -274,7 +278,7 @@ def test_orbax_and_tensorstore_open_it_as_the_documents_say(tmp_path):
 
 
 def test_keeps_the_newest(tmp_path):
-    write(tmp_path, make_model(), steps=(1, 2, 3, 4), keep=2)
+    write(tmp_path, steps=(1, 2, 3, 4), keep=2)
     assert [found.step for found in manifest.find(tmp_path)] == [4, 3]
     folders = sorted(path.name for path in (tmp_path / manifest.FOLDER).iterdir())
     assert folders == ["step_00000003", "step_00000004"]
@@ -282,7 +286,7 @@ def test_keeps_the_newest(tmp_path):
 
 def test_every_damaged_file_is_noticed(tmp_path):
     """One flipped bit, in each file in turn; a file cut short; a file gone."""
-    write(tmp_path, make_model())
+    write(tmp_path)
     [found] = manifest.find(tmp_path)
     files = [path for path in found.path.rglob("*") if path.is_file()]
     assert len(files) > 4
@@ -306,9 +310,8 @@ def test_every_damaged_file_is_noticed(tmp_path):
 def test_a_flipped_byte_of_a_large_file_is_noticed_by_whoever_reads_it(tmp_path, monkeypatch):
     """Wherever it is: arrays are restored as they were written, or not at all."""
     monkeypatch.setattr(manifest, "SMALL_BYTES", 0)
-    model = make_model(num_layers=1)
-    stages = make_stages(model, hand_made_plan((1,), 1, 1))
-    write_states(tmp_path, model, stages, (10,))
+    stages = make_stages(SMALL, hand_made_plan((1,), 1, 1))
+    write_states(tmp_path, SMALL, stages, (10,))
     [found] = manifest.find(tmp_path)
     large = [name for name, what in found.manifest["files"].items() if not what["sha256"]]
     want = random_states(stages)
@@ -337,8 +340,7 @@ def test_a_flipped_byte_of_a_large_file_is_noticed_by_whoever_reads_it(tmp_path,
 
 
 def test_what_a_crash_leaves_behind_is_no_checkpoint(tmp_path):
-    model = make_model()
-    write(tmp_path, model, steps=(5, 6))
+    write(tmp_path, steps=(5, 6))
     unfinished = tmp_path / manifest.FOLDER / "step_00000006"
     (unfinished / manifest.MANIFEST).unlink()
     assert [found.step for found in manifest.find(tmp_path)] == [5]
@@ -371,8 +373,7 @@ def resume(run_dir, **how):
 
 
 def test_a_damaged_checkpoint_is_set_aside_and_evicts_no_other(tmp_path):
-    model = make_model()
-    write(tmp_path, model, steps=(10, 20), keep=2)
+    write(tmp_path, steps=(10, 20), keep=2)
     for name in ("step_00000020.damaged", "step_00000020.2.damaged"):  # the second time, too
         damage(tmp_path, 20)
         step, said = resume(tmp_path)
@@ -380,18 +381,17 @@ def test_a_damaged_checkpoint_is_set_aside_and_evicts_no_other(tmp_path):
         assert str(tmp_path / manifest.FOLDER / name) in said
         assert name in folders(tmp_path)
         # A new one, of a smaller number than the damaged one, stays; so does the one before.
-        write(tmp_path, model, steps=(15,), keep=1)
+        write(tmp_path, steps=(15,), keep=1)
         assert [found.step for found in manifest.find(tmp_path)] == [15]
-        write(tmp_path, model, steps=(10,), keep=2)
+        write(tmp_path, steps=(10,), keep=2)
         manifest.folder_of(tmp_path, 15).rename(manifest.folder_of(tmp_path, 20))
         assert resume(tmp_path, set_aside=False)[0] == 10  # of step 15, in a folder of 20
-        write(tmp_path, model, steps=(20,), keep=2)  # the run has come to the same step again
+        write(tmp_path, steps=(20,), keep=2)  # the run has come to the same step again
         assert [found.step for found in manifest.find(tmp_path)] == [20, 10]
 
 
 def test_a_reader_renames_nothing(tmp_path):
-    model = make_model()
-    write(tmp_path, model, steps=(10, 20))
+    write(tmp_path, steps=(10, 20))
     damage(tmp_path, 20)
     before = folders(tmp_path)
     step, said = resume(tmp_path, set_aside=False)
@@ -401,8 +401,7 @@ def test_a_reader_renames_nothing(tmp_path):
 
 
 def test_where_no_checkpoint_is_whole_nothing_is_renamed_or_begun_anew(tmp_path):
-    model = make_model()
-    write(tmp_path, model, steps=(10, 20))
+    write(tmp_path, steps=(10, 20))
     damage(tmp_path, 10)
     damage(tmp_path, 20)
     before = folders(tmp_path)
@@ -415,17 +414,16 @@ def test_where_no_checkpoint_is_whole_nothing_is_renamed_or_begun_anew(tmp_path)
 
 
 def test_what_is_newer_than_a_new_checkpoint_neither_counts_nor_goes(tmp_path):
-    model = make_model()
-    write(tmp_path, model, steps=(30, 10, 20), keep=2)
+    write(tmp_path, steps=(30, 10, 20), keep=2)
     assert [found.step for found in manifest.find(tmp_path)] == [30, 20, 10]
 
 
-@pytest.mark.parametrize("other", [{"width": 64}, {"norm": "rms_norm"}, {"num_layers": 5}])
+@pytest.mark.parametrize("other", [{"width": 64}, {"norm": "rms_norm"}, {"num_layers": 2}])
 def test_other_arrays_are_refused_before_any_is_read(tmp_path, other, monkeypatch):
     """The settings are the same, and the code has changed their meaning."""
-    write(tmp_path, make_model())
+    write(tmp_path)
     [found] = manifest.find(tmp_path)
-    model = make_model(**other)
+    model = dataclasses.replace(SMALL, **other)
     stages = make_stages(model, hand_made_plan((model.num_layers,), 2, 1))
     monkeypatch.setattr(checkpoint, "_restore_tree", lambda *_: pytest.fail("something is read"))
     saved, wanted = (
@@ -460,11 +458,10 @@ def found_arrays(found):
 
 
 def test_what_cannot_be_written_is_told_and_the_old_checkpoint_stays(tmp_path, capfd):
-    model = make_model()
-    write(tmp_path, model, steps=(5,))
+    write(tmp_path, steps=(5,))
     before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
     with files_of_at_most(20_000), pytest.raises(CheckpointError, match="File too large"):
-        write(tmp_path, model, steps=(6,))
+        write(tmp_path, steps=(6,))
     assert [found.step for found in manifest.find(tmp_path)] == [5]
     for path, content in before.items():
         assert path.read_bytes() == content
@@ -473,8 +470,7 @@ def test_what_cannot_be_written_is_told_and_the_old_checkpoint_stays(tmp_path, c
 
 def test_a_save_that_failed_spoils_none_that_follows(tmp_path):
     """One cannot be begun, one fails on its way; each is told of, with its own step."""
-    model = make_model()
-    stages = stages_of("two", model)
+    stages = make_stages(make_model(num_layers=2), hand_made_plan((1, 1), 1, 1))
     states, told = random_states(stages), []
     note = lambda step, *rest: told.append((step, rest[0] if len(rest) == 1 else "saved"))
     (tmp_path / manifest.FOLDER).mkdir()
@@ -491,8 +487,7 @@ def test_a_save_that_failed_spoils_none_that_follows(tmp_path):
 
 
 def test_the_manifest_is_readable_and_complete(tmp_path):
-    model = make_model()
-    write(tmp_path, model)
+    write(tmp_path)
     [found] = manifest.find(tmp_path)
     content = json.loads((found.path / manifest.MANIFEST).read_text())
     assert content["step"] == found.step == 10
