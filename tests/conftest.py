@@ -31,6 +31,9 @@ def pytest_configure(config):
     if not hasattr(config, "workerinput"):  # the processes of pytest-xdist inherit the folder
         # Compiled programs are kept for this session alone, by all of its processes.
         os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="holmesjax-tests-")
+    # The threads of a small product of NumPy's spin longer than it takes. Processes of pytest-xdist
+    # and of tests read the variable; this process has imported NumPy already.
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     hypothesis.settings.load_profile("steady")
     jax.config.update("jax_numpy_rank_promotion", "raise")
     # Where each operation stands in the code costs a twelfth of a program's compilation.
