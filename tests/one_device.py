@@ -118,6 +118,15 @@ def _alike(model):
     return dataclasses.replace(model, num_layers=MOST_BLOCKS, tied_embeddings=False)
 
 
+def activations(params, model, arrays):
+    """The outputs of all layers but the head, in the order of the layers."""
+    alike, first = _alike(model), block_name(0)
+    xs = [_forward(EMBED, alike, params[EMBED], None, arrays)]
+    for i in range(model.num_layers):
+        xs.append(_forward(first, alike, params[block_name(i)], xs[-1], arrays))
+    return xs
+
+
 def summed_loss(params, model, inputs, mask):
     """The loss and the z-loss of a few sequences, and the gradient of their sum."""
     alike, first = _alike(model), block_name(0)
@@ -128,9 +137,7 @@ def summed_loss(params, model, inputs, mask):
         "position_L": np.arange(model.context_length, dtype=np.int32),
     }
     blocks = [block_name(i) for i in range(model.num_layers)]
-    xs = [_forward(EMBED, alike, params[EMBED], None, arrays)]
-    for name in blocks:
-        xs.append(_forward(first, alike, params[name], xs[-1], arrays))
+    xs = activations(params, model, arrays)
     table = {TABLE: params[EMBED]["token_VD"]} if model.tied_embeddings else {}
     of_head = params[HEAD] | table, xs.pop(), arrays, inputs["target_BL"]
     losses, (found, dx) = _loss_and_gradients(alike, *of_head)

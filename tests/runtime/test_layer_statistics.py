@@ -9,13 +9,13 @@ import pytest
 
 from holmesjax import job as jobs
 from holmesjax.layers.model_layers import layers
-from holmesjax.models.layer import apply, init_params
+from holmesjax.models.layer import init_params
 from holmesjax.runtime.layer_statistics import names, of_small_batch
 from holmesjax.runtime.pipeline import make_runner
 from holmesjax.runtime.timeline import Clock
 from holmesjax.trainer import Trainer
 from tests.jobs import write_run
-from tests.one_device import SEED, plain_loss, step_inputs
+from tests.one_device import SEED, activations, loss_and_gradient, step_inputs
 from tests.runtime.test_pipeline import hand_made_plan, make_model, make_stages, put
 
 MODEL = make_model(num_layers=2, tied_embeddings=True)
@@ -23,17 +23,17 @@ MODEL = make_model(num_layers=2, tied_embeddings=True)
 
 def wanted(inputs):
     params = init_params(MODEL, SEED)
-    gradients = jax.grad(plain_loss)(params, MODEL, inputs)
+    _, gradients = loss_and_gradient(params, MODEL, inputs, False)
     squares = {"grad_norm": {}, "param_norm": {}, "activation_rms": {}}
-    x = None
+    arrays = {"token_BL": inputs["token_BL"], "position_L": np.arange(16, dtype=np.int32)}
+    given = iter(activations(params, MODEL, arrays))
     for layer, kind in layers(MODEL).items():
         for name, tree in (("grad_norm", gradients), ("param_norm", params)):
             own = sum(np.sum(np.square(np.float64(x))) for x in jax.tree.leaves(tree[layer]))
             squares[name].setdefault(kind.name, []).append(own)
         if kind.place != "last":
-            arrays = {"token_BL": inputs["token_BL"], "position_L": np.arange(16)}
-            x, _ = apply(layer, MODEL, params[layer], x, **arrays)
-            squares["activation_rms"].setdefault(kind.name, []).append(np.mean(np.square(x)))
+            own = np.mean(np.square(np.asarray(next(given))))
+            squares["activation_rms"].setdefault(kind.name, []).append(own)
     join = {"grad_norm": np.sum, "param_norm": np.sum, "activation_rms": np.mean}
     return {
         f"{name}/{kind}": np.sqrt(join[name](found))

@@ -22,8 +22,7 @@ from tests.runtime.test_pipeline import hand_made_plan, make_model, make_stages
     "cut, remat, in_forward, in_backward",
     [
         ({"data": 2, "tensor": 2}, "dots", 1, 1),  # the result of the forward is kept
-        ({"data": 1, "tensor": 2, "fsdp": 2}, "full", 1, 2),  # or computed again
-        ({"data": 2, "tensor": 2}, "full", 1, 2),  # for each replica by itself
+        ({"data": 2, "tensor": 1, "fsdp": 2}, "full", 1, 2),  # or computed again, by each replica
         ({"data": 1, "tensor": 1, "context": 2}, "none", 2, 2),  # for own keys, and for others'
     ],
 )

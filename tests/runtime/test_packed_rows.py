@@ -1,6 +1,7 @@
 """A packed row gives each of its documents the losses and gradients that it has alone."""
 
 import dataclasses
+import functools
 
 import jax
 import numpy as np
@@ -19,8 +20,10 @@ pytestmark = pytest.mark.xdist_group("packed_rows")
 
 LENGTH = 16
 SIZES = (9, 8, 13, 4, 3, 17, 6, 2)  # tokens of each document, of which the first is no target
-ONE = hand_made_plan((2,), 1, 1, microbatches=2)
-CUT = hand_made_plan((1, 1), 1, 1, context=2, microbatches=2)
+PLANS = {
+    "one": hand_made_plan((2,), 1, 1, microbatches=2),
+    "cut": hand_made_plan((1, 1), 1, 1, context=2, microbatches=2),
+}
 
 
 def make_batches():
@@ -50,9 +53,11 @@ def make_batches():
 PACKED, ALONE = make_batches()
 
 
-def runner_of(model, plan, **changes):
-    stages = make_stages(model, plan, mask=True)
-    restarts = model.positions == "learned"
+@functools.cache
+def runner_of(positions, name="one", **changes):
+    plan = PLANS[name]
+    stages = make_stages(make_model(num_layers=2, positions=positions), plan, mask=True)
+    restarts = positions == "learned"
     stages = [dataclasses.replace(s, **{"restarts_positions": restarts, **changes}) for s in stages]
     return make_runner(plan, stages)
 
@@ -87,29 +92,27 @@ def where_documents_are():
 
 @pytest.mark.parametrize("positions", ["rotary", "learned"])
 def test_each_document_of_a_row_has_the_losses_that_it_has_alone(positions):
-    model = make_model(num_layers=2, positions=positions)
-    runner = runner_of(model, ONE)
+    runner = runner_of(positions)
     alone, packed = where_documents_are()
     assert any(places.start for _, places in packed)  # some begin inside of their row
     want = losses_of(runner, ALONE, alone)
     np.testing.assert_allclose(losses_of(runner, PACKED, packed), want, rtol=1e-5)
     wrong = {"mask_documents": False} if positions == "rotary" else {"restarts_positions": False}
-    other = losses_of(runner_of(model, ONE, **wrong), PACKED, packed)
+    other = losses_of(runner_of(positions, **wrong), PACKED, packed)
     differs = [abs(a - b) > 1e-3 * b for a, b in zip(other, want, strict=True)]
     # Only those behind another document, or of padding, see what is not theirs.
     assert differs == [places.start > 0 for _, places in packed]
 
 
 @pytest.mark.parametrize(
-    "positions, plan",
-    [("rotary", ONE), ("learned", ONE), ("learned", CUT)],
+    "positions, name",
+    [("rotary", "one"), ("learned", "one"), ("learned", "cut")],
     ids=["rotary", "learned", "learned on devices that share sequences"],
 )
-def test_a_step_of_packed_rows_is_that_of_the_documents_alone(positions, plan):
-    model = make_model(num_layers=2, positions=positions)
+def test_a_step_of_packed_rows_is_that_of_the_documents_alone(positions, name):
     found = []
-    for inputs, of in ((PACKED, plan), (ALONE, ONE)):
-        runner, clock = runner_of(model, of), Clock(len(of.stages))
+    for inputs, of in ((PACKED, name), (ALONE, "one")):
+        runner, clock = runner_of(positions, of), Clock(len(PLANS[of].stages))
         states, metrics = runner.train_step(
             runner.init(SEED), put(runner, inputs), clock.timeline()
         )

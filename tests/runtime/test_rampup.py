@@ -1,5 +1,7 @@
 """Steps with fewer microbatches than others equal steps of one device with these batches."""
 
+import functools
+
 import jax
 import numpy as np
 import pytest
@@ -12,7 +14,14 @@ from holmesjax.optimizers.optimizer import make_optimizer
 from holmesjax.runtime.pipeline import make_runner
 from holmesjax.runtime.timeline import Clock
 from tests.jobs import write_run
-from tests.one_device import MICROBATCH, RTOL, SEED, assert_trees_near, plain_loss, step_inputs
+from tests.one_device import (
+    MICROBATCH,
+    RTOL,
+    SEED,
+    assert_trees_near,
+    loss_and_gradient,
+    step_inputs,
+)
 from tests.runtime.test_pipeline import SMOOTH, hand_made_plan, make_model, make_stages
 
 pytestmark = pytest.mark.xdist_group("rampup")
@@ -28,6 +37,20 @@ def test_batches_and_sequences_follow_the_parts():
     assert [train.sequences_after(step) for step in range(6)] == [0, 4, 8, 16, 32, 48]
 
 
+@functools.cache
+def wanted():
+    """The loss of each step on one device, and the parameters after it."""
+    params, found = init_params(MODEL, SEED), []
+    optimizer = make_optimizer(SMOOTH, 100, statements(MODEL))
+    opt_state, apply = optimizer.init(params), jax.jit(optimizer.apply)
+    for step, count in enumerate(COUNTS):
+        inputs = step_inputs(count * MICROBATCH, step)
+        losses, gradient = loss_and_gradient(params, MODEL, inputs, False)
+        params, opt_state = apply(jax.tree.map(np.float32, gradient), opt_state, params)
+        found.append((sum(losses), jax.tree.map(np.asarray, params)))
+    return found
+
+
 @pytest.mark.parametrize(
     "plan",
     [
@@ -40,18 +63,12 @@ def test_batches_and_sequences_follow_the_parts():
 def test_small_batches_are_those_of_one_device(plan):
     runner = make_runner(plan, make_stages(MODEL, plan), ramps=True)
     states, clock = runner.init(SEED), Clock(len(plan.stages))
-    params = init_params(MODEL, SEED)
-    optimizer = make_optimizer(SMOOTH, 100, statements(MODEL))
-    opt_state = optimizer.init(params)
-    loss_and_gradient = jax.jit(jax.value_and_grad(plain_loss), static_argnums=1)
-    for step, count in enumerate(COUNTS):
+    for step, (count, (loss, params)) in enumerate(zip(COUNTS, wanted(), strict=True)):
         inputs = step_inputs(count * MICROBATCH, step)
         num_targets = np.count_nonzero(inputs["target_BL"] >= 0)
         host = {name: inputs[name] for name in runner.placer.names}
         placed = runner.placer.place(host, num_targets, num_microbatches=count)
         states, metrics = runner.train_step(states, placed, clock.timeline())
-        loss, gradient = loss_and_gradient(params, MODEL, inputs)
-        params, opt_state = optimizer.apply(gradient, opt_state, params)
         found = float(metrics["loss"]) + float(metrics["z_loss"])
         np.testing.assert_allclose(found, loss, rtol=1e-5)
         for state in states:
