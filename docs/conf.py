@@ -21,6 +21,7 @@ myst_enable_extensions = ["colon_fence"]
 myst_heading_anchors = 3
 default_role = "code"  # docstrings have single backticks
 autodoc_member_order = "bysource"
+autoclass_content = "both"  # the arguments of a class are described in its __init__
 autodoc_typehints = "signature"
 autodoc_preserve_defaults = True
 napoleon_numpy_docstring = False

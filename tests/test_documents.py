@@ -27,6 +27,7 @@ RUN_FILES = sorted(CHECKOUT.glob("configs/r[ue]*s/*.yaml"))
 README = (CHECKOUT / "README.md").read_text()
 PLANNING = (CHECKOUT / "docs/planner.md").read_text()
 TRAINING = (CHECKOUT / "docs/training.md").read_text()
+API = (CHECKOUT / "docs/api.md").read_text()
 BENCHMARKS = (CHECKOUT / "docs/benchmarks.md").read_text()
 SOURCES = {}  # by the last name of each module
 for file in sorted(CHECKOUT.glob("[hklb]*/**/*.py")):
@@ -69,6 +70,12 @@ def test_the_plan_in_the_documents_is_the_plan():
     [shown] = re.findall(r"```text\n(topology .*?)```", PLANNING, re.DOTALL)
     printed = job.load("configs/runs/quickstart.yaml").describe()
     assert shown.splitlines() == printed
+
+
+def test_the_python_api_makes_a_plan(capsys):
+    [shown] = re.findall(r"```python\n(.*?)```", API, re.DOTALL)
+    exec(shown, {})
+    assert capsys.readouterr().out == "['ib', 'roce'] 0.477 s\n"
 
 
 def test_the_mistake_in_the_documents_is_what_is_printed():

@@ -22,19 +22,20 @@ SettingsOf = Mapping[str, Callable[[str], Mapping[str, Any]]]
 
 def load(
     path: str | Path,
-    overrides: Sequence[str] = (),
+    overrides: str | Sequence[str] | Mapping[str, Any] = (),
     settings_of: SettingsOf | None = None,
 ) -> Config:
     """Reads a run from a YAML file, with `"a.b=value"` overrides on top of it.
 
     Args:
       path: of the file.
-      overrides: settings that replace those of the file.
+      overrides: settings that replace those of the file, also as `{"a.b": value}`.
       settings_of: gives the settings of `model` that the folder `hf` has, and those of
         `model.lora` that the folder `peft` has. None: the run file must have all of them.
 
     Raises `Mistakes` with every mistake of the file and of the overrides at once.
     """
+    overrides = yaml_files.as_overrides(overrides)
     document = yaml_files.read(path, ConfigError, overrides)
     document = _with_base(document, path, overrides, settings_of)
     if settings_of is not None:
