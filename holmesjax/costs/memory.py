@@ -5,11 +5,9 @@ al., arXiv:1910.02054), copies for compute and unreduced gradients once per data
 them cut over `fsdp` (ZeRO-3 there; Zhao et al., arXiv:2304.11277) and `context`.
 """
 
-from dataclasses import replace
-
 import numpy as np
 
-from holmesjax.config import ModelConfig
+from holmesjax.config import Checkpointing, ModelConfig
 from holmesjax.costs import work
 from holmesjax.costs.implementation import HOLMESJAX, Implementation
 from holmesjax.costs.optimizer_state import hidden_matrices, kept_bytes
@@ -39,8 +37,11 @@ def residual_bytes(
     kind: Kind,
     stage: StageShape,
     implementation: Implementation = HOLMESJAX,
+    checkpointing: Checkpointing | None = None,
 ) -> Numbers:
     """Bytes that one layer keeps per token from its forward to its backward.
+
+    With the checkpointing of the stage, unless another is given.
 
     A Transformer layer keeps these, with c bytes per number of the compute dtype, and dims as in
     `work`; what is in brackets is cut over `tensor`:
@@ -60,7 +61,7 @@ def residual_bytes(
     width = DTYPE_BYTES[stage.dtype]
     kept, attention = kind.kept, kind.attention
     is_middle = kind.place == "middle"
-    policy = stage.checkpointing if is_middle else "none"
+    policy = (checkpointing or stage.checkpointing) if is_middle else "none"
     cuts = stage.tensor if implementation.sequence_parallel and is_middle else 1
     if policy == "full":
         return width * (kept.input.whole / cuts + kept.input.cut / stage.tensor)
@@ -168,11 +169,11 @@ def _temporary_bytes(
     model: ModelConfig, stage: StageShape, implementation: Implementation
 ) -> Numbers:
     """Temporary bytes of the backward of the layer that needs most, but for our own head's."""
-    width, of_all = DTYPE_BYTES[stage.dtype], replace(stage, checkpointing="none")
-    twice = np.where(stage.tensor > 1, 2, 1)
+    width = DTYPE_BYTES[stage.dtype]
+    twice = 1 + (stage.tensor > 1)
     found = [
         width * (kind.needed.cut / stage.tensor + twice * kind.needed.whole)
-        + residual_bytes(model, kind, of_all, implementation)
+        + residual_bytes(model, kind, stage, implementation, checkpointing="none")
         - residual_bytes(model, kind, stage, implementation)
         for _, kind in stage.kinds(model)
     ]

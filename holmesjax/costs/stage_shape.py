@@ -2,7 +2,8 @@
 
 The sizes of a mesh and the sequences of a `StageShape` are NumPy arrays of one shape, a number for
 each stage, or plain numbers for one stage. Each function of the costs works element by element, so
-its results have the same shape. Nothing asks which of the two it has.
+its results have the same shape. Only `stage_times` asks which of the two it has, where it looks up
+the seconds of layers.
 """
 
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ from dataclasses import dataclass
 from holmesjax.config import Checkpointing, ModelConfig
 from holmesjax.layers.distinct_kinds import kinds
 from holmesjax.layers.kind import Kind
+from holmesjax.layers.model_layers import cached
 from holmesjax.topology.machines import Sizes
 from holmesjax.update_rules import Kept
 
@@ -55,10 +57,15 @@ class StageShape:
         """The number of layers, with the embedding and the head."""
         return sum(self.blocks) + self.is_first + self.is_last
 
-    def kinds(self, model: ModelConfig) -> list[tuple[int, Kind]]:
+    def kinds(self, model: ModelConfig) -> tuple[tuple[int, Kind], ...]:
         """The kinds of the stage's layers, each beside the number of these layers."""
-        pairs = zip(self.counts, kinds(model).in_order, strict=True)
-        return [(count, kind) for count, kind in pairs if count]
+        return _counted(model, self.counts)
+
+
+@cached(10_000)  # a search asks over and over
+def _counted(model: ModelConfig, counts: tuple[int, ...]) -> tuple[tuple[int, Kind], ...]:
+    pairs = zip(counts, kinds(model).in_order, strict=True)
+    return tuple((count, kind) for count, kind in pairs if count)
 
 
 def stage_tokens(model: ModelConfig, stage: StageShape) -> Sizes:

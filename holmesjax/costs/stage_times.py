@@ -197,17 +197,17 @@ def _layers(
     implementation: Implementation,
 ) -> _Layers:
     """Seconds of a layer of one kind, in the shape of the stage's numbers."""
+    of = lambda sequences, tensor, context: _layer(
+        model,
+        number,
+        _LayerShape(sequences, tensor, context, stage.dtype, stage.checkpointing),
+        device,
+        implementation,
+    )
+    if not np.ndim(stage.sequences):
+        return _Layers(*of(stage.sequences, stage.tensor, stage.context))
     cuts = np.array([stage.sequences, stage.tensor, stage.context])
-    found = [
-        _layer(
-            model,
-            number,
-            _LayerShape(sequences, tensor, context, stage.dtype, stage.checkpointing),
-            device,
-            implementation,
-        )
-        for sequences, tensor, context in cuts.reshape(3, -1).T.tolist()
-    ]
+    found = [of(*own) for own in cuts.reshape(3, -1).T.tolist()]
     forward_s, backward_s, weight_s = np.reshape(np.transpose(found), cuts.shape)
     return _Layers(forward_s, backward_s, weight_s)
 

@@ -10,7 +10,7 @@ import bisect
 import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
@@ -35,19 +35,25 @@ MAX_ASSIGNMENTS = 4096  # simulated at a time
 MAX_DEPTHS = 512  # combinations of numbers in flight that are tried
 
 
-# Of a stage: layers from a start on that its memory has room for, at most.
-Room = Callable[[int], int]
+# Of a stage: layers from a start on that it holds, at most.
+Holds = Callable[[int], int]
 
 
-@dataclass(frozen=True, slots=True)
-class _Stage:
-    """One stage of a sequence of stages, without its layers."""
+class _Stage(NamedTuple):
+    """A stage without its layers, wherever it is in the pipeline."""
 
-    room: Room
+    slot: StageSlot
+    role: Role
+    settings: StepSettings
+    kind: ScheduleKind
+
+
+class _Placed(NamedTuple):
+    """A stage at its place in the pipeline."""
+
+    stage: _Stage
+    in_flight: InFlight
     works: dict[int | Counts, Work]  # by the layers of each kind
-    # By the end of its layers and by the best step so far: the first layer of a stage that holds
-    # them in its memory, and is done in time.
-    begins: dict[tuple[int, float], int] = field(default_factory=dict)
 
 
 class ExhaustiveSearch:
@@ -57,11 +63,13 @@ class ExhaustiveSearch:
         self._trials = trials
         self._problem = trials.problem
         self._is_equal = trials.problem.ranges.num_kinds == 1  # whether all layers are alike
-        self._works: dict[
-            tuple[StageSlot, StepSettings, Role, ScheduleKind], dict[int | Counts, Work]
-        ] = {}
+        self._works: dict[_Stage, dict[int | Counts, Work]] = {}
         self._rooms: dict[tuple[StageSlot, StepSettings, Role, InFlight, int], int] = {}
-        self._stages: dict[tuple[Segment, StepSettings, TaskOrder, int], list[_Stage]] = {}
+        self._placed: dict[tuple[Segment, TaskOrder, StepSettings, int], list[_Placed]] = {}
+        # What depends on the best step so far has its seconds in the key.
+        self._in_time: dict[tuple[object, ...], int] = {}
+        self._first_in_time: dict[tuple[object, ...], int] = {}
+        self._begins: dict[tuple[object, ...], list[int]] = {}
 
     def run(self) -> bool:
         """Tries all plans that could be faster than the best; whether no other is left.
@@ -135,12 +143,21 @@ class ExhaustiveSearch:
         most_stages = self._problem.num_layers if numbers is None else max(numbers, default=0)
         limit_s = self._trials.best_s / settings.microbatches
         most = {offer.pool: offer.most(limit_s, 1, crosses) for offer in offers}
-        best_of = {o.pool: float((o.most_stages * most[o.pool]).max()) for o in offers}
+        ways = {
+            offer.pool: [
+                (offer.meshes[j], int(most[offer.pool][j]), int(offer.most_stages[j]))
+                for j in np.flatnonzero(most[offer.pool] >= 1)
+            ]
+            for offer in offers
+        }
+        best_of = {
+            pool: max((each * count for _, each, count in own), default=0)
+            for pool, own in ways.items()
+        }
 
         def longer(
-            segments: tuple[Segment, ...], unused: Sequence[Offers], holds: float, num_stages: int
+            segments: tuple[Segment, ...], unused: Sequence[Offers], holds: int, num_stages: int
         ) -> Iterator[tuple[Segment, ...]]:
-            self._trials.spend(1)
             if (
                 len(segments) > crosses
                 and holds >= load
@@ -148,18 +165,23 @@ class ExhaustiveSearch:
                 and self._problem.is_asked_for(segments)
             ):
                 yield segments
-            if holds + sum(best_of[offer.pool] for offer in unused) < load:
-                return
-            for offer in unused:
-                rest = [other for other in unused if other is not offer]
-                for j in np.flatnonzero(most[offer.pool] >= 1):
-                    room = min(int(offer.most_stages[j]), most_stages - num_stages)
-                    for count in range(1, room + 1):
-                        segment = Segment(offer.pool, offer.meshes[j], count)
-                        more = holds + count * float(most[offer.pool][j])
+            for i, offer in enumerate(unused):
+                rest = [*unused[:i], *unused[i + 1 :]]
+                needed = load - holds - sum(best_of[other.pool] for other in rest)
+                for mesh, each, most_count in ways[offer.pool]:
+                    room = min(most_count, most_stages - num_stages)
+                    # So few stages cannot hold enough, whatever the other pools do.
+                    too_few = min(max(0, -(-needed // each) - 1), room)
+                    self._trials.spend(too_few)
+                    for count in range(too_few + 1, room + 1):
+                        self._trials.spend(1)
+                        segment, more = Segment(offer.pool, mesh, count), holds + count * each
                         yield from longer((*segments, segment), rest, more, num_stages + count)
 
-        for segments in longer((), offers, 0.0, 0):
+        self._trials.spend(1)
+        if sum(best_of.values()) < load:
+            return
+        for segments in longer((), offers, 0, 0):
             yield from self._splits(segments, settings, kind)
 
     def _splits(
@@ -167,82 +189,163 @@ class ExhaustiveSearch:
     ) -> Iterator[Assignment]:
         """All ways to share out the layers, where no stage works longer than the best step."""
         problem, m, least = self._problem, settings.microbatches, kind.chunks
-        assignment, fixed = Assignment(segments, ()), problem.config.parallel.layers
-        slots, num_layers = assignment.slots, problem.num_layers
-        if not kind.suits(len(slots), m):
+        num_layers, fixed = problem.num_layers, problem.config.parallel.layers
+        num_stages = sum(segment.num_stages for segment in segments)
+        if not kind.suits(num_stages, m):
             return
         if fixed:
             yield Assignment(segments, fixed)
             return
-        own_roles, last = roles(len(slots)), len(slots) - 1
-        order = kind.leanest_order(len(slots), m)
-        stages: list[_Stage] = []
-        for segment in segments:
-            stages += self._stages_of(segment, settings, kind, order, first=len(stages))
-        # With chunks, a bound on a stage's work knows only the number of its layers.
-        by_number, counts = self._is_equal or kind.chunks > 1, problem.ranges.counts
-
-        def work(stage: int, start: int, stop: int) -> Work:
-            known = stages[stage].works
-            key = stop - start if by_number else counts(start, stop)
-            if key not in known:
-                blocks = counts(start, stop)
-                known[key] = self._work(kind, slots[stage], settings, own_roles[stage], blocks)
-            return known[key]
-
-        def stop(stage: int, start: int) -> int:
-            """The end of the most layers that a stage holds in its memory and does in time."""
-            stops = range(start + least, min(start + stages[stage].room(start), num_layers) + 1)
-            late = lambda stop: m * work(stage, start, stop).microbatch >= self._trials.best_s
-            return start + least - 1 + bisect.bisect_left(stops, True, key=late)
-
-        def begin(stage: int, behind: int) -> int:
-            """The first layer of a stage, at the earliest, where `behind` begins the next."""
-            known, key = stages[stage].begins, (behind, self._trials.best_s)
-            if key not in known:
-                if self._is_equal:
-                    known[key] = behind - stop(stage, 0)
-                else:
-                    reaches = lambda start: stop(stage, start) >= behind
-                    known[key] = bisect.bisect_left(range(behind), True, key=reaches)
-            return known[key]
-
-        self._trials.spend(2 * len(slots))  # a stage costs as much as two splits
+        self._trials.spend(2 * num_stages)  # a stage costs as much as two splits
+        if not self._are_in_time(segments, settings, kind, num_stages):
+            return
+        order, last = kind.leanest_order(num_stages, m), num_stages - 1
+        placed: list[_Placed] = []
         begins = [num_layers]
-        for stage in reversed(range(len(slots))):
-            begins.append(begin(stage, begins[-1]))
-        begins.reverse()
+        for segment in reversed(segments):
+            first = num_stages - len(placed) - segment.num_stages
+            placed = [*self._placed_of(segment, settings, kind, order, first), *placed]
+            begins = [*self._begins_of(segment, settings, kind, order, first, begins[0]), *begins]
         if begins[0] > 0:
             return
+        assignment = Assignment(segments, ())
         ways_s = [*transfer_times(problem, assignment, settings, chunks=1), (0.0, 0.0)]
+        trials, works = self._trials, [own.works for own in placed]
+        by_number, counts = self._is_equal or kind.chunks > 1, problem.ranges.counts
+        rooms = [self._room(own, 0) for own in placed] if self._is_equal else []
 
         def shares(stage: int, start: int, around: Around) -> Iterator[tuple[int, ...]]:
             if stage > last:
                 yield ()
                 return
-            most = min(num_layers - least * (last - stage), start + stages[stage].room(start))
+            room = rooms[stage] if rooms else self._room(placed[stage], start)
+            most = min(num_layers - least * (last - stage), start + room)
             for stop in range(max(begins[stage + 1], start + least), most + 1):
-                self._trials.spend(1)
-                own = work(stage, start, stop)
-                if around.before + m * own.microbatch >= self._trials.best_s:
+                trials.spend(1)
+                key = stop - start if by_number else counts(start, stop)
+                own = works[stage].get(key) or self._work(placed[stage].stage, start, stop)
+                if around.before + m * own.microbatch >= trials.best_s:
                     return
                 least_s, left_to_next = kind.with_stage(own, m, around, ways_s[stage])
-                if least_s < self._trials.best_s:
+                if least_s < trials.best_s:
                     for rest in shares(stage + 1, stop, left_to_next):
                         yield (stop - start, *rest)
 
         for layers in shares(0, 0, Around()):
             yield Assignment(segments, layers)
 
-    def _stages_of(
+    def _are_in_time(
+        self,
+        segments: tuple[Segment, ...],
+        settings: StepSettings,
+        kind: ScheduleKind,
+        num_stages: int,
+    ) -> bool:
+        """Whether stages could do all layers before the best step so far is over.
+
+        Their memory is left out: it depends on the place of a stage, and is seldom what counts.
+        """
+        behind, stop = self._problem.num_layers, num_stages
+        for segment in reversed(segments):
+            first = stop - segment.num_stages
+            ends = Role(first == 0, stop == num_stages)
+            key = segment, settings, kind, ends, behind, self._trials.best_s
+            if key not in self._first_in_time:
+                stages = self._stages_of(segment, settings, kind, first, num_stages)
+                holds = [functools.partial(self._most_in_time, stage) for stage in stages]
+                self._first_in_time[key] = self._earliest(holds, behind)[0]
+            behind, stop = self._first_in_time[key], first
+        return behind <= 0
+
+    def _begins_of(
         self,
         segment: Segment,
         settings: StepSettings,
         kind: ScheduleKind,
         order: TaskOrder,
         first: int,
+        behind: int,
+    ) -> list[int]:
+        """The first layer of each stage at the earliest, if `behind` begins the next.
+
+        The stages hold their layers in their memory, and are done in time. The other arguments are
+        those of `_placed_of`.
+        """
+        key = segment, settings, order, first, behind, self._trials.best_s
+        if key not in self._begins:
+            placed = self._placed_of(segment, settings, kind, order, first)
+            holds = [functools.partial(self._most, own) for own in placed]
+            self._begins[key] = self._earliest(holds, behind)
+        return self._begins[key]
+
+    def _earliest(self, holds: Sequence[Holds], behind: int) -> list[int]:
+        """The first layer of each of some stages at the earliest, if `behind` begins the next."""
+        begins = []
+        for own in reversed(holds):
+            if self._is_equal:
+                behind -= own(0)
+            else:
+                reaches = lambda start, own=own, stop=behind: start + own(start) >= stop
+                behind = bisect.bisect_left(range(behind), True, key=reaches)
+            begins.append(behind)
+        return begins[::-1]
+
+    def _most(self, placed: _Placed, start: int) -> int:
+        """Layers from `start` on that a stage holds in its memory and does in time, at most."""
+        least, most = placed.stage.kind.chunks, self._most_in_time(placed.stage, start)
+        if most < least or self._lie_anywhere(placed.stage.kind):
+            return most
+        # Mostly there is room for all of them, or for the layers that all chunks have.
+        if self._fits(placed, start, most // least * least):
+            return most
+        return max(least - 1, min(most, self._room(placed, start)))
+
+    def _most_in_time(self, stage: _Stage, start: int) -> int:
+        """Layers from `start` on that a stage does before the best step so far is over, at most."""
+        slot, role, settings, kind = stage
+        own_kind = kind if self._lie_anywhere(kind) else None  # a stage works as long with others
+        key = slot, role, settings, own_kind, start, self._trials.best_s
+        if key not in self._in_time:
+
+            def is_late(number: int) -> bool:
+                if own_kind:
+                    own_s = self._work(stage, start, start + number).microbatch
+                else:
+                    blocks = self._problem.ranges.counts(start, start + number)
+                    own_s = self._problem.microbatch_s(slot, settings, role, blocks)
+                return settings.microbatches * own_s >= self._trials.best_s
+
+            least = own_kind.chunks if own_kind else 1
+            numbers = range(least, self._problem.num_layers - start + 1)
+            self._in_time[key] = least - 1 + bisect.bisect_left(numbers, True, key=is_late)
+        return max(kind.chunks - 1, self._in_time[key])
+
+    def _lie_anywhere(self, kind: ScheduleKind) -> bool:
+        """Whether chunks are of unequal layers: of a stage's, a bound knows only the number."""
+        return kind.chunks > 1 and not self._is_equal
+
+    def _stages_of(
+        self,
+        segment: Segment,
+        settings: StepSettings,
+        kind: ScheduleKind,
+        first: int,
+        num_stages: int,
     ) -> list[_Stage]:
-        """The room of each stage of a segment, and its work by the layers of each kind.
+        """The stages of a segment; `first` is the index of its first one in the pipeline."""
+        slots = map(self._problem.like, segment.slots)
+        own_roles = roles(num_stages)[first : first + segment.num_stages]
+        return [_Stage(*both, settings, kind) for both in zip(slots, own_roles, strict=True)]
+
+    def _placed_of(
+        self,
+        segment: Segment,
+        settings: StepSettings,
+        kind: ScheduleKind,
+        order: TaskOrder,
+        first: int,
+    ) -> list[_Placed]:
+        """The stages of a segment at their places.
 
         Args:
           segment: consecutive stages.
@@ -251,63 +354,52 @@ class ExhaustiveSearch:
           order: the leanest schedule of the kind.
           first: index of the first stage of the segment in the pipeline.
         """
-        key = segment, settings, order, first
-        if key not in self._stages:
-            self._stages[key] = found = []
-            for stage, slot in enumerate(map(self._problem.like, segment.slots), start=first):
-                role = roles(order.num_stages)[stage]
-                works = self._works.setdefault((slot, settings, role, kind), {})
-                found.append(_Stage(self._room(order, settings, role, stage, slot), works))
-        return self._stages[key]
+        key = segment, order, settings, first
+        if key not in self._placed:
+            stages = self._stages_of(segment, settings, kind, first, order.num_stages)
+            # Uneven chunks have no less in flight than the layers that all of them have.
+            in_flight = [
+                self._problem.in_flight(order, place, kind.chunks)
+                for place in range(first, first + len(stages))
+            ]
+            self._placed[key] = [
+                _Placed(own, held, self._works.setdefault(own, {}))
+                for own, held in zip(stages, in_flight, strict=True)
+            ]
+        return self._placed[key]
 
-    def _work(
-        self,
-        kind: ScheduleKind,
-        slot: StageSlot,
-        settings: StepSettings,
-        role: Role,
-        blocks: Counts,
-    ) -> Work:
-        problem, layers = self._problem, sum(blocks)
-        if kind.chunks == 1:
-            return kind.work(problem, slot, settings, role, [blocks])
-        if not self._is_equal:
-            return kind.least_work(problem, slot, settings, role, layers)
-        chunks = [(n,) for n in split_chunks(layers, kind.chunks)]
-        return kind.work(problem, slot, settings, role, chunks)
+    def _work(self, stage: _Stage, start: int, stop: int) -> Work:
+        """Seconds of a stage with some layers."""
+        slot, role, settings, kind = stage
+        number, counts = stop - start, self._problem.ranges.counts(start, stop)
+        known = self._works.setdefault(stage, {})
+        key = number if self._is_equal or kind.chunks > 1 else counts
+        if key not in known:
+            if self._lie_anywhere(kind):
+                known[key] = kind.least_work(self._problem, slot, settings, role, number)
+            else:
+                sizes = split_chunks(number, kind.chunks)
+                chunks = [counts] if kind.chunks == 1 else [(n,) for n in sizes]
+                known[key] = kind.work(self._problem, slot, settings, role, chunks)
+        return known[key]
 
-    def _room(
-        self, order: TaskOrder, settings: StepSettings, role: Role, stage: int, slot: StageSlot
-    ) -> Room:
-        """The room of one stage.
+    def _room(self, placed: _Placed, start: int) -> int:
+        """Layers from `start` on that the memory of a stage has room for, at most.
 
-        With chunks, unequal layers of a stage may lie anywhere, and no number of them is too many.
+        Unequal layers of chunks may lie anywhere, and no number of them is too many.
         """
-        if self._is_equal:
-            most = self._room_from(order, settings, role, stage, slot, start=0)
-            return lambda start: most
-        if order.chunks > 1:
-            return lambda start: self._problem.num_layers
-        return functools.partial(self._room_from, order, settings, role, stage, slot)
-
-    def _room_from(
-        self,
-        order: TaskOrder,
-        settings: StepSettings,
-        role: Role,
-        stage: int,
-        slot: StageSlot,
-        start: int,
-    ) -> int:
-        """Layers from `start` on that the memory of a stage has room for, at most."""
-        # Uneven chunks have no less in flight than the layers that all of them have.
-        problem, v = self._problem, order.chunks
-        in_flight = problem.in_flight(order, stage, v)
+        (slot, role, settings, kind), in_flight, _ = placed
+        if self._lie_anywhere(kind):
+            return self._problem.num_layers
         key = slot, settings, role, in_flight, start
         if key not in self._rooms:
-            blocks = lambda n: problem.ranges.counts(start, start + v * n)
-            full = lambda n: not problem.fits(slot, settings, role, blocks(n), in_flight)
-            numbers = range(1, (problem.num_layers - start) // v + 1)
+            full = lambda n: not self._fits(placed, start, kind.chunks * n)
+            numbers = range(1, (self._problem.num_layers - start) // kind.chunks + 1)
             most = bisect.bisect_left(numbers, True, key=full)
-            self._rooms[key] = v * most + v - 1
+            self._rooms[key] = kind.chunks * most + kind.chunks - 1
         return self._rooms[key]
+
+    def _fits(self, placed: _Placed, start: int, number: int) -> bool:
+        (slot, role, settings, _), in_flight, _ = placed
+        blocks = self._problem.ranges.counts(start, start + number)
+        return self._problem.fits(slot, settings, role, blocks, in_flight)

@@ -116,6 +116,7 @@ class Problem:
     _in_flight: dict[tuple[object, ...], InFlight] = field(default_factory=dict)
     _paths: dict[Flow, FlowPath] = field(default_factory=dict)
     _both_ways_s: dict[tuple[Flow, float], tuple[float, float]] = field(default_factory=dict)
+    _inside_s: dict[tuple[Segment, float], list[tuple[float, float]]] = field(default_factory=dict)
     _queues: dict[tuple[object, ...], list[tuple[int, int, tuple[str, str]]]] = field(
         default_factory=dict
     )
@@ -268,6 +269,14 @@ class Problem:
             there_s, back_s = (self.transfer_s(*ends, num_bytes) for ends in (flow, flow[::-1]))
             self._both_ways_s[key] = there_s, back_s
         return self._both_ways_s[key]
+
+    def inside_s(self, segment: Segment, num_bytes: float) -> Sequence[tuple[float, float]]:
+        """`both_ways_s` from each stage of a segment to the next."""
+        key = segment, num_bytes
+        if key not in self._inside_s:
+            flows = itertools.pairwise(segment.slots)
+            self._inside_s[key] = [self.both_ways_s(flow, num_bytes) for flow in flows]
+        return self._inside_s[key]
 
     def _path(self, flow: Flow) -> FlowPath:
         if flow not in self._paths:

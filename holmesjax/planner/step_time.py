@@ -47,11 +47,14 @@ def transfer_times(
     problem: Problem, assignment: Assignment, settings: StepSettings, chunks: int
 ) -> list[tuple[float, float]]:
     """Seconds to the next stage and back, of each stage but the last; of it too with chunks."""
-    num_bytes, slots = problem.boundary_bytes(settings), assignment.slots
-    pairs = list(itertools.pairwise(slots))
+    num_bytes, segments = problem.boundary_bytes(settings), assignment.segments
+    both_ways_s = lambda a, b: problem.both_ways_s((a.slots[-1], b.slots[0]), num_bytes)
+    ways_s = list(problem.inside_s(segments[0], num_bytes))
+    for before, segment in itertools.pairwise(segments):
+        ways_s += [both_ways_s(before, segment), *problem.inside_s(segment, num_bytes)]
     if chunks > 1:
-        pairs.append((slots[-1], slots[0]))
-    return [problem.both_ways_s(pair, num_bytes) for pair in pairs]
+        ways_s.append(both_ways_s(segments[-1], segments[0]))
+    return ways_s
 
 
 def table_times(problem: Problem, assignment: Assignment) -> tuple[float, float]:
