@@ -54,6 +54,7 @@ class _Placed(NamedTuple):
     stage: _Stage
     in_flight: InFlight
     works: dict[int | Counts, Work]  # by the layers of each kind
+    rooms: dict[int, int]  # by its first layer
 
 
 class ExhaustiveSearch:
@@ -212,14 +213,13 @@ class ExhaustiveSearch:
         ways_s = [*transfer_times(problem, assignment, settings, chunks=1), (0.0, 0.0)]
         trials, works = self._trials, [own.works for own in placed]
         by_number, counts = self._is_equal or kind.chunks > 1, problem.ranges.counts
-        rooms = [self._room(own, 0) for own in placed] if self._is_equal else []
 
         def shares(stage: int, start: int, around: Around) -> Iterator[tuple[int, ...]]:
             if stage > last:
                 yield ()
                 return
-            room = rooms[stage] if rooms else self._room(placed[stage], start)
-            most = min(num_layers - least * (last - stage), start + room)
+            most = start + self._room(placed[stage], start)
+            most = min(num_layers - least * (last - stage), most)
             for stop in range(max(begins[stage + 1], start + least), most + 1):
                 trials.spend(1)
                 key = stop - start if by_number else counts(start, stop)
@@ -363,7 +363,7 @@ class ExhaustiveSearch:
                 for place in range(first, first + len(stages))
             ]
             self._placed[key] = [
-                _Placed(own, held, self._works.setdefault(own, {}))
+                _Placed(own, held, self._works.setdefault(own, {}), {})
                 for own, held in zip(stages, in_flight, strict=True)
             ]
         return self._placed[key]
@@ -384,11 +384,15 @@ class ExhaustiveSearch:
         return known[key]
 
     def _room(self, placed: _Placed, start: int) -> int:
-        """Layers from `start` on that the memory of a stage has room for, at most.
+        """Layers from `start` on that the memory of a stage has room for, at most."""
+        own_start = 0 if self._is_equal else start
+        if own_start not in placed.rooms:
+            placed.rooms[own_start] = self._room_from(placed, own_start)
+        return placed.rooms[own_start]
 
-        Unequal layers of chunks may lie anywhere, and no number of them is too many.
-        """
-        (slot, role, settings, kind), in_flight, _ = placed
+    def _room_from(self, placed: _Placed, start: int) -> int:
+        """Unequal layers of chunks may lie anywhere, and no number of them is too many."""
+        (slot, role, settings, kind), in_flight, *_ = placed
         if self._lie_anywhere(kind):
             return self._problem.num_layers
         key = slot, settings, role, in_flight, start
@@ -400,6 +404,6 @@ class ExhaustiveSearch:
         return self._rooms[key]
 
     def _fits(self, placed: _Placed, start: int, number: int) -> bool:
-        (slot, role, settings, _), in_flight, _ = placed
+        (slot, role, settings, _), in_flight, *_ = placed
         blocks = self._problem.ranges.counts(start, start + number)
         return self._problem.fits(slot, settings, role, blocks, in_flight)

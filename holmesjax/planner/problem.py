@@ -115,6 +115,9 @@ class Problem:
     _like: dict[StageSlot, StageSlot] = field(default_factory=dict)
     _in_flight: dict[tuple[object, ...], InFlight] = field(default_factory=dict)
     _paths: dict[Flow, FlowPath] = field(default_factory=dict)
+    _node_paths: dict[tuple[tuple[str, ...], tuple[str, ...], int], FlowPath] = field(
+        default_factory=dict
+    )
     _both_ways_s: dict[tuple[Flow, float], tuple[float, float]] = field(default_factory=dict)
     _inside_s: dict[tuple[Segment, float], list[tuple[float, float]]] = field(default_factory=dict)
     _queues: dict[tuple[object, ...], list[tuple[int, int, tuple[str, str]]]] = field(
@@ -280,18 +283,25 @@ class Problem:
 
     def _path(self, flow: Flow) -> FlowPath:
         if flow not in self._paths:
-            source, target = flow
-            ends = self.nodes(source), self.nodes(target)
-            num_pairs = min(map(len, ends))
-            processes = min(self._num_processes(source), self._num_processes(target))
-            paths = _links(self.topology, *ends, processes / num_pairs)
-            slowest = min(paths, key=lambda link: link.bandwidth_bytes_per_s)
-            # Unlike paths count with the worst of each: a faster one makes no other one count.
-            slowest = replace(slowest, latency_s=max(link.latency_s for link in paths))
-            if (part := self._part_of_pipes(*ends)) < slowest.bandwidth_bytes_per_s:
-                slowest = replace(slowest, bandwidth_bytes_per_s=part)
-            self._paths[flow] = FlowPath(slowest, num_pairs)
+            source, target = (tuple(self.nodes(slot)) for slot in flow)
+            processes = min(map(self._num_processes, flow))
+            key = source, target, processes  # meshes of many sizes have the same nodes
+            if key not in self._node_paths:
+                self._node_paths[key] = self._path_of_nodes(*key)
+            self._paths[flow] = self._node_paths[key]
         return self._paths[flow]
+
+    def _path_of_nodes(
+        self, sources: Sequence[str], targets: Sequence[str], processes: int
+    ) -> FlowPath:
+        num_pairs = min(len(sources), len(targets))
+        paths = _links(self.topology, sources, targets, processes / num_pairs)
+        slowest = min(paths, key=lambda link: link.bandwidth_bytes_per_s)
+        # Unlike paths count with the worst of each: a faster one makes no other one count.
+        slowest = replace(slowest, latency_s=max(link.latency_s for link in paths))
+        if (part := self._part_of_pipes(sources, targets)) < slowest.bandwidth_bytes_per_s:
+            slowest = replace(slowest, bandwidth_bytes_per_s=part)
+        return FlowPath(slowest, num_pairs)
 
     def _part_of_pipes(self, sources: Sequence[str], targets: Sequence[str]) -> float:
         """Each pair of nodes' share of the pipes, where as many cross one as may."""

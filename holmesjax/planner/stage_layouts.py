@@ -89,8 +89,7 @@ class Role(NamedTuple):
     is_last: bool = False
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class InFlight:
+class InFlight(NamedTuple):
     """`pipeline_schedules.max_in_flight` of a stage: for all its chunks, and for the last one."""
 
     all: float
