@@ -41,8 +41,6 @@ def residual_bytes(
 ) -> Numbers:
     """Bytes that one layer keeps per token from its forward to its backward.
 
-    With the checkpointing of the stage, unless another is given.
-
     A Transformer layer keeps these, with c bytes per number of the compute dtype, and dims as in
     `work`; what is in brackets is cut over `tensor`:
 
@@ -57,6 +55,12 @@ def residual_bytes(
     These are the residuals of `jax.vjp`, which the tests count: the inputs of norms and of matrix
     products, and attention's queries, keys, values, output and log-sum-exp. The ends of the model
     are never computed again.
+
+    Args:
+      model, kind: the layer.
+      stage: how the layer is cut, and its dtype.
+      implementation: how the layer is computed.
+      checkpointing: in place of that of the stage.
     """
     width = DTYPE_BYTES[stage.dtype]
     kept, attention = kind.kept, kind.attention
