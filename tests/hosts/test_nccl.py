@@ -20,7 +20,7 @@ from holmesjax.runtime import domain
 from holmesjax.topology import fabrics
 from launch.verbs import nics
 from tests.cases import cases
-from tests.jobs import ROOT, RunningJob, free_listen, run_launch
+from tests.jobs import ROOT, RunningJob, free_listen, run_launch, run_launch_here
 from tests.recorded_hosts import HOSTS, LO, materialise
 
 TOPOLOGY = """
@@ -304,19 +304,16 @@ def test_json_is_json(mixed):
     assert read["environments"]["roce"]["warnings"]
 
 
-def launch(*arguments):
-    env = {name: value for name, value in os.environ.items() if not name.startswith("NCCL_")}
-    return run_launch("nics", *arguments, env=env)
-
-
 @pytest.mark.skipif(not Path("/sys/class/net").is_dir(), reason="needs Linux")
-def test_the_verb_on_this_machine():
-    shown = launch()
+def test_the_verb_on_this_machine(capsys, monkeypatch):
+    for name in [name for name in os.environ if name.startswith("NCCL_")]:
+        monkeypatch.delenv(name)
+    show = lambda *arguments: run_launch_here(capsys, "nics", *arguments)
+    shown = show()
     assert shown.returncode == 0, shown.stderr
     assert "loopback" in shown.stdout
-    names = {nic["name"] for nic in json.loads(launch("--json").stdout)["nics"]}
-    assert "lo" in names
-    refused = launch("--fabric", "token-ring")
+    assert "lo" in {nic["name"] for nic in json.loads(show("--json").stdout)["nics"]}
+    refused = show("--fabric", "token-ring")
     assert refused.returncode == 2
     assert "invalid choice: 'token-ring'" in refused.stderr
 
