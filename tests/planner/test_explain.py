@@ -40,12 +40,6 @@ def explained(config, topology):
     return explain.explain(config, topology)
 
 
-@pytest.fixture(scope="module")
-def all_free():
-    """The golden plan of this name is what is explained."""
-    return explained(make_config(parallel={}), two_clusters())
-
-
 def named(alternatives, start):
     [found] = [a for a in alternatives if a.what.startswith(start)]
     return found
@@ -116,8 +110,8 @@ def test_a_balanced_plan_is_bound_by_both_clusters():
     assert sum(devices) > 1.1
 
 
-def test_the_best_plans_come_in_order_and_the_first_is_the_plan(all_free):
-    best = all_free.best
+def test_the_best_plans_come_in_order_and_the_first_is_the_plan():
+    best = explained(make_config(parallel={}), two_clusters()).best
     assert len(best) == explain.NUM_PLANS
     assert [plan.step_s for plan in best] == sorted(plan.step_s for plan in best)
     plan = golden_plan("all_free")
@@ -297,11 +291,13 @@ def test_nodes_and_clusters_come_and_go():
     assert left.links == {}
 
 
-def test_unlike_devices_and_unlike_nodes_are_explained():
+def test_unlike_devices_and_unlike_nodes_are_explained_without_dollars_if_they_have_no_price():
     found = explained(make_config(model={"num_layers": 4}, **FEW), two_uneven())
     lines = describe(found)
     assert any(line.startswith("what upgrades would buy") for line in lines)
     assert sum(line.startswith("  1 ") for line in lines) == 1
+    assert found.best[0].dollars is None
+    assert "dollars" not in "\n".join(lines)
 
 
 # ---- prices --------------------------------------------------------------------------------------
@@ -341,11 +337,6 @@ def test_within_a_budget_what_is_too_dear_is_not_possible():
     assert all(alternative.step_s is None for alternative in refused)
     header = describe(found)[1].split()
     assert header[:3] == ["step", "dollars", "slower"]
-
-
-def test_without_prices_there_are_no_dollars(all_free):
-    assert all_free.best[0].dollars is None
-    assert "dollars" not in "\n".join(describe(all_free))
 
 
 # ---- the verb ------------------------------------------------------------------------------------
