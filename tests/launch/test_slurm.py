@@ -289,29 +289,30 @@ def test_mistakes_in_the_options_have_a_place(tmp_path, text, words):
 
 
 BODY = """
-python() {{ trap 'echo saving; sleep 0.2; exit 75' TERM; echo started; {ends}; }}
+python() {{ trap 'echo saving; sleep 0.2; exit 75' TERM; {does}; }}
 scontrol() {{ echo scontrol "$@"; }}
 SLURM_JOB_ID=7
 """
+ENDLESS = "while :; do sleep 0.05; done"
 
 
 @pytest.mark.parametrize(
-    "setup, ends, asked, status, said",
+    "setup, does, asked, status, said",
     [
-        ("", "exit 0", False, 0, []),
-        ("", "exit 1", False, 1, []),
-        ("", "exit 75", False, 75, ["scontrol requeue 7"]),
-        ("", "while :; do sleep 0.05; done", True, 75, ["saving", "scontrol requeue 7"]),
-        ("", "trap - TERM; while :; do sleep 0.05; done", True, 75, ["scontrol requeue 7"]),
+        ("", "echo started; exit 0", False, 0, []),
+        ("", "echo started; exit 1", False, 1, []),
+        ("", "echo started; exit 75", False, 75, ["scontrol requeue 7"]),
+        ("", f"echo started; {ENDLESS}", True, 75, ["saving", "scontrol requeue 7"]),
+        ("", f"trap - TERM; echo started; {ENDLESS}", True, 75, ["scontrol requeue 7"]),
         ("echo started; sleep 0.5", "exit 0", True, 75, ["scontrol requeue 7"]),
     ],
 )
-def test_the_batch_shell_passes_signals_on_and_requeues(setup, ends, asked, status, said):
+def test_the_batch_shell_passes_signals_on_and_requeues(setup, does, asked, status, said):
     """bash itself runs the end of the file, with a stand-in for python and for scontrol.
 
     A signal may also come before the command begins, or before it can catch one.
     """
-    lines = [BODY.format(ends=ends), slurm.HEAD.format(requeue=75), setup]
+    lines = [BODY.format(does=does), slurm.HEAD.format(requeue=75), setup]
     text = "\n".join([*lines, slurm.BODY.format(command="python", requeue=75)])
     argv = ["bash", "-c", text]
     shell = subprocess.Popen(argv, stdout=subprocess.PIPE, text=True, start_new_session=True)
