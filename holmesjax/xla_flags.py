@@ -24,7 +24,8 @@ def for_tiny_programs() -> str:
     """XLA_FLAGS with which a CPU compiles tiny programs soonest: for tests and rehearsals.
 
     Most of that time is LLVM's, and before JAX 0.11 that of newer emitters of fused loops. XLA's
-    own passes stay on.
+    own passes stay on. JAX 0.12 has those emitters alone: a program of two layers takes four times
+    as long as with 0.10 (1.3 against 0.33 CPU seconds, 2026-11-25), and no flag was found to help.
     """
     flags = {
         "xla_backend_optimization_level": "0",
