@@ -56,7 +56,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         verb = argparse.Namespace(verb=words[0])
         args, unknown = parsers[words[0]].parse_known_intermixed_args(words[1:], verb)
         if unknown:
-            raise _unknown_option(args, unknown)
+            raise _unknown_option(parsers[args.verb], args, unknown)
     else:
         args = parser.parse_args(words)
     if getattr(args, "target", "") is None:  # argparse would ask for overrides, too
@@ -82,14 +82,16 @@ def _make_parsers() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.Argu
     return parser, verbs.choices
 
 
-def _unknown_option(args: argparse.Namespace, words: Sequence[str]) -> ConfigError:
-    """Makes the error of words for which a verb has no place."""
+def _unknown_option(
+    parser: argparse.ArgumentParser, args: argparse.Namespace, words: Sequence[str]
+) -> ConfigError:
+    """Makes the error of words for which the verb of a parser has no place."""
     found = " ".join(words)
     if args.verb == "lab" and words[0] in COMMANDS_IN_LAB:
         fix = f"write -- {found}"
         return ConfigError("lab", "needs `--` before its command", found=found, fix=fix)
     option = next((word for word in words if word.startswith("-")), words[0]).partition("=")[0]
-    options = [f"--{name.replace('_', '-')}" for name in vars(args)]
+    options = parser._option_string_actions
     if close := difflib.get_close_matches(option, options, n=1, cutoff=0.8):
         fix = f"did you mean {close[0]}?"
     else:

@@ -38,6 +38,7 @@ MISTAKES = [
         "train.steps=VALUE",
     ),
     ("train RUN --hots H", "train: has no such option", "--hots H", "did you mean --hosts?"),
+    ("train RUN --overrides a=1", "has no such option", "--overrides a=1", "--help lists"),
     ("compare X --plot", "compare: has no such option", "--plot", "--help lists the options"),
     ("tokenizer /tmp --vocab 300 --out /tmp/", "--out: is the corpus", "/tmp", "another folder"),
     ("tokenize /tmp --tokenizer bytes --out /tmp", "--out: is the corpus", "/tmp", "another"),

@@ -36,8 +36,9 @@ if TYPE_CHECKING:  # a launcher looks at no hardware
 CAPABILITY = "9.0"  # of the GPUs that the kernels are for
 LIMIT_S = 60.0
 KILLED_S = 5.0  # for a check that was killed to be gone; what hangs in a driver is left to it
-RETRY_S = 3600.0  # a check that did not end is repeated by a start so much later: it may have been
-# the machine that was busy. All processes of one start find the same verdict.
+# A check that did not end is repeated by a start so much later: the machine may have been busy. All
+# processes of one start find the same verdict.
+RETRY_S = 3600.0
 PAUSE_S = 0.1  # between two looks whether another process has ended its check
 # ptxas that miscompiles Hopper kernels: the first such version and the first that does not. JAX's
 # own kernels refuse CUDA 12.8.0 to 12.9.0; 13.0.88 is reported for sm_90a.
