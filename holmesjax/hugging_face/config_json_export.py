@@ -3,7 +3,7 @@
 import dataclasses
 
 from holmesjax.config import ModelConfig
-from holmesjax.errors import ConfigError
+from holmesjax.errors import ConfigError, HolmesError, Mistakes
 from holmesjax.hugging_face.config_json import (
     CONFIG,
     FAMILIES,
@@ -55,7 +55,12 @@ def _refuse_other_model(read: ConfigJson, whole: Json, family: str) -> None:
     """Raises ConfigError unless a config.json means the model for which it was written."""
     problem = f"has no meaning in the config.json of a {family}"
     fix = "export it as another family, or use a model that has the settings of one"
-    back = canonical(ModelConfig(**read.settings()))
+    try:
+        back = canonical(ModelConfig(**read.settings()))
+    except HolmesError as error:  # it lacks a setting that the others need
+        first = error.mistakes[0] if isinstance(error, Mistakes) else error
+        found = f"{first.where}: {first.problem}: {first.found}"
+        raise ConfigError("the model", problem, found=found, fix=fix) from None
     for name, value in whole.items():
         if value != back[name]:
             found = f"{value}, which reads back as {back[name]}"

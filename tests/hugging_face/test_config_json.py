@@ -81,6 +81,18 @@ def test_a_family_is_found_for_each_model(family: str):
     assert found == same.get(family, family)
 
 
+def test_a_family_that_would_read_back_no_model_at_all_is_refused():
+    """GPT-2 has no width of its heads, so their number would have to divide the model's."""
+    heads = {"width": 32, "num_heads": 3, "num_kv_heads": 3, "head_dim": 8}
+    model = dataclasses.replace(model_of("gpt2"), **heads)
+    for refuse in (
+        lambda: config_json_export.write(model, "gpt2", "float32"),
+        lambda: config_json_export.family_of(model),
+    ):
+        with pytest.raises(ConfigError, match=r"model\.width: must be a multiple of .* = 3: 32"):
+            refuse()
+
+
 @pytest.mark.parametrize("family", CONFIGS)
 def test_an_unchanged_model_keeps_the_keys_with_which_it_came(family: str):
     values = config_of(family) | {"an_unknown_key": [1]}
