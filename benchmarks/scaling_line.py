@@ -29,7 +29,8 @@ from matplotlib.figure import Figure
 
 from benchmarks.provenance import RESULTS, provenance
 from holmesjax import Trainer
-from holmesjax.costs.parameters import num_parameters, table_parameters
+from holmesjax.config import ModelConfig
+from holmesjax.costs.parameters import parameter_counts, table_parameters
 from holmesjax.errors import DataError, HolmesError
 from holmesjax.report.figures import BLUE, GRID, INK, MUTED
 
@@ -115,14 +116,18 @@ def measure(size: Size, settings: Sequence[str]) -> dict[str, Any]:
     return {
         "layers": size.num_layers,
         "width": size.width,
-        "parameters": num_parameters(config.model) - table_parameters(config.model),
-        "embedding": table_parameters(config.model),
+        "parameters": without_embedding(config.model),
         "learning_rate": config.optimizer.learning_rate,
         "tokens": config.train.sequences_after(config.train.steps) * config.model.context_length,
         "validation": records[-1]["val_loss"],
         "losses": [round(record["loss"], 5) for record in records],
         "cpu_min": (time.process_time() - started_s) / 60,
     }
+
+
+def without_embedding(model: ModelConfig) -> int:
+    """The parameters of all layers but the embedding, which is also the output projection."""
+    return parameter_counts(model)[0] - table_parameters(model)
 
 
 def slope(sizes: Sequence[dict[str, Any]]) -> tuple[float, float]:
