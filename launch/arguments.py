@@ -5,9 +5,10 @@ A verb's module in `launch.verbs` may import JAX, so its arguments are described
 
 import argparse
 import difflib
+import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 from holmesjax.errors import ConfigError
 from holmesjax.hugging_face.tensors import FAMILIES
@@ -31,18 +32,25 @@ examples:
   python -m launch nics                                                # what this host has
 """
 COMMANDS_IN_LAB = ("train", "plan", "doctor", "probe", "profile")
+# The end of a message of argparse about one option, with what was found, and our problem.
+PROBLEMS = {
+    r"invalid choice: (.*) \(choose from .*": "has no such choice",
+    r"invalid int value: (.*)": "must be a whole number",
+    r"invalid float value: (.*)": "must be a number",
+    r"expected one argument()": "needs a value",
+    r"ignored explicit argument (.*)": "takes no value",
+}
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    """Parses a command line. Exits where argparse finds a mistake, or where help is asked for.
+    """Parses a command line. Prints help and exits if help is asked for, or if nothing is.
 
     Returns:
         The arguments of the verb, and `verb`. For `lab` also `command`: the arguments of the
         command behind `--`, on the lab's topology; None for `lab clean`.
 
     Raises:
-        ConfigError: an option that the verb does not have, or a lab without a command that it can
-            run.
+        ConfigError: the command line has a mistake.
     """
     parser, parsers = _make_parsers()
     if not argv:
@@ -52,15 +60,19 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     if words[0] == "lab" and "--" in words:
         at = words.index("--")
         words, command = words[:at], words[at + 1 :]
-    if words[0] in parsers:  # argparse itself does not mix a verb's options with its overrides
-        verb = argparse.Namespace(verb=words[0])
-        args, unknown = parsers[words[0]].parse_known_intermixed_args(words[1:], verb)
-        if unknown:
-            raise _unknown_option(parsers[args.verb], args, unknown)
-    else:
-        args = parser.parse_args(words)
+    if words[0] in ("-h", "--help"):
+        parser.print_help()
+        sys.exit(0)
+    if words[0] not in parsers:
+        raise _unknown_verb(words[0], parsers)
+    # argparse mixes the options of a verb with its overrides only in this method.
+    verb = argparse.Namespace(verb=words[0])
+    args, unknown = parsers[words[0]].parse_known_intermixed_args(words[1:], verb)
+    if unknown:
+        raise _unknown_option(parsers[args.verb], args, unknown)
     if getattr(args, "target", "") is None:  # argparse would ask for overrides, too
-        parsers[args.verb].error("a run file is missing, or a run folder")
+        fix = "add a run file, such as configs/runs/quickstart.yaml, or a run folder"
+        raise ConfigError(args.verb, "needs a run", found="nothing", fix=fix)
     if args.verb == "plan" and args.topology:
         args.overrides.append(f"topology={args.topology}")
     if args.verb == "lab":
@@ -68,9 +80,47 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     return args
 
 
+class _Parser(argparse.ArgumentParser):
+    """A parser that raises a ConfigError for a mistake, in place of printing its usage."""
+
+    def error(self, message: str) -> NoReturn:
+        """Raises the mistake that a message of argparse describes."""
+        about, _, said = message.partition(": ")
+        verb, words = self.prog.split()[-1], said.replace(", ", " ").split()
+        if option := self._option_string_actions.get(about.removeprefix("argument ")):
+            for pattern, problem in PROBLEMS.items():
+                if match := re.fullmatch(pattern, said, re.DOTALL):
+                    fix = "leave the value out" if option.nargs == 0 else f"write {_shown(option)}"
+                    found = match[1].strip("'") or "nothing"
+                    raise ConfigError(option.option_strings[-1], problem, found=found, fix=fix)
+        if about == "the following arguments are required":
+            missing = {_name(a): a for a in self._actions if _name(a) in words and a.nargs != "*"}
+            fix = "add " + ", and ".join(f"{_shown(a)} ({a.help})" for a in missing.values())
+            raise ConfigError(verb, f"needs {' and '.join(missing)}", found="nothing", fix=fix)
+        if about == "ambiguous option":
+            fix = f"write {' or '.join(words[3:])}"
+            raise ConfigError(verb, "has several such options", found=words[0], fix=fix)
+        fix = f"{self.prog} --help lists the options"
+        raise ConfigError(verb, "cannot be understood", found=message, fix=fix)
+
+
+def _name(action: argparse.Action) -> str:
+    """Returns the name of an argument in the messages of argparse."""
+    options = action.option_strings
+    return options[-1] if options else str(action.metavar or action.dest)
+
+
+def _shown(action: argparse.Action) -> str:
+    """Returns an argument as a user writes it: `--vocab N`, `--launcher ssh or slurm`, `corpus`."""
+    if not action.option_strings:
+        return _name(action)
+    *first, last = map(str, action.choices or (action.metavar or action.dest.upper(),))
+    return f"{_name(action)} {', '.join(first)}{' or ' * bool(first)}{last}"
+
+
 def _make_parsers() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentParser]]:
     """Makes the parser of the command line, and that of each verb."""
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         "python -m launch",
         description=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -82,6 +132,14 @@ def _make_parsers() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.Argu
     return parser, verbs.choices
 
 
+def _unknown_verb(word: str, verbs: Mapping[str, Any]) -> ConfigError:
+    """Makes the error of a first word that is no verb."""
+    close = difflib.get_close_matches(word, verbs, n=1)
+    meant = f"did you mean {close[0]}? " if close else ""
+    fix = f"{meant}python -m launch --help lists the verbs"
+    return ConfigError("launch", "has no such verb", found=word, fix=fix)
+
+
 def _unknown_option(
     parser: argparse.ArgumentParser, args: argparse.Namespace, words: Sequence[str]
 ) -> ConfigError:
@@ -90,12 +148,15 @@ def _unknown_option(
     if args.verb == "lab" and words[0] in COMMANDS_IN_LAB:
         fix = f"write -- {found}"
         return ConfigError("lab", "needs `--` before its command", found=found, fix=fix)
-    option = next((word for word in words if word.startswith("-")), words[0]).partition("=")[0]
+    option = next((word for word in words if word.startswith("-")), "").partition("=")[0]
+    if not option:
+        fix = "leave it out, or put quotes around a text of several words"
+        return ConfigError(args.verb, "has an argument too many", found=found, fix=fix)
     options = parser._option_string_actions
     if close := difflib.get_close_matches(option, options, n=1, cutoff=0.8):
         fix = f"did you mean {close[0]}?"
     else:
-        fix = f"python -m launch {args.verb} --help lists the options"
+        fix = f"{parser.prog} --help lists the options"
         if "overrides" in args:
             fix += f"; a setting has no dashes: {option.lstrip('-')}=VALUE"
     return ConfigError(args.verb, "has no such option", found=found, fix=fix)
@@ -168,22 +229,17 @@ def _add_generate(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("run_dir", help="a run folder, or a folder of Hugging Face's format")
     add("--prompt", action="append", metavar="TEXT", help="text to continue; repeatable")
-    add("--max-tokens", type=int, default=256, help="tokens to add (256)")
-    add("--temperature", type=float, default=0.8, help="0 takes the likeliest token (0.8)")
-    add("--top-k", type=int, default=0, help="sample from the k likeliest tokens; 0: from all (0)")
-    add(
-        "--top-p",
-        type=float,
-        default=1.0,
-        help="sample from the likeliest tokens of this share (1.0)",
-    )
-    add(
-        "--min-p",
-        type=float,
-        default=0.0,
-        help="sample from tokens that have this share of the likeliest one's probability (0.0)",
-    )
-    add("--seed", type=int, default=0, help="seed of the samples, plus 1 for each prompt (0)")
+    add("--max-tokens", type=int, default=256, metavar="N", help="tokens to add (256)")
+    temperature = "0 takes the likeliest token (0.8)"
+    add("--temperature", type=float, default=0.8, metavar="T", help=temperature)
+    top_k = "sample from the K likeliest tokens; 0: from all (0)"
+    add("--top-k", type=int, default=0, metavar="K", help=top_k)
+    top_p = "sample from the likeliest tokens whose probabilities add up to P (1.0)"
+    add("--top-p", type=float, default=1.0, metavar="P", help=top_p)
+    min_p = "sample from tokens with at least P times the likeliest one's probability (0.0)"
+    add("--min-p", type=float, default=0.0, metavar="P", help=min_p)
+    seed = "seed of the samples; each further prompt has the next seed (0)"
+    add("--seed", type=int, default=0, metavar="N", help=seed)
     stop = "end a text before this string; repeatable"
     add("--stop", action="append", default=[], metavar="TEXT", help=stop)
     add("--chat", action="store_true", help="a prompt is what a user says, in the chat template")
