@@ -15,7 +15,7 @@ import numpy as np
 from holmesjax.data import text
 from holmesjax.data.mixing import Schedule, WeightsFrom
 from holmesjax.data.permutation import permute, round_keys
-from holmesjax.data.sources import Item, Mixed, Sequences, Splits, too_small
+from holmesjax.data.sources import Item, Mixed, Sequences, Splits, enough_fraction, too_small
 from holmesjax.errors import DataError
 
 
@@ -62,8 +62,11 @@ class Batches:
         for split, (size, count) in sizes.items():
             if size < (needed := count * self.global_batch):
                 what = f"{self.global_batch:,} sequences of {self.length:,} tokens"
-                needs = f"{needed:,} sequences"
-                raise too_small(split, count, what, needs, found=f"{size:,} sequences")
+                needs, found = f"{needed:,} sequences", f"{size:,} sequences"
+                fraction = None  # no setting splits arrays, or the sets of `data.validation`
+                if self.data.files and not self.data.sets:
+                    fraction = enough_fraction(needed, size, len(train), self.global_batch)
+                raise too_small(split, count, what, needs, found=found, fraction=fraction)
 
     def of_size(self, global_batch: int) -> "Batches":
         """The same data in batches of another size."""

@@ -5,12 +5,14 @@ while it is read, and of each split.
 """
 
 import hashlib
+import math
 import os
 import platform
 import sys
 import sysconfig
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import NoReturn
 
@@ -21,6 +23,7 @@ from holmesjax.data import stores
 from holmesjax.data.tokenizer import BEGIN
 from holmesjax.errors import AbsentDataError, DataError
 
+PLACES = 2**64  # of a file, by a hash of its path
 SNIFFED = 8192  # bytes of a file that show, as a rule, whether it is text
 # Left out, since not every distribution of a release has them, or has them in the same place.
 APART = {
@@ -58,6 +61,33 @@ def sizes(config: DataConfig, enough: Mapping[str, int]) -> dict[str, int]:
     """
     found = dict.fromkeys(enough, 0)
     is_empty = True
+    for name, size in _sizes(config):
+        is_empty = False
+        found[split_of(name, config.validation_fraction)] += size
+        if all(found[split] >= enough[split] for split in enough):
+            return found
+    if is_empty:
+        raise _no_file(config)
+    return found
+
+
+def enough_fraction(config: DataConfig, enough: Mapping[str, int]) -> float | None:
+    """A validation_fraction with which each split has enough bytes; None if there is none."""
+    files = sorted((_place(name), size) for name, size in _sizes(config))
+    held_out = accumulate(size for _, size in files)
+    last = next((i for i, size in enumerate(held_out) if size >= enough["validation"]), None)
+    if last is None:
+        return None
+    for digits in range(2, 17):  # the shortest number is found first
+        fraction = (math.floor(files[last][0] / PLACES * 10**digits) + 1) / 10**digits
+        train = sum(size for place, size in files if place >= fraction * PLACES)
+        if fraction < 1 and train >= enough["train"]:
+            return fraction
+    return None
+
+
+def _sizes(config: DataConfig) -> Iterator[tuple[str, int]]:
+    """The files of text by their path, each with its bytes and the mark before them."""
     for name, path in _paths(config):
         try:
             if config.pattern is None and config.corpus != PYTHON_STDLIB:
@@ -67,13 +97,7 @@ def sizes(config: DataConfig, enough: Mapping[str, int]) -> dict[str, int]:
             size = path.stat().st_size
         except stores.errors() as error:
             raise _unreadable(path, error) from None
-        is_empty = False
-        found[split_of(name, config.validation_fraction)] += 1 + size
-        if all(found[split] >= enough[split] for split in enough):
-            return found
-    if is_empty:
-        raise _no_file(config)
-    return found
+        yield name, 1 + size
 
 
 def _paths(config: DataConfig) -> Iterator[tuple[str, Path]]:
@@ -174,8 +198,12 @@ def documents(corpus: Corpus, split: np.ndarray) -> Iterator[str]:
 
 def is_validation(name: str, fraction: float) -> bool:
     """Tells whether a file is held out: a function of its path alone, so the split never moves."""
-    digest = hashlib.sha256(os.fsencode(name)).digest()
-    return int.from_bytes(digest[:8]) < fraction * 2**64
+    return _place(name) < fraction * PLACES
+
+
+def _place(name: str) -> int:
+    """The place of a file among `PLACES`, the first of which are held out."""
+    return int.from_bytes(hashlib.sha256(os.fsencode(name)).digest()[:8])
 
 
 def split_of(name: str, fraction: float) -> str:

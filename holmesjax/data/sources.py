@@ -7,6 +7,7 @@ Dims: L tokens of a sequence.
 """
 
 import importlib
+import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
@@ -119,22 +120,45 @@ def module_of(config: DataConfig) -> SourceModule:
     return module
 
 
-def too_small(split: str, num_batches: int, of: str, needed: str, *, found: str) -> DataError:
-    """The refusal of a split that has not enough for all batches.
+def enough_fraction(needed: int, held_out: int, train: int, batch: int) -> float | None:
+    """A validation_fraction that holds out as many sequences as are needed, and a tenth more.
+
+    None if less than a batch is left to train on.
+
+    >>> enough_fraction(needed=8, held_out=2, train=98, batch=4)
+    0.09
+    """
+    total = held_out + train
+    fraction = math.ceil(110 * needed / max(total, 1)) / 100
+    return fraction if (1 - fraction) * total >= batch else None
+
+
+def too_small(
+    split: str,
+    num_batches: int,
+    of: str,
+    needed: str,
+    *,
+    found: str,
+    fraction: float | None = None,
+) -> DataError:
+    """Makes the error of a split that has not enough data for all of its batches.
 
     Args:
       split: "train" or "validation".
-      num_batches: that are needed.
-      of: what a batch is made of.
-      needed: how much they need.
-      found: how much there is.
+      num_batches: the number of batches.
+      of: the content of a batch.
+      needed: the size of all batches.
+      found: the size of the split.
+      fraction: a larger `data.validation_fraction` that suffices; None: none is known.
     """
     count, need = (f"{num_batches} batches", "need") if num_batches > 1 else ("a batch", "needs")
     problem = f"the {split} split is too small: {count} of {of} {need} {needed}"
     fix = "use more files, a smaller train.global_batch, or a smaller model.context_length"
     if split == "validation":
+        larger = f"data.validation_fraction={fraction:g}, " if fraction else ""
         fix = (
-            "use more files, a larger data.validation_fraction, fewer train.eval_batches, "
-            "or train.eval_every=0 for no validation"
+            f"use {larger}more files, fewer train.eval_batches, a smaller train.global_batch, or "
+            "train.eval_every=0 for no validation"
         )
     return DataError("data.corpus", problem, found=found, fix=fix)

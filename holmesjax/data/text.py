@@ -126,23 +126,13 @@ def look(config: Config) -> None:
         tokenizer_files.check_vocabulary(config.model, tokenizer_files.load(config.data.tokenizer))
     train, length = config.train, config.model.context_length
     num_batches = {"train": 1, "validation": train.eval_batches if train.eval_every else 0}
-    sizes = corpora.sizes(
-        config.data,
-        {name: _bytes_of(count, train.global_batch, length) for name, count in num_batches.items()},
-    )
+    size = train.global_batch * length
+    enough = {name: count * size + 1 if count else 0 for name, count in num_batches.items()}
+    sizes = corpora.sizes(config.data, enough)
     for name, count in num_batches.items():
-        _refuse_too_small(name, sizes[name], count, train.global_batch, length)
-
-
-def _bytes_of(num_batches: int, global_batch: int, length: int) -> int:
-    """The least that a split needs."""
-    return num_batches * global_batch * length + 1 if num_batches else 0
-
-
-def _refuse_too_small(
-    split: str, num_bytes: int, num_batches: int, global_batch: int, length: int
-) -> None:
-    needed = _bytes_of(num_batches, global_batch, length)
-    if num_bytes < needed:
-        what = f"{global_batch:,} sequences of {length:,} tokens"
-        raise too_small(split, num_batches, what, f"{needed:,} bytes", found=f"{num_bytes:,} bytes")
+        if sizes[name] < enough[name]:
+            of = f"{train.global_batch:,} sequences of {length:,} tokens"
+            needs, found = f"{enough[name]:,} bytes", f"{sizes[name]:,} bytes"
+            is_held_out = name == "validation"
+            fraction = corpora.enough_fraction(config.data, enough) if is_held_out else None
+            raise too_small(name, count, of, needs, found=found, fraction=fraction)

@@ -4,13 +4,14 @@ import dataclasses
 import hashlib
 import math
 import os
+import re
 import subprocess
 
 import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
-from holmesjax import job as jobs
+from holmesjax import config as configs, job as jobs
 from holmesjax.config import DataConfig
 from holmesjax.data import corpus, text
 from holmesjax.data.batches import Batches, Rows, model_inputs
@@ -261,6 +262,22 @@ def test_the_corpus_of_a_folder_is_every_text_file_that_is_not_hidden(tmp_path):
     assert corpus.read(config).files.keys() == texts.keys()
     assert decode(corpus.read(config).train) == "dabc"  # in order of their names
     assert corpus.sizes(config, {"train": 100, "validation": 0})["train"] == 8
+
+
+@pytest.mark.parametrize("num_batches", [1, 9, 30])
+def test_a_fraction_that_would_do_is_named(tmp_path, num_batches):
+    for i in range(20):
+        (tmp_path / f"{i}.txt").write_text("x" * (1 + 97 * i))
+    own = [f"data.corpus={tmp_path}", "model.context_length=32", "train.eval_every=1"]
+    own += [f"train.eval_batches={num_batches}", "train.global_batch=4"]
+    path = write_run(tmp_path, {"a": (1,), "b": (1,)})
+    look = lambda fraction: text.look(
+        configs.load(path, [*own, "data.pattern=*.txt", f"data.validation_fraction={fraction}"])
+    )
+    with pytest.raises(DataError, match="the validation split") as error:
+        look(0.001)
+    [named] = re.findall(r"validation_fraction=([\d.]+)", error.value.fix)
+    look(named)
 
 
 # Faults of the data, by a change of the run and what is said; the folder has 2,000 bytes.

@@ -58,8 +58,8 @@ DATA = (
     Bug(
         name="half-the-validation",
         module="holmesjax.data.corpus",
-        old="fraction * 2**64",
-        new="fraction * 2**63",
+        old="< fraction * PLACES",
+        new="< fraction * PLACES / 2",
         wrong="the validation split is half as large as it should be",
         tests=("tests/data/test_batches.py::test_the_share_of_the_files_held_out_is_the_fraction",),
     ),
