@@ -21,7 +21,8 @@ from holmesjax.config import BYTES, Config
 from holmesjax.costs.parameters import parameter_counts
 from holmesjax.costs.products import train_flop
 from holmesjax.data import cluster_paths, tokenizer_files
-from holmesjax.errors import ConfigError
+from holmesjax.errors import ConfigError, PlanError
+from holmesjax.hosts import hardware
 from holmesjax.hugging_face import folder as hugging_face, peft
 from holmesjax.layers.distinct_kinds import kind_names
 from holmesjax.layers.model_layers import layers
@@ -377,6 +378,8 @@ def load(
     clusters = [cluster.name for cluster in topology.clusters]
     cluster_paths.check(config, clusters)
     _refuse_no_folder(Path(config.run.dir))
+    if reads_data == "process":
+        _refuse_absent_devices(config, topology)
     if reads_data:
         cluster_paths.look(config, clusters[:1] if reads_data == "process" else clusters)
     # Imported here: the processes of a job read its plan.
@@ -385,6 +388,26 @@ def load(
     plan = make_plan(config, topology, say)
     _refuse_uneven_rampup(config, plan)
     return Job(config=config, topology=topology, plan=plan)
+
+
+def _refuse_absent_devices(config: Config, topology: Topology) -> None:
+    """Raises PlanError if JAX cannot show the devices of any plan, before a plan is made.
+
+    `build_meshes` counts the devices once there is a plan, which takes long for a large model.
+    """
+    is_for_cpus = config.run.rehearse or CPU in topology.device_kinds
+    if is_for_cpus or topology.num_devices == 1 or "jax" in sys.modules:
+        return
+    if not hardware.may_have_accelerators():
+        kinds = ", ".join(sorted(topology.device_kinds))
+        raise PlanError(
+            "devices",
+            f"JAX shows no accelerator on this machine, and the topology {topology.name!r} has "
+            f"{topology.num_devices} ({kinds})",
+            found="CPUs alone",
+            fix="set run.rehearse=true to run on virtual CPU devices, or start processes on the "
+            "machines of the topology with --launcher ssh, slurm or kubernetes",
+        )
 
 
 def _refuse_uneven_rampup(config: Config, plan: Plan) -> None:

@@ -24,9 +24,10 @@ def build_meshes(plan: Plan, devices: Sequence[jax.Device]) -> tuple[Mesh, ...]:
     if len(devices) < needed:
         raise PlanError(
             "devices",
-            f"the topology {plan.topology!r} has more devices than JAX sees",
-            found=f"{len(devices)} {devices[0].platform} devices, the plan needs {needed}",
-            fix="set run.rehearse=true to run on virtual CPU devices, or start it on the machines",
+            f"JAX shows fewer devices than the plan needs of the topology {plan.topology!r}",
+            found=f"{len(devices)} ({devices[0].platform}); the plan needs {needed}",
+            fix="set run.rehearse=true to run on virtual CPU devices, or start processes on the "
+            "machines of the topology with --launcher ssh, slurm or kubernetes",
         )
     numbered = dict(enumerate(devices))
     return tuple(build_mesh(stage, numbered) for stage in plan.stages)

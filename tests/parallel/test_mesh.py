@@ -1,5 +1,8 @@
 """From a plan to meshes: the devices the mapper chose, where the plan says."""
 
+import sys
+from importlib.metadata import EntryPoint
+
 import jax
 import numpy as np
 import pytest
@@ -7,7 +10,9 @@ from jax.sharding import AxisType
 
 from holmesjax import job
 from holmesjax.errors import PlanError
+from holmesjax.hosts import hardware
 from holmesjax.parallel.mesh import build_meshes
+from holmesjax.planner import planner
 
 RUN = "configs/runs/quickstart.yaml"
 
@@ -36,8 +41,38 @@ def test_too_few_devices_are_refused_with_a_way_out():
     plan = job.load(RUN).plan
     with pytest.raises(PlanError) as error:
         build_meshes(plan, jax.devices()[:6])
-    assert "6 cpu devices, the plan needs 8" in str(error.value)
+    assert "found: 6 (cpu); the plan needs 8" in str(error.value)
     assert "run.rehearse=true" in str(error.value)
+
+
+def test_absent_accelerators_are_told_before_anything_is_planned(monkeypatch):
+    monkeypatch.delitem(sys.modules, "jax")
+    monkeypatch.setattr(hardware, "may_have_accelerators", lambda: False)
+    monkeypatch.setattr(planner, "make_plan", lambda *_: 1 / 0)
+    path = "configs/runs/gpt_39b1.yaml"
+    with pytest.raises(PlanError, match="JAX shows no accelerator") as error:
+        job.load(path, reads_data="process")
+    assert "run.rehearse=true" in str(error.value)
+    for reader, settings in (("process", ["run.rehearse=true"]), (None, [])):
+        with pytest.raises(ZeroDivisionError):
+            job.load(path, settings, reads_data=reader)
+
+
+@pytest.mark.parametrize(
+    ("plugins", "file", "may"),
+    [
+        ([], "/dev/null", False),
+        (["xla_cuda12"], "/dev/absent", False),
+        (["xla_cuda12"], "/dev/null", True),
+        (["xla_rocm7"], "/dev/absent", True),
+    ],
+)
+def test_jax_may_show_accelerators(monkeypatch, plugins, file, may):
+    named = [EntryPoint(name, "", "jax_plugins") for name in plugins]
+    monkeypatch.setattr(hardware, "entry_points", lambda group: named)
+    monkeypatch.setattr(hardware, "find_spec", lambda name: None)
+    monkeypatch.setattr(hardware, "NVIDIA_FILES", (file,))
+    assert hardware.may_have_accelerators() == may
 
 
 def test_a_topology_of_gpus_can_be_planned_here():
