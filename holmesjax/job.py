@@ -81,7 +81,7 @@ class Job:
         of_user, deterministic = own.get("XLA_FLAGS", ""), self.config.train.deterministic
         ours = xla_flags.for_devices(self.device_kinds, deterministic=deterministic)
         if ours and deterministic and xla_flags.undoes_determinism(of_user):
-            problem = "takes the flag back that train.deterministic needs"
+            problem = "turns off the flag that train.deterministic needs"
             fix = (
                 f"remove {xla_flags.DETERMINISTIC} or the file from it, or set the setting to false"
             )
@@ -418,7 +418,7 @@ def _refuse_uneven_rampup(config: Config, plan: Plan) -> None:
         if part.global_batch % size:
             raise ConfigError(
                 where,
-                f"must be a multiple of the plan's microbatches, of {size} sequences",
+                f"must be a multiple of {size}, the sequences of a microbatch of the plan",
                 found=part.global_batch,
                 fix=f"use {max(count, 1) * size}, or more parallel.microbatches",
             )

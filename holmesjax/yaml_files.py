@@ -138,11 +138,17 @@ def _file_text(path: Path, error: type[HolmesError]) -> str:
             raise refusal("must be a file", found, "name a file in it, such as run.yaml")
         if (size := path.stat().st_size) > MAX_BYTES:
             found = f"{size:,} bytes"
-            raise refusal(f"must be at most {MAX_BYTES:,} bytes", found, "is this a YAML file?")
+            raise refusal(
+                f"must be at most {MAX_BYTES:,} bytes",
+                found,
+                "check the path: a YAML file that people write is smaller",
+            )
         return path.read_bytes().decode("utf-8-sig")
     except UnicodeDecodeError as failure:
         found = f"bytes that are no UTF-8 at offset {failure.start:,}"
-        raise refusal("must be text", found, "save it as UTF-8; is this a YAML file?") from None
+        raise refusal(
+            "must be text", found, "check that it is a YAML file, and save it as UTF-8"
+        ) from None
     except FileNotFoundError:
         found = f"nothing there; the current folder is {Path.cwd()}"
         raise refusal("no such file", found, "check the path") from None

@@ -24,12 +24,12 @@ examples:
   python -m launch train runs/quickstart                               # resume it
   python -m launch train configs/runs/quickstart.yaml --launcher local # a process for every node
   python -m launch train RUN.yaml --launcher ssh --hosts HOSTS.yaml    # on other machines
-  python -m launch plan configs/runs/quickstart.yaml --explain         # print the plan, and why it
+  python -m launch plan configs/runs/quickstart.yaml --explain         # print the plan, and why
   python -m launch lab configs/topologies/ib_roce.yaml -- train configs/runs/quickstart.yaml
-  python -m launch generate runs/quickstart --prompt "def "            # sample from it
-  python -m launch probe configs/topologies/ib_roce.yaml               # measure its networks
+  python -m launch generate runs/quickstart --prompt "def "            # continue a text
+  python -m launch probe configs/topologies/ib_roce.yaml               # measure the networks
   python -m launch profile configs/runs/quickstart.yaml                # measure a device
-  python -m launch nics                                                # what this host has
+  python -m launch nics                                                # the NICs of this host
 """
 COMMANDS_IN_LAB = ("train", "plan", "doctor", "probe", "profile")
 # The end of a message of argparse about one option, with what was found, and our problem.
@@ -192,11 +192,11 @@ def _command_in_lab(topology: str, argv: Sequence[str] | None) -> argparse.Names
 def _add_train(parser: argparse.ArgumentParser) -> None:
     _add_run(parser)
     add = parser.add_argument
-    add("--launcher", choices=tuple(LAUNCHERS), help="who starts a process for every node")
-    add("--listen", metavar="HOST:PORT", help="where the processes find this one")
-    limit = "restarts without a new step (0; where a scheduler restarts it, 3)"
+    add("--launcher", choices=tuple(LAUNCHERS), help="how a process starts on every node")
+    add("--listen", metavar="HOST:PORT", help="address of this machine for the processes")
+    limit = "restarts without a new step (0; 3 if a scheduler restarts the job)"
     add("--max-restarts", type=int, metavar="N", help=limit)
-    what = "settings that may differ from the checkpoint's: train.seed,data.corpus"
+    what = "settings that may differ from those of the checkpoint: train.seed,data.corpus"
     add("--allow", action="append", default=[], metavar="NAMES", help=what)
     add("--hosts", metavar="YAML", help="ssh: how each node is reached")
     add("--options", metavar="YAML", help="slurm, kubernetes: partition, image and the like")
@@ -207,10 +207,10 @@ def _add_plan(parser: argparse.ArgumentParser) -> None:
     _add_run(parser)
     add = parser.add_argument
     add("--topology", metavar="YAML", help="a topology file in place of the run's")
-    add("--explain", action="store_true", help="what binds the plan, and what would help")
+    add("--explain", action="store_true", help="print what limits the plan, and what would help")
     what_if = "plan again with a changed topology: links.ib<->roce.bandwidth='100 Gb/s'"
     add("--what-if", action="append", default=[], metavar="key=value", help=what_if)
-    add("--trace", metavar="JSON", help="write the simulated step, for ui.perfetto.dev")
+    add("--trace", metavar="JSON", help="write the simulated step for ui.perfetto.dev")
     add("--json", action="store_true", help="print JSON, for programs")
 
 
@@ -219,9 +219,14 @@ def _add_lab(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("topology", help="a topology file; or `clean`: take away what crashed labs have left")
     add("--cpu", metavar="SHARE", help="share of a core for the fastest node: 45%% (all there is)")
-    add("--scale", type=float, metavar="F", help="factor of all rates (as compute is slower here)")
-    add("--real", metavar="RUN", help="the run whose bytes per FLOP are kept (the same run)")
-    add("--fault", action="append", default=[], help="'step=20 cut ib<->roce 10s'; repeatable")
+    add("--scale", type=float, metavar="F", help="factor of all rates (the factor of compute)")
+    add("--real", metavar="RUN", help="run whose bytes per FLOP are kept (the same run)")
+    add(
+        "--fault",
+        action="append",
+        default=[],
+        help="a fault: 'step=20 cut ib<->roce 10s'; repeatable",
+    )
     add("--dry-run", action="store_true", help="print every command and run none")
 
 
@@ -242,18 +247,22 @@ def _add_generate(parser: argparse.ArgumentParser) -> None:
     add("--seed", type=int, default=0, metavar="N", help=seed)
     stop = "end a text before this string; repeatable"
     add("--stop", action="append", default=[], metavar="TEXT", help=stop)
-    add("--chat", action="store_true", help="a prompt is what a user says, in the chat template")
+    add(
+        "--chat",
+        action="store_true",
+        help="put each prompt into the chat template, as a user's words",
+    )
     add("--messages", metavar="JSON", help="a file with a dialogue to continue, as --chat does")
-    planned = "lay the model over the stages of the run's plan, on the devices of this host"
+    planned = "cut the model into the stages of the run's plan, on devices of this host"
     add("--as-planned", action="store_true", help=planned)
     add("--ema", action="store_true", help="take the average of the weights (optimizer.ema_decay)")
     add("--json", action="store_true", help="print a line of JSON for each text, for programs")
     agents = [name for name, kind in LAUNCHERS.items() if not kind.needs_job]
-    started = "who starts the processes of the run's plan, which have the model together"
+    started = "how the processes of the run's plan start, which share the model"
     add("--launcher", choices=agents, help=started)
-    add("--listen", metavar="HOST:PORT", help="where the processes find this one")
+    add("--listen", metavar="HOST:PORT", help="address of this machine for the processes")
     add("--hosts", metavar="YAML", help="ssh: how each node is reached")
-    several = "lay the model over so many devices of this host"
+    several = "cut the model over N devices of this host"
     add("--devices", type=int, metavar="N", help=several)
 
 
@@ -262,7 +271,7 @@ def _add_tokenizer(parser: argparse.ArgumentParser) -> None:
     add("corpus", help="a folder, file or dataset of documents, s3://..., or python-stdlib")
     add("--pattern", metavar="GLOB", help="files of the folder (every text file not hidden)")
     add("--column", default="text", metavar="NAME", help="the field or column of documents (text)")
-    add("--vocab", type=int, required=True, metavar="N", help="number of tokens: 4096")
+    add("--vocab", type=int, required=True, metavar="N", help="number of tokens, such as 4096")
     add("--out", required=True, metavar="PATH", help="a file .json, or a folder")
 
 
@@ -274,7 +283,7 @@ def _add_tokenize(parser: argparse.ArgumentParser) -> None:
     add("--out", required=True, metavar="DIR", help="the folder of the files of tokens")
     column = "the field or column of documents: of text, or of lists of tokens (text)"
     add("--column", default="text", metavar="NAME", help=column)
-    numbers = "what the records of an array_record file are, if they are tokens"
+    numbers = "type of the tokens in array_record files; without it, records are text"
     add("--dtype", choices=("uint16", "uint32", "int32", "int64"), help=numbers)
     add("--workers", type=int, metavar="N", help="processes (one for each core)")
     size = "bytes of the corpus in a shard (268435456)"
@@ -293,7 +302,7 @@ def _add_import(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("hf_dir", help="a folder with config.json and safetensors")
     add("--to", metavar="RUN_DIR", required=True, help="the run folder, a new one")
-    add("--run", metavar="YAML", help="a run file, of which all but the model counts (defaults)")
+    add("--run", metavar="YAML", help="run file with the settings besides the model (defaults)")
     add("overrides", nargs="*", metavar="key=value", help="settings, dotted: train.steps=20")
 
 
@@ -304,11 +313,15 @@ def _add_export(parser: argparse.ArgumentParser) -> None:
     add("--format", choices=("hf", "peft"), default="hf", help=formats)
     add("--merge", action="store_true", help="add the adapters of model.lora to the weights")
     add("--out", metavar="DIR", required=True, help="the folder that is written, a new one")
-    add("--dtype", choices=("float32", "bfloat16"), help="of the weights (as imported, or float32)")
+    add(
+        "--dtype",
+        choices=("float32", "bfloat16"),
+        help="type of the weights (as imported, or float32)",
+    )
     add("--ema", action="store_true", help="write the average of the weights (optimizer.ema_decay)")
-    add("--step", type=int, metavar="N", help="of the checkpoint (the newest)")
-    add("--max-shard-size", default="5GB", metavar="SIZE", help="of a file's tensors (5GB)")
-    families = "gpt2, llama, .. (as imported, or the first that has such models)"
+    add("--step", type=int, metavar="N", help="step of the checkpoint (the newest)")
+    add("--max-shard-size", default="5GB", metavar="SIZE", help="largest size of a file (5GB)")
+    families = "family of the config.json (as imported, or the first that has such models)"
     add("--family", choices=tuple(FAMILIES), metavar="NAME", help=families)
 
 
@@ -319,7 +332,7 @@ def _add_compare(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_top(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run_dir", help="a run folder, of a run that goes on or has ended")
+    parser.add_argument("run_dir", help="folder of a run that trains or has ended")
     parser.add_argument("--once", action="store_true", help="print it once, and end")
 
 
@@ -328,7 +341,7 @@ def _add_nics(parser: argparse.ArgumentParser) -> None:
     add(
         "--fabric",
         choices=tuple(NETWORKS),
-        help="fabric of this host's cluster (any)",
+        help="fabric of the variables to print (all of this host)",
     )
     add("--json", action="store_true", help="print JSON, for programs")
 
@@ -340,7 +353,7 @@ def _add_doctor(parser: argparse.ArgumentParser) -> None:
 
 def _add_probe(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("topology", nargs="?", help="a topology file; inside a lab, it is the lab's")
+    add("topology", nargs="?", help="a topology file; left out inside a lab")
     add("--output", metavar="YAML", help="the file that is written (the topology file itself)")
     add("--no-collectives", action="store_true", help="measure TCP only, without JAX")
     _add_agents(parser)
@@ -356,11 +369,13 @@ def _add_profile(parser: argparse.ArgumentParser) -> None:
 def _add_worker(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("run_dir", help="the folder of the job's run")
-    add("--generates", action="store_true", help="generate text, which the launcher sends")
+    add(
+        "--generates", action="store_true", help="generate text for prompts that the launcher sends"
+    )
 
 
 def _add_nothing(parser: argparse.ArgumentParser) -> None:
-    """Adds no arguments: an agent is told by its environment what it needs."""
+    """Adds no arguments: an agent reads its environment."""
 
 
 def _add_run(parser: argparse.ArgumentParser) -> None:
@@ -376,7 +391,7 @@ def _add_agents(parser: argparse.ArgumentParser) -> None:
     agents = [name for name, kind in LAUNCHERS.items() if not kind.needs_job]
     add = parser.add_argument
     add("--launcher", choices=agents, help="how nodes are reached (local)")
-    add("--listen", metavar="HOST:PORT", help="where the nodes find this machine")
+    add("--listen", metavar="HOST:PORT", help="address of this machine for the nodes")
     add("--hosts", metavar="YAML", help="ssh: how each node is reached")
 
 
@@ -394,15 +409,15 @@ VERBS = {
     "generate": Verb("continue texts with a run's newest checkpoint", _add_generate),
     "tokenizer": Verb("train a byte-level BPE tokenizer on a corpus", _add_tokenizer),
     "tokenize": Verb("turn text into files of tokens, which runs read", _add_tokenize),
-    "data": Verb("show what a run would read, and some of it", _add_data),
+    "data": Verb("show what data a run would read", _add_data),
     "import": Verb("begin a run with the weights of a Hugging Face folder", _add_import),
     "export": Verb("write a run's model as a Hugging Face folder", _add_export),
-    "top": Verb("show a run that goes on: its loss, stages, links and time left", _add_top),
+    "top": Verb("show a run as it trains: its loss, stages, links and time left", _add_top),
     "compare": Verb("show runs side by side: losses, costs and settings", _add_compare),
     "nics": Verb("print this host's NICs, and what NCCL is told of them", _add_nics),
-    "doctor": Verb("look at everything that a start needs, on all nodes", _add_doctor),
+    "doctor": Verb("check everything that a start needs, on all nodes", _add_doctor),
     "probe": Verb("measure the networks of a topology, and write them into its file", _add_probe),
-    "profile": Verb("measure a device, for the planner to know what it reaches", _add_profile),
+    "profile": Verb("measure a device, so that the planner knows its speed", _add_profile),
     "agent": Verb("answer what doctor and probe ask of a node (they start it)", _add_nothing),
     "worker": Verb("be one process of a job (for launchers)", _add_worker),
 }

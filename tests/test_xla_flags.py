@@ -81,7 +81,7 @@ def test_only_processes_with_gpus_get_flags(job):
     asked = f"--{xla_flags.DETERMINISTIC}=true"
     assert fixed.environment(own)["XLA_FLAGS"] == f"{GPU_FLAGS} {asked} --xla_a=1"
     for undone in (f"--{xla_flags.DETERMINISTIC}=false", "file"):
-        with pytest.raises(ConfigError, match="takes the flag back"):
+        with pytest.raises(ConfigError, match="turns off the flag"):
             fixed.environment({"XLA_FLAGS": undone})
     assert job.process_environment(own) == job.environment(own)
     assert rehearsal.process_environment(own) == {"XLA_FLAGS": "--xla_a=1", **ALLOCATOR}

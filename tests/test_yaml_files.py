@@ -115,7 +115,7 @@ BAD_FILES = [
     ("a: 1\n---\nb: 2\n", ":2", "must hold one document", "remove the line `---`"),
     ("{[1]: 2}\n", ":1", "a key must be a word", "write `key: value`"),
     ("a: " + "[" * 50_000, ":1: a", "is nested too deep", "start from"),
-    ("a: " + "x" * 2**20, "", "must be at most 1,048,576 bytes", "is this a YAML file?"),
+    ("a: " + "x" * 2**20, "", "must be at most 1,048,576 bytes", "check the path"),
     (b"\xff\xfe\x00\x01", "", "must be text", "save it as UTF-8"),
     (b"a: \x00\x01", "", "cannot be read as YAML", "indent with spaces"),
 ]

@@ -167,7 +167,7 @@ def _set_aside(path: Path) -> Path:
     try:
         path.rename(target)
     except OSError as error:
-        problem = "is damaged, and cannot be renamed so that it counts no more"
+        problem = "is damaged, and cannot be renamed to set it aside"
         fix = "make the run folder writable"
         raise CheckpointError(str(path), problem, found=error.strerror, fix=fix) from None
     return target

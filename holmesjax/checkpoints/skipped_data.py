@@ -39,7 +39,7 @@ def read(run_dir: Path) -> tuple[Skipped, ...]:
     except FileNotFoundError:
         return ()
     except (OSError, ValueError, TypeError) as error:
-        problem = "cannot be read, and the order of the data follows it"
+        problem = "cannot be read, and the order of the data depends on it"
         fix = f"copy it back from elsewhere, or remove {path} to leave nothing out from here on"
         raise CheckpointError(str(path), problem, found=error, fix=fix) from None
 

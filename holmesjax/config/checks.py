@@ -19,7 +19,9 @@ from holmesjax.errors import ConfigError
 def _cache_is_a_place(run: RunConfig) -> Iterator[ConfigError]:
     folder = run.compilation_cache
     if folder not in (None, AUTO) and not str(folder).startswith(("/", "~/")):
-        problem = "must be auto, null, or a path from / or ~ on: processes start in other folders"
+        problem = (
+            "must be auto, null, or a whole path from / or ~/: processes start in other folders"
+        )
         fix = "write the whole path, or null to keep nothing"
         yield wrong("run.compilation_cache", problem, folder, fix)
 

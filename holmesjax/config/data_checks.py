@@ -87,7 +87,7 @@ def packs(data: DataConfig) -> bool:
 
 def packed_documents_are_apart(data: DataConfig) -> Iterator[ConfigError]:
     if packs(data) and data.documents != "mask":
-        problem = "must be mask where documents are packed: those of a row have nothing in common"
+        problem = "must be mask where documents are packed: the documents of a row are unrelated"
         fix = "use mask" + ("" if data.packing is None else ", or no data.packing")
         yield wrong("data.documents", problem, data.documents, fix)
     if data.packing is not None and data.source == "arrays":
@@ -97,7 +97,7 @@ def packed_documents_are_apart(data: DataConfig) -> Iterator[ConfigError]:
 
 def own_models_read_no_documents(model: ModelConfig, data: DataConfig) -> Iterator[ConfigError]:
     if model.module is not None and data.documents == "mask":
-        problem = "must be concatenate with model.module: only our own attention knows documents"
+        problem = "must be concatenate with model.module: built-in attention alone knows documents"
         yield wrong("data.documents", problem, data.documents, "use concatenate")
 
 

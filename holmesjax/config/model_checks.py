@@ -158,7 +158,7 @@ def fp8_is_for_whole_training(model: ModelConfig) -> Iterator[ConfigError]:
             problem = f"cannot be set beside model.{name}: frozen weights have no products in fp8"
             yield wrong("model.fp8", problem, "both", "leave one of the two out")
     if model.fp8.scaling == "current" and model.fp8.history != Fp8Config().history:
-        problem = "is only for scaling delayed: current scales look at no step before"
+        problem = "is only for scaling delayed: a current scale reads no earlier step"
         fix = "remove it, or set model.fp8.scaling to delayed"
         yield wrong("model.fp8.history", problem, model.fp8.history, fix)
 
@@ -177,7 +177,9 @@ def own_models_share_few_settings(model: ModelConfig) -> Iterator[ConfigError]:
     defaults = {field.name: field.default for field in dataclasses.fields(ModelConfig)}
     for name in OF_TRANSFORMERS if model.module is not None else ():
         if (value := getattr(model, name)) != defaults[name]:
-            problem = f"is for our own layers, not for those of model.module = {model.module}"
+            problem = (
+                f"is for the built-in layers, not for the layers of model.module = {model.module}"
+            )
             is_section = isinstance(value, schema.Known) or dataclasses.is_dataclass(value)
             found = "a section" if is_section else value
             yield wrong(f"model.{name}", problem, found, "leave it out")

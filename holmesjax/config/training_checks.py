@@ -123,6 +123,6 @@ def attention_is_deterministic_too(
     train: TrainConfig, kernels: KernelsConfig
 ) -> Iterator[ConfigError]:
     if train.deterministic and not kernels.deterministic_attention:
-        problem = "must be true for train.deterministic: faster gradients differ"
+        problem = "must be true for train.deterministic: without it two runs differ"
         fix = "set it to true, or train.deterministic to false"
         yield wrong("kernels.deterministic_attention", problem, False, fix)

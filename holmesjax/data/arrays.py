@@ -60,7 +60,9 @@ def read(config: DataConfig, length: int) -> Splits:
 
 
 def tokenizer(config: DataConfig) -> Tokenizer:
-    raise _wrong("is of arrays, which no tokenizer made", config.corpus, "sample a text model")
+    raise _wrong(
+        "is of arrays, which no tokenizer made", config.corpus, "use a run whose data are text"
+    )
 
 
 def _named(name: str) -> Any:

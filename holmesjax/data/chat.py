@@ -152,7 +152,9 @@ def _write(config: DataConfig, paths: Sequence[Path], length: int, folder: Path)
     if not starts:
         fix = f"use a model.context_length above {length:,}"
         found = f"{dropped:,} dialogues"
-        raise DataError(WHERE, f"has none of at most {length:,} tokens", found=found, fix=fix)
+        raise DataError(
+            WHERE, f"has no dialogue of at most {length:,} tokens", found=found, fix=fix
+        )
     (folder / "starts").write_bytes(np.array(starts, DTYPES["starts"]).tobytes())
     (folder / "dropped").write_bytes(np.array([dropped], DTYPES["dropped"]).tobytes())
 
@@ -205,7 +207,7 @@ def _encoder(config: DataConfig) -> Encode:
     found = tokenizer_files.find(path)
     if found.kind != "tokenizers":
         fix = "use a tokenizer.json of Hugging Face, or bytes for prompts and answers"
-        problem = "does not say where in a text its tokens are, which answers need"
+        problem = "does not tell which characters each token stands for, and dialogues need it"
         raise DataError("data.tokenizer", problem, found=f"{found.kind}: {path}", fix=fix)
     if (template := ChatTemplate.find(path)) is None:
         return _plain_encoder(path)

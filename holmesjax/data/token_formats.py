@@ -44,7 +44,7 @@ def find(config: DataConfig) -> list[TokenFile]:
             found = [path / name for name in names if name.endswith(ENDINGS)]
             if not found:
                 shown = ", ".join(names[:8]) or "nothing"
-                fix = "make them by launch tokenize, or name another folder"
+                fix = "make them with python -m launch tokenize, or name another folder"
                 raise DataError("data.corpus", f"{path} has no .bin", found=shown, fix=fix)
             return stores.each(lambda each: _open(each, config.dtype), found, path)
         if not path.exists():
@@ -67,7 +67,7 @@ def _refuse_unfinished(folder: Path) -> None:
     for name in names:
         if not (folder / f"{name}.json").exists():
             there = sum((folder / f"{each}.json").exists() for each in names)
-            fix = "give launch tokenize the same words again: it goes on where it stopped"
+            fix = "run the same python -m launch tokenize again: it goes on where it stopped"
             problem = f"{folder} is not whole: {name} is missing"
             raise DataError(
                 "data.corpus", problem, found=f"{there} of {len(names)} shards", fix=fix
@@ -94,7 +94,9 @@ def _open(path: Path, dtype: str | None) -> TokenFile:
         "bring the file that was written with it; make others by launch tokenize; say "
         "data.dtype=uint16 if it has nothing but numbers"
     )
-    raise DataError(str(path), "has nothing beside it that says what it is", found=found, fix=fix)
+    raise DataError(
+        str(path), "has no file beside it that says what its tokens are", found=found, fix=fix
+    )
 
 
 def _open_plain(path: Path, dtype: np.dtype, at: int = 0, count: int | None = None) -> TokenFile:

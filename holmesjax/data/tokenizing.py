@@ -176,8 +176,8 @@ def _run(shards: Sequence[Shard], workers: int, say: Callable[[Tokenized], None]
                 say(done)
         except BrokenProcessPool:
             found = f"{done.shards} of {done.of} shards are finished"
-            fix = "give the same command again; with less memory for each process, fewer --workers"
-            problem = "a process was ended from outside"
+            fix = "run the same command again, with fewer --workers if memory was short"
+            problem = "a process was killed"
             raise DataError("tokenize", problem, found=found, fix=fix) from None
         except BaseException:
             pool.shutdown(cancel_futures=True)

@@ -185,7 +185,9 @@ def _refuse_other(file: TokenFile, data: DataConfig, identity: str) -> None:
     if file.documents is None and data.documents == "mask":
         said = f"documents: null in {file.about}" if file.about else f"no marks in {file.path}"
         found, fix = said, "use data.documents=concatenate"
-        raise DataError("data.documents", "needs documents that are known", found=found, fix=fix)
+        raise DataError(
+            "data.documents", "needs files that say where documents begin", found=found, fix=fix
+        )
 
 
 def verify(config: DataConfig) -> int:

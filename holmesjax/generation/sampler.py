@@ -315,6 +315,6 @@ def _planned(run_dir: str | Path) -> list[ModelPart]:
 def refuse_own(model: ModelConfig) -> None:
     """Raises ConfigError for layers that may keep what a cache of keys does not hold."""
     if model.module is not None:
-        problem = "cannot be sampled: only our own layers have a cache of keys"
+        problem = "cannot be sampled: only the built-in layers have a cache of keys"
         fix = "compute its outputs from Python, with checkpoint.restore_params"
         raise ConfigError("model.module", problem, found=model.module, fix=fix)

@@ -58,7 +58,8 @@ class ProcessEnvironment:
                 restart=int(env.get("HOLMES_RESTART", "0")),
             )
         except (ValueError, AttributeError, IndexError) as error:
-            where, fix = "the environment", "see docs/launching.md"
+            where = "the environment"
+            fix = "use a launcher, or set the variables HOLMES_* as docs/launching.md says"
             raise HolmesError(where, "makes no sense", found=error, fix=fix) from None
 
 

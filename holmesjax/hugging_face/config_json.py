@@ -227,8 +227,8 @@ class ConfigJson:
             ids = {key: x for key, x in values.items() if key.endswith("_token_id")}
             family, values = "gemma3_text", {**ids, **text}
         if not isinstance(family, str) or family not in FAMILIES:
-            problem = "is of a family that we do not compute"
-            fix = f"use a model of the families {', '.join(FAMILIES)}"
+            problem = "is of a family that is not supported"
+            fix = f"use a model of one of the families {', '.join(FAMILIES)}"
             found = json_file.shown(family)
             raise ConfigError(f"{path}: model_type", problem, found=found, fix=fix)
         return cls(where=str(path), family=family, values=values)
@@ -256,7 +256,7 @@ class ConfigJson:
         rules = self.rules
         for key, values in {**ANY, **rules.computes}.items():
             if (found := self.values.get(key, values[0])) not in values:
-                problem = f"asks a {self.family} for what we do not compute"
+                problem = f"has a value that is not supported for a {self.family}"
                 fix = f"use a model in which it is {json_file.shown(values[0])}"
                 raise self.refusal(key, problem, found, fix)
         settings: dict[str, Any] = dict(rules.settings)
@@ -264,7 +264,12 @@ class ConfigJson:
             settings[name] = self._setting(name, key)
         if settings["num_layers"] > MAX_LAYERS:
             problem, found = f"must be at most {MAX_LAYERS}", settings["num_layers"]
-            raise self.refusal(rules.keys["num_layers"], problem, found, "is this a model?")
+            raise self.refusal(
+                rules.keys["num_layers"],
+                problem,
+                found,
+                "check that it is the config.json of a model",
+            )
         if "query_pre_attn_scalar" in rules.defaults:
             key = "query_pre_attn_scalar"
             settings["attention_scale"] = self.number(key, self.get(key)) ** -0.5
@@ -281,7 +286,7 @@ class ConfigJson:
         if name == "activation":
             known = UNGATED if self.family == "gpt2" else GATED
             if not isinstance(value, str) or value not in known:
-                problem = f"names a function that we do not compute for a {self.family}"
+                problem = f"names a function that is not supported for a {self.family}"
                 raise self.refusal(key, problem, value, f"use {' or '.join(known)}")
             return known[value]
         if name == "tied_embeddings":
@@ -310,7 +315,7 @@ class ConfigJson:
             self.get("use_sliding_window") is not False or not any(found)
         )
         if found != expected and not may_differ:
-            problem = f"says otherwise than the other keys of a {self.family}"
+            problem = f"contradicts the other keys of a {self.family}"
             raise self.refusal("layer_types", problem, types, "remove it")
         return found
 
@@ -347,7 +352,7 @@ class ConfigJson:
             if FULL in both or SLIDING in both:
                 window, both = self._inner(both, SLIDING), self._inner(both, FULL)
             if (kind := _type_of(window)) != "default":
-                problem = "scales the positions of window layers, which we do not"
+                problem = "scales the positions of window layers, which is not supported"
                 raise self.refusal(f"rope_parameters.{SLIDING}", problem, kind, "use default")
             base = window.get("rope_theta", self.get("rope_local_base_freq"))
             if has_windows:
@@ -358,7 +363,7 @@ class ConfigJson:
         share = full.get("partial_rotary_factor", self.get("partial_rotary_factor"))
         if share not in (None, 1):
             if self.family != "phi3":
-                problem = f"asks a {self.family} for what we do not compute"
+                problem = f"has a value that is not supported for a {self.family}"
                 raise self.refusal(f"{key}.partial_rotary_factor", problem, share, "use 1.0")
             found["rotary_fraction"] = self.number("partial_rotary_factor", share)
         kind = _type_of(full)
@@ -381,7 +386,7 @@ class ConfigJson:
         """The section `rotary_scaling`; its own check says what is missing in it."""
         rule = SCALINGS.get(kind) if isinstance(kind, str) else None
         if rule is None or rule.refused:
-            problem = rule.refused if rule else "names a scaling that we do not compute"
+            problem = rule.refused if rule else "names a scaling that is not supported"
             known = [name for name, other in SCALINGS.items() if not other.refused]
             fix = f"use one of {', '.join(known)}"
             if kind == "su":

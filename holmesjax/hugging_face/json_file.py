@@ -17,7 +17,9 @@ def read(path: Path, max_bytes: int = MAX_BYTES) -> dict[str, Any]:
     size = size_of(path)
     if size > max_bytes:
         problem, found = f"must be at most {max_bytes:,} bytes", f"{size:,} bytes"
-        raise CheckpointError(str(path), problem, found=found, fix="is this the right file?")
+        raise CheckpointError(
+            str(path), problem, found=found, fix="check the path: the file is too large to be right"
+        )
     return parse(path.read_bytes(), str(path))
 
 

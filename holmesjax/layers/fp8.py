@@ -38,7 +38,7 @@ def in_fp8(kind: Kind, model: ModelConfig) -> Kind:
     if kind.place != "middle":
         return kind
     if kind.function != BLOCK:
-        problem = "must have blocks alone with model.fp8: other layers know no fp8"
+        problem = "must have only blocks with model.fp8: other layers have no products in fp8"
         fix = "use block or window_block, or leave model.fp8 out"
         raise ConfigError("model.pattern", problem, found=kind.name, fix=fix)
     times = {"delayed": 2, "current": 3}[model.fp8.scaling]

@@ -71,7 +71,7 @@ def _adapted(layer: str, kind: Kind, model: ModelConfig) -> Kind:
     if kind.place != "middle":
         return kind
     if kind.function != ADAPTED:
-        problem = "must have blocks alone with model.lora: other layers know no adapters"
+        problem = "must have only blocks with model.lora: other layers take no adapters"
         fix = "use block or window_block, or leave model.lora out"
         raise ConfigError("model.pattern", problem, found=kind.name, fix=fix)
     parameters = {own.name.partition("_")[0]: own for own in kind.parameters if own.decays}

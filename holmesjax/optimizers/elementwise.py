@@ -60,7 +60,7 @@ def _of_function(config: OptimizerConfig) -> optax.GradientTransformation:
     if others := [x.shape for x in jax.tree.leaves(state) if x.shape not in ((), SAMPLE.shape)]:
         raise ConfigError(
             "optimizer.function",
-            "is not elementwise: it keeps arrays that have not the shape of their parameter",
+            "is not elementwise: it keeps arrays of another shape than their parameter's",
             found=f"{name}: {', '.join(map(str, others))} for a parameter of {SAMPLE.shape}",
             fix="use a transformation that keeps arrays of the parameters' shapes, or numbers",
         )

@@ -255,15 +255,15 @@ def refuse_large_meshes(config: Config, topology: Topology) -> None:
     if not any(room.values()):
         raise PlanError(
             f"parallel.{max(sizes, key=lambda name: sizes[name])}",
-            f"a stage lies in one cluster, and {largest.name!r}, the largest, has {num_devices} "
-            f"devices: {names} must be at most that",
+            f"{names} must be at most {num_devices}: a stage lies in one cluster, and "
+            f"{largest.name!r}, the largest, has {num_devices} devices",
             found=arithmetic,
             fix="use smaller numbers, or leave them to the planner",
         )
     raise PlanError(
         "parallel.stages",
-        f"must be at most {sum(room.values())}: so many stages of {mesh.num_devices} devices have "
-        "room in the clusters",
+        f"must be at most {sum(room.values())}: the clusters have no room for more stages of "
+        f"{mesh.num_devices} devices",
         found=f"{num_stages} stages",
         fix=f"set parallel.stages to {sum(room.values())} or less, or use smaller {names}",
     )

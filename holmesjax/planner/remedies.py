@@ -61,7 +61,7 @@ def memory_refusal(problems: Sequence[Problem]) -> PlanError:
     if nearest is None:
         return PlanError(
             "parallel",
-            "no mesh, number of microbatches and schedule go together as they are set",
+            "no mesh, number of microbatches and schedule agree with all settings of parallel",
             found=f"train.global_batch {config.train.global_batch}, {topology.num_devices} devices",
             fix="leave more of parallel: to the planner",
         )

@@ -40,7 +40,10 @@ def find_unproven(
         return ops.UNCHECKED
     if config.kernels.attention == "pallas":
         if reason := kernel_check.miscompiles(kernel_check.find_assembler()):
-            problem, fix = "asks for kernels that come out wrong", f"install {kernel_check.SOUND}"
+            problem, fix = (
+                "asks for kernels that this machine would miscompile",
+                f"install {kernel_check.SOUND}",
+            )
             raise ConfigError("kernels.attention", problem, found=reason, fix=fix)
         return ops.UNCHECKED
     if config.kernels.attention != "auto" or not (gpus := find_host().gpus):

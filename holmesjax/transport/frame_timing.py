@@ -104,7 +104,7 @@ class Receiver:
         channel.join(LEAVE_S)
 
     def pulled(self, channel: Channel, frame: Frame) -> None:
-        raise ViolationError(f"a wish, where nothing is sent from: {frame}")
+        raise ViolationError(f"a PULL, where nothing is sent from: {frame}")
 
     def landing(self, channel: Channel, frame: Frame) -> Sequence[memoryview]:
         stop = frame.offset + frame.length

@@ -85,20 +85,20 @@ class Source:
         traffic = self._by_index.get(frame.crossing)
         shared = traffic.sends.get(frame.piece) if traffic else None
         if traffic is None or shared is None or shared.peer != peer:
-            raise ViolationError(f"a wish for what is not sent from here to there: {frame}")
+            raise ViolationError(f"a PULL for what is not sent from here to there: {frame}")
         size = shared.num_bytes
         if (frame.offset, frame.length) != (0, size):
-            raise ViolationError(f"a wish for another range than the {size} bytes: {frame}")
+            raise ViolationError(f"a PULL for another range than the {size} bytes: {frame}")
         key = Key(traffic.name, frame.step, frame.microbatch)
         offer = self._offers.get(key)
         if offer is None or not offer.is_ready:
             early = self._early.setdefault(key, {})
             if frame.piece in early or len(self._early) > MAX_WAITING:
-                raise ViolationError(f"a wish that is one too many: {frame}")
+                raise ViolationError(f"a PULL that is one too many: {frame}")
             early[frame.piece] = None
             return None
         if frame.piece not in offer.unasked:
-            raise ViolationError(f"a wish for what it has got: {frame}")
+            raise ViolationError(f"a PULL for what it has got: {frame}")
         offer.unasked.remove(frame.piece)
         return key
 

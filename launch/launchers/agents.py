@@ -103,7 +103,7 @@ class Agents:
             return NoAnswer(problem="answers as another version of HolmesJAX", found=str(error))
         except OSError as error:
             problem = f"was lost while it was asked to {question.kind}"
-            fix = "see that it is up, and its network"
+            fix = "see that it is up, and that its network works"
             raise PeerError(f"node {node}", problem, found=error, fix=fix) from None
         return cast(A | NoAnswer, answer)
 

@@ -108,7 +108,11 @@ SSH_REFUSALS = (
     ),
     (
         re.compile("Connection refused|timed out|No route to host|Network is unreachable"),
-        Refusal("it cannot be reached over SSH", "see that it is up, and its `port`", REQUEUE),
+        Refusal(
+            "it cannot be reached over SSH",
+            "see that it is up, and that `port` is right in the hosts file",
+            REQUEUE,
+        ),
     ),
     (
         re.compile("Bad configuration option|command-line: line"),

@@ -78,7 +78,7 @@ def _refuse_wrong(args: argparse.Namespace, prompts: list[str]) -> None:
         raise ConfigError("--stop", "must not be empty", found=repr(""), fix=fix)
     if args.messages is not None and args.prompt:
         fix = "write the prompt as the last message of the file"
-        problem = "has all that is said, so there is no prompt beside it"
+        problem = "has the whole dialogue, so --prompt cannot be set beside it"
         raise ConfigError("--messages", problem, found=args.messages, fix=fix)
     where = {
         "--as-planned": args.as_planned,

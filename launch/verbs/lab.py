@@ -141,7 +141,10 @@ def _make_lab(
     real = configs.load(args.real) if args.real else config
     cores = sorted(os.sched_getaffinity(0))
     if real is None and args.scale is None:
-        problem, fix = "a probe has no run to say it", "write --scale 0.01, say, or --real RUN.yaml"
+        problem, fix = (
+            "is needed: a probe has no run from which it follows",
+            "write --scale 0.01, say, or --real RUN.yaml",
+        )
         raise ConfigError("--scale", problem, found="nothing", fix=fix)
     dtype = real.train.compute_dtype if real else "float32"
     shares = scaled_topology.make_shares(topology, dtype, cores, _quota(args.cpu))

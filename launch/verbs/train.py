@@ -36,7 +36,7 @@ def run(
         launcher,
         max_restarts=args.max_restarts,
         starts_again=not is_passive,
-        # Of a scheduler that gives the processes theirs.
+        # A scheduler gives the processes their key.
         key_file=os.environ.get("HOLMES_KEY_FILE") if is_passive else None,
         watch=watch,
         allow=args.allow,

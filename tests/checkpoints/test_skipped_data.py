@@ -64,7 +64,7 @@ def test_a_run_does_not_go_back_to_one_step_for_ever(tmp_path):
 @pytest.mark.parametrize("content", ["[", "{}1", "[3]", '[{"step": 1}]'])
 def test_a_damaged_record_is_named(tmp_path, content):
     (tmp_path / RECORD).write_text(content)
-    with pytest.raises(CheckpointError, match="the order of the data follows it") as error:
+    with pytest.raises(CheckpointError, match="the order of the data depends on it") as error:
         skipped_data.read(tmp_path)
     assert error.value.where == str(tmp_path / RECORD)
 

@@ -276,7 +276,7 @@ train.profile_steps[0]: must be a whole number
   fix: write a number such as 8
 
 model.module=m:f model.fp8={}
-model.fp8: is for our own layers, not for those of model.module = m:f
+model.fp8: is for the built-in layers, not for the layers of model.module = m:f
   found: a section
   fix: leave it out
 
@@ -286,7 +286,7 @@ model.fp8: cannot be set beside model.lora: frozen weights have no products in f
   fix: leave one of the two out
 
 model.fp8.scaling=current model.fp8.history=4
-model.fp8.history: is only for scaling delayed: current scales look at no step before
+model.fp8.history: is only for scaling delayed: a current scale reads no earlier step
   found: 4
   fix: remove it, or set model.fp8.scaling to delayed
 
@@ -438,7 +438,7 @@ optimizer.decay_steps: is missing: schedule wsd needs it
   fix: add the number of steps at the end in which the learning rate falls
 
 train.deterministic=true
-kernels.deterministic_attention: must be true for train.deterministic: faster gradients differ
+kernels.deterministic_attention: must be true for train.deterministic: without it two runs differ
   found: False
   fix: set it to true, or train.deterministic to false
 

@@ -169,5 +169,7 @@ def test_what_cannot_be_read_is_told_before_a_run(tmp_path, folder):
     lines = dataclasses.replace(settings(corpus, folder), corpus=str(folder / "tokenizer.json"))
     with pytest.raises(DataError, match="has no dialogues"):
         chat.read(lines, LENGTH)
-    with pytest.raises(DataError, match="has none of at most 8 tokens\n  found: 3 dialogues"):
+    with pytest.raises(
+        DataError, match="has no dialogue of at most 8 tokens\n  found: 3 dialogues"
+    ):
         chat.read(settings(corpus, folder), 8)

@@ -195,7 +195,7 @@ OWN = {
     "empty": (resize(".bin", -18), r"a.bin: must have 18 bytes.*\n  found: ends at byte 0"),
     "no tokens": (say(tokens=0), r"a.starts: must have places from 0 that increase below 0"),
     "no .bin": (remove(".bin"), r"data.corpus: .*has no .bin\n  found: a.json, a.starts"),
-    "no .json": (remove(".json"), r"a.bin: has nothing beside it.*\n  found: neither a.json"),
+    "no .json": (remove(".json"), r"a.bin: has no file beside it.*\n  found: neither a.json"),
     "no .starts": (remove(".starts"), r"data.corpus: cannot be read\n  found: .*a.starts: No such"),
     "short .starts": (resize(".starts", -8), r"a.starts: must have 24 bytes.*\n.*ends at byte 16"),
     "first start": (overwrite(".starts", 0, I8(1)), r"places from 0.*\n  found: 1 at byte 0"),
@@ -235,7 +235,7 @@ LLM_C = {
     "too long": (resize(".bin", 2), r"a.bin: must have 1,042 bytes.*\n  found: 1,044 bytes"),
     "no header": (resize(".bin", -99), r"a.bin: must have 1,024 bytes before its tokens\n.*943"),
     "negative": (overwrite(".bin", 11, b"\xff"), r"a.bin: must have a number.* at byte 8\n.*-"),
-    "version": (overwrite(".bin", 4, b"\2"), r"a.bin: has nothing beside it.*\n.*\n.*data.dtype"),
+    "version": (overwrite(".bin", 4, b"\2"), r"a.bin: has no file beside it.*\n.*\n.*data.dtype"),
 }
 NUMPY_FILE = {
     "truncated": (resize(".npy", -1), r"a.npy: must have 164 bytes.*\n  found: ends at byte 163"),
@@ -250,7 +250,7 @@ NUMPY_FILE = {
         lambda path: np.save(path, np.ones((3, 2), int)),
         r"a.npy: must have one dim of integers\n.*int64 \[3, 2\]",
     ),
-    "no magic": (overwrite(".npy", 0, b"X"), r"a.npy: has nothing beside it.*\n.*\n.*data.dtype"),
+    "no magic": (overwrite(".npy", 0, b"X"), r"a.npy: has no file beside it.*\n.*\n.*data.dtype"),
 }
 
 

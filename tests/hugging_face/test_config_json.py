@@ -155,7 +155,7 @@ def test_what_cannot_be_computed_is_refused_with_its_key_and_value(
 def test_another_family_is_refused(tmp_path):
     for text in ('{"model_type": "mixtral"}', "{}", '{"model_type": ["llama"]}'):
         (tmp_path / "config.json").write_text(text)
-        with pytest.raises(ConfigError, match="of a family that we do not compute"):
+        with pytest.raises(ConfigError, match="of a family that is not supported"):
             ConfigJson.load(tmp_path)
     (tmp_path / "config.json").write_text("[]")
     with pytest.raises(HolmesError, match="must be an object"):

@@ -148,7 +148,9 @@ def test_all_products_of_a_block_are_of_fp8_operands_and_no_others():
 
 def test_a_layer_that_knows_no_fp8_is_refused():
     own = "tests.layers.test_toy_kind:toy"
-    with pytest.raises(ConfigError, match=r"model.fp8: other layers know no fp8\n  found: toy"):
+    with pytest.raises(
+        ConfigError, match=r"model.fp8: other layers have no products in fp8\n  found: toy"
+    ):
         layers(dataclasses.replace(MODEL, pattern=("block", own)))
 
 

@@ -313,7 +313,9 @@ def test_a_function_that_is_defined_again_is_traced_again(tmp_path):
 
 
 def test_settings_of_our_own_layers_are_refused():
-    with pytest.raises(Mistakes, match=r"model.window: is for our own layers, not for .*:made"):
+    with pytest.raises(
+        Mistakes, match=r"model.window: is for the built-in layers, not for .*:made"
+    ):
         make_model(module="my:made", window=8)
 
 

@@ -601,7 +601,7 @@ def test_a_mesh_that_no_cluster_has_crosses_clusters_and_the_plan_says_so():
     for words in (
         "stage 0 crosses clusters ib and roce",
         "collectives stay within one fabric",
-        "parallel.data: a stage lies in one cluster",
+        "must be at most 2: a stage lies in one cluster",
     ):
         assert words in plan.exception
     assert f"  exception {plan.exception}" in describe(plan)

@@ -79,7 +79,7 @@ def test_small_batches_are_those_of_one_device(plan):
 @pytest.mark.parametrize(
     "settings, problem",
     [
-        (["parallel.microbatches=4"], "must be a multiple of the plan's microbatches, of 2"),
+        (["parallel.microbatches=4"], "must be a multiple of 2, the sequences of a microbatch"),
         (
             ["train.rampup=[{steps: 1, global_batch: 2}]", "parallel.schedule=interleaved_1f1b"],
             "gives 1 microbatches, of which interleaved_1f1b on 2 stages",

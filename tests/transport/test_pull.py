@@ -145,13 +145,13 @@ def pull(**changes):
 @pytest.mark.parametrize(
     "frame, problem",
     [
-        (pull(crossing=3), "a wish for what is not sent from here"),
-        (pull(piece=1, length=5), "a wish for what is not sent from here"),  # process 1 sends it
-        (pull(piece=9), "a wish for what is not sent from here"),
-        (pull(length=0), "a wish for another range than the 3145728 bytes"),
-        (pull(length=3 * MIB + 1), "a wish for another range"),
-        (pull(offset=1), "a wish for another range"),
-        (pull(offset=2**64 - 1), "a wish for another range"),
+        (pull(crossing=3), "a PULL for what is not sent from here"),
+        (pull(piece=1, length=5), "a PULL for what is not sent from here"),  # process 1 sends it
+        (pull(piece=9), "a PULL for what is not sent from here"),
+        (pull(length=0), "a PULL for another range than the 3145728 bytes"),
+        (pull(length=3 * MIB + 1), "a PULL for another range"),
+        (pull(offset=1), "a PULL for another range"),
+        (pull(offset=2**64 - 1), "a PULL for another range"),
     ],
 )
 @pytest.mark.parametrize("is_offered", [True, False])
@@ -173,12 +173,12 @@ def test_a_repeated_wish_is_refused(is_ready):
     if is_ready:
         source.ready(key)
     assert source.pulled(2, pull()) == (key if is_ready else None)
-    expected = "a wish for what it has got" if is_ready else "a wish that is one too many"
+    expected = "a PULL for what it has got" if is_ready else "a PULL that is one too many"
     with pytest.raises(ViolationError, match=expected):
         source.pulled(2, pull())
     if not is_ready:
         assert source.ready(key) == [0]  # once, however often it was asked for
-        with pytest.raises(ViolationError, match="a wish for what it has got"):
+        with pytest.raises(ViolationError, match="a PULL for what it has got"):
             source.pulled(2, pull())
 
 
