@@ -8,8 +8,8 @@ from pydantic import ConfigDict, Field
 STRICT = ConfigDict(extra="forbid", defer_build=True)
 
 # Strict: a text is no number, and true is not 1. A list may stand for a tuple.
-# Sizes have an end far beyond any model or machine, so that a slip is told as one, and what is
-# computed with them stays within 64 bits.
+# Sizes have a limit far beyond any model or machine. So a slip is refused, and products of sizes
+# stay within 64 bits.
 Count = Annotated[int, Field(ge=1, le=2**31 - 1, strict=True)]
 Tokens = Annotated[int, Field(ge=1, le=2**46 - 1, strict=True)]
 Natural = Annotated[int, Field(ge=0, le=2**31 - 1, strict=True)]

@@ -28,40 +28,42 @@ class NamedCorpus:
 class MixedCorpus(NamedCorpus):
     """A corpus of a mixture."""
 
-    weight: NonNegative = 1.0  # share of the sequences, as a part of the sum of all weights
+    weight: NonNegative = 1.0  # share of the sequences, relative to the sum of all weights
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, config=STRICT)
 class MixtureChange:
-    """Other weights of a mixture, from a place of the run on."""
+    """New weights of a mixture, from a point of the run on."""
 
     tokens: Tokens  # tokens that the run consumes before the change
-    weights: dict[str, NonNegative]  # weights by name; a corpus that is not named is not read
+    weights: dict[str, NonNegative]  # weights by the names of corpora; other corpora are not read
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, config=STRICT)
 class DataConfig:
     """The data and how documents become sequences."""
 
-    # The folder, file or function that the source reads; python-stdlib: Python's standard library.
+    # The folder, file or function that the source reads. python-stdlib: Python's standard library.
     corpus: Text = MIXTURE
     mixture: tuple[MixedCorpus, ...] | None = None  # several corpora in place of one
-    mixture_changes: tuple[MixtureChange, ...] | None = None  # changes of their weights, in order
+    mixture_changes: tuple[MixtureChange, ...] | None = None  # changes of the weights, in order
     validation: tuple[NamedCorpus, ...] | None = None  # sets to validate on, besides held-out data
-    source: Annotated[str, schema.OneOf(SOURCES)] = "text"  # what reads the corpus
-    # Files of the folder that are read, as a glob. None: every text file that is not hidden.
+    source: Annotated[str, schema.OneOf(SOURCES)] = "text"  # format of the corpus
+    # A glob for the files of the folder. None: every text file that is not hidden.
     pattern: Text | None = None
     # The word bytes, or a folder or file of a Hugging Face, tiktoken or sentencepiece tokenizer.
     tokenizer: Text = BYTES
-    # Share of the data that is held out. Files of text are chosen by a hash of their path.
+    # Share of the data that is held out for validation. Text files are chosen by a hash of their
+    # path.
     validation_fraction: Fraction = 0.05
-    # Whether attention reaches over the ends of documents; with mask it stays inside of each.
+    # Whether attention crosses from document to document (concatenate), or stays inside of each
+    # (mask).
     documents: Literal["concatenate", "mask"] = "concatenate"
-    # How documents are put into sequences. None: sequences are windows of all tokens.
+    # How documents are packed into sequences. None: sequences are windows of all tokens.
     packing: Literal["best_fit"] | None = None
-    # Format of the tokens in files that do not state it, as nanoGPT and OLMo write them.
+    # Type of the tokens in files that do not state it, such as those of nanoGPT and OLMo.
     dtype: Literal["uint16", "uint32", "int32", "int64"] | None = None
-    # For a cluster: beginnings of the paths above, and what they are there.
+    # For each cluster: beginnings of the paths above, and their replacements on its machines.
     paths: dict[str, dict[str, Text]] | None = None
 
     def __post_init__(self) -> None:

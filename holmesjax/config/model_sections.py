@@ -36,8 +36,8 @@ FactorOfEachPair = Annotated[tuple[Positive, ...], Field(min_length=1)]
 TABLE = "embed/token_VD"  # the token table, which a tied head borrows
 ALL_LINEAR = "all-linear"
 WEIGHTS = ("query", "key", "value", "out", "gate", "up", "down")  # of a block's products
-# The weights of each target of LoRA: our names, and those of modules of Hugging Face's models. What
-# stands together shares an A: it is one map there.
+# The weights of each target of LoRA, by our names and by the names of modules in Hugging Face's
+# models. Weights in one tuple share an A, since they are one map there.
 LORA_TARGETS: dict[str, tuple[tuple[str, ...], ...]] = {
     **{name: ((name,),) for name in WEIGHTS},
     **{f"{module}_proj": ((name,),) for module, name in zip("qkvo", WEIGHTS, strict=False)},
@@ -54,13 +54,13 @@ LoraTargets = Annotated[tuple[Annotated[str, schema.OneOf(LORA_TARGETS)], ...], 
 
 @dataclass(frozen=True, kw_only=True, slots=True, config=STRICT)
 class RotaryScalingConfig:
-    """Rotary frequencies for sequences longer than those of a model's first training.
+    """Rotary frequencies for sequences that are longer than in a model's first training.
 
     `holmesjax.rotary` has the formula of each type, and the settings that it needs.
     """
 
-    type: Annotated[str, schema.OneOf(SCALINGS)]  # the formula
-    factor: Positive | None = None  # how many times as long sequences are
+    type: Annotated[str, schema.OneOf(SCALINGS)]  # name of the formula
+    factor: Positive | None = None  # length of sequences, over that of the first training
     # Tokens in a sequence of the first training.
     original_max_position_embeddings: Length | None = None
     # For llama3: a pair that turns less often in such a sequence is scaled.
@@ -72,27 +72,27 @@ class RotaryScalingConfig:
     # For yarn: a pair that turns less often in such a sequence is scaled. None: 1.
     beta_slow: Positive | None = None
     truncate: Flag | None = None  # for yarn: whether its ramp is between whole pairs. None: true
-    # For yarn: the numerator of the attention factor, where mscale_all_dim is given too.
+    # For yarn: the numerator of the attention factor, if mscale_all_dim is set too.
     mscale: Positive | None = None
     mscale_all_dim: Positive | None = None  # for yarn: the denominator of the attention factor
-    # For longrope: a factor for each pair, in sequences of that length.
+    # For longrope: a factor for each pair, in sequences up to original_max_position_embeddings.
     short_factor: FactorOfEachPair | None = None
     long_factor: FactorOfEachPair | None = None  # for longrope: the same in longer sequences
-    attention_factor: Positive | None = None  # factor of cosines and sines. None: that of the type
+    attention_factor: Positive | None = None  # factor of cosines and sines. None: by the type
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, config=STRICT)
 class LoraPattern:
-    """Another rank or alpha of some adapters. The first pattern that gives one counts."""
+    """Another rank or alpha of some adapters. The first pattern that sets one counts."""
 
-    # A shell pattern of whole names: of targets, as q_proj or [qk]_proj, or of a layer and a
-    # target, as block_003/q_proj.
+    # A shell pattern for whole names of targets, such as [qk]_proj, or of a layer and a target,
+    # such as block_003/q_proj.
     maps: Text
     rank: Count | None = None  # rank of these adapters. None: as without the pattern
     alpha: Positive | None = None  # alpha of these adapters. None: as without the pattern
 
     def matches(self, layer: str, group: tuple[str, ...]) -> bool:
-        """Whether it is for the adapter of weights with one A in a layer."""
+        """Whether the pattern matches the adapter of weights that share an A in a layer."""
         targets = [name for name, groups in LORA_TARGETS.items() if group in groups]
         names = [name for name in targets if name != ALL_LINEAR]
         names += [f"{layer}/{name}" for name in names]
@@ -107,31 +107,31 @@ class LoraConfig:
     """
 
     rank: Count = 8  # rows of A, and columns of B
-    alpha: Positive = 16.0  # the product of an adapter counts s = alpha / rank times
+    alpha: Positive = 16.0  # the product of an adapter is scaled by s = alpha / rank
     use_rslora: Flag = False  # whether s = alpha / sqrt(rank). Kalajdzievski, arXiv:2312.03732
     targets: LoraTargets = ("query", "value")  # weights of a block that have an adapter
     patterns: tuple[LoraPattern, ...] | None = None  # adapters with another rank or alpha
-    # The share of an adapter's input numbers that a step takes as zero. None: 0.
+    # The share of an adapter's inputs that a step sets to zero. None: 0.
     dropout: Fraction | None = None
-    # A folder of PEFT's format. It has the initial adapters, and the settings of this section that
-    # the run file leaves out.
+    # A folder in PEFT's format with the initial adapters. It also has the settings of this section
+    # that the run file leaves out.
     peft: Text | None = None
 
     def rank_and_alpha(self, layer: str, group: tuple[str, ...]) -> tuple[int, float]:
-        """The rank and the alpha of the adapter of weights with one A in a layer."""
+        """The rank and the alpha of the adapter of weights that share an A in a layer."""
         own = [pattern for pattern in self.patterns or () if pattern.matches(layer, group)]
         rank = next((pattern.rank for pattern in own if pattern.rank is not None), self.rank)
         alpha = next((pattern.alpha for pattern in own if pattern.alpha is not None), self.alpha)
         return rank, alpha
 
     def rank_and_scale(self, layer: str, group: tuple[str, ...]) -> tuple[int, float]:
-        """The same with s, by which the product of the adapter counts, in place of alpha."""
+        """The rank and s, the scale of the adapter's product."""
         rank, alpha = self.rank_and_alpha(layer, group)
         return rank, alpha / (math.sqrt(rank) if self.use_rslora else rank)
 
     @property
     def adapters(self) -> tuple[tuple[str, ...], ...]:
-        """The weights of each A: several, where a target is one map of another format."""
+        """The weights of each A: several, if a target is one map in another format."""
         return tuple(group for name in self.targets for group in LORA_TARGETS[name])
 
 
@@ -142,41 +142,43 @@ class Fp8Config:
     Activations and weights are e4m3, gradients e5m2, each with one scale for a whole array.
     """
 
-    # How scales of activations are found. delayed: from their largest magnitudes in the steps
-    # before. current: from their own. Weights and gradients always have their own.
+    # Scales of activations. delayed: from their largest magnitudes in earlier steps. current: from
+    # their largest magnitude in this step. Scales of weights and gradients are always current.
     scaling: Literal["delayed", "current"] = "delayed"
-    history: History = 16  # steps that a delayed scale looks back
+    history: History = 16  # earlier steps that a delayed scale reads
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, config=STRICT)
 class ModelConfig:
     """A decoder-only Transformer.
 
-    In a run file `preset: NAME` stands for the settings of `configs/models/NAME.yaml`, on top of
-    which are those beside it.
+    In a run file `preset: NAME` stands for the settings of `configs/models/NAME.yaml`. Settings
+    beside it replace those of the preset.
     """
 
-    num_layers: NumLayers  # Transformer layers, or those of your own between first and last
-    width: Width  # numbers of a token in the residual stream
+    # Transformer layers, or layers of your own between the first and the last.
+    num_layers: NumLayers
+    width: Width  # width of the residual stream
     num_heads: Width  # query heads of a layer
     context_length: Length  # tokens in a sequence
-    vocab_size: Wide = 256  # tokens that the model knows; bytes are 256
+    vocab_size: Wide = 256  # size of the vocabulary; 256 for bytes
     num_kv_heads: Width | None = None  # key and value heads of a layer. None: num_heads
-    head_dim: Width | None = None  # numbers of a head. None: width / num_heads
-    mlp_width: Wide | None = None  # numbers of a token inside the feed-forward. None: 4 * width
-    positions: Literal["learned", "rotary"] = "rotary"  # how a layer knows the place of a token
+    head_dim: Width | None = None  # width of a head. None: width / num_heads
+    mlp_width: Wide | None = None  # width inside the feed-forward. None: 4 * width
+    positions: Literal["learned", "rotary"] = "rotary"  # kind of position encoding
     rotary_base: Positive = 10_000.0  # base of the wavelengths of rotary positions
-    # Base of the wavelengths in a window_block, unscaled. None: as in other layers.
+    # Base of the wavelengths in a window_block, which are not scaled. None: as in other layers.
     window_rotary_base: Positive | None = None
-    rotary_fraction: Share = 1.0  # share of a head's numbers that turn, its first ones
-    rotary_scaling: RotaryScalingConfig | None = None  # positions for longer sequences
-    activation: Activation = "gelu"  # function of the feed-forward; gelu is by tanh, gelu_erf exact
+    rotary_fraction: Share = 1.0  # share of a head's dims that are rotated, the first ones
+    # Scaling of rotary positions for longer sequences.
+    rotary_scaling: RotaryScalingConfig | None = None
+    activation: Activation = "gelu"  # function of the feed-forward; gelu: by tanh, gelu_erf: exact
     norm: Literal["layer_norm", "rms_norm"] = "layer_norm"  # kind of all norms
-    norm_epsilon: Positive = 1e-5  # what a norm adds to the variance or mean square
+    norm_epsilon: Positive = 1e-5  # number that a norm adds to the variance or mean square
     zero_centered_norms: Flag = False  # whether a stored scale w of a norm counts as 1 + w
-    # Places of a block's norms: before attention and feed-forward, after each, or both.
+    # Places of a block's norms: before attention and feed-forward, after them, or both.
     norms: Literal["before", "after", "both"] = "before"
-    # An RMSNorm of queries and of keys before they turn: of each head, or of all heads together.
+    # RMSNorm of queries and keys before the rotation: over each head, or over all heads together.
     qk_norm: Literal["none", "head", "all_heads"] = "none"
     biases: Literal["none", "qkv", "all"] = "none"  # products of a block that have a bias
     attention_scale: Positive | None = None  # factor of scores. None: 1 / sqrt(width of a head)
@@ -186,20 +188,22 @@ class ModelConfig:
     z_loss_multiplier: NonNegative = 0.0
     scaled_embedding: Flag = False  # whether token vectors are multiplied by sqrt(width)
     tied_embeddings: Flag = False  # whether the output projection is the token table
-    # Kinds of the Transformer layers, which repeat in turns: block, window_block, or one of your
-    # own, as module:function.
+    # Kinds of the Transformer layers, a pattern that repeats: block, window_block, or a kind of
+    # your own, as module:function.
     pattern: KindsInTurns = ("block",)
-    window: Count | None = None  # keys that a query of a window_block sees, with its own
-    # A model of your own, as module:function: the function gives its layers, and reads from this
-    # section what it likes. num_layers counts those between the first and the last; context_length
-    # times width are the numbers of a sequence that one layer hands to the next.
+    window: Count | None = None  # keys that a query of a window_block sees, its own included
+    # A model of your own, as module:function. The function returns its layers, and may read any
+    # setting of this section. num_layers counts the layers between the first and the last.
+    # context_length * width is the size of the array that a layer hands to the next for one
+    # sequence.
     module: Text | None = None
-    # A folder of Hugging Face's format. It has the initial parameters, and the settings of this
-    # section that the run file leaves out.
+    # A folder in Hugging Face's format with the initial parameters. It also has the settings of
+    # this section that the run file leaves out.
     hf: Text | None = None
-    lora: LoraConfig | None = None  # adapters, which alone train. None: all parameters train
-    # Shell patterns of the parameters that do not train, for whole names such as block_*/query_DHK
-    # or head/*; * reaches over slashes.
+    # Low-rank adapters, the only parameters that train. None: no adapters.
+    lora: LoraConfig | None = None
+    # Shell patterns for whole names of parameters that do not train, such as block_*/query_DHK or
+    # head/*; * matches slashes too.
     frozen: tuple[Text, ...] = ()
     fp8: Fp8Config | None = None  # products of blocks in fp8. None: all in train.compute_dtype
 

@@ -44,22 +44,22 @@ class RunConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True, config=STRICT)
 class KernelsConfig:
-    """Who computes an array function; auto takes the best that the devices and the shapes allow."""
+    """Implementations of array functions; auto takes the best for the devices and the shapes."""
 
-    # What computes attention. auto: on NVIDIA GPUs cuDNN where it can, else plain JAX, or our own
-    # kernels where a check of them has passed. reference: plain JAX.
+    # The implementation of attention. auto: on NVIDIA GPUs cuDNN if it can compute the arrays, else
+    # the Pallas kernels if a check of them has passed, else plain JAX. reference: plain JAX.
     attention: Literal["auto", "reference", "pallas", "cudnn"] = "auto"
-    # Whether attention gives the same gradients from the same inputs, to the bit. It is slower on
-    # Hopper, and never cuDNN.
+    # Whether attention gives the same gradients from the same inputs, to the bit. cuDNN is then not
+    # used, and attention is slower on Hopper.
     deterministic_attention: Flag = False
-    # How the loss is computed from the logits. chunked: not all of them at once. auto: chunked for
-    # a large vocabulary, where this saves memory.
+    # The implementation of the loss. chunked: some logits at a time. auto: chunked for a large
+    # vocabulary, where this saves memory.
     cross_entropy: Literal["auto", "reference", "chunked"] = "auto"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, config=STRICT)
 class ParallelConfig:
-    """The cut of a step over devices. The planner chooses each setting that is None."""
+    """The division of a step over devices. The planner chooses each setting that is None."""
 
     stages: Count | None = None  # stages of the pipeline
     clusters: ClusterOfEachStage | None = None  # cluster of each stage, in the pipeline's order
@@ -72,7 +72,8 @@ class ParallelConfig:
     microbatches: Count | None = None  # microbatches of a step
     schedule: Schedule | None = None  # order of forwards and backwards on each stage
     chunks: Count | None = None  # runs of consecutive layers of a stage, in schedules with several
-    # What is computed again in a backward: nothing, all but matrix products (dots), or all (full).
+    # The part of a forward that its backward computes again. none: nothing. dots: all but matrix
+    # products. full: all.
     activation_checkpointing: Checkpointing | None = None
 
     def __post_init__(self) -> None:
@@ -83,42 +84,44 @@ class ParallelConfig:
 class PlanConfig:
     """The measure by which plans are compared; the topology has the prices."""
 
-    # Whether the shortest step makes the best plan, or the most tokens for a dollar.
+    # The best plan has the shortest step (step_time), or trains most tokens for a dollar.
     objective: Literal["step_time", "tokens_per_dollar"] = "step_time"
-    budget_dollars: Positive | None = None  # dollars for all steps of the run. None: without limit
+    budget_dollars: Positive | None = None  # dollars for all steps of the run. None: no limit
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, config=STRICT)
 class DistributedConfig:
     """The processes of a run with a launcher, and how long they wait for each other."""
 
-    processes: Literal["node", "device"] = "node"  # whether each node or each device has a process
-    streams: Streams = 4  # connections between two processes, or more, so that all NICs have some
-    # Port of the first stage's coordinator, with the next one for each further stage; 0: free ones.
+    processes: Literal["node", "device"] = "node"  # a process for each node, or for each device
+    # Connections between two processes; more if that many do not reach all NICs.
+    streams: Streams = 4
+    # Port of the first stage's coordinator; each further stage has the next port. 0: free ports.
     port: Port = 0
-    # Seconds until the end of a job that has lost a process or a link.
+    # Seconds after which a silent process or link counts as lost, and the job ends.
     heartbeat_timeout_s: HeartbeatTimeout = 60.0
-    # Seconds until the next sign of progress of a job that starts: a process comes, a program is
-    # compiled, a layer is drawn.
+    # Seconds for the next sign of progress while a job starts: a process connects, a program is
+    # compiled, or a layer is initialised.
     start_timeout_s: Positive = 600.0
-    # Seconds for a step. None: 10 times the median so far, and at least 60 s. The first step has
-    # start_timeout_s, and so has a checkpoint.
+    # Seconds for a step. None: 10 times the median so far, and at least 60 s. The first step and a
+    # checkpoint have start_timeout_s.
     step_timeout_s: Positive | None = None
-    # Seconds for the step and the checkpoint of a run that is asked to stop. This is a little less
-    # than the 120 s of our files for Slurm and Kubernetes; both give 30 s where nothing is said.
+    # Seconds in which a run that is asked to stop ends its step and writes a checkpoint. The
+    # default is a little less than the 120 s in the files that --launcher slurm and kubernetes
+    # write. Both schedulers give 30 s by default.
     stop_timeout_s: Positive = 100.0
-    # Seconds for one boundary of a process that lives, but is slow.
+    # Seconds for one boundary array from a process that is alive and slow.
     pull_timeout_s: Positive = 1800.0
 
     @property
     def silence_s(self) -> float:
-        """After which a process or link is lost; the rest of the timeout is for saying so."""
+        """Seconds of silence after which a process or link is lost; reports take the rest."""
         return 0.8 * self.heartbeat_timeout_s
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, config=STRICT)
 class CheckpointConfig:
-    """When the state is written, besides at the end, and how much of it is kept."""
+    """The times of checkpoints besides the one at the end, and how many are kept."""
 
     every: Count | None = None  # steps between checkpoints. None: every_minutes counts
     every_minutes: Positive | None = None  # minutes between them. None: 10, where every is not set
@@ -129,7 +132,7 @@ class CheckpointConfig:
 
     @property
     def minutes(self) -> float:
-        """Between checkpoints, where steps do not say when."""
+        """Minutes between checkpoints, if no number of steps is set."""
         return self.every_minutes or 10.0
 
 
@@ -137,13 +140,13 @@ class CheckpointConfig:
 class LogConfig:
     """Outputs of a run besides the console and metrics.jsonl."""
 
-    # Whether report.html and trace.json are drawn at the end, which takes a second.
+    # Whether report.html and trace.json are written at the end, which takes a second.
     report: Flag = True
-    # Whether TensorBoard's events are written, with the extra tb. None: if it is installed.
+    # Whether TensorBoard's events are written (extra tb). None: if tb is installed.
     tensorboard: Flag | None = None
-    wandb: Flag = False  # whether Weights & Biases gets the records, with the extra wandb
-    # Whether records have norms by kind of layer: of gradients and parameters, and root mean
-    # squares of what layers hand on.
+    wandb: Flag = False  # whether Weights & Biases gets the records (extra wandb)
+    # Whether records have statistics by kind of layer: norms of gradients and parameters, and root
+    # mean squares of the outputs of layers.
     statistics: Flag = False
 
 

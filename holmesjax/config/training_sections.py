@@ -24,7 +24,7 @@ from holmesjax.update_rules import RULES, NumberFormat
 
 @dataclass(frozen=True, kw_only=True, slots=True, config=STRICT)
 class RampupConfig:
-    """Some of the first steps, with smaller batches than later ones."""
+    """A number of steps at the start of a run, with smaller batches than later steps."""
 
     steps: Count  # steps with this batch
     global_batch: Count  # sequences of each of these steps
@@ -36,7 +36,7 @@ class TrainConfig:
 
     steps: Count  # optimizer steps of the whole run
     global_batch: Count  # sequences per step, over all replicas and microbatches
-    # The batches of the first steps, in order. They have fewer microbatches of the same size.
+    # Smaller batches of the first steps, in order. A smaller batch has fewer microbatches.
     rampup: tuple[RampupConfig, ...] = ()
     seed: Seed = 0  # seed of the initial parameters and of the order of the data
     # Format of products, and of the parameters that they read. float16 is refused.
@@ -44,21 +44,23 @@ class TrainConfig:
     # Format of the parameters that are kept and trained. With bfloat16 there is no float32 copy,
     # and each update is rounded at random. float16 is refused.
     param_dtype: Literal["float32", "bfloat16", "float16"] = "float32"
-    # Whether two runs agree to the bit on the same machines. GPUs then sum in fixed orders, more
-    # slowly.
+    # Whether two runs on the same machines agree to the bit. GPUs then sum in a fixed order, which
+    # is slower.
     deterministic: Flag = False
     log_every_s: NonNegative = 2.0  # seconds between step lines on the console
     eval_every: Natural = 0  # steps between validations, besides one at the end; 0: none
     eval_batches: Count = 4  # global batches per validation
-    eval_ema: Flag = False  # whether validations are of the average of optimizer.ema_decay
-    # What is done about a step whose loss or norm is more than `spike_sigmas` standard deviations
-    # above the mean of the last `spike_window` steps: it is recorded; it also changes nothing; or
-    # the run goes back to its last checkpoint, and the data since then are left out.
+    # Whether validations use the average of the weights (optimizer.ema_decay).
+    eval_ema: Flag = False
+    # The response to a spike: a step whose loss or gradient norm is more than `spike_sigmas`
+    # standard deviations above the mean of the last `spike_window` steps. record: the spike is
+    # recorded. skip: it also changes no parameter. roll_back: the run goes back to its last
+    # checkpoint, and leaves out the data since then.
     spike_policy: Literal["none", "record", "skip", "roll_back"] = "none"
-    # Steps before a step that give the mean and the deviation.
+    # Steps over which the mean and the standard deviation are taken.
     spike_window: Annotated[int, Field(ge=4, le=65536, strict=True)] = 128
     spike_sigmas: Positive = 6.0  # standard deviations above the mean that make a spike
-    # Steps of which each process writes what JAX's profiler sees of its devices, into `profiles/`.
+    # Steps that JAX's profiler records in each process, in `profiles/` of the run folder.
     profile_steps: tuple[Count, ...] = ()
     max_skipped: Count = 20  # steps in a row whose gradient is not finite, before the run ends
 
@@ -80,14 +82,14 @@ class TrainConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True, config=STRICT)
 class ParameterGroupConfig:
-    """Parameters that train otherwise than the section `optimizer` says."""
+    """Parameters with a learning rate or a weight decay of their own."""
 
-    # A shell pattern of whole names, as block_*/query_DHK or */attention_norm/*; * reaches over
-    # slashes. The first group whose pattern fits a parameter counts.
+    # A shell pattern for whole names, such as block_*/query_DHK or */attention_norm/*; * matches
+    # slashes too. The first group whose pattern matches a parameter counts.
     pattern: Text
-    # The peak of their learning rate; with 0 they do not change. None: that of the section.
+    # Their peak learning rate; with 0 they do not change. None: the learning rate of the section.
     learning_rate: NonNegative | None = None
-    # Their weight decay, which then holds for norms and biases too. None: that of the section.
+    # Their weight decay, for norms and biases too. None: the weight decay of the section.
     weight_decay: NonNegative | None = None
 
 
@@ -95,33 +97,34 @@ class ParameterGroupConfig:
 class OptimizerConfig:
     """An optimizer with decoupled weight decay (Loshchilov and Hutter, arXiv:1711.05101)."""
 
-    name: Annotated[str, schema.OneOf(RULES)] = "adamw"  # the optimizer
-    learning_rate: Positive  # the peak of the learning rate
-    # How the learning rate falls after the warm-up.
+    name: Annotated[str, schema.OneOf(RULES)] = "adamw"  # name of the optimizer
+    learning_rate: Positive  # peak learning rate
+    # The shape of the learning rate after the warm-up.
     schedule: Literal["constant", "cosine", "linear", "wsd"] = "cosine"
-    # Whether the learning rate follows the number of updates or their tokens; these differ where
+    # Whether the learning rate follows the number of updates or of tokens. The two differ where
     # batches grow.
     schedule_by: Literal["steps", "tokens"] = "steps"
     warmup_steps: Natural = 0  # steps in which the learning rate rises
     warmup_tokens: Tokens | None = None  # for a schedule by tokens: tokens in which the rate rises
     decay_steps: Count | None = None  # for wsd: steps of the final decay
     decay_tokens: Tokens | None = None  # for wsd by tokens: tokens of the final decay
-    final_fraction: Fraction = 0.1  # share of the peak that is left at the last step
+    final_fraction: Fraction = 0.1  # learning rate of the last step, as a share of the peak
     # Decay of the first moment, or of the momentum. adafactor reads neither beta nor epsilon.
     beta1: Fraction = 0.9
     beta2: Fraction = 0.95  # decay of the second moment, or of the momentum that lion keeps
-    epsilon: Positive = 1e-8  # what is added to the root of the second moment
-    weight_decay: NonNegative = 0.1  # weight decay, but for norms, biases and embeddings
+    epsilon: Positive = 1e-8  # number that is added to the root of the second moment
+    # Weight decay of all parameters but norms, biases and embeddings.
+    weight_decay: NonNegative = 0.1
     # The largest norm of the gradient over all stages. None: the gradient is not clipped.
     clip_norm: Positive | None = 1.0
-    # Decay of a moving average of the weights, which is kept beside them. None: there is none.
+    # Decay of an exponential moving average of the weights. None: there is no average.
     ema_decay: Fraction | None = None
-    # Learning rates and weight decay of parameters by pattern.
+    # Groups of parameters with a learning rate or a weight decay of their own.
     groups: tuple[ParameterGroupConfig, ...] = ()
     muon_beta: Fraction = 0.95  # for muon: the decay of a matrix's momentum
-    # For muon: the size of an update, as a root of a mean square. AdamW's is about 0.2, so its
-    # learning rates and weight decay fit. None: Jordan's scale sqrt(max(1, columns / rows)), which
-    # wants a learning rate of about 0.02.
+    # For muon: the root mean square of an update. An update of AdamW has about 0.2, so with 0.2 the
+    # learning rates and weight decay of AdamW fit. None: Jordan's scale sqrt(max(1, columns /
+    # rows)), which needs a learning rate of about 0.02.
     muon_consistent_rms: Positive | None = 0.2
     # For optax: a transformation of optax of your own, as module:function.
     function: Text | None = None
