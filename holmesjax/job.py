@@ -77,7 +77,7 @@ class Job:
         return {CPU} if self.config.run.rehearse else self.topology.device_kinds
 
     def environment(self, own: Mapping[str, str]) -> dict[str, str]:
-        """Variables that JAX reads, for a user who has `own`."""
+        """Returns the variables that JAX reads; `own` is the user's environment."""
         of_user, deterministic = own.get("XLA_FLAGS", ""), self.config.train.deterministic
         ours = xla_flags.for_devices(self.device_kinds, deterministic=deterministic)
         if ours and deterministic and xla_flags.undoes_determinism(of_user):
@@ -90,7 +90,7 @@ class Job:
         return {"XLA_FLAGS": flags} if flags else {}
 
     def process_environment(self, own: Mapping[str, str]) -> dict[str, str]:
-        """The same for a process that is not started yet: its memory allocator reads some too."""
+        """Returns these variables, and those that a memory allocator reads as a process starts."""
         allocator = buffers.allocator_for(self.device_kinds, own)
         return {**self.environment(own), **allocator}
 
@@ -131,10 +131,10 @@ class Job:
 
     @property
     def peak_step_s(self) -> float | None:
-        """Seconds that a step's matrix products take where each device of the plan is at its peak.
+        """Returns the seconds of a step's matrix products with each device of the plan at its peak.
 
-        This over the seconds of a step is its MFU, the model FLOP utilisation. None
-        where no data sheet says what the peak is: of CPUs, and of a dtype that is not in it.
+        This number over the seconds of a step is the MFU, the model FLOP utilisation. It is None
+        for CPUs, and for a dtype that the data sheet of a device lacks.
         """
         of_number = [node.device for node in self.topology.nodes for _ in range(node.num_devices)]
         kinds = [of_number[number] for stage in self.plan.stages for number in stage.devices]
@@ -146,7 +146,7 @@ class Job:
 
     @property
     def measured_peak_step_s(self) -> float | None:
-        """The same for what is measured; None for a rehearsal, whose devices stand for others."""
+        """Returns `peak_step_s` for measured steps; None for a rehearsal on other devices."""
         return None if self.config.run.rehearse else self.peak_step_s
 
     def _rate(self) -> str:
@@ -287,7 +287,7 @@ def _differ(name: str, before: str, now: str) -> bool:
     try:
         contents = [yaml.safe_load(text) for text in (before, now)]
         for content in contents:
-            # Of these, the run folder has files of their own.
+            # The run folder has its own copies of these files.
             del content["run"]["dir"], content["topology"]
             content["data"].pop("tokenizer", None)
     except (yaml.YAMLError, KeyError, TypeError):
@@ -311,7 +311,7 @@ def _short_hash(text: str) -> str:
 
 
 def versions() -> dict[str, str]:
-    """Whose numbers, and whose messages, may differ."""
+    """Returns the versions on which the numbers and the messages of a run depend."""
     python = f"{sys.version_info.major}.{sys.version_info.minor}"
     packages = {name: version(name) for name in ("holmesjax", "jax", "jaxlib", "numpy")}
     return {"Python": python, **packages}

@@ -32,7 +32,7 @@ from holmesjax.runtime.stage import Dtypes, Stage, StageState
 from holmesjax.runtime.weight_average import Average
 
 Arrays = dict[str, Any]  # key -> array, or its shape with a sharding
-CHUNK_BYTES = 4 << 20  # of an array, that are written or read at a time
+CHUNK_BYTES = 4 << 20  # bytes of an array that are written or read at a time
 MAX_SHOWN = 3  # arrays that differ, in a message
 
 
@@ -46,13 +46,13 @@ def flatten(state: Any) -> Arrays:
 
 
 def restore(checkpoint: Checkpoint, stages: Sequence[Stage]) -> list[StageState]:
-    """The states of all stages, whatever the plan that wrote them. Verify first.
+    """Returns the states of all stages, whichever plan wrote them. Call `manifest.verify` first.
 
-    A state that was kept in another way, or in other dtypes, is read as it was, and kept in the
-    stage's. Where the optimizer has none, as of imported weights, it begins anew.
+    A state in other dtypes, or of another format, is read as it was written, and then converted to
+    that of the stage. Without the state of an optimizer, as for imported weights, a new one begins.
 
     Raises:
-      CheckpointError: it holds other arrays than the model has; nothing is read.
+      CheckpointError: the checkpoint has other arrays than the model; nothing is read.
       DamagedError: an array cannot be read, or is not what was written.
     """
     model, settings = stages[0].model, checkpoint.settings["optimizer"]
@@ -69,7 +69,7 @@ def restore(checkpoint: Checkpoint, stages: Sequence[Stage]) -> list[StageState]
 
 
 def _has_optimizer(checkpoint: Checkpoint) -> bool:
-    """Whether it has the state of an optimizer; that of imported weights has none."""
+    """Whether it has the state of an optimizer; a checkpoint of imported weights has none."""
     return any(key.startswith("opt_state.") for key in checkpoint.manifest["arrays"])
 
 
@@ -79,7 +79,7 @@ def has_average(checkpoint: Checkpoint) -> bool:
 
 
 def _remembers(checkpoint: Checkpoint, stage: Stage) -> bool:
-    """Whether it has the steps that a stage's rule for spikes remembers, as many as they are."""
+    """Whether it has as many recent steps as the stage's rule for spikes remembers."""
     saved = checkpoint.manifest["arrays"].get("recent.losses")
     rule = stage.spike_rule
     return saved is not None and rule is not None and saved["shape"] == [rule.window]
@@ -117,7 +117,7 @@ def _restore_state(checkpoint: Checkpoint, stage: Stage) -> StageState:
 
 
 def _cast(arrays: Any, shapes: Any) -> Any:
-    """Arrays in the dtypes of others of the same layout; rounded to the nearest number."""
+    """Returns the arrays in the dtypes of `shapes`, rounded to the nearest number."""
 
     def cast(x: jax.Array, like: jax.ShapeDtypeStruct) -> jax.Array:
         if x.dtype == like.dtype:
@@ -128,7 +128,8 @@ def _cast(arrays: Any, shapes: Any) -> Any:
     return jax.tree.map(cast, arrays, shapes)
 
 
-Where = Callable[[str, Parameter], jax.sharding.Sharding | None]  # of a layer's parameter
+# The sharding of a layer's parameter, by the name of the layer.
+Where = Callable[[str, Parameter], jax.sharding.Sharding | None]
 
 
 def restore_params(
@@ -252,7 +253,7 @@ def _restore_tree(checkpoint: Checkpoint, shapes: Any) -> Any:
 
 
 def _read(checkpoint: Checkpoint, part: str, shapes: Arrays) -> Arrays:
-    """Reads arrays of a part: onto devices, or where they have no sharding into NumPy's."""
+    """Reads arrays of a part onto devices, or into NumPy if they have no sharding."""
     silence_orbax()
     is_numpys = all(x.sharding is None for x in shapes.values())
     try:

@@ -22,8 +22,8 @@ from holmesjax.parallel import sharding
 
 BITS = {1: np.uint8, 2: np.uint16, 4: np.uint32}  # by bytes of an element
 
-PIECE_BYTES = 4 << 20  # of NumPy's array at a time
-SMALL = 1 << 16  # elements that NumPy adds up before a program for their shape would be compiled
+PIECE_BYTES = 4 << 20  # bytes of a NumPy array that are summed at a time
+SMALL = 1 << 16  # elements that NumPy sums in less time than a program for their shape compiles
 
 INDEX = np.uint32(0x9E3779B1)
 # The finalizer of MurmurHash3 (Appleby, 2011), a permutation of 32-bit words.
@@ -33,8 +33,8 @@ FIRST, SECOND = np.uint32(0x85EBCA6B), np.uint32(0xC2B2AE35)
 def of(arrays: Mapping[str, jax.Array] | Mapping[str, np.ndarray]) -> dict[str, str]:
     """The digest of each array, 16 hexadecimal digits, in every process.
 
-    The processes that hold parts of the arrays come to it together, with the same arrays in the
-    same order. One collective sums what all have found.
+    All processes that hold parts of the arrays call it together, with the same arrays in the same
+    order. One collective adds the sums of all processes.
 
     Args:
       arrays: on one mesh, on one device, or NumPy's.
@@ -50,7 +50,7 @@ def of(arrays: Mapping[str, jax.Array] | Mapping[str, np.ndarray]) -> dict[str, 
 
 
 def _sum_of_processes(sums: np.ndarray, where: NamedSharding) -> np.ndarray:
-    """The sum over the mesh; one device of each process carries what the process has."""
+    """Adds the sums of all processes over the mesh; one device of each process carries its own."""
     mesh, places = where.mesh, iter([sums])
     spread = NamedSharding(mesh, P(mesh.axis_names))
     each = jax.make_array_from_callback(
@@ -63,7 +63,7 @@ def _sum_of_processes(sums: np.ndarray, where: NamedSharding) -> np.ndarray:
 
 
 def _parts(x: jax.Array | np.ndarray) -> list[jax.Array] | list[np.ndarray]:
-    """Two sums, [1, 2], for each device here; of NumPy's array for some rows at a time."""
+    """Returns two sums, [1, 2], for each local device, or for each piece of a NumPy array."""
     if x.size <= SMALL:
         return _parts_of_small(x)
     if isinstance(x, jax.Array):
@@ -78,11 +78,11 @@ def _parts(x: jax.Array | np.ndarray) -> list[jax.Array] | list[np.ndarray]:
 
 
 def _parts_of_small(x: jax.Array | np.ndarray) -> list[np.ndarray]:
-    """The same by NumPy. A shard that several devices hold counts on one of them."""
+    """Does what `_parts` does, in NumPy. A shard that several devices hold counts once."""
     held = [((slice(None),) * x.ndim, x)]
     if isinstance(x, jax.Array):
         held = [(own.index, own.data) for own in x.addressable_shards if own.replica_id == 0]
-    parts = [np.zeros((1, 2), np.uint32)]  # what a process has that counts nothing
+    parts = [np.zeros((1, 2), np.uint32)]  # the sums of a process without a shard that counts
     for box, shard in held:
         bits = np.ascontiguousarray(shard).view(BITS[x.dtype.itemsize])  # of a scalar: [1]
         starts = [cut.start or 0 for cut in box] or [0]

@@ -8,7 +8,7 @@
 The manifest says which part holds which array, with its dtype, shape and digest (`digests`), and
 has the size of every file, and the SHA-256 of those that are not the arrays themselves. It is
 written last: a folder without one is no checkpoint. Orbax restores a flipped payload bit without an
-error. So whoever reads arrays compares their digests (`checkpoint`); here is verified all else.
+error. So a reader of arrays compares their digests (`checkpoint`). This module verifies all else.
 """
 
 import hashlib
@@ -80,7 +80,7 @@ def _folders(run_dir: str | Path) -> list[tuple[int, Path]]:
 
 
 def verify(checkpoint: Checkpoint) -> None:
-    """Raises DamagedError unless every file is there, as long as it was and if small as it was."""
+    """Raises DamagedError unless every file has its size, and each small file its SHA-256."""
     manifest = checkpoint.manifest
     if manifest.get("format") != FORMAT or manifest.get("sha256") != _manifest_sha256(manifest):
         raise damaged(

@@ -17,7 +17,7 @@ from holmesjax.errors import CheckpointError, FatalError
 from holmesjax.whole_files import write_whole
 
 RECORD = "skipped.json"
-MOST = 3  # times that a run goes back to the same step
+MOST = 3  # the most times that a run goes back to the same step
 
 
 class Skipped(NamedTuple):

@@ -33,7 +33,8 @@ class Implementation:
     def pairs(self, context: int) -> float:
         """Share of the pairs that are computed where `context` devices share a sequence.
 
-        Each meets its own keys, and half as many pairs with those of every other.
+        A device computes all pairs with its own keys, and half of the pairs with the keys of each
+        other device.
 
         >>> HOLMESJAX.pairs(1), HOLMESJAX.pairs(4)
         (0.5625, 0.515625)

@@ -48,9 +48,9 @@ def residual_bytes(
         dots   2 c D + [the same]
         full   c D
 
-    Other implementations keep more: masks, with what is not cut; with what is, scores in place of
-    the 4 H of log-sum-exps, and the result of the activation function (a larger by 1). They may
-    also cut all of it.
+    Other implementations keep more. Masks add to the part that is not cut. Scores replace the 4 H
+    of log-sum-exps, and the result of the activation function makes a larger by 1; both are cut.
+    They may also cut all of it.
 
     These are the residuals of `jax.vjp`, which the tests count: the inputs of norms and of matrix
     products, and attention's queries, keys, values, output and log-sum-exp. The ends of the model

@@ -245,8 +245,8 @@ def gathered_parameters(model: ModelConfig, stage: StageShape) -> tuple[Sizes, S
 def reduced_numbers(model: ModelConfig, stage: StageShape) -> Sizes:
     """Numbers that a device gives to its reductions over `fsdp` in a backward.
 
-    The gradient of every parameter that trains. Where rows of a table are looked up, these are the
-    gradients of the rows, T D numbers: XLA moves those to the devices that hold the dims.
+    They are the gradients of all parameters that train. For a table whose rows are looked up they
+    are the gradients of the rows, T D numbers, which XLA moves to the devices that hold the dims.
     """
     own = stage_extents(model, stage.counts)
     numbers = own.trained.on(stage.tensor) - own.rows_alone.on(stage.tensor)

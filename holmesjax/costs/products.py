@@ -22,8 +22,8 @@ def layer_products(kind: Kind, num_tokens: float, tensor: int = 1) -> list[Produ
         [T, D] [D, (H K + 2 G K)]      [T, (H K)] [(H K), D]
         [T, D] [D, (m F)]              [T, (F)] [(F), D],     m = 2 for SwiGLU, else 1
 
-    Of E weights of which a token meets k, each has k / E of the tokens: the FLOP are those of the
-    weight's active share, and all weights are read.
+    If a token meets k of E weights, each weight has k / E of the tokens. The FLOP are those of the
+    active share, and all weights are read.
     """
     return [
         Product(
@@ -40,7 +40,7 @@ def layer_products(kind: Kind, num_tokens: float, tensor: int = 1) -> list[Produ
 def trained_products(
     kind: Kind, num_tokens: float, tensor: int = 1, *, trains: bool = True
 ) -> list[Product]:
-    """Those of `layer_products` whose weights train, or those whose weights do not."""
+    """Returns the `layer_products` whose weights train, or whose weights do not."""
     pairs = zip(layer_products(kind, num_tokens, tensor), kind.products, strict=True)
     return [product for product, own in pairs if own.trains == trains]
 
@@ -69,8 +69,8 @@ def attention_products(
     """Scores and weighted values of one layer's forward; none without attention.
 
     A device's tokens meet one part of their sequences after the other, of S / context tokens. The
-    products are those of all S x S pairs. With a window they are as many fewer as a causal mask
-    with this window leaves out of a causal mask.
+    products are those of all S x S pairs. A window reduces them by the share of pairs that it takes
+    out of a causal mask.
 
     Args:
       kind: of the layer.

@@ -89,7 +89,8 @@ class StageTimes:
 def exposed_s(collective_s: Numbers, compute_s: Numbers, num_layers: int) -> Numbers:
     """Seconds that a collective, layer by layer, adds to the computation that it overlaps with.
 
-    One layer has nothing to hide behind. What is hidden slows the computation down.
+    The collective of one layer overlaps with nothing. The others overlap, and slow the computation
+    down.
 
     >>> [round(float(exposed_s(*both_s, 4)), 3) for both_s in ((1.0, 10.0), (10.0, 1.0))]
     [0.344, 9.126]
@@ -333,7 +334,7 @@ def _context_s(
     backward_s: Numbers = 0.0
     for count, kind in stage.kinds(model):
         if kind.attention is not None:
-            # As if all others' parts came: then as many as the layer's window needs.
+            # First as if the parts of all other devices came, then as many as the window needs.
             sent = stage.context * num_tokens * work.key_value_numbers(kind, stage.tensor)
             received = work.parts_received(kind, model.context_length, stage.context)
             sent = sent * (received / np.maximum(stage.context - 1, 1))
@@ -393,9 +394,9 @@ def stage_times(
     Over `context`, each layer's keys and values go round a ring (Liu et al., arXiv:2310.01889), and
     in the backward again, with their gradients in float32.
 
-    Of a backward, `weight_s` is one product for each weight, the embedding's rows and the sums of
-    gradients. Attention scores have no weight: both products of their backward belong to the rest,
-    like its all-reduces.
+    `weight_s` is the part of a backward with one product for each weight, the embedding's rows and
+    the sums of gradients. Attention scores have no weight: both products of their backward belong
+    to the rest, like its all-reduces.
 
     Args:
       model, stage: what is computed.

@@ -44,8 +44,8 @@ def key_value_numbers(kind: Kind, tensor: Sizes = 1) -> Numbers:
 def parts_received(kind: Kind, length: int, context: Sizes = 1) -> Numbers:
     """Parts of a sequence whose keys and values come to each device of `context` in a forward.
 
-    A ring brings those of all others. To a window come the runs before each of a device's two, as
-    far as it reaches (`kernels.attention.ring`).
+    A ring brings the parts of all other devices. With a window, a device receives the runs that
+    precede each of its own two, as far as the window reaches (`kernels.attention.ring`).
 
     >>> from holmesjax.layers.distinct_kinds import kinds
     >>> model = ModelConfig(num_layers=1, width=8, num_heads=2, context_length=64,

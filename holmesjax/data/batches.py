@@ -36,8 +36,8 @@ class ArrayRows(NamedTuple):
     num_targets: int
 
 
-# Streams of a seed. A source of a mixture has one an epoch, from a number of its name on; a run of
-# one source has those from 0 on.
+# Streams of a seed. A run of one source uses stream 0 in its first epoch, and the next one in each
+# further epoch. A source of a mixture begins at a number that its name gives.
 OF_NAME, MOST_EPOCHS = 2**20, 2**20
 OF_ROWS = 2**60  # the rows of a batch of a mixture
 
@@ -75,7 +75,7 @@ class Batches:
         )
 
     def train(self, first_sequence: int, row_N: np.ndarray | None = None) -> Rows | ArrayRows:
-        """Rows of the step before which that many sequences were consumed.
+        """Returns the rows of the step that begins after `first_sequence` sequences.
 
         Args:
           row_N: which of the B rows; None: all.
@@ -111,7 +111,7 @@ class Batches:
         return [(parts[part], index) for part, index in pairs]
 
     def _in_epochs(self, index_I: np.ndarray, size: int, stream: int) -> np.ndarray:
-        """The items that are read at some places of endless epochs of so many items."""
+        """Returns the items at some places of an endless series of epochs of `size` items."""
         epoch_I, place_I = np.divmod(index_I, size)
         order_I = np.empty_like(place_I)
         for epoch in np.unique(epoch_I).tolist():
@@ -123,7 +123,8 @@ class Batches:
         """Rows of a validation batch; equal for all seeds.
 
         Args:
-          index: of num_validation batches of the first set, those of the next, and so on.
+          index: number of the batch: first come the batches of the first set, then those of the
+          next.
           row_N: which of the B rows; None: all.
         """
         number, index = divmod(index, self.num_validation)
@@ -168,13 +169,13 @@ class Batches:
 
 
 def order_digest() -> str:
-    """SHA-256 of what two epochs of a small corpus are, and its validation batch."""
+    """Returns the SHA-256 of batches of a small corpus; it changes if the order does."""
     windows = text.Windows(text.windows_of(np.arange(1000), 3), np.arange(0))
     return _order_digest(windows, windows)
 
 
 def mixture_digest() -> str:
-    """SHA-256 of what the first batches of a small mixture are, whose weights change."""
+    """Returns the SHA-256 of batches of a small mixture; it changes if the order does."""
     windows = text.Windows(text.windows_of(np.arange(1000), 3), np.arange(0))
     other = text.Windows(text.windows_of(np.arange(1000, 1100), 3), np.arange(0))
     phases = [WeightsFrom(0, {"a": 0.75, "b": 0.25}), WeightsFrom(400, {"a": 0.5, "b": 0.5})]
@@ -196,7 +197,7 @@ INPUTS = ("token_BL", "target_BL", "segment_BL")
 def model_inputs(rows: Rows | ArrayRows, names: Collection[str] = INPUTS) -> dict[str, np.ndarray]:
     """Returns the inputs of the stages: tokens, targets, and the document of each token; int32.
 
-    A target that does not count is below 0. Of arrays by name, these are the arrays themselves.
+    A target that does not count is below 0. Items that are arrays by name are returned as they are.
 
     Args:
       names: the inputs that are needed.

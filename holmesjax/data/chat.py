@@ -1,4 +1,4 @@
-"""Dialogues as a data source: the targets that count are those that a model is to say.
+"""Dialogues as a data source: only the tokens of the assistant count as targets.
 
 A line of a file `.jsonl` is a dialogue: `{"messages": [{"role": "user", "content": "..."}, ...]}`,
 or `{"prompt": "...", "answer": "..."}`. The chat template of the tokenizer makes one text of it,
@@ -7,7 +7,7 @@ Without a template, only prompts and answers can be read: their text is the prom
 behind it, the answer and the mark of the end.
 
 Tokens and marks are made once, into files beside the dialogues, and packed into rows. A dialogue
-that is longer than a row is left out: a part of it would answer what is not there.
+that is longer than a row is left out: a part of it would answer a missing question.
 
 Dims: T tokens, D dialogues.
 """
@@ -31,13 +31,13 @@ from holmesjax.data.tokenizer import BEGIN
 from holmesjax.errors import AbsentDataError, ConfigError, DataError
 
 WHERE = "data.corpus"
-VERSION = 1  # of the tokens of a dialogue: another one where the same words give others
+VERSION = 1  # raised when the same dialogue gives other tokens
 DTYPES = {"tokens": "<i4", "trained": "|b1", "starts": "<i8", "dropped": "<i8"}
 EXAMPLE = '{"messages": [{"role": "user", "content": "..."}, {"role": "assistant", ...}]}'
 
 tokenizer = text.tokenizer
 Dialogue = Sequence[Mapping[str, Any]]
-# The tokens of a dialogue, and which of them a model is to say.
+# The tokens of a dialogue, and whether the assistant says each of them.
 Encode = Callable[[Dialogue, str], tuple[list[int], list[bool]]]
 
 

@@ -25,7 +25,7 @@ from holmesjax.errors import AbsentDataError, DataError
 
 PLACES = 2**64  # of a file, by a hash of its path
 SNIFFED = 8192  # bytes of a file that show, as a rule, whether it is text
-# Left out, since not every distribution of a release has them, or has them in the same place.
+# Modules that are left out: distributions of a release lack them, or have them elsewhere.
 APART = {
     *("distutils", "ensurepip", "idlelib", "lib2to3", "pydoc_data", "tkinter", "turtle"),
     "turtledemo",
@@ -174,8 +174,8 @@ def _root(config: DataConfig) -> Path:
 def _stdlib(root: Path) -> Iterator[Path]:
     """The places where the source of the standard library's modules may be.
 
-    Only modules that Python itself names: what is generated when it is built, what a distribution
-    adds and what is installed later is none of them.
+    Only modules that Python itself names count. Modules that a build generates, a distribution adds
+    or a user installs do not.
     """
     for name in sys.stdlib_module_names - APART:
         yield root / f"{name}.py"

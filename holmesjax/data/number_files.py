@@ -1,4 +1,4 @@
-"""Arrays of numbers in files, of which only what is asked for is read."""
+"""Arrays of numbers in files; only the ranges that are asked for are read."""
 
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,9 +1,10 @@
 """Documents packed into rows of so many tokens: best fit decreasing, in windows of pieces.
 
-A document longer than a row is cut into pieces. All documents are put in an order without a trace
-of the files', and each 1,024 pieces are packed by themselves: the longest first, each into the row
-with the smallest space that is enough. A piece is a range of tokens whose targets are the tokens
-after: so a document needs a place less than it has tokens, where nothing follows its last one.
+A document longer than a row is cut into pieces. All documents are shuffled, whatever the order of
+the files. Then every 1,024 pieces are packed by themselves: the longest first, each into the row
+with the smallest space that is enough. A piece is a range of tokens, and the target of each is the
+token after it. So a document needs one place less than it has tokens, unless a mark of its end
+follows.
 
 A table says which piece is in which row, in memory maps beside the tokens: a row is read by its
 index, like a window.
@@ -31,7 +32,7 @@ from holmesjax.errors import DataError
 
 WINDOW = 1024  # pieces that are packed together
 FOLDER = ".holmesjax"  # beside the tokens
-VERSION = 1  # of the tables: another one where the same documents give other rows
+VERSION = 1  # raised when the same documents give other rows
 DTYPES = {"first": "<i8", "place": "<i8", "length": "<i4", "targets": "<i4"}
 
 
@@ -46,7 +47,8 @@ class DocumentRange:
     # Whether the mark that begins a document is a target of the one before: it has no other end.
     marks_end: bool
     trained_T: np.ndarray | None = None  # tokens that count as targets; None: all
-    check: Callable[[int, np.ndarray], None] = lambda first, tokens: None  # refuses what is none
+    # Refuses numbers that are no tokens.
+    check: Callable[[int, np.ndarray], None] = lambda first, tokens: None
 
     @property
     def begins_inside(self) -> int:
@@ -244,8 +246,8 @@ def kept_arrays(
       key: says what they are made of, whoever makes them.
       dtypes: of each array by name.
       make: writes each into the folder that it is given.
-      beside: the folder that may keep them. Where it cannot be written, or is None, they are
-        files without a name, which go with this process.
+      beside: the folder that may keep them. If it is None, or cannot be written, they are files
+        without a name, which end with this process.
 
     Raises DataError for files that are not whole.
     """

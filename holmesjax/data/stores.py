@@ -23,7 +23,7 @@ AHEAD_BYTES = 2**22  # of an object that is read from its beginning
 BLOCK_BYTES = 2**16  # of an object of which ranges are read
 BLOCKS = 1024  # of all objects that are kept
 CONNECTIONS = 16  # requests at once
-# What the clients raise besides OSError.
+# The errors that the clients raise besides OSError.
 ERRORS = {
     "aiohttp": "ClientError",
     "botocore.exceptions": "BotoCoreError",

@@ -1,4 +1,4 @@
-"""Files of tokens: nothing of them is in memory but what is read of them now.
+"""Files of tokens, of which only the range that is being read is in memory.
 
     holmesjax   NAME.bin, tokens as uint16 or uint32; NAME.json, which says what they are; and
                 NAME.starts, the place of the first token of each document, as int64
@@ -25,8 +25,8 @@ from holmesjax.errors import DataError
 FORMAT = "holmesjax tokens 1"
 DTYPES: dict[str, np.dtype] = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
 STARTS = np.dtype("<i8")
-JOB = "tokenize.json"  # of a folder that `tokenize` writes: how many shards it will have
-BLOCKS, BLOCK_BYTES = 64, 4096  # that a digest reads of the tokens of a file
+JOB = "tokenize.json"  # file of a folder that `tokenize` writes: the shards that it will have
+BLOCKS, BLOCK_BYTES = 64, 4096  # blocks that a digest reads, and bytes of each
 
 
 class Places(Protocol):
@@ -116,7 +116,7 @@ class TokenFile:
             self.check(first, tokens, limit)
 
     def digest(self) -> str:
-        """SHA-256 of what says what the tokens are, of the sizes, and of some blocks of tokens."""
+        """Returns the SHA-256 of the type of the tokens, the sizes, and some blocks of tokens."""
         digest = hashlib.sha256()
         if self.about is None:
             digest.update(f"{self.token_T.dtype.str}\n".encode())

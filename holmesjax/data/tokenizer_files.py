@@ -29,7 +29,7 @@ WHERE = "data.tokenizer"
 FOLDER = "tokenizer"  # of a run folder
 UNIT = 128  # a vocabulary is padded to a multiple, whatever the plan
 MAIN, MODEL = "tokenizer.json", "tokenizer.model"
-# What may stand beside `tokenizer.json`; the end tokens of a model are in its generation config.
+# Files that may stand beside `tokenizer.json`; the generation config has the end tokens of a model.
 BESIDE = (
     *("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json"),
     *("merges.txt", MODEL, "chat_template.jinja", "generation_config.json"),
@@ -69,7 +69,7 @@ class FileTokenizer:
     num_tokens: int
     num_used: int  # more than any token of a corpus; of marks, a corpus has few
     end: int  # the mark behind a document
-    ends: tuple[int, ...]  # those before which a text has ended, `end` among them
+    ends: tuple[int, ...]  # the marks that end a text, `end` among them
     # The tokens of texts, each behind the mark that begins a document, if there is one. A special
     # token in a text is text.
     encode_all: Callable[[Sequence[str]], Iterable[Sequence[int]]]

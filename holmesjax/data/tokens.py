@@ -38,7 +38,7 @@ class Part:
 
     @property
     def num_documents(self) -> int:
-        """Those that begin in it."""
+        """The documents that begin in it."""
         return self.file.num_documents(self.first, self.last)
 
 
@@ -140,7 +140,7 @@ def _documents_of(part: Part, config: DataConfig, limit: int | None) -> Document
 
 
 def _limit_of(config: DataConfig, files: Sequence[TokenFile]) -> int | None:
-    """More than any token may be in the files that do not say so: the tokenizer knows."""
+    """A number above all tokens of files that name none: the tokenizer gives it."""
     return None if all(file.limit for file in files) else tokenizer(config).num_tokens
 
 

@@ -186,7 +186,7 @@ class Sampler:
           prompts: the tokens of each row; one at least.
           max_tokens: how often.
           sampling: the rule.
-          is_over: tells of a row that no more of its tokens are wanted; theirs mean nothing.
+          is_over: tells whether a row needs no more tokens; the tokens of such a row mean nothing.
         """
         context = self.model.context_length
         known = [list(prompt)[-context:] for prompt in prompts]

@@ -2,9 +2,9 @@
 
 The check (`kernels.attention.check`) is a process of its own with a limit of time, since a kernel
 may hang, or leave the device of its process unusable. It has to end before this process uses the
-device. Its verdict is kept by all that it depends on: device, driver, jaxlib, NVIDIA's assembler
-ptxas, the source of the kernels, and what a run needs of them. The processes of a node check one
-after the other, so that all but the first find a verdict.
+device. Its verdict is kept for everything that it depends on: device, driver, jaxlib, NVIDIA's
+assembler ptxas, the source of the kernels, and the needs of the run. The processes of a node check
+one after the other, so that all but the first find a verdict.
 """
 
 import fcntl
@@ -221,8 +221,8 @@ def source_digest() -> str:
 def find_assembler() -> Version | None:
     """The version of NVIDIA's assembler that compiles the kernels.
 
-    Mosaic takes the first on PATH, whatever JAX's packages have. Where there is none, it takes that
-    of the packages, and then that of the machine.
+    Mosaic takes the first ptxas on PATH, whichever JAX's packages have. Without one on PATH it
+    takes the ptxas of the packages, and then that of the machine.
     """
     places = [shutil.which("ptxas")]
     if (spec := importlib.util.find_spec("nvidia")) and spec.submodule_search_locations:

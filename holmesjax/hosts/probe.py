@@ -21,16 +21,16 @@ from holmesjax.topology.probe_speed import ProbeSpeed, Seconds
 from holmesjax.units import show
 
 KIB, MIB = 2**10, 2**20
-# 0 is a message there and back.
+# Size 0 stands for a message there and back.
 SIZES_BYTES = (0, 64 * KIB, 256 * KIB, MIB, 4 * MIB, 16 * MIB, 64 * MIB, 256 * MIB)
 COLLECTIVE_BYTES = (64 * KIB, MIB, 4 * MIB, 16 * MIB, 64 * MIB)
 LIMIT_S = 0.25  # sizes after one that took longer are left out: the next takes four times as long
-STREAMS = 4  # at least, for the fastest way to send, as a run has by default
+STREAMS = 4  # at least, for the fastest way to send: the default of a run
 ROUNDS = 3  # of each size; the median counts
 MAX_ROUNDS = 15  # of a cluster: all pairs of 16 nodes
 MAX_PAIRS = 8  # of two clusters
 FAR_BELOW = 0.5  # of nominal
-SHARED = 0.9  # of what pairs reach one by one: below that, together they share the link
+SHARED = 0.9  # of the sum of rates alone: pairs that reach less together share a link
 
 Way = tuple[str, str]
 Step = tuple[Way, ...]

@@ -14,7 +14,7 @@ from holmesjax.hosts import nics as discovery
 from holmesjax.hosts.nics import Host
 from holmesjax.transport import connections
 
-# Where schedulers write which of its processes this is: ours, Slurm, Open MPI, PMI, Kubernetes.
+# Variables with the number of a process, of our launchers, Slurm, Open MPI, PMI and Kubernetes.
 NUMBER = (
     "HOLMES_PROCESS",
     "SLURM_PROCID",

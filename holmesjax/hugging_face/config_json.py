@@ -3,8 +3,8 @@
     {"model_type": "qwen3", "hidden_size": 1024, ..}  <->  {"width": 1024, "qk_norm": "head", ..}
 
 A key that is absent means the default of the family's class in `transformers`, which is seldom the
-value of a published model. So every key is written. What a key asks for and we cannot compute is
-refused. Rotary positions are read and written in both of their spellings, the older of which has
+value of a published model. So every key is written. A value that we cannot compute is refused.
+Rotary positions are read and written in both of their spellings, the older of which has
 `rope_theta` and `rope_scaling`, the newer `rope_parameters`.
 """
 
@@ -55,7 +55,7 @@ GPT2_KEYS = {
     "tied_embeddings": "tie_word_embeddings",
     "activation": "activation_function",
 }
-# What they name -> the setting, and the name that is written.
+# A value of theirs -> ours, and the value that is written.
 GATED = {"silu": "swiglu", "swish": "swiglu", "gelu_pytorch_tanh": "geglu", "gelu_new": "geglu"}
 UNGATED = {"gelu_new": "gelu", "gelu_pytorch_tanh": "gelu", "gelu": "gelu_erf"}
 

@@ -114,7 +114,7 @@ def _write_weights(
     stream = _tensors(its_places, layers)
 
     def rows_of(name: str) -> Iterator[np.ndarray]:
-        """Those of a file. A larger tensor between its own has a file, too, written on the way."""
+        """Returns the rows of a file. A larger tensor among them gets a file of its own."""
         left = len(files[name])
         while left:
             tensor, rows = next(stream)

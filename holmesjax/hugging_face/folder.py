@@ -43,7 +43,7 @@ SHOWN = 5  # names in a message
 WITHOUT_PARAMETERS = re.compile(
     r".*\.rotary_emb\.inv_freq|(transformer\.)?h\.\d+\.attn\.(bias|masked_bias)"
 )
-# Of a Gemma 3 with images: what precedes the text model's names, and other parts of the model.
+# A Gemma 3 with images: the prefixes of its text model's names, and of its other parts.
 TEXT_MODEL = {
     "language_model.model.": "model.",
     "model.language_model.": "model.",

@@ -16,8 +16,8 @@ MAX_BYTES = 4 << 20  # that are read or written at a time
 def read(place: Place, tensor: Tensor, box: Box) -> np.ndarray:
     """The elements in a box of a parameter, float32.
 
-    Only the rows and columns that hold them are read. Where a row merges dims, the box is widened
-    to whole indices of the outermost of them.
+    Only the rows and columns that hold them are read. If a row merges dims, the box is widened to
+    whole indices of the outermost of them.
     """
     dims = place.parameter.dims
     wanted = dict(zip(dims, box, strict=True))
