@@ -1,13 +1,14 @@
 """One owner of a run folder at a time, also where hosts share it over NFS. Does not import JAX.
 
-The owner's lease is the file `owner.json`. It is written under another name and then linked, which
-fails for all but one; no other way of making a file does over NFS. The owner counts up in it every
-few seconds, by the descriptor of the file it made: it cannot write into a lease that somebody else
-has put in its place.
+The owner's lease is the file `owner.json`. It is written under another name and then linked. A link
+succeeds for one process alone; no other way of making a file does so over NFS. The owner counts up
+in it every few seconds, by the descriptor of the file it made: it cannot write into a lease that
+somebody else has put in its place.
 
-Nobody compares clocks of two hosts. Where the owner runs, its lease is stale when its process is
-gone. Elsewhere it is when the counter has not moved for a whole term on the reader's own clock. A
-stale lease is renamed before it is deleted, and put back if by then it is another one.
+Nobody compares clocks of two hosts. On the host of the owner, its lease is stale when its process
+is gone. On another host, it is stale when the counter has not moved for a whole term on the
+reader's own clock. A stale lease is renamed before it is deleted, and put back if by then it is
+another one.
 """
 
 import contextlib
@@ -41,7 +42,7 @@ T = TypeVar("T")
 
 
 class Lease:
-    """That this process owns a run folder; a context manager that gives it up at its end.
+    """The ownership of a run folder by this process; a context manager that gives it up at its end.
 
     Args:
       run_dir: the run folder; made if it is missing.

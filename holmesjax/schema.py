@@ -22,8 +22,8 @@ from pydantic import BeforeValidator, GetCoreSchemaHandler, TypeAdapter, Validat
 from holmesjax.errors import HolmesError
 from holmesjax.yaml_files import Document, Keys, dotted, shown
 
-# What pydantic calls a mistake -> what is wrong, and what to do. `{...}` is filled in from the
-# constraint; `{example}` is the default of the field, or a value of its type.
+# Pydantic's name of a mistake -> the problem and the fix. `{...}` is filled in from the constraint;
+# `{example}` is the default of the field, or a value of its type.
 WORDS = {
     "int_type": ("must be a whole number", "write a number such as {example}"),
     "float_type": ("must be a number", "write a number such as {example}"),

@@ -30,8 +30,8 @@ BYTES_PER_S = {f"{unit}/s": scale for unit, scale in BYTES.items()} | _scaled(DE
 SECONDS = _scaled(SMALL, "s") | {"µs": 1e-6, "μs": 1e-6, "min": 60.0, "h": 3600.0}
 FLOP_PER_S = _scaled(DECIMAL, "FLOP/s") | _scaled(DECIMAL, "FLOPS")
 
-# What each unit measures, an example that works, the units it may be read from, and those it is
-# printed in, smallest first.
+# For each unit: the quantity, an example, the units in which text may have it, and the units in
+# which it is printed, the smallest first.
 QUANTITY: dict[Unit, tuple[str, str, dict[str, float], dict[str, float]]] = {
     "B": ("size", "80 GiB", BYTES, {"B": 1.0} | _scaled(BINARY, "B")),
     "B/s": ("bandwidth", "3.35 TB/s", BYTES_PER_S, _scaled(DECIMAL, "B/s")),

@@ -221,7 +221,7 @@ def source_digest() -> str:
 def find_assembler() -> Version | None:
     """The version of NVIDIA's assembler that compiles the kernels.
 
-    Mosaic takes the first ptxas on PATH, whichever JAX's packages have. Without one on PATH it
+    Mosaic takes the first ptxas on PATH, even if JAX's packages have one. Without one on PATH it
     takes the ptxas of the packages, and then that of the machine.
     """
     places = [shutil.which("ptxas")]

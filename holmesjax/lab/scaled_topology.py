@@ -69,7 +69,7 @@ class LabNode:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LabLink:
-    """From the nodes of one cluster to those of another."""
+    """The link from the nodes of one cluster to those of another."""
 
     rate_bytes_per_s: float  # of each node
     latency_s: float

@@ -28,8 +28,8 @@ MAXIMA = "fp8/maxima_ST"
 def in_fp8(kind: Kind, model: ModelConfig) -> Kind:
     """A kind of layer with its products in fp8; the embedding and the head stay as they are.
 
-    A forward reads each input of a product to find its codes, and writes those. A current scale
-    takes one more reading. The same of weights is not counted: it does not grow with the tokens.
+    A forward reads each input of a product, and writes its codes. A current scale reads it once
+    more. Weights are not counted: their cost does not grow with the tokens.
 
     Raises:
       ConfigError: a layer between the ends has another function than our block's.

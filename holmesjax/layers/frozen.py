@@ -1,4 +1,4 @@
-"""Parameters that `model.frozen` names: what freezing them changes in the statements of layers.
+"""Changes the statements of layers for the parameters that `model.frozen` names.
 
 A frozen parameter is kept in the compute dtype, without a master, moments and gradients. A name is
 that of the layer and that of the parameter: `block_003/query_DHK`, `head/norm/scale_D`.
@@ -52,7 +52,7 @@ def _with_frozen(layer: str, kind: Kind, frozen: set[str]) -> Kind:
 def _parts(
     product: WeightProduct, trained: set[str], sizes: Mapping[str, int]
 ) -> Iterator[WeightProduct]:
-    """A product, or two: with the weights that train, and with those that do not."""
+    """Splits a product by its weights: those that train, and the frozen ones."""
     own = [name for name in product.weights if name in trained]
     if len(own) in (0, len(product.weights)):
         yield replace(product, trains=bool(own or (trained and not product.weights)))

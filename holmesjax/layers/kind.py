@@ -74,14 +74,15 @@ class Parameter:
     decays: bool = False  # whether weight decay applies
     trains: bool = True  # otherwise it has no master, no moments and no gradient
     changes: bool = False  # of those that do not train: whether `Kind.change` changes it
-    # Of those that change: how what layers return for it is joined, over microbatches and replicas.
+    # For a parameter that `Kind.change` changes: how the values of layers are joined over
+    # microbatches and replicas.
     joined: Literal["sum", "max"] = "sum"
     use: Use = "multiplied"
     # The share of its numbers that one token is multiplied with: k / E, where each token goes to k
     # of E experts. Memory has all of them.
     active_share: float = 1.0
-    # Of a hidden matrix: the leading dims that its product sums over, as rows; the others are
-    # columns. 0: it is none. Muon orthogonalises hidden matrices.
+    # For a hidden matrix, which Muon orthogonalises: the number of leading dims, over which its
+    # product sums. They are its rows, and the other dims its columns. 0: it is no hidden matrix.
     matrix: int = 0
 
     def __post_init__(self) -> None:
@@ -232,10 +233,10 @@ class Kind:
     change: str = ""
     draws: bool = False  # whether it reads random numbers
     scales: tuple[tuple[str, float], ...] = ()  # by which adapters count, by the weight's name
-    # What it reads of a batch, in `Context.batch`. None: the first layer reads tokens, the last
-    # targets, and others nothing.
+    # The arrays of a batch that it reads, in `Context.batch`. None: the first layer reads tokens,
+    # the last targets, and others nothing.
     reads: tuple[BatchArray, ...] | None = None
-    # What the layers hand to each other for one sequence; (): [context_length, width].
+    # The shape of the array that layers hand on for one sequence; (): [context_length, width].
     boundary: tuple[int, ...] = ()
     draw: str = ""  # that draws initial values, as "module:function", where parameters are `Drawn`
 

@@ -1,11 +1,11 @@
-"""Low-rank adapters: what they change in the statements of a kind of layer.
+"""Changes the statements of a kind of layer for low-rank adapters.
 
 All parameters of the kind are frozen. Beside a target's weight stand an A and a B, which train:
 
     query_lora/a_DR, query_lora/b_RHK     the product h W becomes h W + s (h A) B
 
-R is the rank. B begins as zeros, so a new adapter changes nothing. Of weights that share an A, each
-has a B of its own, and the first has the A.
+R is the rank. B begins as zeros, so a new adapter changes nothing. If several weights share an A,
+the first weight has the A, and each has a B of its own.
 """
 
 from collections.abc import Iterator, Mapping

@@ -26,7 +26,7 @@ KINDS: dict[str, Callable[[ModelConfig], Kind]] = {
 }
 
 
-# That gives the kinds of a model that `model.module` names; it traces them, and so it needs JAX.
+# The function that gives the kinds of a model of `model.module`. It traces them, so it needs JAX.
 OWN_KINDS = "holmesjax.models.own_kinds:kinds"
 
 _CACHES: list[Any] = []

@@ -46,10 +46,10 @@ def block(model: ModelConfig) -> Kind:
     """Attention, then a feed-forward, each with its norms and added to the residual stream.
 
     Each statement counts `tensor`'s whole numbers first. A forward moves the input of each norm,
-    twice read and once written, and both additions: 3 D each. Cut are rotations of queries and
-    keys, what attention reads and writes, and the activation function, which reads and writes F, or
-    reads 2 F and writes F with a gate. A norm of queries and keys moves 3 numbers for each of
-    theirs. A bias is added where a product's result is read next.
+    twice read and once written, and both additions: 3 D each. The cut numbers are those of the
+    rotations of queries and keys, of attention, and of the activation function. It reads and writes
+    F; with a gate it reads 2 F and writes F. A norm of queries and keys moves 3 numbers for each of
+    their numbers. A bias is added where a product's result is read next.
     """
     d, f = model.width, model.feed_forward_width
     heads, keys = model.num_heads * model.head_width, model.kv_heads * model.head_width
@@ -80,8 +80,8 @@ def block(model: ModelConfig) -> Kind:
         moved=Numbers(
             6 * d * (1 + before + after), 4 * (heads + keys) + (gates + 1) * f + 3 * normed
         ),
-        # Of the products into the residual stream a norm that follows reads the results. Without
-        # one, the stream after attention stands for the result of attention's output projection.
+        # A norm behind a product into the residual stream reads the product's result. Without such
+        # a norm the stream after attention stands for the result of attention's output projection.
         kept=Kept(
             input=Numbers(d),
             products=Numbers(2 * d if after else d, heads + 2 * keys + gates * f),

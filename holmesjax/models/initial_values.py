@@ -3,8 +3,8 @@
     draw("seed and name", (V, D), ((0, 8), (4, 6)), Normal(std))
 
 A value depends on the name and on its index in the whole array, and on nothing else: whoever draws
-a box of an array draws what anybody else does. Values come of integers, and of float32 numbers by
-one product and one sum, so that they are the same bits on every platform and in every version of
+a box of an array draws what anybody else does. Values are computed from integers, with one float32
+product and one float32 sum. So they are the same bits on every platform and in every version of
 NumPy.
 
 A normal value is the sum of two of 65,536 quantiles of the normal distribution, times half the root
@@ -104,7 +104,7 @@ def _fill(
     keys: np.ndarray,
     of_words: Callable[[np.ndarray], np.ndarray],
 ) -> None:
-    """The values that follow each of `starts`, [rows], in [rows, length]. Two come of one word."""
+    """The values that follow each of `starts`, [rows], in [rows, length]. One word gives two."""
     length = out.shape[1]
     for odd in (0, 1):
         rows = np.flatnonzero(starts % 2 == odd)

@@ -1,4 +1,4 @@
-"""Functions that keep for their backward nothing that is made of parameters alone.
+"""Functions whose residuals hold no array that is computed from parameters alone.
 
 A residual is kept for each microbatch in flight. JAX's own gradient of a product keeps its weight
 as the function has cast, reshaped or transposed it, so a stage would hold that weight many times.

@@ -1,8 +1,8 @@
 """Costs of a layer, read from the programs that JAX traces of it. Starts no device.
 
 A layer is traced on shapes alone: its forward, its forward with the residuals of `jax.vjp`, and its
-backward. What is found is stated as a `layers.kind.Kind` states it, in numbers of the compute dtype
-per token. Programs are traced in bfloat16, so an array that a layer keeps in float32 counts twice.
+backward. The costs have the form of a `layers.kind.Kind`, in numbers of the compute dtype per
+token. Programs are traced in bfloat16, so an array that a layer keeps in float32 counts twice.
 
 products     matrix products with parameters, and convolutions
 mixes        matrix products of activations with each other, as attention has

@@ -279,7 +279,7 @@ def _dims(
 
 
 def _inputs_of_apply(layer: Layer, inputs: Sequence[Any], num_reads: int) -> list[Any]:
-    """Those of a layer's inputs that `apply` and `init` take; a loss takes the others."""
+    """Returns the inputs of a layer that `apply` and `init` take; a loss takes the others."""
     return list(inputs[: len(inputs) - num_reads] if layer.loss is not None else inputs)
 
 

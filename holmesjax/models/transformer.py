@@ -107,7 +107,7 @@ def head(params: Params, x_BLD: jax.Array, context: Context) -> tuple[jax.Array,
 def norm(params: Params, x: jax.Array, context: Context) -> jax.Array:
     """LayerNorm (Ba et al., arXiv:1607.06450) or RMSNorm (Zhang and Sennrich, arXiv:1910.07467).
 
-    That of queries and keys has a scale with the dims of a head, or of all heads.
+    The norm of queries and keys has a scale with the dims of a head, or of all heads.
     """
     model = context.model
     scale = next(array for name, array in params.items() if name.startswith("scale_"))

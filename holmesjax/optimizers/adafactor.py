@@ -1,4 +1,4 @@
-"""Adafactor: of a matrix it keeps the mean squares of rows and of columns, not of each number.
+"""Adafactor: it keeps the mean squares of a matrix's rows and columns, not of each number.
 
 Shazeer and Stern, arXiv:1804.04235, with the constants of `optax.adafactor`. There is no momentum,
 and no scale of the parameter: learning rate and weight decay are those of all our optimizers. So

@@ -19,7 +19,7 @@ class OwnSettings(NamedTuple):
 
 
 def own_settings(config: OptimizerConfig, path: Sequence[Any], parameter: Parameter) -> OwnSettings:
-    """Those of the first group whose pattern fits a parameter, else what the section says.
+    """Returns the settings of the first group whose pattern fits, else those of the section.
 
     Args:
       config: the section.

@@ -23,9 +23,9 @@ State = Any  # arrays, and dicts keyed by layer and parameter name as parameters
 class Optimizer(Protocol):
     """The optimizer of a stage. Clipping is not in it: `end_of_step` gives the factor.
 
-    A state is any tree of JAX with a number `updates` (int32) of the updates so far. What it keeps
-    of each parameter stands in dicts with the keys of the parameters, so a checkpoint names arrays
-    by layer, and any plan can read them.
+    A state is any tree of JAX with a number `updates` (int32) of the updates so far. Its arrays for
+    each parameter stand in dicts with the keys of the parameters. So a checkpoint names arrays by
+    layer, and any plan can read them.
     """
 
     @property

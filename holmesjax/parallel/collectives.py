@@ -66,7 +66,7 @@ def reduce_scatter(arrays: Tree, dims: Tree, axis: str, *, by_ring: bool = False
 
 
 def _gather_by_sum(row: jax.Array, axis: str) -> jax.Array:
-    """Does what `all_gather` does: [2, n] from [n].
+    """Gathers as `all_gather` does: [2, n] from [n].
 
     Each device adds its row to the zeros of the other: as integers, which keeps every bit.
     """

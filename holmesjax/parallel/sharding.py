@@ -53,7 +53,7 @@ def shard_spec(dims: str, sizes: Sizes) -> P:
 
 
 def _axes(sizes: Sizes, *axes: Axis) -> str | tuple[str, ...] | None:
-    """Those that a mesh has, as an entry of a partition spec."""
+    """Returns the axes that a mesh has, as an entry of a partition spec."""
     found = tuple(axis.value for axis in axes if axis in sizes)
     return found if len(found) > 1 else found[0] if found else None
 
@@ -82,7 +82,7 @@ def data_dim(dims: str, shape: tuple[int, ...], data: int, parts: int = 1) -> in
 
 
 def master_spec(dims: str, shape: tuple[int, ...], sizes: Sizes) -> P:
-    """Inside a part of a replica, the parts of `data`: a gather over `data` gives that part."""
+    """How a master is cut: as `shard_spec`, and over `data` inside each part of a replica."""
     spec = list(shard_spec(dims, sizes))
     if (dim := data_dim(dims, shape, sizes[Axis.DATA], num_parts(sizes))) is not None:
         data = Axis.DATA.value
@@ -106,7 +106,7 @@ def batch_sharding(mesh: Mesh, num_leading: int = 0) -> NamedSharding:
 
 
 def batch_spec(sizes: Sizes, num_leading: int = 0) -> P:
-    """The same, for a mesh with axes of these sizes."""
+    """The partition spec of `batch_sharding`, for a mesh with axes of these sizes."""
     lead, sequences = (None,) * num_leading, _axes(sizes, Axis.DATA, Axis.FSDP)
     if Axis.CONTEXT not in sizes:
         return P(*lead, sequences)
@@ -114,7 +114,7 @@ def batch_spec(sizes: Sizes, num_leading: int = 0) -> P:
 
 
 def part_spec(sizes: Sizes) -> P:
-    """Inside one replica, where each part of a sequence is one: first all first parts."""
+    """How parts of sequences are cut inside one replica, all first parts first (`ops.to_parts`)."""
     return P(_axes(sizes, Axis.CONTEXT, Axis.FSDP))
 
 
@@ -123,7 +123,7 @@ def replicated(mesh: Mesh) -> NamedSharding:
 
 
 def put(host: np.ndarray | np.float32, where: NamedSharding) -> jax.Array:
-    """An array of which every process has the whole on its host."""
+    """Puts an array that every process has whole on its host onto devices."""
     if where.is_fully_addressable:
         return jax.device_put(host, where)
     # `device_put` would compare the values of all processes first.

@@ -1,8 +1,8 @@
 """A step as it is predicted to run, in the form in which `timeline.json` has one that ran.
 
-Besides the tasks of the schedule there is what a stage does once: gathering its parameters (G),
-summing its gradients (R), and the update (U), which waits until all have done that. And there is
-what a measured step does not show: when each boundary is on its way.
+Besides the tasks of the schedule, a stage has three tasks once: gathering its parameters (G),
+summing its gradients (R), and the update (U), which waits until all stages have summed. A forecast
+also has the times of boundaries on their way, which a measured step does not show.
 """
 
 from typing import Any

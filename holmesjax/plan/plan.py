@@ -136,7 +136,7 @@ class Plan:
     def simulate(self) -> Simulation | None:
         """The tasks of a step as they are predicted to run; None where nothing was predicted.
 
-        Of what comes once in a step, only that is in it which stages do before their first task.
+        It has the tasks before a stage's first task, and no other task that comes once in a step.
         """
         stages = [s.task_seconds for s in self.stages if s.task_seconds is not None]
         if len(stages) < len(self.stages):
@@ -347,7 +347,7 @@ def describe(plan: Plan, kind_of: Mapping[str, str] | None = None) -> list[str]:
 
 
 def _pipes(shares: dict[str, float]) -> str:
-    """Both ways at once where they are the same.
+    """Shows both ways of a pipe at once if their shares are equal.
 
     >>> _pipes({"ib -> roce": 0.5, "roce -> ib": 0.5, "ib -> old": 0.25, "old -> ib": 0.1})
     'ib <-> roce 50% each way, ib -> old 25%, old -> ib 10%'

@@ -49,9 +49,9 @@ def _load(
     stage: int,
     blocks: Counts,
 ) -> tuple[bool, float]:
-    """Whether some layers are too much for a stage's memory, and the seconds that they take.
+    """Returns whether layers are too much for a stage's memory, and their seconds.
 
-    The seconds are those of a microbatch, with a share of what comes once in a step.
+    The seconds are those of a microbatch, with a share of the tasks that come once in a step.
     """
     role = roles(order.num_stages)[stage]
     times = problem.seconds(slot, settings, role, blocks, is_split=False)
@@ -68,7 +68,7 @@ def _share_equal(
 
     A stage's seconds never fall with its layers, so giving each next layer to the stage that is
     fastest with it is optimal: whichever stage ends up slowest, any other split gives some stage
-    at least as many layers as that one. Of equally fast stages the last takes the layer, since it
+    at least as many layers as that one. The last of equally fast stages takes the layer, since it
     holds the fewest microbatches in flight.
     """
     layers = [order.chunks] * order.num_stages
@@ -180,23 +180,23 @@ def in_order(problem: Problem, listed: Listed) -> list[tuple[Segment, ...]]:
 
 
 class Around(NamedTuple):
-    """The least seconds of a step that the stages before one need besides its own."""
+    """The least seconds of a step before and after the tasks of a stage, for the other stages."""
 
-    before: float = 0.0  # it begins
-    after: float = 0.0  # the last gradient of its input, to the end of theirs
-    update: float = 0.0  # behind all that
+    before: float = 0.0  # until the first input of the stage arrives
+    after: float = 0.0  # from its last input gradient to the end of these stages
+    update: float = 0.0  # the slowest update
 
 
 class Work(NamedTuple):
     """Seconds of a stage under schedules of a kind."""
 
-    microbatch: float  # forward and backward of one, in one piece
-    tasks: float  # of one: all that has another stage waiting
-    weight: float  # of one: the gradients of weights, where they are tasks of their own
-    last_weight: float  # of the chunk in which they take least
+    microbatch: float  # forward and backward of one microbatch, in one piece
+    tasks: float  # of one microbatch: the tasks for which another stage waits
+    weight: float  # of one microbatch: the gradients of weights, if they are tasks of their own
+    last_weight: float  # the least of these in one chunk
     first_forward: float  # of its first chunk
     first_backward: float
-    gather: float  # in front of a step, and behind it
+    gather: float  # before the first task of a step
     reduce: float
     update: float
 
@@ -204,7 +204,7 @@ class Work(NamedTuple):
 class ScheduleKind(NamedTuple):
     """Schedules in which a stage waits for the ones before it by the same rule."""
 
-    leanest: str  # the one that keeps the fewest microbatches in flight on every stage
+    leanest: str  # name of the schedule with the fewest microbatches in flight on every stage
     chunks: int = 1
 
     @property
@@ -262,7 +262,7 @@ class ScheduleKind(NamedTuple):
     def least_work(
         self, problem: Problem, slot: StageSlot, settings: StepSettings, role: Role, layers: int
     ) -> Work:
-        """Seconds that no tasks of a stage take less than, wherever its chunks lie in the model.
+        """Lower bounds on the seconds of a stage, wherever its chunks lie in the model.
 
         Args:
           problem: source of the predicted seconds.
@@ -296,7 +296,7 @@ class ScheduleKind(NamedTuple):
     def with_stage(
         self, work: Work, microbatches: int, around: Around, ways_s: Sequence[float]
     ) -> tuple[float, Around]:
-        """Seconds that no step with one more stage takes less than, and what the next is left.
+        """Returns a lower bound on a step with one more stage, and the `Around` of the next stage.
 
         The first microbatch comes through the stages before, and the last goes back through them:
         of several chunks through the first one, which a stage begins and ends with. Nobody waits

@@ -35,7 +35,7 @@ MAX_ASSIGNMENTS = 4096  # simulated at a time
 MAX_DEPTHS = 512  # combinations of numbers in flight that are tried
 
 
-# Of a stage: layers from a start on that it holds, at most.
+# A stage's largest number of layers from a start on.
 Holds = Callable[[int], int]
 
 
@@ -67,7 +67,7 @@ class ExhaustiveSearch:
         self._works: dict[_Stage, dict[int | Counts, Work]] = {}
         self._rooms: dict[tuple[StageSlot, StepSettings, Role, InFlight, int], int] = {}
         self._placed: dict[tuple[Segment, TaskOrder, StepSettings, int], list[_Placed]] = {}
-        # What depends on the best step so far has its seconds in the key.
+        # Results that depend on the best step so far have its seconds in the key.
         self._in_time: dict[tuple[object, ...], int] = {}
         self._first_in_time: dict[tuple[object, ...], int] = {}
         self._begins: dict[tuple[object, ...], list[int]] = {}

@@ -2,15 +2,15 @@
 
     binds      how much longer the step gets where one thing is slower: devices, the links of
                nodes, a network, a link between clusters. 90%: a step is 0.9% longer for each 1%.
-               In a balanced plan several have nearly all of it. What a step would not lose where
-               all are slower goes with latencies: of links, and of starting collectives.
+               In a balanced plan several things have nearly 100%. The rest of a step goes with
+               latencies: of links, and of starting collectives.
     against    the same model without what the planner knows
-    upgrades   the best plans on other machines: what is said is what a new plan takes, and what it
-               costs on machines of the same price
+    upgrades   the best plans on other machines, each with its step, and with its cost if these
+               machines have the same price
 
-Everything is predicted, by the cost model that chose the plan. Where a run asks for the best plan
-for its price, plans are compared by their dollars; those whose collectives may leave a cluster have
-none, since what they send has no price.
+Everything is predicted, by the cost model that chose the plan. If a run asks for the best plan for
+its price, plans are compared by their dollars. Plans whose collectives may leave a cluster have no
+price.
 """
 
 import itertools

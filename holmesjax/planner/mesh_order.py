@@ -137,7 +137,7 @@ class Paths:
     ) -> Mapping[CollectiveKind, Reached]:
         """The speeds that one of `num_rings` groups of nodes reaches; NCCL's if not measured.
 
-        Two nodes of a group say in which cluster. Where groups of another size were measured, the
+        Two nodes of a group say in which cluster. If only groups of other sizes were measured, the
         next larger counts, or else the largest.
         """
         here, there = (self.topology.cluster_of(self.nodes[end]).name for end in pair)
@@ -281,8 +281,8 @@ def _groups(seats: np.ndarray, sizes: Mapping[A, int], axis: A) -> np.ndarray:
 def _slowest_pairs(paths: Paths, groups: np.ndarray) -> list[tuple[int, int]]:
     """The node (twice) with the slowest devices of a group of an axis, and the two farthest nodes.
 
-    Either is left out where no group has two devices in a node, or devices on two nodes. Of equally
-    slow pairs the last one counts.
+    Either is left out where no group has two devices in a node, or devices on two nodes. The last
+    of equally slow pairs counts.
     """
     if paths.is_uniform:  # so any pair is as slow as the others
         repeats = (groups[:, 1:] == groups[:, :-1]).any(axis=1)

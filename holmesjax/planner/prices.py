@@ -9,7 +9,8 @@ from holmesjax.planner.step_time import link_bytes
 from holmesjax.planner.trials import Candidate
 from holmesjax.topology.machines import Topology
 
-MAX_SUBSETS = 4  # clusters of which every choice is tried; of more all, each, and all but each
+# Up to so many clusters, every choice is tried. With more: all, each, and all but each.
+MAX_SUBSETS = 4
 
 
 def unpriced(topology: Topology) -> list[str]:

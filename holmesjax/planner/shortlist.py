@@ -445,10 +445,11 @@ def _knapsack(
 
 @functools.cache
 def _shares(load: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Loads that pools may hold together; one more pool; the sizes of that, and where they are.
+    """Tables of the loads that pools hold together, and of the load that one more pool adds.
 
-    If the load is large, only some numbers are tried. The second has a row for what all hold, a
-    column for what the pools before hold, most first.
+    If the load is large, only some numbers are tried. The first array has the loads of all pools.
+    The second has the load of the last pool: a row for the load of all, a column for the load of
+    the pools before, the largest first. The others are its distinct values and their places.
     """
     step = -(-load // MAX_SHARES)
     held = np.unique([0, *range(load, 0, -step)])

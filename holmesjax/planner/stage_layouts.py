@@ -144,7 +144,7 @@ class Pool:
         return replace(self, cluster=cluster, devices=devices, paths=paths)
 
     def slots(self, mesh: MeshShape, num_stages: int) -> list[Devices]:
-        """The devices of each of its stages; of more than are needed, every stage leaves some.
+        """Returns the devices of each stage. If a pool has more, every stage leaves some idle.
 
         Stages take runs of whole nodes where each can have as many as it needs, else equal runs of
         devices.
@@ -188,7 +188,7 @@ def _choose(devices: Devices, mesh: MeshShape) -> Devices:
 
     @functools.cache
     def left_over(place: int, size: int) -> int:
-        """How many kinds of whole group a device of a node of some size is no part of."""
+        """Returns the number of kinds of group, whole in a node, that a device is no part of."""
         return sum(place >= size // group * group for group in groups)
 
     slots: list[list[tuple[str, int]]] = [[] for _ in range(len(groups) + 1)]
@@ -201,7 +201,7 @@ def _choose(devices: Devices, mesh: MeshShape) -> Devices:
 def make_pools(topology: Topology, by_kind: bool) -> list[Pool]:
     """The pools of all clusters; `by_kind` makes one for each kind of device of a cluster.
 
-    Nodes that reach each other fast are neighbours, so that a stage gets those.
+    Nodes that reach each other fast are neighbours, so that one stage gets them.
     """
     pools, numbers = [], device_numbers(topology)
     for cluster in topology.clusters:

@@ -42,7 +42,7 @@ class WallTime:
         self._sums = dict.fromkeys(BUCKETS, 0.0)
         self._told_s = began_s
         self._is_starting = True
-        # Of the clock of the host alone the time between sessions is taken.
+        # Only the time between sessions is taken from the host's clock.
         self._epoch_s = time.time() - time.monotonic()
         if kept:
             self._sums |= kept[-1]["wall_s"]

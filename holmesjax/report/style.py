@@ -15,7 +15,7 @@ PINK, RED, SKY = "#cc79a7", "#d55e00", "#56b4e9"
 SERIES = (BLUE, ORANGE, GREEN, PINK, SKY, RED)
 DARK, LIGHT = "#10151b", "#fefefe"  # text on a colour: the same on a white and a black page
 TEXT_ON = {BLUE: LIGHT, ORANGE: DARK, GREEN: DARK, PINK: DARK, RED: DARK, SKY: DARK}
-# Of the text that names an axis: what its collectives go over. Other fabrics are orange.
+# Colours of the names of axes, by the fabric of their collectives. Other fabrics are orange.
 FABRIC_COLOR = {
     "nvlink": GREEN,
     "infiniband": BLUE,

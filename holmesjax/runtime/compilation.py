@@ -209,7 +209,7 @@ def sends_within(stage: Stage) -> bool:
 def last_reduces(stage: Stage) -> bool:
     """Whether the last program that adds to the gradients also reduces them.
 
-    No other stage waits for what a W gives, so where there are some, the last one does.
+    No other stage waits for the result of a W. So if backwards are split, the last W reduces.
     """
     return stage.num_replicas > 1 if is_split(stage) else sends_within(stage)
 
@@ -387,7 +387,7 @@ def _forward_with(form: Residuals, forward: Compiled, *args: Any) -> tuple:
 
 
 def _out_shardings(stage: Stage) -> tuple[Any, dict[str, Any]]:
-    """Those of the boundary or the losses, and of auxiliary values."""
+    """The shardings of the boundary or the losses, and of auxiliary values."""
     out = (losses_shape if stage.is_last else boundary_shape)(stage).sharding
     return out, {name: x.sharding for name, x in values_shapes(stage).items()}
 

@@ -28,7 +28,7 @@ class PeakMemory:
     """Tells of the devices whose peak has risen, so that records of a long run stay short.
 
     Args:
-      devices: by name. Those that keep no statistics, such as CPUs, are left out.
+      devices: by name. Devices without statistics, such as CPUs, are left out.
     """
 
     def __init__(self, devices: Mapping[str, Any]):

@@ -142,8 +142,9 @@ def explain(
 def _rest(timed: Timed, kind: DeviceKind, model: ModelConfig) -> tuple[float, float]:
     """The time of a layer without its products, its attention and its sums.
 
-    Of that `between` is what grows with the sequences, over its bytes, and `layer_s` what does not.
-    At least a hundredth, and nothing: products are not that exact.
+    `between` is the part that grows with the sequences, over its bytes, and at least 0.01.
+    `layer_s` is the other part, and at least 0. The differences of measured times can be below
+    these limits.
     """
     shape = lambda sequences: StageShape(
         blocks=tuple(int(own is _block(model)) for own in kinds(model).blocks),

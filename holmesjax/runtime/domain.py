@@ -42,7 +42,7 @@ def choose_nics(
     env: MutableMapping[str, str],
     find_host: Callable[[], Host],
 ) -> list[str]:
-    """Tells NCCL which NICs to use, before the first collective; what somebody should know of it.
+    """Tells NCCL which NICs to use, before the first collective. Returns warnings.
 
     Nothing is needed on one node, nor where the launcher `local` plays several on one machine.
 
@@ -137,8 +137,8 @@ def join(
 class Gate:
     """The domain's processes wait for each other here until one of them says it has failed.
 
-    JAX's own barrier would wait for that one until its deadline. Used for one thing after the
-    other: all have left the one before last when any begins the next.
+    JAX's own barrier would wait for the failed process until its deadline. A gate serves one save
+    after another: when a process begins one, all have left the one before the last.
     """
 
     def __init__(self, name: str):

@@ -133,7 +133,7 @@ class Pipeline:
         return self._tasks if count == self._plan.microbatches else self._plan.tasks(count)
 
     def _filled(self, of_microbatch: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-        """With zeros for the microbatches that a small batch has not, as programs expect them."""
+        """Fills in zeros for the microbatches that a small batch lacks, as programs expect them."""
         missing = self._plan.microbatches - len(of_microbatch)
         if not missing or not of_microbatch:
             return of_microbatch

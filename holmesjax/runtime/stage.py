@@ -65,8 +65,8 @@ class StageState:
 
     params: Tree  # those that train, in `Stage.param_dtype` and the master layout
     opt_state: State
-    # Those that do not train: in the compute dtype, or float32 where a step changes them; alike on
-    # every replica, and cut as a replica is between its uses.
+    # The parameters that do not train, in the compute dtype, or in float32 if a step changes them.
+    # They are equal on every replica, and cut as a replica is between its uses.
     fixed: Tree
     average: Average | None = None  # where the run asks for one
     recent: spikes.Recent | None = None  # of the last chunk, where the run looks for spikes
@@ -324,7 +324,7 @@ class Stage:
 
     @functools.cached_property
     def reduced_shapes(self) -> Tree:
-        """The same of reduced gradients: float32, in the layout of the masters."""
+        """The shapes of reduced gradients: float32, in the layout of the masters."""
 
         def master(parameter: Parameter) -> jax.ShapeDtypeStruct:
             where = sharding.master_sharding(parameter, self.mesh)

@@ -151,12 +151,13 @@ class PipelineSchedule:
     """
 
     tasks: Callable[[int, TaskOrder], tuple[Task, ...]]  # of one stage, in order
-    # A promise about memory: the most chunks of microbatches that a stage holds in flight. The
-    # number need not be cut off at all of them.
+    # A promise about memory: the most chunks of microbatches that a stage holds in flight. It may
+    # be more than there are in a step.
     bound: Callable[[int, TaskOrder], int]
     splits_backward: bool = False  # the gradients of weights are tasks of their own, W
-    chunks: tuple[int, ...] = (1,)  # of a stage, that the planner tries; a config may ask for more
-    is_in_groups: bool = False  # of microbatches, of the size of the pipeline
+    # Numbers of chunks of a stage that the planner tries; a config may ask for more.
+    chunks: tuple[int, ...] = (1,)
+    is_in_groups: bool = False  # microbatches come in groups of the size of the pipeline
     least_stages: int = 1
     chooses_in_flight: bool = False  # the planner says how many each stage holds, as 1F1B or more
     # Another schedule that never holds more in flight on a stage, whatever the numbers.

@@ -77,7 +77,7 @@ NICS: dict[str, dict[str, str]] = {
 }
 # fmt: on
 
-# What one process sends or receives of boundaries, all its connections together, however fast the
+# The rate at which one process sends or receives boundaries over all its connections, on any
 # network: 128 MiB over loopback in 41 ms, both ends on 2 cores of an AMD EPYC
 # (benchmarks/results/transports_0.10.2.json).
 TRANSPORT_BYTES_PER_S = 3.3e9

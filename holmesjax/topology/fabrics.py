@@ -8,7 +8,7 @@ from holmesjax.schema import OneOf
 
 Joined = Literal["nothing", "devices", "nodes"]
 
-# What NCCL's kernels take to synchronise with a neighbour over RDMA; the source is at
+# The time in which NCCL's kernels synchronise with a neighbour over RDMA; the source is at
 # `collective_times.START_S`.
 RDMA_STEP_S = 30e-6
 
@@ -30,7 +30,8 @@ FABRICS: dict[str, FabricFacts] = {
     # 231 GB/s of 300, which 280 NCCL all-reduces approach; the source is at
     # `collective_times.START_S`.
     "nvlink": FabricFacts(title="NVLink", joins="devices", reached=0.77),
-    # What all-reduces of 16 GiB reach on 16 to 512 GPUs (aliyun/SimAI@cef83f9, nic_ratio.csv).
+    # The share that all-reduces of 16 GiB reach on 16 to 512 GPUs (aliyun/SimAI@cef83f9,
+    # nic_ratio.csv).
     "infiniband": FabricFacts(
         title="InfiniBand", joins="nodes", reached=0.96, step_s=RDMA_STEP_S, is_rdma=True
     ),

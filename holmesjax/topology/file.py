@@ -57,7 +57,7 @@ class PeakEntry:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DeviceLinkEntry:
-    """From one device to the others of its node, one way."""
+    """The link from one device to the others of its node, one way."""
 
     fabric: DeviceFabric
     bandwidth: MemoryRate

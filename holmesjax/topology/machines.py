@@ -218,7 +218,7 @@ class Topology:
         return measured.get(pair, self.links[pair].capacity_bytes_per_s)
 
     def effective_capacity(self, cluster_a: str, cluster_b: str) -> float:
-        """The bytes per second that messages get of it."""
+        """The bytes per second that messages reach of `capacity_bytes_per_s`."""
         capacity = self.capacity_bytes_per_s(cluster_a, cluster_b)
         if self.measured and (cluster_a, cluster_b) in self.measured.capacities:
             return capacity

@@ -1,6 +1,6 @@
 """Machines as they would be after an upgrade: topologies in which one thing is faster, or more.
 
-What was measured is scaled with what it was measured on.
+Measurements are scaled with the parts on which they were made.
 """
 
 import itertools
@@ -92,7 +92,7 @@ def faster_everything(topology: Topology, factor: float) -> Topology:
 
 
 def with_more_nodes(topology: Topology, cluster: str, count: int = 1) -> Topology:
-    """Like the last one of the cluster; between them and others nothing is measured."""
+    """Adds nodes like the last one of the cluster. Paths to them have no measurements."""
     [own] = [c for c in topology.clusters if c.name == cluster]
     taken = {node.name for node in topology.nodes}
     names = (f"{cluster}-{number}" for number in itertools.count(len(own.nodes)))
@@ -102,7 +102,7 @@ def with_more_nodes(topology: Topology, cluster: str, count: int = 1) -> Topolog
 
 
 def without_cluster(topology: Topology, cluster: str) -> Topology:
-    """The others, and the links between them."""
+    """Returns the other clusters, and the links between them."""
     clusters = tuple(c for c in topology.clusters if c.name != cluster)
     left = {node.name for c in clusters for node in c.nodes}
     measured = topology.measured
