@@ -36,7 +36,7 @@ def _load(load: Callable[..., Any], args: argparse.Namespace, *, in_lab: bool) -
 
 
 def _collect_garbage() -> None:
-    """Collects garbage from here on, unless it always has, but none of what modules have made."""
+    """Turns garbage collection on if it is off, but for the objects of imported modules."""
     if not gc.isenabled():
         gc.freeze()
         gc.enable()

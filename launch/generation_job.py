@@ -1,4 +1,4 @@
-"""Text from the processes of a run's plan, which have the model together.
+"""Text from the processes of a run's plan, which share the model.
 
 A process runs the layers of its stage. This one starts them, sends all of them the texts, and hears
 what comes of these. It needs no JAX, and writes nothing but the key of the processes.

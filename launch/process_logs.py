@@ -10,8 +10,8 @@ from holmesjax.plan.processes import Process
 LOGS = "logs"
 LAST_LINES = 8  # of a process that failed, shown on the console
 
-# What JAX's CPU collectives print when they connect: two at once mix their pieces, and a process
-# that dies leaves any part of it.
+# The line that JAX's CPU collectives print when they connect. Two processes at once mix their
+# pieces, and a process that dies leaves any part of it.
 GLOO = "[Gloo] Rank # is connected to # peer ranks. Expected number of connected peer ranks is : #"
 GLOO_PIECES = re.compile(
     r"(\[Gloo\] Rank|is connected to|peer ranks\.|"

@@ -4,8 +4,9 @@ In the way of `warpgroups`, as in FlashAttention-3 (Shah et al., arXiv:2407.0860
 keys and goes through queries (`pallas_backward_keys`). Scores come again from queries, keys and
 the log-sum-exp, once for all three gradients: five products a tile. The gradient of a query has
 parts from the keys of many blocks, which are added in the GPU's memory in the order in which they
-come: its last bits differ from run to run. Where they must not, queries have a kernel of their own,
-which holds them and goes through keys: seven products, and no block writes where another does.
+come: its last bits differ from run to run. If these bits must be the same, queries have a kernel of
+their own, which holds them and goes through keys: seven products, and no block writes where another
+does.
 """
 
 import functools
@@ -108,7 +109,7 @@ def _backward(
     *,
     deterministic: bool,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Does what `backward` does, with a block for all query heads that share keys.
+    """Computes `backward` with a block for all query heads that share keys.
 
     Args: see `backward`.
     """
@@ -116,7 +117,7 @@ def _backward(
     of_keys = tiles.dkv if deterministic else tiles.joint
     held = _held(K)
     most = max(HELD, tiles.dq.streamed, of_keys.streamed)  # all are powers of two
-    # Of each query, in one array [B, H, 2, L]: the two come and go together.
+    # Log-sum-exp and delta of each query in one array [B, H, 2, L]: they are copied together.
     both = jnp.stack([log_sum * LOG2_E, deltas(out, dout, dlog_sum)], 2)
     arrays = [warpgroups.copied(x, most, interpret) for x in (q, k, v, dout)]
     arrays += [padded(both, most, 3), *(padded(x, most) for x in segments or ())]

@@ -1,7 +1,7 @@
 """The kernels of attention's backward on Hopper GPUs that hold keys.
 
 In the way of `warpgroups`: a block holds keys and values, and goes through the queries of all heads
-that share them. Where it finds the queries' gradients, too (joint), it adds its part to that of
+that share them. The joint kernels also add a block's part of the queries' gradients to the parts of
 other blocks, in the GPU's memory.
 """
 
@@ -211,7 +211,7 @@ def dkv_kernel(*refs: Ref, **told: Any) -> None:
 
 
 def joint_kernel(*refs: Ref, **told: Any) -> None:
-    """Those of queries, too."""
+    """The gradients of queries, keys and values."""
     _each_its_keys(_block(*refs, joint=True, **told))
 
 
@@ -255,9 +255,10 @@ def _each_its_keys(block: ThreadBlock) -> None:
             return shared["dscores"].at[lax.rem(number, jnp.int32(2)) * COMPUTING + which]
 
         def add_to_queries(n: jax.Array, i: jax.Array, number: jax.Array) -> None:
-            """From all keys of the block, for 64 queries and dims: one half of a tile each.
+            """Adds the part of all keys of the block for 64 queries and 64 dims.
 
-            Which has only so many is done by one, the next by the other.
+            Each warpgroup has one half of a tile. A tile that is one half alone is done by one of
+            them, in turns.
             """
             half = warpgroup * ROWS if size > ROWS else 0
             dims = pl.ds(warpgroup * ROWS if width > ROWS else 0, ROWS)
@@ -286,7 +287,7 @@ def _each_its_keys(block: ThreadBlock) -> None:
 
 
 def wide_kernel(*refs: Ref, **told: Any) -> None:
-    """Does what `joint_kernel` does, for wider heads.
+    """Computes `joint_kernel` for wider heads.
 
     Both warpgroups have the same 64 keys, and each half of the dims of all gradients. One has
     the scores and the probabilities, the other the gradients of both.

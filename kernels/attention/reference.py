@@ -136,7 +136,7 @@ class _Chunk(NamedTuple):
     num_keys: int
 
     def queries(self, x: jax.Array, dim: int) -> jax.Array:
-        """Those of an array, along its dim of queries."""
+        """The chunk's queries in an array, along its dim of queries."""
         return jax.lax.dynamic_slice_in_dim(x, self.query, self.num_queries, dim)
 
     def keys(self, x: jax.Array, dim: int) -> jax.Array:

@@ -130,14 +130,14 @@ def _whole(rule: Rule) -> Rule:
 
 
 def _pass_on(arrays: Any, axis: str) -> Any:
-    """To the next device of the ring; what comes back is from the one before."""
+    """Sends arrays to the next device of the ring, and returns those of the device before."""
     size = jax.lax.axis_size(axis)
     ahead = [(i, (i + 1) % size) for i in range(size)]
     return jax.tree.map(lambda x: jax.lax.ppermute(x, axis, ahead), arrays)
 
 
 def _halves(x: jax.Array, dim: int = 1) -> list[jax.Array]:
-    """The two runs of a part; of one with its tokens in a row, what will be in two runs."""
+    """Splits a part into its two runs, or a part with its tokens in a row into two halves."""
     return jnp.split(x, 2, axis=dim)
 
 
@@ -175,17 +175,18 @@ def _chosen(is_earlier: jax.Array, earlier: Any, later: Any) -> Any:
 
 
 def _pair(is_earlier: jax.Array, always: int, x: jax.Array, dim: int = 1) -> jax.Array:
-    """[2B, ...]: one of the two runs, and the first or the second; what two products read.
+    """Returns [2B, ...]: the run `always`, then the first or the second run, for two products.
 
-    The second run of queries always meets the first one of keys. Keys of a part before the own one
-    meet the first queries, too; of one behind it the second keys meet the second queries.
+    The second run of queries always meets the first run of keys. If the part of the keys is
+    earlier, its first run also meets the first run of queries; else its second run meets the second
+    run of queries.
     """
     runs = _halves(x, dim)
     return jnp.concatenate([runs[always], jnp.where(is_earlier, runs[0], runs[1])])
 
 
 def _add(is_earlier: jax.Array, always: int, total: jax.Array, new: jax.Array) -> jax.Array:
-    """To the runs from which `_pair` has taken what the new numbers belong to."""
+    """Adds new numbers to the runs that `_pair` has taken."""
     one, other = jnp.split(new.astype(total.dtype), 2)
     runs = _halves(total)
     runs[always] += one
@@ -194,7 +195,7 @@ def _add(is_earlier: jax.Array, always: int, total: jax.Array, new: jax.Array) -
 
 
 def _joined(a: tuple, b: tuple) -> tuple[jax.Array, jax.Array]:
-    """Attention to two sets of keys, from that to each: outputs and log-sum-exps; float32."""
+    """Joins attention to two sets of keys: outputs and log-sum-exps; float32."""
     (a_BLHK, a_log_sum_BHL), (b_BLHK, b_log_sum_BHL) = a, b
     log_sum_BHL = jnp.maximum(jnp.logaddexp(a_log_sum_BHL, b_log_sum_BHL), MASKED)
     weight = lambda own: jnp.exp(own - log_sum_BHL).swapaxes(1, 2)[..., None]
@@ -249,7 +250,7 @@ def _ring_backward(
 # ---- windows -------------------------------------------------------------------------------------
 
 
-NOWHERE, DUMMY = -1, -2  # documents of keys that there are not, and of queries that nobody asks
+NOWHERE, DUMMY = -1, -2  # documents of missing keys, and of dummy queries
 
 
 def _num_before(window: int, run: int, count: int) -> int:
@@ -262,7 +263,7 @@ def _num_before(window: int, run: int, count: int) -> int:
 
 
 def _with_runs_before(x_BL: jax.Array, num_before: int, axis: str) -> jax.Array:
-    """[2B, L, ...]: both runs of a part, first all first ones, behind the runs before each.
+    """Returns [2B, L, ...]: all first runs, then all second ones, each behind its runs before.
 
     Runs that do not exist are zeros. Linear in x.
     """
@@ -270,7 +271,7 @@ def _with_runs_before(x_BL: jax.Array, num_before: int, axis: str) -> jax.Array:
     first, second = _halves(x_BL)
 
     def run_before(back: int) -> jax.Array:
-        """The run so many before each of the two; that of a second run is a first or a second."""
+        """Returns the run that is `back` before each of the two runs."""
         send = lambda x, pairs: jax.lax.ppermute(x, axis, pairs)
         before_first = send(first, [(i - back, i) for i in range(back, count)])
         before_second = send(second, [(i + back, i) for i in range(count - back)])
@@ -283,7 +284,7 @@ def _with_runs_before(x_BL: jax.Array, num_before: int, axis: str) -> jax.Array:
 
 
 def _behind_dummies(x_BL: jax.Array, num_before: int, fill: float, dim: int = 1) -> jax.Array:
-    """[2B, L, ...]: the same of arrays of queries, which have nothing before."""
+    """Returns [2B, L, ...] of an array of queries: each run behind dummies in place of others."""
     own = jnp.concatenate(_halves(x_BL, dim))
     pad = [(0, 0)] * own.ndim
     pad[dim] = (num_before * own.shape[dim], 0)
@@ -291,7 +292,7 @@ def _behind_dummies(x_BL: jax.Array, num_before: int, fill: float, dim: int = 1)
 
 
 def _of_runs(x_BL: jax.Array, num_before: int, dim: int = 1) -> jax.Array:
-    """The part of which `_behind_dummies` is made."""
+    """The opposite of `_behind_dummies`."""
     length = x_BL.shape[dim] // (num_before + 1)
     own = jax.lax.slice_in_dim(x_BL, num_before * length, None, axis=dim)
     return jnp.concatenate(jnp.split(own, 2), axis=dim)
@@ -307,7 +308,7 @@ def _window_inputs(
 ) -> tuple[jax.Array, jax.Array, jax.Array, Segments]:
     """Queries, keys, values and segments of attention on one device."""
     ids_BL, ids_BM = segments or (jnp.zeros(q_BLHK.shape[:2], jnp.int32),) * 2
-    # 0 stands for what does not come.
+    # Documents are shifted, since missing runs come as 0.
     keys = _with_runs_before(ids_BM - NOWHERE, num_before, axis) + NOWHERE
     both = _behind_dummies(ids_BL, num_before, DUMMY), keys
     k, v = (_with_runs_before(x, num_before, axis) for x in (k_BMGK, v_BMGK))

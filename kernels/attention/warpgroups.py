@@ -2,8 +2,8 @@
 
 A block of threads has three warpgroups. One copies tiles from memory, ahead of the others by as
 many as there are slots; two hold 64 rows each and multiply on the tensor cores as soon as a tile
-has arrived. What a slot holds is copied over once both have said that they are done with it. All
-three walk the same tiles, so nobody waits for one that does not come.
+has arrived. A slot is copied over once both have said that they are done with it. All three walk
+the same tiles, so nobody waits for a tile that does not come.
 
 Copies clip what lies behind the end of an array, and read zeros there. Until JAX 0.12 Mosaic
 differs in `load` and in how a reference is turned.
@@ -24,8 +24,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 COMPUTING = 2  # warpgroups; one more copies
 ROWS = 64  # of each: the rows of a product
 SWIZZLED = 128  # bytes of a row of a tile that lie together
-# Of a thread: what copies needs few. A block starts with 168 for each of its three warpgroups, the
-# most that 64 Ki allow; more than that in all would never be granted, and the block would hang.
+# Registers of a thread: the copying warpgroup needs few. A block starts with 168 for each of its
+# three warpgroups, the most that 64 Ki allow. More in all would never be granted, and the block
+# would hang.
 REGISTERS_COMPUTING, REGISTERS_COPYING = 240, 24
 REGISTERS = (2**16 // ((COMPUTING + 1) * 128)) // 8 * 8
 assert COMPUTING * REGISTERS_COMPUTING + REGISTERS_COPYING <= (COMPUTING + 1) * REGISTERS
@@ -62,14 +63,14 @@ class KernelTiles:
 
 
 def padded(x: jax.Array, size: int, dim: int = 1) -> jax.Array:
-    """With zeros at the end of a dim, to a multiple of this."""
+    """Pads a dim with zeros to a multiple of `size`."""
     widths = [(0, 0)] * x.ndim
     widths[dim] = (0, -x.shape[dim] % size)
     return jnp.pad(x, widths)
 
 
 def copied(x: jax.Array, size: int, interpret: bool) -> jax.Array:
-    """With as many positions as it takes to copy so many at a time.
+    """Pads positions for copies of `size` at a time.
 
     Copies come in groups of eight; simulated ones do not clip.
     """
@@ -90,7 +91,7 @@ def numbers(*shape: int) -> Any:
 
 
 def held(names: Sequence[str], like: jax.Array, *, by_all: bool = False) -> Shared:
-    """For a tile that each computing warpgroup keeps of some arrays, or all keep together."""
+    """Memory for a tile of some arrays, kept by each computing warpgroup or by all together."""
     found: Shared = {}
     for name in names:
         shape = ROWS, like.shape[-1]
@@ -100,12 +101,12 @@ def held(names: Sequence[str], like: jax.Array, *, by_all: bool = False) -> Shar
 
 
 def meeting() -> Shared:
-    """For `meet`."""
+    """The barrier of `meet`."""
     return {"meeting": plgpu.Barrier(num_arrivals=COMPUTING)}
 
 
 def slots(memory: Mapping[str, Any], count: int) -> Shared:
-    """For tiles that come and go, so many of each at a time, and their barriers."""
+    """Memory for `count` tiles of each array that come and go, and their barriers."""
     found: Shared = {}
     for name in memory:
         found[name] = memory[name]
@@ -122,7 +123,7 @@ def launch(
     grid: tuple[int, int, int],
     interpret: bool,
 ) -> Callable:
-    """A kernel for each row of tiles, head and sequence.
+    """Makes a function that runs the kernel for each row of tiles, head and sequence.
 
     Args:
       kernel: takes the arrays, what it is told, and what is shared.
@@ -224,26 +225,26 @@ def wait_for_held(
 
 
 def _held(name: str, warpgroup: jax.Array | None, shared: Shared) -> tuple[Ref, Ref]:
-    """Memory, and the barrier of its copy."""
+    """The memory of a kept tile, and the barrier of its copy."""
     here, came = shared[name], shared[f"{name}_came"]
     return (here, came.at[0]) if warpgroup is None else (here.at[warpgroup], came.at[warpgroup])
 
 
 def store(*results: tuple[jax.Array, Ref, Ref]) -> None:
-    """Each to its place in memory, through some of the block's."""
+    """Stores each value at its place in the GPU's memory, through memory of the block."""
     put(*((value, here) for value, here, _ in results))
     send(*((here, target) for _, here, target in results))
 
 
 def put(*values: tuple[jax.Array, Ref]) -> None:
-    """Into the block's memory, to be sent or multiplied."""
+    """Stores values in the block's memory, to be sent or multiplied."""
     for value, here in values:
         here[...] = value.astype(here.dtype)
     plgpu.commit_smem()
 
 
 def send(*copies: tuple[Ref, Ref]) -> None:
-    """From the block's memory, until all is there."""
+    """Copies from the block's memory to the GPU's, and waits until all is there."""
     for here, target in copies:
         plgpu.copy_smem_to_gmem(here, target)
     plgpu.wait_smem_to_gmem(0)
@@ -255,25 +256,25 @@ def slot_of(name: str, n: jax.Array, shared: Shared) -> jax.Array:
 
 
 def wait_for(name: str, n: jax.Array, shared: Shared) -> Ref:
-    """Tile n of an array, when it has come."""
+    """Returns tile n of an array once it has come."""
     slot = slot_of(name, n, shared)
     plgpu.barrier_wait(shared[f"{name}_came"].at[slot])
     return shared[name].at[slot]
 
 
 def is_done(name: str, n: jax.Array, shared: Shared) -> None:
-    """This warpgroup needs tile n no more."""
+    """Notes that this warpgroup needs tile n no more."""
     plgpu.barrier_arrive(shared[f"{name}_done"].at[slot_of(name, n, shared)])
 
 
 def meet(shared: Shared) -> None:
-    """Both computing warpgroups come here before either goes on."""
+    """Makes both computing warpgroups wait for each other."""
     plgpu.barrier_arrive(shared["meeting"])
     plgpu.barrier_wait(shared["meeting"])
 
 
 def through(run: tuple[jax.Array, ...], step: Callable, carry: Any) -> Any:
-    """`carry = step(masked, tile, carry)` for all tiles of a run, in order."""
+    """Runs `carry = step(masked, tile, carry)` for all tiles of a run, in order."""
     first, first_whole, end_whole, end = run
     carry = lax.fori_loop(first, first_whole, functools.partial(step, True), carry)
     carry = lax.fori_loop(first_whole, end_whole, functools.partial(step, False), carry)
@@ -396,7 +397,7 @@ def multiply(
 
 
 def add_to(target: Ref, value: jax.Array, here: Ref, *, interpret: bool) -> None:
-    """To numbers in the GPU's memory, to which others add, through what this warpgroup has."""
-    plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # for what it sent before
+    """Adds to numbers in the GPU's memory, to which other blocks add, too."""
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # until the memory of the last copy is free
     put((value, here))
     plgpu.copy_smem_to_gmem(here, target, reduction_op=None if interpret else "add")

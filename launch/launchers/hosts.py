@@ -120,8 +120,8 @@ def _filled(host: HostEntry, defaults: ReachEntry) -> SshHost:
     )
 
 
-# What must hold in a file, beyond the type of each value. A check reads `schema.Known` entries, so
-# that it can run on a file with other mistakes.
+# Rules of a file beyond the type of each value. A check reads `schema.Known` entries, so that it
+# can run on a file with other mistakes.
 
 
 def _known_hosts(file: Any) -> tuple[Any, ...]:

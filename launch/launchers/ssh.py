@@ -45,8 +45,8 @@ OPTIONS = {
 MAX_AT_ONCE = 16  # ssh clients that are asked for their configuration
 END_S = 5.0  # for a process to be gone when its stdin has ended
 
-# What the shell of a host runs. One compound command, so that the shell has read it whole before
-# it runs: what comes on stdin afterwards is nothing, until the end of it.
+# The command of a host's shell. It is one compound command, so that the shell has read it whole
+# before it runs. Nothing more comes on stdin then, until stdin ends.
 SCRIPT = """{{
 cd {folder} || exit {no_folder}
 [ -f launch/__main__.py ] || exit {no_checkout}
@@ -77,7 +77,7 @@ class Refusal(NamedTuple):
     exit_status: int = HolmesError.exit_status
 
 
-# Of the host's shell, by its exit status.
+# Refusals of the host's shell, by its exit status.
 REFUSALS = {
     NO_FOLDER: Refusal("there is no such folder", "set `folder` in the hosts file to the checkout"),
     NO_CHECKOUT: Refusal(
@@ -85,7 +85,7 @@ REFUSALS = {
     ),
     NO_PYTHON: Refusal("there is no such python", "set `python` in the hosts file"),
 }
-# Of ssh, by what it prints.
+# Refusals of ssh, by the text that it prints.
 SSH_REFUSALS = (
     (
         re.compile("Could not resolve hostname"),

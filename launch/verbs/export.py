@@ -80,7 +80,7 @@ def _layers(
 def _by_name(layer: str, model: ModelConfig, own: Mapping[str, Any]) -> dict[str, np.ndarray]:
     """The parameters of a layer by their stated names, of a nested dict.
 
-    Those that a step changes without training them are of the run, and stay there.
+    Parameters that a step changes without training them belong to the run, and are left out.
     """
     found = {}
     for parameter in (own for own in layers(model)[layer].parameters if not own.changes):

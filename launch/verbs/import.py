@@ -21,7 +21,7 @@ from holmesjax.job import Job
 from holmesjax.layers.model_layers import layers
 from holmesjax.lease import Lease
 
-# Of a run without a run file. All of them may change until the first step.
+# Settings of a run without a run file. All of them may change until the first step.
 SETTINGS = {
     "topology": "configs/topologies/one_node.yaml",
     "train": {"steps": 1000, "global_batch": 8},

@@ -177,7 +177,7 @@ def _core_flop_per_s(core: int) -> float:
 
 
 def _dry_run(commands: Commands, faults: list[Fault], command: argparse.Namespace) -> list[str]:
-    """Yields every line that would be run, with comments between them."""
+    """Returns every line that would be run, with comments between them."""
     lines = ["# build the lab", *commands.build()]
     words = ["worker", str(command.job.run_dir)] if command.verb == "train" else ["agent"]
     nodes = commands.lab.nodes
