@@ -29,7 +29,7 @@ test-all: SELECT := -m ''
 test-all: $(VENV)/installed-parity
 test-all: test ## The same, with the exhaustive searches, every fault at every moment, and transformers.
 
-mutants: $(VENV)/installed-dev ## Plant forty bugs in copies of the checkout, and list those that no test finds.
+mutants: $(VENV)/installed-dev ## Plant known bugs in copies of the checkout, and list those that no test finds.
 	$(BIN)/python -m tests.mutations -j 2
 
 docs: $(VENV)/installed-dev ## Write the documents as a site, with search: site/index.html.
@@ -38,7 +38,7 @@ docs: $(VENV)/installed-dev ## Write the documents as a site, with search: site/
 pictures: $(VENV)/installed-base ## Draw the pictures in docs/ again from the code and the results.
 	$(BIN)/python -m docs.pictures
 
-clean: ## Remove the environments.
+clean: ## Remove the environments, .venv and .venv-*.
 	rm -rf .venv .venv-*
 
 $(VENV)/bin/python:

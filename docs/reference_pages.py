@@ -1,9 +1,10 @@
-"""Pages of the site that are written from the code: settings, commands and a gallery of plans.
+"""Pages of the site that are written from the code: settings, commands, modules, a gallery.
 
 settings.md    every section of a run file: its settings, their values, defaults and meaning. The
                meaning is the comment of a setting in its section: each has one
 commands.md    the help of every verb
-gallery.md     the topologies of configs/topologies, with the plans of configs/runs on them
+modules.md     every module with the first paragraph of its docstring
+gallery.md     plans of configs/runs, drawn, and the topologies of configs/topologies
 """
 
 import argparse
@@ -18,14 +19,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from docs.package_graph import ROOT as CHECKOUT, TOPS, parsed
 from holmesjax import config as configs
 from holmesjax.plan.plan import Plan, describe
 from holmesjax.report import mesh_picture
 from holmesjax.schema import OneOf
-from holmesjax.topology import loading
+from holmesjax.topology import description, loading
 from launch import arguments
 
-CHECKOUT = Path(__file__).parent.parent
 GOLDEN = CHECKOUT / "tests/golden"
 NUMBERS = {int: "whole number", float: "number"}
 WORDS = {bool: "`true` or `false`", str: "text"}
@@ -36,8 +37,8 @@ LIMIT = 2**14  # a bound from here on is only there to find slips
 def write(folder: Path) -> None:
     """Writes all pages and their pictures into a folder."""
     folder.mkdir(exist_ok=True)
-    for name, page in {"settings": settings, "commands": commands}.items():
-        _write(folder / f"{name}.md", page())
+    for page in (settings, commands, modules):
+        _write(folder / f"{page.__name__}.md", page())
     _write(folder / "gallery.md", gallery(folder))
 
 
@@ -199,12 +200,32 @@ def commands() -> str:
     return "\n".join(lines) + "\n"
 
 
+# ---- modules -------------------------------------------------------------------------------------
+
+
+def modules() -> str:
+    """The page of all packages and their modules, with what each is for."""
+    lines = ["# Modules", "", "[Packages](../design/packages.md) says what may import what."]
+    for top in TOPS:
+        for package in sorted(file.parent for file in CHECKOUT.glob(f"{top}/**/__init__.py")):
+            lines += ["", f"## `{package.relative_to(CHECKOUT)}`", ""]
+            lines += [_purpose(package / "__init__.py"), "", "| module | |", "| --- | --- |"]
+            for file in sorted(package.glob("[!_]*.py")):
+                lines.append(f"| `{file.stem}` | {_purpose(file)} |")
+    return "\n".join(lines) + "\n"
+
+
+def _purpose(file: Path) -> str:
+    text = ast.get_docstring(parsed(file)) or ""
+    return _markdown(text.split("\n\n")[0]).replace("|", "\\|")
+
+
 # ---- gallery -------------------------------------------------------------------------------------
 
 
 def gallery(folder: Path) -> str:
-    """The page of topologies and plans, whose pictures are written into the folder."""
-    lines = ["# Topologies and plans", "", "Each plan is that of a run file in `configs/runs`."]
+    """The page of plans and topologies, whose pictures are written into the folder."""
+    lines = ["# Plans and topologies", "", "These plans are those of run files in `configs/runs`."]
     for path in sorted(GOLDEN.glob("plan_gpt_*.json")):
         name = path.stem.removeprefix("plan_")
         run_file = CHECKOUT / f"configs/runs/{name}.yaml"
@@ -214,4 +235,8 @@ def gallery(folder: Path) -> str:
         mesh_picture.mesh_picture(plan, topology).savefig(folder / picture)
         lines += ["", f"## {name} on {topology.name}", ""]
         lines += ["```text", *describe(plan), "```", "", f"![The plan of {name}]({picture})"]
+    lines += ["", "## Topologies", "", "The files of `configs/topologies`:", "", "```text"]
+    for path in sorted(CHECKOUT.glob("configs/topologies/*.yaml")):
+        lines += description.describe(loading.load(path))
+    lines.append("```")
     return "\n".join(lines) + "\n"

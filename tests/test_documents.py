@@ -1,5 +1,6 @@
 """The code does what the documents say."""
 
+import dataclasses
 import json
 import math
 import re
@@ -18,7 +19,8 @@ from holmesjax.errors import HolmesError
 from holmesjax.job import Job
 from holmesjax.lab import scaled_topology as lab
 from holmesjax.report import goodput, metrics, page as report_page, recorder, trace
-from holmesjax.topology import loading
+from holmesjax.topology import file as topology_file, loading
+from holmesjax.topology.catalogue import DEVICES, NICS
 from launch import process_logs, restarts
 from launch.arguments import parse
 from tests.clusters import PLANS, golden_plan
@@ -92,6 +94,30 @@ def test_the_topology_in_the_readme_can_be_planned(tmp_path):
     assert [cluster.name for cluster in loaded.topology.clusters] == ["new", "old"]
 
 
+def test_the_page_of_topologies_has_every_key_and_kind_and_its_file_can_be_planned(tmp_path):
+    page = (CHECKOUT / "docs/topologies.md").read_text()
+    entries = (topology_file.ClusterEntry, topology_file.NodeEntry, topology_file.NicEntry)
+    entries += (topology_file.DevicesEntry, topology_file.PeakEntry, topology_file.DeviceLinkEntry)
+    entries += (topology_file.LinkEntry,)
+    keys = {field.name for entry in entries for field in dataclasses.fields(entry)}
+    missing = {name for name in keys | {*DEVICES, *NICS} if f"`{name}`" not in page}
+    assert not missing
+    [shown] = re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)
+    (tmp_path / "ours.yaml").write_text(shown)
+    nodes = loading.load(tmp_path / "ours.yaml").nodes
+    assert [node.num_devices for node in nodes] == 9 * [8] + [4]
+
+
+@pytest.mark.parametrize("system", ["maxtext", "torchtitan", "megatron"])
+def test_the_settings_beside_those_of_another_system_exist(system):
+    page = (CHECKOUT / f"docs/coming_from_{system}.md").read_text()
+    ours = " ".join(re.findall(r"^\|.* \| ([^|]+) \|$", page, re.MULTILINE))
+    named = {*re.findall(r"`(\w+)\.(\w+)`", ours)} - {("model", "preset")}  # a key of files
+    sections = {field.name: field.type for field in dataclasses.fields(configs.Config)}
+    assert len(named) > 40
+    assert not [name for name in named if not hasattr(sections[name[0]], name[1])]
+
+
 def test_the_page_of_the_run_folder_has_every_file_and_every_part_of_the_time():
     page = (CHECKOUT / "docs/run_folder.md").read_text()
     files = (metrics.FILE, report_page.FILE, trace.FILE, recorder.TIMELINE, resume.ALLOWED)
@@ -162,7 +188,7 @@ def headings(page):
 
 @pytest.mark.parametrize(
     "path",
-    [page for page in PAGES if page.stem != "coming_from"],  # which has names of other systems
+    [page for page in PAGES if "coming_from_" not in page.stem],  # names of other systems
     ids=lambda path: path.name,
 )
 def test_the_names_that_a_page_has_from_the_code_are_there(path):

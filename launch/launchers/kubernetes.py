@@ -71,7 +71,7 @@ def write(
     Raises ConfigError or Mistakes for the options.
     """
     if options_file is None:
-        fix = "write --options KUBERNETES.yaml; docs/launching.md has an example"
+        fix = "write --options KUBERNETES.yaml; docs/kubernetes.md has an example"
         problem = "the launcher `kubernetes` needs an image and a volume"
         raise ConfigError("--options", problem, found="nothing", fix=fix)
     options = read_options(KubernetesOptions, options_file, job.topology, _paths_are_absolute)

@@ -139,7 +139,7 @@ class SshLauncher:
 
     def __init__(self, topology: Topology, hosts_file: str | None, listen: str | None):
         if hosts_file is None:
-            fix = "write --hosts HOSTS.yaml; docs/launching.md has an example"
+            fix = "write --hosts HOSTS.yaml; docs/ssh.md has an example"
             raise ConfigError("--hosts", "the launcher `ssh` needs it", found="nothing", fix=fix)
         self._hosts = hosts.read(hosts_file, topology)
         targets = _targets(self._hosts, hosts_file)
