@@ -4,7 +4,6 @@ import bisect
 import dataclasses
 import hashlib
 import json
-import math
 import os
 import shutil
 import sys
@@ -19,7 +18,6 @@ import yaml
 from holmesjax import config as configs, units, update_rules, xla_flags, yaml_files
 from holmesjax.config import BYTES, Config
 from holmesjax.costs.parameters import parameter_counts
-from holmesjax.costs.products import train_flop
 from holmesjax.data import cluster_paths, tokenizer_files
 from holmesjax.errors import ConfigError, PlanError
 from holmesjax.hosts import hardware
@@ -27,7 +25,7 @@ from holmesjax.hugging_face import folder as hugging_face, peft
 from holmesjax.layers.distinct_kinds import kind_names
 from holmesjax.layers.model_layers import layers
 from holmesjax.optimizers import groups
-from holmesjax.plan import plan as plans
+from holmesjax.plan import mfu, plan as plans
 from holmesjax.plan.plan import Plan
 from holmesjax.schedules.pipeline_schedules import SCHEDULES
 from holmesjax.topology import description, loading, saving
@@ -131,18 +129,8 @@ class Job:
 
     @property
     def peak_step_s(self) -> float | None:
-        """Returns the seconds of a step's matrix products with each device of the plan at its peak.
-
-        This number over the seconds of a step is the MFU, the model FLOP utilisation. It is None
-        for CPUs, and for a dtype that the data sheet of a device lacks.
-        """
-        of_number = [node.device for node in self.topology.nodes for _ in range(node.num_devices)]
-        kinds = [of_number[number] for stage in self.plan.stages for number in stage.devices]
-        dtype = self.config.train.compute_dtype
-        if any(kind.name == CPU or dtype not in kind.peak_flop_per_s for kind in kinds):
-            return None
-        peak = math.fsum(kind.peak_flop_per_s[dtype] for kind in kinds)
-        return train_flop(self.config.model, self.step_tokens) / peak
+        """Returns the seconds of a step with every device of the plan at its peak (`mfu`)."""
+        return mfu.peak_step_s(self.plan, self.topology, self.config)
 
     @property
     def measured_peak_step_s(self) -> float | None:
@@ -152,10 +140,10 @@ class Job:
     def _rate(self) -> str:
         """Returns the text of the predicted rate and the predicted time of the run."""
         step_s, steps = self.plan.step_time_s, self.config.train.steps
-        mfu = f", MFU {self.peak_step_s / step_s:.1%}" if self.peak_step_s else ""
+        utilisation = mfu.shown(self.peak_step_s, step_s)
         whose = " of these machines, which are rehearsed" if self.config.run.rehearse else ""
         return (
-            f"rate        {self.step_tokens / step_s:,.0f} tokens/s{mfu} predicted{whose}; "
+            f"rate        {self.step_tokens / step_s:,.0f} tokens/s{utilisation} predicted{whose}; "
             f"{_count(steps, 'step')} in {units.duration(steps * step_s)}"
         )
 

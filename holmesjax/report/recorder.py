@@ -15,6 +15,7 @@ from typing import Any, TextIO
 
 from holmesjax.config import Config
 from holmesjax.errors import LostLeaseError
+from holmesjax.plan import mfu
 from holmesjax.report.console import Console
 from holmesjax.report.goodput import WallTime, goodput, rows
 from holmesjax.report.metrics import Metrics, read_all
@@ -100,12 +101,12 @@ class Recorder:
             return []
         count, whole_s = len(own), time.monotonic() - self._began_s
         step_s = statistics.median(record["step_time_s"] for record in own)
-        mfu = f", MFU {self._peak_step_s / step_s:.1%}" if self._peak_step_s else ""
+        utilisation = mfu.shown(self._peak_step_s, step_s)
         tokens = statistics.median(self._tokens_of(record["step"]) for record in own)
         spent = ", ".join(f"{name} {duration(seconds)}" for name, seconds in rows(own[-1])[:SHOWN])
         return [
             f"trained     {count} step{'s' if count != 1 else ''} in {duration(whole_s)}: "
-            f"{tokens / step_s:,.0f} tokens/s{mfu}, {step_s:.3g} s/step (median)",
+            f"{tokens / step_s:,.0f} tokens/s{utilisation}, {step_s:.3g} s/step (median)",
             f"goodput     {goodput(own[-1]):.1%} of the run's time to its last step: {spent}",
         ]
 
@@ -137,13 +138,14 @@ class Recorder:
         busy = busy_shares(intervals)
         step_time_s = max(part["step_time_s"] for part in parts)
         share = self._config.train.batch_of(known["step"]) / self._config.train.global_batch
+        peak_s = self._peak_step_s
         record = {
             "step": known["step"],
             "loss": known["loss"],
             "grad_norm": known["grad_norm"],
             "learning_rate": known["learning_rate"],
             "tokens_per_s": self._tokens_of(known["step"]) / step_time_s,
-            **({"mfu": share * self._peak_step_s / step_time_s} if self._peak_step_s else {}),
+            **({"mfu": share * mfu.of_step(peak_s, step_time_s)} if peak_s else {}),
             "step_time_s": step_time_s,
             "input_wait_s": max(part["input_wait_s"] for part in parts),
             **self._time_left(known["step"]),

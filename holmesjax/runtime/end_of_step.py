@@ -13,7 +13,13 @@ from holmesjax.layers.model_layers import load
 from holmesjax.models import ops
 from holmesjax.models.layer import changing
 from holmesjax.optimizers.optimizer import State
-from holmesjax.runtime import layer_statistics, microbatch, spikes, weight_average
+from holmesjax.runtime import (
+    gradient_clipping,
+    layer_statistics,
+    microbatch,
+    spikes,
+    weight_average,
+)
 from holmesjax.runtime.microbatch import Batch, Values
 from holmesjax.runtime.stage import Stage, StageState, Tree, widened
 
@@ -114,9 +120,7 @@ def update(
     square = sum(totals[i] for i in range(num_stages))
     norm = jnp.sqrt(square)
     finite = applies = jnp.isfinite(norm)
-    scale = jnp.ones(())
-    if stage.clip_norm is not None:
-        scale = jnp.minimum(1.0, stage.clip_norm / jnp.maximum(norm, 1e-12))
+    scale = gradient_clipping.scale(norm, stage.clip_norm)
     kernels = ops.Kernels(stage.kernels, stage.mesh)
     shared = {name: totals[num_stages + i] for i, name in enumerate(stage.shared_names)}
     recent = state.recent

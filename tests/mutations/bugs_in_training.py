@@ -187,9 +187,9 @@ TRAINING = (
     ),
     Bug(
         name="clipping-that-grows",
-        module="holmesjax.runtime.end_of_step",
-        old="jnp.minimum(1.0, stage.clip_norm / jnp.maximum(norm, 1e-12))",
-        new="stage.clip_norm / jnp.maximum(norm, 1e-12)",
+        module="holmesjax.runtime.gradient_clipping",
+        old="jnp.minimum(1.0, clip_norm / jnp.maximum(norm, 1e-12))",
+        new="clip_norm / jnp.maximum(norm, 1e-12)",
         wrong="gradients below the limit are scaled up to it",
         tests=("tests/runtime/test_whole_steps.py::test_every_row_equals_one_device",),
     ),
