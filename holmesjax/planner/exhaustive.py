@@ -53,7 +53,7 @@ class _Placed(NamedTuple):
 
     stage: _Stage
     in_flight: InFlight
-    works: dict[int | Counts, Work]  # by the layers of each kind
+    works: dict[int | Counts, Work]  # by `_held`
     rooms: dict[int, int]  # by its first layer
 
 
@@ -212,7 +212,6 @@ class ExhaustiveSearch:
         assignment = Assignment(segments, ())
         ways_s = [*transfer_times(problem, assignment, settings, chunks=1), (0.0, 0.0)]
         trials, works = self._trials, [own.works for own in placed]
-        by_number, counts = self._is_equal or kind.chunks > 1, problem.ranges.counts
 
         def shares(stage: int, start: int, around: Around) -> Iterator[tuple[int, ...]]:
             if stage > last:
@@ -222,8 +221,8 @@ class ExhaustiveSearch:
             most = min(num_layers - least * (last - stage), most)
             for stop in range(max(begins[stage + 1], start + least), most + 1):
                 trials.spend(1)
-                key = stop - start if by_number else counts(start, stop)
-                own = works[stage].get(key) or self._work(placed[stage].stage, start, stop)
+                held = self._held(kind, start, stop)
+                own = works[stage].get(held) or self._work(placed[stage].stage, held)
                 if around.before + m * own.microbatch >= trials.best_s:
                     return
                 least_s, left_to_next = kind.with_stage(own, m, around, ways_s[stage])
@@ -309,7 +308,8 @@ class ExhaustiveSearch:
 
             def is_late(number: int) -> bool:
                 if own_kind:
-                    own_s = self._work(stage, start, start + number).microbatch
+                    held = self._held(own_kind, start, start + number)
+                    own_s = self._work(stage, held).microbatch
                 else:
                     blocks = self._problem.ranges.counts(start, start + number)
                     own_s = self._problem.microbatch_s(slot, settings, role, blocks)
@@ -368,20 +368,24 @@ class ExhaustiveSearch:
             ]
         return self._placed[key]
 
-    def _work(self, stage: _Stage, start: int, stop: int) -> Work:
-        """Seconds of a stage with some layers."""
+    def _held(self, kind: ScheduleKind, start: int, stop: int) -> int | Counts:
+        """The layers of a stage, as far as its seconds depend on them: by kind, or their number."""
+        by_number = self._is_equal or kind.chunks > 1
+        return stop - start if by_number else self._problem.ranges.counts(start, stop)
+
+    def _work(self, stage: _Stage, held: int | Counts) -> Work:
+        """Seconds of a stage with the layers of `_held`."""
         slot, role, settings, kind = stage
-        number, counts = stop - start, self._problem.ranges.counts(start, stop)
         known = self._works.setdefault(stage, {})
-        key = number if self._is_equal or kind.chunks > 1 else counts
-        if key not in known:
-            if self._lie_anywhere(kind):
-                known[key] = kind.least_work(self._problem, slot, settings, role, number)
+        if held not in known:
+            if not isinstance(held, int):
+                known[held] = kind.work(self._problem, slot, settings, role, [held])
+            elif self._is_equal:
+                chunks = [(size,) for size in split_chunks(held, kind.chunks)]
+                known[held] = kind.work(self._problem, slot, settings, role, chunks)
             else:
-                sizes = split_chunks(number, kind.chunks)
-                chunks = [counts] if kind.chunks == 1 else [(n,) for n in sizes]
-                known[key] = kind.work(self._problem, slot, settings, role, chunks)
-        return known[key]
+                known[held] = kind.least_work(self._problem, slot, settings, role, held)
+        return known[held]
 
     def _room(self, placed: _Placed, start: int) -> int:
         """Layers from `start` on that the memory of a stage has room for, at most."""
