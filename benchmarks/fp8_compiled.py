@@ -42,7 +42,7 @@ MOST = 1024  # numbers
 CUBLAS = 'custom_call_target="__cublas'
 
 
-class Case(NamedTuple):
+class Fp8Case(NamedTuple):
     """Two stages of a Llama, in fp8 or not."""
 
     scaling: Any  # None: without fp8
@@ -55,8 +55,8 @@ class Case(NamedTuple):
         return f"{numbers}, {self.like.label.partition(', ')[2]}"
 
     @property
-    def like(self) -> memory_compiled.Case:
-        return memory_compiled.Case("llama", self.checkpointing, self.mesh)
+    def like(self) -> memory_compiled.StageCase:
+        return memory_compiled.StageCase("llama", self.checkpointing, self.mesh)
 
     @property
     def model(self) -> ModelConfig:
@@ -65,11 +65,11 @@ class Case(NamedTuple):
 
 
 CASES = [
-    Case(None),
-    Case("delayed"),
-    Case("current", "full"),
-    Case("delayed", "none", MeshShape(1, 1, 2)),
-    Case("delayed", "dots", MeshShape(1, 2, 1)),
+    Fp8Case(None),
+    Fp8Case("delayed"),
+    Fp8Case("current", "full"),
+    Fp8Case("delayed", "none", MeshShape(1, 1, 2)),
+    Fp8Case("delayed", "dots", MeshShape(1, 2, 1)),
 ]
 
 

@@ -26,13 +26,13 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu_day_parts import CUDNN, PALLAS, TILES
-from benchmarks.gpu_day_processes import NAME, Part, report, run_parts
+from benchmarks.gpu_day_processes import NAME, DayPart, report, run_parts
 
 LENGTHS = (4096, 8192, 16384)
 
 
-def _part(name: str, limit_s: float, function: str, argument: Any = None) -> Part:
-    return Part(name, limit_s, f"benchmarks.gpu_day_parts:{function}", argument)
+def _part(name: str, limit_s: float, function: str, argument: Any = None) -> DayPart:
+    return DayPart(name, limit_s, f"benchmarks.gpu_day_parts:{function}", argument)
 
 
 GQA = (64, 8, 128)

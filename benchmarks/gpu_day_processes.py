@@ -41,7 +41,7 @@ ANCHORS = """
 """
 
 
-class Part(NamedTuple):
+class DayPart(NamedTuple):
     """Some rows, by one process."""
 
     name: str
@@ -50,7 +50,7 @@ class Part(NamedTuple):
     argument: Any = None
 
 
-def serve(part: Part, rehearse: bool) -> int:
+def serve(part: DayPart, rehearse: bool) -> int:
     """Runs a part in this process: a line of JSON for each row."""
     module, _, function = part.function.partition(":")
     for row in getattr(importlib.import_module(module), function)(part.argument, rehearse):
@@ -58,7 +58,7 @@ def serve(part: Part, rehearse: bool) -> int:
     return 0
 
 
-def run_part(part: Part, limit_s: float, rehearse: bool) -> tuple[list[Row], str]:
+def run_part(part: DayPart, limit_s: float, rehearse: bool) -> tuple[list[Row], str]:
     """Returns the rows of a process, with one of its failure, and the end of what it printed."""
     command = [sys.executable, "-m", MODULE, json.dumps(part)]
     environment = os.environ | {"JAX_TRACEBACK_FILTERING": "off"}  # an error's last line is it
@@ -112,7 +112,9 @@ def _kill(process: subprocess.Popen) -> None:
         os.killpg(process.pid, signal.SIGKILL)
 
 
-def run_parts(parts: Iterable[Part], out: Path, minutes: float, rehearse: bool) -> dict[str, Any]:
+def run_parts(
+    parts: Iterable[DayPart], out: Path, minutes: float, rehearse: bool
+) -> dict[str, Any]:
     """Returns the result, which is written after each part, and goes on from one that is there."""
     end_s = time.monotonic() + 60 * minutes
     out.mkdir(parents=True, exist_ok=True)
@@ -185,7 +187,7 @@ def main() -> int:
     parser.add_argument("part", type=json.loads)
     parser.add_argument("--rehearse", action="store_true")
     args = parser.parse_args()
-    return serve(Part(*args.part), args.rehearse)
+    return serve(DayPart(*args.part), args.rehearse)
 
 
 if __name__ == "__main__":

@@ -31,7 +31,7 @@ NUM_NODES, NUM_STAGES = 4, 2
 Step = Callable[[torch.Tensor, torch.Tensor], float | None]  # (token_BL, target_BL) -> loss
 
 
-class Part(nn.Module):
+class StageModule(nn.Module):
     """Half of the blocks, with the tables or the head."""
 
     def __init__(self, whole: GPT, stage: int):
@@ -69,7 +69,7 @@ def data_parallel(config: Config, whole: GPT) -> Step:
 
 def pipeline(config: Config, whole: GPT, stage: int, replica: int, groups: list) -> Step:
     """`groups`: of ranks, those of each stage, then those of each replica's pipeline."""
-    part, c = Part(whole, stage), config.optimizer
+    part, c = StageModule(whole, stage), config.optimizer
     model = DistributedDataParallel(part, process_group=groups[stage])
     chain = groups[NUM_STAGES + replica]
     pipe = PipelineStage(model, stage, NUM_STAGES, torch.device("cpu"), group=chain)

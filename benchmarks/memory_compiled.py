@@ -70,7 +70,7 @@ MODELS = {
 }  # fmt: skip
 
 
-class Case(NamedTuple):
+class StageCase(NamedTuple):
     """Two stages of three layers each, on equal meshes."""
 
     model: str
@@ -87,14 +87,14 @@ class Case(NamedTuple):
 
 
 CASES = [
-    *(Case(model, policy) for model in MODELS for policy in ("none", "dots", "full")),
+    *(StageCase(model, policy) for model in MODELS for policy in ("none", "dots", "full")),
     *(
-        Case("llama", "none", mesh)
+        StageCase("llama", "none", mesh)
         for mesh in (MeshShape(1, 1, 2), MeshShape(1, 2, 1), MeshShape(1, 1, 1, 2))
     ),
-    *(Case("llama", policy, MeshShape(2, 1, 1)) for policy in ("none", "full")),
-    Case("gpt", "dots", MeshShape(2, 2, 1)),
-    Case("gpt", "none", moments="bfloat16"),
+    *(StageCase("llama", policy, MeshShape(2, 1, 1)) for policy in ("none", "full")),
+    StageCase("gpt", "dots", MeshShape(2, 2, 1)),
+    StageCase("gpt", "none", moments="bfloat16"),
 ]
 
 
@@ -105,7 +105,7 @@ def job_environment() -> dict[str, str]:
     return environment | {"XLA_FLAGS": xla_flags.joined(flags, environment["XLA_FLAGS"])}
 
 
-def plan_of(case: Case) -> Plan:
+def plan_of(case: StageCase) -> Plan:
     num_layers = SIZES["num_layers"] // NUM_STAGES
     size = case.mesh.num_devices
     stages = []
@@ -140,7 +140,7 @@ def plan_of(case: Case) -> Plan:
     )
 
 
-def shape_of(case: Case, index: int) -> StageShape:
+def shape_of(case: StageCase, index: int) -> StageShape:
     in_flight = NUM_STAGES - index
     return StageShape(
         blocks=(SIZES["num_layers"] // NUM_STAGES,),

@@ -40,7 +40,7 @@ MAX_DIFFERENCE = 1e-3  # of the losses of loops that do the same, in nats
 Result = dict[str, Any]
 
 
-class Part(NamedTuple):
+class Comparison(NamedTuple):
     """Loops that take turns, and the ratios of their times."""
 
     loops: tuple[str, ...]
@@ -49,7 +49,7 @@ class Part(NamedTuple):
 
 
 PARTS = {
-    "a": Part(
+    "a": Comparison(
         ("holmesjax", "plain jax", "holmesjax, 4 microbatches", "plain jax, 4 microbatches"),
         {
             "1 microbatch": ("holmesjax", "plain jax", 1.03),
@@ -57,8 +57,8 @@ PARTS = {
         },
         1,
     ),
-    "b": Part(("1 stage", "2 stages", "1 stage of 2x2", "2 stages of 2x2"), {}, 5),
-    "c": Part(
+    "b": Comparison(("1 stage", "2 stages", "1 stage of 2x2", "2 stages of 2x2"), {}, 5),
+    "c": Comparison(
         ("holmesjax", "textbook jax", "pytorch"),
         {
             "pytorch": ("pytorch", "holmesjax", 1.0),
@@ -66,7 +66,7 @@ PARTS = {
         },
         1,
     ),
-    "d": Part(
+    "d": Comparison(
         ("holmesjax, a Llama", "transformers, a Llama"),
         {"transformers": ("transformers, a Llama", "holmesjax, a Llama", 1.0)},
         1,
@@ -159,7 +159,7 @@ def middle(values: Sequence[float]) -> Result:
     return {"median": median, "spread": (high - low) / abs(median)}
 
 
-def measure(names: Sequence[str], part: Part, rounds: int, core: int) -> dict[str, Loop]:
+def measure(names: Sequence[str], part: Comparison, rounds: int, core: int) -> dict[str, Loop]:
     """Starts the loops, checks that they compute the same, and lets them take turns."""
     loops = {}
     for name in names:

@@ -104,9 +104,9 @@ def _described(arrays: Arrays, part: str) -> dict[str, dict[str, Any]]:
 # A writer tells when its parts are on disk: the step, each array's dtype, shape, digest and
 # part, and what its files are; or when they cannot be written: the step, and why, in one line.
 # Whoever hears it from all stages commits the checkpoint (`saves`).
-Saved = Callable[[int, dict[str, dict[str, Any]], manifest.Files], None]
+OnSaved = Callable[[int, dict[str, dict[str, Any]], manifest.Files], None]
 
-Failed = Callable[[int, str], None]
+OnFailed = Callable[[int, str], None]
 
 
 class Writer:
@@ -118,7 +118,9 @@ class Writer:
     leading one tells that the part is saved, and each what has failed in it.
     """
 
-    def __init__(self, run_dir: str | Path, stages: Sequence[Stage], saved: Saved, failed: Failed):
+    def __init__(
+        self, run_dir: str | Path, stages: Sequence[Stage], saved: OnSaved, failed: OnFailed
+    ):
         self._run_dir, self._stages = Path(run_dir), stages
         self._saved, self._failed = saved, failed
         self._gate = Gate("checkpoints") if jax.process_count() > 1 else None

@@ -25,7 +25,7 @@ tokenizer = text.tokenizer
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class FileRange:
     """A range of the tokens of a file."""
 
     file: TokenFile
@@ -45,7 +45,7 @@ class Part:
 class FileWindows:
     """The windows of parts of files."""
 
-    def __init__(self, parts: Sequence[Part], length: int, limit: int | None):
+    def __init__(self, parts: Sequence[FileRange], length: int, limit: int | None):
         self.parts = parts
         self._length = length  # L
         self._limit = limit  # more than any token, where a file does not say so
@@ -77,7 +77,7 @@ def _limit(file: TokenFile, other: int | None) -> int | None:
     return other if file.limit is None else file.limit
 
 
-def _cut(files: Sequence[TokenFile], fraction: float) -> tuple[list[Part], list[Part]]:
+def _cut(files: Sequence[TokenFile], fraction: float) -> tuple[list[FileRange], list[FileRange]]:
     """The parts for training and for validation: the last documents of each file are held out.
 
     A file without documents, or whose last one is longer than what should be held out, is cut
@@ -89,8 +89,8 @@ def _cut(files: Sequence[TokenFile], fraction: float) -> tuple[list[Part], list[
         cut = count - int(count * fraction)
         if cut < count:
             cut = file.next_start(cut) or cut
-        train.append(Part(file, 0, cut))
-        validation.append(Part(file, cut, count))
+        train.append(FileRange(file, 0, cut))
+        validation.append(FileRange(file, cut, count))
     return train, validation
 
 
@@ -103,11 +103,11 @@ def read(config: DataConfig, length: int) -> Splits:
     digests = {file.path.name: digest for file, digest in zip(files, found, strict=True)}
     train, validation = _cut(files, config.validation_fraction)
 
-    def digest(parts: Sequence[Part]) -> str:
+    def digest(parts: Sequence[FileRange]) -> str:
         lines = [f"{digests[p.file.path.name]} {p.first} {p.last}\n" for p in parts]
         return hashlib.sha256("".join(lines).encode()).hexdigest()
 
-    def sequences(parts: Sequence[Part]) -> Sequences:
+    def sequences(parts: Sequence[FileRange]) -> Sequences:
         if config.packing is None:
             return FileWindows(parts, length, limit)
         return packing.packed(
@@ -126,7 +126,7 @@ def read(config: DataConfig, length: int) -> Splits:
     )
 
 
-def _documents_of(part: Part, config: DataConfig, limit: int | None) -> DocumentRange:
+def _documents_of(part: FileRange, config: DataConfig, limit: int | None) -> DocumentRange:
     file = part.file
     assert file.documents is not None, "`look` refuses documents that are not known"
     return DocumentRange(

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 Record = Mapping[str, Any]
-Event = dict[str, Any]
+TraceEvent = dict[str, Any]
 
 FILE = "trace.json"
 KINDS = {
@@ -27,7 +27,7 @@ KINDS = {
 
 def events(
     name: str, number: int, tasks: Sequence[Record], transfers: Sequence[Record] = ()
-) -> list[Event]:
+) -> list[TraceEvent]:
     """Returns the events of one step: a row for each stage, then one for each direction of a link.
 
     Args:
@@ -39,7 +39,7 @@ def events(
     stages = sorted({task["stage"] for task in tasks})
     ways = sorted({(transfer["source"], transfer["target"]) for transfer in transfers})
     rows = [f"stage {stage}" for stage in stages] + [f"{a} to {b}" for a, b in ways]
-    found: list[Event] = [
+    found: list[TraceEvent] = [
         {"ph": "M", "pid": number, "name": "process_name", "args": {"name": name}},
         {"ph": "M", "pid": number, "name": "process_sort_index", "args": {"sort_index": number}},
     ]
@@ -55,7 +55,7 @@ def events(
     return found
 
 
-def _event(record: Record, number: int, row: int, zero_s: float) -> Event:
+def _event(record: Record, number: int, row: int, zero_s: float) -> TraceEvent:
     microbatch = record["microbatch"]
     return {
         "ph": "X",
@@ -68,7 +68,7 @@ def _event(record: Record, number: int, row: int, zero_s: float) -> Event:
     }
 
 
-def write(path: str | Path, found: Sequence[Event]) -> None:
+def write(path: str | Path, found: Sequence[TraceEvent]) -> None:
     """Writes the events of one or more steps."""
     text = json.dumps({"traceEvents": list(found), "displayTimeUnit": "ms"})
     Path(path).write_text(text, encoding="utf-8")

@@ -9,11 +9,11 @@ import pytest
 
 from benchmarks import gpu_day
 from benchmarks.gpu_day import PARTS
-from benchmarks.gpu_day_processes import Part, run_part, run_parts
+from benchmarks.gpu_day_processes import DayPart, run_part, run_parts
 
 
 def planted(name, limit_s=60.0, argument=None):
-    return Part(name, limit_s, f"tests.benchmarks.planted_parts:{name}", argument)
+    return DayPart(name, limit_s, f"tests.benchmarks.planted_parts:{name}", argument)
 
 
 def is_gone(pid):
