@@ -5,6 +5,8 @@ from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
+import pytest
+
 from holmesjax import config as configs
 from holmesjax.config import (
     Config,
@@ -15,6 +17,7 @@ from holmesjax.config import (
     RunConfig,
     TrainConfig,
 )
+from holmesjax.errors import PlanError
 from holmesjax.plan.plan import Plan
 from holmesjax.planner.assembly import as_plan
 from holmesjax.planner.candidates import split
@@ -30,6 +33,7 @@ from holmesjax.topology.machines import Cluster, DeviceKind, Link, Measured, Nic
 
 ROOT = Path(__file__).parent.parent
 GIB = 2.0**30
+QUARTERS = ("ib", (1, 1, 1), 4)  # four stages of a device each
 NIC = {"infiniband": (50e9, 8), "roce": (25e9, 4), "ethernet": (3e9, 1)}
 
 
@@ -198,3 +202,15 @@ def compositions(total, parts):
     for cuts in itertools.combinations(range(1, total), parts - 1):
         edges = (0, *cuts, total)
         yield tuple(b - a for a, b in itertools.pairwise(edges))
+
+
+def split_of(plan):
+    """How many Transformer layers each stage holds."""
+    return tuple(stage.num_blocks for stage in plan.stages)
+
+
+def refusal(config, topology):
+    """The error that says why there is no plan."""
+    with pytest.raises(PlanError) as raised:
+        make_plan(config, topology)
+    return raised.value

@@ -12,7 +12,7 @@ from jax.sharding import AxisType, Mesh
 from holmesjax.plan.plan import Axis, Plan, StagePlan
 from holmesjax.plan.processes import make_processes
 from holmesjax.topology import loading
-from holmesjax.transport.crossings import Crossing
+from holmesjax.transport.crossings import Crossing, Key
 from holmesjax.transport.rendezvous import Ports, Rendezvous
 from holmesjax.transport.tcp import TcpTransport, Timeouts
 
@@ -152,3 +152,13 @@ def start_pair(plan, crossings, book_of=lambda book: book, each=({}, {}), **chan
     return together(
         *(lambda n=n: start(n, plan, ports=ports[n], book=book, **settings[n]) for n in range(2))
     )
+
+
+SHAPE = (16, 1 << 15)  # 2 MiB: more than one part
+PLAN = make_plan((1, 1), (1, 1))
+THERE, BACK = make_crossing("F0", SHAPE), make_crossing("B1", SHAPE, back=True)
+KEYS = [Key("F0", 1, m) for m in range(40)]
+
+
+def array(value, device=0):
+    return jax.device_put(np.full(SHAPE, value, np.float32), jax.devices()[device])

@@ -16,7 +16,7 @@ import pytest
 from holmesjax.hosts import kernel_check
 from holmesjax.hosts.kernel_check import miscompiles, verdict
 from tests.clusters import make_config
-from tests.recorded_hosts import gpu
+from tests.host_files import gpu
 
 LAYER = {"head_width": 8, "window": None, "soft_cap": None, "scale": None}
 ASKED = {

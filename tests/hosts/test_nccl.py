@@ -20,8 +20,9 @@ from holmesjax.runtime import domain
 from holmesjax.topology import fabrics
 from launch.verbs import nics
 from tests.cases import cases
+from tests.host_files import materialise
 from tests.jobs import ROOT, RunningJob, free_listen, run_launch, run_launch_here
-from tests.recorded_hosts import HOSTS, LO, materialise
+from tests.recorded_hosts import HOSTS, LO
 
 TOPOLOGY = """
 name: gpus

@@ -2,6 +2,7 @@
 
 import sys
 import types
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings, strategies as st
@@ -10,9 +11,10 @@ from holmesjax.errors import HolmesError
 from holmesjax.hosts import hardware, nics
 from holmesjax.hosts.nics import OTHER_SOCKET, SAME_NUMA, SAME_ROOT, SAME_SWITCH, discover
 from holmesjax.topology.fabrics import rdma_networks
-from tests import recorded_hosts
+from tests import host_files, recorded_hosts
 from tests.cases import cases
-from tests.recorded_hosts import HOSTS, Recorded, materialise
+from tests.host_files import materialise
+from tests.recorded_hosts import HOSTS, Recorded
 
 
 def found(recorded: Recorded, root):
@@ -114,11 +116,11 @@ def test_facts_of_interfaces_and_ports(tmp_path):
         ("unknown", "0", False),
         ("dormant", "1", False),
         ("lowerlayerdown", "0", False),
-        ("down", recorded_hosts.EINVAL, False),
+        ("down", host_files.EINVAL, False),
     ],
 )
 def test_an_interface_is_up(state, carrier, is_up, tmp_path):
-    tree = recorded_hosts.net("eth0", recorded_hosts.A, state=state) | {
+    tree = host_files.net("eth0", recorded_hosts.A, state=state) | {
         "/sys/class/net/eth0/carrier": carrier
     }
     materialise(tree, tmp_path)
@@ -136,8 +138,7 @@ def test_each_gpu_of_a_dgx_has_its_nic(tmp_path):
 
 def test_default_routes_come_by_metric(tmp_path):
     routes = [
-        recorded_hosts.default_route(name, m)["/proc/net/route"]
-        for name, m in (("b", 200), ("a", 20))
+        host_files.default_route(name, m)["/proc/net/route"] for name, m in (("b", 200), ("a", 20))
     ]
     text = "\n".join([*routes[0].splitlines(), *routes[1].splitlines()[1:]])
     materialise({"/proc/net/route": text}, tmp_path)
@@ -168,8 +169,8 @@ def test_distance_is_symmetric_and_follows_the_tree(a, node_a, b, node_b):
 PORTS = st.lists(
     st.tuples(
         st.sampled_from(["InfiniBand", "Ethernet"]),
-        st.sampled_from([recorded_hosts.UP, recorded_hosts.INIT, recorded_hosts.DOWN]),
-        st.sampled_from([recorded_hosts.IB_400, recorded_hosts.IB_200]),
+        st.sampled_from([host_files.UP, host_files.INIT, host_files.DOWN]),
+        st.sampled_from([host_files.IB_400, host_files.IB_200]),
     ),
     max_size=6,
 )
@@ -181,19 +182,15 @@ def test_only_active_ports_of_the_link_layer_at_the_highest_rate(tmp_path_factor
     tree = dict(recorded_hosts.LO)
     for i, (layer, state, rate) in enumerate(ports):
         on = f"pci0000:{i:02x}/0000:{i:02x}:00.0"
-        gids = recorded_hosts.roce_gids(f"10.{i}.0.4", f"ens{i}")
-        tree |= recorded_hosts.hca(f"mlx5_{i}", on, layer=layer, state=state, rate=rate, gids=gids)
-        tree |= recorded_hosts.net(f"ens{i}", on, type_=32 if layer == "InfiniBand" else 1)
+        gids = host_files.roce_gids(f"10.{i}.0.4", f"ens{i}")
+        tree |= host_files.hca(f"mlx5_{i}", on, layer=layer, state=state, rate=rate, gids=gids)
+        tree |= host_files.net(f"ens{i}", on, type_=32 if layer == "InfiniBand" else 1)
     root = materialise(tree, tmp_path_factory.mktemp("host"))
     host = discover(root, addresses={}, gpus=())
     for fabric, layer in (("infiniband", "InfiniBand"), ("roce", "Ethernet")):
-        active = [
-            (i, p[2]) for i, p in enumerate(ports) if p[0] == layer and p[1] == recorded_hosts.UP
-        ]
+        active = [(i, p[2]) for i, p in enumerate(ports) if p[0] == layer and p[1] == host_files.UP]
         best = (
-            recorded_hosts.IB_400
-            if recorded_hosts.IB_400 in dict(active).values()
-            else recorded_hosts.IB_200
+            host_files.IB_400 if host_files.IB_400 in dict(active).values() else host_files.IB_200
         )
         chosen, left_out = nics.rdma_nics(host, fabric)
         assert [nic.name for nic in chosen] == [f"mlx5_{i} port 1" for i, r in active if r == best]
@@ -212,7 +209,7 @@ def test_a_machine_without_sys_is_told_what_to_do(tmp_path):
 @pytest.mark.parametrize("path", [p for p in HOSTS["roce_bonds"].tree if "/class/" in p])
 def test_any_file_may_be_unreadable(path, tmp_path):
     recorded = HOSTS["roce_bonds"]
-    materialise({**recorded.tree, path: recorded_hosts.EINVAL}, tmp_path)
+    materialise({**recorded.tree, path: host_files.EINVAL}, tmp_path)
     assert discover(tmp_path, addresses=recorded.ips, gpus=()).nics
 
 
@@ -268,8 +265,8 @@ class FakeNvml(types.ModuleType):
 def test_gpus_come_from_the_driver_and_have_a_place(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "pynvml", FakeNvml())
     path = "pci0000:15/0000:15:01.0/0000:1b:00.0"
-    place = {"/sys/bus/pci/devices/0000:1b:00.0": recorded_hosts.Path(f"/sys/devices/{path}")}
-    materialise(recorded_hosts.device(path, "nvidia", 1) | place, tmp_path)
+    place = {"/sys/bus/pci/devices/0000:1b:00.0": Path(f"/sys/devices/{path}")}
+    materialise(host_files.device(path, "nvidia", 1) | place, tmp_path)
     [gpu] = hardware.gpus(tmp_path)
     assert gpu == hardware.Gpu(
         index=0,

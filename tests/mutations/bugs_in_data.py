@@ -17,7 +17,7 @@ DATA = (
         old="runs = 2 * context  # of tokens: each part has two",
         new="runs = context  # of tokens: each part has two",
         wrong="sequences that ring attention cannot cut in two runs for each device are accepted",
-        tests=("tests/config/test_config.py::test_settings_that_do_not_fit_each_other",),
+        tests=("tests/config/test_checks.py::test_settings_that_do_not_fit_each_other",),
     ),
     Bug(
         name="special-tokens-in-a-corpus",

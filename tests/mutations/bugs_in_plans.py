@@ -45,7 +45,7 @@ PLANS = (
         new="for s, stage in stages for c in range(self.num_chunks))",
         wrong="interleaved chunks are in the order of stages, not of the model",
         tests=(
-            "tests/planner/test_planner.py::test_interleaved_stages_share_their_layers_over_chunks_in_model_order",
+            "tests/planner/test_planned_schedules.py::test_interleaved_stages_share_their_layers_over_chunks_in_model_order",
         ),
     ),
     Bug(
@@ -54,7 +54,7 @@ PLANS = (
         old="last_weight=min(",
         new="last_weight=sum(",
         wrong="the gradients of weights of all chunks come after the last gradient of an input",
-        tests=("tests/planner/test_search.py::test_chunks_with_split_backwards_have_a_bound",),
+        tests=("tests/planner/test_bounds.py::test_chunks_with_split_backwards_have_a_bound",),
     ),
     Bug(
         name="nobody-shares-a-nic",

@@ -3,28 +3,20 @@
 import dataclasses
 import functools
 import math
-import re
 from collections import Counter
 
 import pytest
 
-from holmesjax.config import DistributedConfig, Fp8Config
-from holmesjax.costs import work
-from holmesjax.costs.products import attention_products, layer_products
-from holmesjax.costs.stage_times import BACKWARD_NUMBERS, HOLMESJAX, OVERLAP_SLOWDOWN
-from holmesjax.errors import PlanError
-from holmesjax.layers.distinct_kinds import kind_names, kinds
+from holmesjax.config import DistributedConfig
+from holmesjax.costs.stage_times import OVERLAP_SLOWDOWN
 from holmesjax.layers.model_layers import layer_names
 from holmesjax.parallel import sharding
 from holmesjax.plan.plan import Axis, Plan, describe
 from holmesjax.plan.processes import make_processes
-from holmesjax.planner import selection, shortlist
 from holmesjax.planner.planner import make_plan
 from holmesjax.planner.problem import Segment
 from holmesjax.planner.selection import make_problem
-from holmesjax.planner.stage_layouts import USABLE_MEMORY, MeshShape, Role, StepSettings
-from holmesjax.schedules.pipeline_schedules import validate
-from holmesjax.topology import loading, upgrades
+from holmesjax.planner.stage_layouts import MeshShape, Role, StepSettings
 from holmesjax.topology.catalogue import TRANSPORT_BYTES_PER_S
 from holmesjax.topology.fabrics import FABRICS
 from holmesjax.topology.machines import Link, Measured
@@ -32,8 +24,8 @@ from holmesjax.transport import routes
 from holmesjax.transport.crossings import Crossing
 from holmesjax.units import show
 from tests.clusters import (
-    GIB,
     PLANS,
+    QUARTERS,
     ROOT,
     chosen_plan,
     golden_plan,
@@ -41,13 +33,10 @@ from tests.clusters import (
     make_config,
     make_topology,
     one_each,
+    refusal,
+    split_of,
     two_clusters,
 )
-from tests.layer_kinds import DEAR
-
-
-def split_of(plan):
-    return tuple(stage.num_blocks for stage in plan.stages)
 
 
 def test_the_slow_cluster_gets_fewer_layers():
@@ -277,176 +266,6 @@ def test_a_slower_ethernet_makes_a_slower_plan():
     assert len(set(steps)) == 4
 
 
-# ---- schedules -----------------------------------------------------------------------------------
-
-
-QUARTERS = ("ib", (1, 1, 1), 4)  # four stages of a device each
-
-
-def plan_of(schedule, topology=None, layers=None, **changes):
-    """One stage on each cluster."""
-    chunks = 2 if schedule == "interleaved_1f1b" else 1
-    config = make_config(schedule=schedule, **changes)
-    topology = topology or two_clusters()
-    if schedule == "eager_1f1b":
-        return make_plan(dataclasses.replace(config, parallel=dataclasses.replace(
-            config.parallel, stages=len(topology.clusters), layers=layers)), topology)  # fmt: skip
-    return one_each(config, topology, layers=layers, chunks=chunks)
-
-
-SCHEDULES = ["gpipe", "1f1b", "eager_1f1b", "interleaved_1f1b", "zero_bubble"]
-
-
-@pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("stages", [2, 4])
-def test_a_plan_of_any_schedule_adds_up_and_gives_its_tasks(schedule, stages):
-    config = make_config(schedule=schedule, stages=stages)
-    plan = make_plan(config, two_clusters())
-    assert plan.schedule == schedule
-    validate(schedule, plan.tasks(), 8, num_chunks=plan.num_chunks, in_flight=plan.in_flight)
-    assert sum(plan.shares.values()) == pytest.approx(1.0, abs=1e-12)
-    assert min(plan.shares.values()) >= 0.0
-    layers = [layer for _, chunk in plan.chunks for layer in chunk]
-    assert tuple(layers) == layer_names(12)
-    assert Plan.from_json(plan.to_json()) == Plan.from_yaml(plan.to_yaml()) == plan
-    assert max(map(len, describe(plan))) <= 100
-
-
-def test_interleaved_stages_share_their_layers_over_chunks_in_model_order():
-    plan = plan_of("interleaved_1f1b", layers=(7, 5))
-    sizes = [(stage, len(chunk)) for stage, chunk in plan.chunks]
-    assert sizes == [(0, 1 + 4), (1, 3), (0, 3), (1, 2 + 1)]  # with the embedding and the head
-    assert plan.stages[1].layers == (*layer_names(12)[5:8], *layer_names(12)[11:])
-    assert any("embed + 7 layers in 2 chunks" in line for line in describe(plan))
-
-
-def test_stages_tell_the_kinds_of_their_layers():
-    model = {"num_layers": 6, "pattern": (DEAR, *["block"] * 5)}
-    config = make_config(model=model, clusters=("ib", "roce"), layers=(3, 3), schedule="1f1b")
-    text = "\n".join(describe(make_plan(config, two_clusters()), kind_names(config.model)))
-    assert "embed + 3 layers (1 dear, 2 block)\n" in text
-    assert " 3 layers (3 block) + head\n" in text
-
-
-def test_devices_share_sequences_of_layers_with_windows():
-    model = {"pattern": ("block", "tests.layer_kinds:near")}
-    plan = make_plan(make_config(model=model, context=2, tensor=1), two_clusters())
-    assert all(stage.mesh["context"] == 2 for stage in plan.stages)
-    dense = make_plan(make_config(context=2, tensor=1), two_clusters())
-    sent = [sum(stage.seconds["context"] for stage in own.stages) for own in (plan, dense)]
-    assert 0 < sent[0] <= sent[1]
-
-
-def test_interleaving_sends_every_boundary_of_its_chunks():
-    """Four virtual stages on two: three boundaries each way for a microbatch, not one."""
-    even = {"layers": (6, 6)}
-    once, thrice = (plan_of(name, **even) for name in ("1f1b", "interleaved_1f1b"))
-    for a, b in zip(once.stages, thrice.stages, strict=True):
-        assert b.seconds["boundary"] == pytest.approx(3 * a.seconds["boundary"])
-        for part in ("compute", "tensor", "data"):
-            assert b.seconds[part] == pytest.approx(a.seconds[part])
-
-
-@pytest.mark.parametrize("schedule", ["1f1b", "interleaved_1f1b", "zero_bubble"])
-def test_the_predicted_bubble_of_even_stages_is_near_that_of_the_papers(schedule):
-    """p - 1 times F + B + W; over the chunks when interleaved; F + B - W when split.
-
-    Four stages where layers are all there is: a tiny vocabulary, next to no network.
-    """
-    cluster = make_cluster("ib", "infiniband", (1,) * 4)
-    changes = {"vocab_size": 256, "num_layers": 64}
-    config = make_config(schedule=schedule, tensor=1, model=changes)
-    chunks = 2 if schedule == "interleaved_1f1b" else 1
-    topology = make_topology(cluster)
-    plan = chosen_plan(config, topology, QUARTERS, layers=(16,) * 4, chunks=chunks)
-    step_s = plan.step_time_s * (1 - plan.shares["boundary"])  # as if transfers took no time
-    kind, model = cluster.nodes[0].device, make_config(model=changes).model
-    [block], num_tokens = kinds(model).blocks, 8 * 1024
-    products_s = 16 * kind.products_s(layer_products(block, num_tokens), "bfloat16")
-    attention = attention_products(block, model.context_length, num_tokens)
-    attention_s = 16 * HOLMESJAX.attention_pairs * kind.attention_s(attention, "bfloat16")
-    numbers_s = 16 * kind.memory_s(2 * num_tokens * sum(work.layer_numbers(block)))
-    added_s = kind.memory_s(12 * 16 * block.size())
-    forward_s = products_s + attention_s + numbers_s
-    both_s = 2 * products_s + 2.5 * attention_s + BACKWARD_NUMBERS * numbers_s + added_s
-    weight_s = products_s + added_s
-    bubble_s = {
-        "1f1b": forward_s + both_s,
-        "interleaved_1f1b": (forward_s + both_s) / 2,
-        "zero_bubble": forward_s + both_s - 2 * weight_s,  # F + B - W
-    }[schedule]
-    update_s = 28 * 16 * block.size() / kind.memory_bandwidth_bytes_per_s
-    expected_s = 8 * (forward_s + both_s) + 3 * bubble_s + update_s
-    assert step_s == pytest.approx(expected_s, rel=0.01)  # the embedding and the head
-
-
-def test_interleaved_activations_are_those_of_the_layers_in_flight():
-    """Chunks of 4 and 3 layers hold different amounts; a microbatch in one is not in the other."""
-    plain, plan = (plan_of(name, layers=(7, 5)) for name in ("1f1b", "interleaved_1f1b"))
-    layer_bytes = plain.stages[0].memory_bytes["activations"] / (2 * 7)  # two in flight
-    now = most = 0
-    for task in plan.tasks()[0]:
-        now += (4, 3)[task.chunk] * (1 if task.kind == "F" else -1)
-        most = max(most, now)
-    activations = plan.stages[0].memory_bytes["activations"]
-    assert activations == pytest.approx(most * layer_bytes)
-    logits = [stages[1].memory_bytes["logits"] for stages in (plain.stages, plan.stages)]
-    assert logits[0] == logits[1]  # one microbatch at a time has been through the last chunk
-
-
-def test_the_head_takes_its_time_in_the_last_chunk_only():
-    """A vocabulary so large that its stage has nothing else to do, and hardly ever waits."""
-    topology = make_topology(make_cluster("ib", "infiniband", (1, 1), memory_gib=800.0))
-    config = make_config(schedule="interleaved_1f1b", tensor=1, model={"vocab_size": 1_024_000})
-    parts = ("ib", (1, 1, 1), 2)
-    plan = chosen_plan(config, topology, parts, layers=(6, 6), chunks=2)
-    compute_s = plan.stages[1].seconds["compute"]
-    assert compute_s < plan.step_time_s * (1 - plan.shares["boundary"]) < 1.1 * compute_s
-
-
-def test_zero_bubble_holds_on_later_stages_what_the_first_holds():
-    """Until their W: two microbatches on the second stage of two, where 1F1B holds one."""
-    plain, split = (plan_of(name, layers=(6, 6)) for name in ("1f1b", "zero_bubble"))
-    activations = [
-        [stage.memory_bytes["activations"] for stage in plan.stages] for plan in (plain, split)
-    ]
-    assert activations[1][0] == activations[0][0]
-    assert activations[1][1] == 2 * activations[0][1]
-
-
-def test_eager_1f1b_covers_a_slow_link_and_1f1b_is_enough_without_one():
-    slow = two_clusters(ethernet_bytes_per_s=1.5e9)
-    plain = plan_of("1f1b", slow)
-    eager = plan_of("eager_1f1b", slow)
-    deep, last = eager.in_flight
-    assert deep > 2
-    assert last == 1
-    assert eager.step_time_s < plain.step_time_s
-    config, layers = make_config(schedule="eager_1f1b"), split_of(eager)
-    plans = [one_each(config, slow, layers=layers, in_flight=(n, 1)) for n in range(2, 9)]
-    assert eager.step_time_s <= min(plan.step_time_s for plan in plans)
-    kept = [plan.stages[0].memory_bytes["activations"] for plan in plans]
-    assert kept[2] == 2 * kept[0]
-    assert f"in flight on the stages: {deep}, 1" in "\n".join(describe(eager))
-    one = make_topology(make_cluster("ib", "infiniband", (8,)))
-    assert plan_of("eager_1f1b", one).in_flight == (1,)
-
-
-def test_eager_1f1b_stays_inside_the_memory():
-    """The deeper of the two needs 1.23 GiB a device of the first stage."""
-    plain = plan_of("1f1b", layers=(8, 4))
-    for memory_gib, in_flight in ((1.3, (2, 1)), (1.4, (3, 1))):
-        topology = make_topology(
-            make_cluster("ib", "infiniband", (8, 8), memory_gib=memory_gib),
-            make_cluster("roce", "roce", (8, 8), speed=0.5, memory_gib=memory_gib),
-        )
-        plan = plan_of("eager_1f1b", topology, layers=(8, 4))
-        assert plan.in_flight == in_flight
-        for stage in plan.stages:
-            assert sum(stage.memory_bytes.values()) <= USABLE_MEMORY * memory_gib * GIB
-        assert (plan.step_time_s == plain.step_time_s) == (in_flight == (2, 1))
-
-
 # ---- clusters, stages and idle devices -----------------------------------------------------------
 
 
@@ -627,198 +446,3 @@ def test_stages_whose_clusters_are_named_stay_there():
     config = make_config(tensor=2, data=2, clusters=("ib",))
     error = refusal(config, one_node_each())
     assert error.where == "parallel.data"
-
-
-# ---- refusals ------------------------------------------------------------------------------------
-
-
-def refusal(config, topology):
-    with pytest.raises(PlanError) as raised:
-        make_plan(config, topology)
-    return raised.value
-
-
-def test_more_devices_than_a_cluster_has_are_refused():
-    error = refusal(make_config(tensor=2, data=4), make_topology(make_cluster("a", "roce", (6,))))
-    assert error.where == "parallel.data"
-    assert "'a', the largest, has 6 devices" in error.problem
-    assert error.found == "4 * 1 * 2 = 8"
-
-
-def test_devices_without_fp8_are_refused_unless_no_stage_is_there():
-    h100, a100 = loading.known_device("h100"), loading.known_device("a100_80gb")
-    of = lambda cluster, device: dataclasses.replace(
-        cluster,
-        nodes=tuple(dataclasses.replace(node, device=device) for node in cluster.nodes),
-    )
-    new, old = make_cluster("new", "infiniband", (8,)), make_cluster("old", "roce", (8,))
-    topology = make_topology(of(new, h100), of(old, a100))
-    in_fp8 = {"fp8": Fp8Config()}
-    error = refusal(make_config(model=in_fp8), topology)
-    assert (error.where, error.found) == ("model.fp8", "old has a100_80gb")
-    assert error.fix.startswith("name only new in parallel.clusters, leave model.fp8 out, or add")
-    error = refusal(make_config(model=in_fp8), make_topology(of(old, a100)))
-    assert error.fix.startswith("leave model.fp8 out")
-    cuts, wide = {"clusters": ("new",), "data": 8, "tensor": 1}, {"width": 2048}
-    faster, before = (
-        make_plan(make_config(model={**wide, **model}, **cuts), topology) for model in (in_fp8, {})
-    )
-    assert [stage.cluster for stage in faster.stages] == ["new"]
-    assert before.step_time_s / 2 < faster.step_time_s < before.step_time_s
-
-
-def test_more_stages_than_there_is_room_for_are_refused():
-    topology = make_topology(make_cluster("a", "roce", (6,)))
-    error = refusal(make_config(tensor=4, stages=2), topology)
-    assert error.where == "parallel.stages"
-    assert "must be at most 1" in error.problem
-
-
-INTERLEAVED = {"schedule": "interleaved_1f1b", "chunks": 2}
-
-
-def test_microbatches_that_do_not_come_in_groups_are_refused_with_values_that_work():
-    sizes = {"microbatches": 6, "train": {"global_batch": 48}}
-    error = refusal(make_config(**INTERLEAVED, stages=4, **sizes), two_clusters())
-    assert error.where == "parallel.microbatches"
-    assert "must be a multiple of the number of stages, 4, for interleaved_1f1b" in error.problem
-    assert error.found == "6 / 4 leaves 2"
-    assert "parallel.microbatches=4 or 8" in error.fix
-    for microbatches in (4, 8):
-        make_plan(make_config(**INTERLEAVED, stages=4, microbatches=microbatches), two_clusters())
-
-
-def test_interleaving_needs_two_stages_and_a_layer_for_each_chunk():
-    error = refusal(make_config(**INTERLEAVED, stages=1), two_clusters())
-    assert error.where == "parallel.schedule"
-    assert error.found == "1 stage"
-    error = refusal(make_config(**INTERLEAVED | {"chunks": 7}), two_clusters())
-    assert error.where == "parallel.chunks"
-    assert error.found == "7 * 2 = 14"
-    assert error.fix == "set parallel.chunks to 6 or less"
-    few = make_config(**INTERLEAVED, model={"num_layers": 3})
-    assert refusal(few, two_clusters()).fix == "use fewer stages"  # one chunk is no interleaving
-
-
-def test_an_interleaved_pipeline_gets_as_many_stages_as_go_into_its_microbatches():
-    config = make_config(**INTERLEAVED, microbatches=6, train={"global_batch": 48})
-    assert 6 % len(make_plan(config, two_clusters()).stages) == 0
-
-
-def test_more_stages_than_devices_are_refused():
-    small = make_topology(make_cluster("a", "roce", (2,)))
-    assert "2, the number of devices" in refusal(make_config(tensor=1, stages=3), small).problem
-
-
-def test_a_plan_that_does_not_fit_is_refused_with_a_remedy_that_works():
-    topology = make_topology(make_cluster("a", "roce", (2,), memory_gib=8.5))
-    config = make_config(tensor=2, microbatches=1, stages=1, train={"global_batch": 32})
-    error = refusal(config, topology)
-    assert error.where == "stage 0"
-    assert "does not fit gpu-1 in cluster 'a'" in error.problem
-    assert "GiB more than 90% of its 8.5 GiB" in error.problem
-    assert "activations" in error.found
-    assert "activation_checkpointing=dots" in error.fix
-    changed = make_config(
-        tensor=2,
-        microbatches=1,
-        stages=1,
-        train={"global_batch": 32},
-        activation_checkpointing="dots",
-    )
-    [stage] = make_plan(changed, topology).stages
-    assert sum(stage.memory_bytes.values()) <= USABLE_MEMORY * 8.5 * GIB
-
-
-def test_a_zero_bubble_that_does_not_fit_is_not_told_to_compute_again():
-    topology = make_topology(make_cluster("a", "roce", (2,), memory_gib=6.0))
-    sizes = {"tensor": 1, "microbatches": 2, "stages": 2, "train": {"global_batch": 32}}
-    error = refusal(make_config(**sizes, schedule="zero_bubble"), topology)
-    assert "checkpointing" not in error.fix
-
-
-def test_fsdp_fits_a_model_that_data_alone_does_not():
-    topology = make_topology(make_cluster("a", "roce", (8,), memory_gib=6))
-    sizes = {"tensor": 1, "microbatches": 1, "stages": 1, "activation_checkpointing": "full"}
-    model = {"num_layers": 24, "width": 2048}
-    error = refusal(make_config(model=model, **sizes), topology)
-    assert error.fix.startswith("set parallel.fsdp=8")
-    [stage] = make_plan(make_config(model=model, **sizes, fsdp=8), topology).stages
-    assert stage.mesh == {Axis.DATA: 1, Axis.FSDP: 8, Axis.TENSOR: 1}
-
-
-@pytest.mark.parametrize("fabric", ["roce", "local"])
-def test_a_model_that_fits_nowhere_needs_other_machines(fabric):
-    """A host without a network is not tried with others beside it."""
-    cluster = make_cluster("a", "roce", (1,), memory_gib=1.0)
-    if fabric == "local":
-        nodes = tuple(dataclasses.replace(node, nics=()) for node in cluster.nodes)
-        cluster = dataclasses.replace(cluster, fabric="local", nodes=nodes)
-    topology = make_topology(cluster)
-    error = refusal(make_config(parallel={}), topology)
-    assert "in the plan that comes nearest" in error.problem
-    assert error.fix.startswith("use more nodes")
-
-
-@pytest.mark.parametrize(
-    "model, train, where, says",
-    [
-        ({"width": 2**20}, {}, "model", "1.58e+14 parameters"),
-        ({"context_length": 2**27}, {}, "model.context_length", "134,217,728 tokens"),
-        ({}, {"global_batch": 10**9}, "train.global_batch", "between two layers"),
-        ({"num_layers": 2000, "width": 256}, {"global_batch": 4}, "stage 0", "GiB more than"),
-    ],
-    ids=["width", "context", "batch", "layers"],
-)
-def test_sizes_that_are_absurd_are_named(model, train, where, says):
-    topology = make_topology(
-        make_cluster("a", "roce", (1,), memory_gib=2.0),
-        make_cluster("b", "roce", (1,), memory_gib=2.0),
-    )
-    error = refusal(make_config(parallel={}, model=model, train=train), topology)
-    assert error.where == where
-    assert says in error.problem
-    assert "parallel" not in error.fix
-
-
-def test_more_nodes_are_named_with_which_a_plan_fits():
-    model, train = {"num_layers": 4}, {"global_batch": 4}
-    topology = make_topology(make_cluster("a", "roce", (2,), memory_gib=1.0))
-    config = make_config(parallel={}, model=model, train=train)
-    error = refusal(config, topology)
-    assert "more than 90% of its 1 GiB" in error.problem
-    [more] = re.findall(r"use more nodes, such as (\d+) more in 'a'", error.fix)
-    assert make_plan(config, upgrades.with_more_nodes(topology, "a", int(more)))
-
-
-def test_layers_move_to_where_they_fit():
-    """The fast cluster has little memory: it holds what fits, and the plan is not refused."""
-    splits = []
-    for memory_gib in (80.0, 1.5):
-        topology = make_topology(
-            make_cluster("fast", "infiniband", (8,), memory_gib=memory_gib),
-            make_cluster("slow", "roce", (8,), speed=0.3),
-        )
-        splits.append(split_of(one_each(make_config(), topology)))
-    assert splits[0][0] > splits[1][0]
-
-
-def test_a_refusal_takes_few_searches_and_names_how_many_nodes_every_plan_needs(monkeypatch):
-    searched, search = [], selection.search
-    monkeypatch.setattr(selection, "search", lambda *args: searched.append(args) or search(*args))
-    topology = make_topology(make_cluster("a", "roce", (8,) * 64, memory_gib=0.25))
-    config = make_config(parallel={}, model={"num_layers": 2000})
-    error = refusal(config, topology)
-    assert len(searched) <= 4  # for the nearest plan: no search has to show that none fits
-    [more] = map(int, re.findall(r"use more nodes, about (\d+) more in 'a'", error.fix))
-    for num_nodes, is_enough in ((more // 2, False), (more, True)):
-        changed = upgrades.with_more_nodes(topology, "a", num_nodes)
-        [problem] = selection.make_problems(config, changed)
-        assert (shortlist.least_memory(problem, 1.0, 1e9) == 1.0) == is_enough
-
-
-def test_a_cluster_that_is_named_more_often_than_it_has_room_is_refused():
-    error = refusal(make_config(tensor=8, clusters=("ib", "ib", "ib")), two_clusters())
-    assert error.where == "parallel.clusters"
-    assert "names 'ib' 3 times: its stages need at least 24 devices" in error.problem
-    assert error.fix.startswith("name 'ib' at most 2 times")

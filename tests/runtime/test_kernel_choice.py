@@ -17,8 +17,8 @@ from holmesjax.runtime import kernel_choice
 from holmesjax.runtime.kernel_choice import attention_lines
 from holmesjax.runtime.stage import Stage
 from tests.clusters import make_config
+from tests.host_files import gpu
 from tests.kernels.attention.gpus import H200
-from tests.recorded_hosts import gpu
 
 CAPPED = {"attention_soft_cap": 50.0}
 HOPPER = gpu(0, "pci0000:15/0000:15:01.0/0000:1b:00.0")

@@ -1,0 +1,366 @@
+"""Settings that do not fit each other, and settings that just do."""
+
+import pytest
+
+from holmesjax import config as configs
+from tests.cases import cases
+from tests.run_files import refused
+
+# Overrides, then what is printed, less the line.
+BAD_COMBINATIONS = """\
+model.width=66
+model.width: must be a multiple of model.num_heads = 4
+  found: 66
+  fix: use 64 or 68, or set model.head_dim
+
+model.num_kv_heads=3
+model.num_kv_heads: must divide model.num_heads = 4: 4 / 3 is not whole
+  found: 3
+  fix: use 1, or change model.num_heads
+
+model.width=12
+model.width: the width of a head must be even for rotary positions, which turn pairs of numbers
+  found: width / num_heads = 12 / 4 = 3
+  fix: use model.width = 16, or positions: learned
+
+model.head_dim=7
+model.head_dim: must be even for rotary positions, which turn pairs of numbers
+  found: 7
+  fix: use 8
+
+model.rotary_scaling.type=linear
+model.rotary_scaling.factor: is missing: type linear needs it
+  found: nothing
+  fix: copy it from config.json
+
+model.rotary_scaling.type=linear model.rotary_scaling.factor=2.0 model.rotary_scaling.beta_fast=3.0
+model.rotary_scaling.beta_fast: is only for type yarn, not for linear
+  found: 3.0
+  fix: remove it
+
+model.rotary_scaling.type=dynamic
+model.rotary_scaling.type: changes frequencies with the length of each text, so keys that are \
+cached would turn otherwise than new ones
+  found: dynamic
+  fix: use one of linear, llama3, yarn, longrope
+
+model.rotary_scaling.type=llama3 model.rotary_scaling.factor=8.0 \
+model.rotary_scaling.low_freq_factor=4.0 model.rotary_scaling.high_freq_factor=1.0 \
+model.rotary_scaling.original_max_position_embeddings=64
+model.rotary_scaling.high_freq_factor: must be more than low_freq_factor = 4.0
+  found: 1.0
+  fix: use 1.0 and 4.0, as Llama 3.1
+
+model.rotary_scaling.type=yarn model.rotary_scaling.factor=2.0 \
+model.rotary_scaling.original_max_position_embeddings=64 model.rotary_scaling.beta_slow=40.0
+model.rotary_scaling.beta_fast: must be more than beta_slow = 40.0
+  found: 32.0
+  fix: use 32.0 and 1.0, or leave both out
+
+model.rotary_scaling.type=yarn model.rotary_scaling.factor=2.0 \
+model.rotary_scaling.original_max_position_embeddings=64 model.rotary_scaling.mscale=1.0
+model.rotary_scaling.mscale: counts only beside mscale_all_dim
+  found: 1.0
+  fix: add mscale_all_dim, or remove mscale
+
+model.rotary_scaling.type=longrope model.rotary_scaling.factor=2.0 \
+model.rotary_scaling.original_max_position_embeddings=64 model.rotary_scaling.short_factor=[1.0] \
+model.rotary_scaling.long_factor=[1.0,1.0,1.0,1.0,1.0,1.0,1.0,1.0]
+model.rotary_scaling.short_factor: must have one number for each of the 8 pairs of a head that turn
+  found: 1 numbers
+  fix: give 8 numbers
+
+model.rotary_fraction=0.2
+model.rotary_fraction: must leave an even number of a head's 16 numbers to turn
+  found: 0.2: 3 of 16
+  fix: use 0.25
+
+model.positions=learned model.rotary_fraction=0.5
+model.rotary_fraction: is only for rotary positions, not for learned ones
+  found: 0.5
+  fix: remove it, or set model.positions to rotary
+
+model.window_rotary_base=10.0
+model.window_rotary_base: is only for layers of the kind window_block
+  found: 10.0
+  fix: remove it, or add window_block to model.pattern
+
+model.lora.targets=[c_attn,query]
+model.lora.targets: must name each weight once: query would have two adapters
+  found: ['c_attn', 'query']
+  fix: leave one of the two names out
+
+model.lora.targets=[gate_up_proj]
+model.lora.targets: must be weights of the model: a gelu has no gate
+  found: ['gate_up_proj']
+  fix: leave the gate out, or use swiglu or geglu
+
+train.steps=9 train.profile_steps=[2,10]
+train.profile_steps: must each be at most train.steps = 9
+  found: [2, 10]
+  fix: use earlier steps, or more train.steps
+
+train.profile_steps=[a]
+train.profile_steps[0]: must be a whole number
+  found: the text 'a'
+  fix: write a number such as 8
+
+model.module=m:f model.fp8={}
+model.fp8: is for the built-in layers, not for the layers of model.module = m:f
+  found: a section
+  fix: leave it out
+
+model.fp8={} model.lora={}
+model.fp8: cannot be set beside model.lora: frozen weights have no products in fp8
+  found: both
+  fix: leave one of the two out
+
+model.fp8.scaling=current model.fp8.history=4
+model.fp8.history: is only for scaling delayed: a current scale reads no earlier step
+  found: 4
+  fix: remove it, or set model.fp8.scaling to delayed
+
+model.preset=qwen3_06b
+model.preset: no such model
+  found: the text 'qwen3_06b'
+  fix: did you mean 'qwen3_0b6'? (in configs/models/)
+
+model.vocab_size=255
+model.vocab_size: must be at least 256: the tokens of the corpus are bytes
+  found: 255
+  fix: use 256, or a padded size
+
+run.dir=~/runs/a
+run.dir: must be a path as it is: only a shell knows what ~ is, and at the start of a word
+  found: ~/runs/a
+  fix: write it out, as /home/NAME/runs/a
+
+data.corpus=~/text
+data.corpus: must be a path as it is: only a shell knows what ~ is, and at the start of a word
+  found: ~/text
+  fix: write it out, as /home/NAME/text
+
+parallel.layers=[4,3]
+parallel.layers: must sum to model.num_layers = 6
+  found: 4 + 3 = 7
+  fix: give numbers with sum 6, or leave the key out: the planner chooses
+
+parallel.layers=[4,2] parallel.stages=3
+parallel.layers: must have one for each of parallel.stages = 3 stages
+  found: [4, 2]: 2 numbers
+  fix: give 3 numbers, or set parallel.stages to 2
+
+parallel.clusters=[a,b] parallel.stages=3
+parallel.clusters: must have one for each of parallel.stages = 3 stages
+  found: ['a', 'b']: 2 names
+  fix: give 3 names, or set parallel.stages to 2
+
+parallel.clusters=[a,b] parallel.layers=[2,2,2]
+parallel.clusters: must have one for each of parallel.layers = [2, 2, 2]
+  found: ['a', 'b']
+  fix: give 3 names, or leave one of the two out
+
+parallel.clusters=[a,b,a]
+parallel.clusters: stages of a cluster must be neighbours in the pipeline
+  found: ['a', 'b', 'a']
+  fix: put those of 'a' beside each other
+
+parallel.stages=7
+parallel.stages: must be at most model.num_layers = 6: a layer for each stage
+  found: 7
+  fix: use 6 or less, or more layers
+
+parallel.schedule=interleaved_1f1b parallel.chunks=1
+parallel.chunks: must be at least 2 for schedule interleaved_1f1b
+  found: 1
+  fix: use 2, or set parallel.schedule to 1f1b
+
+parallel.chunks=2
+parallel.chunks: is only for schedule interleaved_1f1b, which must be set
+  found: 2
+  fix: remove it, or set parallel.schedule to interleaved_1f1b
+
+parallel.schedule=interleaved_1f1b parallel.chunks=4 parallel.stages=2
+parallel.chunks: chunks * stages must be at most model.num_layers = 6
+  found: 4 * 2 = 8
+  fix: use 3 or less, or more layers
+
+parallel.schedule=interleaved_1f1b parallel.chunks=2 parallel.stages=4
+parallel.chunks: chunks * stages must be at most model.num_layers = 6
+  found: 2 * 4 = 8
+  fix: use fewer stages
+
+parallel.schedule=interleaved_1f1b parallel.chunks=2 parallel.layers=[5,1]
+parallel.layers: must each be at least parallel.chunks = 2: a layer for each chunk
+  found: [5, 1]
+  fix: give each stage 2 layers or more, or use fewer chunks
+
+parallel.schedule=zero_bubble parallel.activation_checkpointing=dots
+parallel.activation_checkpointing: must be none for schedule zero_bubble: computing layers again \
+would tie the gradients of their weights back to B
+  found: dots
+  fix: use none, or set parallel.schedule to 1f1b
+
+parallel.tensor=8
+model.num_heads: must be a multiple of parallel.tensor = 8
+  found: 4
+  fix: use 8, or change parallel.tensor
+
+parallel.tensor=4 model.num_kv_heads=2
+model.num_kv_heads: must be a multiple of parallel.tensor = 4
+  found: 2
+  fix: use 4, or change parallel.tensor
+
+parallel.tensor=4 model.mlp_width=130
+model.mlp_width: must be a multiple of parallel.tensor = 4
+  found: 130
+  fix: use 128 or 132, or change parallel.tensor
+
+parallel.tensor=4 model.vocab_size=257
+model.vocab_size: must be a multiple of parallel.tensor = 4
+  found: 257
+  fix: use 256 or 260, or change parallel.tensor
+
+train.global_batch=30
+train.global_batch: must be a multiple of parallel.microbatches = 4
+  found: 30 = 7 * 4 + 2
+  fix: use 28 or 32, or change the number of parts
+
+train.global_batch=3
+train.global_batch: must be a multiple of parallel.microbatches = 4
+  found: 3 = 0 * 4 + 3
+  fix: use 4, or change the number of parts
+
+train.global_batch=36 parallel.data=2
+train.global_batch: must be a multiple of parallel.data * parallel.microbatches = 2 * 4 = 8
+  found: 36 = 4 * 8 + 4
+  fix: use 32 or 40, or change the number of parts
+
+train.global_batch=36 parallel.data=2 parallel.fsdp=2
+train.global_batch: must be a multiple of parallel.data * parallel.fsdp * parallel.microbatches = \
+2 * 2 * 4 = 16
+  found: 36 = 2 * 16 + 4
+  fix: use 32 or 48, or change the number of parts
+
+train.global_batch=36 parallel.fsdp=2
+train.global_batch: must be a multiple of parallel.fsdp * parallel.microbatches = 2 * 4 = 8
+  found: 36 = 4 * 8 + 4
+  fix: use 32 or 40, or change the number of parts
+
+parallel.fsdp=3 train.global_batch=36
+model.width: must be a multiple of parallel.fsdp = 3
+  found: 64
+  fix: use 63 or 66, or change parallel.fsdp
+
+parallel.fsdp=4 parallel.context=32
+model.width: must be a multiple of parallel.fsdp * parallel.context = 4 * 32 = 128
+  found: 64
+  fix: use 128, or change parallel.fsdp or parallel.context
+
+parallel.context=64 model.context_length=96
+model.context_length: must be a multiple of 2 * parallel.context = 2 * 64 = 128
+  found: 96
+  fix: use 128, or change parallel.context
+
+optimizer.schedule=wsd
+optimizer.decay_steps: is missing: schedule wsd needs it
+  found: nothing
+  fix: add the number of steps at the end in which the learning rate falls
+
+train.deterministic=true
+kernels.deterministic_attention: must be true for train.deterministic: without it two runs differ
+  found: False
+  fix: set it to true, or train.deterministic to false
+
+train.rampup=[{"steps":5,"global_batch":32}]
+train.rampup[0].global_batch: must be below the next batch, of 32
+  found: 32
+  fix: use 31 or less
+
+train.eval_ema=true
+train.eval_ema: needs optimizer.ema_decay: without it there is no average of the weights
+  found: True
+  fix: set optimizer.ema_decay, such as 0.999
+
+optimizer.muon_consistent_rms=0.1
+optimizer.muon_consistent_rms: is only for optimizer muon, not for adamw
+  found: 0.1
+  fix: leave it out, or set optimizer.name to muon
+
+optimizer.decay_steps=9
+optimizer.decay_steps: is only for schedule wsd, not for cosine
+  found: 9
+  fix: remove it, or set optimizer.schedule to wsd
+
+optimizer.schedule=wsd optimizer.decay_steps=91 optimizer.warmup_steps=10
+optimizer.decay_steps: warmup_steps + decay_steps must be at most train.steps = 100
+  found: 10 + 91 = 101
+  fix: use 90 or less, or more steps
+
+optimizer.schedule_by=tokens optimizer.warmup_steps=10
+optimizer.warmup_steps: is only for a schedule by steps
+  found: 10
+  fix: give optimizer.warmup_tokens, or set optimizer.schedule_by to steps
+
+optimizer.warmup_tokens=1000
+optimizer.warmup_tokens: is only for a schedule by tokens
+  found: 1000
+  fix: give optimizer.warmup_steps, or set optimizer.schedule_by to tokens
+
+optimizer.schedule=wsd optimizer.schedule_by=tokens
+optimizer.decay_tokens: is missing: schedule wsd needs it
+  found: nothing
+  fix: add the number of tokens at the end in which the learning rate falls
+
+optimizer.schedule=wsd optimizer.schedule_by=tokens optimizer.warmup_tokens=9 \
+optimizer.decay_tokens=307192 train.rampup=[{"steps":50,"global_batch":16}]
+optimizer.decay_tokens: warmup_tokens + decay_tokens must be at most the tokens of the run = 307200
+  found: 9 + 307192 = 307201
+  fix: use 307191 or less, or more steps
+
+train.eval_every=5 data.validation_fraction=0
+data.validation_fraction: must be more than 0: train.eval_every = 5 asks for validation
+  found: 0.0
+  fix: use 0.05, or set train.eval_every to 0
+"""
+
+
+@cases("case", BAD_COMBINATIONS.strip().split("\n\n"))
+def test_settings_that_do_not_fit_each_other(run_file, case):
+    overrides, message = case.split("\n", maxsplit=1)
+    key = message.split(":")[0]
+    by_override = [f"override {o}" for o in overrides.split() if o.startswith(f"{key}=")]
+    [(where, problem, found, fix)] = refused(run_file(), overrides.split())
+    assert where in by_override or where.endswith(f": {key}")
+    assert f"{key}: {problem}\n  found: {found}\n  fix: {fix}" == message
+
+
+AT_THE_LIMIT = [
+    ["model.head_dim=6", "model.width=66"],
+    ["model.width=12", "model.positions=learned"],
+    ["parallel.layers=[1,2,3]", "parallel.stages=3"],
+    ["parallel.stages=6"],
+    ["parallel.schedule=interleaved_1f1b", "parallel.chunks=3", "parallel.stages=2"],
+    ["parallel.schedule=interleaved_1f1b", "parallel.chunks=2", "parallel.layers=[4,2]"],
+    ["parallel.schedule=zero_bubble", "parallel.activation_checkpointing=none"],
+    ["parallel.schedule=eager_1f1b", "parallel.activation_checkpointing=full"],
+    ["parallel.tensor=4"],
+    ["train.global_batch=8", "parallel.data=2"],
+    ["train.global_batch=16", "parallel.data=2", "parallel.fsdp=2"],
+    ["optimizer.warmup_steps=101"],
+    ["model.rotary_fraction=0.5", "model.rotary_scaling={type: linear, factor: 2.0}"],
+    ["optimizer.schedule=wsd", "optimizer.warmup_steps=10", "optimizer.decay_steps=90"],
+    [
+        "optimizer.schedule=wsd",
+        "optimizer.schedule_by=tokens",
+        "optimizer.warmup_tokens=9",
+        "optimizer.decay_tokens=307191",
+        "train.rampup=[{steps: 50, global_batch: 16}]",
+    ],
+    ["data.validation_fraction=0"],
+]
+
+
+@pytest.mark.parametrize("overrides", AT_THE_LIMIT)
+def test_settings_that_just_fit(run_file, overrides):
+    configs.load(run_file(), overrides)
