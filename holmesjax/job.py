@@ -413,8 +413,8 @@ def _refuse_uneven_rampup(config: Config, plan: Plan) -> None:
         if not order.suits(len(plan.stages), count):
             raise ConfigError(
                 where,
-                f"gives {count} microbatches, of which {plan.schedule} on {len(plan.stages)} "
-                "stages needs a multiple of its stages",
+                f"gives {count} microbatches, and {plan.schedule} needs a multiple of the "
+                f"{len(plan.stages)} stages",
                 found=part.global_batch,
                 fix=f"use a multiple of {size * len(plan.stages)}, or another parallel.schedule",
             )

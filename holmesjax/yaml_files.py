@@ -146,9 +146,7 @@ def _file_text(path: Path, error: type[HolmesError]) -> str:
         return path.read_bytes().decode("utf-8-sig")
     except UnicodeDecodeError as failure:
         found = f"bytes that are no UTF-8 at offset {failure.start:,}"
-        raise refusal(
-            "must be text", found, "check that it is a YAML file, and save it as UTF-8"
-        ) from None
+        raise refusal("must be text", found, "save it as UTF-8, or name a YAML file") from None
     except FileNotFoundError:
         found = f"nothing there; the current folder is {Path.cwd()}"
         raise refusal("no such file", found, "check the path") from None

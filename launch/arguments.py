@@ -170,7 +170,7 @@ def _command_in_lab(topology: str, argv: Sequence[str] | None) -> argparse.Names
         raise ConfigError("lab", "needs a command", found="nothing", fix="add -- train RUN.yaml")
     command = parse(argv)
     if command.verb not in COMMANDS_IN_LAB:
-        problem = "has no topology that a lab could stand for"
+        problem = "cannot run this verb, which has no topology"
         fix = "use train, plan, doctor, probe or profile"
         raise ConfigError("lab", problem, found=command.verb, fix=fix)
     if command.verb == "probe":

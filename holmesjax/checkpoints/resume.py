@@ -303,10 +303,9 @@ def _refuse_useless(start: Start) -> None:
         used.add("data.corpus")  # its files may have changed, which is seen when they are read
     if useless := [name for name in start.allow if name not in useful | used]:
         fix = f"write --allow {','.join(sorted(useful))}" if useful else "leave it out"
-        near = schema.near(useless[0], _allowable(start.job))
         problem = "names what has not changed, or may change without it"
-        if near:
-            fix += f"; {near}"
+        if useless[0] not in (known := _allowable(start.job)):
+            fix += f"; {schema.near(useless[0], known)}"
         raise ConfigError("--allow", problem, found=", ".join(useless), fix=fix)
 
 

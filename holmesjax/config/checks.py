@@ -30,9 +30,7 @@ def _home_is_written_out(
     name: str, section: RunConfig | ModelConfig | DataConfig
 ) -> Iterator[ConfigError]:
     if (path := getattr(section, name.partition(".")[2]) or "").startswith("~"):
-        problem = (
-            "must be a path as it is: only a shell knows what ~ is, and at the start of a word"
-        )
+        problem = "must be a path without ~, which only a shell replaces at the start of a word"
         yield wrong(name, problem, path, f"write it out, as /home/NAME{path[1:]}")
 
 

@@ -44,7 +44,7 @@ def names_are_of_one(data: DataConfig) -> Iterator[ConfigError]:
                 yield wrong(f"{where}.name", "must be of one corpus alone", entry.name, fix)
             seen.add(entry.name)
             if entry.corpus.startswith("~"):
-                problem = "must be a path as it is: only a shell knows what ~ is"
+                problem = "must be a path without ~, which only a shell replaces"
                 yield wrong(f"{where}.corpus", problem, entry.corpus, "write the whole path")
             if entry.source == "arrays":
                 fix = "use files of tokens or text, or give all arrays in data.corpus"

@@ -183,7 +183,7 @@ def _name_of(folder: Path, module: str, target: str) -> str:
     if number is None:
         raise CheckpointError(
             str(folder / WEIGHTS),
-            "has an adapter of another rank or alpha, of which the layer is not known",
+            "has an adapter of another rank or alpha in an unknown layer",
             found=module,
             fix="merge it with PEFT (merge_and_unload), and import the whole model",
         )
@@ -285,7 +285,7 @@ def open_adapters(folder: Path, model: ModelConfig) -> Adapters:
     rows = [((layer, own.parameter.name), own) for layer in places for own in places[layer]]
     by_name = dict(rows)
     if len(by_name) < len(rows):
-        problem = "let weights share an A, of which the folder has one for each"
+        problem = "make weights share an A, and the folder has an A for each of them"
         fix = "leave targets out: those of the folder count"
         found = list(model.lora.targets) if model.lora else []
         raise ConfigError("model.lora.targets", problem, found=found, fix=fix)

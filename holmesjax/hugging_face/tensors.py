@@ -243,7 +243,7 @@ def _refuse_parts(tensor: str, together: list[Place], family: str) -> None:
         names = ", ".join(place.parameter.name.partition("_")[0] for place in together)
         raise ConfigError(
             "model.lora.targets",
-            f"cannot be adapters of a {family}, of which {module} is one map with one A",
+            f"cannot be adapters of a {family}: its {module} is one map with one A",
             found=f"adapters of {names}, apart",
             fix=f"train with the target {module}, or export the whole model with --merge",
         )

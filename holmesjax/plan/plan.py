@@ -337,7 +337,7 @@ def describe(plan: Plan, kind_of: Mapping[str, str] | None = None) -> list[str]:
             depths = f"from {plan.in_flight[0]} on the first to {plan.in_flight[-1]} on the last"
         lines.append(f"            in flight on the stages: {depths}")
     if plan.pipes:
-        lines.append(f"  pipes     of their capacity a step uses {_pipes(plan.pipes)}")
+        lines.append(f"  pipes     share of the capacity in use: {_pipes(plan.pipes)}")
     return [
         *lines,
         f"  step      {show(plan.step_time_s, 's')} predicted: {shares}",

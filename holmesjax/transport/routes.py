@@ -89,7 +89,7 @@ def wire_spec(crossing: Crossing, plan: Plan, processes: Sequence[Process]) -> S
                 "its transfer, because no dim can be cut further",
                 found=f"shape {crossing.shape}, already cut by {crossing.target_spec}, "
                 f"{axis} {size}",
-                fix=f"choose sizes of which one is a multiple of {size}, or another mesh",
+                fix=f"choose sizes so that a dim is a multiple of {size}, or another mesh",
             )
     return tuple(map(tuple, spec))
 

@@ -86,8 +86,8 @@ def _refuse_wrong(args: argparse.Namespace, prompts: list[str]) -> None:
         "--launcher": args.launcher is not None,
     }
     if len(several := [option for option, is_set in where.items() if is_set]) > 1:
-        problem = "each says where the model lies"
-        found, fix = "all of them", "leave all but one out"
+        problem = "cannot be set together: each decides where the model is"
+        found, fix = " ".join(several), "leave all but one out"
         raise ConfigError(" and ".join(several), problem, found=found, fix=fix)
     reads = LAUNCHERS[args.launcher].reads if args.launcher else ()
     table.refuse_useless({"--hosts": args.hosts, "--listen": args.listen}, reads)

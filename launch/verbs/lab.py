@@ -142,7 +142,7 @@ def _make_lab(
     cores = sorted(os.sched_getaffinity(0))
     if real is None and args.scale is None:
         problem, fix = (
-            "is needed: a probe has no run from which it follows",
+            "is needed, since a probe has no run to compute it from",
             "write --scale 0.01, say, or --real RUN.yaml",
         )
         raise ConfigError("--scale", problem, found="nothing", fix=fix)
@@ -164,7 +164,7 @@ def _quota(text: str | None) -> float | None:
         return None
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*%", text)
     if not match or float(match[1]) == 0:
-        problem = "must be the share of a core that the fastest node gets"
+        problem = "must be the share of a core for the fastest node, in percent"
         raise ConfigError("--cpu", problem, found=text, fix="write --cpu 45%, or 150%")
     return float(match[1]) / 100
 

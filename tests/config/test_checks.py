@@ -131,12 +131,12 @@ model.vocab_size: must be at least 256: the tokens of the corpus are bytes
   fix: use 256, or a padded size
 
 run.dir=~/runs/a
-run.dir: must be a path as it is: only a shell knows what ~ is, and at the start of a word
+run.dir: must be a path without ~, which only a shell replaces at the start of a word
   found: ~/runs/a
   fix: write it out, as /home/NAME/runs/a
 
 data.corpus=~/text
-data.corpus: must be a path as it is: only a shell knows what ~ is, and at the start of a word
+data.corpus: must be a path without ~, which only a shell replaces at the start of a word
   found: ~/text
   fix: write it out, as /home/NAME/text
 

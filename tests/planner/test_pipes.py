@@ -250,7 +250,7 @@ def test_a_plan_says_what_it_uses_of_a_pipe_and_reads_it_back(tmp_path):
     plan = two_stages(1e9)
     share = plan.microbatches * plan.boundary_bytes / 1e9 / plan.step_time_s
     assert plan.pipes == pytest.approx({"ib -> roce": share, "roce -> ib": share})
-    told = f"  pipes     of their capacity a step uses ib <-> roce {share:.0%} each way"
+    told = f"  pipes     share of the capacity in use: ib <-> roce {share:.0%} each way"
     assert told in describe(plan)
     plan.save(tmp_path / "plan.yaml")
     assert Plan.load(tmp_path / "plan.yaml") == plan

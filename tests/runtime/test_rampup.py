@@ -82,7 +82,7 @@ def test_small_batches_are_those_of_one_device(plan):
         (["parallel.microbatches=4"], "must be a multiple of 2, the sequences of a microbatch"),
         (
             ["train.rampup=[{steps: 1, global_batch: 2}]", "parallel.schedule=interleaved_1f1b"],
-            "gives 1 microbatches, of which interleaved_1f1b on 2 stages",
+            "gives 1 microbatches, and interleaved_1f1b needs a multiple of the 2",
         ),
     ],
 )
