@@ -10,7 +10,7 @@ from typing import Any
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DataSource:
-    """All that is known of a source before it is read."""
+    """The facts about a source that are known before it is read."""
 
     module: str  # a `data.sources.SourceModule`
     # The number of different tokens, of the section `data` of a run: a `DataConfig`.

@@ -91,7 +91,7 @@ class Lease:
             raise self._lost
 
     def guard(self, write: Callable[P, T]) -> Callable[P, T]:
-        """The same function, which calls `check` first."""
+        """Returns the function `write`, which calls `check` first."""
 
         def checked(*args: P.args, **kwargs: P.kwargs) -> T:
             self.check()
@@ -296,7 +296,7 @@ def _beside(path: Path, name: str) -> Path:
 
 
 def _remove(path: Path, record: Record) -> bool:
-    """Deletes the lease if it is that one; false if it is not, or not there."""
+    """Deletes the lease if it is `record`; returns false if it is another one, or missing."""
     aside = _beside(path, secrets.token_hex(8))
     is_that = lambda found: found is not None and found.get("token") == record.get("token")
     if not is_that(_read(path)):

@@ -71,7 +71,7 @@ def _llama3(section: Any, plain: np.ndarray, base: float, length: int) -> np.nda
 
 
 def _yarn(section: Any, plain: np.ndarray, base: float, length: int) -> np.ndarray:
-    """The same with a ramp over pairs (Peng et al., arXiv:2309.00071)."""
+    """Scales as `_llama3` does, with a ramp over pairs (Peng et al., arXiv:2309.00071)."""
     width = 2 * plain.size
 
     def pair(turns: float) -> float:

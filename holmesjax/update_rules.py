@@ -33,7 +33,7 @@ def factored_dims(shape: tuple[int, ...]) -> tuple[int, int] | None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class UpdateRule:
-    """All that is known of an optimizer without its arrays.
+    """The facts about an optimizer that need no arrays.
 
     `kept` and `describe` take the section `optimizer` of a run, an `OptimizerConfig`.
     """

@@ -125,7 +125,7 @@ def _program(where: jax.sharding.Sharding) -> Callable[[jax.Array], jax.Array]:
 
 
 def _sums(shard: jax.Array, shape: tuple[int, ...], starts: Sequence[Any]) -> jax.Array:
-    """The sums of a box of an array of that shape."""
+    """Returns both sums of a box, at its place in the whole array."""
     bits = jax.lax.bitcast_convert_type(shard, BITS[shard.dtype.itemsize])
     # Both sums in one reduction: XLA:CPU makes vector instructions of this one alone.
     add = lambda a, b: (a[0] + b[0], a[1] + b[1])
@@ -134,7 +134,7 @@ def _sums(shard: jax.Array, shape: tuple[int, ...], starts: Sequence[Any]) -> ja
 
 
 def _terms(numpy: Any, bits: Any, shape: tuple[int, ...], starts: Sequence[Any]) -> tuple[Any, Any]:
-    """The terms of both sums for the bits of a box, which starts there in an array of that shape.
+    """Returns the terms of both sums for the bits of a box, at its place in the whole array.
 
     Args:
       numpy: the module that computes them, NumPy or JAX's.

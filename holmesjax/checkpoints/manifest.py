@@ -183,7 +183,10 @@ def part_name(stage: int) -> str:
 
 
 def begin(run_dir: str | Path, step: int) -> Path:
-    """Its folder, which is no checkpoint any more. Every process that writes a part calls this."""
+    """Returns the folder for a new checkpoint, without an old manifest.
+
+    Every process that writes a part calls this.
+    """
     path = folder_of(run_dir, step)
     path.mkdir(parents=True, exist_ok=True)
     (path / MANIFEST).unlink(missing_ok=True)

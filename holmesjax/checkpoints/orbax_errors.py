@@ -32,7 +32,7 @@ def reason(error: Exception) -> str:
 
 @functools.cache
 def silence_orbax() -> None:
-    """Keeps what is told in one line from being printed in hundreds, from now on.
+    """Keeps errors that are told in one line from also being printed in hundreds of lines.
 
     Orbax logs each error that it also raises. It abandons all other reads or writes with the first
     that fails: asyncio logs theirs, those that come back later find their loop closed or raise

@@ -120,7 +120,7 @@ class Start:
         return lines + left_out
 
     def _rate_change(self, checkpoint: Checkpoint) -> list[str]:
-        """Both learning rates of the next step, where they differ; skipped steps not counted."""
+        """Returns the line about a changed learning rate of the next step, if it has changed."""
         saved, config = checkpoint.settings, self.job.config
         before = TrainConfig(**saved["train"])
         was_steps, now_steps = before.steps, config.train.steps
@@ -190,7 +190,7 @@ class Start:
             write_whole(path, json.dumps(content, indent=1) + "\n")
 
     def check_data(self, digests: Mapping[str, str]) -> list[str]:
-        """Refuses other data than the checkpoint's; what to say of those that are allowed.
+        """Refuses other data than the checkpoint's. Returns the lines about allowed changes.
 
         Args:
           digests: of each split and of the order of the data, as they were read now.

@@ -32,7 +32,7 @@ class Skipped(NamedTuple):
 
 
 def read(run_dir: Path) -> tuple[Skipped, ...]:
-    """All of a run. Raises CheckpointError for a record that cannot be read."""
+    """Reads the record of a run. Raises CheckpointError if it cannot be read."""
     path = run_dir / RECORD
     try:
         return tuple(Skipped(**entry) for entry in json.loads(path.read_text()))

@@ -80,7 +80,7 @@ def weights_are_of_the_mixture(data: DataConfig) -> Iterator[ConfigError]:
 
 
 def packs(data: DataConfig) -> bool:
-    """Whether documents are packed into rows: all, or those of a source that always does it."""
+    """Whether documents are packed into rows: by `data.packing`, or by the source."""
     named = [*(data.mixture or (data,)), *(data.validation or ())]
     return data.packing is not None or any(SOURCES[each.source].packs for each in named)
 

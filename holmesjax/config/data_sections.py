@@ -1,4 +1,4 @@
-"""The section `data` of a run file, with those inside of it."""
+"""The section `data` of a run file, with its parts."""
 
 from typing import Annotated, Literal
 

@@ -114,7 +114,7 @@ def _with_base(
 
 
 def _put_below_lora(document: Document, settings_of: SettingsOf) -> None:
-    """Puts the settings of the folder `peft` below those of `model.lora`, if it lacks some."""
+    """Fills in settings that `model.lora` lacks from the folder `peft`."""
     model = document.values.get("model")
     lora = model.get("lora") if isinstance(model, dict) else None
     if not isinstance(lora, dict) or not isinstance(lora.get("peft"), str):

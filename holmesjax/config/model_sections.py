@@ -1,4 +1,4 @@
-"""The section `model` of a run file, with those inside of it."""
+"""The section `model` of a run file, with its parts."""
 
 import math
 from fnmatch import fnmatchcase

@@ -1,4 +1,4 @@
-"""The sections `train` and `optimizer` of a run file, with those inside of them."""
+"""The sections `train` and `optimizer` of a run file, with their parts."""
 
 from typing import Annotated, Literal
 

@@ -1,13 +1,13 @@
-"""The details in which training systems differ, and those of HolmesJAX."""
+"""The details in which training systems differ."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Implementation:
-    """The details in which training systems differ; the defaults are those of HolmesJAX.
+    """The details in which training systems differ; the defaults are the details of HolmesJAX.
 
-    Others are for predicting what has been published of them.
+    Other values serve to predict published results of other systems.
     """
 
     # Share of the pairs of tokens whose scores are computed: queries go in 8 blocks, each without

@@ -118,7 +118,7 @@ class _Layer(NamedTuple):
 
 
 class _Layers(NamedTuple):
-    """The same of a layer on the devices of each stage."""
+    """Seconds of a layer on the devices of each stage."""
 
     forward_s: Numbers
     backward_s: Numbers

@@ -71,7 +71,7 @@ def looked_up_bytes(
 ) -> Numbers:
     """Bytes of device memory that look-ups move: they read T rows and write T rows.
 
-    With `trains`, those of trained tables: a backward moves the gradients of their rows.
+    With `trains`, only trained tables count: a backward moves the gradients of their rows.
     """
     return 2.0 * num_tokens * row_numbers(kind, trains=trains) * DTYPE_BYTES[dtype]
 

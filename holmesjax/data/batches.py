@@ -69,7 +69,7 @@ class Batches:
                 raise too_small(split, count, what, needs, found=found, fraction=fraction)
 
     def of_size(self, global_batch: int) -> "Batches":
-        """The same data in batches of another size."""
+        """Returns the same data in batches of another size."""
         return (
             self if global_batch == self.global_batch else replace(self, global_batch=global_batch)
         )

@@ -240,7 +240,7 @@ def packed(spans: Spans, length: int, digest: str, beside: Path | None) -> Packe
 def kept_arrays(
     key: str, dtypes: Mapping[str, str], make: Callable[[Path], None], beside: Path | None
 ) -> dict[str, np.ndarray]:
-    """Arrays in files, as memory maps: those that an earlier process has made, or new ones.
+    """Returns arrays as memory maps of files, which an earlier process or this one has made.
 
     Args:
       key: says what they are made of, whoever makes them.

@@ -25,7 +25,7 @@ Parts = Iterator[tuple[int, int, int]]  # the ranges of a file's parts, each wit
 
 
 def cut_parquet(path: Path, step: int) -> Parts:
-    """Each row group, which is what can be read by itself."""
+    """Yields each row group, the smallest part that can be read by itself."""
     del step
     with stores.open_file(path) as file:
         about = _parquet(path, file).metadata

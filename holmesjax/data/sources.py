@@ -76,7 +76,7 @@ class Splits:
     sets: Mapping[str, Sequences] = field(default_factory=dict)
 
     def validation_sets(self) -> Mapping[str, Sequences]:
-        """All that a validation reads, by name."""
+        """Returns all sets that a validation reads, by name."""
         return self.sets or {"validation": self.validation}
 
 

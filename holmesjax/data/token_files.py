@@ -33,10 +33,10 @@ class Places(Protocol):
     """The places of the first tokens of documents, in their order."""
 
     def rank(self, place: int) -> int:
-        """How many are before a place."""
+        """Returns the number of documents that begin before a place."""
 
     def __getitem__(self, index: slice) -> np.ndarray:
-        """Some of them."""
+        """Returns the places of some documents."""
 
 
 class DocumentStarts:
@@ -50,7 +50,7 @@ class DocumentStarts:
         return self._last - self._first
 
     def __getitem__(self, number: int | np.ndarray) -> np.ndarray:
-        """The place of one, or of each of some, by their numbers in the range; int64."""
+        """Returns the places of documents by their numbers in the range; int64."""
         found = [self._documents[n : n + 1] for n in np.ravel(self._first + number).tolist()]
         return np.concatenate([np.empty(0, np.int64), *found]).reshape(np.shape(number))
 

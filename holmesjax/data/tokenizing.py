@@ -47,7 +47,7 @@ class Shard:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Tokenized:
-    """The work that is done, with that of shards that were there before."""
+    """The finished work, with the shards that were there before."""
 
     shards: int
     of: int

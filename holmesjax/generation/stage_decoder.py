@@ -102,7 +102,7 @@ class StageDecoder(Decoder):
         position_BL: np.ndarray,
         wanted_B: np.ndarray | None = None,
     ) -> tuple[jax.Array | None, list[dict[str, Cache]]]:
-        """Does what `Decoder.extend` does; there are logits on the last stage alone."""
+        """Extends texts as `Decoder.extend` does; only the last stage has logits."""
         step, length = next(self._steps), token_BL.shape[1]
         chunks = [v for v, (home, _) in enumerate(self.plan.chunks) if home == self.stage]
         x: jax.Array | None = None

@@ -81,7 +81,7 @@ ROTATES_ALL = {"partial_rotary_factor": (1, 1.0, None)}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Family:
-    """All that a config.json of one `model_type` means."""
+    """The meaning of a config.json of one `model_type`."""
 
     architecture: str
     keys: Mapping[str, str] = field(default_factory=lambda: LLAMA_KEYS)
@@ -320,7 +320,7 @@ class ConfigJson:
         return found
 
     def _windows_of_rule(self, num_layers: int) -> list[bool]:
-        """The same without `layer_types`."""
+        """Whether each layer has a window, in a file without `layer_types`."""
         layers = range(num_layers)
         if self.rules.windows == "none":
             return [False for _ in layers]

@@ -179,7 +179,7 @@ def _some(names: Sequence[str]) -> str:
 
 
 def _by_our_names(folder: Path, found: Mapping[str, Tensor], family: str) -> dict[str, Tensor]:
-    """Tensors by the names of the family's tables, without those that hold no parameters."""
+    """Returns tensors by the names of the family's tables, without buffers such as masks."""
     base = "transformer." if family == "gpt2" else "model."
     plain = ("h.", "wte.", "wpe.", "ln_f.") if family == "gpt2" else ("layers.", "embed_", "norm.")
     ours: dict[str, Tensor] = {}

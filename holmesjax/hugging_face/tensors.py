@@ -183,7 +183,7 @@ def places(model: ModelConfig, family: str) -> dict[str, dict[str, Place]]:
 
 
 def adapter_places(model: ModelConfig, family: str) -> dict[str, list[Place]]:
-    """The places of each layer's adapters in PEFT's tensors, those of one tensor together.
+    """Returns the places of each layer's adapters in PEFT's tensors, tensor by tensor.
 
     An A that several maps of the family share is in several tensors.
 
@@ -250,7 +250,7 @@ def _refuse_parts(tensor: str, together: list[Place], family: str) -> None:
 
 
 def _places(parameters: Mapping[str, Parameter], table: Table, prefix: str) -> dict[str, Place]:
-    """The places of a layer's parameters; those that share a tensor follow each other in it."""
+    """Returns the places of a layer's parameters; some follow each other in one tensor."""
     missing = sorted(parameters.keys() - table.keys())
     assert not missing, f"no tensor for {missing}"
     ends: dict[str, int] = {}  # of what is placed so far in a tensor, along the dim that grows

@@ -246,7 +246,7 @@ class Commands:
     # ---- faults --------------------------------------------------------------------------------
 
     def fault(self, fault: Fault) -> tuple[list[str], list[str]]:
-        """The lines that do a fault, and those that undo it."""
+        """Returns the lines that inject a fault, and the lines that undo it."""
         if fault.kind in ("kill", "freeze"):
             [node] = [node for node in self.lab.nodes if node.name == fault.node]
             processes = f"{self.cgroup(node)}/cgroup.procs"

@@ -10,7 +10,7 @@ from holmesjax.layers.model_layers import cached, layers
 
 
 class Kinds(NamedTuple):
-    """The kinds of a model's layers: those of its ends, and each kind of Transformer layer once."""
+    """The kinds of a model's layers: its ends, and each kind of Transformer layer once."""
 
     embed: Kind
     blocks: tuple[Kind, ...]  # in the order in which the model first has them

@@ -34,7 +34,7 @@ FIRST, SECOND = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
 
 
 def draw(name: str, shape: tuple[int, ...], box: Box, initial: Normal | Uniform) -> np.ndarray:
-    """The values in a box of the array of that name and shape; float32 with the box's shape.
+    """Returns the values in a box of the array `name`; float32 with the box's shape.
 
     Threads share the work, one for each CPU that this process may use.
     """

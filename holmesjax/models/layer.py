@@ -154,7 +154,7 @@ def stated(tree: Params, path: tuple) -> Parameter:
 
 
 def split_trained(tree: Params) -> tuple[Params, Params]:
-    """Statements by layer, apart: those that train, in every layer; and frozen ones, where any are.
+    """Splits statements by layer: trained ones in every layer, and frozen ones where any are.
 
     >>> from holmesjax.layers.kind import Constant
     >>> one, two = (Parameter(name=f"{name}_D", shape=(1,), initial=Constant(0), trains=trains)
@@ -169,7 +169,7 @@ def split_trained(tree: Params) -> tuple[Params, Params]:
 
 
 def _with(tree: Params, *, trains: bool) -> Params:
-    """The parameters of a nested dict that train, or those that do not."""
+    """Returns the parameters of a nested dict that train, or that do not train."""
     found = {}
     for name, own in tree.items():
         if isinstance(own, Parameter):
@@ -181,7 +181,7 @@ def _with(tree: Params, *, trains: bool) -> Params:
 
 
 def split_by(statements: Params, arrays: Params) -> tuple[Params, Params]:
-    """The arrays of one layer, apart: those of parameters that train, and those of frozen ones."""
+    """Splits the arrays of one layer into those of trained and of frozen parameters."""
     trained, frozen = split_trained({"": statements})
     return named_as(trained[""], arrays), named_as(frozen.get("", {}), arrays)
 

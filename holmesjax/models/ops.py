@@ -152,7 +152,7 @@ def separate(x: jax.Array) -> jax.Array:
 
 
 def contract(x: jax.Array, w: jax.Array) -> jax.Array:
-    """x [B, L, ...] times w, whose first dims are those of x after B and L, and the others last."""
+    """x [B, L, *I] times w [*I, *F]: [B, L, *F]."""
     return linears(x, (w,), x.ndim - 2)[0]
 
 

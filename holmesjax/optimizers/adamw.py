@@ -77,7 +77,7 @@ class AdamW:
         return self.schedule(state.updates)
 
     def as_written(self, settings: Mapping[str, Any]) -> "AdamW":
-        """The same with moments as these settings keep them."""
+        """Returns this optimizer with moments as these settings keep them."""
         config = dataclasses.replace(self.config, moments=settings["moments"])
         return dataclasses.replace(self, config=config)
 

@@ -19,7 +19,7 @@ class StepTokens(NamedTuple):
     rampup: tuple[tuple[int, float], ...] = ()  # of the first steps: how many, and what part of it
 
     def whole_steps(self, num_steps: Any, xp: ModuleType = np) -> Any:
-        """The tokens of the first steps, in those of a step of the whole batch."""
+        """Returns the tokens of the first steps, over the tokens of a step of the whole batch."""
         found, left = 0, num_steps
         for steps, part in self.rampup:
             here = xp.minimum(left, steps)

@@ -137,7 +137,7 @@ def _share_unequal(
 
 
 def in_order(problem: Problem, listed: Listed) -> list[tuple[Segment, ...]]:
-    """Orders of the segments, those first whose links are fastest and whose ends cost least."""
+    """Returns orders of the segments, first with the fastest links and the cheapest ends."""
     segments, settings = listed.segments, listed.settings
     num_bytes = problem.boundary_bytes(settings)
     way_s = {
@@ -323,7 +323,7 @@ class ScheduleKind(NamedTuple):
 
 
 def kinds(problem: Problem, settings: StepSettings) -> Iterator[ScheduleKind]:
-    """Kinds of schedules that the config allows, those with the fewest chunks first."""
+    """Yields the kinds of schedules that the config allows, with the fewest chunks first."""
     parallel = problem.config.parallel
     found = {
         ScheduleKind(leanest(name, of_its_kind=True), chunks)

@@ -59,7 +59,8 @@ class HeuristicSearch:
         return sorted(found.values(), key=lambda item: item.estimate_s)
 
     def _try_candidates(self, items: Sequence[Listed]) -> None:
-        """The best by estimate in a few orders; of those the best by simulation, and so on.
+        """Tries the best by estimate in a few orders, then the best of these by simulation, and so
+        on.
 
         The next are tried if none of the first fits memory.
         """
@@ -220,7 +221,7 @@ class HeuristicSearch:
         return math.inf
 
     def _ends(self, candidate: Candidate) -> tuple[list[int], list[int]]:
-        """The stages that work longest, and those that work shortest."""
+        """Returns the stages that work longest, and the stages that work shortest."""
         load_s = stage_loads(self._problem, candidate.assignment, candidate.settings)
         by_load = sorted(range(len(load_s)), key=load_s.__getitem__)
         return by_load[::-1][:MAX_MOVED], by_load[:MAX_MOVED]

@@ -67,7 +67,7 @@ class Paths:
 
     @classmethod
     def between(cls, topology: Topology, nodes: Sequence[str]) -> "Paths":
-        """Equal nodes of a cluster have equal links: only those of unlike nodes are looked up."""
+        """Finds the paths between nodes. Equal nodes of a cluster are looked up once."""
         kinds: list[tuple[str, Node]] = []
         kind_N = np.empty(len(nodes), int)
         for i, name in enumerate(nodes):
@@ -246,7 +246,7 @@ def place(
 
 
 def sorted_by_block(paths: Paths, nodes: Sequence[int]) -> list[int]:
-    """Positions of nodes, so that those within any limit of each other are a run; else as given."""
+    """Sorts positions so that nodes within any limit of each other are a run; else as given."""
     nodes = list(nodes)
     between = paths.s_per_byte[np.ix_(nodes, nodes)][~np.eye(len(nodes), dtype=bool)]
     for limit in np.unique(between):  # a stable sort by the coarsest blocks last

@@ -304,7 +304,7 @@ class Problem:
         return FlowPath(slowest, num_pairs)
 
     def _part_of_pipes(self, sources: Sequence[str], targets: Sequence[str]) -> float:
-        """Each pair of nodes' share of the pipes, where as many cross one as may."""
+        """Returns the share of the pipes for each pair of nodes, if all that may cross one do."""
         if not self.pipes:
             return math.inf
         here, there = (

@@ -1,4 +1,4 @@
-"""The searches of a run: on all its machines, or on those that are worth their price."""
+"""The searches of a run: on all its machines, or on the machines that are worth their price."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -31,7 +31,7 @@ def make_problem(config: Config, topology: Topology, by_kind: bool = False) -> P
 
 
 def make_problems(config: Config, topology: Topology) -> list[Problem]:
-    """One whose stages may lie anywhere in a cluster, and one for each kind of device if unlike."""
+    """Makes a problem with a pool for each cluster; for unlike devices also one by their kind."""
     kinds = (False, True) if has_unlike_devices(topology) else (False,)
     return [make_problem(config, topology, by_kind) for by_kind in kinds]
 

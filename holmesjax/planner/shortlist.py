@@ -122,13 +122,13 @@ class Offers:
         return np.where(self.way_s <= limit_s, most, 0) if crosses else most
 
     def counted(self, count: int) -> "Offers":
-        """The same offers with exactly `count` stages."""
+        """Returns these offers with exactly `count` stages."""
         most_stages = np.where(self.most_stages >= count, count, 0)
         return replace(self, most_stages=most_stages, count=count)
 
     @property
     def alone(self) -> "Offers":
-        """The same offers without the load that comes once in a step."""
+        """Returns these offers without the load that comes once in a step."""
         return replace(self, fixed_load_s=0.0 * self.fixed_s, layer_load_s=self.layer_s)
 
 
@@ -283,7 +283,7 @@ def _num_counts(problem: Problem, num_stages: int) -> int:
 
 
 def _by_size(pools: Sequence[Pool], num_stages: int) -> Iterator[tuple[int, ...]]:
-    """Shares of the largest pools, however many of these, and those with a stage moved."""
+    """Yields shares of one, two and more of the largest pools, and these with a stage moved."""
     largest = sorted(range(len(pools)), key=lambda i: -pools[i].num_devices)
     for number in range(1, min(len(pools), num_stages) + 1):
         used = largest[:number]

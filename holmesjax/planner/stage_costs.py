@@ -82,7 +82,7 @@ class StageCosts:
     def _traffic_bytes(self, mesh: MeshShape, settings: StepSettings) -> dict[Axis, float]:
         """Bytes that a device sends along each axis in a step, to weigh the axes.
 
-        They are those of a few layers, with as many of each kind as the model has in proportion.
+        They are counted for a few layers, with each kind in the model's proportion.
         """
         model, train = self._config.model, self._config.train
         width = DTYPE_BYTES[train.compute_dtype]

@@ -111,7 +111,7 @@ class Pool:
 
     @cached_property
     def kinds(self) -> tuple[DeviceKind, ...]:
-        """Each once: equal nodes cost the same, and a cluster has many."""
+        """The kinds of device, each once: equal nodes cost the same."""
         return kinds_of(node for node in self.cluster.nodes if node.name in self.devices)
 
     @cached_property

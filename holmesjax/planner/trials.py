@@ -63,7 +63,7 @@ class Trials:
             self._more = 0.0
 
     def in_turn(self) -> list[StepSettings]:
-        """The settings of a step, those first that may be fastest."""
+        """Returns the settings of a step, the most promising first."""
         return sorted(self.bounds, key=lambda settings: self.bounds[settings])
 
     def offers_of(self, settings: StepSettings) -> dict[int, Offers]:

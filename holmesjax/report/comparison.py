@@ -126,7 +126,7 @@ def _median(values: Sequence[float]) -> float:
 
 
 def settings(runs: Sequence[ComparedRun]) -> list[tuple[str, list[str]]]:
-    """The settings in which the runs differ, but for their folders; rows as those of `numbers`."""
+    """The settings in which the runs differ, but for their folders, in rows as of `numbers`."""
     flat = [_flat(dataclasses.asdict(run.config)) for run in runs]
     names = dict.fromkeys(name for own in flat for name in own)
     rows = [(name, [own.get(name, NOWHERE) for own in flat]) for name in names]

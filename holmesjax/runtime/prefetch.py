@@ -110,7 +110,7 @@ class Placer:
     def place_all(
         self, host: Mapping[str, np.ndarray], *, trains: bool = True, first_sequence: int = 0
     ) -> Inputs:
-        """The same for arrays that have all rows of the batch, [M * B, L]."""
+        """Places arrays that have all rows of the batch, [M * B, L]."""
         rows = self.row_MN.ravel()
         num_targets = int(np.count_nonzero(host["target_BL"] >= 0))
         own = {name: host[name][rows] for name in self.names}

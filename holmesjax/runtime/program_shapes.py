@@ -89,7 +89,7 @@ def batch_shapes(stage: Stage, num_microbatches: int | None = None) -> Shapes:
 
 
 def task_shapes(stage: Stage, num_microbatches: int | None = None) -> Shapes:
-    """The same, with the number of its first sequence where layers draw."""
+    """Returns `batch_shapes`, with the number of the first sequence if layers draw."""
     found = batch_shapes(stage, num_microbatches)
     if stage.draws:
         lead = () if num_microbatches is None else (num_microbatches,)

@@ -209,7 +209,7 @@ class Topology:
         return sorted(p for p in self.links if math.isfinite(self.capacity_bytes_per_s(*p)))
 
     def capacity_bytes_per_s(self, cluster_a: str, cluster_b: str) -> float:
-        """All that nodes of one cluster send to those of another: as measured, or as it should be.
+        """The rate of all nodes of one cluster to those of another, as measured or nominal.
 
         Infinite where they do not share the link.
         """

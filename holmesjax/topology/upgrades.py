@@ -148,7 +148,7 @@ def _with_nics(topology: Topology, cluster: str, fabric: Fabric, factor: float) 
 
 
 def _with_pairs(topology: Topology, is_one: Callable[[Way], bool], factor: float) -> Topology:
-    """Some of the measured ways faster."""
+    """Returns the topology with some of the measured ways faster."""
     if topology.measured is None:
         return topology
     pairs = {

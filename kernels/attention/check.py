@@ -186,7 +186,7 @@ def named(name: str) -> Callable:
 def results(
     asked: Mapping[str, Any], attention: Callable, *, small: bool
 ) -> Iterator[dict[str, Any]]:
-    """Each case's, until one is bad: what comes after would not be read. `left` counts that."""
+    """Yields the results of cases up to the first bad one; `left` counts the others."""
     all_cases = cases(asked, 20)[:-1] if small else cases(asked)
     for left, case in reversed([*enumerate(reversed(all_cases))]):
         found = check(case, attention, 2 if small else REPEATS)

@@ -112,7 +112,7 @@ def _count(args: argparse.Namespace) -> int:
 
 
 def _of_processes(folder: Path, args: argparse.Namespace) -> tuple[Complete, Path]:
-    """The same in the processes of the run's plan."""
+    """Makes a sampler that runs in the processes of the run's plan."""
     if not yaml_files.may_be_file(folder / job.CONFIG):
         fix = f"make a run of it: python -m launch import {folder} --to RUN_DIR; or use --devices"
         raise ConfigError("--launcher", "needs a run, which has a plan", found=folder, fix=fix)
@@ -151,7 +151,7 @@ def _of_processes(folder: Path, args: argparse.Namespace) -> tuple[Complete, Pat
 
 
 def _of_weights(folder: Path, args: argparse.Namespace) -> tuple[Complete, Path]:
-    """The same with a folder of Hugging Face's format, which has its tokenizer."""
+    """Makes the sampler of a folder in Hugging Face's format, which has its tokenizer."""
     if not yaml_files.may_be_file(folder / "config.json"):
         fix = "name the folder of a run, such as runs/quickstart"
         problem = "is no run folder, and no folder of Hugging Face's format"

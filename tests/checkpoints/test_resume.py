@@ -187,7 +187,7 @@ def test_a_name_that_allows_nothing_is_refused(folder, name):
 
 
 def test_there_is_nothing_to_allow_in_a_new_run(tmp_path):
-    with pytest.raises(ConfigError, match="leave it out$"):
+    with pytest.raises(ConfigError, match=r"leave it out$"):
         resume.find(load(tmp_path), ["train.seed"], print)
 
 
