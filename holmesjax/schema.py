@@ -205,7 +205,8 @@ class _Reader:
                     continue  # only items that are mistakes are missing
                 found = error["input"] if error["loc"] else value
                 problem, fix = _words(error, hint, found, default)
-                self.refuse((*keys, *error["loc"]), problem, found=shown(found), fix=fix)
+                where = (key for key in error["loc"] if key != "[key]")  # pydantic's, behind a name
+                self.refuse((*keys, *where), problem, found=shown(found), fix=fix)
         raise Unknown
 
     def suggestion(self, cls: type, key: str) -> str:

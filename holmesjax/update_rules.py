@@ -38,7 +38,7 @@ class UpdateRule:
     `kept` and `describe` take the section `optimizer` of a run, an `OptimizerConfig`.
     """
 
-    # Its `make(config, schedule)` gives an `optimizers.optimizer.Optimizer`.
+    # Its `make(config, schedule, statements)` gives an `optimizers.optimizer.Optimizer`.
     module: str
     # The format of each array that it keeps besides a parameter, of the parameter's shape unless
     # it is factored. An update reads and writes all of them.

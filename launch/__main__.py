@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from holmesjax.errors import REQUEUE, AbsentDataError, HolmesError
 from launch.arguments import parse
+from launch.launchers.table import LAUNCHERS
 from launch.progress_message import ProgressMessage
 
 
@@ -17,7 +18,7 @@ def _data_reader(args: argparse.Namespace, *, in_lab: bool) -> Literal["process"
     """Who would read the data of the run here; a plan looks at the data that is here."""
     if args.verb == "train" and args.launcher is None and not in_lab:
         return "process"
-    is_here = args.verb == "train" and args.launcher in (None, "local")
+    is_here = args.verb == "train" and (args.launcher is None or LAUNCHERS[args.launcher].is_here)
     return "node" if is_here or args.verb == "plan" else None
 
 

@@ -90,7 +90,8 @@ def _kind_exists(document: Document, keys: Keys, known: Any) -> Iterator[HolmesE
     is_device = keys[-1] == "devices"
     kinds = catalogue.DEVICES if is_device else catalogue.NICS
     if known.kind not in kinds and (gaps := missing_values(known, is_device)):
-        fix = f"{schema.near(known.kind, list(kinds))} Or add {', '.join(gaps)}"
+        named = schema.near(known.kind, list(kinds))
+        fix = f"{named}{'' if named.endswith('?') else '.'} Or add {', '.join(gaps)}"
         problem = "is not in the catalogue"
         yield document.mistake((*keys, "kind"), problem, found=known.kind, fix=fix)
 

@@ -6,7 +6,6 @@ hosts:
   - {node: roce-0, ssh: me@gateway.example.com, port: 2222}
 """
 
-import dataclasses
 import ipaddress
 import os
 import re
@@ -20,25 +19,13 @@ from pydantic import Field
 
 from holmesjax import schema, yaml_files
 from holmesjax.errors import ConfigError, HolmesError, Mistakes
+from holmesjax.topology.fabrics import ClusterFabric
 from holmesjax.topology.machines import Topology
 from holmesjax.yaml_files import Document, Keys
 
 Name = Annotated[str, Field(min_length=1, strict=True)]
 Port = Annotated[int, Field(ge=1, le=65535, strict=True)]
 VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class AddressesEntry:
-    """IPv4 addresses of a node's NICs, by fabric."""
-
-    local: tuple[Name, ...] = ()
-    infiniband: tuple[Name, ...] = ()
-    roce: tuple[Name, ...] = ()
-    ethernet: tuple[Name, ...] = ()
-
-
-FABRICS = [field.name for field in dataclasses.fields(AddressesEntry)]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,7 +46,7 @@ class HostEntry(ReachEntry):
 
     node: Name  # its name in the topology
     ssh: Name | None = None  # HOST or USER@HOST, as for `ssh`; None: the name of the node
-    addresses: AddressesEntry = AddressesEntry()
+    addresses: dict[ClusterFabric, tuple[Name, ...]] = field(default_factory=dict)  # IPv4, of NICs
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -106,7 +93,6 @@ def _filled(host: HostEntry, defaults: ReachEntry) -> SshHost:
         own = getattr(host, name)
         return getattr(defaults, name) if own is None else own
 
-    addresses = {fabric: getattr(host.addresses, fabric) for fabric in FABRICS}
     identity_file = of("identity_file")
     return SshHost(
         destination=host.ssh or host.node,
@@ -116,7 +102,7 @@ def _filled(host: HostEntry, defaults: ReachEntry) -> SshHost:
         folder=of("folder") or os.getcwd(),
         python=of("python") or sys.executable,
         env={**defaults.env, **host.env},
-        addresses={fabric: list(found) for fabric, found in addresses.items() if found},
+        addresses={fabric: list(found) for fabric, found in host.addresses.items() if found},
     )
 
 
@@ -162,8 +148,8 @@ def _destinations_differ(
 def _addresses_differ(document: Document, file: HostsEntry, _: Topology) -> Iterator[HolmesError]:
     seen: dict[str, str] = {}
     for i, host in enumerate(file.hosts):
-        for fabric in FABRICS:
-            for j, address in enumerate(getattr(host.addresses, fabric)):
+        for fabric, addresses in host.addresses.items():
+            for j, address in enumerate(addresses):
                 keys = ("hosts", i, "addresses", fabric, j)
                 if not _is_ipv4(address):
                     fix = "write an address such as 10.0.0.4"
@@ -196,7 +182,7 @@ def _addresses_suffice(
     document: Document, keys: Keys, host: HostEntry, topology: Topology
 ) -> Iterator[HolmesError]:
     """Refuses addresses that lack a fabric of the node's traffic."""
-    given = {fabric for fabric in FABRICS if getattr(host.addresses, fabric)}
+    given = {fabric for fabric, addresses in host.addresses.items() if addresses}
     if given and host.node in [node.name for node in topology.nodes]:
         cluster = topology.cluster_of(host.node)
         links = [link for ends, link in topology.links.items() if cluster.name in ends]

@@ -5,6 +5,7 @@ import pytest
 from holmesjax.topology import fabrics, loading
 from holmesjax.topology.fabrics import FabricFacts
 from launch.__main__ import main
+from launch.launchers import hosts
 
 TOPOLOGY = """
 name: toy
@@ -14,6 +15,9 @@ clusters:
     nodes: 2
     devices: {kind: a100_80gb, count: 2}
     nics: [{kind: roce_200, fabric: slingshot}, {kind: ethernet_25}]
+"""
+HOSTS = """
+hosts: [{node: a-0, addresses: {slingshot: [10.0.0.1]}}, {node: a-1}]
 """
 RUN = """
 topology: {topology}
@@ -35,7 +39,7 @@ def topology_file(monkeypatch, tmp_path):
     return path
 
 
-def test_a_fabric_of_a_table_row_goes_through_topology_plan_and_explain(
+def test_a_fabric_of_a_table_row_goes_through_topology_hosts_plan_and_explain(
     topology_file, tmp_path, capsys
 ):
     topology = loading.load(topology_file)
@@ -43,6 +47,9 @@ def test_a_fabric_of_a_table_row_goes_through_topology_plan_and_explain(
     assert nominal.fabric == "slingshot"
     reached = topology.effective_link("a-0", "a-1").bandwidth_bytes_per_s
     assert reached == pytest.approx(0.9 * nominal.bandwidth_bytes_per_s)
+    hosts_file = tmp_path / "hosts.yaml"
+    hosts_file.write_text(HOSTS)
+    assert hosts.read(hosts_file, topology)["a-0"].addresses == {"slingshot": ["10.0.0.1"]}
     run_file = tmp_path / "run.yaml"
     run_file.write_text(RUN.format(topology=topology_file, run_dir=tmp_path))
     assert main(["plan", str(run_file), "--explain"]) == 0
