@@ -6,17 +6,17 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from holmesjax.schedules.pipeline_schedules import (
+    PLAIN,
+    SCHEDULES,
     TaskOrder,
     gpipe,
+    leanest,
     schedule,
     validate,
 )
 from holmesjax.schedules.simulation import picture, simulate
 from holmesjax.schedules.tasks import Task, max_in_flight, receiver, sender
 from tests.clock import finish_times
-
-NAMES = ["gpipe", "1f1b", "eager_1f1b", "interleaved_1f1b", "zero_bubble"]
-
 
 def step_s(schedules, forward, backward, transfer, weight=()):
     return simulate(schedules, forward, backward, transfer, weight_s=weight).step_time_s
@@ -41,15 +41,17 @@ def bounds_of(name, num_stages, num_microbatches, num_chunks=1, in_flight=()):
 
 @st.composite
 def sizes(draw, most_microbatches=12):
-    """A name, and the arguments of `schedule`."""
-    name, num_stages = draw(st.sampled_from(NAMES)), draw(st.integers(1, 5))
+    """A name of the table, and the arguments of `schedule`."""
+    name = draw(st.sampled_from(list(SCHEDULES)))
+    own, num_stages = SCHEDULES[name], draw(st.integers(1, 5))
+    num_stages = max(num_stages, own.least_stages)
     num_microbatches = draw(st.integers(1, most_microbatches))
     more = {}
-    if name == "interleaved_1f1b":
-        num_stages = max(num_stages, 2)
+    if own.is_in_groups:
         num_microbatches = num_stages * draw(st.integers(1, most_microbatches // num_stages))
-        more = {"num_chunks": draw(st.integers(2, 3))}
-    if name == "eager_1f1b":
+    if own.is_chunked:
+        more = {"num_chunks": draw(st.sampled_from(own.chunks[:2]))}
+    if own.chooses_in_flight:
         depths = st.lists(st.integers(1, 8), min_size=num_stages, max_size=num_stages)
         more = {"in_flight": sorted(draw(depths), reverse=True)}
     return name, num_stages, num_microbatches, more
@@ -61,7 +63,7 @@ def test_schedules_keep_their_promises_and_use_what_they_promise(case):
     name, num_stages, num_microbatches, more = case
     schedules = schedule(name, num_stages, num_microbatches, **more)
     validate(name, schedules, num_microbatches, **more)
-    last, num_kinds = ("W", 3) if name == "zero_bubble" else ("B", 2)
+    last, num_kinds = ("W", 3) if SCHEDULES[name].splits_backward else ("B", 2)
     for stage, tasks in enumerate(schedules):
         total = num_kinds * num_microbatches * more.get("num_chunks", 1)
         assert len(set(tasks)) == len(tasks) == total
@@ -74,6 +76,17 @@ def test_schedules_keep_their_promises_and_use_what_they_promise(case):
             == most
             == bounds_of(name, num_stages, num_microbatches, **more)[stage]
         )
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_a_leaner_schedule_holds_no_more_and_all_that_are_tried_lead_to_1f1b(name):
+    own = SCHEDULES[name]
+    assert leanest(name) == PLAIN or not own.is_tried
+    for p, m, v in itertools.product(range(1, 5), range(1, 9), own.chunks):
+        if own.leaner and own.suits(p, m):
+            depths = range(p, 0, -1) if own.chooses_in_flight else ()
+            held, less = bounds_of(name, p, m, v, depths), bounds_of(own.leaner, p, m)
+            assert all(a >= b * v for a, b in zip(held, less, strict=True)), (p, m, v)
 
 
 def test_the_bounds_are_those_of_the_papers():
