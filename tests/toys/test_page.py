@@ -97,12 +97,14 @@ def test_the_page_adds_a_fabric_a_nic_a_gpu_a_verb_and_a_setting(copy):
 
 
 def test_the_page_adds_a_launcher(copy):
-    """It trains a job of two processes, and its row says which options mean something to it."""
+    """Its job of two processes is resumed by one, and its row says which options it reads."""
     run_file = write_run(copy, {"a": (1,), "b": (1,)}, "job")
     words = ["train", run_file, "--launcher", "script"]
-    short = ["train.steps=2", "model.num_layers=2", "log.report=true"]
-    done = run_launch(*words, "--max-restarts", "0", *short, cwd=copy)
-    assert done.returncode == 0, done.stdout + done.stderr
+    short = ["model.num_layers=2", "log.report=true"]
+    for own in (["train.steps=1"], ["train.steps=2", "parallel.clusters=[b]"]):
+        done = run_launch(*words, "--max-restarts", "0", *short, *own, cwd=copy)
+        assert done.returncode == 0, done.stdout + done.stderr
+    assert "resuming after step 1" in done.stdout
     assert [record["step"] for record in metrics.read(copy / "job")] == [1, 2]
     assert (copy / "job/report.html").exists()
     assert sorted(path.name for path in copy.glob("start-*.sh")) == ["start-0.sh", "start-1.sh"]
