@@ -16,6 +16,7 @@ class DataSource:
     # The number of different tokens, of the section `data` of a run: a `DataConfig`.
     num_tokens: Callable[[Any], int]
     tokens_are: str  # for messages
+    has_tokens: bool = True  # its items are sequences of tokens, otherwise arrays by name
     packs: bool = False  # whether its documents are packed, whatever `data.packing` says
 
 
@@ -38,6 +39,9 @@ SOURCES: dict[str, DataSource] = {
         packs=True,
     ),
     "arrays": DataSource(
-        module="holmesjax.data.arrays", num_tokens=lambda config: 1, tokens_are="numbers"
+        module="holmesjax.data.arrays",
+        num_tokens=lambda config: 1,
+        tokens_are="numbers",
+        has_tokens=False,
     ),
 }

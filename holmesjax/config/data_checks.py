@@ -46,7 +46,7 @@ def names_are_of_one(data: DataConfig) -> Iterator[ConfigError]:
             if entry.corpus.startswith("~"):
                 problem = "must be a path without ~, which only a shell replaces"
                 yield wrong(f"{where}.corpus", problem, entry.corpus, "write the whole path")
-            if entry.source == "arrays":
+            if not SOURCES[entry.source].has_tokens:
                 fix = "use files of tokens or text, or give all arrays in data.corpus"
                 problem = "cannot be one of several: arrays are no sequences of tokens"
                 yield wrong(f"{where}.source", problem, entry.source, fix)
@@ -90,7 +90,7 @@ def packed_documents_are_apart(data: DataConfig) -> Iterator[ConfigError]:
         problem = "must be mask where documents are packed: the documents of a row are unrelated"
         fix = "use mask" + ("" if data.packing is None else ", or no data.packing")
         yield wrong("data.documents", problem, data.documents, fix)
-    if data.packing is not None and data.source == "arrays":
+    if data.packing is not None and not SOURCES[data.source].has_tokens:
         problem, fix = "is for documents of tokens, and not for arrays", "leave it out"
         yield wrong("data.packing", problem, data.packing, fix)
 

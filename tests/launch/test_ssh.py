@@ -302,7 +302,11 @@ WRONG = [
     ("{node: c, ssh: me@one, port: 2222}", "hosts[2].ssh: is reached as another", "as a-0"),
     ("{node: c, addresses: {roce: [10.0.0.1]}}", "is the address of another node", "as b-0"),
     ("{node: c, addresses: {roce: [one]}}", "addresses.roce[0]: is no IPv4 address", "found: one"),
-    ("{node: c, addresses: {rose: [10.0.0.9]}}", "addresses.rose: must be one of", "you mean 'roce'"),
+    (
+        "{node: c, addresses: {rose: [10.0.0.9]}}",
+        "addresses.rose: must be one of",
+        "you mean 'roce'",
+    ),
     ("{node: c, ssh: -oProxyCommand=x}", "is nothing that ssh can connect to", "HOST or USER@HOST"),
     ("{node: c, ssh: one two}", "is nothing that ssh can connect to", "HOST or USER@HOST"),
     ("{node: c, port: 70000}", "hosts[2].port: must be at most 65535", "found: 70000"),

@@ -18,6 +18,7 @@ from holmesjax.schedules.simulation import picture, simulate
 from holmesjax.schedules.tasks import Task, max_in_flight, receiver, sender
 from tests.clock import finish_times
 
+
 def step_s(schedules, forward, backward, transfer, weight=()):
     return simulate(schedules, forward, backward, transfer, weight_s=weight).step_time_s
 
