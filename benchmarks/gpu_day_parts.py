@@ -30,17 +30,21 @@ def machine(_: None, rehearse: bool) -> Iterator[Row]:
     import jax.numpy as jnp
 
     from benchmarks.kernels_gpu import limits, measure
+    from holmesjax.hosts import kernel_check
 
     device = jax.devices()[0]
     yield {"what": "device", "is": f"{device.device_kind}, {device.client.platform_version}"}
     asked = "driver_version,clocks.sm,clocks.max.sm,clocks.mem,power.limit,temperature.gpu"
-    for what, command in (
-        ("driver, clocks, power", ["nvidia-smi", f"--query-gpu={asked}", "--format=csv,noheader"]),
-        ("assembler", ["ptxas", "--version"]),
-    ):
-        with contextlib.suppress(OSError, subprocess.TimeoutExpired):
-            done = subprocess.run(command, capture_output=True, text=True, timeout=20)
-            yield {"what": what, "is": " ".join(done.stdout.split())[-200:]}
+    smi = ["nvidia-smi", f"--query-gpu={asked}", "--format=csv,noheader"]
+    with contextlib.suppress(OSError, subprocess.TimeoutExpired):
+        done = subprocess.run(smi, capture_output=True, text=True, timeout=20)
+        yield {"what": "driver, clocks, power", "is": " ".join(done.stdout.split())}
+    assembler = kernel_check.find_assembler()
+    yield {
+        "what": "assembler of the Pallas kernels (ptxas)",
+        "is": ".".join(map(str, assembler)) if assembler else "none found",
+        "problem": kernel_check.miscompiles(assembler),
+    }
     most = limits(rehearse)
     yield {"what": "product of 8192^3, bfloat16", "rate": tera(most["flop_per_s"])}
     yield {"what": "copy, read and written", "rate": giga(most["bytes_per_s"])}
@@ -192,8 +196,34 @@ def training(argument: Row, rehearse: bool) -> Iterator[Row]:
         config = train_gpu.make_config(sizes, tokens, "float32" if rehearse else "bfloat16")
         job = train_gpu.make_job(config, kind)
         predicted = sum(job.plan.stages[0].memory_bytes.values())
-        row |= {"predicted_gib": predicted / 2**30, "predicted_s": job.plan.step_time_s}
+        faster = tokens / line["tokens_per_s"] / job.plan.step_time_s
+        row |= {"predicted_gib": predicted / 2**30, "predicted_mfu": line["mfu"] * faster}
     yield row
+
+
+# ---- runs ----------------------------------------------------------------------------------------
+
+
+ONE_DEVICE = """
+name: device
+clusters:
+  - {{name: a, fabric: local, nodes: 1, devices: {device}}}
+"""
+PACKED = """
+topology: {folder}/topology.yaml
+run: {{dir: {folder}/run}}
+model: {{num_layers: 1, width: 512, num_heads: 4, context_length: 256}}
+data: {{corpus: python-stdlib, documents: mask}}
+train: {{steps: 1, global_batch: 4, compute_dtype: bfloat16}}
+optimizer: {{learning_rate: 1.0e-3}}
+"""
+
+
+def doctor(_: None, rehearse: bool) -> Iterator[Row]:
+    """The check of the Pallas kernels that stands before a run with documents."""
+    with tempfile.TemporaryDirectory() as folder:
+        run = _write(folder, PACKED, ONE_DEVICE, rehearse)
+        yield _launch(["doctor", run], {}, shown=r"\w+ +attention kernels")
 
 
 PROFILED = """
@@ -204,31 +234,19 @@ data: {{corpus: python-stdlib}}
 train: {{steps: 1, global_batch: 4, compute_dtype: {dtype}}}
 optimizer: {{learning_rate: 1.0e-3}}
 """
-ONE_DEVICE = """
-name: device
-clusters:
-  - {{name: a, fabric: local, nodes: 1, devices: {{kind: {kind}, count: 1}}}}
-"""
 
 
 def profile(_: None, rehearse: bool) -> Iterator[Row]:
     """The calibration, as a row: the file is small, and part of the result."""
-    from benchmarks import train_gpu
-
-    kind = "cpu" if rehearse else train_gpu.device_kind()[1]
     sizes = {"width": 64, "heads": 4, "context": 32, "dtype": "float32"}
     if not rehearse:
         sizes = {"width": 4096, "heads": 32, "context": 4096, "dtype": "bfloat16"}
     with tempfile.TemporaryDirectory() as folder:
-        Path(folder, "topology.yaml").write_text(ONE_DEVICE.format(kind=kind))
-        Path(folder, "run.yaml").write_text(PROFILED.format(folder=folder, **sizes))
-        row = _launch(["profile", f"{folder}/run.yaml", "--output", f"{folder}/found.yaml"], {})
+        run = _write(folder, PROFILED, ONE_DEVICE, rehearse, **sizes)
+        row = _launch(["profile", run, "--output", f"{folder}/found.yaml"], {})
         with contextlib.suppress(OSError):
             row["calibration"] = Path(folder, "found.yaml").read_text()
         yield row
-
-
-# ---- runs ----------------------------------------------------------------------------------------
 
 
 SMALL_RUN = ["train.steps=2", "model.num_layers=2", "model.width=64", "model.context_length=64"]
@@ -240,14 +258,14 @@ def quickstart(_: None, rehearse: bool) -> Iterator[Row]:
         yield _launch(run + SMALL_RUN * rehearse, {})
 
 
-TWO_STAGES = """
+PIPELINE = """
 topology: {folder}/topology.yaml
 run: {{dir: {folder}/run}}
 model: {{num_layers: {layers}, width: {width}, num_heads: 16, context_length: {context}}}
 data: {{corpus: python-stdlib}}
 train: {{steps: {steps}, global_batch: 16, compute_dtype: {dtype}, log_every_s: 0}}
 optimizer: {{learning_rate: 1.0e-3}}
-parallel: {{clusters: [a, b], microbatches: 8, schedule: 1f1b}}
+parallel: {{stages: {stages}, microbatches: 8, schedule: 1f1b}}
 log: {{tensorboard: false}}
 """
 TWO_CLUSTERS = """
@@ -261,23 +279,38 @@ links:
 
 
 def pipeline(_: None, rehearse: bool) -> Iterator[Row]:
-    """Two processes, each with a stage, share the device; boundaries go through its host."""
-    from benchmarks import train_gpu
+    """Two processes, each with a stage, share the device; boundaries go through its host.
 
-    kind = "cpu" if rehearse else train_gpu.device_kind()[1]
+    One process trains the same model before. What the two take longer, staging costs, and tcp
+    where nothing overlaps with it: a device that is shared has no bubble.
+    """
     sizes = {"layers": 2, "width": 64, "context": 32, "steps": 3, "dtype": "float32"}
     if not rehearse:
         sizes = {"layers": 8, "width": 2048, "context": 2048, "steps": 20, "dtype": "bfloat16"}
-    with tempfile.TemporaryDirectory() as folder:
-        device = f"{{kind: {kind}, count: 1}}"
-        Path(folder, "topology.yaml").write_text(TWO_CLUSTERS.format(device=device))
-        Path(folder, "run.yaml").write_text(TWO_STAGES.format(folder=folder, **sizes))
-        run = ["train", f"{folder}/run.yaml", "--launcher", "local"]
-        yield _launch(run, {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.4"})
+    for stages, topology in ((1, ONE_DEVICE), (2, TWO_CLUSTERS)):
+        with tempfile.TemporaryDirectory() as folder:
+            run = _write(folder, PIPELINE, topology, rehearse, stages=stages, **sizes)
+            command = ["train", run, "--launcher", "local"]
+            row = _launch(command, {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.4"})
+            yield row | {"what": f"a pipeline of {stages}"}
 
 
-def _launch(arguments: Sequence[str], environment: dict[str, str]) -> Row:
-    """A command of HolmesJAX, with its last lines of steps."""
+def _write(folder: str, run: str, topology: str, rehearse: bool, **sizes: Any) -> str:
+    """Writes a topology of this machine's device, and a run on it; the path of the run."""
+    from benchmarks import train_gpu
+
+    kind = "cpu" if rehearse else train_gpu.device_kind()[1]
+    device = f"{{kind: {kind}, count: 1}}"
+    Path(folder, "topology.yaml").write_text(topology.format(device=device))
+    path = Path(folder, "run.yaml")
+    path.write_text(run.format(folder=folder, **sizes))
+    return str(path)
+
+
+def _launch(
+    arguments: Sequence[str], environment: dict[str, str], shown: str = r"step +\d+/"
+) -> Row:
+    """A command of HolmesJAX, with the last line that begins as `shown` says."""
     start_s = time.perf_counter()
     done = subprocess.run(
         [sys.executable, "-m", "launch", *arguments],
@@ -287,10 +320,10 @@ def _launch(arguments: Sequence[str], environment: dict[str, str]) -> Row:
         text=True,
     )
     print(done.stdout, done.stderr, file=sys.stderr)
-    steps = [line for line in done.stdout.splitlines() if re.match(r"step +\d+/", line)]
+    lines = [line for line in done.stdout.splitlines() if re.match(shown, line)]
     row = {
         "what": " ".join(["launch", *arguments[:1], Path(arguments[1]).name]),
-        "is": steps[-1] if steps else "",
+        "is": lines[-1] if lines else "",
         "s": time.perf_counter() - start_s,
     }
     if done.returncode:
@@ -304,26 +337,30 @@ def _launch(arguments: Sequence[str], environment: dict[str, str]) -> Row:
 
 def tiles(argument: Row, rehearse: bool) -> Iterator[Row]:
     """The kernels with other tiles, at 4k: 64 query and 8 key heads 128 wide."""
-    import jax
-
     from benchmarks.kernels_gpu import Attention, attention_calls, attention_rows
-    from kernels.attention import pallas, pallas_forward
-    from kernels.attention.warpgroups import Tiles
+    from kernels.attention import pallas
 
-    found = dataclasses.replace(
-        pallas_forward.default_tiles(128),
-        **{kernel: Tiles(streamed=size, slots=n) for kernel, (size, n) in argument.items()},
-    )
     label = ", ".join(f"{kernel} {size} x {n}" for kernel, (size, n) in argument.items())
     if rehearse:
         yield {"what": label, "is": "not run: there is no GPU"}
         return
-    case = Attention(4096, 64, 8, 128)
-    attention = functools.partial(pallas.attention_pallas, tiles=found)
-    calls = attention_calls(case, rehearse, {f"ours, {label}": attention})
-    jax.block_until_ready([call() for call in calls[0].values()])
-    yield from attention_rows(case, *calls, rehearse)
+    attention = functools.partial(pallas.attention_pallas, tiles=tiles_of(argument))
+    checked = _values(shape(2, 397, 4, 2, 128), attention, rehearse)
+    yield checked | {"what": f"{label}: {checked['what']}"}
+    if not checked["problem"]:
+        case = Attention(4096, 64, 8, 128)
+        calls = attention_calls(case, rehearse, {f"ours, {label}": attention})
+        yield from attention_rows(case, *calls, rehearse)
 
 
-TILES = [{"forward": size} for size in ([64, 2], [64, 3], [128, 3])]
-TILES += [{"joint": size} for size in ([64, 1], [128, 1])]
+def tiles_of(argument: Row) -> Any:
+    """The default tiles of heads 128 wide, but for what the part changes."""
+    from kernels.attention import pallas_forward
+    from kernels.attention.warpgroups import Tiles
+
+    own = {kernel: Tiles(streamed=size, slots=n) for kernel, (size, n) in argument.items()}
+    return dataclasses.replace(pallas_forward.default_tiles(128), **own)
+
+
+TILES = [{"forward": size} for size in ([64, 2], [64, 3], [64, 4])]
+TILES += [{"joint": size} for size in ([64, 1], [64, 3])]

@@ -8,23 +8,25 @@ import contextlib
 import importlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from benchmarks.provenance import commit, provenance
+from benchmarks.provenance import provenance
 from holmesjax import xla_flags
 from holmesjax.config import CHECKOUT
+from holmesjax.hosts import hardware
 
 NAME = "gpu_day"
 MODULE = "benchmarks.gpu_day_processes"
 LOG_BYTES = 20_000  # of the end of each part's output
+KILLED_S = 10.0  # for a part that was killed to be gone; what hangs in a driver is left to it
 
 Row = dict[str, Any]
 
@@ -58,91 +60,116 @@ def serve(part: DayPart, rehearse: bool) -> int:
     return 0
 
 
-def run_part(part: DayPart, limit_s: float, rehearse: bool) -> tuple[list[Row], str]:
-    """Returns the rows of a process, with one of its failure, and the end of what it printed."""
+class Outcome(NamedTuple):
+    """The rows of a part, and how it ended."""
+
+    rows: list[Row]  # with one of its failure
+    text: str  # the end of what it printed
+    is_late: bool  # whether it was ended at its limit
+
+
+def run_part(part: DayPart, limit_s: float, rehearse: bool) -> Outcome:
+    """Runs a part in a process of its own, which is ended at the limit with all that it started."""
     command = [sys.executable, "-m", MODULE, json.dumps(part)]
     environment = os.environ | {"JAX_TRACEBACK_FILTERING": "off"}  # an error's last line is it
     if rehearse:
         own = os.environ.get("XLA_FLAGS", "")
         flags = xla_flags.joined(xla_flags.for_tiny_programs(), own)
         environment |= {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
+    else:
+        environment.setdefault("JAX_PLATFORMS", "cuda,cpu")  # by itself JAX would go on without GPU
     start_s = time.monotonic()
     with (
+        tempfile.TemporaryFile("w+", errors="replace") as out,
         tempfile.TemporaryFile("w+", errors="replace") as said,
-        subprocess.Popen(
+    ):
+        process = subprocess.Popen(
             command + ["--rehearse"] * rehearse,
             cwd=CHECKOUT,
             env=environment,
-            stdout=subprocess.PIPE,
+            stdout=out,
             stderr=said,
-            text=True,
             start_new_session=True,  # so that what it starts ends with it
-        ) as process,
-    ):
-        assert process.stdout
-        is_late = threading.Event()
-
-        def end() -> None:
-            is_late.set()
-            _kill(process)
-
-        timer = threading.Timer(limit_s, end)
-        timer.start()
-        whole = (line for line in process.stdout if line.startswith('{"row"') and line[-1] == "\n")
+        )
+        status = None
+        try:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                status = process.wait(limit_s)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(KILLED_S)
+        out.seek(0)
+        whole = (line for line in out if line.startswith('{"row"') and line[-1] == "\n")
         rows = [json.loads(line)["row"] for line in whole]
-        status = process.wait()
-        timer.cancel()
-        _kill(process)
         said.seek(0)
         words = said.read()
     took_s = time.monotonic() - start_s
-    if is_late.is_set():
+    if status is None:
         rows.append({"what": part.name, "problem": f"no end within {limit_s:.0f} s"})
     elif status:
         last = words.strip().splitlines()[-1:]
         problem = f"exit status {status}: {' '.join(last)}"
         rows.append({"what": part.name, "problem": problem})
-    text = f"---- {part.name}: {took_s:.1f} s, exit status {status}\n{words[-LOG_BYTES:]}\n"
-    return rows, text
-
-
-def _kill(process: subprocess.Popen) -> None:
-    """Ends a process and all that it has started."""
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
+    how = "ended at its limit" if status is None else f"exit status {status}"
+    text = f"---- {part.name}: {took_s:.1f} s, {how}\n{words[-LOG_BYTES:]}\n"
+    return Outcome(rows, text, status is None)
 
 
 def run_parts(
-    parts: Iterable[DayPart], out: Path, minutes: float, rehearse: bool
+    parts: Sequence[DayPart], out: Path, minutes: float, rehearse: bool, again: Collection[str] = ()
 ) -> dict[str, Any]:
-    """Returns the result, which is written after each part, and goes on from one that is there."""
-    end_s = time.monotonic() + 60 * minutes
+    """Returns the result, which is written after each part, and goes on from one that is there.
+
+    Args:
+      parts: what is to do, in this order. Where the first has nothing but failures, the rest waits.
+      out: folder of the results, which has files of its own for each kind of device.
+      minutes: for all parts.
+      rehearse: whether nothing counts.
+      again: how names of parts begin that are run again although they have ended.
+    """
+    gpus = () if rehearse else hardware.gpus(Path("/"))
+    device = gpus[0].name if gpus else "CPU" if rehearse else "not known"
+    name = "rehearsal" if rehearse else device
     out.mkdir(parents=True, exist_ok=True)
-    path = out / f"{NAME}.json"
-    result = {**provenance(NAME, "not known"), "rehearsal": rehearse, "parts": {}}
+    path = out / f"{NAME}_{re.sub(r'[^a-z0-9]+', '_', name.lower())}.json"
+    result: dict[str, Any] = {"parts": {}, "commits": {}}
     with contextlib.suppress(OSError, ValueError):
-        before = json.loads(path.read_text())
-        if (before["commit"], before["rehearsal"]) == (commit(), rehearse):
-            result = before
+        result = json.loads(path.read_text())
+    driver = gpus[0].driver if gpus else "not known"
+    result |= {**provenance(NAME, device), "driver": driver, "rehearsal": rehearse}
+    end_s = time.monotonic() + 60 * minutes
     for part in parts:
-        if part.name in result["parts"]:
+        asked = part.name.startswith(tuple(again))
+        if has_ended(result["parts"].get(part.name)) and not asked:
             continue
-        limit_s = min(part.limit_s, end_s - time.monotonic())
-        if limit_s < 1:
+        left_s = end_s - time.monotonic()
+        if left_s < 1:
             print(f"{part.name}: no time left", flush=True)
             continue
-        rows, words = run_part(part, limit_s, rehearse)
-        if part.name == "machine" and rows:
-            result["device"] = rows[0].get("is", "not known")
-        for text in (row["calibration"] for row in rows if "calibration" in row):
-            _write(out / "profile.yaml", text)
-        result["parts"][part.name] = rows
-        with open(out / f"{NAME}.log", "a", encoding="utf-8") as log:
-            log.write(words)
+        rows, text, is_late = run_part(part, min(part.limit_s, left_s), rehearse)
+        is_cut_short = is_late and left_s < part.limit_s
+        all_failed = rows and all(row.get("problem") for row in rows)
+        is_hopeless = part == parts[0] and all_failed and not is_cut_short
+        if is_hopeless or is_cut_short:
+            rows[-1]["cut_short"] = True
+        for found in (row["calibration"] for row in rows if "calibration" in row):
+            _write(path.with_suffix(".yaml"), found)
+        result["parts"][part.name], result["commits"][part.name] = rows, result["commit"]
+        with open(path.with_suffix(".log"), "a", encoding="utf-8") as log:
+            log.write(text)
         _write(path, json.dumps(result, indent=1) + "\n")
         _write(path.with_suffix(".md"), report(result))
         print(*table({part.name: rows})[2:], sep="\n", flush=True)
+        if is_hopeless:
+            break
     return result
+
+
+def has_ended(rows: list[Row] | None) -> bool:
+    """Whether a part with these rows has had its time, well used or not."""
+    return bool(rows and "cut_short" not in rows[-1])
 
 
 def _write(path: Path, text: str) -> None:
@@ -159,7 +186,10 @@ def table(parts: dict[str, list[Row]]) -> list[str]:
             found = [str(row[key]) for key in ("is", "rate", "errors") if row.get(key)]
             found += [f"{row['ms']:.3f} ms"] if "ms" in row else []
             found += [f"{row['s']:.1f} s"] if "s" in row else []
-            found += [f"MFU {row['mfu']:.1%}"] if "mfu" in row else []
+            if "mfu" in row:
+                predicted = row.get("predicted_mfu")
+                beside = "" if predicted is None else f", predicted {predicted:.1%}"
+                found.append(f"MFU {row['mfu']:.1%}{beside}")
             found += [f"{row['limit']:.0%} of what the device reaches"] if "limit" in row else []
             found += [f"spread {row['spread']:.1%}"] if "spread" in row else []
             if "measured_gib" in row:
@@ -174,7 +204,8 @@ def table(parts: dict[str, list[Row]]) -> list[str]:
 
 
 def report(result: dict[str, Any]) -> str:
-    about = f"commit {result['commit']}, {result['date']}, {result['device']}"
+    commits = " and ".join(dict.fromkeys(result["commits"].values()))
+    about = f"commit {commits}, {result['date']}, {result['device']}, driver {result['driver']}"
     versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
     kind = "A rehearsal on a CPU: no number here means anything.\n\n" * result["rehearsal"]
     text = "\n".join(table(result["parts"]))

@@ -1,5 +1,6 @@
 """The origin of a result: command, commit, date, device and versions of its measurement."""
 
+import contextlib
 import os
 import platform
 import subprocess
@@ -9,8 +10,11 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from holmesjax.hosts import agent
+
 RESULTS = Path(__file__).parent / "results"
 PACKAGES = ("jax", "jaxlib", "optax", "numpy", "torch")
+GPU_PACKAGES = ("jax-cuda13-plugin", "nvidia-cudnn-cu13", "nvidia-cuda-nvcc")
 
 
 def provenance(name: str, device: Any = None, **more: Any) -> dict[str, Any]:
@@ -39,15 +43,19 @@ def cpu_model() -> str:
 
 
 def commit() -> str:
+    """The commit of this checkout, or what its source is where git does not say."""
     git = lambda *args: subprocess.run(
         ["git", *args], capture_output=True, text=True, cwd=RESULTS.parent
     ).stdout.strip()
-    return git("rev-parse", "--short", "HEAD") + (" dirty" if git("status", "--porcelain") else "")
+    with contextlib.suppress(OSError):
+        if found := git("rev-parse", "--short", "HEAD"):
+            return found + (" dirty" if git("status", "--porcelain") else "")
+    return f"not known, source {agent.source_digest()}"
 
 
 def versions() -> dict[str, str]:
     found = {"python": platform.python_version(), "libc": " ".join(platform.libc_ver())}
-    for package in PACKAGES:
+    for package in (*PACKAGES, *GPU_PACKAGES):
         try:
             found[package] = version(package)
         except PackageNotFoundError:

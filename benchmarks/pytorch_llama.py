@@ -102,7 +102,10 @@ def _steps(
 ) -> Iterator[dict[str, Any]]:
     on_gpu = device.type == "cuda"
     optimizer = make_optimizer(model, config.optimizer)
-    compiled = torch.compile(model) if on_gpu else model
+    compiled = model
+    if on_gpu:
+        torch.compiler.reset()  # else another number of sequences makes it compile for any number
+        compiled = torch.compile(model)
     num_microbatches = config.train.global_batch // sequences
 
     def step(number: int) -> float:

@@ -9,7 +9,7 @@ import shutil
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Literal
 
@@ -301,8 +301,15 @@ def _short_hash(text: str) -> str:
 def versions() -> dict[str, str]:
     """Returns the versions on which the numbers and the messages of a run depend."""
     python = f"{sys.version_info.major}.{sys.version_info.minor}"
-    packages = {name: version(name) for name in ("holmesjax", "jax", "jaxlib", "numpy")}
+    packages = {name: _version(name) for name in ("holmesjax", "jax", "jaxlib", "numpy")}
     return {"Python": python, **packages}
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:  # a checkout of HolmesJAX can be used as it is
+        return "not installed"
 
 
 def load_saved(run_dir: str | Path) -> Job:

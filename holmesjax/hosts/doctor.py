@@ -44,7 +44,7 @@ def findings(
     Args:
       topology: the machines, as the run file describes them.
       facts: of the nodes that answered. `now_s` is how far ahead of this machine the clock is.
-      is_rehearsal: devices and NICs of the topology stand for others, and are not looked for.
+      is_rehearsal: this machine, or a lab, stands for all nodes: devices and NICs do not count.
       needed_bytes: that the run folder must have room for.
     """
     found = [
@@ -56,7 +56,7 @@ def findings(
         _run_folder(facts, needed_bytes),
     ]
     if is_rehearsal:
-        text = "not looked for: a rehearsal or a lab stands in for them"
+        text = "not counted: this machine, or a lab, stands for all nodes"
         return [*found, Finding(what="GPUs and NICs", level="ok", text=text)]
     return [
         *found,

@@ -47,13 +47,15 @@ def run(args: argparse.Namespace, launcher: Launcher | None = None) -> int:
     start_s = time.monotonic()
     job: Job = args.job
     kind = table.LAUNCHERS[args.launcher or "local"]
-    is_rehearsal = job.config.run.rehearse or launcher is not None or kind.is_here
+    is_simulated = job.config.run.rehearse or launcher is not None
+    has_gpus = not is_simulated and job.topology.device_kinds != {"cpu"}
     launcher = launcher or table.make(kind, job.topology, args)
     writable_outputs.make_folder(job.run_dir, "run.dir")
     with Agents(job.topology, launcher, job.run_dir) as agents:
         found = [_missing(node, why) for node, why in agents.missing.items()]
         if agents.nodes:
-            found += _look(job, agents, is_rehearsal=is_rehearsal)
+            is_rehearsal = is_simulated or kind.is_here
+            found += _look(job, agents, is_rehearsal=is_rehearsal, has_gpus=has_gpus)
     print(f"doctor      {len(job.topology.nodes)} nodes of {job.topology.name}, {job.run_dir}")
     print(*found, sep="\n")
     problems = sum(finding.level == "problem" for finding in found)
@@ -67,7 +69,7 @@ def _missing(node: str, why: str) -> Finding:
     return Finding(what="start", level="problem", text=f"no process on {node}: {why}", fix=fix)
 
 
-def _look(job: Job, agents: Agents, *, is_rehearsal: bool) -> Iterator[Finding]:
+def _look(job: Job, agents: Agents, *, is_rehearsal: bool, has_gpus: bool) -> Iterator[Finding]:
     with _marker(job.run_dir) as marker:
         answers = _inspect(job.run_dir, marker, agents)
     facts = {node: answer for node, answer in answers.items() if isinstance(answer, NodeFacts)}
@@ -83,7 +85,7 @@ def _look(job: Job, agents: Agents, *, is_rehearsal: bool) -> Iterator[Finding]:
         is_rehearsal=is_rehearsal,
         needed_bytes=checkpoint_bytes(job.config) * (job.config.checkpoint.keep + 1),
     )
-    if not is_rehearsal:
+    if has_gpus:
         is_cut = any(stage.mesh.get(Axis.CONTEXT, 1) > 1 for stage in job.plan.stages)
         question = CheckKernels(asked=kernel_check.asked_of(job.config, is_cut=is_cut))
         yield doctor.kernels(agents.ask_all(dict.fromkeys(facts, question)))

@@ -1,15 +1,22 @@
 """A day on a GPU loses nothing to a part that fails, and is rehearsed without a GPU."""
 
+import functools
 import importlib
 import json
+import re
 import time
 
+import jax
 import psutil
 import pytest
 
 from benchmarks import gpu_day
 from benchmarks.gpu_day import PARTS
-from benchmarks.gpu_day_processes import DayPart, run_part, run_parts
+from benchmarks.gpu_day_parts import TILES, tiles_of
+from benchmarks.gpu_day_processes import DayPart, report, run_part, run_parts
+from benchmarks.provenance import commit
+from kernels.attention.pallas import attention_pallas
+from tests.kernels.attention.gpus import lowered_for_cuda
 
 
 def planted(name, limit_s=60.0, argument=None):
@@ -45,33 +52,56 @@ def test_a_failure_is_a_row_and_what_ended_is_not_run_again(tmp_path):
     assert is_gone(int(child.read_text()))
 
     files = {path.name: path for path in out.iterdir()}
-    assert files.keys() == {"gpu_day.json", "gpu_day.md", "gpu_day.log"}
-    assert json.loads(files["gpu_day.json"].read_text()) == result
-    text = files["gpu_day.md"].read_text()
+    assert files.keys() == {f"gpu_day_rehearsal.{kind}" for kind in ("json", "md", "log")}
+    assert json.loads(files["gpu_day_rehearsal.json"].read_text()) == result
+    text = files["gpu_day_rehearsal.md"].read_text()
     assert text.startswith("A rehearsal on a CPU: no number here means anything.")
     assert "| note | b |  | 1 TFLOP/s; spread 50.0% |" in text
     assert "| crash | crash |  | FAILED: exit status 1: RuntimeError: CUDA_ERROR" in text
     assert "cuDNN 9.19 on an H200" in text
-    assert "RuntimeError: CUDA_ERROR_ILLEGAL_ADDRESS" in files["gpu_day.log"].read_text()
+    assert "RuntimeError: CUDA_ERROR_ILLEGAL_ADDRESS" in files["gpu_day_rehearsal.log"].read_text()
 
     again = run_parts([*parts, late._replace(name="late")], out, 25, rehearse=True)
     assert [*again["parts"]] == ["note", "crash", "die", "hang", "late"]
     assert ran.read_text() == "ran\n" * 2  # `note` once, and then `late`
 
 
-def test_without_time_nothing_is_run(tmp_path, capsys):
-    result = run_parts([planted("crash")], tmp_path, 0, rehearse=True)
-    assert result["parts"] == {}
+def test_a_part_that_the_end_of_the_day_cuts_short_is_run_again(tmp_path, capsys):
+    parts = [planted("hang", argument=str(tmp_path / "child")), planted("crash")]
+    result = run_parts(parts, tmp_path, 3 / 60, rehearse=True)
+    assert "no end within" in result["parts"]["hang"][-1]["problem"]
     assert "crash: no time left" in capsys.readouterr().out
+    parts = [planted("note", argument=str(tmp_path / "ran"))._replace(name="hang")]
+    again = run_parts(parts, tmp_path, 25, rehearse=True)
+    assert again["parts"]["hang"][0]["what"] == "a"
 
 
-def test_results_of_another_commit_do_not_count(tmp_path):
-    part = planted("note", argument=str(tmp_path / "ran"))
-    result = run_parts([part], tmp_path / "out", 25, rehearse=True)
-    path = tmp_path / "out/gpu_day.json"
-    path.write_text(json.dumps(result | {"commit": "0000000"}))
-    run_parts([part], tmp_path / "out", 25, rehearse=True)
+def test_nothing_more_is_run_where_the_first_part_finds_no_device(tmp_path):
+    note = planted("note", argument=str(tmp_path / "ran"))
+    parts = [planted("absent"), note]
+    for part in (parts[0], note._replace(name="absent")):
+        result = run_parts([part, note], tmp_path, 25, rehearse=True)
+    assert [rows[0]["what"] for rows in result["parts"].values()] == ["a", "a"]
     assert (tmp_path / "ran").read_text() == "ran\n" * 2
+
+
+def test_a_result_keeps_its_commit_and_another_device_has_its_own(tmp_path):
+    part = planted("note", argument=str(tmp_path / "ran"))
+    result = run_parts([part], tmp_path, 25, rehearse=False)
+    assert result["parts"]["note"][0]["is"] == "rehearsal False"
+    path = tmp_path / "gpu_day_not_known.json"  # there is no GPU
+    path.write_text(json.dumps(result | {"commits": {"note": "0000000"}}))
+    assert run_parts([part], tmp_path, 25, rehearse=False)["commits"] == {"note": "0000000"}
+    assert "commit 0000000" in report(json.loads(path.read_text()))
+    run_parts([part], tmp_path, 25, rehearse=True)
+    assert (tmp_path / "ran").read_text() == "ran\n" * 2
+    found = run_parts([part], tmp_path, 25, rehearse=False, again=["no"])
+    assert found["commits"] == {"note": commit()}
+
+
+def test_a_copy_without_git_has_a_digest_in_place_of_a_commit(monkeypatch):
+    monkeypatch.setenv("PATH", "")
+    assert re.fullmatch(r"not known, source [0-9a-f]{16}", commit())
 
 
 def test_parts_have_names_of_their_own_and_functions_that_exist():
@@ -85,8 +115,17 @@ def test_parts_have_names_of_their_own_and_functions_that_exist():
 @pytest.mark.parametrize("name", ["values of cuDNN 1", "values of Pallas 7"])
 def test_values_are_rehearsed(name):
     [part] = [part for part in PARTS if part.name == name]
-    [row], _ = run_part(part, 250, rehearse=True)
+    [row] = run_part(part, 250, rehearse=True).rows
     assert (row["is"], row["problem"]) == ("ok", None), row
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("argument", TILES, ids=str)
+def test_tiles_fit_into_the_memory_of_a_block(argument):
+    arrays = [jax.ShapeDtypeStruct((1, 4096, heads, 128), "bfloat16") for heads in (64, 8, 8)]
+    attention = functools.partial(attention_pallas, tiles=tiles_of(argument))
+    loss = lambda *arrays: attention(*arrays)[0].astype("float32").sum()
+    assert "mosaic_gpu" in lowered_for_cuda(jax.grad(loss, (0, 1, 2)), *arrays)
 
 
 @pytest.mark.exhaustive
@@ -95,6 +134,6 @@ def test_a_whole_day_is_rehearsed(tmp_path, monkeypatch, capsys):
     argv = ["gpu_day", "--rehearse", "--out", str(tmp_path), "--minutes", "20"]
     monkeypatch.setattr("sys.argv", argv)
     assert gpu_day.main() == 0, capsys.readouterr().out
-    result = json.loads((tmp_path / "gpu_day.json").read_text())
+    result = json.loads((tmp_path / "gpu_day_rehearsal.json").read_text())
     assert [*result["parts"]] == [part.name for part in PARTS]
     assert all(result["parts"].values())

@@ -3,6 +3,7 @@
 import io
 import json
 import shlex
+from importlib.metadata import PackageNotFoundError, version
 
 import numpy as np
 import pytest
@@ -369,3 +370,13 @@ def test_another_batch_takes_the_sequences_that_follow(tmp_path, monkeypatch):
     np.testing.assert_array_equal(got, np.concatenate(seen))
     content = json.loads((tmp_path / "run/checkpoints/step_00000008/manifest.json").read_text())
     assert content["sequences"] == 48
+
+
+def test_a_checkout_need_not_be_installed(monkeypatch):
+    def version_of(package):
+        if package == "holmesjax":
+            raise PackageNotFoundError(package)
+        return version(package)
+
+    monkeypatch.setattr(jobs, "version", version_of)
+    assert jobs.versions()["holmesjax"] == "not installed"
