@@ -12,7 +12,7 @@ import pytest
 
 from benchmarks.lab_rows import ROWS
 from docs import package_graph, pictures
-from holmesjax import config as configs, job, lease
+from holmesjax import config as configs, job, lease, yaml_files
 from holmesjax.checkpoints import resume, skipped_data
 from holmesjax.config import CHECKOUT
 from holmesjax.errors import HolmesError
@@ -34,6 +34,7 @@ BENCHMARKS = (CHECKOUT / "docs/benchmarks.md").read_text()
 SOURCES = {}  # by the last name of each module
 for file in sorted(CHECKOUT.glob("[hklb]*/**/*.py")):
     SOURCES[file.stem] = SOURCES.get(file.stem, "") + file.read_text()
+SETTINGS = {field.name: field.type for field in dataclasses.fields(configs.Config)}
 SECTIONS = "".join(text for name, text in SOURCES.items() if name.endswith("sections"))
 PAGES = [
     *(CHECKOUT / name for name in ("README.md", "CONTRIBUTING.md", "benchmarks/README.md")),
@@ -113,9 +114,8 @@ def test_the_settings_beside_those_of_another_system_exist(system):
     page = (CHECKOUT / f"docs/coming_from_{system}.md").read_text()
     ours = " ".join(re.findall(r"^\|.* \| ([^|]+) \|$", page, re.MULTILINE))
     named = {*re.findall(r"`(\w+)\.(\w+)`", ours)} - {("model", "preset")}  # a key of files
-    sections = {field.name: field.type for field in dataclasses.fields(configs.Config)}
     assert len(named) > 40
-    assert not [name for name in named if not hasattr(sections[name[0]], name[1])]
+    assert not [name for name in named if not hasattr(SETTINGS[name[0]], name[1])]
 
 
 def test_the_page_of_the_run_folder_has_every_file_and_every_part_of_the_time():
@@ -218,6 +218,44 @@ def test_every_command_of_a_page_can_be_parsed(path):
             assert (CHECKOUT / f"{module.replace('.', '/')}.py").exists(), line
         named = [word for word in arguments if word.startswith("configs/")]
         assert all((CHECKOUT / name).exists() for name in named), line
+        settings = [word for word in arguments if re.match(r"\w+\.[\w.]+=", word)]
+        settings = [word for word in settings if word.partition(".")[0] in SETTINGS]
+        run_files = [name for name in named if "/topologies/" not in name]
+        configs.load(*run_files[:1] or ["configs/runs/quickstart.yaml"], settings)
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
+def test_every_part_of_a_run_file_on_a_page_is_accepted(path, tmp_path):
+    """The rest of the run file is that of the quickstart."""
+    quickstart = yaml_files.read("configs/runs/quickstart.yaml", HolmesError).values
+    for block in re.findall(r"```yaml\n(.*?)```", path.read_text(), re.DOTALL):
+        (tmp_path / "part.yaml").write_text(block)
+        part = yaml_files.read(tmp_path / "part.yaml", HolmesError).values
+        if not part.keys() <= SETTINGS.keys():
+            continue  # another file
+        run = {name: dict(values) for name, values in quickstart.items() if name != "topology"}
+        run["train"]["steps"] = 10**7
+        if "mixture" in part.get("data", ()):
+            del run["data"]["corpus"]
+        if "schedule_by" in part.get("optimizer", ()):
+            del run["optimizer"]["warmup_steps"]
+        for name, values in part.items():
+            run[name] = values if "preset" in values else run.get(name, {}) | values
+        text = yaml_files.to_text({"topology": quickstart["topology"], **run})
+        (tmp_path / "run.yaml").write_text(text)
+        configs.load(tmp_path / "run.yaml")
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
+def test_what_the_python_of_a_page_imports_is_there(path):
+    for block in re.findall(r"```python\n(.*?)```", path.read_text(), re.DOTALL):
+        found = re.findall(r"^from (holmesjax[\w.]*) import (.+)$", block, re.MULTILINE)
+        for module, names in found:
+            file = CHECKOUT / module.replace(".", "/")
+            file = file / "__init__.py" if file.is_dir() else file.with_suffix(".py")
+            for name in re.findall(r"(\w+)(?: as \w+)?(?:, |$)", names):
+                is_module = (file.parent / f"{name}.py").exists() or (file.parent / name).is_dir()
+                assert is_module or re.search(rf"\b{name}\b", file.read_text()), (module, name)
 
 
 def test_the_tables_of_the_holmes_comparison_are_its_results():
