@@ -51,6 +51,8 @@ class OneOf:
     """
 
     table: Mapping[str, object]
+    # Names that a user may expect in the table -> what is wrong with them, and what to do.
+    refused: Mapping[str, tuple[str, str]] = dataclasses.field(default_factory=dict)
 
     def __get_pydantic_core_schema__(self, _: Any, handler: GetCoreSchemaHandler) -> Any:
         return handler.generate_schema(Annotated[Any, BeforeValidator(self._check)])
@@ -258,6 +260,9 @@ def _words(error: Any, hint: Any, value: Any, default: Any) -> tuple[str, str]:
     """Returns the problem and the fix for one of pydantic's errors."""
     kind, limits = error["type"], error.get("ctx", {})
     if kind in ("literal_error", "value_error"):
+        for own in (hint, *get_args(hint)):
+            if isinstance(own, OneOf) and isinstance(value, str) and value in own.refused:
+                return own.refused[value]
         choices = [str(choice) for choice in _choices(hint)]
         return f"must be one of {', '.join(choices)}", near(value, choices)
     problem, fix = WORDS[kind]

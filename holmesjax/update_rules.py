@@ -115,3 +115,11 @@ RULES: dict[str, UpdateRule] = {
         describe=lambda config: "the mean squares of adafactor's rows and columns in float32",
     ),
 }
+# Optimizers that cannot be: what is wrong, and what to do.
+REFUSED = {
+    "sophia": (
+        "must not be sophia: it estimates the Hessian by a second backward, which no pipeline "
+        "schedule has",
+        "use adamw, or lion, which steps by signs as sophia does where it clips; or muon",
+    ),
+}

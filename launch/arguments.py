@@ -292,9 +292,11 @@ def _add_tokenize(parser: argparse.ArgumentParser) -> None:
 
 def _add_data(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("run", help="a file of configs/runs/, or a run folder")
+    add("run", help="a file of configs/runs/, a run folder, or a corpus by itself")
     add("overrides", nargs="*", metavar="key=value", help="settings, dotted: train.seed=1")
     add("--windows", type=int, default=2, metavar="N", help="windows of the first step to show (2)")
+    column = "of a corpus by itself: the field or column of its documents (text)"
+    add("--column", default="text", metavar="NAME", help=column)
     add("--verify", action="store_true", help="read all tokens, and compare the files' hashes")
 
 

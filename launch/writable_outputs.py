@@ -22,10 +22,20 @@ def make_folder(folder: Path, where: str) -> None:
         raise ConfigError(where, "cannot be written", found=f"{folder}: {problem}", fix=fix)
 
 
-def refuse_corpus(out: Path, corpus: str) -> None:
-    """Raises ConfigError if `--out` is the corpus itself, whose files the output would join."""
-    if out.resolve() == Path(corpus).resolve():
+def refuse_corpus(out: Path, corpus: str, pattern: str | None) -> None:
+    """Raises ConfigError if the output would join the files of the corpus.
+
+    Args:
+      out: the file or folder of the output.
+      corpus: a folder or a file.
+      pattern: of the files of the folder; None: all of them.
+    """
+    own, folder = out.resolve(), Path(corpus).resolve()
+    if own == folder:
         raise ConfigError("--out", "is the corpus", found=out, fix="name another folder")
+    if pattern is None and folder in own.parents:
+        fix = "name a folder beside the corpus, or its files by --pattern"
+        raise ConfigError("--out", "is inside of the corpus", found=out, fix=fix)
 
 
 def check_file(path: Path, where: str) -> None:

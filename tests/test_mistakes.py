@@ -42,6 +42,7 @@ MISTAKES = [
     ("compare X --plot", "compare: has no such option", "--plot", "--help lists the options"),
     ("tokenizer /tmp --vocab 300 --out /tmp/", "--out: is the corpus", "/tmp", "another folder"),
     ("tokenize /tmp --tokenizer bytes --out /tmp", "--out: is the corpus", "/tmp", "another"),
+    ("tokenize /tmp --tokenizer bytes --out /tmp/a/b", "--out: is inside", "/tmp/a/b", "--pattern"),
     ("lab TOPOLOGY train RUN", "lab: needs `--` before", "train", "write -- train"),
     ("plan RUN parallel={tensor:2}", "no such setting", "tensor:2", "a space behind the colon"),
     ("train RUN --launcher local --max-restarts -1", "--max-restarts: must be", "-1", "0 or more"),

@@ -19,7 +19,7 @@ from holmesjax.config.allowed_values import (
     Tokens,
 )
 from holmesjax.config.mistakes import refuse_mistakes
-from holmesjax.update_rules import RULES, NumberFormat
+from holmesjax.update_rules import REFUSED, RULES, NumberFormat
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, config=STRICT)
@@ -97,7 +97,7 @@ class ParameterGroupConfig:
 class OptimizerConfig:
     """An optimizer with decoupled weight decay (Loshchilov and Hutter, arXiv:1711.05101)."""
 
-    name: Annotated[str, schema.OneOf(RULES)] = "adamw"  # name of the optimizer
+    name: Annotated[str, schema.OneOf(RULES, REFUSED)] = "adamw"  # name of the optimizer
     learning_rate: Positive  # peak learning rate
     # The shape of the learning rate after the warm-up.
     schedule: Literal["constant", "cosine", "linear", "wsd"] = "cosine"

@@ -1,15 +1,22 @@
-"""`launch data`: shows what a run would read: documents, tokens and windows, and some of these."""
+"""`launch data`: shows what a run would read: documents, tokens and windows, and some of these.
+
+A corpus that no run names is shown as a run would have it with `data.packing: best_fit`.
+"""
 
 import argparse
+import dataclasses
 import os
+import sys
+import tempfile
 from pathlib import Path
 
 import numpy as np
 
 from holmesjax import config as configs, job as jobs
 from holmesjax.config import Config
-from holmesjax.data import sources, text, tokens
+from holmesjax.data import sources, stores, text, token_formats, tokenizing, tokens
 from holmesjax.data.batches import ArrayRows, Batches, Rows
+from holmesjax.data.documents import Wanted
 from holmesjax.data.named_corpora import ONLY
 from holmesjax.data.packing import PackedRows
 from holmesjax.data.sources import Mixed, Sequences, Splits, Tokenizer
@@ -17,11 +24,22 @@ from holmesjax.errors import ConfigError
 
 SHOWN = 12  # digits of a digest
 WIDTH = 300  # characters of a window
+# For a corpus that no run names: a run file, and settings that fit any tokenizer and any size.
+SETTINGS = configs.CHECKOUT / "configs/runs/quickstart.yaml"
+FOR_ANY = (
+    *("data.source=tokens", "data.validation_fraction=0", "model.vocab_size=16777216"),
+    *("data.documents=mask", "train.eval_every=0", "train.global_batch=1"),
+    "parallel.microbatches=null",
+)
 
 
 def run(args: argparse.Namespace) -> int:
     if args.windows < 0:
         raise ConfigError("--windows", "must be 0 or more", found=args.windows, fix="use 0 or more")
+    if _is_corpus(args.run):
+        with tempfile.TemporaryDirectory() as folder:
+            _show_corpus(args, Path(folder))
+        return 0
     config = _config(args.run, args.overrides)
     module = sources.module_of(config.data)
     module.look(config)
@@ -45,8 +63,59 @@ def run(args: argparse.Namespace) -> int:
         for name, array in rows.arrays.items():
             print(f"{name:<11} {array.dtype} {list(array.shape[1:])}")
     elif rows is not None:
-        _show(rows, module.tokenizer(config.data))
+        _show(rows, module.tokenizer(config.data), "step 1, sequence")
     return 0
+
+
+def _is_corpus(name: str) -> bool:
+    """Tells whether documents or tokens are named, and neither a run file nor a run folder."""
+    if name == configs.PYTHON_STDLIB or stores.is_remote(name):
+        return True
+    path = Path(name)
+    if path.is_dir():
+        return not (path / jobs.CONFIG).exists() and any(path.iterdir())
+    return path.exists() and path.suffix not in (".yaml", ".yml")
+
+
+def _show_corpus(args: argparse.Namespace, folder: Path) -> None:
+    """Shows a corpus by itself. Documents become files of tokens in a folder that may go."""
+    config = configs.load(SETTINGS, [*FOR_ANY, f"data.corpus={args.run}", *args.overrides])
+    data, length = config.data, config.model.context_length
+    if data.source == "tokens" and not _has_tokens(stores.path_of(args.run)):
+        warn = lambda words: print(f"data: {words}", file=sys.stderr)
+        wanted = Wanted(column=args.column)
+        tokenizing.tokenize(data, folder, wanted=wanted, say=lambda done: None, warn=warn)
+        data = dataclasses.replace(data, corpus=str(folder), pattern=None)
+    if data.source == "tokens":
+        files = token_formats.find(data)
+        num_tokens = sum(len(file.token_T) for file in files)
+        known = all(file.documents is not None for file in files)
+        documents = sum(file.num_documents(0, len(file.token_T)) for file in files)
+        of = f"{documents:,} documents" if known else "documents: unknown"
+        print(f"corpus      {args.run}: {num_tokens:,} tokens, {of}")
+        if known:
+            data = dataclasses.replace(data, packing="best_fit")
+        else:
+            data = dataclasses.replace(data, documents="concatenate")
+    config = dataclasses.replace(config, data=data)
+    module = sources.module_of(data)
+    module.look(config)
+    if args.verify:
+        _verify(config)
+    splits = module.read(data, length)
+    print(f"as read     {_size(splits.train, length)}")
+    if count := min(args.windows, len(splits.train)):
+        rows = Batches(
+            data=splits, seed=0, global_batch=count, length=length, num_validation=0
+        ).train(0)
+        assert isinstance(rows, Rows), "a corpus has tokens"
+        _show(rows, module.tokenizer(data), "sequence")
+
+
+def _has_tokens(path: Path) -> bool:
+    """Tells whether files of tokens are named, and not documents."""
+    names = [own.name for own in path.iterdir()] if path.is_dir() else [path.name]
+    return any(name.endswith(token_formats.ENDINGS) for name in names)
 
 
 def _show_splits(config: Config, splits: Splits) -> None:
@@ -108,8 +177,8 @@ def _size(windows: Sequences, length: int) -> str:
     return size
 
 
-def _show(rows: Rows, tokenizer: Tokenizer) -> None:
-    """The first windows of the first step."""
+def _show(rows: Rows, tokenizer: Tokenizer, name: str) -> None:
+    """Prints sequences as text, each with its number behind a name."""
     for row, (token_L, begins_L) in enumerate(zip(rows.token_NL, rows.begins_NL, strict=True)):
         pieces = tokenizer.pieces()
         said = "".join(pieces.push(token) for token in token_L.tolist()) + pieces.rest()
@@ -118,4 +187,4 @@ def _show(rows: Rows, tokenizer: Tokenizer) -> None:
         if rows.target_NL is not None:
             target_L = rows.target_NL[row]
             begun += f", {np.count_nonzero(target_L >= 0):,} of {len(target_L):,} targets count"
-        print(f"step 1, sequence {row}: {begun}, {len(said):,} characters\n  {shown}")
+        print(f"{name} {row}: {begun}, {len(said):,} characters\n  {shown}")

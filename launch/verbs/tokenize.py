@@ -14,7 +14,7 @@ from launch.writable_outputs import make_folder, refuse_corpus
 
 def run(args: argparse.Namespace) -> int:
     out = Path(args.out)
-    refuse_corpus(out, args.corpus)
+    refuse_corpus(out, args.corpus, args.pattern)
     config = DataConfig(corpus=args.corpus, pattern=args.pattern, tokenizer=args.tokenizer)
     make_folder(out, "--out")
     began_s = time.monotonic()

@@ -12,7 +12,7 @@ from launch.writable_outputs import check_file, make_folder, refuse_corpus
 
 def run(args: argparse.Namespace) -> int:
     out = Path(args.out)
-    refuse_corpus(out, args.corpus)
+    refuse_corpus(out, args.corpus, args.pattern)
     if out.suffix == ".json":
         check_file(out, "--out")
     else:

@@ -66,6 +66,7 @@ BAD_VALUES = [
     ("train.steps=-2.0", "must be at least 1", "-2.0", "use 1 or more"),
     ("model.width=1000000000", "must be at most 1048576", "1000000000", "use 1048576 or less"),
     ("distributed.heartbeat_timeout_s=1e-9", "must be at least 0.1", "1e-09", "use 0.1 or more"),
+    ("optimizer.name=sophia", "must not be sophia: it estimates", "sophia", "use adamw, or lion"),
     ("train.compute_dtype=float16", "must not be float16: its least", "float16", "use bfloat16"),
     ("train.param_dtype=float16", "must not be float16: a parameter", "float16", "use bfloat16"),
     ("train.seed=1e20", "must be at most 9223372036854775807", "1e+20", "or less"),

@@ -50,3 +50,25 @@ def test_text_is_shown_and_has_nothing_to_verify(corpus, capsys):
     assert re.search(r"^train +documents: 8, 350 windows of 32 tokens", out, re.MULTILINE)
     assert main(["data", RUN, place, "train.eval_every=0", "--verify"]) == 2
     assert "--verify: is for files of tokens" in capsys.readouterr().err
+
+
+def test_a_corpus_by_itself_is_shown_as_its_files_of_tokens_are(corpus, capsys):
+    def as_read(path, *words):
+        assert main(["data", str(path), "model.context_length=1024", *words]) == 0
+        place, *lines = capsys.readouterr().out.splitlines()
+        assert place == f"corpus      {path}: {8 * 1401:,} tokens, 8 documents"
+        return lines
+
+    # Rests of 377 bytes, two to a row; the last byte of all has no mark behind it.
+    padding = 1 - (8 * 1401 - 1) / (12 * 1024)
+    packed = f"documents: 8 in 16 pieces, 12 rows of 1,024 tokens, {padding:.2%} of them padding"
+    lines = as_read(corpus)
+    assert lines[0] == f"as read     {packed}"
+    assert re.search(r"^  '.*text \d .*' \.\.\.$", lines[2])
+    assert as_read(corpus.parent / "corpus") == lines
+    path = corpus.parent / "dialogues.jsonl"
+    path.write_text('{"prompt": "one, ", "answer": "two"}\n')
+    assert main(["data", str(path)]) == 2
+    assert "has no text in a field `text`" in capsys.readouterr().err
+    assert main(["data", str(path), "data.source=chat", "model.context_length=16"]) == 0
+    assert "3 of 16 targets count" in capsys.readouterr().out
