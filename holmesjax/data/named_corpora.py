@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
-from holmesjax.config import Config, DataConfig, NamedCorpus, ParallelConfig
+from holmesjax.config import Config, DataConfig, NamedCorpus, OptimizerConfig, ParallelConfig
 from holmesjax.data import sources
 from holmesjax.data.mixing import Schedule, WeightsFrom
 from holmesjax.data.sources import Mixed, Sequences, Splits, Tokenizer, too_small
@@ -84,12 +84,20 @@ def look(config: Config) -> None:
 
 
 def _look(config: Config, data: DataConfig, global_batch: int, num_validation: int) -> None:
-    """Looks whether a corpus has a batch to train on, and so many for validation."""
+    """Looks whether a corpus has a batch to train on, and so many for validation.
+
+    Settings that must fit the batches of the run are left out, since the batch here is another.
+    """
     sizes: dict[str, Any] = {"global_batch": global_batch, "eval_every": min(num_validation, 1)}
     if num_validation:
         sizes["eval_batches"] = num_validation
-    train = dataclasses.replace(config.train, **sizes)
-    alone = dataclasses.replace(config, data=data, train=train, parallel=ParallelConfig())
+    alone = dataclasses.replace(
+        config,
+        data=data,
+        train=dataclasses.replace(config.train, rampup=(), eval_ema=False, **sizes),
+        optimizer=OptimizerConfig(learning_rate=1.0),
+        parallel=ParallelConfig(),
+    )
     sources.module_of(data).look(alone)
 
 

@@ -70,7 +70,11 @@ def test_a_mixture_takes_windows_of_each_corpus_by_weight(load):
 
 
 def test_each_validation_set_is_what_its_corpus_holds_out_or_is_named(load):
-    batches = read(load(MIXTURE, OWN_SET, "train.eval_every=5", "train.eval_batches=2"))
+    grows = "train.rampup=[{steps: 1, global_batch: 2}]", "optimizer.schedule_by=tokens"
+    grows += "optimizer.warmup_steps=0", "optimizer.warmup_tokens=64", "optimizer.ema_decay=0.9"
+    grows += ("train.eval_ema=true",)
+    sets = MIXTURE, OWN_SET, "train.eval_every=5", "train.eval_batches=2"
+    batches = read(load(*sets, *grows, "train.steps=4"))
     assert list(batches.data.validation_sets()) == ["web", "code", "own"]
     whole = read(load("data.corpus=own", "data.validation_fraction=0"), num_validation=0).data.train
     for number, name in enumerate(["web", "code"]):
