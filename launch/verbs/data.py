@@ -103,6 +103,7 @@ def _show_corpus(args: argparse.Namespace, folder: Path) -> None:
     if args.verify:
         _verify(config)
     splits = module.read(data, length)
+    assert not isinstance(splits.train, Mixed), "a corpus by itself is no mixture"
     print(f"as read     {_size(splits.train, length)}")
     if count := min(args.windows, len(splits.train)):
         rows = Batches(
