@@ -209,7 +209,8 @@ def modules() -> str:
     for top in TOPS:
         for package in sorted(file.parent for file in CHECKOUT.glob(f"{top}/**/__init__.py")):
             lines += ["", f"## `{package.relative_to(CHECKOUT)}`", ""]
-            lines += [_purpose(package / "__init__.py"), "", "| module | |", "| --- | --- |"]
+            lines += [_purpose(package / "__init__.py"), ""]
+            lines += ["| module | purpose |", "| --- | --- |"]
             for file in sorted(package.glob("[!_]*.py")):
                 lines.append(f"| `{file.stem}` | {_purpose(file)} |")
     return "\n".join(lines) + "\n"
