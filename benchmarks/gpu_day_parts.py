@@ -111,6 +111,16 @@ def _values(argument: Row, attention: Callable, rehearse: bool) -> Row:
 
 
 def shape(batch: int, length: int, heads: int, kv_heads: int, width: int, **more: Any) -> Row:
+    """Returns the fields of a case of attention.
+
+    Args:
+      batch: sequences.
+      length: tokens of each.
+      heads: heads of queries.
+      kv_heads: heads of keys and values.
+      width: the width of a head.
+      more: other fields by name.
+    """
     names = ("batch", "length", "heads", "kv_heads", "head_width")
     return dict(zip(names, (batch, length, heads, kv_heads, width), strict=True)) | more
 

@@ -213,7 +213,15 @@ def _read_steps(outs: list[Path]) -> Result:
 
 
 def run_row(row: Row, point: int | None, steps: int, schedule: Schedule, folder: Path) -> Result:
-    """One run in a lab of its own. Raises Failed or HolmesError."""
+    """Runs a row in a lab of its own. Raises Failed or HolmesError.
+
+    Args:
+      row: the system, and how it trains.
+      point: the number by which the rate of Ethernet is divided; None for the fast network.
+      steps: steps that are measured, after the warm-up.
+      schedule: the pipeline schedule.
+      folder: takes the files of the run.
+    """
     if row.system == "PyTorch" and importlib.util.find_spec("torch") is None:
         raise Failed("PyTorch is not installed: pip install -e '.[bench]'")
     network = load_topology(network_text(row, point), folder / "network.yaml")

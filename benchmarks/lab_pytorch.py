@@ -68,7 +68,15 @@ def data_parallel(config: Config, whole: GPT) -> Step:
 
 
 def pipeline(config: Config, whole: GPT, stage: int, replica: int, groups: list) -> Step:
-    """`groups`: of ranks, those of each stage, then those of each replica's pipeline."""
+    """Returns a step of PyTorch's 1F1B with replicas of each stage.
+
+    Args:
+      config: of the run.
+      whole: the model, of which a stage takes its half.
+      stage: the stage of this process.
+      replica: the replica of this process.
+      groups: of ranks, those of each stage, then those of each replica's pipeline.
+    """
     part, c = StageModule(whole, stage), config.optimizer
     model = DistributedDataParallel(part, process_group=groups[stage])
     chain = groups[NUM_STAGES + replica]

@@ -164,6 +164,15 @@ def check_file(path: Path) -> Iterable[Result]:
 def line_of(
     name: str, check: Check, runs: Sequence[Run | Held], how: How, bar: float | None
 ) -> Result:
+    """Predicts all runs of a file and returns the errors.
+
+    Args:
+      name: the file.
+      check: what is predicted.
+      runs: the measured runs.
+      how: returns the fitted numbers for each run, once or several times.
+      bar: the largest mean error that is accepted; None: no such bar.
+    """
     start_s = time.monotonic()
     label = f"{name} ({check.what})" if check.what else name
     print(f"  {label}, {how.__name__.replace('_', ' ')}", end="", file=sys.stderr, flush=True)

@@ -257,7 +257,15 @@ def attend(
     round_trip_s: float,
     pipe: Pipe,
 ) -> None:
-    """Some members, from their first call at a time that it is told; sends what each has seen."""
+    """Simulates some members from their first call on, and sends what each has seen.
+
+    Args:
+      numbers: of the members.
+      num_members: members of the whole job.
+      address: of the controller.
+      round_trip_s: the delay of an answer, in seconds.
+      pipe: brings the time of the first call, and takes the result.
+    """
     connections.raise_open_files(len(numbers))
     processes = make_processes(num_members)
     crowd = Crowd(address, round_trip_s)

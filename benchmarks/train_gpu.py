@@ -202,7 +202,15 @@ def serve(told: Line) -> None:
 
 
 def measure(system: str, model: str, context: int, tokens: int, kind: str) -> Line:
-    """The line that a process has printed; `failed` with its last words where it ended badly."""
+    """Returns the line that a process prints; `failed` has its last words if it fails.
+
+    Args:
+      system: what trains.
+      model: a size by its name.
+      context: tokens of a sequence.
+      tokens: tokens of a step.
+      kind: the kind of device.
+    """
     told = {"system": system, "model": model, "context": context, "tokens": tokens, "kind": kind}
     flags = xla_flags.joined(xla_flags.for_devices({kind}), os.environ.get("XLA_FLAGS", ""))
     env = os.environ | {"XLA_FLAGS": flags, "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.95"}

@@ -56,7 +56,15 @@ Turn = Callable[[], object]  # the source's part of a transfer, or the target's
 def serve(
     number: int, port: int, sizes: Sequence[int], rounds: int, streams: int
 ) -> dict[int, dict[str, list[float]]]:
-    """The source (0) or the target (1); the target returns the seconds of every turn."""
+    """Runs the source or the target; the target returns the seconds of every turn.
+
+    Args:
+      number: 0 for the source, 1 for the target.
+      port: the port at which the two find each other.
+      sizes: bytes of the arrays.
+      rounds: turns of each size that are measured.
+      streams: connections between the two.
+    """
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", 1)
     control_sock, *socks = _connections(number, port, 1 + streams)

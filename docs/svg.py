@@ -63,7 +63,13 @@ def path(points: Sequence[tuple[int, int]], color: str, *, has_head: bool = Fals
 
 
 def rectangle(left: int, top: int, width: int, height: int, color: str) -> str:
-    """A white box with a coloured edge and round corners."""
+    """Returns a white box with a coloured edge and round corners.
+
+    Args:
+      left, top: the upper left corner, in pixels.
+      width, height: in pixels.
+      color: of the edge.
+    """
     return (
         f'<rect x="{left}" y="{top}" width="{width}" height="{height}" rx="6" fill="{PAPER}" '
         f'stroke="{color}" stroke-width="1.5"/>'

@@ -75,7 +75,12 @@ class PeerError(HolmesError):
 
 
 class SpikeError(HolmesError):
-    """A step whose loss or norm stands out, in a run that then goes back to a checkpoint."""
+    """A step whose loss or norm stands out, in a run that then goes back to a checkpoint.
+
+    Args:
+      where, problem, found, fix: the four parts of a `HolmesError`.
+      step: the number of the step.
+    """
 
     exit_status = REQUEUE
 

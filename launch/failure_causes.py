@@ -79,6 +79,13 @@ def statuses_of(
     return "; ".join(told) or "it is the only process"
 
 
+def hung(processes: Sequence[Process], controller: Controller) -> list[Process]:
+    """Returns the processes that the others of a job without progress wait for."""
+    positions = {process.number: controller.position(process.number) for process in processes}
+    statuses = {process.number: controller.status(process.number) for process in processes}
+    return [processes[number] for number in behind(positions, statuses)]
+
+
 def behind(positions: Mapping[int, tuple[int, int]], statuses: Mapping[int, str]) -> list[int]:
     """Returns the processes that the others of a job without progress wait for, by number.
 

@@ -43,20 +43,14 @@ from holmesjax.distributed.messages import (
     Up,
     Warned,
 )
-from holmesjax.errors import (
-    DamagedError,
-    FatalError,
-    HolmesError,
-    PeerError,
-    SpikeError,
-)
+from holmesjax.errors import DamagedError, FatalError, HolmesError, PeerError, SpikeError
 from holmesjax.job import Job
 from holmesjax.lease import Lease
 from holmesjax.plan.processes import make_processes
 from holmesjax.report.recorder import Recorder
 from holmesjax.runtime.step_timeout import Progress
 from holmesjax.transport import connections
-from launch.failure_causes import behind, error_of, events_of, find_cause, is_failure, statuses_of
+from launch.failure_causes import error_of, events_of, find_cause, hung, is_failure, statuses_of
 from launch.launchers.launcher import Launcher, leaving
 from launch.process_logs import ProcessLogs, is_noise
 from launch.restarts import DEFAULT, Restarts
@@ -478,15 +472,12 @@ class Supervisor:
 
     def _hang(self, problem: str, attempt: _Attempt) -> HolmesError:
         """Returns the error of a job without progress: who is behind, and the status of all."""
-        controller = attempt.controller
-        statuses = {p.number: controller.status(p.number) for p in self._processes}
-        positions = {p.number: controller.position(p.number) for p in self._processes}
-        blamed = [self._processes[number] for number in behind(positions, statuses)]
+        blamed = hung(self._processes, attempt.controller)
         self._blamed = None if self._stops else ", ".join(process.node for process in blamed)
         return PeerError(
             ", ".join(process.full_name for process in blamed),
             problem,
-            found=statuses_of(self._processes, controller),
+            found=statuses_of(self._processes, attempt.controller),
             fix="start it again from the last checkpoint with the same command; the stacks of all "
             f"processes are in their logs: {attempt.logs.path(blamed[0].number)}",
         )

@@ -156,3 +156,11 @@ def gpu(index: int, path: str, numa: int = 0) -> Gpu:
         pci=tuple(path.split("/")),
         numa_node=numa,
     )
+
+
+def roce_nic(name: str, on: str, interface: str, ipv4: str, first: int = 2) -> Tree:
+    return (
+        device(on, "mlx5_core")
+        | net(interface, on, speed="100000")
+        | hca(name, on, layer="Ethernet", rate=ROCE_100, gids=roce_gids(ipv4, interface, first))
+    )

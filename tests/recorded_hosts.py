@@ -23,6 +23,7 @@ from tests.host_files import (
     net,
     rdma_of,
     roce_gids,
+    roce_nic,
 )
 
 
@@ -137,14 +138,6 @@ def roce_bonds() -> Recorded:
 # ---- small hosts ---------------------------------------------------------------------------------
 
 A, B, C, D = (f"pci0000:{bus}/0000:{bus}:01.0/0000:{bus + 1}:00.0" for bus in (10, 20, 30, 40))
-
-
-def roce_nic(name: str, on: str, interface: str, ipv4: str, first: int = 2) -> Tree:
-    return (
-        device(on, "mlx5_core")
-        | net(interface, on, speed="100000")
-        | hca(name, on, layer="Ethernet", rate=ROCE_100, gids=roce_gids(ipv4, interface, first))
-    )
 
 
 HOSTS: dict[str, Recorded] = {"dgx_infiniband": dgx(), "roce_bonds": roce_bonds()}

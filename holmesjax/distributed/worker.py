@@ -92,7 +92,15 @@ def work(
 
 
 class Worker:
-    """A process of a job, which trains."""
+    """A process of a job, which trains.
+
+    Args:
+      job: the job of the run folder.
+      environment: the place of this process in the job.
+      processes: all processes of the plan, in the order of their numbers.
+      env: the environment variables, to which those of NCCL are added.
+      find_host: finds the NICs and GPUs of this host.
+    """
 
     def __init__(
         self,
