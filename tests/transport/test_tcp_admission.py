@@ -226,7 +226,7 @@ def test_the_impostor_is_believed_while_it_behaves(impostor):
 @pytest.mark.parametrize(
     "said, problem",
     [
-        (Frame(FrameKind.PULL, 3, 1, 0, 0, 0, 1 << 21), "a wish for what is not sent from here"),
+        (Frame(FrameKind.PULL, 3, 1, 0, 0, 0, 1 << 21), "a PULL for what is not sent from here"),
         (Frame(FrameKind.DATA, 0, 1, 1, 0, 0, 1 << 20), "data that was not asked for"),
     ],
 )
