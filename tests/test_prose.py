@@ -1,6 +1,7 @@
 """Functions are short, docstrings have subjects, and no two public classes share a name."""
 
 import ast
+import re
 from collections import defaultdict
 from collections.abc import Iterator
 from functools import cache
@@ -103,6 +104,20 @@ def test_docstrings_name_their_subject_first():
         if (text := ast.get_docstring(node) or "").partition(" ")[0] in OPENINGS
     ]
     assert not wrong
+
+
+def test_sentences_of_pages_name_their_subject_first():
+    """Text, not code, tables and headings; a question may begin with such a word."""
+    opening = re.compile(rf"\W*({'|'.join(OPENINGS)})\b")
+    files = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "benchmarks/README.md"]
+    wrong = []
+    for file in [*files, *ROOT.glob("docs/*.md"), *ROOT.glob("docs/design/*.md")]:
+        text = re.sub(r"^```.*?^```$", "", file.read_text(), flags=re.MULTILINE | re.DOTALL)
+        for part in re.split(r"\n\s*\n|\n(?=\s*(?:- |\d+\. |\||#))", text):
+            if not part.lstrip().startswith(("|", "#")):
+                sentences = re.split(r"(?<=[.!?]) (?=[A-Z*])", " ".join(part.split()))
+                wrong += [f"{file.name}: {own}" for own in sentences if opening.match(own)]
+    assert not [own for own in wrong if not own.endswith("?")]
 
 
 def test_no_two_public_classes_share_a_name():
