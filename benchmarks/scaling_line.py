@@ -166,10 +166,11 @@ def page(result: dict[str, Any]) -> str:
         lines += [
             f"Slope: loss ~ N^{slope(sizes)[0]:.3f} "
             f"({min(without):.3f} to {max(without):.3f} with one size left out).",
+            "",
             f"Published: N^{PUBLISHED} (Kaplan et al. 2020, arXiv:2001.08361), for models of up to "
-            "1.5 billion parameters that train to convergence. The models here are far from it: a "
-            "few tokens limit the larger ones most. Text, tokenizer, context and schedule differ "
-            "too.",
+            "1.5 billion parameters that train to convergence. The models here are far from it. "
+            "Probably so few tokens limit the loss more than parameters do, which makes the line "
+            "flat. Text, tokenizer, context and schedule differ too.",
         ]
     made = f"commit {result['commit']}, {result['date']}, "
     made += f"{result['device']['cores']} cores of {result['device']['cpu']}"
@@ -183,6 +184,7 @@ def chart(sizes: Sequence[dict[str, Any]]) -> Figure:
     numbers = np.array([size["parameters"] for size in sizes], float)
     losses = np.array([size["validation"] for size in sizes])
     axes.loglog(numbers, losses, "o", color=BLUE, label="measured")
+    lowest = losses.min()
     if len(sizes) > 1:
         own, at_0 = slope(sizes)
         line = np.exp(at_0) * numbers**own
@@ -190,20 +192,21 @@ def chart(sizes: Sequence[dict[str, Any]]) -> Figure:
         published = line[0] * (numbers / numbers[0]) ** PUBLISHED
         label = f"slope of Kaplan et al. 2020: N^{PUBLISHED}"
         axes.plot(numbers, published, "--", color=MUTED, linewidth=1, label=label)
+        lowest = min(lowest, published[-1])
     for size in sizes:
         at = size["parameters"], size["validation"]
         text = f"{size['validation']:.3f}"
-        axes.annotate(text, at, (6, 6), textcoords="offset points", color=INK, fontsize=9)
+        axes.annotate(text, at, (0, 8), textcoords="offset points", color=INK, ha="center")
     axes.set_xticks(numbers, [f"{number / 1e6:.2g}M" for number in numbers])
     axes.set_xticks([], minor=True)
-    ticks = np.arange(np.floor(losses.min() * 5) / 5, losses.max() + 0.2, 0.2)
+    ticks = np.arange(np.floor(lowest * 5) / 5, losses.max() + 0.2, 0.2)
     axes.set_yticks(ticks, [f"{tick:.1f}" for tick in ticks])
     axes.set_yticks([], minor=True)
     axes.set_xlabel("parameters without the embedding")
     axes.set_ylabel("validation loss (nats per token)")
     axes.grid(color=GRID)
     axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False, fontsize=9, labelcolor=INK)
+    axes.legend(frameon=False, fontsize=9, labelcolor=INK, loc="lower left")
     return figure
 
 

@@ -182,7 +182,8 @@ def _show(rows: Rows, tokenizer: Tokenizer, name: str) -> None:
     """Prints sequences as text, each with its number behind a name."""
     for row, (token_L, begins_L) in enumerate(zip(rows.token_NL, rows.begins_NL, strict=True)):
         pieces = tokenizer.pieces()
-        said = "".join(pieces.push(token) for token in token_L.tolist()) + pieces.rest()
+        own_L = token_L if rows.target_NL is None else token_L[:-1]  # a packed row has L tokens
+        said = "".join(pieces.push(token) for token in own_L.tolist()) + pieces.rest()
         shown = repr(said[:WIDTH]) + (" ..." if len(said) > WIDTH else "")
         begun = f"{np.count_nonzero(begins_L)} documents begin"
         if rows.target_NL is not None:
