@@ -316,5 +316,6 @@ def _refuse_others(
             str(path),
             "does not hold the adapters of model.lora",
             found="; ".join(problems[:5]) + more,
-            fix="leave rank, alpha and targets out of model.lora: those of the folder count",
+            fix="leave rank, alpha and targets out of model.lora: those of the folder count. "
+            "If only some layers have adapters, merge them with PEFT (merge_and_unload)",
         )
