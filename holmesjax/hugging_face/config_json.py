@@ -398,7 +398,8 @@ class ConfigJson:
             # As the class fills it in.
             found.setdefault(ORIGINAL, self.get(ORIGINAL) or context)
             original = self.number(f"{key}.{ORIGINAL}", found[ORIGINAL], int)
-            found.setdefault("factor", context / original)
+            if kind != "llama3":  # of which the class refuses to go without
+                found.setdefault("factor", context / original)
         for name in ("factor", "attention_factor"):
             if name in found:
                 found[name] = self.number(f"{key}.{name}", found[name])

@@ -217,9 +217,12 @@ def _all_tensors(folder: Path) -> dict[str, Tensor]:
     found, fix = "no such file", f"name a folder with {WEIGHTS} or {INDEX}"
     if not folder.is_dir():
         found = "no such folder" if not folder.exists() else "a file"
+    elif shards := sorted(path.name for path in folder.glob("*.safetensors")):
+        found, fix = _some(shards), f"download {INDEX} too, which says what is in these files"
     elif pickled:
         found, fix = _some(pickled), HOW_TO_CONVERT
-    raise CheckpointError(str(folder), "has no weights in safetensors", found=found, fix=fix)
+    problem = f"has neither {WEIGHTS} nor {INDEX}"
+    raise CheckpointError(str(folder), problem, found=found, fix=fix)
 
 
 def _tensors_of(index: Path) -> dict[str, Tensor]:

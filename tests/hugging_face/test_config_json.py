@@ -152,6 +152,16 @@ def test_what_cannot_be_computed_is_refused_with_its_key_and_value(
     assert error.value.found
 
 
+def test_a_scaling_without_a_factor_has_that_of_its_lengths_unless_its_class_refuses_it():
+    turns = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    lengths = {"original_max_position_embeddings": 512}
+    found = read("llama", rope_parameters={"rope_type": "yarn", **lengths})
+    assert found["rotary_scaling"]["factor"] == 2048 / 512
+    found = read("llama", rope_parameters={"rope_type": "llama3", **lengths, **turns})
+    with pytest.raises(HolmesError, match=r"rotary_scaling.factor: is missing"):
+        ModelConfig(**found)
+
+
 def test_another_family_is_refused(tmp_path):
     for text in ('{"model_type": "mixtral"}', "{}", '{"model_type": ["llama"]}'):
         (tmp_path / "config.json").write_text(text)

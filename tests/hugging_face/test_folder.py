@@ -145,6 +145,10 @@ def _pickled(where: Path) -> None:
     (where / folder.WEIGHTS).rename(where / "pytorch_model.bin")
 
 
+def _without_index(where: Path) -> None:
+    (where / folder.WEIGHTS).rename(where / "model-00001-of-00001.safetensors")
+
+
 def _both(where: Path) -> None:
     (where / folder.INDEX).write_text("{}")
 
@@ -162,6 +166,7 @@ Q, UP = "model.layers.3.self_attn.q_proj.weight", "model.layers.0.mlp.up_proj.we
 FOLDERS: list[tuple[Callable[[Path], None], str]] = [
     (_gone, "no such file"),
     (_pickled, "save_pretrained(NEW_DIR)"),
+    (_without_index, f"download {folder.INDEX} too"),
     (_both, "remove the one that is old"),
     (_pipe, "a device or a pipe"),
     (_index([]), "must have weight_map"),
