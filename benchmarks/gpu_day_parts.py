@@ -33,6 +33,8 @@ def machine(_: None, rehearse: bool) -> Iterator[Row]:
     from holmesjax.hosts import kernel_check
 
     device = jax.devices()[0]
+    if not rehearse and device.platform != "gpu":
+        raise SystemExit(f"JAX finds no GPU here, but {device.device_kind}; --rehearse needs none")
     yield {"what": "device", "is": f"{device.device_kind}, {device.client.platform_version}"}
     asked = "driver_version,clocks.sm,clocks.max.sm,clocks.mem,power.limit,temperature.gpu"
     smi = ["nvidia-smi", f"--query-gpu={asked}", "--format=csv,noheader"]
