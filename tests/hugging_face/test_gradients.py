@@ -30,14 +30,14 @@ def read_as(source, tree):
 
 
 def assert_all_near(found, wanted, near):
-    """Each array within a share of its norm, or of a thousandth of the mean norm of all.
+    """Each array within a share of its norm, or of a hundredth of the mean norm of all.
 
-    The gradient of GPT-2's key bias is zero, and so are roundings beside it.
+    The gradient of GPT-2's key bias is zero, so its change is the rounding of its numbers.
     """
     leaves = jax.tree_util.tree_leaves_with_path(wanted)
     norm = np.mean([np.linalg.norm(x) for _, x in leaves])
     for (path, want), got in zip(leaves, jax.tree.leaves(found), strict=True):
-        allowed = near * max(np.linalg.norm(want), 1e-3 * norm)
+        allowed = near * max(np.linalg.norm(want), 1e-2 * norm)
         assert np.linalg.norm(got - want) <= allowed, str(path)
 
 
