@@ -119,7 +119,11 @@ def page(result: dict[str, Any]) -> str:
         lines.append(f"| {name} | " + " | ".join(cell(run) for run in runs.values()) + " |")
     lines += ["", *(f"Not measured: {name}." for name in RUNS if name not in runs)]
     if (difference := _difference(result)) is not None:
-        lines.append(f"Largest difference of validation losses: {difference:.2g}.")
+        verdict = "met" if difference <= MAX_DIFFERENCE else "missed"
+        lines.append(
+            f"Largest difference of validation losses: {difference:.2g}. The bar of "
+            f"{MAX_DIFFERENCE} is {verdict}; the header of `{RUN_FILE}` says how the runs differ."
+        )
     for prompt, text in result.get("samples", {}).items():
         lines += ["", f"After `{prompt}`:", "", "```text", prompt + text, "```"]
     return "\n".join(lines) + "\n"
