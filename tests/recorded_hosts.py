@@ -1,6 +1,6 @@
 """Hosts as the kernel shows them, and what is right for each.
 
-What is expected of a host is written by hand, and is what an administrator would say.
+The expected answers for a host are written by hand, as an administrator would give them.
 """
 
 from dataclasses import dataclass, field
