@@ -293,8 +293,8 @@ links:
 def pipeline(_: None, rehearse: bool) -> Iterator[Row]:
     """Two processes, each with a stage, share the device; boundaries go through its host.
 
-    One process trains the same model before. What the two take longer, staging costs, and tcp
-    where nothing overlaps with it: a device that is shared has no bubble.
+    One process trains the same model before. The difference of the two times is the cost of staging
+    and of tcp that nothing overlaps with. A shared device has no bubble.
     """
     sizes = {"layers": 2, "width": 64, "context": 32, "steps": 3, "dtype": "float32"}
     if not rehearse:
