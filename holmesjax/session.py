@@ -31,7 +31,7 @@ from holmesjax.models import ops
 from holmesjax.models.layer import statements
 from holmesjax.optimizers.learning_rates import step_tokens
 from holmesjax.optimizers.optimizer import make_optimizer
-from holmesjax.report.parts import Part
+from holmesjax.report.process_step import ProcessStep
 from holmesjax.runtime import layer_statistics
 from holmesjax.runtime.device_memory import PeakMemory
 from holmesjax.runtime.meanwhile import Meanwhile
@@ -131,14 +131,14 @@ def _sort_of(dtype: np.dtype) -> str:
     return "integer" if np.issubdtype(dtype, np.integer) else "floating"
 
 
-def _spike(part: Part) -> SpikeError:
-    loss = [f"loss {part['loss']:.4g}"] if "loss" in part else []
+def _spike(report: ProcessStep) -> SpikeError:
+    loss = [f"loss {report['loss']:.4g}"] if "loss" in report else []
     return SpikeError(
-        f"step {part['step']}",
+        f"step {report['step']}",
         "its loss, or the norm of its gradient, stands out (train.spike_sigmas)",
-        found=", ".join([*loss, f"|g| {part['grad_norm']:.4g}"]),
+        found=", ".join([*loss, f"|g| {report['grad_norm']:.4g}"]),
         fix="start it again: it goes back to its last checkpoint, and leaves out the data since",
-        step=part["step"],
+        step=report["step"],
     )
 
 
@@ -158,7 +158,7 @@ class Session:
     """The loop of steps, once everything is up.
 
     Args:
-      tell: takes each step's part, in order (`recorder`).
+      tell: takes this process's report of each step, in order (`process_step`).
       vote: called in each step when most of it is dispatched: the answer is what `is_stopping` and
         `is_saving` say after it.
       is_stopping: asked before every step; with the same answer in all processes of a job.
@@ -176,7 +176,7 @@ class Session:
     batches: Batches
     clock: Clock
     writer: writing.Writer
-    tell: Callable[[Part], None]
+    tell: Callable[[ProcessStep], None]
     is_stopping: Callable[[], bool]
     is_saving: Callable[[int], bool]
     begins: Callable[[Work, int], None]
@@ -186,9 +186,10 @@ class Session:
     compile_s: float = 0.0
     vote: Callable[[], None] = lambda: None
     _last_s: float = field(default=0.0, init=False)  # when the step before ended
-    _held: list[Part] = field(default_factory=list, init=False)  # their ends are not told apart
+    # Reports of steps whose ends were seen at once.
+    _held: list[ProcessStep] = field(default_factory=list, init=False)
     _num_skipped: int = field(default=0, init=False)  # in a row
-    _checkpoint_s: float = field(default=0.0, init=False)  # that no part has told yet
+    _checkpoint_s: float = field(default=0.0, init=False)  # that no report has yet
 
     def run(self, states: Sequence[StageState], done: int, sequences: int) -> int:
         """Trains until the last step or until asked to stop; the number of steps done.
@@ -243,12 +244,12 @@ class Session:
             done += 1
             unread = _Unread(done, metrics, timeline, self.runner.take_link_bytes(), waited_s)
             if self._is_evaluating(done):
-                part = self._read(unread)
+                report = self._read(unread)
                 began_s = time.perf_counter()
                 losses = self._evaluate(feed, states, done)
-                part["validation_s"] = time.perf_counter() - began_s
-                part["validation_bytes"] = self.runner.take_link_bytes()
-                self._tell({**part, **losses}, None)
+                report["validation_s"] = time.perf_counter() - began_s
+                report["validation_bytes"] = self.runner.take_link_bytes()
+                self._tell({**report, **losses}, None)
                 unread, self._last_s = None, time.perf_counter()
             if self.is_saving(done):
                 if self.config.train.spike_policy == "roll_back":
@@ -261,22 +262,22 @@ class Session:
             self._save(done, states)
         return done
 
-    def _tell(self, part: Part, following: Timeline | None) -> None:
+    def _tell(self, report: ProcessStep, following: Timeline | None) -> None:
         """Tells of a step, unless the step that follows has ended, too.
 
         Then a busy machine has woken this process late: it sees both ends at once, and knows only
         how long both steps took. Each of them is told with the mean.
         """
-        self._held.append(part)
+        self._held.append(report)
         late = following is not None and following.has_ended(self._last_s)
         if not late or len(self._held) == MAX_HELD:
             self._tell_held()
 
     def _tell_held(self) -> None:
         held, self._held = self._held, []
-        for part in held:
+        for report in held:
             mean_s = math.fsum(own["step_time_s"] for own in held) / len(held)
-            self.tell({**part, "step_time_s": mean_s})
+            self.tell({**report, "step_time_s": mean_s})
 
     def _step(self, step: int, states: Sequence[StageState], *args: Any) -> tuple[Any, Any]:
         """Runs a step; with JAX's profiler, where the run asks for it."""
@@ -300,19 +301,19 @@ class Session:
         every, steps = self.config.train.eval_every, self.config.train.steps
         return every > 0 and (done % every == 0 or done == steps)
 
-    def _read(self, unread: _Unread) -> Part:
+    def _read(self, unread: _Unread) -> ProcessStep:
         """Waits for the numbers of a step; what this process tells of it."""
         metrics = unread.metrics
-        part: Part = {
+        report: ProcessStep = {
             "step": unread.step,
             "grad_norm": float(metrics["grad_norm"]),
             "learning_rate": float(metrics["learning_rate"]),
             "skipped": bool(metrics["skipped"]),
         }
         if "spike" in metrics:
-            part["spike"] = bool(metrics["spike"])
+            report["spike"] = bool(metrics["spike"])
         if "loss" in metrics:
-            part["loss"] = float(metrics["loss"])
+            report["loss"] = float(metrics["loss"])
         names = auxiliary_names(self.config.model)
         if self.config.log.statistics:
             names += layer_statistics.names(self.config.model)
@@ -320,39 +321,39 @@ class Session:
             found = {name: float(metrics[name]) for name in names}
             train = self.config.train
             of_whole = train.batch_of(unread.step) / train.global_batch
-            part["auxiliary"] = layer_statistics.of_small_batch(found, of_whole)
-        intervals = part["intervals"] = unread.timeline.intervals()
-        part["link_bytes"] = unread.link_bytes
-        part["input_wait_s"] = unread.input_wait_s
+            report["auxiliary"] = layer_statistics.of_small_batch(found, of_whole)
+        intervals = report["intervals"] = unread.timeline.intervals()
+        report["link_bytes"] = unread.link_bytes
+        report["input_wait_s"] = unread.input_wait_s
         if risen := self.memory.risen():
-            part["memory_bytes"] = risen
+            report["memory_bytes"] = risen
         if self._checkpoint_s:
-            part["checkpoint_s"], self._checkpoint_s = self._checkpoint_s, 0.0
+            report["checkpoint_s"], self._checkpoint_s = self._checkpoint_s, 0.0
         if self.compile_s:
-            part["compile_s"], self.compile_s = self.compile_s, 0.0
+            report["compile_s"], self.compile_s = self.compile_s, 0.0
         end_s = max(interval.end_s for interval in intervals)
-        part["step_time_s"], self._last_s = end_s - self._last_s, end_s
-        self._refuse_divergence(part, metrics)
-        if part.get("spike", False) and self.config.train.spike_policy == "roll_back":
-            raise _spike(part)
-        return part
+        report["step_time_s"], self._last_s = end_s - self._last_s, end_s
+        self._refuse_divergence(report, metrics)
+        if report.get("spike", False) and self.config.train.spike_policy == "roll_back":
+            raise _spike(report)
+        return report
 
-    def _refuse_divergence(self, part: Part, metrics: dict[str, Any]) -> None:
-        is_infinite = part["skipped"] and not part.get("spike", False)
+    def _refuse_divergence(self, report: ProcessStep, metrics: dict[str, Any]) -> None:
+        is_infinite = report["skipped"] and not report.get("spike", False)
         self._num_skipped = self._num_skipped + 1 if is_infinite else 0
         if self._num_skipped < self.config.train.max_skipped:
             return
-        norms = np.atleast_1d(np.asarray(metrics.get("square_norms", part["grad_norm"])))
+        norms = np.atleast_1d(np.asarray(metrics.get("square_norms", report["grad_norm"])))
         where = ", ".join(f"stage {s}" for s, norm in enumerate(norms) if not math.isfinite(norm))
         raise FatalError(
-            f"step {part['step']}, {where}",
+            f"step {report['step']}, {where}",
             f"the gradient is not finite, for {self._num_skipped} steps in a row",
-            found=f"|g| = {part['grad_norm']}",
+            found=f"|g| = {report['grad_norm']}",
             fix="lower optimizer.learning_rate, or look at the data of these steps; "
             "train.max_skipped sets how many steps are skipped",
         )
 
-    def _evaluate(self, feed: Feed, states: Sequence[StageState], done: int) -> Part:
+    def _evaluate(self, feed: Feed, states: Sequence[StageState], done: int) -> ProcessStep:
         """Mean losses of the validation sets, nats per token; empty if the last stage is elsewhere.
 
         `val_loss` is the mean over the tokens of all sets; `val_losses` has one of each, if a run

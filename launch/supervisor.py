@@ -266,7 +266,7 @@ class Supervisor:
                 job.run_dir,
                 config,
                 done_steps=start.step,
-                num_parts=len(self._processes),
+                num_processes=len(self._processes),
                 peak_step_s=job.measured_peak_step_s,
                 on_step=self._watch.step if self._watch else None,
             ) as recorder,
@@ -370,8 +370,8 @@ class Supervisor:
         match event.record:
             case Up():
                 attempt.up.add(number)
-            case Measurements(part=part):
-                attempt.recorder.take(part)
+            case Measurements(measured=report):
+                attempt.recorder.take(report)
             case Saved(step=step, arrays=arrays, files=files):
                 attempt.saves.saved(step, arrays, files)
             case Unsaved(step=step, reason=reason):
@@ -426,8 +426,8 @@ class Supervisor:
             match event.record:
                 case Output(line=line):
                     attempt.logs.write(event.process, line)
-                case Measurements(part=part):
-                    attempt.recorder.take(part)
+                case Measurements(measured=report):
+                    attempt.recorder.take(report)
 
         cause = find_cause(first, controller, note)
         process = self._processes[cause.process]

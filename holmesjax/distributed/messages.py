@@ -98,8 +98,8 @@ class Vote(Record):
 class Measurements(Record):
     """The measurements of one member in one step."""
 
-    kind = "part"
-    part: dict[str, Any]
+    kind = "measurements"
+    measured: dict[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -47,6 +47,7 @@ from holmesjax.job import Job
 from holmesjax.parallel import compat
 from holmesjax.parallel.mesh import build_mesh
 from holmesjax.plan.processes import Process, domain_fabric, make_processes
+from holmesjax.report.process_step import ProcessStep
 from holmesjax.runtime import domain, program_cache
 from holmesjax.runtime.compilation import compile_stages, compile_whole_step
 from holmesjax.runtime.device_memory import PeakMemory, devices_of
@@ -356,10 +357,10 @@ class _Reporter:
     def __init__(self, member: Member):
         self._member = member
 
-    def __call__(self, part: dict[str, Any]) -> None:
+    def __call__(self, report: ProcessStep) -> None:
         leads, offset_s = self._member.process.leads, self._member.clock.offset_s
         intervals = [
             interval._replace(start_s=interval.start_s + offset_s, end_s=interval.end_s + offset_s)
-            for interval in (part["intervals"] if leads else ())
+            for interval in (report["intervals"] if leads else ())
         ]
-        self._member.send(Measurements(part={**part, "intervals": intervals}))
+        self._member.send(Measurements(measured={**report, "intervals": intervals}))

@@ -18,6 +18,8 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from holmesjax.report.process_step import ProcessStep
+
 BUCKETS = ("step", "input", "validation", "checkpoint", "start", "compile", "lost", "stopped")
 MEASURED = {
     "input": "input_wait_s",
@@ -51,20 +53,20 @@ class WallTime:
             self._sums["lost"] += max(all_s - sum(self._sums.values()), 0.0)
             self._sums["stopped"] += max(self._epoch_s + began_s - timed[-1]["time_s"], 0.0)
 
-    def step(self, parts: Sequence[Record]) -> dict[str, Any]:
-        """The entries of a step's record for its time; parts are the records of its processes."""
+    def step(self, reports: Sequence[ProcessStep]) -> dict[str, Any]:
+        """The entries of a step's record for its time, from the reports of its processes."""
         now_s = time.monotonic()
         left_s, self._told_s = now_s - self._told_s, now_s
         if self._is_starting:
-            in_step_s = max(part["step_time_s"] for part in parts)
+            in_step_s = max(report["step_time_s"] for report in reports)
             start_s = max(left_s - in_step_s, 0.0)
-            compile_s = min(max(part.get("compile_s", 0.0) for part in parts), start_s)
+            compile_s = min(max(report.get("compile_s", 0.0) for report in reports), start_s)
             self._sums["compile"] += compile_s
             self._sums["start"] += start_s - compile_s
             left_s, self._is_starting = min(left_s, in_step_s), False
         for bucket, name in MEASURED.items():
             # Processes overlap, and each is told of its longest: they cannot be more than all.
-            measured_s = min(max(part.get(name, 0.0) for part in parts), left_s)
+            measured_s = min(max(report.get(name, 0.0) for report in reports), left_s)
             self._sums[bucket] += measured_s
             left_s -= measured_s
         self._sums["step"] += left_s

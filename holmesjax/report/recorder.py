@@ -1,7 +1,7 @@
 """Puts each step together from what its processes measured, and writes it down. No JAX.
 
-With one process its part is the step; with many, the step is complete when all have told of it.
-`parts` says what is in a part.
+With one process its report is the step; with many, the step is complete when all have reported it.
+`process_step` lists the entries of a report.
 """
 
 import contextlib
@@ -19,7 +19,7 @@ from holmesjax.plan import mfu
 from holmesjax.report.console import Console
 from holmesjax.report.goodput import WallTime, goodput, rows
 from holmesjax.report.metrics import Metrics, read_all
-from holmesjax.report.parts import Part
+from holmesjax.report.process_step import ProcessStep
 from holmesjax.runtime.timeline import Interval, busy_shares, from_first_start
 from holmesjax.units import duration
 
@@ -34,7 +34,7 @@ class Recorder:
       run_dir: the run folder.
       config: of the run.
       done_steps: steps before this session.
-      num_parts: processes that tell of every step.
+      num_processes: processes that report every step.
       peak_step_s: `Job.measured_peak_step_s`, for the MFU.
       past: the records of the steps before this session.
       stream: where progress is printed; standard output if None.
@@ -48,7 +48,7 @@ class Recorder:
         config: Config,
         *,
         done_steps: int,
-        num_parts: int = 1,
+        num_processes: int = 1,
         peak_step_s: float | None = None,
         past: Sequence[dict[str, Any]] = (),
         stream: TextIO | None = None,
@@ -58,11 +58,11 @@ class Recorder:
         self.history: list[dict[str, Any]] = list(past)
         self._num_past = len(self.history)
         self.tasks: list[dict[str, Any]] = []  # of the last step, as `timeline.json` has them
-        self._run_dir, self._config, self._num_parts = run_dir, config, num_parts
+        self._run_dir, self._config, self._num_processes = run_dir, config, num_processes
         self._on_step, self._peak_step_s = on_step, peak_step_s
         self._began_s = time.monotonic()
         self._first_s = self._began_s  # when the first step of the session ended
-        self._parts: dict[int, list[Part]] = {}
+        self._reports: dict[int, list[ProcessStep]] = {}
         start_s = self._began_s if began_s is None else began_s
         self._wall_time = WallTime(read_all(run_dir), done_steps, start_s)  # before it is cut
         with ExitStack() as stack:
@@ -88,12 +88,12 @@ class Recorder:
             with contextlib.suppress(OSError):  # of a full disk: what ended the run says more
                 (self._run_dir / TIMELINE).write_text(json.dumps(timeline))
 
-    def take(self, part: Part) -> None:
-        """Takes what one process tells of one step."""
-        parts = self._parts.setdefault(part["step"], [])
-        parts.append(part)
-        if len(parts) == self._num_parts:
-            self._write(self._parts.pop(part["step"]))
+    def take(self, report: ProcessStep) -> None:
+        """Takes the report of one process about one step."""
+        reports = self._reports.setdefault(report["step"], [])
+        reports.append(report)
+        if len(reports) == self._num_processes:
+            self._write(self._reports.pop(report["step"]))
 
     def summary(self) -> list[str]:
         """The session's result, and where the time of the whole run went; empty without a step."""
@@ -130,13 +130,15 @@ class Recorder:
         left = self._config.train.steps - step
         return {"time_left_s": left * (now_s - self._first_s) / count}
 
-    def _write(self, parts: Sequence[Part]) -> None:
-        known: Part = {}
-        for part in parts:
-            known |= part
-        intervals = from_first_start([Interval(*i) for part in parts for i in part["intervals"]])
+    def _write(self, reports: Sequence[ProcessStep]) -> None:
+        known: ProcessStep = {}
+        for report in reports:
+            known |= report
+        intervals = from_first_start(
+            [Interval(*i) for report in reports for i in report["intervals"]]
+        )
         busy = busy_shares(intervals)
-        step_time_s = max(part["step_time_s"] for part in parts)
+        step_time_s = max(report["step_time_s"] for report in reports)
         share = self._config.train.batch_of(known["step"]) / self._config.train.global_batch
         peak_s = self._peak_step_s
         record = {
@@ -147,23 +149,27 @@ class Recorder:
             "tokens_per_s": self._tokens_of(known["step"]) / step_time_s,
             **({"mfu": share * mfu.of_step(peak_s, step_time_s)} if peak_s else {}),
             "step_time_s": step_time_s,
-            "input_wait_s": max(part["input_wait_s"] for part in parts),
+            "input_wait_s": max(report["input_wait_s"] for report in reports),
             **self._time_left(known["step"]),
-            **self._wall_time.step(parts),
+            **self._wall_time.step(reports),
             "bubble_share": 1.0 - statistics.fmean(busy),
             **({"busy_share": {f"stage {i}": x for i, x in enumerate(busy)}} if busy[1:] else {}),
             "skipped": known["skipped"],
             **({"spike": known["spike"]} if "spike" in known else {}),
             **known.get("auxiliary", {}),
-            "link_bytes": _sum_by_link(part["link_bytes"] for part in parts),
+            "link_bytes": _sum_by_link(report["link_bytes"] for report in reports),
         }
         for name in ("val_loss", "val_losses"):
             if name in known:
                 record[name] = known[name]
-        if memory := {n: b for part in parts for n, b in part.get("memory_bytes", {}).items()}:
+        if memory := {
+            n: b for report in reports for n, b in report.get("memory_bytes", {}).items()
+        }:
             record["memory_bytes"] = memory
         if "validation_bytes" in known:
-            record["validation_bytes"] = _sum_by_link(p["validation_bytes"] for p in parts)
+            record["validation_bytes"] = _sum_by_link(
+                report["validation_bytes"] for report in reports
+            )
         if self._on_step:
             record |= self._on_step(record)
         self.tasks = [interval._asdict() for interval in intervals]

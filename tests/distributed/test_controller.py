@@ -199,7 +199,9 @@ def test_tasks_of_all_hosts_stand_on_the_clock_of_the_controller():
         clock = ClockOffset()
         clock.hear(10.0, 10.1 + ahead_s, 10.2)
         member = SimpleNamespace(
-            process=process(0, 0, rank), clock=clock, send=lambda record: told.append(record.part)
+            process=process(0, 0, rank),
+            clock=clock,
+            send=lambda record: told.append(record.measured),
         )
         task = Interval(0, "F", 0, 9000.0 - ahead_s, 9001.0 - ahead_s)
         _Reporter(member)({"step": 1, "intervals": [task]})

@@ -112,7 +112,9 @@ def test_a_step_ends_with_its_slowest_process(tmp_path):
     """Two processes tell of two steps, out of order; each is written when both have told."""
     config = load(tmp_path).config
     out = io.StringIO()
-    with recorder.Recorder(tmp_path, config, done_steps=0, num_parts=2, stream=out) as recording:
+    with recorder.Recorder(
+        tmp_path, config, done_steps=0, num_processes=2, stream=out
+    ) as recording:
         for step, step_s, number in [(1, 3.0, 1), (2, 1.0, 1), (1, 2.0, 2), (2, 4.0, 2)]:
             risen = {"memory_bytes": {f"device {number}": 100 * step}} if step_s == 3.0 else {}
             recording.take({**part(step, step_s), **risen, "link_bytes": {"a -> b": number}})

@@ -1,6 +1,6 @@
-"""A part of a step: the dict in which one process tells of it. No JAX.
+"""A process step: the dict in which one process reports one step. No JAX.
 
-It has
+Its entries:
 
     step           optimizer steps done
     intervals      its tasks, as `timeline.Interval`
@@ -9,8 +9,8 @@ It has
     input_wait_s   until its batch was there
     validation_s   of the validation behind the step, where there is one
     memory_bytes   of its devices whose peak has risen, the most that was in use
-    checkpoint_s   for which steps waited for a checkpoint since the part before, where one was
-    compile_s      of its programs, in the part of its first step
+    checkpoint_s   for which steps waited for a checkpoint since the last report, where one was
+    compile_s      of its programs, in its first process step
     validation_bytes    the same, for the validation behind the step, where there is one
     loss, grad_norm, learning_rate, skipped, val_loss     where it knows them
     val_losses     the validation loss of each set, where sets have names
@@ -20,4 +20,4 @@ It has
 
 from typing import Any
 
-Part = dict[str, Any]
+ProcessStep = dict[str, Any]
