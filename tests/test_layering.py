@@ -49,6 +49,7 @@ PLACES = [
     "holmesjax.generation",
     "holmesjax.distributed",
     "launch.writable_outputs",
+    "launch.corpus_options",
     "launch.progress_message",
     "launch.launchers",
     "launch.arguments",

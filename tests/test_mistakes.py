@@ -43,6 +43,9 @@ MISTAKES = [
     ("tokenizer /tmp --vocab 300 --out /tmp/", "--out: is the corpus", "/tmp", "another folder"),
     ("tokenize /tmp --tokenizer bytes --out /tmp", "--out: is the corpus", "/tmp", "another"),
     ("tokenize /tmp --tokenizer bytes --out /tmp/a/b", "--out: is inside", "/tmp/a/b", "--pattern"),
+    ("tokenize X --tokenizer bytes --out OUT", "corpus: is no folder", "X, not there", "a folder"),
+    ("tokenize X --tokenizer Y --out OUT", "--tokenizer: cannot be read", "Y: No such", "or bytes"),
+    ("tokenizer configs --pattern *.c --vocab 300 --out OUT", "--pattern: no", "*.c", "or corpus"),
     ("lab TOPOLOGY train RUN", "lab: needs `--` before", "train", "write -- train"),
     ("plan RUN parallel={tensor:2}", "no such setting", "tensor:2", "a space behind the colon"),
     ("train RUN --launcher local --max-restarts -1", "--max-restarts: must be", "-1", "0 or more"),
@@ -65,6 +68,7 @@ MISTAKES = [
 def test_a_mistake_is_told_with_a_way_out(tmp_path, capsys, arguments, where, found, fix):
     run = write_run(tmp_path, {"a": (1,), "b": (1,)})
     paths = {"RUN": str(run), "TOPOLOGY": str(tmp_path / "run_topology.yaml")}
+    paths["OUT"] = str(tmp_path / "out")
 
     def filled(text):
         for name, path in paths.items():

@@ -9,6 +9,7 @@ from holmesjax.config import BYTES, DataConfig
 from holmesjax.data import tokenizer_files, tokenizing
 from holmesjax.data.documents import Wanted
 from holmesjax.data.tokenizing import Tokenized
+from launch.corpus_options import as_options
 from launch.writable_outputs import make_folder, refuse_corpus
 
 
@@ -24,15 +25,16 @@ def run(args: argparse.Namespace) -> int:
         shards = f"{done.shards:,} of {done.of:,} shards"
         print(f"tokenize: {shards}, {done.tokens:,} tokens, {rate:,.0f} a second", file=sys.stderr)
 
-    done = tokenizing.tokenize(
-        config,
-        out,
-        wanted=Wanted(column=args.column, dtype=args.dtype),
-        shard_bytes=args.shard_bytes,
-        workers=args.workers,
-        say=say,
-        warn=lambda words: print(f"tokenize: {words}", file=sys.stderr),
-    )
+    with as_options():
+        done = tokenizing.tokenize(
+            config,
+            out,
+            wanted=Wanted(column=args.column, dtype=args.dtype),
+            shard_bytes=args.shard_bytes,
+            workers=args.workers,
+            say=say,
+            warn=lambda words: print(f"tokenize: {words}", file=sys.stderr),
+        )
     print(f"{done.tokens:,} tokens of {done.documents:,} documents in {done.of:,} shards in {out}")
     settings = f"data.source=tokens data.corpus={out} data.tokenizer={args.tokenizer}"
     if args.tokenizer != BYTES:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from holmesjax.config import DataConfig
 from holmesjax.data import tokenizer_training
+from launch.corpus_options import as_options
 from launch.progress_message import ProgressMessage
 from launch.writable_outputs import check_file, make_folder, refuse_corpus
 
@@ -18,7 +19,7 @@ def run(args: argparse.Namespace) -> int:
     else:
         make_folder(out, "--out")
     config = DataConfig(corpus=args.corpus, pattern=args.pattern)
-    with ProgressMessage("tokenizer") as say:
+    with ProgressMessage("tokenizer") as say, as_options():
         is_shown = sys.stderr.isatty()
         trained = tokenizer_training.train(config, args.vocab, out, say, is_shown, args.column)
     rate = trained.num_bytes / max(trained.num_encoded, 1)
