@@ -71,6 +71,7 @@ def settings() -> str:
 def _section(path: str, section: type, comments: dict[tuple[str, str], str]) -> Iterator[str]:
     """Yields the lines of a section, and then those of the sections inside of it."""
     yield from ["", f"## `{path}`", "", _markdown(_summary(section)), ""]
+    yield from [":::{container} settings", ""]  # narrow screens show its rows as cards: site.css
     yield from ["| setting | values | default | meaning |", "| --- | --- | --- | --- |"]
     inner = []
     hints = typing.get_type_hints(section, include_extras=True)
@@ -83,6 +84,7 @@ def _section(path: str, section: type, comments: dict[tuple[str, str], str]) -> 
         ]
         yield "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
         inner += [(field.name, part) for part in _parts(hints[field.name])]
+    yield from ["", ":::"]
     for name, part in inner:
         yield from _section(f"{path}.{name}", part, comments)
 

@@ -39,6 +39,9 @@ def test_the_site_has_a_page_for_every_document_and_finds_words(site):
     assert pages | made <= built
     index = (site / "searchindex.js").read_text()
     assert "microbatch" in index
+    settings = (site / "reference/settings.html").read_text()
+    assert "settings docutils container" in settings  # cards on a narrow screen
+    assert "site.css" in settings
     links = re.findall(r'href="([a-z0-9_/]+)\.html', (site / "index.html").read_text())
     assert pages - {"index"} <= set(links)  # every page stands in the menu
 
