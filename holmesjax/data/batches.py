@@ -15,7 +15,18 @@ import numpy as np
 from holmesjax.data import text
 from holmesjax.data.mixing import Schedule, WeightsFrom
 from holmesjax.data.permutation import permute, round_keys
-from holmesjax.data.sources import Item, Mixed, Sequences, Splits, enough_fraction, too_small
+from holmesjax.data.sources import (
+    HELD_OUT,
+    ONE_HELD_OUT,
+    TRAIN,
+    WHOLE_SET,
+    Item,
+    Mixed,
+    Sequences,
+    Splits,
+    need,
+    too_small,
+)
 from holmesjax.errors import DataError
 
 
@@ -53,20 +64,35 @@ class Batches:
     num_validation: int  # batches of each validation set
 
     def __post_init__(self) -> None:
-        train = self.data.train
-        sizes = {"train": (len(train), 1)}
-        for name, sequences in self.data.validation_sets().items():
-            sizes[name] = (len(sequences), self.num_validation)
-        if isinstance(train, Mixed):
-            del sizes["train"]  # which may be read as often as it takes
-        for split, (size, count) in sizes.items():
-            if size < (needed := count * self.global_batch):
-                what = f"{self.global_batch:,} sequences of {self.length:,} tokens"
-                needs, found = f"{needed:,} sequences", f"{size:,} sequences"
-                fraction = None  # no setting splits arrays, or the sets of `data.validation`
-                if self.data.files and not self.data.sets:
-                    fraction = enough_fraction(needed, size, len(train), self.global_batch)
-                raise too_small(split, count, what, needs, found=found, fraction=fraction)
+        data, num_validation = self.data, self.num_validation
+        is_mixed = isinstance(data.train, Mixed)  # which may be read as often as it takes
+        if not is_mixed:
+            self._need(1, data.train, TRAIN)
+        # No setting splits arrays, which have no files.
+        hint = "a larger data.validation_fraction, " if data.files else ""
+        for name, sequences in data.validation_sets().items():
+            if name not in data.held_out():
+                where = f"data.validation, {name}: corpus"
+                self._need(num_validation, sequences, WHOLE_SET, where)
+            elif is_mixed:
+                where = f"data.mixture, {name}: corpus"
+                self._need(num_validation, sequences, ONE_HELD_OUT, where, hint)
+            else:
+                self._need(num_validation, sequences, HELD_OUT, hint=hint)
+
+    def _need(
+        self,
+        num_batches: int,
+        sequences: Sequences,
+        of: str,
+        where: str = "data.corpus",
+        hint: str = "",
+    ) -> None:
+        """Raises DataError if there are not enough sequences for so many batches."""
+        if len(sequences) < (needed := num_batches * self.global_batch):
+            needs = need(num_batches, self.global_batch, self.length, f"{needed:,} sequences")
+            found = f"{len(sequences):,} sequences"
+            raise too_small(of, needs, found=found, where=where, hint=hint)
 
     def of_size(self, global_batch: int) -> "Batches":
         """Returns the same data in batches of another size."""

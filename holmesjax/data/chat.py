@@ -22,13 +22,13 @@ from typing import Any
 import numpy as np
 
 from holmesjax.config import BYTES, Config, DataConfig
-from holmesjax.data import packing, text, text_documents, token_files, tokenizer_files
+from holmesjax.data import packing, stores, text, text_documents, token_files, tokenizer_files
 from holmesjax.data.chat_template import BEGIN_MARK, END_MARK, ChatTemplate
 from holmesjax.data.documents import FilePart
 from holmesjax.data.packing import DocumentRange, PackedRows, Spans
 from holmesjax.data.sources import Splits
 from holmesjax.data.tokenizer import BEGIN
-from holmesjax.errors import AbsentDataError, ConfigError, DataError
+from holmesjax.errors import ConfigError, DataError
 
 WHERE = "data.corpus"
 VERSION = 1  # raised when the same dialogue gives other tokens
@@ -68,7 +68,7 @@ def read(config: DataConfig, length: int) -> Splits:
         template = ChatTemplate.find(Path(config.tokenizer))
         about += [tokenizer_files.identity(config.tokenizer), template and template.source]
     key = hashlib.sha256(json.dumps(about).encode()).hexdigest()
-    beside = paths[0].parent
+    beside = None if stores.is_remote(paths[0]) else paths[0].parent
     make = lambda folder: _write(config, paths, length, folder)
     found = packing.kept_arrays(key, DTYPES, make, beside)
     start_D, whole = found["starts"], len(found["tokens"])
@@ -92,7 +92,7 @@ def read(config: DataConfig, length: int) -> Splits:
     return Splits(
         train=splits["train"],
         validation=splits["validation"],
-        place=f"{Path(config.corpus).absolute()}{left_out}",
+        place=f"{stores.whole(stores.path_of(config.corpus))}{left_out}",
         digests=digests,
         files=dict(sorted(files.items())),
     )
@@ -110,8 +110,9 @@ def _digest(own: DocumentRange) -> str:
 
 
 def _files(config: DataConfig) -> list[Path]:
-    path = Path(config.corpus)
+    path = stores.path_of(config.corpus)
     try:
+        stores.ask(path)
         if path.is_file():
             found = [path]
         elif path.is_dir():
@@ -119,10 +120,10 @@ def _files(config: DataConfig) -> list[Path]:
             found = sorted(file for file in own if text_documents.is_lines(file))
         else:
             fix = "name a file .jsonl, or a folder with such files"
-            here = f"{config.corpus}; the current folder is {Path.cwd()}"
-            raise AbsentDataError(WHERE, "is not there", found=here, fix=fix)
-    except OSError as error:
-        raise DataError(WHERE, "cannot be read", found=error, fix="make it readable") from None
+            raise stores.absent(config.corpus, fix)
+    except stores.errors() as error:
+        found_here, fix = f"{path}: {stores.said_by(error)}", "make it readable"
+        raise DataError(WHERE, "cannot be read", found=found_here, fix=fix) from None
     except (ValueError, NotImplementedError) as error:
         fix = "write a pattern inside the folder, such as *.jsonl"
         found_here = f"{config.pattern}: {error}"

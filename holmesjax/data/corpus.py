@@ -19,9 +19,9 @@ from typing import NoReturn
 import numpy as np
 
 from holmesjax.config import PYTHON_STDLIB, DataConfig
-from holmesjax.data import stores
+from holmesjax.data import row_documents, stores, text_documents
 from holmesjax.data.tokenizer import BEGIN
-from holmesjax.errors import AbsentDataError, DataError
+from holmesjax.errors import DataError
 
 PLACES = 2**64  # of a file, by a hash of its path
 SNIFFED = 8192  # bytes of a file that show, as a rule, whether it is text
@@ -31,6 +31,11 @@ APART = {
     "turtledemo",
 }
 APART_BELOW = {"macholib", "test", "tests"}
+# Endings of files whose documents are not their text.
+OTHER = (
+    *(text_documents.LINES, *text_documents.COMPRESSED),
+    *(row_documents.PARQUET, row_documents.ARROW, *row_documents.ARRAY_RECORD),
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -89,6 +94,7 @@ def enough_fraction(config: DataConfig, enough: Mapping[str, int]) -> float | No
 def _sizes(config: DataConfig) -> Iterator[tuple[str, int]]:
     """The files of text by their path, each with its bytes and the mark before them."""
     for name, path in _paths(config):
+        refuse_other(path)
         try:
             if config.pattern is None and config.corpus != PYTHON_STDLIB:
                 with stores.open_file(path) as file:
@@ -98,6 +104,18 @@ def _sizes(config: DataConfig) -> Iterator[tuple[str, int]]:
         except stores.errors() as error:
             raise _unreadable(path, error) from None
         yield name, 1 + size
+
+
+def refuse_other(path: Path) -> None:
+    """Raises DataError for a file whose documents are not its text, by its name."""
+    if not path.name.endswith(OTHER):
+        return
+    fix = "turn the corpus into tokens (python -m launch tokenize) and use data.source=tokens"
+    if text_documents.is_lines(path):
+        fix += "; use data.source=chat if its lines are dialogues"
+    fix += "; choose other files by data.pattern; or give it the ending .txt if it is to be read"
+    problem, found = "is not read as text", f"a file {path.suffix}"
+    raise DataError(str(path), problem, found=found, fix=f"{fix} as it is")
 
 
 def _paths(config: DataConfig) -> Iterator[tuple[str, Path]]:
@@ -121,16 +139,12 @@ def _in_folder(root: Path, config: DataConfig) -> Iterator[Path]:
         is_folder, is_there = root.is_dir(), root.exists()
     except stores.errors() as error:
         refuse(error)
+    if not is_there:
+        raise stores.absent(config.corpus, f"name a folder, or {PYTHON_STDLIB!r} for a first try")
     if not is_folder:
-        here = "" if is_remote else f"; the current folder is {Path.cwd()}"
-        found = f"{config.corpus}, {'a file' if is_there else f'not there{here}'}"
-        fix = (
-            f"name the folder that it is in, and data.pattern={root.name}"
-            if is_there
-            else f"name a folder, or {PYTHON_STDLIB!r} for a first try"
-        )
-        kind = DataError if is_there else AbsentDataError
-        raise kind("data.corpus", "is no folder", found=found, fix=fix)
+        refuse_other(root)
+        fix = f"name the folder that it is in, and data.pattern={root.name}"
+        raise DataError("data.corpus", "is no folder", found=f"{config.corpus}, a file", fix=fix)
     if config.pattern is None and is_remote:
         parts = {path: path.relative_to(root).parts for path in stores.files_below(root)}
         yield from (p for p, own in parts.items() if not any(n.startswith(".") for n in own))
@@ -153,7 +167,8 @@ def _in_folder(root: Path, config: DataConfig) -> Iterator[Path]:
 def _no_file(config: DataConfig) -> DataError:
     root = _root(config)
     if config.pattern is None:
-        found, fix = "no file but hidden and binary ones", "name another folder"
+        found = "no file but hidden and binary ones"
+        fix = "name another folder, or use data.source=tokens for files of tokens"
         return DataError("data.corpus", f"{root} holds no text", found=found, fix=fix)
     fix = "change data.pattern or data.corpus"
     problem = f"no file in {root} matches"
@@ -220,6 +235,7 @@ def read(config: DataConfig) -> Corpus:
     lists = {split: hashlib.sha256() for split in parts}
     found: dict[str, str] = {}
     for name, path in files(config).items():
+        refuse_other(path)
         try:
             text = path.read_bytes()
         except stores.errors() as error:

@@ -21,12 +21,12 @@ class Format:
 
 FORMATS = (  # the first that fits
     Format(
-        is_of=lambda path: path.suffix == ".parquet",
+        is_of=lambda path: path.suffix == rows.PARQUET,
         cut=rows.cut_parquet,
         read=rows.read_parquet,
     ),
     Format(
-        is_of=lambda path: path.suffix in (".array_record", ".arrayrecord"),
+        is_of=lambda path: path.suffix in rows.ARRAY_RECORD,
         cut=rows.cut_array_record,
         read=rows.read_array_record,
     ),
@@ -34,7 +34,7 @@ FORMATS = (  # the first that fits
         is_of=lambda path: path.is_dir(), cut=rows.cut_hugging_face, read=rows.read_hugging_face
     ),
     Format(
-        is_of=lambda path: path.suffix == ".arrow",
+        is_of=lambda path: path.suffix == rows.ARROW,
         cut=rows.refuse_arrow,
         read=rows.read_hugging_face,
     ),

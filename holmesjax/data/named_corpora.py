@@ -13,10 +13,22 @@ from typing import Any
 from holmesjax.config import Config, DataConfig, NamedCorpus, OptimizerConfig, ParallelConfig
 from holmesjax.data import sources
 from holmesjax.data.mixing import Schedule, WeightsFrom
-from holmesjax.data.sources import Mixed, Sequences, Splits, Tokenizer, too_small
-from holmesjax.errors import ConfigError, DataError
-
-ONLY = "corpus"  # the name of `data.corpus` beside named validation sets
+from holmesjax.data.sources import (
+    HELD_OUT,
+    ONE_HELD_OUT,
+    ONE_TRAIN,
+    ONLY,
+    TRAIN,
+    WHOLE_SET,
+    Mixed,
+    Sequences,
+    Splits,
+    Tokenizer,
+    TooSmallError,
+    need,
+    too_small,
+)
+from holmesjax.errors import ConfigError, DataError, HolmesError
 
 
 def tokenizer(config: DataConfig) -> Tokenizer:
@@ -34,8 +46,7 @@ def read(config: DataConfig, length: int) -> Splits:
         with _naming("mixture", entry):
             found[entry.name] = own = _read(_alone(config, entry), length)
             if not len(own.train):
-                of, needs = f"1 sequence of {length:,} tokens", "1 sequence"
-                raise too_small("train", 1, of, needs, found="0 sequences")
+                raise too_small(ONE_TRAIN, need(1, 1, length, "1 sequence"), found="0 sequences")
     trained = dict(found)
     digests = {
         split if name == ONLY else f"{split} of {name}": digest
@@ -72,15 +83,45 @@ def look(config: Config) -> None:
     """Looks at each corpus. Raises HolmesError, which names the corpus."""
     data, train = config.data, config.train
     num_batches = train.eval_batches if train.eval_every else 0
-    held_out = num_batches if data.validation_fraction else 0
     if not data.mixture:
+        held_out = num_batches if data.validation_fraction else 0
         _look(config, _plain(data), train.global_batch, held_out)
     for entry in data.mixture or ():
         with _naming("mixture", entry):
-            _look(config, _alone(data, entry), 1, held_out * train.global_batch)
+            _look_at_part(config, entry, num_batches * train.global_batch)
     for each in data.validation or ():
         with _naming("validation", each):
-            _look(config, _whole(data, each), max(num_batches * train.global_batch, 1), 0)
+            try:
+                _look(config, _whole(data, each), max(num_batches * train.global_batch, 1), 0)
+            except TooSmallError as error:
+                raise too_small(WHOLE_SET, error.needs, found=error.found) from None
+
+
+def _look_at_part(config: Config, entry: NamedCorpus, num_validation: int) -> None:
+    """Looks at a corpus of the mixture: it trains if it has a sequence."""
+    num_validation = num_validation if config.data.validation_fraction else 0
+    try:
+        _look(config, _alone(config.data, entry), 1, num_validation)
+    except TooSmallError as error:
+        of = {TRAIN: ONE_TRAIN, HELD_OUT: ONE_HELD_OUT}[error.of]
+        fraction = _enough_for_all(config, error.fraction, num_validation)
+        raise too_small(of, error.needs, found=error.found, fraction=fraction) from None
+
+
+def _enough_for_all(config: Config, fraction: float | None, num_validation: int) -> float | None:
+    """Returns a validation_fraction, this or a larger one, that is enough in each corpus."""
+    while fraction is not None:
+        data = dataclasses.replace(config.data, validation_fraction=fraction)
+        try:
+            for entry in data.mixture or ():
+                _look(config, _alone(data, entry), 1, num_validation)
+            return fraction
+        except TooSmallError as error:
+            larger = error.fraction
+            fraction = larger if larger is not None and larger > fraction else None
+        except HolmesError:
+            return None
+    return None
 
 
 def _look(config: Config, data: DataConfig, global_batch: int, num_validation: int) -> None:

@@ -14,6 +14,8 @@ from holmesjax.data import extras, stores
 from holmesjax.data.documents import Documents, FilePart, Wanted, damaged, decoded, no_text
 from holmesjax.errors import DataError
 
+PARQUET, ARROW = ".parquet", ".arrow"
+ARRAY_RECORD = (".array_record", ".arrayrecord")
 ROWS = 256  # read at once
 STATE, SPLITS = "state.json", "dataset_dict.json"  # of folders that `datasets` wrote
 END = b"\xff\xff\xff\xff\0\0\0\0"  # of an Arrow stream

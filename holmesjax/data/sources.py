@@ -30,6 +30,7 @@ class Item(NamedTuple):
     targets: np.ndarray | None = None
 
 
+ONLY = "corpus"  # the name of `data.corpus` beside named validation sets
 Arrays = Mapping[str, np.ndarray]  # an item that is no text: arrays by the names of the model
 
 
@@ -74,6 +75,12 @@ class Splits:
     files: Mapping[str, str]
     # Validation sets by name, in place of `validation`; empty: there is that one.
     sets: Mapping[str, Sequences] = field(default_factory=dict)
+
+    def held_out(self) -> Collection[str]:
+        """Returns the names of the validation sets of which the rest trains."""
+        if isinstance(self.train, Mixed):
+            return list(self.train.parts)
+        return [ONLY if self.sets else "validation"]
 
     def validation_sets(self) -> Mapping[str, Sequences]:
         """Returns all sets that a validation reads, by name."""
@@ -120,45 +127,78 @@ def module_of(config: DataConfig) -> SourceModule:
     return module
 
 
-def enough_fraction(needed: int, held_out: int, train: int, batch: int) -> float | None:
+def enough_fraction(needed: int, total: int, batch: int) -> float | None:
     """A validation_fraction that holds out as many sequences as are needed, and a tenth more.
 
     None if less than a batch is left to train on.
 
-    >>> enough_fraction(needed=8, held_out=2, train=98, batch=4)
+    >>> enough_fraction(needed=8, total=100, batch=4)
     0.09
     """
-    total = held_out + train
     fraction = math.ceil(110 * needed / max(total, 1)) / 100
     return fraction if (1 - fraction) * total >= batch else None
 
 
+# What may be too small: of the only corpus, or of one in a mixture, or of a set of its own.
+TRAIN, HELD_OUT = "train split", "validation split"
+ONE_TRAIN, ONE_HELD_OUT = "train split of one corpus", "validation split of one corpus"
+WHOLE_SET = "validation set"
+FEWER = "more files, fewer train.eval_batches, a smaller train.global_batch, or"
+REMEDIES = {
+    TRAIN: "more files, a smaller train.global_batch, or a smaller model.context_length",
+    HELD_OUT: f"{FEWER} train.eval_every=0 for no validation",
+    ONE_TRAIN: "more files, a smaller data.validation_fraction, or a smaller model.context_length",
+    ONE_HELD_OUT: f"{FEWER} data.validation_fraction=0 and the sets of data.validation",
+    WHOLE_SET: f"{FEWER} train.eval_every=0 for no validation",
+}
+
+
+class TooSmallError(DataError):
+    """Data that are not enough, with what `too_small` was told of them."""
+
+    of = needs = ""
+    fraction: float | None = None
+
+
 def too_small(
-    split: str,
-    num_batches: int,
     of: str,
-    needed: str,
+    needs: str,
     *,
-    found: str,
+    found: object,
+    where: str = "data.corpus",
     fraction: float | None = None,
-) -> DataError:
-    """Makes the error of a split that has not enough data for all of its batches.
+    hint: str = "",
+) -> TooSmallError:
+    """Makes the error of data that are not enough for all batches.
 
     Args:
-      split: "train" or "validation".
-      num_batches: the number of batches.
-      of: the content of a batch.
-      needed: the size of all batches.
-      found: the size of the split.
+      of: a key of `REMEDIES`.
+      needs: the batches and their size, as `need` says it.
+      found: the size of what is there.
+      where: the setting that names the corpus.
       fraction: a larger `data.validation_fraction` that suffices; None: none is known.
+      hint: what else would do, to be said first.
     """
-    count, need = (f"{num_batches} batches", "need") if num_batches > 1 else ("a batch", "needs")
-    problem = f"the {split} split is too small: {count} of {of} {need} {needed}"
-    fix = "use more files, a smaller train.global_batch, or a smaller model.context_length"
-    if split == "validation":
-        larger = f"data.validation_fraction={fraction:g}, " if fraction else ""
-        fix = (
-            f"use {larger}more files, fewer train.eval_batches, a smaller train.global_batch, or "
-            "train.eval_every=0 for no validation"
-        )
-    return DataError("data.corpus", problem, found=found, fix=fix)
+    larger = f"data.validation_fraction={fraction:g}, " if fraction else hint
+    if fraction and of == ONE_HELD_OUT:
+        larger += "which every corpus then holds out, "
+    fix = f"use {larger}{REMEDIES[of]}"
+    error = TooSmallError(where, f"the {of} is too small: {needs}", found=found, fix=fix)
+    error.of, error.needs, error.fraction = of, needs, fraction
+    return error
+
+
+def need(num_batches: int, global_batch: int, length: int, size: str) -> str:
+    """Says how much so many batches need.
+
+    >>> need(4, 16, 256, "64 sequences")
+    '4 batches of 16 sequences of 256 tokens need 64 sequences'
+    >>> need(1, 1, 256, "257 bytes")
+    'a sequence of 256 tokens needs 257 bytes'
+    """
+    if num_batches * global_batch == 1:
+        return f"a sequence of {length:,} tokens needs {size}"
+    count = f"{num_batches * global_batch:,}"
+    if num_batches > 1 and global_batch > 1:
+        count = f"{num_batches:,} batches of {global_batch:,}"
+    return f"{count} sequences of {length:,} tokens need {size}"

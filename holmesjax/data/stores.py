@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, TypeVar, cast
 
 from holmesjax.data import extras
-from holmesjax.errors import DataError
+from holmesjax.errors import AbsentDataError, DataError
 
 SCHEMES = ("s3", "gs")
 AHEAD_BYTES = 2**22  # of an object that is read from its beginning
@@ -57,6 +57,12 @@ def path_of(name: str | Path) -> Path:
         else:
             import gcsfs  # noqa: F401
     return cast(Path, upath.UPath(str(name)))  # with the methods of a path that are used here
+
+
+def absent(name: str, fix: str) -> AbsentDataError:
+    """The refusal of a corpus that is not there."""
+    here = "" if is_remote(name) else f"; the current folder is {Path.cwd()}"
+    return AbsentDataError("data.corpus", "is not there", found=f"{name}{here}", fix=fix)
 
 
 def ask(path: Path) -> None:

@@ -12,7 +12,16 @@ from holmesjax.config import BYTES, Config, DataConfig
 from holmesjax.data import corpus as corpora, packing, tokenizer_files
 from holmesjax.data.corpus import Corpus
 from holmesjax.data.packing import DocumentRange, Spans
-from holmesjax.data.sources import Item, Sequences, Splits, Tokenizer, too_small
+from holmesjax.data.sources import (
+    HELD_OUT,
+    TRAIN,
+    Item,
+    Sequences,
+    Splits,
+    Tokenizer,
+    need,
+    too_small,
+)
 from holmesjax.data.tokenizer import BEGIN, ByteTokenizer
 from holmesjax.data.tokenizer_files import FileTokenizer
 
@@ -131,8 +140,8 @@ def look(config: Config) -> None:
     sizes = corpora.sizes(config.data, enough)
     for name, count in num_batches.items():
         if sizes[name] < enough[name]:
-            of = f"{train.global_batch:,} sequences of {length:,} tokens"
-            needs, found = f"{enough[name]:,} bytes", f"{sizes[name]:,} bytes"
+            needs = need(count, train.global_batch, length, f"{enough[name]:,} bytes")
             is_held_out = name == "validation"
             fraction = corpora.enough_fraction(config.data, enough) if is_held_out else None
-            raise too_small(name, count, of, needs, found=found, fraction=fraction)
+            of, found = HELD_OUT if is_held_out else TRAIN, f"{sizes[name]:,} bytes"
+            raise too_small(of, needs, found=found, fraction=fraction)

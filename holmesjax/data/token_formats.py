@@ -21,7 +21,7 @@ from holmesjax.data.number_files import NumberFile, SortedNumbers
 from holmesjax.data.stores import RangeFile
 from holmesjax.data.token_files import DTYPES, FORMAT, JOB, STARTS, TokenFile, wrong
 from holmesjax.data.tokenizer_files import read_json
-from holmesjax.errors import AbsentDataError, DataError
+from holmesjax.errors import DataError
 
 ENDINGS = (".bin", ".npy")
 MAGIC, VERSION = b"MMIDIDX\0\0", 1
@@ -49,8 +49,7 @@ def find(config: DataConfig) -> list[TokenFile]:
             return stores.each(lambda each: _open(each, config.dtype), found, path)
         if not path.exists():
             fix = "name a folder with files of tokens, or one file .bin or .npy"
-            here = "" if stores.is_remote(path) else f"; the current folder is {Path.cwd()}"
-            raise AbsentDataError("data.corpus", "is not there", found=f"{path}{here}", fix=fix)
+            raise stores.absent(config.corpus, fix)
         return [_open(path if path.suffix == ".npy" else path.with_suffix(".bin"), config.dtype)]
     except stores.errors() as error:
         name = getattr(error, "filename", None) or path

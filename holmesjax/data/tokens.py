@@ -17,7 +17,16 @@ import numpy as np
 from holmesjax.config import BYTES, Config, DataConfig
 from holmesjax.data import packing, stores, text, token_formats, tokenizer_files
 from holmesjax.data.packing import DocumentRange, Spans
-from holmesjax.data.sources import Item, Sequences, Splits, enough_fraction, too_small
+from holmesjax.data.sources import (
+    HELD_OUT,
+    TRAIN,
+    Item,
+    Sequences,
+    Splits,
+    enough_fraction,
+    need,
+    too_small,
+)
 from holmesjax.data.token_files import DocumentStarts, TokenFile
 from holmesjax.errors import ConfigError, DataError
 
@@ -165,15 +174,14 @@ def look(config: Config) -> None:
             fix = f"use {tokenizer_files.padded(own)}, the next multiple of {tokenizer_files.UNIT}"
             raise ConfigError("model.vocab_size", problem, found=config.model.vocab_size, fix=fix)
     stores.each(lambda file: file.check_blocks(_limit(file, limit)), files, files[0].path)
-    num_batches = {"train": 1, "validation": train.eval_batches if train.eval_every else 0}
-    parts = _cut(files, data.validation_fraction)
-    sizes = [len(FileWindows(own, config.model.context_length, limit)) for own in parts]
+    num_batches = {TRAIN: 1, HELD_OUT: train.eval_batches if train.eval_every else 0}
+    length, batch = config.model.context_length, train.global_batch
+    sizes = [len(FileWindows(own, length, limit)) for own in _cut(files, data.validation_fraction)]
     for size, (split, count) in zip(sizes, num_batches.items(), strict=True):
-        if size < (needed := count * train.global_batch):
-            of = f"{train.global_batch:,} sequences of {config.model.context_length:,} tokens"
-            needs, found = f"{needed:,} sequences", f"{size:,} sequences"
-            fraction = enough_fraction(needed, size, sizes[0], train.global_batch)
-            raise too_small(split, count, of, needs, found=found, fraction=fraction)
+        if size < (needed := count * batch):
+            needs = need(count, batch, length, f"{needed:,} sequences")
+            fraction = enough_fraction(needed, sum(sizes), batch) if split == HELD_OUT else None
+            raise too_small(split, needs, found=f"{size:,} sequences", fraction=fraction)
 
 
 def _refuse_other(file: TokenFile, data: DataConfig, identity: str) -> None:

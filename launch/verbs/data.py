@@ -17,9 +17,8 @@ from holmesjax.config import Config
 from holmesjax.data import sources, stores, text, token_formats, tokenizing, tokens
 from holmesjax.data.batches import ArrayRows, Batches, Rows
 from holmesjax.data.documents import Wanted
-from holmesjax.data.named_corpora import ONLY
 from holmesjax.data.packing import PackedRows
-from holmesjax.data.sources import Mixed, Sequences, Splits, Tokenizer
+from holmesjax.data.sources import ONLY, Mixed, Sequences, Splits, Tokenizer
 from holmesjax.errors import ConfigError
 
 SHOWN = 12  # digits of a digest
@@ -36,6 +35,7 @@ FOR_ANY = (
 def run(args: argparse.Namespace) -> int:
     if args.windows < 0:
         raise ConfigError("--windows", "must be 0 or more", found=args.windows, fix="use 0 or more")
+    _refuse_runs(args.run)
     if _is_corpus(args.run):
         with tempfile.TemporaryDirectory() as folder:
             _show_corpus(args, Path(folder))
@@ -65,6 +65,17 @@ def run(args: argparse.Namespace) -> int:
     elif rows is not None:
         _show(rows, module.tokenizer(config.data), "step 1, sequence")
     return 0
+
+
+def _refuse_runs(name: str) -> None:
+    """Raises ConfigError for a folder of run folders."""
+    if not os.path.isdir(name):
+        return
+    found = (path.parent for path in Path(name).glob(f"*/{jobs.TOPOLOGY}"))
+    if runs := sorted(own for own in found if (own / jobs.CONFIG).exists()):
+        shown = ", ".join(own.name for own in runs[:8])
+        fix = f"name one of them: python -m launch data {runs[0]}; launch top shows how it trains"
+        raise ConfigError(name, "holds run folders, and is no corpus", found=shown, fix=fix)
 
 
 def _is_corpus(name: str) -> bool:

@@ -221,7 +221,7 @@ def test_the_split_of_a_file_does_not_move_with_others(tmp_path):
 @pytest.mark.parametrize(
     "changes, words",
     [
-        ({"corpus": "/nowhere"}, "is no folder"),
+        ({"corpus": "/nowhere"}, "is not there"),
         ({"pattern": "*.nothing"}, "no file in"),
         ({"pattern": "/*.txt"}, "is no pattern"),
         ({"corpus": "x" * 5000}, "cannot be read"),
@@ -233,6 +233,25 @@ def test_a_corpus_that_is_none_is_refused(tmp_path, changes, words):
     (tmp_path / "a.bin").write_bytes(b"\0\1")
     with pytest.raises(DataError, match=words):
         corpus.read(DataConfig(**{"corpus": str(tmp_path), **changes}))
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.txt.zst", "a.parquet", "a.arrow", "a.array_record"])
+def test_a_file_whose_documents_are_not_its_text_is_refused(tmp_path, name):
+    (tmp_path / name).write_text('{"text": "a"}\n' * 9)
+    (tmp_path / "b.txt").write_text("x" * 9)
+    whole = DataConfig(corpus=str(tmp_path), validation_fraction=0.0)
+    for config in (
+        whole,
+        dataclasses.replace(whole, pattern="*"),
+        dataclasses.replace(whole, corpus=str(tmp_path / name)),
+    ):
+        for read in (corpus.read, lambda own: corpus.sizes(own, {"train": 99, "validation": 0})):
+            with pytest.raises(DataError, match=f"{name}: is not read as text") as error:
+                read(config)
+            assert "data.source=tokens" in error.value.fix
+            assert ("data.source=chat" in error.value.fix) == (name == "a.jsonl")
+    assert corpus.read(dataclasses.replace(whole, pattern="*.txt")).files.keys() == {"b.txt"}
+    assert corpus.files(whole).keys() == {name, "b.txt"}  # which `tokenize` reads
 
 
 def test_a_file_that_cannot_be_read_is_named(tmp_path, monkeypatch):

@@ -52,5 +52,5 @@ def test_a_node_has_the_data_of_one_of_the_clusters_and_one_process_that_of_the_
     for paths, reader in ((first, "node"), (first, "process"), (second, "node")):
         jobs.load(run_file, [*settings, paths], reads_data=reader)
     for paths, reader in (([], "node"), ([second], "process")):
-        with pytest.raises(DataError, match=r"data.corpus: is no folder\n  found: /nothing/here"):
+        with pytest.raises(DataError, match=r"data.corpus: is not there\n  found: /nothing/here"):
             jobs.load(run_file, [*settings, *paths], reads_data=reader)

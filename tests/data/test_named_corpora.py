@@ -1,15 +1,17 @@
 """A mixture reads what its corpora have, and each validation set is one of its own."""
 
 import dataclasses
+import re
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from holmesjax import config as configs
-from holmesjax.data import sources
+from holmesjax.data import named_corpora, sources
 from holmesjax.data.batches import Batches
-from holmesjax.errors import HolmesError
+from holmesjax.data.sources import HELD_OUT, ONE_HELD_OUT, WHOLE_SET
+from holmesjax.errors import DataError, HolmesError
 from holmesjax.session import Session
 from launch.__main__ import main
 from tests.cases import cases
@@ -143,7 +145,7 @@ def test_digests_name_the_corpus_and_do_not_move_with_another(load, tmp_path):
         (
             ["data.mixture=[{name: a, corpus: absent}]"],
             "data.mixture, a: corpus",
-            "no folder",
+            "is not there",
             "absent",
         ),
         (
@@ -182,8 +184,21 @@ def test_digests_name_the_corpus_and_do_not_move_with_another(load, tmp_path):
         (
             ["train.eval_every=1", "train.eval_batches=999"],
             "data.mixture, web: corpus",
-            "the validation split is too small",
-            "bytes",
+            "the validation split of one corpus is too small: 3,996 sequences of 8 tokens need",
+            "bytes\n  fix: use more files, fewer train.eval_batches, a smaller train.global_batch, "
+            "or data.validation_fraction=0 and the sets of data.validation",
+        ),
+        (
+            ["data.validation_fraction=0.999"],
+            "data.mixture, web: corpus",
+            "the train split of one corpus is too small: a sequence of 8 tokens needs 9 bytes",
+            "0 bytes\n  fix: use more files, a smaller data.validation_fraction, or a smaller",
+        ),
+        (
+            ["train.eval_every=1", "train.eval_batches=200", OWN_SET, "data.validation_fraction=0"],
+            "data.validation, own: corpus",
+            "the validation set is too small: 800 sequences of 8 tokens need 6,401 bytes",
+            "bytes\n  fix: use more files, fewer train.eval_batches, a smaller train.global_batch",
         ),
     ],
 )
@@ -192,6 +207,41 @@ def test_mistakes_are_named(load, words, where, problem, found):
         read(load(MIXTURE, *words))
     for part in (where, problem, found):
         assert part in str(error.value)
+
+
+def test_the_fraction_that_is_named_is_enough_in_each_corpus(load, tmp_path):
+    for i in range(40):
+        (tmp_path / f"web/more{i}.txt").write_text(f"{i} {WORDS['web']}" * 8)
+    settings = MIXTURE, "train.eval_every=1", "train.eval_batches=20"
+    look = lambda fraction: named_corpora.look(
+        load(*settings, f"data.validation_fraction={fraction}")
+    )
+    with pytest.raises(DataError, match=r"data.mixture, web: corpus: the validation") as error:
+        look(0.01)
+    [named] = re.findall(r"validation_fraction=([\d.]+), which every corpus", error.value.fix)
+    look(named)
+
+
+@cases(
+    "words, where, of, fix",
+    [
+        (["data.corpus=web"], "data.corpus", HELD_OUT, "a larger data.validation_fraction, more"),
+        ([MIXTURE], "data.mixture, web: corpus", ONE_HELD_OUT, "a larger data.validation_fraction"),
+        ([MIXTURE, OWN_SET], "data.mixture, web: corpus", ONE_HELD_OUT, "a larger data."),
+        (
+            [MIXTURE, OWN_SET, "data.validation_fraction=0"],
+            "data.validation, own: corpus",
+            WHOLE_SET,
+            "use more files, fewer train.eval_batches",
+        ),
+    ],
+)
+def test_a_set_that_is_too_small_once_it_is_tokens_is_named(load, words, where, of, fix):
+    with pytest.raises(DataError) as error:
+        read(load(*words), num_validation=200)
+    assert error.value.where == where
+    assert f"the {of} is too small: 200 batches of 4 sequences" in error.value.problem
+    assert fix in error.value.fix
 
 
 def test_the_command_shows_each_corpus_and_how_often_a_run_reads_it(load, tmp_path, capsys):

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from holmesjax.config import DataConfig
-from holmesjax.data import document_formats, stores, text, tokens
+from holmesjax.data import chat, document_formats, stores, text, tokens
 from holmesjax.data.documents import Wanted
 from holmesjax.errors import DataError
 from tests.data import test_document_formats as formats, test_token_files as files
@@ -49,6 +49,19 @@ def test_a_folder_in_a_store_is_the_corpus_that_it_is_here(store, tmp_path):
             for own in (tmp_path / "corpus", there)
         )
         assert (found.files, found.digests) == (expected.files, expected.digests)
+
+
+def test_dialogues_in_a_store_are_the_rows_that_they_are_here(store, tmp_path):
+    path = tmp_path / "dialogues.jsonl"
+    path.write_text('{"prompt": "one, ", "answer": "two"}\n' * 20)
+    there = put(store, path, "dialogues.jsonl")
+    expected, found = (
+        chat.read(DataConfig(corpus=str(own), source="chat", documents="mask"), 16)
+        for own in (path, there)
+    )
+    assert (found.files, found.digests) == (expected.files, expected.digests)
+    assert found.place == there
+    assert len(found.train) == len(expected.train) > 0
 
 
 def read(place, fraction=0.3):

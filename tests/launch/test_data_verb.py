@@ -72,3 +72,14 @@ def test_a_corpus_by_itself_is_shown_as_its_files_of_tokens_are(corpus, capsys):
     assert "has no text in a field `text`" in capsys.readouterr().err
     assert main(["data", str(path), "data.source=chat", "model.context_length=16"]) == 0
     assert "3 of 16 targets count" in capsys.readouterr().out
+
+
+def test_a_folder_of_run_folders_is_no_corpus(tmp_path, capsys):
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.yaml").write_text("model: {}\n")
+        (tmp_path / name / "topology.yaml").write_text("clusters: []\n")
+    assert main(["data", str(tmp_path)]) == 2
+    said = capsys.readouterr().err
+    assert f"{tmp_path}: holds run folders, and is no corpus\n  found: a, b" in said
+    assert f"python -m launch data {tmp_path}/a; launch top" in said
