@@ -65,8 +65,8 @@ class Batches:
 
     def __post_init__(self) -> None:
         data, num_validation = self.data, self.num_validation
-        is_mixed = isinstance(data.train, Mixed)  # which may be read as often as it takes
-        if not is_mixed:
+        is_mixed = isinstance(data.train, Mixed)
+        if not isinstance(data.train, Mixed):  # which may be read as often as it takes
             self._need(1, data.train, TRAIN)
         # No setting splits arrays, which have no files.
         hint = "a larger data.validation_fraction, " if data.files else ""

@@ -50,7 +50,12 @@ def find(config: DataConfig) -> list[TokenFile]:
         if not path.exists():
             fix = "name a folder with files of tokens, or one file .bin or .npy"
             raise stores.absent(config.corpus, fix)
-        return [_open(path if path.suffix == ".npy" else path.with_suffix(".bin"), config.dtype)]
+        named = path if path.suffix == ".npy" else path.with_suffix(".bin")
+        if not named.exists():
+            fix = "turn it into tokens (python -m launch tokenize), or name files .bin or .npy"
+            found_here = f"{path}, and no {named.name} beside it"
+            raise DataError("data.corpus", "is no file of tokens", found=found_here, fix=fix)
+        return [_open(named, config.dtype)]
     except stores.errors() as error:
         name = getattr(error, "filename", None) or path
         fix, found_here = "make it readable", f"{name}: {stores.said_by(error)}"

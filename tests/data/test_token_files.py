@@ -353,3 +353,6 @@ def test_a_folder_that_is_not_whole_is_refused(tmp_path: Path, content, message)
         read(tmp_path)
     with pytest.raises(DataError, match=r"data.corpus: is not there\n  found: .*nothing.bin"):
         read(tmp_path / "nothing.bin")
+    (tmp_path / "a.txt").write_text("text")
+    with pytest.raises(DataError, match=r"no file of tokens\n  found: .*a.txt, and no a.bin"):
+        read(tmp_path / "a.txt")
