@@ -6,22 +6,27 @@
     grain        `MapDataset.source(windows).shuffle().batch()`, item by item, in this thread
     grain, 16    the same through `to_iter_dataset`, with 16 threads that read 16 batches ahead
 
-All read the same windows of the same map. Rates are tokens of a batch per second of the CPU (of all
-threads of the process) and per second of the clock; medians, least and most of rounds in turns.
+All read the same windows of the same map. The cases run in one process, and again in two at once:
+each makes half of the rows of every batch, as the processes of two replicas do, and grain's loop has
+half of the items. Rates are the tokens that a process makes per second of its CPU (of all its
+threads) and per second of the clock; medians, least and most over processes and rounds in turns.
 
 Bar: windows, mixture and packed each make twice the tokens that a run of 10 M parameters consumes
-on 2 cores, per second of the CPU.
+on 2 cores, per second of the CPU of a process, whether there are one or two.
 """
 
 import argparse
 import contextlib
 import itertools
 import json
+import multiprocessing
 import statistics
 import sys
 import tempfile
 import time
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing.synchronize import Barrier
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +46,7 @@ LENGTH, GLOBAL_BATCH = 1024, 32
 NUM_TOKENS, MEAN_DOCUMENT = 20_000_000, 1_000
 SEED = 7
 ROUND_BATCHES = 100
+COUNTS = (1, 2)  # processes at once
 
 
 def write_corpus(path: Path, seed: int) -> None:
@@ -64,11 +70,11 @@ def batches_of(config: DataConfig) -> Batches:
     return Batches(data=data, seed=SEED, global_batch=GLOBAL_BATCH, length=LENGTH, num_validation=0)
 
 
-def ours(batches: Batches) -> Any:
-    """The batches of a run, as stages read them."""
+def ours(batches: Batches, row_N: np.ndarray) -> Any:
+    """Some rows of the batches of a run, as stages read them."""
     first = 0
     while True:
-        rows = batches.train(first)
+        rows = batches.train(first, row_N)
         assert isinstance(rows, Rows)
         yield model_inputs(rows)
         first += GLOBAL_BATCH
@@ -88,21 +94,20 @@ class Windows:
         return {"tokens": item.tokens, "begins": item.begins}
 
 
-def grains(windows: tokens.FileWindows, num_threads: int | None) -> Any:
-    """grain's own loop over the same windows."""
-    dataset = grain.MapDataset.source(Windows(windows)).shuffle(seed=SEED).repeat()
-    whole = dataset.batch(GLOBAL_BATCH)
+def grains(
+    windows: tokens.FileWindows, index: int, count: int, num_threads: int | None = None
+) -> Any:
+    """grain's own loop over a share of the same windows."""
+    dataset = grain.MapDataset.source(Windows(windows)).shuffle(seed=SEED)[index::count]
+    whole = dataset.repeat().batch(GLOBAL_BATCH // count)
     if num_threads is None:
         return (whole[i] for i in itertools.count())
     options = grain.ReadOptions(num_threads=num_threads, prefetch_buffer_size=num_threads)
     return whole.to_iter_dataset(options).__iter__()
 
 
-def cases(folder: Path) -> dict[str, Callable[[], Any]]:
-    """The measured cases, by name."""
-    for number in range(3):
-        (folder / str(number)).mkdir()
-        write_corpus(folder / str(number) / "corpus.bin", number)
+def cases(folder: Path, index: int, count: int) -> dict[str, Callable[[], Any]]:
+    """The measured cases by name, in a process by its index among so many."""
     one: dict[str, Any] = {"source": "tokens", "validation_fraction": 0.0}
     plain = DataConfig(corpus=str(folder / "0"), **one)
     packed = DataConfig(corpus=str(folder / "0"), packing="best_fit", documents="mask", **one)
@@ -114,31 +119,63 @@ def cases(folder: Path) -> dict[str, Callable[[], Any]]:
     mixed = DataConfig(mixture=mixture, mixture_changes=(change,), validation_fraction=0.0)
     windows = batches_of(plain).data.train
     assert isinstance(windows, tokens.FileWindows)
+    share = GLOBAL_BATCH // count
+    own_N = np.arange(index * share, (index + 1) * share)
     return {
-        "windows": lambda: ours(batches_of(plain)),
-        "mixture": lambda: ours(batches_of(mixed)),
-        "packed": lambda: ours(batches_of(packed)),
-        "grain": lambda: grains(windows, None),
-        "grain, 16": lambda: grains(windows, 16),
+        "windows": lambda: ours(batches_of(plain), own_N),
+        "mixture": lambda: ours(batches_of(mixed), own_N),
+        "packed": lambda: ours(batches_of(packed), own_N),
+        "grain": lambda: grains(windows, index, count),
+        "grain, 16": lambda: grains(windows, index, count, num_threads=16),
     }
 
 
-def measure(rounds: int) -> dict[str, dict[str, list[float]]]:
-    """Rates of each case, by round: tokens per second of the CPU and of the clock."""
-    with tempfile.TemporaryDirectory() as folder:
-        makers = cases(Path(folder))
-        found: dict[str, dict[str, list[float]]] = {n: {"cpu": [], "clock": []} for n in makers}
-        count = ROUND_BATCHES * GLOBAL_BATCH * LENGTH
-        for _ in range(rounds):
-            for name, make in makers.items():
-                with contextlib.closing(make()) as own:  # its threads end
-                    next(own)  # what is made once
-                    cpu_s, clock_s = time.process_time(), time.perf_counter()
-                    for _ in range(ROUND_BATCHES):
-                        next(own)
-                    found[name]["cpu"].append(count / (time.process_time() - cpu_s))
-                    found[name]["clock"].append(count / (time.perf_counter() - clock_s))
+Rates = dict[str, dict[str, list[float]]]  # by case, then "cpu" or "clock"
+_at_once: Barrier
+
+
+def _begin(barrier: Barrier) -> None:
+    global _at_once
+    _at_once = barrier
+
+
+def _measure(folder: Path, index: int, count: int, rounds: int) -> Rates:
+    """The rates of each case in one process, by round."""
+    makers = cases(folder, index, count)
+    found: Rates = {name: {"cpu": [], "clock": []} for name in makers}
+    size = ROUND_BATCHES * GLOBAL_BATCH // count * LENGTH
+    for _ in range(rounds):
+        for name, make in makers.items():
+            with contextlib.closing(make()) as own:  # its threads end
+                next(own)  # what is made once
+                _at_once.wait()
+                cpu_s, clock_s = time.process_time(), time.perf_counter()
+                for _ in range(ROUND_BATCHES):
+                    next(own)
+                found[name]["cpu"].append(size / (time.process_time() - cpu_s))
+                found[name]["clock"].append(size / (time.perf_counter() - clock_s))
     return found
+
+
+def measure(rounds: int) -> dict[int, Rates]:
+    """The rates of each number of processes: those of all of them, process by process."""
+    context = multiprocessing.get_context("spawn")
+    rates: dict[int, Rates] = {}
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        for number in range(3):
+            (folder / str(number)).mkdir()
+            write_corpus(folder / str(number) / "corpus.bin", number)
+        for count in COUNTS:
+            barrier = context.Barrier(count)
+            with ProcessPoolExecutor(count, context, _begin, (barrier,)) as pool:
+                work = [pool.submit(_measure, folder, i, count, rounds) for i in range(count)]
+                found = [own.result() for own in work]
+            rates[count] = {
+                case: {of: [rate for own in found for rate in own[case][of]] for of in by}
+                for case, by in found[0].items()
+            }
+    return rates
 
 
 def table(result: dict[str, Any]) -> str:
@@ -148,12 +185,14 @@ def table(result: dict[str, Any]) -> str:
         return f"{statistics.median(rates):,.0f} ({min(rates):,.0f} to {max(rates):,.0f})"
 
     rows = [
-        f"| {name} | {cell(own['cpu'])} | {cell(own['clock'])} |"
-        for name, own in result["rates"].items()
+        f"| {name} | {count} | {cell(own['cpu'])} | {cell(own['clock'])} |"
+        for count, by_case in result["rates"].items()
+        for name, own in by_case.items()
     ]
     head = [
-        "| batches of 32 x 1,024 tokens | tokens per second of the CPU | of the clock |",
-        "| --- | ---: | ---: |",
+        "| batches of 32 x 1,024 tokens | processes | tokens of one per second of its CPU | of the "
+        "clock |",
+        "| --- | ---: | ---: | ---: |",
     ]
     bar = f"Bar: twice the {CONSUMED:,} tokens/s of a run of 10 M parameters on 2 cores, "
     bar += "met." if result["is_met"] else "missed."
@@ -169,7 +208,11 @@ def main() -> int:
     result = provenance(NAME)
     result["versions"]["grain"] = grain.__version__
     rates = measure(args.rounds)
-    least = min(statistics.median(rates[name]["cpu"]) for name in ("windows", "mixture", "packed"))
+    least = min(
+        statistics.median(by_case[name]["cpu"])
+        for by_case in rates.values()
+        for name in ("windows", "mixture", "packed")
+    )
     result |= {"rates": rates, "is_met": least >= 2 * CONSUMED}
     (RESULTS / f"{NAME}.json").write_text(json.dumps(result, indent=2) + "\n")
     (RESULTS / f"{NAME}.md").write_text(table(result))
