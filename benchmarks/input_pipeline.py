@@ -7,7 +7,7 @@
     grain, 16    the same through `to_iter_dataset`, with 16 threads that read 16 batches ahead
 
 All read the same windows of the same map. The cases run in one process, and again in two at once:
-each makes half of the rows of every batch, as the processes of two replicas do, and grain's loop has
+each makes half of the rows of every batch, as the processes of two replicas do; grain's loop has
 half of the items. Rates are the tokens that a process makes per second of its CPU (of all its
 threads) and per second of the clock; medians, least and most over processes and rounds in turns.
 
