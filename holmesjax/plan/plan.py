@@ -320,7 +320,7 @@ def describe(plan: Plan, kind_of: Mapping[str, str] | None = None) -> list[str]:
     nodes_width = max(len(_nodes(stage.nodes)) for stage in plan.stages)
     for i, stage in enumerate(plan.stages):
         place = f"{stage.cluster:{cluster_width}}  {_nodes(stage.nodes):{nodes_width}}"
-        lines += [f"  stage {i:<3} {place}  {_layers(stage, kind_of or {})}", *_details(stage)]
+        lines += [f"  stage {i:<3} {place}  {layers_text(stage, kind_of or {})}", *_details(stage)]
     if plan.idle:
         idle = [f"{node} {num_devices}" for node, num_devices in plan.idle.items()]
         if len(idle) > IDLE_SHOWN:
@@ -389,15 +389,15 @@ def _nodes(nodes: Sequence[str]) -> str:
     return ", ".join(nodes) if len(nodes) < 4 else f"{nodes[0]} to {nodes[-1]}, {len(nodes)} nodes"
 
 
-def _layers(stage: StagePlan, kind_of: Mapping[str, str]) -> str:
+def layers_text(stage: StagePlan, kind_of: Mapping[str, str]) -> str:
     """The layers that the stage holds, as text.
 
     >>> stage = StagePlan(cluster="ib", nodes=("ib-0",), devices=(0,), mesh={Axis.DATA: 1},
     ...                   chunks=(("block_001",), ("block_003", "head")),
     ...                   fabrics={}, memory_bytes={}, seconds={})
-    >>> _layers(stage, {})
+    >>> layers_text(stage, {})
     '2 layers + head in 2 chunks'
-    >>> _layers(stage, {"block_001": "block", "block_003": "window_block"})
+    >>> layers_text(stage, {"block_001": "block", "block_003": "window_block"})
     '2 layers (1 block, 1 window_block) + head in 2 chunks'
     """
     embed = [EMBED] if EMBED in stage.layers else []

@@ -16,7 +16,7 @@ from rich.text import Text
 
 from holmesjax import job as jobs, lease
 from holmesjax.config import Config
-from holmesjax.plan.plan import Plan
+from holmesjax.plan.plan import Plan, layers_text
 from holmesjax.report import metrics
 from holmesjax.report.console import validation_losses
 from holmesjax.units import duration, show
@@ -100,8 +100,7 @@ def _stages(plan: Plan, records: Sequence[Record]) -> Table:
         busy = "-" if math.isnan(share) else f"{share:.0%}"
         mark = "  slowest" if share == busiest else ""
         nodes = f"{stage.nodes[0]} .. {stage.nodes[-1]}" if stage.nodes[1:] else stage.nodes[0]
-        layers = sum(map(len, stage.chunks))
-        table.add_row(str(number), stage.cluster, nodes, str(layers), f"{busy}{mark}")
+        table.add_row(str(number), stage.cluster, nodes, layers_text(stage, {}), f"{busy}{mark}")
     return table
 
 

@@ -116,6 +116,7 @@ def test_a_run_that_goes_on_is_shown_with_its_busiest_stage(tmp_path):
     assert "█▆▃▁" in text
     rows = [line.split() for line in text.splitlines()]
     assert [row[-2:] for row in rows if row and row[-1] == "slowest"] == [["90%", "slowest"]]
+    assert "embed + 7 layers" in text
     assert "stage 0 -> stage 1  3 MiB   50.3 Mb/s" in text  # 8 * 3 * 2**20 / 0.5
     text = shown(*live.describe(tmp_path, config, None, [], None))
     assert "nobody trains it\nno step is finished yet" in text
