@@ -67,9 +67,9 @@ def run(args: argparse.Namespace) -> int:
 
 def _refuse_wrong(args: argparse.Namespace, prompts: list[str]) -> None:
     """Raises ConfigError for options that cannot be, or not together."""
-    if args.max_tokens < 0:
-        fix = "use 0 or more"
-        raise ConfigError("--max-tokens", "must be 0 or more", found=args.max_tokens, fix=fix)
+    if args.max_tokens < 1:
+        fix = "use 1 or more"
+        raise ConfigError("--max-tokens", "must be 1 or more", found=args.max_tokens, fix=fix)
     for option, texts in {"--prompt": prompts, "--stop": args.stop}.items():
         for text in texts:
             _refuse_no_text(option, text)

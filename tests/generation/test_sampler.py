@@ -165,6 +165,7 @@ def test_a_run_is_sampled_on_one_device_as_planned_and_by_processes(tmp_path, ca
     ("option", "value", "found"),
     [
         ("--max-tokens", "-3", "-3"),
+        ("--max-tokens", "0", "0"),
         ("--prompt", "caf\udce9", r"'caf\udce9'"),
         ("--stop", "caf\udce9", r"'caf\udce9'"),
         ("--stop", "", "''"),
