@@ -96,10 +96,10 @@ def run_launch(*words, prefix=(), module="launch", **options) -> subprocess.Comp
     )
 
 
-def run_launch_here(capsys, *words) -> subprocess.CompletedProcess:
+def run_launch_here(capsys, *words, cwd=ROOT) -> subprocess.CompletedProcess:
     """The same in this process, for what starts no devices: quicker by the start of Python."""
     capsys.readouterr()
-    with contextlib.chdir(ROOT), contextlib.ExitStack() as stack:
+    with contextlib.chdir(cwd), contextlib.ExitStack() as stack:
         for number in (signal.SIGINT, signal.SIGTERM):
             stack.callback(signal.signal, number, signal.getsignal(number))
         try:
