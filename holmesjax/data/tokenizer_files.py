@@ -217,9 +217,10 @@ def read_json(path: Path) -> dict[str, Any]:
 def _inner(found: TokenizerFiles) -> Any:
     """The object of the library `tokenizers`."""
     with extra("tokenizers"):
-        import tokenizers
+        # The name of a class: a folder `tokenizers` in the current one is a package without names.
+        from tokenizers import Tokenizer
     try:
-        inner = tokenizers.Tokenizer.from_str(_read(found.main).decode())
+        inner = Tokenizer.from_str(_read(found.main).decode())
     except Exception as error:
         raise _no_tokenizer(found.main, "tokenizers", error) from None
     inner.no_truncation()

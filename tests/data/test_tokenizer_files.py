@@ -4,6 +4,8 @@ import base64
 import gzip
 import json
 import shutil
+import sys
+import types
 from pathlib import Path
 
 import datasets
@@ -238,3 +240,10 @@ def test_a_corpus_that_is_no_text_and_a_vocabulary_without_room_are_refused(path
 def test_a_byte_tokenizer_needs_no_file():
     assert isinstance(text.tokenizer(DataConfig(corpus="x")), ByteTokenizer)
     assert tokenizer_files.identity("bytes") == "bytes"
+
+
+def test_a_folder_with_the_name_of_the_library_is_not_taken_for_it(paths, monkeypatch):
+    """Without the library, Python takes a folder `tokenizers` for a package."""
+    monkeypatch.setitem(sys.modules, "tokenizers", types.ModuleType("tokenizers"))
+    with pytest.raises(DataError, match="needs the package tokenizers"):
+        tokenizer_files.load(paths / "bpe")
