@@ -10,6 +10,8 @@ they show what a tree hides: every duplicate key, aliases, tags, and how deep a 
 anything is built. docs/design/rejected.md has what ruamel.yaml does in their place.
 """
 
+import contextlib
+import difflib
 import json
 import math
 import re
@@ -149,9 +151,18 @@ def _file_text(path: Path, error: type[HolmesError]) -> str:
         raise refusal("must be text", found, "save it as UTF-8, or name a YAML file") from None
     except FileNotFoundError:
         found = f"nothing there; the current folder is {Path.cwd()}"
-        raise refusal("no such file", found, "check the path") from None
+        raise refusal("no such file", found, _near(path)) from None
     except (OSError, ValueError) as failure:  # ValueError: a zero byte in the path
         raise refusal("cannot be read", failure, "check the path and its permissions") from None
+
+
+def _near(path: Path) -> str:
+    """Says how to mend a path that leads nowhere: by the file beside it with the nearest name."""
+    with contextlib.suppress(OSError):
+        names = [own.name for own in path.parent.iterdir()]
+        if close := difflib.get_close_matches(path.name, names, n=1, cutoff=0.8):
+            return f"did you mean {path.with_name(close[0])}?"
+    return "check the path"
 
 
 def _parsed(text: str, document: Document) -> Any:

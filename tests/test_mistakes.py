@@ -20,6 +20,8 @@ MISTAKES = [
     (f"plan RUN topology={LONG}", LONG, "File name too long", "check the path"),
     (f"plan RUN run.dir={LONG}", "run.dir: cannot be looked at", "too long", "another run.dir"),
     (f"generate {LONG}", LONG, "File name too long", "check the path"),
+    ("plan configs/runs/quickstrat.yaml", "no such file", "nothing there", "runs/quickstart.yaml?"),
+    ("plan RUN topology=ib_roce", "topology: no such file", "ib_roce,", "topologies/NAME.yaml"),
     ("plan TOPOLOGY", "TOPOLOGY: is a topology, not a run", "`clusters`", "configs/runs/"),
     ("plan RUN topology=RUN", "RUN: is a run, not a topology", "`model`", "configs/topologies/"),
     ("probe RUN", "RUN: is a run, not a topology", "`model`", "configs/topologies/"),

@@ -133,7 +133,7 @@ def topology_path(config: Config, run_file: str | Path) -> Path:
     known = {path.stem: path for path in sorted(CHECKOUT.glob("configs/topologies/*.yaml"))}
     near = schema.near(Path(config.topology).stem, list(known))
     found = f"{config.topology}, looked for in {', '.join(map(str, dict.fromkeys(folders)))}"
-    fix = f"{near} (in configs/topologies/)"
+    fix = f"{near} (write configs/topologies/NAME.yaml)"
     raise ConfigError("topology", "no such file", found=found, fix=fix)
 
 
