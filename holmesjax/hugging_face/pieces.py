@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 import numpy as np
 
 from holmesjax.boxes import Box, shape_of, within
+from holmesjax.errors import CheckpointError
 from holmesjax.hugging_face.safetensors_file import DTYPES, Tensor
 from holmesjax.hugging_face.tensors import Place
 
@@ -18,6 +19,9 @@ def read(place: Place, tensor: Tensor, box: Box) -> np.ndarray:
 
     Only the rows and columns that hold them are read. If a row merges dims, the box is widened to
     whole indices of the outermost of them.
+
+    Raises CheckpointError for elements that are NaN or infinite: no output of a model with them
+    would be a number.
     """
     dims = place.parameter.dims
     wanted = dict(zip(dims, box, strict=True))
@@ -31,7 +35,7 @@ def read(place: Place, tensor: Tensor, box: Box) -> np.ndarray:
     outer, unit = _outermost(place, 0)
     first, last = wanted[outer]
     step = _num_indices(unit * width * DTYPES[tensor.dtype].itemsize)
-    out = _aligned(shape_of(box))
+    out, num_odd = _aligned(shape_of(box)), 0
     for start in range(first, last, step):
         here = start, min(start + step, last)
         top, bottom = (place.start[0] + index * unit for index in here)
@@ -39,7 +43,16 @@ def read(place: Place, tensor: Tensor, box: Box) -> np.ndarray:
         around = tuple({**wide, outer: here}[dim] for dim in dims)
         inside = tuple({**wanted, outer: here}[dim] for dim in dims)
         part = place.from_box(rows, shape_of(around))
-        out[within(inside, box)] = part[within(inside, around)]
+        target = out[within(inside, box)]
+        target[...] = part[within(inside, around)]
+        num_odd += target.size - int(np.count_nonzero(np.isfinite(target)))
+    if num_odd:
+        raise CheckpointError(
+            str(tensor.file),
+            f"has numbers in {place.tensor} that are NaN or infinite",
+            found=f"{num_odd:,} among {out.size:,}",
+            fix="download the folder again; if they are in the original, put finite ones there",
+        )
     return out
 
 

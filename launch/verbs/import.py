@@ -5,6 +5,7 @@ import importlib
 import json
 import os
 import re
+import shutil
 import tempfile
 from collections.abc import Iterator
 from dataclasses import replace
@@ -41,10 +42,14 @@ def run(args: argparse.Namespace) -> int:
     os.environ.setdefault("JAX_PLATFORMS", "cpu")  # nothing is computed
     writing = importlib.import_module("holmesjax.checkpoints.writing")
     with Lease(run_dir):
-        job.save()
         values = _layers(model, train.seed)
         dtypes = writing.Dtypes(train.param_dtype, train.compute_dtype)
-        arrays, files = writing.save_layers(run_dir, model, dtypes, values)
+        try:
+            arrays, files = writing.save_layers(run_dir, model, dtypes, values)
+        except BaseException:  # also an interrupt: what is written may be many gigabytes
+            shutil.rmtree(manifest.folder_of(run_dir, 0), ignore_errors=True)
+            raise
+        job.save()  # last, so that a folder whose import has failed can be named again
         resume.Start(job=job).commit(0, arrays, files, data={})
     num_parameters = sum(int(np.prod(array["shape"])) for array in arrays.values())
     print(f"imported    {num_parameters:,} parameters of {source}, {weights.dtype}")

@@ -57,14 +57,28 @@ def logits_of(model: ModelConfig, params: dict, tokens: np.ndarray = TOKENS) -> 
     return np.asarray(one_device.logits_of(params, model, tokens[None])[0])
 
 
+def refuse_damaged(source: Path, run_dir: Path, capsys) -> None:
+    """An import that meets a NaN in its second layer leaves no file behind."""
+    path = source / "model.safetensors"
+    whole, tensors = path.read_bytes(), load_file(path)
+    name = next(name for name in tensors if ".0." in name)
+    tensors[name].flat[3] = np.nan
+    save_file(tensors, path)
+    assert main(["import", str(source), "--to", str(run_dir)]) == 2
+    assert f"{name} that are NaN or infinite" in capsys.readouterr().err
+    assert not [left for left in run_dir.rglob("*") if left.is_file()]
+    path.write_bytes(whole)
+
+
 @pytest.mark.parametrize("family, num_layers", FAMILIES)
-def test_a_model_comes_trains_on_two_plans_and_leaves(family, num_layers, tmp_path):
+def test_a_model_comes_trains_on_two_plans_and_leaves(family, num_layers, tmp_path, capsys):
     source, run_dir, out = tmp_path / "in", tmp_path / "run", tmp_path / "out"
     model = write_folder(source, family, num_layers)
     (tmp_path / "corpus").mkdir()
     (tmp_path / "corpus/digits.txt").write_text("0123456789" * 1000)
     settings = [f"data.corpus={tmp_path / 'corpus'}", "data.validation_fraction=0"]
     settings += ["log.report=false", "log.tensorboard=false"]
+    refuse_damaged(source, run_dir, capsys)
     assert main(["import", str(source), "--to", str(run_dir), *settings]) == 0
     shared = {"parallel.tensor": 2, "train.global_batch": 8, "optimizer.learning_rate": 1e-3}
     for plan, steps in zip(PLANS, (10, 12), strict=True):

@@ -1,6 +1,7 @@
 """Folders as a source of parameters: parts of them, and every folder that is refused."""
 
 import dataclasses
+import functools
 import json
 import os
 import time
@@ -64,6 +65,20 @@ def test_a_part_of_heads_or_of_a_width_is_read_alone(tmp_path, monkeypatch):
         num_bytes.clear()
         weights.read("block_000", name, box)
         assert sum(num_bytes) == 4 * parameter.size() // 2
+
+
+@pytest.mark.parametrize("dtype", ["F32", "BF16", "F16"])
+def test_numbers_that_are_not_finite_are_refused_where_they_are_read(dtype, tmp_path, monkeypatch):
+    """A box without them is read."""
+    monkeypatch.setattr(pieces, "MAX_BYTES", 700)
+    tensors = tensors_of("llama", model_of("llama"), dtype)
+    tensors[Q][32, 9], tensors[Q][63, 0] = np.nan, -np.inf
+    weights = folder.open_weights(write_folder(tmp_path, "llama", tensors), model_of("llama"))
+    read = functools.partial(weights.read, "block_003", "query_DHK")
+    assert np.isfinite(read(((0, 40), (0, 2), (0, 16)))).all()
+    for box, count in ((((0, 40), (0, 4), (0, 16)), 2), (((0, 10), (2, 3), (0, 16)), 1)):
+        with pytest.raises(CheckpointError, match=rf"{Q} that are NaN .*\n  found: {count} among"):
+            read(box)
 
 
 # ---- folders that are refused --------------------------------------------------------------------
