@@ -1,18 +1,24 @@
-"""`transformers` in a process of its own, which has neither JAX nor our settings of warnings."""
+"""`transformers` in a process of its own, which has neither JAX nor our settings of warnings.
 
+All tests of a process share it: PyTorch takes seconds to import.
+"""
+
+import atexit
+import functools
 import importlib
 import importlib.util
+import multiprocessing
+import multiprocessing.pool
 import os
 import shutil
-import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
 NUM_NEW = 12  # tokens that are generated after the first eight
-ROOT = Path(__file__).parent.parent.parent
+TIMEOUT_S = 240.0
 WEIGHTS = "model.safetensors"
 EMBEDDINGS = ("embed_tokens", "wte", "wpe")  # have no weight decay
 # A large epsilon: dividing by the root of a second moment near zero would magnify roundings.
@@ -34,11 +40,8 @@ def is_installed() -> bool:
 
 def run(folder: Path, tokens: np.ndarray) -> Theirs:
     """Loads a folder and computes its logits and its likeliest tokens."""
-    given, result = folder.parent / "tokens.npy", folder.parent / "result.npz"
-    np.save(given, tokens)
-    _start("compute", folder, given, result)
-    with np.load(result) as found:
-        return Theirs(str(found["problems"]), found["logits"], found["greedy"])
+    found: Theirs = _there(compute, folder, tokens)
+    return found
 
 
 def train(folder: Path, rows: np.ndarray) -> tuple[float, Path, Path]:
@@ -47,20 +50,29 @@ def train(folder: Path, rows: np.ndarray) -> tuple[float, Path, Path]:
     Returns:
       The loss; a folder with the gradients in place of the weights, and one with the new weights.
     """
-    given, result = folder.parent / "rows.npy", folder.parent / "trained"
-    np.save(given, rows)
-    _start("step", folder, given, result)
-    loss = float((result / "loss.txt").read_text())
-    return loss, result / "gradients", result / "weights"
+    gradients, weights = (folder.parent / name for name in ("gradients", "weights"))
+    loss: float = _there(step, folder, rows, gradients, weights)
+    return loss, gradients, weights
 
 
-def _start(what: str, folder: Path, given: Path, result: Path) -> None:
-    offline = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
-    argv = [sys.executable, "-m", __spec__.name, what, folder, given, result]
-    subprocess.run(argv, cwd=ROOT, env={**os.environ, **offline}, check=True, timeout=240)
+def _there(function: Callable[..., Any], *arguments: Any) -> Any:
+    """What a function of this module returns in the other process."""
+    return _process().apply_async(function, arguments).get(TIMEOUT_S)
 
 
-def load(folder: str) -> tuple[Any, Any]:
+@functools.cache
+def _process() -> multiprocessing.pool.Pool:
+    """The other process, which ends with this one."""
+    pool = multiprocessing.get_context("spawn").Pool(1, _stay_offline)
+    atexit.register(pool.terminate)
+    return pool
+
+
+def _stay_offline() -> None:
+    os.environ.update(HF_HUB_OFFLINE="1", TRANSFORMERS_OFFLINE="1")
+
+
+def load(folder: Path) -> tuple[Any, Any]:
     """The model of a folder, and what was said of its tensors."""
     torch = importlib.import_module("torch")
     auto = importlib.import_module("transformers").AutoModelForCausalLM
@@ -69,8 +81,8 @@ def load(folder: str) -> tuple[Any, Any]:
     return model, {name: sorted(found) for name, found in info.items() if found}
 
 
-def step(folder: str, given: str, result: str) -> None:
-    """Writes what `train` returns."""
+def step(folder: Path, rows: np.ndarray, gradients: Path, weights: Path) -> float:
+    """Does what `train` says; returns the loss."""
     torch = importlib.import_module("torch")
     save = importlib.import_module("safetensors.torch").save_file
     model, problems = load(folder)
@@ -87,34 +99,29 @@ def step(folder: str, given: str, result: str) -> None:
         eps=STEP["epsilon"],
         weight_decay=STEP["weight_decay"],
     )
-    rows = torch.tensor(np.load(given), dtype=torch.long)
-    logits = model(rows[:, :-1], use_cache=False).logits
-    loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), rows[:, 1:].flatten())
+    tokens = torch.tensor(rows, dtype=torch.long)
+    logits = model(tokens[:, :-1], use_cache=False).logits
+    loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
     loss.backward()
-    gradients = {name: x.grad.clone() for name, x in named.items()}
+    found = {gradients: {name: x.grad.clone() for name, x in named.items()}}
     optimizer.step()
-    for name, tensors in (("gradients", gradients), ("weights", named)):
-        where = Path(result) / name
-        where.mkdir(parents=True)
-        shutil.copy(Path(folder) / "config.json", where)
+    for where, tensors in (found | {weights: named}).items():
+        where.mkdir()
+        shutil.copy(folder / "config.json", where)
         save({name: x.detach().contiguous() for name, x in tensors.items()}, where / WEIGHTS)
-    (Path(result) / "loss.txt").write_text(str(loss.item()))
+    return float(loss)
 
 
-def compute(folder: str, given: str, result: str) -> None:
-    """Writes what `Theirs` has."""
+def compute(folder: Path, tokens: np.ndarray) -> Theirs:
+    """Does what `run` says."""
     torch = importlib.import_module("torch")
     model, problems = load(folder)
-    tokens = torch.tensor(np.load(given))[None]
+    row = torch.tensor(tokens)[None]
     with torch.no_grad():
-        logits = model(tokens).logits[0].numpy()
+        logits = model(row).logits[0].numpy()
         # An end of text would end the row.
         model.generation_config.eos_token_id = None
-        ids, mask = tokens[:, :8], torch.ones(1, 8, dtype=torch.long)
+        ids, mask = row[:, :8], torch.ones(1, 8, dtype=torch.long)
         new = {"max_new_tokens": NUM_NEW, "do_sample": False, "pad_token_id": 0}
         greedy = model.generate(ids, attention_mask=mask, **new)[0].numpy()
-    np.savez(result, problems=str(problems or ""), logits=logits, greedy=greedy)
-
-
-if __name__ == "__main__":
-    {"compute": compute, "step": step}[sys.argv[1]](*sys.argv[2:])
+    return Theirs(str(problems or ""), logits, greedy)
