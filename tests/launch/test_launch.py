@@ -248,18 +248,6 @@ def test_wrong_command_lines_exit_with_2(capsys, arguments):
     assert done.stderr
 
 
-def test_a_plan_needs_no_jax(run_file):
-    """So that a plan can be made on any laptop, and a mistake is told without waiting."""
-    code = (
-        "import sys; from launch.__main__ import main; "
-        f"main(['plan', {str(run_file)!r}]); assert 'jax' not in sys.modules"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
-
-
 def test_a_second_run_file_in_a_used_folder_is_not_mixed_up(finished, run_file):
     """The same command again, as a scheduler repeats it, goes on where the run is."""
     done = run_launch("train", run_file, f"run.dir={finished[0]}")
