@@ -89,7 +89,7 @@ def _spike_rule(train: TrainConfig) -> SpikeRule | None:
 
 def read_batches(config: Config) -> Batches:
     """The data of a run, which has what the layers of its model read."""
-    data = sources.module_of(config.data).read(config.data, config.model.context_length)
+    data = sources.module_of(config.data).read(config.data_by_tokens(), config.model.context_length)
     _refuse_missing(config, data)
     return Batches(
         data=data,

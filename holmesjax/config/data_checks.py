@@ -62,14 +62,27 @@ def weights_are_of_the_mixture(data: DataConfig) -> Iterator[ConfigError]:
     if not any(entry.weight for entry in data.mixture):
         problem, fix = "must have a weight above 0", "give one corpus a weight"
         yield wrong("data.mixture", problem, "all weights are 0", fix)
-    before = 0
+    before: tuple[str, int] | None = None
     for number, change in enumerate(data.mixture_changes or ()):
         where = f"data.mixture_changes[{number}]"
-        if change.tokens <= before:
+        points = {
+            unit: n for unit in ("tokens", "steps") if (n := getattr(change, unit)) is not None
+        }
+        if len(points) != 1:
+            fix = "use one of the two, the same for all changes"
+            yield wrong(where, "must have either tokens or steps", points or "nothing", fix)
+            return
+        [(unit, point)] = points.items()
+        last_unit, last_point = before or (unit, 0)
+        if unit != last_unit:
+            problem = f"must be in {last_unit}, as the change before it is"
+            yield wrong(f"{where}.{unit}", problem, point, f"use {last_unit} for all changes")
+            return
+        if point <= last_point:
             problem = "must be after the change before it"
-            fix = f"use more than {before:,}, and write the changes in their order"
-            yield wrong(f"{where}.tokens", problem, change.tokens, fix)
-        before = change.tokens
+            fix = f"use more than {last_point:,}, and write the changes in their order"
+            yield wrong(f"{where}.{unit}", problem, point, fix)
+        before = unit, point
         for name in change.weights:
             if name not in names:
                 fix = schema.near(name, names)

@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 from pydantic.dataclasses import dataclass
 
 from holmesjax import schema
-from holmesjax.config.allowed_values import STRICT, Fraction, NonNegative, Text, Tokens
+from holmesjax.config.allowed_values import STRICT, Count, Fraction, NonNegative, Text, Tokens
 from holmesjax.config.mistakes import refuse_mistakes
 from holmesjax.data_sources import SOURCES
 
@@ -35,7 +35,8 @@ class MixedCorpus(NamedCorpus):
 class MixtureChange:
     """New weights of a mixture, from a point of the run on."""
 
-    tokens: Tokens  # tokens that the run consumes before the change
+    tokens: Tokens | None = None  # tokens that the run consumes before the change
+    steps: Count | None = None  # steps before the change, in place of tokens
     weights: dict[str, NonNegative]  # weights by the names of corpora; other corpora are not read
 
 

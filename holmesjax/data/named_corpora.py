@@ -74,8 +74,11 @@ def _train(config: DataConfig, length: int, parts: dict[str, Sequences]) -> Sequ
     if not config.mixture:
         return parts[ONLY]
     first = WeightsFrom(0, {entry.name: entry.weight for entry in config.mixture})
-    # A sequence counts with the weights of its first token.
-    later = [WeightsFrom(-(-c.tokens // length), c.weights) for c in config.mixture_changes or ()]
+    later = []
+    for change in config.mixture_changes or ():
+        assert change.tokens is not None, "changes at steps are those of Config.data_by_tokens"
+        # A sequence counts with the weights of its first token.
+        later.append(WeightsFrom(-(-change.tokens // length), change.weights))
     return Mixed(parts=parts, schedule=Schedule(list(parts), [first, *later]))
 
 

@@ -46,7 +46,7 @@ def run(args: argparse.Namespace) -> int:
     if args.verify:
         _verify(config)
     length = config.model.context_length
-    splits = module.read(config.data, length)
+    splits = module.read(config.data_by_tokens(), length)
     print(f"corpus      {splits.place}: {len(splits.files):,} files")
     _show_splits(config, splits)
     batches = Batches(

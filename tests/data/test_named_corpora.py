@@ -69,6 +69,10 @@ def test_a_mixture_takes_windows_of_each_corpus_by_weight(load):
     of_code = np.array([[text in alone["code"] for text in batch] for batch in seen])
     assert of_code[:100].sum() == 100
     assert of_code[100:].all()  # 400 sequences of 8 tokens are before
+    grows = "train.rampup=[{steps: 20, global_batch: 2}]", "train.global_batch=4"
+    by_steps = load(MIXTURE, *grows, "data.mixture_changes=[{steps: 110, weights: {code: 1}}]")
+    same = by_steps.data_by_tokens()  # 20 steps of 2 sequences and 90 of 4
+    assert same == load(MIXTURE, change).data
 
 
 def test_each_validation_set_is_what_its_corpus_holds_out_or_is_named(load):
@@ -180,6 +184,21 @@ def test_digests_name_the_corpus_and_do_not_move_with_another(load, tmp_path):
             "data.mixture_changes[1].tokens",
             "after the change before it",
             "9",
+        ),
+        (
+            ["data.mixture_changes=[{weights: {web: 1}}]"],
+            "data.mixture_changes[0]",
+            "either tokens or steps",
+            "nothing",
+        ),
+        (
+            [
+                "data.mixture_changes=[{tokens: 9, weights: {web: 1}}, "
+                "{steps: 9, weights: {code: 1}}]"
+            ],
+            "data.mixture_changes[1].steps",
+            "must be in tokens",
+            "use tokens for all changes",
         ),
         (
             ["train.eval_every=1", "train.eval_batches=999"],
