@@ -56,7 +56,7 @@ def train(folder: Path, rows: np.ndarray) -> tuple[float, Path, Path]:
 
 
 def _there(function: Callable[..., Any], *arguments: Any) -> Any:
-    """What a function of this module returns in the other process."""
+    """Calls a function of this module in the other process."""
     return _process().apply_async(function, arguments).get(TIMEOUT_S)
 
 
