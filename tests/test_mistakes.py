@@ -45,7 +45,7 @@ MISTAKES = [
     ("tokenizer /tmp --vocab 300 --out /tmp/", "--out: is the corpus", "/tmp", "another folder"),
     ("tokenize /tmp --tokenizer bytes --out /tmp", "--out: is the corpus", "/tmp", "another"),
     ("tokenize /tmp --tokenizer bytes --out /tmp/a/b", "--out: is inside", "/tmp/a/b", "--pattern"),
-    ("tokenize X --tokenizer bytes --out OUT", "corpus: is no folder", "X, not there", "a folder"),
+    ("tokenize X --tokenizer bytes --out OUT", "corpus: is not there", "X", "name a folder"),
     ("tokenize X --tokenizer Y --out OUT", "--tokenizer: cannot be read", "Y: No such", "or bytes"),
     ("tokenizer configs --pattern *.c --vocab 300 --out OUT", "--pattern: no", "*.c", "or corpus"),
     ("lab TOPOLOGY train RUN", "lab: needs `--` before", "train", "write -- train"),

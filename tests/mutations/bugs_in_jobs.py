@@ -136,8 +136,8 @@ JOBS = (
     Bug(
         name="the-fastest-process",
         module="holmesjax.report.recorder",
-        old='step_time_s = max(part["step_time_s"] for part in parts)',
-        new='step_time_s = min(part["step_time_s"] for part in parts)',
+        old='step_time_s = max(report["step_time_s"] for report in reports)',
+        new='step_time_s = min(report["step_time_s"] for report in reports)',
         wrong="a step takes as long as its fastest process says",
         tests=("tests/report/test_rates.py::test_a_step_ends_with_its_slowest_process",),
     ),
