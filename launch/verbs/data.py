@@ -131,7 +131,7 @@ def _has_tokens(path: Path) -> bool:
 
 
 def _show_splits(config: Config, splits: Splits) -> None:
-    """The size of each corpus that trains, and of each validation set, and all digests."""
+    """The size of each corpus that trains, and of each validation set, with their digests."""
     length, train, digests = config.model.context_length, splits.train, splits.digests
     parts = train.parts if isinstance(train, Mixed) else {"": train}
     for name, part in parts.items():
@@ -139,6 +139,8 @@ def _show_splits(config: Config, splits: Splits) -> None:
         said = f"train{of}"
         print(f"{said:<11} {_size(part, length)}, digest {digests[said][:SHOWN]}")
     for name, part in splits.validation_sets().items():
+        if not len(part):  # of a run that does not validate
+            continue
         keys = ("validation" if name == ONLY else name, f"validation of {name}")
         said = next(key for key in (*keys, f"validation set {name}") if key in digests)
         print(f"{said:<11} {_size(part, length)}, digest {digests[said][:SHOWN]}")

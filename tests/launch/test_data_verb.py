@@ -50,6 +50,11 @@ def test_text_is_shown_and_has_nothing_to_verify(corpus, capsys):
     assert re.search(r"^train +documents: 8, 350 windows of 32 tokens", out, re.MULTILINE)
     assert main(["data", RUN, place, "train.eval_every=0", "--verify"]) == 2
     assert "--verify: is for files of tokens" in capsys.readouterr().err
+    both = [f"{{name: {name}, corpus: {corpus.parent / 'corpus'}}}" for name in ("one", "other")]
+    change = "data.mixture_changes=[{steps: 50, weights: {one: 1}}]"
+    mixed = f"data.mixture=[{', '.join(both)}]", "train.eval_every=0", "data.corpus=mixture"
+    out = shown(capsys, *mixed, "data.validation_fraction=0.0", change, "train.steps=100")
+    assert "1,200 of 1,600 sequences are of one" in out  # 50 steps of 8 of 16, and 50 of all
 
 
 def test_a_corpus_by_itself_is_shown_as_its_files_of_tokens_are(corpus, capsys):
