@@ -19,7 +19,7 @@ help: ## List the targets (the default).
 train: $(VENV)/installed-base ## Train the quickstart model on two clusters simulated on this machine.
 	$(BIN)/python -m launch train configs/runs/quickstart.yaml
 
-test: $(VENV)/installed-dev ## Check style and types, and run the tests: 18 to 25 minutes on two cores.
+test: $(VENV)/installed-dev ## Check style and types, and run the tests: 12 to 25 minutes on two cores.
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy & types=$$!; \
