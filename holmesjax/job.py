@@ -152,10 +152,9 @@ class Job:
         optimizer, train = self.config.optimizer, self.config.train
         if optimizer.schedule_by == "steps":
             return []
-        tokens_after = lambda step: train.sequences_after(step) * self.config.model.context_length
-        total, name, parts = tokens_after(train.steps), optimizer.schedule, []
+        total, name, parts = self.config.tokens_after(train.steps), optimizer.schedule, []
         if warmup := optimizer.warmup_tokens:
-            steps = bisect.bisect_left(range(train.steps), warmup, key=tokens_after)
+            steps = bisect.bisect_left(range(train.steps), warmup, key=self.config.tokens_after)
             parts.append(f"warm-up {warmup:,} ({_count(steps, 'step')})")
         if decay := optimizer.decay_tokens:
             parts.append(f"decay the last {decay:,}")

@@ -170,20 +170,21 @@ class Config:
     def __post_init__(self) -> None:
         refuse_mistakes(**{name: getattr(self, name) for name in SECTIONS})
 
+    def tokens_after(self, step: int) -> int:
+        """The tokens of the first so many steps."""
+        return self.train.sequences_after(step) * self.model.context_length
+
     def data_by_tokens(self) -> DataConfig:
         """The section `data`, whose mixture changes at tokens and not at steps."""
         if not self.data.mixture_changes:
             return self.data
         changes = tuple(
-            dataclasses.replace(change, steps=None, tokens=self._tokens_after(change.steps))
+            dataclasses.replace(change, steps=None, tokens=self.tokens_after(change.steps))
             if change.steps is not None
             else change
             for change in self.data.mixture_changes
         )
         return dataclasses.replace(self.data, mixture_changes=changes)
-
-    def _tokens_after(self, step: int) -> int:
-        return self.train.sequences_after(step) * self.model.context_length
 
 
 SECTIONS = tuple(field.name for field in dataclasses.fields(Config) if field.name != "topology")

@@ -94,7 +94,7 @@ def enough_fraction(config: DataConfig, enough: Mapping[str, int]) -> float | No
 def _sizes(config: DataConfig) -> Iterator[tuple[str, int]]:
     """The files of text by their path, each with its bytes and the mark before them."""
     for name, path in _paths(config):
-        refuse_other(path)
+        _refuse_other(path)
         try:
             if config.pattern is None and config.corpus != PYTHON_STDLIB:
                 with stores.open_file(path) as file:
@@ -106,7 +106,7 @@ def _sizes(config: DataConfig) -> Iterator[tuple[str, int]]:
         yield name, 1 + size
 
 
-def refuse_other(path: Path) -> None:
+def _refuse_other(path: Path) -> None:
     """Raises DataError for a file whose documents are not its text, by its name."""
     if not path.name.endswith(OTHER):
         return
@@ -142,7 +142,7 @@ def _in_folder(root: Path, config: DataConfig) -> Iterator[Path]:
     if not is_there:
         raise stores.absent(config.corpus, f"name a folder, or {PYTHON_STDLIB!r} for a first try")
     if not is_folder:
-        refuse_other(root)
+        _refuse_other(root)
         fix = f"name the folder that it is in, and data.pattern={root.name}"
         raise DataError("data.corpus", "is no folder", found=f"{config.corpus}, a file", fix=fix)
     if config.pattern is None and is_remote:
@@ -235,7 +235,7 @@ def read(config: DataConfig) -> Corpus:
     lists = {split: hashlib.sha256() for split in parts}
     found: dict[str, str] = {}
     for name, path in files(config).items():
-        refuse_other(path)
+        _refuse_other(path)
         try:
             text = path.read_bytes()
         except stores.errors() as error:

@@ -35,30 +35,10 @@ RUNS = {
     "configs/runs/llama3_1_8b": TEXT,
     "RUN": TOKENS,
 }
-TWO_CLUSTERS = """
-name: ib_roce
-clusters:
-  - name: ib
-    fabric: infiniband
-    nodes: 1
-    devices: {kind: cpu, count: 1}
-    nics: [{kind: infiniband_200}, {kind: ethernet_25}]
-  - name: roce
-    fabric: roce
-    nodes: 1
-    devices: {kind: cpu, count: 1}
-    nics: [{kind: roce_200}, {kind: ethernet_25}]
-links:
-  - {between: [ib, roce], fabric: ethernet, bandwidth: 25 Gb/s, latency: 50 us}
-"""
-ONE_NODE = """
-name: one_node
-clusters:
-  - {name: local, fabric: local, nodes: 1, devices: {kind: cpu, count: 1}}
-"""
+TWO_CLUSTERS = (CHECKOUT / "configs/topologies/two_cpus.yaml").read_text()
 TOPOLOGIES = {
     "configs/topologies/ib_roce": TWO_CLUSTERS,
-    "configs/topologies/one_node": ONE_NODE,
+    "configs/topologies/one_node": (CHECKOUT / "configs/topologies/one_cpu.yaml").read_text(),
     "ours": TWO_CLUSTERS,
     "OTHER": TWO_CLUSTERS,
 }

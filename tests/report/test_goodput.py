@@ -8,7 +8,7 @@ from holmesjax.job import load
 from holmesjax.report import goodput, metrics
 from holmesjax.report.recorder import Recorder
 from tests.jobs import write_run
-from tests.report.test_rates import part
+from tests.report.test_rates import process_step
 
 
 class Hosts:
@@ -37,7 +37,7 @@ def test_the_seconds_of_a_run_add_up_to_its_time(tmp_path, monkeypatch):
         with Recorder(tmp_path, config, done_steps=done, stream=out, began_s=began_s) as recorder:
             for step, (passed_s, told) in enumerate(steps, start=done + 1):
                 hosts.now_s += passed_s
-                recorder.take({**part(step, 10.0), "input_wait_s": 1.0, **told})
+                recorder.take({**process_step(step, 10.0), "input_wait_s": 1.0, **told})
             hosts.now_s += 2.0  # a crash
             return recorder.summary()
 
@@ -75,5 +75,7 @@ def test_records_of_before_goodput_was_measured_are_no_time(tmp_path, monkeypatc
     hosts = Hosts(monkeypatch)
     clock = goodput.WallTime([{"step": 5, "step_time_s": 3.0}], 5, goodput.time.monotonic())
     hosts.now_s += 4.0
-    found = clock.step([part(6, 1.0), {**part(6, 3.0), "input_wait_s": 1.0}])["wall_s"]
+    found = clock.step([process_step(6, 1.0), {**process_step(6, 3.0), "input_wait_s": 1.0}])[
+        "wall_s"
+    ]
     assert {name: s for name, s in found.items() if s} == {"start": 1.0, "input": 1.0, "step": 2.0}

@@ -57,7 +57,7 @@ def test_the_header_says_when_a_warmup_by_tokens_ends(tmp_path):
     assert line in load(tmp_path, *settings).describe()
 
 
-def part(step, step_time_s):
+def process_step(step, step_time_s):
     numbers = {"loss": 1.0, "grad_norm": 1.0, "learning_rate": 0.1, "skipped": False}
     return {
         "step": step,
@@ -83,7 +83,7 @@ def test_what_is_measured_stands_on_the_console_in_the_summary_and_in_the_file(
         assert recording.summary() == []
         for step, (step_s, passed_s) in enumerate([(2, 2), (1, 1), (1, 5), (3, 3)], start=2):
             now_s += passed_s
-            recording.take(part(step, float(step_s)))
+            recording.take(process_step(step, float(step_s)))
         summary, spent = recording.summary()
         assert recording.write_report() is None  # a test's run wants none
     records = metrics.read(tmp_path)
@@ -117,7 +117,9 @@ def test_a_step_ends_with_its_slowest_process(tmp_path):
     ) as recording:
         for step, step_s, number in [(1, 3.0, 1), (2, 1.0, 1), (1, 2.0, 2), (2, 4.0, 2)]:
             risen = {"memory_bytes": {f"device {number}": 100 * step}} if step_s == 3.0 else {}
-            recording.take({**part(step, step_s), **risen, "link_bytes": {"a -> b": number}})
+            recording.take(
+                {**process_step(step, step_s), **risen, "link_bytes": {"a -> b": number}}
+            )
     records = metrics.read(tmp_path)
     assert [record["step_time_s"] for record in records] == [3.0, 4.0]
     assert [record.get("memory_bytes") for record in records] == [{"device 1": 100}, None]
