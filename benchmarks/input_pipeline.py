@@ -47,6 +47,7 @@ NUM_TOKENS, MEAN_DOCUMENT = 20_000_000, 1_000
 SEED = 7
 ROUND_BATCHES = 100
 COUNTS = (1, 2)  # processes at once
+TIMEOUT_S = 300.0  # for the other process: it may have failed
 
 
 def write_corpus(path: Path, seed: int) -> None:
@@ -167,7 +168,7 @@ def measure(rounds: int) -> dict[int, Rates]:
             (folder / str(number)).mkdir()
             write_corpus(folder / str(number) / "corpus.bin", number)
         for count in COUNTS:
-            barrier = context.Barrier(count)
+            barrier = context.Barrier(count, timeout=TIMEOUT_S)
             with ProcessPoolExecutor(count, context, _begin, (barrier,)) as pool:
                 work = [pool.submit(_measure, folder, i, count, rounds) for i in range(count)]
                 found = [own.result() for own in work]
