@@ -83,7 +83,6 @@ class Trainer:
             if isinstance(source, Job)
             else jobs.load(source, overrides, reads_data="process")
         )
-        self.history: list[dict[str, Any]] = []  # the records of the run's steps, once it trains
         self.tasks: list[dict[str, Any]] = []  # of the last step, as `timeline.json` has them
         self.finished = False
         self.progress: Progress | None = None  # while there are steps
@@ -99,24 +98,33 @@ class Trainer:
         """Asks a running `train` to end after its step, with a checkpoint."""
         self._stopping = True
 
+    @property
+    def history(self) -> list[dict[str, Any]]:
+        """The records of all steps of the run, read from its folder."""
+        return metrics.read(self.run_dir)
+
     def train(self) -> list[dict[str, Any]]:
+        """Trains as `run` does. Returns the records of all steps of the run."""
+        self.run()
+        return self.history
+
+    def run(self) -> None:
         """Trains to `train.steps`, from the newest checkpoint in the run folder if there is one.
 
         Raises HolmesError, such as LeaseError where another process owns the run folder, or
         CheckpointError for a checkpoint of other settings.
-
-        Returns the records of all steps of the run, those before this session from its file.
         """
         with ExitStack() as stack:
             own = lambda: stack.enter_context(Lease(self.run_dir, say=self._print))
-            return self._train(self._lease or own())
+            self._train(self._lease or own())
 
-    def _train(self, lease: Lease) -> list[dict[str, Any]]:
+    def _train(self, lease: Lease) -> None:
         self._print(*self.job.describe())
         start = resume.find(self.job, self._allow, self._print)
         while True:
             try:
-                return self._train_from(start, lease)
+                self._train_from(start, lease)
+                return
             except DamagedError as error:
                 assert start.checkpoint, "arrays are read of a checkpoint"
                 known = {start.checkpoint.path: error}
@@ -125,14 +133,13 @@ class Trainer:
                 resume.roll_back(self.job, error, self._print)
                 start = resume.find(self.job, self._allow, self._print)
 
-    def _train_from(self, start: resume.Start, lease: Lease) -> list[dict[str, Any]]:
+    def _train_from(self, start: resume.Start, lease: Lease) -> None:
         began_s, config, plan = time.monotonic(), self.job.config, self.job.plan
         done = start.step
-        self.history = [r for r in metrics.read(self.run_dir) if r["step"] <= done]
         if done >= config.train.steps:
             self.finished = True
             self._print(*start.finished())
-            return self.history
+            return
         for line in start.describe():
             self._print(line)
         manifest.remove_unfinished(self.run_dir)
@@ -163,7 +170,6 @@ class Trainer:
                     config,
                     done_steps=done,
                     peak_step_s=self.job.measured_peak_step_s,
-                    past=self.history,
                     stream=self._stream,
                     began_s=began_s,
                 )
@@ -193,7 +199,6 @@ class Trainer:
                 compile_s=compile_s,
             )
             self.progress = progress
-            self.history = recorder.history
             done = session.run(states, done, start.sequences)
         saves.check(at_end=True)
         self.tasks = recorder.tasks
@@ -204,7 +209,6 @@ class Trainer:
         self._print(*recorder.summary())
         if path := recorder.write_report():
             self._print(f"report  {path}")
-        return self.history
 
     def _make_runner(self, stages: Sequence[Stage]) -> Pipeline | OneStage:
         train = self.job.config.train

@@ -17,7 +17,7 @@ from holmesjax.checkpoints.checkpoint import CHUNK_BYTES, Arrays, flatten
 from holmesjax.checkpoints.orbax_errors import reason, silence_orbax
 from holmesjax.config import ModelConfig
 from holmesjax.layers.model_layers import EMBED, layers
-from holmesjax.runtime.domain import Gate
+from holmesjax.runtime import domain
 from holmesjax.runtime.stage import Dtypes, Stage, StageState
 
 TIMEOUT_S = 1200  # of a save
@@ -123,7 +123,7 @@ class Writer:
     ):
         self._run_dir, self._stages = Path(run_dir), stages
         self._saved, self._failed = saved, failed
-        self._gate = Gate("checkpoints") if jax.process_count() > 1 else None
+        self._gate = domain.gate("checkpoints")
         options = AsyncOptions(timeout_secs=TIMEOUT_S, barrier_sync_fn=self._gate)
         self._checkpointers = [
             ocp.AsyncCheckpointer(_handler(), async_options=options) for _ in stages

@@ -33,25 +33,23 @@ class WallTime:
     """The clock of one session of a run.
 
     Args:
-      records: of the run's file as earlier sessions left it, in the order in which they wrote them.
-      done_steps: steps that the session need not do again.
+      last: the last record of earlier sessions; None: there is none.
+      kept: the last of a step that the session need not do again; None: there is none.
       began_s: when it began, by `time.monotonic`.
     """
 
-    def __init__(self, records: Sequence[Record], done_steps: int, began_s: float):
-        timed = [record for record in records if "wall_s" in record]
-        kept = [record for record in timed if record["step"] <= done_steps]
+    def __init__(self, last: Record | None, kept: Record | None, began_s: float):
         self._sums = dict.fromkeys(BUCKETS, 0.0)
         self._told_s = began_s
         self._is_starting = True
         # Only the time between sessions is taken from the host's clock.
         self._epoch_s = time.time() - time.monotonic()
         if kept:
-            self._sums |= kept[-1]["wall_s"]
-        if timed:
-            all_s = sum(timed[-1]["wall_s"].values())
+            self._sums |= kept.get("wall_s", {})
+        if last and "wall_s" in last:
+            all_s = sum(last["wall_s"].values())
             self._sums["lost"] += max(all_s - sum(self._sums.values()), 0.0)
-            self._sums["stopped"] += max(self._epoch_s + began_s - timed[-1]["time_s"], 0.0)
+            self._sums["stopped"] += max(self._epoch_s + began_s - last["time_s"], 0.0)
 
     def step(self, reports: Sequence[ProcessStep]) -> dict[str, Any]:
         """The entries of a step's record for its time, from the reports of its processes."""

@@ -12,16 +12,18 @@ import importlib.util
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
 from holmesjax.config import LogConfig
 from holmesjax.errors import ConfigError, DataError, HolmesError
-from holmesjax.whole_files import write_whole
 
 FILE = "metrics.jsonl"
+BLOCK_BYTES = 1 << 20  # of the file, read at once from its end
 PACKAGES = {"tensorboard": ("tensorboardX", "tb"), "wandb": ("wandb", "wandb")}  # module, extra
+
+Record = dict[str, Any]
 
 
 def read(run_dir: str | Path) -> list[dict[str, Any]]:
@@ -29,13 +31,23 @@ def read(run_dir: str | Path) -> list[dict[str, Any]]:
 
     A last line that a crash has cut short is left out.
     """
-    records = {record["step"]: record for record in read_all(run_dir)}
+    path = Path(run_dir) / FILE
+    lines = path.read_bytes().splitlines() if path.exists() else []
+    records = {record["step"]: record for record in _parsed(path, lines)}
     return [records[step] for step in sorted(records)]
 
 
-def read_all(run_dir: str | Path) -> list[dict[str, Any]]:
-    """The records of a run in the order in which they were written, those of repeated steps too."""
-    return [record for _, record in _lines(Path(run_dir) / FILE)]
+def read_last(run_dir: str | Path, done_steps: int) -> tuple[Record | None, Record | None]:
+    """The last record of a run, and the last of a step up to `done_steps`; None where none is.
+
+    It reads only the end of the file, so a long run resumes as fast as a short one.
+    """
+    last = None
+    for _, record in _from_end(Path(run_dir) / FILE):
+        last = last or record
+        if record["step"] <= done_steps:
+            return last, record
+    return last, None
 
 
 def read_tail(run_dir: str | Path, num_bytes: int) -> list[dict[str, Any]]:
@@ -48,7 +60,7 @@ def read_tail(run_dir: str | Path, num_bytes: int) -> list[dict[str, Any]]:
         start = max(file.tell() - num_bytes, 0)
         file.seek(start)
         lines = file.read().splitlines()[bool(start) :]  # the first may be torn
-    return [record for _, record in _parsed(path, lines)]
+    return _parsed(path, lines)
 
 
 def check_installed(log: LogConfig) -> None:
@@ -189,25 +201,57 @@ def _scalars(record: Mapping[str, Any]) -> dict[str, float]:
     return scalars
 
 
-def _lines(path: Path) -> list[tuple[bytes, dict[str, Any]]]:
-    """Every whole line of the file with its record; a torn last line is left out."""
-    return _parsed(path, path.read_bytes().splitlines() if path.exists() else [])
-
-
-def _parsed(path: Path, lines: list[bytes]) -> list[tuple[bytes, dict[str, Any]]]:
+def _parsed(path: Path, lines: list[bytes]) -> list[dict[str, Any]]:
     found = []
     for number, line in enumerate(lines, start=1):
         try:
-            found.append((line, json.loads(line, object_hook=_nan_for_null)))
+            found.append(json.loads(line, object_hook=_nan_for_null))
         except ValueError:  # not JSON, or not UTF-8
             if number < len(lines):
-                raise DataError(
-                    f"{path}, line {number}",
-                    "is not a JSON object",
-                    found=repr(line[:60].decode(errors="replace")),
-                    fix="delete the line; every step has its own",
-                ) from None
+                raise _no_record(f"line {number}", path, line) from None
     return found
+
+
+def _from_end(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Each record of the file and where its line ends, the last first; a torn last is left out."""
+    is_last = True
+    for start, line in _lines_from_end(path):
+        try:
+            record = json.loads(line, object_hook=_nan_for_null)
+        except ValueError:  # not JSON, or not UTF-8
+            if not is_last:
+                raise _no_record(f"the line at byte {start}", path, line) from None
+        else:
+            yield start + len(line), record
+        is_last = False
+
+
+def _lines_from_end(path: Path) -> Iterator[tuple[int, bytes]]:
+    """Each line that is not empty and where it starts, the last first."""
+    if not path.exists():
+        return
+    with path.open("rb") as file:
+        start, rest = file.seek(0, os.SEEK_END), b""
+        while start:
+            size = min(start, BLOCK_BYTES)
+            start = file.seek(start - size)
+            rest, *lines = (file.read(size) + rest).split(b"\n")
+            end = start + len(rest) + sum(map(len, lines)) + len(lines)
+            for line in reversed(lines):
+                if line:
+                    yield end - len(line), line
+                end -= len(line) + 1
+        if rest:
+            yield 0, rest
+
+
+def _no_record(line: str, path: Path, content: bytes) -> DataError:
+    return DataError(
+        f"{path}, {line}",
+        "is not a JSON object",
+        found=repr(content[:60].decode(errors="replace")),
+        fix="delete the line; every step has its own",
+    )
 
 
 def _nan_for_null(record: dict[str, Any]) -> dict[str, Any]:
@@ -215,6 +259,11 @@ def _nan_for_null(record: dict[str, Any]) -> dict[str, Any]:
 
 
 def _cut(path: Path, done_steps: int) -> None:
-    """Drops what is torn, repeated or after `done_steps`; the old file or the new, never half."""
-    kept = {record["step"]: line for line, record in _lines(path) if record["step"] <= done_steps}
-    write_whole(path, b"".join(kept[step] + b"\n" for step in sorted(kept)))
+    """Drops the records after `done_steps` and what is torn: all of them are at the file's end."""
+    if not path.exists():
+        return
+    kept = (end for end, record in _from_end(path) if record["step"] <= done_steps)
+    with path.open("r+b") as file:
+        file.truncate(next(kept, 0))
+        if file.seek(0, os.SEEK_END):
+            file.write(b"\n")

@@ -8,6 +8,7 @@ import contextlib
 import json
 import statistics
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -18,12 +19,13 @@ from holmesjax.errors import LostLeaseError
 from holmesjax.plan import mfu
 from holmesjax.report.console import Console
 from holmesjax.report.goodput import WallTime, goodput, rows
-from holmesjax.report.metrics import Metrics, read_all
+from holmesjax.report.metrics import Metrics, read_last
 from holmesjax.report.process_step import ProcessStep
 from holmesjax.runtime.timeline import Interval, busy_shares, from_first_start
 from holmesjax.units import duration
 
 TIMELINE = "timeline.json"
+NUM_RECENT = 10_000  # steps that the medians of a session are of
 SHOWN = 3  # of what took time, on the console
 
 
@@ -36,7 +38,6 @@ class Recorder:
       done_steps: steps before this session.
       num_processes: processes that report every step.
       peak_step_s: `Job.measured_peak_step_s`, for the MFU.
-      past: the records of the steps before this session.
       stream: where progress is printed; standard output if None.
       on_step: takes the record of each step; what it returns is added.
       began_s: when the session began, by `time.monotonic`; None: now.
@@ -50,13 +51,14 @@ class Recorder:
         done_steps: int,
         num_processes: int = 1,
         peak_step_s: float | None = None,
-        past: Sequence[dict[str, Any]] = (),
         stream: TextIO | None = None,
         on_step: Callable[[Mapping[str, Any]], Mapping[str, Any]] | None = None,
         began_s: float | None = None,
     ):
-        self.history: list[dict[str, Any]] = list(past)
-        self._num_past = len(self.history)
+        self._last: dict[str, Any] = {}  # the record of this session's last step
+        self._num_steps = 0  # of this session
+        self._step_times_s: deque[float] = deque(maxlen=NUM_RECENT)
+        self._tokens: deque[int] = deque(maxlen=NUM_RECENT)  # of the same steps
         self.tasks: list[dict[str, Any]] = []  # of the last step, as `timeline.json` has them
         self._run_dir, self._config, self._num_processes = run_dir, config, num_processes
         self._on_step, self._peak_step_s = on_step, peak_step_s
@@ -64,7 +66,8 @@ class Recorder:
         self._first_s = self._began_s  # when the first step of the session ended
         self._reports: dict[int, list[ProcessStep]] = {}
         start_s = self._began_s if began_s is None else began_s
-        self._wall_time = WallTime(read_all(run_dir), done_steps, start_s)  # before it is cut
+        last, kept = read_last(run_dir, done_steps)  # before the file is cut
+        self._wall_time = WallTime(last, kept, start_s)
         with ExitStack() as stack:
             self._metrics = stack.enter_context(Metrics(run_dir, config.log, done_steps=done_steps))
             self.console = stack.enter_context(
@@ -73,18 +76,13 @@ class Recorder:
             self._stack = stack.pop_all()
         self.console.start(config.train.steps, done_steps)
 
-    @property
-    def _own(self) -> Sequence[dict[str, Any]]:
-        """The records of this session."""
-        return self.history[self._num_past :]
-
     def __enter__(self) -> "Recorder":
         return self
 
     def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
         self._stack.close()
-        if self._own and not isinstance(error, LostLeaseError):
-            timeline = {"step": self.history[-1]["step"], "tasks": self.tasks}
+        if self._num_steps and not isinstance(error, LostLeaseError):
+            timeline = {"step": self._last["step"], "tasks": self.tasks}
             with contextlib.suppress(OSError):  # of a full disk: what ended the run says more
                 (self._run_dir / TIMELINE).write_text(json.dumps(timeline))
 
@@ -97,17 +95,18 @@ class Recorder:
 
     def summary(self) -> list[str]:
         """The session's result, and where the time of the whole run went; empty without a step."""
-        if not (own := self._own):
+        if not self._num_steps:
             return []
-        count, whole_s = len(own), time.monotonic() - self._began_s
-        step_s = statistics.median(record["step_time_s"] for record in own)
+        count, last, whole_s = self._num_steps, self._last, time.monotonic() - self._began_s
+        step_s = statistics.median(self._step_times_s)
         utilisation = mfu.shown(self._peak_step_s, step_s)
-        tokens = statistics.median(self._tokens_of(record["step"]) for record in own)
-        spent = ", ".join(f"{name} {duration(seconds)}" for name, seconds in rows(own[-1])[:SHOWN])
+        tokens = statistics.median(self._tokens)
+        spent = ", ".join(f"{name} {duration(seconds)}" for name, seconds in rows(last)[:SHOWN])
+        of_last = f" of the last {NUM_RECENT:,}" if count > NUM_RECENT else ""
         return [
             f"trained     {count} step{'s' if count != 1 else ''} in {duration(whole_s)}: "
-            f"{tokens / step_s:,.0f} tokens/s{utilisation}, {step_s:.3g} s/step (median)",
-            f"goodput     {goodput(own[-1]):.1%} of the run's time to its last step: {spent}",
+            f"{tokens / step_s:,.0f} tokens/s{utilisation}, {step_s:.3g} s/step (median{of_last})",
+            f"goodput     {goodput(last):.1%} of the run's time to its last step: {spent}",
         ]
 
     def _tokens_of(self, step: int) -> int:
@@ -115,7 +114,7 @@ class Recorder:
 
     def write_report(self) -> Path | None:
         """The report of all steps so far; None if this session has no step, or none is wanted."""
-        if not self._own or not self._config.log.report:
+        if not self._num_steps or not self._config.log.report:
             return None
         from holmesjax.report import page
 
@@ -123,7 +122,7 @@ class Recorder:
 
     def _time_left(self, step: int) -> dict[str, float]:
         """Seconds to the last step, with what comes between steps; from the second step on."""
-        now_s, count = time.monotonic(), len(self.history) - self._num_past
+        now_s, count = time.monotonic(), self._num_steps
         if not count:
             self._first_s = now_s
             return {}
@@ -175,7 +174,10 @@ class Recorder:
         self.tasks = [interval._asdict() for interval in intervals]
         self._metrics.write(record)
         self.console.step(record)
-        self.history.append(record)
+        self._last = record
+        self._num_steps += 1
+        self._step_times_s.append(step_time_s)
+        self._tokens.append(self._tokens_of(record["step"]))
 
 
 def _sum_by_link(counts: Iterable[Mapping[str, int]]) -> dict[str, int]:

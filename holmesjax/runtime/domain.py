@@ -23,7 +23,9 @@ from holmesjax.transport import connections
 # JAX aborts the processes of a domain when one of them is lost. Ours must notice first, because its
 # message says what happened.
 PATIENCE = 2.0
-POLL_S = 0.05  # between two looks at who has come to a gate
+SLICE_S = 5.0  # of waiting at a gate, after which a process can hear a signal
+CAME, OPEN = "/came", "/open"  # the keys of a gate: how many have come, and why the others may go
+ALL_CAME, FAILED = "all came", "failed"  # why
 NICS = "nics"  # a folder in the run folder: for each process, which NICs it uses and why
 
 
@@ -137,24 +139,36 @@ def join(
 class Gate:
     """The domain's processes wait for each other here until one of them says it has failed.
 
-    JAX's own barrier would wait for the failed process until its deadline. A gate serves one save
-    after another: when a process begins one, all have left the one before the last.
+    JAX's own barrier would wait for the failed process until its deadline. Whoever comes adds one
+    to a counter, and the last opens the gate: the others wait for that key in the server. So a
+    gate costs each process a few messages, however long it waits. A gate serves one save after
+    another: when a process begins one, all have left the one before the last.
+
+    Args:
+      name: of the gate's keys.
+      client: of the domain's key-value store.
+      process: number of this process in the domain.
+      num_processes: that wait for each other.
     """
 
-    def __init__(self, name: str):
-        assert distributed.global_state.client, "a domain of one process has nobody to wait for"
-        self._client: Any = distributed.global_state.client
-        self._name, self._round = name, 0
+    def __init__(self, name: str, client: Any, process: int, num_processes: int):
+        self._name, self._client = name, client
+        self._process, self._num_processes = process, num_processes
+        self._round = 0
 
     def begin(self) -> None:
         """Begins the next thing, in which nobody has failed yet."""
         self._round += 1
-        if jax.process_index() == 0:
+        if self._process == 0:
             self._client.key_value_delete(self._key(self._round - 2))
 
     def fail(self) -> None:
         """Sends all away who wait now, or come later for the same thing."""
-        self._client.key_value_set(self._key(self._round) + "failed", "", allow_overwrite=True)
+        # The flag first: who comes meanwhile looks for it after the counter of its key is there.
+        self._client.key_value_set(self._flag, "", allow_overwrite=True)
+        for name, _ in self._client.key_value_dir_get(self._key(self._round)):
+            if name.endswith(CAME):
+                self._open(name.removesuffix(CAME), FAILED)
 
     def __call__(self, *, key: str, timeout_ms: int) -> None:
         """Returns when all have come to the same key; as Orbax calls its barriers.
@@ -162,17 +176,52 @@ class Gate:
         Raises OSError when one has failed, and TimeoutError.
         """
         deadline_s = time.monotonic() + timeout_ms / 1000
-        round_key = self._key(self._round)
-        self._client.key_value_set(f"{round_key}{key}/{jax.process_index()}", "")
-        while True:
-            known = [name for name, _ in self._client.key_value_dir_get(round_key)]
-            if sum(f"{key}/" in name for name in known) == jax.process_count():
-                return
-            if any(name.endswith("failed") for name in known):
+        here = self._key(self._round) + key
+        num_here = self._client.key_value_increment(here + CAME, 1)
+        if num_here == self._num_processes:
+            self._open(here, ALL_CAME)
+        elif self._has_failed():
+            self._open(here, FAILED)
+        while (left_s := deadline_s - time.monotonic()) > 0:
+            wait_ms = 1 + int(1000 * min(left_s, SLICE_S))
+            try:
+                verdict = self._client.blocking_key_value_get(here + OPEN, wait_ms)
+            except jax.errors.JaxRuntimeError as error:
+                if "DEADLINE_EXCEEDED" not in str(error):
+                    raise
+                continue
+            if verdict == FAILED:
                 raise OSError("another process of the stage has failed in it")
-            if time.monotonic() > deadline_s:
-                raise TimeoutError(f"not all processes of the stage came within {timeout_ms} ms")
-            time.sleep(POLL_S)
+            return
+        raise TimeoutError(f"not all processes of the stage came within {timeout_ms} ms")
+
+    def _open(self, here: str, verdict: str) -> None:
+        """Lets all go who wait at a key, with the first verdict about it."""
+        try:
+            self._client.key_value_set(here + OPEN, verdict)
+        except jax.errors.JaxRuntimeError as error:
+            if "ALREADY_EXISTS" not in str(error):
+                raise
+
+    def _has_failed(self) -> bool:
+        try:
+            self._client.key_value_try_get(self._flag)
+        except jax.errors.JaxRuntimeError as error:
+            if "NOT_FOUND" not in str(error):
+                raise
+            return False
+        return True
+
+    @property
+    def _flag(self) -> str:
+        return self._key(self._round) + FAILED
 
     def _key(self, number: int) -> str:
         return f"{self._name}/{number}/"
+
+
+def gate(name: str) -> Gate | None:
+    """Returns a gate for the processes of this domain; None: this one has nobody to wait for."""
+    if jax.process_count() == 1:
+        return None
+    return Gate(name, distributed.global_state.client, jax.process_index(), jax.process_count())

@@ -35,7 +35,8 @@ class Progress:
         self._config, self._clock = config, clock
         self._lock = threading.Lock()
         self._recent_s: deque[float] = deque(maxlen=NUM_RECENT)
-        self._work: dict[int, Work] = {}  # by process
+        self._median_s = 0.0  # of them; a job asks for its limit at every message of a process
+        self._saving: set[int] = set()  # the processes that wait for a checkpoint
         self._step, self._step_s, self._noted_s = 0, 0.0, clock()
         self._num_noted = 0
 
@@ -54,10 +55,14 @@ class Progress:
         """
         with self._lock:
             self._note()
-            self._work[process] = work
+            if work == "checkpoint":
+                self._saving.add(process)
+            else:
+                self._saving.discard(process)
             if work == "step" and step > self._step:
                 if self._step:
                     self._recent_s.append(self._noted_s - self._step_s)
+                    self._median_s = statistics.median(self._recent_s)
                 self._step, self._step_s = step, self._noted_s
 
     @property
@@ -81,13 +86,12 @@ class Progress:
 
     def _limit(self) -> tuple[float, str]:
         with self._lock:
-            set_s, recent_s = self._config.step_timeout_s, list(self._recent_s)
-            is_saving = "checkpoint" in self._work.values()
+            set_s, num_recent = self._config.step_timeout_s, len(self._recent_s)
+            median_s, is_saving = self._median_s, bool(self._saving)
         limit_s, name = self._config.start_timeout_s, "distributed.start_timeout_s"
-        if set_s is not None and recent_s:
+        if set_s is not None and num_recent:
             limit_s, name = set_s, "distributed.step_timeout_s"
-        elif len(recent_s) >= NUM_KNOWN:
-            median_s = statistics.median(recent_s)
+        elif num_recent >= NUM_KNOWN:
             limit_s = max(FACTOR * median_s, LEAST_S)
             name = f"{FACTOR:g} times the median step of {median_s:.3g} s and at least {LEAST_S:g}"
         if is_saving and limit_s < self._config.start_timeout_s:

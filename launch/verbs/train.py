@@ -66,5 +66,5 @@ def _train_here(args: argparse.Namespace, held: Lease) -> int:
     trainer = make(args.job, allow=args.allow, lease=held)
     stop_timeout_s = args.job.config.distributed.stop_timeout_s
     with Watchdog(trainer, stop_timeout_s, held.release) as watchdog:
-        trainer.train()
+        trainer.run()
     return 0 if trainer.finished or signal.SIGINT in watchdog.signals else REQUEUE

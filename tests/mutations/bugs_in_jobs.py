@@ -128,10 +128,18 @@ JOBS = (
     Bug(
         name="resume-forgets-a-step",
         module="holmesjax.report.metrics",
-        old='if record["step"] <= done_steps}',
-        new='if record["step"] < done_steps}',
+        old='_from_end(path) if record["step"] <= done_steps)',
+        new='_from_end(path) if record["step"] < done_steps)',
         wrong="the record of the last step before a checkpoint is cut off by a resume",
         tests=("tests/report/test_metrics.py::test_resume_cuts_off_the_steps_that_will_run_again",),
+    ),
+    Bug(
+        name="a-late-member-passes-a-failure",
+        module="holmesjax.runtime.domain",
+        old="elif self._has_failed():",
+        new="elif False:",
+        wrong="a process that comes to a gate after another has failed waits until its deadline",
+        tests=("tests/runtime/test_gate.py::test_a_failure_sends_all_away_who_wait_or_come_later",),
     ),
     Bug(
         name="the-fastest-process",

@@ -73,7 +73,8 @@ def test_the_seconds_of_a_run_add_up_to_its_time(tmp_path, monkeypatch):
 
 def test_records_of_before_goodput_was_measured_are_no_time(tmp_path, monkeypatch):
     hosts = Hosts(monkeypatch)
-    clock = goodput.WallTime([{"step": 5, "step_time_s": 3.0}], 5, goodput.time.monotonic())
+    untimed = {"step": 5, "step_time_s": 3.0}
+    clock = goodput.WallTime(untimed, untimed, goodput.time.monotonic())
     hosts.now_s += 4.0
     found = clock.step([process_step(6, 1.0), {**process_step(6, 3.0), "input_wait_s": 1.0}])[
         "wall_s"

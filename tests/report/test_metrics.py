@@ -12,7 +12,7 @@ import pytest
 
 from holmesjax.config import LogConfig
 from holmesjax.errors import ConfigError, DataError, HolmesError
-from holmesjax.report.metrics import FILE, Metrics, check_installed, read
+from holmesjax.report.metrics import FILE, Metrics, check_installed, read, read_last
 from tests.cases import cases
 from tests.disks import files_of_at_most
 
@@ -91,17 +91,21 @@ def test_resume_cuts_off_the_steps_that_will_run_again(done_steps, tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == [FILE]
 
 
-def test_a_crash_while_cutting_keeps_the_old_file(tmp_path, monkeypatch):
-    write(tmp_path, [1, 2, 3])
-    before = (tmp_path / FILE).read_bytes()
-
-    def crash(descriptor: int) -> None:
-        raise OSError("disk full")
-
-    monkeypatch.setattr("os.fsync", crash)
-    with pytest.raises(OSError, match="disk full"):
-        Metrics(tmp_path, NO_LOG, done_steps=1)
-    assert (tmp_path / FILE).read_bytes() == before
+@pytest.mark.parametrize("block_bytes", [1, 7, 24, 1 << 20])
+def test_a_session_begins_with_the_end_of_the_file_alone(block_bytes, tmp_path, monkeypatch):
+    """Whatever block of it is read at once. A damaged first line shows that nobody reads it."""
+    monkeypatch.setattr("holmesjax.report.metrics.BLOCK_BYTES", block_bytes)
+    write(tmp_path, [2, 3, 4, 5])
+    lines = (tmp_path / FILE).read_text().splitlines(keepends=True)
+    (tmp_path / FILE).write_text("not JSON\n" + "".join(lines) + '{"torn')
+    record = lambda step: {"step": step, "loss": 1.0}
+    assert read_last(tmp_path, 9) == (record(5), record(5))
+    assert read_last(tmp_path, 3) == (record(5), record(3))
+    with pytest.raises(DataError, match="the line at byte 0: is not a JSON object"):
+        read_last(tmp_path, 1)
+    assert read_last(tmp_path / "nothing", 1) == (None, None)
+    write(tmp_path, [], done_steps=3)
+    assert (tmp_path / FILE).read_text() == "not JSON\n" + "".join(lines[:2])
 
 
 def test_of_two_records_of_one_step_the_later_wins(tmp_path):
