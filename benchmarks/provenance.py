@@ -10,7 +10,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from holmesjax.hosts import agent
+from holmesjax.hosts import computing
 
 RESULTS = Path(__file__).parent / "results"
 PACKAGES = ("jax", "jaxlib", "optax", "numpy", "torch")
@@ -50,7 +50,7 @@ def commit() -> str:
     with contextlib.suppress(OSError):
         if found := git("rev-parse", "--short", "HEAD"):
             return found + (" dirty" if git("status", "--porcelain") else "")
-    return f"not known, source {agent.source_digest()}"
+    return f"not known, source {computing.source_digest()}"
 
 
 def versions() -> dict[str, str]:

@@ -112,7 +112,9 @@ class Member:
         connections.prepare(self._sock)
         self._sock.connect_ex(self._crowd.address)
         self._heard = bytearray()
-        hello = MemberHello(process=self._process.number, about=ABOUT, protocol=PROTOCOL)
+        hello = MemberHello(
+            process=self._process.number, about=ABOUT, computing={}, protocol=PROTOCOL
+        )
         accept = lambda hello: None
         self._talk = handshake.call(KEY, hello, ControllerHello, accept, self._process.name)
         next(self._talk)

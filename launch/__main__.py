@@ -3,12 +3,14 @@
 import argparse
 import gc
 import importlib
+import os
 import signal
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 from holmesjax.errors import REQUEUE, AbsentDataError, HolmesError
+from holmesjax.hosts import jax_settings
 from launch.arguments import parse
 from launch.launchers.table import LAUNCHERS
 from launch.progress_message import ProgressMessage
@@ -47,6 +49,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit status: 0 done, 1 cannot go on, 2 a mistake of the user, 75 start again."""
     try:
         args = parse(sys.argv[1:] if argv is None else argv)
+        for name, value in jax_settings.take_away(os.environ).items():
+            what = "what a run computes follows from its run file alone"
+            print(f"note: {name}={value} of the environment is not used: {what}", file=sys.stderr)
         # The verb's module is imported last: a mistake in a run file needs no JAX to be found.
         planned = args.command if args.verb == "lab" else args
         if args.verb == "train":  # before there is anything to save

@@ -44,6 +44,7 @@ from holmesjax.distributed.messages import (
     Warned,
 )
 from holmesjax.errors import DamagedError, FatalError, HolmesError, PeerError, SpikeError
+from holmesjax.hosts import computing
 from holmesjax.job import Job
 from holmesjax.lease import Lease
 from holmesjax.plan.processes import make_processes
@@ -100,7 +101,8 @@ class Supervisor:
         whoever does.
       key_file: with the key of the job; without one each attempt has its own, in the run folder.
       watch: looks on.
-      allow: for `resume.find`.
+      allow: settings that may differ from the checkpoint's (`resume.find`), and facts in which
+        processes may differ (`computing`).
     """
 
     def __init__(
@@ -118,7 +120,10 @@ class Supervisor:
         self._can_start, self._starts_again = starts_again, starts_again and bool(max_restarts)
         self._advice = "as --max-restarts does" if max_restarts else "or add --max-restarts"
         self._max_restarts = DEFAULT if max_restarts is None else max_restarts
-        self._given_key_file, self._watch, self._allow = key_file, watch, allow
+        self._given_key_file, self._watch = key_file, watch
+        names = resume.names_of(allow)
+        self._allow = [name for name in names if not computing.is_fact(name)]
+        self._unlike = [name for name in names if computing.is_fact(name)]
         self._config = job.config.distributed
         self._processes = make_processes(job.plan, job.topology, self._config.processes)
         self._stops = StopRequests(self._config.stop_timeout_s, self._stop)
@@ -261,6 +266,7 @@ class Supervisor:
                 heartbeat_timeout_s=self._config.silence_s,
                 is_saving=Due(config.checkpoint),
                 progress=progress,
+                allow=computing.permitted(job.run_dir, self._unlike),
             ) as controller,
             Recorder(
                 job.run_dir,

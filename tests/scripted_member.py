@@ -107,6 +107,7 @@ def main(run_dir, script, env, output):
         port=environment.controller[1],
         key=environment.key,
         about=job.about(environment.restart),
+        computing={},
         timeout_s=config.silence_s,
         start_timeout_s=config.start_timeout_s,
         on_loss=lambda error: os._exit(75),

@@ -11,7 +11,7 @@ connection closes, knows that the other is gone.
 import queue
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, get_args
 
@@ -44,6 +44,7 @@ from holmesjax.distributed.messages import (
     decode_of_member,
 )
 from holmesjax.errors import HolmesError
+from holmesjax.hosts import computing
 from holmesjax.plan.processes import Process
 from holmesjax.runtime.step_timeout import Progress, Work
 from holmesjax.transport import connections
@@ -92,6 +93,7 @@ class Controller:
       heartbeat_timeout_s: how long a member may be silent.
       is_saving: asked once about each step, when all have voted on it.
       progress: told of all progress.
+      allow: names of `computing.facts` in which members may differ.
     """
 
     def __init__(
@@ -106,6 +108,7 @@ class Controller:
         heartbeat_timeout_s: float,
         is_saving: Callable[[int], bool],
         progress: Progress,
+        allow: Collection[str] = (),
     ):
         self.events: queue.Queue[ProcessEvent] = queue.Queue()
         self._seats = [_Seat(process) for process in processes]
@@ -115,6 +118,9 @@ class Controller:
         self._is_saving, self._progress = is_saving, progress
         self._votes: dict[int, set[int]] = {}  # step -> stages
         self._num_ready = 0
+        self._allow = allow
+        self._comparing = threading.Lock()
+        self._first: dict[int | None, MemberHello] = {}  # of the job (None), and of each stage
         self._stopping = False
         self._closed = threading.Event()
         sock = connections.listen(address, port)
@@ -192,9 +198,30 @@ class Controller:
         reason = differences(self._about, {**hello.about, "protocol": hello.protocol})
         if reason is None and seat.connection is not None:
             reason = f"number {number}, {seat.process.name}, is here already"
+        if reason is None:
+            reason = self._unlike(hello)
         if reason is not None:
             self.events.put(ProcessEvent(number, Refused(reason=reason)))
         return reason
+
+    def _unlike(self, hello: MemberHello) -> str | None:
+        """Describes in what a member computes otherwise than the first; None if in nothing."""
+        stage = self._seats[hello.process].process.stage
+        with self._comparing:
+            firsts = [self._first.setdefault(key, hello) for key in (None, stage)]
+        for first, same_stage in zip(firsts, (False, True), strict=True):
+            ours, theirs = first.computing, hello.computing
+            if names := computing.unlike(ours, theirs, same_stage=same_stage, allow=self._allow):
+                differ = ", ".join(
+                    f"its {name} is {theirs.get(name, 'not set')}, not {ours.get(name, 'unset')}"
+                    for name in names
+                )
+                other = self._seats[first.process].process.name
+                return (
+                    f"{differ} as on {other}; make them alike, or permit it: "
+                    f"--allow {','.join(repr(n) if ' ' in n else n for n in names)}"
+                )
+        return None
 
     def _enter(self, connection: Connection[MemberHello]) -> None:
         seat = self._seats[connection.hello.process]

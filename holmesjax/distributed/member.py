@@ -81,6 +81,7 @@ class Member:
       process: who this is.
       address, port: of the controller.
       about: this process's plan and versions.
+      computing: `computing.facts` of this process.
       on_loss: called, from another thread, when the controller is gone or ends the job.
     """
 
@@ -89,6 +90,7 @@ class Member:
     port: int
     key: bytes
     about: Mapping[str, Any]
+    computing: Mapping[str, str]
     timeout_s: float
     start_timeout_s: float
     on_loss: Callable[[HolmesError], None]
@@ -109,7 +111,10 @@ class Member:
             self.port,
             key=self.key,
             hello=MemberHello(
-                process=self.process.number, about=dict(self.about), protocol=PROTOCOL
+                process=self.process.number,
+                about=dict(self.about),
+                computing=dict(self.computing),
+                protocol=PROTOCOL,
             ),
             expected=ControllerHello,
             check=lambda hello: None,

@@ -12,7 +12,7 @@ from holmesjax.runtime.step_timeout import Work
 from holmesjax.transport.records import Message, Record, by_kind, decode, encode, make
 
 BEATS = 4  # heartbeats in the time that an end may be silent
-PROTOCOL = 6
+PROTOCOL = 7
 
 
 # ---- hellos --------------------------------------------------------------------------------------
@@ -25,6 +25,7 @@ class MemberHello(Record):
     kind = "member"
     process: int
     about: dict[str, Any]  # its plan, settings and versions, by name
+    computing: dict[str, str]  # `computing.facts`
     protocol: int
 
 

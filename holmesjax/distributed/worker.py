@@ -40,7 +40,7 @@ from holmesjax.distributed.messages import (
     Up,
 )
 from holmesjax.errors import DamagedError, HolmesError, SpikeError
-from holmesjax.hosts import nics
+from holmesjax.hosts import computing, nics
 from holmesjax.hosts.nics import Host
 from holmesjax.hosts.process_environment import ProcessEnvironment, die_with
 from holmesjax.job import Job
@@ -124,6 +124,7 @@ class Worker:
             port=environment.controller[1],
             key=environment.key,
             about=self._about,
+            computing=computing.facts(env, find_host().gpus, job.config.model.module),
             timeout_s=self._config.silence_s,
             start_timeout_s=self._config.start_timeout_s,
             on_loss=self._give_up,

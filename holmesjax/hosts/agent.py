@@ -5,7 +5,6 @@ has the questions and the answers. Whoever connects must hold the key of the age
 """
 
 import contextlib
-import hashlib
 import importlib
 import itertools
 import resource
@@ -18,7 +17,6 @@ import threading
 import time
 from collections.abc import Callable, MutableMapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +24,7 @@ import numpy as np
 
 from holmesjax.errors import HolmesError
 from holmesjax.hosts import kernel_check, nccl
+from holmesjax.hosts.computing import PACKAGES, installed, source_digest
 from holmesjax.hosts.nics import Host
 from holmesjax.hosts.process_environment import ProcessEnvironment
 from holmesjax.hosts.questions import (
@@ -63,7 +62,6 @@ from holmesjax.transport.frame_timing import Receiver, Sender
 from holmesjax.transport.records import Message, Record, decode, decode_as, encode
 from holmesjax.transport.rendezvous import Ports
 
-PACKAGES = ("holmesjax", "jax", "jaxlib", "optax", "orbax-checkpoint", "numpy")
 START_S = 30.0  # for the launcher's end to be there
 STALL_S = 30.0  # in which a connection must take a part, or answer
 
@@ -164,7 +162,7 @@ class _Agent:
             host=name,
             resolves_to=_resolve(name),
             python=".".join(map(str, sys.version_info[:2])),
-            packages={package: _version(package) for package in PACKAGES},
+            packages={package: installed(package) for package in PACKAGES},
             source=source_digest(),
             folder=_look_at(Path(question.folder), question.marker),
             max_open_files=_limit(resource.RLIMIT_NOFILE),
@@ -327,22 +325,6 @@ def _resolve(name: str) -> str | None:
         return socket.gethostbyname(name)
     except OSError:
         return None
-
-
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
-
-
-def source_digest() -> str:
-    """Returns 16 hex digits of a digest of the package's Python files."""
-    digest = hashlib.sha256()
-    folder = Path(__file__).parents[1]
-    for path in sorted(folder.rglob("*.py")):
-        digest.update(path.relative_to(folder).as_posix().encode() + b"\0" + path.read_bytes())
-    return digest.hexdigest()[:16]
 
 
 def _limit(which: int) -> int | None:

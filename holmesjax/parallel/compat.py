@@ -6,12 +6,27 @@ from collections.abc import Collection
 import jax
 from jax.sharding import Mesh
 
+from holmesjax.errors import ConfigError
+
+# The settings of JAX that change numbers, with the values that a run needs.
+NUMBERS = {
+    "jax_enable_x64": False,
+    "jax_disable_jit": False,
+    "jax_default_prng_impl": "threefry2x32",
+    "jax_threefry_partitionable": True,
+    "jax_random_seed_offset": 0,
+    "jax_default_matmul_precision": None,
+}
+
 
 def use_devices(kinds: Collection[str], num_devices: int, *, rehearse: bool) -> None:
     """Makes JAX show devices of these kinds: virtual CPU devices for a rehearsal.
 
     Must come before the first use of a device; afterwards JAX keeps the devices it has.
+
+    Raises ConfigError where the program has set JAX to compute other numbers.
     """
+    _refuse_other_numbers()
     if not rehearse and set(kinds) != {"cpu"}:
         # Here: stages are compiled by threads, and the import changes what other threads read.
         importlib.import_module("jax.experimental.pallas.mosaic_gpu")
@@ -21,6 +36,18 @@ def use_devices(kinds: Collection[str], num_devices: int, *, rehearse: bool) -> 
         jax.config.update("jax_num_cpu_devices", num_devices)
     except RuntimeError:  # a backend is up, in a notebook or a test: `build_meshes` counts devices
         pass
+
+
+def _refuse_other_numbers() -> None:
+    """Refuses settings of JAX on which numbers depend: a run follows from its run file alone."""
+    for name, needed in NUMBERS.items():
+        if (value := getattr(jax.config, name)) != needed:
+            raise ConfigError(
+                f"jax.config.{name}",
+                "changes what a run computes",
+                found=value,
+                fix=f'jax.config.update("{name}", {needed!r}) before the run',
+            )
 
 
 def sums_by_ring(mesh: Mesh, axis: str) -> bool:

@@ -21,6 +21,7 @@ from pydantic import Field
 from holmesjax.checkpoints import resume
 from holmesjax.distributed.messages import Exit, Output, ProcessEvent
 from holmesjax.errors import REQUEUE, ConfigError, HolmesError
+from holmesjax.hosts import computing
 from holmesjax.job import Job
 from holmesjax.lease import Lease
 from holmesjax.transport.records import Record
@@ -99,7 +100,10 @@ def write(
     print(*job.describe(), sep="\n", flush=True)
     path = job.run_dir.absolute() / SCRIPT
     with Lease(job.run_dir):  # not while it is submitted: the job wants it
-        start = resume.find(job, allow, lambda text: print(text, flush=True))
+        names = resume.names_of(allow)
+        computing.permitted(job.run_dir, names)
+        settings = [name for name in names if not computing.is_fact(name)]
+        start = resume.find(job, settings, lambda text: print(text, flush=True))
         for line in start.describe():
             print(line, flush=True)
         job.save(start.step)

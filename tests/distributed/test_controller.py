@@ -6,6 +6,7 @@ the clock of the tests. So no machine is too busy for them.
 
 import queue
 import random
+import re
 import socket
 import threading
 import time
@@ -91,7 +92,7 @@ def pass_time(clock, controller, seconds, *, but=()):
     wait_until(lambda: all(seat.connection.heard_s == clock.now_s for seat in heard))
 
 
-def open_controller(processes, silence_s=SILENCE_S):
+def open_controller(processes, silence_s=SILENCE_S, allow=()):
     return Controller(
         processes,
         address="127.0.0.1",
@@ -102,6 +103,7 @@ def open_controller(processes, silence_s=SILENCE_S):
         heartbeat_timeout_s=silence_s,
         is_saving=lambda step: step % 2 == 0,
         progress=Progress(DistributedConfig()),
+        allow=allow,
     )
 
 
@@ -111,13 +113,16 @@ def controller():
         yield controller
 
 
-def join(controller, who, *, key=KEY, about=ABOUT, on_loss=None, silence_s=SILENCE_S):
+def join(
+    controller, who, *, key=KEY, about=ABOUT, computing=None, on_loss=None, silence_s=SILENCE_S
+):
     return Member(
         process=who,
         address=controller.address[0],
         port=controller.address[1],
         key=key,
         about=about,
+        computing=computing or {},
         timeout_s=silence_s,
         start_timeout_s=DEADLINE_S,
         on_loss=on_loss or (lambda error: None),
@@ -318,6 +323,41 @@ def test_who_does_not_belong_is_refused(controller, members, change, words):
         assert words[0] in str(next_event(controller, "refused").record)
 
 
+FACTS = {"source": "12", "jax": "0.10.2", "--xla_a": "1", "driver": "570"}
+
+
+@pytest.mark.parametrize(
+    "changed, words",
+    [
+        ({"source": "34"}, "its source is 34, not 12 as on"),
+        ({"--xla_a": "2", "jax": "0.12.0"}, "its jax is 0.12.0, not 0.10.2, its --xla_a is 2"),
+        ({"--xla_b": "1"}, "its --xla_b is 1, not unset as on"),
+        ({"NVIDIA_TF32_OVERRIDE": "0"}, "permit it: --allow NVIDIA_TF32_OVERRIDE"),
+        ({"driver": "580"}, "its driver is 580, not 570 as on"),
+    ],
+)
+def test_a_member_that_computes_otherwise_than_the_first_is_refused(controller, changed, words):
+    """Clusters may have drivers of their own; the processes of a stage may not."""
+    first = join(controller, PROCESSES[0], computing=FACTS)
+    with pytest.raises(RefusedError, match=re.escape(words)):
+        join(controller, PROCESSES[1], computing={**FACTS, **changed})
+    assert words in next_event(controller, "refused").record.reason
+    of_other_stage = {**FACTS, "driver": "580"}
+    others = [join(controller, PROCESSES[1], computing=FACTS)]
+    others.append(join(controller, PROCESSES[2], computing=of_other_stage))
+    for member in (first, *others):
+        member.close()
+
+
+def test_unlike_members_are_taken_where_it_is_permitted_by_name():
+    with open_controller(PROCESSES, allow=("source", "--xla_b")) as controller:
+        unlike = {**FACTS, "source": "34", "--xla_b": "1"}
+        for who, facts in zip(PROCESSES[:2], (FACTS, unlike), strict=True):
+            join(controller, who, computing=facts).close()
+        with pytest.raises(RefusedError, match=r"its jax is 0\.12\.0"):
+            join(controller, PROCESSES[2], computing={**unlike, "jax": "0.12.0"})
+
+
 def test_a_wrong_key_is_told_on_both_ends(controller, monkeypatch):
     stop_callers_clock(monkeypatch)
     with pytest.raises(PeerError, match="nobody who holds the key of this job answers"):
@@ -433,7 +473,7 @@ def test_the_patience_of_a_member_counts_from_the_last_progress(monkeypatch):
             raise queue.Empty
 
     member = Member(
-        process=PROCESSES[0], address="", port=0, key=KEY, about=ABOUT, timeout_s=8.0,
+        process=PROCESSES[0], address="", port=0, key=KEY, about=ABOUT, computing={}, timeout_s=8.0,
         start_timeout_s=1.0, on_loss=lambda error: None,
     )  # fmt: skip
     member._inbox = Inbox()
