@@ -28,10 +28,10 @@ from holmesjax.data.number_files import NumberFile
 from holmesjax.data.permutation import permute, round_keys
 from holmesjax.data.sources import Item
 from holmesjax.data.token_files import DocumentStarts
+from holmesjax.data.whole_digests import FOLDER
 from holmesjax.errors import DataError
 
 WINDOW = 1024  # pieces that are packed together
-FOLDER = ".holmesjax"  # beside the tokens
 VERSION = 1  # raised when the same documents give other rows
 DTYPES = {"first": "<i8", "place": "<i8", "length": "<i4", "targets": "<i4"}
 

@@ -20,13 +20,14 @@ import numpy as np
 
 from holmesjax.data import stores
 from holmesjax.data.number_files import NumberFile
+from holmesjax.data.whole_digests import whole_digests
 from holmesjax.errors import DataError
 
 FORMAT = "holmesjax tokens 1"
 DTYPES: dict[str, np.dtype] = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
 STARTS = np.dtype("<i8")
 JOB = "tokenize.json"  # file of a folder that `tokenize` writes: the shards that it will have
-BLOCKS, BLOCK_BYTES = 64, 4096  # blocks that a digest reads, and bytes of each
+BLOCKS, BLOCK_BYTES = 64, 4096  # blocks that are checked when a file is opened, and their bytes
 
 
 class Places(Protocol):
@@ -116,7 +117,13 @@ class TokenFile:
             self.check(first, tokens, limit)
 
     def digest(self) -> str:
-        """Returns the SHA-256 of the type of the tokens, the sizes, and some blocks of tokens."""
+        """Returns the SHA-256 of the type of the tokens and of all bytes of the files.
+
+        It is the same for a file here and in a store. Of an object in a store the hash that
+        `about` says is taken as it is; without one, all of the object is read.
+
+        Raises DataError for a file that is not as it was written.
+        """
         digest = hashlib.sha256()
         if self.about is None:
             digest.update(f"{self.token_T.dtype.str}\n".encode())
@@ -124,19 +131,30 @@ class TokenFile:
             update(digest, self.about)
         for path in (self.path, *self.hashes):
             digest.update(f"{path.stat().st_size}\n".encode())
-        for _, tokens in self.blocks():
-            digest.update(tokens.tobytes())
+        paths = [self.path, *(path for path in self.hashes if path != self.path)]
+        if stores.is_remote(self.path):
+            found = [self.hashes.get(path) or hash_of(path) for path in paths]
+        else:
+            found = whole_digests(paths)
+        for path, own in zip(paths, found, strict=True):
+            self._compare(path, own)
+            digest.update(f"{own}\n".encode())
         return digest.hexdigest()
 
     def verify(self, limit: int | None) -> None:
         """Reads all tokens, and compares the hashes that are known. Raises DataError."""
         for first, tokens in self.token_T.chunks():
             self.check(first, tokens, limit)
-        for path, said in self.hashes.items():
+        for path in self.hashes:
+            self._compare(path, hash_of(path))
+
+    def _compare(self, path: Path, found: str) -> None:
+        """Raises DataError where a file has another hash than `about` says."""
+        said = self.hashes.get(path, found)
+        if said != found:
             assert self.about is not None
-            if (found := hash_of(path)) != said:
-                problem = f"is not as it was written: {self.about.name} says SHA-256 {said[:12]}"
-                raise DataError(str(path), problem, found=found[:12], fix="copy or make it again")
+            problem = f"is not as it was written: {self.about.name} says SHA-256 {said[:12]}"
+            raise DataError(str(path), problem, found=found[:12], fix="copy or make it again")
 
 
 def hash_of(path: Path) -> str:

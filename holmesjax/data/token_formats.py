@@ -40,7 +40,7 @@ def find(config: DataConfig) -> list[TokenFile]:
         stores.ask(path)
         if path.is_dir():
             _refuse_unfinished(path)
-            names = sorted(own.name for own in path.iterdir())
+            names = sorted(own.name for own in path.iterdir() if not own.name.startswith("."))
             found = [path / name for name in names if name.endswith(ENDINGS)]
             if not found:
                 shown = ", ".join(names[:8]) or "nothing"

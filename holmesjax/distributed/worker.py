@@ -13,7 +13,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, MutableMapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NoReturn
@@ -24,8 +24,9 @@ from jax.sharding import Mesh
 from holmesjax import hung_main_thread, job as jobs
 from holmesjax.checkpoints import checkpoint, manifest, skipped_data, writing
 from holmesjax.checkpoints.manifest import Checkpoint
-from holmesjax.data import cluster_paths, sources
-from holmesjax.distributed.member import Member
+from holmesjax.data import cluster_paths, sources, whole_digests
+from holmesjax.data.batches import Batches
+from holmesjax.distributed.member import ADVANCE_S, Member
 from holmesjax.distributed.messages import (
     AllDone,
     Done,
@@ -183,7 +184,7 @@ class Worker:
             runner = self._make_runner(stages, ports)
             compile_s = time.perf_counter() - began_s
             member.status("was reading the corpus")
-            batches = reading.result()
+            batches = self._result(reading)
             splits = batches.data
             # XLA:CPU gives up on a collective whose other processes come half a minute later.
             member.send_compiled(batches.digests(), splits.place, splits.files)
@@ -217,6 +218,16 @@ class Worker:
             member.send(Up())
             done = session.run(states, start.resume, sequences=saved.sequences if saved else 0)
         self._leave(done, runner.close if isinstance(runner, Pipeline) else lambda: None)
+
+    def _result(self, reading: "Future[Batches]") -> Batches:
+        """Returns what is read, and reports progress as long as bytes are read."""
+        counted = 0
+        while True:
+            with contextlib.suppress(TimeoutError):
+                return reading.result(ADVANCE_S)
+            if whole_digests.read_bytes.count > counted:
+                counted = whole_digests.read_bytes.count
+                self._member.advance()
 
     def _listen(self) -> Ports:
         """Chooses NICs, and opens the ports at which others reach this process."""

@@ -272,8 +272,8 @@ def test_a_damaged_file_is_named_before_a_run_begins(tmp_path, write, damage, me
 
 
 def test_a_token_that_cannot_be_is_named_with_its_file_and_place(tmp_path):
-    path = write_own(tmp_path / "a.bin", DOCUMENTS)
-    overwrite(".bin", 10, b"\xff\xff")(path)
+    wrong = [*STREAM[:5], 65535, *STREAM[6:]]
+    path = write_own(tmp_path / "a.bin", [wrong], largest=max(STREAM))
     with pytest.raises(DataError, match=r"a.bin: .* not below 10\n  found: 65535 at byte 10"):
         read(path).train[1]
     path = write_megatron(tmp_path / "b.bin", [[1, 300, 2], [-1, 3]], "<i4", 4)
@@ -304,30 +304,35 @@ def test_a_file_that_becomes_shorter_while_it_is_read_is_named(tmp_path):
         train[len(train) - 1]
 
 
-def test_verify_finds_what_a_digest_does_not_read(tmp_path):
+def test_a_token_that_changed_is_seen_wherever_it_is(tmp_path):
     config = DataConfig(corpus=str(tmp_path), source="tokens")
-    path = write_own(tmp_path / "a.bin", [np.arange(10**6) % 200])
+    texts = [np.arange(10**6) % 200]
+    path = write_own(tmp_path / "a.bin", texts)
     before = read(tmp_path).digests
     assert tokens.verify(config) == 2
     read_places = {first for first, _ in read(path).train.parts[0].file.blocks()}
     assert (0 in read_places, len(read_places)) == (True, token_files.BLOCKS)
-    overwrite(".bin", 2 * 4000, b"\7")(path)  # in none of them
-    assert read(tmp_path).digests == before
-    with pytest.raises(DataError, match=r"a.bin: is not as it was written: a.json says SHA-256"):
-        tokens.verify(config)
-    overwrite(".bin", 2 * 999_999, b"\7")(path)  # the last one
+    overwrite(".bin", 2 * 4000, b"\7")(path)  # in none of the blocks that are looked at
+    for look in (read, lambda _: tokens.verify(config)):
+        with pytest.raises(
+            DataError, match=r"a.bin: is not as it was written: a.json says SHA-256"
+        ):
+            look(tmp_path)
+    said = {"sha256": token_files.hash_of(path)}
+    write_own(path, texts, **said)
+    overwrite(".bin", 2 * 4000, b"\7")(path)  # by someone who has changed the hash, too
     assert read(tmp_path).digests != before
-    write_own(path, [np.arange(10**6) % 200], largest=198)
+    write_own(path, texts, largest=198)
     with pytest.raises(DataError, match=r"a.bin: .* not below 199\n  found: 199 at byte 398"):
         tokens.verify(config)
 
 
 def test_memory_does_not_grow_with_a_corpus_of_a_billion_tokens(tmp_path):
-    path = write_own(tmp_path / "a.bin", DOCUMENTS, tokens=10**9, documents=None)
-    with path.open("r+b") as file:
+    path = tmp_path / "a.bin"
+    with path.open("wb") as file:
         file.truncate(2 * 10**9)  # sparse
     tracemalloc.start()
-    splits = read(path, 4096, 0.05)
+    splits = read(path, 4096, 0.05, "uint16")
     batches = Batches(data=splits, seed=0, global_batch=64, length=4096, num_validation=1)
     rows = batches.train(10**9)
     batches.validation(0)
