@@ -1,6 +1,7 @@
 """A run before it starts: its config, its machines and its plan, checked. Does not import JAX."""
 
 import bisect
+import contextlib
 import dataclasses
 import hashlib
 import json
@@ -243,10 +244,11 @@ class Job:
             write_whole(path, text)
 
         def undo() -> None:
-            for path, text in before.items():
-                write_whole(path, text)
-            for copy in copies:
-                copy.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # what refused the start is worth more
+                for path, text in before.items():
+                    write_whole(path, text)
+                for copy in copies:
+                    copy.unlink(missing_ok=True)
 
         return undo
 

@@ -80,12 +80,15 @@ class Lease:
     def __exit__(self, *_: object) -> None:
         self.release()
 
-    def check(self) -> None:
+    def check(self, *, at_once: bool = False) -> None:
         """Call before writing what another owner would miss; looks again if it is long ago.
+
+        Args:
+          at_once: whether to look again in any case.
 
         Raises LostLeaseError.
         """
-        if _now_s() > self._renewed_s + TERM_S / 2:  # it slept, or the file system did
+        if at_once or _now_s() > self._renewed_s + TERM_S / 2:  # it slept, or the file system did
             self._renew()
         if self._lost:
             raise self._lost
@@ -98,6 +101,29 @@ class Lease:
             return write(*args, **kwargs)
 
         return checked
+
+    def move(self, path: Path, target: Path) -> None:
+        """Renames a file or folder of the run, which is how anything of a run is taken away.
+
+        The lease is read once more behind the rename. If it is another's by then, the name is put
+        back: this process may have stood still since it looked.
+
+        Raises LostLeaseError, and OSError where nothing was renamed.
+        """
+        self.check()
+        with self._renewing:  # no other thread learns of a loss, and ends this process, in between
+            path.rename(target)
+            try:
+                found = _read(self._path)
+            except OSError:
+                target.rename(path)
+                raise
+            if found is not None and found.get("token") == self._record["token"]:
+                return
+            target.rename(path)
+        self._renew()
+        self.check()
+        raise OSError(errno.EAGAIN, "the lease of the run folder was not to be seen", str(path))
 
     def release(self) -> None:
         """Gives the lease up. If it is lost nothing is touched."""
@@ -123,10 +149,12 @@ class Lease:
             os.close(file)
             raise
         finally:
-            own.unlink(missing_ok=True)
-        for left in self._path.parent.glob(_beside(self._path, "*").name):  # by a kill -9
-            if (record := _read(left)) and _is_gone(record):
-                left.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # it is a second name, which a later owner removes
+                own.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # the lease is ours, whatever else is left
+            for left in self._path.parent.glob(_beside(self._path, "*").name):  # by a kill -9
+                if (record := _read(left)) and _is_gone(record):
+                    left.unlink(missing_ok=True)
         return file
 
     def _link(self, own: Path, file: int, say: Callable[[str], None]) -> None:
@@ -201,6 +229,31 @@ def end_process(error: LostLeaseError) -> None:
     """Ends this process and its children at once, from any thread; meant for `on_loss`."""
     say = lambda: print(f"error: {error}", file=sys.stderr)
     hung_main_thread.end_process(error.exit_status, say)
+
+
+def fence(run_dir: str | Path) -> Callable[[], None]:
+    """Returns a check that a run folder still has the owner that it has now.
+
+    It is for the other processes of the owner's job. It raises LostLeaseError, or OSError where the
+    lease cannot be read.
+    """
+    path = Path(run_dir).absolute() / FILE
+    token = lambda: (_read(path) or {}).get("token")
+    own = token()
+
+    def check() -> None:
+        if token() == own:
+            return
+        time.sleep(SETTLE_S)  # perhaps renamed by mistake
+        if token() != own:
+            raise LostLeaseError(
+                str(path.parent),
+                "the job of this process has lost its lease to another process, so it writes no more",
+                found=_who(found) if (found := _read(path)) else f"no {FILE}",
+                fix="let the other job go on",
+            )
+
+    return check
 
 
 def owner(run_dir: str | Path) -> str | None:
@@ -310,7 +363,8 @@ def _remove(path: Path, record: Record) -> bool:
     if not was_that:  # somebody was faster, in the moment after we looked
         with contextlib.suppress(FileExistsError, FileNotFoundError):
             os.link(aside, path)
-    aside.unlink(missing_ok=True)
+    with contextlib.suppress(OSError):  # it is no lease any more
+        aside.unlink(missing_ok=True)
     return was_that
 
 

@@ -17,7 +17,8 @@ from typing import Any, TextIO
 import jax
 
 from holmesjax import job as jobs
-from holmesjax.checkpoints import checkpoint, manifest, resume, writing
+from holmesjax.checkpoints import checkpoint, resume, second_reading, writing
+from holmesjax.checkpoints.retention import Retention
 from holmesjax.checkpoints.saves import Due, Saves
 from holmesjax.data import cluster_paths
 from holmesjax.errors import ConfigError, DamagedError, SpikeError
@@ -120,18 +121,19 @@ class Trainer:
 
     def _train(self, lease: Lease) -> None:
         self._print(*self.job.describe())
-        start = resume.find(self.job, self._allow, self._print)
+        start = resume.find(self.job, self._allow, self._print, move=lease.move)
         while True:
             try:
                 self._train_from(start, lease)
                 return
             except DamagedError as error:
                 assert start.checkpoint, "arrays are read of a checkpoint"
+                second_reading.confirm(start.checkpoint, error)
                 known = {start.checkpoint.path: error}
-                start = resume.find(self.job, self._allow, self._print, known)
+                start = resume.find(self.job, self._allow, self._print, known, move=lease.move)
             except SpikeError as error:
-                resume.roll_back(self.job, error, self._print)
-                start = resume.find(self.job, self._allow, self._print)
+                resume.roll_back(self.job, error, self._print, lease.move)
+                start = resume.find(self.job, self._allow, self._print, move=lease.move)
 
     def _train_from(self, start: resume.Start, lease: Lease) -> None:
         began_s, config, plan = time.monotonic(), self.job.config, self.job.plan
@@ -142,7 +144,8 @@ class Trainer:
             return
         for line in start.describe():
             self._print(line)
-        manifest.remove_unfinished(self.run_dir)
+        keeps = functools.partial(Retention, self.run_dir, config.checkpoint, lease.move)
+        keeps(self._print).after_start()
         stages = self._make_stages()
         progress = Progress(config.distributed)
         with ThreadPoolExecutor(1) as pool, ExitStack() as stack:
@@ -162,6 +165,7 @@ class Trainer:
             data = batches.digests()
             for line in start.check_data(data):
                 self._print(line)
+            lease.check()
             self.job.save(done)  # nothing is refused any more
             commit = lease.guard(functools.partial(start.commit, data=data))
             recorder = stack.enter_context(
@@ -174,7 +178,8 @@ class Trainer:
                     began_s=began_s,
                 )
             )
-            saves = Saves(self.run_dir, 1, commit, recorder.console.print)
+            console = recorder.console.print
+            saves = Saves(self.run_dir, 1, commit, keeps(console), console)
 
             def is_stopping() -> bool:
                 lease.check()
@@ -187,7 +192,7 @@ class Trainer:
                 batches=batches,
                 clock=stack.enter_context(Clock(len(plan.stages))),
                 writer=stack.enter_context(
-                    writing.Writer(self.run_dir, stages, saves.saved, saves.failed)
+                    writing.Writer(self.run_dir, stages, saves.saved, saves.failed, lease.check)
                 ),
                 tell=recorder.take,
                 is_stopping=is_stopping,

@@ -4,6 +4,7 @@ A process runs the layers of its stage. This one starts them, sends all of them 
 what comes of these. It needs no JAX, and writes nothing but the key of the processes.
 """
 
+import contextlib
 import os
 import queue
 import time
@@ -102,7 +103,8 @@ class GenerationJob:
                 finally:
                     self._launcher.end()
         finally:
-            key_file.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # what the processes said is worth more
+                key_file.unlink(missing_ok=True)
 
     def _hear_all(
         self, controller: Controller, progress: Progress, texts: Texts, show: Show

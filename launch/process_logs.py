@@ -1,14 +1,16 @@
 """The output of a job's processes: a log file of each, and what of it is noise."""
 
+import contextlib
 import re
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from holmesjax.plan.processes import Process
 
 LOGS = "logs"
 LAST_LINES = 8  # of a process that failed, shown on the console
+LIMIT_BYTES = 16 << 20  # of a file; then it is NAME.log.1 in place of the one before, and a new begins
 
 # The line that JAX's CPU collectives print when they connect. Two processes at once mix their
 # pieces, and a process that dies leaves any part of it.
@@ -30,10 +32,18 @@ def is_noise(line: str) -> bool:
 
 
 class ProcessLogs:
-    """The log files of a job's processes, in the folder `logs` of its run folder."""
+    """The log files of a job's processes, in the folder `logs` of its run folder.
 
-    def __init__(self, run_dir: Path, processes: Sequence[Process]):
-        self.folder, self._processes = run_dir / LOGS, processes
+    Args:
+      run_dir: the run folder.
+      processes: those of the job.
+      move: renames a file that is full (`Lease.move`).
+    """
+
+    def __init__(
+        self, run_dir: Path, processes: Sequence[Process], move: Callable[[Path, Path], None]
+    ):
+        self.folder, self._processes, self._move = run_dir / LOGS, processes, move
         self._last: dict[int, deque[str]] = {}  # by process
         self.folder.mkdir(exist_ok=True)
 
@@ -43,8 +53,13 @@ class ProcessLogs:
     def write(self, number: int, line: str) -> None:
         if line.strip() and not is_noise(line):
             self._last.setdefault(number, deque(maxlen=LAST_LINES)).append(line)
-        with self.path(number).open("a") as file:
+        path = self.path(number)
+        with path.open("a") as file:
             file.write(line + "\n")
+            is_full = file.tell() > LIMIT_BYTES
+        if is_full:
+            with contextlib.suppress(OSError):  # then it grows until it can be renamed
+                self._move(path, path.with_name(f"{path.name}.1"))
 
     def last_lines(self, number: int) -> tuple[str, ...]:
         """The last lines of a process that say something."""

@@ -48,6 +48,11 @@ class Restarts:
         self._path, self._warn, self.limit = run_dir / RECORD, warn, limit
         self._starts = self._read()
 
+    @property
+    def last_step(self) -> int | None:
+        """The step after which the newest start began; None before the first."""
+        return self._starts[-1].step if self._starts else None
+
     def failed(self, step: int) -> list[StartEntry]:
         """Returns the failed starts since a new step, up to `step`; the newest is last."""
         found: list[StartEntry] = []

@@ -6,6 +6,7 @@ and says what the others waited for. The supervisor does not import JAX: it hold
 starts at once.
 """
 
+import contextlib
 import functools
 import itertools
 import os
@@ -19,7 +20,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from holmesjax import lease
-from holmesjax.checkpoints import manifest, resume
+from holmesjax.checkpoints import committed, manifest, resume, second_reading
+from holmesjax.checkpoints.retention import Retention
 from holmesjax.checkpoints.saves import Due, Saves
 from holmesjax.distributed.controller import Controller
 from holmesjax.distributed.data_agreement import DataAgreement
@@ -43,7 +45,14 @@ from holmesjax.distributed.messages import (
     Up,
     Warned,
 )
-from holmesjax.errors import DamagedError, FatalError, HolmesError, PeerError, SpikeError
+from holmesjax.errors import (
+    DamagedError,
+    FatalError,
+    HolmesError,
+    LostLeaseError,
+    PeerError,
+    SpikeError,
+)
 from holmesjax.hosts import computing
 from holmesjax.job import Job
 from holmesjax.lease import Lease
@@ -152,6 +161,7 @@ class Supervisor:
     def _run(self) -> int:
         job = self._job
         restarts = Restarts(job.run_dir, self._max_restarts, lambda text: print(text, flush=True))
+        committed.adopt(job.run_dir, restarts.last_step)
         for restart in itertools.count():
             step = self._done()
             if restarts.is_spent(step):
@@ -183,7 +193,7 @@ class Supervisor:
         found = self._resumed.checkpoint
         assert found, "arrays are read of a checkpoint"
         say = lambda text: print(text, flush=True)
-        resume.find(self._job, self._allow, say, {found.path: error})
+        resume.find(self._job, self._allow, say, {found.path: error}, move=self._lease.move)
         if not self._can_start:
             fix = "start it again with the same command: it goes on from the older checkpoint"
             raise PeerError(error.where, error.problem, found=error.found, fix=fix)
@@ -194,7 +204,8 @@ class Supervisor:
         Raises FatalError if it did so too often, and PeerError where somebody else starts the
         processes.
         """
-        resume.roll_back(self._job, error, lambda text: print(text, flush=True))
+        say = lambda text: print(text, flush=True)
+        resume.roll_back(self._job, error, say, self._lease.move)
         if not self._can_start:
             fix = "start it again with the same command: it goes back to its last checkpoint"
             raise PeerError(error.where, error.problem, found=error.found, fix=fix)
@@ -216,15 +227,27 @@ class Supervisor:
         restarts.begin(step)
         self._blamed, status, cause, is_meant = None, FatalError.exit_status, "", False
         try:
-            status = self._attempt(restart)
+            status = self._confirmed_attempt(restart)
         except HolmesError as error:
             status, cause = error.exit_status, str(error)
             is_meant = isinstance(error, SpikeError)
             raise
         finally:
+            self._lease.check(at_once=True)  # a process of the job may have seen a loss first
             stopped = is_meant or (bool(self._stops) and self._blamed is None)
             restarts.end(status, stopped=stopped, node=self._blamed or "", cause=cause)
         return status
+
+    def _confirmed_attempt(self, restart: int) -> int:
+        """Lets another process read what one has found damaged; PeerError if that can read it."""
+        try:
+            return self._attempt(restart)
+        except DamagedError as error:
+            found = self._resumed.checkpoint
+            assert found, "arrays are read of a checkpoint"
+            print("another process reads the checkpoint once more", flush=True)
+            second_reading.confirm(found, error)
+            raise
 
     def _describe(self) -> list[str]:
         names = ", ".join(process.name for process in self._processes)
@@ -239,17 +262,18 @@ class Supervisor:
     def _attempt(self, restart: int) -> int:
         job, config = self._job, self._job.config
         say = lambda text: print(text, flush=True)
-        start = self._resumed = resume.find(job, self._allow, say)
+        start = self._resumed = resume.find(job, self._allow, say, move=self._lease.move)
         if start.step >= config.train.steps:
             print(*start.finished(), sep="\n", flush=True)
             return 0
         for line in start.describe():
             say(line)
-        self._unsave = job.save(start.step)  # the processes read it
+        self._lease.check()
+        self._unsave = self._lease.guard(job.save(start.step))  # the processes read it
         variables = job.process_environment(os.environ)
         job.save_environment(variables)
-        manifest.remove_unfinished(job.run_dir)
-        logs = ProcessLogs(job.run_dir, self._processes)
+        self._keeps(say).after_start()
+        logs = ProcessLogs(job.run_dir, self._processes, self._lease.move)
         key_file = Path(self._given_key_file or job.run_dir / KEY)
         make_or_read = (
             connections.read_key_file if self._given_key_file else connections.make_key_file
@@ -301,7 +325,8 @@ class Supervisor:
                 if self._watch:
                     self._watch.end()
                 if self._given_key_file is None:
-                    key_file.unlink(missing_ok=True)
+                    with contextlib.suppress(OSError, LostLeaseError):  # the end says more
+                        self._lease.guard(key_file.unlink)(missing_ok=True)
         for line in recorder.summary():
             say(line)
         if path := recorder.write_report():
@@ -311,11 +336,16 @@ class Supervisor:
             return self._stops.exit_status
         return 0
 
+    def _keeps(self, say: Callable[[str], None]) -> Retention:
+        """Removes the checkpoints that need not stay."""
+        checkpoint = self._job.config.checkpoint
+        return Retention(self._job.run_dir, checkpoint, self._lease.move, say)
+
     def _supervise(
         self, controller: Controller, recorder: Recorder, progress: Progress, logs: ProcessLogs
     ) -> int:
         """Takes events until all processes have ended; returns the number of steps done."""
-        job = self._job
+        job, say = self._job, recorder.console.print
         data: dict[str, str] = {}  # filled before there is anything to commit
         commit = self._lease.guard(functools.partial(self._resumed.commit, data=data))
         attempt = _Attempt(
@@ -324,7 +354,7 @@ class Supervisor:
             progress,
             logs,
             DataAgreement(self._processes, controller.send),
-            Saves(job.run_dir, len(job.plan.stages), commit, recorder.console.print),
+            Saves(job.run_dir, len(job.plan.stages), commit, self._keeps(say), say),
             data,
         )
         end_s: float | None = None

@@ -227,6 +227,16 @@ def _check_arrays(checkpoint: Checkpoint, shapes: Any) -> None:
     )
 
 
+def verify_arrays(checkpoint: Checkpoint, part: str) -> None:
+    """Reads the arrays of a part, one after the other, into this process's memory.
+
+    Raises DamagedError if one cannot be read, or is not what was written.
+    """
+    for key, known in checkpoint.manifest["arrays"].items():
+        if known["part"] == part:
+            _restore_tree(checkpoint, {key: jax.ShapeDtypeStruct(known["shape"], known["dtype"])})
+
+
 def _show(dtype: str, shape: Sequence[int]) -> str:
     return f"{dtype}[{','.join(map(str, shape))}]"
 

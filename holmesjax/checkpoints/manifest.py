@@ -3,7 +3,7 @@
     checkpoints/step_00000100/part_0/     what stage 0 wrote
                               part_1/     what stage 1 wrote
                               manifest.json
-                step_00000200.damaged/        found damaged by the owner of the run: set aside
+                step_00000200.damaged/        found damaged by two processes: set aside
 
 The manifest says which part holds which array, with its dtype, shape and digest (`digests`), and
 has the size of every file, and the SHA-256 of those that are not the arrays themselves. It is
@@ -11,18 +11,22 @@ written last: a folder without one is no checkpoint. Orbax restores a flipped pa
 error. So a reader of arrays compares their digests (`checkpoint`). This module verifies all else.
 """
 
+import contextlib
+import errno
 import hashlib
 import json
+import os
 import re
-import shutil
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from holmesjax.errors import CheckpointError, DamagedError
+from holmesjax.checkpoints import committed
+from holmesjax.errors import CheckpointError, DamagedError, PeerError
 from holmesjax.whole_files import write_whole
 
 FOLDER, MANIFEST, FORMAT = "checkpoints", "manifest.json", 6
@@ -32,9 +36,14 @@ DATA = "d"  # a folder of OCDBT, which has arrays, and trees of their chunks wit
 SMALL_BYTES = 1 << 20  # a file of DATA up to this has a SHA-256, as all others have
 SHOWN = {"bytes": "its size", "sha256": "its SHA-256"}
 THREADS = 16  # that ask the file system, which may be far away
+# For a file of another host to be seen here: a client of NFS may believe for a minute that there is
+# none (`acdirmax`).
+SEEN_S = 75.0
+FINAL = (errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG)
 
 Files = dict[str, dict[str, Any]]  # name in the checkpoint -> its "bytes" and "sha256", or None
 Damaged = Mapping[Path, DamagedError]  # checkpoints whose arrays were found damaged, and how
+Move = Callable[[Path, Path], None]  # renames what the owner of a run takes away (`Lease.move`)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,25 +67,94 @@ class Checkpoint:
 
 
 def find(run_dir: str | Path) -> list[Checkpoint]:
-    """Finished checkpoints of a run, newest first."""
-    found = []
-    for step, path in _folders(run_dir):
-        if not (path / MANIFEST).exists():
-            continue
-        try:
-            content = json.loads((path / MANIFEST).read_text())
-        except (OSError, ValueError):
-            content = None
-        manifest = content if isinstance(content, dict) else {}
-        found.append(Checkpoint(path=path, step=step, manifest=manifest))
-    return sorted(found, key=lambda checkpoint: -checkpoint.step)
+    """Finished checkpoints of a run, newest first.
+
+    Raises CheckpointError if its folders may not be read, PeerError if they cannot be read now.
+    """
+    with _told(run_dir):
+        return [at(path) for _, path in reversed(finished(run_dir))]
 
 
-def _folders(run_dir: str | Path) -> list[tuple[int, Path]]:
-    """Folders of checkpoints, finished or not, with their steps."""
+@contextlib.contextmanager
+def _told(run_dir: str | Path) -> Iterator[None]:
+    """Tells what a file system gives: "no checkpoint" would begin the run anew."""
+    try:
+        yield
+    except OSError as error:
+        what = CheckpointError if error.errno in FINAL else PeerError
+        fix = "make it readable" if what is CheckpointError else "start again with the same command"
+        where = str(error.filename or Path(run_dir) / FOLDER)
+        raise what(where, "cannot be read", found=error.strerror, fix=fix) from None
+
+
+def at(path: Path) -> Checkpoint:
+    """The checkpoint in a folder; one whose manifest cannot be read has an empty one."""
+    match = STEP.fullmatch(path.name)
+    assert match, path
+    try:
+        content = json.loads((path / MANIFEST).read_text())
+    except (OSError, ValueError):
+        content = None
+    manifest = content if isinstance(content, dict) else {}
+    return Checkpoint(path=path, step=int(match[1]), manifest=manifest)
+
+
+def wait_for(run_dir: str | Path, step: int) -> Checkpoint:
+    """The checkpoint after a step that another process has seen.
+
+    Raises PeerError where it is not to be seen here within `SEEN_S`.
+    """
+    path = folder_of(run_dir, step)
+    with _told(run_dir):
+        if _appears(run_dir, step):
+            return at(path)
+        names = listed(path.parent)
+    raise PeerError(
+        str(path),
+        f"is not to be seen from this host within {SEEN_S:g} s, and the launcher sees it",
+        found=", ".join(names) or "an empty folder",
+        fix="see that all hosts have the same run folder, and start again with the same command",
+    )
+
+
+def _appears(run_dir: str | Path, step: int) -> bool:
+    """Whether the checkpoint after a step is there; waits for it up to `SEEN_S`."""
+    deadline_s, pause_s = time.monotonic() + SEEN_S, 0.1
+    while step not in dict(finished(run_dir)):
+        if time.monotonic() > deadline_s:
+            return False
+        time.sleep(pause_s)
+        pause_s = min(2 * pause_s, 5.0)
+    return True
+
+
+def finished(run_dir: str | Path) -> list[tuple[int, Path]]:
+    """The steps and folders of finished checkpoints, the oldest first."""
+    return [(step, path) for step, path in folders(run_dir) if has_manifest(path)]
+
+
+def folders(run_dir: str | Path) -> list[tuple[int, Path]]:
+    """The steps and folders of checkpoints, finished or not, the oldest first."""
     folder = Path(run_dir).absolute() / FOLDER  # Orbax takes absolute paths only
-    matches = [(STEP.fullmatch(path.name), path) for path in folder.glob("step_*")]
-    return [(int(match[1]), path) for match, path in matches if match and path.is_dir()]
+    matches = filter(None, map(STEP.fullmatch, listed(folder)))
+    found = sorted((int(match[1]), folder / match[0]) for match in matches)
+    return [(step, path) for step, path in found if path.is_dir()]
+
+
+def has_manifest(path: Path) -> bool:
+    """Whether a folder has a manifest."""
+    return MANIFEST in listed(path)
+
+
+def listed(folder: Path) -> list[str]:
+    """The names in a folder; none if it is missing. Raises OSError.
+
+    A client of NFS asks its server for these, whatever it remembers of a name that was not there.
+    """
+    try:
+        return os.listdir(folder)
+    except FileNotFoundError:
+        return []
 
 
 def verify(checkpoint: Checkpoint) -> None:
@@ -122,20 +200,24 @@ def newest(
     run_dir: str | Path,
     warn: Callable[[str], None],
     *,
-    set_aside: bool,
+    move: Move | None = None,
     known: Damaged = MappingProxyType({}),
+    confirm: Callable[[Checkpoint, DamagedError], None] = lambda checkpoint, error: None,
 ) -> Checkpoint | None:
     """The newest checkpoint that is whole, as far as is seen without reading arrays.
 
     Warns where a newer one is damaged.
 
     Args:
-      known: what was found when arrays were read.
-      set_aside: whether to rename the damaged ones, so that they count no more; the run's owner
-        does, and nobody else.
+      known: what was found when arrays were read, and was confirmed.
+      move: the owner of the run gives it, and nobody else. Damaged checkpoints are then renamed, so
+        that they count no more, and the newest that is known must be there (`committed`).
+      confirm: returns if another process finds damage, too (`second_reading`).
 
-    Raises CheckpointError if all are damaged; nothing is renamed.
+    Raises CheckpointError if all are damaged, or the newest is gone; nothing is renamed.
     """
+    if move:
+        _refuse_lost(run_dir, warn)
     bad: list[tuple[Checkpoint, DamagedError]] = []
     for found in find(run_dir):
         try:
@@ -143,12 +225,16 @@ def newest(
                 raise known[found.path]
             verify(found)
         except DamagedError as error:
+            if move and found.path not in known:
+                confirm(found, error)
             bad.append((found, error))
             continue
+        if move:
+            _note(run_dir, found.step)
         for other, why in bad:
             lines = [f"warning: {why.where}: {why.problem}", f"  found: {why.found}"]
-            if set_aside:
-                lines.append(f"  it is set aside as {_set_aside(other.path)}")
+            if move:
+                lines.append(f"  it is set aside as {_set_aside(other.path, move)}")
             warn("\n".join([*lines, f"  the checkpoint after step {found.step} is used instead"]))
         return found
     if bad:
@@ -158,14 +244,37 @@ def newest(
     return None
 
 
-def _set_aside(path: Path) -> Path:
-    """Renames the folder of a checkpoint so that `find` and `remove_unfinished` leave it alone."""
+def _refuse_lost(run_dir: str | Path, warn: Callable[[str], None]) -> None:
+    """Raises CheckpointError if no checkpoint is as new as the newest that was committed."""
+    step = committed.read(run_dir)
+    with _told(run_dir):
+        newest_step = max(dict(finished(run_dir)), default=-1)
+        if step is None or newest_step >= step:
+            return
+        warn(f"waiting up to {SEEN_S:g} s for the checkpoint after step {step} to be seen here")
+        if not _appears(run_dir, step):
+            raise committed.lost(run_dir, step, newest_step if newest_step >= 0 else None)
+
+
+def _note(run_dir: str | Path, step: int) -> None:
+    """Writes down where the run goes on, before newer checkpoints are set aside."""
+    try:
+        if committed.read(run_dir) != step:
+            committed.note(run_dir, step)
+    except OSError as error:
+        path = str(Path(run_dir) / committed.RECORD)
+        fix = "make the run folder writable, or free its disk"
+        raise CheckpointError(path, "cannot be written", found=error.strerror, fix=fix) from None
+
+
+def _set_aside(path: Path, move: Move) -> Path:
+    """Renames the folder of a checkpoint so that nothing takes it for one."""
     number, target = 1, path.with_name(f"{path.name}.damaged")
     while target.exists():
         number += 1
         target = path.with_name(f"{path.name}.{number}.damaged")
     try:
-        path.rename(target)
+        move(path, target)
     except OSError as error:
         problem = "is damaged, and cannot be renamed to set it aside"
         fix = "make the run folder writable"
@@ -183,13 +292,15 @@ def part_name(stage: int) -> str:
 
 
 def begin(run_dir: str | Path, step: int) -> Path:
-    """Returns the folder for a new checkpoint, without an old manifest.
+    """Returns the folder for a new checkpoint.
 
-    Every process that writes a part calls this.
+    Every process that writes a part calls this. Raises FileExistsError where a checkpoint has been
+    committed: another job has come as far, and this one may only just not know.
     """
     path = folder_of(run_dir, step)
     path.mkdir(parents=True, exist_ok=True)
-    (path / MANIFEST).unlink(missing_ok=True)
+    if has_manifest(path):
+        raise FileExistsError(errno.EEXIST, "a checkpoint is there", str(path / MANIFEST))
     return path
 
 
@@ -223,11 +334,12 @@ def commit(
     settings: Mapping[str, Any],
     data: Mapping[str, str],
     plan_hash: str,
-    keep: int,
     arrays: Mapping[str, Mapping[str, Any]],
     files: Files,
 ) -> None:
-    """Makes a checkpoint of the parts that were written; removes older ones, so that `keep` stay.
+    """Makes a checkpoint of the parts that were written, which is done when this returns.
+
+    Raises OSError; FileExistsError if there is a manifest.
 
     Args:
       sequences: consumed before it.
@@ -237,9 +349,6 @@ def commit(
       files: what `files_of` gave for each part.
     """
     path = folder_of(run_dir, step)
-    for other in path.glob(PART + "*"):  # of another plan, which did not get this far
-        if other.name not in {array["part"] for array in arrays.values()}:
-            shutil.rmtree(other)
     manifest: dict[str, Any] = {
         "format": FORMAT,
         "step": step,
@@ -251,17 +360,7 @@ def commit(
         "files": files,
     }
     manifest["sha256"] = _manifest_sha256(manifest)
-    write_whole(path / MANIFEST, json.dumps(manifest, indent=1))
-    for old in [found for found in find(run_dir) if found.step <= step][keep:]:
-        (old.path / MANIFEST).unlink()  # first: a half-deleted folder is no checkpoint
-        shutil.rmtree(old.path)
-
-
-def remove_unfinished(run_dir: str | Path) -> None:
-    """Removes what a crash has left behind."""
-    for _, path in _folders(run_dir):
-        if not (path / MANIFEST).exists():
-            shutil.rmtree(path)
+    write_whole(path / MANIFEST, json.dumps(manifest, indent=1), replaces=False)
 
 
 def _manifest_sha256(manifest: dict[str, Any]) -> str:

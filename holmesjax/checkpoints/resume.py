@@ -16,8 +16,8 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from holmesjax import job as jobs, schema
-from holmesjax.checkpoints import manifest, skipped_data
-from holmesjax.checkpoints.manifest import Checkpoint
+from holmesjax.checkpoints import manifest, second_reading, skipped_data
+from holmesjax.checkpoints.manifest import Checkpoint, Move
 from holmesjax.checkpoints.skipped_data import Skipped
 from holmesjax.config import Config, DataConfig, OptimizerConfig, TrainConfig
 from holmesjax.data import tokenizer_files
@@ -232,7 +232,6 @@ class Start:
             settings=settings(self.job),
             data=data,
             plan_hash=self.job.plan.hash(),
-            keep=config.checkpoint.keep,
             arrays=arrays,
             files=files,
         )
@@ -243,6 +242,8 @@ def find(
     allow: str | Iterable[str],
     warn: Callable[[str], None],
     known: manifest.Damaged = MappingProxyType({}),
+    *,
+    move: Move | None = None,
 ) -> Start:
     """Finds where the job goes on; the run folder must be the caller's (`lease`).
 
@@ -250,12 +251,17 @@ def find(
       allow: what `--allow` said, each time.
       warn: takes what is wrong with newer checkpoints.
       known: for `manifest.newest`.
+      move: for `manifest.newest`; without it nothing is renamed or refused for what is gone.
 
     Raises:
-      CheckpointError: all checkpoints are damaged, or settings differ that may not.
+      CheckpointError: all checkpoints are damaged, the newest is gone, or settings differ that may
+        not.
+      PeerError: a checkpoint cannot be read by this process, or not now.
       ConfigError: `allow` names what needs no permission.
     """
-    checkpoint = manifest.newest(job.run_dir, warn, set_aside=True, known=known)
+    checkpoint = manifest.newest(
+        job.run_dir, warn, move=move, known=known, confirm=second_reading.confirm
+    )
     changes = tuple(_changes(checkpoint, job)) if checkpoint else ()
     start = Start(
         job=job,
@@ -282,12 +288,15 @@ def find(
     return start
 
 
-def roll_back(job: Job, spike: SpikeError, say: Callable[[str], None]) -> None:
+def roll_back(job: Job, spike: SpikeError, say: Callable[[str], None], move: Move) -> None:
     """Notes that the data from the newest checkpoint to a spike are left out; `find` goes back.
+
+    Args:
+      move: for `manifest.newest`.
 
     Raises FatalError where the run has gone back there too often.
     """
-    checkpoint = manifest.newest(job.run_dir, say, set_aside=True)
+    checkpoint = manifest.newest(job.run_dir, say, move=move, confirm=second_reading.confirm)
     step = checkpoint.step if checkpoint else 0
     found = skipped_data.add(job.run_dir, job.config.train, spike.step, step)
     say(

@@ -4,7 +4,6 @@ One place decides for all processes of a run and hears of them all: the launcher
 itself where it is the only one.
 """
 
-import shutil
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -12,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from holmesjax.checkpoints import manifest
+from holmesjax.checkpoints.retention import Retention
 from holmesjax.config import CheckpointConfig
 from holmesjax.errors import CheckpointError
 
@@ -53,12 +53,14 @@ class Saves:
     """The checkpoints of a session: committed when whole, given up when a part cannot be written.
 
     Training goes on after a save that failed, since the next may succeed. Two that fail in a row,
-    or the last one, end the run. Checkpoints that are committed stay as they are.
+    or the last one, end the run. Checkpoints that are committed stay as they are: what follows a
+    commit cannot make it fail.
 
     Args:
       run_dir: the run folder.
       num_tellers: how many tell of each checkpoint, with `saved` or with `failed`.
       commit: makes a checkpoint of what all have told.
+      retention: removes what need not stay.
       warn: takes a line about each save that failed, when it fails.
     """
 
@@ -67,10 +69,11 @@ class Saves:
         run_dir: Path,
         num_tellers: int,
         commit: Callable[[int, dict[str, dict[str, Any]], manifest.Files], None],
+        retention: Retention,
         warn: Callable[[str], None],
     ):
         self._run_dir, self._num_tellers = run_dir, num_tellers
-        self._commit, self._warn = commit, warn
+        self._commit, self._retention, self._warn = commit, retention, warn
         self._told: dict[int, _Told] = {}
         self._failed: set[int] = set()  # steps
         self._failures: list[str] = []  # why, since the last checkpoint
@@ -114,9 +117,10 @@ class Saves:
         if step not in self._failed:
             try:
                 self._commit(step, told.arrays, told.files)
-                self._failures.clear()
             except OSError as error:
                 self.failed(step, str(error), counts=False)
         if step in self._failed:
-            # Its room is what the next one needs. Some of it may still be on its way to the disk.
-            shutil.rmtree(manifest.folder_of(self._run_dir, step), ignore_errors=True)
+            self._retention.after_failure(step)
+        else:
+            self._failures.clear()
+            self._retention.after_commit(step)

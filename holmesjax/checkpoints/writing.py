@@ -116,11 +116,24 @@ class Writer:
     `saved` or `failed` is called from another thread. At most one checkpoint is being written: a
     second `save` waits for the first. In a domain of several processes all of them save. The
     leading one tells that the part is saved, and each what has failed in it.
+
+    Args:
+      run_dir: the run folder.
+      stages: those of this process.
+      saved: told of parts that are written.
+      failed: told why they cannot be written.
+      check: called before anything is written; raises where another job owns the run by now.
     """
 
     def __init__(
-        self, run_dir: str | Path, stages: Sequence[Stage], saved: OnSaved, failed: OnFailed
+        self,
+        run_dir: str | Path,
+        stages: Sequence[Stage],
+        saved: OnSaved,
+        failed: OnFailed,
+        check: Callable[[], None] = lambda: None,
     ):
+        self._check = check
         self._run_dir, self._stages = Path(run_dir), stages
         self._saved, self._failed = saved, failed
         self._gate = domain.gate("checkpoints")
@@ -153,6 +166,7 @@ class Writer:
             self._gate.begin()
         self._is_failing = False
         with self._failing(step):
+            self._check()
             manifest.begin(self._run_dir, step)
         if self._gate and not self._is_failing:
             # Orbax waits in collectives for the others: all must come to it, or none.

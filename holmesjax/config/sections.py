@@ -5,6 +5,7 @@ A field's type, its constraint and its default stand beside it. The rules betwee
 """
 
 import dataclasses
+import math
 from typing import Annotated, Literal
 
 from pydantic import Field
@@ -121,11 +122,13 @@ class DistributedConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True, config=STRICT)
 class CheckpointConfig:
-    """The times of checkpoints besides the one at the end, and how many are kept."""
+    """The times of checkpoints besides the one at the end, and which are kept."""
 
     every: Count | None = None  # steps between checkpoints. None: every_minutes counts
     every_minutes: Positive | None = None  # minutes between them. None: 10, where every is not set
-    keep: Count = 2  # newest checkpoints that are kept
+    keep: Count = 3  # newest checkpoints that are kept
+    # Hours of which one checkpoint is kept besides, the first of each. None: no other is kept.
+    keep_every_hours: Positive | None = 12.0
 
     def __post_init__(self) -> None:
         refuse_mistakes(checkpoint=self)
@@ -134,6 +137,15 @@ class CheckpointConfig:
     def minutes(self) -> float:
         """Minutes between checkpoints, if no number of steps is set."""
         return self.every_minutes or 10.0
+
+    def most_on_disk(self, run_s: float) -> int:
+        """The most checkpoints at once in a run of so many seconds, with the one being written.
+
+        >>> CheckpointConfig().most_on_disk(60.0), CheckpointConfig().most_on_disk(86400.0)
+        (5, 6)
+        """
+        periods = math.ceil(run_s / 3600 / self.keep_every_hours) if self.keep_every_hours else 0
+        return self.keep + periods + 1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, config=STRICT)

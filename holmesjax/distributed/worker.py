@@ -21,7 +21,7 @@ from typing import Any, NoReturn
 import jax
 from jax.sharding import Mesh
 
-from holmesjax import hung_main_thread, job as jobs
+from holmesjax import hung_main_thread, job as jobs, lease
 from holmesjax.checkpoints import checkpoint, manifest, skipped_data, writing
 from holmesjax.checkpoints.manifest import Checkpoint
 from holmesjax.data import cluster_paths, sources, whole_digests
@@ -203,7 +203,13 @@ class Worker:
                 batches=batches,
                 clock=stack.enter_context(Clock(len(job.plan.stages))),
                 writer=stack.enter_context(
-                    writing.Writer(job.run_dir, stages, self._send_saved, self._send_unsaved)
+                    writing.Writer(
+                        job.run_dir,
+                        stages,
+                        self._send_saved,
+                        self._send_unsaved,
+                        lease.fence(job.run_dir),
+                    )
                 ),
                 tell=_Reporter(member),
                 is_stopping=lambda: self._stopping,
@@ -350,9 +356,10 @@ class Worker:
 
     def _checkpoint(self, step: int) -> Checkpoint | None:
         """Returns the checkpoint after that step; None for step 0, unless weights were imported."""
-        found = [found for found in manifest.find(self._job.run_dir) if found.step == step]
-        assert found or not step, f"no checkpoint after step {step}"
-        return found[0] if found else None
+        run_dir = self._job.run_dir
+        if step or manifest.has_manifest(manifest.folder_of(run_dir, 0)):
+            return manifest.wait_for(run_dir, step)
+        return None
 
     def _send_saved(
         self, step: int, arrays: dict[str, dict[str, Any]], files: manifest.Files

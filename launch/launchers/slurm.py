@@ -99,11 +99,12 @@ def write(
         parse_listen(listen)
     print(*job.describe(), sep="\n", flush=True)
     path = job.run_dir.absolute() / SCRIPT
-    with Lease(job.run_dir):  # not while it is submitted: the job wants it
+    with Lease(job.run_dir) as held:  # not while it is submitted: the job wants it
         names = resume.names_of(allow)
         computing.permitted(job.run_dir, names)
         settings = [name for name in names if not computing.is_fact(name)]
-        start = resume.find(job, settings, lambda text: print(text, flush=True))
+        say = lambda text: print(text, flush=True)
+        start = resume.find(job, settings, say, move=held.move)
         for line in start.describe():
             print(line, flush=True)
         job.save(start.step)

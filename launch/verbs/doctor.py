@@ -6,7 +6,7 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from itertools import pairwise, product
 from pathlib import Path
@@ -79,11 +79,12 @@ def _look(job: Job, agents: Agents, *, is_rehearsal: bool, has_gpus: bool) -> It
             yield Finding(what="start", level="problem", text=f"{node} {answer}", fix=fix)
     if not facts:
         return
+    run_s = job.config.train.steps * job.plan.step_time_s
     yield from doctor.findings(
         job.topology,
         facts,
         is_rehearsal=is_rehearsal,
-        needed_bytes=checkpoint_bytes(job.config) * (job.config.checkpoint.keep + 1),
+        needed_bytes=checkpoint_bytes(job.config) * job.config.checkpoint.most_on_disk(run_s),
     )
     if has_gpus:
         is_cut = any(stage.mesh.get(Axis.CONTEXT, 1) > 1 for stage in job.plan.stages)
@@ -107,7 +108,8 @@ def _marker(folder: Path) -> Iterator[str]:
     try:
         yield path.name
     finally:
-        path.unlink()
+        with suppress(OSError):  # what was found says more
+            path.unlink()
 
 
 def _inspect(folder: Path, marker: str, agents: Agents) -> dict[str, NodeFacts | NoAnswer]:

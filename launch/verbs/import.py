@@ -5,7 +5,6 @@ import importlib
 import json
 import os
 import re
-import shutil
 import tempfile
 from collections.abc import Iterator
 from dataclasses import replace
@@ -15,6 +14,7 @@ import numpy as np
 
 from holmesjax import job as jobs, yaml_files
 from holmesjax.checkpoints import manifest, resume
+from holmesjax.checkpoints.retention import Retention
 from holmesjax.config import ModelConfig
 from holmesjax.errors import ConfigError, HolmesError, Mistakes
 from holmesjax.hugging_face import folder, peft
@@ -41,16 +41,18 @@ def run(args: argparse.Namespace) -> int:
         peft.open_adapters(Path(model.lora.peft), model)  # as a check
     os.environ.setdefault("JAX_PLATFORMS", "cpu")  # nothing is computed
     writing = importlib.import_module("holmesjax.checkpoints.writing")
-    with Lease(run_dir):
+    with Lease(run_dir) as held:
+        keeps = Retention(run_dir, job.config.checkpoint, held.move, print)
         values = _layers(model, train.seed)
         dtypes = writing.Dtypes(train.param_dtype, train.compute_dtype)
         try:
             arrays, files = writing.save_layers(run_dir, model, dtypes, values)
         except BaseException:  # also an interrupt: what is written may be many gigabytes
-            shutil.rmtree(manifest.folder_of(run_dir, 0), ignore_errors=True)
+            keeps.after_failure(0)
             raise
         job.save()  # last, so that a folder whose import has failed can be named again
         resume.Start(job=job).commit(0, arrays, files, data={})
+        keeps.after_commit(0)
     num_parameters = sum(int(np.prod(array["shape"])) for array in arrays.values())
     print(f"imported    {num_parameters:,} parameters of {source}, {weights.dtype}")
     print(f"train it    python -m launch train {run_dir}")

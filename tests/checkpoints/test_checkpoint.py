@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import json
 import re
+import shutil
 from collections import Counter
 from pathlib import Path
 
@@ -14,8 +15,9 @@ import orbax.checkpoint as ocp
 import pytest
 
 from holmesjax.checkpoints import checkpoint, manifest, writing
+from holmesjax.checkpoints.retention import Retention
 from holmesjax.checkpoints.saves import Saves
-from holmesjax.config import DataConfig, LoraConfig
+from holmesjax.config import CheckpointConfig, DataConfig, LoraConfig
 from holmesjax.errors import CheckpointError, DamagedError
 from holmesjax.runtime.stage import StageState
 from tests.disks import files_of_at_most
@@ -52,6 +54,10 @@ def random_states(stages):
     return [fill(stage) for stage in stages]
 
 
+def retention(run_dir, keep=2, hours=None, warn=print, move=Path.rename):
+    return Retention(run_dir, CheckpointConfig(keep=keep, keep_every_hours=hours), move, warn)
+
+
 def write(run_dir, model=SMALL, name=None, steps=(10,), keep=2):
     plan = PLANS[name] if name else hand_made_plan((model.num_layers,), 1, 1)
     return write_states(run_dir, model, make_stages(model, plan), steps, keep)
@@ -76,14 +82,13 @@ def write_states(run_dir, model, stages, steps, keep=2, states=()):
             | {"train": dtypes},
             data={},
             plan_hash="x",
-            keep=keep,
             arrays=arrays,
             files=files,
         )
 
     states = states or random_states(stages)
-    manifest.remove_unfinished(run_dir)
-    saves = Saves(run_dir, 1, commit, said.append)
+    retention(run_dir).after_start()
+    saves = Saves(run_dir, 1, commit, retention(run_dir, keep), said.append)
     with writing.Writer(run_dir, stages, saves.saved, saves.failed) as writer:
         for step in steps:
             writer.save(step, states)
@@ -344,7 +349,7 @@ def test_what_a_crash_leaves_behind_is_no_checkpoint(tmp_path):
     unfinished = tmp_path / manifest.FOLDER / "step_00000006"
     (unfinished / manifest.MANIFEST).unlink()
     assert [found.step for found in manifest.find(tmp_path)] == [5]
-    manifest.remove_unfinished(tmp_path)
+    retention(tmp_path).after_start()
     assert not unfinished.exists()
 
 
@@ -367,8 +372,9 @@ def folders(run_dir):
 def resume(run_dir, **how):
     """The step from which a run goes on, and what is said."""
     said = []
-    found = manifest.newest(run_dir, said.append, **{"set_aside": True, **how})
-    manifest.remove_unfinished(run_dir)
+    found = manifest.newest(run_dir, said.append, **{"move": Path.rename, **how})
+    if how.get("move", True):
+        retention(run_dir).after_start()
     return found and found.step, "\n".join(said)
 
 
@@ -384,8 +390,10 @@ def test_a_damaged_checkpoint_is_set_aside_and_evicts_no_other(tmp_path):
         write(tmp_path, steps=(15,), keep=1)
         assert [found.step for found in manifest.find(tmp_path)] == [15]
         write(tmp_path, steps=(10,), keep=2)
-        manifest.folder_of(tmp_path, 15).rename(manifest.folder_of(tmp_path, 20))
-        assert resume(tmp_path, set_aside=False)[0] == 10  # of step 15, in a folder of 20
+        other = manifest.folder_of(tmp_path, 20)
+        manifest.folder_of(tmp_path, 15).rename(other)
+        assert resume(tmp_path, move=None)[0] == 10  # of step 15, in a folder of 20
+        shutil.rmtree(other)
         write(tmp_path, steps=(20,), keep=2)  # the run has come to the same step again
         assert [found.step for found in manifest.find(tmp_path)] == [20, 10]
 
@@ -394,7 +402,7 @@ def test_a_reader_renames_nothing(tmp_path):
     write(tmp_path, steps=(10, 20))
     damage(tmp_path, 20)
     before = folders(tmp_path)
-    step, said = resume(tmp_path, set_aside=False)
+    step, said = resume(tmp_path, move=None)
     assert step == 10
     assert "is damaged" in said
     assert folders(tmp_path) == before

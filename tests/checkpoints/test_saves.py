@@ -1,10 +1,12 @@
 """When a run saves, and what becomes of each save, whoever tells of it and in which order."""
 
 import itertools
+from pathlib import Path
 
 import pytest
 
 from holmesjax.checkpoints import manifest
+from holmesjax.checkpoints.retention import Retention
 from holmesjax.checkpoints.saves import Due, Saves
 from holmesjax.config import CheckpointConfig
 from holmesjax.errors import CheckpointError, Mistakes
@@ -40,7 +42,8 @@ class Recording:
 
     def __init__(self, run_dir):
         self.committed, self.lines, self.full = [], [], False
-        self.saves = Saves(run_dir, 2, self.commit, self.lines.append)
+        keeps = Retention(run_dir, CheckpointConfig(), Path.rename, self.lines.append)
+        self.saves = Saves(run_dir, 2, self.commit, keeps, self.lines.append)
 
     def commit(self, step, arrays, files):
         if self.full:

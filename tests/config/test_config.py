@@ -18,7 +18,7 @@ def test_load_reads_values_and_defaults(run_file):
     assert config.optimizer.learning_rate == 3e-4
     assert config.model == ModelConfig(num_layers=6, width=64, num_heads=4, context_length=128)
     assert config.parallel == ParallelConfig(microbatches=4)
-    assert config.checkpoint.keep == 2
+    assert config.checkpoint.keep == 3
 
 
 def test_resolved_sizes():

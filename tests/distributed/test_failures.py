@@ -416,7 +416,7 @@ def test_a_disk_that_stays_full_ends_the_run_and_keeps_the_last_checkpoint(tmp_p
         assert job.output.count("No space left on device") == 3  # and the error
         assert "Traceback" not in job.output
         (checkpoints / "filler").unlink()
-        newest = manifest.newest(run_dir, pytest.fail, set_aside=False)
+        newest = manifest.newest(run_dir, pytest.fail)
         with RunningJob(run_dir, *LOCAL, f"train.steps={newest.step + 3}") as job:
             assert job.end() == 0, job.output
         assert f"resuming after step {newest.step}" in job.output

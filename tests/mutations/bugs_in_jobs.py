@@ -99,9 +99,9 @@ JOBS = (
     ),
     Bug(
         name="one-checkpoint-too-many",
-        module="holmesjax.checkpoints.manifest",
-        old="[keep:]",
-        new="[keep + 1 :]",
+        module="holmesjax.checkpoints.retention",
+        old="found[-self._config.keep :]",
+        new="found[-self._config.keep - 1 :]",
         wrong="one checkpoint more than asked for stays on the disk",
         tests=("tests/checkpoints/test_checkpoint.py::test_keeps_the_newest",),
     ),

@@ -1,0 +1,115 @@
+"""Which checkpoints of a run stay, and how the others are taken away. Does not import JAX.
+
+The newest stay (`checkpoint.keep`), and the first of each period (`checkpoint.keep_every_hours`, by
+the times of the manifests). Of what was set aside as damaged, the newest stay.
+
+Nothing here can make a save fail: what cannot be removed is told, and tried again after the next
+save. A folder is renamed before it is deleted, by way of the lease (`Lease.move`): a process that
+has lost the run while it stood still takes nothing from its successor.
+
+    step_00000100.removed        on its way to be deleted: half of it may be gone
+"""
+
+import re
+import shutil
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+from holmesjax.checkpoints import committed, manifest
+from holmesjax.checkpoints.manifest import Move
+from holmesjax.config import CheckpointConfig
+
+DAMAGED_KEPT = 2  # folders; each may be as large as a checkpoint
+SHOWN = 3  # of what cannot be removed, in a message
+REMOVED = ".removed"
+DAMAGED = re.compile(r"step_(\d+)(?:\.(\d+))?\.damaged")
+
+
+class Retention:
+    """Takes away what a run need not keep.
+
+    Args:
+      run_dir: the run folder.
+      config: says what stays.
+      move: renames what is taken away (`Lease.move`); its LostLeaseError passes through.
+      warn: takes a line about what cannot be removed.
+    """
+
+    def __init__(
+        self, run_dir: Path, config: CheckpointConfig, move: Move, warn: Callable[[str], None]
+    ):
+        self._run_dir, self._config = run_dir, config
+        self._move, self._warn = move, warn
+
+    def after_start(self) -> None:
+        """Removes what a crash has left behind."""
+        self._remove(lambda: self._unfinished(None))
+
+    def after_failure(self, step: int) -> None:
+        """Removes what a save that failed has left: its room is what the next one needs."""
+        self._remove(lambda: self._unfinished(step))
+
+    def after_commit(self, step: int) -> None:
+        """Writes down that there is a checkpoint after `step`, and removes what it supersedes."""
+        try:
+            committed.note(self._run_dir, step)
+        except OSError as error:
+            path = self._run_dir / committed.RECORD
+            self._warn(f"warning: {path} cannot be written: {error.strerror}")
+        self._remove(
+            lambda: [*self._unfinished(step), *self._superfluous(step), *self._damaged()]
+        )
+
+    def _remove(self, find: Callable[[], Iterable[Path]]) -> None:
+        failed: list[str] = []
+        try:
+            for path in find():
+                try:
+                    self._remove_one(path)
+                except OSError as error:
+                    failed.append(f"{path}: {error.strerror}")
+        except OSError as error:
+            failed.append(str(error))
+        if failed:
+            more = f"; and {len(failed) - SHOWN} more" if len(failed) > SHOWN else ""
+            self._warn(
+                "warning: old files of checkpoints cannot be removed, which is tried again after "
+                f"the next save: {'; '.join(failed[:SHOWN])}{more}"
+            )
+
+    def _remove_one(self, path: Path) -> None:
+        target = path
+        if path.suffix != REMOVED:
+            number, target = 1, path.with_name(path.name + REMOVED)
+            while target.exists():  # what could not be deleted before
+                number += 1
+                target = path.with_name(f"{path.name}.{number}{REMOVED}")
+            self._move(path, target)
+        shutil.rmtree(target)
+
+    def _unfinished(self, last: int | None) -> list[Path]:
+        """Folders without a manifest, up to a step: later ones may be being written."""
+        folder = self._run_dir / manifest.FOLDER
+        names = manifest.listed(folder)
+        return [folder / name for name in names if name.endswith(REMOVED)] + [
+            path
+            for step, path in manifest.folders(self._run_dir)
+            if (last is None or step <= last) and not manifest.has_manifest(path)
+        ]
+
+    def _superfluous(self, last: int) -> list[Path]:
+        found = [own for own in manifest.finished(self._run_dir) if own[0] <= last]
+        stay = {path for _, path in found[-self._config.keep :]}
+        if hours := self._config.keep_every_hours:
+            first_of: dict[int, Path] = {}
+            for _, path in found:
+                period = int((path / manifest.MANIFEST).stat().st_mtime / (3600 * hours))
+                first_of.setdefault(period, path)
+            stay |= set(first_of.values())
+        return [path for _, path in found if path not in stay]
+
+    def _damaged(self) -> list[Path]:
+        folder = self._run_dir / manifest.FOLDER
+        matches = filter(None, map(DAMAGED.fullmatch, manifest.listed(folder)))
+        names = sorted((int(match[1]), int(match[2] or 1), match[0]) for match in matches)
+        return [folder / name for *_, name in names[:-DAMAGED_KEPT]]
