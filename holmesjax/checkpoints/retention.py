@@ -36,9 +36,9 @@ class Retention:
     """
 
     def __init__(
-        self, run_dir: Path, config: CheckpointConfig, move: Move, warn: Callable[[str], None]
+        self, run_dir: str | Path, config: CheckpointConfig, move: Move, warn: Callable[[str], None]
     ):
-        self._run_dir, self._config = run_dir, config
+        self._run_dir, self._config = Path(run_dir).absolute(), config
         self._move, self._warn = move, warn
 
     def after_start(self) -> None:

@@ -7,6 +7,7 @@ and adds up the arrays of the part in question with NumPy.
 """
 
 import argparse
+import importlib
 import os
 import subprocess
 import sys
@@ -79,9 +80,7 @@ def _look(path: Path, part: str | None) -> int:
         manifest.verify(found)
         if part:
             # Imported here: only arrays need JAX.
-            from holmesjax.checkpoints import checkpoint
-
-            checkpoint.verify_arrays(found, part)
+            importlib.import_module("holmesjax.checkpoints.checkpoint").verify_arrays(found, part)
     except DamagedError as error:
         print(error)
         return DAMAGED

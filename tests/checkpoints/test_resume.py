@@ -328,8 +328,9 @@ def test_by_tokens_the_rate_is_told_where_another_batch_changes_it(tmp_path):
     was, now = (3e-3 * (1 - 0.9 * fallen) for fallen in (10 / 19, 5 / 14))
     [line] = [line for line in told if "learning rate of" in line]
     assert f"step 11: {was:.1e} -> {now:.1e} (train.rampup [] -> " in line
+    (other := tmp_path / "other").mkdir()
     [added] = [
-        line.partition(", add ")[2] for line in finished_by_tokens(tmp_path) if ", add " in line
+        line.partition(", add ")[2] for line in finished_by_tokens(other) if ", add " in line
     ]
     assert added == (
         "optimizer.schedule=constant optimizer.learning_rate=0.0003 optimizer.decay_tokens=null"

@@ -1,0 +1,302 @@
+"""No single failing call of the file system costs a checkpoint, or makes a save fail for nothing."""
+
+import errno
+import io
+import json
+import os
+import random
+import shutil
+from pathlib import Path
+
+import pytest
+
+from holmesjax.checkpoints import committed, manifest
+from holmesjax.checkpoints.retention import Retention
+from holmesjax.checkpoints.saves import Saves
+from holmesjax.config import CheckpointConfig
+from holmesjax.errors import CheckpointError, HolmesError, PeerError
+
+ERRORS = (errno.EBUSY, errno.EIO, errno.ENOSPC, errno.ESTALE)
+CALLS = (
+    *("open", "close", "fsync", "rename", "replace", "unlink", "rmdir", "mkdir", "link"),
+    *("listdir", "scandir", "stat", "lstat"),
+)
+ARRAYS = {"x": {"part": "part_0", "dtype": "float32", "shape": [2], "digest": "0"}}
+
+
+class Run:
+    """A run whose parts are written by hand."""
+
+    def __init__(self, folder, *, keep=1, hours=None, move=Path.rename):
+        self.folder, self.lines, self.committed = folder, [], []
+        config = CheckpointConfig(keep=keep, keep_every_hours=hours)
+        self.keeps = Retention(folder, config, move, self.lines.append)
+        self.saves = Saves(folder, 1, self.commit, self.keeps, self.lines.append)
+
+    def commit(self, step, arrays, files):
+        same = {"sequences": step, "settings": {}, "data": {}, "plan_hash": "x"}
+        manifest.commit(self.folder, step, arrays=arrays, files=files, **same)
+        self.committed.append(step)
+
+    def save(self, *steps):
+        for step in steps:
+            try:
+                path = manifest.begin(self.folder, step)
+            except OSError as error:
+                self.saves.failed(step, str(error))
+                continue
+            part = path / "part_0" / "d"
+            part.mkdir(parents=True, exist_ok=True)
+            (part / "a").write_text(f"arrays of {step}")
+            self.saves.saved(step, ARRAYS, manifest.files_of(path, 0))
+
+    def resume(self):
+        """The step from which the run goes on."""
+        try:
+            found = manifest.newest(
+                self.folder, self.lines.append, move=Path.rename, confirm=confirms
+            )
+        finally:
+            self.keeps.after_start()
+        return found and found.step
+
+
+def confirms(found, error):
+    """As another process would: returns if it is damaged, too."""
+    try:
+        manifest.verify(manifest.at(found.path))
+    except CheckpointError:
+        return
+    raise PeerError(error.where, "another process has read it", found=error.found, fix="again")
+
+
+class Failing:
+    """Fails one call of the file system; counts them."""
+
+    def __init__(self, monkeypatch, at=None, number=errno.EIO):
+        self.count, self.failed, self._at, self._number = 0, "", at, number
+        for name in CALLS:
+            monkeypatch.setattr(os, name, self._wrapped(name, getattr(os, name)))
+        monkeypatch.setattr(io, "open", self._wrapped("io.open", io.open))
+
+    def _wrapped(self, name, call):
+        def called(*args, **kwargs):
+            self.count += 1
+            if self.count - 1 == self._at:
+                self.failed = f"{name}{args}"
+                if name == "close":
+                    call(*args)
+                raise OSError(self._number, os.strerror(self._number), str(args[0]))
+            return call(*args, **kwargs)
+
+        return called
+
+
+def names(folder):
+    return sorted(path.name for path in (folder / manifest.FOLDER).iterdir())
+
+
+@pytest.fixture
+def before(tmp_path):
+    """A run after step 10, with all that may be left in its folder."""
+    folder = tmp_path / "before"
+    Run(folder, keep=2).save(5, 10)
+    checkpoints = folder / manifest.FOLDER
+    for name in ("step_00000003", "step_00000004.removed", *DAMAGED):
+        shutil.copytree(manifest.folder_of(folder, 5), checkpoints / name)
+    (checkpoints / "step_00000003" / manifest.MANIFEST).unlink()
+    return folder
+
+
+DAMAGED = ("step_00000001.damaged", "step_00000007.damaged", "step_00000007.2.damaged")
+
+
+def calls_of(act):
+    with pytest.MonkeyPatch.context() as patch:
+        failing = Failing(patch)
+        act()
+        return failing.count
+
+
+def test_after_any_failing_call_of_a_save_the_newest_checkpoint_is_there(before, tmp_path):
+    count = calls_of(lambda: Run(shutil.copytree(before, tmp_path / "whole")).save(20))
+    assert names(tmp_path / "whole") == [*DAMAGED[2:], *DAMAGED[1:2], "step_00000020"]
+    assert count > 50
+    late = 0
+    for number in ERRORS:
+        for at in range(count):
+            folder = shutil.copytree(before, tmp_path / "run")
+            run = Run(folder)
+            with pytest.MonkeyPatch.context() as patch:
+                failing = Failing(patch, at, number)
+                try:
+                    run.save(20)
+                except OSError:  # in what the test does in place of Orbax
+                    run.saves.failed(20, "no part")
+            where = f"{os.strerror(number)} at {failing.failed}: {run.lines}"
+            if run.committed:  # whatever has failed since, the work is done
+                late += bool(failing.failed)
+                assert not any("no checkpoint after" in line for line in run.lines), where
+                run.saves.check(at_end=True)
+            assert manifest.find(folder)[0].step == max(run.committed, default=10) or (
+                manifest.find(folder)[0].step == 20  # told as failed, since it may not be durable
+            ), where
+            assert run.resume() in {20} | ({10} if not run.committed else set()), where
+            assert not any("set aside" in line for line in run.lines), where
+            run.save(30)  # tries again what could not be removed
+            assert names(folder) == [*DAMAGED[2:], *DAMAGED[1:2], "step_00000030"], where
+            shutil.rmtree(folder)
+    assert late > 20
+
+
+def test_after_any_failing_call_of_a_start_the_run_goes_on_from_the_same_checkpoint(
+    before, tmp_path
+):
+    count = calls_of(lambda: Run(shutil.copytree(before, tmp_path / "whole")).resume())
+    assert count > 20
+    for number in ERRORS:
+        for at in range(count):
+            folder = shutil.copytree(before, tmp_path / "run")
+            run = Run(folder)
+            with pytest.MonkeyPatch.context() as patch:
+                failing = Failing(patch, at, number)
+                try:
+                    assert run.resume() == 10
+                except HolmesError:
+                    assert run.resume() == 10
+            assert Run(folder).resume() == 10, failing.failed
+            left = [*DAMAGED[:1], "step_00000005", *DAMAGED[2:], *DAMAGED[1:2], "step_00000010"]
+            assert names(folder) == left, failing.failed
+            shutil.rmtree(folder)
+
+
+def test_one_of_each_period_stays_and_so_do_the_newest(tmp_path):
+    """The oracle: all steps that were ever saved, with their times."""
+    clock, times = random.Random(1), {}
+    run, now_s = Run(tmp_path, keep=2, hours=2.0), 1.7e9
+    for step in range(1, 40):
+        now_s += clock.choice((60, 1000, 3000, 9000))
+        path = manifest.begin(tmp_path, step)
+        run.commit(step, ARRAYS, {})
+        os.utime(path / manifest.MANIFEST, (now_s, now_s))
+        run.keeps.after_commit(step)
+        times[step] = now_s
+        periods = {int(s // 7200) for s in times.values()}
+        first = {min(n for n, s in times.items() if s // 7200 == p) for p in periods}
+        assert {found.step for found in manifest.find(tmp_path)} == first | {step, max(step - 1, 1)}
+
+
+def test_a_removal_that_fails_each_time_is_told_each_time_and_costs_nothing(tmp_path, monkeypatch):
+    """As on NFS, where a file that somebody has open leaves another one in its folder."""
+    run = Run(tmp_path)
+
+    def busy(path, **_):
+        raise OSError(errno.EBUSY, "Device or resource busy", str(path))
+
+    monkeypatch.setattr(shutil, "rmtree", busy)
+    run.save(1, 2, 3)
+    assert [found.step for found in manifest.find(tmp_path)] == [3]
+    run.saves.check(at_end=True)
+    assert len(run.lines) == 2
+    assert all(line.startswith("warning: old files of checkpoints") for line in run.lines)
+    assert "resource busy; " in run.lines[1]
+    monkeypatch.undo()
+    run.save(4)
+    assert names(tmp_path) == ["step_00000004"]
+
+
+def test_a_name_that_was_not_there_is_asked_for_again(tmp_path, monkeypatch):
+    """A client of NFS remembers that there was no manifest; a list comes from the server."""
+    run = Run(tmp_path, keep=2)
+    run.save(10, 20)
+    stat, listdir, looks = os.stat, os.listdir, []
+
+    def remembered(path, *args, **kwargs):
+        if str(path).endswith("20/manifest.json"):
+            raise FileNotFoundError(errno.ENOENT, "No such file or directory", str(path))
+        return stat(path, *args, **kwargs)
+
+    monkeypatch.setattr(os, "stat", remembered)
+    assert run.resume() == 20
+    assert names(tmp_path) == ["step_00000010", "step_00000020"]
+
+    def late(path):
+        if str(path).endswith("0000020"):
+            looks.append(path)
+            return [name for name in listdir(path) if name != manifest.MANIFEST or looks[4:]]
+        return listdir(path)
+
+    monkeypatch.setattr(os, "listdir", late)
+    assert manifest.wait_for(tmp_path, 20).step == 20
+    assert len(looks) == 5
+    looks.clear()
+    assert manifest.newest(tmp_path, run.lines.append, move=Path.rename).step == 20
+    monkeypatch.setattr(manifest, "SEEN_S", 0.2)
+    looks.clear()
+    with pytest.raises(PeerError, match="is not to be seen from this host"):
+        manifest.wait_for(tmp_path, 30)
+
+
+@pytest.mark.parametrize("left", [(), (10,)])
+def test_a_run_that_has_lost_its_newest_checkpoint_is_refused(tmp_path, left, monkeypatch):
+    monkeypatch.setattr(manifest, "SEEN_S", 0.0)
+    run = Run(tmp_path, keep=2)
+    assert run.resume() is None  # as one that was killed before its first checkpoint
+    run.save(10, 20)
+    for step in {10, 20} - set(left):
+        shutil.rmtree(manifest.folder_of(tmp_path, step))
+    for _ in range(2):
+        with pytest.raises(CheckpointError, match="had a checkpoint after step 20") as error:
+            run.resume()
+    assert manifest.newest(tmp_path, print) or not left  # a reader takes what there is
+    assert ("to go on from step 10" if left else "to begin anew") in error.value.fix
+    (tmp_path / committed.RECORD).unlink()
+    assert run.resume() == (10 if left else None)
+
+
+def test_a_step_that_was_set_aside_is_not_missed(tmp_path):
+    run = Run(tmp_path, keep=2)
+    run.save(10, 20)
+    (manifest.folder_of(tmp_path, 20) / "part_0" / "d" / "a").write_text("other")
+    assert run.resume() == 10
+    assert run.resume() == 10
+    assert json.loads((tmp_path / committed.RECORD).read_text()) == {"step": 10}
+    committed.adopt(tmp_path, 20)  # what the starts of the job say counts only without a record
+    assert run.resume() == 10
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{}", '{"step": "x"}', "\xff"])
+def test_a_record_that_makes_no_sense_is_named(tmp_path, content):
+    (tmp_path / committed.RECORD).write_text(content, encoding="latin-1")
+    with pytest.raises(CheckpointError, match=f"{committed.RECORD}: cannot be read"):
+        Run(tmp_path).resume()
+
+
+def test_a_folder_that_cannot_be_listed_is_not_an_empty_one(tmp_path, monkeypatch):
+    run = Run(tmp_path)
+    run.save(10)
+    listdir = os.listdir
+    for number, kind in ((errno.EACCES, CheckpointError), (errno.EIO, PeerError)):
+
+        def fails(path, number=number):
+            if str(path).endswith(manifest.FOLDER):
+                raise OSError(number, os.strerror(number), str(path))
+            return listdir(path)
+
+        monkeypatch.setattr(os, "listdir", fails)
+        with pytest.raises(kind, match="cannot be read"):
+            manifest.find(tmp_path)
+
+
+def test_another_job_s_checkpoint_is_neither_begun_again_nor_replaced(tmp_path):
+    run = Run(tmp_path)
+    run.save(10)
+    content = (manifest.folder_of(tmp_path, 10) / manifest.MANIFEST).read_bytes()
+    with pytest.raises(FileExistsError):
+        manifest.begin(tmp_path, 10)
+    with pytest.raises(FileExistsError):
+        run.commit(10, {}, {})
+    run.save(10)
+    assert (manifest.folder_of(tmp_path, 10) / manifest.MANIFEST).read_bytes() == content
+    assert "no checkpoint after step 10" in run.lines[0]
+    assert run.resume() == 10
