@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
@@ -226,6 +227,61 @@ def test_after_a_long_sleep_the_owner_looks_before_it_writes(tmp_path):
         held._renewed_s -= lease.TERM_S
         with pytest.raises(LostLeaseError):
             held.check()
+
+
+@pytest.mark.parametrize("kind", ["folder", "file"])
+def test_who_wakes_up_without_the_lease_takes_nothing_away(tmp_path, kind):
+    """It looked, stood still, and renames what is its successor's by now."""
+    path, target = tmp_path / "step", tmp_path / "step.removed"
+    path.mkdir() if kind == "folder" else path.write_text("successor's")
+    with Lease(tmp_path) as held:
+        held.move(path, target)
+        held.move(target, path)
+        rob(tmp_path, lease._text(foreign()))
+        with pytest.raises(LostLeaseError, match="has lost its lease to another process"):
+            held.move(path, target)
+        assert path.exists()
+        assert not target.exists()
+        with pytest.raises(LostLeaseError):
+            held.move(path, target)
+
+
+def test_nothing_is_taken_away_while_the_lease_is_not_to_be_seen(tmp_path, monkeypatch, quick):
+    """As an owner that stands still between two looks of a busy file server."""
+    path, target, read = tmp_path / "step", tmp_path / "step.removed", lease._read
+    path.mkdir()
+    with Lease(tmp_path) as held:
+        for answers in ([None], [OSError(errno.EIO, "Input/output error")]):
+
+            def look(path, answers=answers):
+                if not answers or threading.current_thread() is not threading.main_thread():
+                    return read(path)
+                answer = answers.pop()
+                if answer is not None:
+                    raise answer
+                return None
+
+            monkeypatch.setattr(lease, "_read", look)
+            with pytest.raises(OSError, match=r"not to be seen|Input/output error"):
+                held.move(path, target)
+            assert path.exists()
+            held.move(path, target)  # the next time
+            held.move(target, path)
+
+
+def test_other_processes_of_a_job_see_that_its_folder_is_another_s(tmp_path, quick):
+    with Lease(tmp_path):
+        check = lease.fence(tmp_path)
+        check()
+        taken = lease._text(foreign())
+        aside = (tmp_path / FILE).rename(tmp_path / "aside")
+        with pytest.raises(LostLeaseError, match=f"no {FILE}"):
+            check()
+        aside.rename(tmp_path / FILE)
+        check()
+        rob(tmp_path, taken)
+        with pytest.raises(LostLeaseError, match="on far-away"):
+            check()
 
 
 def test_a_folder_that_cannot_be_owned_is_told_in_a_sentence(tmp_path, monkeypatch):

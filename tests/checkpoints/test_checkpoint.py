@@ -14,11 +14,11 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 
-from holmesjax.checkpoints import checkpoint, manifest, writing
+from holmesjax.checkpoints import checkpoint, manifest, second_reading, writing
 from holmesjax.checkpoints.retention import Retention
 from holmesjax.checkpoints.saves import Saves
 from holmesjax.config import CheckpointConfig, DataConfig, LoraConfig
-from holmesjax.errors import CheckpointError, DamagedError
+from holmesjax.errors import CheckpointError, DamagedError, PeerError
 from holmesjax.runtime.stage import StageState
 from tests.disks import files_of_at_most
 from tests.one_device import wide_moments
@@ -363,6 +363,25 @@ def damage(run_dir, step):
     """Flips a byte of the largest file of a checkpoint."""
     files = [p for p in manifest.folder_of(run_dir, step).rglob("*") if p.is_file()]
     flip_a_byte(max(files, key=lambda path: path.stat().st_size))
+
+
+def test_two_processes_must_find_a_checkpoint_damaged(tmp_path):
+    """One reads what it has in memory; the other reads the disk, with the arrays of that part."""
+    write(tmp_path)
+    [found] = manifest.find(tmp_path)
+    said = manifest.damaged(found, "part_0", "is damaged: the digest of x should be 1", "2")
+    with pytest.raises(PeerError, match="another process has read it as it was written"):
+        second_reading.confirm(found, said)
+    key = next(iter(found.manifest["arrays"]))
+    content = dict(found.manifest, arrays={key: found.manifest["arrays"][key] | {"digest": "1"}})
+    content["sha256"] = manifest._manifest_sha256(content)
+    (found.path / manifest.MANIFEST).write_text(json.dumps(content))
+    with pytest.raises(PeerError):  # the manifest and its files are as they say
+        second_reading.confirm(found, manifest.damaged(found, "", "is damaged", ""))
+    second_reading.confirm(found, said)
+    path = found.path / "part_0" / next(iter(found.manifest["files"])).partition("/")[2]
+    path.unlink()
+    second_reading.confirm(found, manifest.damaged(found, f"part_0/{path.name}", "is missing", ""))
 
 
 def folders(run_dir):

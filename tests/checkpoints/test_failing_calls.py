@@ -96,9 +96,20 @@ def names(folder):
     return sorted(path.name for path in (folder / manifest.FOLDER).iterdir())
 
 
+# Each call fails in one way; with all ways it takes a minute.
+WAYS = [1, pytest.param(len(ERRORS), marks=pytest.mark.exhaustive)]
+
+
+def ways(count, num_ways):
+    """Which call fails, and how."""
+    return [(at, ERRORS[(at + i) % len(ERRORS)]) for at in range(count) for i in range(num_ways)]
+
+
 @pytest.fixture
-def before(tmp_path):
+def before(tmp_path, monkeypatch):
     """A run after step 10, with all that may be left in its folder."""
+    monkeypatch.setattr(os, "fsync", lambda file: None)  # a hundred of them take a second
+    monkeypatch.setattr(manifest, "THREADS", 1)
     folder = tmp_path / "before"
     Run(folder, keep=2).save(5, 10)
     checkpoints = folder / manifest.FOLDER
@@ -118,56 +129,58 @@ def calls_of(act):
         return failing.count
 
 
-def test_after_any_failing_call_of_a_save_the_newest_checkpoint_is_there(before, tmp_path):
+@pytest.mark.parametrize("num_ways", WAYS)
+def test_after_any_failing_call_of_a_save_the_newest_checkpoint_is_there(
+    before, tmp_path, num_ways
+):
     count = calls_of(lambda: Run(shutil.copytree(before, tmp_path / "whole")).save(20))
     assert names(tmp_path / "whole") == [*DAMAGED[2:], *DAMAGED[1:2], "step_00000020"]
     assert count > 50
     late = 0
-    for number in ERRORS:
-        for at in range(count):
-            folder = shutil.copytree(before, tmp_path / "run")
-            run = Run(folder)
-            with pytest.MonkeyPatch.context() as patch:
-                failing = Failing(patch, at, number)
-                try:
-                    run.save(20)
-                except OSError:  # in what the test does in place of Orbax
-                    run.saves.failed(20, "no part")
-            where = f"{os.strerror(number)} at {failing.failed}: {run.lines}"
-            if run.committed:  # whatever has failed since, the work is done
-                late += bool(failing.failed)
-                assert not any("no checkpoint after" in line for line in run.lines), where
-                run.saves.check(at_end=True)
-            assert manifest.find(folder)[0].step == max(run.committed, default=10) or (
-                manifest.find(folder)[0].step == 20  # told as failed, since it may not be durable
-            ), where
-            assert run.resume() in {20} | ({10} if not run.committed else set()), where
-            assert not any("set aside" in line for line in run.lines), where
-            run.save(30)  # tries again what could not be removed
-            assert names(folder) == [*DAMAGED[2:], *DAMAGED[1:2], "step_00000030"], where
-            shutil.rmtree(folder)
+    for at, number in ways(count, num_ways):
+        folder = shutil.copytree(before, tmp_path / "run")
+        run = Run(folder)
+        with pytest.MonkeyPatch.context() as patch:
+            failing = Failing(patch, at, number)
+            try:
+                run.save(20)
+            except OSError:  # in what the test does in place of Orbax
+                run.saves.failed(20, "no part")
+        where = f"{os.strerror(number)} at {failing.failed}: {run.lines}"
+        if run.committed:  # whatever has failed since, the work is done
+            late += bool(failing.failed)
+            assert not any("no checkpoint after" in line for line in run.lines), where
+            run.saves.check(at_end=True)
+        assert manifest.find(folder)[0].step == max(run.committed, default=10) or (
+            manifest.find(folder)[0].step == 20  # told as failed, since it may not be durable
+        ), where
+        assert run.resume() in {20} | ({10} if not run.committed else set()), where
+        assert not any("set aside" in line for line in run.lines), where
+        run.save(30)  # tries again what could not be removed
+        assert names(folder) == [*DAMAGED[2:], *DAMAGED[1:2], "step_00000030"], where
+        shutil.rmtree(folder)
     assert late > 20
 
 
+@pytest.mark.parametrize("num_ways", WAYS)
 def test_after_any_failing_call_of_a_start_the_run_goes_on_from_the_same_checkpoint(
-    before, tmp_path
+    before, tmp_path, num_ways
 ):
     count = calls_of(lambda: Run(shutil.copytree(before, tmp_path / "whole")).resume())
     assert count > 20
-    for number in ERRORS:
-        for at in range(count):
-            folder = shutil.copytree(before, tmp_path / "run")
-            run = Run(folder)
-            with pytest.MonkeyPatch.context() as patch:
-                failing = Failing(patch, at, number)
-                try:
-                    assert run.resume() == 10
-                except HolmesError:
-                    assert run.resume() == 10
-            assert Run(folder).resume() == 10, failing.failed
-            left = [*DAMAGED[:1], "step_00000005", *DAMAGED[2:], *DAMAGED[1:2], "step_00000010"]
-            assert names(folder) == left, failing.failed
-            shutil.rmtree(folder)
+    for at, number in ways(count, num_ways):
+        folder = shutil.copytree(before, tmp_path / "run")
+        run = Run(folder)
+        with pytest.MonkeyPatch.context() as patch:
+            failing = Failing(patch, at, number)
+            try:
+                assert run.resume() == 10
+            except HolmesError:
+                assert run.resume() == 10
+        assert Run(folder).resume() == 10, failing.failed
+        left = [*DAMAGED[:1], "step_00000005", *DAMAGED[2:], *DAMAGED[1:2], "step_00000010"]
+        assert names(folder) == left, failing.failed
+        shutil.rmtree(folder)
 
 
 def test_one_of_each_period_stays_and_so_do_the_newest(tmp_path):
@@ -207,6 +220,7 @@ def test_a_removal_that_fails_each_time_is_told_each_time_and_costs_nothing(tmp_
 
 def test_a_name_that_was_not_there_is_asked_for_again(tmp_path, monkeypatch):
     """A client of NFS remembers that there was no manifest; a list comes from the server."""
+    monkeypatch.setattr(manifest.time, "sleep", lambda seconds: None)
     run = Run(tmp_path, keep=2)
     run.save(10, 20)
     stat, listdir, looks = os.stat, os.listdir, []
