@@ -226,6 +226,7 @@ def newest(
             verify(found)
         except DamagedError as error:
             if move and found.path not in known:
+                warn(f"{error.where}: {error.problem}; another process reads it once more")
                 confirm(found, error)
             bad.append((found, error))
             continue

@@ -56,10 +56,10 @@ def confirm(checkpoint: Checkpoint, error: DamagedError) -> None:
 
 
 def _part(checkpoint: Checkpoint, error: DamagedError) -> str | None:
-    """The part in which something is wrong, if it is in one."""
-    where = Path(error.where)
-    names = where.relative_to(checkpoint.path).parts if where.is_relative_to(checkpoint.path) else ()
-    return names[0] if names and names[0].startswith(manifest.PART) else None
+    """The part in which something is wrong, if it is in one; a process may be named before it."""
+    _, found, rest = error.where.rpartition(f"{checkpoint.path}/")
+    name = rest.partition("/")[0]
+    return name if found and name.startswith(manifest.PART) else None
 
 
 def _forget(folder: Path) -> None:

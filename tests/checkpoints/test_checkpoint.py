@@ -378,6 +378,7 @@ def test_two_processes_must_find_a_checkpoint_damaged(tmp_path):
     (found.path / manifest.MANIFEST).write_text(json.dumps(content))
     with pytest.raises(PeerError):  # the manifest and its files are as they say
         second_reading.confirm(found, manifest.damaged(found, "", "is damaged", ""))
+    said.where = f"a/a-0 (stage 0, process 0): {said.where}"  # as a launcher tells it
     second_reading.confirm(found, said)
     path = found.path / "part_0" / next(iter(found.manifest["files"])).partition("/")[2]
     path.unlink()

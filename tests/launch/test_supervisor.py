@@ -4,17 +4,20 @@ import json
 import os
 import signal
 import threading
+from pathlib import Path
 
 import pytest
 
 import launch.supervisor
 from holmesjax import job as jobs
-from holmesjax.checkpoints import manifest, skipped_data
+from holmesjax.checkpoints import committed, manifest, skipped_data
 from holmesjax.checkpoints.skipped_data import Skipped
 from holmesjax.distributed.messages import Exit, Failed, Lost, ProcessEvent, Silent, Up
-from holmesjax.errors import FatalError, HolmesError, PeerError
+from holmesjax.errors import CheckpointError, FatalError, HolmesError, PeerError
+from holmesjax.plan.processes import make_processes
+from holmesjax.report import metrics
 from holmesjax.runtime.step_timeout import Progress
-from launch import restarts
+from launch import process_logs, restarts
 from launch.failure_causes import cause_of
 from launch.process_logs import is_noise
 from launch.restarts import RECORD, Restarts
@@ -252,6 +255,58 @@ def test_a_spike_ends_a_job_that_a_scheduler_starts_again(tmp_path):
         supervisor.run()
     assert (error.value.exit_status, launcher.starts) == (75, 1)
     assert [own.sequences for own in skipped_data.read(tmp_path / "run")] == [16]
+
+
+def test_what_one_process_alone_cannot_read_is_no_damage(tmp_path, no_pause, capsys):
+    """Another reads it, and all start again from the same checkpoint; it counts as a restart."""
+    where = manifest.folder_of(tmp_path / "run", 2) / manifest.part_name(0)
+    unreadable = {**MISTAKE, "where": str(where), "damaged": True}
+    second = {0: [told(unreadable, 2), ["exit", 2]]}
+    ends = [["tell", "up"], ["done", 10]]
+    last = dict.fromkeys(range(3), ends)
+    supervisor, launcher = supervise(tmp_path, saving(2), second, last, max_restarts=2)
+    assert supervisor.run() == 0
+    assert launcher.starts == 3
+    assert [path.name for path in where.parents[1].iterdir()] == ["step_00000002"]
+    assert "needs 8, and another process has read it as it was written" in capsys.readouterr().out
+    starts = json.loads((tmp_path / "run" / RECORD).read_text())["starts"]
+    assert [(start["step"], start["status"]) for start in starts] == [(0, 75), (2, 75), (2, 0)]
+
+
+def test_a_job_whose_checkpoints_are_gone_is_refused(tmp_path, no_pause, monkeypatch):
+    """By what it has committed, or by its starts, and its metrics stay."""
+    monkeypatch.setattr(manifest, "SEEN_S", 0.0)
+    lines = '{"step": 1}\n{"step": 2}\n'
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    (run_dir / metrics.FILE).write_text(lines)
+    record(run_dir, (2, FAILED))
+    for _ in range(2):
+        supervisor, launcher = supervise(tmp_path, {})
+        with pytest.raises(CheckpointError, match="had a checkpoint after step 2") as error:
+            supervisor.run()
+        assert (error.value.exit_status, launcher.starts) == (2, 0)
+        assert (run_dir / metrics.FILE).read_text() == lines
+    assert str(run_dir / committed.RECORD) in error.value.fix
+    (run_dir / committed.RECORD).unlink()
+    (run_dir / RECORD).unlink()
+    ends = [["tell", "up"], ["done", 10]]
+    assert supervise(tmp_path, dict.fromkeys(range(3), ends))[0].run() == 0
+
+
+def test_logs_are_bounded(tmp_path, monkeypatch):
+    monkeypatch.setattr(process_logs, "LIMIT_BYTES", 1000)
+    job = jobs.load(write_run(tmp_path, CLUSTERS), ["model.num_layers=2", "model.width=16"])
+    processes = make_processes(job.plan, job.topology, job.config.distributed.processes)
+    job.run_dir.mkdir()
+    logs = process_logs.ProcessLogs(job.run_dir, processes, Path.rename)
+    for number in range(500):
+        logs.write(0, f"line {number}")
+    files = sorted(logs.folder.iterdir())
+    assert [path.name for path in files] == [logs.path(0).name, f"{logs.path(0).name}.1"]
+    assert all(path.stat().st_size <= 1010 for path in files)
+    kept = "".join(path.read_text() for path in reversed(files)).splitlines()
+    assert kept == [f"line {number}" for number in range(500 - len(kept), 500)]
 
 
 def test_whoever_starts_the_launcher_again_shares_the_count(tmp_path, no_pause):
