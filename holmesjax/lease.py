@@ -248,7 +248,7 @@ def fence(run_dir: str | Path) -> Callable[[], None]:
         if token() != own:
             raise LostLeaseError(
                 str(path.parent),
-                "the job of this process has lost its lease to another process, so it writes no more",
+                "the job of this process has lost its lease to another process, and has stopped",
                 found=_who(found) if (found := _read(path)) else f"no {FILE}",
                 fix="let the other job go on",
             )

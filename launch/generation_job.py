@@ -60,7 +60,7 @@ class GenerationJob:
     def checkpoint(self, known: Mapping[Path, DamagedError]) -> Checkpoint:
         """The newest whole checkpoint, but for those that are known to be damaged."""
         run_dir = self._job.run_dir
-        if found := manifest.newest(run_dir, self._warn, set_aside=False, known=known):
+        if found := manifest.newest(run_dir, self._warn, known=known):
             return found
         fix = f"train it first: python -m launch train {run_dir}"
         raise CheckpointError(str(run_dir), "has no checkpoint", found="none", fix=fix)

@@ -10,7 +10,7 @@ from holmesjax.plan.processes import Process
 
 LOGS = "logs"
 LAST_LINES = 8  # of a process that failed, shown on the console
-LIMIT_BYTES = 16 << 20  # of a file; then it is NAME.log.1 in place of the one before, and a new begins
+LIMIT_BYTES = 16 << 20  # of a file, which then replaces NAME.log.1
 
 # The line that JAX's CPU collectives print when they connect. Two processes at once mix their
 # pieces, and a process that dies leaves any part of it.

@@ -56,9 +56,7 @@ class Retention:
         except OSError as error:
             path = self._run_dir / committed.RECORD
             self._warn(f"warning: {path} cannot be written: {error.strerror}")
-        self._remove(
-            lambda: [*self._unfinished(step), *self._superfluous(step), *self._damaged()]
-        )
+        self._remove(lambda: [*self._unfinished(step), *self._superfluous(step), *self._damaged()])
 
     def _remove(self, find: Callable[[], Iterable[Path]]) -> None:
         failed: list[str] = []

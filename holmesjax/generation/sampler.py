@@ -106,7 +106,7 @@ class Sampler:
         jobs.load_config(run_dir)
         known: dict[Path, DamagedError] = {}
         while True:
-            found = manifest.newest(run_dir, warn, set_aside=False, known=known)
+            found = manifest.newest(run_dir, warn, known=known)
             if found is None:
                 fix = f"train it first: python -m launch train {run_dir}"
                 raise CheckpointError(str(run_dir), "has no checkpoint", found="none", fix=fix)

@@ -95,7 +95,7 @@ def _checkpoint(run_dir: Path, step: int | None) -> Checkpoint:
     """The checkpoint after a step, or the newest that is whole."""
     if step is None:
         warn = lambda text: print(text, flush=True)
-        if newest := manifest.newest(run_dir, warn, set_aside=False):
+        if newest := manifest.newest(run_dir, warn):
             return newest
         fix = f"train it first: python -m launch train {run_dir}"
         raise CheckpointError(str(run_dir), "has no checkpoint", found="none", fix=fix)

@@ -1,4 +1,4 @@
-"""No single failing call of the file system costs a checkpoint, or makes a save fail for nothing."""
+"""No single failing call of the file system costs a checkpoint, or fails a save that is done."""
 
 import errno
 import io
