@@ -106,6 +106,84 @@ JOBS = (
         tests=("tests/checkpoints/test_checkpoint.py::test_keeps_the_newest",),
     ),
     Bug(
+        name="clean-up-fails-the-save",
+        module="holmesjax.checkpoints.retention",
+        old="        if failed:\n",
+        new="        if failed:\n            raise OSError(failed[0])\n",
+        wrong="a checkpoint that cannot be removed ends the run",
+        tests=(
+            "tests/checkpoints/test_failing_calls.py::test_after_any_failing_call_of_a_save_the_newest_checkpoint_is_there",
+        ),
+    ),
+    Bug(
+        name="failed-save-takes-what-is-committed",
+        module="holmesjax.checkpoints.retention",
+        old="(last is None or step <= last) and not manifest.has_manifest(path)",
+        new="last is None or step <= last",
+        wrong="what a save leaves that failed is removed with the checkpoints before it",
+        tests=(
+            "tests/checkpoints/test_failing_calls.py::test_after_any_failing_call_of_a_save_the_newest_checkpoint_is_there",
+        ),
+    ),
+    Bug(
+        name="last-of-each-period",
+        module="holmesjax.checkpoints.retention",
+        old="first_of.setdefault(period, path)",
+        new="first_of[period] = path",
+        wrong="of a period the newest checkpoint stays, until the next comes",
+        tests=(
+            "tests/checkpoints/test_failing_calls.py::test_one_of_each_period_stays_and_so_do_the_newest",
+        ),
+    ),
+    Bug(
+        name="one-reader-is-enough",
+        module="holmesjax.checkpoints.manifest",
+        old="                confirm(found, error)\n",
+        new="",
+        wrong="what one process cannot read is set aside",
+        tests=(
+            "tests/checkpoints/test_failing_calls.py::test_after_any_failing_call_of_a_start_the_run_goes_on_from_the_same_checkpoint",
+        ),
+    ),
+    Bug(
+        name="look-up-of-a-manifest",
+        module="holmesjax.checkpoints.manifest",
+        old="return MANIFEST in listed(path)",
+        new="return (path / MANIFEST).exists()",
+        wrong="a client of NFS believes that there is no manifest, and the checkpoint is removed",
+        tests=(
+            "tests/checkpoints/test_failing_calls.py::test_a_name_that_was_not_there_is_asked_for_again",
+        ),
+    ),
+    Bug(
+        name="begins-anew",
+        module="holmesjax.checkpoints.manifest",
+        old="if step is None or newest_step >= step:",
+        new="if True:",
+        wrong="a run whose checkpoints are gone begins anew",
+        tests=(
+            "tests/checkpoints/test_failing_calls.py::test_a_run_that_has_lost_its_newest_checkpoint_is_refused",
+        ),
+    ),
+    Bug(
+        name="manifest-replaced",
+        module="holmesjax.checkpoints.manifest",
+        old=", replaces=False)",
+        new=")",
+        wrong="a launcher that wakes up late replaces the manifest of its successor",
+        tests=(
+            "tests/checkpoints/test_failing_calls.py::test_another_job_s_checkpoint_is_neither_begun_again_nor_replaced",
+        ),
+    ),
+    Bug(
+        name="no-look-behind-a-rename",
+        module="holmesjax.lease",
+        old='if found is not None and found.get("token") == self._record["token"]:',
+        new="if found is not None:",
+        wrong="a launcher that wakes up late takes away what is its successor's",
+        tests=("tests/test_lease.py::test_who_wakes_up_without_the_lease_takes_nothing_away",),
+    ),
+    Bug(
         name="copies-count-again",
         module="holmesjax.checkpoints.digests",
         old="for name in others), jnp.int32(0)) == 0",
