@@ -247,7 +247,7 @@ def test_who_wakes_up_without_the_lease_takes_nothing_away(tmp_path, kind):
 
 
 def test_nothing_is_taken_away_while_the_lease_is_not_to_be_seen(tmp_path, monkeypatch, quick):
-    """As an owner that stands still between two looks of a busy file server."""
+    """A file server may be busy just then."""
     path, target, read = tmp_path / "step", tmp_path / "step.removed", lease._read
     path.mkdir()
     with Lease(tmp_path) as held:

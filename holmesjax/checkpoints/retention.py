@@ -1,4 +1,4 @@
-"""Which checkpoints of a run stay, and how the others are taken away. Does not import JAX.
+"""Keeps some checkpoints of a run, and takes the others away. Does not import JAX.
 
 The newest stay (`checkpoint.keep`), and the first of each period (`checkpoint.keep_every_hours`, by
 the times of the manifests). Of what was set aside as damaged, the newest stay.

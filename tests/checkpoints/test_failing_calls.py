@@ -62,7 +62,7 @@ class Run:
 
 
 def confirms(found, error):
-    """As another process would: returns if it is damaged, too."""
+    """Returns if it is damaged, as another process would."""
     try:
         manifest.verify(manifest.at(found.path))
     except CheckpointError:
@@ -200,7 +200,7 @@ def test_one_of_each_period_stays_and_so_do_the_newest(tmp_path):
 
 
 def test_a_removal_that_fails_each_time_is_told_each_time_and_costs_nothing(tmp_path, monkeypatch):
-    """As on NFS, where a file that somebody has open leaves another one in its folder."""
+    """NFS does so: a file that somebody has open leaves another one in its folder."""
     run = Run(tmp_path)
 
     def busy(path, **_):
