@@ -144,8 +144,6 @@ class Trainer:
             return
         for line in start.describe():
             self._print(line)
-        keeps = functools.partial(Retention, self.run_dir, config.checkpoint, lease.move)
-        keeps(self._print).after_start()
         stages = self._make_stages()
         progress = Progress(config.distributed)
         with ThreadPoolExecutor(1) as pool, ExitStack() as stack:
@@ -165,9 +163,7 @@ class Trainer:
             data = batches.digests()
             for line in start.check_data(data):
                 self._print(line)
-            lease.check()
-            self.job.save(done)  # nothing is refused any more
-            commit = lease.guard(functools.partial(start.commit, data=data))
+            lease.guard(self.job.save)(done)  # nothing is refused any more
             recorder = stack.enter_context(
                 Recorder(
                     self.run_dir,
@@ -178,8 +174,7 @@ class Trainer:
                     began_s=began_s,
                 )
             )
-            console = recorder.console.print
-            saves = Saves(self.run_dir, 1, commit, keeps(console), console)
+            saves = self._saves(start, lease, data, recorder.console.print)
 
             def is_stopping() -> bool:
                 lease.check()
@@ -214,6 +209,15 @@ class Trainer:
         self._print(*recorder.summary())
         if path := recorder.write_report():
             self._print(f"report  {path}")
+
+    def _saves(
+        self, start: resume.Start, lease: Lease, data: Mapping[str, str], say: Callable[[str], None]
+    ) -> Saves:
+        """The checkpoints of the session; what a crash has left behind is removed."""
+        retention = Retention(self.run_dir, self.job.config.checkpoint, lease.move, say)
+        retention.after_start()
+        commit = lease.guard(functools.partial(start.commit, data=data))
+        return Saves(self.run_dir, 1, commit, retention, say)
 
     def _make_runner(self, stages: Sequence[Stage]) -> Pipeline | OneStage:
         train = self.job.config.train
