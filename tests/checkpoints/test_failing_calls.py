@@ -101,7 +101,7 @@ WAYS = [1, pytest.param(len(ERRORS), marks=pytest.mark.exhaustive)]
 
 
 def ways(count, num_ways):
-    """Which call fails, and how."""
+    """Pairs of the call that fails, and how."""
     return [(at, ERRORS[(at + i) % len(ERRORS)]) for at in range(count) for i in range(num_ways)]
 
 
