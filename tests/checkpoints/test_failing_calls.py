@@ -221,6 +221,7 @@ def test_a_removal_that_fails_each_time_is_told_each_time_and_costs_nothing(tmp_
 def test_a_name_that_was_not_there_is_asked_for_again(tmp_path, monkeypatch):
     """A client of NFS remembers that there was no manifest; a list comes from the server."""
     monkeypatch.setattr(manifest.time, "sleep", lambda seconds: None)
+    monkeypatch.setattr(manifest, "SEEN_S", 5.0)
     run = Run(tmp_path, keep=2)
     run.save(10, 20)
     stat, listdir, looks = os.stat, os.listdir, []
