@@ -7,7 +7,6 @@ import contextlib
 import dataclasses
 import functools
 import importlib.util
-import os
 import re
 import subprocess
 import sys
@@ -235,7 +234,7 @@ def doctor(_: None, rehearse: bool) -> Iterator[Row]:
     """The check of the Pallas kernels that stands before a run with documents."""
     with tempfile.TemporaryDirectory() as folder:
         run = _write(folder, PACKED, ONE_DEVICE, rehearse)
-        yield _launch(["doctor", run], {}, shown=r"\w+ +attention kernels")
+        yield _launch(["doctor", run], shown=r"\w+ +attention kernels")
 
 
 PROFILED = """
@@ -255,7 +254,7 @@ def profile(_: None, rehearse: bool) -> Iterator[Row]:
         sizes = {"width": 4096, "heads": 32, "context": 4096, "dtype": "bfloat16"}
     with tempfile.TemporaryDirectory() as folder:
         run = _write(folder, PROFILED, ONE_DEVICE, rehearse, **sizes)
-        row = _launch(["profile", run, "--output", f"{folder}/found.yaml"], {})
+        row = _launch(["profile", run, "--output", f"{folder}/found.yaml"])
         with contextlib.suppress(OSError):
             row["calibration"] = Path(folder, "found.yaml").read_text()
         yield row
@@ -267,7 +266,7 @@ SMALL_RUN = ["train.steps=2", "model.num_layers=2", "model.width=64", "model.con
 def quickstart(_: None, rehearse: bool) -> Iterator[Row]:
     with tempfile.TemporaryDirectory() as folder:
         run = ["train", "configs/runs/quickstart.yaml", f"run.dir={folder}/run"]
-        yield _launch(run + SMALL_RUN * rehearse, {})
+        yield _launch(run + SMALL_RUN * rehearse)
 
 
 PIPELINE = """
@@ -302,9 +301,8 @@ def pipeline(_: None, rehearse: bool) -> Iterator[Row]:
     for stages, topology in ((1, ONE_DEVICE), (2, TWO_CLUSTERS)):
         with tempfile.TemporaryDirectory() as folder:
             run = _write(folder, PIPELINE, topology, rehearse, stages=stages, **sizes)
-            command = ["train", run, "--launcher", "local"]
-            row = _launch(command, {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.4"})
-            yield row | {"what": f"a pipeline of {stages}"}
+            command = ["train", run, "--launcher", "local"]  # it divides the device's memory
+            yield _launch(command) | {"what": f"a pipeline of {stages}"}
 
 
 def _write(folder: str, run: str, topology: str, rehearse: bool, **sizes: Any) -> str:
@@ -319,15 +317,12 @@ def _write(folder: str, run: str, topology: str, rehearse: bool, **sizes: Any) -
     return str(path)
 
 
-def _launch(
-    arguments: Sequence[str], environment: dict[str, str], shown: str = r"step +\d+/"
-) -> Row:
+def _launch(arguments: Sequence[str], shown: str = r"step +\d+/") -> Row:
     """A command of HolmesJAX, with the last line that begins as `shown` says."""
     start_s = time.perf_counter()
     done = subprocess.run(
         [sys.executable, "-m", "launch", *arguments],
         cwd=CHECKOUT,
-        env=os.environ | environment,
         capture_output=True,
         text=True,
     )

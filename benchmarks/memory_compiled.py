@@ -44,8 +44,9 @@ from holmesjax.layers.model_layers import EMBED, HEAD, block_name
 from holmesjax.models.layer import statements
 from holmesjax.optimizers.optimizer import make_optimizer
 from holmesjax.parallel.mesh import build_meshes
+from holmesjax.plan.device_pool import USABLE_MEMORY
 from holmesjax.plan.plan import Plan, StagePlan
-from holmesjax.planner.stage_layouts import USABLE_MEMORY, MeshShape
+from holmesjax.planner.stage_layouts import MeshShape
 from holmesjax.runtime import microbatch
 from holmesjax.runtime.compilation import compile_stages
 from holmesjax.runtime.program_shapes import (

@@ -52,6 +52,7 @@ from holmesjax.config import (
 from holmesjax.costs.products import blocks_forward_flop, head_forward_flop, layer_weight_flop
 from holmesjax.job import Job
 from holmesjax.layers.distinct_kinds import kinds
+from holmesjax.plan.device_pool import DevicePool
 from holmesjax.planner.planner import make_plan
 from holmesjax.topology import loading
 from holmesjax.topology.catalogue import DATA_SHEETS
@@ -113,7 +114,9 @@ def make_job(config: Config, kind: str) -> Job:
         path = Path(folder, "device.yaml")
         path.write_text(text)
         topology = loading.load(path)
-    return Job(config=config, topology=topology, plan=make_plan(config, topology))
+    usable_memory = DevicePool.of_run(os.environ).usable_memory
+    plan = make_plan(config, topology, usable_memory=usable_memory)
+    return Job(config=config, topology=topology, plan=plan)
 
 
 def kind_of(device_name: str) -> str | None:
@@ -213,7 +216,7 @@ def measure(system: str, model: str, context: int, tokens: int, kind: str) -> Li
     """
     told = {"system": system, "model": model, "context": context, "tokens": tokens, "kind": kind}
     flags = xla_flags.joined(xla_flags.for_devices({kind}), os.environ.get("XLA_FLAGS", ""))
-    env = os.environ | {"XLA_FLAGS": flags, "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.95"}
+    env = os.environ | {"XLA_FLAGS": flags, **DevicePool.of_run(os.environ).variables}
     if system == "PyTorch":
         env["JAX_PLATFORMS"] = "cpu"  # it needs the device's memory
     done = subprocess.run(

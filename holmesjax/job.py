@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal
 
 import yaml
@@ -27,6 +28,7 @@ from holmesjax.layers.distinct_kinds import kind_names
 from holmesjax.layers.model_layers import layers
 from holmesjax.optimizers import groups
 from holmesjax.plan import mfu, plan as plans
+from holmesjax.plan.device_pool import USABLE_MEMORY, DevicePool
 from holmesjax.plan.plan import Plan
 from holmesjax.schedules.pipeline_schedules import SCHEDULES
 from holmesjax.topology import description, loading, saving
@@ -73,10 +75,36 @@ class Job:
     @property
     def device_kinds(self) -> Collection[str]:
         """Returns the kinds of the devices that JAX will show."""
-        return {CPU} if self.config.run.rehearse else self.topology.device_kinds
+        return _device_kinds(self.config, self.topology)
+
+    def pool(self, env: Mapping[str, str]) -> DevicePool | None:
+        """Returns the pool of the run's GPUs, as the user's environment has it; None: no GPU.
+
+        Raises ConfigError for a share that makes no sense.
+        """
+        return DevicePool.of_run(env) if self._has_gpus else None
+
+    def check_pool(self, env: Mapping[str, str], stages: Sequence[int]) -> DevicePool | None:
+        """Returns the pool that JAX will take in a process with this environment; None: no GPU.
+
+        Raises ConfigError where it cannot be, or where a stage of this process does not fit it:
+        whoever started the process may have set another share than the plan counts with.
+        """
+        if not self._has_gpus:
+            return None
+        pool = DevicePool.of_process(env)
+        pool.refuse_too_small([self.plan.stages[stage] for stage in stages], self.topology)
+        return pool
+
+    @property
+    def _has_gpus(self) -> bool:
+        return set(self.device_kinds) != {CPU}
 
     def environment(self, own: Mapping[str, str]) -> dict[str, str]:
-        """Returns the variables that JAX reads; `own` is the user's environment."""
+        """Returns the variables that JAX reads; `own` is the user's environment.
+
+        Raises ConfigError where that has something that cannot be.
+        """
         of_user, deterministic = own.get("XLA_FLAGS", ""), self.config.train.deterministic
         ours = xla_flags.for_devices(self.device_kinds, deterministic=deterministic)
         if ours and deterministic and xla_flags.undoes_determinism(of_user):
@@ -85,13 +113,20 @@ class Job:
                 f"remove {xla_flags.DETERMINISTIC} or the file from it, or set the setting to false"
             )
             raise ConfigError("XLA_FLAGS", problem, found=of_user, fix=fix)
-        flags = xla_flags.joined(ours, of_user)
-        return {"XLA_FLAGS": flags} if flags else {}
+        flags, pool = xla_flags.joined(ours, of_user), self.pool(own)
+        return {**({"XLA_FLAGS": flags} if flags else {}), **(pool.variables if pool else {})}
 
-    def process_environment(self, own: Mapping[str, str]) -> dict[str, str]:
-        """Returns these variables, and those that a memory allocator reads as a process starts."""
+    def process_environment(
+        self, own: Mapping[str, str], pool: DevicePool | None = None
+    ) -> dict[str, str]:
+        """Returns these variables, and those that a memory allocator reads as a process starts.
+
+        Args:
+          own: the user's environment.
+          pool: of each process, if several share a GPU. None: `own` says it.
+        """
         allocator = buffers.allocator_for(self.device_kinds, own)
-        return {**self.environment(own), **allocator}
+        return {**self.environment(own), **allocator, **(pool.variables if pool else {})}
 
     def node_to_measure(self, asked: str | None) -> Node:
         """The node that is named; without a name the first, if all have devices of one name."""
@@ -110,12 +145,16 @@ class Job:
             + " or ".join(node.name for node in reversed(first.values())),
         )
 
-    def describe(self) -> list[str]:
-        """The machines, the plan and the run folder, for the console."""
+    def describe(self, pool: DevicePool | None = None) -> list[str]:
+        """The machines, the plan and the run folder, for the console.
+
+        `pool` is that of the GPUs; None: there are none, or it is not known here.
+        """
         return [
             *description.describe(self.topology),
             *plans.describe(self.plan, kind_names(self.config.model)),
             *self._active(),
+            *([f"memory      {pool.describe(self.plan.stages, self.topology)}"] if pool else []),
             self._rate(),
             *self._schedule(),
             *self._numbers(),
@@ -350,6 +389,7 @@ def load(
     *,
     reads_data: DataReader | None = None,
     say: Callable[[str], None] = lambda _: None,
+    env: Mapping[str, str] = MappingProxyType({}),
 ) -> Job:
     """The job of a run file, or of the folder of a run that was started before.
 
@@ -359,6 +399,7 @@ def load(
       reads_data: who reads the data on this machine, which is looked at before anything is planned.
         One process has the paths of the first cluster; a node may be of any. None: nobody here.
       say: is called with what the planner tries.
+      env: of the user: a plan for GPUs counts with the pool that JAX will take of them.
 
     Raises HolmesError for what cannot be, in the files, the data or the plan.
     """
@@ -367,7 +408,7 @@ def load(
         raise ConfigError("the run", "must be a path", found=repr(target), fix=fix)
     target, overrides = Path(target), yaml_files.as_overrides(overrides)
     if os.path.isdir(target):  # False where it may not be looked at, and then reading it says so
-        return _load_folder(target, overrides, reads_data, say)
+        return _load_folder(target, overrides, reads_data, say, env)
     config = configs.load(target, overrides, SETTINGS_OF)
     groups.refuse_useless(config)
     topology = loading.load(configs.topology_path(config, target))
@@ -381,9 +422,15 @@ def load(
     # Imported here: the processes of a job read its plan.
     from holmesjax.planner.planner import make_plan
 
-    plan = make_plan(config, topology, say)
+    has_gpus = set(_device_kinds(config, topology)) != {CPU}
+    usable_memory = DevicePool.of_run(env).usable_memory if has_gpus else USABLE_MEMORY
+    plan = make_plan(config, topology, say, usable_memory)
     _refuse_uneven_rampup(config, plan)
     return Job(config=config, topology=topology, plan=plan)
+
+
+def _device_kinds(config: Config, topology: Topology) -> Collection[str]:
+    return {CPU} if config.run.rehearse else topology.device_kinds
 
 
 def _refuse_absent_devices(config: Config, topology: Topology) -> None:
@@ -451,6 +498,7 @@ def _load_folder(
     overrides: Sequence[str],
     reads_data: DataReader | None,
     say: Callable[[str], None],
+    env: Mapping[str, str],
 ) -> Job:
     """A run folder is complete in itself, wherever it has been moved."""
     config = load_config(folder)
@@ -459,4 +507,4 @@ def _load_folder(
     for name, value in own.items():
         if not any(override.startswith(f"{name}=") for override in overrides):
             here.append(f"{name}={value}")
-    return load(folder / CONFIG, [*here, *overrides], reads_data=reads_data, say=say)
+    return load(folder / CONFIG, [*here, *overrides], reads_data=reads_data, say=say, env=env)

@@ -82,7 +82,7 @@ class Trainer:
         self.job = (
             source
             if isinstance(source, Job)
-            else jobs.load(source, overrides, reads_data="process")
+            else jobs.load(source, overrides, reads_data="process", env=os.environ)
         )
         self.tasks: list[dict[str, Any]] = []  # of the last step, as `timeline.json` has them
         self.finished = False
@@ -120,7 +120,8 @@ class Trainer:
             self._train(self._lease or own())
 
     def _train(self, lease: Lease) -> None:
-        self._print(*self.job.describe())
+        numbers = range(len(self.job.plan.stages))
+        self._print(*self.job.describe(self.job.check_pool(os.environ, numbers)))
         start = resume.find(self.job, self._allow, self._print, move=lease.move)
         while True:
             try:

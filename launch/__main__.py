@@ -29,13 +29,13 @@ def _load(load: Callable[..., Any], args: argparse.Namespace, *, in_lab: bool) -
     reads_data = _data_reader(args, in_lab=in_lab)
     with ProgressMessage("planning") as say:
         try:
-            return load(args.target, args.overrides, reads_data=reads_data, say=say)
+            return load(args.target, args.overrides, reads_data=reads_data, say=say, env=os.environ)
         except AbsentDataError as error:
             if args.verb != "plan":
                 raise
             print(f"note: {error.where} {error.problem}, so it is not checked", file=sys.stderr)
             print(f"  found: {error.found}", file=sys.stderr)
-            return load(args.target, args.overrides, say=say)
+            return load(args.target, args.overrides, say=say, env=os.environ)
 
 
 def _collect_garbage() -> None:

@@ -35,7 +35,7 @@ from holmesjax.runtime.step_timeout import Progress
 from holmesjax.transport import connections
 from launch.failure_causes import error_of, find_cause, is_failure, statuses_of
 from launch.launchers.launcher import Launcher
-from launch.workers import start_workers
+from launch.workers import pool_of, start_workers
 
 END_S = 30.0  # for processes to leave after the end
 LAST_LINES = 8  # of a process that failed
@@ -75,6 +75,7 @@ class GenerationJob:
         self._done: set[int] = set()
         self._gone: set[int] = set()
         connections.raise_open_files(len(self._processes) * (1 + self._launcher.files_each))
+        pool = pool_of(job, self._launcher, self._processes, os.environ)
         key_file = job.run_dir / f"generate_{os.getpid()}.key"
         progress = Progress(self._config)
         try:
@@ -96,7 +97,7 @@ class GenerationJob:
                         controller,
                         run_dir=job.run_dir,
                         key_file=key_file,
-                        variables=job.process_environment(os.environ),
+                        variables=job.process_environment(os.environ, pool),
                         options=["--generates"],
                     )
                     return self._hear_all(controller, progress, texts, show)

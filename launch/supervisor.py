@@ -65,7 +65,7 @@ from launch.launchers.launcher import Launcher, leaving
 from launch.process_logs import ProcessLogs, is_noise
 from launch.restarts import DEFAULT, Restarts
 from launch.stop_requests import StopRequests
-from launch.workers import start_workers
+from launch.workers import pool_of, start_workers
 
 KEY = "job.key"
 STACKS_S = 3.0  # for the stacks of a job without progress to come
@@ -135,6 +135,7 @@ class Supervisor:
         self._unlike = [name for name in names if computing.is_fact(name)]
         self._config = job.config.distributed
         self._processes = make_processes(job.plan, job.topology, self._config.processes)
+        self._pool = pool_of(job, launcher, self._processes, os.environ)
         self._stops = StopRequests(self._config.stop_timeout_s, self._stop)
         self._controller: Controller | None = None
         self._unsave: Callable[[], None] = lambda: None
@@ -154,7 +155,7 @@ class Supervisor:
 
     def _run_owned(self) -> int:
         job = self._job
-        print(*job.describe(), *self._describe(), sep="\n", flush=True)
+        print(*job.describe(self._pool), *self._describe(), sep="\n", flush=True)
         with self._stops:
             return self._run()
 
@@ -270,7 +271,7 @@ class Supervisor:
             say(line)
         self._lease.check()
         self._unsave = self._lease.guard(job.save(start.step))  # the processes read it
-        variables = job.process_environment(os.environ)
+        variables = job.process_environment(os.environ, self._pool)
         job.save_environment(variables)
         self._keeps(say).after_start()
         logs = ProcessLogs(job.run_dir, self._processes, self._lease.move)

@@ -1,12 +1,35 @@
 """The workers of a job: the command and the environment with which a launcher starts each."""
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from holmesjax.distributed.controller import Controller
+from holmesjax.job import Job
+from holmesjax.plan.device_pool import DevicePool
 from holmesjax.plan.processes import Process
 from holmesjax.transport import connections
 from launch.launchers.launcher import Launcher, ProcessStart
+
+
+def pool_of(
+    job: Job, launcher: Launcher, processes: Sequence[Process], env: Mapping[str, str]
+) -> DevicePool | None:
+    """Returns the pool that each worker has of a GPU; None: the job has no GPU.
+
+    Where all nodes are one machine, several processes may have the same GPU, and divide the pool.
+
+    Args:
+      job: the job.
+      launcher: starts its processes.
+      processes: all processes.
+      env: of the user. Raises ConfigError for a share of memory that makes no sense.
+    """
+    pool = job.pool(env)
+    if pool is None or not launcher.is_here:
+        return pool
+    sharing = Counter(device for process in processes for device in process.local_devices)
+    return pool.among(max(sharing.values()))
 
 
 def start_workers(

@@ -54,6 +54,7 @@ class ScriptedLauncher:
     address = "127.0.0.1"
     port = 0
     sees_exits = True
+    is_here = True
     files_each = 1
 
     def __init__(self, *scripts):

@@ -22,6 +22,7 @@ class Generator(Worker):
 
     def _run(self) -> None:
         member = self._member
+        self._job.check_pool(self._env, [])
         ports = self._listen()
         start = self._meet_controller(ports, None)
         member.status("was starting JAX")

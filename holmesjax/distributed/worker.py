@@ -169,6 +169,7 @@ class Worker:
         config = dataclasses.replace(job.config, data=data)
         # Before JAX starts: compiling may take minutes.
         sources.module_of(data).look(config)
+        job.check_pool(self._env, [self._me.stage])
         ports = self._listen()
         member.status("was checking the attention kernels")
         unproven = find_unproven(

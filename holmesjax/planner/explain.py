@@ -24,6 +24,7 @@ from holmesjax.config import Config, ParallelConfig
 from holmesjax.errors import PlanError
 from holmesjax.layers import distinct_kinds
 from holmesjax.plan import plan as plans
+from holmesjax.plan.device_pool import USABLE_MEMORY
 from holmesjax.planner import prices
 from holmesjax.planner.assembly import as_plan
 from holmesjax.planner.layer_ranges import add, split_chunks
@@ -34,7 +35,6 @@ from holmesjax.planner.selection import Saying, find_within, make_problems, sile
 from holmesjax.planner.shortlist import step_settings
 from holmesjax.planner.stage_costs import StageCosts
 from holmesjax.planner.stage_layouts import (
-    USABLE_MEMORY,
     Devices,
     MeshShape,
     StepSettings,
@@ -96,10 +96,15 @@ class Explanation:
         return self.best[0].step_s
 
 
-def explain(config: Config, topology: Topology, say: Saying = silently) -> Explanation:
+def explain(
+    config: Config,
+    topology: Topology,
+    say: Saying = silently,
+    usable_memory: float = USABLE_MEMORY,
+) -> Explanation:
     """The best plans and what is behind them. Raises PlanError as `planner.make_plan`."""
     say("the best plans")
-    problem, found = find(config, topology)
+    problem, found = find(config, topology, usable_memory=usable_memory)
     chosen = found.best[0]
     ranked = []
     for number, candidate in enumerate(found.best[:NUM_PLANS], start=1):
@@ -134,7 +139,7 @@ def _ranked(problem: Problem, candidate: Candidate) -> Ranked:
     plan = as_plan(problem, candidate, candidate.step_s)
     room = [problem.usable_bytes(slot.pool) for slot in candidate.assignment.slots]
     shares = [
-        USABLE_MEMORY * sum(stage.memory_bytes.values()) / usable
+        problem.usable_memory * sum(stage.memory_bytes.values()) / usable
         for stage, usable in zip(plan.stages, room, strict=True)
     ]
     return Ranked(
@@ -233,7 +238,7 @@ def _step_s(problem: Problem, candidate: Candidate) -> float:
 
 def _against(problem: Problem, chosen: Candidate, say: Saying) -> Iterator[Alternative]:
     say("data parallelism")
-    yield _data_parallel(problem.config, problem.topology)
+    yield _data_parallel(problem)
     num_stages = len(chosen.assignment.layers)
     if num_stages > 1:
         say("an even split")
@@ -257,12 +262,16 @@ def _alternative(
     return Alternative(what=what, step_s=step_s, dollars=dollars)
 
 
-def _data_parallel(config: Config, topology: Topology) -> Alternative:
+def _data_parallel(chosen: Problem) -> Alternative:
     """One stage on all devices, its gradients summed over every link between its nodes."""
-    pool = joined_pool(topology)
+    config, topology, pool = chosen.config, chosen.topology, joined_pool(chosen.topology)
     one_stage = replace(config, parallel=ParallelConfig(stages=1, tensor=1))
     problem = Problem(
-        config=one_stage, topology=topology, pools=[pool], stage_costs=StageCosts(one_stage)
+        config=one_stage,
+        topology=topology,
+        pools=[pool],
+        stage_costs=StageCosts(one_stage),
+        usable_memory=chosen.usable_memory,
     )
     fits = [n for n in divisors(config.train.global_batch) if n <= topology.num_devices]
     steps_s = [
@@ -327,11 +336,11 @@ def _clusters(problem: Problem, best: Sequence[Candidate], say: Saying) -> Itera
 
 
 def _planned(
-    what: str, problem: Problem, topology: Topology, usable_memory: float = USABLE_MEMORY
+    what: str, problem: Problem, topology: Topology, usable_memory: float | None = None
 ) -> Alternative:
     """The best plan on other machines."""
     try:
-        problems = make_problems(problem.config, topology)
+        problems = make_problems(problem.config, topology, problem.usable_memory)
         parallel = problem.config.parallel
         found = find_within([each.set_to(parallel, usable_memory) for each in problems])
     except PlanError as refusal:  # none is within the budget

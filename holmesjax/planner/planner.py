@@ -9,6 +9,7 @@ import math
 
 from holmesjax.config import Config, PlanConfig
 from holmesjax.errors import PlanError
+from holmesjax.plan.device_pool import USABLE_MEMORY
 from holmesjax.plan.plan import Plan
 from holmesjax.planner.assembly import as_plan
 from holmesjax.planner.problem import Problem
@@ -23,28 +24,38 @@ from holmesjax.planner.trials import Candidate
 from holmesjax.topology.machines import Topology
 
 
-def make_plan(config: Config, topology: Topology, say: Saying = silently) -> Plan:
+def make_plan(
+    config: Config,
+    topology: Topology,
+    say: Saying = silently,
+    usable_memory: float = USABLE_MEMORY,
+) -> Plan:
     """The fastest plan by prediction.
 
     Args:
       say: is called with what is being tried, several times.
+      usable_memory: the share of each device's memory that a stage may fill (`DevicePool`).
 
     Raises:
       PlanError: no plan satisfies the config on these machines; says what to change.
     """
-    problem, found = find(config, topology, say)
+    problem, found = find(config, topology, say, usable_memory)
     return as_plan(problem, found.best[0], found.bound_s)
 
 
 def make_changed_plan(
-    config: Config, topology: Topology, changed: Topology, say: Saying = silently
+    config: Config,
+    topology: Topology,
+    changed: Topology,
+    say: Saying = silently,
+    usable_memory: float = USABLE_MEMORY,
 ) -> Plan:
     """The plan on changed machines: no slower there than the plans of the machines as they are.
 
     Raises PlanError as `make_plan`.
     """
-    now, best = find(config, topology, say)
-    then, found = find(config, changed, say)
+    now, best = find(config, topology, say, usable_memory)
+    then, found = find(config, changed, say, usable_memory)
     again = timed_again(now, best, changed) if config.plan == PlanConfig() else None
     if again is None or again[1].step_s >= found.best[0].step_s:
         return as_plan(then, found.best[0], found.bound_s)
@@ -72,10 +83,15 @@ def timed_again(
     return (again, best) if math.isfinite(best.step_s) else None
 
 
-def find(config: Config, topology: Topology, say: Saying = silently) -> tuple[Problem, Found]:
+def find(
+    config: Config,
+    topology: Topology,
+    say: Saying = silently,
+    usable_memory: float = USABLE_MEMORY,
+) -> tuple[Problem, Found]:
     """The best plans there are, with what they were found in. Raises PlanError as `make_plan`."""
     refuse_impossible(config, topology)
-    problems = make_problems(config, topology)
+    problems = make_problems(config, topology, usable_memory)
     try:
         refuse_large_meshes(config, topology)
         is_possible = least_memory(problems) <= 1.0
@@ -85,7 +101,7 @@ def find(config: Config, topology: Topology, say: Saying = silently) -> tuple[Pr
             raise memory_refusal(problems)
     except PlanError as refusal:
         say("stages that lie in several clusters")
-        result = _find_across(config, topology, refusal)
+        result = _find_across(config, topology, refusal, usable_memory)
         if result is None:
             say("the mildest change with which a plan fits")
             raise with_remedy(refusal, problems) from None
@@ -93,7 +109,7 @@ def find(config: Config, topology: Topology, say: Saying = silently) -> tuple[Pr
 
 
 def _find_across(
-    config: Config, topology: Topology, refusal: PlanError
+    config: Config, topology: Topology, refusal: PlanError, usable_memory: float
 ) -> tuple[Problem, Found] | None:
     """Plans whose stages may lie in several clusters, for what is refused without them.
 
@@ -109,6 +125,7 @@ def _find_across(
         pools=[joined_pool(topology)],
         stage_costs=StageCosts(config),
         crosses_because=f"{refusal.where}: {refusal.problem}",
+        usable_memory=usable_memory,
     )
     found = search(problem)
     return (problem, found) if found is not None else None

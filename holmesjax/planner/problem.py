@@ -19,12 +19,12 @@ from typing import NamedTuple
 
 from holmesjax.config import Config, ParallelConfig
 from holmesjax.costs import work
+from holmesjax.plan.device_pool import USABLE_MEMORY
 from holmesjax.plan.plan import Axis
 from holmesjax.planner.layer_ranges import Counts, LayerRanges, split_chunks
 from holmesjax.planner.mesh_order import MeshPlacement
 from holmesjax.planner.stage_costs import StageCosts
 from holmesjax.planner.stage_layouts import (
-    USABLE_MEMORY,
     Devices,
     InFlight,
     MeshShape,
@@ -144,10 +144,11 @@ class Problem:
             _simulators=self._simulators,
         )
 
-    def set_to(self, parallel: ParallelConfig, usable_memory: float = USABLE_MEMORY) -> "Problem":
+    def set_to(self, parallel: ParallelConfig, usable_memory: float | None = None) -> "Problem":
         """The same machines with other settings or more memory. Cached results stay valid."""
         config = replace(self.config, parallel=parallel)
-        return replace(self, config=config, usable_memory=usable_memory)
+        share = self.usable_memory if usable_memory is None else usable_memory
+        return replace(self, config=config, usable_memory=share)
 
     @cached_property
     def pipes(self) -> list[tuple[str, str]]:

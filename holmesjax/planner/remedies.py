@@ -7,13 +7,13 @@ import math
 from collections.abc import Sequence
 
 from holmesjax.errors import PlanError
+from holmesjax.plan import device_pool
 from holmesjax.plan.plan import Axis, Plan
 from holmesjax.planner import shortlist
 from holmesjax.planner.assembly import as_plan
 from holmesjax.planner.problem import Problem
 from holmesjax.planner.search import EFFORT, Found
 from holmesjax.planner.selection import find_within, make_problems
-from holmesjax.planner.stage_layouts import USABLE_MEMORY
 from holmesjax.schedules.pipeline_schedules import SCHEDULES
 from holmesjax.topology import upgrades
 from holmesjax.units import show
@@ -40,11 +40,12 @@ FREED = (
 def memory_refusal(problems: Sequence[Problem]) -> PlanError:
     """The refusal says what the nearest plan lacks; the fix is left to `with_remedy`."""
     config, topology = problems[0].config, problems[0].topology
+    usable_memory = problems[0].usable_memory
     lean, least = [_leanest(problem) for problem in problems], least_memory(problems)
 
     @functools.cache
     def within(factor: float) -> tuple[Problem, Found] | None:
-        share = least * factor * USABLE_MEMORY
+        share = least * factor * usable_memory
         return find_within([own.set_to(own.config.parallel, share) for own in lean], LITTLE)
 
     step = bisect.bisect_left(MEMORY_STEPS, True, key=lambda factor: within(factor) is not None)
@@ -68,7 +69,7 @@ def memory_refusal(problems: Sequence[Problem]) -> PlanError:
     problem, found = nearest
     plan = as_plan(problem, found.best[0], found.bound_s)
     kinds = [problem.pools[slot.pool].kinds for slot in found.best[0].assignment.slots]
-    usable = [USABLE_MEMORY * min(kind.memory_bytes for kind in own) for own in kinds]
+    usable = [usable_memory * min(kind.memory_bytes for kind in own) for own in kinds]
     excess = [
         sum(stage.memory_bytes.values()) - room
         for stage, room in zip(plan.stages, usable, strict=True)
@@ -80,7 +81,7 @@ def memory_refusal(problems: Sequence[Problem]) -> PlanError:
     return PlanError(
         f"stage {i}",
         f"does not fit {kind.name} in cluster {stage.cluster!r}: {show(excess[i], 'B')} more than "
-        f"{USABLE_MEMORY:.0%} of its {show(kind.memory_bytes, 'B')}, in the plan that comes "
+        f"{usable_memory:.0%} of its {show(kind.memory_bytes, 'B')}, in the plan that comes "
         "nearest",
         found=f"{show(sum(items.values()), 'B')} per device for {stage.num_blocks} Transformer "
         "layers: " + ", ".join(f"{name} {show(items[name], 'B')}" for name in largest),
@@ -110,6 +111,8 @@ def with_remedy(refusal: PlanError, problems: Sequence[Problem]) -> PlanError:
     if refusal.fix:
         return refusal
     fix = _milder_settings(problems) or _more_machines(problems)
+    if problems[0].usable_memory < device_pool.USABLE_MEMORY:
+        fix = f"raise {device_pool.NAME}, by which JAX's pool is smaller than it could be, or {fix}"
     return PlanError(refusal.where, refusal.problem, found=refusal.found, fix=fix)
 
 
@@ -149,7 +152,11 @@ def _more_machines(problems: Sequence[Problem]) -> str:
         is_tried = topology.num_devices + more * cluster.nodes[-1].num_devices <= MOST_DEVICES
         if not is_tried and not lacks:
             break
-        changed = make_problems(config, upgrades.with_more_nodes(topology, cluster.name, more))
+        changed = make_problems(
+            config,
+            upgrades.with_more_nodes(topology, cluster.name, more),
+            problems[0].usable_memory,
+        )
         if least_memory(changed) <= 1.0 and (not is_tried or find_within(changed, LITTLE)):
             found = f", {'such as' if is_tried else 'about'} {more:,} more in {cluster.name!r}"
             break

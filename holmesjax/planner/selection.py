@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 
 from holmesjax.config import Config, PlanConfig
 from holmesjax.errors import PlanError
+from holmesjax.plan.device_pool import USABLE_MEMORY
 from holmesjax.planner import prices
 from holmesjax.planner.problem import Problem
 from holmesjax.planner.search import EFFORT, Found, search
@@ -20,20 +21,28 @@ def silently(what: str) -> None:
     """Reports no progress."""
 
 
-def make_problem(config: Config, topology: Topology, by_kind: bool = False) -> Problem:
+def make_problem(
+    config: Config,
+    topology: Topology,
+    by_kind: bool = False,
+    usable_memory: float = USABLE_MEMORY,
+) -> Problem:
     """The problem of a config on a topology, with the pools of `make_pools`."""
     return Problem(
         config=config,
         topology=topology,
         pools=make_pools(topology, by_kind),
         stage_costs=StageCosts(config),
+        usable_memory=usable_memory,
     )
 
 
-def make_problems(config: Config, topology: Topology) -> list[Problem]:
+def make_problems(
+    config: Config, topology: Topology, usable_memory: float = USABLE_MEMORY
+) -> list[Problem]:
     """Makes a problem with a pool for each cluster; for unlike devices also one by their kind."""
     kinds = (False, True) if has_unlike_devices(topology) else (False,)
-    return [make_problem(config, topology, by_kind) for by_kind in kinds]
+    return [make_problem(config, topology, by_kind, usable_memory) for by_kind in kinds]
 
 
 def find_within(

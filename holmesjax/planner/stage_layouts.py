@@ -28,10 +28,6 @@ from holmesjax.planner.mesh_order import (
 )
 from holmesjax.topology.machines import Cluster, DeviceKind, Node, Topology
 
-# Share of a device's memory that a plan may fill; the rest is for temporaries inside a layer,
-# collectives' buffers and the runtime.
-USABLE_MEMORY = 0.9
-
 # The fewest tokens in a shard of a sequence, if the planner chooses `context`.
 MIN_CONTEXT_TOKENS = 4096
 

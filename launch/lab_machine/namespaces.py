@@ -195,6 +195,7 @@ class LabLauncher:
     address = SUPERVISOR
     port = 0
     sees_exits = True
+    is_here = True
     files_each = 1
     module = "launch"  # that a process runs, with its verb
 

@@ -18,6 +18,7 @@ class ExternalLauncher:
     """
 
     sees_exits = False
+    is_here = False
     files_each = 0
 
     def __init__(self, listen: str | None):

@@ -7,6 +7,7 @@ the job's key is a Secret. Kubernetes numbers the pods of each replicated job fr
 (JOB_COMPLETION_INDEX); HOLMES_PROCESSES lists their processes.
 """
 
+import os
 import re
 import shlex
 from collections.abc import Iterator, Sequence
@@ -19,6 +20,7 @@ from pydantic import Field
 from holmesjax.errors import ConfigError, FatalError, HolmesError
 from holmesjax.job import CONFIG, TOPOLOGY, Job
 from holmesjax.lease import Lease
+from holmesjax.plan.device_pool import DevicePool
 from holmesjax.transport import connections
 from holmesjax.yaml_files import Document
 from launch.launchers.components import Component, make_components, read_options
@@ -76,11 +78,14 @@ def write(
         raise ConfigError("--options", problem, found="nothing", fix=fix)
     options = read_options(KubernetesOptions, options_file, job.topology, _paths_are_absolute)
     name = _label(job.run_dir.absolute().name)
-    print(*job.describe(), sep="\n", flush=True)
+    pool = job.pool(os.environ)
+    print(*job.describe(pool), sep="\n", flush=True)
     path, key = job.run_dir.absolute() / MANIFEST, job.run_dir.absolute() / KEY
     with Lease(job.run_dir):
         job.save()
-        objects = manifest(job, options, name=name, max_restarts=max_restarts, allow=allow)
+        objects = manifest(
+            job, options, name=name, max_restarts=max_restarts, allow=allow, pool=pool
+        )
         path.write_text(yaml.safe_dump_all(objects, sort_keys=False, width=100))
         connections.make_key_file(key)
     kubectl = f"kubectl --namespace {options.namespace}"
@@ -126,6 +131,7 @@ def manifest(
     name: str,
     max_restarts: int | None,
     allow: Sequence[str] = (),
+    pool: DevicePool | None = None,
 ) -> list[Object]:
     """Returns the objects to create, besides the Secret `<name>-key` with the key `job.key`.
 
@@ -135,6 +141,7 @@ def manifest(
       name: the name of the objects; a DNS label.
       max_restarts: restarts without a new step; None: the default of schedulers.
       allow: settings that may differ from the checkpoint's.
+      pool: of the GPUs, if they are not to have the default.
     """
     components = make_components(job)
     own = {"namespace": options.namespace}
@@ -145,8 +152,9 @@ def manifest(
         "metadata": {"name": name, **own},
         "data": files,
     }
-    jobs = [_launcher(job, options, name, max_restarts, allow)]
-    jobs += [_workers(job, options, name, component) for component in components]
+    memory = pool.variables if pool else {}  # the launcher plans with the pool of the workers
+    jobs = [_launcher(job, options, name, max_restarts, allow, memory)]
+    jobs += [_workers(job, options, name, component, memory) for component in components]
     jobset = {
         "apiVersion": "jobset.x-k8s.io/v1alpha2",
         "kind": "JobSet",
@@ -172,7 +180,12 @@ def manifest(
 
 
 def _launcher(
-    job: Job, options: KubernetesOptions, name: str, max_restarts: int | None, allow: Sequence[str]
+    job: Job,
+    options: KubernetesOptions,
+    name: str,
+    max_restarts: int | None,
+    allow: Sequence[str],
+    memory: dict[str, str],
 ) -> Object:
     container = {
         "command": [options.python, "-m", "launch", "train", f"{SETTINGS_DIR}/{CONFIG}"],
@@ -186,7 +199,9 @@ def _launcher(
         ],
         "env": [
             {"name": "POD_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}},
-            *_variables({"HOLMES_KEY_FILE": f"{KEY_DIR}/job.key", "PYTHONUNBUFFERED": "1"}),
+            *_variables(
+                {"HOLMES_KEY_FILE": f"{KEY_DIR}/job.key", "PYTHONUNBUFFERED": "1", **memory}
+            ),
         ],
         "ports": [{"name": "controller", "containerPort": options.port}],
         # The run folder is written before the controller listens.
@@ -197,13 +212,19 @@ def _launcher(
     return {"name": LAUNCHER, "replicas": 1, "template": _job(options, name, container, 1, final)}
 
 
-def _workers(job: Job, options: KubernetesOptions, name: str, component: Component) -> Object:
+def _workers(
+    job: Job,
+    options: KubernetesOptions,
+    name: str,
+    component: Component,
+    memory: dict[str, str],
+) -> Object:
     clusters = [c for c in options.clusters if c.name == component.cluster]
     limits = {options.gpu: str(component.num_gpus)} if component.num_gpus else {}
     for cluster in clusters:
         limits |= cluster.limits
     variables = {
-        **job.process_environment({}),
+        **job.process_environment(memory),
         "HOLMES_CONTROLLER": f"{name}-{LAUNCHER}-0-0.{name}:{options.port}",
         "HOLMES_KEY_FILE": f"{KEY_DIR}/job.key",
         "HOLMES_PROCESSES": component.numbers,

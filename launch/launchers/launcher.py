@@ -55,6 +55,10 @@ class Launcher(Protocol):
         """Whether the end of a process is an event."""
 
     @property
+    def is_here(self) -> bool:
+        """Whether all nodes are this machine, so that several may have the same device."""
+
+    @property
     def files_each(self) -> int:
         """Descriptors that each process costs this one, besides its connection."""
 

@@ -41,6 +41,7 @@ class LocalLauncher:
     address = "127.0.0.1"
     port = 0
     sees_exits = True
+    is_here = True
     files_each = 1
 
     def __init__(self, topology: Topology):

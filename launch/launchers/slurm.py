@@ -97,7 +97,7 @@ def write(
     )
     if listen:
         parse_listen(listen)
-    print(*job.describe(), sep="\n", flush=True)
+    print(*job.describe(job.pool(os.environ)), sep="\n", flush=True)
     path = job.run_dir.absolute() / SCRIPT
     with Lease(job.run_dir) as held:  # not while it is submitted: the job wants it
         names = resume.names_of(allow)
@@ -223,6 +223,7 @@ class SlurmLauncher:
     """
 
     sees_exits = True
+    is_here = False
     files_each = 0
 
     def __init__(self, job: Job, env: Mapping[str, str], listen: str | None):

@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 from holmesjax.distributed.messages import Exit, Failed, Output, ProcessEvent
 from holmesjax.errors import REQUEUE, ConfigError, HolmesError, Mistakes
+from holmesjax.plan.device_pool import with_own
 from holmesjax.topology.machines import Topology
 from launch.launchers import hosts
 from launch.launchers.hosts import SshHost
@@ -135,6 +136,7 @@ class SshLauncher:
     """
 
     sees_exits = True
+    is_here = False
     files_each = 1
 
     def __init__(self, topology: Topology, hosts_file: str | None, listen: str | None):
@@ -149,7 +151,7 @@ class SshLauncher:
     def start(self, start: ProcessStart, events: EventSink) -> None:
         host = self._hosts[start.process.node]
         gpus = visible_devices(start.process, host.env)
-        own = {"PYTHONUNBUFFERED": "1", **gpus, **start.env, **host.env}
+        own = with_own({"PYTHONUNBUFFERED": "1", **gpus, **start.env}, host.env)
         if host.addresses:
             own["HOLMES_ADDRESSES"] = json.dumps(host.addresses)
         script = SCRIPT.format(

@@ -1,6 +1,7 @@
 """`launch doctor`: checks everything that a start needs, and says what to do."""
 
 import argparse
+import os
 import secrets
 import time
 from collections import defaultdict
@@ -15,6 +16,7 @@ from typing import TypeVar
 from holmesjax import update_rules
 from holmesjax.config import Config
 from holmesjax.costs import optimizer_state
+from holmesjax.errors import ConfigError
 from holmesjax.hosts import doctor, kernel_check
 from holmesjax.hosts.doctor import Finding
 from holmesjax.hosts.questions import (
@@ -35,6 +37,7 @@ from launch import writable_outputs
 from launch.launchers import table
 from launch.launchers.agents import Agents
 from launch.launchers.launcher import Launcher
+from launch.workers import pool_of
 
 S = TypeVar("S")
 T = TypeVar("T")
@@ -56,12 +59,28 @@ def run(args: argparse.Namespace, launcher: Launcher | None = None) -> int:
         if agents.nodes:
             is_rehearsal = is_simulated or kind.is_here
             found += _look(job, agents, is_rehearsal=is_rehearsal, has_gpus=has_gpus)
+    if has_gpus:
+        found.append(_memory(job, launcher))
     print(f"doctor      {len(job.topology.nodes)} nodes of {job.topology.name}, {job.run_dir}")
     print(*found, sep="\n")
     problems = sum(finding.level == "problem" for finding in found)
     count = f"{problems or 'no'} problem{'s' * (problems != 1)}"
     print(f"{count}; it took {time.monotonic() - start_s:.1f} s")
     return 1 if problems else 0
+
+
+def _memory(job: Job, launcher: Launcher) -> Finding:
+    """Tells whether the plan fits the pool that each process will have of a GPU."""
+    processes = make_processes(job.plan, job.topology, job.config.distributed.processes)
+    pool = pool_of(job, launcher, processes, os.environ)
+    assert pool, "there are GPUs"
+    try:
+        pool.refuse_too_small(job.plan.stages, job.topology)
+    except ConfigError as error:
+        text = f"{error.found}: {error.problem}"
+        return Finding(what="memory", level="problem", text=text, fix=error.fix)
+    text = pool.describe(job.plan.stages, job.topology)
+    return Finding(what="memory", level="ok", text=text)
 
 
 def _missing(node: str, why: str) -> Finding:

@@ -17,6 +17,7 @@ from holmesjax.distributed.messages import Texts
 from holmesjax.errors import ConfigError, DamagedError
 from holmesjax.generation.sampler import Continuation, Sampler, encoded, refuse_own, tokenizer_of
 from holmesjax.generation.sampling import Sampling
+from holmesjax.plan.device_pool import DevicePool
 from holmesjax.runtime import program_cache
 from launch.generation_job import GenerationJob
 from launch.launchers import table
@@ -99,6 +100,7 @@ def _warn(text: str) -> None:
 
 def _of_run(folder: Path, args: argparse.Namespace) -> tuple[Complete, Path]:
     """Makes the sampler that continues texts with a run's weights, and finds its tokenizer."""
+    _set_pool()
     program_cache.use(job.load_config(folder).run.compilation_cache, os.environ, _warn)
     sampler = Sampler.load(
         folder, _warn, as_planned=args.as_planned, devices=_count(args), ema=args.ema
@@ -162,8 +164,14 @@ def _of_weights(folder: Path, args: argparse.Namespace) -> tuple[Complete, Path]
         raise ConfigError("--as-planned", "needs a run, which has a plan", found=folder, fix=fix)
     if args.ema:
         raise ConfigError("--ema", "needs a run", found=folder, fix="leave it out")
+    _set_pool()
     program_cache.use(AUTO, os.environ, _warn)
     return Sampler.of_hugging_face(folder, devices=_count(args)).complete, folder
+
+
+def _set_pool() -> None:
+    """Sets how much of a GPU JAX takes in this process, before it asks for a device."""
+    os.environ.update(DevicePool.of_run(os.environ).variables)
 
 
 def _refuse_no_text(option: str, text: str) -> None:

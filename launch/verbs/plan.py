@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import os
 from dataclasses import asdict
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from holmesjax.errors import ConfigError
 from holmesjax.job import Job
 from holmesjax.layers.distinct_kinds import kind_names
 from holmesjax.plan import forecast, plan as plans
+from holmesjax.plan.device_pool import USABLE_MEMORY
 from holmesjax.plan.plan import Plan
 from holmesjax.planner import explain
 from holmesjax.planner.planner import make_changed_plan
@@ -25,14 +27,19 @@ def run(args: argparse.Namespace) -> int:
     job: Job = args.job
     if args.trace:
         _write_trace(job.plan, args.trace)
+    pool = job.pool(os.environ)
+    usable_memory = pool.usable_memory if pool else USABLE_MEMORY
     with rich.console.Console(stderr=True).status("planning") as status:
         say = lambda what: status.update(f"looking at {what}")
-        changed = _changed(job, Path(args.target), args.what_if, say) if args.what_if else None
-        explained = explain.explain(job.config, job.topology, say) if args.explain else None
+        changed = explained = None
+        if args.what_if:
+            changed = _changed(job, Path(args.target), args.what_if, say, usable_memory)
+        if args.explain:
+            explained = explain.explain(job.config, job.topology, say, usable_memory)
     if args.json:
         print(_as_json(job, changed, explained))
         return 0
-    lines = job.describe()
+    lines = job.describe(pool)
     if explained:
         lines += explain.describe(explained)
     if changed:
@@ -43,10 +50,12 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _changed(job: Job, target: Path, overrides: list[str], say: Saying) -> Job:
+def _changed(
+    job: Job, target: Path, overrides: list[str], say: Saying, usable_memory: float
+) -> Job:
     """Plans the same run on changed machines. Raises as `loading.load` and `make_plan`."""
     topology = loading.load(configs.topology_path(job.config, target), overrides)
-    plan = make_changed_plan(job.config, job.topology, topology, say)
+    plan = make_changed_plan(job.config, job.topology, topology, say, usable_memory)
     return Job(config=job.config, topology=topology, plan=plan)
 
 

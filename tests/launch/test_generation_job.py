@@ -34,7 +34,7 @@ READY = Ready(addresses={"data": {}, "coordinator": None}, unproven=None)
 class Talkers:
     """A launcher whose processes are threads that only talk."""
 
-    address, port, sees_exits, files_each = "127.0.0.1", 0, True, 1
+    address, port, sees_exits, is_here, files_each = "127.0.0.1", 0, True, True, 1
 
     def __init__(self, job, talk):
         self.job, self.talk, self.threads, self.heard = job, talk, [], {}

@@ -9,9 +9,10 @@ from holmesjax.costs import memory, work as costs
 from holmesjax.costs.stage_shape import StageShape
 from holmesjax.costs.stage_times import stage_times
 from holmesjax.layers import model_layers
+from holmesjax.plan.device_pool import USABLE_MEMORY
 from holmesjax.plan.plan import Axis
 from holmesjax.planner.mesh_order import Paths, arrangements
-from holmesjax.planner.stage_layouts import USABLE_MEMORY, divisors
+from holmesjax.planner.stage_layouts import divisors
 from holmesjax.schedules.pipeline_schedules import schedule
 from holmesjax.schedules.tasks import max_in_flight
 from tests.clock import finish_times

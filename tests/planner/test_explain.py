@@ -9,10 +9,10 @@ import pytest
 
 from holmesjax.config import ParallelConfig
 from holmesjax.layers.distinct_kinds import kind_names
+from holmesjax.plan.device_pool import USABLE_MEMORY
 from holmesjax.planner import explain
 from holmesjax.planner.explain import Alternative, describe
 from holmesjax.planner.planner import find, make_plan
-from holmesjax.planner.stage_layouts import USABLE_MEMORY
 from holmesjax.topology import loading, upgrades
 from launch.__main__ import main
 from tests.clusters import (

@@ -9,9 +9,9 @@ from holmesjax.costs.products import attention_products, layer_products
 from holmesjax.costs.stage_times import BACKWARD_NUMBERS, HOLMESJAX
 from holmesjax.layers.distinct_kinds import kind_names, kinds
 from holmesjax.layers.model_layers import layer_names
+from holmesjax.plan.device_pool import USABLE_MEMORY
 from holmesjax.plan.plan import Plan, describe
 from holmesjax.planner.planner import make_plan
-from holmesjax.planner.stage_layouts import USABLE_MEMORY
 from holmesjax.schedules.pipeline_schedules import validate
 from tests.clusters import (
     GIB,

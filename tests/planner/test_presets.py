@@ -10,8 +10,8 @@ import pytest
 
 from holmesjax import config as configs
 from holmesjax.config import ModelConfig
+from holmesjax.plan.device_pool import USABLE_MEMORY
 from holmesjax.plan.plan import Axis, Plan
-from holmesjax.planner.stage_layouts import USABLE_MEMORY
 from holmesjax.topology import loading
 from tests.clusters import ROOT
 from tests.layers.test_presets import PUBLISHED

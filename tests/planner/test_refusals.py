@@ -6,10 +6,10 @@ import re
 import pytest
 
 from holmesjax.config import Fp8Config
+from holmesjax.plan.device_pool import USABLE_MEMORY
 from holmesjax.plan.plan import Axis
 from holmesjax.planner import selection, shortlist
 from holmesjax.planner.planner import make_plan
-from holmesjax.planner.stage_layouts import USABLE_MEMORY
 from holmesjax.topology import loading, upgrades
 from tests.clusters import (
     GIB,
