@@ -156,6 +156,8 @@ class Supervisor:
     def _run_owned(self) -> int:
         job = self._job
         print(*job.describe(self._pool), *self._describe(), sep="\n", flush=True)
+        if self._pool:
+            self._pool.refuse_too_small(job.plan.stages, job.topology)
         with self._stops:
             return self._run()
 

@@ -36,7 +36,7 @@ class DevicePool:
     `XLA_PYTHON_CLIENT_PREALLOCATE` does not change it: a pool that grows ends at the same size.
 
     Args:
-      share: of the memory of a GPU.
+      share: of the memory of a GPU; without a limit, what a plan may count with.
       name: the variable that says so.
       is_own: whether the user has set it.
       processes: how many share a GPU, each with such a pool.
@@ -70,7 +70,7 @@ class DevicePool:
             fix = f"unset one of the two, such as {NAME}"
             raise ConfigError(OTHER_NAME, f"is set beside {NAME}", found=found, fix=fix)
         if env.get(ALLOCATOR, "").lower() == PLATFORM:
-            return cls(share=1.0, name=ALLOCATOR, is_own=True, has_limit=False)
+            return cls(name=ALLOCATOR, is_own=True, has_limit=False)
         for name, text in given.items():
             return cls(share=_share(name, text), name=name, is_own=True)
         return cls(share=default)
@@ -119,7 +119,7 @@ class DevicePool:
         needed = show(sum(stage.memory_bytes.values()), "B")
         room = show(self.usable_memory * _memory_bytes(stage, topology), "B")
         least = math.ceil(100 * SHARE * filled / USABLE_MEMORY) / 100
-        if self.processes > 1:
+        if self.processes > 1 or least > 1:
             fix = "start fewer processes for each GPU, or use a smaller model or train.global_batch"
         else:
             fix = (
@@ -137,7 +137,8 @@ class DevicePool:
         own = f" ({self.name})" * self.is_own
         shared = f", which {self.processes} processes share" * (self.processes > 1)
         if not self.has_limit:
-            return f"JAX takes what it needs of each GPU{own}{shared}"
+            counted = f"JAX takes what it needs{own}, and a plan counts with"
+            return f"{counted} {100 * self.share:.3g}% of each GPU{shared}"
         return f"JAX's pool is {100 * self.share:.3g}% of each GPU{own}{shared}"
 
 
