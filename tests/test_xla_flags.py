@@ -13,6 +13,7 @@ from holmesjax import job as jobs, xla_flags
 from holmesjax.config import CHECKOUT
 from holmesjax.errors import ConfigError
 from holmesjax.job import ENVIRONMENT, Job
+from holmesjax.plan.device_pool import DevicePool
 from holmesjax.topology import loading
 from holmesjax.transport.buffers import ALLOCATOR
 from launch import supervisor
@@ -30,6 +31,7 @@ data: {{corpus: python-stdlib}}
 train: {{steps: 1, global_batch: 64}}
 optimizer: {{learning_rate: 1.0e-3}}
 """
+POOL = DevicePool().variables
 GPU_FLAGS = xla_flags.for_devices({"h100"})
 
 
@@ -67,15 +69,15 @@ def job(tmp_path) -> Job:
 
 
 def test_only_processes_with_gpus_get_flags(job):
-    assert job.environment({}) == {"XLA_FLAGS": GPU_FLAGS}
+    assert job.environment({}) == {"XLA_FLAGS": GPU_FLAGS, **POOL}
     run = dataclasses.replace(job.config.run, rehearse=True)
     rehearsal = dataclasses.replace(job, config=dataclasses.replace(job.config, run=run))
     assert rehearsal.environment({}) == {}
     own = {"XLA_FLAGS": "--xla_a=1", "PATH": "/bin"}
     kernels = {"kernels": dataclasses.replace(job.config.kernels, deterministic_attention=True)}
     assert rehearsal.environment(own) == {"XLA_FLAGS": "--xla_a=1"}
-    assert job.environment(own) == {"XLA_FLAGS": f"{GPU_FLAGS} --xla_a=1"}
-    assert job.environment({"XLA_FLAGS": "file"}) == {"XLA_FLAGS": "file"}
+    assert job.environment(own) == {"XLA_FLAGS": f"{GPU_FLAGS} --xla_a=1", **POOL}
+    assert job.environment({"XLA_FLAGS": "file"}) == {"XLA_FLAGS": "file", **POOL}
     train = dataclasses.replace(job.config.train, deterministic=True)
     fixed = dataclasses.replace(job, config=dataclasses.replace(job.config, **kernels, train=train))
     asked = f"--{xla_flags.DETERMINISTIC}=true"
@@ -111,6 +113,8 @@ def test_the_supervisor_gives_and_records_them(job, monkeypatch):
     env = started(job, LocalLauncher(job.topology), monkeypatch)
     assert env["XLA_FLAGS"] == f"{GPU_FLAGS} --xla_a=1"
     record = yaml.safe_load((job.run_dir / ENVIRONMENT).read_text())
+    for name in POOL:
+        assert record.pop(name) == env[name]
     assert record.pop("XLA_FLAGS") == env["XLA_FLAGS"]
     own = ("plan hash", "settings hash", "tokenizer", "restart")
     assert record == {name: v for name, v in job.about(0).items() if name not in own}
@@ -121,4 +125,6 @@ def test_processes_that_others_start_are_told_to_have_them(job, capsys):
     [first, *_] = supervisor.make_processes(job.plan, job.topology, "node")
     command, env = ["worker", str(job.run_dir)], job.process_environment({})
     launcher.start(ProcessStart(process=first, command=command, env=env), queue.Queue())
-    assert f"  XLA_FLAGS='{GPU_FLAGS}'\n" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert f"  XLA_FLAGS='{GPU_FLAGS}'\n" in printed
+    assert "  XLA_PYTHON_CLIENT_MEM_FRACTION=0.93\n" in printed

@@ -238,7 +238,7 @@ def _step_s(problem: Problem, candidate: Candidate) -> float:
 
 def _against(problem: Problem, chosen: Candidate, say: Saying) -> Iterator[Alternative]:
     say("data parallelism")
-    yield _data_parallel(problem)
+    yield _data_parallel(problem.config, problem.topology, problem.usable_memory)
     num_stages = len(chosen.assignment.layers)
     if num_stages > 1:
         say("an even split")
@@ -262,16 +262,18 @@ def _alternative(
     return Alternative(what=what, step_s=step_s, dollars=dollars)
 
 
-def _data_parallel(chosen: Problem) -> Alternative:
+def _data_parallel(
+    config: Config, topology: Topology, usable_memory: float = USABLE_MEMORY
+) -> Alternative:
     """One stage on all devices, its gradients summed over every link between its nodes."""
-    config, topology, pool = chosen.config, chosen.topology, joined_pool(chosen.topology)
+    pool = joined_pool(topology)
     one_stage = replace(config, parallel=ParallelConfig(stages=1, tensor=1))
     problem = Problem(
         config=one_stage,
         topology=topology,
         pools=[pool],
         stage_costs=StageCosts(one_stage),
-        usable_memory=chosen.usable_memory,
+        usable_memory=usable_memory,
     )
     fits = [n for n in divisors(config.train.global_batch) if n <= topology.num_devices]
     steps_s = [

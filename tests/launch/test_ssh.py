@@ -255,7 +255,7 @@ def test_the_status_of_a_process_comes_through(sshd, tmp_path, script, status):
     events = queue.Queue()
     process = make_processes(job.plan, job.topology, "node")[0]
     try:
-        env = {"HOLMES_X": "it's $HOME"}
+        env = {"HOLMES_X": "it's $HOME", "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.93"}
         ssh.start(ProcessStart(process=process, command=["worker", "a b"], env=env), events)
         lines = []
         while isinstance((event := events.get(timeout=DEADLINE_S)).record, Output):

@@ -114,18 +114,19 @@ def most_bytes(job: Job) -> float:
     return max(sum(stage.memory_bytes.values()) for stage in job.plan.stages)
 
 
-@pytest.fixture
-def full(tmp_path) -> Job:
+@pytest.fixture(scope="module")
+def full(tmp_path_factory) -> Job:
     """A job whose plan fills 80% of its devices."""
-    job = jobs.load(write(tmp_path))
-    job = jobs.load(write(tmp_path, f"{most_bytes(job) / 0.8 / 2**20:.6f} MiB"))
+    folder = tmp_path_factory.mktemp("full")
+    job = jobs.load(write(folder))
+    job = jobs.load(write(folder, f"{most_bytes(job) / 0.8 / 2**20:.6f} MiB"))
     [share] = {round(most_bytes(job) / node.device.memory_bytes, 4) for node in job.topology.nodes}
     assert share == 0.8
     return job
 
 
-def test_a_plan_counts_with_a_smaller_pool(tmp_path, full):
-    file, memory_bytes = tmp_path / "run.yaml", full.topology.nodes[0].device.memory_bytes
+def test_a_plan_counts_with_a_smaller_pool(full):
+    file, memory_bytes = full.run_dir.parent / "run.yaml", full.topology.nodes[0].device.memory_bytes
     assert jobs.load(file, env={NAME: "0.9"}).plan == full.plan
     small = jobs.load(file, env={NAME: "0.8"})
     assert 0.8 * memory_bytes * 0.95 > most_bytes(small)
@@ -137,15 +138,15 @@ def test_a_plan_counts_with_a_smaller_pool(tmp_path, full):
     assert rehearsal.pool({NAME: "no share"}) is None  # CPUs have no pool
 
 
-def test_header_and_plan_say_the_pool(tmp_path, full, capsys, monkeypatch):
+def test_header_and_plan_say_the_pool(full, capsys, monkeypatch):
     needed = most_bytes(full) / 2**20
     room = full.topology.nodes[0].device.memory_bytes / 2**20
     line = "memory      JAX's pool is 93% of each GPU; the plan fills up to 86% of it "
     line += f"({needed:.3g} MiB of {0.93 * room:.3g} MiB)"
-    done = run_launch_here(capsys, "plan", tmp_path / "run.yaml")
+    done = run_launch_here(capsys, "plan", full.run_dir.parent / "run.yaml")
     assert line in done.stdout.splitlines()
     monkeypatch.setenv(NAME, "nothing")
-    done = run_launch_here(capsys, "plan", tmp_path / "run.yaml")
+    done = run_launch_here(capsys, "plan", full.run_dir.parent / "run.yaml")
     assert done.returncode == 2
     assert f"error: {NAME}: must be the share" in done.stderr
 
@@ -210,11 +211,8 @@ def test_workers_are_given_the_pool(full, monkeypatch, capsys, verb, is_here, ow
         verb(small, launcher)
     assert {n: launcher.env[n] for n in (NAME, OTHER_NAME) if n in launcher.env} == {name: share}
     if verb is train:
-        shared = ", which 2 processes share" * is_here
-        assert (
-            f"{100 * float(share):.3g}% of each GPU{' (' + name + ')' if own else ''}{shared};"
-            in (capsys.readouterr().out)
-        )
+        shared = f" ({name})" * bool(own) + ", which 2 processes share" * is_here
+        assert f"{100 * float(share):.3g}% of each GPU{shared};" in capsys.readouterr().out
 
 
 class Overriding(LocalLauncher):
@@ -236,7 +234,7 @@ def test_a_process_with_a_smaller_pool_than_was_planned_refuses_before_jax_start
     assert f"JAX's pool is 70% of each GPU ({OTHER_NAME})" in str(refused.value)
 
 
-def test_a_job_whose_processes_do_not_fit_one_gpu_is_refused_before_they_start(full, monkeypatch):
+def test_a_job_whose_processes_do_not_fit_one_gpu_is_refused_before_they_start(full):
     with pytest.raises(HolmesError) as refused:
         supervisor.Supervisor(full, Recording(is_here=True)).run()
     assert refused.value.exit_status == 2
