@@ -38,6 +38,9 @@ def for_tiny_programs() -> str:
     return " ".join(f"--{name}={value}" for name, value in flags.items())
 
 
+# Trying out the algorithms of a product takes seconds, and has no part in what is right.
+NO_AUTOTUNING = "--xla_gpu_autotune_level=0"
+
 # The same bits each time: no sum has an order of its own, and nothing is chosen by its time.
 DETERMINISTIC = "xla_gpu_deterministic_ops"
 

@@ -46,6 +46,7 @@ def start_jax(flags):
 def test_xla_knows_every_flag_and_the_last_value_wins():
     count = "--xla_force_host_platform_device_count"
     every = xla_flags.for_devices({"h100"}, deterministic=True)
+    every += f" {xla_flags.NO_AUTOTUNING}"
     flags = xla_flags.joined(f"{every} {count}=2", f"{count}=3")
     done = start_jax(flags)
     assert (done.returncode, done.stdout.split()) == (0, ["3"]), done.stderr

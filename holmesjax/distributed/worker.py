@@ -173,7 +173,12 @@ class Worker:
         ports = self._listen()
         member.status("was checking the attention kernels")
         unproven = find_unproven(
-            job, [self._me.stage], self._find_host, self._env, functools.partial(print, flush=True)
+            job,
+            [self._me.stage],
+            self._find_host,
+            self._env,
+            functools.partial(print, flush=True),
+            member.advance,
         )
         start = self._meet_controller(ports, unproven)
         member.status("was starting JAX")

@@ -192,7 +192,7 @@ class _Agent:
         if not question.asked["layers"]:
             return KernelFacts(problem=None, text="none to check: the model does not use them")
         found = kernel_check.verdict(question.asked, gpus, self._env, say=lambda text: None)
-        return KernelFacts(problem=found.problem, text=str(found))
+        return KernelFacts(problem=found.problem, text=str(found), has_ended=found.has_ended)
 
     # ---- whether it is reached -----------------------------------------------------------------
 

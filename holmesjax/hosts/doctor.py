@@ -227,6 +227,9 @@ def kernels(answers: Mapping[str, KernelFacts | NoAnswer]) -> Finding:
     bad = {node: said[node] for node, answer in answers.items() if answer.problem is not None}
     good = _groups(said)
     fix = "nothing, if cuDNN or plain JAX will do; else install the versions that it names"
+    late = {n for n, a in answers.items() if isinstance(a, KernelFacts) and not a.has_ended}
+    if bad.keys() <= late:
+        fix = "see nvidia-smi for what else uses the GPU, and ask again in an hour"
     return _judge("attention kernels", bad, level="warning", good=good, fix=fix)
 
 

@@ -1,10 +1,11 @@
 """The verdict on this machine's attention kernels: do they compute what plain JAX does? No JAX.
 
 The check (`kernels.attention.check`) is a process of its own with a limit of time, since a kernel
-may hang, or leave the device of its process unusable. It has to end before this process uses the
-device. Its verdict is kept for everything that it depends on: device, driver, jaxlib, NVIDIA's
-assembler ptxas, the source of the kernels, and the needs of the run. The processes of a node check
-one after the other, so that all but the first find a verdict.
+may hang, or leave the device of its process unusable. Each of its cases has the limit, and so has
+the start of JAX: one case took up to 34 s on an H200 that had nothing else to do. The check has to
+end before this process uses the device. Its verdict is kept for everything that it depends on:
+device, driver, jaxlib, NVIDIA's assembler ptxas, the source of the kernels, and the needs of the
+run. The processes of a node check one after the other, so that all but the first find a verdict.
 """
 
 import fcntl
@@ -26,6 +27,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
+from holmesjax import xla_flags
 from holmesjax.config import Config
 from holmesjax.layers.distinct_kinds import kinds
 from holmesjax.whole_files import write_whole
@@ -33,8 +35,9 @@ from holmesjax.whole_files import write_whole
 if TYPE_CHECKING:  # a launcher looks at no hardware
     from holmesjax.hosts.hardware import Gpu
 
+CHECK = "kernels.attention.check"
 CAPABILITY = "9.0"  # of the GPUs that the kernels are for
-LIMIT_S = 60.0
+LIMIT_S = 120.0  # for a case, and for the start of JAX before the first
 KILLED_S = 5.0  # for a check that was killed to be gone; what hangs in a driver is left to it
 # A check that did not end is repeated by a start so much later: the machine may have been busy. All
 # processes of one start find the same verdict.
@@ -54,9 +57,18 @@ class CheckVerdict:
 
     problem: str | None  # None: the kernels have passed
     versions: dict[str, str]  # of what was checked
+    has_ended: bool = True  # False: the check ran out of time, which says nothing of the kernels
+
+    @property
+    def lack(self) -> str | None:
+        """What the kernels lack to be used; None: nothing."""
+        if self.problem is None:
+            return None
+        return f"{'passed' if self.has_ended else 'finished'} check: {self.problem}"
 
     def __str__(self) -> str:
-        outcome = "passed" if self.problem is None else f"failed: {self.problem}"
+        bad = "failed" if self.has_ended else "not finished"
+        outcome = "passed" if self.problem is None else f"{bad}: {self.problem}"
         return f"{outcome} ({', '.join(f'{k} {v}' for k, v in self.versions.items())})"
 
 
@@ -77,6 +89,11 @@ def asked_of(config: Config, *, is_cut: bool) -> dict[str, Any]:
     }
 
 
+def longest_s(asked: Mapping[str, Any], limit_s: float = LIMIT_S) -> float:
+    """Seconds in which a check has ended: its start, two cases for each layer, and a large one."""
+    return (1 + 2 * len(asked["layers"]) + 1) * limit_s
+
+
 def verdict(
     asked: Mapping[str, Any],
     gpus: "Sequence[Gpu]",
@@ -85,10 +102,11 @@ def verdict(
     *,
     check: Sequence[str] = (),
     limit_s: float = LIMIT_S,
+    advance: Callable[[], None] = lambda: None,
 ) -> CheckVerdict:
     """Returns what a check has found, now or before.
 
-    A verdict is kept for good, but an hour only if the check did not end.
+    A verdict is kept for good, but an hour only if the check ran out of time.
 
     Args:
       asked: what a run needs (`asked_of`).
@@ -96,7 +114,8 @@ def verdict(
       env: of this process.
       say: takes a line before a check begins, and one if it fails.
       check: arguments of the check, besides what is asked.
-      limit_s: for the check.
+      limit_s: for each case of the check, and for its start.
+      advance: is called when a case begins or has ended: a check may take minutes.
     """
     assembler = find_assembler()
     versions = {
@@ -110,22 +129,31 @@ def verdict(
     key = {**versions, "source": source_digest(), "asked": dict(asked)}
     name = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:24]
     # Another process holds the lock for one check; where none can be kept, several hold it in turn.
-    with _alone(_folder(env), name, patience_s=2 * limit_s) as path:
+    with _alone(_folder(env), name, patience_s=2 * longest_s(asked, limit_s)) as path:
         if (kept := _read(path)) is not None:
-            return CheckVerdict(problem=kept["problem"], versions=versions)
-        say(f"checking the attention kernels on this machine, once: at most {limit_s:g} s")
+            outcome = {name: kept[name] for name in ("problem", "has_ended")}
+            return CheckVerdict(versions=versions, **outcome)
+        say(
+            "checking the attention kernels on this machine, once: "
+            f"at most {limit_s:g} s for each case"
+        )
         has_ended = True
         try:
-            problem = _run([json.dumps(asked), *check], limit_s)
-        except subprocess.TimeoutExpired:
-            has_ended, problem = False, f"the check did not end within {limit_s:g} s"
-        found = CheckVerdict(problem=problem, versions=versions)
+            problem = _run([json.dumps(asked), *check], limit_s, advance)
+        except OutOfTimeError as error:
+            has_ended, problem = False, str(error)
+        found = CheckVerdict(problem=problem, versions=versions, has_ended=has_ended)
         text = json.dumps({"problem": problem, "has_ended": has_ended, **key}, indent=1) + "\n"
         with suppress(OSError):  # then the next process checks again
             write_whole(path, text)
     if found.problem is not None:
-        say(f"warning: the attention kernels are not used: {found}")
+        again = "" if has_ended else f"; a start after {RETRY_S / 60:g} minutes checks again"
+        say(f"warning: the attention kernels are not used: {found}{again}")
     return found
+
+
+class OutOfTimeError(Exception):
+    """A check said nothing for as long as a case may take."""
 
 
 def _read(path: Path) -> dict[str, Any] | None:
@@ -137,12 +165,16 @@ def _read(path: Path) -> dict[str, Any] | None:
     return None
 
 
-def _run(arguments: Sequence[str], limit_s: float) -> str | None:
-    """Why the check has failed; None if it has passed. TimeoutExpired if it does not end."""
-    command = [sys.executable, "-m", "kernels.attention.check", *arguments]
+def _run(arguments: Sequence[str], limit_s: float, advance: Callable[[], None]) -> str | None:
+    """Why the check has failed; None if it has passed. Raises OutOfTimeError if it does not end."""
+    command = [sys.executable, "-m", CHECK, *arguments]
     # Its own limit is for the case that this process is killed meanwhile.
     command += ["--limit-s", str(limit_s + KILLED_S)]
-    env = os.environ | {"JAX_TRACEBACK_FILTERING": "off"}  # an error's last line is the error
+    env = os.environ | {
+        "JAX_TRACEBACK_FILTERING": "off",  # an error's last line is the error
+        "XLA_FLAGS": xla_flags.joined(xla_flags.NO_AUTOTUNING, os.environ.get("XLA_FLAGS", "")),
+        "XLA_PYTHON_CLIENT_PREALLOCATE": "false",  # others may have the rest of the device
+    }
     with (
         tempfile.TemporaryFile("w+", errors="replace") as out,
         tempfile.TemporaryFile("w+", errors="replace") as words,
@@ -152,24 +184,52 @@ def _run(arguments: Sequence[str], limit_s: float) -> str | None:
             command, env=env, stdout=out, stderr=words, start_new_session=True
         )
         try:
-            status = process.wait(limit_s)
+            status = _wait(process, out, limit_s, advance)
         finally:
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             with suppress(subprocess.TimeoutExpired):
                 process.wait(KILLED_S)
-        out.seek(0)
         words.seek(0)
         last = words.read().strip().splitlines()[-1:]
-        found = [json.loads(line) for line in out if line.startswith('{"what"')]
+        begun, found = _said(out)
     if problems := [case["problem"] for case in found if case["problem"]]:
         return str(problems[0])
     if status:
         how = f"signal {-status}" if status < 0 else f"exit status {status}"
-        return f"the check ended with {how}: {' '.join(last)}"
+        return f"{_where(begun, found)}: the check ended with {how}: {' '.join(last)}"
     if not found or found[-1]["left"]:
         return "the check ended early"
     return None
+
+
+def _wait(
+    process: "subprocess.Popen[bytes]", out: TextIO, limit_s: float, advance: Callable[[], None]
+) -> int:
+    """Waits for the end of a check; raises OutOfTimeError once it has been silent for too long."""
+    heard_bytes, deadline_s = 0, time.monotonic() + limit_s
+    while True:
+        with suppress(subprocess.TimeoutExpired):
+            return process.wait(PAUSE_S)
+        if (said_bytes := os.fstat(out.fileno()).st_size) > heard_bytes:
+            heard_bytes, deadline_s = said_bytes, time.monotonic() + limit_s
+            advance()
+        elif time.monotonic() > deadline_s:
+            raise OutOfTimeError(f"{_where(*_said(out))}: no end within {limit_s:g} s")
+
+
+def _said(out: TextIO) -> tuple[list[str], list[dict[str, Any]]]:
+    """Reads what a check has printed: the cases that it began, and the results of the ended."""
+    # It shares its place in the file, and may write on.
+    text = os.pread(out.fileno(), os.fstat(out.fileno()).st_size, 0).decode(errors="replace")
+    lines = [line for line in text.splitlines(keepends=True) if line.endswith("}\n")]
+    begun = [json.loads(line)["begins"] for line in lines if line.startswith('{"begins"')]
+    return begun, [json.loads(line) for line in lines if line.startswith('{"what"')]
+
+
+def _where(begun: Sequence[str], found: Sequence[dict[str, Any]]) -> str:
+    """The case that was running."""
+    return begun[-1] if len(begun) > len(found) else "its end" if begun else "the start of JAX"
 
 
 @contextmanager

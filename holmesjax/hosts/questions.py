@@ -103,6 +103,7 @@ class KernelFacts(Record):
     kind = "kernels"
     problem: str | None  # None: they have passed, or there is none to check
     text: str
+    has_ended: bool = True  # False: the check ran out of time
 
     def __str__(self) -> str:
         return self.text
@@ -186,7 +187,7 @@ class Inspect(Question[NodeFacts]):
 
 @dataclass(frozen=True, kw_only=True)
 class CheckKernels(Question[KernelFacts]):
-    """Do the attention kernels compute what plain JAX does? May take a minute, once."""
+    """Do the attention kernels compute what plain JAX does? May take minutes, once."""
 
     kind, answer = "check kernels", KernelFacts
     asked: dict[str, Any]  # `kernel_check.asked_of` a run

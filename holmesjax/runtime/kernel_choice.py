@@ -19,6 +19,7 @@ def find_unproven(
     find_host: Callable[[], Host],
     env: Mapping[str, str],
     say: Callable[[str], None],
+    advance: Callable[[], None] = lambda: None,
 ) -> str | None:
     """Returns what the Pallas kernels lack on this host to be taken by `auto`; None: nothing.
 
@@ -31,6 +32,7 @@ def find_unproven(
       find_host: tells the GPUs.
       env: of this process.
       say: takes lines.
+      advance: is called as a check goes on.
 
     Raises:
       ConfigError: the run asks for the Pallas kernels, which this machine would miscompile.
@@ -64,8 +66,7 @@ def find_unproven(
         if attention is not None
     ):
         return ops.UNCHECKED
-    found = kernel_check.verdict(asked, gpus, env, say)
-    return None if found.problem is None else f"passed check: {found.problem}"
+    return kernel_check.verdict(asked, gpus, env, say, advance=advance).lack
 
 
 def attention_lines(stages: Sequence[Stage]) -> list[str]:

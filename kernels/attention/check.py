@@ -1,8 +1,10 @@
 """A check of attention kernels on the device at hand, against plain JAX in float32.
 
 A kernel that is wrong may hang, or leave the device of its process unusable. So the check is a
-process of its own, and its caller sets the limit of time: `python -m kernels.attention.check`. A
-check that its caller has left behind ends by itself (`--limit-s`).
+process of its own, and its caller sets the limit of time: `python -m kernels.attention.check`. All
+cases share the process: JAX starts once, which takes most of the time of a single case. It prints a
+line before a case and one after it. A check that its caller has left behind ends by itself
+(`--limit-s`).
 
     error    of an output or a gradient: the largest difference from plain JAX over the largest
              number there, below 2^-6
@@ -17,6 +19,7 @@ import signal
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -183,13 +186,33 @@ def named(name: str) -> Callable:
     return found
 
 
-def results(
+def checks(
     asked: Mapping[str, Any], attention: Callable, *, small: bool
+) -> list[tuple[str, Callable[[], dict[str, Any]]]]:
+    """The checks of a process: what each is of, and what does it, as `check` of a case.
+
+    Those of kernels of another sort go behind these.
+    """
+    all_cases, repeats = (cases(asked, 20)[:-1], 2) if small else (cases(asked), REPEATS)
+    return [(case.label, partial(check, case, attention, repeats)) for case in all_cases]
+
+
+def results(
+    asked: Mapping[str, Any],
+    attention: Callable,
+    *,
+    small: bool,
+    begin: Callable[[str], None] = lambda what: None,
 ) -> Iterator[dict[str, Any]]:
-    """Yields the results of cases up to the first bad one; `left` counts the others."""
-    all_cases = cases(asked, 20)[:-1] if small else cases(asked)
-    for left, case in reversed([*enumerate(reversed(all_cases))]):
-        found = check(case, attention, 2 if small else REPEATS)
+    """Yields the results of `checks` up to the first bad one; `left` counts the others.
+
+    `begin` takes what a check is of before it is made.
+    """
+    for left, (what, run) in reversed(
+        [*enumerate(reversed(checks(asked, attention, small=small)))]
+    ):
+        begin(what)
+        found = run()
         yield {**found, "left": left}
         if found["problem"]:
             return
@@ -200,11 +223,17 @@ def main() -> int:
     parser.add_argument("asked", type=json.loads, help="what a run needs, as JSON")
     parser.add_argument("--attention", default=PALLAS, help="module:function (the Pallas kernels)")
     parser.add_argument("--small", action="store_true", help="short cases, to try the check itself")
-    parser.add_argument("--limit-s", type=float, default=0.0, help="seconds to end in; 0: no limit")
+    limit = "seconds for each case, and for the start; 0: no limit"
+    parser.add_argument("--limit-s", type=float, default=0.0, help=limit)
     args = parser.parse_args()
-    # Without a handler the signal ends a process that hangs in a kernel, too.
+
+    def begin(what: str) -> None:
+        # Without a handler the signal ends a process that hangs in a kernel, too.
+        signal.setitimer(signal.ITIMER_REAL, args.limit_s)
+        print(json.dumps({"begins": what}), flush=True)
+
     signal.setitimer(signal.ITIMER_REAL, args.limit_s)
-    for found in results(args.asked, named(args.attention), small=args.small):
+    for found in results(args.asked, named(args.attention), small=args.small, begin=begin):
         print(json.dumps(found), flush=True)
     return 0
 

@@ -24,7 +24,7 @@ from launch.launchers.launcher import Launcher, ProcessStart
 KEY = "agents.key"
 LAST_LINES = 3
 START_S = 60.0  # for the agents to come: SSH, Python on a slow file system or a busy host
-ANSWER_S = 180.0  # for the longest answer: measurements over a slow link
+ANSWER_S = 180.0  # for an answer: measurements over a slow link take longest
 
 
 class Agents:
@@ -95,9 +95,13 @@ class Agents:
             if node not in self._connections
         }
 
-    def ask(self, node: str, question: Question[A]) -> A | NoAnswer:
-        """Returns the answer of a node. Raises PeerError if the node is gone."""
+    def ask(self, node: str, question: Question[A], answer_s: float = ANSWER_S) -> A | NoAnswer:
+        """Returns the answer of a node. Raises PeerError if the node is gone, or does not answer.
+
+        `answer_s` is how long it may take.
+        """
         connection = self._connections[node]
+        connection.sock.settimeout(answer_s)
         try:
             connection.send(encode(question))
             answer = decode(connection.receive(), by_kind(question.answer, NoAnswer))
@@ -109,10 +113,12 @@ class Agents:
             raise PeerError(f"node {node}", problem, found=error, fix=fix) from None
         return cast(A | NoAnswer, answer)
 
-    def ask_all(self, questions: Mapping[str, Question[A]]) -> dict[str, A | NoAnswer]:
+    def ask_all(
+        self, questions: Mapping[str, Question[A]], answer_s: float = ANSWER_S
+    ) -> dict[str, A | NoAnswer]:
         """Returns the answers of several nodes, asked at once."""
         with ThreadPoolExecutor(max(len(questions), 1)) as pool:
-            answers = pool.map(lambda node: self.ask(node, questions[node]), questions)
+            answers = pool.map(lambda node: self.ask(node, questions[node], answer_s), questions)
             return dict(zip(questions, answers, strict=True))
 
     def _check(self, hello: AgentHello) -> str | None:
@@ -122,7 +128,6 @@ class Agents:
 
     def _enter(self, connection: Connection[AgentHello]) -> None:
         node = self._node_of[connection.hello.process]
-        connection.sock.settimeout(ANSWER_S)
         with self._changed:
             if node in self._connections:  # two agents of one node have come at once
                 connection.close()

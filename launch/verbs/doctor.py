@@ -35,7 +35,7 @@ from holmesjax.plan.plan import Axis
 from holmesjax.plan.processes import Process, domain_fabric, fabric_between, make_processes
 from launch import writable_outputs
 from launch.launchers import table
-from launch.launchers.agents import Agents
+from launch.launchers.agents import ANSWER_S, Agents
 from launch.launchers.launcher import Launcher
 from launch.workers import pool_of
 
@@ -108,7 +108,9 @@ def _look(job: Job, agents: Agents, *, is_rehearsal: bool, has_gpus: bool) -> It
     if has_gpus:
         is_cut = any(stage.mesh.get(Axis.CONTEXT, 1) > 1 for stage in job.plan.stages)
         question = CheckKernels(asked=kernel_check.asked_of(job.config, is_cut=is_cut))
-        yield doctor.kernels(agents.ask_all(dict.fromkeys(facts, question)))
+        # Another process of a node may have a check of its own first.
+        longest_s = 2 * kernel_check.longest_s(question.asked) + ANSWER_S
+        yield doctor.kernels(agents.ask_all(dict.fromkeys(facts, question), longest_s))
     yield from _coordinators(job, agents, facts)
     yield from doctor.reachability(_reach(job, agents, facts))
 

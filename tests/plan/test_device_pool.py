@@ -126,7 +126,10 @@ def full(tmp_path_factory) -> Job:
 
 
 def test_a_plan_counts_with_a_smaller_pool(full):
-    file, memory_bytes = full.run_dir.parent / "run.yaml", full.topology.nodes[0].device.memory_bytes
+    file, memory_bytes = (
+        full.run_dir.parent / "run.yaml",
+        full.topology.nodes[0].device.memory_bytes,
+    )
     assert jobs.load(file, env={NAME: "0.9"}).plan == full.plan
     small = jobs.load(file, env={NAME: "0.8"})
     assert 0.8 * memory_bytes * 0.95 > most_bytes(small)

@@ -68,7 +68,7 @@ def checks(monkeypatch):
     """The questions of checks, each of which fails, on a machine without cuDNN."""
     asked = []
 
-    def verdict(question, gpus, env, say):
+    def verdict(question, gpus, env, say, advance):
         asked.append(question)
         return CheckVerdict(problem="the output is off by 0.5", versions={})
 
@@ -109,7 +109,7 @@ def test_a_check_is_made_where_it_decides(checks):
 
 def test_a_check_that_passes_is_all_that_the_kernels_lack(checks, monkeypatch):
     passed = CheckVerdict(problem=None, versions={})
-    monkeypatch.setattr(kernel_check, "verdict", lambda *args: passed)
+    monkeypatch.setattr(kernel_check, "verdict", lambda *args, **more: passed)
     assert find_unproven(context=2) is None
 
 
