@@ -22,7 +22,8 @@ NUMBER = (
     "PMI_RANK",
     "JOB_COMPLETION_INDEX",
 )
-KEY_S = 10.0  # for a file system to show the newest key
+# For a file system to show the newest key: NFS may show what a folder had up to a minute ago.
+KEY_S = 60.0
 
 
 @dataclass(frozen=True, kw_only=True)

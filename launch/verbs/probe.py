@@ -41,12 +41,12 @@ from holmesjax.transport.rendezvous import streams_over
 from holmesjax.units import show
 from launch import writable_outputs
 from launch.launchers import table
-from launch.launchers.agents import Agents
+from launch.launchers.agents import ANSWER_S, Agents
 from launch.launchers.launcher import Launcher
 
 SECTION = "measured"  # of the topology file
 CONNECT_S = 5.0  # for one connection
-JOIN_S = 60.0  # for the nodes of a cluster to import JAX and to meet
+JOIN_S = 150.0  # for the nodes of a cluster to meet, of which some import JAX a minute longer
 
 
 def run(
@@ -171,12 +171,14 @@ class _Session:
     def _problem(self, what: str, text: str, fix: str) -> None:
         self.findings.append(Finding(what=what, level="problem", text=text, fix=fix))
 
-    def _ask(self, questions: Mapping[str, Question[A]]) -> dict[str, A | NoAnswer]:
+    def _ask(
+        self, questions: Mapping[str, Question[A]], answer_s: float = ANSWER_S
+    ) -> dict[str, A | NoAnswer]:
         """Asks several nodes at once. A lost node has the reason as its answer."""
 
         def ask(node: str) -> A | NoAnswer:
             try:
-                return self._agents.ask(node, questions[node])
+                return self._agents.ask(node, questions[node], answer_s)
             except PeerError as error:
                 self._books.pop(node, None)
                 return NoAnswer(problem=f"{error.where} {error.problem}", found=str(error.found))
@@ -287,7 +289,7 @@ class _Session:
             )
             for rank, node in enumerate(nodes)
         }
-        if self._answered(cluster, self._ask(joins)) is None:
+        if self._answered(cluster, self._ask(joins, JOIN_S + ANSWER_S)) is None:
             return
         for group, kind in itertools.product(probe.group_sizes(len(nodes)), collective_times.KINDS):
             for size in probe.COLLECTIVE_BYTES:
