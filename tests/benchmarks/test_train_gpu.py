@@ -3,6 +3,7 @@
 import dataclasses
 import importlib.util
 import statistics
+from types import SimpleNamespace
 
 import pytest
 
@@ -10,6 +11,7 @@ from benchmarks import train_gpu
 from benchmarks.train_gpu import MODELS, OPTIMIZER, SMALL, WARM_UP_STEPS
 from holmesjax.config import ModelConfig
 from holmesjax.costs.parameters import stage_parameters
+from holmesjax.plan.device_pool import DevicePool
 from tests.shapes import shape_of
 
 needs_pytorch = pytest.mark.skipif(
@@ -63,6 +65,25 @@ def test_the_planner_finds_a_plan_for_the_device(name, kind):
     job = train_gpu.make_job(config, kind)
     assert len(job.plan.stages) == 1
     assert job.config.optimizer == OPTIMIZER
+
+
+def test_the_memory_is_that_of_a_run(monkeypatch):
+    """A figure of more memory than `launch` takes would promise what a run does not have."""
+    environments = []
+
+    def run(command, env, **_):
+        environments.append(env)
+        return SimpleNamespace(returncode=0, stdout="")
+
+    monkeypatch.setattr(train_gpu.subprocess, "run", run)
+    for own in ({}, {"XLA_CLIENT_MEM_FRACTION": "0.8"}):
+        for name in ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"):
+            monkeypatch.delenv(name, raising=False)
+        for name, text in own.items():
+            monkeypatch.setenv(name, text)
+        train_gpu.measure("HolmesJAX", "1.3B", 64, 256, "h200")
+        want = DevicePool.of_run(own).variables
+        assert {n: v for n, v in environments.pop().items() if n.endswith("MEM_FRACTION")} == want
 
 
 def test_a_failure_is_told(monkeypatch):

@@ -226,6 +226,11 @@ def test_kernels_that_fail_their_check_are_named_and_stop_nothing():
     found = doctor.kernels({"a": passed, "b": failed, "c": silent})
     text = "failed: x (driver 570.1) on b; could not check kernels: y on c"
     assert (found.level, found.text) == ("warning", text)
+    assert "install the versions" in found.fix
+    late = KernelFacts(problem="y", text="not finished: y", has_ended=False)
+    found = doctor.kernels({"a": passed, "b": late})
+    assert (found.level, found.text) == ("warning", "not finished: y on b")
+    assert "install" not in found.fix  # nothing is known to be wrong with the versions
 
 
 def test_every_way_that_is_shut_is_named():

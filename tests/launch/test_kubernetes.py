@@ -114,12 +114,14 @@ WRONG = [
 ]
 
 
-def test_a_replicated_job_for_each_cluster_and_one_for_the_launcher(tmp_path, capsys):
+def test_a_replicated_job_for_each_cluster_and_one_for_the_launcher(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.8")
     job = gpu_job(tmp_path)
     (_, jobset), printed = write(tmp_path, job, capsys)
     found = replicated(jobset)
     assert list(found) == ["launcher", "hopper", "ampere"]
-    for entry in found.values():
+    for entry in found.values():  # the launcher plans with the memory that the others have
+        assert variables_of(entry)["XLA_PYTHON_CLIENT_MEM_FRACTION"] == "0.8"
         [key] = [v["secret"] for v in pod_of(entry)["volumes"] if "secret" in v]
         assert not key["defaultMode"] & 0o077, "the key of a job is for its owner only"
     for name, gpus, numbers in (("hopper", "8", "0,1"), ("ampere", "4", "2,3")):

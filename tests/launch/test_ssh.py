@@ -246,9 +246,12 @@ def test_what_ssh_says_is_put_in_words(sshd, tmp_path, capsys, mistake):
 )
 def test_the_status_of_a_process_comes_through(sshd, tmp_path, script, status):
     python = tmp_path / "py thon's"
-    python.write_text(f'#!/bin/sh\necho "$HOLMES_X" "$@" "$HOLMES_ADDRESSES"\n{script}\n')
+    words = '"$HOLMES_X" "$@" "$HOLMES_ADDRESSES"'
+    share = '"$XLA_PYTHON_CLIENT_MEM_FRACTION$XLA_CLIENT_MEM_FRACTION"'
+    python.write_text(f"#!/bin/sh\necho {words} {share}\n{script}\n")
     python.chmod(0o755)
-    path = sshd.hosts(tmp_path / "hosts.yaml", defaults=f'python: "{python}"')
+    own = f'python: "{python}", env: {{XLA_CLIENT_MEM_FRACTION: "0.5"}}'
+    path = sshd.hosts(tmp_path / "hosts.yaml", defaults=own)
     job = jobs.load(write_run(tmp_path, CLUSTERS))
     ssh = SshLauncher(job.topology, str(path), None)
     assert ssh.address == "127.0.0.1"  # all hosts are on loopback
@@ -264,7 +267,8 @@ def test_the_status_of_a_process_comes_through(sshd, tmp_path, script, status):
         ssh.end()
     addresses = '{"infiniband": ["127.0.9.1"], "ethernet": ["127.0.9.1"]}'
     # The profile of the account's shell may print lines before it.
-    assert lines[-1] == f"it's $HOME -m launch worker a b {addresses}"
+    # JAX refuses two names of the share of memory: that of the node counts.
+    assert lines[-1] == f"it's $HOME -m launch worker a b {addresses} 0.5"
     assert event == (0, Exit(status=status))
 
 

@@ -291,4 +291,30 @@ JOBS = (
         wrong="a process that was killed on a host counts as one that ended with a status",
         tests=("tests/launch/test_ssh.py::test_the_status_of_a_process_comes_through",),
     ),
+    Bug(
+        name="pool-not-divided",
+        module="launch.workers",
+        old="return pool.among(max(sharing.values()))",
+        new="return pool",
+        wrong="processes on one GPU each take as much of it as one that has it alone",
+        tests=("tests/plan/test_device_pool.py::test_workers_are_given_the_pool",),
+    ),
+    Bug(
+        name="pool-of-a-node-not-seen",
+        module="holmesjax.distributed.worker",
+        old="        job.check_pool(self._env, [self._me.stage])\n",
+        new="",
+        wrong="a node's own share of memory, smaller than was planned, is found out in a step",
+        tests=(
+            "tests/plan/test_device_pool.py::test_a_process_with_a_smaller_pool_than_was_planned_refuses_before_jax_starts",
+        ),
+    ),
+    Bug(
+        name="one-limit-for-all-cases",
+        module="holmesjax.hosts.kernel_check",
+        old="heard_bytes, deadline_s = said_bytes, time.monotonic() + limit_s",
+        new="heard_bytes = said_bytes",
+        wrong="all cases of the check of kernels have to end in the time of one",
+        tests=("tests/hosts/test_kernel_check.py::test_the_limit_follows_the_number_of_cases",),
+    ),
 )

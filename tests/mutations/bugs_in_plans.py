@@ -92,4 +92,12 @@ PLANS = (
         wrong="stages count as holding a layer less than they can: good plans are left out unseen",
         tests=("tests/planner/test_search.py::test_no_plan_is_faster[a slow one]",),
     ),
+    Bug(
+        name="plan-larger-than-pool",
+        module="holmesjax.job",
+        old="make_plan(config, topology, say, usable_memory)",
+        new="make_plan(config, topology, say)",
+        wrong="a plan fills memory that the user has not given to JAX",
+        tests=("tests/plan/test_device_pool.py::test_a_plan_counts_with_a_smaller_pool",),
+    ),
 )
