@@ -63,7 +63,8 @@ class Fitted:
             columns=self.columns * shipped.products.columns,
             depth=self.depth * shipped.products.depth,
         )
-        return Calibration(
+        return dataclasses.replace(
+            shipped,
             products=products,
             attention=self.attention * shipped.attention,
             memory=self.memory * shipped.memory,

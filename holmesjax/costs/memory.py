@@ -101,7 +101,8 @@ def stage_memory_bytes(
         parameters    4 P / (parts * data)   float32 masters; 2 P where they are bfloat16
         optimizer     8 P / (parts * data)   for AdamW in float32; else `kept_bytes`
         replicas      c P / parts            what the forward reads
-        gradients     4 P / parts            float32, each replica's own sum of a step
+        gradients     4 P / parts            float32, each replica's own sum of a step; of a whole
+                      step in one program, as far as there is no room where activations were
         activations   in_flight * T * (residuals of all layers)
         logits        4 T V / tensor * head_in_flight    those kept; c D (T + V / tensor) in chunks
         temporaries   of a layer's or the head's backward, see below
@@ -153,19 +154,24 @@ def stage_memory_bytes(
     if stage.is_last:
         items["logits"], in_head = _logit_bytes(model, stage, implementation)
         items["temporaries"] = np.maximum(items["temporaries"], in_head)
+    freed = items["activations"] + items["logits"]  # by the end of the last backward
+    if stage.is_whole_step:
+        in_their_place = np.minimum(items["gradients"], freed)
+        items["gradients"] -= in_their_place
+        freed -= in_their_place
     if np.any(is_cut := parts > 1):
         items["gathered"] = is_cut * (width + 4.0) * largest_layer_parameters(model, stage)
     if np.any(is_summed := stage.data > 1):
         # The first stage does it in its last backward: before that, activations are still there.
         share = (stage.in_flight - 1) / stage.in_flight if stage.is_first else 1.0
-        room = share * items["activations"] + items["logits"]
-        needed = items["gradients"] * (1 + 1 / shards)
+        room = np.minimum(share * items["activations"] + items["logits"], freed)
+        needed = 4.0 * trained * (1 + 1 / shards)
         items["reduction"] = is_summed * np.maximum(0.0, needed - room)
     if matrices := hidden_matrices(model, stage):
         num_devices = stage.parameter_parts * stage.tensor * shards
         dealt = [np.ceil(n / num_devices) * matrix.size for matrix, n in matrices.items()]
         needed = 12.0 * sum(dealt) + 16.0 * max(matrix.size for matrix in matrices)
-        items["orthogonalized"] = np.maximum(0.0, needed - items["activations"] - items["logits"])
+        items["orthogonalized"] = np.maximum(0.0, needed - freed)
     return items
 
 

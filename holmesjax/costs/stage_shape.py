@@ -41,6 +41,9 @@ class StageShape:
     checkpointing: Checkpointing
     # Format of each array that the optimizer keeps of a parameter (`update_rules`).
     kept: tuple[Kept, ...] = ("float32", "float32")
+    # Whether it is a plan's only stage and a step has one microbatch: one program has both passes
+    # then, and gradients come where activations were.
+    is_whole_step: bool = False
 
     @property
     def parameter_parts(self) -> Sizes:

@@ -1,5 +1,6 @@
 """The costs of a stage on its layouts: its shape, its seconds and its bytes."""
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -141,6 +142,7 @@ class StageCosts:
             param_dtype=train.param_dtype,
             checkpointing=settings.checkpointing,
             kept=update_rules.kept(optimizer),
+            is_whole_step=role.is_first and role.is_last and settings.microbatches == 1,
         )
 
     def times(
@@ -208,7 +210,9 @@ class StageCosts:
         in_flight: InFlight,
     ) -> StageShape:
         sizes: Any = MeshShape(*np.array(found).T)
-        return self.shape(sizes, settings, Role(), blocks, in_flight)
+        shape = self.shape(sizes, settings, Role(), blocks, in_flight)
+        # It may become the only stage, and the bytes of the list are the least that it can hold.
+        return dataclasses.replace(shape, is_whole_step=settings.microbatches == 1)
 
     def layers_s(self, pool: Pool, mesh: MeshShape, settings: StepSettings) -> list[float]:
         """Seconds of a microbatch in a layer of each kind, without what is sent."""

@@ -1,6 +1,7 @@
 """Calibrations: what their numbers mean, the files that are shipped, and mistakes in a file."""
 
 import dataclasses
+import re
 
 import pytest
 
@@ -39,11 +40,12 @@ def test_a_shipped_calibration_is_of_devices_that_name_it(path):
 
 
 def test_calibrations_say_whether_holmesjax_measured_them():
-    """Those that it did are of `launch profile`, which names itself as the source."""
+    """Where it did, every source names it, with a date."""
     for path in SHIPPED:
         file = calibration.read(path)
-        own = "launch profile" in file.sources.products
-        assert (file.measured_by == "HolmesJAX") == own, path
+        sources = dataclasses.asdict(file.sources).values()
+        own = [bool(re.match(r"HolmesJAX, \d{4}-\d\d-\d\d: ", source)) for source in sources]
+        assert own == [file.measured_by == "HolmesJAX"] * len(own), path
 
 
 def test_the_catalogue_names_calibrations_that_are_shipped():
