@@ -14,7 +14,7 @@ from holmesjax.layers.model_layers import block_name
 from holmesjax.models.activation_checkpointing import POLICIES
 from holmesjax.models.layer import apply, param_shapes
 from holmesjax.parallel import sharding
-from holmesjax.runtime.compilation import compile_stages
+from holmesjax.runtime.compilation import compile_stages, compile_whole_step
 from holmesjax.runtime.microbatch import Residuals
 from holmesjax.runtime.programs import ProgramKey
 from tests.runtime.test_pipeline import SMOOTH, VARIANTS, hand_made_plan, make_model, make_stages
@@ -148,6 +148,35 @@ def test_gradients_are_reduced_where_activations_were():
     assert first["reduction"] == 1.5 * first["gradients"] - first["activations"] / 2 > 0
     assert later["reduction"] == 1.5 * later["gradients"] - later["activations"] > 0
     assert bytes_of(in_flight=50)["reduction"] == 0
+
+
+def test_gradients_of_a_whole_step_in_one_program_come_where_activations_were():
+    """As far as there is room, which they then take from the matrices of Muon and from sums."""
+    bytes_of = lambda **changes: memory.stage_memory_bytes(
+        MODELS["gpt2"], dataclasses.replace(SHAPE, **changes)
+    )
+    apart, whole = bytes_of(), bytes_of(is_whole_step=True)
+    assert whole == apart | {"gradients": 0.0}
+    few = {"sequences": 1, "data": 2, "kept": ("float32", "others")}
+    apart, whole = bytes_of(**few), bytes_of(**few, is_whole_step=True)
+    room = apart["activations"] + apart["logits"]
+    assert whole["gradients"] == apart["gradients"] - room > 0
+    assert whole["orthogonalized"] == apart["orthogonalized"] + room
+    assert whole["reduction"] == apart["reduction"] + apart["logits"]
+
+
+def test_a_compiled_step_of_one_microbatch_has_no_room_for_gradients_of_its_own():
+    """A step of two, each as large, holds the sums of the first beside the second."""
+    model = dataclasses.replace(MODELS["llama"], context_length=128, width=256)
+    temporaries = []
+    for microbatches in (1, 2):
+        plan = hand_made_plan((2,), 1, 1, microbatches=microbatches)
+        [stage] = make_stages(model, plan)
+        program = compile_whole_step(stage, evaluates=False)["step"]
+        temporaries.append(program.memory_analysis().temp_size_in_bytes)
+    shape = dataclasses.replace(SHAPE, sequences=plan.global_batch // 2)
+    gradients = memory.stage_memory_bytes(model, shape)["gradients"]
+    assert temporaries[1] - temporaries[0] == pytest.approx(gradients, rel=0.1)
 
 
 def test_only_microbatches_that_went_through_the_head_hold_logits():
