@@ -56,6 +56,7 @@ class Fitted:
     layouts: Mapping[Layout, float] = dataclasses.field(default_factory=dict)  # of their steps
 
     def calibration(self, shipped: Calibration) -> Calibration:
+        """Of other systems: `between` and `layer_s` are of the programs of HolmesJAX."""
         products = dataclasses.replace(
             shipped.products,
             share=self.share * shipped.products.share,
@@ -63,8 +64,7 @@ class Fitted:
             columns=self.columns * shipped.products.columns,
             depth=self.depth * shipped.products.depth,
         )
-        return dataclasses.replace(
-            shipped,
+        return Calibration(
             products=products,
             attention=self.attention * shipped.attention,
             memory=self.memory * shipped.memory,
