@@ -7,15 +7,21 @@ are written after each part. The same command goes on where the last one stopped
 ended, well or not, is run again only if `--again` names it; a part that the end of `--minutes` cut
 short is run again by itself. Each part's commit stands beside its rows.
 
-    machine     versions, clocks, and what the device reaches: copies and products
-    values      cuDNN and each Pallas kernel beside plain JAX in float32, from the smallest case up,
-                with the bits of many repeats
-    doctor      what `launch doctor` says of the Pallas kernels within its limit of a minute
-    speed       attention at 4k, 8k and 16k beside cuDNN; AdamW and moments beside a copy; the loss
-    training    1.3 and 3.6 billion parameters: MFU, memory predicted and measured, PyTorch
+    machine     versions, clocks, and what the device reaches: bytes and products
+    pipeline    one model in one process, and in several that share the device by tcp
+    training    3.6 billion parameters: MFU, memory predicted and measured
+    speed       AdamW and its moments; the loss of a large vocabulary
     profile     what the planner takes the device for, as `launch profile` measures and writes it
-    runs        the quickstart; one model in one process, and in two that share the device by tcp
-    tiles       the Pallas kernels with other tiles, each in a process of its own
+    quickstart  as it stands in the README
+    tiles       the Pallas kernels with other tiles, the backward's first
+
+What an H200 has answered once (`results/gpu_day_nvidia_h200.md`) comes after that:
+
+    values      cuDNN and each Pallas kernel beside plain JAX in float32, from the smallest case up,
+                with the bits of many repeats; several cases at a time, without autotuning
+    doctor      what `launch doctor` says of the Pallas kernels
+    training    1.3 billion parameters in bfloat16 and in fp8, and PyTorch
+    speed       attention at 4k, 8k and 16k beside cuDNN
 
 DIR gets four small files for each kind of device: gpu_day_<device>.json, .md, .log and .yaml, the
 last of which is the calibration. `--rehearse` runs every part on a CPU with tiny shapes and without
@@ -29,39 +35,52 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu_day_parts import CUDNN, PALLAS, TILES
-from benchmarks.gpu_day_processes import NAME, DayPart, has_ended, report, run_parts
+from benchmarks.gpu_day_processes import NAME, DayPart, Row, has_ended, report, run_parts
 
 LENGTHS = (4096, 8192, 16384)
 
 
-def _part(name: str, limit_s: float, function: str, argument: Any = None) -> DayPart:
-    return DayPart(name, limit_s, f"benchmarks.gpu_day_parts:{function}", argument)
+def _part(
+    name: str, limit_s: float, function: str, argument: Any = None, needs_s: float = 1.0
+) -> DayPart:
+    return DayPart(name, limit_s, f"benchmarks.gpu_day_parts:{function}", argument, needs_s)
+
+
+def _checks(library: str, cases: list[Row]) -> list[DayPart]:
+    name, function = f"values of {library}", f"values_of_{library.lower()}"
+    parts = [_part(f"{name} {n}", 110, function, case, 40) for n, case in enumerate(cases)]
+    return [part._replace(is_check=True) for part in parts]
+
+
+def _training(model: str, needs_s: float, system: str = "HolmesJAX") -> DayPart:
+    name = f"training {model}" if system == "HolmesJAX" else f"training {model}, {system}"
+    return _part(name, 360, "training", {"model": model, "system": system}, needs_s)
+
+
+def _speed(by: str, name: str, length: int) -> DayPart:
+    return _part(f"speed of {name} at {length}", 60, "speed", {"case": [length, *GQA], "by": by})
 
 
 GQA = (64, 8, 128)
+# `needs_s` is what a part took on an H200, or a guess for one that has not ended there.
 PARTS = [
     _part("machine", 90, "machine"),
-    *(_part(f"values of cuDNN {n}", 60, "values_of_cudnn", x) for n, x in enumerate(CUDNN)),
-    *(
-        _part(f"speed of cuDNN at {n}", 60, "speed", {"case": [n, *GQA], "by": "cuDNN"})
-        for n in LENGTHS
-    ),
-    _part("training 1.3B", 360, "training", {"model": "1.3B", "system": "HolmesJAX"}),
-    *(_part(f"values of Pallas {n}", 60, "values_of_pallas", x) for n, x in enumerate(PALLAS)),
-    _part("doctor", 120, "doctor"),
-    *(
-        _part(f"speed of Pallas at {n}", 60, "speed", {"case": [n, *GQA], "by": "ours"})
-        for n in LENGTHS
-    ),
-    _part("speed of plain JAX", 60, "speed", {"case": [LENGTHS[0], *GQA], "by": "plain"}),
-    _part("adamw", 180, "lines_of", "adamw"),
-    _part("cross-entropy", 90, "lines_of", "cross_entropy"),
-    _part("training 1.3B, PyTorch", 300, "training", {"model": "1.3B", "system": "PyTorch"}),
-    _part("training 3.6B", 360, "training", {"model": "3.6B", "system": "HolmesJAX"}),
-    _part("profile", 300, "profile"),
-    _part("quickstart", 240, "quickstart"),
-    _part("pipeline", 240, "pipeline"),
-    *(_part(f"tiles {n}", 60, "tiles", x) for n, x in enumerate(TILES)),
+    _part("pipeline", 240, "pipeline", needs_s=60),
+    _training("3.6B", 120),
+    _part("adamw", 180, "lines_of", "adamw", 40),
+    _part("cross-entropy", 90, "lines_of", "cross_entropy", 30),
+    _part("profile", 300, "profile", needs_s=60),
+    _part("quickstart", 240, "quickstart", needs_s=40),
+    *(_part(f"tiles {n}", 60, "tiles", x, 30) for n, x in enumerate(TILES)),
+    *_checks("cuDNN", CUDNN),
+    *_checks("Pallas", PALLAS),
+    _part("doctor", 120, "doctor", needs_s=40),
+    _training("1.3B", 70),
+    _training("1.3B-fp8", 70),
+    *(_speed("ours", "Pallas", n) for n in LENGTHS),
+    *(_speed("cuDNN", "cuDNN", n) for n in LENGTHS),
+    _speed("plain", "plain JAX", LENGTHS[0]),
+    _training("1.3B", 100, "PyTorch"),
 ]
 
 

@@ -1,7 +1,7 @@
 """A model trained on one NVIDIA GPU, beside PyTorch: python -m benchmarks.train_gpu
 
 Llamas of about 1.3 and 3.6 billion parameters at 2k and 4k tokens of context, bfloat16 with float32
-masters, AdamW with clipping, random tokens, 65,536 of them in a step.
+masters, AdamW with clipping, random tokens, 65,536 of them in a step; the smaller one in fp8, too.
 
     HolmesJAX   what `launch train` runs: the planner's plan for this device, one stage, kernels
                 chosen by `auto`, and the launcher's XLA flags
@@ -43,6 +43,7 @@ from holmesjax.config import (
     CHECKOUT,
     Config,
     DataConfig,
+    Fp8Config,
     ModelConfig,
     OptimizerConfig,
     ParallelConfig,
@@ -68,6 +69,7 @@ MODELS = {
         num_layers=30, width=3072, num_heads=24, mlp_width=8192, context_length=1, **LLAMA
     ),
 }
+MODELS["1.3B-fp8"] = dataclasses.replace(MODELS["1.3B"], fp8=Fp8Config())  # not of PyTorch
 SMALL = ModelConfig(
     num_layers=2,
     width=64,
@@ -85,6 +87,14 @@ SYSTEMS = ("HolmesJAX", "PyTorch")
 TIMEOUT_S = 1800.0
 
 Line = dict[str, Any]
+
+
+def sizes_of(name: str, context: int, kind: str) -> ModelConfig:
+    """A model by its name; on a CPU a small one in its place."""
+    model = MODELS[name]
+    if kind == "cpu":
+        model = dataclasses.replace(SMALL, fp8=model.fp8)
+    return dataclasses.replace(model, context_length=context)
 
 
 def make_config(model: ModelConfig, tokens: int, dtype: Literal["float32", "bfloat16"]) -> Config:
@@ -196,9 +206,7 @@ def train_pytorch(config: Config, kind: str) -> Iterator[Line]:
 def serve(told: Line) -> None:
     """Prints a line of JSON for each step."""
     train = train_holmesjax if told["system"] == "HolmesJAX" else train_pytorch
-    model = dataclasses.replace(
-        SMALL if told["kind"] == "cpu" else MODELS[told["model"]], context_length=told["context"]
-    )
+    model = sizes_of(told["model"], told["context"], told["kind"])
     config = make_config(model, told["tokens"], "float32" if told["kind"] == "cpu" else "bfloat16")
     for line in train(config, told["kind"]):
         print(json.dumps(line), flush=True)
@@ -326,10 +334,11 @@ def main() -> int:
     for model in args.models:
         for context in args.contexts:
             for system in args.systems:
+                if system == "PyTorch" and MODELS[model].fp8:
+                    continue
                 line = measure(system, model, context, 8 * 32 if args.rehearse else TOKENS, kind)
                 if "failed" not in line:
-                    sizes = SMALL if args.rehearse else MODELS[model]
-                    line = judge(line, dataclasses.replace(sizes, context_length=context))
+                    line = judge(line, sizes_of(model, context, kind))
                 lines.append(line)
                 print(table([line]).splitlines()[-1], flush=True)
     wrong = disagreements(lines)

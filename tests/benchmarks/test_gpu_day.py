@@ -13,7 +13,7 @@ import pytest
 from benchmarks import gpu_day
 from benchmarks.gpu_day import PARTS
 from benchmarks.gpu_day_parts import TILES, tiles_of
-from benchmarks.gpu_day_processes import DayPart, report, run_part, run_parts
+from benchmarks.gpu_day_processes import DayPart, report, run_parts, run_together
 from benchmarks.provenance import commit
 from kernels.attention.pallas import attention_pallas
 from tests.kernels.attention.gpus import lowered_for_cuda
@@ -115,7 +115,8 @@ def test_parts_have_names_of_their_own_and_functions_that_exist():
 @pytest.mark.parametrize("name", ["values of cuDNN 1", "values of Pallas 7"])
 def test_values_are_rehearsed(name):
     [part] = [part for part in PARTS if part.name == name]
-    [row] = run_part(part, 250, rehearse=True).rows
+    [outcome] = run_together([part._replace(limit_s=250)], 250, rehearse=True)
+    [row] = outcome.rows
     assert (row["is"], row["problem"]) == ("ok", None), row
 
 
