@@ -30,3 +30,17 @@ def hang(path, rehearse):
     if child:
         Path(path).write_text(str(child))
     time.sleep(600)
+
+
+def meet(folder, rehearse):
+    """Ends when two processes are here at the same time."""
+    Path(folder, str(os.getpid())).touch()
+    deadline_s = time.monotonic() + 60
+    while len(list(Path(folder).iterdir())) < 2 and time.monotonic() < deadline_s:
+        time.sleep(0.05)
+    yield {"what": "met", "is": str(len(list(Path(folder).iterdir())))}
+
+
+def environment(names, rehearse):
+    for name in names:
+        yield {"what": name, "is": os.environ.get(name, "")}

@@ -13,7 +13,7 @@ import pytest
 from benchmarks import gpu_day
 from benchmarks.gpu_day import PARTS
 from benchmarks.gpu_day_parts import TILES, tiles_of
-from benchmarks.gpu_day_processes import DayPart, report, run_parts, run_together
+from benchmarks.gpu_day_processes import DayPart, _batches, report, run_parts, run_together
 from benchmarks.provenance import commit
 from kernels.attention.pallas import attention_pallas
 from tests.kernels.attention.gpus import lowered_for_cuda
@@ -83,6 +83,52 @@ def test_nothing_more_is_run_where_the_first_part_finds_no_device(tmp_path):
         result = run_parts([part, note], tmp_path, 25, rehearse=True)
     assert [rows[0]["what"] for rows in result["parts"].values()] == ["a", "a"]
     assert (tmp_path / "ran").read_text() == "ran\n" * 2
+
+
+def test_checks_run_at_the_same_time_and_other_parts_alone(tmp_path, monkeypatch):
+    monkeypatch.setattr("os.cpu_count", lambda: 2)
+    met = tmp_path / "met"
+    met.mkdir()
+    parts = [planted("meet", argument=str(met))._replace(name=name) for name in "abcd"]
+    checks = [part._replace(is_check=True) for part in parts]
+    sizes = lambda parts: [len(batch) for batch in _batches(parts)]
+    assert sizes([*parts, *checks[1:]]) == [1, 1, 1, 1, 2, 1]
+    monkeypatch.setattr("os.cpu_count", lambda: 16)
+    assert sizes(2 * checks) == [5, 3]
+    result = run_parts(checks[:2], tmp_path / "out", 25, rehearse=True)
+    assert [rows[0]["is"] for rows in result["parts"].values()] == ["2", "2"]
+
+
+def test_a_check_tunes_nothing_and_leaves_the_others_their_memory(tmp_path):
+    names = ["XLA_FLAGS", "XLA_PYTHON_CLIENT_PREALLOCATE"]
+    found = {}
+    for is_check in (False, True):
+        part = planted("environment", argument=names)._replace(is_check=is_check)
+        [outcome] = run_together([part], 60, rehearse=False)
+        found[is_check] = [row["is"] for row in outcome.rows]
+    assert "--xla_gpu_autotune_level=0" in found[True][0].split()
+    assert found[True][1] == "false"
+    assert "autotune" not in found[False][0]
+
+
+def test_a_part_is_not_begun_with_less_time_than_it_needs(tmp_path, capsys):
+    long = planted("crash")._replace(needs_s=120)
+    parts = [long, planted("note", argument=str(tmp_path / "ran"))]
+    result = run_parts(parts, tmp_path, 1, rehearse=True)
+    assert [*result["parts"]] == ["note"]
+    assert "crash: no time left, it needs 120 s" in capsys.readouterr().out
+
+
+def test_what_was_never_measured_comes_first():
+    names = [part.name for part in PARTS]
+    unmeasured = ["pipeline", "training 3.6B", "adamw", "cross-entropy", "profile", "quickstart"]
+    assert names[: 1 + len(unmeasured)] == ["machine", *unmeasured]
+    tiles = [part for part in PARTS if part.name.startswith("tiles")]
+    assert [*tiles[0].argument] == ["joint"]
+    needs_s = {part.name: part.needs_s for part in PARTS}
+    assert (needs_s["training 3.6B"], needs_s["training 1.3B, PyTorch"]) == (120, 100)
+    # What must be begun does fit into a quarter of an hour.
+    assert sum(needs_s[name] for name in unmeasured) < 0.8 * 15 * 60
 
 
 def test_a_result_keeps_its_commit_and_another_device_has_its_own(tmp_path):

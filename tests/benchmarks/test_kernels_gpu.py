@@ -2,6 +2,7 @@
 
 import math
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -34,6 +35,18 @@ def test_only_scores_that_count_are_counted(rule, documents):
 def test_the_goals_are_among_the_lines():
     """Those of the published cuDNN rates: 64 query and 8 key-value heads 128 wide, causal."""
     assert {Attention(length, 64, 8, 128) for length in (4096, 8192)} <= set(ATTENTION)
+
+
+def test_the_rate_of_memory_counts_what_the_compiled_program_moves(monkeypatch):
+    """Of arrays in bfloat16: two read, one written."""
+    x = jnp.ones(4096, "bfloat16")
+    moved = kernels_gpu.added.lower(x, x).compile().cost_analysis()["bytes accessed"]
+    seconds = {"product": {"s": 1.0}, "sum": {"s": 1.0}}
+    monkeypatch.setattr(kernels_gpu, "measure", lambda calls, rehearse: seconds)
+    rate = kernels_gpu.limits(rehearse=True)["bytes_per_s"]
+    assert rate == moved / 2  # it adds half as many numbers
+    monkeypatch.undo()
+    assert kernels_gpu.limits(rehearse=True).keys() == {"flop_per_s", "bytes_per_s"}
 
 
 def test_without_a_gpu_nothing_is_measured(monkeypatch, capsys, tmp_path):
