@@ -278,6 +278,7 @@ optimizer: {{learning_rate: 1.0e-3}}
 parallel: {{stages: {stages}, microbatches: 8, schedule: 1f1b}}
 log: {{tensorboard: false}}
 """
+PIPELINE_SIZES = {"layers": 8, "width": 2048, "context": 2048, "steps": 20, "dtype": "bfloat16"}
 TWO_CLUSTERS = """
 name: shared
 clusters:
@@ -294,9 +295,8 @@ def pipeline(_: None, rehearse: bool) -> Iterator[Row]:
     One process trains the same model before. The difference of the two times is the cost of staging
     and of tcp that nothing overlaps with. A shared device has no bubble.
     """
-    sizes = {"layers": 2, "width": 64, "context": 32, "steps": 3, "dtype": "float32"}
-    if not rehearse:
-        sizes = {"layers": 8, "width": 2048, "context": 2048, "steps": 20, "dtype": "bfloat16"}
+    small = {"layers": 2, "width": 64, "context": 32, "steps": 3, "dtype": "float32"}
+    sizes = small if rehearse else PIPELINE_SIZES
     for stages, topology in ((1, ONE_DEVICE), (2, TWO_CLUSTERS)):
         with tempfile.TemporaryDirectory() as folder:
             run = _write(folder, PIPELINE, topology, rehearse, stages=stages, **sizes)

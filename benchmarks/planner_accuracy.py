@@ -11,6 +11,9 @@ them (Spearman) and how much slower the predicted best is than the measured best
     without its size  fitted to the models of all other sizes
     without the row   one speed for each kind of device, fitted to the other rows
 
+Steps that HolmesJAX itself took on GPUs, from the result files of `benchmarks.gpu_day`, are
+predicted as shipped, too: from data sheets and calibrations, by the plan that a run would have.
+
 The table, every row, and a picture of the errors go to benchmarks/results/.
 """
 
@@ -28,7 +31,8 @@ from typing import Any
 from matplotlib.figure import Figure
 from scipy.stats import spearmanr
 
-from benchmarks import fits, published, published_files
+from benchmarks import fits, measured_steps, published, published_files
+from benchmarks.measured_steps import Planned
 from benchmarks.provenance import RESULTS, commit
 from benchmarks.published import AS_SHIPPED, Fitted, Held, Run
 from benchmarks.published_files import Row
@@ -38,6 +42,8 @@ from holmesjax.report.figures import BLUE, GREEN, GRID, INK, MUTED, ORANGE
 Result = dict[str, Any]
 # What is fitted for each run, once or several times: errors are means over all of them.
 How = Callable[[Sequence[Any]], list[list[Fitted]]]
+OWN = "gpu_day_*.json"
+OWN_BAR = 0.05  # of our own steps
 SHUFFLES, FEW = 5, 200  # of fewer rows than that; what more rows come to depends less on chance
 
 
@@ -158,26 +164,38 @@ def check_file(path: Path) -> Iterable[Result]:
         runs = runs_of(path, [row for row in rows if check.only(row)], check.read)
         for how, bar in check.hows.items():
             if runs:
-                yield line_of(path.stem, check, runs, how, bar)
+                label = f"{path.stem} ({check.what})" if check.what else path.stem
+                yield line_of(label, check.predict, runs, how, bar)
+
+
+def check_own(path: Path) -> Iterable[Result]:
+    """A line for the seconds and one for the memory of the steps that we measured ourselves."""
+    steps = measured_steps.read(path)
+    for what, runs in (("seconds", steps.seconds), ("memory", steps.gib)):
+        planned = lambda own, _: own.predicted
+        yield line_of(f"{path.stem} ({what})", planned, runs, as_shipped, OWN_BAR)
 
 
 def line_of(
-    name: str, check: Check, runs: Sequence[Run | Held], how: How, bar: float | None
+    label: str,
+    predict: Callable[[Any, Fitted], float],
+    runs: Sequence[Run | Held | Planned],
+    how: How,
+    bar: float | None,
 ) -> Result:
     """Predicts all runs of a file and returns the errors.
 
     Args:
-      name: the file.
-      check: what is predicted.
+      label: the file, and the part of it.
+      predict: gives the number of a run.
       runs: the measured runs.
       how: returns the fitted numbers for each run, once or several times.
       bar: the largest mean error that is accepted; None: no such bar.
     """
     start_s = time.monotonic()
-    label = f"{name} ({check.what})" if check.what else name
     print(f"  {label}, {how.__name__.replace('_', ' ')}", end="", file=sys.stderr, flush=True)
     rounds = [
-        [check.predict(run, f) for run, f in zip(runs, fitted, strict=True)] for fitted in how(runs)
+        [predict(run, f) for run, f in zip(runs, fitted, strict=True)] for fitted in how(runs)
     ]
     errors = [
         p / run.measured - 1 for predicted in rounds for p, run in zip(predicted, runs, strict=True)
@@ -298,6 +316,7 @@ def main() -> None:
             fix = f"name one that has some of {', '.join(CHECKS)}"
             raise DataError(str(args.dir), "holds none of the known files", found=found, fix=fix)
         lines = [line for path in known for line in check_file(path)]
+        lines += [line for path in sorted(RESULTS.glob(OWN)) for line in check_own(path)]
     except HolmesError as error:
         print(f"error: {error}", file=sys.stderr)
         raise SystemExit(error.exit_status) from None

@@ -14,7 +14,7 @@ from benchmarks import gpu_day
 from benchmarks.gpu_day import PARTS
 from benchmarks.gpu_day_parts import TILES, tiles_of
 from benchmarks.gpu_day_processes import DayPart, _batches, report, run_parts, run_together
-from benchmarks.provenance import commit
+from benchmarks.provenance import RESULTS, commit
 from kernels.attention.pallas import attention_pallas
 from tests.kernels.attention.gpus import lowered_for_cuda
 
@@ -143,6 +143,11 @@ def test_a_result_keeps_its_commit_and_another_device_has_its_own(tmp_path):
     assert (tmp_path / "ran").read_text() == "ran\n" * 2
     found = run_parts([part], tmp_path, 25, rehearse=False, again=["no"])
     assert found["commits"] == {"note": commit()}
+
+
+def test_a_result_file_says_what_its_numbers_say():
+    for path in RESULTS.glob("gpu_day_*.json"):
+        assert path.with_suffix(".md").read_text() == report(json.loads(path.read_text())), path
 
 
 def test_a_copy_without_git_has_a_digest_in_place_of_a_commit(monkeypatch):

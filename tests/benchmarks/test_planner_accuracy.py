@@ -8,8 +8,22 @@ import statistics
 
 import pytest
 
-from benchmarks import fits, planner_accuracy, published, published_files
+from benchmarks import (
+    fits,
+    measured_steps,
+    planner_accuracy,
+    published,
+    published_files,
+    train_gpu,
+)
+from benchmarks.provenance import RESULTS
 from benchmarks.published import AS_SHIPPED, Fitted
+from holmesjax.costs.implementation import HOLMESJAX
+from holmesjax.costs.products import attention_products, head_product, layer_products
+from holmesjax.costs.stage_times import BACKWARD_NUMBERS
+from holmesjax.costs.work import layer_numbers
+from holmesjax.layers.distinct_kinds import kinds
+from holmesjax.topology import loading
 
 # Narayanan et al., arXiv:2104.04473, table 1 (their FLOP formula gives the seconds), and
 # Korthikanti et al., arXiv:2205.05198, table 5.
@@ -47,6 +61,55 @@ def test_published_step_times_are_predicted(row):
 def test_published_memory_is_predicted(row):
     held = published_files.korthikanti(row)
     assert published.predict_held(held) == pytest.approx(held.measured, rel=0.015)
+
+
+OWN = sorted(RESULTS.glob(planner_accuracy.OWN))
+
+
+def test_our_own_steps_are_predicted():
+    """Of two Llamas, in bfloat16 and in fp8, and of a GPT whose memory was not measured."""
+    [path] = OWN
+    steps = measured_steps.read(path)
+    assert [own.name for own in steps.seconds] == ["GPT of 8 layers", "1.3B", "1.3B-fp8"]
+    assert [own.name for own in steps.gib] == ["1.3B", "1.3B-fp8"]
+    for own in (*steps.seconds, *steps.gib):
+        assert own.predicted == pytest.approx(own.measured, rel=planner_accuracy.OWN_BAR), own
+
+
+def measured_ms(precision):
+    """Milliseconds of a step of 1.3B on an H200: of products, of attention, and of the rest."""
+    sums = {"nvjet": 0.0, "cudnn": 0.0, "": 0.0}
+    with (RESULTS / f"gpu_day_nvidia_h200_step_{precision}.csv").open(newline="") as file:
+        for row in csv.DictReader(file):
+            name = row["kernel"].removeprefix("void ")
+            kind = next(kind for kind in sums if name.startswith(kind))
+            sums[kind] += float(row["us_in_2_steps"]) / 2e3
+    return [*sums.values()]
+
+
+def test_the_parts_of_a_step_are_predicted():
+    """By a trace of two steps, in bfloat16. In fp8 the rest is what codes take besides."""
+    products_ms, attention_ms, rest_ms = measured_ms("bf16")
+    fp8_products_ms, _, fp8_rest_ms = measured_ms("fp8")
+    codes_ms = {}
+    for name in ("1.3B", "1.3B-fp8"):
+        model, device = train_gpu.sizes_of(name, 4096, "h200"), loading.known_device("h200")
+        [kind], tokens = kinds(model).blocks, train_gpu.TOKENS
+        ms = lambda own, times, device=device: 1e3 * times * device.products_s(own, "bfloat16")
+        of_layers = layer_products(kind, tokens)
+        head = head_product(model, tokens)
+        found = ms([own for x in of_layers for own in (x, *x.gradients)], model.num_layers)
+        found += ms([head, *head.gradients], 1)
+        measured = fp8_products_ms if model.fp8 else products_ms
+        assert found == pytest.approx(measured, rel=0.04 if model.fp8 else 0.01)
+        pairs = attention_products(kind, 4096, tokens)
+        both = HOLMESJAX.attention_pairs * (1 + HOLMESJAX.attention_backward)
+        predicted = ms(pairs, model.num_layers) * device.calibration.attention * both
+        assert model.fp8 or predicted == pytest.approx(attention_ms, rel=0.01)
+        numbers = tokens * model.num_layers * sum(layer_numbers(kind))
+        codes_ms[name] = 1e3 * device.between_s(2 * numbers) * (1 + BACKWARD_NUMBERS)
+    codes = codes_ms["1.3B-fp8"] - codes_ms["1.3B"]
+    assert codes == pytest.approx(fp8_rest_ms - rest_ms, rel=0.05)
 
 
 def test_what_a_fit_looks_at_is_close_to_the_simulated_step():
@@ -219,7 +282,9 @@ def test_the_table_has_a_line_for_each_file_and_way(tmp_path, run_program):
     assert "| 6.0% met |" in lines[4]
     assert "not read: something_else.csv" in out
     result = json.loads((tmp_path / "out/planner_accuracy.json").read_text())
-    assert [len(line["runs"]) for line in result["lines"]] == [7, 12, 12, 12]
+    assert [len(line["runs"]) for line in result["lines"]] == [7, 12, 12, 12, 3, 2]
+    assert lines[6].startswith("| gpu_day_nvidia_h200 (seconds) | as shipped | 3 |")
+    assert "| 5.0% met |" in lines[6] and "| 5.0% met |" in lines[7]
     assert (tmp_path / "out/planner_accuracy.png").stat().st_size > 10_000
 
 
