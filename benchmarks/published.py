@@ -56,7 +56,7 @@ class Fitted:
     layouts: Mapping[Layout, float] = dataclasses.field(default_factory=dict)  # of their steps
 
     def calibration(self, shipped: Calibration) -> Calibration:
-        """Of other systems: `between` and `layer_s` are of the programs of HolmesJAX."""
+        """The speed of other systems: `between` and `layer_s` are of the programs of HolmesJAX."""
         products = dataclasses.replace(
             shipped.products,
             share=self.share * shipped.products.share,

@@ -1,8 +1,8 @@
 """The choice of an implementation of attention: cuDNN, the Pallas kernels, or plain JAX.
 
 `auto` takes what is known to work: cuDNN, which others have run for years, else plain JAX. The
-Pallas kernels have been compiled and simulated, and never timed beside the two. So `auto` takes
-them only where cuDNN cannot compute the arrays and a check on this very machine has passed.
+Pallas kernels were right on an H200, and slower than cuDNN in the backward. So `auto` takes them
+only where cuDNN cannot compute the arrays and a check on this very machine has passed.
 
 The kernels are imported where a Hopper GPU may run them: JAX takes a third of a second to import
 what they are written with.
