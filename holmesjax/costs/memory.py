@@ -5,12 +5,14 @@ al., arXiv:1910.02054), copies for compute and unreduced gradients once per data
 them cut over `fsdp` (ZeRO-3 there; Zhao et al., arXiv:2304.11277) and `context`.
 """
 
+from collections.abc import Mapping
+
 import numpy as np
 
 from holmesjax.config import Checkpointing, ModelConfig
 from holmesjax.costs import work
 from holmesjax.costs.implementation import HOLMESJAX, Implementation
-from holmesjax.costs.optimizer_state import hidden_matrices, kept_bytes
+from holmesjax.costs.optimizer_state import Matrix, hidden_matrices, kept_bytes
 from holmesjax.costs.parameters import held_parameters, largest_layer_parameters
 from holmesjax.costs.stage_shape import DTYPE_BYTES, StageShape, stage_tokens
 from holmesjax.layers.distinct_kinds import kinds
@@ -105,7 +107,7 @@ def stage_memory_bytes(
                       step in one program, as far as there is no room where activations were
         activations   in_flight * T * (residuals of all layers)
         logits        4 T V / tensor * head_in_flight    those kept; c D (T + V / tensor) in chunks
-        temporaries   of a layer's or the head's backward, see below
+        temporaries   of a layer's or the head's backward: `_temporary_bytes`, `_logit_bytes`
         boundaries    c T D * 2 ways * BUFFERS, for each neighbour; two when interleaved
         gathered      (c + 4) Q              of several parts: a layer's parameters, its gradients
         reduction     4 P / parts * (1 + 1 / data)    of several replicas: gradients, copied to be
@@ -117,13 +119,6 @@ def stage_memory_bytes(
     A microbatch that has been through some chunks of a stage counts in `in_flight` with their share
     of its layers. Between B and W it counts in full: W needs the inputs of all products, and the
     gradients of their outputs take the place of the rest.
-
-    The backward of a layer needs what is computed again, the result of the activation function and
-    the gradients of that and of its arguments, and some arrays of the residual stream, c T (a F /
-    tensor + n D) with a = 2, or 3 for SwiGLU, n = 4, or 8 with `tensor`. The head needs a gradient
-    of the logits and the weight's, c V (T + D) / tensor; in chunks, (4 + c) for each logit of one
-    and 4 D V / tensor. Both are what XLA allots on a GPU (`benchmarks.memory_compiled`); on a CPU
-    it allots more.
 
     `data` cuts nothing where a part of the model width is not a multiple of it.
     """
@@ -156,9 +151,7 @@ def stage_memory_bytes(
         items["temporaries"] = np.maximum(items["temporaries"], in_head)
     freed = items["activations"] + items["logits"]  # by the end of the last backward
     if stage.is_whole_step:
-        in_their_place = np.minimum(items["gradients"], freed)
-        items["gradients"] -= in_their_place
-        freed -= in_their_place
+        freed, items["gradients"] = _left(freed, items["gradients"])
     if np.any(is_cut := parts > 1):
         items["gathered"] = is_cut * (width + 4.0) * largest_layer_parameters(model, stage)
     if np.any(is_summed := stage.data > 1):
@@ -168,17 +161,32 @@ def stage_memory_bytes(
         needed = 4.0 * trained * (1 + 1 / shards)
         items["reduction"] = is_summed * np.maximum(0.0, needed - room)
     if matrices := hidden_matrices(model, stage):
-        num_devices = stage.parameter_parts * stage.tensor * shards
-        dealt = [np.ceil(n / num_devices) * matrix.size for matrix, n in matrices.items()]
-        needed = 12.0 * sum(dealt) + 16.0 * max(matrix.size for matrix in matrices)
+        needed = _orthogonalizing_bytes(matrices, stage.parameter_parts * stage.tensor * shards)
         items["orthogonalized"] = np.maximum(0.0, needed - freed)
     return items
+
+
+def _left(room: Numbers, needed: Numbers) -> tuple[Numbers, Numbers]:
+    """What is left of some room, and what does not fit into it."""
+    return np.maximum(0.0, room - needed), np.maximum(0.0, needed - room)
+
+
+def _orthogonalizing_bytes(matrices: Mapping[Matrix, int], num_devices: Numbers) -> Numbers:
+    """Bytes on each device that an update of Muon needs for matrices and their numbers."""
+    dealt = [np.ceil(n / num_devices) * matrix.size for matrix, n in matrices.items()]
+    return 12.0 * sum(dealt) + 16.0 * max(matrix.size for matrix in matrices)
 
 
 def _temporary_bytes(
     model: ModelConfig, stage: StageShape, implementation: Implementation
 ) -> Numbers:
-    """Temporary bytes of the backward of the layer that needs most, but for our own head's."""
+    """Temporary bytes of the backward of the layer that needs most, but for our own head's.
+
+    The backward of a layer needs what is computed again, the result of the activation function and
+    the gradients of that and of its arguments, and some arrays of the residual stream, c T (a F /
+    tensor + n D) with a = 2, or 3 for SwiGLU, n = 4, or 8 with `tensor`. It is what XLA allots on a
+    GPU (`benchmarks.memory_compiled`); on a CPU it allots more.
+    """
     width = DTYPE_BYTES[stage.dtype]
     twice = 1 + (stage.tensor > 1)
     found = [
@@ -196,7 +204,11 @@ def _temporary_bytes(
 def _logit_bytes(
     model: ModelConfig, stage: StageShape, implementation: Implementation
 ) -> tuple[Numbers, Numbers]:
-    """Bytes that are kept, and bytes that the backward of the head needs beside them."""
+    """Bytes that are kept, and bytes that the backward of the head needs beside them.
+
+    It needs a gradient of the logits and the weight's, c V (T + D) / tensor; in chunks, (4 + c) for
+    each logit of one and 4 D V / tensor.
+    """
     num_tokens = stage_tokens(model, stage)
     if not (of_whole := kinds(model).head.logits):
         return 0.0, 0.0

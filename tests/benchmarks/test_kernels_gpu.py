@@ -38,7 +38,7 @@ def test_the_goals_are_among_the_lines():
 
 
 def test_the_rate_of_memory_counts_what_the_compiled_program_moves(monkeypatch):
-    """Of arrays in bfloat16: two read, one written."""
+    """Two arrays in bfloat16 are read, and one is written."""
     x = jnp.ones(4096, "bfloat16")
     moved = kernels_gpu.added.lower(x, x).compile().cost_analysis()["bytes accessed"]
     seconds = {"product": {"s": 1.0}, "sum": {"s": 1.0}}

@@ -67,7 +67,7 @@ OWN = sorted(RESULTS.glob(planner_accuracy.OWN))
 
 
 def test_our_own_steps_are_predicted():
-    """Of two Llamas, in bfloat16 and in fp8, and of a GPT whose memory was not measured."""
+    """A Llama in bfloat16 and in fp8, and a GPT whose memory was not measured."""
     [path] = OWN
     steps = measured_steps.read(path)
     assert [own.name for own in steps.seconds] == ["GPT of 8 layers", "1.3B", "1.3B-fp8"]
@@ -284,7 +284,7 @@ def test_the_table_has_a_line_for_each_file_and_way(tmp_path, run_program):
     result = json.loads((tmp_path / "out/planner_accuracy.json").read_text())
     assert [len(line["runs"]) for line in result["lines"]] == [7, 12, 12, 12, 3, 2]
     assert lines[6].startswith("| gpu_day_nvidia_h200 (seconds) | as shipped | 3 |")
-    assert "| 5.0% met |" in lines[6] and "| 5.0% met |" in lines[7]
+    assert all("| 5.0% met |" in line for line in lines[6:8])
     assert (tmp_path / "out/planner_accuracy.png").stat().st_size > 10_000
 
 

@@ -151,7 +151,7 @@ def test_gradients_are_reduced_where_activations_were():
 
 
 def test_gradients_of_a_whole_step_in_one_program_come_where_activations_were():
-    """As far as there is room, which they then take from the matrices of Muon and from sums."""
+    """They take room from the matrices of Muon and from sums, and count if there is none."""
     bytes_of = lambda **changes: memory.stage_memory_bytes(
         MODELS["gpt2"], dataclasses.replace(SHAPE, **changes)
     )

@@ -40,11 +40,14 @@ def test_a_shipped_calibration_is_of_devices_that_name_it(path):
 
 
 def test_calibrations_say_whether_holmesjax_measured_them():
-    """Where it did, every source names it, with a date."""
+    """Every source of those that it measured names it, with a date."""
     for path in SHIPPED:
         file = calibration.read(path)
         sources = dataclasses.asdict(file.sources).values()
-        own = [bool(re.match(r"HolmesJAX, \d{4}-\d\d-\d\d: |launch profile on ", source)) for source in sources]
+        own = [
+            bool(re.match(r"HolmesJAX, \d{4}-\d\d-\d\d: |launch profile on ", source))
+            for source in sources
+        ]
         assert own == [file.measured_by == "HolmesJAX"] * len(own), path
 
 
