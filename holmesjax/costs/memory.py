@@ -167,7 +167,7 @@ def stage_memory_bytes(
 
 
 def _left(room: Numbers, needed: Numbers) -> tuple[Numbers, Numbers]:
-    """What is left of some room, and what does not fit into it."""
+    """The rest of some room, and the part of what is needed that does not fit into it."""
     return np.maximum(0.0, room - needed), np.maximum(0.0, needed - room)
 
 
