@@ -135,6 +135,7 @@ def stage_memory_bytes(
     activations = stage.in_flight * num_tokens * residuals["middle"]
     activations += stage.head_in_flight * num_tokens * residuals["last"]
     num_neighbours = 2 if stage.chunks > 1 else (not stage.is_first) + (not stage.is_last)
+    num_neighbours *= not stage.is_whole_step
     boundary = work.boundary_bytes(model, num_tokens, stage.dtype)
     items = {
         "parameters": 1.0 * DTYPE_BYTES[stage.param_dtype] * trained / shards,

@@ -20,6 +20,46 @@ PLANS = (
         tests=("tests/costs/test_memory.py::test_data_cuts_masters_where_their_sharding_does",),
     ),
     Bug(
+        name="room-of-activations-twice",
+        module="holmesjax.costs.memory",
+        old='freed, items["gradients"] = _left(freed, items["gradients"])',
+        new='_, items["gradients"] = _left(freed, items["gradients"])',
+        wrong="gradients and Muon's matrices both count as lying where activations were",
+        tests=(
+            "tests/costs/test_memory.py::test_gradients_of_a_whole_step_in_one_program_come_where_activations_were",
+        ),
+    ),
+    Bug(
+        name="gradients-in-the-bound",
+        module="holmesjax.planner.stage_costs",
+        old="is_whole_step=settings.microbatches == 1)",
+        new="is_whole_step=False)",
+        wrong="a step in one program is refused although it fits",
+        tests=(
+            "tests/planner/test_refusals.py::test_a_step_in_one_program_is_planned_on_a_device_with_no_room_for_its_gradients_alone",
+        ),
+    ),
+    Bug(
+        name="copies-of-what-an-h200-reaches",
+        module="benchmarks.kernels_gpu",
+        old='"bytes_per_s": 3.0 * x.nbytes',
+        new='"bytes_per_s": 2.0 * x.nbytes',
+        wrong="a sum counts the bytes of a copy",
+        tests=(
+            "tests/benchmarks/test_kernels_gpu.py::test_the_rate_of_memory_counts_what_the_compiled_program_moves",
+        ),
+    ),
+    Bug(
+        name="checks-one-by-one",
+        module="benchmarks.gpu_day_processes",
+        old="if is_check else 1",
+        new="if False else 1",
+        wrong="checks of values wait for each other",
+        tests=(
+            "tests/benchmarks/test_gpu_day.py::test_checks_run_at_the_same_time_and_other_parts_alone",
+        ),
+    ),
+    Bug(
         name="wide-gathers",
         module="holmesjax.costs.stage_times",
         old="DTYPE_BYTES[stage.dtype] * trained, data)",

@@ -202,6 +202,18 @@ def test_a_refusal_takes_few_searches_and_names_how_many_nodes_every_plan_needs(
         assert (shortlist.least_memory(problem, 1.0, 1e9) == 1.0) == is_enough
 
 
+def test_a_step_in_one_program_is_planned_on_a_device_with_no_room_for_its_gradients_alone():
+    """They come where activations were, and no bound of the search refuses such a plan."""
+    of = lambda memory_gib: make_topology(make_cluster("a", "roce", (1,), memory_gib=memory_gib))
+    cut = {"microbatches": 1, "activation_checkpointing": "none"}
+    config = make_config(model={"vocab_size": 256}, train={"global_batch": 4}, parallel=cut)
+    [stage] = make_plan(config, of(80.0)).stages
+    assert stage.memory_bytes["gradients"] == 0
+    held_gib = sum(stage.memory_bytes.values()) / GIB
+    [least] = make_plan(config, of(1.002 * held_gib / USABLE_MEMORY)).stages
+    assert least.memory_bytes == stage.memory_bytes
+
+
 def test_a_cluster_that_is_named_more_often_than_it_has_room_is_refused():
     error = refusal(make_config(tensor=8, clusters=("ib", "ib", "ib")), two_clusters())
     assert error.where == "parallel.clusters"
