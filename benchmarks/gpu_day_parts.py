@@ -350,13 +350,20 @@ def tiles(argument: Row, rehearse: bool) -> Iterator[Row]:
     if rehearse:
         yield {"what": label, "is": "not run: there is no GPU"}
         return
-    attention = functools.partial(pallas.attention_pallas, tiles=tiles_of(argument))
-    checked = _values(shape(2, 397, 4, 2, 128), attention, rehearse)
+    same_bits = {"deterministic": is_deterministic(argument)}
+    kernels = functools.partial(pallas.attention_pallas, tiles=tiles_of(argument))
+    checked = _values(shape(2, 397, 4, 2, 128, **same_bits), kernels, rehearse)
     yield checked | {"what": f"{label}: {checked['what']}"}
     if not checked["problem"]:
         case = Attention(4096, 64, 8, 128)
-        calls = attention_calls(case, rehearse, {f"ours, {label}": attention})
+        timed = functools.partial(kernels, **same_bits)
+        calls = attention_calls(case, rehearse, {f"ours, {label}": timed})
         yield from attention_rows(case, *calls, rehearse)
+
+
+def is_deterministic(argument: Row) -> bool:
+    """Whether the part changes a kernel that only the deterministic backward has."""
+    return not argument.keys().isdisjoint(("dq", "dkv"))
 
 
 def tiles_of(argument: Row) -> Any:
@@ -369,5 +376,5 @@ def tiles_of(argument: Row) -> Any:
 
 
 # The backward has more to gain.
-TILES = [{"joint": size} for size in ([64, 1], [64, 3])]
+TILES = [{"joint": [64, 1]}, {"joint": [64, 3]}, {"dkv": [64, 3]}, {"dq": [64, 3]}]
 TILES += [{"forward": size} for size in ([64, 2], [64, 3], [64, 4])]

@@ -12,7 +12,7 @@ import pytest
 
 from benchmarks import gpu_day
 from benchmarks.gpu_day import PARTS
-from benchmarks.gpu_day_parts import TILES, tiles_of
+from benchmarks.gpu_day_parts import TILES, is_deterministic, tiles_of
 from benchmarks.gpu_day_processes import DayPart, _batches, report, run_parts, run_together
 from benchmarks.provenance import RESULTS, commit
 from kernels.attention.pallas import attention_pallas
@@ -175,7 +175,8 @@ def test_values_are_rehearsed(name):
 @pytest.mark.parametrize("argument", TILES, ids=str)
 def test_tiles_fit_into_the_memory_of_a_block(argument):
     arrays = [jax.ShapeDtypeStruct((1, 4096, heads, 128), "bfloat16") for heads in (64, 8, 8)]
-    attention = functools.partial(attention_pallas, tiles=tiles_of(argument))
+    own = {"tiles": tiles_of(argument), "deterministic": is_deterministic(argument)}
+    attention = functools.partial(attention_pallas, **own)
     loss = lambda *arrays: attention(*arrays)[0].astype("float32").sum()
     assert "mosaic_gpu" in lowered_for_cuda(jax.grad(loss, (0, 1, 2)), *arrays)
 
