@@ -12,7 +12,8 @@ them (Spearman) and how much slower the predicted best is than the measured best
     without the row   one speed for each kind of device, fitted to the other rows
 
 Steps that HolmesJAX itself took on GPUs, from the result files of `benchmarks.gpu_day`, are
-predicted as shipped, too: from data sheets and calibrations, by the plan that a run would have.
+predicted as shipped, too, by the plan that a run would have. They are no test of a calibration that
+was made from them.
 
 The table, every row, and a picture of the errors go to benchmarks/results/.
 """
