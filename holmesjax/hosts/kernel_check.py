@@ -61,7 +61,7 @@ class CheckVerdict:
 
     @property
     def lack(self) -> str | None:
-        """What the kernels lack to be used; None: nothing."""
+        """Returns what the kernels lack to be used; None: nothing."""
         if self.problem is None:
             return None
         return f"{'passed' if self.has_ended else 'finished'} check: {self.problem}"

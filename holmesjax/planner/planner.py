@@ -52,6 +52,13 @@ def make_changed_plan(
 ) -> Plan:
     """The plan on changed machines: no slower there than the plans of the machines as they are.
 
+    Args:
+      config: of the run.
+      topology: the machines as they are.
+      changed: the machines as they would be.
+      say: takes lines about the search.
+      usable_memory: the share of a device's memory that a plan may fill.
+
     Raises PlanError as `make_plan`.
     """
     now, best = find(config, topology, say, usable_memory)
