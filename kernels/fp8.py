@@ -1,8 +1,12 @@
 """Products with weight matrices in 8-bit floating point. Micikevicius et al., arXiv:2209.05433.
 
 Both operands of a product are fp8, in the forward e4m3 and e4m3, in the backward e5m2 for the
-gradient of a result and e4m3 for the other operand. They are sums in float32, as a tensor core
-gives them. A CPU has no such product, and XLA computes it there from the same numbers in float32.
+gradient of a result and e4m3 for the other operand. A CPU has no such product, and XLA computes it
+there from the same numbers in float32.
+
+Hopper's tensor cores add fp8 products up with 14 bits, unless the sums are taken out in between and
+added in float32. XLA lets cuBLAS add up fast where the precision of the operands is DEFAULT. So it
+is in a forward, and HIGHEST for gradients, whose errors would add up over the steps of a run.
 
 An array x is held as codes and one scale s, x = s * codes, with s a power of two. So neither a
 product with s nor one with 1 / s rounds, and x loses the same bits for any s that leaves it between
@@ -17,7 +21,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.lax import optimization_barrier as materialize
+from jax.lax import Precision, optimization_barrier as materialize
 
 from kernels.linear import activate, flat
 
@@ -69,10 +73,17 @@ def quantize(x: jax.Array, scale: jax.Array, dtype: Any) -> jax.Array:
 
 
 def _product(
-    a: jax.Array, b: jax.Array, dims: Rows, dtype: jnp.dtype, *scales: jax.Array
+    a: jax.Array,
+    b: jax.Array,
+    dims: Rows,
+    dtype: jnp.dtype,
+    *scales: jax.Array,
+    precision: Precision = Precision.HIGHEST,
 ) -> jax.Array:
     """The product of the numbers that two arrays of codes stand for, in `dtype`."""
-    found = jax.lax.dot_general(a, b, (dims, ((), ())), preferred_element_type=dtype)
+    found = jax.lax.dot_general(
+        a, b, (dims, ((), ())), precision=precision, preferred_element_type=dtype
+    )
     return found * functools.reduce(jnp.multiply, scales).astype(dtype)
 
 
@@ -108,7 +119,8 @@ def _forward(
     for w in weights:
         of_weights.append(own := _own_scale(w, FORWARD))
         w_DF = quantize(flat(w, num_in), own, FORWARD)
-        y_NF = _product(codes_ND, w_DF, PLAIN, x.dtype, scale, own)
+        fast = Precision.DEFAULT
+        y_NF = _product(codes_ND, w_DF, PLAIN, x.dtype, scale, own, precision=fast)
         ys.append(y_NF.reshape(*x.shape[:lead], *w.shape[num_in:]))
     return (tuple(ys), largest), (x, weights, scale, tuple(of_weights))
 
