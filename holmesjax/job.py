@@ -222,6 +222,10 @@ class Job:
         scales = f"{fp8.scaling} scales of activations"
         scales += f" over {_count(fp8.history, 'step')}" if fp8.scaling == "delayed" else ""
         lines = [f"fp8         products of blocks in e4m3, their gradients in e5m2, {scales}"]
+        ends = {"start": fp8.exclude_first, "end": fp8.exclude_last}
+        excluded = [f"{_count(n, 'block')} at the {name}" for name, n in ends.items() if n]
+        if excluded := excluded + ["down"] * fp8.exclude_down:
+            lines.append(f"  in {self.config.train.compute_dtype}: {', '.join(excluded)}")
         if CPU in self.device_kinds:
             lines.append("  emulated on CPUs: the numbers are those of fp8, and no step is faster")
         if self.topology.device_kinds - {CPU}:

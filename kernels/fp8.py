@@ -13,11 +13,15 @@ product with s nor one with 1 / s rounds, and x loses the same bits for any s th
 the least normal number and the largest: 15 powers of two of e4m3, and 31 of e5m2. Numbers above are
 held as the largest, since a cast would make NaN or infinity of them.
 
+Hopper multiplies fp8 only where both operands have the contracted dim last, and XLA transposes
+those that have not, each in a kernel of its own. So an array that is contracted over its first dim
+is held transposed, and one that two products read is held in both layouts.
+
 The dims are those of `kernels.linear`.
 """
 
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -29,10 +33,13 @@ FORWARD = jnp.float8_e4m3fn  # activations and weights
 GRADIENT = jnp.float8_e5m2
 LARGEST = {FORWARD: 448.0, GRADIENT: 57344.0}
 
-Rows = tuple[tuple[int], tuple[int]]  # the contracted dims of both operands
-PLAIN: Rows = ((1,), (0,))  # a @ b
-RIGHT: Rows = ((1,), (1,))  # a @ b.T
-LEFT: Rows = ((0,), (0,))  # a.T @ b
+
+class Coded(NamedTuple):
+    """A weight as codes, x = scale * codes."""
+
+    codes: jax.Array  # [*I, *F], which a backward reads
+    transposed: jax.Array  # [*F, *I], which a forward reads
+    scale: jax.Array  # [], float32
 
 
 def maximum(x: jax.Array) -> jax.Array:
@@ -68,82 +75,124 @@ def later_maxima(maxima_T: jax.Array, maximum: jax.Array) -> jax.Array:
 
 def quantize(x: jax.Array, scale: jax.Array, dtype: Any) -> jax.Array:
     """The codes of an array."""
+    return _in_range(x, scale, dtype).astype(dtype)
+
+
+def _in_range(x: jax.Array, scale: jax.Array, dtype: Any) -> jax.Array:
     most = LARGEST[dtype]
-    return jnp.clip(x.astype(jnp.float32) * (1 / scale), -most, most).astype(dtype)
+    return jnp.clip(x.astype(jnp.float32) * (1 / scale), -most, most)
 
 
-def _product(
-    a: jax.Array,
-    b: jax.Array,
-    dims: Rows,
-    dtype: jnp.dtype,
-    *scales: jax.Array,
-    precision: Precision = Precision.HIGHEST,
-) -> jax.Array:
-    """The product of the numbers that two arrays of codes stand for, in `dtype`."""
-    found = jax.lax.dot_general(
-        a, b, (dims, ((), ())), precision=precision, preferred_element_type=dtype
-    )
-    return found * functools.reduce(jnp.multiply, scales).astype(dtype)
+def transposed(x: jax.Array, split: int, scale: jax.Array, dtype: Any) -> jax.Array:
+    """The codes of an array [*A, *B] as [*B, *A]; `split` is the number of dims A."""
+    order = (*range(split, x.ndim), *range(split))
+    # Without the barrier XLA takes the transposition to the product, and makes a kernel of it.
+    return materialize(_in_range(x, scale, dtype).transpose(order).astype(dtype))
+
+
+def both_layouts(x: jax.Array, split: int, scale: jax.Array, dtype: Any) -> tuple[Any, Any]:
+    """The codes of an array [*A, *B], and those that `transposed` makes.
+
+    XLA does not know that both scales are the same. So it cannot make one array of the other, which
+    would be written and read for it, but reads x for both. It joins kernels that read one array.
+    """
+    one, other = materialize((scale, scale))
+    return quantize(x, one, dtype), transposed(x, split, other, dtype)
+
+
+def coded(w: jax.Array, num_in: int) -> Coded:
+    """A weight [*I, *F] as codes, with the scale of its largest magnitude; I are `num_in` dims."""
+    scale = _own_scale(w, FORWARD)
+    return Coded(*both_layouts(w, num_in, scale, FORWARD), scale)
 
 
 def _own_scale(x: jax.Array, dtype: Any) -> jax.Array:
     return scale_of(maximum(x), dtype)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+def _product(
+    a: jax.Array, b: jax.Array, dtype: jnp.dtype, precision: Precision, *scales: jax.Array
+) -> jax.Array:
+    """a @ b.T of the numbers that two arrays of codes stand for, in `dtype`."""
+    last = ((1,), (1,)), ((), ())
+    found = jax.lax.dot_general(a, b, last, precision=precision, preferred_element_type=dtype)
+    return found * functools.reduce(jnp.multiply, scales).astype(dtype)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
 def fp8_linears(
-    x: jax.Array, weights: tuple[jax.Array, ...], scale: jax.Array | None, num_in: int = 1
+    x: jax.Array,
+    weights: tuple[jax.Array, ...],
+    of_weights: tuple[Coded, ...],
+    scale: jax.Array | None,
+    num_in: int = 1,
+    keeps_codes: bool = False,
 ) -> tuple[tuple[jax.Array, ...], jax.Array]:
     """`kernels.linear.linears` in fp8, and the largest magnitude in x.
 
-    Weights and gradients have the scales of their own largest magnitudes. x, the weights and the
-    scales are kept for the backward; codes are made again there.
+    Gradients have the scales of their own largest magnitudes.
 
     Args:
       x: [..., *I].
-      weights: [*I, *F] each.
+      weights: [*I, *F] each. They get the gradients; their numbers are not read.
+      of_weights: the same as `coded` gives them.
       scale: of x; None: that of its largest magnitude.
       num_in: dims of x that are contracted, its last.
+      keeps_codes: whether the codes of x are kept for the backward, a byte for each number. Else x
+        is, and its codes are made again: better where x is kept by others anyway.
     """
-    return _forward(x, weights, scale, num_in)[0]
+    return _forward(x, weights, of_weights, scale, num_in, keeps_codes)[0]
 
 
 def _forward(
-    x: jax.Array, weights: tuple[jax.Array, ...], scale: jax.Array | None, num_in: int
+    x: jax.Array,
+    weights: tuple[jax.Array, ...],
+    of_weights: tuple[Coded, ...],
+    scale: jax.Array | None,
+    num_in: int,
+    keeps_codes: bool,
 ) -> tuple[tuple, tuple]:
     lead, largest = x.ndim - num_in, maximum(x)
     scale = scale_of(largest, FORWARD) if scale is None else scale
-    codes_ND = quantize(flat(x, lead), scale, FORWARD)
-    ys, of_weights = [], []
-    for w in weights:
-        of_weights.append(own := _own_scale(w, FORWARD))
-        w_DF = quantize(flat(w, num_in), own, FORWARD)
-        fast = Precision.DEFAULT
-        y_NF = _product(codes_ND, w_DF, PLAIN, x.dtype, scale, own, precision=fast)
-        ys.append(y_NF.reshape(*x.shape[:lead], *w.shape[num_in:]))
-    return (tuple(ys), largest), (x, weights, scale, tuple(of_weights))
+    x_ND = flat(x, lead)
+    if keeps_codes:
+        codes_ND, kept = both_layouts(x_ND, 1, scale, FORWARD)
+    else:
+        codes_ND, kept = quantize(x_ND, scale, FORWARD), x
+    ys = []
+    for w in of_weights:
+        num_out = w.codes.ndim - num_in
+        w_FD = flat(w.transposed, num_out)
+        y_NF = _product(codes_ND, w_FD, x.dtype, Precision.DEFAULT, scale, w.scale)
+        ys.append(y_NF.reshape(*x.shape[:lead], *w.transposed.shape[:num_out]))
+    for_backward = tuple((w.codes, w.scale) for w in of_weights)
+    return (tuple(ys), largest), (kept, weights, for_backward, scale)
 
 
 def _backward(
-    num_in: int, saved: tuple, cotangents: tuple[tuple[jax.Array, ...], jax.Array]
-) -> tuple[jax.Array, tuple, jax.Array | None]:
-    x, weights, scale, of_weights = saved
-    lead = x.ndim - num_in
-    dys = [flat(dy, lead) for dy in materialize(cotangents[0])]
-    scales = [_own_scale(dy, GRADIENT) for dy in dys]
-    codes = [quantize(dy, own, GRADIENT) for dy, own in zip(dys, scales, strict=True)]
-    rows = list(zip(codes, scales, weights, of_weights, strict=True))
-    first, *rest = (
-        _product(dy, quantize(flat(w, num_in), own, FORWARD), RIGHT, x.dtype, of_dy, own)
-        for dy, of_dy, w, own in rows
-    )
-    codes_ND = quantize(flat(x, lead), scale, FORWARD)
-    dweights = tuple(
-        _product(codes_ND, dy, LEFT, w.dtype, scale, of_dy).reshape(w.shape)
-        for dy, of_dy, w, _ in rows
-    )
-    return sum(rest, first).reshape(x.shape), dweights, None
+    num_in: int,
+    keeps_codes: bool,
+    saved: tuple,
+    cotangents: tuple[tuple[jax.Array, ...], jax.Array],
+) -> tuple[jax.Array, tuple, None, None]:
+    kept, weights, of_weights, scale = saved
+    dys = materialize(cotangents[0])
+    lead = dys[0].ndim - (weights[0].ndim - num_in)
+    # Or XLA could keep the codes of the forward, where both are in one program.
+    codes_DN = kept
+    if not keeps_codes:
+        codes_DN = transposed(flat(materialize(kept), lead), 1, scale, FORWARD)
+    dx_parts, dweights = [], []
+    for dy, w, (codes, of_w) in zip(dys, weights, of_weights, strict=True):
+        dy_NF, of_dy = flat(dy, lead), _own_scale(dy, GRADIENT)
+        dy_NF, dy_FN = both_layouts(dy_NF, 1, of_dy, GRADIENT)
+        precise = Precision.HIGHEST
+        dx_parts.append(_product(dy_NF, flat(codes, num_in), dy.dtype, precise, of_dy, of_w))
+        dw_DF = _product(codes_DN, dy_FN, w.dtype, precise, scale, of_dy)
+        dweights.append(dw_DF.reshape(w.shape))
+    first, *rest = dx_parts
+    shape = *dys[0].shape[:lead], *weights[0].shape[:num_in]
+    return sum(rest, first).reshape(shape), tuple(dweights), None, None
 
 
 fp8_linears.defvjp(_forward, _backward)
@@ -151,7 +200,11 @@ fp8_linears.defvjp(_forward, _backward)
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def fp8_of_activation(
-    activation: str, inner: tuple[jax.Array, ...], w_FD: jax.Array, scale: jax.Array | None
+    activation: str,
+    inner: tuple[jax.Array, ...],
+    w_FD: jax.Array,
+    of_w: Coded,
+    scale: jax.Array | None,
 ) -> tuple[jax.Array, jax.Array]:
     """activation(inner) @ w in fp8, and the largest magnitude of the activation's result.
 
@@ -160,31 +213,36 @@ def fp8_of_activation(
     Args:
       activation: a name of `kernels.linear.ACTIVATIONS`.
       inner: the arguments of the activation, [..., F].
-      w_FD: the weight.
+      w_FD: the weight, which gets the gradient; its numbers are not read.
+      of_w: the same as `coded` gives it.
       scale: of the activation's result; None: that of its largest magnitude.
     """
-    return _of_activation_forward(activation, inner, w_FD, scale)[0]
+    return _of_activation_forward(activation, inner, w_FD, of_w, scale)[0]
 
 
 def _of_activation_forward(
-    activation: str, inner: tuple[jax.Array, ...], w_FD: jax.Array, scale: jax.Array | None
+    activation: str,
+    inner: tuple[jax.Array, ...],
+    w_FD: jax.Array,
+    of_w: Coded,
+    scale: jax.Array | None,
 ) -> tuple[tuple, tuple]:
     inner = materialize(inner)
     hidden = materialize(activate(activation, inner))
-    (ys, largest), (_, _, *scales) = _forward(hidden, (w_FD,), scale, 1)
-    return (ys[0], largest), (inner, w_FD, *scales)
+    (ys, largest), (_, *saved) = _forward(hidden, (w_FD,), (of_w,), scale, 1, False)
+    return (ys[0], largest), (inner, *saved)
 
 
 def _of_activation_backward(
     activation: str, saved: tuple, cotangents: tuple[jax.Array, jax.Array]
-) -> tuple[tuple, jax.Array, None]:
-    inner, w_FD, *scales = saved
+) -> tuple[tuple, jax.Array, None, None]:
+    inner, *saved_others = saved
     dy, inner = materialize((cotangents[0], inner))
     hidden, pullback = jax.vjp(functools.partial(activate, activation), inner)
-    found = (materialize(hidden), (w_FD,), *scales)
-    dhidden, (dw_FD,), _ = _backward(1, found, ((dy,), cotangents[1]))
+    found = (hidden, *saved_others)
+    dhidden, (dw_FD,), *_ = _backward(1, False, found, ((dy,), cotangents[1]))
     [dinner] = materialize(pullback(materialize(dhidden)))
-    return dinner, dw_FD, None
+    return dinner, dw_FD, None, None
 
 
 fp8_of_activation.defvjp(_of_activation_forward, _of_activation_backward)

@@ -140,6 +140,40 @@ def activate(activation: str, inner: tuple[jax.Array, ...]) -> jax.Array:
     return ACTIVATIONS[activation](*wide).astype(inner[0].dtype)
 
 
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def linear_of_activation(
+    activation: str, inner: tuple[jax.Array, ...], w_FD: jax.Array
+) -> jax.Array:
+    """activation(inner) @ w, whose backward computes the activation again.
+
+    Args:
+      activation: a name of `ACTIVATIONS`.
+      inner: its arguments, [..., F].
+      w_FD: the weight.
+    """
+    return _of_activation_forward(activation, inner, w_FD)[0]
+
+
+def _of_activation_forward(
+    activation: str, inner: tuple[jax.Array, ...], w_FD: jax.Array
+) -> tuple[jax.Array, tuple]:
+    inner = materialize(inner)
+    [y], _ = _forward(materialize(activate(activation, inner)), (w_FD,), 1, None)
+    return y, (inner, w_FD)
+
+
+def _of_activation_backward(activation: str, saved: tuple, dy: jax.Array) -> tuple:
+    inner, w_FD = saved
+    dy, inner = materialize((dy, inner))
+    hidden, pullback = jax.vjp(functools.partial(activate, activation), inner)
+    dhidden, (dw_FD,) = _backward(1, None, (materialize(hidden), (w_FD,)), (dy,))
+    [dinner] = materialize(pullback(materialize(dhidden)))
+    return dinner, dw_FD
+
+
+linear_of_activation.defvjp(_of_activation_forward, _of_activation_backward)
+
+
 def add_bias(y: jax.Array, bias: jax.Array) -> jax.Array:
     """y [B, L, ...] and a bias of its last dims, whose gradient is summed in float32."""
     row = jnp.expand_dims(bias.astype(jnp.float32), range(y.ndim - bias.ndim))

@@ -16,7 +16,7 @@ COLLECTIVE = re.compile(
     r"(channel|dimensions|use_global|to_apply|frontend|metadata)"
 )
 NUMBER = r"\d+(?:,\d+)*"
-FLOAT_BYTES = {"f32": 4, "bf16": 2}
+FLOAT_BYTES = {"f32": 4, "bf16": 2, "f16": 1, "f8e4m3fn": 1}  # XLA:CPU sends codes of fp8 as f16
 
 
 def texts(program) -> list[str]:
@@ -68,7 +68,7 @@ def collectives(text: str, mesh) -> list[tuple[str, tuple[str, ...], int]]:
         match = COLLECTIVE.search(line)
         assert match, line
         axes = axes_of(groups_of(match["groups"]), mesh)
-        shapes = re.findall(r"\b(f32|bf16)\[([\d,]*)\]", match["shapes"])
+        shapes = re.findall(rf"\b({'|'.join(FLOAT_BYTES)})\[([\d,]*)\]", match["shapes"])
         sizes = [FLOAT_BYTES[t] * math.prod(int(n) for n in s.split(",") if n) for t, s in shapes]
         num_bytes = sum(sizes)
         if match["kind"] == "reduce-scatter":

@@ -332,6 +332,8 @@ def settings(job: Job) -> dict[str, dict[str, Any]]:
     if (lora := found["model"]["lora"]) is not None:
         own = {name: x for name, x in lora.items() if name != "peft" and x is not None}
         found["model"]["lora"] = own
+    if (fp8 := found["model"]["fp8"]) is not None:
+        found["model"]["fp8"] = {name: x for name, x in fp8.items() if x}
     found["data"]["tokenizer"] = tokenizer_files.identity(job.config.data.tokenizer)
     return {**found, "versions": jobs.versions()}
 

@@ -161,6 +161,12 @@ def fp8_is_for_whole_training(model: ModelConfig) -> Iterator[ConfigError]:
         problem = "is only for scaling delayed: a current scale reads no earlier step"
         fix = "remove it, or set model.fp8.scaling to delayed"
         yield wrong("model.fp8.history", problem, model.fp8.history, fix)
+    first, last = model.fp8.exclude_first, model.fp8.exclude_last
+    if first + last >= model.num_layers:
+        where = "model.fp8.exclude_first" if first else "model.fp8.exclude_last"
+        others = f", with exclude_last = {last}" if first else ""
+        problem = f"leaves none of model.num_layers = {model.num_layers} blocks in fp8{others}"
+        yield wrong(where, problem, first or last, "exclude fewer, or leave model.fp8 out")
 
 
 OF_TRANSFORMERS = (

@@ -14,6 +14,7 @@ from holmesjax.config.allowed_values import (
     Flag,
     Fraction,
     Length,
+    Natural,
     NonNegative,
     NumLayers,
     Positive,
@@ -146,6 +147,11 @@ class Fp8Config:
     # their largest magnitude in this step. Scales of weights and gradients are always current.
     scaling: Literal["delayed", "current"] = "delayed"
     history: History = 16  # earlier steps that a delayed scale reads
+    # Products that stay in train.compute_dtype: all of the first and of the last blocks, so many of
+    # each, and those of `down` in every block.
+    exclude_first: Natural = 0
+    exclude_last: Natural = 0
+    exclude_down: Flag = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, config=STRICT)

@@ -12,10 +12,11 @@ from typing import NamedTuple
 import numpy as np
 
 from holmesjax.config import TABLE, ModelConfig
-from holmesjax.costs.stage_shape import StageShape, stage_tokens
+from holmesjax.costs.stage_shape import DTYPE_BYTES, StageShape, stage_tokens
 from holmesjax.layers.distinct_kinds import block_counts, kinds
 from holmesjax.layers.kind import PARTS_DIM, Kind, Parameter
 from holmesjax.layers.model_layers import cached, layers
+from holmesjax.topology.catalogue import FP8
 from holmesjax.topology.machines import Numbers, Sizes
 
 
@@ -79,6 +80,7 @@ class _LayerExtents(NamedTuple):
     looked_up: Extent  # row by row
     trained_rows: Extent  # of what is looked up
     borrowed: Extent  # of other layers
+    coded: Extent  # that replicas hold as codes, for products in fp8
 
 
 @cached(256)
@@ -92,6 +94,7 @@ def _layer_extents(model: ModelConfig) -> tuple[_LayerExtents, ...]:
             looked_up=Extent.of(_looked_up(kind)),
             trained_rows=Extent.of(own for own in _looked_up(kind) if own.trains),
             borrowed=Extent.of(own for _, own in _borrowed(model, kind)),
+            coded=Extent.of(_coded(kind)),
         )
         for kind in kinds(model).in_order
     )
@@ -99,6 +102,11 @@ def _layer_extents(model: ModelConfig) -> tuple[_LayerExtents, ...]:
 
 def _looked_up(kind: Kind) -> list[Parameter]:
     return [own for own in kind.parameters if own.use == "looked_up"]
+
+
+def _coded(kind: Kind) -> list[Parameter]:
+    names = {name for own in kind.products if own.dtype == FP8 for name in own.weights}
+    return [own for own in kind.parameters if own.name in names]
 
 
 def _borrowed(model: ModelConfig, kind: Kind) -> list[tuple[str, Parameter]]:
@@ -121,6 +129,7 @@ class StageExtents(NamedTuple):
     unread_again: Extent  # by one that runs the forwards of Transformer layers again
     rows_alone: Extent  # trained tables of which only rows are read
     row_numbers: int  # of a token's rows of trained tables
+    coded: Extent  # that replicas hold as codes
 
 
 @cached(100_000)
@@ -147,6 +156,7 @@ def stage_extents(model: ModelConfig, counts: tuple[int, ...]) -> StageExtents:
         unread_again=Extent.total([ends, alone]),
         rows_alone=total("trained_rows").without(Extent.of(p for p in read_whole if p.trains)),
         row_numbers=sum(n * row_numbers(kind, trains=True) for n, kind, _ in own),
+        coded=total("coded"),
     )
 
 
@@ -240,6 +250,20 @@ def gathered_parameters(model: ModelConfig, stage: StageShape) -> tuple[Sizes, S
     unread = own.unread if stage.checkpointing == "none" else own.unread_again
     numbers = own.all.in_parts(stage.tensor)
     return numbers, numbers - unread.in_parts(stage.tensor)
+
+
+def gathered_bytes(model: ModelConfig, stage: StageShape) -> tuple[Numbers, Numbers]:
+    """Bytes that a device gathers over `fsdp` in a forward, and in a backward.
+
+    Codes of fp8 have a byte a number, in a layout for the forward and another for the backward. A
+    backward whose forward runs again gathers both; so is `down` counted, of which it reads one.
+    """
+    width = DTYPE_BYTES[stage.dtype]
+    coded = stage_extents(model, stage.counts).coded.in_parts(stage.tensor)
+    forward, backward = (
+        width * numbers - (width - 1) * coded for numbers in gathered_parameters(model, stage)
+    )
+    return forward, backward + (stage.checkpointing == "full") * coded
 
 
 def reduced_numbers(model: ModelConfig, stage: StageShape) -> Sizes:

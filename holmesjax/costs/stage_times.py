@@ -16,7 +16,7 @@ from holmesjax.costs import collective_times, work
 from holmesjax.costs.collective_times import Group, Groups
 from holmesjax.costs.implementation import HOLMESJAX, Implementation
 from holmesjax.costs.optimizer_state import hidden_matrices, updated_bytes
-from holmesjax.costs.parameters import gathered_parameters, held_parameters, reduced_numbers
+from holmesjax.costs.parameters import gathered_bytes, held_parameters, reduced_numbers
 from holmesjax.costs.products import (
     attention_products,
     layer_products,
@@ -314,10 +314,7 @@ def _fsdp_s(
             + collective_times.all_gather_s(num_bytes / num_layers, context)
         )
     )
-    forward_s, backward_s = (
-        gather_s(DTYPE_BYTES[stage.dtype] * numbers)
-        for numbers in gathered_parameters(model, stage)
-    )
+    forward_s, backward_s = map(gather_s, gathered_bytes(model, stage))
     reduced = implementation.gradient_bytes * reduced_numbers(model, stage)
     return forward_s, backward_s + gather_s(reduced)
 

@@ -1,7 +1,8 @@
 """Products in fp8: what they change in the statements of a kind of layer.
 
-The products of a block's weights are in fp8 then: query, key, value, out, gate, up and down. With
-delayed scaling a block keeps the largest magnitudes of their inputs in the last T steps:
+The products of a block's weights are in fp8 then: query, key, value, out, gate, up and down, but
+for those that the run excludes. With delayed scaling a block keeps the largest magnitudes of their
+inputs in the last T steps:
 
     fp8/maxima_ST     of each of the S inputs, the oldest step first
 
@@ -14,20 +15,36 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from holmesjax.config import ModelConfig
+from holmesjax.config import Fp8Config, ModelConfig
 from holmesjax.errors import ConfigError
 from holmesjax.layers.kind import Constant, Kind, Numbers, Parameter
 from holmesjax.topology.catalogue import FP8
 
 BLOCK = "holmesjax.models.transformer:block"  # the function that knows fp8
-# The inputs of products: of query, key and value; of out; of gate and up; of down.
-INPUTS = ("attention", "out", "feed_forward", "down")
 MAXIMA = "fp8/maxima_ST"
+# The inputs of a block's products, by the last of the weights that they meet.
+INPUTS = {"value_DGK": "attention", "out_HKD": "out", "up_DF": "feed_forward", "down_FD": "down"}
 # Numbers that a forward moves for the codes of one number of an input; a backward moves as many
 # again as for the rest of a layer (`costs.stage_times.BACKWARD_NUMBERS`). Delayed: so that they
 # take what they took on an H200, 151 ms of a step of 861 ms, most of it in the backward and at half
-# the bandwidth. A current scale reads an input once more, which was not measured.
+# the bandwidth, in a program that transposed codes in memory. A current scale reads an input once
+# more, which was not measured.
 MOVED_TIMES = {"delayed": 7, "current": 8}
+
+
+def weights_by_input(kind: Kind) -> dict[str, tuple[str, ...]]:
+    """The weights of each input of products in fp8, in the order of the rows of magnitudes."""
+    own = (product.weights for product in kind.products if product.dtype == FP8)
+    return {INPUTS[weights[-1]]: weights for weights in own}
+
+
+def is_excluded(index: int, num_layers: int, fp8: Fp8Config) -> bool:
+    """Whether all products of a block stay in the compute dtype.
+
+    >>> [is_excluded(i, 4, Fp8Config(exclude_first=1, exclude_last=2)) for i in range(4)]
+    [True, False, True, True]
+    """
+    return index < fp8.exclude_first or index >= num_layers - fp8.exclude_last
 
 
 def in_fp8(kind: Kind, model: ModelConfig) -> Kind:
@@ -46,19 +63,27 @@ def in_fp8(kind: Kind, model: ModelConfig) -> Kind:
         problem = "must have only blocks with model.fp8: other layers have no products in fp8"
         fix = "use block or window_block, or leave model.fp8 out"
         raise ConfigError("model.pattern", problem, found=kind.name, fix=fix)
+    excluded = "down" if model.fp8.exclude_down else ""
+    products = tuple(
+        own if INPUTS[own.weights[-1]] == excluded else replace(own, dtype=FP8)
+        for own in kind.products
+    )
+    kind = replace(kind, products=products)
+    inputs = weights_by_input(kind)
     times = MOVED_TIMES[model.fp8.scaling]
     heads = model.num_heads * model.head_width
+    inner = model.feed_forward_width if "down" in inputs else 0
     moved = Numbers(
-        kind.moved.whole + times * 2 * model.width,
-        kind.moved.cut + times * (heads + model.feed_forward_width),
+        kind.moved.whole + times * 2 * model.width, kind.moved.cut + times * (heads + inner)
     )
-    products = tuple(replace(own, dtype=FP8) for own in kind.products)
-    kind = replace(kind, products=products, moved=moved)
+    # The inputs of attention and of the feed-forward; others keep those of `out` and `down`.
+    kept = replace(kind.kept, codes=Numbers(2 * model.width))
+    kind = replace(kind, moved=moved, kept=kept)
     if model.fp8.scaling == "current":
         return kind
     maxima = Parameter(
         name=MAXIMA,
-        shape=(len(INPUTS), model.fp8.history),
+        shape=(len(inputs), model.fp8.history),
         initial=Constant(0.0),
         trains=False,
         changes=True,

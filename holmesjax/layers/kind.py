@@ -193,6 +193,8 @@ class Kept:
     summed: Numbers = NONE
     # The results of activation functions, which a backward computes again from their operands.
     activation: Numbers = NONE
+    # Of all these, what is kept as codes of fp8, a byte each, where nothing is computed again.
+    codes: Numbers = NONE
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

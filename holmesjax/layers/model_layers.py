@@ -90,13 +90,16 @@ def _all_layers(model: ModelConfig) -> dict[str, Kind]:
     kinds = {
         name: (KINDS.get(name) or _named(name))(model) for name in (EMBED, *model.pattern, HEAD)
     }
-    if model.fp8 is not None:
-        kinds = {name: fp8.in_fp8(kind, model) for name, kind in kinds.items()}
     turns = [kinds[name] for name in model.pattern]
     if wrong := [kind.name for kind in turns if kind.place != "middle"]:
         problem = "names a layer that is at an end of the model"
         raise ConfigError("model.pattern", problem, found=wrong[0], fix=_known())
     middle = {block_name(i): turns[i % len(turns)] for i in range(model.num_layers)}
+    if model.fp8 is not None:
+        coded = {kind: fp8.in_fp8(kind, model) for kind in turns}
+        for i, (name, kind) in enumerate(middle.items()):
+            if not fp8.is_excluded(i, model.num_layers, model.fp8):
+                middle[name] = coded[kind]
     found = {EMBED: kinds[EMBED], **middle, HEAD: kinds[HEAD]}
     return found if model.lora is None else lora.adapted(found, model)
 

@@ -37,8 +37,22 @@ from kernels.attention.shards import Shards
 from kernels.attention.tiles import Rule
 from kernels.cross_entropy import capped, cross_entropy, linear_cross_entropy
 from kernels.embedding import embedding
-from kernels.fp8 import delayed_scale, fp8_linears, fp8_of_activation, later_maxima
-from kernels.linear import add_bias, feed_forward, linear, linear_transposed, linears
+from kernels.fp8 import (
+    Coded,
+    coded,
+    delayed_scale,
+    fp8_linears,
+    fp8_of_activation,
+    later_maxima,
+)
+from kernels.linear import (
+    add_bias,
+    feed_forward,
+    linear,
+    linear_of_activation,
+    linear_transposed,
+    linears,
+)
 from kernels.moments import (
     Moment,
     Quantized,
@@ -58,6 +72,7 @@ __all__ = [
     "SAVED",
     "UNCHECKED",
     "AttentionChoice",
+    "Coded",
     "Hyperparameters",
     "Kernels",
     "Leaf",
@@ -70,6 +85,7 @@ __all__ = [
     "capped",
     "changed_if",
     "choose_attention",
+    "coded",
     "contract",
     "cross_entropy",
     "delayed_scale",
@@ -83,6 +99,7 @@ __all__ = [
     "layer_norm",
     "linear",
     "linear_cross_entropy",
+    "linear_of_activation",
     "linear_transposed",
     "linears",
     "moment_spec",

@@ -1,11 +1,13 @@
 """The products of a block with its weights, in the dtype of the activations or in fp8."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from holmesjax.layers.fp8 import INPUTS, MAXIMA
+from holmesjax.layers.fp8 import MAXIMA, weights_by_input
+from holmesjax.layers.kind import Kind
 from holmesjax.models import ops
 
 
@@ -18,7 +20,7 @@ class Products:
         """x times each weight.
 
         Args:
-          reads: the name of x, one of `layers.fp8.INPUTS`.
+          reads: the name of x, one of those in `layers.fp8.INPUTS`.
           x: [B, L, *I].
           weights: [*I, *F] each.
           num_in: dims of x that are contracted, its last.
@@ -57,21 +59,33 @@ PLAIN = Products()
 
 
 class Fp8Products(Products):
-    """Products of one layer's forward in fp8.
+    """Products of one layer's forward in fp8, but for those that stay in the compute dtype.
 
     Args:
-      maxima_ST: the largest magnitudes of the inputs in the last steps, from which their scales
-        follow. None: an input has the scale of its own magnitude.
+      kind: of the layer.
+      params: of the layer. `fp8/codes` has its weights as codes, by name, where they are there;
+        else they are made here. With `fp8/maxima_ST`, the largest magnitudes of the inputs in the
+        last steps, scales follow from these; without, an input has the scale of its own magnitude.
     """
 
-    def __init__(self, maxima_ST: jax.Array | None):
-        self._maxima_ST = maxima_ST
+    def __init__(self, kind: Kind, params: Mapping[str, Any]):
+        own = params.get("fp8", {})
+        self._maxima_ST: jax.Array | None = own.get("maxima_ST")
+        num_in = {parameter.name: parameter.matrix for parameter in kind.parameters}
+        held = own.get("codes", {})
+        codes = lambda name: held[name] if held else ops.coded(params[name], num_in[name])
+        by_input = weights_by_input(kind)
+        self._codes = {reads: tuple(map(codes, names)) for reads, names in by_input.items()}
+        self._rows = list(by_input)
         self._maxima: dict[str, jax.Array] = {}
 
     def linears(
         self, reads: str, x: jax.Array, weights: Sequence[jax.Array], num_in: int = 1
     ) -> tuple[jax.Array, ...]:
-        ys, self._maxima[reads] = ops.fp8_linears(x, tuple(weights), self._scale(reads), num_in)
+        # The input of `out` is kept anyway: attention's backward reads it.
+        how = num_in, reads != "out"
+        args = x, tuple(weights), self._codes[reads], self._scale(reads)
+        ys, self._maxima[reads] = ops.fp8_linears(*args, *how)
         return ys
 
     def feed_forward(
@@ -90,19 +104,22 @@ class Fp8Products(Products):
         if b_in:
             inner = tuple(map(ops.add_bias, inner, b_in))
         [w_FD] = w_out
+        if "down" not in self._codes:
+            return (ops.linear_of_activation(activation, inner, w_FD),)
+        [of_w] = self._codes["down"]
         y_BLD, self._maxima["down"] = ops.fp8_of_activation(
-            activation, inner, w_FD, self._scale("down")
+            activation, inner, w_FD, of_w, self._scale("down")
         )
         return (y_BLD,)
 
     def _scale(self, reads: str) -> jax.Array | None:
         if self._maxima_ST is None:
             return None
-        return ops.delayed_scale(self._maxima_ST[INPUTS.index(reads)])
+        return ops.delayed_scale(self._maxima_ST[self._rows.index(reads)])
 
     def sums(self) -> dict[str, jax.Array]:
         """The magnitudes of the last steps with this one's, whose maximum over a step is new."""
         if self._maxima_ST is None:
             return {}
-        rows = zip(self._maxima_ST, (self._maxima[name] for name in INPUTS), strict=True)
+        rows = zip(self._maxima_ST, (self._maxima[name] for name in self._rows), strict=True)
         return {MAXIMA: jnp.stack([ops.later_maxima(*row) for row in rows])}

@@ -22,6 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from holmesjax.config import TABLE
+from holmesjax.layers.fp8 import weights_by_input
 from holmesjax.models import key_cache, ops
 from holmesjax.models.key_cache import Cache
 from holmesjax.models.layer import Auxiliary, Context, Params
@@ -55,8 +56,8 @@ def block(params: Params, x_BLD: jax.Array, context: Context) -> tuple[jax.Array
     products = PLAIN
     if context.cache is None:
         x_BLD = ops.separate(x_BLD)
-        if context.model.fp8 is not None:
-            products = Fp8Products(params.get("fp8", {}).get("maxima_ST"))
+        if weights_by_input(context.kind):
+            products = Fp8Products(context.kind, params)
     y_BLD, cache = attention(params, normed("attention_norm", x_BLD), context, products)
     x_BLD = ops.separate(x_BLD + normed("attention_post_norm", y_BLD))
     y_BLD = feed_forward(params, normed("mlp_norm", x_BLD), context, products)

@@ -5,10 +5,10 @@ same parameter tree exist during a step:
 
     master      float32, cut over `tensor`, `fsdp`, `context` and, where a dim divides, over `data`
                 (ZeRO-1); the optimizer's moments and the reduced gradients lie the same way
-    replicas    compute dtype, one copy for each data replica, stacked along a leading dim R that is
-                cut over `data`; inside a replica, cut over `tensor`, `fsdp` and `context`. The
-                forward and the backward gather a layer over the last two when they come to it
-                (ZeRO-3)
+    replicas    compute dtype, or codes of fp8, one copy for each data replica, stacked along a
+                leading dim R that is cut over `data`; inside a replica, cut over `tensor`, `fsdp`
+                and `context`. The forward and the backward gather a layer over the last two when
+                they come to it (ZeRO-3)
     gradients   float32, like replicas: each replica's own sum, not yet reduced over `data`
 
 Sequences are shared out over `data` and `fsdp`, and each is cut over `context`. A mesh without one

@@ -327,7 +327,7 @@ class _Forward:
         function = jax.jit(forward, out_shardings=(*_out_shardings(stage), None))
         args = fixed_shapes(stage), replicas, x_BLD, task_shapes(stage)
         traced = function.trace(*args)
-        weights = jax.tree.leaves((stage.untrained, stage.trained))
+        weights = jax.tree.leaves((stage.untrained, stage.held))
         refuse_weight_copies(traced.jaxpr, weights, len(jax.tree.leaves(traced.out_info[-1])))
         self._lowered = traced.lower()
         self._program = compiler.compile(self._lowered)

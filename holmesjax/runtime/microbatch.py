@@ -24,7 +24,7 @@ from holmesjax.models.layer import (
 from holmesjax.models.transformer import TABLE
 from holmesjax.parallel import sharding
 from holmesjax.plan.plan import Axis
-from holmesjax.runtime import layer_statistics
+from holmesjax.runtime import coded_weights, layer_statistics
 from holmesjax.runtime.stage import Stage, Tree
 
 # Sums over the tokens of a microbatch: auxiliary losses and metrics by name, and those for changing
@@ -136,7 +136,7 @@ def apply(
 def _parameters(stage: Stage, layer: str, params: Tree, fixed: Tree) -> tuple[Tree, Tree]:
     """The parameters that a layer reads, and what is stated of them."""
     own = merged(params[layer], fixed.get(layer, {}))
-    of_own = stage.statements[layer]
+    of_own = merged(stage.statements[layer], coded_weights.of_layer(stage.held[layer]))
     if TABLE in stage.kinds[layer].borrows:
         of_embed = merged(params[EMBED], fixed.get(EMBED, {}))
         own = {**own, TABLE: of_embed["token_VD"]}
@@ -167,8 +167,13 @@ def _gathered(stage: Stage, statements: Tree, run: Callable, policy: str) -> Cal
     run = checkpointed(run, policy)
     if policy == "none" and stage.num_parts == 1:
         return run
-    narrow = functools.partial(jax.tree.map, lambda x: x.astype(stage.compute_dtype))
-    widen = functools.partial(jax.tree.map, lambda x: x.astype(jnp.float32))
+
+    def cast(dtype: str) -> Callable[[Tree], Tree]:
+        # What a step changes without a gradient is float32, and codes have dtypes of their own.
+        cast = lambda own, x: x if own.changes else x.astype(dtype)
+        return functools.partial(jax.tree.map, cast, statements)
+
+    narrow, widen = cast(stage.compute_dtype), cast("float32")
     constrain = functools.partial(_constrain, stage, statements)
     gather = lambda params: widen(constrain(params, sharding.tensor_spec))
     shard_spec = functools.partial(sharding.shard_spec, sizes=stage.mesh.shape)
@@ -279,7 +284,7 @@ def _forward(
     stage: Stage, fixed: Tree, replica: Tree, x_BLD: jax.Array | None, batch: Batch
 ) -> tuple[jax.Array, Values, Residuals]:
     """On one replica, [1, ...]."""
-    params, wide = _widened(replica), _wide(fixed)
+    params, wide = coded_weights.widened(replica, fixed)
     if stage.is_first:
         run = lambda p: apply(stage, p, wide, None, batch)
         (out, _), pullback, values = jax.vjp(run, params, has_aux=True)
@@ -345,7 +350,7 @@ def replica_gradients(
       saved: the residuals of the same microbatch.
       cotangents: `dy` and `weight` of `backward`.
     """
-    params = _widened(replica), _wide(fixed)
+    params = coded_weights.widened(replica, fixed)
     new, *dx = unstack(stage, saved).restore(params)(cotangents)
     return new, dx
 
@@ -357,20 +362,6 @@ def accumulate(gradients: Tree, new: Tree) -> Tree:
     own, where XLA sees both in the same shape.
     """
     return jax.tree.map(lambda total, g: (total[0] + g)[None], gradients, new)
-
-
-def _widened(replica: Tree) -> Tree:
-    """The parameters of one replica in float32, so that their gradients are float32, too.
-
-    A product rounds its weight to the compute dtype again, inside of its own rule for
-    gradients: XLA drops both conversions, so that no copy in float32 is ever there.
-    """
-    return jax.tree.map(lambda x: x[0].astype(jnp.float32), replica)
-
-
-def _wide(fixed: Tree) -> Tree:
-    """Parameters that do not train, in float32 as the others are."""
-    return jax.tree.map(lambda x: x.astype(jnp.float32), fixed)
 
 
 # The first forward of a step may gather, and the last backward reduce, in one program: XLA can then

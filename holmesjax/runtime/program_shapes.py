@@ -1,5 +1,8 @@
 """The shapes and shardings of what a stage's programs take and give."""
 
+from functools import partial
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,28 +11,25 @@ from holmesjax.layers.kind import Parameter
 from holmesjax.models.layer import changing
 from holmesjax.parallel import sharding
 from holmesjax.plan.plan import Axis
-from holmesjax.runtime import layer_statistics
+from holmesjax.runtime import coded_weights, layer_statistics
 from holmesjax.runtime.stage import Stage, Tree
 
 Shapes = dict[str, jax.ShapeDtypeStruct]
 
 
 def replica_shapes(stage: Stage) -> Tree:
-    return _stacked(stage, stage.compute_dtype)
+    return coded_weights.shapes(stage.held, partial(_stacked, stage), stage.compute_dtype)
 
 
 def gradient_shapes(stage: Stage) -> Tree:
-    return _stacked(stage, "float32")
+    return jax.tree.map(lambda own: _stacked(stage, own, "float32"), stage.trained)
 
 
-def _stacked(stage: Stage, dtype: str) -> Tree:
-    def stack(parameter: Parameter) -> jax.ShapeDtypeStruct:
-        spec = sharding.replica_spec(parameter.dims, stage.mesh.shape)
-        where = jax.sharding.NamedSharding(stage.mesh, spec)
-        shape = stage.num_replicas, *parameter.shape
-        return jax.ShapeDtypeStruct(shape, dtype, sharding=where)
-
-    return jax.tree.map(stack, stage.trained)
+def _stacked(stage: Stage, parameter: Parameter, dtype: Any) -> jax.ShapeDtypeStruct:
+    spec = sharding.replica_spec(parameter.dims, stage.mesh.shape)
+    where = jax.sharding.NamedSharding(stage.mesh, spec)
+    shape = stage.num_replicas, *parameter.shape
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=where)
 
 
 def fixed_shapes(stage: Stage) -> Tree:

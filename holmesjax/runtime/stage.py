@@ -34,7 +34,7 @@ from holmesjax.models.layer import (
 from holmesjax.optimizers.optimizer import Optimizer, State
 from holmesjax.parallel import collectives, compat, sharding
 from holmesjax.plan.plan import Axis, Plan
-from holmesjax.runtime import layer_statistics, spikes, weight_average
+from holmesjax.runtime import coded_weights, layer_statistics, spikes, weight_average
 from holmesjax.runtime.weight_average import Average
 
 Tree = Any  # a nested dict of arrays, keyed by layer and parameter name
@@ -338,6 +338,11 @@ class Stage:
         return split_trained(self.statements)[0]
 
     @functools.cached_property
+    def held(self) -> Tree:
+        """The statements of what replicas hold."""
+        return coded_weights.statements(self.kinds, self.trained)
+
+    @functools.cached_property
     def untrained(self) -> Tree:
         """The statements of the parameters that do not train, as `fixed` of the state has them."""
         return split_trained(self.statements)[1]
@@ -351,7 +356,7 @@ class Stage:
     def gather(self, params: Tree) -> Tree:
         """Masters to replicas: cast to the compute dtype, then all-gathered over `data`.
 
-        Each layer is a bucket, gathered by one collective.
+        Each layer is a bucket, gathered by one collective. Weights of products in fp8 become codes.
         """
         replica_specs, master_specs = self._specs()
         dims = self._data_dims()
@@ -366,7 +371,8 @@ class Stage:
             name: gather_layer(masters, dims[name]) if masters else {}
             for name, masters in local.items()
         }
-        return self.on_shards(gather_local, (master_specs,), replica_specs)(params)
+        replicas = self.on_shards(gather_local, (master_specs,), replica_specs)(params)
+        return coded_weights.coded(self.held, replicas, self.mesh)
 
     def reduce(self, gradients: Tree) -> Tree:
         """Gradients of the replicas, reduce-scattered over `data` into the master layout.

@@ -124,6 +124,16 @@ def test_a_setting_that_a_checkpoint_does_not_know_had_its_default(tmp_path, mon
         resume.find(load(tmp_path, "model.pattern=[window_block]", "model.window=4"), (), print)
 
 
+def test_blocks_that_fp8_excludes_are_of_the_model(tmp_path):
+    """Earlier versions excluded none."""
+    job = load(tmp_path, "model.fp8={}")
+    assert resume.settings(job)["model"]["fp8"] == {"scaling": "delayed", "history": 16}
+    checkpoint(job, steps=10)
+    assert not resume.find(job, (), print).changes
+    with pytest.raises(CheckpointError, match="is of another model"):
+        resume.find(load(tmp_path, "model.fp8.exclude_down=true"), (), print)
+
+
 MODEL = ("width=64", "num_layers=3", "num_kv_heads=2", "activation=swiglu", "norm=rms_norm")
 
 

@@ -120,6 +120,21 @@ model.fp8.history: is only for scaling delayed: a current scale reads no earlier
   found: 4
   fix: remove it, or set model.fp8.scaling to delayed
 
+model.num_layers=4 model.fp8.exclude_first=1 model.fp8.exclude_last=3
+model.fp8.exclude_first: leaves none of model.num_layers = 4 blocks in fp8, with exclude_last = 3
+  found: 1
+  fix: exclude fewer, or leave model.fp8 out
+
+model.fp8.exclude_last=-1
+model.fp8.exclude_last: must be at least 0
+  found: -1
+  fix: use 0 or more
+
+model.fp8.exclude_down=1
+model.fp8.exclude_down: must be true or false
+  found: 1
+  fix: write true or false
+
 model.preset=qwen3_06b
 model.preset: no such model
   found: the text 'qwen3_06b'

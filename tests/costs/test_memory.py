@@ -2,15 +2,18 @@
 
 import dataclasses
 import math
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 import pytest
 
-from holmesjax.config import ModelConfig
+from holmesjax.config import Fp8Config, ModelConfig
 from holmesjax.costs import memory
 from holmesjax.layers.distinct_kinds import kinds
+from holmesjax.layers.fp8 import weights_by_input
 from holmesjax.layers.model_layers import block_name
+from holmesjax.models import ops
 from holmesjax.models.activation_checkpointing import POLICIES
 from holmesjax.models.layer import apply, param_shapes
 from holmesjax.parallel import sharding
@@ -31,6 +34,17 @@ MODELS = {
     ),
     "norms after": ModelConfig(
         **SMALL, activation="swiglu", norm="rms_norm", norms="after", qk_norm="all_heads"
+    ),
+    "fp8": ModelConfig(
+        **SMALL,
+        num_kv_heads=2,
+        mlp_width=160,
+        activation="swiglu",
+        norm="rms_norm",
+        fp8=Fp8Config(),
+    ),
+    "fp8, norms after": ModelConfig(
+        **SMALL, norm="rms_norm", norms="after", fp8=Fp8Config(scaling="current", exclude_down=True)
     ),
     "biases": ModelConfig(**SMALL, positions="learned", biases="all", attention_soft_cap=5.0),
 }
@@ -56,12 +70,17 @@ def test_residuals_are_those_that_jax_keeps(model, dtype, policy):
 
     params = param_shapes(layer, model)
     params = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, jnp.dtype(dtype)), params)
+    [kind] = kinds(model).blocks
+    if names := [name for weights in weights_by_input(kind).values() for name in weights]:
+        rows = {name: 2 if name == "out_HKD" else 1 for name in names}
+        code = lambda name: jax.eval_shape(partial(ops.coded, num_in=rows[name]), params[name])
+        codes = {name: code(name) for name in names}
+        params["fp8"] = {**params.get("fp8", {}), "codes": codes}
     arrays = jax.tree.leaves(jax.eval_shape(kept, params, x_BLD))
     num_bytes = sum(array.size * array.dtype.itemsize for array in arrays)
     stage = dataclasses.replace(SHAPE, dtype=dtype, checkpointing=policy)
     num_tokens = sequences * model.context_length
     # Statistics of norms and tables of angles are left out: 4% at this size, in bfloat16.
-    [kind] = kinds(model).blocks
     predicted = num_tokens * memory.residual_bytes(model, kind, stage)
     assert predicted == pytest.approx(num_bytes, rel=0.04)
 

@@ -9,6 +9,7 @@ from kernels.fp8 import (
     FORWARD,
     GRADIENT,
     LARGEST,
+    coded,
     delayed_scale,
     fp8_linears,
     fp8_of_activation,
@@ -99,21 +100,25 @@ def test_delayed_scales_follow_the_largest_magnitude_of_some_steps():
     assert used == [2 ** np.ceil(np.log2(scale)) for scale in plain]
 
 
+def nothing(x):
+    return jnp.full_like(x, jnp.nan)
+
+
 def product(a, b):
     return np.einsum("nd,df->nf", a, b)
 
 
 @pytest.mark.parametrize(
-    "depth, scale, dtype",  # all pairs
+    "depth, scale, dtype, keeps_codes",  # all pairs
     [
-        (128, None, "float32"),
-        (128, 2.0**-8, "bfloat16"),
-        (1000, None, "bfloat16"),
-        (1000, 2.0**-8, "float32"),
+        (128, None, "float32", True),
+        (128, 2.0**-8, "bfloat16", False),
+        (1000, None, "bfloat16", False),
+        (1000, 2.0**-8, "float32", True),
     ],
 )
-def test_linears(depth, scale, dtype):
-    """A delayed scale holds the largest numbers as 448 times itself."""
+def test_linears(depth, scale, dtype, keeps_codes):
+    """A delayed scale holds the largest numbers as 448 times itself. Weights are read as codes."""
     x = 2 * normal(0, 3, 7, depth // 4, 4, dtype=dtype)
     weights = normal(1, depth // 4, 4, 24), 0.02 * normal(2, depth // 4, 4, 2, 5)
     dys = normal(3, 3, 7, 24, dtype=dtype), 1e-6 * normal(4, 3, 7, 2, 5, dtype=dtype)
@@ -121,7 +126,12 @@ def test_linears(depth, scale, dtype):
 
     @jax.jit
     def both(x, weights, dys):
-        (ys, largest), pullback = jax.vjp(lambda x, w: fp8_linears(x, w, own, 2), x, weights)
+        codes, unread = tuple(coded(w, 2) for w in weights), jax.tree.map(nothing, weights)
+        run = lambda x, w: fp8_linears(x, w, codes, own, 2, keeps_codes)
+        (ys, largest), pullback = jax.vjp(run, x, unread)
+        kept = {(x.shape, x.dtype.name) for x in jax.tree.leaves(pullback)}
+        assert (((4 * (depth // 4), 21), "float8_e4m3fn") in kept) == keeps_codes
+        assert (x.shape in {shape for shape, _ in kept}) != keeps_codes
         return ys, largest, *pullback((dys, jnp.zeros(())))
 
     ys, largest, dx, dweights = wide(both(x, weights, dys))
@@ -147,12 +157,15 @@ def test_linears(depth, scale, dtype):
 def test_a_product_of_an_activation_computes_it_again(activation, count):
     inner = tuple(normal(i, 2, 5, 16) for i in range(count))
     w, dy = normal(7, 16, 8), normal(8, 2, 5, 8)
-    run = jax.vjp(lambda *args: fp8_of_activation(activation, *args, None), inner, w)
+    codes = coded(w, 1)
+    run = jax.vjp(
+        lambda *args: fp8_of_activation(activation, *args, codes, None), inner, nothing(w)
+    )
     (y, largest), pullback = run
     dinner, dw = pullback((dy, jnp.zeros(())))
     hidden, through = jax.vjp(lambda inner: activate(activation, inner), inner)
-    (want_y,), want_largest = fp8_linears(hidden, (w,), None)
-    _, plain = jax.vjp(lambda x, w: fp8_linears(x, w, None), hidden, (w,))
+    (want_y,), want_largest = fp8_linears(hidden, (w,), (codes,), None)
+    _, plain = jax.vjp(lambda x, w: fp8_linears(x, w, (codes,), None), hidden, (w,))
     dhidden, (want_dw,) = plain(((dy,), jnp.zeros(())))
     np.testing.assert_array_equal(y, want_y)
     assert largest == want_largest
@@ -166,10 +179,11 @@ def test_a_product_of_an_activation_computes_it_again(activation, count):
 def test_what_is_not_finite_stays_so():
     """In the forward where the scale is that of x, and in both gradients."""
     w = normal(1, 8, 3)
+    codes = (coded(w, 1),)
 
     @jax.jit
     def run(x, dy):
-        (ys, _), pullback = jax.vjp(lambda x, w: fp8_linears(x, (w,), None), x, w)
+        (ys, _), pullback = jax.vjp(lambda x, w: fp8_linears(x, (w,), codes, None), x, w)
         return ys[0], pullback(((dy,), jnp.zeros(())))
 
     for bad in (np.inf, np.nan):

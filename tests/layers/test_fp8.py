@@ -14,9 +14,13 @@ from holmesjax.config import Fp8Config, OptimizerConfig
 from holmesjax.costs.products import layer_products, train_flop
 from holmesjax.errors import ConfigError
 from holmesjax.layers.distinct_kinds import kinds
+from holmesjax.layers.kind import Numbers
 from holmesjax.layers.model_layers import layers
+from holmesjax.models import ops
 from holmesjax.models.layer import apply, init_params, merged
+from holmesjax.runtime import microbatch
 from holmesjax.runtime.pipeline import make_runner
+from holmesjax.runtime.program_shapes import batch_shapes, gradient_shapes, replica_shapes
 from holmesjax.runtime.timeline import Clock
 from tests.one_device import SEED, assert_near, step_inputs
 from tests.runtime.test_pipeline import hand_made_plan, make_model, make_stages, put
@@ -34,18 +38,18 @@ MODEL = make_model(
 # A sum in another order moves a number over the middle of two codes once in a million times, and
 # then by a sixteenth of itself. A weight's gradient is a sum over few such numbers here.
 FLIPPED_RTOL = 2e-3
-# The scaling of each, and the plan.
+# The settings of each, and the plan.
 CASES = {
     "one program, sequences cut, computed again": (
-        "delayed",
+        Fp8Config(history=HISTORY),
         hand_made_plan((2,), 2, 1, context=2, microbatches=2, remat="full"),
     ),
     "split backward, unlike stages": (
-        "delayed",
+        Fp8Config(history=HISTORY, exclude_down=True),
         hand_made_plan((1, 1), (1, 2), (2, 1), fsdp=(2, 1), microbatches=2, schedule="zero_bubble"),
     ),
     "two stages, computed again": (
-        "current",
+        Fp8Config(scaling="current", exclude_first=1),
         hand_made_plan((1, 1), (2, 1), 2, fsdp=(1, 2), remat="dots"),
     ),
 }
@@ -75,10 +79,9 @@ def on_host(states, name):
     return found
 
 
-@pytest.mark.parametrize("scaling, plan", CASES.values(), ids=CASES)
-def test_every_plan_trains_as_one_device(scaling, plan):
+@pytest.mark.parametrize("fp8, plan", CASES.values(), ids=CASES)
+def test_every_plan_trains_as_one_device(fp8, plan):
     """Two steps: in the first no magnitude is known, and the second has the scales of the first."""
-    fp8 = Fp8Config(scaling=scaling, history=HISTORY if scaling == "delayed" else 16)
     model = dataclasses.replace(MODEL, fp8=fp8)
     runner = make_runner(plan, make_stages(model, plan), evaluates=False)
     states, clock = runner.init(SEED), Clock(len(plan.stages))
@@ -98,7 +101,7 @@ def test_every_plan_trains_as_one_device(scaling, plan):
             assert_near(own["fp8"]["maxima_ST"], maxima[layer], 1e-4, layer)
             assert np.count_nonzero(own["fp8"]["maxima_ST"][:, ::-1].all(0)) == step + 1
     clock.close()
-    assert bool(on_host(states, "fixed")) == (scaling == "delayed")
+    assert bool(on_host(states, "fixed")) == (fp8.scaling == "delayed")
 
 
 def test_the_largest_magnitudes_are_those_of_the_inputs():
@@ -142,8 +145,53 @@ def test_all_products_of_a_block_are_of_fp8_operands_and_no_others():
     found, without = dots(MODEL, "block_000"), dots(plain, "block_000")
     assert {pair: found[pair] for pair in codes} == codes
     assert sum(found.values()) == sum(without.values())
+    excluding = lambda **names: dataclasses.replace(MODEL, fp8=Fp8Config(**names))
+    found = dots(excluding(exclude_down=True, history=HISTORY), "block_001")
+    assert [found[pair] for pair in codes] == [6, 12]
+    assert sum(found.values()) == sum(without.values())
+    assert dots(excluding(exclude_first=1), "block_000") == without
+    assert dots(excluding(exclude_last=1), "block_001") == without
     assert not any(name.startswith("f8") for pair in without for name in pair)
     assert dots(MODEL, "head") == dots(plain, "head")
+
+
+FP8_DOT = re.compile(
+    r"dot_general .*contracting_dims = (.*), precision = \[(\w+, \w+)\] : "
+    r"\(tensor<\w+xf8(\w+)>, tensor<\w+xf8(\w+)>\)"
+)
+PRODUCTS = (  # of a forward, and of a backward
+    ("[1] x [1]", "DEFAULT, DEFAULT", "E4M3FN", "E4M3FN"),
+    ("[1] x [1]", "HIGHEST, HIGHEST", "E4M3FN", "E5M2"),
+)
+
+
+@pytest.mark.parametrize("cut", [{}, {"fsdp": 2, "remat": "full"}], ids=["one device", "fsdp"])
+def test_no_microbatch_codes_a_weight_or_transposes_codes(cut):
+    """Both operands of a product have the contracted dim last; gradients are added up precisely.
+
+    cuBLAS has no other products of fp8 on Hopper: XLA would transpose an operand before each. XLA
+    lets it add up fast where the precision is DEFAULT.
+    """
+    stage, _ = make_stages(MODEL, hand_made_plan((1, 1), 1, 1, **cut), dtype="bfloat16")
+    fixed, replicas, batch = stage.state_shapes.fixed, replica_shapes(stage), batch_shapes(stage)
+    forward = functools.partial(microbatch.forward, stage)
+    dy, _, saved = jax.eval_shape(forward, fixed, replicas, None, batch)
+    backward = functools.partial(microbatch.backward, stage, weight=None)
+    held = fixed, replicas, saved, gradient_shapes(stage)
+    text_of = lambda run, *args: jax.jit(run).lower(*args).as_text()
+    gather = text_of(stage.gather, stage.state_shapes.params)
+    texts = [text_of(forward, fixed, replicas, None, batch), text_of(backward, *held, dy)]
+    again = 6 * ("remat" in cut)  # a backward does not read the result of `down`
+    for text, counts in zip(texts, [(7, 0), (again, 14)], strict=True):
+        found = Counter((*own[:2], *sorted(own[2:])) for own in FP8_DOT.findall(text))
+        assert found == +Counter(dict(zip(PRODUCTS, counts, strict=True)))
+        assert not re.search(r"transpose .*xf8", text)
+    weights = [own for own in stage.held["block_000"].values() if isinstance(own, ops.Coded)]
+    shapes = ["x".join(map(str, own.shape)) for w in weights for own in (w.codes, w.transposed)]
+    assert len(weights) == 7
+    coded = lambda text: Counter(re.findall(r"convert .* -> tensor<(\w+)xf8E4M3FN>", text))
+    assert coded(gather) == Counter(f"1x{shape}" for shape in shapes)
+    assert not any(shape.endswith(own) for text in texts for shape in coded(text) for own in shapes)
 
 
 def test_a_layer_that_knows_no_fp8_is_refused():
@@ -160,7 +208,7 @@ def test_costs_know_fp8():
     assert {own.dtype for own in layer_products(block, 8)} == {"float8"}
     assert {own.dtype for own in layer_products(kinds(MODEL).head, 8)} == {""}
     assert train_flop(MODEL, 8) == train_flop(plain, 8)
-    assert block.kept == before.kept
+    assert block.kept == dataclasses.replace(before.kept, codes=Numbers(2 * MODEL.width))
     assert block.size() - before.size() == 4 * HISTORY
 
 

@@ -12,6 +12,25 @@ TRAINING = (
         tests=("tests/kernels/test_fp8.py::test_scales",),
     ),
     Bug(
+        name="gradients-added-up-fast",
+        module="kernels.fp8",
+        old="precise = Precision.HIGHEST",
+        new="precise = Precision.DEFAULT",
+        wrong="cuBLAS keeps the sums of gradients in 14 bits",
+        tests=("tests/layers/test_fp8.py::test_no_microbatch_codes_a_weight_or_transposes_codes",),
+    ),
+    Bug(
+        name="a-weight-coded-for-each-microbatch",
+        module="holmesjax.models.products",
+        old="codes = lambda name: held[name] if held else",
+        new="codes = lambda name: held[name] if not held else",
+        wrong="the codes that a step has made are not read, but the zeros that get the gradients",
+        tests=(
+            "tests/layers/test_fp8.py::test_no_microbatch_codes_a_weight_or_transposes_codes",
+            "tests/layers/test_fp8.py::test_every_plan_trains_as_one_device",
+        ),
+    ),
+    Bug(
         name="magnitudes-of-one-microbatch-after-the-other",
         module="holmesjax.runtime.end_of_step",
         old='"max": jnp.max}',

@@ -12,13 +12,20 @@ import numpy as np
 import pytest
 
 from benchmarks.memory_compiled import bytes_on_a_device
+from holmesjax.config import Fp8Config
 from holmesjax.costs import memory, work
-from holmesjax.costs.parameters import gathered_parameters, held_parameters, reduced_numbers
+from holmesjax.costs.parameters import (
+    gathered_bytes,
+    gathered_parameters,
+    held_parameters,
+    reduced_numbers,
+)
 from holmesjax.costs.stage_shape import StageShape, stage_tokens
 from holmesjax.layers.distinct_kinds import kinds
 from holmesjax.layers.model_layers import EMBED, HEAD
 from holmesjax.plan.plan import Axis
 from holmesjax.runtime import microbatch
+from holmesjax.runtime.compilation import compile_stages
 from holmesjax.runtime.program_shapes import (
     batch_shapes,
     boundary_shape,
@@ -163,6 +170,20 @@ def test_what_is_sent(row):
         with pytest.raises(AssertionError) if gathers_otherwise(chunk) else nullcontext():
             check_microbatch(chunk)
         check_step(chunk)
+
+
+@pytest.mark.parametrize("remat", ["none", "dots", "full"])
+def test_codes_of_fp8_are_gathered_as_they_are(remat):
+    """A byte a number, and in each program only the layouts that it reads."""
+    fp8 = Fp8Config(history=3, exclude_down=True)
+    model = make_model(num_layers=2, norm="rms_norm", activation="swiglu", fp8=fp8)
+    plan = hand_made_plan((1, 1), 1, 1, fsdp=2, microbatches=2, remat=remat)
+    stage, _ = make_stages(model, plan)
+    [programs] = compile_stages([stage])
+    predicted = gathered_bytes(model, shape_of(stage))
+    for name, num_bytes in zip(("forward", "backward"), predicted, strict=True):
+        total = total_sent([programs[name]], stage.mesh)
+        assert total["all-gather", (Axis.FSDP,)] == num_bytes
 
 
 # ---- what is kept --------------------------------------------------------------------------------
