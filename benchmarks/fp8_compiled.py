@@ -9,8 +9,10 @@ share an operand, so there are fewer than a layer has weights.
     backward   products of e4m3 and e5m2
     others     all other products but those of attention, which has kernels of its own
     maxima     all-reduces of up to 1,024 numbers, in all programs: XLA joins largest magnitudes
+    fast       products of a backward that cuBLAS may add up in 14 bits
+    transposes of codes that are read from memory: kernels of their own
 
-Ends with 1 if a stage in fp8 has other products, or none in fp8.
+Ends with 1 if a stage in fp8 has other products, or none in fp8, or fast ones, or transposes.
 """
 
 import argparse
@@ -19,6 +21,7 @@ import math
 import re
 import sys
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -37,6 +40,8 @@ from holmesjax.runtime.stage import Stage
 NAME = "fp8_compiled"
 PAIRS = {"forward": ("f8e4m3fn", "f8e4m3fn"), "backward": ("f8e4m3fn", "f8e5m2")}
 DEFINED = re.compile(r"^\s*(?:ROOT )?%?([\w.-]+) = \(?(\w+)\[", re.MULTILINE)
+TURNED = re.compile(r" = f8\w+\[[\d,]*\](\S*) (transpose|copy)\(\S*?%([\w.-]+)\)")
+MADE = re.compile(r"%?([\w.-]+) = f8\w+\[[\d,]*\](\S*) ([\w-]+)\(")
 OPERANDS = re.compile(r" (?:dot|custom-call)\(([^)]*)\)")
 MOST = 1024  # numbers
 CUBLAS = 'custom_call_target="__cublas'
@@ -75,13 +80,33 @@ CASES = [
 
 def products_in(text: str) -> Counter[tuple[str, ...]]:
     """The dtypes of both operands of each product of a compiled program."""
+    return Counter(pair for pair, _ in _products(text))
+
+
+def fast_in(text: str) -> int:
+    """The products of a backward that do not ask for precise sums."""
+    own = (line for pair, line in _products(text) if pair == PAIRS["backward"])
+    return sum("highest" not in line.lower() for line in own)
+
+
+def _products(text: str) -> Iterator[tuple[tuple[str, ...], str]]:
+    """The dtypes of both operands of each product, and its line."""
     dtypes = dict(DEFINED.findall(text))
-    found: Counter[tuple[str, ...]] = Counter()
     for line in text.splitlines():
         if " dot(" in line or CUBLAS in line:
             [operands] = OPERANDS.findall(line)
             names = re.findall(r"%([\w.-]+)", operands)[:2]
-            found[tuple(sorted(dtypes[name] for name in names))] += 1
+            yield tuple(sorted(dtypes[name] for name in names)), line
+
+
+def transposes_in(text: str) -> int:
+    """The transpositions of codes that a compiled program does not make in the same kernel."""
+    made = {name: (layout, opcode) for name, layout, opcode in MADE.findall(text)}
+    found = 0
+    for layout, opcode, operand in TURNED.findall(text):
+        before, by = made.get(operand, ("", ""))
+        is_turned = opcode == "transpose" or layout != before
+        found += is_turned and by != "convert"
     return found
 
 
@@ -119,25 +144,28 @@ def compile_here(number: int) -> None:
     products = sum(map(products_in, texts), Counter())
     own = {name: products.pop(pair, 0) for name, pair in PAIRS.items()}
     others = {" ".join(pair): count for pair, count in products.items()}
-    maxima = sum(map(small_all_reduces, texts))
-    line = {"what": case.label, "in_fp8": bool(case.scaling), **own}
-    print(json.dumps({**line, "others": others, "maxima": maxima}), flush=True)
+    line = {"what": case.label, "in_fp8": bool(case.scaling), **own, "others": others}
+    counted = {"maxima": small_all_reduces, "fast": fast_in, "transposes": transposes_in}
+    line |= {name: sum(map(count, texts)) for name, count in counted.items()}
+    print(json.dumps(line), flush=True)
 
 
 def is_good(line: dict[str, Any]) -> bool:
-    """Whether all products of a stage in fp8 are."""
+    """Whether all products of a stage in fp8 are, and are as they should be."""
     has_fp8 = line["forward"] > 0 and line["backward"] > 0
-    return has_fp8 and not line["others"] if line["in_fp8"] else not has_fp8
+    wrong = line["others"] or line["fast"] or line["transposes"]
+    return has_fp8 and not wrong if line["in_fp8"] else not has_fp8
 
 
 def table(lines: list[dict[str, Any]]) -> str:
     rows = [
-        "| stage | forward | backward | others | maxima |",
-        "| --- | ---: | ---: | --- | ---: |",
+        "| stage | forward | backward | others | maxima | fast | transposes |",
+        "| --- | ---: | ---: | --- | ---: | ---: | ---: |",
     ]
     for line in lines:
         others = ", ".join(f"{count} of {pair}" for pair, count in line["others"].items())
-        numbers = f"{line['forward']} | {line['backward']} | {others or 'none'} | {line['maxima']}"
+        numbers = f"{line['forward']} | {line['backward']} | {others or 'none'} | "
+        numbers += " | ".join(str(line[name]) for name in ("maxima", "fast", "transposes"))
         rows.append(f"| {line['what']} | {numbers} |{' MISSED' * (not is_good(line))}")
     return "\n".join(rows)
 
