@@ -94,7 +94,7 @@ def both_layouts(x: jax.Array, split: int, scale: jax.Array, dtype: Any) -> tupl
     """The codes of an array [*A, *B], and those that `transposed` makes.
 
     XLA does not know that both scales are the same. So it cannot make one array of the other, which
-    would be written and read for it, but reads x for both. It joins kernels that read one array.
+    would be written and read for it, but reads x for both. It can join kernels that read one array.
     """
     one, other = materialize((scale, scale))
     return quantize(x, one, dtype), transposed(x, split, other, dtype)

@@ -147,11 +147,9 @@ class Fp8Config:
     # their largest magnitude in this step. Scales of weights and gradients are always current.
     scaling: Literal["delayed", "current"] = "delayed"
     history: History = 16  # earlier steps that a delayed scale reads
-    # Products that stay in train.compute_dtype: all of the first and of the last blocks, so many of
-    # each, and those of `down` in every block.
-    exclude_first: Natural = 0
-    exclude_last: Natural = 0
-    exclude_down: Flag = False
+    exclude_first: Natural = 0  # blocks at the start with their products in train.compute_dtype
+    exclude_last: Natural = 0  # blocks at the end with their products in train.compute_dtype
+    exclude_down: Flag = False  # whether the product with down is in train.compute_dtype
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, config=STRICT)

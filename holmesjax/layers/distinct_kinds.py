@@ -47,12 +47,14 @@ def blocks_in_order(model: ModelConfig) -> tuple[int, ...]:
 
 
 def kind_names(model: ModelConfig) -> dict[str, str]:
-    """The kind of each Transformer layer by the layer's name; empty where all are of one kind.
+    """The kind's name of each Transformer layer by the layer's name; empty where all have one.
+
+    Layers of several kinds may have one name: blocks with other adapters, or in fp8 and not.
 
     >>> kind_names(ModelConfig(num_layers=2, width=8, num_heads=2, context_length=4))
     {}
     """
-    if len(kinds(model).blocks) == 1:
+    if len({kind.name for kind in kinds(model).blocks}) == 1:
         return {}
     return {name: kind.name for name, kind in layers(model).items() if kind.place == "middle"}
 

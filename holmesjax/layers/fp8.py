@@ -50,7 +50,7 @@ def is_excluded(index: int, num_layers: int, fp8: Fp8Config) -> bool:
 def in_fp8(kind: Kind, model: ModelConfig) -> Kind:
     """A kind of layer with its products in fp8; the embedding and the head stay as they are.
 
-    Casts, maxima and transposes of codes are counted as numbers that the forward moves for each
+    Casts, maxima and codes in two layouts are counted as numbers that the forward moves for each
     input of a product. Weights are not counted: their cost does not grow with the tokens.
 
     Raises:

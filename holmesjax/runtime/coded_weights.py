@@ -46,7 +46,7 @@ def _stated(weight: Parameter) -> ops.Coded:
     own = replace(weight, trains=False, changes=True)  # so that no layer casts them
     turn = lambda dims: dims[weight.matrix :] + dims[: weight.matrix]
     turned = replace(own, dims=turn(weight.dims), shape=turn(weight.shape))
-    return ops.Coded(own, turned, replace(own, dims="", shape=()))
+    return ops.Coded._make([own, turned, replace(own, dims="", shape=())])
 
 
 def shapes(
@@ -88,7 +88,7 @@ def coded(stated: Tree, replicas: Tree, mesh: Mesh) -> Tree:
 
 
 def widened(replica: Tree, fixed: Tree) -> tuple[Tree, Tree]:
-    """What trains and what does not, as the layers of one replica read them: in float32.
+    """The parameters that train and those that do not, in float32, as layers read them.
 
     Gradients of float32 are float32. A product rounds its weight to the compute dtype again, inside
     of its own rule for gradients: XLA drops both conversions, so that no copy in float32 is ever

@@ -153,6 +153,30 @@ def test_linears(depth, scale, dtype, keeps_codes):
     near(flat(dx, 2), want_dx, end)
 
 
+@pytest.mark.parametrize("num_in", [1, 2])
+def test_both_layouts_of_a_weight_are_the_numbers_that_are_held(num_in):
+    w = 0.02 * normal(0, 8, 4, 6)
+    found = coded(w, num_in)
+    turned = np.moveaxis(wide(w), range(num_in), range(-num_in, 0))
+    for codes, x in ((found.codes, wide(w)), (found.transposed, turned)):
+        np.testing.assert_array_equal(wide(found.scale) * wide(codes), held(x, FORWARD))
+
+
+def test_kept_codes_change_no_bit():
+    """Codes of the forward, and those that a backward makes again."""
+    x, w, dy = (
+        normal(i, *shape, dtype="bfloat16") for i, shape in enumerate([(3, 8), (8, 6), (3, 6)])
+    )
+    codes = (coded(w, 1),)
+
+    def run(keeps_codes):
+        linears = lambda x, w: fp8_linears(x, (w,), codes, jnp.float32(2.0**-7), 1, keeps_codes)
+        (ys, _), pullback = jax.vjp(linears, x, w)
+        return ys, pullback(((dy,), jnp.zeros(())))
+
+    jax.tree.map(np.testing.assert_array_equal, run(True), run(False))
+
+
 @pytest.mark.parametrize("activation, count", [("gelu", 1), ("swiglu", 2)])
 def test_a_product_of_an_activation_computes_it_again(activation, count):
     inner = tuple(normal(i, 2, 5, 16) for i in range(count))

@@ -49,7 +49,7 @@ CASES = {
         hand_made_plan((1, 1), (1, 2), (2, 1), fsdp=(2, 1), microbatches=2, schedule="zero_bubble"),
     ),
     "two stages, computed again": (
-        Fp8Config(scaling="current", exclude_first=1),
+        Fp8Config(scaling="current", exclude_last=1),
         hand_made_plan((1, 1), (2, 1), 2, fsdp=(1, 2), remat="dots"),
     ),
 }

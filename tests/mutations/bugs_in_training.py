@@ -20,6 +20,22 @@ TRAINING = (
         tests=("tests/layers/test_fp8.py::test_no_microbatch_codes_a_weight_or_transposes_codes",),
     ),
     Bug(
+        name="codes-transposed-from-memory",
+        module="kernels.fp8",
+        old="_in_range(x, scale, dtype).transpose(order).astype(dtype)",
+        new="quantize(x, scale, dtype).transpose(order)",
+        wrong="codes are made, and then transposed in a kernel of its own",
+        tests=("tests/layers/test_fp8.py::test_no_microbatch_codes_a_weight_or_transposes_codes",),
+    ),
+    Bug(
+        name="input-of-the-feed-forward-kept",
+        module="holmesjax.models.products",
+        old='how = num_in, reads != "out"',
+        new='how = num_in, reads == "attention"',
+        wrong="a block keeps two bytes of a number where its code would do",
+        tests=("tests/costs/test_memory.py::test_residuals_are_those_that_jax_keeps",),
+    ),
+    Bug(
         name="a-weight-coded-for-each-microbatch",
         module="holmesjax.models.products",
         old="codes = lambda name: held[name] if held else",
