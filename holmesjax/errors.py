@@ -69,9 +69,33 @@ class LostLeaseError(FatalError):
 
 
 class PeerError(HolmesError):
-    """A process or a link of a running job is gone; starting again from a checkpoint can help."""
+    """A process or a link of a running job is gone; starting again from a checkpoint can help.
+
+    Args:
+      where, problem, found, fix: the four parts of a `HolmesError`.
+      peer: the number of the process that is gone, or that the link leads to, if one is known.
+    """
 
     exit_status = REQUEUE
+
+    def __init__(
+        self, where: str, problem: str, *, found: object, fix: str, peer: int | None = None
+    ):
+        super().__init__(where, problem, found=found, fix=fix)
+        self.peer = peer
+
+
+class CrashError(PeerError):
+    """A process of a job ended by an exception that HolmesJAX did not raise.
+
+    Args:
+      where, problem, found, fix: the four parts of a `HolmesError`.
+      exception: the exception, if nothing outside of the process can have caused it; else "".
+    """
+
+    def __init__(self, where: str, problem: str, *, found: object, fix: str, exception: str):
+        super().__init__(where, problem, found=found, fix=fix)
+        self.exception = exception
 
 
 class SpikeError(HolmesError):

@@ -15,6 +15,14 @@ from collections.abc import Callable, Collection
 from typing import NoReturn
 
 LAST_WORDS_S = 10.0  # for all that a process has to say before it ends
+# Functions that return when other processes have come, by module; None: any of the module.
+WAITS: dict[str, Collection[str] | None] = {
+    "jax._src.distributed": None,
+    "jax._src.array": ("_value", "block_until_ready"),
+    "jax._src.api": ("block_until_ready",),
+    "jax._src.interpreters.pxla": ("__call__",),
+    "holmesjax.runtime.domain": ("__call__",),
+}
 
 
 def hear_signals(numbers: Collection[int], heard: Callable[[int], object]) -> Callable[[], None]:
@@ -61,6 +69,19 @@ def write_stacks() -> None:
         lines += [f"thread {names.get(ident, ident)}\n", *traceback.format_stack(frame)]
     with open(2, "w", closefd=False) as stream:
         stream.write("".join(lines))
+
+
+def waits_in() -> str:
+    """Returns the function in which the main thread waits for other processes; "" if it does not.
+
+    A device that hangs by itself looks the same from here.
+    """
+    ident = threading.main_thread().ident
+    assert ident is not None, "the main thread has begun"
+    frame = sys._current_frames()[ident]
+    module, name = str(frame.f_globals.get("__name__")), frame.f_code.co_name
+    names = WAITS.get(module, ())
+    return f"{module}.{name}" if names is None or name in names else ""
 
 
 def end_process(status: int, *last_words: Callable[[], object]) -> NoReturn:

@@ -1,28 +1,23 @@
-"""Finds the cause of a failed job among failures that come together, and puts it into words.
+"""Finds the cause of a failed job among failures that come together.
 
-A process that loses another one fails too, within the same second.
+A process that loses another one fails too, and may be heard first: the end of a process is news of
+its launcher, which CUDA, srun or a long line hold up. So the supervisor asks all processes for a
+sign of life, and waits until each has given one or its end is known.
 """
 
-import contextlib
 import queue
 import signal
 import time
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 
 from holmesjax.distributed.controller import Controller
-from holmesjax.distributed.messages import AskBeat, Exit, Failed, Lost, ProcessEvent, Silent
-from holmesjax.errors import (
-    REQUEUE,
-    DamagedError,
-    FatalError,
-    HolmesError,
-    PeerError,
-    SpikeError,
-)
+from holmesjax.distributed.messages import Exit, Failed, Lost, ProcessEvent, Silent
+from holmesjax.errors import REQUEUE, HolmesError
 from holmesjax.plan.processes import Process
-from holmesjax.transport.records import Record
 
 GRACE_S = 1.0  # after a failure, for others to say what they know of it
+NEWS_S = 30.0  # for the end of a process that gives no sign of life to be told
+LOOK_S = 0.1
 
 
 def events_of(controller: Controller, for_s: float) -> Iterator[ProcessEvent]:
@@ -46,146 +41,158 @@ def is_failure(event: ProcessEvent, done: Container[int]) -> bool:
 
 
 def find_cause(
-    first: ProcessEvent, controller: Controller, note: Callable[[ProcessEvent], object]
+    first: ProcessEvent,
+    controller: Controller,
+    processes: Sequence[Process],
+    note: Callable[[ProcessEvent], object],
+    *,
+    sees_exits: bool,
+    done: Container[int],
+    is_hurried: Callable[[], bool] = lambda: False,
 ) -> ProcessEvent:
-    """Returns the cause of a failure, from all reports within a moment of its first sign.
+    """Returns the cause of a failure, from all that is heard until every process is known of.
 
     Args:
       first: the first sign.
       controller: of the processes.
-      note: takes what else is heard in this moment.
+      processes: all of them.
+      note: takes what else is heard meanwhile.
+      sees_exits: whether the launcher tells of the end of each process.
+      done: processes that have trained to the end.
+      is_hurried: asked again and again whether to decide at once.
     """
     failures = [first]
-    controller.broadcast(AskBeat())
-    for event in events_of(controller, GRACE_S):
-        if isinstance(event.record, Exit | Failed | Silent | Lost):
-            failures.append(event)
-        else:
-            note(event)
+    question, asked_s = controller.ask(), time.monotonic()
+    while not is_hurried():
+        waited_s = time.monotonic() - asked_s
+        unknown = _unknown(controller.unanswered(question), failures, sees_exits)
+        if waited_s > (NEWS_S if unknown else GRACE_S):
+            break
+        for event in events_of(controller, LOOK_S):
+            if is_failure(event, done):
+                failures.append(event)
+            elif not isinstance(event.record, Exit | Lost):
+                note(event)
     for number, silent_s in controller.overdue().items():
         failures.append(ProcessEvent(number, Silent(silent_s=silent_s)))
-    return cause_of(failures)
+    return cause_of(failures, processes)
 
 
-def statuses_of(
-    processes: Sequence[Process], controller: Controller, but: Process | None = None
-) -> str:
-    """Returns what each process says that it "was" doing or "waited" for, but for one of them."""
-    told = [
-        f"{process.name} (stage {process.stage}) {controller.status(process.number)}"
-        for process in processes
-        if process is not but
-    ]
-    return "; ".join(told) or "it is the only process"
+def _unknown(
+    unanswered: Iterable[int], failures: Sequence[ProcessEvent], sees_exits: bool
+) -> set[int]:
+    """Returns the processes of which neither a sign of life nor the end is known.
+
+    One that has closed its connection without a word ends: its launcher may tell how.
+    """
+    last = Failed | Exit if sees_exits else Failed | Exit | Lost
+    known = {failure.process for failure in failures if isinstance(failure.record, last)}
+    lost = [failure.process for failure in failures if isinstance(failure.record, Lost)]
+    return {number for number in (*unanswered, *lost) if number not in known}
 
 
-def hung(processes: Sequence[Process], controller: Controller) -> list[Process]:
-    """Returns the processes that the others of a job without progress wait for."""
-    positions = {process.number: controller.position(process.number) for process in processes}
-    statuses = {process.number: controller.status(process.number) for process in processes}
-    return [processes[number] for number in behind(positions, statuses)]
+# ---- the decision --------------------------------------------------------------------------------
 
 
-def behind(positions: Mapping[int, tuple[int, int]], statuses: Mapping[int, str]) -> list[int]:
-    """Returns the processes that the others of a job without progress wait for, by number.
-
-    The processes that have come least far are candidates. A candidate that waits for others itself
-    does not count, unless all candidates wait.
+def cause_of(failures: Sequence[ProcessEvent], processes: Sequence[Process]) -> ProcessEvent:
+    """Returns the failure that caused the others; among equals, the first that was heard of.
 
     Args:
-      positions: how far each process has come.
-      statuses: what each says that it "was" doing or "waited" for.
-
-    >>> statuses = {0: "was busy in step 5", 1: "waited for F0 in step 5", 2: "waited in step 6"}
-    >>> behind({0: (5, 0), 1: (5, 0), 2: (6, 0)}, statuses)
-    [0]
+      failures: in the order in which they were heard, at least one.
+      processes: all processes of the job.
     """
-    least = min(positions.values())
-    last = [number for number in positions if positions[number] == least]
-    return [n for n in last if not statuses[n].startswith("waited")] or last
+    told = _own_failures(failures)
+    least = min(map(_rank, told.values()))
+    first, *others = (failure for failure in told.values() if _rank(failure) == least)
+    if least == _ECHO:
+        return _first_loss(told, processes)
+    if isinstance(first.record, Lost) or _ending_signal(first.record) == signal.SIGABRT:
+        # JAX aborts the processes of a stage when the one that coordinates them is gone.
+        stage = processes[first.process].stage
+        leaders = [
+            other
+            for other in others
+            if processes[other.process].leads and processes[other.process].stage == stage
+        ]
+        return leaders[0] if leaders else first
+    return first
 
 
-def cause_of(failures: Sequence[ProcessEvent]) -> ProcessEvent:
-    """Returns the failure that caused the others; among equals, the first that was heard of."""
-    return min(failures, key=_rank)
+def _own_failures(failures: Sequence[ProcessEvent]) -> dict[int, ProcessEvent]:
+    """Returns the most telling failure of each process, in the order in which they failed.
+
+    A report says more than an exit status, which says more than a silence or a closed connection.
+    """
+    kinds = [Failed, Exit, Silent, Lost]
+    found: dict[int, ProcessEvent] = {}
+    for failure in failures:
+        known = found.get(failure.process, failure)
+        found[failure.process] = min(known, failure, key=lambda own: kinds.index(type(own.record)))
+    return found
+
+
+_ECHO = 7
 
 
 def _rank(failure: ProcessEvent) -> int:
-    """Returns the rank of a failure: a low rank is never the consequence of a higher one.
+    """Returns the rank of a process's failure: a low rank is never the consequence of a higher one.
 
     0  a mistake was reported: exit status 1 or 2, with what to do; nobody else can make it. Or a
        spike was, from which the run goes back: whoever has not read it yet loses the others
     1  ended with status 2: a mistake again, found before the controller was reached
     2  killed by a signal: such a process says nothing, and all others say what they miss
-    3  silent for several heartbeats: it hangs, or its node or network does
-    4  an exception was reported: a bug, or a collective that has lost another process
-    5  the loss of another process or of a link was reported: exit status 75
-    6  ended in any other way; JAX aborts a process that has lost another one of its domain
-    7  its connection closed
+    3  an exception was reported that nothing outside of the process can have caused
+    4  silent for several heartbeats: it hangs, or its node or network does
+    5  ended without a word, which is all that is known of it; or nobody was named as lost
+    6  aborted: by itself, or by JAX, which has lost another process of its stage
+    7  the loss of another process or of a link was reported, or an exception that this may cause
+    8  ended with status 75 without a word: it has lost the launcher
     """
     record = failure.record
     if isinstance(record, Failed):
-        if record.spike is not None:
-            return 0
-        if record.exit_status == REQUEUE:
-            return 5
-        return 4 if record.fix is None else 0
+        if record.fix is None:
+            return 3 if record.is_own else _ECHO
+        if record.spike is None and record.exit_status == REQUEUE:
+            return 5 if record.peer is None else _ECHO
+        return 0
     if isinstance(record, Exit):
-        if record.status == HolmesError.exit_status:
-            return 1
-        return 2 if record.status < 0 and record.status != -signal.SIGABRT else 6
-    return {Silent: 3, Lost: 7}[type(record)]
+        if record.status in (HolmesError.exit_status, REQUEUE):
+            return 1 if record.status != REQUEUE else 8
+        number = _ending_signal(record)
+        return 5 if number is None else 6 if number == signal.SIGABRT else 2
+    return {Silent: 4, Lost: 5}[type(record)]
 
 
-def error_of(
-    record: Record, where: str, *, last: str, others: str, fix: str, fix_alone: str
-) -> HolmesError:
-    """Returns the error of a job that ends with the failure of a process.
+def _ending_signal(record: object) -> int | None:
+    """Returns the signal that ended a process; a shell around it tells it as 128 and more."""
+    if not isinstance(record, Exit):
+        return None
+    number = -record.status if record.status < 0 else record.status - 128
+    return number if number > 0 else None
 
-    Args:
-      record: the failure.
-      where: the process, with its stage.
-      last: its last status.
-      others: the status of all others.
-      fix: what to do where another node or a network may be the cause.
-      fix_alone: what to do where the process ended by itself.
+
+def _first_loss(told: Mapping[int, ProcessEvent], processes: Sequence[Process]) -> ProcessEvent:
+    """Returns where the losses began that processes report, all of which may follow from another.
+
+    1. A link: two processes have lost each other, or one has lost another that reports nothing.
+    2. An exception in a stage of which no process has lost one of another stage.
+    3. Any exception: whoever leaves with one is missed by others.
+    4. The first that was told.
     """
-    if isinstance(record, Failed):
-        return _as_reported(record, where, others, fix)
-    if isinstance(record, Silent):
-        silent_s = record.silent_s
-        problem = f"has been silent for {silent_s:.0f} s: it hangs, or its node or network does"
-    elif isinstance(record, Exit):
-        problem = _ending(record.status)
-        if record.status > 0 and record.status != REQUEUE:
-            return _kind(record.status)(where, problem, found=others, fix=fix_alone)
-    else:
-        problem = "has closed its connection: it ended, or its node did"
-    return PeerError(where, f"{problem}; it {last}", found=others, fix=fix)
-
-
-def _ending(status: int) -> str:
-    if status >= 0:
-        return f"ended with status {status}"
-    with contextlib.suppress(ValueError):
-        return f"was killed by signal {-status} ({signal.Signals(-status).name})"
-    return f"was killed by signal {-status}"
-
-
-def _kind(status: int) -> type[HolmesError]:
-    """Returns the kind of error for a process that ended with a status other than REQUEUE."""
-    return HolmesError if status == HolmesError.exit_status else FatalError
-
-
-def _as_reported(failed: Failed, process: str, others: str, fix: str) -> HolmesError:
-    """Returns the error that a process reported; a lost peer has what the others waited for."""
-    status = failed.exit_status
-    where = ": ".join(filter(None, (process, failed.where)))
-    found = others if failed.found is None else failed.found
-    if failed.spike is not None:
-        words = {"found": found, "fix": failed.fix or fix}
-        return SpikeError(where, failed.problem, **words, step=failed.spike)
-    if status == REQUEUE:
-        return PeerError(where, failed.problem, found=f"{found}; {others}", fix=fix)
-    kind = DamagedError if failed.damaged else _kind(status)
-    return kind(where, failed.problem, found=found, fix=fix if failed.fix is None else failed.fix)
+    peers: dict[int, int] = {}
+    exceptions = []
+    for number, failure in told.items():
+        if isinstance(record := failure.record, Failed) and _rank(failure) == _ECHO:
+            if record.peer is None:
+                exceptions.append(failure)
+            else:
+                peers[number] = record.peer
+    links = [
+        told[number]
+        for number, peer in peers.items()
+        if peers.get(peer) == number or peer not in told
+    ]
+    cut = {processes[number].stage for number in peers}
+    apart = [failure for failure in exceptions if processes[failure.process].stage not in cut]
+    losses = [told[number] for number in peers]
+    return [*links, *apart, *exceptions, *losses][0]

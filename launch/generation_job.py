@@ -33,7 +33,8 @@ from holmesjax.job import Job
 from holmesjax.plan.processes import make_processes
 from holmesjax.runtime.step_timeout import Progress
 from holmesjax.transport import connections
-from launch.failure_causes import error_of, find_cause, is_failure, statuses_of
+from launch.failure_causes import find_cause, is_failure
+from launch.failure_messages import error_of, statuses_of
 from launch.launchers.launcher import Launcher
 from launch.workers import pool_of, start_workers
 
@@ -156,7 +157,14 @@ class GenerationJob:
             name, fix = self._processes[first.process].name, "run it again"
             problem, found = "was asked to stop", f"signal {first.record.signal}"
             return PeerError(name, problem, found=found, fix=fix)
-        cause = find_cause(first, controller, self._note)
+        cause = find_cause(
+            first,
+            controller,
+            self._processes,
+            self._note,
+            sees_exits=self._launcher.sees_exits,
+            done=self._done,
+        )
         process = self._processes[cause.process]
         for line in self._last.get(cause.process, ()):
             self._warn(f"{process.name} | {line}")

@@ -4,24 +4,31 @@
 
 A restart counts while it brings no new step. A start that begins after a later step than the one
 before it, from a checkpoint that was committed in between, sets the count back to zero. A job that
-was asked to stop has not failed, and does not count. The record outlives the launcher, so whoever
-starts the launcher again (itself, Slurm, Kubernetes, a person) shares one count. Once that is spent
-the job ends with status 1, which no scheduler takes for "start me again"; the next start is then a
-person's, and counts from zero.
+was asked to stop has not failed, and does not count.
+
+A start that fails before its first step with the exception of the start before it is the last one,
+if nothing outside of the process can have caused the exception: the next would fail so, too.
+
+The record outlives the launcher, so whoever starts the launcher again (itself, Slurm, Kubernetes, a
+person) shares one count. Once that is spent the job ends with status 1, which no scheduler takes
+for "start me again"; the next start is then a person's, and counts from zero.
 """
 
 import dataclasses
 import json
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from holmesjax.errors import REQUEUE, FatalError, HolmesError
 from holmesjax.whole_files import write_whole
+from launch.process_logs import LOGS
 
 RECORD = "restarts.json"
 DEFAULT = 3  # restarts without a new step
 KEPT = 100  # entries
+ADDRESS = re.compile(r"0x[0-9a-f]+")  # of an object, which no other process has
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 300.0
 
 
@@ -34,6 +41,7 @@ class StartEntry:
     stopped: bool = False  # somebody asked for the end, or the run goes back from a spike
     node: str = ""  # where the cause of the end was
     cause: str = ""  # the error as it was printed
+    exception: str = ""  # before the first step, if nothing outside of the process can cause it
 
 
 class Restarts:
@@ -65,8 +73,13 @@ class Restarts:
         return found
 
     def is_spent(self, step: int) -> bool:
-        """Whether a job that has done `step` steps has no restart left."""
-        return len(self.failed(step)) > self.limit
+        """Whether a job that has done `step` steps has no restart left, or has no use for one."""
+        return len(self.failed(step)) > self.limit or self._repeats(step)
+
+    def _repeats(self, step: int) -> bool:
+        """Whether the last two starts failed in the same way, and nothing outside can be why."""
+        exceptions = [ADDRESS.sub("", start.exception) for start in self.failed(step)[-2:]]
+        return len(exceptions) == 2 and exceptions[0] == exceptions[1] != ""
 
     def pause_s(self, step: int) -> float:
         """Returns the pause before the next start: longer each time, and none after a new step."""
@@ -84,14 +97,34 @@ class Restarts:
                 str(self._path), "cannot be written", found=error.strerror, fix=fix
             ) from None
 
-    def end(self, status: int, *, stopped: bool = False, node: str = "", cause: str = "") -> None:
-        """Notes how the newest start ended."""
-        self._replace(status=status, stopped=stopped, node=node, cause=cause)
+    def end(
+        self,
+        status: int,
+        *,
+        stopped: bool = False,
+        node: str = "",
+        cause: str = "",
+        exception: str = "",
+    ) -> None:
+        """Notes how the newest start ended.
+
+        Args:
+          status, stopped, node, cause, exception: as in `StartEntry`.
+        """
+        self._replace(status=status, stopped=stopped, node=node, cause=cause, exception=exception)
 
     def give_up(self, step: int) -> FatalError:
         """Ends the count; returns the error of a job that may not start again."""
-        failed = self.failed(step)
+        failed, repeats = self.failed(step), self._repeats(step)
         self._replace(status=FatalError.exit_status, stopped=False)
+        if repeats:
+            return FatalError(
+                str(self._path.parent),
+                "its last two starts have failed in the same way before their first step",
+                found=_first_line(failed[-1]),
+                fix="correct what it says: neither another process nor a network can be the cause; "
+                f"the traceback is in {self._path.parent / LOGS}",
+            )
         last = {start.node: start for start in failed}
         count = {node: sum(start.node == node for start in failed) for node in last}
         found = "; ".join(

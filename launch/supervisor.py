@@ -27,7 +27,6 @@ from holmesjax.distributed.controller import Controller
 from holmesjax.distributed.data_agreement import DataAgreement
 from holmesjax.distributed.messages import (
     AllDone,
-    AskBeat,
     Compiled,
     Done,
     Exit,
@@ -46,6 +45,7 @@ from holmesjax.distributed.messages import (
     Warned,
 )
 from holmesjax.errors import (
+    CrashError,
     DamagedError,
     FatalError,
     HolmesError,
@@ -57,10 +57,13 @@ from holmesjax.hosts import computing
 from holmesjax.job import Job
 from holmesjax.lease import Lease
 from holmesjax.plan.processes import make_processes
+from holmesjax.report.process_step import ProcessStep
 from holmesjax.report.recorder import Recorder
 from holmesjax.runtime.step_timeout import Progress
 from holmesjax.transport import connections
-from launch.failure_causes import error_of, events_of, find_cause, hung, is_failure, statuses_of
+from launch.failure_causes import events_of, find_cause, is_failure
+from launch.failure_messages import NAMES, error_of, list_names, statuses_of
+from launch.holdups import hold_up
 from launch.launchers.launcher import Launcher, leaving
 from launch.process_logs import ProcessLogs, is_noise
 from launch.restarts import DEFAULT, Restarts
@@ -140,6 +143,7 @@ class Supervisor:
         self._controller: Controller | None = None
         self._unsave: Callable[[], None] = lambda: None
         self._blamed: str | None = None  # the node of a failure that came before any signal
+        self._has_trained = False  # a step, in this attempt
 
     def run(self) -> int:
         """Trains to the end, or until it is asked to stop.
@@ -228,17 +232,26 @@ class Supervisor:
 
     def _recorded_attempt(self, restart: int, restarts: Restarts, step: int) -> int:
         restarts.begin(step)
-        self._blamed, status, cause, is_meant = None, FatalError.exit_status, "", False
+        self._blamed, self._has_trained = None, False
+        status, cause, exception, is_meant = FatalError.exit_status, "", "", False
         try:
             status = self._confirmed_attempt(restart)
         except HolmesError as error:
             status, cause = error.exit_status, str(error)
             is_meant = isinstance(error, SpikeError)
+            if isinstance(error, CrashError) and not self._has_trained:
+                exception = error.exception
             raise
         finally:
             self._lease.check(at_once=True)  # a process of the job may have seen a loss first
             stopped = is_meant or (bool(self._stops) and self._blamed is None)
-            restarts.end(status, stopped=stopped, node=self._blamed or "", cause=cause)
+            restarts.end(
+                status,
+                stopped=stopped,
+                node=self._blamed or "",
+                cause=cause,
+                exception=exception,
+            )
         return status
 
     def _confirmed_attempt(self, restart: int) -> int:
@@ -366,14 +379,12 @@ class Supervisor:
                 raise SystemExit(leaving(self._stops.first))
             if self._stops.is_impatient:
                 raise SystemExit(leaving(self._stops.last))
-            if len(attempt.up) < len(self._processes) and progress.is_late():
-                raise self._late(attempt)
             if end_s is not None and time.monotonic() > end_s:
                 break
             if end_s is None and (problem := self._overdue(attempt)):
-                self._ask_for_stacks(attempt)
+                question = self._ask_for_stacks(attempt)
                 if self._overdue(attempt):
-                    raise self._hang(problem, attempt)
+                    raise self._hang(problem, attempt, question)
                 recorder.console.print("warning: a step was late, and is done now")
             attempt.agreement.check()
             while attempt.output and time.monotonic() > attempt.output[0][0] + DELAY_S:
@@ -410,7 +421,7 @@ class Supervisor:
             case Up():
                 attempt.up.add(number)
             case Measurements(measured=report):
-                attempt.recorder.take(report)
+                self._record(report, attempt)
             case Saved(step=step, arrays=arrays, files=files):
                 attempt.saves.saved(step, arrays, files)
             case Unsaved(step=step, reason=reason):
@@ -437,6 +448,10 @@ class Supervisor:
                     attempt.exited[number] = 0
             case _:
                 raise AssertionError(f"what is {event}?")
+
+    def _record(self, report: ProcessStep, attempt: _Attempt) -> None:
+        attempt.recorder.take(report)
+        self._has_trained = True
 
     def _agree(self, number: int, record: Compiled | Files, attempt: _Attempt) -> None:
         """Lets all processes go once all have read the same data."""
@@ -466,9 +481,17 @@ class Supervisor:
                 case Output(line=line):
                     attempt.logs.write(event.process, line)
                 case Measurements(measured=report):
-                    attempt.recorder.take(report)
+                    self._record(report, attempt)
 
-        cause = find_cause(first, controller, note)
+        cause = find_cause(
+            first,
+            controller,
+            self._processes,
+            note,
+            sees_exits=self._launcher.sees_exits,
+            done=attempt.done,
+            is_hurried=lambda: self._stops.is_impatient,
+        )
         process = self._processes[cause.process]
         self._blamed = None if is_asked else process.node
         found = statuses_of(self._processes, controller, but=process)
@@ -492,42 +515,41 @@ class Supervisor:
         )
 
     def _overdue(self, attempt: _Attempt) -> str | None:
-        """Describes what takes too long in a job that trains; None if nothing does."""
+        """Describes what takes too long in a job; None if nothing does."""
         if self._stops.is_overdue:
             asked = signal.Signals(self._stops.first).name
             return (
                 f"has not stopped within distributed.stop_timeout_s = "
                 f"{self._config.stop_timeout_s:g} s of {asked}; its step is given up"
             )
-        if len(attempt.up) == len(self._processes) and attempt.progress.is_late():
+        if not attempt.progress.is_late():
+            return None
+        if attempt.up == set(range(len(self._processes))):
             return f"no progress for {attempt.progress.describe_limit()}"
-        return None
+        return (
+            f"not ready to train, and no progress within distributed.start_timeout_s = "
+            f"{self._config.start_timeout_s:g} s"
+        )
 
-    def _ask_for_stacks(self, attempt: _Attempt) -> None:
-        """Makes all processes write their stacks into their logs, and report their status."""
-        attempt.controller.broadcast(AskBeat(stacks=True))
+    def _ask_for_stacks(self, attempt: _Attempt) -> int:
+        """Makes all processes write their stacks into their logs, and report their status.
+
+        Returns the number of the question, for `hold_up`.
+        """
+        question = attempt.controller.ask(stacks=True)
         for event in self._events(attempt, STACKS_S):
             self._hear(event, attempt)
+        return question
 
-    def _hang(self, problem: str, attempt: _Attempt) -> HolmesError:
-        """Returns the error of a job without progress: who is behind, and the status of all."""
-        blamed = hung(self._processes, attempt.controller)
-        self._blamed = None if self._stops else ", ".join(process.node for process in blamed)
+    def _hang(self, problem: str, attempt: _Attempt, question: int) -> HolmesError:
+        """Returns the error of a job without progress: who holds it up, and the status of all."""
+        blamed = hold_up(self._processes, attempt.controller, question)
+        nodes = list(dict.fromkeys(process.node for process in blamed))
+        self._blamed = None if self._stops else ", ".join(nodes[:NAMES])
         return PeerError(
-            ", ".join(process.full_name for process in blamed),
+            list_names([process.full_name for process in blamed]),
             problem,
             found=statuses_of(self._processes, attempt.controller),
             fix="start it again from the last checkpoint with the same command; the stacks of all "
             f"processes are in their logs: {attempt.logs.path(blamed[0].number)}",
-        )
-
-    def _late(self, attempt: _Attempt) -> HolmesError:
-        missing = [p for p in self._processes if p.number not in attempt.up]
-        self._blamed = ", ".join(process.node for process in missing)
-        return PeerError(
-            ", ".join(process.name for process in missing),
-            f"not ready to train, and no progress within distributed.start_timeout_s = "
-            f"{self._config.start_timeout_s:g} s",
-            found="; ".join(f"{p.name}: {attempt.controller.status(p.number)}" for p in missing),
-            fix=f"raise distributed.start_timeout_s, or see their logs in {attempt.logs.folder}",
         )

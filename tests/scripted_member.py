@@ -10,6 +10,7 @@ A process joins the controller as a worker does, needs no JAX, and then does wha
     save STEP           writes its stage's part of a checkpoint
     await STEP          until that checkpoint is whole
     train               steps, each with its vote, until all are to stop; then it saves and ends
+    hang up             closes its connection, as the kernel does for one that dies
     sleep SECONDS
     done STEP           has trained so far, and ends when all have
     exit STATUS         or signals itself, with -STATUS
@@ -148,6 +149,8 @@ def main(run_dir, script, env, output):
             if member.process.leads:
                 act("save", step)
             act("done", step)
+        elif what == "hang up":
+            member.close()
         elif what == "sleep":
             time.sleep(arguments[0])
         elif what == "done":

@@ -139,3 +139,28 @@ def test_a_child_costs_one_descriptor_and_what_it_says_is_heard_to_its_end():
     own = [record for number, record in heard if number == 0]
     assert own == [Output(line="one"), Output(line="two"), Exit(status=3)]
     assert [len(os.listdir("/proc/self/fd"))] == [before]
+
+
+def test_the_end_of_a_child_is_told_while_its_own_child_holds_its_output_open(tmp_path):
+    """A loader of data that outlives its process, say; also where it goes on writing."""
+    children, events = Children(), queue.Queue()
+    told, lines, deadline_s = {}, [], time.monotonic() + 30
+    try:
+        for number, does in enumerate(["sleep 300", "while :; do echo more; sleep 0.01; done"]):
+            own = tmp_path / str(number)
+            started = f"setsid sh -c 'echo $$ > {own}; {does}' & until [ -s {own} ]; do :; done"
+            script = f"{started}; echo last words; exit {3 + number}"
+            children.start(number, ["sh", "-c", script], dict(os.environ), events)
+        while len(told) < 2:
+            assert time.monotonic() < deadline_s, "no end is told"
+            number, record = events.get(timeout=30)
+            if isinstance(record, Exit):
+                told[number] = record.status
+            else:
+                lines.append((number, record.line))
+    finally:
+        children.end()
+        for own in tmp_path.iterdir():
+            os.killpg(int(own.read_text()), signal.SIGKILL)
+    assert told == {0: 3, 1: 4}
+    assert {(0, "last words"), (1, "last words")} <= set(lines)

@@ -20,6 +20,7 @@ from holmesjax.distributed.messages import (
     PROTOCOL,
     Addresses,
     AskAddresses,
+    AskBeat,
     AskClock,
     Beat,
     ClockReading,
@@ -79,6 +80,8 @@ class _Seat:
     num_done: int = 0  # programs and layers, before the first step
     addresses: dict[str, Any] | None = None
     unproven: str | None = None  # what the attention kernels lack on its host
+    answered: int = 0  # the number of the last question that it has answered
+    waits_in: str = ""  # the function of JAX in which its main thread waited then, if it did
 
 
 class Controller:
@@ -117,7 +120,7 @@ class Controller:
         self._resume, self._timeout_s = resume, heartbeat_timeout_s
         self._is_saving, self._progress = is_saving, progress
         self._votes: dict[int, set[int]] = {}  # step -> stages
-        self._num_ready = 0
+        self._num_ready = self._num_asked = 0
         self._allow = allow
         self._comparing = threading.Lock()
         self._first: dict[int | None, MemberHello] = {}  # of the job (None), and of each stage
@@ -163,6 +166,26 @@ class Controller:
         if connection := self._seats[process].connection:
             connection.send(connections.pack(encode(record)))
 
+    def ask(self, *, stacks: bool = False) -> int:
+        """Asks all members for a sign of life; returns the number of the question."""
+        self._num_asked += 1
+        self.broadcast(AskBeat(number=self._num_asked, stacks=stacks))
+        return self._num_asked
+
+    def unanswered(self, question: int) -> set[int]:
+        """Returns the connected members that have not answered a question yet.
+
+        Those that have missed two heartbeats are not among them, but among `overdue`.
+        """
+        overdue = self.overdue()
+        return {
+            seat.process.number
+            for seat in self._seats
+            if _open_connection(seat) is not None
+            and not self.has_answered(seat.process.number, question)
+            and seat.process.number not in overdue
+        }
+
     def refuse(self, error: HolmesError) -> None:
         """Tells all members of a mistake; each ends with it."""
         self.broadcast(Mistake(**error.parts()))
@@ -170,6 +193,18 @@ class Controller:
     def status(self, process: int) -> str:
         """Returns the last status of a member: what it does, or waits for."""
         return self._seats[process].status
+
+    def has_come(self, process: int) -> bool:
+        """Whether a member has connected."""
+        return self._seats[process].connection is not None
+
+    def has_answered(self, process: int, question: int) -> bool:
+        """Whether a member has answered a question of `ask`."""
+        return self._seats[process].answered >= question
+
+    def waits_in(self, process: int) -> str:
+        """Returns where the main thread of a member waited when it answered, as `Beat` says."""
+        return self._seats[process].waits_in
 
     def position(self, process: int) -> tuple[int, int]:
         """Returns how far a member has come, for comparison: its step, and the work in it."""
@@ -183,11 +218,10 @@ class Controller:
         """
         now_s = time.monotonic()
         return {
-            seat.process.number: now_s - seat.connection.heard_s
+            seat.process.number: now_s - connection.heard_s
             for seat in self._seats
-            if seat.connection
-            and not seat.connection.is_over
-            and now_s - seat.connection.heard_s > 2 * self._timeout_s / BEATS
+            if (connection := _open_connection(seat)) is not None
+            and now_s - connection.heard_s > 2 * self._timeout_s / BEATS
         }
 
     def _check(self, hello: MemberHello) -> str | None:
@@ -228,7 +262,7 @@ class Controller:
         if seat.connection is not None:  # two have come at once
             connection.close()
             return
-        seat.status = "was starting"
+        seat.status, seat.answered = "was starting", self._num_asked  # before it came
         self._progress.note()
         seat.connection = LoopConnection(connection)
         self._seat_of[seat.connection] = seat
@@ -274,7 +308,8 @@ class Controller:
                 self.stop()
                 self._note(seat, record)
             case Beat():
-                pass
+                if record.answers is not None:
+                    seat.answered, seat.waits_in = record.answers, record.waits_in
             case _:
                 self._note(seat, record)
 
@@ -322,6 +357,10 @@ class Controller:
         while not self._closed.wait(self._timeout_s / BEATS):
             progress = self._progress
             self.broadcast(Heartbeat(num_noted=progress.num_noted, limit_s=progress.limit_s))
+
+
+def _open_connection(seat: _Seat) -> LoopConnection | None:
+    return None if seat.connection is None or seat.connection.is_over else seat.connection
 
 
 def _is_silence(error: Exception) -> bool:

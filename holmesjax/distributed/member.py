@@ -123,6 +123,7 @@ class Member:
         )
         self._connection.sock.settimeout(self.timeout_s)
         self._closed = threading.Event()
+        self.is_over = threading.Event()  # nothing more is heard of the controller
         for run in (self._listen, self._beat):
             threading.Thread(target=run, name="member", daemon=True).start()
 
@@ -224,6 +225,7 @@ class Member:
             try:
                 record = decode(self._connection.receive(), FROM_CONTROLLER)
             except (OSError, ValueError) as error:
+                self.is_over.set()
                 if not self._closed.is_set():
                     silent = isinstance(error, TimeoutError)
                     self.on_loss(
@@ -246,6 +248,7 @@ class Member:
                     self._num_noted, self._noted_s = record.num_noted, time.monotonic()
                 self._patience_s = 2 * record.limit_s + self.timeout_s
             case Mistake():
+                self.is_over.set()
                 self.on_loss(
                     HolmesError(record.where, record.problem, found=record.found, fix=record.fix)
                 )
@@ -257,10 +260,11 @@ class Member:
                 with contextlib.suppress(OSError):
                     self.send(Files(files=files))
             case AskBeat():
-                if record.stacks:
-                    hung_main_thread.write_stacks()
+                waits_in = hung_main_thread.waits_in()
                 with contextlib.suppress(OSError):
-                    self.send(Beat())
+                    self.send(Beat(answers=record.number, waits_in=waits_in))
+                if record.stacks:  # then: standard error may take nothing
+                    hung_main_thread.write_stacks()
             case _:
                 self._inbox.put(record)
         return True

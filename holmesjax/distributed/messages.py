@@ -12,7 +12,7 @@ from holmesjax.runtime.step_timeout import Work
 from holmesjax.transport.records import Message, Record, by_kind, decode, encode, make
 
 BEATS = 4  # heartbeats in the time that an end may be silent
-PROTOCOL = 7
+PROTOCOL = 8
 
 
 # ---- hellos --------------------------------------------------------------------------------------
@@ -131,7 +131,9 @@ class Failed(Record):
     where: str
     problem: str
     found: str | None = None
-    fix: str | None = None  # None: the error has no advice, because it is a bug
+    fix: str | None = None  # None: an exception that HolmesJAX has not raised, without advice
+    is_own: bool = False  # such an exception, which only this member itself can have caused
+    peer: int | None = None  # the process that it has lost
     damaged: bool = False  # the checkpoint that it read
     spike: int | None = None  # the step, where the run goes back from one
 
@@ -191,6 +193,8 @@ class Beat(Record):
     """A member lives."""
 
     kind = "beat"
+    answers: int | None = None  # the number of the question that it answers
+    waits_in: str = ""  # the function of JAX in which its main thread waits for others, if it does
 
 
 # ---- controller -> member ------------------------------------------------------------------------
@@ -280,6 +284,7 @@ class AskBeat(Record):
     """Asks for a beat at once, and for the stacks of all threads in the member's log."""
 
     kind = "tell"
+    number: int  # of the question
     stacks: bool = False
 
 

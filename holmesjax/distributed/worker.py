@@ -9,10 +9,12 @@ import contextlib
 import dataclasses
 import functools
 import signal
+import socket
+import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
@@ -26,6 +28,7 @@ from holmesjax.checkpoints import checkpoint, manifest, skipped_data, writing
 from holmesjax.checkpoints.manifest import Checkpoint
 from holmesjax.data import cluster_paths, sources, whole_digests
 from holmesjax.data.batches import Batches
+from holmesjax.distributed import foreign_errors
 from holmesjax.distributed.member import ADVANCE_S, Member
 from holmesjax.distributed.messages import (
     AllDone,
@@ -40,7 +43,7 @@ from holmesjax.distributed.messages import (
     Unsaved,
     Up,
 )
-from holmesjax.errors import DamagedError, HolmesError, SpikeError
+from holmesjax.errors import REQUEUE, DamagedError, HolmesError, PeerError, SpikeError
 from holmesjax.hosts import computing, nics
 from holmesjax.hosts.nics import Host
 from holmesjax.hosts.process_environment import ProcessEnvironment, die_with
@@ -131,6 +134,7 @@ class Worker:
             on_loss=self._give_up,
         )
         self._step, self._stopping = 0, False
+        self._held_port: socket.socket | None = None  # of the coordinator, until it listens
 
     def run(self) -> int:
         # On another thread: the main one may compile, or be in the middle of telling something.
@@ -148,18 +152,31 @@ class Worker:
             self._member.send(record)
 
     def _give_up(self, error: BaseException) -> NoReturn:
-        """Ends this process with what went wrong, from any thread; the first call counts."""
+        """Ends this process with what went wrong, from any thread; the first call counts.
+
+        It waits for the end of the job: others would fail with it, and JAX would abort them.
+        """
         self._failing.acquire()  # never released
-        failed = Failed(exit_status=1, where="", problem=f"{type(error).__name__}: {error}")
-        last_words = [lambda: self._send(failed)]
-        if isinstance(error, HolmesError):
-            damaged = isinstance(error, DamagedError)
-            spike = error.step if isinstance(error, SpikeError) else None
-            status, parts = error.exit_status, error.parts()
-            failed = Failed(exit_status=status, **parts, damaged=damaged, spike=spike)
-        else:
-            last_words.insert(0, lambda: traceback.print_exception(error))
+        failed = _described(error)
+        say = lambda: None if isinstance(error, HolmesError) else traceback.print_exception(error)
+        flush = lambda: sys.stdout.flush()
+        last_words = (lambda: self._send(failed), say, flush, lambda: self._member.is_over.wait())
         hung_main_thread.end_process(failed.exit_status, *last_words)
+
+    @contextlib.contextmanager
+    def _giving_up(self) -> Iterator[None]:
+        """Gives up at once where another process may be gone: the writer would wait for it.
+
+        All processes come to the end of a run that diverges, and finish its checkpoint before.
+        """
+        try:
+            yield
+        except PeerError as error:
+            self._give_up(error)
+        except HolmesError:
+            raise
+        except BaseException as error:
+            self._give_up(error)
 
     # ---- the normal course ---------------------------------------------------------------------
 
@@ -183,7 +200,7 @@ class Worker:
         start = self._meet_controller(ports, unproven)
         member.status("was starting JAX")
         stages = self._make_stages(self._join(start), start)
-        with ThreadPoolExecutor(1) as pool, ExitStack() as stack:
+        with ThreadPoolExecutor(1) as pool, ExitStack() as stack, self._giving_up():
             reading = pool.submit(read_batches, config)
             member.status("was compiling")
             began_s = time.perf_counter()
@@ -279,7 +296,8 @@ class Worker:
             return None
         fabric = domain_fabric(self._job.topology, self._domain)
         address, _ = nic(book, self._me, fabric, 0)
-        return address, domain.coordinator_port(address, self._config, self._me.stage)
+        self._held_port = domain.hold_coordinator_port(address, self._config, self._me.stage)
+        return connections.address_of(self._held_port)
 
     def _join(self, start: JobStart) -> Mesh:
         """Joins the domain, and returns the mesh of its stage."""
@@ -287,6 +305,8 @@ class Worker:
         kinds = domain.device_kinds(job, self._domain)
         compat.use_devices(kinds, len(me.devices), rehearse=job.config.run.rehearse)
         devices = domain.join(me, self._domain, start.coordinator, self._config)
+        if self._held_port is not None:
+            self._held_port.close()
         # The first process of a domain alone writes, so it alone can tell that it does not.
         program_cache.use(job.config.run.compilation_cache, self._env, self._say)
         return build_mesh(job.plan.stages[me.stage], devices)
@@ -374,6 +394,27 @@ class Worker:
 
     def _send_unsaved(self, step: int, reason: str) -> None:
         self._member.send(Unsaved(step=step, reason=reason))
+
+
+def _described(error: BaseException) -> Failed:
+    """Returns the report of an error that ends this process.
+
+    Whether a foreign exception ends the job is not for this process to say: another one may be the
+    cause. So its status asks for another start.
+    """
+    if not isinstance(error, HolmesError):
+        problem = f"{type(error).__name__}: {error}"
+        return Failed(
+            exit_status=REQUEUE, where="", problem=problem, is_own=foreign_errors.is_own(error)
+        )
+    parts: dict[str, Any] = error.parts()
+    return Failed(
+        exit_status=error.exit_status,
+        **parts,
+        peer=error.peer if isinstance(error, PeerError) else None,
+        damaged=isinstance(error, DamagedError),
+        spike=error.step if isinstance(error, SpikeError) else None,
+    )
 
 
 class _Reporter:

@@ -105,9 +105,14 @@ def _missing(name: str, what: str, found: str = "not set") -> HolmesError:
 
 
 def die_with(parent: str | None) -> None:
-    """Makes Linux end this process when the launcher that started it on this machine ends."""
+    """Makes Linux end this process when the launcher that started it on this machine ends.
+
+    It leads a group of processes from now on, so that its own children can be ended with it.
+    """
     if parent is None:
         return
+    with contextlib.suppress(PermissionError):  # it leads a session, and so a group, already
+        os.setpgid(0, 0)
     set_death_signal = 1  # PR_SET_PDEATHSIG
     # Elsewhere than on Linux the controller is missed instead.
     with contextlib.suppress(AttributeError, OSError):

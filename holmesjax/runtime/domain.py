@@ -1,9 +1,10 @@
 """A stage's domain: the `jax.distributed` job of its processes and no one else's, and its NICs.
 
-The coordinator lives in the process of rank 0. Its port is tried before it is used: JAX 0.10.2 ends
-the process with a segmentation fault where it is taken.
+The coordinator lives in the process of rank 0. Its port is held from the moment in which others are
+told of it: JAX 0.10.2 ends the process with a segmentation fault where it is taken.
 """
 
+import socket
 import time
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from typing import Any
@@ -74,23 +75,32 @@ def choose_nics(
     return found.warnings
 
 
-def coordinator_port(address: str, config: DistributedConfig, stage: int) -> int:
-    """A port for the coordinator of a stage that is free now: of the config, or any.
+def hold_coordinator_port(address: str, config: DistributedConfig, stage: int) -> socket.socket:
+    """Holds a port for the coordinator of a stage, of the config or any that is free.
 
-    Raises HolmesError if the configured one is taken.
+    The socket that is returned is bound and does not listen. Until it is closed, only this user's
+    sockets with SO_REUSEPORT can take its port, and JAX's coordinator is one.
+
+    Raises HolmesError if the configured port is taken.
     """
     port = config.port + stage if config.port else 0
+    sock = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     try:
-        sock = connections.listen(address, port)
-    except HolmesError as error:
+        if port:  # as the coordinator does: the connections of an earlier one may linger
+            connections.listen(address, port).close()
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind((address, port))
+    except (HolmesError, OSError) as error:
+        sock.close()
         raise HolmesError(
             f"distributed.port, {address}:{port}",
             f"the coordinator of stage {stage} cannot listen there",
-            found=error.found,
+            found=error.found if isinstance(error, HolmesError) else error.strerror,
             fix="choose another distributed.port, or 0 for any that is free",
         ) from None
-    with sock:
-        return connections.address_of(sock)[1]
+    # Behind `bind`: with it, two jobs of a user could hold one port.
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+    return sock
 
 
 def join(

@@ -163,17 +163,21 @@ class _Meeting:
             for peer, stream in ways:
                 fabric = fabric_between(rendezvous.topology, me, peer)
                 address, port = nic(book[peer.number], peer, fabric, stream)
-                connection = connections.connect(
-                    address,
-                    port,
-                    key=rendezvous.key,
-                    hello=replace(hello, stream=stream),
-                    expected=NeighbourHello,
-                    check=self._check,
-                    where=between(me, peer),
-                    timeout_s=max(deadline_s - time.monotonic(), 0.0),
-                    source=nic(book[me.number], me, fabric, stream)[0],
-                )
+                try:
+                    connection = connections.connect(
+                        address,
+                        port,
+                        key=rendezvous.key,
+                        hello=replace(hello, stream=stream),
+                        expected=NeighbourHello,
+                        check=self._check,
+                        where=between(me, peer),
+                        timeout_s=max(deadline_s - time.monotonic(), 0.0),
+                        source=nic(book[me.number], me, fabric, stream)[0],
+                    )
+                except PeerError as error:
+                    error.peer = peer.number
+                    raise
                 self._enter(peer.number, stream, connection)
             self._wait(deadline_s)
 
@@ -236,6 +240,7 @@ class _Meeting:
                 f"{names} did not connect for {self._rendezvous.timeout_s:g} s",
                 found="; ".join(reasons) or "no call",
                 fix="see the log of that process, and that the network lets it reach this one",
+                peer=missing[0],
             )
 
 

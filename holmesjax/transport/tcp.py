@@ -408,7 +408,13 @@ class TcpTransport:
             waiting = self._target.awaited_from(peer.process.number)
         during = f", while waiting for {waiting}" if waiting else ""
         fix = fix or f"see the log of {peer.process.name}"
-        return PeerError(between(peer.process, self._me), problem + during, found=found, fix=fix)
+        return PeerError(
+            between(peer.process, self._me),
+            problem + during,
+            found=found,
+            fix=fix,
+            peer=peer.process.number,
+        )
 
     def _late(self, key: Key, start_s: float) -> float | PeerError:
         """Returns how long an array may still take, or the error if it is late."""
@@ -426,6 +432,7 @@ class TcpTransport:
             found="its heartbeat, but no data",
             fix=f"see in the log of {process.name} what it does; distributed.pull_timeout_s sets "
             "how long it may take",
+            peer=process.number,
         )
 
     def _fail(self, error: Exception) -> None:

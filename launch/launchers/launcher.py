@@ -22,6 +22,8 @@ from holmesjax.errors import REQUEUE, ConfigError
 from holmesjax.plan.processes import Process
 
 KILLED_S = 5.0  # for what was killed to be gone; what hangs in the kernel is left to it
+LOOK_S = 0.5  # between two looks whether a child that says nothing has ended
+REST_BYTES = 1024 * 1024  # of output that a child has left behind; more than a socket holds
 
 
 class EventSink(Protocol):
@@ -231,25 +233,45 @@ class _Child(NamedTuple):
 
 
 class _Output(io.RawIOBase):
-    """The bytes that a child writes. A child may leave its stdin unread."""
+    """The bytes that a child writes before it ends. A child may leave its stdin unread.
 
-    def __init__(self, sock: socket.socket):
-        self._sock = sock
+    The end of the child is the end of its output, even if its own children hold that open.
+    """
+
+    def __init__(self, sock: socket.socket, process: subprocess.Popen[bytes]):
+        self._sock, self._process = sock, process
+        self._left_bytes: int | None = None  # that may still be read, once the child has ended
+        self._sock.settimeout(LOOK_S)
 
     def readable(self) -> bool:
         return True
 
     def readinto(self, buffer: Any) -> int:
-        try:
-            return self._sock.recv_into(buffer)
-        except ConnectionResetError:
-            return 0
+        while True:
+            if self._left_bytes is None and self._process.poll() is not None:
+                self._left_bytes = REST_BYTES
+                self._sock.settimeout(0.0)
+            if self._left_bytes == 0:
+                return 0
+            try:
+                limit = min(len(buffer), self._left_bytes or len(buffer))
+                count = self._sock.recv_into(buffer, limit)
+            except TimeoutError:
+                continue
+            except (BlockingIOError, ConnectionResetError):
+                return 0
+            if self._left_bytes is not None:
+                self._left_bytes -= count
+            return count
 
 
 def _read(
     process: subprocess.Popen[bytes], sock: socket.socket, number: int, events: EventSink
 ) -> None:
-    with sock, io.TextIOWrapper(io.BufferedReader(_Output(sock)), errors="replace") as output:
+    with (
+        sock,
+        io.TextIOWrapper(io.BufferedReader(_Output(sock, process)), errors="replace") as output,
+    ):
         for line in output:
             events.put(ProcessEvent(number, Output(line=line.rstrip("\n"))))
     status = process.wait()

@@ -47,7 +47,8 @@ MAX_AT_ONCE = 16  # ssh clients that are asked for their configuration
 END_S = 5.0  # for a process to be gone when its stdin has ended
 
 # The command of a host's shell. It is one compound command, so that the shell has read it whole
-# before it runs. Nothing more comes on stdin then, until stdin ends.
+# before it runs. Nothing more comes on stdin then, until stdin ends. The process leads a group of
+# its own (`die_with`): what it has started would hold the connection open, and outlive it.
 SCRIPT = """{{
 cd {folder} || exit {no_folder}
 [ -f launch/__main__.py ] || exit {no_checkout}
@@ -57,12 +58,13 @@ export HOLMES_PARENT=$$
 exec 3<&0
 {python} -m launch {command} </dev/null 3<&- &
 process=$!
-( read -r _ <&3; kill -9 $process ) >/dev/null 2>&1 &
+( read -r _ <&3; kill -9 -$process; kill -9 $process ) >/dev/null 2>&1 &
 leash=$!
 exec 3<&-
 wait $process 2>/dev/null
 status=$?
 kill $leash 2>/dev/null
+kill -9 -$process 2>/dev/null
 exit $status
 }}
 """

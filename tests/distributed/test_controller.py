@@ -4,6 +4,7 @@ Heartbeats go many times a second, by the machine's own clock; silence and patie
 the clock of the tests. So no machine is too busy for them.
 """
 
+import contextlib
 import queue
 import random
 import re
@@ -13,6 +14,7 @@ import time
 from types import SimpleNamespace
 
 import pytest
+from jax._src.lib import _jax  # its coordinator by itself, without a job
 
 from holmesjax.config import DistributedConfig
 from holmesjax.distributed import controller as controllers_end, member as members_end
@@ -20,7 +22,6 @@ from holmesjax.distributed.controller import Controller, differences
 from holmesjax.distributed.member import ClockOffset, Member
 from holmesjax.distributed.messages import (
     Addresses,
-    AskBeat,
     AskFiles,
     Beat,
     Go,
@@ -32,7 +33,7 @@ from holmesjax.distributed.messages import (
 from holmesjax.distributed.worker import _Reporter
 from holmesjax.errors import DataError, HolmesError, PeerError, RefusedError
 from holmesjax.plan.processes import Process
-from holmesjax.runtime.domain import coordinator_port
+from holmesjax.runtime.domain import hold_coordinator_port
 from holmesjax.runtime.step_timeout import Progress
 from holmesjax.runtime.timeline import Interval
 from holmesjax.transport import connection_loop, connections
@@ -219,12 +220,40 @@ def test_the_coordinators_of_a_node_do_not_share_a_port():
     address = "127.9.8.7"  # of this machine too, and nobody else's: neighbouring ports are free
     with connections.listen(address) as taken:
         config = DistributedConfig(port=connections.address_of(taken)[1] - 2)
-        ports = {coordinator_port(address, config, stage) for stage in (0, 1)}
-        assert len(ports) == 2
+        with (
+            hold_coordinator_port(address, config, 0) as first,
+            hold_coordinator_port(address, config, 1) as second,
+        ):
+            assert connections.address_of(first) != connections.address_of(second)
         with pytest.raises(HolmesError, match="the coordinator of stage 2 cannot listen") as error:
-            coordinator_port(address, config, 2)
+            hold_coordinator_port(address, config, 2)
     assert error.value.where == f"distributed.port, {address}:{config.port + 2}"
     assert "choose another distributed.port" in error.value.fix
+
+
+@pytest.mark.parametrize("port", [0, 7421])
+def test_a_port_that_is_held_is_for_the_coordinator_alone(port):
+    """JAX 0.10.2 would end the process with a segmentation fault."""
+    address = "127.9.8.6"
+    with hold_coordinator_port(address, DistributedConfig(port=port), 0) as held:
+        place = connections.address_of(held)
+        if port:  # a second job of this user
+            with _coordinator(place), pytest.raises(HolmesError, match="cannot listen there"):
+                hold_coordinator_port(address, DistributedConfig(port=port), 0)
+        else:
+            with pytest.raises(HolmesError, match="cannot listen here"):
+                connections.listen(*place)
+            with _coordinator(place):
+                pass
+
+
+@contextlib.contextmanager
+def _coordinator(place):
+    """JAX's own, which listens at an address."""
+    service = _jax.get_distributed_runtime_service("{}:{}".format(*place), 1)
+    with socket.create_connection(place, timeout=DEADLINE_S):
+        yield
+    service.shutdown()
 
 
 def test_a_member_asks_for_the_time_again_and_again(controller, members):
@@ -430,8 +459,11 @@ def test_a_member_that_talks_nonsense_is_lost_and_the_others_go_on(controller, m
 
 def test_what_it_is_asked_to_tell_comes_at_once(controller, members):
     members[2].status("waited for B1")
-    controller.broadcast(AskBeat())
+    question = controller.ask()
     wait_until(lambda: controller.status(2) == "waited for B1")
+    wait_until(lambda: not controller.unanswered(question))
+    members[1]._take = lambda record: True  # it hears, and answers nothing
+    assert controller.unanswered(controller.ask()) >= {1}
 
 
 def test_what_is_done_at_a_start_is_progress_and_a_heartbeat_is_none(controller, members):

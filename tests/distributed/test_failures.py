@@ -28,6 +28,7 @@ from holmesjax.report import metrics
 from holmesjax.trainer import Trainer
 from tests.disks import disk
 from tests.jobs import ROOT, RunningJob, external_job, listening_ports, write_run
+from tests.socket_faults import reset_connections
 
 # One worker runs them all: they share what is made once.
 pytestmark = pytest.mark.xdist_group("failures")
@@ -216,6 +217,61 @@ def test_a_job_that_lost_a_process_goes_on_exactly(tmp_path, undisturbed, role, 
         with start(tmp_path, steps) as job:  # the user's own restart
             assert job.end() == 0, job.output
     assert losses_of(tmp_path) == undisturbed(STEPS)
+
+
+# ---- what comes out of a collective --------------------------------------------------------------
+
+
+def assert_blamed(output: str, number: int, words: str) -> None:
+    """That a paragraph blames one process, which the others of its stage have not survived."""
+    errors = [line for line in output.splitlines() if line.startswith("error: ")]
+    [told] = [line for line in errors if f"process {number}): " in line]
+    assert errors == [told]
+    assert words in told
+
+
+def test_what_collectives_raise_lets_the_job_start_again(tmp_path, undisturbed):
+    """A connection inside of a stage is reset while both ends live, and processes die by signals.
+
+    All of these make other processes fail in their collectives, at a moment that is left to chance.
+    """
+    rng = random.Random()
+    signals = {signal.SIGABRT: 1, signal.SIGSEGV: 0, signal.SIGBUS: 2}
+    with start(tmp_path, "--max-restarts", 4) as job:
+        for number in (None, *signals):
+            seen = len(job.lines)
+            first_step(job, tmp_path)
+            time.sleep(rng.uniform(0.0, 0.5))
+            pids = job.workers()
+            if number is None:
+                assert reset_connections(pids[0], pids[1]) >= 1
+            else:
+                os.kill(pids[signals[number]], number)
+            job.until("starting again")
+            output = "".join(job.lines[seen:])
+            if number is None:
+                told = [line for line in output.splitlines() if line.startswith("error: ")]
+                assert len(told) == 1
+                assert told[0].startswith("error: a/a-")
+                assert "JaxRuntimeError" in told[0]
+            else:
+                assert_blamed(output, signals[number], f"({number.name})")
+        first_step(job, tmp_path)
+        job.process.send_signal(signal.SIGINT)
+        assert job.end() == 0, job.output
+    losses = losses_of(tmp_path)
+    assert losses == undisturbed(len(losses))
+
+
+def test_a_process_that_dies_where_nobody_sees_its_end_is_named(tmp_path):
+    """A scheduler has started it: the launcher hears what the others raise, and that it is gone."""
+    with external_job(tmp_path, CLUSTERS, *SETTINGS) as job:
+        first_step(job, tmp_path)
+        job.processes[1].kill()
+        assert job.end() == 75, job.output
+        statuses = [process.wait(60) for process in job.processes]
+    assert statuses == [75, -signal.SIGKILL, 75]
+    assert_blamed(job.output, 1, "has closed its connection without a word")
 
 
 # ---- a step hangs --------------------------------------------------------------------------------

@@ -62,4 +62,4 @@ def test_the_bytes_of_a_record_are_pinned():
     message = encode_of_member(Vote(step=3), record)
     standing = {"status": "was busy", "work": "step", "at_step": 3, "num_begun": 3, "num_done": 0}
     assert message == {"kind": "vote", "step": 3, **standing}
-    assert messages.PROTOCOL == 7
+    assert messages.PROTOCOL == 8

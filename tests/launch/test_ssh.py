@@ -10,6 +10,9 @@ import shutil
 import signal
 import socket
 import subprocess
+import sys
+import textwrap
+import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,8 +27,8 @@ from holmesjax.report import metrics
 from holmesjax.topology import loading
 from launch.launchers import hosts, launcher
 from launch.launchers.launcher import ProcessStart
-from launch.launchers.ssh import SshLauncher
-from tests.jobs import RunningJob, compiling_as_here, run_launch_here, write_run
+from launch.launchers.ssh import SCRIPT, SshLauncher
+from tests.jobs import ROOT, RunningJob, compiling_as_here, run_launch_here, write_run
 
 CLUSTERS = {"a": (1,), "b": (1,)}
 SETTINGS = ["model.num_layers=2", "model.width=16"]
@@ -195,7 +198,7 @@ def test_nothing_is_left_of_a_job_whose_launcher_is_killed(sshd, tmp_path, numbe
 def test_a_process_that_ends_too_early_shows_its_last_words(sshd, tmp_path):
     script = "echo first; echo 'cannot read the stars' >&2; exit 3"
     with start_endless(sshd, tmp_path, script) as job:
-        assert job.end() == 1
+        assert job.end() == 75
     assert "the last lines of " in job.output
     assert "  cannot read the stars\n" in job.output
     assert "ended with status 3" in job.output
@@ -270,6 +273,42 @@ def test_the_status_of_a_process_comes_through(sshd, tmp_path, script, status):
     # JAX refuses two names of the share of memory: that of the node counts.
     assert lines[-1] == f"it's $HOME -m launch worker a b {addresses} 0.5"
     assert event == (0, Exit(status=status))
+
+
+def test_the_end_of_a_process_is_the_end_of_what_it_has_started(tmp_path):
+    """It would hold the output open, and with it the connection. A host's shell runs the script."""
+    code = """
+        import os, subprocess
+        from holmesjax.hosts.process_environment import die_with
+        die_with(os.environ["HOLMES_PARENT"])
+        print(subprocess.Popen(["sleep", "1000"]).pid, flush=True)
+        os._exit(3)
+    """
+    python = tmp_path / "python"
+    python.write_text(f"#!/bin/sh\nexec {sys.executable} -c '{textwrap.dedent(code)}'\n")
+    python.chmod(0o755)
+    numbers = {"no_folder": 1, "no_checkout": 2, "no_python": 4}
+    script = SCRIPT.format(folder=ROOT, python=python, exports="", command="worker", **numbers)
+    shell = subprocess.Popen(
+        ["/bin/sh"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    shell.stdin.write(script)
+    shell.stdin.flush()  # and left open, as ssh does
+    guard = threading.Timer(DEADLINE_S, os.killpg, (shell.pid, signal.SIGKILL))
+    guard.start()
+    try:
+        started = int(shell.stdout.read())
+        assert shell.wait() == 3
+    finally:
+        guard.cancel()
+        shell.stdin.close()
+        shell.stdout.close()
+    state = Path(f"/proc/{started}/stat")
+    wait_until(lambda: not state.exists() or state.read_text().split()[2] == "Z")
 
 
 # ---- the hosts file ------------------------------------------------------------------------------

@@ -12,13 +12,12 @@ import launch.supervisor
 from holmesjax import job as jobs
 from holmesjax.checkpoints import committed, manifest, skipped_data
 from holmesjax.checkpoints.skipped_data import Skipped
-from holmesjax.distributed.messages import Exit, Failed, Lost, ProcessEvent, Silent, Up
+from holmesjax.distributed.messages import Done, Up
 from holmesjax.errors import CheckpointError, FatalError, HolmesError, PeerError
 from holmesjax.plan.processes import make_processes
 from holmesjax.report import metrics
 from holmesjax.runtime.step_timeout import Progress
 from launch import process_logs, restarts
-from launch.failure_causes import cause_of
 from launch.process_logs import is_noise
 from launch.restarts import RECORD, Restarts
 from launch.supervisor import Supervisor
@@ -28,7 +27,8 @@ from tests.scripted_member import ScriptedLauncher
 CLUSTERS = {"a": (1, 1), "b": (1,)}
 MISTAKE = {"where": "stage 0", "problem": "has 7 devices, needs 8", "found": "7", "fix": "add one"}
 LOSS = {"where": "link a -> b", "problem": "was lost", "found": "a reset", "fix": "start again"}
-BUG = {"where": "", "problem": "XlaRuntimeError: gloo"}
+GLOO = {"where": "", "problem": "JaxRuntimeError: Gloo all-reduce failed: Connection reset by peer"}
+BUG = {"where": "", "problem": "TypeError: <layer at 0x7f01> takes 2 arrays", "is_own": True}
 
 
 def supervise(tmp_path, *scripts, settings=(), **options):
@@ -45,46 +45,6 @@ def told(content, status):
 
 # ---- the cause -----------------------------------------------------------------------------------
 
-FAILURES = {
-    "mistake": Failed(**MISTAKE, exit_status=2),
-    "fatal": Failed(**MISTAKE, exit_status=1),
-    "exit 2": Exit(status=2),
-    "killed": Exit(status=-signal.SIGKILL),
-    "silent": Silent(silent_s=40.0),
-    "bug": Failed(**BUG, exit_status=1),
-    "loss": Failed(**LOSS, exit_status=75),
-    "spike": Failed(**LOSS, exit_status=75, spike=3),
-    "aborted": Exit(status=-signal.SIGABRT),
-    "exit 75": Exit(status=75),
-    "lost": Lost(),
-}
-
-
-@pytest.mark.parametrize(
-    "cause, others",
-    [
-        ("mistake", ["exit 2", "aborted", "lost", "loss", "bug", "silent", "killed"]),
-        ("fatal", ["killed", "silent", "loss"]),  # a scheduler kills what is left
-        ("exit 2", ["loss", "lost", "silent"]),
-        ("killed", ["loss", "bug", "silent", "aborted", "lost"]),
-        ("silent", ["loss", "bug", "aborted", "lost"]),
-        ("bug", ["loss", "aborted", "lost"]),
-        ("loss", ["aborted", "exit 75", "lost"]),
-        ("spike", ["killed", "loss", "bug", "aborted", "lost"]),
-        ("aborted", ["lost"]),
-    ],
-)
-def test_the_cause_is_found_in_whatever_order_failures_come(cause, others):
-    for other in others:
-        for names in ([cause, other], [other, cause]):
-            events = [ProcessEvent(number, FAILURES[name]) for number, name in enumerate(names)]
-            assert cause_of(events).process == names.index(cause), names
-
-
-def test_of_failures_alike_the_first_is_the_cause():
-    events = [ProcessEvent(number, FAILURES["loss"]) for number in (2, 0, 1)]
-    assert cause_of(events).process == 2
-
 
 @pytest.mark.parametrize("content, status", [(MISTAKE, 2), (LOSS, 75)])
 def test_one_that_answers_late_is_not_the_cause(tmp_path, content, status):
@@ -96,6 +56,27 @@ def test_one_that_answers_late_is_not_the_cause(tmp_path, content, status):
         supervisor.run()
     assert error.value.exit_status == status
     assert error.value.where == f"a/a-0 (stage 0, process 0): {content['where']}"
+
+
+def test_a_death_is_the_cause_however_late_its_launcher_hears_of_it(tmp_path):
+    """CUDA, srun or a long line hold the news up; what others miss is told at once."""
+    dying = [["hang up"], ["sleep", 3.0], ["exit", -signal.SIGKILL]]
+    scripts = {0: [["sleep", 0.5], told(GLOO, 75)], 1: dying, 2: [told({**LOSS, "peer": 1}, 75)]}
+    supervisor, _ = supervise(tmp_path, scripts)
+    with pytest.raises(PeerError, match=r"was killed by signal 9 \(SIGKILL\)") as error:
+        supervisor.run()
+    assert error.value.where == "a/a-1 (stage 0, process 1)"
+
+
+def test_of_a_start_that_makes_no_progress_the_one_that_stands_still_is_named(tmp_path):
+    """It is stopped, threads and all; the others wait for it, and say what it has said last."""
+    starting = [["status", "was starting JAX"], ["tell", "beat"]]
+    scripts = {0: starting, 1: [*starting, ["exit", -signal.SIGSTOP]], 2: starting}
+    supervisor, _ = supervise(tmp_path, scripts, settings=["distributed.start_timeout_s=3"])
+    with pytest.raises(PeerError, match="not ready to train") as error:
+        supervisor.run()
+    assert error.value.where == "a/a-1 (stage 0, process 1)"
+    assert "each of a/a-0, a/a-1 (stage 0) was starting JAX" in str(error.value.found)
 
 
 class SlowSigns(Progress):
@@ -120,7 +101,7 @@ def test_a_start_may_take_as_long_as_there_is_progress(tmp_path, monkeypatch):
 
     monkeypatch.setattr(launch.supervisor, "Progress", make)
     limit = ["distributed.start_timeout_s=100"]
-    ends = [["tell", "up"], ["done", 0]]
+    ends = [["tell", "up"], ["begin", "step", 1], ["done", 0]]
     starting = {0: [["advance", 3], *ends], 1: [["advance", 4], *ends], 2: ends}
     supervisor, _ = supervise(tmp_path, starting, settings=limit)
     assert supervisor.run() == 75  # asked by nobody to go on to the last step
@@ -133,13 +114,13 @@ def test_a_start_may_take_as_long_as_there_is_progress(tmp_path, monkeypatch):
 
     def take_and_wait(event, attempt):
         take(event, attempt)
-        if isinstance(event.record, Up) and len(attempt.up) == 2:
+        if isinstance(event.record, Done) and len(attempt.done) == 2:
             made[-1].now_s += 101
 
     supervisor._take = take_and_wait
     with pytest.raises(PeerError, match="no progress within distributed") as error:
         supervisor.run()
-    assert error.value.where == "a/a-1"
+    assert error.value.where == "a/a-1 (stage 0, process 1)"
 
 
 def test_one_that_hangs_is_named_in_time_with_what_the_others_wait_for(tmp_path):
@@ -321,6 +302,28 @@ def test_whoever_starts_the_launcher_again_shares_the_count(tmp_path, no_pause):
         start(max_restarts=1, starts_again=False)
     with pytest.raises(FatalError):  # not even one
         start(max_restarts=0)
+
+
+def test_an_exception_that_nothing_outside_can_cause_ends_the_job_at_its_second_start(
+    tmp_path, no_pause
+):
+    """Before the first step; what a collective raises is limited by the restarts alone."""
+    fails = lambda content: {0: [["tell", "up"], told(content, 75)]}
+    elsewhere = {**BUG, "problem": BUG["problem"].replace("7f01", "7f02")}
+    supervisor, launcher = supervise(tmp_path, fails(BUG), fails(elsewhere), max_restarts=9)
+    with pytest.raises(FatalError, match="failed in the same way before their first step") as error:
+        supervisor.run()
+    assert launcher.starts == 2
+    assert "a/a-0 (stage 0, process 0): TypeError: <layer at" in str(error.value.found)
+
+    step = {"step": 1, "loss": 5.0, "grad_norm": 1.0, "learning_rate": 0.1, "skipped": False}
+    measured = {**step, "intervals": [], "link_bytes": {}, "input_wait_s": 0.0, "step_time_s": 1.0}
+    trained = {0: [["tell", "measurements", {"measured": measured}], *fails(BUG)[0]]}
+    for scripts in (fails(GLOO), trained):
+        supervisor, launcher = supervise(tmp_path, scripts, max_restarts=1)
+        with pytest.raises(FatalError, match="no new step since step 0, in the last 2"):
+            supervisor.run()
+        assert launcher.starts == 2
 
 
 def test_a_pause_ends_when_the_job_is_asked_to(tmp_path, monkeypatch):

@@ -276,11 +276,72 @@ JOBS = (
     Bug(
         name="blames-who-waits",
         module="launch.failure_causes",
-        old="return 5\n        return 4 if record.fix is None else 0",
-        new="return 0\n        return 4 if record.fix is None else 0",
+        old="return 5 if record.peer is None else _ECHO",
+        new="return 0",
         wrong="a process that tells of the loss of another is blamed for it",
         tests=(
-            "tests/launch/test_supervisor.py::test_the_cause_is_found_in_whatever_order_failures_come",
+            "tests/launch/test_failure_causes.py::test_a_death_is_the_cause_of_what_the_others_report",
+        ),
+    ),
+    Bug(
+        name="collectives-are-bugs",
+        module="holmesjax.distributed.foreign_errors",
+        old="FROM_OUTSIDE = (OSError, MemoryError, jax.errors.JaxRuntimeError)",
+        new="FROM_OUTSIDE = (OSError, MemoryError)",
+        wrong="what a collective raises when it loses a process counts as a bug of the survivor",
+        tests=(
+            "tests/launch/test_failure_causes.py::test_what_python_raises_by_itself_is_a_processs_own",
+            "tests/distributed/test_failures.py::test_what_collectives_raise_lets_the_job_start_again",
+        ),
+    ),
+    Bug(
+        name="news-that-come-too-late",
+        module="launch.failure_causes",
+        old="if waited_s > (NEWS_S if unknown else GRACE_S):",
+        new="if waited_s > GRACE_S:",
+        wrong="whoever misses a process that dies slowly is blamed for it",
+        tests=(
+            "tests/launch/test_supervisor.py::test_a_death_is_the_cause_however_late_its_launcher_hears_of_it",
+        ),
+    ),
+    Bug(
+        name="blames-all-who-wait",
+        module="launch.holdups",
+        old="answers=controller.has_answered(process.number, question),",
+        new="answers=True,",
+        wrong="of a start that makes no progress all processes are named, and not the stopped one",
+        tests=(
+            "tests/launch/test_supervisor.py::test_of_a_start_that_makes_no_progress_the_one_that_stands_still_is_named",
+        ),
+    ),
+    Bug(
+        name="a-bug-starts-again",
+        module="launch.restarts",
+        old=" or self._repeats(step)",
+        new="",
+        wrong="a job whose code is wrong starts again as often as one whose network is",
+        tests=(
+            "tests/launch/test_supervisor.py::test_an_exception_that_nothing_outside_can_cause_ends_the_job_at_its_second_start",
+        ),
+    ),
+    Bug(
+        name="a-grandchild-holds-the-end-back",
+        module="launch.launchers.launcher",
+        old="if self._left_bytes is None and self._process.poll() is not None:",
+        new="if False:",
+        wrong="the end of a process is told once its own children have closed its output",
+        tests=(
+            "tests/test_hung_main_thread.py::test_the_end_of_a_child_is_told_while_its_own_child_holds_its_output_open",
+        ),
+    ),
+    Bug(
+        name="a-port-that-others-take",
+        module="holmesjax.runtime.domain",
+        old="        if port:  # as the coordinator does",
+        new="        if True:  # as the coordinator does",
+        wrong="another program may listen at the port that is held for a coordinator",
+        tests=(
+            "tests/distributed/test_controller.py::test_a_port_that_is_held_is_for_the_coordinator_alone",
         ),
     ),
     Bug(
