@@ -27,7 +27,7 @@ from holmesjax.layers.model_layers import layers
 from holmesjax.models import key_cache
 from holmesjax.models.key_cache import Cache
 from holmesjax.models.layer import apply, statements
-from holmesjax.parallel import sharding
+from holmesjax.parallel import first_calls, sharding
 from holmesjax.plan.plan import Axis
 
 Params = dict[str, dict]
@@ -57,6 +57,7 @@ def on_devices(model: ModelConfig, count: int = 1) -> list[ModelPart]:
 
     Raises ConfigError if there are not so many, or if they cannot share the model.
     """
+    first_calls.take_turns()
     where = "--devices"
     if not 1 <= count <= len(jax.devices()):
         found = f"{count}; this process has {len(jax.devices())}"

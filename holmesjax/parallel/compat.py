@@ -7,6 +7,7 @@ import jax
 from jax.sharding import Mesh
 
 from holmesjax.errors import ConfigError
+from holmesjax.parallel import first_calls
 
 # The settings of JAX that change numbers, with the values that a run needs.
 NUMBERS = {
@@ -22,11 +23,13 @@ NUMBERS = {
 def use_devices(kinds: Collection[str], num_devices: int, *, rehearse: bool) -> None:
     """Makes JAX show devices of these kinds: virtual CPU devices for a rehearsal.
 
-    Must come before the first use of a device; afterwards JAX keeps the devices it has.
+    Must come before the first use of a device; afterwards JAX keeps the devices it has. Programs
+    are called for the first time alone from here on (`first_calls`).
 
     Raises ConfigError where the program has set JAX to compute other numbers.
     """
     _refuse_other_numbers()
+    first_calls.take_turns()
     if not rehearse and set(kinds) != {"cpu"}:
         # Here: stages are compiled by threads, and the import changes what other threads read.
         importlib.import_module("jax.experimental.pallas.mosaic_gpu")

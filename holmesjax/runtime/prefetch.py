@@ -18,7 +18,7 @@ import numpy as np
 
 from holmesjax.data.batches import Batches, model_inputs
 from holmesjax.errors import DataError
-from holmesjax.parallel import sharding
+from holmesjax.parallel import first_calls, sharding
 from holmesjax.plan.plan import Plan
 from holmesjax.runtime.microbatch import Batch
 from holmesjax.runtime.program_shapes import batch_shapes
@@ -202,13 +202,16 @@ class Feed:
         if isinstance(what, Validation):
             own = self._batches.validation(what.index, row_MN.ravel())
             host = model_inputs(own, self._placer.names)
-            return self._placer.place(host, own.num_targets, trains=False)
+            with first_calls.moving():
+                return self._placer.place(host, own.num_targets, trains=False)
         count = self._placer.count(what.global_batch)
         batches = self._batches.of_size(what.global_batch)
         own = batches.train(what.first_sequence, row_MN[:count].ravel())
-        return self._placer.place(
-            model_inputs(own, self._placer.names),
-            own.num_targets,
-            first_sequence=what.first_sequence,
-            num_microbatches=count,
-        )
+        host = model_inputs(own, self._placer.names)
+        with first_calls.moving():
+            return self._placer.place(
+                host,
+                own.num_targets,
+                first_sequence=what.first_sequence,
+                num_microbatches=count,
+            )

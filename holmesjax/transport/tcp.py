@@ -26,7 +26,7 @@ from jax.sharding import Mesh
 
 from holmesjax.boxes import Box, from_index, shape_of, within
 from holmesjax.errors import PeerError
-from holmesjax.parallel import compat
+from holmesjax.parallel import compat, first_calls
 from holmesjax.plan.plan import Plan
 from holmesjax.plan.processes import Process
 from holmesjax.transport.buffers import BufferPool, runs_of
@@ -314,7 +314,8 @@ class TcpTransport:
             if key is None:
                 return
             receiving = self._receiving[key]
-        array = self._assemble(receiving)
+        with first_calls.moving():
+            array = self._assemble(receiving)
         with self._changed:
             receiving.array = array
             self._target.arrive(key)
@@ -337,7 +338,9 @@ class TcpTransport:
         """Waits for each offered array in turn, and answers the PULLs for it."""
         for key, sending in iter(self._staging.get, None):
             try:
-                pieces = {i: _piece(sending, i) for i in sending.end.sends}
+                jax.block_until_ready(sending.copies)
+                with first_calls.moving():
+                    pieces = {i: _piece(sending, i) for i in sending.end.sends}
             except Exception as error:  # of the computation
                 self._fail(error)
                 return
@@ -451,7 +454,7 @@ class TcpTransport:
 
 
 def _piece(sending: Sending, i: int) -> np.ndarray:
-    """Returns a piece in the memory of its copy. Waits for the copy, and raises its error."""
+    """Returns a piece in the memory of its copy."""
     device, end = sending.end.senders[i], sending.end
     return np.asarray(sending.copies[device])[within(end.sends[i].box, end.held[device])]
 

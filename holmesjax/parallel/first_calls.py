@@ -1,0 +1,123 @@
+"""A program is compiled, and called for the first time, while nothing else uses the devices.
+
+XLA loads a program when it is called first. A graph of cuDNN is then recorded on the stream on
+which its device computes. Whatever another thread of the process puts beside that stream meanwhile,
+such as an array that comes from another stage, gets into the recording, and the process ends with
+"capturing stream has unjoined work". So the uses of the devices of a process take turns:
+
+    move        arrays go to devices or come back, outside of programs; by any threads at once
+    compile     programs are compiled, which may try kernels on a device; by any threads at once
+    first call  one program is loaded and runs, and its results are waited for
+
+Before a turn of the last two, everything that runs on the devices is waited for: nothing there
+depends on another process that has not done its own part already. Later calls of a program take no
+turn and wait for nothing: JAX does not come here again.
+"""
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any, Literal
+from weakref import WeakSet
+
+import jax
+from jax._src import compiler
+from jax._src.interpreters import pxla
+
+Use = Literal["move", "compile", "first call"]
+
+
+class Turns:
+    """The uses of the devices of this process, of which one has its turn.
+
+    Args:
+      settle: waits for everything that runs on the devices.
+    """
+
+    def __init__(self, settle: Callable[[], None]):
+        self._settle = settle
+        self._changed = threading.Condition()
+        self._use: Use | None = None  # that has its turn
+        self._num_threads = 0  # that use the devices so
+        self._own = threading.local()  # `use`: what the calling thread does
+
+    @contextlib.contextmanager
+    def turn(self, use: Use) -> Iterator[None]:
+        """Waits for the turn of a use, and keeps it.
+
+        A thread that runs a callback of a program is inside of its call.
+        """
+        outer: Use | None = getattr(self._own, "use", None)
+        if outer == "first call" or _is_of_callback():
+            yield
+            return
+        if outer:
+            self._leave()
+        self._enter(use)
+        self._own.use = use
+        try:
+            if use != "move":
+                self._settle()
+            yield
+        finally:
+            self._own.use = outer
+            self._leave()
+            if outer:
+                self._enter(outer)
+
+    def _enter(self, use: Use) -> None:
+        with self._changed:
+            self._changed.wait_for(
+                lambda: self._use is None or (self._use == use and use != "first call")
+            )
+            self._use = use
+            self._num_threads += 1
+
+    def _leave(self) -> None:
+        with self._changed:
+            self._num_threads -= 1
+            if not self._num_threads:
+                self._use = None
+                self._changed.notify_all()
+
+
+def _is_of_callback() -> bool:
+    """Whether XLA has started this thread, and not Python."""
+    return isinstance(threading.current_thread(), threading._DummyThread)
+
+
+def _settle() -> None:
+    # A device computes in the order of its calls, so the last results are enough.
+    jax.block_until_ready([x for x in jax.live_arrays() if not x.is_ready()])
+
+
+_turns = Turns(_settle)
+
+
+def moving() -> contextlib.AbstractContextManager[None]:
+    """For a thread beside the main one, around calls that move arrays to devices or back."""
+    return _turns.turn("move")
+
+
+def take_turns() -> None:
+    """Makes all programs of this process, ours and JAX's own, take turns from now on."""
+    call, compile_program = pxla.ExecuteReplicated.__call__, compiler.compile_or_get_cached
+    if call.__module__ == __name__:
+        return
+    called: WeakSet[pxla.ExecuteReplicated] = WeakSet()
+
+    # JAX calls this of a program until it knows how to call it without Python, after the first.
+    def first_call(program: pxla.ExecuteReplicated, *args: Any) -> Any:
+        if program in called:
+            return call(program, *args)
+        with _turns.turn("first call"):
+            results = jax.block_until_ready(call(program, *args))
+        called.add(program)
+        return results
+
+    def alone(*args: Any, **options: Any) -> Any:
+        with _turns.turn("compile"):
+            return compile_program(*args, **options)
+
+    pxla.ExecuteReplicated.__call__ = first_call
+    compiler.compile_or_get_cached = alone
