@@ -101,23 +101,24 @@ def moving() -> contextlib.AbstractContextManager[None]:
 
 def take_turns() -> None:
     """Makes all programs of this process, ours and JAX's own, take turns from now on."""
-    call, compile_program = pxla.ExecuteReplicated.__call__, compiler.compile_or_get_cached
-    if call.__module__ == __name__:
-        return
-    called: WeakSet[pxla.ExecuteReplicated] = WeakSet()
+    pxla.ExecuteReplicated.__call__ = _call_alone_first
+    compiler.compile_or_get_cached = _compile_in_turn
 
-    # JAX calls this of a program until it knows how to call it without Python, after the first.
-    def first_call(program: pxla.ExecuteReplicated, *args: Any) -> Any:
-        if program in called:
-            return call(program, *args)
-        with _turns.turn("first call"):
-            results = jax.block_until_ready(call(program, *args))
-        called.add(program)
-        return results
 
-    def alone(*args: Any, **options: Any) -> Any:
-        with _turns.turn("compile"):
-            return compile_program(*args, **options)
+_call, _compile = pxla.ExecuteReplicated.__call__, compiler.compile_or_get_cached
+_called: WeakSet[pxla.ExecuteReplicated] = WeakSet()
 
-    pxla.ExecuteReplicated.__call__ = first_call
-    compiler.compile_or_get_cached = alone
+
+def _call_alone_first(program: pxla.ExecuteReplicated, *args: Any) -> Any:
+    """Stands for JAX's own function, which calls a program until C++ can: after the first time."""
+    if program in _called:
+        return _call(program, *args)
+    with _turns.turn("first call"):
+        results = jax.block_until_ready(_call(program, *args))
+        _called.add(program)
+    return results
+
+
+def _compile_in_turn(*args: Any, **options: Any) -> Any:
+    with _turns.turn("compile"):
+        return _compile(*args, **options)
