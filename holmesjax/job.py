@@ -106,7 +106,12 @@ class Job:
         Raises ConfigError where that has something that cannot be.
         """
         of_user, deterministic = own.get("XLA_FLAGS", ""), self.config.train.deterministic
-        ours = xla_flags.for_devices(self.device_kinds, deterministic=deterministic)
+        waits = self.config.distributed
+        ours = xla_flags.for_devices(
+            self.device_kinds,
+            deterministic=deterministic,
+            hang_s=waits.step_timeout_s or waits.start_timeout_s,
+        )
         if ours and deterministic and xla_flags.undoes_determinism(of_user):
             problem = "turns off the flag that train.deterministic needs"
             fix = (

@@ -4,7 +4,7 @@ XLA reads the variable XLA_FLAGS once, when a process first asks for a device, a
 process for a flag it does not know. A test gives the whole table to the JAX that is installed.
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from importlib.metadata import version
 
 # From JAX-Toolbox, docs/GPU_performance.md, less what is for loops over layers, which a stage does
@@ -33,8 +33,16 @@ def for_tiny_programs() -> str:
         "xla_cpu_opt_preset": "CPU_OPT_PRESET_FAST_COMPILE",
         "xla_cpu_parallel_codegen_split_count": "1",
     }
-    if tuple(map(int, version("jax").split(".")[:2])) < (0, 11):
+    if _jax_version() < (0, 11):
         flags["xla_cpu_use_fusion_emitters"] = "false"
+    return _joined(flags)
+
+
+def _jax_version() -> tuple[int, ...]:
+    return tuple(map(int, version("jax").split(".")[:2]))
+
+
+def _joined(flags: Mapping[str, str]) -> str:
     return " ".join(f"--{name}={value}" for name, value in flags.items())
 
 
@@ -45,8 +53,15 @@ NO_AUTOTUNING = "--xla_gpu_autotune_level=0"
 DETERMINISTIC = "xla_gpu_deterministic_ops"
 
 
-def for_devices(kinds: Collection[str], *, deterministic: bool = False) -> str:
+def for_devices(
+    kinds: Collection[str], *, deterministic: bool = False, hang_s: float | None = None
+) -> str:
     """XLA_FLAGS for processes with devices of these kinds.
+
+    Args:
+      kinds: of devices.
+      deterministic: whether the same input gives the same bits each time.
+      hang_s: within how many seconds a process has to end whose program does not. None: never.
 
     >>> for_devices({"cpu"})
     ''
@@ -56,7 +71,35 @@ def for_devices(kinds: Collection[str], *, deterministic: bool = False) -> str:
     if set(kinds) <= {"cpu"}:
         return ""
     flags = GPU | ({DETERMINISTIC: "true"} if deterministic else {})
-    return " ".join(f"--{name}={value}" for name, value in flags.items())
+    return _joined(flags | (_for_hangs(hang_s) if hang_s else {}))
+
+
+# XLA looks at a program every 5 s, and ends its process 10 s after it has said what hangs.
+ENDING_S = 15
+LEAST_HANG_S = 10  # that a program may always take
+
+
+def _for_hangs(within_s: float) -> dict[str, str]:
+    """The flags with which XLA ends a process in time, and says what it hung in.
+
+    A program has the time from when it is given to its device, where it may wait behind others. A
+    limit so short that a healthy program could pass it has no flags.
+
+    >>> _for_hangs(600.0)["xla_gpu_execution_terminate_timeout"], _for_hangs(30.0)
+    ('465s', {})
+    """
+    limit_s = round(0.8 * within_s) - ENDING_S
+    if limit_s < LEAST_HANG_S:
+        return {}
+    flags = {
+        "xla_gpu_execution_terminate_timeout": f"{limit_s}s",
+        # Of each kind: the thunks that have ended last, and those that have begun and not ended.
+        "xla_gpu_execution_progress_tracking": "4",
+    }
+    if _jax_version() >= (0, 12):
+        # There the flag above is for the host's part, which gives the kernels to the device.
+        flags["xla_gpu_device_execution_terminate_timeout"] = f"{limit_s}s"
+    return flags
 
 
 def undoes_determinism(own: str) -> bool:

@@ -2,11 +2,12 @@
 
 import contextlib
 import re
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from holmesjax.plan.processes import Process
+from launch.device_hangs import DeviceHang
 
 LOGS = "logs"
 LAST_LINES = 8  # of a process that failed, shown on the console
@@ -45,12 +46,14 @@ class ProcessLogs:
     ):
         self.folder, self._processes, self._move = run_dir / LOGS, processes, move
         self._last: dict[int, deque[str]] = {}  # by process
+        self._hangs: defaultdict[int, DeviceHang] = defaultdict(DeviceHang)
         self.folder.mkdir(exist_ok=True)
 
     def path(self, number: int) -> Path:
         return self.folder / f"{self._processes[number].file_name}.log"
 
     def write(self, number: int, line: str) -> None:
+        self._hangs[number].read(line)
         if line.strip() and not is_noise(line):
             self._last.setdefault(number, deque(maxlen=LAST_LINES)).append(line)
         path = self.path(number)
@@ -64,3 +67,7 @@ class ProcessLogs:
     def last_lines(self, number: int) -> tuple[str, ...]:
         """The last lines of a process that say something."""
         return tuple(self._last.get(number, ()))
+
+    def hangs(self) -> dict[int, str]:
+        """What each process that XLA gave up hung in, in words."""
+        return {number: str(hang) for number, hang in self._hangs.items() if str(hang)}

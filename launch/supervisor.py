@@ -505,11 +505,14 @@ class Supervisor:
             attempt.recorder.console.print(f"the last lines of {process.name}:")
             for line in lines:
                 attempt.recorder.console.print(f"  {line}")
+        hangs = attempt.logs.hangs()
+        own = hangs.pop(process.number, "")
+        others = [f"{self._processes[number].name} {hang}" for number, hang in hangs.items()]
         return error_of(
             cause.record,
             process.full_name,
-            last=controller.status(process.number),
-            others=found,
+            last=" and ".join(filter(None, (controller.status(process.number), own))),
+            others="; ".join((found, *others)),
             fix=fix,
             fix_alone=f"see {attempt.logs.path(process.number)}",
         )

@@ -11,6 +11,7 @@ A process joins the controller as a worker does, needs no JAX, and then does wha
     await STEP          until that checkpoint is whole
     train               steps, each with its vote, until all are to stop; then it saves and ends
     hang up             closes its connection, as the kernel does for one that dies
+    print LINE
     sleep SECONDS
     done STEP           has trained so far, and ends when all have
     exit STATUS         or signals itself, with -STATUS
@@ -121,6 +122,8 @@ def main(run_dir, script, env, output):
     def act(what, *arguments):
         if what == "tell":
             send(FROM_MEMBER[arguments[0]](**dict(*arguments[1:])))
+        elif what == "print":
+            print(*arguments, flush=True)
         elif what in ("status", "begin"):
             getattr(member, what)(*arguments)
         elif what == "advance":

@@ -60,6 +60,7 @@ PLACES = [
     "launch.process_logs",
     "launch.restarts",
     "launch.watchdog",
+    "launch.device_hangs",
     "launch.stop_requests",
     "launch.supervisor",
     "launch.generation_job",

@@ -32,7 +32,7 @@ train: {{steps: 1, global_batch: 64}}
 optimizer: {{learning_rate: 1.0e-3}}
 """
 POOL = DevicePool().variables
-GPU_FLAGS = xla_flags.for_devices({"h100"})
+GPU_FLAGS = xla_flags.for_devices({"h100"}, hang_s=600.0)
 
 
 def start_jax(flags):
@@ -45,7 +45,7 @@ def start_jax(flags):
 
 def test_xla_knows_every_flag_and_the_last_value_wins():
     count = "--xla_force_host_platform_device_count"
-    every = xla_flags.for_devices({"h100"}, deterministic=True)
+    every = xla_flags.for_devices({"h100"}, deterministic=True, hang_s=600.0)
     every += f" {xla_flags.NO_AUTOTUNING}"
     flags = xla_flags.joined(f"{every} {count}=2", f"{count}=3")
     done = start_jax(flags)
@@ -86,6 +86,9 @@ def test_only_processes_with_gpus_get_flags(job):
     for undone in (f"--{xla_flags.DETERMINISTIC}=false", "file"):
         with pytest.raises(ConfigError, match="turns off the flag"):
             fixed.environment({"XLA_FLAGS": undone})
+    waits = dataclasses.replace(job.config.distributed, step_timeout_s=100.0)
+    short = dataclasses.replace(job, config=dataclasses.replace(job.config, distributed=waits))
+    assert "_execution_terminate_timeout=65s" in short.environment({})["XLA_FLAGS"]
     assert job.process_environment(own) == job.environment(own)
     assert rehearsal.process_environment(own) == {"XLA_FLAGS": "--xla_a=1", **ALLOCATOR}
     assert rehearsal.process_environment({"GLIBC_TUNABLES": "glibc.malloc.perturb=1"}) == {}

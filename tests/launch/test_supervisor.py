@@ -136,6 +136,36 @@ def test_one_that_hangs_is_named_in_time_with_what_the_others_wait_for(tmp_path)
     assert "a/a-0 (stage 0) waited for F0 of b/b-0" in str(error.value.found)
 
 
+def test_what_a_process_hung_in_on_its_gpu_is_named(tmp_path):
+    """XLA ends it with lines such as these, of which the interesting ones are not the last."""
+    host, gpu = "E1126 14:05:07.123456  99 hang_watchdog.cc:68]", "gpu_executable.cc:812]"
+    began = "at 2026-11-26 14:04:02.000001"
+    lines = [
+        "step 7",
+        f"{host} [0] XLA GPU execution `jit_backward` failed to finish in 1m5s.",
+        f"{gpu} [0] Pending thunks: 2/12 (unique thunks: 12)",
+        f"{gpu} [0] Last completed thunks: size=1",
+        f"{gpu}   - exec[6] thunk[6/12] kKernel: loop_add_fusion {began}",
+        f"{gpu} [0] First pending thunks: size=2",
+        f"{gpu}   - exec[7] thunk[7/12] kAllReduceStart: all-reduce-start.1 {began}",
+        f"{gpu}   - exec[8] thunk[8/12] kKernel: wrapped_slice {began}",
+        f"{gpu} [0] Last pending thunks: size=1",
+        f"{gpu}   - exec[8] thunk[8/12] kKernel: wrapped_slice {began}",
+        f"{host} [0] XLA GPU execution `jit_backward`: abort the process to avoid infinite hangs.",
+        *["*** SIGABRT received ***", "    @ 0x7f0000000000  (unknown)"] * 5,
+    ]
+    end = [["status", "was busy in step 7"], ["tell", "up"]]
+    scripts = {2: [*end, *(["print", line] for line in lines), ["exit", -signal.SIGABRT]]}
+    supervisor, _ = supervise(tmp_path, scripts | {0: [["sleep", 60]], 1: [["sleep", 60]]})
+    with pytest.raises(PeerError, match="SIGABRT") as error:
+        supervisor.run()
+    assert error.value.where == "b/b-0 (stage 1, process 2)"
+    hung = (
+        "hung for 1m5s in all-reduce-start.1 (kAllReduceStart) of XLA GPU execution `jit_backward`"
+    )
+    assert str(error.value.problem).endswith(f"it was busy in step 7 and {hung}")
+
+
 @pytest.mark.parametrize("number, status", [(signal.SIGINT, 0), (signal.SIGTERM, 75)])
 def test_all_stop_after_the_same_step_when_the_launcher_is_told_to(
     tmp_path, capsys, number, status
