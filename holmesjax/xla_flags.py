@@ -70,8 +70,8 @@ def for_devices(
     """
     if set(kinds) <= {"cpu"}:
         return ""
-    flags = GPU | ({DETERMINISTIC: "true"} if deterministic else {})
-    return _joined(flags | (_for_hangs(hang_s) if hang_s else {}))
+    flags = GPU | (_for_hangs(hang_s) if hang_s else {})
+    return _joined(flags | ({DETERMINISTIC: "true"} if deterministic else {}))
 
 
 # XLA looks at a program every 5 s, and ends its process 10 s after it has said what hangs.
