@@ -287,17 +287,20 @@ clusters:
 links:
   - {{between: [a, b], fabric: ethernet, bandwidth: 25 Gb/s, latency: 50 us}}
 """
+# Two nodes a cluster, which only Ethernet joins: each is a stage.
+FOUR_NODES = TWO_CLUSTERS.replace("fabric: local, nodes: 1", "fabric: ethernet, nodes: 2")
 
 
 def pipeline(_: None, rehearse: bool) -> Iterator[Row]:
-    """Two processes, each with a stage, share the device; boundaries go through its host.
+    """Two processes, and then four, each with a stage, share the device and its memory.
 
-    One process trains the same model before. The difference of the two times is the cost of staging
-    and of tcp that nothing overlaps with. A shared device has no bubble.
+    Boundaries go through the host. One process trains the same model before. The difference of the
+    times is the cost of staging and of tcp that nothing overlaps with. A shared device has no
+    bubble.
     """
-    small = {"layers": 2, "width": 64, "context": 32, "steps": 3, "dtype": "float32"}
+    small = {"layers": 4, "width": 64, "context": 32, "steps": 3, "dtype": "float32"}
     sizes = small if rehearse else PIPELINE_SIZES
-    for stages, topology in ((1, ONE_DEVICE), (2, TWO_CLUSTERS)):
+    for stages, topology in ((1, ONE_DEVICE), (2, TWO_CLUSTERS), (4, FOUR_NODES)):
         with tempfile.TemporaryDirectory() as folder:
             run = _write(folder, PIPELINE, topology, rehearse, stages=stages, **sizes)
             command = ["train", run, "--launcher", "local"]  # it divides the device's memory
