@@ -1,4 +1,4 @@
-"""What a process hung in on its GPU, from what XLA writes before it ends the process.
+"""Tells what a process hung in on its GPU, from what XLA writes before it ends the process.
 
 XLA ends a process whose program does not end (`xla_flags.for_hangs`). It writes first which one,
 and which of its kernels and collectives, which it calls thunks, have begun and not ended.

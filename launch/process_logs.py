@@ -69,5 +69,5 @@ class ProcessLogs:
         return tuple(self._last.get(number, ()))
 
     def hangs(self) -> dict[int, str]:
-        """What each process that XLA gave up hung in, in words."""
+        """Returns what processes that XLA gave up hung in, in words."""
         return {number: str(hang) for number, hang in self._hangs.items() if str(hang)}

@@ -101,7 +101,7 @@ def moving() -> contextlib.AbstractContextManager[None]:
 
 def take_turns() -> None:
     """Makes all programs of this process, ours and JAX's own, take turns from now on."""
-    pxla.ExecuteReplicated.__call__ = _call_alone_first
+    pxla.ExecuteReplicated.__call__ = _call_alone_first  # type: ignore[method-assign]
     compiler.compile_or_get_cached = _compile_in_turn
 
 

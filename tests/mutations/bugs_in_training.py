@@ -292,4 +292,20 @@ TRAINING = (
         wrong="a window sees one key more than it is wide",
         tests=("tests/kernels/attention/test_reference.py::test_long_sequences_go_in_chunks",),
     ),
+    Bug(
+        name="a-program-is-called-first-beside-others",
+        module="holmesjax.parallel.first_calls",
+        old='if use != "move":',
+        new='if use == "compile":',
+        wrong="a program is loaded while its device computes something else",
+        tests=("tests/parallel/test_first_calls.py",),
+    ),
+    Bug(
+        name="arrays-arrive-during-a-first-call",
+        module="holmesjax.transport.tcp",
+        old="with first_calls.moving():\n            array = self._assemble(receiving)",
+        new="if True:\n            array = self._assemble(receiving)",
+        wrong="an array that comes over TCP gets into the recording of a program that is loaded",
+        tests=("tests/parallel/test_first_calls.py",),
+    ),
 )
