@@ -105,7 +105,7 @@ class DistributedConfig:
     # compiled, or a layer is initialised.
     start_timeout_s: Positive = 600.0
     # Seconds for a step. None: 10 times the median so far, and at least 60 s. The first step and a
-    # checkpoint have start_timeout_s.
+    # checkpoint have start_timeout_s. On a GPU it also limits each program, of the first step too.
     step_timeout_s: Positive | None = None
     # Seconds in which a run that is asked to stop ends its step and writes a checkpoint. The
     # default is a little less than the 120 s in the files that --launcher slurm and kubernetes

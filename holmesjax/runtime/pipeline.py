@@ -1,11 +1,11 @@
 """Runs a schedule over the stages that live in this process: all of them, or one.
 
-The executor only dispatches: every call returns before its arrays are computed, and XLA orders the
-work of each device. It goes round its stages and starts each one's next task as soon as what the
-task reads has arrived, so no device queue holds a task that waits for one not yet dispatched. While
-a stage waits it may run a W early, but only where no other process shares the stage: tasks hold
-collectives, which all of a stage's processes must dispatch in one order. What happened, and when,
-is a `Timeline`.
+The executor only dispatches: every call but a program's first returns before its arrays are
+computed, and XLA orders the work of each device. It goes round its stages and starts each one's
+next task as soon as what the task reads has arrived, so no device queue holds a task that waits for
+one not yet dispatched. While a stage waits it may run a W early, but only where no other process
+shares the stage: tasks hold collectives, which all of a stage's processes must dispatch in one
+order. What happened, and when, is a `Timeline`.
 """
 
 from collections import deque
