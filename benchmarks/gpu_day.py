@@ -10,7 +10,9 @@ short is run again by itself. Each part's commit stands beside its rows.
     machine     versions, clocks, and what the device reaches: bytes and products
     pipeline    one model in one process, and in several that share the device by tcp
     training    3.6 billion parameters: MFU, memory predicted and measured
-    speed       AdamW and its moments; the loss of a large vocabulary
+    values      the kernel of AdamW's step, to the bit
+    speed       AdamW by the kernel and by XLA: each format of moments, a transposed gradient, many
+                small arrays; the loss of a large vocabulary
     profile     what the planner takes the device for, as `launch profile` measures and writes it
     quickstart  as it stands in the README
     tiles       the Pallas kernels with other tiles, the backward's first
@@ -37,6 +39,7 @@ from typing import Any
 from benchmarks.gpu_day_parts import CUDNN, PALLAS, TILES
 from benchmarks.gpu_day_processes import NAME, DayPart, Row, has_ended, report, run_parts
 
+FORMATS = ("float32", "bfloat16", "int8")  # of moments
 LENGTHS = (4096, 8192, 16384)
 
 
@@ -67,7 +70,8 @@ PARTS = [
     _part("machine", 90, "machine"),
     _part("pipeline", 240, "pipeline", needs_s=60),
     _training("3.6B", 120),
-    _part("adamw", 180, "lines_of", "adamw", 40),
+    *(_part(f"values of AdamW in {x}", 110, "values_of_adamw", x, 40) for x in FORMATS),
+    _part("adamw", 180, "lines_of", "adamw", 60),
     _part("cross-entropy", 90, "lines_of", "cross_entropy", 30),
     _part("profile", 300, "profile", needs_s=60),
     _part("quickstart", 240, "quickstart", needs_s=40),

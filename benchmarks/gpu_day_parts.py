@@ -98,6 +98,29 @@ def values_of_pallas(argument: Row, rehearse: bool) -> Iterator[Row]:
     yield _values(argument, plain if rehearse else pallas.attention_pallas, rehearse)
 
 
+def values_of_adamw(kept: Any, rehearse: bool) -> Iterator[Row]:
+    """The bits of the kernel beside the reference's; a rehearsal has the reference in its place."""
+    import jax
+
+    from kernels import adamw_check
+    from kernels.adamw import adamw_step
+    from kernels.adamw_pallas import adamw_pallas
+
+    def plain(leaves: Any, gradients: Any, told: Any, settings: Any, transposed: Any) -> Any:
+        rows = zip(leaves, gradients, settings, transposed, strict=True)
+        return [adamw_step(x, g.T if turned else g, told, h) for x, g, h, turned in rows]
+
+    for case in adamw_check.cases(kept, small=rehearse):
+        if rehearse and not case.applies:
+            continue
+        # So that each operation rounds by itself on the CPU, too.
+        with jax.disable_jit() if rehearse else contextlib.nullcontext():
+            update = plain if rehearse else adamw_pallas
+            found = adamw_check.check(case, update, 1 if rehearse else REPEATS)
+        verdict = "FAILED" if found["problem"] else "ok"
+        yield {"what": found["what"], "is": verdict, "problem": found["problem"]}
+
+
 def _values(argument: Row, attention: Callable, rehearse: bool) -> Row:
     from kernels.attention.check import Case, check
     from kernels.attention.tiles import Rule

@@ -10,7 +10,8 @@ them, it would look for a GPU in every program.
     one by one  whether the compiler has each of them wait for the one before
 
 Ends with 1 if a kernel does not compile, spills more than 64 bytes, multiplies the slow way, or one
-product at a time. A kernel that does none of this can still be wrong or slow: only a GPU tells.
+product at a time, or if an optimizer's needs memory for a second copy of an array. A kernel that
+does none of this can still be wrong or slow: only a GPU tells.
 """
 
 import argparse
@@ -32,6 +33,8 @@ from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 from benchmarks.provenance import RESULTS, provenance, versions
+from kernels.adamw import Hyperparameters, Leaf
+from kernels.adamw_pallas import FORMATS, adamw_pallas
 from kernels.attention.pallas import (
     DETERMINISTIC_HEAD_WIDTHS,
     DTYPES,
@@ -39,9 +42,11 @@ from kernels.attention.pallas import (
     attention_pallas,
 )
 from kernels.attention.tiles import Rule
+from kernels.moments import Kept, zero_moment
 
 NAME = "kernels_compiled"
 MOST_SPILLED = 64  # bytes of a thread
+MOST_TEMPORARY = 2**20  # bytes beside the arrays that an optimizer's kernel changes in place
 ROOT = Path(__file__).parent.parent
 FOLDER = ROOT / f".cuda-{version('jax')}"
 COMPILER = ["nvidia-cuda-nvcc==13.1.*", "nvidia-nvvm==13.1.*"]
@@ -90,18 +95,51 @@ class Attention(NamedTuple):
         return jax.jit(both_ways).trace(shape(4), shape(2), shape(2), shape(4), ids)
 
 
+class AdamW(NamedTuple):
+    """A step of AdamW of three parameters in place."""
+
+    kept: Kept
+    is_transposed: bool  # the gradients
+
+    @property
+    def num_kernels(self) -> int:
+        return 1
+
+    @property
+    def label(self) -> str:
+        kind = ", transposed gradients" if self.is_transposed else ""
+        return f"AdamW, moments in {self.kept}{kind}"
+
+    def trace(self, where: NamedSharding) -> jax.stages.Traced:
+        h = Hyperparameters(0.9, 0.95, 1e-8, 0.1)
+        shape = (4096, 1024)
+        moment = lambda which: zero_moment(shape, self.kept, which)
+        placed = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where)
+        zeros = lambda: Leaf(jnp.zeros(shape), moment("first"), moment("second"))
+        leaves = [jax.tree.map(placed, jax.eval_shape(zeros))] * 3
+        given = shape[::-1] if self.is_transposed else shape
+        gradients = [jax.ShapeDtypeStruct(given, jnp.float32, sharding=where)] * 3
+        told = jax.ShapeDtypeStruct((6,), jnp.float32, sharding=where)
+        turned = [self.is_transposed] * 3
+        run = lambda leaves, gradients, told: adamw_pallas(
+            leaves, gradients, told, [h] * 3, transposed=turned
+        )
+        return jax.jit(run, donate_argnums=0).trace(leaves, gradients, told)
+
+
 RULES = {
     "causal": (Rule(), False),
     "full": (Rule(causal=False), False),
     "window, soft cap, documents": (Rule(window=1024, soft_cap=30.0), True),
 }
-CONFIGURATIONS = [
+CONFIGURATIONS: list[Attention | AdamW] = [
     Attention(dtype, head_width, rule, deterministic)
     for deterministic, head_widths in ((False, HEAD_WIDTHS), (True, DETERMINISTIC_HEAD_WIDTHS))
     for dtype in DTYPES
     for head_width in head_widths
     for rule in RULES
 ]
+CONFIGURATIONS += [AdamW(kept, turned) for kept in FORMATS for turned in (False, True)]
 
 
 def install(folder: Path) -> None:
@@ -160,7 +198,10 @@ def compile_in_a_process(folder: Path, numbers: list[int]) -> Iterator[dict[str,
             for text in process.stdout:
                 if text.startswith('{"number"'):
                     line = json.loads(text)
-                    line["kernels"] = kernels_in("".join(printed))
+                    kernels = kernels_in("".join(printed))
+                    if isinstance(CONFIGURATIONS[line["number"]], AdamW):
+                        kernels = dict(zip(["adamw"], kernels.values(), strict=True))
+                    line["kernels"] = kernels
                     yield line
                     printed = []
                 else:
@@ -193,19 +234,24 @@ def compile_here(numbers: list[int]) -> None:
     mesh = Mesh(np.array(described_devices(1)), ("device",))
     for number in numbers:
         configuration = CONFIGURATIONS[number]
-        problem = None
+        problem, temporary_bytes = None, 0
         try:
             with jax.sharding.set_mesh(mesh):
-                configuration.trace(NamedSharding(mesh, P())).lower().compile()
+                compiled = configuration.trace(NamedSharding(mesh, P())).lower().compile()
+            temporary_bytes = compiled.memory_analysis().temp_size_in_bytes
         except Exception as error:  # of XLA, or of what it ran: whatever it is, it is the result
             problem = str(error).strip().splitlines()[0]
         line = {"number": number, "what": configuration.label, "error": problem}
+        line["temporary_bytes"] = temporary_bytes
         print(json.dumps(line), flush=True)
 
 
 def is_good(line: dict[str, Any]) -> bool:
     configuration, kernels = CONFIGURATIONS[line["number"]], line["kernels"].values()
-    slow = any(not kernel["wgmma"] or kernel["one_by_one"] for kernel in kernels)
+    if isinstance(configuration, AdamW):  # multiplies nothing, and keeps no second copy of an array
+        slow = line["temporary_bytes"] > MOST_TEMPORARY
+    else:
+        slow = any(not kernel["wgmma"] or kernel["one_by_one"] for kernel in kernels)
     spills = any(kernel["spilled"] > MOST_SPILLED for kernel in kernels)
     is_whole = not line["error"] and len(kernels) == configuration.num_kernels
     return is_whole and not slow and not spills

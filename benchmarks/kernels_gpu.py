@@ -5,7 +5,8 @@ same random arrays, in turns:
 
     attention       cuDNN through JAX, JAX's own Pallas kernel, and PyTorch where installed;
                     forward, and forward and backward together, from which the backward follows
-    adamw           PyTorch's fused optimizer
+    adamw           XLA's pass, the kernel, and PyTorch's fused optimizer: by the format of moments,
+                    with a transposed gradient, and for many small arrays
     cross_entropy   the logits all at once: time, and memory besides arguments and results
 
     time            median of the rounds; each is as many calls as take 50 ms, waited for at the end
@@ -38,6 +39,9 @@ from holmesjax.costs.optimizer_state import KEPT_BYTES, update_bytes
 from holmesjax.runtime import call_times
 from holmesjax.runtime.call_times import Call, normal
 from kernels.adamw import Hyperparameters, Leaf, adamw_step, factors
+from kernels.adamw_pallas import adamw_pallas
+from kernels.attention import warpgroups
+from kernels.attention.choice import is_hopper
 from kernels.attention.pallas import attention_pallas, unsupported
 from kernels.attention.reference import attention_reference
 from kernels.attention.tiles import Rule as Seen
@@ -193,7 +197,11 @@ def _torch_attention(case: Attention) -> tuple[Call, Call]:
     return forward, both
 
 
-def adamw_calls(sizes: list[tuple[int, int]], kept: Kept, interpret: bool) -> Calls:
+def adamw_calls(
+    sizes: list[tuple[int, int]], kept: Kept, interpret: bool, *, is_transposed: bool = False
+) -> Calls:
+    """A step in place by XLA's pass, by the kernel where there is one, and by PyTorch."""
+
     def moment(shape: tuple[int, int], which: Which, seed: int) -> Any:
         x = normal(seed, *shape, dtype="float32")
         bits = jnp.zeros(shape, jnp.uint32)
@@ -208,12 +216,23 @@ def adamw_calls(sizes: list[tuple[int, int]], kept: Kept, interpret: bool) -> Ca
         )
         for shape in sizes
     ]
-    gradients = [normal(9, *shape, dtype="float32") for shape in sizes]
+    # Those of a product whose dims are exchanged lie so in memory.
+    given = [shape[::-1] if is_transposed else shape for shape in sizes]
+    gradients = [normal(9, *shape, dtype="float32") for shape in given]
     step = factors(jnp.int32(10), 0.5, 1e-4, HYPER.beta1, HYPER.beta2)
 
-    def update(leaves: list[Leaf], gradients: list[jax.Array]) -> list[Leaf]:
+    def by_xla(leaves: list[Leaf], gradients: list[jax.Array]) -> list[Leaf]:
         pairs = zip(leaves, gradients, strict=True)
-        return [adamw_step(leaf, gradient, step, HYPER) for leaf, gradient in pairs]
+        return [
+            adamw_step(leaf, gradient.T if is_transposed else gradient, step, HYPER)
+            for leaf, gradient in pairs
+        ]
+
+    def by_kernel(leaves: list[Leaf], gradients: list[jax.Array]) -> list[Leaf]:
+        settings, turned = [HYPER] * len(leaves), [is_transposed] * len(leaves)
+        return adamw_pallas(
+            leaves, gradients, step, settings, transposed=turned, interpret=interpret
+        )
 
     def in_place(function: Callable) -> Call:
         run, held = jax.jit(function, donate_argnums=0), [jax.tree.map(jnp.copy, leaves)]
@@ -224,8 +243,10 @@ def adamw_calls(sizes: list[tuple[int, int]], kept: Kept, interpret: bool) -> Ca
 
         return call
 
-    calls = {"ours": in_place(update)}
-    if not interpret and kept == "float32":
+    calls = {"XLA": in_place(by_xla)}
+    if warpgroups.CAN_SIMULATE if interpret else is_hopper(jax.devices()[0]):
+        calls["the kernel"] = in_place(by_kernel)
+    if not interpret and not is_transposed and kept == "float32":
         with contextlib.suppress(ImportError):
             calls["PyTorch"] = _torch_adamw(sizes)
     return calls
@@ -336,15 +357,22 @@ def attention_lines(rehearse: bool, most: dict[str, float]) -> Iterator[dict[str
 
 
 def adamw_lines(rehearse: bool, most: dict[str, float]) -> Iterator[dict[str, Any]]:
-    one, many = ((256, 64), [(5, 64)] * 2) if rehearse else ((2**16, 2**12), [(256, 192)] * 300)
+    one, many = ((64, 64), [(5, 64)] * 2) if rehearse else ((2**16, 2**12), [(256, 192)] * 300)
+    cases = (
+        ("one array", [one], False),
+        ("one array, its gradient transposed", [one], True),
+        (f"{len(many)} arrays", many, False),
+    )
     for kept, num_bytes in KEPT_BYTES.items():
-        for label, sizes in (("one array", [one]), (f"{len(many)} arrays", many)):
+        for label, sizes, is_transposed in cases:
             count = sum(rows * columns for rows, columns in sizes)
-            for name, time_of in measure(adamw_calls(sizes, kept, rehearse), rehearse).items():
+            calls = adamw_calls(sizes, kept, rehearse, is_transposed=is_transposed)
+            for name, time_of in measure(calls, rehearse).items():
                 rate = update_bytes(count, 2 * num_bytes * count) / time_of["s"]
                 yield {
                     "what": f"adamw: {count:,} parameters, {label}, moments in {kept}",
                     "by": name,
+                    "bytes": update_bytes(count, 2 * num_bytes * count),
                     "ms": time_of["s"] * 1e3,
                     "spread": time_of["spread"],
                     "rate": f"{rate / 1e9:.0f} GB/s",

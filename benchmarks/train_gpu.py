@@ -169,7 +169,7 @@ def train_holmesjax(config: Config, kind: str) -> Iterator[Line]:
 
     from holmesjax.parallel.mesh import build_meshes
     from holmesjax.runtime import program_cache
-    from holmesjax.runtime.kernel_choice import attention_lines
+    from holmesjax.runtime.kernel_choice import attention_lines, optimizer_lines
     from holmesjax.runtime.pipeline import make_runner
     from holmesjax.runtime.timeline import Clock
     from holmesjax.session import make_stages
@@ -182,7 +182,8 @@ def train_holmesjax(config: Config, kind: str) -> Iterator[Line]:
     states = runner.init(config.train.seed)
     recompute = job.plan.activation_checkpointing
     how = [f"{job.plan.microbatches} microbatches", f"activation checkpointing {recompute}"]
-    how += (" ".join(line.split()) for line in attention_lines(stages))
+    lines = (*attention_lines(stages), *optimizer_lines(stages))
+    how += (" ".join(line.split()) for line in lines)
     yield {"how": ", ".join(how)}
     with Clock(1) as clock:
         for step in range(config.train.steps):

@@ -33,7 +33,7 @@ from holmesjax.report import metrics
 from holmesjax.report.recorder import Recorder
 from holmesjax.runtime import program_cache
 from holmesjax.runtime.device_memory import PeakMemory, devices_of
-from holmesjax.runtime.kernel_choice import attention_lines, find_unproven
+from holmesjax.runtime.kernel_choice import attention_lines, find_unproven, optimizer_lines
 from holmesjax.runtime.one_stage import OneStage
 from holmesjax.runtime.pipeline import Pipeline, make_runner
 from holmesjax.runtime.stage import Stage
@@ -236,7 +236,7 @@ class Trainer:
         meshes = build_meshes(plan, jax.devices())
         program_cache.use(config.compilation_cache, os.environ, self._print)
         stages = make_stages(self.job, dict(enumerate(meshes)), unproven)
-        self._print(*attention_lines(stages))
+        self._print(*attention_lines(stages), *optimizer_lines(stages))
         return stages
 
     def _print(self, *lines: str) -> None:

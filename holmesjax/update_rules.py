@@ -45,6 +45,7 @@ class UpdateRule:
     kept: Callable[[Any], tuple[Kept, ...]]
     describe: Callable[[Any], str]  # how numbers are kept, for the console
     rounds: bool = False  # `optimizer.moments` may ask for fewer bits than float32 has
+    has_adamw: bool = False  # some parameters have AdamW's step
     has_muon: bool = False  # it reads the settings that begin with `muon_`
     takes_function: bool = False  # whether `optimizer.function` says what it is
 
@@ -81,6 +82,7 @@ RULES: dict[str, UpdateRule] = {
         kept=lambda config: (config.moments, config.moments),
         describe=lambda config: f"moments in {config.moments}",
         rounds=True,
+        has_adamw=True,
     ),
     "lion": UpdateRule(
         module=ELEMENTWISE,
@@ -107,6 +109,7 @@ RULES: dict[str, UpdateRule] = {
         module="holmesjax.optimizers.muon",
         kept=lambda config: ("float32", "others"),
         describe=lambda config: "the momentum of matrices and AdamW's moments of others in float32",
+        has_adamw=True,
         has_muon=True,
     ),
     "adafactor": UpdateRule(

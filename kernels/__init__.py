@@ -3,8 +3,8 @@
 Only `holmesjax.models.ops` imports them.
 
 A file has the name of its function; attention is a package. Functions are plain JAX, written the
-way XLA compiles well on a CPU. Attention has GPU kernels besides. Two rules explain the shape of
-plain JAX; `docs/measurements.md` has the measurements.
+way XLA compiles well on a CPU. Attention and AdamW's step have GPU kernels besides. Two rules
+explain the shape of plain JAX; `docs/measurements.md` has the measurements.
 
 1. A value with several readers goes through `lax.optimization_barrier`. XLA:CPU fuses elementwise
    producers into every consumer: without the barrier the gradient of the residual stream, a sum

@@ -3,7 +3,7 @@
 XLA makes one pass of the formula: a parameter, its gradient and its two moments are read once, and
 all but the gradient written once, in place. Such a pass moves 28 bytes for each float32 parameter,
 and 20 with moments in bfloat16. With moments in int8 (`moments`) XLA reads the new moments again
-for their scales.
+for their scales. `adamw_pallas` has a kernel that does not.
 """
 
 import functools
@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from kernels import moments
-from kernels.moments import Moment, Quantized
+from kernels.moments import PLAIN, Moment, Operations, Quantized
 
 
 class Hyperparameters(NamedTuple):
@@ -74,22 +74,49 @@ def adamw_step(
     return _step(leaf, gradient, factors, seed, shared)
 
 
+def formula(
+    parameter: jax.Array,
+    mu: jax.Array,
+    nu: jax.Array,
+    gradient: jax.Array,
+    numbers: tuple[jax.Array, ...],
+    h: Hyperparameters,
+    by: Operations = PLAIN,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Parameters and moments after a step, all in float32 and elementwise.
+
+    The kernel computes the same, operation by operation, in this order.
+
+    Args:
+      parameter: before the step.
+      mu: its first moment.
+      nu: its second moment.
+      gradient: before the scale.
+      numbers: the scale of gradients, the learning rate of these parameters, and the corrections
+        of both moments.
+      h: the settings, of which a weight decay may be traced; `rate` and `seed` are not read.
+      by: the operations.
+    """
+    scale, learning_rate, correction1, correction2 = numbers
+    g = gradient.astype(jnp.float32) * scale
+    mu = h.beta1 * mu + (1.0 - h.beta1) * g
+    nu = h.beta2 * nu + (1.0 - h.beta2) * (g * g)
+    change = mu * correction1 / (by.sqrt(nu * correction2) + h.epsilon)
+    change = change + h.weight_decay * parameter
+    return parameter - learning_rate * change, mu, nu
+
+
 # Parameters of one shape, whose seeds are not static, share one trace.
 @functools.partial(jax.jit, static_argnames="h")
 def _step(
     leaf: Leaf, gradient: jax.Array, factors: jax.Array, seed: jax.Array, h: Hyperparameters
 ) -> Leaf:
     scale, learning_rate, correction1, correction2, update, _ = factors
-    parameter = leaf.parameter
     if h.rate != 1.0:
         learning_rate = h.rate * learning_rate
-    mu, nu = moments.widen(leaf.mu, "first"), moments.widen(leaf.nu, "second")
-    g = gradient.astype(jnp.float32) * scale
-    mu = h.beta1 * mu + (1.0 - h.beta1) * g
-    nu = h.beta2 * nu + (1.0 - h.beta2) * (g * g)
-    change = mu * correction1 / (jnp.sqrt(nu * correction2) + h.epsilon)
-    change = change + h.weight_decay * parameter
-    parameter = parameter - learning_rate * change
+    numbers = scale, learning_rate, correction1, correction2
+    wide = leaf.parameter, moments.widen(leaf.mu, "first"), moments.widen(leaf.nu, "second")
+    parameter, mu, nu = formula(*wide, gradient, numbers, h)
     if not isinstance(leaf.mu, Quantized) and leaf.mu.dtype == jnp.float32:
         return Leaf(parameter, mu, nu)
     bits = moments.positions(parameter.shape), moments.step_seed(update, seed)

@@ -20,7 +20,7 @@ moment above zero never becomes zero.
 Blocks: Dettmers et al., arXiv:2110.02861. Why no zeros: Li et al., arXiv:2309.01507.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -85,9 +85,24 @@ def _blocks(x: jax.Array) -> jax.Array:
 # ---- of numbers ----------------------------------------------------------------------------------
 
 
-def decode(codes: jax.Array, scales: jax.Array, which: Which) -> jax.Array:
+def of_blocks(x: jax.Array, shape: Sequence[int]) -> jax.Array:
+    """One number of each block [...], for all numbers of it [..., BLOCK]."""
+    return lax.broadcast_in_dim(x, shape, range(x.ndim))
+
+
+class Operations(NamedTuple):
+    """The operations that a kernel writes in its own way."""
+
+    sqrt: Callable[[jax.Array], jax.Array] = jnp.sqrt
+    of_blocks: Callable[[jax.Array, Sequence[int]], jax.Array] = of_blocks
+
+
+PLAIN = Operations()
+
+
+def decode(codes: jax.Array, scales: jax.Array, which: Which, by: Operations = PLAIN) -> jax.Array:
     """float32 numbers of codes [..., BLOCK] with scales [...]."""
-    c, scales = codes.astype(jnp.float32), scales[..., None]
+    c, scales = codes.astype(jnp.float32), by.of_blocks(scales, codes.shape)
     if which == "first":
         c = c * (1 / MOST[which])
         return scales * (c * jnp.abs(c))
@@ -99,13 +114,16 @@ def _size(c: Any, which: Which) -> Any:
     return c * c if which == "first" else (c * c) * (c * c)
 
 
-def encode(x: jax.Array, bits: jax.Array, which: Which) -> tuple[jax.Array, jax.Array]:
+def encode(
+    x: jax.Array, bits: jax.Array, which: Which, by: Operations = PLAIN
+) -> tuple[jax.Array, jax.Array]:
     """Codes and scales of float32 numbers [..., BLOCK], rounded by 16 random bits of each."""
     size, most = jnp.abs(x), MOST[which]
     scales = jnp.max(size, axis=-1)
-    share = size / jnp.where(scales > 0, scales, 1.0)[..., None]
-    root = jnp.sqrt(share) if which == "first" else jnp.sqrt(jnp.sqrt(share))
-    low = jnp.minimum(jnp.floor(root * most), most - 1)
+    share = size / by.of_blocks(jnp.where(scales > 0, scales, 1.0), x.shape)
+    root = by.sqrt(share) if which == "first" else by.sqrt(by.sqrt(share))
+    # Nothing is below zero, so this rounds down; a kernel has no `floor`.
+    low = jnp.minimum((root * most).astype(jnp.int32), most - 1).astype(jnp.float32)
     start, end = _size(low, which), _size(low + 1, which)
     draw = (bits.astype(jnp.int32).astype(jnp.float32) + 0.5) * 2.0**-16
     is_up = draw * (end - start) < share * _size(float(most), which) - start

@@ -113,6 +113,7 @@ CHECKS |= {
     ("train", "parallel"): (parallel_checks.microbatches_are_equal,),
     ("train", "optimizer"): (training_checks.validated_average_is_kept,),
     ("train", "model", "optimizer"): (training_checks.schedule_fits_run,),
+    ("train", "optimizer", "kernels"): (training_checks.kernel_has_adamw,),
     ("train", "kernels"): (training_checks.attention_is_deterministic_too,),
     ("train", "data"): (data_checks.validation_has_data,),
 }

@@ -56,6 +56,9 @@ class KernelsConfig:
     # The implementation of the loss. chunked: some logits at a time. auto: chunked for a large
     # vocabulary, where this saves memory.
     cross_entropy: Literal["auto", "reference", "chunked"] = "auto"
+    # The implementation of AdamW's step, also of what Muon leaves to AdamW. pallas: a kernel for
+    # NVIDIA Hopper GPUs. auto: XLA, until the kernel has been measured as faster on the devices.
+    optimizer: Literal["auto", "pallas", "xla"] = "auto"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, config=STRICT)

@@ -55,7 +55,7 @@ from holmesjax.report.process_step import ProcessStep
 from holmesjax.runtime import domain, program_cache
 from holmesjax.runtime.compilation import compile_stages, compile_whole_step
 from holmesjax.runtime.device_memory import PeakMemory, devices_of
-from holmesjax.runtime.kernel_choice import attention_lines, find_unproven
+from holmesjax.runtime.kernel_choice import attention_lines, find_unproven, optimizer_lines
 from holmesjax.runtime.one_stage import OneStage
 from holmesjax.runtime.pipeline import Pipeline, in_one_process
 from holmesjax.runtime.stage import Stage
@@ -318,7 +318,7 @@ class Worker:
     def _make_stages(self, mesh: Mesh, start: JobStart) -> list[Stage]:
         """The chunks of the stage on its mesh."""
         stages = make_stages(self._job, {self._me.stage: mesh}, start.unproven)
-        for line in attention_lines(stages):
+        for line in (*attention_lines(stages), *optimizer_lines(stages)):
             self._say(line)
         return stages
 

@@ -38,6 +38,7 @@ if TYPE_CHECKING:  # a launcher looks at no hardware
 CHECK = "kernels.attention.check"
 CAPABILITY = "9.0"  # of the GPUs that the kernels are for
 LIMIT_S = 120.0  # for a case, and for the start of JAX before the first
+CASES_OF_UPDATE = 6  # of `kernels.adamw_check`
 KILLED_S = 5.0  # for a check that was killed to be gone; what hangs in a driver is left to it
 # A check that did not end is repeated by a start so much later: the machine may have been busy. All
 # processes of one start find the same verdict.
@@ -80,18 +81,30 @@ def asked_of(config: Config, *, is_cut: bool) -> dict[str, Any]:
     attention = [kind.attention for kind in kinds(config.model).blocks]
     names = ("head_width", "window", "soft_cap", "scale")
     layers = [{name: getattr(own, name) for name in names} for own in attention if own is not None]
-    return {
+    asked: dict[str, Any] = {
         "dtype": config.train.compute_dtype,
         "has_documents": config.data.documents == "mask",
         "deterministic": config.kernels.deterministic_attention,
         "is_cut": is_cut,
         "layers": [own for i, own in enumerate(layers) if own not in layers[:i]],
     }
+    if config.kernels.optimizer == "pallas":
+        asked["moments"] = config.optimizer.moments
+    return asked
+
+
+def asked_of_update(config: Config) -> dict[str, Any]:
+    """The needs of a run whose optimizer may have the kernel of AdamW's step, and no others."""
+    return {"layers": [], "moments": config.optimizer.moments}
 
 
 def longest_s(asked: Mapping[str, Any], limit_s: float = LIMIT_S) -> float:
-    """Seconds in which a check has ended: its start, two cases for each layer, and a large one."""
-    return (1 + 2 * len(asked["layers"]) + 1) * limit_s
+    """Seconds in which a check has ended: its start, two cases for each layer, and a large one.
+
+    The kernel of AdamW's step has some more.
+    """
+    of_update = CASES_OF_UPDATE if "moments" in asked else 0
+    return (1 + 2 * len(asked["layers"]) + 1 + of_update) * limit_s
 
 
 def verdict(
@@ -268,12 +281,14 @@ def _folder(env: Mapping[str, str]) -> Path:
 
 
 def source_digest() -> str:
-    """16 hex digits of the source of the attention kernels."""
+    """16 hex digits of the source of the kernels that are checked."""
     found = importlib.util.find_spec("kernels")
     assert found is not None
     assert found.submodule_search_locations
     digest = hashlib.sha256()
-    for path in sorted(Path(found.submodule_search_locations[0], "attention").glob("*.py")):
+    folder = Path(found.submodule_search_locations[0])
+    paths = [*folder.glob("attention/*.py"), *folder.glob("adamw*.py"), folder / "moments.py"]
+    for path in sorted(paths):
         digest.update(path.name.encode() + b"\0" + path.read_bytes())
     return digest.hexdigest()[:16]
 

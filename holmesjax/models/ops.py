@@ -21,9 +21,14 @@ from jax.sharding import Mesh, PartitionSpec
 from holmesjax.config import KernelsConfig
 from holmesjax.costs import work
 from holmesjax.errors import ConfigError
-from holmesjax.layers.kind import Attention
+from holmesjax.layers.kind import Attention, Parameter
 from holmesjax.plan.plan import Axis
 from kernels.adamw import Hyperparameters, Leaf, adamw_step, factors
+from kernels.adamw_choice import (
+    OptimizerChoice,
+    choose_optimizer as choose_adamw,
+    depends_on_check as update_depends_on_check,
+)
 from kernels.attention.choice import (
     UNCHECKED,
     AttentionChoice,
@@ -48,6 +53,7 @@ from kernels.fp8 import (
 from kernels.linear import (
     add_bias,
     feed_forward,
+    is_turned,
     linear,
     linear_of_activation,
     linear_transposed,
@@ -76,6 +82,7 @@ __all__ = [
     "Hyperparameters",
     "Kernels",
     "Leaf",
+    "OptimizerChoice",
     "Quantized",
     "adamw",
     "add_bias",
@@ -85,6 +92,7 @@ __all__ = [
     "capped",
     "changed_if",
     "choose_attention",
+    "choose_optimizer",
     "coded",
     "contract",
     "cross_entropy",
@@ -111,6 +119,7 @@ __all__ = [
     "separate",
     "to_parts",
     "token_positions",
+    "update_depends_on_check",
     "widen",
     "zero_moment",
 ]
@@ -125,6 +134,9 @@ class Kernels:
     mesh: Mesh | None = None  # None: JAX's default device
     dtype: str | None = None  # of matrix products; None: the dtype of the parameters
     unproven: str | None = UNCHECKED  # what the Pallas kernels lack for `auto`, if anything
+    # Whether gradients come from products of the program that updates: those of tall matrices then
+    # lie with their dims exchanged (`kernels.linear.weight_gradient`).
+    after_products: bool = False
 
     @property
     def device(self) -> jax.Device:
@@ -363,12 +375,34 @@ def attention(
     return attention_reference(*arrays, segments, rule)[0]
 
 
+def choose_optimizer(moments: str, kernels: Kernels) -> OptimizerChoice:
+    """Returns what computes AdamW's step, and why.
+
+    Args:
+      moments: how they are kept.
+      kernels: the implementation that is asked for, and the mesh.
+
+    Raises:
+      ConfigError: the devices cannot run the implementation that is asked for.
+    """
+    config = kernels.config
+    try:
+        return choose_adamw(config.optimizer, kernels.device, moments, unproven=kernels.unproven)
+    except UnsupportedError as reason:
+        problem = f"{config.optimizer} cannot run here"
+        fix = "use auto, which takes what the devices can run, or xla"
+        raise ConfigError("kernels.optimizer", problem, found=str(reason), fix=fix) from None
+
+
 def adamw(
     leaves: Sequence[Leaf],
     gradients: Sequence[jax.Array],
     factors: jax.Array,
     hyperparameters: Sequence[Hyperparameters],
     kernels: Kernels,
+    moments: str = "float32",
+    statements: Sequence[Parameter] | None = None,
+    specs: Sequence[PartitionSpec] | None = None,
 ) -> list[Leaf]:
     """Parameters and moments after a step, if it applies; in place where they are donated.
 
@@ -377,8 +411,28 @@ def adamw(
       gradients: of the shapes of the parameters.
       factors: those of the step (`factors`).
       hyperparameters: of each leaf.
-      kernels: tells the platform.
+      kernels: the implementation that is asked for, and the mesh.
+      moments: how they are kept.
+      statements: of each parameter; None: nobody knows how its gradient lies.
+      specs: of each parameter on the mesh; None: there is no mesh.
+
+    Raises:
+      ConfigError: the devices cannot run the implementation that is asked for.
     """
+    if choose_optimizer(moments, kernels).implementation == "pallas":
+        from kernels.adamw_shards import adamw_on_shards  # `kernels.attention.choice` says why here
+
+        mesh, of_leaves, turned = kernels.mesh, None, None
+        if mesh is not None and specs is not None:
+            rows = zip(leaves, specs, strict=True)
+            of_leaves = [
+                Leaf._make([spec, *(moment_spec(x, spec, mesh.shape) for x in leaf[1:])])
+                for leaf, spec in rows
+            ]
+        if statements is not None and kernels.after_products and (mesh is None or mesh.size == 1):
+            turned = [own.matrix == 1 and is_turned(*own.shape) for own in statements]
+        told = factors, hyperparameters, mesh, of_leaves, turned
+        return adamw_on_shards(leaves, gradients, *told)
     applies = factors[5] > 0
 
     def update(leaves: list[Leaf]) -> list[Leaf]:

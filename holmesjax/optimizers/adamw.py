@@ -104,6 +104,9 @@ class AdamW:
         new, state = self.apply(gradients, state, params)
         return jax.tree.map(lambda new, old: new - old, new, params), state
 
+    def choose_kernel(self, kernels: ops.Kernels) -> ops.OptimizerChoice:
+        return ops.choose_optimizer(self.config.moments, kernels)
+
     def apply(
         self,
         gradients: Tree,
@@ -122,13 +125,16 @@ class AdamW:
         parts = zip([x for _, x in paths], _moments(state.mu), _moments(state.nu), strict=True)
         leaves = [ops.Leaf(*part) for part in parts]
         hyperparameters = []
-        for path, _ in paths:
-            rate, decay = own_settings(c, path, stated(self.statements, path))
+        statements = [stated(self.statements, path) for path, _ in paths]
+        for (path, _), statement in zip(paths, statements, strict=True):
+            rate, decay = own_settings(c, path, statement)
             own = ops.Hyperparameters(c.beta1, c.beta2, c.epsilon, decay, _seed(path), rate)
             hyperparameters.append(own)
         rate = self.schedule(state.updates)
         step = ops.factors(count, scale, rate, c.beta1, c.beta2, applies)
-        new = ops.adamw(leaves, jax.tree.leaves(gradients), step, hyperparameters, kernels)
+        specs = sharding.master_specs(statements, kernels.mesh)
+        told = step, hyperparameters, kernels, c.moments, statements, specs
+        new = ops.adamw(leaves, jax.tree.leaves(gradients), *told)
         columns = zip(*new, strict=True) if new else ((), (), ())  # a stage may train nothing
         trees = [jax.tree.unflatten(structure, column) for column in columns]
         return trees[0], AdamWState(jnp.where(applies, count, state.updates), trees[1], trees[2])

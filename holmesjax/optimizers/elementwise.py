@@ -114,6 +114,9 @@ class Elementwise:
         is_done = lambda x: isinstance(x, jax.sharding.Sharding)
         return jax.tree.map(lambda x: x if is_done(x) else everywhere, laid, is_leaf=is_done)
 
+    def choose_kernel(self, kernels: ops.Kernels) -> None:
+        return None
+
     def apply(
         self,
         gradients: Tree,

@@ -156,6 +156,10 @@ class Muon:
         masters = jax.tree_util.tree_map_with_path(of_master, params)
         return MuonState._make([sharding.replicated(mesh), masters, self._others(masters)])
 
+    def choose_kernel(self, kernels: ops.Kernels) -> ops.OptimizerChoice:
+        """The choice for parameters that have AdamW: matrices have products of cuBLAS."""
+        return ops.choose_optimizer("float32", kernels)
+
     def apply(
         self,
         gradients: Tree,
@@ -177,14 +181,17 @@ class Muon:
         rows = dict(zip(names, map(_Row._make, flat), strict=True))
         nu_of = dict(jax.tree_util.tree_flatten_with_path(state.nu)[0])
         hyperparameters = []
-        for path in nu_of:
-            own = own_settings(c, path, stated(self.statements, path))
+        statements = [stated(self.statements, path) for path in nu_of]
+        for path, statement in zip(nu_of, statements, strict=True):
+            own = own_settings(c, path, statement)
             betas = c.beta1, c.beta2, c.epsilon
             hyperparameters.append(ops.Hyperparameters(*betas, own.weight_decay, rate=own.rate))
         leaves = [ops.Leaf(rows[path].parameter, rows[path].mu, nu) for path, nu in nu_of.items()]
         step = ops.factors(count, scale, rate, c.beta1, c.beta2, applies)
         of_others = [rows[path].gradient for path in nu_of]
-        others = ops.adamw(leaves, of_others, step, hyperparameters, kernels)
+        specs = sharding.master_specs(statements, kernels.mesh)
+        told = step, hyperparameters, kernels, "float32", statements, specs
+        others = ops.adamw(leaves, of_others, *told)
         matrices = {path: row for path, row in rows.items() if path not in nu_of}
         of_matrices = {path: row.gradient for path, row in matrices.items()}
         move = functools.partial(self._moved, of_matrices, scale, rate, kernels.mesh)

@@ -38,6 +38,13 @@ class Optimizer(Protocol):
     def shardings(self, params: Tree, mesh: Mesh) -> State:
         """The sharding of each array of the state, for parameters of these shapes."""
 
+    def choose_kernel(self, kernels: ops.Kernels) -> ops.OptimizerChoice | None:
+        """Returns what computes AdamW's step, and why; None: no parameter has it.
+
+        Raises:
+          ConfigError: the devices cannot run what the run asks for.
+        """
+
     def apply(
         self,
         gradients: Tree,
@@ -57,7 +64,7 @@ class Optimizer(Protocol):
           params: float32.
           scale: by which gradients are multiplied, to clip their norm.
           applies: whether the update changes anything.
-          kernels: tells the mesh.
+          kernels: the implementation that is asked for, and the mesh.
         """
 
     def learning_rate(self, state: State) -> jax.Array:

@@ -15,7 +15,7 @@ Sequences are shared out over `data` and `fsdp`, and each is cut over `context`.
 of the last two has a single part.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -94,6 +94,13 @@ def master_spec(dims: str, shape: tuple[int, ...], sizes: Sizes) -> P:
 def master_sharding(parameter: Parameter, mesh: Mesh) -> NamedSharding:
     """The sharding of a parameter's master, and of what an optimizer keeps of its shape."""
     return NamedSharding(mesh, master_spec(parameter.dims, parameter.shape, mesh.shape))
+
+
+def master_specs(parameters: Sequence[Parameter], mesh: Mesh | None) -> list[P] | None:
+    """`master_spec` of each parameter; None without a mesh."""
+    if mesh is None:
+        return None
+    return [master_sharding(parameter, mesh).spec for parameter in parameters]
 
 
 def replica_spec(dims: str, sizes: Sizes) -> P:

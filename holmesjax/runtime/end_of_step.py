@@ -1,5 +1,6 @@
 """The end of an optimizer step on one chunk: the loss, the norm of gradients, and the update."""
 
+import dataclasses
 import functools
 import zlib
 from collections.abc import Callable, Mapping, Sequence
@@ -103,6 +104,8 @@ def update(
     gradients: Tree,
     totals: jax.Array,
     sums_MR: Mapping[str, Sums],
+    *,
+    after_products: bool = False,
 ) -> tuple[StageState, dict[str, jax.Array]]:
     """Clips by the global norm and applies the optimizer, unless the step is left out.
 
@@ -115,13 +118,14 @@ def update(
       totals: the squared norms of all stages, in order, and then the shared numbers: so all stages
         decide alike.
       sums_MR: for parameters that do not train and yet change, by layer and name.
+      after_products: whether the products that give the gradients are in the same program.
     """
     num_stages = len(stage.plan.stages)
     square = sum(totals[i] for i in range(num_stages))
     norm = jnp.sqrt(square)
     finite = applies = jnp.isfinite(norm)
     scale = gradient_clipping.scale(norm, stage.clip_norm)
-    kernels = ops.Kernels(stage.kernels, stage.mesh)
+    kernels = dataclasses.replace(stage.update_functions, after_products=after_products)
     shared = {name: totals[num_stages + i] for i, name in enumerate(stage.shared_names)}
     recent = state.recent
     if stage.spike_rule is not None:
@@ -244,5 +248,5 @@ def step(
     measured = state.params if stage.has_statistics else None
     totals = square_norm(stage, gradients, by_name, weight, loss, state.recent, measured)
     sums_MR = sums_of_layers(stage, values_MR)
-    state, metrics = update(stage, state, gradients, totals, sums_MR)
+    state, metrics = update(stage, state, gradients, totals, sums_MR, after_products=True)
     return state, {"loss": loss, **metrics}

@@ -1,8 +1,10 @@
-"""The attention kernels that stages may take, and the header's lines that say which they take."""
+"""The kernels that stages may take, and the header's lines that say which they take."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import SimpleNamespace
+from typing import Any
 
+from holmesjax.config import Config
 from holmesjax.errors import ConfigError
 from holmesjax.hosts import kernel_check
 from holmesjax.hosts.nics import Host
@@ -11,6 +13,7 @@ from holmesjax.layers import distinct_kinds
 from holmesjax.models import ops
 from holmesjax.plan.plan import Axis
 from holmesjax.runtime.stage import Stage
+from holmesjax.update_rules import RULES
 
 
 def find_unproven(
@@ -40,33 +43,50 @@ def find_unproven(
     config = job.config
     if config.run.rehearse or job.topology.device_kinds == {"cpu"}:
         return ops.UNCHECKED
-    if config.kernels.attention == "pallas":
-        if reason := kernel_check.miscompiles(kernel_check.find_assembler()):
-            problem, fix = (
-                "asks for kernels that this machine would miscompile",
-                f"install {kernel_check.SOUND}",
-            )
-            raise ConfigError("kernels.attention", problem, found=reason, fix=fix)
+    asking = [
+        name for name in ("attention", "optimizer") if getattr(config.kernels, name) == "pallas"
+    ]
+    if asking and (reason := kernel_check.miscompiles(kernel_check.find_assembler())):
+        problem = "asks for kernels that this machine would miscompile"
+        fix = f"install {kernel_check.SOUND}"
+        raise ConfigError(f"kernels.{asking[0]}", problem, found=reason, fix=fix)
+    if "auto" not in (config.kernels.attention, config.kernels.optimizer):
         return ops.UNCHECKED
-    if config.kernels.attention != "auto" or not (gpus := find_host().gpus):
+    if not (gpus := find_host().gpus):
         return ops.UNCHECKED
     is_cut = any(job.plan.stages[stage].mesh.get(Axis.CONTEXT, 1) > 1 for stage in stages)
-    asked = kernel_check.asked_of(config, is_cut=is_cut)
     device = SimpleNamespace(
         platform="gpu",
-        device_kind=f"NVIDIA {gpus[0].name}",
+        device_kind=gpus[0].name,  # NVIDIA's name, as in JAX
         compute_capability=gpus[0].compute_capability,
     )
+    checks = [*_of_attention(config, device, is_cut), *_of_update(config, device)]
+    for asked in checks:
+        if (lack := kernel_check.verdict(asked, gpus, env, say, advance=advance).lack) is not None:
+            return lack
+    return None if checks else ops.UNCHECKED
+
+
+def _of_attention(config: Config, device: Any, is_cut: bool) -> Iterator[dict[str, Any]]:
+    """Yields what a check of attention is asked, if it decides."""
+    asked = kernel_check.asked_of(config, is_cut=is_cut)
     kinds = (kind.attention for kind in distinct_kinds.kinds(config.model).blocks)
-    if not any(
+    if any(
         ops.attention_depends_on_check(
             config.kernels, device, asked["dtype"], attention, asked["has_documents"], is_cut
         )
         for attention in kinds
         if attention is not None
     ):
-        return ops.UNCHECKED
-    return kernel_check.verdict(asked, gpus, env, say, advance=advance).lack
+        yield asked
+
+
+def _of_update(config: Config, device: Any) -> Iterator[dict[str, Any]]:
+    """Yields what a check of the kernel of AdamW's step is asked, if it decides."""
+    has_kernel = RULES[config.optimizer.name].has_adamw and config.train.param_dtype == "float32"
+    is_free = has_kernel and config.kernels.optimizer == "auto"
+    if is_free and ops.update_depends_on_check(device, config.optimizer.moments):
+        yield kernel_check.asked_of_update(config)
 
 
 def attention_lines(stages: Sequence[Stage]) -> list[str]:
@@ -84,3 +104,19 @@ def attention_lines(stages: Sequence[Stage]) -> list[str]:
         f"attention   stage{'s' * (len(numbers) > 1)} {', '.join(map(str, numbers))}: {choice}"
         for choice, numbers in by_choice.items()
     ]
+
+
+def optimizer_lines(stages: Sequence[Stage]) -> list[str]:
+    """The line of the header that says what computes AdamW's step, and why.
+
+    There is none for stages on CPUs, nor for an optimizer in which no parameter has that step.
+
+    Raises:
+      ConfigError: the devices cannot run what the run asks for.
+    """
+    choices: dict[str, None] = {}
+    for stage in stages:
+        choice = stage.optimizer.choose_kernel(stage.update_functions)
+        if choice is not None and stage.mesh.devices.flat[0].platform != "cpu":
+            choices[str(choice)] = None
+    return [f"update      {choice}" for choice in choices]

@@ -12,7 +12,7 @@ number of replicas can read them; inside, each replica computes by itself.
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import jax
@@ -219,6 +219,14 @@ class Stage:
     def array_functions(self) -> ops.Kernels:
         """The implementations of array functions that its layers ask for."""
         return ops.Kernels(self.kernels, self.mesh, self.compute_dtype, self.unproven)
+
+    @property
+    def update_functions(self) -> ops.Kernels:
+        """The implementations that its optimizer asks for. The kernel has float32 parameters."""
+        found = self.array_functions
+        if not self.rounds_params:
+            return found
+        return replace(found, config=replace(self.kernels, optimizer="xla"))
 
     def choose_attention(self) -> dict[ops.AttentionChoice, None]:
         """Tells which kernel computes attention in its layers, and why. Raises ConfigError."""

@@ -26,6 +26,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from kernels import adamw_check
 from kernels.attention.reference import attention_reference
 from kernels.attention.tiles import Rule
 
@@ -71,7 +72,8 @@ def cases(asked: Mapping[str, Any], length: int = 397) -> list[Case]:
       length: of the small cases.
     """
     small = [case for layer in asked["layers"] for case in _small_cases(asked, layer, length)]
-    return [*dict.fromkeys(small), small[0]._replace(length=2048, heads=20, kv_heads=10)]
+    large = [case._replace(length=2048, heads=20, kv_heads=10) for case in small[:1]]
+    return [*dict.fromkeys(small), *large]
 
 
 def _small_cases(asked: Mapping[str, Any], layer: Mapping[str, Any], length: int) -> Iterator[Case]:
@@ -194,7 +196,8 @@ def checks(
     Those of kernels of another sort go behind these.
     """
     all_cases, repeats = (cases(asked, 20)[:-1], 2) if small else (cases(asked), REPEATS)
-    return [(case.label, partial(check, case, attention, repeats)) for case in all_cases]
+    found = [(case.label, partial(check, case, attention, repeats)) for case in all_cases]
+    return [*found, *adamw_check.checks(asked.get("moments"), small=small)]
 
 
 def results(

@@ -145,14 +145,14 @@ def launch(
             thread_name="warpgroup",
         ),
         name=kernel.__name__,
-        interpret=_simulated() if interpret else False,
+        interpret=simulated() if interpret else False,
         compiler_params=plgpu.CompilerParams(
             approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Warpgroup
         ),
     )
 
 
-def _simulated() -> Any:
+def simulated() -> Any:
     """Threads, copies and barriers as a GPU has them; races are errors."""
     if not CAN_SIMULATE:
         raise NotImplementedError("this JAX cannot simulate a GPU kernel: 0.12 or newer can")

@@ -3,7 +3,7 @@
 import pytest
 
 from benchmarks import kernels_compiled
-from benchmarks.kernels_compiled import CONFIGURATIONS, FOLDER, Attention
+from benchmarks.kernels_compiled import CONFIGURATIONS, FOLDER, AdamW, Attention
 
 PRINTED = """
 wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16
@@ -49,6 +49,22 @@ def test_what_is_good(kernel, good):
     assert not kernels_compiled.is_good({**line, "kernels": {}})
     row = "| attention, bfloat16, 64 wide, causal | `attention_joint` | 200 |"
     assert row in kernels_compiled.table([line])
+
+
+def test_an_update_is_good_in_place():
+    number = CONFIGURATIONS.index(AdamW("int8", True))
+    kernel = {"registers": 96, "spilled": 0, "wgmma": 0, "one_by_one": False}
+    line = {"number": number, "error": None, "temporary_bytes": 800, "kernels": {"adamw": kernel}}
+    assert kernels_compiled.is_good(line)
+    assert not kernels_compiled.is_good({**line, "temporary_bytes": 4 * 2**22})
+    assert not kernels_compiled.is_good({**line, "kernels": {"adamw": {**kernel, "spilled": 68}}})
+
+
+@pytest.mark.skipif(not FOLDER.exists(), reason="run python -m benchmarks.kernels_compiled once")
+def test_updates_compile_for_an_h200():
+    numbers = [n for n, own in enumerate(CONFIGURATIONS) if isinstance(own, AdamW)]
+    for line in kernels_compiled.compile_in_a_process(FOLDER, numbers):
+        assert kernels_compiled.is_good(line), line
 
 
 @pytest.mark.skipif(not FOLDER.exists(), reason="run python -m benchmarks.kernels_compiled once")

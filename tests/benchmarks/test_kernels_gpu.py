@@ -16,7 +16,7 @@ from tests.kernels.attention.oracle import seen
 def test_every_line_can_be_measured(part):
     most = {"flop_per_s": 1e12, "bytes_per_s": 1e9}
     lines = list(PARTS[part](True, most))
-    assert {line["by"] for line in lines} & {"ours", "plain JAX"}
+    assert {line["by"] for line in lines} & {"ours", "plain JAX", "XLA"}
     for line in lines:
         assert all(math.isfinite(line[name]) for name in ("ms", "spread", "limit"))
     rows = kernels_gpu.table(lines).splitlines()

@@ -287,6 +287,16 @@ kernels.deterministic_attention: must be true for train.deterministic: without i
   found: False
   fix: set it to true, or train.deterministic to false
 
+kernels.optimizer=pallas optimizer.name=lion
+kernels.optimizer: has only the kernel of AdamW's step, which lion does not take
+  found: pallas
+  fix: use auto, or the optimizer adamw or muon
+
+kernels.optimizer=pallas train.param_dtype=bfloat16
+kernels.optimizer: has no kernel for parameters in bfloat16: supported is float32
+  found: pallas
+  fix: use auto, or float32
+
 train.rampup=[{"steps":5,"global_batch":32}]
 train.rampup[0].global_batch: must be below the next batch, of 32
   found: 32

@@ -15,6 +15,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from holmesjax.config import KernelsConfig
 from holmesjax.hosts import kernel_check
 from holmesjax.hosts.kernel_check import miscompiles, verdict
 from kernels.attention.check import checks
@@ -288,6 +289,10 @@ def test_a_check_is_asked_for_the_rules_that_layers_have():
     asked = kernel_check.asked_of(config, is_cut=True)
     assert asked["is_cut"]
     assert asked["layers"] == [both | {"window": 1024}, both | {"window": None}]
+    assert "moments" not in asked
+    asking = dataclasses.replace(config, kernels=KernelsConfig(optimizer="pallas"))
+    assert kernel_check.asked_of(asking, is_cut=True) == asked | {"moments": "float32"}
+    assert kernel_check.asked_of_update(config) == {"layers": [], "moments": "float32"}
 
 
 def test_the_assembler_is_the_first_on_path(tmp_path, monkeypatch):

@@ -180,7 +180,9 @@ def test_adamw_is_the_same_on_any_mesh(kept):
 @pytest.mark.parametrize("kept", ["float32", "bfloat16", "int8"])
 def test_a_step_that_does_not_apply_changes_no_bit(kept, platform, monkeypatch):
     """Whatever the gradients are. A step that applies changes what is kept."""
-    monkeypatch.setattr(ops.Kernels, "device", types.SimpleNamespace(platform=platform))
+    monkeypatch.setattr(
+        ops.Kernels, "device", types.SimpleNamespace(platform=platform, device_kind=platform)
+    )
     leaf, gradient = leaf_kept(kept, 0, 3, 128), normal(1, 3, 128)
 
     @jax.jit
@@ -191,6 +193,30 @@ def test_a_step_that_does_not_apply_changes_no_bit(kept, platform, monkeypatch):
     same = run(leaf, gradient.at[0, 0].set(jnp.nan), False)
     jax.tree.map(np.testing.assert_array_equal, same, leaf)
     assert_near_steps(run(leaf, gradient, True), adamw_step(leaf, gradient, third_step(), HERE))
+
+
+def test_the_kernel_of_adamw_is_refused_where_there_is_no_hopper():
+    kernels = ops.Kernels(KernelsConfig(optimizer="pallas"))
+    leaf, gradient = leaf_kept("float32", 0, 3, 128), normal(1, 3, 128)
+    with pytest.raises(ConfigError, match=r"kernels\.optimizer: pallas cannot run here") as told:
+        ops.adamw([leaf], [gradient], third_step(), [HERE], kernels)
+    assert "found: cpu devices: supported are NVIDIA Hopper GPUs" in str(told.value)
+    assert ops.choose_optimizer("int8", ops.DEFAULT).implementation == "xla"
+
+
+@pytest.mark.parametrize("after_products", [False, True])
+def test_a_run_may_ask_for_the_kernel_of_adamw(after_products, monkeypatch):
+    """It reads the gradient of a tall hidden matrix as the product before it leaves it: turned."""
+    monkeypatch.setattr(ops.Kernels, "device", H200)
+    shapes = {(64, 128): 1, (128, 64): 1, (192, 64): 0, (4, 32, 64): 2}
+    leaves = [leaf_kept("bfloat16", 0, *shape) for shape in shapes]
+    gradients = [normal(9, *shape) for shape in shapes]
+    statements = [types.SimpleNamespace(shape=shape, matrix=n) for shape, n in shapes.items()]
+    kernels = ops.Kernels(KernelsConfig(optimizer="pallas"), after_products=after_products)
+    run = lambda *args: ops.adamw(*args, [HERE] * 4, kernels, "bfloat16", statements)
+    text = lowered_for_cuda(run, leaves, gradients, third_step())
+    assert text.count("mosaic_gpu_v2") == (2 if after_products else 1)
+    assert ("tensor<128x64xf32>) -> tensor<64x128xf32>" in text) == after_products
 
 
 def test_scales_lie_with_their_numbers():

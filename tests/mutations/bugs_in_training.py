@@ -285,6 +285,24 @@ TRAINING = (
         ),
     ),
     Bug(
+        name="noise-of-the-first-part",
+        module="kernels.adamw_shards",
+        old="lax.axis_index(entry) * size",
+        new="lax.axis_index(entry) * 0",
+        wrong="every device rounds moments by the noise of the first one's part",
+        tests=("tests/kernels/test_adamw_pallas.py::test_a_device_knows_the_place_of_its_part",),
+    ),
+    Bug(
+        name="the-slower-update",
+        module="kernels.adamw_choice",
+        old="row.kernel_gb_per_s <= row.xla_gb_per_s",
+        new="row.kernel_gb_per_s >= row.xla_gb_per_s",
+        wrong="auto takes the kernel of AdamW's step where it was measured as slower",
+        tests=(
+            "tests/kernels/test_adamw_choice.py::test_auto_is_xla_until_a_row_shows_the_kernel_faster",
+        ),
+    ),
+    Bug(
         name="one-token-more-in-a-window",
         module="kernels.attention.tiles",
         old="seen & (key > query - self.window)",

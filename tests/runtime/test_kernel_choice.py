@@ -14,11 +14,13 @@ from holmesjax.hosts.kernel_check import CheckVerdict
 from holmesjax.models import ops
 from holmesjax.optimizers.optimizer import make_optimizer
 from holmesjax.runtime import kernel_choice
-from holmesjax.runtime.kernel_choice import attention_lines
+from holmesjax.runtime.kernel_choice import attention_lines, optimizer_lines
 from holmesjax.runtime.stage import Stage
+from kernels import adamw_choice
+from kernels.adamw_choice import MeasuredStep
 from tests.clusters import make_config
 from tests.host_files import gpu
-from tests.kernels.attention.gpus import H200
+from tests.kernels.attention.gpus import A100, H200
 
 CAPPED = {"attention_soft_cap": 50.0}
 HOPPER = gpu(0, "pci0000:15/0000:15:01.0/0000:1b:00.0")
@@ -63,6 +65,25 @@ def test_the_header_says_what_computes_attention_in_each_stage():
     assert f"plain JAX (cuDNN has no soft cap of scores; {lack})" in line
 
 
+def test_the_header_says_what_computes_adamws_step():
+    """Parameters in bfloat16 have no kernel, and Lion has no such step."""
+    never = "XLA (the kernel with moments in float32 has not been measured on NVIDIA H200)"
+    assert optimizer_lines([stage_on(H200, n) for n in range(4)]) == [f"update      {never}"]
+    assert optimizer_lines([stage_on(jax.devices()[0], 0)]) == []
+    asked = stage_on(H200, 0, kernels=KernelsConfig(optimizer="pallas"))
+    assert optimizer_lines([asked]) == [
+        "update      the Pallas kernel (kernels.optimizer asks for it)"
+    ]
+    lion = make_optimizer(dataclasses.replace(asked.optimizer.config, name="lion"), 100, {})
+    assert optimizer_lines([stage_on(H200, 0, optimizer=lion)]) == []
+    muon = make_optimizer(dataclasses.replace(asked.optimizer.config, name="muon"), 100, {})
+    assert len(optimizer_lines([dataclasses.replace(asked, optimizer=muon)])) == 1
+    rounded = dataclasses.replace(asked, param_dtype="bfloat16")
+    assert optimizer_lines([rounded]) == ["update      XLA (kernels.optimizer asks for it)"]
+    with pytest.raises(ConfigError, match=r"kernels\.optimizer: pallas cannot run here"):
+        optimizer_lines([dataclasses.replace(asked, mesh=stage_on(A100, 0).mesh)])
+
+
 @pytest.fixture
 def checks(monkeypatch):
     """The questions of checks, each of which fails, on a machine without cuDNN."""
@@ -82,7 +103,9 @@ def find_unproven(
 ):
     config = make_config(parallel={"tensor": 1}, model={"num_heads": 8, **model})
     sections = {"kernels": KernelsConfig(**kernels), "run": SimpleNamespace(rehearse=rehearse)}
-    told = {name: getattr(config, name) for name in ("train", "model", "data")} | sections
+    told = {
+        name: getattr(config, name) for name in ("train", "model", "data", "optimizer")
+    } | sections
     plan = SimpleNamespace(stages=[SimpleNamespace(mesh={"context": context})])
     topology = SimpleNamespace(device_kinds={kind})
     job = SimpleNamespace(config=SimpleNamespace(**told), plan=plan, topology=topology)
@@ -105,6 +128,18 @@ def test_a_check_is_made_where_it_decides(checks):
     cut = {"is_cut": True, "deterministic": False}
     assert checks == [plain | cut, plain | {"is_cut": False, "deterministic": True}]
     assert find_unproven(model=CAPPED) == failed
+
+
+def test_a_check_of_the_update_is_made_where_a_measurement_makes_it_decide(checks, monkeypatch):
+    row = MeasuredStep("NVIDIA H200", "float32", 3900.0, 3100.0, "a test")
+    monkeypatch.setattr(adamw_choice, "MEASURED", (row,))
+    h200 = dataclasses.replace(HOPPER, name="NVIDIA H200")
+    failed = "passed check: the output is off by 0.5"
+    assert find_unproven(gpus=[h200]) == find_unproven(gpus=[h200], attention="cudnn") == failed
+    assert checks == [{"layers": [], "moments": "float32"}] * 2
+    assert find_unproven() == find_unproven(gpus=[h200], optimizer="xla") == ops.UNCHECKED
+    assert find_unproven(gpus=[h200], optimizer="xla", context=2) == failed
+    assert "moments" not in checks[-1]
 
 
 def test_a_check_that_passes_is_all_that_the_kernels_lack(checks, monkeypatch):

@@ -4,6 +4,8 @@ import re
 
 import pytest
 
+from holmesjax.hosts import kernel_check
+from kernels import adamw_check
 from kernels.attention.check import Case, cases, check, results
 from kernels.attention.tiles import Rule
 from tests.kernels.attention import planted
@@ -104,3 +106,22 @@ def test_a_check_has_ragged_tiles_grouped_queries_and_more_blocks_than_a_gpu():
     *cut, _ = cases(asked | {"is_cut": True})
     assert cut == [*small, small[1]._replace(rule=Rule(causal=False, soft_cap=2.0, scale=0.0625))]
     assert large.batch * large.kv_heads * (large.length // 128) > 300
+
+
+@pytest.mark.parametrize("layers", [[], [PLAIN]], ids=["update", "both"])
+def test_the_update_is_checked_behind_attention(layers, monkeypatch):
+    bad = {"what": "AdamW", "problem": "0.5 of the parameters differ"}
+    found = {"int8": [("AdamW", lambda: bad)], None: []}
+    monkeypatch.setattr(adamw_check, "checks", lambda kept, small: found[kept])
+    asked = ASKED | {"layers": layers, "moments": "int8"}
+    said = list(results(asked, planted.right, small=True))
+    assert [one["left"] for one in said] == [*range(len(layers), -1, -1)]
+    assert [bool(one["problem"]) for one in said] == [False] * len(layers) + [True]
+    without = list(results(ASKED | {"layers": layers}, planted.right, small=True))
+    assert [one["problem"] for one in without] == [None] * len(layers)
+
+
+def test_each_format_of_moments_has_cases():
+    for kept in ("float32", "bfloat16", "int8"):
+        assert len(adamw_check.checks(kept)) == kernel_check.CASES_OF_UPDATE
+    assert adamw_check.checks(None) == []

@@ -1,0 +1,69 @@
+"""Steps whose optimizer has the kernel of AdamW's step: simulated, and lowered for a GPU."""
+
+import dataclasses
+import functools
+
+import jax
+import numpy as np
+import pytest
+
+from holmesjax.config import KernelsConfig, OptimizerConfig
+from holmesjax.models import ops
+from holmesjax.runtime import end_of_step
+from holmesjax.runtime.compilation import compile_whole_step
+from holmesjax.runtime.one_stage import OneStage
+from kernels import adamw_shards
+from kernels.attention import warpgroups
+from tests.kernels.attention.gpus import H200
+from tests.runtime.test_pipeline import first_step, hand_made_plan, make_model, make_stages
+
+XLA = KernelsConfig(attention="reference", cross_entropy="reference", optimizer="xla")
+PALLAS = dataclasses.replace(XLA, optimizer="pallas")
+CONFIG = OptimizerConfig(learning_rate=1e-2, epsilon=1e-3, moments="int8")
+
+
+def stage_of(plan, kernels, width=64):
+    [stage] = make_stages(
+        make_model(num_layers=1, width=width), plan, config=CONFIG, kernels=kernels
+    )
+    return stage
+
+
+@pytest.mark.skipif(not warpgroups.CAN_SIMULATE, reason="JAX before 0.12 cannot simulate a kernel")
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="simulates a GPU")
+def test_a_whole_step_with_the_kernel_is_that_of_xla(monkeypatch):
+    plan = hand_made_plan((1,), 1, 1, microbatches=2)
+    run = lambda kernels: first_step(OneStage(compile_whole_step(stage_of(plan, kernels))), plan)
+    loss, [want] = run(XLA)
+    simulated = functools.partial(adamw_shards.adamw_on_shards, interpret=True)
+    monkeypatch.setattr(adamw_shards, "adamw_on_shards", simulated)
+    monkeypatch.setattr(ops.Kernels, "device", H200)
+    own_loss, [got] = run(PALLAS)
+    assert own_loss == loss
+    for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        if one.dtype == np.int8:
+            assert np.mean(np.asarray(one) != np.asarray(other)) < 1e-3
+        else:
+            np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-7)
+
+
+def test_devices_that_cut_parameters_and_moments_update_their_own(monkeypatch):
+    """Over `data`, as ZeRO cuts them, `fsdp` and `tensor`: nothing is sent for the kernel."""
+    monkeypatch.setattr(ops.Kernels, "device", H200)
+    plan = hand_made_plan((1,), 2, 2, fsdp=2)
+
+    def lowered(kernels):
+        stage = stage_of(plan, kernels, width=512)  # each device has whole blocks of int8
+        state = stage.state_shapes
+        gradients = state.params
+        totals = jax.ShapeDtypeStruct((1 + len(stage.shared_names),), np.float32)
+        update = functools.partial(end_of_step.update, stage)
+        program = jax.jit(update, donate_argnums=0).trace(state, gradients, totals, {})
+        return program.lower(lowering_platforms=("cuda",)).as_text()
+
+    text = lowered(PALLAS)
+    assert "mosaic_gpu_v2" not in lowered(XLA)
+    assert text.count("mosaic_gpu_v2") >= 2  # of moments in float32 and in int8
+    assert "xi8>" in "".join(line for line in text.splitlines() if "mosaic_gpu_v2" in line)
+    sends = "all_gather", "all_reduce", "all_to_all", "collective_permute"
+    assert not any(name in text for name in sends)
