@@ -72,18 +72,12 @@ def giga(bytes_per_s: float) -> str:
 
 
 def values_of_cudnn(argument: Row, rehearse: bool) -> Iterator[Row]:
-    import jax
+    from kernels.attention.cudnn import attention_cudnn
 
     def cudnn(q: Any, k: Any, v: Any, segments: Any, rule: Any, deterministic: bool) -> Any:
-        local = None if rule.window is None else (rule.window - 1, 0)
-        attention = functools.partial(
-            jax.nn.dot_product_attention,
-            is_causal=rule.causal,
-            local_window_size=local,
-            implementation="xla" if rehearse else "cudnn",
-            return_residual=True,
-        )
-        out, log_sum_BLH = attention(q, k, v)
+        implementation = "xla" if rehearse else "cudnn"
+        told = {"implementation": implementation, "return_residual": True}
+        out, log_sum_BLH = attention_cudnn(q, k, v, rule, **told)
         return out, log_sum_BLH.swapaxes(1, 2).astype("float32")
 
     yield _values(argument | {"feeds_log_sum": False}, cudnn, rehearse)
@@ -150,9 +144,10 @@ def shape(batch: int, length: int, heads: int, kv_heads: int, width: int, **more
 
 
 CUDNN = [
-    shape(2, 397, 4, 2, 128),
-    shape(2, 397, 4, 2, 64, rule={"window": 100}),
-    shape(2, 397, 4, 2, 256),
+    shape(2, 398, 4, 2, 128),
+    shape(2, 397, 4, 2, 128),  # an odd length, at which JAX alone has no gradients
+    shape(2, 398, 4, 2, 64, rule={"window": 100}),
+    shape(2, 398, 4, 2, 256),
 ]
 # From one tile on, one thing more each.
 PALLAS = [

@@ -35,12 +35,12 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 from benchmarks.provenance import RESULTS, provenance, versions
 from kernels.adamw import Hyperparameters, Leaf
 from kernels.adamw_pallas import FORMATS, adamw_pallas
-from kernels.attention.pallas import (
+from kernels.attention.choice import (
     DETERMINISTIC_HEAD_WIDTHS,
-    DTYPES,
-    HEAD_WIDTHS,
-    attention_pallas,
+    HALF_PRECISION,
+    PALLAS_HEAD_WIDTHS,
 )
+from kernels.attention.pallas import attention_pallas
 from kernels.attention.tiles import Rule
 from kernels.moments import Kept, zero_moment
 
@@ -134,8 +134,11 @@ RULES = {
 }
 CONFIGURATIONS: list[Attention | AdamW] = [
     Attention(dtype, head_width, rule, deterministic)
-    for deterministic, head_widths in ((False, HEAD_WIDTHS), (True, DETERMINISTIC_HEAD_WIDTHS))
-    for dtype in DTYPES
+    for deterministic, head_widths in (
+        (False, PALLAS_HEAD_WIDTHS),
+        (True, DETERMINISTIC_HEAD_WIDTHS),
+    )
+    for dtype in HALF_PRECISION
     for head_width in head_widths
     for rule in RULES
 ]

@@ -41,8 +41,8 @@ from holmesjax.runtime.call_times import Call, normal
 from kernels.adamw import Hyperparameters, Leaf, adamw_step, factors
 from kernels.adamw_pallas import adamw_pallas
 from kernels.attention import warpgroups
-from kernels.attention.choice import is_hopper
-from kernels.attention.pallas import attention_pallas, unsupported
+from kernels.attention.choice import is_hopper, pallas_lacks
+from kernels.attention.pallas import attention_pallas
 from kernels.attention.reference import attention_reference
 from kernels.attention.tiles import Rule as Seen
 from kernels.cross_entropy import cross_entropy, linear_cross_entropy
@@ -125,7 +125,7 @@ def attention_calls(
         functions = {name: ours(attention) for name, attention in only.items()}
     elif not interpret:
         for deterministic in (False, True):
-            if not unsupported(q, k, v, deterministic):
+            if not pallas_lacks({str(q.dtype)}, case.head_width, deterministic):
                 kernels = functools.partial(attention_pallas, deterministic=deterministic)
                 functions["ours" + ", deterministic" * deterministic] = ours(kernels)
         functions |= _library_attention(case, segment)

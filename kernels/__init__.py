@@ -1,6 +1,7 @@
 """Array functions that models and optimizers are made of.
 
-Only `holmesjax.models.ops` imports them.
+Only `holmesjax.models.ops` imports them. `attention.choice` has no arrays and needs no JAX: plans
+are priced by it.
 
 A file has the name of its function; attention is a package. Functions are plain JAX, written the
 way XLA compiles well on a CPU. Attention and AdamW's step have GPU kernels besides. Two rules

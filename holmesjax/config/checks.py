@@ -115,5 +115,6 @@ CHECKS |= {
     ("train", "model", "optimizer"): (training_checks.schedule_fits_run,),
     ("train", "optimizer", "kernels"): (training_checks.kernel_has_adamw,),
     ("train", "kernels"): (training_checks.attention_is_deterministic_too,),
+    ("kernels", "model"): (training_checks.cudnn_has_gradients,),
     ("train", "data"): (data_checks.validation_has_data,),
 }

@@ -48,8 +48,9 @@ class KernelsConfig:
     """Implementations of array functions; auto takes the best for the devices and the shapes."""
 
     # The implementation of attention. auto: on NVIDIA GPUs cuDNN if it can compute the arrays, else
-    # the Pallas kernels if a check of them has passed, else plain JAX. reference: plain JAX.
-    attention: Literal["auto", "reference", "pallas", "cudnn"] = "auto"
+    # the Pallas kernels on Hopper, or JAX's Triton kernels, if a check of them has passed, else
+    # plain JAX. reference: plain JAX.
+    attention: Literal["auto", "reference", "pallas", "triton", "cudnn"] = "auto"
     # Whether attention gives the same gradients from the same inputs, to the bit. cuDNN is then not
     # used, and attention is slower on Hopper.
     deterministic_attention: Flag = False

@@ -140,3 +140,13 @@ def attention_is_deterministic_too(
         problem = "must be true for train.deterministic: without it two runs differ"
         fix = "set it to true, or train.deterministic to false"
         yield wrong("kernels.deterministic_attention", problem, False, fix)
+
+
+def cudnn_has_gradients(kernels: KernelsConfig, model: ModelConfig) -> Iterator[ConfigError]:
+    if kernels.attention == "cudnn" and model.context_length % 2:
+        problem = (
+            f"cudnn has no gradients for an odd model.context_length, {model.context_length}: JAX "
+            "takes the bias that attention does not have for one"
+        )
+        fix = f"use auto, which adds a token, or {model.context_length + 1} tokens"
+        yield wrong("kernels.attention", problem, kernels.attention, fix)

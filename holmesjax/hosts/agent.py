@@ -187,12 +187,14 @@ class _Agent:
 
     def _check_kernels(self, question: CheckKernels) -> KernelFacts:
         gpus = self._find_host().gpus
-        if not any(gpu.compute_capability == kernel_check.CAPABILITY for gpu in gpus):
-            return KernelFacts(problem=None, text="none to check: they are for Hopper GPUs")
-        if not question.asked["layers"]:
-            return KernelFacts(problem=None, text="none to check: the model does not use them")
-        found = kernel_check.verdict(question.asked, gpus, self._env, say=lambda text: None)
-        return KernelFacts(problem=found.problem, text=str(found), has_ended=found.has_ended)
+        found = [
+            kernel_check.verdict(asked, gpus, self._env, say=lambda text: None)
+            for asked in kernel_check.checks(question.asked, gpus)
+        ]
+        if not found:
+            return KernelFacts(problem=None, text="none to check: the run does not use them here")
+        worst = next((one for one in found if one.problem), found[0])
+        return KernelFacts(problem=worst.problem, text=str(worst), has_ended=worst.has_ended)
 
     # ---- whether it is reached -----------------------------------------------------------------
 

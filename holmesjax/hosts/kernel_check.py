@@ -31,12 +31,12 @@ from holmesjax import xla_flags
 from holmesjax.config import Config
 from holmesjax.layers.distinct_kinds import kinds
 from holmesjax.whole_files import write_whole
+from kernels.attention.choice import CHECKED, Device, Needs, to_check
 
 if TYPE_CHECKING:  # a launcher looks at no hardware
     from holmesjax.hosts.hardware import Gpu
 
 CHECK = "kernels.attention.check"
-CAPABILITY = "9.0"  # of the GPUs that the kernels are for
 LIMIT_S = 120.0  # for a case, and for the start of JAX before the first
 CASES_OF_UPDATE = 6  # of `kernels.adamw_check`
 KILLED_S = 5.0  # for a check that was killed to be gone; what hangs in a driver is left to it
@@ -74,7 +74,7 @@ class CheckVerdict:
 
 
 def asked_of(config: Config, *, is_cut: bool) -> dict[str, Any]:
-    """The needs of a run, as `kernels.attention.check.cases` takes them: each rule once.
+    """The needs of a run, with each rule once; `checks` says what of them a GPU has to check.
 
     `is_cut` says whether devices share sequences.
     """
@@ -82,6 +82,7 @@ def asked_of(config: Config, *, is_cut: bool) -> dict[str, Any]:
     names = ("head_width", "window", "soft_cap", "scale")
     layers = [{name: getattr(own, name) for name in names} for own in attention if own is not None]
     asked: dict[str, Any] = {
+        "attention": config.kernels.attention,
         "dtype": config.train.compute_dtype,
         "has_documents": config.data.documents == "mask",
         "deterministic": config.kernels.deterministic_attention,
@@ -95,7 +96,7 @@ def asked_of(config: Config, *, is_cut: bool) -> dict[str, Any]:
 
 def asked_of_update(config: Config) -> dict[str, Any]:
     """The needs of a run whose optimizer may have the kernel of AdamW's step, and no others."""
-    return {"layers": [], "moments": config.optimizer.moments}
+    return {"kernels": "pallas", "layers": [], "moments": config.optimizer.moments}
 
 
 def longest_s(asked: Mapping[str, Any], limit_s: float = LIMIT_S) -> float:
@@ -105,6 +106,39 @@ def longest_s(asked: Mapping[str, Any], limit_s: float = LIMIT_S) -> float:
     """
     of_update = CASES_OF_UPDATE if "moments" in asked else 0
     return (1 + 2 * len(asked["layers"]) + 1 + of_update) * limit_s
+
+
+def checks(asked: Mapping[str, Any], gpus: "Sequence[Gpu]") -> list[dict[str, Any]]:
+    """The checks that decide what computes a run on such GPUs, as `verdict` takes them.
+
+    Each has the layers whose attention the same `kernels` would compute. There are none without
+    GPUs, and for layers that cuDNN or plain JAX computes in any case. The check of the Pallas
+    kernels has the moments of AdamW's step, if that is asked for.
+    """
+    layers: dict[str, list[dict[str, Any]]] = {}
+    for layer in asked["layers"] if gpus else ():
+        device = Device("gpu", gpus[0].name, gpus[0].compute_capability)
+        needs = Needs(
+            dtype=asked["dtype"],
+            head_width=layer["head_width"],
+            length=2,
+            window=layer["window"],
+            soft_cap=layer["soft_cap"],
+            has_documents=asked["has_documents"],
+            is_cut=asked["is_cut"],
+            deterministic=asked["deterministic"],
+        )
+        if asked["attention"] in CHECKED:
+            layers.setdefault(asked["attention"], []).append(layer)
+        elif asked["attention"] == "auto" and (kernels := to_check(device, needs)):
+            layers.setdefault(kernels, []).append(layer)
+    if gpus and "moments" in asked:
+        layers.setdefault("pallas", [])
+    others = {name: value for name, value in asked.items() if name != "moments"}
+    return [
+        {**(asked if kernels == "pallas" else others), "kernels": kernels, "layers": own}
+        for kernels, own in layers.items()
+    ]
 
 
 def verdict(
@@ -122,7 +156,7 @@ def verdict(
     A verdict is kept for good, but an hour only if the check ran out of time.
 
     Args:
-      asked: what a run needs (`asked_of`).
+      asked: one of `checks`.
       gpus: of this host.
       env: of this process.
       say: takes a line before a check begins, and one if it fails.
@@ -137,7 +171,7 @@ def verdict(
         "jaxlib": _version("jaxlib"),
         "ptxas": ".".join(map(str, assembler)) if assembler else "unknown",
     }
-    if reason := miscompiles(assembler):
+    if asked["kernels"] == "pallas" and (reason := miscompiles(assembler)):
         return CheckVerdict(problem=reason, versions=versions)
     key = {**versions, "source": source_digest(), "asked": dict(asked)}
     name = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:24]

@@ -1,7 +1,7 @@
 """Array functions that models are made of. No other module imports `kernels`.
 
 `Kernels` says which implementation of a function is asked for. `kernels.attention.choice` chooses
-between cuDNN, the Pallas kernels and plain JAX.
+what computes attention.
 
 Dims: see `models/transformer.py`. Each returns the dtype of its first argument, unless it says
 otherwise.
@@ -32,10 +32,12 @@ from kernels.adamw_choice import (
 from kernels.attention.choice import (
     UNCHECKED,
     AttentionChoice,
+    Needs,
     UnsupportedError,
     choose,
-    depends_on_check,
 )
+from kernels.attention.cudnn import attention_cudnn
+from kernels.attention.installed import missing
 from kernels.attention.reference import CAUSAL, MASKED, SAVED, attention_reference
 from kernels.attention.ring import REFERENCE, Placement, attention_on, from_runs, to_runs
 from kernels.attention.shards import Shards
@@ -87,7 +89,6 @@ __all__ = [
     "adamw",
     "add_bias",
     "attention",
-    "attention_depends_on_check",
     "cached_attention",
     "capped",
     "changed_if",
@@ -133,7 +134,7 @@ class Kernels:
     config: KernelsConfig = field(default_factory=KernelsConfig)
     mesh: Mesh | None = None  # None: JAX's default device
     dtype: str | None = None  # of matrix products; None: the dtype of the parameters
-    unproven: str | None = UNCHECKED  # what the Pallas kernels lack for `auto`, if anything
+    unproven: str | None = UNCHECKED  # what checked kernels lack for `auto`, if anything
     # Whether gradients come from products of the program that updates: those of tall matrices then
     # lie with their dims exchanged (`kernels.linear.weight_gradient`).
     after_products: bool = False
@@ -279,54 +280,24 @@ def choose_attention(
       ConfigError: the implementation that is asked for cannot compute these arrays.
     """
     config = kernels.config
+    _, length, _, head_width = q_BLHK.shape
+    needs = Needs(
+        dtype="/".join(sorted({str(x.dtype) for x in (q_BLHK, k_BLGK, v_BLGK)})),
+        head_width=head_width,
+        length=length,
+        window=rule.window,
+        soft_cap=rule.soft_cap,
+        has_documents=has_segments,
+        is_cut=kernels.context > 1,
+        deterministic=config.deterministic_attention,
+    )
+    asked, unproven = config.attention, kernels.unproven
     try:
-        return choose(
-            config.attention,
-            kernels.device,
-            q_BLHK,
-            k_BLGK,
-            v_BLGK,
-            rule=rule,
-            has_segments=has_segments,
-            is_cut=kernels.context > 1,
-            deterministic=config.deterministic_attention,
-            unproven=kernels.unproven,
-        )
+        return choose(asked, kernels.device, needs, missing=missing, unproven=unproven)
     except UnsupportedError as reason:
         problem = f"{config.attention} cannot do it"
         fix = "use auto, which takes the best that can, or reference"
         raise ConfigError("kernels.attention", problem, found=str(reason), fix=fix) from None
-
-
-def attention_depends_on_check(
-    config: KernelsConfig,
-    device: Any,
-    dtype: str,
-    attention: Attention,
-    masked: bool,
-    is_cut: bool,
-) -> bool:
-    """Whether a check of the Pallas kernels decides what computes attention. Starts no device.
-
-    Args:
-      config: the implementations that are asked for.
-      device: the platform, kind and compute capability of a device.
-      dtype: of queries, keys and values.
-      attention: of a layer.
-      masked: whether attention stays inside documents.
-      is_cut: whether devices share sequences.
-    """
-    x = jax.ShapeDtypeStruct((1, 1, 1, attention.head_width), dtype)
-    return config.attention == "auto" and depends_on_check(
-        device,
-        x,
-        x,
-        x,
-        rule=rule_of(attention),
-        has_segments=masked,
-        is_cut=is_cut,
-        deterministic=config.deterministic_attention,
-    )
 
 
 def attention(
@@ -355,21 +326,19 @@ def attention(
     arrays = q_BLHK, k_BLGK, v_BLGK
     implementation = choose_attention(*arrays, segment_BL is not None, kernels, rule).implementation
     if implementation == "cudnn":
-        local = None if rule.window is None else (rule.window - 1, 0)
-        return jax.nn.dot_product_attention(
-            *arrays,
-            is_causal=True,
-            scale=rule.scale,
-            local_window_size=local,
-            implementation="cudnn",
-        )
+        return attention_cudnn(*arrays, rule)
     segments = None if segment_BL is None else (segment_BL, segment_BL)
+    # Imported where a GPU runs them: JAX takes a third of a second to import what they need.
     if implementation == "pallas":
-        from kernels.attention.pallas import attention_pallas  # `choice` says why here
+        from kernels.attention.pallas import attention_pallas
 
         deterministic = kernels.config.deterministic_attention
         run = functools.partial(attention_pallas, deterministic=deterministic)
         return run(*arrays, segments, rule, shards=kernels.shards)[0]
+    if implementation == "triton":
+        from kernels.attention.triton import attention_triton
+
+        return attention_triton(*arrays, segments, rule, shards=kernels.shards)[0]
     if kernels.context > 1:
         return attention_on(Placement(rule, REFERENCE, kernels.shards), *arrays, segments)[0]
     return attention_reference(*arrays, segments, rule)[0]

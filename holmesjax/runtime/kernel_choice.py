@@ -7,9 +7,9 @@ from typing import Any
 from holmesjax.config import Config
 from holmesjax.errors import ConfigError
 from holmesjax.hosts import kernel_check
+from holmesjax.hosts.hardware import Gpu
 from holmesjax.hosts.nics import Host
 from holmesjax.job import Job
-from holmesjax.layers import distinct_kinds
 from holmesjax.models import ops
 from holmesjax.plan.plan import Axis
 from holmesjax.runtime.stage import Stage
@@ -24,7 +24,7 @@ def find_unproven(
     say: Callable[[str], None],
     advance: Callable[[], None] = lambda: None,
 ) -> str | None:
-    """Returns what the Pallas kernels lack on this host to be taken by `auto`; None: nothing.
+    """Returns what checked kernels lack on this host to be taken by `auto`; None: nothing.
 
     Runs their check where it decides and no verdict is kept. Starts no device in this process, and
     must come before anything does: the check needs the memory of the device.
@@ -55,34 +55,29 @@ def find_unproven(
     if not (gpus := find_host().gpus):
         return ops.UNCHECKED
     is_cut = any(job.plan.stages[stage].mesh.get(Axis.CONTEXT, 1) > 1 for stage in stages)
-    device = SimpleNamespace(
-        platform="gpu",
-        device_kind=gpus[0].name,  # NVIDIA's name, as in JAX
-        compute_capability=gpus[0].compute_capability,
-    )
-    checks = [*_of_attention(config, device, is_cut), *_of_update(config, device)]
+    checks = [*_of_attention(config, gpus, is_cut), *_of_update(config, gpus)]
     for asked in checks:
         if (lack := kernel_check.verdict(asked, gpus, env, say, advance=advance).lack) is not None:
             return lack
     return None if checks else ops.UNCHECKED
 
 
-def _of_attention(config: Config, device: Any, is_cut: bool) -> Iterator[dict[str, Any]]:
-    """Yields what a check of attention is asked, if it decides."""
+def _of_attention(config: Config, gpus: Sequence[Gpu], is_cut: bool) -> list[dict[str, Any]]:
+    """Returns the checks of attention that decide: nothing where a run names its kernels."""
+    if config.kernels.attention != "auto":
+        return []
     asked = kernel_check.asked_of(config, is_cut=is_cut)
-    kinds = (kind.attention for kind in distinct_kinds.kinds(config.model).blocks)
-    if any(
-        ops.attention_depends_on_check(
-            config.kernels, device, asked["dtype"], attention, asked["has_documents"], is_cut
-        )
-        for attention in kinds
-        if attention is not None
-    ):
-        yield asked
+    asked.pop("moments", None)  # which are asked for by name
+    return kernel_check.checks(asked, gpus)
 
 
-def _of_update(config: Config, device: Any) -> Iterator[dict[str, Any]]:
+def _of_update(config: Config, gpus: Sequence[Gpu]) -> Iterator[dict[str, Any]]:
     """Yields what a check of the kernel of AdamW's step is asked, if it decides."""
+    device = SimpleNamespace(
+        platform="gpu",
+        device_kind=gpus[0].name,  # NVIDIA's name, as in JAX
+        compute_capability=gpus[0].compute_capability,
+    )
     has_kernel = RULES[config.optimizer.name].has_adamw and config.train.param_dtype == "float32"
     is_free = has_kernel and config.kernels.optimizer == "auto"
     if is_free and ops.update_depends_on_check(device, config.optimizer.moments):

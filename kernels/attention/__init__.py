@@ -1,9 +1,12 @@
-"""Attention: plain JAX, the Pallas kernels for Hopper GPUs, and who is chosen.
+"""Attention: plain JAX, cuDNN, kernels for GPUs, and who is chosen.
 
-    choice                 which of cuDNN, Pallas and plain JAX computes given arrays
+    choice                 which of them computes given arrays
+    installed              which of them the JAX at hand has
     reference              plain JAX, forward and backward
     check                  the kernels compared with plain JAX on the device at hand
-    pallas                 the kernels as one function with gradients
+    cudnn                  cuDNN, through JAX
+    triton                 JAX's own Triton kernels as one function with gradients
+    pallas                 the Hopper kernels as one function with gradients
     pallas_forward         the kernel of the forward pass
     pallas_backward        the backward pass, and its kernel that holds queries
     pallas_backward_keys   the backward's kernels that hold keys

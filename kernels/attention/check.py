@@ -30,7 +30,10 @@ from kernels import adamw_check
 from kernels.attention.reference import attention_reference
 from kernels.attention.tiles import Rule
 
-PALLAS = "kernels.attention.pallas:attention_pallas"
+KERNELS = {
+    "pallas": "kernels.attention.pallas:attention_pallas",
+    "triton": "kernels.attention.triton:attention_triton",
+}
 MOST = 2.0**-6
 MOST_SOFT_CAP = 2.0
 REPEATS = 10
@@ -224,7 +227,7 @@ def results(
 def main() -> int:
     parser = argparse.ArgumentParser("kernels.attention.check", description=__doc__)
     parser.add_argument("asked", type=json.loads, help="what a run needs, as JSON")
-    parser.add_argument("--attention", default=PALLAS, help="module:function (the Pallas kernels)")
+    parser.add_argument("--attention", help="module:function (the kernels that are asked for)")
     parser.add_argument("--small", action="store_true", help="short cases, to try the check itself")
     limit = "seconds for each case, and for the start; 0: no limit"
     parser.add_argument("--limit-s", type=float, default=0.0, help=limit)
@@ -236,7 +239,8 @@ def main() -> int:
         print(json.dumps({"begins": what}), flush=True)
 
     signal.setitimer(signal.ITIMER_REAL, args.limit_s)
-    for found in results(args.asked, named(args.attention), small=args.small, begin=begin):
+    attention = named(args.attention or KERNELS[args.asked["kernels"]])
+    for found in results(args.asked, attention, small=args.small, begin=begin):
         print(json.dumps(found), flush=True)
     return 0
 

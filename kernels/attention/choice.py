@@ -1,28 +1,55 @@
-"""The choice of an implementation of attention: cuDNN, the Pallas kernels, or plain JAX.
+"""The choice of an implementation of attention: cuDNN, the kernels of this package, or plain JAX.
 
-`auto` takes what is known to work: cuDNN, which others have run for years, else plain JAX. The
-Pallas kernels were right on an H200, and slower than cuDNN in the backward. So `auto` takes them
-only where cuDNN cannot compute the arrays and a check on this very machine has passed.
+`auto` takes what is known to work: cuDNN, which others have run for years and whose backward is the
+fastest. Where cuDNN cannot compute the arrays, it takes the Pallas kernels on Hopper GPUs and JAX's
+own Triton kernels on others, if a check on this very machine has passed. Else it takes plain JAX.
 
-The kernels are imported where a Hopper GPU may run them: JAX takes a third of a second to import
-what they are written with.
+A run and the planner, which prices what a run will take, ask the same function. Therefore nothing
+here needs JAX, and `missing` and `unproven` say what only a run can know.
 """
 
-import functools
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
-import jax
-import jax.numpy as jnp
-
-from kernels.attention.tiles import Rule
-
-Implementation = Literal["cudnn", "pallas", "reference"]
-NAMES = {"cudnn": "cuDNN", "pallas": "the Pallas kernels", "reference": "plain JAX"}
-UNCHECKED = "passed check on this machine"  # what the Pallas kernels lack, if nobody has checked
+Implementation = Literal["cudnn", "pallas", "triton", "reference"]
+NAMES: dict[Implementation, str] = {
+    "cudnn": "cuDNN",
+    "pallas": "the Pallas kernels",
+    "triton": "JAX's Triton kernels",
+    "reference": "plain JAX",
+}
+HALF_PRECISION = ("bfloat16", "float16")
+PALLAS_HEAD_WIDTHS = (64, 128, 256)
+DETERMINISTIC_HEAD_WIDTHS = (64, 128)  # wider gradients do not fit into the registers
+TRITON_WIDEST = 128  # wider tiles do not fit into the shared memory of all these GPUs
+UNCHECKED = "passed check on this machine"  # what checked kernels lack, if nobody has checked
 
 
 class UnsupportedError(ValueError):
     """The implementation that was asked for cannot compute these arrays, and why."""
+
+
+class Device(NamedTuple):
+    """What JAX says of a device, where no JAX has seen it."""
+
+    platform: str  # "gpu"
+    device_kind: str  # "NVIDIA H200"
+    compute_capability: str | None = None  # "9.0"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Needs:
+    """What is asked of attention, as far as it decides who can compute it."""
+
+    dtype: str  # of queries, keys and values
+    head_width: int
+    length: int  # tokens of a sequence
+    window: int | None = None  # keys that a query sees; None: all before it
+    soft_cap: float | None = None  # of scores
+    has_documents: bool = False  # whether a query sees the keys of its own document only
+    is_cut: bool = False  # whether several devices share each sequence
+    deterministic: bool = False  # whether gradients must have the same bits each time
 
 
 class AttentionChoice(NamedTuple):
@@ -35,31 +62,27 @@ class AttentionChoice(NamedTuple):
         return f"{NAMES[self.implementation]} ({self.reason})"
 
 
+def _nothing(_: Implementation) -> None:
+    return None
+
+
 def choose(
     asked: str,
     device: Any,
-    q_BLHK: Any,
-    k_BMGK: Any,
-    v_BMGK: Any,
+    needs: Needs,
     *,
-    rule: Rule,
-    has_segments: bool,
-    is_cut: bool,
-    deterministic: bool,
+    missing: Callable[[Implementation], str | None] = _nothing,
     unproven: str | None = UNCHECKED,
 ) -> AttentionChoice:
-    """Returns the implementation that computes attention of these arrays.
+    """Returns the implementation that computes attention.
 
     Args:
       asked: an `Implementation`, or "auto": plain JAX on devices that are no NVIDIA GPUs; on others
-        the first of cuDNN and Pallas that can compute the arrays, and plain JAX where neither can.
-      device: one of those that hold the arrays, or its platform, kind and compute capability.
-      q_BLHK, k_BMGK, v_BMGK: queries, keys and values, or their shapes and dtypes.
-      rule: which keys a query sees, and what is done to scores.
-      has_segments: whether a query sees the keys of its own document only.
-      is_cut: whether several devices share each sequence.
-      deterministic: whether gradients must have the same bits each time.
-      unproven: what the Pallas kernels lack to be taken by "auto"; None: nothing.
+        the first that can compute the arrays of cuDNN, Pallas and Triton, else plain JAX.
+      device: one of those that hold the arrays, or a `Device` that says as much.
+      needs: what is computed.
+      missing: says why an implementation cannot run on this machine; None: it can.
+      unproven: what the kernels of this package lack to be taken by "auto"; None: nothing.
 
     Raises:
       UnsupportedError: `asked` names an implementation that cannot compute the arrays.
@@ -70,48 +93,35 @@ def choose(
         return AttentionChoice(
             "reference", f"on {device.device_kind} devices there is nothing else"
         )
-    refusals: dict[Implementation, str | None] = {
-        "cudnn": _cudnn_refuses(device, q_BLHK, rule, has_segments, is_cut, deterministic)
-        or _cudnn_is_missing(),
-        "pallas": _pallas_refuses(device, q_BLHK, k_BMGK, v_BMGK, deterministic),
-    }
-    if asked != "auto":
-        [chosen] = (implementation for implementation in refusals if implementation == asked)
-        if reason := refusals[chosen]:
-            raise UnsupportedError(reason)
-        return AttentionChoice(chosen, "kernels.attention asks for it")
-    refusals["pallas"] = refusals["pallas"] or unproven
     reasons: list[str] = []
-    for implementation, reason in refusals.items():
+    for implementation, refuses in REFUSALS.items():
+        if asked not in ("auto", implementation):
+            continue
+        reason = refuses(device, needs) or missing(implementation)
+        if asked != "auto":
+            if implementation == "cudnn" and not reason:
+                reason = _cudnn_refuses_alone(needs)
+            if reason:
+                raise UnsupportedError(reason)
+            return AttentionChoice(implementation, "kernels.attention asks for it")
+        if reason is None and implementation in CHECKED:
+            reason = unproven
         if reason is None:
             return AttentionChoice(
                 implementation, "; ".join(reasons) or "the first that can compute it"
             )
-        start = "cuDNN has" if implementation == "cudnn" else "the Pallas kernels have"
-        reasons.append(f"{start} no {reason}")
+        has = "has" if implementation == "cudnn" else "have"
+        reasons.append(f"{NAMES[implementation]} {has} no {reason}")
     return AttentionChoice("reference", "; ".join(reasons))
 
 
-def depends_on_check(
-    device: Any,
-    q_BLHK: Any,
-    k_BMGK: Any,
-    v_BMGK: Any,
-    *,
-    rule: Rule,
-    has_segments: bool,
-    is_cut: bool,
-    deterministic: bool,
-) -> bool:
-    """Whether "auto" takes the Pallas kernels if a check of them passes. Starts no device.
+def to_check(device: Any, needs: Needs) -> Implementation | None:
+    """The kernels that "auto" takes if a check of them passes; None if no check decides.
 
     Args: see `choose`.
     """
-    return (
-        is_nvidia(device)
-        and _cudnn_refuses(device, q_BLHK, rule, has_segments, is_cut, deterministic) is not None
-        and _pallas_refuses(device, q_BLHK, k_BMGK, v_BMGK, deterministic) is None
-    )
+    chosen = choose("auto", device, needs, unproven=None).implementation
+    return chosen if chosen in CHECKED else None
 
 
 def is_nvidia(device: Any) -> bool:
@@ -127,46 +137,84 @@ def _capability(device: Any) -> tuple[int, ...]:
     return tuple(map(int, str(getattr(device, "compute_capability", None) or 0).split(".")))
 
 
-def _pallas_refuses(
-    device: Any, q_BLHK: Any, k_BMGK: Any, v_BMGK: Any, deterministic: bool
-) -> str | None:
-    if not is_hopper(device):
-        return f"{device.device_kind} devices: supported are NVIDIA Hopper GPUs"
-    from kernels.attention.pallas import unsupported
-
-    return unsupported(q_BLHK, k_BMGK, v_BMGK, deterministic)
-
-
-def _cudnn_refuses(
-    device: Any, q_BLHK: Any, rule: Rule, has_segments: bool, is_cut: bool, deterministic: bool
-) -> str | None:
+def _is_too_old(device: Any) -> str | None:
     if not is_nvidia(device):
         return f"{device.device_kind} devices: supported are NVIDIA GPUs"
-    if (capability := _capability(device)) < (8, 0):
+    if _capability(device) < (8, 0):
         return f"{device.device_kind} devices: supported are NVIDIA GPUs from Ampere on"
-    if q_BLHK.dtype not in (jnp.bfloat16, jnp.float16):
-        return f"{q_BLHK.dtype}: supported are bfloat16, float16"
-    widest = 256 if capability >= (9, 0) else 128
-    if q_BLHK.shape[-1] > widest or q_BLHK.shape[-1] % 8:
-        return f"heads {q_BLHK.shape[-1]} wide: supported are multiples of 8 up to {widest}"
-    if is_cut:  # JAX gives a log-sum-exp in the dtype of the output only
+    return None
+
+
+def _is_too_precise(dtype: str) -> str | None:
+    if dtype not in HALF_PRECISION:
+        return f"{dtype}: supported are {', '.join(HALF_PRECISION)}"
+    return None
+
+
+def _cudnn_refuses(device: Any, needs: Needs) -> str | None:
+    if reason := _is_too_old(device) or _is_too_precise(needs.dtype):
+        return reason
+    widest = 256 if _capability(device) >= (9, 0) else 128
+    if needs.head_width > widest or needs.head_width % 8:
+        return f"heads {needs.head_width} wide: supported are multiples of 8 up to {widest}"
+    if needs.is_cut:  # JAX gives a log-sum-exp in the dtype of the output only
         return "sequences that several devices share: supported are whole ones"
-    if deterministic:
+    if needs.deterministic:
         return "gradients of the same bits each time: kernels.deterministic_attention asks for them"
-    if rule.soft_cap is not None:
+    if needs.soft_cap is not None:
         return "soft cap of scores"
-    if has_segments:  # JAX takes a mask of all pairs, or offsets in a function that is not public
+    if needs.has_documents:  # JAX takes a mask of all pairs, or offsets in a private function
         return "documents: supported is attention to all that came before"
     return None
 
 
-@functools.cache
-def _cudnn_is_missing() -> str | None:
-    """Returns why JAX cannot call cuDNN on this machine; None where it can."""
-    x = jax.ShapeDtypeStruct((1, 64, 1, 64), jnp.bfloat16)
-    call = functools.partial(jax.nn.dot_product_attention, implementation="cudnn")
-    try:
-        jax.eval_shape(call, x, x, x)
-    except RuntimeError as error:
-        return f"library that JAX finds here: {error}"
+def _cudnn_refuses_alone(needs: Needs) -> str | None:
+    """What JAX's cuDNN refuses, and "auto" gets round (`cudnn`)."""
+    if needs.length % 2:
+        return (
+            f"gradients for sequences of an odd length, {needs.length} tokens: an even length has "
+            "them, and kernels.attention: auto adds a token that nothing sees"
+        )
     return None
+
+
+def _pallas_refuses(device: Any, needs: Needs) -> str | None:
+    if not is_hopper(device):
+        return f"{device.device_kind} devices: supported are NVIDIA Hopper GPUs"
+    return pallas_lacks({needs.dtype}, needs.head_width, needs.deterministic)
+
+
+def pallas_lacks(dtypes: set[str], head_width: int, deterministic: bool) -> str | None:
+    """What of some arrays the Pallas kernels cannot compute, and which they can; None if all."""
+    if len(dtypes) > 1 or not dtypes <= set(HALF_PRECISION):
+        supported = ", ".join(HALF_PRECISION)
+        return f"dtypes {', '.join(sorted(dtypes))}: supported is one of {supported}"
+    widths = DETERMINISTIC_HEAD_WIDTHS if deterministic else PALLAS_HEAD_WIDTHS
+    if head_width not in widths:
+        supported = ", ".join(map(str, widths))
+        condition = " with the same bits each time" if deterministic else ""
+        return f"heads {head_width} wide{condition}: supported are {supported}"
+    return None
+
+
+def _triton_refuses(device: Any, needs: Needs) -> str | None:
+    if reason := _is_too_old(device) or _is_too_precise(needs.dtype):
+        return reason
+    if needs.head_width > TRITON_WIDEST:
+        return f"heads {needs.head_width} wide: supported are those up to {TRITON_WIDEST}"
+    if needs.is_cut:  # their queries and keys have the same documents
+        return "sequences that several devices share: supported are whole ones"
+    if needs.window is not None:
+        return "windows"
+    if needs.soft_cap is not None:
+        return "soft cap of scores"
+    return None
+
+
+# In the order in which "auto" takes them.
+REFUSALS: dict[Implementation, Callable[[Any, Needs], str | None]] = {
+    "cudnn": _cudnn_refuses,
+    "pallas": _pallas_refuses,
+    "triton": _triton_refuses,
+}
+CHECKED = ("pallas", "triton")  # those that "auto" takes after a check

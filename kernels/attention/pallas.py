@@ -11,28 +11,12 @@ import jax
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
 from kernels.attention import pallas_backward, pallas_forward
+from kernels.attention.choice import pallas_lacks
 from kernels.attention.reference import CAUSAL
 from kernels.attention.ring import Local, Placement, attention_on
 from kernels.attention.shards import Shards
 from kernels.attention.tiles import Rule, Segments
 from kernels.attention.warpgroups import KernelTiles
-
-HEAD_WIDTHS = (64, 128, 256)
-DETERMINISTIC_HEAD_WIDTHS = (64, 128)  # wider gradients do not fit into the registers
-DTYPES = ("bfloat16", "float16")
-
-
-def unsupported(q_BLHK: Any, k_BMGK: Any, v_BMGK: Any, deterministic: bool = False) -> str | None:
-    """Why the kernels cannot compute the arrays, and which they can; None if they can."""
-    dtypes = {str(x.dtype) for x in (q_BLHK, k_BMGK, v_BMGK)}
-    if len(dtypes) > 1 or not dtypes <= set(DTYPES):
-        return f"dtypes {', '.join(sorted(dtypes))}: supported is one of {', '.join(DTYPES)}"
-    widths = DETERMINISTIC_HEAD_WIDTHS if deterministic else HEAD_WIDTHS
-    if (width := q_BLHK.shape[3]) not in widths:
-        supported = ", ".join(map(str, widths))
-        condition = " with the same bits each time" if deterministic else ""
-        return f"heads {width} wide{condition}: supported are {supported}"
-    return None
 
 
 def attention_pallas(
@@ -62,9 +46,10 @@ def attention_pallas(
       interpret: runs the kernels without a GPU, slowly, with simulated threads; from JAX 0.12 on.
 
     Raises:
-      ValueError: `unsupported` refuses the heads or the dtypes.
+      ValueError: the heads or the dtypes are none of those that the kernels can compute.
     """
-    if reason := unsupported(q_BLHK, k_BMGK, v_BMGK, deterministic):
+    dtypes = {str(x.dtype) for x in (q_BLHK, k_BMGK, v_BMGK)}
+    if reason := pallas_lacks(dtypes, q_BLHK.shape[3], deterministic):
         raise ValueError(f"attention_pallas cannot do {reason}")
     tiles = tiles or pallas_forward.default_tiles(q_BLHK.shape[3])
     backward = functools.partial(pallas_backward.backward, deterministic=deterministic)

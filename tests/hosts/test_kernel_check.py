@@ -25,6 +25,7 @@ from tests.kernels.attention import planted
 
 LAYER = {"head_width": 8, "window": None, "soft_cap": None, "scale": None}
 ASKED = {
+    "kernels": "pallas",
     "dtype": "bfloat16",
     "has_documents": True,
     "deterministic": False,
@@ -263,6 +264,8 @@ def test_an_assembler_that_miscompiles_is_refused(judge, monkeypatch, version, b
     monkeypatch.setattr(kernel_check, "_run", lambda *args: None)
     found, said = judge("right")
     assert (found.problem is not None) == bad == (miscompiles(version) is not None)
+    assert judge("right", asked=ASKED | {"kernels": "triton"})[0].problem is None  # XLA compiles it
+    found, said = judge("right")
     if bad:
         name = ".".join(map(str, version))
         install = "install nvidia-cuda-nvcc 13.1 or newer, and put its ptxas first on PATH"
@@ -292,7 +295,26 @@ def test_a_check_is_asked_for_the_rules_that_layers_have():
     assert "moments" not in asked
     asking = dataclasses.replace(config, kernels=KernelsConfig(optimizer="pallas"))
     assert kernel_check.asked_of(asking, is_cut=True) == asked | {"moments": "float32"}
-    assert kernel_check.asked_of_update(config) == {"layers": [], "moments": "float32"}
+    assert kernel_check.asked_of_update(config) == {
+        "kernels": "pallas",
+        "layers": [],
+        "moments": "float32",
+    }
+
+
+def test_a_gpu_checks_the_kernels_that_would_compute_its_layers():
+    """On an A100 the layers of a run with documents whose windows are whole; on an H100 all."""
+    near = LAYER | {"head_width": 64, "window": 1024}
+    asked = ASKED | {"attention": "auto", "layers": [near, near | {"window": None}]}
+    ampere = [dataclasses.replace(gpu, compute_capability="8.0") for gpu in GPUS]
+    checks = lambda gpus, **changes: [
+        (own["kernels"], own["layers"]) for own in kernel_check.checks(asked | changes, gpus)
+    ]
+    assert checks(GPUS) == [("pallas", asked["layers"])]
+    assert checks(ampere) == [("triton", asked["layers"][1:])]
+    assert checks(ampere, attention="triton") == [("triton", asked["layers"])]
+    assert checks(()) == checks(GPUS, attention="reference") == []
+    assert checks(GPUS, has_documents=False) == []  # cuDNN
 
 
 def test_the_assembler_is_the_first_on_path(tmp_path, monkeypatch):

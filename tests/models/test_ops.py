@@ -14,11 +14,10 @@ from holmesjax.errors import ConfigError
 from holmesjax.models import ops
 from holmesjax.rotary import frequencies
 from kernels.adamw import adamw_step
-from kernels.attention import choice
 from kernels.attention.reference import CAUSAL
 from kernels.attention.tiles import Rule
 from tests.arrays import assert_near, normal, wide
-from tests.kernels.attention.gpus import H200, first_devices, lowered_for_cuda
+from tests.kernels.attention.gpus import A100, H200, first_devices, lowered_for_cuda
 from tests.kernels.attention.oracle import inputs, oracle
 from tests.kernels.test_adamw import HERE, assert_near_steps, leaf_kept
 
@@ -30,41 +29,46 @@ def causal(q, k, v, rule=CAUSAL):
 
 
 def test_attention_is_computed_as_the_config_asks(monkeypatch):
-    """Plain JAX here, and on a Hopper GPU each of the three, with the arrays' own segments."""
+    """Plain JAX here, and on GPUs each of the others, with the arrays' own segments."""
     q, k, v = inputs(20, 20, 4, 2, 64, dtype="bfloat16")
     assert_near(ops.attention(q, k, v), causal(q, k, v), "bfloat16")
-    monkeypatch.setattr(ops.Kernels, "device", H200)
     ids = jnp.zeros((2, 20), jnp.int32)
     counts = []
-    for asked, unproven in (
-        ("reference", None),
-        ("pallas", "all"),
-        ("auto", "all"),
-        ("auto", None),
+    for device, asked, unproven in (
+        (H200, "reference", None),
+        (H200, "pallas", "all"),
+        (H200, "auto", "all"),
+        (H200, "auto", None),
+        (A100, "triton", "all"),
+        (A100, "auto", "all"),
+        (A100, "auto", None),
     ):
+        monkeypatch.setattr(ops.Kernels, "device", device)
         config = KernelsConfig(attention=asked, deterministic_attention=True)
         kernels = ops.Kernels(config, unproven=unproven)
         run = lambda q, k, v, kernels=kernels: ops.attention(q, k, v, ids, kernels)
         gradients = lambda q, k, v, run=run: jax.vjp(run, q, k, v)[1](q)
-        counts.append(str(jax.make_jaxpr(gradients)(q, k, v)).count("kernel_name"))
-    assert counts == [0, 3, 0, 3]
-    monkeypatch.setattr(choice, "_cudnn_is_missing", lambda: None)
+        text = str(jax.make_jaxpr(gradients)(q, k, v))
+        counts.append([text.count(name) for name in ("kernel_name", "name=mha_")])
+    assert counts == [[0, 0], [3, 0], [0, 0], [3, 0], [0, 2], [0, 0], [0, 2]]
+    monkeypatch.setattr(ops, "missing", lambda implementation: None)
     calls = []
     monkeypatch.setattr(
         jax.nn, "dot_product_attention", lambda *args, **options: calls.append(options) or args[0]
     )
-    assert ops.attention(q, k, v, kernels=ops.Kernels(KernelsConfig(attention="cudnn"))) is q
-    asked = {"is_causal": True, "scale": None, "local_window_size": None}
+    given = ops.attention(q, k, v, kernels=ops.Kernels(KernelsConfig(attention="cudnn")))
+    np.testing.assert_array_equal(given, q)
+    asked = {"is_causal": True, "scale": None, "local_window_size": None, "return_residual": False}
     assert calls == [{**asked, "implementation": "cudnn"}]
 
 
-@pytest.mark.parametrize("window", [None, 8])
-def test_a_window_goes_to_cudnn_forward_and_backward(monkeypatch, window):
+@pytest.mark.parametrize("window, length", [(None, 20), (8, 20), (None, 19)])
+def test_a_window_and_an_odd_length_go_to_cudnn_forward_and_backward(monkeypatch, window, length):
     """cuDNN counts the query's own key too. Its library is not there, and JAX lowers the calls."""
-    monkeypatch.setattr(choice, "_cudnn_is_missing", lambda: None)
+    monkeypatch.setattr(ops, "missing", lambda implementation: None)
     monkeypatch.setattr(fused_attention_stablehlo, "check_cudnn_version", lambda: 91200)
     monkeypatch.setattr(ops.Kernels, "device", H200)
-    q, k, v = inputs(20, 20, 4, 2, 64, dtype="bfloat16")
+    q, k, v = inputs(length, length, 4, 2, 64, dtype="bfloat16")
     rule = Rule(window=window, scale=0.25)
     run = lambda q, k, v: ops.attention(q, k, v, rule=rule)  # `auto` takes it
     text = lowered_for_cuda(lambda q, k, v: jax.vjp(run, q, k, v)[1](q), q, k, v)

@@ -48,7 +48,8 @@ def test_the_header_says_what_computes_attention_in_each_stage():
     """Chunks of the same stage are told once, and stages that do the same together."""
     assert attention_lines([stage_on(jax.devices()[0], 0)]) == []
     why = "cuDNN has no documents: supported is attention to all that came before"
-    lack = "the Pallas kernels have no passed check on this machine"
+    lack = "have no passed check on this machine"
+    lack = f"the Pallas kernels {lack}; JAX's Triton kernels {lack}"
     stages = [stage_on(H200, number) for number in range(4)]
     told = f"plain JAX ({why}; {lack})"
     assert attention_lines(stages) == [f"attention   stages 0, 1: {told}"]
@@ -62,7 +63,8 @@ def test_the_header_says_what_computes_attention_in_each_stage():
         attention_lines([asked])
     model = dataclasses.replace(stages[0].model, **CAPPED)
     [line] = attention_lines([stage_on(H200, 0, model=model, mask_documents=False)])
-    assert f"plain JAX (cuDNN has no soft cap of scores; {lack})" in line
+    why = "cuDNN has no soft cap of scores; the Pallas kernels have no passed check on this machine"
+    assert f"plain JAX ({why}; JAX's Triton kernels have no soft cap of scores)" in line
 
 
 def test_the_header_says_what_computes_adamws_step():
@@ -124,7 +126,8 @@ def test_a_check_is_made_where_it_decides(checks):
     failed = "passed check: the output is off by 0.5"
     assert find_unproven(context=2) == find_unproven(deterministic_attention=True) == failed
     layer = {"head_width": 128, "window": None, "soft_cap": None, "scale": None}
-    plain = {"dtype": "bfloat16", "has_documents": False, "layers": [layer]}
+    plain = {"attention": "auto", "dtype": "bfloat16", "has_documents": False, "layers": [layer]}
+    plain["kernels"] = "pallas"
     cut = {"is_cut": True, "deterministic": False}
     assert checks == [plain | cut, plain | {"is_cut": False, "deterministic": True}]
     assert find_unproven(model=CAPPED) == failed

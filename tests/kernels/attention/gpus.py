@@ -1,6 +1,7 @@
 """Kernels where there is no GPU, and programs for GPUs that are not there."""
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -27,3 +28,12 @@ def first_devices(count: int) -> np.ndarray:
 def lowered_for_cuda(function: Callable, *args: Any) -> str:
     """The text of the program, for an NVIDIA GPU."""
     return jax.jit(function).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
+
+
+def on_described_gpu(kind: str) -> AbstractContextManager:
+    """Where Triton kernels lower from JAX 0.11 on, as if there were a GPU; before, anywhere."""
+    if jax.__version_info__ < (0, 11):
+        return nullcontext()
+    device = jax.sharding.AbstractDevice(device_kind=kind, num_cores=108, platform="gpu")
+    mesh = jax.sharding.AbstractMesh((), (), abstract_device=device)
+    return jax.sharding.use_abstract_mesh(mesh)

@@ -11,12 +11,12 @@ import pytest
 from jax.sharding import Mesh
 
 from kernels.attention import pallas_backward, pallas_forward, warpgroups
-from kernels.attention.pallas import (
+from kernels.attention.choice import (
     DETERMINISTIC_HEAD_WIDTHS,
-    DTYPES,
-    HEAD_WIDTHS,
-    attention_pallas,
+    HALF_PRECISION,
+    PALLAS_HEAD_WIDTHS,
 )
+from kernels.attention.pallas import attention_pallas
 from kernels.attention.reference import SAVED
 from kernels.attention.shards import Shards
 from kernels.attention.tiles import Rule
@@ -120,8 +120,8 @@ def test_under_vmap():
 
 CONFIGURATIONS = [
     (dtype, width, deterministic)
-    for deterministic, widths in ((False, HEAD_WIDTHS), (True, DETERMINISTIC_HEAD_WIDTHS))
-    for dtype, width in itertools.product(DTYPES, widths)
+    for deterministic, widths in ((False, PALLAS_HEAD_WIDTHS), (True, DETERMINISTIC_HEAD_WIDTHS))
+    for dtype, width in itertools.product(HALF_PRECISION, widths)
 ]
 RULES = itertools.cycle([Rule(), Rule(window=100, soft_cap=30.0), FULL])  # kernels take each alike
 # Every width with and without the same bits each time, and either in both dtypes.
