@@ -397,5 +397,5 @@ def tiles_of(argument: Row) -> Any:
 
 
 # The backward has more to gain.
-TILES = [{"joint": [64, 1]}, {"joint": [64, 3]}, {"dkv": [64, 3]}, {"dq": [64, 3]}]
+TILES = [{kernel: size} for kernel in ("dkv", "dq") for size in ([64, 3], [64, 1])]
 TILES += [{"forward": size} for size in ([64, 2], [64, 3], [64, 4])]

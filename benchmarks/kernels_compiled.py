@@ -41,6 +41,7 @@ from kernels.attention.choice import (
     PALLAS_HEAD_WIDTHS,
 )
 from kernels.attention.pallas import attention_pallas
+from kernels.attention.pallas_backward import SEPARATE_WIDTHS
 from kernels.attention.tiles import Rule
 from kernels.moments import Kept, zero_moment
 
@@ -77,7 +78,8 @@ class Attention(NamedTuple):
 
     @property
     def num_kernels(self) -> int:
-        return 3 if self.deterministic else 2  # otherwise one finds all gradients
+        separate = self.deterministic or self.head_width in SEPARATE_WIDTHS
+        return 3 if separate else 2  # otherwise one finds all gradients
 
     def trace(self, where: NamedSharding) -> jax.stages.Traced:
         rule, has_documents = RULES[self.rule]

@@ -4,9 +4,9 @@ In the way of `warpgroups`, as in FlashAttention-3 (Shah et al., arXiv:2407.0860
 keys and goes through queries (`pallas_backward_keys`). Scores come again from queries, keys and
 the log-sum-exp, once for all three gradients: five products a tile. The gradient of a query has
 parts from the keys of many blocks, which are added in the GPU's memory in the order in which they
-come: its last bits differ from run to run. If these bits must be the same, queries have a kernel of
-their own, which holds them and goes through keys: seven products, and no block writes where another
-does.
+come: its last bits differ from run to run. Or queries have a kernel of their own, which holds them
+and goes through keys: seven products, and no block writes where another does, so that all bits are
+the same. That is also what is faster for heads 128 wide.
 """
 
 import functools
@@ -43,7 +43,10 @@ from kernels.attention.warpgroups import (
 
 HELD = COMPUTING * ROWS  # queries of a block, and keys
 WIDEST_OF_EACH = 128  # in wider heads, both warpgroups have the same keys
-BLOCKS_OF_A_GPU = 2 * 132  # with fewer, some of the multiprocessors of an H100 or H200 are idle
+# Of heads for which two kernels are as fast as the joint one or faster: measured on an H200, with
+# 4,096 to 16,384 tokens, 8 to 64 heads and one or several sequences. 64 was not measured.
+SEPARATE_WIDTHS = (128,)
+BLOCKS_OF_A_GPU = 2 * warpgroups.MULTIPROCESSORS  # with fewer, some of them are idle
 
 
 def backward(
@@ -75,11 +78,12 @@ def backward(
       log_sum: the log-sum-exp of the scores [B, H, L].
       dout: the gradient of the output.
       dlog_sum: the gradient of the log-sum-exp.
-      deterministic: whether gradients have the same bits each time.
+      deterministic: whether gradients must have the same bits each time.
     """
     (B, _, H, K), (_, M, G, _) = q.shape, k.shape
     others = out, log_sum, dout, dlog_sum
-    run = functools.partial(_backward, rule, tiles, interpret, deterministic=deterministic)
+    separate = deterministic or K in SEPARATE_WIDTHS
+    run = functools.partial(_backward, rule, tiles, interpret, separate=separate)
     if G == H or B * G * -(-M // _held(K)) >= BLOCKS_OF_A_GPU:
         return run(q, k, v, segments, *others)
     # A block for each query head: then they are more, and each is done sooner.
@@ -107,14 +111,14 @@ def _backward(
     dout: jax.Array,
     dlog_sum: jax.Array,
     *,
-    deterministic: bool,
+    separate: bool,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Computes `backward` with a block for all query heads that share keys.
 
-    Args: see `backward`.
+    Args: see `backward`; `separate` says whether queries have a kernel of their own.
     """
     (B, L, H, K), (_, M, G, _) = q.shape, k.shape
-    of_keys = tiles.dkv if deterministic else tiles.joint
+    of_keys = tiles.dkv if separate else tiles.joint
     held = _held(K)
     most = max(HELD, tiles.dq.streamed, of_keys.streamed)  # all are powers of two
     # Log-sum-exp and delta of each query in one array [B, H, 2, L]: they are copied together.
@@ -128,6 +132,7 @@ def _backward(
         kernel: Callable,
         table: Any,
         num_heads: int,
+        streamed: tuple[int, int],  # positions of a head's blocks, and heads that share them
         tiles: Tiles,
         shared: Shared,
         outs: Sequence[jax.Array],
@@ -138,23 +143,28 @@ def _backward(
             shared = shared | {"factors": factors}
         grid = table.shape[1], num_heads, B
         found = [(x.shape, x.dtype) for x in outs]
-        run = warpgroups.launch(kernel, told, found, shared, grid, interpret)
+        num_positions, readers = streamed
+        num_bytes = 2 * num_positions * K * q.dtype.itemsize
+        enough = warpgroups.ENOUGH_READERS if separate else warpgroups.ENOUGH_ADDING
+        follow = warpgroups.rows_follow(grid, readers, num_bytes, enough)
+        run = warpgroups.launch(kernel, told, found, shared, grid, interpret, rows_follow=follow)
         return run(jnp.asarray(table), *arrays, *sums)
 
-    def streamed(tiles: Tiles, *names: str) -> Shared:
+    def slots_of(tiles: Tiles, *names: str) -> Shared:
         tile = warpgroups.tiles(tiles.slots, tiles.streamed, K, dtype=q.dtype)
         return warpgroups.slots(dict.fromkeys(names, tile), tiles.slots)
 
-    shared = streamed(of_keys, "queries", "douts")
+    queries = L * H // G, 1
+    shared = slots_of(of_keys, "queries", "douts")
     number = warpgroups.numbers(of_keys.slots, 2, of_keys.streamed)
     shared |= warpgroups.slots({"both": number}, of_keys.slots)
     shared |= warpgroups.held(["keys", "values"], k, by_all=held < HELD)
-    if deterministic:
+    if separate:
         table, _ = runs(rule, L, M, segments, (HELD, tiles.dq.streamed))
         of_queries = warpgroups.held(["queries", "douts"], q)
-        of_queries |= streamed(tiles.dq, "keys", "values")
-        [dq] = launch(dq_kernel, table, H, tiles.dq, of_queries, arrays[:1])
-        dk, dv = launch(dkv_kernel, keys_table, G, of_keys, shared, arrays[1:3])
+        of_queries |= slots_of(tiles.dq, "keys", "values")
+        [dq] = launch(dq_kernel, table, H, (M, H // G), tiles.dq, of_queries, arrays[:1])
+        dk, dv = launch(dkv_kernel, keys_table, G, queries, of_keys, shared, arrays[1:3])
         return dq[:, :L], dk[:, :M], dv[:, :M]
 
     shared |= warpgroups.meeting()
@@ -178,7 +188,7 @@ def _backward(
 
     def run(refs: list[Ref]) -> None:
         sums_ref, dk_ref, dv_ref = refs
-        found = launch(kernel, keys_table, G, of_keys, shared, arrays[1:3], sums_ref)
+        found = launch(kernel, keys_table, G, queries, of_keys, shared, arrays[1:3], sums_ref)
         dk_ref[...], dv_ref[...] = found
 
     sums, dk, dv = pl.run_state(run)([sums, *map(jnp.zeros_like, arrays[1:3])])

@@ -78,13 +78,16 @@ def forward(
     if interpret:
         shared["factors"] = warpgroups.tiles(COMPUTING, ROWS, keys, dtype=q.dtype)
     num_rows = table.shape[1]
+    grid = num_rows, H, B
+    streamed_bytes = 2 * M * K * k.dtype.itemsize
     out, log_sum = warpgroups.launch(
         forward_kernel,
         {"rule": rule, "num_keys": M, "interpret": interpret},
         [(q.shape, q.dtype), ((B, H, num_rows * rows), jnp.float32)],
         shared,
-        (num_rows, H, B),
+        grid,
         interpret,
+        rows_follow=warpgroups.rows_follow(grid, H // k.shape[2], streamed_bytes),
     )(jnp.asarray(table), q, k, v, *ids)
     return out[:, :L], log_sum[:, :, :L]
 

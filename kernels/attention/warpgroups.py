@@ -31,6 +31,13 @@ REGISTERS_COMPUTING, REGISTERS_COPYING = 240, 24
 REGISTERS = (2**16 // ((COMPUTING + 1) * 128)) // 8 * 8
 assert COMPUTING * REGISTERS_COMPUTING + REGISTERS_COPYING <= (COMPUTING + 1) * REGISTERS
 
+# Of an H100 and an H200.
+MULTIPROCESSORS = 132
+L2_BYTES = 50 * 2**20
+# Blocks that share what they read from memory beyond L2, with which memory is not the limit: those
+# that hold sums of their own, and those that add to numbers of all blocks of the same head.
+ENOUGH_READERS, ENOUGH_ADDING = 8, 2
+
 # The simulator of JAX 0.11 wants all threads to have waited for a barrier each time it is complete.
 CAN_SIMULATE = jax.__version_info__ >= (0, 12)
 
@@ -115,6 +122,30 @@ def slots(memory: Mapping[str, Any], count: int) -> Shared:
     return found
 
 
+def rows_follow(
+    grid: tuple[int, int, int], readers: int, streamed_bytes: int, enough: int = ENOUGH_READERS
+) -> bool:
+    """Whether the rows of one head come one after the other, and not all heads of one row.
+
+    Blocks run in the order of the grid, as many at once as there are multiprocessors. Of one row,
+    all have about equally much to do, and the longest rows come first. But then the blocks at once
+    read the keys of all heads and sequences. Where these do not fit into L2, and each is read by
+    few blocks, the GPU's memory is too slow. The rows of one head read the same keys.
+
+    Args:
+      grid: rows of tiles, heads and sequences.
+      readers: heads of the grid that read the same.
+      streamed_bytes: what the blocks of a head go through, as keys and values.
+      enough: readers of each at once with which memory is fast enough.
+    """
+    _, num_heads, num_sequences = grid
+    at_once = min(MULTIPROCESSORS, num_heads * num_sequences)
+    heads = min(num_heads, -(-at_once // num_sequences))
+    streams = min(num_sequences, at_once) * -(-heads // readers)
+    fits = streams * streamed_bytes <= L2_BYTES
+    return not fits and enough * streams > MULTIPROCESSORS
+
+
 def launch(
     kernel: Callable,
     told: Mapping[str, Any],
@@ -122,13 +153,17 @@ def launch(
     shared: Shared,
     grid: tuple[int, int, int],
     interpret: bool,
+    *,
+    rows_follow: bool,
 ) -> Callable:
     """Makes a function that runs the kernel for each row of tiles, head and sequence.
 
     Args:
       kernel: takes the arrays, what it is told, and what is shared.
       outs: shapes and dtypes.
+      rows_follow: whether the rows of one head come one after the other (`rows_follow`).
     """
+    order = -1 if rows_follow else 1  # the last of a grid comes first
 
     def body(*refs: Ref) -> None:
         told_all = functools.partial(kernel, *refs, **told)
@@ -139,8 +174,8 @@ def launch(
         body,
         out_type=[jax.ShapeDtypeStruct(*out) for out in outs],
         mesh=plgpu.Mesh(
-            grid=grid,
-            grid_names=("row", "head", "sequence"),
+            grid=grid[::order],
+            grid_names=("row", "head", "sequence")[::order],
             num_threads=COMPUTING + 1,
             thread_name="warpgroup",
         ),
