@@ -9,6 +9,7 @@ the seconds of layers.
 from dataclasses import dataclass
 
 from holmesjax.config import Checkpointing, ModelConfig
+from holmesjax.costs.attention import AskedAttention
 from holmesjax.layers.distinct_kinds import kinds
 from holmesjax.layers.kind import Kind
 from holmesjax.layers.model_layers import cached
@@ -39,6 +40,8 @@ class StageShape:
     dtype: str  # of the matrix products
     param_dtype: str = "float32"  # of the parameters that are kept and updated
     checkpointing: Checkpointing
+    # What the run asks of attention; None: nothing is chosen, and its time is as calibrated.
+    attention: AskedAttention | None = None
     # Format of each array that the optimizer keeps of a parameter (`update_rules`).
     kept: tuple[Kept, ...] = ("float32", "float32")
     # Whether it is a plan's only stage and a step has one microbatch: one program has both passes

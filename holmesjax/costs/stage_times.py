@@ -13,6 +13,7 @@ import numpy as np
 
 from holmesjax.config import Checkpointing, ModelConfig
 from holmesjax.costs import collective_times, work
+from holmesjax.costs.attention import AskedAttention, attention_s, choice_of
 from holmesjax.costs.collective_times import Group, Groups
 from holmesjax.costs.implementation import HOLMESJAX, Implementation
 from holmesjax.costs.optimizer_state import hidden_matrices, updated_bytes
@@ -29,6 +30,7 @@ from holmesjax.layers.distinct_kinds import kinds
 from holmesjax.layers.kind import Kind
 from holmesjax.layers.model_layers import cached
 from holmesjax.topology.machines import DeviceKind, Numbers
+from kernels.attention.choice import AttentionChoice
 
 # Numbers that a layer's backward moves between its products, to those of its forward: the gradient
 # of an operation reads the gradient of its result beside its operands. Counted over the operations
@@ -107,6 +109,13 @@ class _LayerShape(NamedTuple):
     context: int
     dtype: str
     checkpointing: Checkpointing
+    attention: AskedAttention | None
+
+    @classmethod
+    def of(cls, stage: StageShape, **cuts: int) -> "_LayerShape":
+        """Of a stage alone, or of the stage that is cut like this among many."""
+        own = {name: getattr(stage, name) for name in cls._fields} | cuts
+        return cls(**own)
 
 
 class _Layer(NamedTuple):
@@ -145,23 +154,24 @@ def _layer(
     pairs = num_tokens * length * heads / stage.tensor
     products_s = device.products_s([*products, *mixed], stage.dtype)
     numbers_s = float(device.between_s(num_tokens * (whole + cut) * DTYPE_BYTES[stage.dtype]))
-    attention_s = implementation.pairs(stage.context) * device.attention_s(attention, stage.dtype)
+    choice = _choice(kind, stage, device, length)
+    pass_s = attention_s(attention, choice, device, stage.dtype, stage.context, implementation)
     scores_s = float(device.memory_s(implementation.score_bytes * pairs))
     inputs = [product.gradients[0] for product in products]
     inputs += [own for product in mixed for own in product.gradients]
     trained = trained_products(kind, num_tokens, stage.tensor)
     weight_s = device.products_s([product.gradients[1] for product in trained], stage.dtype)
     always_s = device.calibration.layer_s
-    forward_s = products_s + numbers_s + attention_s + scores_s + FORWARD_SHARE * always_s
+    forward_s = products_s + numbers_s + pass_s.forward + scores_s + FORWARD_SHARE * always_s
     backward_s = device.products_s(inputs, stage.dtype) + weight_s + (1 - FORWARD_SHARE) * always_s
-    backward_s += implementation.attention_backward * attention_s
+    backward_s += pass_s.backward
     backward_s += BACKWARD_NUMBERS * (numbers_s + scores_s)
     calls = 2
     if stage.checkpointing == "full":
         backward_s += forward_s
         calls = 3
     elif implementation.recomputes_attention:
-        backward_s += attention_s + scores_s
+        backward_s += pass_s.forward + scores_s
     elif stage.checkpointing == "dots":
         backward_s += numbers_s
     return _Layer(
@@ -169,6 +179,37 @@ def _layer(
         backward_s=max(backward_s, calls * implementation.layer_call_s),
         weight_s=weight_s,
     )
+
+
+def _choice(
+    kind: Kind, stage: _LayerShape, device: DeviceKind, length: int
+) -> AttentionChoice | None:
+    """What will compute a layer's attention; None: what the device was calibrated with."""
+    if kind.attention is None or stage.attention is None:
+        return None
+    cut = {"length": length, "context": stage.context}
+    return choice_of(kind.attention, stage.attention, device, dtype=stage.dtype, **cut)
+
+
+def attention_in_stage(
+    model: ModelConfig, stage: StageShape, device: DeviceKind
+) -> dict[AttentionChoice, float]:
+    """What will compute attention on a kind of device, and its seconds in a microbatch.
+
+    With what is computed again. There is nothing for kinds that the catalogue does not have.
+    """
+    found: dict[AttentionChoice, float] = {}
+    length = model.context_length
+    shape = _LayerShape.of(stage)
+    num_tokens = shape.sequences * length // shape.context
+    forwards = 2 if stage.checkpointing == "full" else 1
+    for count, kind in stage.kinds(model):
+        if (choice := _choice(kind, shape, device, length)) is not None:
+            products = attention_products(kind, length, num_tokens, shape.tensor, shape.context)
+            pass_s = attention_s(products, choice, device, shape.dtype, shape.context, HOLMESJAX)
+            own_s = count * (forwards * pass_s.forward + pass_s.backward)
+            found[choice] = found.get(choice, 0.0) + own_s
+    return found
 
 
 def layers_s(
@@ -201,7 +242,7 @@ def _layers(
     of = lambda sequences, tensor, context: _layer(
         model,
         number,
-        _LayerShape(sequences, tensor, context, stage.dtype, stage.checkpointing),
+        _LayerShape.of(stage, sequences=sequences, tensor=tensor, context=context),
         device,
         implementation,
     )

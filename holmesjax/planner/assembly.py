@@ -42,7 +42,7 @@ def as_plan(problem: Problem, candidate: Candidate, bound_s: float) -> Plan:
     for i, (slot, role) in enumerate(zip(assignment.slots, roles(num_stages), strict=True)):
         nodes, placement = problem.nodes(slot), problem.placement(slot, settings)
         in_flight = problem.in_flight(order, i, assignment.layers[i])
-        blocks = add(_chunk_blocks(problem, candidate, i))
+        blocks = add(chunk_blocks(problem, candidate, i))
         shape = problem.stage_costs.shape(slot.mesh, settings, role, blocks, in_flight)
         items = memory.stage_memory_bytes(config.model, shape)
         sent_s = settings.microbatches * sends_s[i] + tables_s[i]
@@ -107,7 +107,7 @@ def _pipe_shares(problem: Problem, candidate: Candidate) -> dict[str, float]:
     }
 
 
-def _chunk_blocks(problem: Problem, candidate: Candidate, stage: int) -> list[Counts]:
+def chunk_blocks(problem: Problem, candidate: Candidate, stage: int) -> list[Counts]:
     """The Transformer layers of each chunk of one stage, of each kind."""
     return problem.ranges.chunks(candidate.assignment.layers, candidate.order.chunks)[stage]
 
@@ -116,7 +116,7 @@ def _times(problem: Problem, candidate: Candidate, stage: int) -> StageTimes:
     assignment, settings = candidate.assignment, candidate.settings
     slot, role = assignment.slots[stage], roles(len(assignment.layers))[stage]
     pool, placement = problem.pools[slot.pool], problem.placement(slot, settings)
-    blocks = add(_chunk_blocks(problem, candidate, stage))
+    blocks = add(chunk_blocks(problem, candidate, stage))
     return problem.stage_costs.times(pool, placement, slot.mesh, settings, role, blocks)
 
 
@@ -129,7 +129,7 @@ def _task_seconds(
     own_roles = chunk_roles(roles(len(assignment.layers))[stage], order.chunks)
     chunks = [
         problem.seconds(slot, settings, role, blocks, is_split)
-        for role, blocks in zip(own_roles, _chunk_blocks(problem, candidate, stage), strict=True)
+        for role, blocks in zip(own_roles, chunk_blocks(problem, candidate, stage), strict=True)
     ]
     whole = _whole(problem, candidate, stage)
     return TaskSeconds(
@@ -147,7 +147,7 @@ def _whole(problem: Problem, candidate: Candidate, stage: int) -> StageSeconds:
     """Seconds of one stage with all its chunks."""
     assignment, is_split = candidate.assignment, candidate.order.splits_backward
     role = roles(len(assignment.layers))[stage]
-    blocks = add(_chunk_blocks(problem, candidate, stage))
+    blocks = add(chunk_blocks(problem, candidate, stage))
     return problem.seconds(assignment.slots[stage], candidate.settings, role, blocks, is_split)
 
 

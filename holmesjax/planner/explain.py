@@ -33,6 +33,7 @@ from holmesjax.planner.problem import Assignment, Problem, Segment
 from holmesjax.planner.search import Found
 from holmesjax.planner.selection import Saying, find_within, make_problems, silently
 from holmesjax.planner.shortlist import step_settings
+from holmesjax.planner.stage_attention import StageAttention, stage_attention
 from holmesjax.planner.stage_costs import StageCosts
 from holmesjax.planner.stage_layouts import (
     Devices,
@@ -87,6 +88,7 @@ class Explanation:
 
     by_dollars: bool  # whether the best plan is the cheapest, and not the fastest
     best: tuple[Ranked, ...]  # the first is the plan
+    attention: tuple[StageAttention, ...]  # of the plan
     against: tuple[Alternative, ...]
     clusters: tuple[Alternative, ...]  # without each that is used, with each that is not
     upgrades: tuple[Alternative, ...]
@@ -113,6 +115,7 @@ def explain(
     return Explanation(
         by_dollars=_is_by_dollars(config),
         best=tuple(ranked),
+        attention=tuple(stage_attention(problem, chosen)),
         against=tuple(_against(problem, chosen, say)),
         clusters=tuple(_clusters(problem, found.best, say)),
         upgrades=(_unlimited(problem, chosen, say), *_upgrades(problem, found, say)),
@@ -429,6 +432,10 @@ def describe(explanation: Explanation) -> list[str]:
             )
         )
     lines += [f"  {line}" for line in _aligned(rows)]
+    if explanation.attention:
+        lines.append("what will compute attention, and its time in a step")
+        told = [(own.where, show(own.step_s, "s"), own.what) for own in explanation.attention]
+        lines += [f"  {line}" for line in _aligned(told)]
     for title, alternatives in (
         ("in place of the plan", explanation.against),
         ("what each cluster is worth", explanation.clusters),

@@ -9,6 +9,7 @@ import numpy as np
 from holmesjax import update_rules
 from holmesjax.config import Config
 from holmesjax.costs import memory, work
+from holmesjax.costs.attention import asked_of
 from holmesjax.costs.collective_times import Groups
 from holmesjax.costs.stage_shape import DTYPE_BYTES, StageShape
 from holmesjax.costs.stage_times import StageTimes, layers_s, stage_times
@@ -42,6 +43,7 @@ class StageCosts:
 
     def __init__(self, config: Config):
         self._config = config
+        self._attention = asked_of(config)
         self.ranges = LayerRanges(config.model)
         self._slots: dict[tuple[int, MeshShape, int], list[Devices]] = {}
         self._arranged: dict[tuple[int, MeshShape, int, int], list[Arrangement[Axis]]] = {}
@@ -143,6 +145,7 @@ class StageCosts:
             checkpointing=settings.checkpointing,
             kept=update_rules.kept(optimizer),
             is_whole_step=role.is_first and role.is_last and settings.microbatches == 1,
+            attention=self._attention,
         )
 
     def times(

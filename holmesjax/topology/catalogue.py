@@ -54,6 +54,17 @@ DATA_SHEETS: dict[str, dict[str, Any]] = {
 }
 # fmt: on
 
+# Kind -> what JAX says of such a device: its platform, its own name and its compute capability.
+AS_JAX_SEES_THEM: dict[str, tuple[str, str, str | None]] = {
+    "a100_40gb": ("gpu", "NVIDIA A100", "8.0"),
+    "a100_80gb": ("gpu", "NVIDIA A100", "8.0"),
+    "h100": ("gpu", "NVIDIA H100", "9.0"),
+    "h200": ("gpu", "NVIDIA H200", "9.0"),
+    "b200": ("gpu", "NVIDIA B200", "10.0"),
+    "mi300x": ("gpu", "AMD Instinct MI300X", None),
+    CPU: ("cpu", "cpu", None),
+}
+
 # Kind -> the file of configs/calibrations/ that says what it reaches of its data sheet.
 CALIBRATIONS = {"a100_40gb": "a100", "a100_80gb": "a100", "h100": "h100", "h200": "h200"}
 DEVICES = {
