@@ -2,17 +2,22 @@
 
 import dataclasses
 import json
+import re
 from collections import Counter
 from pathlib import Path
 
 import pytest
 
-from holmesjax.config import ParallelConfig
+from holmesjax import config as configs
+from holmesjax.config import KernelsConfig, ParallelConfig
 from holmesjax.layers.distinct_kinds import kind_names
 from holmesjax.plan.device_pool import USABLE_MEMORY
 from holmesjax.planner import explain
+from holmesjax.planner.assembly import as_plan
 from holmesjax.planner.explain import Alternative, describe
 from holmesjax.planner.planner import find, make_plan
+from holmesjax.planner.stage_attention import stage_attention
+from holmesjax.planner.stage_costs import StageCosts
 from holmesjax.topology import loading, upgrades
 from launch.__main__ import main
 from tests.clusters import (
@@ -132,6 +137,37 @@ def test_a_pipeline_is_told_in_short():
     assert text.startswith(f"ib {layers[0]} + {layers[1]} (")
     assert f" > roce {layers[2]} (" in text
     assert "tensor 4" in text
+
+
+def test_the_recipe_with_documents_names_what_will_compute_attention_and_its_price():
+    """64 A100s, for which cuDNN has no documents and the Pallas kernels are not."""
+    path = ROOT / "configs/recipes/llama3_8b_pretraining.yaml"
+    config = configs.load(path)
+    problem, found = find(config, loading.load(configs.topology_path(config, path)))
+    chosen = found.best[0]
+    rows = [*stage_attention(problem, chosen)]
+    wanted = {"a100_80gb": "JAX's Triton kernels (", "h100": "the Pallas kernels ("}
+    kinds = [problem.pools[slot.pool].kinds[0].name for slot in chosen.assignment.slots]
+    assert sorted(kinds) == sorted(wanted)
+    for number, (row, kind) in enumerate(zip(rows, kinds, strict=True)):
+        assert row.where == f"stage {number}, {kind}"
+        assert row.what.startswith(wanted[kind])
+        assert row.what.endswith("), once checked there")
+    # A plan of the same stages with plain JAX is as much slower as its attention.
+    plain = dataclasses.replace(config, kernels=KernelsConfig(attention="reference"))
+    other = dataclasses.replace(problem, config=plain, stage_costs=StageCosts(plain))
+    stages = [as_plan(own, chosen, 0.0).stages for own in (problem, other)]
+    slow_rows = stage_attention(other, chosen)
+    for fused, slow, row, slow_row in zip(*stages, rows, slow_rows, strict=True):
+        assert slow_row.what == "plain JAX (kernels.attention asks for it)"
+        assert slow_row.step_s > 2 * row.step_s
+        more_s = slow.seconds["compute"] - fused.seconds["compute"]
+        assert more_s == pytest.approx(slow_row.step_s - row.step_s)
+    told = explained(make_config(**FEW), make_topology(make_cluster("only", "ethernet", (1,))))
+    assert told.attention == ()  # of a kind that the catalogue does not have
+    lines = "\n".join(describe(dataclasses.replace(told, attention=tuple(rows))))
+    for row in rows:
+        assert re.search(rf"{row.where} +[\d.]+ m?s +{re.escape(row.what)}", lines)
 
 
 # ---- in place of the plan ------------------------------------------------------------------------
