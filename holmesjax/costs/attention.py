@@ -20,7 +20,7 @@ from kernels.attention.choice import AttentionChoice, Device, Needs, Unsupported
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AskedAttention:
-    """What a run asks of the attention of all its layers."""
+    """The part of a run file that decides what computes attention."""
 
     implementation: str  # the setting `kernels.attention`
     has_documents: bool
@@ -60,7 +60,7 @@ def choice_of(
     length: int,
     context: int,
 ) -> AttentionChoice | None:
-    """What computes a layer's attention on a kind of device.
+    """Returns the choice of a run for a layer on a kind of device.
 
     None for kinds that the catalogue does not have, and where the run itself will refuse.
 

@@ -113,7 +113,7 @@ class _LayerShape(NamedTuple):
 
     @classmethod
     def of(cls, stage: StageShape, **cuts: int) -> "_LayerShape":
-        """Of a stage alone, or of the stage that is cut like this among many."""
+        """The shape in a stage, or in one of many stages that is cut like this."""
         own = {name: getattr(stage, name) for name in cls._fields} | cuts
         return cls(**own)
 
@@ -184,7 +184,7 @@ def _layer(
 def _choice(
     kind: Kind, stage: _LayerShape, device: DeviceKind, length: int
 ) -> AttentionChoice | None:
-    """What will compute a layer's attention; None: what the device was calibrated with."""
+    """Returns the choice for a layer; None: the implementation that a calibration is of."""
     if kind.attention is None or stage.attention is None:
         return None
     cut = {"length": length, "context": stage.context}
@@ -194,7 +194,7 @@ def _choice(
 def attention_in_stage(
     model: ModelConfig, stage: StageShape, device: DeviceKind
 ) -> dict[AttentionChoice, float]:
-    """What will compute attention on a kind of device, and its seconds in a microbatch.
+    """The implementations of attention on a kind of device, and their seconds in a microbatch.
 
     With what is computed again. There is nothing for kinds that the catalogue does not have.
     """

@@ -1,4 +1,4 @@
-"""What will compute attention in the stages of a plan: a run chooses by the same function."""
+"""The implementations of attention in the stages of a plan, by the function of the run itself."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from kernels.attention.choice import CHECKED
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StageAttention:
-    """What computes attention on one kind of device of a stage."""
+    """The implementation of attention on one kind of device of a stage."""
 
     where: str  # "stage 0, h100"
     what: str  # the implementation, and why it is this one

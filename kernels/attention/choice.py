@@ -31,7 +31,7 @@ class UnsupportedError(ValueError):
 
 
 class Device(NamedTuple):
-    """What JAX says of a device, where no JAX has seen it."""
+    """A device in the words of JAX, where no JAX has seen it."""
 
     platform: str  # "gpu"
     device_kind: str  # "NVIDIA H200"
@@ -40,7 +40,7 @@ class Device(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Needs:
-    """What is asked of attention, as far as it decides who can compute it."""
+    """The properties of some attention that decide what can compute it."""
 
     dtype: str  # of queries, keys and values
     head_width: int
@@ -169,7 +169,7 @@ def _cudnn_refuses(device: Any, needs: Needs) -> str | None:
 
 
 def _cudnn_refuses_alone(needs: Needs) -> str | None:
-    """What JAX's cuDNN refuses, and "auto" gets round (`cudnn`)."""
+    """Returns what JAX's cuDNN alone refuses, and "auto" gets round (`cudnn`)."""
     if needs.length % 2:
         return (
             f"gradients for sequences of an odd length, {needs.length} tokens: an even length has "
@@ -185,7 +185,7 @@ def _pallas_refuses(device: Any, needs: Needs) -> str | None:
 
 
 def pallas_lacks(dtypes: set[str], head_width: int, deterministic: bool) -> str | None:
-    """What of some arrays the Pallas kernels cannot compute, and which they can; None if all."""
+    """Returns what of some arrays the Pallas kernels cannot compute, and which they can."""
     if len(dtypes) > 1 or not dtypes <= set(HALF_PRECISION):
         supported = ", ".join(HALF_PRECISION)
         return f"dtypes {', '.join(sorted(dtypes))}: supported is one of {supported}"

@@ -1,4 +1,4 @@
-"""What the JAX of this process has for attention."""
+"""The implementations of attention that the JAX of this process has."""
 
 import functools
 import importlib

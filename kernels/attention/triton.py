@@ -112,7 +112,7 @@ def _ids(segments: Segments | None) -> jax.Array | None:
 
 
 def _width(head_width: int) -> int:
-    """Of tiles: a power of two, of at least what the tensor cores multiply."""
+    """The width of tiles: a power of two, and at least 16 for the tensor cores."""
     return max(16, pl.next_power_of_2(head_width))
 
 

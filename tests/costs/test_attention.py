@@ -1,4 +1,4 @@
-"""What will compute attention, as a run itself chooses, and its seconds, as they were measured."""
+"""The attention that a plan is priced by is what a run takes, and as slow as was measured."""
 
 import dataclasses
 from types import SimpleNamespace
@@ -60,7 +60,7 @@ def test_documents_windows_widths_dtypes_and_kinds_decide(device):
 @pytest.mark.parametrize("asked", ["auto", "reference", "pallas", "triton", "cudnn"])
 @pytest.mark.parametrize("kind", ["h100", "a100_80gb", "b200", "mi300x"])
 def test_a_run_takes_what_its_plan_was_priced_by(device, monkeypatch, asked, kind):
-    """Where all is installed and all checks pass, whatever the layers, documents and promises."""
+    """All is installed and all checks pass, whatever the layers, documents and promises are."""
     platform, name, capability = catalogue.AS_JAX_SEES_THEM[kind]
     seen = SimpleNamespace(platform=platform, device_kind=name, compute_capability=capability)
     monkeypatch.setattr(ops.Kernels, "device", seen)

@@ -1,4 +1,4 @@
-"""What is handed to cuDNN, computed by XLA in its place: none is installed where tests run."""
+"""The arrays for cuDNN, computed by XLA in its place: none is installed where tests run."""
 
 import functools
 

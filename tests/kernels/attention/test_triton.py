@@ -45,7 +45,7 @@ def test_each_device_has_its_own_sequences_and_heads():
 @pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated")
 @pytest.mark.parametrize("width", [64, 128])
 def test_the_kernels_lower_for_an_older_gpu(width):
-    """As replicas call them, under `jax.vmap`: a kernel forward, and one for all gradients."""
+    """Replicas call them under `jax.vmap`: a kernel forward, and one for all gradients."""
 
     def gradients(q, k, v, ids):
         run = lambda q, k, v: attention_triton(q, k, v, (ids, ids))[0].astype(jnp.float32).sum()
