@@ -31,7 +31,7 @@ def lowered_for_cuda(function: Callable, *args: Any) -> str:
 
 
 def on_described_gpu(kind: str) -> AbstractContextManager:
-    """Where Triton kernels lower from JAX 0.11 on, as if there were a GPU; before, anywhere."""
+    """A context in which Triton kernels lower without a GPU. JAX 0.10 needs none."""
     if jax.__version_info__ < (0, 11):
         return nullcontext()
     device = jax.sharding.AbstractDevice(device_kind=kind, num_cores=108, platform="gpu")
