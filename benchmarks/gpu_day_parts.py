@@ -76,8 +76,8 @@ def values_of_cudnn(argument: Row, rehearse: bool) -> Iterator[Row]:
 
     def cudnn(q: Any, k: Any, v: Any, segments: Any, rule: Any, deterministic: bool) -> Any:
         implementation = "xla" if rehearse else "cudnn"
-        told = {"implementation": implementation, "return_residual": True}
-        out, log_sum_BLH = attention_cudnn(q, k, v, rule, **told)
+        run = functools.partial(attention_cudnn, implementation=implementation)
+        out, log_sum_BLH = run(q, k, v, rule, return_residual=True)
         return out, log_sum_BLH.swapaxes(1, 2).astype("float32")
 
     yield _values(argument | {"feeds_log_sum": False}, cudnn, rehearse)

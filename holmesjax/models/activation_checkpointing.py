@@ -7,12 +7,23 @@ import jax
 
 from holmesjax.models import ops
 
-# `dots` keeps the results of matrix products and of attention, and recomputes the rest.
+
+def _keeps(primitive: Any, *arrays: Any, **parameters: Any) -> Any:
+    """The policy of `dots`: it keeps the results of matrix products and of attention.
+
+    cuDNN's have no name that a policy could keep, but those of its primitive.
+    """
+    if primitive.name == ops.CUDNN_PRIMITIVE:
+        return True
+    return _products_and_names(primitive, *arrays, **parameters)
+
+
+_products_and_names = jax.checkpoint_policies.save_from_both_policies(
+    jax.checkpoint_policies.dots_saveable,
+    jax.checkpoint_policies.save_only_these_names(ops.SAVED),
+)
 POLICIES = {
-    "dots": jax.checkpoint_policies.save_from_both_policies(
-        jax.checkpoint_policies.dots_saveable,
-        jax.checkpoint_policies.save_only_these_names(ops.SAVED),
-    ),
+    "dots": _keeps,
     "full": jax.checkpoint_policies.nothing_saveable,
 }
 

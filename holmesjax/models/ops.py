@@ -36,7 +36,7 @@ from kernels.attention.choice import (
     UnsupportedError,
     choose,
 )
-from kernels.attention.cudnn import attention_cudnn
+from kernels.attention.cudnn import PRIMITIVE as CUDNN_PRIMITIVE, attention_cudnn
 from kernels.attention.installed import missing
 from kernels.attention.reference import CAUSAL, MASKED, SAVED, attention_reference
 from kernels.attention.ring import REFERENCE, Placement, attention_on, from_runs, to_runs
@@ -76,6 +76,7 @@ from kernels.moments import (
 from kernels.norm import layer_norm, rms_norm
 
 __all__ = [
+    "CUDNN_PRIMITIVE",
     "DEFAULT",
     "SAVED",
     "UNCHECKED",

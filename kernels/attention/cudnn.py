@@ -7,6 +7,8 @@ import jax.numpy as jnp
 
 from kernels.attention.tiles import Rule
 
+PRIMITIVE = "dot_product_attention_fwd_wrapper"  # JAX's name for a forward by cuDNN
+
 
 def attention_cudnn(
     q_BLHK: jax.Array,
@@ -35,7 +37,8 @@ def attention_cudnn(
     assert rule.soft_cap is None, f"cuDNN has no soft cap: {rule}"
     length = q_BLHK.shape[1]
     pad = lambda x: jnp.pad(x, [(0, 0), (0, length % 2), (0, 0), (0, 0)])
-    found = jax.nn.dot_product_attention(
+    untyped: Any = jax.nn.dot_product_attention
+    found = untyped(
         *map(pad, (q_BLHK, k_BLGK, v_BLGK)),
         is_causal=True,
         scale=rule.scale,

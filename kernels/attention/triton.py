@@ -64,7 +64,7 @@ def attention_triton(
     assert rule.causal, f"queries see what came before: {rule}"
     assert (rule.window, rule.soft_cap) == (None, None), f"the kernels have neither: {rule}"
     assert shards is None or shards.ring is None, "queries and keys are those of one part"
-    local = Local(*(functools.partial(own, interpret) for own in (_forward, _backward)))
+    local = Local(functools.partial(_forward, interpret), functools.partial(_backward, interpret))
     return attention_on(Placement(rule, local, shards), q_BLHK, k_BLGK, v_BLGK, segments)
 
 

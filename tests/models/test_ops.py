@@ -12,6 +12,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 from holmesjax.config import KernelsConfig
 from holmesjax.errors import ConfigError
 from holmesjax.models import ops
+from holmesjax.models.activation_checkpointing import checkpointed
 from holmesjax.rotary import frequencies
 from kernels.adamw import adamw_step
 from kernels.attention.reference import CAUSAL
@@ -78,6 +79,18 @@ def test_a_window_and_an_odd_length_go_to_cudnn_forward_and_backward(monkeypatch
         assert f'"sliding_window_length": {window or 0},' in said
         assert '"mask_type": "CAUSAL"' in said
         assert '"fmha_scale": 0.25,' in said
+
+
+@pytest.mark.parametrize("policy, forwards", [("none", 1), ("dots", 1), ("full", 2)])
+def test_a_checkpoint_of_products_keeps_what_cudnn_gives(monkeypatch, policy, forwards):
+    monkeypatch.setattr(ops, "missing", lambda implementation: None)
+    monkeypatch.setattr(fused_attention_stablehlo, "check_cudnn_version", lambda: 91200)
+    monkeypatch.setattr(ops.Kernels, "device", H200)
+    arrays = inputs(20, 20, 4, 2, 64, dtype="bfloat16")
+    layer = checkpointed(lambda q, k, v: ops.attention(jnp.sin(q), k, v), policy)
+    gradients = lambda q, k, v: jax.vjp(layer, q, k, v)[1](q)
+    text = str(jax.make_jaxpr(gradients)(*arrays))
+    assert text.count(f"{ops.CUDNN_PRIMITIVE}[") == forwards
 
 
 def test_what_cannot_be_is_refused():
