@@ -197,6 +197,25 @@ TRAINING = (
         tests=("tests/kernels/test_cross_entropy.py::test_logits_are_capped_before_the_loss",),
     ),
     Bug(
+        name="odd-length-cut",
+        module="kernels.attention.cudnn",
+        old="lambda x: x[:, :length]",
+        new="lambda x: x[:, -length:]",
+        wrong="an odd length loses its first token in place of the one that was added",
+        tests=("tests/kernels/attention/test_cudnn.py",),
+    ),
+    Bug(
+        name="grid-order-by-size-alone",
+        module="kernels.attention.warpgroups",
+        old="return not fits and enough * streams > MULTIPROCESSORS",
+        new="return not fits",
+        wrong="the rows of a head follow each other where many blocks share the keys of a row",
+        tests=(
+            "tests/kernels/attention/test_pallas.py::"
+            "test_the_grid_has_the_order_and_the_backward_the_kernels_that_were_fastest",
+        ),
+    ),
+    Bug(
         name="run-before-forgotten",
         module="kernels.attention.ring",
         old="return min(-(-(window - 1) // run), 2 * count - 1)",
