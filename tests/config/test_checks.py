@@ -296,6 +296,7 @@ kernels.optimizer=pallas train.param_dtype=bfloat16
 kernels.optimizer: has no kernel for parameters in bfloat16: supported is float32
   found: pallas
   fix: use auto, or float32
+
 kernels.attention=cudnn model.context_length=65
 kernels.attention: cudnn has no gradients for an odd model.context_length, 65: JAX takes the bias \
 that attention does not have for one

@@ -139,7 +139,7 @@ def test_a_check_of_the_update_is_made_where_a_measurement_makes_it_decide(check
     h200 = dataclasses.replace(HOPPER, name="NVIDIA H200")
     failed = "passed check: the output is off by 0.5"
     assert find_unproven(gpus=[h200]) == find_unproven(gpus=[h200], attention="cudnn") == failed
-    assert checks == [{"layers": [], "moments": "float32"}] * 2
+    assert checks == [{"kernels": "pallas", "layers": [], "moments": "float32"}] * 2
     assert find_unproven() == find_unproven(gpus=[h200], optimizer="xla") == ops.UNCHECKED
     assert find_unproven(gpus=[h200], optimizer="xla", context=2) == failed
     assert "moments" not in checks[-1]
