@@ -25,6 +25,12 @@ WAITS: dict[str, Collection[str] | None] = {
 }
 
 
+def stop_signals() -> tuple[int, ...]:
+    """Returns the signals that ask for a stop; SIGHUP only where `nohup` has not turned it off."""
+    hangup = () if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else (signal.SIGHUP,)
+    return (signal.SIGINT, signal.SIGTERM, *hangup)
+
+
 def hear_signals(numbers: Collection[int], heard: Callable[[int], object]) -> Callable[[], None]:
     """Starts a thread that calls `heard` with the number of each of these signals.
 
@@ -90,7 +96,9 @@ def end_process(status: int, *last_words: Callable[[], object]) -> NoReturn:
         end = threading.Timer(LAST_WORDS_S, os._exit, (status,))
         end.daemon = True
         end.start()
-        for say in (*last_words, lambda: sys.stdout.flush(), lambda: sys.stderr.flush()):
+        # A stream with a queue has `drain`: its `flush` waits for nobody.
+        flushes = [getattr(own, "drain", own.flush) for own in (sys.stdout, sys.stderr)]
+        for say in (*last_words, *flushes):
             with contextlib.suppress(Exception):  # a full disk, a closed pipe
                 say()
     finally:

@@ -1,6 +1,7 @@
 """Runs one verb: `python -m launch VERB ...`; `arguments` describes them."""
 
 import argparse
+import contextlib
 import gc
 import importlib
 import os
@@ -9,8 +10,10 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
+from holmesjax import hung_main_thread
 from holmesjax.errors import REQUEUE, AbsentDataError, HolmesError
 from holmesjax.hosts import jax_settings
+from launch import outputs
 from launch.arguments import parse
 from launch.launchers.table import LAUNCHERS
 from launch.progress_message import ProgressMessage
@@ -49,13 +52,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit status: 0 done, 1 cannot go on, 2 a mistake of the user, 75 start again."""
     try:
         args = parse(sys.argv[1:] if argv is None else argv)
+    except HolmesError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_status
+    # Nothing that supervises may wait for whoever reads its output, or end with it.
+    with outputs.queued() if args.verb in ("train", "lab") else contextlib.nullcontext():
+        return _run(args)
+
+
+def _run(args: argparse.Namespace) -> int:
+    try:
         for name, value in jax_settings.take_away(os.environ).items():
             what = "what a run computes follows from its run file alone"
             print(f"note: {name}={value} of the environment is not used: {what}", file=sys.stderr)
         # The verb's module is imported last: a mistake in a run file needs no JAX to be found.
         planned = args.command if args.verb == "lab" else args
         if args.verb == "train":  # before there is anything to save
-            signal.signal(signal.SIGTERM, lambda *_: sys.exit(REQUEUE))
+            for number in set(hung_main_thread.stop_signals()) - {signal.SIGINT}:
+                signal.signal(number, lambda *_: sys.exit(REQUEUE))
         if planned and hasattr(planned, "target"):  # a verb of a run
             load = importlib.import_module("holmesjax.job").load
             _collect_garbage()

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from types import FrameType, TracebackType
 from typing import Self
 
+from holmesjax import hung_main_thread
 from holmesjax.errors import REQUEUE
 
 
@@ -26,7 +27,7 @@ class StopRequests:
         self._old_handlers: dict[int, signal._HANDLER] = {}
 
     def __enter__(self) -> Self:
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in hung_main_thread.stop_signals():
             self._old_handlers[number] = signal.signal(number, self._hear)
         return self
 

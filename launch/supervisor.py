@@ -65,6 +65,7 @@ from launch.failure_causes import events_of, find_cause, is_failure
 from launch.failure_messages import NAMES, error_of, list_names, statuses_of
 from launch.holdups import hold_up
 from launch.launchers.launcher import Launcher, leaving
+from launch.loop_watch import LoopWatch
 from launch.process_logs import ProcessLogs, is_noise
 from launch.restarts import DEFAULT, Restarts
 from launch.stop_requests import StopRequests
@@ -140,6 +141,8 @@ class Supervisor:
         self._processes = make_processes(job.plan, job.topology, self._config.processes)
         self._pool = pool_of(job, launcher, self._processes, os.environ)
         self._stops = StopRequests(self._config.stop_timeout_s, self._stop)
+        limit_s, setting = self._config.start_timeout_s, "distributed.start_timeout_s"
+        self._loop_watch = LoopWatch(limit_s, setting, lambda: self._lease.release())
         self._controller: Controller | None = None
         self._unsave: Callable[[], None] = lambda: None
         self._blamed: str | None = None  # the node of a failure that came before any signal
@@ -328,7 +331,8 @@ class Supervisor:
                     variables=variables,
                     restart=restart,
                 )
-                done = self._supervise(controller, recorder, progress, logs)
+                with self._loop_watch:
+                    done = self._supervise(controller, recorder, progress, logs)
             except HolmesError as error:
                 is_final = error.exit_status == HolmesError.exit_status
                 if is_final and not isinstance(error, DamagedError):
@@ -375,6 +379,7 @@ class Supervisor:
         )
         end_s: float | None = None
         while len(attempt.exited) < len(self._processes):
+            self._loop_watch.turn()
             if self._stops and not attempt.up:  # nothing has been trained that could be saved
                 raise SystemExit(leaving(self._stops.first))
             if self._stops.is_impatient:

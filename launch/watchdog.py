@@ -19,7 +19,6 @@ from launch.launchers.launcher import leaving
 
 CHECK_S = 0.2
 LEAVE_S = 2.0  # for the main thread to end by itself when it is asked twice
-NUMBERS = (signal.SIGINT, signal.SIGTERM)
 
 
 class Run(Protocol):
@@ -45,8 +44,9 @@ class Watchdog:
         self._num_handled = 0
         self._stop_by_s: float | None = None
         self._ended = threading.Event()
-        self._give_back = hung_main_thread.hear_signals(NUMBERS, self._hear)
-        for number in NUMBERS:
+        numbers = hung_main_thread.stop_signals()
+        self._give_back = hung_main_thread.hear_signals(numbers, self._hear)
+        for number in numbers:
             signal.signal(number, self._handle)
         threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
 

@@ -8,7 +8,6 @@ end by itself.
 import contextlib
 import dataclasses
 import functools
-import signal
 import socket
 import sys
 import threading
@@ -139,7 +138,7 @@ class Worker:
     def run(self) -> int:
         # On another thread: the main one may compile, or be in the middle of telling something.
         hung_main_thread.hear_signals(
-            (signal.SIGINT, signal.SIGTERM), lambda number: self._send(Stop(signal=number))
+            hung_main_thread.stop_signals(), lambda number: self._send(Stop(signal=number))
         )
         try:
             self._run()

@@ -7,19 +7,25 @@ JSON has no NaN and no infinity: a number that is not finite is written as `null
 """
 
 import contextlib
+import errno
 import importlib
 import importlib.util
 import json
 import math
 import os
-from collections.abc import Iterator, Mapping
+import sys
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
 from holmesjax.config import LogConfig
-from holmesjax.errors import ConfigError, DataError, HolmesError
+from holmesjax.errors import ConfigError, DataError
 
 FILE = "metrics.jsonl"
+MOST_QUEUED = 10_000  # records that wait for a sink, or for a disk that is full
+CLOSE_S = 10.0  # for a sink to write what waits, and to end
 BLOCK_BYTES = 1 << 20  # of the file, read at once from its end
 PACKAGES = {"tensorboard": ("tensorboardX", "tb"), "wandb": ("wandb", "wandb")}  # module, extra
 
@@ -79,6 +85,10 @@ def _is_installed(field: str) -> bool:
     return importlib.util.find_spec(PACKAGES[field][0]) is not None
 
 
+def _warn(text: str) -> None:
+    print(f"warning: {text}", file=sys.stderr, flush=True)
+
+
 class _Sink(Protocol):
     """A place for scalars besides the file."""
 
@@ -87,44 +97,128 @@ class _Sink(Protocol):
     def close(self) -> None: ...
 
 
+class _QueuedSink:
+    """A sink with a thread and a bounded queue: whatever hangs or fails in it holds nothing up.
+
+    The oldest records are dropped from a full queue. A sink that fails gets no more records.
+    """
+
+    def __init__(self, sink: _Sink, name: str, warn: Callable[[str], object]):
+        self._sink, self._name, self._warn = sink, name, warn
+        self._queue: deque[tuple[int, Mapping[str, float]]] = deque()
+        self._num_dropped, self._is_closing = 0, False
+        self._changed = threading.Condition()
+        self._thread = threading.Thread(target=self._write_all, name=name, daemon=True)
+        self._thread.start()
+
+    def write(self, step: int, scalars: Mapping[str, float]) -> None:
+        with self._changed:
+            if not self._thread.is_alive():
+                return
+            self._queue.append((step, scalars))
+            if len(self._queue) > MOST_QUEUED:
+                self._queue.popleft()
+                self._num_dropped += 1
+            self._changed.notify()
+
+    def close(self) -> None:
+        """Waits until all is written, but not for longer than `CLOSE_S`."""
+        with self._changed:
+            self._is_closing = True
+            self._changed.notify()
+        self._thread.join(CLOSE_S)
+        if self._thread.is_alive():
+            self._warn(f"{self._name} did not end within {CLOSE_S:g} s, and is left behind")
+        if self._num_dropped:
+            self._warn(f"{self._name} was too slow: it has not got {self._num_dropped:,} records")
+
+    def _write_all(self) -> None:
+        try:
+            while True:
+                with self._changed:
+                    while not self._queue and not self._is_closing:
+                        self._changed.wait()
+                    if not self._queue:
+                        break
+                    step, scalars = self._queue.popleft()
+                self._sink.write(step, scalars)
+            self._sink.close()
+        except Exception as error:  # a package's own, of any kind
+            self._warn(f"{self._name} has failed, and gets no more numbers: {error}")
+
+
 class Metrics:
     """Writes one record a step; a context manager.
+
+    Nothing here ends a run. A line that cannot be written is kept, and written with the next one.
 
     A run that resumes from step n passes `done_steps=n`: what an earlier attempt wrote about later
     steps is cut off, so the file keeps one object a step. Each line reaches the operating system
     before `write` returns, so a crash of the process costs no finished step.
     """
 
-    def __init__(self, run_dir: str | Path, log: LogConfig, *, done_steps: int = 0):
+    def __init__(
+        self,
+        run_dir: str | Path,
+        log: LogConfig,
+        *,
+        done_steps: int = 0,
+        warn: Callable[[str], object] = _warn,
+    ):
         check_installed(log)
         run_dir = Path(run_dir)
         run_dir.mkdir(parents=True, exist_ok=True)
-        self._sinks: list[_Sink] = []
+        self._sinks: list[_QueuedSink] = []
+        self._say = warn
         if log.wandb:  # the only one that can refuse, so nothing is open yet
-            self._sinks.append(_Wandb(run_dir))
+            self._sinks.append(_QueuedSink(_Wandb(run_dir), "Weights & Biases", warn))
         if log.tensorboard or (log.tensorboard is None and _is_installed("tensorboard")):
-            self._sinks.append(_TensorBoard(run_dir, done_steps))
+            self._sinks.append(_QueuedSink(_TensorBoard(run_dir, done_steps), "TensorBoard", warn))
         _cut(run_dir / FILE, done_steps)
-        self._file = (run_dir / FILE).open("a", encoding="utf-8", buffering=1)
+        self._file = (run_dir / FILE).open("ab", buffering=0)
+        self._size = self._file.seek(0, os.SEEK_END)  # of whole lines
+        self._lines: list[bytes] = []  # that are not in the file yet
+        self._is_failing = False
 
     def write(self, record: Mapping[str, Any]) -> None:
-        """Appends the record of one step: numbers, booleans, and dicts of them.
-
-        Raises HolmesError where the disk is full.
-        """
-        try:
-            self._file.write(json.dumps(_finite(record), allow_nan=False) + "\n")
-        except OSError as error:
-            fix = "free space, then resume from the last checkpoint"
-            raise HolmesError(
-                self._file.name, "cannot be written", found=error.strerror, fix=fix
-            ) from None
+        """Appends the record of one step: numbers, booleans, and dicts of them."""
+        self._lines.append(json.dumps(_finite(record), allow_nan=False).encode() + b"\n")
+        self._append()
         scalars = _scalars(record)
         for sink in self._sinks:
             sink.write(record["step"], scalars)
 
+    def _append(self) -> None:
+        """Writes all lines that are left. A line of which only a part fits is cut off again."""
+        content = b"".join(self._lines)
+        try:
+            if (count := self._file.write(content)) != len(content):
+                raise OSError(errno.ENOSPC, f"{count} of {len(content)} bytes were written")
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                self._file.truncate(self._size)
+            if not self._is_failing:
+                self._say(
+                    f"{self._file.name} cannot be written ({error.strerror}): "
+                    "the records of steps are kept, and written when it can be"
+                )
+            self._is_failing = True
+            if len(self._lines) > MOST_QUEUED:
+                del self._lines[0]
+            return
+        if self._is_failing:
+            self._say(f"{self._file.name} is written again")
+        self._size += len(content)
+        self._lines.clear()
+        self._is_failing = False
+
     def close(self) -> None:
-        with contextlib.suppress(OSError):  # what `write` has told of a line that is still here
+        if self._lines:
+            self._append()
+        if self._lines:
+            self._say(f"{self._file.name} lacks the records of {len(self._lines)} steps")
+            self._lines.clear()
+        with contextlib.suppress(OSError):
             self._file.close()
         for sink in self._sinks:
             sink.close()

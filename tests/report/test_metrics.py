@@ -4,6 +4,8 @@ import importlib.util
 import json
 import math
 import sys
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 
 from holmesjax.config import LogConfig
-from holmesjax.errors import ConfigError, DataError, HolmesError
+from holmesjax.errors import ConfigError, DataError
 from holmesjax.report.metrics import FILE, Metrics, check_installed, read, read_last
 from tests.cases import cases
 from tests.disks import files_of_at_most
@@ -206,11 +208,61 @@ def test_a_resumed_run_continues_the_same_wandb_run(tmp_path, monkeypatch):
     assert len(finished) == 2
 
 
-def test_a_full_disk_is_a_sentence(tmp_path):
-    with (
-        Metrics(tmp_path, NO_LOG) as metrics,
-        files_of_at_most(10),
-        pytest.raises(HolmesError, match="cannot be written") as error,
-    ):
+def test_lines_that_find_no_room_are_written_when_there_is_room(tmp_path):
+    warnings = []
+    with Metrics(tmp_path, NO_LOG, warn=warnings.append) as metrics:
         metrics.write({"step": 1, "loss": 5.0})
-    assert error.value.found == "File too large"
+        whole = (tmp_path / FILE).read_bytes()
+        with files_of_at_most(len(whole) + 10):  # a part of the next line would fit
+            for step in (2, 3):
+                metrics.write({"step": step, "loss": 5.0})
+            assert (tmp_path / FILE).read_bytes() == whole
+        assert len(warnings) == 1
+        assert "cannot be written" in warnings[0]
+        metrics.write({"step": 4, "loss": 5.0})
+        assert [record["step"] for record in read(tmp_path)] == [1, 2, 3, 4]
+        assert "is written again" in warnings[1]
+        with files_of_at_most(10):
+            metrics.write({"step": 5, "loss": 5.0})
+            metrics.close()
+        assert "lacks the records of 1 steps" in warnings[-1]
+
+
+class OddSink:
+    """A sink whose first `write` waits for ever, or fails."""
+
+    def __init__(self, fails):
+        self.fails, self.left, self.steps = fails, threading.Event(), []
+
+    def write(self, step, scalars):
+        self.steps.append(step)
+        if self.fails:
+            raise RuntimeError("no space left")
+        self.left.wait(60.0)
+
+    def close(self):
+        self.steps.append("closed")
+
+
+@pytest.mark.parametrize("fails", [True, False])
+def test_a_sink_that_fails_or_hangs_holds_no_step_up(fails, tmp_path, monkeypatch):
+    warnings, sink = [], OddSink(fails)
+    monkeypatch.setattr("holmesjax.report.metrics._TensorBoard", lambda *_: sink)
+    monkeypatch.setattr("holmesjax.report.metrics.MOST_QUEUED", 20)
+    monkeypatch.setattr("holmesjax.report.metrics.CLOSE_S", 0.2)
+    log = LogConfig(tensorboard=True)
+    with Metrics(tmp_path, log, warn=warnings.append) as metrics:
+        metrics.write({"step": 1, "loss": 5.0})
+        while not sink.steps:
+            time.sleep(0.01)
+        for step in range(2, 101):
+            metrics.write({"step": step, "loss": 5.0})
+    assert len(read(tmp_path)) == 100
+    assert sink.steps == [1]
+    text = " ".join(warnings)
+    if fails:
+        assert "TensorBoard has failed, and gets no more numbers: no space left" in text
+    else:
+        assert "TensorBoard did not end within 0.2 s" in text
+        assert "it has not got 79 records" in text
+    sink.left.set()

@@ -1,0 +1,134 @@
+"""Standard output and error of a verb that supervises: no write of it waits, and none fails.
+
+A pipe that nobody reads (Ctrl-S, a log shipper that hangs) would stop whoever writes to it, and a
+reader that has gone would end it. So each of the two streams has a thread and a bounded queue. The
+oldest text is dropped from a full queue, counted and said. A stream whose reader has gone is said
+on the other one, and what it would have shown is dropped: a lost console is no end of a training.
+"""
+
+import contextlib
+import errno
+import io
+import os
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+
+MOST_CHARACTERS = 1 << 20  # that wait to be written
+DRAIN_S = 2.0  # for what waits, when a verb ends
+GONE = (errno.EPIPE, errno.EIO, errno.EBADF)  # the reader of a pipe, or a terminal
+
+
+class QueuedStream(io.TextIOBase):
+    """A text stream whose thread writes to a descriptor.
+
+    Args:
+      descriptor: a file, a pipe or a terminal, which stays open.
+      on_loss: told once, in words, when nobody can read it any more.
+    """
+
+    def __init__(self, descriptor: int, on_loss: Callable[[str], object]):
+        self._descriptor, self._on_loss = descriptor, on_loss
+        self._texts: deque[str] = deque()
+        self._num_characters, self._num_dropped = 0, 0
+        self._is_writing, self._is_lost = False, False
+        self._changed = threading.Condition()
+        threading.Thread(target=self._write_all, name="output", daemon=True).start()
+
+    @property
+    def encoding(self) -> str:  # type: ignore[override]
+        return "utf-8"
+
+    def writable(self) -> bool:
+        return True
+
+    def isatty(self) -> bool:
+        return os.isatty(self._descriptor)
+
+    def fileno(self) -> int:
+        return self._descriptor
+
+    def write(self, text: str) -> int:
+        """Takes a text; what is oldest of a full queue is dropped."""
+        with self._changed:
+            if text and not self._is_lost:
+                self._texts.append(text)
+                self._num_characters += len(text)
+                while self._num_characters > MOST_CHARACTERS and len(self._texts) > 1:
+                    self._num_characters -= len(self._texts.popleft())
+                    self._num_dropped += 1
+                self._changed.notify_all()
+        return len(text)
+
+    def drain(self, timeout_s: float = DRAIN_S) -> None:
+        """Waits until all is written, but not for longer than this."""
+        deadline_s = time.monotonic() + timeout_s
+        with self._changed:
+            while (self._texts or self._is_writing) and not self._is_lost:
+                if not self._changed.wait(deadline_s - time.monotonic()):
+                    return
+
+    def _write_all(self) -> None:
+        while True:
+            with self._changed:
+                self._is_writing = False
+                self._changed.notify_all()
+                while not self._texts:
+                    self._changed.wait()
+                text, num_dropped = "".join(self._texts), self._num_dropped
+                self._texts.clear()
+                self._num_characters, self._num_dropped = 0, 0
+                self._is_writing = True
+            if num_dropped:
+                text = f"[{num_dropped} pieces of output were dropped: nobody read them]\n{text}"
+            try:
+                self._write_bytes(text.encode(errors="replace"))
+            except OSError as error:
+                if error.errno in GONE:
+                    with self._changed:
+                        self._is_lost = True
+                        self._texts.clear()
+                        self._changed.notify_all()
+                    self._on_loss(str(error.strerror))
+                    return
+                with self._changed:  # a full disk: what comes later may find room
+                    self._num_dropped += 1
+
+    def _write_bytes(self, content: bytes) -> None:
+        while content:
+            try:
+                content = content[os.write(self._descriptor, content) :]
+            except BlockingIOError:  # a descriptor that another process has made so
+                time.sleep(0.05)
+
+
+@contextlib.contextmanager
+def queued() -> Iterator[None]:
+    """Standard output and error as such streams, until the end of a `with`."""
+    before = sys.stdout, sys.stderr
+    try:
+        descriptors = [stream.fileno() for stream in before]
+    except (OSError, ValueError, AttributeError):  # those of a test or a notebook
+        yield
+        return
+    for stream in before:
+        stream.flush()
+    streams: list[QueuedStream] = []
+
+    def say(other: int, name: str) -> Callable[[str], object]:
+        words = "warning: {} is gone ({}), and the run goes on without it\n"
+        return lambda reason: streams[other].write(words.format(name, reason))
+
+    streams += [
+        QueuedStream(descriptors[0], say(1, "standard output")),
+        QueuedStream(descriptors[1], say(0, "standard error")),
+    ]
+    sys.stdout, sys.stderr = streams  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        for own in streams:
+            own.drain()
+        sys.stdout, sys.stderr = before
