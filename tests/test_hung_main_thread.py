@@ -86,7 +86,10 @@ while True:
 
 def test_a_run_that_fails_gives_the_signals_back():
     """Another run of this process would be ended by the watchdog of the first."""
-    state = lambda: [*map(signal.getsignal, watchdog.NUMBERS), signal.set_wakeup_fd(-1)]
+    state = lambda: [
+        *map(signal.getsignal, hung_main_thread.stop_signals()),
+        signal.set_wakeup_fd(-1),
+    ]
     before, threads = state(), set(threading.enumerate())
     run = SimpleNamespace(progress=None, stop=lambda: None)
     with (
