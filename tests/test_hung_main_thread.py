@@ -13,6 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from holmesjax import hung_main_thread
 from holmesjax.distributed.messages import Exit, Output
 from launch import watchdog
 from launch.launchers.launcher import Children
