@@ -7,6 +7,7 @@ import numpy as np
 
 from holmesjax.parallel import sharding
 from holmesjax.runtime.end_of_step import Metrics
+from holmesjax.runtime.in_flight import InFlight
 from holmesjax.runtime.meanwhile import BUSY, Meanwhile
 from holmesjax.runtime.prefetch import Inputs, Placer
 from holmesjax.runtime.programs import Programs
@@ -20,6 +21,7 @@ class OneStage:
     def __init__(self, programs: Programs):
         self._programs = programs
         self.placer = Placer(programs.stage.plan, [programs.stage], is_one_program=True)
+        self._in_flight = InFlight()  # forwards of validations
 
     def init(self, seed: int, drawn: Callable[[], None] = lambda: None) -> list[StageState]:
         return [self._programs.stage.init(seed, drawn)]
@@ -45,13 +47,15 @@ class OneStage:
     def evaluate(self, states: Sequence[StageState], inputs: Inputs) -> jax.Array:
         """Sum of the losses of a batch's tokens."""
         programs, stage = self._programs, self._programs.stage
-        replicas = programs.gather(states[0].params)
-        losses_MR = tuple(
-            programs["forward"](states[0].fixed, replicas, None, batch)[0]
-            for batch in inputs.microbatches[stage.index]
-        )
+        replicas, losses = programs.gather(states[0].params), []
+        for batch in inputs.microbatches[stage.index]:
+            while self._in_flight.is_full():
+                self._in_flight.wait()
+            losses_R, *_ = programs["forward"](states[0].fixed, replicas, None, batch)
+            self._in_flight.add(losses_R)
+            losses.append(losses_R)
         one = sharding.put(np.float32(1.0), sharding.replicated(stage.mesh))
-        total: jax.Array = programs["total_loss"](losses_MR, one)
+        total: jax.Array = programs["total_loss"](tuple(losses), one)
         return total
 
     def take_link_bytes(self) -> dict[str, int]:

@@ -3,9 +3,10 @@
 The executor only dispatches: every call but a program's first returns before its arrays are
 computed, and XLA orders the work of each device. It goes round its stages and starts each one's
 next task as soon as what the task reads has arrived, so no device queue holds a task that waits for
-one not yet dispatched. While a stage waits it may run a W early, but only where no other process
-shares the stage: tasks hold collectives, which all of a stage's processes must dispatch in one
-order. What happened, and when, is a `Timeline`.
+one not yet dispatched. A stage has a few tasks ahead (`in_flight`), in steps and validations. While
+a stage waits it may run a W early, but only where no other process shares the stage: tasks hold
+collectives, which all of a stage's processes must dispatch in one order. What happened, and when,
+is a `Timeline`.
 """
 
 from collections import deque
@@ -22,6 +23,7 @@ from holmesjax.parallel import sharding
 from holmesjax.plan.plan import Plan
 from holmesjax.runtime.compilation import compile_stages, compile_whole_step
 from holmesjax.runtime.end_of_step import Metrics, auxiliary, sums_of_layers
+from holmesjax.runtime.in_flight import InFlight
 from holmesjax.runtime.meanwhile import BUSY, Meanwhile
 from holmesjax.runtime.microbatch import Batch, Residuals, Values
 from holmesjax.runtime.one_stage import OneStage
@@ -77,6 +79,8 @@ class Pipeline:
         self._programs = {p.stage.index: p for p in programs}
         self._last = len(plan.chunks) - 1
         self._here = sorted({plan.chunks[v][0] for v in self._programs})
+        # Of each stage, from one step or validation batch to the next.
+        self._in_flight = {s: InFlight() for s in self._here}
         # Stages that other processes share: what arrives late in one is in time in another.
         self._shared = {
             plan.chunks[v][0] for v, p in self._programs.items() if p.stage.mesh.is_multi_process
@@ -200,6 +204,7 @@ class Pipeline:
                 arrived, out = self._backward(s, task, flights[v], weights.get(v))
             else:
                 out = self._weight_gradient(v, m, flights[v])
+            self._in_flight[s].add(out)
             if timeline is not None:
                 timeline.watch(s, task.kind, m, arrived, out)
             if task.kind == "F" and not num_forwards:
@@ -208,10 +213,15 @@ class Pipeline:
         while any(waiting.values()):
             progress = False
             for s, queue in waiting.items():
-                while queue and self._is_ready(s, queue[0]):
+                while queue and not self._in_flight[s].is_full() and self._is_ready(s, queue[0]):
                     run(s, queue[0])
                     progress = True
             if progress:
+                continue
+            full = [s for s, queue in waiting.items() if queue and self._in_flight[s].is_full()]
+            if full:
+                idle()
+                self._in_flight[full[0]].wait()
                 continue
             if early := self._weight_gradients(waiting, flights):
                 run(*early[0])

@@ -35,6 +35,19 @@ JOBS = {
         ["parallel.clusters=null", "parallel.data=2", "parallel.tensor=2"],
         ["model.num_layers=1"],
     ),
+    # The first stage has 192 forwards that wait for nothing, six times what XLA's client takes.
+    # They are so large that they take longer than their dispatch.
+    "validations of many microbatches, two devices in a process": (
+        {"a": (2,), "b": (2,)},
+        [
+            *("parallel.layers=[2,1]", "parallel.tensor=2", "parallel.microbatches=16"),
+            "train.eval_every=4",
+        ],
+        [
+            *("model.num_layers=3", "model.width=128", "model.context_length=256"),
+            *("train.global_batch=16", "train.eval_batches=12"),
+        ],
+    ),
 }
 
 
@@ -75,8 +88,11 @@ def test_the_steps_are_those_of_one_device(tmp_path, name):
     words = [run_file, "--launcher", "local", *SHORT, *settings, *model]
     with RunningJob(*words, env=compiling_once(tmp_path)) as job:
         assert job.end() == 0, job.output
-    got = losses_of(tmp_path / "run")
+    records = list(metrics.read(tmp_path / "run"))
+    got = [record["loss"] for record in records]
     np.testing.assert_allclose(got, plain_losses(*model), rtol=RTOL)
+    validates = any(word.startswith("train.eval_every") for word in settings)
+    assert [record["step"] for record in records if "val_loss" in record] == [4] * validates
 
 
 def test_all_processes_of_a_stage_keep_to_the_schedule_whatever_comes_late(tmp_path):

@@ -4,6 +4,14 @@ from tests.mutations.bug import Bug
 
 TRAINING = (
     Bug(
+        name="tasks-without-a-limit",
+        module="holmesjax.runtime.pipeline",
+        old="while queue and not self._in_flight[s].is_full() and self._is_ready(s, queue[0]):",
+        new="while queue and self._is_ready(s, queue[0]):",
+        wrong="a validation gives a device more programs than XLA takes, and hangs it",
+        tests=("tests/runtime/test_pipeline.py::test_no_stage_has_more_tasks_than_the_limit",),
+    ),
+    Bug(
         name="scale-rounded-down",
         module="kernels.fp8",
         old="least = jnp.clip(exponent - (mantissa == 0.5), -100, 100)",

@@ -23,8 +23,10 @@ from holmesjax.plan.plan import Plan, StagePlan
 from holmesjax.planner.layer_ranges import split_chunks
 from holmesjax.planner.planner import make_plan
 from holmesjax.planner.stage_layouts import MeshShape
-from holmesjax.runtime import microbatch
-from holmesjax.runtime.compilation import compile_stages
+from holmesjax.runtime import microbatch, one_stage, pipeline
+from holmesjax.runtime.compilation import compile_stages, compile_whole_step
+from holmesjax.runtime.in_flight import MOST, InFlight
+from holmesjax.runtime.one_stage import OneStage
 from holmesjax.runtime.pipeline import Pipeline, in_one_process, make_runner
 from holmesjax.runtime.stage import Stage
 from holmesjax.runtime.stage_crossings import local_targets
@@ -400,6 +402,49 @@ def test_what_a_clock_waits_for_is_not_donated(schedule):
         )
     assert {kind for kind, x in watched.arrays if x.is_deleted()} == set()
     assert {kind for kind, _ in watched.arrays} >= set(plan.tasks()[0][0].kind) | {"B", "U"}
+
+
+class Slow(InFlight):
+    """No task has ended before somebody waits for it."""
+
+    def __init__(self):
+        super().__init__()
+        self.most = 0
+
+    def is_full(self):
+        return len(self._results) >= MOST
+
+    def wait(self):
+        super().wait()
+        self._results.popleft()
+
+    def add(self, result):
+        super().add(result)
+        self.most = max(self.most, len(self._results))
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "zero_bubble", None])
+def test_no_stage_has_more_tasks_than_the_limit(schedule, monkeypatch):
+    """In steps and validations; results are what they are without a limit. None: one stage."""
+    split = (1,) if schedule is None else (1, 1)
+    plan = hand_made_plan(split, 1, 1, microbatches=MOST + 2, schedule=schedule or "1f1b")
+    stages = make_stages(make_model(num_layers=len(split)), plan)
+    if schedule is None:
+        make = functools.partial(OneStage, compile_whole_step(stages[0]))
+    else:
+        make = functools.partial(in_one_process, plan, compile_stages(stages))
+    free, made = make(), []
+    slow = lambda: made.append(Slow()) or made[-1]
+    monkeypatch.setattr(pipeline, "InFlight", slow)
+    monkeypatch.setattr(one_stage, "InFlight", slow)
+    found = []
+    for runner in (free, make()):
+        loss, states = first_step(runner, plan)
+        inputs = put(runner, step_inputs(plan.global_batch, 1), trains=False)
+        sums = [float(runner.evaluate(states, inputs)) for _ in range(2)]
+        found.append((loss, *sums))
+    assert found[0] == found[1]
+    assert [own.most for own in made] == [MOST] * len(split)
 
 
 def test_what_crosses_the_link_is_counted():
