@@ -1,9 +1,10 @@
 """Prints the progress of a run: one line every few seconds.
 
-    step  20/400  loss 3.412  12.4k tok/s  |g| 1.23  lr 3.0e-04  0.33 s/step  bubble 21%  0->1 3 MiB
+    step 20/400  loss 3.412  12.4k tok/s  |g| 1.23  lr 3.0e-04  0.33 s/step  bubble 21%  links 3 MiB
 
-Link traffic is bytes per step. On a terminal a progress bar with the time left stays below the
-lines and goes when the run ends; piped into a file there are the lines and no control characters.
+Link traffic is bytes per step, over all links; `launch top` shows each of them. On a terminal a
+progress bar with the time left stays below the lines and goes when the run ends; piped into a file
+there are the lines and no control characters.
 """
 
 import sys
@@ -112,7 +113,7 @@ def step_line(record: Mapping[str, Any], total_steps: int) -> str:
     ...     "learning_rate": 3e-4, "step_time_s": 0.333, "bubble_share": 0.21, "skipped": False,
     ...     "time_left_s": 126.5, "link_bytes": {"stage 0 -> stage 1": 3 * 2**20}},
     ...     400).split("  ")[-4:]
-    ['0.333 s/step', 'bubble 21%', '0->1 3 MiB', 'left 2 min 6 s']
+    ['0.333 s/step', 'bubble 21%', 'links 3 MiB', 'left 2 min 6 s']
     """
     parts = [
         _place(record, total_steps),
@@ -132,26 +133,8 @@ def step_line(record: Mapping[str, Any], total_steps: int) -> str:
         parts.append("SPIKE")
     left = [f"left {duration(s)}"] if (s := record.get("time_left_s")) else []
     whole = [f"links {show(sum(links.values()), 'B')}"] if links else []
-    ends: tuple[list[str], ...] = [*_by_link(links), *left], [*whole, *left], left, whole, []
-    lines = ["  ".join([*parts, *end]) for end in ends]
+    lines = ["  ".join([*parts, *end]) for end in ([*whole, *left], whole, left, [])]
     return next((line for line in lines if len(line) < MAX_COLUMNS), lines[-1])
-
-
-def _by_link(links: Mapping[str, int]) -> list[str]:
-    """Bytes of each link; two directions with the same number share an entry.
-
-    >>> _by_link({"ib -> roce": 1024, "roce -> ib": 1024, "ib -> edge": 10})
-    ['ib<->roce 1 KiB', 'ib->edge 10 B']
-    """
-    entries = []
-    for name, sent in links.items():
-        source, _, target = name.partition(" -> ")
-        back = f"{target} -> {source}"
-        if links.get(back) != sent:
-            entries.append(f"{_arrow(name)} {show(sent, 'B')}")
-        elif source < target:
-            entries.append(f"{_arrow(name).replace('->', '<->')} {show(sent, 'B')}")
-    return entries
 
 
 def validation_line(record: Mapping[str, Any], total_steps: int) -> str:
@@ -188,8 +171,3 @@ def _short(number: float) -> str:
             return f"{number:.3g}{suffix}"
         number /= 1000
     return f"{number:.3g}G"
-
-
-def _arrow(link: str) -> str:
-    """`stage 0 -> stage 1` as `0->1`."""
-    return link.replace("stage ", "").replace(" -> ", "->")

@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import FancyBboxPatch, Rectangle
 from matplotlib.text import Text
 
-from holmesjax.plan.plan import Plan, StagePlan
+from holmesjax.plan.plan import Plan, StagePlan, layers_text
 from holmesjax.report.style import (
     GRID,
     IDLE,
@@ -203,7 +203,7 @@ def _stage_text(stage: StagePlan) -> str:
     runs = [chunk[0] + (f" to {chunk[-1]}" if len(chunk) > 1 else "") for chunk in stage.chunks]
     layers = ", ".join(runs)
     if len(stage.layers) > 1:
-        layers += f" ({len(stage.layers)} layers)"
+        layers += f" ({layers_text(stage, {})})"
     return layers
 
 

@@ -21,10 +21,11 @@ from jinja2 import Environment, StrictUndefined, Template
 from markupsafe import Markup
 from matplotlib.figure import Figure
 
+from holmesjax import yaml_files
 from holmesjax.errors import DataError, HolmesError
 from holmesjax.lab import scaled_topology
 from holmesjax.plan import forecast
-from holmesjax.plan.plan import Plan, StagePlan
+from holmesjax.plan.plan import Plan, StagePlan, layers_text
 from holmesjax.report import figures, goodput, mesh_picture, metrics, style, trace
 from holmesjax.topology import loading
 from holmesjax.topology.machines import Topology
@@ -70,6 +71,27 @@ class _Section(NamedTuple):
     pictures: Sequence[tuple[str, Markup]] = ()
 
 
+class _Titles(NamedTuple):
+    """What the page calls numbers of the plan and of the run, where they stand side by side."""
+
+    predicted: str
+    measured: str
+    text: str
+
+
+_PREDICTED = _Titles(
+    "Predicted",
+    "Measured",
+    "What the planner decided before the first step, and how well it predicted the run.",
+)
+_REHEARSED = _Titles(
+    "Predicted for the topology's devices",
+    "Measured on the devices of the rehearsal",
+    "What the planner decided before the first step. The run is a rehearsal: its times are those "
+    "of other devices than the plan's, so they do not tell how well it was predicted.",
+)
+
+
 def write_report(run_dir: str | Path) -> Path:
     """Reads the files of a run and writes `report.html` and `trace.json` beside them.
 
@@ -89,11 +111,13 @@ def write_report(run_dir: str | Path) -> Path:
     timeline = run_dir / "timeline.json"
     timed = json.loads(timeline.read_text()) if timeline.exists() else {"tasks": []}
     predicted, sent = forecast.tasks(plan), forecast.transfers(plan)
+    settings = yaml_files.read(run_dir / "config.yaml", DataError).values
+    titles = _REHEARSED if settings.get("run", {}).get("rehearse", False) else _PREDICTED
     lab = _read_lab(run_dir / scaled_topology.FILE)
     sections = [
-        _plan_section(plan, records),
+        _plan_section(plan, records, titles),
         _loss_section(records),
-        _timeline_section(predicted, sent, timed),
+        _timeline_section(predicted, sent, timed, titles),
         _traffic_section(records),
         *([lab] if lab else []),
         _machines_section(plan, topology),
@@ -105,7 +129,7 @@ def write_report(run_dir: str | Path) -> Path:
         sections=sections,
         config=(run_dir / "config.yaml").read_text(encoding="utf-8"),
     )
-    _write_trace(run_dir / trace.FILE, predicted, sent, timed)
+    _write_trace(run_dir / trace.FILE, predicted, sent, timed, titles)
     path = run_dir / FILE
     write_whole(path, text)
     return path
@@ -201,7 +225,7 @@ def _goodput(last: Record) -> list[_Card]:
     return [_Card("Goodput", _number(goodput.goodput(last), ".1%"), "", spent)]
 
 
-def _plan_section(plan: Plan, records: Sequence[Record]) -> _Section:
+def _plan_section(plan: Plan, records: Sequence[Record], titles: _Titles) -> _Section:
     columns = ("Stage", "Cluster", "Layers", "Mesh and fabrics", "Devices", "Memory per device")
     stages = [_stage_row(number, stage) for number, stage in enumerate(plan.stages)]
     step_s, bubble = _median(records, "step_time_s"), _median(records, "bubble_share")
@@ -209,13 +233,14 @@ def _plan_section(plan: Plan, records: Sequence[Record]) -> _Section:
         ("Step time", _number(plan.step_time_s, ".3g") + " s", _number(step_s, ".3g") + " s"),
         ("Bubble", _number(plan.shares.get("bubble", 0.0), ".1%"), _number(bubble, ".1%")),
     ]
-    text = "What the planner decided before the first step, and how well it predicted the run."
+    text = titles.text
     if plan.exception:
         text += f" An exception: {plan.exception}."
-    headings = ("", "Predicted", "Measured (median)")
+    headings = ("", titles.predicted, f"{titles.measured} (median)")
     tables = [_Table(columns, stages), _Table(headings, compared)]
     if memory := _memory_rows(plan, records):
-        tables.append(_Table(("Memory of the fullest device", "Predicted", "Measured"), memory))
+        headings = ("Memory of the fullest device", titles.predicted, titles.measured)
+        tables.append(_Table(headings, memory))
     return _Section("Plan", text, tables)
 
 
@@ -248,7 +273,7 @@ def _stage_row(number: int, stage: StagePlan) -> list[tuple[str, str]]:
     return [
         (str(number), ""),
         (stage.cluster, nodes),
-        (_count(len(stage.layers), "layer"), ", ".join(map(_first_to_last, stage.chunks))),
+        (layers_text(stage, {}), ", ".join(map(_first_to_last, stage.chunks))),
         (mesh, fabrics),
         (str(len(stage.devices)), _first_to_last(stage.devices)),
         (total, items),
@@ -271,12 +296,15 @@ def _machines_section(plan: Plan, topology: Topology) -> _Section:
 
 
 def _timeline_section(
-    predicted: list[forecast.Record], sent: list[forecast.Record], timed: Record
+    predicted: list[forecast.Record],
+    sent: list[forecast.Record],
+    timed: Record,
+    titles: _Titles,
 ) -> _Section:
     """The step as it was predicted, and as it ran."""
-    steps = [("As predicted, boundaries included", predicted, sent)]
+    steps = [(f"{titles.predicted}, boundaries included", predicted, sent)]
     if timed["tasks"]:
-        steps.append((f"Step {timed['step']:,} as it ran", timed["tasks"], []))
+        steps.append((f"{titles.measured}, step {timed['step']:,}", timed["tasks"], []))
     if not any(tasks for _, tasks, _ in steps):
         return _Section("Pipeline", "No step was predicted, or timed task by task.")
     text = (
@@ -292,14 +320,18 @@ def _timeline_section(
 
 
 def _write_trace(
-    path: Path, predicted: list[forecast.Record], sent: list[forecast.Record], timed: Record
+    path: Path,
+    predicted: list[forecast.Record],
+    sent: list[forecast.Record],
+    timed: Record,
+    titles: _Titles,
 ) -> None:
     """Both steps, one below the other."""
     found = []
     if predicted:
-        found += trace.events("predicted", 1, predicted, sent)
+        found += trace.events(titles.predicted.lower(), 1, predicted, sent)
     if timed["tasks"]:
-        found += trace.events(f"measured, step {timed['step']}", 2, timed["tasks"])
+        found += trace.events(f"{titles.measured.lower()}, step {timed['step']}", 2, timed["tasks"])
     trace.write(path, found)
 
 

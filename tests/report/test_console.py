@@ -61,7 +61,7 @@ def printed_steps(lines: list[str]) -> list[int]:
 def test_the_line():
     assert step_line(record(20), 400) == (
         "step  20/400  loss 3.412  12.4k tok/s  |g| 1.23  lr 3.0e-04  0.33 s/step  bubble 21%"
-        "  0->1 3 MiB  1->0 1 MiB"
+        "  links 4 MiB"
     )
 
 
@@ -77,9 +77,13 @@ def test_use_of_the_devices_and_the_time_to_the_end():
     assert "left" not in step_line(record(9, time_left_s=0.0), 9)  # it is done
 
 
-def test_many_links_become_their_sum():
-    links = {f"stage {i} -> stage {i + 1}": 2**20 for i in range(7)}
-    assert step_line(record(1, link_bytes=links), 1).endswith("  links 7 MiB")
+def test_traffic_has_one_form_in_lines_of_every_width():
+    """What does not fit is the time left, which comes behind it."""
+    wide = {"mfu": 0.414, "skipped": True, "spike": True, "time_left_s": 7384.0}
+    for values in ({}, {"time_left_s": 7384.0}, wide):
+        line = step_line(record(1, **values), 1)
+        assert re.findall(r"bubble 21%.*?  links (.*?)(?:  left .*)?$", line) == ["4 MiB"]
+    assert "left" not in line
 
 
 @pytest.mark.parametrize("skipped", [True, False])

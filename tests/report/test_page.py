@@ -213,13 +213,23 @@ def test_each_validation_set_and_the_wait_for_batches_have_a_card(make_run):
     assert after("Input wait") == ["0.0625", "s", "median over steps; 25.0% of the wall time"]
 
 
+def test_a_rehearsal_says_that_its_times_are_of_other_devices(make_run):
+    page = read(make_run([record(1)], config="run:\n  rehearse: true\n"))
+    titles = "Predicted for the topology's devices", "Measured on the devices of the rehearsal"
+    at = page.texts.index(titles[0])
+    assert page.texts[at + 1] == f"{titles[1]} (median)"
+    assert any("they do not tell how well it was predicted" in text for text in page.texts)
+    assert f"{titles[1]}, step 3" in page.texts
+    assert "Predicted" not in page.texts
+
+
 def test_plan_table_has_a_row_for_each_stage(one_step):
     page = Page(one_step.read_text(encoding="utf-8"))
     at = page.texts.index("Memory per device") + 1
     memory = ["2 GiB", "parameters 1.5 GiB, gradients 512 MiB"]
     mesh = ["data 2 x tensor 2", "data over infiniband, tensor over nvlink"]
-    first = ["0", "alpha", "alpha-0, alpha-1", "3 layers", "embed to block_001", *mesh]
-    second = ["1", "beta", "beta-0, beta-1", "3 layers", "block_002 to head", *mesh]
+    first = ["0", "alpha", "alpha-0, alpha-1", "embed + 2 layers", "embed to block_001", *mesh]
+    second = ["1", "beta", "beta-0, beta-1", "2 layers + head", "block_002 to head", *mesh]
     assert page.texts[at : at + 22] == [
         *(*first, "4", "0 to 3", *memory),
         *(*second, "4", "4 to 7", *memory),
@@ -286,8 +296,8 @@ def test_the_step_is_shown_as_predicted_and_as_it_ran(make_run):
     )
     dataclasses.replace(plan, stages=stages).save(run_dir / "plan.yaml")
     page = read(run_dir)
-    assert "As predicted, boundaries included" in page.texts
-    assert "Step 3 as it ran" in page.texts
+    assert "Predicted, boundaries included" in page.texts
+    assert "Measured, step 3" in page.texts
     events = json.loads((run_dir / "trace.json").read_text())["traceEvents"]
     names = [e["args"]["name"] for e in events if e["name"] == "process_name"]
     assert names == ["predicted", "measured, step 3"]
@@ -311,9 +321,9 @@ def test_a_run_without_steps_is_refused(make_run):
 def test_names_are_text(make_run):
     name = ATTACK.replace("/", "|")  # a folder's name holds no slash
     clusters = [ATTACK, '$x_{$&quot; id="a" href="#a"']
-    page = read(make_run([record(1)], name=name, clusters=clusters, config=f"run: {ATTACK}\n"))
+    page = read(make_run([record(1)], name=name, clusters=clusters, config=f"data: {ATTACK}\n"))
     assert page.tags["script"] == 0
-    assert f"run: {ATTACK}" in page.texts
+    assert f"data: {ATTACK}" in page.texts
     assert page.texts.count(name) == 1
     for cluster in clusters:
         assert cluster in page.texts  # the table
