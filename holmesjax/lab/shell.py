@@ -39,8 +39,8 @@ QUEUE_S, QUEUE_FRAMES = 0.1, 32
 CHUNK_S = 1e-3  # the most that TCP hands over at once, as time at the rate
 FRAME_BYTES = MTU_BYTES + 14
 
-# Classes of `eth0`: the NIC, its share for what stays in the cluster, what is lost, and one for
-# each other cluster.
+# Classes of `eth0`: the NIC, its share for what stays in the cluster, and one for each other
+# cluster. At its port of the bridge there is one for what is lost.
 NIC, OWN, LOST, FIRST_LINK = 0x1, 0x2, 0x3, 0x10
 CUT, CLASSIFY = 100, 1000  # preferences of filters: a cut comes first
 
@@ -157,7 +157,20 @@ class Commands:
         if (rate := node.slow_rate_bytes_per_s) is not None:
             lines += self._shape_links(node, rate)
             lines += self._shape(self.switch, port_name(node, "eth0"), rate)
+            lines += self._loss(port_name(node, "eth0"))
         return lines
+
+    def _loss(self, port: str) -> list[str]:
+        """A class of a node's port that loses packets on their way.
+
+        A queue of the sender's own would tell its TCP, which then gives the connection up in 8 s.
+        """
+        tc = f"tc -n {self.switch}"
+        return [
+            f"{tc} class add dev {port} parent 1: classid 1:{LOST:x} "
+            f"htb rate 8bit ceil 8bit quantum {FRAME_BYTES}",
+            f"{tc} qdisc add dev {port} parent 1:{LOST:x} pfifo limit 0",
+        ]
 
     def _shape(self, namespace: str, device: str, rate: float, delay_s: float = 0.0) -> list[str]:
         """One rate for all that leaves by a device."""
@@ -181,8 +194,6 @@ class Commands:
             f"{tc} qdisc add dev eth0 root handle 1: htb default {OWN:x}",
             f"{add} 1: classid 1:{NIC:x} htb {_rates(rate, rate)}",
             f"{add} 1:{NIC:x} classid 1:{OWN:x} htb {_rates(rate / (1 + len(links)), rate)}",
-            f"{add} 1: classid 1:{LOST:x} htb rate 8bit ceil 8bit quantum {FRAME_BYTES}",
-            f"{tc} qdisc add dev eth0 parent 1:{LOST:x} pfifo limit 0",
         ]
         for b, link in links.items():
             minor = FIRST_LINK + b
@@ -261,15 +272,18 @@ class Commands:
         doing, undoing = [], []
         for a, b in fault.ways:
             source, target = self.lab.cluster_number(a), self.lab.cluster_number(b)
+            if fault.kind == "cut":
+                tc, preference = f"tc -n {self.switch}", CUT + source
+                for node in self.lab.members(target):
+                    port = port_name(node, "eth0")
+                    doing += _filters(tc, port, source, preference, LOST, end="src")
+                    undoing.append(f"{tc} filter del dev {port} parent 1: pref {preference}")
+                continue
             for node in self.lab.members(source):
-                tc = f"tc -n {self.namespace(node)}"
-                if fault.kind == "cut":
-                    doing += _filters(tc, "eth0", target, CUT + target, LOST)
-                    undoing.append(f"{tc} filter del dev eth0 parent 1: pref {CUT + target}")
-                else:
-                    change = f"{tc} class change dev eth0 classid 1:{FIRST_LINK + target:x} htb "
-                    doing.append(change + _rates(fault.rate_bytes_per_s, fault.rate_bytes_per_s))
-                    undoing.append(change + self._link_rates(node, target))
+                change = f"tc -n {self.namespace(node)} class change dev eth0 "
+                change += f"classid 1:{FIRST_LINK + target:x} htb "
+                doing.append(change + _rates(fault.rate_bytes_per_s, fault.rate_bytes_per_s))
+                undoing.append(change + self._link_rates(node, target))
         return doing, undoing
 
     def _unplug(self, name: str) -> tuple[list[str], list[str]]:
@@ -317,10 +331,17 @@ def _limit_chunks(namespace: str, device: str, rate: float) -> str:
     return f"ip -n {namespace} link set dev {device} gso_max_size {size}"
 
 
-def _filters(tc: str, device: str, cluster: int, preference: int, minor: int) -> list[str]:
-    """Lines that put packets to a cluster, by either address of its nodes, into a class."""
+def _filters(
+    tc: str,
+    device: str,
+    cluster: int,
+    preference: int,
+    minor: int,
+    end: Literal["src", "dst"] = "dst",
+) -> list[str]:
+    """Lines that put packets to or from a cluster, by either address of its nodes, into a class."""
     add = f"{tc} filter add dev {device} parent 1: protocol ip pref {preference}"
     return [
-        f"{add} u32 match ip dst {network}.{cluster}.0/24 flowid 1:{minor:x}"
+        f"{add} u32 match ip {end} {network}.{cluster}.0/24 flowid 1:{minor:x}"
         for network in (SLOW, FAST)
     ]

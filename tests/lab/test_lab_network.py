@@ -192,6 +192,9 @@ def test_every_way_has_its_rate_and_faults_come_and_go(tmp_path):
             doing, undoing = made.fault(parse(text, made.lab.topology))
             [namespaces.run_line(line) for line in doing]
             assert says_nothing(made, a0, b0.slow_address), text
+            # Packets are lost on their way: TCP gives up soon where it is told of each of them.
+            said = namespaces.run_line(f"tc -n {made.namespace(a0)} -s qdisc show dev eth0")
+            assert set(re.findall(r"dropped (\d+)", said)) == {"0"}, text
             [namespaces.run_line(line) for line in undoing]
             assert way(a0, b0.slow_address, 9000) == {(to_b, "40Mbit")}
 
