@@ -23,7 +23,8 @@ class InFlight:
 
     def is_full(self) -> bool:
         """Whether a task has to end before the next one is dispatched."""
-        while self._results and self._results[0].is_ready():
+        # Arrays of JAX have the method; their types leave it out.
+        while self._results and self._results[0].is_ready():  # type: ignore[attr-defined]
             self._results.popleft()
         return len(self._results) >= MOST
 
