@@ -72,7 +72,7 @@ class _Section(NamedTuple):
 
 
 class _Titles(NamedTuple):
-    """What the page calls numbers of the plan and of the run, where they stand side by side."""
+    """The names of numbers of the plan and of the run, where they stand side by side."""
 
     predicted: str
     measured: str

@@ -1,4 +1,4 @@
-"""What a stage has dispatched and not computed yet, up to a limit.
+"""The tasks that a stage has dispatched and not computed yet, up to a limit.
 
 XLA's client of the CPU takes 32 programs for each device. In jaxlib 0.10 the next one takes a
 thread of the pool that computes, and waits on it for one of these to end. Where a stage has
@@ -15,7 +15,7 @@ import jax
 MOST = 8  # tasks, each of which is a few programs
 
 
-class InFlight:
+class TasksAhead:
     """The tasks of one stage that are dispatched and not computed yet, in their order."""
 
     def __init__(self) -> None:

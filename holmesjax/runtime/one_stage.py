@@ -7,7 +7,7 @@ import numpy as np
 
 from holmesjax.parallel import sharding
 from holmesjax.runtime.end_of_step import Metrics
-from holmesjax.runtime.in_flight import InFlight
+from holmesjax.runtime.in_flight import TasksAhead
 from holmesjax.runtime.meanwhile import BUSY, Meanwhile
 from holmesjax.runtime.prefetch import Inputs, Placer
 from holmesjax.runtime.programs import Programs
@@ -21,7 +21,7 @@ class OneStage:
     def __init__(self, programs: Programs):
         self._programs = programs
         self.placer = Placer(programs.stage.plan, [programs.stage], is_one_program=True)
-        self._in_flight = InFlight()  # forwards of validations
+        self._in_flight = TasksAhead()  # forwards of validations
 
     def init(self, seed: int, drawn: Callable[[], None] = lambda: None) -> list[StageState]:
         return [self._programs.stage.init(seed, drawn)]

@@ -23,7 +23,7 @@ from holmesjax.parallel import sharding
 from holmesjax.plan.plan import Plan
 from holmesjax.runtime.compilation import compile_stages, compile_whole_step
 from holmesjax.runtime.end_of_step import Metrics, auxiliary, sums_of_layers
-from holmesjax.runtime.in_flight import InFlight
+from holmesjax.runtime.in_flight import TasksAhead
 from holmesjax.runtime.meanwhile import BUSY, Meanwhile
 from holmesjax.runtime.microbatch import Batch, Residuals, Values
 from holmesjax.runtime.one_stage import OneStage
@@ -80,7 +80,7 @@ class Pipeline:
         self._last = len(plan.chunks) - 1
         self._here = sorted({plan.chunks[v][0] for v in self._programs})
         # Of each stage, from one step or validation batch to the next.
-        self._in_flight = {s: InFlight() for s in self._here}
+        self._in_flight = {s: TasksAhead() for s in self._here}
         # Stages that other processes share: what arrives late in one is in time in another.
         self._shared = {
             plan.chunks[v][0] for v, p in self._programs.items() if p.stage.mesh.is_multi_process

@@ -78,7 +78,7 @@ def test_use_of_the_devices_and_the_time_to_the_end():
 
 
 def test_traffic_has_one_form_in_lines_of_every_width():
-    """What does not fit is the time left, which comes behind it."""
+    """The time left comes behind it, and is left out where it does not fit."""
     wide = {"mfu": 0.414, "skipped": True, "spike": True, "time_left_s": 7384.0}
     for values in ({}, {"time_left_s": 7384.0}, wide):
         line = step_line(record(1, **values), 1)

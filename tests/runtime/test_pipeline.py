@@ -25,7 +25,7 @@ from holmesjax.planner.planner import make_plan
 from holmesjax.planner.stage_layouts import MeshShape
 from holmesjax.runtime import microbatch, one_stage, pipeline
 from holmesjax.runtime.compilation import compile_stages, compile_whole_step
-from holmesjax.runtime.in_flight import MOST, InFlight
+from holmesjax.runtime.in_flight import MOST, TasksAhead
 from holmesjax.runtime.one_stage import OneStage
 from holmesjax.runtime.pipeline import Pipeline, in_one_process, make_runner
 from holmesjax.runtime.stage import Stage
@@ -404,7 +404,7 @@ def test_what_a_clock_waits_for_is_not_donated(schedule):
     assert {kind for kind, _ in watched.arrays} >= set(plan.tasks()[0][0].kind) | {"B", "U"}
 
 
-class Slow(InFlight):
+class Slow(TasksAhead):
     """No task has ended before somebody waits for it."""
 
     def __init__(self):
@@ -435,8 +435,8 @@ def test_no_stage_has_more_tasks_than_the_limit(schedule, monkeypatch):
         make = functools.partial(in_one_process, plan, compile_stages(stages))
     free, made = make(), []
     slow = lambda: made.append(Slow()) or made[-1]
-    monkeypatch.setattr(pipeline, "InFlight", slow)
-    monkeypatch.setattr(one_stage, "InFlight", slow)
+    monkeypatch.setattr(pipeline, "TasksAhead", slow)
+    monkeypatch.setattr(one_stage, "TasksAhead", slow)
     found = []
     for runner in (free, make()):
         loss, states = first_step(runner, plan)
