@@ -125,7 +125,7 @@ def queued() -> Iterator[None]:
         QueuedStream(descriptors[0], say(1, "standard output")),
         QueuedStream(descriptors[1], say(0, "standard error")),
     ]
-    sys.stdout, sys.stderr = streams  # type: ignore[assignment]
+    sys.stdout, sys.stderr = streams
     try:
         yield
     finally:

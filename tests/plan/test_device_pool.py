@@ -3,7 +3,7 @@
 import dataclasses
 
 import pytest
-from jaxlib import xla_client
+from jax._src.lib import xla_client
 
 from holmesjax import job as jobs
 from holmesjax.errors import ConfigError, HolmesError, PlanError
