@@ -15,6 +15,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 MOST_CHARACTERS = 1 << 20  # that wait to be written
 DRAIN_S = 2.0  # for what waits, when a verb ends
@@ -26,14 +27,14 @@ class QueuedStream(io.TextIOBase):
 
     Args:
       descriptor: a file, a pipe or a terminal, which stays open.
-      on_loss: told once, in words, when nobody can read it any more.
+      on_failure: told in words when nobody can read it any more, or it cannot be written now.
     """
 
-    def __init__(self, descriptor: int, on_loss: Callable[[str], object]):
-        self._descriptor, self._on_loss = descriptor, on_loss
+    def __init__(self, descriptor: int, on_failure: Callable[[str], object]):
+        self._descriptor, self._on_failure = descriptor, on_failure
         self._texts: deque[str] = deque()
         self._num_characters, self._num_dropped = 0, 0
-        self._is_writing, self._is_lost = False, False
+        self._is_writing, self._is_lost, self._is_failing = False, False, False
         self._changed = threading.Condition()
         threading.Thread(target=self._write_all, name="output", daemon=True).start()
 
@@ -78,11 +79,12 @@ class QueuedStream(io.TextIOBase):
                 while not self._texts:
                     self._changed.wait()
                 text, num_dropped = "".join(self._texts), self._num_dropped
+                num_texts = len(self._texts)
                 self._texts.clear()
                 self._num_characters, self._num_dropped = 0, 0
                 self._is_writing = True
             if num_dropped:
-                text = f"[{num_dropped} pieces of output were dropped: nobody read them]\n{text}"
+                text = f"[{num_dropped} pieces of output were dropped: nobody took them]\n{text}"
             try:
                 self._write_bytes(text.encode(errors="replace"))
             except OSError as error:
@@ -91,10 +93,15 @@ class QueuedStream(io.TextIOBase):
                         self._is_lost = True
                         self._texts.clear()
                         self._changed.notify_all()
-                    self._on_loss(str(error.strerror))
+                    self._on_failure(f"is gone ({error.strerror}), and the run goes on without it")
                     return
                 with self._changed:  # a full disk: what comes later may find room
-                    self._num_dropped += 1
+                    self._num_dropped += num_dropped + num_texts
+                if not self._is_failing:
+                    self._on_failure(f"cannot be written now ({error.strerror})")
+                self._is_failing = True
+            else:
+                self._is_failing = False
 
     def _write_bytes(self, content: bytes) -> None:
         while content:
@@ -107,6 +114,10 @@ class QueuedStream(io.TextIOBase):
 @contextlib.contextmanager
 def queued() -> Iterator[None]:
     """Standard output and error as such streams, until the end of a `with`."""
+    # Python has None for a descriptor that was closed before it started.
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, Path(os.devnull).open("w", encoding="utf-8"))  # noqa: SIM115  # for good
     before = sys.stdout, sys.stderr
     try:
         descriptors = [stream.fileno() for stream in before]
@@ -118,8 +129,7 @@ def queued() -> Iterator[None]:
     streams: list[QueuedStream] = []
 
     def say(other: int, name: str) -> Callable[[str], object]:
-        words = "warning: {} is gone ({}), and the run goes on without it\n"
-        return lambda reason: streams[other].write(words.format(name, reason))
+        return lambda problem: streams[other].write(f"warning: {name} {problem}\n")
 
     streams += [
         QueuedStream(descriptors[0], say(1, "standard output")),

@@ -6,6 +6,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from holmesjax.errors import HolmesError
 from holmesjax.plan.processes import Process
 from launch.device_hangs import DeviceHang
 
@@ -47,7 +48,14 @@ class ProcessLogs:
         self.folder, self._processes, self._move = run_dir / LOGS, processes, move
         self._last: dict[int, deque[str]] = {}  # by process
         self._hangs: defaultdict[int, DeviceHang] = defaultdict(DeviceHang)
-        self.folder.mkdir(exist_ok=True)
+        self._num_dropped: dict[int, int] = {}  # lines that found no room, by process
+        try:
+            self.folder.mkdir(exist_ok=True)
+        except OSError as error:
+            fix = "remove it, or make room"
+            raise HolmesError(
+                str(self.folder), "cannot be made", found=error.strerror, fix=fix
+            ) from None
 
     def path(self, number: int) -> Path:
         return self.folder / f"{self._processes[number].file_name}.log"
@@ -57,9 +65,16 @@ class ProcessLogs:
         if line.strip() and not is_noise(line):
             self._last.setdefault(number, deque(maxlen=LAST_LINES)).append(line)
         path = self.path(number)
-        with path.open("a") as file:
-            file.write(line + "\n")
-            is_full = file.tell() > LIMIT_BYTES
+        try:
+            with path.open("a") as file:
+                if dropped := self._num_dropped.get(number, 0):
+                    file.write(f"[{dropped} lines are missing: they could not be written]\n")
+                file.write(line + "\n")
+                is_full = file.tell() > LIMIT_BYTES
+        except OSError:  # a full disk: a log ends no job
+            self._num_dropped[number] = self._num_dropped.get(number, 0) + 1
+            return
+        self._num_dropped.pop(number, None)
         if is_full:
             with contextlib.suppress(OSError):  # then it grows until it can be renamed
                 self._move(path, path.with_name(f"{path.name}.1"))

@@ -208,6 +208,14 @@ class Supervisor:
             fix = "start it again with the same command: it goes on from the older checkpoint"
             raise PeerError(error.where, error.problem, found=error.found, fix=fix)
 
+    def _wait_to_see(self, seconds: float) -> None:
+        """Waits while nothing runs that could be saved; a signal ends the launcher."""
+        end_s = time.monotonic() + seconds
+        while (left_s := end_s - time.monotonic()) > 0:
+            if self._stops:
+                raise SystemExit(leaving(self._stops.first))
+            time.sleep(min(left_s, 0.1))
+
     def _roll_back(self, error: SpikeError) -> None:
         """Lets the next start go back to the newest checkpoint, and leave out the data since.
 
@@ -281,7 +289,9 @@ class Supervisor:
     def _attempt(self, restart: int) -> int:
         job, config = self._job, self._job.config
         say = lambda text: print(text, flush=True)
-        start = self._resumed = resume.find(job, self._allow, say, move=self._lease.move)
+        start = self._resumed = resume.find(
+            job, self._allow, say, move=self._lease.move, pause=self._wait_to_see
+        )
         if start.step >= config.train.steps:
             print(*start.finished(), sep="\n", flush=True)
             return 0
@@ -444,8 +454,11 @@ class Supervisor:
                 attempt.logs.write(number, line)
                 if not is_noise(line):
                     attempt.output.append((time.monotonic(), f"{name} | {line}"))
+            case Refused(reason=reason, computes_otherwise=True):
+                fix = "make the processes alike, or permit it with --allow"
+                raise HolmesError(name, "cannot be a process of this job", found=reason, fix=fix)
             case Refused(reason=reason):
-                console.print(f"refused another {name}: {reason}")
+                console.print(f"refused a process that says it is {name}: {reason}")
             case Warned(text=text):
                 console.print(f"warning: {text}")
             case Lost():

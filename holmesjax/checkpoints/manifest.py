@@ -117,13 +117,13 @@ def wait_for(run_dir: str | Path, step: int) -> Checkpoint:
     )
 
 
-def _appears(run_dir: str | Path, step: int) -> bool:
+def _appears(run_dir: str | Path, step: int, pause: Callable[[float], object] = time.sleep) -> bool:
     """Whether the checkpoint after a step is there; waits for it up to `SEEN_S`."""
     deadline_s, pause_s = time.monotonic() + SEEN_S, 0.1
     while step not in dict(finished(run_dir)):
         if time.monotonic() > deadline_s:
             return False
-        time.sleep(pause_s)
+        pause(pause_s)
         pause_s = min(2 * pause_s, 5.0)
     return True
 
@@ -203,6 +203,7 @@ def newest(
     move: Move | None = None,
     known: Damaged = MappingProxyType({}),
     confirm: Callable[[Checkpoint, DamagedError], None] = lambda checkpoint, error: None,
+    pause: Callable[[float], object] = time.sleep,
 ) -> Checkpoint | None:
     """The newest checkpoint that is whole, as far as is seen without reading arrays.
 
@@ -213,11 +214,12 @@ def newest(
       move: the owner of the run gives it, and nobody else. Damaged checkpoints are then renamed, so
         that they count no more, and the newest that is known must be there (`committed`).
       confirm: returns if another process finds damage, too (`second_reading`).
+      pause: waits for some seconds; what it raises ends a wait of a minute.
 
     Raises CheckpointError if all are damaged, or the newest is gone; nothing is renamed.
     """
     if move:
-        _refuse_lost(run_dir, warn)
+        _refuse_lost(run_dir, warn, pause)
     bad: list[tuple[Checkpoint, DamagedError]] = []
     for found in find(run_dir):
         try:
@@ -245,7 +247,9 @@ def newest(
     return None
 
 
-def _refuse_lost(run_dir: str | Path, warn: Callable[[str], None]) -> None:
+def _refuse_lost(
+    run_dir: str | Path, warn: Callable[[str], None], pause: Callable[[float], object]
+) -> None:
     """Raises CheckpointError if no checkpoint is as new as the newest that was committed."""
     step = committed.read(run_dir)
     with _told(run_dir):
@@ -253,7 +257,7 @@ def _refuse_lost(run_dir: str | Path, warn: Callable[[str], None]) -> None:
         if step is None or newest_step >= step:
             return
         warn(f"waiting up to {SEEN_S:g} s for the checkpoint after step {step} to be seen here")
-        if not _appears(run_dir, step):
+        if not _appears(run_dir, step, pause):
             raise committed.lost(run_dir, step, newest_step if newest_step >= 0 else None)
 
 

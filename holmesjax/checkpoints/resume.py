@@ -9,6 +9,7 @@ Every other change is told.
 import dataclasses
 import json
 import math
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -244,6 +245,7 @@ def find(
     known: manifest.Damaged = MappingProxyType({}),
     *,
     move: Move | None = None,
+    pause: Callable[[float], object] = time.sleep,
 ) -> Start:
     """Finds where the job goes on; the run folder must be the caller's (`lease`).
 
@@ -251,6 +253,7 @@ def find(
       allow: what `--allow` said, each time.
       warn: takes what is wrong with newer checkpoints.
       known: for `manifest.newest`.
+      pause: for `manifest.newest`.
       move: for `manifest.newest`; without it nothing is renamed or refused for what is gone.
 
     Raises:
@@ -260,7 +263,12 @@ def find(
       ConfigError: `allow` names what needs no permission.
     """
     checkpoint = manifest.newest(
-        job.run_dir, warn, move=move, known=known, confirm=second_reading.confirm
+        job.run_dir,
+        warn,
+        move=move,
+        known=known,
+        confirm=second_reading.confirm,
+        pause=pause,
     )
     changes = tuple(_changes(checkpoint, job)) if checkpoint else ()
     start = Start(
@@ -392,10 +400,15 @@ def _allowable(job: Job) -> tuple[str, ...]:
 
 
 def _allowed(run_dir: Path) -> list[_Allowed]:
+    path = run_dir / ALLOWED
     try:
-        return [_Allowed(**entry) for entry in json.loads((run_dir / ALLOWED).read_text())]
+        return [_Allowed(**entry) for entry in json.loads(path.read_text())]
     except FileNotFoundError:
         return []
+    except (OSError, ValueError, TypeError) as error:
+        problem = "cannot be read, and has the changes that were permitted"
+        fix = f"copy it back from elsewhere, or remove {path} and give --allow again"
+        raise CheckpointError(str(path), problem, found=error, fix=fix) from None
 
 
 def _show(value: object) -> str:

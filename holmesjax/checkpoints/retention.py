@@ -99,9 +99,9 @@ class Retention:
         found = [own for own in manifest.finished(self._run_dir) if own[0] <= last]
         stay = {path for _, path in found[-self._config.keep :]}
         if hours := self._config.keep_every_hours:
-            first_of: dict[int, Path] = {}
+            first_of: dict[float, Path] = {}
             for _, path in found:
-                period = int((path / manifest.MANIFEST).stat().st_mtime / (3600 * hours))
+                period = (path / manifest.MANIFEST).stat().st_mtime // (3600 * hours)
                 first_of.setdefault(period, path)
             stay |= set(first_of.values())
         return [path for _, path in found if path not in stay]

@@ -232,10 +232,10 @@ class Controller:
         reason = differences(self._about, {**hello.about, "protocol": hello.protocol})
         if reason is None and seat.connection is not None:
             reason = f"number {number}, {seat.process.name}, is here already"
-        if reason is None:
-            reason = self._unlike(hello)
-        if reason is not None:
-            self.events.put(ProcessEvent(number, Refused(reason=reason)))
+        unlike = self._unlike(hello) if reason is None else None
+        if reason := reason or unlike:
+            refused = Refused(reason=reason, computes_otherwise=unlike is not None)
+            self.events.put(ProcessEvent(number, refused))
         return reason
 
     def _unlike(self, hello: MemberHello) -> str | None:
@@ -253,7 +253,7 @@ class Controller:
                 other = self._seats[first.process].process.name
                 return (
                     f"{differ} as on {other}; make them alike, or permit it: "
-                    f"--allow {','.join(repr(n) if ' ' in n else n for n in names)}"
+                    f"--allow='{','.join(names)}'"
                 )
         return None
 

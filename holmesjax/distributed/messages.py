@@ -344,6 +344,7 @@ class Refused(Record):
 
     kind = "refused"
     reason: str
+    computes_otherwise: bool = False  # than the others: with other code or flags
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,6 +12,7 @@ from collections.abc import Collection, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+from holmesjax.errors import HolmesError
 from holmesjax.hosts.hardware import Gpu
 from holmesjax.whole_files import write_whole
 
@@ -83,10 +84,24 @@ def permitted(run_dir: Path, allow: Sequence[str]) -> tuple[str, ...]:
       allow: names that `--allow` has; those of no fact are left out.
     """
     path = run_dir / PERMITTED
-    kept = json.loads(path.read_text()) if path.exists() else []
+    kept = _kept(path)
     if new := [name for name in allow if is_fact(name) and name not in kept]:
         write_whole(path, json.dumps([*kept, *new]) + "\n")
     return (*kept, *new)
+
+
+def _kept(path: Path) -> list[str]:
+    try:
+        kept = json.loads(path.read_text())
+        if isinstance(kept, list) and all(isinstance(name, str) for name in kept):
+            return kept
+        found = "no list of names"
+    except FileNotFoundError:
+        return []
+    except (OSError, ValueError) as error:
+        found = str(error)
+    fix = f"remove {path}, and give --allow again"
+    raise HolmesError(str(path), "cannot be read", found=found, fix=fix)
 
 
 def installed(package: str) -> str | None:

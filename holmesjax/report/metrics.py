@@ -299,7 +299,7 @@ def _parsed(path: Path, lines: list[bytes]) -> list[dict[str, Any]]:
     found = []
     for number, line in enumerate(lines, start=1):
         try:
-            found.append(json.loads(line, object_hook=_nan_for_null))
+            found.append(_record(line))
         except ValueError:  # not JSON, or not UTF-8
             if number < len(lines):
                 raise _no_record(f"line {number}", path, line) from None
@@ -311,7 +311,7 @@ def _from_end(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     is_last = True
     for start, line in _lines_from_end(path):
         try:
-            record = json.loads(line, object_hook=_nan_for_null)
+            record = _record(line)
         except ValueError:  # not JSON, or not UTF-8
             if not is_last:
                 raise _no_record(f"the line at byte {start}", path, line) from None
@@ -342,10 +342,18 @@ def _lines_from_end(path: Path) -> Iterator[tuple[int, bytes]]:
 def _no_record(line: str, path: Path, content: bytes) -> DataError:
     return DataError(
         f"{path}, {line}",
-        "is not a JSON object",
+        "is not a JSON object with a step",
         found=repr(content[:60].decode(errors="replace")),
         fix="delete the line; every step has its own",
     )
+
+
+def _record(line: bytes) -> dict[str, Any]:
+    """Raises ValueError for what is no record: not JSON, not UTF-8, or without a step."""
+    record = json.loads(line, object_hook=_nan_for_null)
+    if not isinstance(record, dict) or not isinstance(record.get("step"), int):
+        raise ValueError("no record of a step")
+    return record
 
 
 def _nan_for_null(record: dict[str, Any]) -> dict[str, Any]:

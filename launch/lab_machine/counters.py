@@ -6,7 +6,7 @@ The kernel counts more bytes between clusters than the steps report. The parts:
     validation   boundaries of validation, which go forward only
     headers      of Ethernet, IP and TCP, of all packets: acknowledgements are nothing else
     again        bytes that found the queue of a shared link full, and were sent again
-    rest         headers of frames, PULLs, heartbeats, hellos
+    rest         headers of frames, PULLs, heartbeats, hellos; and what was lost in a cut
 """
 
 import json

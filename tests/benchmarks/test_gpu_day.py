@@ -126,7 +126,7 @@ def test_what_was_never_measured_comes_first():
     unmeasured += ["adamw", "cross-entropy", "profile", "quickstart"]
     assert names[: 1 + len(unmeasured)] == ["machine", *unmeasured]
     tiles = [part for part in PARTS if part.name.startswith("tiles")]
-    assert [*tiles[0].argument] == ["joint"]
+    assert [*tiles[0].argument] == ["dkv"]
     needs_s = {part.name: part.needs_s for part in PARTS}
     assert (needs_s["training 3.6B"], needs_s["training 1.3B, PyTorch"]) == (120, 100)
     # What must be begun does fit into a quarter of an hour.

@@ -9,7 +9,7 @@ import jax
 import pytest
 
 from holmesjax.config import CHECKOUT
-from holmesjax.errors import ConfigError
+from holmesjax.errors import ConfigError, HolmesError
 from holmesjax.hosts import computing, jax_settings
 from holmesjax.parallel import compat
 
@@ -107,3 +107,7 @@ def test_what_may_differ_is_kept_for_repeated_starts(tmp_path):
     assert computing.permitted(tmp_path, ["source", "train.seed"]) == ("source",)
     assert computing.permitted(tmp_path, ["--xla_a", "source"]) == ("source", "--xla_a")
     assert computing.permitted(tmp_path, []) == ("source", "--xla_a")
+    for damage in (b"\xff", b"5", b"[1]", b"{}"):
+        (tmp_path / computing.PERMITTED).write_bytes(damage)
+        with pytest.raises(HolmesError, match=r"allowed_differences\.json: cannot be read"):
+            computing.permitted(tmp_path, [])

@@ -59,6 +59,7 @@ class Talkers:
             port=int(port),
             key=connections.read_key_file(start.env["HOLMES_KEY_FILE"]),
             about=self.job.about(0),
+            computing={},
             timeout_s=10.0,
             start_timeout_s=60.0,
             on_loss=lambda error: None,

@@ -93,7 +93,7 @@ def test_the_console_says_what_matters_and_nothing_else(finished):
     assert len(steps) == 8
     assert all(len(line) < 120 for line in lines)
     assert "\x1b" not in done.stdout
-    for word in ("loss", "tok/s", "|g|", "lr", "s/step", "bubble", "ib<->roce 32"):
+    for word in ("loss", "tok/s", "|g|", "lr", "s/step", "bubble", "links 64"):
         assert word in steps[-1]
 
 

@@ -9,6 +9,8 @@ import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -16,6 +18,8 @@ from holmesjax.errors import REQUEUE
 from launch import outputs
 from launch.loop_watch import LoopWatch
 from launch.outputs import QueuedStream
+from launch.process_logs import ProcessLogs
+from tests.disks import files_of_at_most
 from tests.jobs import ROOT, write_run
 
 PIPE_BYTES = 4096
@@ -46,7 +50,7 @@ def test_a_pipe_that_nobody_reads_drops_the_oldest_text_and_says_so(pipe, monkey
         content += os.read(reading, 65536)
     end.cancel()
     text = content.decode()
-    assert "pieces of output were dropped: nobody read them]\n" in text
+    assert "pieces of output were dropped: nobody took them]\n" in text
     shown = [line for line in text.splitlines(keepends=True) if line.startswith("line")]
     assert shown == sorted(shown)
     assert shown[-90:] == lines[-90:]
@@ -60,7 +64,7 @@ def test_a_reader_that_has_gone_is_said_once(pipe):
     for _ in range(3):
         print("a line", file=stream, flush=True)
         stream.drain(5.0)
-    assert losses == ["Broken pipe"]
+    assert losses == ["is gone (Broken pipe), and the run goes on without it"]
 
 
 def settings(tmp_path, steps):
@@ -91,6 +95,26 @@ def test_a_run_goes_on_whether_its_console_is_gone_or_not_read(pipe, goes, tmp_p
     assert run.returncode == 0, errors
     assert steps_of(tmp_path) == list(range(1, 121))
     assert ("standard output is gone (Broken pipe)" in errors) == goes
+
+
+def test_a_run_whose_outputs_were_closed_before_it_began_trains(tmp_path):
+    words = [sys.executable, "-m", "launch", "train", *settings(tmp_path, 3)]
+    command = " ".join(words) + " --launcher local >&- 2>&-"
+    done = subprocess.run(["sh", "-c", command], cwd=ROOT, timeout=120, check=False)
+    assert (done.returncode, steps_of(tmp_path)) == (0, [1, 2, 3])
+
+
+def test_a_log_that_finds_no_room_ends_nothing_and_says_what_is_missing(tmp_path):
+    process = SimpleNamespace(file_name="a_a-0")
+    logs = ProcessLogs(tmp_path, [process], Path.rename)
+    logs.write(0, "first")
+    with files_of_at_most(6):
+        logs.write(0, "second")
+        logs.write(0, "third")
+    logs.write(0, "fourth")
+    lines = logs.path(0).read_text().splitlines()
+    assert lines == ["first", "[2 lines are missing: they could not be written]", "fourth"]
+    assert logs.last_lines(0) == ("first", "second", "third", "fourth")
 
 
 @pytest.mark.parametrize("launcher", [[], ["--launcher", "local"]])

@@ -8,6 +8,7 @@ import random
 import pytest
 
 from holmesjax.errors import PlanError
+from holmesjax.plan.device_pool import USABLE_MEMORY
 from holmesjax.planner import planner, shortlist
 from holmesjax.planner.candidates import kinds
 from holmesjax.planner.exhaustive import ExhaustiveSearch
@@ -329,14 +330,14 @@ def test_what_if_starts_from_the_plan_that_it_compares_with(monkeypatch):
     config = make_config(model=SMALL, parallel=FREE, train={"global_batch": 4})
     before_s = make_plan(config, topology).step_time_s
 
-    def find_badly(config, machines, say):
-        problem, found = find(config, machines)
+    def find_badly(config, machines, say, usable_memory):
+        problem, found = find(config, machines, usable_memory=usable_memory)
         if machines is better:
             found = dataclasses.replace(found, best=found.best[-1:])
         return problem, found
 
     monkeypatch.setattr(planner, "find", find_badly)
-    assert find_badly(config, better, None)[1].best[0].step_s > before_s
+    assert find_badly(config, better, None, USABLE_MEMORY)[1].best[0].step_s > before_s
     assert planner.make_changed_plan(config, topology, better).step_time_s <= before_s * (1 + 1e-9)
 
 
