@@ -79,7 +79,8 @@ def test_a_tail_that_is_not_text_is_dropped(tmp_path):
 
 def test_damage_before_the_last_line_is_reported(tmp_path):
     (tmp_path / FILE).write_text('{"step": 1}\n{"step"\n{"step": 3}\n')
-    with pytest.raises(DataError, match=r"line 2: is not a JSON object with a step\n  found: '{\"step\"'\n"):
+    words = r"line 2: is not a JSON object with a step\n  found: '{\"step\"'\n"
+    with pytest.raises(DataError, match=words):
         read(tmp_path)
 
 
