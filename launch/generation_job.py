@@ -8,7 +8,7 @@ import contextlib
 import os
 import queue
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -33,6 +33,7 @@ from holmesjax.job import Job
 from holmesjax.plan.processes import make_processes
 from holmesjax.runtime.step_timeout import Progress
 from holmesjax.transport import connections
+from launch.device_hangs import DeviceHang
 from launch.failure_causes import find_cause, is_failure
 from launch.failure_messages import error_of, statuses_of
 from launch.launchers.launcher import Launcher
@@ -73,6 +74,7 @@ class GenerationJob:
         """
         job = self._job
         self._last: dict[int, deque[str]] = {}  # process -> its last lines
+        self._hangs: defaultdict[int, DeviceHang] = defaultdict(DeviceHang)
         self._done: set[int] = set()
         self._gone: set[int] = set()
         connections.raise_open_files(len(self._processes) * (1 + self._launcher.files_each))
@@ -145,6 +147,7 @@ class GenerationJob:
             case Done():
                 self._done.add(event.process)
             case Output(line=line) if line.strip():
+                self._hangs[event.process].read(line)
                 self._last.setdefault(event.process, deque(maxlen=LAST_LINES)).append(line)
             case Exit():
                 self._gone.add(event.process)
@@ -171,7 +174,9 @@ class GenerationJob:
         return error_of(
             cause.record,
             process.full_name,
-            last=controller.status(cause.process),
+            last=" and ".join(
+                filter(None, (controller.status(cause.process), str(self._hangs[cause.process])))
+            ),
             others=statuses_of(self._processes, controller, but=process),
             fix="run it again; the last lines of the process are above",
             fix_alone="see its last lines above",

@@ -13,6 +13,7 @@ import jax
 from holmesjax import units, yaml_files
 from holmesjax.errors import ConfigError
 from holmesjax.parallel import compat
+from holmesjax.plan.device_pool import DevicePool
 from holmesjax.runtime import device_profile
 from holmesjax.topology import calibration
 from holmesjax.topology.calibration import Calibration, Product
@@ -24,6 +25,7 @@ def run(args: argparse.Namespace) -> int:
     kind = args.job.node_to_measure(args.node).device
     path = Path(args.output or f"{kind.name}.yaml")
     writable_outputs.check_file(path, "--output")
+    os.environ.update(DevicePool.of_run(os.environ).variables)  # before JAX asks for a device
     compat.use_devices({kind.name}, 1, rehearse=args.job.config.run.rehearse)
     device = jax.devices()[0]
     _refuse_another(device, kind)

@@ -28,6 +28,7 @@ from launch.generation_job import GenerationJob
 from tests.jobs import write_run
 
 TEXTS = Texts(prompts=[[1, 2]], max_tokens=3, sampling={"seed": 4}, stop=["x"], ema=False)
+HANG = "E1126 99 hang_watchdog.cc:68] [0] XLA GPU execution `jit_step` failed to finish in 1m5s."
 READY = Ready(addresses={"data": {}, "coordinator": None}, unproven=None)
 
 
@@ -113,12 +114,15 @@ def test_a_process_that_is_lost_ends_it_with_its_name_and_its_last_lines(tmp_pat
         if number == 1:
             member.status("was generating")
             member.advance()
-            event(Output(line="no memory"))
+            event(Output(line=HANG))
             event(Exit(status=-9))
 
-    with pytest.raises(PeerError, match=r"b/b-0 \(stage 1, process 1\): was killed by signal 9"):
+    words = (
+        r"b/b-0 \(stage 1, process 1\): was killed by signal 9(.|\n)*and hung for 1m5s in XLA GPU"
+    )
+    with pytest.raises(PeerError, match=words):
         run(tmp_path, talk)
-    assert run.said == ["b/b-0 | no memory"]
+    assert run.said == [f"b/b-0 | {HANG}"]
 
 
 def test_a_mistake_that_a_process_finds_is_told_in_its_words(tmp_path):
