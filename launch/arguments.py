@@ -196,7 +196,8 @@ def _add_train(parser: argparse.ArgumentParser) -> None:
     add("--listen", metavar="HOST:PORT", help="address of this machine for the processes")
     limit = "restarts without a new step (0; 3 if a scheduler restarts the job)"
     add("--max-restarts", type=int, metavar="N", help=limit)
-    what = "settings that may differ from those of the checkpoint: train.seed,data.corpus"
+    what = "what may differ: settings from the checkpoint's, or facts between processes: "
+    what += "train.seed,source"
     add("--allow", action="append", default=[], metavar="NAMES", help=what)
     add("--hosts", metavar="YAML", help="ssh: how each node is reached")
     add("--options", metavar="YAML", help="slurm, kubernetes: partition, image and the like")

@@ -12,6 +12,9 @@ such as an array that comes from another stage, gets into the recording, and the
 Before a turn of the last two, everything that runs on the devices is waited for: nothing there
 depends on another process that has not done its own part already. Later calls of a program take no
 turn and wait for nothing: JAX does not come here again.
+
+A program that calls Python back has a turn each time, and whatever Python does meanwhile takes
+none: the simulator of kernels compiles by threads of its own, which a call waits for.
 """
 
 import contextlib
@@ -40,6 +43,7 @@ class Turns:
         self._use: Use | None = None  # that has its turn
         self._num_threads = 0  # that use the devices so
         self._own = threading.local()  # `use`: what the calling thread does
+        self._is_calling_back = False  # a program has its turn that runs Python, in any threads
 
     @contextlib.contextmanager
     def turn(self, use: Use) -> Iterator[None]:
@@ -48,7 +52,7 @@ class Turns:
         A thread that runs a callback of a program is inside of its call.
         """
         outer: Use | None = getattr(self._own, "use", None)
-        if outer == "first call" or _is_of_callback():
+        if outer == "first call" or self._is_calling_back or _is_of_callback():
             yield
             return
         if outer:
@@ -64,6 +68,19 @@ class Turns:
             self._leave()
             if outer:
                 self._enter(outer)
+
+    @contextlib.contextmanager
+    def calling_back(self) -> Iterator[None]:
+        """Waits for the turn of a program that calls Python back; others need none meanwhile."""
+        if self._is_calling_back:
+            yield
+            return
+        with self.turn("first call"):
+            self._is_calling_back = True
+            try:
+                yield
+            finally:
+                self._is_calling_back = False
 
     def _enter(self, use: Use) -> None:
         with self._changed:
@@ -113,6 +130,9 @@ def _call_alone_first(program: pxla.ExecuteReplicated, *args: Any) -> Any:
     """Stands for JAX's own function, which calls a program until C++ can: after the first time."""
     if program in _called:
         return _call(program, *args)
+    if program.has_host_callbacks:  # JAX comes here at each of its calls
+        with _turns.calling_back():
+            return jax.block_until_ready(_call(program, *args))
     with _turns.turn("first call"):
         results = jax.block_until_ready(_call(program, *args))
         _called.add(program)

@@ -3,6 +3,8 @@
 import _thread
 import io
 import itertools
+import subprocess
+import sys
 import threading
 from types import SimpleNamespace
 
@@ -20,7 +22,7 @@ from holmesjax.parallel.first_calls import Turns
 from holmesjax.runtime.pipeline import Pipeline
 from holmesjax.transport import tcp
 from holmesjax.transport.crossings import Key
-from tests.jobs import write_run
+from tests.jobs import ROOT, write_run
 from tests.two_stages import make_crossing, make_plan, start_pair, together
 
 
@@ -229,3 +231,26 @@ def test_a_program_inside_of_another_use_waits_for_no_turn_of_its_own_thread():
 
         _thread.start_new_thread(callback, ())  # as XLA starts one, without Python's `threading`
         assert done.wait(20)
+
+
+CALLS_BACK = """
+import jax, numpy as np
+from concurrent.futures import ThreadPoolExecutor
+from holmesjax.parallel import first_calls
+
+def inner(x):
+    with ThreadPoolExecutor(2) as pool:
+        return np.stack(list(pool.map(lambda k: jax.jit(lambda y: y * k)(x), (2, 3))))
+
+first_calls.take_turns()
+shape = jax.ShapeDtypeStruct((2,), "float32")
+call = jax.jit(lambda x: jax.pure_callback(inner, shape, x))
+print([call(np.float32(x)).tolist() for x in (1, 2)])
+"""
+
+
+def test_a_program_that_calls_python_back_lets_its_threads_compile():
+    """The simulator of kernels does so; the call and its threads would wait for each other."""
+    command = [sys.executable, "-c", CALLS_BACK]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.stdout == "[[2.0, 3.0], [4.0, 6.0]]\n", done.stderr
