@@ -28,14 +28,7 @@ class ReadBytes:
     """Counts the bytes that were read: a sign that a long start goes on."""
 
     def __init__(self) -> None:
-        self.count, self._said_s = 0, time.monotonic()
-
-    def add(self, num_bytes: int, path: Path, share: float) -> None:
-        """Counts some bytes of a file, of which a share is read; says so now and then."""
-        self.count += num_bytes
-        if time.monotonic() - self._said_s > SAY_S:
-            self._said_s = time.monotonic()
-            print(f"reading {path.name} once for its digest: {share:.0%}", flush=True)
+        self.count = 0
 
 
 read_bytes = ReadBytes()
@@ -72,13 +65,18 @@ def _try(path: Path) -> str | None:
 
 
 def _read(path: Path) -> str:
-    digest, num_bytes = hashlib.sha256(), 0
+    digest, num_bytes, said_s = hashlib.sha256(), 0, time.monotonic()
     with path.open("rb", buffering=0) as file:
         size = max(os.fstat(file.fileno()).st_size, 1)
         while chunk := file.read(CHUNK_BYTES):
             digest.update(chunk)
             num_bytes += len(chunk)
-            read_bytes.add(len(chunk), path, num_bytes / size)
+            read_bytes.count += len(chunk)
+            if time.monotonic() - said_s > SAY_S:
+                said_s = time.monotonic()
+                print(
+                    f"reading {path.name} once for its digest: {num_bytes / size:.0%}", flush=True
+                )
     return digest.hexdigest()
 
 
