@@ -17,7 +17,7 @@ short is run again by itself. Each part's commit stands beside its rows.
     quickstart  as it stands in the README
     tiles       the Pallas kernels with other tiles, the backward's first
 
-What an H200 has answered once (`results/gpu_day_nvidia_h200.md`) comes after that:
+The parts that an H200 has answered once (`results/gpu_day_nvidia_h200.md`) come after that:
 
     values      cuDNN and each Pallas kernel beside plain JAX in float32, from the smallest case up,
                 with the bits of many repeats; several cases at a time, without autotuning

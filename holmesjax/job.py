@@ -10,7 +10,6 @@ import shutil
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal
@@ -22,7 +21,7 @@ from holmesjax.config import BYTES, Config
 from holmesjax.costs.parameters import parameter_counts
 from holmesjax.data import cluster_paths, tokenizer_files
 from holmesjax.errors import ConfigError, PlanError
-from holmesjax.hosts import hardware
+from holmesjax.hosts import computing, hardware
 from holmesjax.hugging_face import folder as hugging_face, peft
 from holmesjax.layers.distinct_kinds import kind_names
 from holmesjax.layers.model_layers import layers
@@ -350,15 +349,10 @@ def _short_hash(text: str) -> str:
 def versions() -> dict[str, str]:
     """Returns the versions on which the numbers and the messages of a run depend."""
     python = f"{sys.version_info.major}.{sys.version_info.minor}"
-    packages = {name: _version(name) for name in ("holmesjax", "jax", "jaxlib", "numpy")}
+    names = ("holmesjax", "jax", "jaxlib", "numpy")
+    # A checkout of HolmesJAX can be used as it is.
+    packages = {name: computing.installed(name) or "not installed" for name in names}
     return {"Python": python, **packages}
-
-
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:  # a checkout of HolmesJAX can be used as it is
-        return "not installed"
 
 
 def load_saved(run_dir: str | Path) -> Job:

@@ -17,7 +17,7 @@ def pool_of(
 ) -> DevicePool | None:
     """Returns the pool that each worker has of a GPU; None: the job has no GPU.
 
-    Where all nodes are one machine, several processes may have the same GPU, and divide the pool.
+    Several processes may have the same GPU where all nodes are one machine, and divide the pool.
 
     Args:
       job: the job.

@@ -1,7 +1,7 @@
 """The implementation of attention that a stage will run, and the seconds that it takes.
 
 A calibration has the speed of one implementation: of cuDNN on NVIDIA GPUs, of plain JAX elsewhere.
-What is known of the others stands here, beside it. What a run will take is decided by the function
+The others' known speeds stand here, beside it. What a run will take is decided by the function
 that the run asks itself, `kernels.attention.choice`. A plan counts on checks that pass.
 """
 

@@ -23,12 +23,12 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from holmesjax import xla_flags
 from holmesjax.config import Config
+from holmesjax.hosts.computing import installed
 from holmesjax.layers.distinct_kinds import kinds
 from holmesjax.whole_files import write_whole
 from kernels.attention.choice import CHECKED, Device, Needs, to_check
@@ -168,7 +168,7 @@ def verdict(
     versions = {
         "devices": ", ".join(sorted({gpu.name for gpu in gpus})) or "none",
         "driver": ", ".join(sorted({gpu.driver for gpu in gpus})) or "none",
-        "jaxlib": _version("jaxlib"),
+        "jaxlib": installed("jaxlib") or "unknown",
         "ptxas": ".".join(map(str, assembler)) if assembler else "unknown",
     }
     if asked["kernels"] == "pallas" and (reason := miscompiles(assembler)):
@@ -368,10 +368,3 @@ def miscompiles(assembler: Version | None) -> str | None:
             found = ".".join(map(str, assembler))
             return f"ptxas {found} miscompiles Hopper kernels: install {SOUND}"
     return None
-
-
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return "unknown"

@@ -11,6 +11,7 @@ import pytest
 from holmesjax import job as jobs
 from holmesjax.checkpoints import manifest, resume
 from holmesjax.errors import CheckpointError, ConfigError
+from holmesjax.hosts import computing
 from holmesjax.optimizers.learning_rates import learning_rate
 from holmesjax.runtime.prefetch import Placer
 from holmesjax.trainer import Trainer
@@ -389,5 +390,5 @@ def test_a_checkout_need_not_be_installed(monkeypatch):
             raise PackageNotFoundError(package)
         return version(package)
 
-    monkeypatch.setattr(jobs, "version", version_of)
+    monkeypatch.setattr(computing, "version", version_of)
     assert jobs.versions()["holmesjax"] == "not installed"
