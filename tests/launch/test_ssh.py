@@ -253,8 +253,8 @@ def test_the_status_of_a_process_comes_through(sshd, tmp_path, script, status):
     share = '"$XLA_PYTHON_CLIENT_MEM_FRACTION$XLA_CLIENT_MEM_FRACTION"'
     python.write_text(f"#!/bin/sh\necho {words} {share}\n{script}\n")
     python.chmod(0o755)
-    own = f'python: "{python}", env: {{XLA_CLIENT_MEM_FRACTION: "0.5"}}'
-    path = sshd.hosts(tmp_path / "hosts.yaml", defaults=own)
+    defaults = f'python: "{python}"\n  env: {{XLA_CLIENT_MEM_FRACTION: "0.5"}}'
+    path = sshd.hosts(tmp_path / "hosts.yaml", defaults=defaults)
     job = jobs.load(write_run(tmp_path, CLUSTERS))
     ssh = SshLauncher(job.topology, str(path), None)
     assert ssh.address == "127.0.0.1"  # all hosts are on loopback
