@@ -20,6 +20,7 @@ class Implementation:
     layer_call_s: float = 0.0  # of the host, for a layer's forward; a backward takes it twice
     gradient_bytes: float = 4.0  # of each number that is summed over `data` or `fsdp`
     overlaps: bool = True  # collectives over `data` with the last backward and the first forward
+    tensor_overlaps: bool = False  # collectives over `tensor` with products, in as many parts
     accumulate_bytes: float = 12.0  # moved per parameter to add a microbatch's float32 gradient
     shards_optimizer: bool = True  # over `data`: ZeRO-1
     # Kept by a layer for its backward besides the operands of its products, for each token.
@@ -29,6 +30,7 @@ class Implementation:
     keeps_activation: bool = False  # the result of the activation function beside its operand
     # Bytes of each logit in the backward, with none kept before; None: as `memory` says.
     logit_bytes: float | None = None
+    loss_bytes: float = 0.0  # moved per logit beside its product, where the loss is not one kernel
 
     def pairs(self, context: int) -> float:
         """Share of the pairs that are computed where `context` devices share a sequence.

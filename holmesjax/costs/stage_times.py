@@ -88,16 +88,15 @@ class StageTimes:
         return self.exposed_reduce_s + self.exposed_gather_s + self.update_s
 
 
-def exposed_s(collective_s: Numbers, compute_s: Numbers, num_layers: int) -> Numbers:
-    """Seconds that a collective, layer by layer, adds to the computation that it overlaps with.
+def exposed_s(collective_s: Numbers, compute_s: Numbers, num_parts: Numbers) -> Numbers:
+    """Seconds that a collective in parts, such as layers, adds to what it overlaps with.
 
-    The collective of one layer overlaps with nothing. The others overlap, and slow the computation
-    down.
+    One part overlaps with nothing. The others overlap, and slow the computation down.
 
     >>> [round(float(exposed_s(*both_s, 4)), 3) for both_s in ((1.0, 10.0), (10.0, 1.0))]
     [0.344, 9.126]
     """
-    hidden_s = np.minimum(collective_s * (1 - 1 / num_layers), compute_s)
+    hidden_s = np.minimum(collective_s * (1 - 1 / num_parts), compute_s)
     return collective_s - hidden_s + (OVERLAP_SLOWDOWN - 1) * hidden_s
 
 
@@ -304,9 +303,11 @@ def _compute_s(
         for trains in (False, True)
     )
     added_s = device.memory_s(implementation.accumulate_bytes * trained)
+    logits = num_tokens * model.vocab_size / stage.tensor if stage.is_last else 0.0
+    loss_s = device.memory_s(implementation.loss_bytes * logits)
     return (
         forward_s + head_s[0] + rows_s,
-        backward_s + head_s[1] + head_s[2] + 2 * trained_rows_s + added_s,
+        backward_s + head_s[1] + head_s[2] + 2 * trained_rows_s + added_s + loss_s,
         weight_s + head_s[2] + 2 * trained_rows_s + added_s,
         device.memory_s(updated_bytes(model, stage)) + _muon_s(model, stage, device),
     )
@@ -448,6 +449,9 @@ def stage_times(
     )
     _, trained = held_parameters(model, stage)
     forward_tensor_s, backward_tensor_s = _tensor_s(model, stage, tensor)
+    if implementation.tensor_overlaps:
+        forward_tensor_s = exposed_s(forward_tensor_s, forward_s, stage.tensor)
+        backward_tensor_s = exposed_s(backward_tensor_s, backward_s, stage.tensor)
     forward_fsdp_s, backward_fsdp_s = _fsdp_s(model, stage, fsdp, context, implementation)
     forward_context_s, backward_context_s = _context_s(model, stage, context)
     reduce_s = collective_times.reduce_scatter_s(implementation.gradient_bytes * trained, data)

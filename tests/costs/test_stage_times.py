@@ -164,14 +164,27 @@ def test_bfloat16_halves_what_is_gathered():
     assert narrow.reduce_s == wide.reduce_s  # gradients stay float32
 
 
-@given(collective_s=st.floats(0, 100), compute_s=st.floats(0, 100), num_layers=st.integers(1, 100))
-def test_overlap_helps_and_is_not_free(collective_s, compute_s, num_layers):
-    found_s = exposed_s(collective_s, compute_s, num_layers)
+@given(collective_s=st.floats(0, 100), compute_s=st.floats(0, 100), num_parts=st.integers(1, 100))
+def test_overlap_helps_and_is_not_free(collective_s, compute_s, num_parts):
+    found_s = exposed_s(collective_s, compute_s, num_parts)
     assert found_s <= collective_s * (1 + 1e-9)
-    assert found_s >= collective_s / num_layers * (1 - 1e-9)  # the first layer waits for nothing
+    assert found_s >= collective_s / num_parts * (1 - 1e-9)  # the first part waits for nothing
     assert found_s >= collective_s - compute_s - 1e-9
-    if num_layers == 1 or compute_s == 0:
+    if num_parts == 1 or compute_s == 0:
         assert found_s == pytest.approx(collective_s)
+
+
+def test_another_system_overlaps_tensor_and_moves_its_logits():
+    stage = shape_of(data=2, tensor=2, sequences=5)
+    times = lambda **own: stage_times(
+        MODEL, stage, [DEVICE], PAIR, PAIR, implementation=dataclasses.replace(HOLMESJAX, **own)
+    )
+    base, other = times(), times(tensor_overlaps=True, loss_bytes=50.0)
+    assert other.backward_s - base.backward_s == pytest.approx(50 * 10 * 8 / 2 / 1e5)
+    assert other.forward_s == base.forward_s
+    for direction in ("forward", "backward"):
+        alone_s, exposed = (getattr(own, f"{direction}_tensor_s") for own in (base, other))
+        assert exposed == exposed_s(alone_s, getattr(other, f"{direction}_s"), 2) < alone_s
 
 
 def test_a_calibration_slows_what_it_is_of():
