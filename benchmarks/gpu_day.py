@@ -13,16 +13,17 @@ short is run again by itself. Each part's commit stands beside its rows.
     values      the kernel of AdamW's step, to the bit
     speed       AdamW by the kernel and by XLA: each format of moments, a transposed gradient, many
                 small arrays; the loss of a large vocabulary
+    training    1.3 billion parameters in fp8, with delayed scales and with current ones beside them
     profile     what the planner takes the device for, as `launch profile` measures and writes it
     quickstart  as it stands in the README
     tiles       the Pallas kernels with other tiles, the backward's first
 
-The parts that an H200 has answered once (`results/gpu_day_nvidia_h200.md`) come after that:
+The other parts that an H200 has answered once (`results/gpu_day_nvidia_h200.md`) come after that:
 
     values      cuDNN and each Pallas kernel beside plain JAX in float32, from the smallest case up,
                 with the bits of many repeats; several cases at a time, without autotuning
     doctor      what `launch doctor` says of the Pallas kernels
-    training    1.3 billion parameters in bfloat16 and in fp8, and PyTorch
+    training    1.3 billion parameters in bfloat16, and PyTorch
     speed       attention at 4k, 8k and 16k beside cuDNN
 
 DIR gets four small files for each kind of device: gpu_day_<device>.json, .md, .log and .yaml, the
@@ -73,6 +74,8 @@ PARTS = [
     *(_part(f"values of AdamW in {x}", 110, "values_of_adamw", x, 40) for x in FORMATS),
     _part("adamw", 180, "lines_of", "adamw", 60),
     _part("cross-entropy", 90, "lines_of", "cross_entropy", 30),
+    _training("1.3B-fp8", 70),
+    _training("1.3B-fp8-current", 70),
     _part("profile", 300, "profile", needs_s=60),
     _part("quickstart", 240, "quickstart", needs_s=40),
     *(_part(f"tiles {n}", 60, "tiles", x, 30) for n, x in enumerate(TILES)),
@@ -80,7 +83,6 @@ PARTS = [
     *_checks("Pallas", PALLAS),
     _part("doctor", 120, "doctor", needs_s=40),
     _training("1.3B", 70),
-    _training("1.3B-fp8", 70),
     *(_speed("ours", "Pallas", n) for n in LENGTHS),
     *(_speed("cuDNN", "cuDNN", n) for n in LENGTHS),
     _speed("plain", "plain JAX", LENGTHS[0]),

@@ -69,7 +69,9 @@ MODELS = {
         num_layers=30, width=3072, num_heads=24, mlp_width=8192, context_length=1, **LLAMA
     ),
 }
-MODELS["1.3B-fp8"] = dataclasses.replace(MODELS["1.3B"], fp8=Fp8Config())  # not of PyTorch
+# These are not of PyTorch.
+MODELS["1.3B-fp8"] = dataclasses.replace(MODELS["1.3B"], fp8=Fp8Config())
+MODELS["1.3B-fp8-current"] = dataclasses.replace(MODELS["1.3B"], fp8=Fp8Config(scaling="current"))
 SMALL = ModelConfig(
     num_layers=2,
     width=64,
