@@ -41,7 +41,7 @@ NAME = "fp8_compiled"
 PAIRS = {"forward": ("f8e4m3fn", "f8e4m3fn"), "backward": ("f8e4m3fn", "f8e5m2")}
 DEFINED = re.compile(r"^\s*(?:ROOT )?%?([\w.-]+) = \(?(\w+)\[", re.MULTILINE)
 TURNED = re.compile(r" = f8\w+\[[\d,]*\](\S*) (transpose|copy)\(\S*?%([\w.-]+)\)")
-MADE = re.compile(r"%?([\w.-]+) = f8\w+\[[\d,]*\](\S*) ([\w-]+)\(")
+MADE = re.compile(r"%?([\w.-]+) = f8\w+\[[\d,]*\](\S*) ([\w-]+)\((?:%([\w.-]+))?")
 OPERANDS = re.compile(r" (?:dot|custom-call)\(([^)]*)\)")
 MOST = 1024  # numbers
 CUBLAS = 'custom_call_target="__cublas'
@@ -101,10 +101,12 @@ def _products(text: str) -> Iterator[tuple[tuple[str, ...], str]]:
 
 def transposes_in(text: str) -> int:
     """The transpositions of codes that a compiled program does not make in the same kernel."""
-    made = {name: (layout, opcode) for name, layout, opcode in MADE.findall(text)}
+    made = {name: of for name, *of in MADE.findall(text)}
     found = 0
     for layout, opcode, operand in TURNED.findall(text):
-        before, by = made.get(operand, ("", ""))
+        before, by, source = made.get(operand, ("", "", ""))
+        while by == "bitcast":  # moves nothing
+            _, by, source = made.get(source, ("", "", ""))
         is_turned = opcode == "transpose" or layout != before
         found += is_turned and by != "convert"
     return found

@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.experimental.layout import Layout, with_layout_constraint
 from jax.lax import Precision, optimization_barrier as materialize
 
 from kernels.linear import activate, flat
@@ -101,9 +102,23 @@ def both_layouts(x: jax.Array, split: int, scale: jax.Array, dtype: Any) -> tupl
 
 
 def coded(w: jax.Array, num_in: int) -> Coded:
-    """A weight [*I, *F] as codes, with the scale of its largest magnitude; I are `num_in` dims."""
+    """A weight [*I, *F] as codes, with the scale of its largest magnitude; I are `num_in` dims.
+
+    One kernel reads the weight and writes both layouts. Left to itself, XLA makes a transposition a
+    mere change of layout, has the codes in that of the other product, and transposes them in a
+    kernel of its own, since they are the fewest bytes.
+    """
     scale = _own_scale(w, FORWARD)
-    return Coded(*both_layouts(w, num_in, scale, FORWARD), scale)
+    order = (*range(num_in, w.ndim), *range(num_in))
+    turned = _in_rows(w.transpose(order))
+    one, other = materialize((scale, scale))  # as in `both_layouts`
+    codes = quantize(_in_rows(w), one, FORWARD)
+    return Coded(codes, materialize(quantize(turned, other, FORWARD)), scale)
+
+
+def _in_rows(x: jax.Array) -> jax.Array:
+    """The array, which lies in memory in the order of its dims."""
+    return with_layout_constraint(x, Layout(tuple(range(x.ndim))))
 
 
 def _own_scale(x: jax.Array, dtype: Any) -> jax.Array:

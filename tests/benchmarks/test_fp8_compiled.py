@@ -36,11 +36,13 @@ AFTER = """
 %fused (param_0: bf16[64,32]) -> f8e5m2[32,64] {
   %param_0 = bf16[64,32]{1,0} parameter(0)
   %codes.1 = f8e5m2[64,32]{1,0} convert(%param_0)
-  ROOT %turned = f8e5m2[32,64]{1,0} transpose(%codes.1), dimensions={1,0}
+  %same.1 = f8e5m2[64,32]{1,0} bitcast(%codes.1)
+  ROOT %turned = f8e5m2[32,64]{1,0} transpose(%same.1), dimensions={1,0}
 }
 %wrapped (param_1: f8e4m3fn[64,32]) -> f8e4m3fn[32,64] {
   %param_1 = f8e4m3fn[64,32]{1,0} parameter(0)
-  ROOT %turned.1 = f8e4m3fn[32,64]{1,0} transpose(%param_1), dimensions={1,0}
+  %same.2 = f8e4m3fn[64,32]{1,0} bitcast(%param_1)
+  ROOT %turned.1 = f8e4m3fn[32,64]{1,0} transpose(%same.2), dimensions={1,0}
 }
 ENTRY %main {
   %a = f8e5m2[64,32]{1,0} parameter(0)

@@ -191,6 +191,9 @@ def test_no_microbatch_codes_a_weight_or_transposes_codes(cut):
     assert len(weights) == 7
     coded = lambda text: Counter(re.findall(r"convert .* -> tensor<(\w+)xf8E4M3FN>", text))
     assert coded(gather) == Counter(f"1x{shape}" for shape in shapes)
+    # The numbers are transposed, and not their codes: both are made in one kernel.
+    assert not re.search(r"transpose .*xf8", gather)
+    assert gather.count("@LayoutConstraint") == 2 * len(weights)
     assert not any(shape.endswith(own) for text in texts for shape in coded(text) for own in shapes)
 
 

@@ -36,6 +36,14 @@ TRAINING = (
         tests=("tests/layers/test_fp8.py::test_no_microbatch_codes_a_weight_or_transposes_codes",),
     ),
     Bug(
+        name="codes-of-a-weight-transposed-from-memory",
+        module="kernels.fp8",
+        old="turned = _in_rows(w.transpose(order))",
+        new="turned = w.transpose(order)",
+        wrong="XLA makes the codes of a weight, and transposes them in a kernel of its own",
+        tests=("tests/layers/test_fp8.py::test_no_microbatch_codes_a_weight_or_transposes_codes",),
+    ),
+    Bug(
         name="input-of-the-feed-forward-kept",
         module="holmesjax.models.products",
         old='how = num_in, reads != "out"',
