@@ -13,6 +13,7 @@ from typing import Any, Literal, NamedTuple
 from kernels.attention.choice import UNCHECKED, UnsupportedError, is_hopper, is_nvidia
 
 OptimizerImplementation = Literal["pallas", "xla"]
+PARAMETERS = "float32"  # those of the kernel
 NAMES = {"pallas": "the Pallas kernel", "xla": "XLA"}
 
 
@@ -44,6 +45,7 @@ def choose_optimizer(
     device: Any,
     moments: str,
     *,
+    parameters: str = PARAMETERS,
     unproven: str | None = UNCHECKED,
     measured: Sequence[MeasuredStep] | None = None,
 ) -> OptimizerChoice:
@@ -53,11 +55,12 @@ def choose_optimizer(
       asked: an `OptimizerImplementation`, or "auto".
       device: one of the stage's, or its platform, kind and compute capability.
       moments: how they are kept: float32, bfloat16 or int8.
+      parameters: how they are kept: float32 or bfloat16.
       unproven: what the kernel lacks to be taken by "auto"; None: nothing.
       measured: what "auto" goes by; None: `MEASURED`.
 
     Raises:
-      UnsupportedError: the kernel is asked for, and the device cannot run it.
+      UnsupportedError: the kernel is asked for, and it is not for the device or the parameters.
     """
     if asked == "xla":
         return OptimizerChoice("xla", "kernels.optimizer asks for it")
@@ -65,9 +68,13 @@ def choose_optimizer(
         if not is_hopper(device):
             problem = f"{device.device_kind} devices: supported are NVIDIA Hopper GPUs"
             raise UnsupportedError(problem)
+        if parameters != PARAMETERS:
+            raise UnsupportedError(f"parameters in {parameters}: supported is {PARAMETERS}")
         return OptimizerChoice("pallas", "kernels.optimizer asks for it")
     if not is_nvidia(device):
         return OptimizerChoice("xla", f"on {device.device_kind} devices there is nothing else")
+    if parameters != PARAMETERS:
+        return OptimizerChoice("xla", f"the kernel has no parameters in {parameters}")
     rows = MEASURED if measured is None else measured
     key = device.device_kind, moments
     of_device = [row for row in rows if (row.device_kind, row.moments) == key]

@@ -135,6 +135,7 @@ class Kernels:
     config: KernelsConfig = field(default_factory=KernelsConfig)
     mesh: Mesh | None = None  # None: JAX's default device
     dtype: str | None = None  # of matrix products; None: the dtype of the parameters
+    parameters: str = "float32"  # how those that train are kept
     unproven: str | None = UNCHECKED  # what checked kernels lack for `auto`, if anything
     # Whether gradients come from products of the program that updates: those of tall matrices then
     # lie with their dims exchanged (`kernels.linear.weight_gradient`).
@@ -357,7 +358,13 @@ def choose_optimizer(moments: str, kernels: Kernels) -> OptimizerChoice:
     """
     config = kernels.config
     try:
-        return choose_adamw(config.optimizer, kernels.device, moments, unproven=kernels.unproven)
+        return choose_adamw(
+            config.optimizer,
+            kernels.device,
+            moments,
+            parameters=kernels.parameters,
+            unproven=kernels.unproven,
+        )
     except UnsupportedError as reason:
         problem = f"{config.optimizer} cannot run here"
         fix = "use auto, which takes what the devices can run, or xla"

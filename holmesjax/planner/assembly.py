@@ -112,7 +112,7 @@ def chunk_blocks(problem: Problem, candidate: Candidate, stage: int) -> list[Cou
     return problem.ranges.chunks(candidate.assignment.layers, candidate.order.chunks)[stage]
 
 
-def _times(problem: Problem, candidate: Candidate, stage: int) -> StageTimes:
+def stage_seconds(problem: Problem, candidate: Candidate, stage: int) -> StageTimes:
     assignment, settings = candidate.assignment, candidate.settings
     slot, role = assignment.slots[stage], roles(len(assignment.layers))[stage]
     pool, placement = problem.pools[slot.pool], problem.placement(slot, settings)
@@ -153,7 +153,7 @@ def _whole(problem: Problem, candidate: Candidate, stage: int) -> StageSeconds:
 
 def _part_seconds(problem: Problem, candidate: Candidate, stage: int) -> dict[str, float]:
     """Seconds of a stage in a step, by what they go into; `fsdp` and `context` where used."""
-    times, whole = _times(problem, candidate, stage), _whole(problem, candidate, stage)
+    times, whole = stage_seconds(problem, candidate, stage), _whole(problem, candidate, stage)
     microbatches = candidate.settings.microbatches
     fsdp_s = microbatches * (times.forward_fsdp_s + times.backward_fsdp_s)
     context_s = microbatches * (times.forward_context_s + times.backward_context_s)

@@ -33,7 +33,7 @@ from holmesjax.planner.problem import Assignment, Problem, Segment
 from holmesjax.planner.search import Found
 from holmesjax.planner.selection import Saying, find_within, make_problems, silently
 from holmesjax.planner.shortlist import step_settings
-from holmesjax.planner.stage_attention import StageAttention, stage_attention
+from holmesjax.planner.stage_kernels import StageKernel, stage_attention, stage_update
 from holmesjax.planner.stage_costs import StageCosts
 from holmesjax.planner.stage_layouts import (
     Devices,
@@ -88,7 +88,8 @@ class Explanation:
 
     by_dollars: bool  # whether the best plan is the cheapest, and not the fastest
     best: tuple[Ranked, ...]  # the first is the plan
-    attention: tuple[StageAttention, ...]  # of the plan
+    attention: tuple[StageKernel, ...]  # of the plan
+    update: tuple[StageKernel, ...]
     against: tuple[Alternative, ...]
     clusters: tuple[Alternative, ...]  # without each that is used, with each that is not
     upgrades: tuple[Alternative, ...]
@@ -116,6 +117,7 @@ def explain(
         by_dollars=_is_by_dollars(config),
         best=tuple(ranked),
         attention=tuple(stage_attention(problem, chosen)),
+        update=tuple(stage_update(problem, chosen)),
         against=tuple(_against(problem, chosen, say)),
         clusters=tuple(_clusters(problem, found.best, say)),
         upgrades=(_unlimited(problem, chosen, say), *_upgrades(problem, found, say)),
@@ -432,10 +434,14 @@ def describe(explanation: Explanation) -> list[str]:
             )
         )
     lines += [f"  {line}" for line in _aligned(rows)]
-    if explanation.attention:
-        lines.append("what will compute attention, and its time in a step")
-        told = [(own.where, show(own.step_s, "s"), own.what) for own in explanation.attention]
-        lines += [f"  {line}" for line in _aligned(told)]
+    for title, kernels in (
+        ("what will compute attention, and its time in a step", explanation.attention),
+        ("what will do AdamW's step, and the time of the update", explanation.update),
+    ):
+        if kernels:
+            lines.append(title)
+            told = [(own.where, show(own.step_s, "s"), own.what) for own in kernels]
+            lines += [f"  {line}" for line in _aligned(told)]
     for title, alternatives in (
         ("in place of the plan", explanation.against),
         ("what each cluster is worth", explanation.clusters),

@@ -1,28 +1,38 @@
-"""The implementations of attention in the stages of a plan, by the function of the run itself."""
+"""The kernels of the stages of a plan, by the functions of the run itself: attention, the update."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import numpy as np
+
 from holmesjax.costs.stage_times import attention_in_stage
-from holmesjax.planner.assembly import chunk_blocks
+from holmesjax.planner.assembly import chunk_blocks, stage_seconds
 from holmesjax.planner.layer_ranges import add
 from holmesjax.planner.problem import Problem
 from holmesjax.planner.step_time import roles
 from holmesjax.planner.trials import Candidate
-from kernels.attention.choice import CHECKED
+from holmesjax.topology import catalogue
+from holmesjax.update_rules import RULES
+from kernels.adamw_choice import choose_optimizer
+from kernels.attention.choice import CHECKED, Device, UnsupportedError
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class StageAttention:
-    """The implementation of attention on one kind of device of a stage."""
+class StageKernel:
+    """The implementation of one thing on one kind of device of a stage."""
 
     where: str  # "stage 0, h100"
     what: str  # the implementation, and why it is this one
     step_s: float  # that it takes of a step
 
 
-def stage_attention(problem: Problem, candidate: Candidate) -> Iterator[StageAttention]:
-    """The implementations of each stage, with their predicted seconds."""
+def _what(choice: object, is_checked: bool) -> str:
+    """The choice as text; a plan counts on checks that pass."""
+    return f"{choice}{', once checked there' * is_checked}"
+
+
+def stage_attention(problem: Problem, candidate: Candidate) -> Iterator[StageKernel]:
+    """The implementations of attention in each stage, with their predicted seconds."""
     assignment, settings = candidate.assignment, candidate.settings
     every_role = roles(len(assignment.layers))
     for i, (slot, role) in enumerate(zip(assignment.slots, every_role, strict=True)):
@@ -32,9 +42,34 @@ def stage_attention(problem: Problem, candidate: Candidate) -> Iterator[StageAtt
             for choice, microbatch_s in attention_in_stage(
                 problem.config.model, shape, kind
             ).items():
-                if_checked = ", once checked there" * (choice.implementation in CHECKED)
-                yield StageAttention(
+                yield StageKernel(
                     where=f"stage {i}, {kind.name}",
-                    what=f"{choice}{if_checked}",
+                    what=_what(choice, choice.implementation in CHECKED),
                     step_s=settings.microbatches * microbatch_s,
                 )
+
+
+def stage_update(problem: Problem, candidate: Candidate) -> Iterator[StageKernel]:
+    """The implementations of AdamW's step in each stage, with the predicted seconds of its update.
+
+    There are none for an optimizer in which no parameter has that step, nor for kinds of device
+    that the catalogue does not have, nor where the run itself will refuse.
+    """
+    config = problem.config
+    if not RULES[config.optimizer.name].has_adamw:
+        return
+    for i, slot in enumerate(candidate.assignment.slots):
+        for kind in problem.pools[slot.pool].kinds:
+            if (seen := catalogue.AS_JAX_SEES_THEM.get(kind.name)) is None:
+                continue
+            asked, moments = config.kernels.optimizer, config.optimizer.moments
+            own = {"parameters": config.train.param_dtype, "unproven": None}
+            try:
+                choice = choose_optimizer(asked, Device(*seen), moments, **own)
+            except UnsupportedError:
+                continue
+            yield StageKernel(
+                where=f"stage {i}, {kind.name}",
+                what=_what(choice, asked == "auto" and choice.implementation == "pallas"),
+                step_s=float(np.max(stage_seconds(problem, candidate, i).update_s)),
+            )

@@ -222,11 +222,8 @@ class Stage:
 
     @property
     def update_functions(self) -> ops.Kernels:
-        """The implementations that its optimizer asks for. The kernel has float32 parameters."""
-        found = self.array_functions
-        if not self.rounds_params:
-            return found
-        return replace(found, config=replace(self.kernels, optimizer="xla"))
+        """The implementations that its optimizer asks for."""
+        return replace(self.array_functions, parameters=self.param_dtype)
 
     def choose_attention(self) -> dict[ops.AttentionChoice, None]:
         """Tells which kernel computes attention in its layers, and why. Raises ConfigError."""

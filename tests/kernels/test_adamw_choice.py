@@ -30,6 +30,8 @@ def test_auto_is_xla_until_a_row_shows_the_kernel_faster():
     assert str(chosen(**rows, unproven=None, moments="float32")) == slower
     for others in ({"moments": "bfloat16"}, {"device": B200}, {"device": A100}, {"device": CPU}):
         assert chosen(**rows, unproven=None, **others).implementation == "xla"
+    narrow = chosen(**rows, unproven=None, parameters="bfloat16")
+    assert str(narrow) == "XLA (the kernel has no parameters in bfloat16)"
     later = FASTER._replace(kernel_gb_per_s=3099.0)
     assert chosen(measured=[FASTER, later], unproven=None).implementation == "xla"
 
@@ -40,6 +42,8 @@ def test_a_name_is_taken_or_refused():
     for device in (A100, B200, CPU):
         with pytest.raises(UnsupportedError, match="supported are NVIDIA Hopper GPUs"):
             chosen("pallas", device)
+    with pytest.raises(UnsupportedError, match="parameters in bfloat16: supported is float32"):
+        chosen("pallas", parameters="bfloat16")
 
 
 def test_a_check_is_needed_only_where_a_row_makes_it_decide(monkeypatch):

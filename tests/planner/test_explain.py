@@ -16,9 +16,11 @@ from holmesjax.planner import explain
 from holmesjax.planner.assembly import as_plan
 from holmesjax.planner.explain import Alternative, describe
 from holmesjax.planner.planner import find, make_plan
-from holmesjax.planner.stage_attention import stage_attention
+from holmesjax.planner.stage_kernels import stage_attention, stage_update
 from holmesjax.planner.stage_costs import StageCosts
 from holmesjax.topology import loading, upgrades
+from kernels import adamw_choice
+from kernels.adamw_choice import MeasuredStep
 from launch.__main__ import main
 from tests.clusters import (
     GIB,
@@ -168,6 +170,41 @@ def test_the_recipe_with_documents_names_what_will_compute_attention_and_its_pri
     lines = "\n".join(describe(dataclasses.replace(told, attention=tuple(rows))))
     for row in rows:
         assert re.search(rf"{row.where} +[\d.]+ m?s +{re.escape(row.what)}", lines)
+
+
+def test_what_does_the_update_is_named_with_the_reason(monkeypatch):
+    """By the function of the run: the table decides where the kernel was measured."""
+    cluster = make_cluster("only", "ethernet", (1,))
+    [node] = cluster.nodes
+    node = dataclasses.replace(node, device=loading.known_device("h200"))
+    topology = make_topology(dataclasses.replace(cluster, nodes=(node,)))
+
+    problem, found = find(make_config(**FEW), topology)
+    chosen = found.best[0]
+
+    def rows(**sections):
+        config = dataclasses.replace(problem.config, **sections)
+        return [*stage_update(dataclasses.replace(problem, config=config), chosen)]
+
+    [row] = rows()
+    assert row.where == "stage 0, h200"
+    never = "XLA (the kernel with moments in float32 has not been measured on NVIDIA H200)"
+    assert row.what == never
+    [stage] = as_plan(problem, chosen, 0.0).stages
+    assert 0 < row.step_s < stage.seconds["compute"]
+    [line] = [x for x in describe(explained(make_config(**FEW), topology)) if never in x]
+    assert re.search(rf"{row.where} +[\d.]+ \S+ +{re.escape(never)}", line)
+    [asked] = rows(kernels=KernelsConfig(optimizer="pallas"))
+    assert asked.what == "the Pallas kernel (kernels.optimizer asks for it)"
+    faster = MeasuredStep("NVIDIA H200", "float32", 3.0, 2.0, "a day")
+    monkeypatch.setattr(adamw_choice, "MEASURED", (faster,))
+    [measured] = rows()
+    why = "it is faster: 3 beside 2 GB/s, a day"
+    assert measured.what == f"the Pallas kernel ({why}), once checked there"
+    train = dataclasses.replace(problem.config.train, param_dtype="bfloat16")
+    [rounded] = rows(train=train)
+    assert rounded.what == "XLA (the kernel has no parameters in bfloat16)"
+    assert rows(optimizer=dataclasses.replace(problem.config.optimizer, name="lion")) == []
 
 
 # ---- in place of the plan ------------------------------------------------------------------------

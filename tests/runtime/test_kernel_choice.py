@@ -80,8 +80,9 @@ def test_the_header_says_what_computes_adamws_step():
     assert optimizer_lines([stage_on(H200, 0, optimizer=lion)]) == []
     muon = make_optimizer(dataclasses.replace(asked.optimizer.config, name="muon"), 100, {})
     assert len(optimizer_lines([dataclasses.replace(asked, optimizer=muon)])) == 1
-    rounded = dataclasses.replace(asked, param_dtype="bfloat16")
-    assert optimizer_lines([rounded]) == ["update      XLA (kernels.optimizer asks for it)"]
+    rounded = dataclasses.replace(stage_on(H200, 0), param_dtype="bfloat16")
+    lack = "XLA (the kernel has no parameters in bfloat16)"
+    assert optimizer_lines([rounded]) == [f"update      {lack}"]
     with pytest.raises(ConfigError, match=r"kernels\.optimizer: pallas cannot run here"):
         optimizer_lines([dataclasses.replace(asked, mesh=stage_on(A100, 0).mesh)])
 
