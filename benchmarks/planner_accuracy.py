@@ -15,7 +15,8 @@ Steps that HolmesJAX itself took on GPUs, from the result files of `benchmarks.g
 predicted as shipped, too, by the plan that a run would have. They are no test of a calibration that
 was made from them.
 
-The table, every row, and a picture of the errors go to benchmarks/results/.
+The table, every row, and a picture of the errors go to benchmarks/results/. Each line has the commit
+at which it was predicted: `--only` predicts some files again and leaves the lines of others.
 """
 
 import argparse
@@ -216,11 +217,19 @@ def line_of(
         "bar": bar,
         "rank": rank,
         "regret": regret,
+        "commit": commit(),
         "runs": [
             {"run": run.name, "measured": run.measured, "predicted": statistics.fmean(each)}
             for run, *each in zip(runs, *rounds, strict=True)
         ],
     }
+
+
+def merged(before: Sequence[Result], new: Sequence[Result]) -> list[Result]:
+    """The lines of an earlier result, with new ones in the place of those that they are of."""
+    key = lambda line: (line["file"], line["how"])
+    by_key = {key(line): line for line in [*before, *new]}
+    return [*by_key.values()]
 
 
 def choices(pairs: Sequence[tuple[Run, float]]) -> tuple[float | None, float | None]:
@@ -251,7 +260,7 @@ def _mean(numbers: Iterable[float | None]) -> float | None:
     return statistics.fmean(known) if known else None
 
 
-HEADER = ("file", "predicted", "rows", "mean", "worst", "bar", "rank", "regret")
+HEADER = ("file", "predicted", "rows", "mean", "worst", "bar", "rank", "regret", "commit")
 
 
 def table(lines: Sequence[Result]) -> list[str]:
@@ -272,6 +281,7 @@ def _cells(line: Result) -> tuple[str, ...]:
         f"{percent(bar)} {verdict}".strip(),
         "" if line["rank"] is None else f"{line['rank']:.2f}",
         percent(line["regret"]),
+        line["commit"],
     )
 
 
@@ -308,31 +318,36 @@ def main() -> None:
     parser = argparse.ArgumentParser("planner_accuracy", description=__doc__, formatter_class=raw)
     parser.add_argument("dir", type=Path, metavar="DIR", help="a folder of CSV files")
     parser.add_argument("--out", type=Path, default=RESULTS, help="(benchmarks/results)")
+    parser.add_argument("--only", nargs="+", metavar="FILE", help="names without .csv or .json")
     args = parser.parse_args()
     try:
         paths = sorted(args.dir.glob("*.csv"))
-        known = [path for path in paths if path.stem in CHECKS]
-        if not known:
+        chosen = lambda path: not args.only or path.stem in args.only
+        known = [path for path in paths if path.stem in CHECKS and chosen(path)]
+        own = [path for path in sorted(RESULTS.glob(OWN)) if chosen(path)]
+        if not known and not (args.only and own):
             found = f"{len(paths)} CSV files: {', '.join(path.stem for path in paths)}"
             fix = f"name one that has some of {', '.join(CHECKS)}"
             raise DataError(str(args.dir), "holds none of the known files", found=found, fix=fix)
         lines = [line for path in known for line in check_file(path)]
-        lines += [line for path in sorted(RESULTS.glob(OWN)) for line in check_own(path)]
+        lines += [line for path in own for line in check_own(path)]
     except HolmesError as error:
         print(f"error: {error}", file=sys.stderr)
         raise SystemExit(error.exit_status) from None
+    found = args.out / "planner_accuracy.json"
+    if args.only:
+        lines = merged(json.loads(found.read_text())["lines"], lines)
     print(*table(lines), sep="\n")
-    if left := [path.name for path in paths if path not in known]:
+    if left := [path.name for path in paths if path.stem not in CHECKS]:
         print(f"\nnot read: {', '.join(left)}")
     result = {
         "command": "python -m benchmarks.planner_accuracy DIR",
-        "commit": commit(),
         "date": time.strftime("%Y-%m-%d"),
         "lines": lines,
     }
     args.out.mkdir(parents=True, exist_ok=True)
-    (args.out / "planner_accuracy.json").write_text(json.dumps(result, indent=1) + "\n")
-    foot = f"commit {result['commit']}, {result['date']}: `{result['command']}`"
+    found.write_text(json.dumps(result, indent=1) + "\n")
+    foot = f"{result['date']}: `{result['command']}`"
     (args.out / "planner_accuracy.md").write_text("\n".join([*table(lines), "", foot, ""]))
     picture(lines).savefig(args.out / "planner_accuracy.png", dpi=120)
 

@@ -16,7 +16,7 @@ from benchmarks import (
     published_files,
     train_gpu,
 )
-from benchmarks.provenance import RESULTS
+from benchmarks.provenance import RESULTS, commit
 from benchmarks.published import AS_SHIPPED, Fitted
 from holmesjax.costs.implementation import HOLMESJAX
 from holmesjax.costs.products import attention_products, head_product, layer_products
@@ -277,8 +277,8 @@ def write(folder, name, rows):
 def run_program(monkeypatch, capsys):
     """Runs the program; returns its exit status, and the text on stdout and stderr."""
 
-    def run(folder, out):
-        monkeypatch.setattr("sys.argv", ["planner_accuracy", str(folder), "--out", str(out)])
+    def run(folder, out, *more):
+        monkeypatch.setattr("sys.argv", ["planner_accuracy", str(folder), "--out", str(out), *more])
         status = 0
         try:
             planner_accuracy.main()
@@ -299,7 +299,7 @@ def test_the_table_has_a_line_for_each_file_and_way(tmp_path, run_program):
     assert lines[0].startswith("| file | predicted | rows | mean | worst |")
     assert "| korthikanti2022_memory (memory) | as shipped | 7 | 0." in lines[2]
     assert lines[3].startswith("| vtrain_multi_node | as shipped | 12 | 0.0% |")
-    assert lines[3].endswith("| 1.00 | 0.0% |")
+    assert lines[3].endswith(f"| 1.00 | 0.0% | {commit()} |")
     assert "| 6.0% met |" in lines[4]
     assert "not read: something_else.csv" in out
     result = json.loads((tmp_path / "out/planner_accuracy.json").read_text())
@@ -307,6 +307,14 @@ def test_the_table_has_a_line_for_each_file_and_way(tmp_path, run_program):
     assert lines[6].startswith("| gpu_day_nvidia_h200 (seconds) | as shipped | 3 |")
     assert all("| 5.0% met |" in line for line in lines[6:8])
     assert (tmp_path / "out/planner_accuracy.png").stat().st_size > 10_000
+    # One file again: the other lines stay, each with the commit that it is of.
+    for line in result["lines"]:
+        line["commit"] = "0000000"
+    (tmp_path / "out/planner_accuracy.json").write_text(json.dumps(result))
+    only = ("--only", "korthikanti2022_memory")
+    _, again, _ = run_program(tmp_path, tmp_path / "out", *only)
+    commits = [line.split(" | ")[-1].removesuffix(" |") for line in again.splitlines()[2:8]]
+    assert commits == [commit(), *5 * ["0000000"]]
 
 
 def test_rank_and_regret_of_a_wrong_choice():
