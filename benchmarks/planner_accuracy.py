@@ -15,8 +15,8 @@ Steps that HolmesJAX itself took on GPUs, from the result files of `benchmarks.g
 predicted as shipped, too, by the plan that a run would have. They are no test of a calibration that
 was made from them.
 
-The table, every row, and a picture of the errors go to benchmarks/results/. Each line has the commit
-at which it was predicted: `--only` predicts some files again and leaves the lines of others.
+The table, every row, and a picture of the errors go to benchmarks/results/. Each line has the
+commit at which it was predicted: `--only` predicts some files again and leaves the lines of others.
 """
 
 import argparse

@@ -33,8 +33,8 @@ from holmesjax.planner.problem import Assignment, Problem, Segment
 from holmesjax.planner.search import Found
 from holmesjax.planner.selection import Saying, find_within, make_problems, silently
 from holmesjax.planner.shortlist import step_settings
-from holmesjax.planner.stage_kernels import StageKernel, stage_attention, stage_update
 from holmesjax.planner.stage_costs import StageCosts
+from holmesjax.planner.stage_kernels import StageKernel, stage_attention, stage_update
 from holmesjax.planner.stage_layouts import (
     Devices,
     MeshShape,

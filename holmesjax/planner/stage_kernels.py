@@ -1,4 +1,4 @@
-"""The kernels of the stages of a plan, by the functions of the run itself: attention, the update."""
+"""The kernels of attention and of the update in the stages of a plan, by the run's own functions."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass

@@ -16,8 +16,8 @@ from holmesjax.planner import explain
 from holmesjax.planner.assembly import as_plan
 from holmesjax.planner.explain import Alternative, describe
 from holmesjax.planner.planner import find, make_plan
-from holmesjax.planner.stage_kernels import stage_attention, stage_update
 from holmesjax.planner.stage_costs import StageCosts
+from holmesjax.planner.stage_kernels import stage_attention, stage_update
 from holmesjax.topology import loading, upgrades
 from kernels import adamw_choice
 from kernels.adamw_choice import MeasuredStep
