@@ -218,6 +218,8 @@ def joint_kernel(*refs: Ref, **told: Any) -> None:
 def _each_its_keys(block: ThreadBlock) -> None:
     """Each of two warpgroups has 64 keys."""
     joint = block.dq_ref is not None
+    # Two products at a time and a rule like these have more numbers than there are registers.
+    one_by_one = not joint and (block.rule.window or block.rule.soft_cap) is not None
     shared, size, width = block.shared, block.size, block.width
     b, g = block.sequence, block.kv_head
 
@@ -245,8 +247,28 @@ def _each_its_keys(block: ThreadBlock) -> None:
                     add_to_queries(n, i, number)
                 return ()
 
+            def weigh(products: Products, add: Add) -> Arrays:
+                raw = block.rule.raw(products(0, num_later=0), width)
+                p = block.probabilities(raw, both.at[0], masked, start, i)
+                slopes = block.rule.slope(raw, p)
+                add(DV, p, douts)
+                return (slopes,)
+
             factors = [(keys, queries), (values, douts)]
-            sums, _ = warpgroups.multiply(multiply, factors, sums, (), warpgroup, shared)
+            run = functools.partial(warpgroups.multiply, warpgroup=warpgroup, shared=shared)
+            if one_by_one:
+                state = (warpgroups.full((ROWS, size), ACROSS),)
+                sums, (slopes,) = run(weigh, factors[:1], sums, state)
+
+                def slope(products: Products, add: Add) -> Arrays:
+                    add(
+                        DK, slopes * block.less_delta(products(0, num_later=0), both.at[1]), queries
+                    )
+                    return ()
+
+                sums, _ = run(slope, factors[1:], sums, ())
+            else:
+                sums, _ = run(multiply, factors, sums, ())
             block.done(number)
             return sums
 
