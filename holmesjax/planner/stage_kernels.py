@@ -1,4 +1,4 @@
-"""The kernels of attention and of the update in the stages of a plan, by the run's own functions."""
+"""What does attention and the update in the stages of a plan, by the run's own functions."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
