@@ -43,6 +43,10 @@ from holmesjax.session import Session, make_stages, read_batches
 from holmesjax.yaml_files import as_overrides
 
 
+class _StoppedError(Exception):
+    """The run was asked to stop while nothing was trained."""
+
+
 class Trainer:
     """One run.
 
@@ -122,19 +126,37 @@ class Trainer:
     def _train(self, lease: Lease) -> None:
         numbers = range(len(self.job.plan.stages))
         self._print(*self.job.describe(self.job.check_pool(os.environ, numbers)))
-        start = resume.find(self.job, self._allow, self._print, move=lease.move)
-        while True:
-            try:
-                self._train_from(start, lease)
-                return
-            except DamagedError as error:
-                assert start.checkpoint, "arrays are read of a checkpoint"
-                second_reading.confirm(start.checkpoint, error)
-                known = {start.checkpoint.path: error}
-                start = resume.find(self.job, self._allow, self._print, known, move=lease.move)
-            except SpikeError as error:
-                resume.roll_back(self.job, error, self._print, lease.move)
-                start = resume.find(self.job, self._allow, self._print, move=lease.move)
+        find = functools.partial(
+            resume.find,
+            self.job,
+            self._allow,
+            self._print,
+            move=lease.move,
+            pause=self._wait_to_train,
+        )
+        try:
+            start = find()
+            while True:
+                try:
+                    self._train_from(start, lease)
+                    return
+                except DamagedError as error:
+                    assert start.checkpoint, "arrays are read of a checkpoint"
+                    self._print("another process reads the checkpoint once more")
+                    how = {"pause": self._wait_to_train, "say": self._print}
+                    second_reading.confirm(start.checkpoint, error, **how)
+                    start = find(known={start.checkpoint.path: error})
+                except SpikeError as error:
+                    resume.roll_back(self.job, error, self._print, lease.move, self._wait_to_train)
+                    start = find()
+        except _StoppedError:
+            self._print("stopped before a step")
+
+    def _wait_to_train(self, seconds: float) -> None:
+        """Waits while nothing is trained; raises _StoppedError if a stop is asked for."""
+        if self._stopping:
+            raise _StoppedError
+        time.sleep(seconds)
 
     def _train_from(self, start: resume.Start, lease: Lease) -> None:
         began_s, config, plan = time.monotonic(), self.job.config, self.job.plan

@@ -71,6 +71,8 @@ from launch.restarts import DEFAULT, Restarts
 from launch.stop_requests import StopRequests
 from launch.workers import pool_of, start_workers
 
+_say = functools.partial(print, flush=True)
+
 KEY = "job.key"
 STACKS_S = 3.0  # for the stacks of a job without progress to come
 END_S = 30.0  # for processes to leave after the end
@@ -170,7 +172,7 @@ class Supervisor:
 
     def _run(self) -> int:
         job = self._job
-        restarts = Restarts(job.run_dir, self._max_restarts, lambda text: print(text, flush=True))
+        restarts = Restarts(job.run_dir, self._max_restarts, _say)
         committed.adopt(job.run_dir, restarts.last_step)
         for restart in itertools.count():
             step = self._done()
@@ -202,8 +204,14 @@ class Supervisor:
         """
         found = self._resumed.checkpoint
         assert found, "arrays are read of a checkpoint"
-        say = lambda text: print(text, flush=True)
-        resume.find(self._job, self._allow, say, {found.path: error}, move=self._lease.move)
+        resume.find(
+            self._job,
+            self._allow,
+            _say,
+            {found.path: error},
+            move=self._lease.move,
+            pause=self._wait_to_see,
+        )
         if not self._can_start:
             fix = "start it again with the same command: it goes on from the older checkpoint"
             raise PeerError(error.where, error.problem, found=error.found, fix=fix)
@@ -222,8 +230,7 @@ class Supervisor:
         Raises FatalError if it did so too often, and PeerError where somebody else starts the
         processes.
         """
-        say = lambda text: print(text, flush=True)
-        resume.roll_back(self._job, error, say, self._lease.move)
+        resume.roll_back(self._job, error, _say, self._lease.move, self._wait_to_see)
         if not self._can_start:
             fix = "start it again with the same command: it goes back to its last checkpoint"
             raise PeerError(error.where, error.problem, found=error.found, fix=fix)
@@ -247,6 +254,9 @@ class Supervisor:
         status, cause, exception, is_meant = FatalError.exit_status, "", "", False
         try:
             status = self._confirmed_attempt(restart)
+        except SystemExit as end:  # asked to leave at once
+            status, is_meant = int(end.code or 0), True
+            raise
         except HolmesError as error:
             status, cause = error.exit_status, str(error)
             is_meant = isinstance(error, SpikeError)
@@ -272,8 +282,8 @@ class Supervisor:
         except DamagedError as error:
             found = self._resumed.checkpoint
             assert found, "arrays are read of a checkpoint"
-            print("another process reads the checkpoint once more", flush=True)
-            second_reading.confirm(found, error)
+            _say("another process reads the checkpoint once more")
+            second_reading.confirm(found, error, pause=self._wait_to_see, say=_say)
             raise
 
     def _describe(self) -> list[str]:
@@ -288,20 +298,19 @@ class Supervisor:
 
     def _attempt(self, restart: int) -> int:
         job, config = self._job, self._job.config
-        say = lambda text: print(text, flush=True)
         start = self._resumed = resume.find(
-            job, self._allow, say, move=self._lease.move, pause=self._wait_to_see
+            job, self._allow, _say, move=self._lease.move, pause=self._wait_to_see
         )
         if start.step >= config.train.steps:
             print(*start.finished(), sep="\n", flush=True)
             return 0
         for line in start.describe():
-            say(line)
+            _say(line)
         self._lease.check()
         self._unsave = self._lease.guard(job.save(start.step))  # the processes read it
         variables = job.process_environment(os.environ, self._pool)
         job.save_environment(variables)
-        self._keeps(say).after_start()
+        self._keeps(_say).after_start()
         logs = ProcessLogs(job.run_dir, self._processes, self._lease.move)
         key_file = Path(self._given_key_file or job.run_dir / KEY)
         make_or_read = (
@@ -358,9 +367,9 @@ class Supervisor:
                     with contextlib.suppress(OSError, LostLeaseError):  # the end says more
                         self._lease.guard(key_file.unlink)(missing_ok=True)
         for line in recorder.summary():
-            say(line)
+            _say(line)
         if path := recorder.write_report():
-            say(f"report  {path}")
+            _say(f"report  {path}")
         if done < config.train.steps:
             print(*job.unfinished(done), sep="\n", flush=True)
             return self._stops.exit_status

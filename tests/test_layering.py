@@ -17,6 +17,7 @@ PLACES = [
     "holmesjax.boxes",
     "holmesjax.whole_files",
     "holmesjax.hung_main_thread",
+    "holmesjax.helper_process",
     "holmesjax.xla_flags",
     "holmesjax.units",
     "holmesjax.yaml_files",

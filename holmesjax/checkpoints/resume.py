@@ -7,6 +7,7 @@ Every other change is told.
 """
 
 import dataclasses
+import functools
 import json
 import math
 import time
@@ -267,7 +268,7 @@ def find(
         warn,
         move=move,
         known=known,
-        confirm=second_reading.confirm,
+        confirm=functools.partial(second_reading.confirm, pause=pause, say=warn),
         pause=pause,
     )
     changes = tuple(_changes(checkpoint, job)) if checkpoint else ()
@@ -296,15 +297,22 @@ def find(
     return start
 
 
-def roll_back(job: Job, spike: SpikeError, say: Callable[[str], None], move: Move) -> None:
+def roll_back(
+    job: Job,
+    spike: SpikeError,
+    say: Callable[[str], None],
+    move: Move,
+    pause: Callable[[float], object] = time.sleep,
+) -> None:
     """Notes that the data from the newest checkpoint to a spike are left out; `find` goes back.
 
     Args:
-      move: for `manifest.newest`.
+      move, pause: for `manifest.newest`.
 
     Raises FatalError where the run has gone back there too often.
     """
-    checkpoint = manifest.newest(job.run_dir, say, move=move, confirm=second_reading.confirm)
+    confirm = functools.partial(second_reading.confirm, pause=pause, say=say)
+    checkpoint = manifest.newest(job.run_dir, say, move=move, confirm=confirm, pause=pause)
     step = checkpoint.step if checkpoint else 0
     found = skipped_data.add(job.run_dir, job.config.train, spike.step, step)
     say(

@@ -4,13 +4,14 @@ import json
 import os
 import signal
 import threading
+import time
 from pathlib import Path
 
 import pytest
 
 import launch.supervisor
-from holmesjax import job as jobs
-from holmesjax.checkpoints import committed, manifest, skipped_data
+from holmesjax import helper_process, job as jobs
+from holmesjax.checkpoints import committed, manifest, second_reading, skipped_data
 from holmesjax.checkpoints.skipped_data import Skipped
 from holmesjax.distributed.messages import Done, Up
 from holmesjax.errors import CheckpointError, FatalError, HolmesError, PeerError
@@ -282,6 +283,43 @@ def test_what_one_process_alone_cannot_read_is_no_damage(tmp_path, no_pause, cap
     assert "needs 8, and another process has read it as it was written" in capsys.readouterr().out
     starts = json.loads((tmp_path / "run" / RECORD).read_text())["starts"]
     assert [(start["step"], start["status"]) for start in starts] == [(0, 75), (2, 75), (2, 0)]
+
+
+@pytest.mark.parametrize("finds", ["a process", "the start"])
+def test_a_stop_ends_the_second_reading_of_a_checkpoint(tmp_path, monkeypatch, capsys, finds):
+    """Whoever has found the damage: the other process may read for an hour."""
+    run, reading = helper_process.run_module, []
+
+    def read_long(module, arguments, **how):
+        assert module == second_reading.__name__
+        reading.append(threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGTERM)))
+        reading[-1].start()
+        return run(
+            "timeit", ["-n1", "-r1", "print('  1 of 9'); import time; time.sleep(60)"], **how
+        )
+
+    monkeypatch.setattr(helper_process, "run_module", read_long)
+    where = manifest.folder_of(tmp_path / "run", 2) / manifest.part_name(0)
+    unreadable = {**MISTAKE, "where": str(where), "damaged": True}
+    second = {0: [told(unreadable, 2), ["exit", 2]]}
+    supervisor, launcher = supervise(tmp_path, saving(2), second, max_restarts=2)
+    if finds == "the start":
+        verify = manifest.verify
+
+        def find_damage(checkpoint):
+            verify(checkpoint)
+            raise manifest.damaged(checkpoint, "part_0", "is damaged", "2")
+
+        monkeypatch.setattr(manifest, "verify", find_damage)
+    start_s = time.monotonic()
+    with pytest.raises(SystemExit) as end:
+        supervisor.run()
+    assert end.value.code == 75
+    assert time.monotonic() - start_s < 40
+    assert len(reading) == 1
+    assert where.exists()
+    assert json.loads((tmp_path / "run" / RECORD).read_text())["starts"][-1]["status"] == 75
+    assert "reads" in capsys.readouterr().out
 
 
 def test_a_job_whose_checkpoints_are_gone_is_refused(tmp_path, no_pause, monkeypatch):
