@@ -302,7 +302,7 @@ def test_a_stop_ends_the_second_reading_of_a_checkpoint(tmp_path, monkeypatch, c
     where = manifest.folder_of(tmp_path / "run", 2) / manifest.part_name(0)
     unreadable = {**MISTAKE, "where": str(where), "damaged": True}
     second = {0: [told(unreadable, 2), ["exit", 2]]}
-    supervisor, launcher = supervise(tmp_path, saving(2), second, max_restarts=2)
+    supervisor, _ = supervise(tmp_path, saving(2), second, max_restarts=2)
     if finds == "the start":
         verify = manifest.verify
 
