@@ -19,6 +19,10 @@ KILLED_S = 2.0  # for a process that is killed to be gone; what hangs in the ker
 KEPT_BYTES = 4096  # of what it writes to standard error
 
 
+class StoppedError(Exception):
+    """A `pause` raises it where the process is not waited for any more."""
+
+
 class Ended(NamedTuple):
     """The end of such a process."""
 

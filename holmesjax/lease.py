@@ -128,6 +128,12 @@ class Lease:
     def release(self) -> None:
         """Gives the lease up. If it is lost nothing is touched."""
         self._ended.set()
+        # On another thread: a file system that hangs holds no end up, and the lease is then stale.
+        end = threading.Thread(target=self._give_up, name="lease's end", daemon=True)
+        end.start()
+        end.join(2 * RENEW_S)
+
+    def _give_up(self) -> None:
         self._thread.join(RENEW_S)
         if not self._lost:
             with contextlib.suppress(OSError):  # then it is stale

@@ -22,6 +22,7 @@ from holmesjax.checkpoints.retention import Retention
 from holmesjax.checkpoints.saves import Due, Saves
 from holmesjax.data import cluster_paths
 from holmesjax.errors import ConfigError, DamagedError, SpikeError
+from holmesjax.helper_process import StoppedError
 from holmesjax.hosts import nics
 from holmesjax.job import Job
 from holmesjax.layers.model_layers import forget
@@ -41,10 +42,6 @@ from holmesjax.runtime.step_timeout import Progress
 from holmesjax.runtime.timeline import Clock
 from holmesjax.session import Session, make_stages, read_batches
 from holmesjax.yaml_files import as_overrides
-
-
-class _StoppedError(Exception):
-    """The run was asked to stop while nothing was trained."""
 
 
 class Trainer:
@@ -93,6 +90,7 @@ class Trainer:
         self.progress: Progress | None = None  # while there are steps
         self._stream = sys.stdout if stream is None else stream
         self._stopping, self._allow, self._lease = False, allow, lease
+        self._asked_s: float | None = None  # when it was asked to stop
         metrics.check_installed(self.job.config.log)
 
     @property
@@ -101,6 +99,7 @@ class Trainer:
 
     def stop(self) -> None:
         """Asks a running `train` to end after its step, with a checkpoint."""
+        self._asked_s = self._asked_s or time.monotonic()
         self._stopping = True
 
     @property
@@ -149,14 +148,27 @@ class Trainer:
                 except SpikeError as error:
                     resume.roll_back(self.job, error, self._print, lease.move, self._wait_to_train)
                     start = find()
-        except _StoppedError:
+        except StoppedError:
             self._print("stopped before a step")
 
     def _wait_to_train(self, seconds: float) -> None:
-        """Waits while nothing is trained; raises _StoppedError if a stop is asked for."""
+        """Waits while nothing is trained; raises StoppedError if a stop is asked for."""
         if self._stopping:
-            raise _StoppedError
+            raise StoppedError
         time.sleep(seconds)
+
+    def _report(self, recorder: Recorder) -> None:
+        """Has the report written; a stop that is asked for meanwhile ends that."""
+        stop_timeout_s, was_asked_s = self.job.config.distributed.stop_timeout_s, self._asked_s
+        ends_s = (was_asked_s or time.monotonic()) + stop_timeout_s
+
+        def pause(seconds: float) -> None:
+            if self._asked_s != was_asked_s:
+                raise StoppedError
+            time.sleep(seconds)
+
+        if line := recorder.write_report(ends_s - time.monotonic(), pause):
+            self._print(line)
 
     def _train_from(self, start: resume.Start, lease: Lease) -> None:
         began_s, config, plan = time.monotonic(), self.job.config, self.job.plan
@@ -230,8 +242,7 @@ class Trainer:
             self._print(*self.job.unfinished(done))
         lease.check()
         self._print(*recorder.summary())
-        if path := recorder.write_report():
-            self._print(f"report  {path}")
+        self._report(recorder)
 
     def _saves(
         self, start: resume.Start, lease: Lease, data: Mapping[str, str], say: Callable[[str], None]

@@ -53,6 +53,7 @@ from holmesjax.errors import (
     PeerError,
     SpikeError,
 )
+from holmesjax.helper_process import StoppedError
 from holmesjax.hosts import computing
 from holmesjax.job import Job
 from holmesjax.lease import Lease
@@ -76,6 +77,7 @@ _say = functools.partial(print, flush=True)
 KEY = "job.key"
 STACKS_S = 3.0  # for the stacks of a job without progress to come
 END_S = 30.0  # for processes to leave after the end
+LEAST_LEFT_S = 5.0  # that a job has to end in, however late it was asked to
 DELAY_S = 0.5  # of the output on the console, so that the last words of a failing job stay in logs
 
 
@@ -149,6 +151,7 @@ class Supervisor:
         self._unsave: Callable[[], None] = lambda: None
         self._blamed: str | None = None  # the node of a failure that came before any signal
         self._has_trained = False  # a step, in this attempt
+        self._leave_by_s = 0.0  # when the launcher is to be gone, once its loop is over
 
     def run(self) -> int:
         """Trains to the end, or until it is asked to stop.
@@ -312,6 +315,19 @@ class Supervisor:
         job.save_environment(variables)
         self._keeps(_say).after_start()
         logs = ProcessLogs(job.run_dir, self._processes, self._lease.move)
+        with contextlib.ExitStack() as watched:
+            return self._watched_attempt(start, restart, variables, logs, watched)
+
+    def _watched_attempt(
+        self,
+        start: resume.Start,
+        restart: int,
+        variables: Mapping[str, str],
+        logs: ProcessLogs,
+        watched: contextlib.ExitStack,
+    ) -> int:
+        """One attempt, whose loop and whose end are watched until the stack is closed."""
+        job, config = self._job, self._job.config
         key_file = Path(self._given_key_file or job.run_dir / KEY)
         make_or_read = (
             connections.read_key_file if self._given_key_file else connections.make_key_file
@@ -350,9 +366,14 @@ class Supervisor:
                     variables=variables,
                     restart=restart,
                 )
-                with self._loop_watch:
-                    done = self._supervise(controller, recorder, progress, logs)
+                watched.enter_context(self._loop_watch)
+                done = self._supervise(controller, recorder, progress, logs)
+                self._begin_to_leave(0 if done >= config.train.steps else self._stops.exit_status)
+            except SystemExit as end:  # asked to leave at once
+                self._begin_to_leave(int(end.code or 0))
+                raise
             except HolmesError as error:
+                self._begin_to_leave(error.exit_status)
                 is_final = error.exit_status == HolmesError.exit_status
                 if is_final and not isinstance(error, DamagedError):
                     controller.refuse(error)  # whoever started them, none is to start again
@@ -368,12 +389,29 @@ class Supervisor:
                         self._lease.guard(key_file.unlink)(missing_ok=True)
         for line in recorder.summary():
             _say(line)
-        if path := recorder.write_report():
-            _say(f"report  {path}")
+        self._report(recorder)
         if done < config.train.steps:
             print(*job.unfinished(done), sep="\n", flush=True)
             return self._stops.exit_status
         return 0
+
+    def _begin_to_leave(self, status: int) -> None:
+        """Limits what follows on the loop: a job that is to end is gone in time."""
+        limit_s = max(min(self._config.stop_timeout_s, self._stops.left_s), LEAST_LEFT_S)
+        self._leave_by_s = time.monotonic() + limit_s
+        self._loop_watch.leave(limit_s, "distributed.stop_timeout_s", status)
+
+    def _report(self, recorder: Recorder) -> None:
+        """Has the report written; a signal that comes meanwhile gives it up."""
+        before = self._stops.count
+
+        def pause(seconds: float) -> None:
+            if self._stops.count > before:
+                raise StoppedError
+            time.sleep(seconds)
+
+        if line := recorder.write_report(self._leave_by_s - time.monotonic(), pause):
+            _say(line)
 
     def _keeps(self, say: Callable[[str], None]) -> Retention:
         """Removes the checkpoints that need not stay."""
@@ -421,7 +459,7 @@ class Supervisor:
             attempt.saves.check()
             if len(attempt.done) == len(self._processes) and end_s is None:
                 controller.broadcast(AllDone())
-                end_s = time.monotonic() + END_S
+                end_s = time.monotonic() + min(END_S, max(self._stops.left_s, LEAST_LEFT_S))
         for _, line in attempt.output:
             recorder.console.print(line)
         attempt.saves.check(at_end=True)

@@ -9,6 +9,7 @@ A process joins the controller as a worker does, needs no JAX, and then does wha
     late SECONDS        from now on says nothing for so long when it is asked how it is
     save STEP           writes its stage's part of a checkpoint
     await STEP          until that checkpoint is whole
+    steps FIRST LAST    reports these steps, a hundredth of a second each
     train               steps, each with its vote, until all are to stop; then it saves and ends
     hang up             closes its connection, as the kernel does for one that dies
     print LINE
@@ -38,6 +39,7 @@ from holmesjax.distributed.messages import (
     AllDone,
     Done,
     Exit,
+    Measurements,
     Output,
     ProcessEvent,
     Saved,
@@ -48,6 +50,10 @@ from launch.launchers.launcher import variables_here
 
 FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload([__name__])
+STEP = {
+    **{"loss": 2.0, "grad_norm": 1.0, "learning_rate": 1e-3, "skipped": False, "link_bytes": {}},
+    **{"step_time_s": 0.01, "input_wait_s": 0.0, "intervals": [(0, "F", 0, 0.0, 0.01)]},
+}
 
 
 class ScriptedLauncher:
@@ -138,6 +144,10 @@ def main(run_dir, script, env, output):
             send(Saved(step=arguments[0], arrays={}, files={}))
         elif what == "await":
             while not (manifest.folder_of(run_dir, arguments[0]) / manifest.MANIFEST).exists():
+                time.sleep(0.01)
+        elif what == "steps":
+            for step in range(arguments[0], arguments[1] + 1):
+                send(Measurements(measured={"step": step, **STEP}))
                 time.sleep(0.01)
         elif what == "train":
             # A verdict goes to those who are connected.

@@ -63,7 +63,7 @@ class History:
         for record in chunk:
             if "memory_bytes" in record:
                 self.memory_bytes |= record["memory_bytes"]
-        for name in NUMBERS:
+        for name in set(itertools.chain.from_iterable(chunk)).intersection(NUMBERS):
             self._add(name, before, chunk)
         for group in GROUPS:
             dicts = [record.get(group) or {} for record in chunk]
@@ -72,10 +72,13 @@ class History:
 
     def _add(self, name: Name, before: int, dicts: Sequence[Record]) -> None:
         key = name if isinstance(name, str) else name[1]
-        known = np.fromiter((key in own for own in dicts), bool, len(dicts))
-        if known.any():
-            values = np.array([own.get(key) for own in dicts], float)  # None becomes NaN
-            self._columns.setdefault(name, _Column()).add(before, values, known)
+        try:
+            values, known = [own[key] for own in dicts], np.ones(len(dicts), bool)
+        except KeyError:
+            values = [own.get(key) for own in dicts]
+            known = np.array([key in own for own in dicts])
+        numbers = np.array(values, float)  # None becomes NaN
+        self._columns.setdefault(name, _Column()).add(before, numbers, known)
 
     def __len__(self) -> int:
         return self._count

@@ -15,6 +15,7 @@ import math
 import os
 import sys
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -25,7 +26,7 @@ from holmesjax.errors import ConfigError, DataError
 
 FILE = "metrics.jsonl"
 MOST_QUEUED = 10_000  # records that wait for a sink, or for a disk that is full
-CLOSE_S = 10.0  # for a sink to write what waits, and to end
+CLOSE_S = 10.0  # for sinks to write what waits, and to end
 BLOCK_BYTES = 1 << 20  # of the file, read at once from its end
 PACKAGES = {"tensorboard": ("tensorboardX", "tb"), "wandb": ("wandb", "wandb")}  # module, extra
 
@@ -154,12 +155,15 @@ class _QueuedSink:
                 self._num_dropped += 1
             self._changed.notify()
 
-    def close(self) -> None:
-        """Waits until all is written, but not for longer than `CLOSE_S`."""
+    def end(self) -> None:
+        """Takes no more records, and lets the thread end when all are written."""
         with self._changed:
             self._is_closing = True
             self._changed.notify()
-        self._thread.join(CLOSE_S)
+
+    def wait(self, timeout_s: float) -> None:
+        """Waits for the end of the thread, but not for longer than this."""
+        self._thread.join(max(timeout_s, 0.0))
         if self._thread.is_alive():
             self._warn(f"{self._name} did not end within {CLOSE_S:g} s, and is left behind")
         if self._num_dropped:
@@ -254,7 +258,10 @@ class Metrics:
         with contextlib.suppress(OSError):
             self._file.close()
         for sink in self._sinks:
-            sink.close()
+            sink.end()
+        deadline_s = time.monotonic() + CLOSE_S  # for all of them together
+        for sink in self._sinks:
+            sink.wait(deadline_s - time.monotonic())
 
     def __enter__(self) -> "Metrics":
         return self

@@ -9,7 +9,9 @@ and its style; this module prepares the values.
 import io
 import json
 import math
+import os
 import re
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,6 +25,7 @@ from matplotlib.figure import Figure
 
 from holmesjax import yaml_files
 from holmesjax.errors import DataError, HolmesError
+from holmesjax.hosts.process_environment import die_with
 from holmesjax.lab import scaled_topology
 from holmesjax.plan import forecast
 from holmesjax.plan.plan import Plan, StagePlan, layers_text
@@ -457,3 +460,11 @@ def _number(value: float, form: str | Callable[[float], str]) -> str:
 
 def _count(number: int, noun: str, plural: str = "s") -> str:
     return f"{number:,} {noun}{plural if number != 1 else ''}"
+
+
+if __name__ == "__main__":
+    die_with(os.environ.get("HOLMES_PARENT"))
+    try:
+        print(write_report(sys.argv[1]))
+    except HolmesError as wrong:
+        sys.exit(f"{wrong.where} {wrong.problem}")

@@ -16,6 +16,7 @@ from typing import Any, TextIO
 
 from holmesjax.config import Config
 from holmesjax.errors import LostLeaseError
+from holmesjax.helper_process import StoppedError, run_module
 from holmesjax.plan import mfu
 from holmesjax.report.console import Console
 from holmesjax.report.goodput import WallTime, goodput, rows
@@ -27,6 +28,9 @@ from holmesjax.units import duration
 TIMELINE = "timeline.json"
 NUM_RECENT = 10_000  # steps that the medians of a session are of
 SHOWN = 3  # of what took time, on the console
+# The page is another process's: it needs Matplotlib, and takes long after many steps.
+PAGE = "holmesjax.report.page"
+AFTER_REPORT_S = 5.0  # that are left for the rest of the end of a run
 
 
 class Recorder:
@@ -112,13 +116,38 @@ class Recorder:
     def _tokens_of(self, step: int) -> int:
         return self._config.train.batch_of(step) * self._config.model.context_length
 
-    def write_report(self) -> Path | None:
-        """The report of all steps so far; None if this session has no step, or none is wanted."""
+    def write_report(
+        self, limit_s: float, pause: Callable[[float], object] = time.sleep
+    ) -> str | None:
+        """Has another process write the report of all steps so far.
+
+        Args:
+          limit_s: until this process is to be gone.
+          pause: waits for some seconds; a StoppedError gives the report up.
+
+        Returns:
+          A line that says where it is, or why it is not there; None if no report is wanted.
+        """
         if not self._num_steps or not self._config.log.report:
             return None
-        from holmesjax.report import page
-
-        return page.write_report(self._run_dir)
+        limit_s -= AFTER_REPORT_S
+        lines: list[str] = []
+        try:
+            if limit_s <= 0.0:
+                raise StoppedError
+            how = {"limit_s": limit_s, "pause": pause, "say": lines.append}
+            ended = run_module(PAGE, [str(self._run_dir)], **how)
+        except StoppedError:
+            why = "the job is to end now"
+        except OSError as error:
+            why = str(error)
+        else:
+            if ended.status == 0:
+                return f"report  {lines[-1]}"
+            status = f"it ended with status {ended.status}"
+            is_late = ended.status is None
+            why = f"it took more than {limit_s:.0f} s" if is_late else ended.last_line or status
+        return f"no report: {why}; to write it: python -m launch report {self._run_dir}"
 
     def _time_left(self, step: int) -> dict[str, float]:
         """Seconds to the last step, with what comes between steps; from the second step on."""

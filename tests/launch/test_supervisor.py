@@ -16,7 +16,7 @@ from holmesjax.checkpoints.skipped_data import Skipped
 from holmesjax.distributed.messages import Done, Up
 from holmesjax.errors import CheckpointError, FatalError, HolmesError, PeerError
 from holmesjax.plan.processes import make_processes
-from holmesjax.report import metrics
+from holmesjax.report import metrics, recorder
 from holmesjax.runtime.step_timeout import Progress
 from launch import process_logs, restarts
 from launch.process_logs import is_noise
@@ -341,6 +341,67 @@ def test_a_job_whose_checkpoints_are_gone_is_refused(tmp_path, no_pause, monkeyp
     (run_dir / RECORD).unlink()
     ends = [["tell", "up"], ["done", 10]]
     assert supervise(tmp_path, dict.fromkeys(range(3), ends))[0].run() == 0
+
+
+# ---- the end -------------------------------------------------------------------------------------
+
+ENDING = {
+    "its time is up": (0, 0, 10, "it took more than 1 s"),
+    "a signal while it is written": (1, 0, 10, "the job is to end now"),
+    "a second signal": (1, 75, 9, "the job is to end now"),
+}
+
+
+@pytest.mark.parametrize("num_signals, status, done, why", ENDING.values(), ids=ENDING)
+def test_a_report_that_takes_long_holds_no_end_up(
+    tmp_path, monkeypatch, capsys, num_signals, status, done, why
+):
+    """It is left out, and the last line says how it is written later."""
+    begun = tmp_path / "begun"
+    text = f"open({str(begun)!r}, 'w').close(); import time; time.sleep(600)"
+    (tmp_path / "slow_page.py").write_text(text)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setattr(recorder, "PAGE", "slow_page")
+    limit_s = 90 if num_signals else 6
+    settings = ["log.report=true", f"distributed.stop_timeout_s={limit_s}"]
+    training = [["tell", "up"], ["steps", 1, done], ["done", done]]
+    supervisor, _ = supervise(tmp_path, dict.fromkeys(range(3), training), settings=settings)
+    take = supervisor._record
+
+    def take_and_stop(*arguments):
+        take(*arguments)
+        if status == 75 and not supervisor._stops:
+            supervisor._stops.add(signal.SIGTERM)  # a first one, during the steps
+
+    supervisor._record = take_and_stop
+
+    def kill():
+        while not begun.exists():
+            time.sleep(0.02)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    if num_signals:
+        threading.Thread(target=kill, daemon=True).start()
+    before_s = time.monotonic()
+    assert supervisor.run() == status
+    assert time.monotonic() - before_s < 60  # and not 90, or 600
+    again = f"to write it: python -m launch report {tmp_path / 'run'}"
+    assert f"no report: {why}; {again}" in capsys.readouterr().out
+
+
+def test_what_hangs_behind_the_last_step_ends_with_the_status_of_the_job(tmp_path, monkeypatch):
+    ended = threading.Event()
+    monkeypatch.setattr(launch.supervisor, "LEAST_LEFT_S", 1.0)
+    training = [["tell", "up"], ["steps", 1, 10], ["done", 10]]
+    settings = ["distributed.stop_timeout_s=1"]
+    supervisor, launcher = supervise(tmp_path, dict.fromkeys(range(3), training), settings=settings)
+    statuses = []
+    end = lambda status, *last_words: (statuses.append(status), ended.set())
+    supervisor._loop_watch._end = end
+    real_end = launcher.end
+    launcher.end = lambda: (ended.wait(60), real_end())  # `scancel`, say, does not return
+    assert supervisor.run() == 0
+    assert statuses == [0]
 
 
 def test_logs_are_bounded(tmp_path, monkeypatch):
