@@ -18,6 +18,7 @@ import jax
 
 from holmesjax import job as jobs
 from holmesjax.checkpoints import checkpoint, resume, second_reading, writing
+from holmesjax.checkpoints.commit_alarm import CommitAlarm
 from holmesjax.checkpoints.retention import Retention
 from holmesjax.checkpoints.saves import Due, Saves
 from holmesjax.data import cluster_paths
@@ -199,6 +200,13 @@ class Trainer:
             for line in start.check_data(data):
                 self._print(line)
             lease.guard(self.job.save)(done)  # nothing is refused any more
+            alarm = CommitAlarm(
+                config.checkpoint,
+                done,
+                ["this process"],
+                lambda: saves.outstanding(),
+                lambda line: recorder.console.print(line),
+            )
             recorder = stack.enter_context(
                 Recorder(
                     self.run_dir,
@@ -206,10 +214,11 @@ class Trainer:
                     done_steps=done,
                     peak_step_s=self.job.measured_peak_step_s,
                     stream=self._stream,
+                    on_step=lambda record: alarm.step(record["step"]),
                     began_s=began_s,
                 )
             )
-            saves = self._saves(start, lease, data, recorder.console.print)
+            saves = self._saves(start, lease, data, recorder.console.print, alarm)
 
             def is_stopping() -> bool:
                 lease.check()
@@ -226,7 +235,7 @@ class Trainer:
                 ),
                 tell=recorder.take,
                 is_stopping=is_stopping,
-                is_saving=Due(config.checkpoint),
+                is_saving=Due(config.checkpoint, begun=saves.begun),
                 begins=progress.begin,
                 profiles=self.run_dir / jobs.PROFILES,
                 memory=PeakMemory(devices_of(stages)),
@@ -245,13 +254,18 @@ class Trainer:
         self._report(recorder)
 
     def _saves(
-        self, start: resume.Start, lease: Lease, data: Mapping[str, str], say: Callable[[str], None]
+        self,
+        start: resume.Start,
+        lease: Lease,
+        data: Mapping[str, str],
+        say: Callable[[str], None],
+        alarm: CommitAlarm,
     ) -> Saves:
         """The checkpoints of the session; what a crash has left behind is removed."""
         retention = Retention(self.run_dir, self.job.config.checkpoint, lease.move, say)
         retention.after_start()
         commit = lease.guard(functools.partial(start.commit, data=data))
-        return Saves(self.run_dir, 1, commit, retention, say)
+        return Saves(self.run_dir, 1, commit, retention, say, alarm.committed)
 
     def _make_runner(self, stages: Sequence[Stage]) -> Pipeline | OneStage:
         train = self.job.config.train

@@ -21,6 +21,7 @@ from typing import Any, Protocol
 
 from holmesjax import lease
 from holmesjax.checkpoints import committed, manifest, resume, second_reading
+from holmesjax.checkpoints.commit_alarm import CommitAlarm
 from holmesjax.checkpoints.retention import Retention
 from holmesjax.checkpoints.saves import Due, Saves
 from holmesjax.distributed.controller import Controller
@@ -333,6 +334,13 @@ class Supervisor:
             connections.read_key_file if self._given_key_file else connections.make_key_file
         )
         progress = Progress(self._config)
+        alarm = CommitAlarm(
+            config.checkpoint,
+            start.step,
+            [process.name for process in self._processes if process.leads],
+            lambda: self._saves.outstanding(),
+            lambda line: recorder.console.print(line),
+        )
         with (
             Controller(
                 self._processes,
@@ -342,7 +350,7 @@ class Supervisor:
                 resume=start.step,
                 key=make_or_read(key_file),
                 heartbeat_timeout_s=self._config.silence_s,
-                is_saving=Due(config.checkpoint),
+                is_saving=Due(config.checkpoint, begun=lambda step: self._saves.begun(step)),
                 progress=progress,
                 allow=computing.permitted(job.run_dir, self._unlike),
             ) as controller,
@@ -352,7 +360,7 @@ class Supervisor:
                 done_steps=start.step,
                 num_processes=len(self._processes),
                 peak_step_s=job.measured_peak_step_s,
-                on_step=self._watch.step if self._watch else None,
+                on_step=lambda record: self._watch_step(record, alarm),
             ) as recorder,
         ):
             self._controller = controller
@@ -367,7 +375,7 @@ class Supervisor:
                     restart=restart,
                 )
                 watched.enter_context(self._loop_watch)
-                done = self._supervise(controller, recorder, progress, logs)
+                done = self._supervise(controller, recorder, progress, logs, alarm)
                 self._begin_to_leave(0 if done >= config.train.steps else self._stops.exit_status)
             except SystemExit as end:  # asked to leave at once
                 self._begin_to_leave(int(end.code or 0))
@@ -418,20 +426,32 @@ class Supervisor:
         checkpoint = self._job.config.checkpoint
         return Retention(self._job.run_dir, checkpoint, self._lease.move, say)
 
+    def _watch_step(self, record: Mapping[str, Any], alarm: CommitAlarm) -> dict[str, Any]:
+        """Returns additions to the record of a step that is done."""
+        found = dict(self._watch.step(record)) if self._watch else {}
+        return found | alarm.step(record["step"])
+
     def _supervise(
-        self, controller: Controller, recorder: Recorder, progress: Progress, logs: ProcessLogs
+        self,
+        controller: Controller,
+        recorder: Recorder,
+        progress: Progress,
+        logs: ProcessLogs,
+        alarm: CommitAlarm,
     ) -> int:
         """Takes events until all processes have ended; returns the number of steps done."""
         job, say = self._job, recorder.console.print
         data: dict[str, str] = {}  # filled before there is anything to commit
         commit = self._lease.guard(functools.partial(self._resumed.commit, data=data))
+        retention, count = self._keeps(say), len(job.plan.stages)
+        self._saves = Saves(job.run_dir, count, commit, retention, say, alarm.committed)
         attempt = _Attempt(
             controller,
             recorder,
             progress,
             logs,
             DataAgreement(self._processes, controller.send),
-            Saves(job.run_dir, len(job.plan.stages), commit, self._keeps(say), say),
+            self._saves,
             data,
         )
         end_s: float | None = None
@@ -485,10 +505,10 @@ class Supervisor:
             case Measurements(measured=report):
                 self._record(report, attempt)
             case Saved(step=step, arrays=arrays, files=files):
-                attempt.saves.saved(step, arrays, files)
+                attempt.saves.saved(step, arrays, files, name)
             case Unsaved(step=step, reason=reason):
                 leads = self._processes[number].leads
-                attempt.saves.failed(step, f"{name} says {reason}", counts=leads)
+                attempt.saves.failed(step, f"{name} says {reason}", name, counts=leads)
             case Done(step=step):
                 attempt.done[number] = step
             case Stop(signal=signal_number):

@@ -10,6 +10,8 @@ A process joins the controller as a worker does, needs no JAX, and then does wha
     save STEP           writes its stage's part of a checkpoint
     await STEP          until that checkpoint is whole
     steps FIRST LAST    reports these steps, a hundredth of a second each
+    vote STEP           votes on a step for its stage, once all are there
+    verdict STEP        waits for what all are to do after it
     train               steps, each with its vote, until all are to stop; then it saves and ends
     hang up             closes its connection, as the kernel does for one that dies
     print LINE
@@ -125,6 +127,11 @@ def main(run_dir, script, env, output):
     here = f"here-{environment.restart}"
     (Path(run_dir) / f"{here}-{environment.number}").touch()
 
+    def wait_for_all():
+        """A verdict goes to those who are connected."""
+        while len(list(Path(run_dir).glob(f"{here}-*"))) < len(processes):
+            time.sleep(0.01)
+
     def act(what, *arguments):
         if what == "tell":
             send(FROM_MEMBER[arguments[0]](**dict(*arguments[1:])))
@@ -149,10 +156,13 @@ def main(run_dir, script, env, output):
             for step in range(arguments[0], arguments[1] + 1):
                 send(Measurements(measured={"step": step, **STEP}))
                 time.sleep(0.01)
+        elif what == "vote":
+            wait_for_all()
+            member.vote(*arguments)
+        elif what == "verdict":
+            member.verdict(*arguments)
         elif what == "train":
-            # A verdict goes to those who are connected.
-            while len(list(Path(run_dir).glob(f"{here}-*"))) < len(processes):
-                time.sleep(0.01)
+            wait_for_all()
             for step in itertools.count(1):
                 member.begin("step", step)
                 member.vote(step)

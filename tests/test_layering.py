@@ -103,6 +103,7 @@ WITHOUT_JAX = [
     "holmesjax.hosts.questions",
     "holmesjax.job",
     "holmesjax.runtime.step_timeout",
+    "holmesjax.checkpoints.commit_alarm",
     "holmesjax.checkpoints.committed",
     "holmesjax.checkpoints.manifest",
     "holmesjax.checkpoints.resume",

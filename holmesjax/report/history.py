@@ -11,13 +11,14 @@ from typing import Any
 
 import numpy as np
 
+from holmesjax.checkpoints import commit_alarm
 from holmesjax.report import metrics
 
 Record = Mapping[str, Any]
 # The numbers that are kept, and the dicts of numbers: of those each entry has a column of its own.
 NUMBERS = (
     *("step", "loss", "tokens_per_s", "mfu", "step_time_s", "input_wait_s", "bubble_share"),
-    *("skipped", "spike", "val_loss", "steps_without_checkpoint"),
+    *("skipped", "spike", "val_loss", commit_alarm.FIELD),
 )
 GROUPS = ("link_bytes", "val_losses")
 CHUNK = 4096  # records that are dicts at a time

@@ -24,6 +24,7 @@ from markupsafe import Markup
 from matplotlib.figure import Figure
 
 from holmesjax import yaml_files
+from holmesjax.checkpoints import commit_alarm
 from holmesjax.errors import DataError, HolmesError
 from holmesjax.hosts.process_environment import die_with
 from holmesjax.lab import scaled_topology
@@ -189,6 +190,7 @@ def _cards(plan: Plan, records: History) -> list[_Card]:
         _Card("Step time", _number(step_s, ".3g"), "s", "median over steps"),
         *_input_wait(records),
         *_goodput(last),
+        *_alarms(records),
         _Card(
             "Tokens",
             _number(tokens, ",.0f"),
@@ -221,6 +223,15 @@ def _input_wait(records: History) -> list[_Card]:
     share = float(records.of("input_wait_s")[waited].sum() / spent_s)
     wait_s = _number(_median(records, "input_wait_s"), ".3g")
     return [_Card("Input wait", wait_s, "s", f"median over steps; {share:.1%} of the wall time")]
+
+
+def _alarms(records: History) -> list[_Card]:
+    """The steps during which no checkpoint had been committed for too long."""
+    steps, since = records.with_steps(commit_alarm.FIELD)
+    if not len(steps):
+        return []
+    note = f"without a checkpoint, for {since.max():,.0f} steps at most; last at {steps[-1]:,.0f}"
+    return [_Card("Alarm", f"{len(steps):,}", "steps", note)]
 
 
 def _goodput(last: Record) -> list[_Card]:

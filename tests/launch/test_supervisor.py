@@ -343,6 +343,30 @@ def test_a_job_whose_checkpoints_are_gone_is_refused(tmp_path, no_pause, monkeyp
     assert supervise(tmp_path, dict.fromkeys(range(3), ends))[0].run() == 0
 
 
+def test_checkpoints_that_are_not_committed_are_an_alarm_until_one_is(tmp_path, capsys):
+    """Of two stages one never tells that its part of the first save is written."""
+    begin, go_on = [["tell", "up"], ["verdict", 2]], [["steps", 1, 9], ["verdict", 12]]
+    end = [["await", 12], ["steps", 10, 13], ["done", 13]]
+    vote, saves = [["vote", 2]], [["save", 12]]
+    scripts = {
+        0: [*vote, *begin, ["save", 2], *go_on[:1], ["vote", 12], *go_on[1:], *saves, *end],
+        1: [*begin, *go_on, *end],
+        2: [*vote, *begin, *go_on[:1], ["vote", 12], *go_on[1:], *saves, *end],
+    }
+    settings = ["checkpoint.every=2", "distributed.stop_timeout_s=20"]
+    supervisor, _ = supervise(tmp_path, scripts, settings=settings)
+    assert supervisor.run() == 0
+    out = capsys.readouterr().out
+    [alarm] = [line for line in out.splitlines() if line.startswith("ALARM")]  # not for each step
+    assert "no checkpoint was committed for 3.5 intervals, and step 7 is done" in alarm
+    assert "the last checkpoint: none in this run" in alarm
+    assert alarm.endswith("the save after step 2 waits for b/b-0")
+    assert "a checkpoint is committed again, after step 12" in out
+    records = metrics.read(tmp_path / "run")
+    found = [record.get("steps_without_checkpoint") for record in records]
+    assert found == [*[None] * 6, 7, 8, 9, *[None] * 4]
+
+
 # ---- the end -------------------------------------------------------------------------------------
 
 ENDING = {

@@ -214,6 +214,14 @@ def test_each_validation_set_and_the_wait_for_batches_have_a_card(make_run):
     assert after("Input wait") == ["0.0625", "s", "median over steps; 25.0% of the wall time"]
 
 
+def test_steps_without_a_checkpoint_have_a_card(make_run):
+    since = [{}, {"steps_without_checkpoint": 40}, {"steps_without_checkpoint": 41}, {}]
+    texts = read(make_run([record(i, **own) for i, own in enumerate(since, start=1)])).texts
+    at = texts.index("Alarm")
+    note = "without a checkpoint, for 41 steps at most; last at 3"
+    assert texts[at + 1 : at + 4] == ["2", "steps", note]
+
+
 def test_a_rehearsal_says_that_its_times_are_of_other_devices(make_run):
     page = read(make_run([record(1)], config="run:\n  rehearse: true\n"))
     titles = "Predicted for the topology's devices", "Measured on the devices of the rehearsal"
