@@ -131,7 +131,7 @@ class Trainer:
             self.job,
             self._allow,
             self._print,
-            move=lease.move,
+            owner=lease,
             pause=self._wait_to_train,
         )
         try:
@@ -147,7 +147,7 @@ class Trainer:
                     second_reading.confirm(start.checkpoint, error, **how)
                     start = find(known={start.checkpoint.path: error})
                 except SpikeError as error:
-                    resume.roll_back(self.job, error, self._print, lease.move, self._wait_to_train)
+                    resume.roll_back(self.job, error, self._print, lease, self._wait_to_train)
                     start = find()
         except StoppedError:
             self._print("stopped before a step")
@@ -216,6 +216,7 @@ class Trainer:
                     stream=self._stream,
                     on_step=lambda record: alarm.step(record["step"]),
                     began_s=began_s,
+                    owner=lease,
                 )
             )
             saves = self._saves(start, lease, data, recorder.console.print, alarm)
@@ -262,9 +263,10 @@ class Trainer:
         alarm: CommitAlarm,
     ) -> Saves:
         """The checkpoints of the session; what a crash has left behind is removed."""
-        retention = Retention(self.run_dir, self.job.config.checkpoint, lease.move, say)
+        config = self.job.config.checkpoint
+        retention = Retention(self.run_dir, config, lease.move, say, lease.check)
         retention.after_start()
-        commit = lease.guard(functools.partial(start.commit, data=data))
+        commit = functools.partial(start.commit, data=data, owner=lease)
         return Saves(self.run_dir, 1, commit, retention, say, alarm.committed)
 
     def _make_runner(self, stages: Sequence[Stage]) -> Pipeline | OneStage:

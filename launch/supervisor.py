@@ -177,11 +177,11 @@ class Supervisor:
     def _run(self) -> int:
         job = self._job
         restarts = Restarts(job.run_dir, self._max_restarts, _say)
-        committed.adopt(job.run_dir, restarts.last_step)
+        self._lease.guard(committed.adopt)(job.run_dir, restarts.last_step)
         for restart in itertools.count():
             step = self._done()
             if restarts.is_spent(step):
-                raise restarts.give_up(step)
+                raise self._lease.guard(restarts.give_up)(step)
             if restarts.failed(step):
                 self._pause(restarts, step)
             elif restart:
@@ -213,7 +213,7 @@ class Supervisor:
             self._allow,
             _say,
             {found.path: error},
-            move=self._lease.move,
+            owner=self._lease,
             pause=self._wait_to_see,
         )
         if not self._can_start:
@@ -234,7 +234,7 @@ class Supervisor:
         Raises FatalError if it did so too often, and PeerError where somebody else starts the
         processes.
         """
-        resume.roll_back(self._job, error, _say, self._lease.move, self._wait_to_see)
+        resume.roll_back(self._job, error, _say, self._lease, self._wait_to_see)
         if not self._can_start:
             fix = "start it again with the same command: it goes back to its last checkpoint"
             raise PeerError(error.where, error.problem, found=error.found, fix=fix)
@@ -253,7 +253,7 @@ class Supervisor:
         return max((found.step for found in manifest.find(self._job.run_dir)), default=0)
 
     def _recorded_attempt(self, restart: int, restarts: Restarts, step: int) -> int:
-        restarts.begin(step)
+        self._lease.guard(restarts.begin)(step)
         self._blamed, self._has_trained = None, False
         status, cause, exception, is_meant = FatalError.exit_status, "", "", False
         try:
@@ -303,7 +303,7 @@ class Supervisor:
     def _attempt(self, restart: int) -> int:
         job, config = self._job, self._job.config
         start = self._resumed = resume.find(
-            job, self._allow, _say, move=self._lease.move, pause=self._wait_to_see
+            job, self._allow, _say, owner=self._lease, pause=self._wait_to_see
         )
         if start.step >= config.train.steps:
             print(*start.finished(), sep="\n", flush=True)
@@ -361,6 +361,7 @@ class Supervisor:
                 num_processes=len(self._processes),
                 peak_step_s=job.measured_peak_step_s,
                 on_step=lambda record: self._watch_step(record, alarm),
+                owner=self._lease,
             ) as recorder,
         ):
             self._controller = controller
@@ -371,7 +372,7 @@ class Supervisor:
                     controller,
                     run_dir=job.run_dir,
                     key_file=key_file,
-                    variables=variables,
+                    variables={**variables, "HOLMES_EPOCH": str(self._lease.epoch)},
                     restart=restart,
                 )
                 watched.enter_context(self._loop_watch)
@@ -424,7 +425,7 @@ class Supervisor:
     def _keeps(self, say: Callable[[str], None]) -> Retention:
         """Removes the checkpoints that need not stay."""
         checkpoint = self._job.config.checkpoint
-        return Retention(self._job.run_dir, checkpoint, self._lease.move, say)
+        return Retention(self._job.run_dir, checkpoint, self._lease.move, say, self._lease.check)
 
     def _watch_step(self, record: Mapping[str, Any], alarm: CommitAlarm) -> dict[str, Any]:
         """Returns additions to the record of a step that is done."""
@@ -442,7 +443,7 @@ class Supervisor:
         """Takes events until all processes have ended; returns the number of steps done."""
         job, say = self._job, recorder.console.print
         data: dict[str, str] = {}  # filled before there is anything to commit
-        commit = self._lease.guard(functools.partial(self._resumed.commit, data=data))
+        commit = functools.partial(self._resumed.commit, data=data, owner=self._lease)
         retention, count = self._keeps(say), len(job.plan.stages)
         self._saves = Saves(job.run_dir, count, commit, retention, say, alarm.committed)
         attempt = _Attempt(

@@ -19,10 +19,11 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, BinaryIO, Protocol
 
 from holmesjax.config import LogConfig
-from holmesjax.errors import ConfigError, DataError
+from holmesjax.errors import ConfigError, DataError, PeerError
+from holmesjax.lease import Lease
 
 FILE = "metrics.jsonl"
 MOST_QUEUED = 10_000  # records that wait for a sink, or for a disk that is full
@@ -201,6 +202,7 @@ class Metrics:
         *,
         done_steps: int = 0,
         warn: Callable[[str], object] = _warn,
+        owner: Lease | None = None,
     ):
         check_installed(log)
         run_dir = Path(run_dir)
@@ -211,14 +213,21 @@ class Metrics:
             self._sinks.append(_QueuedSink(_Wandb(run_dir), "Weights & Biases", warn))
         if log.tensorboard or (log.tensorboard is None and _is_installed("tensorboard")):
             self._sinks.append(_QueuedSink(_TensorBoard(run_dir, done_steps), "TensorBoard", warn))
-        _cut(run_dir / FILE, done_steps)
+        self._check = owner.check if owner else lambda: None
+        _cut(run_dir / FILE, done_steps, self._check, anew=bool(owner and owner.is_taken_over))
+        if owner:
+            owner.settle()
         self._file = (run_dir / FILE).open("ab", buffering=0)
         self._size = self._file.seek(0, os.SEEK_END)  # of whole lines
         self._lines: list[bytes] = []  # that are not in the file yet
         self._is_failing = False
 
     def write(self, record: Mapping[str, Any]) -> None:
-        """Appends the record of one step: numbers, booleans, and dicts of them."""
+        """Appends the record of one step: numbers, booleans, and dicts of them.
+
+        Raises LostLeaseError where another process owns the run by now.
+        """
+        self._check()
         self._lines.append(json.dumps(_finite(record), allow_nan=False).encode() + b"\n")
         self._append()
         scalars = _scalars(record)
@@ -398,12 +407,54 @@ def with_nan(record: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _cut(path: Path, done_steps: int) -> None:
-    """Drops the records after `done_steps` and what is torn: all of them are at the file's end."""
+def _cut(path: Path, done_steps: int, check: Callable[[], object], *, anew: bool) -> None:
+    """Drops the records after `done_steps` and what is torn: all of them are at the file's end.
+
+    Args:
+      path: the file.
+      done_steps: steps that stay.
+      check: raises where the run is another's by now.
+      anew: whether an owner before this may have the file open, and wake up. What stays is then
+        copied, so that whatever that owner cuts or appends is in no file of the run.
+    """
     if not path.exists():
         return
-    kept = (end for end, record in _from_end(path) if record["step"] <= done_steps)
+    kept = next((end for end, record in _from_end(path) if record["step"] <= done_steps), 0)
+    if anew:
+        copy = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+        try:
+            with path.open("rb") as source, copy.open("wb") as target:
+                left = kept
+                while left and (part := source.read(min(left, BLOCK_BYTES))):
+                    target.write(part)
+                    left -= len(part)
+                if left:
+                    raise _shrinks(path)
+                _end_line(target)
+                target.flush()
+                os.fsync(target.fileno())
+            check()
+            copy.replace(path)
+        finally:
+            copy.unlink(missing_ok=True)
+        return
     with path.open("r+b") as file:
-        file.truncate(next(kept, 0))
-        if file.seek(0, os.SEEK_END):
-            file.write(b"\n")
+        check()
+        file.truncate(kept)
+        file.seek(0, os.SEEK_END)
+        _end_line(file)
+
+
+def _end_line(file: BinaryIO) -> None:
+    """Ends the last of the whole lines that were kept, if there is one."""
+    if file.tell():
+        file.write(b"\n")
+
+
+def _shrinks(path: Path) -> PeerError:
+    return PeerError(
+        str(path),
+        "has become shorter while it was copied",
+        found="an owner of the run that had stood still has woken up",
+        fix="start again with the same command",
+    )

@@ -17,6 +17,7 @@ from typing import Any, TextIO
 from holmesjax.config import Config
 from holmesjax.errors import LostLeaseError
 from holmesjax.helper_process import StoppedError, run_module
+from holmesjax.lease import Lease
 from holmesjax.plan import mfu
 from holmesjax.report.console import Console
 from holmesjax.report.goodput import WallTime, goodput, rows
@@ -44,6 +45,7 @@ class Recorder:
       peak_step_s: `Job.measured_peak_step_s`, for the MFU.
       stream: where progress is printed; standard output if None.
       on_step: takes the record of each step; what it returns is added.
+      owner: the lease of the run folder, which is looked at before each write.
       began_s: when the session began, by `time.monotonic`; None: now.
     """
 
@@ -58,7 +60,9 @@ class Recorder:
         stream: TextIO | None = None,
         on_step: Callable[[Mapping[str, Any]], Mapping[str, Any]] | None = None,
         began_s: float | None = None,
+        owner: Lease | None = None,
     ):
+        self._owner = owner
         self._last: dict[str, Any] = {}  # the record of this session's last step
         self._num_steps = 0  # of this session
         self._step_times_s: deque[float] = deque(maxlen=NUM_RECENT)
@@ -73,7 +77,9 @@ class Recorder:
         last, kept = read_last(run_dir, done_steps)  # before the file is cut
         self._wall_time = WallTime(last, kept, start_s)
         with ExitStack() as stack:
-            self._metrics = stack.enter_context(Metrics(run_dir, config.log, done_steps=done_steps))
+            self._metrics = stack.enter_context(
+                Metrics(run_dir, config.log, done_steps=done_steps, owner=owner)
+            )
             self.console = stack.enter_context(
                 Console(every_s=config.train.log_every_s, stream=stream)
             )
@@ -87,7 +93,10 @@ class Recorder:
         self._stack.close()
         if self._num_steps and not isinstance(error, LostLeaseError):
             timeline = {"step": self._last["step"], "tasks": self.tasks}
-            with contextlib.suppress(OSError):  # of a full disk: what ended the run says more
+            # Of a full disk, or of another owner: what ended the run says more.
+            with contextlib.suppress(OSError, LostLeaseError):
+                if self._owner:
+                    self._owner.check()
                 (self._run_dir / TIMELINE).write_text(json.dumps(timeline))
 
     def take(self, report: ProcessStep) -> None:
