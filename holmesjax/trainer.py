@@ -143,8 +143,9 @@ class Trainer:
                 except DamagedError as error:
                     assert start.checkpoint, "arrays are read of a checkpoint"
                     self._print("another process reads the checkpoint once more")
-                    how = {"pause": self._wait_to_train, "say": self._print}
-                    second_reading.confirm(start.checkpoint, error, **how)
+                    second_reading.confirm(
+                        start.checkpoint, error, pause=self._wait_to_train, say=self._print
+                    )
                     start = find(known={start.checkpoint.path: error})
                 except SpikeError as error:
                     resume.roll_back(self.job, error, self._print, lease, self._wait_to_train)

@@ -326,8 +326,9 @@ def roll_back(
     Raises FatalError where the run has gone back there too often.
     """
     confirm = functools.partial(second_reading.confirm, pause=pause, say=say)
-    how = {"move": owner.move, "check": owner.check, "confirm": confirm, "pause": pause}
-    checkpoint = manifest.newest(job.run_dir, say, **how)
+    checkpoint = manifest.newest(
+        job.run_dir, say, move=owner.move, check=owner.check, confirm=confirm, pause=pause
+    )
     owner.check()
     step = checkpoint.step if checkpoint else 0
     found = skipped_data.add(job.run_dir, job.config.train, spike.step, step)

@@ -144,8 +144,8 @@ class Recorder:
         try:
             if limit_s <= 0.0:
                 raise StoppedError
-            how = {"limit_s": limit_s, "pause": pause, "say": lines.append}
-            ended = run_module(PAGE, [str(self._run_dir)], **how)
+            run_dir = [str(self._run_dir)]
+            ended = run_module(PAGE, run_dir, limit_s=limit_s, pause=pause, say=lines.append)
         except StoppedError:
             why = "the job is to end now"
         except OSError as error:
