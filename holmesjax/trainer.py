@@ -201,13 +201,7 @@ class Trainer:
             for line in start.check_data(data):
                 self._print(line)
             lease.guard(self.job.save)(done)  # nothing is refused any more
-            alarm = CommitAlarm(
-                config.checkpoint,
-                done,
-                ["this process"],
-                lambda: saves.outstanding(),
-                lambda line: recorder.console.print(line),
-            )
+            alarm = CommitAlarm(config.checkpoint, done, ["this process"])
             recorder = stack.enter_context(
                 Recorder(
                     self.run_dir,
@@ -268,7 +262,9 @@ class Trainer:
         retention = Retention(self.run_dir, config, lease.move, say, lease.check)
         retention.after_start()
         commit = functools.partial(start.commit, data=data, owner=lease)
-        return Saves(self.run_dir, 1, commit, retention, say, alarm.committed)
+        saves = Saves(self.run_dir, 1, commit, retention, say, alarm.committed)
+        alarm.attach(saves.outstanding, say)
+        return saves
 
     def _make_runner(self, stages: Sequence[Stage]) -> Pipeline | OneStage:
         train = self.job.config.train

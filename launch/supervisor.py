@@ -334,13 +334,8 @@ class Supervisor:
             connections.read_key_file if self._given_key_file else connections.make_key_file
         )
         progress = Progress(self._config)
-        alarm = CommitAlarm(
-            config.checkpoint,
-            start.step,
-            [process.name for process in self._processes if process.leads],
-            lambda: self._saves.outstanding(),
-            lambda line: recorder.console.print(line),
-        )
+        leaders = [process.name for process in self._processes if process.leads]
+        alarm = CommitAlarm(config.checkpoint, start.step, leaders)
         with (
             Controller(
                 self._processes,
@@ -389,18 +384,25 @@ class Supervisor:
                     self._unsave()
                 raise
             finally:
-                self._controller = None
-                self._launcher.end()
-                if self._watch:
-                    self._watch.end()
-                if self._given_key_file is None:
-                    with contextlib.suppress(OSError, LostLeaseError):  # the end says more
-                        self._lease.guard(key_file.unlink)(missing_ok=True)
+                self._end_workers(key_file)
+        return self._finish(recorder, done)
+
+    def _end_workers(self, key_file: Path) -> None:
+        self._controller = None
+        self._launcher.end()
+        if self._watch:
+            self._watch.end()
+        if self._given_key_file is None:
+            with contextlib.suppress(OSError, LostLeaseError):  # the end says more
+                self._lease.guard(key_file.unlink)(missing_ok=True)
+
+    def _finish(self, recorder: Recorder, done: int) -> int:
+        """Tells what a session has done, which has not failed; returns its exit status."""
         for line in recorder.summary():
             _say(line)
         self._report(recorder)
-        if done < config.train.steps:
-            print(*job.unfinished(done), sep="\n", flush=True)
+        if done < self._job.config.train.steps:
+            print(*self._job.unfinished(done), sep="\n", flush=True)
             return self._stops.exit_status
         return 0
 
@@ -446,6 +448,7 @@ class Supervisor:
         commit = functools.partial(self._resumed.commit, data=data, owner=self._lease)
         retention, count = self._keeps(say), len(job.plan.stages)
         self._saves = Saves(job.run_dir, count, commit, retention, say, alarm.committed)
+        alarm.attach(self._saves.outstanding, say)
         attempt = _Attempt(
             controller,
             recorder,

@@ -102,13 +102,8 @@ def _read(child, sock, number, events):
     events.put(ProcessEvent(number, Exit(status=child.exitcode)))
 
 
-def main(run_dir, script, env, output):
-    """Runs in a process of its own, whose output goes to a socket."""
-    die_with(str(os.getppid()))
-    for fd in (1, 2):
-        os.dup2(output.fileno(), fd)
-    output.close()
-    environment = ProcessEnvironment.read(env, lambda: None)
+def _join(run_dir, environment):
+    """The member that this process is, and all processes."""
     job = jobs.load_saved(run_dir)
     config = job.config.distributed
     processes = make_processes(job.plan, job.topology, config.processes)
@@ -123,6 +118,27 @@ def main(run_dir, script, env, output):
         start_timeout_s=config.start_timeout_s,
         on_loss=lambda error: os._exit(75),
     )
+    return member, processes
+
+
+def _train(member):
+    """Steps until all are to stop; returns the last."""
+    for step in itertools.count(1):
+        member.begin("step", step)
+        member.vote(step)
+        if member.verdict(step).stop:
+            return step
+        time.sleep(0.01)
+
+
+def main(run_dir, script, env, output):
+    """Runs in a process of its own, whose output goes to a socket."""
+    die_with(str(os.getppid()))
+    for fd in (1, 2):
+        os.dup2(output.fileno(), fd)
+    output.close()
+    environment = ProcessEnvironment.read(env, lambda: None)
+    member, processes = _join(run_dir, environment)
     send = member.send
     here = f"here-{environment.restart}"
     (Path(run_dir) / f"{here}-{environment.number}").touch()
@@ -163,12 +179,7 @@ def main(run_dir, script, env, output):
             member.verdict(*arguments)
         elif what == "train":
             wait_for_all()
-            for step in itertools.count(1):
-                member.begin("step", step)
-                member.vote(step)
-                if member.verdict(step).stop:
-                    break
-                time.sleep(0.01)
+            step = _train(member)
             if member.process.leads:
                 act("save", step)
             act("done", step)

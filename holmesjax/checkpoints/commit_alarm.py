@@ -25,8 +25,6 @@ class CommitAlarm:
       config: when checkpoints are due.
       done_steps: steps before this session, after which there is a checkpoint.
       tellers: the names of all that tell of a save.
-      outstanding: gives the saves that have not ended, and who has told of each (`Saves`).
-      say: takes a line when it begins, again while it lasts, and when it ends.
       clock: seconds that only grow.
     """
 
@@ -35,15 +33,25 @@ class CommitAlarm:
         config: CheckpointConfig,
         done_steps: int,
         tellers: Sequence[str],
-        outstanding: Callable[[], Mapping[int, Collection[str]]],
-        say: Callable[[str], object],
         clock: Callable[[], float] = time.monotonic,
     ):
-        self._config, self._tellers, self._outstanding = config, tellers, outstanding
-        self._say, self._clock = say, clock
+        self._config, self._tellers, self._clock = config, tellers, clock
         self._committed, self._committed_s = done_steps, clock()
         self._begins = True  # the time of an interval counts from the first step
         self._is_on, self._said_s = False, 0.0
+
+    def attach(
+        self,
+        outstanding: Callable[[], Mapping[int, Collection[str]]],
+        say: Callable[[str], object],
+    ) -> None:
+        """Call before the first step.
+
+        Args:
+          outstanding: gives the saves that have not ended, and who has told of each (`Saves`).
+          say: takes a line when the alarm begins, again while it lasts, and when it ends.
+        """
+        self._outstanding, self._say = outstanding, say
 
     def committed(self, step: int) -> None:
         """A checkpoint after a step was committed."""

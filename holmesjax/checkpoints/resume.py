@@ -227,7 +227,10 @@ class Start:
     ) -> None:
         """Makes a checkpoint of the parts that all stages have written after a step.
 
-        It is taken back where the run turns out to be another's than the `owner`'s.
+        Args:
+          step: optimizer steps done.
+          arrays, files, data: for `manifest.commit`.
+          owner: of the run; the commit is taken back where the run turns out to be another's.
         """
         config = self.job.config
         after = config.train.sequences_after

@@ -44,7 +44,8 @@ def test_an_alarm_begins_after_three_intervals_repeats_each_minute_and_ends(conf
     now_s, lines, found = 0.0, [], {}
     told = {10: ["a"], 20: []}
     config = CheckpointConfig(**config)
-    alarm = CommitAlarm(config, 0, ["a", "b"], lambda: told, lines.append, lambda: now_s)
+    alarm = CommitAlarm(config, 0, ["a", "b"], lambda: now_s)
+    alarm.attach(lambda: told, lines.append)
     now_s = 1e6
     for step in range(1, 61):
         found[step] = alarm.step(step)
