@@ -344,7 +344,7 @@ def test_a_job_whose_checkpoints_are_gone_is_refused(tmp_path, no_pause, monkeyp
 
 
 def test_checkpoints_that_are_not_committed_are_an_alarm_until_one_is(tmp_path, capsys):
-    """Of two stages one never tells that its part of the first save is written."""
+    """One stage of two never tells that its part of the first save is written."""
     begin, go_on = [["tell", "up"], ["verdict", 2]], [["steps", 1, 9], ["verdict", 12]]
     end = [["await", 12], ["steps", 10, 13], ["done", 13]]
     vote, saves = [["vote", 2]], [["save", 12]]

@@ -382,7 +382,7 @@ def test_a_large_run_stays_below_a_megabyte(make_run):
 
 
 def test_the_report_of_many_steps_keeps_numbers_and_no_records(make_run, monkeypatch):
-    """What a record holds is gone when the next thousands are read."""
+    """A record is gone when the next thousands are read."""
     most, alive = 0, weakref.WeakSet()
 
     class Counted(dict):
