@@ -230,7 +230,7 @@ JOBS = (
     Bug(
         name="no-look-behind-a-rename",
         module="holmesjax.lease",
-        old='if found is not None and found.get("token") == self._record["token"]:',
+        old='if found is not None and _is_of(found, self._record):',
         new="if found is not None:",
         wrong="a launcher that wakes up late takes away what is its successor's",
         tests=("tests/test_lease.py::test_who_wakes_up_without_the_lease_takes_nothing_away",),
