@@ -90,12 +90,17 @@ def waits_in() -> str:
     return f"{module}.{name}" if names is None or name in names else ""
 
 
+def end_within(limit_s: float, status: int) -> None:
+    """Ends this process with a status if it has not ended by itself within a limit."""
+    end = threading.Timer(limit_s, os._exit, (status,))
+    end.daemon = True
+    end.start()
+
+
 def end_process(status: int, *last_words: Callable[[], object]) -> NoReturn:
     """Ends this process from any thread, whatever fails or hangs in its last words."""
     try:
-        end = threading.Timer(LAST_WORDS_S, os._exit, (status,))
-        end.daemon = True
-        end.start()
+        end_within(LAST_WORDS_S, status)
         # A stream with a queue has `drain`: its `flush` waits for nobody.
         flushes = [getattr(own, "drain", own.flush) for own in (sys.stdout, sys.stderr)]
         for say in (*last_words, *flushes):

@@ -9,6 +9,13 @@ Nobody compares clocks of two hosts. On the host of the owner, its lease is stal
 is gone. On another host, it is stale when the counter has not moved for a whole term on the
 reader's own clock. A stale lease is renamed before it is deleted, and put back if by then it is
 another one.
+
+    epoch.json    stays in the run folder: how many owners it has had
+
+Each owner has an epoch, which is greater than that of every owner before it. An owner that stood
+still for so long that another took over may wake up at any moment, with files open and calls under
+way. So it looks at the lease before each write (`check`), once more behind a rename or a commit
+(`move`, `act`), and who takes over writes into files of its own (`is_taken_over`).
 """
 
 import contextlib
@@ -29,8 +36,9 @@ from typing import Any, ParamSpec, TypeVar
 
 from holmesjax import hung_main_thread
 from holmesjax.errors import ConfigError, LeaseError, LostLeaseError
+from holmesjax.whole_files import write_whole
 
-FILE = "owner.json"
+FILE, EPOCH = "owner.json", "epoch.json"
 RENEW_S = 5.0
 TERM_S = 60.0  # twelve renewals: a busy file system may hold up several in a row
 LOOK_S = 1.0  # between two looks at the lease of another host
@@ -67,6 +75,7 @@ class Lease:
         self._renewing, self._ended = threading.RLock(), threading.Event()
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
+            self._is_taken_over, self._earlier_epoch = False, 0
             self._file = self._take(say)
         except OSError as error:
             raise _unusable(self._path.parent, error) from None
@@ -79,6 +88,26 @@ class Lease:
 
     def __exit__(self, *_: object) -> None:
         self.release()
+
+    @property
+    def epoch(self) -> int:
+        """The number of this owner, which is greater than that of every one before it."""
+        return int(self._record["epoch"])
+
+    @property
+    def is_taken_over(self) -> bool:
+        """Whether an owner that may wake up can have files of the run open: see `settle`."""
+        return self._is_taken_over
+
+    def settle(self) -> None:
+        """Call when no file that is written to is one that an owner before this can have open.
+
+        Raises LostLeaseError and OSError.
+        """
+        if self._is_taken_over:
+            self.check()
+            self._is_taken_over = False
+            self._write_epoch()
 
     def check(self, *, at_once: bool = False) -> None:
         """Call before writing what another owner would miss; looks again if it is long ago.
@@ -105,29 +134,49 @@ class Lease:
     def move(self, path: Path, target: Path) -> None:
         """Renames a file or folder of the run, which is how anything of a run is taken away.
 
-        The lease is read once more behind the rename. If it is another's by then, the name is put
-        back: this process may have stood still since it looked.
-
         Raises LostLeaseError, and OSError where nothing was renamed.
+        """
+        self.act(lambda: path.rename(target), lambda: target.rename(path), path)
+
+    def act(
+        self, do: Callable[[], object], undo: Callable[[], object], path: Path | None = None
+    ) -> None:
+        """Does what another owner would miss, and undoes it if the lease is another's behind it.
+
+        This process may have stood still since it looked, so the lease is read once more.
+
+        Args:
+          do: one call of the file system, or a few.
+          undo: takes it back.
+          path: what it is about.
+
+        Raises LostLeaseError, and OSError where nothing was done.
         """
         self.check()
         with self._renewing:  # no other thread learns of a loss, and ends this process, in between
-            path.rename(target)
+            do()
             try:
                 found = _read(self._path)
             except OSError:
-                target.rename(path)
+                undo()
                 raise
-            if found is not None and found.get("token") == self._record["token"]:
+            if found is not None and _is_of(found, self._record):
                 return
-            target.rename(path)
+            undo()
         self._renew()
         self.check()
-        raise OSError(errno.EAGAIN, "the lease of the run folder was not to be seen", str(path))
+        where = str(path or self._path)
+        raise OSError(errno.EAGAIN, "the lease of the run folder was not to be seen", where)
 
     def release(self) -> None:
         """Gives the lease up. If it is lost nothing is touched."""
         self._ended.set()
+        # On another thread: a file system that hangs holds no end up, and the lease is then stale.
+        end = threading.Thread(target=self._give_up, name="lease's end", daemon=True)
+        end.start()
+        end.join(2 * RENEW_S)
+
+    def _give_up(self) -> None:
         self._thread.join(RENEW_S)
         if not self._lost:
             with contextlib.suppress(OSError):  # then it is stale
@@ -145,8 +194,11 @@ class Lease:
             os.write(file, _text(self._record))
             os.fsync(file)
             self._link(own, file, say)
+            self._begin_epoch(file)
         except BaseException:
             os.close(file)
+            with contextlib.suppress(OSError):
+                _remove(self._path, self._record)
             raise
         finally:
             with contextlib.suppress(OSError):  # it is a second name, which a later owner removes
@@ -156,6 +208,22 @@ class Lease:
                 if (record := _read(left)) and _is_gone(record):
                     left.unlink(missing_ok=True)
         return file
+
+    def _begin_epoch(self, file: int) -> None:
+        """Takes the number behind all others; the lease is ours, so nobody else does."""
+        known = _read(self._path.with_name(EPOCH)) or {"epoch": 0}
+        last = known.get("epoch")
+        if not isinstance(last, int):  # the record is damaged: no count of owners comes so far
+            last = time.time_ns()
+        self._is_taken_over |= bool(known.get("is_taken_over", "epoch" not in known))
+        self._record["epoch"] = f"{max(last, self._earlier_epoch) + 1:020}"
+        os.pwrite(file, _text(self._record), 0)
+        os.fsync(file)
+        self._write_epoch()
+
+    def _write_epoch(self) -> None:
+        content = {"epoch": self.epoch, "is_taken_over": self._is_taken_over}
+        write_whole(self._path.with_name(EPOCH), json.dumps(content) + "\n")
 
     def _link(self, own: Path, file: int, say: Callable[[str], None]) -> None:
         """Returns when the lease is ours."""
@@ -177,7 +245,9 @@ class Lease:
             if not _is_gone(other):
                 wait_until_stale(self._path, other, say)
             if _remove(self._path, other):
-                has_taken_over = True
+                has_taken_over = self._is_taken_over = True
+                with contextlib.suppress(ValueError):
+                    self._earlier_epoch = max(self._earlier_epoch, int(other.get("epoch", 0)))
                 say(f"taking the run folder over from {_who(other)}, which is gone")
         raise OSError(errno.EBUSY, f"{FILE} comes and goes")
 
@@ -207,10 +277,14 @@ class Lease:
                 found = None
             if found is None:
                 self._lose("has lost its lease", f"no {FILE}")
-            elif found.get("token") != self._record["token"]:
-                self._lose("has lost its lease to another process", _who(found))
+            elif not _is_of(found, self._record):
+                self._lose("has lost its lease to another process", self._who_has(found))
             else:
                 self._renewed_s = _now_s()
+
+    def _who_has(self, found: Record) -> str:
+        epoch = str(found.get("epoch", "")).lstrip("0")
+        return f"{_who(found)}, with epoch {epoch or 'unknown'}; this process has {self.epoch}"
 
     def _lose(self, problem: str, found: object) -> None:
         if self._ended.is_set():
@@ -231,21 +305,27 @@ def end_process(error: LostLeaseError) -> None:
     hung_main_thread.end_process(error.exit_status, say)
 
 
-def fence(run_dir: str | Path) -> Callable[[], None]:
-    """Returns a check that a run folder still has the owner that it has now.
+def fence(run_dir: str | Path, epoch: int | None = None) -> Callable[[], None]:
+    """Returns a check that a run folder still has the owner of this process's job.
 
-    It is for the other processes of the owner's job. It raises LostLeaseError, or OSError where the
-    lease cannot be read.
+    It raises LostLeaseError, or OSError where the lease cannot be read.
+
+    Args:
+      run_dir: the run folder.
+      epoch: of the owner; None: of whoever owns the folder now.
     """
     path = Path(run_dir).absolute() / FILE
-    token = lambda: (_read(path) or {}).get("token")
-    own = token()
+    read = lambda: _read(path) or {}
+    own = read()
+    if epoch is not None and str(own.get("epoch", "")) != f"{epoch:020}":
+        own = {"epoch": f"{epoch:020}"}  # this process began when another had taken over
+    is_own = lambda found: all(found.get(name) == own.get(name) for name in ("token", "epoch"))
 
     def check() -> None:
-        if token() == own:
+        if is_own(read()):
             return
         time.sleep(SETTLE_S)  # perhaps renamed by mistake
-        if token() != own:
+        if not is_own(read()):
             raise LostLeaseError(
                 str(path.parent),
                 "the job of this process has lost its lease to another process, and has stopped",
@@ -319,6 +399,7 @@ def _own_record() -> Record:
         **_machine(),
         "started": _started(os.getpid()),
         "token": secrets.token_hex(16),
+        "epoch": f"{0:020}",
         "counter": f"{0:012}",  # all texts of a lease are equally long
     }
 
@@ -342,6 +423,11 @@ def _read(path: Path) -> Record | None:
     except ValueError:
         record = None
     return record if isinstance(record, dict) else {"text": content.decode(errors="replace")}
+
+
+def _is_of(found: Record, record: Record) -> bool:
+    """Whether a lease that was read is an owner's own; the counter may have moved."""
+    return all(found.get(name) == record[name] for name in ("token", "epoch"))
 
 
 def _beside(path: Path, name: str) -> Path:

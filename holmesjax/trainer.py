@@ -18,10 +18,12 @@ import jax
 
 from holmesjax import job as jobs
 from holmesjax.checkpoints import checkpoint, resume, second_reading, writing
+from holmesjax.checkpoints.commit_alarm import CommitAlarm
 from holmesjax.checkpoints.retention import Retention
 from holmesjax.checkpoints.saves import Due, Saves
 from holmesjax.data import cluster_paths
 from holmesjax.errors import ConfigError, DamagedError, SpikeError
+from holmesjax.helper_process import StoppedError
 from holmesjax.hosts import nics
 from holmesjax.job import Job
 from holmesjax.layers.model_layers import forget
@@ -89,6 +91,7 @@ class Trainer:
         self.progress: Progress | None = None  # while there are steps
         self._stream = sys.stdout if stream is None else stream
         self._stopping, self._allow, self._lease = False, allow, lease
+        self._asked_s: float | None = None  # when it was asked to stop
         metrics.check_installed(self.job.config.log)
 
     @property
@@ -97,6 +100,7 @@ class Trainer:
 
     def stop(self) -> None:
         """Asks a running `train` to end after its step, with a checkpoint."""
+        self._asked_s = self._asked_s or time.monotonic()
         self._stopping = True
 
     @property
@@ -122,19 +126,51 @@ class Trainer:
     def _train(self, lease: Lease) -> None:
         numbers = range(len(self.job.plan.stages))
         self._print(*self.job.describe(self.job.check_pool(os.environ, numbers)))
-        start = resume.find(self.job, self._allow, self._print, move=lease.move)
-        while True:
-            try:
-                self._train_from(start, lease)
-                return
-            except DamagedError as error:
-                assert start.checkpoint, "arrays are read of a checkpoint"
-                second_reading.confirm(start.checkpoint, error)
-                known = {start.checkpoint.path: error}
-                start = resume.find(self.job, self._allow, self._print, known, move=lease.move)
-            except SpikeError as error:
-                resume.roll_back(self.job, error, self._print, lease.move)
-                start = resume.find(self.job, self._allow, self._print, move=lease.move)
+        find = functools.partial(
+            resume.find,
+            self.job,
+            self._allow,
+            self._print,
+            owner=lease,
+            pause=self._wait_to_train,
+        )
+        try:
+            start = find()
+            while True:
+                try:
+                    self._train_from(start, lease)
+                    return
+                except DamagedError as error:
+                    assert start.checkpoint, "arrays are read of a checkpoint"
+                    self._print("another process reads the checkpoint once more")
+                    second_reading.confirm(
+                        start.checkpoint, error, pause=self._wait_to_train, say=self._print
+                    )
+                    start = find(known={start.checkpoint.path: error})
+                except SpikeError as error:
+                    resume.roll_back(self.job, error, self._print, lease, self._wait_to_train)
+                    start = find()
+        except StoppedError:
+            self._print("stopped before a step")
+
+    def _wait_to_train(self, seconds: float) -> None:
+        """Waits while nothing is trained; raises StoppedError if a stop is asked for."""
+        if self._stopping:
+            raise StoppedError
+        time.sleep(seconds)
+
+    def _report(self, recorder: Recorder) -> None:
+        """Has the report written; a stop that is asked for meanwhile ends that."""
+        stop_timeout_s, was_asked_s = self.job.config.distributed.stop_timeout_s, self._asked_s
+        ends_s = (was_asked_s or time.monotonic()) + stop_timeout_s
+
+        def pause(seconds: float) -> None:
+            if self._asked_s != was_asked_s:
+                raise StoppedError
+            time.sleep(seconds)
+
+        if line := recorder.write_report(ends_s - time.monotonic(), pause):
+            self._print(line)
 
     def _train_from(self, start: resume.Start, lease: Lease) -> None:
         began_s, config, plan = time.monotonic(), self.job.config, self.job.plan
@@ -165,6 +201,7 @@ class Trainer:
             for line in start.check_data(data):
                 self._print(line)
             lease.guard(self.job.save)(done)  # nothing is refused any more
+            alarm = CommitAlarm(config.checkpoint, done, ["this process"])
             recorder = stack.enter_context(
                 Recorder(
                     self.run_dir,
@@ -172,10 +209,12 @@ class Trainer:
                     done_steps=done,
                     peak_step_s=self.job.measured_peak_step_s,
                     stream=self._stream,
+                    on_step=lambda record: alarm.step(record["step"]),
                     began_s=began_s,
+                    owner=lease,
                 )
             )
-            saves = self._saves(start, lease, data, recorder.console.print)
+            saves = self._saves(start, lease, data, recorder.console.print, alarm)
 
             def is_stopping() -> bool:
                 lease.check()
@@ -192,7 +231,7 @@ class Trainer:
                 ),
                 tell=recorder.take,
                 is_stopping=is_stopping,
-                is_saving=Due(config.checkpoint),
+                is_saving=Due(config.checkpoint, begun=saves.begun),
                 begins=progress.begin,
                 profiles=self.run_dir / jobs.PROFILES,
                 memory=PeakMemory(devices_of(stages)),
@@ -208,17 +247,24 @@ class Trainer:
             self._print(*self.job.unfinished(done))
         lease.check()
         self._print(*recorder.summary())
-        if path := recorder.write_report():
-            self._print(f"report  {path}")
+        self._report(recorder)
 
     def _saves(
-        self, start: resume.Start, lease: Lease, data: Mapping[str, str], say: Callable[[str], None]
+        self,
+        start: resume.Start,
+        lease: Lease,
+        data: Mapping[str, str],
+        say: Callable[[str], None],
+        alarm: CommitAlarm,
     ) -> Saves:
         """The checkpoints of the session; what a crash has left behind is removed."""
-        retention = Retention(self.run_dir, self.job.config.checkpoint, lease.move, say)
+        config = self.job.config.checkpoint
+        retention = Retention(self.run_dir, config, lease.move, say, lease.check)
         retention.after_start()
-        commit = lease.guard(functools.partial(start.commit, data=data))
-        return Saves(self.run_dir, 1, commit, retention, say)
+        commit = functools.partial(start.commit, data=data, owner=lease)
+        saves = Saves(self.run_dir, 1, commit, retention, say, alarm.committed)
+        alarm.attach(saves.outstanding, say)
+        return saves
 
     def _make_runner(self, stages: Sequence[Stage]) -> Pipeline | OneStage:
         train = self.job.config.train

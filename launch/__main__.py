@@ -18,6 +18,8 @@ from launch.arguments import parse
 from launch.launchers.table import LAUNCHERS
 from launch.progress_message import ProgressMessage
 
+END_S = 10.0  # for what packages do when Python ends
+
 
 def _data_reader(args: argparse.Namespace, *, in_lab: bool) -> Literal["process", "node"] | None:
     """Who would read the data of the run here; a plan looks at the data that is here."""
@@ -88,4 +90,6 @@ def _run(args: argparse.Namespace) -> int:
 
 if __name__ == "__main__":
     gc.disable()  # looking at what imports make again and again takes a fifth of their time
-    sys.exit(main())
+    exit_status = main()
+    hung_main_thread.end_within(END_S, exit_status)  # Weights & Biases waits for a network, say
+    sys.exit(exit_status)

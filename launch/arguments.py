@@ -339,6 +339,10 @@ def _add_top(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--once", action="store_true", help="print it once, and end")
 
 
+def _add_report(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run_dir", help="folder of a run that trains or has ended")
+
+
 def _add_nics(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add(
@@ -416,6 +420,7 @@ VERBS = {
     "import": Verb("begin a run with the weights of a Hugging Face folder", _add_import),
     "export": Verb("write a run's model as a Hugging Face folder", _add_export),
     "top": Verb("show a run as it trains: its loss, stages, links and time left", _add_top),
+    "report": Verb("write report.html of a run, as far as the run has come", _add_report),
     "compare": Verb("show runs side by side: losses, costs and settings", _add_compare),
     "nics": Verb("print this host's NICs, and what NCCL is told of them", _add_nics),
     "doctor": Verb("check everything that a start needs, on all nodes", _add_doctor),

@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from typing import Self
+from typing import NamedTuple, Self
 
 from holmesjax import hung_main_thread
 from holmesjax.errors import REQUEUE, PeerError
@@ -18,7 +18,7 @@ CHECK_S = 0.5
 
 
 class LoopWatch:
-    """Watches that `turn` is called again and again in a `with`.
+    """Watches that `turn` is called again and again in a `with`, and that the `with` then ends.
 
     Args:
       limit_s: for one turn of the loop.
@@ -34,7 +34,8 @@ class LoopWatch:
         release: Callable[[], object],
         end: Callable[..., object] = hung_main_thread.end_process,
     ):
-        self._limit_s, self._setting, self._release, self._end = limit_s, setting, release, end
+        self._turn_limit = _Limit(limit_s, f"{limit_s:g} s ({setting})", REQUEUE)
+        self._limit, self._release, self._end = self._turn_limit, release, end
         self._turned_s = time.monotonic()
         self._ended = threading.Event()
 
@@ -42,24 +43,42 @@ class LoopWatch:
         """The loop has come round."""
         self._turned_s = time.monotonic()
 
-    def __enter__(self) -> Self:
+    def leave(self, limit_s: float, setting: str, status: int) -> None:
+        """The loop is over: what follows is limited, and ends with this status."""
+        self._limit = _Limit(limit_s, f"{limit_s:.0f} s of its end ({setting})", status)
         self.turn()
-        self._ended.clear()
-        threading.Thread(target=self._watch, name="loop watch", daemon=True).start()
+
+    def __enter__(self) -> Self:
+        self._limit = self._turn_limit
+        self.turn()
+        self._ended = threading.Event()
+        threading.Thread(
+            target=self._watch, args=(self._ended,), name="loop watch", daemon=True
+        ).start()
         return self
 
     def __exit__(self, *_: object) -> None:
         self._ended.set()
 
-    def _watch(self) -> None:
-        while not self._ended.wait(min(CHECK_S, self._limit_s / 4)):
-            if time.monotonic() - self._turned_s > self._limit_s:
+    def _watch(self, ended: threading.Event) -> None:
+        while not ended.wait(min(CHECK_S, self._limit.seconds / 4)):
+            limit = self._limit
+            if time.monotonic() - self._turned_s > limit.seconds:
+                does = "stands still for" if limit is self._turn_limit else "is still there after"
                 error = PeerError(
                     "the launcher",
-                    f"stands still for {self._limit_s:g} s ({self._setting})",
+                    f"{does} {limit.text}",
                     found="see the stacks of its threads above: a file system hangs, say",
                     fix="start it again with the same command: it resumes from the last checkpoint",
                 )
                 say = functools.partial(print, f"error: {error}", file=sys.stderr)
-                self._end(REQUEUE, hung_main_thread.write_stacks, say, self._release)
+                self._end(limit.status, hung_main_thread.write_stacks, say, self._release)
                 return
+
+
+class _Limit(NamedTuple):
+    """A limit that the watch enforces."""
+
+    seconds: float
+    text: str
+    status: int  # of a process that is ended by it

@@ -65,6 +65,16 @@ class StopRequests:
         return self._num_here > 1
 
     @property
+    def count(self) -> int:
+        """How many there were."""
+        return len(self._numbers)
+
+    @property
+    def left_s(self) -> float:
+        """Seconds until the job should have stopped; infinite before it is asked to."""
+        return max(self._deadline_s - time.monotonic(), 0.0)
+
+    @property
     def is_overdue(self) -> bool:
         """Whether the job should have stopped by now."""
         return time.monotonic() > self._deadline_s

@@ -21,6 +21,7 @@ from typing import Any, Protocol
 
 from holmesjax import lease
 from holmesjax.checkpoints import committed, manifest, resume, second_reading
+from holmesjax.checkpoints.commit_alarm import CommitAlarm
 from holmesjax.checkpoints.retention import Retention
 from holmesjax.checkpoints.saves import Due, Saves
 from holmesjax.distributed.controller import Controller
@@ -53,6 +54,7 @@ from holmesjax.errors import (
     PeerError,
     SpikeError,
 )
+from holmesjax.helper_process import StoppedError
 from holmesjax.hosts import computing
 from holmesjax.job import Job
 from holmesjax.lease import Lease
@@ -71,9 +73,12 @@ from launch.restarts import DEFAULT, Restarts
 from launch.stop_requests import StopRequests
 from launch.workers import pool_of, start_workers
 
+_say = functools.partial(print, flush=True)
+
 KEY = "job.key"
 STACKS_S = 3.0  # for the stacks of a job without progress to come
 END_S = 30.0  # for processes to leave after the end
+LEAST_LEFT_S = 5.0  # that a job has to end in, however late it was asked to
 DELAY_S = 0.5  # of the output on the console, so that the last words of a failing job stay in logs
 
 
@@ -147,6 +152,7 @@ class Supervisor:
         self._unsave: Callable[[], None] = lambda: None
         self._blamed: str | None = None  # the node of a failure that came before any signal
         self._has_trained = False  # a step, in this attempt
+        self._leave_by_s = 0.0  # when the launcher is to be gone, once its loop is over
 
     def run(self) -> int:
         """Trains to the end, or until it is asked to stop.
@@ -170,12 +176,12 @@ class Supervisor:
 
     def _run(self) -> int:
         job = self._job
-        restarts = Restarts(job.run_dir, self._max_restarts, lambda text: print(text, flush=True))
-        committed.adopt(job.run_dir, restarts.last_step)
+        restarts = Restarts(job.run_dir, self._max_restarts, _say)
+        self._lease.guard(committed.adopt)(job.run_dir, restarts.last_step)
         for restart in itertools.count():
             step = self._done()
             if restarts.is_spent(step):
-                raise restarts.give_up(step)
+                raise self._lease.guard(restarts.give_up)(step)
             if restarts.failed(step):
                 self._pause(restarts, step)
             elif restart:
@@ -202,8 +208,14 @@ class Supervisor:
         """
         found = self._resumed.checkpoint
         assert found, "arrays are read of a checkpoint"
-        say = lambda text: print(text, flush=True)
-        resume.find(self._job, self._allow, say, {found.path: error}, move=self._lease.move)
+        resume.find(
+            self._job,
+            self._allow,
+            _say,
+            {found.path: error},
+            owner=self._lease,
+            pause=self._wait_to_see,
+        )
         if not self._can_start:
             fix = "start it again with the same command: it goes on from the older checkpoint"
             raise PeerError(error.where, error.problem, found=error.found, fix=fix)
@@ -222,8 +234,7 @@ class Supervisor:
         Raises FatalError if it did so too often, and PeerError where somebody else starts the
         processes.
         """
-        say = lambda text: print(text, flush=True)
-        resume.roll_back(self._job, error, say, self._lease.move)
+        resume.roll_back(self._job, error, _say, self._lease, self._wait_to_see)
         if not self._can_start:
             fix = "start it again with the same command: it goes back to its last checkpoint"
             raise PeerError(error.where, error.problem, found=error.found, fix=fix)
@@ -242,11 +253,14 @@ class Supervisor:
         return max((found.step for found in manifest.find(self._job.run_dir)), default=0)
 
     def _recorded_attempt(self, restart: int, restarts: Restarts, step: int) -> int:
-        restarts.begin(step)
+        self._lease.guard(restarts.begin)(step)
         self._blamed, self._has_trained = None, False
         status, cause, exception, is_meant = FatalError.exit_status, "", "", False
         try:
             status = self._confirmed_attempt(restart)
+        except SystemExit as end:  # asked to leave at once
+            status, is_meant = int(end.code or 0), True
+            raise
         except HolmesError as error:
             status, cause = error.exit_status, str(error)
             is_meant = isinstance(error, SpikeError)
@@ -272,8 +286,8 @@ class Supervisor:
         except DamagedError as error:
             found = self._resumed.checkpoint
             assert found, "arrays are read of a checkpoint"
-            print("another process reads the checkpoint once more", flush=True)
-            second_reading.confirm(found, error)
+            _say("another process reads the checkpoint once more")
+            second_reading.confirm(found, error, pause=self._wait_to_see, say=_say)
             raise
 
     def _describe(self) -> list[str]:
@@ -288,26 +302,40 @@ class Supervisor:
 
     def _attempt(self, restart: int) -> int:
         job, config = self._job, self._job.config
-        say = lambda text: print(text, flush=True)
         start = self._resumed = resume.find(
-            job, self._allow, say, move=self._lease.move, pause=self._wait_to_see
+            job, self._allow, _say, owner=self._lease, pause=self._wait_to_see
         )
         if start.step >= config.train.steps:
             print(*start.finished(), sep="\n", flush=True)
             return 0
         for line in start.describe():
-            say(line)
+            _say(line)
         self._lease.check()
         self._unsave = self._lease.guard(job.save(start.step))  # the processes read it
         variables = job.process_environment(os.environ, self._pool)
         job.save_environment(variables)
-        self._keeps(say).after_start()
+        self._keeps(_say).after_start()
         logs = ProcessLogs(job.run_dir, self._processes, self._lease.move)
+        with contextlib.ExitStack() as watched:
+            return self._watched_attempt(start, restart, variables, logs, watched)
+
+    def _watched_attempt(
+        self,
+        start: resume.Start,
+        restart: int,
+        variables: Mapping[str, str],
+        logs: ProcessLogs,
+        watched: contextlib.ExitStack,
+    ) -> int:
+        """One attempt, whose loop and whose end are watched until the stack is closed."""
+        job, config = self._job, self._job.config
         key_file = Path(self._given_key_file or job.run_dir / KEY)
         make_or_read = (
             connections.read_key_file if self._given_key_file else connections.make_key_file
         )
         progress = Progress(self._config)
+        leaders = [process.name for process in self._processes if process.leads]
+        alarm = CommitAlarm(config.checkpoint, start.step, leaders)
         with (
             Controller(
                 self._processes,
@@ -317,7 +345,7 @@ class Supervisor:
                 resume=start.step,
                 key=make_or_read(key_file),
                 heartbeat_timeout_s=self._config.silence_s,
-                is_saving=Due(config.checkpoint),
+                is_saving=Due(config.checkpoint, begun=lambda step: self._saves.begun(step)),
                 progress=progress,
                 allow=computing.permitted(job.run_dir, self._unlike),
             ) as controller,
@@ -327,7 +355,8 @@ class Supervisor:
                 done_steps=start.step,
                 num_processes=len(self._processes),
                 peak_step_s=job.measured_peak_step_s,
-                on_step=self._watch.step if self._watch else None,
+                on_step=lambda record: self._watch_step(record, alarm),
+                owner=self._lease,
             ) as recorder,
         ):
             self._controller = controller
@@ -338,53 +367,95 @@ class Supervisor:
                     controller,
                     run_dir=job.run_dir,
                     key_file=key_file,
-                    variables=variables,
+                    variables={**variables, "HOLMES_EPOCH": str(self._lease.epoch)},
                     restart=restart,
                 )
-                with self._loop_watch:
-                    done = self._supervise(controller, recorder, progress, logs)
+                watched.enter_context(self._loop_watch)
+                done = self._supervise(controller, recorder, progress, logs, alarm)
+                self._begin_to_leave(0 if done >= config.train.steps else self._stops.exit_status)
+            except SystemExit as end:  # asked to leave at once
+                self._begin_to_leave(int(end.code or 0))
+                raise
             except HolmesError as error:
+                self._begin_to_leave(error.exit_status)
                 is_final = error.exit_status == HolmesError.exit_status
                 if is_final and not isinstance(error, DamagedError):
                     controller.refuse(error)  # whoever started them, none is to start again
                     self._unsave()
                 raise
             finally:
-                self._controller = None
-                self._launcher.end()
-                if self._watch:
-                    self._watch.end()
-                if self._given_key_file is None:
-                    with contextlib.suppress(OSError, LostLeaseError):  # the end says more
-                        self._lease.guard(key_file.unlink)(missing_ok=True)
+                self._end_workers(key_file)
+        return self._finish(recorder, done)
+
+    def _end_workers(self, key_file: Path) -> None:
+        self._controller = None
+        self._launcher.end()
+        if self._watch:
+            self._watch.end()
+        if self._given_key_file is None:
+            with contextlib.suppress(OSError, LostLeaseError):  # the end says more
+                self._lease.guard(key_file.unlink)(missing_ok=True)
+
+    def _finish(self, recorder: Recorder, done: int) -> int:
+        """Tells what a session has done, which has not failed; returns its exit status."""
         for line in recorder.summary():
-            say(line)
-        if path := recorder.write_report():
-            say(f"report  {path}")
-        if done < config.train.steps:
-            print(*job.unfinished(done), sep="\n", flush=True)
+            _say(line)
+        self._report(recorder)
+        if done < self._job.config.train.steps:
+            print(*self._job.unfinished(done), sep="\n", flush=True)
             return self._stops.exit_status
         return 0
+
+    def _begin_to_leave(self, status: int) -> None:
+        """Limits what follows on the loop: a job that is to end is gone in time."""
+        limit_s = max(min(self._config.stop_timeout_s, self._stops.left_s), LEAST_LEFT_S)
+        self._leave_by_s = time.monotonic() + limit_s
+        self._loop_watch.leave(limit_s, "distributed.stop_timeout_s", status)
+
+    def _report(self, recorder: Recorder) -> None:
+        """Has the report written; a signal that comes meanwhile gives it up."""
+        before = self._stops.count
+
+        def pause(seconds: float) -> None:
+            if self._stops.count > before:
+                raise StoppedError
+            time.sleep(seconds)
+
+        if line := recorder.write_report(self._leave_by_s - time.monotonic(), pause):
+            _say(line)
 
     def _keeps(self, say: Callable[[str], None]) -> Retention:
         """Removes the checkpoints that need not stay."""
         checkpoint = self._job.config.checkpoint
-        return Retention(self._job.run_dir, checkpoint, self._lease.move, say)
+        return Retention(self._job.run_dir, checkpoint, self._lease.move, say, self._lease.check)
+
+    def _watch_step(self, record: Mapping[str, Any], alarm: CommitAlarm) -> dict[str, Any]:
+        """Returns additions to the record of a step that is done."""
+        found = dict(self._watch.step(record)) if self._watch else {}
+        return found | alarm.step(record["step"])
 
     def _supervise(
-        self, controller: Controller, recorder: Recorder, progress: Progress, logs: ProcessLogs
+        self,
+        controller: Controller,
+        recorder: Recorder,
+        progress: Progress,
+        logs: ProcessLogs,
+        alarm: CommitAlarm,
     ) -> int:
         """Takes events until all processes have ended; returns the number of steps done."""
         job, say = self._job, recorder.console.print
         data: dict[str, str] = {}  # filled before there is anything to commit
-        commit = self._lease.guard(functools.partial(self._resumed.commit, data=data))
+        commit = functools.partial(self._resumed.commit, data=data, owner=self._lease)
+        retention, count = self._keeps(say), len(job.plan.stages)
+        self._saves = Saves(job.run_dir, count, commit, retention, say, alarm.committed)
+        alarm.attach(self._saves.outstanding, say)
         attempt = _Attempt(
             controller,
             recorder,
             progress,
             logs,
             DataAgreement(self._processes, controller.send),
-            Saves(job.run_dir, len(job.plan.stages), commit, self._keeps(say), say),
+            self._saves,
             data,
         )
         end_s: float | None = None
@@ -412,7 +483,7 @@ class Supervisor:
             attempt.saves.check()
             if len(attempt.done) == len(self._processes) and end_s is None:
                 controller.broadcast(AllDone())
-                end_s = time.monotonic() + END_S
+                end_s = time.monotonic() + min(END_S, max(self._stops.left_s, LEAST_LEFT_S))
         for _, line in attempt.output:
             recorder.console.print(line)
         attempt.saves.check(at_end=True)
@@ -438,10 +509,10 @@ class Supervisor:
             case Measurements(measured=report):
                 self._record(report, attempt)
             case Saved(step=step, arrays=arrays, files=files):
-                attempt.saves.saved(step, arrays, files)
+                attempt.saves.saved(step, arrays, files, name)
             case Unsaved(step=step, reason=reason):
                 leads = self._processes[number].leads
-                attempt.saves.failed(step, f"{name} says {reason}", counts=leads)
+                attempt.saves.failed(step, f"{name} says {reason}", name, counts=leads)
             case Done(step=step):
                 attempt.done[number] = step
             case Stop(signal=signal_number):

@@ -9,6 +9,9 @@ A process joins the controller as a worker does, needs no JAX, and then does wha
     late SECONDS        from now on says nothing for so long when it is asked how it is
     save STEP           writes its stage's part of a checkpoint
     await STEP          until that checkpoint is whole
+    steps FIRST LAST    reports these steps, a hundredth of a second each
+    vote STEP           votes on a step for its stage, once all are there
+    verdict STEP        waits for what all are to do after it
     train               steps, each with its vote, until all are to stop; then it saves and ends
     hang up             closes its connection, as the kernel does for one that dies
     print LINE
@@ -38,6 +41,7 @@ from holmesjax.distributed.messages import (
     AllDone,
     Done,
     Exit,
+    Measurements,
     Output,
     ProcessEvent,
     Saved,
@@ -48,6 +52,10 @@ from launch.launchers.launcher import variables_here
 
 FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload([__name__])
+STEP = {
+    **{"loss": 2.0, "grad_norm": 1.0, "learning_rate": 1e-3, "skipped": False, "link_bytes": {}},
+    **{"step_time_s": 0.01, "input_wait_s": 0.0, "intervals": [(0, "F", 0, 0.0, 0.01)]},
+}
 
 
 class ScriptedLauncher:
@@ -94,13 +102,8 @@ def _read(child, sock, number, events):
     events.put(ProcessEvent(number, Exit(status=child.exitcode)))
 
 
-def main(run_dir, script, env, output):
-    """Runs in a process of its own, whose output goes to a socket."""
-    die_with(str(os.getppid()))
-    for fd in (1, 2):
-        os.dup2(output.fileno(), fd)
-    output.close()
-    environment = ProcessEnvironment.read(env, lambda: None)
+def _join(run_dir, environment):
+    """The member that this process is, and all processes."""
     job = jobs.load_saved(run_dir)
     config = job.config.distributed
     processes = make_processes(job.plan, job.topology, config.processes)
@@ -115,9 +118,35 @@ def main(run_dir, script, env, output):
         start_timeout_s=config.start_timeout_s,
         on_loss=lambda error: os._exit(75),
     )
+    return member, processes
+
+
+def _train(member):
+    """Steps until all are to stop; returns the last."""
+    for step in itertools.count(1):
+        member.begin("step", step)
+        member.vote(step)
+        if member.verdict(step).stop:
+            return step
+        time.sleep(0.01)
+
+
+def main(run_dir, script, env, output):
+    """Runs in a process of its own, whose output goes to a socket."""
+    die_with(str(os.getppid()))
+    for fd in (1, 2):
+        os.dup2(output.fileno(), fd)
+    output.close()
+    environment = ProcessEnvironment.read(env, lambda: None)
+    member, processes = _join(run_dir, environment)
     send = member.send
     here = f"here-{environment.restart}"
     (Path(run_dir) / f"{here}-{environment.number}").touch()
+
+    def wait_for_all():
+        """A verdict goes to those who are connected."""
+        while len(list(Path(run_dir).glob(f"{here}-*"))) < len(processes):
+            time.sleep(0.01)
 
     def act(what, *arguments):
         if what == "tell":
@@ -139,16 +168,18 @@ def main(run_dir, script, env, output):
         elif what == "await":
             while not (manifest.folder_of(run_dir, arguments[0]) / manifest.MANIFEST).exists():
                 time.sleep(0.01)
+        elif what == "steps":
+            for step in range(arguments[0], arguments[1] + 1):
+                send(Measurements(measured={"step": step, **STEP}))
+                time.sleep(0.01)
+        elif what == "vote":
+            wait_for_all()
+            member.vote(*arguments)
+        elif what == "verdict":
+            member.verdict(*arguments)
         elif what == "train":
-            # A verdict goes to those who are connected.
-            while len(list(Path(run_dir).glob(f"{here}-*"))) < len(processes):
-                time.sleep(0.01)
-            for step in itertools.count(1):
-                member.begin("step", step)
-                member.vote(step)
-                if member.verdict(step).stop:
-                    break
-                time.sleep(0.01)
+            wait_for_all()
+            step = _train(member)
             if member.process.leads:
                 act("save", step)
             act("done", step)

@@ -5,6 +5,7 @@ import errno
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import threading
@@ -13,8 +14,11 @@ import time
 import pytest
 
 from holmesjax import lease
+from holmesjax.config import LogConfig
 from holmesjax.errors import ConfigError, LeaseError, LostLeaseError
-from holmesjax.lease import FILE, Lease
+from holmesjax.lease import EPOCH, FILE, Lease
+from holmesjax.report import metrics
+from holmesjax.report.metrics import Metrics
 from holmesjax.trainer import Trainer
 from tests.jobs import ROOT, RunningJob, run_launch_here, write_run
 
@@ -87,7 +91,7 @@ def test_of_many_that_start_at_once_one_wins_and_the_others_name_it(tmp_path):
         again = race(second, takes_over=True)
         again.stdin.close()
         assert again.wait(60) == 0
-    assert list((tmp_path / "run").iterdir()) == []
+    assert [path.name for path in (tmp_path / "run").iterdir()] == [EPOCH]
 
 
 def foreign(**other):
@@ -128,13 +132,14 @@ class FakeTime:
 
 
 def test_an_owner_on_another_host_is_gone_when_its_counter_stands_for_a_term(tmp_path):
-    path = put(tmp_path, foreign())
+    record = foreign()
+    path = put(tmp_path, record)
     clock = FakeTime()
-    [said] = clock.wait(path, foreign())
+    [said] = clock.wait(path, record)
     assert lease.TERM_S <= clock.now_s <= lease.TERM_S + 2 * lease.LOOK_S
-    assert f"far-away (user {foreign()['user']}" in said
+    assert f"far-away (user {record['user']}" in said
     slow = FakeTime(factor=100.0)  # looks that take long are no silence of the owner
-    slow.wait(path, foreign())
+    slow.wait(path, record)
     assert slow.number >= lease.TERM_S / lease.LOOK_S / 2
 
 
@@ -179,7 +184,7 @@ def test_a_taker_that_is_too_late_puts_back_what_it_took(tmp_path, monkeypatch):
         assert not lease._remove(tmp_path / FILE, stale)
         held._renew()
         held.check()
-    assert list(tmp_path.iterdir()) == []
+    assert [path.name for path in tmp_path.iterdir()] == [EPOCH]
 
 
 @pytest.fixture
@@ -215,7 +220,7 @@ def test_a_lease_that_is_lost_is_told_once_and_nothing_is_touched(tmp_path, quic
             held.check()
     assert len(told) == 1
     if robbed == "deleted":
-        assert list(tmp_path.iterdir()) == []
+        assert [path.name for path in tmp_path.iterdir()] == [EPOCH]
     else:
         assert (tmp_path / FILE).read_bytes() == content
 
@@ -299,6 +304,137 @@ def test_a_folder_that_cannot_be_owned_is_told_in_a_sentence(tmp_path, monkeypat
     with pytest.raises(ConfigError, match="has no hard links"):
         Lease(tmp_path / "run")
     assert list((tmp_path / "run").iterdir()) == []
+
+
+def epoch(folder):
+    return json.loads((folder / EPOCH).read_text())
+
+
+def test_each_owner_has_a_greater_epoch_than_all_before(tmp_path):
+    """Whether it was given up, taken over, taken over unsaid, or the record is damaged."""
+    found = []
+    for content in (None, None, "{", '{"epoch": "x"}', None):
+        if content:
+            (tmp_path / EPOCH).write_text(content)
+        with Lease(tmp_path) as held:
+            found.append(held.epoch)
+            assert json.loads((tmp_path / FILE).read_text())["epoch"] == f"{held.epoch:020}"
+            assert epoch(tmp_path)["epoch"] == held.epoch
+    gone = {"pid": 2**22 + 1, "epoch": f"{found[-1] + 7:020}"}  # it had not written it down yet
+    put(tmp_path, {**lease._own_record(), **gone})
+    with Lease(tmp_path, say=lambda text: None) as held:
+        found.append(held.epoch)
+        assert held.is_taken_over
+    with Lease(tmp_path) as held:
+        found.append(held.epoch)
+        assert held.is_taken_over  # the one before has not settled it
+        held.settle()
+    with Lease(tmp_path) as held:
+        assert not held.is_taken_over
+    assert found[:2] == [1, 2]
+    assert found == sorted(set(found))
+    assert found[-1] == int(gone["epoch"]) + 2
+
+
+def test_who_has_lost_the_run_writes_no_record_and_cuts_none(tmp_path):
+    log, path = LogConfig(tensorboard=False), tmp_path / metrics.FILE
+    with Lease(tmp_path) as held:
+        written = Metrics(tmp_path, log, owner=held)
+        written.write({"step": 1})
+        before = path.read_bytes()
+        rob(tmp_path, lease._text(foreign()))
+        held._renewed_s -= lease.TERM_S  # it stood still
+        with pytest.raises(LostLeaseError):
+            written.write({"step": 2})
+        with pytest.raises(LostLeaseError):
+            Metrics(tmp_path, log, owner=held)
+        written.close()
+    assert path.read_bytes() == before
+
+
+def test_who_takes_over_writes_into_files_of_its_own(tmp_path):
+    """Whatever the call was in which the one before stood still."""
+    log, path = LogConfig(tensorboard=False), tmp_path / metrics.FILE
+    path.write_text("".join(json.dumps({"step": step}) + "\n" for step in range(1, 9)))
+    put(tmp_path, {**lease._own_record(), "pid": 2**22 + 1})
+    with path.open("r+b") as sleeping, Lease(tmp_path, say=lambda text: None) as held:
+        with Metrics(tmp_path, log, done_steps=5, owner=held) as written:
+            written.write({"step": 6})
+        sleeping.truncate(3)
+        sleeping.write(b"...")
+    assert [record["step"] for record in metrics.read(tmp_path)] == [1, 2, 3, 4, 5, 6]
+    assert not epoch(tmp_path)["is_taken_over"]
+    inode = path.stat().st_ino
+    with Lease(tmp_path) as held, Metrics(tmp_path, log, done_steps=2, owner=held):
+        assert path.stat().st_ino == inode  # a long file is copied for no other reason
+    assert [record["step"] for record in metrics.read(tmp_path)] == [1, 2]
+
+
+def test_a_commit_of_who_has_lost_the_run_is_taken_back(tmp_path):
+    done = []
+    with Lease(tmp_path) as held:
+        held.act(lambda: done.append("do"), lambda: done.append("undo"))
+        rob(tmp_path, lease._text(foreign()))
+        with pytest.raises(LostLeaseError, match=r"epoch .*this process has 1"):
+            held.act(lambda: done.append("do"), lambda: done.append("undo"))
+    assert done == ["do", "do", "undo"]
+
+
+SHORT = """
+import sys
+from holmesjax import lease
+lease.TERM_S, lease.RENEW_S = 3.0, 0.5
+from launch.__main__ import main
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+def test_a_launcher_that_is_woken_behind_its_successor_leaves_without_a_write(
+    tmp_path, monkeypatch
+):
+    """The successor is on another host, and waits for a term."""
+    run_file, run_dir = write_run(tmp_path, {"a": (1,), "b": (1,)}), tmp_path / "run"
+    small = ["model.num_layers=2", "model.width=16", "train.steps=100000", "checkpoint.every=20"]
+    words = ["train", str(run_file), "--launcher", "local", *small]
+    with subprocess.Popen(
+        [sys.executable, "-c", SHORT, *words],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    ) as first:
+        try:
+            wait_for(lambda: (run_dir / "committed.json").exists())
+            first.send_signal(signal.SIGSTOP)
+            monkeypatch.setattr(lease, "TERM_S", 3.0)
+            monkeypatch.setattr(lease, "_is_here", lambda record: False)
+            said = []
+            with Lease(run_dir, say=said.append) as held:
+                monkeypatch.undo()
+                assert held.epoch == 2
+                assert "taking the run folder over" in said[-1]
+                done = json.loads((run_dir / "committed.json").read_text())["step"]
+                own = Metrics(run_dir, LogConfig(tensorboard=False), done_steps=done, owner=held)
+                own.write({"step": done + 1})
+                owned = {
+                    path: value
+                    for path, value in state(run_dir).items()
+                    if path.name != FILE and "logs" not in path.parts
+                }
+                first.send_signal(signal.SIGCONT)
+                output, _ = first.communicate(timeout=60)
+                left = state(run_dir)
+                assert {path: left.get(path) for path in owned} == owned
+                assert {path for path in left if path.name == "manifest.json"} <= set(owned)
+                own.write({"step": done + 2})
+                own.close()
+        finally:
+            first.kill()
+    assert first.returncode == 1
+    assert "has lost its lease to another process" in output
+    assert "with epoch 2; this process has 1" in output
+    assert "Traceback" not in output
+    assert [own["step"] for own in metrics.read(run_dir)][-2:] == [done + 1, done + 2]
 
 
 def state(folder):

@@ -227,14 +227,22 @@ def _check_arrays(checkpoint: Checkpoint, shapes: Any) -> None:
     )
 
 
-def verify_arrays(checkpoint: Checkpoint, part: str) -> None:
+def verify_arrays(
+    checkpoint: Checkpoint, part: str, told: Callable[[int, int], object] = lambda done, of: None
+) -> None:
     """Reads the arrays of a part, one after the other, into this process's memory.
+
+    Args:
+      checkpoint: which has them.
+      part: the name of the part.
+      told: called after each array, with the number of those that are read and of all.
 
     Raises DamagedError if one cannot be read, or is not what was written.
     """
-    for key, known in checkpoint.manifest["arrays"].items():
-        if known["part"] == part:
-            _restore_tree(checkpoint, {key: jax.ShapeDtypeStruct(known["shape"], known["dtype"])})
+    own = {k: x for k, x in checkpoint.manifest["arrays"].items() if x["part"] == part}
+    for done, (key, known) in enumerate(own.items(), start=1):
+        _restore_tree(checkpoint, {key: jax.ShapeDtypeStruct(known["shape"], known["dtype"])})
+        told(done, len(own))
 
 
 def _show(dtype: str, shape: Sequence[int]) -> str:

@@ -202,6 +202,7 @@ def newest(
     *,
     move: Move | None = None,
     known: Damaged = MappingProxyType({}),
+    check: Callable[[], object] = lambda: None,
     confirm: Callable[[Checkpoint, DamagedError], None] = lambda checkpoint, error: None,
     pause: Callable[[float], object] = time.sleep,
 ) -> Checkpoint | None:
@@ -213,6 +214,7 @@ def newest(
       known: what was found when arrays were read, and was confirmed.
       move: the owner of the run gives it, and nobody else. Damaged checkpoints are then renamed, so
         that they count no more, and the newest that is known must be there (`committed`).
+      check: called before anything is written; raises where the run is another's by now.
       confirm: returns if another process finds damage, too (`second_reading`).
       pause: waits for some seconds; what it raises ends a wait of a minute.
 
@@ -233,6 +235,7 @@ def newest(
             bad.append((found, error))
             continue
         if move:
+            check()
             _note(run_dir, found.step)
         for other, why in bad:
             lines = [f"warning: {why.where}: {why.problem}", f"  found: {why.found}"]
@@ -366,6 +369,11 @@ def commit(
     }
     manifest["sha256"] = _manifest_sha256(manifest)
     write_whole(path / MANIFEST, json.dumps(manifest, indent=1), replaces=False)
+
+
+def withdraw(run_dir: str | Path, step: int) -> None:
+    """Takes a commit back, where the run turns out to be another's."""
+    (folder_of(run_dir, step) / MANIFEST).unlink(missing_ok=True)
 
 
 def _manifest_sha256(manifest: dict[str, Any]) -> str:

@@ -7,6 +7,7 @@ Every other change is told.
 """
 
 import dataclasses
+import functools
 import json
 import math
 import time
@@ -18,12 +19,13 @@ from typing import Any, NamedTuple
 
 from holmesjax import job as jobs, schema
 from holmesjax.checkpoints import manifest, second_reading, skipped_data
-from holmesjax.checkpoints.manifest import Checkpoint, Move
+from holmesjax.checkpoints.manifest import Checkpoint
 from holmesjax.checkpoints.skipped_data import Skipped
 from holmesjax.config import Config, DataConfig, OptimizerConfig, TrainConfig
 from holmesjax.data import tokenizer_files
 from holmesjax.errors import CheckpointError, ConfigError, SpikeError
 from holmesjax.job import Job
+from holmesjax.lease import Lease
 from holmesjax.optimizers.learning_rates import learning_rate, step_tokens
 from holmesjax.whole_files import write_whole
 
@@ -221,12 +223,20 @@ class Start:
         files: manifest.Files,
         *,
         data: Mapping[str, str],
+        owner: Lease | None = None,
     ) -> None:
-        """Makes a checkpoint of the parts that all stages have written after a step."""
+        """Makes a checkpoint of the parts that all stages have written after a step.
+
+        Args:
+          step: optimizer steps done.
+          arrays, files, data: for `manifest.commit`.
+          owner: of the run; the commit is taken back where the run turns out to be another's.
+        """
         config = self.job.config
         after = config.train.sequences_after
         left_out = skipped_data.sequences(self.skipped, self.step, step)
-        manifest.commit(
+        commit = functools.partial(
+            manifest.commit,
             self.job.run_dir,
             step,
             sequences=self.sequences + after(step) - after(self.step) + left_out,
@@ -236,6 +246,10 @@ class Start:
             arrays=arrays,
             files=files,
         )
+        if owner is None:
+            commit()
+        else:
+            owner.act(commit, lambda: manifest.withdraw(self.job.run_dir, step))
 
 
 def find(
@@ -244,7 +258,7 @@ def find(
     warn: Callable[[str], None],
     known: manifest.Damaged = MappingProxyType({}),
     *,
-    move: Move | None = None,
+    owner: Lease | None = None,
     pause: Callable[[float], object] = time.sleep,
 ) -> Start:
     """Finds where the job goes on; the run folder must be the caller's (`lease`).
@@ -254,7 +268,7 @@ def find(
       warn: takes what is wrong with newer checkpoints.
       known: for `manifest.newest`.
       pause: for `manifest.newest`.
-      move: for `manifest.newest`; without it nothing is renamed or refused for what is gone.
+      owner: of the run; without it nothing is renamed or refused for what is gone.
 
     Raises:
       CheckpointError: all checkpoints are damaged, the newest is gone, or settings differ that may
@@ -262,12 +276,14 @@ def find(
       PeerError: a checkpoint cannot be read by this process, or not now.
       ConfigError: `allow` names what needs no permission.
     """
+    check = owner.check if owner else lambda: None
     checkpoint = manifest.newest(
         job.run_dir,
         warn,
-        move=move,
+        move=owner.move if owner else None,
         known=known,
-        confirm=second_reading.confirm,
+        check=check,
+        confirm=functools.partial(second_reading.confirm, pause=pause, say=warn),
         pause=pause,
     )
     changes = tuple(_changes(checkpoint, job)) if checkpoint else ()
@@ -291,20 +307,32 @@ def find(
                 fix=f"use the {what}'s own settings, or another run.dir",
             )
     _refuse_useless(start)
+    check()
     # Before the first step nothing has been done that another setting would have done otherwise.
     start.permit([change for change in changes if change.name in allowable and start.step])
     return start
 
 
-def roll_back(job: Job, spike: SpikeError, say: Callable[[str], None], move: Move) -> None:
+def roll_back(
+    job: Job,
+    spike: SpikeError,
+    say: Callable[[str], None],
+    owner: Lease,
+    pause: Callable[[float], object] = time.sleep,
+) -> None:
     """Notes that the data from the newest checkpoint to a spike are left out; `find` goes back.
 
     Args:
-      move: for `manifest.newest`.
+      owner: of the run.
+      pause: for `manifest.newest`.
 
     Raises FatalError where the run has gone back there too often.
     """
-    checkpoint = manifest.newest(job.run_dir, say, move=move, confirm=second_reading.confirm)
+    confirm = functools.partial(second_reading.confirm, pause=pause, say=say)
+    checkpoint = manifest.newest(
+        job.run_dir, say, move=owner.move, check=owner.check, confirm=confirm, pause=pause
+    )
+    owner.check()
     step = checkpoint.step if checkpoint else 0
     found = skipped_data.add(job.run_dir, job.config.train, spike.step, step)
     say(

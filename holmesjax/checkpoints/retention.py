@@ -33,13 +33,19 @@ class Retention:
       config: says what stays.
       move: renames what is taken away (`Lease.move`); its LostLeaseError passes through.
       warn: takes a line about what cannot be removed.
+      check: called before a record is written (`Lease.check`).
     """
 
     def __init__(
-        self, run_dir: str | Path, config: CheckpointConfig, move: Move, warn: Callable[[str], None]
+        self,
+        run_dir: str | Path,
+        config: CheckpointConfig,
+        move: Move,
+        warn: Callable[[str], None],
+        check: Callable[[], object] = lambda: None,
     ):
         self._run_dir, self._config = Path(run_dir).absolute(), config
-        self._move, self._warn = move, warn
+        self._move, self._warn, self._check = move, warn, check
 
     def after_start(self) -> None:
         """Removes what a crash has left behind."""
@@ -51,6 +57,7 @@ class Retention:
 
     def after_commit(self, step: int) -> None:
         """Writes down that there is a checkpoint after `step`, and removes what it supersedes."""
+        self._check()
         try:
             committed.note(self._run_dir, step)
         except OSError as error:
@@ -76,13 +83,13 @@ class Retention:
             )
 
     def _remove_one(self, path: Path) -> None:
-        target = path
-        if path.suffix != REMOVED:
-            number, target = 1, path.with_name(path.name + REMOVED)
-            while target.exists():  # what could not be deleted before
-                number += 1
-                target = path.with_name(f"{path.name}.{number}{REMOVED}")
-            self._move(path, target)
+        """Renames a folder, whatever its name, and deletes it: the rename asks for the lease."""
+        name, number = path.name.partition(".")[0], 1
+        target = path.with_name(name + REMOVED)
+        while target.exists():  # what could not be deleted before, or is this one
+            number += 1
+            target = path.with_name(f"{name}.{number}{REMOVED}")
+        self._move(path, target)
         shutil.rmtree(target)
 
     def _unfinished(self, last: int | None) -> list[Path]:

@@ -19,16 +19,29 @@ from holmesjax.errors import CheckpointError
 class Due:
     """Whether to save after a step: after so many steps, or so many minutes after the last time.
 
-    The minutes count from the first step that is asked about.
+    The minutes count from the first step that is asked about. `begun` is told of each step after
+    which a checkpoint is written, in the thread that asks.
     """
 
-    def __init__(self, config: CheckpointConfig, clock: Callable[[], float] = time.monotonic):
+    def __init__(
+        self,
+        config: CheckpointConfig,
+        clock: Callable[[], float] = time.monotonic,
+        begun: Callable[[int], object] = lambda step: None,
+    ):
+        self._begun = begun
         self._every, self._interval_s = config.every, 60 * config.minutes
         self._clock = clock
         self._last_s: float | None = None
 
     def __call__(self, step: int) -> bool:
         """To be asked once after each step."""
+        is_due = self._is_due(step)
+        if is_due:
+            self._begun(step)
+        return is_due
+
+    def _is_due(self, step: int) -> bool:
         if self._every is not None:
             return step % self._every == 0
         now_s = self._clock()
@@ -44,7 +57,7 @@ class Due:
 class _Told:
     """The state of a checkpoint that is being written."""
 
-    num: int = 0  # of tellers
+    tellers: list[str] = field(default_factory=list)  # that have told of it
     arrays: dict[str, dict[str, Any]] = field(default_factory=dict)
     files: manifest.Files = field(default_factory=dict)
 
@@ -62,6 +75,7 @@ class Saves:
       commit: makes a checkpoint of what all have told.
       retention: removes what need not stay.
       warn: takes a line about each save that failed, when it fails.
+      committed: told of each step after which a checkpoint was committed.
     """
 
     def __init__(
@@ -71,24 +85,40 @@ class Saves:
         commit: Callable[[int, dict[str, dict[str, Any]], manifest.Files], None],
         retention: Retention,
         warn: Callable[[str], None],
+        committed: Callable[[int], object] = lambda step: None,
     ):
-        self._run_dir, self._num_tellers = run_dir, num_tellers
+        self._run_dir, self._num_tellers, self._committed = run_dir, num_tellers, committed
         self._commit, self._retention, self._warn = commit, retention, warn
         self._told: dict[int, _Told] = {}
         self._failed: set[int] = set()  # steps
         self._failures: list[str] = []  # why, since the last checkpoint
 
-    def saved(self, step: int, arrays: dict[str, dict[str, Any]], files: manifest.Files) -> None:
-        """Takes what a part holds, as `manifest.commit` does."""
+    def begun(self, step: int) -> None:
+        """A checkpoint after this step is to be written; told from any thread."""
+        self._told.setdefault(step, _Told())
+
+    def outstanding(self) -> dict[int, list[str]]:
+        """The steps of the saves that have not ended, and who has told of each."""
+        return {step: told.tellers for step, told in sorted(self._told.copy().items())}
+
+    def saved(
+        self,
+        step: int,
+        arrays: dict[str, dict[str, Any]],
+        files: manifest.Files,
+        teller: str = "",
+    ) -> None:
+        """Takes what a part holds, as `manifest.commit` does, and who tells it."""
         told = self._told.setdefault(step, _Told())
         told.arrays |= arrays
         told.files |= files
-        self._count(step, told)
+        self._count(step, told, teller)
 
-    def failed(self, step: int, reason: str, *, counts: bool = True) -> None:
+    def failed(self, step: int, reason: str, teller: str = "", *, counts: bool = True) -> None:
         """Takes, in one line, why a part cannot be written.
 
         Args:
+          teller: who tells it.
           counts: whether who tells is one of the `num_tellers`.
         """
         if step not in self._failed:
@@ -96,7 +126,7 @@ class Saves:
             self._failures.append(reason)
             self._warn(f"warning: no checkpoint after step {step}: {reason}; the next is tried")
         if counts:
-            self._count(step, self._told.setdefault(step, _Told()))
+            self._count(step, self._told.setdefault(step, _Told()), teller)
 
     def check(self, *, at_end: bool = False) -> None:
         """Raises CheckpointError after two failures in a row; at the end also after one."""
@@ -109,9 +139,9 @@ class Saves:
             fix="free space or choose another run.dir, then resume from the last checkpoint",
         )
 
-    def _count(self, step: int, told: _Told) -> None:
-        told.num += 1
-        if told.num < self._num_tellers:
+    def _count(self, step: int, told: _Told, teller: str) -> None:
+        told.tellers.append(teller)
+        if len(told.tellers) < self._num_tellers:
             return
         del self._told[step]
         if step not in self._failed:
@@ -123,4 +153,5 @@ class Saves:
             self._retention.after_failure(step)
         else:
             self._failures.clear()
+            self._committed(step)
             self._retention.after_commit(step)

@@ -9,43 +9,57 @@ and adds up the arrays of the part in question with NumPy.
 import argparse
 import importlib
 import os
-import subprocess
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 
+from holmesjax import helper_process
 from holmesjax.checkpoints import manifest
 from holmesjax.checkpoints.manifest import Checkpoint
 from holmesjax.errors import DamagedError, PeerError
+from holmesjax.hosts.process_environment import die_with
 
 DAMAGED = 3  # the exit status where it finds so, too
 LIMIT_S = 3600.0  # to read a part
+TELL_S = 10.0  # between two lines that say how far it is
 
 
-def confirm(checkpoint: Checkpoint, error: DamagedError) -> None:
+def confirm(
+    checkpoint: Checkpoint,
+    error: DamagedError,
+    *,
+    pause: Callable[[float], object] = time.sleep,
+    say: Callable[[str], object] = lambda line: None,
+) -> None:
     """Returns if another process finds the checkpoint damaged, too.
+
+    Args:
+      checkpoint: the checkpoint in question.
+      error: what one process has found.
+      pause: waits for some seconds; what it raises ends the other process, and passes through.
+      say: takes lines that tell how far the other process is.
 
     Raises PeerError if that process can read it, or cannot tell.
     """
-    command = [sys.executable, "-m", __spec__.name, str(checkpoint.path)]
+    arguments = [str(checkpoint.path)]
     if part := _part(checkpoint, error):
-        command += ["--part", part]
-    root = str(Path(__file__).parents[2])
-    path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
-    env = {**os.environ, "PYTHONPATH": path, "JAX_PLATFORMS": "cpu"}
+        arguments += ["--part", part]
     found: object = error.found
+    module = __spec__.name
     try:
-        done = subprocess.run(
-            command, env=env, capture_output=True, text=True, timeout=LIMIT_S, check=False
-        )
-    except (OSError, subprocess.TimeoutExpired) as problem:
+        done = helper_process.run_module(module, arguments, limit_s=LIMIT_S, pause=pause, say=say)
+    except OSError as problem:
         said, found = "and no other process could look", problem
     else:
-        if done.returncode == DAMAGED:
+        if done.status == DAMAGED:
             return
         said = "and another process has read it as it was written"
-        if done.returncode:
-            lines = done.stderr.strip().splitlines() or [f"status {done.returncode}"]
-            said, found = "and no other process could look", lines[-1]
+        if done.status is None:
+            said, found = "and no other process could look", f"it took more than {LIMIT_S:g} s"
+        elif done.status:
+            said = "and no other process could look"
+            found = done.last_line or f"status {done.status}"
     raise PeerError(
         error.where,
         f"{error.problem}, {said}",
@@ -73,6 +87,19 @@ def _forget(folder: Path) -> None:
                 os.close(file)
 
 
+class _Teller:
+    """Says at times how many arrays were read."""
+
+    def __init__(self, path: Path):
+        self._path, self._told_s = path, time.monotonic()
+
+    def __call__(self, done: int, total: int) -> None:
+        if time.monotonic() - self._told_s < TELL_S:
+            return
+        self._told_s = time.monotonic()
+        print(f"  {done} of {total} arrays of {self._path.name} are read again", flush=True)
+
+
 def _look(path: Path, part: str | None) -> int:
     try:
         _forget(path)
@@ -80,17 +107,15 @@ def _look(path: Path, part: str | None) -> int:
         manifest.verify(found)
         if part:
             # Imported here: only arrays need JAX.
-            importlib.import_module("holmesjax.checkpoints.checkpoint").verify_arrays(found, part)
-    except DamagedError as error:
-        print(error)
-        return DAMAGED
-    except OSError as error:
-        print(f"{path}: {error}")
+            arrays = importlib.import_module("holmesjax.checkpoints.checkpoint")
+            arrays.verify_arrays(found, part, _Teller(path))
+    except (DamagedError, OSError):
         return DAMAGED
     return 0
 
 
 if __name__ == "__main__":
+    die_with(os.environ.get("HOLMES_PARENT"))
     parser = argparse.ArgumentParser()
     parser.add_argument("path", type=Path)
     parser.add_argument("--part")

@@ -133,6 +133,8 @@ class CheckpointConfig:
     keep: Count = 3  # newest checkpoints that are kept
     # Hours of which one checkpoint is kept besides, the first of each. None: no other is kept.
     keep_every_hours: Positive | None = 12.0
+    # Intervals without a committed checkpoint until an alarm says so, while steps go on.
+    alarm_intervals: Count = 3
 
     def __post_init__(self) -> None:
         refuse_mistakes(checkpoint=self)

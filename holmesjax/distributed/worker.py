@@ -219,6 +219,7 @@ class Worker:
                 if saved
                 else runner.init(job.config.train.seed, member.advance)
             )
+            epoch = self._env.get("HOLMES_EPOCH")  # a scheduler sets none
             session = Session(
                 config=job.config,
                 runner=runner,
@@ -230,7 +231,7 @@ class Worker:
                         stages,
                         self._send_saved,
                         self._send_unsaved,
-                        lease.fence(job.run_dir),
+                        lease.fence(job.run_dir, int(epoch) if epoch else None),
                     )
                 ),
                 tell=_Reporter(member),

@@ -2,25 +2,24 @@
 
 import dataclasses
 import json
-import math
 import os
-import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from holmesjax import job as jobs
 from holmesjax.config import Config
 from holmesjax.errors import DataError
-from holmesjax.report import metrics
+from holmesjax.report import history, metrics
 from holmesjax.report.goodput import goodput
+from holmesjax.report.history import History
 from holmesjax.units import duration, show
 
 LAST = 0.1  # the share of the common steps over which the last loss is a mean
 NOWHERE = "-"  # a run has no such number
-
-Record = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +27,7 @@ class ComparedRun:
     """A run that has finished at least one step."""
 
     name: str
-    records: Sequence[Record]  # of all steps, in order
+    history: History  # of all steps
     config: Config
 
 
@@ -41,15 +40,15 @@ def load(run_dirs: Sequence[str]) -> list[ComparedRun]:
     """
     found = []
     for run_dir, name in zip(run_dirs, short_names(run_dirs), strict=True):
-        config, records = jobs.load_config(run_dir), metrics.read(run_dir)
-        if not records:
+        config, found_steps = jobs.load_config(run_dir), history.read(run_dir)
+        if not len(found_steps):
             raise DataError(
                 str(Path(run_dir) / metrics.FILE),
                 "has no finished step, so there is nothing to compare",
                 found="no records",
                 fix="train at least one step, or leave this run out",
             )
-        found.append(ComparedRun(name, records, config))
+        found.append(ComparedRun(name, found_steps, config))
     return found
 
 
@@ -71,34 +70,37 @@ def numbers(runs: Sequence[ComparedRun]) -> list[tuple[str, list[str]]]:
 
     The last losses are means over the same steps, those before the last step that all runs have.
     """
-    common = min(run.records[-1]["step"] for run in runs)
+    common = min(run.history.last["step"] for run in runs)
     first = common - max(1, round(LAST * common)) + 1
     window = f"{first} to {common}" if first < common else str(common)
 
     def loss(run: ComparedRun) -> str:
-        own = [r["loss"] for r in run.records if first <= r["step"] <= common]
-        return _text(own, statistics.fmean, "{:.4f}")
+        step = run.history.of("step")
+        own = run.history.of("loss")[(first <= step) & (step <= common)]
+        return _text(own, np.mean, "{:.4f}")
 
     def validation(run: ComparedRun) -> str:
-        own = [(r["val_loss"], r["step"]) for r in run.records if "val_loss" in r]
-        if not (finite := [pair for pair in own if math.isfinite(pair[0])]):
+        step, value = run.history.with_steps("val_loss")
+        if not np.isfinite(value).any():
             return NOWHERE
-        value, step = min(finite)
-        return f"{value:.4f} at {step}"
+        best = np.nanargmin(np.where(np.isfinite(value), value, np.nan))
+        return f"{value[best]:.4f} at {step[best]:.0f}"
 
     def middle(name: str, form: Any) -> Any:
-        return lambda run: _text([r[name] for r in run.records if name in r], _median, form)
+        return lambda run: _text(run.history.of(name), np.median, form)
 
-    traffic = lambda run: show(
-        _median([sum(record["link_bytes"].values()) for record in run.records]), "B"
-    )
-    whole = lambda run: duration(math.fsum(record["step_time_s"] for record in run.records))
-    skipped = lambda run: str(sum(bool(record["skipped"]) for record in run.records))
+    def traffic(run: ComparedRun) -> str:
+        links = run.history.entries("link_bytes")
+        sent = [np.nan_to_num(run.history.of(("link_bytes", name))) for name in links]
+        return show(float(np.median(sum(sent, np.zeros(len(run.history))))), "B")
+
+    whole = lambda run: duration(float(run.history.of("step_time_s").sum()))
+    skipped = lambda run: str(np.count_nonzero(run.history.of("skipped") > 0))
     useful = lambda run: (
-        f"{goodput(run.records[-1]):.1%}" if "wall_s" in run.records[-1] else NOWHERE
+        f"{goodput(run.history.last):.1%}" if "wall_s" in run.history.last else NOWHERE
     )
     rows: list[tuple[str, Any]] = [
-        ("steps", lambda run: f"{run.records[-1]['step']:,} of {run.config.train.steps:,}"),
+        ("steps", lambda run: f"{run.history.last['step']:,} of {run.config.train.steps:,}"),
         (f"loss, steps {window}", loss),
         ("best validation loss", validation),
         ("steps skipped", skipped),
@@ -115,14 +117,12 @@ def numbers(runs: Sequence[ComparedRun]) -> list[tuple[str, list[str]]]:
     return [(name, cells) for name, cells in table if set(cells) != {NOWHERE}]
 
 
-def _text(values: Sequence[float], mean: Any, form: Any) -> str:
-    if not (finite := [value for value in values if math.isfinite(value)]):
+def _text(values: np.ndarray, mean: Callable[[np.ndarray], Any], form: Any) -> str:
+    finite = values[np.isfinite(values)]
+    if not len(finite):
         return NOWHERE
-    return form.format(mean(finite)) if isinstance(form, str) else form(mean(finite))
-
-
-def _median(values: Sequence[float]) -> float:
-    return float(statistics.median(values))
+    value = float(mean(finite))
+    return form.format(value) if isinstance(form, str) else str(form(value))
 
 
 def settings(runs: Sequence[ComparedRun]) -> list[tuple[str, list[str]]]:

@@ -5,7 +5,6 @@ display and inside notebooks.
 """
 
 import math
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -17,6 +16,8 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch, Rectangle
 from matplotlib.ticker import MaxNLocator, NullFormatter
 
+from holmesjax.report import history as histories
+from holmesjax.report.history import History
 from holmesjax.report.style import (
     BLUE,
     DARK,
@@ -49,59 +50,63 @@ Record = Mapping[str, Any]
 MAX_POINTS, MAX_BARS = 800, 200
 
 
-def loss_curve(records: Sequence[Record]) -> Figure:
+def loss_curve(records: History | Sequence[Record]) -> Figure:
     """Training and validation loss over steps, in nats per token; skipped steps are marked."""
+    history = histories.of(records)
     figure, axes = _figure(height_in=3.6)
-    _draw_loss(axes, records, BLUE, "training")
-    validated = [record for record in records if "val_loss" in record]
-    if validated:
-        at, value = zip(*((r["step"], r["val_loss"]) for r in validated), strict=True)
+    _draw_loss(axes, history, BLUE, "training")
+    if history.last_validated:
         style: dict[str, Any] = {"color": ORANGE, "markersize": 4.5, "linewidth": 1}
-        axes.plot(at, value, "o-", **style, clip_on=False, label="validation")
-    for number, name in enumerate(validated[-1].get("val_losses", {}) if validated else {}):
-        own = [r for r in validated if name in r.get("val_losses", {})]
-        at, value = zip(*((r["step"], r["val_losses"][name]) for r in own), strict=True)
-        style = {"color": SERIES[(number + 2) % len(SERIES)], "markersize": 3, "linewidth": 0.8}
-        axes.plot(at, value, "o--", **style, clip_on=False, label=f"validation: {name}")
-    bad = [r["step"] for r in records if r["skipped"] or not math.isfinite(r["loss"])]
-    if bad:
-        height = [0.03] * len(bad)
+        points = map(_thinned, history.with_steps("val_loss"))
+        axes.plot(*points, "o-", **style, clip_on=False, label="validation")
+        for number, name in enumerate(history.last_validated.get("val_losses", {})):
+            points = map(_thinned, history.with_steps(("val_losses", name)))
+            style = {"color": SERIES[(number + 2) % len(SERIES)], "markersize": 3, "linewidth": 0.8}
+            axes.plot(*points, "o--", **style, clip_on=False, label=f"validation: {name}")
+    step, is_finite = history.of("step"), np.isfinite(history.of("loss"))
+    if len(bad := step[(history.of("skipped") > 0) | ~is_finite]):
+        bad = bad[:: -(-len(bad) // MAX_POINTS)]
         transform = axes.get_xaxis_transform()
         label = "skipped: gradient not finite"
-        if any(r.get("spike") for r in records):
+        if (history.of("spike") > 0).any():
             label += ", or a spike"
-        axes.plot(bad, height, "x", color=RED, markersize=5, transform=transform, label=label)
-    if not any(math.isfinite(record["loss"]) for record in records):
+        style = {"color": RED, "markersize": 5, "transform": transform, "label": label}
+        axes.plot(bad, [0.03] * len(bad), "x", **style)
+    if not is_finite.any():
         axes.set_yticks([])
     axes.set_ylabel("loss (nats per token)")
-    _step_axis(axes, records[0]["step"], records[-1]["step"])
+    _step_axis(axes, history.first["step"], history.last["step"])
     axes.legend(loc="upper right", **LEGEND)
     return figure
 
 
-def loss_curves(runs: Mapping[str, Sequence[Record]]) -> Figure:
+def loss_curves(runs: Mapping[str, History | Sequence[Record]]) -> Figure:
     """Training losses of runs over steps, by name; dots are validation losses."""
     figure, axes = _figure(height_in=4.2)
-    for number, (name, records) in enumerate(runs.items()):
+    found = {name: histories.of(records) for name, records in runs.items()}
+    for number, (name, history) in enumerate(found.items()):
         color = SERIES[number % len(SERIES)]
-        _draw_loss(axes, records, color, name)
-        validated = [record for record in records if "val_loss" in record]
-        at, value = ([record[key] for record in validated] for key in ("step", "val_loss"))
-        axes.plot(at, value, "o", color=color, markersize=4.5, clip_on=False)
+        _draw_loss(axes, history, color, name)
+        points = map(_thinned, history.with_steps("val_loss"))
+        axes.plot(*points, "o", color=color, markersize=4.5, clip_on=False)
     axes.set_ylabel("loss (nats per token)")
-    ends = [(records[0]["step"], records[-1]["step"]) for records in runs.values()]
+    ends = [(history.first["step"], history.last["step"]) for history in found.values()]
     _step_axis(axes, min(first for first, _ in ends), max(last for _, last in ends))
     axes.legend(loc="upper right", **LEGEND)
     return figure
 
 
-def _draw_loss(axes: Axes, records: Sequence[Record], color: str, label: str) -> None:
+def _thinned(values: np.ndarray) -> np.ndarray:
+    """Means of as many neighbours as leave `MAX_POINTS` at most."""
+    return _group_means(values, max(-(-len(values) // MAX_POINTS), 1))
+
+
+def _draw_loss(axes: Axes, history: History, color: str, label: str) -> None:
     """Draws a training loss, and behind a mean of many steps the losses themselves."""
-    step = np.array([record["step"] for record in records], float)
-    loss = np.array([record["loss"] for record in records], float)
-    loss[~np.isfinite(loss)] = np.nan
-    group = -(-len(records) // MAX_POINTS)
-    x, y = _group_means(step, group), _group_means(loss, group)
+    loss = history.of("loss")
+    group = -(-len(loss) // MAX_POINTS)
+    x = _group_means(history.of("step"), group)
+    y = _group_means(np.where(np.isfinite(loss), loss, np.nan), group)
     if len(x) < 50:
         axes.plot(x, y, color=color, marker="o", markersize=3.5, label=label)
         return
@@ -193,19 +198,21 @@ def _draw_bar(
             axes.text(*middle, text, ha="center", va="center", fontsize=8.5, color=TEXT_ON[color])
 
 
-def link_traffic(records: Sequence[Record]) -> Figure:
+def link_traffic(records: History | Sequence[Record]) -> Figure:
     """Bytes that crossed each link: in every step, and since the first; links are stacked."""
+    history = histories.of(records)
     figure = Figure(figsize=(10, 3.6), layout="constrained")
     per_step, cumulative = figure.subplots(1, 2)
-    sent: dict[str, list[float]] = defaultdict(lambda: [0.0] * len(records))
-    for index, record in enumerate(records):
-        for name, num_bytes in record["link_bytes"].items():
-            sent[name][index] = num_bytes
-    group = -(-len(records) // MAX_BARS)
-    edges = [*(record["step"] - 0.5 for record in records[::group]), records[-1]["step"] + 0.5]
-    num_steps = [len(records[at : at + group]) for at in range(0, len(records), group)]
+    sent = {
+        name: np.nan_to_num(history.of(("link_bytes", name)))
+        for name in history.entries("link_bytes")
+    }
+    first, last = history.first["step"], history.last["step"]
+    group = -(-len(history) // MAX_BARS)
+    edges = [*(history.of("step")[::group] - 0.5), last + 0.5]
+    num_steps = [min(group, len(history) - at) for at in range(0, len(history), group)]
     for axes, title in ((per_step, "per step"), (cumulative, "since the first step")):
-        heights = {name: _group_means(np.array(values), group) for name, values in sent.items()}
+        heights = {name: _group_means(values, group) for name, values in sent.items()}
         if axes is cumulative:
             heights = {name: np.cumsum(means * num_steps) for name, means in heights.items()}
         top = max(sum(heights.values(), np.zeros(len(num_steps))), default=0.0)
@@ -213,14 +220,14 @@ def link_traffic(records: Sequence[Record]) -> Figure:
         baseline = np.zeros(len(num_steps))
         for index, (name, height) in enumerate(heights.items()):
             color = SERIES[index % len(SERIES)]
-            label = f"{name}: {show(sum(sent[name]), 'B')}"
+            label = f"{name}: {show(float(sent[name].sum()), 'B')}"
             stacked = baseline + height / scale
             axes.stairs(stacked, edges, baseline=baseline, fill=True, color=color, label=label)
             baseline = stacked
         _style(axes)
         axes.set_title(title, loc="left", fontsize=10, color=INK)
         axes.set_ylabel(f"{unit} sent")
-        _step_axis(axes, records[0]["step"], records[-1]["step"])
+        _step_axis(axes, first, last)
         axes.set_ylim(0, 1.1 * top / scale or 1.0)
     if sent:
         handles, labels = per_step.get_legend_handles_labels()

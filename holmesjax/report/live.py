@@ -15,6 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from holmesjax import job as jobs, lease
+from holmesjax.checkpoints.commit_alarm import FIELD
 from holmesjax.config import Config
 from holmesjax.plan.plan import Plan, layers_text
 from holmesjax.report import metrics
@@ -82,6 +83,9 @@ def describe(
     skipped = sum(bool(record["skipped"]) for record in records)
     bad = f"  {skipped} of the last {len(records)} steps skipped" if skipped else ""
     shown.append(Text(f"loss {last['loss']:.4f}{validation}{bad}"))
+    if owner and FIELD in last:
+        text = f"ALARM: no checkpoint since {last[FIELD]:,} steps; the launcher's output says more"
+        shown.append(Text(text))
     shown.append(Text(sparkline([record["loss"] for record in records], WIDTH)))
     if plan is not None and len(plan.stages) > 1:
         shown += [Text(""), _stages(plan, recent), Text(""), _links(recent, middle("step_time_s"))]

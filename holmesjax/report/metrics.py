@@ -15,32 +15,60 @@ import math
 import os
 import sys
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, BinaryIO, Protocol
 
 from holmesjax.config import LogConfig
-from holmesjax.errors import ConfigError, DataError
+from holmesjax.errors import ConfigError, DataError, PeerError
+from holmesjax.lease import Lease
 
 FILE = "metrics.jsonl"
 MOST_QUEUED = 10_000  # records that wait for a sink, or for a disk that is full
-CLOSE_S = 10.0  # for a sink to write what waits, and to end
+CLOSE_S = 10.0  # for sinks to write what waits, and to end
 BLOCK_BYTES = 1 << 20  # of the file, read at once from its end
 PACKAGES = {"tensorboard": ("tensorboardX", "tb"), "wandb": ("wandb", "wandb")}  # module, extra
 
 Record = dict[str, Any]
+_DECODER = json.JSONDecoder()  # `json.loads` takes half as long again
 
 
 def read(run_dir: str | Path) -> list[dict[str, Any]]:
     """The records of a run in the order of their steps; of two with one step, the later wins.
 
-    A last line that a crash has cut short is left out.
+    A last line that a crash has cut short is left out. A long run fills the memory: `history` reads
+    the numbers alone.
     """
-    path = Path(run_dir) / FILE
-    lines = path.read_bytes().splitlines() if path.exists() else []
-    records = {record["step"]: record for record in _parsed(path, lines)}
+    records = {record["step"]: record for record in stream(run_dir)}
     return [records[step] for step in sorted(records)]
+
+
+def stream(run_dir: str | Path, *, is_raw: bool = False) -> Iterator[dict[str, Any]]:
+    """Yields the records of a run as they were written; a torn last line is left out.
+
+    Args:
+      run_dir: the run folder.
+      is_raw: leaves None for numbers that are not finite, which takes half the time.
+
+    Raises DataError for another line that is no record.
+    """
+    parse = _raw_record if is_raw else _record
+    path = Path(run_dir) / FILE
+    if not path.exists():
+        return
+    bad: tuple[int, bytes] | None = None
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            if bad:
+                raise _no_record(f"line {bad[0]}", path, bad[1])
+            try:
+                record = parse(line)
+            except ValueError:  # not JSON, or not UTF-8
+                bad = number, line.rstrip(b"\n")
+            else:
+                yield record
 
 
 def read_last(run_dir: str | Path, done_steps: int) -> tuple[Record | None, Record | None]:
@@ -66,7 +94,14 @@ def read_tail(run_dir: str | Path, num_bytes: int) -> list[dict[str, Any]]:
         start = max(file.tell() - num_bytes, 0)
         file.seek(start)
         lines = file.read().splitlines()[bool(start) :]  # the first may be torn
-    return _parsed(path, lines)
+    found = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            found.append(_record(line))
+        except ValueError:
+            if number < len(lines):
+                raise _no_record(f"line {number} of its end", path, line) from None
+    return found
 
 
 def check_installed(log: LogConfig) -> None:
@@ -121,12 +156,15 @@ class _QueuedSink:
                 self._num_dropped += 1
             self._changed.notify()
 
-    def close(self) -> None:
-        """Waits until all is written, but not for longer than `CLOSE_S`."""
+    def end(self) -> None:
+        """Takes no more records, and lets the thread end when all are written."""
         with self._changed:
             self._is_closing = True
             self._changed.notify()
-        self._thread.join(CLOSE_S)
+
+    def wait(self, timeout_s: float) -> None:
+        """Waits for the end of the thread, but not for longer than this."""
+        self._thread.join(max(timeout_s, 0.0))
         if self._thread.is_alive():
             self._warn(f"{self._name} did not end within {CLOSE_S:g} s, and is left behind")
         if self._num_dropped:
@@ -164,6 +202,7 @@ class Metrics:
         *,
         done_steps: int = 0,
         warn: Callable[[str], object] = _warn,
+        owner: Lease | None = None,
     ):
         check_installed(log)
         run_dir = Path(run_dir)
@@ -174,14 +213,21 @@ class Metrics:
             self._sinks.append(_QueuedSink(_Wandb(run_dir), "Weights & Biases", warn))
         if log.tensorboard or (log.tensorboard is None and _is_installed("tensorboard")):
             self._sinks.append(_QueuedSink(_TensorBoard(run_dir, done_steps), "TensorBoard", warn))
-        _cut(run_dir / FILE, done_steps)
+        self._check = owner.check if owner else lambda: None
+        _cut(run_dir / FILE, done_steps, self._check, anew=bool(owner and owner.is_taken_over))
+        if owner:
+            owner.settle()
         self._file = (run_dir / FILE).open("ab", buffering=0)
         self._size = self._file.seek(0, os.SEEK_END)  # of whole lines
         self._lines: list[bytes] = []  # that are not in the file yet
         self._is_failing = False
 
     def write(self, record: Mapping[str, Any]) -> None:
-        """Appends the record of one step: numbers, booleans, and dicts of them."""
+        """Appends the record of one step: numbers, booleans, and dicts of them.
+
+        Raises LostLeaseError where another process owns the run by now.
+        """
+        self._check()
         self._lines.append(json.dumps(_finite(record), allow_nan=False).encode() + b"\n")
         self._append()
         scalars = _scalars(record)
@@ -221,7 +267,10 @@ class Metrics:
         with contextlib.suppress(OSError):
             self._file.close()
         for sink in self._sinks:
-            sink.close()
+            sink.end()
+        deadline_s = time.monotonic() + CLOSE_S  # for all of them together
+        for sink in self._sinks:
+            sink.wait(deadline_s - time.monotonic())
 
     def __enter__(self) -> "Metrics":
         return self
@@ -295,17 +344,6 @@ def _scalars(record: Mapping[str, Any]) -> dict[str, float]:
     return scalars
 
 
-def _parsed(path: Path, lines: list[bytes]) -> list[dict[str, Any]]:
-    found = []
-    for number, line in enumerate(lines, start=1):
-        try:
-            found.append(_record(line))
-        except ValueError:  # not JSON, or not UTF-8
-            if number < len(lines):
-                raise _no_record(f"line {number}", path, line) from None
-    return found
-
-
 def _from_end(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     """Each record of the file and where its line ends, the last first; a torn last is left out."""
     is_last = True
@@ -348,24 +386,75 @@ def _no_record(line: str, path: Path, content: bytes) -> DataError:
     )
 
 
-def _record(line: bytes) -> dict[str, Any]:
+def _raw_record(line: bytes) -> dict[str, Any]:
     """Raises ValueError for what is no record: not JSON, not UTF-8, or without a step."""
-    record = json.loads(line, object_hook=_nan_for_null)
+    record = _DECODER.decode(line.decode())
     if not isinstance(record, dict) or not isinstance(record.get("step"), int):
         raise ValueError("no record of a step")
     return record
 
 
-def _nan_for_null(record: dict[str, Any]) -> dict[str, Any]:
-    return {key: math.nan if value is None else value for key, value in record.items()}
+def _record(line: bytes) -> dict[str, Any]:
+    """The same with NaN for null."""
+    return with_nan(_raw_record(line))
 
 
-def _cut(path: Path, done_steps: int) -> None:
-    """Drops the records after `done_steps` and what is torn: all of them are at the file's end."""
+def with_nan(record: Mapping[str, Any]) -> dict[str, Any]:
+    """The same record with NaN for None, which stands for a number that is not finite."""
+    return {
+        key: math.nan if value is None else with_nan(value) if isinstance(value, dict) else value
+        for key, value in record.items()
+    }
+
+
+def _cut(path: Path, done_steps: int, check: Callable[[], object], *, anew: bool) -> None:
+    """Drops the records after `done_steps` and what is torn: all of them are at the file's end.
+
+    Args:
+      path: the file.
+      done_steps: steps that stay.
+      check: raises where the run is another's by now.
+      anew: whether an owner before this may have the file open, and wake up. What stays is then
+        copied, so that whatever that owner cuts or appends is in no file of the run.
+    """
     if not path.exists():
         return
-    kept = (end for end, record in _from_end(path) if record["step"] <= done_steps)
+    kept = next((end for end, record in _from_end(path) if record["step"] <= done_steps), 0)
+    if anew:
+        copy = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+        try:
+            with path.open("rb") as source, copy.open("wb") as target:
+                left = kept
+                while left and (part := source.read(min(left, BLOCK_BYTES))):
+                    target.write(part)
+                    left -= len(part)
+                if left:
+                    raise _shrinks(path)
+                _end_line(target)
+                target.flush()
+                os.fsync(target.fileno())
+            check()
+            copy.replace(path)
+        finally:
+            copy.unlink(missing_ok=True)
+        return
     with path.open("r+b") as file:
-        file.truncate(next(kept, 0))
-        if file.seek(0, os.SEEK_END):
-            file.write(b"\n")
+        check()
+        file.truncate(kept)
+        file.seek(0, os.SEEK_END)
+        _end_line(file)
+
+
+def _end_line(file: BinaryIO) -> None:
+    """Ends the last of the whole lines that were kept, if there is one."""
+    if file.tell():
+        file.write(b"\n")
+
+
+def _shrinks(path: Path) -> PeerError:
+    return PeerError(
+        str(path),
+        "has become shorter while it was copied",
+        found="an owner of the run that had stood still has woken up",
+        fix="start again with the same command",
+    )

@@ -9,24 +9,29 @@ and its style; this module prepares the values.
 import io
 import json
 import math
+import os
 import re
-import statistics
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 from xml.etree import ElementTree
 
 import matplotlib
+import numpy as np
 from jinja2 import Environment, StrictUndefined, Template
 from markupsafe import Markup
 from matplotlib.figure import Figure
 
 from holmesjax import yaml_files
+from holmesjax.checkpoints import commit_alarm
 from holmesjax.errors import DataError, HolmesError
+from holmesjax.hosts.process_environment import die_with
 from holmesjax.lab import scaled_topology
 from holmesjax.plan import forecast
 from holmesjax.plan.plan import Plan, StagePlan, layers_text
-from holmesjax.report import figures, goodput, mesh_picture, metrics, style, trace
+from holmesjax.report import figures, goodput, history, mesh_picture, metrics, style, trace
+from holmesjax.report.history import History
 from holmesjax.topology import loading
 from holmesjax.topology.machines import Topology
 from holmesjax.units import duration, show
@@ -98,8 +103,8 @@ def write_report(run_dir: str | Path) -> Path:
     Returns the path of the report. Raises `DataError` if no step is finished.
     """
     run_dir = Path(run_dir)
-    records = metrics.read(run_dir)
-    if not records:
+    records = history.read(run_dir)
+    if not len(records):
         raise DataError(
             str(run_dir / metrics.FILE),
             "has no finished step, so there is nothing to report",
@@ -144,25 +149,26 @@ def _template() -> Template:
     return environment.from_string(path.read_text(encoding="utf-8"))
 
 
-def _facts(plan: Plan, records: Sequence[Record]) -> list[str]:
+def _facts(plan: Plan, records: History) -> list[str]:
     num_devices = sum(len(stage.devices) for stage in plan.stages)
     return [
         f"topology {plan.topology}",
         f"{_count(len(plan.stages), 'stage')} on {_count(num_devices, 'device')}",
         f"schedule {plan.schedule} with {_count(plan.microbatches, 'microbatch', 'es')}",
-        f"step {records[-1]['step']:,}",
+        f"step {records.last['step']:,}",
     ]
 
 
-def _cards(plan: Plan, records: Sequence[Record]) -> list[_Card]:
-    first, last = records[0], records[-1]
-    validated = [record for record in records if "val_loss" in record]
-    tokens = sum(r["tokens_per_s"] * r["step_time_s"] for r in records)
-    skipped = sum(bool(record["skipped"]) for record in records)
+def _cards(plan: Plan, records: History) -> list[_Card]:
+    first, last = records.first, records.last
+    validated = records.last_validated
+    steps_s = records.of("step_time_s")
+    tokens = float(np.dot(records.of("tokens_per_s"), steps_s))
+    skipped = int(np.count_nonzero(records.of("skipped") > 0))
     rate, step_s = _median(records, "tokens_per_s"), _median(records, "step_time_s")
-    used = [record for record in records if "mfu" in record]
+    has_mfu = bool(records.has("mfu").any())
     left_s = last.get("time_left_s", 0.0)
-    total_s = sum(record["step_time_s"] for record in records)
+    total_s = float(steps_s.sum())
     return [
         _Card(
             "Final loss",
@@ -172,18 +178,19 @@ def _cards(plan: Plan, records: Sequence[Record]) -> list[_Card]:
         ),
         _Card(
             "Validation loss",
-            _number(validated[-1]["val_loss"], ".3f") if validated else "none",
+            _number(validated["val_loss"], ".3f") if validated else "none",
             "nats/token" if validated else "",
-            f"at step {validated[-1]['step']:,}" if validated else "not measured in this run",
+            f"at step {validated['step']:,}" if validated else "not measured in this run",
         ),
         *(
             _Card(f"Validation: {name}", _number(loss, ".3f"), "nats/token", "")
-            for name, loss in (validated[-1].get("val_losses", {}) if validated else {}).items()
+            for name, loss in (validated.get("val_losses", {}) if validated else {}).items()
         ),
         _Card("Throughput", _number(rate, ",.0f"), "tokens/s", "median over steps"),
         _Card("Step time", _number(step_s, ".3g"), "s", "median over steps"),
         *_input_wait(records),
         *_goodput(last),
+        *_alarms(records),
         _Card(
             "Tokens",
             _number(tokens, ",.0f"),
@@ -192,10 +199,10 @@ def _cards(plan: Plan, records: Sequence[Record]) -> list[_Card]:
         ),
         _Card(
             "MFU",
-            _number(_median(used, "mfu"), ".1%") if used else "none",
+            _number(_median(records, "mfu"), ".1%") if has_mfu else "none",
             "",
             "of the devices' peak, median over steps"
-            if used
+            if has_mfu
             else "these devices have no data sheet",
         ),
         _Card(
@@ -207,14 +214,24 @@ def _cards(plan: Plan, records: Sequence[Record]) -> list[_Card]:
     ]
 
 
-def _input_wait(records: Sequence[Record]) -> list[_Card]:
+def _input_wait(records: History) -> list[_Card]:
     """The wait for batches; nothing of runs that did not measure it."""
-    waits = [record for record in records if "input_wait_s" in record]
-    if not waits:
+    waited = records.has("input_wait_s")
+    if not waited.any():
         return []
-    share = sum(r["input_wait_s"] for r in waits) / sum(r["step_time_s"] for r in waits)
-    wait_s = _number(_median(waits, "input_wait_s"), ".3g")
+    spent_s = records.of("step_time_s")[waited].sum()
+    share = float(records.of("input_wait_s")[waited].sum() / spent_s)
+    wait_s = _number(_median(records, "input_wait_s"), ".3g")
     return [_Card("Input wait", wait_s, "s", f"median over steps; {share:.1%} of the wall time")]
+
+
+def _alarms(records: History) -> list[_Card]:
+    """The steps during which no checkpoint had been committed for too long."""
+    steps, since = records.with_steps(commit_alarm.FIELD)
+    if not len(steps):
+        return []
+    note = f"without a checkpoint, for {since.max():,.0f} steps at most; last at {steps[-1]:,.0f}"
+    return [_Card("Alarm", f"{len(steps):,}", "steps", note)]
 
 
 def _goodput(last: Record) -> list[_Card]:
@@ -225,7 +242,7 @@ def _goodput(last: Record) -> list[_Card]:
     return [_Card("Goodput", _number(goodput.goodput(last), ".1%"), "", spent)]
 
 
-def _plan_section(plan: Plan, records: Sequence[Record], titles: _Titles) -> _Section:
+def _plan_section(plan: Plan, records: History, titles: _Titles) -> _Section:
     columns = ("Stage", "Cluster", "Layers", "Mesh and fabrics", "Devices", "Memory per device")
     stages = [_stage_row(number, stage) for number, stage in enumerate(plan.stages)]
     step_s, bubble = _median(records, "step_time_s"), _median(records, "bubble_share")
@@ -244,12 +261,9 @@ def _plan_section(plan: Plan, records: Sequence[Record], titles: _Titles) -> _Se
     return _Section("Plan", text, tables)
 
 
-def _memory_rows(plan: Plan, records: Sequence[Record]) -> list[tuple[str, str, str]]:
+def _memory_rows(plan: Plan, records: History) -> list[tuple[str, str, str]]:
     """The fullest device of each stage; nothing where devices keep no statistics, as CPUs."""
-    peaks: dict[str, int] = {}
-    for record in records:
-        peaks |= record.get("memory_bytes", {})
-    rows = []
+    peaks, rows = records.memory_bytes, []
     for number, stage in enumerate(plan.stages):
         names = (f"device {device}" for device in stage.devices)
         if known := [peaks[name] for name in names if name in peaks]:
@@ -284,7 +298,7 @@ def _first_to_last(items: Sequence[object]) -> str:
     return str(items[0]) if len(items) == 1 else f"{items[0]} to {items[-1]}"
 
 
-def _loss_section(records: Sequence[Record]) -> _Section:
+def _loss_section(records: History) -> _Section:
     picture = _picture("loss", figures.loss_curve(records))
     return _Section("Loss", "In nats per token.", pictures=[("", picture)])
 
@@ -335,8 +349,8 @@ def _write_trace(
     trace.write(path, found)
 
 
-def _traffic_section(records: Sequence[Record]) -> _Section:
-    if not any(record["link_bytes"] for record in records):
+def _traffic_section(records: History) -> _Section:
+    if not records.entries("link_bytes"):
         return _Section("Traffic", "This run has one stage: nothing crosses between stages.")
     text = "What the stages sent each other; the links are stacked on one another."
     picture = _picture("traffic", figures.link_traffic(records))
@@ -443,9 +457,10 @@ def _attribute(key: str, value: str, name: str) -> str:
     return value
 
 
-def _median(records: Sequence[Record], name: str) -> float:
-    known = [record[name] for record in records if math.isfinite(record[name])]
-    return statistics.median(known) if known else math.nan
+def _median(records: History, name: str) -> float:
+    values = records.of(name)
+    known = values[np.isfinite(values)]
+    return float(np.median(known)) if len(known) else math.nan
 
 
 def _number(value: float, form: str | Callable[[float], str]) -> str:
@@ -456,3 +471,11 @@ def _number(value: float, form: str | Callable[[float], str]) -> str:
 
 def _count(number: int, noun: str, plural: str = "s") -> str:
     return f"{number:,} {noun}{plural if number != 1 else ''}"
+
+
+if __name__ == "__main__":
+    die_with(os.environ.get("HOLMES_PARENT"))
+    try:
+        print(write_report(sys.argv[1]))
+    except HolmesError as wrong:
+        sys.exit(f"{wrong.where} {wrong.problem}")

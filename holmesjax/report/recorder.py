@@ -16,6 +16,8 @@ from typing import Any, TextIO
 
 from holmesjax.config import Config
 from holmesjax.errors import LostLeaseError
+from holmesjax.helper_process import StoppedError, run_module
+from holmesjax.lease import Lease
 from holmesjax.plan import mfu
 from holmesjax.report.console import Console
 from holmesjax.report.goodput import WallTime, goodput, rows
@@ -27,6 +29,9 @@ from holmesjax.units import duration
 TIMELINE = "timeline.json"
 NUM_RECENT = 10_000  # steps that the medians of a session are of
 SHOWN = 3  # of what took time, on the console
+# The page is another process's: it needs Matplotlib, and takes long after many steps.
+PAGE = "holmesjax.report.page"
+AFTER_REPORT_S = 5.0  # that are left for the rest of the end of a run
 
 
 class Recorder:
@@ -40,6 +45,7 @@ class Recorder:
       peak_step_s: `Job.measured_peak_step_s`, for the MFU.
       stream: where progress is printed; standard output if None.
       on_step: takes the record of each step; what it returns is added.
+      owner: the lease of the run folder, which is looked at before each write.
       began_s: when the session began, by `time.monotonic`; None: now.
     """
 
@@ -54,7 +60,9 @@ class Recorder:
         stream: TextIO | None = None,
         on_step: Callable[[Mapping[str, Any]], Mapping[str, Any]] | None = None,
         began_s: float | None = None,
+        owner: Lease | None = None,
     ):
+        self._owner = owner
         self._last: dict[str, Any] = {}  # the record of this session's last step
         self._num_steps = 0  # of this session
         self._step_times_s: deque[float] = deque(maxlen=NUM_RECENT)
@@ -69,7 +77,9 @@ class Recorder:
         last, kept = read_last(run_dir, done_steps)  # before the file is cut
         self._wall_time = WallTime(last, kept, start_s)
         with ExitStack() as stack:
-            self._metrics = stack.enter_context(Metrics(run_dir, config.log, done_steps=done_steps))
+            self._metrics = stack.enter_context(
+                Metrics(run_dir, config.log, done_steps=done_steps, owner=owner)
+            )
             self.console = stack.enter_context(
                 Console(every_s=config.train.log_every_s, stream=stream)
             )
@@ -83,7 +93,10 @@ class Recorder:
         self._stack.close()
         if self._num_steps and not isinstance(error, LostLeaseError):
             timeline = {"step": self._last["step"], "tasks": self.tasks}
-            with contextlib.suppress(OSError):  # of a full disk: what ended the run says more
+            # Of a full disk, or of another owner: what ended the run says more.
+            with contextlib.suppress(OSError, LostLeaseError):
+                if self._owner:
+                    self._owner.check()
                 (self._run_dir / TIMELINE).write_text(json.dumps(timeline))
 
     def take(self, report: ProcessStep) -> None:
@@ -112,13 +125,38 @@ class Recorder:
     def _tokens_of(self, step: int) -> int:
         return self._config.train.batch_of(step) * self._config.model.context_length
 
-    def write_report(self) -> Path | None:
-        """The report of all steps so far; None if this session has no step, or none is wanted."""
+    def write_report(
+        self, limit_s: float, pause: Callable[[float], object] = time.sleep
+    ) -> str | None:
+        """Has another process write the report of all steps so far.
+
+        Args:
+          limit_s: until this process is to be gone.
+          pause: waits for some seconds; a StoppedError gives the report up.
+
+        Returns:
+          A line that says where it is, or why it is not there; None if no report is wanted.
+        """
         if not self._num_steps or not self._config.log.report:
             return None
-        from holmesjax.report import page
-
-        return page.write_report(self._run_dir)
+        limit_s -= AFTER_REPORT_S
+        lines: list[str] = []
+        try:
+            if limit_s <= 0.0:
+                raise StoppedError
+            run_dir = [str(self._run_dir)]
+            ended = run_module(PAGE, run_dir, limit_s=limit_s, pause=pause, say=lines.append)
+        except StoppedError:
+            why = "the job is to end now"
+        except OSError as error:
+            why = str(error)
+        else:
+            if ended.status == 0:
+                return f"report  {lines[-1]}"
+            status = f"it ended with status {ended.status}"
+            is_late = ended.status is None
+            why = f"it took more than {limit_s:.0f} s" if is_late else ended.last_line or status
+        return f"no report: {why}; to write it: python -m launch report {self._run_dir}"
 
     def _time_left(self, step: int) -> dict[str, float]:
         """Seconds to the last step, with what comes between steps; from the second step on."""

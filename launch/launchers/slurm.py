@@ -104,7 +104,7 @@ def write(
         computing.permitted(job.run_dir, names)
         settings = [name for name in names if not computing.is_fact(name)]
         say = lambda text: print(text, flush=True)
-        start = resume.find(job, settings, say, move=held.move)
+        start = resume.find(job, settings, say, owner=held)
         for line in start.describe():
             print(line, flush=True)
         job.save(start.step)

@@ -33,7 +33,7 @@ def run(args: argparse.Namespace) -> int:
         # Here: it takes longer to import than the tables to make.
         from holmesjax.report.figures import loss_curves
 
-        figure = loss_curves({run.name: run.records for run in runs})
+        figure = loss_curves({run.name: run.history for run in runs})
         figure.savefig(out, dpi=150, facecolor="white")
         print(f"\npicture {out}")
     return 0

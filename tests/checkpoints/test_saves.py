@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from holmesjax.checkpoints import manifest
+from holmesjax.checkpoints.commit_alarm import FIELD, CommitAlarm
 from holmesjax.checkpoints.retention import Retention
 from holmesjax.checkpoints.saves import Due, Saves
 from holmesjax.config import CheckpointConfig
@@ -35,6 +36,32 @@ def test_steps_say_when_and_otherwise_the_clock():
 def test_steps_and_the_clock_together_are_refused():
     with pytest.raises(Mistakes, match=r"checkpoint.every_minutes.*checkpoint.every = 5"):
         CheckpointConfig(every=5, every_minutes=5.0)
+
+
+@pytest.mark.parametrize("config", [{"every": 10}, {"every_minutes": 1.0}])
+def test_an_alarm_begins_after_three_intervals_repeats_each_minute_and_ends(config):
+    """Steps take 6 s, so that ten are an interval either way; a long start is none."""
+    now_s, lines, found = 0.0, [], {}
+    told = {10: ["a"], 20: []}
+    config = CheckpointConfig(**config)
+    alarm = CommitAlarm(config, 0, ["a", "b"], lambda: now_s)
+    alarm.attach(lambda: told, lines.append)
+    now_s = 1e6
+    for step in range(1, 61):
+        found[step] = alarm.step(step)
+        now_s += 6.0
+        if step == 55:
+            alarm.committed(50)
+    first = min(step for step, own in found.items() if own)
+    assert first in (31, 32)  # the time counts from the first step
+    assert found[first] == {FIELD: first}
+    assert [step for step, own in found.items() if own] == list(range(first, 56))
+    begun, again, third, over = lines
+    assert "the last checkpoint: none in this run; outstanding: " in begun
+    assert "the save after step 10 waits for b; the save after step 20 waits for a, b" in begun
+    assert (f"step {first} is done" in begun, f"step {first + 10} is done" in again) == (True,) * 2
+    assert f"step {first + 20} is done" in third
+    assert "after step 50: the alarm is over" in over
 
 
 class Recording:

@@ -4,18 +4,19 @@ import json
 import os
 import signal
 import threading
+import time
 from pathlib import Path
 
 import pytest
 
 import launch.supervisor
-from holmesjax import job as jobs
-from holmesjax.checkpoints import committed, manifest, skipped_data
+from holmesjax import helper_process, job as jobs
+from holmesjax.checkpoints import committed, manifest, second_reading, skipped_data
 from holmesjax.checkpoints.skipped_data import Skipped
 from holmesjax.distributed.messages import Done, Up
 from holmesjax.errors import CheckpointError, FatalError, HolmesError, PeerError
 from holmesjax.plan.processes import make_processes
-from holmesjax.report import metrics
+from holmesjax.report import metrics, recorder
 from holmesjax.runtime.step_timeout import Progress
 from launch import process_logs, restarts
 from launch.process_logs import is_noise
@@ -284,6 +285,43 @@ def test_what_one_process_alone_cannot_read_is_no_damage(tmp_path, no_pause, cap
     assert [(start["step"], start["status"]) for start in starts] == [(0, 75), (2, 75), (2, 0)]
 
 
+@pytest.mark.parametrize("finds", ["a process", "the start"])
+def test_a_stop_ends_the_second_reading_of_a_checkpoint(tmp_path, monkeypatch, capsys, finds):
+    """Whoever has found the damage: the other process may read for an hour."""
+    run, reading = helper_process.run_module, []
+
+    def read_long(module, arguments, **how):
+        assert module == second_reading.__name__
+        reading.append(threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGTERM)))
+        reading[-1].start()
+        return run(
+            "timeit", ["-n1", "-r1", "print('  1 of 9'); import time; time.sleep(60)"], **how
+        )
+
+    monkeypatch.setattr(helper_process, "run_module", read_long)
+    where = manifest.folder_of(tmp_path / "run", 2) / manifest.part_name(0)
+    unreadable = {**MISTAKE, "where": str(where), "damaged": True}
+    second = {0: [told(unreadable, 2), ["exit", 2]]}
+    supervisor, _ = supervise(tmp_path, saving(2), second, max_restarts=2)
+    if finds == "the start":
+        verify = manifest.verify
+
+        def find_damage(checkpoint):
+            verify(checkpoint)
+            raise manifest.damaged(checkpoint, "part_0", "is damaged", "2")
+
+        monkeypatch.setattr(manifest, "verify", find_damage)
+    start_s = time.monotonic()
+    with pytest.raises(SystemExit) as end:
+        supervisor.run()
+    assert end.value.code == 75
+    assert time.monotonic() - start_s < 40
+    assert len(reading) == 1
+    assert where.exists()
+    assert json.loads((tmp_path / "run" / RECORD).read_text())["starts"][-1]["status"] == 75
+    assert "reads" in capsys.readouterr().out
+
+
 def test_a_job_whose_checkpoints_are_gone_is_refused(tmp_path, no_pause, monkeypatch):
     """By what it has committed, or by its starts, and its metrics stay."""
     monkeypatch.setattr(manifest, "SEEN_S", 0.0)
@@ -303,6 +341,91 @@ def test_a_job_whose_checkpoints_are_gone_is_refused(tmp_path, no_pause, monkeyp
     (run_dir / RECORD).unlink()
     ends = [["tell", "up"], ["done", 10]]
     assert supervise(tmp_path, dict.fromkeys(range(3), ends))[0].run() == 0
+
+
+def test_checkpoints_that_are_not_committed_are_an_alarm_until_one_is(tmp_path, capsys):
+    """One stage of two never tells that its part of the first save is written."""
+    begin, go_on = [["tell", "up"], ["verdict", 2]], [["steps", 1, 9], ["verdict", 12]]
+    end = [["await", 12], ["steps", 10, 13], ["done", 13]]
+    vote, saves = [["vote", 2]], [["save", 12]]
+    scripts = {
+        0: [*vote, *begin, ["save", 2], *go_on[:1], ["vote", 12], *go_on[1:], *saves, *end],
+        1: [*begin, *go_on, *end],
+        2: [*vote, *begin, *go_on[:1], ["vote", 12], *go_on[1:], *saves, *end],
+    }
+    settings = ["checkpoint.every=2", "distributed.stop_timeout_s=20"]
+    supervisor, _ = supervise(tmp_path, scripts, settings=settings)
+    assert supervisor.run() == 0
+    out = capsys.readouterr().out
+    [alarm] = [line for line in out.splitlines() if line.startswith("ALARM")]  # not for each step
+    assert "no checkpoint was committed for 3.5 intervals, and step 7 is done" in alarm
+    assert "the last checkpoint: none in this run" in alarm
+    assert alarm.endswith("the save after step 2 waits for b/b-0")
+    assert "a checkpoint is committed again, after step 12" in out
+    records = metrics.read(tmp_path / "run")
+    found = [record.get("steps_without_checkpoint") for record in records]
+    assert found == [*[None] * 6, 7, 8, 9, *[None] * 4]
+
+
+# ---- the end -------------------------------------------------------------------------------------
+
+ENDING = {
+    "its time is up": (0, 0, 10, "it took more than 1 s"),
+    "a signal while it is written": (1, 0, 10, "the job is to end now"),
+    "a second signal": (1, 75, 9, "the job is to end now"),
+}
+
+
+@pytest.mark.parametrize("num_signals, status, done, why", ENDING.values(), ids=ENDING)
+def test_a_report_that_takes_long_holds_no_end_up(
+    tmp_path, monkeypatch, capsys, num_signals, status, done, why
+):
+    """It is left out, and the last line says how it is written later."""
+    begun = tmp_path / "begun"
+    text = f"open({str(begun)!r}, 'w').close(); import time; time.sleep(600)"
+    (tmp_path / "slow_page.py").write_text(text)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setattr(recorder, "PAGE", "slow_page")
+    limit_s = 90 if num_signals else 6
+    settings = ["log.report=true", f"distributed.stop_timeout_s={limit_s}"]
+    training = [["tell", "up"], ["steps", 1, done], ["done", done]]
+    supervisor, _ = supervise(tmp_path, dict.fromkeys(range(3), training), settings=settings)
+    take = supervisor._record
+
+    def take_and_stop(*arguments):
+        take(*arguments)
+        if status == 75 and not supervisor._stops:
+            supervisor._stops.add(signal.SIGTERM)  # a first one, during the steps
+
+    supervisor._record = take_and_stop
+
+    def kill():
+        while not begun.exists():
+            time.sleep(0.02)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    if num_signals:
+        threading.Thread(target=kill, daemon=True).start()
+    before_s = time.monotonic()
+    assert supervisor.run() == status
+    assert time.monotonic() - before_s < 60  # and not 90, or 600
+    again = f"to write it: python -m launch report {tmp_path / 'run'}"
+    assert f"no report: {why}; {again}" in capsys.readouterr().out
+
+
+def test_what_hangs_behind_the_last_step_ends_with_the_status_of_the_job(tmp_path, monkeypatch):
+    ended = threading.Event()
+    monkeypatch.setattr(launch.supervisor, "LEAST_LEFT_S", 1.0)
+    training = [["tell", "up"], ["steps", 1, 10], ["done", 10]]
+    settings = ["distributed.stop_timeout_s=1"]
+    supervisor, launcher = supervise(tmp_path, dict.fromkeys(range(3), training), settings=settings)
+    statuses = []
+    end = lambda status, *last_words: (statuses.append(status), ended.set())
+    supervisor._loop_watch._end = end
+    real_end = launcher.end
+    launcher.end = lambda: (ended.wait(60), real_end())  # `scancel`, say, does not return
+    assert supervisor.run() == 0
+    assert statuses == [0]
 
 
 def test_logs_are_bounded(tmp_path, monkeypatch):

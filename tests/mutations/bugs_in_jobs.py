@@ -4,6 +4,58 @@ from tests.mutations.bug import Bug
 
 JOBS = (
     Bug(
+        name="no-alarm",
+        module="holmesjax.checkpoints.commit_alarm",
+        old="if num_intervals <= config.alarm_intervals:",
+        new="if num_intervals <= 10 * config.alarm_intervals:",
+        wrong="steps go on without a checkpoint, and nobody says so",
+        tests=(
+            "tests/launch/test_supervisor.py::test_checkpoints_that_are_not_committed_are_an_alarm_until_one_is",
+        ),
+    ),
+    Bug(
+        name="epochs-stand-still",
+        module="holmesjax.lease",
+        old='f"{max(last, self._earlier_epoch) + 1:020}"',
+        new='f"{last + 1:020}"',
+        wrong="an owner has the epoch of one before it, which had not written its own down",
+        tests=("tests/test_lease.py::test_each_owner_has_a_greater_epoch_than_all_before",),
+    ),
+    Bug(
+        name="one-file-for-two-owners",
+        module="holmesjax.report.metrics",
+        old="    if anew:\n",
+        new="    if False:\n",
+        wrong="an owner that wakes up cuts the records of its successor",
+        tests=("tests/test_lease.py::test_who_takes_over_writes_into_files_of_its_own",),
+    ),
+    Bug(
+        name="append-without-a-look",
+        module="holmesjax.report.metrics",
+        old='        """\n        self._check()\n        self._lines.append',
+        new='        """\n        self._lines.append',
+        wrong="an owner that wakes up appends to the records of its successor",
+        tests=("tests/test_lease.py::test_who_has_lost_the_run_writes_no_record_and_cuts_none",),
+    ),
+    Bug(
+        name="deaf-in-the-report",
+        module="launch.supervisor",
+        old="if self._stops.count > before:",
+        new="if self._stops.count > 9:",
+        wrong="a signal does not end the writing of a report",
+        tests=(
+            "tests/launch/test_supervisor.py::test_a_report_that_takes_long_holds_no_end_up",
+        ),
+    ),
+    Bug(
+        name="deaf-in-the-second-reading",
+        module="holmesjax.helper_process",
+        old="        pause(turn_s)\n",
+        new="        time.sleep(turn_s)\n",
+        wrong="whoever waits for another process hears no signal",
+        tests=("tests/test_helper_process.py::test_what_a_pause_raises_kills_it",),
+    ),
+    Bug(
         name="left-out-a-step-late",
         module="holmesjax.session",
         old="skipped_data.sequences(self.skipped, step - 1, step)",
@@ -178,7 +230,7 @@ JOBS = (
     Bug(
         name="no-look-behind-a-rename",
         module="holmesjax.lease",
-        old='if found is not None and found.get("token") == self._record["token"]:',
+        old='if found is not None and _is_of(found, self._record):',
         new="if found is not None:",
         wrong="a launcher that wakes up late takes away what is its successor's",
         tests=("tests/test_lease.py::test_who_wakes_up_without_the_lease_takes_nothing_away",),

@@ -118,6 +118,10 @@ def test_a_run_that_goes_on_is_shown_with_its_busiest_stage(tmp_path):
     assert [row[-2:] for row in rows if row and row[-1] == "slowest"] == [["90%", "slowest"]]
     assert "embed + 7 layers" in text
     assert "stage 0 -> stage 1  3 MiB   50.3 Mb/s" in text  # 8 * 3 * 2**20 / 0.5
+    assert "ALARM" not in text
+    records[-1] |= {"steps_without_checkpoint": 1200}
+    text = shown(*live.describe(tmp_path, config, plan, records, "process 7 on a-0"))
+    assert "ALARM: no checkpoint since 1,200 steps" in text
     text = shown(*live.describe(tmp_path, config, None, [], None))
     assert "nobody trains it\nno step is finished yet" in text
 

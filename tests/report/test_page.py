@@ -6,6 +6,7 @@ import html.parser
 import json
 import math
 import re
+import weakref
 from collections import Counter
 from pathlib import Path
 
@@ -14,7 +15,7 @@ import pytest
 from holmesjax.config import LogConfig
 from holmesjax.errors import DataError, HolmesError
 from holmesjax.plan.plan import Axis, Plan, StagePlan, TaskSeconds
-from holmesjax.report import page as report
+from holmesjax.report import history, metrics, page as report
 from holmesjax.report.metrics import Metrics
 from holmesjax.report.page import write_report
 from holmesjax.topology import saving
@@ -213,6 +214,14 @@ def test_each_validation_set_and_the_wait_for_batches_have_a_card(make_run):
     assert after("Input wait") == ["0.0625", "s", "median over steps; 25.0% of the wall time"]
 
 
+def test_steps_without_a_checkpoint_have_a_card(make_run):
+    since = [{}, {"steps_without_checkpoint": 40}, {"steps_without_checkpoint": 41}, {}]
+    texts = read(make_run([record(i, **own) for i, own in enumerate(since, start=1)])).texts
+    at = texts.index("Alarm")
+    note = "without a checkpoint, for 41 steps at most; last at 3"
+    assert texts[at + 1 : at + 4] == ["2", "steps", note]
+
+
 def test_a_rehearsal_says_that_its_times_are_of_other_devices(make_run):
     page = read(make_run([record(1)], config="run:\n  rehearse: true\n"))
     titles = "Predicted for the topology's devices", "Measured on the devices of the rehearsal"
@@ -370,6 +379,50 @@ def test_a_large_run_stays_below_a_megabyte(make_run):
     names = [f"cluster-{i}" for i in range(num_stages)]
     run_dir = make_run(records, clusters=names, tasks=tasks)
     assert write_report(run_dir).stat().st_size < 700_000
+
+
+def test_the_report_of_many_steps_keeps_numbers_and_no_records(make_run, monkeypatch):
+    """A record is gone when the next thousands are read."""
+    most, alive = 0, weakref.WeakSet()
+
+    class Counted(dict):
+        __hash__ = object.__hash__
+
+    def with_count(line, parse=metrics._raw_record):
+        nonlocal most
+        found = Counted(parse(line))
+        alive.add(found)
+        most = max(most, len(alive))
+        return found
+
+    monkeypatch.setattr(metrics, "_raw_record", with_count)
+    monkeypatch.setattr(history, "CHUNK", 100)
+    found = history.read(make_run([record(step) for step in range(1, 2001)]))
+    assert len(found) == 2000
+    assert most <= 300
+
+
+def test_columns_hold_what_the_records_hold(make_run):
+    """In any order of the lines; of two records of one step the later counts."""
+    links = {"a": 1.0}
+    lines = [
+        record(3, val_loss=2.0, link_bytes=links),
+        record(1, loss=math.nan, link_bytes={}),
+        record(2, mfu=0.5, link_bytes={"b": 3.0}),
+        record(3, val_loss=1.0, link_bytes=links, skipped=True),
+    ]
+    for chunk in (1, 2, 100):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(history, "CHUNK", chunk)
+            found = history.of(lines)
+        assert found.of("step").tolist() == [1, 2, 3]
+        assert [math.isnan(x) for x in found.of("loss")] == [True, False, False]
+        assert found.has("mfu").tolist() == [False, True, False]
+        assert found.of("skipped").tolist() == [0, 0, 1]
+        assert [x.tolist() for x in found.with_steps("val_loss")] == [[3], [1.0]]
+        assert sorted(found.entries("link_bytes")) == ["a", "b"]
+        assert found.with_steps(("link_bytes", "a"))[0].tolist() == [3]
+        assert (found.first["step"], found.last["val_loss"]) == (1, 1.0)
 
 
 def test_the_greys_of_the_pictures_follow_the_theme(one_step):
