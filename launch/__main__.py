@@ -50,6 +50,7 @@ def _collect_garbage() -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit status: 0 done, 1 cannot go on, 2 a mistake of the user, 75 start again."""
+    outputs.accept_any_text()
     try:
         args = parse(sys.argv[1:] if argv is None else argv)
     except HolmesError as error:

@@ -11,11 +11,17 @@ from typing import Any
 import numpy as np
 
 from holmesjax.data import extras, stores
-from holmesjax.data.documents import Documents, FilePart, Wanted, damaged, decoded, no_text
+from holmesjax.data.documents import (
+    Documents,
+    FilePart,
+    Wanted,
+    damaged,
+    decoded,
+    no_text,
+    null_among,
+)
 from holmesjax.errors import DataError
 
-PARQUET, ARROW = ".parquet", ".arrow"
-ARRAY_RECORD = (".array_record", ".arrayrecord")
 ROWS = 256  # read at once
 STATE, SPLITS = "state.json", "dataset_dict.json"  # of folders that `datasets` wrote
 END = b"\xff\xff\xff\xff\0\0\0\0"  # of an Arrow stream
@@ -87,7 +93,7 @@ def refuse_arrow(path: Path, step: int) -> Parts:
     """Raises DataError for a file of a dataset, which is not read by itself."""
     del step
     fix = "name the folder of the dataset, or leave it out by --pattern"
-    raise DataError(str(path), "is a part of a dataset", found="a file .arrow", fix=fix)
+    raise DataError(str(path), "is a part of a dataset", found="an Arrow file", fix=fix)
 
 
 def read_hugging_face(part: FilePart, wanted: Wanted) -> Documents:
@@ -217,6 +223,9 @@ def _column(column: Any, path: str, first: int, name: str) -> Documents:
             fix = "leave such rows out"
             raise DataError(where, f"has nothing in `{name}`", found="null", fix=fix)
         if hasattr(value, "values"):
+            if value.values.null_count:
+                place = int(np.argmax(value.values.is_null().to_numpy(zero_copy_only=False)))
+                raise null_among(where, name, place)
             yield where, value.values.to_numpy(zero_copy_only=False)
             continue
         try:

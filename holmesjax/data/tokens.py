@@ -132,6 +132,7 @@ def read(config: DataConfig, length: int) -> Splits:
         place=stores.whole(stores.path_of(config.corpus)),
         digests={"train": digest(train), "validation": digest(validation)},
         files=digests,
+        left_out=token_formats.left_out(config, files).words,
     )
 
 
