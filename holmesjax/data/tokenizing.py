@@ -100,6 +100,7 @@ def tokenize(
     names = [f"shard-{i:05d}" for i in range(len(plan))]
     inputs = hashlib.sha256(json.dumps([plan, changed, wanted]).encode()).hexdigest()
     job = {"tokenizer": identity, "inputs": inputs, "shards": names}
+    job |= {token_files.TOKENIZER_PATH: tokenizer_files.place(config.tokenizer)}
     with (out / token_files.LOCK).open("w") as lock:
         _lock(lock, out)
         _begin(out / token_files.JOB, job)
@@ -151,7 +152,11 @@ def _begin(path: Path, job: dict[str, Any]) -> None:
     for key, what in {"tokenizer": "tokenizer", "inputs": "files or shards"}.items():
         if before.get(key) != job[key]:
             problem = f"{path.parent} has the tokens of another corpus or tokenizer"
-            found = f"other {what}: {before.get(key)} there, {job[key]} now"
+            found = f"other {what} than there"
+            if key == "tokenizer":
+                own, key = job[token_files.TOKENIZER_PATH], token_files.TOKENIZER_PATH
+                there = before.get(key, "one that is not named")
+                found = f"other files of a tokenizer: {there} there, {own} now"
             raise DataError("--out", problem, found=found, fix="name a new folder")
 
 
@@ -270,6 +275,7 @@ def write_shard(shard: Shard) -> dict[str, Any]:
         _sync(file)
     said = {"dtype": name, "tokens": count, "documents": len(start_D), "largest": largest}
     said |= {"tokenizer": tokenizer_files.identity(shard.tokenizer)}
+    said |= {token_files.TOKENIZER_PATH: tokenizer_files.place(shard.tokenizer)}
     said |= {"sha256": token_files.hash_of(temporary[path])}
     said |= {"starts_sha256": token_files.hash_of(temporary[starts])}
     for final, own in temporary.items():

@@ -297,9 +297,10 @@ def tokenizer_of(run_dir: Path, found: Checkpoint) -> Tokenizer:
     data = DataConfig(**found.settings["data"])
     if data.tokenizer != BYTES:
         named, own = data.tokenizer, run_dir / tokenizer_files.FOLDER
-        if (now := tokenizer_files.identity(str(own))) != named:
-            problem, fix = f"is not the tokenizer of {found.path.name}", f"bring back {named}"
-            raise CheckpointError(str(own), problem, found=now, fix=fix)
+        if tokenizer_files.identity(str(own)) != named:
+            problem = f"is not the tokenizer of {found.path.name}"
+            fix = f"copy the files that the run was started with back to {own}"
+            raise CheckpointError(str(own), problem, found="other files", fix=fix)
         data = replace(data, tokenizer=str(own))
     return sources.module_of(data).tokenizer(data)
 
