@@ -66,7 +66,10 @@ MISTAKES = [
         *("gpt2: No such", "or bytes; nothing is downloaded"),
     ),
     (
-        *("plan RUN parallel.tensor=3 model.vocab_size=256", "must be a multiple of"),
+        *(
+            "plan RUN parallel.tensor=3 model.num_heads=6 model.width=48 model.mlp_width=96",
+            "must be a multiple of",
+        ),
         *("256", "use 258, or change parallel.tensor"),
     ),
     ("plan TOPOLOGY", "TOPOLOGY: is a topology, not a run", "`clusters`", "configs/runs/"),

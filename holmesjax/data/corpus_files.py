@@ -6,6 +6,7 @@ own before that of a link. What is not read is counted by its kind, so that a ru
 
 import os
 import stat
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
@@ -62,6 +63,12 @@ class Found:
 
     files: Sequence[CorpusFile]
     left_out: LeftOut
+
+    @property
+    def words(self) -> str:
+        """How many files of each kind are read: "2 JSON lines, 1 text"."""
+        kinds = Counter(file.kind.words for file in self.files)
+        return ", ".join(f"{count:,} {kind}" for kind, count in sorted(kinds.items()))
 
 
 def found(config: DataConfig) -> Found:

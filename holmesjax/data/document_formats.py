@@ -32,7 +32,7 @@ class Format:
 ROWS = {
     file_kinds.PARQUET: Format(cut=rows.cut_parquet, read=rows.read_parquet),
     file_kinds.ARRAY_RECORD: Format(cut=rows.cut_array_record, read=rows.read_array_record),
-    file_kinds.ARROW: Format(cut=rows.refuse_arrow, read=rows.read_hugging_face),
+    file_kinds.ARROW: Format(cut=rows.cut_arrow, read=rows.read_arrow),
     DATASET.content: Format(cut=rows.cut_hugging_face, read=rows.read_hugging_face),
 }
 

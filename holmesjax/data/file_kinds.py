@@ -5,6 +5,7 @@ The bytes decide. The ending of a name is a hint, which counts where bytes could
 is a mistake.
 """
 
+import contextlib
 import json
 import re
 from pathlib import Path
@@ -46,6 +47,7 @@ PROMISES = {
     ".arrow": ARROW,
     **dict.fromkeys((".array_record", ".arrayrecord"), ARRAY_RECORD),
 }
+DECODER = json.JSONDecoder()
 KEY = rb'\{[ \t\r]*"(?:[^"\\]|\\.)*"[ \t\r]*:'  # the first of an object, in its line
 OBJECT = re.compile(rb"\s*" + KEY)
 OBJECTS = re.compile(rb"\s*\[\s*" + KEY.replace(rb"[ \t\r]", rb"\s"))
@@ -127,12 +129,18 @@ def _content(head: bytes, *, is_whole: bool) -> str:
 
 
 def _is_lines(head: bytes, *, is_whole: bool) -> bool:
-    """Whether the first line is an object of JSON, or begins one that is longer than the head."""
+    """Whether the first line begins with an object of JSON, or with one longer than the head.
+
+    More behind the object is a mistake in lines, to be named when they are read.
+    """
     head = head.removeprefix(b"\xef\xbb\xbf").lstrip()
     line, newline, _ = head.partition(b"\n")
     if not newline and not is_whole:
         return OBJECT.match(line) is not None
-    return isinstance(_json(line), dict)
+    with contextlib.suppress(ValueError, RecursionError):
+        found, _ = DECODER.raw_decode(line.decode())
+        return isinstance(found, dict) and (bool(found) or line.strip() == b"{}")
+    return False
 
 
 def _is_array(head: bytes, *, is_whole: bool) -> bool:
@@ -140,11 +148,8 @@ def _is_array(head: bytes, *, is_whole: bool) -> bool:
     head = head.removeprefix(b"\xef\xbb\xbf")
     if not OBJECTS.match(head):
         return False
-    return not is_whole or isinstance(_json(head), list)
-
-
-def _json(text: bytes) -> Any:
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
-        return None
+    if not is_whole:
+        return True
+    with contextlib.suppress(ValueError, RecursionError):
+        return isinstance(json.loads(head), list)
+    return False

@@ -54,6 +54,7 @@ class Tokenized:
     tokens: int
     documents: int
     was_there: int = 0  # tokens of these that were made before
+    files: str = ""  # of the corpus, by kind, in words
     left_out: str = ""  # what the corpus has and is not read, in words; empty: nothing
 
 
@@ -121,7 +122,7 @@ def tokenize(
         done = _run(shards, workers or len(os.sched_getaffinity(0)), say)
         if done.tokens <= done.documents:  # nothing but marks
             raise no_document(config, len(corpus.files))
-        return dataclasses.replace(done, left_out=left_out)
+        return dataclasses.replace(done, files=corpus.words, left_out=left_out)
 
 
 def no_document(config: DataConfig, num_files: int) -> DataError:

@@ -99,6 +99,7 @@ def _show_corpus(args: argparse.Namespace, folder: Path) -> None:
         wanted = Wanted(column=args.column)
         done = tokenizing.tokenize(data, folder, wanted=wanted, say=lambda done: None, warn=warn)
         left_out = done.left_out
+        print(f"files       {done.files}")
         data = dataclasses.replace(data, corpus=str(folder), pattern=None)
     if data.source == "tokens":
         files = token_formats.find(data)

@@ -81,6 +81,8 @@ READ = {
     "array.json": json.dumps(ROWS, indent=2).encode(),
     "A.PARQUET": parquet_bytes(),
     "table": parquet_bytes(),
+    "a.feather": arrow_bytes(pa.ipc.new_file),
+    "stream.ARROW": arrow_bytes(pa.ipc.new_stream),
 }
 NOT_READ = {
     "a.tar.gz": (tar_bytes("w:gz"), "tar archive in gzip"),
@@ -314,10 +316,20 @@ def test_a_store_has_the_kinds_that_a_folder_has(tmp_path):
 
 
 @pytest.mark.parametrize("new", [pa.ipc.new_stream, pa.ipc.new_file])
-def test_a_file_of_arrow_is_known_under_any_name(tmp_path, new):
-    (tmp_path / "a.feather").write_bytes(arrow_bytes(new))
-    with pytest.raises(DataError, match=r"a.feather: is a part of a dataset"):
-        documents(tmp_path / "a.feather")
+def test_a_damaged_file_of_arrow_is_refused(tmp_path, new):
+    for cut in (1, 8, 200):
+        (tmp_path / "a.arrow").write_bytes(arrow_bytes(new)[:-cut])
+        with pytest.raises(DataError, match=r"a.arrow: is no whole Arrow"):
+            documents(tmp_path / "a.arrow")
+
+
+@pytest.mark.parametrize(
+    "content", [RAW.replace(b"\n", b"\r"), RAW.replace(b"\n", b""), RAW[:-1] + b"}"]
+)
+def test_objects_that_are_no_lines_are_refused(tmp_path, content):
+    (tmp_path / "a.json").write_bytes(content)
+    with pytest.raises(DataError, match=r"a.json, byte \d+: is no JSON\n.*Extra data"):
+        documents(tmp_path / "a.json")
 
 
 def test_a_pattern_that_names_what_is_not_read_is_refused(tmp_path):
