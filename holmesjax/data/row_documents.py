@@ -78,11 +78,18 @@ def _parquet(path: Path, file: Any) -> Any:
 
 def is_hugging_face(path: Path) -> bool:
     """Tells whether a folder is a dataset, or has one for each split, as `datasets` writes it."""
-    return (path / STATE).is_file() or (path / SPLITS).is_file()
+    return (path / STATE).is_file() or _is_split(path)
+
+
+def _is_split(path: Path) -> bool:
+    """Tells whether a folder has a dataset for each split."""
+    return (path / SPLITS).is_file()
 
 
 def cut_hugging_face(path: Path, step: int) -> Parts:
     """Ranges of rows of about so many bytes."""
+    if not _is_split(path) and not _arrows(path):
+        return  # `datasets` writes no file for no rows, and does not open that again
     num_rows, size = len(_dataset(path)), sum(file.stat().st_size for file in _arrows(path))
     rows = max(1, num_rows * step // max(size, 1))
     for first in range(0, num_rows, rows):
@@ -105,7 +112,7 @@ def _dataset(path: Path) -> Any:
     if stores.is_remote(path):
         fix = "copy the folder here, or write parquet files"
         raise DataError(str(path), "cannot be read in a store", found="a dataset", fix=fix)
-    if (path / SPLITS).is_file():
+    if _is_split(path):
         names = json.loads((path / SPLITS).read_text()).get("splits", [])
         fix = f"name one of them: {path / names[0]}" if names else "copy it again"
         raise DataError(str(path), "has several splits", found=", ".join(names), fix=fix)

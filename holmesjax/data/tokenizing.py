@@ -127,7 +127,7 @@ def tokenize(
 
 def no_document(config: DataConfig, num_files: int) -> DataError:
     """The refusal of files that are read and have nothing."""
-    found = f"nothing in {num_files:,} files"
+    found = "nothing in its file" if num_files == 1 else f"nothing in {num_files:,} files"
     fix = "name a corpus that has one"
     return DataError("data.corpus", f"{config.corpus} is empty", found=found, fix=fix)
 

@@ -9,6 +9,7 @@ import os
 import tarfile
 import zipfile
 
+import datasets
 import numpy as np
 import pyarrow as pa
 import pytest
@@ -216,6 +217,13 @@ def test_a_corpus_without_a_document_is_refused(tmp_path, name, content, capsys)
         assert tokenized(corpus, "--out", tmp_path / "out") == 2, corpus
         assert "error: corpus: " in capsys.readouterr().err
         assert main(["tokenizer", str(corpus), "--vocab", "300", "--out", str(tmp_path / "b")]) == 2
+
+
+def test_a_dataset_without_rows_is_refused(tmp_path, capsys):
+    features = datasets.Features({"text": datasets.Value("string")})
+    datasets.Dataset.from_dict({"text": []}, features=features).save_to_disk(tmp_path / "hf")
+    assert tokenized(tmp_path / "hf", "--out", tmp_path / "out") == 2
+    assert "hf is empty\n  found: nothing in its file" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("pattern", [None, "**/*.txt"])
