@@ -25,7 +25,7 @@ def hub_name(name: str) -> str | None:
 
 
 def fix(name: str, otherwise: str, *, folder: str = "models", use: str = "") -> str:
-    """What to do about a path that is not there: how to download it, where it is a name of the Hub.
+    """The way out where a path is not there: a download, if it is a name of the Hub.
 
     Args:
       name: that the user wrote.

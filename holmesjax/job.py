@@ -64,7 +64,9 @@ class Job:
         return {
             "plan hash": self.plan.hash(),
             "settings hash": _settings_hash(self.config),
-            "tokenizer": tokenizer_files.identity(self.config.data.tokenizer),
+            "data.tokenizer (library and hash of its files)": tokenizer_files.identity(
+                self.config.data.tokenizer
+            ),
             # Each process imports a model of its user's own by itself.
             **({"model hash": _short_hash(repr(layers(model)))} if model.module else {}),
             "restart": restart,

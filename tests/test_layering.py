@@ -115,6 +115,7 @@ WITHOUT_JAX = [
     "holmesjax.distributed.data_agreement",
     "holmesjax.distributed.member",
     "holmesjax.distributed.messages",
+    "launch.programs",
     "launch.launchers.launcher",
     "launch.launchers.table",
     "launch.arguments",

@@ -32,7 +32,7 @@ from holmesjax.data import (
     tokenizer_files,
 )
 from holmesjax.data.chat_template import BEGIN_MARK, END_MARK, ChatTemplate
-from holmesjax.data.corpus_files import CorpusFile, Found
+from holmesjax.data.corpus_files import CorpusFile, CorpusFiles
 from holmesjax.data.file_kinds import ARRAY, LINES
 from holmesjax.data.packing import DocumentRange, PackedRows, Spans
 from holmesjax.data.sources import Splits
@@ -120,7 +120,7 @@ def _digest(own: DocumentRange) -> str:
     return digest.hexdigest()
 
 
-def _files(config: DataConfig) -> Found:
+def _files(config: DataConfig) -> CorpusFiles:
     """The files of dialogues; others of a folder are left out."""
     found = corpus_files.found(config)
     files, other = [], found.left_out
@@ -135,7 +135,7 @@ def _files(config: DataConfig) -> Found:
     if not files:
         fix = f"name a file of lines as {EXAMPLE}, or a folder with such files"
         raise DataError(WHERE, "has no dialogues", found=f"left out: {other.words}", fix=fix)
-    return Found(files=files, left_out=other)
+    return CorpusFiles(files=files, left_out=other)
 
 
 def _write(config: DataConfig, files: Sequence[CorpusFile], length: int, folder: Path) -> None:

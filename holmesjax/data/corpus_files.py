@@ -34,7 +34,7 @@ class CorpusFile(NamedTuple):
 
 @dataclass
 class LeftOut:
-    """What a corpus has and is not read, by kind."""
+    """The names of a corpus that are not read, by kind."""
 
     names: dict[str, list[str]] = field(default_factory=dict)
 
@@ -43,7 +43,7 @@ class LeftOut:
 
     @property
     def words(self) -> str:
-        """What is left out, in words; empty: nothing is.
+        """The counts in words; empty: nothing is left out.
 
         >>> LeftOut({"tar archive": ["a.tar", "b.tar"]}).words
         '2 (tar archive: 2, a.tar, b.tar)'
@@ -58,7 +58,7 @@ class LeftOut:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Found:
+class CorpusFiles:
     """The files of a corpus that are read, sorted by name, and the rest."""
 
     files: Sequence[CorpusFile]
@@ -66,12 +66,12 @@ class Found:
 
     @property
     def words(self) -> str:
-        """How many files of each kind are read: "2 JSON lines, 1 text"."""
+        """The number of files of each kind: "2 JSON lines, 1 text"."""
         kinds = Counter(file.kind.words for file in self.files)
         return ", ".join(f"{count:,} {kind}" for kind, count in sorted(kinds.items()))
 
 
-def found(config: DataConfig) -> Found:
+def found(config: DataConfig) -> CorpusFiles:
     """The files of a folder, or the one that is named.
 
     A file that a pattern or the corpus names is to be read: one of a kind that is not read is
@@ -92,7 +92,7 @@ def found(config: DataConfig) -> Found:
         for file in files:
             left_out.add("empty file", file.name)
         raise nothing(config, root, left_out)
-    return Found(files=files, left_out=left_out)
+    return CorpusFiles(files=files, left_out=left_out)
 
 
 def files_in(root: Path, config: DataConfig, left_out: LeftOut) -> Iterator[CorpusFile]:
@@ -113,7 +113,7 @@ def files_in(root: Path, config: DataConfig, left_out: LeftOut) -> Iterator[Corp
 
 
 def is_file(config: DataConfig, root: Path) -> bool:
-    """Whether the corpus is one file. Raises DataError if it is not there."""
+    """Tells whether the corpus is one file. Raises DataError if it is not there."""
     try:
         stores.ask(root)
         is_there, is_file = root.exists(), root.is_file()
@@ -126,7 +126,7 @@ def is_file(config: DataConfig, root: Path) -> bool:
 
 
 def kind_of(path: Path) -> FileKind:
-    """What a file holds. Raises DataError for one that cannot be read."""
+    """The kind of a file. Raises DataError for one that cannot be read."""
     try:
         return file_kinds.kind_of(path)
     except stores.errors() as error:
@@ -192,7 +192,7 @@ def _parts(pattern: str) -> tuple[str, ...]:
 
 
 def _matches(names: Sequence[str], pattern: Sequence[str]) -> bool:
-    """Whether names of folders and a file match the parts of a pattern.
+    """Tells whether names of folders and a file match the parts of a pattern.
 
     >>> _matches(("a", "b", "c.txt"), ("**", "*.txt")), _matches(("a", "c.txt"), ("*.txt",))
     (True, False)

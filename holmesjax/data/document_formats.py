@@ -13,7 +13,7 @@ from holmesjax.data import (
     stores,
     text_documents as texts,
 )
-from holmesjax.data.corpus_files import CorpusFile, Found, LeftOut
+from holmesjax.data.corpus_files import CorpusFile, CorpusFiles, LeftOut
 from holmesjax.data.documents import Documents, FilePart, Wanted
 from holmesjax.data.file_kinds import FileKind
 
@@ -37,13 +37,13 @@ ROWS = {
 }
 
 
-def found(config: DataConfig) -> Found:
+def found(config: DataConfig) -> CorpusFiles:
     """The files of a corpus, sorted by name, or its folder, where that is a dataset."""
     if config.corpus == PYTHON_STDLIB:
-        return Found(files=corpora.standard_library(), left_out=LeftOut())
+        return CorpusFiles(files=corpora.standard_library(), left_out=LeftOut())
     path = stores.path_of(config.corpus)
     if not corpus_files.is_file(config, path) and rows.is_hugging_face(path):
-        return Found(files=[CorpusFile(path.name, path, DATASET)], left_out=LeftOut())
+        return CorpusFiles(files=[CorpusFile(path.name, path, DATASET)], left_out=LeftOut())
     return corpus_files.found(config)
 
 

@@ -1,4 +1,4 @@
-"""What a file holds, by its first bytes. Every source and every verb asks here.
+"""The kinds of files, by their first bytes. Every source and every verb asks here.
 
 The bytes decide. The ending of a name is a hint, which counts where bytes could be anything: a file
 `.parquet` that is not one is a damaged parquet file, and a line that is no JSON in a file `.jsonl`
@@ -54,7 +54,7 @@ OBJECTS = re.compile(rb"\s*\[\s*" + KEY.replace(rb"[ \t\r]", rb"\s"))
 
 
 class FileKind(NamedTuple):
-    """What a file holds."""
+    """The content of a file."""
 
     content: str  # a name of `READ`, or another one for what is not read
     packing: Packing = ()
@@ -74,7 +74,7 @@ class FileKind(NamedTuple):
 
 
 def kind_of(path: Path) -> FileKind:
-    """What a file holds; reads its beginning.
+    """The kind of a file; reads its beginning.
 
     Raises DataError for a file whose beginning is damaged, or that is not what its name promises.
     """
@@ -110,7 +110,7 @@ def _head(file: Any) -> bytes:
 
 
 def _content(head: bytes, *, is_whole: bool) -> str:
-    """What the first bytes say, or all bytes of a short file."""
+    """The content that the first bytes show, or all bytes of a short file."""
     for mark, name in MAGIC.items():
         if head.startswith(mark):
             return name
@@ -129,7 +129,7 @@ def _content(head: bytes, *, is_whole: bool) -> str:
 
 
 def _is_lines(head: bytes, *, is_whole: bool) -> bool:
-    """Whether the first line begins with an object of JSON, or with one longer than the head.
+    """Tells whether the first line begins with an object of JSON, or with one longer than the head.
 
     More behind the object is a mistake in lines, to be named when they are read.
     """
@@ -144,7 +144,7 @@ def _is_lines(head: bytes, *, is_whole: bool) -> bool:
 
 
 def _is_array(head: bytes, *, is_whole: bool) -> bool:
-    """Whether it is an array of objects."""
+    """Tells whether it is an array of objects."""
     head = head.removeprefix(b"\xef\xbb\xbf")
     if not OBJECTS.match(head):
         return False

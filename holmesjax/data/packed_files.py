@@ -91,7 +91,7 @@ def _unpacked(file: BinaryIO, packing: str, where: str) -> Iterator[bytes]:
 
 
 def _decompressor(packing: str, where: str) -> tuple[Callable[[], Any], tuple[Any, ...]]:
-    """What makes the decompressor of a stream, and the errors that it raises."""
+    """The maker of the decompressor of a stream, and the errors that it raises."""
     if packing == "gzip":
         return lambda: zlib.decompressobj(zlib.MAX_WBITS | 16), (zlib.error,)
     if packing == "xz":

@@ -67,7 +67,7 @@ def find(config: DataConfig) -> list[TokenFile]:
 
 
 def left_out(config: DataConfig, files: Sequence[TokenFile]) -> LeftOut:
-    """What a folder has besides files of tokens and what belongs to them."""
+    """The rest of a folder, besides files of tokens and what belongs to them."""
     found, root = LeftOut(), stores.path_of(config.corpus)
     if not root.is_dir():
         return found

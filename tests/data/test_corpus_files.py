@@ -1,4 +1,4 @@
-"""What a corpus is read as follows from its bytes; what is not read is counted and named."""
+"""A corpus is read by its bytes, and what is not read is counted and named."""
 
 import bz2
 import gzip
