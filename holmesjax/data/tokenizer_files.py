@@ -145,7 +145,7 @@ def identity(tokenizer: str) -> str:
 
 
 def place(tokenizer: str) -> str:
-    """Where the files of a `data.tokenizer` are, for messages."""
+    """The place of the files of a `data.tokenizer`, for messages."""
     return tokenizer if tokenizer == BYTES else str(Path(tokenizer).absolute())
 
 

@@ -161,7 +161,7 @@ def test_a_loop_that_stands_still_ends_the_launcher():
     "encoding, shown", [("ascii", b"\\xe9 \\u2192"), ("latin-1", b"\xe9 \\u2192")]
 )
 def test_output_of_any_encoding_takes_any_text(tmp_path, monkeypatch, encoding, shown):
-    """What an encoding lacks is shown by its number: text, and names that are no text."""
+    """Characters that an encoding lacks are shown by their number, also of names of files."""
     (tmp_path / "a.txt").write_text("é → " * 99)
     (tmp_path / os.fsdecode(b"caf\xe9.tar")).write_bytes(b"\0")
     out = io.BytesIO()
