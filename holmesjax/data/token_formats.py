@@ -81,7 +81,11 @@ def left_out(config: DataConfig, files: Sequence[TokenFile]) -> LeftOut:
         elif path.is_dir():
             found.add("folder in a folder of tokens", path.name)
         else:
-            found.add(kind_of(path).words, path.name)
+            try:
+                kind = kind_of(path).words
+            except DataError:  # nothing of it is wanted
+                kind = "damaged file"
+            found.add(kind, path.name)
     return found
 
 

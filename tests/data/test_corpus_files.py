@@ -193,8 +193,10 @@ def test_what_is_left_out_is_counted_and_named(tmp_path, capsys):
     assert "left out: 10 (" in capsys.readouterr().out
     (out / "more.jsonl").write_bytes(RAW)
     (out / "b.json").rename(out / "other.json")
+    (out / "empty.gz").touch()
     found = tokens.read(DataConfig(corpus=str(out), source="tokens", validation_fraction=0.0), 4)
-    assert found.left_out == "2 (JSON lines: 1, more.jsonl; text: 1, other.json)"
+    other = "JSON lines: 1, more.jsonl; damaged file: 1, empty.gz; text: 1, other.json"
+    assert found.left_out == f"3 ({other})"
 
 
 @pytest.mark.parametrize(
