@@ -93,13 +93,12 @@ def _is_corpus(name: str) -> bool:
 def _show_corpus(args: argparse.Namespace, folder: Path) -> None:
     """Shows a corpus by itself. Documents become files of tokens in a folder that may go."""
     config = configs.load(SETTINGS, [*FOR_ANY, f"data.corpus={args.run}", *args.overrides])
-    data, length, left_out = config.data, config.model.context_length, ""
+    data, length, left_out, kinds = config.data, config.model.context_length, "", ""
     if data.source == "tokens" and not _has_tokens(stores.path_of(args.run)):
         warn = lambda words: print(f"data: {words}", file=sys.stderr)
         wanted = Wanted(column=args.column)
         done = tokenizing.tokenize(data, folder, wanted=wanted, say=lambda done: None, warn=warn)
-        left_out = done.left_out
-        print(f"files       {done.files}")
+        left_out, kinds = done.left_out, done.files
         data = dataclasses.replace(data, corpus=str(folder), pattern=None)
     if data.source == "tokens":
         files = token_formats.find(data)
@@ -108,6 +107,8 @@ def _show_corpus(args: argparse.Namespace, folder: Path) -> None:
         documents = sum(file.num_documents(0, len(file.token_T)) for file in files)
         of = f"{documents:,} documents" if known else "documents: unknown"
         print(f"corpus      {args.run}: {num_tokens:,} tokens, {of}")
+        if kinds:
+            print(f"files       {kinds}")
         if known:
             data = dataclasses.replace(data, packing="best_fit")
         else:
