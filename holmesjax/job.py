@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 import yaml
 
-from holmesjax import config as configs, units, update_rules, xla_flags, yaml_files
+from holmesjax import config as configs, hub_names, units, update_rules, xla_flags, yaml_files
 from holmesjax.config import BYTES, Config
 from holmesjax.costs.parameters import parameter_counts
 from holmesjax.data import cluster_paths, tokenizer_files
@@ -64,7 +64,9 @@ class Job:
         return {
             "plan hash": self.plan.hash(),
             "settings hash": _settings_hash(self.config),
-            "tokenizer": tokenizer_files.identity(self.config.data.tokenizer),
+            "data.tokenizer (library and hash of its files)": tokenizer_files.identity(
+                self.config.data.tokenizer
+            ),
             # Each process imports a model of its user's own by itself.
             **({"model hash": _short_hash(repr(layers(model)))} if model.module else {}),
             "restart": restart,
@@ -382,6 +384,8 @@ def load_config(run_dir: str | Path) -> Config:
     path = Path(run_dir) / CONFIG
     if not yaml_files.may_be_file(path):
         fix = "name the folder of a run, such as runs/quickstart"
+        use = "make a run of it: python -m launch import {} --to RUN_DIR"
+        fix = hub_names.fix(str(run_dir), fix, use=use)
         raise ConfigError(str(run_dir), "is no run folder", found=f"no {CONFIG} in it", fix=fix)
     return configs.load(path, settings_of=SETTINGS_OF)
 
@@ -393,6 +397,7 @@ def load(
     reads_data: DataReader | None = None,
     say: Callable[[str], None] = lambda _: None,
     env: Mapping[str, str] = MappingProxyType({}),
+    what_if: Sequence[str] = (),
 ) -> Job:
     """The job of a run file, or of the folder of a run that was started before.
 
@@ -403,6 +408,7 @@ def load(
         One process has the paths of the first cluster; a node may be of any. None: nobody here.
       say: is called with what the planner tries.
       env: of the user: a plan for GPUs counts with the pool that JAX will take of them.
+      what_if: changes of the topology that will be planned next, checked before anything is.
 
     Raises HolmesError for what cannot be, in the files, the data or the plan.
     """
@@ -411,10 +417,14 @@ def load(
         raise ConfigError("the run", "must be a path", found=repr(target), fix=fix)
     target, overrides = Path(target), yaml_files.as_overrides(overrides)
     if os.path.isdir(target):  # False where it may not be looked at, and then reading it says so
-        return _load_folder(target, overrides, reads_data, say, env)
+        overrides = _of_folder(target, overrides)
+        target = target / CONFIG
     config = configs.load(target, overrides, SETTINGS_OF)
     groups.refuse_useless(config)
-    topology = loading.load(configs.topology_path(config, target))
+    topology_path = configs.topology_path(config, target)
+    topology = loading.load(topology_path)
+    if what_if:
+        loading.load(topology_path, what_if)
     clusters = [cluster.name for cluster in topology.clusters]
     cluster_paths.check(config, clusters)
     _refuse_no_folder(Path(config.run.dir))
@@ -496,18 +506,12 @@ def _refuse_no_folder(run_dir: Path) -> None:
             raise ConfigError("run.dir", "is no folder", found=found, fix=fix)
 
 
-def _load_folder(
-    folder: Path,
-    overrides: Sequence[str],
-    reads_data: DataReader | None,
-    say: Callable[[str], None],
-    env: Mapping[str, str],
-) -> Job:
-    """A run folder is complete in itself, wherever it has been moved."""
+def _of_folder(folder: Path, overrides: Sequence[str]) -> list[str]:
+    """The overrides of a run folder, which is complete in itself, wherever it has been moved."""
     config = load_config(folder)
     own = {"topology": folder / TOPOLOGY, "data.tokenizer": saved_tokenizer(folder, config)}
     here = [f"run.dir={folder}"]
     for name, value in own.items():
         if not any(override.startswith(f"{name}=") for override in overrides):
             here.append(f"{name}={value}")
-    return load(folder / CONFIG, [*here, *overrides], reads_data=reads_data, say=say, env=env)
+    return [*here, *overrides]

@@ -40,7 +40,7 @@ def frequencies(
       width: numbers of a head that turn.
       base: of the frequencies.
       section: the section `rotary_scaling` of a model; None: unscaled.
-      length: the tokens of a sequence of the model, which longrope asks for.
+      length: the tokens of a sequence, which longrope asks for.
 
     >>> numbers, factor = frequencies(4, 10_000.0)
     >>> numbers.tolist(), factor
@@ -53,6 +53,18 @@ def frequencies(
     plain = base ** (-np.arange(half, dtype=np.float64) / half)
     scaling = SCALINGS[section.type]
     return scaling.scale(section, plain, base, length).astype(np.float32), scaling.factor(section)
+
+
+def switch_length(section: Any) -> int | None:
+    """The tokens up to which a text has other frequencies than a longer one; None: all have one.
+
+    Args:
+      section: the section `rotary_scaling` of a model, or None.
+    """
+    if section is None or section.type != "longrope":
+        return None
+    length: int = section.original_max_position_embeddings
+    return length
 
 
 def _linear(section: Any, plain: np.ndarray, base: float, length: int) -> np.ndarray:
@@ -99,10 +111,11 @@ def _yarn_factor(section: Any) -> float:
 
 
 def _longrope(section: Any, plain: np.ndarray, base: float, length: int) -> np.ndarray:
-    """A factor for each pair (Ding et al., arXiv:2402.13753); the length of sequences says which.
+    """A factor for each pair (Ding et al., arXiv:2402.13753); the length of a sequence says which.
 
-    All sequences of a run have the factors that the longest has: those of the model's
-    `context_length`.
+    All sequences of a training have one length, the model's `context_length`. A text that is
+    generated has the factors of its own length, and all its keys have others once it is longer
+    than `switch_length`.
     """
     is_long = length > section.original_max_position_embeddings
     scaled: np.ndarray = plain / np.array(section.long_factor if is_long else section.short_factor)

@@ -198,6 +198,8 @@ class Trainer:
             )
             batches = reading.result()
             data = batches.digests()
+            if left_out := batches.data.left_out:
+                self._print(f"left out    {left_out}")
             for line in start.check_data(data):
                 self._print(line)
             lease.guard(self.job.save)(done)  # nothing is refused any more

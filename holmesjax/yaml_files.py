@@ -22,6 +22,7 @@ from typing import Any
 
 import yaml
 
+from holmesjax import hub_names
 from holmesjax.errors import HolmesError, Mistakes
 
 Keys = tuple[str | int, ...]  # where a value is: ("clusters", 0, "name")
@@ -162,7 +163,8 @@ def _near(path: Path) -> str:
         names = [own.name for own in path.parent.iterdir()]
         if close := difflib.get_close_matches(path.name, names, n=1, cutoff=0.8):
             return f"did you mean {path.with_name(close[0])}?"
-    return "check the path"
+    use = "make a run of it: python -m launch import {} --to RUN_DIR"
+    return hub_names.fix(str(path), "check the path", use=use)
 
 
 def _parsed(text: str, document: Document) -> Any:

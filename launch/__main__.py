@@ -34,7 +34,14 @@ def _load(load: Callable[..., Any], args: argparse.Namespace, *, in_lab: bool) -
     reads_data = _data_reader(args, in_lab=in_lab)
     with ProgressMessage("planning") as say:
         try:
-            return load(args.target, args.overrides, reads_data=reads_data, say=say, env=os.environ)
+            return load(
+                args.target,
+                args.overrides,
+                reads_data=reads_data,
+                say=say,
+                env=os.environ,
+                what_if=getattr(args, "what_if", ()),
+            )
         except AbsentDataError as error:
             if args.verb != "plan":
                 raise
@@ -52,6 +59,7 @@ def _collect_garbage() -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit status: 0 done, 1 cannot go on, 2 a mistake of the user, 75 start again."""
+    outputs.accept_any_text()
     try:
         args = parse(sys.argv[1:] if argv is None else argv)
     except HolmesError as error:

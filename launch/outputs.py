@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 MOST_CHARACTERS = 1 << 20  # that wait to be written
+LACKING = "backslashreplace"  # what becomes of characters that an encoding does not have
 DRAIN_S = 2.0  # for what waits, when a verb ends
 GONE = (errno.EPIPE, errno.EIO, errno.EBADF)  # the reader of a pipe, or a terminal
 
@@ -28,10 +29,14 @@ class QueuedStream(io.TextIOBase):
     Args:
       descriptor: a file, a pipe or a terminal, which stays open.
       on_failure: told in words when nobody can read it any more, or it cannot be written now.
+      encoding: of the bytes.
     """
 
-    def __init__(self, descriptor: int, on_failure: Callable[[str], object]):
+    def __init__(
+        self, descriptor: int, on_failure: Callable[[str], object], encoding: str = "utf-8"
+    ):
         self._descriptor, self._on_failure = descriptor, on_failure
+        self._encoding = encoding
         self._texts: deque[str] = deque()
         self._num_characters, self._num_dropped = 0, 0
         self._is_writing, self._is_lost, self._is_failing = False, False, False
@@ -40,7 +45,7 @@ class QueuedStream(io.TextIOBase):
 
     @property
     def encoding(self) -> str:  # type: ignore[override]
-        return "utf-8"
+        return self._encoding
 
     def writable(self) -> bool:
         return True
@@ -86,7 +91,7 @@ class QueuedStream(io.TextIOBase):
             if num_dropped:
                 text = f"[{num_dropped} pieces of output were dropped: nobody took them]\n{text}"
             try:
-                self._write_bytes(text.encode(errors="replace"))
+                self._write_bytes(text.encode(self._encoding, LACKING))
             except OSError as error:
                 if error.errno in GONE:
                     with self._changed:
@@ -111,6 +116,17 @@ class QueuedStream(io.TextIOBase):
                 time.sleep(0.05)
 
 
+def accept_any_text() -> None:
+    """Lets standard output and error show what their encoding lacks by its number.
+
+    A terminal or a pipe of another encoding than UTF-8 would end a verb, and so would the name of
+    a file that is no text.
+    """
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors=LACKING)
+
+
 @contextlib.contextmanager
 def queued() -> Iterator[None]:
     """Standard output and error as such streams, until the end of a `with`."""
@@ -132,8 +148,8 @@ def queued() -> Iterator[None]:
         return lambda problem: streams[other].write(f"warning: {name} {problem}\n")
 
     streams += [
-        QueuedStream(descriptors[0], say(1, "standard output")),
-        QueuedStream(descriptors[1], say(0, "standard error")),
+        QueuedStream(descriptors[0], say(1, "standard output"), before[0].encoding),
+        QueuedStream(descriptors[1], say(0, "standard error"), before[1].encoding),
     ]
     sys.stdout, sys.stderr = streams
     try:

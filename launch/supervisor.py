@@ -543,7 +543,9 @@ class Supervisor:
         self._has_trained = True
 
     def _agree(self, number: int, record: Compiled | Files, attempt: _Attempt) -> None:
-        """Lets all processes go once all have read the same data."""
+        """Lets all processes go once all have read the same data; says what none of them reads."""
+        if isinstance(record, Compiled) and record.left_out and number == 0:
+            print(f"left out    {record.left_out}", flush=True)
         if data := attempt.agreement.take(number, record):
             for line in self._resumed.check_data(data):
                 print(line, flush=True)

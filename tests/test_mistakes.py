@@ -22,6 +22,56 @@ MISTAKES = [
     (f"generate {LONG}", LONG, "File name too long", "check the path"),
     ("plan configs/runs/quickstrat.yaml", "no such file", "nothing there", "runs/quickstart.yaml?"),
     ("plan RUN topology=ib_roce", "topology: no such file", "ib_roce,", "topologies/NAME.yaml"),
+    (
+        "plan org/model",
+        "org/model: no such file",
+        "nothing there",
+        "do it so: hf download org/model",
+    ),
+    (
+        "generate org/model",
+        "org/model: is no run",
+        "no config",
+        "--local-dir models/model; then name",
+    ),
+    (
+        "import org/model --to OUT",
+        "org/model/config.json: cannot",
+        "No such",
+        "hf download org/model",
+    ),
+    (
+        "export org/model --out OUT",
+        "is no run folder",
+        "no config",
+        "launch import models/model --to",
+    ),
+    (
+        *("tokenize org/set --tokenizer bytes --out OUT", "corpus: is not there", "org/set"),
+        "hf download org/set --repo-type dataset --local-dir corpora/set; then name corpora/set",
+    ),
+    (
+        *(
+            "tokenize https://huggingface.co/datasets/org/set --tokenizer bytes --out OUT",
+            "no store",
+        ),
+        *("https", "hf download org/set --repo-type dataset"),
+    ),
+    (
+        *("tokenize configs --tokenizer org/model --out OUT", "--tokenizer: cannot be read"),
+        *("org/model: No such", "hf download org/model --local-dir tokenizers/model"),
+    ),
+    (
+        *("tokenize configs --tokenizer gpt2 --out OUT", "--tokenizer: cannot be read"),
+        *("gpt2: No such", "or bytes; nothing is downloaded"),
+    ),
+    (
+        *(
+            "plan RUN parallel.tensor=3 model.num_heads=6 model.width=48 model.mlp_width=96",
+            "must be a multiple of",
+        ),
+        *("256", "use 258, or change parallel.tensor"),
+    ),
     ("plan TOPOLOGY", "TOPOLOGY: is a topology, not a run", "`clusters`", "configs/runs/"),
     ("plan RUN topology=RUN", "RUN: is a run, not a topology", "`model`", "configs/topologies/"),
     ("probe RUN", "RUN: is a run, not a topology", "`model`", "configs/topologies/"),

@@ -120,7 +120,12 @@ def test_the_supervisor_gives_and_records_them(job, monkeypatch):
     for name in POOL:
         assert record.pop(name) == env[name]
     assert record.pop("XLA_FLAGS") == env["XLA_FLAGS"]
-    own = ("plan hash", "settings hash", "tokenizer", "restart")
+    own = (
+        "plan hash",
+        "settings hash",
+        "data.tokenizer (library and hash of its files)",
+        "restart",
+    )
     assert record == {name: v for name, v in job.about(0).items() if name not in own}
 
 

@@ -21,7 +21,7 @@ from holmesjax import job as jobs, schema
 from holmesjax.checkpoints import manifest, second_reading, skipped_data
 from holmesjax.checkpoints.manifest import Checkpoint
 from holmesjax.checkpoints.skipped_data import Skipped
-from holmesjax.config import Config, DataConfig, OptimizerConfig, TrainConfig
+from holmesjax.config import BYTES, Config, DataConfig, OptimizerConfig, TrainConfig
 from holmesjax.data import tokenizer_files
 from holmesjax.errors import CheckpointError, ConfigError, SpikeError
 from holmesjax.job import Job
@@ -76,9 +76,10 @@ class Change(NamedTuple):
     name: str
     was: Any
     now: Any
+    words: str = ""  # in place of both values in messages; empty: the values
 
     def __str__(self) -> str:
-        return f"{self.name}: {_show(self.was)} -> {_show(self.now)}"
+        return f"{self.name}: {self.words or f'{_show(self.was)} -> {_show(self.now)}'}"
 
 
 class _Allowed(NamedTuple):
@@ -186,7 +187,7 @@ class Start:
                 fix="use its own settings, or another run.dir; to go on in spite of it, add "
                 "--allow " + ",".join(change.name for change in missing),
             )
-        new = [_Allowed(self.step, *change) for change in changes if change.name in self.allow]
+        new = [_Allowed(self.step, *own[:3]) for own in changes if own.name in self.allow]
         if new := [entry for entry in new if entry not in known]:
             path = self.job.run_dir / ALLOWED
             content = [entry._asdict() for entry in (*known, *new)]
@@ -400,9 +401,18 @@ def _changes(checkpoint: Checkpoint, job: Job) -> Iterable[Change]:
             if name not in own and now == _default(section, name):
                 continue  # a setting that there was not yet
             if (was := own.get(name)) != now:
-                yield Change(f"{section}.{name}", was, now)
+                is_tokenizer = (section, name) == ("data", "tokenizer")  # of which these are hashes
+                words = _tokenizers(job, was) if is_tokenizer else ""
+                yield Change(f"{section}.{name}", was, now, words)
     if (was := checkpoint.manifest["plan_hash"]) != (now := job.plan.hash()):
         yield Change("plan", was, now)
+
+
+def _tokenizers(job: Job, was: str | None) -> str:
+    """The tokenizer that a checkpoint was made with, and that of the job, by where they are."""
+    own = job.run_dir / tokenizer_files.FOLDER
+    before = was if was == BYTES else str(own) if own.exists() else "another that is not here"
+    return f"{before} -> {job.config.data.tokenizer}, whose files differ"
 
 
 def _default(section: str, name: str) -> Any:

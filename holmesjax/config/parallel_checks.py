@@ -96,7 +96,10 @@ def tensor_cuts_evenly(
     size = getattr(model, name)
     if size is not None and parallel.tensor is not None and size % parallel.tensor:
         problem = f"must be a multiple of parallel.tensor = {parallel.tensor}"
-        fix = f"use {multiples(size, parallel.tensor)}, or change parallel.tensor"
+        near = multiples(size, parallel.tensor)
+        if name == "vocab_size":  # with fewer, the tokens of the corpus may have no room
+            near = str(-(-size // parallel.tensor) * parallel.tensor)
+        fix = f"use {near}, or change parallel.tensor"
         yield wrong(f"model.{name}", problem, size, fix)
 
 

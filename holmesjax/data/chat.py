@@ -1,10 +1,10 @@
 """Dialogues as a data source: only the tokens of the assistant count as targets.
 
-A line of a file `.jsonl` is a dialogue: `{"messages": [{"role": "user", "content": "..."}, ...]}`,
-or `{"prompt": "...", "answer": "..."}`. The chat template of the tokenizer makes one text of it,
-and this text becomes tokens as a whole: a token counts where its last character is in an answer.
-Without a template, only prompts and answers can be read: their text is the prompt and, right
-behind it, the answer and the mark of the end.
+A line of a file of JSON lines is a dialogue: `{"prompt": "...", "answer": "..."}`, or
+`{"messages": [{"role": "user", "content": "..."}, ...]}`. The chat template of the tokenizer makes
+one text of it, and this text becomes tokens as a whole: a token counts where its last character is
+in an answer. Without a template, only prompts and answers can be read: their text is the prompt
+and, right behind it, the answer and the mark of the end.
 
 Tokens and marks are made once, into files beside the dialogues, and packed into rows. A dialogue
 that is longer than a row is left out: a part of it would answer a missing question.
@@ -22,9 +22,18 @@ from typing import Any
 import numpy as np
 
 from holmesjax.config import BYTES, Config, DataConfig
-from holmesjax.data import packing, stores, text, text_documents, token_files, tokenizer_files
+from holmesjax.data import (
+    corpus_files,
+    packing,
+    stores,
+    text,
+    text_documents,
+    token_files,
+    tokenizer_files,
+)
 from holmesjax.data.chat_template import BEGIN_MARK, END_MARK, ChatTemplate
-from holmesjax.data.documents import FilePart
+from holmesjax.data.corpus_files import CorpusFile, CorpusFiles
+from holmesjax.data.file_kinds import ARRAY, LINES
 from holmesjax.data.packing import DocumentRange, PackedRows, Spans
 from holmesjax.data.sources import Splits
 from holmesjax.data.tokenizer import BEGIN
@@ -51,8 +60,8 @@ def look(config: Config) -> None:
             fix = f"use {tokenizer_files.padded(least)}, the next multiple of 128"
             raise ConfigError("model.vocab_size", problem, found=config.model.vocab_size, fix=fix)
     encode = _encoder(data)
-    for path in _files(data):
-        where, dialogue = next(_dialogues(path), (str(path), None))
+    for file in _files(data).files:
+        where, dialogue = next(_dialogues(file), (str(file.path), None))
         if dialogue is None:
             fix = f"write lines as {EXAMPLE}"
             raise DataError(where, "has no dialogue", found="no line", fix=fix)
@@ -61,15 +70,16 @@ def look(config: Config) -> None:
 
 def read(config: DataConfig, length: int) -> Splits:
     """The dialogues as rows of so many tokens. Raises DataError for one that cannot be read."""
-    paths = _files(config)
-    files = {path.name: token_files.hash_of(path) for path in paths}
+    corpus = _files(config)
+    files = {file.name: token_files.hash_of(file.path) for file in corpus.files}
     about = [VERSION, length, config.tokenizer == BYTES, *sorted(files.items())]
     if config.tokenizer != BYTES:
         template = ChatTemplate.find(Path(config.tokenizer))
         about += [tokenizer_files.identity(config.tokenizer), template and template.source]
     key = hashlib.sha256(json.dumps(about).encode()).hexdigest()
-    beside = None if stores.is_remote(paths[0]) else paths[0].parent
-    make = lambda folder: _write(config, paths, length, folder)
+    root = stores.path_of(config.corpus)
+    beside = None if stores.is_remote(root) else root if root.is_dir() else root.parent
+    make = lambda folder: _write(config, corpus.files, length, folder)
     found = packing.kept_arrays(key, DTYPES, make, beside)
     start_D, whole = found["starts"], len(found["tokens"])
     held_out = int(len(start_D) * config.validation_fraction)
@@ -95,6 +105,7 @@ def read(config: DataConfig, length: int) -> Splits:
         place=f"{stores.whole(stores.path_of(config.corpus))}{left_out}",
         digests=digests,
         files=dict(sorted(files.items())),
+        left_out=corpus.left_out.words,
     )
 
 
@@ -109,39 +120,31 @@ def _digest(own: DocumentRange) -> str:
     return digest.hexdigest()
 
 
-def _files(config: DataConfig) -> list[Path]:
-    path = stores.path_of(config.corpus)
-    try:
-        stores.ask(path)
-        if path.is_file():
-            found = [path]
-        elif path.is_dir():
-            own = path.glob(config.pattern) if config.pattern else path.iterdir()
-            found = sorted(file for file in own if text_documents.is_lines(file))
+def _files(config: DataConfig) -> CorpusFiles:
+    """The files of dialogues; others of a folder are left out."""
+    found = corpus_files.found(config)
+    files, other = [], found.left_out
+    for file in found.files:
+        if file.kind.content in (LINES, ARRAY):
+            files.append(file)
+        elif config.pattern is None:
+            other.add(file.kind.words, file.name)
         else:
-            fix = "name a file .jsonl, or a folder with such files"
-            raise stores.absent(config.corpus, fix)
-    except stores.errors() as error:
-        found_here, fix = f"{path}: {stores.said_by(error)}", "make it readable"
-        raise DataError(WHERE, "cannot be read", found=found_here, fix=fix) from None
-    except (ValueError, NotImplementedError) as error:
-        fix = "write a pattern inside the folder, such as *.jsonl"
-        found_here = f"{config.pattern}: {error}"
-        raise DataError("data.pattern", "is no pattern", found=found_here, fix=fix) from None
-    if not found or not all(map(text_documents.is_lines, found)):
-        shown = path.name if found else config.pattern or "no file .jsonl"
-        fix = "name a file .jsonl, .jsonl.gz or .jsonl.zst, or a folder with such files"
-        raise DataError(WHERE, "has no dialogues", found=shown, fix=fix)
-    return found
+            fix = "choose files of JSON lines by data.pattern"
+            raise DataError(str(file.path), "has no dialogues", found=file.kind.words, fix=fix)
+    if not files:
+        fix = f"name a file of lines as {EXAMPLE}, or a folder with such files"
+        raise DataError(WHERE, "has no dialogues", found=f"left out: {other.words}", fix=fix)
+    return CorpusFiles(files=files, left_out=other)
 
 
-def _write(config: DataConfig, paths: Sequence[Path], length: int, folder: Path) -> None:
+def _write(config: DataConfig, files: Sequence[CorpusFile], length: int, folder: Path) -> None:
     """Writes the tokens of all dialogues."""
     encode = _encoder(config)
     end = [] if config.tokenizer == BYTES else [1]  # whose last token has no target
     place, dropped, starts = 0, 0, list[int]()
     with (folder / "tokens").open("wb") as tokens, (folder / "trained").open("wb") as marks:
-        for where, dialogue in chain.from_iterable(map(_dialogues, paths)):
+        for where, dialogue in chain.from_iterable(map(_dialogues, files)):
             token_T, trained_T = encode(dialogue, where)
             if len(token_T) - len(end) > length:
                 dropped += 1
@@ -163,16 +166,13 @@ def _write(config: DataConfig, paths: Sequence[Path], length: int, folder: Path)
 # ---- one dialogue ------------------------------------------------------------------------------
 
 
-def _dialogues(path: Path) -> Iterator[tuple[str, Dialogue]]:
+def _dialogues(file: CorpusFile) -> Iterator[tuple[str, Dialogue]]:
     """The dialogues of a file, each with its place for messages."""
-    part = FilePart(str(path), 0, path.stat().st_size)
-    for where, line in text_documents.lines(path, part):
-        if line.strip():
-            yield where, _messages(line, where)
+    for where, found in text_documents.objects(file.path, file.kind):
+        yield where, _messages(found, where)
 
 
-def _messages(line: bytes, where: str) -> Dialogue:
-    found = text_documents.from_json(line, where)
+def _messages(found: Any, where: str) -> Dialogue:
     said = found.get("messages") if isinstance(found, dict) else None
     if isinstance(found, dict) and said is None and {"prompt", "answer"} <= found.keys():
         said = [

@@ -14,28 +14,23 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
-from typing import NoReturn
 
 import numpy as np
 
 from holmesjax.config import PYTHON_STDLIB, DataConfig
-from holmesjax.data import row_documents, stores, text_documents
+from holmesjax.data import corpus_files, file_kinds, packed_files, stores, text_documents
+from holmesjax.data.corpus_files import CorpusFile, LeftOut
+from holmesjax.data.file_kinds import FileKind
 from holmesjax.data.tokenizer import BEGIN
 from holmesjax.errors import DataError
 
 PLACES = 2**64  # of a file, by a hash of its path
-SNIFFED = 8192  # bytes of a file that show, as a rule, whether it is text
 # Modules that are left out: distributions of a release lack them, or have them elsewhere.
 APART = {
     *("distutils", "ensurepip", "idlelib", "lib2to3", "pydoc_data", "tkinter", "turtle"),
     "turtledemo",
 }
 APART_BELOW = {"macholib", "test", "tests"}
-# Endings of files whose documents are not their text.
-OTHER = (
-    *(text_documents.LINES, *text_documents.COMPRESSED),
-    *(row_documents.PARQUET, row_documents.ARROW, *row_documents.ARRAY_RECORD),
-)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,14 +44,15 @@ class Corpus:
     digests: dict[
         str, str
     ]  # "train", "validation" -> SHA-256 of what `sha256sum` says of its files
+    left_out: str = ""  # what is not read, in words; empty: all is
 
 
-def files(config: DataConfig) -> dict[str, Path]:
-    """The corpus's files by their path inside it, sorted. Raises DataError if there are none."""
-    found = dict(_paths(config))
-    if not found:
-        raise _no_file(config)
-    return {name: found[name] for name in sorted(found)}
+def standard_library() -> list[CorpusFile]:
+    """The files of `python-stdlib`."""
+    root = Path(sysconfig.get_path("stdlib"))
+    paths = [path for path in _stdlib(root) if path.is_file()]
+    kind = FileKind(file_kinds.TEXT)
+    return sorted(CorpusFile(own.relative_to(root).as_posix(), own, kind) for own in paths)
 
 
 def sizes(config: DataConfig, enough: Mapping[str, int]) -> dict[str, int]:
@@ -72,7 +68,8 @@ def sizes(config: DataConfig, enough: Mapping[str, int]) -> dict[str, int]:
         if all(found[split] >= enough[split] for split in enough):
             return found
     if is_empty:
-        raise _no_file(config)
+        corpus_files.found(config)  # says what there is
+        raise corpus_files.nothing(config, _root(config), LeftOut())
     return found
 
 
@@ -93,91 +90,38 @@ def enough_fraction(config: DataConfig, enough: Mapping[str, int]) -> float | No
 
 def _sizes(config: DataConfig) -> Iterator[tuple[str, int]]:
     """The files of text by their path, each with its bytes and the mark before them."""
-    for name, path in _paths(config):
-        _refuse_other(path)
+    for name, path, kind in _files(config, LeftOut()):
         try:
-            if config.pattern is None and config.corpus != PYTHON_STDLIB:
-                with stores.open_file(path) as file:
-                    if BEGIN in file.read(SNIFFED):
-                        continue
             size = path.stat().st_size
         except stores.errors() as error:
-            raise _unreadable(path, error) from None
-        yield name, 1 + size
+            raise corpus_files.unreadable(path, error) from None
+        yield name, 1 + (size * 3 // 2 if kind.packing else size)  # UTF-16 is longer in UTF-8
 
 
-def _refuse_other(path: Path) -> None:
-    """Raises DataError for a file whose documents are not its text, by its name."""
-    if not path.name.endswith(OTHER):
+def _files(config: DataConfig, left_out: LeftOut) -> Iterator[CorpusFile]:
+    """The corpus's files of text, in any order. Raises DataError for a file of another kind."""
+    if config.corpus == PYTHON_STDLIB:
+        yield from standard_library()
         return
-    fix = "turn the corpus into tokens (python -m launch tokenize) and use data.source=tokens"
-    if text_documents.is_lines(path):
-        fix += "; use data.source=chat if its lines are dialogues"
-    fix += "; choose other files by data.pattern; or give it the ending .txt if it is to be read"
-    problem, found = "is not read as text", f"a file {path.suffix}"
-    raise DataError(str(path), problem, found=found, fix=f"{fix} as it is")
-
-
-def _paths(config: DataConfig) -> Iterator[tuple[str, Path]]:
-    """The corpus's files with their path inside it, in any order."""
     root = _root(config)
-    for path in _stdlib(root) if config.corpus == PYTHON_STDLIB else _in_folder(root, config):
-        if path.is_file():
-            yield path.relative_to(root).as_posix(), path
-
-
-def _in_folder(root: Path, config: DataConfig) -> Iterator[Path]:
-    """The files that the pattern matches; without one, all that are not hidden."""
-
-    def refuse(error: Exception) -> NoReturn:
-        fix = "make it readable, or name another folder"
-        raise DataError("data.corpus", "cannot be read", found=error, fix=fix) from None
-
-    is_remote = stores.is_remote(config.corpus)
-    try:
-        stores.ask(root)
-        is_folder, is_there = root.is_dir(), root.exists()
-    except stores.errors() as error:
-        refuse(error)
-    if not is_there:
-        raise stores.absent(config.corpus, f"name a folder, or {PYTHON_STDLIB!r} for a first try")
-    if not is_folder:
-        _refuse_other(root)
+    if corpus_files.is_file(config, root):
+        _refuse_other(root, corpus_files.kind_of(root))
         fix = f"name the folder that it is in, and data.pattern={root.name}"
         raise DataError("data.corpus", "is no folder", found=f"{config.corpus}, a file", fix=fix)
-    if config.pattern is None and is_remote:
-        parts = {path: path.relative_to(root).parts for path in stores.files_below(root)}
-        yield from (p for p, own in parts.items() if not any(n.startswith(".") for n in own))
+    for file in corpus_files.files_in(root, config, left_out):
+        _refuse_other(file.path, file.kind)
+        yield file
+
+
+def _refuse_other(path: Path, kind: FileKind) -> None:
+    """Raises DataError for a file whose documents are not its text."""
+    if kind.content == file_kinds.TEXT and set(kind.packing) <= packed_files.ENCODINGS:
         return
-    if config.pattern is None:
-        for folder, subfolders, names in os.walk(root, onerror=refuse):
-            subfolders[:] = [name for name in subfolders if not name.startswith(".")]
-            yield from (Path(folder, name) for name in names if not name.startswith("."))
-        return
-    try:
-        yield from root.glob(config.pattern)
-    except (ValueError, NotImplementedError) as error:
-        fix = "write a pattern inside the folder, such as **/*.txt"
-        found = f"{config.pattern}: {error}"
-        raise DataError("data.pattern", "is no pattern", found=found, fix=fix) from None
-    except stores.errors() as error:
-        refuse(error)
-
-
-def _no_file(config: DataConfig) -> DataError:
-    root = _root(config)
-    if config.pattern is None:
-        found = "no file but hidden and binary ones"
-        fix = "name another folder, or use data.source=tokens for files of tokens"
-        return DataError("data.corpus", f"{root} holds no text", found=found, fix=fix)
-    fix = "change data.pattern or data.corpus"
-    problem = f"no file in {root} matches"
-    return DataError("data.pattern", problem, found=config.pattern, fix=fix)
-
-
-def _unreadable(path: Path, error: Exception) -> DataError:
-    fix = "make it readable, or leave it out by data.pattern"
-    return DataError(str(path), "cannot be read", found=stores.said_by(error), fix=fix)
+    fix = "turn the corpus into tokens (python -m launch tokenize) and use data.source=tokens"
+    if kind.content in (file_kinds.LINES, file_kinds.ARRAY):
+        fix += "; use data.source=chat if it has dialogues"
+    fix += "; or choose other files by data.pattern"
+    raise DataError(str(path), "is not read as text", found=kind.words, fix=fix)
 
 
 def _root(config: DataConfig) -> Path:
@@ -227,30 +171,26 @@ def split_of(name: str, fraction: float) -> str:
 
 
 def read(config: DataConfig) -> Corpus:
-    """Reads all files of the corpus; without a pattern, those that hold a zero byte are left out.
+    """Reads all files of the corpus.
 
-    Raises DataError for a file that cannot be read, or is no text and yet matches the pattern.
+    Raises DataError for a file that cannot be read, or is of another kind than text. Without a
+    pattern, files of a kind that no source reads are left out.
     """
     parts: dict[str, list[bytes]] = {"train": [], "validation": []}
     lists = {split: hashlib.sha256() for split in parts}
     found: dict[str, str] = {}
-    for name, path in files(config).items():
-        _refuse_other(path)
+    left_out = LeftOut()
+    for name, path, kind in sorted(_files(config, left_out)):
         try:
-            text = path.read_bytes()
+            text = text_documents.whole(path, kind, "data.pattern")
         except stores.errors() as error:
-            raise _unreadable(path, error) from None
-        if BEGIN in text:
-            if config.pattern is None and config.corpus != PYTHON_STDLIB:
-                continue
-            fix = "leave it out by data.pattern: training reads text"
-            raise DataError(str(path), "holds a zero byte", found="a binary file", fix=fix)
+            raise corpus_files.unreadable(path, error) from None
         split = split_of(name, config.validation_fraction)
         parts[split] += [bytes([BEGIN]), text]
         found[name] = hashlib.sha256(text).hexdigest()
         lists[split].update(os.fsencode(f"{found[name]}  {name}\n"))
     if not found:
-        raise _no_file(config)
+        raise corpus_files.nothing(config, _root(config), left_out)
     python = f" of Python {platform.python_version()}" if config.corpus == PYTHON_STDLIB else ""
     train, validation = (np.frombuffer(b"".join(texts), np.uint8) for texts in parts.values())
     return Corpus(
@@ -259,4 +199,5 @@ def read(config: DataConfig) -> Corpus:
         source=f"{_root(config).absolute()}{python}",
         files=found,
         digests={split: list_.hexdigest() for split, list_ in lists.items()},
+        left_out=left_out.words,
     )

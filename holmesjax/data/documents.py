@@ -36,13 +36,19 @@ def decoded(content: bytes, where: str) -> str:
         raise no_text(where, error) from None
 
 
-def no_text(where: str, error: UnicodeDecodeError) -> DataError:
-    """The refusal of bytes that are no UTF-8."""
+def no_text(where: str, error: UnicodeError, encoding: str = "UTF-8") -> DataError:
+    """The refusal of bytes that are no text in an encoding."""
     fix = "save it as UTF-8, or leave it out by --pattern"
-    return DataError(where, "is no UTF-8", found=error, fix=fix)
+    return DataError(where, f"is no {encoding}", found=error, fix=fix)
 
 
 def damaged(where: str, kind: str, error: Exception | str) -> DataError:
     """The refusal of a file that is not what its name says, or not whole."""
     words = " ".join(str(error).split()) or type(error).__name__
     return DataError(where, f"is no whole {kind}", found=words, fix="copy it again")
+
+
+def null_among(where: str, column: str, place: int) -> DataError:
+    """The refusal of a list of tokens that has a null."""
+    problem, fix = f"has a null among the tokens of `{column}`", "write the document again"
+    return DataError(where, problem, found=f"null at place {place:,}", fix=fix)

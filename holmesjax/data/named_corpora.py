@@ -66,6 +66,7 @@ def read(config: DataConfig, length: int) -> Splits:
         place=", ".join(f"{name}: {own.place}" for name, own in found.items()),
         digests=digests,
         files=dict(sorted(files.items())),
+        left_out="; ".join(f"{n}: {own.left_out}" for n, own in found.items() if own.left_out),
         sets=sets,
     )
 

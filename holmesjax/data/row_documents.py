@@ -6,18 +6,25 @@ Each is read by the library that owns it, some rows at a time.
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 
 from holmesjax.data import extras, stores
-from holmesjax.data.documents import Documents, FilePart, Wanted, damaged, decoded, no_text
+from holmesjax.data.documents import (
+    Documents,
+    FilePart,
+    Wanted,
+    damaged,
+    decoded,
+    no_text,
+    null_among,
+)
 from holmesjax.errors import DataError
 
-PARQUET, ARROW = ".parquet", ".arrow"
-ARRAY_RECORD = (".array_record", ".arrayrecord")
 ROWS = 256  # read at once
 STATE, SPLITS = "state.json", "dataset_dict.json"  # of folders that `datasets` wrote
+ARROW_FILE = b"ARROW1"  # what a file of batches begins with, and a stream does not
 END = b"\xff\xff\xff\xff\0\0\0\0"  # of an Arrow stream
 
 Parts = Iterator[tuple[int, int, int]]  # the ranges of a file's parts, each with its bytes
@@ -71,23 +78,23 @@ def _parquet(path: Path, file: Any) -> Any:
 
 def is_hugging_face(path: Path) -> bool:
     """Tells whether a folder is a dataset, or has one for each split, as `datasets` writes it."""
-    return (path / STATE).is_file() or (path / SPLITS).is_file()
+    return (path / STATE).is_file() or _is_split(path)
+
+
+def _is_split(path: Path) -> bool:
+    """Tells whether a folder has a dataset for each split."""
+    return (path / SPLITS).is_file()
 
 
 def cut_hugging_face(path: Path, step: int) -> Parts:
     """Ranges of rows of about so many bytes."""
+    if not _is_split(path) and not _arrows(path):
+        return  # `datasets` writes no file for no rows, and does not open that again
     num_rows, size = len(_dataset(path)), sum(file.stat().st_size for file in _arrows(path))
     rows = max(1, num_rows * step // max(size, 1))
     for first in range(0, num_rows, rows):
         last = min(first + rows, num_rows)
         yield first, last, (last - first) * size // num_rows
-
-
-def refuse_arrow(path: Path, step: int) -> Parts:
-    """Raises DataError for a file of a dataset, which is not read by itself."""
-    del step
-    fix = "name the folder of the dataset, or leave it out by --pattern"
-    raise DataError(str(path), "is a part of a dataset", found="a file .arrow", fix=fix)
 
 
 def read_hugging_face(part: FilePart, wanted: Wanted) -> Documents:
@@ -105,16 +112,13 @@ def _dataset(path: Path) -> Any:
     if stores.is_remote(path):
         fix = "copy the folder here, or write parquet files"
         raise DataError(str(path), "cannot be read in a store", found="a dataset", fix=fix)
-    if (path / SPLITS).is_file():
+    if _is_split(path):
         names = json.loads((path / SPLITS).read_text()).get("splits", [])
         fix = f"name one of them: {path / names[0]}" if names else "copy it again"
         raise DataError(str(path), "has several splits", found=", ".join(names), fix=fix)
     for file in _arrows(path):
         with file.open("rb") as content:
-            size = content.seek(0, 2)
-            content.seek(max(size - len(END), 0))
-            if content.read() != END:
-                raise damaged(str(file), "Arrow stream", f"it is cut off at byte {size:,}")
+            _refuse_cut_off(content, str(file))
     with extras.package("datasets", extra="hf", where=str(path)):
         import datasets
         import pyarrow
@@ -136,6 +140,48 @@ def _arrows(path: Path) -> list[Path]:
             problem, fix = "is missing", "copy the whole folder again"
             raise DataError(str(file), problem, found=f"named by {STATE}", fix=fix)
     return files
+
+
+# ---- Arrow -------------------------------------------------------------------------------------
+
+
+def cut_arrow(path: Path, step: int) -> Parts:
+    """All of a file. Raises DataError for one of a dataset, whose folder says which rows it has."""
+    del step
+    if is_hugging_face(path.parent):
+        fix = "name the folder of the dataset, or leave it out by --pattern"
+        raise DataError(str(path), "is a part of a dataset", found="an Arrow file", fix=fix)
+    yield 0, 1, path.stat().st_size
+
+
+def read_arrow(part: FilePart, wanted: Wanted) -> Documents:
+    """The documents of a file of batches, or of a stream of them in a file."""
+    path = stores.path_of(part.path)
+    with extras.package("pyarrow", extra="hf", where=str(path)):
+        import pyarrow
+    with stores.open_file(path) as file:
+        is_file = file.read(len(ARROW_FILE)) == ARROW_FILE
+        if not is_file:
+            _refuse_cut_off(file, part.path)
+        file.seek(0)
+        first = 0
+        try:
+            reader = pyarrow.ipc.open_file(file) if is_file else pyarrow.ipc.open_stream(file)
+            _refuse_no_column(part.path, wanted.column, reader.schema)
+            batches = map(reader.get_batch, range(reader.num_record_batches)) if is_file else reader
+            for batch in batches:
+                yield from _column(batch.column(wanted.column), part.path, first, wanted.column)
+                first += batch.num_rows
+        except (pyarrow.ArrowException, OSError) as error:
+            raise damaged(part.path, "Arrow file", error) from None
+
+
+def _refuse_cut_off(file: BinaryIO, where: str) -> None:
+    """Raises DataError for a stream of Arrow without its end, of which its reader says nothing."""
+    size = file.seek(0, 2)
+    file.seek(max(size - len(END), 0))
+    if file.read() != END:
+        raise damaged(where, "Arrow stream", f"it is cut off at byte {size:,}")
 
 
 # ---- array_record ------------------------------------------------------------------------------
@@ -217,6 +263,9 @@ def _column(column: Any, path: str, first: int, name: str) -> Documents:
             fix = "leave such rows out"
             raise DataError(where, f"has nothing in `{name}`", found="null", fix=fix)
         if hasattr(value, "values"):
+            if value.values.null_count:
+                place = int(np.argmax(value.values.is_null().to_numpy(zero_copy_only=False)))
+                raise null_among(where, name, place)
             yield where, value.values.to_numpy(zero_copy_only=False)
             continue
         try:

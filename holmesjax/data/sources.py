@@ -73,6 +73,7 @@ class Splits:
     # processes of a job have the same data, and which file differs.
     digests: Mapping[str, str]
     files: Mapping[str, str]
+    left_out: str = ""  # what is there and is not read, in words; empty: nothing
     # Validation sets by name, in place of `validation`; empty: there is that one.
     sets: Mapping[str, Sequences] = field(default_factory=dict)
 

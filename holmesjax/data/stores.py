@@ -15,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar, cast
 
+from holmesjax import hub_names
 from holmesjax.data import extras
 from holmesjax.errors import AbsentDataError, DataError
 
@@ -47,6 +48,7 @@ def path_of(name: str | Path) -> Path:
     scheme = str(name).partition("://")[0]
     if scheme not in SCHEMES:
         fix = f"use {' or '.join(f'{own}://' for own in SCHEMES)}, or a path"
+        fix = hub_names.fix(str(name), fix, folder="corpora")
         raise DataError(str(name), "is in no store that is known", found=scheme, fix=fix)
     client = {"s3": "s3fs", "gs": "gcsfs"}[scheme]
     with extras.package(client, extra=scheme, where=str(name)):
@@ -61,6 +63,7 @@ def path_of(name: str | Path) -> Path:
 
 def absent(name: str, fix: str) -> AbsentDataError:
     """The refusal of a corpus that is not there."""
+    fix = hub_names.fix(name, fix, folder="corpora")
     here = "" if is_remote(name) else f"; the current folder is {Path.cwd()}"
     return AbsentDataError("data.corpus", "is not there", found=f"{name}{here}", fix=fix)
 

@@ -91,6 +91,7 @@ def cut(
         place=corpus.source,
         digests=corpus.digests,
         files=corpus.files,
+        left_out=corpus.left_out,
     )
 
 

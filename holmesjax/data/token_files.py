@@ -26,6 +26,8 @@ from holmesjax.errors import DataError
 FORMAT = "holmesjax tokens 1"
 DTYPES: dict[str, np.dtype] = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
 STARTS = np.dtype("<i8")
+TOKENIZER_PATH = "tokenizer_path"  # key of where the tokenizer of `tokenize` was, for messages
+LOCK = "tokenize.lock"  # file that the `tokenize` of a folder locks while it writes
 JOB = "tokenize.json"  # file of a folder that `tokenize` writes: the shards that it will have
 BLOCKS, BLOCK_BYTES = 64, 4096  # blocks that are checked when a file is opened, and their bytes
 

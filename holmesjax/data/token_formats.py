@@ -10,6 +10,7 @@ Dims: D documents, S sequences of Megatron, each a part of a document.
 """
 
 import struct
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -17,13 +18,16 @@ import numpy as np
 
 from holmesjax.config import DataConfig
 from holmesjax.data import stores
+from holmesjax.data.corpus_files import HIDDEN, LeftOut, kind_of
 from holmesjax.data.number_files import NumberFile, SortedNumbers
 from holmesjax.data.stores import RangeFile
-from holmesjax.data.token_files import DTYPES, FORMAT, JOB, STARTS, TokenFile, wrong
+from holmesjax.data.token_files import DTYPES, FORMAT, JOB, LOCK, STARTS, TokenFile, wrong
 from holmesjax.data.tokenizer_files import read_json
+from holmesjax.data.whole_digests import FOLDER
 from holmesjax.errors import DataError
 
 ENDINGS = (".bin", ".npy")
+BESIDE = (".json", ".idx", ".starts")  # of files of the same name
 MAGIC, VERSION = b"MMIDIDX\0\0", 1
 HEADER = struct.Struct("<9sQBQQ")  # magic, version, code of the dtype, sequences, D + 1
 CODES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
@@ -60,6 +64,29 @@ def find(config: DataConfig) -> list[TokenFile]:
         name = getattr(error, "filename", None) or path
         fix, found_here = "make it readable", f"{name}: {stores.said_by(error)}"
         raise DataError("data.corpus", "cannot be read", found=found_here, fix=fix) from None
+
+
+def left_out(config: DataConfig, files: Sequence[TokenFile]) -> LeftOut:
+    """The rest of a folder, besides files of tokens and what belongs to them."""
+    found, root = LeftOut(), stores.path_of(config.corpus)
+    if not root.is_dir():
+        return found
+    own = {file.path.with_suffix(end).name for file in files for end in BESIDE}
+    own |= {file.path.name for file in files} | {JOB, LOCK}
+    for path in sorted(root.iterdir(), key=lambda path: path.name):
+        if path.name in own or path.name == FOLDER or path.suffix == ".tmp":
+            continue
+        if path.name.startswith("."):
+            found.add(HIDDEN, path.name)
+        elif path.is_dir():
+            found.add("folder in a folder of tokens", path.name)
+        else:
+            try:
+                kind = kind_of(path).words
+            except DataError:  # nothing of it is wanted
+                kind = "damaged file"
+            found.add(kind, path.name)
+    return found
 
 
 def _refuse_unfinished(folder: Path) -> None:

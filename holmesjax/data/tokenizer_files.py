@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 
+from holmesjax import hub_names
 from holmesjax.config import BYTES, ModelConfig
 from holmesjax.data import extras
 from holmesjax.data.pieces import Pieces
@@ -104,6 +105,7 @@ def find(path: str | Path) -> TokenizerFiles:
             head = file.read(4096)
     except OSError as error:
         fix = "name a folder or a file of a tokenizer, or bytes"
+        fix = hub_names.fix(str(path), fix, folder="tokenizers")
         found = f"{path}: {error.strerror}; the current folder is {Path.cwd()}"
         absent = AbsentDataError if isinstance(error, FileNotFoundError) else DataError
         raise absent(WHERE, "cannot be read", found=found, fix=fix) from None
@@ -140,6 +142,11 @@ def _in_folder(folder: Path) -> TokenizerFiles:
 def identity(tokenizer: str) -> str:
     """The identity of a `data.tokenizer`, wherever its files are."""
     return tokenizer if tokenizer == BYTES else find(tokenizer).identity
+
+
+def place(tokenizer: str) -> str:
+    """The place of the files of a `data.tokenizer`, for messages."""
+    return tokenizer if tokenizer == BYTES else str(Path(tokenizer).absolute())
 
 
 def copy(path: str | Path, folder: Path) -> None:

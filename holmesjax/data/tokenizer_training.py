@@ -28,6 +28,7 @@ class Trained(NamedTuple):
     num_tokens: int
     num_bytes: int  # of the text of the corpus
     num_encoded: int  # tokens of the corpus
+    left_out: str = ""  # what the corpus has and is not read, in words; empty: nothing
 
 
 def train(
@@ -61,9 +62,10 @@ def train(
         from tokenizers.pre_tokenizers import ByteLevel
     say("looking at the corpus")
     try:
-        files = document_formats.files(config)
+        corpus = document_formats.found(config)
     except stores.errors() as error:
         raise tokenizing.unreadable(error, config.corpus) from None
+    files = [file.path for file in corpus.files]
     wanted = Wanted(column=column, is_picked=config.pattern is not None)
     tokenizer: Any = tokenizers.Tokenizer(tokenizers.models.BPE())
     tokenizer.pre_tokenizer = ByteLevel(add_prefix_space=False)
@@ -79,8 +81,11 @@ def train(
     tokenizer.encode_special_tokens = True
     say("telling the corpus in tokens, and back")
     num_bytes, num_encoded = _check(tokenizer, _texts(files, wanted))
+    if not num_bytes:
+        raise tokenizing.no_document(config, len(files))
     _write(tokenizer, out)
-    return Trained(tokenizer.get_vocab_size(), num_bytes, num_encoded)
+    left_out = corpus.left_out.words
+    return Trained(tokenizer.get_vocab_size(), num_bytes, num_encoded, left_out)
 
 
 def _texts(files: Sequence[Path], wanted: Wanted) -> Iterator[str]:

@@ -6,6 +6,7 @@ when its `.json` is there, which is written last, with the hashes of the rest; w
 has left is written again.
 """
 
+import dataclasses
 import fcntl
 import hashlib
 import json
@@ -25,7 +26,6 @@ import numpy as np
 from holmesjax.config import BYTES, DataConfig
 from holmesjax.data import document_formats, stores, token_files, tokenizer_files
 from holmesjax.data.documents import Documents, FilePart, Wanted
-from holmesjax.data.text_documents import COMPRESSED
 from holmesjax.data.tokenizer import BEGIN, ByteTokenizer
 from holmesjax.data.tokenizer_files import FileTokenizer, read_json
 from holmesjax.errors import ConfigError, DataError
@@ -54,6 +54,8 @@ class Tokenized:
     tokens: int
     documents: int
     was_there: int = 0  # tokens of these that were made before
+    files: str = ""  # of the corpus, by kind, in words
+    left_out: str = ""  # what the corpus has and is not read, in words; empty: nothing
 
 
 def tokenize(
@@ -75,11 +77,12 @@ def tokenize(
       shard_bytes: of the corpus, in a shard.
       workers: processes; None: one for each core that this process may use.
       say: takes what is done, after each shard.
-      warn: takes what makes the work slower than it need be.
+      warn: takes what is left out, and what makes the work slower than it need be.
 
     Raises:
       ConfigError: there are no workers, no bytes in a shard, or another process writes here.
-      DataError: a file is no text, or the folder has the tokens of something else.
+      DataError: a file is no text, there is no document, or the folder has the tokens of
+        something else.
     """
     for option, value in {"--workers": workers, "--shard-bytes": shard_bytes}.items():
         if value is not None and value < 1:
@@ -87,7 +90,10 @@ def tokenize(
     identity = tokenizer_files.identity(config.tokenizer)
     wanted = (wanted or Wanted())._replace(is_picked=config.pattern is not None)
     try:
-        plan = _plan(config, shard_bytes, warn)
+        corpus = document_formats.found(config)
+        if left_out := corpus.left_out.words:
+            warn(f"left out: {left_out}")
+        plan = _plan([file.path for file in corpus.files], shard_bytes, warn)
         paths = {piece.path for own in plan for piece in own}
         changed = {path: stores.version_of(stores.path_of(path)) for path in sorted(paths)}
     except stores.errors() as error:
@@ -95,7 +101,8 @@ def tokenize(
     names = [f"shard-{i:05d}" for i in range(len(plan))]
     inputs = hashlib.sha256(json.dumps([plan, changed, wanted]).encode()).hexdigest()
     job = {"tokenizer": identity, "inputs": inputs, "shards": names}
-    with (out / "tokenize.lock").open("w") as lock:
+    job |= {token_files.TOKENIZER_PATH: tokenizer_files.place(config.tokenizer)}
+    with (out / token_files.LOCK).open("w") as lock:
         _lock(lock, out)
         _begin(out / token_files.JOB, job)
         for left in out.glob("*.tmp"):
@@ -110,7 +117,19 @@ def tokenize(
             )
             for name, pieces in zip(names, plan, strict=True)
         ]
-        return _run(shards, workers or len(os.sched_getaffinity(0)), say)
+        if not shards:
+            raise no_document(config, len(corpus.files))
+        done = _run(shards, workers or len(os.sched_getaffinity(0)), say)
+        if done.tokens <= done.documents:  # nothing but marks
+            raise no_document(config, len(corpus.files))
+        return dataclasses.replace(done, files=corpus.words, left_out=left_out)
+
+
+def no_document(config: DataConfig, num_files: int) -> DataError:
+    """The refusal of files that are read and have nothing."""
+    found = "nothing in its file" if num_files == 1 else f"nothing in {num_files:,} files"
+    fix = "name a corpus that has one"
+    return DataError("data.corpus", f"{config.corpus} is empty", found=found, fix=fix)
 
 
 def _lock(file: Any, out: Path) -> None:
@@ -134,20 +153,25 @@ def _begin(path: Path, job: dict[str, Any]) -> None:
     for key, what in {"tokenizer": "tokenizer", "inputs": "files or shards"}.items():
         if before.get(key) != job[key]:
             problem = f"{path.parent} has the tokens of another corpus or tokenizer"
-            found = f"other {what}: {before.get(key)} there, {job[key]} now"
+            found = f"other {what} than there"
+            if key == "tokenizer":
+                own, key = job[token_files.TOKENIZER_PATH], token_files.TOKENIZER_PATH
+                there = before.get(key, "one that is not named")
+                found = f"other files of a tokenizer: {there} there, {own} now"
             raise DataError("--out", problem, found=found, fix="name a new folder")
 
 
 def _plan(
-    config: DataConfig, shard_bytes: int, warn: Callable[[str], None]
+    paths: Sequence[Path], shard_bytes: int, warn: Callable[[str], None]
 ) -> list[list[FilePart]]:
     """The pieces of each shard, in the order of the names of their files."""
     shards: list[list[FilePart]] = []
     room = 0
-    for path in document_formats.files(config):
-        for part, num_bytes in document_formats.cut(path, shard_bytes):
-            if num_bytes > shard_bytes and path.suffix in COMPRESSED:
-                warn(f"{path} is read by one process: a compressed file cannot be divided")
+    for path in paths:
+        parts = list(document_formats.cut(path, shard_bytes))
+        if len(parts) == 1 and parts[0][1] > shard_bytes:
+            warn(f"{path} is read by one process: it cannot be divided")
+        for part, num_bytes in parts:
             if not shards or num_bytes > room:
                 shards.append([])
                 room = shard_bytes
@@ -252,6 +276,7 @@ def write_shard(shard: Shard) -> dict[str, Any]:
         _sync(file)
     said = {"dtype": name, "tokens": count, "documents": len(start_D), "largest": largest}
     said |= {"tokenizer": tokenizer_files.identity(shard.tokenizer)}
+    said |= {token_files.TOKENIZER_PATH: tokenizer_files.place(shard.tokenizer)}
     said |= {"sha256": token_files.hash_of(temporary[path])}
     said |= {"starts_sha256": token_files.hash_of(temporary[starts])}
     for final, own in temporary.items():

@@ -27,7 +27,8 @@ from holmesjax.data.sources import (
     need,
     too_small,
 )
-from holmesjax.data.token_files import DocumentStarts, TokenFile
+from holmesjax.data.token_files import TOKENIZER_PATH, DocumentStarts, TokenFile
+from holmesjax.data.tokenizer_files import read_json
 from holmesjax.errors import ConfigError, DataError
 
 tokenizer = text.tokenizer
@@ -132,6 +133,7 @@ def read(config: DataConfig, length: int) -> Splits:
         place=stores.whole(stores.path_of(config.corpus)),
         digests={"train": digest(train), "validation": digest(validation)},
         files=digests,
+        left_out=token_formats.left_out(config, files).words,
     )
 
 
@@ -186,9 +188,17 @@ def look(config: Config) -> None:
 
 def _refuse_other(file: TokenFile, data: DataConfig, identity: str) -> None:
     if file.tokenizer is not None and file.tokenizer != identity:
-        found = identity if data.tokenizer == BYTES else f"{identity} in {data.tokenizer}"
-        fix = f"name the tokenizer that is {file.tokenizer}"
+        made_with = BYTES if file.tokenizer == BYTES else None
+        if file.about is not None:
+            made_with = read_json(file.about).get(TOKENIZER_PATH, made_with)
         problem = f"is not the tokenizer of {file.path.name}"
+        found = (
+            data.tokenizer
+            if BYTES in (data.tokenizer, made_with)
+            else f"{data.tokenizer}, whose files differ"
+        )
+        fix = "name the one that it was made with"
+        fix += f": data.tokenizer={made_with}" if made_with else ", which its .json does not name"
         raise DataError("data.tokenizer", problem, found=found, fix=fix)
     if file.documents is None and data.documents == "mask":
         said = f"documents: null in {file.about}" if file.about else f"no marks in {file.path}"

@@ -169,11 +169,15 @@ class Member:
         return dict(self.wait_for(Addresses, timeout_s).found)
 
     def send_compiled(
-        self, digests: Mapping[str, str], source: str, files: Mapping[str, str]
+        self,
+        digests: Mapping[str, str],
+        source: str,
+        files: Mapping[str, str],
+        left_out: str = "",
     ) -> None:
         """Reports that this process is ready to train, and its data; `files` only if asked."""
         self._files = list(files.items())
-        self.send(Compiled(digests=dict(digests), source=source))
+        self.send(Compiled(digests=dict(digests), source=source, left_out=left_out))
 
     def wait_for(self, kind: type[R], timeout_s: float | None = None) -> R:
         """Returns the next record for the main thread, which must be of that kind.

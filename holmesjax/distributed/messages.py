@@ -70,6 +70,7 @@ class Compiled(Record):
     kind = "compiled"
     digests: dict[str, str]
     source: str
+    left_out: str = ""  # what its corpus has and is not read, in words; empty: nothing
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -209,7 +209,7 @@ class Worker:
             batches = self._result(reading)
             splits = batches.data
             # XLA:CPU gives up on a collective whose other processes come half a minute later.
-            member.send_compiled(batches.digests(), splits.place, splits.files)
+            member.send_compiled(batches.digests(), splits.place, splits.files, splits.left_out)
             member.status("waited for the other processes to compile")
             member.wait_for(Go)
             member.status("was reading the checkpoint")

@@ -2,7 +2,8 @@
 
 Dims: see `models/transformer.py`. Each text is what it would be alone: rows of a batch are
 independent, and row r draws as a single text with the seed + r. When a text outgrows the model's
-context, the caches are filled again with its later half.
+context, the caches are filled again with its later half; when it outgrows the length up to which
+rotary positions have other frequencies, with all of it.
 """
 
 import functools
@@ -31,6 +32,7 @@ from holmesjax.hugging_face import folder
 from holmesjax.models.layer import Params
 from holmesjax.parallel import compat
 from holmesjax.parallel.mesh import build_meshes
+from holmesjax.rotary import switch_length
 
 EndedBy = Literal["end", "stop", "length"]
 
@@ -188,7 +190,8 @@ class Sampler:
           sampling: the rule.
           is_over: tells whether a row needs no more tokens; the tokens of such a row mean nothing.
         """
-        context = self.model.context_length
+        context, switch = self.model.context_length, switch_length(self.model.rotary_scaling)
+        switched = None if switch is None else switch + 1
         known = [list(prompt)[-context:] for prompt in prompts]
         length = cache_length(known, max_tokens, context)
         seeds = ((sampling.seed + row) % 2**63 for row in range(len(known)))
@@ -206,7 +209,7 @@ class Sampler:
                 return
             for row in alive:
                 known[row].append(int(token_B[row]))
-            if any(len(known[row]) > context for row in alive):
+            if any(len(known[row]) in (switched, context + 1) for row in alive):
                 half = max(context // 2, 1)
                 known = [own[-half:] if len(own) > context else own for own in known]
                 caches, logits_BLV = self._filled(known, length)
@@ -294,9 +297,10 @@ def tokenizer_of(run_dir: Path, found: Checkpoint) -> Tokenizer:
     data = DataConfig(**found.settings["data"])
     if data.tokenizer != BYTES:
         named, own = data.tokenizer, run_dir / tokenizer_files.FOLDER
-        if (now := tokenizer_files.identity(str(own))) != named:
-            problem, fix = f"is not the tokenizer of {found.path.name}", f"bring back {named}"
-            raise CheckpointError(str(own), problem, found=now, fix=fix)
+        if tokenizer_files.identity(str(own)) != named:
+            problem = f"is not the tokenizer of {found.path.name}"
+            fix = f"copy the files that the run was started with back to {own}"
+            raise CheckpointError(str(own), problem, found="other files", fix=fix)
         data = replace(data, tokenizer=str(own))
     return sources.module_of(data).tokenizer(data)
 

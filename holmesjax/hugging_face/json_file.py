@@ -6,6 +6,7 @@ import stat
 from pathlib import Path
 from typing import Any, NoReturn
 
+from holmesjax import hub_names
 from holmesjax.errors import CheckpointError
 
 MAX_BYTES = 1 << 20  # of a config.json
@@ -30,6 +31,7 @@ def size_of(path: Path) -> int:
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else str(error)
         fix = "check the path, or download the folder again"
+        fix = hub_names.fix(str(path.parent), fix)
         raise CheckpointError(str(path), "cannot be read", found=reason, fix=fix) from None
     if not stat.S_ISREG(found.st_mode):
         kind = "a folder" if stat.S_ISDIR(found.st_mode) else "a device or a pipe"

@@ -232,19 +232,23 @@ def positions_in_documents(segment_BL: jax.Array) -> jax.Array:
 
 
 def rotate(
-    x_BLHK: jax.Array, position_L: jax.Array, frequency_R: np.ndarray, factor: float = 1.0
+    x_BLHK: jax.Array,
+    position_L: jax.Array,
+    frequency_R: jax.Array | np.ndarray,
+    factor: float = 1.0,
 ) -> jax.Array:
     """Rotary positions, halves paired as in GPT-NeoX. Su et al., arXiv:2104.09864.
 
     Args:
       x_BLHK: queries or keys. The first numbers of a head turn, two for each frequency.
       position_L: of the tokens: [L], or [B, L].
-      frequency_R: of each pair (`holmesjax.rotary`).
+      frequency_R: of each pair (`holmesjax.rotary`): [R], or [B, R].
       factor: of cosines and sines.
     """
-    width = 2 * frequency_R.size
+    width = 2 * frequency_R.shape[-1]
     position_BL = position_L.reshape(-1, x_BLHK.shape[1]).astype(jnp.float32)
-    angle_BLR = position_BL[..., None] * jnp.asarray(frequency_R)[None, None]
+    frequency_BR = jnp.asarray(frequency_R).reshape(-1, frequency_R.shape[-1])
+    angle_BLR = position_BL[..., None] * frequency_BR[:, None]
     cos, sin = jnp.cos(angle_BLR)[:, :, None], jnp.sin(angle_BLR)[:, :, None]
     if factor != 1.0:
         cos, sin = factor * cos, factor * sin

@@ -14,6 +14,7 @@ Matrix products run in the dtype of the kernels, if they say one, else of the pa
 softmax and the loss compute in float32, and logits are float32.
 """
 
+import functools
 import zlib
 from collections.abc import Sequence
 
@@ -27,7 +28,7 @@ from holmesjax.models import key_cache, ops
 from holmesjax.models.key_cache import Cache
 from holmesjax.models.layer import Auxiliary, Context, Params
 from holmesjax.models.products import PLAIN, Fp8Products, Products
-from holmesjax.rotary import frequencies
+from holmesjax.rotary import frequencies, switch_length
 
 
 def embed(params: Params, _: None, context: Context) -> tuple[jax.Array, Auxiliary]:
@@ -270,11 +271,23 @@ def _project(
     return q_BLHK, k_BLGK, v_BLGK
 
 
-def _frequencies(context: Context) -> tuple[np.ndarray, float]:
-    """The frequencies of a layer's rotary positions, and the factor of cosines and sines."""
+def _frequencies(context: Context) -> tuple[jax.Array | np.ndarray, float]:
+    """The frequencies of a layer's rotary positions, and the factor of cosines and sines.
+
+    Returns:
+      Frequencies [R], or [B, R] where texts are generated whose length decides; and the factor.
+    """
     model, attention = context.model, context.kind.attention
     assert attention is not None, "a kind that turns its keys states its attention"
     if attention.window is not None and model.window_rotary_base is not None:
         return frequencies(model.rotary_width, model.window_rotary_base)
-    scaling, length = model.rotary_scaling, model.context_length
-    return frequencies(model.rotary_width, model.rotary_base, scaling, length)
+    of_length = functools.partial(
+        frequencies, model.rotary_width, model.rotary_base, model.rotary_scaling
+    )
+    switch = switch_length(model.rotary_scaling)
+    if context.cache is None or switch is None:
+        return of_length(model.context_length)
+    (short_R, factor), (long_R, _) = of_length(switch), of_length(switch + 1)
+    position_BL = context.position_L.reshape(-1, context.position_L.shape[-1])
+    is_long_B1 = position_BL.max(axis=1, keepdims=True) >= switch
+    return jnp.where(is_long_B1, long_R, short_R), factor

@@ -43,7 +43,7 @@ def learning_rate(
     """Learning rate of update n = 0, 1, ...: a linear warm-up, then the schedule of the config.
 
     The last update, `num_steps - 1`, and all later ones have `final_fraction` of the peak, except
-    for "constant".
+    for "constant". A run that is shorter than its warm-up only rises.
 
     Args:
       config: of the schedule.
@@ -55,27 +55,31 @@ def learning_rate(
     peak: float = config.learning_rate
     warmup: float | None = config.warmup_steps
     decay: float | None = config.decay_steps
-    last, before, after = num_steps - 1, update, update + 1  # in steps of the whole batch
+    last, whole = num_steps - 1, num_steps  # in steps of the whole batch, as the next two are
+    before, after = update, update + 1
     if config.schedule_by == "tokens":
         assert tokens is not None, "a schedule by tokens needs the tokens of each step"
         warmup, decay = (
             x and x / tokens.whole for x in (config.warmup_tokens, config.decay_tokens)
         )
-        last = tokens.whole_steps(num_steps - 1)
+        last, whole = (tokens.whole_steps(n) for n in (num_steps - 1, num_steps))
         before, after = (tokens.whole_steps(n, xp) for n in (update, update + 1))
     warmup = warmup or 0
+    is_rising = after <= warmup
     if config.schedule == "constant":
         rate = peak
     else:
-        length = last - warmup if last > warmup else 1
+        start = warmup
         if config.schedule == "wsd":  # warm-up, stable, decay: Hu et al., arXiv:2404.06395
             assert decay is not None
-            length = decay
-        start = max(last - length, warmup)
-        fallen = xp.clip((before - start) / length, 0.0, 1.0)
+            start = max(last - decay, warmup)
+        fallen = xp.clip((before - start) / (last - start if last > start else 1), 0.0, 1.0)
+        if warmup <= whole:  # the last update, even where nothing is between it and the warm-up
+            is_last = update >= num_steps - 1
+            fallen, is_rising = xp.where(is_last, 1.0, fallen), is_rising & (update < num_steps - 1)
         if config.schedule == "cosine":
             fallen = 0.5 * (1.0 - xp.cos(xp.pi * fallen))
         rate = peak * (1.0 - (1.0 - config.final_fraction) * fallen)
     if not warmup:
         return rate
-    return xp.where(after <= warmup, peak * (after / warmup), rate)
+    return xp.where(is_rising, peak * (after / warmup), rate)

@@ -62,7 +62,12 @@ def run_line(line: str) -> str:
     """Runs a line and returns its output. Raises FatalError with its errors if it fails."""
     # In a session of its own: Ctrl-C is for the lab, which then takes down what is there.
     done = subprocess.run(
-        ["sh", "-c", line], capture_output=True, text=True, start_new_session=True, check=False
+        ["sh", "-c", line],
+        capture_output=True,
+        encoding="utf-8",
+        errors="replace",  # names of interfaces and paths may be no text
+        start_new_session=True,
+        check=False,
     )
     if done.returncode != 0:
         fix = "see docs/lab.md; `launch lab clean` takes away what a crashed lab has left"

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple, Protocol
 from holmesjax.distributed.messages import Exit, Output, ProcessEvent
 from holmesjax.errors import REQUEUE, ConfigError
 from holmesjax.plan.processes import Process
+from launch.programs import not_started
 
 KILLED_S = 5.0  # for what was killed to be gone; what hangs in the kernel is left to it
 LOOK_S = 0.5  # between two looks whether a child that says nothing has ended
@@ -98,7 +99,7 @@ def own_address(hosts: Mapping[str, str]) -> str:
             with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
                 probe.connect((host, 9))  # sends nothing: only finds the route
                 sources.setdefault(probe.getsockname()[0], host)
-        except OSError as error:
+        except (OSError, UnicodeError, TypeError) as error:  # also of what is no name of a host
             fix = "correct its name, or the DNS; --listen HOST spares the question"
             problem = f"no way to the host {host} is known here"
             raise ConfigError(f"node {node}", problem, found=error, fix=fix) from None
@@ -177,20 +178,24 @@ class Children:
           stdin: text that it can read at once.
 
         Raises:
-          OSError: the program cannot be started.
+          HolmesError: the program cannot be started.
         """
         # One descriptor here for both directions: a job has thousands of processes.
         here, there = socket.socketpair()
         with contextlib.ExitStack() as failed, there:
             failed.enter_context(here)
-            process = subprocess.Popen(
-                argv,
-                env=env,
-                stdin=there.fileno(),
-                stdout=there.fileno(),
-                stderr=subprocess.STDOUT,
-                start_new_session=True,  # Ctrl-C is for the supervisor, which asks all to stop
-            )
+            try:
+                process = subprocess.Popen(
+                    argv,
+                    env=env,
+                    stdin=there.fileno(),
+                    stdout=there.fileno(),
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,  # Ctrl-C is for the supervisor, which asks all to stop
+                )
+            except OSError as error:
+                fix = "install it, or bring it onto PATH"
+                raise not_started(argv[0], error, fix) from None
             failed.pop_all()
         with contextlib.suppress(OSError):  # its exit says more
             here.sendall(stdin.encode())

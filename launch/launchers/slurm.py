@@ -9,7 +9,6 @@ import os
 import re
 import shlex
 import signal
-import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -26,6 +25,7 @@ from holmesjax.job import Job
 from holmesjax.lease import Lease
 from holmesjax.transport.records import Record
 from holmesjax.yaml_files import Document, Keys
+from launch import programs
 from launch.launchers.components import Component, make_components, read_options
 from launch.launchers.launcher import (
     Children,
@@ -37,6 +37,7 @@ from launch.launchers.launcher import (
 from launch.launchers.table import LauncherOptions
 
 SCRIPT = "job.sbatch"
+HOST = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 END_S = 10.0  # for srun to see that its tasks are gone
 Name = Annotated[str, Field(min_length=1, strict=True)]
 
@@ -113,15 +114,11 @@ def write(
     if not submit:
         print(f"submit it:  sbatch {shlex.quote(str(path))}")
         return 0
-    argv = ["sbatch", str(path)]
-    try:
-        done = subprocess.run(argv, capture_output=True, text=True, check=False)
-    except FileNotFoundError:
-        fix = f"submit it where Slurm is: sbatch {shlex.quote(str(path))}"
-        raise HolmesError("--submit", "needs sbatch", found="not installed", fix=fix) from None
+    fix = f"submit it where Slurm is: sbatch {shlex.quote(str(path))}"
+    done = programs.ask(["sbatch", str(path)], fix=fix)
     if done.returncode:
         fix = "correct the options file, or submit it on a machine of the Slurm cluster"
-        found = "; ".join(done.stderr.strip().splitlines())
+        found = "; ".join(done.stderr.strip().splitlines()) or programs.said(done)
         raise HolmesError(str(path), "sbatch refuses it", found=found, fix=fix)
     print(done.stdout.strip())
     return 0
@@ -169,7 +166,7 @@ def script(job: Job, options: SlurmOptions, *, listen: str | None, max_restarts:
 HEAD = """\
 requeue() {{
     echo "status {requeue}: back into the queue"
-    scontrol requeue "$SLURM_JOB_ID"
+    scontrol requeue "$SLURM_JOB_ID" || echo "not put back: submit the file again, and it goes on"
     exit {requeue}
 }}
 trap requeue TERM"""
@@ -254,9 +251,16 @@ class SlurmLauncher:
     def _host_names(self, hostlist: str) -> list[str]:
         if not hostlist:
             return []
-        argv = ["scontrol", "show", "hostnames", hostlist]
-        done = subprocess.run(argv, capture_output=True, text=True, check=True)
-        return done.stdout.split()
+        fix = "start it where the commands of Slurm work: scontrol show hostnames has to name hosts"
+        done = programs.ask(["scontrol", "show", "hostnames", hostlist], fix=fix)
+        if done.returncode:
+            problem = f"does not name the hosts of {hostlist}"
+            raise HolmesError("scontrol", problem, found=programs.said(done), fix=fix)
+        names = done.stdout.split("\n")[:-1]
+        if wrong := next((name for name in names if not HOST.fullmatch(name)), None):
+            problem = f"names what is no host, for {hostlist}"
+            raise HolmesError("scontrol", problem, found=repr(wrong), fix=fix)
+        return names
 
     def start(self, start: ProcessStart, events: EventSink) -> None:
         """Starts the step of the process's component once all of its processes are to start."""

@@ -10,7 +10,6 @@ import json
 import os
 import re
 import shlex
-import subprocess
 from collections import deque
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -20,6 +19,7 @@ from holmesjax.distributed.messages import Exit, Failed, Output, ProcessEvent
 from holmesjax.errors import REQUEUE, ConfigError, HolmesError, Mistakes
 from holmesjax.plan.device_pool import with_own
 from holmesjax.topology.machines import Topology
+from launch import programs
 from launch.launchers import hosts
 from launch.launchers.hosts import SshHost
 from launch.launchers.launcher import (
@@ -264,20 +264,23 @@ def _targets(nodes: Mapping[str, SshHost], file: str) -> list[_Target]:
 
 def _target(node: str, host: SshHost) -> _Target:
     argv = ["ssh", "-G", *_arguments(host), "--", host.destination]
-    try:
-        asked = subprocess.run(argv, capture_output=True, text=True, check=False)
-    except FileNotFoundError:
-        fix = "install it: apt-get install openssh-client, say"
-        problem = "the launcher `ssh` needs the program ssh"
-        raise ConfigError("ssh", problem, found="not installed", fix=fix) from None
+    asked = programs.ask(argv, fix="install OpenSSH: apt-get install openssh-client, say")
+    where, fix = (
+        f"ssh {host.destination}",
+        "correct ssh_options in the hosts file, or ~/.ssh/config",
+    )
     if asked.returncode:
-        lines = asked.stderr.strip().splitlines() or ["not a word"]
-        fix = "correct ssh_options in the hosts file, or ~/.ssh/config"
         problem = "ssh does not take its options"
-        raise ConfigError(f"ssh {host.destination}", problem, found=lines[-1], fix=fix)
+        raise ConfigError(where, problem, found=programs.said(asked), fix=fix)
     settings = dict(line.split(" ", 1) for line in asked.stdout.splitlines() if " " in line)
     proxies = [settings.get(name, "none") for name in ("proxyjump", "proxycommand")]
-    return _Target(node, settings["hostname"], int(settings["port"]), proxies == ["none", "none"])
+    name, port = settings.get("hostname"), settings.get("port", "")
+    if name is None or not port.isdecimal():
+        problem = "`ssh -G` names no host and port"
+        raise ConfigError(
+            where, problem, found=repr(asked.stdout[:80]), fix="use OpenSSH 6.8 or later"
+        )
+    return _Target(node, name, int(port), proxies == ["none", "none"])
 
 
 def _own_address(targets: Sequence[_Target]) -> str:

@@ -48,6 +48,8 @@ def run(args: argparse.Namespace) -> int:
     length = config.model.context_length
     splits = module.read(config.data_by_tokens(), length)
     print(f"corpus      {splits.place}: {len(splits.files):,} files")
+    if splits.left_out:
+        print(f"left out    {splits.left_out}")
     _show_splits(config, splits)
     batches = Batches(
         data=splits,
@@ -91,11 +93,12 @@ def _is_corpus(name: str) -> bool:
 def _show_corpus(args: argparse.Namespace, folder: Path) -> None:
     """Shows a corpus by itself. Documents become files of tokens in a folder that may go."""
     config = configs.load(SETTINGS, [*FOR_ANY, f"data.corpus={args.run}", *args.overrides])
-    data, length = config.data, config.model.context_length
+    data, length, left_out, kinds = config.data, config.model.context_length, "", ""
     if data.source == "tokens" and not _has_tokens(stores.path_of(args.run)):
         warn = lambda words: print(f"data: {words}", file=sys.stderr)
         wanted = Wanted(column=args.column)
-        tokenizing.tokenize(data, folder, wanted=wanted, say=lambda done: None, warn=warn)
+        done = tokenizing.tokenize(data, folder, wanted=wanted, say=lambda done: None, warn=warn)
+        left_out, kinds = done.left_out, done.files
         data = dataclasses.replace(data, corpus=str(folder), pattern=None)
     if data.source == "tokens":
         files = token_formats.find(data)
@@ -104,6 +107,8 @@ def _show_corpus(args: argparse.Namespace, folder: Path) -> None:
         documents = sum(file.num_documents(0, len(file.token_T)) for file in files)
         of = f"{documents:,} documents" if known else "documents: unknown"
         print(f"corpus      {args.run}: {num_tokens:,} tokens, {of}")
+        if kinds:
+            print(f"files       {kinds}")
         if known:
             data = dataclasses.replace(data, packing="best_fit")
         else:
@@ -115,6 +120,8 @@ def _show_corpus(args: argparse.Namespace, folder: Path) -> None:
         _verify(config)
     splits = module.read(data, length)
     assert not isinstance(splits.train, Mixed), "a corpus by itself is no mixture"
+    if left_out := left_out or splits.left_out:
+        print(f"left out    {left_out}")
     print(f"as read     {_size(splits.train, length)}")
     if count := min(args.windows, len(splits.train)):
         rows = Batches(

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from holmesjax import job, yaml_files
+from holmesjax import hub_names, job, yaml_files
 from holmesjax.config import AUTO, ModelConfig
 from holmesjax.data import chat_template, tokenizer_files
 from holmesjax.data.chat_template import ChatTemplate
@@ -156,6 +156,7 @@ def _of_weights(folder: Path, args: argparse.Namespace) -> tuple[Complete, Path]
     """Makes the sampler of a folder in Hugging Face's format, which has its tokenizer."""
     if not yaml_files.may_be_file(folder / "config.json"):
         fix = "name the folder of a run, such as runs/quickstart"
+        fix = hub_names.fix(str(folder), fix)
         problem = "is no run folder, and no folder of Hugging Face's format"
         found = f"no {job.CONFIG} and no config.json in it"
         raise ConfigError(str(folder), problem, found=found, fix=fix)

@@ -36,6 +36,9 @@ def run(args: argparse.Namespace) -> int:
             warn=lambda words: print(f"tokenize: {words}", file=sys.stderr),
         )
     print(f"{done.tokens:,} tokens of {done.documents:,} documents in {done.of:,} shards in {out}")
+    print(f"files   {done.files}")
+    if done.left_out:
+        print(f"        left out: {done.left_out}")
     settings = f"data.source=tokens data.corpus={out} data.tokenizer={args.tokenizer}"
     if args.tokenizer != BYTES:
         num_tokens = tokenizer_files.load(args.tokenizer).num_used

@@ -27,6 +27,8 @@ def run(args: argparse.Namespace) -> int:
     print(
         f"corpus  {trained.num_bytes:,} bytes, {trained.num_encoded:,} tokens: {rate:.2f} a token"
     )
+    if trained.left_out:
+        print(f"        left out: {trained.left_out}")
     if trained.num_tokens < args.vocab:
         print(f"        the corpus has no more pairs: fewer tokens than --vocab {args.vocab}")
     print("use     " + " ".join(tokenizer_training.settings(out, trained)))

@@ -99,7 +99,8 @@ def test_another_tokenizer_is_refused_and_the_folder_keeps_its_own(tmp_path):
     assert resume.find(job, (), print).changes == ()
     with pytest.raises(CheckpointError) as error:
         resume.find(jobs.load(tmp_path / "run", [f"data.tokenizer={paths[1]}"]), (), print)
-    assert error.value.found.startswith("data.tokenizer: sentencepiece ")
+    named = f"data.tokenizer: {own} -> {paths[1]}, whose files differ"
+    assert error.value.found.startswith(named)
     assert error.value.fix.endswith("--allow data.tokenizer")
     start = checkpoint(load(tmp_path, f"data.tokenizer={own}"), steps=20)
     assert start.step == 10

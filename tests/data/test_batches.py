@@ -1,6 +1,7 @@
 """The data is a function of (seed, sequences consumed); each byte comes once an epoch."""
 
 import dataclasses
+import gzip
 import hashlib
 import math
 import os
@@ -13,7 +14,7 @@ from hypothesis import given, strategies as st
 
 from holmesjax import config as configs, job as jobs
 from holmesjax.config import DataConfig
-from holmesjax.data import corpus, text
+from holmesjax.data import corpus, document_formats, stores, text
 from holmesjax.data.batches import Batches, Rows, model_inputs
 from holmesjax.data.corpus import Corpus
 from holmesjax.data.text import windows_of
@@ -144,9 +145,13 @@ def test_targets_that_do_not_count_are_below_zero_and_counted_over_the_whole_bat
 # ---- files --------------------------------------------------------------------------------------
 
 
+def files(config):
+    return {file.name: file.path for file in document_formats.found(config).files}
+
+
 def test_the_standard_library_is_there_and_split_by_file():
     config = DataConfig(corpus="python-stdlib")
-    found = corpus.files(config)
+    found = files(config)
     assert {"argparse.py", "json/decoder.py"} <= found.keys()
     assert list(found) == sorted(found)
     read = corpus.read(config)
@@ -169,7 +174,7 @@ def test_the_standard_library_leaves_out_what_builds_of_one_release_differ_in(
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text("x = 1\n")
     monkeypatch.setattr(corpus.sysconfig, "get_path", lambda _: str(tmp_path))
-    found = corpus.files(DataConfig(corpus="python-stdlib"))
+    found = files(DataConfig(corpus="python-stdlib"))
     assert list(found) == ["abc.py", "ctypes/util.py", "json/__init__.py"]
 
 
@@ -226,7 +231,7 @@ def test_the_split_of_a_file_does_not_move_with_others(tmp_path):
         ({"pattern": "/*.txt"}, "is no pattern"),
         ({"corpus": "x" * 5000}, "cannot be read"),
         ({}, "holds no text"),
-        ({"pattern": "*.bin"}, "holds a zero byte"),
+        ({"pattern": "*.bin"}, "is of a kind that is not read"),
     ],
 )
 def test_a_corpus_that_is_none_is_refused(tmp_path, changes, words):
@@ -235,9 +240,18 @@ def test_a_corpus_that_is_none_is_refused(tmp_path, changes, words):
         corpus.read(DataConfig(**{"corpus": str(tmp_path), **changes}))
 
 
-@pytest.mark.parametrize("name", ["a.jsonl", "a.txt.zst", "a.parquet", "a.arrow", "a.array_record"])
-def test_a_file_whose_documents_are_not_its_text_is_refused(tmp_path, name):
-    (tmp_path / name).write_text('{"text": "a"}\n' * 9)
+@pytest.mark.parametrize(
+    "name, content",
+    [
+        ("a.jsonl", b'{"text": "a"}\n' * 9),
+        ("a.txt.gz", gzip.compress(b"a")),
+        ("a.parquet", b"PAR1"),
+        ("a.arrow", b"ARROW1\0\0"),
+        ("a.array_record", b"is no such file"),
+    ],
+)
+def test_a_file_whose_documents_are_not_its_text_is_refused(tmp_path, name, content):
+    (tmp_path / name).write_bytes(content)
     (tmp_path / "b.txt").write_text("x" * 9)
     whole = DataConfig(corpus=str(tmp_path), validation_fraction=0.0)
     for config in (
@@ -251,16 +265,16 @@ def test_a_file_whose_documents_are_not_its_text_is_refused(tmp_path, name):
             assert "data.source=tokens" in error.value.fix
             assert ("data.source=chat" in error.value.fix) == (name == "a.jsonl")
     assert corpus.read(dataclasses.replace(whole, pattern="*.txt")).files.keys() == {"b.txt"}
-    assert corpus.files(whole).keys() == {name, "b.txt"}  # which `tokenize` reads
+    assert files(whole).keys() == {name, "b.txt"}  # which `tokenize` reads
 
 
 def test_a_file_that_cannot_be_read_is_named(tmp_path, monkeypatch):
     (tmp_path / "a.py").write_text("x = 1\n")
 
-    def fail(path):
+    def fail(path, cache=""):
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr(corpus.Path, "read_bytes", fail)
+    monkeypatch.setattr(stores, "open_file", fail)
     with pytest.raises(DataError, match=r"a\.py: cannot be read"):
         corpus.read(DataConfig(corpus=str(tmp_path)))
 
@@ -302,7 +316,7 @@ def test_a_fraction_that_would_do_is_named(tmp_path, num_batches):
 # Faults of the data, by a change of the run and what is said; the folder has 2,000 bytes.
 TOO_LITTLE = [
     (["data.corpus=text/a.txt"], "is no folder", "a file", "data.pattern=a.txt"),
-    (["data.corpus=empty"], "holds no text", "no file but hidden and binary", "another folder"),
+    (["data.corpus=empty"], "holds no text", "binary file: 1, data.bin", "another folder"),
     (["data.pattern=*.py"], "no file in", "*.py", "change data.pattern"),
     (["train.global_batch=64"], "the train split is too small", "2,001 bytes", "global_batch"),
     (["model.context_length=2048"], "the train split", "2,001 bytes", "context_length"),

@@ -163,11 +163,11 @@ def test_what_cannot_be_read_is_told_before_a_run(tmp_path, folder):
     assert "model.vocab_size: must be at least 302" in said("model.vocab_size=300")
     fits = "model.vocab_size=384"
     assert "data.corpus: is not there" in said(fits, "data.corpus=absent")
-    assert "has no dialogues" in said(fits, f"data.corpus={tmp_path / 'empty'}")
+    assert "empty holds no text" in said(fits, f"data.corpus={tmp_path / 'empty'}")
     assert "has no dialogue\n" in said(fits, f"data.corpus={tmp_path / 'none'}")
     assert "data.tokenizer has no chat template" in said("data.tokenizer=bytes", fits)
     lines = dataclasses.replace(settings(corpus, folder), corpus=str(folder / "tokenizer.json"))
-    with pytest.raises(DataError, match="has no dialogues"):
+    with pytest.raises(DataError, match="is no dialogue"):
         chat.read(lines, LENGTH)
     with pytest.raises(
         DataError, match="has no dialogue of at most 8 tokens\n  found: 3 dialogues"

@@ -18,7 +18,7 @@ from array_record.python.array_record_module import ArrayRecordWriter
 from pyarrow import parquet
 
 from holmesjax.config import DataConfig
-from holmesjax.data import corpus, text, tokenizer_files, tokenizer_training
+from holmesjax.data import corpus_files, text, tokenizer_files, tokenizer_training
 from holmesjax.data.tokenizer import ByteTokenizer
 from holmesjax.errors import ConfigError, DataError
 from launch.__main__ import main
@@ -117,7 +117,7 @@ def test_windows_are_the_documents_one_after_the_other(paths):
         corpus=str(paths / "corpus"), tokenizer=str(paths / "bpe"), validation_fraction=0.0
     )
     tokenizer = tokenizer_files.load(paths / "bpe")
-    texts = [(paths / "corpus" / name).read_text() for name in corpus.files(config)]
+    texts = [file.path.read_text() for file in corpus_files.found(config).files]
     documents = tokenizer.documents(texts)
     want = np.concatenate(documents)
     begins = np.zeros(len(want), bool)

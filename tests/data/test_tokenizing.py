@@ -81,7 +81,7 @@ def test_lines_are_the_same_however_a_file_is_cut(tmp_path):
     "name, content, message",
     [
         ("a.txt", b"\xff", r"a.txt: is no UTF-8"),
-        ("a.txt", b"a\0", r"a.txt: holds a zero byte\n  found: a binary file"),
+        ("a.txt", b"a\0", r"a.txt: holds a zero byte\n  found: at byte 1"),
         ("a.jsonl", b'{"text": "a"}\n{"text', r"a.jsonl, byte 14: is no JSON"),
         ("a.jsonl", b'{"words": "a"}', r"a.jsonl, byte 0: has no text in .*\n  found: words"),
         ("a.jsonl", b"[1]", r"a.jsonl, byte 0: has no text in .*\n  found: list"),

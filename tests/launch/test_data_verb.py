@@ -70,7 +70,7 @@ def test_a_corpus_by_itself_is_shown_as_its_files_of_tokens_are(corpus, capsys):
     lines = as_read(corpus)
     assert lines[0] == f"as read     {packed}"
     assert re.search(r"^  '.*text \d .*' \.\.\.$", lines[2])
-    assert as_read(corpus.parent / "corpus") == lines
+    assert as_read(corpus.parent / "corpus") == ["files       8 text", *lines]
     path = corpus.parent / "dialogues.jsonl"
     path.write_text('{"prompt": "one, ", "answer": "two"}\n')
     assert main(["data", str(path)]) == 2

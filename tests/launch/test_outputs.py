@@ -2,6 +2,7 @@
 
 import contextlib
 import fcntl
+import io
 import json
 import os
 import signal
@@ -16,6 +17,7 @@ import pytest
 
 from holmesjax.errors import REQUEUE
 from launch import outputs
+from launch.__main__ import main
 from launch.loop_watch import LoopWatch
 from launch.outputs import QueuedStream
 from launch.process_logs import ProcessLogs
@@ -153,3 +155,25 @@ def test_a_loop_that_stands_still_ends_the_launcher():
         assert not ends
         assert done.wait(10.0)
     assert ends == [REQUEUE]
+
+
+@pytest.mark.parametrize(
+    "encoding, shown", [("ascii", b"\\xe9 \\u2192"), ("latin-1", b"\xe9 \\u2192")]
+)
+def test_output_of_any_encoding_takes_any_text(tmp_path, monkeypatch, encoding, shown):
+    """Characters that an encoding lacks are shown by their number, also of names of files."""
+    (tmp_path / "a.txt").write_text("é → " * 99)
+    (tmp_path / os.fsdecode(b"caf\xe9.tar")).write_bytes(b"\0")
+    out = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(out, encoding=encoding))
+    assert main(["data", str(tmp_path), "model.context_length=16"]) == 0
+    sys.stdout.flush()
+    assert shown in out.getvalue()
+    assert b"caf\\udce9.tar" in out.getvalue()
+    reading, writing = os.pipe()
+    stream = QueuedStream(writing, pytest.fail, encoding)
+    print("é →", file=stream)
+    stream.drain()
+    assert os.read(reading, 99) == shown + b"\n"
+    os.close(reading)
+    os.close(writing)

@@ -30,11 +30,55 @@ DATA = (
     Bug(
         name="arrow-end",
         module="holmesjax.data.row_documents",
-        old="if content.read() != END:",
-        new="if not content.read():",
+        old="if file.read() != END:",
+        new="if not file.read():",
         wrong="rows of a dataset that was cut off behind a batch are missing without a word",
         tests=(
             "tests/data/test_document_formats.py::test_a_damaged_file_is_refused_with_its_place",
+        ),
+    ),
+    Bug(
+        name="files-by-their-ending",
+        module="holmesjax.data.file_kinds",
+        old="    if _is_lines(head, is_whole=is_whole):\n",
+        new="    if False:\n",
+        wrong="JSON lines under other names than .jsonl train as raw JSON",
+        tests=("tests/data/test_corpus_files.py::test_bytes_decide_how_a_file_is_read",),
+    ),
+    Bug(
+        name="links-not-followed",
+        module="holmesjax.data.corpus_files",
+        old="elif entry.is_symlink():\n                    links.append(path)",
+        new="elif entry.is_symlink():\n                    pass",
+        wrong="what is behind a link is not read, without a word",
+        tests=("tests/data/test_corpus_files.py::test_links_are_followed_once",),
+    ),
+    Bug(
+        name="left-out-in-silence",
+        module="holmesjax.data.corpus_files",
+        old="            left_out.add(kind.words, name)\n",
+        new="            pass\n",
+        wrong="files of a kind that is not read are left out, without a word",
+        tests=("tests/data/test_corpus_files.py::test_what_is_left_out_is_counted_and_named",),
+    ),
+    Bug(
+        name="cut-stream-for-whole",
+        module="holmesjax.data.packed_files",
+        old='raise wrong("it ends inside of a frame")',
+        new="return",
+        wrong="a compressed file that is cut off gives fewer documents, without a word",
+        tests=(
+            "tests/data/test_corpus_files.py::test_damage_behind_the_beginning_of_a_file_is_refused",
+        ),
+    ),
+    Bug(
+        name="null-is-a-number",
+        module="holmesjax.data.row_documents",
+        old="if value.values.null_count:",
+        new="if False:",
+        wrong="a null among tokens becomes another token",
+        tests=(
+            "tests/data/test_corpus_files.py::test_a_null_among_tokens_is_named_with_file_and_row",
         ),
     ),
     Bug(

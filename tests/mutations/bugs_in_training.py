@@ -111,6 +111,24 @@ TRAINING = (
         tests=("tests/optimizers/test_adamw.py::test_cosine_with_warmup",),
     ),
     Bug(
+        name="decay-cut-at-its-beginning",
+        module="holmesjax.optimizers.learning_rates",
+        old="is_last = update >= num_steps - 1",
+        new="is_last = update >= num_steps",
+        wrong="the last step has the whole peak where a warm-up ends just before it",
+        tests=(
+            "tests/optimizers/test_adamw.py::test_a_rate_rises_falls_and_ends_at_its_final_fraction",
+        ),
+    ),
+    Bug(
+        name="long-factors-for-short-texts",
+        module="holmesjax.models.transformer",
+        old="keepdims=True) >= switch",
+        new="keepdims=True) >= 0",
+        wrong="a short text has the longrope factors of long ones",
+        tests=("tests/generation/test_longrope.py::test_a_text_has_the_factors_of_its_length",),
+    ),
+    Bug(
         name="unclipped-direction",
         module="holmesjax.optimizers.elementwise",
         old="g.astype(jnp.float32) * scale",

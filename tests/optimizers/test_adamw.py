@@ -4,11 +4,16 @@ import jax
 import numpy as np
 import optax
 import pytest
+from hypothesis import assume, example, given, settings, strategies as st
 
 from holmesjax.config import ModelConfig, OptimizerConfig, RampupConfig, TrainConfig
 from holmesjax.layers.kind import Constant, Parameter
 from holmesjax.layers.model_layers import layers
-from holmesjax.optimizers.learning_rates import step_tokens
+from holmesjax.optimizers.learning_rates import (
+    StepTokens,
+    learning_rate as plain_learning_rate,
+    step_tokens,
+)
 from holmesjax.optimizers.optimizer import learning_rate, make_optimizer
 from tests.arrays import normal
 
@@ -42,6 +47,38 @@ def test_warmup_stable_decay():
     np.testing.assert_allclose(got[:4], [0.5, 1.0, 1.5, 2.0], rtol=1e-6)
     np.testing.assert_allclose(got[4:30], 2.0)
     np.testing.assert_allclose(got[29:], np.linspace(2.0, 0.0, 11), atol=1e-6)
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    schedule=st.sampled_from(["cosine", "linear", "wsd"]),
+    steps=st.integers(1, 12),
+    warmup=st.integers(0, 12),
+    decay=st.integers(1, 12),
+    begun=st.integers(0, 12),
+)
+@example(schedule="wsd", steps=10, warmup=2, decay=8, begun=0)  # 0.2125 of the peak, once
+@example(schedule="wsd", steps=3, warmup=0, decay=3, begun=0)
+@example(schedule="linear", steps=10, warmup=9, decay=1, begun=0)
+@example(schedule="cosine", steps=10, warmup=10, decay=1, begun=0)
+def test_a_rate_rises_falls_and_ends_at_its_final_fraction(schedule, steps, warmup, decay, begun):
+    """By steps and by tokens; of the first, `begun` steps have half a batch."""
+    assume(warmup + (decay if schedule == "wsd" else 0) <= steps)
+    final = {"learning_rate": 1.0, "schedule": schedule, "final_fraction": 0.1}
+    by_steps = {"warmup_steps": warmup, "decay_steps": decay if schedule == "wsd" else None}
+    whole = 12 * LENGTH
+    by_tokens = {"schedule_by": "tokens", "warmup_tokens": warmup * whole // 2 or None}
+    by_tokens["decay_tokens"] = decay * whole // 2 if schedule == "wsd" else None
+    growing = StepTokens(whole, ((min(begun, steps - 1), 0.5),))
+    for own, tokens in ((by_steps, None), (by_tokens, growing)):
+        config, n = OptimizerConfig(**final, **own), np.arange(steps + 2)
+        rate = np.broadcast_to(plain_learning_rate(config, steps, n, tokens=tokens), n.shape)
+        np.testing.assert_allclose(rate[steps - 1 :], 0.1, rtol=1e-12)
+        top = int(np.argmax(rate[:-3])) if steps > 1 else 0
+        assert (np.diff(rate[: top + 1]) > 0).all()
+        assert (np.diff(rate[top:]) <= 1e-12).all()
+        assert rate.max() <= 1.0
+        assert steps <= warmup + 1 or rate.max() == pytest.approx(1.0)
 
 
 @pytest.mark.parametrize("schedule", ["constant", "cosine", "linear"])

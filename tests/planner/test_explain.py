@@ -12,7 +12,7 @@ from holmesjax import config as configs
 from holmesjax.config import KernelsConfig, ParallelConfig
 from holmesjax.layers.distinct_kinds import kind_names
 from holmesjax.plan.device_pool import USABLE_MEMORY
-from holmesjax.planner import explain
+from holmesjax.planner import explain, planner
 from holmesjax.planner.assembly import as_plan
 from holmesjax.planner.explain import Alternative, describe
 from holmesjax.planner.planner import find, make_plan
@@ -455,11 +455,14 @@ BAD_CHANGES = {
     "clusters.ib.nodes=many": "override clusters.ib.nodes=many",
     "links.roce<->ib.bandwidth=fast": "links has no roce<->ib",
     "links.0.bandwidth=fast": "override links.0.bandwidth=fast",
+    "links.ib<->roce.bandwidth=100 Gigabits": "bandwidth",
+    "links.ib<->roce.latency=3 km": "latency",
     "nodes": "must be key=value",
 }
 
 
-def test_a_bad_change_is_refused(plan):
+def test_a_bad_change_is_refused_before_anything_is_planned(plan, monkeypatch):
+    monkeypatch.setattr(planner, "make_plan", lambda *_: pytest.fail("is planned"))
     for change, problem in BAD_CHANGES.items():
         status, out, err = plan("--what-if", change)
         assert (status, out) == (2, ""), change

@@ -1,0 +1,155 @@
+"""The kinds of files, by their first bytes. Every source and every verb asks here.
+
+The bytes decide. The ending of a name is a hint, which counts where bytes could be anything: a file
+`.parquet` that is not one is a damaged parquet file, and a line that is no JSON in a file `.jsonl`
+is a mistake.
+"""
+
+import contextlib
+import json
+import re
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from holmesjax.data import packed_files
+from holmesjax.data.documents import damaged
+from holmesjax.data.packed_files import Packing
+
+HEAD_BYTES = 2**16
+# What is read. A name in any other words is a kind that is not read.
+TEXT, LINES, ARRAY = "text", "JSON lines", "JSON array"
+PARQUET, ARROW, ARRAY_RECORD = "parquet file", "Arrow file", "array_record file"
+READ = (TEXT, LINES, ARRAY, PARQUET, ARROW, ARRAY_RECORD)
+BINARY = "binary file"
+
+MAGIC = {
+    b"PAR1": PARQUET,
+    b"ARROW1\0\0": ARROW,
+    b"\x83\xaf\x70\xd1\x0d\x88\x4a\x3f": ARRAY_RECORD,
+    **dict.fromkeys((b"PK\x03\x04", b"PK\x05\x06"), "zip archive"),
+    b"7z\xbc\xaf\x27\x1c": "7z archive",
+    b"Rar!\x1a\x07": "rar archive",
+    b"\x04\x22\x4d\x18": "lz4 file",
+    b"\xff\x06\0\0sNaPpY": "snappy file",
+    b"\x1f\x9d": "compress file",
+    b"%PDF-": "PDF file",
+    b"\x89HDF\r\n": "HDF5 file",
+    b"SQLite format 3\0": "SQLite file",
+    b"\x93NUMPY": "NumPy file",
+    b"Obj\x01": "Avro file",
+    **dict.fromkeys((b"\x89PNG\r\n", b"\xff\xd8\xff", b"GIF87a", b"GIF89a"), "picture"),
+}
+STREAM = re.compile(rb"\xff{4}.{3}\0.\0\0\0", re.DOTALL)  # of Arrow: a mark and two lengths
+TAR_AT, TAR = 257, b"ustar"
+PROMISES = {
+    **dict.fromkeys((".jsonl", ".ndjson", ".jsonlines"), LINES),
+    ".parquet": PARQUET,
+    ".arrow": ARROW,
+    **dict.fromkeys((".array_record", ".arrayrecord"), ARRAY_RECORD),
+}
+DECODER = json.JSONDecoder()
+KEY = rb'\{[ \t\r]*"(?:[^"\\]|\\.)*"[ \t\r]*:'  # the first of an object, in its line
+OBJECT = re.compile(rb"\s*" + KEY)
+OBJECTS = re.compile(rb"\s*\[\s*" + KEY.replace(rb"[ \t\r]", rb"\s"))
+
+
+class FileKind(NamedTuple):
+    """The content of a file."""
+
+    content: str  # a name of `READ`, or another one for what is not read
+    packing: Packing = ()
+
+    @property
+    def is_read(self) -> bool:
+        return self.content in READ
+
+    @property
+    def words(self) -> str:
+        """The kind in words for messages.
+
+        >>> FileKind(LINES, ("gzip",)).words
+        'JSON lines in gzip'
+        """
+        return " in ".join((self.content, *reversed(self.packing)))
+
+
+def kind_of(path: Path) -> FileKind:
+    """The kind of a file; reads its beginning.
+
+    Raises DataError for a file whose beginning is damaged, or that is not what its name promises.
+    """
+    packing: Packing = ()
+    while True:
+        with packed_files.opened(path, packing, cache="none") as file:
+            head = _head(file)
+        inner = packed_files.packing_of(head)
+        if inner is None or len(packing) == packed_files.DEEPEST:
+            break
+        packing += (inner,)
+    content = _content(head, is_whole=len(head) < HEAD_BYTES)
+    promise = PROMISES.get(Path(packed_files.without_endings(path.name)).suffix)
+    if content not in (TEXT, BINARY):
+        promise = None
+    wanted = packed_files.promised(path.name)
+    if wanted and not packing and content in (TEXT, BINARY):
+        found = f"it begins with {head[:8]!r}" if head else "it is empty"
+        raise damaged(str(path), f"{wanted} file", found)
+    if promise and (content == TEXT or promise != LINES):
+        content = promise
+    if packing and content in (PARQUET, ARROW, ARRAY_RECORD):
+        content = f"compressed {content}"
+    return FileKind(content, packing)
+
+
+def _head(file: Any) -> bytes:
+    """The first bytes; a file may give fewer at a time."""
+    head = b""
+    while len(head) < HEAD_BYTES and (more := file.read(HEAD_BYTES - len(head))):
+        head += more
+    return head
+
+
+def _content(head: bytes, *, is_whole: bool) -> str:
+    """The content that the first bytes show, or all bytes of a short file."""
+    for mark, name in MAGIC.items():
+        if head.startswith(mark):
+            return name
+    if STREAM.match(head):
+        return ARROW
+    if head[TAR_AT:].startswith(TAR):
+        return "tar archive"
+    if b"\0" in head:
+        # Text of UTF-16 has a zero byte in every second place, as far as it is English.
+        is_of_both = head[::2].count(0) and head[1::2].count(0)
+        is_rare = 4 * head.count(0) < len(head) or len(head) < 4
+        return BINARY if is_of_both or is_rare else "UTF-16 without a mark"
+    if _is_lines(head, is_whole=is_whole):
+        return LINES
+    return ARRAY if _is_array(head, is_whole=is_whole) else TEXT
+
+
+def _is_lines(head: bytes, *, is_whole: bool) -> bool:
+    """Tells whether the first line begins with an object of JSON, or with one longer than the head.
+
+    More behind the object is a mistake in lines, to be named when they are read.
+    """
+    head = head.removeprefix(b"\xef\xbb\xbf").lstrip()
+    line, newline, _ = head.partition(b"\n")
+    if not newline and not is_whole:
+        return OBJECT.match(line) is not None
+    with contextlib.suppress(ValueError, RecursionError):
+        found, _ = DECODER.raw_decode(line.decode())
+        return isinstance(found, dict) and (bool(found) or line.strip() == b"{}")
+    return False
+
+
+def _is_array(head: bytes, *, is_whole: bool) -> bool:
+    """Tells whether it is an array of objects."""
+    head = head.removeprefix(b"\xef\xbb\xbf")
+    if not OBJECTS.match(head):
+        return False
+    if not is_whole:
+        return True
+    with contextlib.suppress(ValueError, RecursionError):
+        return isinstance(json.loads(head), list)
+    return False

@@ -1,0 +1,352 @@
+"""A corpus is read by its bytes, and what is not read is counted and named."""
+
+import bz2
+import gzip
+import io
+import json
+import lzma
+import os
+import tarfile
+import zipfile
+
+import datasets
+import numpy as np
+import pyarrow as pa
+import pytest
+import zstandard
+from pyarrow import parquet
+
+from holmesjax.config import DataConfig
+from holmesjax.data import chat, corpus_files, document_formats, file_kinds, text, tokens
+from holmesjax.data.documents import Wanted
+from holmesjax.errors import DataError
+from launch.__main__ import main
+from tests.data.object_store import object_store
+
+ROWS = [{"text": "first → page", "url": "http://a"}, {"text": "second page", "url": "http://b"}]
+LINES = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in ROWS)
+RAW = LINES.encode()
+WORDS = [row["text"] for row in ROWS]
+ZSTD = zstandard.ZstdCompressor().compress
+SKIPPED = b"\x5e\x2a\x4d\x18\x02\0\0\0ab"  # a frame of zstd without content
+
+
+def parquet_bytes(**columns):
+    out = io.BytesIO()
+    parquet.write_table(pa.table(columns or {"text": WORDS}), out)
+    return out.getvalue()
+
+
+def arrow_bytes(new):
+    table, out = pa.table({"text": WORDS}), io.BytesIO()
+    with new(out, table.schema) as writer:
+        writer.write_table(table)
+    return out.getvalue()
+
+
+def tar_bytes(mode):
+    out, content = io.BytesIO(), b"hello"
+    with tarfile.open(fileobj=out, mode=mode) as archive:
+        about = tarfile.TarInfo("in.txt")
+        about.size = len(content)
+        archive.addfile(about, io.BytesIO(content))
+    return out.getvalue()
+
+
+def zip_bytes():
+    out = io.BytesIO()
+    with zipfile.ZipFile(out, "w") as archive:
+        archive.writestr("in.txt", "hello")
+    return out.getvalue()
+
+
+# Files whose documents are those of `ROWS`, under names that say little, nothing, or what is wrong.
+READ = {
+    "part.00000.json.gz": gzip.compress(RAW),  # as C4 and Dolma are named
+    "loose.json": RAW,  # as Megatron-LM names them
+    "rows.ndjson": RAW,
+    "ROWS.JSONL": RAW,
+    "rows.txt": RAW,
+    "rows": RAW,
+    "unpacked_on_the_way.jsonl.gz": RAW,
+    "x.jsonl.xz": lzma.compress(RAW),
+    "x.jsonl.bz2": bz2.compress(RAW),
+    "x.zst": SKIPPED + ZSTD(RAW),
+    "padded.gz": gzip.compress(RAW[:9]) + gzip.compress(RAW[9:]) + bytes(512),
+    "packed.jsonl": gzip.compress(RAW),
+    "twice.json.gz": gzip.compress(gzip.compress(RAW)),
+    "of_windows.jsonl": LINES.encode("utf-16"),
+    "of_windows_be.json.gz": gzip.compress(b"\xfe\xff" + LINES.encode("utf-16-be")),
+    "utf_32.jsonl": LINES.encode("utf-32"),
+    "marked.json": b"\xef\xbb\xbf\r\n" + RAW.replace(b"\n", b"\r\n"),
+    "array.json": json.dumps(ROWS, indent=2).encode(),
+    "A.PARQUET": parquet_bytes(),
+    "table": parquet_bytes(),
+    "a.feather": arrow_bytes(pa.ipc.new_file),
+    "stream.ARROW": arrow_bytes(pa.ipc.new_stream),
+}
+NOT_READ = {
+    "a.tar.gz": (tar_bytes("w:gz"), "tar archive in gzip"),
+    "a.tar": (tar_bytes("w:"), "tar archive"),
+    "a.zip": (zip_bytes(), "zip archive"),
+    "a.pdf": (b"%PDF-1.7\nno zero byte", "PDF file"),
+    "a.lz4": (b"\x04\x22\x4d\x18" + RAW, "lz4 file"),
+    "a.txt": (b"a\0b\0\0", "binary file"),
+    "no_mark.txt": ("text of Windows".encode("utf-16-le"), "UTF-16 without a mark"),
+    "a.parquet.gz": (gzip.compress(parquet_bytes()), "compressed parquet file in gzip"),
+}
+
+
+def documents(path, **wanted):
+    parts = [part for part, _ in document_formats.cut(path, 2**20)]
+    return [own for part in parts for _, own in document_formats.read(part, Wanted(**wanted))]
+
+
+@pytest.mark.parametrize("name", READ)
+def test_bytes_decide_how_a_file_is_read(tmp_path, name):
+    (tmp_path / name).write_bytes(READ[name])
+    assert documents(tmp_path / name) == WORDS
+    config = DataConfig(corpus=str(tmp_path))
+    found = document_formats.found(config)
+    assert ([file.name for file in found.files], found.left_out.words) == ([name], "")
+    with pytest.raises(DataError, match=rf"{name}: is not read as text\n"):
+        text.read(config, 3)
+
+
+@pytest.mark.parametrize(
+    "name, content",
+    [
+        ("a.txt", WORDS[0].encode("utf-16")),
+        ("a.md", b"\xef\xbb\xbf" + WORDS[0].encode()),
+        ("a.txt.bz2", bz2.compress(WORDS[0].encode())),
+        ("a", WORDS[0].encode()),
+    ],
+)
+def test_text_of_any_encoding_is_text_without_its_mark(tmp_path, name, content):
+    (tmp_path / name).write_bytes(content)
+    assert documents(tmp_path / name) == WORDS[:1]
+    if not name.endswith(".bz2"):  # for which `launch tokenize` is named
+        config = DataConfig(corpus=str(tmp_path), validation_fraction=0.0)
+        split = text.corpora.read(config)
+        assert list(text.corpora.documents(split, split.train)) == WORDS[:1]
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b'{\n  "a": 1\n}\n',
+        b"[1, 2]\n",
+        b'[{"a": 1}] is how a list of Python looks',
+        b"{} is an empty one",
+        b"# a heading\n" + RAW,
+    ],
+)
+def test_text_that_has_some_json_stays_text(tmp_path, content):
+    (tmp_path / "a.json").write_bytes(content)
+    assert documents(tmp_path / "a.json") == [content.decode()]
+
+
+def test_a_line_longer_than_what_is_looked_at_is_a_line(tmp_path):
+    long = {"text": "x" * (2 * file_kinds.HEAD_BYTES)}
+    (tmp_path / "a.json").write_text(json.dumps(long) + "\n" + json.dumps(long) + "\n")
+    assert documents(tmp_path / "a.json") == [long["text"]] * 2
+
+
+def tokenized(*words):
+    return main(["tokenize", *map(str, words), "--tokenizer", "bytes", "--workers", "1"])
+
+
+@pytest.mark.parametrize("name", NOT_READ)
+def test_a_named_file_of_which_nothing_is_read_is_refused(tmp_path, name, capsys):
+    content, kind = NOT_READ[name]
+    (tmp_path / name).write_bytes(content)
+    for command in (
+        ["tokenize", "--tokenizer", "bytes", "--out", str(tmp_path / "out")],
+        ["tokenizer", "--vocab", "300", "--out", str(tmp_path / "bpe.json")],
+        ["data"],
+    ):
+        assert main([command[0], str(tmp_path / name), *command[1:]]) == 2
+        assert f"{name}: is of a kind that is not read\n  found: {kind}" in capsys.readouterr().err
+
+
+def test_what_is_left_out_is_counted_and_named(tmp_path, capsys):
+    corpus = tmp_path / "corpus"
+    corpus.mkdir()
+    for name, (content, _) in NOT_READ.items():
+        (corpus / name).write_bytes(content)
+    (corpus / ".git").mkdir()
+    os.mkfifo(corpus / "pipe")
+    assert tokenized(corpus, "--out", tmp_path / "none") == 2  # of nothing that is read
+    said = capsys.readouterr().err
+    assert "holds no text\n  found: nothing but what is not read: 10 (" in said
+    (corpus / "a.jsonl").write_bytes(RAW)
+    kinds = [*(kind for _, kind in NOT_READ.values()), "hidden file or folder", "pipe, socket"]
+    out = tmp_path / "out"
+    assert tokenized(corpus, "--out", out) == 0
+    said = capsys.readouterr()
+    for words in (said.out, said.err):
+        assert "left out: 10 (" in words
+        assert all(f"{kind}" in words for kind in kinds)
+    assert main(["data", str(corpus), "model.context_length=16"]) == 0
+    assert "left out    10 (" in capsys.readouterr().out
+    assert main(["tokenizer", str(corpus), "--vocab", "300", "--out", str(out / "b.json")]) == 0
+    assert "left out: 10 (" in capsys.readouterr().out
+    (out / "more.jsonl").write_bytes(RAW)
+    (out / "b.json").rename(out / "other.json")
+    (out / "empty.gz").touch()
+    found = tokens.read(DataConfig(corpus=str(out), source="tokens", validation_fraction=0.0), 4)
+    other = "JSON lines: 1, more.jsonl; damaged file: 1, empty.gz; text: 1, other.json"
+    assert found.left_out == f"3 ({other})"
+
+
+@pytest.mark.parametrize(
+    "name, content",
+    [
+        ("a.jsonl", b""),
+        ("a.jsonl", b"\n\n"),
+        ("a.txt", b""),
+        ("a.json.gz", gzip.compress(b"")),
+        ("a.parquet", parquet_bytes(text=pa.array([], pa.string()))),
+        ("a.json", b"[]"),
+    ],
+)
+def test_a_corpus_without_a_document_is_refused(tmp_path, name, content, capsys):
+    (tmp_path / "corpus").mkdir()
+    (tmp_path / "corpus" / name).write_bytes(content)
+    for corpus in (tmp_path / "corpus", tmp_path / "corpus" / name):
+        if name == "a.json":
+            break
+        assert tokenized(corpus, "--out", tmp_path / "out") == 2, corpus
+        assert "error: corpus: " in capsys.readouterr().err
+        assert main(["tokenizer", str(corpus), "--vocab", "300", "--out", str(tmp_path / "b")]) == 2
+
+
+def test_a_dataset_without_rows_is_refused(tmp_path, capsys):
+    features = datasets.Features({"text": datasets.Value("string")})
+    datasets.Dataset.from_dict({"text": []}, features=features).save_to_disk(tmp_path / "hf")
+    assert tokenized(tmp_path / "hf", "--out", tmp_path / "out") == 2
+    assert "hf is empty\n  found: nothing in its file" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("pattern", [None, "**/*.txt"])
+def test_links_are_followed_once(tmp_path, pattern):
+    corpus, other = tmp_path / "corpus", tmp_path / "other"
+    (corpus / "own").mkdir(parents=True)
+    (other / "deep").mkdir(parents=True)
+    for path in (corpus / "own" / "a.txt", other / "b.txt", other / "deep" / "c.txt"):
+        path.write_text(path.name)
+    (corpus / "z").symlink_to(other)  # read
+    (corpus / "y").symlink_to(corpus / "own")  # read already
+    (corpus / "x.txt").symlink_to(corpus / "own" / "a.txt")  # read already
+    (corpus / "d.txt").symlink_to(other / "deep" / "c.txt")  # read, and not below z any more
+    (corpus / "own" / "round").symlink_to(corpus)
+    (corpus / "none.txt").symlink_to(tmp_path / "none")
+    (corpus / "self.txt").symlink_to(corpus / "self.txt")
+    (other / "up").symlink_to(tmp_path)
+    found = document_formats.found(DataConfig(corpus=str(corpus), pattern=pattern))
+    names = [file.name for file in found.files]
+    read = sorted(path.read_text() for path in (file.path for file in found.files))
+    assert read == ["a.txt", "b.txt", "c.txt"], names
+    assert names[:2] == ["d.txt", "own/a.txt"]
+    kinds, above = found.left_out.names, ["z/up/corpus", "z/up/other"]
+    assert kinds["link in a circle"] == ["own/round"]
+    assert sorted(kinds[corpus_files.TWICE]) == ["x.txt", "y", "z/deep/c.txt", *above]
+    assert kinds["link to what is not there"] == ["none.txt"]
+    assert kinds["link that leads nowhere"] == ["self.txt"]
+    config = DataConfig(corpus=str(corpus), pattern="**/*.txt", validation_fraction=0.0)
+    assert list(text.read(config, 3).files) == names
+
+
+def test_dialogues_are_found_as_documents_are(tmp_path):
+    line = '{"prompt": "one, ", "answer": "two"}\n'
+    (tmp_path / "deep").mkdir()
+    (tmp_path / "a.json.gz").write_bytes(gzip.compress(line.encode()))
+    (tmp_path / "deep" / "b.NDJSON").write_bytes(line.encode("utf-16"))
+    (tmp_path / "c.json").write_text(json.dumps([json.loads(line)] * 3))
+    (tmp_path / "README.md").write_text("About them.")
+    (tmp_path / "d.tar").write_bytes(NOT_READ["a.tar"][0])
+    config = DataConfig(
+        corpus=str(tmp_path), source="chat", documents="mask", validation_fraction=0.0
+    )
+    found = chat.read(config, 16)
+    assert list(found.files) == ["a.json.gz", "c.json", "deep/b.NDJSON"]
+    assert len(found.train.spans) == 5
+    assert found.left_out == "2 (tar archive: 1, d.tar; text: 1, README.md)"
+
+
+@pytest.mark.parametrize(
+    "name, content, where",
+    [
+        ("a.parquet", parquet_bytes(ids=[[1, 2], [3, None]]), r"a.parquet, row 1"),
+        ("a.jsonl", b'{"ids": [1, 2]}\n{"ids": [3, null]}\n', r"a.jsonl, byte 16"),
+        ("a.json", b'[{"ids": [1, 2]}, {"ids": [3, null]}]', r"a.json, item 1"),
+    ],
+)
+def test_a_null_among_tokens_is_named_with_file_and_row(tmp_path, name, content, where):
+    (tmp_path / name).write_bytes(content)
+    message = rf"{where}: has a null among the tokens of `ids`\n  found: null at place 1"
+    with pytest.raises(DataError, match=message):
+        documents(tmp_path / name, column="ids")
+
+
+def test_damage_behind_the_beginning_of_a_file_is_refused(tmp_path):
+    noise = np.random.default_rng(0).bytes(2**20).hex().encode()
+    for name, pack in {"a.xz": lzma.compress, "a.bz2": bz2.compress, "a.gz": gzip.compress}.items():
+        whole = pack(noise)
+        path = tmp_path / name
+        broken = bytearray(whole)
+        broken[len(whole) // 2] ^= 8
+        for content in (whole[:-20], bytes(broken), whole + b"junk"):
+            path.write_bytes(content)
+            with pytest.raises(DataError, match=rf"{name}: is no whole \w+ file"):
+                documents(path)
+    late = tmp_path / "late.txt"
+    late.write_bytes(b"x" * 2**17 + b"\0")
+    with pytest.raises(DataError, match=r"late.txt: holds a zero byte\n  found: at byte 131,072"):
+        documents(late)
+
+
+def test_a_store_has_the_kinds_that_a_folder_has(tmp_path):
+    for name, content in READ.items():
+        (tmp_path / name).write_bytes(content)
+    for name, (content, _) in NOT_READ.items():
+        (tmp_path / name).write_bytes(content)
+    (tmp_path / ".hidden").write_text("no")
+    with object_store("kinds") as store:
+        store.put(f"{tmp_path}/", "kinds/all/", recursive=True)
+        here, there = (
+            document_formats.found(DataConfig(corpus=place))
+            for place in (str(tmp_path), "s3://kinds/all")
+        )
+        assert [(f.name, f.kind) for f in there.files] == [(f.name, f.kind) for f in here.files]
+        assert there.left_out.words == here.left_out.words
+        assert [documents(file.path) for file in there.files] == [WORDS] * len(READ)
+        with pytest.raises(DataError, match=r"a.tar: is of a kind that is not read"):
+            document_formats.found(DataConfig(corpus="s3://kinds/all/a.tar"))
+
+
+@pytest.mark.parametrize("new", [pa.ipc.new_stream, pa.ipc.new_file])
+def test_a_damaged_file_of_arrow_is_refused(tmp_path, new):
+    for cut in (1, 8, 200):
+        (tmp_path / "a.arrow").write_bytes(arrow_bytes(new)[:-cut])
+        with pytest.raises(DataError, match=r"a.arrow: is no whole Arrow"):
+            documents(tmp_path / "a.arrow")
+
+
+@pytest.mark.parametrize(
+    "content", [RAW.replace(b"\n", b"\r"), RAW.replace(b"\n", b""), RAW[:-1] + b"}"]
+)
+def test_objects_that_are_no_lines_are_refused(tmp_path, content):
+    (tmp_path / "a.json").write_bytes(content)
+    with pytest.raises(DataError, match=r"a.json, byte \d+: is no JSON\n.*Extra data"):
+        documents(tmp_path / "a.json")
+
+
+def test_a_pattern_that_names_what_is_not_read_is_refused(tmp_path):
+    (tmp_path / "a.jsonl").write_bytes(RAW)
+    (tmp_path / "b.bin").write_bytes(b"\0")
+    with pytest.raises(DataError, match=r"b.bin: is of a kind that is not read\n.*binary file"):
+        document_formats.found(DataConfig(corpus=str(tmp_path), pattern="*"))
+    for pattern in ("/a", "../*", "a**/b"):
+        with pytest.raises(DataError, match=r"data.pattern: is no pattern"):
+            document_formats.found(DataConfig(corpus=str(tmp_path), pattern=pattern))
