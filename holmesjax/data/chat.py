@@ -22,16 +22,25 @@ from typing import Any
 import numpy as np
 
 from holmesjax.config import BYTES, Config, DataConfig
-from holmesjax.data import packing, stores, text, text_documents, token_files, tokenizer_files
-from holmesjax.data.chat_template import BEGIN_MARK, END_MARK, ChatTemplate
+from holmesjax.data import (
+    chat_template,
+    packing,
+    stores,
+    text,
+    text_documents,
+    token_files,
+    tokenizer_files,
+)
+from holmesjax.data.chat_template import BEGIN_MARK, END_MARK
 from holmesjax.data.documents import FilePart
 from holmesjax.data.packing import DocumentRange, PackedRows, Spans
 from holmesjax.data.sources import Splits
 from holmesjax.data.tokenizer import BEGIN
+from holmesjax.data.tokenizer_files import FileTokenizer
 from holmesjax.errors import ConfigError, DataError
 
 WHERE = "data.corpus"
-VERSION = 1  # raised when the same dialogue gives other tokens
+VERSION = 2  # raised when the same dialogue gives other tokens
 DTYPES = {"tokens": "<i4", "trained": "|b1", "starts": "<i8", "dropped": "<i8"}
 EXAMPLE = '{"messages": [{"role": "user", "content": "..."}, {"role": "assistant", ...}]}'
 
@@ -65,8 +74,8 @@ def read(config: DataConfig, length: int) -> Splits:
     files = {path.name: token_files.hash_of(path) for path in paths}
     about = [VERSION, length, config.tokenizer == BYTES, *sorted(files.items())]
     if config.tokenizer != BYTES:
-        template = ChatTemplate.find(Path(config.tokenizer))
-        about += [tokenizer_files.identity(config.tokenizer), template and template.source]
+        own = tokenizer_files.find(config.tokenizer)
+        about += [own.identity, chat_template.sources(own).get(chat_template.DEFAULT)]
     key = hashlib.sha256(json.dumps(about).encode()).hexdigest()
     beside = None if stores.is_remote(paths[0]) else paths[0].parent
     make = lambda folder: _write(config, paths, length, folder)
@@ -204,20 +213,13 @@ def _encoder(config: DataConfig) -> Encode:
     """The function that makes tokens of dialogues. Raises DataError for a tokenizer without one."""
     if config.tokenizer == BYTES:
         return _bytes_of
-    path = Path(config.tokenizer)
-    found = tokenizer_files.find(path)
-    if found.kind != "tokenizers":
-        fix = "use a tokenizer.json of Hugging Face, or bytes for prompts and answers"
-        problem = "does not tell which characters each token stands for, and dialogues need it"
-        raise DataError("data.tokenizer", problem, found=f"{found.kind}: {path}", fix=fix)
-    if (template := ChatTemplate.find(path)) is None:
-        return _plain_encoder(path)
-    marks = tokenizer_files.special_tokens(path)
-    encode = tokenizer_files.encoder_with_places(path, is_rendered=True)
+    tokenizer = tokenizer_files.load(config.tokenizer)
+    if (template := tokenizer.template) is None:
+        return _plain_encoder(tokenizer)
 
     def encode_dialogue(dialogue: Dialogue, where: str) -> tuple[list[int], list[bool]]:
         for number, message in enumerate(dialogue, 1):
-            if said := next((mark for mark in marks if mark in message["content"]), None):
+            if said := next((mark for mark in tokenizer.marks if mark in message["content"]), None):
                 problem = f"holds a special token in message {number}"
                 fix = "leave it out: it would end a turn"
                 raise DataError(where, problem, found=said, fix=fix)
@@ -226,20 +228,19 @@ def _encoder(config: DataConfig) -> Encode:
         except DataError as error:
             fix = f"{error.fix}; the dialogue is {where}"
             raise DataError(error.where, error.problem, found=error.found, fix=fix) from None
-        tokens, places = encode(whole)
+        tokens, places = tokenizer.rendered(whole)
         return _checked(tokens, _in_answers(places, answers), where)
 
     return encode_dialogue
 
 
-def _plain_encoder(path: Path) -> Encode:
+def _plain_encoder(tokenizer: FileTokenizer) -> Encode:
     """The function that makes tokens of prompts and answers without a template."""
-    encode = tokenizer_files.encoder_with_places(path, is_rendered=False)
-    end = tokenizer_files.load(path).end
+    end = tokenizer.end
 
     def encode_pair(dialogue: Dialogue, where: str) -> tuple[list[int], list[bool]]:
         prompt, answer = _pair(dialogue, where)
-        tokens, places = encode(prompt + answer)
+        tokens, places = tokenizer.plain(prompt + answer)
         trained = _in_answers(places, [(len(prompt), len(prompt) + len(answer))])
         if tokens[-1] == end:
             return _checked(tokens, [*trained[:-1], True], where)
@@ -270,11 +271,17 @@ def _pair(dialogue: Dialogue, where: str) -> tuple[str, str]:
 def _in_answers(
     places: Sequence[tuple[int, int]], answers: Sequence[tuple[int, int]]
 ) -> list[bool]:
-    """Marks the tokens that end in an answer; one that stands for no character does not."""
-    return [
-        first < last and any(begin < last <= end for begin, end in answers)
-        for first, last in places
-    ]
+    """Marks the tokens of each answer: those from the first that has a character of it to the last.
+
+    These are the tokens of `return_assistant_tokens_mask` in `transformers`, and of a last
+    character that takes several tokens all of them, not the first alone.
+    """
+    found = [False] * len(places)
+    for begin, end in answers:
+        own = [i for i, (first, last) in enumerate(places) if first < end and last > begin]
+        if begin < end and own:
+            found[own[0] : own[-1] + 1] = [True] * (own[-1] + 1 - own[0])
+    return found
 
 
 def _checked(tokens: list[int], trained: list[bool], where: str) -> tuple[list[int], list[bool]]:
