@@ -48,6 +48,11 @@ CLASS = {
     "model_input_names": ["input_ids", "attention_mask"],  # what `generate` takes
     "clean_up_tokenization_spaces": False,
 }
+# A name without a token, where classes of `transformers` have defaults of their own.
+NAMES = ("unk_token", "bos_token", "eos_token", "pad_token")
+# The class of this family makes a split of its own in `transformers` 5, whatever tokenizer.json
+# says, but where a folder names code of its own. There is no code here, so none can run.
+OWN_SPLIT = {"qwen2": {"trust_remote_code": True}}
 # Settings of a tokenizer_config.json that an export leaves alone; all others are of its class.
 KEPT = ("model_max_length", "padding_side", "truncation_side")
 
@@ -158,11 +163,17 @@ class FileTokenizer:
             return False
         return find(folder).identity == self.files.identity
 
-    def write(self, folder: Path) -> None:
-        """Writes all that `transformers` needs to give the same tokens and texts of dialogues."""
+    def write(self, folder: Path, family: str = "") -> None:
+        """Writes all that `transformers` needs to give the same tokens and texts of dialogues.
+
+        Args:
+          folder: to write into.
+          family: of the model beside it, such as llama, if there is one.
+        """
         self.inner.save(str(folder / MAIN))
         said = {} if self.files is None else self.files.json(CONFIG)
-        config = {key: said[key] for key in KEPT if key in said} | CLASS | dict(self.said.named)
+        config = {key: said[key] for key in KEPT if key in said} | CLASS
+        config |= dict.fromkeys(NAMES) | dict(self.said.named) | OWN_SPLIT.get(family, {})
         if self.said.others:
             config["additional_special_tokens"] = list(self.said.others)
         split = json.loads(self.inner.to_str())["pre_tokenizer"] or {}

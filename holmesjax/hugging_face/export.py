@@ -82,7 +82,7 @@ def write(
         names = _write_weights(whole, config, model, layers, max_bytes)
         ids = _ids(config, kept, tokenizer)
         if tokenizer is not None:
-            tokenizer.write(whole)
+            tokenizer.write(whole, config["model_type"])
         write_json(whole / CONFIG, config | ids)
         write_json(whole / GENERATION, _generation(kept) | ids)
     return names
