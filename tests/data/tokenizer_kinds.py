@@ -30,11 +30,11 @@ TEXTS = [
 ] * 20
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 # A turn ends with <|im_end|>; only what the assistant says counts.
-CHATML = (
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}"
-    "{% generation %}{{ m.content }}<|im_end|>{% endgeneration %}{% else %}{{ m.content }}<|im_end|>"
-    "{% endif %}{{ '\\n' }}{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
+CHATML = r"""{% for m in messages -%}
+{{ '<|im_start|>' + m.role + '\n' }}{% if m.role == 'assistant' -%}
+{% generation %}{{ m.content }}<|im_end|>{% endgeneration %}
+{% else %}{{ m.content }}<|im_end|>{% endif %}
+{{ '\n' }}{%- endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"""
 PLAIN = (
     "{{ bos_token }}{% if add_generation_prompt == false %}{{ pad_token }}{% endif %}"
     "{% for m in messages %}[{{ m.role }}] {{ m.content | trim }} {{ eos_token }}{% endfor %}"
