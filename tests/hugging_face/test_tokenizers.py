@@ -8,6 +8,7 @@ import json
 import os
 import subprocess
 import sys
+import unicodedata
 from collections.abc import Callable
 from pathlib import Path
 
@@ -52,6 +53,17 @@ def loaded(sources: dict[str, Path], name: str) -> FileTokenizer:
     return tokenizer_files.of_bytes() if name == BYTES else tokenizer_files.load(sources[name])
 
 
+def for_kind(name: str, texts: list[str]) -> list[str]:
+    """Texts without what the library `tokenizers` itself loses, each version of it another part.
+
+    Where a normalizer of sentencepiece changes a letter, it drops the accents that follow.
+    """
+    if name != "sentencepiece-nfkc":
+        return texts
+    kept = lambda own: unicodedata.category(own)[0] != "M" and unicodedata.category(own) != "Cn"
+    return ["".join(filter(kept, text)) for text in texts]
+
+
 def of_library(path: Path | None) -> Callable[[str], list[int]]:
     """The tokens of a text, without the marks of documents, by the library that owns a format."""
     if path is None:
@@ -81,13 +93,11 @@ def test_a_run_and_its_export_have_the_tokens_of_the_library_that_owns_a_format(
     written = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
     again = tokenizer_files.load(tmp_path)
     begins = written.encode("").ids[:1] if name != "two-files" else []
-    for text in random_texts(300):
+    for text in for_kind(name, random_texts(300)):
         tokens = tokenizer.inner.encode(text).ids
         assert written.encode(text).ids == again.inner.encode(text).ids == tokens
         want = right(text)
-        # A normalizer of sentencepiece and that of the library part where accents stand alone.
-        if name != "sentencepiece-nfkc" or text.isascii():
-            assert tokens in (want, begins + want, [*begins, *want, tokenizer.end]), text
+        assert tokens in (want, begins + want, [*begins, *want, tokenizer.end]), text
     assert (again.end, again.marks) == (tokenizer.end, tokenizer.marks)
     said = json.loads((tmp_path / "tokenizer_config.json").read_text())
     assert said["tokenizer_class"] == "PreTrainedTokenizerFast"
@@ -167,6 +177,12 @@ def test_spaces_of_an_answer_count(trim, tmp_path):
     decode = lambda own: tokenizer_files.load(path).inner.decode(own, skip_special_tokens=False)
     assert sum(counts) == 16
     assert decode([t for t, own in zip(tokens, counts, strict=True) if own]) == f"{said}<|im_end|>"
+    dialogue[1] = {
+        "role": "assistant",
+        "content": "    x",
+    }  # whose first space is no character less
+    tokens, counts = chat._encoder(data)(dialogue, "x")
+    assert "    x<|im_end|>" in decode([t for t, own in zip(tokens, counts, strict=True) if own])
 
 
 def write_model(path: Path, **changes: object) -> ModelConfig:
@@ -250,7 +266,11 @@ def test_auto_tokenizer_gives_the_tokens_of_the_run(python, sources, tmp_path):
             out.mkdir()
             tokenizer.write(out, family)
             (out / "config.json").write_text(json.dumps({"model_type": family, **tokenizer.ids()}))
-            asked.append({"folder": str(out), "texts": texts, "dialogues": dialogues})
+            said = [
+                [{**turn, "content": for_kind(name, [turn["content"]])[0]} for turn in dialogue]
+                for dialogue in dialogues
+            ]
+            asked.append({"folder": str(out), "texts": for_kind(name, texts), "dialogues": said})
             own.append((f"{name} {family}", tokenizer))
     env = {**os.environ, "HF_HUB_OFFLINE": "1"}
     done = subprocess.run(
@@ -262,8 +282,9 @@ def test_auto_tokenizer_gives_the_tokens_of_the_run(python, sources, tmp_path):
         env=env,
     )
     assert done.returncode == 0, done.stderr[-2000:]
-    for (name, tokenizer), theirs in zip(own, json.loads(done.stdout), strict=True):
-        want = [tokenizer.inner.encode(text).ids for text in texts]
+    rows = zip(own, asked, json.loads(done.stdout), strict=True)
+    for (name, tokenizer), question, theirs in rows:
+        want = [tokenizer.inner.encode(text).ids for text in question["texts"]]
         assert theirs["tokens"] == want, name
         assert theirs["decoded"] == list(map(tokenizer.decode, want)), name
         assert theirs["names"] == ["attention_mask", "input_ids"], name
@@ -271,7 +292,7 @@ def test_auto_tokenizer_gives_the_tokens_of_the_run(python, sources, tmp_path):
         if tokenizer.template is None:
             assert not theirs["dialogues"], name
             continue
-        for dialogue, found in zip(dialogues, theirs["dialogues"], strict=True):
+        for dialogue, found in zip(question["dialogues"], theirs["dialogues"], strict=True):
             assert found["text"] == tokenizer.template.render(dialogue), name
             asks = tokenizer.template.render(dialogue[:1], add_generation_prompt=True)
             assert found["prompt"] == asks, name
