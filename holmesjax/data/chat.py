@@ -2,7 +2,8 @@
 
 A line of a file `.jsonl` is a dialogue: `{"messages": [{"role": "user", "content": "..."}, ...]}`,
 or `{"prompt": "...", "answer": "..."}`. The chat template of the tokenizer makes one text of it,
-and this text becomes tokens as a whole: a token counts where its last character is in an answer.
+and this text becomes tokens as a whole: those from the first with a character of an answer to the
+last with one count.
 Without a template, only prompts and answers can be read: their text is the prompt and, right
 behind it, the answer and the mark of the end.
 

@@ -36,7 +36,7 @@ from holmesjax.data.tokenizer_paths import (
     find,
     read_json,
 )
-from holmesjax.errors import ConfigError, DataError
+from holmesjax.errors import CheckpointError, ConfigError, DataError
 
 __all__ = ["FileTokenizer", "copy", "extra", "find", "load", "read_json"]
 
@@ -90,8 +90,15 @@ class FileTokenizer:
     @functools.cached_property
     def _of_rendered(self) -> Any:
         """The same for a text that a template has made: its marks are marks, and none is added."""
-        other = copies.deepcopy(self.inner)
+        other = copies.deepcopy(self._without_marks)
         other.encode_special_tokens = False
+        return other
+
+    @functools.cached_property
+    def _without_marks(self) -> Any:
+        """The same for texts that get no marks."""
+        other = copies.deepcopy(self.inner)
+        other.encode_special_tokens = True
         other.post_processor = None  # it may take the spaces away from the places of tokens
         return other
 
@@ -117,9 +124,7 @@ class FileTokenizer:
     def plain(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
         """The tokens of a text with the marks around it, and the characters of each."""
         encoding = self.inner.encode(text)
-        bare = copies.copy(self._of_rendered)
-        bare.encode_special_tokens = True
-        places = iter(bare.encode(text, add_special_tokens=False).offsets)
+        places = iter(self._without_marks.encode(text).offsets)
         own = [(0, 0) if is_mark else next(places) for is_mark in encoding.special_tokens_mask]
         return encoding.ids, own
 
@@ -257,6 +262,21 @@ def _end(files: TokenizerFiles, inner: Any, marks: Marks, model_ends: Sequence[i
     names = ", ".join(list(special)[:8]) or "none"
     fix = f"name a folder whose {CONFIG} has an eos_token"
     raise DataError(str(files.main), problem, found=f"special tokens: {names}", fix=fix)
+
+
+def copy_of_run(run_dir: Path, named: str, checkpoint: Path) -> Path:
+    """The copy of a run's tokenizer. Raises CheckpointError unless a checkpoint is of that one.
+
+    Args:
+      run_dir: the folder of the run.
+      named: the identity that the checkpoint names.
+      checkpoint: its folder, for the message.
+    """
+    own = run_dir / FOLDER
+    if (now := find(own).identity) != named:
+        problem, fix = f"is not the tokenizer of {checkpoint.name}", f"bring back {named}"
+        raise CheckpointError(str(own), problem, found=now, fix=fix)
+    return own
 
 
 def identity(tokenizer: str) -> str:

@@ -50,6 +50,10 @@ class TokenizerFiles:
                 digest.update(f"{name}\n{hashlib.sha256(read(path)).hexdigest()}\n".encode())
         return f"{self.kind} {digest.hexdigest()[:12]}"
 
+    def contents(self) -> dict[str, bytes]:
+        """The bytes of all files, also of those that shape no tokens. Raises DataError."""
+        return {name: read(path) for name, path in self.files.items()}
+
     def json(self, name: str) -> dict[str, Any]:
         """The object in one of the files; empty if there is no such file. Raises DataError."""
         return read_json(self.files[name]) if name in self.files else {}

@@ -316,10 +316,7 @@ def tokenizer_of(run_dir: Path, found: Checkpoint) -> Tokenizer:
     """The tokenizer of a checkpoint, from the copy in the run folder."""
     data = DataConfig(**found.settings["data"])
     if data.tokenizer != BYTES:
-        named, own = data.tokenizer, run_dir / tokenizer_files.FOLDER
-        if (now := tokenizer_files.identity(str(own))) != named:
-            problem, fix = f"is not the tokenizer of {found.path.name}", f"bring back {named}"
-            raise CheckpointError(str(own), problem, found=now, fix=fix)
+        own = tokenizer_files.copy_of_run(run_dir, data.tokenizer, found.path)
         data = replace(data, tokenizer=str(own))
     return sources.module_of(data).tokenizer(data)
 

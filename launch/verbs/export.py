@@ -50,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
         values,
         max_bytes=max_bytes,
         kept=kept if kept.is_dir() else None,
-        tokenizer=_tokenizer(run_dir, job_config.data, kept),
+        tokenizer=_tokenizer(run_dir, found, kept),
     )
     files = f"{len(names)} files" if len(names) > 1 else names[0]
     whose = f"the average of step {found.step}" if args.ema else f"step {found.step}"
@@ -59,10 +59,12 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _tokenizer(run_dir: Path, data: DataConfig, kept: Path) -> FileTokenizer | None:
-    """The tokenizer of a run; of a run whose data have none, that which came with the weights."""
+def _tokenizer(run_dir: Path, found: Checkpoint, kept: Path) -> FileTokenizer | None:
+    """The tokenizer of a checkpoint; that which came with the weights, if its data have none."""
+    data = DataConfig(**found.settings["data"])
     if data.tokenizer != BYTES:
-        return tokenizer_files.load(run_dir / tokenizer_files.FOLDER)
+        own = tokenizer_files.copy_of_run(run_dir, data.tokenizer, found.path)
+        return tokenizer_files.load(own)
     if SOURCES[data.source].has_tokens:
         return tokenizer_files.of_bytes()
     return tokenizer_files.load(kept) if tokenizer_paths.has_one(kept) else None
