@@ -55,7 +55,7 @@ def look(config: Config) -> None:
     """Reads the first dialogue of each file. Raises HolmesError."""
     data = config.data
     if data.tokenizer != BYTES:
-        least = tokenizer_files.load(data.tokenizer).num_tokens  # a template may use all marks
+        least = tokenizer_files.load(data.tokenizer).num_of_dialogues
         if config.model.vocab_size < least:
             problem = f"must be at least {least}: the tokenizer has so many tokens"
             fix = f"use {tokenizer_files.padded(least)}, the next multiple of 128"

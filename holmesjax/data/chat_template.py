@@ -80,9 +80,16 @@ class ChatTemplate:
 
     @classmethod
     def of(cls, files: TokenizerFiles, special: Mapping[str, str]) -> "ChatTemplate | None":
-        """The template that the files of a tokenizer have; None if they have none."""
-        source = sources(files).get(DEFAULT)
-        if source is None:
+        """The template that the files of a tokenizer have; None if they have none.
+
+        Raises DataError for several, none of which is the usual one.
+        """
+        found = sources(files)
+        if (source := found.get(DEFAULT)) is None:
+            if found:
+                problem, fix = f"has no chat template named {DEFAULT}", "give one of them this name"
+                shown = ", ".join(found)
+                raise DataError(str(files.main.parent), problem, found=shown, fix=fix)
             return None
         return cls(where=str(files.main.parent), source=source, special=special)
 
@@ -155,12 +162,12 @@ class ChatTemplate:
 def sources(files: TokenizerFiles) -> dict[str, str]:
     """The templates of a tokenizer by name: those in files of their own, or those of its config."""
     found = {
-        Path(name).stem: tokenizer_paths.read(path).decode()
+        Path(name).stem: tokenizer_paths.read_text(path)
         for name, path in files.files.items()
         if name.startswith(TEMPLATES)
     }
     if TEMPLATE in files.files:
-        found[DEFAULT] = tokenizer_paths.read(files.files[TEMPLATE]).decode()
+        found[DEFAULT] = tokenizer_paths.read_text(files.files[TEMPLATE])
     if found:
         return found
     said = files.json(CONFIG).get("chat_template")

@@ -87,6 +87,18 @@ class FileTokenizer:
         own = [] if turn is None else [self.marks[turn]]
         return tuple(dict.fromkeys([self.end, *self.model_ends, *own]))
 
+    @property
+    def num_of_dialogues(self) -> int:
+        """More than any token of a dialogue: a template may use all marks but those for padding."""
+        text = self.template.source if self.template else ""
+        unused = {
+            self.marks[token]
+            for name, token in self.said.named.items()
+            if name not in ("bos_token", "eos_token") and name not in text and token not in text
+        }
+        known = {*self.inner.get_vocab(with_added_tokens=True).values()}
+        return 1 + max(known - (unused - {*self.ends}))
+
     @functools.cached_property
     def _of_rendered(self) -> Any:
         """The same for a text that a template has made: its marks are marks, and none is added."""

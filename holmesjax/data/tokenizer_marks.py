@@ -35,6 +35,17 @@ class Marks:
 
 def read(files: TokenizerFiles) -> Marks:
     """Reads what the files say. Raises DataError for what is no token."""
+    try:
+        return _read(files)
+    except (TypeError, ValueError, AttributeError) as error:
+        problem, fix = (
+            f"has {CONFIG}, {SPECIAL_MAP} or {ADDED} with what is no mark",
+            "copy it again",
+        )
+        raise DataError(str(files.main.parent), problem, found=error, fix=fix) from None
+
+
+def _read(files: TokenizerFiles) -> Marks:
     named: dict[str, Any] = {}
     where: dict[str, str] = {}
     others: list[str] = []

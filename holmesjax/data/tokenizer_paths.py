@@ -130,6 +130,15 @@ def read(path: Path) -> bytes:
         raise DataError(str(path), "cannot be read", found=error.strerror, fix=fix) from None
 
 
+def read_text(path: Path) -> str:
+    """The text in a file. Raises DataError."""
+    try:
+        return read(path).decode()
+    except UnicodeDecodeError as error:
+        fix = "save it as UTF-8"
+        raise DataError(str(path), "is no UTF-8", found=error.reason, fix=fix) from None
+
+
 def read_json(path: Path) -> dict[str, Any]:
     """The object in a file. Raises DataError."""
     try:

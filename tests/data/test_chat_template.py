@@ -129,9 +129,16 @@ def test_a_template_cannot_do_harm(folder, monkeypatch):
         (folder / "chat_template.jinja").write_text(source)
         with pytest.raises(DataError, match=f"the chat template fails\n  found: .*({reason})"):
             ChatTemplate.load(folder).render(of_user("hi"), add_generation_prompt=True)
+    (folder / "chat_template.jinja").write_bytes(b"\xff")
+    with pytest.raises(DataError, match="is no UTF-8"):
+        ChatTemplate.load(folder)
     (folder / "chat_template.jinja").unlink()
     with pytest.raises(DataError, match="has no chat template"):
         ChatTemplate.load(folder)
+    named = {"chat_template": [{"name": "tools", "template": "x"}], "eos_token": "<|im_end|>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(named))
+    with pytest.raises(DataError, match="no chat template named default\n  found: tools"):
+        tokenizer_files.load(folder).answer_prompt(of_user("hi"))
 
 
 def test_a_dialogue_of_several_turns_comes_from_a_file(tmp_path, folder):

@@ -129,6 +129,14 @@ def test_ends_and_marks_are_those_of_all_files(name, ends, mark, number, sources
     assert tokenizer.rendered(mark)[0] == [number]
 
 
+def test_a_model_needs_no_row_for_a_mark_that_only_pads(tmp_path):
+    """A name without a token becomes one, as in transformers; no dialogue has it."""
+    config = {"eos_token": "<|endoftext|>", "pad_token": "[PAD]", "chat_template": CHATML}
+    tokenizer = tokenizer_files.load(write(tmp_path / "t", byte_level(), config))
+    assert (tokenizer.num_tokens, tokenizer.num_of_dialogues) == (329, 328)
+    assert tokenizer.ids()["pad_token_id"] == 328
+
+
 HI = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}]
 IN_CHATML = "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\nyo<|im_end|>\n"
 NO_PROMPT = "{% if add_generation_prompt == false %}F{% endif %}"
