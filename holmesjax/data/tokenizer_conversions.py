@@ -178,6 +178,7 @@ def _tiktoken(files: TokenizerFiles) -> Converted:
 def _sentencepiece(files: TokenizerFiles) -> Converted:
     with extra("sentencepiece"):
         import sentencepiece
+    with extra("protobuf"):
         from sentencepiece import sentencepiece_model_pb2
     content = read(files.main)
     try:

@@ -7,7 +7,7 @@ import json
 import sys
 from typing import Any
 
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, GenerationConfig
 
 
 def answer(folder: str, texts: list[str], dialogues: list[list[dict[str, str]]]) -> dict[str, Any]:
@@ -39,6 +39,7 @@ def answer(folder: str, texts: list[str], dialogues: list[list[dict[str, str]]])
         ],
         "eos_token_id": tokenizer.eos_token_id,
         "dialogues": whole,
+        "ends": GenerationConfig.from_pretrained(folder).eos_token_id,
     }
 
 

@@ -273,7 +273,8 @@ def test_auto_tokenizer_gives_the_tokens_of_the_run(python, sources, tmp_path):
             tokenizer, out = loaded(sources, name), tmp_path / f"{name}-{family}"
             out.mkdir()
             tokenizer.write(out, family)
-            (out / "config.json").write_text(json.dumps({"model_type": family, **tokenizer.ids()}))
+            for file in ("config.json", "generation_config.json"):
+                tokenizer_files.write_json(out / file, {"model_type": family, **tokenizer.ids()})
             said = [
                 [{**turn, "content": for_kind(name, [turn["content"]])[0]} for turn in dialogue]
                 for dialogue in dialogues
@@ -297,6 +298,7 @@ def test_auto_tokenizer_gives_the_tokens_of_the_run(python, sources, tmp_path):
         assert theirs["decoded"] == list(map(tokenizer.decode, want)), name
         assert theirs["names"] == ["attention_mask", "input_ids"], name
         assert theirs["eos_token_id"] == tokenizer.end, name
+        assert theirs["ends"] in ([*tokenizer.ends], *tokenizer.ends), name
         if tokenizer.template is None:
             assert not theirs["dialogues"], name
             continue
