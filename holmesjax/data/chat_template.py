@@ -1,8 +1,8 @@
 """Chat templates: dialogues as the text that a model of dialogues was trained on.
 
-A template comes with a tokenizer and may come from anybody: it runs in the sandbox of jinja2, and
-not for ever. It sees the variables that `transformers` gives it: a token that a tokenizer does not
-have is undefined.
+It is a file `chat_template.jinja`, or stands in `tokenizer_config.json`. It comes with a tokenizer
+and may come from anybody: it runs in the sandbox of jinja2, and not for ever. It sees the variables
+that `transformers` gives it: a token that a tokenizer does not have is undefined.
 """
 
 import datetime

@@ -274,7 +274,7 @@ def _pieces(files: TokenizerFiles, model: Any) -> Any:
 
 
 def _normalizer(spec: Any) -> Any:
-    """What happens to a text before it is cut into pieces."""
+    """The changes of a text before it is cut into pieces."""
     from tokenizers import Regex, normalizers
 
     found: list[Any] = []

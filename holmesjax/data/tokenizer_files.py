@@ -1,4 +1,4 @@
-"""What a tokenizer is: pieces, ids, marks, ends, template and split, of a folder or a file.
+"""A tokenizer as a whole: pieces, ids, marks, ends, template and split, of a folder or a file.
 
 Training, dialogues, generation, import and export take them from here alone. A run folder holds a
 copy of the files, so that sampling and exports need nothing else.

@@ -1,4 +1,4 @@
-"""Which files make up a tokenizer: those that a path names, and those that count beside them.
+"""The files of a tokenizer: those that a path names, and those that count beside them.
 
 tokenizers     tokenizer.json of Hugging Face, alone or in the folder of a model
 tiktoken       a file of ranks, with the pattern and the special tokens in a file NAME.json

@@ -1,18 +1,18 @@
-"""What `AutoTokenizer` makes of folders; run by a Python that has some version of `transformers`.
+"""`AutoTokenizer` on folders; run by a Python that has some version of `transformers`.
 
 It reads a list from standard input, [{"folder", "texts", "dialogues"}, ...], and writes another.
 """
 
+import importlib
 import json
 import sys
 from typing import Any
 
-from transformers import AutoTokenizer, GenerationConfig
-
 
 def answer(folder: str, texts: list[str], dialogues: list[list[dict[str, str]]]) -> dict[str, Any]:
     """The tokens of texts and dialogues, and what else an export has to keep."""
-    tokenizer = AutoTokenizer.from_pretrained(folder)
+    transformers = importlib.import_module("transformers")  # pytest looks for doctests here
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     has_template = tokenizer.chat_template is not None
     whole: list[dict[str, Any]] = []
     for dialogue in dialogues if has_template else ():
@@ -39,7 +39,7 @@ def answer(folder: str, texts: list[str], dialogues: list[list[dict[str, str]]])
         ],
         "eos_token_id": tokenizer.eos_token_id,
         "dialogues": whole,
-        "ends": GenerationConfig.from_pretrained(folder).eos_token_id,
+        "ends": transformers.GenerationConfig.from_pretrained(folder).eos_token_id,
     }
 
 
