@@ -75,8 +75,8 @@ def read(config: DataConfig, length: int) -> Splits:
     files = {path.name: token_files.hash_of(path) for path in paths}
     about = [VERSION, length, config.tokenizer == BYTES, *sorted(files.items())]
     if config.tokenizer != BYTES:
-        own = tokenizer_files.find(config.tokenizer)
-        about += [own.identity, chat_template.sources(own).get(chat_template.DEFAULT)]
+        its_files = tokenizer_files.find(config.tokenizer)
+        about += [its_files.identity, chat_template.sources(its_files).get(chat_template.DEFAULT)]
     key = hashlib.sha256(json.dumps(about).encode()).hexdigest()
     beside = None if stores.is_remote(paths[0]) else paths[0].parent
     make = lambda folder: _write(config, paths, length, folder)

@@ -285,9 +285,10 @@ def copy_of_run(run_dir: Path, named: str, checkpoint: Path) -> Path:
       checkpoint: its folder, for the message.
     """
     own = run_dir / FOLDER
-    if (now := find(own).identity) != named:
-        problem, fix = f"is not the tokenizer of {checkpoint.name}", f"bring back {named}"
-        raise CheckpointError(str(own), problem, found=now, fix=fix)
+    if find(own).identity != named:
+        problem = f"is not the tokenizer of {checkpoint.name}"
+        fix = f"copy the files that the run was started with back to {own}"
+        raise CheckpointError(str(own), problem, found="other files", fix=fix)
     return own
 
 
