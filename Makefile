@@ -26,7 +26,7 @@ test: $(VENV)/installed-dev ## Check style and types, and run the tests: 12 to 2
 	$(BIN)/pytest -q -n 3 --dist loadgroup --max-worker-restart 0 $(SELECT); tests=$$?; wait $$types && exit $$tests
 
 test-all: SELECT := -m ''
-test-all: $(VENV)/installed-parity
+test-all: $(VENV)/installed-parity $(VENV)/transformers4/installed
 test-all: test ## The same, with the exhaustive searches, every fault at every moment, and transformers.
 
 mutants: $(VENV)/installed-dev ## Plant known bugs in copies of the checkout, and list those that no test finds.
@@ -52,6 +52,14 @@ $(VENV)/installed-base: $(VENV)/bin/python pyproject.toml constraints.txt
 $(VENV)/installed-parity: $(VENV)/installed-dev
 	@echo "installing PyTorch, transformers and peft into $(VENV) (minutes, once)"
 	$(PIP_INSTALL) -e '.[dev,parity]'
+	@touch $@
+
+# Version 4 needs other versions of packages than version 5: an environment inside the other.
+$(VENV)/transformers4/installed: $(VENV)/bin/python
+	@echo "installing transformers 4 into $(VENV)/transformers4 (a minute, once)"
+	$(BIN)/python -m venv $(VENV)/transformers4
+	$(VENV)/transformers4/bin/python -m pip install --quiet --disable-pip-version-check \
+	    transformers==4.57.6 jinja2==3.1.6
 	@touch $@
 
 $(VENV)/installed-dev: $(VENV)/bin/python pyproject.toml constraints.txt

@@ -311,9 +311,15 @@ class Job:
         if self.config.data.tokenizer == BYTES or not path.exists():
             return
         if own.exists():
-            if tokenizer_files.find(own).identity == tokenizer_files.find(path).identity:
+            before, now = tokenizer_files.find(own), tokenizer_files.find(path)
+            if before.contents() == now.contents():
                 return
-            if done and not (earlier := own.with_name(f"{own.name}.{done:06d}")).exists():
+            is_other = before.identity != now.identity
+            if (
+                is_other
+                and done
+                and not (earlier := own.with_name(f"{own.name}.{done:06d}")).exists()
+            ):
                 own.replace(earlier)
         tokenizer_files.copy(path, own)
 

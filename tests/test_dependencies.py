@@ -30,6 +30,7 @@ TOOLS = {
     "jupyterlab": "shows the notebooks",
     "mypy": "make test",
     "myst-parser": "Markdown for sphinx",
+    "protobuf": "sentencepiece reads the proto of its files with it",
     "pytest-timeout": "a plugin of pytest",
     "pytest-xdist": "a plugin of pytest",
     "ruff": "make test",

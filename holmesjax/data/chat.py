@@ -1,10 +1,11 @@
 """Dialogues as a data source: only the tokens of the assistant count as targets.
 
-A line of a file of JSON lines is a dialogue: `{"prompt": "...", "answer": "..."}`, or
-`{"messages": [{"role": "user", "content": "..."}, ...]}`. The chat template of the tokenizer makes
-one text of it, and this text becomes tokens as a whole: a token counts where its last character is
-in an answer. Without a template, only prompts and answers can be read: their text is the prompt
-and, right behind it, the answer and the mark of the end.
+A line of a file of JSON lines is a dialogue: `{"messages": [{"role": "user", "content": "..."},
+...]}`, or `{"prompt": "...", "answer": "..."}`. The chat template of the tokenizer makes one text
+of it, and this text becomes tokens as a whole: those from the first with a character of an answer
+to the last with one count.
+Without a template, only prompts and answers can be read: their text is the prompt and, right
+behind it, the answer and the mark of the end.
 
 Tokens and marks are made once, into files beside the dialogues, and packed into rows. A dialogue
 that is longer than a row is left out: a part of it would answer a missing question.
@@ -23,6 +24,7 @@ import numpy as np
 
 from holmesjax.config import BYTES, Config, DataConfig
 from holmesjax.data import (
+    chat_template,
     corpus_files,
     packing,
     stores,
@@ -31,16 +33,17 @@ from holmesjax.data import (
     token_files,
     tokenizer_files,
 )
-from holmesjax.data.chat_template import BEGIN_MARK, END_MARK, ChatTemplate
+from holmesjax.data.chat_template import BEGIN_MARK, END_MARK
 from holmesjax.data.corpus_files import CorpusFile, CorpusFiles
 from holmesjax.data.file_kinds import ARRAY, LINES
 from holmesjax.data.packing import DocumentRange, PackedRows, Spans
 from holmesjax.data.sources import Splits
 from holmesjax.data.tokenizer import BEGIN
+from holmesjax.data.tokenizer_files import FileTokenizer
 from holmesjax.errors import ConfigError, DataError
 
 WHERE = "data.corpus"
-VERSION = 1  # raised when the same dialogue gives other tokens
+VERSION = 2  # raised when the same dialogue gives other tokens
 DTYPES = {"tokens": "<i4", "trained": "|b1", "starts": "<i8", "dropped": "<i8"}
 EXAMPLE = '{"messages": [{"role": "user", "content": "..."}, {"role": "assistant", ...}]}'
 
@@ -54,7 +57,7 @@ def look(config: Config) -> None:
     """Reads the first dialogue of each file. Raises HolmesError."""
     data = config.data
     if data.tokenizer != BYTES:
-        least = tokenizer_files.load(data.tokenizer).num_tokens  # a template may use all marks
+        least = tokenizer_files.load(data.tokenizer).num_of_dialogues
         if config.model.vocab_size < least:
             problem = f"must be at least {least}: the tokenizer has so many tokens"
             fix = f"use {tokenizer_files.padded(least)}, the next multiple of 128"
@@ -74,8 +77,8 @@ def read(config: DataConfig, length: int) -> Splits:
     files = {file.name: token_files.hash_of(file.path) for file in corpus.files}
     about = [VERSION, length, config.tokenizer == BYTES, *sorted(files.items())]
     if config.tokenizer != BYTES:
-        template = ChatTemplate.find(Path(config.tokenizer))
-        about += [tokenizer_files.identity(config.tokenizer), template and template.source]
+        its_files = tokenizer_files.find(config.tokenizer)
+        about += [its_files.identity, chat_template.sources(its_files).get(chat_template.DEFAULT)]
     key = hashlib.sha256(json.dumps(about).encode()).hexdigest()
     root = stores.path_of(config.corpus)
     beside = None if stores.is_remote(root) else root if root.is_dir() else root.parent
@@ -204,20 +207,13 @@ def _encoder(config: DataConfig) -> Encode:
     """The function that makes tokens of dialogues. Raises DataError for a tokenizer without one."""
     if config.tokenizer == BYTES:
         return _bytes_of
-    path = Path(config.tokenizer)
-    found = tokenizer_files.find(path)
-    if found.kind != "tokenizers":
-        fix = "use a tokenizer.json of Hugging Face, or bytes for prompts and answers"
-        problem = "does not tell which characters each token stands for, and dialogues need it"
-        raise DataError("data.tokenizer", problem, found=f"{found.kind}: {path}", fix=fix)
-    if (template := ChatTemplate.find(path)) is None:
-        return _plain_encoder(path)
-    marks = tokenizer_files.special_tokens(path)
-    encode = tokenizer_files.encoder_with_places(path, is_rendered=True)
+    tokenizer = tokenizer_files.load(config.tokenizer)
+    if (template := tokenizer.template) is None:
+        return _plain_encoder(tokenizer)
 
     def encode_dialogue(dialogue: Dialogue, where: str) -> tuple[list[int], list[bool]]:
         for number, message in enumerate(dialogue, 1):
-            if said := next((mark for mark in marks if mark in message["content"]), None):
+            if said := next((mark for mark in tokenizer.marks if mark in message["content"]), None):
                 problem = f"holds a special token in message {number}"
                 fix = "leave it out: it would end a turn"
                 raise DataError(where, problem, found=said, fix=fix)
@@ -226,20 +222,19 @@ def _encoder(config: DataConfig) -> Encode:
         except DataError as error:
             fix = f"{error.fix}; the dialogue is {where}"
             raise DataError(error.where, error.problem, found=error.found, fix=fix) from None
-        tokens, places = encode(whole)
+        tokens, places = tokenizer.rendered(whole)
         return _checked(tokens, _in_answers(places, answers), where)
 
     return encode_dialogue
 
 
-def _plain_encoder(path: Path) -> Encode:
+def _plain_encoder(tokenizer: FileTokenizer) -> Encode:
     """The function that makes tokens of prompts and answers without a template."""
-    encode = tokenizer_files.encoder_with_places(path, is_rendered=False)
-    end = tokenizer_files.load(path).end
+    end = tokenizer.end
 
     def encode_pair(dialogue: Dialogue, where: str) -> tuple[list[int], list[bool]]:
         prompt, answer = _pair(dialogue, where)
-        tokens, places = encode(prompt + answer)
+        tokens, places = tokenizer.plain(prompt + answer)
         trained = _in_answers(places, [(len(prompt), len(prompt) + len(answer))])
         if tokens[-1] == end:
             return _checked(tokens, [*trained[:-1], True], where)
@@ -270,11 +265,17 @@ def _pair(dialogue: Dialogue, where: str) -> tuple[str, str]:
 def _in_answers(
     places: Sequence[tuple[int, int]], answers: Sequence[tuple[int, int]]
 ) -> list[bool]:
-    """Marks the tokens that end in an answer; one that stands for no character does not."""
-    return [
-        first < last and any(begin < last <= end for begin, end in answers)
-        for first, last in places
-    ]
+    """Marks the tokens of each answer: those from the first that has a character of it to the last.
+
+    These are the tokens of `return_assistant_tokens_mask` in `transformers`, and of a last
+    character that takes several tokens all of them, not the first alone.
+    """
+    found = [False] * len(places)
+    for begin, end in answers:
+        own = [i for i, (first, last) in enumerate(places) if first < end and last > begin]
+        if begin < end and own:
+            found[own[0] : own[-1] + 1] = [True] * (own[-1] + 1 - own[0])
+    return found
 
 
 def _checked(tokens: list[int], trained: list[bool], where: str) -> tuple[list[int], list[bool]]:

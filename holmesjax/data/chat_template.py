@@ -1,7 +1,8 @@
-"""Chat templates: what a user says, as the text that a model of dialogues was trained on.
+"""Chat templates: dialogues as the text that a model of dialogues was trained on.
 
-A template comes with a tokenizer and may come from anybody: it runs in the sandbox of jinja2, and
-not for ever.
+It is a file `chat_template.jinja`, or stands in `tokenizer_config.json`. It comes with a tokenizer
+and may come from anybody: it runs in the sandbox of jinja2, and not for ever. It sees the variables
+that `transformers` gives it: a token that a tokenizer does not have is undefined.
 """
 
 import datetime
@@ -9,7 +10,7 @@ import functools
 import json
 import re
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,90 +21,83 @@ from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from holmesjax.data import tokenizer_files
+from holmesjax.data import tokenizer_marks, tokenizer_paths
+from holmesjax.data.tokenizer_paths import CONFIG, TEMPLATE, TEMPLATES, TokenizerFiles
 from holmesjax.errors import DataError
 
-FILE, CONFIG = "chat_template.jinja", "tokenizer_config.json"
 LONGEST_S = 5.0
-Message = Mapping[str, str]  # "role" and "content"
+Message = Mapping[str, Any]  # "role" and "content"
 WHERE = "--chat"
+DEFAULT = "default"  # of several templates
 GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 BEGIN_MARK, END_MARK = "\ufdd0", "\ufdd1"  # no characters of any text, by Unicode's own rule
+ANSWER = "Yes"  # whose end is looked for
 
 
 class _Generation(Extension):
-    """Blocks that hold what a model says; they change nothing in a prompt."""
+    """Blocks that hold what a model says: a scope of their own, as `transformers` has it."""
 
     tags = {"generation"}  # noqa: RUF012 - as jinja2 has it
+    marks = ("", "")
 
-    def parse(self, parser: Parser) -> list[nodes.Node]:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+    def parse(self, parser: Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.CallBlock(self.call_method("_said"), [], [], body).set_lineno(line)
+
+    def _said(self, caller: Callable[[], str]) -> str:
+        return caller().join(self.marks)
 
 
 class _MarkedGeneration(_Generation):
     """The same, with marks around what a model says."""
 
-    def parse(self, parser: Parser) -> list[nodes.Node]:
-        body = super().parse(parser)
-        mark = lambda text: nodes.Output([nodes.TemplateData(text)])
-        return [mark(BEGIN_MARK), *body, mark(END_MARK)]
+    marks = (BEGIN_MARK, END_MARK)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ChatTemplate:
     """The template of a tokenizer."""
 
-    folder: Path  # of the tokenizer
+    where: str  # for messages
     source: str
-    special: dict[str, Any]  # tokens by name: bos_token and others
+    special: Mapping[str, str]  # tokens by name: bos_token and others
 
     @classmethod
-    def load(cls, folder: Path) -> "ChatTemplate":
-        """Finds the template in a tokenizer's folder. Raises DataError if there is none."""
-        if not folder.exists():
+    def load(cls, path: Path) -> "ChatTemplate":
+        """Finds the template of a tokenizer. Raises DataError if there is none."""
+        if not path.exists():
             fix = f"leave {WHERE} out"
-            found = f"no {folder}: the tokens are bytes"
+            found = f"no {path}: the tokens are bytes"
             raise DataError(WHERE, "needs a tokenizer with a chat template", found=found, fix=fix)
-        if (found_template := cls.find(folder)) is None:
-            fix = f"leave {WHERE} out, or add a {FILE}"
-            names = ", ".join(tokenizer_files.find(folder).files)
-            raise DataError(str(folder), "has no chat template", found=names, fix=fix)
+        files = tokenizer_paths.find(path)
+        if (found_template := cls.of(files, tokenizer_marks.read(files).named)) is None:
+            fix = f"leave {WHERE} out, or add a {TEMPLATE}"
+            raise DataError(
+                str(path), "has no chat template", found=", ".join(files.files), fix=fix
+            )
         return found_template
 
     @classmethod
-    def find(cls, folder: Path) -> "ChatTemplate | None":
-        """The template of a tokenizer; None if it has none."""
-        files = tokenizer_files.find(folder).files
-        config = tokenizer_files.read_json(files[CONFIG]) if CONFIG in files else {}
-        said = files[FILE].read_text("utf-8") if FILE in files else config.get("chat_template")
-        if isinstance(said, list):
-            said = next((own.get("template") for own in said if own.get("name") == "default"), None)
-        if not isinstance(said, str):
-            return None
-        content = lambda token: token.get("content") if isinstance(token, dict) else token
-        special = {name: content(own) for name, own in config.items() if name.endswith("_token")}
-        return cls(folder=folder, source=said, special=special)
+    def of(cls, files: TokenizerFiles, special: Mapping[str, str]) -> "ChatTemplate | None":
+        """The template that the files of a tokenizer have; None if they have none.
 
-    def tokens(self, messages: Sequence[Message]) -> Sequence[int]:
-        """The tokens of a dialogue, whose last message is to be answered.
-
-        Raises DataError for a special token in what is said, or a template that fails.
+        Raises DataError for several, none of which is the usual one.
         """
-        special = tokenizer_files.special_tokens(self.folder)
-        for message in messages:
-            if found := [token for token in special if token in message["content"]]:
-                fix = "leave it out: it would not be text in a dialogue"
-                problem = f"the words of {message['role']} hold a special token"
-                raise DataError(WHERE, problem, found=found[0], fix=fix)
-        text = self._in_time(lambda: self.render(messages, add_generation_prompt=True))
-        return tokenizer_files.encode_rendered(self.folder, text)
+        found = sources(files)
+        if (source := found.get(DEFAULT)) is None:
+            if found:
+                problem, fix = f"has no chat template named {DEFAULT}", "give one of them this name"
+                shown = ", ".join(found)
+                raise DataError(str(files.main.parent), problem, found=shown, fix=fix)
+            return None
+        return cls(where=str(files.main.parent), source=source, special=special)
 
-    def render(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> str:
-        """The text of a dialogue."""
-        return self._render(messages, is_marked=False, **variables)
+    def render(self, messages: Sequence[Message], **variables: Any) -> str:
+        """The text of a dialogue. Raises DataError for a template that fails."""
+        return self._in_time(lambda: self._render(messages, is_marked=False, **variables))
 
-    def answers(self, messages: Sequence[Mapping[str, Any]]) -> tuple[str, list[tuple[int, int]]]:
+    def answers(self, messages: Sequence[Message]) -> tuple[str, list[tuple[int, int]]]:
         """The text of a whole dialogue, and the ranges of it that a model says.
 
         These are the blocks `generation` of the template. Without such blocks, a range goes from
@@ -114,28 +108,34 @@ class ChatTemplate:
         """
         if GENERATION.search(self.source):
             return _without_marks(self._in_time(lambda: self._render(messages, is_marked=True)))
-        whole = self._in_time(lambda: self.render(messages))
+        whole = self.render(messages)
         found = []
         for number, message in enumerate(messages):
             if message["role"] != "assistant":
                 continue
-            prompt, turn = (
-                self._in_time(lambda n=n, more=more: self.render(messages[:n], **more))  # type: ignore[misc]
-                for n, more in ((number, {"add_generation_prompt": True}), (number + 1, {}))
-            )
+            prompt = self.render(messages[:number], add_generation_prompt=True)
+            turn = self.render(messages[: number + 1])
             if not (turn.startswith(prompt) and whole.startswith(turn)):
                 problem = "has no blocks `generation`, and changes a turn where others follow"
                 fix = "write {% generation %} and {% endgeneration %} around what a model says"
-                where = str(self.folder)
-                raise DataError(where, problem, found=f"turn {number + 1} of a dialogue", fix=fix)
+                found_turn = f"turn {number + 1} of a dialogue"
+                raise DataError(self.where, problem, found=found_turn, fix=fix)
             found.append((len(prompt), max(len(prompt), len(turn.rstrip()))))
         return whole, found
 
-    def _render(
-        self, messages: Sequence[Mapping[str, Any]], *, is_marked: bool, **variables: Any
-    ) -> str:
-        nothing = {"tools": None, "documents": None}
-        values = {**nothing, **self.special, "messages": list(messages), **variables}
+    def end_of_turn(self, marks: Iterable[str]) -> str | None:
+        """The one of some marks that comes behind an answer; None if none does."""
+        turns = [*of_user("Hello"), {"role": "assistant", "content": ANSWER}]
+        try:
+            after = self.render(turns).rpartition(ANSWER)[2].lstrip()
+        except DataError:  # for this dialogue; whoever uses the template hears of it
+            return None
+        return max((mark for mark in marks if after.startswith(mark)), key=len, default=None)
+
+    def _render(self, messages: Sequence[Message], *, is_marked: bool, **variables: Any) -> str:
+        usual = {"tools": None, "documents": None, "add_generation_prompt": False}
+        said = [{key: x for key, x in own.items() if x is not None} for own in messages]
+        values = {**usual, **self.special, "messages": said, **variables}
         return _compiled(self.source, is_marked).render(values)
 
     def _in_time(self, render: Callable[[], str]) -> str:
@@ -156,7 +156,25 @@ class ChatTemplate:
             return found[0]
         reason = errors[0] if errors else f"no end after {LONGEST_S:g} s"
         fix = f"leave {WHERE} out, or correct the template"
-        raise DataError(str(self.folder), "the chat template fails", found=reason, fix=fix)
+        raise DataError(self.where, "the chat template fails", found=reason, fix=fix)
+
+
+def sources(files: TokenizerFiles) -> dict[str, str]:
+    """The templates of a tokenizer by name: those in files of their own, or those of its config."""
+    found = {
+        Path(name).stem: tokenizer_paths.read_text(path)
+        for name, path in files.files.items()
+        if name.startswith(TEMPLATES)
+    }
+    if TEMPLATE in files.files:
+        found[DEFAULT] = tokenizer_paths.read_text(files.files[TEMPLATE])
+    if found:
+        return found
+    said = files.json(CONFIG).get("chat_template")
+    if isinstance(said, list):
+        said = {own.get("name"): own.get("template") for own in said if isinstance(own, dict)}
+    own = said if isinstance(said, dict) else {DEFAULT: said}
+    return {name: source for name, source in own.items() if isinstance(source, str)}
 
 
 @functools.lru_cache(maxsize=8)
@@ -166,7 +184,7 @@ def _compiled(source: str, is_marked: bool) -> jinja2.Template:
         lstrip_blocks=True,
         extensions=[_MarkedGeneration if is_marked else _Generation, "jinja2.ext.loopcontrols"],
     )
-    environment.filters["tojson"] = lambda x, **how: json.dumps(x, ensure_ascii=False, **how)
+    environment.filters["tojson"] = lambda x, **how: json.dumps(x, **{"ensure_ascii": False, **how})
     environment.globals |= {"raise_exception": _refuse, "strftime_now": _now}
     return environment.from_string(source)
 

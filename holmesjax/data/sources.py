@@ -99,6 +99,10 @@ class Tokenizer(Protocol):
     def ends(self) -> Collection[int]:
         """The tokens before which a text has ended."""
 
+    @property
+    def marks(self) -> Mapping[str, int]:
+        """The tokens that are marks and no text, by how they are written."""
+
     def encode(self, text: str) -> np.ndarray:
         """The tokens of a document that begins with a text; int32."""
 

@@ -1,6 +1,7 @@
 """Text to tokens and back: one token per byte of UTF-8."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 import numpy as np
 
@@ -8,6 +9,7 @@ from holmesjax.data.pieces import Pieces
 
 # Marks the begin of a document. No text file holds this byte.
 BEGIN = 0
+MARK = "<|begin|>"  # how it is written, where it is shown
 
 
 class ByteTokenizer:
@@ -15,6 +17,7 @@ class ByteTokenizer:
 
     num_tokens = 256
     ends = (BEGIN,)
+    marks: Mapping[str, int] = MappingProxyType({MARK: BEGIN})
 
     def encode(self, text: str) -> np.ndarray:
         """Bytes of the text, behind the mark that begins a document; int32.

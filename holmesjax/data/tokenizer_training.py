@@ -5,7 +5,7 @@ byte is one, and comes back as it was. A corpus is what `tokenizing` reads; it i
 more than a few of its documents are in memory.
 """
 
-import json
+import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -116,13 +116,13 @@ def _check(tokenizer: Any, texts: Iterable[str]) -> tuple[int, int]:
 
 
 def _write(tokenizer: Any, out: Path) -> None:
-    tokenizer.encode_special_tokens = False  # is of the texts of a corpus, not of the file
     if out.suffix == ".json":
         tokenizer.save(str(out))
         return
-    tokenizer.save(str(out / MAIN))
-    about = {"eos_token": END, "tokenizer_class": "PreTrainedTokenizerFast"}
-    (out / "tokenizer_config.json").write_text(json.dumps(about, indent=2) + "\n")
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / MAIN
+        tokenizer.save(str(path))
+        tokenizer_files.load(path).write(out)
 
 
 def settings(out: Path, trained: Trained) -> list[str]:

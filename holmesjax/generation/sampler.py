@@ -10,7 +10,7 @@ import functools
 import os
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
@@ -154,11 +154,12 @@ class Sampler:
           prompts: texts, or their tokens.
           max_tokens: of each continuation.
           sampling: the rule; row r draws with its seed + r.
-          stop: strings before which a text ends.
+          stop: strings before which a text ends; also special tokens, which are no text.
           show: takes the number of a row and its text as it comes.
         """
         known = [encoded(self.tokenizer, prompt) for prompt in prompts]
-        rows = [_Row(self.tokenizer, tokens, stop) for tokens in known]
+        ends, strings = _stops(self.tokenizer, stop)
+        rows = [_Row(self.tokenizer, tokens, strings, ends) for tokens in known]
         rate = Rate(num_prompt=sum(map(len, known)))
         before_s = time.perf_counter()
         is_over = lambda i: rows[i].is_over
@@ -252,10 +253,16 @@ def _choose(
 class _Row:
     """One text as it grows."""
 
-    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int], stop: Sequence[str]):
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        prompt: Sequence[int],
+        strings: Sequence[str],
+        ends: Mapping[int, EndedBy],
+    ):
         self.found = Continuation()
-        self._ends, self._pieces = tokenizer.ends, tokenizer.pieces(prompt)
-        self._stop = StopStrings(stop)
+        self._ends, self._pieces = ends, tokenizer.pieces(prompt)
+        self._stop = StopStrings(strings)
 
     @property
     def is_over(self) -> bool:
@@ -266,7 +273,7 @@ class _Row:
         """Takes a token; returns what is certain of the text."""
         self.found.tokens.append(token)
         if token in self._ends:
-            self.found.ended_by = "end"
+            self.found.ended_by = self._ends[token]
             return ""
         return self._out(self._pieces.push(token))
 
@@ -287,6 +294,22 @@ class _Row:
         return out
 
 
+def _stops(tokenizer: Tokenizer, stop: Sequence[str]) -> tuple[dict[int, EndedBy], list[str]]:
+    """The tokens that end a text, and the strings that do.
+
+    Raises ConfigError for a string with a special token in it, which would never come.
+    """
+    marks = tokenizer.marks
+    for text in stop:
+        if text not in marks and (inside := [mark for mark in marks if mark in text]):
+            problem = "holds a special token, which is no part of a text"
+            fix = f"name the token alone: --stop {inside[0]!r}"
+            raise ConfigError("--stop", problem, found=repr(text), fix=fix)
+    ends: dict[int, EndedBy] = {marks[text]: "stop" for text in stop if text in marks}
+    ends |= dict.fromkeys(tokenizer.ends, "end")
+    return ends, [text for text in stop if text not in marks]
+
+
 def encoded(tokenizer: Tokenizer, prompt: str | Sequence[int]) -> list[int]:
     """The tokens of a prompt, which may be a text."""
     return tokenizer.encode(prompt).tolist() if isinstance(prompt, str) else list(prompt)
@@ -296,11 +319,7 @@ def tokenizer_of(run_dir: Path, found: Checkpoint) -> Tokenizer:
     """The tokenizer of a checkpoint, from the copy in the run folder."""
     data = DataConfig(**found.settings["data"])
     if data.tokenizer != BYTES:
-        named, own = data.tokenizer, run_dir / tokenizer_files.FOLDER
-        if tokenizer_files.identity(str(own)) != named:
-            problem = f"is not the tokenizer of {found.path.name}"
-            fix = f"copy the files that the run was started with back to {own}"
-            raise CheckpointError(str(own), problem, found="other files", fix=fix)
+        own = tokenizer_files.copy_of_run(run_dir, data.tokenizer, found.path)
         data = replace(data, tokenizer=str(own))
     return sources.module_of(data).tokenizer(data)
 

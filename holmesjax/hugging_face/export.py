@@ -4,7 +4,6 @@ The folder is whole or absent: it is written beside its place and renamed at the
 """
 
 import contextlib
-import json
 import os
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
@@ -13,13 +12,20 @@ from pathlib import Path
 import numpy as np
 
 from holmesjax.config import ModelConfig
+from holmesjax.data.tokenizer_files import FileTokenizer, write_json
+from holmesjax.data.tokenizer_paths import GENERATION
 from holmesjax.errors import CheckpointError, ConfigError
-from holmesjax.hugging_face import config_json_export, folder, pieces, safetensors_file
+from holmesjax.hugging_face import (
+    config_json_export,
+    folder,
+    json_file,
+    pieces,
+    safetensors_file,
+)
 from holmesjax.hugging_face.config_json import CONFIG, ConfigJson, Json
 from holmesjax.hugging_face.safetensors_file import DTYPES
 from holmesjax.hugging_face.tensors import Place, places
 
-GENERATION_CONFIG = "generation_config.json"
 DTYPE_OF = {"float32": "F32", "bfloat16": "BF16"}  # names of settings -> names of the format
 MODE = 0o755  # of the folder, as `mkdir` gives it
 
@@ -55,7 +61,8 @@ def write(
     layers: Iterable[Layer],
     *,
     max_bytes: int,
-    others: Iterable[Path] = (),
+    kept: Path | None = None,
+    tokenizer: FileTokenizer | None = None,
 ) -> list[str]:
     """Writes a folder; returns the names of the files with weights.
 
@@ -66,20 +73,42 @@ def write(
       layers: the name of each layer in order, and its parameters by name, in a dict that is
         emptied.
       max_bytes: of a file's tensors, unless a single tensor has more.
-      others: folders whose other files, such as a tokenizer's, are copied; later ones replace those
-        of the same names.
+      kept: the folder with what came with the model, if it came from one.
+      tokenizer: of the run, which replaces all that came with the model; None: the run has none.
 
     Raises CheckpointError if the disk is full.
     """
     with whole_folder(out) as whole:
         names = _write_weights(whole, config, model, layers, max_bytes)
-        for other in others:
-            folder.copy_files(other, whole)
-        write_json(whole / CONFIG, config)
-        if not (whole / GENERATION_CONFIG).exists():
-            ids = {key: x for key, x in config.items() if key.endswith("_token_id")}
-            write_json(whole / GENERATION_CONFIG, ids)
+        ids = _ids(config, kept, tokenizer)
+        if tokenizer is not None:
+            tokenizer.write(whole, config["model_type"])
+        write_json(whole / CONFIG, config | ids)
+        write_json(whole / GENERATION, _generation(kept) | ids)
     return names
+
+
+def _ids(config: Json, kept: Path | None, tokenizer: FileTokenizer | None) -> Json:
+    """The ids of the marks of a run, which stand in two files.
+
+    Those that came with the model count beside the tokenizer that came with it, and no other.
+    """
+    came = {key: x for key, x in config.items() if key.endswith("_token_id")}
+    if tokenizer is None:
+        return came
+    own = tokenizer.ids()
+    if kept is None or not tokenizer.is_of(kept):
+        return dict.fromkeys(came) | own
+    return came | {key: x for key, x in own.items() if x is not None}
+
+
+def _generation(kept: Path | None) -> Json:
+    """The settings of generation that came with a model, but for those of its tokens."""
+    if kept is None or not (kept / GENERATION).is_file():
+        return {}
+    said = json_file.read(kept / GENERATION)
+    of_tokens = ("_token_id", "_token_ids")
+    return {k: x for k, x in said.items() if not k.endswith(of_tokens) and not k.startswith("_")}
 
 
 @contextlib.contextmanager
@@ -179,10 +208,6 @@ def shards(shapes: Shapes, itemsize: int, max_bytes: int) -> dict[str, Shapes]:
         return {folder.WEIGHTS: groups[0]}
     of = f"of-{len(groups):05d}"
     return {f"model-{i:05d}-{of}.safetensors": group for i, group in enumerate(groups, 1)}
-
-
-def write_json(path: Path, value: Json) -> None:
-    path.write_text(json.dumps(value, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
 def config_of(

@@ -15,6 +15,8 @@ import numpy as np
 
 from holmesjax.boxes import Box
 from holmesjax.config import ModelConfig
+from holmesjax.data import tokenizer_paths
+from holmesjax.data.tokenizer_paths import ENDS
 from holmesjax.errors import CheckpointError
 from holmesjax.hugging_face import (
     config_json_export,
@@ -28,12 +30,6 @@ from holmesjax.hugging_face.tensors import Place, places
 from holmesjax.layers.model_layers import EMBED
 
 KEPT = "hugging_face"  # in a run folder: the files of a folder that are not its weights
-OTHER_FILES = (
-    *("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"),
-    *("special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt"),
-    *("tokenizer.model", "chat_template.jinja", "additional_chat_templates/*.jinja"),
-)
-TOKENIZERS = ("tokenizer.json", "tokenizer.model")
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 HEAD_TENSOR = "lm_head.weight"  # in all families
 MAX_INDEX_BYTES = 50_000_000
@@ -83,7 +79,7 @@ def settings_of(folder: str) -> dict[str, Any]:
 
 
 def keep(folder: Path, run_dir: Path) -> None:
-    """Copies config.json and the tokenizer's files into a run folder, unless they are there."""
+    """Copies the settings and the tokenizer of a folder into a run folder that has none."""
     target = run_dir / KEPT
     if target.is_dir():
         return
@@ -91,17 +87,12 @@ def keep(folder: Path, run_dir: Path) -> None:
     with tempfile.TemporaryDirectory(dir=run_dir, prefix=f".{KEPT}.") as temporary:
         whole = Path(temporary) / KEPT
         whole.mkdir()
-        copy_files(folder, whole)
+        if tokenizer_paths.has_one(folder):
+            tokenizer_paths.copy(folder, whole)
+        for name in ENDS:
+            if (folder / name).is_file():
+                shutil.copyfile(folder / name, whole / name)
         whole.rename(target)
-
-
-def copy_files(source: Path, target: Path) -> None:
-    """Copies the files of a folder that are not its weights, byte for byte."""
-    for name in OTHER_FILES:
-        for path in sorted(source.glob(name)):
-            to = target / path.relative_to(source)
-            to.parent.mkdir(exist_ok=True)
-            shutil.copyfile(path, to)
 
 
 def open_weights(folder: Path, model: ModelConfig) -> Weights:

@@ -15,6 +15,7 @@ import numpy as np
 
 from holmesjax.boxes import Box
 from holmesjax.config import LORA_TARGETS, LoraConfig, ModelConfig
+from holmesjax.data.tokenizer_files import write_json
 from holmesjax.errors import CheckpointError, ConfigError
 from holmesjax.hugging_face import (
     config_json_export,
@@ -23,7 +24,7 @@ from holmesjax.hugging_face import (
     safetensors_file,
 )
 from holmesjax.hugging_face.config_json import ConfigJson
-from holmesjax.hugging_face.export import Layer, whole_folder, write_json
+from holmesjax.hugging_face.export import Layer, whole_folder
 from holmesjax.hugging_face.safetensors_file import DTYPES, Tensor
 from holmesjax.hugging_face.tensors import Place, adapter_places
 from holmesjax.layers.model_layers import block_name

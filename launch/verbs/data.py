@@ -21,7 +21,7 @@ from holmesjax.data.packing import PackedRows
 from holmesjax.data.sources import ONLY, Mixed, Sequences, Splits, Tokenizer
 from holmesjax.errors import ConfigError
 
-SHOWN = 12  # digits of a digest
+SHOWN = 12  # digits of a digest; also parts of a sequence
 WIDTH = 300  # characters of a window
 # For a corpus that no run names: a run file, and settings that fit any tokenizer and any size.
 SETTINGS = configs.CHECKOUT / "configs/runs/quickstart.yaml"
@@ -199,14 +199,38 @@ def _size(windows: Sequences, length: int) -> str:
 
 
 def _show(rows: Rows, tokenizer: Tokenizer, name: str) -> None:
-    """Prints sequences as text, each with its number behind a name."""
+    """Prints sequences as text, each with its number behind a name, and what of them counts."""
     for row, (token_L, begins_L) in enumerate(zip(rows.token_NL, rows.begins_NL, strict=True)):
-        pieces = tokenizer.pieces()
-        own_L = token_L if rows.target_NL is None else token_L[:-1]  # a packed row has L tokens
-        said = "".join(pieces.push(token) for token in own_L.tolist()) + pieces.rest()
-        shown = repr(said[:WIDTH]) + (" ..." if len(said) > WIDTH else "")
-        begun = f"{np.count_nonzero(begins_L)} documents begin"
+        own_L, num_begun = token_L, np.count_nonzero(begins_L)
+        if rows.target_NL is not None:  # what a packed row has behind its last document is padding
+            own_L, num_begun = token_L[: np.flatnonzero(begins_L)[-1]], num_begun - 1
+        said = _text(own_L, tokenizer)
+        begun = f"{num_begun} documents begin"
+        counted = []
         if rows.target_NL is not None:
             target_L = rows.target_NL[row]
             begun += f", {np.count_nonzero(target_L >= 0):,} of {len(target_L):,} targets count"
-        print(f"{name} {row}: {begun}, {len(said):,} characters\n  {shown}")
+            edges = np.flatnonzero(np.diff(target_L >= 0)) + 1
+            runs = [run for run in np.split(target_L, edges) if run[0] >= 0]
+            counted = [_shown(_text(run, tokenizer)) for run in runs]
+        print(f"{name} {row}: {begun}, {len(said):,} characters\n  {_shown(said)}")
+        if len(counted) > 1 or (counted and np.any(target_L < 0)):
+            more = f", and {len(counted) - SHOWN} more" if len(counted) > SHOWN else ""
+            print(f"  of it count {', '.join(counted[:SHOWN])}{more}")
+
+
+def _text(token_L: np.ndarray, tokenizer: Tokenizer) -> str:
+    """The text of tokens, with the marks that no text has."""
+    written = {number: mark for mark, number in tokenizer.marks.items()}
+    pieces, said = tokenizer.pieces(), []
+    for place, token in enumerate(token_L.tolist(), 1):
+        if token in written:
+            said += [pieces.rest(), written[token]]
+            pieces = tokenizer.pieces(token_L[:place].tolist())
+        else:
+            said.append(pieces.push(token))
+    return "".join([*said, pieces.rest()])
+
+
+def _shown(text: str) -> str:
+    return repr(text[:WIDTH]) + (" ..." if len(text) > WIDTH else "")

@@ -13,8 +13,10 @@ import numpy as np
 from holmesjax import job as jobs, units
 from holmesjax.checkpoints import manifest
 from holmesjax.checkpoints.manifest import Checkpoint
-from holmesjax.config import ModelConfig
-from holmesjax.data import tokenizer_files
+from holmesjax.config import BYTES, DataConfig, ModelConfig
+from holmesjax.data import tokenizer_files, tokenizer_paths
+from holmesjax.data.tokenizer_files import FileTokenizer
+from holmesjax.data_sources import SOURCES
 from holmesjax.errors import CheckpointError, ConfigError, HolmesError
 from holmesjax.hugging_face import export, folder, peft
 from holmesjax.layers import lora
@@ -41,14 +43,31 @@ def run(args: argparse.Namespace) -> int:
         print(f"exported    step {found.step}: adapters of a {config['model_type']} in float32")
         print(f"written     {out}: {peft.WEIGHTS}")
         return 0
-    # The run's own tokenizer replaces the one that came with the weights.
-    others = [kept, run_dir / tokenizer_files.FOLDER]
-    names = export.write(out, config, base, values, max_bytes=max_bytes, others=others)
+    names = export.write(
+        out,
+        config,
+        base,
+        values,
+        max_bytes=max_bytes,
+        kept=kept if kept.is_dir() else None,
+        tokenizer=_tokenizer(run_dir, found, kept),
+    )
     files = f"{len(names)} files" if len(names) > 1 else names[0]
     whose = f"the average of step {found.step}" if args.ema else f"step {found.step}"
     print(f"exported    {whose} as a {config['model_type']} in {config['dtype']}")
     print(f"written     {out}: {files}")
     return 0
+
+
+def _tokenizer(run_dir: Path, found: Checkpoint, kept: Path) -> FileTokenizer | None:
+    """The tokenizer of a checkpoint; that which came with the weights, if its data have none."""
+    data = DataConfig(**found.settings["data"])
+    if data.tokenizer != BYTES:
+        own = tokenizer_files.copy_of_run(run_dir, data.tokenizer, found.path)
+        return tokenizer_files.load(own)
+    if SOURCES[data.source].has_tokens:
+        return tokenizer_files.of_bytes()
+    return tokenizer_files.load(kept) if tokenizer_paths.has_one(kept) else None
 
 
 def _refuse_other_parts(args: argparse.Namespace, model: ModelConfig) -> None:

@@ -46,8 +46,9 @@ def run(args: argparse.Namespace) -> int:
     complete, tokenizer = make(folder, args)
     known: Sequence[str | Sequence[int]] = prompts
     if is_chat:
-        template = ChatTemplate.load(tokenizer)
-        known = [template.tokens(messages) for messages in said]
+        ChatTemplate.load(tokenizer)  # or says why not
+        of_answers = tokenizer_files.load(tokenizer)
+        known = [of_answers.answer_prompt(messages) for messages in said]
     streams = len(prompts) == 1 and not args.json
     if streams and not is_chat:
         sys.stdout.write(prompts[0])

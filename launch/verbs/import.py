@@ -16,6 +16,7 @@ from holmesjax import job as jobs, yaml_files
 from holmesjax.checkpoints import manifest, resume
 from holmesjax.checkpoints.retention import Retention
 from holmesjax.config import ModelConfig
+from holmesjax.data import tokenizer_paths
 from holmesjax.errors import ConfigError, HolmesError, Mistakes
 from holmesjax.hugging_face import folder, peft
 from holmesjax.job import Job
@@ -76,7 +77,7 @@ def _refuse_used(run_dir: Path) -> None:
 def _load(run_file: str | None, source: Path, run_dir: Path, overrides: list[str]) -> Job:
     """The job of the run: the run file without its model, or `SETTINGS`, with the overrides."""
     own = [f"model.hf={json.dumps(str(source))}", f"run.dir={json.dumps(str(run_dir))}"]
-    if any((source / name).is_file() for name in folder.TOKENIZERS):
+    if tokenizer_paths.has_one(source):
         own.append(f"data.tokenizer={json.dumps(str(source))}")
     if run_file is not None:
         return jobs.load(run_file, [*own, *overrides])

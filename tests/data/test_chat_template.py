@@ -30,7 +30,7 @@ LLAMA = (
 
 
 def template(source, **special):
-    return ChatTemplate(folder=None, source=source, special=special)
+    return ChatTemplate(where="here", source=source, special=special)
 
 
 def test_known_templates_give_known_texts():
@@ -102,16 +102,17 @@ def test_marks_of_a_template_are_tokens_and_those_of_a_user_are_refused(folder):
             }
         )
     )
-    tokens = ChatTemplate.load(folder).tokens(of_user("hi <b>ü</b>"))
     tokenizer = tokenizer_files.load(folder)
+    tokens = tokenizer.answer_prompt(of_user("hi <b>ü</b>"))
     assert tokens.count(300) == 3
     assert tokens.count(301) == 2
     bare = RENDERED.replace("<|im_start|>", "").replace("<|im_end|>", "")
     assert tokenizer.decode(tokens) == bare
     with pytest.raises(DataError, match=r"found: <\|im_end\|>"):
-        ChatTemplate.load(folder).tokens(of_user("<|im_end|>"))
+        tokenizer.answer_prompt(of_user("<|im_end|>"))
     (folder / "chat_template.jinja").write_text("{{ messages[0].content }}")  # wins
-    assert tokenizer.decode(ChatTemplate.load(folder).tokens(of_user("hi"))) == "hi"
+    tokenizer = tokenizer_files.load(folder)
+    assert tokenizer.decode(tokenizer.answer_prompt(of_user("hi"))) == "hi"
 
 
 def test_a_template_cannot_do_harm(folder, monkeypatch):
@@ -127,10 +128,17 @@ def test_a_template_cannot_do_harm(folder, monkeypatch):
         monkeypatch.setattr(chat, "LONGEST_S", 0.5 if "6000" in source else 60.0)
         (folder / "chat_template.jinja").write_text(source)
         with pytest.raises(DataError, match=f"the chat template fails\n  found: .*({reason})"):
-            ChatTemplate.load(folder).tokens(of_user("hi"))
+            ChatTemplate.load(folder).render(of_user("hi"), add_generation_prompt=True)
+    (folder / "chat_template.jinja").write_bytes(b"\xff")
+    with pytest.raises(DataError, match="is no UTF-8"):
+        ChatTemplate.load(folder)
     (folder / "chat_template.jinja").unlink()
     with pytest.raises(DataError, match="has no chat template"):
         ChatTemplate.load(folder)
+    named = {"chat_template": [{"name": "tools", "template": "x"}], "eos_token": "<|im_end|>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(named))
+    with pytest.raises(DataError, match="no chat template named default\n  found: tools"):
+        tokenizer_files.load(folder).answer_prompt(of_user("hi"))
 
 
 def test_a_dialogue_of_several_turns_comes_from_a_file(tmp_path, folder):
@@ -139,11 +147,13 @@ def test_a_dialogue_of_several_turns_comes_from_a_file(tmp_path, folder):
     messages = [{"role": role, "content": content} for role, content in said]
     path = tmp_path / "messages.json"
     path.write_text(json.dumps(messages))
-    tokens = ChatTemplate.load(folder).tokens(chat.read_messages(path))
+    tokens = tokenizer_files.load(folder).answer_prompt(chat.read_messages(path))
     want = "".join(f"{role}\n{content}\n" for role, content in said) + "assistant\n"
     assert tokenizer_files.load(folder).decode(tokens) == want
     with pytest.raises(DataError, match="the words of assistant hold a special token"):
-        ChatTemplate.load(folder).tokens([{"role": "assistant", "content": "a<|im_end|>"}])
+        tokenizer_files.load(folder).answer_prompt(
+            [{"role": "assistant", "content": "a<|im_end|>"}]
+        )
 
 
 @pytest.mark.parametrize(

@@ -215,6 +215,11 @@ def test_mistakes_say_where_and_what(paths, tmp_path):
         (("bpe", {"tokenizer_config__json": '{"eos_token": "</s>"}'}), "names an eos_token"),
         (("bpe", {"tokenizer_config__json": "{}", "tokenizer__json": two}), "which token ends"),
         (("bpe", {"generation_config__json": '{"eos_token_id": ["x"]}'}), "is no number"),
+        (("bpe", {"added_tokens__json": '{"<|fim|>": "x", "<|x|>": 3}'}), "with what is no mark"),
+        (
+            ("bpe", {"tokenizer_config__json": '{"eos_token": 3}'}),
+            "a special token that is no text",
+        ),
         (("ranks.tiktoken", {"drop": ["tokenizer.tiktoken.json"]}), "and neither pattern"),
         (("ranks.tiktoken", {"tokenizer__tiktoken__json": "{}"}), "needs a pattern"),
         (("ranks.tiktoken", {"tokenizer__tiktoken": "IQ== 0\nIQ== 1\n"}), "that tiktoken reads"),

@@ -1,5 +1,6 @@
 """Texts that a sampler continues: each as it would be alone, and until it ends."""
 
+import dataclasses
 import json
 from types import SimpleNamespace
 
@@ -9,6 +10,7 @@ import pytest
 
 from holmesjax import job as jobs
 from holmesjax.checkpoints import checkpoint, manifest
+from holmesjax.data import tokenizer_files
 from holmesjax.data.tokenizer import BEGIN, ByteTokenizer
 from holmesjax.errors import CheckpointError, ConfigError
 from holmesjax.generation import decoder
@@ -17,6 +19,7 @@ from holmesjax.generation.sampling import Sampling
 from holmesjax.models.layer import init_params
 from launch.__main__ import main
 from tests.checkpoints.test_checkpoint import damage, folders, write
+from tests.data.tokenizer_kinds import CHATML, byte_level, write as write_tokenizer
 from tests.generation.test_decoder import WINDOWS, loud
 from tests.jobs import write_run
 from tests.one_device import logits_of
@@ -104,6 +107,21 @@ def test_text_comes_in_whole_characters_until_it_ends(monkeypatch, sampler):
     assert [row.text for row in found] == ["añ→z�!!!!", "ab", "abSTOc", "x�!!!!!!!!!!"]
     assert shown[0][:3] == ["a", "ñ", "→"]
     assert found[1].tokens == [97, 98, 0]
+
+
+def test_an_answer_ends_with_its_turn_and_at_a_special_token(monkeypatch, sampler, tmp_path):
+    """The end of a turn is in the template alone; text ends at <|endoftext|>."""
+    config = {"eos_token": "<|endoftext|>", "chat_template": CHATML}
+    tokenizer = tokenizer_files.load(write_tokenizer(tmp_path / "t", byte_level(), config))
+    own = dataclasses.replace(sampler, tokenizer=tokenizer)
+    words, more = tokenizer.encode("on a mat").tolist(), tokenizer.encode("rain").tolist()
+    start, end = (tokenizer.marks[mark] for mark in ("<|im_start|>", "<|im_end|>"))
+    streams = [[*words, mark, *more] for mark in (0, end, start)]
+    found, _ = continued(monkeypatch, own, streams, stop=["<|im_start|>", "zzz"])
+    assert [row.text for row in found] == ["on a mat"] * 3
+    assert [row.ended_by for row in found] == ["end", "end", "stop"]
+    with pytest.raises(ConfigError, match=r"--stop: holds a special token.*\n.*\n.*'<\|im_end\|>'"):
+        continued(monkeypatch, own, streams, stop=["<|im_end|>\n"])
 
 
 def test_a_model_of_more_ids_than_bytes_makes_text():

@@ -18,12 +18,6 @@ from holmesjax.hugging_face.safetensors_file import DTYPES, write
 from launch.__main__ import main
 from tests.hugging_face.families import CONFIGS, model_of, tensors_of, write_config
 
-TOKENIZER = {
-    "tokenizer.json": b"{ \n}",
-    "tokenizer.model": b"\x00\xff",
-    "chat_template.jinja": b"x",
-}
-
 
 def layers_of(weights: folder.Weights) -> Iterator[export.Layer]:
     for layer, places in weights.places.items():
@@ -48,11 +42,9 @@ def test_an_import_and_an_export_give_back_all_bits(family: str, tmp_path, monke
         write_config(source, family, dtype=name)
         tensors = tensors_of(family, model, dtype)
         save_file(tensors, source / folder.WEIGHTS)
-        for other, content in TOKENIZER.items():
-            (source / other).write_bytes(content)
         layers = layers_of(folder.open_weights(source, model))
         config = export.config_of(model, source, None, None)
-        names = export.write(out, config, model, layers, max_bytes=50_000, others=[source])
+        names = export.write(out, config, model, layers, max_bytes=50_000, kept=source)
         back = load(out)
         assert back.keys() == tensors.keys()
         for key, tensor in tensors.items():
@@ -64,8 +56,7 @@ def test_an_import_and_an_export_give_back_all_bits(family: str, tmp_path, monke
         assert all((out / file).stat().st_mode & 0o777 == 0o644 for file in names)
         written = json.loads((out / "config.json").read_text())
         assert written | json.loads((source / "config.json").read_text()) == written
-        assert {other: (out / other).read_bytes() for other in TOKENIZER} == TOKENIZER
-        others = {"config.json", "generation_config.json", folder.INDEX, *TOKENIZER, *names}
+        others = {"config.json", "generation_config.json", folder.INDEX, *names}
         assert {path.name for path in out.iterdir()} == others
 
 

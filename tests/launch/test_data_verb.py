@@ -76,7 +76,9 @@ def test_a_corpus_by_itself_is_shown_as_its_files_of_tokens_are(corpus, capsys):
     assert main(["data", str(path)]) == 2
     assert "has no text in a field `text`" in capsys.readouterr().err
     assert main(["data", str(path), "data.source=chat", "model.context_length=16"]) == 0
-    assert "3 of 16 targets count" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "1 documents begin, 3 of 16 targets count, 16 characters\n  '<|begin|>one, tw'\n" in out
+    assert "\n  of it count 'two'\n" in out
 
 
 def test_a_folder_of_run_folders_is_no_corpus(tmp_path, capsys):

@@ -28,6 +28,32 @@ DATA = (
         tests=("tests/data/test_tokenizer_files.py::test_a_text_comes_back_whole_and_in_pieces",),
     ),
     Bug(
+        name="ids-of-the-base",
+        module="holmesjax.hugging_face.export",
+        old="if kept is None or not tokenizer.is_of(kept):",
+        new="if kept is None:",
+        wrong="an export has ids of the base's tokenizer beside the run's",
+        tests=("tests/hugging_face/test_tokenizers.py::test_an_export_mixes_no_two_tokenizers",),
+    ),
+    Bug(
+        name="trimmed-places",
+        module="holmesjax.data.tokenizer_files",
+        old="other.post_processor = None  #",
+        new="other.post_processor = self.inner.post_processor  #",
+        wrong="spaces that begin an answer do not train",
+        tests=("tests/hugging_face/test_tokenizers.py::test_spaces_of_an_answer_count",),
+    ),
+    Bug(
+        name="null-token",
+        module="holmesjax.data.tokenizer_marks",
+        old="named.items() if token is not None}",
+        new="named.items()}",
+        wrong="a bos_token that is null is the text None in every dialogue",
+        tests=(
+            "tests/hugging_face/test_tokenizers.py::test_a_template_has_the_variables_that_transformers_gives",
+        ),
+    ),
+    Bug(
         name="arrow-end",
         module="holmesjax.data.row_documents",
         old="if file.read() != END:",

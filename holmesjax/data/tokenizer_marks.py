@@ -1,0 +1,128 @@
+"""Tokens that are marks and no text, as the files of a tokenizer name them.
+
+Several files say it, and `transformers` reads them in this order: the tokens of `tokenizer.json`;
+the list `added_tokens_decoder` of `tokenizer_config.json` or, where there is none,
+`special_tokens_map.json` and `added_tokens.json`; then the tokens with a name, such as `bos_token`.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from holmesjax.data.tokenizer_paths import (
+    ADDED,
+    CONFIG,
+    GENERATION,
+    OF_MODEL,
+    SPECIAL_MAP,
+    TokenizerFiles,
+)
+from holmesjax.errors import DataError
+
+LISTS = ("additional_special_tokens", "extra_special_tokens")
+FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Marks:
+    """The marks that files name beside those of the format itself."""
+
+    named: Mapping[str, str]  # such as bos_token; a name without a token is absent
+    others: Sequence[str] = ()  # special tokens without a name
+    listed: Sequence[Mapping[str, Any]] = ()  # content and flags of each, in order of the ids
+    where: Mapping[str, str] = field(default_factory=dict)  # the file that has a name
+
+
+def read(files: TokenizerFiles) -> Marks:
+    """Reads what the files say. Raises DataError for what is no token."""
+    try:
+        return _read(files)
+    except (TypeError, ValueError, AttributeError) as error:
+        problem, fix = (
+            f"has {CONFIG}, {SPECIAL_MAP} or {ADDED} with what is no mark",
+            "copy it again",
+        )
+        raise DataError(str(files.main.parent), problem, found=error, fix=fix) from None
+
+
+def _read(files: TokenizerFiles) -> Marks:
+    named: dict[str, Any] = {}
+    where: dict[str, str] = {}
+    others: list[str] = []
+    listed: list[Mapping[str, Any]] = []
+    config = files.json(CONFIG)
+    is_listed = "added_tokens_decoder" in config
+    for name in (CONFIG,) if is_listed else (CONFIG, SPECIAL_MAP):
+        said = files.json(name)
+        for key, value in said.items():
+            if key.endswith("_token") and not isinstance(value, bool):
+                named[key] = None if value is None else _content(files, name, value)
+                where[key] = str(files.files[name])
+        for key in LISTS:
+            value = said.get(key) or []
+            if isinstance(value, dict):  # tokens with names of their own
+                named |= {own: _content(files, name, token) for own, token in value.items()}
+            else:
+                others += [_content(files, name, token) for token in value]
+    found = {key: token for key, token in named.items() if token is not None}
+    special = {*found.values(), *others}
+    if is_listed:
+        rows = config["added_tokens_decoder"].items()
+        for _, token in sorted(rows, key=lambda row: int(row[0])):
+            content = _content(files, CONFIG, token)
+            flags = {flag: token[flag] for flag in FLAGS if flag in token}
+            listed.append({"content": content, **flags})
+    else:
+        for content, _ in sorted(files.json(ADDED).items(), key=lambda row: row[1]):
+            is_special = content in special
+            listed.append({"content": content, "normalized": not is_special, "special": is_special})
+    return Marks(named=found, others=list(dict.fromkeys(others)), listed=listed, where=where)
+
+
+def _content(files: TokenizerFiles, name: str, token: Any) -> str:
+    content = token.get("content") if isinstance(token, dict) else token
+    if not isinstance(content, str):
+        problem, fix = "has a special token that is no text", "correct it"
+        raise DataError(str(files.files[name]), problem, found=token, fix=fix)
+    return content
+
+
+def add(inner: Any, marks: Marks) -> None:
+    """Adds marks to an object of the library `tokenizers`, as `transformers` does.
+
+    A mark that is a piece already keeps its id, and another gets the next one.
+    """
+    from tokenizers import AddedToken
+
+    there = inner.get_added_tokens_decoder().values()
+    known, equal = {token.content for token in there}, {repr(token) for token in there}
+    named = {*marks.named.values(), *marks.others}
+    new = []
+    for token in (AddedToken(**own) for own in marks.listed):
+        if repr(token) not in equal:
+            token.special = token.special or token.content in named
+            new.append(token)
+        known.add(token.content)
+    for content in (*marks.named.values(), *marks.others):
+        if content not in known:
+            new.append(AddedToken(content, special=True))
+            known.add(content)
+    if new:
+        inner.add_tokens(new)
+
+
+def ends(files: TokenizerFiles) -> list[int]:
+    """The ids that end a text of a model: of its generation config, or of its config."""
+    for name in (GENERATION, OF_MODEL):
+        whole = files.json(name)
+        said = whole.get("eos_token_id")
+        if said is None and isinstance(whole.get("text_config"), dict):  # a model with images
+            said = whole["text_config"].get("eos_token_id")
+        if said is None:
+            continue
+        numbers = said if isinstance(said, list) else [said]
+        if not all(type(number) is int for number in numbers):
+            problem, fix = "names an eos_token_id that is no number", "correct it"
+            raise DataError(str(files.files[name]), problem, found=said, fix=fix)
+        return numbers
+    return []
