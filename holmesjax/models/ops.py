@@ -135,11 +135,11 @@ class Kernels:
     config: KernelsConfig = field(default_factory=KernelsConfig)
     mesh: Mesh | None = None  # None: JAX's default device
     dtype: str | None = None  # of matrix products; None: the dtype of the parameters
-    parameters: str = "float32"  # how those that train are kept
     unproven: str | None = UNCHECKED  # what checked kernels lack for `auto`, if anything
     # Whether gradients come from products of the program that updates: those of tall matrices then
     # lie with their dims exchanged (`kernels.linear.weight_gradient`).
     after_products: bool = False
+    parameters: str = "float32"  # how those that train are kept
 
     @property
     def device(self) -> jax.Device:

@@ -63,9 +63,9 @@ def stage_update(problem: Problem, candidate: Candidate) -> Iterator[StageKernel
             if (seen := catalogue.AS_JAX_SEES_THEM.get(kind.name)) is None:
                 continue
             asked, moments = config.kernels.optimizer, config.optimizer.moments
-            own = {"parameters": config.train.param_dtype, "unproven": None}
+            device, dtype = Device(*seen), config.train.param_dtype
             try:
-                choice = choose_optimizer(asked, Device(*seen), moments, **own)
+                choice = choose_optimizer(asked, device, moments, parameters=dtype, unproven=None)
             except UnsupportedError:
                 continue
             yield StageKernel(
