@@ -67,6 +67,11 @@ def test_the_header_says_what_computes_attention_in_each_stage():
     assert f"plain JAX ({why}; JAX's Triton kernels have no soft cap of scores)" in line
 
 
+def test_a_stage_hands_on_what_checked_kernels_lack():
+    functions = stage_on(H200, 0, unproven="no check").update_functions
+    assert (functions.unproven, functions.parameters) == ("no check", "float32")
+
+
 def test_the_header_says_what_computes_adamws_step():
     """Parameters in bfloat16 have no kernel, and Lion has no such step."""
     never = "XLA (the kernel with moments in float32 has not been measured on NVIDIA H200)"
