@@ -33,7 +33,7 @@ LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # libyaml, ten times fas
 WORDS: dict[str, bool | None] = {"true": True, "false": False, "null": None, "~": None, "": None}
 INTEGER = re.compile(r"[-+]?\d{1,3}(?:_?\d){0,300}", re.ASCII)
 FLOAT = re.compile(r"[-+]?(?:\d+(?:_\d+)*(?:\.\d*)?|\.\d+)(?:[eE][-+]?\d+)?", re.ASCII)
-# A zero byte ends a path, and a new line ends a line of a script or of a file that another host gets.
+# A zero byte ends a path, and a new line ends a line of a script that another host gets.
 CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")
 INFINITE = re.compile(r"[-+]?\.inf|\.nan", re.IGNORECASE)
 

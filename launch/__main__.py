@@ -4,6 +4,7 @@ import argparse
 import contextlib
 import gc
 import importlib
+import io
 import os
 import signal
 import sys
@@ -11,12 +12,14 @@ from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 from holmesjax import hung_main_thread
-from holmesjax.errors import REQUEUE, AbsentDataError, HolmesError
+from holmesjax.errors import REQUEUE, AbsentDataError, HolmesError, of_system
 from holmesjax.hosts import jax_settings
 from launch import outputs
 from launch.arguments import parse
 from launch.launchers.table import LAUNCHERS
 from launch.progress_message import ProgressMessage
+
+OUTPUT = "standard output"
 
 
 def _data_reader(args: argparse.Namespace, *, in_lab: bool) -> Literal["process", "node"] | None:
@@ -51,9 +54,68 @@ def _collect_garbage() -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit status: 0 done, 1 cannot go on, 2 a mistake of the user, 75 start again."""
     try:
+        status = _main(argv)
+        if sys.stdout is not None:
+            sys.stdout.flush()
+        return status
+    except OSError as error:  # of a disk, a file server or the output
+        failed = of_system(error)
+        if error.filename == OUTPUT:
+            _lose_output()
+            if isinstance(error, BrokenPipeError):  # `| head` has seen enough
+                return 0
+            fix = "make room where it goes, and do it again"
+            failed = HolmesError(OUTPUT, "cannot be written", found=error.strerror, fix=fix)
+        _say(failed)
+        return failed.exit_status
+
+
+class _Output(io.FileIO):
+    """Standard output, whose errors say that it is that."""
+
+    def write(self, content: Any) -> int | None:
+        try:
+            return super().write(content)
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, OUTPUT) from None
+
+
+class _Messages(io.FileIO):
+    """Standard error, which drops what it cannot take: the exit status says it, too."""
+
+    def write(self, content: Any) -> int | None:
+        with contextlib.suppress(OSError):
+            return super().write(content)
+        return len(content)
+
+
+def _tell_outputs_apart() -> None:
+    """Makes the errors of standard output name it, and those of standard error go away."""
+    for name, kind in (("stdout", _Output), ("stderr", _Messages)):
+        # Python has none for a descriptor that was closed before it started.
+        if (before := getattr(sys, name)) is not None:
+            buffer = io.BufferedWriter(kind(before.fileno(), "w", closefd=False))
+            options = {"encoding": before.encoding, "errors": before.errors}
+            is_by_line = name == "stderr" or before.isatty()
+            setattr(sys, name, io.TextIOWrapper(buffer, **options, line_buffering=is_by_line))
+
+
+def _lose_output() -> None:
+    """Lets what is left of the output go nowhere: Python would fail with it once more."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, sys.stdout.fileno())
+    os.close(nowhere)
+
+
+def _say(error: HolmesError) -> None:
+    print(f"error: {error}", file=sys.stderr)
+
+
+def _main(argv: Sequence[str] | None) -> int:
+    try:
         args = parse(sys.argv[1:] if argv is None else argv)
     except HolmesError as error:
-        print(f"error: {error}", file=sys.stderr)
+        _say(error)
         return error.exit_status
     # Nothing that supervises may wait for whoever reads its output, or end with it.
     with outputs.queued() if args.verb in ("train", "lab") else contextlib.nullcontext():
@@ -78,14 +140,13 @@ def _run(args: argparse.Namespace) -> int:
         _collect_garbage()
         return verb.run(args)
     except HolmesError as error:
-        print(f"error: {error}", file=sys.stderr)
+        _say(error)
         return error.exit_status
     except KeyboardInterrupt:  # before there was anything to save
         return 130
-    except BrokenPipeError:  # `| head` has seen enough
-        return 0
 
 
 if __name__ == "__main__":
     gc.disable()  # looking at what imports make again and again takes a fifth of their time
+    _tell_outputs_apart()
     sys.exit(main())

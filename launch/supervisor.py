@@ -52,6 +52,7 @@ from holmesjax.errors import (
     LostLeaseError,
     PeerError,
     SpikeError,
+    of_system,
 )
 from holmesjax.hosts import computing
 from holmesjax.job import Job
@@ -246,7 +247,10 @@ class Supervisor:
         self._blamed, self._has_trained = None, False
         status, cause, exception, is_meant = FatalError.exit_status, "", "", False
         try:
-            status = self._confirmed_attempt(restart)
+            try:
+                status = self._confirmed_attempt(restart)
+            except OSError as error:  # of a disk or a file server, which may be back for the next
+                raise of_system(error) from None
         except HolmesError as error:
             status, cause = error.exit_status, str(error)
             is_meant = isinstance(error, SpikeError)

@@ -20,7 +20,7 @@ from launch.loop_watch import LoopWatch
 from launch.outputs import QueuedStream
 from launch.process_logs import ProcessLogs
 from tests.disks import files_of_at_most
-from tests.jobs import ROOT, write_run
+from tests.jobs import ROOT, run_launch, write_run
 
 PIPE_BYTES = 4096
 
@@ -153,3 +153,18 @@ def test_a_loop_that_stands_still_ends_the_launcher():
         assert not ends
         assert done.wait(10.0)
     assert ends == [REQUEUE]
+
+
+@pytest.mark.parametrize(
+    "words", [("nics",), ("--help",), ("plan", "configs/runs/quickstart.yaml")]
+)
+def test_output_that_finds_no_room_is_one_sentence(words):
+    with open("/dev/full", "w") as full:
+        done = run_launch(*words, stdout=full)
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[:2] == [
+        "error: standard output: cannot be written",
+        "  found: No space left on device",
+    ]
+    assert "Traceback" not in done.stderr
+    assert "Exception ignored" not in done.stderr
