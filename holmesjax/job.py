@@ -259,7 +259,7 @@ class Job:
         """Writes what the processes have besides the files of `save`: variables and versions."""
         self.run_dir.mkdir(parents=True, exist_ok=True)
         text = yaml.safe_dump({**variables, **versions()}, sort_keys=False, width=1000)
-        (self.run_dir / ENVIRONMENT).write_text(text, encoding="utf-8")
+        write_whole(self.run_dir / ENVIRONMENT, text)
 
     def save(self, done: int = 0) -> Callable[[], None]:
         """Writes the three files that describe the run into its folder, and its tokenizer.
@@ -269,7 +269,7 @@ class Job:
         that is returned puts the earlier files back, for a start that is refused after all.
         """
         self._save_tokenizer(done)
-        before: dict[Path, str] = {}
+        before: dict[Path, bytes] = {}
         copies = []
         self.run_dir.mkdir(parents=True, exist_ok=True)
         if self.config.model.hf is not None:
@@ -282,8 +282,8 @@ class Job:
         for name, text in texts.items():
             path = self.run_dir / name
             if path.is_file():
-                before[path] = path.read_text("utf-8")
-                if done and _differ(name, before[path], text):
+                before[path] = path.read_bytes()
+                if done and _differ(name, before[path], text.encode()):
                     earlier = path.with_suffix(f".{done:06d}.yaml")
                     if not earlier.exists():  # else no step was kept that was made with this one
                         shutil.copyfile(path, earlier)
@@ -292,8 +292,8 @@ class Job:
 
         def undo() -> None:
             with contextlib.suppress(OSError):  # what refused the start is worth more
-                for path, text in before.items():
-                    write_whole(path, text)
+                for path, content in before.items():
+                    write_whole(path, content)
                 for copy in copies:
                     copy.unlink(missing_ok=True)
 
@@ -316,12 +316,12 @@ class Job:
         tokenizer_files.copy(path, own)
 
 
-def _differ(name: str, before: str, now: str) -> bool:
-    """Tells whether two texts of a file describe different runs, wherever the run folder is."""
+def _differ(name: str, before: bytes, now: bytes) -> bool:
+    """Tells whether two contents of a file describe different runs, wherever the run folder is."""
     if name != CONFIG or before == now:
         return before != now
     try:
-        contents = [yaml.safe_load(text) for text in (before, now)]
+        contents = [yaml.safe_load(content) for content in (before, now)]
         for content in contents:
             # The run folder has its own copies of these files.
             del content["run"]["dir"], content["topology"]

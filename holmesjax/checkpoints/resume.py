@@ -402,7 +402,10 @@ def _allowable(job: Job) -> tuple[str, ...]:
 def _allowed(run_dir: Path) -> list[_Allowed]:
     path = run_dir / ALLOWED
     try:
-        return [_Allowed(**entry) for entry in json.loads(path.read_text())]
+        allowed = [_Allowed(**entry) for entry in json.loads(path.read_text())]
+        if all(isinstance(a.step, int) and isinstance(a.name, str) for a in allowed):
+            return allowed
+        raise ValueError("a step that is no number, or a name that is no text")
     except FileNotFoundError:
         return []
     except (OSError, ValueError, TypeError) as error:

@@ -37,7 +37,7 @@ def load(run_dirs: Sequence[str]) -> list[ComparedRun]:
 
     Raises:
       ConfigError: a folder is no run folder.
-      DataError: a run has no finished step.
+      DataError: a run has no finished step, or its record is damaged.
     """
     found = []
     for run_dir, name in zip(run_dirs, short_names(run_dirs), strict=True):
@@ -49,6 +49,7 @@ def load(run_dirs: Sequence[str]) -> list[ComparedRun]:
                 found="no records",
                 fix="train at least one step, or leave this run out",
             )
+        metrics.check_whole(run_dir, records)
         found.append(ComparedRun(name, records, config))
     return found
 

@@ -16,7 +16,7 @@ import os
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -27,6 +27,10 @@ FILE = "metrics.jsonl"
 MOST_QUEUED = 10_000  # records that wait for a sink, or for a disk that is full
 CLOSE_S = 10.0  # for a sink to write what waits, and to end
 BLOCK_BYTES = 1 << 20  # of the file, read at once from its end
+# What the record of every step has.
+NUMBERS = ("loss", "tokens_per_s", "step_time_s", "bubble_share")
+MAPPINGS = ("link_bytes",)
+MAY_HAVE = ("busy_share", "wall_s", "memory_bytes", "validation_bytes")  # mappings of numbers, too
 PACKAGES = {"tensorboard": ("tensorboardX", "tb"), "wandb": ("wandb", "wandb")}  # module, extra
 
 Record = dict[str, Any]
@@ -67,6 +71,19 @@ def read_tail(run_dir: str | Path, num_bytes: int) -> list[dict[str, Any]]:
         file.seek(start)
         lines = file.read().splitlines()[bool(start) :]  # the first may be torn
     return _parsed(path, lines)
+
+
+def check_whole(run_dir: str | Path, records: Sequence[Record]) -> None:
+    """Raises DataError if a record lacks what that of every step has: for whoever shows a run."""
+    for record in records:
+        lacks = [name for name in (*NUMBERS, *MAPPINGS, "skipped") if name not in record]
+        if lacks:
+            raise DataError(
+                f"{Path(run_dir) / FILE}, step {record['step']}",
+                f"has no {lacks[0]}",
+                found=f"a record with {', '.join(list(record)[:5])}",
+                fix="delete the line",
+            )
 
 
 def check_installed(log: LogConfig) -> None:
@@ -342,18 +359,31 @@ def _lines_from_end(path: Path) -> Iterator[tuple[int, bytes]]:
 def _no_record(line: str, path: Path, content: bytes) -> DataError:
     return DataError(
         f"{path}, {line}",
-        "is not a JSON object with a step",
+        "is not the record of a step",
         found=repr(content[:60].decode(errors="replace")),
         fix="delete the line; every step has its own",
     )
 
 
 def _record(line: bytes) -> dict[str, Any]:
-    """Raises ValueError for what is no record: not JSON, not UTF-8, or without a step."""
+    """Raises ValueError for what is no record: not JSON, not UTF-8, or of other values."""
     record = json.loads(line, object_hook=_nan_for_null)
-    if not isinstance(record, dict) or not isinstance(record.get("step"), int):
+    if not isinstance(record, dict) or not _is_step(record.get("step")):
         raise ValueError("no record of a step")
+    numbers = [record[name] for name in NUMBERS if name in record]
+    for name in {*MAPPINGS, *MAY_HAVE} & record.keys():
+        numbers += record[name].values() if isinstance(record[name], dict) else [None]
+    if not all(map(_is_number, numbers)):
+        raise ValueError("a number is none")
     return record
+
+
+def _is_step(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _nan_for_null(record: dict[str, Any]) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from holmesjax.config import Config
-from holmesjax.errors import LostLeaseError
+from holmesjax.errors import HolmesError, LostLeaseError
 from holmesjax.plan import mfu
 from holmesjax.report.console import Console
 from holmesjax.report.goodput import WallTime, goodput, rows
@@ -23,6 +23,7 @@ from holmesjax.report.metrics import Metrics, read_last
 from holmesjax.report.process_step import ProcessStep
 from holmesjax.runtime.timeline import Interval, busy_shares, from_first_start
 from holmesjax.units import duration
+from holmesjax.whole_files import write_whole
 
 TIMELINE = "timeline.json"
 NUM_RECENT = 10_000  # steps that the medians of a session are of
@@ -84,7 +85,7 @@ class Recorder:
         if self._num_steps and not isinstance(error, LostLeaseError):
             timeline = {"step": self._last["step"], "tasks": self.tasks}
             with contextlib.suppress(OSError):  # of a full disk: what ended the run says more
-                (self._run_dir / TIMELINE).write_text(json.dumps(timeline))
+                write_whole(self._run_dir / TIMELINE, json.dumps(timeline))
 
     def take(self, report: ProcessStep) -> None:
         """Takes the report of one process about one step."""
@@ -113,12 +114,19 @@ class Recorder:
         return self._config.train.batch_of(step) * self._config.model.context_length
 
     def write_report(self) -> Path | None:
-        """The report of all steps so far; None if this session has no step, or none is wanted."""
+        """The report of all steps so far; None if this session has no step, or none is wanted.
+
+        One that cannot be written is said: the run is done.
+        """
         if not self._num_steps or not self._config.log.report:
             return None
         from holmesjax.report import page
 
-        return page.write_report(self._run_dir)
+        try:
+            return page.write_report(self._run_dir)
+        except (HolmesError, OSError) as error:
+            self.console.print(f"warning: no report is written: {error}")
+            return None
 
     def _time_left(self, step: int) -> dict[str, float]:
         """Seconds to the last step, with what comes between steps; from the second step on."""

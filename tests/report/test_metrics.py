@@ -79,7 +79,7 @@ def test_a_tail_that_is_not_text_is_dropped(tmp_path):
 
 def test_damage_before_the_last_line_is_reported(tmp_path):
     (tmp_path / FILE).write_text('{"step": 1}\n{"step"\n{"step": 3}\n')
-    words = r"line 2: is not a JSON object with a step\n  found: '{\"step\"'\n"
+    words = r"line 2: is not the record of a step\n  found: '{\"step\"'\n"
     with pytest.raises(DataError, match=words):
         read(tmp_path)
 
@@ -104,7 +104,7 @@ def test_a_session_begins_with_the_end_of_the_file_alone(block_bytes, tmp_path, 
     record = lambda step: {"step": step, "loss": 1.0}
     assert read_last(tmp_path, 9) == (record(5), record(5))
     assert read_last(tmp_path, 3) == (record(5), record(3))
-    with pytest.raises(DataError, match="the line at byte 0: is not a JSON object"):
+    with pytest.raises(DataError, match="the line at byte 0: is not the record of a step"):
         read_last(tmp_path, 1)
     assert read_last(tmp_path / "nothing", 1) == (None, None)
     write(tmp_path, [], done_steps=3)
