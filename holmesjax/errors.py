@@ -52,6 +52,10 @@ class AbsentDataError(DataError):
     """Data that is not on this machine; where only a plan is wanted, it need not be."""
 
 
+class UnreadDataError(DataError):
+    """Bytes of a file that was opened, which cannot be read or are not there any more."""
+
+
 class CheckpointError(HolmesError):
     """A checkpoint that is missing, damaged, or of another model."""
 
@@ -89,6 +93,10 @@ class PeerError(HolmesError):
     ):
         super().__init__(where, problem, found=found, fix=fix)
         self.peer = peer
+
+
+class LostDataError(PeerError, DataError):
+    """Data that a run has trained on, and that are not as they were: they may come back."""
 
 
 class CrashError(PeerError):

@@ -20,6 +20,7 @@ from holmesjax import config as configs, units, update_rules, xla_flags, yaml_fi
 from holmesjax.config import BYTES, Config
 from holmesjax.costs.parameters import parameter_counts
 from holmesjax.data import cluster_paths, tokenizer_files
+from holmesjax.data.patience import patiently
 from holmesjax.errors import ConfigError, PlanError
 from holmesjax.hosts import computing, hardware
 from holmesjax.hugging_face import folder as hugging_face, peft
@@ -38,6 +39,7 @@ from holmesjax.whole_files import write_whole
 
 CONFIG, TOPOLOGY, PLAN = "config.yaml", "topology.yaml", "plan.yaml"
 ENVIRONMENT = "environment.yaml"
+METRICS = "metrics.jsonl"  # has a line for each step
 PROFILES = "profiles"  # what JAX's profiler writes of steps
 
 # Who reads the data on this machine: the one process of a run, or the processes of a node.
@@ -377,6 +379,14 @@ def saved_tokenizer(run_dir: Path, config: Config) -> str:
     return str(own) if named != BYTES and own.exists() else named
 
 
+def has_trained(run_dir: str | Path) -> bool:
+    """Whether a run has made a step; false where its folder cannot be read."""
+    try:
+        return (Path(run_dir) / METRICS).stat().st_size > 0
+    except OSError:
+        return False
+
+
 def load_config(run_dir: str | Path) -> Config:
     """The resolved config of a run that was started before."""
     path = Path(run_dir) / CONFIG
@@ -391,6 +401,7 @@ def load(
     overrides: Sequence[str] | Mapping[str, Any] = (),
     *,
     reads_data: DataReader | None = None,
+    waits_for_data: bool = True,
     say: Callable[[str], None] = lambda _: None,
     env: Mapping[str, str] = MappingProxyType({}),
 ) -> Job:
@@ -401,6 +412,7 @@ def load(
       overrides: settings on top of it, `["train.steps=100"]` or `{"train.steps": 100}`.
       reads_data: who reads the data on this machine, which is looked at before anything is planned.
         One process has the paths of the first cluster; a node may be of any. None: nobody here.
+      waits_for_data: whether data that the run has trained on are waited for (`patience`).
       say: is called with what the planner tries.
       env: of the user: a plan for GPUs counts with the pool that JAX will take of them.
 
@@ -411,7 +423,7 @@ def load(
         raise ConfigError("the run", "must be a path", found=repr(target), fix=fix)
     target, overrides = Path(target), yaml_files.as_overrides(overrides)
     if os.path.isdir(target):  # False where it may not be looked at, and then reading it says so
-        return _load_folder(target, overrides, reads_data, say, env)
+        return _load_folder(target, overrides, reads_data, waits_for_data, say, env)
     config = configs.load(target, overrides, SETTINGS_OF)
     groups.refuse_useless(config)
     topology = loading.load(configs.topology_path(config, target))
@@ -421,7 +433,11 @@ def load(
     if reads_data == "process":
         _refuse_absent_devices(config, topology)
     if reads_data:
-        cluster_paths.look(config, clusters[:1] if reads_data == "process" else clusters)
+        here = clusters[:1] if reads_data == "process" else clusters
+        patiently(
+            lambda: cluster_paths.look(config, here),
+            has_trained=waits_for_data and has_trained(config.run.dir),
+        )
     # Imported here: the processes of a job read its plan.
     from holmesjax.planner.planner import make_plan
 
@@ -500,6 +516,7 @@ def _load_folder(
     folder: Path,
     overrides: Sequence[str],
     reads_data: DataReader | None,
+    waits_for_data: bool,
     say: Callable[[str], None],
     env: Mapping[str, str],
 ) -> Job:
@@ -510,4 +527,11 @@ def _load_folder(
     for name, value in own.items():
         if not any(override.startswith(f"{name}=") for override in overrides):
             here.append(f"{name}={value}")
-    return load(folder / CONFIG, [*here, *overrides], reads_data=reads_data, say=say, env=env)
+    return load(
+        folder / CONFIG,
+        [*here, *overrides],
+        reads_data=reads_data,
+        waits_for_data=waits_for_data,
+        say=say,
+        env=env,
+    )

@@ -35,7 +35,14 @@ def _load(load: Callable[..., Any], args: argparse.Namespace, *, in_lab: bool) -
     reads_data = _data_reader(args, in_lab=in_lab)
     with ProgressMessage("planning") as say:
         try:
-            return load(args.target, args.overrides, reads_data=reads_data, say=say, env=os.environ)
+            return load(
+                args.target,
+                args.overrides,
+                reads_data=reads_data,
+                waits_for_data=args.verb != "plan",
+                say=say,
+                env=os.environ,
+            )
         except AbsentDataError as error:
             if args.verb != "plan":
                 raise

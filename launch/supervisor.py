@@ -47,8 +47,10 @@ from holmesjax.distributed.messages import (
 from holmesjax.errors import (
     CrashError,
     DamagedError,
+    DataError,
     FatalError,
     HolmesError,
+    LostDataError,
     LostLeaseError,
     PeerError,
     SpikeError,
@@ -352,6 +354,8 @@ class Supervisor:
                 if is_final and not isinstance(error, DamagedError):
                     controller.refuse(error)  # whoever started them, none is to start again
                     self._unsave()
+                elif isinstance(error, LostDataError):
+                    self._unsave()
                 raise
             finally:
                 self._controller = None
@@ -476,8 +480,17 @@ class Supervisor:
         self._has_trained = True
 
     def _agree(self, number: int, record: Compiled | Files, attempt: _Attempt) -> None:
-        """Lets all processes go once all have read the same data."""
-        if data := attempt.agreement.take(number, record):
+        """Lets all processes go once all have read the same data.
+
+        Raises LostDataError for data that are not those of the run so far, DataError at its begin.
+        """
+        try:
+            data = attempt.agreement.take(number, record)
+        except DataError as error:
+            if not self._resumed.step:
+                raise
+            raise LostDataError(**error.parts()) from None
+        if data:
             for line in self._resumed.check_data(data):
                 print(line, flush=True)
             attempt.data.update(data)

@@ -22,7 +22,7 @@ from holmesjax.checkpoints.manifest import Checkpoint, Move
 from holmesjax.checkpoints.skipped_data import Skipped
 from holmesjax.config import Config, DataConfig, OptimizerConfig, TrainConfig
 from holmesjax.data import tokenizer_files
-from holmesjax.errors import CheckpointError, ConfigError, SpikeError
+from holmesjax.errors import CheckpointError, ConfigError, LostDataError, SpikeError
 from holmesjax.job import Job
 from holmesjax.optimizers.learning_rates import learning_rate, step_tokens
 from holmesjax.whole_files import write_whole
@@ -196,7 +196,7 @@ class Start:
         Args:
           digests: of each split and of the order of the data, as they were read now.
 
-        Raises CheckpointError.
+        Raises LostDataError: another start may find them as they were.
         """
         if not self.checkpoint or not self.checkpoint.step:
             return []
@@ -211,7 +211,12 @@ class Start:
             for found in (saved, digests)
         )
         change = Change("data.corpus", was, now)
-        self.permit([change])
+        try:
+            self.permit([change])
+        except CheckpointError as error:
+            if differ == ["order"]:  # of the code
+                raise
+            raise LostDataError(**error.parts()) from None  # a file may be cut for a moment
         return [f"  {change}"]
 
     def commit(

@@ -22,8 +22,9 @@ from typing import Any, Protocol
 
 from holmesjax.config import LogConfig
 from holmesjax.errors import ConfigError, DataError
+from holmesjax.job import METRICS
 
-FILE = "metrics.jsonl"
+FILE = METRICS
 MOST_QUEUED = 10_000  # records that wait for a sink, or for a disk that is full
 CLOSE_S = 10.0  # for a sink to write what waits, and to end
 BLOCK_BYTES = 1 << 20  # of the file, read at once from its end

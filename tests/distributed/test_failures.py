@@ -274,6 +274,43 @@ def test_a_process_that_dies_where_nobody_sees_its_end_is_named(tmp_path):
     assert_blamed(job.output, 1, "has closed its connection without a word")
 
 
+# ---- data that are gone for seconds --------------------------------------------------------------
+
+
+def until_said(job, words: str) -> None:
+    for line in job.process.stdout:
+        job.lines.append(line)
+        if words in line:
+            return
+    raise AssertionError(f"nothing says {words!r} in\n{job.output}")
+
+
+def test_data_that_are_gone_for_seconds_end_no_job(tmp_path):
+    """A file of tokens is cut while it is trained on, and missing while the job starts again."""
+    file = tmp_path / "tokens.bin"
+    whole = np.random.default_rng(0).integers(0, 256, 10**5, dtype=np.uint16).tobytes()
+    file.write_bytes(whole)
+    data = (f"data.corpus={file}", "data.source=tokens", "data.dtype=uint16")
+    with start(tmp_path, *data, "--max-restarts", 1) as job:
+        first_step(job, tmp_path)
+        os.truncate(file, 10)
+        until_said(job, "has become shorter while it was read; it is tried again")
+        file.write_bytes(whole)
+        until_said(job, "the data can be read again")
+        writing(job, tmp_path)
+        job.until("step ")
+        job.note_workers()
+        file.unlink()
+        os.kill(job.workers()[2], signal.SIGKILL)
+        job.until("starting again")
+        until_said(job, "is not there; it is tried again")
+        file.write_bytes(whole)
+        first_step(job, tmp_path)
+        job.process.send_signal(signal.SIGINT)
+        assert job.end() == 0, job.output
+    assert job.output.count("starting again") == 1, job.output
+
+
 # ---- a step hangs --------------------------------------------------------------------------------
 
 
