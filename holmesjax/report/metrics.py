@@ -118,11 +118,17 @@ class _Sink(Protocol):
 class _QueuedSink:
     """A sink with a thread and a bounded queue: whatever hangs or fails in it holds nothing up.
 
-    The oldest records are dropped from a full queue. A sink that fails gets no more records.
+    The oldest records are dropped from a full queue. A sink that fails, or does not even start,
+    gets no more records.
+
+    Args:
+      make: starts the sink, in its thread.
+      name: of the sink, for messages.
+      warn: takes them.
     """
 
-    def __init__(self, sink: _Sink, name: str, warn: Callable[[str], object]):
-        self._sink, self._name, self._warn = sink, name, warn
+    def __init__(self, make: Callable[[], _Sink], name: str, warn: Callable[[str], object]):
+        self._make, self._name, self._warn = make, name, warn
         self._queue: deque[tuple[int, Mapping[str, float]]] = deque()
         self._num_dropped, self._is_closing = 0, False
         self._changed = threading.Condition()
@@ -152,6 +158,7 @@ class _QueuedSink:
 
     def _write_all(self) -> None:
         try:
+            sink = self._make()
             while True:
                 with self._changed:
                     while not self._queue and not self._is_closing:
@@ -159,9 +166,9 @@ class _QueuedSink:
                     if not self._queue:
                         break
                     step, scalars = self._queue.popleft()
-                self._sink.write(step, scalars)
-            self._sink.close()
-        except Exception as error:  # a package's own, of any kind
+                sink.write(step, scalars)
+            sink.close()
+        except BaseException as error:  # a package's own, of any kind; some ask to leave
             self._warn(f"{self._name} has failed, and gets no more numbers: {error}")
 
 
@@ -188,12 +195,13 @@ class Metrics:
         run_dir.mkdir(parents=True, exist_ok=True)
         self._sinks: list[_QueuedSink] = []
         self._say = warn
-        if log.wandb:  # the only one that can refuse, so nothing is open yet
-            self._sinks.append(_QueuedSink(_Wandb(run_dir), "Weights & Biases", warn))
-        if log.tensorboard or (log.tensorboard is None and _is_installed("tensorboard")):
-            self._sinks.append(_QueuedSink(_TensorBoard(run_dir, done_steps), "TensorBoard", warn))
         _cut(run_dir / FILE, done_steps)
         self._file = (run_dir / FILE).open("ab", buffering=0)
+        if log.wandb:
+            self._sinks.append(_QueuedSink(lambda: _Wandb(run_dir), "Weights & Biases", warn))
+        if log.tensorboard or (log.tensorboard is None and _is_installed("tensorboard")):
+            make = lambda: _TensorBoard(run_dir, done_steps)
+            self._sinks.append(_QueuedSink(make, "TensorBoard", warn))
         self._size = self._file.seek(0, os.SEEK_END)  # of whole lines
         self._lines: list[bytes] = []  # that are not in the file yet
         self._is_failing = False
@@ -275,7 +283,7 @@ class _Wandb:
         place = {"project": "holmesjax", "name": run_dir.resolve().name, "dir": str(run_dir)}
         try:
             self._run = package.init(**place, id=run_id, resume="allow")
-        except package.Error as error:
+        except Exception as error:  # not logged in, no network, no such project
             fix = "wandb login, or WANDB_MODE=offline in the environment, or log.wandb=false"
             raise ConfigError("log.wandb", "wandb does not start", found=error, fix=fix) from None
         id_file.write_text(self._run.id)
