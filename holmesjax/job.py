@@ -19,6 +19,7 @@ import yaml
 from holmesjax import config as configs, units, update_rules, xla_flags, yaml_files
 from holmesjax.config import BYTES, Config
 from holmesjax.costs.parameters import parameter_counts
+from holmesjax.costs.stage_shape import DTYPE_BYTES
 from holmesjax.data import cluster_paths, tokenizer_files
 from holmesjax.data.patience import patiently
 from holmesjax.errors import ConfigError, PlanError
@@ -442,10 +443,20 @@ def load(
     from holmesjax.planner.planner import make_plan
 
     has_gpus = set(_device_kinds(config, topology)) != {CPU}
-    usable_memory = DevicePool.of_run(env).usable_memory if has_gpus else USABLE_MEMORY
+    usable_memory = USABLE_MEMORY
+    if has_gpus:
+        pool = DevicePool.of_run(env)
+        if pool.is_own:
+            pool.refuse_hopeless(_parameter_bytes(config), topology)
+        usable_memory = pool.usable_memory
     plan = make_plan(config, topology, say, usable_memory)
     _refuse_uneven_rampup(config, plan)
     return Job(config=config, topology=topology, plan=plan)
+
+
+def _parameter_bytes(config: Config) -> int:
+    count, _ = parameter_counts(config.model)
+    return count * DTYPE_BYTES[config.train.param_dtype]
 
 
 def _device_kinds(config: Config, topology: Topology) -> Collection[str]:

@@ -23,6 +23,7 @@ from holmesjax.checkpoints.skipped_data import Skipped
 from holmesjax.config import Config, DataConfig, OptimizerConfig, TrainConfig
 from holmesjax.data import tokenizer_files
 from holmesjax.errors import CheckpointError, ConfigError, LostDataError, SpikeError
+from holmesjax.hosts import computing
 from holmesjax.job import Job
 from holmesjax.optimizers.learning_rates import learning_rate, step_tokens
 from holmesjax.whole_files import write_whole
@@ -326,8 +327,11 @@ def _refuse_useless(start: Start) -> None:
     if useless := [name for name in start.allow if name not in useful | used]:
         fix = f"write --allow {','.join(sorted(useful))}" if useful else "leave it out"
         problem = "names what has not changed, or may change without it"
-        if useless[0] not in (known := _allowable(start.job)):
-            fix += f"; {schema.near(useless[0], known)}"
+        known = (*_allowable(start.job), *computing.NAMES)
+        if useless[0] not in known:
+            problem = "has no such name"
+            fix += f"; {schema.near(useless[0], known)}; or a flag of XLA, as in "
+            fix += "--allow=--xla_gpu_autotune_level"
         raise ConfigError("--allow", problem, found=", ".join(useless), fix=fix)
 
 
@@ -362,11 +366,20 @@ def _rate(
 def names_of(allow: str | Iterable[str]) -> list[str]:
     """The settings that `--allow` names, or several of it.
 
+    Raises ConfigError for a text without a name.
+
     >>> names_of(["train.seed, data.corpus", "data.pattern"])
     ['train.seed', 'data.corpus', 'data.pattern']
     """
     texts = [allow] if isinstance(allow, str) else allow
-    return [name.strip() for text in texts for name in text.split(",") if name.strip()]
+    found = []
+    for text in texts:
+        names = [name.strip() for name in text.split(",") if name.strip()]
+        if not names:
+            fix = "name what may differ, as in --allow train.seed,source, or leave it out"
+            raise ConfigError("--allow", "names nothing", found=repr(text), fix=fix)
+        found += names
+    return found
 
 
 def _changes(checkpoint: Checkpoint, job: Job) -> Iterable[Change]:

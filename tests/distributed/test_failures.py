@@ -237,7 +237,9 @@ def test_what_collectives_raise_lets_the_job_start_again(tmp_path, undisturbed):
     """
     rng = random.Random()
     signals = {signal.SIGABRT: 1, signal.SIGSEGV: 0, signal.SIGBUS: 2}
-    with start(tmp_path, "--max-restarts", 4) as job:
+    # On a machine that others use, too, a step may take longer than 60 s, the least limit.
+    patience = "distributed.step_timeout_s=240"
+    with start(tmp_path, patience, "--max-restarts", 4) as job:
         for number in (None, *signals):
             seen = len(job.lines)
             first_step(job, tmp_path)
@@ -272,6 +274,29 @@ def test_a_process_that_dies_where_nobody_sees_its_end_is_named(tmp_path):
         statuses = [process.wait(60) for process in job.processes]
     assert statuses == [75, -signal.SIGKILL, 75]
     assert_blamed(job.output, 1, "has closed its connection without a word")
+
+
+def test_the_launchers_own_faults_blame_no_process(tmp_path):
+    """All of its links are reset at once; and it stands still until its processes give it up."""
+    silence = "distributed.heartbeat_timeout_s=10"
+    with start(tmp_path, silence, "--max-restarts", 3) as job:
+        for words in ("has lost its connections to all processes at once", "stood still for "):
+            seen = len(job.lines)
+            first_step(job, tmp_path)
+            job.note_workers()
+            if words.startswith("has lost"):
+                assert all(reset_connections(pid, job.process.pid) for pid in job.workers())
+            else:
+                os.kill(job.process.pid, signal.SIGSTOP)
+                time.sleep(12.0)
+                os.kill(job.process.pid, signal.SIGCONT)
+            job.until("starting again")
+            errors = [line for line in job.lines[seen:] if line.startswith("error: ")]
+            assert len(errors) == 1
+            assert errors[0].startswith(f"error: the launcher: {words}")
+        first_step(job, tmp_path)
+        job.process.send_signal(signal.SIGINT)
+        assert job.end() == 0, job.output
 
 
 # ---- data that are gone for seconds --------------------------------------------------------------
