@@ -98,6 +98,11 @@ class PeerError(HolmesError):
 class LostDataError(PeerError, DataError):
     """Data that a run has trained on, and that are not as they were: they may come back."""
 
+    @classmethod
+    def of(cls, error: HolmesError) -> "LostDataError":
+        """Returns an error that another start may not have, in the words of one that is a mistake."""
+        return cls(error.where, error.problem, found=error.found, fix=error.fix)
+
 
 class CrashError(PeerError):
     """A process of a job ended by an exception that HolmesJAX did not raise.

@@ -80,7 +80,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 class _Output(io.FileIO):
     """Standard output, whose errors say that it is that."""
 
-    def write(self, content: Any) -> int | None:
+    def write(self, content: Any) -> int | None:  # type: ignore[override]
         try:
             return super().write(content)
         except OSError as error:
@@ -90,7 +90,7 @@ class _Output(io.FileIO):
 class _Messages(io.FileIO):
     """Standard error, which drops what it cannot take: the exit status says it, too."""
 
-    def write(self, content: Any) -> int | None:
+    def write(self, content: Any) -> int | None:  # type: ignore[override]
         with contextlib.suppress(OSError):
             return super().write(content)
         return len(content)

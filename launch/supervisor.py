@@ -493,7 +493,7 @@ class Supervisor:
         except DataError as error:
             if not self._resumed.step:
                 raise
-            raise LostDataError(**error.parts()) from None
+            raise LostDataError.of(error) from None
         if data:
             for line in self._resumed.check_data(data):
                 print(line, flush=True)

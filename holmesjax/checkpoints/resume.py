@@ -217,7 +217,7 @@ class Start:
         except CheckpointError as error:
             if differ == ["order"]:  # of the code
                 raise
-            raise LostDataError(**error.parts()) from None  # a file may be cut for a moment
+            raise LostDataError.of(error) from None  # a file may be cut for a moment
         return [f"  {change}"]
 
     def commit(

@@ -1,7 +1,9 @@
 """Files of a run folder that are damaged, in every verb that reads them."""
 
+import errno
 import io
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -9,7 +11,7 @@ import pytest
 
 from holmesjax import lease
 from holmesjax.checkpoints import committed, manifest, resume, skipped_data
-from holmesjax.errors import PeerError
+from holmesjax.errors import REQUEUE, PeerError
 from holmesjax.hosts import computing
 from holmesjax.plan.plan import Plan
 from holmesjax.planner import planner
@@ -196,3 +198,31 @@ def test_a_damaged_timeline_leaves_a_report_without_it(whole, tmp_path, way):
     shutil.copytree(whole, run_dir)
     way(run_dir / recorder.TIMELINE)
     assert "Predicted" in page.write_report(run_dir).read_text()
+
+
+@pytest.mark.parametrize(
+    "number", [errno.ENOSPC, errno.EROFS, errno.EIO, errno.EACCES], ids=errno.errorcode.get
+)
+def test_a_write_of_a_launcher_that_fails_is_told_with_its_path(run, monkeypatch, number):
+    """Each one in turn: of the lease, of the settings, and of what is kept for a restart."""
+    calls, fsync, fails_at = [], os.fsync, None
+
+    def sync(file):
+        calls.append(file)
+        if len(calls) == fails_at:
+            raise OSError(number, os.strerror(number))
+        fsync(file)
+
+    monkeypatch.setattr(os, "fsync", sync)
+    assert run("job", lambda _: None).returncode == REQUEUE
+    assert (count := len(calls)) >= 8
+    for fails_at in range(1, count + 1):  # `sync` reads it
+        calls.clear()
+        found = run("job", lambda _: None)
+        said = found.stdout + found.stderr
+        assert found.returncode in (2, REQUEUE), (fails_at, said)
+        told = [line for line in said.splitlines() if os.strerror(number) in line]
+        is_start = "are not started" in said  # the failure was of no weight
+        assert told or is_start, (fails_at, said)
+        assert "Traceback" not in said
+        assert "/run/" in said
