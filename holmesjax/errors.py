@@ -100,7 +100,7 @@ class LostDataError(PeerError, DataError):
 
     @classmethod
     def of(cls, error: HolmesError) -> "LostDataError":
-        """Returns an error that another start may not have, in the words of one that is a mistake."""
+        """Returns one in the words of a mistake, which another start may not find."""
         return cls(error.where, error.problem, found=error.found, fix=error.fix)
 
 

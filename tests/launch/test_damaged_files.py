@@ -215,7 +215,8 @@ def test_a_write_of_a_launcher_that_fails_is_told_with_its_path(run, monkeypatch
 
     monkeypatch.setattr(os, "fsync", sync)
     assert run("job", lambda _: None).returncode == REQUEUE
-    assert (count := len(calls)) >= 8
+    count = len(calls)
+    assert count >= 8
     for fails_at in range(1, count + 1):  # `sync` reads it
         calls.clear()
         found = run("job", lambda _: None)
