@@ -356,8 +356,6 @@ class Supervisor:
                 if is_final and not isinstance(error, DamagedError):
                     controller.refuse(error)  # whoever started them, none is to start again
                     self._unsave()
-                elif isinstance(error, LostDataError):
-                    self._unsave()
                 raise
             finally:
                 self._controller = None
@@ -490,13 +488,14 @@ class Supervisor:
         """
         try:
             data = attempt.agreement.take(number, record)
+            lines = self._resumed.check_data(data) if data else []
         except DataError as error:
             if not self._resumed.step:
                 raise
+            self._unsave()
             raise LostDataError.of(error) from None
         if data:
-            for line in self._resumed.check_data(data):
-                print(line, flush=True)
+            print("".join(f"{line}\n" for line in lines), end="", flush=True)
             attempt.data.update(data)
             self._unsave = lambda: None  # the run goes on with what was saved
             attempt.controller.broadcast(Go())
