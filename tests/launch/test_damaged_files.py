@@ -226,4 +226,4 @@ def test_a_write_of_a_launcher_that_fails_is_told_with_its_path(run, monkeypatch
         is_start = "are not started" in said  # the failure was of no weight
         assert told or is_start, (fails_at, said)
         assert "Traceback" not in said
-        assert "/run/" in said
+        assert "/run" in said

@@ -233,7 +233,7 @@ def test_restarts_have_an_end_and_a_new_step_sets_their_count_back(tmp_path, no_
     out = capsys.readouterr().out
     assert out.count("starting again in") == 3
     assert out.count("starting again, after step ") == 2
-    assert out.count("with the same command, as --max-restarts does;") == 6
+    assert out.count("with the same command, as --max-restarts does") == 6
     assert "add --max-restarts" not in out
     starts = json.loads((tmp_path / "run" / RECORD).read_text())["starts"]
     assert [(start["step"], start["status"], start["node"]) for start in starts] == [
