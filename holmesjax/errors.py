@@ -5,11 +5,17 @@ without a traceback, and exits with its status. A broken invariant is an `assert
 bug, and its traceback is wanted.
 """
 
+import errno
 from collections.abc import Sequence
 from typing import ClassVar
 
 SHOWN = 10  # mistakes of a file, in full
 REQUEUE = 75  # EX_TEMPFAIL: what batch schedulers take for "start me again"
+# Errors of the operating system that stay until somebody changes a name or a permission.
+FINAL = (
+    *(errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EISDIR, errno.EEXIST),
+    *(errno.ELOOP, errno.ENAMETOOLONG),
+)
 
 
 class HolmesError(Exception):
@@ -44,6 +50,10 @@ class DataError(HolmesError):
 
 class AbsentDataError(DataError):
     """Data that is not on this machine; where only a plan is wanted, it need not be."""
+
+
+class UnreadDataError(DataError):
+    """Bytes of a file that was opened, which cannot be read or are not there any more."""
 
 
 class CheckpointError(HolmesError):
@@ -83,6 +93,15 @@ class PeerError(HolmesError):
     ):
         super().__init__(where, problem, found=found, fix=fix)
         self.peer = peer
+
+
+class LostDataError(PeerError, DataError):
+    """Data that a run has trained on, and that are not as they were: they may come back."""
+
+    @classmethod
+    def of(cls, error: HolmesError) -> "LostDataError":
+        """Returns one in the words of a mistake, which another start may not find."""
+        return cls(error.where, error.problem, found=error.found, fix=error.fix)
 
 
 class CrashError(PeerError):
@@ -127,3 +146,24 @@ class Mistakes(HolmesError):
         if len(mistakes) > SHOWN:
             texts.append(f"and {len(mistakes) - SHOWN} more mistakes")
         Exception.__init__(self, "\nerror: ".join(texts))
+
+
+def of_system(error: OSError) -> HolmesError:
+    """Returns the error of a call of the operating system that has failed, with its path.
+
+    A disk has room again and a file server comes back, so it is a `PeerError`, unless its number is
+    of `FINAL`.
+
+    >>> str(of_system(OSError(errno.ENOSPC, "No space left on device", "runs/a/config.yaml")))
+    ... # doctest: +ELLIPSIS
+    'runs/a/config.yaml: cannot be read or written\\n  found: No space left on device\\n  fix: ...'
+    """
+    names = [error.filename2, error.filename]
+    path = next((str(name) for name in names if name is not None), "a file or a connection")
+    found = error.strerror or str(error) or type(error).__name__
+    problem = "cannot be read or written"
+    if error.errno in FINAL:
+        fix = "move what is in its way, or permit this user to read and write it"
+        return HolmesError(path, problem, found=found, fix=fix)
+    fix = "make room on its disk, or see that its file system is there; then start it again"
+    return PeerError(path, problem, found=found, fix=fix)

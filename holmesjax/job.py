@@ -19,7 +19,9 @@ import yaml
 from holmesjax import config as configs, hub_names, units, update_rules, xla_flags, yaml_files
 from holmesjax.config import BYTES, Config
 from holmesjax.costs.parameters import parameter_counts
+from holmesjax.costs.stage_shape import DTYPE_BYTES
 from holmesjax.data import cluster_paths, tokenizer_files
+from holmesjax.data.patience import patiently
 from holmesjax.errors import ConfigError, PlanError
 from holmesjax.hosts import computing, hardware
 from holmesjax.hugging_face import folder as hugging_face, peft
@@ -38,6 +40,7 @@ from holmesjax.whole_files import write_whole
 
 CONFIG, TOPOLOGY, PLAN = "config.yaml", "topology.yaml", "plan.yaml"
 ENVIRONMENT = "environment.yaml"
+METRICS = "metrics.jsonl"  # has a line for each step
 PROFILES = "profiles"  # what JAX's profiler writes of steps
 
 # Who reads the data on this machine: the one process of a run, or the processes of a node.
@@ -261,7 +264,7 @@ class Job:
         """Writes what the processes have besides the files of `save`: variables and versions."""
         self.run_dir.mkdir(parents=True, exist_ok=True)
         text = yaml.safe_dump({**variables, **versions()}, sort_keys=False, width=1000)
-        (self.run_dir / ENVIRONMENT).write_text(text, encoding="utf-8")
+        write_whole(self.run_dir / ENVIRONMENT, text)
 
     def save(self, done: int = 0) -> Callable[[], None]:
         """Writes the three files that describe the run into its folder, and its tokenizer.
@@ -271,7 +274,7 @@ class Job:
         that is returned puts the earlier files back, for a start that is refused after all.
         """
         self._save_tokenizer(done)
-        before: dict[Path, str] = {}
+        before: dict[Path, bytes] = {}
         copies = []
         self.run_dir.mkdir(parents=True, exist_ok=True)
         if self.config.model.hf is not None:
@@ -284,8 +287,8 @@ class Job:
         for name, text in texts.items():
             path = self.run_dir / name
             if path.is_file():
-                before[path] = path.read_text("utf-8")
-                if done and _differ(name, before[path], text):
+                before[path] = path.read_bytes()
+                if done and _differ(name, before[path], text.encode()):
                     earlier = path.with_suffix(f".{done:06d}.yaml")
                     if not earlier.exists():  # else no step was kept that was made with this one
                         shutil.copyfile(path, earlier)
@@ -294,8 +297,8 @@ class Job:
 
         def undo() -> None:
             with contextlib.suppress(OSError):  # what refused the start is worth more
-                for path, text in before.items():
-                    write_whole(path, text)
+                for path, content in before.items():
+                    write_whole(path, content)
                 for copy in copies:
                     copy.unlink(missing_ok=True)
 
@@ -324,12 +327,12 @@ class Job:
         tokenizer_files.copy(path, own)
 
 
-def _differ(name: str, before: str, now: str) -> bool:
-    """Tells whether two texts of a file describe different runs, wherever the run folder is."""
+def _differ(name: str, before: bytes, now: bytes) -> bool:
+    """Tells whether two contents of a file describe different runs, wherever the run folder is."""
     if name != CONFIG or before == now:
         return before != now
     try:
-        contents = [yaml.safe_load(text) for text in (before, now)]
+        contents = [yaml.safe_load(content) for content in (before, now)]
         for content in contents:
             # The run folder has its own copies of these files.
             del content["run"]["dir"], content["topology"]
@@ -385,6 +388,14 @@ def saved_tokenizer(run_dir: Path, config: Config) -> str:
     return str(own) if named != BYTES and own.exists() else named
 
 
+def has_trained(run_dir: str | Path) -> bool:
+    """Whether a run has made a step; false where its folder cannot be read."""
+    try:
+        return (Path(run_dir) / METRICS).stat().st_size > 0
+    except OSError:
+        return False
+
+
 def load_config(run_dir: str | Path) -> Config:
     """The resolved config of a run that was started before."""
     path = Path(run_dir) / CONFIG
@@ -401,6 +412,7 @@ def load(
     overrides: Sequence[str] | Mapping[str, Any] = (),
     *,
     reads_data: DataReader | None = None,
+    waits_for_data: bool = True,
     say: Callable[[str], None] = lambda _: None,
     env: Mapping[str, str] = MappingProxyType({}),
     what_if: Sequence[str] = (),
@@ -412,6 +424,7 @@ def load(
       overrides: settings on top of it, `["train.steps=100"]` or `{"train.steps": 100}`.
       reads_data: who reads the data on this machine, which is looked at before anything is planned.
         One process has the paths of the first cluster; a node may be of any. None: nobody here.
+      waits_for_data: whether data that the run has trained on are waited for (`patience`).
       say: is called with what the planner tries.
       env: of the user: a plan for GPUs counts with the pool that JAX will take of them.
       what_if: changes of the topology that will be planned next, checked before anything is.
@@ -437,15 +450,29 @@ def load(
     if reads_data == "process":
         _refuse_absent_devices(config, topology)
     if reads_data:
-        cluster_paths.look(config, clusters[:1] if reads_data == "process" else clusters)
+        here = clusters[:1] if reads_data == "process" else clusters
+        patiently(
+            lambda: cluster_paths.look(config, here),
+            has_trained=waits_for_data and has_trained(config.run.dir),
+        )
     # Imported here: the processes of a job read its plan.
     from holmesjax.planner.planner import make_plan
 
     has_gpus = set(_device_kinds(config, topology)) != {CPU}
-    usable_memory = DevicePool.of_run(env).usable_memory if has_gpus else USABLE_MEMORY
+    usable_memory = USABLE_MEMORY
+    if has_gpus:
+        pool = DevicePool.of_run(env)
+        if pool.is_own:
+            pool.refuse_hopeless(_parameter_bytes(config), topology)
+        usable_memory = pool.usable_memory
     plan = make_plan(config, topology, say, usable_memory)
     _refuse_uneven_rampup(config, plan)
     return Job(config=config, topology=topology, plan=plan)
+
+
+def _parameter_bytes(config: Config) -> int:
+    count, _ = parameter_counts(config.model)
+    return count * DTYPE_BYTES[config.train.param_dtype]
 
 
 def _device_kinds(config: Config, topology: Topology) -> Collection[str]:

@@ -528,4 +528,5 @@ def _unusable(folder: Path, error: OSError) -> ConfigError:
     ):
         problem = "the file system of the run folder has no hard links"
         fix = "use a run.dir on another one: a local disk, NFS or Lustre, say"
-    return ConfigError("run.dir", problem, found=f"{folder}: {error.strerror}", fix=fix)
+    path = error.filename2 or error.filename or folder
+    return ConfigError("run.dir", problem, found=f"{path}: {error.strerror}", fix=fix)

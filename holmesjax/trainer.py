@@ -22,6 +22,7 @@ from holmesjax.checkpoints.commit_alarm import CommitAlarm
 from holmesjax.checkpoints.retention import Retention
 from holmesjax.checkpoints.saves import Due, Saves
 from holmesjax.data import cluster_paths
+from holmesjax.data.patience import patiently
 from holmesjax.errors import ConfigError, DamagedError, SpikeError
 from holmesjax.helper_process import StoppedError
 from holmesjax.hosts import nics
@@ -187,7 +188,9 @@ class Trainer:
             stack.callback(setattr, self, "progress", None)
             # The paths of the first cluster: all stages are in this process.
             data_here = cluster_paths.here(config.data, self.job.topology.clusters[0].name)
-            reading = pool.submit(read_batches, dataclasses.replace(config, data=data_here))
+            read = functools.partial(read_batches, dataclasses.replace(config, data=data_here))
+            has_trained = jobs.has_trained(self.run_dir)
+            reading = pool.submit(patiently, read, has_trained=has_trained)
             compiles_s = time.perf_counter()
             runner = self._make_runner(stages)
             compile_s = time.perf_counter() - compiles_s

@@ -6,7 +6,7 @@ from pathlib import Path
 
 
 def write_whole(path: Path, content: str | bytes, *, replaces: bool = True) -> None:
-    """Writes a file, on the disk when this returns. Raises OSError.
+    """Writes a file, on the disk when this returns. Raises OSError with this path.
 
     After a crash the path has the whole content, or what it had before.
 
@@ -26,6 +26,8 @@ def write_whole(path: Path, content: str | bytes, *, replaces: bool = True) -> N
             temporary.replace(path)
         else:
             _link(temporary, path)  # a rename would replace what another has just written
+    except OSError as error:  # a full disk names no file, and the temporary one is nobody's
+        raise OSError(error.errno, error.strerror, str(path)) from None
     finally:
         with contextlib.suppress(OSError):  # the file is written, or its own error says more
             temporary.unlink(missing_ok=True)

@@ -34,6 +34,8 @@ LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # libyaml, ten times fas
 WORDS: dict[str, bool | None] = {"true": True, "false": False, "null": None, "~": None, "": None}
 INTEGER = re.compile(r"[-+]?\d{1,3}(?:_?\d){0,300}", re.ASCII)
 FLOAT = re.compile(r"[-+]?(?:\d+(?:_\d+)*(?:\.\d*)?|\.\d+)(?:[eE][-+]?\d+)?", re.ASCII)
+# A zero byte ends a path, and a new line ends a line of a script that another host gets.
+CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")
 INFINITE = re.compile(r"[-+]?\.inf|\.nan", re.IGNORECASE)
 
 
@@ -216,6 +218,7 @@ class _Parser:
             self.refuse(keys, event, "tags and anchors are not read", found=found, fix=fix)
             raise Mistakes(self.document.mistakes)
         if isinstance(event, yaml.ScalarEvent):
+            self.refuse_control(keys, event)
             return scalar(event.value) if event.implicit[0] else event.value
         if len(keys) >= MAX_DEPTH:
             found = f"more than {MAX_DEPTH} levels"
@@ -236,6 +239,7 @@ class _Parser:
                 fix = "write `key: value`, with quotes around a text that starts with [, { or *"
                 self.refuse(keys, event, "a key must be a word", found="no word", fix=fix)
                 raise Mistakes(self.document.mistakes)
+            self.refuse_control(keys, event)
             below, line = (*keys, event.value), _line(event)
             if event.value in values:
                 found = f"lines {self.document.lines[below]} and {line}"
@@ -243,6 +247,14 @@ class _Parser:
             self.document.lines[below] = line
             values[event.value] = self.value(below, next(self.events))
         return values
+
+    def refuse_control(self, keys: Keys, event: Any) -> None:
+        """Refuses a text with a control character, before it comes into a path or a command."""
+        if found := CONTROL.search(event.value):
+            problem = "must be one line of readable characters"
+            shown_text = f"{shown(event.value)}, with {found[0]!r}"
+            fix = "write it on one line, without \\0, \\n and the like"
+            self.refuse(keys, event, problem, found=shown_text, fix=fix)
 
     def refuse(self, keys: Keys, event: Any, problem: str, *, found: str, fix: str) -> None:
         where = f"{self.document.file}:{_line(event)}"
@@ -310,6 +322,9 @@ def _apply(override: str, document: Document) -> None:
         else:
             before = dotted(keys)
             return refuse(f"{before} is no section", shown(section), f"set {before} itself")
+    if control := CONTROL.search(text):
+        problem, fix = "must be one line of readable characters", "leave the character out"
+        return refuse(problem, repr(control[0]), fix)
     section[keys[-1]] = _override_value(text, override, document)
     for inner in [k for k in (*document.lines, *document.overrides) if k[: len(keys)] == keys]:
         document.lines.pop(inner, None)

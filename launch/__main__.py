@@ -4,6 +4,7 @@ import argparse
 import contextlib
 import gc
 import importlib
+import io
 import os
 import signal
 import sys
@@ -11,7 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 from holmesjax import hung_main_thread
-from holmesjax.errors import REQUEUE, AbsentDataError, HolmesError
+from holmesjax.errors import REQUEUE, AbsentDataError, HolmesError, of_system
 from holmesjax.hosts import jax_settings
 from launch import outputs
 from launch.arguments import parse
@@ -19,6 +20,7 @@ from launch.launchers.table import LAUNCHERS
 from launch.progress_message import ProgressMessage
 
 END_S = 10.0  # for what packages do when Python ends
+OUTPUT = "standard output"
 
 
 def _data_reader(args: argparse.Namespace, *, in_lab: bool) -> Literal["process", "node"] | None:
@@ -38,6 +40,7 @@ def _load(load: Callable[..., Any], args: argparse.Namespace, *, in_lab: bool) -
                 args.target,
                 args.overrides,
                 reads_data=reads_data,
+                waits_for_data=args.verb != "plan",
                 say=say,
                 env=os.environ,
                 what_if=getattr(args, "what_if", ()),
@@ -61,9 +64,68 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit status: 0 done, 1 cannot go on, 2 a mistake of the user, 75 start again."""
     outputs.accept_any_text()
     try:
+        status = _main(argv)
+        if sys.stdout is not None:
+            sys.stdout.flush()
+        return status
+    except OSError as error:  # of a disk, a file server or the output
+        failed = of_system(error)
+        if error.filename == OUTPUT:
+            _lose_output()
+            if isinstance(error, BrokenPipeError):  # `| head` has seen enough
+                return 0
+            fix = "make room where it goes, and do it again"
+            failed = HolmesError(OUTPUT, "cannot be written", found=error.strerror, fix=fix)
+        _say(failed)
+        return failed.exit_status
+
+
+class _Output(io.FileIO):
+    """Standard output, whose errors say that it is that."""
+
+    def write(self, content: Any) -> int | None:  # type: ignore[override]
+        try:
+            return super().write(content)
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, OUTPUT) from None
+
+
+class _Messages(io.FileIO):
+    """Standard error, which drops what it cannot take: the exit status says it, too."""
+
+    def write(self, content: Any) -> int | None:  # type: ignore[override]
+        with contextlib.suppress(OSError):
+            return super().write(content)
+        return len(content)
+
+
+def _tell_outputs_apart() -> None:
+    """Makes the errors of standard output name it, and those of standard error go away."""
+    for name, kind in (("stdout", _Output), ("stderr", _Messages)):
+        # Python has none for a descriptor that was closed before it started.
+        if (before := getattr(sys, name)) is not None:
+            buffer = io.BufferedWriter(kind(before.fileno(), "w", closefd=False))
+            options = {"encoding": before.encoding, "errors": before.errors}
+            is_by_line = name == "stderr" or before.isatty()
+            setattr(sys, name, io.TextIOWrapper(buffer, **options, line_buffering=is_by_line))
+
+
+def _lose_output() -> None:
+    """Lets what is left of the output go nowhere: Python would fail with it once more."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, sys.stdout.fileno())
+    os.close(nowhere)
+
+
+def _say(error: HolmesError) -> None:
+    print(f"error: {error}", file=sys.stderr)
+
+
+def _main(argv: Sequence[str] | None) -> int:
+    try:
         args = parse(sys.argv[1:] if argv is None else argv)
     except HolmesError as error:
-        print(f"error: {error}", file=sys.stderr)
+        _say(error)
         return error.exit_status
     # Nothing that supervises may wait for whoever reads its output, or end with it.
     with outputs.queued() if args.verb in ("train", "lab") else contextlib.nullcontext():
@@ -88,16 +150,15 @@ def _run(args: argparse.Namespace) -> int:
         _collect_garbage()
         return verb.run(args)
     except HolmesError as error:
-        print(f"error: {error}", file=sys.stderr)
+        _say(error)
         return error.exit_status
     except KeyboardInterrupt:  # before there was anything to save
         return 130
-    except BrokenPipeError:  # `| head` has seen enough
-        return 0
 
 
 if __name__ == "__main__":
     gc.disable()  # looking at what imports make again and again takes a fifth of their time
+    _tell_outputs_apart()
     exit_status = main()
     hung_main_thread.end_within(END_S, exit_status)  # Weights & Biases waits for a network, say
     sys.exit(exit_status)

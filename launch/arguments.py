@@ -83,6 +83,10 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 class _Parser(argparse.ArgumentParser):
     """A parser that raises a ConfigError for a mistake, in place of printing its usage."""
 
+    def _print_message(self, message: str, file: Any = None) -> None:
+        """Prints help; unlike argparse, it does not hide that it cannot."""
+        print(message, end="", file=file or sys.stderr, flush=True)
+
     def error(self, message: str) -> NoReturn:
         """Raises the mistake that a message of argparse describes."""
         about, _, said = message.partition(": ")

@@ -10,7 +10,7 @@ import signal
 import time
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 
-from holmesjax.distributed.controller import Controller
+from holmesjax.distributed.controller import NOBODY, Controller
 from holmesjax.distributed.messages import Exit, Failed, Lost, ProcessEvent, Silent
 from holmesjax.errors import REQUEUE, HolmesError
 from holmesjax.plan.processes import Process
@@ -51,6 +51,8 @@ def find_cause(
     is_hurried: Callable[[], bool] = lambda: False,
 ) -> ProcessEvent:
     """Returns the cause of a failure, from all that is heard until every process is known of.
+
+    Its process is NOBODY where all have lost the launcher at once.
 
     Args:
       first: the first sign.
@@ -97,11 +99,15 @@ def _unknown(
 def cause_of(failures: Sequence[ProcessEvent], processes: Sequence[Process]) -> ProcessEvent:
     """Returns the failure that caused the others; among equals, the first that was heard of.
 
+    Its process is NOBODY where all processes, and they are several, have lost the launcher alone.
+
     Args:
       failures: in the order in which they were heard, at least one.
       processes: all processes of the job.
     """
     told = _own_failures(failures)
+    if len(told) == len(processes) > 1 and all(map(_lacks_launcher, told.values())):
+        return ProcessEvent(NOBODY, Lost())
     least = min(map(_rank, told.values()))
     first, *others = (failure for failure in told.values() if _rank(failure) == least)
     if least == _ECHO:
@@ -116,6 +122,12 @@ def cause_of(failures: Sequence[ProcessEvent], processes: Sequence[Process]) -> 
         ]
         return leaders[0] if leaders else first
     return first
+
+
+def _lacks_launcher(failure: ProcessEvent) -> bool:
+    """Whether a process has lost its connection to the launcher, as far as is known of it."""
+    record = failure.record
+    return isinstance(record, Lost) or (isinstance(record, Exit) and record.status == REQUEUE)
 
 
 def _own_failures(failures: Sequence[ProcessEvent]) -> dict[int, ProcessEvent]:

@@ -1,10 +1,14 @@
-"""A second watch: ends a launcher whose supervising loop stands still.
+"""A second watch: ends a launcher whose supervising loop stands still, and knows that it stood.
+
+A launcher that was stopped (SIGSTOP, a machine that slept) goes on after a while. Its processes may
+have given it up then, for which none of them is to blame.
 
 The loop reads and writes files, and a file system that hangs holds it up for ever: it is then deaf
 to signals, commits no checkpoint and sees no failure. Nobody else would notice.
 """
 
 import functools
+import math
 import sys
 import threading
 import time
@@ -15,6 +19,11 @@ from holmesjax import hung_main_thread
 from holmesjax.errors import REQUEUE, PeerError
 
 CHECK_S = 0.5
+NOTICED_S = 2.0  # between two turns
+
+
+def _now_s() -> float:
+    return time.clock_gettime(getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))
 
 
 class LoopWatch:
@@ -36,12 +45,20 @@ class LoopWatch:
     ):
         self._turn_limit = _Limit(limit_s, f"{limit_s:g} s ({setting})", REQUEUE)
         self._limit, self._release, self._end = self._turn_limit, release, end
-        self._turned_s = time.monotonic()
+        self._turned_s, self._slept_s = time.monotonic(), _now_s()
+        self._pause_s, self._pause_ended_s = 0.0, -math.inf
         self._ended = threading.Event()
 
     def turn(self) -> None:
         """The loop has come round."""
-        self._turned_s = time.monotonic()
+        now_s = _now_s()
+        if (pause_s := now_s - self._slept_s) > NOTICED_S:
+            self._pause_s, self._pause_ended_s = pause_s, now_s
+        self._turned_s, self._slept_s = time.monotonic(), now_s
+
+    def pause_s(self, within_s: float) -> float:
+        """The seconds of the last pause between two turns, if it ended within so many; else 0."""
+        return self._pause_s if _now_s() - self._pause_ended_s < within_s else 0.0
 
     def leave(self, limit_s: float, setting: str, status: int) -> None:
         """The loop is over: what follows is limited, and ends with this status."""
@@ -50,6 +67,7 @@ class LoopWatch:
 
     def __enter__(self) -> Self:
         self._limit = self._turn_limit
+        self._slept_s, self._pause_ended_s = _now_s(), -math.inf
         self.turn()
         self._ended = threading.Event()
         threading.Thread(
@@ -61,9 +79,13 @@ class LoopWatch:
         self._ended.set()
 
     def _watch(self, ended: threading.Event) -> None:
-        while not ended.wait(min(CHECK_S, self._limit.seconds / 4)):
-            limit = self._limit
-            if time.monotonic() - self._turned_s > limit.seconds:
+        looked_s = time.monotonic()
+        while not ended.wait(wait_s := min(CHECK_S, self._limit.seconds / 4)):
+            now_s, limit = time.monotonic(), self._limit
+            if now_s - looked_s > wait_s + NOTICED_S:  # this thread, too, stood still
+                self._turned_s = now_s
+            looked_s = now_s
+            if now_s - self._turned_s > limit.seconds:
                 does = "stands still for" if limit is self._turn_limit else "is still there after"
                 error = PeerError(
                     "the launcher",

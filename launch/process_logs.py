@@ -60,6 +60,11 @@ class ProcessLogs:
     def path(self, number: int) -> Path:
         return self.folder / f"{self._processes[number].file_name}.log"
 
+    def told(self, number: int, what: str = "its output is") -> str:
+        """Returns where the output of a process is, in words; "" if it has none here."""
+        path = self.path(number)
+        return f"; {what} in {path}" if path.exists() else ""
+
     def write(self, number: int, line: str) -> None:
         self._hangs[number].read(line)
         if line.strip() and not is_noise(line):

@@ -21,7 +21,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from holmesjax.errors import REQUEUE, FatalError, HolmesError
+from holmesjax.errors import REQUEUE, FatalError
 from holmesjax.whole_files import write_whole
 from launch.process_logs import LOGS
 
@@ -49,7 +49,7 @@ class Restarts:
 
     Args:
       limit: restarts without a new step that a job may have.
-      warn: told of a record that cannot be read or written.
+      warn: told of a record that cannot be read or written, which ends no job.
     """
 
     def __init__(self, run_dir: Path, limit: int, warn: Callable[[str], object]):
@@ -87,15 +87,9 @@ class Restarts:
         return min(FIRST_PAUSE_S * 2 ** (num_failed - 1), LONGEST_PAUSE_S) if num_failed else 0.0
 
     def begin(self, step: int) -> None:
-        """Notes a start after `step` steps. Raises HolmesError where nothing can be written."""
+        """Notes a start after `step` steps."""
         self._starts = [*self._starts, StartEntry(step=step)][-KEPT:]
-        try:
-            self._write()
-        except OSError as error:
-            fix = "choose another run.dir, or free its disk"
-            raise HolmesError(
-                str(self._path), "cannot be written", found=error.strerror, fix=fix
-            ) from None
+        self._write()
 
     def end(
         self,
@@ -140,17 +134,14 @@ class Restarts:
 
     def _replace(self, **changes: object) -> None:
         self._starts[-1] = dataclasses.replace(self._starts[-1], **changes)  # type: ignore[arg-type]
-        try:
-            self._write()
-        except OSError as error:  # what ended the job is worth more
-            self._warn(f"warning: {self._path} cannot be written: {error.strerror}")
+        self._write()
 
     def _read(self) -> list[StartEntry]:
         try:
             starts = [StartEntry(**entry) for entry in json.loads(self._path.read_text())["starts"]]
-            if all(isinstance(start.step, int) for start in starts):
+            if all(map(_is_entry, starts)):
                 return starts
-            raise ValueError("a step that is no number")
+            raise ValueError("an entry has other values")
         except FileNotFoundError:
             return []
         except (OSError, ValueError, TypeError, KeyError) as error:
@@ -158,9 +149,29 @@ class Restarts:
             return []
 
     def _write(self) -> None:
-        self._path.parent.mkdir(parents=True, exist_ok=True)
+        """Writes all entries; where that fails, they are in memory, and the next call tries again.
+
+        The count of this launcher goes on. Whoever starts the next one counts from what was
+        written.
+        """
         starts = [dataclasses.asdict(start) for start in self._starts]
-        write_whole(self._path, json.dumps({"starts": starts}, indent=1))
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            write_whole(self._path, json.dumps({"starts": starts}, indent=1))
+        except OSError as error:  # a full disk ends no job
+            self._warn(
+                f"warning: {self._path} cannot be written, so restarts are counted in memory: "
+                f"{error.strerror}"
+            )
+
+
+def _is_entry(start: StartEntry) -> bool:
+    texts = (start.node, start.cause, start.exception)
+    return (
+        isinstance(start.step, int)
+        and isinstance(start.status, int | None)
+        and all(isinstance(text, str) for text in texts)
+    )
 
 
 def _first_line(start: StartEntry) -> str:

@@ -11,6 +11,7 @@ import functools
 import itertools
 import os
 import queue
+import shlex
 import signal
 import time
 from collections import deque
@@ -24,7 +25,7 @@ from holmesjax.checkpoints import committed, manifest, resume, second_reading
 from holmesjax.checkpoints.commit_alarm import CommitAlarm
 from holmesjax.checkpoints.retention import Retention
 from holmesjax.checkpoints.saves import Due, Saves
-from holmesjax.distributed.controller import Controller
+from holmesjax.distributed.controller import NOBODY, Controller
 from holmesjax.distributed.data_agreement import DataAgreement
 from holmesjax.distributed.messages import (
     AllDone,
@@ -46,13 +47,17 @@ from holmesjax.distributed.messages import (
     Warned,
 )
 from holmesjax.errors import (
+    REQUEUE,
     CrashError,
     DamagedError,
+    DataError,
     FatalError,
     HolmesError,
+    LostDataError,
     LostLeaseError,
     PeerError,
     SpikeError,
+    of_system,
 )
 from holmesjax.helper_process import StoppedError
 from holmesjax.hosts import computing
@@ -63,7 +68,7 @@ from holmesjax.report.process_step import ProcessStep
 from holmesjax.report.recorder import Recorder
 from holmesjax.runtime.step_timeout import Progress
 from holmesjax.transport import connections
-from launch.failure_causes import events_of, find_cause, is_failure
+from launch.failure_causes import NEWS_S, events_of, find_cause, is_failure
 from launch.failure_messages import NAMES, error_of, list_names, statuses_of
 from launch.holdups import hold_up
 from launch.launchers.launcher import Launcher, leaving
@@ -257,7 +262,10 @@ class Supervisor:
         self._blamed, self._has_trained = None, False
         status, cause, exception, is_meant = FatalError.exit_status, "", "", False
         try:
-            status = self._confirmed_attempt(restart)
+            try:
+                status = self._confirmed_attempt(restart)
+            except OSError as error:  # of a disk or a file server, which may be back for the next
+                raise of_system(error) from None
         except SystemExit as end:  # asked to leave at once
             status, is_meant = int(end.code or 0), True
             raise
@@ -525,8 +533,10 @@ class Supervisor:
                 attempt.logs.write(number, line)
                 if not is_noise(line):
                     attempt.output.append((time.monotonic(), f"{name} | {line}"))
-            case Refused(reason=reason, computes_otherwise=True):
-                fix = "make the processes alike, or permit it with --allow"
+            case Refused(reason=reason, unlike=names) if names:
+                allow = shlex.quote(",".join([*self._unlike, *names]))
+                command = f"python -m launch train {self._job.run_dir} --allow={allow}"
+                fix = f"make the processes alike, or permit it: {command} and your other options"
                 raise HolmesError(name, "cannot be a process of this job", found=reason, fix=fix)
             case Refused(reason=reason):
                 console.print(f"refused a process that says it is {name}: {reason}")
@@ -543,12 +553,22 @@ class Supervisor:
         self._has_trained = True
 
     def _agree(self, number: int, record: Compiled | Files, attempt: _Attempt) -> None:
-        """Lets all processes go once all have read the same data; says what none of them reads."""
+        """Lets all processes go once all have read the same data; says what none of them reads.
+
+        Raises LostDataError for data that are not those of the run so far, DataError at its begin.
+        """
         if isinstance(record, Compiled) and record.left_out and number == 0:
             print(f"left out    {record.left_out}", flush=True)
-        if data := attempt.agreement.take(number, record):
-            for line in self._resumed.check_data(data):
-                print(line, flush=True)
+        try:
+            data = attempt.agreement.take(number, record)
+            lines = self._resumed.check_data(data) if data else []
+        except DataError as error:
+            if not self._resumed.step:
+                raise
+            self._unsave()
+            raise LostDataError.of(error) from None
+        if data:
+            print("".join(f"{line}\n" for line in lines), end="", flush=True)
             attempt.data.update(data)
             self._unsave = lambda: None  # the run goes on with what was saved
             attempt.controller.broadcast(Go())
@@ -566,6 +586,7 @@ class Supervisor:
     def _diagnose(self, first: ProcessEvent, attempt: _Attempt) -> HolmesError:
         """Returns the cause of a failure, from all reports within a moment of its first sign."""
         is_asked, controller = bool(self._stops), attempt.controller
+        self._loop_watch.turn()
 
         def note(event: ProcessEvent) -> None:
             match event.record:
@@ -583,13 +604,18 @@ class Supervisor:
             done=attempt.done,
             is_hurried=lambda: self._stops.is_impatient,
         )
+        if paused := self._launchers_fault(cause):
+            return PeerError(
+                "the launcher",
+                paused,
+                found=statuses_of(self._processes, controller),
+                fix=f"resume from the last checkpoint with the same command, {self._advice}",
+            )
         process = self._processes[cause.process]
         self._blamed = None if is_asked else process.node
         found = statuses_of(self._processes, controller, but=process)
-        fix = (
-            f"resume from the last checkpoint with the same command, {self._advice}; "
-            f"its output is in {attempt.logs.path(process.number)}"
-        )
+        output = attempt.logs.told(process.number)
+        fix = f"resume from the last checkpoint with the same command, {self._advice}{output}"
         if not isinstance(cause.record, Failed) and (
             lines := attempt.logs.last_lines(process.number)
         ):
@@ -605,8 +631,27 @@ class Supervisor:
             last=" and ".join(filter(None, (controller.status(process.number), own))),
             others="; ".join((found, *others)),
             fix=fix,
-            fix_alone=f"see {attempt.logs.path(process.number)}",
+            fix_alone=f"correct what it says{output}",
         )
+
+    def _launchers_fault(self, cause: ProcessEvent) -> str:
+        """Returns what the launcher itself has missed, in words; "" where a process is the cause.
+
+        Whoever is silent for `silence_s` is given up, and it is the launcher that was.
+        """
+        status = getattr(cause.record, "exit_status", getattr(cause.record, "status", REQUEUE))
+        paused_s = self._loop_watch.pause_s(within_s=self._config.silence_s + NEWS_S)
+        if status == REQUEUE and paused_s > self._config.silence_s / 2:
+            return (
+                f"stood still for {paused_s:.0f} s (it was stopped, or its machine slept or was "
+                "overloaded), so no process is to blame"
+            )
+        if cause.process == NOBODY:
+            return (
+                "has lost its connections to all processes at once: its network was cut, or all "
+                "were ended together"
+            )
+        return ""
 
     def _overdue(self, attempt: _Attempt) -> str | None:
         """Describes what takes too long in a job; None if nothing does."""
@@ -644,6 +689,6 @@ class Supervisor:
             list_names([process.full_name for process in blamed]),
             problem,
             found=statuses_of(self._processes, attempt.controller),
-            fix="start it again from the last checkpoint with the same command; the stacks of all "
-            f"processes are in their logs: {attempt.logs.path(blamed[0].number)}",
+            fix="start it again from the last checkpoint with the same command"
+            + attempt.logs.told(blamed[0].number, "the stacks of all processes are in their logs,"),
         )

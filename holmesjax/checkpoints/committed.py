@@ -34,7 +34,7 @@ def read(run_dir: str | Path) -> int | None:
         if RECORD not in os.listdir(path.parent):  # asks a file server, as a look-up may not
             return None
         step = json.loads(path.read_text())["step"]
-        if isinstance(step, int):
+        if isinstance(step, int) and step >= 0:
             return step
         found: object = step
     except FileNotFoundError:

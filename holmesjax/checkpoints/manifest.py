@@ -26,7 +26,7 @@ from types import MappingProxyType
 from typing import Any
 
 from holmesjax.checkpoints import committed
-from holmesjax.errors import CheckpointError, DamagedError, PeerError
+from holmesjax.errors import FINAL, CheckpointError, DamagedError, PeerError
 from holmesjax.whole_files import write_whole
 
 FOLDER, MANIFEST, FORMAT = "checkpoints", "manifest.json", 6
@@ -39,7 +39,6 @@ THREADS = 16  # that ask the file system, which may be far away
 # For a file of another host to be seen here: a client of NFS may believe for a minute that there is
 # none (`acdirmax`).
 SEEN_S = 75.0
-FINAL = (errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG)
 
 Files = dict[str, dict[str, Any]]  # name in the checkpoint -> its "bytes" and "sha256", or None
 Damaged = Mapping[Path, DamagedError]  # checkpoints whose arrays were found damaged, and how

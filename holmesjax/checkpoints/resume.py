@@ -23,7 +23,8 @@ from holmesjax.checkpoints.manifest import Checkpoint
 from holmesjax.checkpoints.skipped_data import Skipped
 from holmesjax.config import BYTES, Config, DataConfig, OptimizerConfig, TrainConfig
 from holmesjax.data import tokenizer_files
-from holmesjax.errors import CheckpointError, ConfigError, SpikeError
+from holmesjax.errors import CheckpointError, ConfigError, LostDataError, SpikeError
+from holmesjax.hosts import computing
 from holmesjax.job import Job
 from holmesjax.lease import Lease
 from holmesjax.optimizers.learning_rates import learning_rate, step_tokens
@@ -199,7 +200,7 @@ class Start:
         Args:
           digests: of each split and of the order of the data, as they were read now.
 
-        Raises CheckpointError.
+        Raises LostDataError: another start may find them as they were.
         """
         if not self.checkpoint or not self.checkpoint.step:
             return []
@@ -214,7 +215,12 @@ class Start:
             for found in (saved, digests)
         )
         change = Change("data.corpus", was, now)
-        self.permit([change])
+        try:
+            self.permit([change])
+        except CheckpointError as error:
+            if differ == ["order"]:  # of the code
+                raise
+            raise LostDataError.of(error) from None  # a file may be cut for a moment
         return [f"  {change}"]
 
     def commit(
@@ -350,8 +356,11 @@ def _refuse_useless(start: Start) -> None:
     if useless := [name for name in start.allow if name not in useful | used]:
         fix = f"write --allow {','.join(sorted(useful))}" if useful else "leave it out"
         problem = "names what has not changed, or may change without it"
-        if useless[0] not in (known := _allowable(start.job)):
-            fix += f"; {schema.near(useless[0], known)}"
+        known = (*_allowable(start.job), *computing.NAMES)
+        if useless[0] not in known:
+            problem = "has no such name"
+            fix += f"; {schema.near(useless[0], known)}; or a flag of XLA, as in "
+            fix += "--allow=--xla_gpu_autotune_level"
         raise ConfigError("--allow", problem, found=", ".join(useless), fix=fix)
 
 
@@ -386,11 +395,20 @@ def _rate(
 def names_of(allow: str | Iterable[str]) -> list[str]:
     """The settings that `--allow` names, or several of it.
 
+    Raises ConfigError for a text without a name.
+
     >>> names_of(["train.seed, data.corpus", "data.pattern"])
     ['train.seed', 'data.corpus', 'data.pattern']
     """
     texts = [allow] if isinstance(allow, str) else allow
-    return [name.strip() for text in texts for name in text.split(",") if name.strip()]
+    found = []
+    for text in texts:
+        names = [name.strip() for name in text.split(",") if name.strip()]
+        if not names:
+            fix = "name what may differ, as in --allow train.seed,source, or leave it out"
+            raise ConfigError("--allow", "names nothing", found=repr(text), fix=fix)
+        found += names
+    return found
 
 
 def _changes(checkpoint: Checkpoint, job: Job) -> Iterable[Change]:
@@ -440,7 +458,10 @@ def _allowable(job: Job) -> tuple[str, ...]:
 def _allowed(run_dir: Path) -> list[_Allowed]:
     path = run_dir / ALLOWED
     try:
-        return [_Allowed(**entry) for entry in json.loads(path.read_text())]
+        allowed = [_Allowed(**entry) for entry in json.loads(path.read_text())]
+        if all(isinstance(a.step, int) and isinstance(a.name, str) for a in allowed):
+            return allowed
+        raise ValueError("a step that is no number, or a name that is no text")
     except FileNotFoundError:
         return []
     except (OSError, ValueError, TypeError) as error:

@@ -124,7 +124,8 @@ class Saves:
         if step not in self._failed:
             self._failed.add(step)
             self._failures.append(reason)
-            self._warn(f"warning: no checkpoint after step {step}: {reason}; the next is tried")
+            end = "" if len(self._failures) > 1 else "; a second one in a row ends the run"
+            self._warn(f"warning: no checkpoint after step {step}: {reason}{end}")
         if counts:
             self._count(step, self._told.setdefault(step, _Told()), teller)
 

@@ -35,7 +35,10 @@ def read(run_dir: Path) -> tuple[Skipped, ...]:
     """Reads the record of a run. Raises CheckpointError if it cannot be read."""
     path = run_dir / RECORD
     try:
-        return tuple(Skipped(**entry) for entry in json.loads(path.read_text()))
+        found = tuple(Skipped(**entry) for entry in json.loads(path.read_text()))
+        if all(isinstance(number, int) for own in found for number in own):
+            return found
+        raise ValueError("a step that is no number")
     except FileNotFoundError:
         return ()
     except (OSError, ValueError, TypeError) as error:

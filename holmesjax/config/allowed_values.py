@@ -18,6 +18,10 @@ NumLayers = Annotated[int, Field(ge=1, le=2**14, strict=True)]
 Width = Annotated[int, Field(ge=1, le=2**20, strict=True)]
 Wide = Annotated[int, Field(ge=1, le=2**24, strict=True)]
 Length = Annotated[int, Field(ge=1, le=2**27, strict=True)]
+# A clock of the system calls that wait has 31 bits of milliseconds, and some waits are doubled.
+MOST_S = 10**6  # 11 days
+Seconds = Annotated[float, Field(gt=0, le=MOST_S, allow_inf_nan=False, strict=True)]
+NoSeconds = Annotated[float, Field(ge=0, le=MOST_S, allow_inf_nan=False, strict=True)]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False, strict=True)]
 NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False, strict=True)]
 Fraction = Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False, strict=True)]

@@ -114,7 +114,10 @@ CHECKS |= {
     ("train", "optimizer"): (training_checks.validated_average_is_kept,),
     ("train", "model", "optimizer"): (training_checks.schedule_fits_run,),
     ("train", "optimizer", "kernels"): (training_checks.kernel_has_adamw,),
-    ("train", "kernels"): (training_checks.attention_is_deterministic_too,),
+    ("train", "kernels"): (
+        training_checks.attention_is_deterministic_too,
+        training_checks.cudnn_computes_halves,
+    ),
     ("kernels", "model"): (training_checks.cudnn_has_gradients,),
     ("train", "data"): (data_checks.validation_has_data,),
 }

@@ -12,7 +12,7 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from holmesjax import schema
-from holmesjax.config.allowed_values import STRICT, Count, Flag, Positive, Text
+from holmesjax.config.allowed_values import MOST_S, STRICT, Count, Flag, Positive, Seconds, Text
 from holmesjax.config.data_sections import DataConfig
 from holmesjax.config.mistakes import refuse_mistakes
 from holmesjax.config.model_sections import ModelConfig
@@ -20,7 +20,7 @@ from holmesjax.config.training_sections import OptimizerConfig, TrainConfig
 from holmesjax.schedules.pipeline_schedules import SCHEDULES
 
 AUTO = "auto"
-HeartbeatTimeout = Annotated[float, Field(ge=0.1, allow_inf_nan=False, strict=True)]
+HeartbeatTimeout = Annotated[float, Field(ge=0.1, le=MOST_S, allow_inf_nan=False, strict=True)]
 Streams = Annotated[int, Field(ge=1, le=64, strict=True)]  # each is a socket and two threads
 Port = Annotated[int, Field(ge=0, le=65535, strict=True)]
 Checkpointing = Literal["none", "dots", "full"]
@@ -107,16 +107,16 @@ class DistributedConfig:
     heartbeat_timeout_s: HeartbeatTimeout = 60.0
     # Seconds for the next sign of progress while a job starts: a process connects, a program is
     # compiled, or a layer is initialised.
-    start_timeout_s: Positive = 600.0
+    start_timeout_s: Seconds = 600.0
     # Seconds for a step. None: 10 times the median so far, and at least 60 s. The first step and a
     # checkpoint have start_timeout_s. On a GPU it also limits each program, of the first step too.
-    step_timeout_s: Positive | None = None
+    step_timeout_s: Seconds | None = None
     # Seconds in which a run that is asked to stop ends its step and writes a checkpoint. The
     # default is a little less than the 120 s in the files that --launcher slurm and kubernetes
     # write. Both schedulers give 30 s by default.
-    stop_timeout_s: Positive = 100.0
+    stop_timeout_s: Seconds = 100.0
     # Seconds for one boundary array from a process that is alive and slow.
-    pull_timeout_s: Positive = 1800.0
+    pull_timeout_s: Seconds = 1800.0
 
     @property
     def silence_s(self) -> float:

@@ -10,6 +10,7 @@ from holmesjax.config.sections import KernelsConfig
 from holmesjax.config.training_sections import OptimizerConfig, TrainConfig
 from holmesjax.errors import ConfigError
 from holmesjax.update_rules import RULES
+from kernels.attention.choice import HALF_PRECISION
 
 
 def optimizer_is_possible(optimizer: OptimizerConfig) -> Iterator[ConfigError]:
@@ -140,6 +141,13 @@ def attention_is_deterministic_too(
         problem = "must be true for train.deterministic: without it two runs differ"
         fix = "set it to true, or train.deterministic to false"
         yield wrong("kernels.deterministic_attention", problem, False, fix)
+
+
+def cudnn_computes_halves(train: TrainConfig, kernels: KernelsConfig) -> Iterator[ConfigError]:
+    if kernels.attention == "cudnn" and train.compute_dtype not in HALF_PRECISION:
+        problem = f"cudnn has no {train.compute_dtype}, which train.compute_dtype asks for"
+        fix = "use auto, or set train.compute_dtype to bfloat16"
+        yield wrong("kernels.attention", problem, kernels.attention, fix)
 
 
 def cudnn_has_gradients(kernels: KernelsConfig, model: ModelConfig) -> Iterator[ConfigError]:

@@ -13,6 +13,7 @@ from holmesjax.config.allowed_values import (
     Fraction,
     Natural,
     NonNegative,
+    NoSeconds,
     Positive,
     Seed,
     Text,
@@ -47,7 +48,7 @@ class TrainConfig:
     # Whether two runs on the same machines agree to the bit. GPUs then sum in a fixed order, which
     # is slower.
     deterministic: Flag = False
-    log_every_s: NonNegative = 2.0  # seconds between step lines on the console
+    log_every_s: NoSeconds = 2.0  # seconds between step lines on the console
     eval_every: Natural = 0  # steps between validations, besides one at the end; 0: none
     eval_batches: Count = 4  # global batches per validation
     # Whether validations use the average of the weights (optimizer.ema_decay).

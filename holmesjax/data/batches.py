@@ -14,6 +14,7 @@ import numpy as np
 
 from holmesjax.data import text
 from holmesjax.data.mixing import Schedule, WeightsFrom
+from holmesjax.data.patience import patiently
 from holmesjax.data.permutation import permute, round_keys
 from holmesjax.data.sources import (
     HELD_OUT,
@@ -27,7 +28,7 @@ from holmesjax.data.sources import (
     need,
     too_small,
 )
-from holmesjax.errors import DataError
+from holmesjax.errors import DataError, UnreadDataError
 
 
 class Rows(NamedTuple):
@@ -162,10 +163,19 @@ class Batches:
     def _rows(
         self, picked: Sequence[tuple[Sequences, int]], row_N: np.ndarray | None
     ) -> Rows | ArrayRows:
-        """Some rows of the batch of these items."""
+        """Some rows of the batch of these items.
+
+        Raises LostDataError where a file is no longer as it was when it was opened.
+        """
         wanted = picked if row_N is None else [picked[row] for row in row_N.tolist()]
-        found = [source[i] for source, i in wanted]
-        num_targets = sum(source.num_targets(i) for source, i in picked)
+        found, num_targets = patiently(
+            lambda: (
+                [source[i] for source, i in wanted],
+                sum(source.num_targets(i) for source, i in picked),
+            ),
+            has_trained=True,  # or is about to
+            transient=UnreadDataError,
+        )
         items = [item for item in found if isinstance(item, Item)]
         if arrays := [item for item in found if not isinstance(item, Item)]:
             stacked = {name: np.stack([own[name] for own in arrays]) for name in arrays[0]}

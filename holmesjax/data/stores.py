@@ -17,7 +17,7 @@ from typing import Any, BinaryIO, TypeVar, cast
 
 from holmesjax import hub_names
 from holmesjax.data import extras
-from holmesjax.errors import AbsentDataError, DataError
+from holmesjax.errors import AbsentDataError, DataError, UnreadDataError
 
 SCHEMES = ("s3", "gs")
 AHEAD_BYTES = 2**22  # of an object that is read from its beginning
@@ -103,7 +103,7 @@ class RangeFile:
             self.size = os.fstat(self._here).st_size
 
     def read(self, first: int, count: int) -> bytes:
-        """Bytes from a place on. Raises DataError if they are not there, or no longer."""
+        """Bytes from a place on. Raises UnreadDataError if they are not there, or no longer."""
         try:
             found = (
                 os.pread(self._here, count, first)
@@ -113,12 +113,12 @@ class RangeFile:
         except errors() as error:
             fix = "bring it back as it was, or start again"
             problem = f"can no longer be read, at byte {first:,}"
-            raise DataError(str(self.path), problem, found=said_by(error), fix=fix) from None
+            raise UnreadDataError(str(self.path), problem, found=said_by(error), fix=fix) from None
         if len(found) < count:
             what = f"{len(found):,} of {count:,} bytes from byte {first:,} on, of {self.size:,}"
             fix = "bring it back as it was, or start again"
             problem = "has become shorter while it was read"
-            raise DataError(str(self.path), problem, found=what, fix=fix)
+            raise UnreadDataError(str(self.path), problem, found=what, fix=fix)
         return found
 
     def _blocks(self, first: int, count: int) -> bytes:

@@ -232,14 +232,16 @@ class Controller:
         reason = differences(self._about, {**hello.about, "protocol": hello.protocol})
         if reason is None and seat.connection is not None:
             reason = f"number {number}, {seat.process.name}, is here already"
-        unlike = self._unlike(hello) if reason is None else None
-        if reason := reason or unlike:
-            refused = Refused(reason=reason, computes_otherwise=unlike is not None)
+        unlike: list[str] = []
+        if reason is None:
+            reason, unlike = self._unlike(hello)
+        if reason is not None:
+            refused = Refused(reason=reason, unlike=tuple(unlike))
             self.events.put(ProcessEvent(number, refused))
         return reason
 
-    def _unlike(self, hello: MemberHello) -> str | None:
-        """Describes in what a member computes otherwise than the first; None if in nothing."""
+    def _unlike(self, hello: MemberHello) -> tuple[str | None, list[str]]:
+        """Describes in what a member computes otherwise than the first, and names these facts."""
         stage = self._seats[hello.process].process.stage
         with self._comparing:
             firsts = [self._first.setdefault(key, hello) for key in (None, stage)]
@@ -251,11 +253,8 @@ class Controller:
                     for name in names
                 )
                 other = self._seats[first.process].process.name
-                return (
-                    f"{differ} as on {other}; make them alike, or permit it: "
-                    f"--allow='{','.join(names)}'"
-                )
-        return None
+                return f"{differ} as on {other}", names
+        return None, []
 
     def _enter(self, connection: Connection[MemberHello]) -> None:
         seat = self._seats[connection.hello.process]

@@ -345,7 +345,7 @@ class Refused(Record):
 
     kind = "refused"
     reason: str
-    computes_otherwise: bool = False  # than the others: with other code or flags
+    unlike: tuple[str, ...] = ()  # facts in which it computes otherwise than the others
 
 
 @dataclass(frozen=True, kw_only=True)

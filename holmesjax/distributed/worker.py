@@ -27,6 +27,7 @@ from holmesjax.checkpoints import checkpoint, manifest, skipped_data, writing
 from holmesjax.checkpoints.manifest import Checkpoint
 from holmesjax.data import cluster_paths, sources, whole_digests
 from holmesjax.data.batches import Batches
+from holmesjax.data.patience import patiently
 from holmesjax.distributed import foreign_errors
 from holmesjax.distributed.member import ADVANCE_S, Member
 from holmesjax.distributed.messages import (
@@ -183,8 +184,9 @@ class Worker:
         job, member = self._job, self._member
         data = cluster_paths.here(job.config.data, self._me.cluster)
         config = dataclasses.replace(job.config, data=data)
+        has_trained = self._environment.restart > 0 or jobs.has_trained(job.run_dir)
         # Before JAX starts: compiling may take minutes.
-        sources.module_of(data).look(config)
+        patiently(lambda: sources.module_of(data).look(config), has_trained=has_trained)
         job.check_pool(self._env, [self._me.stage])
         ports = self._listen()
         member.status("was checking the attention kernels")
@@ -200,7 +202,8 @@ class Worker:
         member.status("was starting JAX")
         stages = self._make_stages(self._join(start), start)
         with ThreadPoolExecutor(1) as pool, ExitStack() as stack, self._giving_up():
-            reading = pool.submit(read_batches, config)
+            read = functools.partial(read_batches, config)
+            reading = pool.submit(patiently, read, has_trained=has_trained)
             member.status("was compiling")
             began_s = time.perf_counter()
             runner = self._make_runner(stages, ports)

@@ -4,10 +4,14 @@ Two processes that differ in any of it may compute differently, and neither woul
 process tells its controller (`facts`), which refuses a process that differs from the first one.
 """
 
+import functools
 import hashlib
 import importlib
+import importlib.util
 import json
+import mmap
 import os
+import re
 from collections.abc import Collection, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -25,6 +29,8 @@ PLUGINS = ("jax-cuda13-plugin", "jax-cuda12-plugin")
 # Read by NVIDIA's libraries; what they choose changes sums, or hangs where two choose otherwise.
 VARIABLES = ("CUBLAS_WORKSPACE_CONFIG", "NCCL_ALGO", "NCCL_PROTO", "NVIDIA_TF32_OVERRIDE")
 # Flags that name places or devices of one process.
+FLAG = re.compile(r"--xla_[a-z0-9_]+")
+LIBRARY_BYTES = 1 << 24  # and more has the library of XLA
 OWN_FLAGS = ("--xla_dump", "--xla_force_host_platform_device_count", "--xla_gpu_dump")
 
 
@@ -68,10 +74,36 @@ def unlike(
     return [n for n in names if n not in allow and (same_stage or n not in OF_STAGE)]
 
 
+NAMES = ("source", "source of model.module", *PACKAGES, *OF_STAGE, *VARIABLES)  # but for flags
+
+
 def is_fact(name: str) -> bool:
-    """Whether facts can have this name, and `--allow` of a job can permit that they differ."""
-    known = ("source", "source of model.module", *PACKAGES, *OF_STAGE, *VARIABLES)
-    return name in known or name.startswith("--xla_")
+    """Whether facts can have this name, and `--allow` of a job can permit that they differ.
+
+    >>> [is_fact(name) for name in ("jax", "--xla_gpu_autotune_level", "--xla_gpu_autotune_leve")]
+    [True, True, False]
+    """
+    return name in NAMES or (FLAG.fullmatch(name) is not None and _is_known_to_xla(name[2:]))
+
+
+@functools.cache
+def _is_known_to_xla(flag: str) -> bool:
+    """Whether the XLA that is installed here has a flag of this name; true where there is no XLA.
+
+    Its library has the names as texts. XLA itself would end the process that asks.
+    """
+    found = importlib.util.find_spec("jaxlib")
+    folder = Path((found and found.origin) or os.devnull).parent
+    pattern = re.compile(rb"(?<![a-z0-9_])%b(?![a-z0-9_])" % flag.encode())
+    libraries = [path for path in folder.glob("*.so") if path.stat().st_size > LIBRARY_BYTES]
+    for path in libraries:
+        with (
+            path.open("rb") as file,
+            mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content,
+        ):
+            if pattern.search(content):
+                return True
+    return not libraries
 
 
 def permitted(run_dir: Path, allow: Sequence[str]) -> tuple[str, ...]:

@@ -108,6 +108,24 @@ class DevicePool:
         part = _filled(stage, topology) / self.share
         return f"{self}; the plan fills up to {part:.0%} of it ({needed} of {room})"
 
+    def refuse_hopeless(self, parameter_bytes: float, topology: Topology) -> None:
+        """Raises ConfigError if the pools of all devices together do not hold the parameters.
+
+        No plan can be then, and to search for one takes long.
+        """
+        memory_bytes = sum(node.device.memory_bytes * node.num_devices for node in topology.nodes)
+        room_bytes = self.usable_memory * memory_bytes
+        if parameter_bytes <= room_bytes:
+            return
+        needed, room = show(parameter_bytes, "B"), show(room_bytes, "B")
+        raise ConfigError(
+            self.name,
+            f"leaves too little of all GPUs together: the parameters alone need {needed}, and a "
+            f"plan may fill {room}",
+            found=str(self),
+            fix=f"set {NAME} to {SHARE:g}, or to nothing, or use a smaller model or more GPUs",
+        )
+
     def refuse_too_small(self, stages: Sequence[StagePlan], topology: Topology) -> None:
         """Raises ConfigError if the devices of a stage need more than this pool has for a plan."""
         if not stages:

@@ -36,7 +36,7 @@ def load(run_dirs: Sequence[str]) -> list[ComparedRun]:
 
     Raises:
       ConfigError: a folder is no run folder.
-      DataError: a run has no finished step.
+      DataError: a run has no finished step, or its record is damaged.
     """
     found = []
     for run_dir, name in zip(run_dirs, short_names(run_dirs), strict=True):

@@ -108,7 +108,11 @@ class History:
 
 def read(run_dir: str | Path) -> History:
     """The steps of a run folder. Raises DataError where `metrics.jsonl` is damaged."""
-    return History(metrics.stream(run_dir, is_raw=True))
+    steps = History(metrics.stream(run_dir, is_raw=True))
+    for name in (*metrics.NUMBERS, "skipped"):
+        if not (has := steps.has(name)).all():
+            raise metrics.lacks(run_dir, int(steps.of("step")[has.argmin()]), name)
+    return steps
 
 
 def of(records: "History | Iterable[Record]") -> History:

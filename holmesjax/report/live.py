@@ -46,6 +46,7 @@ class View:
         plan_file = self._run_dir / jobs.PLAN
         plan = Plan.load(plan_file) if plan_file.exists() else None
         records = metrics.read_tail(self._run_dir, TAIL_BYTES)
+        metrics.check_whole(self._run_dir, records)
         owner = lease.owner(self._run_dir)
         return Group(*describe(self._run_dir, self._config, plan, records, owner))
 

@@ -17,18 +17,23 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
 
 from holmesjax.config import LogConfig
 from holmesjax.errors import ConfigError, DataError, PeerError
+from holmesjax.job import METRICS
 from holmesjax.lease import Lease
 
-FILE = "metrics.jsonl"
+FILE = METRICS
 MOST_QUEUED = 10_000  # records that wait for a sink, or for a disk that is full
 CLOSE_S = 10.0  # for sinks to write what waits, and to end
 BLOCK_BYTES = 1 << 20  # of the file, read at once from its end
+# What the record of every step has.
+NUMBERS = ("loss", "tokens_per_s", "step_time_s", "bubble_share")
+MAPPINGS = ("link_bytes",)
+MAY_HAVE = ("busy_share", "wall_s", "memory_bytes", "validation_bytes")  # mappings of numbers, too
 PACKAGES = {"tensorboard": ("tensorboardX", "tb"), "wandb": ("wandb", "wandb")}  # module, extra
 
 Record = dict[str, Any]
@@ -104,6 +109,24 @@ def read_tail(run_dir: str | Path, num_bytes: int) -> list[dict[str, Any]]:
     return found
 
 
+def check_whole(run_dir: str | Path, records: Sequence[Record]) -> None:
+    """Raises DataError if a record lacks what that of every step has: for whoever shows a run."""
+    for record in records:
+        for name in (*NUMBERS, *MAPPINGS, "skipped"):
+            if name not in record:
+                raise lacks(run_dir, record["step"], name)
+
+
+def lacks(run_dir: str | Path, step: int, name: str) -> DataError:
+    """The error for the record of a step without something that all have."""
+    return DataError(
+        f"{Path(run_dir) / FILE}, step {step}",
+        f"has no {name}",
+        found="a record without it",
+        fix="delete the line",
+    )
+
+
 def check_installed(log: LogConfig) -> None:
     """Raises if `log` asks for a package that is missing: call it before anything slow."""
     for field, (module, extra) in PACKAGES.items():
@@ -135,11 +158,17 @@ class _Sink(Protocol):
 class _QueuedSink:
     """A sink with a thread and a bounded queue: whatever hangs or fails in it holds nothing up.
 
-    The oldest records are dropped from a full queue. A sink that fails gets no more records.
+    The oldest records are dropped from a full queue. A sink that fails, or does not even start,
+    gets no more records.
+
+    Args:
+      make: starts the sink, in its thread.
+      name: of the sink, for messages.
+      warn: takes them.
     """
 
-    def __init__(self, sink: _Sink, name: str, warn: Callable[[str], object]):
-        self._sink, self._name, self._warn = sink, name, warn
+    def __init__(self, make: Callable[[], _Sink], name: str, warn: Callable[[str], object]):
+        self._make, self._name, self._warn = make, name, warn
         self._queue: deque[tuple[int, Mapping[str, float]]] = deque()
         self._num_dropped, self._is_closing = 0, False
         self._changed = threading.Condition()
@@ -172,6 +201,7 @@ class _QueuedSink:
 
     def _write_all(self) -> None:
         try:
+            sink = self._make()
             while True:
                 with self._changed:
                     while not self._queue and not self._is_closing:
@@ -179,9 +209,9 @@ class _QueuedSink:
                     if not self._queue:
                         break
                     step, scalars = self._queue.popleft()
-                self._sink.write(step, scalars)
-            self._sink.close()
-        except Exception as error:  # a package's own, of any kind
+                sink.write(step, scalars)
+            sink.close()
+        except BaseException as error:  # a package's own, of any kind; some ask to leave
             self._warn(f"{self._name} has failed, and gets no more numbers: {error}")
 
 
@@ -209,15 +239,16 @@ class Metrics:
         run_dir.mkdir(parents=True, exist_ok=True)
         self._sinks: list[_QueuedSink] = []
         self._say = warn
-        if log.wandb:  # the only one that can refuse, so nothing is open yet
-            self._sinks.append(_QueuedSink(_Wandb(run_dir), "Weights & Biases", warn))
-        if log.tensorboard or (log.tensorboard is None and _is_installed("tensorboard")):
-            self._sinks.append(_QueuedSink(_TensorBoard(run_dir, done_steps), "TensorBoard", warn))
         self._check = owner.check if owner else lambda: None
         _cut(run_dir / FILE, done_steps, self._check, anew=bool(owner and owner.is_taken_over))
         if owner:
             owner.settle()
         self._file = (run_dir / FILE).open("ab", buffering=0)
+        if log.wandb:
+            self._sinks.append(_QueuedSink(lambda: _Wandb(run_dir), "Weights & Biases", warn))
+        if log.tensorboard or (log.tensorboard is None and _is_installed("tensorboard")):
+            make = lambda: _TensorBoard(run_dir, done_steps)
+            self._sinks.append(_QueuedSink(make, "TensorBoard", warn))
         self._size = self._file.seek(0, os.SEEK_END)  # of whole lines
         self._lines: list[bytes] = []  # that are not in the file yet
         self._is_failing = False
@@ -306,7 +337,7 @@ class _Wandb:
         place = {"project": "holmesjax", "name": run_dir.resolve().name, "dir": str(run_dir)}
         try:
             self._run = package.init(**place, id=run_id, resume="allow")
-        except package.Error as error:
+        except Exception as error:  # not logged in, no network, no such project
             fix = "wandb login, or WANDB_MODE=offline in the environment, or log.wandb=false"
             raise ConfigError("log.wandb", "wandb does not start", found=error, fix=fix) from None
         id_file.write_text(self._run.id)
@@ -380,23 +411,36 @@ def _lines_from_end(path: Path) -> Iterator[tuple[int, bytes]]:
 def _no_record(line: str, path: Path, content: bytes) -> DataError:
     return DataError(
         f"{path}, {line}",
-        "is not a JSON object with a step",
+        "is not the record of a step",
         found=repr(content[:60].decode(errors="replace")),
         fix="delete the line; every step has its own",
     )
 
 
 def _raw_record(line: bytes) -> dict[str, Any]:
-    """Raises ValueError for what is no record: not JSON, not UTF-8, or without a step."""
+    """Raises ValueError for what is no record: not JSON, not UTF-8, or of other values."""
     record = _DECODER.decode(line.decode())
-    if not isinstance(record, dict) or not isinstance(record.get("step"), int):
+    if not isinstance(record, dict) or not _is_step(record.get("step")):
         raise ValueError("no record of a step")
+    numbers = [record[name] for name in NUMBERS if name in record]
+    for name in {*MAPPINGS, *MAY_HAVE} & record.keys():
+        numbers += record[name].values() if isinstance(record[name], dict) else [record]
+    if not all(map(_is_number, numbers)):
+        raise ValueError("a number is none")
     return record
 
 
 def _record(line: bytes) -> dict[str, Any]:
     """The same with NaN for null."""
     return with_nan(_raw_record(line))
+
+
+def _is_step(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+
+
+def _is_number(value: object) -> bool:
+    return value is None or (isinstance(value, int | float) and not isinstance(value, bool))
 
 
 def with_nan(record: Mapping[str, Any]) -> dict[str, Any]:

@@ -113,8 +113,7 @@ def write_report(run_dir: str | Path) -> Path:
         )
     plan = Plan.load(run_dir / "plan.yaml")
     topology = loading.load(run_dir / "topology.yaml")
-    timeline = run_dir / "timeline.json"
-    timed = json.loads(timeline.read_text()) if timeline.exists() else {"tasks": []}
+    timed = _read_timeline(run_dir / "timeline.json")
     predicted, sent = forecast.tasks(plan), forecast.transfers(plan)
     settings = yaml_files.read(run_dir / "config.yaml", DataError).values
     titles = _REHEARSED if settings.get("run", {}).get("rehearse", False) else _PREDICTED
@@ -138,6 +137,17 @@ def write_report(run_dir: str | Path) -> Path:
     path = run_dir / FILE
     write_whole(path, text)
     return path
+
+
+def _read_timeline(path: Path) -> Record:
+    """The tasks of a step that were timed; none where a crash has left no whole file."""
+    try:
+        timed = json.loads(path.read_text())
+        if isinstance(timed["step"], int) and all(isinstance(own, dict) for own in timed["tasks"]):
+            return dict(timed)
+    except (OSError, ValueError, KeyError, TypeError):
+        pass
+    return {"tasks": []}
 
 
 def _template() -> Template:

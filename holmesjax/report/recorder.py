@@ -25,6 +25,7 @@ from holmesjax.report.metrics import Metrics, read_last
 from holmesjax.report.process_step import ProcessStep
 from holmesjax.runtime.timeline import Interval, busy_shares, from_first_start
 from holmesjax.units import duration
+from holmesjax.whole_files import write_whole
 
 TIMELINE = "timeline.json"
 NUM_RECENT = 10_000  # steps that the medians of a session are of
@@ -97,7 +98,7 @@ class Recorder:
             with contextlib.suppress(OSError, LostLeaseError):
                 if self._owner:
                     self._owner.check()
-                (self._run_dir / TIMELINE).write_text(json.dumps(timeline))
+                write_whole(self._run_dir / TIMELINE, json.dumps(timeline))
 
     def take(self, report: ProcessStep) -> None:
         """Takes the report of one process about one step."""

@@ -297,7 +297,12 @@ kernels.optimizer: has no kernel for parameters in bfloat16: supported is float3
   found: pallas
   fix: use auto, or float32
 
-kernels.attention=cudnn model.context_length=65
+kernels.attention=cudnn
+kernels.attention: cudnn has no float32, which train.compute_dtype asks for
+  found: cudnn
+  fix: use auto, or set train.compute_dtype to bfloat16
+
+kernels.attention=cudnn model.context_length=65 train.compute_dtype=bfloat16
 kernels.attention: cudnn has no gradients for an odd model.context_length, 65: JAX takes the bias \
 that attention does not have for one
   found: cudnn

@@ -237,7 +237,9 @@ def test_what_collectives_raise_lets_the_job_start_again(tmp_path, undisturbed):
     """
     rng = random.Random()
     signals = {signal.SIGABRT: 1, signal.SIGSEGV: 0, signal.SIGBUS: 2}
-    with start(tmp_path, "--max-restarts", 4) as job:
+    # On a machine that others use, too, a step may take longer than 60 s, the least limit.
+    patience = "distributed.step_timeout_s=240"
+    with start(tmp_path, patience, "--max-restarts", 4) as job:
         for number in (None, *signals):
             seen = len(job.lines)
             first_step(job, tmp_path)
@@ -272,6 +274,66 @@ def test_a_process_that_dies_where_nobody_sees_its_end_is_named(tmp_path):
         statuses = [process.wait(60) for process in job.processes]
     assert statuses == [75, -signal.SIGKILL, 75]
     assert_blamed(job.output, 1, "has closed its connection without a word")
+
+
+def test_the_launchers_own_faults_blame_no_process(tmp_path):
+    """All of its links are reset at once; and it stands still until its processes give it up."""
+    silence = "distributed.heartbeat_timeout_s=10"
+    with start(tmp_path, silence, "--max-restarts", 3) as job:
+        for words in ("has lost its connections to all processes at once", "stood still for "):
+            seen = len(job.lines)
+            first_step(job, tmp_path)
+            job.note_workers()
+            if words.startswith("has lost"):
+                assert all(reset_connections(pid, job.process.pid) for pid in job.workers())
+            else:
+                os.kill(job.process.pid, signal.SIGSTOP)
+                time.sleep(12.0)
+                os.kill(job.process.pid, signal.SIGCONT)
+            job.until("starting again")
+            errors = [line for line in job.lines[seen:] if line.startswith("error: ")]
+            assert len(errors) == 1
+            assert errors[0].startswith(f"error: the launcher: {words}")
+        first_step(job, tmp_path)
+        job.process.send_signal(signal.SIGINT)
+        assert job.end() == 0, job.output
+
+
+# ---- data that are gone for seconds --------------------------------------------------------------
+
+
+def until_said(job, words: str) -> None:
+    for line in job.process.stdout:
+        job.lines.append(line)
+        if words in line:
+            return
+    raise AssertionError(f"nothing says {words!r} in\n{job.output}")
+
+
+def test_data_that_are_gone_for_seconds_end_no_job(tmp_path):
+    """A file of tokens is cut while it is trained on, and missing while the job starts again."""
+    file = tmp_path / "tokens.bin"
+    whole = np.random.default_rng(0).integers(0, 256, 10**5, dtype=np.uint16).tobytes()
+    file.write_bytes(whole)
+    data = (f"data.corpus={file}", "data.source=tokens", "data.dtype=uint16")
+    with start(tmp_path, *data, "--max-restarts", 1) as job:
+        first_step(job, tmp_path)
+        os.truncate(file, 10)
+        until_said(job, "has become shorter while it was read; it is tried again")
+        file.write_bytes(whole)
+        until_said(job, "the data can be read again")
+        writing(job, tmp_path)
+        job.until("step ")
+        job.note_workers()
+        file.unlink()
+        os.kill(job.workers()[2], signal.SIGKILL)
+        job.until("starting again")
+        until_said(job, "is not there; it is tried again")
+        file.write_bytes(whole)
+        first_step(job, tmp_path)
+        job.process.send_signal(signal.SIGINT)
+        assert job.end() == 0, job.output
+    assert job.output.count("starting again") == 1, job.output
 
 
 # ---- a step hangs --------------------------------------------------------------------------------

@@ -13,6 +13,8 @@ from holmesjax.errors import ConfigError, HolmesError
 from holmesjax.hosts import computing, jax_settings
 from holmesjax.parallel import compat
 
+FLAG = "--xla_gpu_autotune_level"  # which XLA knows
+
 
 def test_every_source_file_that_a_process_runs_counts(tmp_path):
     """One comment in one file of a copy of the checkout gives another digest."""
@@ -34,17 +36,19 @@ def test_every_source_file_that_a_process_runs_counts(tmp_path):
 
 def test_flags_and_variables_are_facts_by_name_and_places_are_none():
     env = {
-        "XLA_FLAGS": "--xla_a=1 --xla_b --xla_a=2 --xla_dump_to=/tmp/x",
+        "XLA_FLAGS": f"{FLAG}=1 --xla_cpu_enable_fast_math {FLAG}=2 --xla_dump_to=/tmp/x",
         "NCCL_ALGO": "Ring",
         "HOME": "/root",
     }
+    flags = {FLAG: "2", "--xla_cpu_enable_fast_math": "true"}
     found = computing.facts(env, [], None)
     own = {name: value for name, value in found.items() if name not in computing.PACKAGES}
     assert own.pop("source") == computing.source_digest()
-    assert own == {"--xla_a": "2", "--xla_b": "true", "NCCL_ALGO": "Ring"}
+    assert own == {**flags, "NCCL_ALGO": "Ring"}
     assert found["jax"] == jax.__version__
     assert all(map(computing.is_fact, found))
-    assert not computing.is_fact("train.seed")
+    for name in ("train.seed", "--xla_a", "--xla_gpu_autotune_leve", "--xla", ""):
+        assert not computing.is_fact(name)
 
 
 def test_the_file_of_a_model_of_ones_own_is_a_fact(tmp_path, monkeypatch):
@@ -105,8 +109,8 @@ def test_what_may_differ_is_kept_for_repeated_starts(tmp_path):
     assert computing.permitted(tmp_path, []) == ()
     assert not list(tmp_path.iterdir())
     assert computing.permitted(tmp_path, ["source", "train.seed"]) == ("source",)
-    assert computing.permitted(tmp_path, ["--xla_a", "source"]) == ("source", "--xla_a")
-    assert computing.permitted(tmp_path, []) == ("source", "--xla_a")
+    assert computing.permitted(tmp_path, [FLAG, "source"]) == ("source", FLAG)
+    assert computing.permitted(tmp_path, []) == ("source", FLAG)
     for damage in (b"\xff", b"5", b"[1]", b"{}"):
         (tmp_path / computing.PERMITTED).write_bytes(damage)
         with pytest.raises(HolmesError, match=r"allowed_differences\.json: cannot be read"):

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import jax
 import pytest
 
+from holmesjax.distributed.controller import NOBODY
 from holmesjax.distributed.foreign_errors import is_own
 from holmesjax.distributed.messages import Exit, Failed, Lost, Output, ProcessEvent, Silent
 from holmesjax.errors import PeerError
@@ -79,6 +80,17 @@ def test_the_cause_is_found_in_whatever_order_failures_come(cause, others):
         for names in ([cause, other], [other, cause]):
             events = [ProcessEvent(number, FAILURES[name]) for number, name in enumerate(names)]
             assert cause_of(events, PROCESSES).process == names.index(cause), names
+
+
+def test_no_process_is_blamed_where_all_have_lost_the_launcher_alone():
+    ends = [FAILURES["exit 75"], FAILURES["lost"], FAILURES["exit 75"], FAILURES["lost"]]
+    events = [ProcessEvent(number, end) for number, end in enumerate(ends)]
+    assert cause_of(events, PROCESSES).process == NOBODY
+    for known in ("killed", "loss", "collective", "silent", "mistake"):
+        others = [*events[:3], ProcessEvent(3, FAILURES[known])]
+        assert cause_of(others, PROCESSES).process != NOBODY, known
+    assert cause_of(events[:3], PROCESSES).process != NOBODY  # one still goes on
+    assert cause_of(events[1:2], PROCESSES[1:2]).process == 1  # the only one
 
 
 LAUNCHERS = ("local", "ssh", "slurm", "external")

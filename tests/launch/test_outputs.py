@@ -16,13 +16,13 @@ from types import SimpleNamespace
 import pytest
 
 from holmesjax.errors import REQUEUE
-from launch import outputs
+from launch import loop_watch, outputs
 from launch.__main__ import main
 from launch.loop_watch import LoopWatch
 from launch.outputs import QueuedStream
 from launch.process_logs import ProcessLogs
 from tests.disks import files_of_at_most
-from tests.jobs import ROOT, write_run
+from tests.jobs import ROOT, run_launch, write_run
 
 PIPE_BYTES = 4096
 
@@ -115,6 +115,9 @@ def test_a_log_that_finds_no_room_ends_nothing_and_says_what_is_missing(tmp_path
         logs.write(0, "third")
     logs.write(0, "fourth")
     lines = logs.path(0).read_text().splitlines()
+    assert logs.told(0) == f"; its output is in {logs.path(0)}"
+    logs.path(0).unlink()
+    assert logs.told(0) == ""  # no file is named that is not there
     assert lines == ["first", "[2 lines are missing: they could not be written]", "fourth"]
     assert logs.last_lines(0) == ("first", "second", "third", "fourth")
 
@@ -138,6 +141,18 @@ def test_a_hangup_is_a_stop(launcher, tmp_path):
     assert (tmp_path / f"run/checkpoints/{last:06}").is_dir() or any(
         path.name.endswith(str(last)) for path in (tmp_path / "run").rglob("*")
     )
+
+
+def test_a_pause_of_the_launcher_is_known_for_a_while(monkeypatch):
+    now_s = 100.0
+    monkeypatch.setattr(loop_watch, "_now_s", lambda: now_s)
+    with LoopWatch(1000.0, "distributed.start_timeout_s", lambda: None) as watch:
+        for seconds, pause_s in ((0.3, 0.0), (7.0, 7.0), (0.2, 7.0), (20.0, 20.0), (0.2, 20.0)):
+            now_s += seconds
+            watch.turn()
+            assert watch.pause_s(within_s=10.0) == pytest.approx(pause_s)
+        now_s += 9.9
+        assert watch.pause_s(within_s=10.0) == 0.0
 
 
 def test_a_loop_that_stands_still_ends_the_launcher():
@@ -177,3 +192,18 @@ def test_output_of_any_encoding_takes_any_text(tmp_path, monkeypatch, encoding, 
     assert os.read(reading, 99) == shown + b"\n"
     os.close(reading)
     os.close(writing)
+
+
+@pytest.mark.parametrize(
+    "words", [("nics",), ("--help",), ("plan", "configs/runs/quickstart.yaml")]
+)
+def test_output_that_finds_no_room_is_one_sentence(words):
+    with open("/dev/full", "w") as full:
+        done = run_launch(*words, stdout=full)
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[:2] == [
+        "error: standard output: cannot be written",
+        "  found: No space left on device",
+    ]
+    assert "Traceback" not in done.stderr
+    assert "Exception ignored" not in done.stderr

@@ -361,6 +361,12 @@ WRONG = [
     ("{node: c, env: {A B: x}}", "cannot be the name of a variable", "found: A B"),
     ("{node: c, env: {HOLMES_PROCESS: x}}", "cannot be the name of a variable", "by the launcher"),
     ("{node: c, env: {A: 1}}", "hosts[2].env.A: must be a text", "in quotes"),
+    (r'{node: c, ssh: "a\nb"}', "hosts[2].ssh: must be one line of readable", r"with '\n'"),
+    (r'{node: "c\0"}', "hosts[2].node: must be one line of readable", r"with '\x00'"),
+    (r'{node: c, folder: "/a\0"}', "hosts[2].folder: must be one line", r"with '\x00'"),
+    (r'{node: c, env: {A: "x\nrm"}}', "hosts[2].env.A: must be one line", r"with '\n'"),
+    (r'{node: c, env: {"A\n": x}}', "must be one line of readable characters", r"with '\n'"),
+    (r'{node: c, ssh_options: ["A=\0"]}', "ssh_options[0]: must be one line", r"with '\x00'"),
     ("{node: c, env: 1}", "hosts[2].env: must be names with values", "NAME: value"),
     ("{nod: c}", "hosts[2].nod: no such setting", "did you mean 'node'?"),
 ]

@@ -22,6 +22,7 @@ from launch import process_logs, restarts
 from launch.process_logs import is_noise
 from launch.restarts import RECORD, Restarts
 from launch.supervisor import Supervisor
+from tests.disks import disk
 from tests.jobs import write_run
 from tests.scripted_member import ScriptedLauncher
 
@@ -233,7 +234,7 @@ def test_restarts_have_an_end_and_a_new_step_sets_their_count_back(tmp_path, no_
     out = capsys.readouterr().out
     assert out.count("starting again in") == 3
     assert out.count("starting again, after step ") == 2
-    assert out.count("with the same command, as --max-restarts does;") == 6
+    assert out.count("with the same command, as --max-restarts does") == 6
     assert "add --max-restarts" not in out
     starts = json.loads((tmp_path / "run" / RECORD).read_text())["starts"]
     assert [(start["step"], start["status"], start["node"]) for start in starts] == [
@@ -547,7 +548,19 @@ def test_a_record_that_makes_no_sense_is_told_and_begun_again(tmp_path, text):
     assert [start.step for start in record(tmp_path)._starts] == [7]
 
 
-def test_a_record_that_cannot_be_written_is_a_mistake(tmp_path):
-    (tmp_path / "run").write_text("a file")
-    with pytest.raises(HolmesError, match="cannot be written"):
-        Restarts(tmp_path / "run", 3, lambda text: None).begin(0)
+def test_a_record_that_cannot_be_written_is_counted_in_memory_and_written_later(tmp_path):
+    folder, warnings = tmp_path / "run", []
+    with disk(folder, "8k"):
+        (folder / "rest").write_bytes(bytes(8192))
+        restarts = Restarts(folder, 1, warnings.append)
+        for _ in range(2):
+            assert not restarts.is_spent(0)
+            restarts.begin(0)
+            restarts.end(75)
+        assert restarts.is_spent(0)
+        assert len(warnings) == 4
+        assert all("No space left on device" in text for text in warnings)
+        assert sorted(path.name for path in folder.iterdir()) == ["rest"]
+        (folder / "rest").unlink()
+        assert restarts.give_up(0).exit_status == 1
+        assert len(record(folder)._starts) == 2

@@ -4,6 +4,17 @@ from tests.mutations.bug import Bug
 
 DATA = (
     Bug(
+        name="impatient-read",
+        module="holmesjax.data.patience",
+        old="    if not has_trained:\n",
+        new="    if not has_trained or has_trained:\n",
+        wrong="data that are gone for a second end a run that has trained on them",
+        tests=(
+            "tests/data/test_patience.py::"
+            "test_data_of_each_kind_that_come_back_are_those_they_were",
+        ),
+    ),
+    Bug(
         name="bits-for-bytes",
         module="holmesjax.units",
         old='_scaled(DECIMAL, "bps", 1 / 8)',

@@ -43,9 +43,7 @@ JOBS = (
         old="if self._stops.count > before:",
         new="if self._stops.count > 9:",
         wrong="a signal does not end the writing of a report",
-        tests=(
-            "tests/launch/test_supervisor.py::test_a_report_that_takes_long_holds_no_end_up",
-        ),
+        tests=("tests/launch/test_supervisor.py::test_a_report_that_takes_long_holds_no_end_up",),
     ),
     Bug(
         name="deaf-in-the-second-reading",
@@ -54,6 +52,44 @@ JOBS = (
         new="        time.sleep(turn_s)\n",
         wrong="whoever waits for another process hears no signal",
         tests=("tests/test_helper_process.py::test_what_a_pause_raises_kills_it",),
+    ),
+    Bug(
+        name="full-disk-ends-a-job",
+        module="launch.restarts",
+        old="        except OSError as error:  # a full disk ends no job\n",
+        new="        except ZeroDivisionError as error:\n",
+        wrong="restarts that cannot be written down end the job",
+        tests=(
+            "tests/launch/test_supervisor.py::"
+            "test_a_record_that_cannot_be_written_is_counted_in_memory_and_written_later",
+        ),
+    ),
+    Bug(
+        name="no-launcher-is-at-fault",
+        module="launch.failure_causes",
+        old="    if len(told) == len(processes) > 1 and all(",
+        new="    if len(told) > len(processes) > 1 and all(",
+        wrong="a process is blamed where the launcher has lost all of its links",
+        tests=(
+            "tests/launch/test_failure_causes.py::"
+            "test_no_process_is_blamed_where_all_have_lost_the_launcher_alone",
+        ),
+    ),
+    Bug(
+        name="unnoticed-pause",
+        module="launch.loop_watch",
+        old="        if (pause_s := now_s - self._slept_s) > NOTICED_S:\n",
+        new="        if (pause_s := now_s - self._slept_s) > 1000 * NOTICED_S:\n",
+        wrong="a launcher does not know that it was stopped, and blames a process",
+        tests=("tests/launch/test_outputs.py::test_a_pause_of_the_launcher_is_known_for_a_while",),
+    ),
+    Bug(
+        name="control-characters",
+        module="holmesjax.yaml_files",
+        old="        if found := CONTROL.search(event.value):\n",
+        new="        if found := CONTROL.search(event.value[:0]):\n",
+        wrong="a zero byte or a new line of a hosts file comes as far as SSH",
+        tests=("tests/launch/test_ssh.py::test_mistakes_in_a_hosts_file_have_a_place",),
     ),
     Bug(
         name="left-out-a-step-late",
@@ -230,7 +266,7 @@ JOBS = (
     Bug(
         name="no-look-behind-a-rename",
         module="holmesjax.lease",
-        old='if found is not None and _is_of(found, self._record):',
+        old="if found is not None and _is_of(found, self._record):",
         new="if found is not None:",
         wrong="a launcher that wakes up late takes away what is its successor's",
         tests=("tests/test_lease.py::test_who_wakes_up_without_the_lease_takes_nothing_away",),

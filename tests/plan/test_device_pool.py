@@ -9,6 +9,7 @@ from holmesjax import job as jobs
 from holmesjax.errors import ConfigError, HolmesError, PlanError
 from holmesjax.job import Job
 from holmesjax.plan.device_pool import ALLOCATOR, NAME, OTHER_NAME, USABLE_MEMORY, DevicePool
+from holmesjax.planner import planner
 from launch import generation_job, supervisor
 from launch.launchers.local import LocalLauncher
 from launch.verbs import doctor
@@ -135,10 +136,16 @@ def test_a_plan_counts_with_a_smaller_pool(full):
     assert 0.8 * memory_bytes * 0.95 > most_bytes(small)
     assert small.plan != full.plan
     with pytest.raises(PlanError, match=rf"fix: raise {NAME}, .*") as refused:
-        jobs.load(file, env={NAME: "0.01"})
-    assert "more than 1% of its" in str(refused.value)
+        jobs.load(file, env={NAME: "0.07"})
+    assert "more than 7% of its" in str(refused.value)
     rehearsal = jobs.load(file, ["run.rehearse=true"], env={NAME: "no share"})
     assert rehearsal.pool({NAME: "no share"}) is None  # CPUs have no pool
+
+
+def test_a_pool_below_the_parameters_is_refused_before_a_plan_is_searched(full, monkeypatch):
+    monkeypatch.setattr(planner, "make_plan", pytest.fail)
+    with pytest.raises(ConfigError, match=f"{NAME}: leaves too little of all GPUs together: the"):
+        jobs.load(full.run_dir.parent / "run.yaml", env={NAME: "1e-9"})
 
 
 def test_header_and_plan_say_the_pool(full, capsys, monkeypatch):

@@ -79,7 +79,7 @@ def test_a_tail_that_is_not_text_is_dropped(tmp_path):
 
 def test_damage_before_the_last_line_is_reported(tmp_path):
     (tmp_path / FILE).write_text('{"step": 1}\n{"step"\n{"step": 3}\n')
-    words = r"line 2: is not a JSON object with a step\n  found: '{\"step\"'\n"
+    words = r"line 2: is not the record of a step\n  found: '{\"step\"'\n"
     with pytest.raises(DataError, match=words):
         read(tmp_path)
 
@@ -104,7 +104,7 @@ def test_a_session_begins_with_the_end_of_the_file_alone(block_bytes, tmp_path, 
     record = lambda step: {"step": step, "loss": 1.0}
     assert read_last(tmp_path, 9) == (record(5), record(5))
     assert read_last(tmp_path, 3) == (record(5), record(3))
-    with pytest.raises(DataError, match="the line at byte 0: is not a JSON object"):
+    with pytest.raises(DataError, match="the line at byte 0: is not the record of a step"):
         read_last(tmp_path, 1)
     assert read_last(tmp_path / "nothing", 1) == (None, None)
     write(tmp_path, [], done_steps=3)
@@ -159,15 +159,31 @@ def pretend_wandb(monkeypatch: pytest.MonkeyPatch, init: Callable[..., object]) 
     monkeypatch.setitem(sys.modules, "wandb", package)
 
 
-def test_wandb_that_does_not_start_says_what_to_do(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError("No API key configured."),
+        ConnectionError("no network"),
+        ValueError("project nowhere not found"),
+        SystemExit("wandb wants to leave"),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_wandb_that_does_not_start_is_said_and_holds_nothing_up(tmp_path, monkeypatch, error):
     def init(**arguments: object) -> None:
-        raise RuntimeError("No API key configured.")
+        raise error
 
     pretend_wandb(monkeypatch, init)
-    write(tmp_path, [1, 2])
-    with pytest.raises(ConfigError, match=r"found: No API key configured.\n  fix: wandb login"):
-        Metrics(tmp_path, LogConfig(wandb=True))
-    assert len(read(tmp_path)) == 2  # nothing was cut off
+    said: list[str] = []
+    with Metrics(tmp_path, LogConfig(wandb=True, tensorboard=False), warn=said.append) as metrics:
+        for step in (1, 2):
+            metrics.write({"step": step, "loss": 1.0})
+    assert len(read(tmp_path)) == 2
+    [told] = said
+    assert told.startswith("Weights & Biases has failed, and gets no more numbers: ")
+    assert str(error) in told
+    if not isinstance(error, SystemExit):
+        assert "fix: wandb login, or WANDB_MODE=offline" in told
 
 
 def test_wandb_gets_the_numbers_that_tensorboard_gets(tmp_path, monkeypatch):

@@ -1,0 +1,229 @@
+"""Files of a run folder that are damaged, in every verb that reads them."""
+
+import errno
+import io
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+from holmesjax import lease
+from holmesjax.checkpoints import committed, manifest, resume, skipped_data
+from holmesjax.errors import REQUEUE, PeerError
+from holmesjax.hosts import computing
+from holmesjax.plan.plan import Plan
+from holmesjax.planner import planner
+from holmesjax.report import metrics, page, recorder
+from holmesjax.trainer import Trainer
+from holmesjax.transport import connections
+from launch import supervisor
+from launch.restarts import RECORD, Restarts
+from tests.jobs import run_launch_here, write_run
+
+STEP = Path(manifest.FOLDER, "step_00000002")
+SETTINGS = [
+    *("train.steps=2", "model.num_layers=1", "model.width=16", "model.positions=learned"),
+    *("model.norm=layer_norm", "model.activation=gelu", "model.context_length=8"),
+]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """The folder of a run that has ended, with all files that a job can leave there."""
+    folder = tmp_path_factory.mktemp("whole")
+    Trainer(write_run(folder, {"a": (1,)}), SETTINGS, io.StringIO()).train()
+    run_dir = folder / "run"
+    restarts = Restarts(run_dir, 3, pytest.fail)
+    restarts.begin(0)
+    restarts.end(0)
+    computing.permitted(run_dir, ["source"])
+    (run_dir / resume.ALLOWED).write_text('[{"step": 9, "name": "a", "was": 1, "now": 2}]')
+    (run_dir / skipped_data.RECORD).write_text('[{"step": 9, "spike": 10, "sequences": 8}]')
+    committed.note(run_dir, 2)
+    (run_dir / "logs").mkdir()
+    return run_dir
+
+
+def empty(path):
+    path.write_bytes(b"")
+
+
+def cut(path):
+    content = path.read_bytes()
+    path.write_bytes(content[: len(content) // 2])
+
+
+def no_utf_8(path):
+    path.write_bytes(b"\xff\xfe" + path.read_bytes())
+
+
+def other_shape(path):
+    path.write_text("[1, 2]\n")
+
+
+def other_values(path):
+    """All names are there, and no value is what it should be."""
+    if path.suffix == ".json":
+        names = json.loads(path.read_text())
+        path.write_text(
+            json.dumps({name: [-5] for name in names} if isinstance(names, dict) else -5)
+        )
+    elif path.suffix == ".yaml":
+        lines = path.read_text().splitlines()
+        names = dict.fromkeys(own.partition(":")[0] for own in lines if own[:1].isalpha())
+        path.write_text("".join(f"{name}: -5\n" for name in names))
+    else:
+        path.write_text('{"step": -5}\n{"step": "two"}\n')
+
+
+def a_folder(path):
+    path.unlink()
+    path.mkdir()
+
+
+def a_file(path):
+    shutil.rmtree(path)
+    path.write_text("a file")
+
+
+def zeros(path):
+    path.write_bytes(bytes(64))
+
+
+WAYS = [empty, cut, no_utf_8, other_shape, other_values, a_folder, zeros]
+JOB = ["train", "RUN", "--launcher", "local", "train.steps=4"]
+VERBS = {
+    "train": ["train", "RUN"],
+    "job": JOB,
+    "plan": ["plan", "RUN"],
+    "data": ["data", "RUN"],
+    "top": ["top", "RUN", "--once"],
+    "compare": ["compare", "RUN"],
+    "generate": ["generate", "RUN", "--prompt", "a", "--max-tokens", "1"],
+    "export": ["export", "RUN", "--out", "OUT"],
+    "doctor": ["doctor", "RUN"],
+    "worker": ["worker", "RUN"],
+}
+# The files that verbs read. Those of `NEEDED` they cannot do without, or say that they lack them.
+STARTS, MANIFEST = {"train", "job"}, STEP / manifest.MANIFEST
+NEEDED = {
+    "config.yaml": set(VERBS),
+    "topology.yaml": {*STARTS, "plan", "doctor", "worker"},
+    "plan.yaml": {"top", "worker"},
+    metrics.FILE: {"compare"},
+    RECORD: {"job"},
+    committed.RECORD: STARTS,
+    computing.PERMITTED: {"job"},
+    resume.ALLOWED: STARTS,
+    skipped_data.RECORD: STARTS,
+    MANIFEST: {*STARTS, "generate", "export"},
+}
+READ = {
+    "plan.yaml": STARTS,
+    "environment.yaml": STARTS,
+    metrics.FILE: {"top", "job"},
+    recorder.TIMELINE: {"job"},
+    lease.FILE: {*STARTS, "top"},
+}
+FOLDERS = {"logs": {"job"}, manifest.FOLDER: {*STARTS, "generate", "export"}}
+FOLDERS |= {STEP: STARTS, STEP / "part_0": FOLDERS[manifest.FOLDER]}
+
+
+@pytest.fixture
+def run(whole, tmp_path, monkeypatch, capsys):
+    """Runs a verb on a copy of the folder, which a function has damaged; no process starts."""
+
+    def start_workers(*_, **__):
+        raise PeerError("the processes", "are not started", found="a test", fix="none")
+
+    plan = Plan.load(whole / "plan.yaml")
+    monkeypatch.setattr(planner, "make_plan", lambda *_: plan)
+    monkeypatch.setattr(supervisor, "start_workers", start_workers)
+    monkeypatch.setattr(manifest, "SEEN_S", 0.0)
+    monkeypatch.setattr(lease, "TERM_S", 0.0)
+    monkeypatch.setenv("HOLMES_PROCESS", "0")
+    monkeypatch.setenv("HOLMES_CONTROLLER", "127.0.0.1:1")
+    connections.make_key_file(tmp_path / "key")
+    monkeypatch.setenv("HOLMES_KEY_FILE", str(tmp_path / "key"))
+    run_dir, out = tmp_path / "run", tmp_path / "out"
+
+    def run(verb, damage):
+        for path in (run_dir, out):
+            shutil.rmtree(path, ignore_errors=True)
+        shutil.copytree(whole, run_dir)
+        damage(run_dir)
+        words = [{"RUN": run_dir, "OUT": out}.get(word, word) for word in VERBS[verb]]
+        return run_launch_here(capsys, *words)
+
+    return run
+
+
+def damages(verb):
+    """Each damage to a file that a verb reads: the file, what is done to it, and the words."""
+    for name, verbs in {**READ, **NEEDED}.items():
+        if verb in verbs | READ.get(name, set()):
+            yield from ((name, way, way.__name__) for way in WAYS)
+    for name, verbs in FOLDERS.items():
+        if verb in verbs:
+            yield name, a_file, "a_file"
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_a_damaged_file_is_named_in_every_verb_and_is_no_traceback(run, verb):
+    usual = 75 if verb == "job" else 0
+    wrong = []
+    for name, way, words in damages(verb):
+
+        def damage(run_dir, name=name, way=way):
+            if not (path := run_dir / name).exists():
+                path.write_text("{}")
+            way(path)
+
+        found = run(verb, damage)
+        said = found.stdout + found.stderr
+        is_named = Path(name).name in said or (name == STEP and "step 2" in said)
+        # As a crash leaves it: its last line is not whole.
+        is_fine = verb not in NEEDED.get(name, ()) or (name, way) == (metrics.FILE, cut)
+        is_told = is_named or (found.returncode == usual and is_fine)
+        if not is_told or found.returncode not in (2, usual) or "Traceback" in said:
+            wrong.append(f"{words} {name}: {found.returncode} {said[-300:]}")
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
+def test_a_damaged_timeline_leaves_a_report_without_it(whole, tmp_path, way):
+    run_dir = tmp_path / "run"
+    shutil.copytree(whole, run_dir)
+    way(run_dir / recorder.TIMELINE)
+    assert "Predicted" in page.write_report(run_dir).read_text()
+
+
+@pytest.mark.parametrize(
+    "number", [errno.ENOSPC, errno.EROFS, errno.EIO, errno.EACCES], ids=errno.errorcode.get
+)
+def test_a_write_of_a_launcher_that_fails_is_told_with_its_path(run, monkeypatch, number):
+    """Each one in turn: of the lease, of the settings, and of what is kept for a restart."""
+    calls, fsync, fails_at = [], os.fsync, None
+
+    def sync(file):
+        calls.append(file)
+        if len(calls) == fails_at:
+            raise OSError(number, os.strerror(number))
+        fsync(file)
+
+    monkeypatch.setattr(os, "fsync", sync)
+    assert run("job", lambda _: None).returncode == REQUEUE
+    count = len(calls)
+    assert count >= 8
+    for fails_at in range(1, count + 1):  # `sync` reads it
+        calls.clear()
+        found = run("job", lambda _: None)
+        said = found.stdout + found.stderr
+        assert found.returncode in (2, REQUEUE), (fails_at, said)
+        told = [line for line in said.splitlines() if os.strerror(number) in line]
+        is_start = "are not started" in said  # the failure was of no weight
+        assert told or is_start, (fails_at, said)
+        assert "Traceback" not in said
+        assert "/run" in said
