@@ -1,7 +1,7 @@
 """Array functions that models and optimizers are made of.
 
-Only `holmesjax.models.ops` imports them. `attention.choice` has no arrays and needs no JAX: plans
-are priced by it.
+Only `holmesjax.models.ops` imports them. `attention.choice` and `adamw_choice` have no arrays and
+need no JAX: plans are priced and told by them.
 
 A file has the name of its function; attention is a package. Functions are plain JAX, written the
 way XLA compiles well on a CPU. Attention and AdamW's step have GPU kernels besides. Two rules

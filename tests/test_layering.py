@@ -74,6 +74,7 @@ PLACES = [
 ]
 # A plan is made, checked and supervised on machines without JAX.
 WITHOUT_JAX = [
+    "kernels.adamw_choice",
     "kernels.attention.choice",
     *PLACES[PLACES.index("holmesjax.errors") : PLACES.index("holmesjax.parallel")],
     "holmesjax.optimizers.groups",
@@ -169,13 +170,14 @@ def test_no_module_imports_itself_through_others(imports):
 
 
 def test_only_ops_imports_kernels(imports):
-    """But for the choice between them, which has no arrays: a plan is priced by it."""
+    """But for the choices between them, which have no arrays: a plan is priced and told by them."""
     wrong = [
         module
         for module, names in imports.items()
         if place_of(module) != "kernels"
         and any(
-            name.split(".")[0] == "kernels" and not name.startswith("kernels.attention.choice")
+            name.split(".")[0] == "kernels"
+            and not name.startswith(("kernels.attention.choice", "kernels.adamw_choice"))
             for name in names
         )
     ]

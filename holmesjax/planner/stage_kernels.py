@@ -1,4 +1,4 @@
-"""What does attention and the update in the stages of a plan, by the run's own functions."""
+"""The kernels of attention and of the update in a plan's stages, by the run's own functions."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass

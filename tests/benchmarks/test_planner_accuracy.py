@@ -71,7 +71,7 @@ def test_published_step_times_are_predicted(row):
 
 
 def test_an_h200s_numbers_predict_what_others_measured_on_h100s():
-    """As well as the numbers that the H100 had before: 17.0% on average, 39.5% at worst."""
+    """The H100's numbers before were off by 17.0% on average and by 39.5% at worst."""
     runs = [published_files.megatron_core(row) for row in rows_of(MEGATRON_CORE)]
     errors = [abs(published.predict_s(run, AS_SHIPPED) / run.measured_s - 1) for run in runs]
     assert statistics.fmean(errors) < 0.17
