@@ -88,6 +88,7 @@ WITHOUT_JAX = [
     "holmesjax.transport.frames",
     "holmesjax.transport.handshake",
     "holmesjax.transport.heartbeats",
+    "holmesjax.transport.outbox",
     "holmesjax.transport.pull",
     "holmesjax.transport.records",
     "holmesjax.transport.rendezvous",
