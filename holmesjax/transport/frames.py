@@ -275,7 +275,7 @@ class Channel:
                 if self.is_closed:
                     raise loss
                 self._is_up, self._loss = True, None
-                self._silence.end()
+                self._owes_word = True  # so that both ends are heard at once
                 self._wakeup.notify_all()
         except BaseException as fault:
             sock.close()

@@ -1,8 +1,8 @@
 """What was sent over a link, until the other end has received it: a lost connection loses nothing.
 
 Messages of a link are numbered in each direction, over all of its connections. An end that opens a
-new connection says its `Position`: what it has received. The other end sends what comes after that.
-No JAX, no I/O.
+new connection says its `Position`: what it has received (`Again`). The other end says the same of
+itself. Each sends what comes after that. No JAX, no I/O.
 """
 
 from collections import deque
@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from holmesjax.transport.records import Record
+
+CALL_S = 3.0  # for one attempt to make a lost connection anew
 
 T = TypeVar("T")
 
@@ -22,6 +24,16 @@ class Position(Record):
     kind = "position"
     messages: int = 0  # whole
     num_bytes: int = 0  # of the next message
+
+
+@dataclass(frozen=True, kw_only=True)
+class Again(Record):
+    """The part of a hello that makes a lost connection anew."""
+
+    kind = "again"
+    session: str  # of the other end: a process that has started again has another one
+    attempt: int  # counts the calls of this link
+    position: Position  # how much this end has received
 
 
 class Outbox(Generic[T]):

@@ -27,30 +27,19 @@ from holmesjax.topology.machines import Topology
 from holmesjax.transport import connections, handshake, records
 from holmesjax.transport.admission import Admission
 from holmesjax.transport.connections import Connection
-from holmesjax.transport.outbox import Position
+from holmesjax.transport.outbox import CALL_S, Again, Position
 from holmesjax.transport.records import Record
-
-CALL_S = 3.0  # for one attempt to make a lost connection anew
 
 Book = Mapping[str, Sequence[tuple[str, int]]]  # fabric -> address and port of each NIC
 
 
 @dataclass(frozen=True, kw_only=True)
-class Again(Record):
-    """The part of a hello for a connection that was lost.
-
-    From a process that is called it asks for a call: `attempt` is the last that it has heard.
-    """
-
-    kind = "again"
-    session: str  # of the other end
-    attempt: int  # counts the calls of one stream
-    position: Position  # how much this end has received
-
-
-@dataclass(frozen=True, kw_only=True)
 class NeighbourHello(Record):
-    """The hello of a process to another with which it shares arrays."""
+    """The hello of a process to another with which it shares arrays.
+
+    `again` in a hello of a process that is called asks for a call: its attempt is the last call
+    that this process has heard.
+    """
 
     kind = "neighbour"
     process: int
