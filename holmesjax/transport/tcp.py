@@ -76,6 +76,13 @@ class Peer:
         return any(channel.has_left for channel in self.channels.values())
 
 
+class LinkLoss(NamedTuple):
+    """Connections of a link that were lost and made anew, as the receiving end counts them."""
+
+    connections: int
+    lost_s: float  # the longest time that one of them was lost
+
+
 class Timeouts(NamedTuple):
     """How long a transport waits for others, in seconds."""
 
@@ -127,7 +134,7 @@ class TcpTransport:
         self._sending: dict[Key, Sending] = {}
         self._receiving: dict[Key, Receiving] = {}
         self._bytes: Counter[str] = Counter()
-        self._reconnects: Counter[str] = Counter()
+        self._losses: dict[str, LinkLoss] = {}
         self._error: Exception | None = None
         self._is_closing = False
         self._changed = threading.Condition()
@@ -217,8 +224,18 @@ class TcpTransport:
             flush=True,
         )
         with self._changed:
-            self._reconnects[where] += 1
+            for link in self._links_from(peer):
+                known = self._losses.get(link, LinkLoss(0, 0.0))
+                self._losses[link] = LinkLoss(known.connections + 1, max(known.lost_s, lost_s))
         return sock, theirs
+
+    def _links_from(self, peer: Peer) -> set[str]:
+        number = peer.process.number
+        return {
+            end.crossing.link
+            for end in self._by_index.values()
+            if any(piece.source == number for piece in end.receives.values())
+        }
 
     # ---- the executor's calls ------------------------------------------------------------------
 
@@ -281,6 +298,12 @@ class TcpTransport:
         """Returns the bytes received over each link since the last call."""
         with self._changed:
             taken, self._bytes = dict(self._bytes), Counter()
+        return taken
+
+    def take_losses(self) -> dict[str, LinkLoss]:
+        """Returns, for each link, what was lost and made anew since the last call."""
+        with self._changed:
+            taken, self._losses = self._losses, {}
         return taken
 
     def close(self) -> None:
