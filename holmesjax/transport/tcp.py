@@ -70,6 +70,9 @@ class Peer:
     num_streams: int
     channels: dict[int, Channel] = field(default_factory=dict)  # by stream
     packets: deque[Packet] = field(default_factory=deque)  # to send
+    lost: set[int] = field(default_factory=set)  # streams without a connection
+    lost_from_s: float = 0.0  # when the first of them was lost
+    num_mended: int = 0  # since then
 
     @property
     def has_left(self) -> bool:
@@ -206,9 +209,12 @@ class TcpTransport:
     def _reconnect(
         self, peer: Peer, stream: int, channel: Channel, position: Position, loss: OSError
     ) -> tuple[socket.socket, Position]:
-        """Makes a lost connection anew, and says so. Raises the loss if that cannot be."""
+        """Makes a lost connection anew, and says so. Raises OSError if that cannot be."""
         assert self._meeting is not None, "it has made the connection"
-        began_s = time.monotonic()
+        with self._changed:
+            if not peer.lost:
+                peer.lost_from_s, peer.num_mended = time.monotonic(), 0
+            peer.lost.add(stream)
         left_s = lambda: 0.0 if channel.is_closed else channel.left_s
         try:
             sock, theirs = self._meeting.again(peer.process.number, stream, position, left_s)
@@ -216,17 +222,20 @@ class TcpTransport:
             if isinstance(loss, TimeoutError) and loss.errno is None:
                 raise loss from None  # the other end is silent, on all connections
             raise ConnectionError(f"{loss}; {error}") from None
-        lost_s = time.monotonic() - began_s
-        where = between(peer.process, self._me)
-        print(
-            f"warning: {where}: connection {stream} was lost ({loss}), and goes on after "
-            f"{lost_s:.1f} s",
-            flush=True,
-        )
         with self._changed:
+            lost_s = time.monotonic() - peer.lost_from_s
+            peer.lost.remove(stream)
+            peer.num_mended += 1
             for link in self._links_from(peer):
                 known = self._losses.get(link, LinkLoss(0, 0.0))
                 self._losses[link] = LinkLoss(known.connections + 1, max(known.lost_s, lost_s))
+            is_last, count = not peer.lost, peer.num_mended
+        if is_last:
+            print(
+                f"warning: {between(peer.process, self._me)}: {count} of {peer.num_streams} "
+                f"connections were lost ({loss}), and go on after {lost_s:.1f} s",
+                flush=True,
+            )
         return sock, theirs
 
     def _links_from(self, peer: Peer) -> set[str]:

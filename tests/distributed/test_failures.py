@@ -10,6 +10,7 @@ import itertools
 import json
 import os
 import random
+import re
 import resource
 import shutil
 import signal
@@ -179,9 +180,8 @@ def test_a_job_goes_on_exactly_whatever_befalls_it(tmp_path, undisturbed):
         os.kill(job.workers()[1], signal.SIGKILL)
         assert job.end() == 75
     assert_told(job.output, 1)
-    for link in ("from b/b-0 to a/a-0: connection ", "a/a-1 to the controller: the connection "):
-        assert link in job.output
-    assert "and goes on after " in job.output
+    for link in (r"from b/b-0 to a/a-0: \d of 4 connections were", "a/a-1 to the controller: the"):
+        assert re.search(link, job.output)
     assert held
     for address in held:
         with socket.socket() as free:
