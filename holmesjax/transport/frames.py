@@ -353,7 +353,7 @@ class Channel:
                 self._silence.check()
                 if self._reconnect and self._silence.is_long and not self.has_left:
                     # The kernel may wait as long again until it sends what was lost.
-                    self._mend(TimeoutError(f"silent for {self._silence.limit_s:g} s"))
+                    self._mend(TimeoutError(f"silent for {self._silence.limit_s / 2:g} s"))
                 continue
             except OSError as error:
                 self._mend(error)

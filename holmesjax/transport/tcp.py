@@ -220,7 +220,8 @@ class TcpTransport:
             sock, theirs = self._meeting.again(peer.process.number, stream, position, left_s)
         except OSError as error:
             if isinstance(loss, TimeoutError) and loss.errno is None:
-                raise loss from None  # the other end is silent, on all connections
+                # The other end is silent, on all connections.
+                raise TimeoutError(f"silent for {self._timeouts.silence_s:g} s") from None
             raise ConnectionError(f"{loss}; {error}") from None
         with self._changed:
             lost_s = time.monotonic() - peer.lost_from_s
