@@ -273,7 +273,13 @@ def call(
     talk: Generator[Message, Message, R],
     deadline_s: float,
 ) -> Connection[R]:
-    """Makes one attempt to connect. `talk` is a `handshake.call`.
+    """Makes one attempt to connect.
+
+    Args:
+      address, port: where the other end listens.
+      source: address of this machine to connect from, where it matters which NIC is used.
+      talk: `handshake.call`.
+      deadline_s: of the monotonic clock.
 
     Raises:
       ConnectionRefusedError: nobody listens there.

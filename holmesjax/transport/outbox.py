@@ -1,6 +1,6 @@
-"""What was sent over a link, until the other end has received it: a lost connection loses nothing.
+"""Messages of a link, kept until the other end has received them: a lost connection loses nothing.
 
-Messages of a link are numbered in each direction, over all of its connections. An end that opens a
+They are numbered in each direction, over all of its connections. An end that opens a
 new connection says its `Position`: what it has received (`Again`). The other end says the same of
 itself. Each sends what comes after that. No JAX, no I/O.
 """

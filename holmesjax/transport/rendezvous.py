@@ -11,6 +11,7 @@ calls, and hangs up. A port that refuses tells both that the other process has d
 """
 
 import itertools
+import math
 import secrets
 import threading
 import time
@@ -29,6 +30,11 @@ from holmesjax.transport.admission import Admission
 from holmesjax.transport.connections import Connection
 from holmesjax.transport.outbox import CALL_S, Again, Position
 from holmesjax.transport.records import Record
+
+# Linux sends so much ahead of its acknowledgement on one connection, unless net.ipv4.tcp_wmem is
+# raised: 4 MiB.
+WINDOW_BYTES = 4 << 20
+MAX_FILLING = 32  # connections with a process because the way is long; each has two threads
 
 Book = Mapping[str, Sequence[tuple[str, int]]]  # fabric -> address and port of each NIC
 
@@ -93,7 +99,7 @@ class Rendezvous:
     look_up: Callable[[Sequence[int]], Mapping[int, Book]]  # where some processes listen
     key: bytes  # of the job
     about: Mapping[str, Any]  # what must be equal at both ends of a connection, by name
-    min_streams: int  # connections between two processes; there are more where nodes have more NICs
+    min_streams: int  # connections between two processes; more where that would not fill the link
     timeout_s: float  # for all to come
 
     def num_streams(self, peer: Process, book: Mapping[int, Book]) -> int:
@@ -105,7 +111,11 @@ class Rendezvous:
         """
         fabric = fabric_between(self.topology, self.me, peer)
         nics = (len(_nics(book[end.number], end, fabric)) for end in (peer, self.me))
-        return streams_over(self.min_streams, *nics)
+        ends = self.me.node, peer.node
+        ways = [self.topology.link(*ends), self.topology.link(*reversed(ends))]
+        rate_bytes_per_s = max(way.bandwidth_bytes_per_s for way in ways)
+        filling = streams_that_fill(rate_bytes_per_s, sum(way.latency_s for way in ways))
+        return streams_over(max(self.min_streams, filling), *nics)
 
 
 class Meeting:
@@ -400,6 +410,15 @@ def between(source: Process, target: Process) -> str:
     """Names the link from one process to another, for errors."""
     link = f"{source.cluster} -> {target.cluster}"
     return f"link {link}, from {source.name} to {target.name}"
+
+
+def streams_that_fill(rate_bytes_per_s: float, round_trip_s: float) -> int:
+    """Returns how many connections fill a link, as each has a window: `MAX_FILLING` at most.
+
+    >>> [streams_that_fill(rate * 1e9 / 8, 0.06) for rate in (0.1, 1.0, 10.0, 100.0)]
+    [1, 2, 18, 32]
+    """
+    return min(math.ceil(rate_bytes_per_s * round_trip_s / WINDOW_BYTES), MAX_FILLING)
 
 
 def streams_over(at_least: int, *nics: int) -> int:
