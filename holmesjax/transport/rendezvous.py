@@ -11,7 +11,6 @@ calls, and hangs up. A port that refuses tells both that the other process has d
 """
 
 import itertools
-import math
 import secrets
 import threading
 import time
@@ -24,17 +23,13 @@ from typing import Any
 
 from holmesjax.errors import HolmesError, PeerError, RefusedError
 from holmesjax.plan.processes import Process, fabric_between
+from holmesjax.topology import windows
 from holmesjax.topology.machines import Topology
 from holmesjax.transport import connections, handshake, records
 from holmesjax.transport.admission import Admission
 from holmesjax.transport.connections import Connection
 from holmesjax.transport.outbox import CALL_S, Again, Position
 from holmesjax.transport.records import Record
-
-# Linux sends so much ahead of its acknowledgement on one connection, unless net.ipv4.tcp_wmem is
-# raised: 4 MiB.
-WINDOW_BYTES = 4 << 20
-MAX_FILLING = 32  # connections with a process because the way is long; each has two threads
 
 Book = Mapping[str, Sequence[tuple[str, int]]]  # fabric -> address and port of each NIC
 
@@ -114,7 +109,7 @@ class Rendezvous:
         ends = self.me.node, peer.node
         ways = [self.topology.link(*ends), self.topology.link(*reversed(ends))]
         rate_bytes_per_s = max(way.bandwidth_bytes_per_s for way in ways)
-        filling = streams_that_fill(rate_bytes_per_s, sum(way.latency_s for way in ways))
+        filling = windows.streams_that_fill(rate_bytes_per_s, sum(way.latency_s for way in ways))
         return streams_over(max(self.min_streams, filling), *nics)
 
 
@@ -410,15 +405,6 @@ def between(source: Process, target: Process) -> str:
     """Names the link from one process to another, for errors."""
     link = f"{source.cluster} -> {target.cluster}"
     return f"link {link}, from {source.name} to {target.name}"
-
-
-def streams_that_fill(rate_bytes_per_s: float, round_trip_s: float) -> int:
-    """Returns how many connections fill a link, as each has a window: `MAX_FILLING` at most.
-
-    >>> [streams_that_fill(rate * 1e9 / 8, 0.06) for rate in (0.1, 1.0, 10.0, 100.0)]
-    [1, 2, 18, 32]
-    """
-    return min(math.ceil(rate_bytes_per_s * round_trip_s / WINDOW_BYTES), MAX_FILLING)
 
 
 def streams_over(at_least: int, *nics: int) -> int:
