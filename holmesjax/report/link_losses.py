@@ -44,6 +44,6 @@ def lines(records: Iterable[Mapping[str, Any]]) -> list[str]:
         counts.update(record.get("link_losses", {}))
         lost_s.update(record.get("link_lost_s", {}))
     return [
-        f"{link}: {count} connections were lost and made anew, in {lost_s[link]:.1f} s"
+        f"{link}: {count:.0f} connections were lost and made anew, in {lost_s[link]:.1f} s"
         for link, count in counts.items()
     ]

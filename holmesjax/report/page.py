@@ -362,7 +362,11 @@ def _traffic_section(records: History) -> _Section:
     if not records.entries("link_bytes"):
         return _Section("Traffic", "This run has one stage: nothing crosses between stages.")
     text = "What the stages sent each other; the links are stacked on one another."
-    text = ". ".join([text.rstrip("."), *link_losses.lines(records)]) + "."
+    of_all_steps = {
+        group: {link: np.nansum(records.of((group, link))) for link in records.entries(group)}
+        for group in ("link_losses", "link_lost_s")
+    }
+    text = ". ".join([text.rstrip("."), *link_losses.lines([of_all_steps])]) + "."
     picture = _picture("traffic", figures.link_traffic(records))
     return _Section("Traffic", text, pictures=[("", picture)])
 
