@@ -98,6 +98,7 @@ class Member:
         self._clock = ClockOffset()
         self._attempt = 0
         self._has_left = False
+        self._received = 0  # messages since it has entered
         self._heard_s = 0.0  # when the newest message came
         self.entered_s = self.went_s = 0.0
         self.error_s: list[float] = []  # of the clock at the first step, and at the end
@@ -113,7 +114,11 @@ class Member:
         self._sock.connect_ex(self._crowd.address)
         self._heard = bytearray()
         hello = MemberHello(
-            process=self._process.number, about=ABOUT, computing={}, protocol=PROTOCOL
+            process=self._process.number,
+            about=ABOUT,
+            computing={},
+            protocol=PROTOCOL,
+            session=self._process.name,
         )
         accept = lambda hello: None
         self._talk = handshake.call(KEY, hello, ControllerHello, accept, self._process.name)
@@ -150,6 +155,7 @@ class Member:
             message = json.loads(self._heard[size : size + length])
             del self._heard[: size + length]
             self._heard_s = heard_s
+            self._received += self._has_entered
             self._take(message)
 
     def _say(
@@ -198,7 +204,8 @@ class Member:
         if not self._has_left:
             # The lateness of a process with a thousand members is not that of a member.
             asked_s = lambda: time.perf_counter() - self._crowd.half_s + self._ahead_s
-            self._say(lambda: records.encode(AskClock(asked_s=asked_s())))
+            standing = lambda: Standing(received=self._received)
+            self._say(lambda: encode_of_member(AskClock(asked_s=asked_s()), standing()))
             pause_s = random.uniform(0.0, CLOCK_PAUSE_S) if left > 0 else SILENCE_S / BEATS
             self._crowd.after(pause_s, lambda: self._ask_time(left - 1))
 

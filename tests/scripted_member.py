@@ -184,7 +184,8 @@ def main(run_dir, script, env, output):
                 act("save", step)
             act("done", step)
         elif what == "hang up":
-            member.close()
+            member._closed.set()
+            member._link.close()
         elif what == "sleep":
             time.sleep(arguments[0])
         elif what == "done":

@@ -99,7 +99,8 @@ class DistributedConfig:
     """The processes of a run with a launcher, and how long they wait for each other."""
 
     processes: Literal["node", "device"] = "node"  # a process for each node, or for each device
-    # Connections between two processes; more if that many do not reach all NICs.
+    # Connections between two processes; more if that many do not reach all NICs, or do not fill a
+    # long link with windows of 4 MiB.
     streams: Streams = 4
     # Port of the first stage's coordinator; each further stage has the next port. 0: free ports.
     port: Port = 0

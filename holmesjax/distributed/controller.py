@@ -4,15 +4,15 @@ A `member` is the other end, and `messages` has the records that both send. A me
 also says what the member does, and what it waits for.
 
 The controller runs in the launcher. It needs no JAX, and carries scalars and words only: arrays go
-from process to process (`tcp`). An end that hears nothing for the heartbeat timeout, or whose
-connection closes, knows that the other is gone.
+from process to process (`tcp`). An end that hears nothing for the heartbeat timeout knows that the
+other is gone. A connection that is lost while both live is made anew (`seats`, `member_link`).
 """
 
 import queue
+import secrets
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, get_args
 
 from holmesjax.distributed.messages import (
@@ -23,6 +23,7 @@ from holmesjax.distributed.messages import (
     AskBeat,
     AskClock,
     Beat,
+    Bye,
     ClockReading,
     Compiled,
     ControllerHello,
@@ -44,16 +45,18 @@ from holmesjax.distributed.messages import (
     Warned,
     decode_of_member,
 )
+from holmesjax.distributed.seats import Seat
 from holmesjax.errors import HolmesError
 from holmesjax.hosts import computing
 from holmesjax.plan.processes import Process
 from holmesjax.runtime.step_timeout import Progress, Work
 from holmesjax.transport import connections
 from holmesjax.transport.admission import Admission
-from holmesjax.transport.connection_loop import ConnectionLoop, LoopConnection
+from holmesjax.transport.connection_loop import ConnectionLoop, LoopConnection, SilentError
 from holmesjax.transport.connections import Connection
 from holmesjax.transport.records import Message, Record, encode
 
+LOOK_S = 0.5  # between two looks for members that do not come back
 NOBODY = -1  # no process of the job
 
 
@@ -65,23 +68,6 @@ def differences(about: Mapping[str, Any], theirs: Mapping[str, Any]) -> str | No
     """
     differ = [name for name in about if theirs.get(name) != about[name]]
     return ", ".join(f"its {n} is {theirs.get(n)}, not {about[n]}" for n in differ) or None
-
-
-@dataclass
-class _Seat:
-    """The controller's record of one member."""
-
-    process: Process
-    connection: LoopConnection | None = None
-    status: str = "had not come"
-    work: Work = "step"
-    step: int = 0  # that it is at, or has validated or saved after
-    num_begun: int = 0  # steps, batches of validation and checkpoints
-    num_done: int = 0  # programs and layers, before the first step
-    addresses: dict[str, Any] | None = None
-    unproven: str | None = None  # what the attention kernels lack on its host
-    answered: int = 0  # the number of the last question that it has answered
-    waits_in: str = ""  # the function of JAX in which its main thread waited then, if it did
 
 
 class Controller:
@@ -114,7 +100,8 @@ class Controller:
         allow: Collection[str] = (),
     ):
         self.events: queue.Queue[ProcessEvent] = queue.Queue()
-        self._seats = [_Seat(process) for process in processes]
+        self._session = secrets.token_hex(8)
+        self._seats = [Seat(process) for process in processes]
         self._num_stages = 1 + max(process.stage for process in processes)
         self._about = {**about, "protocol": PROTOCOL}
         self._resume, self._timeout_s = resume, heartbeat_timeout_s
@@ -128,12 +115,12 @@ class Controller:
         self._closed = threading.Event()
         sock = connections.listen(address, port)
         self.address = connections.address_of(sock)
-        self._seat_of: dict[LoopConnection, _Seat] = {}
+        self._seat_of: dict[LoopConnection, Seat] = {}
         self._loop = ConnectionLoop(self._hear_connection, self._lose, heartbeat_timeout_s)
         self._admission = Admission(
             sock,
             key=key,
-            hello=ControllerHello(),
+            hello=ControllerHello(session=self._session),
             expected=MemberHello,
             check=self._check,
             enter=self._enter,
@@ -159,12 +146,10 @@ class Controller:
     def broadcast(self, record: Record) -> None:
         data = connections.pack(encode(record))
         for seat in self._seats:
-            if seat.connection:
-                seat.connection.send(data)
+            seat.send(data)
 
     def send(self, process: int, record: Record) -> None:
-        if connection := self._seats[process].connection:
-            connection.send(connections.pack(encode(record)))
+        self._seats[process].send(connections.pack(encode(record)))
 
     def ask(self, *, stacks: bool = False) -> int:
         """Asks all members for a sign of life; returns the number of the question."""
@@ -173,7 +158,7 @@ class Controller:
         return self._num_asked
 
     def unanswered(self, question: int) -> set[int]:
-        """Returns the connected members that have not answered a question yet.
+        """Returns the members that have not answered a question yet, and may still do so.
 
         Those that have missed two heartbeats are not among them, but among `overdue`.
         """
@@ -181,7 +166,7 @@ class Controller:
         return {
             seat.process.number
             for seat in self._seats
-            if _open_connection(seat) is not None
+            if seat.is_here
             and not self.has_answered(seat.process.number, question)
             and seat.process.number not in overdue
         }
@@ -220,7 +205,8 @@ class Controller:
         return {
             seat.process.number: now_s - connection.heard_s
             for seat in self._seats
-            if (connection := _open_connection(seat)) is not None
+            if seat.is_open
+            and (connection := seat.connection) is not None
             and now_s - connection.heard_s > 2 * self._timeout_s / BEATS
         }
 
@@ -230,10 +216,13 @@ class Controller:
             return f"the job has {len(self._seats)} processes, and it is number {number}"
         seat = self._seats[number]
         reason = differences(self._about, {**hello.about, "protocol": hello.protocol})
-        if reason is None and seat.connection is not None:
+        is_new = hello.again is None
+        if reason is None and not is_new:
+            reason = seat.refuses(hello, self._session)
+        elif reason is None and seat.connection is not None:
             reason = f"number {number}, {seat.process.name}, is here already"
         unlike: list[str] = []
-        if reason is None:
+        if reason is None and is_new:
             reason, unlike = self._unlike(hello)
         if reason is not None:
             refused = Refused(reason=reason, unlike=tuple(unlike))
@@ -258,26 +247,51 @@ class Controller:
 
     def _enter(self, connection: Connection[MemberHello]) -> None:
         seat = self._seats[connection.hello.process]
-        if seat.connection is not None:  # two have come at once
-            connection.close()
+        if connection.hello.again is not None:
+            self._go_on(seat, connection)
             return
-        seat.status, seat.answered = "was starting", self._num_asked  # before it came
+        with seat.lock:
+            if seat.connection is not None:  # two have come at once
+                connection.close()
+                return
+            seat.status, seat.answered = "was starting", self._num_asked  # before it came
+            seat.session = connection.hello.session
+            seat.connection = LoopConnection(connection)
+            self._seat_of[seat.connection] = seat
         self._progress.note()
-        seat.connection = LoopConnection(connection)
-        self._seat_of[seat.connection] = seat
         self._loop.add(seat.connection)
 
-    def _lose(self, connection: LoopConnection, error: Exception) -> None:
-        silence = Silent(silent_s=self._timeout_s)
-        self._note(self._seat_of[connection], silence if _is_silence(error) else Lost())
+    def _go_on(self, seat: Seat, connection: Connection[MemberHello]) -> None:
+        """Goes on with a member that has lost its connection."""
+        with seat.lock:
+            new = seat.go_on(connection)
+            if new is None:
+                connection.close()
+                return
+            self._seat_of[new] = seat
+        self._loop.add(new)
 
-    def _note(self, seat: _Seat, record: Record) -> None:
+    def _lose(self, connection: LoopConnection, error: Exception) -> None:
+        seat = self._seat_of.pop(connection)
+        if isinstance(error, SilentError):
+            self._note(seat, Silent(silent_s=self._timeout_s))
+        elif seat.lose(connection, error, self._timeout_s):
+            self._note(seat, Lost())
+
+    def _note(self, seat: Seat, record: Record) -> None:
         self.events.put(ProcessEvent(seat.process.number, record))
 
     def _hear_connection(self, connection: LoopConnection, message: Message) -> None:
-        self._hear(self._seat_of[connection], *decode_of_member(message))
+        seat = self._seat_of[connection]
+        record, standing = decode_of_member(message)
+        with seat.lock:
+            if connection is not seat.connection:
+                return  # it sends this again over its new connection
+            seat.received += 1
+            seat.outbox.received(standing.received)
+        self._hear(seat, record, standing)
 
-    def _hear(self, seat: _Seat, record: Record, standing: Standing) -> None:
+    def _hear(self, seat: Seat, record: Record, standing: Standing) -> None:
         if standing.status is not None:
             seat.status = standing.status
         if standing.num_begun > seat.num_begun:
@@ -299,7 +313,9 @@ class Controller:
                 found = [[number, self._addresses(number)["data"]] for number in record.of]
                 self.send(seat.process.number, Addresses(found=found))
             case AskClock():
-                answer = ClockReading(asked_s=record.asked_s, now_s=time.perf_counter())
+                answer = ClockReading(
+                    asked_s=record.asked_s, now_s=time.perf_counter(), received=seat.received
+                )
                 self.send(seat.process.number, answer)
             case Vote():
                 self._count_vote(seat, record.step)
@@ -309,6 +325,8 @@ class Controller:
             case Beat():
                 if record.answers is not None:
                     seat.answered, seat.waits_in = record.answers, record.waits_in
+            case Bye():
+                seat.has_left = True
             case _:
                 self._note(seat, record)
 
@@ -317,7 +335,7 @@ class Controller:
         assert found is not None, f"process {process} has not said where it listens"
         return found
 
-    def _count_vote(self, seat: _Seat, step: int) -> None:
+    def _count_vote(self, seat: Seat, step: int) -> None:
         votes = self._votes.setdefault(step, set())
         votes.add(seat.process.stage)
         if len(votes) == self._num_stages:
@@ -349,18 +367,22 @@ class Controller:
             for stage, coordinator in coordinators.items()
         }
         for seat in self._seats:
-            if seat.connection:
-                seat.connection.send(words[seat.process.stage])
+            seat.send(words[seat.process.stage])
+
+    def _heartbeat(self) -> Heartbeat:
+        progress = self._progress
+        return Heartbeat(num_noted=progress.num_noted, limit_s=progress.limit_s)
 
     def _keep(self) -> None:
-        while not self._closed.wait(self._timeout_s / BEATS):
-            progress = self._progress
-            self.broadcast(Heartbeat(num_noted=progress.num_noted, limit_s=progress.limit_s))
-
-
-def _open_connection(seat: _Seat) -> LoopConnection | None:
-    return None if seat.connection is None or seat.connection.is_over else seat.connection
-
-
-def _is_silence(error: Exception) -> bool:
-    return isinstance(error, TimeoutError)
+        beat_s = self._timeout_s / BEATS
+        next_s = time.perf_counter() + beat_s
+        while not self._closed.wait(min(LOOK_S, max(next_s - time.perf_counter(), 0.0))):
+            for seat in self._seats:
+                if seat.is_overdue():
+                    self._note(seat, Lost())
+                if seat.is_back:  # it may have heard nothing for long
+                    seat.is_back = False
+                    seat.send(connections.pack(encode(self._heartbeat())))
+            if time.perf_counter() >= next_s:
+                self.broadcast(self._heartbeat())
+                next_s = time.perf_counter() + beat_s

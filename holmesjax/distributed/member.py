@@ -5,6 +5,7 @@ import dataclasses
 import math
 import queue
 import random
+import secrets
 import threading
 import time
 from collections import deque
@@ -13,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from holmesjax import hung_main_thread
+from holmesjax.distributed.member_link import MemberLink
 from holmesjax.distributed.messages import (
     BEATS,
     FROM_CONTROLLER,
@@ -23,9 +25,9 @@ from holmesjax.distributed.messages import (
     AskClock,
     AskFiles,
     Beat,
+    Bye,
     ClockReading,
     Compiled,
-    ControllerHello,
     Files,
     Heartbeat,
     MemberHello,
@@ -38,7 +40,6 @@ from holmesjax.distributed.messages import (
 from holmesjax.errors import HolmesError, PeerError
 from holmesjax.plan.processes import Process
 from holmesjax.runtime.step_timeout import Work
-from holmesjax.transport import connections
 from holmesjax.transport.records import R, Record, decode
 
 CLOCKS = 16  # questions for the time that count
@@ -106,7 +107,7 @@ class Member:
     clock: "ClockOffset" = field(default_factory=lambda: ClockOffset())
 
     def __post_init__(self) -> None:
-        self._connection = connections.connect(
+        self._link = MemberLink(
             self.address,
             self.port,
             key=self.key,
@@ -115,21 +116,23 @@ class Member:
                 about=dict(self.about),
                 computing=dict(self.computing),
                 protocol=PROTOCOL,
+                session=secrets.token_hex(8),
             ),
-            expected=ControllerHello,
-            check=lambda hello: None,
             where=f"{self.process.name} to the controller",
-            timeout_s=self.start_timeout_s,
+            timeout_s=self.timeout_s,
+            start_timeout_s=self.start_timeout_s,
         )
-        self._connection.sock.settimeout(self.timeout_s)
         self._closed = threading.Event()
         self.is_over = threading.Event()  # nothing more is heard of the controller
         for run in (self._listen, self._beat):
             threading.Thread(target=run, name="member", daemon=True).start()
 
     def close(self) -> None:
-        self._closed.set()
-        self._connection.close()
+        if not self._closed.is_set():
+            self._closed.set()
+            with contextlib.suppress(OSError):  # it has closed first
+                self.send(Bye())
+            self._link.close()
 
     def status(self, text: str) -> None:
         """Notes what this process waits for; each message carries it."""
@@ -138,7 +141,7 @@ class Member:
     def send(self, record: Record) -> None:
         """Sends a record with this process's standing. Raises OSError if the controller is gone."""
         standing = dataclasses.replace(self._standing, status=self._status)
-        self._connection.send(encode_of_member(record, standing))
+        self._link.send(encode_of_member(record, standing))
 
     def begin(self, work: Work, step: int) -> None:
         """Reports at once what this process begins."""
@@ -227,16 +230,15 @@ class Member:
     def _listen(self) -> None:
         while True:
             try:
-                record = decode(self._connection.receive(), FROM_CONTROLLER)
+                record = decode(self._link.receive(), FROM_CONTROLLER)
             except (OSError, ValueError) as error:
                 self.is_over.set()
                 if not self._closed.is_set():
-                    silent = isinstance(error, TimeoutError)
                     self.on_loss(
                         PeerError(
                             f"{self.process.name} to the controller",
                             "the process that started this job is gone",
-                            found=f"silent for {self.timeout_s:g} s" if silent else str(error),
+                            found=str(error),
                             fix="start the job again: it resumes from the last checkpoint",
                         )
                     )
@@ -258,6 +260,7 @@ class Member:
                 )
                 return False
             case ClockReading():
+                self._link.delivered(record.received)
                 self.clock.hear(record.asked_s, record.now_s, time.perf_counter())
             case AskFiles():
                 files = self._files[record.first : record.first + record.count]

@@ -9,10 +9,11 @@ from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
 from holmesjax.runtime.step_timeout import Work
+from holmesjax.transport.outbox import Again
 from holmesjax.transport.records import Message, Record, by_kind, decode, encode, make
 
 BEATS = 4  # heartbeats in the time that an end may be silent
-PROTOCOL = 8
+PROTOCOL = 9
 
 
 # ---- hellos --------------------------------------------------------------------------------------
@@ -27,13 +28,19 @@ class MemberHello(Record):
     about: dict[str, Any]  # its plan, settings and versions, by name
     computing: dict[str, str]  # `computing.facts`
     protocol: int
+    session: str  # of this process, until its end
+    again: Again | None = None  # where a lost connection is made anew
 
 
 @dataclass(frozen=True, kw_only=True)
 class ControllerHello(Record):
-    """The hello of the controller."""
+    """The hello of the controller.
+
+    To a member that has lost its connection it says first what it has received: a `Position`.
+    """
 
     kind = "controller"
+    session: str  # of this start of the job
 
 
 # ---- member -> controller ------------------------------------------------------------------------
@@ -49,6 +56,7 @@ class Standing(Record):
     at_step: int = 0
     num_begun: int = 0  # steps, batches of validation and checkpoints
     num_done: int = 0  # programs and layers, before the first step
+    received: int = 0  # messages from the controller
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -198,6 +206,13 @@ class Beat(Record):
     waits_in: str = ""  # the function of JAX in which its main thread waits for others, if it does
 
 
+@dataclass(frozen=True, kw_only=True)
+class Bye(Record):
+    """A member closes its connection."""
+
+    kind = "bye"
+
+
 # ---- controller -> member ------------------------------------------------------------------------
 
 
@@ -241,6 +256,7 @@ class ClockReading(Record):
     kind = "clock"
     asked_s: float
     now_s: float
+    received: int  # messages from this member
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -326,7 +342,7 @@ class Exit(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class Lost(Record):
-    """The connection of a member has closed."""
+    """A member has closed its connection, or has lost it and does not come back."""
 
     kind = "lost"
 
@@ -366,7 +382,7 @@ class ProcessEvent(NamedTuple):
 # fmt: off
 FROM_MEMBER = by_kind(
     Ready, Compiled, Files, Up, Vote, Measurements, Saved, Unsaved, Failed, Stop, Done,
-    AskAddresses, AskClock, Beat, TextPiece, Continued,
+    AskAddresses, AskClock, Beat, Bye, TextPiece, Continued,
 )
 FROM_CONTROLLER = by_kind(
     JobStart, Addresses, ClockReading, AskFiles, Go, Mistake, Verdict, AskBeat, AllDone, Heartbeat,

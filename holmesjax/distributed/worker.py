@@ -67,7 +67,7 @@ from holmesjax.transport import connections
 from holmesjax.transport.crossings import Crossing
 from holmesjax.transport.records import Record
 from holmesjax.transport.rendezvous import Book, Ports, Rendezvous, nic
-from holmesjax.transport.tcp import TcpTransport, Timeouts
+from holmesjax.transport.tcp import LinkLoss, TcpTransport, Timeouts
 
 
 def work(
@@ -134,6 +134,7 @@ class Worker:
             on_loss=self._give_up,
         )
         self._step, self._stopping = 0, False
+        self._tcp: TcpTransport | None = None  # where there are several stages
         self._held_port: socket.socket | None = None  # of the coordinator, until it listens
 
     def run(self) -> int:
@@ -237,7 +238,7 @@ class Worker:
                         lease.fence(job.run_dir, int(epoch) if epoch else None),
                     )
                 ),
-                tell=_Reporter(member),
+                tell=_Reporter(member, self._take_losses),
                 is_stopping=lambda: self._stopping,
                 is_saving=self._decide,
                 begins=self._begins,
@@ -334,7 +335,7 @@ class Worker:
             whole = compile_whole_step(stages[0], evaluates=evaluates, compiled=member.advance)
             return OneStage(whole)
         # First, while all are as far: some compile for longer than a neighbour would wait.
-        transport = self._connect(crossings(stages[0]), stages[0].mesh, ports)
+        self._tcp = transport = self._connect(crossings(stages[0]), stages[0].mesh, ports)
         member.status("was compiling")
         programs = compile_stages(stages, member.advance)
         return Pipeline(self._job.plan, programs, transport, self._waits_for)
@@ -361,6 +362,9 @@ class Worker:
             timeouts=Timeouts(self._config.silence_s, self._config.pull_timeout_s),
             on_failure=self._give_up,
         )
+
+    def _take_losses(self) -> dict[str, LinkLoss]:
+        return self._tcp.take_losses() if self._tcp else {}
 
     def _begins(self, work: Work, step: int) -> None:
         if work == "step":
@@ -423,8 +427,8 @@ def _described(error: BaseException) -> Failed:
 class _Reporter:
     """Reports steps to the controller, on its clock; one process reports the tasks of a stage."""
 
-    def __init__(self, member: Member):
-        self._member = member
+    def __init__(self, member: Member, take_losses: Callable[[], dict[str, LinkLoss]] = lambda: {}):
+        self._member, self._take_losses = member, take_losses
 
     def __call__(self, report: ProcessStep) -> None:
         leads, offset_s = self._member.process.leads, self._member.clock.offset_s
@@ -432,4 +436,8 @@ class _Reporter:
             interval._replace(start_s=interval.start_s + offset_s, end_s=interval.end_s + offset_s)
             for interval in (report["intervals"] if leads else ())
         ]
-        self._member.send(Measurements(measured={**report, "intervals": intervals}))
+        measured = {**report, "intervals": intervals}
+        if losses := self._take_losses():
+            measured["link_losses"] = {link: loss.connections for link, loss in losses.items()}
+            measured["link_lost_s"] = {link: loss.lost_s for link, loss in losses.items()}
+        self._member.send(Measurements(measured=measured))

@@ -167,6 +167,7 @@ class _Agent:
             folder=_look_at(Path(question.folder), question.marker),
             max_open_files=_limit(resource.RLIMIT_NOFILE),
             max_locked_bytes=_limit(resource.RLIMIT_MEMLOCK),
+            max_window_bytes=_max_window_bytes(),
             gpus=[gpu.name for gpu in host.gpus],
             drivers=sorted({gpu.driver for gpu in host.gpus}),
             nics=[
@@ -326,6 +327,17 @@ def _resolve(name: str) -> str | None:
     try:
         return socket.gethostbyname(name)
     except OSError:
+        return None
+
+
+def _max_window_bytes() -> int | None:
+    """Returns the smaller one of the largest buffers for sending and for receiving."""
+    try:
+        texts = [
+            Path(f"/proc/sys/net/ipv4/{name}").read_text() for name in ("tcp_wmem", "tcp_rmem")
+        ]
+        return min(int(text.split()[-1]) for text in texts)
+    except (OSError, ValueError, IndexError):
         return None
 
 

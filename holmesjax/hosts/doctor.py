@@ -5,6 +5,7 @@ the check, the nodes and the result. If something is wrong, it says what to do.
 """
 
 import ipaddress
+import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ from typing import Literal
 
 from holmesjax import units
 from holmesjax.hosts.questions import KernelFacts, NicFacts, NoAnswer, NodeFacts
+from holmesjax.topology import windows
 from holmesjax.topology.fabrics import FABRICS
 from holmesjax.topology.machines import Node, Topology
 
@@ -52,6 +54,7 @@ def findings(
         *_versions(facts),
         _clocks(facts),
         _open_files(facts),
+        _windows(topology, facts),
         _mtus(topology, facts),
         _run_folder(facts, needed_bytes),
     ]
@@ -120,6 +123,27 @@ def _open_files(facts: Mapping[str, NodeFacts]) -> Finding:
     # Processes raise the soft limit themselves.
     fix = f"ulimit -Hn {MIN_FILES}, or LimitNOFILE= where a service starts the processes"
     return _judge("open files", bad, level="warning", good="enough", fix=fix)
+
+
+def _windows(topology: Topology, facts: Mapping[str, NodeFacts]) -> Finding:
+    """Compares what a connection may send ahead with what fills the longest link of its cluster."""
+    needed = {cluster.name: 0.0 for cluster in topology.clusters}
+    for (one, other), link in topology.links.items():
+        round_trip_s = link.latency_s + topology.links[other, one].latency_s
+        streams = windows.streams_that_fill(link.bandwidth_bytes_per_s, round_trip_s)
+        share = link.bandwidth_bytes_per_s * round_trip_s / max(streams, 1)
+        needed[one], needed[other] = max(needed[one], share), max(needed[other], share)
+    bad = {}
+    for node, fact in facts.items():
+        window, least = fact.max_window_bytes, needed[topology.cluster_of(node).name]
+        if window is not None and window < least:
+            bad[node] = f"at most {units.show(window, 'B')}, {units.show(least, 'B')} needed"
+    most = math.ceil(2 * max(needed.values()))  # half of a buffer for receiving is for packets
+    fix = (
+        f"sysctl -w net.ipv4.tcp_wmem='4096 65536 {most}' net.ipv4.tcp_rmem='4096 131072 {most}' "
+        "lets each connection send as much ahead as its link needs"
+    )
+    return _judge("long links", bad, level="warning", good="windows can fill them", fix=fix)
 
 
 def _locked_memory(topology: Topology, facts: Mapping[str, NodeFacts]) -> Finding:

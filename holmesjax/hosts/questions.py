@@ -89,6 +89,8 @@ class NodeFacts(Record):
     folder: FolderFacts
     max_open_files: int | None  # None: no limit
     max_locked_bytes: int | None  # None: no limit
+    # The most that one TCP connection may have on its way; None: the system does not say.
+    max_window_bytes: int | None
     gpus: list[str]
     drivers: list[str]
     nics: list[NicFacts]

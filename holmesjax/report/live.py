@@ -18,7 +18,7 @@ from holmesjax import job as jobs, lease
 from holmesjax.checkpoints.commit_alarm import FIELD
 from holmesjax.config import Config
 from holmesjax.plan.plan import Plan, layers_text
-from holmesjax.report import metrics
+from holmesjax.report import link_losses, metrics
 from holmesjax.report.console import validation_losses
 from holmesjax.units import duration, show
 
@@ -90,6 +90,7 @@ def describe(
     shown.append(Text(sparkline([record["loss"] for record in records], WIDTH)))
     if plan is not None and len(plan.stages) > 1:
         shown += [Text(""), _stages(plan, recent), Text(""), _links(recent, middle("step_time_s"))]
+        shown += [Text(line) for line in link_losses.lines(records)]
     return shown
 
 

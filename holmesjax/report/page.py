@@ -30,7 +30,16 @@ from holmesjax.hosts.process_environment import die_with
 from holmesjax.lab import scaled_topology
 from holmesjax.plan import forecast
 from holmesjax.plan.plan import Plan, StagePlan, layers_text
-from holmesjax.report import figures, goodput, history, mesh_picture, metrics, style, trace
+from holmesjax.report import (
+    figures,
+    goodput,
+    history,
+    link_losses,
+    mesh_picture,
+    metrics,
+    style,
+    trace,
+)
 from holmesjax.report.history import History
 from holmesjax.topology import loading
 from holmesjax.topology.machines import Topology
@@ -363,6 +372,11 @@ def _traffic_section(records: History) -> _Section:
     if not records.entries("link_bytes"):
         return _Section("Traffic", "This run has one stage: nothing crosses between stages.")
     text = "What the stages sent each other; the links are stacked on one another."
+    of_all_steps = {
+        group: {link: np.nansum(records.of((group, link))) for link in records.entries(group)}
+        for group in ("link_losses", "link_lost_s")
+    }
+    text = ". ".join([text.rstrip("."), *link_losses.lines([of_all_steps])]) + "."
     picture = _picture("traffic", figures.link_traffic(records))
     return _Section("Traffic", text, pictures=[("", picture)])
 

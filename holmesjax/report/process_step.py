@@ -5,6 +5,8 @@ Its entries:
     step           optimizer steps done
     intervals      its tasks, as `timeline.Interval`
     link_bytes     what it received, by link
+    link_losses    connections of each link that were lost and made anew, where there were any
+    link_lost_s    for which one of them was lost, at most
     step_time_s    since the step before; the mean of steps whose ends were seen at once
     input_wait_s   until its batch was there
     validation_s   of the validation behind the step, where there is one

@@ -19,6 +19,7 @@ from holmesjax.errors import LostLeaseError
 from holmesjax.helper_process import StoppedError, run_module
 from holmesjax.lease import Lease
 from holmesjax.plan import mfu
+from holmesjax.report import link_losses
 from holmesjax.report.console import Console
 from holmesjax.report.goodput import WallTime, goodput, rows
 from holmesjax.report.metrics import Metrics, read_last
@@ -208,6 +209,7 @@ class Recorder:
             record["validation_bytes"] = _sum_by_link(
                 report["validation_bytes"] for report in reports
             )
+        record |= link_losses.of_step(reports)
         if self._on_step:
             record |= self._on_step(record)
         self.tasks = [interval._asdict() for interval in intervals]

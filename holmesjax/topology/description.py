@@ -6,6 +6,7 @@ from dataclasses import replace
 from itertools import combinations, groupby
 
 from holmesjax import units
+from holmesjax.topology import windows
 from holmesjax.topology.machines import Cluster, Link, Measured, Node, Topology
 
 
@@ -26,6 +27,14 @@ def describe(topology: Topology) -> list[str]:
             lines.append(f"  {a} <-> {b}: {_link_text(there)} each way")
         else:
             lines += [f"  {a} -> {b}: {_link_text(there)}", f"  {b} -> {a}: {_link_text(back)}"]
+        round_trip_s = there.latency_s + back.latency_s
+        carried = windows.most_bytes_per_s(round_trip_s)
+        if carried < max(there.bandwidth_bytes_per_s, back.bandwidth_bytes_per_s):
+            lines.append(
+                f"  {a} <-> {b}: a process sends at most {units.show(carried, 'b/s')}, in "
+                f"{windows.MAX_FILLING} connections of {units.show(windows.WINDOW_BYTES, 'B')} a "
+                f"round trip of {units.show(round_trip_s, 's')}"
+            )
     if topology.measured is not None:
         lines.append(_measured_line(topology, topology.measured))
     return lines

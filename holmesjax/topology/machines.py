@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from holmesjax.topology import catalogue, file as topology_file
+from holmesjax.topology import catalogue, file as topology_file, windows
 from holmesjax.topology.calibration import UNKNOWN, Calibration, Product
 from holmesjax.topology.fabrics import FABRICS, Fabric
 
@@ -200,8 +200,10 @@ class Topology:
         if self.measured and (node_a, node_b) in self.measured.pairs:
             return link  # measured as boundaries are sent
         ends = (self.cluster_of(node).name for node in (node_a, node_b))
+        round_trip_s = link.latency_s + self.link(node_b, node_a).latency_s
         most = processes * min(map(self.transport_bytes_per_s, ends))
-        return replace(link, bandwidth_bytes_per_s=min(link.bandwidth_bytes_per_s, most))
+        windowed = processes * windows.most_bytes_per_s(round_trip_s)
+        return replace(link, bandwidth_bytes_per_s=min(link.bandwidth_bytes_per_s, most, windowed))
 
     @property
     def pipes(self) -> list[tuple[str, str]]:

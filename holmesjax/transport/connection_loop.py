@@ -20,6 +20,10 @@ from holmesjax.transport.records import Message
 CLOSE_S = 1.0  # for the last words to go
 
 
+class SilentError(Exception):
+    """A connection has said or taken nothing for too long."""
+
+
 class LoopConnection:
     """A connection of the loop."""
 
@@ -97,7 +101,7 @@ class ConnectionLoop:
 
     Args:
       hear: takes each message, on the thread of the loop.
-      lose: told once, there, that a connection has ended, or is silent (a TimeoutError).
+      lose: told once, there, that a connection has ended, or is silent (a SilentError).
       silence_s: how long one may say nothing, or take nothing that is sent.
     """
 
@@ -197,7 +201,7 @@ class ConnectionLoop:
             if now_s - since_s > self._silence_s:
                 self._forget(connection)
                 self._silent[connection] = None  # it may still hear
-                self._lose(connection, TimeoutError(f"silent for {self._silence_s:g} s"))
+                self._lose(connection, SilentError(f"silent for {self._silence_s:g} s"))
 
     def _forget(self, connection: LoopConnection) -> None:
         del self._connections[connection]

@@ -224,7 +224,7 @@ def connect(
     for attempt in itertools.count():
         talk = handshake.call(key, hello, expected, check, where)
         try:
-            return _call(address, port, source, talk, deadline_s)
+            return call(address, port, source=source, talk=talk, deadline_s=deadline_s)
         except (OSError, ValueError, RecursionError) as error:
             heard = str(error) or type(error).__name__
             if is_stranger := not isinstance(error, OSError):
@@ -265,14 +265,28 @@ def _unanswered(where: str, place: str, timeout_s: float, heard: str, stranger: 
     )
 
 
-def _call(
+def call(
     address: str,
     port: int,
-    source: str | None,
+    *,
+    source: str | None = None,
     talk: Generator[Message, Message, R],
     deadline_s: float,
 ) -> Connection[R]:
-    """One attempt. Raises OSError where nobody answers, ValueError where it is a stranger."""
+    """Makes one attempt to connect.
+
+    Args:
+      address, port: where the other end listens.
+      source: address of this machine to connect from, where it matters which NIC is used.
+      talk: `handshake.call`.
+      deadline_s: of the monotonic clock.
+
+    Raises:
+      ConnectionRefusedError: nobody listens there.
+      OSError: nobody answers before the deadline.
+      ValueError, RecursionError: it is a stranger.
+      RefusedError: one of the two ends refuses the other, and both hold the key.
+    """
     sock = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     try:
         sock.settimeout(max(deadline_s - time.monotonic(), 0.01))

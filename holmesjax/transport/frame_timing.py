@@ -71,7 +71,7 @@ class Sender:
     def landed(self, channel: Channel, frame: Frame) -> None:
         raise AssertionError("nothing lands here")
 
-    def sent(self, channel: Channel, frame: Frame) -> None:
+    def delivered(self, channel: Channel, frame: Frame) -> None:
         self._moved_s = time.monotonic()
 
     def left(self, channel: Channel) -> None:
@@ -122,7 +122,7 @@ class Receiver:
         if is_whole:
             channel.send(Frame(FrameKind.PULL, step=frame.step + 1))
 
-    def sent(self, channel: Channel, frame: Frame) -> None:
+    def delivered(self, channel: Channel, frame: Frame) -> None:
         pass
 
     def left(self, channel: Channel) -> None:

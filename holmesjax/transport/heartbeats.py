@@ -28,3 +28,13 @@ class Silence:
         """Raises TimeoutError once the silence has lasted for its limit."""
         if time.monotonic() - self.heard_s >= self.limit_s:
             raise TimeoutError(f"silent for {self.limit_s:g} s")
+
+    @property
+    def is_long(self) -> bool:
+        """Whether half of the limit has passed: two pings have not come."""
+        return self.left_s <= self.limit_s / 2
+
+    @property
+    def left_s(self) -> float:
+        """Seconds until the silence has lasted for its limit."""
+        return self.heard_s + self.limit_s - time.monotonic()

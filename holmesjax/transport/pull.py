@@ -1,6 +1,6 @@
 """The pull protocol: who asks for which array when, and what has been delivered. No JAX, no I/O.
 
-    source: offer, ready -> answer what was asked for, before or since -> sent -> delivered
+    source: offer, ready -> answer what was asked for, before or since -> delivered
     target: expect -> ask, a few arrays ahead -> every part lands once -> arrive -> take
 
 Methods change the state, and return what the byte mover (`tcp`) does next. They send nothing, wait
@@ -110,8 +110,8 @@ class Source:
             where = (traffic.index, key.step, key.microbatch, piece)
             yield Frame(FrameKind.DATA, *where, offset, length)
 
-    def sent(self, frame: Frame) -> Key | None:
-        """Counts a DATA frame that was sent; returns the array if all of it is sent now."""
+    def delivered(self, frame: Frame) -> Key | None:
+        """Counts a DATA frame that was received; returns the array if all of it is there now."""
         key = Key(self._by_index[frame.crossing].name, frame.step, frame.microbatch)
         left = self._offers[key].left
         left[frame.piece] -= frame.length

@@ -1,24 +1,34 @@
-"""Connects a process with those that it shares something with.
+"""Connects a process with those that it shares something with, and connects them again.
 
 The process with the lower number calls the other. The two open several connections, over the
 network of their link, so that every NIC of both nodes carries some.
+
+A connection that is lost while both processes live is made anew in the same way. The hello of such
+a call names the session of the process that is called: a process that has started again is another
+one. It also says how much the caller has received; the first message of the other end says the
+same of itself. If the process that does not call has lost a connection, it asks to be called: it
+calls, and hangs up. A port that refuses tells both that the other process has died.
 """
 
 import itertools
+import secrets
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from socket import socket
 from typing import Any
 
-from holmesjax.errors import HolmesError, PeerError
+from holmesjax.errors import HolmesError, PeerError, RefusedError
 from holmesjax.plan.processes import Process, fabric_between
+from holmesjax.topology import windows
 from holmesjax.topology.machines import Topology
-from holmesjax.transport import connections
+from holmesjax.transport import connections, handshake, records
 from holmesjax.transport.admission import Admission
 from holmesjax.transport.connections import Connection
+from holmesjax.transport.outbox import CALL_S, Again, Position
 from holmesjax.transport.records import Record
 
 Book = Mapping[str, Sequence[tuple[str, int]]]  # fabric -> address and port of each NIC
@@ -26,14 +36,20 @@ Book = Mapping[str, Sequence[tuple[str, int]]]  # fabric -> address and port of 
 
 @dataclass(frozen=True, kw_only=True)
 class NeighbourHello(Record):
-    """The hello of a process to another with which it shares arrays."""
+    """The hello of a process to another with which it shares arrays.
+
+    `again` in a hello of a process that is called asks for a call: its attempt is the last call
+    that this process has heard.
+    """
 
     kind = "neighbour"
     process: int
     about: dict[str, Any]  # what must be equal at both ends, by name
     digests: dict[str, str]  # of what is shared with each process, by its number
     streams: dict[str, int]  # connections with each process, by its number
+    session: str  # of this process, until its end
     stream: int | None = None  # the number of this connection; only the caller has one
+    again: Again | None = None  # where one is made anew
 
 
 class Ports:
@@ -78,7 +94,7 @@ class Rendezvous:
     look_up: Callable[[Sequence[int]], Mapping[int, Book]]  # where some processes listen
     key: bytes  # of the job
     about: Mapping[str, Any]  # what must be equal at both ends of a connection, by name
-    min_streams: int  # connections between two processes; there are more where nodes have more NICs
+    min_streams: int  # connections between two processes; more where that would not fill the link
     timeout_s: float  # for all to come
 
     def num_streams(self, peer: Process, book: Mapping[int, Book]) -> int:
@@ -90,100 +106,119 @@ class Rendezvous:
         """
         fabric = fabric_between(self.topology, self.me, peer)
         nics = (len(_nics(book[end.number], end, fabric)) for end in (peer, self.me))
-        return streams_over(self.min_streams, *nics)
+        ends = self.me.node, peer.node
+        ways = [self.topology.link(*ends), self.topology.link(*reversed(ends))]
+        rate_bytes_per_s = max(way.bandwidth_bytes_per_s for way in ways)
+        filling = windows.streams_that_fill(rate_bytes_per_s, sum(way.latency_s for way in ways))
+        return streams_over(max(self.min_streams, filling), *nics)
 
 
-def meet(
-    rendezvous: Rendezvous,
-    *,
-    book: Mapping[int, Book],
-    digests: Mapping[int, str],
-    streams: Mapping[int, int],
-    enter: Callable[[int, int, Connection[NeighbourHello]], None],
-) -> None:
-    """Connects with every process that has a digest; then nobody is let in any more.
+class Meeting:
+    """The connections with every process that has a digest, until it is closed.
 
     Args:
-      rendezvous: the parties; its ports are closed at the end.
+      rendezvous: the parties; its ports are closed with the meeting.
       book: where this process and those that it shares something with listen, by their numbers.
       digests: for each process that something is shared with, of what is shared.
       streams: connections with each of them; both ends must say the same.
       enter: takes a process number, the number of a stream, and the connection.
-
-    Raises:
-      PeerError: a process does not come.
-      RefusedError: it does, and something differs; the message has both values.
+      drop: told which connection of its own the other end has lost.
     """
-    _Meeting(rendezvous, digests, streams, enter).hold(book)
-
-
-class _Meeting:
-    """The state that calls and callers share."""
 
     def __init__(
         self,
         rendezvous: Rendezvous,
+        *,
+        book: Mapping[int, Book],
         digests: Mapping[int, str],
         streams: Mapping[int, int],
         enter: Callable[[int, int, Connection[NeighbourHello]], None],
+        drop: Callable[[int, int], None],
     ):
-        self._rendezvous = rendezvous
+        self._rendezvous, self._book = rendezvous, book
         self._me, self._processes = rendezvous.me, rendezvous.processes
-        self._digests, self._streams, self._enter_connection = digests, streams, enter
+        self._digests, self._streams = digests, streams
+        self._enter_connection, self._drop = enter, drop
         self._present: set[tuple[int, int]] = set()  # process and stream
+        self._sessions: dict[int, str] = {}  # of the others
+        self._attempts: Counter[tuple[int, int]] = Counter()  # the last call of a stream
+        self._calls: dict[tuple[int, int], Connection[NeighbourHello]] = {}  # that nobody took yet
         self._refused: dict[int, str] = {}
+        self._is_closed = False
         self._changed = threading.Condition()
+        self._admissions: list[Admission[NeighbourHello]] = []
+        self._hello = NeighbourHello(
+            process=self._me.number,
+            about=dict(rendezvous.about),
+            digests={str(other): digest for other, digest in digests.items()},
+            streams={str(other): count for other, count in streams.items()},
+            session=secrets.token_hex(8),
+        )
 
-    def hold(self, book: Mapping[int, Book]) -> None:
+    def hold(self) -> None:
+        """Connects with all.
+
+        Raises:
+          PeerError: a process does not come.
+          RefusedError: it does, and something differs; the message has both values.
+        """
         me, rendezvous = self._me, self._rendezvous
         deadline_s = time.monotonic() + rendezvous.timeout_s
-        hello = NeighbourHello(
-            process=me.number,
-            about=dict(rendezvous.about),
-            digests={str(other): digest for other, digest in self._digests.items()},
-            streams={str(other): count for other, count in self._streams.items()},
-        )
-        with ExitStack() as admissions:
-            self._admissions = [
-                admissions.enter_context(
-                    Admission(
-                        sock,
-                        key=rendezvous.key,
-                        hello=hello,
-                        expected=NeighbourHello,
-                        check=self._check,
-                        enter=self._let_in,
-                        num_callers=sum(self._streams.values()),
-                    )
-                )
-                for sock in itertools.chain(*rendezvous.ports.sockets.values())
-            ]
-            above = [self._processes[other] for other in sorted(self._digests) if other > me.number]
-            ways = [(peer, s) for peer in above for s in range(self._streams[peer.number])]
-            for peer, stream in ways:
-                fabric = fabric_between(rendezvous.topology, me, peer)
-                address, port = nic(book[peer.number], peer, fabric, stream)
+        for sock in itertools.chain(*rendezvous.ports.sockets.values()):
+            admission = Admission(
+                sock,
+                key=rendezvous.key,
+                hello=self._hello,
+                expected=NeighbourHello,
+                check=self._check_caller,
+                enter=self._let_in,
+                num_callers=sum(self._streams.values()),
+            )
+            self._admissions.append(admission)
+        above = [self._processes[other] for other in sorted(self._digests) if other > me.number]
+        for peer in above:
+            for stream in range(self._streams[peer.number]):
+                address, port, source = self._way(peer.number, stream)
                 try:
                     connection = connections.connect(
                         address,
                         port,
                         key=rendezvous.key,
-                        hello=replace(hello, stream=stream),
+                        hello=replace(self._hello, stream=stream),
                         expected=NeighbourHello,
                         check=self._check,
                         where=between(me, peer),
                         timeout_s=max(deadline_s - time.monotonic(), 0.0),
-                        source=nic(book[me.number], me, fabric, stream)[0],
+                        source=source,
                     )
                 except PeerError as error:
                     error.peer = peer.number
                     raise
-                self._enter(peer.number, stream, connection)
-            self._wait(deadline_s)
+                self._enter(stream, connection)
+        self._wait(deadline_s)
+
+    def close(self) -> None:
+        """Lets nobody in any more: whoever has lost a connection is refused."""
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify_all()
+        for admission in self._admissions:
+            admission.close()
+        self._rendezvous.ports.close()
+        with self._changed:
+            for connection in self._calls.values():
+                connection.close()
+
+    def _way(self, number: int, stream: int) -> tuple[str, int, str]:
+        """Returns address and port of a stream at a process, and the address here."""
+        peer = self._processes[number]
+        fabric = fabric_between(self._rendezvous.topology, self._me, peer)
+        address, port = nic(self._book[number], peer, fabric, stream)
+        return address, port, nic(self._book[self._me.number], self._me, fabric, stream)[0]
 
     def _check(self, hello: NeighbourHello) -> str | None:
         """Returns what is wrong with a process at the other end, if anything."""
-        number, stream = hello.process, hello.stream
+        number = hello.process
         if number not in self._digests:
             return f"{self._me.name} shares nothing with process {number}"
         name = self._processes[number].name
@@ -203,17 +238,36 @@ class _Meeting:
         if differences:
             self._refused[number] = "; ".join(differences)
             return self._refused[number]
-        is_caller = number < self._me.number
-        if is_caller and (stream not in range(count) or (number, stream) in self._present):
-            return f"stream {stream} of {name} is none of {count}, or is there already"
+        if hello.session != self._sessions.get(number, hello.session):
+            return f"{name} is another process than the one that came first"
+        return None
+
+    def _check_caller(self, hello: NeighbourHello) -> str | None:
+        """Returns what is wrong with a process that calls, if anything."""
+        if (reason := self._check(hello)) is not None:
+            return reason
+        way, name = (hello.process, hello.stream), self._processes[hello.process].name
+        if hello.again is None:
+            is_due = hello.process < self._me.number and way not in self._present
+            if not is_due or hello.stream not in range(self._streams[hello.process]):
+                count = self._streams[hello.process]
+                return f"stream {hello.stream} of {name} is none of {count}, or is there already"
+        elif hello.again.session != self._hello.session:
+            return f"{name} had its connection with another process than {self._me.name} is now"
+        elif way not in self._present:
+            return f"stream {hello.stream} of {name} was never there"
         return None
 
     def _let_in(self, connection: Connection[NeighbourHello]) -> None:
-        stream = connection.hello.stream
-        assert stream is not None, "the check has let it in"
-        self._enter(connection.hello.process, stream, connection)
+        if connection.hello.again is not None:
+            self._let_in_again(connection)
+            return
+        assert connection.hello.stream is not None, "the check has let it in"
+        self._enter(connection.hello.stream, connection)
 
-    def _enter(self, number: int, stream: int, connection: Connection[NeighbourHello]) -> None:
+    def _enter(self, stream: int, connection: Connection[NeighbourHello]) -> None:
+        number = connection.hello.process
+        self._sessions[number] = connection.hello.session
         self._enter_connection(number, stream, connection)
         with self._changed:
             self._present.add((number, stream))
@@ -242,6 +296,109 @@ class _Meeting:
                 fix="see the log of that process, and that the network lets it reach this one",
                 peer=missing[0],
             )
+
+    # ---- a connection is lost ------------------------------------------------------------------
+
+    def again(
+        self, number: int, stream: int, position: Position, left_s: Callable[[], float]
+    ) -> tuple[socket, Position]:
+        """Makes a lost connection anew; returns it, and how much the other end has received.
+
+        Args:
+          number: of the other process.
+          stream: the connection.
+          position: how much this end has received.
+          left_s: asked again and again for the seconds that are left; negative: none.
+
+        Raises:
+          ConnectionRefusedError: the other process has died, or is another one.
+          OSError: there is none in time.
+        """
+        problem: Exception = TimeoutError("no call")
+        for attempt in itertools.count():
+            if left_s() <= 0 or self._is_closed:
+                raise ConnectionError(f"in vain called again: {problem}")
+            try:
+                if number > self._me.number:
+                    return self._call_again(number, stream, position, left_s())
+                self._call(number, stream, position, left_s()).close()  # asks for a call
+            except ConnectionRefusedError:
+                raise
+            except (OSError, ValueError, RecursionError) as error:
+                problem = error
+            except RefusedError as error:
+                raise ConnectionRefusedError(error.found) from None
+            pause_s = min(connections.pause_after(attempt), max(left_s(), 0.0))
+            with self._changed:
+                is_there = lambda: self._is_closed or (number, stream) in self._calls
+                self._changed.wait_for(is_there, pause_s)
+                connection = self._calls.pop((number, stream), None)
+            if connection is not None:
+                try:
+                    connection.send(records.encode(position))
+                except OSError as error:
+                    problem = error
+                    connection.close()
+                    continue
+                assert connection.hello.again is not None, "the check has let it in"
+                return connection.sock, connection.hello.again.position
+        raise AssertionError("the last call returns or raises")
+
+    def _call(
+        self, number: int, stream: int, position: Position, left_s: float
+    ) -> Connection[NeighbourHello]:
+        address, port, source = self._way(number, stream)
+        again = Again(
+            session=self._sessions[number],
+            attempt=self._attempts[number, stream],
+            position=position,
+        )
+        talk = handshake.call(
+            self._rendezvous.key,
+            replace(self._hello, stream=stream, again=again),
+            NeighbourHello,
+            self._check,
+            between(self._me, self._processes[number]),
+        )
+        # No attempt takes long: the first packets of a connection are sent again ever later.
+        deadline_s = time.monotonic() + min(left_s, CALL_S)
+        return connections.call(address, port, source=source, talk=talk, deadline_s=deadline_s)
+
+    def _call_again(
+        self, number: int, stream: int, position: Position, left_s: float
+    ) -> tuple[socket, Position]:
+        self._attempts[number, stream] += 1
+        connection = self._call(number, stream, position, left_s)
+        try:
+            connection.sock.settimeout(CALL_S)
+            theirs = records.decode_as(connection.receive(), Position)
+            connection.sock.settimeout(None)
+        except BaseException:
+            connection.close()
+            raise
+        return connection.sock, theirs
+
+    def _let_in_again(self, connection: Connection[NeighbourHello]) -> None:
+        """Takes a call for a connection that was lost, or asks for it to be called again."""
+        hello = connection.hello
+        assert hello.again is not None, "that is why it comes here"
+        assert hello.stream is not None, "the check has let it in"
+        way, attempt = (hello.process, hello.stream), hello.again.attempt
+        if hello.process > self._me.number:  # asks for a call
+            connection.close()
+            if attempt >= self._attempts[way]:  # the newest connection is the one that it lost
+                self._drop(*way)
+            return
+        if attempt <= self._attempts[way]:
+            connection.close()  # an old call, which has been on its way for long
+            return
+        self._attempts[way] = attempt
+        self._drop(*way)
+        with self._changed:
+            if (older := self._calls.pop(way, None)) is not None:
+                older.close()
+            self._calls[way] = connection
+            self._changed.notify_all()
 
 
 def between(source: Process, target: Process) -> str:

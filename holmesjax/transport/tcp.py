@@ -9,10 +9,12 @@ the connections, `rendezvous` opens them. The executor waits only in `wait`, in 
 `fetch` of an array that has not arrived.
 """
 
+import functools
 import hashlib
 import itertools
 import json
 import queue
+import socket
 import threading
 import time
 from collections import Counter, defaultdict, deque
@@ -34,8 +36,11 @@ from holmesjax.transport.connections import Connection
 from holmesjax.transport.crossing_ends import End, make_end, size_of
 from holmesjax.transport.crossings import Crossing, Key
 from holmesjax.transport.frames import Channel, Frame, Packet, ViolationError
+from holmesjax.transport.outbox import Position
 from holmesjax.transport.pull import Shared, Source, Target, Traffic
-from holmesjax.transport.rendezvous import NeighbourHello, Rendezvous, between, meet
+from holmesjax.transport.rendezvous import Meeting, NeighbourHello, Rendezvous, between
+
+LOST_THERE = "the other end has lost the connection"
 
 
 @dataclass(eq=False)
@@ -65,10 +70,20 @@ class Peer:
     num_streams: int
     channels: dict[int, Channel] = field(default_factory=dict)  # by stream
     packets: deque[Packet] = field(default_factory=deque)  # to send
+    lost: set[int] = field(default_factory=set)  # streams without a connection
+    lost_from_s: float = 0.0  # when the first of them was lost
+    num_mended: int = 0  # since then
 
     @property
     def has_left(self) -> bool:
         return any(channel.has_left for channel in self.channels.values())
+
+
+class LinkLoss(NamedTuple):
+    """Connections of a link that were lost and made anew, as the receiving end counts them."""
+
+    connections: int
+    lost_s: float  # the longest time that one of them was lost
 
 
 class Timeouts(NamedTuple):
@@ -122,9 +137,11 @@ class TcpTransport:
         self._sending: dict[Key, Sending] = {}
         self._receiving: dict[Key, Receiving] = {}
         self._bytes: Counter[str] = Counter()
+        self._losses: dict[str, LinkLoss] = {}
         self._error: Exception | None = None
         self._is_closing = False
         self._changed = threading.Condition()
+        self._meeting: Meeting | None = None
         self._peers: dict[int, Peer] = {}
         self._peer_of: dict[Channel, Peer] = {}
         self._turn = itertools.count()
@@ -140,17 +157,19 @@ class TcpTransport:
             self._source, self._target = Source(traffic), Target(traffic)
             # Whoever is heard at other times than it promises would seem lost.
             about = {**rendezvous.about, "heartbeat_timeout_s": timeouts.silence_s}
-            meet(
+            self._meeting = Meeting(
                 replace(rendezvous, about=about),
                 book=book,
                 digests={other: _digest(what) for other, what in shared.items()},
                 streams={other: peer.num_streams for other, peer in self._peers.items()},
                 enter=self._enter,
+                drop=self._drop,
             )
+            self._meeting.hold()
             self._raise_failure()
         except BaseException:
-            rendezvous.ports.close()
             self._end()
+            rendezvous.ports.close()
             raise
 
     def _traffic(self, end: End) -> Traffic:
@@ -172,7 +191,9 @@ class TcpTransport:
     def _enter(self, number: int, stream: int, connection: Connection[NeighbourHello]) -> None:
         """Takes a connection, whose heartbeat counts from now on."""
         peer = self._peers[number]
-        channel = Channel(connection.sock, self, self._timeouts.silence_s, peer.packets)
+        reconnect = functools.partial(self._reconnect, peer, stream)
+        silence_s = self._timeouts.silence_s
+        channel = Channel(connection.sock, self, silence_s, peer.packets, reconnect)
         with self._changed:
             if self._is_closing:
                 connection.close()
@@ -180,6 +201,51 @@ class TcpTransport:
             peer.channels[stream] = channel
             self._peer_of[channel] = peer
             channel.start()
+
+    def _drop(self, number: int, stream: int) -> None:
+        """Gives up a connection that its other end has lost."""
+        self._peers[number].channels[stream].drop(ConnectionResetError(LOST_THERE))
+
+    def _reconnect(
+        self, peer: Peer, stream: int, channel: Channel, position: Position, loss: OSError
+    ) -> tuple[socket.socket, Position]:
+        """Makes a lost connection anew, and says so. Raises OSError if that cannot be."""
+        assert self._meeting is not None, "it has made the connection"
+        with self._changed:
+            if not peer.lost:
+                peer.lost_from_s, peer.num_mended = time.monotonic(), 0
+            peer.lost.add(stream)
+        left_s = lambda: 0.0 if channel.is_closed else channel.left_s
+        try:
+            sock, theirs = self._meeting.again(peer.process.number, stream, position, left_s)
+        except OSError as error:
+            if isinstance(loss, TimeoutError) and loss.errno is None:
+                # The other end is silent, on all connections.
+                raise TimeoutError(f"silent for {self._timeouts.silence_s:g} s") from None
+            raise ConnectionError(f"{loss}; {error}") from None
+        with self._changed:
+            lost_s = time.monotonic() - peer.lost_from_s
+            peer.lost.remove(stream)
+            peer.num_mended += 1
+            for link in self._links_from(peer):
+                known = self._losses.get(link, LinkLoss(0, 0.0))
+                self._losses[link] = LinkLoss(known.connections + 1, max(known.lost_s, lost_s))
+            is_last, count = not peer.lost, peer.num_mended
+        if is_last:
+            print(
+                f"warning: {between(peer.process, self._me)}: {count} of {peer.num_streams} "
+                f"connections were lost ({loss}), and go on after {lost_s:.1f} s",
+                flush=True,
+            )
+        return sock, theirs
+
+    def _links_from(self, peer: Peer) -> set[str]:
+        number = peer.process.number
+        return {
+            end.crossing.link
+            for end in self._by_index.values()
+            if any(piece.source == number for piece in end.receives.values())
+        }
 
     # ---- the executor's calls ------------------------------------------------------------------
 
@@ -244,6 +310,12 @@ class TcpTransport:
             taken, self._bytes = dict(self._bytes), Counter()
         return taken
 
+    def take_losses(self) -> dict[str, LinkLoss]:
+        """Returns, for each link, what was lost and made anew since the last call."""
+        with self._changed:
+            taken, self._losses = self._losses, {}
+        return taken
+
     def close(self) -> None:
         """Returns when all offered arrays have been delivered, or nobody can ask for them."""
         deadline_s = time.monotonic() + self._timeouts.silence_s
@@ -264,6 +336,8 @@ class TcpTransport:
     def _end(self) -> None:
         with self._changed:
             self._is_closing = True
+        if self._meeting is not None:
+            self._meeting.close()
         self._staging.put(None)
         for channel in self._peer_of:
             channel.close()
@@ -366,10 +440,10 @@ class TcpTransport:
             peer.packets.append((frame, runs_of(sending.pieces[i], frame.offset, frame.length)))
             any(channel.take_part() for channel in self._channels(peer))
 
-    def sent(self, channel: Channel, frame: Frame) -> None:
+    def delivered(self, channel: Channel, frame: Frame) -> None:
         """Drops the array of a frame if all of it is delivered."""
         with self._changed:
-            if key := self._source.sent(frame):
+            if key := self._source.delivered(frame):
                 del self._sending[key]
                 self._changed.notify_all()
 
@@ -392,7 +466,7 @@ class TcpTransport:
         name = peer.process.name
         if isinstance(error, ViolationError):
             problem, fix = "the other end broke the protocol", "start all processes of a job anew"
-        elif isinstance(error, TimeoutError):
+        elif isinstance(error, TimeoutError) and error.errno is None:  # not of the system
             problem = str(error)
             fix = f"see the log and the network of {name}; distributed.heartbeat_timeout_s sets "
             fix += "how long a link may be silent"
@@ -444,6 +518,8 @@ class TcpTransport:
                 return
             self._error = error
             self._changed.notify_all()
+        if self._meeting is not None:
+            self._meeting.close()  # whoever misses this end is to know at once that it is in vain
         for channel in list(self._peer_of):
             channel.close()
         self._on_failure(error)

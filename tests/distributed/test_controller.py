@@ -5,6 +5,7 @@ the clock of the tests. So no machine is too busy for them.
 """
 
 import contextlib
+import dataclasses
 import queue
 import random
 import re
@@ -17,13 +18,14 @@ import pytest
 from jax._src.lib import _jax  # its coordinator by itself, without a job
 
 from holmesjax.config import DistributedConfig
-from holmesjax.distributed import controller as controllers_end, member as members_end
+from holmesjax.distributed import controller as controllers_end, member as members_end, seats
 from holmesjax.distributed.controller import Controller, differences
 from holmesjax.distributed.member import ClockOffset, Member
 from holmesjax.distributed.messages import (
     Addresses,
     AskFiles,
     Beat,
+    Done,
     Go,
     Heartbeat,
     JobStart,
@@ -72,7 +74,7 @@ def clock(monkeypatch):
     times = SimpleNamespace(
         monotonic=lambda: clock.now_s, perf_counter=time.perf_counter, sleep=sleep
     )
-    for module in (controllers_end, members_end, connection_loop):
+    for module in (controllers_end, members_end, connection_loop, seats):
         monkeypatch.setattr(module, "time", times)
     for module in (controllers_end, members_end):
         monkeypatch.setattr(module, "BEATS", 400)
@@ -270,7 +272,7 @@ def test_a_member_that_takes_nothing_holds_up_nobody(controller, members, clock,
         over.wait(60)
         raise OSError("the test is over")
 
-    monkeypatch.setattr(members[1]._connection, "receive", receive)
+    monkeypatch.setattr(members[1]._link, "receive", receive)
     for _ in range(2):  # it may be about to take one
         controller.send(1, Addresses(found=["x" * (1 << 25)]))
     for step in (1, 2):
@@ -413,7 +415,7 @@ def test_a_silent_member_is_told_and_a_quiet_one_is_not(controller, members, clo
     with pytest.raises(queue.Empty):
         controller.events.get_nowait()
     assert controller.status(2) == "waited for F0"
-    monkeypatch.setattr(members[0]._connection, "send", lambda message: None)  # its beats
+    monkeypatch.setattr(members[0]._link, "send", lambda message: None)  # its beats
     for _ in range(3):
         pass_time(clock, controller, 0.4 * SILENCE_S, but=[0])
     assert next_event(controller, "silent").process == 0
@@ -422,7 +424,7 @@ def test_a_silent_member_is_told_and_a_quiet_one_is_not(controller, members, clo
 def test_who_misses_heartbeats_is_known_before_its_time_is_up(
     controller, members, clock, monkeypatch
 ):
-    monkeypatch.setattr(members[1]._connection, "send", lambda message: None)
+    monkeypatch.setattr(members[1]._link, "send", lambda message: None)
     for _ in range(2):  # what it has sent before is heard in the first round
         pass_time(clock, controller, 0.3 * SILENCE_S, but=[1])
     assert list(controller.overdue()) == [1]
@@ -442,17 +444,20 @@ def test_a_controller_that_stops_beating_is_gone(monkeypatch):
     """It holds the connection open and says nothing, as a stopped process does."""
     with open_controller(PROCESSES, silence_s=1000.0) as controller:
         controller._hear = lambda seat, record, standing: None  # it does not answer
+        held = []
+        controller._go_on = lambda seat, connection: held.append(connection)  # nor goes on
         lost = queue.Queue()
         member = join(controller, PROCESSES[0], on_loss=lost.put, silence_s=0.5)
         assert "silent for 0.5 s" in str(lost.get(timeout=DEADLINE_S))
-        member.close()
+        for closable in (member, *held):
+            closable.close()
 
 
 @pytest.mark.parametrize(
     "nonsense", [{"kind": "vote"}, {"kind": "beat", "work": "play"}], ids=["record", "standing"]
 )
 def test_a_member_that_talks_nonsense_is_lost_and_the_others_go_on(controller, members, nonsense):
-    members[1]._connection.send(nonsense)
+    members[1]._link.send(nonsense)
     assert next_event(controller, "lost").process == 1
     members[0].vote(1)
     members[2].vote(1)
@@ -541,3 +546,82 @@ def test_a_member_waits_while_there_is_progress_and_no_longer(controller, member
         pass_time(clock, controller, 0.8 * SILENCE_S)
     waiting.join(DEADLINE_S)
     assert waits
+
+
+# ---- a connection is lost ------------------------------------------------------------------------
+
+
+def numbered(controller, members, count, at):
+    """Lets each end tell the other numbers while `at` does its worst; returns what they heard."""
+    heard, told = [], []
+    for number in range(count):
+        at(number)
+        members[1].send(Done(step=number))
+        controller.send(1, Verdict(step=number, stop=False, save=False))
+    for _ in range(count):
+        told.append(next_event(controller, "done").record.step)
+        heard.append(members[1].wait_for(Verdict, DEADLINE_S).step)
+    return told, heard
+
+
+@pytest.mark.parametrize("who", ["member", "controller", "both"])
+def test_what_is_said_while_a_connection_is_lost_comes_once_and_in_order(controller, members, who):
+    """At random moments, a reset that both ends hear of; messages of some sizes fill the socket."""
+    rng = random.Random(0)
+
+    def lose(number):
+        time.sleep(rng.choice([0.0, 0.0, 0.003]))
+        if rng.random() < 0.15:
+            socks = {
+                "member": members[1]._link._connection.sock,
+                "controller": controller._seats[1].connection.sock,
+            }
+            for name in socks if who == "both" else [who]:
+                connections.shut(socks[name])
+
+    assert numbered(controller, members, 150, lose) == (list(range(150)),) * 2
+    assert controller._seats[1].attempt >= 5
+    with pytest.raises(queue.Empty):
+        controller.events.get_nowait()  # nobody is lost
+    question = controller.ask()
+    wait_until(lambda: not controller.unanswered(question))
+    for end in (members[1]._link._outbox, controller._seats[1].outbox):
+        wait_until(lambda end=end: len(end._kept) < 50)  # what has come is not kept
+
+
+def test_a_member_that_does_not_come_back_is_lost_after_a_moment(controller, members, clock):
+    """The end of its connection was heard of, so it would have come at once."""
+    members[1]._closed.set()
+    members[1]._link.close()
+    seat = controller._seats[1]
+    wait_until(lambda: seat.away_until_s is not None)
+    question = controller.ask()
+    assert 1 in controller.unanswered(question)  # it may still come back
+    clock.now_s += seats.RETURN_S - 0.1
+    time.sleep(0.2)
+    assert controller.events.empty()
+    clock.now_s += 0.2
+    assert next_event(controller, "lost").process == 1
+    assert 1 not in controller.unanswered(question)
+
+
+def test_a_member_that_the_system_gives_up_has_the_time_of_a_silence(controller, members, clock):
+    seat = controller._seats[1]
+    connection, members[1]._link._call_again = seat.connection, lambda error: time.sleep(60)
+    controller._loop._forget(connection)
+    controller._lose(connection, TimeoutError(110, "Connection timed out"))
+    assert seat.away_until_s == connection.heard_s + SILENCE_S
+    connection.close()
+
+
+def test_another_process_does_not_take_the_place_of_one_that_was_lost(controller, members):
+    """It is of the same plan, and holds the key; nor does one of another start of the job."""
+    link = members[1]._link
+    real, again = link._hello, link._go_on
+    for hello, session, words in (
+        (dataclasses.replace(real, session="another"), link._session, "another process"),
+        (real, "another", "another start of the job"),
+    ):
+        link._hello, link._session = hello, session
+        with pytest.raises(RefusedError, match=words):
+            again(5.0)

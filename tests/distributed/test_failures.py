@@ -10,6 +10,7 @@ import itertools
 import json
 import os
 import random
+import re
 import resource
 import shutil
 import signal
@@ -141,8 +142,21 @@ def damage_an_array(run_dir: Path) -> int:
     return newest.step
 
 
+def lose_connections(job: RunningJob) -> None:
+    """Resets connections between stages and with the launcher, again and again; all live."""
+    rng = random.Random()
+    launcher, *workers = [job.process.pid, *job.workers()]
+    pairs = [(workers[0], workers[2]), (workers[2], workers[1])]
+    pairs += [(launcher, workers[0]), (workers[1], launcher)]
+    num_lost = 0
+    for one, other in pairs * 6:
+        time.sleep(rng.uniform(0.0, 0.1))
+        num_lost += reset_connections(one, other)
+    assert num_lost >= 24
+
+
 def test_a_job_goes_on_exactly_whatever_befalls_it(tmp_path, undisturbed):
-    """Losses of processes and of the launcher, a signal and a damaged checkpoint, in one run."""
+    """Losses of processes, connections and the launcher, a signal and a damaged checkpoint."""
     run_dir = tmp_path / "run"
     with start(tmp_path, "--max-restarts", 3) as job:
         for number, moment in ((0, starting), (2, compiling)):
@@ -159,12 +173,15 @@ def test_a_job_goes_on_exactly_whatever_befalls_it(tmp_path, undisturbed):
 
     with RunningJob(run_dir, *LOCAL) as job:  # the user's own restart
         wait_until(lambda: len(manifest.find(run_dir)) > 1)
+        lose_connections(job)  # nothing starts again, and what is lost later is named
         writing(job, tmp_path)
         job.note_workers()
         held = listening_ports([job.process.pid, *job.workers()])
         os.kill(job.workers()[1], signal.SIGKILL)
         assert job.end() == 75
     assert_told(job.output, 1)
+    for link in (r"from b/b-0 to a/a-0: \d of 4 connections were", "a/a-1 to the controller: the"):
+        assert re.search(link, job.output)
     assert held
     for address in held:
         with socket.socket() as free:

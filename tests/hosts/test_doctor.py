@@ -55,6 +55,7 @@ def node(address, gpu, nics):
         folder=FolderFacts(is_shared=True, free_bytes=100 * GIB),
         max_open_files=65536,
         max_locked_bytes=None,
+        max_window_bytes=4 << 20,
         gpus=[gpu, gpu],
         drivers=["580.1"],
         nics=nics,
@@ -92,6 +93,7 @@ def test_nothing_is_wrong_with_good_nodes(topology, facts):
         "versions",
         "clocks",
         "open files",
+        "long links",
         "MTU",
         "run folder",
         "locked memory",
@@ -134,6 +136,10 @@ WRONG = {
     "files": (
         change("b-0", max_open_files=1024),
         ("open files", "warning", "at most 1024 on b-0"),
+    ),
+    "window": (
+        change("b-0", max_window_bytes=131_072),
+        ("long links", "warning", "at most 128 KiB, 305 KiB needed on b-0"),
     ),
     "memlock": (
         change("a-0", max_locked_bytes=8 * 2**20),
@@ -357,3 +363,29 @@ def test_a_taken_port_and_a_node_that_does_not_start_are_found(tmp_path, capsys,
     assert "no process on roce-1: ended with status 1; broken" in done.stdout
     assert f"distributed.port: 127.32.1.1:{port} on ib-0: Address already in use" in done.stdout
     assert "2 problems;" in done.stdout
+
+
+@pytest.mark.parametrize(
+    "gb_per_s, ms, window_mib, needed",
+    [
+        (10, 30, 4, None),  # 18 connections of 4 MiB
+        (10, 30, 3, "3.97 MiB needed"),
+        (100, 30, 4, "22.4 MiB needed"),  # 32 connections, no more
+        (100, 30, 23, None),
+    ],
+)
+def test_windows_are_compared_with_what_fills_the_longest_link(
+    tmp_path, facts, gb_per_s, ms, window_mib, needed
+):
+    """750 MB fill 100 Gb/s with a round trip of 60 ms."""
+    path = tmp_path / "far.yaml"
+    path.write_text(
+        TOPOLOGY.replace("25 Gb/s, latency: 50 us", f"{gb_per_s} Gb/s, latency: {ms} ms")
+    )
+    facts = {name: replace(fact, max_window_bytes=window_mib << 20) for name, fact in facts.items()}
+    found = judge(loading.load(path), facts)
+    [finding] = [finding for finding in found if finding.what == "long links"]
+    assert (finding.level == "ok") == (needed is None)
+    if needed:
+        assert needed in finding.text
+        assert "net.ipv4.tcp_rmem='4096 131072 " in finding.fix

@@ -128,6 +128,36 @@ JOBS = (
         ),
     ),
     Bug(
+        name="a-byte-again",
+        module="holmesjax.transport.outbox",
+        old="rest[0] = skip(rest[0], num_bytes)",
+        new="rest[0] = skip(rest[0], num_bytes - 1)",
+        wrong="a new connection goes on one byte before the end of the old one",
+        tests=(
+            "tests/transport/test_lost_connections.py::test_arrays_are_whole_and_in_order_over_connections_that_are_lost",
+        ),
+    ),
+    Bug(
+        name="a-message-twice",
+        module="holmesjax.distributed.seats",
+        old="position = Position(messages=self.received)",
+        new="position = Position(messages=self.received - 1)",
+        wrong="a member that comes back says its last message again",
+        tests=(
+            "tests/distributed/test_controller.py::test_what_is_said_while_a_connection_is_lost_comes_once_and_in_order",
+        ),
+    ),
+    Bug(
+        name="anybody-goes-on",
+        module="holmesjax.distributed.seats",
+        old="if hello.session != self.session:",
+        new="if False:",
+        wrong="a process that has started again takes the place of the lost one",
+        tests=(
+            "tests/distributed/test_controller.py::test_another_process_does_not_take_the_place_of_one_that_was_lost",
+        ),
+    ),
+    Bug(
         name="progress-does-not-count",
         module="holmesjax.transport.tcp",
         old="progress_s = max(start_s, *(channel.payload_s for channel in channels))",

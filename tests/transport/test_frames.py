@@ -46,7 +46,7 @@ class Notes:
     def landed(self, channel, frame):
         self._note(self.landings, frame)
 
-    def sent(self, channel, frame):
+    def delivered(self, channel, frame):
         self._note(self.outs, frame)
 
     def left(self, channel):
@@ -129,7 +129,7 @@ def test_wishes_do_not_queue_behind_data(opened):
     seen = []
     while len(seen) < 3:
         header = bytearray(sock.recv(size, socket.MSG_WAITALL))
-        seen.append(frames._decode(header, len(seen)))
+        seen.append(frames._decode(header, len(seen))[0])
         if seen[-1].kind is FrameKind.DATA:
             sock.recv(seen[-1].length, socket.MSG_WAITALL)
     assert [frame.kind for frame in seen] in (

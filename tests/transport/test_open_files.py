@@ -81,7 +81,7 @@ connections.raise_open_files(4097 - connections.OWN_FILES)
 
 WAIT_FOR_A_NEIGHBOUR = """
 import resource, sys
-from holmesjax.transport.rendezvous import Ports, Rendezvous, meet
+from holmesjax.transport.rendezvous import Meeting, Ports, Rendezvous
 from tests.distributed.test_controller import PROCESSES
 
 ports = Ports.open({"ethernet": ["127.0.0.1"]})
@@ -90,7 +90,7 @@ sys.stdin.readline()  # all have called, and nobody has answered yet
 resource.setrlimit(resource.RLIMIT_NOFILE, (20, 20))
 rendezvous = Rendezvous(me=PROCESSES[2], processes=PROCESSES, topology=None, ports=ports,
                         look_up=None, key=bytes(32), about={}, min_streams=1, timeout_s=3.0)
-meet(rendezvous, book={}, digests={0: "d"}, streams={0: 1}, enter=None)
+Meeting(rendezvous, book={}, digests={0: "d"}, streams={0: 1}, enter=None, drop=None).hold()
 """
 
 

@@ -86,7 +86,7 @@ class Mover:
         ranges = self.seen.setdefault((key, frame.piece), [])
         ranges.append((frame.offset, frame.offset + frame.length))
         num_bytes, whole = self.target.landed(number, frame)
-        self.sources[number].sent(frame)
+        self.sources[number].delivered(frame)
         covered = sorted(ranges) if num_bytes else []
         if num_bytes:  # the parts tile the piece
             assert num_bytes == SIZES[frame.piece]

@@ -36,7 +36,7 @@ from tests.two_stages import (
 @pytest.fixture
 def one_call(monkeypatch, pauses):
     """The time of both processes is up when the first call has ended, however long it takes."""
-    has_ended, call, wait = threading.Event(), connections.connect, rendezvous._Meeting._wait
+    has_ended, call, wait = threading.Event(), connections.connect, rendezvous.Meeting._wait
 
     def connect(*args, **options):
         try:
@@ -49,7 +49,7 @@ def one_call(monkeypatch, pauses):
         wait(meeting, time.monotonic())
 
     monkeypatch.setattr(connections, "connect", connect)
-    monkeypatch.setattr(rendezvous._Meeting, "_wait", wait_for_call)
+    monkeypatch.setattr(rendezvous.Meeting, "_wait", wait_for_call)
 
 
 @pytest.mark.parametrize(
@@ -160,6 +160,7 @@ class Impostor:
             about={**about, "heartbeat_timeout_s": 10.0},
             streams={"1": 1},
             digests={},
+            session="impostor",
         )
 
         def connect(hello):
@@ -200,7 +201,7 @@ class Impostor:
         while True:
             header = self.sock.recv(size, socket.MSG_WAITALL)
             sequence = int.from_bytes(header[8:16], "big")
-            frame = frames._decode(bytearray(header), sequence)
+            frame, _ = frames._decode(bytearray(header), sequence)
             if frame.kind is kind:
                 return frame
 
@@ -251,11 +252,11 @@ def test_strangers_at_the_ports_do_not_keep_the_neighbour_out():
     first.offer(KEYS[0], array(2))
     second.expect(KEYS[:1])
     np.testing.assert_array_equal(second.fetch(KEYS[0]), np.full(SHAPE, 2))
-    with pytest.raises(OSError, match="refused"):  # the ports are closed by now
-        socket.create_connection(book[1]["ethernet"][0])
     for stranger in crowd:
         stranger.close()
     together(first.close, second.close)
+    with pytest.raises(OSError, match="refused"):
+        socket.create_connection(book[1]["ethernet"][0])
 
 
 def test_a_taken_port_is_told():

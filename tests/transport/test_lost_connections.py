@@ -1,0 +1,307 @@
+"""Connections are lost while both processes live: what crosses is the same, to the byte."""
+
+import contextlib
+import functools
+import random
+import re
+import socket
+import struct
+import threading
+import time
+from collections import deque
+from dataclasses import replace
+
+import jax
+import numpy as np
+import pytest
+
+from holmesjax.errors import PeerError
+from holmesjax.transport import connections, frames, handshake
+from holmesjax.transport.crossings import Key
+from holmesjax.transport.frames import Channel, Frame, FrameKind
+from holmesjax.transport.outbox import Outbox, Position
+from holmesjax.transport.rendezvous import NeighbourHello
+from tests.two_stages import KEY, PLAN, make_crossing, start_pair, together
+
+RESET = struct.pack("ii", 1, 0)  # SO_LINGER: closing resets
+
+
+def test_what_is_sent_again_begins_where_the_other_end_stands():
+    """Against one string of all bytes, with connections that are lost at random positions."""
+    rng = random.Random(0)
+    for _ in range(200):
+        outbox, sent, ends = Outbox(), b"", [0]
+        here = 0  # bytes that the other end has
+        dropped = []
+        for number in range(rng.randrange(1, 30)):
+            parts = [rng.randbytes(rng.randrange(6)) for _ in range(rng.randrange(4))] + [b"x"]
+            outbox.add(number, [memoryview(part) for part in parts])
+            sent += b"".join(parts)
+            ends.append(len(sent))
+            here = rng.choice([here, rng.randrange(here, len(sent) + 1)])
+            whole = sum(end <= here for end in ends[1:])
+            dropped += outbox.received(rng.randrange(whole + 1))  # or what is known already
+            assert dropped == list(range(len(dropped)))
+            assert outbox.num_bytes == len(sent) - ends[len(dropped)]
+            rest = outbox.rest(Position(messages=whole, num_bytes=here - ends[whole]))
+            assert b"".join(bytes(one) for message in rest for one in message) == sent[here:]
+
+
+@pytest.mark.parametrize(
+    "position",
+    [
+        Position(messages=1),  # that is dropped
+        Position(messages=5),
+        Position(messages=4, num_bytes=1),
+        Position(messages=2, num_bytes=3),
+        Position(messages=2, num_bytes=-1),
+    ],
+    ids=str,
+)
+def test_nobody_can_go_on_where_nothing_is(position):
+    outbox = Outbox()
+    for number in range(4):
+        outbox.add(number, [memoryview(b"abc")])
+    assert outbox.received(2) == [0, 1]
+    with pytest.raises(ValueError, match="goes on at"):
+        outbox.rest(position)
+    with pytest.raises(ValueError, match="5 messages were received, and 4 were sent"):
+        outbox.received(5)
+
+
+class Breaker:
+    """A proxy whose connections are lost, each after some bytes, with a reset to both ends.
+
+    `lasts` gives the bytes of the next connection; None: it is not lost. One that is `mute` passes
+    nothing on, and is not closed.
+    """
+
+    def __init__(self, address, lasts):
+        self._listener = connections.listen("127.0.0.1")
+        self._address, self._lasts = address, lasts
+        self.is_open = True
+        self.num_calls, self.num_lost = 0, 0
+        self.mute: set[socket.socket] = set()
+        self._pairs: list[tuple[socket.socket, socket.socket]] = []
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    @property
+    def address(self):
+        return connections.address_of(self._listener)
+
+    def silence(self):
+        """Lets nothing more through the connections that there are."""
+        self.mute.update(sock for pair in self._pairs for sock in pair)
+
+    def _run(self):
+        with contextlib.suppress(OSError):
+            while True:
+                near, _ = self._listener.accept()
+                self.num_calls += 1
+                try:
+                    far = socket.create_connection(self._address)
+                except OSError:  # nobody is there any more
+                    near.close()
+                    continue
+                self._pairs.append((near, far))
+                left = [self._lasts()]
+                for way in ((near, far), (far, near)):
+                    threading.Thread(target=self._pass, args=(*way, left), daemon=True).start()
+
+    def _pass(self, source, target, left):
+        with contextlib.suppress(OSError):
+            while data := source.recv(1 << 16):
+                if source in self.mute:
+                    continue
+                if left[0] is not None:
+                    data, left[0] = data[: left[0]], left[0] - len(data)
+                target.sendall(data)
+                if left[0] is not None and left[0] <= 0:
+                    self.num_lost += 1
+                    break
+        for sock in (source, target):
+            with contextlib.suppress(OSError):
+                sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, RESET)
+                sock.shutdown(socket.SHUT_RD)  # wakes the other thread, and says nothing outside
+                sock.close()
+
+    def close(self):
+        for sock in (self._listener, *(sock for pair in self._pairs for sock in pair)):
+            with contextlib.suppress(OSError):
+                sock.shutdown(socket.SHUT_RDWR)
+            sock.close()
+
+
+@pytest.fixture
+def breakers():
+    opened = []
+    yield opened
+    for breaker in opened:
+        breaker.close()
+
+
+def pair_through(breakers, crossings, lasts, **changes):
+    """Two transports; all connections between them go through a breaker."""
+
+    def change(book):
+        breakers.append(Breaker(book[1]["ethernet"][0], lasts))
+        return [book[0], {**book[1], "ethernet": [breakers[0].address]}]
+
+    found = start_pair(PLAN, crossings, book_of=change, **changes)
+    for one in found:
+        if isinstance(one, Exception):
+            raise one
+    return found
+
+
+SHAPES = [(1,), (3, 7), (1 << 8, 1 << 10), (5, 100_003)]  # of some bytes, 1 MiB and 2 MB
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_arrays_are_whole_and_in_order_over_connections_that_are_lost(breakers, seed, monkeypatch):
+    """Both ways at once, with random sizes, over connections that last for random bytes."""
+    monkeypatch.setattr(frames, "MAX_KEPT_BYTES", 1 << 21)  # so that senders wait for room, too
+    rng, contents = random.Random(seed), np.random.default_rng(seed)
+    lasts = lambda: rng.choice([20_000, 700_000, 4_000_000]) + rng.randrange(1 << 16)
+    crossings = [
+        make_crossing(f"{'B' if back else 'F'}{i}", shape, "uint32", back=back)
+        for i, shape in enumerate(SHAPES)
+        for back in (False, True)
+    ]
+    ends = pair_through(breakers, crossings, lasts, streams=3)
+    order = [rng.randrange(len(SHAPES)) for _ in range(30)]
+    sent = {
+        (name, m): contents.integers(0, 1 << 32, SHAPES[i], np.uint32)
+        for m, i in enumerate(order)
+        for name in (f"F{i}", f"B{i}")
+    }
+
+    def run(end, gives, takes, device):
+        keys = [Key(f"{takes}{i}", 1, m) for m, i in enumerate(order)]
+        end.expect(keys)
+        for m, i in enumerate(order):
+            name = f"{gives}{i}"
+            end.offer(Key(name, 1, m), jax.device_put(sent[name, m], jax.devices()[device]))
+        for key in keys:
+            got = np.asarray(end.fetch(key))
+            np.testing.assert_array_equal(got, sent[key.crossing, key.microbatch])
+
+    try:
+        for outcome in together(
+            lambda: run(ends[0], "F", "B", 0), lambda: run(ends[1], "B", "F", 4)
+        ):
+            if outcome is not None:
+                raise outcome
+        assert breakers[0].num_lost >= 10
+        breakers[0]._lasts = lambda: None
+    finally:
+        together(*(end.close for end in ends))
+    assert not any(end._sending for end in ends)
+
+
+@pytest.fixture
+def fragile(breakers):
+    """Two transports, and the breaker between them, which loses nothing by itself."""
+    opened = []
+
+    def open_pair(**changes):
+        crossings = [make_crossing("F0", SHAPES[2]), make_crossing("B1", SHAPES[2], back=True)]
+        opened.extend(pair_through(breakers, crossings, lambda: None, **changes))
+        return *opened, breakers[0]
+
+    yield open_pair
+    together(*(end.close for end in opened))
+
+
+def cross(source, target, name, m):
+    key = Key(name, 1, m)
+    target.expect([key])
+    device = jax.devices()[4 * (name == "B1")]
+    source.offer(key, jax.device_put(np.full(SHAPES[2], m, np.float32), device))
+    assert (np.asarray(target.fetch(key)) == m).all()
+
+
+def channels_of(*ends):
+    return [channel for end in ends for channel in end._peer_of]
+
+
+@pytest.mark.parametrize("who", [0, 1])
+def test_a_connection_that_one_end_alone_has_lost_is_made_anew(fragile, who, capsys):
+    """The end that calls, or the one that is called, which then asks for a call."""
+    *ends, breaker = fragile()
+    breaker.silence()  # the other end does not hear of it
+    for channel in channels_of(ends[who]):
+        channel.drop(TimeoutError(110, "Connection timed out"))
+    for m in range(2):
+        cross(*ends, "F0", m)
+        cross(*ends[::-1], "B1", m)
+    told = capsys.readouterr().out
+    assert re.search(r"\d of 2 connections were lost \(\[Errno 110\] .*\), and go on after", told)
+    [(link, loss)] = ends[1].take_losses().items()
+    assert (link, loss.connections) == ("ib -> roce", 2)
+    assert loss.lost_s < 60
+    assert not ends[1].take_losses()
+
+
+def test_a_connection_is_made_anew_before_the_silence_is_too_long(fragile, clock):
+    """The system would try again ever later: a cut may be over long before it notices."""
+    *ends, breaker = fragile(heartbeat_timeout_s=10.0)
+    breaker.silence()
+    clock.now_s += 6.0
+    for m in range(2):
+        cross(*ends, "F0", m)
+        cross(*ends[::-1], "B1", m)
+    assert breaker.num_calls >= 4
+
+
+def test_a_process_that_has_started_again_does_not_take_the_place_of_the_old_one():
+    """It listens where the old one did, holds the key and is of the same plan."""
+    failures = []
+    crossing = make_crossing("F0", SHAPES[2])
+    ends = start_pair(PLAN, [crossing], on_failure=failures.append)
+    meeting = ends[1]._meeting
+    meeting._hello = other = replace(meeting._hello, session="another")
+    for admission in meeting._admissions:
+        admission._talk = functools.partial(
+            handshake.answer, KEY, other, NeighbourHello, meeting._check_caller
+        )
+    channels_of(ends[0])[0].drop(ConnectionResetError("reset"))
+    with pytest.raises(PeerError, match="the connection was lost"):
+        cross(*ends, "F0", 0)
+    while len(failures) < 2:
+        time.sleep(0.01)
+    assert any("another process" in str(failure) for failure in failures)
+    together(*(end.close for end in ends))
+
+
+def test_a_goodbye_that_is_lost_is_said_again(fragile):
+    *ends, _ = fragile()
+    cross(*ends, "F0", 0)
+    for channel in channels_of(ends[0]):
+        with channel._wakeup:  # what is sent from here on is lost
+            channel._sock.shutdown(socket.SHUT_RDWR)
+        channel.leave()
+    for channel in channels_of(*ends):
+        assert channel.is_over.wait(60)
+    assert not [end._error for end in ends if end._error]
+
+
+def test_what_is_kept_is_bounded(monkeypatch):
+    """By whole parts: an end that hears nothing of the other sends no more of them."""
+    monkeypatch.setattr(frames, "MAX_KEPT_BYTES", 2000)
+    near, far = socket.socketpair()
+    parts = deque()
+    channel = Channel(near, None, 60.0, parts)
+    channel.start()
+    for offset in range(10):
+        parts.append((Frame(FrameKind.DATA, offset=offset, length=1000), [memoryview(bytes(1000))]))
+    channel.take_part()
+    far.settimeout(60)
+    while len(parts) > 8:
+        time.sleep(0.005)
+    time.sleep(0.1)
+    assert len(parts) == 8
+    channel.close()
+    channel.join(1.0)
+    far.close()
