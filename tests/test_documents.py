@@ -23,6 +23,7 @@ from holmesjax.topology import file as topology_file, loading
 from holmesjax.topology.catalogue import DEVICES, NICS
 from launch import process_logs, restarts
 from launch.arguments import parse
+from launch.launchers import kubernetes, slurm
 from tests.clusters import PLANS, golden_plan
 
 RUN_FILES = sorted(CHECKOUT.glob("configs/r[ue]*s/*.yaml"))
@@ -123,6 +124,7 @@ def test_the_page_of_the_run_folder_has_every_file_and_every_part_of_the_time():
     files = (metrics.FILE, report_page.FILE, trace.FILE, recorder.TIMELINE, resume.ALLOWED)
     files += (skipped_data.RECORD, lease.FILE, restarts.RECORD, job.ENVIRONMENT, lab.FILE)
     files += (job.CONFIG, job.TOPOLOGY, job.PLAN, f"{process_logs.LOGS}/")
+    files += (slurm.SCRIPT, slurm.OPTIONS, kubernetes.MANIFEST, kubernetes.KEY)
     missing = [name for name in (*files, *goodput.BUCKETS) if f"`{name}`" not in page]
     assert not missing
 

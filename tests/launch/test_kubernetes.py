@@ -114,7 +114,7 @@ def pod_of(entry) -> dict:
 
 
 def mounts_of(entry) -> dict[str, tuple[dict, bool]]:
-    """What is mounted at each path of a pod, and whether it can only be read."""
+    """Returns what is mounted at each path of a pod, and whether it can only be read."""
     pod = pod_of(entry)
     sources = {v["name"]: {k: s for k, s in v.items() if k != "name"} for v in pod["volumes"]}
     places = pod["containers"][0]["volumeMounts"]
