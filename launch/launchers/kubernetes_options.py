@@ -230,11 +230,11 @@ def _mounts(
                 yield _not_absolute(
                     document, (*place, name), path, "pod" if name == "path" else "node"
                 )
-        if (path := PurePosixPath(own.path)) in taken:
+        if (where := PurePosixPath(own.path)) in taken:
             fix = "mount it elsewhere"
             problem = "has another volume of the pod"
             yield document.mistake((*place, "path"), problem, found=own.path, fix=fix)
-        taken.add(path)
+        taken.add(where)
         if (own.claim is None) == (own.host_path is None):
             found = "neither" if own.claim is None else "both"
             fix = "name a PersistentVolumeClaim, or a folder of the node"
