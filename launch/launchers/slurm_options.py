@@ -109,9 +109,9 @@ def _options_are_options(document: Document, file: SlurmOptions) -> Iterator[Hol
                 if not OPTION.fullmatch(option) or not option.isprintable():
                     fix = "write it as --partition=hopper"
                     yield document.mistake(place, "is no option", found=option, fix=fix)
-                elif fix := is_set.get(option.partition("=")[0]):
+                elif instead := is_set.get(option.partition("=")[0]):
                     problem = "is set by the launcher"
-                    yield document.mistake(place, problem, found=option, fix=fix)
+                    yield document.mistake(place, problem, found=option, fix=instead)
 
 
 def _folder_is_absolute(document: Document, file: SlurmOptions) -> Iterator[HolmesError]:
