@@ -100,11 +100,11 @@ def numbers(runs: Sequence[ComparedRun]) -> list[tuple[str, list[str]]]:
         f"{goodput(run.history.last):.1%}" if "wall_s" in run.history.last else NOWHERE
     )
     lost = lambda run: (
-        duration(run.records[-1]["wall_s"]["lost"]) if "wall_s" in run.records[-1] else NOWHERE
+        duration(run.history.last["wall_s"]["lost"]) if "wall_s" in run.history.last else NOWHERE
     )
 
     def memory(run: ComparedRun) -> str:
-        peaks = [b for r in run.records for b in r.get("memory_bytes", {}).values()]
+        peaks = run.history.memory_bytes.values()
         return show(max(peaks), "B") if peaks else NOWHERE
 
     rows: list[tuple[str, Any]] = [
