@@ -5,6 +5,8 @@ settings.md    every section of a run file: its settings, their values, defaults
 commands.md    the help of every verb
 modules.md     every module with the first paragraph of its docstring
 gallery.md     plans of configs/runs, drawn, and the topologies of configs/topologies
+
+The first two are in the checkout, too. `python -m docs.reference_pages` writes them again.
 """
 
 import argparse
@@ -36,10 +38,21 @@ LIMIT = 2**14  # a bound from here on is only there to find slips
 
 def write(folder: Path) -> None:
     """Writes all pages and their pictures into a folder."""
-    folder.mkdir(exist_ok=True)
-    for page in (settings, commands, modules):
-        _write(folder / f"{page.__name__}.md", page())
+    write_kept(folder)
+    _write(folder / "modules.md", modules())
     _write(folder / "gallery.md", gallery(folder))
+
+
+def write_kept(folder: Path) -> None:
+    """Writes the pages that are in the checkout."""
+    folder.mkdir(exist_ok=True)
+    for name, text in kept().items():
+        _write(folder / name, text)
+
+
+def kept() -> dict[str, str]:
+    """Returns the pages that are in the checkout, by the names of their files."""
+    return {"settings.md": settings(), "commands.md": commands()}
 
 
 def _write(path: Path, text: str) -> None:
@@ -243,3 +256,7 @@ def gallery(folder: Path) -> str:
         lines += description.describe(loading.load(path))
     lines.append("```")
     return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    write_kept(CHECKOUT / "docs/reference")

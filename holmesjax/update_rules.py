@@ -1,4 +1,4 @@
-"""The optimizers that a run may name, and what each keeps. Does not import JAX.
+"""The optimizers and schedules that a run may name, and what each keeps. Does not import JAX.
 
 Planner, config and console read these records; the optimizer itself, which a record names, is for
 those that have devices (`optimizers`).
@@ -7,6 +7,7 @@ those that have devices (`optimizers`).
 from collections.abc import Callable
 from dataclasses import dataclass
 from pkgutil import resolve_name
+from types import ModuleType
 from typing import Any, Literal
 
 NumberFormat = Literal["float32", "bfloat16", "int8"]  # int8: with a scale for 64 numbers
@@ -29,6 +30,31 @@ def factored_dims(shape: tuple[int, ...]) -> tuple[int, int] | None:
     if len(shape) < 2 or shape[second] < MIN_FACTORED:
         return None
     return largest, second
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RateSchedule:
+    """A learning rate behind its warm-up, which falls from its peak to `final_fraction` of it.
+
+    Args:
+      fallen: which part of the fall is done after a share of the updates in which the rate falls:
+        0 after 0, and 1 after 1. The share is a number or an array, and the second argument the
+        module whose functions compute it, `numpy` or `jax.numpy`. None: the rate stays.
+      has_decay: whether it falls in the last `decay_steps` or `decay_tokens` alone.
+    """
+
+    fallen: Callable[[Any, ModuleType], Any] | None
+    has_decay: bool = False
+
+
+# By `optimizer.schedule`.
+RATE_SCHEDULES: dict[str, RateSchedule] = {
+    "constant": RateSchedule(fallen=None),
+    "cosine": RateSchedule(fallen=lambda share, xp: 0.5 * (1.0 - xp.cos(xp.pi * share))),
+    "linear": RateSchedule(fallen=lambda share, xp: share),
+    # Warm-up, stable, decay: Hu et al., arXiv:2404.06395.
+    "wsd": RateSchedule(fallen=lambda share, xp: share, has_decay=True),
+}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -128,6 +128,27 @@ def signs(config):
     return optax.chain(optax.trace(config.beta1), optax.scale_by_sign())
 
 
+def with_schedule(config):
+    """The same beside a schedule that halves the rate in each update."""
+    return signs(config), lambda update: 0.5**update
+
+
+def schedule_inside(config):
+    """The schedule is a part of the transformation."""
+    return optax.chain(optax.scale_by_sign(), optax.scale_by_schedule(lambda n: 0.5**n))
+
+
+def schedule_injected(config):
+    """Another way in which optax has a schedule inside."""
+    scaled = optax.inject_hyperparams(optax.scale_by_learning_rate)
+    return optax.chain(optax.scale_by_sign(), scaled(learning_rate=lambda n: 0.5**n))
+
+
+def two_rates(config):
+    """The schedule gives two numbers."""
+    return signs(config), lambda update: jnp.ones(2)
+
+
 def rows(config):
     """An optimizer that keeps a number for each row."""
     return optax.GradientTransformation(

@@ -23,6 +23,9 @@ from holmesjax.topology import file as topology_file, loading
 from holmesjax.topology.catalogue import DEVICES, NICS
 from launch import process_logs, restarts
 from launch.arguments import parse
+from launch.launchers import kubernetes, slurm
+from launch.launchers.kubernetes_options import KubernetesOptions, PodOptions, Toleration
+from launch.launchers.slurm_options import SlurmOptions
 from tests.clusters import PLANS, golden_plan
 
 RUN_FILES = sorted(CHECKOUT.glob("configs/r[ue]*s/*.yaml"))
@@ -118,11 +121,24 @@ def test_the_settings_beside_those_of_another_system_exist(system):
     assert not [name for name in named if not hasattr(SETTINGS[name[0]], name[1])]
 
 
+@pytest.mark.parametrize(
+    "page, options",
+    [("slurm", SlurmOptions), ("kubernetes", KubernetesOptions), ("kubernetes", Toleration)],
+)
+def test_every_key_of_an_options_file_is_on_its_page(page, options):
+    text = (CHECKOUT / f"docs/{page}.md").read_text()
+    keys = {field.name for field in dataclasses.fields(options)}
+    if options is KubernetesOptions:
+        keys |= {field.name for field in dataclasses.fields(PodOptions)}
+    assert not [key for key in keys if not re.search(rf"\b{key}\b", text)]
+
+
 def test_the_page_of_the_run_folder_has_every_file_and_every_part_of_the_time():
     page = (CHECKOUT / "docs/run_folder.md").read_text()
     files = (metrics.FILE, report_page.FILE, trace.FILE, recorder.TIMELINE, resume.ALLOWED)
     files += (skipped_data.RECORD, lease.FILE, restarts.RECORD, job.ENVIRONMENT, lab.FILE)
     files += (job.CONFIG, job.TOPOLOGY, job.PLAN, f"{process_logs.LOGS}/")
+    files += (slurm.SCRIPT, slurm.OPTIONS, kubernetes.MANIFEST, kubernetes.KEY)
     missing = [name for name in (*files, *goodput.BUCKETS) if f"`{name}`" not in page]
     assert not missing
 
@@ -269,6 +285,21 @@ def test_the_tables_of_the_holmes_comparison_are_its_results():
             shares = [cells[name, point]["share"] for point in points]
             shown = [f"{rate} ({x:.0%})" for rate, x in zip(shown, shares, strict=True)]
         assert f"| {label} | {row.system} | {' | '.join(shown)} |" in BENCHMARKS
+
+
+def test_the_windows_of_long_links_follow_from_the_formula():
+    page = (CHECKOUT / "docs/long_links.md").read_text()
+    rows = re.findall(
+        r"^\| (\d+) Gb/s \| (\d+) ms \| (\S+) MB \| (\S+) MB \| (\S+) Gb/s", page, re.M
+    )
+    assert len(rows) == 5
+    for row in rows:
+        gigabits, trip_ms, in_flight, of_each, carried = map(float, row)
+        in_flight_bytes = gigabits * 1e9 / 8 * trip_ms / 1e3
+        assert in_flight == pytest.approx(in_flight_bytes / 1e6, abs=0.005)
+        assert of_each == pytest.approx(in_flight_bytes / 4e6, abs=0.051)
+        reached = 4 * 4 * 2**20 * 8 / (trip_ms / 1e3) / 1e9
+        assert carried == pytest.approx(min(gigabits, reached), abs=0.05)
 
 
 def test_pictures_are_those_of_the_code_and_the_results():

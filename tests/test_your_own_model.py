@@ -46,7 +46,11 @@ RUNS = {
     ),
     "my_dropout:my_model": ("model.tied_embeddings=true",),
     "my_flax:my_model": ("train.compute_dtype=bfloat16", ONE),
-    "my_images:my_model": of_arrays("my_images:images", 16),
+    "my_images:my_model": (
+        *of_arrays("my_images:images", 16),
+        "optimizer.name=optax",
+        "optimizer.function='my_schedule:with_restarts'",
+    ),
     "my_losses:masked": (*of_arrays("my_losses:answers", 8), ONE),
     "my_losses:distilled": (*of_arrays("my_losses:teacher", 8), ONE),
     "my_losses:preferred": (*of_arrays("my_losses:pairs", 16), ONE),
@@ -120,6 +124,9 @@ def test_data_without_an_array_that_a_layer_reads_is_refused(page):
             r"is not elementwise: .*\n  found: tests.own_models:rows: \(3,\)",
         ),
         ("tests.own_models:sophia", "found: tests.own_models:sophia: .*obj_fn"),
+        ("tests.own_models:two_rates", "found: tests.own_models:two_rates: .*one number"),
+        ("tests.own_models:schedule_inside", "has a schedule inside of its transformation"),
+        ("tests.own_models:schedule_injected", "has a schedule inside of its transformation"),
     ],
 )
 def test_a_function_that_is_no_optimizer_is_refused(tmp_path, function, message):

@@ -83,7 +83,7 @@ CHECKS |= {
         training_checks.muon_settings_are_for_muon,
         training_checks.function_is_for_optax,
         training_checks.schedule_has_one_unit,
-        training_checks.decay_is_for_wsd,
+        training_checks.decay_is_for_schedules_with_one,
     ),
     ("data",): (
         data_checks.corpus_or_mixture,

@@ -9,7 +9,7 @@ from holmesjax.config.model_sections import ModelConfig
 from holmesjax.config.sections import KernelsConfig
 from holmesjax.config.training_sections import OptimizerConfig, TrainConfig
 from holmesjax.errors import ConfigError
-from holmesjax.update_rules import RULES
+from holmesjax.update_rules import RATE_SCHEDULES, RULES
 from kernels.attention.choice import HALF_PRECISION
 
 
@@ -52,15 +52,18 @@ def schedule_has_one_unit(optimizer: OptimizerConfig) -> Iterator[ConfigError]:
             yield wrong(where, problem, found, fix)
 
 
-def decay_is_for_wsd(optimizer: OptimizerConfig) -> Iterator[ConfigError]:
-    is_wsd, unit = optimizer.schedule == "wsd", optimizer.schedule_by
+def decay_is_for_schedules_with_one(optimizer: OptimizerConfig) -> Iterator[ConfigError]:
+    has_decay, unit = RATE_SCHEDULES[optimizer.schedule].has_decay, optimizer.schedule_by
     where, decay = f"optimizer.decay_{unit}", getattr(optimizer, f"decay_{unit}")
-    if is_wsd and decay is None:
+    if has_decay and decay is None:
         fix = f"add the number of {unit} at the end in which the learning rate falls"
-        yield wrong(where, "is missing: schedule wsd needs it", "nothing", fix)
-    if not is_wsd and decay is not None:
-        fix = "remove it, or set optimizer.schedule to wsd"
-        yield wrong(where, f"is only for schedule wsd, not for {optimizer.schedule}", decay, fix)
+        problem = f"is missing: schedule {optimizer.schedule} needs it"
+        yield wrong(where, problem, "nothing", fix)
+    if not has_decay and decay is not None:
+        names = " or ".join(name for name, own in RATE_SCHEDULES.items() if own.has_decay)
+        fix = f"remove it, or set optimizer.schedule to {names}"
+        problem = f"is only for schedule {names}, not for {optimizer.schedule}"
+        yield wrong(where, problem, decay, fix)
 
 
 def schedule_fits_run(
@@ -74,7 +77,7 @@ def schedule_fits_run(
         total = TrainConfig.sequences_after(train, train.steps) * model.context_length
     warmup = getattr(optimizer, f"warmup_{unit}") or 0
     decay = getattr(optimizer, f"decay_{unit}") or 0
-    if optimizer.schedule == "wsd" and warmup + decay > total:
+    if RATE_SCHEDULES[optimizer.schedule].has_decay and warmup + decay > total:
         problem = f"warmup_{unit} + decay_{unit} must be at most {whole} = {total}"
         found = f"{warmup} + {decay} = {warmup + decay}"
         fix = f"use {total - warmup} or less, or more steps" if warmup < total else "use more steps"

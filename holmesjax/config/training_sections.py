@@ -20,7 +20,7 @@ from holmesjax.config.allowed_values import (
     Tokens,
 )
 from holmesjax.config.mistakes import refuse_mistakes
-from holmesjax.update_rules import REFUSED, RULES, NumberFormat
+from holmesjax.update_rules import RATE_SCHEDULES, REFUSED, RULES, NumberFormat
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, config=STRICT)
@@ -101,7 +101,7 @@ class OptimizerConfig:
     name: Annotated[str, schema.OneOf(RULES, REFUSED)] = "adamw"  # name of the optimizer
     learning_rate: Positive  # peak learning rate
     # The shape of the learning rate after the warm-up.
-    schedule: Literal["constant", "cosine", "linear", "wsd"] = "cosine"
+    schedule: Annotated[str, schema.OneOf(RATE_SCHEDULES)] = "cosine"
     # Whether the learning rate follows the number of updates or of tokens. The two differ where
     # batches grow.
     schedule_by: Literal["steps", "tokens"] = "steps"

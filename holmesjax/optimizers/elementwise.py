@@ -7,6 +7,7 @@ the parameters do.
     parameter <- parameter - rate (direction + weight_decay parameter)
 """
 
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pkgutil import resolve_name
@@ -31,46 +32,63 @@ DIRECTIONS: dict[str, Callable[[OptimizerConfig], optax.GradientTransformation]]
     "lion": lambda c: optax.scale_by_lion(c.beta1, c.beta2),
     "sgd": lambda c: optax.trace(c.beta1) if c.beta1 else optax.identity(),
     "rmsprop": lambda c: optax.scale_by_rms(c.beta2, c.epsilon),
-    "optax": lambda c: _of_function(c),
+    "optax": lambda c: of_function(c)[0],
 }
 SAMPLE = jax.ShapeDtypeStruct((3, 5), jnp.float32)  # a parameter, to see what is kept of it
+COUNT = jax.ShapeDtypeStruct((), jnp.int32)  # of updates
 
 
-def _of_function(config: OptimizerConfig) -> optax.GradientTransformation:
-    """The transformation that `optimizer.function` gives.
+def of_function(
+    config: OptimizerConfig,
+) -> tuple[optax.GradientTransformation, optax.Schedule | None]:
+    """The transformation that `optimizer.function` gives, and the schedule where there is one.
 
     Raises:
-      ConfigError: there is none, or its state is not elementwise.
+      ConfigError: there is none, its state is not elementwise, or it has a schedule in itself.
     """
     name = config.function
     assert name is not None, "the check of the section sees to it"
+    refuse = functools.partial(ConfigError, "optimizer.function")
     try:
-        made = resolve_name(name)(config)
+        made, schedule = resolve_name(name)(config), None
+        if not isinstance(made, optax.GradientTransformation):
+            made, schedule = made
+            assert jax.eval_shape(schedule, COUNT).shape == (), "a rate is one number"
         tree = {"layer": {"parameter": SAMPLE}}
         state = jax.eval_shape(made.init, tree)
         jax.eval_shape(made.update, tree, state, tree)
     except Exception as error:
-        raise ConfigError(
-            "optimizer.function",
+        raise refuse(
             "must take the section `optimizer` and give a transformation of optax",
             found=f"{name}: {type(error).__name__}: {error}",
             fix="write module:function, of a module that each process of the run can import, as "
             "def my_optimizer(config): return optax.scale_by_adam(config.beta1, config.beta2)",
         ) from error
     if others := [x.shape for x in jax.tree.leaves(state) if x.shape not in ((), SAMPLE.shape)]:
-        raise ConfigError(
-            "optimizer.function",
+        raise refuse(
             "is not elementwise: it keeps arrays of another shape than their parameter's",
             found=f"{name}: {', '.join(map(str, others))} for a parameter of {SAMPLE.shape}",
             fix="use a transformation that keeps arrays of the parameters' shapes, or numbers",
         )
-    own: optax.GradientTransformation = made
-    return own
+    if any(map(_has_rate, jax.tree.leaves(state, is_leaf=_has_rate))):
+        raise refuse(
+            "has a schedule inside of its transformation, so no record could show the rate",
+            found=name,
+            fix="give the schedule beside the transformation, which then has none: "
+            "return optax.scale_by_adam(config.beta1, config.beta2), my_schedule",
+        )
+    return made, schedule
+
+
+def _has_rate(state: Any) -> bool:
+    """Whether this is the state of a transformation that follows a schedule of learning rates."""
+    injected = getattr(state, "hyperparams_states", {})
+    return isinstance(state, optax.ScaleByScheduleState) or "learning_rate" in injected
 
 
 def kept_by_function(config: OptimizerConfig) -> tuple[NumberFormat, ...]:
     """`UpdateRule.kept` of `optimizer.function`."""
-    state = jax.eval_shape(_of_function(config).init, {"layer": {"parameter": SAMPLE}})
+    state = jax.eval_shape(of_function(config)[0].init, {"layer": {"parameter": SAMPLE}})
     kept = [x for x in jax.tree.leaves(state) if x.shape == SAMPLE.shape]
     return tuple("bfloat16" if x.dtype == jnp.bfloat16 else "float32" for x in kept)
 
@@ -158,4 +176,11 @@ class Elementwise:
 
 
 def make(config: OptimizerConfig, schedule: optax.Schedule, statements: Tree) -> Elementwise:
+    if config.function is not None:
+        schedule = _times(schedule, of_function(config)[1])
     return Elementwise(config, schedule, statements, DIRECTIONS[config.name](config))
+
+
+def _times(schedule: optax.Schedule, own: optax.Schedule | None) -> optax.Schedule:
+    """The schedule of the section, times that of a function."""
+    return schedule if own is None else lambda update: schedule(update) * own(update)

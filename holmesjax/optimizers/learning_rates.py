@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from holmesjax.config import OptimizerConfig, TrainConfig
+from holmesjax.update_rules import RATE_SCHEDULES
 
 
 class StepTokens(NamedTuple):
@@ -65,20 +66,19 @@ def learning_rate(
         last, whole = (tokens.whole_steps(n) for n in (num_steps - 1, num_steps))
         before, after = (tokens.whole_steps(n, xp) for n in (update, update + 1))
     warmup = warmup or 0
-    is_rising = after <= warmup
-    if config.schedule == "constant":
+    is_rising, schedule = after <= warmup, RATE_SCHEDULES[config.schedule]
+    if schedule.fallen is None:
         rate = peak
     else:
         start = warmup
-        if config.schedule == "wsd":  # warm-up, stable, decay: Hu et al., arXiv:2404.06395
+        if schedule.has_decay:
             assert decay is not None
             start = max(last - decay, warmup)
         fallen = xp.clip((before - start) / (last - start if last > start else 1), 0.0, 1.0)
         if warmup <= whole:  # the last update, even where nothing is between it and the warm-up
             is_last = update >= num_steps - 1
             fallen, is_rising = xp.where(is_last, 1.0, fallen), is_rising & (update < num_steps - 1)
-        if config.schedule == "cosine":
-            fallen = 0.5 * (1.0 - xp.cos(xp.pi * fallen))
+        fallen = schedule.fallen(fallen, xp)
         rate = peak * (1.0 - (1.0 - config.final_fraction) * fallen)
     if not warmup:
         return rate

@@ -99,6 +99,14 @@ def numbers(runs: Sequence[ComparedRun]) -> list[tuple[str, list[str]]]:
     useful = lambda run: (
         f"{goodput(run.history.last):.1%}" if "wall_s" in run.history.last else NOWHERE
     )
+    lost = lambda run: (
+        duration(run.history.last["wall_s"]["lost"]) if "wall_s" in run.history.last else NOWHERE
+    )
+
+    def memory(run: ComparedRun) -> str:
+        peaks = run.history.memory_bytes.values()
+        return show(max(peaks), "B") if peaks else NOWHERE
+
     rows: list[tuple[str, Any]] = [
         ("steps", lambda run: f"{run.history.last['step']:,} of {run.config.train.steps:,}"),
         (f"loss, steps {window}", loss),
@@ -109,6 +117,8 @@ def numbers(runs: Sequence[ComparedRun]) -> list[tuple[str, list[str]]]:
         ("input wait, a step", middle("input_wait_s", lambda s: show(s, "s"))),
         ("time of all steps", whole),
         ("goodput", useful),
+        ("lost time", lost),
+        ("memory of the fullest device", memory),
         ("MFU", middle("mfu", "{:.1%}")),
         ("bubble", middle("bubble_share", "{:.1%}")),
         ("bytes between stages, a step", traffic),

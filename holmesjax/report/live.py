@@ -20,6 +20,7 @@ from holmesjax.config import Config
 from holmesjax.plan.plan import Plan, layers_text
 from holmesjax.report import link_losses, metrics
 from holmesjax.report.console import validation_losses
+from holmesjax.report.goodput import goodput, rows
 from holmesjax.units import duration, show
 
 TAIL_BYTES = 2**18  # of the file, a few hundred steps
@@ -88,15 +89,42 @@ def describe(
         text = f"ALARM: no checkpoint since {last[FIELD]:,} steps; the launcher's output says more"
         shown.append(Text(text))
     shown.append(Text(sparkline([record["loss"] for record in records], WIDTH)))
-    if plan is not None and len(plan.stages) > 1:
-        shown += [Text(""), _stages(plan, recent), Text(""), _links(recent, middle("step_time_s"))]
-        shown += [Text(line) for line in link_losses.lines(records)]
+    shown.extend(Text(line) for line in _time(last))
+    if plan is not None:
+        peaks = _peaks(plan, records)
+        if len(plan.stages) > 1 or any(peaks):
+            shown += [Text(""), _stages(plan, recent, peaks)]
+        if len(plan.stages) > 1:
+            shown += [Text(""), _links(recent, middle("step_time_s"))]
+            shown += [Text(line) for line in link_losses.lines(records)]
     return shown
 
 
-def _stages(plan: Plan, records: Sequence[Record]) -> Table:
-    """Each stage with its share of the step; the busiest sets the pace of all."""
-    table = Table("stage", "cluster", "nodes", "layers", "busy", box=None, pad_edge=False)
+def _time(record: Record) -> list[str]:
+    """Returns the line of what the run's time was spent on, besides its steps; often none."""
+    if "wall_s" not in record:
+        return []
+    spent = [f"{name} {duration(seconds)}" for name, seconds in rows(record) if name != "step"]
+    return ["  ".join([f"goodput {goodput(record):.1%}", *spent])]
+
+
+def _peaks(plan: Plan, records: Sequence[Record]) -> list[int | None]:
+    """Returns the bytes in use on the fullest device of each stage; None: it is not known."""
+    peaks: dict[str, int] = {}
+    for record in records:
+        peaks |= record.get("memory_bytes", {})
+    of = lambda stage: [peaks.get(f"device {number}", 0) for number in stage.devices]
+    return [max(of(stage)) or None for stage in plan.stages]
+
+
+def _stages(plan: Plan, records: Sequence[Record], peaks: Sequence[int | None]) -> Table:
+    """Each stage with its share of the step; the busiest sets the pace of all.
+
+    Where devices tell it, the memory of the fullest stands beside what was predicted of it.
+    """
+    memory = ("memory", "predicted") if any(peaks) else ()
+    titles = ("stage", "cluster", "nodes", "layers", *memory, "busy")
+    table = Table(*titles, box=None, pad_edge=False)
     shares = [
         _median([r["busy_share"].get(f"stage {i}") for r in records if "busy_share" in r])
         for i in range(len(plan.stages))
@@ -106,7 +134,12 @@ def _stages(plan: Plan, records: Sequence[Record]) -> Table:
         busy = "-" if math.isnan(share) else f"{share:.0%}"
         mark = "  slowest" if share == busiest else ""
         nodes = f"{stage.nodes[0]} .. {stage.nodes[-1]}" if stage.nodes[1:] else stage.nodes[0]
-        table.add_row(str(number), stage.cluster, nodes, layers_text(stage, {}), f"{busy}{mark}")
+        cells = [str(number), stage.cluster, nodes, layers_text(stage, {})]
+        if memory:
+            peak = peaks[number]
+            predicted = show(sum(stage.memory_bytes.values()), "B")
+            cells += ["-" if peak is None else show(peak, "B"), predicted]
+        table.add_row(*cells, f"{busy}{mark}")
     return table
 
 

@@ -24,6 +24,9 @@ def _numbers(stage: Stage) -> tuple[int, ...]:
     return stage.plan.stages[place].devices
 
 
+AGAIN = 50  # steps after which all peaks are told, for those who read the end of a record alone
+
+
 class PeakMemory:
     """Tells of the devices whose peak has risen, so that records of a long run stay short.
 
@@ -33,9 +36,13 @@ class PeakMemory:
 
     def __init__(self, devices: Mapping[str, Any]):
         self._devices, self._told = devices, dict.fromkeys(devices, 0)
+        self._num_asked = 0
 
     def risen(self) -> dict[str, int]:
-        """Bytes of the devices whose peak is above what was told of them."""
+        """Bytes of the devices whose peak is above what was told; each `AGAIN`th time, of all."""
+        self._num_asked += 1
+        if self._num_asked % AGAIN == 0:
+            self._told = dict.fromkeys(self._devices, 0)
         found = {}
         for name, device in self._devices.items():
             num_bytes = (device.memory_stats() or {}).get("peak_bytes_in_use", 0)

@@ -81,7 +81,7 @@ def read_options(
     """
     document = yaml_files.read(path, ConfigError)
     file, mistakes = schema.read(cls, document)
-    mistakes += schema.findings(_unknown_clusters, document, file, topology)
+    mistakes += schema.findings(_wrong_clusters, document, file, topology)
     mistakes += schema.findings(check, document, file)
     if mistakes:
         raise Mistakes(mistakes)
@@ -89,11 +89,16 @@ def read_options(
     return options
 
 
-def _unknown_clusters(document: Document, file: Any, topology: Topology) -> Iterator[HolmesError]:
+def _wrong_clusters(document: Document, file: Any, topology: Topology) -> Iterator[HolmesError]:
     names = [cluster.name for cluster in topology.clusters]
+    seen: set[str] = set()
     for i, cluster in enumerate(file.clusters):
+        keys = ("clusters", i, "name")
         if cluster.name not in names:
             problem = f"no such cluster in the topology {topology.name}"
             fix = schema.near(cluster.name, names)
-            keys = ("clusters", i, "name")
             yield document.mistake(keys, problem, found=cluster.name, fix=fix)
+        elif cluster.name in seen:
+            fix = "write its options in one entry"
+            yield document.mistake(keys, "is described twice", found=cluster.name, fix=fix)
+        seen.add(cluster.name)

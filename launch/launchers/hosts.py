@@ -22,10 +22,10 @@ from holmesjax.errors import ConfigError, HolmesError, Mistakes
 from holmesjax.topology.fabrics import ClusterFabric
 from holmesjax.topology.machines import Topology
 from holmesjax.yaml_files import Document, Keys
+from launch.launchers.variables import wrong_names
 
 Name = Annotated[str, Field(min_length=1, strict=True)]
 Port = Annotated[int, Field(ge=1, le=65535, strict=True)]
-VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -206,11 +206,7 @@ def _reach_makes_sense(document: Document, keys: Keys, reach: ReachEntry) -> Ite
             fix = "write it as ProxyJump=gateway.example.com"
             place = (*keys, "ssh_options", i)
             yield document.mistake(place, "is no option of ssh", found=option, fix=fix)
-    for name in reach.env:
-        if not VARIABLE.fullmatch(name) or name.startswith("HOLMES_"):
-            fix = "use letters, digits and _; what begins with HOLMES_ is set by the launcher"
-            problem = "cannot be the name of a variable"
-            yield document.mistake((*keys, "env", name), problem, found=name, fix=fix)
+    yield from wrong_names(document, (*keys, "env"), reach.env)
     if reach.identity_file and not Path(reach.identity_file).expanduser().is_file():
         fix = "name the file of a private key on this machine"
         place = (*keys, "identity_file")

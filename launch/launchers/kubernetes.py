@@ -7,59 +7,43 @@ the job's key is a Secret. Kubernetes numbers the pods of each replicated job fr
 (JOB_COMPLETION_INDEX); HOLMES_PROCESSES lists their processes.
 """
 
+import dataclasses
 import os
 import re
 import shlex
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Annotated, Any
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import yaml
-from pydantic import Field
 
+from holmesjax import config as configs
+from holmesjax.config import Config
 from holmesjax.errors import ConfigError, FatalError, HolmesError
 from holmesjax.job import CONFIG, TOPOLOGY, Job
 from holmesjax.lease import Lease
 from holmesjax.plan.device_pool import DevicePool
 from holmesjax.transport import connections
-from holmesjax.yaml_files import Document
+from launch.launchers import kubernetes_options
 from launch.launchers.components import Component, make_components, read_options
+from launch.launchers.kubernetes_options import (
+    KEY_DIR,
+    SETTINGS_DIR,
+    SHARED_MEMORY,
+    KubernetesOptions,
+    PodOptions,
+    Toleration,
+    merged,
+)
 from launch.launchers.table import LauncherOptions
 
 MANIFEST, KEY = "jobset.yaml", "kubernetes.key"
 LAUNCHER = "launcher"  # the replicated job of the launcher
-SETTINGS_DIR, KEY_DIR = "/etc/holmes/settings", "/etc/holmes/key"
 # The exit status of processes that would fail again in the same way.
 MISTAKE = [HolmesError.exit_status]  # a pod that ends with this would do so again
 # JobSet counts all restarts. The launcher counts those without a new step, and ends with 1.
 MAX_RESTARTS = 1000
 MAX_NAME = 40  # of 63 for the name of a pod, which has those of the cluster and the pod in it
-Name = Annotated[str, Field(min_length=1, strict=True)]
 Object = dict[str, Any]  # of Kubernetes
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class KubernetesCluster:
-    """The options of the pods of a cluster."""
-
-    name: Name
-    node_selector: dict[str, str] = field(default_factory=dict)
-    limits: dict[str, str] = field(default_factory=dict)  # besides GPUs: {"rdma/hca": "1"}
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class KubernetesOptions:
-    """The options file."""
-
-    image: Name  # with this version of HolmesJAX
-    claim: Name  # the PersistentVolumeClaim of the run folders; ReadWriteMany
-    mount: Name = "/runs"  # where it is in the pods
-    folder: Name = "/workspace"  # the checkout in the image
-    python: Name = "python"
-    namespace: Name = "default"
-    port: Annotated[int, Field(ge=1024, le=65535, strict=True)] = 7000  # of the launcher
-    gpu: Name = "nvidia.com/gpu"  # what the cluster calls a GPU
-    clusters: tuple[KubernetesCluster, ...] = ()
 
 
 def write(
@@ -76,9 +60,10 @@ def write(
         fix = "write --options KUBERNETES.yaml; docs/kubernetes.md has an example"
         problem = "the launcher `kubernetes` needs an image and a volume"
         raise ConfigError("--options", problem, found="nothing", fix=fix)
-    options = read_options(KubernetesOptions, options_file, job.topology, _paths_are_absolute)
+    check = kubernetes_options.mistakes
+    options = read_options(KubernetesOptions, options_file, job.topology, check)
     name = _label(job.run_dir.absolute().name)
-    pool = job.pool(os.environ)
+    pool = job.pool({**os.environ, **options.env})
     print(*job.describe(pool), sep="\n", flush=True)
     path, key = job.run_dir.absolute() / MANIFEST, job.run_dir.absolute() / KEY
     with Lease(job.run_dir):
@@ -104,14 +89,6 @@ def write(
 def for_job(job: Job, options: LauncherOptions) -> int:
     """Writes the manifest; `table` calls it."""
     return write(job, options.options, max_restarts=options.max_restarts, allow=options.allow)
-
-
-def _paths_are_absolute(document: Document, file: KubernetesOptions) -> Iterator[HolmesError]:
-    for name, path in (("mount", file.mount), ("folder", file.folder)):
-        if not path.startswith("/"):
-            fix = f"write it as /{path}"
-            problem = "must be a path from the root of the image"
-            yield document.mistake((name,), problem, found=path, fix=fix)
 
 
 def _label(text: str) -> str:
@@ -145,12 +122,14 @@ def manifest(
     """
     components = make_components(job)
     own = {"namespace": options.namespace}
-    files = {file: (job.run_dir / file).read_text() for file in (CONFIG, TOPOLOGY)}
     settings = {
         "apiVersion": "v1",
         "kind": "ConfigMap",
         "metadata": {"name": name, **own},
-        "data": files,
+        "data": {
+            CONFIG: configs.to_yaml(_config_of_pods(job, options)),
+            TOPOLOGY: (job.run_dir / TOPOLOGY).read_text(),
+        },
     }
     memory = pool.variables if pool else {}  # the launcher plans with the pool of the workers
     jobs = [_launcher(job, options, name, max_restarts, allow, memory)]
@@ -179,37 +158,46 @@ def manifest(
     return [settings, jobset]
 
 
+def _config_of_pods(job: Job, options: KubernetesOptions) -> Config:
+    """Returns the settings with the places of the pods: those of this machine are not there."""
+    run = dataclasses.replace(job.config.run, dir=_run_dir(job, options))
+    return dataclasses.replace(job.config, run=run, topology=f"{SETTINGS_DIR}/{TOPOLOGY}")
+
+
 def _launcher(
     job: Job,
     options: KubernetesOptions,
     name: str,
     max_restarts: int | None,
     allow: Sequence[str],
-    memory: dict[str, str],
+    memory: Mapping[str, str],
 ) -> Object:
+    pod = merged(options, options.launcher)
+    variables = {
+        "PYTHONUNBUFFERED": "1",
+        **memory,
+        **pod.env,
+        "HOLMES_KEY_FILE": f"{KEY_DIR}/job.key",
+    }
+    own_address = {"fieldRef": {"fieldPath": "status.podIP"}}
     container = {
         "command": [options.python, "-m", "launch", "train", f"{SETTINGS_DIR}/{CONFIG}"],
         "args": [
-            f"topology={SETTINGS_DIR}/{TOPOLOGY}",
-            f"run.dir={_run_dir(job, options)}",
             "--launcher=external",
-            f"--listen=$(POD_IP):{options.port}",
+            f"--listen=$(HOLMES_POD_IP):{options.port}",
             *([f"--max-restarts={max_restarts}"] if max_restarts is not None else []),
             *(f"--allow={names}" for names in allow),
         ],
-        "env": [
-            {"name": "POD_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}},
-            *_variables(
-                {"HOLMES_KEY_FILE": f"{KEY_DIR}/job.key", "PYTHONUNBUFFERED": "1", **memory}
-            ),
-        ],
+        "env": [{"name": "HOLMES_POD_IP", "valueFrom": own_address}, *_variables(variables, pod)],
+        **_resources(pod.requests, pod.limits),
         "ports": [{"name": "controller", "containerPort": options.port}],
         # The run folder is written before the controller listens.
         "readinessProbe": {"tcpSocket": {"port": options.port}, "periodSeconds": 2},
     }
     # Only the launcher knows a bug from the loss of another process: a worker ends with 1 in both.
     final = [FatalError.exit_status, *MISTAKE]
-    return {"name": LAUNCHER, "replicas": 1, "template": _job(options, name, container, 1, final)}
+    template = _job(options, pod, name, container, 1, final)
+    return {"name": LAUNCHER, "replicas": 1, "template": template}
 
 
 def _workers(
@@ -217,33 +205,28 @@ def _workers(
     options: KubernetesOptions,
     name: str,
     component: Component,
-    memory: dict[str, str],
+    memory: Mapping[str, str],
 ) -> Object:
-    clusters = [c for c in options.clusters if c.name == component.cluster]
-    limits = {options.gpu: str(component.num_gpus)} if component.num_gpus else {}
-    for cluster in clusters:
-        limits |= cluster.limits
+    pod = merged(options, *(c for c in options.clusters if c.name == component.cluster))
+    gpus = {options.gpu: str(component.num_gpus)} if component.num_gpus else {}
     variables = {
-        **job.process_environment(memory),
+        "PYTHONUNBUFFERED": "1",
+        **pod.env,
+        **job.process_environment({**memory, **pod.env}),
         "HOLMES_CONTROLLER": f"{name}-{LAUNCHER}-0-0.{name}:{options.port}",
         "HOLMES_KEY_FILE": f"{KEY_DIR}/job.key",
         "HOLMES_PROCESSES": component.numbers,
-        "PYTHONUNBUFFERED": "1",
     }
     container = {
         "command": [options.python, "-m", "launch", "worker", _run_dir(job, options)],
-        "env": _variables(variables),
-        **({"resources": {"limits": limits}} if limits else {}),
+        "env": _variables(variables, pod),
+        **_resources(pod.requests, {**gpus, **pod.limits}),
     }
-    template = _job(options, name, container, len(component.processes), MISTAKE)
-    for cluster in clusters:
-        if cluster.node_selector:
-            template["spec"]["template"]["spec"]["nodeSelector"] = cluster.node_selector
     return {
         "name": _label(component.name),
         "replicas": 1,
         "dependsOn": [{"name": LAUNCHER, "status": "Ready"}],
-        "template": template,
+        "template": _job(options, pod, name, container, len(component.processes), MISTAKE),
     }
 
 
@@ -252,13 +235,32 @@ def _run_dir(job: Job, options: KubernetesOptions) -> str:
     return f"{options.mount.rstrip('/')}/{job.run_dir.absolute().name}"
 
 
-def _variables(values: dict[str, str]) -> list[Object]:
+def _variables(values: Mapping[str, str], pod: PodOptions) -> list[Object]:
+    """Returns the variables of a container, with those whose values are in Secrets."""
+    secrets = {
+        own.name: {"secretKeyRef": {"name": own.secret, "key": own.key}} for own in pod.env_secrets
+    }
     # Kubernetes would put in a value for $(...).
-    return [{"name": name, "value": value.replace("$(", "$$(")} for name, value in values.items()]
+    plain = {name: text.replace("$(", "$$(") for name, text in values.items()}
+    return [
+        *({"name": name, "value": text} for name, text in plain.items() if name not in secrets),
+        *({"name": name, "valueFrom": source} for name, source in secrets.items()),
+    ]
+
+
+def _resources(requests: Mapping[str, str], limits: Mapping[str, str]) -> Object:
+    both = {"requests": dict(requests), "limits": dict(limits)}
+    given = {name: amounts for name, amounts in both.items() if amounts}
+    return {"resources": given} if given else {}
 
 
 def _job(
-    options: KubernetesOptions, name: str, container: Object, num_pods: int, final: list[int]
+    options: KubernetesOptions,
+    own: PodOptions,
+    name: str,
+    container: Object,
+    num_pods: int,
+    final: Sequence[int],
 ) -> Object:
     """Returns a batch/v1 Job without its kind: `num_pods` pods, numbered from 0, that end once.
 
@@ -269,23 +271,34 @@ def _job(
         ("runs", options.mount, {"persistentVolumeClaim": {"claimName": options.claim}}),
         ("settings", SETTINGS_DIR, {"configMap": {"name": name}}),
         ("key", KEY_DIR, {"secret": key}),
-        ("shm", "/dev/shm", {"emptyDir": {"medium": "Memory"}}),  # NCCL's; 64 MiB if left alone
+        # NCCL's; 64 MiB if left alone
+        ("shm", SHARED_MEMORY, {"emptyDir": {"medium": "Memory"}}),
     ]
-    pod = {
+    places: list[Object] = [{"name": volume, "mountPath": path} for volume, path, _ in volumes]
+    for i, mount in enumerate(own.mounts):
+        source = {"persistentVolumeClaim": {"claimName": mount.claim}}
+        if mount.host_path is not None:
+            source = {"hostPath": {"path": mount.host_path, "type": "Directory"}}
+        volumes.append((f"mount-{i}", mount.path, source))
+        places.append({"name": f"mount-{i}", "mountPath": mount.path, "readOnly": mount.read_only})
+    pod: Object = {
         "restartPolicy": "Never",  # the JobSet starts all pods again
         "terminationGracePeriodSeconds": 120,  # a SIGTERM saves a checkpoint after the step
+        **_placement(options, own),
         "containers": [
             {
                 "name": "holmes",
                 "image": options.image,
                 "workingDir": options.folder,
                 **container,
-                "volumeMounts": [{"name": v, "mountPath": path} for v, path, _ in volumes],
+                **_capabilities(own),
+                "volumeMounts": places,
             }
         ],
         "volumes": [{"name": volume, **source} for volume, _, source in volumes],
     }
-    cannot_go_on = {"containerName": "holmes", "operator": "In", "values": final}
+    metadata = {"metadata": {"annotations": own.annotations}} if own.annotations else {}
+    cannot_go_on = {"containerName": "holmes", "operator": "In", "values": list(final)}
     return {
         "spec": {
             "completionMode": "Indexed",
@@ -293,6 +306,40 @@ def _job(
             "parallelism": num_pods,
             "backoffLimit": 0,
             "podFailurePolicy": {"rules": [{"action": "FailJob", "onExitCodes": cannot_go_on}]},
-            "template": {"spec": pod},
+            "template": {**metadata, "spec": pod},
         }
     }
+
+
+def _placement(options: KubernetesOptions, own: PodOptions) -> Object:
+    """Returns the fields of a pod that say who it is, and on which nodes it may run."""
+    found: Object = {}
+    if options.service_account:
+        found["serviceAccountName"] = options.service_account
+    if options.image_pull_secrets:
+        found["imagePullSecrets"] = [{"name": secret} for secret in options.image_pull_secrets]
+    if own.node_selector:
+        found["nodeSelector"] = own.node_selector
+    if own.tolerations:
+        found["tolerations"] = [_toleration(toleration) for toleration in own.tolerations]
+    if own.host_network:
+        # The pods find the controller by a name of the cluster's DNS.
+        found |= {"hostNetwork": True, "dnsPolicy": "ClusterFirstWithHostNet"}
+    return found
+
+
+def _toleration(own: Toleration) -> Object:
+    fields = {
+        "key": own.key,
+        "operator": own.operator,
+        "value": own.value,
+        "effect": own.effect,
+        "tolerationSeconds": own.toleration_seconds,
+    }
+    return {name: value for name, value in fields.items() if value is not None}
+
+
+def _capabilities(own: PodOptions) -> Object:
+    if not own.capabilities:
+        return {}
+    return {"securityContext": {"capabilities": {"add": list(own.capabilities)}}}

@@ -11,11 +11,7 @@ import shlex
 import signal
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Annotated
-
-from pydantic import Field
+from pathlib import Path, PurePosixPath
 
 from holmesjax.checkpoints import resume
 from holmesjax.distributed.messages import Exit, Output, ProcessEvent
@@ -24,9 +20,10 @@ from holmesjax.hosts import computing
 from holmesjax.job import Job
 from holmesjax.lease import Lease
 from holmesjax.transport.records import Record
-from holmesjax.yaml_files import Document, Keys
+from holmesjax.whole_files import write_whole
 from launch import programs
-from launch.launchers.components import Component, make_components, read_options
+from launch.launchers import slurm_options
+from launch.launchers.components import Component, make_components
 from launch.launchers.launcher import (
     Children,
     EventSink,
@@ -34,35 +31,15 @@ from launch.launchers.launcher import (
     own_address,
     parse_listen,
 )
+from launch.launchers.slurm_options import SlurmOptions
 from launch.launchers.table import LauncherOptions
 
-SCRIPT = "job.sbatch"
+SCRIPT, OPTIONS = "job.sbatch", "slurm.yaml"
 HOST = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 END_S = 10.0  # for srun to see that its tasks are gone
-Name = Annotated[str, Field(min_length=1, strict=True)]
 
 
 # ---- the file for sbatch -------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SlurmCluster:
-    """The options of a cluster's component."""
-
-    name: Name
-    sbatch: tuple[Name, ...] = ()  # "--partition=hopper"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SlurmOptions:
-    """The options file."""
-
-    time: Name | None = None  # the limit, "2-00:00:00"; None: that of the partition
-    stop_before_s: Annotated[int, Field(ge=1, le=65535, strict=True)] = 120  # to save in, before it
-    sbatch: tuple[Name, ...] = ()  # for all clusters: "--account=me"
-    setup: tuple[Name, ...] = ()  # lines of bash before the job: "module load cuda"
-    python: Name | None = None  # on the nodes; None: this process's
-    clusters: tuple[SlurmCluster, ...] = ()
 
 
 def write(
@@ -89,13 +66,11 @@ def write(
 
     Raises:
       Mistakes: the options file is wrong.
+      ConfigError: it does not say where the nodes find what is here.
       HolmesError: sbatch is missing or refuses the file, or an error of `resume.find`.
     """
-    options = (
-        read_options(SlurmOptions, options_file, job.topology, _options_are_options)
-        if options_file
-        else SlurmOptions()
-    )
+    options = slurm_options.read(options_file, job.topology)
+    slurm_options.refuse_places_of_here(options, options_file)
     if listen:
         parse_listen(listen)
     print(*job.describe(job.pool(os.environ)), sep="\n", flush=True)
@@ -109,10 +84,23 @@ def write(
         for line in start.describe():
             print(line, flush=True)
         job.save(start.step)
-        path.write_text(script(job, options, listen=listen, max_restarts=max_restarts))
+        if options_file is not None:  # the job reads it, too
+            write_whole(path.with_name(OPTIONS), Path(options_file).read_text("utf-8"))
+        text = script(
+            job,
+            options,
+            listen=listen,
+            max_restarts=max_restarts,
+            has_file=options_file is not None,
+        )
+        path.write_text(text)
     print(f"written     {path}", flush=True)
     if not submit:
-        print(f"submit it:  sbatch {shlex.quote(str(path))}")
+        there = options.on_nodes(path)
+        if there != str(path):
+            folders = (f"{path.parent}/", f"HOST:{PurePosixPath(there).parent}/")
+            print(f"copy it:    rsync -a {shlex.join(folders)}")
+        print(f"submit it:  sbatch {shlex.quote(there)}")
         return 0
     fix = f"submit it where Slurm is: sbatch {shlex.quote(str(path))}"
     done = programs.ask(["sbatch", str(path)], fix=fix)
@@ -124,31 +112,37 @@ def write(
     return 0
 
 
-def _options_are_options(document: Document, file: SlurmOptions) -> Iterator[HolmesError]:
-    places: list[tuple[Keys, tuple[str, ...]]] = [(("sbatch",), file.sbatch)]
-    places += [(("clusters", i, "sbatch"), c.sbatch) for i, c in enumerate(file.clusters)]
-    for keys, options in places:
-        for i, option in enumerate(options):
-            if not option.startswith("-") or not option.isprintable():
-                fix = "write it as --partition=hopper"
-                yield document.mistake((*keys, i), "is no option", found=option, fix=fix)
+def script(
+    job: Job,
+    options: SlurmOptions,
+    *,
+    listen: str | None,
+    max_restarts: int | None,
+    has_file: bool = False,
+) -> str:
+    """Returns the text of the file for sbatch, with the places that the nodes know.
 
-
-def script(job: Job, options: SlurmOptions, *, listen: str | None, max_restarts: int | None) -> str:
-    """Returns the text of the file for sbatch."""
-    run_dir = job.run_dir.absolute()
-    command = [options.python or sys.executable, "-m", "launch", "train", str(run_dir)]
-    command += ["--launcher", "slurm"]
+    Args:
+      job: the run and its folder.
+      options: of Slurm.
+      listen: as in `write`.
+      max_restarts: as in `write`.
+      has_file: whether the run folder has the options file, for the job to read.
+    """
+    run_dir = options.on_nodes(job.run_dir.absolute())
+    python = options.python or options.on_nodes(Path(sys.executable))
+    command = [python, "-m", "launch", "train", run_dir, "--launcher", "slurm"]
+    command += ["--options", f"{run_dir}/{OPTIONS}"] if has_file else []
     command += ["--max-restarts", str(max_restarts)] if max_restarts is not None else []
     command += ["--listen", listen] if listen else []
     components = make_components(job)
-    output = str(run_dir / "slurm-%j.out").replace(str(run_dir), str(run_dir).replace("%", "%%"))
+    output = f"{run_dir.replace('%', '%%')}/slurm-%j.out"
     lines = [
         "#!/bin/bash",
-        f"# Starts or resumes {run_dir.name}; made for plan {job.plan.hash()}.",
+        f"# Starts or resumes {job.run_dir.absolute().name}; made for plan {job.plan.hash()}.",
         _directive(f"--output={output}"),
         _directive("--open-mode=append"),
-        _directive(f"--chdir={Path.cwd()}"),
+        _directive(f"--chdir={options.on_nodes(Path.cwd())}"),
         _directive("--requeue"),
         _directive(f"--signal=B:TERM@{options.stop_before_s}"),
     ]
@@ -223,8 +217,9 @@ class SlurmLauncher:
     is_here = False
     files_each = 0
 
-    def __init__(self, job: Job, env: Mapping[str, str], listen: str | None):
+    def __init__(self, job: Job, env: Mapping[str, str], listen: str | None, options: SlurmOptions):
         self._env = env
+        self._options = options
         self._components = make_components(job)
         self._waiting: dict[str, set[int]] = {}  # component -> processes that are to start
         self._children = Children()
@@ -274,7 +269,8 @@ class SlurmLauncher:
         more = {"HOLMES_PROCESSES": component.numbers, "PYTHONUNBUFFERED": "1"}
         own = {**self._env, **start.env, **more}
         del own["HOLMES_PROCESS"]
-        argv = [*self._srun(component), sys.executable, "-m", "launch", *start.command]
+        python = self._options.worker_python or sys.executable
+        argv = [*self._srun(component), python, "-m", "launch", *start.command]
         self._children.start(process.number, argv, own, _Tasks(component, events))
 
     def _srun(self, component: Component) -> list[str]:
@@ -292,6 +288,13 @@ class SlurmLauncher:
             "--input=none",
             "--label",
             "--kill-on-bad-exit=0",  # the supervisor ends them, when it has heard why
+            *self._options.srun,
+            *(
+                option
+                for c in self._options.clusters
+                if c.name == component.cluster
+                for option in c.srun
+            ),
         ]
 
     def end(self) -> None:
@@ -303,7 +306,8 @@ class SlurmLauncher:
 def for_job(job: Job, options: LauncherOptions) -> SlurmLauncher | int:
     """Returns the launcher inside of an allocation; else it writes the file, and returns 0."""
     if is_inside(os.environ):
-        return SlurmLauncher(job, os.environ, options.listen)
+        own = slurm_options.read(options.options, job.topology)
+        return SlurmLauncher(job, os.environ, options.listen, own)
     return write(
         job,
         options.options,

@@ -62,6 +62,12 @@ def test_the_settings_page_has_every_setting_with_its_default():
     assert "| `corpus` | text |  | As data.corpus. |" in mixture  # of the class below
 
 
+def test_the_pages_in_the_checkout_are_those_of_the_code():
+    for name, text in reference_pages.kept().items():
+        is_same = (CHECKOUT / "docs/reference" / name).read_text() == text
+        assert is_same, f"run `python -m docs.reference_pages`, and look at {name}"
+
+
 def test_a_setting_without_a_sentence_is_an_error(monkeypatch):
     read, comment = Path.read_text, "  # tokens in a sequence"
     silent = lambda path, **how: read(path, **how).replace(comment, "")

@@ -21,12 +21,42 @@ import yaml
 from holmesjax import job as jobs
 from holmesjax.errors import HolmesError
 from holmesjax.report import metrics
+from holmesjax.topology import loading
 from holmesjax.transport import connections
 from launch.launchers import kubernetes
+from launch.launchers.components import read_options
+from launch.launchers.kubernetes_options import KubernetesOptions, mistakes
 from tests.distributed.test_whole_jobs import plain_losses
 from tests.jobs import ROOT, compiling_once, write_run
-from tests.launch.test_slurm import gpu_job
+from tests.launch.test_slurm import GPUS, gpu_job
 from tests.one_device import RTOL
+
+EVERYTHING = """
+image: registry.example.com/holmes:1
+claim: runs
+namespace: team
+service_account: trainer
+image_pull_secrets: [registry]
+node_selector: {zone: one}
+tolerations: [{key: team, operator: Equal, value: ours, effect: NoExecute, toleration_seconds: 60}]
+annotations: {sidecar.istio.io/inject: "false"}
+env: {HF_HOME: /data/hf, XLA_FLAGS: --xla_dump_to=/runs/hlo, COST: $(X)}
+env_secrets: [{name: WANDB_API_KEY, secret: wandb, key: api-key}]
+mounts: [{path: /data, claim: datasets}]
+launcher: {requests: {cpu: 2, memory: 8Gi}, limits: {memory: 16Gi}, node_selector: {pool: cpu}}
+clusters:
+  - name: hopper
+    node_selector: {pool: hopper, zone: two}
+    tolerations: [{operator: Exists}]
+    annotations: {k8s.v1.cni.cncf.io/networks: "rdma-0,rdma-1"}
+    env: {NCCL_IB_HCA: mlx5}
+    env_secrets: [{name: HF_HOME, secret: hf, key: home}]
+    mounts: [{path: /scratch, host_path: /mnt/nvme, read_only: false}]
+    requests: {cpu: "64", memory: 500Gi}
+    limits: {cpu: 64.0, memory: 1Ti, rdma/hca: 8}
+    capabilities: [IPC_LOCK]
+  - {name: ampere, host_network: true}
+"""
 
 CLUSTERS = {"a": (1, 1), "b_2": (1,)}
 SETTINGS = ["model.num_layers=2", "model.width=16", "train.steps=6"]
@@ -66,10 +96,10 @@ def close(node):
             close(value)
 
 
-def write(tmp_path, job, capsys, *, port=7000, max_restarts=3):
+def write(tmp_path, job, capsys, *, port=7000, max_restarts=3, text=OPTIONS):
     options = tmp_path / "options.yaml"
-    cluster = job.topology.clusters[0].name
-    options.write_text(OPTIONS.format(mount=tmp_path / "volume", port=port, cluster=cluster))
+    own = {"mount": tmp_path / "volume", "port": port, "cluster": job.topology.clusters[0].name}
+    options.write_text(text.format(**own) if text is OPTIONS else text)
     assert kubernetes.write(job, str(options), max_restarts=max_restarts) == 0
     objects = list(yaml.safe_load_all((job.run_dir / "jobset.yaml").read_text()))
     return objects, capsys.readouterr().out
@@ -83,6 +113,14 @@ def pod_of(entry) -> dict:
     return entry["template"]["spec"]["template"]["spec"]
 
 
+def mounts_of(entry) -> dict[str, tuple[dict, bool]]:
+    """Returns what is mounted at each path of a pod, and whether it can only be read."""
+    pod = pod_of(entry)
+    sources = {v["name"]: {k: s for k, s in v.items() if k != "name"} for v in pod["volumes"]}
+    places = pod["containers"][0]["volumeMounts"]
+    return {p["mountPath"]: (sources[p["name"]], p.get("readOnly", False)) for p in places}
+
+
 def variables_of(entry) -> dict[str, str]:
     [container] = pod_of(entry)["containers"]
     return {variable["name"]: variable.get("value") for variable in container["env"]}
@@ -90,7 +128,7 @@ def variables_of(entry) -> dict[str, str]:
 
 def test_the_manifest_is_a_jobset(tmp_path, capsys):
     validator = jsonschema.Draft202012Validator(schema())
-    _, jobset = write(tmp_path, gpu_job(tmp_path), capsys)[0]
+    _, jobset = write(tmp_path, gpu_job(tmp_path), capsys, text=EVERYTHING)[0]
     assert [error.message for error in validator.iter_errors(jobset)] == []
     for change in WRONG:
         wrong = copy.deepcopy(jobset)
@@ -111,7 +149,83 @@ WRONG = [
     lambda spec: spec["network"].update(enableDnsHostnames=True),
     lambda spec: _of_second(spec)["containers"][0].update(env={"A": "b"}),
     lambda spec: _of_second(spec)["volumes"][0].update(claim="runs"),
+    lambda spec: _of_second(spec)["tolerations"][0].update(toleration_seconds=60),
+    lambda spec: _of_second(spec)["containers"][0]["resources"]["limits"].update(cpu="many"),
+    lambda spec: _of_second(spec)["containers"][0]["securityContext"].update(capabilities=["X"]),
+    lambda spec: _of_second(spec).update(imagePullSecrets=["registry"]),
 ]
+
+
+def test_every_option_has_its_place_in_the_pods(tmp_path, capsys, monkeypatch):
+    """The top of the file is for all pods; what a cluster or the launcher adds wins."""
+    (_, jobset), _ = write(tmp_path, gpu_job(tmp_path), capsys, text=EVERYTHING)
+    found = replicated(jobset)
+    everywhere = {"key": "team", "operator": "Equal", "value": "ours", "effect": "NoExecute"}
+    for entry in found.values():
+        pod = pod_of(entry)
+        assert pod["serviceAccountName"] == "trainer"
+        assert pod["imagePullSecrets"] == [{"name": "registry"}]
+        assert pod["tolerations"][0] == {**everywhere, "tolerationSeconds": 60}
+        [container] = pod["containers"]
+        [wandb] = [v for v in container["env"] if v["name"] == "WANDB_API_KEY"]
+        assert wandb["valueFrom"] == {"secretKeyRef": {"name": "wandb", "key": "api-key"}}
+        [cost] = [v for v in container["env"] if v["name"] == "COST"]
+        assert cost["value"] == "$$(X)"  # as it stands in the file
+        assert mounts_of(entry)["/data"] == (
+            {"persistentVolumeClaim": {"claimName": "datasets"}},
+            True,
+        )
+        names = [v["name"] for v in container["env"]]
+        assert len(names) == len({*names})
+    launcher, hopper, ampere = found.values()
+    [container] = pod_of(launcher)["containers"]
+    assert container["resources"] == {
+        "requests": {"cpu": "2", "memory": "8Gi"},
+        "limits": {"memory": "16Gi"},
+    }
+    assert pod_of(launcher)["nodeSelector"] == {"zone": "one", "pool": "cpu"}
+    assert pod_of(launcher)["tolerations"][1:] == []
+    assert "securityContext" not in container
+    [container] = pod_of(hopper)["containers"]
+    assert container["resources"]["requests"] == {"cpu": "64", "memory": "500Gi"}
+    limits = {"nvidia.com/gpu": "8", "cpu": "64.0", "memory": "1Ti", "rdma/hca": "8"}
+    assert container["resources"]["limits"] == limits
+    assert container["securityContext"] == {"capabilities": {"add": ["IPC_LOCK"]}}
+    assert pod_of(hopper)["nodeSelector"] == {"zone": "two", "pool": "hopper"}
+    assert pod_of(hopper)["tolerations"][1:] == [{"operator": "Exists"}]
+    assert hopper["template"]["spec"]["template"]["metadata"]["annotations"] == {
+        "sidecar.istio.io/inject": "false",
+        "k8s.v1.cni.cncf.io/networks": "rdma-0,rdma-1",
+    }
+    assert mounts_of(hopper)["/scratch"] == (
+        {"hostPath": {"path": "/mnt/nvme", "type": "Directory"}},
+        False,
+    )
+    [home] = [v for v in container["env"] if v["name"] == "HF_HOME"]
+    assert home["valueFrom"] == {"secretKeyRef": {"name": "hf", "key": "home"}}
+    assert variables_of(hopper)["NCCL_IB_HCA"] == "mlx5"
+    flags = variables_of(hopper)["XLA_FLAGS"]
+    assert "--xla_dump_to=/runs/hlo" in flags
+    assert "latency_hiding" in flags
+    assert (pod_of(ampere)["hostNetwork"], pod_of(ampere)["dnsPolicy"]) == (
+        True,
+        "ClusterFirstWithHostNet",
+    )
+    assert "hostNetwork" not in pod_of(hopper)
+    assert pod_of(ampere)["nodeSelector"] == {"zone": "one"}
+    assert "/scratch" not in mounts_of(ampere)
+
+
+def test_no_place_of_this_machine_is_in_the_manifest(tmp_path, capsys):
+    job = gpu_job(tmp_path)
+    assert str(tmp_path) in job.config.run.dir + job.config.topology
+    objects, _ = write(tmp_path, job, capsys, text=EVERYTHING)
+    text = yaml.safe_dump_all(objects)
+    assert str(tmp_path) not in text
+    assert str(ROOT) not in text
+    assert sys.executable not in text
+    settings = yaml.safe_load(objects[0]["data"]["config.yaml"])
+    assert settings["run"]["dir"] == "/runs/run"
 
 
 def test_a_replicated_job_for_each_cluster_and_one_for_the_launcher(tmp_path, capsys, monkeypatch):
@@ -154,12 +268,10 @@ def test_a_replicated_job_for_each_cluster_and_one_for_the_launcher(tmp_path, ca
 def pods(objects, folder: Path, key_file: Path):
     """Starts a pod's command here, with its variables, once its `dependsOn` allows it."""
     settings, _ = objects
-    for name, text in settings["data"].items():
-        (folder / name).write_text(text)
     here = {
         kubernetes.SETTINGS_DIR: str(folder),
         f"{kubernetes.KEY_DIR}/job.key": str(key_file),
-        "$(POD_IP)": "127.0.0.1",
+        "$(HOLMES_POD_IP)": "127.0.0.1",
         "run-launcher-0-0.run": "127.0.0.1",
     }
 
@@ -168,6 +280,8 @@ def pods(objects, folder: Path, key_file: Path):
             text = text.replace(there, place)
         return text
 
+    for name, text in settings["data"].items():
+        (folder / name).write_text(local(text))
     with contextlib.ExitStack() as started:
 
         def start(entry, index: int) -> subprocess.Popen:
@@ -231,18 +345,68 @@ def is_ready(port: int) -> bool:
     return True
 
 
+TOP = "image: x\nclaim: y\n"
+HOPPER = f"{TOP}clusters:\n  - name: hopper\n    "
+
+
 @pytest.mark.parametrize(
-    "text, words",
+    "text, line, words",
     [
-        ("{image: x}", "claim: is missing"),
-        ("{image: x, claim: y, mount: runs}", "must be a path from the root"),
-        ("{image: x, claim: y, clusters: [{name: hoper}]}", "did you mean 'hopper'?"),
-        ("{image: x, claim: y, imagine: z}", "did you mean 'image'?"),
+        ("image: x", 1, "claim: is missing"),
+        (TOP + "mount: runs", 3, "must be a path from the root of the image"),
+        (TOP + "imagine: z", 3, "did you mean 'image'?"),
+        (TOP + "limits: {cpu: 1}", 3, "write it in section 'launcher' or 'clusters'"),
+        (TOP + "service_account: Me", 3, "is no name of an object of Kubernetes"),
+        (TOP + "env: {HOLMES_PROCESS: '1'}", 3, "cannot be the name of a variable"),
+        (TOP + "env_secrets: [{name: A B, secret: s, key: k}]", 3, "cannot be the name"),
+        (TOP + "env: {A: b}\nenv_secrets: [{name: A, secret: s, key: k}]", 4, "is in `env` too"),
+        (TOP + "env_secrets: [{name: A, secret: s}]", 3, "env_secrets[0].key: is missing"),
+        (TOP + "annotations: {a b: c}", 3, "is no key of Kubernetes"),
+        (TOP + "tolerations: [{operator: Exist}]", 3, "did you mean 'Exists'?"),
+        (TOP + "tolerations: [{value: a}]", 3, "needs the key of a taint"),
+        (TOP + "tolerations: [{key: a, operator: Exists, value: b}]", 3, "has no use beside"),
+        (
+            TOP + "tolerations: [{key: a, toleration_seconds: 1}]",
+            3,
+            "only for the effect NoExecute",
+        ),
+        (TOP + "tolerations: [{key: a, tolerationSeconds: 1}]", 3, "'toleration_seconds'"),
+        (TOP + "mounts: [{path: /data}]", 3, "needs one of `claim` and `host_path`"),
+        (TOP + "mounts: [{path: /a, claim: b, host_path: /c}]", 3, "needs one of"),
+        (TOP + "mounts: [{path: /runs/, claim: b}]", 3, "has another volume of the pod"),
+        (
+            TOP + "mounts: [{path: /a, claim: b}]\nlauncher: {mounts: [{path: /a, claim: c}]}",
+            4,
+            "has another volume of the pod",
+        ),
+        (TOP + "mounts: [{path: /a, host_path: b}]", 3, "must be a path from the root of the node"),
+        (TOP + "launcher: {name: a}", 3, "launcher.name: no such setting"),
+        (TOP + "launcher: {requests: {memory: 64 GiB}}", 3, "is no amount of a resource"),
+        (TOP + "clusters: [{name: hoper}]", 3, "did you mean 'hopper'?"),
+        (HOPPER + "limits: {nvidia.com/gpu: 4}", 5, "the plan says how many"),
+        (
+            HOPPER + "requests: {cpu: 2}\n    limits: {cpu: 1500m}",
+            5,
+            "is more than its limit, 1500m",
+        ),
+        (HOPPER + "requests: {rdma/hca: 1}", 5, "is requested by its limit alone"),
+        (HOPPER + "capabilities: [CAP_IPC_LOCK]", 5, "write it as IPC_LOCK"),
+        (HOPPER + "host_network: maybe", 5, "must be true or false"),
+        (HOPPER + "limits: {}\n  - name: hopper", 6, "is described twice"),
     ],
 )
-def test_mistakes_in_the_options_have_a_place(tmp_path, text, words):
+def test_mistakes_in_the_options_have_a_place(tmp_path, text, line, words):
     (tmp_path / "options.yaml").write_text(text)
+    (tmp_path / "gpus.yaml").write_text(GPUS)
+    topology = loading.load(tmp_path / "gpus.yaml")
     with pytest.raises(HolmesError) as caught:
-        kubernetes.write(gpu_job(tmp_path), str(tmp_path / "options.yaml"), max_restarts=0)
+        read_options(KubernetesOptions, tmp_path / "options.yaml", topology, mistakes)
     assert words in str(caught.value)
+    assert f"{tmp_path}/options.yaml:{line}: " in str(caught.value)
+
+
+def test_nothing_is_written_where_the_options_are_wrong(tmp_path):
+    (tmp_path / "options.yaml").write_text("{image: x}")
+    with pytest.raises(HolmesError, match="claim: is missing"):
+        kubernetes.write(gpu_job(tmp_path), str(tmp_path / "options.yaml"), max_restarts=0)
     assert not (tmp_path / "run").exists()

@@ -4,6 +4,8 @@ import contextlib
 import json
 import os
 import queue
+import re
+import shlex
 import shutil
 import signal
 import socket
@@ -14,6 +16,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import yaml
 
 from holmesjax import job as jobs
 from holmesjax.distributed.messages import Exit, Output, ProcessEvent
@@ -21,9 +24,11 @@ from holmesjax.errors import HolmesError
 from holmesjax.hosts import nics
 from holmesjax.hosts.process_environment import ProcessEnvironment
 from holmesjax.report import metrics
+from holmesjax.topology import loading
 from holmesjax.transport import connections
-from launch.launchers import slurm
-from launch.launchers.components import make_components, read_options
+from launch.launchers import slurm, slurm_options
+from launch.launchers.components import make_components
+from launch.launchers.slurm_options import SlurmOptions
 from tests.distributed.test_whole_jobs import plain_losses
 from tests.jobs import ROOT, RunningJob, write_run
 from tests.one_device import RTOL
@@ -150,7 +155,15 @@ def test_a_heterogeneous_job_is_restarted_and_requeued(cluster, tmp_path):
     folder.mkdir()
     run_dir = folder / "run"
     addresses = {fabric: ["127.0.0.1"] for fabric in ("infiniband", "roce", "ethernet")}
+    python = write_program(
+        folder / "python", f'touch "$0.ran"; exec {shlex.quote(sys.executable)} "$@"'
+    )
+    prolog = write_program(folder / "prolog", f"touch {shlex.quote(str(folder))}/$SLURMD_NODENAME")
+    clusters = [{"name": "b", "srun": [f"--task-prolog={prolog}"]}]
+    text = yaml.safe_dump({"worker_python": python, "clusters": clusters})
+    (folder / "options.yaml").write_text(text)
     options = ("--launcher", "slurm", "--max-restarts", 1, "--listen", "127.0.0.1", "--submit")
+    options += ("--options", folder / "options.yaml")
     env = {**cluster, "HOLMES_ADDRESSES": json.dumps(addresses), "PYTHONPATH": str(ROOT)}
     with RunningJob(write_run(folder, CLUSTERS), *options, *SETTINGS, env=env) as job:
         assert job.end() == 0, job.output
@@ -174,10 +187,50 @@ def test_a_heterogeneous_job_is_restarted_and_requeued(cluster, tmp_path):
     assert "status 75: back into the queue" in text
     assert "Traceback" not in text
     assert workers(run_dir) == {}
+    assert [path.name for path in folder.glob("n?")] == ["n3"]  # only the component b has it
+    assert (folder / "python.ran").exists()
     records = metrics.read(run_dir)
     assert [record["step"] for record in records] == list(range(1, STEPS + 1))
     losses = [record["loss"] for record in records]
     np.testing.assert_allclose(losses, plain_losses(*SETTINGS), rtol=RTOL)
+
+
+def write_program(path: Path, line: str) -> str:
+    path.write_text(f"#!/bin/sh\n{line}\n")
+    path.chmod(0o755)
+    return str(path)
+
+
+def test_slurm_reads_the_file_as_it_is_meant(cluster, tmp_path, monkeypatch):
+    """The job is held, and Slurm says of each component what it has understood."""
+    folder = tmp_path / "it's there"
+    folder.mkdir()
+    options = SlurmOptions(
+        time="2-00:00:00",
+        folder=str(folder),
+        python="/opt/py thon",
+        sbatch=("--hold", "--comment=a & b"),
+        clusters=(slurm_options.SlurmCluster(name="b", sbatch=("--nice=7",)),),
+    )
+    monkeypatch.chdir(tmp_path)
+    job = jobs.load(write_run(tmp_path, CLUSTERS), [*SETTINGS, "run.dir=runs/a job"])
+    (tmp_path / "job.sbatch").write_text(slurm.script(job, options, listen=None, max_restarts=2))
+    argv = ["sbatch", "--parsable", "job.sbatch"]
+    done = subprocess.run(argv, env=cluster, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    try:
+        shown = ask(cluster, "scontrol", "show", "job", done.stdout.strip()).split("\n\n")
+    finally:
+        ask(cluster, "scancel", done.stdout.strip())
+    first, second = (component for component in shown if component.strip())
+    for component, num_nodes, nice in ((first, 2, 0), (second, 1, 7)):
+        assert re.search(rf"NumNodes={num_nodes}(-{num_nodes})? ", component)
+        assert f" Nice={nice} " in component
+        assert "TimeLimit=2-00:00:00 " in component
+        assert "Comment=a & b" in component
+        assert f"WorkDir={folder}" in component
+        assert "Requeue=1 " in component
+    assert f"StdOut={folder}/runs/a job/slurm-{done.stdout.strip()}.out" in first
 
 
 def test_an_allocation_of_another_size_is_refused(cluster, tmp_path):
@@ -214,10 +267,6 @@ clusters:
 """
 
 
-def read(path, topology):
-    return read_options(slurm.SlurmOptions, path, topology, slurm._options_are_options)
-
-
 def gpu_job(tmp_path, *settings):
     run_file = write_run(tmp_path, CLUSTERS)
     (tmp_path / "run_topology.yaml").write_text(GPUS)
@@ -230,7 +279,7 @@ def gpu_job(tmp_path, *settings):
 def script_of(tmp_path, *settings):
     (tmp_path / "options.yaml").write_text(OPTIONS)
     job = gpu_job(tmp_path, *settings)
-    options = read(tmp_path / "options.yaml", job.topology)
+    options = slurm_options.read(tmp_path / "options.yaml", job.topology)
     return slurm.script(job, options, listen=None, max_restarts=2)
 
 
@@ -271,21 +320,92 @@ def test_components_list_every_process_once_node_by_node(tmp_path):
     assert [process.node for process in components[1].processes] == ["b-0", "b-0", "b-2", "b-2"]
 
 
+def test_nothing_of_this_machine_is_in_the_file(tmp_path, monkeypatch):
+    """The current folder is another one on the nodes; what lies elsewhere has the same place."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "executable", str(tmp_path / ".venv/bin/python"))
+    job = gpu_job(tmp_path, "run.dir=runs/it")
+    options = SlurmOptions(folder="/shared/HolmesJAX")
+    slurm_options.refuse_places_of_here(options, None)
+    text = slurm.script(job, options, listen=None, max_restarts=None, has_file=True)
+    assert str(tmp_path) not in text
+    assert "\n#SBATCH --chdir=/shared/HolmesJAX\n" in text
+    assert "\n#SBATCH --output=/shared/HolmesJAX/runs/it/slurm-%j.out\n" in text
+    [command] = [line for line in text.splitlines() if " -m launch " in line]
+    run_dir = "/shared/HolmesJAX/runs/it"
+    assert command == (
+        f"/shared/HolmesJAX/.venv/bin/python -m launch train {run_dir} --launcher slurm "
+        f"--options {run_dir}/slurm.yaml &"
+    )
+    assert options.on_nodes(Path("/scratch/it")) == "/scratch/it"
+
+
+@pytest.mark.parametrize(
+    "options, has_sbatch, words",
+    [
+        (SlurmOptions(), True, None),
+        (SlurmOptions(python="python3"), True, None),
+        (
+            SlurmOptions(python="/opt/nowhere/python"),
+            True,
+            "no /opt/nowhere/python on this machine",
+        ),
+        (SlurmOptions(), False, "no sbatch on this machine"),
+        (SlurmOptions(folder="/shared"), False, "must say which Python the nodes have"),
+        (SlurmOptions(folder="/shared", python="/opt/nowhere/python"), False, None),
+    ],
+)
+def test_a_machine_that_shares_no_folder_with_the_nodes_says_theirs(
+    tmp_path, monkeypatch, options, has_sbatch, words
+):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    if has_sbatch:
+        write_program(tmp_path / "sbatch", "")
+    if words is None:
+        slurm_options.refuse_places_of_here(options, None)
+        return
+    with pytest.raises(HolmesError) as caught:
+        slurm_options.refuse_places_of_here(options, "slurm.yaml")
+    assert words in str(caught.value)
+    assert "fix: add `" in str(caught.value)
+
+
 @pytest.mark.parametrize(
     "text, words",
     [
         ("clusters: [{name: hoper}]", "did you mean 'hopper'?"),
+        ("clusters: [{name: hopper}, {name: hopper}]", "is described twice"),
         ("sbatch: [partition=x]", "sbatch[0]: is no option"),
+        ("sbatch: [-p main]", "write it as --partition=hopper"),
+        ("sbatch: [--nodes=3]", "the plan says how many"),
+        ("sbatch: [--chdir=/a]", "write it as `folder`"),
+        ("srun: [--label]", "srun[0]: is set by the launcher"),
+        ("clusters: [{name: hopper, srun: [--export=A=1]}]", "clusters[0].srun[0]: is set"),
+        ("clusters: [{name: hopper, sran: []}]", "did you mean 'srun'?"),
+        ("container: x", "container: no such setting"),
+        ("folder: shared", "must be a path from the root"),
         ("tine: 1", "did you mean 'time'?"),
         ("stop_before_s: 0", "must be at least 1"),
     ],
 )
 def test_mistakes_in_the_options_have_a_place(tmp_path, text, words):
     (tmp_path / "options.yaml").write_text(text)
+    (tmp_path / "gpus.yaml").write_text(GPUS)
     with pytest.raises(HolmesError) as caught:
-        read(tmp_path / "options.yaml", gpu_job(tmp_path).topology)
+        slurm_options.read(str(tmp_path / "options.yaml"), loading.load(tmp_path / "gpus.yaml"))
     assert f"{tmp_path}/options.yaml:1: " in str(caught.value)
     assert words in str(caught.value)
+
+
+def test_the_launcher_sets_what_a_user_may_not(tmp_path):
+    """The names that are refused are those of the launcher's own srun and sbatch."""
+    job = gpu_job(tmp_path, "distributed.processes=device")
+    launcher = slurm.SlurmLauncher.__new__(slurm.SlurmLauncher)
+    launcher._components, launcher._options = make_components(job), SlurmOptions()
+    _, *options = launcher._srun(launcher._components[0])
+    names = {option.partition("=")[0] for option in options}
+    assert names <= slurm_options.SRUN_IS_SET.keys()
 
 
 BODY = """

@@ -496,4 +496,38 @@ JOBS = (
         wrong="all cases of the check of kernels have to end in the time of one",
         tests=("tests/hosts/test_kernel_check.py::test_the_limit_follows_the_number_of_cases",),
     ),
+    Bug(
+        name="pods-of-the-first-part",
+        module="launch.launchers.kubernetes_options",
+        old="whole[of.name] = {**whole.get(of.name, {}), **value}",
+        new="whole[of.name] = {**value, **whole.get(of.name, {})}",
+        wrong="what a cluster says of its pods loses against what is said of all",
+        tests=("tests/launch/test_kubernetes.py::test_every_option_has_its_place_in_the_pods",),
+    ),
+    Bug(
+        name="laptop-in-the-config-map",
+        module="launch.launchers.kubernetes",
+        old="CONFIG: configs.to_yaml(_config_of_pods(job, options)),",
+        new="CONFIG: configs.to_yaml(job.config),",
+        wrong="the settings of the pods have the run folder of the machine that wrote them",
+        tests=(
+            "tests/launch/test_kubernetes.py::test_no_place_of_this_machine_is_in_the_manifest",
+        ),
+    ),
+    Bug(
+        name="laptop-in-the-batch-file",
+        module="launch.launchers.slurm",
+        old='_directive(f"--chdir={options.on_nodes(Path.cwd())}"),',
+        new='_directive(f"--chdir={Path.cwd()}"),',
+        wrong="the job begins in a folder that only the machine has which wrote the file",
+        tests=("tests/launch/test_slurm.py::test_nothing_of_this_machine_is_in_the_file",),
+    ),
+    Bug(
+        name="schedule-that-is-not-logged",
+        module="holmesjax.optimizers.elementwise",
+        old="return isinstance(state, optax.ScaleByScheduleState) or",
+        new="return",
+        wrong="a schedule inside of a transformation moves parameters by a rate that no record has",
+        tests=("tests/test_your_own_model.py::test_a_function_that_is_no_optimizer_is_refused",),
+    ),
 )

@@ -182,6 +182,21 @@ def test_an_update_that_does_not_apply_changes_nothing():
         np.testing.assert_array_equal(got, want)
 
 
+def test_the_rate_that_is_logged_is_the_one_that_moved_the_parameters():
+    """Signs move each number by the rate: that of the section, times the function's."""
+    settings = {"learning_rate": 1e-2, "schedule": "linear", "final_fraction": 0.0}
+    settings |= {"weight_decay": 0.0, "function": "tests.own_models:with_schedule"}
+    params = {"block_000": {"up_DF": np.ones((2, 2), np.float32)}}
+    optimizer = make_optimizer(OptimizerConfig(name="optax", **settings), 5, stated(params))
+    state = optimizer.init(params)
+    for update in range(5):
+        logged = float(optimizer.learning_rate(state))
+        new, state = optimizer.apply(jax.tree.map(np.ones_like, params), state, params)
+        moved = params["block_000"]["up_DF"] - np.asarray(new["block_000"]["up_DF"])
+        np.testing.assert_allclose(moved, 1e-2 * (1 - update / 4) * 0.5**update, atol=1e-7)
+        np.testing.assert_allclose(moved, logged, atol=1e-7)  # a rounding of 1.0 - rate
+
+
 def test_a_state_of_other_shapes_is_our_mistake():
     """Optax's Adafactor's, say: it is not elementwise."""
     stage = make_stages(make_model(width=128), hand_made_plan((4,), 1, 1))[0]

@@ -12,6 +12,7 @@ from holmesjax import config as configs, lease
 from holmesjax.errors import DataError
 from holmesjax.report import comparison, live, metrics
 from holmesjax.report.figures import loss_curves
+from holmesjax.units import show
 from tests.clusters import golden_plan
 from tests.jobs import run_launch_here, write_run
 
@@ -44,7 +45,10 @@ def write(folder, name, records, *overrides):
 def test_losses_are_means_over_the_same_steps_and_settings_that_differ_are_named(tmp_path, capsys):
     long = [record(step, 10.0 - step) for step in range(1, 41)]
     short = [record(step, 5.0, mfu=0.4) for step in range(1, 21)]
+    short[3] |= {"memory_bytes": {"device 0": 2**30, "device 1": 3 * 2**30}}
+    short[5] |= {"memory_bytes": {"device 0": 2**31}}
     short[9] |= {"val_loss": 4.5}
+    short[19] |= {"wall_s": {"step": 6.0, "lost": 90.0, "stopped": 4.0}}
     short[19] |= {"val_loss": 4.75, "skipped": True, "loss": math.nan}
     folders = [
         write(tmp_path, "long", long),
@@ -58,6 +62,9 @@ def test_losses_are_means_over_the_same_steps_and_settings_that_differ_are_named
     assert table["time of all steps"] == ["20.0 s", "10.0 s"]
     assert table["MFU"] == ["-", "40.0%"]
     assert table["bytes between stages, a step"] == ["4 MiB", "4 MiB"]
+    assert table["lost time"] == ["-", "1 min 30 s"]
+    assert table["goodput"] == ["-", "6.0%"]
+    assert table["memory of the fullest device"] == ["-", "3 GiB"]
     picture = tmp_path / "losses.png"
     told = run_launch_here(capsys, "compare", *folders, "--out", picture)
     lines = [line.split() for line in told.stdout.splitlines()]
@@ -122,6 +129,16 @@ def test_a_run_that_goes_on_is_shown_with_its_busiest_stage(tmp_path):
     records[-1] |= {"steps_without_checkpoint": 1200}
     text = shown(*live.describe(tmp_path, config, plan, records, "process 7 on a-0"))
     assert "ALARM: no checkpoint since 1,200 steps" in text
+    assert "memory" not in text
+    records[0] |= {"memory_bytes": {"device 0": 2**30, "device 1": 3 * 2**30}}
+    records[1] |= {"memory_bytes": {"device 1": 2**32}}
+    records[3] |= {"wall_s": {"step": 60.0, "start": 10.0, "lost": 30.0, "stopped": 0.0}}
+    text = shown(*live.describe(tmp_path, config, plan, records, None))
+    assert "goodput 60.0%  lost 30.0 s  start 10.0 s\n" in text
+    first, second = (show(sum(stage.memory_bytes.values()), "B") for stage in plan.stages)
+    rows = [line.split("  ") for line in text.splitlines()]
+    cells = [[cell.strip() for cell in row if cell.strip()] for row in rows if row[0] in ("0", "1")]
+    assert [row[4:6] for row in cells] == [["4 GiB", first], ["-", second]]
     text = shown(*live.describe(tmp_path, config, None, [], None))
     assert "nobody trains it\nno step is finished yet" in text
 

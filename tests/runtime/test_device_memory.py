@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import jax
 
-from holmesjax.runtime.device_memory import PeakMemory, devices_of
+from holmesjax.runtime.device_memory import AGAIN, PeakMemory, devices_of
 from tests.runtime.test_pipeline import hand_made_plan, make_model, make_stages
 
 
@@ -25,3 +25,5 @@ def test_a_peak_is_told_once():
     assert memory.risen() == {}
     peaks["device 5"] = 30
     assert memory.risen() == {"device 5": 30}
+    later = [memory.risen() for _ in range(3 * AGAIN)]
+    assert [found for found in later if found] == 3 * [{"device 4": 10, "device 5": 30}]

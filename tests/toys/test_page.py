@@ -1,5 +1,6 @@
-"""The rows of docs/extending.md are added as they stand there, in the files that the page names."""
+"""The rows of the pages "Add ..." are added as they stand there, in the files that a page names."""
 
+import math
 import re
 import shutil
 import subprocess
@@ -11,13 +12,16 @@ from holmesjax.config import CHECKOUT
 from holmesjax.report import metrics
 from tests.jobs import run_launch, write_run
 
-# Each section of the page, the file that gets what it shows, and the line that this comes behind.
+PAGES = ("extending.md", "extending_training.md")
+# Each section of the pages, the file that gets what it shows, and the line that this comes behind.
 ROWS = {
     "Add a launcher": ("launch/launchers/table.py", r"^LAUNCHERS.*\{\n"),
     "Add a fabric": ("holmesjax/topology/fabrics.py", r"^FABRICS.*\{\n"),
     "Add a NIC": ("holmesjax/topology/catalogue.py", r"^NICS.*\{\n"),
     "Add a GPU": ("holmesjax/topology/catalogue.py", r"^DATA_SHEETS.*\{\n"),
     "Add a verb": ("launch/arguments.py", r"^VERBS.*\{\n"),
+    "Add a learning-rate schedule": ("holmesjax/update_rules.py", r"^RATE_SCHEDULES.*\{\n"),
+    "Add a metric": ("holmesjax/report/recorder.py", r"^        record = \{\n"),
     "Add a setting": ("holmesjax/config/sections.py", r"^class LogConfig:\n.*\n\n"),
 }
 TOPOLOGY = """
@@ -41,12 +45,16 @@ log: {flush_every_s: 5}
 """
 COMMANDS = """
 from holmesjax import config
+from holmesjax.optimizers.learning_rates import learning_rate
 from launch.__main__ import main
 
 assert main(["nodes", "run.yaml"]) == 0
 assert main(["plan", "run.yaml", "--explain"]) == 0
 assert main(["plan", "run.yaml", "log.flush_every_s=0"]) == 2
 print(config.to_yaml(config.load("run.yaml")).partition("log:")[2])
+own = ["train.steps=6", "optimizer.schedule=sqrt", "optimizer.decay_steps=4"]
+settings = config.load("run.yaml", own)
+print("rates", *(float(learning_rate(settings.optimizer, 6, n)) for n in range(6)))
 """
 
 
@@ -61,7 +69,7 @@ def copy(tmp_path_factory):
     skipped = shutil.ignore_patterns("__pycache__")
     for name in ("holmesjax", "launch", "kernels", "configs"):
         shutil.copytree(CHECKOUT / name, tmp_path / name, ignore=skipped)
-    page = (CHECKOUT / "docs/extending.md").read_text()
+    page = "\n".join((CHECKOUT / "docs" / name).read_text() for name in PAGES)
     for title, (name, anchor) in ROWS.items():
         section = page.split(f"## {title}\n")[1].split("\n## ")[0]
         assert f"`{name}`" in section
@@ -83,8 +91,8 @@ def copy(tmp_path_factory):
     return tmp_path
 
 
-def test_the_page_adds_a_fabric_a_nic_a_gpu_a_verb_and_a_setting(copy):
-    """Nothing else of the packages is changed, and commands know all five."""
+def test_the_pages_add_a_row_of_each_kind(copy):
+    """Nothing else of the packages is changed, and commands know them all."""
     done = subprocess.run(
         [sys.executable, "-c", COMMANDS], cwd=copy, capture_output=True, text=True, timeout=120
     )
@@ -94,18 +102,29 @@ def test_the_page_adds_a_fabric_a_nic_a_gpu_a_verb_and_a_setting(copy):
     assert "data 4 (slingshot)" in done.stdout
     assert "flush_every_s: 5" in done.stdout
     assert "log.flush_every_s=0: must be more than 0" in done.stderr
+    rates = [float(word) for word in done.stdout.partition("\nrates ")[2].split()]
+    left = [1 - 0.9 * math.sqrt(share) for share in (0, 0, 0.25, 0.5, 0.75, 1)]
+    assert rates == pytest.approx([1e-3 * part for part in left])
 
 
 def test_the_page_adds_a_launcher(copy):
-    """Its job of two processes is resumed by one, and its row says which options it reads."""
+    """Its job of two processes is resumed by one, and its row says which options it reads.
+
+    The job follows the learning rate, and records the metric, that the other page adds.
+    """
     run_file = write_run(copy, {"a": (1,), "b": (1,)}, "job")
     words = ["train", run_file, "--launcher", "script"]
     short = ["model.num_layers=2", "log.report=true"]
+    rate = {"learning_rate": 1e-2, "schedule": "sqrt", "decay_steps": 1, "warmup_steps": 0}
+    short += [f"optimizer.{name}={value}" for name, value in rate.items()]
     for own in (["train.steps=1"], ["train.steps=2", "parallel.clusters=[b]"]):
         done = run_launch(*words, "--max-restarts", "0", *short, *own, cwd=copy)
         assert done.returncode == 0, done.stdout + done.stderr
     assert "resuming after step 1" in done.stdout
-    assert [record["step"] for record in metrics.read(copy / "job")] == [1, 2]
+    records = metrics.read(copy / "job")
+    assert [record["step"] for record in records] == [1, 2]
+    assert records[1]["tokens"] == 2 * records[0]["tokens"] > 0
+    assert records[1]["learning_rate"] == pytest.approx(1e-3)
     assert (copy / "job/report.html").exists()
     assert sorted(path.name for path in copy.glob("start-*.sh")) == ["start-0.sh", "start-1.sh"]
     done = run_launch(*words, "--listen", "10.0.0.1", cwd=copy)
