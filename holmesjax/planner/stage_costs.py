@@ -205,6 +205,23 @@ class StageCosts:
         items = memory.stage_memory_bytes(self._config.model, shape)
         return np.sum(np.broadcast_arrays(*items.values()), axis=0)
 
+    def bytes_at_places(
+        self,
+        found: Sequence[MeshShape],
+        settings: StepSettings,
+        blocks: Counts,
+        in_flight: InFlight,
+        role: Role,
+    ) -> np.ndarray:
+        """On each device of stages of a role, [meshes, places].
+
+        `in_flight.all` is an array, [places]: what is held where a stage is in the pipeline.
+        """
+        sizes: Any = MeshShape(*np.array(found).T[:, :, None])
+        shape = self.shape(sizes, settings, role, blocks, in_flight)
+        items = memory.stage_memory_bytes(self._config.model, shape)
+        return np.sum(np.broadcast_arrays(*items.values()), axis=0)
+
     def _many_shapes(
         self,
         found: Sequence[MeshShape],
