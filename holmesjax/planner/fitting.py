@@ -1,11 +1,11 @@
 """Segments whose memory holds the whole model, looked for by memory alone.
 
-The shortlist takes stages for equal: none is at an end of the model, and all have as many microbatches
-in flight. Where memory is scarce, its plans may all be too large though others fit. Here each stage
-has the room of its place: the ends hold the embedding and the head, and a stage further from the
-end of the pipeline holds more in flight. For every number of stages, the segments that hold most
-layers are found exactly, by dynamic programming over sets of pools from the last stage to the
-first. With layers of several kinds the room is an upper bound, and so it is with several chunks.
+The shortlist takes stages for equal: none is at an end of the model, and all have as many
+microbatches in flight. Where memory is scarce, its plans may all be too large though others fit.
+Here each stage has the room of its place: the ends hold the embedding and the head, and a stage
+further from the end of the pipeline holds more in flight. For every number of stages, the segments
+that hold most layers are found by dynamic programming over sets of pools, from the last stage to
+the first. The room is an upper bound with layers of several kinds, or with several chunks.
 
     place    stages behind a stage in the pipeline: 0 is the last one
     capacity the load that a stage, or a run of them, has room for (`LayerRanges.loads`)
@@ -78,9 +78,7 @@ def _of_numbers(
     numbers: Sequence[int],
 ) -> Iterator[tuple[Segment, ...]]:
     """`fitting` for some numbers of stages; a place has the same room with each of them."""
-    runs = [
-        _runs(problem, settings, kind, pool, own, max(numbers)) for pool, own in found.items()
-    ]
+    runs = [_runs(problem, settings, kind, pool, own, max(numbers)) for pool, own in found.items()]
     best = {0: np.full(max(numbers) + 1, NONE)}  # by set of runs, [stages]: the last ones
     best[0][0] = 0.0
     steps: dict[tuple[int, int], tuple[int, int]] = {}  # the run that was added, and its stages

@@ -1,7 +1,7 @@
 """The search near what looks good: a shortlist, simulated, and then changed one step at a time.
 
-`shortlist` names segments that may make a good plan, and `fitting`, where memory holds none of them,
-segments that take least memory. Each is simulated as it would run, in several orders of its
+`shortlist` names segments that may make a good plan. Where memory holds none of them, `fitting`
+names those that take least memory. Each is simulated as it would run, in several orders of its
 segments, with layers moved between stages, under every schedule. Then segments and settings near
 the best ones are tried.
 """
@@ -145,12 +145,13 @@ class HeuristicSearch:
             ):
                 offers = self._trials.offers_of(settings)
                 for fills in (False, True):
-                    segments = tuple(
-                        _as_offered(segment, offers.get(segment.pool), fills)
+                    segments = [
+                        own
                         for segment in candidate.assignment.segments
-                    )
-                    if None not in segments:
-                        yield segments, settings
+                        if (own := _as_offered(segment, offers.get(segment.pool), fills))
+                    ]
+                    if len(segments) == len(candidate.assignment.segments):
+                        yield tuple(segments), settings
 
     def _near(self, candidate: Candidate) -> Iterator[Way]:
         """Segments with one changed: its mesh or stages, its place, or left out; or a stage moved.
@@ -165,7 +166,12 @@ class HeuristicSearch:
                 changed = with_other(i, other)
                 yield changed, settings
                 for j, giver in enumerate(segments):
-                    if j != i and other.num_stages == segment.num_stages + 1 < giver.num_stages + segment.num_stages:
+                    if (
+                        j != i
+                        and other.num_stages
+                        == segment.num_stages + 1
+                        < giver.num_stages + segment.num_stages
+                    ):
                         fewer = giver._replace(num_stages=giver.num_stages - 1)
                         yield (*changed[:j], fewer, *changed[j + 1 :]), settings
             yield rest, settings
@@ -306,5 +312,7 @@ def _as_offered(segment: Segment, offers: Offers | None, fills: bool) -> Segment
     j = max(like, key=lambda j: offers.meshes[j].data)
     mesh, count = offers.meshes[j], segment.num_stages
     if fills:
-        count = min(count * segment.mesh.num_devices // mesh.num_devices, int(offers.most_stages[j]))
+        count = min(
+            count * segment.mesh.num_devices // mesh.num_devices, int(offers.most_stages[j])
+        )
     return Segment(segment.pool, mesh, count)
