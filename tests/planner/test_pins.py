@@ -5,6 +5,7 @@ at most: only within its bound may another one find a better one.
 """
 
 import dataclasses
+import functools
 import itertools
 import math
 import random
@@ -15,7 +16,7 @@ from holmesjax.config import ParallelConfig
 from holmesjax.errors import PlanError
 from holmesjax.plan import pins, plan as plans
 from holmesjax.plan.plan import Axis
-from holmesjax.planner import shortlist
+from holmesjax.planner import planner, selection, shortlist
 from holmesjax.planner.fitting import fitting
 from holmesjax.planner.planner import make_plan, make_plans
 from holmesjax.planner.problem import Assignment, Segment
@@ -33,6 +34,7 @@ from tests.clusters import (
 )
 
 EXACT = 1e-9
+EFFORT = 2e4  # a hundredth of the planner's: cases are small, and some searches must miss plans
 OTHER_PINS = {  # and values that a run may set whatever the machines are
     "stages": (1, 2, 3, 4, 6),
     "microbatches": (1, 2, 4, 8),
@@ -52,7 +54,7 @@ def random_case(seed):
         make_cluster(
             f"c{i}",
             rng.choice(["infiniband", "roce", "ethernet"]),
-            (rng.choice([1, 2, 4, 8]),) * rng.choice([1, 1, 2, 3]),
+            (rng.choice([1, 2, 4]),) * rng.choice([1, 1, 2]),
             speed=round(rng.uniform(0.2, 1.0), 2),
             memory_gib=rng.choice(memory),
         )
@@ -60,7 +62,7 @@ def random_case(seed):
     ]
     topology = make_topology(*clusters, ethernet_bytes_per_s=10 ** rng.uniform(8, 10.5))
     model = {
-        "num_layers": rng.choice([2, 4, 6, 8, 12, 16]),
+        "num_layers": rng.choice([2, 4, 6, 8]),
         "width": rng.choice([512, 1024]),
         "num_heads": rng.choice([4, 8]),
         "vocab_size": rng.choice([256, 32_000]),
@@ -68,6 +70,15 @@ def random_case(seed):
     }
     train = {"global_batch": rng.choice([2, 4, 8])}
     return topology, make_config(model=model, parallel={}, train=train), rng
+
+
+@pytest.fixture(autouse=True)
+def little_effort(monkeypatch):
+    with_little(monkeypatch.setattr)
+
+
+def with_little(setattr):
+    setattr(planner, "find_within", functools.partial(selection.find_within, effort=EFFORT))
 
 
 def pinned_to(config, settings):
@@ -182,14 +193,16 @@ def test_what_a_run_sets_of_a_plan_is_named_with_what_it_costs():
     topology = two_clusters()
     free = make_config(parallel={}, model={"num_layers": 6}, train={"global_batch": 8})
     best = make_plan(free, topology)
-    config = pinned_to(free, {"microbatches": 1, "stages": len(best.stages)})
+    again = {"stages": len(best.stages), "activation_checkpointing": "full"}
+    config = pinned_to(free, again)
     plan, unpinned = make_plans(config, topology, compares=True)
     assert unpinned == best
     assert plan.step_time_s > best.step_time_s
     lines = pins.describe(plan, pins.pins(config.parallel), unpinned)
-    assert lines[0].endswith(f"parallel.stages={len(best.stages)}, parallel.microbatches=1")
+    settings = f"{len(best.stages)}, parallel.activation_checkpointing=full"
+    assert lines[0].endswith(f"pinned    parallel.stages={settings}")
     assert f"{1 - best.step_time_s / plan.step_time_s:.1%} less" in lines[1]
-    assert lines[2].endswith(f"it has parallel.microbatches={best.microbatches}")
+    assert lines[2].endswith("it has parallel.activation_checkpointing=none")
     [same] = pins.describe(best, {"stages": len(best.stages)}, best)[1:]
     assert same.endswith("finds no faster plan")
     assert "with the pinned settings" in "\n".join(plans.describe(plan, is_pinned=True))
