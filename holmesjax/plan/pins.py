@@ -1,4 +1,4 @@
-"""What a run sets of a plan that the planner could choose: the settings of `parallel`.
+"""The settings of `parallel` that a run has: choices that the planner does not make.
 
 A setting that the run file or the command line has is a pin. The planner keeps it, so that a plan
 is the best of those with the pins, and the best of all may be another one.

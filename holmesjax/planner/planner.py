@@ -182,9 +182,11 @@ def _find(
     usable_memory: float,
     otherwise: Callable[[], tuple[Problem, Found] | None] = lambda: None,
 ) -> tuple[Problem, Found]:
-    """What one search finds: `find`, as the config is.
+    """The result of one search: `find`, as the config is.
 
-    `otherwise` has the plans that are looked at last, before a refusal for want of memory.
+    Args:
+      config, topology, say, usable_memory: those of `make_plan`.
+      otherwise: gives plans that are looked at last, before a refusal for want of memory.
     """
     refuse_impossible(config, topology)
     problems = make_problems(config, topology, usable_memory)

@@ -213,9 +213,14 @@ class StageCosts:
         in_flight: InFlight,
         role: Role,
     ) -> np.ndarray:
-        """On each device of stages of a role, [meshes, places].
+        """Bytes on each device of stages of a role, [meshes, places].
 
-        `in_flight.all` is an array, [places]: what is held where a stage is in the pipeline.
+        Args:
+          found: the meshes.
+          settings: microbatches and checkpointing of a step.
+          blocks: Transformer layers of each stage, of each kind.
+          in_flight: what is held; `all` is an array, [places], by the place in the pipeline.
+          role: whether the stages hold the embedding or the head.
         """
         sizes: Any = MeshShape(*np.array(found).T[:, :, None])
         shape = self.shape(sizes, settings, role, blocks, in_flight)

@@ -1,4 +1,4 @@
-"""What a run sets of a plan never makes the plan better, and what a plan is can be set.
+"""Settings of a run never make its plan better, and a plan can be set to what it is.
 
 Random machines, models and settings. Each search may have missed a plan, and then says by how much
 at most: only within its bound may another one find a better one.
