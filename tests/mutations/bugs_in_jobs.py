@@ -43,9 +43,7 @@ JOBS = (
         old="if self._stops.count > before:",
         new="if self._stops.count > 9:",
         wrong="a signal does not end the writing of a report",
-        tests=(
-            "tests/launch/test_supervisor.py::test_a_report_that_takes_long_holds_no_end_up",
-        ),
+        tests=("tests/launch/test_supervisor.py::test_a_report_that_takes_long_holds_no_end_up",),
     ),
     Bug(
         name="deaf-in-the-second-reading",
@@ -230,7 +228,7 @@ JOBS = (
     Bug(
         name="no-look-behind-a-rename",
         module="holmesjax.lease",
-        old='if found is not None and _is_of(found, self._record):',
+        old="if found is not None and _is_of(found, self._record):",
         new="if found is not None:",
         wrong="a launcher that wakes up late takes away what is its successor's",
         tests=("tests/test_lease.py::test_who_wakes_up_without_the_lease_takes_nothing_away",),
