@@ -28,7 +28,7 @@ from holmesjax.hugging_face import folder as hugging_face, peft
 from holmesjax.layers.distinct_kinds import kind_names
 from holmesjax.layers.model_layers import layers
 from holmesjax.optimizers import groups
-from holmesjax.plan import mfu, plan as plans
+from holmesjax.plan import mfu, pins, plan as plans
 from holmesjax.plan.device_pool import USABLE_MEMORY, DevicePool
 from holmesjax.plan.plan import Plan
 from holmesjax.schedules.pipeline_schedules import SCHEDULES
@@ -56,6 +56,7 @@ class Job:
     config: Config
     topology: Topology
     plan: Plan
+    unpinned: Plan | None = None  # the best that was found without what the run sets of the plan
 
     @property
     def run_dir(self) -> Path:
@@ -159,9 +160,12 @@ class Job:
 
         `pool` is that of the GPUs; None: there are none, or it is not known here.
         """
+        pinned, kind_of = pins.pins(self.config.parallel), kind_names(self.config.model)
+        by_dollars = self.config.plan.objective == "tokens_per_dollar"
         return [
             *description.describe(self.topology),
-            *plans.describe(self.plan, kind_names(self.config.model)),
+            *plans.describe(self.plan, kind_of, is_pinned=bool(pinned)),
+            *pins.describe(self.plan, pinned, self.unpinned, by_dollars=by_dollars),
             *self._active(),
             *([f"memory      {pool.describe(self.plan.stages, self.topology)}"] if pool else []),
             self._rate(),
@@ -413,6 +417,7 @@ def load(
     *,
     reads_data: DataReader | None = None,
     waits_for_data: bool = True,
+    compares: bool = False,
     say: Callable[[str], None] = lambda _: None,
     env: Mapping[str, str] = MappingProxyType({}),
     what_if: Sequence[str] = (),
@@ -425,6 +430,8 @@ def load(
       reads_data: who reads the data on this machine, which is looked at before anything is planned.
         One process has the paths of the first cluster; a node may be of any. None: nobody here.
       waits_for_data: whether data that the run has trained on are waited for (`patience`).
+      compares: whether a plan is also looked for without what the run sets of it, to say what these
+        settings cost.
       say: is called with what the planner tries.
       env: of the user: a plan for GPUs counts with the pool that JAX will take of them.
       what_if: changes of the topology that will be planned next, checked before anything is.
@@ -456,7 +463,7 @@ def load(
             has_trained=waits_for_data and has_trained(config.run.dir),
         )
     # Imported here: the processes of a job read its plan.
-    from holmesjax.planner.planner import make_plan
+    from holmesjax.planner.planner import make_plans
 
     has_gpus = set(_device_kinds(config, topology)) != {CPU}
     usable_memory = USABLE_MEMORY
@@ -465,9 +472,9 @@ def load(
         if pool.is_own:
             pool.refuse_hopeless(_parameter_bytes(config), topology)
         usable_memory = pool.usable_memory
-    plan = make_plan(config, topology, say, usable_memory)
+    plan, unpinned = make_plans(config, topology, say, usable_memory, compares=compares)
     _refuse_uneven_rampup(config, plan)
-    return Job(config=config, topology=topology, plan=plan)
+    return Job(config=config, topology=topology, plan=plan, unpinned=unpinned)
 
 
 def _parameter_bytes(config: Config) -> int:

@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import functools
 import gc
 import importlib
 import io
@@ -35,22 +36,24 @@ def _load(load: Callable[..., Any], args: argparse.Namespace, *, in_lab: bool) -
     """Loads the job of a verb. Data that is not on this machine does not hinder a plan."""
     reads_data = _data_reader(args, in_lab=in_lab)
     with ProgressMessage("planning") as say:
+        load_here = functools.partial(
+            load,
+            args.target,
+            args.overrides,
+            waits_for_data=args.verb != "plan",
+            compares=args.verb in ("plan", "train"),
+            say=say,
+            env=os.environ,
+            what_if=getattr(args, "what_if", ()),
+        )
         try:
-            return load(
-                args.target,
-                args.overrides,
-                reads_data=reads_data,
-                waits_for_data=args.verb != "plan",
-                say=say,
-                env=os.environ,
-                what_if=getattr(args, "what_if", ()),
-            )
+            return load_here(reads_data=reads_data)
         except AbsentDataError as error:
             if args.verb != "plan":
                 raise
             print(f"note: {error.where} {error.problem}, so it is not checked", file=sys.stderr)
             print(f"  found: {error.found}", file=sys.stderr)
-            return load(args.target, args.overrides, say=say, env=os.environ)
+            return load_here()
 
 
 def _collect_garbage() -> None:

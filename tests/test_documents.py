@@ -72,9 +72,21 @@ def test_every_topology_loads(path):
     assert loading.load(path).name == path.stem
 
 
+@pytest.mark.parametrize(
+    "path",
+    [*CHECKOUT.glob("configs/runs/*.yaml"), *CHECKOUT.glob("configs/recipes/*.yaml")],
+    ids=lambda path: path.stem,
+)
+def test_examples_pin_nothing_that_they_need_not(path):
+    """Another topology would keep what is good for theirs."""
+    needed = "quickstart" in path.stem or "small_llama" in path.stem  # they say what for
+    parallel = yaml_files.read(path, HolmesError).values.get("parallel") or {}
+    assert bool(parallel) == needed
+
+
 def test_the_plan_in_the_documents_is_the_plan():
     [shown] = re.findall(r"```text\n(topology .*?)```", PLANNING, re.DOTALL)
-    printed = job.load("configs/runs/quickstart.yaml").describe()
+    printed = job.load("configs/runs/quickstart.yaml", compares=True).describe()
     assert shown.splitlines() == printed
 
 

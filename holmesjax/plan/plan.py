@@ -24,6 +24,7 @@ from holmesjax.layers.model_layers import EMBED, HEAD, layer_names
 from holmesjax.schedules.pipeline_schedules import SCHEDULES, TaskOrder, chunked
 from holmesjax.schedules.simulation import Queue, Simulation, simulate
 from holmesjax.schedules.tasks import Task
+from holmesjax.topology.fabrics import NETWORKS
 from holmesjax.units import show
 
 
@@ -301,12 +302,15 @@ IDLE_SHOWN = 4  # nodes by name
 DEPTHS_SHOWN = 16  # stages
 
 
-def describe(plan: Plan, kind_of: Mapping[str, str] | None = None) -> list[str]:
+def describe(
+    plan: Plan, kind_of: Mapping[str, str] | None = None, *, is_pinned: bool = False
+) -> list[str]:
     """The plan for the console: four lines for each stage, and a few for the whole.
 
     Args:
       plan: any.
       kind_of: the kind of each Transformer layer by its name, where a model has several kinds.
+      is_pinned: whether the run sets a part of it, and so which plans were compared (`pins`).
     """
     num_devices = sum(len(stage.devices) for stage in plan.stages)
     sequences = plan.global_batch // plan.microbatches
@@ -341,8 +345,28 @@ def describe(plan: Plan, kind_of: Mapping[str, str] | None = None) -> list[str]:
     return [
         *lines,
         f"  step      {show(plan.step_time_s, 's')} predicted: {shares}",
-        f"            {_proof(plan)}",
+        f"            {_proof(plan, is_pinned)}",
+        *_tensor_over_network(plan),
         *([f"  exception {plan.exception}"] if plan.exception else []),
+    ]
+
+
+def _tensor_over_network(plan: Plan) -> list[str]:
+    """The line about stages whose `tensor` leaves its node, if there are any."""
+    over = {
+        i: fabric
+        for i, stage in enumerate(plan.stages)
+        if stage.mesh.get(Axis.TENSOR, 1) > 1
+        and (fabric := stage.fabrics.get(Axis.TENSOR)) in NETWORKS
+    }
+    if not over:
+        return []
+    names = ", ".join(f"stage {i} ({fabric})" for i, fabric in over.items())
+    slowest_s = max(plan.stages[i].seconds.get("tensor", 0.0) for i in over)
+    return [
+        f"  tensor    leaves the node in {names}: up to {show(slowest_s, 's')} of a step, "
+        "and no faster plan",
+        "            was found that keeps it inside nodes",
     ]
 
 
@@ -362,12 +386,14 @@ def _pipes(shares: dict[str, float]) -> str:
     return ", ".join(told)
 
 
-def _proof(plan: Plan) -> str:
+def _proof(plan: Plan, is_pinned: bool) -> str:
     """The bound on plans that could be faster."""
-    gap = 1.0 - plan.bound_s / plan.step_time_s
+    gap, which = 1.0 - plan.bound_s / plan.step_time_s, "no plan"
+    if is_pinned:
+        which += " with the pinned settings"
     if gap <= 0.0:
-        return "no plan is faster: all that could be were tried"
-    return f"no plan takes less than {show(plan.bound_s, 's')}, {gap:.0%} below"
+        return f"{which} is faster: all that could be were tried"
+    return f"{which} takes less than {show(plan.bound_s, 's')}, {gap:.0%} below"
 
 
 def _details(stage: StagePlan) -> list[str]:

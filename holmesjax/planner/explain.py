@@ -23,7 +23,7 @@ from dataclasses import dataclass, replace
 from holmesjax.config import Config, ParallelConfig
 from holmesjax.errors import PlanError
 from holmesjax.layers import distinct_kinds
-from holmesjax.plan import plan as plans
+from holmesjax.plan import pins, plan as plans
 from holmesjax.plan.device_pool import USABLE_MEMORY
 from holmesjax.planner import prices
 from holmesjax.planner.assembly import as_plan
@@ -87,6 +87,7 @@ class Explanation:
     """A plan beside its alternatives, and the gains of better machines."""
 
     by_dollars: bool  # whether the best plan is the cheapest, and not the fastest
+    is_pinned: bool  # whether all plans have what the run sets of a plan (`pins`)
     best: tuple[Ranked, ...]  # the first is the plan
     attention: tuple[StageKernel, ...]  # of the plan
     update: tuple[StageKernel, ...]
@@ -115,6 +116,7 @@ def explain(
         ranked.append(_ranked(problem, candidate))
     return Explanation(
         by_dollars=_is_by_dollars(config),
+        is_pinned=bool(pins.pins(config.parallel)),
         best=tuple(ranked),
         attention=tuple(stage_attention(problem, chosen)),
         update=tuple(stage_update(problem, chosen)),
@@ -448,7 +450,7 @@ def describe(explanation: Explanation) -> list[str]:
         ("what upgrades would buy", explanation.upgrades),
     ):
         if alternatives:
-            lines.append(title)
+            lines.append(title + ", with the pinned settings" * explanation.is_pinned)
             compared = [(a.what, *_compared(a, best, by_dollars, has_prices)) for a in alternatives]
             lines += [f"  {line}" for line in _aligned(compared)]
     return lines

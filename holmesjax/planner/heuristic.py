@@ -1,7 +1,8 @@
 """The search near what looks good: a shortlist, simulated, and then changed one step at a time.
 
-`shortlist` names segments that may make a good plan. Each is simulated as it would run, in several
-orders of its segments, with layers moved between stages, under every schedule. Then segments near
+`shortlist` names segments that may make a good plan. Where memory holds none of them, `fitting`
+names those that take least memory. Each is simulated as it would run, in several orders of its
+segments, with layers moved between stages, under every schedule. Then segments and settings near
 the best ones are tried.
 """
 
@@ -13,8 +14,9 @@ import numpy as np
 
 from holmesjax.planner import shortlist
 from holmesjax.planner.candidates import in_order, kinds, near_depths, orders_of, split, with_moves
+from holmesjax.planner.fitting import fitting
 from holmesjax.planner.problem import Assignment, Segment
-from holmesjax.planner.shortlist import Listed
+from holmesjax.planner.shortlist import CHECKPOINTING, Listed, Offers
 from holmesjax.planner.stage_layouts import StepSettings
 from holmesjax.planner.step_time import roles, stage_loads, transfer_times
 from holmesjax.planner.trials import Candidate, Trials
@@ -30,6 +32,8 @@ MOST_ABOVE = 1.2  # the best estimate: settings with larger bounds are not liste
 SPLIT_PER_TASK = 10  # layers that are shared out while a task is simulated
 MAX_SHARED = 1000  # layers that are shared out at all: of more, several at a time
 
+Way = tuple[tuple[Segment, ...], StepSettings]  # to train, but for the layers and the schedule
+
 
 class HeuristicSearch:
     """The half of a search that finds good plans soon."""
@@ -40,14 +44,20 @@ class HeuristicSearch:
 
     def run(self) -> None:
         """Tries the shortlist, then what is near the best of it."""
-        self._try_candidates(self._candidates())
+        self._try_candidates(self._candidates(self._trials.in_turn()))
+        if not self._trials.found:  # estimates of what does not fit kept these out of the list
+            policies = {settings.checkpointing for settings in self._trials.bounds}
+            leanest = max(policies, key=CHECKPOINTING.index)
+            lean = [own for own in self._trials.in_turn() if own.checkpointing == leanest]
+            self._try_candidates(self._candidates(lean))
+            self._try_fitting()
         self._improve()
 
-    def _candidates(self) -> list[Listed]:
-        """Lists of segments for all settings that may be good, the best estimates first."""
+    def _candidates(self, in_turn: Sequence[StepSettings]) -> list[Listed]:
+        """Lists of segments for the settings that may be good, the best estimates first."""
         found: dict[tuple[frozenset[Segment], StepSettings], Listed] = {}
         least_s = math.inf
-        for settings in shortlist.thinned(self._trials.in_turn()):
+        for settings in shortlist.thinned(in_turn):
             if self._trials.bounds[settings] > MOST_ABOVE * least_s:
                 break
             offers = self._trials.offers_of(settings)
@@ -73,7 +83,19 @@ class HeuristicSearch:
             if self._trials.found:
                 return
 
-    def _try_best(self, ways: Iterable[tuple[tuple[Segment, ...], StepSettings]]) -> None:
+    def _try_fitting(self) -> None:
+        """Tries what memory holds, whatever its seconds: all settings and numbers of stages."""
+        ways = [
+            (segments, settings)
+            for settings in self._trials.bounds
+            for segments in fitting(self._problem, settings)
+        ]
+        self._try_best(ways)
+        if not self._trials.found:  # other schedules may hold less than the first
+            for way in ways:
+                self._try_segments(*way)
+
+    def _try_best(self, ways: Iterable[Way]) -> None:
         """Tries segments with good estimates under one schedule, then the best under all."""
         estimates = sorted((self._estimate_s(*way), way) for way in ways)
         possible = [
@@ -86,21 +108,16 @@ class HeuristicSearch:
             self._try_segments(*way)
 
     def _improve(self) -> None:
-        """Changes one segment of the best plan at a time for as long as that helps."""
-        tried: set[tuple[Segment, ...]] = set()
+        """Changes the best plan in one thing at a time for as long as that helps."""
+        tried: set[tuple[tuple[Segment, ...], StepSettings]] = set()
         while self._trials.found:
             best = min(self._trials.found.values(), key=lambda candidate: candidate.step_s)
-            allowed = shortlist.numbers_of_stages(self._problem.config, best.settings)
-            near = []
-            for segments in dict.fromkeys(self._near(best)):
-                num_stages = sum(segment.num_stages for segment in segments)
-                if allowed is not None and num_stages not in allowed:
-                    continue
-                if not self._problem.is_asked_for(segments):
-                    continue
-                if 1 <= num_stages <= self._problem.num_layers and segments not in tried:
-                    tried.add(segments)
-                    near.append((segments, best.settings))
+            near = [
+                way
+                for way in dict.fromkeys((*self._near(best), *self._with_near_settings(best)))
+                if way not in tried and self._is_allowed(*way)
+            ]
+            tried.update(near)
             self._try_best(near)
             if best.order.chooses_in_flight:
                 for order in near_depths(best.order):
@@ -108,20 +125,69 @@ class HeuristicSearch:
             if self._trials.best_s >= best.step_s:
                 return
 
-    def _near(self, candidate: Candidate) -> Iterator[tuple[Segment, ...]]:
-        """Parts with one of them changed: its mesh or stages, its place, or left out."""
-        segments = candidate.assignment.segments
+    def _is_allowed(self, segments: Sequence[Segment], settings: StepSettings) -> bool:
+        num_stages = sum(segment.num_stages for segment in segments)
+        numbers = shortlist.numbers_of_stages(self._problem.config, settings)
+        return (
+            1 <= num_stages <= self._problem.num_layers
+            and (numbers is None or num_stages in numbers)
+            and self._problem.is_asked_for(segments)
+        )
+
+    def _with_near_settings(self, candidate: Candidate) -> Iterator[Way]:
+        """The same segments with other checkpointing, or with the next numbers of microbatches."""
+        count, policy = candidate.settings
+        counts = sorted({settings.microbatches for settings in self._trials.bounds})
+        at = counts.index(count)
+        for settings in self._trials.bounds:
+            if settings.microbatches in counts[max(0, at - 1) : at + 2] and (
+                (settings.microbatches == count) != (settings.checkpointing == policy)
+            ):
+                offers = self._trials.offers_of(settings)
+                for fills in (False, True):
+                    segments = [
+                        own
+                        for segment in candidate.assignment.segments
+                        if (own := _as_offered(segment, offers.get(segment.pool), fills))
+                    ]
+                    if len(segments) == len(candidate.assignment.segments):
+                        yield tuple(segments), settings
+
+    def _near(self, candidate: Candidate) -> Iterator[Way]:
+        """Segments with one changed: its mesh or stages, its place, or left out; or a stage moved.
+
+        A stage that moves to another segment keeps the number of stages, which may be set.
+        """
+        segments, settings = candidate.assignment.segments, candidate.settings
+        with_other = lambda i, other: (*segments[:i], other, *segments[i + 1 :])
         for i, segment in enumerate(segments):
-            offers = self._trials.offers_of(candidate.settings)[segment.pool]
-            effort = offers.layer_load_s * [mesh.num_devices for mesh in offers.meshes]
-            for j in np.argsort(effort, kind="stable")[:NUM_MESHES]:
-                for count in (segment.num_stages - 1, segment.num_stages, segment.num_stages + 1):
-                    if 1 <= count <= offers.most_stages[j]:
-                        other = Segment(segment.pool, offers.meshes[j], count)
-                        yield (*segments[:i], other, *segments[i + 1 :])
             rest = (*segments[:i], *segments[i + 1 :])
-            yield rest
-            yield from ((*rest[:to], segment, *rest[to:]) for to in range(len(segments)))
+            for other in self._near_segments(settings, segment):
+                changed = with_other(i, other)
+                yield changed, settings
+                for j, giver in enumerate(segments):
+                    if (
+                        j != i
+                        and other.num_stages
+                        == segment.num_stages + 1
+                        < giver.num_stages + segment.num_stages
+                    ):
+                        fewer = giver._replace(num_stages=giver.num_stages - 1)
+                        yield (*changed[:j], fewer, *changed[j + 1 :]), settings
+            yield rest, settings
+            for to in range(len(segments)):
+                yield (*rest[:to], segment, *rest[to:]), settings
+
+    def _near_segments(self, settings: StepSettings, segment: Segment) -> Iterator[Segment]:
+        """A segment with other meshes, or a stage more or less."""
+        offers = self._trials.offers_of(settings)[segment.pool]
+        effort = offers.layer_load_s * [mesh.num_devices for mesh in offers.meshes]
+        for j in np.argsort(effort, kind="stable")[:NUM_MESHES]:
+            one, most = segment.num_stages, int(offers.most_stages[j])
+            on_as_many = one * segment.mesh.num_devices // offers.meshes[j].num_devices
+            for count in dict.fromkeys((one - 1, one, one + 1, on_as_many, most)):
+                if 1 <= count <= most:
+                    yield Segment(segment.pool, offers.meshes[j], count)
 
     def _try_segments(
         self, segments: Sequence[Segment], settings: StepSettings, is_first: bool = False
@@ -225,3 +291,28 @@ class HeuristicSearch:
         load_s = stage_loads(self._problem, candidate.assignment, candidate.settings)
         by_load = sorted(range(len(load_s)), key=load_s.__getitem__)
         return by_load[::-1][:MAX_MOVED], by_load[:MAX_MOVED]
+
+
+def _as_offered(segment: Segment, offers: Offers | None, fills: bool) -> Segment | None:
+    """A segment with as many replicas as other settings allow; None if none is like it.
+
+    Args:
+      segment: as it is.
+      offers: of its pool with the other settings.
+      fills: whether its number of stages grows as its meshes get smaller.
+    """
+    sizes = segment.mesh._replace(data=1)
+    like = [
+        j
+        for j, mesh in enumerate(offers.meshes if offers else ())
+        if mesh._replace(data=1) == sizes and mesh.data <= segment.mesh.data
+    ]
+    if offers is None or not like:
+        return None
+    j = max(like, key=lambda j: offers.meshes[j].data)
+    mesh, count = offers.meshes[j], segment.num_stages
+    if fills:
+        count = min(
+            count * segment.mesh.num_devices // mesh.num_devices, int(offers.most_stages[j])
+        )
+    return Segment(segment.pool, mesh, count)

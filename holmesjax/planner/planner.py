@@ -5,16 +5,26 @@ there is no plan.
 """
 
 import dataclasses
+import functools
 import math
+from collections.abc import Callable
+from dataclasses import replace
 
-from holmesjax.config import Config, PlanConfig
+from holmesjax.config import Config, ParallelConfig, PlanConfig
 from holmesjax.errors import PlanError
+from holmesjax.plan import pins
 from holmesjax.plan.device_pool import USABLE_MEMORY
 from holmesjax.plan.plan import Plan
 from holmesjax.planner.assembly import as_plan
 from holmesjax.planner.problem import Problem
 from holmesjax.planner.refusals import refuse_impossible, refuse_large_meshes
-from holmesjax.planner.remedies import least_memory, memory_refusal, with_remedy
+from holmesjax.planner.remedies import (
+    fits_after_all,
+    least_memory,
+    memory_refusal,
+    nearest,
+    with_remedy,
+)
 from holmesjax.planner.search import Found, search
 from holmesjax.planner.selection import Saying, find_within, make_problems, silently
 from holmesjax.planner.stage_costs import StageCosts
@@ -39,8 +49,29 @@ def make_plan(
     Raises:
       PlanError: no plan satisfies the config on these machines; says what to change.
     """
-    problem, found = find(config, topology, say, usable_memory)
-    return as_plan(problem, found.best[0], found.bound_s)
+    return make_plans(config, topology, say, usable_memory)[0]
+
+
+def make_plans(
+    config: Config,
+    topology: Topology,
+    say: Saying = silently,
+    usable_memory: float = USABLE_MEMORY,
+    *,
+    compares: bool = False,
+) -> tuple[Plan, Plan | None]:
+    """The plan of `make_plan`, and the best one without the settings that the config pins.
+
+    Args:
+      config, topology, say, usable_memory: those of `make_plan`.
+      compares: whether the second is asked for.
+
+    Returns the two plans; the second is None if it is not asked for, if no setting is pinned, or if
+    the search without pins finds none.
+    """
+    with_pins, without = _find_both(config, topology, say, usable_memory, compares)
+    plan = lambda problem, found: as_plan(problem, found.best[0], found.bound_s)
+    return plan(*with_pins), None if without is None else plan(*without)
 
 
 def make_changed_plan(
@@ -97,6 +128,66 @@ def find(
     usable_memory: float = USABLE_MEMORY,
 ) -> tuple[Problem, Found]:
     """The best plans there are, with what they were found in. Raises PlanError as `make_plan`."""
+    return _find_both(config, topology, say, usable_memory, compares=False)[0]
+
+
+def _find_both(
+    config: Config, topology: Topology, say: Saying, usable_memory: float, compares: bool
+) -> tuple[tuple[Problem, Found], tuple[Problem, Found] | None]:
+    """The best plans with what the config pins, and those without; None: not asked for, or none.
+
+    A search is no proof, unless its effort was enough. What the search without pins finds may have
+    them all, and be faster than what the search with the pins found. Then that is taken, so that a
+    plan that is pinned to what it is costs the same.
+    """
+    pinned, by_time = pins.pins(config.parallel), config.plan == PlanConfig()
+
+    @functools.cache
+    def free() -> tuple[Problem, Found] | None:
+        if not pinned:
+            return None
+        without = lambda what: say(f"{what}, without the settings of parallel")
+        try:
+            unset = dataclasses.replace(config, parallel=ParallelConfig())
+            return _find(unset, topology, without, usable_memory)
+        except PlanError:
+            return None
+
+    def kept(most_s: float = math.inf) -> tuple[Problem, Found] | None:
+        """Those of the plans without pins that have them all, and take less time."""
+        if not by_time or (result := free()) is None:
+            return None
+        problem, found = result
+        best = tuple(
+            candidate
+            for candidate in found.best
+            if candidate.step_s < most_s
+            and pins.keeps(as_plan(problem, candidate, found.bound_s), pinned)
+        )
+        return (problem.set_to(config.parallel), replace(found, best=best)) if best else None
+
+    own = _find(config, topology, say, usable_memory, otherwise=kept)
+    best_s = own[1].best[0].step_s
+    if pinned and own[1].gap > 0 and (better := kept(best_s)) is not None:
+        problem, found = better
+        bound_s = min(own[1].bound_s, found.best[0].step_s)
+        own = problem, replace(found, bound_s=bound_s)
+    return own, free() if compares else None
+
+
+def _find(
+    config: Config,
+    topology: Topology,
+    say: Saying,
+    usable_memory: float,
+    otherwise: Callable[[], tuple[Problem, Found] | None] = lambda: None,
+) -> tuple[Problem, Found]:
+    """The result of one search: `find`, as the config is.
+
+    Args:
+      config, topology, say, usable_memory: those of `make_plan`.
+      otherwise: gives plans that are looked at last, before a refusal for want of memory.
+    """
     refuse_impossible(config, topology)
     problems = make_problems(config, topology, usable_memory)
     try:
@@ -105,7 +196,10 @@ def find(
         result = find_within(problems, say=say) if is_possible else None
         if result is None:
             say("the plan that comes nearest, as none fits the memory")
-            raise memory_refusal(problems)
+            close = nearest(problems)
+            result = fits_after_all(problems, close) or (otherwise() if is_possible else None)
+            if result is None:
+                raise memory_refusal(problems, close)
     except PlanError as refusal:
         say("stages that lie in several clusters")
         result = _find_across(config, topology, refusal, usable_memory)

@@ -7,13 +7,14 @@ import math
 from collections.abc import Sequence
 
 from holmesjax.errors import PlanError
-from holmesjax.plan import device_pool
-from holmesjax.plan.plan import Axis, Plan
+from holmesjax.plan import device_pool, pins
 from holmesjax.planner import shortlist
 from holmesjax.planner.assembly import as_plan
 from holmesjax.planner.problem import Problem
 from holmesjax.planner.search import EFFORT, Found
 from holmesjax.planner.selection import find_within, make_problems
+from holmesjax.planner.step_time import step_seconds
+from holmesjax.planner.trials import Trials
 from holmesjax.schedules.pipeline_schedules import SCHEDULES
 from holmesjax.topology import upgrades
 from holmesjax.units import show
@@ -37,9 +38,9 @@ FREED = (
 )
 
 
-def memory_refusal(problems: Sequence[Problem]) -> PlanError:
-    """The refusal says what the nearest plan lacks; the fix is left to `with_remedy`."""
-    config, topology = problems[0].config, problems[0].topology
+def nearest(problems: Sequence[Problem]) -> tuple[Problem, Found] | None:
+    """Plans with the checkpointing that keeps least, on devices with as little more memory as it
+    takes to find any."""
     usable_memory = problems[0].usable_memory
     lean, least = [_leanest(problem) for problem in problems], least_memory(problems)
 
@@ -49,8 +50,39 @@ def memory_refusal(problems: Sequence[Problem]) -> PlanError:
         return find_within([own.set_to(own.config.parallel, share) for own in lean], LITTLE)
 
     step = bisect.bisect_left(MEMORY_STEPS, True, key=lambda factor: within(factor) is not None)
-    nearest = within(MEMORY_STEPS[step]) if step < len(MEMORY_STEPS) else None
-    if least < MOST_MEMORY and nearest is None:
+    return within(MEMORY_STEPS[step]) if step < len(MEMORY_STEPS) else None
+
+
+def fits_after_all(
+    problems: Sequence[Problem], close: tuple[Problem, Found] | None
+) -> tuple[Problem, Found] | None:
+    """The nearest plans that fit the memory that there is; None if none does."""
+    if close is None:
+        return None
+    problem = close[0].set_to(problems[0].config.parallel, problems[0].usable_memory)
+    best = [
+        candidate
+        for candidate in close[1].best
+        if math.isfinite(
+            step_seconds(problem, [candidate.assignment], candidate.settings, candidate.order)[0]
+        )
+    ]
+    if not best:
+        return None
+    bound_s = min(bound for own in problems for bound in Trials(own, effort=0).bounds.values())
+    return problem, Found(best=tuple(best), bound_s=min(bound_s, best[0].step_s))
+
+
+def memory_refusal(problems: Sequence[Problem], close: tuple[Problem, Found] | None) -> PlanError:
+    """The refusal says what the nearest plan lacks; the fix is left to `with_remedy`.
+
+    Args:
+      problems: for which no plan was found.
+      close: what `nearest` found for them.
+    """
+    config, topology = problems[0].config, problems[0].topology
+    usable_memory, least = problems[0].usable_memory, least_memory(problems)
+    if least < MOST_MEMORY and close is None:
         return PlanError(
             "memory",
             "no plan was found that fits"
@@ -59,14 +91,14 @@ def memory_refusal(problems: Sequence[Problem]) -> PlanError:
             f"train.global_batch {config.train.global_batch:,}",
             fix="",
         )
-    if nearest is None:
+    if close is None:
         return PlanError(
             "parallel",
             "no mesh, number of microbatches and schedule agree with all settings of parallel",
             found=f"train.global_batch {config.train.global_batch}, {topology.num_devices} devices",
             fix="leave more of parallel: to the planner",
         )
-    problem, found = nearest
+    problem, found = close
     plan = as_plan(problem, found.best[0], found.bound_s)
     kinds = [problem.pools[slot.pool].kinds for slot in found.best[0].assignment.slots]
     usable = [usable_memory * min(kind.memory_bytes for kind in own) for own in kinds]
@@ -130,7 +162,9 @@ def _milder_settings(problems: Sequence[Problem]) -> str | None:
     for name in set_here:
         if (result := find_within(without([name]), LITTLE)) is not None:
             plan = as_plan(result[0], result[1].best[0], result[1].bound_s)
-            return f"set parallel.{name}={_value(plan, name)}, or leave it to the planner"
+            if (value := pins.chosen(plan, name)) is None:
+                return f"leave parallel.{name} to the planner"
+            return f"set {pins.setting(name, value)}, or leave it to the planner"
     if find_within(free, LITTLE) is not None:
         return f"leave to the planner: {', '.join(f'parallel.{name}' for name in set_here)}"
     return None
@@ -164,15 +198,3 @@ def _more_machines(problems: Sequence[Problem]) -> str:
         f"use more nodes{found}, or devices with more memory, or a smaller model, "
         "train.global_batch or model.context_length"
     )
-
-
-def _value(plan: Plan, name: str) -> object:
-    """The value of a setting in a plan."""
-    if name in ("microbatches", "activation_checkpointing"):
-        return getattr(plan, name)
-    if name == "clusters":
-        return [stage.cluster for stage in plan.stages]
-    if name in ("stages", "layers"):
-        layers = [stage.num_blocks for stage in plan.stages]
-        return len(layers) if name == "stages" else layers
-    return max(dict(stage.mesh).get(Axis(name), 1) for stage in plan.stages)

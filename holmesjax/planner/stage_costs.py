@@ -205,6 +205,28 @@ class StageCosts:
         items = memory.stage_memory_bytes(self._config.model, shape)
         return np.sum(np.broadcast_arrays(*items.values()), axis=0)
 
+    def bytes_at_places(
+        self,
+        found: Sequence[MeshShape],
+        settings: StepSettings,
+        blocks: Counts,
+        in_flight: InFlight,
+        role: Role,
+    ) -> np.ndarray:
+        """Bytes on each device of stages of a role, [meshes, places].
+
+        Args:
+          found: the meshes.
+          settings: microbatches and checkpointing of a step.
+          blocks: Transformer layers of each stage, of each kind.
+          in_flight: what is held; `all` is an array, [places], by the place in the pipeline.
+          role: whether the stages hold the embedding or the head.
+        """
+        sizes: Any = MeshShape(*np.array(found).T[:, :, None])
+        shape = self.shape(sizes, settings, role, blocks, in_flight)
+        items = memory.stage_memory_bytes(self._config.model, shape)
+        return np.sum(np.broadcast_arrays(*items.values()), axis=0)
+
     def _many_shapes(
         self,
         found: Sequence[MeshShape],

@@ -12,7 +12,7 @@ from holmesjax import config as configs
 from holmesjax.errors import ConfigError
 from holmesjax.job import Job
 from holmesjax.layers.distinct_kinds import kind_names
-from holmesjax.plan import forecast, plan as plans
+from holmesjax.plan import forecast, pins, plan as plans
 from holmesjax.plan.device_pool import USABLE_MEMORY
 from holmesjax.plan.plan import Plan
 from holmesjax.planner import explain
@@ -43,7 +43,8 @@ def run(args: argparse.Namespace) -> int:
     if explained:
         lines += explain.describe(explained)
     if changed:
-        described = plans.describe(changed.plan, kind_names(job.config.model))
+        is_pinned = bool(pins.pins(job.config.parallel))
+        described = plans.describe(changed.plan, kind_names(job.config.model), is_pinned=is_pinned)
         lines += [f"what if     {', '.join(args.what_if)}", *described]
         lines.append(f"            {_difference(job, changed)}")
     print("\n".join(lines))

@@ -135,8 +135,8 @@ PLANS = (
     Bug(
         name="plan-larger-than-pool",
         module="holmesjax.job",
-        old="make_plan(config, topology, say, usable_memory)",
-        new="make_plan(config, topology, say)",
+        old="make_plans(config, topology, say, usable_memory, compares=compares)",
+        new="make_plans(config, topology, say, compares=compares)",
         wrong="a plan fills memory that the user has not given to JAX",
         tests=("tests/plan/test_device_pool.py::test_a_plan_counts_with_a_smaller_pool",),
     ),

@@ -1,0 +1,95 @@
+"""The settings of `parallel` that a run has: choices that the planner does not make.
+
+A setting that the run file or the command line has is a pin. The planner keeps it, so that a plan
+is the best of those with the pins, and the best of all may be another one.
+"""
+
+from collections.abc import Mapping
+from dataclasses import fields
+
+from holmesjax.config import ParallelConfig
+from holmesjax.plan.plan import Axis, Plan
+from holmesjax.units import show
+
+LEAST_SHARE = 0.0005  # of a step, to be worth a word
+
+Value = int | str | tuple[int, ...] | tuple[str, ...]
+
+
+def pins(parallel: ParallelConfig) -> dict[str, Value]:
+    """The settings that a config sets, by name.
+
+    >>> pins(ParallelConfig(stages=2, schedule="1f1b"))
+    {'stages': 2, 'schedule': '1f1b'}
+    """
+    values = {field.name: getattr(parallel, field.name) for field in fields(parallel)}
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def chosen(plan: Plan, name: str) -> Value | None:
+    """The value of a setting in a plan; None if its stages have several."""
+    if name in ("microbatches", "activation_checkpointing", "schedule"):
+        return getattr(plan, name)
+    if name == "chunks":
+        return plan.num_chunks
+    if name == "clusters":
+        return tuple(stage.cluster for stage in plan.stages)
+    if name in ("stages", "layers"):
+        layers = tuple(stage.num_blocks for stage in plan.stages)
+        return len(layers) if name == "stages" else layers
+    sizes = {dict(stage.mesh).get(Axis(name), 1) for stage in plan.stages}
+    return sizes.pop() if len(sizes) == 1 else None
+
+
+def keeps(plan: Plan, pinned: Mapping[str, Value]) -> bool:
+    """Whether a plan has all settings that are pinned."""
+    return all(chosen(plan, name) == value for name, value in pinned.items())
+
+
+def setting(name: str, value: Value) -> str:
+    """A setting as a command line has it.
+
+    >>> setting("clusters", ("ib", "roce"))
+    'parallel.clusters=[ib,roce]'
+    """
+    text = f"[{','.join(map(str, value))}]" if isinstance(value, tuple) else str(value)
+    return f"parallel.{name}={text}"
+
+
+def describe(
+    plan: Plan, pinned: Mapping[str, Value], unpinned: Plan | None, *, by_dollars: bool = False
+) -> list[str]:
+    """Lines about pins for the console; none where nothing is pinned.
+
+    Args:
+      plan: the best that was found with the pins.
+      pinned: the pins.
+      unpinned: the best that was found without them; None: none was looked for.
+      by_dollars: whether the best plan is the cheapest, and not the fastest.
+    """
+    if not pinned:
+        return []
+    lines = [f"  pinned    {', '.join(setting(*pin) for pin in pinned.items())}"]
+    if unpinned is None:
+        return lines
+    cost = lambda own: sum(own.step_dollars.values()) if by_dollars else own.step_time_s
+    less = 1.0 - cost(unpinned) / cost(plan)
+    if less < LEAST_SHARE:
+        worse = "cheaper" if by_dollars else "faster"
+        return [*lines, f"            the search without these settings finds no {worse} plan"]
+    found = f"{cost(unpinned):.3g} dollars" if by_dollars else show(cost(unpinned), "s")
+    changes, left_out = [], []
+    for name, value in pinned.items():
+        own = chosen(unpinned, name)
+        if own is None:
+            left_out.append(f"parallel.{name}")
+        elif own != value:
+            changes.append(setting(name, own))
+    if left_out:
+        changes.append(f"without {', '.join(left_out)}")
+    return [
+        *lines,
+        f"            the search without these settings finds a step of {found}, {less:.1%} less",
+        f"            it has {', '.join(changes)}",
+        "            the planner decides what is left out, and all with parallel=null",
+    ]
