@@ -4,7 +4,7 @@ A setting that the run file or the command line has is a pin. The planner keeps 
 is the best of those with the pins, and the best of all may be another one.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 
 from holmesjax.config import ParallelConfig
@@ -12,6 +12,7 @@ from holmesjax.plan.plan import Axis, Plan
 from holmesjax.units import show
 
 LEAST_SHARE = 0.0005  # of a step, to be worth a word
+WIDTH = 110  # of a line
 
 Value = int | str | tuple[int, ...] | tuple[str, ...]
 
@@ -69,7 +70,7 @@ def describe(
     """
     if not pinned:
         return []
-    lines = [f"  pinned    {', '.join(setting(*pin) for pin in pinned.items())}"]
+    lines = _wrapped("  pinned    ", [setting(*pin) for pin in pinned.items()])
     if unpinned is None:
         return lines
     cost = lambda own: sum(own.step_dollars.values()) if by_dollars else own.step_time_s
@@ -90,6 +91,21 @@ def describe(
     return [
         *lines,
         f"            the search without these settings finds a step of {found}, {less:.1%} less",
-        f"            it has {', '.join(changes)}",
+        *_wrapped("            it has ", changes),
         "            the planner decides what is left out, and all with parallel=null",
     ]
+
+
+def _wrapped(start: str, texts: Sequence[str]) -> list[str]:
+    """Texts with commas between them, on as many lines as it takes.
+
+    >>> _wrapped("it has ", ["a", "b"])
+    ['it has a, b']
+    """
+    lines = [start]
+    for number, text in enumerate(texts, start=1):
+        text += ", " * (number < len(texts))
+        if len(lines[-1]) + len(text) > WIDTH and number > 1:
+            lines.append(" " * len(start))
+        lines[-1] += text
+    return [line.rstrip() for line in lines]
