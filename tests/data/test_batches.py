@@ -244,7 +244,7 @@ def test_a_corpus_that_is_none_is_refused(tmp_path, changes, words):
     "name, content",
     [
         ("a.jsonl", b'{"text": "a"}\n' * 9),
-        ("a.txt.gz", gzip.compress(b"a")),
+        ("a.txt.gz", gzip.compress(b"a", mtime=0)),
         ("a.parquet", b"PAR1"),
         ("a.arrow", b"ARROW1\0\0"),
         ("a.array_record", b"is no such file"),

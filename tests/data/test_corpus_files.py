@@ -205,7 +205,7 @@ def test_what_is_left_out_is_counted_and_named(tmp_path, capsys):
         ("a.jsonl", b""),
         ("a.jsonl", b"\n\n"),
         ("a.txt", b""),
-        ("a.json.gz", gzip.compress(b"")),
+        ("a.json.gz", gzip.compress(b"", mtime=0)),
         ("a.parquet", parquet_bytes(text=pa.array([], pa.string()))),
         ("a.json", b"[]"),
     ],
