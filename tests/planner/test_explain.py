@@ -430,7 +430,7 @@ def plan(capsys, monkeypatch):
 def test_the_verb_explains_and_plans_again(plan):
     status, out, err = plan("--explain", "--what-if", "links.ib<->roce.bandwidth=100 Mb/s")
     assert status == 0
-    assert "error" not in err  # it may say what it is doing
+    assert all(line.startswith("planning: ") for line in err.splitlines())  # on a busy machine
     titles = ["the best plans, side by side", "in place of the plan", "what upgrades would buy"]
     titles[1:] = [f"{title}, with the pinned settings" for title in titles[1:]]
     assert [title for title in titles if title in out.splitlines()] == titles
