@@ -234,7 +234,7 @@ model.mlp_width: must be a multiple of parallel.tensor = 4
 parallel.tensor=4 model.vocab_size=257
 model.vocab_size: must be a multiple of parallel.tensor = 4
   found: 257
-  fix: use 256 or 260, or change parallel.tensor
+  fix: use 260, or change parallel.tensor
 
 train.global_batch=30
 train.global_batch: must be a multiple of parallel.microbatches = 4
