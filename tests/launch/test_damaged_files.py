@@ -200,12 +200,11 @@ def test_a_damaged_timeline_leaves_a_report_without_it(whole, tmp_path, way):
     assert "Predicted" in page.write_report(run_dir).read_text()
 
 
-@pytest.mark.parametrize(
-    "number", [errno.ENOSPC, errno.EROFS, errno.EIO, errno.EACCES], ids=errno.errorcode.get
-)
-def test_a_write_of_a_launcher_that_fails_is_told_with_its_path(run, monkeypatch, number):
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EACCES], ids=errno.errorcode.get)
+def test_a_write_of_a_launcher_that_fails_is_told_with_its_path(run, tmp_path, monkeypatch, number):
     """Each one in turn: of the lease, of the settings, and of what is kept for a restart."""
     calls, fsync, fails_at = [], os.fsync, None
+    monkeypatch.setattr(lease, "TERM_S", 60.0)  # one renewal that fails loses no lease
 
     def sync(file):
         calls.append(file)
@@ -226,4 +225,4 @@ def test_a_write_of_a_launcher_that_fails_is_told_with_its_path(run, monkeypatch
         is_start = "are not started" in said  # the failure was of no weight
         assert told or is_start, (fails_at, said)
         assert "Traceback" not in said
-        assert "/run" in said
+        assert is_start or f"{tmp_path}/run" in said, (fails_at, said)
