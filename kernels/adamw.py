@@ -7,6 +7,8 @@ for their scales. `adamw_pallas` has a kernel that does not.
 """
 
 import functools
+import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
@@ -34,6 +36,35 @@ class Leaf(NamedTuple):
     parameter: jax.Array
     mu: Moment
     nu: Moment
+
+
+class Turn(NamedTuple):
+    """How a gradient lies: [*stack, *columns, *rows], for a parameter [*stack, *rows, *columns]."""
+
+    rows: int  # the number of dims that have changed places with all those behind them
+    stack: int = 0  # the number of dims before them
+
+    def sizes(self, shape: Sequence[int]) -> tuple[int, int, int]:
+        """The number of matrices, and the rows and columns of each, in a parameter of a shape.
+
+        >>> Turn(1).sizes((128, 4, 64)), Turn(rows=1, stack=1).sizes((3, 32, 64))
+        ((1, 128, 256), (3, 32, 64))
+        """
+        end = self.stack + self.rows
+        return (
+            math.prod(shape[: self.stack]),
+            math.prod(shape[self.stack : end]),
+            math.prod(shape[end:]),
+        )
+
+    def of(self, gradient: jax.Array) -> jax.Array:
+        """The gradient in the order in which it lies, from one of the parameter's shape."""
+        stack, end = range(self.stack), self.stack + self.rows
+        return gradient.transpose(*stack, *range(end, gradient.ndim), *range(self.stack, end))
+
+    def undo(self, gradient: jax.Array) -> jax.Array:
+        """The opposite of `of`."""
+        return Turn(gradient.ndim - self.stack - self.rows, self.stack).of(gradient)
 
 
 def factors(

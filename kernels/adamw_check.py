@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from kernels import moments
-from kernels.adamw import Hyperparameters, Leaf, adamw_step, factors
+from kernels.adamw import Hyperparameters, Leaf, Turn, adamw_step, factors
 from kernels.adamw_pallas import FORMATS, MOMENTS, adamw_pallas
 from kernels.moments import Kept
 
@@ -28,13 +28,13 @@ class UpdateCase(NamedTuple):
     kept: Kept
     shapes: tuple[tuple[int, ...], ...]
     gradient: str = "float32"
-    is_transposed: bool = False
+    turn: Turn | None = None  # how gradients lie
     applies: bool = True
 
     @property
     def label(self) -> str:
         kind = f", gradients in {self.gradient}" * (self.gradient != "float32")
-        kind += ", transposed gradients" * self.is_transposed + ", left out" * (not self.applies)
+        kind += ", turned gradients" * (self.turn is not None) + ", left out" * (not self.applies)
         sizes = " and ".join(" x ".join(map(str, shape)) for shape in self.shapes[:2])
         more = f" and {len(self.shapes) - 2} more" * (len(self.shapes) > 2)
         return f"AdamW, moments in {self.kept}, {sizes}{more}{kind}"
@@ -47,7 +47,8 @@ def cases(kept: Kept, *, small: bool = False) -> list[UpdateCase]:
     """Many arrays in one launch, two turned, one left out, and one of more than 300 blocks."""
     found = [
         UpdateCase(kept, SMALL[-2:] if small else SMALL),
-        UpdateCase(kept, ((32, 128), (64, 64)), is_transposed=True),
+        UpdateCase(kept, ((32, 128), (64, 64)), turn=Turn(1)),
+        UpdateCase(kept, ((2, 2, 32, 2, 64),), turn=Turn(rows=2, stack=1)),
     ]
     if kept == FORMATS[0] or not small:
         found.append(UpdateCase(kept, SMALL[:2], applies=False))
@@ -90,9 +91,9 @@ def check(case: UpdateCase, update: Callable, repeats: int = REPEATS) -> dict[st
         if case.applies:
             want = [adamw_step(leaf, gradient, told, h) for leaf, gradient, h in rows]
     want, leaves, gradients, told = jax.tree.map(np.asarray, (want, leaves, gradients, told))
-    given = [gradient.T if case.is_transposed else gradient for gradient in gradients]
-    turned = [case.is_transposed] * len(leaves)
-    run = jax.jit(lambda *args: update(*args, settings, transposed=turned))
+    given = [case.turn.of(gradient) if case.turn else gradient for gradient in gradients]
+    turns = [case.turn] * len(leaves)
+    run = jax.jit(lambda *args: update(*args, settings, turns=turns))
     results = [jax.tree.map(np.asarray, run(leaves, given, told)) for _ in range(repeats)]
     differ = {
         name: _share(results[0], want, part)

@@ -118,7 +118,7 @@ def update(
       totals: the squared norms of all stages, in order, and then the shared numbers: so all stages
         decide alike.
       sums_MR: for parameters that do not train and yet change, by layer and name.
-      after_products: whether the products that give the gradients are in the same program.
+      after_products: whether `kernels.linear` gives the gradients in the same program.
     """
     num_stages = len(stage.plan.stages)
     square = sum(totals[i] for i in range(num_stages))
@@ -248,5 +248,7 @@ def step(
     measured = state.params if stage.has_statistics else None
     totals = square_norm(stage, gradients, by_name, weight, loss, state.recent, measured)
     sums_MR = sums_of_layers(stage, values_MR)
-    state, metrics = update(stage, state, gradients, totals, sums_MR, after_products=True)
+    # Products in fp8 give every gradient as its parameter lies.
+    told = {"after_products": stage.model.fp8 is None}
+    state, metrics = update(stage, state, gradients, totals, sums_MR, **told)
     return state, {"loss": loss, **metrics}
