@@ -29,11 +29,13 @@ class UpdateCase(NamedTuple):
     shapes: tuple[tuple[int, ...], ...]
     gradient: str = "float32"
     turn: Turn | None = None  # how gradients lie
+    parameter: str = "float32"
     applies: bool = True
 
     @property
     def label(self) -> str:
         kind = f", gradients in {self.gradient}" * (self.gradient != "float32")
+        kind += f", parameters in {self.parameter}" * (self.parameter != "float32")
         kind += ", turned gradients" * (self.turn is not None) + ", left out" * (not self.applies)
         sizes = " and ".join(" x ".join(map(str, shape)) for shape in self.shapes[:2])
         more = f" and {len(self.shapes) - 2} more" * (len(self.shapes) > 2)
@@ -44,11 +46,11 @@ SMALL = ((7, 64), (64,), (5, 3, 128), (40, 64), (2, 192))  # also less than a ti
 
 
 def cases(kept: Kept, *, small: bool = False) -> list[UpdateCase]:
-    """Many arrays in one launch, two turned, one left out, and one of more than 300 blocks."""
+    """Many arrays in one launch, some turned, one left out, and one of more than 300 blocks."""
     found = [
         UpdateCase(kept, SMALL[-2:] if small else SMALL),
         UpdateCase(kept, ((32, 128), (64, 64)), turn=Turn(1)),
-        UpdateCase(kept, ((2, 2, 32, 2, 64),), turn=Turn(rows=2, stack=1)),
+        UpdateCase(kept, ((2, 2, 32, 2, 64),), turn=Turn(rows=2, stack=1), parameter="bfloat16"),
     ]
     if kept == FORMATS[0] or not small:
         found.append(UpdateCase(kept, SMALL[:2], applies=False))
@@ -83,7 +85,9 @@ def check(case: UpdateCase, update: Callable, repeats: int = REPEATS) -> dict[st
     with jax.default_device(jax.local_devices(backend="cpu")[0]), jax.disable_jit():
         leaves, gradients, told = _inputs(case)
         settings = [
-            SHARED._replace(seed=7 * n, weight_decay=0.1 * (n % 2), rate=1.0 + 0.5 * (n % 3))
+            SHARED._replace(
+                seed=7 * n, rounding=5 + n, weight_decay=0.1 * (n % 2), rate=1.0 + 0.5 * (n % 3)
+            )
             for n in range(len(leaves))
         ]
         rows = zip(leaves, gradients, settings, strict=True)
@@ -117,7 +121,7 @@ def _inputs(case: UpdateCase) -> tuple[list[Leaf], list[jax.Array], jax.Array]:
             moments.narrow(x, moments.zero_moment(shape, case.kept, which), own, which)
             for x, own, which in zip((mu, nu * nu), bits, MOMENTS.values(), strict=True)
         ]
-        leaves.append(Leaf(parameter, *both))
+        leaves.append(Leaf(parameter.astype(case.parameter), *both))
         gradients.append(gradient.astype(case.gradient))
     told = factors(jnp.int32(3), 0.7, 0.01, SHARED.beta1, SHARED.beta2, case.applies)
     return leaves, gradients, told

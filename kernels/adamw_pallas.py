@@ -37,6 +37,7 @@ ROWS = 32  # runs of a tile: then each of 128 threads has 16 numbers
 MOST_LEAVES = 32  # of a launch, each with up to six arrays
 FORMATS: tuple[Kept, ...] = ("float32", "bfloat16", "int8")
 GRADIENTS = ("float32", "bfloat16")
+PARAMETERS = GRADIENTS
 
 # A warp has two runs, and a thread four numbers that lie together: copies between registers and
 # shared memory have no conflicts, and the maximum of a run is found inside a half of a warp.
@@ -73,7 +74,8 @@ class _Told(NamedTuple):
 
     kept: str
     gradient: str
-    h: Hyperparameters  # without seed, rate and weight decay
+    parameter: str
+    h: Hyperparameters  # without seeds, rate and weight decay
     groups: tuple[tuple[int, int], ...]  # `_groups`
     across: int | None  # runs in a row of a parameter whose gradient is turned
     down: int | None  # rows of each matrix, where there are several
@@ -108,8 +110,8 @@ def unsupported(leaf: Leaf, gradient: Any, place: PartPlace | None = None) -> st
     size = math.prod(leaf.parameter.shape)
     if not size or size % BLOCK:
         return f"arrays of {size} numbers: supported are multiples of {BLOCK}"
-    if str(leaf.parameter.dtype) != "float32":
-        return f"parameters in {leaf.parameter.dtype}: supported is float32"
+    if str(leaf.parameter.dtype) not in PARAMETERS:
+        return f"parameters in {leaf.parameter.dtype}: supported are {', '.join(PARAMETERS)}"
     if str(gradient.dtype) not in GRADIENTS:
         return f"gradients in {gradient.dtype}: supported are {', '.join(GRADIENTS)}"
     if _format(leaf.mu) != _format(leaf.nu) or _format(leaf.mu) not in FORMATS:
@@ -172,7 +174,8 @@ def adamw_pallas(
         told = _Told(
             _format(leaf.mu),
             str(gradient.dtype),
-            h._replace(seed=0, rate=1.0, weight_decay=0.0),
+            str(leaf.parameter.dtype),
+            h._replace(seed=0, rate=1.0, rounding=0, weight_decay=0.0),
             _groups(shape, place) if place else (),
             columns // BLOCK if turn else None,
             rows if stack > 1 else None,
@@ -228,9 +231,12 @@ def _launch(told: _Told, works: Sequence[_Work], factors: jax.Array, interpret: 
     starts = [sum(num_tiles[:n]) for n in range(len(works))]
     decays = np.asarray([(work.h.rate, work.h.weight_decay) for work in works], np.float32)
     own = jnp.asarray(decays) * jnp.stack([factors[1], jnp.ones((), jnp.float32)])[None]
-    step_seed = lambda work: moments.step_seed(factors[4], work.h.seed)
+    step_seed = functools.partial(moments.step_seed, factors[4])
     of_noise = jnp.stack(
-        [jnp.stack([step_seed(work), jnp.asarray(work.offset, jnp.uint32)]) for work in works]
+        [
+            jnp.stack([step_seed(h.seed), jnp.asarray(offset, jnp.uint32), step_seed(h.rounding)])
+            for *_, h, offset in works
+        ]
     )
     count = len(views[0])
 
@@ -311,7 +317,8 @@ def _names(told: _Told) -> tuple[str, ...]:
 
 def _shared(told: _Told) -> dict[str, Any]:
     """The memory of a block: a tile of each array, and the barrier at which they have come."""
-    dtypes = {"gradient": told.gradient, "parameter": "float32", "mu": told.kept, "nu": told.kept}
+    dtypes = {"gradient": told.gradient, "parameter": told.parameter}
+    dtypes |= dict.fromkeys(MOMENTS, told.kept)
     found: dict[str, Any] = {}
     for name in _names(told):
         lies_across = name == "gradient" and told.is_turned
@@ -345,8 +352,8 @@ def _kernel(
       interpret: whether threads are simulated.
       factors_ref: those of the step.
       own_ref: the learning rate and the weight decay of each parameter, float32 [parameters, 2].
-      noise_ref: the seed of the step and the position of the first number of each parameter,
-        uint32 [parameters, 2].
+      noise_ref: the seed of its moments in the step, the position of the first number, and the
+        seed of its own rounding, of each parameter, uint32 [parameters, 3].
       rows: of each parameter the gradient, and the arrays of `_view`.
       came: the barrier of the copies.
       shared: arrays in the shared memory of the block, by name.
@@ -372,9 +379,13 @@ def _kernel(
         by = moments.Operations(root, functools.partial(_of_runs, told.layout))
         gradient_ref = shared["gradient"]
         gradient = load(turned(gradient_ref) if told.is_turned else gradient_ref, told.layout)
-        parameter = load(shared["parameter"], told.layout)
+        parameter = load(shared["parameter"], told.layout).astype(jnp.float32)
         mu, nu = (_widened(told, name, of, by, shared) for name, of in MOMENTS.items())
-        shared["parameter"][...], *both = formula(parameter, mu, nu, gradient, numbers, h, by)
+        parameter, *both = formula(parameter, mu, nu, gradient, numbers, h, by)
+        if told.parameter == "bfloat16":
+            own_bits, _ = _noise(told, tile, noise_ref[which, 2], noise_ref[which, 1])
+            parameter = moments.round_to_bfloat16(parameter, own_bits)
+        shared["parameter"][...] = parameter
         bits: Sequence[jax.Array] = both
         if told.kept != "float32":
             bits = _noise(told, tile, noise_ref[which, 0], noise_ref[which, 1])

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import zlib
 from collections.abc import Callable, Mapping, Sequence
 from operator import getitem
 from typing import Any
@@ -13,7 +12,7 @@ import jax.numpy as jnp
 from holmesjax.layers.model_layers import load
 from holmesjax.models import ops
 from holmesjax.models.layer import changing
-from holmesjax.optimizers.optimizer import State
+from holmesjax.optimizers.optimizer import State, rounding_seed
 from holmesjax.runtime import (
     gradient_clipping,
     layer_statistics,
@@ -144,9 +143,9 @@ def update(
     }
     if stage.spike_rule is not None:
         metrics["spike"] = is_spike
-    apply = (
-        functools.partial(_apply_rounded, stage) if stage.rounds_params else stage.optimizer.apply
-    )
+    apply = stage.optimizer.apply
+    if stage.rounds_params and not stage.optimizer.rounds_params:
+        apply = functools.partial(_apply_rounded, stage)
     fixed = _changed(stage, state.fixed, sums_MR, applies)
     params, opt_state = apply(*args)
     average = state.average
@@ -165,7 +164,7 @@ def _apply_rounded(
     applies: jax.Array,
     kernels: ops.Kernels,
 ) -> tuple[Tree, State]:
-    """`Optimizer.apply` of parameters in bfloat16, which have no other copy."""
+    """`Optimizer.apply` of parameters in bfloat16, by an optimizer of float32."""
 
     def update(held: tuple[Tree, State]) -> tuple[Tree, State]:
         params, opt_state = held
@@ -179,11 +178,7 @@ def _apply_rounded(
 def _rounded(params: Tree, update: jax.Array) -> Tree:
     """Parameters after an update in bfloat16."""
 
-    def rounded(path: tuple, x: jax.Array) -> jax.Array:
-        # Another seed than that of the moments of the same parameter.
-        name = "/".join(("rounded", *(key.key for key in path)))
-        return ops.round_parameter(x, update, zlib.crc32(name.encode()))
-
+    rounded = lambda path, x: ops.round_parameter(x, update, rounding_seed(path))
     return jax.tree_util.tree_map_with_path(rounded, params)
 
 

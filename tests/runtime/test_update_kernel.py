@@ -52,12 +52,16 @@ def test_a_whole_step_with_the_kernel_is_that_of_xla(monkeypatch):
 
 
 def test_devices_that_cut_parameters_and_moments_update_their_own(monkeypatch):
-    """Over `data`, as ZeRO cuts them, `fsdp` and `tensor`: nothing is sent for the kernel."""
+    """Over `data`, as ZeRO cuts them, `fsdp` and `tensor`: nothing is sent for the kernel.
+
+    Parameters in bfloat16 are given to it as they are, and rounded by it.
+    """
     monkeypatch.setattr(ops.Kernels, "device", H200)
     plan = hand_made_plan((1,), 2, 2, fsdp=2)
 
     def lowered(kernels):
         stage = stage_of(plan, kernels, width=512)  # each device has whole blocks of int8
+        stage = dataclasses.replace(stage, param_dtype="bfloat16")
         state = stage.state_shapes
         gradients = state.params
         totals = jax.ShapeDtypeStruct((1 + len(stage.shared_names),), np.float32)
@@ -68,7 +72,8 @@ def test_devices_that_cut_parameters_and_moments_update_their_own(monkeypatch):
     text = lowered(PALLAS)
     assert "mosaic_gpu_v2" not in lowered(XLA)
     assert text.count("mosaic_gpu_v2") >= 2  # of moments in float32 and in int8
-    assert "xi8>" in "".join(line for line in text.splitlines() if "mosaic_gpu_v2" in line)
+    taken = "".join(line for line in text.splitlines() if "mosaic_gpu_v2" in line)
+    assert all(f"x{dtype}>" in taken for dtype in ("i8", "bf16"))
     sends = "all_gather", "all_reduce", "all_to_all", "collective_permute"
     assert not any(name in text for name in sends)
 
