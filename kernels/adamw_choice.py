@@ -4,8 +4,8 @@
 there: a row of `MEASURED` says so, and this machine has to pass a check of the kernel besides.
 
     add a row     run `python -m benchmarks.gpu_day --out DIR` on a GPU, and copy the rates of the
-                  rows "adamw: ..., one array" of a format: by the kernel, and by XLA. They are of parameters in
-                  float32; no row speaks for those in bfloat16
+                  rows "adamw: ..., one array" of a format: by the kernel, and by XLA. They are of
+                  parameters in float32; none speaks for those in bfloat16
 """
 
 from collections.abc import Sequence

@@ -186,15 +186,15 @@ class Muon:
         statements = [stated(self.statements, path) for path in nu_of]
         for path, statement in zip(nu_of, statements, strict=True):
             own = own_settings(c, path, statement)
-            of = {"rate": own.rate, "rounding": rounding_seed(path)}
-            betas = c.beta1, c.beta2, c.epsilon
-            hyperparameters.append(ops.Hyperparameters(*betas, own.weight_decay, **of))
+            told = c.beta1, c.beta2, c.epsilon, own.weight_decay
+            seed = rounding_seed(path)
+            hyperparameters.append(ops.Hyperparameters(*told, rate=own.rate, rounding=seed))
         leaves = [ops.Leaf(rows[path].parameter, rows[path].mu, nu) for path, nu in nu_of.items()]
         step = ops.factors(count, scale, rate, c.beta1, c.beta2, applies)
         of_others = [rows[path].gradient for path in nu_of]
         specs = sharding.master_specs(statements, kernels.mesh)
-        told = step, hyperparameters, kernels, "float32", statements, specs
-        others = ops.adamw(leaves, of_others, *told)
+        shared = step, hyperparameters, kernels, "float32", statements, specs
+        others = ops.adamw(leaves, of_others, *shared)
         matrices = {path: row for path, row in rows.items() if path not in nu_of}
         of_matrices = {path: row.gradient for path, row in matrices.items()}
         move = functools.partial(self._moved, of_matrices, scale, rate, count, kernels.mesh)
