@@ -100,9 +100,9 @@ def values_of_adamw(kept: Any, rehearse: bool) -> Iterator[Row]:
     from kernels.adamw import adamw_step
     from kernels.adamw_pallas import adamw_pallas
 
-    def plain(leaves: Any, gradients: Any, told: Any, settings: Any, transposed: Any) -> Any:
-        rows = zip(leaves, gradients, settings, transposed, strict=True)
-        return [adamw_step(x, g.T if turned else g, told, h) for x, g, h, turned in rows]
+    def plain(leaves: Any, gradients: Any, told: Any, settings: Any, turns: Any) -> Any:
+        rows = zip(leaves, gradients, settings, turns, strict=True)
+        return [adamw_step(x, turn.undo(g) if turn else g, told, h) for x, g, h, turn in rows]
 
     for case in adamw_check.cases(kept, small=rehearse):
         if rehearse and not case.applies:

@@ -33,7 +33,7 @@ from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 from benchmarks.provenance import RESULTS, provenance, versions
-from kernels.adamw import Hyperparameters, Leaf
+from kernels.adamw import Hyperparameters, Leaf, Turn
 from kernels.adamw_pallas import FORMATS, adamw_pallas
 from kernels.attention.choice import (
     DETERMINISTIC_HEAD_WIDTHS,
@@ -122,9 +122,9 @@ class AdamW(NamedTuple):
         given = shape[::-1] if self.is_transposed else shape
         gradients = [jax.ShapeDtypeStruct(given, jnp.float32, sharding=where)] * 3
         told = jax.ShapeDtypeStruct((6,), jnp.float32, sharding=where)
-        turned = [self.is_transposed] * 3
+        turns = [Turn(1) if self.is_transposed else None] * 3
         run = lambda leaves, gradients, told: adamw_pallas(
-            leaves, gradients, told, [h] * 3, transposed=turned
+            leaves, gradients, told, [h] * 3, turns=turns
         )
         return jax.jit(run, donate_argnums=0).trace(leaves, gradients, told)
 

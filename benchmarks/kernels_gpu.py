@@ -38,7 +38,7 @@ from benchmarks.provenance import RESULTS, provenance
 from holmesjax.costs.optimizer_state import KEPT_BYTES, update_bytes
 from holmesjax.runtime import call_times
 from holmesjax.runtime.call_times import Call, normal
-from kernels.adamw import Hyperparameters, Leaf, adamw_step, factors
+from kernels.adamw import Hyperparameters, Leaf, Turn, adamw_step, factors
 from kernels.adamw_pallas import adamw_pallas
 from kernels.attention import warpgroups
 from kernels.attention.choice import is_hopper, pallas_lacks
@@ -229,10 +229,9 @@ def adamw_calls(
         ]
 
     def by_kernel(leaves: list[Leaf], gradients: list[jax.Array]) -> list[Leaf]:
-        settings, turned = [HYPER] * len(leaves), [is_transposed] * len(leaves)
-        return adamw_pallas(
-            leaves, gradients, step, settings, transposed=turned, interpret=interpret
-        )
+        settings, turn = [HYPER] * len(leaves), Turn(1) if is_transposed else None
+        turns = [turn] * len(leaves)
+        return adamw_pallas(leaves, gradients, step, settings, turns=turns, interpret=interpret)
 
     def in_place(function: Callable) -> Call:
         run, held = jax.jit(function, donate_argnums=0), [jax.tree.map(jnp.copy, leaves)]

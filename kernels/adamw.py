@@ -7,6 +7,8 @@ for their scales. `adamw_pallas` has a kernel that does not.
 """
 
 import functools
+import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
@@ -26,14 +28,44 @@ class Hyperparameters(NamedTuple):
     weight_decay: float
     seed: int = 0  # of the noise that rounds the moments; another for each parameter
     rate: float = 1.0  # by which the learning rate of a step is multiplied
+    rounding: int = 0  # the seed of the noise that rounds a parameter in bfloat16
 
 
 class Leaf(NamedTuple):
-    """A parameter, float32, with its moments, all of one shape."""
+    """A parameter, float32 or bfloat16, with its moments, all of one shape."""
 
     parameter: jax.Array
     mu: Moment
     nu: Moment
+
+
+class Turn(NamedTuple):
+    """How a gradient lies: [*stack, *columns, *rows], for a parameter [*stack, *rows, *columns]."""
+
+    rows: int  # the number of dims that have changed places with all those behind them
+    stack: int = 0  # the number of dims before them
+
+    def sizes(self, shape: Sequence[int]) -> tuple[int, int, int]:
+        """The number of matrices, and the rows and columns of each, in a parameter of a shape.
+
+        >>> Turn(1).sizes((128, 4, 64)), Turn(rows=1, stack=1).sizes((3, 32, 64))
+        ((1, 128, 256), (3, 32, 64))
+        """
+        end = self.stack + self.rows
+        return (
+            math.prod(shape[: self.stack]),
+            math.prod(shape[self.stack : end]),
+            math.prod(shape[end:]),
+        )
+
+    def of(self, gradient: jax.Array) -> jax.Array:
+        """The gradient in the order in which it lies, from one of the parameter's shape."""
+        stack, end = range(self.stack), self.stack + self.rows
+        return gradient.transpose(*stack, *range(end, gradient.ndim), *range(self.stack, end))
+
+    def undo(self, gradient: jax.Array) -> jax.Array:
+        """The opposite of `of`."""
+        return Turn(gradient.ndim - self.stack - self.rows, self.stack).of(gradient)
 
 
 def factors(
@@ -70,8 +102,8 @@ def adamw_step(
       factors: those of the step (`factors`).
       hyperparameters: of this parameter.
     """
-    seed, shared = np.uint32(hyperparameters.seed), hyperparameters._replace(seed=0)
-    return _step(leaf, gradient, factors, seed, shared)
+    seeds = np.asarray([hyperparameters.seed, hyperparameters.rounding], np.uint32)
+    return _step(leaf, gradient, factors, seeds, hyperparameters._replace(seed=0, rounding=0))
 
 
 def formula(
@@ -109,18 +141,22 @@ def formula(
 # Parameters of one shape, whose seeds are not static, share one trace.
 @functools.partial(jax.jit, static_argnames="h")
 def _step(
-    leaf: Leaf, gradient: jax.Array, factors: jax.Array, seed: jax.Array, h: Hyperparameters
+    leaf: Leaf, gradient: jax.Array, factors: jax.Array, seeds: jax.Array, h: Hyperparameters
 ) -> Leaf:
     scale, learning_rate, correction1, correction2, update, _ = factors
     if h.rate != 1.0:
         learning_rate = h.rate * learning_rate
     numbers = scale, learning_rate, correction1, correction2
-    wide = leaf.parameter, moments.widen(leaf.mu, "first"), moments.widen(leaf.nu, "second")
-    parameter, mu, nu = formula(*wide, gradient, numbers, h)
+    wide = moments.widen(leaf.mu, "first"), moments.widen(leaf.nu, "second")
+    parameter, mu, nu = formula(leaf.parameter.astype(jnp.float32), *wide, gradient, numbers, h)
+    noise = lambda seed: moments.noise(
+        moments.positions(parameter.shape), moments.step_seed(update, seed)
+    )
+    if leaf.parameter.dtype == jnp.bfloat16:
+        parameter = moments.round_to_bfloat16(parameter, noise(seeds[1])[0])
     if not isinstance(leaf.mu, Quantized) and leaf.mu.dtype == jnp.float32:
         return Leaf(parameter, mu, nu)
-    bits = moments.positions(parameter.shape), moments.step_seed(update, seed)
-    first, second = moments.noise(*bits)
+    first, second = noise(seeds[0])
     return Leaf(
         parameter,
         moments.narrow(mu, leaf.mu, first, "first"),

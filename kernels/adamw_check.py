@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from kernels import moments
-from kernels.adamw import Hyperparameters, Leaf, adamw_step, factors
+from kernels.adamw import Hyperparameters, Leaf, Turn, adamw_step, factors
 from kernels.adamw_pallas import FORMATS, MOMENTS, adamw_pallas
 from kernels.moments import Kept
 
@@ -28,13 +28,15 @@ class UpdateCase(NamedTuple):
     kept: Kept
     shapes: tuple[tuple[int, ...], ...]
     gradient: str = "float32"
-    is_transposed: bool = False
+    turn: Turn | None = None  # how gradients lie
+    parameter: str = "float32"
     applies: bool = True
 
     @property
     def label(self) -> str:
         kind = f", gradients in {self.gradient}" * (self.gradient != "float32")
-        kind += ", transposed gradients" * self.is_transposed + ", left out" * (not self.applies)
+        kind += f", parameters in {self.parameter}" * (self.parameter != "float32")
+        kind += ", turned gradients" * (self.turn is not None) + ", left out" * (not self.applies)
         sizes = " and ".join(" x ".join(map(str, shape)) for shape in self.shapes[:2])
         more = f" and {len(self.shapes) - 2} more" * (len(self.shapes) > 2)
         return f"AdamW, moments in {self.kept}, {sizes}{more}{kind}"
@@ -44,10 +46,11 @@ SMALL = ((7, 64), (64,), (5, 3, 128), (40, 64), (2, 192))  # also less than a ti
 
 
 def cases(kept: Kept, *, small: bool = False) -> list[UpdateCase]:
-    """Many arrays in one launch, two turned, one left out, and one of more than 300 blocks."""
+    """Many arrays in one launch, some turned, one left out, and one of more than 300 blocks."""
     found = [
         UpdateCase(kept, SMALL[-2:] if small else SMALL),
-        UpdateCase(kept, ((32, 128), (64, 64)), is_transposed=True),
+        UpdateCase(kept, ((32, 128), (64, 64)), turn=Turn(1)),
+        UpdateCase(kept, ((2, 2, 32, 2, 64),), turn=Turn(rows=2, stack=1), parameter="bfloat16"),
     ]
     if kept == FORMATS[0] or not small:
         found.append(UpdateCase(kept, SMALL[:2], applies=False))
@@ -82,7 +85,9 @@ def check(case: UpdateCase, update: Callable, repeats: int = REPEATS) -> dict[st
     with jax.default_device(jax.local_devices(backend="cpu")[0]), jax.disable_jit():
         leaves, gradients, told = _inputs(case)
         settings = [
-            SHARED._replace(seed=7 * n, weight_decay=0.1 * (n % 2), rate=1.0 + 0.5 * (n % 3))
+            SHARED._replace(
+                seed=7 * n, rounding=5 + n, weight_decay=0.1 * (n % 2), rate=1.0 + 0.5 * (n % 3)
+            )
             for n in range(len(leaves))
         ]
         rows = zip(leaves, gradients, settings, strict=True)
@@ -90,9 +95,9 @@ def check(case: UpdateCase, update: Callable, repeats: int = REPEATS) -> dict[st
         if case.applies:
             want = [adamw_step(leaf, gradient, told, h) for leaf, gradient, h in rows]
     want, leaves, gradients, told = jax.tree.map(np.asarray, (want, leaves, gradients, told))
-    given = [gradient.T if case.is_transposed else gradient for gradient in gradients]
-    turned = [case.is_transposed] * len(leaves)
-    run = jax.jit(lambda *args: update(*args, settings, transposed=turned))
+    given = [case.turn.of(gradient) if case.turn else gradient for gradient in gradients]
+    turns = [case.turn] * len(leaves)
+    run = jax.jit(lambda *args: update(*args, settings, turns=turns))
     results = [jax.tree.map(np.asarray, run(leaves, given, told)) for _ in range(repeats)]
     differ = {
         name: _share(results[0], want, part)
@@ -116,7 +121,7 @@ def _inputs(case: UpdateCase) -> tuple[list[Leaf], list[jax.Array], jax.Array]:
             moments.narrow(x, moments.zero_moment(shape, case.kept, which), own, which)
             for x, own, which in zip((mu, nu * nu), bits, MOMENTS.values(), strict=True)
         ]
-        leaves.append(Leaf(parameter, *both))
+        leaves.append(Leaf(parameter.astype(case.parameter), *both))
         gradients.append(gradient.astype(case.gradient))
     told = factors(jnp.int32(3), 0.7, 0.01, SHARED.beta1, SHARED.beta2, case.applies)
     return leaves, gradients, told

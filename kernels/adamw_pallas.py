@@ -6,8 +6,8 @@ warpgroup copies a tile of a parameter, its gradient and its moments into shared
 once and written once, and a step that does not apply moves nothing.
 
     many arrays   a launch takes up to 32 parameters; a block finds its own by its number
-    transposed    a gradient that lies with its dims exchanged is copied by tiles, and turned as
-                  threads read them
+    turned        a gradient that lies with its dims exchanged is copied by tiles, and turned as
+                  threads read them; also one of several matrices, and of dims that join to a matrix
 
 Operations are those of the reference, and each is to round by itself: Mosaic asks for no fused
 multiply-add and no fast division, and the square root is the instruction that rounds. So the bits
@@ -29,7 +29,7 @@ from jax.experimental.mosaic.gpu import fragmented_array
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from kernels import moments
-from kernels.adamw import Hyperparameters, Leaf, formula
+from kernels.adamw import Hyperparameters, Leaf, Turn, formula
 from kernels.attention.warpgroups import load, simulated, turned
 from kernels.moments import BLOCK, Kept, Quantized
 
@@ -37,6 +37,7 @@ ROWS = 32  # runs of a tile: then each of 128 threads has 16 numbers
 MOST_LEAVES = 32  # of a launch, each with up to six arrays
 FORMATS: tuple[Kept, ...] = ("float32", "bfloat16", "int8")
 GRADIENTS = ("float32", "bfloat16")
+PARAMETERS = GRADIENTS
 
 # A warp has two runs, and a thread four numbers that lie together: copies between registers and
 # shared memory have no conflicts, and the maximum of a run is found inside a half of a warp.
@@ -73,25 +74,27 @@ class _Told(NamedTuple):
 
     kept: str
     gradient: str
-    h: Hyperparameters  # without seed, rate and weight decay
+    parameter: str
+    h: Hyperparameters  # without seeds, rate and weight decay
     groups: tuple[tuple[int, int], ...]  # `_groups`
-    across: int | None  # runs in a row of a parameter whose gradient is transposed
+    across: int | None  # runs in a row of a parameter whose gradient is turned
+    down: int | None  # rows of each matrix, where there are several
 
     @property
-    def is_transposed(self) -> bool:
+    def is_turned(self) -> bool:
         return self.across is not None
 
     @property
     def layout(self) -> Any:
         """How the registers of threads hold a tile."""
-        return TURNED if self.is_transposed else TILE
+        return TURNED if self.is_turned else TILE
 
 
 class _Work(NamedTuple):
     """One parameter of a launch."""
 
     leaf: Leaf
-    gradient: jax.Array  # [columns, rows] if it is transposed
+    gradient: jax.Array  # in the order in which it lies (`Turn.of`)
     h: Hyperparameters
     offset: jax.Array | int  # the position of the part's first number in the whole array
 
@@ -107,8 +110,8 @@ def unsupported(leaf: Leaf, gradient: Any, place: PartPlace | None = None) -> st
     size = math.prod(leaf.parameter.shape)
     if not size or size % BLOCK:
         return f"arrays of {size} numbers: supported are multiples of {BLOCK}"
-    if str(leaf.parameter.dtype) != "float32":
-        return f"parameters in {leaf.parameter.dtype}: supported is float32"
+    if str(leaf.parameter.dtype) not in PARAMETERS:
+        return f"parameters in {leaf.parameter.dtype}: supported are {', '.join(PARAMETERS)}"
     if str(gradient.dtype) not in GRADIENTS:
         return f"gradients in {gradient.dtype}: supported are {', '.join(GRADIENTS)}"
     if _format(leaf.mu) != _format(leaf.nu) or _format(leaf.mu) not in FORMATS:
@@ -125,10 +128,10 @@ def unsupported(leaf: Leaf, gradient: Any, place: PartPlace | None = None) -> st
     return None
 
 
-def can_turn(leaf: Leaf) -> bool:
-    """Whether the kernel can read the gradient of a parameter [rows, columns] transposed."""
-    shape = leaf.parameter.shape
-    return len(shape) == 2 and shape[0] % ROWS == 0 and shape[1] % BLOCK == 0
+def can_turn(leaf: Leaf, turn: Turn) -> bool:
+    """Whether the kernel can read a gradient that lies so: its matrices have whole tiles."""
+    _, rows, columns = turn.sizes(leaf.parameter.shape)
+    return rows % ROWS == 0 and columns % BLOCK == 0
 
 
 def adamw_pallas(
@@ -138,41 +141,44 @@ def adamw_pallas(
     hyperparameters: Sequence[Hyperparameters],
     *,
     places: Sequence[PartPlace | None] | None = None,
-    transposed: Sequence[bool] | None = None,
+    turns: Sequence[Turn | None] | None = None,
     interpret: bool = False,
 ) -> list[Leaf]:
     """Parameters and moments after a step, if it applies; in place where they are donated.
 
     Args:
       leaves: a device's parts of parameters and their moments.
-      gradients: of the shapes of the parameters.
+      gradients: of the shapes of the parameters, or as `turns` says.
       factors: those of the step (`adamw.factors`).
       hyperparameters: of each parameter.
       places: of each part in its whole array; None: all are whole.
-      transposed: of which parameters, all [rows, columns], the gradient is given as
-        [columns, rows]; None: of none.
+      turns: of each parameter in which order its gradient is given (`Turn.of`); None: in that of
+        the parameter.
       interpret: runs the kernel without a GPU, slowly, with simulated threads; from JAX 0.12 on.
 
     Raises:
       ValueError: `unsupported` refuses an array.
     """
     places = places or [None] * len(leaves)
-    transposed = transposed or [False] * len(leaves)
+    turns = turns or [None] * len(leaves)
     alike: dict[_Told, list[int]] = {}
     works = []
-    rows = zip(leaves, gradients, hyperparameters, places, transposed, strict=True)
-    for number, (leaf, gradient, h, place, is_turned) in enumerate(rows):
+    given = zip(leaves, gradients, hyperparameters, places, turns, strict=True)
+    for number, (leaf, gradient, h, place, turn) in enumerate(given):
         if reason := unsupported(leaf, gradient, place):
             raise ValueError(f"adamw_pallas cannot do {reason}")
-        if is_turned and not can_turn(leaf):
-            raise ValueError(f"adamw_pallas cannot turn the gradient of {leaf.parameter.shape}")
         shape = leaf.parameter.shape
+        if turn and not can_turn(leaf, turn):
+            raise ValueError(f"adamw_pallas cannot turn the gradient of {shape}")
+        stack, rows, columns = turn.sizes(shape) if turn else (1, 1, 1)
         told = _Told(
             _format(leaf.mu),
             str(gradient.dtype),
-            h._replace(seed=0, rate=1.0, weight_decay=0.0),
+            str(leaf.parameter.dtype),
+            h._replace(seed=0, rate=1.0, rounding=0, weight_decay=0.0),
             _groups(shape, place) if place else (),
-            shape[1] // BLOCK if is_turned else None,
+            columns // BLOCK if turn else None,
+            rows if stack > 1 else None,
         )
         alike.setdefault(told, []).append(number)
         works.append(_Work(leaf, gradient, h, _offset(place) if place else 0))
@@ -225,9 +231,12 @@ def _launch(told: _Told, works: Sequence[_Work], factors: jax.Array, interpret: 
     starts = [sum(num_tiles[:n]) for n in range(len(works))]
     decays = np.asarray([(work.h.rate, work.h.weight_decay) for work in works], np.float32)
     own = jnp.asarray(decays) * jnp.stack([factors[1], jnp.ones((), jnp.float32)])[None]
-    step_seed = lambda work: moments.step_seed(factors[4], work.h.seed)
+    step_seed = functools.partial(moments.step_seed, factors[4])
     of_noise = jnp.stack(
-        [jnp.stack([step_seed(work), jnp.asarray(work.offset, jnp.uint32)]) for work in works]
+        [
+            jnp.stack([step_seed(h.seed), jnp.asarray(offset, jnp.uint32), step_seed(h.rounding)])
+            for *_, h, offset in works
+        ]
     )
     count = len(views[0])
 
@@ -262,25 +271,24 @@ def _launch(told: _Told, works: Sequence[_Work], factors: jax.Array, interpret: 
 def _view(told: _Told, leaf: Leaf, interpret: bool) -> list[jax.Array]:
     """The arrays of a leaf as the kernel takes them: matrices, and scales behind them.
 
-    Their rows are runs, or the parameter's own where the gradient is transposed. Simulated copies
-    do not clip, so there the last tile is padded.
+    Their rows are runs, or those of the matrices where the gradient is turned. Simulated copies do
+    not clip, so there the last tile is padded.
     """
-    rows = leaf.parameter.shape[0] if told.is_transposed else -1
     found = [leaf.parameter]
     scales = []
     for moment in (leaf.mu, leaf.nu):
         if isinstance(moment, Quantized):
-            scales.append(moment.scales.reshape((rows, -1) if told.is_transposed else (-1,)))
+            scales.append(moment.scales.reshape((-1, told.across) if told.across else (-1,)))
             moment = moment.codes
         found.append(moment)
-    width = leaf.parameter.shape[-1] if told.is_transposed else BLOCK
-    found = [x.reshape(rows, width) for x in found] + scales
+    width = BLOCK * (told.across or 1)
+    found = [x.reshape(-1, width) for x in found] + scales
     return [_padded(x) for x in found] if interpret else found
 
 
 def _view_of_gradient(told: _Told, work: _Work, interpret: bool) -> jax.Array:
-    if told.is_transposed:
-        return work.gradient
+    if told.across:
+        return work.gradient.reshape(-1, told.down or work.gradient.size // (BLOCK * told.across))
     runs = work.gradient.reshape(-1, BLOCK)
     return _padded(runs) if interpret else runs
 
@@ -309,14 +317,15 @@ def _names(told: _Told) -> tuple[str, ...]:
 
 def _shared(told: _Told) -> dict[str, Any]:
     """The memory of a block: a tile of each array, and the barrier at which they have come."""
-    dtypes = {"gradient": told.gradient, "parameter": "float32", "mu": told.kept, "nu": told.kept}
+    dtypes = {"gradient": told.gradient, "parameter": told.parameter}
+    dtypes |= dict.fromkeys(MOMENTS, told.kept)
     found: dict[str, Any] = {}
     for name in _names(told):
-        is_turned = name == "gradient" and told.is_transposed
-        shape = (BLOCK, ROWS) if is_turned else (ROWS, BLOCK)
+        lies_across = name == "gradient" and told.is_turned
+        shape = (BLOCK, ROWS) if lies_across else (ROWS, BLOCK)
         is_scales = name not in dtypes
         found[name] = plgpu.SMEM(shape[:1] if is_scales else shape, dtypes.get(name, "float32"))
-    num_copies = 4 if told.is_transposed else len(found)
+    num_copies = 4 if told.is_turned else len(found)
     return {**found, "came": plgpu.Barrier(num_arrivals=num_copies)}
 
 
@@ -343,8 +352,8 @@ def _kernel(
       interpret: whether threads are simulated.
       factors_ref: those of the step.
       own_ref: the learning rate and the weight decay of each parameter, float32 [parameters, 2].
-      noise_ref: the seed of the step and the position of the first number of each parameter,
-        uint32 [parameters, 2].
+      noise_ref: the seed of its moments in the step, the position of the first number, and the
+        seed of its own rounding, of each parameter, uint32 [parameters, 3].
       rows: of each parameter the gradient, and the arrays of `_view`.
       came: the barrier of the copies.
       shared: arrays in the shared memory of the block, by name.
@@ -369,10 +378,14 @@ def _kernel(
         root = jnp.sqrt if interpret else functools.partial(_sqrt, told.layout)
         by = moments.Operations(root, functools.partial(_of_runs, told.layout))
         gradient_ref = shared["gradient"]
-        gradient = load(turned(gradient_ref) if told.is_transposed else gradient_ref, told.layout)
-        parameter = load(shared["parameter"], told.layout)
+        gradient = load(turned(gradient_ref) if told.is_turned else gradient_ref, told.layout)
+        parameter = load(shared["parameter"], told.layout).astype(jnp.float32)
         mu, nu = (_widened(told, name, of, by, shared) for name, of in MOMENTS.items())
-        shared["parameter"][...], *both = formula(parameter, mu, nu, gradient, numbers, h, by)
+        parameter, *both = formula(parameter, mu, nu, gradient, numbers, h, by)
+        if told.parameter == "bfloat16":
+            own_bits, _ = _noise(told, tile, noise_ref[which, 2], noise_ref[which, 1])
+            parameter = moments.round_to_bfloat16(parameter, own_bits)
+        shared["parameter"][...] = parameter
         bits: Sequence[jax.Array] = both
         if told.kept != "float32":
             bits = _noise(told, tile, noise_ref[which, 0], noise_ref[which, 1])
@@ -396,13 +409,23 @@ def _tiles(told: _Told, refs: Sequence[Ref], tile: jax.Array) -> dict[str, Ref]:
     rows, columns = pl.ds(row, ROWS), pl.ds(run * BLOCK, BLOCK)
     found = {}
     for name, ref in zip(_names(told), refs, strict=True):
-        if name == "gradient" and told.is_transposed:
-            found[name] = ref.at[columns, rows]
+        if name == "gradient" and told.is_turned:
+            found[name] = ref.at[_across(told, row, run)]
         elif not name.endswith("scales"):
             found[name] = ref.at[rows, columns]
         else:
-            found[name] = ref.at[rows, run] if told.is_transposed else ref.at[rows]
+            found[name] = ref.at[rows, run] if told.is_turned else ref.at[rows]
     return found
+
+
+def _across(told: _Told, row: jax.Array, run: jax.Array) -> tuple[Any, Any]:
+    """The place of a tile in a gradient that is turned: its columns, and its rows in its matrix."""
+    first = run * BLOCK
+    if told.down is not None:
+        assert told.across is not None, "matrices of a stack are turned"
+        first += lax.div(row, jnp.int32(told.down)) * (BLOCK * told.across)
+        row = lax.rem(row, jnp.int32(told.down))
+    return pl.ds(first, BLOCK), pl.ds(row, ROWS)
 
 
 def _with_tiles(
@@ -429,7 +452,7 @@ def _send(told: _Told, tiles: dict[str, Ref], shared: dict[str, Ref]) -> None:
 
 def _is_copied_by_threads(told: _Told, name: str) -> bool:
     """Scales of a column of runs do not lie together, as the copies of tiles need it."""
-    return told.is_transposed and name.endswith("scales")
+    return told.is_turned and name.endswith("scales")
 
 
 def _widened(

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
-from kernels.adamw import Hyperparameters, Leaf, adamw_step
+from kernels.adamw import Hyperparameters, Leaf, Turn, adamw_step
 from kernels.adamw_pallas import PartPlace, adamw_pallas, can_turn, unsupported
 
 
@@ -24,7 +24,7 @@ def adamw_on_shards(
     hyperparameters: Sequence[Hyperparameters],
     mesh: Mesh | None = None,
     specs: Sequence[Leaf] | None = None,
-    transposed: Sequence[bool] | None = None,
+    turns: Sequence[Turn | None] | None = None,
     *,
     interpret: bool = False,
 ) -> list[Leaf]:
@@ -37,13 +37,12 @@ def adamw_on_shards(
       hyperparameters: of each leaf.
       mesh: of the devices; None: one device.
       specs: the partition spec of each array of the leaves; None: all is on one device.
-      transposed: which gradients lie with their dims exchanged, as products of this program leave
-        them; None: none.
+      turns: how gradients lie, as products of this program leave them; None: as the parameters.
       interpret: see `adamw_pallas`.
     """
     if mesh is None or mesh.size == 1 or specs is None:
         mesh, specs = None, [jax.tree.map(lambda _: P(), leaf) for leaf in leaves]
-    transposed = transposed or [False] * len(leaves)
+    turns = turns or [None] * len(leaves)
     parts = [_local(*pair, mesh) for pair in zip(leaves, specs, strict=True)]
     taken = []
     for number, (local, leaf, gradient) in enumerate(zip(parts, leaves, gradients, strict=True)):
@@ -51,17 +50,18 @@ def adamw_on_shards(
         if unsupported(local, gradient, PartPlace(leaf.parameter.shape, start)) is None:
             taken.append(number)
     pick = lambda rows: [rows[number] for number in taken]
-    turned = [transposed[number] and can_turn(parts[number]) for number in taken]
+    turned = [
+        turn if turn and can_turn(part, turn) else None
+        for turn, part in zip(pick(turns), pick(parts), strict=True)
+    ]
 
     def update(own: list[Leaf], gradients: list[jax.Array], factors: jax.Array) -> list[Leaf]:
         rows = zip(own, pick(leaves), pick(specs), strict=True)
         places = [_place(part, leaf, spec, mesh) for part, leaf, spec in rows]
         pairs = zip(gradients, turned, strict=True)
-        given = [g.T if is_turned else g for g, is_turned in pairs]
+        given = [turn.of(g) if turn else g for g, turn in pairs]
         told = factors, pick(hyperparameters)
-        return adamw_pallas(
-            own, given, *told, places=places, transposed=turned, interpret=interpret
-        )
+        return adamw_pallas(own, given, *told, places=places, turns=turned, interpret=interpret)
 
     if mesh is not None:
         of_gradients = [spec.parameter for spec in pick(specs)]

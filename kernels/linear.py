@@ -106,12 +106,9 @@ def weight_gradient(x_ND: jax.Array, dy_NF: jax.Array, dtype: jnp.dtype) -> jax.
     return multiply(materialize(x_ND.T), dy_NF)
 
 
-def is_turned(num_in: int, num_out: int, *rest: int) -> bool:
-    """Whether the gradient of a matrix is multiplied as that of its transpose, and so lies so.
-
-    A weight of more dims is never read so.
-    """
-    return not rest and num_in > num_out
+def is_turned(num_in: int, num_out: int) -> bool:
+    """Whether the gradient of a matrix is multiplied as that of its transpose, and so lies so."""
+    return num_in > num_out
 
 
 def gelu(u: jax.Array) -> jax.Array:

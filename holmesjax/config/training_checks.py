@@ -132,9 +132,6 @@ def kernel_has_adamw(
         problem = f"has only the kernel of AdamW's step, which {optimizer.name} does not take"
         fix = "use auto, or the optimizer adamw or muon"
         yield wrong("kernels.optimizer", problem, "pallas", fix)
-    elif train.param_dtype != "float32":
-        problem = f"has no kernel for parameters in {train.param_dtype}: supported is float32"
-        yield wrong("kernels.optimizer", problem, "pallas", "use auto, or float32")
 
 
 def attention_is_deterministic_too(

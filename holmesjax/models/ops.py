@@ -21,9 +21,9 @@ from jax.sharding import Mesh, PartitionSpec
 from holmesjax.config import KernelsConfig
 from holmesjax.costs import work
 from holmesjax.errors import ConfigError
-from holmesjax.layers.kind import Attention, Parameter
+from holmesjax.layers.kind import PARTS_DIM, Attention, Parameter
 from holmesjax.plan.plan import Axis
-from kernels.adamw import Hyperparameters, Leaf, adamw_step, factors
+from kernels.adamw import Hyperparameters, Leaf, Turn, adamw_step, factors
 from kernels.adamw_choice import (
     OptimizerChoice,
     choose_optimizer as choose_adamw,
@@ -136,8 +136,8 @@ class Kernels:
     mesh: Mesh | None = None  # None: JAX's default device
     dtype: str | None = None  # of matrix products; None: the dtype of the parameters
     unproven: str | None = UNCHECKED  # what checked kernels lack for `auto`, if anything
-    # Whether gradients come from products of the program that updates: those of tall matrices then
-    # lie with their dims exchanged (`kernels.linear.weight_gradient`).
+    # Whether gradients come from `kernels.linear` in the program that updates: those of tall
+    # matrices then lie with their dims exchanged (`kernels.linear.weight_gradient`).
     after_products: bool = False
     parameters: str = "float32"  # how those that train are kept
 
@@ -158,20 +158,21 @@ class Kernels:
     @property
     def context(self) -> int:
         """Devices that share each sequence."""
-        return self._size(Axis.CONTEXT)
+        return self.size(Axis.CONTEXT)
 
     def logit_chunks(self, x_BLD: jax.Array, vocab_size: int) -> int:
         """Chunks in which the logits of a replica's sequences are computed; 1: all at once."""
         if self.config.cross_entropy == "reference":
             return 1
         B, L, D = x_BLD.shape
-        num_tokens = B * L // (self._size(Axis.FSDP) * self.context)
-        cut = vocab_size // self._size(Axis.TENSOR)
+        num_tokens = B * L // (self.size(Axis.FSDP) * self.context)
+        cut = vocab_size // self.size(Axis.TENSOR)
         num_chunks = work.logit_chunks(num_tokens, cut, D)
         least = 2 if self.config.cross_entropy == "chunked" else 1
         return min(max(least, int(num_chunks)), L)
 
-    def _size(self, axis: Axis) -> int:
+    def size(self, axis: Axis) -> int:
+        """Devices along an axis of the mesh."""
         return 1 if self.mesh is None else self.mesh.shape.get(axis, 1)
 
 
@@ -403,16 +404,16 @@ def adamw(
     if choose_optimizer(moments, kernels).implementation == "pallas":
         from kernels.adamw_shards import adamw_on_shards  # `kernels.attention.choice` says why here
 
-        mesh, of_leaves, turned = kernels.mesh, None, None
+        mesh, of_leaves, turns = kernels.mesh, None, None
         if mesh is not None and specs is not None:
             rows = zip(leaves, specs, strict=True)
             of_leaves = [
                 Leaf._make([spec, *(moment_spec(x, spec, mesh.shape) for x in leaf[1:])])
                 for leaf, spec in rows
             ]
-        if statements is not None and kernels.after_products and (mesh is None or mesh.size == 1):
-            turned = [own.matrix == 1 and is_turned(*own.shape) for own in statements]
-        told = factors, hyperparameters, mesh, of_leaves, turned
+        if statements is not None and kernels.after_products:
+            turns = [_turn(own, kernels) for own in statements]
+        told = factors, hyperparameters, mesh, of_leaves, turns
         return adamw_on_shards(leaves, gradients, *told)
     applies = factors[5] > 0
 
@@ -421,6 +422,21 @@ def adamw(
         return [adamw_step(leaf, gradient, factors, h) for leaf, gradient, h in rows]
 
     return changed_if(applies, update, list(leaves), kernels)
+
+
+def _turn(parameter: Parameter, kernels: Kernels) -> Turn | None:
+    """How the gradient of a parameter lies that `kernels.linear` has computed in this program.
+
+    The product of a tall matrix is turned. Where devices sum it and keep a part each, XLA has the
+    dim that they cut in front. Replicas sum gradients in a bucket, in which all lie as parameters.
+    """
+    rows = parameter.matrix
+    if not rows or kernels.size(Axis.DATA) > 1:
+        return None
+    if kernels.size(Axis.FSDP) * kernels.context > 1 and PARTS_DIM in parameter.dims:
+        return Turn(rows) if PARTS_DIM in parameter.dims[rows:] else None
+    shape = parameter.shape
+    return Turn(rows) if is_turned(math.prod(shape[:rows]), math.prod(shape[rows:])) else None
 
 
 def changed_if(applies: jax.Array, update: Callable[[T], T], held: T, kernels: Kernels) -> T:

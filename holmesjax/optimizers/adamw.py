@@ -4,7 +4,7 @@ import dataclasses
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +15,7 @@ from holmesjax.config import OptimizerConfig
 from holmesjax.models import ops
 from holmesjax.models.layer import stated
 from holmesjax.optimizers.groups import own_settings
-from holmesjax.optimizers.optimizer import Tree
+from holmesjax.optimizers.optimizer import Tree, rounding_seed
 from holmesjax.parallel import sharding
 
 
@@ -48,6 +48,8 @@ class AdamW:
     config: OptimizerConfig
     schedule: optax.Schedule
     statements: Tree  # the `Parameter`s of all layers
+
+    rounds_params: ClassVar[bool] = True
 
     @property
     def reads_names(self) -> bool:
@@ -128,7 +130,8 @@ class AdamW:
         statements = [stated(self.statements, path) for path, _ in paths]
         for (path, _), statement in zip(paths, statements, strict=True):
             rate, decay = own_settings(c, path, statement)
-            own = ops.Hyperparameters(c.beta1, c.beta2, c.epsilon, decay, _seed(path), rate)
+            seeds = {"seed": _seed(path), "rounding": rounding_seed(path)}
+            own = ops.Hyperparameters(c.beta1, c.beta2, c.epsilon, decay, rate=rate, **seeds)
             hyperparameters.append(own)
         rate = self.schedule(state.updates)
         step = ops.factors(count, scale, rate, c.beta1, c.beta2, applies)

@@ -11,7 +11,7 @@ import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pkgutil import resolve_name
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -108,6 +108,8 @@ class Elementwise:
     schedule: optax.Schedule
     statements: Tree  # the `Parameter`s of all layers
     direction: optax.GradientTransformation
+
+    rounds_params: ClassVar[bool] = False
 
     @property
     def reads_names(self) -> bool:

@@ -20,7 +20,7 @@ import functools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -32,7 +32,7 @@ from holmesjax.layers.kind import Parameter
 from holmesjax.models import ops
 from holmesjax.models.layer import stated
 from holmesjax.optimizers.groups import own_settings
-from holmesjax.optimizers.optimizer import State, Tree
+from holmesjax.optimizers.optimizer import State, Tree, rounding_seed
 from holmesjax.parallel import sharding
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of a step: they let singular values end in 0.7 to 1.2
@@ -127,6 +127,8 @@ class Muon:
     schedule: optax.Schedule
     statements: Tree  # the `Parameter`s of all layers
 
+    rounds_params: ClassVar[bool] = True
+
     @property
     def reads_names(self) -> bool:
         """Groups have patterns of names."""
@@ -184,17 +186,18 @@ class Muon:
         statements = [stated(self.statements, path) for path in nu_of]
         for path, statement in zip(nu_of, statements, strict=True):
             own = own_settings(c, path, statement)
-            betas = c.beta1, c.beta2, c.epsilon
-            hyperparameters.append(ops.Hyperparameters(*betas, own.weight_decay, rate=own.rate))
+            told = c.beta1, c.beta2, c.epsilon, own.weight_decay
+            seed = rounding_seed(path)
+            hyperparameters.append(ops.Hyperparameters(*told, rate=own.rate, rounding=seed))
         leaves = [ops.Leaf(rows[path].parameter, rows[path].mu, nu) for path, nu in nu_of.items()]
         step = ops.factors(count, scale, rate, c.beta1, c.beta2, applies)
         of_others = [rows[path].gradient for path in nu_of]
         specs = sharding.master_specs(statements, kernels.mesh)
-        told = step, hyperparameters, kernels, "float32", statements, specs
-        others = ops.adamw(leaves, of_others, *told)
+        shared = step, hyperparameters, kernels, "float32", statements, specs
+        others = ops.adamw(leaves, of_others, *shared)
         matrices = {path: row for path, row in rows.items() if path not in nu_of}
         of_matrices = {path: row.gradient for path, row in matrices.items()}
-        move = functools.partial(self._moved, of_matrices, scale, rate, kernels.mesh)
+        move = functools.partial(self._moved, of_matrices, scale, rate, count, kernels.mesh)
         held = [(row.parameter, row.mu) for row in matrices.values()]
         new = dict(zip(matrices, ops.changed_if(applies, move, held, kernels), strict=True))
         new |= {path: leaf[:2] for path, leaf in zip(nu_of, others, strict=True)}
@@ -207,6 +210,7 @@ class Muon:
         gradients: Mapping[tuple, jax.Array],
         scale: jax.Array | float,
         rate: jax.Array,
+        update: jax.Array,
         mesh: Mesh | None,
         held: list[tuple[jax.Array, jax.Array]],
     ) -> list[tuple[jax.Array, jax.Array]]:
@@ -216,6 +220,7 @@ class Muon:
           gradients: of each matrix, by its path.
           scale: by which gradients are multiplied.
           rate: the learning rate of the update.
+          update: its number.
           mesh: of the stage; None: one device.
           held: each matrix and its momentum, in the same order.
         """
@@ -236,7 +241,11 @@ class Muon:
             own = stated(self.statements, path)
             factor, decay = own_settings(c, path, own)
             direction = scale_of(own, c.muon_consistent_rms) * directions[path]
-            new.append((x - factor * rate * (direction + decay * x), momenta[path]))
+            wide = x.astype(jnp.float32)
+            wide = wide - factor * rate * (direction + decay * wide)
+            if x.dtype == jnp.bfloat16:
+                wide = ops.round_parameter(wide, update, rounding_seed(path))
+            new.append((wide, momenta[path]))
         return new
 
     def learning_rate(self, state: MuonState) -> jax.Array:

@@ -2,8 +2,9 @@
 
 import functools
 import importlib
+import zlib
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -27,6 +28,9 @@ class Optimizer(Protocol):
     each parameter stand in dicts with the keys of the parameters. So a checkpoint names arrays by
     layer, and any plan can read them.
     """
+
+    # Whether `apply` takes parameters in bfloat16, too, and rounds them at random.
+    rounds_params: ClassVar[bool]
 
     @property
     def reads_names(self) -> bool:
@@ -61,7 +65,7 @@ class Optimizer(Protocol):
         Args:
           gradients: of the shapes of the parameters.
           state: of the update before.
-          params: float32.
+          params: float32, or bfloat16 if this optimizer `rounds_params`.
           scale: by which gradients are multiplied, to clip their norm.
           applies: whether the update changes anything.
           kernels: the implementation that is asked for, and the mesh.
@@ -100,6 +104,11 @@ def learning_rate(
     """`learning_rates.learning_rate` of update n = 0, 1, ..., as a program computes it."""
     own = learning_rates.learning_rate
     return functools.partial(own, config, num_steps, xp=jnp, tokens=tokens)
+
+
+def rounding_seed(path: tuple) -> int:
+    """The seed of the noise that rounds a parameter in bfloat16: another than its moments have."""
+    return zlib.crc32("/".join(("rounded", *(key.key for key in path))).encode())
 
 
 def map_layers(change: Callable[[dict[str, Tree]], Tree], state: State) -> State:

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import zlib
 from collections.abc import Callable, Mapping, Sequence
 from operator import getitem
 from typing import Any
@@ -13,7 +12,7 @@ import jax.numpy as jnp
 from holmesjax.layers.model_layers import load
 from holmesjax.models import ops
 from holmesjax.models.layer import changing
-from holmesjax.optimizers.optimizer import State
+from holmesjax.optimizers.optimizer import State, rounding_seed
 from holmesjax.runtime import (
     gradient_clipping,
     layer_statistics,
@@ -118,7 +117,7 @@ def update(
       totals: the squared norms of all stages, in order, and then the shared numbers: so all stages
         decide alike.
       sums_MR: for parameters that do not train and yet change, by layer and name.
-      after_products: whether the products that give the gradients are in the same program.
+      after_products: whether `kernels.linear` gives the gradients in the same program.
     """
     num_stages = len(stage.plan.stages)
     square = sum(totals[i] for i in range(num_stages))
@@ -144,9 +143,9 @@ def update(
     }
     if stage.spike_rule is not None:
         metrics["spike"] = is_spike
-    apply = (
-        functools.partial(_apply_rounded, stage) if stage.rounds_params else stage.optimizer.apply
-    )
+    apply = stage.optimizer.apply
+    if stage.rounds_params and not stage.optimizer.rounds_params:
+        apply = functools.partial(_apply_rounded, stage)
     fixed = _changed(stage, state.fixed, sums_MR, applies)
     params, opt_state = apply(*args)
     average = state.average
@@ -165,7 +164,7 @@ def _apply_rounded(
     applies: jax.Array,
     kernels: ops.Kernels,
 ) -> tuple[Tree, State]:
-    """`Optimizer.apply` of parameters in bfloat16, which have no other copy."""
+    """`Optimizer.apply` of parameters in bfloat16, by an optimizer of float32."""
 
     def update(held: tuple[Tree, State]) -> tuple[Tree, State]:
         params, opt_state = held
@@ -179,11 +178,7 @@ def _apply_rounded(
 def _rounded(params: Tree, update: jax.Array) -> Tree:
     """Parameters after an update in bfloat16."""
 
-    def rounded(path: tuple, x: jax.Array) -> jax.Array:
-        # Another seed than that of the moments of the same parameter.
-        name = "/".join(("rounded", *(key.key for key in path)))
-        return ops.round_parameter(x, update, zlib.crc32(name.encode()))
-
+    rounded = lambda path, x: ops.round_parameter(x, update, rounding_seed(path))
     return jax.tree_util.tree_map_with_path(rounded, params)
 
 
@@ -248,5 +243,7 @@ def step(
     measured = state.params if stage.has_statistics else None
     totals = square_norm(stage, gradients, by_name, weight, loss, state.recent, measured)
     sums_MR = sums_of_layers(stage, values_MR)
-    state, metrics = update(stage, state, gradients, totals, sums_MR, after_products=True)
+    # Products in fp8 give every gradient as its parameter lies.
+    told = {"after_products": stage.model.fp8 is None}
+    state, metrics = update(stage, state, gradients, totals, sums_MR, **told)
     return state, {"loss": loss, **metrics}

@@ -292,11 +292,6 @@ kernels.optimizer: has only the kernel of AdamW's step, which lion does not take
   found: pallas
   fix: use auto, or the optimizer adamw or muon
 
-kernels.optimizer=pallas train.param_dtype=bfloat16
-kernels.optimizer: has no kernel for parameters in bfloat16: supported is float32
-  found: pallas
-  fix: use auto, or float32
-
 kernels.attention=cudnn
 kernels.attention: cudnn has no float32, which train.compute_dtype asks for
   found: cudnn

@@ -346,6 +346,17 @@ TRAINING = (
         tests=("tests/kernels/test_adamw_pallas.py::test_a_device_knows_the_place_of_its_part",),
     ),
     Bug(
+        name="gradients-as-if-not-summed",
+        module="holmesjax.models.ops",
+        old="return Turn(rows) if PARTS_DIM in parameter.dims[rows:] else None",
+        new="pass",
+        wrong="fsdp's sums of gradients are transposed before and after the kernel of AdamW",
+        tests=(
+            "tests/runtime/test_update_kernel.py"
+            "::test_gradients_are_read_as_the_products_of_a_step_leave_them",
+        ),
+    ),
+    Bug(
         name="the-slower-update",
         module="kernels.adamw_choice",
         old="row.kernel_gb_per_s <= row.xla_gb_per_s",

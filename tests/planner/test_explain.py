@@ -203,7 +203,7 @@ def test_what_does_the_update_is_named_with_the_reason(monkeypatch):
     assert measured.what == f"the Pallas kernel ({why}), once checked there"
     train = dataclasses.replace(problem.config.train, param_dtype="bfloat16")
     [rounded] = rows(train=train)
-    assert rounded.what == "XLA (the kernel has no parameters in bfloat16)"
+    assert rounded.what == "XLA (the kernel with parameters in bfloat16 has not been measured)"
     assert rows(optimizer=dataclasses.replace(problem.config.optimizer, name="lion")) == []
 
 

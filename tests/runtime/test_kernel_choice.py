@@ -86,7 +86,7 @@ def test_the_header_says_what_computes_adamws_step():
     muon = make_optimizer(dataclasses.replace(asked.optimizer.config, name="muon"), 100, {})
     assert len(optimizer_lines([dataclasses.replace(asked, optimizer=muon)])) == 1
     rounded = dataclasses.replace(stage_on(H200, 0), param_dtype="bfloat16")
-    lack = "XLA (the kernel has no parameters in bfloat16)"
+    lack = "XLA (the kernel with parameters in bfloat16 has not been measured)"
     assert optimizer_lines([rounded]) == [f"update      {lack}"]
     with pytest.raises(ConfigError, match=r"kernels\.optimizer: pallas cannot run here"):
         optimizer_lines([dataclasses.replace(asked, mesh=stage_on(A100, 0).mesh)])

@@ -29,6 +29,10 @@ PLANS = {
     "one program, replicas": (hand_made_plan((2,), 2, 1), SMOOTH),
     "unlike stages": (hand_made_plan((1, 1), (2, 1), (1, 2), fsdp=(1, 2), microbatches=2), SMOOTH),
     "two stages of another optimizer": (hand_made_plan((1, 1), 2, 1), SGD),
+    "matrices that Muon moves": (
+        hand_made_plan((2,), 1, 1),
+        dataclasses.replace(SMOOTH, name="muon"),
+    ),
 }
 
 

@@ -7,10 +7,14 @@ import jax
 import numpy as np
 import pytest
 
-from holmesjax.config import KernelsConfig, OptimizerConfig
+from holmesjax.config import Fp8Config, KernelsConfig, OptimizerConfig
 from holmesjax.models import ops
 from holmesjax.runtime import end_of_step
-from holmesjax.runtime.compilation import compile_whole_step
+from holmesjax.runtime.compilation import (
+    compile_whole_step,
+    scalar_shape,
+    task_shapes,
+)
 from holmesjax.runtime.one_stage import OneStage
 from kernels import adamw_shards
 from kernels.attention import warpgroups
@@ -48,12 +52,16 @@ def test_a_whole_step_with_the_kernel_is_that_of_xla(monkeypatch):
 
 
 def test_devices_that_cut_parameters_and_moments_update_their_own(monkeypatch):
-    """Over `data`, as ZeRO cuts them, `fsdp` and `tensor`: nothing is sent for the kernel."""
+    """Over `data`, as ZeRO cuts them, `fsdp` and `tensor`: nothing is sent for the kernel.
+
+    Parameters in bfloat16 are given to it as they are, and rounded by it.
+    """
     monkeypatch.setattr(ops.Kernels, "device", H200)
     plan = hand_made_plan((1,), 2, 2, fsdp=2)
 
     def lowered(kernels):
         stage = stage_of(plan, kernels, width=512)  # each device has whole blocks of int8
+        stage = dataclasses.replace(stage, param_dtype="bfloat16")
         state = stage.state_shapes
         gradients = state.params
         totals = jax.ShapeDtypeStruct((1 + len(stage.shared_names),), np.float32)
@@ -64,6 +72,39 @@ def test_devices_that_cut_parameters_and_moments_update_their_own(monkeypatch):
     text = lowered(PALLAS)
     assert "mosaic_gpu_v2" not in lowered(XLA)
     assert text.count("mosaic_gpu_v2") >= 2  # of moments in float32 and in int8
-    assert "xi8>" in "".join(line for line in text.splitlines() if "mosaic_gpu_v2" in line)
+    taken = "".join(line for line in text.splitlines() if "mosaic_gpu_v2" in line)
+    assert all(f"x{dtype}>" in taken for dtype in ("i8", "bf16"))
     sends = "all_gather", "all_reduce", "all_to_all", "collective_permute"
     assert not any(name in text for name in sends)
+
+
+@pytest.mark.parametrize(
+    "sizes, changes, turned",
+    [
+        ({}, {}, {"key_DGK", "value_DGK", "down_FD"}),  # tall
+        ({"tensor": 2}, {}, {"key_DGK", "value_DGK", "down_FD"}),
+        # Devices keep parts of D, so it is in front.
+        ({"fsdp": 2}, {}, {"out_HKD", "down_FD"}),
+        ({"context": 2}, {}, {"out_HKD", "down_FD"}),
+        ({"data": 2}, {}, set()),
+        ({}, {"fp8": Fp8Config()}, set()),
+    ],
+)
+def test_gradients_are_read_as_the_products_of_a_step_leave_them(
+    sizes, changes, turned, monkeypatch
+):
+    seen = []
+
+    def adamw_on_shards(leaves, gradients, factors, hyperparameters, mesh, specs, turns):
+        seen.extend(turns or [None] * len(leaves))
+        return list(leaves)
+
+    monkeypatch.setattr(adamw_shards, "adamw_on_shards", adamw_on_shards)
+    monkeypatch.setattr(ops.Kernels, "device", H200)
+    plan = hand_made_plan((1,), **{"data": 1, "tensor": 1, **sizes})
+    model = make_model(num_layers=1, width=64, num_kv_heads=2, **changes)
+    [stage] = make_stages(model, plan, config=CONFIG, kernels=PALLAS)
+    args = stage.state_shapes, task_shapes(stage, 1), scalar_shape(stage)
+    jax.eval_shape(functools.partial(end_of_step.step, stage), *args)
+    paths, _ = zip(*jax.tree_util.tree_flatten_with_path(stage.state_shapes.params)[0], strict=True)
+    assert {path[-1].key for path, turn in zip(paths, seen, strict=True) if turn} == turned
