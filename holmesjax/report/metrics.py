@@ -13,6 +13,8 @@ import importlib.util
 import json
 import math
 import os
+import socket
+import struct
 import sys
 import threading
 import time
@@ -238,20 +240,16 @@ class Metrics:
         run_dir = Path(run_dir)
         run_dir.mkdir(parents=True, exist_ok=True)
         self._sinks: list[_QueuedSink] = []
-        self._say = warn
         self._check = owner.check if owner else lambda: None
         _cut(run_dir / FILE, done_steps, self._check, anew=bool(owner and owner.is_taken_over))
         if owner:
             owner.settle()
-        self._file = (run_dir / FILE).open("ab", buffering=0)
+        self._file = _StepFile(run_dir / FILE, warn)
         if log.wandb:
             self._sinks.append(_QueuedSink(lambda: _Wandb(run_dir), "Weights & Biases", warn))
         if log.tensorboard or (log.tensorboard is None and _is_installed("tensorboard")):
-            make = lambda: _TensorBoard(run_dir, done_steps)
+            make = lambda: _TensorBoard(run_dir, done_steps, warn)
             self._sinks.append(_QueuedSink(make, "TensorBoard", warn))
-        self._size = self._file.seek(0, os.SEEK_END)  # of whole lines
-        self._lines: list[bytes] = []  # that are not in the file yet
-        self._is_failing = False
 
     def write(self, record: Mapping[str, Any]) -> None:
         """Appends the record of one step: numbers, booleans, and dicts of them.
@@ -259,44 +257,13 @@ class Metrics:
         Raises LostLeaseError where another process owns the run by now.
         """
         self._check()
-        self._lines.append(json.dumps(_finite(record), allow_nan=False).encode() + b"\n")
-        self._append()
+        self._file.append(json.dumps(_finite(record), allow_nan=False).encode() + b"\n")
         scalars = _scalars(record)
         for sink in self._sinks:
             sink.write(record["step"], scalars)
 
-    def _append(self) -> None:
-        """Writes all lines that are left. A line of which only a part fits is cut off again."""
-        content = b"".join(self._lines)
-        try:
-            if (count := self._file.write(content)) != len(content):
-                raise OSError(errno.ENOSPC, f"{count} of {len(content)} bytes were written")
-        except OSError as error:
-            with contextlib.suppress(OSError):
-                self._file.truncate(self._size)
-            if not self._is_failing:
-                self._say(
-                    f"{self._file.name} cannot be written ({error.strerror}): "
-                    "the records of steps are kept, and written when it can be"
-                )
-            self._is_failing = True
-            if len(self._lines) > MOST_QUEUED:
-                del self._lines[0]
-            return
-        if self._is_failing:
-            self._say(f"{self._file.name} is written again")
-        self._size += len(content)
-        self._lines.clear()
-        self._is_failing = False
-
     def close(self) -> None:
-        if self._lines:
-            self._append()
-        if self._lines:
-            self._say(f"{self._file.name} lacks the records of {len(self._lines)} steps")
-            self._lines.clear()
-        with contextlib.suppress(OSError):
-            self._file.close()
+        self._file.close()
         for sink in self._sinks:
             sink.end()
         deadline_s = time.monotonic() + CLOSE_S  # for all of them together
@@ -310,21 +277,93 @@ class Metrics:
         self.close()
 
 
-class _TensorBoard:
-    """Event files in `tensorboard/` of the run folder."""
+class _StepFile:
+    """A file that grows by the record of a step, or not at all.
 
-    def __init__(self, run_dir: Path, done_steps: int):
-        package = importlib.import_module("tensorboardX")
-        # TensorBoard hides what an earlier attempt wrote from step `purge_step` on.
-        path = str(run_dir / "tensorboard")
-        self._writer = package.SummaryWriter(path, purge_step=done_steps + 1, flush_secs=10)
+    A record that finds no room is kept, and written with the next one.
 
-    def write(self, step: int, scalars: Mapping[str, float]) -> None:
-        for name, value in scalars.items():
-            self._writer.add_scalar(name, value, step)
+    Args:
+      path: of the file, which may be there.
+      say: takes messages.
+    """
+
+    def __init__(self, path: Path, say: Callable[[str], object]):
+        self._file, self._say = path.open("ab", buffering=0), say
+        self._size = self._file.seek(0, os.SEEK_END)  # of whole records
+        self._records: list[bytes] = []  # that are not in the file yet
+        self._is_failing = False
+
+    def append(self, record: bytes) -> None:
+        self._records.append(record)
+        self._write()
+
+    def _write(self) -> None:
+        """Writes all records that are left. One of which only a part fits is cut off again."""
+        content = b"".join(self._records)
+        try:
+            if (count := self._file.write(content)) != len(content):
+                raise OSError(errno.ENOSPC, f"{count} of {len(content)} bytes were written")
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                self._file.truncate(self._size)
+            if not self._is_failing:
+                self._say(
+                    f"{self._file.name} cannot be written ({error.strerror}): "
+                    "the records of steps are kept, and written when it can be"
+                )
+            self._is_failing = True
+            if len(self._records) > MOST_QUEUED:
+                del self._records[0]
+            return
+        if self._is_failing:
+            self._say(f"{self._file.name} is written again")
+        self._size += len(content)
+        self._records.clear()
+        self._is_failing = False
 
     def close(self) -> None:
-        self._writer.close()
+        if self._records:
+            self._write()
+        if self._records:
+            self._say(f"{self._file.name} lacks the records of {len(self._records)} steps")
+            self._records.clear()
+        with contextlib.suppress(OSError):
+            self._file.close()
+
+
+class _TensorBoard:
+    """Event files in `tensorboard/` of the run folder.
+
+    The package's own writer has a thread of its own. A full disk ends that thread with a traceback,
+    and nothing is written when there is room again.
+    """
+
+    def __init__(self, run_dir: Path, done_steps: int, say: Callable[[str], object]):
+        self._package = importlib.import_module("tensorboardX.record_writer")
+        self._proto = importlib.import_module("tensorboardX.proto.event_pb2")
+        self._summary = importlib.import_module("tensorboardX.summary")
+        folder = run_dir / "tensorboard"
+        folder.mkdir(exist_ok=True)
+        name = f"events.out.tfevents.{int(time.time())}.{socket.gethostname()}"
+        self._file = _StepFile(folder / name, say)
+        # TensorBoard hides what an earlier attempt wrote from this step on.
+        log = self._proto.SessionLog(status=self._proto.SessionLog.START)
+        begins = self._record(done_steps + 1, file_version="brain.Event:2")
+        self._file.append(begins + self._record(done_steps + 1, session_log=log))
+
+    def _record(self, step: int, **what: Any) -> bytes:
+        event = self._proto.Event(step=step, wall_time=time.time(), **what).SerializeToString()
+        size = struct.pack("<Q", len(event))
+        sums = [struct.pack("<I", self._package.masked_crc32c(part)) for part in (size, event)]
+        return b"".join((size, sums[0], event, sums[1]))
+
+    def write(self, step: int, scalars: Mapping[str, float]) -> None:
+        values = [self._summary.scalar(name, value) for name, value in scalars.items()]
+        whole = type(values[0])(value=[own for one in values for own in one.value])
+        self._file.append(self._record(step, summary=whole))
+
+    def close(self) -> None:
+        self._file.close()
 
 
 class _Wandb:

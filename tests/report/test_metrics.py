@@ -16,7 +16,7 @@ from holmesjax.config import LogConfig
 from holmesjax.errors import ConfigError, DataError
 from holmesjax.report.metrics import FILE, Metrics, check_installed, read, read_last
 from tests.cases import cases
-from tests.disks import files_of_at_most
+from tests.disks import disk, files_of_at_most
 
 NO_LOG = LogConfig(tensorboard=False)
 
@@ -136,21 +136,33 @@ def test_a_missing_package_is_refused_before_a_file_changes(log, field, fix, tmp
     assert not (tmp_path / "run").exists()
 
 
-def test_tensorboard_gets_every_number(tmp_path):
+def tensorboard_events(run_dir):
     proto = pytest.importorskip("tensorboardX.proto.event_pb2")
-    with Metrics(tmp_path, LogConfig(tensorboard=True), done_steps=6) as metrics:
-        metrics.write({"step": 7, "loss": 0.5, "link_bytes": {"stage 0 -> stage 1": 3}})
-    [path] = (tmp_path / "tensorboard").iterdir()
-    content, found, hidden_from = path.read_bytes(), [], []
+    [path] = (run_dir / "tensorboard").iterdir()
+    content, events = path.read_bytes(), []
     while content:  # a record: 8 bytes of length, 4 of checksum, the event, 4 of checksum
         size = int.from_bytes(content[:8], "little")
-        event = proto.Event.FromString(content[12 : 12 + size])
-        found += [(event.step, value.tag, value.simple_value) for value in event.summary.value]
-        if event.session_log.status == event.session_log.START:
-            hidden_from.append(event.step)
+        assert len(content) >= 16 + size
+        events.append(proto.Event.FromString(content[12 : 12 + size]))
         content = content[16 + size :]
-    assert hidden_from == [7]  # of earlier attempts
-    assert found == [(7, "loss", 0.5), (7, "link_bytes/stage_0_to_stage_1", 3.0)]
+    return events
+
+
+def numbers_of(events):
+    return [
+        (event.step, value.tag, value.simple_value)
+        for event in events
+        for value in event.summary.value
+    ]
+
+
+def test_tensorboard_gets_every_number(tmp_path):
+    with Metrics(tmp_path, LogConfig(tensorboard=True), done_steps=6) as metrics:
+        metrics.write({"step": 7, "loss": 0.5, "link_bytes": {"stage 0 -> stage 1": 3}})
+    events = tensorboard_events(tmp_path)
+    begun = [event.step for event in events if event.session_log.status == event.session_log.START]
+    assert begun == [7]  # hides those of earlier attempts
+    assert numbers_of(events) == [(7, "loss", 0.5), (7, "link_bytes/stage_0_to_stage_1", 3.0)]
 
 
 def pretend_wandb(monkeypatch: pytest.MonkeyPatch, init: Callable[..., object]) -> None:
@@ -188,19 +200,16 @@ def test_wandb_that_does_not_start_is_said_and_holds_nothing_up(tmp_path, monkey
 
 def test_wandb_gets_the_numbers_that_tensorboard_gets(tmp_path, monkeypatch):
     """Those of the time and the memory of a run, too."""
-    logged, written = [], {}
+    logged = []
     nothing = lambda *args, **kwargs: None
     run = SimpleNamespace(id="a", define_metric=nothing, log=logged.append, finish=nothing)
     pretend_wandb(monkeypatch, lambda **_: run)
-    add = lambda name, value, step: written.update({"step": step, name: value})
-    writer = SimpleNamespace(add_scalar=add, close=nothing)
-    spec = importlib.util.spec_from_loader("tensorboardX", loader=None)
-    package = SimpleNamespace(SummaryWriter=lambda *args, **kwargs: writer, __spec__=spec)
-    monkeypatch.setitem(sys.modules, "tensorboardX", package)
     record = {"step": 7, "loss": 0.5, "wall_s": {"step": 3.0}, "memory_bytes": {"device 1": 5}}
     with Metrics(tmp_path, LogConfig(tensorboard=True, wandb=True)) as metrics:
         metrics.write(record)
-    assert logged == [written]
+    numbers = numbers_of(tensorboard_events(tmp_path))
+    [written] = logged
+    assert numbers == [(7, name, value) for name, value in written.items() if name != "step"]
     assert written == {"step": 7, "loss": 0.5, "wall_s/step": 3.0, "memory_bytes/device_1": 5.0}
 
 
@@ -243,6 +252,25 @@ def test_lines_that_find_no_room_are_written_when_there_is_room(tmp_path):
             metrics.write({"step": 5, "loss": 5.0})
             metrics.close()
         assert "lacks the records of 1 steps" in warnings[-1]
+
+
+def test_tensorboard_goes_on_when_a_full_disk_has_room_again(tmp_path):
+    pytest.importorskip("tensorboardX")
+    warnings = []
+    long = {f"norm_{number}": 1.0 for number in range(20)}
+    with disk(tmp_path / "disk", "4m"):
+        run_dir = tmp_path / "disk"
+        with Metrics(run_dir, LogConfig(tensorboard=True), warn=warnings.append) as metrics:
+            (run_dir / "ballast").write_bytes(bytes(4_150_000))
+            for step in range(1, 1_000):
+                metrics.write({"step": step, **long})
+                if any("tfevents" in text for text in warnings):
+                    break
+            (run_dir / "ballast").unlink()
+            metrics.write({"step": step + 1, **long})
+        found = [event.step for event in tensorboard_events(run_dir) if event.summary.value]
+    assert found == list(range(1, step + 2))
+    assert "written again" in warnings[-1]
 
 
 class OddSink:
