@@ -71,7 +71,7 @@ def test_a_step_is_dispatched_before_anything_of_the_one_before_is_waited_for():
             return {}
 
     session = make_session(Runner(), events, steps=3)
-    assert session._run(SimpleNamespace(take=lambda: None), [], 0) == 3
+    assert list(session._run(SimpleNamespace(take=lambda: None), 0)) == [1, 2, 3]
     in_order = [event for i, event in enumerate(events) if event not in events[:i]]
     assert in_order == [
         "dispatch 1",
@@ -128,7 +128,7 @@ def test_steps_whose_ends_are_seen_at_once_share_their_time(monkeypatch):
     with timeline.Clock(1) as clock:
         own = make_session(Runner(), [], steps=5)
         own = dataclasses.replace(own, clock=clock, tell=told.append)
-        own._run(SimpleNamespace(take=lambda: None), [], 0)
+        list(own._run(SimpleNamespace(take=lambda: None), 0))
     assert [(part["step"], part["step_time_s"]) for part in told] == [
         (step, 10.0) for step in range(1, 6)
     ]
@@ -150,7 +150,7 @@ def test_steps_that_always_end_at_once_are_told_while_the_run_goes_on():
     clock = SimpleNamespace(timeline=lambda: late)
     own = make_session(Runner(), [], steps=20)
     own = dataclasses.replace(own, clock=clock, tell=told.append)
-    own._run(SimpleNamespace(take=lambda: None), [], 0)
+    list(own._run(SimpleNamespace(take=lambda: None), 0))
     assert [part["step"] for part in told] == list(range(1, 21))
     assert max(step - number for step, number in enumerate(num_told)) == session.MAX_HELD - 1
 
@@ -171,7 +171,7 @@ def test_gradients_that_stay_infinite_end_the_run_and_a_finite_one_counts_anew()
 
     session = make_session(Runner(), [], steps=9, max_skipped=3)
     with pytest.raises(FatalError, match="not finite, for 3 steps in a row") as error:
-        session._run(SimpleNamespace(take=lambda: None), [], 0)
+        list(session._run(SimpleNamespace(take=lambda: None), 0))
     assert error.value.where == "step 6, stage 1"
     assert error.value.exit_status == 1
 
@@ -191,7 +191,8 @@ def test_the_steps_that_are_asked_for_are_profiled(tmp_path):
     session = make_session(Runner(), [], steps=4, profile_steps=(2, 4))
     session = dataclasses.replace(session, profiles=tmp_path)
     feed = SimpleNamespace(take=lambda: None)
-    session._run(feed, [jax.numpy.eye(8)], 0)
+    session.states = [jax.numpy.eye(8)]
+    list(session._run(feed, 0))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step_000002", "step_000004"]
     for path in tmp_path.rglob("perfetto_trace.json.gz"):
         with gzip.open(path) as file:
