@@ -87,7 +87,7 @@ def test_what_is_measured_stands_on_the_console_in_the_summary_and_in_the_file(
             now_s += passed_s
             recording.take(process_step(step, float(step_s)))
         summary, spent = recording.summary()
-        assert recording.write_report() is None  # a test's run wants none
+        assert recording.write_report(60.0) is None  # a test's run wants none
     first, *records = metrics.read(tmp_path)
     assert first == past
     page = (CHECKOUT / "docs/run_folder.md").read_text()
