@@ -1,6 +1,7 @@
 """The loop of steps, with a runner that writes down when it is asked and what is waited for."""
 
 import dataclasses
+import fnmatch
 import gzip
 import json
 import threading
@@ -12,9 +13,11 @@ import numpy as np
 import pytest
 
 from holmesjax import session
+from holmesjax.callbacks import Callback, CallbackError, Callbacks
 from holmesjax.errors import FatalError
 from holmesjax.runtime import timeline
 from holmesjax.session import Session
+from tests.cases import cases
 from tests.clusters import make_config
 
 
@@ -199,3 +202,41 @@ def test_the_steps_that_are_asked_for_are_profiled(tmp_path):
             assert json.load(file)["traceEvents"]
     assert len(list(tmp_path.rglob("perfetto_trace.json.gz"))) == 2
     assert len(list(tmp_path.rglob("*.xplane.pb"))) == 2
+
+
+class Failing(Callback):
+    def before_step(self, trainer, step):
+        raise self.error
+
+    def after_step(self, trainer, step, numbers):
+        return self.returned
+
+
+@cases(
+    "field, value, where, found",
+    [
+        ("error", ValueError("no"), "Failing.before_step", "ValueError: no (*, line *)"),
+        ("returned", [1.0], "Failing.after_step", "[1.0]"),
+        ("returned", {"x": [1.0]}, "Failing.after_step", "list: *"),
+    ],
+)
+def test_a_callback_that_fails_ends_the_run_and_is_named(field, value, where, found):
+    class Runner:
+        def train_step(self, states, *_):
+            return states, {"grad_norm": 1.0, "learning_rate": 1.0, "skipped": False}
+
+        def take_link_bytes(self):
+            return {}
+
+    own, events = Failing(), []
+    own.error, own.returned = None, None
+    setattr(own, field, value)
+    if field == "returned":
+        own.before_step = lambda trainer, step: None
+    session = make_session(Runner(), events, steps=3)
+    session = dataclasses.replace(session, callbacks=Callbacks(None, [own]))
+    with pytest.raises(CallbackError) as error:
+        list(session._run(SimpleNamespace(take=lambda: None), 0))
+    assert error.value.where == where
+    assert fnmatch.fnmatch(error.value.found, found.replace("[", "[[]"))
+    assert not events  # no checkpoint
