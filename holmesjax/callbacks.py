@@ -1,6 +1,7 @@
 """Functions of one's own that a `Trainer` calls while it trains. No JAX."""
 
 import traceback
+from collections import deque
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ class CallbackError(HolmesError):
 
 
 class Callback:
-    """What a run calls between its steps; a subclass has those of the methods that it wants.
+    """A base class of callbacks: a run calls those of its methods that a subclass has.
 
     All methods run in the thread that trains. `trainer.params` and the other arrays of the trainer
     are then those of this moment. Nothing waits for the devices unless a method does, with
@@ -72,6 +73,7 @@ class Callbacks:
 
     def __init__(self, trainer: object = None, own: Sequence[Callback] = ()):
         self._trainer, self._own = trainer, own
+        self._saved: deque[tuple[int, Path]] = deque()  # checkpoints that no callback knows of
 
     def before_step(self, step: int) -> None:
         self._call("before_step", step)
@@ -82,8 +84,14 @@ class Callbacks:
     def on_validation(self, step: int, losses: Numbers) -> dict[str, Any]:
         return self._call("on_validation", step, losses)
 
-    def on_save(self, step: int, path: Path) -> None:
-        self._call("on_save", step, path)
+    def saved(self, step: int, path: Path) -> None:
+        """Notes a checkpoint that is whole; may be called from any thread."""
+        self._saved.append((step, path))
+
+    def on_saves(self) -> None:
+        """Calls `on_save` of each checkpoint that was noted."""
+        while self._saved:
+            self._call("on_save", *self._saved.popleft())
 
     def _call(self, method: str, *arguments: Any) -> dict[str, Any]:
         found: dict[str, Any] = {}

@@ -8,7 +8,6 @@ import functools
 import os
 import sys
 import time
-from collections import deque
 from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -363,24 +362,12 @@ class Trainer:
                     owner=lease,
                 )
             )
-            whole: deque[int] = deque()  # steps whose checkpoints are whole, and not told yet
-
-            def committed(step: int) -> None:
-                alarm.committed(step)
-                whole.append(step)
-
-            saves = self._saves(start, lease, data, recorder.console.print, committed)
-            alarm.attach(saves.outstanding, recorder.console.print)
-
-            def tell_saves() -> None:
-                while whole:
-                    step = whole.popleft()
-                    self._callbacks.on_save(step, manifest.folder_of(self.run_dir, step))
+            saves = self._saves(start, lease, data, recorder.console.print, alarm)
 
             def is_stopping() -> bool:
                 lease.check()
                 saves.check()
-                tell_saves()
+                self._callbacks.on_saves()
                 return self._stopping
 
             session = Session(
@@ -410,9 +397,12 @@ class Trainer:
                 done = number
                 yield dict(recorder.last)
         saves.check(at_end=True)
-        tell_saves()
+        self._callbacks.on_saves()
+        self._end(done, recorder, lease)
+
+    def _end(self, done: int, recorder: Recorder, lease: Lease) -> None:
         self.tasks = recorder.tasks
-        self.finished = done >= config.train.steps
+        self.finished = done >= self.job.config.train.steps
         if not self.finished:
             self._print(*self.job.unfinished(done))
         lease.check()
@@ -425,14 +415,21 @@ class Trainer:
         lease: Lease,
         data: Mapping[str, str],
         say: Callable[[str], None],
-        committed: Callable[[int], object],
+        alarm: CommitAlarm,
     ) -> Saves:
         """The checkpoints of the session; what a crash has left behind is removed."""
         config = self.job.config.checkpoint
         retention = Retention(self.run_dir, config, lease.move, say, lease.check)
         retention.after_start()
         commit = functools.partial(start.commit, data=data, owner=lease)
-        return Saves(self.run_dir, 1, commit, retention, say, committed)
+
+        def committed(step: int) -> None:
+            alarm.committed(step)
+            self._callbacks.saved(step, manifest.folder_of(self.run_dir, step))
+
+        saves = Saves(self.run_dir, 1, commit, retention, say, committed)
+        alarm.attach(saves.outstanding, say)
+        return saves
 
     def _make_runner(self, stages: Sequence[Stage]) -> Pipeline | OneStage:
         train = self.job.config.train

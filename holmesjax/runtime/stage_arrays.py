@@ -14,7 +14,7 @@ from holmesjax.runtime.stage import Stage, StageState, Tree
 
 @dataclass(frozen=True, kw_only=True)
 class StageArrays:
-    """What a stage holds between two steps.
+    """The arrays of a stage between two steps.
 
     These are the arrays that the run trains, and no copies. The next step takes their memory: JAX
     then raises RuntimeError for whoever reads an array that was kept. `jax.tree.map(jnp.copy, ...)`
