@@ -24,6 +24,7 @@ from holmesjax.checkpoints.commit_alarm import CommitAlarm
 from holmesjax.checkpoints.retention import Retention
 from holmesjax.checkpoints.saves import Due, Saves
 from holmesjax.data import cluster_paths
+from holmesjax.data.batches import Batches
 from holmesjax.data.patience import patiently
 from holmesjax.errors import ConfigError, DamagedError, HolmesError, SpikeError
 from holmesjax.helper_process import StoppedError
@@ -329,11 +330,7 @@ class Trainer:
         progress = Progress(config.distributed)
         with ThreadPoolExecutor(1) as pool, ExitStack() as stack:
             stack.callback(setattr, self, "progress", None)
-            # The paths of the first cluster: all stages are in this process.
-            data_here = cluster_paths.here(config.data, self.job.topology.clusters[0].name)
-            read = functools.partial(read_batches, dataclasses.replace(config, data=data_here))
-            has_trained = jobs.has_trained(self.run_dir)
-            reading = pool.submit(patiently, read, has_trained=has_trained)
+            reading = pool.submit(self._read_batches)
             compiles_s = time.perf_counter()
             runner = self._make_runner(stages)
             compile_s = time.perf_counter() - compiles_s
@@ -408,6 +405,13 @@ class Trainer:
         lease.check()
         self._print(*recorder.summary())
         self._report(recorder)
+
+    def _read_batches(self) -> Batches:
+        """The data, by the paths of the first cluster: all stages are in this process."""
+        config = self.job.config
+        data_here = cluster_paths.here(config.data, self.job.topology.clusters[0].name)
+        read = functools.partial(read_batches, dataclasses.replace(config, data=data_here))
+        return patiently(read, has_trained=jobs.has_trained(self.run_dir))
 
     def _saves(
         self,
