@@ -3,15 +3,15 @@
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from holmesjax.trainer import Trainer
+    from holmesjax.trainer import Callback, Trainer
 
-__all__ = ["Trainer"]
+__all__ = ["Callback", "Trainer"]
 
 
 def __getattr__(name: str) -> Any:
     """`holmesjax.Trainer`, imported when it is asked for: a plan can be made without JAX."""
-    if name == "Trainer":
-        from holmesjax.trainer import Trainer
+    if name in __all__:
+        from holmesjax import trainer
 
-        return Trainer
+        return getattr(trainer, name)
     raise AttributeError(f"module 'holmesjax' has no attribute {name!r}")

@@ -155,6 +155,21 @@ class Job:
             + " or ".join(node.name for node in reversed(first.values())),
         )
 
+    def compared(self, env: Mapping[str, str]) -> "Job":
+        """Returns this job with the best plan without what the run sets of it, as `compares` has.
+
+        `env` is the user's, as `load` takes it.
+        """
+        if self.unpinned or not pins.pins(self.config.parallel):
+            return self
+        from holmesjax.planner.planner import make_plans  # as in `load`
+
+        pool = self.pool(env)
+        usable_memory = pool.usable_memory if pool else USABLE_MEMORY
+        say: Callable[[str], None] = lambda _: None
+        _, unpinned = make_plans(self.config, self.topology, say, usable_memory, compares=True)
+        return dataclasses.replace(self, unpinned=unpinned)
+
     def describe(self, pool: DevicePool | None = None) -> list[str]:
         """The machines, the plan and the run folder, for the console.
 

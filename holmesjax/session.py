@@ -17,6 +17,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
+from holmesjax.callbacks import Callbacks
 from holmesjax.checkpoints import skipped_data, writing
 from holmesjax.checkpoints.skipped_data import Skipped
 from holmesjax.config import Config, TrainConfig
@@ -142,6 +143,10 @@ def _spike(report: ProcessStep) -> SpikeError:
     )
 
 
+def _floats(numbers: Mapping[str, Any]) -> dict[str, float]:
+    return {name: float(value) for name, value in numbers.items()}
+
+
 @dataclass
 class _Unread:
     """A step whose numbers are still being computed."""
@@ -151,6 +156,7 @@ class _Unread:
     timeline: Timeline
     link_bytes: dict[str, int]
     input_wait_s: float
+    own: dict[str, Any]  # numbers of callbacks
 
 
 @dataclass(kw_only=True)
@@ -169,6 +175,8 @@ class Session:
       memory: of the devices of this process.
       skipped: data that the run leaves out.
       compile_s: for which this process compiled its programs, before the first step.
+      callbacks: the user's.
+      tells_at_once: asked after each step whether to wait for its numbers and tell of it then.
     """
 
     config: Config
@@ -185,6 +193,11 @@ class Session:
     skipped: Sequence[Skipped] = ()
     compile_s: float = 0.0
     vote: Callable[[], None] = lambda: None
+    callbacks: Callbacks = field(default_factory=Callbacks)
+    tells_at_once: Callable[[], bool] = lambda: False
+    # Of the stages that are here, after the last step that was dispatched.
+    states: Sequence[StageState] = field(default=(), init=False)
+    _is_save_asked: bool = field(default=False, init=False)
     _last_s: float = field(default=0.0, init=False)  # when the step before ended
     # Reports of steps whose ends were seen at once.
     _held: list[ProcessStep] = field(default_factory=list, init=False)
@@ -203,14 +216,26 @@ class Session:
           FatalError: the gradient of too many steps in a row is not finite.
           SpikeError: a step is a spike, in a run that goes back then.
         """
+        self.states = states
+        del states  # a step takes their memory
+        for number in self.steps(done, sequences):
+            done = number
+        return done
+
+    def steps(self, done: int, sequences: int) -> Iterator[int]:
+        """Does what `run` does, and yields the number of steps done after each step."""
         order = self._order(done, sequences)
         # It waits as long as the first step, which waits for what is as slow.
         timeout_s = self.config.distributed.start_timeout_s
         with Feed(self.batches, self.runner.placer, order, timeout_s) as feed:
             try:
-                return self._run(feed, states, done)
+                yield from self._run(feed, done)
             finally:
                 self._tell_held()
+
+    def save(self) -> None:
+        """Asks for a checkpoint of the arrays that are there; in `before_step`, after the step."""
+        self._is_save_asked = True
 
     def _order(self, done: int, sequences: int) -> Iterator[Step | Validation]:
         """All batches from here to the last step."""
@@ -223,7 +248,7 @@ class Session:
                 num_sets = len(self.batches.data.validation_sets())
                 yield from map(Validation, range(num_sets * train.eval_batches))
 
-    def _run(self, feed: Feed, states: Sequence[StageState], done: int) -> int:
+    def _run(self, feed: Feed, done: int) -> Iterator[int]:
         steps, saved = self.config.train.steps, done
         unread: _Unread | None = None
         self._last_s = time.perf_counter()
@@ -236,31 +261,44 @@ class Session:
         meanwhile = Meanwhile(nearly=self.vote, idle=lambda: tell(timeline))
         while done < steps and not self.is_stopping():
             self.begins("step", done + 1)
+            self.callbacks.before_step(done + 1)
             timeline = self.clock.timeline()
             began_s = time.perf_counter()
             inputs = feed.take()
             waited_s = time.perf_counter() - began_s
-            states, metrics = self._step(done + 1, states, inputs, timeline, meanwhile)
+            self.states, metrics = self._step(done + 1, self.states, inputs, timeline, meanwhile)
             done += 1
-            unread = _Unread(done, metrics, timeline, self.runner.take_link_bytes(), waited_s)
+            own = self.callbacks.after_step(done, metrics)
+            link_bytes = self.runner.take_link_bytes()
+            unread = _Unread(done, metrics, timeline, link_bytes, waited_s, own)
             if self._is_evaluating(done):
                 report = self._read(unread)
                 began_s = time.perf_counter()
-                losses = self._evaluate(feed, states, done)
+                losses = self._evaluate(feed, self.states, done)
                 report["validation_s"] = time.perf_counter() - began_s
                 report["validation_bytes"] = self.runner.take_link_bytes()
+                own = _floats(self.callbacks.on_validation(done, losses))
+                report["own"] = {**report.get("own", {}), **own}
                 self._tell({**report, **losses}, None)
                 unread, self._last_s = None, time.perf_counter()
-            if self.is_saving(done):
+            if self.tells_at_once():
+                tell()
+                unread = None
+            if self.is_saving(done) or self._is_save_asked:
                 if self.config.train.spike_policy == "roll_back":
                     tell()  # no checkpoint is made behind a spike
                     unread = None
-                self._save(done, states)
+                self._save(done)
+                saved = done
+            paused_s = time.perf_counter()
+            yield done
+            self._last_s += time.perf_counter() - paused_s
+            if self._is_save_asked:
+                self._save(done)
                 saved = done
         tell()
         if saved != done:
-            self._save(done, states)
-        return done
+            self._save(done)
 
     def _tell(self, report: ProcessStep, following: Timeline | None) -> None:
         """Tells of a step, unless the step that follows has ended, too.
@@ -291,10 +329,11 @@ class Session:
         finally:
             jax.profiler.stop_trace()
 
-    def _save(self, done: int, states: Sequence[StageState]) -> None:
+    def _save(self, done: int) -> None:
+        self._is_save_asked = False
         self.begins("checkpoint", done)
         began_s = time.perf_counter()
-        self.writer.save(done, states)
+        self.writer.save(done, self.states)
         self._checkpoint_s += time.perf_counter() - began_s
 
     def _is_evaluating(self, done: int) -> bool:
@@ -310,6 +349,8 @@ class Session:
             "learning_rate": float(metrics["learning_rate"]),
             "skipped": bool(metrics["skipped"]),
         }
+        if unread.own:
+            report["own"] = _floats(unread.own)
         if "spike" in metrics:
             report["spike"] = bool(metrics["spike"])
         if "loss" in metrics:

@@ -8,46 +8,59 @@ import functools
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, TextIO
 
 import jax
+from jax.sharding import Mesh
 
 from holmesjax import job as jobs
-from holmesjax.checkpoints import checkpoint, resume, second_reading, writing
+from holmesjax.callbacks import Callback, Callbacks
+from holmesjax.checkpoints import checkpoint, manifest, resume, second_reading, writing
 from holmesjax.checkpoints.commit_alarm import CommitAlarm
 from holmesjax.checkpoints.retention import Retention
 from holmesjax.checkpoints.saves import Due, Saves
 from holmesjax.data import cluster_paths
+from holmesjax.data.batches import Batches
 from holmesjax.data.patience import patiently
-from holmesjax.errors import ConfigError, DamagedError, SpikeError
+from holmesjax.errors import ConfigError, DamagedError, HolmesError, SpikeError
 from holmesjax.helper_process import StoppedError
 from holmesjax.hosts import nics
 from holmesjax.job import Job
 from holmesjax.layers.model_layers import forget
 from holmesjax.lease import Lease
 from holmesjax.models.own_model import name_of
+from holmesjax.optimizers.optimizer import State
 from holmesjax.parallel import compat
 from holmesjax.parallel.mesh import build_meshes
 from holmesjax.report import metrics
 from holmesjax.report.recorder import Recorder
-from holmesjax.runtime import program_cache
+from holmesjax.report.shown_plan import ShownPlan
+from holmesjax.runtime import program_cache, stage_arrays
 from holmesjax.runtime.device_memory import PeakMemory, devices_of
 from holmesjax.runtime.kernel_choice import attention_lines, find_unproven, optimizer_lines
 from holmesjax.runtime.one_stage import OneStage
 from holmesjax.runtime.pipeline import Pipeline, make_runner
-from holmesjax.runtime.stage import Stage
+from holmesjax.runtime.stage import Stage, Tree
+from holmesjax.runtime.stage_arrays import StageArrays
 from holmesjax.runtime.step_timeout import Progress
 from holmesjax.runtime.timeline import Clock
 from holmesjax.session import Session, make_stages, read_batches
 from holmesjax.yaml_files import as_overrides
 
+Record = dict[str, Any]  # of a step, as `metrics.jsonl` has it
+
 
 class Trainer:
-    """One run.
+    """One run. `train` trains to the end; `step` makes one step, for a loop of one's own.
+
+    From the start of the run until it is closed, `stages` has the arrays of each stage, and
+    `params`, `opt_state` and `shardings` those of all stages. They are the arrays that are trained,
+    and no copies: they are there to be read between steps, and a later step takes their memory.
+    After the last step the final arrays stay until `close`.
 
     >>> trainer = Trainer("configs/runs/quickstart.yaml", ["train.steps=2"])
     >>> [stage.cluster for stage in trainer.job.plan.stages]
@@ -63,6 +76,7 @@ class Trainer:
         model: Callable[..., Any] | None = None,
         allow: str | Sequence[str] = (),
         lease: Lease | None = None,
+        callbacks: Sequence[Callback] = (),
     ):
         """Checks everything and starts nothing.
 
@@ -74,6 +88,7 @@ class Trainer:
             that gives layers (`models.own_model`).
           allow: settings that may differ from the checkpoint's, though the run then goes on
             otherwise than if it had never stopped: `"data.corpus"`.
+          callbacks: called between steps, in this order.
           lease: on the run folder; if None, `train` takes it for as long as it runs.
         """
         if model is not None and isinstance(source, Job):
@@ -93,6 +108,11 @@ class Trainer:
         self._stream = sys.stdout if stream is None else stream
         self._stopping, self._allow, self._lease = False, allow, lease
         self._asked_s: float | None = None  # when it was asked to stop
+        self._callbacks = Callbacks(self, callbacks)
+        self._going: Generator[Record | None] | None = None  # the run, while it goes on
+        self._is_stepwise = False  # whether somebody asks for each step
+        self._session: Session | None = None  # while there are arrays
+        self._stages: Sequence[Stage] = ()  # of the session
         metrics.check_installed(self.job.config.log)
 
     @property
@@ -109,6 +129,103 @@ class Trainer:
         """The records of all steps of the run, read from its folder."""
         return metrics.read(self.run_dir)
 
+    @functools.cached_property
+    def plan(self) -> ShownPlan:
+        """The plan to be printed, as `launch plan` prints it; `job.plan` has its numbers.
+
+        Where the run sets a part of the plan, this looks for the best plan without that, once.
+        """
+        return ShownPlan(self.job.compared(os.environ))
+
+    @property
+    def stages(self) -> tuple[StageArrays, ...]:
+        """The cluster, layers, mesh and arrays of each stage.
+
+        Raises HolmesError where there are none: before the start, or after `close`.
+        """
+        return stage_arrays.of(self._stages, self._session_now().states)
+
+    def _session_now(self) -> Session:
+        if self._session is None:
+            raise HolmesError(
+                "Trainer",
+                "has no arrays now",
+                found="a run whose steps were done before" if self.finished else "no start",
+                fix="call start() before, or use it in a with statement; a run whose steps are all "
+                "done starts again with more train.steps",
+            )
+        return self._session
+
+    @property
+    def params(self) -> Tree:
+        """The parameters of all stages, by layer and name: `params["head"]`.
+
+        Those of each layer lie on the mesh of its stage. Those that do not train are here, too.
+        """
+        return stage_arrays.union([stage.params for stage in self.stages])
+
+    @property
+    def opt_state(self) -> State:
+        """The state of the optimizer for all stages: the trees in it are by layer and name."""
+        return stage_arrays.union([stage.opt_state for stage in self.stages])
+
+    @property
+    def shardings(self) -> Tree:
+        """The `NamedSharding` of each parameter of all stages, by layer and name."""
+        return stage_arrays.union([stage.shardings for stage in self.stages])
+
+    @property
+    def mesh(self) -> tuple[Mesh, ...]:
+        """The mesh of each stage."""
+        return tuple(stage.mesh for stage in self.stages)
+
+    def __enter__(self) -> "Trainer":
+        self.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:
+            self.close()
+        else:
+            self._abandon()
+
+    def start(self) -> None:
+        """Takes the devices, compiles, and restores the newest checkpoint; raises as `run` does.
+
+        It does nothing where the run goes on already.
+        """
+        if self._going is None:
+            self._go_on()
+
+    def step(self) -> Record | None:
+        """Trains one step, and returns its record; None where all steps are done.
+
+        Validations and checkpoints come after the steps after which the run has them. In `run` the
+        next step is dispatched before the numbers of this one are read. Here they are waited for,
+        so the devices are idle between two calls. Raises as `run` does.
+        """
+        self._is_stepwise = True
+        self.start()
+        while self._going:
+            if (record := self._go_on()) is not None:
+                return record
+        return None
+
+    def save(self) -> None:
+        """Asks for a checkpoint of the arrays that are there now.
+
+        From a loop of one's own it is of the last step, and taken as the next one begins. From
+        `before_step` of a callback it is of the step that begins.
+        """
+        self._session_now().save()
+
+    def close(self) -> None:
+        """Ends a run that goes on as `stop` does, with a checkpoint, and gives its arrays up."""
+        if self._going:
+            self.stop()
+            self.run()
+        self._session, self._stages = None, ()
+
     def train(self) -> list[dict[str, Any]]:
         """Trains as `run` does. Returns the records of all steps of the run."""
         self.run()
@@ -120,11 +237,37 @@ class Trainer:
         Raises HolmesError, such as LeaseError where another process owns the run folder, or
         CheckpointError for a checkpoint of other settings.
         """
+        self._is_stepwise = False
+        self.start()
+        while self._going:
+            self._go_on()
+
+    def _go_on(self) -> Record | None:
+        """Goes on to the next step, or to the start; the record of the step if there is one."""
+        if self._going is None:
+            self._going = self._records()
+        try:
+            return next(self._going)
+        except StopIteration:
+            self._going = None
+        except BaseException:
+            self._abandon()
+            raise
+        return None
+
+    def _abandon(self) -> None:
+        """Ends a run that has failed, or whose loop has: without a checkpoint."""
+        going, self._going, self._session, self._stages = self._going, None, None, ()
+        if going:
+            going.close()
+
+    def _records(self) -> Generator[Record | None]:
+        """The run: yields None at each start, and the record of each step that is waited for."""
         with ExitStack() as stack:
             own = lambda: stack.enter_context(Lease(self.run_dir, say=self._print))
-            self._train(self._lease or own())
+            yield from self._train(self._lease or own())
 
-    def _train(self, lease: Lease) -> None:
+    def _train(self, lease: Lease) -> Generator[Record | None]:
         numbers = range(len(self.job.plan.stages))
         self._print(*self.job.describe(self.job.check_pool(os.environ, numbers)))
         find = functools.partial(
@@ -139,7 +282,7 @@ class Trainer:
             start = find()
             while True:
                 try:
-                    self._train_from(start, lease)
+                    yield from self._train_from(start, lease)
                     return
                 except DamagedError as error:
                     assert start.checkpoint, "arrays are read of a checkpoint"
@@ -173,7 +316,7 @@ class Trainer:
         if line := recorder.write_report(ends_s - time.monotonic(), pause):
             self._print(line)
 
-    def _train_from(self, start: resume.Start, lease: Lease) -> None:
+    def _train_from(self, start: resume.Start, lease: Lease) -> Generator[Record | None]:
         began_s, config, plan = time.monotonic(), self.job.config, self.job.plan
         done = start.step
         if done >= config.train.steps:
@@ -182,15 +325,12 @@ class Trainer:
             return
         for line in start.describe():
             self._print(line)
+        self._session = None  # the arrays of an attempt before this
         stages = self._make_stages()
         progress = Progress(config.distributed)
         with ThreadPoolExecutor(1) as pool, ExitStack() as stack:
             stack.callback(setattr, self, "progress", None)
-            # The paths of the first cluster: all stages are in this process.
-            data_here = cluster_paths.here(config.data, self.job.topology.clusters[0].name)
-            read = functools.partial(read_batches, dataclasses.replace(config, data=data_here))
-            has_trained = jobs.has_trained(self.run_dir)
-            reading = pool.submit(patiently, read, has_trained=has_trained)
+            reading = pool.submit(self._read_batches)
             compiles_s = time.perf_counter()
             runner = self._make_runner(stages)
             compile_s = time.perf_counter() - compiles_s
@@ -224,6 +364,7 @@ class Trainer:
             def is_stopping() -> bool:
                 lease.check()
                 saves.check()
+                self._callbacks.on_saves()
                 return self._stopping
 
             session = Session(
@@ -242,17 +383,35 @@ class Trainer:
                 memory=PeakMemory(devices_of(stages)),
                 skipped=start.skipped,
                 compile_s=compile_s,
+                callbacks=self._callbacks,
+                tells_at_once=lambda: self._is_stepwise,
             )
+            session.states, self._session, self._stages = states, session, stages
+            del states  # a step takes their memory
             self.progress = progress
-            done = session.run(states, done, start.sequences)
+            yield None
+            for number in session.steps(done, start.sequences):
+                done = number
+                yield dict(recorder.last)
         saves.check(at_end=True)
+        self._callbacks.on_saves()
+        self._end(done, recorder, lease)
+
+    def _end(self, done: int, recorder: Recorder, lease: Lease) -> None:
         self.tasks = recorder.tasks
-        self.finished = done >= config.train.steps
+        self.finished = done >= self.job.config.train.steps
         if not self.finished:
             self._print(*self.job.unfinished(done))
         lease.check()
         self._print(*recorder.summary())
         self._report(recorder)
+
+    def _read_batches(self) -> Batches:
+        """The data, by the paths of the first cluster: all stages are in this process."""
+        config = self.job.config
+        data_here = cluster_paths.here(config.data, self.job.topology.clusters[0].name)
+        read = functools.partial(read_batches, dataclasses.replace(config, data=data_here))
+        return patiently(read, has_trained=jobs.has_trained(self.run_dir))
 
     def _saves(
         self,
@@ -267,7 +426,12 @@ class Trainer:
         retention = Retention(self.run_dir, config, lease.move, say, lease.check)
         retention.after_start()
         commit = functools.partial(start.commit, data=data, owner=lease)
-        saves = Saves(self.run_dir, 1, commit, retention, say, alarm.committed)
+
+        def committed(step: int) -> None:
+            alarm.committed(step)
+            self._callbacks.saved(step, manifest.folder_of(self.run_dir, step))
+
+        saves = Saves(self.run_dir, 1, commit, retention, say, committed)
         alarm.attach(saves.outstanding, say)
         return saves
 

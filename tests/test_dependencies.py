@@ -2,6 +2,7 @@
 
 import ast
 import re
+import subprocess
 import sys
 import tomllib
 from pathlib import Path
@@ -93,3 +94,19 @@ def test_every_pinned_package_is_pinned_once_for_each_python_and_every_direct_on
     extras = ("", "tb", "zstd", "hf", "array_record", "s3", "docs", "dev")
     installed = {name for extra in extras for name in project[extra]}
     assert installed - {"holmesjax"} <= pins
+
+
+def test_the_folder_of_a_checkout_does_not_shadow_the_package(tmp_path):
+    """With `""` for its packages setuptools writes a line of sys.path, and no finder of modules.
+
+    Finders are asked after sys.path, whose first entry has the folder `holmesjax` without code.
+    """
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
+    assert settings["package-dir"] == {"": "."}
+    (tmp_path / "holmesjax").symlink_to(ROOT)
+    code = "import holmesjax, sys; sys.exit(holmesjax.__file__ is None)"
+    for path, status in ((tmp_path / "holmesjax", 0), (tmp_path / "nothing", 1)):
+        (tmp_path / "site.pth").write_text(f"{path}\n")
+        load = f"import site; site.addsitedir({str(tmp_path)!r}); {code}"
+        found = subprocess.run([sys.executable, "-S", "-c", load], cwd=tmp_path, timeout=60)
+        assert found.returncode == status

@@ -1,6 +1,7 @@
 """The loop of steps, with a runner that writes down when it is asked and what is waited for."""
 
 import dataclasses
+import fnmatch
 import gzip
 import json
 import threading
@@ -12,9 +13,11 @@ import numpy as np
 import pytest
 
 from holmesjax import session
+from holmesjax.callbacks import Callback, CallbackError, Callbacks
 from holmesjax.errors import FatalError
 from holmesjax.runtime import timeline
 from holmesjax.session import Session
+from tests.cases import cases
 from tests.clusters import make_config
 
 
@@ -71,7 +74,7 @@ def test_a_step_is_dispatched_before_anything_of_the_one_before_is_waited_for():
             return {}
 
     session = make_session(Runner(), events, steps=3)
-    assert session._run(SimpleNamespace(take=lambda: None), [], 0) == 3
+    assert list(session._run(SimpleNamespace(take=lambda: None), 0)) == [1, 2, 3]
     in_order = [event for i, event in enumerate(events) if event not in events[:i]]
     assert in_order == [
         "dispatch 1",
@@ -128,7 +131,7 @@ def test_steps_whose_ends_are_seen_at_once_share_their_time(monkeypatch):
     with timeline.Clock(1) as clock:
         own = make_session(Runner(), [], steps=5)
         own = dataclasses.replace(own, clock=clock, tell=told.append)
-        own._run(SimpleNamespace(take=lambda: None), [], 0)
+        list(own._run(SimpleNamespace(take=lambda: None), 0))
     assert [(part["step"], part["step_time_s"]) for part in told] == [
         (step, 10.0) for step in range(1, 6)
     ]
@@ -150,7 +153,7 @@ def test_steps_that_always_end_at_once_are_told_while_the_run_goes_on():
     clock = SimpleNamespace(timeline=lambda: late)
     own = make_session(Runner(), [], steps=20)
     own = dataclasses.replace(own, clock=clock, tell=told.append)
-    own._run(SimpleNamespace(take=lambda: None), [], 0)
+    list(own._run(SimpleNamespace(take=lambda: None), 0))
     assert [part["step"] for part in told] == list(range(1, 21))
     assert max(step - number for step, number in enumerate(num_told)) == session.MAX_HELD - 1
 
@@ -171,7 +174,7 @@ def test_gradients_that_stay_infinite_end_the_run_and_a_finite_one_counts_anew()
 
     session = make_session(Runner(), [], steps=9, max_skipped=3)
     with pytest.raises(FatalError, match="not finite, for 3 steps in a row") as error:
-        session._run(SimpleNamespace(take=lambda: None), [], 0)
+        list(session._run(SimpleNamespace(take=lambda: None), 0))
     assert error.value.where == "step 6, stage 1"
     assert error.value.exit_status == 1
 
@@ -191,10 +194,49 @@ def test_the_steps_that_are_asked_for_are_profiled(tmp_path):
     session = make_session(Runner(), [], steps=4, profile_steps=(2, 4))
     session = dataclasses.replace(session, profiles=tmp_path)
     feed = SimpleNamespace(take=lambda: None)
-    session._run(feed, [jax.numpy.eye(8)], 0)
+    session.states = [jax.numpy.eye(8)]
+    list(session._run(feed, 0))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step_000002", "step_000004"]
     for path in tmp_path.rglob("perfetto_trace.json.gz"):
         with gzip.open(path) as file:
             assert json.load(file)["traceEvents"]
     assert len(list(tmp_path.rglob("perfetto_trace.json.gz"))) == 2
     assert len(list(tmp_path.rglob("*.xplane.pb"))) == 2
+
+
+class Failing(Callback):
+    def before_step(self, trainer, step):
+        raise self.error
+
+    def after_step(self, trainer, step, numbers):
+        return self.returned
+
+
+@cases(
+    "field, value, where, found",
+    [
+        ("error", ValueError("no"), "Failing.before_step", "ValueError: no (*, line *)"),
+        ("returned", [1.0], "Failing.after_step", "[1.0]"),
+        ("returned", {"x": [1.0]}, "Failing.after_step", "list: *"),
+    ],
+)
+def test_a_callback_that_fails_ends_the_run_and_is_named(field, value, where, found):
+    class Runner:
+        def train_step(self, states, *_):
+            return states, {"grad_norm": 1.0, "learning_rate": 1.0, "skipped": False}
+
+        def take_link_bytes(self):
+            return {}
+
+    own, events = Failing(), []
+    own.error, own.returned = None, None
+    setattr(own, field, value)
+    if field == "returned":
+        own.before_step = lambda trainer, step: None
+    session = make_session(Runner(), events, steps=3)
+    session = dataclasses.replace(session, callbacks=Callbacks(None, [own]))
+    with pytest.raises(CallbackError) as error:
+        list(session._run(SimpleNamespace(take=lambda: None), 0))
+    assert error.value.where == where
+    assert fnmatch.fnmatch(error.value.found, found.replace("[", "[[]"))
+    assert not events  # no checkpoint

@@ -9,7 +9,7 @@ there are the lines and no control characters.
 
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TextIO
 
 import rich.console
@@ -44,7 +44,7 @@ class Console:
         self._bar = TaskID(0)
         self._total_steps = 0
         self._due_s = -float("inf")
-        self._waiting: Mapping[str, Any] | None = None  # seen, not printed
+        self._waiting: str | None = None  # a line that was seen, not printed
 
     def __enter__(self) -> "Console":
         return self
@@ -70,10 +70,10 @@ class Console:
             self._bar = self._progress.add_task("", total=total_steps, completed=done_steps)
             self._progress.start()
 
-    def step(self, record: Mapping[str, Any]) -> None:
-        """Takes the record of one step, as `metrics` writes it."""
+    def step(self, record: Mapping[str, Any], own: Sequence[str] = ()) -> None:
+        """Takes the record of one step, as `metrics` writes it; `own` names the user's numbers."""
         now_s = self._clock()
-        self._waiting = record
+        self._waiting = step_line(record, self._total_steps, own)
         if now_s >= self._due_s or record["step"] >= self._total_steps:
             self._print_step()
             # The next multiple of the interval: the time of a step does not shift the rhythm.
@@ -94,7 +94,7 @@ class Console:
 
     def _print_step(self) -> None:
         if self._waiting:
-            self.print(step_line(self._waiting, self._total_steps))
+            self.print(self._waiting)
             self._waiting = None
 
     def print(self, line: str) -> None:
@@ -106,14 +106,19 @@ class Console:
             self._stream.flush()
 
 
-def step_line(record: Mapping[str, Any], total_steps: int) -> str:
-    """One step in less than 120 columns.
+def step_line(record: Mapping[str, Any], total_steps: int, own: Sequence[str] = ()) -> str:
+    """One step in less than 120 columns; numbers of the user's own come before links and time.
 
     >>> step_line({"step": 20, "loss": 3.41, "tokens_per_s": 12_400.0, "grad_norm": 1.234,
     ...     "learning_rate": 3e-4, "step_time_s": 0.333, "bubble_share": 0.21, "skipped": False,
     ...     "time_left_s": 126.5, "link_bytes": {"stage 0 -> stage 1": 3 * 2**20}},
     ...     400).split("  ")[-4:]
     ['0.333 s/step', 'bubble 21%', 'links 3 MiB', 'left 2 min 6 s']
+    >>> step_line({"step": 1, "loss": 3.41, "tokens_per_s": 12_400.0, "grad_norm": 1.234,
+    ...     "learning_rate": 3e-4, "step_time_s": 0.333, "skipped": False, "time_left_s": 126.5,
+    ...     "link_bytes": {}, "head_norm": 2.5, "own/with_a_long_name": 1 / 3},
+    ...     400, ["head_norm", "own/with_a_long_name"]).split("  ")[-3:]
+    ['0.333 s/step', 'head_norm 2.5', 'own/with_a_long_name 0.3333']
     """
     parts = [
         _place(record, total_steps),
@@ -133,7 +138,10 @@ def step_line(record: Mapping[str, Any], total_steps: int) -> str:
         parts.append("SPIKE")
     left = [f"left {duration(s)}"] if (s := record.get("time_left_s")) else []
     whole = [f"links {show(sum(links.values()), 'B')}"] if links else []
-    lines = ["  ".join([*parts, *end]) for end in ([*whole, *left], whole, left, [])]
+    ends = [[*whole, *left], whole, left, []]
+    numbers = [f"{name} {record[name]:.4g}" for name in own]
+    ends = [[*numbers[:count], *end] for count in range(len(own), -1, -1) for end in ends]
+    lines = ["  ".join([*parts, *end]) for end in ends]
     return next((line for line in lines if len(line) < MAX_COLUMNS), lines[-1])
 
 

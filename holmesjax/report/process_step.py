@@ -17,6 +17,7 @@ Its entries:
     loss, grad_norm, learning_rate, skipped, val_loss     where it knows them
     val_losses     the validation loss of each set, where sets have names
     spike          whether it is one, where the run looks for spikes
+    own            numbers of the user's callbacks by name, where there are any
     auxiliary      auxiliary losses and metrics of the model's layers by name, where there are any
 """
 

@@ -9,17 +9,17 @@ import json
 import statistics
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, TextIO
 
 from holmesjax.config import Config
-from holmesjax.errors import LostLeaseError
+from holmesjax.errors import ConfigError, LostLeaseError
 from holmesjax.helper_process import StoppedError, run_module
 from holmesjax.lease import Lease
 from holmesjax.plan import mfu
-from holmesjax.report import link_losses
+from holmesjax.report import history, link_losses, metrics
 from holmesjax.report.console import Console
 from holmesjax.report.goodput import WallTime, goodput, rows
 from holmesjax.report.metrics import Metrics, read_last
@@ -33,6 +33,9 @@ NUM_RECENT = 10_000  # steps that the medians of a session are of
 SHOWN = 3  # of what took time, on the console
 # The page is another process's: it needs Matplotlib, and takes long after many steps.
 PAGE = "holmesjax.report.page"
+# Names of a record that a user's number cannot have, whether this record has them or not.
+TAKEN = {*history.NUMBERS, *history.GROUPS, *metrics.MAY_HAVE, "time_left_s"}
+TAKEN |= {"link_losses", "link_lost_s", "nic_bytes"}
 AFTER_REPORT_S = 5.0  # that are left for the rest of the end of a run
 
 
@@ -65,7 +68,7 @@ class Recorder:
         owner: Lease | None = None,
     ):
         self._owner = owner
-        self._last: dict[str, Any] = {}  # the record of this session's last step
+        self.last: dict[str, Any] = {}  # the record of this session's last step
         self._num_steps = 0  # of this session
         self._step_times_s: deque[float] = deque(maxlen=NUM_RECENT)
         self._tokens: deque[int] = deque(maxlen=NUM_RECENT)  # of the same steps
@@ -94,7 +97,7 @@ class Recorder:
     def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
         self._stack.close()
         if self._num_steps and not isinstance(error, LostLeaseError):
-            timeline = {"step": self._last["step"], "tasks": self.tasks}
+            timeline = {"step": self.last["step"], "tasks": self.tasks}
             # Of a full disk, or of another owner: what ended the run says more.
             with contextlib.suppress(OSError, LostLeaseError):
                 if self._owner:
@@ -112,7 +115,7 @@ class Recorder:
         """The session's result, and where the time of the whole run went; empty without a step."""
         if not self._num_steps:
             return []
-        count, last, whole_s = self._num_steps, self._last, time.monotonic() - self._began_s
+        count, last, whole_s = self._num_steps, self.last, time.monotonic() - self._began_s
         step_s = statistics.median(self._step_times_s)
         utilisation = mfu.shown(self._peak_step_s, step_s)
         tokens = statistics.median(self._tokens)
@@ -212,13 +215,27 @@ class Recorder:
         record |= link_losses.of_step(reports)
         if self._on_step:
             record |= self._on_step(record)
+        own = known.get("own", {})
+        _refuse_taken(own.keys() & (record.keys() | TAKEN))
+        record |= own
         self.tasks = [interval._asdict() for interval in intervals]
         self._metrics.write(record)
-        self.console.step(record)
-        self._last = record
+        self.console.step(record, tuple(own))
+        self.last = record
         self._num_steps += 1
         self._step_times_s.append(step_time_s)
         self._tokens.append(self._tokens_of(record["step"]))
+
+
+def _refuse_taken(names: Collection[str]) -> None:
+    """Raises ConfigError if there are names of one's own that a record has for other numbers."""
+    for name in sorted(names):
+        raise ConfigError(
+            f"a callback's number {name!r}",
+            "has the name of a number that is in the records of steps",
+            found=name,
+            fix=f"give it another name, such as own/{name}",
+        )
 
 
 def _sum_by_link(counts: Iterable[Mapping[str, int]]) -> dict[str, int]:

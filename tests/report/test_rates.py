@@ -8,6 +8,7 @@ import pytest
 
 from holmesjax import config as configs, job as jobs
 from holmesjax.config import CHECKOUT
+from holmesjax.errors import ConfigError
 from holmesjax.report import metrics, recorder
 from tests.jobs import write_run
 
@@ -87,7 +88,7 @@ def test_what_is_measured_stands_on_the_console_in_the_summary_and_in_the_file(
             now_s += passed_s
             recording.take(process_step(step, float(step_s)))
         summary, spent = recording.summary()
-        assert recording.write_report() is None  # a test's run wants none
+        assert recording.write_report(60.0) is None  # a test's run wants none
     first, *records = metrics.read(tmp_path)
     assert first == past
     page = (CHECKOUT / "docs/run_folder.md").read_text()
@@ -147,3 +148,14 @@ def test_overrides_may_be_a_dict(tmp_path):
     assert jobs.load(path, nested).config.parallel == want.parallel
     assert jobs.load(path, nested).config.run.dir == str(tmp_path / "007")
     assert jobs.load(path, "train.steps=7").config.train.steps == 7
+
+
+@pytest.mark.parametrize("name", ["loss", "val_loss", "time_left_s"])
+def test_a_number_of_ones_own_takes_no_name_of_a_record(tmp_path, name):
+    config = load(tmp_path, "train.steps=9").config
+    with recorder.Recorder(tmp_path, config, done_steps=0, stream=io.StringIO()) as recording:
+        recording.take({**process_step(1, 1.0), "own": {f"own/{name}": 2.0}})
+        with pytest.raises(ConfigError, match=f"a callback's number '{name}'"):
+            recording.take({**process_step(2, 1.0), "own": {name: 2.0}})
+    [record] = metrics.read(tmp_path)
+    assert record[f"own/{name}"] == 2.0

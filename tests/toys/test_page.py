@@ -12,7 +12,7 @@ from holmesjax.config import CHECKOUT
 from holmesjax.report import metrics
 from tests.jobs import run_launch, write_run
 
-PAGES = ("extending.md", "extending_training.md")
+PAGES = ("docs/extending.md", "docs/extending_training.md")
 # Each section of the pages, the file that gets what it shows, and the line that this comes behind.
 ROWS = {
     "Add a launcher": ("launch/launchers/table.py", r"^LAUNCHERS.*\{\n"),
@@ -69,7 +69,7 @@ def copy(tmp_path_factory):
     skipped = shutil.ignore_patterns("__pycache__")
     for name in ("holmesjax", "launch", "kernels", "configs"):
         shutil.copytree(CHECKOUT / name, tmp_path / name, ignore=skipped)
-    page = "\n".join((CHECKOUT / "docs" / name).read_text() for name in PAGES)
+    page = "\n".join((CHECKOUT / name).read_text() for name in PAGES)
     for title, (name, anchor) in ROWS.items():
         section = page.split(f"## {title}\n")[1].split("\n## ")[0]
         assert f"`{name}`" in section

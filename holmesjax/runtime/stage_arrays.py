@@ -1,0 +1,80 @@
+"""The arrays of a run, as whoever trains from Python sees them."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+
+from holmesjax.models.layer import merged
+from holmesjax.optimizers.optimizer import State
+from holmesjax.runtime.stage import Stage, StageState, Tree
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageArrays:
+    """The arrays of a stage between two steps.
+
+    These are the arrays that the run trains, and no copies. The next step takes their memory: JAX
+    then raises RuntimeError for whoever reads an array that was kept. `jax.tree.map(jnp.copy, ...)`
+    keeps one.
+    """
+
+    cluster: str
+    layers: tuple[str, ...]
+    mesh: Mesh
+    params: Tree  # by layer and name, also those that do not train
+    opt_state: State  # its trees are by layer and name
+
+    @property
+    def shardings(self) -> Tree:
+        """The sharding of each parameter, by layer and name."""
+        return jax.tree.map(lambda x: x.sharding, self.params)
+
+
+def of(stages: Sequence[Stage], states: Sequence[StageState]) -> tuple[StageArrays, ...]:
+    """The arrays of each stage of the plan, from those of its chunks in model order."""
+    plan = stages[0].plan
+    found = []
+    for index, own in enumerate(plan.stages):
+        chunks = [
+            (stage, state)
+            for stage, state in zip(stages, states, strict=True)
+            if plan.chunks[stage.index][0] == index
+        ]
+        found.append(
+            StageArrays(
+                cluster=own.cluster,
+                layers=own.layers,
+                mesh=chunks[0][0].mesh,
+                params=union([params_of(state) for _, state in chunks]),
+                opt_state=union([state.opt_state for _, state in chunks]),
+            )
+        )
+    return tuple(found)
+
+
+def params_of(state: StageState) -> Tree:
+    """All parameters of a chunk, whether they train or not."""
+    layers = dict.fromkeys([*state.params, *state.fixed])
+    return {
+        layer: merged(state.params.get(layer, {}), state.fixed.get(layer, {})) for layer in layers
+    }
+
+
+def union(trees: Sequence[Any]) -> Any:
+    """One tree with the keys of all dicts; of what several trees have, the first counts.
+
+    >>> union([({"a": 1}, 7), ({"b": 2, "a": 3}, 8)])
+    ({'a': 1, 'b': 2}, 7)
+    """
+    first = trees[0]
+    if isinstance(first, dict):
+        keys = dict.fromkeys(key for tree in trees for key in tree)
+        return {key: union([tree[key] for tree in trees if key in tree]) for key in keys}
+    if isinstance(first, tuple):
+        make = getattr(first, "_make", tuple)
+        return make(union(parts) for parts in zip(*trees, strict=True))
+    assert jax.tree.leaves(first) in ([first], []), f"{type(first)} is no dict and no tuple"
+    return first
