@@ -214,8 +214,8 @@ class Trainer:
     def save(self) -> None:
         """Asks for a checkpoint of the arrays that are there now.
 
-        From a loop of one's own it is of the last step, and taken as the next one begins. From
-        `before_step` of a callback it is of the step that begins.
+        From a loop of one's own it is of the last step, and taken as the next one begins. Before
+        the first step, and from `before_step` of a callback, it is of the step that comes.
         """
         self._session_now().save()
 

@@ -1,6 +1,7 @@
 """The code of the page about Python trains, bit for bit as a plain run does."""
 
 import re
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -10,6 +11,8 @@ from holmesjax import Callback, Trainer
 from holmesjax.checkpoints import checkpoint, digests, manifest
 from holmesjax.config import CHECKOUT
 from holmesjax.report import metrics
+from holmesjax.runtime import stage_arrays
+from holmesjax.runtime.stage import StageState
 from launch.__main__ import main
 
 PAGE = (CHECKOUT / "docs/from_python.md").read_text()
@@ -35,6 +38,9 @@ class Keeper(Callback):
             self.kept = trainer.params
             self.copy = jax.device_get(self.kept)
             self.shardings = trainer.stages[1].shardings
+
+    def after_step(self, trainer, step, numbers):
+        return {"own/loss": numbers["loss"], "own/rate": numbers["learning_rate"]}
 
 
 def saved(run_dir, step):
@@ -77,6 +83,9 @@ def test_the_code_of_the_page_trains_as_a_plain_run(tmp_path, capsys, monkeypatc
     state = {"params": trainer.params, "opt_state": trainer.opt_state}
     assert digests.of(checkpoint.flatten(jax.device_get(state))) == whole
     assert np.isclose(records[3]["head_norm"], np.linalg.norm(state["params"]["head"]["output_DV"]))
+    for record in records:
+        assert record["own/loss"] == record["loss"]
+        assert record["own/rate"] == record["learning_rate"]
     assert len({record["head_norm"] for record in records}) == 4
     assert records[3]["perplexity"] == pytest.approx(np.exp(plain[3]["val_loss"]))
     [events] = (tmp_path / "norms/tensorboard").glob("*")
@@ -93,7 +102,33 @@ def test_the_code_of_the_page_trains_as_a_plain_run(tmp_path, capsys, monkeypatc
     stages = trainer.stages
     assert trainer.mesh == (stages[0].mesh, stages[1].mesh)
     assert keeper.shardings == stages[1].shardings
-    for name, where in stages[1].shardings["head"].items():
-        own = jax.tree.leaves(where)
-        assert {s.mesh for s in own} == {trainer.mesh[1]}, name
-    assert {layer for stage in stages for layer in stage.params} == trainer.params.keys()
+    for stage, planned in zip(stages, trainer.job.plan.stages, strict=True):
+        assert {where.mesh for where in jax.tree.leaves(stage.shardings)} == {stage.mesh}
+        assert {*stage.params} == {*stage.layers} == {*planned.layers}
+        numbers = [[device.id for device in stage.mesh.devices.flat], [*planned.devices]]
+        assert numbers[0] == numbers[1]
+
+
+def test_a_stage_with_several_chunks_has_the_layers_of_all():
+    chunks = (("embed", "block_000"), ("block_002",)), (("block_001",), ("block_003", "head"))
+    plan = SimpleNamespace(
+        stages=[
+            SimpleNamespace(cluster=str(i), layers=sum(own, ())) for i, own in enumerate(chunks)
+        ],
+        chunks=[(s, own[c]) for c in (0, 1) for s, own in enumerate(chunks)],
+    )
+    found = [SimpleNamespace(plan=plan, index=i, mesh=s) for i, (s, _) in enumerate(plan.chunks)]
+    trees = [{layer: {"w": layer} for layer in own} for _, own in plan.chunks]
+    trees[3] |= {"embed": {"w": "a copy"}}  # of a tied table
+    frozen = [{layer: {"v": f"frozen {layer}"} for layer in own} for _, own in plan.chunks]
+    states = [
+        StageState(*own) for own in zip(trees, [(7, own) for own in trees], frozen, strict=True)
+    ]
+    first, second = stage_arrays.of(found, states)
+    assert [own.mesh for own in (first, second)] == [0, 1]
+    whole = {
+        layer: {"w": layer, "v": f"frozen {layer}"} for layer in (*first.layers, *second.layers)
+    }
+    assert first.params == {layer: whole[layer] for layer in first.layers}
+    assert second.opt_state[1].keys() == {*second.layers, "embed"}
+    assert stage_arrays.union([first.params, second.params]) == whole
