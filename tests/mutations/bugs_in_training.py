@@ -412,7 +412,9 @@ TRAINING = (
         old="if plan.chunks[stage.index][0] == index",
         new="if stage.index == index",
         wrong="a stage of an interleaved schedule shows one of its chunks",
-        tests=("tests/test_from_python.py",),
+        tests=(
+            "tests/test_from_python.py::test_a_stage_with_several_chunks_has_the_layers_of_all",
+        ),
     ),
     Bug(
         name="a-printed-plan-without-its-price",
