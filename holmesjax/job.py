@@ -356,7 +356,7 @@ def _differ(name: str, before: bytes, now: bytes) -> bool:
             # The run folder has its own copies of these files.
             del content["run"]["dir"], content["topology"]
             content["data"].pop("tokenizer", None)
-    except (yaml.YAMLError, KeyError, TypeError):
+    except (yaml.YAMLError, ValueError, RecursionError, KeyError, TypeError):
         return True
     return bool(contents[0] != contents[1])
 

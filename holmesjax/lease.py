@@ -34,7 +34,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
-from holmesjax import hung_main_thread
+from holmesjax import hung_main_thread, json_text
 from holmesjax.errors import ConfigError, LeaseError, LostLeaseError
 from holmesjax.whole_files import write_whole
 
@@ -419,7 +419,7 @@ def _read(path: Path) -> Record | None:
             return None
         raise
     try:
-        record = json.loads(content)
+        record = json_text.value_of(content)
     except ValueError:
         record = None
     return record if isinstance(record, dict) else {"text": content.decode(errors="replace")}

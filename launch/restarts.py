@@ -21,6 +21,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from holmesjax import json_text
 from holmesjax.errors import REQUEUE, FatalError
 from holmesjax.whole_files import write_whole
 from launch.process_logs import LOGS
@@ -138,7 +139,10 @@ class Restarts:
 
     def _read(self) -> list[StartEntry]:
         try:
-            starts = [StartEntry(**entry) for entry in json.loads(self._path.read_text())["starts"]]
+            starts = [
+                StartEntry(**entry)
+                for entry in json_text.value_of(self._path.read_text())["starts"]
+            ]
             if all(map(_is_entry, starts)):
                 return starts
             raise ValueError("an entry has other values")

@@ -16,6 +16,7 @@ PLACES = [
     "holmesjax.errors",
     "holmesjax.boxes",
     "holmesjax.whole_files",
+    "holmesjax.json_text",
     "holmesjax.hung_main_thread",
     "holmesjax.helper_process",
     "holmesjax.xla_flags",

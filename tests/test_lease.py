@@ -453,7 +453,7 @@ def test_a_job_owns_its_folder_until_it_loses_it(tmp_path, capsys):
         job.until("step ")
         other = run_launch_here(capsys, "train", run_file, *endless)
         assert (other.returncode, other.stdout) == (2, "")
-        assert other.stderr.startswith(f"error: {tmp_path / 'run'}: is in use by another process")
+        assert f"error: {tmp_path / 'run'}: is in use by another process" in other.stderr
         assert f"process {job.process.pid} on " in other.stderr
         assert f"launch train {run_file} --launcher local" in other.stderr
         with pytest.raises(LeaseError):

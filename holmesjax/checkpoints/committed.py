@@ -13,6 +13,7 @@ import json
 import os
 from pathlib import Path
 
+from holmesjax import json_text
 from holmesjax.errors import CheckpointError
 from holmesjax.whole_files import write_whole
 
@@ -33,7 +34,7 @@ def read(run_dir: str | Path) -> int | None:
     try:
         if RECORD not in os.listdir(path.parent):  # asks a file server, as a look-up may not
             return None
-        step = json.loads(path.read_text())["step"]
+        step = json_text.value_of(path.read_text())["step"]
         if isinstance(step, int) and step >= 0:
             return step
         found: object = step

@@ -25,6 +25,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from holmesjax import json_text
 from holmesjax.checkpoints import committed
 from holmesjax.errors import FINAL, CheckpointError, DamagedError, PeerError
 from holmesjax.whole_files import write_whole
@@ -91,7 +92,7 @@ def at(path: Path) -> Checkpoint:
     match = STEP.fullmatch(path.name)
     assert match, path
     try:
-        content = json.loads((path / MANIFEST).read_text())
+        content = json_text.value_of((path / MANIFEST).read_text())
     except (OSError, ValueError):
         content = None
     manifest = content if isinstance(content, dict) else {}

@@ -17,7 +17,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from holmesjax import job as jobs, schema
+from holmesjax import job as jobs, json_text, schema
 from holmesjax.checkpoints import manifest, second_reading, skipped_data
 from holmesjax.checkpoints.manifest import Checkpoint
 from holmesjax.checkpoints.skipped_data import Skipped
@@ -458,7 +458,7 @@ def _allowable(job: Job) -> tuple[str, ...]:
 def _allowed(run_dir: Path) -> list[_Allowed]:
     path = run_dir / ALLOWED
     try:
-        allowed = [_Allowed(**entry) for entry in json.loads(path.read_text())]
+        allowed = [_Allowed(**entry) for entry in json_text.value_of(path.read_text())]
         if all(isinstance(a.step, int) and isinstance(a.name, str) for a in allowed):
             return allowed
         raise ValueError("a step that is no number, or a name that is no text")

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from holmesjax import json_text
 from holmesjax.config import TrainConfig
 from holmesjax.errors import CheckpointError, FatalError
 from holmesjax.whole_files import write_whole
@@ -35,7 +36,7 @@ def read(run_dir: Path) -> tuple[Skipped, ...]:
     """Reads the record of a run. Raises CheckpointError if it cannot be read."""
     path = run_dir / RECORD
     try:
-        found = tuple(Skipped(**entry) for entry in json.loads(path.read_text()))
+        found = tuple(Skipped(**entry) for entry in json_text.value_of(path.read_text()))
         if all(isinstance(number, int) for own in found for number in own):
             return found
         raise ValueError("a step that is no number")

@@ -3,13 +3,13 @@
 Each is read by the library that owns it, some rows at a time.
 """
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
 
+from holmesjax import json_text
 from holmesjax.data import extras, stores
 from holmesjax.data.documents import (
     Documents,
@@ -113,7 +113,10 @@ def _dataset(path: Path) -> Any:
         fix = "copy the folder here, or write parquet files"
         raise DataError(str(path), "cannot be read in a store", found="a dataset", fix=fix)
     if _is_split(path):
-        names = json.loads((path / SPLITS).read_text()).get("splits", [])
+        try:
+            names = list(map(str, json_text.value_of((path / SPLITS).read_bytes())["splits"]))
+        except (ValueError, KeyError, TypeError) as error:
+            raise damaged(str(path / SPLITS), "list of splits", error) from None
         fix = f"name one of them: {path / names[0]}" if names else "copy it again"
         raise DataError(str(path), "has several splits", found=", ".join(names), fix=fix)
     for file in _arrows(path):
@@ -131,7 +134,7 @@ def _dataset(path: Path) -> Any:
 def _arrows(path: Path) -> list[Path]:
     """The files of rows. Raises DataError if one is missing."""
     try:
-        said = json.loads((path / STATE).read_text())
+        said = json_text.value_of((path / STATE).read_text())
         files = [path / own["filename"] for own in said["_data_files"]]
     except (ValueError, KeyError, TypeError) as error:
         raise damaged(str(path / STATE), "list of files", error) from None

@@ -1,13 +1,13 @@
 """Documents in text, which may be packed: a file is one, or each object of its JSON."""
 
 import codecs
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from holmesjax import json_text
 from holmesjax.data import packed_files, stores
 from holmesjax.data.documents import Documents, FilePart, Wanted, decoded, null_among
 from holmesjax.data.file_kinds import ARRAY, LINES, FileKind
@@ -82,7 +82,7 @@ def _lines(path: Path, kind: FileKind, part: FilePart | None) -> Iterator[tuple[
 def from_json(line: bytes, where: str) -> Any:
     """The value of a line of JSON. Raises DataError."""
     try:
-        return json.loads(decoded(line.removeprefix(codecs.BOM_UTF8), where))
+        return json_text.value_of(decoded(line.removeprefix(codecs.BOM_UTF8), where))
     except ValueError as error:
         raise DataError(where, "is no JSON", found=error, fix="write an object a line") from None
 

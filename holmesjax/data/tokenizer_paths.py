@@ -7,7 +7,6 @@ sentencepiece  a file .model
 
 import contextlib
 import hashlib
-import json
 import re
 import shutil
 from collections.abc import Mapping
@@ -15,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from holmesjax import hub_names
+from holmesjax import hub_names, json_text
 from holmesjax.data import extras
 from holmesjax.errors import AbsentDataError, DataError
 
@@ -144,7 +143,7 @@ def read_text(path: Path) -> str:
 def read_json(path: Path) -> dict[str, Any]:
     """The object in a file. Raises DataError."""
     try:
-        content = json.loads(read(path))
+        content = json_text.value_of(read(path))
     except ValueError as error:
         fix = "copy it again"
         raise DataError(str(path), "is no JSON", found=error, fix=fix) from None

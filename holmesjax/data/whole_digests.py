@@ -15,6 +15,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from holmesjax import json_text
 from holmesjax.whole_files import write_whole
 
 FOLDER = ".holmesjax"  # beside the files
@@ -83,7 +84,7 @@ def _read(path: Path) -> str:
 def _kept(path: Path) -> str | None:
     """Returns the digest that an earlier process has kept, if the file is still the same."""
     try:
-        kept = json.loads(_place(path).read_text(encoding="utf-8"))
+        kept = json_text.value_of(_place(path).read_text(encoding="utf-8"))
         digest = kept.pop("sha256")
     except (
         OSError,

@@ -16,6 +16,7 @@ from collections.abc import Collection, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+from holmesjax import json_text
 from holmesjax.errors import HolmesError
 from holmesjax.hosts.hardware import Gpu
 from holmesjax.whole_files import write_whole
@@ -124,7 +125,7 @@ def permitted(run_dir: Path, allow: Sequence[str]) -> tuple[str, ...]:
 
 def _kept(path: Path) -> list[str]:
     try:
-        kept = json.loads(path.read_text())
+        kept = json_text.value_of(path.read_text())
         if isinstance(kept, list) and all(isinstance(name, str) for name in kept):
             return kept
         found = "no list of names"

@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
-from holmesjax import xla_flags
+from holmesjax import json_text, xla_flags
 from holmesjax.config import Config
 from holmesjax.hosts.computing import installed
 from holmesjax.layers.distinct_kinds import kinds
@@ -205,7 +205,7 @@ class OutOfTimeError(Exception):
 
 def _read(path: Path) -> dict[str, Any] | None:
     with suppress(OSError, ValueError):
-        kept = json.loads(path.read_text())
+        kept = json_text.value_of(path.read_text())
         if isinstance(kept, dict) and {"problem", "has_ended"} <= kept.keys():
             age_s = time.time() - path.stat().st_mtime
             return kept if kept["has_ended"] or age_s < RETRY_S else None
@@ -270,8 +270,8 @@ def _said(out: TextIO) -> tuple[list[str], list[dict[str, Any]]]:
     # It shares its place in the file, and may write on.
     text = os.pread(out.fileno(), os.fstat(out.fileno()).st_size, 0).decode(errors="replace")
     lines = [line for line in text.splitlines(keepends=True) if line.endswith("}\n")]
-    begun = [json.loads(line)["begins"] for line in lines if line.startswith('{"begins"')]
-    return begun, [json.loads(line) for line in lines if line.startswith('{"what"')]
+    begun = [json_text.value_of(line)["begins"] for line in lines if line.startswith('{"begins"')]
+    return begun, [json_text.value_of(line) for line in lines if line.startswith('{"what"')]
 
 
 def _where(begun: Sequence[str], found: Sequence[dict[str, Any]]) -> str:

@@ -18,6 +18,7 @@ from typing import Any
 import yaml
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
+from holmesjax import json_text
 from holmesjax.config import Schedule
 from holmesjax.errors import PlanError
 from holmesjax.layers.model_layers import EMBED, HEAD, layer_names
@@ -178,17 +179,23 @@ class Plan:
           PlanError: the text is no plan, contradicts itself, or differs from the hash it carries.
         """
         try:
-            return _from_content(json.loads(text), where)
-        except json.JSONDecodeError as error:
+            content = json_text.value_of(text)
+        except ValueError as error:
             raise _damaged(where, "is not JSON", error) from None
+        return _from_content(content, where)
 
     @classmethod
     def from_yaml(cls, text: str, where: str = "plan") -> "Plan":
         """The plan of `to_yaml`; otherwise like `from_json`."""
         try:
-            return _from_content(yaml.safe_load(text), where)
+            content = yaml.safe_load(text)
         except yaml.YAMLError as error:
             raise _damaged(where, "is not YAML", str(error).splitlines()[0]) from None
+        except ValueError as error:  # the 45th of May is no date
+            raise _damaged(where, "is not YAML", error) from None
+        except RecursionError:
+            raise _damaged(where, "is not YAML", "it is nested too deep") from None
+        return _from_content(content, where)
 
     def save(self, path: str | Path) -> None:
         """Writes JSON or YAML, by the file's suffix."""

@@ -7,7 +7,6 @@ and its style; this module prepares the values.
 """
 
 import io
-import json
 import math
 import os
 import re
@@ -23,7 +22,7 @@ from jinja2 import Environment, StrictUndefined, Template
 from markupsafe import Markup
 from matplotlib.figure import Figure
 
-from holmesjax import yaml_files
+from holmesjax import json_text, yaml_files
 from holmesjax.checkpoints import commit_alarm
 from holmesjax.errors import DataError, HolmesError
 from holmesjax.hosts.process_environment import die_with
@@ -151,7 +150,7 @@ def write_report(run_dir: str | Path) -> Path:
 def _read_timeline(path: Path) -> Record:
     """The tasks of a step that were timed; none where a crash has left no whole file."""
     try:
-        timed = json.loads(path.read_text())
+        timed = json_text.value_of(path.read_text())
         if isinstance(timed["step"], int) and all(isinstance(own, dict) for own in timed["tasks"]):
             return dict(timed)
     except (OSError, ValueError, KeyError, TypeError):
@@ -386,7 +385,7 @@ def _read_lab(path: Path) -> _Section | None:
     if not path.exists():
         return None
     try:
-        return _lab_section(json.loads(path.read_text(encoding="utf-8")))
+        return _lab_section(json_text.value_of(path.read_text(encoding="utf-8")))
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise HolmesError(
             str(path),

@@ -229,6 +229,10 @@ def test_a_dataset_of_several_splits_names_them(tmp_path):
     write_hugging_face(tmp_path)
     with pytest.raises(DataError, match=r"hf: has several splits\n.*train, test\n.*hf/train"):
         read(tmp_path / "hf")
+    for wrong in ("", "[]", '{"splits": 3}'):
+        (tmp_path / "hf" / "dataset_dict.json").write_text(wrong)
+        with pytest.raises(DataError, match=r"dataset_dict.json: is no whole list of splits"):
+            read(tmp_path / "hf")
     with pytest.raises(DataError, match=r"arrow: is a part of a dataset\n.*\n.*name the folder"):
         read(tmp_path / "hf" / "train" / SECOND)
     shutil.rmtree(tmp_path / "hf" / "test")

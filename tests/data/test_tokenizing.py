@@ -83,6 +83,7 @@ def test_lines_are_the_same_however_a_file_is_cut(tmp_path):
         ("a.txt", b"\xff", r"a.txt: is no UTF-8"),
         ("a.txt", b"a\0", r"a.txt: holds a zero byte\n  found: at byte 1"),
         ("a.jsonl", b'{"text": "a"}\n{"text', r"a.jsonl, byte 14: is no JSON"),
+        ("a.jsonl", b'{"text": ' + b"[" * 100_000, r"a.jsonl, .* is no JSON\n.*nested too deep"),
         ("a.jsonl", b'{"words": "a"}', r"a.jsonl, byte 0: has no text in .*\n  found: words"),
         ("a.jsonl", b"[1]", r"a.jsonl, byte 0: has no text in .*\n  found: list"),
         ("a.jsonl", b'{"text": 3}', r"a.jsonl, byte 0: has no text in .*\n  found: text"),

@@ -22,6 +22,7 @@ from launch import supervisor
 from launch.restarts import RECORD, Restarts
 from tests.jobs import run_launch_here, write_run
 
+TERM_S = lease.TERM_S
 STEP = Path(manifest.FOLDER, "step_00000002")
 SETTINGS = [
     *("train.steps=2", "model.num_layers=1", "model.width=16", "model.positions=learned"),
@@ -78,6 +79,14 @@ def other_values(path):
         path.write_text('{"step": -5}\n{"step": "two"}\n')
 
 
+def nested(path):
+    path.write_text("[" * 100_000)
+
+
+def no_date(path):
+    path.write_text("{name: 2026-05-45}")
+
+
 def a_folder(path):
     path.unlink()
     path.mkdir()
@@ -92,7 +101,7 @@ def zeros(path):
     path.write_bytes(bytes(64))
 
 
-WAYS = [empty, cut, no_utf_8, other_shape, other_values, a_folder, zeros]
+WAYS = [empty, cut, no_utf_8, other_shape, other_values, nested, no_date, a_folder, zeros]
 JOB = ["train", "RUN", "--launcher", "local", "train.steps=4"]
 VERBS = {
     "train": ["train", "RUN"],
@@ -203,6 +212,7 @@ def test_a_damaged_timeline_leaves_a_report_without_it(whole, tmp_path, way):
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EACCES], ids=errno.errorcode.get)
 def test_a_write_of_a_launcher_that_fails_is_told_with_its_path(run, tmp_path, monkeypatch, number):
     """Each one in turn: of the lease, of the settings, and of what is kept for a restart."""
+    monkeypatch.setattr(lease, "TERM_S", TERM_S)  # of 0 s, a failed renewal would end this process
     calls, fsync, fails_at = [], os.fsync, None
     monkeypatch.setattr(lease, "TERM_S", 60.0)  # one renewal that fails loses no lease
 
