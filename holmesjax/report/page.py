@@ -151,11 +151,17 @@ def _read_timeline(path: Path) -> Record:
     """The tasks of a step that were timed; none where a crash has left no whole file."""
     try:
         timed = json_text.value_of(path.read_text())
-        if isinstance(timed["step"], int) and all(isinstance(own, dict) for own in timed["tasks"]):
+        if isinstance(timed["step"], int) and all(map(_is_timed, timed["tasks"])):
             return dict(timed)
     except (OSError, ValueError, KeyError, TypeError):
         pass
     return {"tasks": []}
+
+
+def _is_timed(task: Record) -> bool:
+    """Whether a task says its stage and its times. Raises KeyError and TypeError."""
+    has_times = math.isfinite(task["start_s"]) and math.isfinite(task["end_s"])
+    return has_times and type(task["stage"]) is int and isinstance(task["kind"], str)
 
 
 def _template() -> Template:

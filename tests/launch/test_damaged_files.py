@@ -3,6 +3,7 @@
 import errno
 import io
 import json
+import math
 import os
 import shutil
 from pathlib import Path
@@ -201,7 +202,12 @@ def test_a_damaged_file_is_named_in_every_verb_and_is_no_traceback(run, verb):
     assert not wrong, "\n".join(wrong)
 
 
-@pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
+def odd_tasks(path):
+    times = {"stage": 0, "kind": "F", "microbatch": 0, "start_s": math.nan, "end_s": 1.0}
+    path.write_text(json.dumps({"step": 1, "tasks": [times]}))
+
+
+@pytest.mark.parametrize("way", [*WAYS, odd_tasks], ids=lambda way: way.__name__)
 def test_a_damaged_timeline_leaves_a_report_without_it(whole, tmp_path, way):
     run_dir = tmp_path / "run"
     shutil.copytree(whole, run_dir)
