@@ -32,8 +32,8 @@ JOBS = (
     Bug(
         name="append-without-a-look",
         module="holmesjax.report.metrics",
-        old='        """\n        self._check()\n        self._lines.append',
-        new='        """\n        self._lines.append',
+        old='        """\n        self._check()\n        self._file.append',
+        new='        """\n        self._file.append',
         wrong="an owner that wakes up appends to the records of its successor",
         tests=("tests/test_lease.py::test_who_has_lost_the_run_writes_no_record_and_cuts_none",),
     ),
