@@ -220,7 +220,6 @@ def test_a_write_of_a_launcher_that_fails_is_told_with_its_path(run, tmp_path, m
     """Each one in turn: of the lease, of the settings, and of what is kept for a restart."""
     monkeypatch.setattr(lease, "TERM_S", TERM_S)  # of 0 s, a failed renewal would end this process
     calls, fsync, fails_at = [], os.fsync, None
-    monkeypatch.setattr(lease, "TERM_S", 60.0)  # one renewal that fails loses no lease
 
     def sync(file):
         calls.append(file)
