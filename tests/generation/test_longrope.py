@@ -16,6 +16,7 @@ from tests.models import family_oracle
 from tests.models.families import MODELS, TOKENS, params, tensors
 from tests.one_device import logits_of
 
+ATOL = 5e-4  # of logits up to 7 in float32: JAX 0.12 is off by 2.2e-4, and other factors by 0.05
 ORIGINAL = 16  # tokens of a text of the first training; the model has a context of 64
 SHORT, LONG = (1.0, 1.6), (2.0, 5.0)
 SCALING = RotaryScalingConfig(
@@ -47,10 +48,10 @@ def test_a_text_has_the_factors_of_its_length(length, monkeypatch):
     want = oracle(TOKENS[:length], monkeypatch)
     rows = np.stack([TOKENS[:length], TOKENS[:length]]).astype(np.int32)
     got, _ = extended(decoder_of(), rows, (length,), most=64)
-    np.testing.assert_allclose(got[1], want, rtol=0, atol=2e-4)
+    np.testing.assert_allclose(got[1], want, rtol=0, atol=ATOL)
     of_run = dataclasses.replace(MODEL, context_length=length)  # a training has one length
     trained = logits_of(params("phi3", HERE), of_run, rows[:1])
-    np.testing.assert_allclose(trained[0], want, rtol=0, atol=2e-4)
+    np.testing.assert_allclose(trained[0], want, rtol=0, atol=ATOL)
     f = oracle(TOKENS[: ORIGINAL if length > ORIGINAL else ORIGINAL + 1], monkeypatch)
     assert np.abs(f[: len(want)] - want[: len(f)]).max() > 0.05  # the others would be seen
 
