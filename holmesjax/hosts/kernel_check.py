@@ -38,7 +38,7 @@ if TYPE_CHECKING:  # a launcher looks at no hardware
 
 CHECK = "kernels.attention.check"
 LIMIT_S = 120.0  # for a case, and for the start of JAX before the first
-CASES_OF_UPDATE = 6  # of `kernels.adamw_check`
+CASES_OF_UPDATE = 7  # of `kernels.adamw_check`
 KILLED_S = 5.0  # for a check that was killed to be gone; what hangs in a driver is left to it
 # A check that did not end is repeated by a start so much later: the machine may have been busy. All
 # processes of one start find the same verdict.
