@@ -90,7 +90,8 @@ def test_no_process_is_blamed_where_all_have_lost_the_launcher_alone():
         others = [*events[:3], ProcessEvent(3, FAILURES[known])]
         assert cause_of(others, PROCESSES).process != NOBODY, known
     assert cause_of(events[:3], PROCESSES).process != NOBODY  # one still goes on
-    assert cause_of(events[1:2], PROCESSES[1:2]).process == 1  # the only one
+    alone = [ProcessEvent(0, FAILURES["lost"])]
+    assert cause_of(alone, PROCESSES[:1]).process == 0  # the only one
 
 
 LAUNCHERS = ("local", "ssh", "slurm", "external")
