@@ -17,17 +17,18 @@ def reset_connections(one: int, other: int) -> int:
     Both are descendants of this process, which may look into no others.
     """
     with contextlib.ExitStack() as stack:
-        ends = [(own.getsockname(), own.getpeername()) for own in _connections(other, stack)]
-        found = [
-            own
-            for own in _connections(one, stack)
-            if (own.getpeername(), own.getsockname()) in ends
-        ]
+        ends = {(there, here) for _, here, there in _connections(other, stack)}
+        found = [own for own, *places in _connections(one, stack) if tuple(places) in ends]
         return sum(LIBC.connect(own.fileno(), AF_UNSPEC, len(AF_UNSPEC)) == 0 for own in found)
 
 
-def _connections(pid: int, stack: contextlib.ExitStack) -> list[socket.socket]:
-    """Returns the connections over IPv4 of another process, which `stack` closes here."""
+def _connections(
+    pid: int, stack: contextlib.ExitStack
+) -> list[tuple[socket.socket, tuple[str, int], tuple[str, int]]]:
+    """Returns the connections over IPv4 of another process, which `stack` closes here.
+
+    With each come its own address and that of the other end.
+    """
     process = os.pidfd_open(pid)
     stack.callback(os.close, process)
     found = []
@@ -39,6 +40,6 @@ def _connections(pid: int, stack: contextlib.ExitStack) -> list[socket.socket]:
             if number < 0:
                 raise OSError(ctypes.get_errno(), f"descriptor {link.name} of process {pid}")
             own = stack.enter_context(socket.socket(fileno=number))
-            if own.family == socket.AF_INET and own.getpeername():
-                found.append(own)
+            if own.family == socket.AF_INET:
+                found.append((own, own.getsockname(), own.getpeername()))
     return found
