@@ -160,14 +160,15 @@ class Controller:
     def unanswered(self, question: int) -> set[int]:
         """Returns the members that have not answered a question yet, and may still do so.
 
-        Those that have missed two heartbeats are not among them, but among `overdue`.
+        Those that have missed two heartbeats are not among them, but among `overdue`. One whose
+        connection has ended since its answer has to come back first.
         """
         overdue = self.overdue()
         return {
             seat.process.number
             for seat in self._seats
             if seat.is_here
-            and not self.has_answered(seat.process.number, question)
+            and (seat.is_away or not self.has_answered(seat.process.number, question))
             and seat.process.number not in overdue
         }
 

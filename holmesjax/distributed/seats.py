@@ -62,7 +62,12 @@ class Seat:
     @property
     def is_here(self) -> bool:
         """Whether it has come and may still be heard, over this connection or the next."""
-        return self.is_open or self.away_until_s is not None
+        return self.is_open or self.is_away
+
+    @property
+    def is_away(self) -> bool:
+        """Whether its connection has ended, and it has time to come back."""
+        return self.away_until_s is not None
 
     def lose(self, connection: LoopConnection, error: Exception, timeout_s: float) -> bool:
         """Notes the end of a connection; returns whether the member is lost.

@@ -83,7 +83,7 @@ def test_an_ssh_that_does_not_work(tmp_path, monkeypatch, script, message):
 @pytest.mark.parametrize(
     "script, message",
     [
-        (None, "sbatch: cannot be started\n  found: not installed"),
+        (None, "must say where the nodes find this folder"),  # no machine of the cluster
         ("exit 1", "sbatch refuses it\n  found: not a word, and status 1"),
         (HANG, "sbatch: does not answer"),
     ],
