@@ -48,7 +48,7 @@ def test_too_few_devices_are_refused_with_a_way_out():
 def test_absent_accelerators_are_told_before_anything_is_planned(monkeypatch):
     monkeypatch.delitem(sys.modules, "jax")
     monkeypatch.setattr(hardware, "may_have_accelerators", lambda: False)
-    monkeypatch.setattr(planner, "make_plan", lambda *_: 1 / 0)
+    monkeypatch.setattr(planner, "make_plans", lambda *_, **__: 1 / 0)
     path = "configs/runs/gpt_39b1.yaml"
     with pytest.raises(PlanError, match="JAX shows no accelerator") as error:
         job.load(path, reads_data="process")

@@ -460,7 +460,7 @@ def topologies_of_any_machines(draw):
         named = [dataclasses.replace(n, name=style.format(name, i)) for i, n in enumerate(drawn)]
         clusters.append(Cluster(name=name, fabric="roce", nodes=tuple(named)))
     return Topology(
-        name=draw(st.text(min_size=1)),
+        name=draw(st.text(st.characters(exclude_categories=["Cc", "Cs", "Zl", "Zp"]), min_size=1)),
         clusters=tuple(clusters),
         links={(a, b): draw(links) for a in names for b in names if a != b},
     )

@@ -47,7 +47,7 @@ class Copies:
 class Digits:
     """The tokenizer: a token for each digit."""
 
-    num_tokens, ends = NUM_TOKENS, (BEGIN,)
+    num_tokens, ends, marks = NUM_TOKENS, (BEGIN,), {}
 
     def encode(self, text):
         return np.array([BEGIN, *(FIRST_DIGIT + int(digit) for digit in text)], np.int32)
