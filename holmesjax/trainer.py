@@ -306,14 +306,8 @@ class Trainer:
     def _report(self, recorder: Recorder) -> None:
         """Has the report written; a stop that is asked for meanwhile ends that."""
         stop_timeout_s, was_asked_s = self.job.config.distributed.stop_timeout_s, self._asked_s
-        ends_s = (was_asked_s or time.monotonic()) + stop_timeout_s
-
-        def pause(seconds: float) -> None:
-            if self._asked_s != was_asked_s:
-                raise StoppedError
-            time.sleep(seconds)
-
-        if line := recorder.write_report(ends_s - time.monotonic(), pause):
+        limit_s = (was_asked_s or time.monotonic()) + stop_timeout_s - time.monotonic()
+        if line := recorder.write_report(limit_s, lambda: self._asked_s != was_asked_s):
             self._print(line)
 
     def _train_from(self, start: resume.Start, lease: Lease) -> Generator[Record | None]:

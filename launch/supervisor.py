@@ -59,7 +59,6 @@ from holmesjax.errors import (
     SpikeError,
     of_system,
 )
-from holmesjax.helper_process import StoppedError
 from holmesjax.hosts import computing
 from holmesjax.job import Job
 from holmesjax.lease import Lease
@@ -422,14 +421,8 @@ class Supervisor:
 
     def _report(self, recorder: Recorder) -> None:
         """Has the report written; a signal that comes meanwhile gives it up."""
-        before = self._stops.count
-
-        def pause(seconds: float) -> None:
-            if self._stops.count > before:
-                raise StoppedError
-            time.sleep(seconds)
-
-        if line := recorder.write_report(self._leave_by_s - time.monotonic(), pause):
+        before, limit_s = self._stops.count, self._leave_by_s - time.monotonic()
+        if line := recorder.write_report(limit_s, lambda: self._stops.count > before):
             _say(line)
 
     def _keeps(self, say: Callable[[str], None]) -> Retention:

@@ -131,13 +131,13 @@ class Recorder:
         return self._config.train.batch_of(step) * self._config.model.context_length
 
     def write_report(
-        self, limit_s: float, pause: Callable[[float], object] = time.sleep
+        self, limit_s: float, is_given_up: Callable[[], bool] = lambda: False
     ) -> str | None:
         """Has another process write the report of all steps so far.
 
         Args:
           limit_s: until this process is to be gone.
-          pause: waits for some seconds; a StoppedError gives the report up.
+          is_given_up: asked again and again whether somebody wants to go without the report.
 
         Returns:
           A line that says where it is, or why it is not there; None if no report is wanted.
@@ -146,6 +146,12 @@ class Recorder:
             return None
         limit_s -= AFTER_REPORT_S
         lines: list[str] = []
+
+        def pause(seconds: float) -> None:
+            if is_given_up():
+                raise StoppedError
+            time.sleep(seconds)
+
         try:
             if limit_s <= 0.0:
                 raise StoppedError

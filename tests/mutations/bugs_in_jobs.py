@@ -40,8 +40,8 @@ JOBS = (
     Bug(
         name="deaf-in-the-report",
         module="launch.supervisor",
-        old="if self._stops.count > before:",
-        new="if self._stops.count > 9:",
+        old="lambda: self._stops.count > before",
+        new="lambda: self._stops.count > 9",
         wrong="a signal does not end the writing of a report",
         tests=("tests/launch/test_supervisor.py::test_a_report_that_takes_long_holds_no_end_up",),
     ),
