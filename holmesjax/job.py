@@ -20,7 +20,7 @@ from holmesjax import config as configs, hub_names, units, update_rules, xla_fla
 from holmesjax.config import BYTES, Config
 from holmesjax.costs.parameters import parameter_counts
 from holmesjax.costs.stage_shape import DTYPE_BYTES
-from holmesjax.data import cluster_paths, tokenizer_files
+from holmesjax.data import cluster_paths, tokenizer_files, tokenizer_paths
 from holmesjax.data.patience import patiently
 from holmesjax.errors import ConfigError, PlanError
 from holmesjax.hosts import computing, hardware
@@ -333,7 +333,7 @@ class Job:
         if self.config.data.tokenizer == BYTES or not path.exists():
             return
         if own.exists():
-            before, now = tokenizer_files.find(own), tokenizer_files.find(path)
+            before, now = tokenizer_paths.find(own), tokenizer_paths.find(path)
             if before.contents() == now.contents():
                 return
             is_other = before.identity != now.identity
@@ -343,7 +343,7 @@ class Job:
                 and not (earlier := own.with_name(f"{own.name}.{done:06d}")).exists()
             ):
                 own.replace(earlier)
-        tokenizer_files.copy(path, own)
+        tokenizer_paths.copy(path, own)
 
 
 def _differ(name: str, before: bytes, now: bytes) -> bool:

@@ -32,6 +32,7 @@ from holmesjax.data import (
     text_documents,
     token_files,
     tokenizer_files,
+    tokenizer_paths,
 )
 from holmesjax.data.chat_template import BEGIN_MARK, END_MARK
 from holmesjax.data.corpus_files import CorpusFile, CorpusFiles
@@ -40,7 +41,7 @@ from holmesjax.data.packing import DocumentRange, PackedRows, Spans
 from holmesjax.data.sources import Splits
 from holmesjax.data.tokenizer import BEGIN
 from holmesjax.data.tokenizer_files import FileTokenizer
-from holmesjax.errors import ConfigError, DataError
+from holmesjax.errors import DataError
 
 WHERE = "data.corpus"
 VERSION = 2  # raised when the same dialogue gives other tokens
@@ -57,11 +58,8 @@ def look(config: Config) -> None:
     """Reads the first dialogue of each file. Raises HolmesError."""
     data = config.data
     if data.tokenizer != BYTES:
-        least = tokenizer_files.load(data.tokenizer).num_of_dialogues
-        if config.model.vocab_size < least:
-            problem = f"must be at least {least}: the tokenizer has so many tokens"
-            fix = f"use {tokenizer_files.padded(least)}, the next multiple of 128"
-            raise ConfigError("model.vocab_size", problem, found=config.model.vocab_size, fix=fix)
+        tokenizer = tokenizer_files.load(data.tokenizer)
+        tokenizer_files.check_vocabulary(config.model, tokenizer.num_of_dialogues)
     encode = _encoder(data)
     for file in _files(data).files:
         where, dialogue = next(_dialogues(file), (str(file.path), None))
@@ -77,7 +75,7 @@ def read(config: DataConfig, length: int) -> Splits:
     files = {file.name: token_files.hash_of(file.path) for file in corpus.files}
     about = [VERSION, length, config.tokenizer == BYTES, *sorted(files.items())]
     if config.tokenizer != BYTES:
-        its_files = tokenizer_files.find(config.tokenizer)
+        its_files = tokenizer_paths.find(config.tokenizer)
         about += [its_files.identity, chat_template.sources(its_files).get(chat_template.DEFAULT)]
     key = hashlib.sha256(json.dumps(about).encode()).hexdigest()
     root = stores.path_of(config.corpus)

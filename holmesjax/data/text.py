@@ -133,7 +133,8 @@ def look(config: Config) -> None:
     has too few tokens; `batches` finds the other ones.
     """
     if config.data.tokenizer != BYTES:
-        tokenizer_files.check_vocabulary(config.model, tokenizer_files.load(config.data.tokenizer))
+        tokenizer = tokenizer_files.load(config.data.tokenizer)
+        tokenizer_files.check_vocabulary(config.model, tokenizer.num_used)
     train, length = config.train, config.model.context_length
     num_batches = {"train": 1, "validation": train.eval_batches if train.eval_every else 0}
     size = train.global_batch * length

@@ -22,7 +22,7 @@ from holmesjax.data.corpus_files import HIDDEN, LeftOut, kind_of
 from holmesjax.data.number_files import NumberFile, SortedNumbers
 from holmesjax.data.stores import RangeFile
 from holmesjax.data.token_files import DTYPES, FORMAT, JOB, LOCK, STARTS, TokenFile, wrong
-from holmesjax.data.tokenizer_files import read_json
+from holmesjax.data.tokenizer_paths import read_json
 from holmesjax.data.whole_digests import FOLDER
 from holmesjax.errors import DataError
 

@@ -31,14 +31,9 @@ from holmesjax.data.tokenizer_paths import (
     TEMPLATE,
     TEMPLATES,
     TokenizerFiles,
-    copy,
-    extra,
     find,
-    read_json,
 )
 from holmesjax.errors import CheckpointError, ConfigError, DataError
-
-__all__ = ["FileTokenizer", "copy", "extra", "find", "load", "read_json"]
 
 FOLDER = "tokenizer"  # of a run folder
 UNIT = 128  # a vocabulary is padded to a multiple, whatever the plan
@@ -311,9 +306,9 @@ def padded(num_tokens: int) -> int:
     return -(-num_tokens // UNIT) * UNIT
 
 
-def check_vocabulary(model: ModelConfig, tokenizer: FileTokenizer) -> None:
-    """Raises ConfigError if the model has fewer ids than a corpus may need."""
-    if model.vocab_size < (least := tokenizer.num_used):
+def check_vocabulary(model: ModelConfig, least: int) -> None:
+    """Raises ConfigError if the model has fewer ids than texts may need, which are `least`."""
+    if model.vocab_size < least:
         problem = f"must be at least {least}: the tokenizer has so many tokens"
         fix = f"use {padded(least)}, the next multiple of {UNIT}"
         raise ConfigError("model.vocab_size", problem, found=model.vocab_size, fix=fix)

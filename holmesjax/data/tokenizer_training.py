@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 from holmesjax.config import DataConfig
 from holmesjax.data import document_formats, stores, tokenizer_files, tokenizing
 from holmesjax.data.documents import Wanted
-from holmesjax.data.tokenizer_files import MAIN, padded
+from holmesjax.data.tokenizer_files import padded
+from holmesjax.data.tokenizer_paths import MAIN, extra
 from holmesjax.errors import ConfigError, DataError
 
 END = "<|endoftext|>"  # token 0: the mark behind a document
@@ -57,7 +58,7 @@ def train(
         fix = f"use 4096, or {LEAST} for bytes alone"
         problem = f"must be from {LEAST}, a token for each byte and the mark {END}, to {MOST}"
         raise ConfigError("--vocab", problem, found=num_tokens, fix=fix)
-    with tokenizer_files.extra("tokenizers"):
+    with extra("tokenizers"):
         import tokenizers
         from tokenizers.pre_tokenizers import ByteLevel
     say("looking at the corpus")

@@ -27,7 +27,8 @@ from holmesjax.config import BYTES, DataConfig
 from holmesjax.data import document_formats, stores, token_files, tokenizer_files
 from holmesjax.data.documents import Documents, FilePart, Wanted
 from holmesjax.data.tokenizer import BEGIN, ByteTokenizer
-from holmesjax.data.tokenizer_files import FileTokenizer, read_json
+from holmesjax.data.tokenizer_files import FileTokenizer
+from holmesjax.data.tokenizer_paths import read_json
 from holmesjax.errors import ConfigError, DataError
 from holmesjax.whole_files import write_whole
 

@@ -28,7 +28,7 @@ from holmesjax.data.sources import (
     too_small,
 )
 from holmesjax.data.token_files import TOKENIZER_PATH, DocumentStarts, TokenFile
-from holmesjax.data.tokenizer_files import read_json
+from holmesjax.data.tokenizer_paths import read_json
 from holmesjax.errors import ConfigError, DataError
 
 tokenizer = text.tokenizer

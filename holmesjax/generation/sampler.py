@@ -128,7 +128,7 @@ class Sampler:
         """Reads a folder of Hugging Face's format, layer by layer, onto some devices."""
         model = ModelConfig(**folder.settings_of(str(path)))
         tokenizer = tokenizer_files.load(path)
-        tokenizer_files.check_vocabulary(model, tokenizer)
+        tokenizer_files.check_vocabulary(model, tokenizer.num_used)
         weights = folder.open_weights(Path(path), model)
         decoder = Decoder.built(model, on_devices(model, devices), weights.read)
         return cls(decoder=decoder, tokenizer=tokenizer)

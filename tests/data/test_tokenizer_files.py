@@ -18,7 +18,13 @@ from array_record.python.array_record_module import ArrayRecordWriter
 from pyarrow import parquet
 
 from holmesjax.config import DataConfig
-from holmesjax.data import corpus_files, text, tokenizer_files, tokenizer_training
+from holmesjax.data import (
+    corpus_files,
+    text,
+    tokenizer_files,
+    tokenizer_paths,
+    tokenizer_training,
+)
 from holmesjax.data.tokenizer import ByteTokenizer
 from holmesjax.errors import ConfigError, DataError
 from launch.__main__ import main
@@ -89,11 +95,11 @@ KINDS = {
 @pytest.mark.parametrize("name", KINDS)
 def test_a_text_comes_back_whole_and_in_pieces(paths, name, tmp_path):
     """Documents have their end mark; a special token in a text is text; a copy is the same."""
-    tokenizer_files.copy(paths / name, tmp_path / "copy")
-    found = tokenizer_files.find(tmp_path / "copy")
+    tokenizer_paths.copy(paths / name, tmp_path / "copy")
+    found = tokenizer_paths.find(tmp_path / "copy")
     assert found.kind == KINDS[name]
-    assert found.identity == tokenizer_files.find(paths / name).identity
-    for copied, source in tokenizer_files.find(paths / name).files.items():
+    assert found.identity == tokenizer_paths.find(paths / name).identity
+    for copied, source in tokenizer_paths.find(paths / name).files.items():
         assert (tmp_path / "copy" / copied).read_bytes() == source.read_bytes()
     tokenizer = tokenizer_files.load(tmp_path / "copy")
     documents = tokenizer.documents(TEXTS)
@@ -193,7 +199,7 @@ def test_documents_that_train_no_tokenizer_are_refused_by_place(tmp_path, name, 
 def damaged(paths, tmp_path, name, *, drop=(), **texts):
     """A copy of a tokenizer without some files, and with others in their place."""
     folder = tmp_path / "damaged"
-    tokenizer_files.copy(paths / name, folder)
+    tokenizer_paths.copy(paths / name, folder)
     for file in drop:
         (folder / file).unlink()
     for file, content in texts.items():
