@@ -37,6 +37,7 @@ BLOCK_BYTES = 1 << 20  # of the file, read at once from its end
 NUMBERS = ("loss", "tokens_per_s", "step_time_s", "bubble_share")
 MAPPINGS = ("link_bytes",)
 MAY_HAVE = ("busy_share", "wall_s", "memory_bytes", "validation_bytes")  # mappings of numbers, too
+_MAPPINGS = frozenset((*MAPPINGS, *MAY_HAVE))
 PACKAGES = {"tensorboard": ("tensorboardX", "tb"), "wandb": ("wandb", "wandb")}  # module, extra
 
 Record = dict[str, Any]
@@ -462,7 +463,7 @@ def _raw_record(line: bytes) -> dict[str, Any]:
     if not isinstance(record, dict) or not _is_step(record.get("step")):
         raise ValueError("no record of a step")
     numbers = [record[name] for name in NUMBERS if name in record]
-    for name in {*MAPPINGS, *MAY_HAVE} & record.keys():
+    for name in _MAPPINGS & record.keys():
         numbers += record[name].values() if isinstance(record[name], dict) else [record]
     if not all(map(_is_number, numbers)):
         raise ValueError("a number is none")
