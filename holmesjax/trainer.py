@@ -133,7 +133,7 @@ class Trainer:
     def plan(self) -> ShownPlan:
         """The plan to be printed, as `launch plan` prints it; `job.plan` has its numbers.
 
-        Where the run sets a part of the plan, this looks for the best plan without that, once.
+        If the run sets a part of the plan, the best plan without that is looked for, once.
         """
         return ShownPlan(self.job.compared(os.environ))
 

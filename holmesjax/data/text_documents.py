@@ -50,7 +50,7 @@ def whole(path: Path, kind: FileKind, option: str) -> bytes:
 def objects(path: Path, kind: FileKind, part: FilePart | None = None) -> Iterator[tuple[str, Any]]:
     """The values of JSON in a file, each with its place for messages. Raises DataError.
 
-    Of plain lines those that begin in a part; else, or without a part, all.
+    A part has the plain lines that begin in it. Packed lines and arrays are read as a whole.
     """
     if kind.content == ARRAY:
         with packed_files.opened(path, kind.packing) as file:

@@ -72,7 +72,7 @@ class Seat:
     def lose(self, connection: LoopConnection, error: Exception, timeout_s: float) -> bool:
         """Notes the end of a connection; returns whether the member is lost.
 
-        Where its end was heard of, the network is up: a member that lives comes back at once.
+        The network is up if the end was heard of, so a member that lives comes back at once.
         """
         with self.lock:
             if connection is not self.connection:

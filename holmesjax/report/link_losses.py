@@ -14,7 +14,7 @@ from holmesjax.report.process_step import ProcessStep
 def of_step(reports: Iterable[ProcessStep]) -> dict[str, dict[str, Any]]:
     """Returns the two entries of a step's record, from the reports of all processes.
 
-    Of the seconds of several processes the most count: they were lost at one time.
+    The longest seconds of several processes count: all were lost at one time.
 
     >>> of_step([{}, {"link_losses": {"a -> b": 2}, "link_lost_s": {"a -> b": 9.0}},
     ...     {"link_losses": {"a -> b": 1}, "link_lost_s": {"a -> b": 8.5}}])

@@ -120,7 +120,7 @@ def _peaks(plan: Plan, records: Sequence[Record]) -> list[int | None]:
 def _stages(plan: Plan, records: Sequence[Record], peaks: Sequence[int | None]) -> Table:
     """Each stage with its share of the step; the busiest sets the pace of all.
 
-    Where devices tell it, the memory of the fullest stands beside what was predicted of it.
+    The memory of the fullest device stands beside what was predicted of it, if devices tell it.
     """
     memory = ("memory", "predicted") if any(peaks) else ()
     titles = ("stage", "cluster", "nodes", "layers", *memory, "busy")

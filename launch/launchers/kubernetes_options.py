@@ -1,7 +1,7 @@
 """The options file of the launcher `kubernetes`: what its pods have, and what cannot be.
 
-What stands at the top of the file is for all pods. `launcher` and the entries of `clusters` add to
-it, and their values win.
+The options at the top of the file are for all pods. `launcher` and the entries of `clusters` add to
+them, and their values win.
 """
 
 import re

@@ -56,7 +56,7 @@ def loaded(sources: dict[str, Path], name: str) -> FileTokenizer:
 def for_kind(name: str, texts: list[str]) -> list[str]:
     """Texts without what the library `tokenizers` itself loses, each version of it another part.
 
-    Where a normalizer of sentencepiece changes a letter, it drops the accents that follow.
+    A normalizer of sentencepiece that changes a letter drops the accents that follow.
     """
     if name != "sentencepiece-nfkc":
         return texts
