@@ -78,7 +78,17 @@ def _of_numbers(
     numbers: Sequence[int],
 ) -> Iterator[tuple[Segment, ...]]:
     """`fitting` for some numbers of stages; a place has the same room with each of them."""
-    runs = [_runs(problem, settings, kind, pool, own, max(numbers)) for pool, own in found.items()]
+    runs = [
+        _PoolOfStages(
+            problem=problem,
+            settings=settings,
+            kind=kind,
+            pool=pool,
+            meshes=meshes_of_pool,
+            most=max(numbers),
+        ).runs()
+        for pool, meshes_of_pool in found.items()
+    ]
     best = {0: np.full(max(numbers) + 1, NONE)}  # by set of runs, [stages]: the last ones
     best[0][0] = 0.0
     steps: dict[tuple[int, int], tuple[int, int]] = {}  # the run that was added, and its stages
@@ -124,86 +134,86 @@ def _ways(problem: Problem, runs: Sequence[_Runs]) -> Iterator[tuple[int, int]]:
             used |= 1 << i
 
 
-def _runs(
-    problem: Problem,
-    settings: StepSettings,
-    kind: ScheduleKind,
-    pool: int,
-    found: Sequence[MeshShape],
-    most: int,
-) -> _Runs:
-    """The capacities of all runs of at most so many stages on a pool.
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class _PoolOfStages:
+    """A pool whose devices are to hold some of the stages of a pipeline."""
 
-    `most` is also the number of stages of the pipeline, where a place depends on it.
-    """
-    capacity = lambda role: _capacities(problem, settings, kind, pool, found, most, role)
-    middle, first = capacity(Role()), capacity(Role(is_first=True))
-    middle[:, 0] = capacity(Role(is_last=True))[:, 0]
-    first[:, 0] = capacity(Role(is_first=True, is_last=True))[:, 0]
-    devices = problem.pools[pool].num_devices
-    most_stages = np.array([devices // mesh.num_devices for mesh in found])
-    shape = min(most, int(most_stages.max())), most
-    runs = _Runs(
-        pool=pool,
-        meshes=found,
-        middle=np.full(shape, NONE),
-        middle_mesh=np.zeros(shape, int),
-        first=np.full(shape, NONE),
-        first_mesh=np.zeros(shape, int),
-    )
-    held = np.zeros_like(middle)  # by stages without the first of them, [meshes, place of the last]
-    for count in range(1, shape[0] + 1):
-        places = most - count + 1
-        too_many = np.where(most_stages >= count, 0.0, NONE)[:, None]
-        ahead = slice(count - 1, most)
-        for role, values, at in (
-            (middle, runs.middle, runs.middle_mesh),
-            (first, runs.first, runs.first_mesh),
-        ):
-            together = held[:, :places] + role[:, ahead] + too_many
-            at[count - 1, :places] = together.argmax(0)
-            values[count - 1, :places] = together.max(0)
-        held[:, :places] += middle[:, ahead]
-    return runs
+    problem: Problem
+    settings: StepSettings
+    kind: ScheduleKind
+    pool: int
+    meshes: Sequence[MeshShape]
+    most: int  # stages on it; also those of the pipeline, where a place depends on their number
 
-
-def _capacities(
-    problem: Problem,
-    settings: StepSettings,
-    kind: ScheduleKind,
-    pool: int,
-    found: Sequence[MeshShape],
-    most: int,
-    role: Role,
-) -> np.ndarray:
-    """The load that one stage of a role has room for, [meshes, place]."""
-    order = kind.leanest_order(most, settings.microbatches)
-    in_flight = [problem.in_flight(order, most - 1 - place, kind.chunks) for place in range(most)]
-    depths: Any = np.array([own.all for own in in_flight])
-    held = InFlight(all=depths, head=in_flight[0].head, chunks=kind.chunks)
-    usable_bytes = problem.usable_bytes(pool)
-    capacities = np.full((len(found), most), NONE)
-    for layer_kind, load in enumerate(problem.ranges.loads):
-        numbers = _numbers(problem.num_layers)
-        num_bytes = np.stack(
-            [
-                problem.stage_costs.bytes_at_places(
-                    found, settings, problem.ranges.unit(layer_kind, number), held, role
-                )
-                for number in numbers
-            ]
+    def runs(self) -> _Runs:
+        """The capacities of all runs of stages."""
+        middle, first = self.capacities(Role()), self.capacities(Role(is_first=True))
+        middle[:, 0] = self.capacities(Role(is_last=True))[:, 0]
+        first[:, 0] = self.capacities(Role(is_first=True, is_last=True))[:, 0]
+        devices = self.problem.pools[self.pool].num_devices
+        most_stages = np.array([devices // mesh.num_devices for mesh in self.meshes])
+        shape = min(self.most, int(most_stages.max())), self.most
+        runs = _Runs(
+            pool=self.pool,
+            meshes=self.meshes,
+            middle=np.full(shape, NONE),
+            middle_mesh=np.zeros(shape, int),
+            first=np.full(shape, NONE),
+            first_mesh=np.zeros(shape, int),
         )
-        capacities = np.maximum(capacities, load * _most(numbers, num_bytes, usable_bytes))
-    least = kind.chunks * min(problem.ranges.loads)
-    capacities = np.where(capacities >= least, capacities, NONE)
-    layers, clusters = problem.config.parallel.layers, problem.config.parallel.clusters
-    if layers:
-        needed = np.array(layers[::-1]) * min(problem.ranges.loads)
-        capacities = np.where(capacities >= needed, needed, NONE)
-    if clusters:
-        own = np.array(clusters[::-1]) == problem.pools[pool].cluster.name
-        capacities = np.where(own, capacities, NONE)
-    return capacities
+        # By stages without the first of them, [meshes, place of the last].
+        held = np.zeros_like(middle)
+        for count in range(1, shape[0] + 1):
+            places = self.most - count + 1
+            too_many = np.where(most_stages >= count, 0.0, NONE)[:, None]
+            ahead = slice(count - 1, self.most)
+            for role, values, at in (
+                (middle, runs.middle, runs.middle_mesh),
+                (first, runs.first, runs.first_mesh),
+            ):
+                together = held[:, :places] + role[:, ahead] + too_many
+                at[count - 1, :places] = together.argmax(0)
+                values[count - 1, :places] = together.max(0)
+            held[:, :places] += middle[:, ahead]
+        return runs
+
+    def capacities(self, role: Role) -> np.ndarray:
+        """The load that one stage of a role has room for, [meshes, place]."""
+        problem, kind = self.problem, self.kind
+        order = kind.leanest_order(self.most, self.settings.microbatches)
+        in_flight = [
+            problem.in_flight(order, self.most - 1 - place, kind.chunks)
+            for place in range(self.most)
+        ]
+        depths: Any = np.array([at_place.all for at_place in in_flight])
+        held = InFlight(all=depths, head=in_flight[0].head, chunks=kind.chunks)
+        usable_bytes = problem.usable_bytes(self.pool)
+        capacities = np.full((len(self.meshes), self.most), NONE)
+        for layer_kind, load in enumerate(problem.ranges.loads):
+            numbers = _numbers(problem.num_layers)
+            num_bytes = np.stack(
+                [
+                    problem.stage_costs.bytes_at_places(
+                        self.meshes,
+                        self.settings,
+                        problem.ranges.unit(layer_kind, number),
+                        held,
+                        role,
+                    )
+                    for number in numbers
+                ]
+            )
+            capacities = np.maximum(capacities, load * _most(numbers, num_bytes, usable_bytes))
+        least = kind.chunks * min(problem.ranges.loads)
+        capacities = np.where(capacities >= least, capacities, NONE)
+        layers, clusters = problem.config.parallel.layers, problem.config.parallel.clusters
+        if layers:
+            needed = np.array(layers[::-1]) * min(problem.ranges.loads)
+            capacities = np.where(capacities >= needed, needed, NONE)
+        if clusters:
+            is_here = np.array(clusters[::-1]) == problem.pools[self.pool].cluster.name
+            capacities = np.where(is_here, capacities, NONE)
+        return capacities
 
 
 def _numbers(num_layers: int) -> list[int]:
