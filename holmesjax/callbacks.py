@@ -95,10 +95,10 @@ class Callbacks:
 
     def _call(self, method: str, *arguments: Any) -> dict[str, Any]:
         found: dict[str, Any] = {}
-        for own in self._own:
-            name = f"{type(own).__name__}.{method}"
+        for callback in self._own:
+            name = f"{type(callback).__name__}.{method}"
             try:
-                numbers = getattr(own, method)(self._trainer, *arguments)
+                numbers = getattr(callback, method)(self._trainer, *arguments)
             except Exception as error:
                 *_, last = traceback.extract_tb(error.__traceback__)
                 raise CallbackError(

@@ -91,8 +91,8 @@ def _wait(
     while True:
         status = process.poll()  # before the pipes are read: they then have its last words
         *lines, line = (line + _read(process.stdout)).split(b"\n")
-        for own in lines:
-            say(own.decode(errors="replace"))
+        for whole_line in lines:
+            say(whole_line.decode(errors="replace"))
         errors = (errors + _read(process.stderr))[-KEPT_BYTES:]
         is_late = time.monotonic() > deadline_s
         if status is not None or is_late:

@@ -80,8 +80,8 @@ class CommitAlarm:
         last = f"after step {self._committed}" if self._committed else "none in this run"
         saves = self._outstanding()
         told = [
-            f"the save after step {own} waits for {self._missing(has_told)}"
-            for own, has_told in itertools.islice(saves.items(), SHOWN)
+            f"the save after step {begun} waits for {self._missing(has_told)}"
+            for begun, has_told in itertools.islice(saves.items(), SHOWN)
         ] + [f"{len(saves) - SHOWN} more saves"] * (len(saves) > SHOWN)
         return (
             f"ALARM: no checkpoint was committed for {num_intervals:.1f} intervals, and step "

@@ -188,7 +188,7 @@ class Start:
                 fix="use its own settings, or another run.dir; to go on in spite of it, add "
                 "--allow " + ",".join(change.name for change in missing),
             )
-        new = [_Allowed(self.step, *own[:3]) for own in changes if own.name in self.allow]
+        new = [_Allowed(self.step, *change[:3]) for change in changes if change.name in self.allow]
         if new := [entry for entry in new if entry not in known]:
             path = self.job.run_dir / ALLOWED
             content = [entry._asdict() for entry in (*known, *new)]

@@ -37,7 +37,7 @@ def read(run_dir: Path) -> tuple[Skipped, ...]:
     path = run_dir / RECORD
     try:
         found = tuple(Skipped(**entry) for entry in json_text.value_of(path.read_text()))
-        if all(isinstance(number, int) for own in found for number in own):
+        if all(isinstance(number, int) for skipped in found for number in skipped):
             return found
         raise ValueError("a step that is no number")
     except FileNotFoundError:

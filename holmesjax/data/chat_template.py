@@ -134,7 +134,7 @@ class ChatTemplate:
 
     def _render(self, messages: Sequence[Message], *, is_marked: bool, **variables: Any) -> str:
         usual = {"tools": None, "documents": None, "add_generation_prompt": False}
-        said = [{key: x for key, x in own.items() if x is not None} for own in messages]
+        said = [{key: x for key, x in turn.items() if x is not None} for turn in messages]
         values = {**usual, **self.special, "messages": said, **variables}
         return _compiled(self.source, is_marked).render(values)
 
@@ -172,7 +172,7 @@ def sources(files: TokenizerFiles) -> dict[str, str]:
         return found
     said = files.json(CONFIG).get("chat_template")
     if isinstance(said, list):
-        said = {own.get("name"): own.get("template") for own in said if isinstance(own, dict)}
+        said = {row.get("name"): row.get("template") for row in said if isinstance(row, dict)}
     own = said if isinstance(said, dict) else {DEFAULT: said}
     return {name: source for name, source in own.items() if isinstance(source, str)}
 

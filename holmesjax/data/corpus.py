@@ -52,7 +52,7 @@ def standard_library() -> list[CorpusFile]:
     root = Path(sysconfig.get_path("stdlib"))
     paths = [path for path in _stdlib(root) if path.is_file()]
     kind = FileKind(file_kinds.TEXT)
-    return sorted(CorpusFile(own.relative_to(root).as_posix(), own, kind) for own in paths)
+    return sorted(CorpusFile(path.relative_to(root).as_posix(), path, kind) for path in paths)
 
 
 def sizes(config: DataConfig, enough: Mapping[str, int]) -> dict[str, int]:

@@ -184,7 +184,7 @@ def paths_in(root: Path, config: DataConfig, left_out: LeftOut) -> Iterator[Path
 def _parts(pattern: str) -> tuple[str, ...]:
     """The parts of a pattern. Raises DataError if it is none."""
     parts = PurePosixPath(pattern).parts
-    wrong = next((own for own in parts if own in ("/", "..") or "**" in own != "**"), None)
+    wrong = next((part for part in parts if part in ("/", "..") or "**" in part != "**"), None)
     if parts and wrong is None:
         return parts
     fix = "write a pattern inside the folder, such as **/*.txt"

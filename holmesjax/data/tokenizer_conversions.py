@@ -154,7 +154,7 @@ def _tiktoken(files: TokenizerFiles) -> Converted:
         if left in ranks and right in ranks
     ]
     vocab = {spelled[token]: rank for token, rank in ranks.items()} | specials
-    model: Any = models.BPE(vocab=vocab, merges=[own[3:] for own in sorted(merges)])
+    model: Any = models.BPE(vocab=vocab, merges=[merge[3:] for merge in sorted(merges)])
     # A word that is a token is one, also where no merges lead to it.
     model.ignore_merges = any(len(model.tokenize(word)) > 1 for word in spelled.values())
     inner: Any = Tokenizer(model)
@@ -197,7 +197,7 @@ def _sentencepiece(files: TokenizerFiles) -> Converted:
         "pad_token": library.pad_id(),
     }
     named = {name: library.id_to_piece(number) for name, number in ids.items() if number >= 0}
-    symbols = [own.piece for own in model.pieces if own.type == USER_DEFINED]
+    symbols = [entry.piece for entry in model.pieces if entry.type == USER_DEFINED]
     _compare(files, inner, library.encode, symbols)
     if "bos_token" in named and files.json(CONFIG).get("add_bos_token", True):
         _add_begin(inner, named["bos_token"])
@@ -224,9 +224,11 @@ def _of_model(files: TokenizerFiles, model: Any) -> Any:
     added = {CONTROL: True, UNKNOWN: True, USER_DEFINED: False}  # whether they are special
     inner.add_tokens(
         [
-            AddedToken(own.piece, special=added[own.type], normalized=own.type == USER_DEFINED)
-            for own in model.pieces
-            if own.type in added
+            AddedToken(
+                entry.piece, special=added[entry.type], normalized=entry.type == USER_DEFINED
+            )
+            for entry in model.pieces
+            if entry.type in added
         ]
     )
     return inner
@@ -237,8 +239,9 @@ def _cuts(model: Any) -> Iterator[str]:
 
     Two letters that are unknown stay together: they become one token.
     """
-    known = {own.piece for own in model.pieces if own.type == NORMAL}
-    for word in (own.piece for own in model.pieces if own.type in (CONTROL, UNKNOWN, BYTE)):
+    known = {entry.piece for entry in model.pieces if entry.type == NORMAL}
+    marks = [entry.piece for entry in model.pieces if entry.type in (CONTROL, UNKNOWN, BYTE)]
+    for word in marks:
         places = range(1, len(word))
         apart = (i for i in places if known & {word[i - 1], word[i]})
         if (place := next(apart, min(1, len(word) - 1))) > 0:
@@ -249,15 +252,15 @@ def _pieces(files: TokenizerFiles, model: Any) -> Any:
     """The pieces, and how a text is cut into them."""
     from tokenizers import models
 
-    about, normal = model.trainer_spec, [own for own in model.pieces if own.type == NORMAL]
+    about, normal = model.trainer_spec, [entry for entry in model.pieces if entry.type == NORMAL]
     if about.model_type == UNIGRAM:
-        rows = [(own.piece, own.score) for own in model.pieces]
+        rows = [(entry.piece, entry.score) for entry in model.pieces]
         return models.Unigram(rows, unk_id=about.unk_id, byte_fallback=about.byte_fallback)
     if about.model_type != BPE:
         problem, fix = "is no model of unigrams or pairs", "train it with --model_type=bpe"
         raise DataError(str(files.main), problem, found=f"model {about.model_type}", fix=fix)
-    numbers = {own.piece: number for number, own in enumerate(model.pieces)}
-    score = {own.piece: own.score for own in normal}
+    numbers = {entry.piece: number for number, entry in enumerate(model.pieces)}
+    score = {entry.piece: entry.score for entry in normal}
     merges = [
         (-score[word], len(left), left, right)
         for word in score
@@ -266,7 +269,7 @@ def _pieces(files: TokenizerFiles, model: Any) -> Any:
     ]
     return models.BPE(
         vocab=numbers,
-        merges=[own[2:] for own in sorted(merges)],
+        merges=[merge[2:] for merge in sorted(merges)],
         unk_token=about.unk_piece,
         fuse_unk=not about.byte_fallback,
         byte_fallback=about.byte_fallback,
@@ -286,5 +289,5 @@ def _normalizer(spec: Any) -> Any:
         found += [normalizers.Replace(Regex(" {2,}"), " ")]
     elif spec.add_dummy_prefix:
         # The space that begins a text is one more, also where the text begins with a space.
-        found += [normalizers.Replace(Regex(rf"\A{own}"), own * 2) for own in (" ", SPACE)]
+        found += [normalizers.Replace(Regex(rf"\A{space}"), space * 2) for space in (" ", SPACE)]
     return normalizers.Sequence([*found, normalizers.Replace(" ", SPACE)])

@@ -245,7 +245,7 @@ def _of(
 def _refuse_new_end(files: TokenizerFiles, inner: Any, marks: Marks) -> None:
     """Raises DataError for an end that is no token yet: no model has been trained with it."""
     token = marks.named.get("eos_token")
-    is_listed = token in [own["content"] for own in marks.listed]
+    is_listed = token in [mark["content"] for mark in marks.listed]
     if token is not None and not is_listed and inner.token_to_id(token) is None:
         where = marks.where.get("eos_token", str(files.main))
         problem, fix = "names an eos_token that the tokenizer does not have", "correct it"

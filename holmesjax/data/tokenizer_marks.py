@@ -61,7 +61,9 @@ def _read(files: TokenizerFiles) -> Marks:
         for key in LISTS:
             value = said.get(key) or []
             if isinstance(value, dict):  # tokens with names of their own
-                named |= {own: _content(files, name, token) for own, token in value.items()}
+                named |= {
+                    own_name: _content(files, name, token) for own_name, token in value.items()
+                }
             else:
                 others += [_content(files, name, token) for token in value]
     found = {key: token for key, token in named.items() if token is not None}
@@ -98,7 +100,7 @@ def add(inner: Any, marks: Marks) -> None:
     known, equal = {token.content for token in there}, {repr(token) for token in there}
     named = {*marks.named.values(), *marks.others}
     new = []
-    for token in (AddedToken(**own) for own in marks.listed):
+    for token in (AddedToken(**mark) for mark in marks.listed):
         if repr(token) not in equal:
             token.special = token.special or token.content in named
             new.append(token)

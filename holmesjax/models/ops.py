@@ -412,7 +412,7 @@ def adamw(
                 for leaf, spec in rows
             ]
         if statements is not None and kernels.after_products:
-            turns = [_turn(own, kernels) for own in statements]
+            turns = [_turn(statement, kernels) for statement in statements]
         told = factors, hyperparameters, mesh, of_leaves, turns
         return adamw_on_shards(leaves, gradients, *told)
     applies = factors[5] > 0

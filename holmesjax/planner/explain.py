@@ -442,7 +442,7 @@ def describe(explanation: Explanation) -> list[str]:
     ):
         if kernels:
             lines.append(title)
-            told = [(own.where, show(own.step_s, "s"), own.what) for own in kernels]
+            told = [(kernel.where, show(kernel.step_s, "s"), kernel.what) for kernel in kernels]
             lines += [f"  {line}" for line in _aligned(told)]
     for title, alternatives in (
         ("in place of the plan", explanation.against),

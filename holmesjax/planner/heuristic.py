@@ -48,7 +48,9 @@ class HeuristicSearch:
         if not self._trials.found:  # estimates of what does not fit kept these out of the list
             policies = {settings.checkpointing for settings in self._trials.bounds}
             leanest = max(policies, key=CHECKPOINTING.index)
-            lean = [own for own in self._trials.in_turn() if own.checkpointing == leanest]
+            lean = [
+                settings for settings in self._trials.in_turn() if settings.checkpointing == leanest
+            ]
             self._try_candidates(self._candidates(lean))
             self._try_fitting()
         self._improve()

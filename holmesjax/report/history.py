@@ -74,10 +74,10 @@ class History:
     def _add(self, name: Name, before: int, dicts: Sequence[Record]) -> None:
         key = name if isinstance(name, str) else name[1]
         try:
-            values, known = [own[key] for own in dicts], np.ones(len(dicts), bool)
+            values, known = [record[key] for record in dicts], np.ones(len(dicts), bool)
         except KeyError:
-            values = [own.get(key) for own in dicts]
-            known = np.array([key in own for own in dicts])
+            values = [record.get(key) for record in dicts]
+            known = np.array([key in record for record in dicts])
         numbers = np.array(values, float)  # None becomes NaN
         self._columns.setdefault(name, _Column()).add(before, numbers, known)
 

@@ -360,7 +360,7 @@ class _TensorBoard:
 
     def write(self, step: int, scalars: Mapping[str, float]) -> None:
         values = [self._summary.scalar(name, value) for name, value in scalars.items()]
-        whole = type(values[0])(value=[own for one in values for own in one.value])
+        whole = type(values[0])(value=[scalar for summary in values for scalar in summary.value])
         self._file.append(self._record(step, summary=whole))
 
     def close(self) -> None:

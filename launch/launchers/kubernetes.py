@@ -238,7 +238,8 @@ def _run_dir(job: Job, options: KubernetesOptions) -> str:
 def _variables(values: Mapping[str, str], pod: PodOptions) -> list[Object]:
     """Returns the variables of a container, with those whose values are in Secrets."""
     secrets = {
-        own.name: {"secretKeyRef": {"name": own.secret, "key": own.key}} for own in pod.env_secrets
+        variable.name: {"secretKeyRef": {"name": variable.secret, "key": variable.key}}
+        for variable in pod.env_secrets
     }
     # Kubernetes would put in a value for $(...).
     plain = {name: text.replace("$(", "$$(") for name, text in values.items()}

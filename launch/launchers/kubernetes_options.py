@@ -134,8 +134,8 @@ def mistakes(document: Document, file: KubernetesOptions) -> Iterator[HolmesErro
     places: list[tuple[Keys, Any]] = [((), file), (("launcher",), file.launcher)]
     places += [(("clusters", i), cluster) for i, cluster in enumerate(file.clusters)]
     for keys, options in places:
-        for own in (_variables, _tolerations, _keys_of_objects):
-            yield from schema.findings(own, document, keys, options)
+        for check_part in (_variables, _tolerations, _keys_of_objects):
+            yield from schema.findings(check_part, document, keys, options)
         yield from schema.findings(_mounts, document, keys, options, file)
         if keys:
             yield from schema.findings(_resources, document, keys, options, file.gpu)
