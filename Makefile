@@ -22,8 +22,9 @@ train: $(VENV)/installed-base ## Train the quickstart model on two clusters simu
 test: $(VENV)/installed-dev ## Check style and types, and run the tests: 12 to 25 minutes on two cores.
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy & types=$$!; \
-	$(BIN)/pytest -q -n 3 --dist loadgroup --max-worker-restart 0 $(SELECT); tests=$$?; wait $$types && exit $$tests
+	@$(BIN)/mypy >$(VENV)/types.txt 2>&1 & types=$$!; \
+	$(BIN)/pytest -q -n 3 --dist loadgroup --max-worker-restart 0 $(SELECT); tests=$$?; \
+	wait $$types; types=$$?; cat $(VENV)/types.txt; exit $$((tests + types))
 
 test-all: SELECT := -m ''
 test-all: $(VENV)/installed-parity $(VENV)/transformers4/installed

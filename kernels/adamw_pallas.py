@@ -518,7 +518,7 @@ def _of_runs(layout: Any, x: jax.Array, shape: Sequence[int]) -> jax.Array:
 def _sqrt(layout: Any, x: jax.Array) -> jax.Array:
     """The square root, rounded to the nearest number. JAX 0.10 has none in its kernels."""
     lifted = fragmented_array.FragmentedArray._lift_fast_instr("sqrt.rn.f32")
-    result = plgpu.ShapeDtypeStruct(x.shape, jnp.float32, layout=layout)
+    result = plgpu.ShapeDtypeStruct(x.shape, jnp.dtype(jnp.float32), layout=layout)
     inline = plgpu.inline_mgpu(arg_types=(layout,), return_type=result)
     root: jax.Array = inline(lambda _, x: x._pointwise(lifted))(x)
     return root

@@ -100,13 +100,13 @@ def _of_numbers(
         for count in range(1, min(len(own.middle), len(before) - 1) + 1):
             places = len(before) - count
             together = before[:places] + own.middle[count - 1, :places]
-            for n in np.flatnonzero(together > after[count:]):
+            for n in np.flatnonzero(together > after[count:]).tolist():
                 after[n + count] = together[n]
-                steps[used | 1 << i, int(n) + count] = i, count
+                steps[used | 1 << i, n + count] = i, count
             whole = before[:places] + own.first[count - 1, :places]
-            for n in np.flatnonzero(whole > totals[count:]):
+            for n in np.flatnonzero(whole > totals[count:]).tolist():
                 totals[n + count] = whole[n]
-                ends[int(n) + count] = used, i, count
+                ends[n + count] = used, i, count
     for number in numbers:
         if totals[number] < problem.ranges.load:
             continue

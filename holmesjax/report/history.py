@@ -111,7 +111,7 @@ def read(run_dir: str | Path) -> History:
     steps = History(metrics.stream(run_dir, is_raw=True))
     for name in (*metrics.NUMBERS, "skipped"):
         if not (has := steps.has(name)).all():
-            raise metrics.lacks(run_dir, int(steps.of("step")[has.argmin()]), name)
+            raise metrics.lacks(run_dir, int(steps.of("step")[np.argmin(has)]), name)
     return steps
 
 

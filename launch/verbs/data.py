@@ -201,7 +201,7 @@ def _size(windows: Sequences, length: int) -> str:
 def _show(rows: Rows, tokenizer: Tokenizer, name: str) -> None:
     """Prints sequences as text, each with its number behind a name, and what of them counts."""
     for row, (token_L, begins_L) in enumerate(zip(rows.token_NL, rows.begins_NL, strict=True)):
-        own_L, num_begun = token_L, np.count_nonzero(begins_L)
+        own_L, num_begun = token_L, int(np.count_nonzero(begins_L))
         if rows.target_NL is not None:  # what a packed row has behind its last document is padding
             own_L, num_begun = token_L[: np.flatnonzero(begins_L)[-1]], num_begun - 1
         said = _text(own_L, tokenizer)
