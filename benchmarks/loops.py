@@ -18,14 +18,14 @@ import numpy as np
 import optax
 
 from holmesjax.config import KernelsConfig, ModelConfig, OptimizerConfig
-from holmesjax.layers.model_layers import EMBED, HEAD, block_name, layer_names
+from holmesjax.layer_specs.model_layers import EMBED, HEAD, block_name, layer_names
 from holmesjax.models import ops
 from holmesjax.models.layer import apply, init_params, statements
 from holmesjax.optimizers.optimizer import make_optimizer
 from holmesjax.parallel.mesh import build_meshes
 from holmesjax.plan.plan import Axis, Plan, StagePlan
+from holmesjax.runtime.chunk import Chunk
 from holmesjax.runtime.pipeline import make_runner
-from holmesjax.runtime.stage import Stage
 from holmesjax.runtime.timeline import Clock
 
 Tree = Any
@@ -118,8 +118,8 @@ def make_plan(sizes: Sizes) -> Plan:
 def holmesjax(sizes: Sizes) -> Step:
     """A step as the trainer takes it: batch from the host, programs, transport and timeline."""
     plan = make_plan(sizes)
-    stages = [
-        Stage(
+    chunks = [
+        Chunk(
             model=sizes.model,
             plan=plan,
             index=index,
@@ -132,8 +132,8 @@ def holmesjax(sizes: Sizes) -> Step:
         )
         for index, mesh in enumerate(build_meshes(plan, jax.devices()))
     ]
-    runner = make_runner(plan, stages)
-    states, batch, clock = runner.init(SEED), inputs(sizes), Clock(len(stages))
+    runner = make_runner(plan, chunks)
+    states, batch, clock = runner.init(SEED), inputs(sizes), Clock(len(chunks))
 
     def step() -> Any:
         nonlocal states

@@ -32,14 +32,14 @@ from benchmarks.provenance import RESULTS, provenance
 from holmesjax import job as jobs
 from holmesjax.costs import work
 from holmesjax.job import Job
-from holmesjax.parallel import compat
+from holmesjax.parallel import platforms
 from holmesjax.parallel.mesh import build_mesh
 from holmesjax.report import metrics
-from holmesjax.runtime.compilation import compile_stages
+from holmesjax.runtime.compilation import compile_chunks
 from holmesjax.runtime.program_shapes import batch_shapes, boundary_shape
 from holmesjax.runtime.programs import Programs
 from holmesjax.schedules.simulation import simulate
-from holmesjax.session import make_stages
+from holmesjax.training_loop import make_chunks
 from launch.launchers.launcher import EventSink, ProcessStart
 from launch.launchers.local import LocalLauncher
 from launch.supervisor import Supervisor
@@ -92,12 +92,12 @@ def cores() -> list[int]:
 def pure(run_dir: str, stage: int, rounds: int) -> dict[str, list[float]]:
     """Seconds of the stage's programs, with nothing around them; runs on the core of the stage."""
     job = jobs.load_saved(run_dir)
-    compat.use_devices({"cpu"}, 1, rehearse=True)
+    platforms.use_devices({"cpu"}, 1, rehearse=True)
     [device] = job.plan.stages[stage].devices
     mesh = build_mesh(job.plan.stages[stage], {device: jax.devices()[0]})
-    programs = compile_stages([make_stages(job, {stage: mesh})[0]])[0]
+    programs = compile_chunks([make_chunks(job, {stage: mesh})[0]])[0]
     found: dict[str, list[float]] = {}
-    state = programs.stage.init(0)
+    state = programs.chunk.init(0)
     print("ready", flush=True)
     sys.stdin.readline()
     for _ in range(rounds):
@@ -107,12 +107,12 @@ def pure(run_dir: str, stage: int, rounds: int) -> dict[str, list[float]]:
 
 def _timed_step(programs: Programs, state: Any, found: dict[str, list[float]]) -> Any:
     """A step of two microbatches, which runs every program once."""
-    stage = programs.stage
+    chunk = programs.chunk
     full = lambda s: jax.device_put(jax.numpy.ones(s.shape, s.dtype), s.sharding)
-    batch = {name: full(shape) for name, shape in batch_shapes(stage).items()}
-    x_BLD = None if stage.is_first else full(boundary_shape(stage))
+    batch = {name: full(shape) for name, shape in batch_shapes(chunk).items()}
+    x_BLD = None if chunk.is_first else full(boundary_shape(chunk))
     scalar = jax.device_put(jax.numpy.float32(1 / 16), jax.devices()[0])
-    dy = scalar if stage.is_last else full(boundary_shape(stage))
+    dy = scalar if chunk.is_last else full(boundary_shape(chunk))
     gradients = programs["zero_gradients"]()
     # A stage of one device has a single program of each function: it sends nothing.
 

@@ -9,23 +9,23 @@ from functools import partial
 from typing import Any
 
 from holmesjax.runtime import compilation, program_shapes
+from holmesjax.runtime.chunk import Chunk, Tree
 from holmesjax.runtime.compilation import Compiler
 from holmesjax.runtime.programs import Compiled, ProgramKey, Programs
-from holmesjax.runtime.stage import Stage, Tree
 from launch.__main__ import main
 
-_compile_overlapped = compilation.compile_stage
+_compile_overlapped = compilation.compile_chunk
 
 
-def compile_stage(stage: Stage, compiler: Compiler) -> Programs:
-    made = _compile_overlapped(stage, compiler)
-    if stage.num_replicas == 1:  # it sends nothing
+def compile_chunk(chunk: Chunk, compiler: Compiler) -> Programs:
+    made = _compile_overlapped(chunk, compiler)
+    if chunk.num_replicas == 1:  # it sends nothing
         return made
     forward, backward = (made.table[ProgramKey(name, False)] for name in ("forward", "backward"))
-    masters, replicas = stage.state_shapes.params, program_shapes.replica_shapes(stage)
-    gather = compilation._submit(compiler, stage.gather, masters, out=replicas).result()
-    gradients = program_shapes.gradient_shapes(stage)
-    reduce = compilation._submit(compiler, stage.reduce, gradients, out=masters).result()
+    masters, replicas = chunk.state_shapes.params, program_shapes.replica_shapes(chunk)
+    gather = compilation._submit(compiler, chunk.gather, masters, out=replicas).result()
+    gradients = program_shapes.gradient_shapes(chunk)
+    reduce = compilation._submit(compiler, chunk.reduce, gradients, out=masters).result()
     alone = ("gather", "reduce")
     table = {key: program for key, program in made.table.items() if key.function not in alone}
     table[ProgramKey("forward", True)] = partial(_gather_and_forward, gather, forward)
@@ -45,5 +45,5 @@ def _backward_and_reduce(backward: Compiled, reduce: Compiled, *args: Any) -> tu
 
 
 if __name__ == "__main__":
-    compilation.compile_stage = compile_stage
+    compilation.compile_chunk = compile_chunk
     raise SystemExit(main())

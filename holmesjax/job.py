@@ -16,17 +16,19 @@ from typing import Any, Literal
 
 import yaml
 
-from holmesjax import config as configs, hub_names, units, update_rules, xla_flags, yaml_files
-from holmesjax.config import BYTES, Config
+from holmesjax import config as configs, hub_names, process_variables, units, xla_flags
+from holmesjax.config import BYTES, Config, update_rules
 from holmesjax.costs.parameters import parameter_counts
 from holmesjax.costs.stage_shape import DTYPE_BYTES
 from holmesjax.data import cluster_paths, tokenizer_files, tokenizer_paths
 from holmesjax.data.patience import patiently
 from holmesjax.errors import ConfigError, PlanError
-from holmesjax.hosts import computing, hardware
+from holmesjax.files import yaml_files
+from holmesjax.files.whole_files import write_whole
+from holmesjax.hosts import computing
 from holmesjax.hugging_face import folder as hugging_face, peft
-from holmesjax.layers.distinct_kinds import kind_names
-from holmesjax.layers.model_layers import layers
+from holmesjax.layer_specs.distinct_kinds import kind_names
+from holmesjax.layer_specs.model_layers import layers
 from holmesjax.optimizers import groups
 from holmesjax.plan import mfu, pins, plan as plans
 from holmesjax.plan.device_pool import USABLE_MEMORY, DevicePool
@@ -35,8 +37,6 @@ from holmesjax.schedules.pipeline_schedules import SCHEDULES
 from holmesjax.topology import description, loading, saving
 from holmesjax.topology.catalogue import CPU
 from holmesjax.topology.machines import Node, Topology
-from holmesjax.transport import buffers
-from holmesjax.whole_files import write_whole
 
 CONFIG, TOPOLOGY, PLAN = "config.yaml", "topology.yaml", "plan.yaml"
 ENVIRONMENT = "environment.yaml"
@@ -135,7 +135,7 @@ class Job:
           own: the user's environment.
           pool: of each process, if several share a GPU. None: `own` says it.
         """
-        allocator = buffers.allocator_for(self.device_kinds, own)
+        allocator = process_variables.allocator_for(self.device_kinds, own)
         return {**self.environment(own), **allocator, **(pool.variables if pool else {})}
 
     def node_to_measure(self, asked: str | None) -> Node:
@@ -509,7 +509,7 @@ def _refuse_absent_devices(config: Config, topology: Topology) -> None:
     is_for_cpus = config.run.rehearse or CPU in topology.device_kinds
     if is_for_cpus or topology.num_devices == 1 or "jax" in sys.modules:
         return
-    if not hardware.may_have_accelerators():
+    if not process_variables.may_have_accelerators():
         kinds = ", ".join(sorted(topology.device_kinds))
         raise PlanError(
             "devices",

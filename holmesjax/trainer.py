@@ -19,37 +19,37 @@ from jax.sharding import Mesh
 
 from holmesjax import job as jobs
 from holmesjax.callbacks import Callback, Callbacks
-from holmesjax.checkpoints import checkpoint, manifest, resume, second_reading, writing
+from holmesjax.checkpoints import committing, manifest, restoring, resume, second_reading, writing
 from holmesjax.checkpoints.commit_alarm import CommitAlarm
+from holmesjax.checkpoints.committing import Due, Saves
 from holmesjax.checkpoints.retention import Retention
-from holmesjax.checkpoints.saves import Due, Saves
 from holmesjax.data import cluster_paths
 from holmesjax.data.batches import Batches
 from holmesjax.data.patience import patiently
 from holmesjax.errors import ConfigError, DamagedError, HolmesError, SpikeError
-from holmesjax.helper_process import StoppedError
+from holmesjax.files.yaml_files import as_overrides
 from holmesjax.hosts import nics
 from holmesjax.job import Job
-from holmesjax.layers.model_layers import forget
-from holmesjax.lease import Lease
+from holmesjax.layer_specs.model_layers import forget
+from holmesjax.liveness.helper_process import StoppedError
+from holmesjax.liveness.lease import Lease
 from holmesjax.models.own_model import name_of
 from holmesjax.optimizers.optimizer import State
-from holmesjax.parallel import compat
+from holmesjax.parallel import platforms
 from holmesjax.parallel.mesh import build_meshes
 from holmesjax.report import metrics
 from holmesjax.report.recorder import Recorder
 from holmesjax.report.shown_plan import ShownPlan
 from holmesjax.runtime import program_cache, stage_arrays
+from holmesjax.runtime.chunk import Chunk, Tree
 from holmesjax.runtime.device_memory import PeakMemory, devices_of
 from holmesjax.runtime.kernel_choice import attention_lines, find_unproven, optimizer_lines
-from holmesjax.runtime.one_stage import OneStage
 from holmesjax.runtime.pipeline import Pipeline, make_runner
-from holmesjax.runtime.stage import Stage, Tree
 from holmesjax.runtime.stage_arrays import StageArrays
 from holmesjax.runtime.step_timeout import Progress
 from holmesjax.runtime.timeline import Clock
-from holmesjax.session import Session, make_stages, read_batches
-from holmesjax.yaml_files import as_overrides
+from holmesjax.runtime.whole_step import WholeStep
+from holmesjax.training_loop import TrainingLoop, make_chunks, read_batches
 
 Record = dict[str, Any]  # of a step, as `metrics.jsonl` has it
 
@@ -111,8 +111,8 @@ class Trainer:
         self._callbacks = Callbacks(self, callbacks)
         self._going: Generator[Record | None] | None = None  # the run, while it goes on
         self._is_stepwise = False  # whether somebody asks for each step
-        self._session: Session | None = None  # while there are arrays
-        self._stages: Sequence[Stage] = ()  # of the session
+        self._loop: TrainingLoop | None = None  # while there are arrays
+        self._chunks: Sequence[Chunk] = ()  # of the loop
         metrics.check_installed(self.job.config.log)
 
     @property
@@ -143,10 +143,10 @@ class Trainer:
 
         Raises HolmesError where there are none: before the start, or after `close`.
         """
-        return stage_arrays.of(self._stages, self._session_now().states)
+        return stage_arrays.of(self._chunks, self._loop_now().states)
 
-    def _session_now(self) -> Session:
-        if self._session is None:
+    def _loop_now(self) -> TrainingLoop:
+        if self._loop is None:
             raise HolmesError(
                 "Trainer",
                 "has no arrays now",
@@ -154,7 +154,7 @@ class Trainer:
                 fix="call start() before, or use it in a with statement; a run whose steps are all "
                 "done starts again with more train.steps",
             )
-        return self._session
+        return self._loop
 
     @property
     def params(self) -> Tree:
@@ -217,14 +217,14 @@ class Trainer:
         From a loop of one's own it is of the last step, and taken as the next one begins. Before
         the first step, and from `before_step` of a callback, it is of the step that comes.
         """
-        self._session_now().save()
+        self._loop_now().save()
 
     def close(self) -> None:
         """Ends a run that goes on as `stop` does, with a checkpoint, and gives its arrays up."""
         if self._going:
             self.stop()
             self.run()
-        self._session, self._stages = None, ()
+        self._loop, self._chunks = None, ()
 
     def train(self) -> list[dict[str, Any]]:
         """Trains as `run` does. Returns the records of all steps of the run."""
@@ -257,7 +257,7 @@ class Trainer:
 
     def _abandon(self) -> None:
         """Ends a run that has failed, or whose loop has: without a checkpoint."""
-        going, self._going, self._session, self._stages = self._going, None, None, ()
+        going, self._going, self._loop, self._chunks = self._going, None, None, ()
         if going:
             going.close()
 
@@ -319,17 +319,17 @@ class Trainer:
             return
         for line in start.describe():
             self._print(line)
-        self._session = None  # the arrays of an attempt before this
-        stages = self._make_stages()
+        self._loop = None  # the arrays of an attempt before this
+        chunks = self._make_chunks()
         progress = Progress(config.distributed)
         with ThreadPoolExecutor(1) as pool, ExitStack() as stack:
             stack.callback(setattr, self, "progress", None)
             reading = pool.submit(self._read_batches)
             compiles_s = time.perf_counter()
-            runner = self._make_runner(stages)
+            runner = self._make_runner(chunks)
             compile_s = time.perf_counter() - compiles_s
             states = (
-                checkpoint.restore(start.checkpoint, stages)
+                restoring.restore(start.checkpoint, chunks)
                 if start.checkpoint
                 else runner.init(config.train.seed)
             )
@@ -361,30 +361,30 @@ class Trainer:
                 self._callbacks.on_saves()
                 return self._stopping
 
-            session = Session(
+            loop = TrainingLoop(
                 config=config,
                 runner=runner,
                 batches=batches,
                 clock=stack.enter_context(Clock(len(plan.stages))),
                 writer=stack.enter_context(
-                    writing.Writer(self.run_dir, stages, saves.saved, saves.failed, lease.check)
+                    writing.Writer(self.run_dir, chunks, saves.saved, saves.failed, lease.check)
                 ),
                 tell=recorder.take,
                 is_stopping=is_stopping,
                 is_saving=Due(config.checkpoint, begun=saves.begun),
                 begins=progress.begin,
                 profiles=self.run_dir / jobs.PROFILES,
-                memory=PeakMemory(devices_of(stages)),
+                memory=PeakMemory(devices_of(chunks)),
                 skipped=start.skipped,
                 compile_s=compile_s,
                 callbacks=self._callbacks,
                 tells_at_once=lambda: self._is_stepwise,
             )
-            session.states, self._session, self._stages = states, session, stages
+            loop.states, self._loop, self._chunks = states, loop, chunks
             del states  # a step takes their memory
             self.progress = progress
             yield None
-            for number in session.steps(done, start.sequences):
+            for number in loop.steps(done, start.sequences):
                 done = number
                 yield dict(recorder.last)
         saves.check(at_end=True)
@@ -419,7 +419,7 @@ class Trainer:
         config = self.job.config.checkpoint
         retention = Retention(self.run_dir, config, lease.move, say, lease.check)
         retention.after_start()
-        commit = functools.partial(start.commit, data=data, owner=lease)
+        commit = functools.partial(committing.commit, start, data=data, owner=lease)
 
         def committed(step: int) -> None:
             alarm.committed(step)
@@ -429,24 +429,24 @@ class Trainer:
         alarm.attach(saves.outstanding, say)
         return saves
 
-    def _make_runner(self, stages: Sequence[Stage]) -> Pipeline | OneStage:
+    def _make_runner(self, chunks: Sequence[Chunk]) -> Pipeline | WholeStep:
         train = self.job.config.train
         sorts = {"evaluates": train.eval_every > 0, "ramps": bool(train.rampup)}
-        return make_runner(self.job.plan, stages, **sorts)
+        return make_runner(self.job.plan, chunks, **sorts)
 
-    def _make_stages(self) -> list[Stage]:
+    def _make_chunks(self) -> list[Chunk]:
         """The stages on the devices, and what computes attention there."""
         topology, plan, config = self.job.topology, self.job.plan, self.job.config.run
         kinds, count = topology.device_kinds, topology.num_devices
-        compat.use_devices(kinds, count, rehearse=config.rehearse)
+        platforms.use_devices(kinds, count, rehearse=config.rehearse)
         # Before this process uses a device, whose memory a check needs.
         numbers = range(len(plan.stages))
         unproven = find_unproven(self.job, numbers, nics.discover, os.environ, self._print)
         meshes = build_meshes(plan, jax.devices())
         program_cache.use(config.compilation_cache, os.environ, self._print)
-        stages = make_stages(self.job, dict(enumerate(meshes)), unproven)
-        self._print(*attention_lines(stages), *optimizer_lines(stages))
-        return stages
+        chunks = make_chunks(self.job, dict(enumerate(meshes)), unproven)
+        self._print(*attention_lines(chunks), *optimizer_lines(chunks))
+        return chunks
 
     def _print(self, *lines: str) -> None:
         for line in lines:

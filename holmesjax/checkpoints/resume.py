@@ -17,18 +17,19 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from holmesjax import job as jobs, json_text, schema
+from holmesjax import job as jobs
 from holmesjax.checkpoints import manifest, second_reading, skipped_data
 from holmesjax.checkpoints.manifest import Checkpoint
 from holmesjax.checkpoints.skipped_data import Skipped
 from holmesjax.config import BYTES, Config, DataConfig, OptimizerConfig, TrainConfig
 from holmesjax.data import tokenizer_files
 from holmesjax.errors import CheckpointError, ConfigError, LostDataError, SpikeError
+from holmesjax.files import json_text, schema
+from holmesjax.files.whole_files import write_whole
 from holmesjax.hosts import computing
 from holmesjax.job import Job
-from holmesjax.lease import Lease
+from holmesjax.liveness.lease import Lease
 from holmesjax.optimizers.learning_rates import learning_rate, step_tokens
-from holmesjax.whole_files import write_whole
 
 ALLOWED = "allowed.json"  # in the run folder
 # Sections of the config that shape the numbers. Parallelism does by way of the plan, which has a
@@ -222,41 +223,6 @@ class Start:
                 raise
             raise LostDataError.of(error) from None  # a file may be cut for a moment
         return [f"  {change}"]
-
-    def commit(
-        self,
-        step: int,
-        arrays: dict[str, dict[str, Any]],
-        files: manifest.Files,
-        *,
-        data: Mapping[str, str],
-        owner: Lease | None = None,
-    ) -> None:
-        """Makes a checkpoint of the parts that all stages have written after a step.
-
-        Args:
-          step: optimizer steps done.
-          arrays, files, data: for `manifest.commit`.
-          owner: of the run; the commit is taken back where the run turns out to be another's.
-        """
-        config = self.job.config
-        after = config.train.sequences_after
-        left_out = skipped_data.sequences(self.skipped, self.step, step)
-        commit = functools.partial(
-            manifest.commit,
-            self.job.run_dir,
-            step,
-            sequences=self.sequences + after(step) - after(self.step) + left_out,
-            settings=settings(self.job),
-            data=data,
-            plan_hash=self.job.plan.hash(),
-            arrays=arrays,
-            files=files,
-        )
-        if owner is None:
-            commit()
-        else:
-            owner.act(commit, lambda: manifest.withdraw(self.job.run_dir, step))
 
 
 def find(

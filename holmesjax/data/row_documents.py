@@ -9,7 +9,6 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from holmesjax import json_text
 from holmesjax.data import extras, stores
 from holmesjax.data.documents import (
     Documents,
@@ -21,6 +20,7 @@ from holmesjax.data.documents import (
     null_among,
 )
 from holmesjax.errors import DataError
+from holmesjax.files import json_text
 
 ROWS = 256  # read at once
 STATE, SPLITS = "state.json", "dataset_dict.json"  # of folders that `datasets` wrote

@@ -14,9 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from holmesjax import hub_names, json_text
+from holmesjax import hub_names
 from holmesjax.data import extras
 from holmesjax.errors import AbsentDataError, DataError
+from holmesjax.files import json_text
 
 WHERE = "data.tokenizer"
 MAIN, MODEL, RANKS = "tokenizer.json", "tokenizer.model", "tokenizer.tiktoken"

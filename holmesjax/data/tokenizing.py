@@ -30,7 +30,7 @@ from holmesjax.data.tokenizer import BEGIN, ByteTokenizer
 from holmesjax.data.tokenizer_files import FileTokenizer
 from holmesjax.data.tokenizer_paths import read_json
 from holmesjax.errors import ConfigError, DataError
-from holmesjax.whole_files import write_whole
+from holmesjax.files.whole_files import write_whole
 
 BATCH_BYTES = 2**20  # of the texts that a library tokenizes at once
 

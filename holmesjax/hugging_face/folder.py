@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 
-from holmesjax.boxes import Box
 from holmesjax.config import ModelConfig
 from holmesjax.data import tokenizer_paths
 from holmesjax.data.tokenizer_paths import ENDS
@@ -27,7 +26,8 @@ from holmesjax.hugging_face import (
 from holmesjax.hugging_face.config_json import ConfigJson
 from holmesjax.hugging_face.safetensors_file import DTYPES, Tensor
 from holmesjax.hugging_face.tensors import Place, places
-from holmesjax.layers.model_layers import EMBED
+from holmesjax.layer_specs.boxes import Box
+from holmesjax.layer_specs.model_layers import EMBED
 
 KEPT = "hugging_face"  # in a run folder: the files of a folder that are not its weights
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"

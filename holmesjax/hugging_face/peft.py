@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 
-from holmesjax.boxes import Box
 from holmesjax.config import LORA_TARGETS, LoraConfig, ModelConfig
 from holmesjax.data.tokenizer_files import write_json
 from holmesjax.errors import CheckpointError, ConfigError
@@ -27,7 +26,8 @@ from holmesjax.hugging_face.config_json import ConfigJson
 from holmesjax.hugging_face.export import Layer, whole_folder
 from holmesjax.hugging_face.safetensors_file import DTYPES, Tensor
 from holmesjax.hugging_face.tensors import Place, adapter_places
-from holmesjax.layers.model_layers import block_name
+from holmesjax.layer_specs.boxes import Box
+from holmesjax.layer_specs.model_layers import block_name
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."

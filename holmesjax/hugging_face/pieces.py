@@ -5,10 +5,10 @@ from collections.abc import Iterable, Iterator, Mapping
 
 import numpy as np
 
-from holmesjax.boxes import Box, shape_of, within
 from holmesjax.errors import CheckpointError
 from holmesjax.hugging_face.safetensors_file import DTYPES, Tensor
 from holmesjax.hugging_face.tensors import Place
+from holmesjax.layer_specs.boxes import Box, shape_of, within
 
 ALIGNMENT = 64  # bytes
 MAX_BYTES = 4 << 20  # that are read or written at a time

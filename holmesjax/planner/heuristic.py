@@ -13,8 +13,9 @@ from collections.abc import Iterable, Iterator, Sequence
 import numpy as np
 
 from holmesjax.planner import shortlist
-from holmesjax.planner.candidates import in_order, kinds, near_depths, orders_of, split, with_moves
+from holmesjax.planner.candidates import in_order, kinds, near_depths, orders_of, with_moves
 from holmesjax.planner.fitting import fitting
+from holmesjax.planner.layer_split import split
 from holmesjax.planner.problem import Assignment, Segment
 from holmesjax.planner.shortlist import CHECKPOINTING, Listed, Offers
 from holmesjax.planner.stage_layouts import StepSettings

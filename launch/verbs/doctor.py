@@ -13,8 +13,7 @@ from itertools import pairwise, product
 from pathlib import Path
 from typing import TypeVar
 
-from holmesjax import update_rules
-from holmesjax.config import Config
+from holmesjax.config import Config, update_rules
 from holmesjax.costs import optimizer_state
 from holmesjax.errors import ConfigError
 from holmesjax.hosts import doctor, kernel_check

@@ -12,16 +12,17 @@ from pathlib import Path
 
 import numpy as np
 
-from holmesjax import job as jobs, yaml_files
-from holmesjax.checkpoints import manifest, resume
+from holmesjax import job as jobs
+from holmesjax.checkpoints import committing, manifest, resume
 from holmesjax.checkpoints.retention import Retention
 from holmesjax.config import ModelConfig
 from holmesjax.data import tokenizer_paths
 from holmesjax.errors import ConfigError, HolmesError, Mistakes
+from holmesjax.files import yaml_files
 from holmesjax.hugging_face import folder, peft
 from holmesjax.job import Job
-from holmesjax.layers.model_layers import layers
-from holmesjax.lease import Lease
+from holmesjax.layer_specs.model_layers import layers
+from holmesjax.liveness.lease import Lease
 
 # Settings of a run without a run file. All of them may change until the first step.
 SETTINGS = {
@@ -52,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
             keeps.after_failure(0)
             raise
         job.save()  # last, so that a folder whose import has failed can be named again
-        resume.Start(job=job).commit(0, arrays, files, data={})
+        committing.commit(resume.Start(job=job), 0, arrays, files, data={})
         keeps.after_commit(0)
     num_parameters = sum(int(np.prod(array["shape"])) for array in arrays.values())
     print(f"imported    {num_parameters:,} parameters of {source}, {weights.dtype}")

@@ -16,9 +16,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from holmesjax import units, yaml_files
+from holmesjax import units
 from holmesjax.costs import collective_times
 from holmesjax.errors import ConfigError, Mistakes, PeerError
+from holmesjax.files import yaml_files
 from holmesjax.hosts import probe
 from holmesjax.hosts.doctor import Finding
 from holmesjax.hosts.probe import Phase, Step, Way

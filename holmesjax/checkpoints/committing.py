@@ -1,0 +1,198 @@
+"""When a run writes checkpoints, and what becomes of each of them. No JAX.
+
+One place decides for all processes of a run and hears of them all: the launcher, or the process
+itself where it is the only one.
+"""
+
+import functools
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from holmesjax.checkpoints import manifest, skipped_data
+from holmesjax.checkpoints.resume import Start, settings
+from holmesjax.checkpoints.retention import Retention
+from holmesjax.config import CheckpointConfig
+from holmesjax.errors import CheckpointError
+from holmesjax.liveness.lease import Lease
+
+
+class Due:
+    """Whether to save after a step: after so many steps, or so many minutes after the last time.
+
+    The minutes count from the first step that is asked about. `begun` is told of each step after
+    which a checkpoint is written, in the thread that asks.
+    """
+
+    def __init__(
+        self,
+        config: CheckpointConfig,
+        clock: Callable[[], float] = time.monotonic,
+        begun: Callable[[int], object] = lambda step: None,
+    ):
+        self._begun = begun
+        self._every, self._interval_s = config.every, 60 * config.minutes
+        self._clock = clock
+        self._last_s: float | None = None
+
+    def __call__(self, step: int) -> bool:
+        """To be asked once after each step."""
+        is_due = self._is_due(step)
+        if is_due:
+            self._begun(step)
+        return is_due
+
+    def _is_due(self, step: int) -> bool:
+        if self._every is not None:
+            return step % self._every == 0
+        now_s = self._clock()
+        if self._last_s is None:
+            self._last_s = now_s
+        if now_s - self._last_s < self._interval_s:
+            return False
+        self._last_s = now_s
+        return True
+
+
+@dataclass
+class _Told:
+    """The state of a checkpoint that is being written."""
+
+    tellers: list[str] = field(default_factory=list)  # that have told of it
+    arrays: dict[str, dict[str, Any]] = field(default_factory=dict)
+    files: manifest.Files = field(default_factory=dict)
+
+
+class Saves:
+    """The checkpoints of a session: committed when whole, given up when a part cannot be written.
+
+    Training goes on after a save that failed, since the next may succeed. Two that fail in a row,
+    or the last one, end the run. Checkpoints that are committed stay as they are: what follows a
+    commit cannot make it fail.
+
+    Args:
+      run_dir: the run folder.
+      num_tellers: how many tell of each checkpoint, with `saved` or with `failed`.
+      commit: makes a checkpoint of what all have told.
+      retention: removes what need not stay.
+      warn: takes a line about each save that failed, when it fails.
+      committed: told of each step after which a checkpoint was committed.
+    """
+
+    def __init__(
+        self,
+        run_dir: Path,
+        num_tellers: int,
+        commit: Callable[[int, dict[str, dict[str, Any]], manifest.Files], None],
+        retention: Retention,
+        warn: Callable[[str], None],
+        committed: Callable[[int], object] = lambda step: None,
+    ):
+        self._run_dir, self._num_tellers, self._committed = run_dir, num_tellers, committed
+        self._commit, self._retention, self._warn = commit, retention, warn
+        self._told: dict[int, _Told] = {}
+        self._failed: set[int] = set()  # steps
+        self._failures: list[str] = []  # why, since the last checkpoint
+
+    def begun(self, step: int) -> None:
+        """A checkpoint after this step is to be written; told from any thread."""
+        self._told.setdefault(step, _Told())
+
+    def outstanding(self) -> dict[int, list[str]]:
+        """The steps of the saves that have not ended, and who has told of each."""
+        return {step: told.tellers for step, told in sorted(self._told.copy().items())}
+
+    def saved(
+        self,
+        step: int,
+        arrays: dict[str, dict[str, Any]],
+        files: manifest.Files,
+        teller: str = "",
+    ) -> None:
+        """Takes what a part holds, as `manifest.commit` does, and who tells it."""
+        told = self._told.setdefault(step, _Told())
+        told.arrays |= arrays
+        told.files |= files
+        self._count(step, told, teller)
+
+    def failed(self, step: int, reason: str, teller: str = "", *, counts: bool = True) -> None:
+        """Takes, in one line, why a part cannot be written.
+
+        Args:
+          teller: who tells it.
+          counts: whether who tells is one of the `num_tellers`.
+        """
+        if step not in self._failed:
+            self._failed.add(step)
+            self._failures.append(reason)
+            end = "" if len(self._failures) > 1 else "; a second one in a row ends the run"
+            self._warn(f"warning: no checkpoint after step {step}: {reason}{end}")
+        if counts:
+            self._count(step, self._told.setdefault(step, _Told()), teller)
+
+    def check(self, *, at_end: bool = False) -> None:
+        """Raises CheckpointError after two failures in a row; at the end also after one."""
+        if len(self._failures) < (1 if at_end else 2):
+            return
+        raise CheckpointError(
+            str(self._run_dir / manifest.FOLDER),
+            "a checkpoint could not be written",
+            found=self._failures[-1],
+            fix="free space or choose another run.dir, then resume from the last checkpoint",
+        )
+
+    def _count(self, step: int, told: _Told, teller: str) -> None:
+        told.tellers.append(teller)
+        if len(told.tellers) < self._num_tellers:
+            return
+        del self._told[step]
+        if step not in self._failed:
+            try:
+                self._commit(step, told.arrays, told.files)
+            except OSError as error:
+                self.failed(step, str(error), counts=False)
+        if step in self._failed:
+            self._retention.after_failure(step)
+        else:
+            self._failures.clear()
+            self._committed(step)
+            self._retention.after_commit(step)
+
+
+def commit(
+    start: Start,
+    step: int,
+    arrays: dict[str, dict[str, Any]],
+    files: manifest.Files,
+    *,
+    data: Mapping[str, str],
+    owner: Lease | None = None,
+) -> None:
+    """Makes a checkpoint of the parts that all stages have written after a step.
+
+    Args:
+      start: of the session that trains.
+      step: optimizer steps done.
+      arrays, files, data: for `manifest.commit`.
+      owner: of the run; the commit is taken back where the run turns out to be another's.
+    """
+    job = start.job
+    after = job.config.train.sequences_after
+    left_out = skipped_data.sequences(start.skipped, start.step, step)
+    write = functools.partial(
+        manifest.commit,
+        job.run_dir,
+        step,
+        sequences=start.sequences + after(step) - after(start.step) + left_out,
+        settings=settings(job),
+        data=data,
+        plan_hash=job.plan.hash(),
+        arrays=arrays,
+        files=files,
+    )
+    if owner is None:
+        write()
+    else:
+        owner.act(write, lambda: manifest.withdraw(job.run_dir, step))
