@@ -40,7 +40,7 @@ from holmesjax.runtime.meanwhile import Meanwhile
 from holmesjax.runtime.pipeline import Pipeline
 from holmesjax.runtime.prefetch import Feed, Step, Validation
 from holmesjax.runtime.spikes import SpikeRule
-from holmesjax.runtime.step_timeout import Work
+from holmesjax.runtime.step_timeout import Activity
 from holmesjax.runtime.timeline import Clock, Timeline
 from holmesjax.runtime.whole_step import WholeStep
 
@@ -187,7 +187,7 @@ class TrainingLoop:
     tell: Callable[[ProcessStep], None]
     is_stopping: Callable[[], bool]
     is_saving: Callable[[int], bool]
-    begins: Callable[[Work, int], None]
+    begins: Callable[[Activity, int], None]
     profiles: Path
     memory: PeakMemory = field(default_factory=lambda: PeakMemory({}))
     skipped: Sequence[Skipped] = ()
@@ -251,6 +251,7 @@ class TrainingLoop:
     def _run(self, feed: Feed, done: int) -> Iterator[int]:
         steps, saved = self.config.train.steps, done
         unread: _Unread | None = None
+        timeline: Timeline | None = None  # of the step that is dispatched
         self._last_s = time.perf_counter()
 
         def tell(following: Timeline | None = None) -> None:

@@ -34,12 +34,12 @@ from holmesjax.data import (
     tokenizer_files,
     tokenizer_paths,
 )
+from holmesjax.data.byte_tokenizer import BEGIN
 from holmesjax.data.chat_template import BEGIN_MARK, END_MARK
 from holmesjax.data.corpus_files import CorpusFile, CorpusFiles
 from holmesjax.data.file_kinds import ARRAY, LINES
 from holmesjax.data.packing import DocumentRange, PackedRows, Spans
 from holmesjax.data.sources import Splits
-from holmesjax.data.tokenizer import BEGIN
 from holmesjax.data.tokenizer_files import FileTokenizer
 from holmesjax.errors import DataError
 

@@ -19,9 +19,9 @@ import numpy as np
 
 from holmesjax.config import PYTHON_STDLIB, DataConfig
 from holmesjax.data import corpus_files, file_kinds, packed_files, stores, text_documents
+from holmesjax.data.byte_tokenizer import BEGIN
 from holmesjax.data.corpus_files import CorpusFile, LeftOut
 from holmesjax.data.file_kinds import FileKind
-from holmesjax.data.tokenizer import BEGIN
 from holmesjax.errors import DataError
 
 PLACES = 2**64  # of a file, by a hash of its path

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 
 from holmesjax.data import packed_files, stores
+from holmesjax.data.byte_tokenizer import BEGIN
 from holmesjax.data.documents import Documents, FilePart, Wanted, decoded, null_among
 from holmesjax.data.file_kinds import ARRAY, LINES, FileKind
-from holmesjax.data.tokenizer import BEGIN
 from holmesjax.errors import DataError
 from holmesjax.files import json_text
 

@@ -25,8 +25,8 @@ import numpy as np
 
 from holmesjax.config import BYTES, DataConfig
 from holmesjax.data import document_formats, stores, token_files, tokenizer_files
+from holmesjax.data.byte_tokenizer import BEGIN, ByteTokenizer
 from holmesjax.data.documents import Documents, FilePart, Wanted
-from holmesjax.data.tokenizer import BEGIN, ByteTokenizer
 from holmesjax.data.tokenizer_files import FileTokenizer
 from holmesjax.data.tokenizer_paths import read_json
 from holmesjax.errors import ConfigError, DataError

@@ -349,7 +349,7 @@ class Pipeline:
             watched = None if state.recent is None else loss, state.recent
             measured = state.params if programs.chunk.has_statistics else None
             args = reduced[v], values_MR, weight, *watched, measured
-            norm = programs["square_norm"](*args)
+            norm = programs["chunk_totals"](*args)
             own[s] = own[s] + norm if s in own else norm
         norms = self._share_norms(own, idle)
         new_states, metrics = [], {}

@@ -16,9 +16,9 @@ from holmesjax import config as configs, job as jobs
 from holmesjax.config import DataConfig
 from holmesjax.data import corpus, document_formats, stores, text
 from holmesjax.data.batches import Batches, Rows, model_inputs
+from holmesjax.data.byte_tokenizer import BEGIN, ByteTokenizer
 from holmesjax.data.corpus import Corpus
 from holmesjax.data.text import windows_of
-from holmesjax.data.tokenizer import BEGIN, ByteTokenizer
 from holmesjax.errors import ConfigError, DataError
 from holmesjax.planner import planner
 from launch.__main__ import _data_reader, main
