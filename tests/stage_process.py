@@ -35,7 +35,7 @@ def digests_of(state):
 
 
 def make_stage():
-    from tests.runtime.test_pipeline import hand_made_plan, make_chunks, make_model
+    from tests.hand_made_plans import hand_made_plan, make_chunks, make_model
 
     # On four devices all but the norms are cut, over two axes; on more processes or fewer alike.
     return make_chunks(make_model(tied_embeddings=True), hand_made_plan((4,), 2, 1, fsdp=2))[0]

@@ -16,7 +16,7 @@ from holmesjax.plan.plan import Plan
 from holmesjax.runtime.compilation import compile_chunks, compile_whole_step
 from holmesjax.runtime.pipeline import in_one_process
 from holmesjax.runtime.whole_step import WholeStep
-from tests.runtime.test_pipeline import hand_made_plan, make_chunks
+from tests.hand_made_plans import hand_made_plan, make_chunks
 
 # Heads of 64 numbers are whole blocks of int8, and together wider than the model. The parts of the
 # feed-forward of "llama" on two devices are blocks and a half.

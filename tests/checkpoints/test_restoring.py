@@ -15,85 +15,26 @@ import orbax.checkpoint as ocp
 import pytest
 
 from holmesjax.checkpoints import manifest, restoring, second_reading, writing
-from holmesjax.checkpoints.committing import Saves
-from holmesjax.checkpoints.retention import Retention
-from holmesjax.config import CheckpointConfig, DataConfig, LoraConfig
+from holmesjax.config import LoraConfig
 from holmesjax.errors import CheckpointError, DamagedError, PeerError
 from holmesjax.runtime.chunk import ChunkState
 from tests.disks import files_of_at_most
+from tests.hand_made_plans import SMOOTH, hand_made_plan, make_chunks, make_model
 from tests.one_device import wide_moments
-from tests.runtime.test_pipeline import SMOOTH, hand_made_plan, make_chunks, make_model
-
-PLANS = {
-    "two": hand_made_plan((3, 1), 2, 2),
-    "one": hand_made_plan((4,), 2, 1, fsdp=2, context=2),
-    "four": hand_made_plan((1, 1, 1, 1), 1, 2),
-    "three": hand_made_plan((1, 2, 1), (2, 1, 1), 1, fsdp=(1, 4, 2)),
-}
-# Tests of files and folders need few arrays, and a save of few arrays is quick.
-SMALL = make_model(num_layers=1)
+from tests.written_checkpoints import (
+    PLANS,
+    SMALL,
+    damage,
+    folders,
+    random_states,
+    retention,
+    write,
+    write_states,
+)
 
 
 def stages_of(name, model):
     return make_chunks(model, PLANS[name])
-
-
-def random_states(stages):
-    """States with no two equal numbers where they may differ: every leaf by its key."""
-
-    def fill(stage):
-        def leaf(key, shape):
-            seed = [ord(c) for c in key]
-            value = np.random.default_rng(seed).normal(size=shape.shape).astype(shape.dtype)
-            return jax.device_put(value, shape.sharding)
-
-        flat = restoring.flatten(stage.state_shapes)
-        leaves = [leaf(key, shape) for key, shape in flat.items()]
-        return jax.tree.unflatten(jax.tree.structure(stage.state_shapes), leaves)
-
-    return [fill(stage) for stage in stages]
-
-
-def retention(run_dir, keep=2, hours=None, warn=print, move=Path.rename):
-    return Retention(run_dir, CheckpointConfig(keep=keep, keep_every_hours=hours), move, warn)
-
-
-def write(run_dir, model=SMALL, name=None, steps=(10,), keep=2):
-    plan = PLANS[name] if name else hand_made_plan((model.num_layers,), 1, 1)
-    return write_states(run_dir, model, make_chunks(model, plan), steps, keep)
-
-
-def write_states(run_dir, model, stages, steps, keep=2, states=()):
-    """Checkpoints with the same states after each of these steps; random ones if none are given.
-
-    What is said of them, and a CheckpointError for the last.
-    """
-    said = []
-
-    def commit(step, arrays, files):
-        data, config = DataConfig(corpus="x"), stages[0].optimizer.config
-        sections = {"model": model, "data": data, "optimizer": config}
-        dtypes = {name: getattr(stages[0], name) for name in ("param_dtype", "compute_dtype")}
-        manifest.commit(
-            run_dir,
-            step,
-            sequences=8 * step,
-            settings={name: dataclasses.asdict(own) for name, own in sections.items()}
-            | {"train": dtypes},
-            data={},
-            plan_hash="x",
-            arrays=arrays,
-            files=files,
-        )
-
-    states = states or random_states(stages)
-    retention(run_dir).after_start()
-    saves = Saves(run_dir, 1, commit, retention(run_dir, keep), said.append)
-    with writing.Writer(run_dir, stages, saves.saved, saves.failed) as writer:
-        for step in steps:
-            writer.save(step, states)
-    saves.check(at_end=True)
-    return said
 
 
 @pytest.mark.parametrize(
@@ -353,18 +294,6 @@ def test_what_a_crash_leaves_behind_is_no_checkpoint(tmp_path):
     assert not unfinished.exists()
 
 
-def flip_a_byte(path):
-    content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 1
-    path.write_bytes(content)
-
-
-def damage(run_dir, step):
-    """Flips a byte of the largest file of a checkpoint."""
-    files = [p for p in manifest.folder_of(run_dir, step).rglob("*") if p.is_file()]
-    flip_a_byte(max(files, key=lambda path: path.stat().st_size))
-
-
 def test_two_processes_must_find_a_checkpoint_damaged(tmp_path):
     """One reads what it has in memory; the other reads the disk, with the arrays of that part."""
     write(tmp_path)
@@ -383,10 +312,6 @@ def test_two_processes_must_find_a_checkpoint_damaged(tmp_path):
     path = found.path / "part_0" / next(iter(found.manifest["files"])).partition("/")[2]
     path.unlink()
     second_reading.confirm(found, manifest.damaged(found, f"part_0/{path.name}", "is missing", ""))
-
-
-def folders(run_dir):
-    return sorted(path.name for path in (run_dir / manifest.FOLDER).iterdir())
 
 
 def resume(run_dir, **how):

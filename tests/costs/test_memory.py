@@ -20,7 +20,7 @@ from holmesjax.parallel import sharding
 from holmesjax.runtime.compilation import compile_chunks, compile_whole_step
 from holmesjax.runtime.microbatch import Residuals
 from holmesjax.runtime.programs import ProgramKey
-from tests.runtime.test_pipeline import SMOOTH, VARIANTS, hand_made_plan, make_chunks, make_model
+from tests.hand_made_plans import SMOOTH, VARIANTS, hand_made_plan, make_chunks, make_model
 from tests.shapes import shape_of
 
 SMALL = {"num_layers": 2, "width": 64, "num_heads": 4, "context_length": 48, "vocab_size": 96}

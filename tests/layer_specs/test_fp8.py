@@ -22,8 +22,8 @@ from holmesjax.runtime import microbatch
 from holmesjax.runtime.pipeline import make_runner
 from holmesjax.runtime.program_shapes import batch_shapes, gradient_shapes, replica_shapes
 from holmesjax.runtime.timeline import Clock
+from tests.hand_made_plans import hand_made_plan, make_chunks, make_model, put
 from tests.one_device import SEED, assert_near, step_inputs
-from tests.runtime.test_pipeline import hand_made_plan, make_chunks, make_model, put
 
 pytestmark = pytest.mark.xdist_group("fp8")
 

@@ -15,9 +15,9 @@ from holmesjax.layer_specs.model_layers import layers
 from holmesjax.models.layer import init_params
 from holmesjax.runtime.pipeline import make_runner
 from holmesjax.runtime.timeline import Clock
-from tests.models.test_own_model import initial, plain_loss
+from tests.hand_made_plans import hand_made_plan, make_chunks, make_model, put
 from tests.one_device import MICROBATCH, RTOL, SEED, assert_near, loss_and_gradient, step_inputs
-from tests.runtime.test_pipeline import hand_made_plan, make_chunks, make_model, put
+from tests.own_model_steps import initial, plain_loss
 from tests.shapes import shape_of
 
 pytestmark = pytest.mark.xdist_group("frozen")

@@ -18,9 +18,9 @@ from holmesjax.runtime.microbatch import Residuals
 from holmesjax.runtime.pipeline import make_runner
 from holmesjax.runtime.timeline import Clock
 from tests.arrays import normal
-from tests.layer_specs.test_lora import adapted_states, random_bs
+from tests.hand_made_plans import hand_made_plan, make_chunks, make_model, put
 from tests.one_device import RTOL, SEED, assert_near, step_inputs
-from tests.runtime.test_pipeline import hand_made_plan, make_chunks, make_model, put
+from tests.random_adapters import adapted_states, random_bs
 from tests.shapes import shape_of
 
 pytestmark = pytest.mark.xdist_group("lora_dropout")

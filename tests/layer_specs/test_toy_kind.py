@@ -38,9 +38,9 @@ from holmesjax.runtime.pipeline import make_runner
 from holmesjax.runtime.timeline import Clock
 from holmesjax.trainer import Trainer
 from holmesjax.training_loop import read_batches
+from tests.hand_made_plans import hand_made_plan, make_chunks, make_model, put
 from tests.jobs import RunningJob, run_launch_here, write_run
 from tests.one_device import RTOL, SEED, assert_near, step_inputs
-from tests.runtime.test_pipeline import hand_made_plan, make_chunks, make_model, put
 
 pytestmark = pytest.mark.xdist_group("toy_kind")
 

@@ -13,9 +13,9 @@ from holmesjax.runtime.compilation import compile_chunks
 from holmesjax.runtime.pipeline import make_runner
 from holmesjax.runtime.timeline import Clock
 from tests import own_models
+from tests.hand_made_plans import hand_made_plan, make_chunks, make_model
 from tests.one_device import RTOL, SEED, assert_near
 from tests.own_models import CLASSES, PATCHES, WIDTH
-from tests.runtime.test_pipeline import hand_made_plan, make_chunks, make_model
 
 pytestmark = pytest.mark.xdist_group("flax_layers")
 

@@ -6,7 +6,6 @@ Mistakes in it are told by layer.
 import dataclasses
 import functools
 import io
-import zlib
 
 import jax
 import jax.numpy as jnp
@@ -31,9 +30,10 @@ from holmesjax.runtime.timeline import Clock
 from holmesjax.trainer import Trainer
 from holmesjax.training_loop import read_batches
 from tests import own_models as own_model
+from tests.hand_made_plans import hand_made_plan, make_chunks, make_model, put
 from tests.jobs import RunningJob, write_run
 from tests.one_device import MICROBATCH, RTOL, SEED, assert_near, step_inputs
-from tests.runtime.test_pipeline import hand_made_plan, make_chunks, make_model, put
+from tests.own_model_steps import initial, plain_loss
 from tests.shapes import shape_of
 
 pytestmark = pytest.mark.xdist_group("own_model")
@@ -45,27 +45,6 @@ PLANS = {
         (1, 3), (1, 2), (2, 1), fsdp=(2, 1), microbatches=2, schedule="zero_bubble"
     ),
 }
-
-
-def initial(model, seed):
-    """Every layer's values, drawn whole on one device."""
-    found, before = {}, jnp.zeros((1, *layers(model)[EMBED].boundary))
-    for name, layer in layers_of(model).items():
-        key = jax.random.fold_in(jax.random.key(seed), zlib.crc32(name.encode()))
-        reads = layers(model)[name].reads if name == EMBED else ()
-        arrays = [jnp.zeros((1, *own.shape), own.dtype) for own in reads]
-        found[name] = jax.jit(layer.init)(key, *(arrays or [before]))
-    return found
-
-
-def plain_loss(params, inputs):
-    x_BLD = own_model.embed(params[EMBED], inputs["token_BL"])
-    for layer in sorted(name for name in params if name not in (EMBED, HEAD)):
-        x_BLD = own_model.block(params[layer], x_BLD)
-    logits_BLV = x_BLD @ params[HEAD]["out"]
-    log_p_BLV = jax.nn.log_softmax(logits_BLV)
-    one_hot_BLV = jax.nn.one_hot(inputs["target_BL"], log_p_BLV.shape[-1])  # zeros for -1
-    return -jnp.sum(log_p_BLV * one_hot_BLV) / jnp.sum(inputs["target_BL"] >= 0)
 
 
 @functools.cache

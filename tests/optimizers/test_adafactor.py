@@ -10,9 +10,9 @@ from holmesjax.config import OptimizerConfig
 from holmesjax.costs import memory
 from holmesjax.optimizers.adafactor import Factored
 from holmesjax.optimizers.optimizer import make_optimizer
-from tests.optimizers.test_adamw import stated
-from tests.runtime.test_pipeline import hand_made_plan, make_chunks, make_model
+from tests.hand_made_plans import hand_made_plan, make_chunks, make_model
 from tests.shapes import shape_of
+from tests.stated_parameters import stated
 
 CONFIG = OptimizerConfig(name="adafactor", learning_rate=1.0)
 # Square matrices of the feed-forward; heads wide enough that `out_HKD` is cut in three dims.

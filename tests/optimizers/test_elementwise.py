@@ -18,13 +18,13 @@ from holmesjax.optimizers.optimizer import make_optimizer
 from holmesjax.runtime.compilation import compile_chunks
 from holmesjax.runtime.pipeline import in_one_process
 from holmesjax.runtime.timeline import Clock
-from tests.checkpoints.test_restoring import write_states
-from tests.costs.test_memory import shape_of
+from tests.hand_made_plans import hand_made_plan, make_chunks, make_model, put
 from tests.jobs import write_run
 from tests.one_device import assert_trees_near, plain_loss, step_inputs
-from tests.optimizers.test_adamw import stated
-from tests.optimizers.test_muon import numpy_steps
-from tests.runtime.test_pipeline import hand_made_plan, make_chunks, make_model, put
+from tests.optimizers.muon_steps import numpy_steps
+from tests.shapes import shape_of
+from tests.stated_parameters import stated
+from tests.written_checkpoints import write_states
 
 pytestmark = pytest.mark.xdist_group("elementwise")
 

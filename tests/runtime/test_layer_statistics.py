@@ -14,9 +14,9 @@ from holmesjax.runtime.layer_statistics import names, of_small_batch
 from holmesjax.runtime.pipeline import make_runner
 from holmesjax.runtime.timeline import Clock
 from holmesjax.trainer import Trainer
+from tests.hand_made_plans import hand_made_plan, make_chunks, make_model, put
 from tests.jobs import write_run
 from tests.one_device import SEED, activations, loss_and_gradient, step_inputs
-from tests.runtime.test_pipeline import hand_made_plan, make_chunks, make_model, put
 
 MODEL = make_model(num_layers=2, tied_embeddings=True)
 

@@ -14,8 +14,8 @@ from holmesjax.models import ops
 from holmesjax.models.layer import function_of
 from holmesjax.runtime import microbatch
 from holmesjax.runtime.program_shapes import batch_shapes, gradient_shapes, replica_shapes
+from tests.hand_made_plans import hand_made_plan, make_chunks, make_model
 from tests.kernels.attention.gpus import H200, lowered_for_cuda
-from tests.runtime.test_pipeline import hand_made_plan, make_chunks, make_model
 
 
 @pytest.mark.parametrize(

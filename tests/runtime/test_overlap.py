@@ -27,7 +27,7 @@ from tests.collectives import (
     traced_events,
     waits_for,
 )
-from tests.runtime.test_pipeline import VARIANTS, hand_made_plan, make_chunks, make_model
+from tests.hand_made_plans import VARIANTS, hand_made_plan, make_chunks, make_model
 
 # One worker runs them all: they share what is made once.
 pytestmark = pytest.mark.xdist_group("overlap")

@@ -17,8 +17,8 @@ from holmesjax.models.layer import init_params, statements
 from holmesjax.optimizers.optimizer import make_optimizer
 from holmesjax.runtime.pipeline import make_runner
 from holmesjax.runtime.timeline import Clock
+from tests.hand_made_plans import SMOOTH, hand_made_plan, make_chunks, make_model, put
 from tests.one_device import MICROBATCH, SEED, loss_and_gradient, step_inputs
-from tests.runtime.test_pipeline import SMOOTH, hand_made_plan, make_chunks, make_model, put
 from tests.shapes import shape_of
 
 pytestmark = pytest.mark.xdist_group("param_dtype")

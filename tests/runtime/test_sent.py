@@ -34,7 +34,7 @@ from holmesjax.runtime.program_shapes import (
 )
 from holmesjax.runtime.programs import ProgramKey
 from tests.collectives import over, sent, texts
-from tests.runtime.test_pipeline import hand_made_plan, make_chunks, make_model
+from tests.hand_made_plans import hand_made_plan, make_chunks, make_model
 from tests.whole_steps import PARAMETERS, compiled
 
 COUNT = 4  # bytes of the number of updates

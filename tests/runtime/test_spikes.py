@@ -12,9 +12,9 @@ from holmesjax.runtime import spikes
 from holmesjax.runtime.pipeline import make_runner
 from holmesjax.runtime.spikes import SpikeRule
 from holmesjax.runtime.timeline import Clock
-from tests.checkpoints.test_restoring import write_states
+from tests.hand_made_plans import hand_made_plan, make_chunks, make_model, put
 from tests.one_device import SEED, step_inputs
-from tests.runtime.test_pipeline import hand_made_plan, make_chunks, make_model, put
+from tests.written_checkpoints import write_states
 
 pytestmark = pytest.mark.xdist_group("spikes")
 

@@ -18,8 +18,8 @@ from holmesjax.runtime.compilation import (
 from holmesjax.runtime.whole_step import WholeStep
 from kernels import adamw_shards
 from kernels.attention import warpgroups
+from tests.hand_made_plans import first_step, hand_made_plan, make_chunks, make_model
 from tests.kernels.attention.gpus import H200
-from tests.runtime.test_pipeline import first_step, hand_made_plan, make_chunks, make_model
 
 XLA = KernelsConfig(attention="reference", cross_entropy="reference", optimizer="xla")
 PALLAS = dataclasses.replace(XLA, optimizer="pallas")
