@@ -9,7 +9,7 @@ from holmesjax import config as configs
 from holmesjax.config import ModelConfig, OptimizerConfig, ParallelConfig
 from holmesjax.errors import ConfigError, Mistakes
 from holmesjax.files import yaml_files
-from tests.config.test_checks import AT_THE_LIMIT
+from tests.config.settings_at_the_limit import AT_THE_LIMIT
 from tests.run_files import RUN, refused
 
 

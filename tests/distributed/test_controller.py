@@ -38,34 +38,18 @@ from holmesjax.distributed.messages import (
 )
 from holmesjax.distributed.worker import _Reporter
 from holmesjax.errors import DataError, HolmesError, PeerError, RefusedError
-from holmesjax.plan.processes import Process
 from holmesjax.runtime.domain import hold_coordinator_port
 from holmesjax.runtime.step_timeout import Progress
 from holmesjax.runtime.timeline import Interval
 from holmesjax.transport import connection_loop, connections
 from holmesjax.transport.handshake import WRONG_KEY
 from tests.clock import stop_callers_clock
+from tests.distributed.scripted_jobs import PROCESSES, process
 
 ABOUT = {"plan hash": "aaaa", "jax": "1.0"}
 KEY = b"k" * connections.KEY_BYTES
 SILENCE_S = 20.0
 DEADLINE_S = 60.0  # for what must come: a hang guard
-
-
-def process(number, stage, rank=0):
-    return Process(
-        number=number,
-        name=f"c{stage}/n{number}",
-        cluster=f"c{stage}",
-        node=f"n{number}",
-        stage=stage,
-        rank=rank,
-        devices=(number,),
-        local_devices=(0,),
-    )
-
-
-PROCESSES = (process(0, 0), process(1, 0, 1), process(2, 1))  # two stages; the first has two
 
 
 @pytest.fixture(autouse=True)

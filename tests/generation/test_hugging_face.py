@@ -10,8 +10,8 @@ from holmesjax.generation.decoder import Decoder, on_devices
 from holmesjax.generation.sampler import Sampler
 from holmesjax.hugging_face import folder
 from launch.__main__ import main
-from tests.data.test_tokenizer_files import write_bpe, write_corpus
-from tests.generation.test_decoder import extended
+from tests.data.trained_tokenizers import write_bpe, write_corpus
+from tests.generation.odd_models import extended
 from tests.hugging_face.families import CONFIGS, tensors_of, write_config
 from tests.one_device import logits_of
 
