@@ -330,7 +330,7 @@ def _describe(path: Path) -> dict[str, Any]:
 
 
 def _sha256(path: Path) -> str:
-    with regular_files.open_file(path) as file:
+    with open(path, "rb", opener=regular_files.opener) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()  # a little at a time
 
 
