@@ -108,7 +108,7 @@ def _take(env: Mapping[str, str], name: str, what: str) -> str:
 def _whole(env: Mapping[str, str], name: str, text: str) -> int:
     """The number that a variable, or a part of it, is."""
     if not re.fullmatch(r"\s*[0-9]{1,9}\s*", text, re.ASCII):
-        raise _senseless(env, name, "whole numbers, with what docs/launching.md puts between them")
+        raise _senseless(env, name, "whole numbers, as docs/launching.md says")
     return int(text)
 
 

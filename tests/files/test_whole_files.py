@@ -40,7 +40,7 @@ def test_the_file_has_the_new_content(tmp_path):
 def test_a_process_that_is_killed_leaves_the_old_content(tmp_path, call):
     path = tmp_path / "a.json"
     path.write_text("old")
-    root = Path(__file__).parent.parent
+    root = Path(__file__).parents[2]
     words = [sys.executable, "-c", KILLED_BEFORE, call, str(path)]
     env = os.environ | {"PYTHONPATH": str(root)}
     assert subprocess.run(words, env=env, timeout=60).returncode == -signal.SIGKILL
