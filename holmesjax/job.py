@@ -101,6 +101,19 @@ class Job:
         pool.refuse_too_small([self.plan.stages[stage] for stage in stages], self.topology)
         return pool
 
+    def refuse_other_nodes(self) -> None:
+        """Raises PlanError where a plan needs more nodes than the one of a single process."""
+        nodes = dict.fromkeys(node for stage in self.plan.stages for node in stage.nodes)
+        if self._has_gpus and len(nodes) > 1:
+            raise PlanError(
+                "Trainer",
+                "trains in one process, which has the devices of its own node alone",
+                found=f"a plan on {len(nodes)} nodes: {', '.join([*nodes][:3])}"
+                + ", ..." * (len(nodes) > 3),
+                fix="start a process on each node: python -m launch train RUN.yaml --launcher ssh, "
+                "slurm or kubernetes; run.rehearse=true tries the plan on virtual CPU devices",
+            )
+
     @property
     def _has_gpus(self) -> bool:
         return set(self.device_kinds) != {CPU}

@@ -113,6 +113,9 @@ class Trainer:
         self._is_stepwise = False  # whether somebody asks for each step
         self._session: Session | None = None  # while there are arrays
         self._stages: Sequence[Stage] = ()  # of the session
+        if not hasattr(self._stream, "write"):
+            problem, fix = "must be an open file", "write stream=open(path, 'w'), or leave it out"
+            raise ConfigError("stream", problem, found=repr(stream), fix=fix)
         metrics.check_installed(self.job.config.log)
 
     @property
@@ -244,6 +247,9 @@ class Trainer:
 
     def _go_on(self) -> Record | None:
         """Goes on to the next step, or to the start; the record of the step if there is one."""
+        if self._going is not None and self._going.gi_running:
+            problem, fix = "cannot be asked for steps or its end by a callback", "call stop or save"
+            raise HolmesError("Trainer", problem, found="a step that is being made", fix=fix)
         if self._going is None:
             self._going = self._records()
         try:
@@ -268,6 +274,7 @@ class Trainer:
             yield from self._train(self._lease or own())
 
     def _train(self, lease: Lease) -> Generator[Record | None]:
+        self.job.refuse_other_nodes()
         numbers = range(len(self.job.plan.stages))
         self._print(*self.job.describe(self.job.check_pool(os.environ, numbers)))
         find = functools.partial(
