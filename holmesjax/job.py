@@ -57,6 +57,7 @@ class Job:
     topology: Topology
     plan: Plan
     unpinned: Plan | None = None  # the best that was found without what the run sets of the plan
+    pinned_at: str = ""  # where the run sets a part of the plan
 
     @property
     def run_dir(self) -> Path:
@@ -193,7 +194,9 @@ class Job:
         return [
             *description.describe(self.topology),
             *plans.describe(self.plan, kind_of, is_pinned=bool(pinned)),
-            *pins.describe(self.plan, pinned, self.unpinned, by_dollars=by_dollars),
+            *pins.describe(
+                self.plan, pinned, self.unpinned, by_dollars=by_dollars, place=self.pinned_at
+            ),
             *self._active(),
             *([f"memory      {pool.describe(self.plan.stages, self.topology)}"] if pool else []),
             self._rate(),
@@ -502,7 +505,9 @@ def load(
         usable_memory = pool.usable_memory
     plan, unpinned = make_plans(config, topology, say, usable_memory, compares=compares)
     _refuse_uneven_rampup(config, plan)
-    return Job(config=config, topology=topology, plan=plan, unpinned=unpinned)
+    pinned = pins.pins(config.parallel)
+    place = configs.where_set(target, overrides, "parallel", pinned) if pinned else ""
+    return Job(config=config, topology=topology, plan=plan, unpinned=unpinned, pinned_at=place)
 
 
 def _parameter_bytes(config: Config) -> int:

@@ -103,6 +103,9 @@ def test_the_code_of_the_page_trains_as_a_plain_run(tmp_path, capsys, monkeypatc
     assert main(["plan", RUN, f"run.dir={tmp_path / 'norms'}"]) == 0
     assert shown == capsys.readouterr().out
     assert "finds a step of" in shown  # without what the run sets
+    lines = (CHECKOUT / RUN).read_text().splitlines()
+    set_at = [str(lines.index(own) + 1) for own in ("  tensor: 2", "  schedule: 1f1b")]
+    assert re.search(rf"to change: {RUN}, lines {set_at[0]}, \d+, {set_at[1]}\n", shown)
 
     initial = keeper.kept["head"]["output_DV"]
     with pytest.raises(RuntimeError, match="deleted"):
@@ -166,7 +169,7 @@ def test_callbacks_change_no_number_of_a_step_and_share_no_name():
     with pytest.raises(CallbackError, match="AttributeError"):
         Callbacks(callbacks=[Clears()]).after_step(1, {"loss": 1.0})
     twice = [type(name, (Callback,), {"after_step": lambda *_: {"norm": 1.0}})() for name in "ab"]
-    with pytest.raises(CallbackError, match="b.after_step: gives a number that another"):
+    with pytest.raises(CallbackError, match=r"b\.after_step: gives a number that another"):
         Callbacks(callbacks=twice).after_step(1, {})
 
 
@@ -184,7 +187,7 @@ def test_an_argument_of_another_type_is_refused(arguments):
 NODES = """
 name: two_nodes
 clusters:
-  - {name: a, fabric: infiniband, nodes: 2, devices: {kind: h100, count: 1}, nics: [{kind: infiniband_400}]}
+  - {name: a, fabric: infiniband, nodes: 2, devices: {kind: h100}, nics: [{kind: infiniband_400}]}
 """
 
 

@@ -21,10 +21,13 @@ NUMBERS = (
     *("skipped", "spike", "val_loss", commit_alarm.FIELD),
 )
 GROUPS = ("link_bytes", "val_losses")
-# The names of a record that are HolmesJAX's: a number with another name is of a callback or of layers.
+# The names of a record that are HolmesJAX's. Any other number is of a callback or of layers.
 TAKEN = frozenset(
-    (*NUMBERS, *GROUPS, *metrics.MAPPINGS, *metrics.MAY_HAVE, "grad_norm", "learning_rate")
-    + ("time_left_s", "time_s", "link_losses", "link_lost_s", "nic_bytes")
+    (
+        *(*NUMBERS, *GROUPS, *metrics.MAPPINGS, *metrics.MAY_HAVE),
+        *("grad_norm", "learning_rate", "time_left_s", "time_s"),
+        *("link_losses", "link_lost_s", "nic_bytes"),
+    )
 )
 MAX_OTHERS = 64  # other names that are kept: who makes a name for each step would fill the memory
 CHUNK = 4096  # records that are dicts at a time

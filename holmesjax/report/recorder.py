@@ -19,7 +19,7 @@ from holmesjax.errors import ConfigError, LostLeaseError
 from holmesjax.helper_process import StoppedError, run_module
 from holmesjax.lease import Lease
 from holmesjax.plan import mfu
-from holmesjax.report import history, link_losses, metrics
+from holmesjax.report import history, link_losses
 from holmesjax.report.console import Console
 from holmesjax.report.goodput import WallTime, goodput, rows
 from holmesjax.report.metrics import Metrics, read_last
