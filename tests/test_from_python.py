@@ -187,7 +187,11 @@ def test_an_argument_of_another_type_is_refused(arguments):
 NODES = """
 name: two_nodes
 clusters:
-  - {name: a, fabric: infiniband, nodes: 2, devices: {kind: h100}, nics: [{kind: infiniband_400}]}
+  - name: a
+    fabric: infiniband
+    nodes: 2
+    devices: {kind: h100, count: 1}
+    nics: [{kind: infiniband_400}]
 """
 
 
